@@ -1,0 +1,48 @@
+"""featstore: a storage engine for graph features on SSD.
+
+``pack`` lays features out once in a chunked, checksummed format; ``open`` and ``Store.reader`` read rows at the speed of the
+device in a fixed amount of memory. Importing this package loads neither numba nor torch nor zarr.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from featstore.pack.pack import pack
+    from featstore.reader import Plan, Reader, ReaderStats, Request
+    from featstore.store import Store, Table
+    from featstore.store import Store as open  # noqa: A001
+    from featstore.verify import verify
+
+__version__ = "0.1.0"
+
+_WHERE = {
+    "open": ("featstore.store", "Store"),
+    "Store": ("featstore.store", "Store"),
+    "Table": ("featstore.store", "Table"),
+    "Reader": ("featstore.reader", "Reader"),
+    "Request": ("featstore.reader", "Request"),
+    "Plan": ("featstore.reader", "Plan"),
+    "ReaderStats": ("featstore.reader", "ReaderStats"),
+    "pack": ("featstore.pack.pack", "pack"),
+    "verify": ("featstore.verify", "verify"),
+}
+
+__all__ = ["Plan", "Reader", "ReaderStats", "Request", "Store", "Table", "__version__", "open", "pack", "verify"]
+
+
+def __getattr__(name: str) -> Any:
+    try:
+        module, attribute = _WHERE[name]
+    except KeyError:
+        raise AttributeError(f"module 'featstore' has no attribute {name!r}") from None
+    import importlib
+
+    value = getattr(importlib.import_module(module), attribute)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

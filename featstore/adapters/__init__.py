@@ -1,0 +1,1 @@
+"""Adapters: the surface that each framework expects, over a store's reader; one module a framework."""

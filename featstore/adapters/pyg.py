@@ -1,0 +1,325 @@
+"""PyG adapter: a store as PyTorch Geometric's remote backend.
+
+PyG's loaders ask three objects, and each has its class here:
+
+* :class:`FeatstoreSampler`, a ``BaseSampler``: which nodes and edges make a mini-batch. It wraps
+:class:`featstore.sampling.NeighborSampler` and needs neither pyg-lib nor torch-sparse. * :class:`FeatstoreFeatures`,
+a ``FeatureStore``: the rows of those nodes. ``NodeLoader`` calls ``multi_get_tensor`` once a mini-batch with all
+attributes, which becomes one ``reader.read`` with all tables. * :class:`FeatstoreGraph`, a ``GraphStore``: the
+topology, for those who ask for it whole (``NodeLoader`` does not).
+
+**Which batch is this?** ``NodeLoader`` tells its sampler the seeds, not the number of the mini-batch. A fingerprint
+of the seeds takes its place, so that the same seeds in the same epoch give the same neighbours in any worker. Call
+:meth:`FeatstoreSampler.set_epoch` before each epoch: shuffled seeds differ by themselves, fixed ones need it for
+fresh neighbours. The epoch lies in shared memory, so workers that persist see it.
+
+**Workers.** With fork, workers see the parent's arrays. With spawn, the topology is moved once into shared memory and
+each worker maps it. Features are best read where the reader lives, in the main process: give ``NodeLoader`` the
+option ``filter_per_worker=False``, and all workers share one cache and one memory budget.
+
+Edge features are not fetched: PyG asks a custom feature store for those of nodes only.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from featstore.errors import IdError, SourceError
+from featstore.sampling import NeighborSampler, fold_ids
+
+try:
+    import torch
+    from torch_geometric.data import FeatureStore, GraphStore
+    from torch_geometric.data.feature_store import TensorAttr
+    from torch_geometric.data.graph_store import EdgeAttr, EdgeLayout
+    from torch_geometric.sampler import BaseSampler, NodeSamplerInput, SamplerOutput
+except ImportError as error:
+    raise ImportError(f"the PyG adapter needs {error.name}: pip install 'featstore[pyg]'") from error
+
+__all__ = ["FeatstoreFeatures", "FeatstoreGraph", "FeatstoreSampler", "RowAttr"]
+
+AttrKey = tuple[str | None, str]
+
+
+class FeatstoreSampler(BaseSampler):  # type: ignore[misc]
+    """A PyG sampler for homogeneous graphs, for ``torch_geometric.loader.NodeLoader`` with 0, fork or spawn workers.
+
+    ``sampler``: the graph, fan-outs and seed. ``edge_permutation``: int64[e] or None; where the CSC arrays were made
+    from a COO ``edge_index``, the COO position of each CSC edge, which the loader applies to ``e_id``.
+    """
+
+    def __init__(self, sampler: NeighborSampler, *, edge_permutation: torch.Tensor | None = None) -> None:
+        self.sampler = sampler
+        self._edge_permutation = edge_permutation
+        self._epoch = _to_shared(np.zeros(1, dtype=np.int64))
+        self._shared: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def set_epoch(self, epoch: int) -> None:
+        """Fresh neighbours for the same seeds from now on, in all workers. Call it before iterating the loader."""
+        self._epoch[0] = epoch
+
+    def sample_from_nodes(self, inputs: NodeSamplerInput, **_: Any) -> SamplerOutput:
+        """The mini-batch around ``inputs.node`` (int64[b], no duplicates).
+
+        Raises IdError for seeds that are no nodes or stand twice, SourceError for typed or timed seeds.
+        """
+        if inputs.input_type is not None or inputs.time is not None:
+            raise SourceError(
+                "FeatstoreSampler samples homogeneous graphs without time stamps; "
+                "pass input_nodes as a tensor and no input_time"
+            )
+        seeds = np.ascontiguousarray(inputs.node.numpy(), dtype=np.int64)
+        batch = self.sampler.sample(seeds, int(fold_ids(seeds)), epoch=int(self._epoch[0]))
+        return SamplerOutput(
+            node=torch.from_numpy(batch.node),
+            row=torch.from_numpy(batch.row),
+            col=torch.from_numpy(batch.col),
+            edge=torch.from_numpy(batch.edge_id),
+            batch=None,
+            num_sampled_nodes=list(batch.num_sampled_nodes),
+            num_sampled_edges=list(batch.num_sampled_edges),
+            metadata=(inputs.input_id, inputs.time),
+        )
+
+    def sample_from_edges(self, *_: Any, **__: Any) -> SamplerOutput:
+        """Link-level sampling is not offered: raises SourceError."""
+        raise SourceError("FeatstoreSampler samples around nodes: use NodeLoader, not LinkLoader")
+
+    @property
+    def edge_permutation(self) -> torch.Tensor | None:
+        """COO position of each CSC edge, or None where ``e_id`` is to be the CSC position."""
+        return self._edge_permutation
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Pickled for a spawned worker, the topology goes as handles of shared memory, into which it moves once."""
+        if self._shared is None:
+            self._shared = _to_shared(self.sampler.indptr), _to_shared(self.sampler.indices)
+            self.sampler = self._over(self._shared, self.sampler.fanouts, self.sampler.seed)
+        return self.__dict__ | {"sampler": (self.sampler.fanouts, self.sampler.seed)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.sampler = self._over(state["_shared"], *state["sampler"])
+
+    @staticmethod
+    def _over(shared: tuple[torch.Tensor, torch.Tensor], fanouts: tuple[int, ...], seed: int) -> NeighborSampler:
+        return NeighborSampler(shared[0].numpy(), shared[1].numpy(), fanouts, seed)
+
+
+class RowAttr(TensorAttr):  # type: ignore[misc]
+    """A ``TensorAttr`` whose index may be a NumPy array: PyG's own compares it with ``!=``, which is then an array."""
+
+    def is_set(self, key: str) -> bool:
+        """Whether the field ``key`` has a value."""
+        return getattr(self, key) is not getattr(TensorAttr, key)
+
+
+class FeatstoreFeatures(FeatureStore):  # type: ignore[misc]
+    """Rows of a store, and small arrays in memory, as a PyG ``FeatureStore``. Read-only.
+
+    ``reader``: a store's reader, or None where all attributes are ``arrays``. ``tables``: which attribute is which
+    table, ``{(group, attribute): table}`` with group None in homogeneous graphs; by default a table ``features`` is
+    ``(None, "x")`` and any other table ``t`` is ``(t, "x")``. ``arrays``: further attributes held in memory and
+    indexed there, such as ``{(None, "y"): labels}``, each [nodes, ...].
+
+    ``get_tensor`` and ``multi_get_tensor`` return torch tensors for torch ids and NumPy arrays for NumPy ids, in the
+    order asked; an index can also be a slice, an int, a mask, or None (everything: that needs the memory). Raises
+    KeyError for an unknown attribute, IdError for ids out of range, and what the reader raises.
+    """
+
+    def __init__(
+        self,
+        reader: Any,
+        tables: Mapping[AttrKey, str] | None = None,
+        arrays: Mapping[AttrKey, NDArray[Any] | torch.Tensor] | None = None,
+    ) -> None:
+        super().__init__(RowAttr)
+        known = {} if reader is None else dict(reader.store.tables)
+        if tables is None:
+            tables = {((None if name == "features" else name), "x"): name for name in known}
+        missing = sorted(set(tables.values()) - set(known))
+        if missing:
+            raise SourceError(f"the store has no table {missing[0]!r}; it has {', '.join(sorted(known)) or 'none'}")
+        both = set(tables) & set(arrays or {})
+        if both:
+            raise SourceError(f"attribute {sorted(both, key=str)[0]} is given as a table and as an array; keep one")
+        self.__dict__["_opened"] = reader
+        self.__dict__["_pickled"] = b""
+        self.__dict__["_tables"] = dict(tables)
+        self.__dict__["_shapes"] = {name: (int(table.rows), *table.row_shape) for name, table in known.items()}
+        self.__dict__["_arrays"] = {key: _as_tensor(array) for key, array in (arrays or {}).items()}
+
+    @property
+    def _reader(self) -> Any:
+        """The reader; in a spawned worker it is opened when it is first needed, which may be never."""
+        if self._opened is None and self._pickled:
+            self.__dict__["_opened"] = pickle.loads(self._pickled)
+        return self._opened
+
+    def __getstate__(self) -> dict[str, Any]:
+        pickled = self._pickled if self._opened is None else pickle.dumps(self._opened)
+        return self.__dict__ | {"_opened": None, "_pickled": pickled}
+
+    def get_all_tensor_attrs(self) -> list[TensorAttr]:
+        """One new attribute object for each attribute (new, because the loader writes ``index`` into them)."""
+        return [RowAttr(group, name) for group, name in (*self._tables, *self._arrays)]
+
+    def _multi_get_tensor(self, attrs: list[TensorAttr]) -> list[Any]:
+        """All attributes of one mini-batch with one request: ids of attributes that share a table are joined."""
+        wanted: dict[str, list[Any]] = {}
+        places: list[tuple[str, int] | None] = []
+        for attr in attrs:
+            table = self._tables.get(_key(attr))
+            if table is None:
+                places.append(None)
+                continue
+            parts = wanted.setdefault(table, [])
+            same = [place for place, (index, _) in enumerate(parts) if index is attr.index]
+            if not same:
+                parts.append((attr.index, _row_ids(attr.index, self._shapes[table][0])))
+            places.append((table, same[0] if same else len(parts) - 1))
+        rows = self._read({table: [ids for _, ids in parts] for table, parts in wanted.items()})
+        return [
+            self._from_array(attr) if place is None else _shaped(rows[place[0]][place[1]], attr.index)
+            for attr, place in zip(attrs, places)
+        ]
+
+    def _read(self, wanted: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        """Rows for each table's list of ids, by a single ``reader.read``."""
+        if not wanted:
+            return {}
+        rows = self._reader.read({table: _join(parts) for table, parts in wanted.items()})
+        split: dict[str, list[Any]] = {}
+        for table, parts in wanted.items():
+            ends = np.cumsum([0, *map(len, parts)])
+            split[table] = [_as_ids(rows[table][low:high], ids) for low, high, ids in zip(ends, ends[1:], parts)]
+        return split
+
+    def _from_array(self, attr: TensorAttr) -> Any:
+        array = self._array(attr)
+        ids = _row_ids(attr.index, len(array))
+        picked = array[torch.as_tensor(ids)]
+        return _shaped(picked.numpy() if isinstance(ids, np.ndarray) else picked, attr.index)
+
+    def _array(self, attr: TensorAttr) -> torch.Tensor:
+        if _key(attr) not in self._arrays:
+            known = ", ".join(str(key) for key in (*self._tables, *self._arrays))
+            raise KeyError(f"the feature store has no attribute {_key(attr)}; it has {known}")
+        array: torch.Tensor = self._arrays[_key(attr)]
+        return array
+
+    def _get_tensor(self, attr: TensorAttr) -> Any:
+        return self._multi_get_tensor([attr])[0]
+
+    def _get_tensor_size(self, attr: TensorAttr) -> tuple[int, ...]:
+        table = self._tables.get(_key(attr))
+        shape = self._shapes[table] if table is not None else tuple(self._array(attr).shape)
+        if attr.index is None:
+            return shape
+        if isinstance(attr.index, int):
+            return shape[1:]
+        return len(_row_ids(attr.index, shape[0])), *shape[1:]
+
+    def _put_tensor(self, tensor: Any, attr: TensorAttr) -> bool:
+        raise SourceError(f"cannot write {_key(attr)}: a store is read-only; pack a new one with featstore.pack")
+
+    def _remove_tensor(self, attr: TensorAttr) -> bool:
+        raise SourceError(f"cannot remove {_key(attr)}: a store is read-only; pack a new one with featstore.pack")
+
+
+class FeatstoreGraph(GraphStore):  # type: ignore[misc]
+    """CSC arrays in memory as a PyG ``GraphStore``, the partner of :class:`FeatstoreFeatures`. Read-only.
+
+    ``indptr``: int64[n + 1], ``indices``: int32 or int64 [e], the sources of the edges into each node.
+    ``edge_type``: None in a homogeneous graph, else PyG's (source, relation, target).
+    """
+
+    def __init__(
+        self, indptr: NDArray[Any], indices: NDArray[Any], edge_type: tuple[str, str, str] | None = None
+    ) -> None:
+        super().__init__()
+        self.__dict__.update(_indptr=indptr, _indices=indices, _edge_type=edge_type)
+
+    def get_all_edge_attrs(self) -> list[EdgeAttr]:
+        """The one edge type, in CSC layout."""
+        nodes = len(self._indptr) - 1
+        return [EdgeAttr(self._edge_type, EdgeLayout.CSC, size=(nodes, nodes))]
+
+    def _get_edge_index(self, edge_attr: EdgeAttr) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """(row int64[e], colptr int64[n + 1]), copied; None for another edge type or layout."""
+        if edge_attr.edge_type != self._edge_type or edge_attr.layout != EdgeLayout.CSC:
+            return None
+        return torch.from_numpy(self._indices.astype(np.int64)), torch.from_numpy(self._indptr.astype(np.int64))
+
+    def _put_edge_index(self, edge_index: Any, edge_attr: EdgeAttr) -> bool:
+        raise SourceError("cannot write edges: this graph store is read-only")
+
+    def _remove_edge_index(self, edge_attr: EdgeAttr) -> bool:
+        raise SourceError("cannot remove edges: this graph store is read-only")
+
+
+def _key(attr: TensorAttr) -> AttrKey:
+    return attr.group_name, attr.attr_name
+
+
+def _as_tensor(array: NDArray[Any] | torch.Tensor) -> torch.Tensor:
+    """A tensor over the same memory; arrays that torch cannot hold (read-only ones) are copied."""
+    if isinstance(array, np.ndarray) and not array.flags.writeable:
+        array = array.copy()
+    return torch.as_tensor(array)
+
+
+def _to_shared(array: NDArray[Any]) -> torch.Tensor:
+    """A copy of ``array`` in shared memory."""
+    shared = torch.empty(array.shape, dtype=getattr(torch, array.dtype.name))
+    shared.share_memory_()  # type: ignore[no-untyped-call]
+    shared.numpy()[...] = array
+    return shared
+
+
+def _row_ids(index: Any, rows: int) -> NDArray[np.int64] | torch.Tensor:
+    """Any index that PyG allows, as int64 ids: torch for torch, NumPy for NumPy, torch for the rest."""
+    if index is None:
+        return torch.arange(rows)
+    if isinstance(index, slice):
+        return torch.arange(*index.indices(rows))
+    if isinstance(index, int | np.integer):
+        return torch.tensor([int(index)])
+    ids: Any
+    if isinstance(index, torch.Tensor):
+        ids = index.nonzero().view(-1) if index.dtype == torch.bool else index
+        integers = not (ids.is_floating_point() or ids.is_complex())
+    else:
+        ids = np.asarray(index)
+        ids = np.flatnonzero(ids) if ids.dtype == np.bool_ else ids
+        integers = ids.dtype.kind in "iu"
+    if ids.ndim != 1 or not integers:
+        raise IdError(f"ids must be a one-dimensional integer array, not {ids.dtype} of shape {tuple(ids.shape)}")
+    if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= rows):
+        bad = int(ids.min()) if int(ids.min()) < 0 else int(ids.max())
+        raise IdError(f"id {bad} is out of range: the attribute has rows 0 to {rows - 1:,}")
+    return ids.to(torch.int64) if isinstance(ids, torch.Tensor) else ids.astype(np.int64)
+
+
+def _join(parts: list[Any]) -> Any:
+    """Several id lists as one; torch where they are mixed."""
+    if len(parts) == 1:
+        return parts[0]
+    if all(isinstance(ids, np.ndarray) for ids in parts):
+        return np.concatenate(parts)
+    return torch.cat([torch.as_tensor(ids) for ids in parts])
+
+
+def _as_ids(rows: Any, ids: Any) -> Any:
+    """Rows as the kind of array that their ids are."""
+    return rows.numpy() if isinstance(ids, np.ndarray) and isinstance(rows, torch.Tensor) else rows
+
+
+def _shaped(rows: Any, index: Any) -> Any:
+    """An int index drops the first dimension, as in any array."""
+    return rows[0] if isinstance(index, int | np.integer) else rows

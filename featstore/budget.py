@@ -1,0 +1,74 @@
+"""One memory budget for everything a reader holds: how it is split, and when it is too small.
+
+In the order of need: the maps from node ids to rows and the page checksums (fixed by the tables); the staging in which
+pages arrive; the scratch of planning for the pieces under way; the rest is for tiers. Results belong to the caller and are not
+counted: pass ``out=`` to decide where they lie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from featstore.engine.base import EXTENT_BYTES_MAX
+from featstore.errors import BudgetError
+from featstore.plan import SCRATCH_BYTES_PER_ID
+from featstore.units import PAGE_BYTES
+
+#: Pieces (parts of requests) planned or under way at once.
+PIECES_IN_FLIGHT = 4
+STAGING_BYTES = 16 * 2**20
+_STAGING_BYTES_MIN = 512 * 2**10
+_SLOTS_WANTED = 32
+_EXTENT_BYTES_MIN = 16 * 2**10
+_PIECE_IDS_MIN = 1024
+_PIECE_IDS_MAX = 2**20
+
+
+@dataclass(frozen=True)
+class TableNeed:
+    """What one table takes whatever the budget."""
+
+    row_map_bytes: int
+    checksum_bytes: int
+    row_bytes: int
+
+    @property
+    def row_span_bytes(self) -> int:
+        """Pages that one row can touch, in bytes."""
+        return (-(-(self.row_bytes - 1) // PAGE_BYTES) + 1) * PAGE_BYTES
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The split of a budget, in bytes; ``tier_bytes`` is what is left for tiers."""
+
+    memory_bytes: int
+    row_map_bytes: int
+    checksum_bytes: int
+    staging_bytes: int
+    extent_bytes_max: int
+    scratch_bytes: int
+    piece_ids_max: int
+    tier_bytes: int
+
+    @classmethod
+    def split(cls, memory_bytes: int, tables: Sequence[TableNeed]) -> Budget:
+        """Split ``memory_bytes``. Raises BudgetError with the smallest budget that works."""
+        maps = sum(t.row_map_bytes for t in tables)
+        checksums = sum(t.checksum_bytes for t in tables)
+        span = max((t.row_span_bytes for t in tables), default=PAGE_BYTES)
+        staging_min = max(_STAGING_BYTES_MIN, 4 * span)
+        scratch_min = _PIECE_IDS_MIN * SCRATCH_BYTES_PER_ID * PIECES_IN_FLIGHT
+        needed = maps + checksums + staging_min + scratch_min
+        if memory_bytes < needed:
+            raise BudgetError(needed, memory_bytes, "read these tables (row maps, checksums, staging, scratch)")
+        free = memory_bytes - maps - checksums
+        staging = max(staging_min, min(STAGING_BYTES, free // 8)) // PAGE_BYTES * PAGE_BYTES
+        extent = max(span, min(EXTENT_BYTES_MAX, max(_EXTENT_BYTES_MIN, staging // _SLOTS_WANTED // PAGE_BYTES * PAGE_BYTES)))
+        each = SCRATCH_BYTES_PER_ID * PIECES_IN_FLIGHT
+        piece_ids = max(_PIECE_IDS_MIN, min(_PIECE_IDS_MAX, free // 10 // each))
+        scratch = piece_ids * each
+        return cls(
+            memory_bytes, maps, checksums, staging, extent, scratch, piece_ids, max(0, free - staging - scratch)
+        )

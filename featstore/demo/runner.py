@@ -1,0 +1,245 @@
+"""Demo runner: graph, pack, two training runs, report.
+
+1. A graph is made up (:func:`featstore.demo.graph.generate`) or loaded from an .npz file.
+2. Its rows are packed into a store.
+3. A worker process trains from the store, under the given memory budget.
+4. A second worker trains from memory: only here does the whole table stand in memory.
+
+Each worker is a process of its own, so that its peak memory can be told; see :mod:`featstore.demo.worker`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+from featstore.demo.graph import DemoGraph, GraphRecipe, generate, load, write_topology
+from featstore.demo.report import DemoReport, RunReport
+from featstore.demo.training import TrainingPlan
+from featstore.demo.worker import Job
+from featstore.errors import FeatstoreError, SourceError
+from featstore.units import parse_bytes
+
+__all__ = ["run"]
+
+Progress = Callable[[str, int, int], None]
+
+# Rows that are read for each seed cost memory and time by their bytes: (largest row, seeds, fan-outs).
+_SHAPES = ((2 << 10, 256, (5, 4, 3)), (8 << 10, 64, (5, 3, 2)), (None, 32, (4, 3, 2)))
+_PACK_MEMORY = "512MiB"
+_STEPS_WANTED = 150
+_EVALUATION_BYTES = 2 << 30
+
+
+def run(
+    *,
+    memory: str | int = "32MiB",
+    data: str | os.PathLike[str] | None = None,
+    workdir: str | os.PathLike[str] | None = None,
+    epochs: int | None = None,
+    batch_size: int | None = None,
+    fanouts: Sequence[int] | None = None,
+    hidden: int = 64,
+    seed: int = 0,
+    engine: str | None = None,
+    recipe: GraphRecipe | None = None,
+    progress: Progress | None = None,
+) -> DemoReport:
+    """Pack a graph's features, train from the store and from memory with the same seeds, and compare.
+
+    ``memory``: the reader's budget (bytes, or text such as ``"120MiB"``). ``data``: an .npz file
+    (:func:`featstore.demo.graph.load` names the keys), else a graph is made up by ``recipe``. ``workdir``: an
+    existing directory in which the store is kept as ``store``; else all goes to a temporary one, which is removed.
+    ``epochs``, ``batch_size`` and ``fanouts`` (one number a layer) follow from the graph and its row size where not
+    given. ``engine``: name of the I/O engine, else the reader picks. ``progress(stage, done, total)`` is called as
+    things go on.
+
+    Raises SourceError for a graph that cannot be used, BudgetError for too small a budget, ImportError where PyTorch
+    or PyG is missing, FeatstoreError if a training process fails.
+    """
+    _need_packages()
+    memory_bytes = parse_bytes(memory)
+    tell = progress if progress is not None else _no_progress
+    began = time.perf_counter()
+    with ExitStack() as stack:
+        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="featstore-demo-", dir=_parent(workdir))))
+        store_path = scratch / "store" if workdir is None else Path(workdir) / "store"
+        graph, generate_seconds = _prepare(data, recipe, seed, scratch, tell)
+        plan, counts = _training_plan(graph, epochs, batch_size, fanouts, hidden, seed)
+        pack_seconds = _pack(graph, store_path, tell)
+        _probe(store_path, memory_bytes, engine, graph)
+        job = Job(plan, str(scratch), str(graph.features.absolute()), str(store_path), memory_bytes, engine)
+        from_store = _in_own_process(job, scratch, "store", tell)
+        from_memory = _in_own_process(replace(job, store=None), scratch, "memory", tell)
+        return DemoReport(
+            graph=graph.name,
+            node_count=graph.node_count,
+            edge_count=len(graph.indices),
+            class_count=graph.class_count,
+            row_bytes=graph.row_bytes,
+            table_bytes=graph.row_bytes * graph.node_count,
+            memory_bytes=memory_bytes,
+            epochs=plan.epochs,
+            batch_size=plan.batch_size,
+            fanouts=plan.fanouts,
+            hidden=plan.hidden,
+            seed=seed,
+            generate_seconds=generate_seconds,
+            pack_seconds=pack_seconds,
+            store_bytes=sum(path.stat().st_size for path in store_path.rglob("*") if path.is_file()),
+            store_path=None if workdir is None else str(store_path),
+            store=_run_report(from_store),
+            memory=_run_report(from_memory),
+            mlp_test_accuracy=from_memory["mlp_test_accuracy"],
+            seconds=time.perf_counter() - began,
+            **counts,
+        )
+
+
+def _no_progress(stage: str, done: int, total: int) -> None:
+    """Nobody watches."""
+
+
+def _need_packages() -> None:
+    from importlib.util import find_spec
+
+    missing = [name for name in ("torch", "torch_geometric") if find_spec(name) is None]
+    if missing:
+        raise ImportError(f"the demo needs {' and '.join(missing)}: pip install 'featstore[demo]'")
+
+
+def _parent(workdir: str | os.PathLike[str] | None) -> str | None:
+    if workdir is None:
+        return None
+    if not Path(workdir).is_dir():
+        raise SourceError(f"the working directory {os.fspath(workdir)} does not exist; create it first")
+    return os.fspath(workdir)
+
+
+def _prepare(
+    data: str | os.PathLike[str] | None, recipe: GraphRecipe | None, seed: int, scratch: Path, tell: Progress
+) -> tuple[DemoGraph, float]:
+    """The graph, and the seconds that making it up took (0 if it was loaded)."""
+    if data is not None:
+        graph, seconds = load(Path(data)), 0.0
+    else:
+        tell("generate", 0, 1)
+        began = time.perf_counter()
+        graph = generate(scratch, recipe if recipe is not None else GraphRecipe(seed=seed))
+        seconds = time.perf_counter() - began
+        tell("generate", 1, 1)
+    write_topology(graph, scratch)
+    return graph, seconds
+
+
+def _training_plan(
+    graph: DemoGraph, epochs: int | None, batch_size: int | None, fanouts: Sequence[int] | None, hidden: int, seed: int
+) -> tuple[TrainingPlan, dict[str, int]]:
+    """What is trained, sized by the rows: about the same number of steps, and of bytes per step, for any graph."""
+    shape = next(shape for shape in _SHAPES if shape[0] is None or graph.row_bytes <= shape[0])
+    batch_size = shape[1] if batch_size is None else batch_size
+    fanouts = shape[2] if fanouts is None else tuple(fanouts)
+    if batch_size < 1 or not fanouts or (epochs is not None and epochs < 1):
+        raise SourceError("the demo needs at least one epoch, one seed a mini-batch and one fan-out")
+    if not (len(graph.train_idx) and len(graph.val_idx) and len(graph.test_idx)):
+        raise SourceError(f"{graph.name}: the training, validation and test split each need a labelled node")
+    if epochs is None:
+        steps = -(-len(graph.train_idx) // batch_size)
+        epochs = min(20, max(2, round(_STEPS_WANTED / steps)))
+    rows_per_seed = 1
+    for fanout in reversed(fanouts):
+        rows_per_seed = 1 + (fanout if fanout > 0 else 10) * rows_per_seed
+    nodes = max(256, _EVALUATION_BYTES // (rows_per_seed * graph.row_bytes))
+    counts = {
+        "val_count": min(len(graph.val_idx), nodes // 3, 4000),
+        "val_total": len(graph.val_idx),
+        "test_count": min(len(graph.test_idx), nodes, 8000),
+        "test_total": len(graph.test_idx),
+    }
+    plan = TrainingPlan(
+        epochs=epochs,
+        batch_size=batch_size,
+        fanouts=fanouts,
+        hidden=hidden,
+        seed=seed,
+        class_count=graph.class_count,
+        feature_count=graph.feature_count,
+        val_count=counts["val_count"],
+        test_count=counts["test_count"],
+    )
+    return plan, counts
+
+
+def _pack(graph: DemoGraph, path: Path, tell: Progress) -> float:
+    """Pack the rows and labels as float32; returns the seconds."""
+    import featstore
+
+    def progress(step: Any) -> None:
+        tell(f"pack: {step.stage}", step.done_bytes, step.total_bytes)
+
+    began = time.perf_counter()
+    options: dict[str, Any] = {"arrays": {"labels": graph.labels}, "overwrite": True, "memory": _PACK_MEMORY}
+    options["progress"] = progress
+    if graph.features.suffix == ".npy":
+        packed = featstore.pack(path, graph.features, graph=(graph.indptr, graph.indices), **options)
+    else:
+        packed = featstore.pack(path, graph.features, graph=graph.features, dtype="float32", **options)
+    packed.close()
+    return time.perf_counter() - began
+
+
+def _probe(path: Path, memory_bytes: int, engine: str | None, graph: DemoGraph) -> None:
+    """Open a reader here first: a budget or engine that cannot be is an error of its own kind, before any worker
+    starts."""
+    import featstore
+
+    options: dict[str, Any] = {} if engine is None else {"engine": engine}
+    with featstore.open(path) as store, store.reader(memory=memory_bytes, static="degree", **options) as reader:
+        reader.read(graph.train_idx[:8])
+
+
+def _in_own_process(job: Job, scratch: Path, name: str, tell: Progress) -> dict[str, Any]:
+    """Run a worker, pass its progress on, and return its results."""
+    path = scratch / f"{name}.json"
+    job.write(path)
+    root = str(Path(__file__).parents[2])
+    search = os.pathsep.join(part for part in (root, os.environ.get("PYTHONPATH", "")) if part)
+    results = None
+    with (scratch / f"{name}.stderr").open("w+") as errors:
+        command = [sys.executable, "-m", "featstore.demo.worker", str(path)]
+        environment = os.environ | {"PYTHONPATH": search}
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment) as process:
+            assert process.stdout is not None
+            try:
+                for text in process.stdout:
+                    event = json.loads(text)
+                    if event["event"] == "done":
+                        results = event["results"]
+                    else:
+                        tell(f"{name}: {event['stage']}", event["done"], event["total"])
+            except BaseException:
+                process.kill()
+                raise
+        if process.returncode != 0 or results is None:
+            errors.seek(0)
+            tail = "".join(errors.readlines()[-15:]).strip()
+            raise FeatstoreError(f"the training process ({name}) ended with {process.returncode}:\n{tail}")
+    return dict(results)
+
+
+def _run_report(results: dict[str, Any]) -> RunReport:
+    values = {"load_seconds": 0.0, "io": {}} | results
+    known: dict[str, Any] = {}
+    for field in fields(RunReport):
+        value = values[field.name]
+        known[field.name] = tuple(value) if isinstance(value, list) else value
+    return RunReport(**known)

@@ -1,0 +1,263 @@
+"""Demo training: a three-layer GraphSAGE that does not know where its feature rows come from.
+
+The same function trains from a store and from memory; only the ``rows`` object differs. Everything that could make
+two runs differ is fixed: seeds of the weights, of the shuffle and of the sampler, two threads, deterministic
+algorithms. So the loss of each step must be the same **bits** in both runs. A loss can hide a flipped low bit in one
+of a million values, in rounding; the digest that is kept of each request's rows (SHA-256 over the CRC-32C of its
+pages) cannot.
+
+While mini-batch i trains, mini-batch i + 1 is sampled and its rows are on their way: ``submit`` first, then compute,
+then ``result``. The time spent in ``result`` is what the store could not hide.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+__all__ = ["MemoryRows", "Outcome", "Rows", "StoreRows", "TrainingPlan", "mlp_accuracy", "train"]
+
+_THREADS = 2
+_EVALUATION_EPOCH = 1 << 20
+
+
+@dataclass(frozen=True)
+class TrainingPlan:
+    """What is trained: the same in all runs that are compared."""
+
+    epochs: int
+    batch_size: int
+    fanouts: tuple[int, ...]
+    hidden: int
+    seed: int
+    class_count: int
+    feature_count: int
+    val_count: int
+    test_count: int
+    learning_rate: float = 0.005
+
+
+@dataclass
+class Outcome:
+    """What a run measured. ``losses``: float.hex of each step's loss. ``digests``: of the rows of each request, in
+    order, those of the evaluation at the end. ``rows``: rows delivered in all. Times in seconds."""
+
+    losses: list[str] = field(default_factory=list)
+    digests: list[str] = field(default_factory=list)
+    epoch_seconds: list[float] = field(default_factory=list)
+    wait_seconds: list[float] = field(default_factory=list)
+    rows: int = 0
+    val_accuracy: float = 0.0
+    test_accuracy: float = 0.0
+    evaluation_seconds: float = 0.0
+
+
+class Rows(Protocol):
+    """Where feature rows come from."""
+
+    def submit(self, ids: Any) -> Any:
+        """Ask for the rows of ``ids`` (torch int64[k]); returns a ticket at once."""
+
+    def result(self, ticket: Any) -> Any:
+        """Wait for a ticket's rows: torch float32[k, d], in the order asked."""
+
+
+class MemoryRows:
+    """Rows of an array in memory, float32 [n, d]."""
+
+    def __init__(self, features: NDArray[np.float32]) -> None:
+        import torch
+
+        self._features = torch.from_numpy(features)
+
+    def submit(self, ids: Any) -> Any:
+        """Nothing to wait for: the ticket is the rows."""
+        return self._features.index_select(0, ids)
+
+    def result(self, ticket: Any) -> Any:
+        """The rows."""
+        return ticket
+
+
+class StoreRows:
+    """Rows of a store's reader."""
+
+    def __init__(self, reader: Any) -> None:
+        self._reader = reader
+
+    def submit(self, ids: Any) -> Any:
+        """Hand the request to the reader, which reads while the caller computes."""
+        return self._reader.submit(ids)
+
+    def result(self, ticket: Any) -> Any:
+        """Wait for the reader."""
+        return ticket.result()
+
+
+def train(
+    plan: TrainingPlan, topology: dict[str, NDArray[Any]], rows: Rows, progress: Callable[[str, int, int], None]
+) -> Outcome:
+    """Train ``plan.epochs`` epochs, then measure accuracy on the first nodes of the validation and test split.
+
+    ``topology``: ``indptr``, ``indices``, ``labels``, ``train_idx``, ``val_idx``, ``test_idx``. ``progress`` is
+    called with (stage, steps done, steps in all). Raises what ``rows`` raises.
+    """
+    import torch
+
+    _fix_everything(plan.seed)
+    model = _sage(plan)
+    optimiser = torch.optim.Adam(model.parameters(), lr=plan.learning_rate)
+    labels = torch.from_numpy(topology["labels"])
+    loader = _loader(plan, topology, topology["train_idx"], shuffle=True)
+    outcome = Outcome()
+    steps = plan.epochs * len(loader)
+    for epoch in range(plan.epochs):
+        loader.node_sampler.set_epoch(epoch)
+        began, waited = time.perf_counter(), 0.0
+        for batch, x, wait in _with_rows(loader, rows):
+            optimiser.zero_grad()
+            logits = model(x, batch)
+            loss = torch.nn.functional.cross_entropy(logits, labels[batch.n_id[: batch.batch_size]])
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimiser.step()
+            outcome.losses.append(float(loss.item()).hex())
+            _note_rows(outcome, x)
+            waited += wait
+            progress("train", len(outcome.losses), steps)
+        outcome.epoch_seconds.append(time.perf_counter() - began)
+        outcome.wait_seconds.append(waited)
+    began = time.perf_counter()
+    for split, count in (("val", plan.val_count), ("test", plan.test_count)):
+        # A split may be sorted (by year, by class): a part of it must be drawn, not cut off.
+        drawn = np.random.default_rng(plan.seed).permutation(topology[f"{split}_idx"])[:count]
+        loader = _loader(plan, topology, drawn, shuffle=False)
+        loader.node_sampler.set_epoch(_EVALUATION_EPOCH)
+        setattr(outcome, f"{split}_accuracy", _accuracy(model, loader, rows, labels, outcome))
+        progress(f"evaluate {split}", 1, 1)
+    outcome.evaluation_seconds = time.perf_counter() - began
+    return outcome
+
+
+def mlp_accuracy(plan: TrainingPlan, topology: dict[str, NDArray[Any]], features: NDArray[np.float32]) -> float:
+    """Test accuracy of a two-layer perceptron that sees a node's own row alone, after as many epochs at least.
+
+    Where the labels need the neighbours it stays far below GraphSAGE. From memory: it takes every training row at once.
+    """
+    import torch
+
+    _fix_everything(plan.seed)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(plan.feature_count, plan.hidden),
+        torch.nn.ReLU(),
+        torch.nn.Linear(plan.hidden, plan.class_count),
+    )
+    optimiser = torch.optim.Adam(model.parameters(), lr=plan.learning_rate, weight_decay=1e-4)
+    table, labels = torch.from_numpy(features), torch.from_numpy(topology["labels"])
+    train_ids = torch.from_numpy(topology["train_idx"])
+    for _ in range(max(4, plan.epochs)):
+        for ids in torch.split(train_ids[torch.randperm(len(train_ids))], 256):
+            optimiser.zero_grad()
+            loss = torch.nn.functional.cross_entropy(model(table[ids]), labels[ids])
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimiser.step()
+    drawn = np.random.default_rng(plan.seed).permutation(topology["test_idx"])[: plan.test_count]
+    ids = torch.from_numpy(drawn)
+    with torch.no_grad():
+        found = torch.cat([model(table[part]).argmax(1) for part in torch.split(ids, 1024)])
+    right = int((found == labels[ids]).sum())
+    return right / max(1, len(ids))
+
+
+def _fix_everything(seed: int) -> None:
+    import torch
+
+    torch.set_num_threads(_THREADS)
+    torch.use_deterministic_algorithms(True)
+    torch.manual_seed(seed)
+
+
+def _sage(plan: TrainingPlan) -> Any:
+    """Three SAGEConv layers (mean); each computes only what the layers above it need."""
+    import torch
+    from torch_geometric.nn import SAGEConv
+
+    class GraphSage(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            widths = [plan.feature_count] + [plan.hidden] * (len(plan.fanouts) - 1) + [plan.class_count]
+            self.layers = torch.nn.ModuleList(SAGEConv(*pair, aggr="mean") for pair in pairwise(widths))
+
+        def forward(self, x: torch.Tensor, batch: Any) -> torch.Tensor:
+            hops = len(plan.fanouts)
+            for depth, layer in enumerate(self.layers):
+                # Nodes and edges are grouped by hop, so what this layer needs is a beginning of both.
+                targets = sum(batch.num_sampled_nodes[: hops - depth])
+                edges = batch.edge_index[:, : sum(batch.num_sampled_edges[: hops - depth])]
+                x = layer((x, x[:targets]), edges)
+                if depth + 1 < hops:
+                    x = x.relu()
+            return x
+
+    return GraphSage()
+
+
+def _loader(plan: TrainingPlan, topology: dict[str, NDArray[Any]], seeds: NDArray[Any], shuffle: bool) -> Any:
+    """PyG's NodeLoader over featstore's sampler; it delivers topology, the rows are asked for by id."""
+    import torch
+    from torch_geometric.loader import NodeLoader
+
+    from featstore.adapters.pyg import FeatstoreFeatures, FeatstoreGraph, FeatstoreSampler
+    from featstore.sampling import NeighborSampler
+
+    indptr, indices = topology["indptr"], topology["indices"]
+    return NodeLoader(
+        (FeatstoreFeatures(None), FeatstoreGraph(indptr, indices)),
+        FeatstoreSampler(NeighborSampler(indptr, indices, plan.fanouts, plan.seed)),
+        input_nodes=torch.from_numpy(seeds),
+        batch_size=plan.batch_size,
+        shuffle=shuffle,
+        generator=torch.Generator().manual_seed(plan.seed),
+    )
+
+
+def _with_rows(loader: Any, rows: Rows) -> Iterator[tuple[Any, Any, float]]:
+    """(mini-batch, rows, seconds waited): the next mini-batch's rows are asked for before this one is handed out."""
+    batches = iter(loader)
+    batch = next(batches, None)
+    ticket = None if batch is None else rows.submit(batch.n_id)
+    while batch is not None:
+        began = time.perf_counter()
+        x = rows.result(ticket)
+        wait = time.perf_counter() - began
+        following = next(batches, None)
+        ticket = None if following is None else rows.submit(following.n_id)
+        yield batch, x, wait
+        batch = following
+        del x
+
+
+def _note_rows(outcome: Outcome, x: Any) -> None:
+    from featstore.checksum import crc_pages, digest_of_checksums
+
+    outcome.rows += len(x)
+    data = x.numpy().reshape(-1).view(np.uint8)
+    outcome.digests.append(digest_of_checksums(crc_pages(data))[:16])
+
+
+def _accuracy(model: Any, loader: Any, rows: Rows, labels: Any, outcome: Outcome) -> float:
+    import torch
+
+    right = total = 0
+    with torch.no_grad():
+        for batch, x, _ in _with_rows(loader, rows):
+            found = model(x, batch).argmax(1)
+            right += int((found == labels[batch.n_id[: batch.batch_size]]).sum())
+            total += batch.batch_size
+            _note_rows(outcome, x)
+    return right / max(1, total)

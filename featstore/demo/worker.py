@@ -1,0 +1,114 @@
+"""Demo worker: one training run in a process of its own, so that its peak memory is its own.
+
+``python -m featstore.demo.worker JOB.json`` reads a job, trains, and writes one JSON object a line on stdout:
+``progress`` events as it goes, and ``done`` with the results at the end. The parent is :mod:`featstore.demo.runner`.
+
+``baseline_rss_bytes`` is what the process held before it touched the first feature row (Python, PyTorch, PyG, the
+topology), ``peak_rss_bytes`` the most it ever held (``VmHWM`` of the Linux kernel).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from featstore.demo.graph import load_dense, read_topology
+from featstore.demo.training import MemoryRows, Outcome, StoreRows, TrainingPlan, mlp_accuracy, train
+
+__all__ = ["Job", "main"]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a worker is to do. ``store``: path of the store, or None to train from memory; ``features``: the rows'
+    file."""
+
+    plan: TrainingPlan
+    directory: str
+    features: str
+    store: str | None
+    memory_bytes: int
+    engine: str | None
+
+    def write(self, path: Path) -> None:
+        """Save for :func:`read_job`."""
+        path.write_text(json.dumps(asdict(self)))
+
+
+def read_job(path: Path) -> Job:
+    """The job that :meth:`Job.write` saved."""
+    fields = json.loads(path.read_text())
+    plan = fields["plan"]
+    return Job(**fields | {"plan": TrainingPlan(**plan | {"fanouts": tuple(plan["fanouts"])})})
+
+
+def main(job: Job) -> dict[str, Any]:
+    """Run a job; returns the results as JSON types."""
+    topology = read_topology(Path(job.directory))
+    _warm_up(job, topology)
+    baseline = _status_bytes("VmRSS")
+    results = _from_memory(job, topology) if job.store is None else _from_store(job, job.store, topology)
+    return results | {"baseline_rss_bytes": baseline}
+
+
+def _warm_up(job: Job, topology: dict[str, Any]) -> None:
+    """Load what both runs need, so that the baseline holds it."""
+    import torch_geometric.loader
+    import torch_geometric.nn  # noqa: F401
+
+    from featstore.sampling import NeighborSampler
+
+    NeighborSampler(topology["indptr"], topology["indices"], job.plan.fanouts).sample(topology["train_idx"][:2])
+
+
+def _from_store(job: Job, path: str, topology: dict[str, Any]) -> dict[str, Any]:
+    import featstore
+
+    options: dict[str, Any] = {} if job.engine is None else {"engine": job.engine}
+    with featstore.open(path) as store, store.reader(memory=job.memory_bytes, static="degree", **options) as reader:
+        labels = store.arrays["labels"]
+        began = time.perf_counter()
+        outcome = train(job.plan, topology | {"labels": labels}, StoreRows(reader), _tell_progress)
+        seconds = time.perf_counter() - began
+        stats, because = reader.stats(), reader.access_because
+    return _results(outcome, seconds) | {"io": stats.to_dict() | {"engine_because": because}}
+
+
+def _from_memory(job: Job, topology: dict[str, Any]) -> dict[str, Any]:
+    began = time.perf_counter()
+    features = load_dense(Path(job.features))
+    load_seconds = time.perf_counter() - began
+    outcome = train(job.plan, topology, MemoryRows(features), _tell_progress)
+    results = _results(outcome, time.perf_counter() - began - load_seconds)
+    began = time.perf_counter()
+    mlp = mlp_accuracy(job.plan, topology, features)
+    mlp_seconds = time.perf_counter() - began
+    return results | {"load_seconds": load_seconds, "mlp_test_accuracy": mlp, "mlp_seconds": mlp_seconds}
+
+
+def _results(outcome: Outcome, seconds: float) -> dict[str, Any]:
+    return asdict(outcome) | {"seconds": seconds, "peak_rss_bytes": _status_bytes("VmHWM")}
+
+
+def _status_bytes(field: str) -> int:
+    """A memory field of this process, in bytes."""
+    found = re.search(rf"^{field}:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
+    assert found is not None, f"/proc/self/status has no {field}"
+    return 1024 * int(found.group(1))
+
+
+def _tell(event: dict[str, Any]) -> None:
+    print(json.dumps(event), flush=True)
+
+
+def _tell_progress(stage: str, done: int, total: int) -> None:
+    _tell({"event": "progress", "stage": stage, "done": done, "total": total})
+
+
+if __name__ == "__main__":
+    _tell({"event": "done", "results": main(read_job(Path(sys.argv[1])))})

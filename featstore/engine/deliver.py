@@ -1,0 +1,123 @@
+"""What every engine does with pages that have arrived: verify them, then copy their rows to where they are wanted.
+
+:func:`deliver` runs inside the engines' kernels, on addresses. A row may lie across pages; each page that holds a byte of a
+wanted row is verified once per read, pages that were read only to bridge a gap are not looked at.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from featstore.checksum import crc_page
+from featstore.engine import counters as C
+from featstore.engine import lane as L
+from featstore.native import (
+    atomic_add,
+    call_clock_gettime,
+    function_address,
+    libc,
+    load_i32,
+    load_i64,
+    load_u32,
+    load_u64,
+    memcpy,
+    store_i64,
+)
+from featstore.units import PAGE_BYTES
+
+CLOCK = function_address(libc(), "clock_gettime")
+_CLOCK_MONOTONIC = 1
+
+_EXTENT_PAGE, _EXTENT_FIRST, _KEYS, _POSITION_BITS = L.EXTENT_PAGE * 8, L.EXTENT_FIRST * 8, L.KEYS * 8, L.POSITION_BITS * 8
+_OUT, _ROW_BYTES, _CHECKSUMS = L.OUT * 8, L.ROW_BYTES * 8, L.CHECKSUMS * 8
+_ERROR, _ERROR_PAGE, _ERROR_EXPECTED = L.ERROR * 8, L.ERROR_PAGE * 8, L.ERROR_EXPECTED * 8
+_ERROR_ACTUAL, _ERROR_CLAIM = L.ERROR_ACTUAL * 8, L.ERROR_CLAIM * 8
+
+
+@njit(nogil=True)
+def now_ns(clock: Any, scratch: Any) -> Any:
+    """Monotonic time; ``clock`` is clock_gettime's address, ``scratch`` that of 16 free bytes."""
+    call_clock_gettime(clock, np.int32(_CLOCK_MONOTONIC), scratch)
+    return load_i64(scratch) * 1_000_000_000 + load_i64(scratch + 8)
+
+
+@njit(nogil=True)
+def report_error(lane: Any, code: Any, page: Any, expected: Any, actual: Any) -> None:
+    """Note an error in a lane; the first one stays."""
+    if atomic_add(lane + _ERROR_CLAIM, 1) == 0:
+        store_i64(lane + _ERROR_PAGE, page)
+        store_i64(lane + _ERROR_EXPECTED, expected)
+        store_i64(lane + _ERROR_ACTUAL, actual)
+        store_i64(lane + _ERROR, code)
+
+
+@njit(nogil=True)
+def _verify(lane: Any, extent_page: Any, first: Any, last: Any, data: Any) -> Any:
+    """Check every page that holds wanted rows. Returns whether all are right."""
+    checksums = load_i64(lane + _CHECKSUMS)
+    keys = load_i64(lane + _KEYS)
+    bits = np.uint64(load_i64(lane + _POSITION_BITS))
+    row_bytes = load_i64(lane + _ROW_BYTES)
+    verified = extent_page  # pages before this one are done
+    for k in range(first, last):
+        begin = np.int64(load_u64(keys + 8 * k) >> bits) * row_bytes
+        page = max(verified, begin // PAGE_BYTES)
+        end = (begin + row_bytes - 1) // PAGE_BYTES + 1
+        while page < end:
+            actual = crc_page(data + (page - extent_page) * PAGE_BYTES)
+            expected = load_u32(checksums + 4 * page)
+            if actual != expected:
+                report_error(lane, np.int64(L.ERROR_CORRUPT), page, np.int64(expected), np.int64(actual))
+                return False
+            page += 1
+        verified = max(verified, end)
+    return True
+
+
+@njit(nogil=True)
+def _scatter(lane: Any, extent_page: Any, first: Any, last: Any, data: Any) -> None:
+    keys = load_i64(lane + _KEYS)
+    bits = np.uint64(load_i64(lane + _POSITION_BITS))
+    row_bytes = load_i64(lane + _ROW_BYTES)
+    out = load_i64(lane + _OUT)
+    mask = (np.uint64(1) << bits) - np.uint64(1)
+    base = data - extent_page * PAGE_BYTES
+    for k in range(first, last):
+        key = load_u64(keys + 8 * k)
+        memcpy(out + np.int64(key & mask) * row_bytes, base + np.int64(key >> bits) * row_bytes, row_bytes)
+
+
+@njit(nogil=True)
+def deliver(lane: Any, extent: Any, data: Any, clock: Any, scratch: Any, counters: Any) -> Any:
+    """Verify the pages of one extent, which lie at ``data``, and copy its rows out.
+
+    The counters grow by the nanoseconds spent verifying and copying. Returns False after an error, which is then noted
+    in the lane.
+    """
+    extent_page = load_i64(load_i64(lane + _EXTENT_PAGE) + 8 * extent)
+    first = np.int64(load_i32(load_i64(lane + _EXTENT_FIRST) + 4 * extent))
+    last = np.int64(load_i32(load_i64(lane + _EXTENT_FIRST) + 4 * extent + 4))
+    t0 = now_ns(clock, scratch)
+    if load_i64(lane + _CHECKSUMS) != 0 and not _verify(lane, extent_page, first, last, data):
+        return False
+    t1 = now_ns(clock, scratch)
+    _scatter(lane, extent_page, first, last, data)
+    counters[C.NS_VERIFY] += t1 - t0
+    counters[C.NS_COPY] += now_ns(clock, scratch) - t1
+    return True
+
+
+@njit(nogil=True)
+def count_read(counters: Any, read_bytes: Any, latency_ns: Any) -> None:
+    """Count one finished read and its latency."""
+    counters[C.READS] += 1
+    counters[C.BYTES_READ] += read_bytes
+    bucket = 0
+    left = latency_ns >> 10
+    while left > 0 and bucket < C.LATENCY_BUCKETS - 1:
+        left >>= 1
+        bucket += 1
+    counters[C.LATENCY + bucket] += 1

@@ -1,0 +1,89 @@
+"""What goes in and comes out of a read: node ids of any integer type, NumPy or torch, and rows of the same kind.
+
+torch is never imported here: a tensor can only have come from a program that imported it.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from featstore.dtypes import is_bfloat16
+from featstore.errors import IdError
+
+_ALIGNMENT = 64  # what DLPack consumers want for a zero-copy hand-over
+
+
+def is_tensor(value: Any) -> bool:
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+@dataclass(frozen=True)
+class Ids:
+    """Node ids: ``values`` int64, flat; ``shape`` as they were given; whether rows go back as a tensor."""
+
+    values: NDArray[np.int64]
+    shape: tuple[int, ...]
+    tensor: bool
+
+
+def parse_ids(ids: Any, *, copy: bool = False) -> Ids:
+    """Ids from an array, tensor, list or number of any integer dtype and shape.
+
+    ``copy`` makes the result independent of what the caller does with ``ids`` afterwards. Raises IdError for anything that
+    is not an integer.
+    """
+    tensor = is_tensor(ids)
+    given = np.asarray(ids.detach().cpu().numpy() if tensor else ids)
+    if given.size == 0 and given.dtype == np.float64:
+        given = given.astype(np.int64)
+    if given.dtype.kind not in "iu":
+        raise IdError(f"node ids must be integers, not {given.dtype}" + (" (a mask? use numpy.flatnonzero)" if given.dtype == bool else ""))
+    if given.dtype == np.uint64 and given.size and given.max() > np.iinfo(np.int64).max:
+        raise IdError(f"node id {given.max()} is out of range")
+    values = np.ascontiguousarray(given, dtype=np.int64).reshape(-1)
+    if copy and np.may_share_memory(values, given):
+        values = values.copy()
+    return Ids(values, given.shape, tensor)
+
+
+def empty_rows(count: int, row_bytes: int) -> NDArray[np.uint8]:
+    """Uninitialised memory for rows, uint8 [count * row_bytes], aligned to 64 bytes."""
+    raw = np.empty(count * row_bytes + _ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % _ALIGNMENT
+    return raw[start : start + count * row_bytes]
+
+
+def check_out(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[np.uint8]:
+    """The bytes of a caller's ``out``. Raises ValueError where rows of this shape and dtype cannot be put there."""
+    wanted = f"{list(shape)} of {dtype}"
+    if is_tensor(out):
+        name = str(out.dtype).removeprefix("torch.")
+        if out.device.type != "cpu" or not out.is_contiguous() or tuple(out.shape) != shape or name != dtype.name:
+            raise ValueError(f"out must be a contiguous tensor in host memory, {wanted}; it is {list(out.shape)} of {name} on {out.device}")
+        torch = sys.modules["torch"]
+        flat: NDArray[np.uint8] = out.detach().reshape(-1).view(torch.uint8).numpy()
+        return flat
+    if not isinstance(out, np.ndarray):
+        raise ValueError(f"out must be a NumPy array or a torch tensor, {wanted}; it is a {type(out).__name__}")
+    if out.shape != shape or out.dtype != dtype or not out.flags.c_contiguous or not out.flags.writeable:
+        raise ValueError(f"out must be C-contiguous and writable, {wanted}; it is {list(out.shape)} of {out.dtype}")
+    return out.reshape(-1).view(np.uint8)
+
+
+def finished(rows: NDArray[np.uint8], shape: tuple[int, ...], dtype: np.dtype[Any], tensor: bool) -> Any:
+    """Rows as what the caller gets: an array, or where ids were a tensor, a tensor on the same memory."""
+    if not tensor:
+        return rows.view(dtype).reshape(shape)
+    torch = sys.modules["torch"]
+    if is_bfloat16(dtype):
+        return torch.from_numpy(rows.view(np.int16).reshape(shape)).view(torch.bfloat16)
+    try:
+        return torch.from_numpy(rows.view(dtype).reshape(shape))
+    except TypeError:
+        raise TypeError(f"torch has no dtype for {dtype}; ask with NumPy ids") from None

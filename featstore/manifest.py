@@ -1,0 +1,287 @@
+"""The manifest: what a store consists of, in one JSON file, parsed and checked at the border.
+
+``featstore.json`` names a generation (a directory), its tables and arrays, and every file with size and digest. Replacing it
+by rename is the one commit point of the format (see :mod:`featstore.pack.commit`). It may come from a stranger, so nothing in it is
+used before it has been validated: versions and feature flags, names, that every path is relative and stays inside
+the generation, that tables' layouts are possible, that every file needed is listed and of the size the layout gives.
+
+``formats/v1/spec.md`` is the normative text, ``formats/v1/manifest.schema.json`` the schema.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from featstore.dtypes import dtype_from_name
+from featstore.errors import FormatError, FormatVersionError, IncompleteStoreError
+from featstore.layout import TableLayout
+
+MANIFEST_NAME = "featstore.json"
+FORMAT_VERSION = 1
+#: Flags this library understands. An unknown reader feature refuses the store, an unknown writer feature makes it read-only.
+READER_FEATURES: frozenset[str] = frozenset()
+WRITER_FEATURES: frozenset[str] = frozenset()
+
+MANIFEST_BYTES_MAX = 256 * 2**20
+ROW_BYTES_MAX = 64 * 2**20
+ROWS_MAX = 2**40
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,127}")
+_PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,254}")
+_GENERATION = re.compile(r"g[0-9]{6,}")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+Scalar = str | int | float | bool | None
+
+
+class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One file: path relative to the store, size in bytes, digest (see :mod:`featstore.checksum`)."""
+
+    path: str
+    bytes: int
+    digest: str
+
+
+class ArrayEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A small array: a zarr v3 array of one chunk, in the directory ``path``."""
+
+    path: str
+    shape: list[int]
+    dtype: str
+
+
+class OrderEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How rows are ordered. ``row_of_node`` and ``node_of_row`` are absent where row = node id."""
+
+    method: str
+    parameters: dict[str, Scalar]
+    partition_offsets: ArrayEntry
+    row_of_node: ArrayEntry | None = None
+    node_of_row: ArrayEntry | None = None
+    rows_by_degree: ArrayEntry | None = None
+
+
+class TableEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A table of rows: a zarr v3 array of ``rows`` by ``row_shape`` in chunks of ``rows_per_chunk``, in the directory ``path``."""
+
+    path: str
+    rows: int
+    row_shape: list[int]
+    dtype: str
+    row_bytes: int
+    rows_per_chunk: int
+    page_checksums: ArrayEntry
+    order: OrderEntry
+    statistics: dict[str, Scalar]
+
+    @property
+    def layout(self) -> TableLayout:
+        return TableLayout(self.rows, self.row_bytes, self.rows_per_chunk)
+
+    def chunk_path(self, chunk: int) -> str:
+        """Path of a chunk file, relative to the store."""
+        return f"{self.path}/c." + ".".join([str(chunk)] + ["0"] * (zarr_axes(self.row_shape, self.dtype)))
+
+
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A store's catalogue; see the module's text."""
+
+    format: Literal["featstore"]
+    version: int
+    reader_features: list[str]
+    writer_features: list[str]
+    uuid: str
+    generation: str
+    tables: dict[str, TableEntry]
+    arrays: dict[str, ArrayEntry]
+    files: list[FileEntry]
+    provenance: dict[str, Any]
+
+    @property
+    def read_only_because(self) -> str:
+        """Why this library must not write to the store; empty if it may."""
+        unknown = sorted(set(self.writer_features) - WRITER_FEATURES)
+        return f"it uses writer features this version does not know: {', '.join(unknown)}" if unknown else ""
+
+
+def zarr_axes(row_shape: list[int], dtype: str) -> int:
+    """Axes of a table's zarr array after the first: those of a row, and one for the bytes of an opaque dtype."""
+    return len(row_shape) + dtype.startswith("numpy:")
+
+
+def array_chunk(entry: ArrayEntry) -> str | None:
+    """Path of an array's only chunk file, relative to the store; None for an array without elements."""
+    if math.prod(entry.shape) == 0:
+        return None
+    axes = zarr_axes(entry.shape, entry.dtype)
+    return f"{entry.path}/c" + "".join([".0"] * axes)
+
+
+def array_bytes(entry: ArrayEntry) -> int:
+    """Size of an array's data in bytes."""
+    return math.prod(entry.shape) * dtype_from_name(entry.dtype).itemsize
+
+
+def check_name(name: str, what: str) -> None:
+    """Raise FormatError for a table or array name that could not be a directory of its own everywhere."""
+    if not _NAME.fullmatch(name):
+        raise FormatError(
+            f"{what} name {name!r} is not allowed: use letters, digits, '_', '.' and '-', at most 128, not starting with '.' or '-'"
+        )
+
+
+def encode(manifest: Manifest) -> bytes:
+    """The manifest as it stands on disk: JSON, two spaces, keys in the order of the fields."""
+    return msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n"
+
+
+def sealed(manifest: Manifest) -> Manifest:
+    """The manifest with its uuid: derived from all it says, so that equal packs are equal to the byte."""
+    digest = hashlib.sha256(msgspec.json.encode(msgspec.structs.replace(manifest, uuid=""))).hexdigest()
+    hexed = digest[:12] + "8" + digest[13:16] + "89ab"[int(digest[16], 16) % 4] + digest[17:32]
+    text = f"{hexed[:8]}-{hexed[8:12]}-{hexed[12:16]}-{hexed[16:20]}-{hexed[20:]}"
+    return msgspec.structs.replace(manifest, uuid=text)
+
+
+def read_manifest(store: Path) -> tuple[Manifest, bytes]:
+    """The manifest of a store, validated, and its bytes.
+
+    Raises IncompleteStoreError where there is no committed store, FormatVersionError where it needs a newer featstore and
+    FormatError where it cannot be trusted.
+    """
+    path = store / MANIFEST_NAME
+    try:
+        with open(path, "rb") as file:
+            text = file.read(MANIFEST_BYTES_MAX + 1)
+    except FileNotFoundError:
+        raise IncompleteStoreError(_what_is_there(store)) from None
+    except NotADirectoryError:
+        raise IncompleteStoreError(f"{store} is a file, not a featstore store (a directory)") from None
+    return parse(text, path), text
+
+
+def _what_is_there(store: Path) -> str:
+    if not store.exists():
+        return f"there is no store at {store}"
+    if any(_GENERATION.fullmatch(entry.name) for entry in store.iterdir()):
+        return (
+            f"{store} holds an unfinished pack and no committed store; run the same `featstore pack` again with --resume, "
+            "or with --overwrite to start anew"
+        )
+    return f"{store} is not a featstore store: it has no {MANIFEST_NAME}"
+
+
+def parse(text: bytes, path: Path) -> Manifest:
+    """A manifest from its bytes, validated; errors name ``path``."""
+    if len(text) > MANIFEST_BYTES_MAX:
+        raise FormatError(f"{path} is larger than {MANIFEST_BYTES_MAX:,} bytes; it cannot be a manifest")
+    try:
+        head = msgspec.json.decode(text)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise FormatError(f"{path} is not JSON: {error}") from None
+    if not isinstance(head, dict) or head.get("format") != "featstore":
+        raise FormatError(f"{path} is not a featstore manifest")
+    version, features = head.get("version"), head.get("reader_features")
+    if not isinstance(version, int) or isinstance(version, bool) or version < 1:
+        raise FormatError(f"{path} has no usable format version: {version!r}")
+    if version > FORMAT_VERSION:
+        raise FormatVersionError(
+            f"{path} has format version {version}; this featstore reads up to {FORMAT_VERSION}: install a newer one"
+        )
+    if isinstance(features, list):
+        unknown = sorted({str(f) for f in features} - READER_FEATURES)
+        if unknown:
+            raise FormatVersionError(f"{path} needs reader features this featstore lacks: {', '.join(unknown)}; install a newer one")
+    try:
+        manifest = msgspec.json.decode(text, type=Manifest)
+        _validate(manifest)
+    except msgspec.ValidationError as error:
+        raise FormatError(f"{path} is malformed: {error}") from None
+    except FormatError as error:
+        raise FormatError(f"{path} cannot be trusted: {error}") from None
+    return manifest
+
+
+def _validate(manifest: Manifest) -> None:
+    if not _GENERATION.fullmatch(manifest.generation):
+        raise FormatError(f"generation {manifest.generation!r} is not a 'g' and six or more digits")
+    files: dict[str, FileEntry] = {}
+    for entry in manifest.files:
+        _check_path(entry.path, manifest.generation)
+        if entry.bytes < 0 or not _DIGEST.fullmatch(entry.digest):
+            raise FormatError(f"file {entry.path!r} has an impossible size or digest")
+        if entry.path in files:
+            raise FormatError(f"file {entry.path!r} is listed twice")
+        files[entry.path] = entry
+    for name, table in manifest.tables.items():
+        check_name(name, "table")
+        _check_table(name, table, manifest.generation, files)
+    for name, array in manifest.arrays.items():
+        check_name(name, "array")
+        _check_array(f"array {name!r}", array, manifest.generation, files)
+
+
+def _check_path(path: str, generation: str) -> None:
+    parts = path.split("/")
+    if parts[0] != generation or len(parts) < 2 or not all(_PART.fullmatch(part) for part in parts):
+        raise FormatError(f"path {path!r} does not stay inside the generation {generation!r}")
+
+
+def _need_file(files: dict[str, FileEntry], path: str, size: int, what: str) -> None:
+    entry = files.get(path)
+    if entry is None:
+        raise FormatError(f"{what} needs the file {path!r}, which is not listed")
+    if entry.bytes != size:
+        raise FormatError(f"{what} needs {size:,} bytes in {path!r}, but {entry.bytes:,} are listed")
+
+
+def _check_array(what: str, array: ArrayEntry, generation: str, files: dict[str, FileEntry]) -> None:
+    _check_path(array.path, generation)
+    if any(n < 0 for n in array.shape) or math.prod(array.shape) > 2**48:
+        raise FormatError(f"{what} has the impossible shape {array.shape}")
+    chunk = array_chunk(array)
+    if chunk is not None:
+        _need_file(files, chunk, array_bytes(array), what)
+
+
+def _check_table(name: str, table: TableEntry, generation: str, files: dict[str, FileEntry]) -> None:
+    what = f"table {name!r}"
+    _check_path(table.path, generation)
+    item_bytes = dtype_from_name(table.dtype).itemsize
+    if not 0 <= table.rows <= ROWS_MAX or any(n < 1 for n in table.row_shape):
+        raise FormatError(f"{what} has the impossible shape [{table.rows}, {table.row_shape}]")
+    if table.row_bytes != math.prod(table.row_shape) * item_bytes or not 1 <= table.row_bytes <= ROW_BYTES_MAX:
+        raise FormatError(f"{what} says {table.row_bytes} bytes a row, its shape {table.row_shape} of {table.dtype} says otherwise")
+    try:
+        layout = table.layout
+    except ValueError as error:
+        raise FormatError(f"{what}: {error}") from None
+    if layout.chunks > len(files):
+        raise FormatError(f"{what} has {layout.chunks} chunks, but only {len(files)} files are listed in all")
+    for chunk in range(layout.chunks):
+        _need_file(files, table.chunk_path(chunk), layout.chunk_bytes, what)
+    _check_vector(f"{what}'s page checksums", table.page_checksums, "uint32", layout.pages, generation, files)
+    order = table.order
+    for label, entry in (("row_of_node", order.row_of_node), ("node_of_row", order.node_of_row), ("rows_by_degree", order.rows_by_degree)):
+        if entry is not None:
+            _check_vector(f"{what}'s {label}", entry, ("int32", "int64"), table.rows, generation, files)
+    offsets = order.partition_offsets
+    if len(offsets.shape) != 1 or offsets.shape[0] < 2:
+        raise FormatError(f"{what}'s partition offsets have the impossible shape {offsets.shape}")
+    _check_vector(f"{what}'s partition offsets", offsets, "int64", offsets.shape[0], generation, files)
+
+
+def _check_vector(
+    what: str, entry: ArrayEntry, dtypes: str | tuple[str, ...], length: int, generation: str, files: dict[str, FileEntry]
+) -> None:
+    allowed = (dtypes,) if isinstance(dtypes, str) else dtypes
+    if entry.shape != [length] or entry.dtype not in allowed:
+        raise FormatError(f"{what}: expected {length} numbers of type {' or '.join(allowed)}, found {entry.shape} of {entry.dtype}")
+    _check_array(what, entry, generation, files)
+
+

@@ -1,0 +1,202 @@
+"""The few machine operations that numba does not offer, as intrinsics.
+
+Kernels of featstore work on raw addresses: a lane (see :mod:`featstore.engine.lane`) describes reads of any table, dtype and
+row size, so one compiled kernel serves them all. The operations here are loads and stores through an address, ``memcpy``,
+prefetch, population count, atomic addition, the CRC-32C step, and calls through a function address. Calls go through
+addresses and never through linked symbols, because a cached kernel whose library is not loaded yet would die with
+SIGSEGV, while a missing address is found when the table of addresses is made.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import platform
+from typing import Any
+
+import llvmlite.binding as llvm
+import llvmlite.ir as ir
+import numpy as np
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+I8, I32, I64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
+
+
+def _has_crc_instruction() -> bool:
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return False
+    return bool(llvm.get_host_cpu_features().get("sse4.2", False))
+
+
+#: Whether the processor computes CRC-32C itself; otherwise a table-driven kernel does.
+HAS_CRC_INSTRUCTION = _has_crc_instruction()
+
+
+def _pointer(builder: Any, address: Any, to: Any) -> Any:
+    return builder.inttoptr(address, to.as_pointer())
+
+
+def _make_load(llvm_type: Any, numba_type: Any) -> Any:
+    def load(typingctx: Any, address: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return builder.load(_pointer(builder, args[0], llvm_type), align=1)
+
+        return numba_type(types.int64), codegen
+
+    return intrinsic(load)
+
+
+def _make_store(llvm_type: Any, numba_type: Any) -> Any:
+    def store(typingctx: Any, address: Any, value: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            builder.store(args[1], _pointer(builder, args[0], llvm_type), align=1)
+            return context.get_dummy_value()
+
+        return types.void(types.int64, numba_type), codegen
+
+    return intrinsic(store)
+
+
+load_u8 = _make_load(I8, types.uint8)
+load_i32 = _make_load(I32, types.int32)
+load_u32 = _make_load(I32, types.uint32)
+load_i64 = _make_load(I64, types.int64)
+load_u64 = _make_load(I64, types.uint64)
+store_i64 = _make_store(I64, types.int64)
+
+
+@intrinsic
+def memcpy(typingctx: Any, destination: Any, source: Any, byte_count: Any) -> Any:
+    """memcpy(destination, source, byte_count) on addresses."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        cgutils.raw_memcpy(builder, _pointer(builder, args[0], I8), _pointer(builder, args[1], I8), args[2], 1)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), codegen
+
+
+@intrinsic
+def memzero(typingctx: Any, destination: Any, byte_count: Any) -> Any:
+    """Fill memory at an address with zero bytes."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        cgutils.memset(builder, _pointer(builder, args[0], I8), args[1], 0)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64), codegen
+
+
+@intrinsic
+def prefetch(typingctx: Any, address: Any) -> Any:
+    """Hint that the cache line at an address will be read soon; never faults."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        function_type = ir.FunctionType(ir.VoidType(), [I8.as_pointer(), I32, I32, I32])
+        function = cgutils.get_or_insert_function(builder.module, function_type, "llvm.prefetch.p0")
+        builder.call(function, [_pointer(builder, args[0], I8), I32(0), I32(3), I32(1)])
+        return context.get_dummy_value()
+
+    return types.void(types.int64), codegen
+
+
+@intrinsic
+def popcount(typingctx: Any, word: Any) -> Any:
+    """Number of set bits of a uint64."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.ctpop(args[0])
+
+    return types.int64(types.uint64), codegen
+
+
+@intrinsic
+def atomic_add(typingctx: Any, address: Any, increment: Any) -> Any:
+    """Add to the int64 at an address; returns the value before."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.atomic_rmw("add", _pointer(builder, args[0], I64), args[1], "seq_cst")
+
+    return types.int64(types.int64, types.int64), codegen
+
+
+@intrinsic
+def crc32c_instruction(typingctx: Any, crc: Any, word: Any) -> Any:
+    """One step of CRC-32C over eight bytes with the processor's instruction (x86 SSE 4.2)."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        function = builder.module.declare_intrinsic("llvm.x86.sse42.crc32.64.64", (), ir.FunctionType(I64, [I64, I64]))
+        return builder.call(function, args)
+
+    return types.uint64(types.uint64, types.uint64), codegen
+
+
+def _make_call(return_type: Any, numba_return: Any, argument_types: list[Any], numba_arguments: list[Any]) -> Any:
+    """An intrinsic that calls the C function at an address."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        function_type = ir.FunctionType(return_type, argument_types)
+        result = builder.call(builder.inttoptr(args[0], function_type.as_pointer()), list(args[1:]))
+        return context.get_dummy_value() if isinstance(return_type, ir.VoidType) else result
+
+    signature = numba_return(types.int64, *numba_arguments)
+    count = len(argument_types)
+    if count == 0:
+        def call0(typingctx: Any, function: Any) -> Any:
+            return signature, codegen
+        return intrinsic(call0)
+    if count == 1:
+        def call1(typingctx: Any, function: Any, a: Any) -> Any:
+            return signature, codegen
+        return intrinsic(call1)
+    if count == 2:
+        def call2(typingctx: Any, function: Any, a: Any, b: Any) -> Any:
+            return signature, codegen
+        return intrinsic(call2)
+    if count == 3:
+        def call3(typingctx: Any, function: Any, a: Any, b: Any, c: Any) -> Any:
+            return signature, codegen
+        return intrinsic(call3)
+    if count == 4:
+        def call4(typingctx: Any, function: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
+            return signature, codegen
+        return intrinsic(call4)
+
+    def call5(typingctx: Any, function: Any, a: Any, b: Any, c: Any, d: Any, e: Any) -> Any:
+        return signature, codegen
+
+    return intrinsic(call5)
+
+
+_VOID = ir.VoidType()
+call_i64 = _make_call(I64, types.int64, [], [])
+call_i64_i64 = _make_call(I64, types.int64, [I64], [types.int64])
+call_i32_i64 = _make_call(I32, types.int32, [I64], [types.int64])
+call_i32_i64_u32 = _make_call(I32, types.int32, [I64, I32], [types.int64, types.uint32])
+call_void_i64_u32 = _make_call(_VOID, types.void, [I64, I32], [types.int64, types.uint32])
+call_void_i64_u64 = _make_call(_VOID, types.void, [I64, I64], [types.int64, types.uint64])
+call_u32_i64_i64_u32 = _make_call(I32, types.uint32, [I64, I64, I32], [types.int64, types.int64, types.uint32])
+call_prep_read = _make_call(
+    _VOID, types.void, [I64, I32, I64, I32, I64], [types.int64, types.int32, types.int64, types.uint32, types.uint64]
+)
+call_pread = _make_call(I64, types.int64, [I32, I64, I64, I64], [types.int32, types.int64, types.int64, types.int64])
+call_clock_gettime = _make_call(I32, types.int32, [I32, I64], [types.int32, types.int64])
+
+
+def function_address(library: ctypes.CDLL, name: str) -> int:
+    """The address of a C function, or 0 where the library does not export it."""
+    try:
+        return int(ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0)
+    except AttributeError:
+        return 0
+
+
+def libc() -> ctypes.CDLL:
+    """The C library of this process."""
+    return ctypes.CDLL(None, use_errno=True)
+
+
+def address_of(array: np.ndarray[Any, Any]) -> int:
+    """The address of an array's first byte (0 for an empty array). The caller keeps the array alive."""
+    return int(array.ctypes.data) if array.size else 0

@@ -1,0 +1,70 @@
+"""Order: which row comes after which on disk.
+
+Sampling asks for nodes that are near each other in the graph, and a disk reads neighbouring rows in one go; so rows
+that are asked for together should stand together. This package turns a graph into such an :class:`Order`:
+
+- :mod:`featstore.order.orders`: the :class:`Order` itself, the simple ones (as given, permutation, degree), the choice;
+- :mod:`featstore.order.metis`: METIS, the best partitions for graphs that fit in memory several times over;
+- :mod:`featstore.order.ldg`: restreamed, annealed LDG, nearly as good in four bytes a node;
+- :mod:`featstore.order.parts`: from part numbers to rows;
+- :mod:`featstore.order.stream`: reading a graph in sequential blocks.
+
+Names are imported when they are first used, so that importing the package costs nothing.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from featstore.order.ldg import ldg_memory_bytes, ldg_partition
+    from featstore.order.metis import metis_memory_bytes, metis_partition
+    from featstore.order.orders import (
+        Order,
+        default_partitions,
+        degree_order,
+        given_order,
+        make_order,
+        permutation_order,
+    )
+    from featstore.order.parts import order_of_parts
+    from featstore.order.stream import GraphLike, degree_counts, edge_cut
+
+__all__ = [
+    "GraphLike",
+    "Order",
+    "default_partitions",
+    "degree_counts",
+    "degree_order",
+    "edge_cut",
+    "given_order",
+    "ldg_memory_bytes",
+    "ldg_partition",
+    "make_order",
+    "metis_memory_bytes",
+    "metis_partition",
+    "order_of_parts",
+    "permutation_order",
+]
+
+_MODULE_OF = {
+    "GraphLike": "stream",
+    "degree_counts": "stream",
+    "edge_cut": "stream",
+    "ldg_memory_bytes": "ldg",
+    "ldg_partition": "ldg",
+    "metis_memory_bytes": "metis",
+    "metis_partition": "metis",
+    "order_of_parts": "parts",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULE_OF.get(name, 'orders')}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,373 @@
+"""Edge lists as streams: arrays, ``.npy`` and ``.npz`` members, CSR matrices, text and Parquet.
+
+Each stream can be passed over again and again and gives the same runs of ``(sources, targets)`` in int64, so that a
+graph is built in two passes without the edges ever being in memory as a list.
+
+Text is parsed by a kernel on the bytes themselves: columns parted by comma, semicolon, tab or blanks; lines that begin
+with ``#`` or ``%`` are comments; columns beyond the two are passed over. A first line that does not begin with a number
+is a header, and if it names ``src``/``source``/``from`` and ``dst``/``target``/``to`` these columns are taken.
+"""
+
+from __future__ import annotations
+
+import gzip
+import re
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from featstore.errors import SourceError
+from featstore.pack.sources_base import FileReader, import_extra
+from featstore.pack.sources_files import NpyHeader, read_npy_header
+from featstore.pack.sources_npz import MemberReader
+from featstore.pack.sources_tables import parquet_file
+from featstore.pack.sources_text import open_text
+
+__all__ = ["ArrayEdges", "CsrEdges", "NpyEdges", "NpzEdges", "ParquetEdges", "TextEdges", "parse_pairs"]
+
+Edges = tuple[NDArray[np.int64], NDArray[np.int64]]
+TEXT_CHUNK_BYTES = 1 << 20
+TEXT_LINE_BYTES_MAX = 64 << 20
+SOURCE_NAMES = ("src", "source", "from", "u", "source_id", "src_id")
+TARGET_NAMES = ("dst", "target", "to", "v", "dest", "destination", "target_id", "dst_id")
+
+
+@njit(cache=True, nogil=True)
+def parse_pairs(
+    text: NDArray[np.uint8], column_a: int, column_b: int, a: NDArray[np.int64], b: NDArray[np.int64]
+) -> tuple[int, int]:
+    """Integers of two columns of whole lines. Returns ``(pairs, -1)``, or ``(pairs, byte)`` at a malformed line."""
+    pairs, at, size = 0, 0, text.size
+    while at < size:
+        while at < size and (text[at] == 32 or text[at] == 9 or text[at] == 13):
+            at += 1
+        if at < size and (text[at] == 35 or text[at] == 37 or text[at] == 10):
+            while at < size and text[at] != 10:
+                at += 1
+            at += 1
+            continue
+        if at >= size:
+            break
+        found, column = 0, 0
+        while True:
+            if column in (column_a, column_b):
+                negative = at < size and text[at] == 45
+                at += int(negative)
+                first, value = at, 0
+                while at < size and 48 <= text[at] <= 57:
+                    value = value * 10 + (text[at] - 48)
+                    at += 1
+                if at == first or at - first > 18:
+                    return pairs, first
+                if at < size and text[at] not in (9, 10, 13, 32, 44, 59):
+                    return pairs, at
+                if column == column_a:
+                    a[pairs] = -value if negative else value
+                if column == column_b:
+                    b[pairs] = -value if negative else value
+                found += 1
+            else:
+                while at < size and text[at] not in (9, 10, 13, 32, 44, 59):
+                    at += 1
+            while at < size and (text[at] == 32 or text[at] == 9 or text[at] == 13):
+                at += 1
+            if at >= size or text[at] == 10:
+                break
+            if text[at] == 44 or text[at] == 59:
+                at += 1
+                while at < size and (text[at] == 32 or text[at] == 9):
+                    at += 1
+            column += 1
+        if found < 2:
+            return pairs, min(at, size - 1)
+        pairs += 1
+        at += 1
+    return pairs, -1
+
+
+class ArrayEdges:
+    """Edges of two integer arrays in memory (or mapped), of any strides."""
+
+    def __init__(self, sources: NDArray[Any], targets: NDArray[Any], name: str) -> None:
+        for array in (sources, targets):
+            require_integers(array.dtype, name)
+        if sources.ndim != 1 or sources.shape != targets.shape:
+            raise SourceError(f"{name}: {sources.shape} sources and {targets.shape} targets are no list of edges")
+        self.name = name
+        self._sources = sources
+        self._targets = targets
+
+    def blocks(self, block_edges: int) -> Iterator[Edges]:
+        """Runs of edges; see `EdgeStream`."""
+        for low in range(0, self._sources.shape[0], block_edges):
+            cut = slice(low, low + block_edges)
+            yield as_ids(self._sources[cut]), as_ids(self._targets[cut])
+
+    def where(self, edge: int) -> str:
+        """The edge's number."""
+        return f"edge {edge:,}"
+
+
+class NpyEdges:
+    """Edges of a ``.npy`` file, ``[2, edges]`` or ``[edges, 2]``, in either memory order."""
+
+    def __init__(self, path: Path) -> None:
+        self.name = str(path)
+        self._path = path
+        self._header = read_npy_header(path)
+        self._edges, self._interleaved = edge_layout(self._header, self.name)
+
+    def blocks(self, block_edges: int) -> Iterator[Edges]:
+        """Runs of edges; see `EdgeStream`."""
+        head = self._header
+        width = head.dtype.itemsize
+        with FileReader(self._path) as first, FileReader(self._path) as second:
+            for low in range(0, self._edges, block_edges):
+                count = min(block_edges, self._edges - low)
+                if self._interleaved:
+                    pairs = np.empty((count, 2), dtype=head.dtype)
+                    first.read_into(pairs, head.offset + 2 * low * width)
+                    yield as_ids(pairs[:, 0]), as_ids(pairs[:, 1])
+                else:
+                    ids = np.empty((2, count), dtype=head.dtype)
+                    first.read_into(ids[0], head.offset + low * width)
+                    second.read_into(ids[1], head.offset + (self._edges + low) * width)
+                    yield as_ids(ids[0]), as_ids(ids[1])
+
+    def where(self, edge: int) -> str:
+        """The edge's number."""
+        return f"edge {edge:,}"
+
+
+class NpzEdges:
+    """Edges of an archive: one member ``[2, edges]`` or ``[edges, 2]``, or one member of sources and one of targets."""
+
+    def __init__(self, path: Path, members: Sequence[str]) -> None:
+        self.name = f"{path}[{', '.join(members)}]"
+        self._path = path
+        self._members = members
+        heads = []
+        for member in members:
+            with MemberReader(path, member) as reader:
+                heads.append(reader.header)
+        for head in heads:
+            require_integers(head.dtype, self.name)
+        if len(heads) == 2:
+            self._edges, self._interleaved = heads[0].values, False
+            if len(heads[0].shape) != 1 or heads[0].shape != heads[1].shape:
+                raise SourceError(f"{self.name}: shapes {heads[0].shape} and {heads[1].shape} are no list of edges")
+        else:
+            self._edges, self._interleaved = edge_layout(heads[0], self.name)
+
+    def blocks(self, block_edges: int) -> Iterator[Edges]:
+        """Runs of edges; see `EdgeStream`."""
+        with ExitStack() as stack:
+            first = stack.enter_context(MemberReader(self._path, self._members[0]))
+            second = first
+            if not self._interleaved:
+                second = stack.enter_context(MemberReader(self._path, self._members[-1]))
+                if len(self._members) == 1:
+                    second.skip(self._edges)
+            for low in range(0, self._edges, block_edges):
+                count = min(block_edges, self._edges - low)
+                if self._interleaved:
+                    pairs = first.read(2 * count).reshape(count, 2)
+                    yield as_ids(pairs[:, 0]), as_ids(pairs[:, 1])
+                else:
+                    yield as_ids(first.read(count)), as_ids(second.read(count))
+
+    def where(self, edge: int) -> str:
+        """The edge's number."""
+        return f"edge {edge:,}"
+
+
+class CsrEdges:
+    """Edges of a CSR matrix ``A[source, target]``: index pointers in memory, column indices there or in an archive."""
+
+    def __init__(self, indptr: NDArray[np.int64], indices: NDArray[Any] | tuple[Path, str], name: str) -> None:
+        self.name = name
+        self.nodes = indptr.size - 1
+        self._indptr = indptr
+        self._indices = indices
+
+    def blocks(self, block_edges: int) -> Iterator[Edges]:
+        """Runs of edges; see `EdgeStream`."""
+        with ExitStack() as stack:
+            reader = None
+            if isinstance(self._indices, tuple):
+                reader = stack.enter_context(MemberReader(*self._indices))
+            for low in range(0, int(self._indptr[-1]), block_edges):
+                high = min(low + block_edges, int(self._indptr[-1]))
+                first = int(np.searchsorted(self._indptr, low, side="right")) - 1
+                last = int(np.searchsorted(self._indptr, high, side="left"))
+                ends = np.clip(self._indptr[first : last + 1], low, high)
+                sources = np.repeat(np.arange(first, last, dtype=np.int64), np.diff(ends))
+                if reader is not None:
+                    yield sources, as_ids(reader.read(high - low))
+                else:
+                    assert isinstance(self._indices, np.ndarray)
+                    yield sources, as_ids(self._indices[low:high])
+
+    def where(self, edge: int) -> str:
+        """The edge's place in the matrix."""
+        return f"non-zero {edge:,}"
+
+
+class TextEdges:
+    """Edges of a text file, gzipped or not."""
+
+    def __init__(self, path: Path) -> None:
+        self.name = str(path)
+        self._path = path
+        self._columns = (0, 1)
+        self._header_lines = 0
+        for chunk, _ in self._chunks():
+            self._read_header(chunk)
+            break
+
+    def _read_header(self, chunk: bytes) -> None:
+        lines = chunk.split(b"\n")
+        for number, line in enumerate(lines):
+            text = line.strip()
+            if not text or text[:1] in b"#%":
+                continue
+            if not re.match(rb"-?[0-9]", text):
+                self._header_lines = number + 1
+                names = [cell.strip(" \"'").lower() for cell in re.split(r"[,;\t ]+", text.decode("utf-8", "replace"))]
+                found = [
+                    next((i for i, n in enumerate(names) if n in known), None) for known in (SOURCE_NAMES, TARGET_NAMES)
+                ]
+                if found[0] is not None and found[1] is not None:
+                    self._columns = (found[0], found[1])
+            return
+
+    def _chunks(self) -> Iterator[tuple[bytes, int]]:
+        """Whole lines of the file, about a mebibyte at a time, with the number of the first of them."""
+        rest, line = b"", 0
+        try:
+            with open_text(self._path) as file:
+                while data := file.read(TEXT_CHUNK_BYTES):
+                    cut = data.rfind(b"\n") + 1
+                    if cut == 0:
+                        rest += data
+                        if len(rest) > TEXT_LINE_BYTES_MAX:
+                            raise SourceError(
+                                f"{self.name}: line {line + 1:,} has no end; this is no text file of edges"
+                            )
+                        continue
+                    whole, rest = rest + data[:cut], data[cut:]
+                    yield whole, line
+                    line += whole.count(b"\n")
+                if rest:
+                    yield rest, line
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise SourceError(f"{self.name}: cannot be decompressed ({error}); it is damaged or cut off") from error
+
+    def blocks(self, block_edges: int) -> Iterator[Edges]:
+        """Runs of edges; see `EdgeStream`."""
+        for chunk, first_line in self._chunks():
+            start = 0
+            for _ in range(max(0, self._header_lines - first_line)):
+                start = chunk.find(b"\n", start) + 1 or len(chunk)
+            lines = chunk.count(b"\n", start) + 1
+            sources, targets = np.empty(lines, dtype=np.int64), np.empty(lines, dtype=np.int64)
+            text = np.frombuffer(chunk, dtype=np.uint8)[start:]
+            pairs, bad = parse_pairs(text, *self._columns, sources, targets)
+            if bad >= 0:
+                number = first_line + chunk.count(b"\n", 0, start + bad) + 1
+                line = chunk.split(b"\n")[number - first_line - 1][:80].decode("utf-8", "replace")
+                raise SourceError(
+                    f"{self.name}: line {number:,} ({line!r}) has no integers in columns {self._columns[0] + 1} and "
+                    f"{self._columns[1] + 1}; write one edge a line, as source and target"
+                )
+            for low in range(0, pairs, block_edges):
+                high = min(pairs, low + block_edges)
+                yield sources[low:high], targets[low:high]
+
+    def where(self, edge: int) -> str:
+        """The line of an edge, found by another pass."""
+        done = 0
+        for chunk, first_line in self._chunks():
+            for number, line in enumerate(chunk.split(b"\n"), start=first_line):
+                text = line.strip()
+                if number >= self._header_lines and text and text[:1] not in b"#%":
+                    if done == edge:
+                        return f"line {number + 1:,}"
+                    done += 1
+        return f"edge {edge:,}"
+
+
+class ParquetEdges:
+    """Edges of a Parquet file: columns ``src`` and ``dst`` or the like, or the first two of integers."""
+
+    def __init__(self, path: Path, key: str | Sequence[str] | None = None) -> None:
+        self.name = str(path)
+        self._path = path
+        arrow = import_extra("pyarrow", "arrow", self.name)
+        with parquet_file(path) as file:
+            schema = file.schema_arrow
+        integers = [field.name for field in schema if arrow.types.is_integer(field.type)]
+        named = [next((n for n in integers if n.lower() in known), None) for known in (SOURCE_NAMES, TARGET_NAMES)]
+        if key is not None:
+            chosen = [part.strip() for part in key.split(",")] if isinstance(key, str) else list(key)
+        elif None not in named:
+            chosen = [str(part) for part in named]
+        else:
+            chosen = integers[:2]
+        if len(chosen) != 2 or not set(chosen) <= set(integers):
+            held = ", ".join(f"{field.name} ({field.type})" for field in schema)
+            raise SourceError(
+                f"{self.name}: no two integer columns {chosen}; give key='source,target'; columns: {held}"
+            )
+        self._columns = chosen
+        self._arrow = arrow
+
+    def blocks(self, block_edges: int) -> Iterator[Edges]:
+        """Runs of edges; see `EdgeStream`."""
+        done = 0
+        try:
+            with parquet_file(self._path) as file:
+                for batch in file.iter_batches(batch_size=block_edges, columns=self._columns, use_threads=False):
+                    pair = [batch.column(batch.schema.get_field_index(name)) for name in self._columns]
+                    if any(column.null_count for column in pair):
+                        raise SourceError(f"{self.name}: a null among edges {done:,} to {done + batch.num_rows - 1:,}")
+                    if batch.num_rows:
+                        yield as_ids(pair[0].to_numpy()), as_ids(pair[1].to_numpy())
+                    done += batch.num_rows
+        except (self._arrow.ArrowException, OSError) as error:
+            raise SourceError(f"{self.name}: cannot be read ({error}); it is damaged or cut off") from error
+
+    def where(self, edge: int) -> str:
+        """The row of an edge."""
+        return f"row {edge:,}"
+
+
+def as_ids(values: NDArray[Any]) -> NDArray[np.int64]:
+    """Contiguous int64 (unsigned ids of 2^63 and more come out negative, which no graph allows)."""
+    return np.ascontiguousarray(values, dtype=np.int64)
+
+
+def require_integers(dtype: np.dtype[Any], name: str) -> None:
+    """Raise SourceError for node ids that are no integers."""
+    if dtype.kind not in "iu":
+        raise SourceError(f"{name}: node ids are integers, not {dtype}; convert them first")
+
+
+def edge_layout(header: NpyHeader, name: str) -> tuple[int, bool]:
+    """Number of edges of ``[2, edges]`` or ``[edges, 2]``, and whether the two ends stand side by side in the file."""
+    require_integers(header.dtype, name)
+    rows_are_ends = edge_axis(header.shape, name) == 0
+    return header.values // 2, rows_are_ends == header.fortran_order
+
+
+def edge_axis(shape: tuple[int, ...], name: str) -> int:
+    """The axis with source and target: 0 for ``[2, edges]`` (also when it is 2 x 2), 1 for ``[edges, 2]``."""
+    if len(shape) != 2 or 2 not in shape:
+        raise SourceError(f"{name}: an edge list has shape [2, edges] or [edges, 2], not {list(shape)}")
+    return 0 if shape[0] == 2 else 1

@@ -1,0 +1,75 @@
+"""The journal of a pack under way: what is durable already, so that ``--resume`` goes on from there.
+
+It stands beside the generation it describes (``g000001.journal``), is replaced whole at each checkpoint, and starts with the
+pack's fingerprint: options and sources. A resumed pack must ask for the same thing.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from featstore.disk import Disk
+from featstore.errors import FormatError, SourceError
+
+
+class TableProgress(msgspec.Struct, forbid_unknown_fields=True):
+    """How far one table is. All counts speak of what is durable."""
+
+    ordered: bool = False
+    order_parameters: dict[str, Any] = msgspec.field(default_factory=dict)
+    order_method: str = ""
+    partitions: int = 0
+    rows_counted: int = 0  # rows of the source in the value report and the digest
+    report: dict[str, Any] = msgspec.field(default_factory=dict)
+    source_digest: int = 0
+    spill_bytes: list[int] = msgspec.field(default_factory=list)  # durable bytes of each bucket's spill file
+    spilled: bool = False
+    written_bytes: int = 0  # durable bytes of the table, from its start, whole pages
+    buckets_written: int = 0
+    written_digest: int = 0  # over the rows of the buckets written
+    done: bool = False
+
+
+class State(msgspec.Struct, forbid_unknown_fields=True):
+    """The journal's content."""
+
+    fingerprint: dict[str, Any]
+    tables: dict[str, TableProgress] = msgspec.field(default_factory=dict)
+
+
+class Journal:
+    """Reads and replaces the journal's file."""
+
+    def __init__(self, disk: Disk, path: Path, state: State) -> None:
+        self._disk = disk
+        self.path = path
+        self.state = state
+
+    @classmethod
+    def load(cls, disk: Disk, path: Path) -> Journal:
+        """The journal of an unfinished pack. Raises FormatError where it cannot be read."""
+        try:
+            return cls(disk, path, msgspec.json.decode(path.read_bytes(), type=State))
+        except (OSError, msgspec.DecodeError) as error:
+            raise FormatError(f"cannot resume from {path}: {error}; start anew with --overwrite") from error
+
+    def check(self, fingerprint: dict[str, Any]) -> None:
+        """Raise SourceError where the unfinished pack was of something else, naming what differs."""
+        then = msgspec.json.decode(msgspec.json.encode(self.state.fingerprint))
+        now = msgspec.json.decode(msgspec.json.encode(fingerprint))
+        for key in sorted(set(then) | set(now)):
+            if then.get(key) != now.get(key):
+                raise SourceError(
+                    f"cannot resume: the unfinished pack had {key} = {then.get(key)!r}, this one has {now.get(key)!r}; "
+                    "give the same input and options, or start anew with --overwrite"
+                )
+
+    def table(self, name: str) -> TableProgress:
+        return self.state.tables.setdefault(name, TableProgress())
+
+    def save(self) -> None:
+        """Make the state durable."""
+        self._disk.replace_file(self.path, msgspec.json.encode(self.state))

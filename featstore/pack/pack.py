@@ -1,0 +1,450 @@
+"""Packing: from features and a graph to a committed store.
+
+For each table: find the order, write its maps, bring the rows into it (:mod:`featstore.pack.permute`), write the checksums; then the
+small arrays; then commit (:mod:`featstore.pack.generations`). Every step leaves its progress in the journal. Nothing that depends on time,
+place or memory goes into the store, so that equal input and seed give equal bytes.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import featstore
+from featstore.checksum import crc_pages, digest_of_checksums
+from featstore.disk import Disk
+from featstore.dtypes import dtype_name, zarr_storage
+from featstore.errors import BudgetError, CorruptionError, DiskFullError, SourceError
+from featstore.layout import TableLayout
+from featstore.manifest import (
+    FORMAT_VERSION,
+    ROW_BYTES_MAX,
+    ArrayEntry,
+    Manifest,
+    OrderEntry,
+    TableEntry,
+    array_chunk,
+    check_name,
+    sealed,
+    zarr_axes,
+)
+from featstore.order import Order, make_order
+from featstore.order.orders import degree_order
+from featstore.pack import permute
+from featstore.pack.convert import ValueReport, target_dtype
+from featstore.pack.generations import Generation, begin, collect, commit, writer_lock
+from featstore.pack.graphs import Graph, open_graph
+from featstore.pack.journal import Journal, State, TableProgress
+from featstore.pack.sources import RowSource, open_rows
+from featstore.pack.writer import Catalogue, TableWriter, write_array, zarr_array_json, zarr_group_json
+from featstore.store import Store
+from featstore.units import PAGE_BYTES, parse_bytes
+
+#: What a table is called when no name is given.
+DEFAULT_TABLE = "features"
+_DISK_SLACK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a pack is: ``done_bytes`` of ``total_bytes`` read, spilled and written, over all tables."""
+
+    stage: str
+    table: str
+    done_bytes: int
+    total_bytes: int
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to pack; the arguments of :func:`pack` of the same names."""
+
+    memory_bytes: int
+    order: Mapping[str, str]
+    permutation: Mapping[str, Any]
+    partitions: Mapping[str, int]
+    dtype: Mapping[str, str]
+    seed: int
+
+
+def pack(
+    out: str | os.PathLike[str],
+    features: Any,
+    *,
+    graph: Any = None,
+    arrays: Mapping[str, Any] | None = None,
+    order: str | Mapping[str, str] = "auto",
+    permutation: Any = None,
+    partitions: int | Mapping[str, int] | None = None,
+    dtype: str | Mapping[str, str] | None = None,
+    memory: int | str = "1GiB",
+    seed: int = 0,
+    resume: bool = False,
+    overwrite: bool = False,
+    progress: Callable[[Progress], None] | None = None,
+    disk: Disk | None = None,
+) -> Store:
+    """Pack feature tables into a store and open it.
+
+    Args:
+        out: the store's directory; made if it does not exist.
+        features: one table (a path, an array, an iterator of row blocks, anything :func:`featstore.pack.sources.open_rows` takes, or a
+            PyG ``Data``/``HeteroData`` object, which brings its graph and arrays along), or a mapping of table names to such.
+        graph: the graph of the table (or a mapping of table names to graphs), as :func:`featstore.pack.graphs.open_graph` takes it.
+            Its degrees become the order in which a static cache takes rows.
+        arrays: small arrays to keep beside the tables (labels, splits), in node id order: name to array, or path of a ``.npy``.
+        order: ``"auto"`` (METIS where there is a graph and METIS fits the memory, else LDG; as given without a graph), ``"given"``,
+            ``"permutation"``, ``"degree"``, ``"metis"``, ``"ldg"``; or a mapping of table names to such.
+        permutation: with order ``"permutation"``: node ids in row order, as an array or the path of a ``.npy``.
+        partitions: how many parts METIS and LDG make; by default parts of about 8 MiB of features.
+        dtype: cast to ``"float16"``, ``"bfloat16"``, ``"float32"`` or ``"float64"``; by default rows stay as they are.
+        memory: budget for everything the pack holds in memory beyond the bare process, in bytes or as ``"512MiB"``.
+        seed: of the partitioners. Equal input, options and seed give equal bytes.
+        resume: go on with the unfinished pack in ``out``; input and options must be the same.
+        overwrite: replace the store in ``out``; it stands until the new one is committed.
+        progress: called now and then with a :class:`Progress`, from any thread.
+
+    Raises SourceError, BudgetError, DiskFullError, DeviceError, StoreExistsError, StoreLockedError, CorruptionError.
+    """
+    door = disk or Disk()
+    tables, own_graphs, own_arrays = _inputs(features)
+    graphs = own_graphs | _by_table(graph, tables, "graph")
+    options = Options(
+        parse_bytes(memory),
+        {name: "auto" for name in tables} | _by_table(order, tables, "order"),
+        _by_table(permutation, tables, "permutation"),
+        _by_table(partitions, tables, "partitions"),
+        _by_table(dtype, tables, "dtype"),
+        seed,
+    )
+    small = own_arrays | {name: _small_array(name, value) for name, value in (arrays or {}).items()}
+    for name in small:
+        check_name(name, "array")
+    store = Path(os.path.abspath(out))
+    if store.exists() and not store.is_dir():
+        raise SourceError(f"{store} is a file; give the path of a directory to make")
+    for parent in reversed([store, *store.parents]):
+        if not parent.exists():
+            door.mkdir(parent)
+            door.fsync_dir(parent.parent)
+    with writer_lock(store):
+        generation, resumed = begin(store, door, resume=resume, overwrite=overwrite)
+        packing = _Packing(door, generation, tables, graphs, options, progress)
+        try:
+            packing.run(small, resumed)
+        except BaseException:
+            packing.abandon()
+            raise
+        collect(store, door)
+    return Store(store)
+
+
+def _inputs(features: Any) -> tuple[dict[str, RowSource], dict[str, Any], dict[str, NDArray[Any]]]:
+    """Tables, graphs and arrays out of what the user gave as features."""
+    from featstore.pack.sources_pyg import is_pyg, pyg_arrays, pyg_graphs, pyg_tables
+
+    graphs: dict[str, Any] = {}
+    arrays: dict[str, NDArray[Any]] = {}
+    if is_pyg(features):
+        graphs, arrays, features = dict(pyg_graphs(features)), pyg_arrays(features), pyg_tables(features)
+    elif not isinstance(features, Mapping):
+        features = {DEFAULT_TABLE: features}
+    if not features:
+        raise SourceError("there is nothing to pack: no table of features was given")
+    tables = {}
+    for name, spec in features.items():
+        check_name(name, "table")
+        tables[name] = spec if isinstance(spec, RowSource) else open_rows(spec)
+        if not 1 <= tables[name].row_bytes <= ROW_BYTES_MAX:
+            raise SourceError(f"table {name!r} has rows of {tables[name].row_bytes:,} bytes; the format allows up to {ROW_BYTES_MAX:,}")
+    return tables, graphs, arrays
+
+
+def _by_table(value: Any, tables: Mapping[str, Any], what: str) -> dict[str, Any]:
+    """An option that may be given once for all tables, or by table name."""
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        if what in ("graph", "permutation") and len(tables) > 1:
+            raise SourceError(f"there are several tables; say whose {what} it is: {what}={{{next(iter(tables))!r}: ...}}")
+        return {name: value for name in tables}
+    for name in value:
+        if name not in tables:
+            raise SourceError(f"{what} is given for a table {name!r} that is not packed; there are {', '.join(map(repr, tables))}")
+    return dict(value)
+
+
+def _small_array(name: str, value: Any) -> NDArray[Any]:
+    if isinstance(value, str | os.PathLike):
+        try:
+            value = np.load(value, allow_pickle=False)
+        except (OSError, ValueError) as error:
+            raise SourceError(f"cannot read array {name!r} from {os.fspath(value)}: {error}") from None
+    array = np.asarray(value)
+    dtype_name(array.dtype)
+    return array
+
+
+class _Packing:
+    """One run of a pack: the state that its steps share."""
+
+    def __init__(
+        self, disk: Disk, generation: Generation, tables: dict[str, RowSource], graphs: dict[str, Any], options: Options,
+        progress: Callable[[Progress], None] | None,
+    ) -> None:  # fmt: skip
+        self.disk = disk
+        self.generation = generation
+        self.tables = tables
+        self.graphs = graphs
+        self.options = options
+        self.catalogue = Catalogue(disk, generation.store)
+        self._progress = progress
+        self._tick_lock = threading.Lock()
+        self._done_bytes = self._total_bytes = 0
+        self._journal: Journal | None = None
+
+    @property
+    def journal(self) -> Journal:
+        assert self._journal is not None
+        return self._journal
+
+    def run(self, arrays: dict[str, NDArray[Any]], resumed: bool) -> None:
+        name = self.generation.name
+        self._start(resumed, arrays)
+        self._check_space(resumed)
+        entries = {}
+        for table in self.tables:
+            entries[table] = self._table(table)
+        array_entries = {n: write_array(self.catalogue, f"{name}/arrays/{n}", a) for n, a in arrays.items()}
+        for directory in [d for d in self.catalogue.directories if d not in (self.generation.store,)]:
+            if directory.parent.name != "tables" and directory.name in (name, "tables", "arrays"):
+                self._group(directory)
+        self.catalogue.fsync_directories()
+        self.disk.fsync_dir(self.generation.store)
+        manifest = sealed(
+            Manifest(
+                format="featstore", version=FORMAT_VERSION, reader_features=[], writer_features=[], uuid="", generation=name,
+                tables=entries, arrays=array_entries, files=sorted(self.catalogue.files.values(), key=lambda f: f.path),
+                provenance={"writer": f"featstore {featstore.__version__}", "seed": self.options.seed,
+                            "sources": {n: _described(s) for n, s in self.tables.items()}},
+            )
+        )  # fmt: skip
+        commit(self.generation.store, self.disk, manifest)
+        self.disk.unlink(self.generation.journal)
+        self.disk.rmtree(self.generation.spill)
+
+    def abandon(self) -> None:
+        """After an error: leave nothing where nothing was achieved; otherwise the journal stays for --resume."""
+        if self._journal is None:
+            self.disk.rmtree(self.generation.directory)
+
+    def _group(self, directory: Path) -> None:
+        relative = directory.relative_to(self.generation.store)
+        self.catalogue.write(f"{relative}/zarr.json", zarr_group_json())
+
+    def _start(self, resumed: bool, arrays: dict[str, NDArray[Any]]) -> None:
+        fingerprint: dict[str, Any] = {
+            "tables": {n: s.fingerprint() for n, s in self.tables.items()},
+            "order": dict(self.options.order), "partitions": dict(self.options.partitions), "dtype": dict(self.options.dtype),
+            "seed": self.options.seed, "memory": self.options.memory_bytes,
+            "arrays": {n: [dtype_name(a.dtype), list(a.shape)] for n, a in arrays.items()},
+            "graphs": sorted(self.graphs),
+        }  # fmt: skip
+        if resumed:
+            journal = Journal.load(self.disk, self.generation.journal)
+            journal.check(fingerprint)
+            self._journal = journal
+        else:
+            self.catalogue.directory(f"{self.generation.name}/tables")
+            self._journal = Journal(self.disk, self.generation.journal, State(fingerprint))
+        if self._journal.state.fingerprint and not resumed:
+            self._journal.save()
+        self.disk.mkdir(self.generation.spill)
+
+    def _check_space(self, resumed: bool) -> None:
+        """Raise DiskFullError before the first byte if the disk cannot hold the store and the largest spill."""
+        needed, largest = _DISK_SLACK_BYTES, 0
+        for name, source in self.tables.items():
+            rows = source.rows or 0
+            size = rows * self._row_bytes(name)
+            permuted = name in self.graphs or self.options.order[name] not in ("auto", "given")
+            needed += size + size // 1024 + rows * (24 if permuted else 0)
+            spills = permuted and size > self.options.memory_bytes // 2
+            self._total_bytes += size * (4 if spills else 2)
+            largest = max(largest, size if spills else 0)
+        if resumed:
+            there = (p for root in (self.generation.directory, self.generation.spill) for p in root.rglob("*") if p.is_file())
+            needed = max(_DISK_SLACK_BYTES, needed + largest - sum(p.stat().st_blocks * 512 for p in there))
+        else:
+            needed += largest
+        free = self.disk.free_bytes(self.generation.store)
+        if needed > free:
+            raise DiskFullError(self.generation.store, needed, free)
+
+    def _row_bytes(self, name: str) -> int:
+        source = self.tables[name]
+        return source.row_values * target_dtype(source.dtype, self.options.dtype.get(name)).itemsize
+
+    def _tick(self, table: str) -> Callable[[str, int], None]:
+        def tick(stage: str, done: int) -> None:
+            with self._tick_lock:
+                self._done_bytes += done
+                self._total_bytes = max(self._total_bytes, self._done_bytes)
+                if self._progress is not None:
+                    self._progress(Progress(stage, table, self._done_bytes, self._total_bytes))
+
+        return tick
+
+    def _table(self, name: str) -> TableEntry:
+        """Write one table whole; returns its entry."""
+        source, progress = self._counted(name), self.journal.table(name)
+        base = f"{self.generation.name}/tables/{name}"
+        self.catalogue.directory(f"{base}/rows")
+        dtype = target_dtype(source.dtype, self.options.dtype.get(name))
+        assert source.rows is not None
+        layout = TableLayout.choose(source.rows, source.row_values * dtype.itemsize)
+        self._group(self.generation.directory / "tables" / name)
+        order, by_degree = self._order(name, layout, progress)
+        row_of_node = _inverse(order.node_of_row)
+        order_entry = self._write_order(base, order, row_of_node, by_degree)
+        held = sum(a.nbytes for a in (order.node_of_row, row_of_node) if a is not None)
+        del by_degree
+        report = ValueReport(source.dtype, dtype)
+        report.restore(progress.report)
+        checksums = ArrayEntry(f"{base}/page_checksums", [layout.pages], "uint32")
+        entry = TableEntry(
+            path=f"{base}/rows", rows=layout.rows, row_shape=list(source.row_shape), dtype=dtype_name(dtype),
+            row_bytes=layout.row_bytes, rows_per_chunk=layout.rows_per_chunk, page_checksums=checksums, order=order_entry,
+            statistics={},
+        )  # fmt: skip
+        job = permute.Job(
+            self.disk, name, source, layout, report, row_of_node, order.node_of_row, self.generation.spill,
+            lambda chunk: self.generation.store / entry.chunk_path(chunk), self.options.memory_bytes - held, held,
+            self.journal, progress, self._tick(name),
+        )  # fmt: skip
+        self._rows(job, entry)
+        statistics = report.result() | {"rows_digest": f"{progress.written_digest:016x}"}
+        return _with_statistics(entry, statistics)
+
+    def _counted(self, name: str) -> RowSource:
+        """The table's source with a known number of rows: an iterator's rows are spooled to the disk if need be."""
+        source = self.tables[name]
+        if source.rows is None:
+            self.tables[name] = source = permute.spool(source, self.disk, self.generation.spill / f"{name}.spool", self.options.memory_bytes)
+        return source
+
+    def _order(self, name: str, layout: TableLayout, progress: TableProgress) -> tuple[Order, NDArray[Any] | None]:
+        """The table's order, and its rows by descending degree where there is a graph."""
+        graph = self._graph(name, layout.rows)
+        held = 0 if graph is None else graph.indptr.nbytes + (0 if isinstance(graph.indices, np.memmap) else graph.indices.nbytes)
+        if held >= self.options.memory_bytes:
+            raise BudgetError(2 * held, self.options.memory_bytes, f"hold the graph of table {name!r}")
+        order = make_order(
+            self.options.order[name], graph, rows=layout.rows, row_bytes=layout.row_bytes,
+            parts=self.options.partitions.get(name), permutation=self.options.permutation.get(name), seed=self.options.seed,
+            memory_bytes=self.options.memory_bytes - held,
+        )  # fmt: skip
+        by_degree = None
+        if graph is not None:
+            nodes = degree_order(graph).node_of_row
+            row_of_node = _inverse(order.node_of_row)
+            by_degree = nodes if row_of_node is None or nodes is None else row_of_node[nodes]
+        return order, by_degree
+
+    def _graph(self, name: str, rows: int) -> Graph | None:
+        if name not in self.graphs:
+            return None
+        spec = self.graphs[name]
+        if isinstance(spec, Graph):
+            if spec.nodes != rows:
+                raise SourceError(f"the graph of table {name!r} has {spec.nodes:,} nodes, its features {rows:,} rows")
+            return spec
+        return open_graph(spec, nodes=rows, memory_bytes=self.options.memory_bytes // 2, scratch_dir=self.generation.spill)
+
+    def _write_order(
+        self, base: str, order: Order, row_of_node: NDArray[Any] | None, by_degree: NDArray[Any] | None
+    ) -> OrderEntry:
+        def maybe(name: str, values: NDArray[Any] | None) -> ArrayEntry | None:
+            return None if values is None else write_array(self.catalogue, f"{base}/{name}", values)
+
+        return OrderEntry(
+            method=order.method,
+            parameters=dict(order.parameters),
+            partition_offsets=write_array(self.catalogue, f"{base}/partition_offsets", order.partition_offsets),
+            row_of_node=maybe("row_of_node", row_of_node),
+            node_of_row=maybe("node_of_row", order.node_of_row),
+            rows_by_degree=maybe("rows_by_degree", by_degree),
+        )
+
+    def _rows(self, job: permute.Job, entry: TableEntry) -> None:
+        """Write the chunk files and the checksums, and put them into the catalogue."""
+        stored, extra = zarr_storage(target_dtype(job.source.dtype, self.options.dtype.get(job.name)))
+        rest = [*entry.row_shape, *extra]
+        assert len(rest) == zarr_axes(entry.row_shape, entry.dtype)
+        self.catalogue.write(f"{entry.path}/zarr.json", zarr_array_json([entry.rows, *rest], [entry.rows_per_chunk, *rest], stored))
+        sums = entry.page_checksums
+        shape = max(1, job.layout.pages)
+        self.catalogue.write(f"{sums.path}/zarr.json", zarr_array_json(sums.shape, [shape], "uint32"))
+        if job.layout.rows == 0:
+            return
+        checksum_path = self.generation.store / str(array_chunk(sums))
+        if not job.progress.done:
+            writer = TableWriter(self.disk, job.layout, job.chunk_path, checksum_path)
+            try:
+                if job.row_of_node is None:
+                    permute.as_given(job, writer)
+                elif permute.fits_in_memory(job):
+                    permute.in_memory(job, writer)
+                else:
+                    permute.spill(job, writer)
+                writer.finish(-(-job.layout.data_bytes // PAGE_BYTES))
+            finally:
+                writer.close()
+            if job.progress.written_digest != job.progress.source_digest:
+                raise CorruptionError(
+                    job.name, None, f"rows of digest {job.progress.source_digest:016x}", f"{job.progress.written_digest:016x}",
+                    "the rows changed between the source and the store: check the memory and the disk, and pack anew",
+                )  # fmt: skip
+            job.progress.done = True
+            permute.save(job)
+        self._catalogue_rows(job.layout, entry, checksum_path)
+
+    def _catalogue_rows(self, layout: TableLayout, entry: TableEntry, checksum_path: Path) -> None:
+        """Digests of the chunk files, from the checksums; and of the checksums' own file."""
+        own = []
+        with open(checksum_path, "rb") as file:
+            for chunk in range(layout.chunks):
+                checksums = np.frombuffer(file.read(4 * layout.pages_per_chunk), "<u4")
+                self.catalogue.add(entry.chunk_path(chunk), layout.chunk_bytes, digest_of_checksums(checksums))
+            file.seek(0)
+            while block := file.read(permute.BLOCK_BYTES):
+                own.append(crc_pages(np.frombuffer(block, np.uint8)))
+        path = array_chunk(entry.page_checksums)
+        assert path is not None
+        self.catalogue.add(path, 4 * layout.pages, digest_of_checksums(np.concatenate(own)))
+
+
+def _with_statistics(entry: TableEntry, statistics: dict[str, Any]) -> TableEntry:
+    import msgspec
+
+    return msgspec.structs.replace(entry, statistics=statistics)
+
+
+def _inverse(node_of_row: NDArray[Any] | None) -> NDArray[Any] | None:
+    if node_of_row is None:
+        return None
+    row_of_node = np.empty_like(node_of_row)
+    row_of_node[node_of_row] = np.arange(len(node_of_row), dtype=node_of_row.dtype)
+    return row_of_node
+
+
+def _described(source: RowSource) -> dict[str, Any]:
+    """What the manifest keeps of a source: nothing that depends on the machine."""
+    return {"name": os.path.basename(source.name), "dtype": str(source.dtype), "shape": [source.rows, *source.row_shape]}

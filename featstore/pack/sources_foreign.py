@@ -1,0 +1,157 @@
+"""Row sources in the files of other libraries: zarr arrays and torch checkpoints."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from featstore.errors import SourceError
+from featstore.pack.sources_base import RowSource, dtype_text, file_fingerprint, import_extra, stat_of, to_native
+from featstore.pack.sources_memory import TensorRows
+
+__all__ = ["TorchFileRows", "ZarrRows", "load_tensor", "zarr_rows"]
+
+# zarr-python decodes this many chunks at a time (its `async.concurrency`).
+ZARR_CONCURRENCY = 10
+
+
+class ZarrRows(RowSource):
+    """Rows of a zarr array (v2 or v3), read in bands of whole chunks so that each chunk is decoded once.
+
+    zarr itself reads a chunk that is missing as its fill value, without a word; that cannot be told from data here.
+    """
+
+    def __init__(self, array: Any, *, name: str = "<zarr array>", path: Path | None = None) -> None:
+        if array.ndim == 0:
+            raise SourceError(f"{name}: a single value (0-d) is no table; give an array of rows")
+        dtype = np.dtype(array.dtype)
+        row_bytes = int(np.prod(array.shape[1:], dtype=np.int64)) * dtype.itemsize
+        chunk_bytes = int(np.prod(array.chunks, dtype=np.int64)) * dtype.itemsize
+        self._chunk_rows = max(1, int(array.chunks[0]))
+        held = self._chunk_rows * row_bytes + 2 * ZARR_CONCURRENCY * chunk_bytes
+        super().__init__(name, int(array.shape[0]), tuple(array.shape[1:]), dtype, held_bytes=held)
+        self._array = array
+        self._path = path
+
+    def fingerprint(self) -> dict[str, str | int]:
+        """Path, and a CRC over name, size and time of change of each file below it; shape and dtype otherwise."""
+        shape = ",".join(map(str, self._array.shape))
+        more: dict[str, str | int] = {"shape": shape, "dtype": dtype_text(self.dtype), "key": str(self._array.path)}
+        if self._path is None:
+            return {"kind": "zarr", "store": str(self._array.store), **more}
+        crc, size_bytes = 0, 0
+        for folder, folders, files in os.walk(self._path):
+            folders.sort()
+            for file in sorted(files):
+                status = stat_of(Path(folder) / file)
+                crc = zlib.crc32(f"{folder}/{file} {status.st_size} {status.st_mtime_ns}".encode(), crc)
+                size_bytes += status.st_size
+        return {
+            "kind": "zarr",
+            "path": str(self._path.absolute()),
+            "size_bytes": size_bytes,
+            "files_crc32": crc,
+            **more,
+        }
+
+    def _blocks(self, start: int, block_rows: int) -> Iterator[NDArray[Any]]:
+        assert self.rows is not None
+        band_rows = self._chunk_rows * max(1, block_rows // self._chunk_rows)
+        for first in range(start - start % self._chunk_rows, self.rows, band_rows):
+            try:
+                band = np.asarray(self._array[first : min(first + band_rows, self.rows)])
+            except (ValueError, OSError, RuntimeError, KeyError) as error:
+                raise SourceError(
+                    f"{self.name}: rows {first:,} on cannot be decoded ({error}); a chunk is damaged"
+                ) from error
+            band = to_native(band, self.dtype, owned=False)
+            for low in range(max(0, start - first), band.shape[0], block_rows):
+                yield band[low : low + block_rows]
+
+
+def zarr_rows(path: Path, key: str | None = None, name: str | None = None) -> ZarrRows:
+    """Rows of an array in a zarr directory; ``key`` picks one in a group. Raises SourceError that lists the arrays."""
+    label = name or (f"{path}[{key}]" if key else str(path))
+    zarr = import_extra("zarr", "zarr", label)
+    try:
+        node = zarr.open(str(path), mode="r")
+    except (ValueError, OSError, KeyError, TypeError) as error:
+        raise SourceError(f"{label}: cannot be opened by zarr ({error}); check its metadata") from error
+    if isinstance(node, zarr.Array):
+        if key is not None:
+            raise SourceError(f"{label}: is an array itself, not a group; leave key out")
+        return ZarrRows(node, name=label, path=path)
+    arrays = {member: found for member, found in node.members(max_depth=None) if isinstance(found, zarr.Array)}
+    if key is None:
+        tables = [member for member, found in arrays.items() if found.ndim >= 2] or list(arrays)
+        if len(tables) != 1:
+            raise SourceError(
+                f"{label}: {len(tables)} arrays could be the table; give key=, one of: {', '.join(sorted(arrays))}"
+            )
+        key = tables[0]
+    if key not in arrays:
+        raise SourceError(f"{label}: no array {key!r} in this group; it holds: {', '.join(sorted(arrays))}")
+    return ZarrRows(arrays[key], name=f"{path}[{key}]", path=path)
+
+
+class TorchFileRows(TensorRows):
+    """Rows of a tensor in a ``.pt`` file, mapped by torch; mapped pages are given back after each block."""
+
+    def __init__(self, path: Path, key: str | None = None, name: str | None = None) -> None:
+        tensor, key = load_tensor(path, key)
+        label = name or (f"{path}[{key}]" if key else str(path))
+        super().__init__(tensor, name=label)
+        self._identity = file_fingerprint("torch", path, key=key or "", dtype=dtype_text(self.dtype))
+
+    def _blocks(self, start: int, block_rows: int) -> Iterator[NDArray[Any]]:
+        # A private mapping of ours that is never written: its pages can be dropped, they come back from the file.
+        storage = self._tensor.untyped_storage()
+        page = mmap.PAGESIZE
+        low = -(-storage.data_ptr() // page) * page
+        size = (storage.data_ptr() + storage.nbytes()) // page * page - low
+        libc = ctypes.CDLL(None, use_errno=True)
+        for block in super()._blocks(start, block_rows):
+            yield block
+            if size > 0:
+                libc.madvise(ctypes.c_void_p(low), ctypes.c_size_t(size), ctypes.c_int(mmap.MADV_DONTNEED))
+
+
+def load_tensor(path: Path, key: str | None) -> tuple[Any, str | None]:
+    """A tensor of a ``.pt`` file (``weights_only``: no pickled code runs), mapped, and its key if it is in a dict."""
+    torch = import_extra("torch", "torch", str(path))
+    import pickle
+
+    stat_of(path)
+    try:
+        loaded = torch.load(path, weights_only=True, mmap=True, map_location="cpu")
+    except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError) as error:
+        reason = str(error).partition("\n")[0]
+        raise SourceError(
+            f"{path}: holds more than plain tensors, or is no torch.save file of today's format ({reason}); save the "
+            "tensor alone with torch.save(tensor, path), or load the file yourself and give the tensor"
+        ) from error
+    if isinstance(loaded, torch.Tensor):
+        if key is not None:
+            raise SourceError(f"{path}: holds one tensor, no dictionary with a key {key!r}; leave key out")
+        return loaded, None
+    if not isinstance(loaded, dict):
+        raise SourceError(f"{path}: holds a {type(loaded).__name__}; save a tensor or a dictionary of tensors")
+    tensors = {str(k): v for k, v in loaded.items() if isinstance(v, torch.Tensor)}
+    if key is None:
+        tables = [k for k, v in tensors.items() if v.ndim >= 2] or list(tensors)
+        if len(tables) != 1:
+            raise SourceError(
+                f"{path}: {len(tables)} tensors could be the table; give key=, one of: {', '.join(tensors)}"
+            )
+        key = tables[0]
+    if key not in tensors:
+        raise SourceError(f"{path}: no tensor {key!r}; it holds: {', '.join(tensors)}")
+    return tensors[key], key

@@ -1,0 +1,255 @@
+"""Row sources that are in memory already, or come from the caller block by block.
+
+Arrays, tensors and CSR matrices are cut into blocks; a sparse block is made dense when it is asked for, so a matrix
+of 3 MB that is a gigabyte as rows never becomes one. An iterator of blocks is the way in for everything this package
+does not read: its first block is taken at once (it says the shape and dtype of the rows) and each later one is held
+against it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from featstore.errors import SourceError
+from featstore.pack.sources_base import RowSource, dtype_text, native_dtype, sample_crc32, to_native
+
+__all__ = ["ArrayRows", "IteratorRows", "SparseRows", "TensorRows", "add_sparse", "tensor_to_numpy"]
+
+# Rows, and non-zeros, of a sparse matrix that are spread at a time: scratch of some 3 MiB whatever the block.
+CHUNK = 1 << 16
+
+
+def add_sparse(
+    rows: NDArray[Any], row_of: NDArray[Any], columns: NDArray[Any], values: NDArray[Any], *, name: str, first: int
+) -> None:
+    """Add ``values`` at ``rows[row_of, columns]``, in place. Raises SourceError for a column outside the matrix."""
+    if columns.size == 0:
+        return
+    bad = np.flatnonzero((columns < 0) | (columns >= rows.shape[1]))
+    if bad.size:
+        at = int(bad[0])
+        raise SourceError(
+            f"{name}: column {int(columns[at])} in row {first + int(row_of[at]):,} is outside 0..{rows.shape[1] - 1}; "
+            "the sparse matrix is damaged"
+        )
+    flat = rows.reshape(-1)
+    where = row_of.astype(np.int64) * rows.shape[1] + columns.astype(np.int64)
+    (np.logical_or if rows.dtype == np.bool_ else np.add).at(flat, where, values)
+
+
+class ArrayRows(RowSource):
+    """Rows of a NumPy array in memory, of any strides and byte order. Blocks are views where that is possible."""
+
+    def __init__(
+        self,
+        array: NDArray[Any],
+        *,
+        name: str = "<array>",
+        identity: dict[str, str | int] | None = None,
+        held: bool = False,
+    ) -> None:
+        if array.ndim == 0:
+            raise SourceError(f"{name}: a single value (0-d) is no table; give an array of rows")
+        super().__init__(name, array.shape[0], array.shape[1:], array.dtype, held_bytes=array.nbytes if held else 0)
+        self._array = array
+        self._identity = identity
+
+    def fingerprint(self) -> dict[str, str | int]:
+        """Shape, dtype and a CRC of some rows: an array has no name that would be the same in another process."""
+        if self._identity is not None:
+            return self._identity
+        shape = ",".join(map(str, self._array.shape))
+        return {
+            "kind": "array",
+            "shape": shape,
+            "dtype": dtype_text(self._array.dtype),
+            "sample_crc32": sample_crc32(self._array),
+        }
+
+    def _blocks(self, start: int, block_rows: int) -> Iterator[NDArray[Any]]:
+        for first in range(start, self._array.shape[0], block_rows):
+            yield to_native(np.asarray(self._array[first : first + block_rows]), self.dtype, owned=False)
+
+
+def dense_tensor(tensor: Any, name: str) -> Any:
+    """The tensor itself. Raises SourceError when it is sparse or quantised."""
+    import torch
+
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        raise SourceError(
+            f"{name}: a sparse or quantised tensor ({tensor.layout}, {tensor.dtype}) has no rows to read; "
+            "give tensor.to_dense(), tensor.dequantize() or a SciPy matrix"
+        )
+    return tensor
+
+
+def tensor_to_numpy(tensor: Any, name: str) -> NDArray[Any]:
+    """A torch tensor on the CPU as a NumPy array that shares its memory (bfloat16 as ``ml_dtypes.bfloat16``)."""
+    import torch
+
+    tensor = dense_tensor(tensor, name).detach().cpu().resolve_conj().resolve_neg()
+    if tensor.dtype == torch.bfloat16:
+        import ml_dtypes
+
+        bits: NDArray[Any] = tensor.view(torch.int16).numpy()
+        return bits.view(ml_dtypes.bfloat16)
+    try:
+        array: NDArray[Any] = tensor.numpy()
+    except TypeError as error:
+        raise SourceError(
+            f"{name}: NumPy knows no {tensor.dtype}; convert it, for example with .to(torch.float16)"
+        ) from error
+    return array
+
+
+class TensorRows(RowSource):
+    """Rows of a torch tensor on any device; each block is brought to the CPU on its own."""
+
+    def __init__(self, tensor: Any, *, name: str = "<tensor>", identity: dict[str, str | int] | None = None) -> None:
+        if tensor.ndim == 0:
+            raise SourceError(f"{name}: a single value (0-d) is no table; give a tensor of rows")
+        dtype = tensor_to_numpy(dense_tensor(tensor, name)[:0], name).dtype
+        super().__init__(name, int(tensor.shape[0]), tuple(tensor.shape[1:]), dtype)
+        self._tensor = tensor
+        self._identity = identity
+
+    def fingerprint(self) -> dict[str, str | int]:
+        """Shape, dtype and a CRC of some rows, or what the file it was loaded from gives."""
+        if self._identity is not None:
+            return self._identity
+        rows, shape = int(self._tensor.shape[0]), ",".join(map(str, self._tensor.shape))
+        picked = self._tensor[np.linspace(0, rows - 1, num=min(64, rows)).astype(np.int64).tolist()]
+        crc = sample_crc32(tensor_to_numpy(picked, self.name))
+        return {"kind": "tensor", "shape": shape, "dtype": dtype_text(self.dtype), "sample_crc32": crc}
+
+    def _blocks(self, start: int, block_rows: int) -> Iterator[NDArray[Any]]:
+        for first in range(start, int(self._tensor.shape[0]), block_rows):
+            yield np.ascontiguousarray(tensor_to_numpy(self._tensor[first : first + block_rows], self.name))
+
+
+class SparseRows(RowSource):
+    """Rows of a SciPy sparse matrix, made dense block by block. Anything but CSR is converted to it once, and held."""
+
+    def __init__(self, matrix: Any, *, name: str = "<sparse matrix>") -> None:
+        if matrix.ndim != 2:
+            raise SourceError(f"{name}: a sparse matrix of shape {matrix.shape} is no table; give two dimensions")
+        csr = matrix.tocsr()
+        held = 0 if csr is matrix else csr.data.nbytes + csr.indices.nbytes + csr.indptr.nbytes
+        super().__init__(name, int(csr.shape[0]), (int(csr.shape[1]),), csr.dtype, held_bytes=held + 40 * CHUNK)
+        self._csr = csr
+
+    def fingerprint(self) -> dict[str, str | int]:
+        """Shape, dtype, number of non-zeros, and a CRC of some of them."""
+        crc = sample_crc32(self._csr.data) ^ sample_crc32(self._csr.indices)
+        shape = ",".join(map(str, self._csr.shape))
+        return {
+            "kind": "csr",
+            "shape": shape,
+            "dtype": dtype_text(self.dtype),
+            "nonzeros": int(self._csr.nnz),
+            "sample_crc32": crc,
+        }
+
+    def _blocks(self, start: int, block_rows: int) -> Iterator[NDArray[Any]]:
+        if start == self.rows:
+            return
+        buffer = self._empty(self._block_rows_used(start, block_rows))
+        indptr = self._csr.indptr
+        for first in range(start, int(self._csr.shape[0]), block_rows):
+            rows = buffer[: min(block_rows, int(self._csr.shape[0]) - first)]
+            rows[...] = 0
+            for low in range(0, rows.shape[0], CHUNK):
+                part = rows[low : low + CHUNK]
+                ends = indptr[first + low : first + low + part.shape[0] + 1].astype(np.int64)
+                for at in range(int(ends[0]), int(ends[-1]), CHUNK):
+                    stop = min(at + CHUNK, int(ends[-1]))
+                    row_of = np.searchsorted(ends, np.arange(at, stop), side="right") - 1
+                    columns, values = self._csr.indices[at:stop], self._csr.data[at:stop]
+                    add_sparse(part, row_of, columns, values, name=self.name, first=first + low)
+            yield rows
+
+
+class IteratorRows(RowSource):
+    """Rows from an iterable of blocks ``[n, *row_shape]`` (NumPy arrays or torch tensors), each with n of its own.
+
+    A one-shot iterator (a generator) can be passed over once: a second `blocks` is a SourceError. A list of blocks, or
+    an object whose ``__iter__`` starts afresh each time, is replayable. Blocks larger than asked for are cut, smaller
+    ones are handed on as they are. A block of another row shape or dtype than the first is a SourceError that names it,
+    and so is an end that does not match ``rows``, where that is given.
+    """
+
+    def __init__(self, blocks: Iterable[Any], *, rows: int | None = None, name: str = "<iterator>") -> None:
+        iterator = iter(blocks)
+        first = next(iterator, None)
+        if first is None:
+            raise SourceError(
+                f"{name}: gives no block, so the shape of a row is unknown; give at least one (n may be 0)"
+            )
+        replayable = iterator is not blocks
+        block = self._as_array(first, 0, name)
+        held = 0 if replayable else block.nbytes
+        super().__init__(name, rows, block.shape[1:], block.dtype, held_bytes=held, replayable=replayable)
+        self._blocks_given = blocks
+        self._pending: Iterator[Any] | None = None if replayable else itertools.chain([first], iterator)
+
+    def fingerprint(self) -> dict[str, str | int]:
+        """Only what is known: an iterator's rows cannot be told from another's before they are read."""
+        shape = ",".join(map(str, self.row_shape))
+        return {
+            "kind": "iterator",
+            "rows": -1 if self.rows is None else self.rows,
+            "shape": shape,
+            "dtype": dtype_text(self.dtype),
+        }
+
+    def blocks(self, start: int = 0, block_rows: int = 65536) -> Iterator[NDArray[Any]]:
+        """As `RowSource.blocks`; SourceError when a one-shot iterator has been used already."""
+        if not self.replayable and self._pending is None:
+            raise SourceError(
+                f"{self.name}: a one-shot iterator was read already; give a list or an object that can iterate again"
+            )
+        return super().blocks(start, block_rows)
+
+    def _blocks(self, start: int, block_rows: int) -> Iterator[NDArray[Any]]:
+        if self.replayable:
+            return self._cut(iter(self._blocks_given), start, block_rows)
+        assert self._pending is not None
+        pending, self._pending = self._pending, None
+        return self._cut(pending, start, block_rows)
+
+    def _cut(self, given: Iterator[Any], start: int, block_rows: int) -> Iterator[NDArray[Any]]:
+        done = 0
+        for number, item in enumerate(given):
+            block = self._as_array(item, number, self.name)
+            if block.shape[1:] != self.row_shape or native_dtype(block.dtype, self.name) != self.dtype:
+                raise SourceError(
+                    f"{self.name}: block {number} has rows of shape {block.shape[1:]} and {block.dtype}, "
+                    f"block 0 had {self.row_shape} and {self.dtype}; all blocks must agree"
+                )
+            if self.rows is not None and done + block.shape[0] > self.rows:
+                raise SourceError(
+                    f"{self.name}: block {number} ends at row {done + block.shape[0]:,}, beyond rows={self.rows:,}"
+                )
+            for low in range(max(0, start - done), block.shape[0], block_rows):
+                yield to_native(block[low : low + block_rows], self.dtype, owned=False)
+            done += block.shape[0]
+        if done < start or (self.rows is not None and done != self.rows):
+            raise SourceError(
+                f"{self.name}: ended after {done:,} rows, {self.rows if self.rows is not None else start:,} were "
+                "promised"
+            )
+
+    @staticmethod
+    def _as_array(block: Any, number: int, name: str) -> NDArray[Any]:
+        if type(block).__module__.partition(".")[0] == "torch":
+            block = tensor_to_numpy(block, f"{name} block {number}")
+        if not isinstance(block, np.ndarray) or block.ndim == 0:
+            raise SourceError(
+                f"{name}: block {number} is a {type(block).__name__}, not an array of rows; give numpy arrays [n, ...]"
+            )
+        return block

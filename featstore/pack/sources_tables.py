@@ -1,0 +1,234 @@
+"""Row sources in columnar files: Parquet and Arrow IPC (Feather).
+
+Rows are either one column of lists that all have the same length (``FixedSizeList``, or ``List`` as most writers leave
+it) or several numeric columns of one type, which side by side make the row. They are read a record batch at a time;
+what the format forces into memory at once (a Parquet row group, a record batch of Arrow) is ``held_bytes``. For Arrow
+files that is taken from the first batch, which writers make the largest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from featstore.errors import SourceError
+from featstore.pack.sources_base import RowSource, dtype_text, file_fingerprint, import_extra, open_binary
+
+__all__ = ["ArrowRows", "arrow_rows", "parquet_file"]
+
+
+def parquet_file(path: Path) -> Any:
+    """An open `pyarrow.parquet.ParquetFile` that reads without mapping the file. Raises SourceError."""
+    parquet = import_extra("pyarrow.parquet", "arrow", str(path))
+    arrow = import_extra("pyarrow", "arrow", str(path))
+    open_binary(path).close()
+    try:
+        return parquet.ParquetFile(path, memory_map=False, pre_buffer=False)
+    except (arrow.ArrowException, OSError) as error:
+        raise SourceError(f"{path}: not a readable Parquet file ({error}); copy or write it again") from error
+
+
+class ArrowRows(RowSource):
+    """Rows of a Parquet or Arrow IPC file (file or stream format). Nulls are refused: a feature has no such value."""
+
+    def __init__(self, path: Path, key: str | Sequence[str] | None = None, name: str | None = None) -> None:
+        label = name or str(path)
+        self.path = path
+        self._is_parquet = path.suffix == ".parquet"
+        self._arrow = import_extra("pyarrow", "arrow", label)
+        with self._opened() as file:
+            schema = file.schema_arrow if self._is_parquet else file.schema
+            self._columns = _choose_columns(schema, key, label)
+            self._listed = len(self._columns) == 1 and _is_list(schema.field(self._columns[0]).type)
+            rows = file.metadata.num_rows if self._is_parquet else self._count_rows()
+        self.name = label
+        first = next(self._batches(0, 1), None)
+        if first is None:
+            raise SourceError(f"{label}: has no rows, so the shape of a row is unknown")
+        block = self._as_rows(first.slice(0, 1), None, 0)
+        single = not self._listed and len(self._columns) == 1
+        shape = () if single else block.shape[1:]
+        held = self._row_group_bytes() if self._is_parquet else first.nbytes
+        super().__init__(label, rows, shape, block.dtype, held_bytes=int(held))
+
+    def fingerprint(self) -> dict[str, str | int]:
+        """The file's path, size and time of change, and the columns."""
+        return file_fingerprint(
+            "parquet" if self._is_parquet else "arrow",
+            self.path,
+            key=",".join(self._columns),
+            dtype=dtype_text(self.dtype),
+        )
+
+    def _blocks(self, start: int, block_rows: int) -> Iterator[NDArray[Any]]:
+        at = 0
+        for batch, first in self._numbered(start, block_rows):
+            for low in range(max(0, start - first), batch.num_rows, block_rows):
+                piece = batch.slice(low, block_rows)
+                yield np.ascontiguousarray(self._as_rows(piece, self.row_shape, first + low))
+            at = first + batch.num_rows
+        if self.rows is None and at < start:
+            raise SourceError(f"{self.name}: cannot start at row {start}; it has {at} rows")
+
+    def _numbered(self, start: int, block_rows: int) -> Iterator[tuple[Any, int]]:
+        """Record batches with the number of their first row; whole Parquet row groups before ``start`` are not read."""
+        first, group = 0, 0
+        if self._is_parquet:
+            with self._opened() as file:
+                for group in range(file.metadata.num_row_groups + 1):
+                    rows = file.metadata.row_group(group).num_rows if group < file.metadata.num_row_groups else 0
+                    if group == file.metadata.num_row_groups or first + rows > start:
+                        break
+                    first += rows
+        for batch in self._batches(group, block_rows):
+            yield batch, first
+            first += batch.num_rows
+
+    def _batches(self, group: int, block_rows: int) -> Iterator[Any]:
+        """Record batches from a row group on (Parquet), or all of them (Arrow)."""
+        try:
+            with self._opened() as file:
+                if self._is_parquet:
+                    groups = range(group, file.metadata.num_row_groups)
+                    yield from file.iter_batches(
+                        batch_size=block_rows, row_groups=groups, columns=self._columns, use_threads=False
+                    )
+                elif hasattr(file, "num_record_batches"):
+                    for number in range(file.num_record_batches):
+                        yield file.get_batch(number).select(self._columns)
+                else:
+                    for batch in file:
+                        yield batch.select(self._columns)
+        except (self._arrow.ArrowException, OSError) as error:
+            raise SourceError(
+                f"{self.name}: cannot be read ({error}); it is damaged or cut off, copy it again"
+            ) from error
+
+    def _opened(self) -> Any:
+        if self._is_parquet:
+            return parquet_file(self.path)
+        arrow = self._arrow
+        options = arrow.ipc.IpcReadOptions(use_threads=False)
+        open_binary(self.path).close()
+        try:
+            file = arrow.OSFile(str(self.path), "rb")
+            lead = file.read(6)
+            file.seek(0)
+            return (arrow.ipc.open_file if lead == b"ARROW1" else arrow.ipc.open_stream)(file, options=options)
+        except (arrow.ArrowException, OSError) as error:
+            raise SourceError(f"{self.path}: not a readable Arrow file ({error}); copy or write it again") from error
+
+    def _count_rows(self) -> int | None:
+        """Rows by the batches' metadata; None for the stream format, which has no directory of batches."""
+        dataset = import_extra("pyarrow.dataset", "arrow", str(self.path))
+        with self._opened() as file:
+            if not hasattr(file, "num_record_batches"):
+                return None
+        return int(dataset.dataset(self.path, format="ipc").count_rows())
+
+    def _row_group_bytes(self) -> int:
+        with self._opened() as file:
+            sizes = [0]
+            for group in range(file.metadata.num_row_groups):
+                meta = file.metadata.row_group(group)
+                chunks = [meta.column(i) for i in range(meta.num_columns)]
+                wanted = [
+                    c
+                    for c in chunks
+                    if c.path_in_schema.partition(".")[0] in self._columns or c.path_in_schema in self._columns
+                ]
+                sizes.append(sum(c.total_uncompressed_size for c in wanted))
+            return max(sizes)
+
+    def _as_rows(self, batch: Any, row_shape: tuple[int, ...] | None, first: int) -> NDArray[Any]:
+        """``[n, *row_shape]`` of a record batch. ``row_shape`` None: take the widths as they come."""
+        columns: list[NDArray[Any]] = []
+        for name, column in zip(self._columns, batch.columns):
+            widths: list[int] = []
+            while _is_list(column.type):
+                self._refuse_nulls(column, name, first)
+                width = None if row_shape is None else (row_shape[len(widths)] if len(widths) < len(row_shape) else 0)
+                widths.append(self._width(column, width, name, first))
+                column = column.flatten()
+            self._refuse_nulls(column, name, first)
+            columns.append(column.to_numpy(zero_copy_only=False).reshape(batch.num_rows, *widths))
+        if len(columns) == 1:
+            return columns[0]
+        return np.stack(columns, axis=1)
+
+    def _width(self, column: Any, wanted: int | None, name: str, first: int) -> int:
+        types = self._arrow.types
+        if types.is_fixed_size_list(column.type):
+            return int(column.type.list_size)
+        lengths = np.diff(column.offsets.to_numpy())
+        width = int(lengths[0]) if wanted is None else wanted
+        bad = np.flatnonzero(lengths != width)
+        if bad.size:
+            raise SourceError(
+                f"{self.name}: the list in column {name!r}, row {first + int(bad[0]):,}, has {int(lengths[bad[0]])} "
+                "values, "
+                f"row 0 has {width}; all rows of a table have one shape"
+            )
+        return width
+
+    def _refuse_nulls(self, column: Any, name: str, first: int) -> None:
+        if column.null_count:
+            at = np.flatnonzero(column.is_null().to_numpy(zero_copy_only=False))[0]
+            raise SourceError(
+                f"{self.name}: column {name!r} holds a null in the {column.type} values from row {first:,} on "
+                f"(number {int(at)} there); fill nulls before the pack"
+            )
+
+
+def _is_list(arrow_type: Any) -> bool:
+    import pyarrow as arrow
+
+    types = arrow.types
+    return bool(types.is_fixed_size_list(arrow_type) or types.is_list(arrow_type) or types.is_large_list(arrow_type))
+
+
+def _is_number(arrow_type: Any) -> bool:
+    import pyarrow as arrow
+
+    types = arrow.types
+    return bool(types.is_integer(arrow_type) or types.is_floating(arrow_type) or types.is_boolean(arrow_type))
+
+
+def _choose_columns(schema: Any, key: str | Sequence[str] | None, label: str) -> list[str]:
+    def innermost(arrow_type: Any) -> Any:
+        while _is_list(arrow_type):
+            arrow_type = arrow_type.value_type
+        return arrow_type
+
+    lists = [f.name for f in schema if _is_list(f.type) and _is_number(innermost(f.type))]
+    scalars = [f.name for f in schema if _is_number(f.type)]
+    if key is None:
+        if len(lists) > 1:
+            raise SourceError(
+                f"{label}: several columns of lists could be the table; give key=, one of: {', '.join(lists)}"
+            )
+        chosen = lists or scalars
+    else:
+        chosen = [key] if isinstance(key, str) else list(key)
+    unusable = [name for name in chosen if name not in lists and name not in scalars]
+    if not chosen or unusable:
+        held = ", ".join(f"{f.name} ({f.type})" for f in schema)
+        raise SourceError(
+            f"{label}: no column of numbers or of lists of numbers {unusable or ''}; the columns are: {held}"
+        )
+    kinds = {str(schema.field(name).type) for name in chosen}
+    if len(kinds) > 1 or (len(chosen) > 1 and chosen[0] in lists):
+        raise SourceError(
+            f"{label}: the columns {', '.join(chosen)} cannot stand side by side in a row, their types are "
+            f"{', '.join(sorted(kinds))}; name columns of one scalar type with key=, or convert them first"
+        )
+    return chosen
+
+
+def arrow_rows(path: Path, key: str | Sequence[str] | None = None, name: str | None = None) -> ArrowRows:
+    """Rows of a Parquet or Arrow IPC file; ``key`` is a column, or several of one type."""
+    return ArrowRows(path, key, name)

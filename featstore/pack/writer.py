@@ -1,0 +1,223 @@
+"""Writing a table's chunk files: pages in row order, their checksums beside them, never more than a few buffers in memory.
+
+:class:`TableWriter` takes runs of whole pages at page offsets of the table's address space and hands them to two threads, which
+compute the checksums, write through the :class:`~featstore.disk.Disk` with direct I/O, and give the buffer back. A checkpoint
+waits for the threads and fsyncs the files written since the last one; what lies before it survives a crash and is not
+written again by a resumed pack. :func:`write_array` writes a small array as a zarr array of one chunk.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from featstore.checksum import crc_pages, digest_of_checksums
+from featstore.disk import Disk, File
+from featstore.dtypes import dtype_name, zarr_storage
+from featstore.engine.base import aligned_buffer
+from featstore.layout import TableLayout
+from featstore.manifest import ArrayEntry, FileEntry, array_chunk
+from featstore.units import PAGE_BYTES
+
+WRITE_THREADS = 2
+_ZERO_PAGE_CHECKSUM = int(crc_pages(np.zeros(PAGE_BYTES, np.uint8))[0])
+
+
+def zarr_array_json(shape: list[int], chunk_shape: list[int], data_type: str) -> bytes:
+    """The zarr v3 metadata of an array of raw little-endian chunks named ``c.0.0``."""
+    fill: Any = False if data_type == "bool" else [0, 0] if data_type.startswith("complex") else 0
+    bytes_codec: dict[str, Any] = {"name": "bytes"}
+    if data_type not in ("bool", "int8", "uint8"):
+        bytes_codec["configuration"] = {"endian": "little"}
+    metadata = {
+        "zarr_format": 3,
+        "node_type": "array",
+        "shape": shape,
+        "data_type": data_type,
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk_shape}},
+        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
+        "fill_value": fill,
+        "codecs": [bytes_codec],
+        "attributes": {},
+    }
+    return json.dumps(metadata, indent=2).encode() + b"\n"
+
+
+def zarr_group_json() -> bytes:
+    return json.dumps({"zarr_format": 3, "node_type": "group", "attributes": {}}, indent=2).encode() + b"\n"
+
+
+class Catalogue:
+    """Writes the small files of a generation and remembers every file for the manifest."""
+
+    def __init__(self, disk: Disk, root: Path) -> None:
+        self.disk = disk
+        self.root = root
+        self.files: dict[str, FileEntry] = {}
+        self.directories: set[Path] = set()
+
+    def directory(self, path: str) -> Path:
+        """Make a directory below the store, with the ones above it."""
+        full = self.root
+        for part in path.split("/"):
+            full = full / part
+            if full not in self.directories:
+                self.disk.mkdir(full)
+                self.directories.add(full)
+        return full
+
+    def write(self, path: str, data: bytes | NDArray[np.uint8]) -> None:
+        """Write a file below the store, durable."""
+        self.directory(path.rpartition("/")[0])
+        self.disk.write_file(self.root / path, data)
+        view = np.frombuffer(data, np.uint8)
+        self.add(path, len(view), digest_of_checksums(crc_pages(view)))
+
+    def add(self, path: str, size: int, digest: str) -> None:
+        self.files[path] = FileEntry(path, size, digest)
+
+    def fsync_directories(self) -> None:
+        """Make all names durable, the deepest directories first."""
+        for directory in sorted(self.directories, key=lambda p: (-len(p.parts), p)):
+            self.disk.fsync_dir(directory)
+
+
+def write_array(catalogue: Catalogue, path: str, values: NDArray[Any]) -> ArrayEntry:
+    """Write a small array in the directory ``path`` (below the store) and return its entry."""
+    values = np.ascontiguousarray(values).reshape(values.shape)
+    little = values.astype(values.dtype.newbyteorder("<"), copy=False)
+    entry = ArrayEntry(path, list(values.shape), dtype_name(values.dtype))
+    stored, extra = zarr_storage(little.dtype)
+    shape = [*values.shape, *extra]
+    catalogue.write(f"{path}/zarr.json", zarr_array_json(shape, [max(1, n) for n in shape], stored))
+    chunk = array_chunk(entry)
+    if chunk is not None:
+        catalogue.write(chunk, little.reshape(-1).view(np.uint8))
+    return entry
+
+
+class TableWriter:
+    """Writes the chunk files and the page checksums of one table; see the module's text.
+
+    ``path`` is the directory of the rows, ``checksum_path`` the file of the checksums, both below ``root``.
+    """
+
+    def __init__(
+        self, disk: Disk, layout: TableLayout, chunk_path: Callable[[int], Path], checksum_path: Path
+    ) -> None:
+        self._disk = disk
+        self._layout = layout
+        self._chunk_path = chunk_path
+        self._files: dict[int, File] = {}
+        self._checksums = disk.create(checksum_path, keep=True)
+        self._pool = ThreadPoolExecutor(WRITE_THREADS, thread_name_prefix="featstore-write")
+        self._pending: list[Future[None]] = []
+
+    def write(self, first_page: int, pages: NDArray[np.uint8], on_written: Callable[[], None]) -> None:
+        """Write whole pages at a page offset, soon. ``on_written`` is called when ``pages`` may be used again."""
+        for future in [f for f in self._pending if f.done()]:
+            self._pending.remove(future)
+            future.result()
+        # Files are opened here, by one thread, so that two writers of one chunk share a descriptor.
+        per_file = self._layout.pages_per_chunk
+        for chunk in range(first_page // per_file, (first_page + len(pages) // PAGE_BYTES - 1) // per_file + 1):
+            if chunk not in self._files:
+                self._files[chunk] = self._disk.create(self._chunk_path(chunk), keep=True, direct=True)
+        self._pending.append(self._pool.submit(self._write, first_page, pages, on_written))
+
+    def _write(self, first_page: int, pages: NDArray[np.uint8], on_written: Callable[[], None]) -> None:
+        per_file = self._layout.pages_per_chunk
+        try:
+            checksums = crc_pages(pages)
+            page, count = first_page, len(pages) // PAGE_BYTES
+            while page < first_page + count:
+                chunk, within = divmod(page, per_file)
+                run = min(per_file - within, first_page + count - page)
+                begin = (page - first_page) * PAGE_BYTES
+                self._disk.write(self._files[chunk], within * PAGE_BYTES, pages[begin : begin + run * PAGE_BYTES])
+                page += run
+            self._disk.write(self._checksums, 4 * first_page, checksums.view(np.uint8))
+        finally:
+            on_written()
+
+    def checkpoint(self) -> None:
+        """Wait until all that was written is durable."""
+        pending, self._pending = self._pending, []
+        for future in pending:
+            future.result()
+        files, self._files = self._files, {}
+        for file in files.values():
+            self._disk.fsync(file)
+            self._disk.close(file)
+        self._disk.fsync(self._checksums)
+
+    def finish(self, written_pages: int) -> None:
+        """Give the last chunk file its final size, fill in the checksums of its padding, make all durable."""
+        self.checkpoint()
+        layout = self._layout
+        if layout.chunks:
+            last = self._disk.create(self._chunk_path(layout.chunks - 1), keep=True)
+            self._disk.truncate(last, layout.chunk_bytes)
+            self._disk.fsync(last)
+            self._disk.close(last)
+        padding = np.full(layout.pages - written_pages, _ZERO_PAGE_CHECKSUM, np.uint32)
+        if len(padding):
+            self._disk.write(self._checksums, 4 * written_pages, padding.view(np.uint8))
+        self._disk.fsync(self._checksums)
+
+    def close(self) -> None:
+        """Stop the threads and close what is open, also after an error."""
+        self._pool.shutdown(wait=True)
+        for file in self._files.values():
+            self._disk.close(file)
+        self._files = {}
+        self._disk.close(self._checksums)
+
+
+class Appender:
+    """A stream of bytes to whole pages: copies what it is given into aligned buffers and writes each when full."""
+
+    def __init__(self, writer: TableWriter, start_byte: int, buffer_bytes: int, buffers: int = WRITE_THREADS + 1) -> None:
+        import queue
+
+        if start_byte % PAGE_BYTES:
+            raise ValueError("an appender starts at a page")
+        self._writer = writer
+        self._free: queue.SimpleQueue[NDArray[np.uint8]] = queue.SimpleQueue()
+        size = max(PAGE_BYTES, buffer_bytes // PAGE_BYTES * PAGE_BYTES)
+        for _ in range(buffers):
+            self._free.put(aligned_buffer(size))
+        self._buffer = self._free.get()
+        self._fill = 0
+        self.page = start_byte // PAGE_BYTES
+
+    def append(self, data: NDArray[np.uint8]) -> None:
+        """Add bytes (uint8 [n]) at the end."""
+        done = 0
+        while done < len(data):
+            take = min(len(data) - done, len(self._buffer) - self._fill)
+            self._buffer[self._fill : self._fill + take] = data[done : done + take]
+            self._fill += take
+            done += take
+            if self._fill == len(self._buffer):
+                self._flush(len(self._buffer))
+
+    def _flush(self, size: int) -> None:
+        buffer = self._buffer
+        self._writer.write(self.page, buffer[:size], lambda: self._free.put(buffer))
+        self.page += size // PAGE_BYTES
+        self._buffer = self._free.get()
+        self._fill = 0
+
+    def finish(self) -> None:
+        """Write what is left, the last page filled up with zeros."""
+        if self._fill:
+            size = -(-self._fill // PAGE_BYTES) * PAGE_BYTES
+            self._buffer[self._fill : size] = 0
+            self._flush(size)

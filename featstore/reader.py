@@ -1,0 +1,506 @@
+"""The reader: tiers, plan and engine behind one call.
+
+A request's ids are cut into pieces, so that planning needs a fixed amount of memory whatever the request's size. For each piece
+the reader maps ids to rows, lets its tiers deliver what they hold, plans the reads for the rest and hands them to the engine;
+while the engine reads one piece, the next is planned. ``read`` plans in the caller's thread, ``submit`` in the reader's own.
+Several requests may be under way, from several threads; they share the engine's queue.
+
+A reader belongs to one process. After a fork it opens its own engine when it is first used; when pickled it is made anew
+from its store and options.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from featstore.budget import PIECES_IN_FLIGHT, Budget, TableNeed
+from featstore.cost import DeviceModel, device_key, load_model
+from featstore.dtypes import dtype_from_name
+from featstore.engine import choose, make
+from featstore.engine import counters as C
+from featstore.engine.base import Engine
+from featstore.engine.files import Access, TableFiles
+from featstore.engine.lane import Lane
+from featstore.errors import BudgetError, ClosedError, IdError, SourceError
+from featstore.ids import Ids, check_out, empty_rows, finished, parse_ids
+from featstore.plan import Extents, plan_extents, rows_of_ids
+from featstore.report import Plan, ReaderStats, TablePlan
+from featstore.request import Request
+from featstore.store import Store, Table
+from featstore.tiers import Tier
+from featstore.tiers.static import StaticTier
+from featstore.units import parse_bytes
+
+QUEUE_DEPTH = 128
+#: Requests of ``submit`` that may wait or be under way; a further one blocks.
+IN_FLIGHT_MAX = 16
+_SPLIT_IDS = 16_384  # from this many ids on, mapping and copying use a second thread
+_NO_ROWS = np.empty(0, np.int32)
+
+Static = str | None | Mapping[str, Any] | NDArray[Any] | Sequence[int]
+
+
+class _TableState:
+    """What a reader holds for one table."""
+
+    def __init__(self, table: Table, verify: bool, access: Access) -> None:
+        self.table = table
+        row_map = table.row_of_node()
+        self.row_map: NDArray[Any] = np.empty(0, np.int32) if row_map is None else row_map
+        store = table._store
+        checksums = store.load(table.entry.page_checksums) if verify else None
+        paths = [store.path / table.entry.chunk_path(chunk) for chunk in range(table.layout.chunks)]
+        self.files = TableFiles(paths, table.layout, checksums, access)
+        self.tiers: list[Tier] = []
+
+
+class _Piece:
+    """A run of one request's ids of one table, and where its rows go."""
+
+    def __init__(self, state: _TableState, ids: NDArray[np.int64], out: NDArray[np.uint8], are_rows: bool = False) -> None:
+        self.state = state
+        self.ids = ids
+        self.out = out
+        self.are_rows = are_rows
+
+
+def _need(table: Table, verify: bool) -> TableNeed:
+    order = table.entry.order
+    map_bytes = 0 if order.row_of_node is None else table.rows * dtype_from_name(order.row_of_node.dtype).itemsize
+    return TableNeed(map_bytes, 4 * table.layout.pages if verify else 0, table.row_bytes)
+
+
+class Reader:
+    """Reads rows of a store's tables; made by :meth:`featstore.Store.reader`. A context manager.
+
+    Args:
+        store: the open store.
+        memory: budget for all that the reader holds (maps, checksums, staging, scratch, tiers), bytes or ``"2GiB"``.
+            Results are the caller's and come on top.
+        static: rows to keep in memory: ``"degree"`` for those of the highest degree, as many as the budget allows;
+            node ids (or a mapping of table names to node ids); None for no static tier; ``"auto"`` for ``"degree"`` where
+            the store knows degrees.
+        tables: the names of the tables to read; all by default.
+        engine: ``"uring"``, ``"threads"``, ``"mmap"``, or ``"auto"`` for the first that works.
+        queue_depth: reads under way at most.
+        verify: check the checksum of every page read.
+        model: the device model to plan with; by default the calibrated one of this device.
+
+    Raises BudgetError, CorruptionError, DeviceError, FormatError; OSError where the engine asked for does not work here.
+    """
+
+    def __init__(
+        self, store: Store, *, memory: int | str = "1GiB", static: Static = "auto", tables: Sequence[str] | None = None,
+        engine: str = "auto", queue_depth: int = QUEUE_DEPTH, verify: bool = True, model: DeviceModel | None = None,
+    ) -> None:  # fmt: skip
+        self._options = {
+            "memory": memory, "static": static, "tables": tables, "engine": engine, "queue_depth": queue_depth,
+            "verify": verify, "model": model,
+        }  # fmt: skip
+        if queue_depth < 1:
+            raise ValueError(f"queue_depth must be at least 1, not {queue_depth}")
+        self.store = store
+        self._closed = False
+        self._engine: Engine | None = None
+        self._states: dict[str, _TableState] = {}
+        names = list(store.tables) if tables is None else list(tables)
+        for name in names:
+            if name not in store.tables:
+                raise KeyError(f"the store has no table {name!r}; it has {', '.join(map(repr, store.tables))}")
+        self.budget = Budget.split(parse_bytes(memory), [_need(store.tables[n], verify) for n in names])
+        _announce_compilation()
+        self.engine = choose(engine)
+        access: Access = "mapped" if self.engine.name == "mmap" else "direct"
+        try:
+            for name in names:
+                self._states[name] = _TableState(store.tables[name], verify, access)
+            self.access, self.access_because = self._access(access)
+            self.model = model or load_model(device_key(store.path, self.engine.name, self.access))
+            self._queue_depth = queue_depth
+            self._start_process()
+            self._fill_static(static)
+        except BaseException:
+            self.close()
+            raise
+        self._counts = _Counts()
+
+    def _access(self, wanted: Access) -> tuple[Access, str]:
+        for state in self._states.values():
+            if state.files.access != wanted:
+                return state.files.access, state.files.buffered_because
+        return wanted, ""
+
+    def _start_process(self) -> None:
+        """Open what belongs to this process: the engine, threads, locks."""
+        self._pid = os.getpid()
+        self._counts = _Counts()
+        self._engine = make(self.engine.name, self._queue_depth, self.budget.staging_bytes, self.budget.extent_bytes_max)
+        self._planner = ThreadPoolExecutor(1, thread_name_prefix="featstore-plan")
+        self._helpers = ThreadPoolExecutor(max(1, min(4, os.cpu_count() or 1) - 1), thread_name_prefix="featstore-copy")
+        self._pieces = threading.BoundedSemaphore(PIECES_IN_FLIGHT)
+        self._requests = threading.BoundedSemaphore(IN_FLIGHT_MAX)
+        self._idle = threading.Condition()
+        self._open_requests = 0
+
+    def _ready(self) -> Engine:
+        if self._closed:
+            raise ClosedError("the reader is closed")
+        if self._pid != os.getpid():
+            self._start_process()  # after a fork: the parent's threads and ring are not ours
+        assert self._engine is not None
+        return self._engine
+
+    # Reading.
+
+    def read(self, ids: Any, *, out: Any = None) -> Any:
+        """Rows of ``ids``, in the order asked; duplicates are fine.
+
+        ``ids``: integers of any dtype and shape, NumPy, torch or a list; or a mapping of table names to ids, which reads
+        several tables at once and returns a dict. A store of one table needs no name. The result has the shape of the ids
+        followed by that of a row: a NumPy array, or a CPU tensor where the ids were a tensor. ``out``: a C-contiguous
+        array or tensor to fill and return instead (or a mapping of them).
+
+        Raises IdError, CorruptionError, DeviceError, ClosedError.
+        """
+        self._ready()
+        request, pieces = self._request(ids, out, copy=False)
+        self._begin()
+        self._feed(request, pieces)
+        return request.result()
+
+    def submit(self, ids: Any, *, out: Any = None) -> Request:
+        """Like :meth:`read`, but returns at once with a :class:`~featstore.request.Request`. ``ids`` may be changed
+        afterwards; ``out`` belongs to the request until it is done. Blocks while too many requests are under way."""
+        self._ready()
+        request, pieces = self._request(ids, out, copy=True)
+        limit = self._requests
+        limit.acquire()
+        request._future.add_done_callback(lambda _: limit.release())
+        self._begin()
+        self._planner.submit(self._feed, request, pieces)
+        return request
+
+    def _begin(self) -> None:
+        with self._idle:
+            self._open_requests += 1
+        self._counts.add(requests=1)
+
+    def _end(self, _: Future[Any]) -> None:
+        with self._idle:
+            self._open_requests -= 1
+            self._idle.notify_all()
+
+    def _by_table(self, value: Any) -> dict[str, Any]:
+        if isinstance(value, Mapping):
+            for name in value:
+                if name not in self._states:
+                    raise KeyError(f"this reader has no table {name!r}; it has {', '.join(map(repr, self._states))}")
+            return dict(value)
+        if len(self._states) != 1:
+            raise IdError(f"this reader has {len(self._states)} tables; say which: {{'{next(iter(self._states), 'table')}': ids}}")
+        return {next(iter(self._states)): value}
+
+    def _request(self, ids: Any, out: Any, *, copy: bool) -> tuple[Request, list[_Piece]]:
+        by_table = self._by_table(ids)
+        outs = {} if out is None else self._by_table(out)
+        parts: dict[str, tuple[Ids, tuple[int, ...], NDArray[np.uint8], Any]] = {}
+        pieces: list[_Piece] = []
+        for name, value in by_table.items():
+            table, parsed = self._states[name].table, parse_ids(value, copy=copy)
+            shape = (*parsed.shape, *table.row_shape)
+            given = outs.get(name)
+            rows = empty_rows(len(parsed.values), table.row_bytes) if given is None else check_out(given, shape, table.dtype)
+            parts[name] = (parsed, shape, rows, given)
+            pieces += self._cut(self._states[name], parsed.values, rows)
+
+        def finish() -> Any:
+            done = {
+                name: finished(rows, shape, self._states[name].table.dtype, parsed.tensor) if given is None else given
+                for name, (parsed, shape, rows, given) in parts.items()
+            }
+            return done if isinstance(ids, Mapping) else next(iter(done.values()))
+
+        request = Request(finish)
+        request._future.add_done_callback(self._end)
+        return request, pieces
+
+    def _cut(self, state: _TableState, ids: NDArray[np.int64], out: NDArray[np.uint8], are_rows: bool = False) -> list[_Piece]:
+        step, row_bytes = self.budget.piece_ids_max, state.table.row_bytes
+        return [
+            _Piece(state, ids[at : at + step], out[at * row_bytes : (at + step) * row_bytes], are_rows)
+            for at in range(0, len(ids), step)
+        ]
+
+    def _feed(self, request: Request, pieces: list[_Piece]) -> None:
+        """Plan and start every piece of a request."""
+        error: BaseException | None = None
+        try:
+            for piece in pieces:
+                self._pieces.acquire()
+                try:
+                    if request.stopped():
+                        self._pieces.release()
+                        break
+                    lane = self._plan_piece(request, piece)
+                except BaseException:
+                    self._pieces.release()
+                    raise
+                if lane is None:
+                    self._pieces.release()
+                    continue
+                request.open_piece(lane)
+                assert self._engine is not None
+                self._engine.start(lane)
+        except BaseException as failure:
+            error = failure
+        request.close_piece(None, error)
+
+    def _plan_piece(self, request: Request, piece: _Piece) -> Lane | None:
+        """Deliver what the tiers hold; the lane that reads the rest, or None if nothing is missing."""
+        begin = time.perf_counter()
+        state = piece.state
+        rows, slots, hits = self._resolve(piece, deliver=True)
+        lane = None
+        forecast = 0.0
+        if sum(hits.values()) < len(rows):
+            extents = self._extents(state, rows, slots)
+            forecast = self.model.seconds(extents.reads, extents.bytes_read)
+            pieces = self._pieces
+
+            def on_done(lane: Lane) -> None:
+                pieces.release()
+                request.close_piece(lane, lane.error())
+
+            lane = Lane(
+                state.files, extents.page, extents.pages, extents.first, extents.keys, extents.position_bits, piece.out, on_done
+            )
+        self._counts.add(
+            rows_asked=len(rows), bytes_asked=len(rows) * state.table.row_bytes, hits=hits, forecast_seconds=forecast,
+            seconds_planning=time.perf_counter() - begin,
+        )  # fmt: skip
+        return lane
+
+    def _extents(self, state: _TableState, rows: NDArray[np.int64], slots: NDArray[np.int32]) -> Extents:
+        return plan_extents(rows, slots, state.table.layout, self.model, self.budget.extent_bytes_max)
+
+    def _resolve(self, piece: _Piece, *, deliver: bool) -> tuple[NDArray[np.int64], NDArray[np.int32], dict[str, int]]:
+        """(row of each id, negative where no tier holds it, hits of each tier); with ``deliver`` hits are copied out."""
+        state, n = piece.state, len(piece.ids)
+        row_bytes = state.table.row_bytes
+        tiers = [] if piece.are_rows else state.tiers
+        rows = piece.ids if piece.are_rows else np.empty(n, np.int64)
+        slots = np.empty(n, np.int32) if tiers else _NO_ROWS
+        hits = dict.fromkeys((tier.name for tier in tiers), 0)
+        lock = threading.Lock()
+
+        def work(begin: int, end: int) -> None:
+            if not piece.are_rows:
+                bad = rows_of_ids(piece.ids[begin:end], state.row_map, state.table.rows, rows[begin:end])
+                if bad >= 0:
+                    raise IdError(
+                        f"node id {piece.ids[begin + bad]} is out of range: table {state.table.name!r} has {state.table.rows:,} rows "
+                        f"(ids 0 to {state.table.rows - 1:,})"
+                    )
+            for tier in tiers:
+                found = tier.find(rows[begin:end], slots[begin:end])
+                with lock:
+                    hits[tier.name] += found
+                if deliver and found:
+                    tier.take(slots[begin:end], piece.out[begin * row_bytes : end * row_bytes])
+
+        self._in_parallel(work, n)
+        return rows, slots, hits
+
+    def _in_parallel(self, work: Callable[[int, int], None], n: int) -> None:
+        """work(begin, end) over [0, n), on the helper threads too where it is worth it."""
+        shares = 1 if n < _SPLIT_IDS else self._helpers._max_workers + 1
+        cuts = [n * k // shares for k in range(shares + 1)]
+        others = [self._helpers.submit(work, a, b) for a, b in zip(cuts[1:-1], cuts[2:], strict=True)]
+        work(cuts[0], cuts[1])
+        for other in others:
+            other.result()
+
+    # The static tier.
+
+    def _fill_static(self, static: Static) -> None:
+        members = self._static_members(static)
+        for name, rows in members.items():
+            state = self._states[name]
+            if len(rows) == 0:
+                continue
+            tier = StaticTier(rows, state.table.rows, state.table.row_bytes)
+            request = Request(lambda: None)
+            request._future.add_done_callback(self._end)
+            self._begin()
+            self._feed(request, self._cut(state, rows, tier.data.reshape(-1), are_rows=True))
+            request.result()
+            state.tiers.append(tier)
+
+    def _static_members(self, static: Static) -> dict[str, NDArray[np.int64]]:
+        """Rows (ascending, distinct) to keep of each table, within the budget."""
+        known = {n: s.table for n, s in self._states.items() if s.table.entry.order.rows_by_degree is not None}
+        if static is None or (isinstance(static, str) and static == "auto" and not known):
+            return {}
+        if isinstance(static, str):
+            if static not in ("auto", "degree"):
+                raise ValueError(f"static must be 'degree', 'auto', None or node ids, not {static!r}")
+            if not known:
+                raise SourceError("static='degree' needs degrees, and the store was packed without a graph; pack it with one, or give node ids")
+            return self._highest_degrees(known)
+        chosen = {}
+        needed = 0
+        for name, ids in self._by_table(static).items():
+            state, parsed = self._states[name], parse_ids(ids)
+            rows, _, _ = self._resolve(_Piece(state, parsed.values, np.empty(0, np.uint8)), deliver=False)
+            chosen[name] = np.unique(rows)
+            needed += len(chosen[name]) * state.table.row_bytes + StaticTier.index_bytes(state.table.rows)
+        if needed > self.budget.tier_bytes:
+            extra = needed - self.budget.tier_bytes
+            raise BudgetError(self.budget.memory_bytes + extra * 5 // 4, self.budget.memory_bytes, "hold the static rows asked for")
+        return chosen
+
+    def _highest_degrees(self, tables: dict[str, Table]) -> dict[str, NDArray[np.int64]]:
+        """The budget for tiers, shared by the tables' sizes; the highest degrees that fit into each share."""
+        total = sum(t.data_bytes for t in tables.values())
+        chosen = {}
+        for name, table in tables.items():
+            share = self.budget.tier_bytes * table.data_bytes // max(1, total) - StaticTier.index_bytes(table.rows)
+            count = max(0, min(table.rows, share // table.row_bytes))
+            ranked = table.rows_by_degree(count) if count else None
+            chosen[name] = np.empty(0, np.int64) if ranked is None else np.sort(ranked.astype(np.int64))
+        return chosen
+
+    # Explaining.
+
+    def plan(self, ids: Any) -> Plan:
+        """What :meth:`read` would do for these ids: hits, pages, reads, bytes, forecast. Reads nothing. Raises IdError."""
+        self._ready()
+        tables, forecast = [], 0.0
+        for name, value in self._by_table(ids).items():
+            state, parsed = self._states[name], parse_ids(value)
+            plan = self._plan_table(state, parsed.values)
+            forecast += plan.forecast_seconds
+            tables.append(plan)
+        return Plan(tuple(tables), self.engine.name, self.model.calibrated, forecast)
+
+    def _plan_table(self, state: _TableState, ids: NDArray[np.int64]) -> TablePlan:
+        hits: dict[str, int] = dict.fromkeys((t.name for t in state.tiers), 0)
+        distinct = pages = reads = read_bytes = missed = 0
+        for piece in self._cut(state, ids, np.empty(0, np.uint8)):
+            rows, slots, found = self._resolve(piece, deliver=False)
+            extents = self._extents(state, rows, slots)
+            hits = {k: v + found[k] for k, v in hits.items()}
+            missed += len(extents.keys)
+            distinct += extents.distinct_rows
+            pages += extents.wanted_pages
+            reads += extents.reads
+            read_bytes += extents.bytes_read
+        row_bytes = state.table.row_bytes
+        return TablePlan(
+            state.table.name, len(ids), hits, missed, distinct, pages, reads, len(ids) * row_bytes, read_bytes,
+            read_bytes / (distinct * row_bytes) if distinct else 0.0, self.model.seconds(reads, read_bytes), self.model.gap_pages_max,
+        )  # fmt: skip
+
+    def stats(self) -> ReaderStats:
+        """What has been counted since the reader was opened (the filling of the static tier is not in the requests)."""
+        counted = self._ready().counters()
+        histogram = tuple(
+            (round(2.0**b * 1.024, 3), int(counted[C.LATENCY + b])) for b in range(C.LATENCY_BUCKETS) if counted[C.LATENCY + b]
+        )
+        return self._counts.stats(
+            engine=self.engine.name, access=self.access, reads=int(counted[C.READS]), bytes_read=int(counted[C.BYTES_READ]),
+            short_reads=int(counted[C.SHORT_READS]), seconds_waiting=counted[C.NS_WAIT] / 1e9,
+            seconds_verifying=counted[C.NS_VERIFY] / 1e9, seconds_copying=counted[C.NS_COPY] / 1e9, latency_histogram=histogram,
+        )  # fmt: skip
+
+    def memory(self) -> dict[str, int]:
+        """Bytes of the budget, by use: what is held, and ``unused``."""
+        b = self.budget
+        tiers = sum(tier.memory_bytes for state in self._states.values() for tier in state.tiers)
+        held = {
+            "row_maps": b.row_map_bytes, "page_checksums": b.checksum_bytes, "staging": b.staging_bytes, "scratch": b.scratch_bytes,
+            "tiers": tiers,
+        }  # fmt: skip
+        return held | {"unused": b.memory_bytes - sum(held.values())}
+
+    # Ending.
+
+    def close(self) -> None:
+        """Wait for what is under way, then give everything back. May be called more than once."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._engine is not None and self._pid == os.getpid():
+            with self._idle:
+                while self._open_requests:
+                    self._idle.wait()
+            self._planner.shutdown()
+            self._helpers.shutdown()
+            self._engine.close()
+        for state in self._states.values():
+            state.files.close()
+        self._states = {}
+
+    def __enter__(self) -> Reader:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if not getattr(self, "_closed", True):
+            self.close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _reopen, (self.store, self._options)
+
+    def __repr__(self) -> str:
+        return f"<Reader of {str(self.store.path)!r} through {self.engine.name}, {self.budget.memory_bytes:,} bytes>"
+
+
+def _reopen(store: Store, options: dict[str, Any]) -> Reader:
+    return Reader(store, **options)
+
+
+class _Counts:
+    """Counts that the reader keeps itself; the engine keeps the others."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._values: dict[str, float] = {}
+        self._hits: dict[str, int] = {}
+
+    def add(self, hits: Mapping[str, int] | None = None, **values: float) -> None:
+        with self._lock:
+            for key, value in values.items():
+                self._values[key] = self._values.get(key, 0) + value
+            for tier, count in (hits or {}).items():
+                self._hits[tier] = self._hits.get(tier, 0) + count
+
+    def stats(self, **engine: Any) -> ReaderStats:
+        with self._lock:
+            return ReaderStats(hits=dict(self._hits), **self._values, **engine)  # type: ignore[arg-type]
+
+
+def _announce_compilation() -> None:
+    """Say on stderr when kernels are about to be compiled, which takes seconds, once."""
+    from featstore.engine import pool
+
+    if not getattr(pool, "_announced", False) and not any(pool._work.stats.cache_hits.values()) and not _cached(pool._work):
+        pool._announced = True  # type: ignore[attr-defined]
+        print("featstore: compiling its kernels for this processor; this happens once and takes some seconds", file=sys.stderr)
+
+
+def _cached(kernel: Any) -> bool:
+    """Whether numba has a compiled form of a kernel on disk."""
+    index = kernel._cache.cache_path
+    return os.path.isdir(index) and any(name.startswith(f"pool.{kernel.__name__}-") for name in os.listdir(index))

@@ -1,0 +1,147 @@
+"""What a reader says of itself: plans before a read, statistics after it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from featstore.units import format_bytes
+
+
+@dataclass(frozen=True)
+class TablePlan:
+    """The plan for the ids of one table. ``amplification`` is bytes read over bytes of distinct missing rows."""
+
+    table: str
+    ids: int
+    hits: Mapping[str, int]
+    rows_missed: int
+    distinct_rows: int
+    pages: int
+    reads: int
+    bytes_asked: int
+    bytes_read: int
+    amplification: float
+    forecast_seconds: float
+    gap_pages_max: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a request would read, and how long that should take; ``print(plan)`` explains.
+
+    ``forecast_seconds`` is the time of the reads; ``calibrated`` tells whether the device model behind it was measured.
+    """
+
+    tables: tuple[TablePlan, ...]
+    engine: str
+    calibrated: bool
+    forecast_seconds: float
+
+    @property
+    def reads(self) -> int:
+        return sum(t.reads for t in self.tables)
+
+    @property
+    def bytes_read(self) -> int:
+        return sum(t.bytes_read for t in self.tables)
+
+    @property
+    def bytes_asked(self) -> int:
+        return sum(t.bytes_asked for t in self.tables)
+
+    @property
+    def pages(self) -> int:
+        return sum(t.pages for t in self.tables)
+
+    @property
+    def hits(self) -> dict[str, int]:
+        """Hits of each tier, over all tables."""
+        out: dict[str, int] = {}
+        for table in self.tables:
+            for tier, count in table.hits.items():
+                out[tier] = out.get(tier, 0) + count
+        return out
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON."""
+        return {
+            "engine": self.engine,
+            "calibrated": self.calibrated,
+            "forecast_seconds": self.forecast_seconds,
+            "tables": [{f.name: getattr(t, f.name) for f in fields(t)} | {"hits": dict(t.hits)} for t in self.tables],
+        }
+
+    def __str__(self) -> str:
+        lines = []
+        for t in self.tables:
+            hits = ", ".join(f"{count:,} from the {tier} tier" for tier, count in t.hits.items()) or "no tier"
+            lines.append(f"table {t.table!r}: {t.ids:,} ids ({format_bytes(t.bytes_asked)}); {hits}; {t.rows_missed:,} missed")
+            if t.reads:
+                lines.append(
+                    f"  {t.distinct_rows:,} distinct rows on {t.pages:,} pages -> {t.reads:,} reads of "
+                    f"{format_bytes(t.bytes_read / t.reads)} on average, {format_bytes(t.bytes_read)} in all "
+                    f"(amplification {t.amplification:.2f}; gaps of up to {t.gap_pages_max} pages are read through)"
+                )
+        model = "calibrated" if self.calibrated else "not calibrated: run `featstore calibrate`"
+        lines.append(f"forecast: {self.forecast_seconds * 1e3:.2f} ms through {self.engine} ({model})")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class ReaderStats:
+    """Counts of a reader since it was opened. Times are in seconds, summed over the engine's threads.
+
+    ``latency_histogram``: (upper edge in microseconds, reads) for each power of two that occurred. ``seconds_waiting`` is time in
+    which an engine's thread had nothing to do but wait for the device.
+    """
+
+    engine: str = ""
+    access: str = ""
+    requests: int = 0
+    rows_asked: int = 0
+    bytes_asked: int = 0
+    hits: Mapping[str, int] = field(default_factory=dict)
+    reads: int = 0
+    bytes_read: int = 0
+    short_reads: int = 0
+    seconds_planning: float = 0.0
+    seconds_waiting: float = 0.0
+    seconds_verifying: float = 0.0
+    seconds_copying: float = 0.0
+    forecast_seconds: float = 0.0
+    latency_histogram: tuple[tuple[float, int], ...] = ()
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the rows asked for that came from a tier; 0 before the first request."""
+        return sum(self.hits.values()) / self.rows_asked if self.rows_asked else 0.0
+
+    @property
+    def amplification(self) -> float:
+        """Bytes read over bytes asked for; 0 before the first request."""
+        return self.bytes_read / self.bytes_asked if self.bytes_asked else 0.0
+
+    def since(self, before: ReaderStats) -> ReaderStats:
+        """What has been counted since an earlier snapshot of the same reader."""
+        changed: dict[str, Any] = {}
+        for f in fields(self):
+            now, then = getattr(self, f.name), getattr(before, f.name)
+            if f.name == "hits":
+                changed[f.name] = {k: v - then.get(k, 0) for k, v in now.items()}
+            elif f.name == "latency_histogram":
+                old = dict(then)
+                changed[f.name] = tuple((edge, n - old.get(edge, 0)) for edge, n in now if n > old.get(edge, 0))
+            elif not isinstance(now, str):
+                changed[f.name] = now - then
+            else:
+                changed[f.name] = now
+        return ReaderStats(**changed)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON."""
+        out = {f.name: getattr(self, f.name) for f in fields(self)}
+        out["hits"] = dict(self.hits)
+        out["latency_histogram"] = [list(pair) for pair in self.latency_histogram]
+        return out | {"hit_rate": self.hit_rate, "amplification": self.amplification}

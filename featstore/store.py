@@ -1,0 +1,247 @@
+"""An open store: the manifest, its small arrays, and readers over its tables.
+
+Opening parses the manifest, holds its generation against ``featstore gc`` with a shared lock on the generation's directory,
+and checks that every listed file is there with its size. It reads no rows and takes milliseconds. A store can be pickled and
+survives fork: the copy opens the same generation, even if a newer one has been committed since.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import math
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from featstore.dtypes import dtype_from_name
+from featstore.engine.files import open_regular
+from featstore.errors import CorruptionError, DeviceError, FormatError, IncompleteStoreError
+from featstore.layout import TableLayout
+from featstore.manifest import ArrayEntry, FileEntry, Manifest, TableEntry, array_bytes, array_chunk, parse, read_manifest
+
+if TYPE_CHECKING:
+    from featstore.reader import Reader
+
+_BLOCK_BYTES = 4 * 2**20
+
+
+class Table:
+    """A table of a store: ``rows`` rows of shape ``row_shape`` and type ``dtype``, ``row_bytes`` each."""
+
+    def __init__(self, store: Store, name: str, entry: TableEntry) -> None:
+        self._store = store
+        self.name = name
+        self.entry = entry
+        self.rows = entry.rows
+        self.row_shape = tuple(entry.row_shape)
+        self.dtype = dtype_from_name(entry.dtype)
+        self.row_bytes = entry.row_bytes
+
+    @property
+    def layout(self) -> TableLayout:
+        return self.entry.layout
+
+    @property
+    def data_bytes(self) -> int:
+        return self.rows * self.row_bytes
+
+    @property
+    def partition_offsets(self) -> NDArray[np.int64]:
+        """int64 [partitions + 1]: partition p is rows offsets[p] to offsets[p + 1]."""
+        offsets: NDArray[np.int64] = self._store.load(self.entry.order.partition_offsets)
+        if offsets[0] != 0 or offsets[-1] != self.rows or (np.diff(offsets) < 0).any():
+            raise FormatError(f"the partition offsets of table {self.name!r} do not run from 0 to {self.rows}")
+        return offsets
+
+    def row_of_node(self) -> NDArray[Any] | None:
+        """[rows], the row of each node id; None where row = node id."""
+        return self._map(self.entry.order.row_of_node, "row_of_node")
+
+    def node_of_row(self) -> NDArray[Any] | None:
+        """[rows], the node id of each row; None where row = node id."""
+        return self._map(self.entry.order.node_of_row, "node_of_row")
+
+    def rows_by_degree(self, count: int | None = None) -> NDArray[Any] | None:
+        """Rows by descending degree, the first ``count`` of them; None where the store was packed without a graph."""
+        return self._map(self.entry.order.rows_by_degree, "rows_by_degree", count)
+
+    def _map(self, entry: ArrayEntry | None, what: str, first: int | None = None) -> NDArray[Any] | None:
+        if entry is None:
+            return None
+        values = self._store.load(entry, first)
+        if len(values) and (values.min() < 0 or values.max() >= self.rows):
+            raise FormatError(f"{what} of table {self.name!r} points outside the table's {self.rows:,} rows")
+        return values
+
+    def __repr__(self) -> str:
+        return f"<Table {self.name!r}: {self.rows:,} rows of {self.row_shape} {self.entry.dtype}, {self.row_bytes:,} bytes each>"
+
+
+class _Arrays(Mapping[str, NDArray[Any]]):
+    """The store's small arrays; each is read and verified when asked for."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+
+    def __getitem__(self, name: str) -> NDArray[Any]:
+        return self._store.load(self._store.manifest.arrays[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._store.manifest.arrays)
+
+    def __len__(self) -> int:
+        return len(self._store.manifest.arrays)
+
+
+class Store:
+    """An open store; see :func:`featstore.open`. ``tables`` and ``arrays`` are mappings by name."""
+
+    def __init__(self, path: str | os.PathLike[str], _manifest: bytes | None = None) -> None:
+        self.path = Path(os.path.abspath(path))
+        self._lock: int | None = None
+        self._mutex = threading.Lock()
+        self._open(_manifest)
+
+    def _open(self, pinned: bytes | None) -> None:
+        # The generation may be replaced and collected between reading the manifest and locking it: then look again.
+        for _ in range(5):
+            if pinned is None:
+                self.manifest, self._text = read_manifest(self.path)
+            else:
+                self.manifest, self._text = parse(pinned, self.path), pinned
+            self._lock = self._hold()
+            if self._lock is not None:
+                break
+            if pinned is not None:
+                raise IncompleteStoreError(f"generation {self.manifest.generation} of {self.path} has been removed; open the store anew")
+        else:
+            raise CorruptionError(self.path / self.manifest.generation, None, "the generation's directory", "nothing")
+        self._sizes = {entry.path: entry for entry in self.manifest.files}
+        self._check_files()
+        self.tables: dict[str, Table] = {n: Table(self, n, e) for n, e in self.manifest.tables.items()}
+        self.arrays: Mapping[str, NDArray[Any]] = _Arrays(self)
+
+    def _hold(self) -> int | None:
+        """A descriptor of the generation's directory with a shared lock; None if the directory is gone."""
+        directory = self.path / self.manifest.generation
+        try:
+            descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            return None
+        except NotADirectoryError:
+            raise CorruptionError(directory, None, "the generation's directory", "something else") from None
+        except OSError as error:
+            raise DeviceError(error.errno or 5, directory, None, "open") from error
+        fcntl.flock(descriptor, fcntl.LOCK_SH)
+        if os.path.exists(directory) and os.path.samestat(os.fstat(descriptor), os.stat(directory)):
+            return descriptor
+        os.close(descriptor)
+        return None
+
+    def _check_files(self) -> None:
+        real = os.path.realpath(self.path)
+        folders = {entry.path.rpartition("/")[0] for entry in self.manifest.files}
+        for folder in folders:
+            if os.path.realpath(self.path / folder) != os.path.join(real, folder):
+                raise FormatError(f"{self.path / folder} leads out of the store through a symbolic link")
+        for entry in self.manifest.files:
+            path = self.path / entry.path
+            try:
+                size = os.lstat(path).st_size
+            except FileNotFoundError:
+                raise CorruptionError(path, None, f"a file of {entry.bytes:,} bytes", "no file") from None
+            if size != entry.bytes:
+                raise CorruptionError(path, None, f"a file of {entry.bytes:,} bytes", f"{size:,} bytes")
+
+    @property
+    def uuid(self) -> str:
+        return self.manifest.uuid
+
+    def file_entry(self, path: str) -> FileEntry:
+        """What the manifest says of a file (path relative to the store)."""
+        return self._sizes[path]
+
+    def load(self, entry: ArrayEntry, first: int | None = None) -> NDArray[Any]:
+        """A small array, or its ``first`` elements along axis 0. The whole file is verified against its digest in either
+        case, block by block. Raises CorruptionError and DeviceError."""
+        dtype = dtype_from_name(entry.dtype)
+        shape = list(entry.shape)
+        if first is not None and shape:
+            shape[0] = min(shape[0], first)
+        chunk = array_chunk(entry)
+        out = np.empty(math.prod(shape), dtype)
+        if chunk is not None:
+            self._load_file(self.path / chunk, array_bytes(entry), self._sizes[chunk].digest, out.view(np.uint8).reshape(-1))
+        return out.reshape(shape)
+
+    def _load_file(self, path: Path, size: int, digest: str, out: NDArray[np.uint8]) -> None:
+        from featstore.checksum import crc_pages, digest_of_checksums
+
+        checksums = np.empty(-(-size // 4096), np.uint32)
+        block = np.empty(min(_BLOCK_BYTES, size), np.uint8)
+        descriptor = open_regular(path, size)
+        try:
+            done = 0
+            while done < size:
+                want = min(len(block), size - done)
+                # Fill the block: page checksums need whole pages.
+                got = _read_fully(descriptor, block[:want], done, path)
+                if got < want:
+                    raise CorruptionError(path, done + got, f"{size:,} bytes", f"{done + got:,} bytes")
+                crc_pages(block[:got], checksums[done // 4096 :])
+                keep = min(got, max(0, out.nbytes - done))
+                out[done : done + keep] = block[:keep]
+                done += got
+        finally:
+            os.close(descriptor)
+        actual = digest_of_checksums(checksums)
+        if actual != digest:
+            raise CorruptionError(path, None, f"digest {digest}", actual)
+
+    def reader(self, **options: Any) -> Reader:
+        """A reader over this store's tables; the options are those of :class:`featstore.reader.Reader`."""
+        from featstore.reader import Reader
+
+        return Reader(self, **options)
+
+    def close(self) -> None:
+        """Let the generation go. Readers that are open keep their files."""
+        with self._mutex:
+            if self._lock is not None:
+                os.close(self._lock)
+                self._lock = None
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_lock", None) is not None:
+            self.close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.path, self._text)
+
+    def __repr__(self) -> str:
+        return f"<Store {str(self.path)!r}, {self.manifest.generation}: {', '.join(map(repr, self.tables.values()))}>"
+
+
+def _read_fully(descriptor: int, out: NDArray[np.uint8], offset: int, path: Path) -> int:
+    """Fill ``out`` from a file; returns the bytes read, fewer only at its end."""
+    done = 0
+    while done < len(out):
+        try:
+            got = os.preadv(descriptor, [out[done:]], offset + done)  # type: ignore[list-item]
+        except OSError as error:
+            raise DeviceError(error.errno or 5, path, offset + done) from error
+        if got == 0:
+            break
+        done += got
+    return done

@@ -1,0 +1,180 @@
+"""The demo: its made-up graph, its training, and the whole thing on a tiny graph, where all losses must be the same
+bits."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from featstore.demo import graph as demo_graph
+from featstore.demo.graph import GraphRecipe, generate, load, load_dense, read_topology, write_topology
+from featstore.demo.report import DemoReport, render
+from featstore.demo.runner import run
+from featstore.demo.training import MemoryRows, Outcome, TrainingPlan, mlp_accuracy, train
+from featstore.errors import BudgetError, FeatstoreError, SourceError
+
+with warnings.catch_warnings():
+    # PyG scripts some of its own classes on import, which newer PyTorch calls deprecated.
+    warnings.simplefilter("ignore", DeprecationWarning)
+    import torch
+    import torch_geometric.loader
+    import torch_geometric.nn  # noqa: F401
+
+TINY = GraphRecipe(node_count=3000, edge_count=30_000, feature_count=64, class_count=4, signal=0.2, train_share=0.2)
+
+
+def tiny_plan(graph: Any, **changes: Any) -> TrainingPlan:
+    plan = TrainingPlan(
+        epochs=2, batch_size=64, fanouts=(5, 4, 3), hidden=16, seed=0, class_count=graph.class_count,
+        feature_count=graph.feature_count, val_count=100, test_count=400,
+    )  # fmt: skip
+    return replace(plan, **changes)
+
+
+def no_progress(stage: str, done: int, total: int) -> None:
+    assert 0 <= done <= total
+    assert stage
+
+
+@pytest.fixture(scope="module")
+def graph(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return generate(tmp_path_factory.mktemp("graph"), TINY)
+
+
+@pytest.fixture(scope="module")
+def topology(graph: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    directory = tmp_path_factory.mktemp("topology")
+    write_topology(graph, directory)
+    return read_topology(directory)
+
+
+def test_generated_graph_is_what_it_says(graph: Any, topology: Any) -> None:
+    source, target = graph.indices, np.repeat(np.arange(3000), np.diff(graph.indptr))
+    keys = np.sort(source.astype(np.int64) * 3000 + target)
+    assert len(np.unique(keys)) == len(keys), "no edge twice"
+    np.testing.assert_array_equal(keys, np.sort(target * 3000 + source.astype(np.int64)), "symmetric")
+    assert (source != target).all()
+    assert 24_000 < len(source) <= 30_000
+    # 0.8 + 0.2 / 4 of the edges join two nodes of a class.
+    assert 0.8 < (graph.labels[source] == graph.labels[target]).mean() < 0.9
+    degrees = np.sort(np.diff(graph.indptr))[::-1]
+    assert degrees[:300].sum() > 0.35 * degrees.sum(), "a tenth of the nodes has a good part of the edges"
+    split = np.concatenate([graph.train_idx, graph.val_idx, graph.test_idx])
+    np.testing.assert_array_equal(np.sort(split), np.arange(3000))
+    assert (len(graph.train_idx), len(graph.val_idx)) == (600, 150)
+    for key, array in topology.items():
+        np.testing.assert_array_equal(array, getattr(graph, key))
+
+
+def test_generated_rows_are_deterministic_and_weak(graph: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    again = generate(tmp_path, TINY)
+    assert again.features.read_bytes() == graph.features.read_bytes()
+    np.testing.assert_array_equal(again.indices, graph.indices)
+    rows = load_dense(graph.features)
+    assert rows.shape == (3000, 64)
+    assert rows.dtype == np.float32
+    assert abs(rows.std() - 1) < 0.05
+    centres = np.stack([rows[graph.labels == label].mean(axis=0) for label in range(4)])
+    assert 0.15 < centres.std() < 0.25, "the mean of many rows shows the class's centre"
+    other = generate(tmp_path, replace(TINY, seed=1))
+    assert other.features.read_bytes() != graph.features.read_bytes()
+    # Many blocks: none repeats another's noise.
+    monkeypatch.setattr(demo_graph, "_BLOCK_BYTES", 64 * 4 * 100)
+    rows = load_dense(generate(tmp_path, replace(TINY, signal=0.0)).features)
+    assert len(np.unique(rows[:, 0])) > 2990
+
+
+def test_load_dense_and_sparse_npz(graph: Any, tmp_path: Path) -> None:
+    scipy_sparse = pytest.importorskip("scipy.sparse")
+    labels = graph.labels.astype(np.int16)
+    labels[graph.train_idx[0]] = -1
+    common = {key: getattr(graph, key) for key in ("indptr", "indices", "train_idx", "val_idx", "test_idx")}
+    rows = (np.random.default_rng(1).random((3000, 9)) < 0.3) * np.arange(9, dtype=np.uint8)
+    sparse = scipy_sparse.csr_matrix(rows)
+    np.savez(tmp_path / "dense.npz", features=rows, labels=labels, **common)
+    np.savez_compressed(
+        tmp_path / "sparse.npz", labels=labels, feat_data=sparse.data, feat_indices=sparse.indices,
+        feat_indptr=sparse.indptr, feat_shape=np.array(sparse.shape), **common,
+    )  # fmt: skip
+    for name in ("dense", "sparse"):
+        loaded = load(tmp_path / f"{name}.npz")
+        assert (loaded.name, loaded.feature_count, loaded.row_bytes) == (name, 9, 36)
+        assert len(loaded.train_idx) == 599, "a node without a label is not trained on"
+        dense = load_dense(loaded.features)
+        assert dense.dtype == np.float32
+        np.testing.assert_array_equal(dense, rows)
+
+
+def test_load_refuses(graph: Any, tmp_path: Path) -> None:
+    path = tmp_path / "graph.npz"
+    with pytest.raises(SourceError, match=r"cannot read .*graph\.npz"):
+        load(path)
+    path.write_bytes(b"not a zip")
+    with pytest.raises(SourceError, match="cannot read"):
+        load(path)
+    np.savez(path, indptr=graph.indptr, indices=graph.indices)
+    with pytest.raises(SourceError, match=r"has no labels, train_idx, val_idx, test_idx, features"):
+        load(path)
+    arrays = {key: getattr(graph, key) for key in ("indptr", "indices", "labels", "train_idx", "val_idx", "test_idx")}
+    np.savez(path, features=np.zeros((7, 2)), **arrays)
+    with pytest.raises(SourceError, match="3,000 nodes, but 7 rows"):
+        load(path)
+
+
+class LateRows:
+    """Rows that come late and out of a copy, as a reader's do; wrong ones from request ``wrong_from`` on."""
+
+    def __init__(self, features: Any, wrong_from: int = 1 << 30, flip: int = 0) -> None:
+        self.features, self.wrong_from, self.flip = features, wrong_from, flip
+        self.asked: list[Any] = []
+        self.open_tickets = 0
+
+    def submit(self, ids: Any) -> int:
+        self.asked.append(ids.clone())
+        self.open_tickets += 1
+        assert self.open_tickets <= 2
+        return len(self.asked) - 1
+
+    def result(self, ticket: int) -> Any:
+        self.open_tickets -= 1
+        rows = self.features[self.asked[ticket].numpy()].copy()
+        if ticket >= self.wrong_from:
+            rows.view(np.uint32)[0, 0] ^= self.flip
+        return torch.from_numpy(rows)
+
+
+def test_training_is_the_same_bits_from_any_source(graph: Any, topology: Any) -> None:
+    features, plan = load_dense(graph.features), tiny_plan(graph)
+    memory = train(plan, topology, MemoryRows(features), no_progress)
+    late = LateRows(features)
+    other = train(plan, topology, late, no_progress)
+    assert memory.losses == other.losses
+    assert memory.digests == other.digests
+    assert len(memory.digests) == len(late.asked)
+    assert len(memory.losses) == 2 * 10
+    assert (memory.val_accuracy, memory.test_accuracy) == (other.val_accuracy, other.test_accuracy)
+    assert memory.rows == other.rows == sum(map(len, late.asked))
+    assert len(other.epoch_seconds) == len(other.wait_seconds) == 2
+    assert late.open_tickets == 0
+    wrong = train(plan, topology, LateRows(features, wrong_from=3, flip=1 << 23), no_progress)
+    assert (wrong.losses[:3], wrong.digests[:3]) == (memory.losses[:3], memory.digests[:3])
+    assert wrong.losses[3] != memory.losses[3], "one value of twice the size shows in the loss"
+    slightly = train(plan, topology, LateRows(features, wrong_from=3, flip=1), no_progress)
+    assert all(one != two for one, two in zip(slightly.digests[3:], memory.digests[3:])), "the last bit shows here"
+    reseeded = train(replace(plan, seed=1), topology, MemoryRows(features), no_progress)
+    assert reseeded.losses != memory.losses
+
+
+def test_labels_need_the_neighbours(graph: Any, topology: Any) -> None:
+    features = load_dense(graph.features)
+    plan = tiny_plan(graph, epochs=6)
+    sage: Outcome = train(plan, topology, MemoryRows(features), no_progress)
+    own = mlp_accuracy(plan, topology, features)
+    assert sage.test_accuracy > 0.8
+    assert sage.test_accuracy > own + 0.15
