@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from featstore.pack.pack import pack
+    from featstore.packing.packing import pack
     from featstore.reader import Plan, Reader, ReaderStats, Request
     from featstore.store import Store, Table
     from featstore.store import Store as open  # noqa: A001
@@ -25,7 +25,7 @@ _WHERE = {
     "Request": ("featstore.reader", "Request"),
     "Plan": ("featstore.reader", "Plan"),
     "ReaderStats": ("featstore.reader", "ReaderStats"),
-    "pack": ("featstore.pack.pack", "pack"),
+    "pack": ("featstore.packing.packing", "pack"),
     "verify": ("featstore.verify", "verify"),
 }
 

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 
 from featstore.engine.base import EXTENT_BYTES_MAX
 from featstore.errors import BudgetError
-from featstore.plan import SCRATCH_BYTES_PER_ID
+from featstore.plan import PLANNING_BYTES_PER_ID, READING_BYTES_PER_ID
 from featstore.units import PAGE_BYTES
 
 #: Pieces (parts of requests) planned or under way at once.
-PIECES_IN_FLIGHT = 4
+PIECES_IN_FLIGHT = 3
+_SCRATCH_BYTES_PER_ID = PLANNING_BYTES_PER_ID + (PIECES_IN_FLIGHT - 1) * READING_BYTES_PER_ID
 STAGING_BYTES = 16 * 2**20
 _STAGING_BYTES_MIN = 512 * 2**10
 _SLOTS_WANTED = 32
@@ -59,16 +60,15 @@ class Budget:
         checksums = sum(t.checksum_bytes for t in tables)
         span = max((t.row_span_bytes for t in tables), default=PAGE_BYTES)
         staging_min = max(_STAGING_BYTES_MIN, 4 * span)
-        scratch_min = _PIECE_IDS_MIN * SCRATCH_BYTES_PER_ID * PIECES_IN_FLIGHT
+        scratch_min = _PIECE_IDS_MIN * _SCRATCH_BYTES_PER_ID
         needed = maps + checksums + staging_min + scratch_min
         if memory_bytes < needed:
             raise BudgetError(needed, memory_bytes, "read these tables (row maps, checksums, staging, scratch)")
         free = memory_bytes - maps - checksums
         staging = max(staging_min, min(STAGING_BYTES, free // 8)) // PAGE_BYTES * PAGE_BYTES
         extent = max(span, min(EXTENT_BYTES_MAX, max(_EXTENT_BYTES_MIN, staging // _SLOTS_WANTED // PAGE_BYTES * PAGE_BYTES)))
-        each = SCRATCH_BYTES_PER_ID * PIECES_IN_FLIGHT
-        piece_ids = max(_PIECE_IDS_MIN, min(_PIECE_IDS_MAX, free // 10 // each))
-        scratch = piece_ids * each
+        piece_ids = max(_PIECE_IDS_MIN, min(_PIECE_IDS_MAX, free // 10 // _SCRATCH_BYTES_PER_ID))
+        scratch = piece_ids * _SCRATCH_BYTES_PER_ID
         return cls(
             memory_bytes, maps, checksums, staging, extent, scratch, piece_ids, max(0, free - staging - scratch)
         )

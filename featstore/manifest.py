@@ -1,7 +1,7 @@
 """The manifest: what a store consists of, in one JSON file, parsed and checked at the border.
 
 ``featstore.json`` names a generation (a directory), its tables and arrays, and every file with size and digest. Replacing it
-by rename is the one commit point of the format (see :mod:`featstore.pack.commit`). It may come from a stranger, so nothing in it is
+by rename is the one commit point of the format (see :mod:`featstore.packing.generations`). It may come from a stranger, so nothing in it is
 used before it has been validated: versions and feature flags, names, that every path is relative and stays inside
 the generation, that tables' layouts are possible, that every file needed is listed and of the size the layout gives.
 

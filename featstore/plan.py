@@ -24,8 +24,13 @@ from featstore.units import PAGE_BYTES
 if TYPE_CHECKING:
     from featstore.cost import DeviceModel
 
-#: Scratch memory of planning, in bytes for each id of a piece: rows 8, slots 4, keys 8 + 8, extents 8 + 4 + 4 (and one spare).
-SCRATCH_BYTES_PER_ID = 48
+#: Memory of planning, in bytes for each id of a piece: rows 8, positions 4, slots 4, keys 8 + 8, extents 8 + 4 + 4.
+PLANNING_BYTES_PER_ID = 48
+#: What of it stays while the piece is read: one copy of the keys, and the extents.
+READING_BYTES_PER_ID = 24
+
+#: Bins of the histogram by which large requests are cut.
+RANGE_BINS = 4096
 
 _RADIX_BITS = 11
 
@@ -43,16 +48,87 @@ def rows_of_ids(ids: NDArray[np.int64], row_of_node: NDArray[Any], rows: int, ou
 
 
 @njit(cache=True, nogil=True)
+def row_histogram(ids: NDArray[np.int64], row_of_node: NDArray[Any], rows: int, shift: int, counts: NDArray[np.int64]) -> int:
+    """counts[row >> shift] += 1 for the row of each id. Returns the first bad index, or -1."""
+    identity = row_of_node.shape[0] == 0
+    for i in range(ids.shape[0]):
+        node = ids[i]
+        if node < 0 or node >= rows:
+            return i
+        row = node if identity else np.int64(row_of_node[node])
+        counts[row >> shift] += 1
+    return -1
+
+
+@njit(cache=True, nogil=True)
+def select_rows(
+    ids: NDArray[np.int64], row_of_node: NDArray[Any], low: int, high: int, skip: int, out: NDArray[np.int64],
+    positions: NDArray[np.int32],
+) -> None:
+    """Rows in [low, high) and where in ``ids`` they are asked for: after ``skip`` of them, as many as ``out`` holds."""
+    identity = row_of_node.shape[0] == 0
+    count = 0
+    for i in range(ids.shape[0]):
+        row = ids[i] if identity else np.int64(row_of_node[ids[i]])
+        if row >= low and row < high:
+            if skip > 0:
+                skip -= 1
+                continue
+            if count == out.shape[0]:
+                return
+            out[count] = row
+            positions[count] = i
+            count += 1
+
+
+@dataclass(frozen=True)
+class RowRange:
+    """A piece of a request: rows in [low, high), after the first ``skip`` of them, ``count`` of them."""
+
+    low: int
+    high: int
+    skip: int
+    count: int
+
+
+def cut_ranges(counts: NDArray[np.int64], shift: int, count_max: int) -> list[RowRange]:
+    """Cut a request into ranges of rows of at most ``count_max`` ids each, so that what lies together is planned together.
+
+    ``counts`` is the request's :func:`row_histogram`. A bin that is too full by itself (many duplicates) is cut by ``skip``.
+    """
+    ranges: list[RowRange] = []
+    low, held = 0, 0
+    for bin_index, count in enumerate(int(c) for c in counts):
+        if held and held + count > count_max:
+            ranges.append(RowRange(low, bin_index << shift, 0, held))
+            low, held = bin_index << shift, 0
+        if count > count_max:
+            high = (bin_index + 1) << shift
+            ranges += [RowRange(low, high, at, min(count_max, count - at)) for at in range(0, count, count_max)]
+            low = high
+        else:
+            held += count
+    if held:
+        ranges.append(RowRange(low, len(counts) << shift, 0, held))
+    return ranges
+
+
+@njit(cache=True, nogil=True)
 def make_keys(
-    rows: NDArray[np.int64], slots: NDArray[np.int32], position_bits: int, keys: NDArray[np.uint64]
+    rows: NDArray[np.int64], positions: NDArray[np.int32], slots: NDArray[np.int32], position_bits: int, keys: NDArray[np.uint64]
 ) -> int:
-    """Keys of the positions whose slot is negative (a miss); an empty ``slots`` makes every row a miss. Returns how many."""
+    """Keys of the rows whose slot is negative (a miss); an empty ``slots`` makes every row a miss. Returns how many.
+
+    Row i goes to positions[i], or to i where ``positions`` is empty.
+    """
     everything = slots.shape[0] == 0
+    in_order = positions.shape[0] == 0
     bits = np.uint64(position_bits)
     count = 0
     for i in range(rows.shape[0]):
         if everything or slots[i] < 0:
-            keys[count] = np.uint64(rows[i]) << bits | np.uint64(i)
+            position = np.uint64(i) if in_order else np.uint64(positions[i])
+            keys[count] = np.uint64(rows[i]) << bits | position
             count += 1
     return count
 
@@ -150,17 +226,18 @@ class Extents:
 
 
 def plan_extents(
-    rows: NDArray[np.int64], slots: NDArray[np.int32], layout: TableLayout, model: DeviceModel, extent_bytes_max: int
-) -> Extents:
-    """Plan the reads for ``rows`` (int64 [n], in range) at the positions whose ``slots`` entry is negative.
+    rows: NDArray[np.int64], positions: NDArray[np.int32], slots: NDArray[np.int32], positions_end: int, layout: TableLayout,
+    model: DeviceModel, extent_bytes_max: int,
+) -> Extents:  # fmt: skip
+    """Plan the reads for those ``rows`` (int64 [n], in range) whose ``slots`` entry is negative.
 
-    ``slots`` is int32 [n], or empty when no tier is asked. Two rows never share a read beyond ``extent_bytes_max`` bytes;
-    a single row that is larger gets an extent of its own.
+    ``slots`` is int32 [n], or empty when no tier is asked. Row i goes to ``positions[i]`` < ``positions_end`` of the destination, or to
+    i where ``positions`` is empty. No read is longer than ``extent_bytes_max`` bytes; the caller makes sure that a row fits.
     """
     n = len(rows)
-    position_bits = max(1, (n - 1).bit_length())
+    position_bits = max(1, (positions_end - 1).bit_length())
     keys, spare = np.empty(n, np.uint64), np.empty(n, np.uint64)
-    misses = make_keys(rows, slots, position_bits, keys)
+    misses = make_keys(rows, positions, slots, position_bits, keys)
     row_bits = max(1, (layout.rows - 1).bit_length())
     if radix_sort(keys[:misses], spare[:misses], position_bits, position_bits + row_bits):
         keys, spare = spare, keys

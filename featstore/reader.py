@@ -1,7 +1,7 @@
 """The reader: tiers, plan and engine behind one call.
 
-A request's ids are cut into pieces, so that planning needs a fixed amount of memory whatever the request's size. For each piece
-the reader maps ids to rows, lets its tiers deliver what they hold, plans the reads for the rest and hands them to the engine;
+A request of many ids is cut into pieces, so that planning needs a fixed amount of memory whatever the request's size: not by
+position but by ranges of rows, so that what lies together on disk is still planned together. For each piece the reader maps ids to rows, lets its tiers deliver what they hold, plans the reads for the rest and hands them to the engine;
 while the engine reads one piece, the next is planned. ``read`` plans in the caller's thread, ``submit`` in the reader's own.
 Several requests may be under way, from several threads; they share the engine's queue.
 
@@ -15,7 +15,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -32,7 +32,7 @@ from featstore.engine.files import Access, TableFiles
 from featstore.engine.lane import Lane
 from featstore.errors import BudgetError, ClosedError, IdError, SourceError
 from featstore.ids import Ids, check_out, empty_rows, finished, parse_ids
-from featstore.plan import Extents, plan_extents, rows_of_ids
+from featstore.plan import RANGE_BINS, Extents, RowRange, cut_ranges, plan_extents, row_histogram, rows_of_ids, select_rows
 from featstore.report import Plan, ReaderStats, TablePlan
 from featstore.request import Request
 from featstore.store import Store, Table
@@ -44,7 +44,8 @@ QUEUE_DEPTH = 128
 #: Requests of ``submit`` that may wait or be under way; a further one blocks.
 IN_FLIGHT_MAX = 16
 _SPLIT_IDS = 16_384  # from this many ids on, mapping and copying use a second thread
-_NO_ROWS = np.empty(0, np.int32)
+_RANGES_MAX = 16  # ranges a request is cut into; each costs one pass over its ids
+_NONE = np.empty(0, np.int32)
 
 Static = str | None | Mapping[str, Any] | NDArray[Any] | Sequence[int]
 
@@ -63,14 +64,33 @@ class _TableState:
         self.tiers: list[Tier] = []
 
 
-class _Piece:
-    """A run of one request's ids of one table, and where its rows go."""
+class _Part:
+    """Ids of one table and where their rows go; ``row_map`` is empty where the ids are rows."""
 
-    def __init__(self, state: _TableState, ids: NDArray[np.int64], out: NDArray[np.uint8], are_rows: bool = False) -> None:
+    def __init__(self, state: _TableState, ids: NDArray[np.int64], row_map: NDArray[Any], out: NDArray[np.uint8]) -> None:
         self.state = state
         self.ids = ids
+        self.row_map = row_map
         self.out = out
-        self.are_rows = are_rows
+
+
+class _Piece:
+    """What is planned at once: all ids of a part, or those whose rows are in ``range``."""
+
+    def __init__(self, part: _Part, range_: RowRange | None) -> None:
+        self.part = part
+        self.range = range_
+        self.count = len(part.ids) if range_ is None else range_.count
+
+
+class _Found:
+    """A piece after its lookup: rows, the positions they go to (empty: in order), their slots, hits of each tier."""
+
+    def __init__(self, piece: _Piece, tiers: list[Tier]) -> None:
+        self.rows = np.empty(piece.count, np.int64)
+        self.positions = _NONE if piece.range is None else np.empty(piece.count, np.int32)
+        self.slots = np.empty(piece.count, np.int32) if tiers else _NONE
+        self.hits = dict.fromkeys((tier.name for tier in tiers), 0)
 
 
 def _need(table: Table, verify: bool) -> TableNeed:
@@ -172,21 +192,21 @@ class Reader:
         Raises IdError, CorruptionError, DeviceError, ClosedError.
         """
         self._ready()
-        request, pieces = self._request(ids, out, copy=False)
+        request, parts = self._request(ids, out, copy=False)
         self._begin()
-        self._feed(request, pieces)
+        self._feed(request, parts)
         return request.result()
 
     def submit(self, ids: Any, *, out: Any = None) -> Request:
         """Like :meth:`read`, but returns at once with a :class:`~featstore.request.Request`. ``ids`` may be changed
         afterwards; ``out`` belongs to the request until it is done. Blocks while too many requests are under way."""
         self._ready()
-        request, pieces = self._request(ids, out, copy=True)
+        request, parts = self._request(ids, out, copy=True)
         limit = self._requests
         limit.acquire()
         request._future.add_done_callback(lambda _: limit.release())
         self._begin()
-        self._planner.submit(self._feed, request, pieces)
+        self._planner.submit(self._feed, request, parts)
         return request
 
     def _begin(self) -> None:
@@ -209,70 +229,92 @@ class Reader:
             raise IdError(f"this reader has {len(self._states)} tables; say which: {{'{next(iter(self._states), 'table')}': ids}}")
         return {next(iter(self._states)): value}
 
-    def _request(self, ids: Any, out: Any, *, copy: bool) -> tuple[Request, list[_Piece]]:
+    def _request(self, ids: Any, out: Any, *, copy: bool) -> tuple[Request, list[_Part]]:
         by_table = self._by_table(ids)
         outs = {} if out is None else self._by_table(out)
-        parts: dict[str, tuple[Ids, tuple[int, ...], NDArray[np.uint8], Any]] = {}
-        pieces: list[_Piece] = []
+        given_as: dict[str, tuple[Ids, tuple[int, ...], NDArray[np.uint8], Any]] = {}
+        parts: list[_Part] = []
         for name, value in by_table.items():
             table, parsed = self._states[name].table, parse_ids(value, copy=copy)
             shape = (*parsed.shape, *table.row_shape)
             given = outs.get(name)
             rows = empty_rows(len(parsed.values), table.row_bytes) if given is None else check_out(given, shape, table.dtype)
-            parts[name] = (parsed, shape, rows, given)
-            pieces += self._cut(self._states[name], parsed.values, rows)
+            given_as[name] = (parsed, shape, rows, given)
+            parts.append(_Part(self._states[name], parsed.values, self._states[name].row_map, rows))
 
         def finish() -> Any:
             done = {
                 name: finished(rows, shape, self._states[name].table.dtype, parsed.tensor) if given is None else given
-                for name, (parsed, shape, rows, given) in parts.items()
+                for name, (parsed, shape, rows, given) in given_as.items()
             }
             return done if isinstance(ids, Mapping) else next(iter(done.values()))
 
         request = Request(finish)
         request._future.add_done_callback(self._end)
-        return request, pieces
+        return request, parts
 
-    def _cut(self, state: _TableState, ids: NDArray[np.int64], out: NDArray[np.uint8], are_rows: bool = False) -> list[_Piece]:
-        step, row_bytes = self.budget.piece_ids_max, state.table.row_bytes
-        return [
-            _Piece(state, ids[at : at + step], out[at * row_bytes : (at + step) * row_bytes], are_rows)
-            for at in range(0, len(ids), step)
-        ]
+    def _pieces_of(self, part: _Part) -> Iterator[_Piece]:
+        """Cut a part's ids into pieces of at most ``budget.piece_ids_max``."""
+        limit, row_bytes, rows = self.budget.piece_ids_max, part.state.table.row_bytes, part.state.table.rows
+        shift = max(0, (rows - 1).bit_length() - (RANGE_BINS.bit_length() - 1))
+        step = limit * _RANGES_MAX
+        for at in range(0, len(part.ids), step):
+            run = _Part(part.state, part.ids[at : at + step], part.row_map, part.out[at * row_bytes : (at + step) * row_bytes])
+            if len(run.ids) <= limit:
+                yield _Piece(run, None)
+                continue
+            counts = np.zeros(RANGE_BINS, np.int64)
+            self._check(run, row_histogram(run.ids, run.row_map, rows, shift, counts))
+            for rows_range in cut_ranges(counts, shift, limit):
+                yield _Piece(run, rows_range)
 
-    def _feed(self, request: Request, pieces: list[_Piece]) -> None:
+    def _check(self, part: _Part, bad: int) -> None:
+        """Raise IdError where a kernel found a bad id."""
+        if bad >= 0:
+            table = part.state.table
+            raise IdError(
+                f"node id {part.ids[bad]} is out of range: table {table.name!r} has {table.rows:,} rows "
+                + (f"(ids 0 to {table.rows - 1:,})" if table.rows else "(none)")
+            )
+
+    def _feed(self, request: Request, parts: list[_Part]) -> None:
         """Plan and start every piece of a request."""
         error: BaseException | None = None
         try:
-            for piece in pieces:
-                self._pieces.acquire()
-                try:
-                    if request.stopped():
-                        self._pieces.release()
+            for part in parts:
+                for piece in self._pieces_of(part):
+                    if not self._feed_piece(request, piece):
                         break
-                    lane = self._plan_piece(request, piece)
-                except BaseException:
-                    self._pieces.release()
-                    raise
-                if lane is None:
-                    self._pieces.release()
-                    continue
-                request.open_piece(lane)
-                assert self._engine is not None
-                self._engine.start(lane)
         except BaseException as failure:
             error = failure
         request.close_piece(None, error)
 
+    def _feed_piece(self, request: Request, piece: _Piece) -> bool:
+        """Plan and start a piece, as soon as there is room for it; False where the request has stopped."""
+        self._pieces.acquire()
+        lane = None
+        try:
+            if request.stopped():
+                return False
+            lane = self._plan_piece(request, piece)
+        finally:
+            if lane is None:
+                self._pieces.release()
+        if lane is not None:
+            request.open_piece(lane)
+            assert self._engine is not None
+            self._engine.start(lane)
+        return True
+
     def _plan_piece(self, request: Request, piece: _Piece) -> Lane | None:
         """Deliver what the tiers hold; the lane that reads the rest, or None if nothing is missing."""
         begin = time.perf_counter()
-        state = piece.state
-        rows, slots, hits = self._resolve(piece, deliver=True)
+        part = piece.part
+        found = self._find(piece, deliver=True)
         lane = None
         forecast = 0.0
-        if sum(hits.values()) < len(rows):
-            extents = self._extents(state, rows, slots)
+        if sum(found.hits.values()) < piece.count:
+            extents = self._extents(part, found)
             forecast = self.model.seconds(extents.reads, extents.bytes_read)
             pieces = self._pieces
 
@@ -281,44 +323,46 @@ class Reader:
                 request.close_piece(lane, lane.error())
 
             lane = Lane(
-                state.files, extents.page, extents.pages, extents.first, extents.keys, extents.position_bits, piece.out, on_done
+                part.state.files, extents.page, extents.pages, extents.first, extents.keys, extents.position_bits, part.out, on_done
             )
         self._counts.add(
-            rows_asked=len(rows), bytes_asked=len(rows) * state.table.row_bytes, hits=hits, forecast_seconds=forecast,
-            seconds_planning=time.perf_counter() - begin,
+            rows_asked=piece.count, bytes_asked=piece.count * part.state.table.row_bytes, hits=found.hits,
+            forecast_seconds=forecast, seconds_planning=time.perf_counter() - begin,
         )  # fmt: skip
         return lane
 
-    def _extents(self, state: _TableState, rows: NDArray[np.int64], slots: NDArray[np.int32]) -> Extents:
-        return plan_extents(rows, slots, state.table.layout, self.model, self.budget.extent_bytes_max)
+    def _extents(self, part: _Part, found: _Found) -> Extents:
+        return plan_extents(
+            found.rows, found.positions, found.slots, len(part.ids), part.state.table.layout, self.model,
+            self.budget.extent_bytes_max,
+        )  # fmt: skip
 
-    def _resolve(self, piece: _Piece, *, deliver: bool) -> tuple[NDArray[np.int64], NDArray[np.int32], dict[str, int]]:
-        """(row of each id, negative where no tier holds it, hits of each tier); with ``deliver`` hits are copied out."""
-        state, n = piece.state, len(piece.ids)
-        row_bytes = state.table.row_bytes
-        tiers = [] if piece.are_rows else state.tiers
-        rows = piece.ids if piece.are_rows else np.empty(n, np.int64)
-        slots = np.empty(n, np.int32) if tiers else _NO_ROWS
-        hits = dict.fromkeys((tier.name for tier in tiers), 0)
+    def _find(self, piece: _Piece, *, deliver: bool) -> _Found:
+        """Map a piece's ids to rows and ask the tiers; with ``deliver``, copy out what they hold."""
+        part, state = piece.part, piece.part.state
+        tiers = state.tiers
+        found = _Found(piece, tiers)
+        if piece.range is not None:
+            r = piece.range
+            select_rows(part.ids, part.row_map, r.low, r.high, r.skip, found.rows, found.positions)
         lock = threading.Lock()
 
         def work(begin: int, end: int) -> None:
-            if not piece.are_rows:
-                bad = rows_of_ids(piece.ids[begin:end], state.row_map, state.table.rows, rows[begin:end])
-                if bad >= 0:
-                    raise IdError(
-                        f"node id {piece.ids[begin + bad]} is out of range: table {state.table.name!r} has {state.table.rows:,} rows "
-                        f"(ids 0 to {state.table.rows - 1:,})"
-                    )
+            rows = found.rows[begin:end]
+            if piece.range is None:
+                bad = rows_of_ids(part.ids[begin:end], part.row_map, state.table.rows, rows)
+                self._check(part, bad if bad < 0 else begin + bad)
+            out = part.out if piece.range is not None else part.out[begin * state.table.row_bytes :]
             for tier in tiers:
-                found = tier.find(rows[begin:end], slots[begin:end])
+                slots = found.slots[begin:end]
+                hits = tier.find(rows, slots)
                 with lock:
-                    hits[tier.name] += found
-                if deliver and found:
-                    tier.take(slots[begin:end], piece.out[begin * row_bytes : end * row_bytes])
+                    found.hits[tier.name] += hits
+                if deliver and hits:
+                    tier.take(slots, found.positions[begin:end], out)
 
-        self._in_parallel(work, n)
-        return rows, slots, hits
+        self._in_parallel(work, piece.count)
+        return found
 
     def _in_parallel(self, work: Callable[[int, int], None], n: int) -> None:
         """work(begin, end) over [0, n), on the helper threads too where it is worth it."""
@@ -341,7 +385,7 @@ class Reader:
             request = Request(lambda: None)
             request._future.add_done_callback(self._end)
             self._begin()
-            self._feed(request, self._cut(state, rows, tier.data.reshape(-1), are_rows=True))
+            self._feed(request, [_Part(state, rows, _NONE, tier.data.reshape(-1))])
             request.result()
             state.tiers.append(tier)
 
@@ -360,8 +404,8 @@ class Reader:
         needed = 0
         for name, ids in self._by_table(static).items():
             state, parsed = self._states[name], parse_ids(ids)
-            rows, _, _ = self._resolve(_Piece(state, parsed.values, np.empty(0, np.uint8)), deliver=False)
-            chosen[name] = np.unique(rows)
+            part = _Part(state, parsed.values, state.row_map, np.empty(0, np.uint8))
+            chosen[name] = np.unique(self._find(_Piece(part, None), deliver=False).rows)
             needed += len(chosen[name]) * state.table.row_bytes + StaticTier.index_bytes(state.table.rows)
         if needed > self.budget.tier_bytes:
             extra = needed - self.budget.tier_bytes
@@ -395,10 +439,11 @@ class Reader:
     def _plan_table(self, state: _TableState, ids: NDArray[np.int64]) -> TablePlan:
         hits: dict[str, int] = dict.fromkeys((t.name for t in state.tiers), 0)
         distinct = pages = reads = read_bytes = missed = 0
-        for piece in self._cut(state, ids, np.empty(0, np.uint8)):
-            rows, slots, found = self._resolve(piece, deliver=False)
-            extents = self._extents(state, rows, slots)
-            hits = {k: v + found[k] for k, v in hits.items()}
+        part = _Part(state, ids, state.row_map, np.empty(0, np.uint8))
+        for piece in self._pieces_of(part):
+            found = self._find(piece, deliver=False)
+            extents = self._extents(piece.part, found)
+            hits = {k: v + found.hits[k] for k, v in hits.items()}
             missed += len(extents.keys)
             distinct += extents.distinct_rows
             pages += extents.wanted_pages

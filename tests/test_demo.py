@@ -3,6 +3,7 @@ bits."""
 
 from __future__ import annotations
 
+import io
 import json
 import warnings
 from dataclasses import replace
@@ -11,12 +12,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 
+import featstore
 from featstore.demo import graph as demo_graph
+from featstore.demo import runner
 from featstore.demo.graph import GraphRecipe, generate, load, load_dense, read_topology, write_topology
 from featstore.demo.report import DemoReport, render
 from featstore.demo.runner import run
 from featstore.demo.training import MemoryRows, Outcome, TrainingPlan, mlp_accuracy, train
+from featstore.demo.worker import Job, read_job
 from featstore.errors import BudgetError, FeatstoreError, SourceError
 
 with warnings.catch_warnings():
@@ -178,3 +183,111 @@ def test_labels_need_the_neighbours(graph: Any, topology: Any) -> None:
     own = mlp_accuracy(plan, topology, features)
     assert sage.test_accuracy > 0.8
     assert sage.test_accuracy > own + 0.15
+
+
+def test_the_whole_demo(tmp_path: Path) -> None:
+    stages: list[str] = []
+
+    def note(stage: str, done: int, total: int) -> None:
+        assert 0 <= done <= total
+        stages.append(stage)
+
+    report = run(recipe=TINY, memory="16MiB", workdir=tmp_path, epochs=2, batch_size=64, hidden=16, progress=note)
+    assert report.identical, (report.first_difference, report.rows_identical)
+    assert report.steps == len(report.store.losses) == 2 * 10
+    assert report.store.io["rows_asked"] == report.store.rows == report.memory.rows
+    assert report.store.io["bytes_asked"] == report.store.rows * 256
+    assert report.memory.io == {}
+    assert report.table_bytes == 3000 * 256
+    assert report.test_count == report.test_total == 2250
+    assert report.memory.test_accuracy > report.mlp_test_accuracy
+    assert 0 < report.store.baseline_rss_bytes <= report.store.peak_rss_bytes
+    # The store is kept where a directory was named, and nothing else is.
+    assert [path.name for path in tmp_path.iterdir()] == ["store"]
+    with featstore.open(tmp_path / "store") as store:
+        np.testing.assert_array_equal(store.arrays["labels"], generate(tmp_path, TINY).labels)
+    wanted = ["generate", "pack", "store: train", "store: evaluate test", "memory: train", "memory: evaluate test"]
+    assert [stage for stage in dict.fromkeys(stages) if stage in wanted] == wanted
+    saved = json.loads(json.dumps(report.to_json()))
+    assert saved["schema"] == "featstore.demo/1"
+    assert saved["identical"] is True
+    assert saved["store"]["losses"] == list(report.store.losses)
+    text = shown(report)
+    assert "All 20 losses and all" in text
+    assert "bit-identical" in text
+    assert f"{report.store.test_accuracy:.4f}" in text
+    differing_reports_say_so(report)
+
+
+def differing_reports_say_so(report: DemoReport) -> None:
+    losses = list(report.memory.losses)
+    losses[7] = float.fromhex(losses[7]).__add__(1e-9).hex()
+    other = replace(report, memory=replace(report.memory, losses=tuple(losses)))
+    assert (other.first_difference, other.losses_identical, other.identical) == (7, False, False)
+    assert "THE RUNS DIFFER from step 7 on" in shown(other)
+    shorter = replace(report, memory=replace(report.memory, losses=report.memory.losses[:-1]))
+    assert shorter.first_difference == 19
+    rows = replace(report, store=replace(report.store, digests=("0" * 16, *report.store.digests[1:])))
+    assert (rows.losses_identical, rows.rows_identical, rows.identical) == (True, False, False)
+    assert "in the rows delivered" in shown(rows)
+    better = replace(report, store=replace(report.store, test_accuracy=2.0))
+    assert "in their accuracies" in shown(better)
+    assert not better.identical
+
+
+def shown(report: DemoReport) -> str:
+    console = Console(width=140, file=io.StringIO())
+    console.print(render(report))
+    file = console.file
+    assert isinstance(file, io.StringIO)
+    return file.getvalue()
+
+
+def test_npz_rows_become_float32_in_the_store(graph: Any, tmp_path: Path) -> None:
+    rows = (np.random.default_rng(1).random((3000, 9)) < 0.3) * np.arange(9, dtype=np.uint8)
+    common = {key: getattr(graph, key) for key in ("indptr", "indices", "labels", "train_idx", "val_idx", "test_idx")}
+    np.savez(tmp_path / "graph.npz", features=rows, **common)
+    assert runner._pack(load(tmp_path / "graph.npz"), tmp_path / "store", no_progress) > 0
+    with featstore.open(tmp_path / "store") as store, store.reader(memory="16MiB") as reader:
+        assert store.tables["features"].dtype == np.float32
+        np.testing.assert_array_equal(reader.read(np.arange(3000)), rows)
+
+
+@pytest.mark.parametrize(
+    ("row_values", "given", "expected"),
+    [
+        (64, {}, (5, 256, (5, 4, 3))),
+        (1000, {}, (2, 64, (5, 3, 2))),
+        (8415, {}, (2, 32, (4, 3, 2))),
+        (64, {"epochs": 1, "batch_size": 7, "fanouts": [2, -1]}, (1, 7, (2, -1))),
+    ],
+)
+def test_training_is_sized_by_the_rows(graph: Any, row_values: int, given: dict[str, Any], expected: Any) -> None:
+    options: dict[str, Any] = {"epochs": None, "batch_size": None, "fanouts": None} | given
+    big = replace(graph, feature_count=row_values, train_idx=np.arange(8000))
+    plan, counts = runner._training_plan(big, **options, hidden=4, seed=0)
+    assert (plan.epochs, plan.batch_size, plan.fanouts) == expected
+    assert counts["test_total"] == 2250
+    assert 250 <= counts["test_count"] <= 2250
+
+
+def test_demo_refusals(graph: Any, tmp_path: Path) -> None:
+    with pytest.raises(BudgetError, match="too small"):
+        run(recipe=TINY, memory="4KiB")
+    with pytest.raises(SourceError, match="does not exist"):
+        run(workdir=tmp_path / "nowhere")
+    with pytest.raises(SourceError, match="at least one epoch"):
+        run(recipe=TINY, epochs=0)
+    with pytest.raises(ValueError, match="as a size"):
+        run(memory="much")
+    unlabelled = replace(graph, val_idx=graph.val_idx[:0])
+    with pytest.raises(SourceError, match="each need a labelled node"):
+        runner._training_plan(unlabelled, None, None, None, 4, 0)
+
+
+def test_a_failing_worker_is_reported(graph: Any, tmp_path: Path) -> None:
+    job = Job(tiny_plan(graph), str(tmp_path / "nowhere"), str(graph.features), None, 1 << 24, None)
+    with pytest.raises(FeatstoreError, match=r"(?s)training process \(memory\) ended with 1:.*nowhere/indptr\.npy"):
+        runner._in_own_process(job, tmp_path, "memory", no_progress)
+    job.write(tmp_path / "job.json")
+    assert read_job(tmp_path / "job.json") == job

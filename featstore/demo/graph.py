@@ -37,7 +37,7 @@ class GraphRecipe:
     edge_count: int = 2_000_000
     feature_count: int = 256
     class_count: int = 16
-    signal: float = 0.05
+    signal: float = 0.07
     homophily: float = 0.8
     pareto_shape: float = 1.5
     train_share: float = 0.05

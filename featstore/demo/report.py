@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from statistics import median
 from typing import Any
 
 from featstore.units import format_bytes
@@ -147,7 +148,7 @@ def _facts(report: DemoReport) -> list[tuple[str, str]]:
         ("feature table", f"{format_bytes(report.table_bytes)}, {report.row_bytes:,} B a row (float32)"),
         ("packed in", f"{report.pack_seconds:.1f} s into {format_bytes(report.store_bytes)}"),
         ("mini-batches", f"{report.batch_size} seeds, fan-outs {'/'.join(map(str, report.fanouts))}"),
-        ("engine", io["engine"]),
+        ("engine", _cache_state(io)),
         ("own row alone", f"a perceptron without neighbours: test accuracy {report.mlp_test_accuracy:.3f}"),
     ]
     if report.generate_seconds:
@@ -170,20 +171,35 @@ def _side_by_side(report: DemoReport) -> list[tuple[str, str, str]]:
         line("validation accuracy", lambda run: f"{run.val_accuracy:.4f}"),
         line("test accuracy", lambda run: f"{run.test_accuracy:.4f}"),
         line("last loss", lambda run: f"{float.fromhex(run.losses[-1]):.6f}"),
-        line("time per epoch", lambda run: f"{_mean(run.epoch_seconds):.2f} s"),
-        line("of it waiting for rows", lambda run: f"{_mean(run.wait_seconds):.2f} s"),
+        line("time per epoch (median)", lambda run: f"{median(run.epoch_seconds):.2f} s"),
+        line("of it waiting for rows (median)", lambda run: f"{median(run.wait_seconds):.2f} s"),
         line("peak memory of the process", lambda run: format_bytes(run.peak_rss_bytes)),
-        line("before the first row", lambda run: format_bytes(run.baseline_rss_bytes)),
-        line("difference", lambda run: format_bytes(run.peak_rss_bytes - run.baseline_rss_bytes)),
+        line("of it before the first row", lambda run: format_bytes(run.baseline_rss_bytes)),
+        line("held on top of that", lambda run: format_bytes(run.peak_rss_bytes - run.baseline_rss_bytes)),
         line("rows delivered", lambda run: f"{run.rows:,}"),
     ]
     return lines + [(name, value, "-") for name, value in _io_lines(report)]
 
 
 def _io_lines(report: DemoReport) -> list[tuple[str, str]]:
-    """What the reader counted: bytes, hits per tier, rate."""
-    return []
+    """What the reader counted: hits per tier, bytes, rates."""
+    io, run = report.store.io, report.store
+    rows = max(1, io["rows_asked"])
+    tiers = [(f"rows from the {tier} tier", f"{hits / rows:.1%}") for tier, hits in io["hits"].items()]
+    return [
+        *tiers,
+        ("bytes asked", format_bytes(io["bytes_asked"])),
+        ("bytes read", f"{format_bytes(io['bytes_read'])} in {io['reads']:,} reads"),
+        ("read rate over the whole run", f"{io['bytes_read'] / run.seconds / 1e6:,.0f} MB/s"),
+        ("rows a second over the whole run", f"{run.rows / run.seconds:,.0f}"),
+    ]
 
 
-def _mean(values: tuple[float, ...]) -> float:
-    return sum(values) / max(1, len(values))
+def _cache_state(io: dict[str, Any]) -> str:
+    """Which engine read, and whether the page cache could help it."""
+    states = {
+        "direct": "direct I/O: past the page cache, so each row that no tier holds is a cold read",
+        "buffered": f"through the page cache, so reads may be warm ({io['access_because']})",
+        "mapped": "memory-mapped: through the page cache, so reads may be warm",
+    }
+    return f"{io['engine']}, {states[io['access']]}"

@@ -184,7 +184,7 @@ def _pack(graph: DemoGraph, path: Path, tell: Progress) -> float:
     import featstore
 
     def progress(step: Any) -> None:
-        tell(f"pack: {step.stage}", step.done_bytes, step.total_bytes)
+        tell("pack", step.done_bytes, step.total_bytes)
 
     began = time.perf_counter()
     options: dict[str, Any] = {"arrays": {"labels": graph.labels}, "overwrite": True, "memory": _PACK_MEMORY}

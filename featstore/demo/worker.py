@@ -75,8 +75,9 @@ def _from_store(job: Job, path: str, topology: dict[str, Any]) -> dict[str, Any]
         began = time.perf_counter()
         outcome = train(job.plan, topology | {"labels": labels}, StoreRows(reader), _tell_progress)
         seconds = time.perf_counter() - began
-        stats, because = reader.stats(), reader.access_because
-    return _results(outcome, seconds) | {"io": stats.to_dict() | {"engine_because": because}}
+        about = {"access_because": reader.access_because, "memory": reader.memory()}
+        io = reader.stats().to_dict() | about
+    return _results(outcome, seconds) | {"io": io}
 
 
 def _from_memory(job: Job, topology: dict[str, Any]) -> dict[str, Any]:

@@ -24,5 +24,6 @@ class Tier(Protocol):
     def find(self, rows: NDArray[np.int64], slots: NDArray[np.int32]) -> int:
         """slots[i] = where rows[i] lies in this tier, or -1. Returns the number of hits."""
 
-    def take(self, slots: NDArray[np.int32], out: NDArray[Any]) -> None:
-        """Copy the rows at the non-negative slots to the same positions of ``out`` (uint8 [n, row_bytes])."""
+    def take(self, slots: NDArray[np.int32], positions: NDArray[np.int32], out: NDArray[Any]) -> None:
+        """Copy the row at each non-negative slots[i] to row positions[i] of ``out`` (uint8, rows end to end), or to row i
+        where ``positions`` is empty."""

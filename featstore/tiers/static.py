@@ -55,16 +55,19 @@ def find_slots(rows: NDArray[np.int64], bits: NDArray[np.uint64], ranks: NDArray
 
 
 @njit(cache=True, nogil=True)
-def take_rows(slots: NDArray[np.int32], data: int, row_bytes: int, out: int) -> None:
-    """Copy row slots[i] to position i of out, for every slot that is not negative. ``data`` and ``out`` are addresses."""
+def take_rows(slots: NDArray[np.int32], positions: NDArray[np.int32], data: int, row_bytes: int, out: int) -> None:
+    """Copy row slots[i] to row positions[i] of out (row i where there are no positions), for every slot that is not negative.
+    ``data`` and ``out`` are addresses."""
     n = slots.shape[0]
+    in_order = positions.shape[0] == 0
     for i in range(n):
         if i + _AHEAD < n and slots[i + _AHEAD] >= 0:
             ahead = data + np.int64(slots[i + _AHEAD]) * row_bytes
             for line in range(0, min(row_bytes, 1024), 64):
                 prefetch(ahead + line)
         if slots[i] >= 0:
-            memcpy(out + i * row_bytes, data + np.int64(slots[i]) * row_bytes, row_bytes)
+            to = i if in_order else np.int64(positions[i])
+            memcpy(out + to * row_bytes, data + np.int64(slots[i]) * row_bytes, row_bytes)
 
 
 class StaticTier:
@@ -99,5 +102,5 @@ class StaticTier:
     def find(self, rows: NDArray[np.int64], slots: NDArray[np.int32]) -> int:
         return int(find_slots(rows, self._bits, self._ranks, slots))
 
-    def take(self, slots: NDArray[np.int32], out: NDArray[Any]) -> None:
-        take_rows(slots, address_of(self.data), self.row_bytes, address_of(out))
+    def take(self, slots: NDArray[np.int32], positions: NDArray[np.int32], out: NDArray[Any]) -> None:
+        take_rows(slots, positions, address_of(self.data), self.row_bytes, address_of(out))

@@ -7,7 +7,7 @@ what is given                    how it is understood
 ``.npz`` with indptr, indices    CSC of incoming edges already: the sources of v are indices[indptr[v]:indptr[v+1]]
 ``.npz`` with adj_indptr ...     CSR of ``A[source, target]`` (``adj_indptr, adj_indices``; ``key`` names another)
 ``.npz``, ``.npy`` edge list     ``edge_index``, or the member ``key``: [2, edges] or [edges, 2]; 2 x 2 is [2, edges]
-``.csv .tsv .txt .el`` (.gz)     two integer columns; see `featstore.pack.graphs_edges`
+``.csv .tsv .txt .el`` (.gz)     two integer columns; see `featstore.packing.graphs_edges`
 ``.parquet``                     columns src and dst (source, target ...), or the first two of integers
 folder of OGB                    its ``edge.csv.gz``
 ``.pt``                          a tensor [2, edges], or the one under ``key``
@@ -18,7 +18,7 @@ SciPy sparse matrix              ``A[source, target]``
 
 ``edge_index[0]`` are sources, ``edge_index[1]`` targets. Values of a matrix are not looked at: a stored zero is an
 edge. Nothing is symmetrised, duplicates and self-loops stay. Edge lists become CSC with sources ascending within each
-target (`featstore.pack.graphs_build`); what is CSC already keeps its order.
+target (`featstore.packing.graphs_build`); what is CSC already keeps its order.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from featstore.errors import BudgetError, SourceError
-from featstore.pack.graphs_build import EdgeStream, ScratchFile, build_csc
-from featstore.pack.graphs_edges import (
+from featstore.packing.graphs_build import EdgeStream, ScratchFile, build_csc
+from featstore.packing.graphs_edges import (
     ArrayEdges,
     CsrEdges,
     NpyEdges,
@@ -44,10 +44,10 @@ from featstore.pack.graphs_edges import (
     edge_axis,
     require_integers,
 )
-from featstore.pack.sources_base import dtype_text, file_fingerprint, sample_crc32, stat_of
-from featstore.pack.sources_memory import tensor_to_numpy
-from featstore.pack.sources_npz import MemberReader, member_names, read_member
-from featstore.pack.sources_text import CsvRows, ogb_folder
+from featstore.packing.sources_base import dtype_text, file_fingerprint, sample_crc32, stat_of
+from featstore.packing.sources_memory import tensor_to_numpy
+from featstore.packing.sources_npz import MemberReader, member_names, read_member
+from featstore.packing.sources_text import CsvRows, ogb_folder
 
 __all__ = ["Graph", "open_graph"]
 
@@ -153,13 +153,13 @@ def open_graph(
 
 
 def _array_of(spec: Any, name: str) -> NDArray[Any]:
-    from featstore.pack.sources_pyg import edge_index_of, is_pyg
+    from featstore.packing.sources_pyg import edge_index_of, is_pyg
 
     if isinstance(spec, np.ndarray):
         return spec
     if is_pyg(spec):
         if hasattr(spec, "edge_types"):
-            raise SourceError("a HeteroData has several graphs; take one of featstore.pack.sources.pyg_graphs(data)")
+            raise SourceError("a HeteroData has several graphs; take one of featstore.packing.sources.pyg_graphs(data)")
         found = edge_index_of(spec._store, name)
         if found is None:
             raise SourceError("the PyG data has neither edge_index nor adj_t; there is no graph in it")
@@ -217,7 +217,7 @@ def _open_path(
     if suffix == ".parquet":
         stream = ParquetEdges(path, key)
     elif suffix == ".pt":
-        from featstore.pack.sources_foreign import load_tensor
+        from featstore.packing.sources_foreign import load_tensor
 
         tensor, _ = load_tensor(path, key)
         edge_index = tensor_to_numpy(tensor, str(path))

@@ -36,11 +36,11 @@ from featstore.engine.files import direct_refusal
 from featstore.errors import BudgetError, CorruptionError, SourceError
 from featstore.layout import TableLayout
 from featstore.native import address_of, memcpy
-from featstore.pack.convert import ValueReport
-from featstore.pack.journal import Journal, TableProgress
-from featstore.pack.rows_digest import add, digest_rows
-from featstore.pack.sources import RowSource
-from featstore.pack.writer import Appender, TableWriter
+from featstore.packing.convert import ValueReport
+from featstore.packing.journal import Journal, TableProgress
+from featstore.packing.rows_digest import add, digest_rows
+from featstore.packing.sources import RowSource
+from featstore.packing.writer import Appender, TableWriter
 from featstore.units import PAGE_BYTES
 
 BLOCK_BYTES = 8 * 2**20
@@ -542,7 +542,7 @@ def _need(needed: int, job: Job, what: str) -> None:
 
 def spool(source: RowSource, disk: Disk, path: Path, memory_bytes: int) -> RowSource:
     """Write a source whose length is not known to a plain file, and return that as the source."""
-    from featstore.pack.sources_files import raw_rows
+    from featstore.packing.sources_files import raw_rows
 
     rows = 0
     file = disk.create(path)

@@ -23,8 +23,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from featstore.errors import DeviceError, SourceError
-from featstore.pack.sources import IteratorRows, RowSource, open_rows, pyg_arrays, pyg_graphs, pyg_tables
-from featstore.pack.sources_base import FileReader
+from featstore.packing.sources import IteratorRows, RowSource, open_rows, pyg_arrays, pyg_graphs, pyg_tables
+from featstore.packing.sources_base import FileReader
 
 with warnings.catch_warnings():
     # PyG's own import uses what torch deprecates; not ours to mend.
@@ -140,22 +140,22 @@ def test_npy_and_npz_of_every_dtype_and_order(
 
 
 def test_fortran_order_in_many_tiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("featstore.pack.sources_files.PIECE_BYTES", 64)
+    monkeypatch.setattr("featstore.packing.sources_files.PIECE_BYTES", 64)
     model = np.asfortranarray(values((50, 3, 5), ">f4"))
     np.save(tmp_path / "x.npy", model)
     check(open_rows(tmp_path / "x.npy"), model)
 
 
 def test_big_endian_structures_in_many_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("featstore.pack.sources_base.PIECE_BYTES", 64)
+    monkeypatch.setattr("featstore.packing.sources_base.PIECE_BYTES", 64)
     model = values((50, 2), [("a", ">f4"), ("b", ">i2")])
     np.save(tmp_path / "x.npy", model)
     check(open_rows(tmp_path / "x.npy"), model)
 
 
 def test_reader_gives_back_cache_in_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("featstore.pack.sources_base.DROP_STEP_BYTES", 64)
-    monkeypatch.setattr("featstore.pack.sources_base.DROP_RUN_BYTES", 32)
+    monkeypatch.setattr("featstore.packing.sources_base.DROP_STEP_BYTES", 64)
+    monkeypatch.setattr("featstore.packing.sources_base.DROP_RUN_BYTES", 32)
     (tmp_path / "x").write_bytes(bytes(range(200)))
     given: list[tuple[int, int]] = []
     with FileReader(tmp_path / "x") as reader:
@@ -352,8 +352,8 @@ def sparse(dtype: str, rows: int = 40, columns: int = 17) -> Any:
 def test_sparse_matrices_become_dense(
     tmp_path: Path, dtype: str, compressed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("featstore.pack.sources_npz.SPARSE_CHUNK", 8)
-    monkeypatch.setattr("featstore.pack.sources_memory.CHUNK", 8)
+    monkeypatch.setattr("featstore.packing.sources_npz.SPARSE_CHUNK", 8)
+    monkeypatch.setattr("featstore.packing.sources_memory.CHUNK", 8)
     matrix = sparse(dtype)
     check(open_rows(matrix), matrix.toarray())
     check(open_rows(matrix.tocsc()), matrix.toarray())

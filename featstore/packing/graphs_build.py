@@ -27,7 +27,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from featstore.errors import BudgetError, DeviceError, DiskFullError, SourceError
-from featstore.pack.sources_base import FileReader, bytes_of
+from featstore.packing.sources_base import FileReader, bytes_of
 
 __all__ = ["EdgeStream", "ScratchFile", "build_csc", "count_targets", "place_sources", "sort_runs"]
 

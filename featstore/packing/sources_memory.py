@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from featstore.errors import SourceError
-from featstore.pack.sources_base import RowSource, dtype_text, native_dtype, sample_crc32, to_native
+from featstore.packing.sources_base import RowSource, dtype_text, native_dtype, sample_crc32, to_native
 
 __all__ = ["ArrayRows", "IteratorRows", "SparseRows", "TensorRows", "add_sparse", "tensor_to_numpy"]
 

@@ -2,8 +2,9 @@
 
 Rows are either one column of lists that all have the same length (``FixedSizeList``, or ``List`` as most writers leave
 it) or several numeric columns of one type, which side by side make the row. They are read a record batch at a time;
-what the format forces into memory at once (a Parquet row group, a record batch of Arrow) is ``held_bytes``. For Arrow
-files that is taken from the first batch, which writers make the largest.
+what the format forces into memory at once is ``held_bytes``. For Parquet these are pages, not row groups, because
+columns are read through small buffers and in batches of about a mebibyte. An Arrow record batch comes whole; its size
+is taken from the first one, which writers make the largest.
 """
 
 from __future__ import annotations
@@ -16,9 +17,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from featstore.errors import SourceError
-from featstore.pack.sources_base import RowSource, dtype_text, file_fingerprint, import_extra, open_binary
+from featstore.packing.sources_base import RowSource, dtype_text, file_fingerprint, import_extra, open_binary
 
 __all__ = ["ArrowRows", "arrow_rows", "parquet_file"]
+
+
+# Read buffer of a Parquet column, the size of a batch that pyarrow builds, and the page size that writers aim at.
+READ_BUFFER_BYTES = 256 << 10
+BATCH_BYTES = 1 << 20
+PAGE_BYTES_TYPICAL = 1 << 20
 
 
 def parquet_file(path: Path) -> Any:
@@ -27,7 +34,7 @@ def parquet_file(path: Path) -> Any:
     arrow = import_extra("pyarrow", "arrow", str(path))
     open_binary(path).close()
     try:
-        return parquet.ParquetFile(path, memory_map=False, pre_buffer=False)
+        return parquet.ParquetFile(path, memory_map=False, pre_buffer=False, buffer_size=READ_BUFFER_BYTES)
     except (arrow.ArrowException, OSError) as error:
         raise SourceError(f"{path}: not a readable Parquet file ({error}); copy or write it again") from error
 
@@ -52,8 +59,10 @@ class ArrowRows(RowSource):
         block = self._as_rows(first.slice(0, 1), None, 0)
         single = not self._listed and len(self._columns) == 1
         shape = () if single else block.shape[1:]
-        held = self._row_group_bytes() if self._is_parquet else first.nbytes
-        super().__init__(label, rows, shape, block.dtype, held_bytes=int(held))
+        row_bytes = max(1, block.nbytes)
+        held = self._parquet_held_bytes(row_bytes) if self._is_parquet else 2 * int(first.nbytes)
+        self._batch_rows = max(1, BATCH_BYTES // row_bytes)
+        super().__init__(label, rows, shape, block.dtype, held_bytes=held)
 
     def fingerprint(self) -> dict[str, str | int]:
         """The file's path, size and time of change, and the columns."""
@@ -84,7 +93,7 @@ class ArrowRows(RowSource):
                     if group == file.metadata.num_row_groups or first + rows > start:
                         break
                     first += rows
-        for batch in self._batches(group, block_rows):
+        for batch in self._batches(group, min(block_rows, self._batch_rows)):
             yield batch, first
             first += batch.num_rows
 
@@ -130,19 +139,17 @@ class ArrowRows(RowSource):
                 return None
         return int(dataset.dataset(self.path, format="ipc").count_rows())
 
-    def _row_group_bytes(self) -> int:
+    def _parquet_held_bytes(self, row_bytes: int) -> int:
+        """Pages and read buffers of each column, and the batch as pyarrow builds it (levels, values, a copy)."""
+        pages_bytes = 0
         with self._opened() as file:
-            sizes = [0]
             for group in range(file.metadata.num_row_groups):
                 meta = file.metadata.row_group(group)
                 chunks = [meta.column(i) for i in range(meta.num_columns)]
-                wanted = [
-                    c
-                    for c in chunks
-                    if c.path_in_schema.partition(".")[0] in self._columns or c.path_in_schema in self._columns
-                ]
-                sizes.append(sum(c.total_uncompressed_size for c in wanted))
-            return max(sizes)
+                paths = [(chunk.path_in_schema, chunk.total_uncompressed_size) for chunk in chunks]
+                taken = [size for path, size in paths if {path, path.partition(".")[0]} & set(self._columns)]
+                pages_bytes = max(pages_bytes, sum(min(size, 2 * PAGE_BYTES_TYPICAL) for size in taken))
+        return pages_bytes + len(self._columns) * READ_BUFFER_BYTES + 8 * max(BATCH_BYTES, row_bytes)
 
     def _as_rows(self, batch: Any, row_shape: tuple[int, ...] | None, first: int) -> NDArray[Any]:
         """``[n, *row_shape]`` of a record batch. ``row_shape`` None: take the widths as they come."""

@@ -1,7 +1,7 @@
 """Packing: from features and a graph to a committed store.
 
-For each table: find the order, write its maps, bring the rows into it (:mod:`featstore.pack.permute`), write the checksums; then the
-small arrays; then commit (:mod:`featstore.pack.generations`). Every step leaves its progress in the journal. Nothing that depends on time,
+For each table: find the order, write its maps, bring the rows into it (:mod:`featstore.packing.permute`), write the checksums; then the
+small arrays; then commit (:mod:`featstore.packing.generations`). Every step leaves its progress in the journal. Nothing that depends on time,
 place or memory goes into the store, so that equal input and seed give equal bytes.
 """
 
@@ -37,13 +37,13 @@ from featstore.manifest import (
 )
 from featstore.order import Order, make_order
 from featstore.order.orders import degree_order
-from featstore.pack import permute
-from featstore.pack.convert import ValueReport, target_dtype
-from featstore.pack.generations import Generation, begin, collect, commit, writer_lock
-from featstore.pack.graphs import Graph, open_graph
-from featstore.pack.journal import Journal, State, TableProgress
-from featstore.pack.sources import RowSource, open_rows
-from featstore.pack.writer import Catalogue, TableWriter, write_array, zarr_array_json, zarr_group_json
+from featstore.packing import permute
+from featstore.packing.convert import ValueReport, target_dtype
+from featstore.packing.generations import Generation, begin, collect, commit, writer_lock
+from featstore.packing.graphs import Graph, open_graph
+from featstore.packing.journal import Journal, State, TableProgress
+from featstore.packing.sources import RowSource, open_rows
+from featstore.packing.writer import Catalogue, TableWriter, write_array, zarr_array_json, zarr_group_json
 from featstore.store import Store
 from featstore.units import PAGE_BYTES, parse_bytes
 
@@ -95,9 +95,9 @@ def pack(
 
     Args:
         out: the store's directory; made if it does not exist.
-        features: one table (a path, an array, an iterator of row blocks, anything :func:`featstore.pack.sources.open_rows` takes, or a
+        features: one table (a path, an array, an iterator of row blocks, anything :func:`featstore.packing.sources.open_rows` takes, or a
             PyG ``Data``/``HeteroData`` object, which brings its graph and arrays along), or a mapping of table names to such.
-        graph: the graph of the table (or a mapping of table names to graphs), as :func:`featstore.pack.graphs.open_graph` takes it.
+        graph: the graph of the table (or a mapping of table names to graphs), as :func:`featstore.packing.graphs.open_graph` takes it.
             Its degrees become the order in which a static cache takes rows.
         arrays: small arrays to keep beside the tables (labels, splits), in node id order: name to array, or path of a ``.npy``.
         order: ``"auto"`` (METIS where there is a graph and METIS fits the memory, else LDG; as given without a graph), ``"given"``,
@@ -148,7 +148,7 @@ def pack(
 
 def _inputs(features: Any) -> tuple[dict[str, RowSource], dict[str, Any], dict[str, NDArray[Any]]]:
     """Tables, graphs and arrays out of what the user gave as features."""
-    from featstore.pack.sources_pyg import is_pyg, pyg_arrays, pyg_graphs, pyg_tables
+    from featstore.packing.sources_pyg import is_pyg, pyg_arrays, pyg_graphs, pyg_tables
 
     graphs: dict[str, Any] = {}
     arrays: dict[str, NDArray[Any]] = {}

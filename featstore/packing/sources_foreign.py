@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from featstore.errors import SourceError
-from featstore.pack.sources_base import RowSource, dtype_text, file_fingerprint, import_extra, stat_of, to_native
-from featstore.pack.sources_memory import TensorRows
+from featstore.packing.sources_base import RowSource, dtype_text, file_fingerprint, import_extra, stat_of, to_native
+from featstore.packing.sources_memory import TensorRows
 
 __all__ = ["TorchFileRows", "ZarrRows", "load_tensor", "zarr_rows"]
 

@@ -23,11 +23,11 @@ from numba import njit
 from numpy.typing import NDArray
 
 from featstore.errors import SourceError
-from featstore.pack.sources_base import FileReader, import_extra
-from featstore.pack.sources_files import NpyHeader, read_npy_header
-from featstore.pack.sources_npz import MemberReader
-from featstore.pack.sources_tables import parquet_file
-from featstore.pack.sources_text import open_text
+from featstore.packing.sources_base import FileReader, import_extra
+from featstore.packing.sources_files import NpyHeader, read_npy_header
+from featstore.packing.sources_npz import MemberReader
+from featstore.packing.sources_tables import parquet_file
+from featstore.packing.sources_text import open_text
 
 __all__ = ["ArrayEdges", "CsrEdges", "NpyEdges", "NpzEdges", "ParquetEdges", "TextEdges", "parse_pairs"]
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import itertools
+import os
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +19,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from featstore.errors import BudgetError, DiskFullError, SourceError
-from featstore.pack import graphs_build
-from featstore.pack.graphs import Graph, open_graph
-from featstore.pack.graphs_build import build_csc, count_targets, place_sources, range_bounds, sort_runs
-from featstore.pack.graphs_edges import ArrayEdges, parse_pairs
+from featstore.errors import BudgetError, DeviceError, DiskFullError, SourceError
+from featstore.packing import graphs_build
+from featstore.packing.graphs import Graph, open_graph
+from featstore.packing.graphs_build import build_csc, count_targets, place_sources, range_bounds, sort_runs
+from featstore.packing.graphs_edges import ArrayEdges, parse_pairs
 
 NODES = 37
 
@@ -155,7 +157,7 @@ def test_malformed_text_names_the_line(tmp_path: Path, text: str) -> None:
 @pytest.mark.parametrize("suffix", [".csv", ".tsv", ".txt", ".el", ".csv.gz", ".txt.gz"])
 @pytest.mark.parametrize("header", ["", "src{0}dst\n", "# from to\n\n", "id{0}target{0}source\n", "a{0}b\n"])
 def test_text(tmp_path: Path, suffix: str, header: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("featstore.pack.graphs_edges.TEXT_CHUNK_BYTES", 100)
+    monkeypatch.setattr("featstore.packing.graphs_edges.TEXT_CHUNK_BYTES", 100)
     edge_index = edges_of()
     between = "," if "csv" in suffix else "\t"
     if "id" in header:
@@ -427,3 +429,29 @@ def test_dtypes_of_indices() -> None:
     assert open_graph((np.array([0, 2]), np.array([0, 0], np.uint8))).indices.dtype == np.int32
     with pytest.raises(ValueError, match="block_edges"):
         next(graph.blocks(0))
+
+
+def test_failed_scratch_writes_are_typed_and_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    edge_index = edges_of()
+    small_blocks(monkeypatch)
+    real, calls = os.pwrite, [0]
+    for number, error, expected in (
+        (1, errno.ENOSPC, DiskFullError),
+        (1, errno.EIO, DeviceError),
+        (30, errno.ENOSPC, DiskFullError),
+        (30, errno.EIO, DeviceError),
+    ):
+        calls[0] = 0
+
+        def failing(fd: int, data: Any, offset: int, number: int = number, error: int = error) -> int:
+            calls[0] += 1
+            if calls[0] == number:
+                raise OSError(error, os.strerror(error))
+            return real(fd, data[: len(data) // 2 + 1], offset)
+
+        monkeypatch.setattr(os, "pwrite", failing)
+        with pytest.raises(expected, match=str(tmp_path)):
+            open_graph(edge_index, nodes=NODES, memory_bytes=2600, scratch_dir=tmp_path)
+        assert list(tmp_path.iterdir()) == []
+    calls[0] = -(10**9)
+    check(open_graph(edge_index, nodes=NODES, memory_bytes=2600, scratch_dir=tmp_path), edge_index)

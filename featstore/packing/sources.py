@@ -30,10 +30,10 @@ from typing import Any
 import numpy as np
 
 from featstore.errors import SourceError
-from featstore.pack.sources_base import RowSource, open_binary, stat_of
-from featstore.pack.sources_files import NPY_MAGIC, FileRows, agreed_dtype, agreed_shape, npy_rows, raw_rows
-from featstore.pack.sources_memory import ArrayRows, IteratorRows, SparseRows, TensorRows
-from featstore.pack.sources_pyg import pyg_arrays, pyg_graphs, pyg_tables
+from featstore.packing.sources_base import RowSource, open_binary, stat_of
+from featstore.packing.sources_files import NPY_MAGIC, FileRows, agreed_dtype, agreed_shape, npy_rows, raw_rows
+from featstore.packing.sources_memory import ArrayRows, IteratorRows, SparseRows, TensorRows
+from featstore.packing.sources_pyg import pyg_arrays, pyg_graphs, pyg_tables
 
 __all__ = ["IteratorRows", "RowSource", "open_rows", "pyg_arrays", "pyg_graphs", "pyg_tables"]
 
@@ -93,16 +93,16 @@ def _open_path(
         return _open_folder(path, dtype, key, name)
     suffix = path.suffix.lower()
     if suffix in ARROW_SUFFIXES:
-        from featstore.pack.sources_tables import arrow_rows
+        from featstore.packing.sources_tables import arrow_rows
 
         return arrow_rows(path, key, name)
     single = _single_key(key, path)
     if suffix == ".npz":
-        from featstore.pack.sources_npz import npz_rows
+        from featstore.packing.sources_npz import npz_rows
 
         return npz_rows(path, key=single, dtype=dtype, shape=shape, name=name)
     if suffix in (".pt", ".pth"):
-        from featstore.pack.sources_foreign import TorchFileRows
+        from featstore.packing.sources_foreign import TorchFileRows
 
         return TorchFileRows(path, single, name)
     if single is not None:
@@ -112,7 +112,7 @@ def _open_path(
     if has_magic and offset == 0:
         return npy_rows(path, dtype=dtype, shape=shape, name=name)
     if suffix == ".csv" or path.name.lower().endswith(".csv.gz"):
-        from featstore.pack.sources_text import CsvRows
+        from featstore.packing.sources_text import CsvRows
 
         return CsvRows(path, dtype=dtype, name=name)
     if dtype is None or shape is None:
@@ -128,10 +128,10 @@ def _open_path(
 
 
 def _open_folder(path: Path, dtype: Any, key: str | Sequence[str] | None, name: str | None) -> RowSource:
-    from featstore.pack.sources_text import ogb_folder, ogb_rows
+    from featstore.packing.sources_text import ogb_folder, ogb_rows
 
     if any((path / meta).is_file() for meta in ("zarr.json", ".zarray", ".zgroup")):
-        from featstore.pack.sources_foreign import zarr_rows
+        from featstore.packing.sources_foreign import zarr_rows
 
         return zarr_rows(path, _single_key(key, path), name)
     raw = ogb_folder(path, "node-feat.csv.gz")
@@ -162,7 +162,7 @@ def _open_object(spec: Any, rows: int | None, name: str | None) -> RowSource:
     if library == "scipy" and hasattr(spec, "tocsr"):
         return SparseRows(spec, name=name or "<sparse matrix>")
     if library == "zarr" and hasattr(spec, "chunks"):
-        from featstore.pack.sources_foreign import ZarrRows
+        from featstore.packing.sources_foreign import ZarrRows
 
         return ZarrRows(spec, name=name or "<zarr array>")
     if isinstance(spec, Iterable) and not isinstance(spec, (bytes, bytearray, memoryview, dict)):

@@ -14,10 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from featstore.errors import SourceError
-from featstore.pack.sources_memory import tensor_to_numpy
+from featstore.packing.sources_memory import tensor_to_numpy
 
 if TYPE_CHECKING:
-    from featstore.pack.graphs import Graph
+    from featstore.packing.graphs import Graph
 
 __all__ = ["is_pyg", "pyg_arrays", "pyg_graphs", "pyg_tables"]
 
@@ -61,7 +61,7 @@ def pyg_graphs(data: Any, *, memory_bytes: int | None = None, scratch_dir: Path 
 
     Types without such a relation are left out. ``memory_bytes`` None: as much memory as it takes.
     """
-    from featstore.pack.graphs import open_graph
+    from featstore.packing.graphs import open_graph
 
     nodes, edges = _stores(data)
     graphs = {}

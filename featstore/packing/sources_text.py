@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from featstore.errors import SourceError
-from featstore.pack.sources_base import RowSource, dtype_text, file_fingerprint, named_dtype, open_binary
+from featstore.packing.sources_base import RowSource, dtype_text, file_fingerprint, named_dtype, open_binary
 
 __all__ = ["CsvRows", "ogb_folder", "ogb_rows", "open_text"]
 

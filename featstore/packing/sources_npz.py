@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from featstore.errors import DeviceError, SourceError
-from featstore.pack.sources_base import (
+from featstore.packing.sources_base import (
     DROP_STEP_BYTES,
     RowSource,
     bytes_of,
@@ -36,8 +36,8 @@ from featstore.pack.sources_base import (
     read_native,
     to_native,
 )
-from featstore.pack.sources_files import FileRows, NpyHeader, agreed_dtype, agreed_shape, parse_npy_header
-from featstore.pack.sources_memory import ArrayRows, add_sparse
+from featstore.packing.sources_files import FileRows, NpyHeader, agreed_dtype, agreed_shape, parse_npy_header
+from featstore.packing.sources_memory import ArrayRows, add_sparse
 
 __all__ = ["MemberReader", "NpzCsrRows", "NpzRows", "member_headers", "npz_rows", "read_member"]
 

@@ -1,0 +1,330 @@
+"""Calibration: the two numbers of the device model, measured through featstore's own engines.
+
+Extents of five sizes, from one page to the longest read, are read at random distinct places of chunk files, in ascending
+order as the planner issues them, at full queue depth, with checksums verified. The sizes take turns over several rounds, so that a
+disturbance hits all of them alike, and each size's median counts. ``read_seconds`` and ``byte_seconds`` are the line through
+time per read over bytes per read, by least squares on the relative error: no size may be off by much, however fast. What a
+request costs besides is the median time of a read of one row through a :class:`featstore.reader.Reader`, less that read's cost.
+
+Everything is read cold: with direct I/O the page cache is not involved, and for the others the files are dropped from
+it before each run. A store with too little data for that, or a directory without a store, gets a temporary store beside it.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import gcd
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from featstore.cost import DeviceModel, device_key, save_model
+from featstore.engine import EngineName, choose, make
+from featstore.engine.base import EXTENT_BYTES_MAX, Engine
+from featstore.engine.files import Access, TableFiles
+from featstore.engine.lane import Lane
+from featstore.errors import DiskFullError, SourceError
+from featstore.layout import TableLayout
+from featstore.manifest import MANIFEST_NAME
+from featstore.store import Store, Table
+from featstore.units import PAGE_BYTES, parse_bytes
+
+QUEUE_DEPTH = 128
+STAGING_BYTES = 16 * 2**20
+#: Sizes of the reads measured, in bytes.
+EXTENT_SIZES = (PAGE_BYTES, 16 * 1024, 64 * 1024, 256 * 1024, EXTENT_BYTES_MAX)
+#: A store with less data than this is measured on a temporary store beside it.
+DATA_BYTES_MIN = 512 * 2**20
+ROUNDS = 5
+SECONDS = 5.0
+_PILOT_READS = 256
+_REQUESTS = 101
+_OUT_ROWS = 2048
+_READER_BYTES = 64 * 2**20
+_ROW_BYTES_MAX = 512
+_SECONDS_MIN = 1e-12  # a model's numbers stay positive: a device may well be too fast for one of them to show
+
+#: Told the stage, and how many of how many steps are done.
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One size of reads: ``seconds`` holds the time per read of each round; ``seconds_per_read`` is their median."""
+
+    extent_bytes: int
+    reads: int
+    seconds: tuple[float, ...]
+
+    @property
+    def seconds_per_read(self) -> float:
+        return statistics.median(self.seconds)
+
+    @property
+    def spread(self) -> float:
+        """(slowest - fastest) / median of the rounds: large where something else uses the device."""
+        return (max(self.seconds) - min(self.seconds)) / self.seconds_per_read
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """A measured device model and what it was made from. ``key`` is what it is kept under (:mod:`featstore.cost`)."""
+
+    key: str
+    engine: EngineName
+    access: Access
+    access_because: str
+    model: DeviceModel
+    samples: tuple[Sample, ...]
+    temporary: bool
+    seconds: float
+
+    @property
+    def error(self) -> float:
+        """Largest relative error of the model over the sizes measured."""
+        m = self.model
+        return max(abs(m.read_seconds + s.extent_bytes * m.byte_seconds - s.seconds_per_read) / s.seconds_per_read for s in self.samples)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, for JSON."""
+        m = self.model
+        return {
+            "key": self.key, "engine": self.engine, "access": self.access, "access_because": self.access_because,
+            "model": {"read_seconds": m.read_seconds, "byte_seconds": m.byte_seconds, "request_seconds": m.request_seconds},
+            "gap_pages_max": m.gap_pages_max, "error": self.error, "temporary": self.temporary, "seconds": self.seconds,
+            "samples": [
+                {"extent_bytes": s.extent_bytes, "reads": s.reads, "seconds_per_read": s.seconds_per_read, "spread": s.spread}
+                for s in self.samples
+            ],
+        }  # fmt: skip
+
+
+def calibrate(path: str | os.PathLike[str], engine: str = "auto", *, seconds: float = SECONDS) -> DeviceModel:
+    """Measure the device that holds ``path`` (a store or a directory) through an engine, and keep the model for all readers.
+
+    Raises what :func:`measure` raises.
+    """
+    result = measure(path, engine, seconds=seconds)
+    save_model(result.key, result.model)
+    return result.model
+
+
+def measure(
+    path: str | os.PathLike[str],
+    engine: str = "auto",
+    *,
+    seconds: float = SECONDS,
+    data_bytes_min: int = DATA_BYTES_MIN,
+    progress: Progress | None = None,
+) -> Calibration:
+    """Measure, and keep nothing.
+
+    ``path``: a store, or any directory on the device. ``engine``: as for a reader. ``seconds``: about how long to measure,
+    beyond the writing of a temporary store. ``data_bytes_min``: a store with less data is not measured itself.
+
+    Raises SourceError (no such directory, or none that may be written), DiskFullError, CorruptionError, DeviceError;
+    ValueError and OSError for an engine that does not exist or work here.
+    """
+    begin = time.perf_counter()
+    tell = progress or _nobody
+    choice = choose(engine)
+    if seconds <= 0:
+        raise ValueError(f"a calibration takes more than {seconds} seconds")
+    with _store_to_measure(Path(os.path.abspath(path)), data_bytes_min, tell) as (store, temporary):
+        table = max(store.tables.values(), key=lambda t: t.layout.pages)
+        bench = LaneBench(store, table, choice.name)
+        try:
+            samples = _samples(bench, seconds * 0.9, tell)
+        finally:
+            bench.close()
+        model = fit_model(samples)
+        model = _with_request_seconds(model, store, table, choice.name, seconds * 0.1)
+        tell("measure", 1, 1)
+        key = device_key(store.path, choice.name, bench.access)
+        return Calibration(
+            key, choice.name, bench.access, bench.access_because, model, samples, temporary, time.perf_counter() - begin
+        )
+
+
+def fit_model(samples: tuple[Sample, ...]) -> DeviceModel:
+    """The line through time per read over bytes per read, least squares on the relative error; both numbers positive."""
+    sizes = np.array([s.extent_bytes for s in samples], np.float64)
+    times = np.array([s.seconds_per_read for s in samples], np.float64)
+    ones = np.ones(len(times))
+    (read, byte), *_ = np.linalg.lstsq(np.stack([1 / times, sizes / times], axis=1), ones, rcond=None)
+    if read < 0:  # each byte costs and nothing else, as with page faults
+        read, byte = 0.0, float((sizes / times).sum() / ((sizes / times) ** 2).sum())
+    elif byte < 0:
+        read, byte = float((1 / times).sum() / ((1 / times) ** 2).sum()), 0.0
+    return DeviceModel(max(float(read), _SECONDS_MIN), max(float(byte), _SECONDS_MIN), 0.0)
+
+
+class LaneBench:
+    """Times runs of reads of one size over a table's chunk files, cold, through an engine; see the module's text.
+
+    To the engine the files are rows of ``row_bytes`` (a divisor of a page), of which each extent wants one a page.
+    """
+
+    def __init__(self, store: Store, table: Table, engine: EngineName, queue_depth: int = QUEUE_DEPTH) -> None:
+        layout = table.layout
+        self.row_bytes = gcd(layout.chunk_bytes, _ROW_BYTES_MAX)
+        self._layout = TableLayout(layout.chunks * layout.chunk_bytes // self.row_bytes, self.row_bytes, layout.chunk_bytes // self.row_bytes)
+        self._checksums = store.load(table.entry.page_checksums)
+        self._paths = [store.path / table.entry.chunk_path(chunk) for chunk in range(layout.chunks)]
+        self._wanted: Access = "mapped" if engine == "mmap" else "direct"
+        files = self._open()
+        self.access, self.access_because = files.access, files.buffered_because
+        files.close()
+        self._engine: Engine = make(engine, queue_depth, STAGING_BYTES, EXTENT_BYTES_MAX)
+        self._out = np.zeros(_OUT_ROWS * self.row_bytes, np.uint8)
+        self._random = np.random.default_rng(0)
+
+    def places(self, extent_bytes: int) -> int:
+        """How many distinct extents of this size the files have; none crosses from one file to the next."""
+        pages = self._layout.chunk_bytes // PAGE_BYTES  # a last page that is not full is left out
+        return self._layout.chunks * (pages // (extent_bytes // PAGE_BYTES))
+
+    def run(self, extent_bytes: int, reads: int) -> float:
+        """Seconds for so many random reads of this size. Raises CorruptionError and DeviceError."""
+        pages = extent_bytes // PAGE_BYTES
+        per_file = self._layout.chunk_bytes // PAGE_BYTES // pages
+        chosen = np.sort(self._random.choice(self.places(extent_bytes), reads, replace=False)).astype(np.int64)
+        first_page = chosen // per_file * self._layout.pages_per_chunk + chosen % per_file * pages
+        files = self._open()
+        try:
+            return self._time(files, first_page, pages)
+        finally:
+            files.close()
+
+    def _open(self) -> TableFiles:
+        """The files, none of them in the page cache (as far as the system lets go of them)."""
+        if self._wanted == "mapped" or getattr(self, "access", "direct") != "direct":
+            for path in self._paths:
+                drop_cached(path)
+        return TableFiles(self._paths, self._layout, self._checksums, self._wanted)
+
+    def _time(self, files: TableFiles, first_page: NDArray[np.int64], pages: int) -> float:
+        reads = len(first_page)
+        wanted = (first_page[:, None] + np.arange(pages)).reshape(-1)
+        bits = (_OUT_ROWS - 1).bit_length()
+        rows = (wanted * (PAGE_BYTES // self.row_bytes)).astype(np.uint64)
+        keys = rows << np.uint64(bits) | (np.arange(len(rows), dtype=np.uint64) % np.uint64(_OUT_ROWS))
+        first = np.arange(0, len(rows) + 1, pages, dtype=np.int32)
+        done = threading.Event()
+        lane = Lane(files, first_page, np.full(reads, pages, np.int32), first, keys, bits, self._out, lambda _: done.set())
+        begin = time.perf_counter()
+        self._engine.start(lane)
+        done.wait()
+        elapsed = time.perf_counter() - begin
+        error = lane.error()
+        if error is not None:
+            raise error
+        return elapsed
+
+    def close(self) -> None:
+        self._engine.close()
+
+
+def drop_cached(path: Path) -> None:
+    """Ask the system to drop a file's clean pages from the page cache."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
+
+
+def _samples(bench: LaneBench, seconds: float, tell: Progress) -> tuple[Sample, ...]:
+    sizes = [size for size in EXTENT_SIZES if bench.places(size) >= 1]
+    each = seconds / (len(sizes) * (ROUNDS + 1))
+    reads, times = {}, {}
+    steps, step = len(sizes) * (ROUNDS + 1), 0
+    for size in sizes:  # find how many reads fill the time; the first run also compiles and wakes what there is
+        pilot = min(_PILOT_READS, bench.places(size))
+        bench.run(size, pilot)
+        rate = pilot / bench.run(size, pilot)
+        reads[size] = max(1, min(bench.places(size), int(rate * each)))
+        times[size] = []
+        tell("measure", step := step + 1, steps)
+    for _ in range(ROUNDS):
+        for size in sizes:
+            times[size].append(bench.run(size, reads[size]) / reads[size])
+            tell("measure", step := step + 1, steps)
+    return tuple(Sample(size, reads[size], tuple(times[size])) for size in sizes)
+
+
+def _with_request_seconds(model: DeviceModel, store: Store, table: Table, engine: EngineName, seconds: float) -> DeviceModel:
+    """The model with ``request_seconds``: the median of reads of one row, less what the read itself costs."""
+    random = np.random.default_rng(1)
+    times: list[float] = []
+    memory_bytes = _READER_BYTES + 8 * table.rows + 4 * table.layout.pages + 16 * table.row_bytes
+    for chunk in range(table.layout.chunks):
+        drop_cached(store.path / table.entry.chunk_path(chunk))
+    with store.reader(memory=memory_bytes, tables=[table.name], static=None, engine=engine, model=model) as reader:
+        out = np.empty((1, *table.row_shape), table.dtype)
+        until = time.perf_counter() + seconds
+        while len(times) < _REQUESTS and (len(times) < 3 or time.perf_counter() < until):
+            ids = random.integers(0, table.rows, 1)
+            begin = time.perf_counter()
+            reader.read(ids, out=out)
+            times.append(time.perf_counter() - begin)
+        plan = reader.plan(ids)
+    rest = statistics.median(times) - model.seconds(plan.reads, plan.bytes_read)
+    return DeviceModel(model.read_seconds, model.byte_seconds, max(rest, _SECONDS_MIN))
+
+
+@contextmanager
+def _store_to_measure(path: Path, data_bytes_min: int, tell: Progress) -> Iterator[tuple[Store, bool]]:
+    """The store at ``path`` if it has data enough, else a temporary one on the same device; and whether it is temporary."""
+    if not path.is_dir():
+        raise SourceError(f"{path} is {'a file' if path.exists() else 'not there'}; give a store or a directory on the device to measure")
+    directory = path
+    if (path / MANIFEST_NAME).exists():
+        with Store(path) as store:
+            if max((t.data_bytes for t in store.tables.values()), default=0) >= data_bytes_min:
+                yield store, False
+                return
+        directory = path.parent  # nothing but a pack writes into a store
+    _check_writable(directory, path, data_bytes_min)
+    with tempfile.TemporaryDirectory(prefix=".featstore-calibrate-", dir=directory) as scratch:
+        with _temporary_store(Path(scratch) / "store", data_bytes_min, tell) as store:
+            yield store, True
+
+
+def _check_writable(directory: Path, path: Path, data_bytes: int) -> None:
+    if not os.access(directory, os.W_OK | os.X_OK):
+        raise SourceError(f"{directory} cannot be written, and {path} has too little data to measure on; name a directory that can")
+    if os.stat(directory).st_dev != os.stat(path).st_dev:
+        raise SourceError(f"{path} has too little data to measure on, and {directory} is another device; name a directory on the same one")
+    status = os.statvfs(directory)
+    needed, free = data_bytes + data_bytes // 16, status.f_bavail * status.f_frsize
+    if free < needed:
+        raise DiskFullError(directory, needed, free)
+
+
+def _temporary_store(path: Path, data_bytes: int, tell: Progress) -> Store:
+    import featstore
+
+    block = np.random.default_rng(0).integers(0, 2**32, (2048, 128), dtype=np.uint32)  # 1 MiB
+    blocks = max(1, data_bytes // block.nbytes)
+
+    def rows() -> Iterator[NDArray[np.uint32]]:
+        for k in range(blocks):
+            block[:, 0] = k
+            tell("write", k, blocks)
+            yield block
+
+    return featstore.pack(path, rows(), memory=parse_bytes("128MiB"))
+
+
+def _nobody(stage: str, done: int, total: int) -> None:
+    """Nobody watches."""
