@@ -8,7 +8,6 @@ survives fork: the copy opens the same generation, even if a newer one has been 
 from __future__ import annotations
 
 import fcntl
-import math
 import os
 import threading
 from collections.abc import Iterator, Mapping
@@ -18,16 +17,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from featstore.arrays import load_array
 from featstore.dtypes import dtype_from_name
-from featstore.engine.files import open_regular
 from featstore.errors import CorruptionError, DeviceError, FormatError, IncompleteStoreError
 from featstore.layout import TableLayout
-from featstore.manifest import ArrayEntry, FileEntry, Manifest, TableEntry, array_bytes, array_chunk, parse, read_manifest
+from featstore.manifest import ArrayEntry, FileEntry, Manifest, TableEntry, array_chunk, parse, read_manifest
 
 if TYPE_CHECKING:
     from featstore.reader import Reader
-
-_BLOCK_BYTES = 4 * 2**20
 
 
 class Table:
@@ -169,39 +166,8 @@ class Store:
     def load(self, entry: ArrayEntry, first: int | None = None) -> NDArray[Any]:
         """A small array, or its ``first`` elements along axis 0. The whole file is verified against its digest in either
         case, block by block. Raises CorruptionError and DeviceError."""
-        dtype = dtype_from_name(entry.dtype)
-        shape = list(entry.shape)
-        if first is not None and shape:
-            shape[0] = min(shape[0], first)
         chunk = array_chunk(entry)
-        out = np.empty(math.prod(shape), dtype)
-        if chunk is not None:
-            self._load_file(self.path / chunk, array_bytes(entry), self._sizes[chunk].digest, out.view(np.uint8).reshape(-1))
-        return out.reshape(shape)
-
-    def _load_file(self, path: Path, size: int, digest: str, out: NDArray[np.uint8]) -> None:
-        from featstore.checksum import crc_pages, digest_of_checksums
-
-        checksums = np.empty(-(-size // 4096), np.uint32)
-        block = np.empty(min(_BLOCK_BYTES, size), np.uint8)
-        descriptor = open_regular(path, size)
-        try:
-            done = 0
-            while done < size:
-                want = min(len(block), size - done)
-                # Fill the block: page checksums need whole pages.
-                got = _read_fully(descriptor, block[:want], done, path)
-                if got < want:
-                    raise CorruptionError(path, done + got, f"{size:,} bytes", f"{done + got:,} bytes")
-                crc_pages(block[:got], checksums[done // 4096 :])
-                keep = min(got, max(0, out.nbytes - done))
-                out[done : done + keep] = block[:keep]
-                done += got
-        finally:
-            os.close(descriptor)
-        actual = digest_of_checksums(checksums)
-        if actual != digest:
-            raise CorruptionError(path, None, f"digest {digest}", actual)
+        return load_array(self.path, entry, None if chunk is None else self._sizes[chunk], first)
 
     def reader(self, **options: Any) -> Reader:
         """A reader over this store's tables; the options are those of :class:`featstore.reader.Reader`."""
@@ -231,17 +197,3 @@ class Store:
 
     def __repr__(self) -> str:
         return f"<Store {str(self.path)!r}, {self.manifest.generation}: {', '.join(map(repr, self.tables.values()))}>"
-
-
-def _read_fully(descriptor: int, out: NDArray[np.uint8], offset: int, path: Path) -> int:
-    """Fill ``out`` from a file; returns the bytes read, fewer only at its end."""
-    done = 0
-    while done < len(out):
-        try:
-            got = os.preadv(descriptor, [out[done:]], offset + done)  # type: ignore[list-item]
-        except OSError as error:
-            raise DeviceError(error.errno or 5, path, offset + done) from error
-        if got == 0:
-            break
-        done += got
-    return done

@@ -15,7 +15,9 @@ fresh neighbours. The epoch lies in shared memory, so workers that persist see i
 
 **Workers.** With fork, workers see the parent's arrays. With spawn, the topology is moved once into shared memory and
 each worker maps it. Features are best read where the reader lives, in the main process: give ``NodeLoader`` the
-option ``filter_per_worker=False``, and all workers share one cache and one memory budget.
+option ``filter_per_worker=False``, and all workers share one cache and one memory budget. Without it each worker
+reads for itself and takes a budget of its own: a spawned one opens a reader when it first needs one, a forked one
+shares what the static tier held at the fork.
 
 Edge features are not fetched: PyG asks a custom feature store for those of nodes only.
 """

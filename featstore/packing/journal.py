@@ -13,15 +13,14 @@ import msgspec
 
 from featstore.disk import Disk
 from featstore.errors import FormatError, SourceError
+from featstore.manifest import FileEntry, OrderEntry
 
 
 class TableProgress(msgspec.Struct, forbid_unknown_fields=True):
     """How far one table is. All counts speak of what is durable."""
 
-    ordered: bool = False
-    order_parameters: dict[str, Any] = msgspec.field(default_factory=dict)
-    order_method: str = ""
-    partitions: int = 0
+    order: OrderEntry | None = None  # its arrays are written, and these are their files:
+    order_files: list[FileEntry] = msgspec.field(default_factory=list)
     rows_counted: int = 0  # rows of the source in the value report and the digest
     report: dict[str, Any] = msgspec.field(default_factory=dict)
     source_digest: int = 0

@@ -14,10 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 import featstore
+from featstore.arrays import load_array
 from featstore.checksum import crc_pages, digest_of_checksums
 from featstore.disk import Disk
 from featstore.dtypes import dtype_name, zarr_storage
@@ -33,10 +35,9 @@ from featstore.manifest import (
     array_chunk,
     check_name,
     sealed,
-    zarr_axes,
 )
 from featstore.order import Order, make_order
-from featstore.order.orders import degree_order
+from featstore.order.orders import degree_memory_bytes, degree_order
 from featstore.packing import permute
 from featstore.packing.convert import ValueReport, target_dtype
 from featstore.packing.generations import Generation, begin, collect, commit, writer_lock
@@ -311,27 +312,42 @@ class _Packing:
         assert source.rows is not None
         layout = TableLayout.choose(source.rows, source.row_values * dtype.itemsize)
         self._group(self.generation.directory / "tables" / name)
-        order, by_degree = self._order(name, layout, progress)
-        row_of_node = _inverse(order.node_of_row)
-        order_entry = self._write_order(base, order, row_of_node, by_degree)
-        held = sum(a.nbytes for a in (order.node_of_row, row_of_node) if a is not None)
-        del by_degree
+        if progress.order is None:
+            self._make_order(name, base, layout, progress)
+        order = progress.order
+        assert order is not None
+        for file in progress.order_files:
+            self.catalogue.add(file.path, file.bytes, file.digest)
         report = ValueReport(source.dtype, dtype)
         report.restore(progress.report)
-        checksums = ArrayEntry(f"{base}/page_checksums", [layout.pages], "uint32")
         entry = TableEntry(
             path=f"{base}/rows", rows=layout.rows, row_shape=list(source.row_shape), dtype=dtype_name(dtype),
-            row_bytes=layout.row_bytes, rows_per_chunk=layout.rows_per_chunk, page_checksums=checksums, order=order_entry,
-            statistics={},
+            row_bytes=layout.row_bytes, rows_per_chunk=layout.rows_per_chunk,
+            page_checksums=ArrayEntry(f"{base}/page_checksums", [layout.pages], "uint32"), order=order, statistics={},
         )  # fmt: skip
-        job = permute.Job(
-            self.disk, name, source, layout, report, row_of_node, order.node_of_row, self.generation.spill,
-            lambda chunk: self.generation.store / entry.chunk_path(chunk), self.options.memory_bytes - held, held,
-            self.journal, progress, self._tick(name),
-        )  # fmt: skip
-        self._rows(job, entry)
+        self._rows_metadata(entry, dtype)
+        if layout.rows:
+            checksum_path = self.generation.store / str(array_chunk(entry.page_checksums))
+            if not progress.done:
+                self._write_rows(self._job(name, entry, report), checksum_path)
+            self._catalogue_rows(layout, entry, checksum_path)
         statistics = report.result() | {"rows_digest": f"{progress.written_digest:016x}"}
-        return _with_statistics(entry, statistics)
+        return msgspec.structs.replace(entry, statistics=statistics)
+
+    def _job(self, name: str, entry: TableEntry, report: ValueReport) -> permute.Job:
+        row_of_node, node_of_row = self._load(entry.order.row_of_node), self._load(entry.order.node_of_row)
+        held = sum(a.nbytes for a in (row_of_node, node_of_row) if a is not None)
+        return permute.Job(
+            self.disk, name, self.tables[name], entry.layout, report, row_of_node, node_of_row, self.generation.spill,
+            lambda chunk: self.generation.store / entry.chunk_path(chunk), self.options.memory_bytes - held, held,
+            self.journal, self.journal.table(name), self._tick(name),
+        )  # fmt: skip
+
+    def _load(self, entry: ArrayEntry | None) -> NDArray[Any] | None:
+        if entry is None:
+            return None
+        chunk = array_chunk(entry)
+        return load_array(self.generation.store, entry, None if chunk is None else self.catalogue.files[chunk])
 
     def _counted(self, name: str) -> RowSource:
         """The table's source with a known number of rows: an iterator's rows are spooled to the disk if need be."""
@@ -340,23 +356,31 @@ class _Packing:
             self.tables[name] = source = permute.spool(source, self.disk, self.generation.spill / f"{name}.spool", self.options.memory_bytes)
         return source
 
-    def _order(self, name: str, layout: TableLayout, progress: TableProgress) -> tuple[Order, NDArray[Any] | None]:
-        """The table's order, and its rows by descending degree where there is a graph."""
+    def _make_order(self, name: str, base: str, layout: TableLayout, progress: TableProgress) -> None:
+        """Find the table's order, and its rows by descending degree where there is a graph; write both, durably."""
         graph = self._graph(name, layout.rows)
-        held = 0 if graph is None else graph.indptr.nbytes + (0 if isinstance(graph.indices, np.memmap) else graph.indices.nbytes)
-        if held >= self.options.memory_bytes:
-            raise BudgetError(2 * held, self.options.memory_bytes, f"hold the graph of table {name!r}")
+        memory = self.options.memory_bytes
+        if graph is not None:
+            held = graph.indptr.nbytes + (0 if isinstance(graph.indices, np.memmap) else graph.indices.nbytes)
+            needed = held + degree_memory_bytes(layout.rows)
+            if needed > memory:
+                raise BudgetError(needed, memory, f"hold the graph of table {name!r} and rank its nodes")
+            memory -= held
         order = make_order(
             self.options.order[name], graph, rows=layout.rows, row_bytes=layout.row_bytes,
             parts=self.options.partitions.get(name), permutation=self.options.permutation.get(name), seed=self.options.seed,
-            memory_bytes=self.options.memory_bytes - held,
+            memory_bytes=memory,
         )  # fmt: skip
+        before = set(self.catalogue.files)
+        row_of_node = _inverse(order.node_of_row)
         by_degree = None
         if graph is not None:
             nodes = degree_order(graph).node_of_row
-            row_of_node = _inverse(order.node_of_row)
             by_degree = nodes if row_of_node is None or nodes is None else row_of_node[nodes]
-        return order, by_degree
+        progress.order = self._write_order(base, order, row_of_node, by_degree)
+        progress.order_files = [f for path, f in self.catalogue.files.items() if path not in before]
+        self.catalogue.fsync_directories()
+        self.journal.save()
 
     def _graph(self, name: str, rows: int) -> Graph | None:
         if name not in self.graphs:
@@ -383,38 +407,33 @@ class _Packing:
             rows_by_degree=maybe("rows_by_degree", by_degree),
         )
 
-    def _rows(self, job: permute.Job, entry: TableEntry) -> None:
-        """Write the chunk files and the checksums, and put them into the catalogue."""
-        stored, extra = zarr_storage(target_dtype(job.source.dtype, self.options.dtype.get(job.name)))
+    def _rows_metadata(self, entry: TableEntry, dtype: np.dtype[Any]) -> None:
+        stored, extra = zarr_storage(dtype)
         rest = [*entry.row_shape, *extra]
-        assert len(rest) == zarr_axes(entry.row_shape, entry.dtype)
         self.catalogue.write(f"{entry.path}/zarr.json", zarr_array_json([entry.rows, *rest], [entry.rows_per_chunk, *rest], stored))
         sums = entry.page_checksums
-        shape = max(1, job.layout.pages)
-        self.catalogue.write(f"{sums.path}/zarr.json", zarr_array_json(sums.shape, [shape], "uint32"))
-        if job.layout.rows == 0:
-            return
-        checksum_path = self.generation.store / str(array_chunk(sums))
-        if not job.progress.done:
-            writer = TableWriter(self.disk, job.layout, job.chunk_path, checksum_path)
-            try:
-                if job.row_of_node is None:
-                    permute.as_given(job, writer)
-                elif permute.fits_in_memory(job):
-                    permute.in_memory(job, writer)
-                else:
-                    permute.spill(job, writer)
-                writer.finish(-(-job.layout.data_bytes // PAGE_BYTES))
-            finally:
-                writer.close()
-            if job.progress.written_digest != job.progress.source_digest:
-                raise CorruptionError(
-                    job.name, None, f"rows of digest {job.progress.source_digest:016x}", f"{job.progress.written_digest:016x}",
-                    "the rows changed between the source and the store: check the memory and the disk, and pack anew",
-                )  # fmt: skip
-            job.progress.done = True
-            permute.save(job)
-        self._catalogue_rows(job.layout, entry, checksum_path)
+        self.catalogue.write(f"{sums.path}/zarr.json", zarr_array_json(sums.shape, [max(1, sums.shape[0])], "uint32"))
+
+    def _write_rows(self, job: permute.Job, checksum_path: Path) -> None:
+        """Write the chunk files and the checksums; what was read must be what was written."""
+        writer = TableWriter(self.disk, job.layout, job.chunk_path, checksum_path)
+        try:
+            if job.row_of_node is None:
+                permute.as_given(job, writer)
+            elif permute.fits_in_memory(job):
+                permute.in_memory(job, writer)
+            else:
+                permute.spill(job, writer)
+            writer.finish(-(-job.layout.data_bytes // PAGE_BYTES))
+        finally:
+            writer.close()
+        if job.progress.written_digest != job.progress.source_digest:
+            raise CorruptionError(
+                job.name, None, f"rows of digest {job.progress.source_digest:016x}", f"{job.progress.written_digest:016x}",
+                "the rows changed between the source and the store: check the memory and the disk, and pack anew with --overwrite",
+            )  # fmt: skip
+        job.progress.done = True
+        permute.save(job)
 
     def _catalogue_rows(self, layout: TableLayout, entry: TableEntry, checksum_path: Path) -> None:
         """Digests of the chunk files, from the checksums; and of the checksums' own file."""
@@ -429,12 +448,6 @@ class _Packing:
         path = array_chunk(entry.page_checksums)
         assert path is not None
         self.catalogue.add(path, 4 * layout.pages, digest_of_checksums(np.concatenate(own)))
-
-
-def _with_statistics(entry: TableEntry, statistics: dict[str, Any]) -> TableEntry:
-    import msgspec
-
-    return msgspec.structs.replace(entry, statistics=statistics)
 
 
 def _inverse(node_of_row: NDArray[Any] | None) -> NDArray[Any] | None:

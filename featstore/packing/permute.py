@@ -429,6 +429,8 @@ def _bucket_pass(job: Job, plan: SpillPlan, writer: TableWriter) -> None:
     """Read bucket after bucket, scatter, write; a page that two buckets share is carried from one to the next."""
     assert job.node_of_row is not None
     layout, progress = job.layout, job.progress
+    if progress.buckets_written == plan.buckets:
+        return
     row_bytes = layout.row_bytes
     capacity = -(-(plan.rows_per_bucket * row_bytes) // PAGE_BYTES) * PAGE_BYTES + PAGE_BYTES
     buffers: queue.SimpleQueue[NDArray[np.uint8]] = queue.SimpleQueue()

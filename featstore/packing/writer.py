@@ -69,6 +69,7 @@ class Catalogue:
             full = full / part
             if full not in self.directories:
                 self.disk.mkdir(full)
+                self.disk.fsync_dir(full.parent)
                 self.directories.add(full)
         return full
 
@@ -156,6 +157,8 @@ class TableWriter:
             self._disk.fsync(file)
             self._disk.close(file)
         self._disk.fsync(self._checksums)
+        for directory in (self._chunk_path(0).parent, self._checksums.path.parent):
+            self._disk.fsync_dir(directory)
 
     def finish(self, written_pages: int) -> None:
         """Give the last chunk file its final size, fill in the checksums of its padding, make all durable."""

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import featstore
 from featstore.errors import IdError, SourceError
 from featstore.sampling import NeighborSampler, fold_ids
 
@@ -91,12 +92,12 @@ def test_loader_delivers_rows_labels_and_edges(graph: Any, features: Any) -> Non
         np.testing.assert_array_equal(alone.col, col)
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_workers_sample_the_same(graph: Any, features: Any, method: str) -> None:
+@pytest.mark.parametrize(("method", "workers"), [("fork", 2), ("spawn", 1)])
+def test_workers_sample_the_same(graph: Any, features: Any, method: str, workers: int) -> None:
     expected = list(loader_over(graph, FeatstoreFeatures(ArrayReader(features=features))))
     loader = loader_over(
         graph, FeatstoreFeatures(ArrayReader(features=features)), filter_per_worker=False,
-        num_workers=2, multiprocessing_context=method, persistent_workers=True, timeout=60,
+        num_workers=workers, multiprocessing_context=method, persistent_workers=True, timeout=60,
     )  # fmt: skip
     for epoch in range(2):
         loader.node_sampler.set_epoch(epoch)
@@ -108,6 +109,36 @@ def test_workers_sample_the_same(graph: Any, features: Any, method: str) -> None
         for batch in batches:
             np.testing.assert_array_equal(batch.x.numpy(), features[batch.n_id.numpy()])
     assert len(loader.data[0]._reader.requests) == 2 * len(expected), "rows are read in the main process"
+
+
+@pytest.mark.parametrize(("method", "in_worker"), [(None, False), ("fork", True), ("fork", False), ("spawn", True)])
+def test_rows_from_a_packed_store(
+    graph: Any, features: Any, tmp_path: Any, method: str | None, in_worker: bool
+) -> None:
+    """The real reader under the loader, in the main process and in workers, which open their own engine."""
+    packed = featstore.pack(tmp_path / "store", features, graph=graph, arrays={"labels": np.arange(NODES) % 5})
+    options: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": method, "timeout": 60} if method else {}
+    with packed as store, store.reader(memory="16MiB", static=np.arange(50)) as reader:
+        source = FeatstoreFeatures(reader, arrays={(None, "y"): store.arrays["labels"]})
+        batches = list(loader_over(graph, source, filter_per_worker=in_worker, **options))
+        assert len(batches) == 5
+        for batch in batches:
+            np.testing.assert_array_equal(batch.x.numpy(), features[batch.n_id.numpy()])
+            np.testing.assert_array_equal(batch.y.numpy(), batch.n_id.numpy() % 5)
+        np.testing.assert_array_equal(source.get_tensor(None, "x", np.array([7, 0])), features[[7, 0]])
+        here = reader.stats().rows_asked
+    assert here == 2 + (0 if in_worker else sum(len(batch.n_id) for batch in batches))
+
+
+def test_a_pickled_feature_store_opens_its_reader_when_needed(graph: Any, features: Any, tmp_path: Any) -> None:
+    with featstore.pack(tmp_path / "store", features, graph=graph) as store, store.reader(memory="16MiB") as reader:
+        copy = pickle.loads(pickle.dumps(FeatstoreFeatures(reader)))
+        assert copy._opened is None
+        again = pickle.loads(pickle.dumps(copy))
+        assert copy._opened is None, "a copy of a copy opens nothing either"
+        assert torch.equal(again.get_tensor(None, "x", torch.tensor([3])), torch.from_numpy(features[[3]]))
+        assert again._opened is not None
+        again._opened.close()
 
 
 def test_sampler_is_pickled_with_its_epoch_and_shares_once(graph: Any) -> None:

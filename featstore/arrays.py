@@ -1,0 +1,74 @@
+"""Reading small arrays of a store: whole files, verified against their digest, in bounded memory."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from featstore.dtypes import dtype_from_name
+from featstore.engine.files import open_regular
+from featstore.errors import CorruptionError, DeviceError
+from featstore.manifest import ArrayEntry, FileEntry, array_bytes, array_chunk
+from featstore.units import PAGE_BYTES
+
+_BLOCK_BYTES = 4 * 2**20
+
+
+def load_array(root: Path, entry: ArrayEntry, file: FileEntry | None, first: int | None = None) -> NDArray[Any]:
+    """A small array below ``root``, or its ``first`` elements along axis 0. ``file`` is None for an array without elements.
+
+    The whole file is read and verified in either case, block by block. Raises CorruptionError and DeviceError.
+    """
+    dtype = dtype_from_name(entry.dtype)
+    shape = list(entry.shape)
+    if first is not None and shape:
+        shape[0] = min(shape[0], first)
+    chunk = array_chunk(entry)
+    out = np.empty(math.prod(shape), dtype)
+    if chunk is not None:
+        assert file is not None
+        _load_file(root / chunk, array_bytes(entry), file.digest, out.view(np.uint8).reshape(-1))
+    return out.reshape(shape)
+
+
+def _load_file(path: Path, size: int, digest: str, out: NDArray[np.uint8]) -> None:
+    from featstore.checksum import crc_pages, digest_of_checksums
+
+    checksums = np.empty(-(-size // PAGE_BYTES), np.uint32)
+    block = np.empty(min(_BLOCK_BYTES, size), np.uint8)
+    descriptor = open_regular(path, size)
+    try:
+        done = 0
+        while done < size:
+            want = min(len(block), size - done)
+            got = read_fully(descriptor, block[:want], done, path)
+            if got < want:
+                raise CorruptionError(path, done + got, f"{size:,} bytes", f"{done + got:,} bytes")
+            crc_pages(block[:got], checksums[done // PAGE_BYTES :])
+            keep = min(got, max(0, out.nbytes - done))
+            out[done : done + keep] = block[:keep]
+            done += got
+    finally:
+        os.close(descriptor)
+    actual = digest_of_checksums(checksums)
+    if actual != digest:
+        raise CorruptionError(path, None, f"digest {digest}", actual)
+
+
+def read_fully(descriptor: int, out: NDArray[np.uint8], offset: int, path: Path) -> int:
+    """Fill ``out`` from a file; returns the bytes read, fewer only at its end. Raises DeviceError."""
+    done = 0
+    while done < len(out):
+        try:
+            got = os.preadv(descriptor, [out[done:]], offset + done)  # type: ignore[list-item]
+        except OSError as error:
+            raise DeviceError(error.errno or 5, path, offset + done) from error
+        if got == 0:
+            break
+        done += got
+    return done

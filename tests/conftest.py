@@ -1,0 +1,64 @@
+"""What all tests share: isolation from the user's calibration, small chunk files, and small stores to read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+
+import featstore
+import featstore.layout.table
+
+settings.register_profile(
+    "featstore", deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture], print_blob=True
+)
+settings.load_profile("featstore")
+
+#: Chunk files of this size make tables of many chunks out of little data.
+SMALL_CHUNK_BYTES = 16 * 1024
+
+PackSmall = Callable[..., "featstore.Store"]
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Plans must not depend on what this machine's user has calibrated."""
+    patch = pytest.MonkeyPatch()
+    patch.setenv("FEATSTORE_CACHE", str(tmp_path_factory.mktemp("cache")))
+    yield
+    patch.undo()
+
+
+@pytest.fixture
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packs of this test cut tables into chunk files of about 16 KiB."""
+    monkeypatch.setattr(featstore.layout.table, "CHUNK_BYTES", SMALL_CHUNK_BYTES)
+
+
+@pytest.fixture(params=["uring", "threads", "mmap"])
+def engine(request: pytest.FixtureRequest) -> str:
+    """Each engine's name in turn."""
+    return str(request.param)
+
+
+def rows_of(rows: int, width: int = 100, seed: int = 0) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """float32 [rows, width] of normal numbers."""
+    return np.random.default_rng(seed).standard_normal((rows, width), np.float32)
+
+
+@pytest.fixture
+def features() -> np.ndarray[Any, np.dtype[np.float32]]:
+    """float32 [1000, 100]: rows of 400 B, which straddle pages; 25 small chunk files of 16,384 B hold 1,024 rows."""
+    return rows_of(1000)
+
+
+@pytest.fixture
+def store(tmp_path: Path, small_chunks: None, features: Any) -> Iterator[featstore.Store]:
+    """A store of ``features`` in many chunk files, permuted."""
+    permutation = np.random.default_rng(1).permutation(len(features))
+    with featstore.pack(tmp_path / "store", features, order="permutation", permutation=permutation) as made:
+        yield made

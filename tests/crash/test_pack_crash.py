@@ -1,0 +1,195 @@
+"""A pack that is killed, at any moment and with whatever the disk had made of it, leaves the old store or the new one;
+and going on from there gives the same store, to the byte."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import featstore
+from featstore.errors import DeviceError, DiskFullError, FeatstoreError, IncompleteStoreError
+from featstore.layout import table as table_module
+from featstore.packing import permute
+
+sys.path.insert(0, str(Path(__file__).parent))
+from disks import FailingDisk, Lost, RecordingDisk, crash_states, materialise
+
+ROWS, COLUMNS = 600, 25  # rows of 100 bytes, which straddle pages
+rng = np.random.default_rng(7)
+FEATURES = rng.random((ROWS, COLUMNS)).astype(np.float32)
+OTHER = rng.integers(0, 255, (50, 3)).astype(np.uint8)
+PERMUTATION = rng.permutation(ROWS)
+LABELS = rng.integers(0, 5, ROWS)
+
+
+@pytest.fixture(autouse=True)
+def small_sizes(monkeypatch):
+    """Several chunks, buckets, flushes and checkpoints in a table of 60 kB."""
+    monkeypatch.setattr(table_module, "CHUNK_BYTES", 16 * 1024)
+    monkeypatch.setattr(table_module.TableLayout.choose.__func__, "__defaults__", (16 * 1024,))
+    monkeypatch.setattr(permute, "BLOCK_BYTES", 4096)
+    monkeypatch.setattr(permute, "FLUSH_BYTES_MAX", 4096)
+    monkeypatch.setattr(permute, "FLUSH_BYTES_MIN", 4096)
+    monkeypatch.setattr(permute, "CHECKPOINT_BYTES", 20_000)
+
+
+def do_pack(path, disk=None, way="spill", **options):
+    memory = {"spill": 92_000, "memory": "1MiB", "given": "1MiB"}[way]
+    order = {"features": "given" if way == "given" else "permutation", "other": "given"}
+    permutation = None if way == "given" else {"features": PERMUTATION}
+    return featstore.pack(
+        path, {"features": FEATURES, "other": OTHER}, arrays={"labels": LABELS}, order=order, permutation=permutation,
+        memory=memory, disk=disk, **options,
+    )  # fmt: skip
+
+
+def is_right(path) -> bool:
+    with featstore.open(path) as store, store.reader(memory="4MiB", engine="threads") as reader:
+        got = reader.read({"features": np.arange(ROWS), "other": np.arange(50)})
+        assert np.array_equal(got["features"], FEATURES)
+        assert np.array_equal(got["other"], OTHER)
+        assert np.array_equal(store.arrays["labels"], LABELS)
+    return True
+
+
+def tree(path: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(path)): p.read_bytes() for p in sorted(path.rglob("*")) if p.is_file() and p.name != "lock"}
+
+
+@pytest.mark.parametrize("way", ["given", "memory", "spill"])
+def test_every_crash_state_is_old_or_new_and_can_go_on(tmp_path, way):
+    root = tmp_path / "recorded"
+    disk = RecordingDisk(tmp_path)
+    do_pack(root, disk, way)
+    assert is_right(root)
+    wanted = tree(root)
+    ops = [op for op in disk.ops if op.path.split("/")[0] in ("recorded", ".")]
+    assert len(ops) > 60
+    states = list(crash_states(ops))
+    committed = max(i for i, op in enumerate(ops) if op.kind == "rename" and op.target.endswith("featstore.json"))
+    late = [k for k, (label, _) in enumerate(states) if int(label.split(":")[0]) > committed]
+    chosen = np.concatenate([np.random.default_rng(1).permutation(len(states) - len(late))[:150], late]).astype(int)
+    resumed = opened = 0
+    for turn, k in enumerate(chosen):
+        label, kept = states[k]
+        where = tmp_path / "state"
+        materialise(kept, where)
+        store = where / "recorded"
+        try:
+            with featstore.open(store):
+                pass
+            is_right(store)
+            opened += 1
+            continue
+        except IncompleteStoreError:
+            # After the manifest's rename was made durable, the new store must be there.
+            assert int(label.split(":")[0]) <= committed + 1, label
+        if turn % 4 == 0 and store.exists():
+            try:
+                do_pack(store, way=way, resume=True)
+                resumed += 1
+            except (IncompleteStoreError, FeatstoreError) as error:
+                assert "resume" in str(error), label
+                do_pack(store, way=way, overwrite=True)
+            assert is_right(store)
+            assert tree(store) == wanted, label
+    assert opened > 3
+    assert resumed > 5
+
+
+@pytest.mark.parametrize("way", ["given", "memory", "spill"])
+def test_killed_at_any_operation_then_resumed(tmp_path, way):
+    reference = tmp_path / "reference"
+    do_pack(reference, way=way)
+    wanted = tree(reference)
+    at, finished = 0, False
+    while not finished:
+        path = tmp_path / "killed"
+        shutil.rmtree(path, ignore_errors=True)
+        try:
+            do_pack(path, FailingDisk(at), way)
+            finished = True
+        except Lost:
+            try:
+                do_pack(path, way=way, resume=True)
+            except IncompleteStoreError:
+                do_pack(path, way=way)  # killed before anything worth resuming
+            except FeatstoreError as error:
+                assert "nothing to resume" in str(error)  # killed after the commit
+        assert is_right(path)
+        assert {k: v for k, v in tree(path).items() if ".journal" not in k} == wanted
+        at += 1 if at < 40 else 7
+    assert at > 60
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
+def test_failure_of_any_operation_is_reported_and_the_old_store_stays(tmp_path, code):
+    path = tmp_path / "store"
+    featstore.pack(path, {"features": FEATURES * 2, "other": OTHER}, memory="1MiB")
+    at, failures = 0, 0
+    while True:
+        try:
+            do_pack(path, FailingDisk(at, code), "spill", overwrite=True)
+            break
+        except (DiskFullError, DeviceError) as error:
+            failures += 1
+            assert isinstance(error, DiskFullError) == (code == errno.ENOSPC)
+            assert str(path) in str(error)
+        with featstore.open(path) as store, store.reader(memory="4MiB", engine="threads") as reader:
+            got = reader.read({"features": np.arange(ROWS)})["features"]
+            assert np.array_equal(got, FEATURES * 2) or np.array_equal(got, FEATURES)
+            if np.array_equal(got, FEATURES):  # the failure came after the commit: that pack did happen
+                shutil.rmtree(path)
+                featstore.pack(path, {"features": FEATURES * 2, "other": OTHER}, memory="1MiB")
+        at += 1 if at < 30 else 9
+    assert is_right(path)
+    assert failures > 15
+
+
+def test_a_real_kill_leaves_a_pack_that_resumes(tmp_path):
+    """SIGKILL in the middle of a pack of 64 MB, three times at different moments."""
+    import signal
+    import subprocess
+    import time
+
+    program = (
+        "import numpy as np, featstore, sys\n"
+        "from featstore.packing import permute\n"
+        "permute.CHECKPOINT_BYTES = 8 << 20\n"
+        "x = (np.arange(1_000_000, dtype=np.int64).reshape(-1, 1) * np.ones(8, np.int64))\n"
+        "p = np.random.default_rng(0).permutation(len(x))\n"
+        "print('go', flush=True)\n"
+        "featstore.pack(sys.argv[1], x, order='permutation', permutation=p, memory='40MiB', resume=sys.argv[2] == '1',\n"
+        "               progress=lambda e: print(e.stage, flush=True))\n"
+        "print('done', flush=True)\n"
+    )
+    path = tmp_path / "store"
+    killed = 0
+    for stage in ("read", "spill", "write"):
+        resume = "1" if (path.exists() and list(path.glob("*.journal"))) else "0"
+        process = subprocess.Popen([sys.executable, "-c", program, str(path), resume], stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        seen = 0
+        for line in process.stdout:
+            seen += line.strip() == stage
+            if seen == 2:
+                process.send_signal(signal.SIGKILL)
+                killed += 1
+                break
+        process.stdout.close()
+        process.wait()
+        time.sleep(0.05)
+        if not killed:
+            break
+        with pytest.raises(IncompleteStoreError, match="unfinished"):
+            featstore.open(path)
+    assert killed == 3
+    subprocess.run([sys.executable, "-c", program, str(path), "1"], check=True, stdout=subprocess.DEVNULL, timeout=100)
+    with featstore.open(path) as store, store.reader(memory="64MiB") as reader:
+        ids = np.random.default_rng(1).integers(0, 1_000_000, 20_000)
+        assert (reader.read(ids) == ids[:, None]).all()

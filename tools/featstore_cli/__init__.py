@@ -1,0 +1,1 @@
+"""The ``featstore`` command. :mod:`featstore_cli.main` is where it begins."""

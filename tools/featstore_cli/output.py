@@ -1,0 +1,117 @@
+"""How commands speak: JSON and tables on stdout, progress and remarks on stderr, progress only on a terminal.
+
+rich draws both. Nothing that comes from a store or the user is read as markup.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import click
+
+from featstore_cli.options import settings
+
+_WIDTH_PIPED = 4096  # what is read by programs is not wrapped
+
+#: Told what is being done, and how much of how much is done.
+Tell = Callable[[str, float, float | None], None]
+
+
+def print_json(schema: str, data: dict[str, Any]) -> None:
+    """One JSON object on stdout: ``schema`` first, such as "featstore.inspect/1"."""
+    click.echo(json.dumps({"schema": schema} | data, indent=2, allow_nan=False, default=_plain))
+
+
+def _plain(value: Any) -> Any:
+    """NumPy's scalars as Python's; anything else as text."""
+    return value.item() if hasattr(value, "item") else str(value)
+
+
+def remark(text: str) -> None:
+    """A sentence for the person at the prompt, on stderr; not with ``-q``."""
+    if not settings().quiet:
+        click.echo(text, err=True)
+
+
+def show(*renderables: Any) -> None:
+    """Print rich renderables and strings on stdout."""
+    from rich.console import Console
+
+    width = None if sys.stdout.isatty() else _WIDTH_PIPED
+    console = Console(markup=False, highlight=False, emoji=False, soft_wrap=True, width=width)
+    for renderable in renderables:
+        console.print(renderable)
+
+
+def facts(rows: Sequence[tuple[str, str]]) -> Any:
+    """Names and values in two columns."""
+    from rich.table import Table
+
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(no_wrap=True, style="dim")
+    grid.add_column(overflow="fold")
+    for name, value in rows:
+        grid.add_row(name, value)
+    return grid
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str | None = None, left: int = 1) -> Any:
+    """A table whose first ``left`` columns are text and whose others are numbers."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    out = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    for k, name in enumerate(columns):
+        out.add_column(name, justify="left" if k < left else "right", overflow="fold")
+    for row in rows:
+        out.add_row(*row)
+    return out
+
+
+@contextmanager
+def progress(what: str, *, unit: str = "bytes") -> Iterator[Tell]:
+    """A progress bar on stderr, where that is a terminal and ``-q`` is not given. ``unit``: "bytes" or "steps"."""
+    if settings().quiet or not sys.stderr.isatty():
+        yield lambda stage, done, total: None
+        return
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        MofNCompleteColumn,
+        Progress,
+        SpinnerColumn,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
+    text = TextColumn("{task.description}", markup=False)
+    amount = (DownloadColumn(binary_units=True), TransferSpeedColumn()) if unit == "bytes" else (MofNCompleteColumn(),)
+    columns = (SpinnerColumn(), text, BarColumn(), *amount, TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(what, total=None)
+
+        def tell(stage: str, done: float, total: float | None) -> None:
+            bar.update(task, description=stage, completed=done, total=total)
+
+        yield tell
+
+
+def seconds_text(seconds: float) -> str:
+    """A duration for people."""
+    if seconds < 1e-3:
+        return f"{seconds * 1e6:.1f} µs"
+    if seconds < 1:
+        return f"{seconds * 1e3:.2f} ms"
+    return f"{seconds:.2f} s" if seconds < 60 else f"{int(seconds) // 60} min {int(seconds) % 60} s"
+
+
+def rate_text(bytes_per_second: float) -> str:
+    """A rate in decimal units, as devices are sold."""
+    return f"{bytes_per_second / 1e9:.2f} GB/s" if bytes_per_second >= 1e9 else f"{bytes_per_second / 1e6:.1f} MB/s"
