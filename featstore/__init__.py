@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from featstore.packing.packing import pack
-    from featstore.reader import Plan, Reader, ReaderStats, Request
+    from featstore.reader import Reader
+    from featstore.report import Plan, ReaderStats
+    from featstore.request import Request
     from featstore.store import Store, Table
     from featstore.store import Store as open  # noqa: A001
     from featstore.verify import verify
@@ -22,9 +24,9 @@ _WHERE = {
     "Store": ("featstore.store", "Store"),
     "Table": ("featstore.store", "Table"),
     "Reader": ("featstore.reader", "Reader"),
-    "Request": ("featstore.reader", "Request"),
-    "Plan": ("featstore.reader", "Plan"),
-    "ReaderStats": ("featstore.reader", "ReaderStats"),
+    "Request": ("featstore.request", "Request"),
+    "Plan": ("featstore.report", "Plan"),
+    "ReaderStats": ("featstore.report", "ReaderStats"),
     "pack": ("featstore.packing.packing", "pack"),
     "verify": ("featstore.verify", "verify"),
 }

@@ -67,8 +67,21 @@ class Budget:
         free = memory_bytes - maps - checksums
         staging = max(staging_min, min(STAGING_BYTES, free // 8)) // PAGE_BYTES * PAGE_BYTES
         extent = max(span, min(EXTENT_BYTES_MAX, max(_EXTENT_BYTES_MIN, staging // _SLOTS_WANTED // PAGE_BYTES * PAGE_BYTES)))
-        piece_ids = max(_PIECE_IDS_MIN, min(_PIECE_IDS_MAX, free // 10 // _SCRATCH_BYTES_PER_ID))
+        piece_ids = max(_PIECE_IDS_MIN, min(_PIECE_IDS_MAX, min(free // 10, free - staging) // _SCRATCH_BYTES_PER_ID))
         scratch = piece_ids * _SCRATCH_BYTES_PER_ID
         return cls(
-            memory_bytes, maps, checksums, staging, extent, scratch, piece_ids, max(0, free - staging - scratch)
+            memory_bytes, maps, checksums, staging, extent, scratch, piece_ids, free - staging - scratch
         )
+
+    @classmethod
+    def smallest(cls, tables: Sequence[TableNeed], tier_bytes: int) -> int:
+        """The smallest budget that leaves so much for tiers (within a page: staging grows by whole pages)."""
+        try:
+            low = cls.split(1, tables).memory_bytes
+        except BudgetError as error:
+            low = error.needed_bytes
+        high = 2 * (low + tier_bytes)
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if cls.split(middle, tables).tier_bytes >= tier_bytes else (middle + 1, high)
+        return high

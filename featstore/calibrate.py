@@ -1,13 +1,15 @@
 """Calibration: the two numbers of the device model, measured through featstore's own engines.
 
-Extents of five sizes, from one page to the longest read, are read at random distinct places of chunk files, in ascending
-order as the planner issues them, at full queue depth, with checksums verified. The sizes take turns over several rounds, so that a
-disturbance hits all of them alike, and each size's median counts. ``read_seconds`` and ``byte_seconds`` are the line through
-time per read over bytes per read, by least squares on the relative error: no size may be off by much, however fast. What a
-request costs besides is the median time of a read of one row through a :class:`featstore.reader.Reader`, less that read's cost.
+Extents of five sizes, from one page to the longest read, are read at random distinct places of chunk files, in
+ascending order as the planner issues them, at full queue depth, with checksums verified. The sizes take turns over
+several rounds, so that a disturbance hits all of them alike, and each size's median counts. ``read_seconds`` and
+``byte_seconds`` are the line through time per read over bytes per read, by least squares on the relative error: no
+size may be off by much, however fast. What a request costs besides is the median time of a read of one row through a
+:class:`featstore.reader.Reader`, less that read's cost.
 
 Everything is read cold: with direct I/O the page cache is not involved, and for the others the files are dropped from
-it before each run. A store with too little data for that, or a directory without a store, gets a temporary store beside it.
+it before each run. A store with too little data for that, or a directory without a store, gets a temporary store
+beside it.
 """
 
 from __future__ import annotations
@@ -92,24 +94,43 @@ class Calibration:
     def error(self) -> float:
         """Largest relative error of the model over the sizes measured."""
         m = self.model
-        return max(abs(m.read_seconds + s.extent_bytes * m.byte_seconds - s.seconds_per_read) / s.seconds_per_read for s in self.samples)
+        return max(
+            abs(m.read_seconds + s.extent_bytes * m.byte_seconds - s.seconds_per_read) / s.seconds_per_read
+            for s in self.samples
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
         m = self.model
         return {
-            "key": self.key, "engine": self.engine, "access": self.access, "access_because": self.access_because,
-            "model": {"read_seconds": m.read_seconds, "byte_seconds": m.byte_seconds, "request_seconds": m.request_seconds},
-            "gap_pages_max": m.gap_pages_max, "error": self.error, "temporary": self.temporary, "seconds": self.seconds,
+            "key": self.key,
+            "engine": self.engine,
+            "access": self.access,
+            "access_because": self.access_because,
+            "model": {
+                "read_seconds": m.read_seconds,
+                "byte_seconds": m.byte_seconds,
+                "request_seconds": m.request_seconds,
+            },
+            "gap_pages_max": m.gap_pages_max,
+            "error": self.error,
+            "temporary": self.temporary,
+            "seconds": self.seconds,
             "samples": [
-                {"extent_bytes": s.extent_bytes, "reads": s.reads, "seconds_per_read": s.seconds_per_read, "spread": s.spread}
+                {
+                    "extent_bytes": s.extent_bytes,
+                    "reads": s.reads,
+                    "seconds_per_read": s.seconds_per_read,
+                    "spread": s.spread,
+                }
                 for s in self.samples
             ],
-        }  # fmt: skip
+        }
 
 
 def calibrate(path: str | os.PathLike[str], engine: str = "auto", *, seconds: float = SECONDS) -> DeviceModel:
-    """Measure the device that holds ``path`` (a store or a directory) through an engine, and keep the model for all readers.
+    """Measure the device that holds ``path`` (a store or a directory) through an engine, and keep the model for all
+    readers.
 
     Raises what :func:`measure` raises.
     """
@@ -128,8 +149,9 @@ def measure(
 ) -> Calibration:
     """Measure, and keep nothing.
 
-    ``path``: a store, or any directory on the device. ``engine``: as for a reader. ``seconds``: about how long to measure,
-    beyond the writing of a temporary store. ``data_bytes_min``: a store with less data is not measured itself.
+    ``path``: a store, or any directory on the device. ``engine``: as for a reader. ``seconds``: about how long to
+    measure, beyond the writing of a temporary store. ``data_bytes_min``: a store with less data is not measured
+    itself.
 
     Raises SourceError (no such directory, or none that may be written), DiskFullError, CorruptionError, DeviceError;
     ValueError and OSError for an engine that does not exist or work here.
@@ -177,7 +199,9 @@ class LaneBench:
     def __init__(self, store: Store, table: Table, engine: EngineName, queue_depth: int = QUEUE_DEPTH) -> None:
         layout = table.layout
         self.row_bytes = gcd(layout.chunk_bytes, _ROW_BYTES_MAX)
-        self._layout = TableLayout(layout.chunks * layout.chunk_bytes // self.row_bytes, self.row_bytes, layout.chunk_bytes // self.row_bytes)
+        self._layout = TableLayout(
+            layout.chunks * layout.chunk_bytes // self.row_bytes, self.row_bytes, layout.chunk_bytes // self.row_bytes
+        )
         self._checksums = store.load(table.entry.page_checksums)
         self._paths = [store.path / table.entry.chunk_path(chunk) for chunk in range(layout.chunks)]
         self._wanted: Access = "mapped" if engine == "mmap" else "direct"
@@ -220,7 +244,9 @@ class LaneBench:
         keys = rows << np.uint64(bits) | (np.arange(len(rows), dtype=np.uint64) % np.uint64(_OUT_ROWS))
         first = np.arange(0, len(rows) + 1, pages, dtype=np.int32)
         done = threading.Event()
-        lane = Lane(files, first_page, np.full(reads, pages, np.int32), first, keys, bits, self._out, lambda _: done.set())
+        lane = Lane(
+            files, first_page, np.full(reads, pages, np.int32), first, keys, bits, self._out, lambda _: done.set()
+        )
         begin = time.perf_counter()
         self._engine.start(lane)
         done.wait()
@@ -246,7 +272,8 @@ def drop_cached(path: Path) -> None:
 def _samples(bench: LaneBench, seconds: float, tell: Progress) -> tuple[Sample, ...]:
     sizes = [size for size in EXTENT_SIZES if bench.places(size) >= 1]
     each = seconds / (len(sizes) * (ROUNDS + 1))
-    reads, times = {}, {}
+    reads: dict[int, int] = {}
+    times: dict[int, list[float]] = {}
     steps, step = len(sizes) * (ROUNDS + 1), 0
     for size in sizes:  # find how many reads fill the time; the first run also compiles and wakes what there is
         pilot = min(_PILOT_READS, bench.places(size))
@@ -262,7 +289,9 @@ def _samples(bench: LaneBench, seconds: float, tell: Progress) -> tuple[Sample, 
     return tuple(Sample(size, reads[size], tuple(times[size])) for size in sizes)
 
 
-def _with_request_seconds(model: DeviceModel, store: Store, table: Table, engine: EngineName, seconds: float) -> DeviceModel:
+def _with_request_seconds(
+    model: DeviceModel, store: Store, table: Table, engine: EngineName, seconds: float
+) -> DeviceModel:
     """The model with ``request_seconds``: the median of reads of one row, less what the read itself costs."""
     random = np.random.default_rng(1)
     times: list[float] = []
@@ -284,9 +313,13 @@ def _with_request_seconds(model: DeviceModel, store: Store, table: Table, engine
 
 @contextmanager
 def _store_to_measure(path: Path, data_bytes_min: int, tell: Progress) -> Iterator[tuple[Store, bool]]:
-    """The store at ``path`` if it has data enough, else a temporary one on the same device; and whether it is temporary."""
+    """The store at ``path`` if it has data enough, else a temporary one on the same device; and whether it is
+    temporary.
+    """
     if not path.is_dir():
-        raise SourceError(f"{path} is {'a file' if path.exists() else 'not there'}; give a store or a directory on the device to measure")
+        raise SourceError(
+            f"{path} is {'a file' if path.exists() else 'not there'}; give a store or a directory on the device to measure"
+        )
     directory = path
     if (path / MANIFEST_NAME).exists():
         with Store(path) as store:
@@ -295,16 +328,22 @@ def _store_to_measure(path: Path, data_bytes_min: int, tell: Progress) -> Iterat
                 return
         directory = path.parent  # nothing but a pack writes into a store
     _check_writable(directory, path, data_bytes_min)
-    with tempfile.TemporaryDirectory(prefix=".featstore-calibrate-", dir=directory) as scratch:
-        with _temporary_store(Path(scratch) / "store", data_bytes_min, tell) as store:
-            yield store, True
+    with (
+        tempfile.TemporaryDirectory(prefix=".featstore-calibrate-", dir=directory) as scratch,
+        _temporary_store(Path(scratch) / "store", data_bytes_min, tell) as store,
+    ):
+        yield store, True
 
 
 def _check_writable(directory: Path, path: Path, data_bytes: int) -> None:
     if not os.access(directory, os.W_OK | os.X_OK):
-        raise SourceError(f"{directory} cannot be written, and {path} has too little data to measure on; name a directory that can")
+        raise SourceError(
+            f"{directory} cannot be written, and {path} has too little data to measure on; name a directory that can"
+        )
     if os.stat(directory).st_dev != os.stat(path).st_dev:
-        raise SourceError(f"{path} has too little data to measure on, and {directory} is another device; name a directory on the same one")
+        raise SourceError(
+            f"{path} has too little data to measure on, and {directory} is another device; name a directory on the same one"
+        )
     status = os.statvfs(directory)
     needed, free = data_bytes + data_bytes // 16, status.f_bavail * status.f_frsize
     if free < needed:

@@ -28,6 +28,10 @@ class DeviceModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     request_seconds: float
     calibrated: bool = True
 
+    def __post_init__(self) -> None:
+        if not (self.read_seconds >= 0 and self.byte_seconds > 0 and self.request_seconds >= 0):
+            raise ValueError(f"impossible device model: {self}")
+
     @property
     def gap_pages_max(self) -> int:
         """The longest run of unwanted pages that is cheaper to read through than to skip."""

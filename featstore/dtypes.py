@@ -26,7 +26,8 @@ def bfloat16() -> np.dtype[Any]:
     """The bfloat16 dtype (from ml_dtypes)."""
     import ml_dtypes
 
-    return np.dtype(ml_dtypes.bfloat16)
+    dtype: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+    return dtype
 
 
 def is_bfloat16(dtype: np.dtype[Any]) -> bool:
@@ -46,7 +47,11 @@ def dtype_name(dtype: np.dtype[Any]) -> str:
         return dtype.name
     if dtype.subdtype is not None:
         raise SourceError(f"dtype {dtype} is an array type; make it part of the row's shape")
-    return _PREFIX + json.dumps(np.lib.format.dtype_to_descr(dtype), separators=(",", ":"))
+    try:
+        descriptor = np.lib.format.dtype_to_descr(dtype)
+    except ValueError as error:
+        raise SourceError(f"dtype {dtype} cannot be described: {error}") from None
+    return _PREFIX + json.dumps(descriptor, separators=(",", ":"))
 
 
 def _tuples(descriptor: Any) -> Any:
@@ -72,7 +77,7 @@ def dtype_from_name(name: str) -> np.dtype[Any]:
             dtype = np.lib.format.descr_to_dtype(_tuples(json.loads(name[len(_PREFIX) :])))
         except Exception as error:
             raise FormatError(f"cannot read the dtype {name!r}: {error}") from None
-        if not dtype.hasobject and dtype.itemsize > 0:
+        if not dtype.hasobject and dtype.itemsize > 0 and dtype == dtype.newbyteorder("<"):
             return dtype
     raise FormatError(f"unknown dtype {name!r}")
 

@@ -39,7 +39,10 @@ def parse_ids(ids: Any, *, copy: bool = False) -> Ids:
     is not an integer.
     """
     tensor = is_tensor(ids)
-    given = np.asarray(ids.detach().cpu().numpy() if tensor else ids)
+    try:
+        given = np.asarray(ids.detach().cpu().numpy() if tensor else ids)
+    except (TypeError, ValueError) as error:  # a ragged list; a tensor of a dtype NumPy lacks
+        raise IdError(f"node ids must be integers in an array, tensor or list: {error}") from None
     if given.size == 0 and given.dtype == np.float64:
         given = given.astype(np.int64)
     if given.dtype.kind not in "iu":

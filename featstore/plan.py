@@ -171,11 +171,11 @@ def cut_extents(
     """Cut sorted keys into extents; returns their number. ``counts``: distinct rows, distinct wanted pages, pages read."""
     bits = np.uint64(position_bits)
     extents = 0
-    first_page, last_page, file_end = np.int64(0), np.int64(-1), np.int64(0)
-    wanted_end, last_row = np.int64(0), np.int64(-1)
+    first_page, last_page, file_end = 0, -1, 0
+    wanted_end, last_row = 0, -1
     distinct_rows, wanted_pages, read_pages = 0, 0, 0
     for k in range(keys.shape[0]):
-        row = np.int64(keys[k] >> bits)
+        row = int(keys[k] >> bits)
         if row == last_row:
             continue
         last_row = row

@@ -136,7 +136,8 @@ class Reader:
         for name in names:
             if name not in store.tables:
                 raise KeyError(f"the store has no table {name!r}; it has {', '.join(map(repr, store.tables))}")
-        self.budget = Budget.split(parse_bytes(memory), [_need(store.tables[n], verify) for n in names])
+        self._needs = [_need(store.tables[n], verify) for n in names]
+        self.budget = Budget.split(parse_bytes(memory), self._needs)
         _announce_compilation()
         self.engine = choose(engine)
         access: Access = "mapped" if self.engine.name == "mmap" else "direct"
@@ -408,8 +409,8 @@ class Reader:
             chosen[name] = np.unique(self._find(_Piece(part, None), deliver=False).rows)
             needed += len(chosen[name]) * state.table.row_bytes + StaticTier.index_bytes(state.table.rows)
         if needed > self.budget.tier_bytes:
-            extra = needed - self.budget.tier_bytes
-            raise BudgetError(self.budget.memory_bytes + extra * 5 // 4, self.budget.memory_bytes, "hold the static rows asked for")
+            smallest = Budget.smallest(self._needs, needed)
+            raise BudgetError(smallest, self.budget.memory_bytes, "hold the static rows asked for")
         return chosen
 
     def _highest_degrees(self, tables: dict[str, Table]) -> dict[str, NDArray[np.int64]]:

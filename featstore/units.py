@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 PAGE_BYTES = 4096
@@ -21,7 +22,7 @@ def parse_bytes(size: int | float | str) -> int:
             raise ValueError(f"cannot read {size!r} as a size; write for example 512MiB, 2GiB or a number of bytes")
         value = int(float(match.group(1)) * _UNITS[match.group(2).lower()])
     else:
-        value = int(size)
+        value = int(size) if math.isfinite(size) else 0
     if value <= 0:
         raise ValueError(f"a size must be positive, not {size!r}")
     return value

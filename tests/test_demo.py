@@ -47,6 +47,15 @@ def no_progress(stage: str, done: int, total: int) -> None:
     assert stage
 
 
+@pytest.fixture(autouse=True)
+def _restore_torch() -> Any:
+    """Training fixes threads and algorithms for its process; here other tests follow."""
+    threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    yield
+    torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(deterministic)
+
+
 @pytest.fixture(scope="module")
 def graph(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return generate(tmp_path_factory.mktemp("graph"), TINY)

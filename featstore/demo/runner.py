@@ -35,6 +35,11 @@ Progress = Callable[[str, int, int], None]
 
 # Rows that are read for each seed cost memory and time by their bytes: (largest row, seeds, fan-outs).
 _SHAPES = ((2 << 10, 256, (5, 4, 3)), (8 << 10, 64, (5, 3, 2)), (None, 32, (4, 3, 2)))
+# The worker imports from where its parent does: an installed package, or a checkout.
+_START_WORKER = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
+    "from featstore.demo.worker import serve; serve(sys.argv[1])"
+)
 _PACK_MEMORY = "512MiB"
 _STEPS_WANTED = 150
 _EVALUATION_BYTES = 2 << 30
@@ -154,7 +159,7 @@ def _training_plan(
         raise SourceError(f"{graph.name}: the training, validation and test split each need a labelled node")
     if epochs is None:
         steps = -(-len(graph.train_idx) // batch_size)
-        epochs = min(20, max(2, round(_STEPS_WANTED / steps)))
+        epochs = min(10, max(2, round(_STEPS_WANTED / steps)))
     rows_per_seed = 1
     for fanout in reversed(fanouts):
         rows_per_seed = 1 + (fanout if fanout > 0 else 10) * rows_per_seed
@@ -211,13 +216,11 @@ def _in_own_process(job: Job, scratch: Path, name: str, tell: Progress) -> dict[
     """Run a worker, pass its progress on, and return its results."""
     path = scratch / f"{name}.json"
     job.write(path)
-    root = str(Path(__file__).parents[2])
-    search = os.pathsep.join(part for part in (root, os.environ.get("PYTHONPATH", "")) if part)
+    search = json.dumps([os.path.abspath(part) for part in sys.path])
     results = None
     with (scratch / f"{name}.stderr").open("w+") as errors:
-        command = [sys.executable, "-m", "featstore.demo.worker", str(path)]
-        environment = os.environ | {"PYTHONPATH": search}
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment) as process:
+        command = [sys.executable, "-P", "-c", _START_WORKER, str(path), search]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as process:
             assert process.stdout is not None
             try:
                 for text in process.stdout:

@@ -1,7 +1,7 @@
 """Demo worker: one training run in a process of its own, so that its peak memory is its own.
 
-``python -m featstore.demo.worker JOB.json`` reads a job, trains, and writes one JSON object a line on stdout:
-``progress`` events as it goes, and ``done`` with the results at the end. The parent is :mod:`featstore.demo.runner`.
+:func:`serve` reads a job, trains, and writes one JSON object a line on stdout: ``progress`` events as it goes, and
+``done`` with the results at the end. What libraries print goes to stderr. The parent is :mod:`featstore.demo.runner`.
 
 ``baseline_rss_bytes`` is what the process held before it touched the first feature row (Python, PyTorch, PyG, the
 topology), ``peak_rss_bytes`` the most it ever held (``VmHWM`` of the Linux kernel).
@@ -10,9 +10,10 @@ topology), ``peak_rss_bytes`` the most it ever held (``VmHWM`` of the Linux kern
 from __future__ import annotations
 
 import json
+import os
 import re
-import sys
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,9 @@ from typing import Any
 from featstore.demo.graph import load_dense, read_topology
 from featstore.demo.training import MemoryRows, Outcome, StoreRows, TrainingPlan, mlp_accuracy, train
 
-__all__ = ["Job", "main"]
+__all__ = ["Job", "perform", "read_job", "serve"]
+
+Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
@@ -47,12 +50,29 @@ def read_job(path: Path) -> Job:
     return Job(**fields | {"plan": TrainingPlan(**plan | {"fanouts": tuple(plan["fanouts"])})})
 
 
-def main(job: Job) -> dict[str, Any]:
+def serve(path: str) -> None:
+    """Perform the job saved at ``path`` and tell the parent on stdout."""
+    with os.fdopen(os.dup(1), "w") as channel:
+        os.dup2(2, 1)
+
+        def tell(event: dict[str, Any]) -> None:
+            print(json.dumps(event), file=channel, flush=True)
+
+        def progress(stage: str, done: int, total: int) -> None:
+            tell({"event": "progress", "stage": stage, "done": done, "total": total})
+
+        tell({"event": "done", "results": perform(read_job(Path(path)), progress)})
+
+
+def perform(job: Job, progress: Progress) -> dict[str, Any]:
     """Run a job; returns the results as JSON types."""
     topology = read_topology(Path(job.directory))
     _warm_up(job, topology)
     baseline = _status_bytes("VmRSS")
-    results = _from_memory(job, topology) if job.store is None else _from_store(job, job.store, topology)
+    if job.store is None:
+        results = _from_memory(job, topology, progress)
+    else:
+        results = _from_store(job, job.store, topology, progress)
     return results | {"baseline_rss_bytes": baseline}
 
 
@@ -66,25 +86,25 @@ def _warm_up(job: Job, topology: dict[str, Any]) -> None:
     NeighborSampler(topology["indptr"], topology["indices"], job.plan.fanouts).sample(topology["train_idx"][:2])
 
 
-def _from_store(job: Job, path: str, topology: dict[str, Any]) -> dict[str, Any]:
+def _from_store(job: Job, path: str, topology: dict[str, Any], progress: Progress) -> dict[str, Any]:
     import featstore
 
     options: dict[str, Any] = {} if job.engine is None else {"engine": job.engine}
     with featstore.open(path) as store, store.reader(memory=job.memory_bytes, static="degree", **options) as reader:
         labels = store.arrays["labels"]
         began = time.perf_counter()
-        outcome = train(job.plan, topology | {"labels": labels}, StoreRows(reader), _tell_progress)
+        outcome = train(job.plan, topology | {"labels": labels}, StoreRows(reader), progress)
         seconds = time.perf_counter() - began
         about = {"access_because": reader.access_because, "memory": reader.memory()}
         io = reader.stats().to_dict() | about
     return _results(outcome, seconds) | {"io": io}
 
 
-def _from_memory(job: Job, topology: dict[str, Any]) -> dict[str, Any]:
+def _from_memory(job: Job, topology: dict[str, Any], progress: Progress) -> dict[str, Any]:
     began = time.perf_counter()
     features = load_dense(Path(job.features))
     load_seconds = time.perf_counter() - began
-    outcome = train(job.plan, topology, MemoryRows(features), _tell_progress)
+    outcome = train(job.plan, topology, MemoryRows(features), progress)
     results = _results(outcome, time.perf_counter() - began - load_seconds)
     began = time.perf_counter()
     mlp = mlp_accuracy(job.plan, topology, features)
@@ -101,15 +121,3 @@ def _status_bytes(field: str) -> int:
     found = re.search(rf"^{field}:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
     assert found is not None, f"/proc/self/status has no {field}"
     return 1024 * int(found.group(1))
-
-
-def _tell(event: dict[str, Any]) -> None:
-    print(json.dumps(event), flush=True)
-
-
-def _tell_progress(stage: str, done: int, total: int) -> None:
-    _tell({"event": "progress", "stage": stage, "done": done, "total": total})
-
-
-if __name__ == "__main__":
-    _tell({"event": "done", "results": main(read_job(Path(sys.argv[1])))})

@@ -274,11 +274,11 @@ def _drive(
             ended = ended or _ended(lanes[i])
         if ended or (not more and load_i64(waiting) != 0 and lanes.shape[0] < LANES_MAX):
             r = call_i32_i64(functions[_SUBMIT], ring)
-            return min(np.int64(r), 0) if r != _EINTR and r != _EAGAIN and r != _EBUSY else 0
+            return int(r) if r < 0 and r != _EINTR and r != _EAGAIN and r != _EBUSY else 0
         # Wake for an eighth of what is under way: fewer switches, and the queue stays seven eighths full.
         r = call_i32_i64_u32(functions[_SUBMIT_AND_WAIT], ring, np.uint32(max(1, state[_IN_FLIGHT] // 8)))
         if r < 0 and r != _EINTR and r != _EAGAIN and r != _EBUSY:
-            return np.int64(r)
+            return int(r)
         begin = now
         now = now_ns(clock, scratch)
         counters[C.NS_WAIT] += now - begin

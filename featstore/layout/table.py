@@ -37,8 +37,9 @@ class TableLayout:
             )
 
     @classmethod
-    def choose(cls, rows: int, row_bytes: int, chunk_bytes: int = CHUNK_BYTES) -> TableLayout:
-        """The layout a pack uses: chunks of about ``chunk_bytes``, the last one as full as the others allow."""
+    def choose(cls, rows: int, row_bytes: int, chunk_bytes: int | None = None) -> TableLayout:
+        """The layout a pack uses: chunks of about ``chunk_bytes`` (CHUNK_BYTES), the last one as full as the others allow."""
+        chunk_bytes = CHUNK_BYTES if chunk_bytes is None else chunk_bytes
         step = PAGE_BYTES // math.gcd(row_bytes, PAGE_BYTES)  # rows in the smallest run of whole pages
         wanted = max(1, min(CHUNKS_MAX, round(rows * row_bytes / chunk_bytes)))
         per_chunk = -(-math.ceil(rows / wanted) // step) * step

@@ -39,14 +39,14 @@ def half_range(bits: NDArray[np.uint16], infinity: int, out: NDArray[np.int64]) 
     """
     low, high, nans, infs = 1 << 20, -(1 << 20), 0, 0
     for i in range(bits.shape[0]):
-        magnitude = np.int64(bits[i]) & 0x7FFF
+        magnitude = int(bits[i]) & 0x7FFF
         if magnitude >= infinity:
             if magnitude > infinity:
                 nans += 1
             else:
                 infs += 1
         else:
-            value = -magnitude if bits[i] & 0x8000 else magnitude
+            value = int(-magnitude if bits[i] & 0x8000 else magnitude)
             low = min(low, value)
             high = max(high, value)
     out[0], out[1], out[2], out[3] = low, high, nans, infs

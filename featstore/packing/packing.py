@@ -51,6 +51,8 @@ from featstore.units import PAGE_BYTES, parse_bytes
 #: What a table is called when no name is given.
 DEFAULT_TABLE = "features"
 _DISK_SLACK_BYTES = 1 << 20
+#: What of the budget stays free, for the allocator and for what has no size known beforehand: an eighth, or this if it is more.
+_SLACK_BYTES = 24 * 2**20
 
 
 @dataclass(frozen=True)
@@ -118,7 +120,7 @@ def pack(
     tables, own_graphs, own_arrays = _inputs(features)
     graphs = own_graphs | _by_table(graph, tables, "graph")
     options = Options(
-        parse_bytes(memory),
+        _without_slack(parse_bytes(memory)),
         {name: "auto" for name in tables} | _by_table(order, tables, "order"),
         _by_table(permutation, tables, "permutation"),
         _by_table(partitions, tables, "partitions"),
@@ -140,11 +142,24 @@ def pack(
         packing = _Packing(door, generation, tables, graphs, options, progress)
         try:
             packing.run(small, resumed)
+        except BudgetError as error:
+            packing.abandon()
+            raise BudgetError(_with_slack(error.needed_bytes), parse_bytes(memory), error.what) from None
         except BaseException:
             packing.abandon()
             raise
         collect(store, door)
     return Store(store)
+
+
+def _without_slack(memory_bytes: int) -> int:
+    """What of the budget is handed out: never less than half of it."""
+    return memory_bytes - max(memory_bytes // 8, min(_SLACK_BYTES, memory_bytes // 2))
+
+
+def _with_slack(used_bytes: int) -> int:
+    """The budget of which :func:`_without_slack` leaves at least so much."""
+    return min(2 * used_bytes, max(used_bytes + _SLACK_BYTES, -(-used_bytes * 8 // 7))) + 1
 
 
 def _inputs(features: Any) -> tuple[dict[str, RowSource], dict[str, Any], dict[str, NDArray[Any]]]:

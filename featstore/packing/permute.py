@@ -17,6 +17,7 @@ already has.
 
 from __future__ import annotations
 
+import math
 import os
 import queue
 import threading
@@ -173,7 +174,8 @@ def _kept(blocks: Iterator[NDArray[Any]], block_rows: int) -> Iterator[NDArray[A
     buffers: list[NDArray[Any]] = []
     for turn, block in enumerate(blocks):
         if len(buffers) < 3:
-            buffers.append(np.empty((block_rows, *block.shape[1:]), block.dtype))
+            shape = (block_rows, *block.shape[1:])
+            buffers.append(aligned_buffer(math.prod(shape) * block.itemsize).view(block.dtype).reshape(shape))
         kept = buffers[turn % 3][: len(block)]
         kept[...] = block
         yield kept
@@ -438,6 +440,7 @@ def _bucket_pass(job: Job, plan: SpillPlan, writer: TableWriter) -> None:
         buffers.put(aligned_buffer(capacity))
     since = 0
     carry = _carried(job, progress.buckets_written * plan.rows_per_bucket * row_bytes)
+    slabs = ahead(_slabs(job, plan, progress.buckets_written))
     for bucket in range(progress.buckets_written, plan.buckets):
         begin_row = bucket * plan.rows_per_bucket
         end_row = min(begin_row + plan.rows_per_bucket, layout.rows)
@@ -446,8 +449,11 @@ def _bucket_pass(job: Job, plan: SpillPlan, writer: TableWriter) -> None:
         buffer = buffers.get()
         buffer[: len(carry)] = carry
         out = address_of(buffer) + len(carry)
-        for at, slab in ahead(_slabs(job, bucket, end_row - begin_row)):
+        at = 0
+        while at < end_row - begin_row:
+            slab = next(slabs)
             scatter_rows(address_of(slab), len(slab) // row_bytes, row_bytes, rank, at, 0, out)
+            at += len(slab) // row_bytes
         progress.written_digest = add(progress.written_digest, int(digest_rows(out, row_bytes, nodes, 0, len(nodes))))
         # All whole pages go out now; the page in which the next bucket begins waits for it.
         filled = len(carry) + (end_row - begin_row) * row_bytes
@@ -513,28 +519,32 @@ def _carried(job: Job, byte: int) -> NDArray[np.uint8]:
     return np.frombuffer(data, np.uint8)
 
 
-def _slabs(job: Job, bucket: int, rows: int) -> Iterator[tuple[int, NDArray[np.uint8]]]:
-    """(index of the first row, its bytes and those of the next rows) of a spill file, in order.
+def _slabs(job: Job, plan: SpillPlan, first_bucket: int) -> Iterator[NDArray[np.uint8]]:
+    """The rows of the spill files from one bucket on, in order, as bytes; a slab never spans two buckets.
 
     Three buffers take turns: one is being read, one waits, one is in use.
     """
     row_bytes = job.layout.row_bytes
-    path = spill_path(job, bucket)
-    refusal = direct_refusal(path, path.stat().st_size)
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | (0 if refusal else os.O_DIRECT))
     buffers = [aligned_buffer(-(-job.block_rows * row_bytes // PAGE_BYTES) * PAGE_BYTES + PAGE_BYTES) for _ in range(3)]
-    try:
-        for turn, at in enumerate(range(0, rows, job.block_rows)):
-            count = min(job.block_rows, rows - at) * row_bytes
-            begin = at * row_bytes // PAGE_BYTES * PAGE_BYTES
-            inside = at * row_bytes - begin
-            buffer = buffers[turn % 3][: -(-(inside + count) // PAGE_BYTES) * PAGE_BYTES]
-            got = os.preadv(descriptor, [buffer], begin)  # type: ignore[list-item]
-            if got < inside + count:
-                raise CorruptionError(path, begin, f"{inside + count} bytes", f"{got} bytes", "start the pack anew with --overwrite")
-            yield at, buffer[inside : inside + count]
-    finally:
-        os.close(descriptor)
+    turn = 0
+    for bucket in range(first_bucket, plan.buckets):
+        rows = min(plan.rows_per_bucket, job.layout.rows - bucket * plan.rows_per_bucket)
+        path = spill_path(job, bucket)
+        refusal = direct_refusal(path, path.stat().st_size)
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | (0 if refusal else os.O_DIRECT))
+        try:
+            for at in range(0, rows, job.block_rows):
+                count = min(job.block_rows, rows - at) * row_bytes
+                begin = at * row_bytes // PAGE_BYTES * PAGE_BYTES
+                inside = at * row_bytes - begin
+                buffer = buffers[turn % 3][: -(-(inside + count) // PAGE_BYTES) * PAGE_BYTES]
+                got = os.preadv(descriptor, [buffer], begin)  # type: ignore[list-item]
+                if got < inside + count:
+                    raise CorruptionError(path, begin, f"{inside + count} bytes", f"{got} bytes", "start the pack anew with --overwrite")
+                turn += 1
+                yield buffer[inside : inside + count]
+        finally:
+            os.close(descriptor)
 
 
 def _need(needed: int, job: Job, what: str) -> None:

@@ -1,10 +1,12 @@
 """The ``featstore`` command: commands that are loaded when they are called, and errors that become one line.
 
-What every command keeps: data go to stdout, progress and remarks to stderr, progress only to a terminal. Exit codes: 0 ok;
-1 failure; 2 usage; 3 corrupt store; 130 interrupted. An error that featstore (or the operating system) raises is one message on
-stderr, ``featstore: error: ...``; ``--debug`` shows where it came from. Anything else is a mistake of ours and keeps its traceback.
+What every command keeps: data go to stdout, progress and remarks to stderr, progress only to a terminal. Exit codes:
+0 ok; 1 failure; 2 usage; 3 corrupt store; 130 interrupted. An error that featstore (or the operating system) raises
+is one message on stderr, ``featstore: error: ...``; ``--debug`` shows where it came from. Anything else is a mistake
+of ours and keeps its traceback.
 
-``featstore --help`` has to be quick, so that this module imports click alone; rich, NumPy and the library come with commands.
+``featstore --help`` has to be quick, so that this module imports click alone; rich, NumPy and the library come with
+commands.
 """
 
 from __future__ import annotations
@@ -48,7 +50,9 @@ class CommandGroup(click.Group):
         command: click.Command = module.command
         return command
 
-    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
         if args and not args[0].startswith("-") and args[0] not in _COMMANDS:
             from difflib import get_close_matches
 
@@ -105,8 +109,18 @@ def _advice(own: Settings) -> str:
     return "; run the same command again with --resume to go on from here" if own.resumable() else ""
 
 
-@click.group(cls=CommandGroup, context_settings={"help_option_names": ["-h", "--help"]}, invoke_without_command=False)
-@click.version_option(package_name="featstore", message="featstore %(version)s")
+def _version(ctx: click.Context, parameter: click.Parameter, value: bool) -> None:
+    if value:
+        import featstore
+
+        click.echo(f"featstore {featstore.__version__}")
+        ctx.exit()
+
+
+@click.group(cls=CommandGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option(
+    "--version", is_flag=True, is_eager=True, expose_value=False, callback=_version, help="Show the version and exit."
+)
 @shared_options
 def cli() -> None:
     """A storage engine for graph features on SSD.

@@ -38,13 +38,21 @@ def remark(text: str) -> None:
 
 
 def show(*renderables: Any) -> None:
-    """Print rich renderables and strings on stdout."""
+    """Print rich renderables and strings on stdout; for programs as wide as need be, and without trailing blanks."""
+    import io
+
     from rich.console import Console
 
-    width = None if sys.stdout.isatty() else _WIDTH_PIPED
-    console = Console(markup=False, highlight=False, emoji=False, soft_wrap=True, width=width)
+    if sys.stdout.isatty():
+        console = Console(markup=False, highlight=False, emoji=False)
+    else:
+        console = Console(
+            markup=False, highlight=False, emoji=False, color_system=None, width=_WIDTH_PIPED, file=io.StringIO()
+        )
     for renderable in renderables:
-        console.print(renderable)
+        console.print(renderable, soft_wrap=isinstance(renderable, str))
+    if isinstance(console.file, io.StringIO):
+        click.echo("\n".join(line.rstrip() for line in console.file.getvalue().splitlines()))
 
 
 def facts(rows: Sequence[tuple[str, str]]) -> Any:

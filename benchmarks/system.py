@@ -1,0 +1,132 @@
+"""The state of the machine around a measurement: page cache, memory limits, memory that exists only once touched, counters."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import mmap
+import os
+import resource
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+_DROP = Path("/proc/sys/vm/drop_caches")
+_CGROUP_V1 = Path("/sys/fs/cgroup/memory")
+_CGROUP_V2 = Path("/sys/fs/cgroup")
+
+
+@cache
+def can_drop_caches() -> bool:
+    """Whether this process may empty the page cache of the machine (root may)."""
+    return os.access(_DROP, os.W_OK)
+
+
+def drop_caches(paths: Sequence[Path]) -> str:
+    """Get the files out of the page cache; returns how: the whole cache dropped, or the files' clean pages only."""
+    if can_drop_caches():
+        os.sync()
+        _DROP.write_text("3")
+        return "cold (page cache dropped)"
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
+    return "cold (asked with posix_fadvise; not root, so the page cache could not be dropped)"
+
+
+def warm_cache(paths: Sequence[Path]) -> None:
+    """Read the files into the page cache."""
+    buffer = bytearray(8 << 20)
+    for path in paths:
+        with open(path, "rb", buffering=0) as file:
+            while file.readinto(buffer):
+                pass
+
+
+def touch_memory(size_bytes: int) -> None:
+    """Touch and free memory, so that a virtual machine whose memory is backed on first touch has it backed before measuring."""
+    with mmap.mmap(-1, size_bytes) as memory:
+        for at in range(0, size_bytes, mmap.PAGESIZE):
+            memory[at] = 1
+
+
+def free_memory_bytes() -> int:
+    with open("/proc/meminfo") as info:
+        return next(int(line.split()[1]) * 1024 for line in info if line.startswith("MemAvailable"))
+
+
+def cpu_seconds() -> float:
+    """User and system time of this process, all of its threads (those of io_uring's workers too)."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+def status_bytes(name: str) -> int:
+    """A size of this process from /proc/self/status, such as VmHWM."""
+    with open("/proc/self/status") as status:
+        return next(int(line.split()[1]) * 1024 for line in status if line.startswith(name + ":"))
+
+
+def process_io() -> dict[str, int]:
+    """Bytes this process (with its threads) made the device read and write so far."""
+    pairs = (line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    values = {key: int(value) for key, value in pairs}
+    return {"read_bytes": values["read_bytes"], "write_bytes": values["write_bytes"]}
+
+
+def device_io(directory: Path) -> dict[str, int] | None:
+    """Bytes that everything on the machine made the device under a directory read and write; None where it is not known."""
+    number = os.stat(directory).st_dev
+    stat = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}/stat")
+    if not stat.exists():
+        return None
+    fields = stat.read_text().split()
+    return {"read_bytes": int(fields[2]) * 512, "write_bytes": int(fields[6]) * 512}
+
+
+@dataclass(frozen=True)
+class MemoryGroup:
+    """A memory cgroup: where its process list is, and which version it is."""
+
+    directory: Path
+    version: int
+
+    def wrap(self, command: Sequence[str]) -> list[str]:
+        """The command, run inside the group."""
+        return ["/bin/sh", "-c", f'echo $$ > "{self.directory}/cgroup.procs" && exec "$@"', "sh", *command]
+
+
+@contextlib.contextmanager
+def memory_group(limit_bytes: int) -> Iterator[MemoryGroup]:
+    """A memory cgroup with a limit, page cache included. Raises PermissionError where none can be made."""
+    v1 = (_CGROUP_V1 / "memory.limit_in_bytes").exists()
+    parent, limit_file = (_CGROUP_V1, "memory.limit_in_bytes") if v1 else (_CGROUP_V2, "memory.max")
+    directory = parent / f"featstore-bench-{os.getpid()}"
+    try:
+        directory.mkdir()
+    except OSError as error:
+        raise PermissionError(f"no memory cgroup can be made in {parent} ({error.strerror}); run as root") from error
+    try:
+        if not (directory / limit_file).exists():
+            raise PermissionError(f"{parent} has no memory controller; add it to cgroup.subtree_control")
+        (directory / limit_file).write_text(str(limit_bytes))
+        yield MemoryGroup(directory, 1 if v1 else 2)
+    finally:
+        directory.rmdir()
+
+
+def run_child(script: Path, arguments: dict[str, Any], group: MemoryGroup | None = None, timeout_seconds: float = 3600) -> dict[str, Any]:
+    """Run a script of this directory in a fresh process; it is given and prints one JSON object."""
+    command = [sys.executable, str(script), json.dumps(arguments)]
+    done = subprocess.run(
+        command if group is None else group.wrap(command), stdout=subprocess.PIPE, text=True, check=True, timeout=timeout_seconds
+    )
+    result: dict[str, Any] = json.loads(done.stdout)
+    return result

@@ -1,0 +1,136 @@
+"""Makes the golden stores of format v1, and says what is in them.
+
+    python formats/v1/make_golden.py [DIRECTORY]
+
+The stores under ``golden/`` are what every implementation of the format is held against, so they never change: a test makes
+them anew with the code of the day and compares byte for byte. To keep them small *and* of several chunks, chunk files aim
+at a few pages here instead of 64 MiB; to keep them independent of partitioners and of the library's version, the order and
+the writer's name are given. Values come from integer arithmetic, because random generators may change between versions.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import ml_dtypes
+import numpy as np
+
+import featstore
+from featstore.layout import TableLayout
+from featstore.order import Order
+
+GOLDEN = Path(__file__).parent / "golden"
+PAPERS = 600
+CHUNK_BYTES = 8192
+
+
+@dataclass(frozen=True)
+class Golden:
+    """A golden store: its tables and arrays in node id order, and the options of the pack."""
+
+    tables: Mapping[str, np.ndarray[Any, Any]]
+    arrays: Mapping[str, np.ndarray[Any, Any]] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+def numbers(shape: tuple[int, ...], dtype: Any, step: int = 37) -> np.ndarray[Any, Any]:
+    """Whole numbers from 0 to 100 that every numeric dtype can hold, in an order without a pattern of page size."""
+    count = int(np.prod(shape))
+    index = np.arange(count, dtype=np.int64)
+    return ((index * step + index * index % 89) % 101).astype(dtype).reshape(shape)
+
+
+def sizes() -> Golden:
+    """Rows of awkward sizes; tables of no row, of one row and of several chunks; arrays of 0, 1, 2 axes and of none."""
+    return Golden(
+        tables={
+            "byte": numbers((10_000,), np.uint8),
+            "forty": numbers((1_200, 10), np.float32),
+            "seven": numbers((500, 3, 7), np.uint8),
+            "wide": numbers((5, 1025), np.float32),
+            "empty": numbers((0, 4), np.float32),
+            "one": numbers((1, 3), np.float64),
+            "page": numbers((7, 1024), np.int32),
+        },
+        arrays={
+            "scalar": np.array(-7, np.int64),
+            "labels": numbers((300,), np.int16),
+            "matrix": numbers((6, 5), np.float64),
+            "nothing": np.zeros((0, 3), np.float32),
+            "long": numbers((3_000,), np.int32),
+        },
+    )
+
+
+def order() -> Golden:
+    """Permuted tables: one with partitions (one of them empty), degrees and five chunks, one of a single chunk."""
+    index = np.arange(PAPERS)
+    edges = np.stack([index * index % PAPERS, (7 * index + 1) % PAPERS])
+    return Golden(
+        tables={"paper": numbers((PAPERS, 32), np.float16), "author": numbers((150, 3), np.int16, step=11)},
+        options={
+            "graph": {"paper": edges},
+            "order": {"paper": "ldg", "author": "permutation"},
+            "permutation": {"author": (np.arange(150) * 77 + 5) % 150},
+        },
+    )
+
+
+def dtypes() -> Golden:
+    """A table of each dtype that the format names, and of some that it keeps as opaque bytes."""
+    core = ["bool", "int8", "int64", "uint16", "uint32", "uint64", "float16", "float64", "complex64", "complex128"]
+    tables = {name: numbers((9, 3), np.dtype(name)) for name in core}
+    tables["bool"] = numbers((9, 3), np.int64) % 2 == 0
+    tables["bfloat16"] = numbers((130, 17), ml_dtypes.bfloat16)
+    tables["big_endian"] = numbers((9, 2), np.dtype(">i4"))
+    tables["datetime"] = numbers((9, 2), np.int64).astype("M8[s]")
+    tables["text"] = np.array([f"n{i}" for i in range(9)], "U4")
+    record = np.zeros(9, np.dtype([("id", "<u4"), ("at", "<f4", (2,)), ("tag", "S3")]))
+    record["id"], record["at"] = numbers((9,), np.uint32), numbers((9, 2), np.float32)
+    record["tag"] = [f"t{i}".encode() for i in range(9)]
+    tables["record"] = record
+    return Golden(tables=tables, arrays={"dates": numbers((4,), np.int64).astype("M8[D]")})
+
+
+STORES = {"sizes": sizes, "order": order, "dtypes": dtypes}
+
+
+def _partitioned(*_: Any, rows: int, permutation: Any = None, **__: Any) -> Order:
+    """Stands in for the partitioners: a fixed permutation in four partitions, or the order that was given."""
+    if permutation is not None:
+        offsets = np.array([0, rows], np.int64)
+        return Order("permutation", np.asarray(permutation, np.int32), offsets, {"chosen_because": "it was asked for"})
+    if rows != PAPERS:
+        return Order("given", None, np.array([0, rows], np.int64), {"chosen_because": "it was asked for"})
+    node_of_row = ((np.arange(rows) * 7 + 3) % rows).astype(np.int32)
+    offsets = np.array([0, 150, 150, 400, rows], np.int64)
+    return Order("ldg", node_of_row, offsets, {"parts": 4, "seed": 0, "slack": 1.05, "chosen_because": "it was asked for"})
+
+
+def make(name: str, directory: Path) -> Path:
+    """Make one golden store as ``directory/name``, replacing what is there."""
+    golden, out = STORES[name](), directory / name
+    if out.exists():
+        shutil.rmtree(out)
+    choose = TableLayout.choose
+    packing = sys.modules[featstore.pack.__module__]
+    with ExitStack() as patches:
+        patches.enter_context(mock.patch.object(featstore, "__version__", "golden"))
+        patches.enter_context(mock.patch.object(packing, "make_order", _partitioned))
+        small = staticmethod(lambda rows, row_bytes: choose(rows, row_bytes, chunk_bytes=CHUNK_BYTES))
+        patches.enter_context(mock.patch.object(TableLayout, "choose", small))
+        featstore.pack(out, golden.tables, arrays=golden.arrays, **golden.options).close()
+    (out / "lock").unlink()  # says which process wrote; no part of a store
+    return out
+
+
+if __name__ == "__main__":
+    for each in STORES:
+        print(make(each, Path(sys.argv[1]) if len(sys.argv) > 1 else GOLDEN))

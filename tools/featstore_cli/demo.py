@@ -1,0 +1,67 @@
+"""``featstore demo``: a GNN trained from a store and from memory, to the same bits."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import click
+
+from featstore_cli.options import SIZE, engine_option, json_option, settings, shared_options
+from featstore_cli.output import print_json, progress, show
+
+
+@click.command("demo", context_settings={"show_default": True})
+@click.option("--memory", type=SIZE, default="32MiB", help="The reader's memory budget.")
+@click.option(
+    "--data",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="A graph in an .npz file.  [default: one is made up]",
+)
+@click.option(
+    "--workdir",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Where to keep the store.  [default: nowhere]",
+)
+@click.option("--epochs", type=click.IntRange(1), help="Epochs to train.  [default: by the graph's size]")
+@click.option("--batch-size", type=click.IntRange(1), help="Seeds of a mini-batch.  [default: by the rows' size]")
+@click.option("--seed", type=click.IntRange(0), default=0, help="Seed of graph, sampling and training.")
+@engine_option
+@json_option
+@shared_options
+@click.pass_context
+def command(
+    ctx: click.Context,
+    memory: int,
+    data: Path | None,
+    workdir: Path | None,
+    epochs: int | None,
+    batch_size: int | None,
+    seed: int,
+    engine: str,
+    as_json: bool,
+) -> None:
+    """Pack a graph's features, train GraphSAGE from the store within --memory and again from memory, and compare.
+
+    Both runs must give the same rows, losses and accuracies to the last bit; exits with 1 where they do not.
+    """
+    from featstore.demo import render, run
+
+    with progress("starting", unit="steps") as tell:
+        report = run(
+            memory=memory,
+            data=None if data is None else os.fspath(data),
+            workdir=workdir,
+            epochs=epochs,
+            batch_size=batch_size,
+            seed=seed,
+            engine=None if engine == "auto" else engine,
+            progress=tell,
+        )
+    if as_json:
+        data = report.to_json()
+        print_json(data.pop("schema"), data)
+    elif not (settings().quiet and report.identical):
+        show(render(report))
+    if not report.identical:
+        ctx.exit(1)

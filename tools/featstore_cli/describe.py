@@ -1,0 +1,128 @@
+"""What ``inspect`` and ``pack`` say of a store: plain data for JSON, and the same for people."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from featstore_cli.output import facts, table
+
+
+def describe_store(store: Any) -> dict[str, Any]:
+    """Identity, tables, arrays, files and provenance of an open store, as plain data."""
+    manifest = store.manifest
+    files = manifest.files
+    return {
+        "store": str(store.path),
+        "uuid": manifest.uuid,
+        "format_version": manifest.version,
+        "generation": manifest.generation,
+        "tables": {name: describe_table(t) for name, t in store.tables.items()},
+        "arrays": {name: {"shape": list(a.shape), "dtype": a.dtype} for name, a in manifest.arrays.items()},
+        "files": {"count": len(files), "bytes": sum(f.bytes for f in files)},
+        "read_only_because": manifest.read_only_because,
+        "provenance": manifest.provenance,
+    }
+
+
+def describe_table(t: Any) -> dict[str, Any]:
+    """One table as plain data. Reads its partition offsets, nothing larger."""
+    import numpy as np
+
+    entry, layout = t.entry, t.layout
+    sizes = np.diff(t.partition_offsets)
+    parameters = dict(entry.order.parameters)
+    because = parameters.pop("chosen_because", "")
+
+    def spread(unit: int) -> dict[str, int]:
+        if len(sizes) == 0:
+            return {"min": 0, "median": 0, "max": 0}
+        low, middle, high = int(sizes.min()), int(np.median(sizes)), int(sizes.max())
+        return {"min": low * unit, "median": middle * unit, "max": high * unit}
+
+    statistics = dict(entry.statistics)
+    return {
+        "rows": t.rows,
+        "row_shape": list(t.row_shape),
+        "dtype": entry.dtype,
+        "row_bytes": t.row_bytes,
+        "bytes": t.data_bytes,
+        "chunks": {"count": layout.chunks, "rows": layout.rows_per_chunk, "bytes": layout.chunk_bytes},
+        "checksums": {"kind": "crc32c", "pages": layout.pages, "page_bytes": 4096, "bytes": 4 * layout.pages},
+        "order": {
+            "method": entry.order.method,
+            "because": because,
+            "edge_cut": parameters.pop("edge_cut", None),
+            "parameters": parameters,
+            "degrees_known": entry.order.rows_by_degree is not None,
+        },
+        "partitions": {"count": len(sizes), "rows": spread(1), "bytes": spread(t.row_bytes)},
+        "statistics": statistics,
+    }
+
+
+def render_table(name: str, t: dict[str, Any]) -> Any:
+    """One described table, for people."""
+    from featstore.units import format_bytes
+
+    shape = "x".join(map(str, t["row_shape"])) or "1"
+    chunks, sums, order, parts = t["chunks"], t["checksums"], t["order"], t["partitions"]
+    rows = [
+        (
+            f"table {name!r}",
+            f"{t['rows']:,} rows of {shape} {t['dtype']}, {t['row_bytes']:,} B each, {format_bytes(t['bytes'])}",
+        ),
+        ("  order", _order_text(order)),
+        ("  partitions", f"{parts['count']:,}"),
+        ("  chunk files", f"{chunks['count']:,} of {format_bytes(chunks['bytes'])} ({chunks['rows']:,} rows)"),
+        ("  checksums", f"CRC-32C of {sums['pages']:,} pages of 4 KiB, {format_bytes(sums['bytes'])}"),
+    ]
+    if parts["count"] > 1:
+        low, middle, high = (
+            f"{parts['rows'][k]:,} rows ({format_bytes(parts['bytes'][k])})" for k in ("min", "median", "max")
+        )
+        rows[2] = ("  partitions", f"{parts['count']:,}: smallest {low}, median {middle}, largest {high}")
+    if order["edge_cut"] is not None:
+        rows.insert(3, ("  edge cut", f"{order['edge_cut']:.1%} of the edges join two partitions"))
+    rows += [(f"  {what}", text) for what, text in _values(t["statistics"])]
+    return facts(rows)
+
+
+def _order_text(order: dict[str, Any]) -> str:
+    text = str(order["method"])
+    if order["because"]:
+        text += f", because {order['because']}"
+    if order["parameters"]:
+        text += " (" + ", ".join(f"{k} = {v}" for k, v in order["parameters"].items()) + ")"
+    return text
+
+
+def _values(statistics: dict[str, Any]) -> list[tuple[str, str]]:
+    rows = []
+    if "nan" in statistics:
+        bad = statistics["nan"] or statistics["inf"]
+        rows.append(
+            (
+                "values",
+                f"{statistics['nan']:,} NaN, {statistics['inf']:,} infinite" + (" (look at the source)" if bad else ""),
+            )
+        )
+    if "minimum" in statistics:
+        rows.append(("range", f"{statistics['minimum']:g} to {statistics['maximum']:g}"))
+    if "cast_from" in statistics:
+        over, under = statistics["overflowed"], statistics["underflowed"]
+        rows.append(
+            (
+                "cast",
+                f"from {statistics['cast_from']}: {over:,} values overflowed to infinity, {under:,} underflowed to zero",
+            )
+        )
+    return rows
+
+
+def render_arrays(arrays: dict[str, Any]) -> Any:
+    """The small arrays, for people."""
+    return table(
+        ["array", "dtype", "shape"],
+        [[n, a["dtype"], "x".join(map(str, a["shape"])) or "scalar"] for n, a in arrays.items()],
+        left=2,
+    )

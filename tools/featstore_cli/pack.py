@@ -1,0 +1,325 @@
+"""``featstore pack``: files in, a store out."""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import click
+
+from featstore_cli.options import SHAPE, SIZE, by_table, check_tables, json_option, of_table, settings, shared_options
+from featstore_cli.output import facts, print_json, progress, rate_text, remark, seconds_text, show
+
+_CASTS = ("float16", "bfloat16", "float32", "float64")
+_ORDERS = ("auto", "given", "permutation", "degree", "metis", "ldg")
+# Files that name their own dtype and shape, by suffix; of the others, only .npy files do, which have a magic number.
+_NAMED_SUFFIXES = (".npz", ".pt", ".pth", ".csv", ".csv.gz", ".parquet", ".arrow", ".feather", ".ipc")
+_NPY_MAGIC = b"\x93NUMPY"
+
+
+def is_headless(path: Path, offset: int) -> bool:
+    """Whether a file is raw binary: its dtype and shape have to be told."""
+    if not path.is_file() or path.name.lower().endswith(_NAMED_SUFFIXES):
+        return False
+    with open(path, "rb") as file:
+        return offset > 0 or file.read(len(_NPY_MAGIC)) != _NPY_MAGIC
+
+
+@click.command("pack", context_settings={"show_default": True})
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option(
+    "--features",
+    metavar="[TABLE=]PATH",
+    multiple=True,
+    required=True,
+    help="Rows: .npy .npz .zarr .parquet .pt .csv, OGB, raw.",
+)
+@click.option(
+    "--graph", metavar="[TABLE=]PATH", multiple=True, help="The table's graph: .npz .npy .csv .parquet .pt, OGB."
+)
+@click.option(
+    "--array", metavar="NAME=PATH[:KEY]", multiple=True, help="A small array to keep: .npy, or a member of .npz or .pt."
+)
+@click.option(
+    "--order", metavar="[TABLE=]METHOD", multiple=True, default=["auto"], help=f"Order of rows: {', '.join(_ORDERS)}."
+)
+@click.option("--permutation", metavar="[TABLE=]FILE.npy", multiple=True, help="Node ids in row order.")
+@click.option(
+    "--partitions", metavar="[TABLE=]N", multiple=True, help="Parts of METIS and LDG.  [default: parts of about 8 MiB]"
+)
+@click.option(
+    "--dtype",
+    metavar="[TABLE=]DTYPE",
+    multiple=True,
+    help="Cast to this; with --shape and a headless file, the file's own.",
+)
+@click.option("--cast", metavar="[TABLE=]DTYPE", multiple=True, help=f"Cast to {', '.join(_CASTS)}.")
+@click.option(
+    "--raw-dtype", metavar="[TABLE=]DTYPE", multiple=True, help="A headless file's own dtype, such as float32 or '>f8'."
+)
+@click.option("--shape", metavar="[TABLE=]SHAPE", multiple=True, help="A headless file's shape, such as -1,128.")
+@click.option("--offset", metavar="[TABLE=]BYTES", multiple=True, help="Where a headless file's rows begin.")
+@click.option(
+    "--key", metavar="[TABLE=]KEY", multiple=True, help="The member of an .npz, zarr or .pt, or columns a,b of a table."
+)
+@click.option("--graph-key", metavar="[TABLE=]KEY", multiple=True, help="The member or columns with the edges.")
+@click.option("--memory", type=SIZE, default="1GiB", help="Memory that the pack may use.")
+@click.option("--seed", type=click.IntRange(0), default=0, help="Seed of the partitioners.")
+@click.option("--resume", is_flag=True, help="Go on with the unfinished pack in OUT.")
+@click.option("--overwrite", is_flag=True, help="Replace the store in OUT.")
+@json_option
+@shared_options
+def command(
+    out: Path, memory: int, seed: int, resume: bool, overwrite: bool, as_json: bool, **given: tuple[str, ...]
+) -> None:
+    """Pack features into the store OUT.
+
+    \b
+    featstore pack store --features feat.npy --graph edges.npy --array y=labels.npy
+    featstore pack store --features paper=p.npy --features author=a.npz --key author=x
+    featstore pack store --features feat.bin --raw-dtype float32 --shape -1,128 --cast float16
+
+    Paths may hold a '='; a path that exists as it is written is taken as such. A pack that was stopped goes on with
+    --resume.
+    """
+    if resume and overwrite:
+        raise click.UsageError("--resume and --overwrite contradict each other")
+    values = {
+        name: by_table(texts, _flag(name), is_path=name in ("features", "graph", "permutation"))
+        for name, texts in given.items()
+    }
+    begin = time.perf_counter()
+    with ExitStack() as stack:
+        plan = _Request(values, memory)
+        plan.check()
+        import featstore
+
+        features = plan.sources()
+        arrays = {name: _small_array(name, path) for name, path in _array_paths(values["array"]).items()}
+        tell = stack.enter_context(progress("ordering"))
+        settings().packing = out
+        store = featstore.pack(
+            out,
+            features,
+            graph=plan.graphs(features, stack),
+            arrays=arrays,
+            order=plan.orders(),
+            permutation=plan.permutations(),
+            partitions=plan.partitions(),
+            dtype=plan.casts(),
+            memory=memory,
+            seed=seed,
+            resume=resume,
+            overwrite=overwrite,
+            progress=lambda p: tell(f"{p.table}: {p.stage}", p.done_bytes, p.total_bytes),
+        )
+    settings().packing = None
+    with store:
+        _report(store, time.perf_counter() - begin, as_json)
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+class _Request:
+    """What is asked for, by table; every mistake that can be seen without reading data is a usage error."""
+
+    def __init__(self, values: dict[str, dict[str | None, str]], memory: int) -> None:
+        self.values = values
+        self.memory = memory
+        paths = values["features"]
+        if None in paths and len(paths) > 1:
+            raise click.BadParameter(
+                "several tables need names: --features paper=p.npy --features author=a.npy", param_hint="--features"
+            )
+        self.paths = {name or "features": Path(path) for name, path in paths.items()}
+
+    def check(self) -> None:
+        for name in self.values:
+            if name not in ("features", "array"):
+                check_tables(self.values[name], self.paths, _flag(name))
+        for table in self.paths:
+            self._check_table(table)
+
+    def _check_table(self, table: str) -> None:
+        shape, raw, dtype, cast = (self._of(name, table) for name in ("shape", "raw_dtype", "dtype", "cast"))
+        order, partitions, offset = (self._of(name, table) for name in ("order", "partitions", "offset"))
+        if shape is not None:
+            self._parsed(SHAPE.parse, shape, "--shape")
+        for text, flag, least in ((partitions, "--partitions", 1), (offset, "--offset", 0)):
+            if text is not None and (not text.isdecimal() or int(text) < least):
+                raise click.BadParameter(f"{text!r} is not a whole number of at least {least}", param_hint=flag)
+        if order not in (None, *_ORDERS):
+            raise click.BadParameter(f"{order!r} is no order; choose one of {', '.join(_ORDERS)}", param_hint="--order")
+        if order == "permutation" and self._of("permutation", table) is None:
+            raise click.UsageError("--order permutation needs --permutation FILE.npy")
+        own, wanted = self._dtypes(table)
+        if dtype is not None and cast is not None and (raw is not None or own is None):
+            raise click.UsageError("--dtype and --cast both ask for a cast; give one of them")
+        if wanted not in (None, *_CASTS):
+            hint = "--cast" if cast is not None else "--dtype"
+            more = "; for the dtype of a headless file give --shape, too" if hint == "--dtype" and shape is None else ""
+            raise click.BadParameter(
+                f"cannot cast to {wanted!r}; choose one of {', '.join(_CASTS)}{more}", param_hint=hint
+            )
+
+    @staticmethod
+    def _parsed(parse: Any, text: str, flag: str) -> Any:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise click.BadParameter(str(error), param_hint=flag) from None
+
+    def _of(self, name: str, table: str) -> str | None:
+        return of_table(self.values[name], table)
+
+    def _dtypes(self, table: str) -> tuple[str | None, str | None]:
+        """(the file's own dtype, the dtype to cast to): what ``--dtype`` means depends on the file."""
+        raw, dtype, cast = (self._of(name, table) for name in ("raw_dtype", "dtype", "cast"))
+        offset = self._of("offset", table)
+        headless = is_headless(self.paths[table], int(offset) if offset and offset.isdecimal() else 0)
+        if dtype is not None and headless and self._of("shape", table) is not None and raw is None:
+            return dtype, cast
+        return raw, cast if cast is not None else dtype
+
+    def sources(self) -> dict[str, Any]:
+        from featstore.packing.sources import open_rows
+
+        found = {}
+        for table, path in self.paths.items():
+            shape, offset, key = (self._of(name, table) for name in ("shape", "offset", "key"))
+            keys = None if key is None else (key.split(",") if "," in key else key)
+            found[table] = open_rows(
+                path,
+                dtype=self._dtypes(table)[0],
+                shape=None if shape is None else SHAPE.parse(shape),
+                key=keys,
+                offset=int(offset or 0),
+            )
+        return found
+
+    def graphs(self, features: dict[str, Any], stack: ExitStack) -> dict[str, Any] | None:
+        """Paths; a graph with a key is opened here, within half of the memory."""
+        import tempfile
+
+        from featstore.packing.graphs import open_graph
+
+        self._one_table("graph", "graph_key")
+        found: dict[str, Any] = {}
+        for table in self.paths:
+            path, key = self._of("graph", table), self._of("graph_key", table)
+            if path is None:
+                if key is not None:
+                    raise click.UsageError(f"--graph-key is given, but table {table!r} has no --graph")
+                continue
+            found[table] = path
+            if key is not None:
+                scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="featstore-graph-")))
+                found[table] = open_graph(
+                    path, nodes=features[table].rows, memory_bytes=self.memory // 2, scratch_dir=scratch, key=key
+                )
+        return found or None
+
+    def _one_table(self, *names: str) -> None:
+        for name in names:
+            if None in self.values[name] and len(self.paths) > 1:
+                table = next(iter(self.paths))
+                raise click.UsageError(
+                    f"there are several tables; say whose {_flag(name)} it is: {_flag(name)} {table}=..."
+                )
+
+    def orders(self) -> dict[str, str]:
+        return {table: self._of("order", table) or "auto" for table in self.paths}
+
+    def permutations(self) -> dict[str, str] | None:
+        self._one_table("permutation")
+        return self._some("permutation")
+
+    def partitions(self) -> dict[str, int] | None:
+        some = self._some("partitions")
+        return None if some is None else {table: int(text) for table, text in some.items()}
+
+    def casts(self) -> dict[str, str] | None:
+        found = {table: self._dtypes(table)[1] for table in self.paths}
+        return {table: cast for table, cast in found.items() if cast is not None} or None
+
+    def _some(self, name: str) -> dict[str, str] | None:
+        found = {table: self._of(name, table) for table in self.paths}
+        return {table: text for table, text in found.items() if text is not None} or None
+
+
+def _array_paths(given: dict[str | None, str]) -> dict[str, str]:
+    if None in given:
+        raise click.BadParameter(
+            f"{given[None]!r} has no name; write for example --array y=labels.npy", param_hint="--array"
+        )
+    return {str(name): path for name, path in given.items()}
+
+
+def _small_array(name: str, text: str) -> Any:
+    """The array that ``PATH`` or ``PATH:KEY`` names."""
+    import numpy as np
+
+    from featstore.errors import SourceError
+
+    path, key = Path(text), None
+    if not path.exists() and ":" in text:
+        path, key = Path(text.rpartition(":")[0]), text.rpartition(":")[2]
+    if path.suffix.lower() in (".pt", ".pth"):
+        from featstore.packing.sources_foreign import load_tensor
+        from featstore.packing.sources_memory import tensor_to_numpy
+
+        return tensor_to_numpy(load_tensor(path, key)[0], str(path))
+    try:
+        loaded = np.load(path, allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise SourceError(f"cannot read array {name!r} from {path}: {reason}") from None
+    if isinstance(loaded, np.ndarray):
+        if key is not None:
+            raise SourceError(f"{path} holds one array, no {key!r}; leave the key out")
+        return loaded
+    with loaded:
+        if key is None and len(loaded.files) == 1:
+            key = loaded.files[0]
+        if key not in loaded.files:
+            raise SourceError(
+                f"array {name!r}: {path} holds {', '.join(loaded.files)}; name one: --array {name}={path}:{loaded.files[0]}"
+            )
+        try:
+            return loaded[key]
+        except ValueError as error:
+            raise SourceError(f"cannot read array {name!r} from {path}: {error}") from None
+
+
+def _report(store: Any, seconds: float, as_json: bool) -> None:
+    from featstore_cli.describe import describe_store, render_arrays, render_table
+
+    data = describe_store(store)
+    packed = sum(t["bytes"] for t in data["tables"].values())
+    if as_json:
+        print_json("featstore.pack/1", data | {"seconds": seconds, "bytes_per_second": packed / seconds})
+        return
+    if settings().quiet:
+        return
+    show(*(render_table(name, t) for name, t in data["tables"].items()))
+    if data["arrays"]:
+        show(render_arrays(data["arrays"]))
+    show(
+        facts(
+            [
+                (
+                    "store",
+                    f"{data['store']} ({data['uuid']}), packed in {seconds_text(seconds)} ({rate_text(packed / seconds)})",
+                )
+            ]
+        )
+    )
+    for name, t in data["tables"].items():
+        if t["statistics"].get("overflowed"):
+            remark(
+                f"featstore: table {name!r}: {t['statistics']['overflowed']:,} values do not fit {t['dtype']} and became infinite"
+            )
