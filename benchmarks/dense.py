@@ -32,6 +32,8 @@ HALF = 0.5
 SAMPLE_ROWS = 20_000  # small requests are repeated (with other ids) until a sample has so many rows ...
 REPEATS_MAX = 20  # ... but not more often than this
 CACHE = "cold (direct I/O)"
+MB = 10**6
+UNIT = "MB/s read"
 LIMIT = "fio sequential, 512 KiB"
 PLANNED, PAGES, SCAN = "planned", "page by page", "scan"
 #: Read nothing but what is wanted; read everything.
@@ -83,18 +85,18 @@ class Dense:
                 for key, value in (("bytes", plan.bytes_read), ("rows", len(ids)), ("reads", plan.reads), ("forecast", plan.forecast_seconds)):
                     total[key] += value
             extra = {"rows": total["rows"], "reads": total["reads"], "forecast_seconds": total["forecast"], "requests": repeats}
-            return Sample(total["bytes"], total["seconds"], total["cpu"], extra)
+            return Sample(total["bytes"] / MB, total["seconds"], total["cpu"], extra)
 
-        return Contender(label(density, strategy), "B/s read", CACHE, run)
+        return Contender(label(density, strategy), UNIT, CACHE, run)
 
     def limit(self) -> Contender:
         files = self.tables.chunk_files()
 
         def run(_: int) -> Sample:
             result = fio.sequential_read(files, self.settings.seconds)
-            return Sample(result.bytes, result.seconds, result.cpu_seconds)
+            return Sample(result.bytes / MB, result.seconds, result.cpu_seconds)
 
-        return Contender(LIMIT, "B/s read", CACHE, run)
+        return Contender(LIMIT, UNIT, CACHE, run)
 
     def close(self) -> None:
         for reader in self.readers.values():

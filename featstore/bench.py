@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 
 from featstore.calibrate import LaneBench, drop_cached
 from featstore.engine.base import EXTENT_BYTES_MAX
+from featstore.errors import SourceError
 from featstore.reader import Reader
 from featstore.store import Store, Table
 from featstore.units import PAGE_BYTES, parse_bytes
@@ -100,7 +101,7 @@ def bench(
 ) -> BenchReport:
     """Measure the four ways of reading ``table``, about ``seconds`` each, within a reader's ``memory``.
 
-    Raises what a reader raises, and ValueError for a table without rows.
+    Raises what a reader raises, and SourceError for a table without rows.
     """
     begin = time.perf_counter()
     run = _Bench(store, store.tables[table], engine, seconds, parse_bytes(memory))
@@ -134,7 +135,7 @@ class _Bench:
 
     def __init__(self, store: Store, table: Table, engine: str, seconds: float, memory_bytes: int) -> None:
         if table.rows == 0:
-            raise ValueError(f"table {table.name!r} has no rows to read")
+            raise SourceError(f"table {table.name!r} has no rows to read")
         self.store = store
         self.table = table
         self.seconds = seconds

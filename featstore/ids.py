@@ -64,19 +64,22 @@ def empty_rows(count: int, row_bytes: int) -> NDArray[np.uint8]:
 
 def check_out(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[np.uint8]:
     """The bytes of a caller's ``out``. Raises ValueError where rows of this shape and dtype cannot be put there."""
-    wanted = f"{list(shape)} of {dtype}"
     if is_tensor(out):
         name = str(out.dtype).removeprefix("torch.")
-        if out.device.type != "cpu" or not out.is_contiguous() or tuple(out.shape) != shape or name != dtype.name:
-            raise ValueError(f"out must be a contiguous tensor in host memory, {wanted}; it is {list(out.shape)} of {name} on {out.device}")
-        torch = sys.modules["torch"]
-        flat: NDArray[np.uint8] = out.detach().reshape(-1).view(torch.uint8).numpy()
-        return flat
-    if not isinstance(out, np.ndarray):
-        raise ValueError(f"out must be a NumPy array or a torch tensor, {wanted}; it is a {type(out).__name__}")
-    if out.shape != shape or out.dtype != dtype or not out.flags.c_contiguous or not out.flags.writeable:
-        raise ValueError(f"out must be C-contiguous and writable, {wanted}; it is {list(out.shape)} of {out.dtype}")
-    return out.reshape(-1).view(np.uint8)
+        if out.device.type == "cpu" and out.is_contiguous() and tuple(out.shape) == shape and name == dtype.name:
+            flat: NDArray[np.uint8] = out.detach().reshape(-1).view(sys.modules["torch"].uint8).numpy()
+            return flat
+        found = f"{list(out.shape)} of {name} on {out.device}, contiguous: {out.is_contiguous()}"
+    elif isinstance(out, np.ndarray):
+        flags = out.flags
+        if out.shape == shape and out.dtype == dtype and flags.c_contiguous and flags.writeable:
+            return out.reshape(-1).view(np.uint8)
+        found = f"{list(out.shape)} of {out.dtype}, C-contiguous: {flags.c_contiguous}, writable: {flags.writeable}"
+    else:
+        found = f"a {type(out).__name__}"
+    raise ValueError(
+        f"out must be a C-contiguous, writable NumPy array or a torch tensor in host memory, {list(shape)} of {dtype}; it is {found}"
+    )
 
 
 def finished(rows: NDArray[np.uint8], shape: tuple[int, ...], dtype: np.dtype[Any], tensor: bool) -> Any:

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from featstore import plan
 from featstore.budget import PIECES_IN_FLIGHT, Budget, TableNeed
 from featstore.cost import DeviceModel, device_key, load_model
 from featstore.dtypes import dtype_from_name
@@ -43,7 +44,8 @@ from featstore.units import parse_bytes
 QUEUE_DEPTH = 128
 #: Requests of ``submit`` that may wait or be under way; a further one blocks.
 IN_FLIGHT_MAX = 16
-_SPLIT_IDS = 16_384  # from this many ids on, mapping and copying use a second thread
+_SPLIT_BYTES = 2 * 2**20  # from this many bytes on, looking up and copying use a second thread
+_ID_BYTES = 64  # what looking up one id weighs in that
 _RANGES_MAX = 16  # ranges a request is cut into; each costs one pass over its ids
 _NONE = np.empty(0, np.int32)
 
@@ -362,12 +364,16 @@ class Reader:
                 if deliver and hits:
                     tier.take(slots, found.positions[begin:end], out)
 
-        self._in_parallel(work, piece.count)
+        weight = _ID_BYTES + (state.table.row_bytes if deliver and tiers else 0)
+        self._in_parallel(work, piece.count, weight)
         return found
 
-    def _in_parallel(self, work: Callable[[int, int], None], n: int) -> None:
+    def _in_parallel(self, work: Callable[[int, int], None], n: int, weight_bytes: int) -> None:
         """work(begin, end) over [0, n), on the helper threads too where it is worth it."""
-        shares = 1 if n < _SPLIT_IDS else self._helpers._max_workers + 1
+        if n * weight_bytes < _SPLIT_BYTES:
+            work(0, n)
+            return
+        shares = self._helpers._max_workers + 1
         cuts = [n * k // shares for k in range(shares + 1)]
         others = [self._helpers.submit(work, a, b) for a, b in zip(cuts[1:-1], cuts[2:], strict=True)]
         work(cuts[0], cuts[1])
@@ -432,9 +438,8 @@ class Reader:
         tables, forecast = [], 0.0
         for name, value in self._by_table(ids).items():
             state, parsed = self._states[name], parse_ids(value)
-            plan = self._plan_table(state, parsed.values)
-            forecast += plan.forecast_seconds
-            tables.append(plan)
+            tables.append(self._plan_table(state, parsed.values))
+            forecast += tables[-1].forecast_seconds
         return Plan(tuple(tables), self.engine.name, self.model.calibrated, forecast)
 
     def _plan_table(self, state: _TableState, ids: NDArray[np.int64]) -> TablePlan:
@@ -537,16 +542,20 @@ class _Counts:
             return ReaderStats(hits=dict(self._hits), **self._values, **engine)  # type: ignore[arg-type]
 
 
+_announced = False
+
+
 def _announce_compilation() -> None:
-    """Say on stderr when kernels are about to be compiled, which takes seconds, once."""
-    from featstore.engine import pool
+    """Say on stderr, once, when kernels are about to be compiled: that takes some seconds."""
+    global _announced
+    if _announced or plan.cut_extents.stats.cache_hits or _compiled(plan.cut_extents):
+        return
+    _announced = True
+    print("featstore: compiling its kernels for this processor; this happens once and takes some seconds", file=sys.stderr)
 
-    if not getattr(pool, "_announced", False) and not any(pool._work.stats.cache_hits.values()) and not _cached(pool._work):
-        pool._announced = True  # type: ignore[attr-defined]
-        print("featstore: compiling its kernels for this processor; this happens once and takes some seconds", file=sys.stderr)
 
-
-def _cached(kernel: Any) -> bool:
-    """Whether numba has a compiled form of a kernel on disk."""
-    index = kernel._cache.cache_path
-    return os.path.isdir(index) and any(name.startswith(f"pool.{kernel.__name__}-") for name in os.listdir(index))
+def _compiled(kernel: Any) -> bool:
+    """Whether numba has a compiled form of a kernel in memory or on disk."""
+    folder = kernel._cache.cache_path
+    prefix = f"{kernel.py_func.__module__.rpartition('.')[2]}.{kernel.__name__}-"
+    return bool(kernel.signatures) or (os.path.isdir(folder) and any(name.startswith(prefix) for name in os.listdir(folder)))

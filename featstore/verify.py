@@ -1,8 +1,7 @@
 """Scrubbing: every byte of a store read once and held against every promise the manifest makes about it.
 
-A reader checks the pages it happens to read and stops at the first bad one. A scrub reads them all and goes on, so that
-its report is the complete list of what to restore. It needs nothing but a readable manifest: files that are missing,
-cut, or links are problems it reports, where ``featstore.open`` would refuse. What is held against what:
+A reader checks the pages it reads and stops at the first bad one. A scrub reads all and goes on, so that its report is
+the complete list of what to restore. It needs only a readable manifest. What is held against what:
 
 - the manifest's uuid against its text (a change to any other field shows there);
 - every listed file: a regular file, of its size, with its digest, and not reached through a symbolic link;
@@ -51,7 +50,6 @@ PROBLEMS_MAX = 1000
 _PIECE = 1 << 17  # elements of a map, or rows, looked at together
 _METADATA_BYTES_MAX = 1 << 20
 _OWN_NAMES = re.compile(r"featstore\.json(\.tmp)?|lock|g[0-9]{6,}(\.journal|\.spill|)(\.tmp)?")
-_NO_NODES = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True)
@@ -182,14 +180,12 @@ class _Scrub:
         self.access: Access = access
         self.entries = {entry.path: entry for entry in manifest.files}
         self.problems: list[Problem] = []
-        self.problem_count = 0
+        self.problem_count = self.pages = 0
         self.readable: set[str] = set()  # there, a file, of the right size
         self.faulty: set[str] = set()  # paths that problems name
-        self.pages = 0
         self.pool = ThreadPoolExecutor(1, thread_name_prefix="featstore-verify")
         self._progress = progress
-        self._done_bytes = 0
-        self._total_bytes = 0
+        self._done_bytes = self._total_bytes = 0
         # A row that ends in the next block is put before that block, so that rows lie in one piece.
         row_bytes = max((table.row_bytes for table in manifest.tables.values()), default=0)
         self.margin = -(-row_bytes // PAGE_BYTES) * PAGE_BYTES
@@ -248,8 +244,8 @@ class _Scrub:
     def _unlisted(self) -> list[str]:
         found = [name for name in os.listdir(self.store) if not _OWN_NAMES.fullmatch(name)]
         for folder, folders, files in os.walk(self.store / self.manifest.generation):
-            links = [name for name in folders if os.path.islink(os.path.join(folder, name))]
-            found += [os.path.relpath(os.path.join(folder, name), self.store) for name in files + links]
+            files += [name for name in folders if os.path.islink(os.path.join(folder, name))]
+            found += [os.path.relpath(os.path.join(folder, name), self.store) for name in files]
         return sorted(set(found) - self.entries.keys())
 
     def _open(self, path: str) -> int | None:
@@ -263,7 +259,7 @@ class _Scrub:
                 return self._open(path)
             self.readable.discard(path)
             self.problem("unreadable file", path, "a file that can be opened", os.strerror(error.errno or 0))
-            return None
+        return None
 
     def _fill(self, descriptor: int, block: NDArray[np.uint8], offset: int, want: int) -> list[tuple[int, str]]:
         """Read ``want`` bytes; returns offset and reason of each page that cannot be read; it is zero in ``block``."""
@@ -375,7 +371,7 @@ class _Scrub:
             self.problem("metadata", path, "zarr v3 array metadata", f"something else ({error!r})")
             return
         if codecs != [("bytes", "little")]:
-            self.problem("metadata", path, "the codec bytes, little-endian, alone", json.dumps(found["codecs"]))
+            self.problem("metadata", path, "the codec bytes alone, little-endian", json.dumps(found["codecs"]))
 
     def _table(self, table: TableEntry) -> None:
         layout, order, row_shape = table.layout, table.order, table.row_shape
@@ -433,9 +429,8 @@ class _Scrub:
     def _chunk(self, table: TableEntry, chunk: int) -> int:
         """One chunk file against its checksums and its digest; returns the digest of its rows."""
         path, layout = table.chunk_path(chunk), table.layout
-        sums = array_chunk(table.page_checksums)
+        sums, first_page = array_chunk(table.page_checksums), chunk * layout.pages_per_chunk
         known = sums in self.readable
-        first_page = chunk * layout.pages_per_chunk
         digest, by_checksums = hashlib.sha256(), hashlib.sha256()
         for _, stored in self._vector(table.page_checksums, first_page, first_page + layout.pages_per_chunk * known):
             by_checksums.update(stored.tobytes())
@@ -488,7 +483,7 @@ class _Rows:
         for first in range(0, count, _PIECE):
             piece = min(_PIECE, count - first)
             row = self._row + first
-            nodes = _NO_NODES if self._nodes is None else self._scrub._numbers(self._nodes, row, piece)
+            nodes = np.empty(0, np.int64) if self._nodes is None else self._scrub._numbers(self._nodes, row, piece)
             if self._nodes is not None and len(nodes) < piece:
                 return
             address = address_of(data) + first * self._row_bytes

@@ -26,7 +26,7 @@ from featstore.engine.base import Engine, aligned_buffer, new_counters
 from featstore.engine.deliver import CLOCK, count_read, deliver, now_ns, report_error
 from featstore.engine.files import Access
 from featstore.engine.lane import Lane
-from featstore.errors import CorruptionError
+from featstore.errors import ClosedError, CorruptionError
 from featstore.native import address_of, atomic_add, call_i64, call_pread, function_address, libc, load_i32, load_i64, memzero
 from featstore.units import PAGE_BYTES
 
@@ -115,10 +115,13 @@ class PoolEngine(Engine):
         self._scratch = np.zeros((self.threads, 8), np.int64)  # a cache line each
         self._free = list(range(self.threads))
         self._lock = threading.Lock()
+        self._closed = False
         self._pool = ThreadPoolExecutor(self.threads, thread_name_prefix=f"featstore-{self.name}")
 
     def start(self, lane: Lane) -> None:
         self.check(lane)
+        if self._closed:
+            raise ClosedError("the engine is closed")
         if self.mapped:
             try:
                 lane.files.check_sizes()
@@ -152,6 +155,7 @@ class PoolEngine(Engine):
         return total
 
     def close(self) -> None:
+        self._closed = True
         self._pool.shutdown(wait=True)
 
 

@@ -33,6 +33,7 @@ from featstore.engine.base import Engine, aligned_buffer, new_counters
 from featstore.engine.deliver import CLOCK, count_read, deliver, now_ns, report_error
 from featstore.engine.files import Access
 from featstore.engine.lane import Lane
+from featstore.errors import ClosedError, DeviceError
 from featstore.native import (
     address_of,
     call_i32_i64,
@@ -322,6 +323,8 @@ class UringEngine(Engine):
     def start(self, lane: Lane) -> None:
         self.check(lane)
         with self._condition:
+            if self._closing:
+                raise ClosedError("the engine is closed")
             self._queue.append(lane)
             self._waiting[0] = len(self._queue)
             self._condition.notify()
@@ -348,6 +351,9 @@ class UringEngine(Engine):
                 self._waiting[0] = len(self._queue)
             if not active:
                 break
+            if self._failure is not None:
+                self._fail(active)
+                continue
             lanes = np.array([lane.address for lane in active], np.int64)
             r = _drive(
                 self._library.functions, address_of(ring), self.queue_depth, lanes, address_of(self._waiting), state, slots,
@@ -355,16 +361,23 @@ class UringEngine(Engine):
                 self._counters[0],
             )
             if r < 0:
-                self._fail(active, OSError(-r, f"io_uring_enter: {os.strerror(-r)}"))
-            for lane in [lane for lane in active if r < 0 or _lane_ended(lane)]:
+                self._failure = OSError(-r, f"io_uring_enter: {os.strerror(-r)}")
+                self._fail(active)
+            for lane in [lane for lane in active if _lane_ended(lane)]:
                 active.remove(lane)
                 lane.on_done(lane)
         self._library.close_ring(ring)
 
-    def _fail(self, active: list[Lane], error: OSError) -> None:
-        """The ring itself is broken: what is under way and all that comes after it fails with the reason."""
+    def _fail(self, active: list[Lane]) -> None:
+        """The ring itself is broken: what is under way and all that comes after it fails with the reason.
+
+        The kernel must not run again: it would look at lanes that are gone. Reads still under way end in the arena.
+        """
+        assert self._failure is not None
         for lane in active:
-            lane.failure = error
+            lane.failure = DeviceError(self._failure.errno or 5, lane.files.paths[0], None, "read through io_uring")
+            lane.on_done(lane)
+        active.clear()
 
     def counters(self) -> NDArray[np.int64]:
         total: NDArray[np.int64] = self._counters.sum(axis=0)

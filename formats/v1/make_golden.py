@@ -2,10 +2,10 @@
 
     python formats/v1/make_golden.py [DIRECTORY]
 
-The stores under ``golden/`` are what every implementation of the format is held against, so they never change: a test makes
-them anew with the code of the day and compares byte for byte. To keep them small *and* of several chunks, chunk files aim
-at a few pages here instead of 64 MiB; to keep them independent of partitioners and of the library's version, the order and
-the writer's name are given. Values come from integer arithmetic, because random generators may change between versions.
+The stores under ``golden/`` are what every implementation of the format is held against, so they never change: a test
+makes them anew with the code of the day and compares byte for byte. To keep them small *and* of several chunks, chunk
+files aim at a few pages here instead of 64 MiB; to keep them independent of partitioners and of the library's version,
+the order and the writer's name are given. Values come from integer arithmetic, because random generators may change.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def sizes() -> Golden:
     """Rows of awkward sizes; tables of no row, of one row and of several chunks; arrays of 0, 1, 2 axes and of none."""
     return Golden(
         tables={
-            "byte": numbers((10_000,), np.uint8),
+            "byte": numbers((20_000,), np.uint8),
             "forty": numbers((1_200, 10), np.float32),
             "seven": numbers((500, 3, 7), np.uint8),
             "wide": numbers((5, 1025), np.float32),
@@ -111,7 +111,8 @@ def _partitioned(*_: Any, rows: int, permutation: Any = None, **__: Any) -> Orde
         return Order("given", None, np.array([0, rows], np.int64), {"chosen_because": "it was asked for"})
     node_of_row = ((np.arange(rows) * 7 + 3) % rows).astype(np.int32)
     offsets = np.array([0, 150, 150, 400, rows], np.int64)
-    return Order("ldg", node_of_row, offsets, {"parts": 4, "seed": 0, "slack": 1.05, "chosen_because": "it was asked for"})
+    parameters: dict[str, int | float | str] = {"parts": 4, "seed": 0, "slack": 1.05, "chosen_because": "it was asked for"}
+    return Order("ldg", node_of_row, offsets, parameters)
 
 
 def make(name: str, directory: Path) -> Path:

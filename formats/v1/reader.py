@@ -2,8 +2,8 @@
 
     python formats/v1/reader.py STORE
 
-It checks all that the specification says a reader must check, and more; it reads whole tables into memory, and is slow on
-purpose: it is here to be read, and to disagree with featstore where one of the two is wrong.
+It checks all that the specification says a reader must check, and more; it reads whole tables into memory, and is slow
+on purpose: it is here to be read, and to disagree with featstore where one of the two is wrong.
 """
 
 import hashlib
@@ -17,7 +17,8 @@ import sys
 
 import numpy as np
 
-CORE = set("bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64 complex64 complex128".split())
+CORE = {"bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64",
+        "complex64", "complex128"}  # fmt: skip
 FILE = {"path": str, "bytes": int, "digest": str}
 ARRAY = {"path": str, "shape": list, "dtype": str}
 ORDER = {"method": str, "parameters": dict, "partition_offsets": dict}
@@ -68,8 +69,8 @@ def fields(value, required, optional=()):
     return value
 
 
-def name(text, extra=127):
-    need(re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,%d}" % extra, text) and text != "zarr.json", f"name {text}")
+def name(text):
+    need(re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,127}", text) and text != "zarr.json", f"name {text}")
     return text
 
 
@@ -116,8 +117,8 @@ class Store:
             self.rows[name(n)], self.tables[n] = rows, rows if row_of_node is None else rows[row_of_node]
 
     def inside(self, path):
-        parts = [name(part, 254) for part in path.removesuffix("/zarr.json").split("/")]
-        need(len(parts) > path.endswith("/zarr.json") - 1 and parts[0] == self.manifest["generation"], f"path {path}")
+        part = r"/[A-Za-z0-9_][A-Za-z0-9_.\-]{0,254}"
+        need(re.fullmatch(f"{self.manifest['generation']}({part})+", path), f"path {path}")
         return path
 
     def read(self, path, bytes, digest):
@@ -151,7 +152,8 @@ class Store:
         need(len(shape) <= 32 and all(type(n) is int and 0 <= n <= 2**48 for n in shape), f"shape {shape}")
         dtype, axes = self.zarr(entry["path"], shape, shape, entry["dtype"])
         size = math.prod(shape) * dtype.itemsize
-        return np.frombuffer(self.chunk(entry["path"] + "/c" + ".0" * axes, size) if size else b"", dtype).reshape(shape)
+        data = self.chunk(entry["path"] + "/c" + ".0" * axes, size) if size else b""
+        return np.frombuffer(data, dtype).reshape(shape)
 
     def table(self, t):
         """(rows in row order, row_of_node or None)"""
@@ -176,8 +178,9 @@ class Store:
         for m, values in maps.items():
             need(values.dtype in ("<i4", "<i8") and np.array_equal(np.sort(values), np.arange(rows)), m)
         need(("row_of_node" in maps) == ("node_of_row" in maps), "one map without the other")
-        need("row_of_node" not in maps or (maps["row_of_node"][maps["node_of_row"]] == np.arange(rows)).all(), "inverse")
-        return maps.get("row_of_node")
+        row_of_node = maps.get("row_of_node")
+        need(row_of_node is None or (row_of_node[maps["node_of_row"]] == np.arange(rows)).all(), "maps are not inverse")
+        return row_of_node
 
 
 if __name__ == "__main__":

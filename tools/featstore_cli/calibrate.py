@@ -54,7 +54,8 @@ def command(path: Path, engine: str, seconds: float, dry_run: bool, as_json: boo
         if disturbed:
             worst = max(s.spread for s in disturbed)
             remark(
-                f"featstore: the rounds differ by up to {worst:.0%}: something else may be using the device; calibrate again when it is idle"
+                f"featstore: the rounds differ by up to {worst:.0%}: something else may be using the device; "
+                "calibrate again when it is idle"
             )
     if saved and not settings().quiet:
         show(f"kept in {saved}")

@@ -59,8 +59,8 @@ def command(
             progress=tell,
         )
     if as_json:
-        data = report.to_json()
-        print_json(data.pop("schema"), data)
+        found = report.to_json()
+        print_json(found.pop("schema"), found)
     elif not (settings().quiet and report.identical):
         show(render(report))
     if not report.identical:

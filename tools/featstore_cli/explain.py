@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from featstore_cli.options import SIZE, chosen_table, engine_option, json_option, open_reader, read_ids, shared_options
+from featstore_cli.options import SIZE, check_models, chosen_table, engine_option, json_option, read_ids, shared_options
 from featstore_cli.output import facts, print_json, rate_text, remark, seconds_text, show
 
 
@@ -51,6 +51,7 @@ def command(
         raise click.UsageError("--ids and --random contradict each other")
     import featstore
 
+    check_models()
     with featstore.open(store) as opened:
         target = chosen_table(opened, table)
         wanted = _random_ids(target, 1024 if count is None else count, seed) if ids is None else read_ids(ids)
@@ -60,7 +61,7 @@ def command(
             "engine": engine,
             "static": None if static == "none" else static,
         }
-        with open_reader(opened, **options) as reader:
+        with opened.reader(**options) as reader:
             plan = reader.plan({target.name: wanted})
             held = {use: size for use, size in reader.memory().items() if size}
             reading = {"engine": reader.engine.name, "engine_because": reader.engine.because, "access": reader.access}

@@ -74,6 +74,8 @@ class CommandGroup(click.Group):
         except (OSError, ImportError) as error:
             if isinstance(error, OSError) and error.errno == errno.EPIPE:
                 raise  # whoever read our output has gone: click ends in silence
+            if isinstance(error, ImportError) and (error.name or "").startswith("featstore"):
+                raise  # not a missing package but a mistake of ours
             _fail(ctx, error)
         except Exception as error:
             # Imported here because whoever raised it has loaded it already.

@@ -74,7 +74,7 @@ def engine_option(function: F) -> F:
     )
 
 
-class Size(click.ParamType):
+class Size(click.ParamType):  # type: ignore[type-arg]
     """A size in bytes, as people write it."""
 
     name = "size"
@@ -88,7 +88,7 @@ class Size(click.ParamType):
             self.fail(str(error), param, ctx)
 
 
-class Shape(click.ParamType):
+class Shape(click.ParamType):  # type: ignore[type-arg]
     """A shape: ``-1,128`` or ``1000x128``."""
 
     name = "shape"
@@ -188,13 +188,12 @@ def read_ids(path: Path) -> Any:
         ) from None
 
 
-def open_reader(store: Any, **options: Any) -> Any:
-    """A reader. Other errors of its making (a broken file of device models) become FeatstoreErrors, too."""
+def check_models() -> None:
+    """Raise FeatstoreError where the file of calibrated models is broken: every reader would stumble over it."""
+    from featstore.cost import load_models
     from featstore.errors import FeatstoreError
 
     try:
-        return store.reader(**options)
-    except FeatstoreError:
-        raise
+        load_models()
     except ValueError as error:
-        raise FeatstoreError(str(error)) from error
+        raise FeatstoreError(str(error)) from None

@@ -1,0 +1,214 @@
+"""``featstore pack``: what it packs, what it says, and what it says of mistakes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from cli_support import COLUMNS, ROWS, Call, parsed
+from click.testing import CliRunner
+from featstore_cli.main import cli
+from featstore_cli.options import SHAPE
+
+import featstore
+from featstore.disk import Disk
+
+
+def _read(path: Path, table: str = "features") -> Any:
+    with featstore.open(path) as store, store.reader(static=None, tables=[table]) as reader:
+        return reader.read(np.arange(store.tables[table].rows))
+
+
+def test_pack_says_what_was_packed(call: Call, inputs: Path, tmp_path: Path, rows: Any) -> None:
+    out = tmp_path / "new" / "s"
+    result = call("pack", out, "--features", inputs / "rows.npy", "--graph", inputs / "edges.npy", "--array", f"y={inputs / 'labels.npy'}",
+                  "--order", "ldg", "--partitions", 4)  # fmt: skip
+    for text in ("3,000 rows of 16 float32, 64 B each", "ldg, because it was asked for", "of the edges join two partitions", "0 NaN",
+                 "range", "4: smallest", "packed in", "B/s"):  # fmt: skip
+        assert text in result.stdout
+    assert result.stderr == "", "no progress where stderr is no terminal"
+    np.testing.assert_array_equal(_read(out), rows)
+    with featstore.open(out) as store:
+        np.testing.assert_array_equal(store.arrays["y"], np.arange(ROWS))
+
+
+def test_pack_json(call: Call, inputs: Path, tmp_path: Path) -> None:
+    options = ["--features", f"paper={inputs / 'rows.npz'}", "--key", "paper=x", "--cast", "float16"]
+    data = parsed(call("pack", tmp_path / "s", *options, "--json"))
+    assert data["schema"] == "featstore.pack/1"
+    assert set(data) == {"schema", "store", "uuid", "format_version", "generation", "tables", "arrays", "files", "read_only_because",
+                         "provenance", "seconds", "bytes_per_second"}  # fmt: skip
+    table = data["tables"]["paper"]
+    assert set(table) == {"rows", "row_shape", "dtype", "row_bytes", "bytes", "chunks", "checksums", "order", "partitions", "statistics"}
+    assert (table["rows"], table["row_shape"], table["dtype"], table["row_bytes"]) == (ROWS, [COLUMNS], "float16", 2 * COLUMNS)
+    assert table["order"]["method"] == "given"
+    assert table["statistics"]["cast_from"] == "float32"
+
+
+@pytest.mark.parametrize(
+    ("options", "dtype"),
+    [
+        (["--raw-dtype", "float32", "--shape", f"-1,{COLUMNS}"], np.float32),
+        (["--dtype", "float32", "--shape", f"{ROWS}x{COLUMNS}"], np.float32),
+        (["--dtype", "float32", "--shape", f"(-1, {COLUMNS})", "--cast", "float16"], np.float16),
+        (["--raw-dtype", "float32", "--shape", f"-1,{COLUMNS}", "--dtype", "float64"], np.float64),
+        (["--dtype", "float32", "--shape", f"-1,{COLUMNS}", "--offset", 4 * COLUMNS], np.float32),
+    ],
+)
+def test_headless_files(call: Call, inputs: Path, tmp_path: Path, rows: Any, options: list[Any], dtype: Any) -> None:
+    call("pack", tmp_path / "s", "--features", inputs / "rows.bin", *options, "-q")
+    got = _read(tmp_path / "s")
+    assert got.dtype == dtype
+    np.testing.assert_array_equal(got, rows[1 if "--offset" in options else 0 :].astype(dtype))
+
+
+def test_dtype_casts_what_names_its_own(call: Call, inputs: Path, tmp_path: Path, rows: Any) -> None:
+    result = call("pack", tmp_path / "s", "--features", inputs / "rows.npy", "--dtype", "float16")
+    np.testing.assert_array_equal(_read(tmp_path / "s"), rows.astype(np.float16))
+    assert "cast" in result.stdout
+    assert "from float32: 0 values overflowed" in result.stdout
+
+
+def test_overflow_is_remarked(call: Call, tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", np.full((4, 2), 1e9, np.float32))
+    result = call("pack", tmp_path / "s", "--features", tmp_path / "x.npy", "--dtype", "float16")
+    assert "8 values do not fit float16" in result.stderr
+
+
+def test_several_tables_with_options_of_their_own(call: Call, inputs: Path, tmp_path: Path, rows: Any) -> None:
+    call("pack", tmp_path / "s", "--features", f"paper={inputs / 'rows.npy'}", "--features", f"author={inputs / 'rows.npz'}",
+         "--key", "author=x", "--graph", f"paper={inputs / 'edges.npz'}", "--graph-key", "paper=e", "--order", "paper=degree",
+         "--permutation", f"author={inputs / 'permutation.npy'}", "--order", "author=permutation", "--cast", "paper=float64")  # fmt: skip
+    with featstore.open(tmp_path / "s") as store:
+        assert {n: t.entry.order.method for n, t in store.tables.items()} == {"paper": "degree", "author": "permutation"}
+        assert {n: t.entry.dtype for n, t in store.tables.items()} == {"paper": "float64", "author": "float32"}
+        np.testing.assert_array_equal(store.tables["author"].node_of_row(), np.load(inputs / "permutation.npy"))
+    np.testing.assert_array_equal(_read(tmp_path / "s", "author"), rows)
+
+
+def test_arrays_from_archives(call: Call, inputs: Path, tmp_path: Path, rows: Any) -> None:
+    arrays = ["--array", f"a={inputs / 'rows.npz'}:y", "--array", f"e={inputs / 'edges.npz'}"]
+    call("pack", tmp_path / "s", "--features", inputs / "rows.npy", *arrays)
+    with featstore.open(tmp_path / "s") as store:
+        np.testing.assert_array_equal(store.arrays["a"], rows[:, 0])
+        assert store.arrays["e"].shape == (2, 4 * ROWS)
+
+
+def test_a_path_with_an_equals_sign(call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    np.save("a=b.npy", np.zeros((3, 2)))
+    call("pack", "s", "--features", "a=b.npy")
+    call("pack", "t", "--features", "x=a=b.npy")
+    with featstore.open("s") as first, featstore.open("t") as second:
+        assert (list(first.tables), list(second.tables)) == (["features"], ["x"])
+
+
+USAGE = [
+    ([], "Missing option '--features'"),
+    (["--features", "{rows}", "--order", "best"], "'best' is no order; choose one of auto"),
+    (["--features", "{rows}", "--order", "permutation"], "needs --permutation FILE.npy"),
+    (["--features", "{rows}", "--partitions", "-3"], "'-3' is not a whole number of at least 1"),
+    (["--features", "{rows}", "--partitions", "many"], "'many' is not a whole number"),
+    (["--features", "{rows}", "--memory", "-5"], "cannot read '-5' as a size"),
+    (["--features", "{rows}", "--memory", "lots"], "cannot read 'lots' as a size; write for example 512MiB"),
+    (["--features", "{rows}", "--seed", "-1"], "-1 is not in the range"),
+    (["--features", "{rows}", "--dtype", "int8"], "cannot cast to 'int8'; choose one of float16"),
+    (["--features", "{rows}", "--cast", "float16", "--dtype", "float64"], "both ask for a cast"),
+    (["--features", "{bin}", "--dtype", "float32", "--shape", "wide"], "'wide' is not a shape"),
+    (["--features", "{bin}", "--dtype", "float32", "--shape", "10,-1"], "the shape 10,-1 is impossible"),
+    (["--features", "{bin}", "--dtype", "float32", "--shape", "0,4"], "the shape 0,4 is impossible"),
+    (["--features", "{bin}", "--dtype", "float32", "--shape", "-1,16", "--offset", "-4"], "'-4' is not a whole number"),
+    (["--features", "{rows}", "--features", "{bin}"], "given twice without a table's name"),
+    (["--features", "a={rows}", "--features", "{bin}"], "several tables need names"),
+    (["--features", "a={rows}", "--features", "a={bin}"], "given twice for table 'a'"),
+    (["--features", "a="], "nothing follows the ="),
+    (["--features", "{rows}", "--graph", "paper=x.npy"], "no table is called 'paper'; there is 'features'"),
+    (["--features", "a={rows}", "--features", "b={rows}", "--graph", "{edges}"], "say whose --graph it is: --graph a=..."),
+    (["--features", "{rows}", "--graph-key", "e"], "table 'features' has no --graph"),
+    (["--features", "{rows}", "--array", "{labels}"], "has no name; write for example --array y=labels.npy"),
+    (["--features", "{rows}", "--resume", "--overwrite"], "contradict each other"),
+    (["--features", "{rows}", "--colour"], "No such option"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), USAGE)
+def test_usage_errors(call: Call, inputs: Path, tmp_path: Path, options: list[str], message: str) -> None:
+    names = {"rows": "rows.npy", "bin": "rows.bin", "edges": "edges.npy", "labels": "labels.npy"}
+    filled = [option.format(**{k: inputs / v for k, v in names.items()}) for option in options]
+    result = call("pack", tmp_path / "s", *filled, code=2)
+    assert message in " ".join(result.stderr.split())
+    assert result.stdout == ""
+    assert not (tmp_path / "s").exists()
+
+
+FAILURES = [
+    (["--features", "{nowhere}/x.npy"], "x.npy"),
+    (["--features", "{folder}"], "neither a zarr array or group"),
+    (["--features", "{bin}"], "give --dtype and --shape"),
+    (["--features", "{bin}", "--dtype", "float32", "--shape", "-1,7"], "no whole number of rows"),
+    (["--features", "{bin}", "--dtype", "floaty", "--shape", "-1,16"], "floaty"),
+    (["--features", "{npz}", "--key", "z"], "z"),
+    (["--features", "{rows}", "--key", "z"], "holds one array"),
+    (["--features", "{rows}", "--graph", "{nowhere}/e.npy"], "e.npy"),
+    (["--features", "{rows}", "--order", "metis"], "needs a graph"),
+    (["--features", "{rows}", "--memory", "1k"], "too small"),
+    (["--features", "{rows}", "--array", "y={nowhere}/y.npy"], "cannot read array 'y'"),
+    (["--features", "{rows}", "--array", "y={npz}"], "holds x, y; name one"),
+    (["--features", "{rows}", "--array", "y={npz}:q"], "holds x, y; name one"),
+    (["--features", "{rows}", "--resume"], "nothing to resume"),
+    (["--features", "../x={rows}"], "../x="),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), FAILURES)
+def test_failures(call: Call, inputs: Path, tmp_path: Path, options: list[str], message: str) -> None:
+    names = {"rows": "rows.npy", "bin": "rows.bin", "npz": "rows.npz", "folder": ".", "nowhere": "nowhere"}
+    filled = [option.format(**{k: inputs / v for k, v in names.items()}) for option in options]
+    result = call("pack", tmp_path / "s", *filled, code=1)
+    assert result.stderr.startswith("featstore: error: ")
+    assert message in result.stderr
+    assert result.stdout == ""
+
+
+def test_what_is_there_already(call: Call, inputs: Path, store: Path, tmp_path: Path) -> None:
+    assert "already holds a store" in call("pack", store, "--features", inputs / "rows.npy", code=1).stderr
+    file = tmp_path / "file"
+    file.write_text("")
+    assert "is a file" in call("pack", file, "--features", inputs / "rows.npy", code=1).stderr
+    call("pack", tmp_path / "s", "--features", inputs / "rows.npy")
+    call("pack", tmp_path / "s", "--features", inputs / "rows.npy", "--overwrite")
+    with featstore.open(tmp_path / "s") as again:
+        assert again.manifest.generation == "g000002"
+
+
+@pytest.mark.parametrize(("failure", "code"), [(KeyboardInterrupt(), 130), (OSError(28, "No space left on device"), 1)])
+def test_interrupted_then_resumed(
+    call: Call, inputs: Path, tmp_path: Path, rows: Any, monkeypatch: pytest.MonkeyPatch, failure: BaseException, code: int
+) -> None:
+    arguments = ["pack", tmp_path / "s", "--features", inputs / "rows.npy"]
+
+    def stop(self: Disk, path: Path, data: bytes) -> None:
+        if path.name == "featstore.json":
+            raise failure
+        replace_file(self, path, data)
+
+    replace_file = Disk.replace_file
+    with monkeypatch.context() as patched:
+        patched.setattr(Disk, "replace_file", stop)
+        result = CliRunner().invoke(cli, [str(a) for a in arguments])
+    assert result.exit_code == code
+    assert "with --resume to go on from here" in result.stderr
+    assert "unfinished pack" in call("inspect", tmp_path / "s", code=1).stderr
+    assert "--resume" in call(*arguments, code=1).stderr
+    call(*arguments, "--resume")
+    np.testing.assert_array_equal(_read(tmp_path / "s"), rows)
+
+
+def test_shapes() -> None:
+    assert SHAPE.parse("-1,128") == SHAPE.parse(" (-1, 128) ") == SHAPE.parse("-1x128") == (-1, 128)
+    assert SHAPE.parse("7") == SHAPE.parse("(7,)") == (7,)
+    for text in ("", "a", "1,,2", "1.5,2"):
+        with pytest.raises(ValueError, match="is not a shape"):
+            SHAPE.parse(text)
