@@ -12,9 +12,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from system import cpu_seconds, device_io, process_io, status_bytes  # noqa: E402
+from system import cpu_seconds, device_io, process_io, status_bytes
 
-import featstore  # noqa: E402
+import featstore
 
 
 def main() -> None:

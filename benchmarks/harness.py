@@ -159,16 +159,16 @@ class Report:
             "series": [s.to_dict() for s in self.series], "tables": self.tables, "notes": self.notes,
         }  # fmt: skip
 
-    def save(self, out: Path | None) -> Path:
-        """Write the JSON file and print the tables."""
+    def save(self, out: Path | None, quick: bool = False) -> None:
+        """Print the tables and write the JSON file; what was quick is no result and is only written where ``out`` says."""
         from tables_text import print_result
 
-        path = out or RESULTS / f"{self.name}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
         result = self.to_dict()
-        path.write_text(json.dumps(result, indent=1) + "\n")
         print_result(result)
-        return path
+        path = out or (None if quick else RESULTS / f"{self.name}.json")
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def _public_arguments(arguments: Sequence[str]) -> list[str]:
@@ -180,7 +180,7 @@ def _public_arguments(arguments: Sequence[str]) -> list[str]:
         elif argument in ("--dir", "--out"):
             skip = True
         elif not argument.startswith(("--dir=", "--out=")):
-            kept.append(argument)
+            kept.append(Path(argument).name if os.sep in argument else argument)
     return kept
 
 
@@ -273,7 +273,9 @@ def shared_options(size: str, quick_size: str, rounds: int) -> Callable[[Callabl
     """The options of a benchmark command; it is called with :class:`Settings`."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        def wrapped(size_given: str | None, directory: Path, rounds_given: int | None, quick: bool, keep: bool, out: Path | None, **rest: Any) -> None:
+        def wrapped(
+            size_given: str | None, directory: Path, rounds_given: int | None, quick: bool, keep: bool, out: Path | None, **rest: Any
+        ) -> None:
             from featstore.units import parse_bytes
 
             workspace = directory.resolve() / "bench.fs"
@@ -299,7 +301,8 @@ def shared_options(size: str, quick_size: str, rounds: int) -> Callable[[Callabl
             click.option("--rounds", "rounds_given", type=click.IntRange(1), help=f"[default: {rounds}; with --quick 2]"),
             click.option("--quick", is_flag=True, help="Small and short: tells whether the benchmark works, not how fast anything is."),
             click.option("--keep", is_flag=True, help="Leave bench.fs, so that the next benchmark finds its tables there."),
-            click.option("--out", type=click.Path(path_type=Path, dir_okay=False), help="[default: benchmarks/results/NAME.json]"),
+            click.option("--out", type=click.Path(path_type=Path, dir_okay=False),
+                         help="[default: benchmarks/results/NAME.json; with --quick none]"),
         )):  # fmt: skip
             wrapped = option(wrapped)
         return wrapped

@@ -118,7 +118,7 @@ def ratio_for_bytes(ours: Series, limit: Series, passes: int, table_bytes: int, 
         else:
             seconds = b.seconds * max(a.extra["read_bytes"], a.extra["write_bytes"]) / (passes * table_bytes)
         ratios.append(seconds / a.seconds)
-    return median(ratios)
+    return float(median(ratios))
 
 
 def fill(report: Report, series: dict[str, Series], packing: Packing) -> None:
@@ -142,7 +142,9 @@ def fill(report: Report, series: dict[str, Series], packing: Packing) -> None:
         rows.append([text, median(s.seconds for s in ours.samples), middle(ours, "cpu_seconds"), read, written, device / table_bytes,
                      format_bytes(peak), format_bytes(middle(ours, "base_bytes"))])  # fmt: skip
     report.table(
-        "By pack", ["pack", "s", "CPU s", "tables read", "tables written", "tables moved (whole device)", "peak RSS", "of that before the pack"], rows
+        "By pack",
+        ["pack", "s", "CPU s", "tables read", "tables written", "tables moved (whole device)", "peak RSS", "of that before the pack"],
+        rows,
     )
     report.notes = [
         "Bytes are those of /proc/self/io of the packing process, threads included; the column of the whole device counts everybody's.",
@@ -167,7 +169,7 @@ def main(settings: Settings, memory: str | None) -> None:
     compile_kernels(settings.workspace)
     series = measure_rounds(packing.contenders(), settings.rounds)
     fill(report, series, packing)
-    report.save(settings.out)
+    report.save(settings.out, settings.quick)
 
 
 if __name__ == "__main__":

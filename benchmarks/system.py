@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import mmap
 import os
 import resource
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 _DROP = Path("/proc/sys/vm/drop_caches")
 _CGROUP_V1 = Path("/sys/fs/cgroup/memory")
 _CGROUP_V2 = Path("/sys/fs/cgroup")
+#: A file is cold when no more than this share of its pages is in the page cache.
+RESIDENT_MAX = 0.01
 
 
 @cache
@@ -26,19 +31,37 @@ def can_drop_caches() -> bool:
     return os.access(_DROP, os.W_OK)
 
 
-def drop_caches(paths: Sequence[Path]) -> str:
-    """Get the files out of the page cache; returns how: the whole cache dropped, or the files' clean pages only."""
+def drop_caches(paths: Sequence[Path]) -> None:
+    """Get files out of the page cache: as root with everything else, otherwise only their own clean pages.
+
+    Raises RuntimeError where they are still there afterwards, as with a file that some process has mapped.
+    """
     if can_drop_caches():
         os.sync()
         _DROP.write_text("3")
-        return "cold (page cache dropped)"
     for path in paths:
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(descriptor)
-    return "cold (asked with posix_fadvise; not root, so the page cache could not be dropped)"
+        share = resident_share(path)
+        if share > RESIDENT_MAX:
+            raise RuntimeError(f"{share:.0%} of {path.name} is still in the page cache: is it mapped, or being written?")
+
+
+def resident_share(path: Path) -> float:
+    """Share of a file's pages that are in the page cache (mincore)."""
+    with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
+        view = np.frombuffer(mapped, np.uint8)
+        pages = np.zeros(-(-len(mapped) // mmap.PAGESIZE), np.uint8)
+        mincore = ctypes.CDLL(None, use_errno=True).mincore
+        mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+        failed = mincore(view.ctypes.data, len(mapped), pages.ctypes.data)
+        del view  # the mapping cannot be closed while it is looked at
+        if failed:
+            raise OSError(ctypes.get_errno(), "mincore failed")
+        return float((pages & 1).mean())
 
 
 def warm_cache(paths: Sequence[Path]) -> None:
@@ -122,11 +145,14 @@ def memory_group(limit_bytes: int) -> Iterator[MemoryGroup]:
         directory.rmdir()
 
 
-def run_child(script: Path, arguments: dict[str, Any], group: MemoryGroup | None = None, timeout_seconds: float = 3600) -> dict[str, Any]:
+def run_child(
+    script: Path, arguments: dict[str, Any], group: MemoryGroup | None = None, environment: Mapping[str, str] | None = None
+) -> dict[str, Any]:
     """Run a script of this directory in a fresh process; it is given and prints one JSON object."""
     command = [sys.executable, str(script), json.dumps(arguments)]
     done = subprocess.run(
-        command if group is None else group.wrap(command), stdout=subprocess.PIPE, text=True, check=True, timeout=timeout_seconds
-    )
+        command if group is None else group.wrap(command), env=os.environ | (environment or {}), stdout=subprocess.PIPE, text=True,
+        check=True, timeout=3600,
+    )  # fmt: skip
     result: dict[str, Any] = json.loads(done.stdout)
     return result

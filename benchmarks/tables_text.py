@@ -9,7 +9,7 @@ Cells = tuple[list[str], list[list[str]]]
 
 
 def number(value: Any) -> str:
-    """A figure for people: four significant digits, thousands apart."""
+    """A figure for people: two to four significant digits, thousands apart."""
     if value is None:
         return ""
     if isinstance(value, bool):
@@ -18,7 +18,9 @@ def number(value: Any) -> str:
         return f"{value:,}"
     if isinstance(value, float):
         size = abs(value)
-        return f"{value:,.0f}" if size >= 1000 else f"{value:.1f}" if size >= 100 else f"{value:.2f}" if size >= 0.1 or size == 0 else f"{value:.2g}"
+        if size < 0.1 and size > 0:
+            return f"{value:.2g}"
+        return f"{value:,.0f}" if size >= 1000 else f"{value:.1f}" if size >= 100 else f"{value:.2f}"
     return str(value)
 
 

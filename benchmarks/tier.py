@@ -137,10 +137,10 @@ def main(settings: Settings) -> None:
     import torch
 
     report.notes = [
-        f"The tier holds a random half of the table ({len(members):,} rows). torch uses {torch.get_num_threads()} threads and is given positions, "
-        "featstore node ids. Both matrices are NumPy's memory, which asks for huge pages.",
+        f"The tier holds a random half of the table ({len(members):,} rows). torch uses {torch.get_num_threads()} threads and is given "
+        "positions, featstore node ids. Both matrices are NumPy's memory, which asks for huge pages.",
     ]
-    report.save(settings.out)
+    report.save(settings.out, settings.quick)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from featstore.request import Request
     from featstore.store import Store, Table
     from featstore.store import Store as open  # noqa: A001
-    from featstore.verify import verify
+    from featstore.scrub import verify
 
 __version__ = "0.1.0"
 
@@ -28,7 +28,7 @@ _WHERE = {
     "Plan": ("featstore.report", "Plan"),
     "ReaderStats": ("featstore.report", "ReaderStats"),
     "pack": ("featstore.packing.packing", "pack"),
-    "verify": ("featstore.verify", "verify"),
+    "verify": ("featstore.scrub", "verify"),
 }
 
 __all__ = ["Plan", "Reader", "ReaderStats", "Request", "Store", "Table", "__version__", "open", "pack", "verify"]

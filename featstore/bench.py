@@ -33,6 +33,7 @@ from featstore.store import Store, Table
 from featstore.units import PAGE_BYTES, parse_bytes
 
 RANDOM_ROWS = 32_768
+_RANDOM_ROWS_MIN = 1024
 _REGION_BYTES = 64 * 2**20
 _OUT_BYTES_MAX = 256 * 2**20
 _LIMIT_BYTES = 192 * 2**20  # read to find a limit, in reads of ...
@@ -155,12 +156,10 @@ class _Bench:
         if self.access == "direct":
             return "cold: direct I/O, past the page cache"
         why = f" ({self.access_because})" if self.access_because else ""
-        return (
-            f"{self.access}{why}: dropped from the page cache before each request, as far as the system lets go of it"
-        )
+        return f"{self.access}{why}: dropped from the page cache before each request, as far as the system lets go of it"
 
     def random_rows(self) -> Case:
-        count = self._fits(min(RANDOM_ROWS, self.table.rows))
+        count = self._fits(_few(self.table.rows))
         return self._reads("random rows", None, lambda: self._random.choice(self.table.rows, count, replace=False))
 
     def half_of_pages(self) -> Case:
@@ -234,11 +233,7 @@ class _Bench:
             case = self._run(name, lambda: next(readers), ids, out, 0.0)
         finally:
             readers.close()
-        size = (
-            min(EXTENT_BYTES_MAX, -(-self.table.row_bytes // PAGE_BYTES) * PAGE_BYTES)
-            if limit_bytes is None
-            else limit_bytes
-        )
+        size = min(EXTENT_BYTES_MAX, -(-self.table.row_bytes // PAGE_BYTES) * PAGE_BYTES) if limit_bytes is None else limit_bytes
         rate = self._limit(size)
         if not rate:
             return case  # the table is too small for a read of this size
@@ -304,12 +299,15 @@ class _Bench:
             lanes = LaneBench(self.store, self.table, self.engine)
             try:
                 reads = min(_LIMIT_READS_MAX, _LIMIT_BYTES // read_bytes, lanes.places(read_bytes))
-                self._limits[read_bytes] = (
-                    statistics.median(reads / lanes.run(read_bytes, reads) for _ in range(3)) if reads else 0.0
-                )
+                self._limits[read_bytes] = statistics.median(reads / lanes.run(read_bytes, reads) for _ in range(3)) if reads else 0.0
             finally:
                 lanes.close()
         return self._limits[read_bytes]
+
+
+def _few(rows: int) -> int:
+    """How many random rows of a table to ask for at once: not so many that they are most of it."""
+    return min(rows, RANDOM_ROWS, max(_RANDOM_ROWS_MIN, rows // 32))
 
 
 def _with_limit(case: Case, limit: str, ratio: float) -> Case:

@@ -94,10 +94,7 @@ class Calibration:
     def error(self) -> float:
         """Largest relative error of the model over the sizes measured."""
         m = self.model
-        return max(
-            abs(m.read_seconds + s.extent_bytes * m.byte_seconds - s.seconds_per_read) / s.seconds_per_read
-            for s in self.samples
-        )
+        return max(abs(m.read_seconds + s.extent_bytes * m.byte_seconds - s.seconds_per_read) / s.seconds_per_read for s in self.samples)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
@@ -134,7 +131,7 @@ def calibrate(path: str | os.PathLike[str], engine: str = "auto", *, seconds: fl
 
     Raises what :func:`measure` raises.
     """
-    result = measure(path, engine, seconds=seconds)
+    result = measure(path, engine, seconds=seconds, data_bytes_min=DATA_BYTES_MIN)
     save_model(result.key, result.model)
     return result.model
 
@@ -172,9 +169,7 @@ def measure(
         model = _with_request_seconds(model, store, table, choice.name, seconds * 0.1)
         tell("measure", 1, 1)
         key = device_key(store.path, choice.name, bench.access)
-        return Calibration(
-            key, choice.name, bench.access, bench.access_because, model, samples, temporary, time.perf_counter() - begin
-        )
+        return Calibration(key, choice.name, bench.access, bench.access_because, model, samples, temporary, time.perf_counter() - begin)
 
 
 def fit_model(samples: tuple[Sample, ...]) -> DeviceModel:
@@ -244,9 +239,7 @@ class LaneBench:
         keys = rows << np.uint64(bits) | (np.arange(len(rows), dtype=np.uint64) % np.uint64(_OUT_ROWS))
         first = np.arange(0, len(rows) + 1, pages, dtype=np.int32)
         done = threading.Event()
-        lane = Lane(
-            files, first_page, np.full(reads, pages, np.int32), first, keys, bits, self._out, lambda _: done.set()
-        )
+        lane = Lane(files, first_page, np.full(reads, pages, np.int32), first, keys, bits, self._out, lambda _: done.set())
         begin = time.perf_counter()
         self._engine.start(lane)
         done.wait()
@@ -289,9 +282,7 @@ def _samples(bench: LaneBench, seconds: float, tell: Progress) -> tuple[Sample, 
     return tuple(Sample(size, reads[size], tuple(times[size])) for size in sizes)
 
 
-def _with_request_seconds(
-    model: DeviceModel, store: Store, table: Table, engine: EngineName, seconds: float
-) -> DeviceModel:
+def _with_request_seconds(model: DeviceModel, store: Store, table: Table, engine: EngineName, seconds: float) -> DeviceModel:
     """The model with ``request_seconds``: the median of reads of one row, less what the read itself costs."""
     random = np.random.default_rng(1)
     times: list[float] = []
@@ -317,9 +308,7 @@ def _store_to_measure(path: Path, data_bytes_min: int, tell: Progress) -> Iterat
     temporary.
     """
     if not path.is_dir():
-        raise SourceError(
-            f"{path} is {'a file' if path.exists() else 'not there'}; give a store or a directory on the device to measure"
-        )
+        raise SourceError(f"{path} is {'a file' if path.exists() else 'not there'}; give a store or a directory on the device to measure")
     directory = path
     if (path / MANIFEST_NAME).exists():
         with Store(path) as store:
@@ -337,13 +326,9 @@ def _store_to_measure(path: Path, data_bytes_min: int, tell: Progress) -> Iterat
 
 def _check_writable(directory: Path, path: Path, data_bytes: int) -> None:
     if not os.access(directory, os.W_OK | os.X_OK):
-        raise SourceError(
-            f"{directory} cannot be written, and {path} has too little data to measure on; name a directory that can"
-        )
+        raise SourceError(f"{directory} cannot be written, and {path} has too little data to measure on; name a directory that can")
     if os.stat(directory).st_dev != os.stat(path).st_dev:
-        raise SourceError(
-            f"{path} has too little data to measure on, and {directory} is another device; name a directory on the same one"
-        )
+        raise SourceError(f"{path} has too little data to measure on, and {directory} is another device; name a directory on the same one")
     status = os.statvfs(directory)
     needed, free = data_bytes + data_bytes // 16, status.f_bavail * status.f_frsize
     if free < needed:

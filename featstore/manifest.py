@@ -11,6 +11,7 @@ the generation, that tables' layouts are possible, that every file needed is lis
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import re
 from pathlib import Path
@@ -31,6 +32,8 @@ WRITER_FEATURES: frozenset[str] = frozenset()
 MANIFEST_BYTES_MAX = 256 * 2**20
 ROW_BYTES_MAX = 64 * 2**20
 ROWS_MAX = 2**40
+ELEMENTS_MAX = 2**48
+AXES_MAX = 31
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,127}")
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,254}")
 _GENERATION = re.compile(r"g[0-9]{6,}")
@@ -129,7 +132,7 @@ def array_bytes(entry: ArrayEntry) -> int:
 
 def check_name(name: str, what: str) -> None:
     """Raise FormatError for a table or array name that could not be a directory of its own everywhere."""
-    if not _NAME.fullmatch(name):
+    if not _NAME.fullmatch(name) or name == "zarr.json":
         raise FormatError(
             f"{what} name {name!r} is not allowed: use letters, digits, '_', '.' and '-', at most 128, not starting with '.' or '-'"
         )
@@ -140,12 +143,19 @@ def encode(manifest: Manifest) -> bytes:
     return msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n"
 
 
+def uuid_of(text: bytes, uuid: str) -> str:
+    """The uuid that a manifest's text should carry: the SHA-256 of the text without white space and with an empty uuid,
+    as a UUID of version 8 (RFC 9562). It is what protects the manifest itself against accidents."""
+    compact = msgspec.json.format(text, indent=-1)
+    digest = hashlib.sha256(compact.replace(f'"uuid":"{uuid}"'.encode(), b'"uuid":""', 1)).hexdigest()
+    variant = "89ab"[int(digest[16], 16) % 4]
+    return f"{digest[:8]}-{digest[8:12]}-8{digest[13:16]}-{variant}{digest[17:20]}-{digest[20:32]}"
+
+
 def sealed(manifest: Manifest) -> Manifest:
     """The manifest with its uuid: derived from all it says, so that equal packs are equal to the byte."""
-    digest = hashlib.sha256(msgspec.json.encode(msgspec.structs.replace(manifest, uuid=""))).hexdigest()
-    hexed = digest[:12] + "8" + digest[13:16] + "89ab"[int(digest[16], 16) % 4] + digest[17:32]
-    text = f"{hexed[:8]}-{hexed[8:12]}-{hexed[12:16]}-{hexed[16:20]}-{hexed[20:]}"
-    return msgspec.structs.replace(manifest, uuid=text)
+    blank = msgspec.structs.replace(manifest, uuid="")
+    return msgspec.structs.replace(manifest, uuid=uuid_of(msgspec.json.encode(blank), ""))
 
 
 def read_manifest(store: Path) -> tuple[Manifest, bytes]:
@@ -181,8 +191,8 @@ def parse(text: bytes, path: Path) -> Manifest:
     if len(text) > MANIFEST_BYTES_MAX:
         raise FormatError(f"{path} is larger than {MANIFEST_BYTES_MAX:,} bytes; it cannot be a manifest")
     try:
-        head = msgspec.json.decode(text)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        head = json.loads(text, object_pairs_hook=_without_duplicates)
+    except (ValueError, RecursionError) as error:
         raise FormatError(f"{path} is not JSON: {error}") from None
     if not isinstance(head, dict) or head.get("format") != "featstore":
         raise FormatError(f"{path} is not a featstore manifest")
@@ -205,6 +215,13 @@ def parse(text: bytes, path: Path) -> Manifest:
     except FormatError as error:
         raise FormatError(f"{path} cannot be trusted: {error}") from None
     return manifest
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    out = dict(pairs)
+    if len(out) != len(pairs):
+        raise ValueError("a key occurs twice in one object")
+    return out
 
 
 def _validate(manifest: Manifest) -> None:
@@ -242,7 +259,7 @@ def _need_file(files: dict[str, FileEntry], path: str, size: int, what: str) -> 
 
 def _check_array(what: str, array: ArrayEntry, generation: str, files: dict[str, FileEntry]) -> None:
     _check_path(array.path, generation)
-    if any(n < 0 for n in array.shape) or math.prod(array.shape) > 2**48:
+    if len(array.shape) > AXES_MAX or any(not 0 <= n <= ELEMENTS_MAX for n in array.shape) or math.prod(array.shape) > ELEMENTS_MAX:
         raise FormatError(f"{what} has the impossible shape {array.shape}")
     chunk = array_chunk(array)
     if chunk is not None:
@@ -253,7 +270,7 @@ def _check_table(name: str, table: TableEntry, generation: str, files: dict[str,
     what = f"table {name!r}"
     _check_path(table.path, generation)
     item_bytes = dtype_from_name(table.dtype).itemsize
-    if not 0 <= table.rows <= ROWS_MAX or any(n < 1 for n in table.row_shape):
+    if not 0 <= table.rows <= ROWS_MAX or len(table.row_shape) > AXES_MAX or any(not 1 <= n <= ROW_BYTES_MAX for n in table.row_shape):
         raise FormatError(f"{what} has the impossible shape [{table.rows}, {table.row_shape}]")
     if table.row_bytes != math.prod(table.row_shape) * item_bytes or not 1 <= table.row_bytes <= ROW_BYTES_MAX:
         raise FormatError(f"{what} says {table.row_bytes} bytes a row, its shape {table.row_shape} of {table.dtype} says otherwise")

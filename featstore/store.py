@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import stat
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -21,7 +22,7 @@ from featstore.arrays import load_array
 from featstore.dtypes import dtype_from_name
 from featstore.errors import CorruptionError, DeviceError, FormatError, IncompleteStoreError
 from featstore.layout import TableLayout
-from featstore.manifest import ArrayEntry, FileEntry, Manifest, TableEntry, array_chunk, parse, read_manifest
+from featstore.manifest import MANIFEST_NAME, ArrayEntry, FileEntry, TableEntry, array_chunk, parse, read_manifest, uuid_of
 
 if TYPE_CHECKING:
     from featstore.reader import Reader
@@ -118,6 +119,8 @@ class Store:
                 raise IncompleteStoreError(f"generation {self.manifest.generation} of {self.path} has been removed; open the store anew")
         else:
             raise CorruptionError(self.path / self.manifest.generation, None, "the generation's directory", "nothing")
+        if uuid_of(self._text, self.uuid) != self.uuid:
+            raise FormatError(f"{self.path / MANIFEST_NAME} has been changed since it was written: its uuid is not that of its content")
         self._sizes = {entry.path: entry for entry in self.manifest.files}
         self._check_files()
         self.tables: dict[str, Table] = {n: Table(self, n, e) for n, e in self.manifest.tables.items()}
@@ -149,9 +152,12 @@ class Store:
         for entry in self.manifest.files:
             path = self.path / entry.path
             try:
-                size = os.lstat(path).st_size
+                status = os.lstat(path)
             except FileNotFoundError:
                 raise CorruptionError(path, None, f"a file of {entry.bytes:,} bytes", "no file") from None
+            if not stat.S_ISREG(status.st_mode):
+                raise CorruptionError(path, None, "a regular file", "a link or something else")
+            size = status.st_size
             if size != entry.bytes:
                 raise CorruptionError(path, None, f"a file of {entry.bytes:,} bytes", f"{size:,} bytes")
 

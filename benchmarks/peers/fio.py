@@ -62,7 +62,8 @@ def random_read(paths: Sequence[Path], seconds: float, block_bytes: int = 4096, 
     """Random direct reads of one block over all files for some seconds, any block as often as it comes."""
     jobs = _run([
         "--name=random", f"--filename={names(paths)}", "--rw=randread", f"--bs={block_bytes}", f"--iodepth={depth}", "--readonly",
-        "--norandommap", "--file_service_type=random", "--time_based", f"--runtime={seconds}", f"--randseed={seed}", "--allow_file_create=0",
+        "--norandommap", "--file_service_type=random", "--time_based", f"--runtime={seconds}", f"--randseed={seed}",
+        "--allow_file_create=0",
     ])  # fmt: skip
     return _result(jobs[0], "read")
 
@@ -87,7 +88,9 @@ def sequential_write(path: Path, size_bytes: int, block_bytes: int = 512 * 1024,
     return _result(jobs[0], "write")
 
 
-def read_beside_write(source: Path, read_bytes: int, target: Path, write_bytes: int, block_bytes: int = 512 * 1024, depth: int = 32) -> float:
+def read_beside_write(
+    source: Path, read_bytes: int, target: Path, write_bytes: int, block_bytes: int = 512 * 1024, depth: int = 32
+) -> float:
     """Seconds for reading so many bytes of a file (again from its start at its end) while writing so many to a new one."""
     target.unlink(missing_ok=True)
     shared = [f"--bs={block_bytes}", f"--iodepth={depth}"]
@@ -95,4 +98,4 @@ def read_beside_write(source: Path, read_bytes: int, target: Path, write_bytes: 
         *shared, "--name=read", f"--filename={names([source])}", "--rw=read", f"--io_size={read_bytes}", "--allow_file_create=0",
         "--name=write", f"--filename={names([target])}", "--rw=write", f"--size={write_bytes}", "--end_fsync=1",
     ])  # fmt: skip
-    return max(job["job_runtime"] for job in jobs) / 1e3
+    return float(max(job["job_runtime"] for job in jobs)) / 1e3

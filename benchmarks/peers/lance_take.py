@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +36,9 @@ def write(path: Path, blocks: Iterator[NDArray[np.float32]], rows: int) -> None:
     schema = pa.schema([(COLUMN, pa.list_(pa.float32(), columns))])
 
     def batches() -> Iterator[Any]:
-        block = first
-        while block is not None:
+        for block in chain([first], blocks):
             values = pa.FixedSizeListArray.from_arrays(pa.array(block.reshape(-1)), columns)
             yield pa.record_batch([values], schema=schema)
-            block = next(blocks, None)  # type: ignore[assignment]
 
     reader = pa.RecordBatchReader.from_batches(schema, batches())
     lance.write_dataset(reader, str(path), schema=schema, max_rows_per_file=rows, max_bytes_per_file=1 << 50)

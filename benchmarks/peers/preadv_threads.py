@@ -11,6 +11,7 @@ import ctypes
 import mmap
 import os
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ class PythonThreads:
     def read(self, ids: NDArray[np.int64], out: NDArray[np.uint8]) -> None:
         """Fill ``out`` (uint8 [n, row_bytes])."""
         cuts = [len(ids) * k // self._threads for k in range(self._threads + 1)]
-        for job in [self._pool.submit(self._share, ids, out, a, b) for a, b in zip(cuts, cuts[1:], strict=False)]:
+        for job in [self._pool.submit(self._share, ids, out, a, b) for a, b in pairwise(cuts)]:
             job.result()
 
     def _share(self, ids: NDArray[np.int64], out: NDArray[np.uint8], begin: int, end: int) -> None:
@@ -67,7 +68,7 @@ class CompiledThreads:
         """Fill ``out`` (uint8 [n, row_bytes])."""
         order = np.argsort(ids) if self._sort else np.arange(len(ids))
         cuts = [len(ids) * k // self._threads for k in range(self._threads + 1)]
-        shares = enumerate(zip(cuts, cuts[1:], strict=False))
+        shares = enumerate(pairwise(cuts))
         jobs = [
             self._pool.submit(self._kernel, self._descriptor, ids, order[a:b], self._row_bytes, self._offset, self._pages[k], out)
             for k, (a, b) in shares

@@ -99,7 +99,10 @@ class ValueReport:
                 self._add(nan, inf, None, None)
                 return nan, inf
             low, high = finite.min(), finite.max()
-        self._add(nan, inf, low.item(), high.item())
+        if block.dtype.kind == "f":  # an item of a longdouble would be no Python number
+            self._add(nan, inf, float(low), float(high))
+        else:
+            self._add(nan, inf, low.item(), high.item())
         return nan, inf
 
     def _count_half(self, block: NDArray[Any]) -> tuple[int, int]:

@@ -96,24 +96,14 @@ def begin(store: Path, disk: Disk, *, resume: bool, overwrite: bool) -> tuple[Ge
         )
     if committed is not None and not overwrite:
         raise StoreExistsError(f"{store} already holds a store; give another path, or replace it with --overwrite")
-    for name, paths in known.items():
-        if name != done:
-            _remove(disk, paths)
-    number = int(done[1:]) + 1 if done else 1
+    held = [name for name in known if name != done and not _remove_generation(disk, Generation(store, name), known[name])]
+    number = max((int(name[1:]) for name in [*held, done] if name), default=0) + 1
     return Generation(store, f"g{number:06d}"), False
 
 
 def commit(store: Path, disk: Disk, manifest: Manifest) -> None:
     """Make a generation, all of whose files and directories are durable, the store's content."""
     disk.replace_file(store / MANIFEST_NAME, encode(manifest))
-
-
-def _remove(disk: Disk, paths: list[Path]) -> None:
-    for path in paths:
-        if path.is_dir() and not path.is_symlink():
-            disk.rmtree(path)
-        else:
-            disk.unlink(path)
 
 
 def collect(store: Path, disk: Disk, *, unfinished: bool = False, dry_run: bool = False) -> list[Path]:
@@ -129,23 +119,31 @@ def collect(store: Path, disk: Disk, *, unfinished: bool = False, dry_run: bool 
             paths = [p for p in paths if p != generation.directory]
         elif generation.journal.exists() and not unfinished:
             continue
-        elif generation.directory in paths and _held(generation.directory):
-            continue
-        if not dry_run:
-            _remove(disk, paths)
-        removed += paths
+        if paths and _remove_generation(disk, generation, paths, dry_run=dry_run):
+            removed += paths
     if removed and not dry_run:
         disk.fsync_dir(store)
     return removed
 
 
-def _held(directory: Path) -> bool:
-    """Whether a reader holds a generation."""
-    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def _remove_generation(disk: Disk, generation: Generation, paths: list[Path], *, dry_run: bool = False) -> bool:
+    """Remove what belongs to a generation, unless a reader holds it; False if one does. The lock is kept while removing,
+    so that no reader slips in: one that waits for it finds the directory gone and looks at the manifest again."""
+    descriptor = None
+    if generation.directory in paths:
+        descriptor = os.open(generation.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+        if descriptor is not None:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return False
+        for path in [] if dry_run else paths:
+            if path.is_dir() and not path.is_symlink():
+                disk.rmtree(path)
+            else:
+                disk.unlink(path)
         return True
     finally:
-        os.close(descriptor)
-    return False
+        if descriptor is not None:
+            os.close(descriptor)

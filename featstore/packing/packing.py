@@ -38,7 +38,7 @@ from featstore.manifest import (
 )
 from featstore.order import Order, make_order
 from featstore.order.orders import degree_memory_bytes, degree_order
-from featstore.packing import permute
+from featstore.packing import permute, spill
 from featstore.packing.convert import ValueReport, target_dtype
 from featstore.packing.generations import Generation, begin, collect, commit, writer_lock
 from featstore.packing.graphs import Graph, open_graph
@@ -121,7 +121,7 @@ def pack(
     graphs = own_graphs | _by_table(graph, tables, "graph")
     options = Options(
         _without_slack(parse_bytes(memory)),
-        {name: "auto" for name in tables} | _by_table(order, tables, "order"),
+        dict.fromkeys(tables, "auto") | _by_table(order, tables, "order"),
         _by_table(permutation, tables, "permutation"),
         _by_table(partitions, tables, "partitions"),
         _by_table(dtype, tables, "dtype"),
@@ -190,7 +190,7 @@ def _by_table(value: Any, tables: Mapping[str, Any], what: str) -> dict[str, Any
     if not isinstance(value, Mapping):
         if what in ("graph", "permutation") and len(tables) > 1:
             raise SourceError(f"there are several tables; say whose {what} it is: {what}={{{next(iter(tables))!r}: ...}}")
-        return {name: value for name in tables}
+        return dict.fromkeys(tables, value)
     for name in value:
         if name not in tables:
             raise SourceError(f"{what} is given for a table {name!r} that is not packed; there are {', '.join(map(repr, tables))}")
@@ -239,9 +239,8 @@ class _Packing:
         for table in self.tables:
             entries[table] = self._table(table)
         array_entries = {n: write_array(self.catalogue, f"{name}/arrays/{n}", a) for n, a in arrays.items()}
-        for directory in [d for d in self.catalogue.directories if d not in (self.generation.store,)]:
-            if directory.parent.name != "tables" and directory.name in (name, "tables", "arrays"):
-                self._group(directory)
+        for group in [name, f"{name}/tables"] + ([f"{name}/arrays"] if arrays else []):
+            self.catalogue.write(f"{group}/zarr.json", zarr_group_json())
         self.catalogue.fsync_directories()
         self.disk.fsync_dir(self.generation.store)
         manifest = sealed(
@@ -260,10 +259,6 @@ class _Packing:
         """After an error: leave nothing where nothing was achieved; otherwise the journal stays for --resume."""
         if self._journal is None:
             self.disk.rmtree(self.generation.directory)
-
-    def _group(self, directory: Path) -> None:
-        relative = directory.relative_to(self.generation.store)
-        self.catalogue.write(f"{relative}/zarr.json", zarr_group_json())
 
     def _start(self, resumed: bool, arrays: dict[str, NDArray[Any]]) -> None:
         fingerprint: dict[str, Any] = {
@@ -326,7 +321,7 @@ class _Packing:
         dtype = target_dtype(source.dtype, self.options.dtype.get(name))
         assert source.rows is not None
         layout = TableLayout.choose(source.rows, source.row_values * dtype.itemsize)
-        self._group(self.generation.directory / "tables" / name)
+        self.catalogue.write(f"{base}/zarr.json", zarr_group_json())
         if progress.order is None:
             self._make_order(name, base, layout, progress)
         order = progress.order
@@ -438,7 +433,7 @@ class _Packing:
             elif permute.fits_in_memory(job):
                 permute.in_memory(job, writer)
             else:
-                permute.spill(job, writer)
+                spill.spill(job, writer)
             writer.finish(-(-job.layout.data_bytes // PAGE_BYTES))
         finally:
             writer.close()

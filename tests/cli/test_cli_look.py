@@ -179,7 +179,8 @@ def test_explain_mistakes(call: Call, store: Path, inputs: Path, tmp_path: Path)
     (tmp_path / "word.txt").write_text("1 two")
     (tmp_path / "binary.txt").write_bytes(b"\xff\xfe")
     for name, text in (("float.npy", "node ids are integers"), ("high.npy", "node id 3000 is out of range"),
-                       ("no.npy", "cannot read node ids"), ("word.txt", "one id a line"), ("binary.txt", "cannot read node ids")):  # fmt: skip
+                       ("no.npy", "cannot read node ids"), ("word.txt", "one id a line"),
+                       ("binary.txt", "cannot read node ids")):  # fmt: skip
         assert text in call("explain", store, "--ids", tmp_path / name, code=1).stderr
     assert "does not exist" in call("explain", store, "--ids", tmp_path / "nowhere.npy", code=2).stderr
     assert "contradict" in call("explain", store, "--ids", inputs / "ids.npy", "--random", 3, code=2).stderr

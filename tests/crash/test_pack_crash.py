@@ -14,7 +14,7 @@ import pytest
 import featstore
 from featstore.errors import DeviceError, DiskFullError, FeatstoreError, IncompleteStoreError
 from featstore.layout import table as table_module
-from featstore.packing import permute
+from featstore.packing import permute, spill
 
 sys.path.insert(0, str(Path(__file__).parent))
 from disks import FailingDisk, Lost, RecordingDisk, crash_states, materialise
@@ -33,13 +33,15 @@ def small_sizes(monkeypatch):
     monkeypatch.setattr(table_module, "CHUNK_BYTES", 16 * 1024)
     monkeypatch.setattr(table_module.TableLayout.choose.__func__, "__defaults__", (16 * 1024,))
     monkeypatch.setattr(permute, "BLOCK_BYTES", 4096)
-    monkeypatch.setattr(permute, "FLUSH_BYTES_MAX", 4096)
-    monkeypatch.setattr(permute, "FLUSH_BYTES_MIN", 4096)
-    monkeypatch.setattr(permute, "CHECKPOINT_BYTES", 20_000)
+    monkeypatch.setattr(spill, "PIECE_BYTES", 4096)
+    monkeypatch.setattr(spill, "FLUSH_BYTES_MAX", 4096)
+    monkeypatch.setattr(spill, "FLUSH_BYTES_MIN", 4096)
+    for module in (permute, spill):
+        monkeypatch.setattr(module, "CHECKPOINT_BYTES", 20_000)
 
 
 def do_pack(path, disk=None, way="spill", **options):
-    memory = {"spill": 105_200, "memory": "1MiB", "given": "1MiB"}[way]
+    memory = {"spill": 184_000, "memory": "1MiB", "given": "1MiB"}[way]
     order = {"features": "given" if way == "given" else "permutation", "other": "given"}
     permutation = None if way == "given" else {"features": PERMUTATION}
     return featstore.pack(
@@ -159,8 +161,8 @@ def test_a_real_kill_leaves_a_pack_that_resumes(tmp_path):
 
     program = (
         "import numpy as np, featstore, sys\n"
-        "from featstore.packing import permute\n"
-        "permute.CHECKPOINT_BYTES = 8 << 20\n"
+        "from featstore.packing import spill\n"
+        "spill.CHECKPOINT_BYTES = 8 << 20\n"
         "x = (np.arange(1_000_000, dtype=np.int64).reshape(-1, 1) * np.ones(8, np.int64))\n"
         "p = np.random.default_rng(0).permutation(len(x))\n"
         "print('go', flush=True)\n"

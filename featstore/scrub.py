@@ -39,7 +39,7 @@ from featstore.checksum import crc_pages
 from featstore.dtypes import dtype_from_name, zarr_storage
 from featstore.engine.base import aligned_buffer
 from featstore.engine.files import Access
-from featstore.manifest import MANIFEST_NAME, ArrayEntry, Manifest, TableEntry, array_chunk, read_manifest
+from featstore.manifest import MANIFEST_NAME, ArrayEntry, Manifest, TableEntry, array_chunk, read_manifest, uuid_of
 from featstore.native import address_of
 from featstore.packing.rows_digest import add, digest_rows
 from featstore.units import PAGE_BYTES, format_bytes
@@ -481,22 +481,11 @@ class _Rows:
         if not self._known:
             return
         for first in range(0, count, _PIECE):
-            piece = min(_PIECE, count - first)
-            row = self._row + first
+            piece, row = min(_PIECE, count - first), self._row + first
             nodes = np.empty(0, np.int64) if self._nodes is None else self._scrub._numbers(self._nodes, row, piece)
             if self._nodes is not None and len(nodes) < piece:
                 return
             address = address_of(data) + first * self._row_bytes
             self.digest = add(self.digest, int(digest_rows(address, self._row_bytes, nodes, row, piece)))
         self._row += count
-        left = data[count * self._row_bytes :]
-        self._rest = left.copy() if self._row < self._end else left[:0]
-
-
-def uuid_of(text: bytes, uuid: str) -> str:
-    """The uuid that a manifest's text should carry: the SHA-256 of the text without white space and with an empty uuid,
-    as a UUID of version 8 (RFC 9562)."""
-    compact = msgspec.json.format(text, indent=-1)
-    digest = hashlib.sha256(compact.replace(f'"uuid":"{uuid}"'.encode(), b'"uuid":""', 1)).hexdigest()
-    variant = "89ab"[int(digest[16], 16) % 4]
-    return f"{digest[:8]}-{digest[8:12]}-8{digest[13:16]}-{variant}{digest[17:20]}-{digest[20:32]}"
+        self._rest = data[count * self._row_bytes :].copy() if self._row < self._end else data[:0]

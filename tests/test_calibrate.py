@@ -1,0 +1,218 @@
+"""Calibration and bench: places, fits, and what they refuse. How fast this machine is, is no matter for a test."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import featstore
+from featstore import bench as bench_module
+from featstore.bench import bench
+from featstore.calibrate import EXTENT_SIZES, LaneBench, Sample, calibrate, drop_cached, fit_model, measure
+from featstore.cost import DeviceModel, load_model, models_path
+from featstore.engine import choose
+from featstore.engine.lane import Lane
+from featstore.errors import CorruptionError, DiskFullError, SourceError
+from featstore.layout import TableLayout
+from featstore.store import Store
+
+PAGE = 4096
+ENGINES = ["threads", "mmap"] + (["uring"] if choose("auto").name == "uring" else [])
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FEATSTORE_CACHE", str(tmp_path_factory.mktemp("cache")))
+
+
+@pytest.fixture
+def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Ten chunk files of 33 pages, the last one not full: 100 B rows, which lie across pages."""
+    real = TableLayout.choose.__func__  # type: ignore[attr-defined]
+    monkeypatch.setattr(TableLayout, "choose", classmethod(lambda cls, rows, row_bytes: real(cls, rows, row_bytes, 33 * PAGE)))
+    rows = np.random.default_rng(0).integers(0, 256, (13_000, 100), dtype=np.uint8)
+    opened = featstore.pack(tmp_path / "parent" / "s", rows)
+    assert opened.tables["features"].layout.chunks >= 5
+    yield opened
+    opened.close()
+
+
+def _lanes(lane: Lane) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    page, pages, _, _, _ = lane._alive
+    return page, pages
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("extent_bytes", [PAGE, 4 * PAGE, 32 * PAGE])
+def test_lane_bench_reads_distinct_places_inside_files(
+    store: Store, engine: Any, extent_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = store.tables["features"]
+    lanes = LaneBench(store, table, engine)
+    seen: list[Lane] = []
+    start = lanes._engine.start
+    monkeypatch.setattr(lanes._engine, "start", lambda lane: (seen.append(lane), start(lane)))
+    try:
+        before = lanes._engine.counters()
+        count = lanes.places(extent_bytes)
+        assert count == table.layout.chunks * (table.layout.chunk_bytes // PAGE // (extent_bytes // PAGE))
+        assert lanes.run(extent_bytes, count) > 0
+        counted = lanes._engine.counters() - before
+    finally:
+        lanes.close()
+    page, pages = _lanes(seen[0])
+    assert (pages == extent_bytes // PAGE).all()
+    assert (np.diff(page) >= extent_bytes // PAGE).all(), "ascending, and no page twice"
+    per_file = table.layout.pages_per_chunk
+    assert (page // per_file == (page + pages - 1) // per_file).all(), "no extent crosses into the next file"
+    assert page[0] >= 0
+    assert page[-1] + pages[-1] <= table.layout.pages
+    assert (counted[0], counted[1]) == (count, count * extent_bytes)
+
+
+def test_lane_bench_verifies(store: Store) -> None:
+    path = store.path / store.tables["features"].entry.chunk_path(1)
+    data = bytearray(path.read_bytes())
+    data[5000] ^= 1
+    path.write_bytes(data)
+    lanes = LaneBench(store, store.tables["features"], "threads")
+    try:
+        with pytest.raises(CorruptionError) as caught:
+            lanes.run(PAGE, lanes.places(PAGE))
+    finally:
+        lanes.close()
+    assert (caught.value.path, caught.value.offset) == (str(path), PAGE)
+
+
+def _sampled(read_seconds: float, byte_seconds: float) -> tuple[Sample, ...]:
+    return tuple(Sample(size, 10, (read_seconds + size * byte_seconds,)) for size in EXTENT_SIZES)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.floats(1e-7, 1e-2), st.floats(1e-11, 1e-7))
+def test_fit_finds_the_line(read_seconds: float, byte_seconds: float) -> None:
+    model = fit_model(_sampled(read_seconds, byte_seconds))
+    for sample in _sampled(read_seconds, byte_seconds):
+        assert model.read_seconds + sample.extent_bytes * model.byte_seconds == pytest.approx(sample.seconds_per_read, rel=1e-6)
+    assert model.calibrated
+
+
+def test_fit_keeps_both_numbers_positive() -> None:
+    falling = tuple(Sample(size, 1, (1e-3 / size,)) for size in EXTENT_SIZES)
+    steeper = tuple(Sample(size, 1, (1e-15 * size**2,)) for size in EXTENT_SIZES)
+    for samples in (falling, steeper):
+        model = fit_model(samples)
+        assert model.read_seconds > 0
+        assert model.byte_seconds > 0
+        assert model.gap_pages_max >= 0
+    only = fit_model((Sample(PAGE, 1, (1e-5,)),))
+    assert only.read_seconds + PAGE * only.byte_seconds == pytest.approx(1e-5)
+
+
+def test_samples_take_turns_and_their_median_counts(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device that obeys the model and is disturbed twice: the fit finds its numbers."""
+    order: list[int] = []
+
+    def run(self: LaneBench, extent_bytes: int, reads: int) -> float:
+        order.append(extent_bytes)
+        disturbed = 9.0 if len(order) in (21, 27) else 1.0
+        return reads * (8e-6 + extent_bytes / 1.45e9) * disturbed
+
+    monkeypatch.setattr(LaneBench, "run", run)
+    result = measure(store.path, "threads", seconds=0.05, data_bytes_min=1)
+    assert result.model.read_seconds == pytest.approx(8e-6, rel=1e-3)
+    assert result.model.byte_seconds == pytest.approx(1 / 1.45e9, rel=1e-3)
+    assert result.model.request_seconds > 0
+    assert result.error < 1e-3
+    assert max(s.spread for s in result.samples) == pytest.approx(8.0)
+    sizes = [size for size in EXTENT_SIZES if size <= 33 * PAGE]
+    assert order[-len(sizes) :] == sizes
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_calibrate_keeps_a_model_that_readers_take(store: Store, engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = measure(store.path, engine, seconds=0.05, data_bytes_min=1)
+    assert not result.temporary
+    assert load_model(result.key).calibrated is False, "measuring keeps nothing"
+    monkeypatch.setattr("featstore.calibrate.DATA_BYTES_MIN", 1)
+    model = calibrate(store.path, engine, seconds=0.05)
+    assert load_model(result.key) == model
+    with store.reader(engine=engine, static=None) as reader:
+        assert reader.model == model
+        assert reader.plan([0]).calibrated
+
+
+def test_small_stores_get_a_temporary_one(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # layouts as they are
+    seen: list[tuple[str, int, int]] = []
+    for path in (store.path, store.path.parent):
+        result = measure(path, "threads", seconds=0.05, data_bytes_min=2 << 20, progress=lambda *a: seen.append(a))
+        assert result.temporary
+        assert [s.extent_bytes for s in result.samples] == list(EXTENT_SIZES)
+        assert [p.name for p in store.path.parent.iterdir()] == ["s"]
+    assert {stage for stage, _, _ in seen} == {"write", "measure"}
+    assert all(0 <= done <= total for _, done, total in seen)
+
+
+def test_measure_refuses(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SourceError, match="is not there"):
+        measure(tmp_path / "nowhere")
+    with pytest.raises(DiskFullError, match="not enough disk space"):
+        measure(tmp_path, data_bytes_min=1 << 60)
+    with pytest.raises(ValueError, match="no engine is called"):
+        measure(tmp_path, "fast")
+    with pytest.raises(ValueError, match="more than 0 seconds"):
+        measure(tmp_path, "threads", seconds=0)
+    monkeypatch.setattr("os.access", lambda *_: False)
+    with pytest.raises(SourceError, match="cannot be written"):
+        measure(tmp_path, "threads")
+
+
+def test_dropping_leaves_files_as_they_are(tmp_path: Path) -> None:
+    (tmp_path / "f").write_bytes(b"abc")
+    drop_cached(tmp_path / "f")
+    assert (tmp_path / "f").read_bytes() == b"abc"
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_bench_cases(store: Store, engine: str) -> None:
+    seen: list[Any] = []
+    threads = threading.active_count()
+    report = bench(store, "features", engine=engine, seconds=0.01, memory="64MiB", progress=lambda *a: seen.append(a))
+    assert threading.active_count() <= threads, "readers and engines are closed"
+    assert len(seen) == 4
+    table = store.tables["features"]
+    cases = {case.name: case for case in report.cases}
+    assert (report.engine, report.rows, report.row_bytes) == (engine, table.rows, 100)
+    assert report.cache_state.startswith("cold" if report.access == "direct" else report.access)
+    random, half, scan, memory = (cases[n] for n in ("random rows", "half of the pages", "scan", "rows in memory"))
+    assert random.rows == random.requests * 1024
+    assert scan.rows == scan.requests * table.rows
+    assert half.rows == half.requests * (-(-table.rows // 40) // 2)
+    assert memory.reads == 0
+    for case in cases.values():
+        assert case.rows_per_second == pytest.approx(case.rows / case.seconds)
+        assert case.row_bytes_per_second == pytest.approx(case.rows_per_second * 100)
+
+
+def test_bench_reads_in_store_order(tmp_path: Path) -> None:
+    """A scan asks for node ids in row order, whatever the order: no byte is read twice."""
+    rows = np.random.default_rng(0).standard_normal((4096, 32)).astype(np.float32)
+    permutation = np.random.default_rng(1).permutation(4096)
+    model = DeviceModel(1e-5, 1e-9, 1e-4)
+    with featstore.pack(tmp_path / "s", rows, order="permutation", permutation=permutation) as packed:
+        run = bench_module._Bench(packed, packed.tables["features"], "threads", 0.01, 64 << 20)
+        scan, half = run.scan(), run.half_of_pages()
+        assert scan.read_bytes_per_second == pytest.approx(scan.row_bytes_per_second)
+        assert scan.reads == scan.requests * -(-packed.tables["features"].data_bytes // run._budget.extent_bytes_max)
+        with packed.reader(engine="threads", static=None, model=model) as reader:
+            pages = reader.plan(run._nodes_of(np.arange(0, 4096, 64))).tables[0].pages
+        assert pages == 64
+        assert half.rows == half.requests * 64
+    assert not models_path().exists()
