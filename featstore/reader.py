@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import numpy as np
@@ -48,6 +48,16 @@ _SPLIT_BYTES = 2 * 2**20  # from this many bytes on, looking up and copying use 
 _ID_BYTES = 64  # what looking up one id weighs in that
 _RANGES_MAX = 16  # ranges a request is cut into; each costs one pass over its ids
 _NONE = np.empty(0, np.int32)
+
+_starting = threading.Lock()  # held while a forked child opens its own engine
+
+
+def _renew_lock() -> None:
+    global _starting
+    _starting = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)
 
 Static = str | None | Mapping[str, Any] | NDArray[Any] | Sequence[int]
 
@@ -164,7 +174,6 @@ class Reader:
 
     def _start_process(self) -> None:
         """Open what belongs to this process: the engine, threads, locks."""
-        self._pid = os.getpid()
         self._counts = _Counts()
         self._engine = make(self.engine.name, self._queue_depth, self.budget.staging_bytes, self.budget.extent_bytes_max)
         self._planner = ThreadPoolExecutor(1, thread_name_prefix="featstore-plan")
@@ -173,12 +182,15 @@ class Reader:
         self._requests = threading.BoundedSemaphore(IN_FLIGHT_MAX)
         self._idle = threading.Condition()
         self._open_requests = 0
+        self._pid = os.getpid()
 
     def _ready(self) -> Engine:
         if self._closed:
             raise ClosedError("the reader is closed")
-        if self._pid != os.getpid():
-            self._start_process()  # after a fork: the parent's threads and ring are not ours
+        if self._pid != os.getpid():  # after a fork: the parent's threads and ring are not ours
+            with _starting:
+                if self._pid != os.getpid():
+                    self._start_process()
         assert self._engine is not None
         return self._engine
 
@@ -207,13 +219,19 @@ class Reader:
         request, parts = self._request(ids, out, copy=True)
         limit = self._requests
         limit.acquire()
+        try:
+            self._begin()
+        except BaseException:
+            limit.release()
+            raise
         request._future.add_done_callback(lambda _: limit.release())
-        self._begin()
         self._planner.submit(self._feed, request, parts)
         return request
 
     def _begin(self) -> None:
         with self._idle:
+            if self._closed:  # close() waits for what has begun; nothing may begin after that
+                raise ClosedError("the reader is closed")
             self._open_requests += 1
         self._counts.add(requests=1)
 
@@ -235,6 +253,9 @@ class Reader:
     def _request(self, ids: Any, out: Any, *, copy: bool) -> tuple[Request, list[_Part]]:
         by_table = self._by_table(ids)
         outs = {} if out is None else self._by_table(out)
+        for name in outs:
+            if name not in by_table:
+                raise ValueError(f"out is given for table {name!r}, ids are not")
         given_as: dict[str, tuple[Ids, tuple[int, ...], NDArray[np.uint8], Any]] = {}
         parts: list[_Part] = []
         for name, value in by_table.items():
@@ -306,7 +327,12 @@ class Reader:
         if lane is not None:
             request.open_piece(lane)
             assert self._engine is not None
-            self._engine.start(lane)
+            try:
+                self._engine.start(lane)
+            except BaseException as failure:
+                self._pieces.release()
+                request.close_piece(lane, failure)
+                return False
         return True
 
     def _plan_piece(self, request: Request, piece: _Piece) -> Lane | None:
@@ -376,7 +402,10 @@ class Reader:
         shares = self._helpers._max_workers + 1
         cuts = [n * k // shares for k in range(shares + 1)]
         others = [self._helpers.submit(work, a, b) for a, b in zip(cuts[1:-1], cuts[2:], strict=True)]
-        work(cuts[0], cuts[1])
+        try:
+            work(cuts[0], cuts[1])
+        finally:
+            wait(others)  # also after an error: they write into the caller's memory
         for other in others:
             other.result()
 

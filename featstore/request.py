@@ -24,6 +24,7 @@ class Request:
 
     def __init__(self, finish: Callable[[], Any]) -> None:
         self._future: Future[Any] = Future()
+        self._future.set_running_or_notify_cancel()  # only close_piece ends it: reads under way still write into the rows
         self._finish = finish  # makes the result of the filled arrays
         self._lock = threading.Lock()
         self._open = 1  # pieces under way, and one for the planning
@@ -58,7 +59,11 @@ class Request:
         return self._future.done() and isinstance(self._future.exception(), CancelledError)
 
     def __await__(self) -> Generator[Any, None, Any]:
-        return asyncio.wrap_future(self._future).__await__()
+        try:
+            return (yield from asyncio.wrap_future(self._future).__await__())
+        except asyncio.CancelledError:  # a timeout, or a cancelled task
+            self.cancel()
+            raise
 
     # What the reader calls.
 
