@@ -17,6 +17,7 @@ from pathlib import Path
 
 import msgspec
 
+from featstore.errors import FormatError
 from featstore.units import PAGE_BYTES
 
 
@@ -35,7 +36,7 @@ class DeviceModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     @property
     def gap_pages_max(self) -> int:
         """The longest run of unwanted pages that is cheaper to read through than to skip."""
-        return int(self.read_seconds / (self.byte_seconds * PAGE_BYTES))
+        return int(min(self.read_seconds / (self.byte_seconds * PAGE_BYTES), 2**31))
 
     def seconds(self, reads: int, bytes_read: int) -> float:
         """Forecast for a request of so many reads and bytes; 0 for a request that reads nothing."""
@@ -62,7 +63,7 @@ def device_key(path: str | os.PathLike[str], engine: str, access: str) -> str:
 
 
 def load_models() -> dict[str, DeviceModel]:
-    """All calibrated models, by key. A file that cannot be read as such raises ValueError with its path."""
+    """All calibrated models, by key. A file that cannot be read as such raises FormatError with its path."""
     path = models_path()
     try:
         text = path.read_bytes()
@@ -71,7 +72,7 @@ def load_models() -> dict[str, DeviceModel]:
     try:
         return msgspec.json.decode(text, type=dict[str, DeviceModel])
     except msgspec.DecodeError as error:
-        raise ValueError(f"{path} is not a list of device models ({error}); remove it and run `featstore calibrate`") from None
+        raise FormatError(f"{path} is not a list of device models ({error}); remove it and run `featstore calibrate`") from None
 
 
 def load_model(key: str) -> DeviceModel:

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from featstore.cost import DEFAULT, DeviceModel, device_key, load_model, load_models, models_path, save_model
+from featstore.errors import FormatError
 
 PAGE = 4096
 
@@ -64,7 +65,7 @@ def test_where_models_are_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
 def test_a_bad_file_of_models_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, text: str) -> None:
     monkeypatch.setenv("FEATSTORE_CACHE", str(tmp_path))
     (tmp_path / "devices.json").write_text(text)
-    with pytest.raises(ValueError, match=r"devices\.json.*featstore calibrate"):
+    with pytest.raises(FormatError, match=r"devices\.json.*featstore calibrate"):
         load_model("a")
 
 

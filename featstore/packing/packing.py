@@ -44,6 +44,7 @@ from featstore.packing.generations import Generation, begin, collect, commit, wr
 from featstore.packing.graphs import Graph, open_graph
 from featstore.packing.journal import Journal, State, TableProgress
 from featstore.packing.sources import RowSource, open_rows
+from featstore.packing.sources_base import file_fingerprint, sample_crc32
 from featstore.packing.writer import Catalogue, TableWriter, write_array, zarr_array_json, zarr_group_json
 from featstore.store import Store
 from featstore.units import PAGE_BYTES, parse_bytes
@@ -265,8 +266,9 @@ class _Packing:
             "tables": {n: s.fingerprint() for n, s in self.tables.items()},
             "order": dict(self.options.order), "partitions": dict(self.options.partitions), "dtype": dict(self.options.dtype),
             "seed": self.options.seed, "memory": self.options.memory_bytes,
-            "arrays": {n: [dtype_name(a.dtype), list(a.shape)] for n, a in arrays.items()},
-            "graphs": sorted(self.graphs),
+            "arrays": {n: _identity(a) for n, a in arrays.items()},
+            "graphs": {n: _identity(g) for n, g in self.graphs.items()},
+            "permutation": {n: _identity(p) for n, p in self.options.permutation.items()},
         }  # fmt: skip
         if resumed:
             journal = Journal.load(self.disk, self.generation.journal)
@@ -466,6 +468,24 @@ def _inverse(node_of_row: NDArray[Any] | None) -> NDArray[Any] | None:
     row_of_node = np.empty_like(node_of_row)
     row_of_node[node_of_row] = np.arange(len(node_of_row), dtype=node_of_row.dtype)
     return row_of_node
+
+
+def _identity(value: Any) -> dict[str, Any]:
+    """What tells a graph, permutation or array from another one of the same name, when a pack is resumed."""
+    if isinstance(value, Graph):
+        return dict(value.source)
+    if isinstance(value, str | os.PathLike):
+        path = Path(value)
+        return file_fingerprint("file", path) if path.is_file() else {"path": os.path.abspath(path)}
+    if isinstance(value, tuple):
+        return {str(k): _identity(part) for k, part in enumerate(value)}
+    try:
+        array = np.asarray(value)
+    except (TypeError, ValueError, RuntimeError):
+        array = np.empty(0, object)
+    if array.dtype.hasobject:  # a SciPy matrix, a PyG object: the type and size have to do
+        return {"type": type(value).__name__, "shape": list(getattr(value, "shape", []))}
+    return {"dtype": str(array.dtype), "shape": list(array.shape), "sample": sample_crc32(np.atleast_1d(array))}
 
 
 def _described(source: RowSource) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from featstore_cli.options import SIZE, check_models, chosen_table, engine_option, json_option, shared_options
+from featstore_cli.options import SIZE, chosen_table, engine_option, json_option, shared_options
 from featstore_cli.output import facts, print_json, progress, rate_text, remark, seconds_text, show, table
 
 
@@ -26,7 +26,6 @@ def command(store: Path, table_name: str | None, seconds: float, memory: int, en
     import featstore
     from featstore.bench import bench
 
-    check_models()
     with featstore.open(store) as opened, progress("measuring", unit="steps") as tell:
         target = chosen_table(opened, table_name)
         report = bench(opened, target.name, engine=engine, seconds=seconds, memory=memory, progress=tell)

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from featstore_cli.options import SIZE, check_models, chosen_table, engine_option, json_option, read_ids, shared_options
+from featstore_cli.options import SIZE, chosen_table, engine_option, json_option, read_ids, shared_options
 from featstore_cli.output import facts, print_json, rate_text, remark, seconds_text, show
 
 
@@ -51,7 +51,6 @@ def command(
         raise click.UsageError("--ids and --random contradict each other")
     import featstore
 
-    check_models()
     with featstore.open(store) as opened:
         target = chosen_table(opened, table)
         wanted = _random_ids(target, 1024 if count is None else count, seed) if ids is None else read_ids(ids)

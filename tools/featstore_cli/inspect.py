@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from featstore_cli.options import check_models, json_option, shared_options
+from featstore_cli.options import json_option, shared_options
 from featstore_cli.output import facts, print_json, seconds_text, show, table
 
 
@@ -39,7 +39,6 @@ def _reading(store: Any) -> dict[str, Any]:
     from featstore.engine import choose
     from featstore.engine.files import direct_refusal
 
-    check_models()
     engine = choose("auto")
     paths = [(store.path / t.entry.chunk_path(0), t.layout.chunk_bytes) for t in store.tables.values() if t.layout.chunks]
     refusal = direct_refusal(*paths[0]) if paths else None

@@ -174,14 +174,3 @@ def read_ids(path: Path) -> Any:
         return np.array([int(word) for word in words], np.int64)
     except (UnicodeDecodeError, ValueError, OverflowError) as error:
         raise SourceError(f"cannot read node ids from {path}: {error}; give a .npy file, or text with one id a line") from None
-
-
-def check_models() -> None:
-    """Raise FeatstoreError where the file of calibrated models is broken: every reader would stumble over it."""
-    from featstore.cost import load_models
-    from featstore.errors import FeatstoreError
-
-    try:
-        load_models()
-    except ValueError as error:
-        raise FeatstoreError(str(error)) from None
