@@ -224,7 +224,8 @@ def disk(directory: Path) -> dict[str, Any]:
     for key, name in (("scheduler", "queue/scheduler"), ("rotational", "queue/rotational"), ("read_ahead_kib", "queue/read_ahead_kb"),
                       ("model", "device/model")):
         if (whole / name).exists():
-            found[key] = (whole / name).read_text().strip()
+            text = (whole / name).read_text().strip()
+            found[key] = text[text.index("[") + 1 : text.index("]")] if "[" in text else text  # of schedulers, the one in use
     found["kind"] = whole.name.rstrip("0123456789")
     return found
 

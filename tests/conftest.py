@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from hypothesis import HealthCheck, settings
 
 import featstore
 import featstore.layout.table
+from featstore.disk import Disk, File
 
 settings.register_profile(
     "featstore", deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture], print_blob=True
@@ -50,15 +53,49 @@ def rows_of(rows: int, width: int = 100, seed: int = 0) -> np.ndarray[Any, np.dt
     return np.random.default_rng(seed).standard_normal((rows, width), np.float32)
 
 
-@pytest.fixture
+class QuickDisk(Disk):
+    """The real disk without durability, for tests that are not about crashes."""
+
+    def fsync(self, file: File) -> None:
+        pass
+
+    def fsync_dir(self, path: Path) -> None:
+        pass
+
+
+@pytest.fixture(scope="session")
+def pack() -> PackSmall:
+    """featstore.pack on a disk that does not wait."""
+    return functools.partial(featstore.pack, disk=QuickDisk())
+
+
+@pytest.fixture(scope="session")
 def features() -> np.ndarray[Any, np.dtype[np.float32]]:
-    """float32 [1000, 100]: rows of 400 B, which straddle pages; 25 small chunk files of 16,384 B hold 1,024 rows."""
-    return rows_of(1000)
+    """float32 [1000, 100]: rows of 400 B, which straddle pages. Not to be written to."""
+    made = rows_of(1000)
+    made.flags.writeable = False
+    return made
+
+
+@pytest.fixture(scope="session")
+def packed(tmp_path_factory: pytest.TempPathFactory, pack: PackSmall, features: Any) -> Path:
+    """A store of ``features`` in many small chunk files, permuted. Not to be written to: take ``own``."""
+    path = tmp_path_factory.mktemp("packed") / "store"
+    permutation = np.random.default_rng(1).permutation(len(features))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(featstore.layout.table, "CHUNK_BYTES", SMALL_CHUNK_BYTES)
+        pack(path, features, order="permutation", permutation=permutation).close()
+    return path
 
 
 @pytest.fixture
-def store(tmp_path: Path, small_chunks: None, features: Any) -> Iterator[featstore.Store]:
-    """A store of ``features`` in many chunk files, permuted."""
-    permutation = np.random.default_rng(1).permutation(len(features))
-    with featstore.pack(tmp_path / "store", features, order="permutation", permutation=permutation) as made:
-        yield made
+def store(packed: Path) -> Iterator[featstore.Store]:
+    """The store of ``features``, open."""
+    with featstore.open(packed) as opened:
+        yield opened
+
+
+@pytest.fixture
+def own(packed: Path, tmp_path: Path) -> Path:
+    """A copy of ``packed`` to spoil."""
+    return Path(shutil.copytree(packed, tmp_path / "own", symlinks=True))

@@ -93,7 +93,7 @@ def test_tensors_give_tensors(reader: Reader, features: np.ndarray) -> None:
     got = reader.read(ids)
     assert isinstance(got, torch.Tensor)
     assert got.dtype == torch.float32
-    assert torch.equal(got, torch.from_numpy(features)[ids])
+    assert torch.equal(got, torch.from_numpy(features[ids.numpy()]))
     assert got.data_ptr() % 64 == 0
     assert reader.read(torch.empty(0, dtype=torch.int64)).shape == (0, 100)
 
@@ -145,7 +145,7 @@ def test_what_is_no_id(reader: Reader, bad: Any) -> None:
 
 
 @pytest.fixture
-def two_tables(tmp_path: Path, small_chunks: None) -> Any:
+def two_tables(tmp_path: Path, small_chunks: None, pack: Any) -> Any:
     rng = np.random.default_rng(5)
     data = {
         "paper": rng.standard_normal((700, 64), np.float32),
@@ -153,7 +153,7 @@ def two_tables(tmp_path: Path, small_chunks: None) -> Any:
         "none": np.empty((0, 4), np.int8),
     }
     order = {"paper": "permutation"}
-    with featstore.pack(tmp_path / "many", data, order=order, permutation={"paper": rng.permutation(700)}) as store:
+    with pack(tmp_path / "many", data, order=order, permutation={"paper": rng.permutation(700)}) as store:
         yield store, data
 
 
@@ -607,7 +607,7 @@ def test_pickles(store: featstore.Store, features: np.ndarray, engine: str) -> N
 
 
 def serve(reader: Reader, jobs: Any, results: Any) -> None:
-    for ids in iter(jobs.get, None):
+    while (ids := jobs.get()) is not None:
         results.put((ids, reader.read(ids)))
     reader.close()
 
@@ -646,11 +646,11 @@ def test_a_file_system_without_direct_reads_is_said(monkeypatch: pytest.MonkeyPa
             np.testing.assert_array_equal(reader.read(np.arange(1000)), features)
 
 
-def test_a_store_in_memory(features: np.ndarray, tmp_path: Path, engine: str) -> None:
+def test_a_store_in_memory(features: np.ndarray, tmp_path: Path, engine: str, pack: Any) -> None:
     shm = Path("/dev/shm")
     folder = (shm if shm.is_dir() and os.access(shm, os.W_OK) else tmp_path) / f"featstore-test-{os.getpid()}-{engine}"
     try:
-        with featstore.pack(folder, features) as store, store.reader(memory=MEMORY, engine=engine) as reader:
+        with pack(folder, features) as store, store.reader(memory=MEMORY, engine=engine) as reader:
             assert reader.access in ("direct", "buffered", "mapped")
             assert bool(reader.access_because) == (reader.access == "buffered")
             np.testing.assert_array_equal(reader.read([999, 3]), features[[999, 3]])

@@ -87,14 +87,14 @@ def test_memory_is_what_is_held(table_rows: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def graph_store(tmp_path_factory: pytest.TempPathFactory) -> tuple[featstore.Store, np.ndarray, np.ndarray]:
+def graph_store(tmp_path_factory: pytest.TempPathFactory, pack: Any) -> tuple[featstore.Store, np.ndarray, np.ndarray]:
     """A store in random order whose node v is the source of v edges; its features and edges."""
     rng = np.random.default_rng(3)
     nodes = 400
     features = rng.standard_normal((nodes, 50), np.float32)
     sources = np.repeat(np.arange(nodes), np.arange(nodes))
     edges = np.stack([sources, rng.integers(0, nodes, len(sources))])
-    store = featstore.pack(
+    store = pack(
         tmp_path_factory.mktemp("graph") / "store", features, graph=edges, order="permutation", permutation=rng.permutation(nodes)
     )
     return store, features, edges
@@ -170,9 +170,9 @@ def test_too_many_rows_name_the_smallest_budget_that_works(graph_store: Any, cou
         assert reader.plan(ids).reads == 0
 
 
-def test_large_static_sets_name_the_smallest_budget_that_works(tmp_path: Path) -> None:
+def test_large_static_sets_name_the_smallest_budget_that_works(tmp_path: Path, pack: Any) -> None:
     features = np.zeros((3000, 4000), np.uint8)
-    with featstore.pack(tmp_path / "s", features) as store:
+    with pack(tmp_path / "s", features) as store:
         with pytest.raises(BudgetError) as caught:
             store.reader(memory="1MiB", static=np.arange(3000))
         needed = caught.value.needed_bytes

@@ -363,9 +363,7 @@ class UringEngine(Engine):
             if r < 0:
                 self._failure = OSError(-r, f"io_uring_enter: {os.strerror(-r)}")
                 self._fail(active)
-            for lane in [lane for lane in active if _lane_ended(lane)]:
-                active.remove(lane)
-                lane.on_done(lane)
+            _hand_over(active)
         self._library.close_ring(ring)
 
     def _fail(self, active: list[Lane]) -> None:
@@ -395,3 +393,10 @@ def _lane_ended(lane: Lane) -> bool:
     if f[L.DONE] < f[L.NEXT]:
         return False
     return bool(f[L.NEXT] >= f[L.EXTENTS] or f[L.CANCEL] or f[L.ERROR_CLAIM])
+
+
+def _hand_over(active: list[Lane]) -> None:
+    """Call back for the lanes that have ended, and forget them: a waiting thread must not keep a caller's rows alive."""
+    for lane in [lane for lane in active if _lane_ended(lane)]:
+        active.remove(lane)
+        lane.on_done(lane)
