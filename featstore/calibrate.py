@@ -1,10 +1,11 @@
-"""Calibration: the two numbers of the device model, measured through featstore's own engines.
+"""Calibration: the numbers of the device model, measured through featstore's own engines.
 
 Extents of five sizes, from one page to the longest read, are read at random distinct places of chunk files, in
 ascending order as the planner issues them, at full queue depth, with checksums verified. The sizes take turns over
-several rounds, so that a disturbance hits all of them alike, and each size's median counts. ``read_seconds`` and
-``byte_seconds`` are the line through time per read over bytes per read, by least squares on the relative error: no
-size may be off by much, however fast. What a request costs besides is the median time of a read of one row through a
+several rounds, so that a disturbance hits all of them alike, and each size's median counts. Then runs that want every second
+page of a region, at random, are planned with different longest gaps: the shortest gap that is about as fast as the best is
+``gap_pages``. ``read_seconds`` and ``byte_seconds`` are the plane through the times of all these runs over reads and bytes, by least
+squares on the relative error: no pattern may be off by much, however fast. What a request costs besides is the median time of a read of one row through a
 :class:`featstore.reader.Reader`, less that read's cost.
 
 Everything is read cold: with direct I/O the page cache is not involved, and for the others the files are dropped from
@@ -26,6 +27,7 @@ from math import gcd
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -37,6 +39,7 @@ from featstore.engine.lane import Lane
 from featstore.errors import DiskFullError, SourceError
 from featstore.layout import TableLayout
 from featstore.manifest import MANIFEST_NAME
+from featstore.plan import plan_extents
 from featstore.store import Store, Table
 from featstore.units import PAGE_BYTES, parse_bytes
 
@@ -47,7 +50,12 @@ EXTENT_SIZES = (PAGE_BYTES, 16 * 1024, 64 * 1024, 256 * 1024, EXTENT_BYTES_MAX)
 #: A store with less data than this is measured on a temporary store beside it.
 DATA_BYTES_MIN = 512 * 2**20
 ROUNDS = 5
-SECONDS = 5.0
+SECONDS = 6.0
+#: Longest gaps tried on the dense pattern, in pages; and its size.
+GAPS = (2, 3, 4, 6, 8, 16)
+DENSE_BYTES = 96 * 2**20
+DENSE_ROUNDS = 3
+_GAP_TOLERANCE = 1.07  # a shorter gap that is this close to the best is chosen: it reads fewer bytes
 _PILOT_READS = 256
 _REQUESTS = 101
 _OUT_ROWS = 2048
@@ -78,6 +86,20 @@ class Sample:
 
 
 @dataclass(frozen=True)
+class GapSample:
+    """The dense pattern read with one longest gap: what it came to, and the seconds of each round."""
+
+    gap_pages: int
+    reads: int
+    bytes_read: int
+    seconds: tuple[float, ...]
+
+    @property
+    def median_seconds(self) -> float:
+        return statistics.median(self.seconds)
+
+
+@dataclass(frozen=True)
 class Calibration:
     """A measured device model and what it was made from. ``key`` is what it is kept under (:mod:`featstore.cost`)."""
 
@@ -87,6 +109,7 @@ class Calibration:
     access_because: str
     model: DeviceModel
     samples: tuple[Sample, ...]
+    gaps: tuple[GapSample, ...]
     temporary: bool
     seconds: float
 
@@ -113,6 +136,10 @@ class Calibration:
             "error": self.error,
             "temporary": self.temporary,
             "seconds": self.seconds,
+            "gaps": [
+                {"gap_pages": g.gap_pages, "reads": g.reads, "bytes_read": g.bytes_read, "seconds": g.median_seconds}
+                for g in self.gaps
+            ],
             "samples": [
                 {
                     "extent_bytes": s.extent_bytes,
@@ -162,27 +189,33 @@ def measure(
         table = max(store.tables.values(), key=lambda t: t.layout.pages)
         bench = LaneBench(store, table, choice.name)
         try:
-            samples = _samples(bench, seconds * 0.9, tell)
+            samples = _samples(bench, seconds * 0.6, tell)
+            gaps = _gaps(bench, tell)
         finally:
             bench.close()
-        model = fit_model(samples)
+        model = fit_model(samples, gaps)
         model = _with_request_seconds(model, store, table, choice.name, seconds * 0.1)
         tell("measure", 1, 1)
         key = device_key(store.path, choice.name, bench.access)
-        return Calibration(key, choice.name, bench.access, bench.access_because, model, samples, temporary, time.perf_counter() - begin)
+        return Calibration(key, choice.name, bench.access, bench.access_because, model, samples, gaps, temporary, time.perf_counter() - begin)
 
 
-def fit_model(samples: tuple[Sample, ...]) -> DeviceModel:
-    """The line through time per read over bytes per read, least squares on the relative error; both numbers positive."""
-    sizes = np.array([s.extent_bytes for s in samples], np.float64)
-    times = np.array([s.seconds_per_read for s in samples], np.float64)
-    ones = np.ones(len(times))
-    (read, byte), *_ = np.linalg.lstsq(np.stack([1 / times, sizes / times], axis=1), ones, rcond=None)
+def fit_model(samples: tuple[Sample, ...], gaps: tuple[GapSample, ...] = ()) -> DeviceModel:
+    """Prices of a read and of a byte, least squares on the relative error over all patterns, both positive; and the
+    shortest gap that is about as fast as the best one."""
+    times = np.array([s.seconds_per_read for s in samples] + [g.median_seconds for g in gaps], np.float64)
+    reads = np.array([1.0] * len(samples) + [g.reads for g in gaps], np.float64) / times
+    sizes = np.array([s.extent_bytes for s in samples] + [g.bytes_read for g in gaps], np.float64) / times
+    (read, byte), *_ = np.linalg.lstsq(np.stack([reads, sizes], axis=1), np.ones(len(times)), rcond=None)
     if read < 0:  # each byte costs and nothing else, as with page faults
-        read, byte = 0.0, float((sizes / times).sum() / ((sizes / times) ** 2).sum())
+        read, byte = 0.0, float(sizes.sum() / (sizes**2).sum())
     elif byte < 0:
-        read, byte = float((1 / times).sum() / ((1 / times) ** 2).sum()), 0.0
-    return DeviceModel(max(float(read), _SECONDS_MIN), max(float(byte), _SECONDS_MIN), 0.0)
+        read, byte = float(reads.sum() / (reads**2).sum()), 0.0
+    gap = None
+    if gaps:
+        best = min(g.median_seconds for g in gaps)
+        gap = min(g.gap_pages for g in gaps if g.median_seconds <= best * _GAP_TOLERANCE)
+    return DeviceModel(max(float(read), _SECONDS_MIN), max(float(byte), _SECONDS_MIN), 0.0, gap)
 
 
 class LaneBench:
@@ -224,6 +257,24 @@ class LaneBench:
         finally:
             files.close()
 
+    def run_dense(self, gap_pages: int, region_pages: int) -> tuple[int, int, float]:
+        """Reads, bytes and seconds for half of the pages of a region at a random place, with gaps read through."""
+        per_page = PAGE_BYTES // self.row_bytes
+        pages = self._layout.rows // per_page
+        region_pages = min(region_pages, pages)
+        begin = int(self._random.integers(0, pages - region_pages + 1))
+        wanted = begin + np.sort(self._random.choice(region_pages, max(1, region_pages // 2), replace=False)).astype(np.int64)
+        model = DeviceModel(0.0, 1.0, 0.0, gap_pages)
+        none = np.empty(0, np.int32)
+        positions = (np.arange(len(wanted)) % _OUT_ROWS).astype(np.int32)
+        plan = plan_extents(wanted * per_page, positions, none, _OUT_ROWS, self._layout, model, EXTENT_BYTES_MAX)
+        files = self._open()
+        try:
+            seconds = self._time_lane(files, plan.page, plan.pages, plan.first, plan.keys, plan.position_bits)
+        finally:
+            files.close()
+        return plan.reads, plan.bytes_read, seconds
+
     def _open(self) -> TableFiles:
         """The files, none of them in the page cache (as far as the system lets go of them)."""
         if self._wanted == "mapped" or getattr(self, "access", "direct") != "direct":
@@ -238,8 +289,14 @@ class LaneBench:
         rows = (wanted * (PAGE_BYTES // self.row_bytes)).astype(np.uint64)
         keys = rows << np.uint64(bits) | (np.arange(len(rows), dtype=np.uint64) % np.uint64(_OUT_ROWS))
         first = np.arange(0, len(rows) + 1, pages, dtype=np.int32)
+        return self._time_lane(files, first_page, np.full(reads, pages, np.int32), first, keys, bits)
+
+    def _time_lane(
+        self, files: TableFiles, page: NDArray[np.int64], pages: NDArray[np.int32], first: NDArray[np.int32],
+        keys: NDArray[np.uint64], bits: int,
+    ) -> float:  # fmt: skip
         done = threading.Event()
-        lane = Lane(files, first_page, np.full(reads, pages, np.int32), first, keys, bits, self._out, lambda _: done.set())
+        lane = Lane(files, page, pages, first, keys, bits, self._out, lambda _: done.set())
         begin = time.perf_counter()
         self._engine.start(lane)
         done.wait()
@@ -282,6 +339,19 @@ def _samples(bench: LaneBench, seconds: float, tell: Progress) -> tuple[Sample, 
     return tuple(Sample(size, reads[size], tuple(times[size])) for size in sizes)
 
 
+def _gaps(bench: LaneBench, tell: Progress) -> tuple[GapSample, ...]:
+    """The dense pattern with each longest gap, in turns."""
+    times: dict[int, list[float]] = {gap: [] for gap in GAPS}
+    counts: dict[int, tuple[int, int]] = {}
+    for turn in range(DENSE_ROUNDS):
+        for gap in GAPS:
+            reads, read_bytes, seconds = bench.run_dense(gap, DENSE_BYTES // PAGE_BYTES)
+            counts[gap] = (reads, read_bytes)
+            times[gap].append(seconds)
+        tell("measure gaps", turn + 1, DENSE_ROUNDS)
+    return tuple(GapSample(gap, *counts[gap], tuple(times[gap])) for gap in GAPS)
+
+
 def _with_request_seconds(model: DeviceModel, store: Store, table: Table, engine: EngineName, seconds: float) -> DeviceModel:
     """The model with ``request_seconds``: the median of reads of one row, less what the read itself costs."""
     random = np.random.default_rng(1)
@@ -299,7 +369,7 @@ def _with_request_seconds(model: DeviceModel, store: Store, table: Table, engine
             times.append(time.perf_counter() - begin)
         plan = reader.plan(ids)
     rest = statistics.median(times) - model.seconds(plan.reads, plan.bytes_read)
-    return DeviceModel(model.read_seconds, model.byte_seconds, max(rest, _SECONDS_MIN))
+    return msgspec.structs.replace(model, request_seconds=max(rest, _SECONDS_MIN))
 
 
 @contextmanager

@@ -13,14 +13,16 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import re
+import stat
 from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
 
 from featstore.dtypes import dtype_from_name
-from featstore.errors import FormatError, FormatVersionError, IncompleteStoreError
+from featstore.errors import DeviceError, FormatError, FormatVersionError, IncompleteStoreError
 from featstore.layout import TableLayout
 
 MANIFEST_NAME = "featstore.json"
@@ -166,12 +168,16 @@ def read_manifest(store: Path) -> tuple[Manifest, bytes]:
     """
     path = store / MANIFEST_NAME
     try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise FormatError(f"{path} is not a regular file")
         with open(path, "rb") as file:
             text = file.read(MANIFEST_BYTES_MAX + 1)
     except FileNotFoundError:
         raise IncompleteStoreError(_what_is_there(store)) from None
     except NotADirectoryError:
         raise IncompleteStoreError(f"{store} is a file, not a featstore store (a directory)") from None
+    except OSError as error:
+        raise DeviceError(error.errno or 5, path) from error
     return parse(text, path), text
 
 
@@ -284,6 +290,8 @@ def _check_table(name: str, table: TableEntry, generation: str, files: dict[str,
         _need_file(files, table.chunk_path(chunk), layout.chunk_bytes, what)
     _check_vector(f"{what}'s page checksums", table.page_checksums, "uint32", layout.pages, generation, files)
     order = table.order
+    if (order.row_of_node is None) != (order.node_of_row is None):
+        raise FormatError(f"{what} has one of the maps row_of_node and node_of_row, but not the other")
     for label, entry in (("row_of_node", order.row_of_node), ("node_of_row", order.node_of_row), ("rows_by_degree", order.rows_by_degree)):
         if entry is not None:
             _check_vector(f"{what}'s {label}", entry, ("int32", "int64"), table.rows, generation, files)

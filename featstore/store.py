@@ -153,8 +153,10 @@ class Store:
             path = self.path / entry.path
             try:
                 status = os.lstat(path)
-            except FileNotFoundError:
+            except (FileNotFoundError, NotADirectoryError):
                 raise CorruptionError(path, None, f"a file of {entry.bytes:,} bytes", "no file") from None
+            except OSError as error:
+                raise DeviceError(error.errno or 5, path, None, "look at") from error
             if not stat.S_ISREG(status.st_mode):
                 raise CorruptionError(path, None, "a regular file", "a link or something else")
             size = status.st_size

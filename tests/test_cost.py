@@ -28,8 +28,8 @@ def test_forecast_is_additive() -> None:
     assert model.seconds(10, 40_960) == pytest.approx(1e-3 + 1e-4 + 40_960e-9)
 
 
-def test_the_default_bridges_two_pages() -> None:
-    assert DEFAULT.gap_pages_max == 2
+def test_the_default_bridges_four_pages() -> None:
+    assert DEFAULT.gap_pages_max == 4
     assert not DEFAULT.calibrated
 
 

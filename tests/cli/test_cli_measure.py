@@ -30,7 +30,7 @@ def test_calibrate(call: Call, store: Path) -> None:
     assert data["saved"] == str(models_path())
     result = data["calibrations"][0]
     assert set(result) == {"key", "engine", "access", "access_because", "model", "gap_pages_max", "error", "temporary", "seconds",
-                           "samples"}  # fmt: skip
+                           "gaps", "samples"}  # fmt: skip
     assert result["temporary"] is True
     assert [s["extent_bytes"] for s in result["samples"]] == [4096, 16384, 65536, 262144, 524288]
     assert list(load_models()) == [result["key"]]
