@@ -216,7 +216,7 @@ def parse(text: bytes, path: Path) -> Manifest:
     try:
         manifest = msgspec.json.decode(text, type=Manifest)
         _validate(manifest)
-    except msgspec.ValidationError as error:
+    except msgspec.DecodeError as error:
         raise FormatError(f"{path} is malformed: {error}") from None
     except FormatError as error:
         raise FormatError(f"{path} cannot be trusted: {error}") from None

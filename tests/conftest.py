@@ -79,7 +79,7 @@ def features() -> np.ndarray[Any, np.dtype[np.float32]]:
 
 @pytest.fixture(scope="session")
 def packed(tmp_path_factory: pytest.TempPathFactory, pack: PackSmall, features: Any) -> Path:
-    """A store of ``features`` in many small chunk files, permuted. Not to be written to: take ``own``."""
+    """A store of ``features`` in four chunk files of 256 rows, permuted. Not to be written to: take ``own``."""
     path = tmp_path_factory.mktemp("packed") / "store"
     permutation = np.random.default_rng(1).permutation(len(features))
     with pytest.MonkeyPatch.context() as patch:

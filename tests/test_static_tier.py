@@ -160,8 +160,8 @@ def test_too_many_rows_name_the_smallest_budget_that_works(graph_store: Any, cou
         store.reader(memory=base + extra, static=ids).close()
         return
     except BudgetError as error:
-        assert "hold the static rows" in str(error)
-        needed = error.needed_bytes
+        what, needed = error.what, error.needed_bytes
+    assert what == "hold the static rows asked for"
     with pytest.raises(BudgetError):
         store.reader(memory=needed - 1, static=ids)
     with store.reader(memory=needed, static=ids) as reader:

@@ -123,7 +123,7 @@ def pack(
     options = Options(
         _without_slack(parse_bytes(memory)),
         dict.fromkeys(tables, "auto") | _by_table(order, tables, "order"),
-        _by_table(permutation, tables, "permutation"),
+        {n: p if isinstance(p, str | os.PathLike) else np.asarray(p) for n, p in _by_table(permutation, tables, "permutation").items()},
         _by_table(partitions, tables, "partitions"),
         _by_table(dtype, tables, "dtype"),
         seed,

@@ -17,7 +17,7 @@ import queue
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +93,7 @@ class SpillPlan:
     @classmethod
     def fitting(cls, job: Job, memory_bytes: int) -> SpillPlan | None:
         """The fewest buckets that this memory allows; None where two passes do not do."""
+        job = replace(job, memory_bytes=memory_bytes)
         layout, row_bytes = job.layout, job.layout.row_bytes
         # The second pass holds two buckets (one is written while the next is scattered), their index, and three slabs.
         left = memory_bytes - 3 * (job.block_rows * row_bytes + 2 * PAGE_BYTES) - 4 * PAGE_BYTES

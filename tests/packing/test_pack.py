@@ -1,0 +1,359 @@
+"""Packing as a user meets it: inputs, orders, casts, errors, locks, disk space, memory, equal bytes."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import featstore
+from featstore.disk import Disk
+from featstore.dtypes import bfloat16
+from featstore.errors import (
+    BudgetError,
+    DiskFullError,
+    FormatError,
+    IncompleteStoreError,
+    SourceError,
+    StoreExistsError,
+    StoreLockedError,
+)
+from featstore.packing import spill
+from featstore.packing.convert import half_range
+
+ROWS = 2_000
+rng = np.random.default_rng(3)
+X = rng.random((ROWS, 24)).astype(np.float32)
+
+
+def ring_graph(nodes: int = ROWS) -> tuple[np.ndarray, np.ndarray]:
+    """Four communities of nodes i mod 4, each a ring with chords; CSC of in-edges, symmetric."""
+    node = np.arange(nodes)
+    pairs = [((node + 4 * k) % nodes, node) for k in (1, 2, 5)]
+    source = np.concatenate([a for a, _ in pairs] + [b for _, b in pairs])
+    target = np.concatenate([b for _, b in pairs] + [a for a, _ in pairs])
+    order = np.lexsort((source, target))
+    return np.searchsorted(target[order], np.arange(nodes + 1)), source[order].astype(np.int32)
+
+
+def tree(path: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(path)): p.read_bytes() for p in sorted(path.rglob("*")) if p.is_file() and p.name != "lock"}
+
+
+def rows_of(store: featstore.Store, name: str = "features") -> np.ndarray:
+    with store.reader(memory="8MiB", engine="threads", tables=[name], static=None) as reader:
+        return reader.read(np.arange(store.tables[name].rows))
+
+
+@pytest.mark.parametrize("order", ["given", "degree", "metis", "ldg", "auto", "permutation"])
+def test_every_order_keeps_every_row_and_says_what_it_did(tmp_path, order):
+    permutation = rng.permutation(ROWS) if order == "permutation" else None
+    store = featstore.pack(tmp_path / "s", X, graph=ring_graph(), order=order, permutation=permutation, partitions=4, memory="128MiB")
+    assert np.array_equal(rows_of(store), X)
+    table = store.tables["features"]
+    entry = table.entry.order
+    assert entry.method == {"auto": "metis"}.get(order, order)
+    assert entry.parameters["chosen_because"]
+    offsets = table.partition_offsets
+    assert offsets[0] == 0
+    assert offsets[-1] == ROWS
+    if order in ("metis", "ldg", "auto"):
+        assert len(offsets) == 5
+        assert entry.parameters["edge_cut"] < 0.5
+    node_of_row = table.node_of_row()
+    if order == "permutation":
+        assert np.array_equal(node_of_row, permutation)
+    if node_of_row is not None:
+        assert np.array_equal(table.row_of_node()[node_of_row], np.arange(ROWS))
+    by_degree = table.rows_by_degree()
+    assert sorted(by_degree) == list(range(ROWS))
+    assert store.manifest.provenance["sources"]["features"]["shape"] == [ROWS, 24]
+
+
+def test_rows_by_degree_rank_rows_by_how_often_they_are_sources(tmp_path):
+    indptr = np.array([0, 2, 4, 5, 6])
+    indices = np.array([3, 1, 3, 1, 3, 0])  # 3 three times, 1 twice, 0 once, 2 never
+    store = featstore.pack(tmp_path / "s", X[:4], graph=(indptr, indices), order="permutation", permutation=[2, 3, 0, 1])
+    rows = store.tables["features"].rows_by_degree()
+    assert list(store.tables["features"].node_of_row()[rows]) == [3, 1, 0, 2]
+
+
+def test_equal_input_gives_equal_bytes(tmp_path):
+    made = []
+    for name in "ab":
+        options = {"graph": ring_graph(), "order": "ldg", "partitions": 4, "seed": 5, "arrays": {"y": np.arange(ROWS)}}
+        featstore.pack(tmp_path / name, X, memory="64MiB" if name == "a" else "128MiB", **options)
+        made.append(tree(tmp_path / name))
+    assert made[0] == made[1]
+    featstore.pack(tmp_path / "c", X, graph=ring_graph(), order="ldg", partitions=4, seed=6, arrays={"y": np.arange(ROWS)})
+    assert tree(tmp_path / "c") != made[0]
+
+
+@pytest.mark.parametrize("name", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("source", [np.float32, np.float64, np.uint8, np.int64])
+def test_casts_are_numpys_and_are_reported(tmp_path, name, source):
+    values = np.array([[0, 1, 2, 100]] * 5).astype(source)
+    if np.issubdtype(source, np.floating):
+        values[1] = [np.nan, np.inf, -np.inf, 1e-30]
+        values[2] = [1e30, -1e30, 65504, 1e-3]
+    store = featstore.pack(tmp_path / "s", values, dtype=name)
+    target = bfloat16() if name == "bfloat16" else np.dtype(name)
+    with np.errstate(all="ignore"):
+        wanted = values.astype(target)
+    got = rows_of(store)
+    assert got.dtype == target
+    assert np.array_equal(got.view(np.uint8), wanted.view(np.uint8))
+    told = store.tables["features"].entry.statistics
+    floating = np.issubdtype(source, np.floating)
+    assert (told["nan"], told["inf"]) == ((1, 2) if floating else (0, 0))
+    finite = values[np.isfinite(values.astype(np.float64))].astype(np.float64)
+    assert told["minimum"] == finite.min()
+    assert told["maximum"] == finite.max()
+    if np.dtype(source) != target:
+        assert told["overflowed"] == (2 if floating and name == "float16" else 0)
+        assert told["underflowed"] == (1 if floating and name == "float16" else 0)
+
+
+def test_half_range_kernel_against_numpy():
+    for dtype, infinity in ((np.dtype(np.float16), 0x7C00), (bfloat16(), 0x7F80)):
+        bits = np.concatenate([np.arange(65536, dtype=np.uint16), rng.integers(0, 65536, 1000).astype(np.uint16)])
+        out = np.zeros(4, np.int64)
+        half_range(bits, infinity, out)
+        values = bits.view(dtype).astype(np.float32)
+        assert out[2] == np.isnan(values).sum()
+        assert out[3] == np.isinf(values).sum()
+        assert out[1] == infinity - 1
+        assert out[0] == 1 - infinity
+
+
+def test_several_tables_and_arrays(tmp_path):
+    y = rng.integers(0, 9, (30, 3))
+    store = featstore.pack(
+        tmp_path / "s", {"paper": X, "author": y.astype(np.int16), "cites": X[:7, :1].astype(np.float64)},
+        graph={"paper": ring_graph()}, order={"paper": "ldg", "author": "given"}, partitions={"paper": 4},
+        arrays={"paper.y": np.arange(ROWS), "scalar": np.float32(2.5), "empty": np.empty((0, 3), np.int8)},
+    )  # fmt: skip
+    with store.reader(memory="8MiB", static=None) as reader:
+        got = reader.read({"author": [3, 3, 1], "paper": [5], "cites": np.arange(7)})
+    assert np.array_equal(got["author"], y[[3, 3, 1]])
+    assert np.array_equal(got["paper"], X[[5]])
+    assert np.array_equal(got["cites"], X[:7, :1].astype(np.float64))
+    assert store.arrays["scalar"] == np.float32(2.5)
+    assert store.arrays["scalar"].shape == ()
+    assert store.arrays["empty"].shape == (0, 3)
+    assert sorted(store.arrays) == ["empty", "paper.y", "scalar"]
+
+
+def test_an_iterator_whose_length_nobody_knows(tmp_path):
+    store = featstore.pack(tmp_path / "s", (X[at : at + 300] for at in range(0, ROWS, 300)))
+    assert np.array_equal(rows_of(store), X)
+    assert not list((tmp_path / "s").glob("*.spill"))
+
+
+def test_pyg_objects_bring_graph_and_arrays(tmp_path):
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import torch
+        from torch_geometric.data import Data, HeteroData
+    edges = torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]])
+    store = featstore.pack(tmp_path / "a", Data(x=torch.from_numpy(X[:4]), edge_index=edges, y=torch.arange(4)), order="degree")
+    assert np.array_equal(rows_of(store), X[:4])
+    assert list(store.arrays["y"]) == [0, 1, 2, 3]
+    hetero = HeteroData()
+    hetero["paper"].x, hetero["author"].x = torch.from_numpy(X[:4]), torch.ones(3, 2, dtype=torch.bfloat16)
+    hetero["author", "writes", "paper"].edge_index = torch.tensor([[0, 1], [1, 2]])
+    hetero["author", "writes", "paper"].edge_attr = torch.ones(2, 5)
+    store = featstore.pack(tmp_path / "b", hetero)
+    assert set(store.tables) == {"paper", "author", "author__writes__paper"}
+    assert store.tables["author"].dtype == bfloat16()
+
+
+def test_an_existing_store_is_not_touched_unless_asked(tmp_path):
+    featstore.pack(tmp_path / "s", X)
+    before = tree(tmp_path / "s")
+    with pytest.raises(StoreExistsError, match="--overwrite"):
+        featstore.pack(tmp_path / "s", X * 2)
+    with pytest.raises(StoreExistsError, match="nothing to resume"):
+        featstore.pack(tmp_path / "s", X, resume=True)
+    assert tree(tmp_path / "s") == before
+    held = featstore.open(tmp_path / "s")
+    new = featstore.pack(tmp_path / "s", X * 2, overwrite=True)
+    newer = featstore.pack(tmp_path / "s", X * 3, overwrite=True)
+    for store, factor in ((held, 1), (newer, 3)):  # readers keep the generation they opened
+        assert np.array_equal(rows_of(store), X * factor)
+    new.close()
+    held.close()
+    featstore.pack(tmp_path / "s", X * 4, overwrite=True)
+    assert len(list((tmp_path / "s").glob("g*"))) <= 2  # the one and the one that `newer` holds
+
+
+def test_one_writer_at_a_time(tmp_path):
+    featstore.pack(tmp_path / "s", X)
+    with open(tmp_path / "s" / "lock", "r+") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        lock.write("4711\n")
+        lock.flush()
+        with pytest.raises(StoreLockedError, match="4711"):
+            featstore.pack(tmp_path / "s", X, overwrite=True)
+    featstore.pack(tmp_path / "s", X, overwrite=True)
+
+
+class SmallDisk(Disk):
+    """A disk with little room, that counts what is written."""
+
+    written = 0
+
+    def free_bytes(self, path):
+        return 100_000
+
+    def write(self, file, offset, data):
+        SmallDisk.written += len(memoryview(data).cast("B"))
+        super().write(file, offset, data)
+
+
+def test_a_disk_too_small_is_found_before_rows_are_written(tmp_path):
+    with pytest.raises(DiskFullError, match="not enough disk space") as caught:
+        featstore.pack(tmp_path / "s", X, disk=SmallDisk())
+    assert caught.value.needed_bytes >= X.nbytes
+    assert SmallDisk.written < 10_000
+    with pytest.raises(IncompleteStoreError):
+        featstore.open(tmp_path / "s")
+    assert np.array_equal(rows_of(featstore.pack(tmp_path / "s", X, overwrite=True)), X)
+
+
+def test_resume_wants_the_same_pack(tmp_path, monkeypatch):
+    sys.path.insert(0, str(Path(__file__).parent.parent / "crash"))
+    from disks import FailingDisk, Lost
+
+    with pytest.raises(Lost):
+        featstore.pack(tmp_path / "s", X, graph=ring_graph(), disk=FailingDisk(30))
+    with pytest.raises(StoreExistsError, match="--resume"):
+        featstore.pack(tmp_path / "s", X, graph=ring_graph())
+    for other in ({"features": X * 2}, {"features": X[:-1]}, {"features": X}):
+        changed = {"graph": ring_graph(), "seed": 1} if len(other["features"]) == ROWS else {}
+        with pytest.raises(SourceError, match="cannot resume"):
+            featstore.pack(tmp_path / "s", other, resume=True, **changed)
+    assert np.array_equal(rows_of(featstore.pack(tmp_path / "s", X, graph=ring_graph(), resume=True)), X)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "error", "words"),
+    [
+        ({"features": {}}, SourceError, "nothing to pack"),
+        ({"features": {"a/b": X}}, FormatError, "name"),
+        ({"features": {"zarr.json": X}}, FormatError, "name"),
+        ({"features": X, "graph": {"b": ring_graph()}}, SourceError, "'b'"),
+        ({"features": {"a": X, "b": X}, "graph": ring_graph()}, SourceError, "several tables"),
+        ({"features": X, "graph": ring_graph(100)}, SourceError, "100"),
+        ({"features": X, "order": "random"}, SourceError, "random"),
+        ({"features": X, "order": "metis"}, SourceError, "graph"),
+        ({"features": X, "order": "permutation", "permutation": np.zeros(ROWS, int)}, SourceError, "twice|permutation"),
+        ({"features": X, "dtype": "int8"}, SourceError, "int8"),
+        ({"features": X.astype("M8[s]"), "dtype": "float32"}, SourceError, "cast"),
+        ({"features": np.array([[object()]])}, SourceError, "object"),
+        ({"features": X, "memory": "12 parsecs"}, ValueError, "parsecs"),
+        ({"features": X, "memory": 1000}, BudgetError, "smallest"),
+        ({"features": X, "arrays": {"y": np.array(["a", None], object)}}, SourceError, "objects"),
+        ({"features": X, "arrays": {"../y": np.arange(3)}}, FormatError, "name"),
+        ({"features": "no/such/file.npy"}, SourceError, "no/such/file.npy"),
+    ],
+)  # fmt: skip
+def test_bad_input_is_refused_and_nothing_stays(tmp_path, kwargs, error, words):
+    with pytest.raises(error, match=words):
+        featstore.pack(tmp_path / "s", **kwargs)
+    with pytest.raises(IncompleteStoreError):
+        featstore.open(tmp_path / "s")
+
+
+def test_the_smallest_budget_that_an_error_names_works(tmp_path):
+    big = np.arange(200_000, dtype=np.int64).reshape(-1, 4)
+    permutation = rng.permutation(len(big))
+    with pytest.raises(BudgetError) as caught:
+        featstore.pack(tmp_path / "s", big, order="permutation", permutation=permutation, memory=400_000)
+    for _ in range(4):  # the permutation's check and the spill have a need each
+        try:
+            store = featstore.pack(
+                tmp_path / "s", big, order="permutation", permutation=permutation, memory=caught.value.needed_bytes, overwrite=True
+            )
+            break
+        except BudgetError as again:
+            assert again.needed_bytes > caught.value.needed_bytes
+            caught.value.needed_bytes = again.needed_bytes
+    assert np.array_equal(rows_of(store), big)
+
+
+def test_kernels_of_the_spill_against_numpy():
+    rows, row_bytes, per_bucket = 500, 12, 64
+    row_of_node = rng.permutation(rows).astype(np.int32)
+    data = rng.integers(0, 256, (rows, row_bytes)).astype(np.uint8)
+    buckets = -(-rows // per_bucket)
+    buffers = np.zeros((buckets, per_bucket * row_bytes), np.uint8)
+    addresses = np.array([b.ctypes.data for b in buffers], np.int64)
+    fill, skip = np.zeros(buckets, np.int64), np.zeros(buckets, np.int64)
+    skip[2] = 5
+    end = spill.spill_rows(data.ctypes.data, 0, rows, 0, row_bytes, row_of_node, per_bucket, skip, fill, addresses, 10**9)
+    assert end == rows
+    for b in range(buckets):
+        mine = np.flatnonzero(row_of_node // per_bucket == b)[5 if b == 2 else 0 :]
+        assert np.array_equal(buffers[b, : fill[b]].reshape(-1, row_bytes), data[mine])
+    wanted = np.array([np.sum(row_of_node // per_bucket == b) for b in range(buckets)]) // 2
+    restart = np.zeros(1, np.int64)
+    spill.arrivals(row_of_node, per_bucket, wanted, restart, skip)
+    first = min(np.flatnonzero(row_of_node // per_bucket == b)[wanted[b]] for b in range(buckets))
+    assert restart[0] == first
+    assert all(skip[b] == wanted[b] - np.sum(row_of_node[:first] // per_bucket == b) for b in range(buckets))
+
+
+def test_peak_memory_stays_within_the_budget(tmp_path):
+    """A permutation of 256 MiB in 64 MiB: the peak of a process of its own is at most the budget and 150 MiB."""
+    source = tmp_path / "x.npy"
+    big = np.lib.format.open_memmap(source, "w+", np.float32, (1 << 19, 128))
+    for at in range(0, len(big), 1 << 16):
+        big[at : at + (1 << 16)] = np.arange(at, at + (1 << 16), dtype=np.float32)[:, None]
+    big.flush()
+    del big
+    program = (
+        "import sys, numpy as np, featstore\n"
+        "def peak(): return next(int(l.split()[1]) for l in open('/proc/self/status') if l.startswith('VmHWM')) << 10\n"
+        "p = np.random.default_rng(0).permutation(1 << 19).astype(np.int32)\n"
+        "featstore.pack(sys.argv[1], sys.argv[2], order='permutation', permutation=p, memory='64MiB')\n"
+        "print(peak())\n"
+    )
+    featstore.pack(tmp_path / "warm", X, order="permutation", permutation=rng.permutation(ROWS))  # kernels are compiled by now
+    shutil.rmtree(tmp_path / "warm")
+    out = subprocess.run([sys.executable, "-c", program, str(tmp_path / "s"), str(source)], check=True, capture_output=True, text=True, timeout=100)
+    peak = int(out.stdout)
+    assert peak < (64 + 150) << 20, f"{peak >> 20} MiB"
+    with featstore.open(tmp_path / "s") as store, store.reader(memory="32MiB") as reader:
+        ids = rng.integers(0, 1 << 19, 1000)
+        assert np.array_equal(reader.read(ids)[:, 0], ids.astype(np.float32))
+    shutil.rmtree(tmp_path / "s")
+    os.unlink(source)
+
+
+def test_a_file_size_limit_is_a_full_disk(tmp_path):
+    """A real write that fails half way: RLIMIT_FSIZE in a process of its own."""
+    program = (
+        "import sys, signal, resource, numpy as np, featstore\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (2 << 20, 2 << 20))\n"
+        "try: featstore.pack(sys.argv[1], np.ones((100_000, 16)))\n"
+        "except featstore.errors.DiskFullError as e: print('full:', e)\n"
+    )
+    program = "import featstore.errors\n" + program
+    out = subprocess.run([sys.executable, "-c", program, str(tmp_path / "s")], capture_output=True, text=True, timeout=100)
+    assert "full: not enough disk space" in out.stdout, out.stderr
+    with pytest.raises(IncompleteStoreError, match="resume"):
+        featstore.open(tmp_path / "s")
+    assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY
+    store = featstore.pack(tmp_path / "s", np.ones((100_000, 16)), resume=True)
+    assert rows_of(store).sum() == 1_600_000
