@@ -98,7 +98,8 @@ def test_unusable_dtypes_are_refused(dtype: np.dtype, why: str) -> None:
     "name",
     [
         "", "float", "f4", "<f4", "object", "float128", "numpy:", "numpy:f4", 'numpy:"|O"', 'numpy:"<f4', "numpy:[]", "numpy:{}", "numpy:7",
-        'numpy:[["a"]]', 'numpy:[["a","<f4",5]]', 'numpy:[["a","|O"]]', 'numpy:"|S0"', 'numpy:"|V0"', "numpy:null", 'numpy:[["a","<f4"],["a","<f4"]]',
+        'numpy:[["a"]]', 'numpy:[["a","<f4",5]]', 'numpy:[["a","|O"]]', 'numpy:"|S0"', 'numpy:"|V0"', "numpy:null",
+        'numpy:[["a","<f4"],["a","<f4"]]',
         'numpy:">f4"', "numpy:" + "[" * 100_000,
     ],
 )  # fmt: skip

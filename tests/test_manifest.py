@@ -139,7 +139,9 @@ def test_numbers_and_texts_that_only_some_parsers_take(own: Path, number: str) -
         featstore.open(own)
 
 
-@pytest.mark.parametrize("where", [(), ("tables", "features"), ("tables", "features", "order"), ("files", 0), ("tables", "features", "page_checksums")])
+@pytest.mark.parametrize(
+    "where", [(), ("tables", "features"), ("tables", "features", "order"), ("files", 0), ("tables", "features", "page_checksums")]
+)
 def test_unknown_fields_are_refused(own: Path, where: tuple[Any, ...]) -> None:
     document = load(own)
     inner = document
@@ -184,13 +186,15 @@ def test_table_and_array_names_are_names(own: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("where", "value"),
     [
-        (("rows",), 1001), (("rows",), 0), (("rows",), -1), (("rows",), 2**62), (("rows",), 2**80), (("row_shape",), [101]), (("row_shape",), [0]),
+        (("rows",), 1001), (("rows",), 0), (("rows",), -1), (("rows",), 2**62), (("rows",), 2**80), (("row_shape",), [101]),
+        (("row_shape",), [0]),
         (("row_shape",), [-100]), (("row_shape",), []), (("row_shape",), [100, 1] * 40), (("row_shape",), [2**70]), (("row_bytes",), 401),
         (("row_bytes",), 0), (("row_bytes",), -400), (("rows_per_chunk",), 0), (("rows_per_chunk",), 1), (("rows_per_chunk",), 10**18),
         (("rows_per_chunk",), 512), (("dtype",), "float64"), (("dtype",), "object"), (("dtype",), 'numpy:"|O"'), (("dtype",), ""),
         (("page_checksums", "shape"), [7]), (("page_checksums", "shape"), [2**62]), (("page_checksums", "shape"), []),
         (("page_checksums", "dtype"), "int32"), (("order", "row_of_node", "shape"), [999]), (("order", "row_of_node", "dtype"), "float32"),
-        (("order", "row_of_node", "dtype"), "int64"), (("order", "partition_offsets", "shape"), [1]), (("order", "partition_offsets", "shape"), [2, 1]),
+        (("order", "row_of_node", "dtype"), "int64"), (("order", "partition_offsets", "shape"), [1]),
+        (("order", "partition_offsets", "shape"), [2, 1]),
         (("order", "node_of_row", "shape"), [[1000]]), (("order", "partition_offsets"), None),
     ],
 )  # fmt: skip
@@ -249,9 +253,10 @@ def test_a_table_has_both_maps_or_none(own: Path, name: str) -> None:
 # Generic mutation.
 
 VALUES = (
-    st.none() | st.booleans() | st.integers(-3, 5) | st.sampled_from([2**31, 2**63 - 1, 2**63, 2**64, 2**100, -(2**63), 1000, 400, 4096, 16_384])
-    | st.floats() | st.text(max_size=3) | st.sampled_from(["../x", "float32", "int32", "uint8", "g000001", "features", "0" * 64, 'numpy:"<M8[s]"'])
-    | st.just([]) | st.just({}) | st.lists(st.integers(0, 100), max_size=3) | st.just([1000]) | st.just({"path": "g000001/x", "shape": [0], "dtype": "int32"})
+    st.none() | st.booleans() | st.integers(-3, 5) | st.floats() | st.text(max_size=3) | st.lists(st.integers(0, 100), max_size=3)
+    | st.sampled_from([2**31, 2**63 - 1, 2**63, 2**64, 2**100, -(2**63), 1000, 400, 4096, 16_384])
+    | st.sampled_from(["../x", "float32", "int32", "uint8", "g000001", "features", "0" * 64, 'numpy:"<M8[s]"'])
+    | st.just({}) | st.just([1000]) | st.just({"path": "g000001/x", "shape": [0], "dtype": "int32"})
 )  # fmt: skip
 
 
@@ -280,7 +285,9 @@ def read_all(path: Path) -> dict[str, np.ndarray]:
 
 @given(st.data(), st.sampled_from(["replace", "drop", "rename"]), VALUES, st.integers(1, 2))
 @settings(max_examples=150)
-def test_a_sealed_manifest_that_says_anything(spoiled: tuple[Path, dict[str, Any]], features: np.ndarray, data: st.DataObject, how: str, value: Any, times: int) -> None:
+def test_a_sealed_manifest_that_says_anything(
+    spoiled: tuple[Path, dict[str, Any]], features: np.ndarray, data: st.DataObject, how: str, value: Any, times: int
+) -> None:
     """A stranger's manifest: a typed error, or rows; never a crash, never another kind of exception."""
     path, document = spoiled
     changed = document

@@ -294,7 +294,8 @@ def test_plan_extents(case: Case, rng: np.random.Generator) -> None:
     order = np.lexsort((np.arange(len(missed)), rows[missed]))
     np.testing.assert_array_equal((got.keys >> np.uint64(got.position_bits)).astype(np.int64), rows[missed][order])
     np.testing.assert_array_equal((got.keys & mask).astype(np.int64), where[order])
-    extents, counts = twin_extents(np.sort(rows[missed]).tolist(), case.layout.row_bytes, case.layout.pages_per_chunk, case.gap, case.longest)
+    layout = case.layout
+    extents, counts = twin_extents(np.sort(rows[missed]).tolist(), layout.row_bytes, layout.pages_per_chunk, case.gap, case.longest)
     assert list(zip(got.page.tolist(), got.pages.tolist(), strict=True)) == [e[:2] for e in extents]
     assert (got.distinct_rows, got.wanted_pages, got.read_pages) == counts
     assert got.reads == len(extents)

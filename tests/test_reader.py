@@ -75,7 +75,8 @@ def eventually(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
 
 
 @pytest.mark.parametrize(
-    "ids", [[], [[]], 7, [7], [7, 7, 7], [999, 0, 500, 0], np.arange(1000), np.arange(1000)[::-3], np.arange(24).reshape(2, 3, 4), range(5, 9)]
+    "ids",
+    [[], [[]], 7, [7], [7, 7, 7], [999, 0, 500, 0], np.arange(1000), np.arange(1000)[::-3], np.arange(24).reshape(2, 3, 4), range(5, 9)],
 )
 def test_results_have_the_shape_of_the_ids(reader: Reader, features: np.ndarray, ids: Any) -> None:
     got = reader.read(ids)
@@ -673,7 +674,9 @@ def test_the_engine_says_why(monkeypatch: pytest.MonkeyPatch, store: featstore.S
         store.reader(memory=MEMORY, engine="uring")
 
 
-def test_large_lookups_use_helper_threads(monkeypatch: pytest.MonkeyPatch, store: featstore.Store, features: np.ndarray, engine: str) -> None:
+def test_large_lookups_use_helper_threads(
+    monkeypatch: pytest.MonkeyPatch, store: featstore.Store, features: np.ndarray, engine: str
+) -> None:
     monkeypatch.setattr(reader_module, "_SPLIT_BYTES", 1)
     with store.reader(memory=MEMORY, engine=engine, static=np.arange(0, 1000, 3)) as reader:
         for ids in (np.arange(1000), np.array([1]), np.repeat(np.arange(1000), 40)):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from featstore.arrays import load_array
 from featstore.checksum import crc_pages, digest_of_checksums
 from featstore.disk import Disk
 from featstore.dtypes import dtype_name, zarr_storage
-from featstore.errors import BudgetError, CorruptionError, DiskFullError, SourceError
+from featstore.errors import BudgetError, CorruptionError, DiskFullError, FeatstoreError, SourceError
 from featstore.layout import TableLayout
 from featstore.manifest import (
     FORMAT_VERSION,
@@ -144,10 +145,10 @@ def pack(
         try:
             packing.run(small, resumed)
         except BudgetError as error:
-            packing.abandon()
+            packing.abandon(resumed)
             raise BudgetError(_with_slack(error.needed_bytes), parse_bytes(memory), error.what) from None
         except BaseException:
-            packing.abandon()
+            packing.abandon(resumed)
             raise
         collect(store, door)
     return Store(store)
@@ -256,9 +257,14 @@ class _Packing:
         self.disk.unlink(self.generation.journal)
         self.disk.rmtree(self.generation.spill)
 
-    def abandon(self) -> None:
-        """After an error: leave nothing where nothing was achieved; otherwise the journal stays for --resume."""
-        if self._journal is None:
+    def abandon(self, resumed: bool) -> None:
+        """After an error: leave nothing behind where nothing was achieved; otherwise the journal stays for --resume."""
+        tables = self._journal.state.tables.values() if self._journal else ()
+        if resumed or any(t.order is not None or t.spill_bytes or t.written_bytes for t in tables):
+            return
+        with suppress(FeatstoreError, OSError):  # the error that brought us here is the one to tell
+            self.disk.unlink(self.generation.journal)
+            self.disk.rmtree(self.generation.spill)
             self.disk.rmtree(self.generation.directory)
 
     def _start(self, resumed: bool, arrays: dict[str, NDArray[Any]]) -> None:
@@ -277,7 +283,7 @@ class _Packing:
         else:
             self.catalogue.directory(f"{self.generation.name}/tables")
             self._journal = Journal(self.disk, self.generation.journal, State(fingerprint))
-        if self._journal.state.fingerprint and not resumed:
+        if not resumed:
             self._journal.save()
         self.disk.mkdir(self.generation.spill)
 

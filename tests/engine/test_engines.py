@@ -153,7 +153,9 @@ def test_extents_up_to_the_longest_and_not_beyond(tmp_path: Path, engine: str) -
         made.close()
 
 
-@pytest.mark.parametrize(("depth", "staging_pages", "extent_pages"), [(1, 4, 1), (1, 8, 2), (2, 9, 2), (300, 40, 10), (7, 41, 10), (64, 12, 3)])
+@pytest.mark.parametrize(
+    ("depth", "staging_pages", "extent_pages"), [(1, 4, 1), (1, 8, 2), (2, 9, 2), (300, 40, 10), (7, 41, 10), (64, 12, 3)]
+)
 def test_any_depth_and_staging(tmp_path: Path, engine: str, depth: int, staging_pages: int, extent_pages: int) -> None:
     bench = Bench(tmp_path / "table", 1000, 400 if extent_pages > 1 else 4096, access_of(engine))
     made = make(engine, depth, staging_pages * PAGE, extent_pages * PAGE)  # type: ignore[arg-type]

@@ -65,7 +65,9 @@ def test_only_requests_that_touch_a_bad_page_fail(own: Path, features: np.ndarra
 
 @given(st.integers(0, 1000 * 400 - 1), st.integers(1, 255), st.integers(0, 2**32 - 1))
 @settings(max_examples=25)
-def test_any_flipped_bit_is_found_or_not_asked_for(packed: Path, tmp_path_factory: pytest.TempPathFactory, engine: str, features: np.ndarray, at: int, mask: int, seed: int) -> None:
+def test_any_flipped_bit_is_found_or_not_asked_for(
+    packed: Path, tmp_path_factory: pytest.TempPathFactory, engine: str, features: np.ndarray, at: int, mask: int, seed: int
+) -> None:
     import shutil
 
     own = Path(shutil.copytree(packed, tmp_path_factory.mktemp("flip") / "s"))

@@ -227,7 +227,8 @@ def test_a_disk_too_small_is_found_before_rows_are_written(tmp_path):
     assert SmallDisk.written < 10_000
     with pytest.raises(IncompleteStoreError):
         featstore.open(tmp_path / "s")
-    assert np.array_equal(rows_of(featstore.pack(tmp_path / "s", X, overwrite=True)), X)
+    assert [p.name for p in (tmp_path / "s").iterdir()] == ["lock"]
+    assert np.array_equal(rows_of(featstore.pack(tmp_path / "s", X)), X)
 
 
 def test_resume_wants_the_same_pack(tmp_path, monkeypatch):

@@ -79,7 +79,8 @@ def test_any_request(
 
 
 @given(
-    st.lists(st.integers(-(2**70), 2**70) | st.integers(-2, 1002), max_size=6) | st.lists(st.floats() | st.booleans() | st.none() | st.text(max_size=2)),
+    st.lists(st.integers(-(2**70), 2**70) | st.integers(-2, 1002), max_size=6)
+    | st.lists(st.floats() | st.booleans() | st.none() | st.text(max_size=2)),
     st.booleans(),
 )
 @settings(max_examples=80)
@@ -96,7 +97,9 @@ def test_any_list_is_read_or_refused(readers: list[Reader], features: np.ndarray
 
 @given(st.lists(st.tuples(requests(), st.booleans()), max_size=12), st.integers(0, 2**32 - 1))
 @settings(max_examples=15)
-def test_many_in_flight_some_cancelled(readers: list[Reader], features: np.ndarray, asked: list[tuple[np.ndarray, bool]], seed: int) -> None:
+def test_many_in_flight_some_cancelled(
+    readers: list[Reader], features: np.ndarray, asked: list[tuple[np.ndarray, bool]], seed: int
+) -> None:
     rng = np.random.default_rng(seed)
     under_way = [(ids, cancel, readers[rng.integers(2)].submit(ids)) for ids, cancel in asked]
     for _, cancel, request in under_way:

@@ -17,7 +17,9 @@ from featstore.errors import BudgetError
 
 ENGINES = ("uring", "threads", "mmap")
 DTYPES = [
-    "bool", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "longdouble", ml_dtypes.bfloat16, "c8", "c16", "clongdouble", "M8[ns]", "M8[D]", "m8[s]", "S1", "S7", "U3", "V1", "V5", ">f4", ">i8", [("a", "<f4"), ("b", "<u2", (3,))], [("x", "S3"), ("y", ">M8[s]")],
+    "bool", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "longdouble", ml_dtypes.bfloat16, "c8", "c16",
+    "clongdouble", "M8[ns]", "M8[D]", "m8[s]", "S1", "S7", "U3", "V1", "V5", ">f4", ">i8",
+    [("a", "<f4"), ("b", "<u2", (3,))], [("x", "S3"), ("y", ">M8[s]")],
 ]  # fmt: skip
 
 
