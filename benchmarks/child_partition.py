@@ -80,9 +80,17 @@ def measure(method: str, path: str, parts: int, seed: int, passes: int) -> dict[
     peak_bytes = status_bytes("VmHWM") - base_bytes
     promised = {"metis": metis_memory_bytes(nodes, edges, symmetric=True), "ldg": ldg_memory_bytes(nodes, parts)}
     return {
-        "method": method, "parts": parts, "seed": seed, "nodes": nodes, "edges": edges, "seconds": seconds,
-        "edge_cut": edge_cut(graph, part), "peak_bytes": peak_bytes, "base_bytes": base_bytes,
-        "promised_bytes": promised.get(method), "max_over_mean": float(np.bincount(part).max() * parts / nodes),
+        "method": method,
+        "parts": parts,
+        "seed": seed,
+        "nodes": nodes,
+        "edges": edges,
+        "seconds": seconds,
+        "edge_cut": edge_cut(graph, part),
+        "peak_bytes": peak_bytes,
+        "base_bytes": base_bytes,
+        "promised_bytes": promised.get(method),
+        "max_over_mean": float(np.bincount(part).max() * parts / nodes),
     }
 
 

@@ -57,7 +57,8 @@ class Dense:
         self._store = featstore.open(path)
         models = {PLANNED: self.calibration.model, PAGES: ONLY_WANTED, SCAN: EVERYTHING}
         self.readers = {
-            name: self._store.reader(memory="768MiB", static=None, engine=engine, model=model) for name, model in models.items()
+            name: self._store.reader(memory="768MiB", static=None, engine=engine, model=model)
+            for name, model in models.items()
         }
         self.out = np.zeros((tables.pages, COLUMNS), np.float32)
         for reader in self.readers.values():
@@ -86,7 +87,12 @@ class Dense:
                 total["rows"] += len(ids)
                 total["reads"] += plan.reads
                 total["forecast"] += plan.forecast_seconds
-            extra = {"rows": total["rows"], "reads": total["reads"], "forecast_seconds": total["forecast"], "requests": repeats}
+            extra = {
+                "rows": total["rows"],
+                "reads": total["reads"],
+                "forecast_seconds": total["forecast"],
+                "requests": repeats,
+            }
             return Sample(total["bytes"] / MB, total["seconds"], total["cpu"], extra)
 
         return Contender(label(density, strategy), UNIT, CACHE, run)
@@ -140,7 +146,12 @@ def fill(report: Report, series: dict[str, Series], dense: Dense) -> None:
     errors = [abs(r["forecast_error"]) for r in rows]
     report.claims = [
         Claim("half of all pages: bytes read a second over fio's sequential bandwidth", half["over_fio"], 0.85),
-        Claim(f"worst density ({worst['density']:.1%}): time over the better of page by page and scan", worst["over_better"], 1.1, "<="),
+        Claim(
+            f"worst density ({worst['density']:.1%}): time over the better of page by page and scan",
+            worst["over_better"],
+            1.1,
+            "<=",
+        ),
         Claim("forecast against measured: median error over the densities", median(errors), 0.20, "<="),
         Claim("forecast against measured: largest error", max(errors)),
     ]
@@ -175,7 +186,9 @@ def main(settings: Settings, engine: str) -> None:
     dense = Dense(tables, engine, settings)
     try:
         contenders = [dense.limit()]
-        contenders += [dense.contender(density, strategy) for density in DENSITIES for strategy in (PLANNED, PAGES, SCAN)]
+        contenders += [
+            dense.contender(density, strategy) for density in DENSITIES for strategy in (PLANNED, PAGES, SCAN)
+        ]
         series = measure_rounds(contenders, settings.rounds)
     finally:
         dense.close()

@@ -34,7 +34,16 @@ from numpy.typing import NDArray
 from peers import fio, lance_take
 from peers.memmap import Memmap
 from peers.preadv_threads import CompiledThreads, PythonThreads
-from system import can_drop_caches, cpu_seconds, drop_caches, free_memory_bytes, memory_group, run_child, touch_memory, warm_cache
+from system import (
+    can_drop_caches,
+    cpu_seconds,
+    drop_caches,
+    free_memory_bytes,
+    memory_group,
+    run_child,
+    touch_memory,
+    warm_cache,
+)
 from tables import COLUMNS, ROW_BYTES, Tables, check_rows, isolated_ids, random_page_ids
 
 import featstore
@@ -52,7 +61,9 @@ IDS = Callable[[int, int], NDArray[np.int64]]
 
 
 def timed(
-    requests: Sequence[NDArray[np.int64]], read: Callable[[NDArray[np.int64]], NDArray[Any]], extra: dict[str, Any] | None = None
+    requests: Sequence[NDArray[np.int64]],
+    read: Callable[[NDArray[np.int64]], NDArray[Any]],
+    extra: dict[str, Any] | None = None,
 ) -> Sample:
     """Measure gathers, one after the other, and hold their rows against the truth (outside the measured time)."""
     amount, seconds, cpu = 0, 0.0, 0.0
@@ -97,12 +108,20 @@ class Gather:
         self.add("fio 4 KiB random", NO_CACHE, run, "reads/s")
 
     def featstore(
-        self, name: str, engine: str, cache: str, ids: IDS, before: Callable[[], None] = lambda: None, verify: bool = True
+        self,
+        name: str,
+        engine: str,
+        cache: str,
+        ids: IDS,
+        before: Callable[[], None] = lambda: None,
+        verify: bool = True,
     ) -> None:
         path = self.tables.store()
         model = measure(path, engine, seconds=self.settings.seconds).model
         store = featstore.open(path)
-        reader = store.reader(memory="512MiB", static=None, engine=engine, queue_depth=DEPTH, model=model, verify=verify)
+        reader = store.reader(
+            memory="512MiB", static=None, engine=engine, queue_depth=DEPTH, model=model, verify=verify
+        )
         self._closing += [reader.close, store.close]
 
         def run(number: int) -> Sample:
@@ -163,7 +182,13 @@ class Gather:
             ids = self.ids(number)
             np.save(ids_file, ids)
             drop_caches([self.tables.flat()])
-            given = {"ids": str(ids_file), "path": str(path), "out": str(out_file), "columns": COLUMNS, "seconds": seconds}
+            given = {
+                "ids": str(ids_file),
+                "path": str(path),
+                "out": str(out_file),
+                "columns": COLUMNS,
+                "seconds": seconds,
+            }
             with memory_group(GROUP_BYTES) as group:
                 result = run_child(HERE / script, given, group)
             check_rows(ids[: result["rows"]], np.load(out_file))
@@ -187,8 +212,13 @@ def contend(gather: Gather, peers: bool) -> None:
     gather.lance("file")
     gather.lance("file+uring")
     gather.preadv(f"{THREADS} Python threads of preadv", lambda path: PythonThreads(path, ROW_BYTES, threads=THREADS))
-    gather.preadv(f"{THREADS} compiled threads of pread", lambda path: CompiledThreads(path, ROW_BYTES, threads=THREADS))
-    gather.preadv(f"{THREADS} compiled threads of pread, sorted", lambda path: CompiledThreads(path, ROW_BYTES, threads=THREADS, sort=True))
+    gather.preadv(
+        f"{THREADS} compiled threads of pread", lambda path: CompiledThreads(path, ROW_BYTES, threads=THREADS)
+    )
+    gather.preadv(
+        f"{THREADS} compiled threads of pread, sorted",
+        lambda path: CompiledThreads(path, ROW_BYTES, threads=THREADS, sort=True),
+    )
     flat, chunks = gather.tables.flat(), gather.tables.chunk_files()
     gather.memmap("np.memmap, cold", "cold (cache dropped)", lambda: drop_caches([flat]))
     if gather.settings.size_bytes * 2 < free_memory_bytes():
@@ -213,7 +243,9 @@ def claims(series: dict[str, Series]) -> list[Claim]:
         "Lance take, file": 1.3, "Lance take, file+uring": 1.3, f"{THREADS} Python threads of preadv": 1.2,
         f"{THREADS} compiled threads of pread": 1.2,
     }  # fmt: skip
-    against = [(name, bars.get(name)) for name in series if not name.startswith(("fio", "featstore")) and "cgroup" not in name]
+    against = [
+        (name, bars.get(name)) for name in series if not name.startswith(("fio", "featstore")) and "cgroup" not in name
+    ]
     found += [Claim(f"uring over {name}", paired_ratio(ours, series[name]), bar) for name, bar in against]
     for name in ("featstore mmap, warm", "featstore mmap, warm, checksums off"):
         if name in series:
@@ -249,7 +281,7 @@ def main(settings: Settings, no_peers: bool) -> None:
     single = [s.extra["reads"] / s.amount for s in series["featstore uring"].samples]
     report.notes = [
         f"Pages lie at least {APART_PAGES} apart, so that every row costs a read ({min(single):.2f} reads a row); in the line "
-        f"\"pages from all\" they are drawn from the whole table and neighbours are read together ({np.median(merged):.2f} reads a row).",
+        f'"pages from all" they are drawn from the whole table and neighbours are read together ({np.median(merged):.2f} reads a row).',
         "fio's CPU time is usr + sys of its job for each read; featstore's is that of the process for each row, with planning, checksums "
         "and copying.",
         "featstore through io_uring and threads is always cold (direct I/O): against lines that are warm it reads from the disk what the "

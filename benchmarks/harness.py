@@ -186,6 +186,7 @@ def _public_arguments(arguments: Sequence[str]) -> list[str]:
 
 def git_commit() -> str:
     """The commit that is checked out, with ``+`` where files differ from it; or "unknown"."""
+
     def git(*arguments: str) -> str | None:
         try:
             done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False)
@@ -202,7 +203,11 @@ def git_commit() -> str:
 
 def machine(directory: Path) -> dict[str, Any]:
     """What the figures depend on; ``directory`` is where the data lie. No names of machines or places."""
-    models = [line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    models = [
+        line.split(":", 1)[1].strip()
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith("model name")
+    ]
     return {
         "cpu": models[0] if models else platform.machine(), "cores": os.cpu_count(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "kernel": platform.release(),
@@ -221,11 +226,17 @@ def disk(directory: Path) -> dict[str, Any]:
         return found
     real = device.resolve()
     whole = real if (real / "queue").exists() else real.parent
-    for key, name in (("scheduler", "queue/scheduler"), ("rotational", "queue/rotational"), ("read_ahead_kib", "queue/read_ahead_kb"),
-                      ("model", "device/model")):
+    for key, name in (
+        ("scheduler", "queue/scheduler"),
+        ("rotational", "queue/rotational"),
+        ("read_ahead_kib", "queue/read_ahead_kb"),
+        ("model", "device/model"),
+    ):
         if (whole / name).exists():
             text = (whole / name).read_text().strip()
-            found[key] = text[text.index("[") + 1 : text.index("]")] if "[" in text else text  # of schedulers, the one in use
+            found[key] = (
+                text[text.index("[") + 1 : text.index("]")] if "[" in text else text
+            )  # of schedulers, the one in use
     found["kind"] = whole.name.rstrip("0123456789")
     return found
 
@@ -275,7 +286,13 @@ def shared_options(size: str, quick_size: str, rounds: int) -> Callable[[Callabl
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         def wrapped(
-            size_given: str | None, directory: Path, rounds_given: int | None, quick: bool, keep: bool, out: Path | None, **rest: Any
+            size_given: str | None,
+            directory: Path,
+            rounds_given: int | None,
+            quick: bool,
+            keep: bool,
+            out: Path | None,
+            **rest: Any,
         ) -> None:
             from featstore.units import parse_bytes
 

@@ -48,12 +48,18 @@ def fill(report: Report, runs: list[dict[str, Any]], title: str) -> None:
     for parts in dict.fromkeys(run["parts"] for run in runs):
         metis, ldg = middle(runs, parts, "metis"), middle(runs, parts, "ldg")
         report.claims += [
-            Claim(f"{title}, {parts} parts: edge cut of LDG over METIS's", ldg["edge_cut"] / max(metis["edge_cut"], 1e-9)),
+            Claim(
+                f"{title}, {parts} parts: edge cut of LDG over METIS's", ldg["edge_cut"] / max(metis["edge_cut"], 1e-9)
+            ),
             Claim(f"{title}, {parts} parts: peak memory of LDG over METIS's", ldg["peak_bytes"] / metis["peak_bytes"]),
         ]
         for method in METHODS:
             group = [run for run in runs if (run["parts"], run["method"]) == (parts, method)]
-            one, cuts, promised = middle(runs, parts, method), [run["edge_cut"] for run in group], group[0]["promised_bytes"]
+            one, cuts, promised = (
+                middle(runs, parts, method),
+                [run["edge_cut"] for run in group],
+                group[0]["promised_bytes"],
+            )
             rows.append([
                 parts, method, f"{one['edge_cut']:.4f}", f"{min(cuts):.4f} to {max(cuts):.4f}",
                 one["edge_cut"] / max(metis["edge_cut"], 1e-9), format_bytes(one["peak_bytes"]), one["peak_bytes"] / metis["peak_bytes"],
@@ -61,7 +67,18 @@ def fill(report: Report, runs: list[dict[str, Any]], title: str) -> None:
             ])  # fmt: skip
     report.table(
         f"{title}: {runs[0]['nodes']:,} nodes, {runs[0]['edges']:,} stored edges; graph in memory",
-        ["parts", "method", "edge cut", "range", "of METIS's", "peak memory", "of METIS's", "promised", "largest part over the mean", "s"],
+        [
+            "parts",
+            "method",
+            "edge cut",
+            "range",
+            "of METIS's",
+            "peak memory",
+            "of METIS's",
+            "promised",
+            "largest part over the mean",
+            "s",
+        ],
         rows,
     )
 

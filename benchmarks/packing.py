@@ -80,7 +80,9 @@ class Packing:
             found += [
                 Contender(name, "MB/s of table", COLD, lambda _, p=permutation: self.pack(p)),  # type: ignore[misc]
                 Contender(f"{AFTER}, {passes}x", "MB/s of table", "direct I/O", lambda _, n=passes: self.fio_after(n)),  # type: ignore[misc]
-                Contender(f"{BESIDE}, {passes}x", "MB/s of table", "direct I/O", lambda _, n=passes: self.fio_beside(n)),  # type: ignore[misc]
+                Contender(
+                    f"{BESIDE}, {passes}x", "MB/s of table", "direct I/O", lambda _, n=passes: self.fio_beside(n)
+                ),  # type: ignore[misc]
             ]
         return found
 
@@ -114,7 +116,10 @@ def ratio_for_bytes(ours: Series, limit: Series, passes: int, table_bytes: int, 
     ratios = []
     for a, b in zip(ours.samples, limit.samples, strict=True):
         if serial:
-            seconds = a.extra["read_bytes"] / b.extra["read_bytes_per_second"] + a.extra["write_bytes"] / b.extra["write_bytes_per_second"]
+            seconds = (
+                a.extra["read_bytes"] / b.extra["read_bytes_per_second"]
+                + a.extra["write_bytes"] / b.extra["write_bytes_per_second"]
+            )
         else:
             seconds = b.seconds * max(a.extra["read_bytes"], a.extra["write_bytes"]) / (passes * table_bytes)
         ratios.append(seconds / a.seconds)
@@ -136,14 +141,27 @@ def fill(report: Report, series: dict[str, Series], packing: Packing) -> None:
             Claim(f"{text}: writes of the table", written, passes + slack, "<=", "tables"),
             Claim(f"{text}: speed over fio's, reads then writes", serial, SPEED_BAR),
             Claim(f"{text}: speed over fio's, reads beside writes", beside),
-            Claim(f"{text}: peak memory beyond the budget", (peak - budget) / 2**20, RSS_SLACK_BYTES / 2**20, "<=", "MiB"),
+            Claim(
+                f"{text}: peak memory beyond the budget", (peak - budget) / 2**20, RSS_SLACK_BYTES / 2**20, "<=", "MiB"
+            ),
         ]
-        device = median(s.extra.get("device_read_bytes", 0) + s.extra.get("device_write_bytes", 0) for s in ours.samples)
+        device = median(
+            s.extra.get("device_read_bytes", 0) + s.extra.get("device_write_bytes", 0) for s in ours.samples
+        )
         rows.append([text, median(s.seconds for s in ours.samples), middle(ours, "cpu_seconds"), read, written, device / table_bytes,
                      format_bytes(peak), format_bytes(middle(ours, "base_bytes"))])  # fmt: skip
     report.table(
         "By pack",
-        ["pack", "s", "CPU s", "tables read", "tables written", "tables moved (whole device)", "peak RSS", "of that before the pack"],
+        [
+            "pack",
+            "s",
+            "CPU s",
+            "tables read",
+            "tables written",
+            "tables moved (whole device)",
+            "peak RSS",
+            "of that before the pack",
+        ],
         rows,
     )
     report.notes = [

@@ -31,7 +31,9 @@ def load(directory: Path) -> dict[str, dict[str, Any]]:
     for path in sorted(directory.glob("*.json")):
         result = json.loads(path.read_text())
         if result.get("schema") != SCHEMA:
-            raise click.ClickException(f"{path} has schema {result.get('schema')}, not {SCHEMA}; run that benchmark again")
+            raise click.ClickException(
+                f"{path} has schema {result.get('schema')}, not {SCHEMA}; run that benchmark again"
+            )
         found[result["benchmark"]] = result
     return found
 
@@ -59,7 +61,9 @@ def machine(results: dict[str, dict[str, Any]]) -> str:
     machines = [r["machine"] for r in results.values()]
     for key in _SAME:
         if any(m[key] != machines[0][key] for m in machines):
-            raise click.ClickException(f"the results come from machines that differ in {key}; run all benchmarks on one")
+            raise click.ClickException(
+                f"the results come from machines that differ in {key}; run all benchmarks on one"
+            )
     one = machines[0]
     disk = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in one["disk"].items() if value)
     packages = ", ".join(f"{name} {version}" for name, version in one["packages"].items())

@@ -29,7 +29,9 @@ NAMES = ("gather", "dense", "tier", "packing", "order_quality")
 @click.option("--rounds", type=click.IntRange(1), help="[default: each benchmark's own]")
 @click.option("--quick", is_flag=True, help="Small and short; writes no results.")
 @click.option("--keep", is_flag=True, help="Leave the tables.")
-def main(names: tuple[str, ...], directory: Path, size: str | None, rounds: int | None, quick: bool, keep: bool) -> None:
+def main(
+    names: tuple[str, ...], directory: Path, size: str | None, rounds: int | None, quick: bool, keep: bool
+) -> None:
     """Run all benchmarks, or those NAMEd."""
     options = ["--dir", str(directory), "--keep", *(["--quick"] if quick else [])]
     options += [*(["--size", size] if size else []), *(["--rounds", str(rounds)] if rounds else [])]

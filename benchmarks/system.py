@@ -47,7 +47,9 @@ def drop_caches(paths: Sequence[Path]) -> None:
             os.close(descriptor)
         share = resident_share(path)
         if share > RESIDENT_MAX:
-            raise RuntimeError(f"{share:.0%} of {path.name} is still in the page cache: is it mapped, or being written?")
+            raise RuntimeError(
+                f"{share:.0%} of {path.name} is still in the page cache: is it mapped, or being written?"
+            )
 
 
 def resident_share(path: Path) -> float:
@@ -146,7 +148,10 @@ def memory_group(limit_bytes: int) -> Iterator[MemoryGroup]:
 
 
 def run_child(
-    script: Path, arguments: dict[str, Any], group: MemoryGroup | None = None, environment: Mapping[str, str] | None = None
+    script: Path,
+    arguments: dict[str, Any],
+    group: MemoryGroup | None = None,
+    environment: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """Run a script of this directory in a fresh process; it is given and prints one JSON object."""
     command = [sys.executable, str(script), json.dumps(arguments)]

@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from featstore.reader import Reader
     from featstore.report import Plan, ReaderStats
     from featstore.request import Request
-    from featstore.store import Store, Table
-    from featstore.store import Store as open  # noqa: A001
     from featstore.scrub import verify
+    from featstore.store import Store, Table
+    from featstore.store import Store as open
 
 __version__ = "0.1.0"
 

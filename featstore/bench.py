@@ -156,7 +156,9 @@ class _Bench:
         if self.access == "direct":
             return "cold: direct I/O, past the page cache"
         why = f" ({self.access_because})" if self.access_because else ""
-        return f"{self.access}{why}: dropped from the page cache before each request, as far as the system lets go of it"
+        return (
+            f"{self.access}{why}: dropped from the page cache before each request, as far as the system lets go of it"
+        )
 
     def random_rows(self) -> Case:
         count = self._fits(_few(self.table.rows))
@@ -233,7 +235,11 @@ class _Bench:
             case = self._run(name, lambda: next(readers), ids, out, 0.0)
         finally:
             readers.close()
-        size = min(EXTENT_BYTES_MAX, -(-self.table.row_bytes // PAGE_BYTES) * PAGE_BYTES) if limit_bytes is None else limit_bytes
+        size = (
+            min(EXTENT_BYTES_MAX, -(-self.table.row_bytes // PAGE_BYTES) * PAGE_BYTES)
+            if limit_bytes is None
+            else limit_bytes
+        )
         rate = self._limit(size)
         if not rate:
             return case  # the table is too small for a read of this size
@@ -299,7 +305,9 @@ class _Bench:
             lanes = LaneBench(self.store, self.table, self.engine)
             try:
                 reads = min(_LIMIT_READS_MAX, _LIMIT_BYTES // read_bytes, lanes.places(read_bytes))
-                self._limits[read_bytes] = statistics.median(reads / lanes.run(read_bytes, reads) for _ in range(3)) if reads else 0.0
+                self._limits[read_bytes] = (
+                    statistics.median(reads / lanes.run(read_bytes, reads) for _ in range(3)) if reads else 0.0
+                )
             finally:
                 lanes.close()
         return self._limits[read_bytes]

@@ -66,12 +66,12 @@ class Budget:
             raise BudgetError(needed, memory_bytes, "read these tables (row maps, checksums, staging, scratch)")
         free = memory_bytes - maps - checksums
         staging = max(staging_min, min(STAGING_BYTES, free // 8)) // PAGE_BYTES * PAGE_BYTES
-        extent = max(span, min(EXTENT_BYTES_MAX, max(_EXTENT_BYTES_MIN, staging // _SLOTS_WANTED // PAGE_BYTES * PAGE_BYTES)))
+        extent = max(
+            span, min(EXTENT_BYTES_MAX, max(_EXTENT_BYTES_MIN, staging // _SLOTS_WANTED // PAGE_BYTES * PAGE_BYTES))
+        )
         piece_ids = max(_PIECE_IDS_MIN, min(_PIECE_IDS_MAX, min(free // 10, free - staging) // _SCRATCH_BYTES_PER_ID))
         scratch = piece_ids * _SCRATCH_BYTES_PER_ID
-        return cls(
-            memory_bytes, maps, checksums, staging, extent, scratch, piece_ids, free - staging - scratch
-        )
+        return cls(memory_bytes, maps, checksums, staging, extent, scratch, piece_ids, free - staging - scratch)
 
     @classmethod
     def smallest(cls, tables: Sequence[TableNeed], tier_bytes: int) -> int:

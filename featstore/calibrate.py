@@ -2,11 +2,11 @@
 
 Extents of five sizes, from one page to the longest read, are read at random distinct places of chunk files, in
 ascending order as the planner issues them, at full queue depth, with checksums verified. The sizes take turns over
-several rounds, so that a disturbance hits all of them alike, and each size's median counts. Then runs that want every second
-page of a region, at random, are planned with different longest gaps: the shortest gap that is about as fast as the best is
-``gap_pages``. ``read_seconds`` and ``byte_seconds`` are the plane through the times of all these runs over reads and bytes, by least
-squares on the relative error: no pattern may be off by much, however fast. What a request costs besides is the median time of a read of one row through a
-:class:`featstore.reader.Reader`, less that read's cost.
+several rounds, so that a disturbance hits all of them alike, and each size's median counts. Then runs that want every
+second page of a region, at random, are planned with different longest gaps: the shortest gap that is about as fast as
+the best is ``gap_pages``. ``read_seconds`` and ``byte_seconds`` are the plane through the times of all these runs over
+reads and bytes, by least squares on the relative error: no pattern may be off by much, however fast. What a request
+costs besides is the median time of a read of one row through a :class:`featstore.reader.Reader`, less that read's cost.
 
 Everything is read cold: with direct I/O the page cache is not involved, and for the others the files are dropped from
 it before each run. A store with too little data for that, or a directory without a store, gets a temporary store
@@ -61,6 +61,7 @@ _REQUESTS = 101
 _OUT_ROWS = 2048
 _READER_BYTES = 64 * 2**20
 _ROW_BYTES_MAX = 512
+_UNSERVED = np.empty(0, np.uint8)
 _SECONDS_MIN = 1e-12  # a model's numbers stay positive: a device may well be too fast for one of them to show
 
 #: Told the stage, and how many of how many steps are done.
@@ -117,7 +118,10 @@ class Calibration:
     def error(self) -> float:
         """Largest relative error of the model over the sizes measured."""
         m = self.model
-        return max(abs(m.read_seconds + s.extent_bytes * m.byte_seconds - s.seconds_per_read) / s.seconds_per_read for s in self.samples)
+        return max(
+            abs(m.read_seconds + s.extent_bytes * m.byte_seconds - s.seconds_per_read) / s.seconds_per_read
+            for s in self.samples
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
@@ -197,7 +201,17 @@ def measure(
         model = _with_request_seconds(model, store, table, choice.name, seconds * 0.1)
         tell("measure", 1, 1)
         key = device_key(store.path, choice.name, bench.access)
-        return Calibration(key, choice.name, bench.access, bench.access_because, model, samples, gaps, temporary, time.perf_counter() - begin)
+        return Calibration(
+            key,
+            choice.name,
+            bench.access,
+            bench.access_because,
+            model,
+            samples,
+            gaps,
+            temporary,
+            time.perf_counter() - begin,
+        )
 
 
 def fit_model(samples: tuple[Sample, ...], gaps: tuple[GapSample, ...] = ()) -> DeviceModel:
@@ -263,11 +277,12 @@ class LaneBench:
         pages = self._layout.rows // per_page
         region_pages = min(region_pages, pages)
         begin = int(self._random.integers(0, pages - region_pages + 1))
-        wanted = begin + np.sort(self._random.choice(region_pages, max(1, region_pages // 2), replace=False)).astype(np.int64)
+        wanted = begin + np.sort(self._random.choice(region_pages, max(1, region_pages // 2), replace=False)).astype(
+            np.int64
+        )
         model = DeviceModel(0.0, 1.0, 0.0, gap_pages)
-        none = np.empty(0, np.int32)
         positions = (np.arange(len(wanted)) % _OUT_ROWS).astype(np.int32)
-        plan = plan_extents(wanted * per_page, positions, none, _OUT_ROWS, self._layout, model, EXTENT_BYTES_MAX)
+        plan = plan_extents(wanted * per_page, positions, _UNSERVED, _OUT_ROWS, self._layout, model, EXTENT_BYTES_MAX)
         files = self._open()
         try:
             seconds = self._time_lane(files, plan.page, plan.pages, plan.first, plan.keys, plan.position_bits)
@@ -352,7 +367,9 @@ def _gaps(bench: LaneBench, tell: Progress) -> tuple[GapSample, ...]:
     return tuple(GapSample(gap, *counts[gap], tuple(times[gap])) for gap in GAPS)
 
 
-def _with_request_seconds(model: DeviceModel, store: Store, table: Table, engine: EngineName, seconds: float) -> DeviceModel:
+def _with_request_seconds(
+    model: DeviceModel, store: Store, table: Table, engine: EngineName, seconds: float
+) -> DeviceModel:
     """The model with ``request_seconds``: the median of reads of one row, less what the read itself costs."""
     random = np.random.default_rng(1)
     times: list[float] = []
@@ -378,7 +395,9 @@ def _store_to_measure(path: Path, data_bytes_min: int, tell: Progress) -> Iterat
     temporary.
     """
     if not path.is_dir():
-        raise SourceError(f"{path} is {'a file' if path.exists() else 'not there'}; give a store or a directory on the device to measure")
+        raise SourceError(
+            f"{path} is {'a file' if path.exists() else 'not there'}; give a store or a directory on the device to measure"
+        )
     directory = path
     if (path / MANIFEST_NAME).exists():
         with Store(path) as store:
@@ -396,9 +415,13 @@ def _store_to_measure(path: Path, data_bytes_min: int, tell: Progress) -> Iterat
 
 def _check_writable(directory: Path, path: Path, data_bytes: int) -> None:
     if not os.access(directory, os.W_OK | os.X_OK):
-        raise SourceError(f"{directory} cannot be written, and {path} has too little data to measure on; name a directory that can")
+        raise SourceError(
+            f"{directory} cannot be written, and {path} has too little data to measure on; name a directory that can"
+        )
     if os.stat(directory).st_dev != os.stat(path).st_dev:
-        raise SourceError(f"{path} has too little data to measure on, and {directory} is another device; name a directory on the same one")
+        raise SourceError(
+            f"{path} has too little data to measure on, and {directory} is another device; name a directory on the same one"
+        )
     status = os.statvfs(directory)
     needed, free = data_bytes + data_bytes // 16, status.f_bavail * status.f_frsize
     if free < needed:

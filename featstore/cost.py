@@ -35,7 +35,12 @@ class DeviceModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     calibrated: bool = True
 
     def __post_init__(self) -> None:
-        if not (self.read_seconds >= 0 and self.byte_seconds > 0 and self.request_seconds >= 0 and (self.gap_pages or 0) >= 0):
+        if not (
+            self.read_seconds >= 0
+            and self.byte_seconds > 0
+            and self.request_seconds >= 0
+            and (self.gap_pages or 0) >= 0
+        ):
             raise ValueError(f"impossible device model: {self}")
 
     @property
@@ -60,7 +65,9 @@ DEFAULT = DeviceModel(read_seconds=8e-6, byte_seconds=1 / 1.45e9, request_second
 def models_path() -> Path:
     """The file that keeps calibrated models: ``$FEATSTORE_CACHE`` or ``$XDG_CACHE_HOME/featstore``, ``devices.json``."""
     override = os.environ.get("FEATSTORE_CACHE")
-    base = Path(override) if override else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "featstore"
+    base = (
+        Path(override) if override else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "featstore"
+    )
     return base / "devices.json"
 
 
@@ -80,7 +87,9 @@ def load_models() -> dict[str, DeviceModel]:
     try:
         return msgspec.json.decode(text, type=dict[str, DeviceModel])
     except msgspec.DecodeError as error:
-        raise FormatError(f"{path} is not a list of device models ({error}); remove it and run `featstore calibrate`") from None
+        raise FormatError(
+            f"{path} is not a list of device models ({error}); remove it and run `featstore calibrate`"
+        ) from None
 
 
 def load_model(key: str) -> DeviceModel:

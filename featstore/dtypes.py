@@ -38,7 +38,9 @@ def dtype_name(dtype: np.dtype[Any]) -> str:
     """The manifest's name for a dtype. Raises SourceError for dtypes that hold Python objects or have no size."""
     dtype = dtype.newbyteorder("<")
     if dtype.hasobject:
-        raise SourceError(f"dtype {dtype} holds Python objects; convert the column to numbers or fixed-size bytes first")
+        raise SourceError(
+            f"dtype {dtype} holds Python objects; convert the column to numbers or fixed-size bytes first"
+        )
     if dtype.itemsize == 0:
         raise SourceError(f"dtype {dtype} has no size")
     if is_bfloat16(dtype):

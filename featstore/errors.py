@@ -74,7 +74,9 @@ class CorruptionError(FeatstoreError):
     Attributes: ``path``, ``offset`` (bytes from the file's start, or None for a whole file), ``expected``, ``actual``.
     """
 
-    def __init__(self, path: str | os.PathLike[str], offset: int | None, expected: object, actual: object, advice: str = "") -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], offset: int | None, expected: object, actual: object, advice: str = ""
+    ) -> None:
         self.path = os.fspath(path)
         self.offset = offset
         self.expected = expected
@@ -94,13 +96,17 @@ class DeviceError(FeatstoreError, OSError):
     Attributes: ``errno``, ``path`` (also ``filename``), ``offset`` (bytes from the file's start, or None).
     """
 
-    def __init__(self, errno: int, path: str | os.PathLike[str], offset: int | None = None, doing: str = "read") -> None:
+    def __init__(
+        self, errno: int, path: str | os.PathLike[str], offset: int | None = None, doing: str = "read"
+    ) -> None:
         self.path = os.fspath(path)
         self.offset = offset
         self.doing = doing
         name = _errno.errorcode.get(errno, str(errno))
         where = self.path if offset is None else f"{self.path} at byte {offset}"
-        message = f"cannot {doing} {where}: {os.strerror(errno)} ({name}); check the device (dmesg, SMART) and permissions"
+        message = (
+            f"cannot {doing} {where}: {os.strerror(errno)} ({name}); check the device (dmesg, SMART) and permissions"
+        )
         OSError.__init__(self, errno, message)
         self.filename = self.path
 

@@ -46,7 +46,10 @@ def parse_ids(ids: Any, *, copy: bool = False) -> Ids:
     if given.size == 0 and given.dtype == np.float64:
         given = given.astype(np.int64)
     if given.dtype.kind not in "iu":
-        raise IdError(f"node ids must be integers, not {given.dtype}" + (" (a mask? use numpy.flatnonzero)" if given.dtype == bool else ""))
+        raise IdError(
+            f"node ids must be integers, not {given.dtype}"
+            + (" (a mask? use numpy.flatnonzero)" if given.dtype == bool else "")
+        )
     if given.dtype == np.uint64 and given.size and given.max() > np.iinfo(np.int64).max:
         raise IdError(f"node id {given.max()} is out of range")
     values = np.ascontiguousarray(given, dtype=np.int64).reshape(-1)

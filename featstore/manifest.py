@@ -212,7 +212,9 @@ def parse(text: bytes, path: Path) -> Manifest:
     if isinstance(features, list):
         unknown = sorted({str(f) for f in features} - READER_FEATURES)
         if unknown:
-            raise FormatVersionError(f"{path} needs reader features this featstore lacks: {', '.join(unknown)}; install a newer one")
+            raise FormatVersionError(
+                f"{path} needs reader features this featstore lacks: {', '.join(unknown)}; install a newer one"
+            )
     try:
         manifest = msgspec.json.decode(text, type=Manifest)
         _validate(manifest)
@@ -265,7 +267,11 @@ def _need_file(files: dict[str, FileEntry], path: str, size: int, what: str) -> 
 
 def _check_array(what: str, array: ArrayEntry, generation: str, files: dict[str, FileEntry]) -> None:
     _check_path(array.path, generation)
-    if len(array.shape) > AXES_MAX or any(not 0 <= n <= ELEMENTS_MAX for n in array.shape) or math.prod(array.shape) > ELEMENTS_MAX:
+    if (
+        len(array.shape) > AXES_MAX
+        or any(not 0 <= n <= ELEMENTS_MAX for n in array.shape)
+        or math.prod(array.shape) > ELEMENTS_MAX
+    ):
         raise FormatError(f"{what} has the impossible shape {array.shape}")
     chunk = array_chunk(array)
     if chunk is not None:
@@ -276,10 +282,16 @@ def _check_table(name: str, table: TableEntry, generation: str, files: dict[str,
     what = f"table {name!r}"
     _check_path(table.path, generation)
     item_bytes = dtype_from_name(table.dtype).itemsize
-    if not 0 <= table.rows <= ROWS_MAX or len(table.row_shape) > AXES_MAX or any(not 1 <= n <= ROW_BYTES_MAX for n in table.row_shape):
+    if (
+        not 0 <= table.rows <= ROWS_MAX
+        or len(table.row_shape) > AXES_MAX
+        or any(not 1 <= n <= ROW_BYTES_MAX for n in table.row_shape)
+    ):
         raise FormatError(f"{what} has the impossible shape [{table.rows}, {table.row_shape}]")
     if table.row_bytes != math.prod(table.row_shape) * item_bytes or not 1 <= table.row_bytes <= ROW_BYTES_MAX:
-        raise FormatError(f"{what} says {table.row_bytes} bytes a row, its shape {table.row_shape} of {table.dtype} says otherwise")
+        raise FormatError(
+            f"{what} says {table.row_bytes} bytes a row, its shape {table.row_shape} of {table.dtype} says otherwise"
+        )
     try:
         layout = table.layout
     except ValueError as error:
@@ -292,7 +304,11 @@ def _check_table(name: str, table: TableEntry, generation: str, files: dict[str,
     order = table.order
     if (order.row_of_node is None) != (order.node_of_row is None):
         raise FormatError(f"{what} has one of the maps row_of_node and node_of_row, but not the other")
-    for label, entry in (("row_of_node", order.row_of_node), ("node_of_row", order.node_of_row), ("rows_by_degree", order.rows_by_degree)):
+    for label, entry in (
+        ("row_of_node", order.row_of_node),
+        ("node_of_row", order.node_of_row),
+        ("rows_by_degree", order.rows_by_degree),
+    ):
         if entry is not None:
             _check_vector(f"{what}'s {label}", entry, ("int32", "int64"), table.rows, generation, files)
     offsets = order.partition_offsets
@@ -302,11 +318,16 @@ def _check_table(name: str, table: TableEntry, generation: str, files: dict[str,
 
 
 def _check_vector(
-    what: str, entry: ArrayEntry, dtypes: str | tuple[str, ...], length: int, generation: str, files: dict[str, FileEntry]
+    what: str,
+    entry: ArrayEntry,
+    dtypes: str | tuple[str, ...],
+    length: int,
+    generation: str,
+    files: dict[str, FileEntry],
 ) -> None:
     allowed = (dtypes,) if isinstance(dtypes, str) else dtypes
     if entry.shape != [length] or entry.dtype not in allowed:
-        raise FormatError(f"{what}: expected {length} numbers of type {' or '.join(allowed)}, found {entry.shape} of {entry.dtype}")
+        raise FormatError(
+            f"{what}: expected {length} numbers of type {' or '.join(allowed)}, found {entry.shape} of {entry.dtype}"
+        )
     _check_array(what, entry, generation, files)
-
-

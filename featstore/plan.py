@@ -24,7 +24,7 @@ from featstore.units import PAGE_BYTES
 if TYPE_CHECKING:
     from featstore.cost import DeviceModel
 
-#: Memory of planning, in bytes for each id of a piece: rows 8, positions 4, slots 4, keys 8 + 8, extents 8 + 4 + 4.
+#: Memory of planning, in bytes for each id of a piece: rows 8, positions 4, served 1, keys 8 + 8, extents 8 + 4 + 4 (rounded up).
 PLANNING_BYTES_PER_ID = 48
 #: What of it stays while the piece is read: one copy of the keys, and the extents.
 READING_BYTES_PER_ID = 24
@@ -48,7 +48,9 @@ def rows_of_ids(ids: NDArray[np.int64], row_of_node: NDArray[Any], rows: int, ou
 
 
 @njit(cache=True, nogil=True)
-def row_histogram(ids: NDArray[np.int64], row_of_node: NDArray[Any], rows: int, shift: int, counts: NDArray[np.int64]) -> int:
+def row_histogram(
+    ids: NDArray[np.int64], row_of_node: NDArray[Any], rows: int, shift: int, counts: NDArray[np.int64]
+) -> int:
     """counts[row >> shift] += 1 for the row of each id. Returns the first bad index, or -1."""
     identity = row_of_node.shape[0] == 0
     for i in range(ids.shape[0]):
@@ -62,7 +64,12 @@ def row_histogram(ids: NDArray[np.int64], row_of_node: NDArray[Any], rows: int, 
 
 @njit(cache=True, nogil=True)
 def select_rows(
-    ids: NDArray[np.int64], row_of_node: NDArray[Any], low: int, high: int, skip: int, out: NDArray[np.int64],
+    ids: NDArray[np.int64],
+    row_of_node: NDArray[Any],
+    low: int,
+    high: int,
+    skip: int,
+    out: NDArray[np.int64],
     positions: NDArray[np.int32],
 ) -> None:
     """Rows in [low, high) and where in ``ids`` they are asked for: after ``skip`` of them, as many as ``out`` holds."""
@@ -115,18 +122,22 @@ def cut_ranges(counts: NDArray[np.int64], shift: int, count_max: int) -> list[Ro
 
 @njit(cache=True, nogil=True)
 def make_keys(
-    rows: NDArray[np.int64], positions: NDArray[np.int32], slots: NDArray[np.int32], position_bits: int, keys: NDArray[np.uint64]
+    rows: NDArray[np.int64],
+    positions: NDArray[np.int32],
+    served: NDArray[np.uint8],
+    position_bits: int,
+    keys: NDArray[np.uint64],
 ) -> int:
-    """Keys of the rows whose slot is negative (a miss); an empty ``slots`` makes every row a miss. Returns how many.
+    """Keys of the rows that no tier has served (0 in ``served``, or all where it is empty). Returns how many.
 
     Row i goes to positions[i], or to i where ``positions`` is empty.
     """
-    everything = slots.shape[0] == 0
+    everything = served.shape[0] == 0
     in_order = positions.shape[0] == 0
     bits = np.uint64(position_bits)
     count = 0
     for i in range(rows.shape[0]):
-        if everything or slots[i] < 0:
+        if everything or served[i] == 0:
             position = np.uint64(i) if in_order else np.uint64(positions[i])
             keys[count] = np.uint64(rows[i]) << bits | position
             count += 1
@@ -164,8 +175,15 @@ def radix_sort(keys: NDArray[np.uint64], spare: NDArray[np.uint64], low_bit: int
 
 @njit(cache=True, nogil=True)
 def cut_extents(
-    keys: NDArray[np.uint64], position_bits: int, row_bytes: int, pages_per_file: int, gap_pages_max: int,
-    extent_pages_max: int, extent_page: NDArray[np.int64], extent_pages: NDArray[np.int32], extent_first: NDArray[np.int32],
+    keys: NDArray[np.uint64],
+    position_bits: int,
+    row_bytes: int,
+    pages_per_file: int,
+    gap_pages_max: int,
+    extent_pages_max: int,
+    extent_page: NDArray[np.int64],
+    extent_pages: NDArray[np.int32],
+    extent_first: NDArray[np.int32],
     counts: NDArray[np.int64],
 ) -> int:
     """Cut sorted keys into extents; returns their number. ``counts``: distinct rows, distinct wanted pages, pages read."""
@@ -184,7 +202,12 @@ def cut_extents(
         begin, end = byte // PAGE_BYTES, (byte + row_bytes - 1) // PAGE_BYTES + 1
         wanted_pages += end - max(begin, wanted_end)
         wanted_end = end
-        if extents == 0 or begin >= file_end or begin - last_page > gap_pages_max + 1 or end - first_page > extent_pages_max:
+        if (
+            extents == 0
+            or begin >= file_end
+            or begin - last_page > gap_pages_max + 1
+            or end - first_page > extent_pages_max
+        ):
             if extents > 0:
                 extent_pages[extents - 1] = last_page + 1 - first_page
                 read_pages += last_page + 1 - first_page
@@ -226,18 +249,18 @@ class Extents:
 
 
 def plan_extents(
-    rows: NDArray[np.int64], positions: NDArray[np.int32], slots: NDArray[np.int32], positions_end: int, layout: TableLayout,
+    rows: NDArray[np.int64], positions: NDArray[np.int32], served: NDArray[np.uint8], positions_end: int, layout: TableLayout,
     model: DeviceModel, extent_bytes_max: int,
 ) -> Extents:  # fmt: skip
-    """Plan the reads for those ``rows`` (int64 [n], in range) whose ``slots`` entry is negative.
+    """Plan the reads for those ``rows`` (int64 [n], in range) that no tier has served.
 
-    ``slots`` is int32 [n], or empty when no tier is asked. Row i goes to ``positions[i]`` < ``positions_end`` of the destination, or to
+    ``served`` is uint8 [n], or empty when no tier was asked. Row i goes to ``positions[i]`` < ``positions_end`` of the destination, or to
     i where ``positions`` is empty. No read is longer than ``extent_bytes_max`` bytes; the caller makes sure that a row fits.
     """
     n = len(rows)
     position_bits = max(1, (positions_end - 1).bit_length())
     keys, spare = np.empty(n, np.uint64), np.empty(n, np.uint64)
-    misses = make_keys(rows, positions, slots, position_bits, keys)
+    misses = make_keys(rows, positions, served, position_bits, keys)
     row_bits = max(1, (layout.rows - 1).bit_length())
     if radix_sort(keys[:misses], spare[:misses], position_bits, position_bits + row_bits):
         keys, spare = spare, keys
@@ -250,5 +273,12 @@ def plan_extents(
         page, pages, first, counts,
     )  # fmt: skip
     return Extents(
-        page[:reads], pages[:reads], first[: reads + 1], keys, position_bits, int(counts[0]), int(counts[1]), int(counts[2])
+        page[:reads],
+        pages[:reads],
+        first[: reads + 1],
+        keys,
+        position_bits,
+        int(counts[0]),
+        int(counts[1]),
+        int(counts[2]),
     )

@@ -1,9 +1,9 @@
 """The reader: tiers, plan and engine behind one call.
 
-A request of many ids is cut into pieces, so that planning needs a fixed amount of memory whatever the request's size: not by
-position but by ranges of rows, so that what lies together on disk is still planned together. For each piece the reader maps ids to rows, lets its tiers deliver what they hold, plans the reads for the rest and hands them to the engine;
-while the engine reads one piece, the next is planned. ``read`` plans in the caller's thread, ``submit`` in the reader's own.
-Several requests may be under way, from several threads; they share the engine's queue.
+For each piece of a request (:mod:`featstore.lookup`) the reader maps ids to rows, lets its tiers serve what they hold, plans the
+reads for the rest and hands them to the engine; while the engine reads one piece, the next is planned. ``read`` plans in the
+caller's thread, ``submit`` in the reader's own. Several requests may be under way, from several threads; they share the
+engine's queue.
 
 A reader belongs to one process. After a fork it opens its own engine when it is first used; when pickled it is made anew
 from its store and options.
@@ -12,42 +12,36 @@ from its store and options.
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from featstore import plan
-from featstore.budget import PIECES_IN_FLIGHT, Budget, TableNeed
+from featstore.budget import PIECES_IN_FLIGHT, Budget
+from featstore.compilation import announce_compilation
 from featstore.cost import DeviceModel, device_key, load_model
-from featstore.dtypes import dtype_from_name
 from featstore.engine import choose, make
 from featstore.engine import counters as C
 from featstore.engine.base import Engine
-from featstore.engine.files import Access, TableFiles
+from featstore.engine.files import Access
 from featstore.engine.lane import Lane
 from featstore.errors import BudgetError, ClosedError, IdError, SourceError
 from featstore.ids import Ids, check_out, empty_rows, finished, parse_ids
-from featstore.plan import RANGE_BINS, Extents, RowRange, cut_ranges, plan_extents, row_histogram, rows_of_ids, select_rows
-from featstore.report import Plan, ReaderStats, TablePlan
+from featstore.lookup import NONE, Found, Part, Piece, TableState, find, pieces_of, table_need
+from featstore.plan import Extents, plan_extents
+from featstore.report import Counts, Plan, ReaderStats, TablePlan
 from featstore.request import Request
 from featstore.store import Store, Table
-from featstore.tiers import Tier
 from featstore.tiers.static import StaticTier
 from featstore.units import parse_bytes
 
 QUEUE_DEPTH = 128
 #: Requests of ``submit`` that may wait or be under way; a further one blocks.
 IN_FLIGHT_MAX = 16
-_SPLIT_BYTES = 2 * 2**20  # from this many bytes on, looking up and copying use a second thread
-_ID_BYTES = 64  # what looking up one id weighs in that
-_RANGES_MAX = 16  # ranges a request is cut into; each costs one pass over its ids
-_NONE = np.empty(0, np.int32)
 
 _starting = threading.Lock()  # held while a forked child opens its own engine
 
@@ -60,55 +54,6 @@ def _renew_lock() -> None:
 os.register_at_fork(after_in_child=_renew_lock)
 
 Static = str | None | Mapping[str, Any] | NDArray[Any] | Sequence[int]
-
-
-class _TableState:
-    """What a reader holds for one table."""
-
-    def __init__(self, table: Table, verify: bool, access: Access) -> None:
-        self.table = table
-        row_map = table.row_of_node()
-        self.row_map: NDArray[Any] = np.empty(0, np.int32) if row_map is None else row_map
-        store = table._store
-        checksums = store.load(table.entry.page_checksums) if verify else None
-        paths = [store.path / table.entry.chunk_path(chunk) for chunk in range(table.layout.chunks)]
-        self.files = TableFiles(paths, table.layout, checksums, access)
-        self.tiers: list[Tier] = []
-
-
-class _Part:
-    """Ids of one table and where their rows go; ``row_map`` is empty where the ids are rows."""
-
-    def __init__(self, state: _TableState, ids: NDArray[np.int64], row_map: NDArray[Any], out: NDArray[np.uint8]) -> None:
-        self.state = state
-        self.ids = ids
-        self.row_map = row_map
-        self.out = out
-
-
-class _Piece:
-    """What is planned at once: all ids of a part, or those whose rows are in ``range``."""
-
-    def __init__(self, part: _Part, range_: RowRange | None) -> None:
-        self.part = part
-        self.range = range_
-        self.count = len(part.ids) if range_ is None else range_.count
-
-
-class _Found:
-    """A piece after its lookup: rows, the positions they go to (empty: in order), their slots, hits of each tier."""
-
-    def __init__(self, piece: _Piece, tiers: list[Tier]) -> None:
-        self.rows = np.empty(piece.count, np.int64)
-        self.positions = _NONE if piece.range is None else np.empty(piece.count, np.int32)
-        self.slots = np.empty(piece.count, np.int32) if tiers else _NONE
-        self.hits = dict.fromkeys((tier.name for tier in tiers), 0)
-
-
-def _need(table: Table, verify: bool) -> TableNeed:
-    order = table.entry.order
-    map_bytes = 0 if order.row_of_node is None else table.rows * dtype_from_name(order.row_of_node.dtype).itemsize
-    return TableNeed(map_bytes, 4 * table.layout.pages if verify else 0, table.row_bytes)
 
 
 class Reader:
@@ -143,19 +88,19 @@ class Reader:
         self.store = store
         self._closed = False
         self._engine: Engine | None = None
-        self._states: dict[str, _TableState] = {}
+        self._states: dict[str, TableState] = {}
         names = list(store.tables) if tables is None else list(tables)
         for name in names:
             if name not in store.tables:
                 raise KeyError(f"the store has no table {name!r}; it has {', '.join(map(repr, store.tables))}")
-        self._needs = [_need(store.tables[n], verify) for n in names]
+        self._needs = [table_need(store.tables[n], verify) for n in names]
         self.budget = Budget.split(parse_bytes(memory), self._needs)
-        _announce_compilation()
+        announce_compilation()
         self.engine = choose(engine)
         access: Access = "mapped" if self.engine.name == "mmap" else "direct"
         try:
             for name in names:
-                self._states[name] = _TableState(store.tables[name], verify, access)
+                self._states[name] = TableState(store.tables[name], verify, access)
             self.access, self.access_because = self._access(access)
             self.model = model or load_model(device_key(store.path, self.engine.name, self.access))
             self._queue_depth = queue_depth
@@ -164,7 +109,7 @@ class Reader:
         except BaseException:
             self.close()
             raise
-        self._counts = _Counts()
+        self._counts = Counts()
 
     def _access(self, wanted: Access) -> tuple[Access, str]:
         for state in self._states.values():
@@ -174,8 +119,10 @@ class Reader:
 
     def _start_process(self) -> None:
         """Open what belongs to this process: the engine, threads, locks."""
-        self._counts = _Counts()
-        self._engine = make(self.engine.name, self._queue_depth, self.budget.staging_bytes, self.budget.extent_bytes_max)
+        self._counts = Counts()
+        self._engine = make(
+            self.engine.name, self._queue_depth, self.budget.staging_bytes, self.budget.extent_bytes_max
+        )
         self._planner = ThreadPoolExecutor(1, thread_name_prefix="featstore-plan")
         self._helpers = ThreadPoolExecutor(max(1, min(4, os.cpu_count() or 1) - 1), thread_name_prefix="featstore-copy")
         self._pieces = threading.BoundedSemaphore(PIECES_IN_FLIGHT)
@@ -247,24 +194,30 @@ class Reader:
                     raise KeyError(f"this reader has no table {name!r}; it has {', '.join(map(repr, self._states))}")
             return dict(value)
         if len(self._states) != 1:
-            raise IdError(f"this reader has {len(self._states)} tables; say which: {{'{next(iter(self._states), 'table')}': ids}}")
+            raise IdError(
+                f"this reader has {len(self._states)} tables; say which: {{'{next(iter(self._states), 'table')}': ids}}"
+            )
         return {next(iter(self._states)): value}
 
-    def _request(self, ids: Any, out: Any, *, copy: bool) -> tuple[Request, list[_Part]]:
+    def _request(self, ids: Any, out: Any, *, copy: bool) -> tuple[Request, list[Part]]:
         by_table = self._by_table(ids)
         outs = {} if out is None else self._by_table(out)
         for name in outs:
             if name not in by_table:
                 raise ValueError(f"out is given for table {name!r}, ids are not")
         given_as: dict[str, tuple[Ids, tuple[int, ...], NDArray[np.uint8], Any]] = {}
-        parts: list[_Part] = []
+        parts: list[Part] = []
         for name, value in by_table.items():
             table, parsed = self._states[name].table, parse_ids(value, copy=copy)
             shape = (*parsed.shape, *table.row_shape)
             given = outs.get(name)
-            rows = empty_rows(len(parsed.values), table.row_bytes) if given is None else check_out(given, shape, table.dtype)
+            rows = (
+                empty_rows(len(parsed.values), table.row_bytes)
+                if given is None
+                else check_out(given, shape, table.dtype)
+            )
             given_as[name] = (parsed, shape, rows, given)
-            parts.append(_Part(self._states[name], parsed.values, self._states[name].row_map, rows))
+            parts.append(Part(self._states[name], parsed.values, self._states[name].row_map, rows))
 
         def finish() -> Any:
             done = {
@@ -277,43 +230,19 @@ class Reader:
         request._future.add_done_callback(self._end)
         return request, parts
 
-    def _pieces_of(self, part: _Part) -> Iterator[_Piece]:
-        """Cut a part's ids into pieces of at most ``budget.piece_ids_max``."""
-        limit, row_bytes, rows = self.budget.piece_ids_max, part.state.table.row_bytes, part.state.table.rows
-        shift = max(0, (rows - 1).bit_length() - (RANGE_BINS.bit_length() - 1))
-        step = limit * _RANGES_MAX
-        for at in range(0, len(part.ids), step):
-            run = _Part(part.state, part.ids[at : at + step], part.row_map, part.out[at * row_bytes : (at + step) * row_bytes])
-            if len(run.ids) <= limit:
-                yield _Piece(run, None)
-                continue
-            counts = np.zeros(RANGE_BINS, np.int64)
-            self._check(run, row_histogram(run.ids, run.row_map, rows, shift, counts))
-            for rows_range in cut_ranges(counts, shift, limit):
-                yield _Piece(run, rows_range)
-
-    def _check(self, part: _Part, bad: int) -> None:
-        """Raise IdError where a kernel found a bad id."""
-        if bad >= 0:
-            table = part.state.table
-            raise IdError(
-                f"node id {part.ids[bad]} is out of range: table {table.name!r} has {table.rows:,} rows "
-                + (f"(ids 0 to {table.rows - 1:,})" if table.rows else "(none)")
-            )
-
-    def _feed(self, request: Request, parts: list[_Part]) -> None:
+    def _feed(self, request: Request, parts: list[Part]) -> None:
         """Plan and start every piece of a request."""
         error: BaseException | None = None
         try:
             for part in parts:
-                for piece in self._pieces_of(part):
+                for piece in pieces_of(part, self.budget.piece_ids_max):
                     if not self._feed_piece(request, piece):
                         break
         except BaseException as failure:
             error = failure
         request.close_piece(None, error)
 
-    def _feed_piece(self, request: Request, piece: _Piece) -> bool:
+    def _feed_piece(self, request: Request, piece: Piece) -> bool:
         """Plan and start a piece, as soon as there is room for it; False where the request has stopped."""
         self._pieces.acquire()
         lane = None
@@ -335,11 +264,11 @@ class Reader:
                 return False
         return True
 
-    def _plan_piece(self, request: Request, piece: _Piece) -> Lane | None:
+    def _plan_piece(self, request: Request, piece: Piece) -> Lane | None:
         """Deliver what the tiers hold; the lane that reads the rest, or None if nothing is missing."""
         begin = time.perf_counter()
         part = piece.part
-        found = self._find(piece, deliver=True)
+        found = find(piece, self._helpers, deliver=True)
         lane = None
         forecast = 0.0
         if sum(found.hits.values()) < piece.count:
@@ -352,7 +281,14 @@ class Reader:
                 request.close_piece(lane, lane.error())
 
             lane = Lane(
-                part.state.files, extents.page, extents.pages, extents.first, extents.keys, extents.position_bits, part.out, on_done
+                part.state.files,
+                extents.page,
+                extents.pages,
+                extents.first,
+                extents.keys,
+                extents.position_bits,
+                part.out,
+                on_done,
             )
         self._counts.add(
             rows_asked=piece.count, bytes_asked=piece.count * part.state.table.row_bytes, hits=found.hits,
@@ -360,54 +296,11 @@ class Reader:
         )  # fmt: skip
         return lane
 
-    def _extents(self, part: _Part, found: _Found) -> Extents:
+    def _extents(self, part: Part, found: Found) -> Extents:
         return plan_extents(
-            found.rows, found.positions, found.slots, len(part.ids), part.state.table.layout, self.model,
+            found.rows, found.positions, found.served, len(part.ids), part.state.table.layout, self.model,
             self.budget.extent_bytes_max,
         )  # fmt: skip
-
-    def _find(self, piece: _Piece, *, deliver: bool) -> _Found:
-        """Map a piece's ids to rows and ask the tiers; with ``deliver``, copy out what they hold."""
-        part, state = piece.part, piece.part.state
-        tiers = state.tiers
-        found = _Found(piece, tiers)
-        if piece.range is not None:
-            r = piece.range
-            select_rows(part.ids, part.row_map, r.low, r.high, r.skip, found.rows, found.positions)
-        lock = threading.Lock()
-
-        def work(begin: int, end: int) -> None:
-            rows = found.rows[begin:end]
-            if piece.range is None:
-                bad = rows_of_ids(part.ids[begin:end], part.row_map, state.table.rows, rows)
-                self._check(part, bad if bad < 0 else begin + bad)
-            out = part.out if piece.range is not None else part.out[begin * state.table.row_bytes :]
-            for tier in tiers:
-                slots = found.slots[begin:end]
-                hits = tier.find(rows, slots)
-                with lock:
-                    found.hits[tier.name] += hits
-                if deliver and hits:
-                    tier.take(slots, found.positions[begin:end], out)
-
-        weight = _ID_BYTES + (state.table.row_bytes if deliver and tiers else 0)
-        self._in_parallel(work, piece.count, weight)
-        return found
-
-    def _in_parallel(self, work: Callable[[int, int], None], n: int, weight_bytes: int) -> None:
-        """work(begin, end) over [0, n), on the helper threads too where it is worth it."""
-        if n * weight_bytes < _SPLIT_BYTES:
-            work(0, n)
-            return
-        shares = self._helpers._max_workers + 1
-        cuts = [n * k // shares for k in range(shares + 1)]
-        others = [self._helpers.submit(work, a, b) for a, b in zip(cuts[1:-1], cuts[2:], strict=True)]
-        try:
-            work(cuts[0], cuts[1])
-        finally:
-            wait(others)  # also after an error: they write into the caller's memory
-        for other in others:
-            other.result()
 
     # The static tier.
 
@@ -421,7 +314,7 @@ class Reader:
             request = Request(lambda: None)
             request._future.add_done_callback(self._end)
             self._begin()
-            self._feed(request, [_Part(state, rows, _NONE, tier.data.reshape(-1))])
+            self._feed(request, [Part(state, rows, NONE, tier.data.reshape(-1))])
             request.result()
             state.tiers.append(tier)
 
@@ -434,14 +327,16 @@ class Reader:
             if static not in ("auto", "degree"):
                 raise ValueError(f"static must be 'degree', 'auto', None or node ids, not {static!r}")
             if not known:
-                raise SourceError("static='degree' needs degrees, and the store was packed without a graph; pack it with one, or give node ids")
+                raise SourceError(
+                    "static='degree' needs degrees, but the store was packed without a graph: pack with one, or give node ids"
+                )
             return self._highest_degrees(known)
         chosen = {}
         needed = 0
         for name, ids in self._by_table(static).items():
             state, parsed = self._states[name], parse_ids(ids)
-            part = _Part(state, parsed.values, state.row_map, np.empty(0, np.uint8))
-            chosen[name] = np.unique(self._find(_Piece(part, None), deliver=False).rows)
+            part = Part(state, parsed.values, state.row_map, np.empty(0, np.uint8))
+            chosen[name] = np.unique(find(Piece(part, None), self._helpers, deliver=False).rows)
             needed += len(chosen[name]) * state.table.row_bytes + StaticTier.index_bytes(state.table.rows)
         if needed > self.budget.tier_bytes:
             smallest = Budget.smallest(self._needs, needed)
@@ -471,12 +366,12 @@ class Reader:
             forecast += tables[-1].forecast_seconds
         return Plan(tuple(tables), self.engine.name, self.model.calibrated, forecast)
 
-    def _plan_table(self, state: _TableState, ids: NDArray[np.int64]) -> TablePlan:
+    def _plan_table(self, state: TableState, ids: NDArray[np.int64]) -> TablePlan:
         hits: dict[str, int] = dict.fromkeys((t.name for t in state.tiers), 0)
         distinct = pages = reads = read_bytes = missed = 0
-        part = _Part(state, ids, state.row_map, np.empty(0, np.uint8))
-        for piece in self._pieces_of(part):
-            found = self._find(piece, deliver=False)
+        part = Part(state, ids, state.row_map, np.empty(0, np.uint8))
+        for piece in pieces_of(part, self.budget.piece_ids_max):
+            found = find(piece, self._helpers, deliver=False)
             extents = self._extents(piece.part, found)
             hits = {k: v + found.hits[k] for k, v in hits.items()}
             missed += len(extents.keys)
@@ -494,7 +389,9 @@ class Reader:
         """What has been counted since the reader was opened (the filling of the static tier is not in the requests)."""
         counted = self._ready().counters()
         histogram = tuple(
-            (round(2.0**b * 1.024, 3), int(counted[C.LATENCY + b])) for b in range(C.LATENCY_BUCKETS) if counted[C.LATENCY + b]
+            (round(2.0**b * 1.024, 3), int(counted[C.LATENCY + b]))
+            for b in range(C.LATENCY_BUCKETS)
+            if counted[C.LATENCY + b]
         )
         return self._counts.stats(
             engine=self.engine.name, access=self.access, reads=int(counted[C.READS]), bytes_read=int(counted[C.BYTES_READ]),
@@ -549,42 +446,3 @@ class Reader:
 
 def _reopen(store: Store, options: dict[str, Any]) -> Reader:
     return Reader(store, **options)
-
-
-class _Counts:
-    """Counts that the reader keeps itself; the engine keeps the others."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._values: dict[str, float] = {}
-        self._hits: dict[str, int] = {}
-
-    def add(self, hits: Mapping[str, int] | None = None, **values: float) -> None:
-        with self._lock:
-            for key, value in values.items():
-                self._values[key] = self._values.get(key, 0) + value
-            for tier, count in (hits or {}).items():
-                self._hits[tier] = self._hits.get(tier, 0) + count
-
-    def stats(self, **engine: Any) -> ReaderStats:
-        with self._lock:
-            return ReaderStats(hits=dict(self._hits), **self._values, **engine)  # type: ignore[arg-type]
-
-
-_announced = False
-
-
-def _announce_compilation() -> None:
-    """Say on stderr, once, when kernels are about to be compiled: that takes some seconds."""
-    global _announced
-    if _announced or plan.cut_extents.stats.cache_hits or _compiled(plan.cut_extents):
-        return
-    _announced = True
-    print("featstore: compiling its kernels for this processor; this happens once and takes some seconds", file=sys.stderr)
-
-
-def _compiled(kernel: Any) -> bool:
-    """Whether numba has a compiled form of a kernel in memory or on disk."""
-    folder = kernel._cache.cache_path
-    prefix = f"{kernel.py_func.__module__.rpartition('.')[2]}.{kernel.__name__}-"
-    return bool(kernel.signatures) or (os.path.isdir(folder) and any(name.startswith(prefix) for name in os.listdir(folder)))

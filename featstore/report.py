@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -77,7 +78,9 @@ class Plan:
         lines = []
         for t in self.tables:
             hits = ", ".join(f"{count:,} from the {tier} tier" for tier, count in t.hits.items()) or "no tier"
-            lines.append(f"table {t.table!r}: {t.ids:,} ids ({format_bytes(t.bytes_asked)}); {hits}; {t.rows_missed:,} missed")
+            lines.append(
+                f"table {t.table!r}: {t.ids:,} ids ({format_bytes(t.bytes_asked)}); {hits}; {t.rows_missed:,} missed"
+            )
             if t.reads:
                 lines.append(
                     f"  {t.distinct_rows:,} distinct rows on {t.pages:,} pages -> {t.reads:,} reads of "
@@ -145,3 +148,25 @@ class ReaderStats:
         out["hits"] = dict(self.hits)
         out["latency_histogram"] = [list(pair) for pair in self.latency_histogram]
         return out | {"hit_rate": self.hit_rate, "amplification": self.amplification}
+
+
+class Counts:
+    """What a reader counts itself (its engine counts the rest). Safe to use from several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._values: dict[str, float] = {}
+        self._hits: dict[str, int] = {}
+
+    def add(self, hits: Mapping[str, int] | None = None, **values: float) -> None:
+        """Add to the fields of :class:`ReaderStats` of these names."""
+        with self._lock:
+            for key, value in values.items():
+                self._values[key] = self._values.get(key, 0) + value
+            for tier, count in (hits or {}).items():
+                self._hits[tier] = self._hits.get(tier, 0) + count
+
+    def stats(self, **engine: Any) -> ReaderStats:
+        """The counts as they are now, with the engine's."""
+        with self._lock:
+            return ReaderStats(hits=dict(self._hits), **self._values, **engine)  # type: ignore[arg-type]

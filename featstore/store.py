@@ -22,7 +22,16 @@ from featstore.arrays import load_array
 from featstore.dtypes import dtype_from_name
 from featstore.errors import CorruptionError, DeviceError, FormatError, IncompleteStoreError
 from featstore.layout import TableLayout
-from featstore.manifest import MANIFEST_NAME, ArrayEntry, FileEntry, TableEntry, array_chunk, parse, read_manifest, uuid_of
+from featstore.manifest import (
+    MANIFEST_NAME,
+    ArrayEntry,
+    FileEntry,
+    TableEntry,
+    array_chunk,
+    parse,
+    read_manifest,
+    uuid_of,
+)
 
 if TYPE_CHECKING:
     from featstore.reader import Reader
@@ -116,11 +125,15 @@ class Store:
             if self._lock is not None:
                 break
             if pinned is not None:
-                raise IncompleteStoreError(f"generation {self.manifest.generation} of {self.path} has been removed; open the store anew")
+                raise IncompleteStoreError(
+                    f"generation {self.manifest.generation} of {self.path} has been removed; open the store anew"
+                )
         else:
             raise CorruptionError(self.path / self.manifest.generation, None, "the generation's directory", "nothing")
         if uuid_of(self._text, self.uuid) != self.uuid:
-            raise FormatError(f"{self.path / MANIFEST_NAME} has been changed since it was written: its uuid is not that of its content")
+            raise FormatError(
+                f"{self.path / MANIFEST_NAME} has been changed since it was written: its uuid is not that of its content"
+            )
         self._sizes = {entry.path: entry for entry in self.manifest.files}
         self._check_files()
         self.tables: dict[str, Table] = {n: Table(self, n, e) for n, e in self.manifest.tables.items()}

@@ -17,7 +17,10 @@ import featstore.layout.table
 from featstore.disk import Disk, File
 
 settings.register_profile(
-    "featstore", deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture], print_blob=True
+    "featstore",
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+    print_blob=True,
 )
 settings.load_profile("featstore")
 

@@ -13,7 +13,9 @@ from featstore.plan import PLANNING_BYTES_PER_ID, READING_BYTES_PER_ID
 
 PAGE = 4096
 
-needs = st.builds(TableNeed, st.integers(0, 2**34), st.integers(0, 2**34), st.integers(1, 2**17) | st.integers(1, 64 * 2**20))
+needs = st.builds(
+    TableNeed, st.integers(0, 2**34), st.integers(0, 2**34), st.integers(1, 2**17) | st.integers(1, 64 * 2**20)
+)
 
 
 def smallest(tables: list[TableNeed]) -> int:
@@ -64,7 +66,9 @@ def test_more_memory_never_leaves_less_for_any_part(tables: list[TableNeed], a: 
     assert small.piece_ids_max <= large.piece_ids_max
 
 
-@pytest.mark.parametrize(("row_bytes", "pages"), [(1, 1), (2, 2), (4096, 2), (4097, 2), (4098, 3), (8192, 3), (33_660, 10)])
+@pytest.mark.parametrize(
+    ("row_bytes", "pages"), [(1, 1), (2, 2), (4096, 2), (4097, 2), (4098, 3), (8192, 3), (33_660, 10)]
+)
 def test_pages_that_one_row_can_touch(row_bytes: int, pages: int) -> None:
     worst = max(-(-(at + row_bytes) // PAGE) - at // PAGE for at in range(PAGE))
     assert worst == pages

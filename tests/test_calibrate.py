@@ -35,7 +35,9 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Mon
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Ten chunk files of 33 pages, the last one not full: 100 B rows, which lie across pages."""
     real = TableLayout.choose.__func__  # type: ignore[attr-defined]
-    monkeypatch.setattr(TableLayout, "choose", classmethod(lambda cls, rows, row_bytes: real(cls, rows, row_bytes, 33 * PAGE)))
+    monkeypatch.setattr(
+        TableLayout, "choose", classmethod(lambda cls, rows, row_bytes: real(cls, rows, row_bytes, 33 * PAGE))
+    )
     rows = np.random.default_rng(0).integers(0, 256, (13_000, 100), dtype=np.uint8)
     opened = featstore.pack(tmp_path / "parent" / "s", rows)
     assert opened.tables["features"].layout.chunks >= 5
@@ -99,7 +101,9 @@ def _sampled(read_seconds: float, byte_seconds: float) -> tuple[Sample, ...]:
 def test_fit_finds_the_line(read_seconds: float, byte_seconds: float) -> None:
     model = fit_model(_sampled(read_seconds, byte_seconds))
     for sample in _sampled(read_seconds, byte_seconds):
-        assert model.read_seconds + sample.extent_bytes * model.byte_seconds == pytest.approx(sample.seconds_per_read, rel=1e-6)
+        assert model.read_seconds + sample.extent_bytes * model.byte_seconds == pytest.approx(
+            sample.seconds_per_read, rel=1e-6
+        )
     assert model.calibrated
 
 
@@ -133,7 +137,9 @@ def test_samples_take_turns_and_their_median_counts(store: Store, monkeypatch: p
     monkeypatch.setattr(LaneBench, "run_dense", run_dense)
     result = measure(store.path, "threads", seconds=0.05, data_bytes_min=1)
     seconds = {g.gap_pages: g.median_seconds for g in result.gaps}
-    assert result.model.gap_pages_max == min(gap for gap in seconds if seconds[gap] <= 1.07 * min(seconds.values())) >= 4
+    assert (
+        result.model.gap_pages_max == min(gap for gap in seconds if seconds[gap] <= 1.07 * min(seconds.values())) >= 4
+    )
     exact = fit_model(result.samples)
     assert exact.read_seconds == pytest.approx(8e-6, rel=1e-3)
     assert exact.byte_seconds == pytest.approx(1 / 1.45e9, rel=1e-3)

@@ -109,7 +109,11 @@ def test_foreign_names_are_refused(name: str) -> None:
 
 
 json_values = st.recursive(
-    st.none() | st.booleans() | st.integers(-3, 2**70) | st.text(max_size=5) | st.sampled_from(["<f4", "|S3", "a", "|O", "<U2"]),
+    st.none()
+    | st.booleans()
+    | st.integers(-3, 2**70)
+    | st.text(max_size=5)
+    | st.sampled_from(["<f4", "|S3", "a", "|O", "<U2"]),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=2), inner, max_size=2),
     max_leaves=6,
 )

@@ -23,7 +23,9 @@ def test_every_integer_dtype(dtype: str) -> None:
     assert (ids.shape, ids.tensor) == ((2, 2), False)
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32])
+@pytest.mark.parametrize(
+    "dtype", [torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32]
+)
 def test_every_integer_tensor(dtype: torch.dtype) -> None:
     ids = parse_ids(torch.tensor([3, 1], dtype=dtype))
     assert (ids.values.tolist(), ids.shape, ids.tensor) == ([3, 1], (2,), True)
@@ -87,7 +89,9 @@ def test_out_arrays_are_used_as_they_are(dtype: Any) -> None:
     assert flat.size == out.nbytes
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bool, torch.bfloat16, torch.complex64, torch.uint16, torch.int64])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bool, torch.bfloat16, torch.complex64, torch.uint16, torch.int64]
+)
 def test_out_tensors_are_used_as_they_are(dtype: torch.dtype) -> None:
     name = str(dtype).removeprefix("torch.")
     out = torch.zeros((2, 3), dtype=dtype)

@@ -13,17 +13,33 @@ import pytest
 
 import featstore
 
-HEAVY = ["numba", "llvmlite", "torch", "zarr", "pyarrow", "rich", "scipy", "torch_geometric", "pymetis", "click", "ml_dtypes"]
+HEAVY = [
+    "numba",
+    "llvmlite",
+    "torch",
+    "zarr",
+    "pyarrow",
+    "rich",
+    "scipy",
+    "torch_geometric",
+    "pymetis",
+    "click",
+    "ml_dtypes",
+]
 
 
 def run(code: str) -> str:
     """What a fresh interpreter prints. Site packages that import things at start-up are no fault of ours, hence the comparison."""
     environment = os.environ | {"PYTHONPATH": str(Path(featstore.__file__).parent.parent)}
-    return subprocess.run([sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True, timeout=30).stdout
+    return subprocess.run(
+        [sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True, timeout=30
+    ).stdout
 
 
 def test_importing_loads_nothing_heavy() -> None:
-    loaded = json.loads(run(f"import sys, json, featstore; print(json.dumps([m for m in {HEAVY} if m in sys.modules]))"))
+    loaded = json.loads(
+        run(f"import sys, json, featstore; print(json.dumps([m for m in {HEAVY} if m in sys.modules]))")
+    )
     assert loaded == []
 
 
@@ -37,7 +53,10 @@ def test_opening_a_store_loads_no_frameworks(packed: Path) -> None:
 
 
 def test_importing_takes_less_than_a_second() -> None:
-    best = min(float(run("import time; t = time.perf_counter(); import featstore; print(time.perf_counter() - t)")) for _ in range(3))
+    best = min(
+        float(run("import time; t = time.perf_counter(); import featstore; print(time.perf_counter() - t)"))
+        for _ in range(3)
+    )
     assert best < 1.0
 
 

@@ -74,7 +74,9 @@ def test_what_is_written_is_read(packed: Path) -> None:
 
 @pytest.mark.parametrize("version", [2, 99, 2**70])
 def test_newer_versions_ask_for_a_newer_featstore(own: Path, version: int) -> None:
-    with pytest.raises(FormatVersionError, match=f"format version {version}; this featstore reads up to 1: install a newer one"):
+    with pytest.raises(
+        FormatVersionError, match=f"format version {version}; this featstore reads up to 1: install a newer one"
+    ):
         open_changed(own, version=version)
 
 
@@ -91,7 +93,9 @@ def test_unusable_versions(own: Path, version: Any) -> None:
 
 
 def test_an_unknown_reader_feature_refuses(own: Path) -> None:
-    with pytest.raises(FormatVersionError, match=r"reader features this featstore lacks: holograms, zstd; install a newer"):
+    with pytest.raises(
+        FormatVersionError, match=r"reader features this featstore lacks: holograms, zstd; install a newer"
+    ):
         open_changed(own, reader_features=["zstd", "holograms"])
 
 
@@ -140,7 +144,14 @@ def test_numbers_and_texts_that_only_some_parsers_take(own: Path, number: str) -
 
 
 @pytest.mark.parametrize(
-    "where", [(), ("tables", "features"), ("tables", "features", "order"), ("files", 0), ("tables", "features", "page_checksums")]
+    "where",
+    [
+        (),
+        ("tables", "features"),
+        ("tables", "features", "order"),
+        ("files", 0),
+        ("tables", "features", "page_checksums"),
+    ],
 )
 def test_unknown_fields_are_refused(own: Path, where: tuple[Any, ...]) -> None:
     document = load(own)
@@ -177,7 +188,10 @@ def test_a_generation_is_a_name(own: Path, generation: str) -> None:
 @pytest.mark.parametrize("name", ["", ".", "..", ".hidden", "-x", "a/b", "a\0", "é", "a" * 129, "a b", "zarr.json"])
 def test_table_and_array_names_are_names(own: Path, name: str) -> None:
     document = load(own)
-    for kind, entry in (("tables", document["tables"]["features"]), ("arrays", document["tables"]["features"]["page_checksums"])):
+    for kind, entry in (
+        ("tables", document["tables"]["features"]),
+        ("arrays", document["tables"]["features"]["page_checksums"]),
+    ):
         save(own, document | {kind: {name: entry}})
         with pytest.raises(FormatError, match="name"):
             featstore.open(own)
@@ -292,7 +306,9 @@ def test_a_sealed_manifest_that_says_anything(
     path, document = spoiled
     changed = document
     for _ in range(times):
-        known = [p for p in places(changed) if "files" not in p or p == ("files",) or p[-2] in (0, 7) or p[-1] in (0, 7)]
+        known = [
+            p for p in places(changed) if "files" not in p or p == ("files",) or p[-2] in (0, 7) or p[-1] in (0, 7)
+        ]
         at = data.draw(st.sampled_from(known))
         changed = change(changed, at, how, value)
         if not isinstance(changed, dict):
@@ -302,14 +318,19 @@ def test_a_sealed_manifest_that_says_anything(
         got = read_all(path)
     except FeatstoreError:
         return
-    same_order = isinstance(changed, dict) and changed["tables"].get("features", {}).get("order") == document["tables"]["features"]["order"]
+    same_order = (
+        isinstance(changed, dict)
+        and changed["tables"].get("features", {}).get("order") == document["tables"]["features"]["order"]
+    )
     if same_order and "features" in got:
         assert got["features"].tobytes() == features.tobytes()
 
 
 @given(st.data(), st.sampled_from(["replace", "drop", "rename"]), VALUES)
 @settings(max_examples=60)
-def test_an_accident_in_the_manifest_is_found(spoiled: tuple[Path, dict[str, Any]], data: st.DataObject, how: str, value: Any) -> None:
+def test_an_accident_in_the_manifest_is_found(
+    spoiled: tuple[Path, dict[str, Any]], data: st.DataObject, how: str, value: Any
+) -> None:
     """Any change that did not go through a writer."""
     path, document = spoiled
     changed = change(document, data.draw(st.sampled_from(places(document))), how, value)

@@ -24,7 +24,7 @@ from featstore.plan import (
 
 PAGE = 4096
 NO_MAP = np.empty(0, np.int32)
-NO_SLOTS = np.empty(0, np.int32)
+UNSERVED = np.empty(0, np.uint8)
 IN_ORDER = np.empty(0, np.int32)
 
 
@@ -146,14 +146,14 @@ def test_ranges_select_every_position_once(rng: np.random.Generator, rows: int, 
 
 @given(seeds(), st.integers(0, 200), st.booleans(), st.booleans())
 @settings(max_examples=60)
-def test_make_keys(rng: np.random.Generator, count: int, with_slots: bool, with_positions: bool) -> None:
+def test_make_keys(rng: np.random.Generator, count: int, with_served: bool, with_positions: bool) -> None:
     rows = rng.integers(0, 2**40, count)
-    slots = rng.integers(-1, 3, count).astype(np.int32) if with_slots else NO_SLOTS
+    served = rng.integers(0, 2, count).astype(np.uint8) if with_served else UNSERVED
     positions = rng.permutation(1000)[:count].astype(np.int32) if with_positions else IN_ORDER
     keys = np.zeros(count, np.uint64)
-    missed = np.flatnonzero(slots < 0) if with_slots and count else np.arange(count)
+    missed = np.flatnonzero(served == 0) if with_served and count else np.arange(count)
     where = positions if with_positions and count else np.arange(count)
-    n = make_keys(rows, positions, slots, 10, keys)
+    n = make_keys(rows, positions, served, 10, keys)
     assert n == len(missed)
     expected = (rows[missed].astype(np.uint64) << np.uint64(10)) | where[missed].astype(np.uint64)
     np.testing.assert_array_equal(keys[:n], expected)
@@ -206,7 +206,9 @@ class Case:
 
 @st.composite
 def cases(draw: st.DrawFn, max_ids: int = 60) -> Case:
-    row_bytes = draw(st.sampled_from([1, 4, 40, 400, 1000, 4096, 4097, 8192, 12_000, 33_660, 40_000]) | st.integers(1, 40_000))
+    row_bytes = draw(
+        st.sampled_from([1, 4, 40, 400, 1000, 4096, 4097, 8192, 12_000, 33_660, 40_000]) | st.integers(1, 40_000)
+    )
     rows = draw(st.integers(1, 3000))
     layout = TableLayout.choose(rows, row_bytes, draw(st.sampled_from([16 * 1024, 2**20, 2**30])))
     rng = draw(seeds())
@@ -218,15 +220,33 @@ def cases(draw: st.DrawFn, max_ids: int = 60) -> Case:
 def cut(case: Case, bits: int = 8) -> Extents:
     keys = (case.rows.astype(np.uint64) << np.uint64(bits)) | np.arange(len(case.rows), dtype=np.uint64)
     n = len(keys)
-    page, pages, first, counts = np.full(n, -1), np.full(n, -1, np.int32), np.full(n + 1, -1, np.int32), np.zeros(3, np.int64)
-    reads = cut_extents(keys, bits, case.layout.row_bytes, case.layout.pages_per_chunk, case.gap, case.longest, page, pages, first, counts)
+    page, pages, first, counts = (
+        np.full(n, -1),
+        np.full(n, -1, np.int32),
+        np.full(n + 1, -1, np.int32),
+        np.zeros(3, np.int64),
+    )
+    reads = cut_extents(
+        keys,
+        bits,
+        case.layout.row_bytes,
+        case.layout.pages_per_chunk,
+        case.gap,
+        case.longest,
+        page,
+        pages,
+        first,
+        counts,
+    )
     return Extents(page[:reads], pages[:reads], first[: reads + 1], keys, bits, *counts.tolist())
 
 
 @given(cases())
 @settings(max_examples=150)
 def test_cut_extents_matches_its_twin(case: Case) -> None:
-    extents, counts = twin_extents(case.rows.tolist(), case.layout.row_bytes, case.layout.pages_per_chunk, case.gap, case.longest)
+    extents, counts = twin_extents(
+        case.rows.tolist(), case.layout.row_bytes, case.layout.pages_per_chunk, case.gap, case.longest
+    )
     got = cut(case)
     assert list(zip(got.page.tolist(), got.pages.tolist(), got.first[: got.reads].tolist(), strict=True)) == extents
     assert (got.distinct_rows, got.wanted_pages, got.read_pages) == counts
@@ -241,7 +261,9 @@ def test_every_row_lies_in_exactly_one_extent(case: Case) -> None:
     ends = got.page + got.pages
     assert (got.pages > 0).all()
     assert (got.pages <= case.longest).all()
-    assert (got.page // layout.pages_per_chunk == (ends - 1) // layout.pages_per_chunk).all()  # no extent crosses a file
+    assert (
+        got.page // layout.pages_per_chunk == (ends - 1) // layout.pages_per_chunk
+    ).all()  # no extent crosses a file
     for e in range(got.reads):
         for row in case.rows[got.first[e] : got.first[e + 1]]:
             assert got.page[e] * PAGE <= row * layout.row_bytes
@@ -252,7 +274,9 @@ def test_every_row_lies_in_exactly_one_extent(case: Case) -> None:
         assert case.rows[got.first[e]] != case.rows[got.first[e] - 1]
 
 
-def cheapest(rows: list[int], row_bytes: int, pages_per_file: int, longest: int, read_cost: float, page_cost: float) -> float:
+def cheapest(
+    rows: list[int], row_bytes: int, pages_per_file: int, longest: int, read_cost: float, page_cost: float
+) -> float:
     """The cheapest cut of sorted distinct rows into runs, by dynamic programming over all cuts."""
     spans = [(r * row_bytes // PAGE, -(-(r + 1) * row_bytes // PAGE)) for r in rows]
     best = [0.0] + [np.inf] * len(spans)
@@ -268,14 +292,18 @@ def cheapest(rows: list[int], row_bytes: int, pages_per_file: int, longest: int,
 
 @given(seeds(), st.sampled_from([4, 400, 1000, 4096, 8192, 12_288]), st.integers(1, 14), st.floats(0.1, 8))
 @settings(max_examples=150)
-def test_bridging_gaps_is_the_cheapest_choice(rng: np.random.Generator, row_bytes: int, count: int, ratio: float) -> None:
+def test_bridging_gaps_is_the_cheapest_choice(
+    rng: np.random.Generator, row_bytes: int, count: int, ratio: float
+) -> None:
     """Under the additive model, with extents of any length."""
     layout = TableLayout.choose(2000, row_bytes, 64 * 1024)
     model = DeviceModel(read_seconds=ratio * PAGE * 1e-9, byte_seconds=1e-9, request_seconds=0.0)
     rows = np.unique(rng.integers(0, min(2000, 60 * max(1, PAGE // row_bytes)), count))
     got = cut(Case(layout, rows, model.gap_pages_max, 10**6))
     cost = model.seconds(got.reads, got.bytes_read)
-    least = cheapest(rows.tolist(), row_bytes, layout.pages_per_chunk, 10**6, model.read_seconds, PAGE * model.byte_seconds)
+    least = cheapest(
+        rows.tolist(), row_bytes, layout.pages_per_chunk, 10**6, model.read_seconds, PAGE * model.byte_seconds
+    )
     assert cost == pytest.approx(least, rel=1e-9)
 
 
@@ -286,16 +314,18 @@ def test_plan_extents(case: Case, rng: np.random.Generator) -> None:
     rows = rng.permutation(case.rows)
     n = len(rows)
     positions = rng.permutation(n + 50)[:n].astype(np.int32) if n % 2 else IN_ORDER
-    slots = rng.integers(-1, 2, n).astype(np.int32) if n % 3 else NO_SLOTS
-    got = plan_extents(rows, positions, slots, n + 50, case.layout, model, case.longest * PAGE)
-    missed = np.flatnonzero(slots < 0) if n % 3 else np.arange(n)
+    served = rng.integers(0, 2, n).astype(np.uint8) if n % 3 else UNSERVED
+    got = plan_extents(rows, positions, served, n + 50, case.layout, model, case.longest * PAGE)
+    missed = np.flatnonzero(served == 0) if n % 3 else np.arange(n)
     where = (positions if n % 2 else np.arange(n))[missed]
     mask = np.uint64(2**got.position_bits - 1)
     order = np.lexsort((np.arange(len(missed)), rows[missed]))
     np.testing.assert_array_equal((got.keys >> np.uint64(got.position_bits)).astype(np.int64), rows[missed][order])
     np.testing.assert_array_equal((got.keys & mask).astype(np.int64), where[order])
     layout = case.layout
-    extents, counts = twin_extents(np.sort(rows[missed]).tolist(), layout.row_bytes, layout.pages_per_chunk, case.gap, case.longest)
+    extents, counts = twin_extents(
+        np.sort(rows[missed]).tolist(), layout.row_bytes, layout.pages_per_chunk, case.gap, case.longest
+    )
     assert list(zip(got.page.tolist(), got.pages.tolist(), strict=True)) == [e[:2] for e in extents]
     assert (got.distinct_rows, got.wanted_pages, got.read_pages) == counts
     assert got.reads == len(extents)
@@ -306,7 +336,7 @@ def test_the_largest_rows_and_positions_fit_a_key() -> None:
     layout = TableLayout(2**40, 4096, 2**31)
     model = DeviceModel(read_seconds=1e-6, byte_seconds=1e-9, request_seconds=0.0)
     rows, positions = np.array([2**40 - 1, 0, 2**40 - 1]), np.array([2**24 - 1, 5, 0], np.int32)
-    got = plan_extents(rows, positions, NO_SLOTS, 2**24, layout, model, 2**19)
+    got = plan_extents(rows, positions, UNSERVED, 2**24, layout, model, 2**19)
     assert got.page.tolist() == [0, 2**40 - 1]
     assert (got.keys & np.uint64(2**24 - 1)).tolist() == [5, 2**24 - 1, 0]
 
@@ -314,7 +344,7 @@ def test_the_largest_rows_and_positions_fit_a_key() -> None:
 def test_nothing_missed_reads_nothing() -> None:
     layout = TableLayout(10, 400, 10)
     model = DeviceModel(read_seconds=1e-6, byte_seconds=1e-9, request_seconds=0.0)
-    got = plan_extents(np.array([1, 2]), IN_ORDER, np.zeros(2, np.int32), 2, layout, model, 2**19)
+    got = plan_extents(np.array([1, 2]), IN_ORDER, np.ones(2, np.uint8), 2, layout, model, 2**19)
     assert (got.reads, got.bytes_read, got.distinct_rows) == (0, 0, 0)
 
 

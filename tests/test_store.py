@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import threading
@@ -17,7 +18,13 @@ from featstore.errors import CorruptionError, IncompleteStoreError, SourceError,
 
 def test_tables_and_their_maps(store: featstore.Store, features: np.ndarray) -> None:
     table = store.tables["features"]
-    assert (table.name, table.rows, table.row_shape, table.dtype, table.row_bytes) == ("features", 1000, (100,), np.float32, 400)
+    assert (table.name, table.rows, table.row_shape, table.dtype, table.row_bytes) == (
+        "features",
+        1000,
+        (100,),
+        np.float32,
+        400,
+    )
     assert table.data_bytes == features.nbytes
     row_of_node, node_of_row = table.row_of_node(), table.node_of_row()
     np.testing.assert_array_equal(node_of_row, np.random.default_rng(1).permutation(1000))
@@ -65,6 +72,7 @@ def test_small_arrays(tmp_path: Path, pack: Any) -> None:
 
 
 def test_opening_reads_no_rows_and_holds_one_descriptor(store: featstore.Store) -> None:
+    gc.collect()
     before = len(os.listdir("/proc/self/fd"))
     again = featstore.open(store.path)
     assert len(os.listdir("/proc/self/fd")) == before + 1
@@ -94,7 +102,11 @@ def test_an_open_store_keeps_its_generation(own: Path, features: np.ndarray, pac
     with featstore.open(own) as old:
         with pytest.raises(StoreExistsError):
             pack(own, features)
-        with pack(own, features + 1, overwrite=True) as new, old.reader(memory="4MiB") as reader, new.reader(memory="4MiB") as other:
+        with (
+            pack(own, features + 1, overwrite=True) as new,
+            old.reader(memory="4MiB") as reader,
+            new.reader(memory="4MiB") as other,
+        ):
             assert new.manifest.generation == "g000002"
             np.testing.assert_array_equal(reader.read([3]), features[[3]])
             np.testing.assert_array_equal(other.read([3]), features[[3]] + 1)

@@ -38,7 +38,9 @@ def test_parse_bytes(text: str | int | float, size: int) -> None:
     assert parse_bytes(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "abc", "-1", "1 XB", "1..5k", "0", "0.1b", "1e9", "GiB", "1 G i B", "1,000", "0x10"])
+@pytest.mark.parametrize(
+    "text", ["", "abc", "-1", "1 XB", "1..5k", "0", "0.1b", "1e9", "GiB", "1 G i B", "1,000", "0x10"]
+)
 def test_texts_that_are_no_size(text: str) -> None:
     with pytest.raises(ValueError, match="size"):
         parse_bytes(text)
@@ -51,7 +53,8 @@ def test_numbers_that_are_no_size(number: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "text"), [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (1536, "1.5 KiB"), (2**30, "1.0 GiB"), (2**51, "2048.0 TiB")]
+    ("size", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (1536, "1.5 KiB"), (2**30, "1.0 GiB"), (2**51, "2048.0 TiB")],
 )
 def test_format_bytes(size: int, text: str) -> None:
     assert format_bytes(size) == text
@@ -118,4 +121,6 @@ def test_errors_cross_processes(error: FeatstoreError) -> None:
     back = pickle.loads(pickle.dumps(error))
     assert type(back) is type(error)
     assert str(back) == str(error)
-    assert {k: v for k, v in vars(back).items() if k != "_args"} == {k: v for k, v in vars(error).items() if k != "_args"}
+    assert {k: v for k, v in vars(back).items() if k != "_args"} == {
+        k: v for k, v in vars(error).items() if k != "_args"
+    }

@@ -58,7 +58,9 @@ def _result(job: dict[str, Any], direction: str) -> FioResult:
     return FioResult(side["total_ios"], side["io_bytes"], seconds, cpu)
 
 
-def random_read(paths: Sequence[Path], seconds: float, block_bytes: int = 4096, depth: int = 128, seed: int = 1) -> FioResult:
+def random_read(
+    paths: Sequence[Path], seconds: float, block_bytes: int = 4096, depth: int = 128, seed: int = 1
+) -> FioResult:
     """Random direct reads of one block over all files for some seconds, any block as often as it comes."""
     jobs = _run([
         "--name=random", f"--filename={names(paths)}", "--rw=randread", f"--bs={block_bytes}", f"--iodepth={depth}", "--readonly",
@@ -68,7 +70,9 @@ def random_read(paths: Sequence[Path], seconds: float, block_bytes: int = 4096, 
     return _result(jobs[0], "read")
 
 
-def sequential_read(paths: Sequence[Path], seconds: float | None = None, block_bytes: int = 512 * 1024, depth: int = 32) -> FioResult:
+def sequential_read(
+    paths: Sequence[Path], seconds: float | None = None, block_bytes: int = 512 * 1024, depth: int = 32
+) -> FioResult:
     """Direct reads from the first to the last byte, file after file; once, or again and again for some seconds."""
     limits = [] if seconds is None else ["--time_based", f"--runtime={seconds}"]
     jobs = _run([

@@ -57,7 +57,9 @@ class PythonThreads:
 class CompiledThreads:
     """The same, compiled; ``sort`` reads the pages in ascending order."""
 
-    def __init__(self, path: Path, row_bytes: int, offset: int = PAGE_BYTES, threads: int = 32, sort: bool = False) -> None:
+    def __init__(
+        self, path: Path, row_bytes: int, offset: int = PAGE_BYTES, threads: int = 32, sort: bool = False
+    ) -> None:
         self._descriptor = os.open(path, os.O_RDONLY | os.O_DIRECT)
         self._row_bytes, self._offset, self._threads, self._sort = row_bytes, offset, threads, sort
         self._pool = ThreadPoolExecutor(threads)
@@ -70,7 +72,9 @@ class CompiledThreads:
         cuts = [len(ids) * k // self._threads for k in range(self._threads + 1)]
         shares = enumerate(pairwise(cuts))
         jobs = [
-            self._pool.submit(self._kernel, self._descriptor, ids, order[a:b], self._row_bytes, self._offset, self._pages[k], out)
+            self._pool.submit(
+                self._kernel, self._descriptor, ids, order[a:b], self._row_bytes, self._offset, self._pages[k], out
+            )
             for k, (a, b) in shares
         ]
         for job in jobs:

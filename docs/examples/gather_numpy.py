@@ -59,7 +59,9 @@ def main(folder: Path) -> None:
         # plan says what a read would do, and reads nothing.
         plan = reader.plan({"papers": papers})
         print(plan)
-        print(f"{plan.hits.get('static', 0):,} of {len(papers):,} rows are in memory, the rest takes {plan.reads:,} reads")
+        print(
+            f"{plan.hits.get('static', 0):,} of {len(papers):,} rows are in memory, the rest takes {plan.reads:,} reads"
+        )
 
         # stats says what the reads did, memory where the budget went.
         stats = reader.stats()

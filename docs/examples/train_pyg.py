@@ -19,7 +19,10 @@ def make_graph(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.nda
     """CSC arrays indptr and indices (sources of the edges into each node), features, labels: noise that neighbours average out."""
     labels = np.arange(NODES) % CLASSES
     indices = (rng.integers(0, NODES // CLASSES, (NODES, DEGREE)) * CLASSES + labels[:, None]).ravel()
-    features = rng.standard_normal((NODES, WIDTH), np.float32) + 0.3 * rng.standard_normal((CLASSES, WIDTH), np.float32)[labels]
+    features = (
+        rng.standard_normal((NODES, WIDTH), np.float32)
+        + 0.3 * rng.standard_normal((CLASSES, WIDTH), np.float32)[labels]
+    )
     return np.arange(0, NODES * DEGREE + 1, DEGREE), indices, features, labels
 
 
@@ -36,7 +39,7 @@ def main(folder: Path) -> float:
         # is the attribute x; small things, such as labels, are given as arrays and stay in memory.
         data = FeatstoreFeatures(reader, arrays={(None, "y"): labels}), FeatstoreGraph(indptr, indices)
         # The sampler takes the place of pyg-lib. Fan-outs go from the seeds outwards.
-        sampler = FeatstoreSampler(NeighborSampler(indptr, indices, [6, 4]))
+        sampler = FeatstoreSampler(NeighborSampler(indptr, indices, [5, 3]))
         loader = NodeLoader(
             data,
             node_sampler=sampler,
@@ -49,7 +52,7 @@ def main(folder: Path) -> float:
         )
         model = GraphSAGE(WIDTH, hidden_channels=32, num_layers=2, out_channels=CLASSES)
         optimiser = torch.optim.Adam(model.parameters(), lr=0.01)
-        for epoch in range(3):
+        for epoch in range(2):
             sampler.set_epoch(epoch)  # fresh neighbours for the same seeds
             right = 0
             for batch in loader:  # batch.x are rows of the store: one planned read for each mini-batch
@@ -60,7 +63,9 @@ def main(folder: Path) -> float:
                 loss.backward()
                 optimiser.step()
                 right += int((out.argmax(dim=1) == y).sum())
-            print(f"epoch {epoch}: loss {loss.item():.3f}, accuracy {right / NODES:.3f}, {reader.stats().reads:,} reads so far")
+            print(
+                f"epoch {epoch}: loss {loss.item():.3f}, accuracy {right / NODES:.3f}, {reader.stats().reads:,} reads so far"
+            )
     return right / NODES
 
 

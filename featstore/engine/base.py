@@ -36,7 +36,9 @@ class Engine(ABC):
     def check(self, lane: Lane) -> None:
         """Raise ValueError for a lane whose extents the engine has no room for (a mistake in planning)."""
         if lane.extent_pages_max * PAGE_BYTES > self.extent_bytes_max:
-            raise ValueError(f"an extent of {lane.extent_pages_max} pages does not fit {self.extent_bytes_max} bytes of staging")
+            raise ValueError(
+                f"an extent of {lane.extent_pages_max} pages does not fit {self.extent_bytes_max} bytes of staging"
+            )
 
     @abstractmethod
     def start(self, lane: Lane) -> None:

@@ -32,7 +32,9 @@ def open_regular(path: Path, expected_bytes: int, flags: int = 0) -> int:
     """
     try:
         if stat.S_ISFIFO(os.lstat(path).st_mode):  # opening a pipe would wait for a writer
-            raise CorruptionError(path, None, f"a file of {expected_bytes:,} bytes", "something that is not a regular file")
+            raise CorruptionError(
+                path, None, f"a file of {expected_bytes:,} bytes", "something that is not a regular file"
+            )
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | flags)
     except (FileNotFoundError, NotADirectoryError):
         raise CorruptionError(path, None, f"a file of {expected_bytes:,} bytes", "no file") from None

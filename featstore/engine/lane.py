@@ -104,6 +104,9 @@ class Lane:
             )
         if code == ERROR_TRUNCATED:
             return CorruptionError(
-                path, offset, f"{int(f[ERROR_EXPECTED])} bytes", f"{int(f[ERROR_ACTUAL])} bytes before the end of the file"
+                path,
+                offset,
+                f"{int(f[ERROR_EXPECTED])} bytes",
+                f"{int(f[ERROR_ACTUAL])} bytes before the end of the file",
             )
         return DeviceError(-code, path, offset)

@@ -27,7 +27,17 @@ from featstore.engine.deliver import CLOCK, count_read, deliver, now_ns, report_
 from featstore.engine.files import Access
 from featstore.engine.lane import Lane
 from featstore.errors import ClosedError, CorruptionError
-from featstore.native import address_of, atomic_add, call_i64, call_pread, function_address, libc, load_i32, load_i64, memzero
+from featstore.native import (
+    address_of,
+    atomic_add,
+    call_i64,
+    call_pread,
+    function_address,
+    libc,
+    load_i32,
+    load_i64,
+    memzero,
+)
 from featstore.units import PAGE_BYTES
 
 THREADS_MAX = 32
@@ -38,7 +48,9 @@ _ERRNO = function_address(libc(), "__errno_location")
 
 
 @njit(nogil=True)
-def _pread_extent(pread: Any, errno_location: Any, handle: Any, staging: Any, wanted: Any, expected: Any, offset: Any, counters: Any) -> Any:
+def _pread_extent(
+    pread: Any, errno_location: Any, handle: Any, staging: Any, wanted: Any, expected: Any, offset: Any, counters: Any
+) -> Any:
     """Read an extent whole. Returns bytes read (short only at the end of the file), or a negative errno."""
     got = np.int64(0)
     while got < expected:
@@ -63,7 +75,13 @@ def _pread_extent(pread: Any, errno_location: Any, handle: Any, staging: Any, wa
 
 @njit(cache=True, nogil=True)
 def _work(
-    lane: int, mapped: bool, staging: int, pread: int, errno_location: int, clock: int, scratch: int,
+    lane: int,
+    mapped: bool,
+    staging: int,
+    pread: int,
+    errno_location: int,
+    clock: int,
+    scratch: int,
     counters: NDArray[np.int64],
 ) -> None:
     """Take extents of a lane until there are none."""
@@ -140,7 +158,14 @@ class PoolEngine(Engine):
         try:
             staging = address_of(self._staging) + k * self.extent_bytes_max
             _work(
-                lane.address, self.mapped, staging, _PREAD, _ERRNO, CLOCK, address_of(self._scratch[k]), self._counters[k]
+                lane.address,
+                self.mapped,
+                staging,
+                _PREAD,
+                _ERRNO,
+                CLOCK,
+                address_of(self._scratch[k]),
+                self._counters[k],
             )
         finally:
             with self._lock:

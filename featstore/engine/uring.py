@@ -168,7 +168,12 @@ def _queue_read(functions: Any, ring: Any, lane: Any, extent: Any, address: Any,
     handle = load_i64(load_i64(lane + L.FILE_HANDLE * 8) + 8 * file)
     offset = (page - file * pages_per_file) * PAGE_BYTES
     call_prep_read(
-        functions[_PREP_READ], sqe, np.int32(handle), address, np.uint32(np.int64(pages) * PAGE_BYTES), np.uint64(offset)
+        functions[_PREP_READ],
+        sqe,
+        np.int32(handle),
+        address,
+        np.uint32(np.int64(pages) * PAGE_BYTES),
+        np.uint64(offset),
     )
     call_void_i64_u64(functions[_SET_DATA], sqe, np.uint64(slot))
     return True
@@ -180,7 +185,9 @@ def _stopped(lane: Any) -> Any:
 
 
 @njit(nogil=True)
-def _fill(functions: Any, ring: Any, depth: Any, lanes: Any, state: Any, slots: Any, arena: Any, arena_pages: Any, now: Any) -> Any:
+def _fill(
+    functions: Any, ring: Any, depth: Any, lanes: Any, state: Any, slots: Any, arena: Any, arena_pages: Any, now: Any
+) -> Any:
     """Start reads until the queue, the arena or the work is exhausted. Returns whether work is left."""
     for i in range(lanes.shape[0]):
         lane = lanes[i]
@@ -216,7 +223,18 @@ def _set(lane: Any, field: Any, value: Any) -> None:
 
 
 @njit(nogil=True)
-def _complete(functions: Any, ring: Any, slots: Any, slot: Any, result: Any, arena: Any, now: Any, clock: Any, scratch: Any, counters: Any) -> Any:
+def _complete(
+    functions: Any,
+    ring: Any,
+    slots: Any,
+    slot: Any,
+    result: Any,
+    arena: Any,
+    now: Any,
+    clock: Any,
+    scratch: Any,
+    counters: Any,
+) -> Any:
     """Look at a completion. Returns 1 when the slot's read has ended, 0 when it was issued again."""
     lane, extent = slots[slot, _S_LANE], slots[slot, _S_EXTENT]
     page = load_i64(load_i64(lane + L.EXTENT_PAGE * 8) + 8 * extent)
@@ -258,8 +276,18 @@ def _ended(lane: Any) -> Any:
 
 @njit(cache=True, nogil=True)
 def _drive(
-    functions: NDArray[np.int64], ring: int, depth: int, lanes: NDArray[np.int64], waiting: int, state: NDArray[np.int64],
-    slots: NDArray[np.int64], arena: int, arena_pages: int, completions: NDArray[np.int64], clock: int, scratch: int,
+    functions: NDArray[np.int64],
+    ring: int,
+    depth: int,
+    lanes: NDArray[np.int64],
+    waiting: int,
+    state: NDArray[np.int64],
+    slots: NDArray[np.int64],
+    arena: int,
+    arena_pages: int,
+    completions: NDArray[np.int64],
+    clock: int,
+    scratch: int,
     counters: NDArray[np.int64],
 ) -> int:
     """Run the ring until Python is needed: see the module's text. Returns 0, or a negative errno of the ring itself.
@@ -283,13 +311,13 @@ def _drive(
         begin = now
         now = now_ns(clock, scratch)
         counters[C.NS_WAIT] += now - begin
-        got = call_u32_i64_i64_u32(functions[_PEEK_BATCH], ring, completions.ctypes.data, np.uint32(completions.shape[0]))
+        got = call_u32_i64_i64_u32(
+            functions[_PEEK_BATCH], ring, completions.ctypes.data, np.uint32(completions.shape[0])
+        )
         for k in range(np.int64(got)):
             # struct io_uring_cqe { u64 user_data; s32 res; u32 flags; }
             slot, result = load_i64(completions[k]), np.int64(load_i32(completions[k] + 8))
-            state[_IN_FLIGHT] -= _complete(
-                functions, ring, slots, slot, result, arena, now, clock, scratch, counters
-            )
+            state[_IN_FLIGHT] -= _complete(functions, ring, slots, slot, result, arena, now, clock, scratch, counters)
         call_void_i64_u32(functions[_CQ_ADVANCE], ring, np.uint32(got))
         while state[_SLOT_TAIL] < state[_SLOT_HEAD] and slots[state[_SLOT_TAIL] % slots.shape[0], _S_OPEN] == 0:
             state[_SLOT_TAIL] += 1
@@ -356,8 +384,18 @@ class UringEngine(Engine):
                 continue
             lanes = np.array([lane.address for lane in active], np.int64)
             r = _drive(
-                self._library.functions, address_of(ring), self.queue_depth, lanes, address_of(self._waiting), state, slots,
-                address_of(self._arena), self.staging_bytes // PAGE_BYTES, completions, CLOCK, address_of(scratch),
+                self._library.functions,
+                address_of(ring),
+                self.queue_depth,
+                lanes,
+                address_of(self._waiting),
+                state,
+                slots,
+                address_of(self._arena),
+                self.staging_bytes // PAGE_BYTES,
+                completions,
+                CLOCK,
+                address_of(scratch),
                 self._counters[0],
             )
             if r < 0:

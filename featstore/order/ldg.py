@@ -65,8 +65,9 @@ def next_random(random: Any) -> Any:
 
 
 @njit(cache=True, nogil=True)
-def best_part(old: int, sizes: Any, counts: Any, touched: Any, touched_count: int, random: Any, capacity: int,
-              heat: float) -> int:
+def best_part(
+    old: int, sizes: Any, counts: Any, touched: Any, touched_count: int, random: Any, capacity: int, heat: float
+) -> int:
     """The part with room that scores best among those of a node's neighbours, or -1; clears ``counts``."""
     best = -1
     best_score = 0.0
@@ -104,8 +105,19 @@ def part_with_room(sizes: Any, random: Any, capacity: int, state: Any) -> Any:
 
 
 @njit(cache=True, nogil=True)
-def ldg_block(indptr: Any, block: Any, first_edge: int, part: Any, sizes: Any, counts: Any, touched: Any, state: Any,
-              random: Any, capacity: int, heat: float) -> int:
+def ldg_block(
+    indptr: Any,
+    block: Any,
+    first_edge: int,
+    part: Any,
+    sizes: Any,
+    counts: Any,
+    touched: Any,
+    state: Any,
+    random: Any,
+    capacity: int,
+    heat: float,
+) -> int:
     """One block of a pass: moves every node whose last edge is in it. The first bad position in the block, or -1.
 
     ``part`` int32 [nodes], -1 = not yet; ``sizes``, ``counts`` int64 [parts]; ``touched`` int32 [parts];
@@ -164,8 +176,15 @@ def random_of_pass(seed: int, number: int) -> NDArray[np.uint64]:
     return np.random.SeedSequence([seed, number]).generate_state(1, np.uint64) | np.uint64(1)
 
 
-def ldg_partition(graph: GraphLike, parts: int, *, seed: int, passes: int = PASSES, slack: float = SLACK,
-                  block_edges: int = BLOCK_EDGES) -> NDArray[np.int32]:
+def ldg_partition(
+    graph: GraphLike,
+    parts: int,
+    *,
+    seed: int,
+    passes: int = PASSES,
+    slack: float = SLACK,
+    block_edges: int = BLOCK_EDGES,
+) -> NDArray[np.int32]:
     """Part of each node, int32 [nodes], from annealed restreamed LDG; deterministic for equal arguments.
 
     No part holds more than ``max(ceil(nodes / parts), floor((1 + slack) * nodes / parts))`` nodes; with more parts than

@@ -177,8 +177,9 @@ def _ldg_order(graph: GraphLike, parts: int, seed: int, memory_bytes: int) -> Or
     part = ldg_partition(graph, parts, seed=seed, block_edges=block_edges)
     cut = edge_cut(graph, part, block_edges=block_edges)
     node_of_row, offsets = order_of_parts(part, parts)
-    return Order("ldg", node_of_row, offsets, {
-        "parts": parts, "seed": seed, "passes": PASSES, "slack": SLACK, "edge_cut": cut})
+    return Order(
+        "ldg", node_of_row, offsets, {"parts": parts, "seed": seed, "passes": PASSES, "slack": SLACK, "edge_cut": cut}
+    )
 
 
 def _metis_order(graph: GraphLike, parts: int, seed: int, memory_bytes: int, needed_bytes: int) -> Order:
@@ -191,8 +192,9 @@ def _metis_order(graph: GraphLike, parts: int, seed: int, memory_bytes: int, nee
     node_of_row, offsets = order_of_parts(part, parts)
     import pymetis
 
-    return Order("metis", node_of_row, offsets, {
-        "parts": parts, "seed": seed, "edge_cut": cut, "pymetis": str(pymetis.version)})
+    return Order(
+        "metis", node_of_row, offsets, {"parts": parts, "seed": seed, "edge_cut": cut, "pymetis": str(pymetis.version)}
+    )
 
 
 def _metis_needed_bytes(graph: GraphLike, parts: int, memory_bytes: int) -> int:
@@ -223,9 +225,17 @@ def _choose(graph: GraphLike | None, parts: int, permutation: object, memory_byt
     return "ldg", f"METIS may need {needed}, more than the memory budget of {budget}"
 
 
-def make_order(method: str, graph: GraphLike | None, *, rows: int, row_bytes: int, parts: int | None = None,
-               permutation: NDArray[Any] | str | os.PathLike[str] | None = None, seed: int = 0,
-               memory_bytes: int) -> Order:
+def make_order(
+    method: str,
+    graph: GraphLike | None,
+    *,
+    rows: int,
+    row_bytes: int,
+    parts: int | None = None,
+    permutation: NDArray[Any] | str | os.PathLike[str] | None = None,
+    seed: int = 0,
+    memory_bytes: int,
+) -> Order:
     """The order of ``rows`` rows of ``row_bytes`` bytes, by ``method`` ("auto" chooses), within ``memory_bytes``.
 
     ``parts`` is the number of partitions for "metis" and "ldg" (None: :func:`default_partitions`); ``permutation`` goes
@@ -251,8 +261,9 @@ def make_order(method: str, graph: GraphLike | None, *, rows: int, row_bytes: in
     return Order(order.method, order.node_of_row, order.partition_offsets, {**order.parameters, "chosen_because": why})
 
 
-def _order_by(method: str, graph: GraphLike | None, rows: int, parts: int, permutation: Any, seed: int,
-              memory_bytes: int) -> Order:
+def _order_by(
+    method: str, graph: GraphLike | None, rows: int, parts: int, permutation: Any, seed: int, memory_bytes: int
+) -> Order:
     if method == "given":
         return given_order(rows)
     if method == "permutation":

@@ -37,7 +37,9 @@ def writer_lock(store: Path) -> Iterator[None]:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
-            raise StoreLockedError(f"{store} is being written by process {holder}; wait for it to end, or stop it") from None
+            raise StoreLockedError(
+                f"{store} is being written by process {holder}; wait for it to end, or stop it"
+            ) from None
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
         yield
@@ -96,7 +98,9 @@ def begin(store: Path, disk: Disk, *, resume: bool, overwrite: bool) -> tuple[Ge
         )
     if committed is not None and not overwrite:
         raise StoreExistsError(f"{store} already holds a store; give another path, or replace it with --overwrite")
-    held = [name for name in known if name != done and not _remove_generation(disk, Generation(store, name), known[name])]
+    held = [
+        name for name in known if name != done and not _remove_generation(disk, Generation(store, name), known[name])
+    ]
     number = max((int(name[1:]) for name in [*held, done] if name), default=0) + 1
     return Generation(store, f"g{number:06d}"), False
 

@@ -1,8 +1,8 @@
 """Packing: from features and a graph to a committed store.
 
-For each table: find the order, write its maps, bring the rows into it (:mod:`featstore.packing.permute`), write the checksums; then the
-small arrays; then commit (:mod:`featstore.packing.generations`). Every step leaves its progress in the journal. Nothing that depends on time,
-place or memory goes into the store, so that equal input and seed give equal bytes.
+For each table: find the order, write its maps, bring the rows into it (:mod:`featstore.packing.permute`), write the checksums; then
+the small arrays; then commit (:mod:`featstore.packing.generations`). Every step leaves its progress in the journal. Nothing that
+depends on time, place or memory goes into the store, so that equal input and seed give equal bytes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from featstore.errors import BudgetError, CorruptionError, DiskFullError, Featst
 from featstore.layout import TableLayout
 from featstore.manifest import (
     FORMAT_VERSION,
-    ROW_BYTES_MAX,
     ArrayEntry,
     Manifest,
     OrderEntry,
@@ -43,15 +42,13 @@ from featstore.packing import permute, spill
 from featstore.packing.convert import ValueReport, target_dtype
 from featstore.packing.generations import Generation, begin, collect, commit, writer_lock
 from featstore.packing.graphs import Graph, open_graph
+from featstore.packing.inputs import by_table, described, identity, parse_inputs, small_array
 from featstore.packing.journal import Journal, State, TableProgress
-from featstore.packing.sources import RowSource, open_rows
-from featstore.packing.sources_base import file_fingerprint, sample_crc32
+from featstore.packing.sources import RowSource
 from featstore.packing.writer import Catalogue, TableWriter, write_array, zarr_array_json, zarr_group_json
 from featstore.store import Store
 from featstore.units import PAGE_BYTES, parse_bytes
 
-#: What a table is called when no name is given.
-DEFAULT_TABLE = "features"
 _DISK_SLACK_BYTES = 1 << 20
 #: What of the budget stays free, for the allocator and for what has no size known beforehand: an eighth, or this if it is more.
 _SLACK_BYTES = 24 * 2**20
@@ -119,17 +116,20 @@ def pack(
     Raises SourceError, BudgetError, DiskFullError, DeviceError, StoreExistsError, StoreLockedError, CorruptionError.
     """
     door = disk or Disk()
-    tables, own_graphs, own_arrays = _inputs(features)
-    graphs = own_graphs | _by_table(graph, tables, "graph")
+    tables, own_graphs, own_arrays = parse_inputs(features)
+    graphs = own_graphs | by_table(graph, tables, "graph")
     options = Options(
         _without_slack(parse_bytes(memory)),
-        dict.fromkeys(tables, "auto") | _by_table(order, tables, "order"),
-        {n: p if isinstance(p, str | os.PathLike) else np.asarray(p) for n, p in _by_table(permutation, tables, "permutation").items()},
-        _by_table(partitions, tables, "partitions"),
-        _by_table(dtype, tables, "dtype"),
+        dict.fromkeys(tables, "auto") | by_table(order, tables, "order"),
+        {
+            n: p if isinstance(p, str | os.PathLike) else np.asarray(p)
+            for n, p in by_table(permutation, tables, "permutation").items()
+        },
+        by_table(partitions, tables, "partitions"),
+        by_table(dtype, tables, "dtype"),
         seed,
     )
-    small = own_arrays | {name: _small_array(name, value) for name, value in (arrays or {}).items()}
+    small = own_arrays | {name: small_array(name, value) for name, value in (arrays or {}).items()}
     for name in small:
         check_name(name, "array")
     store = Path(os.path.abspath(out))
@@ -162,52 +162,6 @@ def _without_slack(memory_bytes: int) -> int:
 def _with_slack(used_bytes: int) -> int:
     """The budget of which :func:`_without_slack` leaves at least so much."""
     return min(2 * used_bytes, max(used_bytes + _SLACK_BYTES, -(-used_bytes * 8 // 7))) + 1
-
-
-def _inputs(features: Any) -> tuple[dict[str, RowSource], dict[str, Any], dict[str, NDArray[Any]]]:
-    """Tables, graphs and arrays out of what the user gave as features."""
-    from featstore.packing.sources_pyg import is_pyg, pyg_arrays, pyg_graphs, pyg_tables
-
-    graphs: dict[str, Any] = {}
-    arrays: dict[str, NDArray[Any]] = {}
-    if is_pyg(features):
-        graphs, arrays, features = dict(pyg_graphs(features)), pyg_arrays(features), pyg_tables(features)
-    elif not isinstance(features, Mapping):
-        features = {DEFAULT_TABLE: features}
-    if not features:
-        raise SourceError("there is nothing to pack: no table of features was given")
-    tables = {}
-    for name, spec in features.items():
-        check_name(name, "table")
-        tables[name] = spec if isinstance(spec, RowSource) else open_rows(spec)
-        if not 1 <= tables[name].row_bytes <= ROW_BYTES_MAX:
-            raise SourceError(f"table {name!r} has rows of {tables[name].row_bytes:,} bytes; the format allows up to {ROW_BYTES_MAX:,}")
-    return tables, graphs, arrays
-
-
-def _by_table(value: Any, tables: Mapping[str, Any], what: str) -> dict[str, Any]:
-    """An option that may be given once for all tables, or by table name."""
-    if value is None:
-        return {}
-    if not isinstance(value, Mapping):
-        if what in ("graph", "permutation") and len(tables) > 1:
-            raise SourceError(f"there are several tables; say whose {what} it is: {what}={{{next(iter(tables))!r}: ...}}")
-        return dict.fromkeys(tables, value)
-    for name in value:
-        if name not in tables:
-            raise SourceError(f"{what} is given for a table {name!r} that is not packed; there are {', '.join(map(repr, tables))}")
-    return dict(value)
-
-
-def _small_array(name: str, value: Any) -> NDArray[Any]:
-    if isinstance(value, str | os.PathLike):
-        try:
-            value = np.load(value, allow_pickle=False)
-        except (OSError, ValueError) as error:
-            raise SourceError(f"cannot read array {name!r} from {os.fspath(value)}: {error}") from None
-    array = np.asarray(value)
-    dtype_name(array.dtype)
-    return array
 
 
 class _Packing:
@@ -250,7 +204,7 @@ class _Packing:
                 format="featstore", version=FORMAT_VERSION, reader_features=[], writer_features=[], uuid="", generation=name,
                 tables=entries, arrays=array_entries, files=sorted(self.catalogue.files.values(), key=lambda f: f.path),
                 provenance={"writer": f"featstore {featstore.__version__}", "seed": self.options.seed,
-                            "sources": {n: _described(s) for n, s in self.tables.items()}},
+                            "sources": {n: described(s) for n, s in self.tables.items()}},
             )
         )  # fmt: skip
         commit(self.generation.store, self.disk, manifest)
@@ -272,9 +226,9 @@ class _Packing:
             "tables": {n: s.fingerprint() for n, s in self.tables.items()},
             "order": dict(self.options.order), "partitions": dict(self.options.partitions), "dtype": dict(self.options.dtype),
             "seed": self.options.seed, "memory": self.options.memory_bytes,
-            "arrays": {n: _identity(a) for n, a in arrays.items()},
-            "graphs": {n: _identity(g) for n, g in self.graphs.items()},
-            "permutation": {n: _identity(p) for n, p in self.options.permutation.items()},
+            "arrays": {n: identity(a) for n, a in arrays.items()},
+            "graphs": {n: identity(g) for n, g in self.graphs.items()},
+            "permutation": {n: identity(p) for n, p in self.options.permutation.items()},
         }  # fmt: skip
         if resumed:
             journal = Journal.load(self.disk, self.generation.journal)
@@ -299,7 +253,9 @@ class _Packing:
             self._total_bytes += size * (4 if spills else 2)
             largest = max(largest, size if spills else 0)
         if resumed:
-            there = (p for root in (self.generation.directory, self.generation.spill) for p in root.rglob("*") if p.is_file())
+            there = (
+                p for root in (self.generation.directory, self.generation.spill) for p in root.rglob("*") if p.is_file()
+            )
             needed = max(_DISK_SLACK_BYTES, needed + largest - sum(p.stat().st_blocks * 512 for p in there))
         else:
             needed += largest
@@ -371,7 +327,9 @@ class _Packing:
         """The table's source with a known number of rows: an iterator's rows are spooled to the disk if need be."""
         source = self.tables[name]
         if source.rows is None:
-            self.tables[name] = source = permute.spool(source, self.disk, self.generation.spill / f"{name}.spool", self.options.memory_bytes)
+            self.tables[name] = source = permute.spool(
+                source, self.disk, self.generation.spill / f"{name}.spool", self.options.memory_bytes
+            )
         return source
 
     def _make_order(self, name: str, base: str, layout: TableLayout, progress: TableProgress) -> None:
@@ -408,7 +366,9 @@ class _Packing:
             if spec.nodes != rows:
                 raise SourceError(f"the graph of table {name!r} has {spec.nodes:,} nodes, its features {rows:,} rows")
             return spec
-        return open_graph(spec, nodes=rows, memory_bytes=self.options.memory_bytes // 2, scratch_dir=self.generation.spill)
+        return open_graph(
+            spec, nodes=rows, memory_bytes=self.options.memory_bytes // 2, scratch_dir=self.generation.spill
+        )
 
     def _write_order(
         self, base: str, order: Order, row_of_node: NDArray[Any] | None, by_degree: NDArray[Any] | None
@@ -428,7 +388,9 @@ class _Packing:
     def _rows_metadata(self, entry: TableEntry, dtype: np.dtype[Any]) -> None:
         stored, extra = zarr_storage(dtype)
         rest = [*entry.row_shape, *extra]
-        self.catalogue.write(f"{entry.path}/zarr.json", zarr_array_json([entry.rows, *rest], [entry.rows_per_chunk, *rest], stored))
+        self.catalogue.write(
+            f"{entry.path}/zarr.json", zarr_array_json([entry.rows, *rest], [entry.rows_per_chunk, *rest], stored)
+        )
         sums = entry.page_checksums
         self.catalogue.write(f"{sums.path}/zarr.json", zarr_array_json(sums.shape, [max(1, sums.shape[0])], "uint32"))
 
@@ -474,26 +436,3 @@ def _inverse(node_of_row: NDArray[Any] | None) -> NDArray[Any] | None:
     row_of_node = np.empty_like(node_of_row)
     row_of_node[node_of_row] = np.arange(len(node_of_row), dtype=node_of_row.dtype)
     return row_of_node
-
-
-def _identity(value: Any) -> dict[str, Any]:
-    """What tells a graph, permutation or array from another one of the same name, when a pack is resumed."""
-    if isinstance(value, Graph):
-        return dict(value.source)
-    if isinstance(value, str | os.PathLike):
-        path = Path(value)
-        return file_fingerprint("file", path) if path.is_file() else {"path": os.path.abspath(path)}
-    if isinstance(value, tuple):
-        return {str(k): _identity(part) for k, part in enumerate(value)}
-    try:
-        array = np.asarray(value)
-    except (TypeError, ValueError, RuntimeError):
-        array = np.empty(0, object)
-    if array.dtype.hasobject:  # a SciPy matrix, a PyG object: the type and size have to do
-        return {"type": type(value).__name__, "shape": list(getattr(value, "shape", []))}
-    return {"dtype": str(array.dtype), "shape": list(array.shape), "sample": sample_crc32(np.atleast_1d(array))}
-
-
-def _described(source: RowSource) -> dict[str, Any]:
-    """What the manifest keeps of a source: nothing that depends on the machine."""
-    return {"name": os.path.basename(source.name), "dtype": str(source.dtype), "shape": [source.rows, *source.row_shape]}

@@ -16,6 +16,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,9 @@ class Job:
     @property
     def source_bytes(self) -> int:
         """Memory of reading the source."""
-        return _BLOCKS_HELD * self.block_rows * max(self.layout.row_bytes, self.source_row_bytes) + self.source.held_bytes
+        return (
+            _BLOCKS_HELD * self.block_rows * max(self.layout.row_bytes, self.source_row_bytes) + self.source.held_bytes
+        )
 
     @property
     def source_row_bytes(self) -> int:
@@ -151,7 +154,13 @@ def source_blocks(job: Job, start: int) -> Iterator[tuple[int, NDArray[np.uint8]
             raise SourceError(f"{job.source.name} has more than the {job.layout.rows:,} rows it said")
         fresh = max(0, counted - node)
         if fresh < len(view):
-            part = digest_rows(address_of(view) + fresh * job.layout.row_bytes, job.layout.row_bytes, _NO_NODES, node + fresh, len(view) - fresh)
+            part = digest_rows(
+                address_of(view) + fresh * job.layout.row_bytes,
+                job.layout.row_bytes,
+                _NO_NODES,
+                node + fresh,
+                len(view) - fresh,
+            )
             job.progress.source_digest = add(job.progress.source_digest, int(part))
             job.progress.rows_counted = node + len(view)
         yield node, view
@@ -199,7 +208,8 @@ def fits_in_memory(job: Job) -> bool:
 
 def in_memory(job: Job, writer: TableWriter) -> None:
     """Scatter the whole table in memory, then write it."""
-    assert job.row_of_node is not None and job.node_of_row is not None
+    assert job.row_of_node is not None
+    assert job.node_of_row is not None
     layout, progress = job.layout, job.progress
     size = -(-layout.data_bytes // PAGE_BYTES) * PAGE_BYTES
     table = aligned_buffer(size)
@@ -210,7 +220,7 @@ def in_memory(job: Job, writer: TableWriter) -> None:
     progress.written_digest = int(digest_rows(address_of(table), layout.row_bytes, job.node_of_row, 0, layout.rows))
     for at in range(0, size, BLOCK_BYTES):
         piece = table[at : min(at + BLOCK_BYTES, size)]
-        writer.write(at // PAGE_BYTES, piece, lambda n=len(piece): job.tick("write", n))  # type: ignore[misc]
+        writer.write(at // PAGE_BYTES, piece, partial(job.tick, "write", len(piece)))
 
 
 def _need(needed: int, job: Job, what: str) -> None:

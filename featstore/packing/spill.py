@@ -18,6 +18,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +46,17 @@ _BUCKET_INDEX_BYTES = 24  # a row's node id, its rank, and the sort's work space
 
 @njit(cache=True, nogil=True)
 def spill_rows(
-    block: int, begin: int, end: int, first_node: int, row_bytes: int, row_of_node: NDArray[Any], rows_per_bucket: int,
-    skip: NDArray[np.int64], fill: NDArray[np.int64], buffers: NDArray[np.int64], flush_bytes: int,
+    block: int,
+    begin: int,
+    end: int,
+    first_node: int,
+    row_bytes: int,
+    row_of_node: NDArray[Any],
+    rows_per_bucket: int,
+    skip: NDArray[np.int64],
+    fill: NDArray[np.int64],
+    buffers: NDArray[np.int64],
+    flush_bytes: int,
 ) -> int:
     """Append rows [begin, end) of a block to their buckets' buffers, until one is full.
 
@@ -66,7 +76,11 @@ def spill_rows(
 
 @njit(cache=True, nogil=True)
 def arrivals(
-    row_of_node: NDArray[Any], rows_per_bucket: int, wanted: NDArray[np.int64], restart: NDArray[np.int64], skip: NDArray[np.int64]
+    row_of_node: NDArray[Any],
+    rows_per_bucket: int,
+    wanted: NDArray[np.int64],
+    restart: NDArray[np.int64],
+    skip: NDArray[np.int64],
 ) -> None:
     """Where a spill must go on when bucket b holds ``wanted[b]`` rows: restart[0] = the first source row that some bucket
     still lacks, skip[b] = rows of b from there on that it already has."""
@@ -120,7 +134,9 @@ class SpillPlan:
         while high - low > high // 100:
             middle = (low + high) // 2
             low, high = (low, middle) if cls.fitting(job, middle) is not None else (middle, high)
-        raise BudgetError(high + job.fixed_bytes, job.memory_bytes + job.fixed_bytes, f"permute table {job.name!r} in two passes")
+        raise BudgetError(
+            high + job.fixed_bytes, job.memory_bytes + job.fixed_bytes, f"permute table {job.name!r} in two passes"
+        )
 
 
 def spill(job: Job, writer: TableWriter) -> None:
@@ -142,7 +158,9 @@ class _SpillFiles:
         self.job, self.plan = job, plan
         done = job.progress.spill_bytes or [0] * plan.buckets
         if len(done) != plan.buckets:
-            raise SourceError("cannot resume with another --memory: the spill's buckets would differ; use the same, or start anew with --overwrite")
+            raise SourceError(
+                "cannot resume with another --memory: the spill's buckets would differ; use the same, or start anew with --overwrite"
+            )
         row_bytes = job.layout.row_bytes
         capacity = -(-(plan.flush_bytes + row_bytes) // PAGE_BYTES) * PAGE_BYTES
         self.offset = np.array(done, np.int64)  # of each buffer's first byte in its file
@@ -306,7 +324,12 @@ def _bucket_checkpoint(job: Job, writer: TableWriter, bucket: int, carry: NDArra
 
 
 def _write_whole(
-    job: Job, writer: TableWriter, buffer: NDArray[np.uint8], size: int, first_page: int, buffers: queue.SimpleQueue[NDArray[np.uint8]]
+    job: Job,
+    writer: TableWriter,
+    buffer: NDArray[np.uint8],
+    size: int,
+    first_page: int,
+    buffers: queue.SimpleQueue[NDArray[np.uint8]],
 ) -> None:
     """Write a bucket's pages in pieces; its buffer is free again when the last piece is written."""
     left = [-(-size // PIECE_BYTES)]
@@ -323,7 +346,7 @@ def _write_whole(
         buffers.put(buffer)
     for at in range(0, size, PIECE_BYTES):
         piece = buffer[at : min(at + PIECE_BYTES, size)]
-        writer.write(first_page + at // PAGE_BYTES, piece, lambda n=len(piece): written(n))  # type: ignore[misc]
+        writer.write(first_page + at // PAGE_BYTES, piece, partial(written, len(piece)))
 
 
 def _carried(job: Job, byte: int) -> NDArray[np.uint8]:
@@ -337,7 +360,13 @@ def _carried(job: Job, byte: int) -> NDArray[np.uint8]:
         file.seek(within * PAGE_BYTES)
         data = file.read(size)
     if len(data) != size:
-        raise CorruptionError(job.chunk_path(chunk), within * PAGE_BYTES, f"{size} bytes", f"{len(data)}", "start the pack anew with --overwrite")
+        raise CorruptionError(
+            job.chunk_path(chunk),
+            within * PAGE_BYTES,
+            f"{size} bytes",
+            f"{len(data)}",
+            "start the pack anew with --overwrite",
+        )
     return np.frombuffer(data, np.uint8)
 
 
@@ -362,7 +391,9 @@ def _slabs(job: Job, plan: SpillPlan, first_bucket: int) -> Iterator[NDArray[np.
                 buffer = buffers[turn % 3][: -(-(inside + count) // PAGE_BYTES) * PAGE_BYTES]
                 got = os.preadv(descriptor, [buffer], begin)  # type: ignore[list-item]
                 if got < inside + count:
-                    raise CorruptionError(path, begin, f"{inside + count} bytes", f"{got} bytes", "start the pack anew with --overwrite")
+                    raise CorruptionError(
+                        path, begin, f"{inside + count} bytes", f"{got} bytes", "start the pack anew with --overwrite"
+                    )
                 turn += 1
                 yield buffer[inside : inside + count]
         finally:

@@ -109,9 +109,7 @@ class TableWriter:
     ``path`` is the directory of the rows, ``checksum_path`` the file of the checksums, both below ``root``.
     """
 
-    def __init__(
-        self, disk: Disk, layout: TableLayout, chunk_path: Callable[[int], Path], checksum_path: Path
-    ) -> None:
+    def __init__(self, disk: Disk, layout: TableLayout, chunk_path: Callable[[int], Path], checksum_path: Path) -> None:
         self._disk = disk
         self._layout = layout
         self._chunk_path = chunk_path
@@ -186,7 +184,9 @@ class TableWriter:
 class Appender:
     """A stream of bytes to whole pages: copies what it is given into aligned buffers and writes each when full."""
 
-    def __init__(self, writer: TableWriter, start_byte: int, buffer_bytes: int, buffers: int = WRITE_THREADS + 1) -> None:
+    def __init__(
+        self, writer: TableWriter, start_byte: int, buffer_bytes: int, buffers: int = WRITE_THREADS + 1
+    ) -> None:
         import queue
 
         if start_byte % PAGE_BYTES:

@@ -111,7 +111,12 @@ def _partitioned(*_: Any, rows: int, permutation: Any = None, **__: Any) -> Orde
         return Order("given", None, np.array([0, rows], np.int64), {"chosen_because": "it was asked for"})
     node_of_row = ((np.arange(rows) * 7 + 3) % rows).astype(np.int32)
     offsets = np.array([0, 150, 150, 400, rows], np.int64)
-    parameters: dict[str, int | float | str] = {"parts": 4, "seed": 0, "slack": 1.05, "chosen_because": "it was asked for"}
+    parameters: dict[str, int | float | str] = {
+        "parts": 4,
+        "seed": 0,
+        "slack": 1.05,
+        "chosen_because": "it was asked for",
+    }
     return Order("ldg", node_of_row, offsets, parameters)
 
 

@@ -61,7 +61,9 @@ def store(tmp_path_factory: pytest.TempPathFactory, inputs: Path) -> Path:
 
     path = tmp_path_factory.mktemp("store") / "s"
     order = {"order": "ldg", "partitions": 4}
-    featstore.pack(path, inputs / "rows.npy", graph=inputs / "edges.npy", arrays={"y": inputs / "labels.npy"}, **order).close()
+    featstore.pack(
+        path, inputs / "rows.npy", graph=inputs / "edges.npy", arrays={"y": inputs / "labels.npy"}, **order
+    ).close()
     return path
 
 

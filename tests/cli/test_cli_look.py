@@ -103,7 +103,19 @@ def test_verify_a_sound_store(call: Call, store: Path) -> None:
     assert call("verify", store, "-q").stdout == ""
     data = parsed(call("verify", store, "--json", "--buffered"))
     assert data["schema"] == "featstore.verify/1"
-    assert {"path", "uuid", "generation", "ok", "files", "bytes", "pages", "problems", "problem_count", "access", "seconds"} <= set(data)
+    assert {
+        "path",
+        "uuid",
+        "generation",
+        "ok",
+        "files",
+        "bytes",
+        "pages",
+        "problems",
+        "problem_count",
+        "access",
+        "seconds",
+    } <= set(data)
     assert (data["ok"], data["problems"], data["access"]) == (True, [], "buffered")
 
 
@@ -150,9 +162,21 @@ def test_explain_and_run(call: Call, store: Path) -> None:
     text = call("explain", store, "--random", 50, "--static", "none", "--run").stdout
     for part in ("table 'features': 50 ids", "no tier", "forecast", "measured", "rows", "waiting"):
         assert part in text
-    data = parsed(call("explain", store, "--random", 50, "--seed", 1, "--static", "none", "--run", "--engine", "threads", "--json"))
+    data = parsed(
+        call(
+            "explain", store, "--random", 50, "--seed", 1, "--static", "none", "--run", "--engine", "threads", "--json"
+        )
+    )
     run = data["run"]
-    assert set(run) == {"seconds", "forecast_seconds", "forecast_ratio", "rows_per_second", "bytes_read_per_second", "access", "stats"}
+    assert set(run) == {
+        "seconds",
+        "forecast_seconds",
+        "forecast_ratio",
+        "rows_per_second",
+        "bytes_read_per_second",
+        "access",
+        "stats",
+    }
     assert run["stats"]["reads"] == data["plan"]["tables"][0]["reads"] > 0
     assert run["stats"]["rows_asked"] == 50
     assert data["engine"] == "threads"
@@ -167,9 +191,15 @@ def test_explain_tiers_and_budgets(call: Call, store: Path) -> None:
 
 def test_explain_several_tables(call: Call, two_tables: Path) -> None:
     assert "say which with --table: 'paper', 'author'" in call("explain", two_tables, code=2).stderr
-    assert "the store has no table 'venue'; it has 'paper', 'author'" in call("explain", two_tables, "--table", "venue", code=2).stderr
+    assert (
+        "the store has no table 'venue'; it has 'paper', 'author'"
+        in call("explain", two_tables, "--table", "venue", code=2).stderr
+    )
     assert "table 'author': 10 ids" in call("explain", two_tables, "--table", "author", "--random", 10).stdout
-    assert "static='degree' needs degrees" in call("explain", two_tables, "--table", "paper", "--static", "degree", code=1).stderr
+    assert (
+        "static='degree' needs degrees"
+        in call("explain", two_tables, "--table", "paper", "--static", "degree", code=1).stderr
+    )
 
 
 def test_explain_mistakes(call: Call, store: Path, inputs: Path, tmp_path: Path) -> None:

@@ -54,7 +54,9 @@ def test_a_store_from_the_shell(inputs: Path, tmp_path: Path) -> None:
 
 def test_a_reader_of_the_output_that_leaves(store: Path) -> None:
     with subprocess.Popen(
-        [sys.executable, "-m", "featstore_cli", "inspect", str(store), "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [sys.executable, "-m", "featstore_cli", "inspect", str(store), "--json"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     ) as process:
         assert process.stdout is not None
         assert process.stderr is not None
@@ -120,9 +122,22 @@ def test_progress_needs_a_terminal(inputs: Path, tmp_path: Path) -> None:
     """On a pseudo-terminal stderr shows a bar; with -q it stays empty."""
     for quiet in (False, True):
         ours, theirs = os.openpty()
-        line = [sys.executable, "-m", "featstore_cli", "pack", str(tmp_path / f"s{quiet}"), "--features", str(inputs / "rows.npy")]
+        line = [
+            sys.executable,
+            "-m",
+            "featstore_cli",
+            "pack",
+            str(tmp_path / f"s{quiet}"),
+            "--features",
+            str(inputs / "rows.npy"),
+        ]
         done = subprocess.run(
-            line + ["-q"] * quiet, stdout=subprocess.PIPE, stderr=theirs, timeout=100, check=True, env=os.environ | {"TERM": "xterm"}
+            line + ["-q"] * quiet,
+            stdout=subprocess.PIPE,
+            stderr=theirs,
+            timeout=100,
+            check=True,
+            env=os.environ | {"TERM": "xterm"},
         )
         os.write(theirs, b"end\n")
         os.close(theirs)

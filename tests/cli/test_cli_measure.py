@@ -84,7 +84,9 @@ def test_bench_text(call: Call, two_tables: Path, tmp_path: Path) -> None:
     assert "is not in the range" in call("bench", two_tables, "--table", "author", "--seconds", "-1", code=2).stderr
 
 
-@pytest.mark.parametrize(("shape", "dtype"), [((5000, 3), np.uint8), ((40, 9000), np.float32), ((7, 300000), np.float32)])
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [((5000, 3), np.uint8), ((40, 9000), np.float32), ((7, 300000), np.float32)]
+)
 def test_bench_any_row_size(call: Call, tmp_path: Path, shape: tuple[int, int], dtype: Any) -> None:
     featstore.pack(tmp_path / "s", np.ones(shape, dtype)).close()
     data = parsed(call("bench", tmp_path / "s", "--seconds", "0.01", "--json"))
@@ -106,7 +108,9 @@ def test_demo(call: Call, inputs: Path, tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(featstore.demo, "run", run)
     monkeypatch.setattr(featstore.demo, "render", lambda given: "the report" if given is report else "another")
-    data = parsed(call("demo", "--memory", "5MiB", "--data", inputs / "rows.npz", "--epochs", 2, "--engine", "threads", "--json"))
+    data = parsed(
+        call("demo", "--memory", "5MiB", "--data", inputs / "rows.npz", "--epochs", 2, "--engine", "threads", "--json")
+    )
     assert data == {"schema": "featstore.demo/1", "steps": 1}
     options = {k: asked[0][k] for k in ("memory", "data", "epochs", "engine", "workdir", "batch_size", "seed")}
     assert options == {"memory": 5 << 20, "data": str(inputs / "rows.npz"), "epochs": 2, "engine": "threads", "workdir": None,

@@ -41,8 +41,24 @@ def test_pack_json(call: Call, inputs: Path, tmp_path: Path) -> None:
     assert set(data) == {"schema", "store", "uuid", "format_version", "generation", "tables", "arrays", "files", "read_only_because",
                          "provenance", "seconds", "bytes_per_second"}  # fmt: skip
     table = data["tables"]["paper"]
-    assert set(table) == {"rows", "row_shape", "dtype", "row_bytes", "bytes", "chunks", "checksums", "order", "partitions", "statistics"}
-    assert (table["rows"], table["row_shape"], table["dtype"], table["row_bytes"]) == (ROWS, [COLUMNS], "float16", 2 * COLUMNS)
+    assert set(table) == {
+        "rows",
+        "row_shape",
+        "dtype",
+        "row_bytes",
+        "bytes",
+        "chunks",
+        "checksums",
+        "order",
+        "partitions",
+        "statistics",
+    }
+    assert (table["rows"], table["row_shape"], table["dtype"], table["row_bytes"]) == (
+        ROWS,
+        [COLUMNS],
+        "float16",
+        2 * COLUMNS,
+    )
     assert table["order"]["method"] == "given"
     assert table["statistics"]["cast_from"] == "float32"
 
@@ -82,7 +98,10 @@ def test_several_tables_with_options_of_their_own(call: Call, inputs: Path, tmp_
          "--key", "author=x", "--graph", f"paper={inputs / 'edges.npz'}", "--graph-key", "paper=e", "--order", "paper=degree",
          "--permutation", f"author={inputs / 'permutation.npy'}", "--order", "author=permutation", "--cast", "paper=float64")  # fmt: skip
     with featstore.open(tmp_path / "s") as store:
-        assert {n: t.entry.order.method for n, t in store.tables.items()} == {"paper": "degree", "author": "permutation"}
+        assert {n: t.entry.order.method for n, t in store.tables.items()} == {
+            "paper": "degree",
+            "author": "permutation",
+        }
         assert {n: t.entry.dtype for n, t in store.tables.items()} == {"paper": "float64", "author": "float32"}
         np.testing.assert_array_equal(store.tables["author"].node_of_row(), np.load(inputs / "permutation.npy"))
     np.testing.assert_array_equal(_read(tmp_path / "s", "author"), rows)
@@ -125,7 +144,10 @@ USAGE = [
     (["--features", "a={rows}", "--features", "a={bin}"], "given twice for table 'a'"),
     (["--features", "a="], "nothing follows the ="),
     (["--features", "{rows}", "--graph", "paper=x.npy"], "no table is called 'paper'; there is 'features'"),
-    (["--features", "a={rows}", "--features", "b={rows}", "--graph", "{edges}"], "say whose --graph it is: --graph a=..."),
+    (
+        ["--features", "a={rows}", "--features", "b={rows}", "--graph", "{edges}"],
+        "say whose --graph it is: --graph a=...",
+    ),
     (["--features", "{rows}", "--graph-key", "e"], "table 'features' has no --graph"),
     (["--features", "{rows}", "--array", "{labels}"], "has no name; write for example --array y=labels.npy"),
     (["--features", "{rows}", "--resume", "--overwrite"], "contradict each other"),
@@ -185,7 +207,13 @@ def test_what_is_there_already(call: Call, inputs: Path, store: Path, tmp_path: 
 
 @pytest.mark.parametrize(("failure", "code"), [(KeyboardInterrupt(), 130), (OSError(28, "No space left on device"), 1)])
 def test_interrupted_then_resumed(
-    call: Call, inputs: Path, tmp_path: Path, rows: Any, monkeypatch: pytest.MonkeyPatch, failure: BaseException, code: int
+    call: Call,
+    inputs: Path,
+    tmp_path: Path,
+    rows: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    failure: BaseException,
+    code: int,
 ) -> None:
     arguments = ["pack", tmp_path / "s", "--features", inputs / "rows.npy"]
 

@@ -60,7 +60,9 @@ def is_right(path) -> bool:
 
 
 def tree(path: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(path)): p.read_bytes() for p in sorted(path.rglob("*")) if p.is_file() and p.name != "lock"}
+    return {
+        str(p.relative_to(path)): p.read_bytes() for p in sorted(path.rglob("*")) if p.is_file() and p.name != "lock"
+    }
 
 
 @pytest.mark.parametrize("way", ["given", "memory", "spill"])
@@ -174,7 +176,9 @@ def test_a_real_kill_leaves_a_pack_that_resumes(tmp_path):
     killed = 0
     for stage in ("read", "spill", "write"):
         resume = "1" if (path.exists() and list(path.glob("*.journal"))) else "0"
-        process = subprocess.Popen([sys.executable, "-c", program, str(path), resume], stdout=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            [sys.executable, "-c", program, str(path), resume], stdout=subprocess.PIPE, text=True
+        )
         assert process.stdout is not None
         seen = 0
         for line in process.stdout:

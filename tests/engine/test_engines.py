@@ -1,7 +1,8 @@
-"""The engine's contract: the same tests for io_uring, threads and mmap, and how an engine is chosen."""
+"""The engine's contract: the same tests for io_uring, threads and mmap."""
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -14,8 +15,8 @@ from hypothesis import strategies as st
 
 from featstore.checksum import crc_pages
 from featstore.cost import DeviceModel
-from featstore.engine import ENGINES, EngineChoice, choose, make, uring
 from featstore.engine import counters as C
+from featstore.engine import make
 from featstore.engine.base import Engine
 from featstore.engine.files import TableFiles, direct_refusal, open_regular
 from featstore.engine.lane import Lane
@@ -29,10 +30,23 @@ NONE = np.empty(0, np.int32)
 RANDOM, SCAN, MIXED = (DeviceModel(pages * PAGE * 1e-9, 1e-9, 0.0) for pages in (0.0, 1e6, 3.0))
 
 
+_benches: list[Bench] = []
+
+
+@pytest.fixture(autouse=True)
+def _closing() -> Iterator[None]:
+    """Close the files of all tables that a test has made."""
+    yield
+    while _benches:
+        _benches.pop().files.close()
+
+
 class Bench:
     """A table in chunk files, and lanes over it."""
 
-    def __init__(self, folder: Path, rows: int, row_bytes: int, access: str, *, verify: bool = True, seed: int = 0) -> None:
+    def __init__(
+        self, folder: Path, rows: int, row_bytes: int, access: str, *, verify: bool = True, seed: int = 0
+    ) -> None:
         folder.mkdir()
         self.layout = TableLayout.choose(rows, row_bytes, 64 * 1024)
         padded = np.zeros(self.layout.chunks * self.layout.chunk_bytes, np.uint8)
@@ -43,13 +57,16 @@ class Bench:
             part.tofile(path)
         checksums = np.concatenate([crc_pages(part) for part in padded.reshape(self.layout.chunks, -1)])
         self.files = TableFiles(self.paths, self.layout, checksums if verify else None, access)  # type: ignore[arg-type]
+        _benches.append(self)
 
     def lane(
         self, rows: Sequence[int] | np.ndarray, model: DeviceModel = RANDOM, extent_bytes_max: int = 512 * 1024,
         then: Callable[[Lane], None] | None = None,
     ) -> Running:  # fmt: skip
         rows = np.asarray(rows, np.int64)
-        extents = plan_extents(rows, NONE, NONE, max(1, len(rows)), self.layout, model, extent_bytes_max)
+        extents = plan_extents(
+            rows, NONE, NONE.astype(np.uint8), max(1, len(rows)), self.layout, model, extent_bytes_max
+        )
         return Running(self, rows, extents, then)
 
 
@@ -78,7 +95,9 @@ class Running:
 
     def check(self) -> None:
         assert self.wait() is None
-        np.testing.assert_array_equal(self.out.reshape(len(self.asked), self.bench.layout.row_bytes), self.bench.rows[self.asked])
+        np.testing.assert_array_equal(
+            self.out.reshape(len(self.asked), self.bench.layout.row_bytes), self.bench.rows[self.asked]
+        )
 
 
 def access_of(engine: str) -> str:
@@ -109,7 +128,9 @@ def bench(tmp_path: Path, engine: str) -> Bench:
 
 
 @pytest.mark.parametrize("verify", [True, False])
-@pytest.mark.parametrize(("rows", "row_bytes"), [(50_000, 1), (3, 1), (1000, 400), (200, 4096), (100, 5000), (23, 33_660), (7, 40_000)])
+@pytest.mark.parametrize(
+    ("rows", "row_bytes"), [(50_000, 1), (3, 1), (1000, 400), (200, 4096), (100, 5000), (23, 33_660), (7, 40_000)]
+)
 def test_rows_of_any_size(tmp_path: Path, made: Engine, rows: int, row_bytes: int, verify: bool) -> None:
     bench = Bench(tmp_path / "table", rows, row_bytes, made.access, verify=verify)
     rng = np.random.default_rng(rows)
@@ -154,14 +175,18 @@ def test_extents_up_to_the_longest_and_not_beyond(tmp_path: Path, engine: str) -
 
 
 @pytest.mark.parametrize(
-    ("depth", "staging_pages", "extent_pages"), [(1, 4, 1), (1, 8, 2), (2, 9, 2), (300, 40, 10), (7, 41, 10), (64, 12, 3)]
+    ("depth", "staging_pages", "extent_pages"),
+    [(1, 4, 1), (1, 8, 2), (2, 9, 2), (300, 40, 10), (7, 41, 10), (64, 12, 3)],
 )
 def test_any_depth_and_staging(tmp_path: Path, engine: str, depth: int, staging_pages: int, extent_pages: int) -> None:
     bench = Bench(tmp_path / "table", 1000, 400 if extent_pages > 1 else 4096, access_of(engine))
     made = make(engine, depth, staging_pages * PAGE, extent_pages * PAGE)  # type: ignore[arg-type]
     rng = np.random.default_rng(0)
     try:
-        lanes = [bench.lane(rng.integers(0, 1000, 200), model, extent_pages * PAGE) for model in (RANDOM, MIXED, SCAN, RANDOM)]
+        lanes = [
+            bench.lane(rng.integers(0, 1000, 200), model, extent_pages * PAGE)
+            for model in (RANDOM, MIXED, SCAN, RANDOM)
+        ]
         for lane in lanes:
             made.start(lane.lane)
         for lane in lanes:
@@ -172,7 +197,9 @@ def test_any_depth_and_staging(tmp_path: Path, engine: str, depth: int, staging_
 
 def test_many_lanes_of_several_tables_from_several_threads(tmp_path: Path, made: Engine) -> None:
     shapes = [(2000, 40), (1000, 400), (60, 9000), (300, 4096)]
-    benches = [Bench(tmp_path / str(k), rows, row_bytes, made.access, seed=k) for k, (rows, row_bytes) in enumerate(shapes)]
+    benches = [
+        Bench(tmp_path / str(k), rows, row_bytes, made.access, seed=k) for k, (rows, row_bytes) in enumerate(shapes)
+    ]
     failed: list[BaseException] = []
 
     def work(seed: int) -> None:
@@ -181,7 +208,11 @@ def test_many_lanes_of_several_tables_from_several_threads(tmp_path: Path, made:
             lanes = []
             for _ in range(12):
                 bench = benches[rng.integers(len(benches))]
-                lanes.append(bench.lane(rng.integers(0, len(bench.rows), rng.integers(0, 60)), (RANDOM, MIXED, SCAN)[rng.integers(3)]))
+                lanes.append(
+                    bench.lane(
+                        rng.integers(0, len(bench.rows), rng.integers(0, 60)), (RANDOM, MIXED, SCAN)[rng.integers(3)]
+                    )
+                )
                 made.start(lanes[-1].lane)
             for lane in lanes:
                 lane.check()
@@ -209,12 +240,20 @@ def test_lanes_may_be_started_from_a_callback(bench: Bench, made: Engine) -> Non
 def test_random_lanes(engine: str, tmp_path_factory: pytest.TempPathFactory, seed: int) -> None:
     rng = np.random.default_rng(seed)
     row_bytes = int(rng.choice([1, 3, 100, 4095, 4096, 4097, 12_345]))
-    bench = Bench(tmp_path_factory.mktemp("lanes") / "t", int(rng.integers(1, 60_000 // row_bytes + 30)), row_bytes, access_of(engine))
+    bench = Bench(
+        tmp_path_factory.mktemp("lanes") / "t",
+        int(rng.integers(1, 60_000 // row_bytes + 30)),
+        row_bytes,
+        access_of(engine),
+    )
     span = -(-(row_bytes - 1) // PAGE) + 1
     extent = int(rng.integers(span, span + 8))
     made = make(engine, int(rng.integers(1, 40)), int(rng.integers(4 * extent, 4 * extent + 60)) * PAGE, extent * PAGE)  # type: ignore[arg-type]
     try:
-        lanes = [bench.lane(rng.integers(0, len(bench.rows), 80), (RANDOM, MIXED, SCAN)[k % 3], extent * PAGE) for k in range(4)]
+        lanes = [
+            bench.lane(rng.integers(0, len(bench.rows), 80), (RANDOM, MIXED, SCAN)[k % 3], extent * PAGE)
+            for k in range(4)
+        ]
         for lane in lanes:
             made.start(lane.lane)
         for lane in lanes:
@@ -387,6 +426,7 @@ def test_engines_leave_no_threads_and_no_descriptors(bench: Bench, engine: str) 
     def state() -> tuple[int, int]:
         return threading.active_count(), len(os.listdir("/proc/self/fd"))
 
+    gc.collect()
     before = state()
     for _ in range(3):
         made = make(engine, 8, 2**20, 64 * 1024)  # type: ignore[arg-type]
@@ -407,7 +447,12 @@ def test_opening_checks_kind_and_size(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(path)
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "fifo")
-    for name, found in (("none", "no file"), ("link", "a symbolic link"), ("folder", "not a regular file"), ("fifo", "not a regular file")):
+    for name, found in (
+        ("none", "no file"),
+        ("link", "a symbolic link"),
+        ("folder", "not a regular file"),
+        ("fifo", "not a regular file"),
+    ):
         with pytest.raises(CorruptionError, match=found) as caught:
             open_regular(tmp_path / name, 10)
         assert caught.value.path == str(tmp_path / name)
@@ -418,6 +463,7 @@ def test_opening_checks_kind_and_size(tmp_path: Path) -> None:
 
 
 def test_tables_close_what_they_opened_when_a_file_is_bad(bench: Bench) -> None:
+    gc.collect()
     count = len(os.listdir("/proc/self/fd"))
     bench.paths[-1].unlink()
     with pytest.raises(CorruptionError):
@@ -427,7 +473,9 @@ def test_tables_close_what_they_opened_when_a_file_is_bad(bench: Bench) -> None:
         TableFiles(bench.paths[:-1], bench.layout, None, "direct")
 
 
-def test_where_direct_reads_are_refused_the_reason_is_kept(monkeypatch: pytest.MonkeyPatch, bench: Bench, made: Engine) -> None:
+def test_where_direct_reads_are_refused_the_reason_is_kept(
+    monkeypatch: pytest.MonkeyPatch, bench: Bench, made: Engine
+) -> None:
     if made.access == "direct":
         assert direct_refusal(bench.paths[0], bench.layout.chunk_bytes) is None
         assert (bench.files.access, bench.files.buffered_because) == ("direct", "")
@@ -435,6 +483,7 @@ def test_where_direct_reads_are_refused_the_reason_is_kept(monkeypatch: pytest.M
     files = TableFiles(bench.paths, bench.layout, bench.files.checksums, made.access)
     assert files.access == ("mapped" if made.access == "mapped" else "buffered")
     assert files.buffered_because == ("" if made.access == "mapped" else "it is Tuesday")
+    bench.files.close()
     bench.files = files
     lane = bench.lane(np.arange(1000), MIXED)
     made.start(lane.lane)
@@ -455,6 +504,7 @@ def test_refusals_of_direct_io_are_told_apart(monkeypatch: pytest.MonkeyPatch, t
         patch.setattr(os, "open", refuse_open)
         assert direct_refusal(path, PAGE) == "the file system refuses O_DIRECT"
     for number, expected in ((22, "refuses direct reads of 4 KiB"), (5, None)):
+
         def refuse_read(*arguments, number=number):
             raise OSError(number, "no")
 
@@ -466,48 +516,3 @@ def test_refusals_of_direct_io_are_told_apart(monkeypatch: pytest.MonkeyPatch, t
                 with pytest.raises(DeviceError, match="EIO"):
                     direct_refusal(path, PAGE)
     assert os.preadv is real_read
-
-
-# Choosing.
-
-
-def test_choices() -> None:
-    assert choose("threads") == EngineChoice("threads", "asked for")
-    assert choose("mmap") == EngineChoice("mmap", "asked for")
-    assert choose("auto") == EngineChoice("uring", "io_uring works here")
-    assert choose("uring") == EngineChoice("uring", "asked for")
-    assert set(ENGINES) == {"uring", "threads", "mmap"}
-    with pytest.raises(ValueError, match="no engine is called 'aio'; there are auto, uring, threads, mmap"):
-        choose("aio")
-
-
-def test_a_kernel_that_forbids_io_uring(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(self: object, entries: int) -> None:
-        raise OSError(1, "io_uring_setup: Operation not permitted")
-
-    monkeypatch.setattr(uring._Library, "open_ring", refuse)
-    assert choose("auto") == EngineChoice("threads", "io_uring cannot be used: io_uring_setup: Operation not permitted")
-    with pytest.raises(OSError, match="not permitted"):
-        choose("uring")
-    with pytest.raises(OSError, match="not permitted"):
-        make("uring", 8, 2**20, 2**16)
-
-
-def test_without_the_wheel_or_with_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(uring, "_library", None)
-    monkeypatch.setattr(uring, "_library_path", lambda: None)
-    choice = choose("auto")
-    assert choice.name == "threads"
-    assert "'liburing' is not installed" in choice.because
-    monkeypatch.undo()
-    monkeypatch.setattr(uring, "_library", None)
-    monkeypatch.setattr(uring, "_FUNCTIONS", (*uring._FUNCTIONS, "io_uring_of_the_future"))
-    choice = choose("auto")
-    assert choice.name == "threads"
-    assert "lacks io_uring_of_the_future" in choice.because
-
-
-def test_a_real_refusal(tmp_path: Path) -> None:
-    """More entries than a ring may have: the kernel itself says no, and the engine's constructor raises it."""
-    with pytest.raises(OSError, match="io_uring_setup"):
-        make("uring", 10**6, 2**20, 2**16)

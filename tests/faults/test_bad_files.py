@@ -41,7 +41,9 @@ def nodes_on_page(store: featstore.Store, number: int, page: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize(("number", "page"), [(0, 0), (1, 12), (3, 2), (3, 22)])
-def test_only_requests_that_touch_a_bad_page_fail(own: Path, features: np.ndarray, engine: str, number: int, page: int) -> None:
+def test_only_requests_that_touch_a_bad_page_fail(
+    own: Path, features: np.ndarray, engine: str, number: int, page: int
+) -> None:
     with featstore.open(own) as store:
         bad = nodes_on_page(store, number, page)
         good = np.setdiff1d(np.arange(1000), bad)
@@ -66,7 +68,13 @@ def test_only_requests_that_touch_a_bad_page_fail(own: Path, features: np.ndarra
 @given(st.integers(0, 1000 * 400 - 1), st.integers(1, 255), st.integers(0, 2**32 - 1))
 @settings(max_examples=25)
 def test_any_flipped_bit_is_found_or_not_asked_for(
-    packed: Path, tmp_path_factory: pytest.TempPathFactory, engine: str, features: np.ndarray, at: int, mask: int, seed: int
+    packed: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    engine: str,
+    features: np.ndarray,
+    at: int,
+    mask: int,
+    seed: int,
 ) -> None:
     import shutil
 
@@ -92,7 +100,11 @@ def test_pages_in_each_others_place_are_found(own: Path, engine: str) -> None:
     first, second = a.read_bytes(), b.read_bytes()
     a.write_bytes(second)
     b.write_bytes(first)
-    with featstore.open(own) as store, store.reader(memory=MEMORY, engine=engine) as reader, pytest.raises(CorruptionError) as caught:
+    with (
+        featstore.open(own) as store,
+        store.reader(memory=MEMORY, engine=engine) as reader,
+        pytest.raises(CorruptionError) as caught,
+    ):
         reader.read(np.arange(1000))
     assert caught.value.path in (str(a), str(b))
 

@@ -21,7 +21,10 @@ MODEL = DeviceModel(PAGE * 1e-9, 1e-9, 0.0)
 
 @pytest.fixture(params=["uring", "threads"])
 def reader(request: pytest.FixtureRequest, packed: Any, faults: Any) -> Iterator[Reader]:
-    with featstore.open(packed) as store, store.reader(memory="4MiB", engine=request.param, model=MODEL, static=None) as made:
+    with (
+        featstore.open(packed) as store,
+        store.reader(memory="4MiB", engine=request.param, model=MODEL, static=None) as made,
+    ):
         yield made
 
 
@@ -119,7 +122,9 @@ def test_a_failed_fill_of_the_static_tier_opens_no_reader(packed: Any, faults: A
         store.reader(memory="4MiB", engine=engine, static=np.arange(100)).close()
 
 
-def test_a_broken_ring_fails_what_is_under_way_and_all_that_follows(packed: Any, features: np.ndarray, faults: Any) -> None:
+def test_a_broken_ring_fails_what_is_under_way_and_all_that_follows(
+    packed: Any, features: np.ndarray, faults: Any
+) -> None:
     with featstore.open(packed) as store:
         with store.reader(memory="4MiB", engine="uring", static=None) as reader:
             right(reader, features, np.arange(10))

@@ -132,10 +132,17 @@ class Twin:
 
 
 @settings(max_examples=60, deadline=None)
-@given(graphs(), st.integers(1, 60), st.integers(0, 2**40), st.sampled_from([1, 2, 9]),
-       st.sampled_from([0.0, 0.05, 1.0]), st.integers(1, 50))
-def test_ldg_is_its_twin_covers_and_keeps_the_balance(graph: Csc, parts: int, seed: int, passes: int, slack: float,
-                                                      block_edges: int) -> None:
+@given(
+    graphs(),
+    st.integers(1, 60),
+    st.integers(0, 2**40),
+    st.sampled_from([1, 2, 9]),
+    st.sampled_from([0.0, 0.05, 1.0]),
+    st.integers(1, 50),
+)
+def test_ldg_is_its_twin_covers_and_keeps_the_balance(
+    graph: Csc, parts: int, seed: int, passes: int, slack: float, block_edges: int
+) -> None:
     part = ldg_partition(graph, parts, seed=seed, passes=passes, slack=slack, block_edges=block_edges)
     twin = Twin(graph, parts, seed, passes, slack)
     nodes = graph.indptr.size - 1
@@ -199,15 +206,18 @@ def test_memory_mapped_edges_give_the_same_parts(tmp_path: Path, dtype: Any) -> 
     assert edge_cut(mapped, part, block_edges=77) == edge_cut(graph, part) == dense_cut(graph, part)
 
 
-@pytest.mark.parametrize(("indptr", "indices", "message"), [
-    (np.array([0, 2], np.int64), np.array([0, 1], np.int32), r"indices\[1\] is 1"),
-    (np.array([0, 1], np.int64), np.array([-1], np.int64), r"indices\[0\] is -1"),
-    (np.array([0, 1], np.int32), np.array([0], np.int32), "indptr must be int64"),
-    (np.zeros(0, np.int64), np.zeros(0, np.int32), "indptr must be int64"),
-    (np.array([0, 1], np.int64), np.array([0.0]), "indices must be int32 or int64"),
-    (np.array([0, 2], np.int64), np.array([0], np.int32), "do not belong together"),
-    (np.array([0, 3, 1, 2], np.int64), np.array([0, 1], np.int32), "falls at node 1: 3 then 1"),
-])
+@pytest.mark.parametrize(
+    ("indptr", "indices", "message"),
+    [
+        (np.array([0, 2], np.int64), np.array([0, 1], np.int32), r"indices\[1\] is 1"),
+        (np.array([0, 1], np.int64), np.array([-1], np.int64), r"indices\[0\] is -1"),
+        (np.array([0, 1], np.int32), np.array([0], np.int32), "indptr must be int64"),
+        (np.zeros(0, np.int64), np.zeros(0, np.int32), "indptr must be int64"),
+        (np.array([0, 1], np.int64), np.array([0.0]), "indices must be int32 or int64"),
+        (np.array([0, 2], np.int64), np.array([0], np.int32), "do not belong together"),
+        (np.array([0, 3, 1, 2], np.int64), np.array([0, 1], np.int32), "falls at node 1: 3 then 1"),
+    ],
+)
 @pytest.mark.parametrize("partition", ["ldg", "metis"])
 def test_a_bad_graph_is_named(indptr: Any, indices: Any, message: str, partition: str) -> None:
     graph = Csc(indptr, indices)
@@ -216,8 +226,19 @@ def test_a_bad_graph_is_named(indptr: Any, indices: Any, message: str, partition
         find_parts[partition]()
 
 
-@pytest.mark.parametrize("bad", [{"parts": 0}, {"parts": 2**31}, {"passes": 0}, {"seed": -1}, {"slack": -0.1},
-                                 {"slack": float("nan")}, {"slack": float("inf")}, {"block_edges": 0}])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"parts": 0},
+        {"parts": 2**31},
+        {"passes": 0},
+        {"seed": -1},
+        {"slack": -0.1},
+        {"slack": float("nan")},
+        {"slack": float("inf")},
+        {"block_edges": 0},
+    ],
+)
 def test_ldg_refuses_arguments_out_of_range(bad: dict[str, Any]) -> None:
     graph, _ = planted(100, 2, 4, 0.8, seed=0)
     with pytest.raises(SourceError, match=next(iter(bad))):
@@ -307,9 +328,18 @@ def test_metis_takes_directed_graphs() -> None:
     assert edge_cut(upper, metis_partition(upper, 8, 0)) < 0.25
 
 
-@pytest.mark.parametrize(("nodes", "edges", "parts"), [
-    (0, 0, 1), (0, 0, 4), (3, 0, 2), (5, 0, 9), (4, 6, 4), (4, 6, 50), (9, 4, 1),
-])
+@pytest.mark.parametrize(
+    ("nodes", "edges", "parts"),
+    [
+        (0, 0, 1),
+        (0, 0, 4),
+        (3, 0, 2),
+        (5, 0, 9),
+        (4, 6, 4),
+        (4, 6, 50),
+        (9, 4, 1),
+    ],
+)
 def test_metis_at_the_edges(nodes: int, edges: int, parts: int) -> None:
     rng = np.random.default_rng(0)
     graph = csc(nodes, rng.integers(0, max(nodes, 1), edges), rng.integers(0, max(nodes, 1), edges))

@@ -67,8 +67,10 @@ def test_given_order_is_the_identity() -> None:
 
 
 @settings(max_examples=40, deadline=None)
-@given(hnp.arrays(np.int64, st.integers(0, 30), elements=st.integers(-2, 30)),
-       st.sampled_from([np.int32, np.int64, np.int8]))
+@given(
+    hnp.arrays(np.int64, st.integers(0, 30), elements=st.integers(-2, 30)),
+    st.sampled_from([np.int32, np.int64, np.int8]),
+)
 def test_a_permutation_is_taken_or_its_first_fault_named(ids: np.ndarray, dtype: Any) -> None:
     rows, seen, fault = ids.size, {}, None
     for row, node in enumerate(ids.tolist()):
@@ -124,8 +126,12 @@ def test_a_file_that_is_no_permutation_is_refused(tmp_path: Path) -> None:
     np.savez(tmp_path / "many.npz", a=np.arange(5))
     (tmp_path / "text.npy").write_text("0 1 2")
     np.save(tmp_path / "objects.npy", np.array([{}], object), allow_pickle=True)
-    for name, message in [("none.npy", "cannot read"), ("text.npy", "cannot read"), ("many.npz", "several arrays"),
-                          ("objects.npy", "cannot read|must be integers")]:
+    for name, message in [
+        ("none.npy", "cannot read"),
+        ("text.npy", "cannot read"),
+        ("many.npz", "several arrays"),
+        ("objects.npy", "cannot read|must be integers"),
+    ]:
         with pytest.raises(SourceError, match=message):
             permutation_order(tmp_path / name, 5)
 
@@ -205,9 +211,17 @@ def test_ids_grow_to_64_bits_when_they_must() -> None:
     assert parts.node_dtype(2**31) == np.int64
 
 
-@pytest.mark.parametrize(("rows", "row_bytes", "expected"), [
-    (0, 400, 1), (10, 400, 1), (1_000_000, 512, 61), (34_493, 33_660, 138), (200, 1 << 20, 3), (63, 1 << 30, 1),
-])
+@pytest.mark.parametrize(
+    ("rows", "row_bytes", "expected"),
+    [
+        (0, 400, 1),
+        (10, 400, 1),
+        (1_000_000, 512, 61),
+        (34_493, 33_660, 138),
+        (200, 1 << 20, 3),
+        (63, 1 << 30, 1),
+    ],
+)
 def test_default_partitions(rows: int, row_bytes: int, expected: int) -> None:
     assert default_partitions(rows, row_bytes) == expected
 
@@ -303,15 +317,18 @@ def test_block_size_follows_the_budget_but_the_order_does_not() -> None:
     assert few.parameters == many.parameters
 
 
-@pytest.mark.parametrize(("method", "changed", "message"), [
-    ("best", {}, "unknown order method 'best'; the methods are auto, given"),
-    ("ldg", {"permutation": np.arange(500)}, "use method 'permutation'"),
-    ("permutation", {}, "needs a permutation"),
-    ("ldg", {"graph": None}, "'ldg' needs a graph"),
-    ("degree", {"graph": None}, "'degree' needs a graph"),
-    ("given", {"rows": 400}, "the graph has 500 nodes, but there are 400 rows"),
-    ("ldg", {"parts": 0}, "number of partitions must be from 1"),
-])
+@pytest.mark.parametrize(
+    ("method", "changed", "message"),
+    [
+        ("best", {}, "unknown order method 'best'; the methods are auto, given"),
+        ("ldg", {"permutation": np.arange(500)}, "use method 'permutation'"),
+        ("permutation", {}, "needs a permutation"),
+        ("ldg", {"graph": None}, "'ldg' needs a graph"),
+        ("degree", {"graph": None}, "'degree' needs a graph"),
+        ("given", {"rows": 400}, "the graph has 500 nodes, but there are 400 rows"),
+        ("ldg", {"parts": 0}, "number of partitions must be from 1"),
+    ],
+)
 def test_what_does_not_go_together_is_refused(method: str, changed: dict[str, Any], message: str) -> None:
     with pytest.raises(SourceError, match=message):
         made(method, **changed)

@@ -44,7 +44,9 @@ def ring_graph(nodes: int = ROWS) -> tuple[np.ndarray, np.ndarray]:
 
 
 def tree(path: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(path)): p.read_bytes() for p in sorted(path.rglob("*")) if p.is_file() and p.name != "lock"}
+    return {
+        str(p.relative_to(path)): p.read_bytes() for p in sorted(path.rglob("*")) if p.is_file() and p.name != "lock"
+    }
 
 
 def rows_of(store: featstore.Store, name: str = "features") -> np.ndarray:
@@ -55,7 +57,9 @@ def rows_of(store: featstore.Store, name: str = "features") -> np.ndarray:
 @pytest.mark.parametrize("order", ["given", "degree", "metis", "ldg", "auto", "permutation"])
 def test_every_order_keeps_every_row_and_says_what_it_did(tmp_path, order):
     permutation = rng.permutation(ROWS) if order == "permutation" else None
-    store = featstore.pack(tmp_path / "s", X, graph=ring_graph(), order=order, permutation=permutation, partitions=4, memory="128MiB")
+    store = featstore.pack(
+        tmp_path / "s", X, graph=ring_graph(), order=order, permutation=permutation, partitions=4, memory="128MiB"
+    )
     assert np.array_equal(rows_of(store), X)
     table = store.tables["features"]
     entry = table.entry.order
@@ -80,7 +84,9 @@ def test_every_order_keeps_every_row_and_says_what_it_did(tmp_path, order):
 def test_rows_by_degree_rank_rows_by_how_often_they_are_sources(tmp_path):
     indptr = np.array([0, 2, 4, 5, 6])
     indices = np.array([3, 1, 3, 1, 3, 0])  # 3 three times, 1 twice, 0 once, 2 never
-    store = featstore.pack(tmp_path / "s", X[:4], graph=(indptr, indices), order="permutation", permutation=[2, 3, 0, 1])
+    store = featstore.pack(
+        tmp_path / "s", X[:4], graph=(indptr, indices), order="permutation", permutation=[2, 3, 0, 1]
+    )
     rows = store.tables["features"].rows_by_degree()
     assert list(store.tables["features"].node_of_row()[rows]) == [3, 1, 0, 2]
 
@@ -92,7 +98,9 @@ def test_equal_input_gives_equal_bytes(tmp_path):
         featstore.pack(tmp_path / name, X, memory="64MiB" if name == "a" else "128MiB", **options)
         made.append(tree(tmp_path / name))
     assert made[0] == made[1]
-    featstore.pack(tmp_path / "c", X, graph=ring_graph(), order="ldg", partitions=4, seed=6, arrays={"y": np.arange(ROWS)})
+    featstore.pack(
+        tmp_path / "c", X, graph=ring_graph(), order="ldg", partitions=4, seed=6, arrays={"y": np.arange(ROWS)}
+    )
     assert tree(tmp_path / "c") != made[0]
 
 
@@ -165,7 +173,9 @@ def test_pyg_objects_bring_graph_and_arrays(tmp_path):
         import torch
         from torch_geometric.data import Data, HeteroData
     edges = torch.tensor([[0, 1, 2, 3], [1, 2, 3, 0]])
-    store = featstore.pack(tmp_path / "a", Data(x=torch.from_numpy(X[:4]), edge_index=edges, y=torch.arange(4)), order="degree")
+    store = featstore.pack(
+        tmp_path / "a", Data(x=torch.from_numpy(X[:4]), edge_index=edges, y=torch.arange(4)), order="degree"
+    )
     assert np.array_equal(rows_of(store), X[:4])
     assert list(store.arrays["y"]) == [0, 1, 2, 3]
     hetero = HeteroData()
@@ -283,7 +293,12 @@ def test_the_smallest_budget_that_an_error_names_works(tmp_path):
     for _ in range(4):  # the permutation's check and the spill have a need each
         try:
             store = featstore.pack(
-                tmp_path / "s", big, order="permutation", permutation=permutation, memory=caught.value.needed_bytes, overwrite=True
+                tmp_path / "s",
+                big,
+                order="permutation",
+                permutation=permutation,
+                memory=caught.value.needed_bytes,
+                overwrite=True,
             )
             break
         except BudgetError as again:
@@ -301,7 +316,9 @@ def test_kernels_of_the_spill_against_numpy():
     addresses = np.array([b.ctypes.data for b in buffers], np.int64)
     fill, skip = np.zeros(buckets, np.int64), np.zeros(buckets, np.int64)
     skip[2] = 5
-    end = spill.spill_rows(data.ctypes.data, 0, rows, 0, row_bytes, row_of_node, per_bucket, skip, fill, addresses, 10**9)
+    end = spill.spill_rows(
+        data.ctypes.data, 0, rows, 0, row_bytes, row_of_node, per_bucket, skip, fill, addresses, 10**9
+    )
     assert end == rows
     for b in range(buckets):
         mine = np.flatnonzero(row_of_node // per_bucket == b)[5 if b == 2 else 0 :]
@@ -329,9 +346,17 @@ def test_peak_memory_stays_within_the_budget(tmp_path):
         "featstore.pack(sys.argv[1], sys.argv[2], order='permutation', permutation=p, memory='64MiB')\n"
         "print(peak())\n"
     )
-    featstore.pack(tmp_path / "warm", X, order="permutation", permutation=rng.permutation(ROWS))  # kernels are compiled by now
+    featstore.pack(
+        tmp_path / "warm", X, order="permutation", permutation=rng.permutation(ROWS)
+    )  # kernels are compiled by now
     shutil.rmtree(tmp_path / "warm")
-    out = subprocess.run([sys.executable, "-c", program, str(tmp_path / "s"), str(source)], check=True, capture_output=True, text=True, timeout=100)
+    out = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path / "s"), str(source)],
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
     peak = int(out.stdout)
     assert peak < (64 + 150) << 20, f"{peak >> 20} MiB"
     with featstore.open(tmp_path / "s") as store, store.reader(memory="32MiB") as reader:
@@ -351,7 +376,9 @@ def test_a_file_size_limit_is_a_full_disk(tmp_path):
         "except featstore.errors.DiskFullError as e: print('full:', e)\n"
     )
     program = "import featstore.errors\n" + program
-    out = subprocess.run([sys.executable, "-c", program, str(tmp_path / "s")], capture_output=True, text=True, timeout=100)
+    out = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path / "s")], capture_output=True, text=True, timeout=100
+    )
     assert "full: not enough disk space" in out.stdout, out.stderr
     with pytest.raises(IncompleteStoreError, match="resume"):
         featstore.open(tmp_path / "s")

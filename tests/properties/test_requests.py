@@ -15,7 +15,23 @@ import featstore
 from featstore.errors import FeatstoreError, IdError
 from featstore.reader import Reader
 
-INT_TYPES = ["i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", ">i4", "list", "i8 readonly", "i4 strided", "torch i8", "torch i4", "torch u1"]
+INT_TYPES = [
+    "i1",
+    "i2",
+    "i4",
+    "i8",
+    "u1",
+    "u2",
+    "u4",
+    "u8",
+    ">i4",
+    "list",
+    "i8 readonly",
+    "i4 strided",
+    "torch i8",
+    "torch i4",
+    "torch u1",
+]
 
 
 @pytest.fixture(scope="module", params=["uring", "threads", "mmap"])
@@ -59,7 +75,13 @@ def requests(draw: st.DrawFn) -> np.ndarray:
 @given(requests(), st.sampled_from(INT_TYPES), st.booleans(), st.booleans(), st.booleans())
 @settings(max_examples=60)
 def test_any_request(
-    readers: list[Reader], features: np.ndarray, ids: np.ndarray, kind: str, static: bool, asynchronous: bool, with_out: bool
+    readers: list[Reader],
+    features: np.ndarray,
+    ids: np.ndarray,
+    kind: str,
+    static: bool,
+    asynchronous: bool,
+    with_out: bool,
 ) -> None:
     if kind in ("i1", "u1", "torch u1"):
         ids = ids % 128
@@ -84,7 +106,9 @@ def test_any_request(
     st.booleans(),
 )
 @settings(max_examples=80)
-def test_any_list_is_read_or_refused(readers: list[Reader], features: np.ndarray, ids: list[Any], asynchronous: bool) -> None:
+def test_any_list_is_read_or_refused(
+    readers: list[Reader], features: np.ndarray, ids: list[Any], asynchronous: bool
+) -> None:
     fine = all(type(i) is int and 0 <= i < 1000 for i in ids)
     try:
         got = readers[0].submit(ids).result(20) if asynchronous else readers[0].read(ids)

@@ -42,7 +42,11 @@ def check(store: featstore.Store, data: np.ndarray, rng: np.random.Generator) ->
     assert (table.rows, table.row_shape, table.dtype) == (rows, data.shape[1:], data.dtype.newbyteorder("<"))
     requests = [np.empty(0, np.int64), np.arange(rows)]
     if rows:
-        requests += [rng.integers(0, rows, 30), np.array([rows - 1, 0, rows - 1]), rng.permutation(rows)[:40].astype(np.uint32)]
+        requests += [
+            rng.integers(0, rows, 30),
+            np.array([rows - 1, 0, rows - 1]),
+            rng.permutation(rows)[:40].astype(np.uint32),
+        ]
     with pytest.raises(BudgetError) as caught:
         store.reader(memory=1)
     for engine in ENGINES:
@@ -77,7 +81,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @given(tables(), st.booleans())
 @settings(max_examples=45)
-def test_any_table(folder: Any, pack: Any, small_chunks: None, case: tuple[np.ndarray, np.random.Generator], permuted: bool) -> None:
+def test_any_table(
+    folder: Any, pack: Any, small_chunks: None, case: tuple[np.ndarray, np.random.Generator], permuted: bool
+) -> None:
     data, rng = case
     options = {"order": "permutation", "permutation": rng.permutation(len(data))} if permuted else {"order": "given"}
     path = folder()
@@ -127,6 +133,9 @@ def test_rows_of_forty_kilobytes_in_many_files(tmp_path: Path, pack: Any, small_
 def test_equal_packs_are_equal_to_the_byte(tmp_path: Path, pack: Any, small_chunks: None) -> None:
     data = np.random.default_rng(0).standard_normal((500, 33))
     stores = [pack(tmp_path / name, data, order="permutation", permutation=np.arange(500)[::-1]) for name in "ab"]
-    files = [{p.relative_to(s.path): p.read_bytes() for p in s.path.rglob("*") if p.is_file() and p.name != "lock"} for s in stores]
+    files = [
+        {p.relative_to(s.path): p.read_bytes() for p in s.path.rglob("*") if p.is_file() and p.name != "lock"}
+        for s in stores
+    ]
     assert files[0] == files[1]
     assert stores[0].uuid == stores[1].uuid

@@ -14,7 +14,9 @@ from featstore_cli.output import facts, print_json, progress, rate_text, remark,
 @click.command("bench", context_settings={"show_default": True})
 @click.argument("store", type=click.Path(path_type=Path))
 @click.option("--table", "table_name", metavar="NAME", help="The table, where the store has several.")
-@click.option("--seconds", type=click.FloatRange(0.01, 600), default=2.0, help="About how long to measure each way of reading.")
+@click.option(
+    "--seconds", type=click.FloatRange(0.01, 600), default=2.0, help="About how long to measure each way of reading."
+)
 @click.option("--memory", type=SIZE, default="1GiB", help="The reader's memory budget.")
 @engine_option
 @json_option

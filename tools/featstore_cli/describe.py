@@ -77,7 +77,9 @@ def render_table(name: str, t: dict[str, Any]) -> Any:
         ("  checksums", f"CRC-32C of {sums['pages']:,} pages of 4 KiB, {format_bytes(sums['bytes'])}"),
     ]
     if parts["count"] > 1:
-        low, middle, high = (f"{parts['rows'][k]:,} rows ({format_bytes(parts['bytes'][k])})" for k in ("min", "median", "max"))
+        low, middle, high = (
+            f"{parts['rows'][k]:,} rows ({format_bytes(parts['bytes'][k])})" for k in ("min", "median", "max")
+        )
         rows[2] = ("  partitions", f"{parts['count']:,}: smallest {low}, median {middle}, largest {high}")
     if order["edge_cut"] is not None:
         rows.insert(3, ("  edge cut", f"{order['edge_cut']:.1%} of the edges join two partitions"))

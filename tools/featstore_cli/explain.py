@@ -75,7 +75,9 @@ def command(
     if run is not None:
         show("", _render(run))
         if run["access"] != "direct":
-            remark("featstore: these reads go through the page cache; what is in it already comes faster than the forecast")
+            remark(
+                "featstore: these reads go through the page cache; what is in it already comes faster than the forecast"
+            )
 
 
 def _random_ids(table: Any, count: int, seed: int) -> Any:
@@ -83,7 +85,9 @@ def _random_ids(table: Any, count: int, seed: int) -> Any:
     import numpy as np
 
     if count > table.rows:
-        raise click.BadParameter(f"table {table.name!r} has {table.rows:,} rows, fewer than {count:,}", param_hint="--random")
+        raise click.BadParameter(
+            f"table {table.name!r} has {table.rows:,} rows, fewer than {count:,}", param_hint="--random"
+        )
     return np.random.default_rng(seed).choice(table.rows, count, replace=False)
 
 

@@ -28,7 +28,11 @@ def command(store: Path, unfinished: bool, dry_run: bool, as_json: bool) -> None
 
     store = store.absolute()
     if not store.is_dir() or (current(store) is None and not names(store)):
-        what = "is not a featstore store" if store.is_dir() else ("is a file, not a store" if store.exists() else "is not there")
+        what = (
+            "is not a featstore store"
+            if store.is_dir()
+            else ("is a file, not a store" if store.exists() else "is not there")
+        )
         raise IncompleteStoreError(f"{store} {what}: nothing to collect")
     with writer_lock(store):
         sizes = {path: _bytes(path) for path in collect(store, Disk(), unfinished=unfinished, dry_run=True)}
@@ -42,7 +46,11 @@ def command(store: Path, unfinished: bool, dry_run: bool, as_json: bool) -> None
         verb = "would remove" if dry_run else "removed"
         for name, size in paths.items():
             show(f"{verb} {name} ({format_bytes(size)})")
-        show(f"{verb} {len(paths)} of {store}'s files and directories, {format_bytes(total)}" if paths else "nothing to remove")
+        show(
+            f"{verb} {len(paths)} of {store}'s files and directories, {format_bytes(total)}"
+            if paths
+            else "nothing to remove"
+        )
 
 
 def _bytes(path: Path) -> int:

@@ -40,7 +40,9 @@ def _reading(store: Any) -> dict[str, Any]:
     from featstore.engine.files import direct_refusal
 
     engine = choose("auto")
-    paths = [(store.path / t.entry.chunk_path(0), t.layout.chunk_bytes) for t in store.tables.values() if t.layout.chunks]
+    paths = [
+        (store.path / t.entry.chunk_path(0), t.layout.chunk_bytes) for t in store.tables.values() if t.layout.chunks
+    ]
     refusal = direct_refusal(*paths[0]) if paths else None
     access = "buffered" if refusal else "direct"
     model = load_model(device_key(store.path, engine.name, access))
@@ -111,5 +113,8 @@ def _partitions(t: dict[str, Any]) -> Any:
     from featstore.units import format_bytes
 
     offsets = t["partitions"]["offsets"]
-    rows = [[f"{k:,}", f"{a:,}", f"{b - a:,}", format_bytes((b - a) * t["row_bytes"])] for k, (a, b) in enumerate(pairwise(offsets))]
+    rows = [
+        [f"{k:,}", f"{a:,}", f"{b - a:,}", format_bytes((b - a) * t["row_bytes"])]
+        for k, (a, b) in enumerate(pairwise(offsets))
+    ]
     return table(["partition", "first row", "rows", "bytes"], rows, left=0)

@@ -53,19 +53,25 @@ def shared_options(function: F) -> F:
         callback=_set("quiet"),
         help="No progress and no remarks; only data and errors.",
     )
-    debug = click.option("--debug", is_flag=True, expose_value=False, callback=_set("debug"), help="Show tracebacks of errors.")
+    debug = click.option(
+        "--debug", is_flag=True, expose_value=False, callback=_set("debug"), help="Show tracebacks of errors."
+    )
     return quiet(debug(function))
 
 
 def json_option(function: F) -> F:
     """``--json``."""
-    return click.option("--json", "as_json", is_flag=True, help="Print JSON with a versioned schema instead of text.")(function)
+    return click.option("--json", "as_json", is_flag=True, help="Print JSON with a versioned schema instead of text.")(
+        function
+    )
 
 
 def engine_option(function: F) -> F:
     """``--engine``."""
     choice = click.Choice(["auto", "uring", "threads", "mmap"])
-    return click.option("--engine", type=choice, default="auto", show_default=True, help="Who performs the reads.")(function)
+    return click.option("--engine", type=choice, default="auto", show_default=True, help="Who performs the reads.")(
+        function
+    )
 
 
 class Size(click.ParamType):  # type: ignore[type-arg]
@@ -95,7 +101,9 @@ class Shape(click.ParamType):  # type: ignore[type-arg]
         except ValueError:
             raise ValueError(f"{text!r} is not a shape; write for example -1,128 or 1000000,128") from None
         if any(extent < 1 for extent in shape[1:]) or (shape[0] < 1 and shape[0] != -1):
-            raise ValueError(f"the shape {text} is impossible: numbers must be positive, the first may be -1 for as many as the file has")
+            raise ValueError(
+                f"the shape {text} is impossible: numbers must be positive, the first may be -1 for as many as the file has"
+            )
         return shape
 
 
@@ -137,7 +145,9 @@ def check_tables(given: Mapping[str | None, Any], tables: Iterable[str], option:
     known = list(tables)
     for table in given:
         if table is not None and table not in known:
-            raise click.BadParameter(f"no table is called {table!r}; there is {', '.join(map(repr, known))}", param_hint=option)
+            raise click.BadParameter(
+                f"no table is called {table!r}; there is {', '.join(map(repr, known))}", param_hint=option
+            )
 
 
 def chosen_table(store: Any, name: str | None) -> Any:
@@ -173,4 +183,6 @@ def read_ids(path: Path) -> Any:
         words = path.read_text().replace(",", " ").split()
         return np.array([int(word) for word in words], np.int64)
     except (UnicodeDecodeError, ValueError, OverflowError) as error:
-        raise SourceError(f"cannot read node ids from {path}: {error}; give a .npy file, or text with one id a line") from None
+        raise SourceError(
+            f"cannot read node ids from {path}: {error}; give a .npy file, or text with one id a line"
+        ) from None

@@ -46,7 +46,9 @@ def show(*renderables: Any) -> None:
     if sys.stdout.isatty():
         console = Console(markup=False, highlight=False, emoji=False)
     else:
-        console = Console(markup=False, highlight=False, emoji=False, color_system=None, width=_WIDTH_PIPED, file=io.StringIO())
+        console = Console(
+            markup=False, highlight=False, emoji=False, color_system=None, width=_WIDTH_PIPED, file=io.StringIO()
+        )
     for renderable in renderables:
         console.print(renderable, soft_wrap=isinstance(renderable, str))
     if isinstance(console.file, io.StringIO):

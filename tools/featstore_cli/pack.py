@@ -36,11 +36,19 @@ def is_headless(path: Path, offset: int) -> bool:
     required=True,
     help="Rows: .npy .npz .zarr .parquet .pt .csv, OGB, raw.",
 )
-@click.option("--graph", metavar="[TABLE=]PATH", multiple=True, help="The table's graph: .npz .npy .csv .parquet .pt, OGB.")
-@click.option("--array", metavar="NAME=PATH[:KEY]", multiple=True, help="A small array to keep: .npy, or a member of .npz or .pt.")
-@click.option("--order", metavar="[TABLE=]METHOD", multiple=True, default=["auto"], help=f"Order of rows: {', '.join(_ORDERS)}.")
+@click.option(
+    "--graph", metavar="[TABLE=]PATH", multiple=True, help="The table's graph: .npz .npy .csv .parquet .pt, OGB."
+)
+@click.option(
+    "--array", metavar="NAME=PATH[:KEY]", multiple=True, help="A small array to keep: .npy, or a member of .npz or .pt."
+)
+@click.option(
+    "--order", metavar="[TABLE=]METHOD", multiple=True, default=["auto"], help=f"Order of rows: {', '.join(_ORDERS)}."
+)
 @click.option("--permutation", metavar="[TABLE=]FILE.npy", multiple=True, help="Node ids in row order.")
-@click.option("--partitions", metavar="[TABLE=]N", multiple=True, help="Parts of METIS and LDG.  [default: parts of about 8 MiB]")
+@click.option(
+    "--partitions", metavar="[TABLE=]N", multiple=True, help="Parts of METIS and LDG.  [default: parts of about 8 MiB]"
+)
 @click.option(
     "--dtype",
     metavar="[TABLE=]DTYPE",
@@ -48,10 +56,14 @@ def is_headless(path: Path, offset: int) -> bool:
     help="Cast to this; with --shape and a headless file, the file's own.",
 )
 @click.option("--cast", metavar="[TABLE=]DTYPE", multiple=True, help=f"Cast to {', '.join(_CASTS)}.")
-@click.option("--raw-dtype", metavar="[TABLE=]DTYPE", multiple=True, help="A headless file's own dtype, such as float32 or '>f8'.")
+@click.option(
+    "--raw-dtype", metavar="[TABLE=]DTYPE", multiple=True, help="A headless file's own dtype, such as float32 or '>f8'."
+)
 @click.option("--shape", metavar="[TABLE=]SHAPE", multiple=True, help="A headless file's shape, such as -1,128.")
 @click.option("--offset", metavar="[TABLE=]BYTES", multiple=True, help="Where a headless file's rows begin.")
-@click.option("--key", metavar="[TABLE=]KEY", multiple=True, help="The member of an .npz, zarr or .pt, or columns a,b of a table.")
+@click.option(
+    "--key", metavar="[TABLE=]KEY", multiple=True, help="The member of an .npz, zarr or .pt, or columns a,b of a table."
+)
 @click.option("--graph-key", metavar="[TABLE=]KEY", multiple=True, help="The member or columns with the edges.")
 @click.option("--memory", type=SIZE, default="1GiB", help="Memory that the pack may use.")
 @click.option("--seed", type=click.IntRange(0), default=0, help="Seed of the partitioners.")
@@ -59,7 +71,9 @@ def is_headless(path: Path, offset: int) -> bool:
 @click.option("--overwrite", is_flag=True, help="Replace the store in OUT.")
 @json_option
 @shared_options
-def command(out: Path, memory: int, seed: int, resume: bool, overwrite: bool, as_json: bool, **given: tuple[str, ...]) -> None:
+def command(
+    out: Path, memory: int, seed: int, resume: bool, overwrite: bool, as_json: bool, **given: tuple[str, ...]
+) -> None:
     """Pack features into the store OUT.
 
     \b
@@ -72,7 +86,10 @@ def command(out: Path, memory: int, seed: int, resume: bool, overwrite: bool, as
     """
     if resume and overwrite:
         raise click.UsageError("--resume and --overwrite contradict each other")
-    values = {name: by_table(texts, _flag(name), is_path=name in ("features", "graph", "permutation")) for name, texts in given.items()}
+    values = {
+        name: by_table(texts, _flag(name), is_path=name in ("features", "graph", "permutation"))
+        for name, texts in given.items()
+    }
     begin = time.perf_counter()
     with ExitStack() as stack:
         plan = _Request(values, memory)
@@ -115,7 +132,9 @@ class _Request:
         self.memory = memory
         paths = values["features"]
         if None in paths and len(paths) > 1:
-            raise click.BadParameter("several tables need names: --features paper=p.npy --features author=a.npy", param_hint="--features")
+            raise click.BadParameter(
+                "several tables need names: --features paper=p.npy --features author=a.npy", param_hint="--features"
+            )
         self.paths = {name or "features": Path(path) for name, path in paths.items()}
 
     def check(self) -> None:
@@ -143,7 +162,9 @@ class _Request:
         if wanted not in (None, *_CASTS):
             hint = "--cast" if cast is not None else "--dtype"
             more = "; for the dtype of a headless file give --shape, too" if hint == "--dtype" and shape is None else ""
-            raise click.BadParameter(f"cannot cast to {wanted!r}; choose one of {', '.join(_CASTS)}{more}", param_hint=hint)
+            raise click.BadParameter(
+                f"cannot cast to {wanted!r}; choose one of {', '.join(_CASTS)}{more}", param_hint=hint
+            )
 
     @staticmethod
     def _parsed(parse: Any, text: str, flag: str) -> Any:
@@ -197,14 +218,18 @@ class _Request:
             found[table] = path
             if key is not None:
                 scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="featstore-graph-")))
-                found[table] = open_graph(path, nodes=features[table].rows, memory_bytes=self.memory // 2, scratch_dir=scratch, key=key)
+                found[table] = open_graph(
+                    path, nodes=features[table].rows, memory_bytes=self.memory // 2, scratch_dir=scratch, key=key
+                )
         return found or None
 
     def _one_table(self, *names: str) -> None:
         for name in names:
             if None in self.values[name] and len(self.paths) > 1:
                 table = next(iter(self.paths))
-                raise click.UsageError(f"there are several tables; say whose {_flag(name)} it is: {_flag(name)} {table}=...")
+                raise click.UsageError(
+                    f"there are several tables; say whose {_flag(name)} it is: {_flag(name)} {table}=..."
+                )
 
     def orders(self) -> dict[str, str]:
         return {table: self._of("order", table) or "auto" for table in self.paths}
@@ -228,7 +253,9 @@ class _Request:
 
 def _array_paths(given: dict[str | None, str]) -> dict[str, str]:
     if None in given:
-        raise click.BadParameter(f"{given[None]!r} has no name; write for example --array y=labels.npy", param_hint="--array")
+        raise click.BadParameter(
+            f"{given[None]!r} has no name; write for example --array y=labels.npy", param_hint="--array"
+        )
     return {str(name): path for name, path in given.items()}
 
 
@@ -259,7 +286,9 @@ def _small_array(name: str, text: str) -> Any:
         if key is None and len(loaded.files) == 1:
             key = loaded.files[0]
         if key not in loaded.files:
-            raise SourceError(f"array {name!r}: {path} holds {', '.join(loaded.files)}; name one: --array {name}={path}:{loaded.files[0]}")
+            raise SourceError(
+                f"array {name!r}: {path} holds {', '.join(loaded.files)}; name one: --array {name}={path}:{loaded.files[0]}"
+            )
         try:
             return loaded[key]
         except ValueError as error:
@@ -291,4 +320,6 @@ def _report(store: Any, seconds: float, as_json: bool) -> None:
     )
     for name, t in data["tables"].items():
         if t["statistics"].get("overflowed"):
-            remark(f"featstore: table {name!r}: {t['statistics']['overflowed']:,} values do not fit {t['dtype']} and became infinite")
+            remark(
+                f"featstore: table {name!r}: {t['statistics']['overflowed']:,} values do not fit {t['dtype']} and became infinite"
+            )

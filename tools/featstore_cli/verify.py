@@ -15,7 +15,9 @@ _CORRUPT = 3
 
 @click.command("verify")
 @click.argument("store", type=click.Path(path_type=Path))
-@click.option("--buffered", is_flag=True, help="Read through the page cache: faster when warm, but the device is not asked.")
+@click.option(
+    "--buffered", is_flag=True, help="Read through the page cache: faster when warm, but the device is not asked."
+)
 @json_option
 @shared_options
 @click.pass_context
@@ -45,7 +47,9 @@ def command(ctx: click.Context, store: Path, buffered: bool, as_json: bool) -> N
         print_json("featstore.verify/1", report.to_dict() | {"seconds": seconds})
     else:
         if report.problems:
-            rows = [[p.path, "" if p.page is None else f"{p.page:,}", p.what, p.expected, p.actual] for p in report.problems]
+            rows = [
+                [p.path, "" if p.page is None else f"{p.page:,}", p.what, p.expected, p.actual] for p in report.problems
+            ]
             show(table(["file", "page", "what", "expected", "found"], rows, left=5))
         if not (settings().quiet and report.ok):
             show(

@@ -1,0 +1,154 @@
+"""From ids to rows: cutting a request into pieces, the map, the tiers.
+
+A request of many ids is cut into pieces, so that planning needs a fixed amount of memory whatever the request's size: not by
+position but by ranges of rows, so that what lies together on disk is still planned together. A histogram of the rows gives the
+ranges; each costs one pass over the ids.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from featstore.budget import TableNeed
+from featstore.dtypes import dtype_from_name
+from featstore.engine.files import Access, TableFiles
+from featstore.errors import IdError
+from featstore.plan import RANGE_BINS, RowRange, cut_ranges, row_histogram, rows_of_ids, select_rows
+from featstore.store import Table
+from featstore.tiers import Tier
+
+_SPLIT_BYTES = 2 * 2**20  # from this many bytes on, looking up and copying use a second thread
+_ID_BYTES = 64  # what looking up one id weighs in that
+_RANGES_MAX = 16  # ranges that ids are cut into at once: each costs one pass over them
+NONE = np.empty(0, np.int32)
+_UNSERVED = np.empty(0, np.uint8)
+_NOWHERE = np.empty(0, np.uint8)
+
+
+def table_need(table: Table, verify: bool) -> TableNeed:
+    """What a reader holds for a table whatever its budget."""
+    order = table.entry.order
+    map_bytes = 0 if order.row_of_node is None else table.rows * dtype_from_name(order.row_of_node.dtype).itemsize
+    return TableNeed(map_bytes, 4 * table.layout.pages if verify else 0, table.row_bytes)
+
+
+class TableState:
+    """What a reader holds for one table: the map, the open files with their checksums, the tiers."""
+
+    def __init__(self, table: Table, verify: bool, access: Access) -> None:
+        self.table = table
+        row_map = table.row_of_node()
+        self.row_map: NDArray[Any] = NONE if row_map is None else row_map
+        store = table._store
+        checksums = store.load(table.entry.page_checksums) if verify else None
+        paths = [store.path / table.entry.chunk_path(chunk) for chunk in range(table.layout.chunks)]
+        self.files = TableFiles(paths, table.layout, checksums, access)
+        self.tiers: list[Tier] = []
+
+
+class Part:
+    """Ids of one table and where their rows go; ``row_map`` is empty where the ids are rows."""
+
+    def __init__(
+        self, state: TableState, ids: NDArray[np.int64], row_map: NDArray[Any], out: NDArray[np.uint8]
+    ) -> None:
+        self.state = state
+        self.ids = ids
+        self.row_map = row_map
+        self.out = out
+
+
+class Piece:
+    """What is planned at once: all ids of a part, or those whose rows are in ``range``."""
+
+    def __init__(self, part: Part, range_: RowRange | None) -> None:
+        self.part = part
+        self.range = range_
+        self.count = len(part.ids) if range_ is None else range_.count
+
+
+class Found:
+    """A piece after its lookup: rows, the positions they go to (empty: in order), which are served, hits of each tier."""
+
+    def __init__(self, piece: Piece) -> None:
+        tiers = piece.part.state.tiers
+        self.rows = np.empty(piece.count, np.int64)
+        self.positions = NONE if piece.range is None else np.empty(piece.count, np.int32)
+        self.served = np.zeros(piece.count, np.uint8) if tiers else _UNSERVED
+        self.hits = dict.fromkeys((tier.name for tier in tiers), 0)
+
+
+def pieces_of(part: Part, ids_max: int) -> Iterator[Piece]:
+    """Cut a part's ids into pieces of at most ``ids_max``. Raises IdError for a bad id of a part that needs cutting."""
+    row_bytes, rows = part.state.table.row_bytes, part.state.table.rows
+    shift = max(0, (rows - 1).bit_length() - (RANGE_BINS.bit_length() - 1))
+    step = ids_max * _RANGES_MAX
+    for at in range(0, len(part.ids), step):
+        run = Part(
+            part.state, part.ids[at : at + step], part.row_map, part.out[at * row_bytes : (at + step) * row_bytes]
+        )
+        if len(run.ids) <= ids_max:
+            yield Piece(run, None)
+            continue
+        counts = np.zeros(RANGE_BINS, np.int64)
+        _check(run, row_histogram(run.ids, run.row_map, rows, shift, counts))
+        for rows_range in cut_ranges(counts, shift, ids_max):
+            yield Piece(run, rows_range)
+
+
+def _check(part: Part, bad: int) -> None:
+    """Raise IdError where a kernel found a bad id."""
+    if bad >= 0:
+        table = part.state.table
+        raise IdError(
+            f"node id {part.ids[bad]} is out of range: table {table.name!r} has {table.rows:,} rows "
+            + (f"(ids 0 to {table.rows - 1:,})" if table.rows else "(none)")
+        )
+
+
+def find(piece: Piece, helpers: ThreadPoolExecutor, *, deliver: bool) -> Found:
+    """Map a piece's ids to rows and ask the tiers; with ``deliver``, what they hold is copied out. Raises IdError."""
+    part, state = piece.part, piece.part.state
+    found = Found(piece)
+    if piece.range is not None:
+        r = piece.range
+        select_rows(part.ids, part.row_map, r.low, r.high, r.skip, found.rows, found.positions)
+    lock = threading.Lock()
+
+    def work(begin: int, end: int) -> None:
+        rows = found.rows[begin:end]
+        if piece.range is None:
+            bad = rows_of_ids(part.ids[begin:end], part.row_map, state.table.rows, rows)
+            _check(part, bad if bad < 0 else begin + bad)
+        out = part.out if piece.range is not None else part.out[begin * state.table.row_bytes :]
+        for tier in state.tiers:
+            hits = tier.serve(rows, found.positions[begin:end], found.served[begin:end], out if deliver else _NOWHERE)
+            with lock:
+                found.hits[tier.name] += hits
+
+    weight = _ID_BYTES + (state.table.row_bytes if deliver and state.tiers else 0)
+    _in_parallel(work, piece.count, weight, helpers)
+    return found
+
+
+def _in_parallel(work: Callable[[int, int], None], n: int, weight_bytes: int, helpers: ThreadPoolExecutor) -> None:
+    """work(begin, end) over [0, n), on the helper threads too where it is worth it."""
+    if n * weight_bytes < _SPLIT_BYTES:
+        work(0, n)
+        return
+    shares = helpers._max_workers + 1
+    cuts = [n * k // shares for k in range(shares + 1)]
+    others = [helpers.submit(work, a, b) for a, b in pairwise(cuts[1:])]
+    try:
+        work(cuts[0], cuts[1])
+    finally:
+        wait(others)  # also after an error: they write into the caller's memory
+    for other in others:
+        other.result()

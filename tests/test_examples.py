@@ -1,0 +1,94 @@
+"""The examples and the README's code run as they stand, and give what they say."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import featstore
+
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLES = ROOT / "docs" / "examples"
+
+#: What the README's reader is assumed to have.
+PRELUDE = """\
+import numpy as np
+
+rng = np.random.default_rng(0)
+ids = rng.integers(0, 300, 50)
+buffer = np.empty((50, 16), np.float32)
+"""
+#: What must hold after its code has run.
+CHECKS = """
+features = np.load("features.npy")
+assert (x == features[ids]).all()
+assert store.tables["features"].rows_by_degree() is not None
+assert (store.arrays["labels"] == np.load("labels.npy")).all()
+"""
+
+
+def run(arguments: list[str], folder: Path) -> str:
+    """Run Python in ``folder`` with this very featstore; returns what it printed."""
+    package = str(Path(featstore.__file__).resolve().parent.parent)
+    code = (
+        f"import runpy, sys; sys.path.insert(0, {package!r}); sys.argv = sys.argv[1:]; "
+        "runpy.run_path(sys.argv[0], run_name='__main__')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], cwd=folder, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def example(name: str, folder: Path) -> str:
+    return run([str(EXAMPLES / name)], folder)
+
+
+def test_every_example_is_tested_and_short() -> None:
+    assert {path.name for path in EXAMPLES.iterdir() if path.suffix == ".py"} == {
+        "gather_numpy.py",
+        "train_pyg.py",
+        "train_torch.py",
+    }
+    for path in EXAMPLES.glob("*.py"):
+        assert len(path.read_text().splitlines()) < 80, path
+
+
+def test_gather_numpy(tmp_path: Path) -> None:
+    out = example("gather_numpy.py", tmp_path)
+    counted = re.search(r"([\d,]+) of 2,000 rows are in memory, the rest takes ([\d,]+) reads", out)
+    assert counted is not None
+    held, reads = (int(number.replace(",", "")) for number in counted.groups())
+    assert 0 < held < 2000
+    assert reads > 0
+    assert "table 'papers': 2,000 ids" in out
+    assert re.search(r"years of the first papers: \[\d{4} \d{4} \d{4} \d{4} \d{4}\]", out)
+
+
+@pytest.mark.parametrize("name", ["train_torch.py", "train_pyg.py"])
+def test_training_loops_learn_from_rows_on_disk(tmp_path: Path, name: str) -> None:
+    epochs = re.findall(r"epoch (\d): loss [\d.]+, accuracy ([\d.]+), ([\d,]+) reads so far", example(name, tmp_path))
+    assert [int(epoch) for epoch, _, _ in epochs] == [0, 1]
+    assert float(epochs[-1][1]) > 0.98  # with rows of other nodes it would be 0.25
+    reads = [int(count.replace(",", "")) for _, _, count in epochs]
+    assert 0 < reads[0] < reads[1]
+
+
+def test_readme_code_runs(tmp_path: Path) -> None:
+    section = (ROOT / "README.md").read_text().partition("## Use it")[2].partition("\n## ")[0]
+    blocks = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    assert blocks
+    rng = np.random.default_rng(0)
+    np.save(tmp_path / "features.npy", rng.standard_normal((300, 16), np.float32))
+    np.save(tmp_path / "labels.npy", np.arange(300) % 5)
+    np.savez(tmp_path / "graph.npz", indptr=np.arange(0, 1201, 4), indices=rng.integers(0, 300, 1200))
+    (tmp_path / "readme.py").write_text(PRELUDE + "".join(blocks) + CHECKS)
+    out = run(["readme.py"], tmp_path)
+    assert "table 'features': 50 ids" in out
+    assert "ReaderStats(" in out

@@ -1,0 +1,146 @@
+"""Readers in other processes: after a fork, pickled, and in workers as a data loader starts them."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+from gates import Gate
+
+import featstore
+from featstore.reader import Reader
+
+MEMORY = "4MiB"
+
+
+@pytest.fixture
+def reader(store: featstore.Store, engine: str) -> Any:
+    with store.reader(memory=MEMORY, engine=engine) as made:
+        yield made
+
+
+def child_reads(reader: Reader, ids: np.ndarray, expected: np.ndarray) -> int:
+    return int(np.array_equal(reader.read(ids), expected) and np.array_equal(reader.submit(ids).result(20), expected))
+
+
+def wait_for(pid: int, seconds: float = 20.0) -> int:
+    """The child's exit status; a child that hangs is ended and counts as -1."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)
+    os.kill(pid, 9)
+    os.waitpid(pid, 0)
+    return -1
+
+
+def in_child(work: Callable[[], Any]) -> int:
+    """0 if ``work`` ran in a forked child and gave something true."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            code = 0 if work() else 2
+        finally:
+            os._exit(code)
+    return wait_for(pid)
+
+
+def test_a_forked_child_reads_and_so_does_its_parent(reader: Reader, features: np.ndarray) -> None:
+    ids = np.array([999, 0, 5, 5])
+    expected = features[ids]
+    for before in (True, False):
+        if before:
+            reader.read([0])
+        assert in_child(lambda: child_reads(reader, ids, expected)) == 0
+        np.testing.assert_array_equal(reader.read(ids), expected)
+
+    def closes() -> bool:
+        reader.read(ids)
+        reader.close()
+        return True
+
+    assert in_child(closes) == 0
+    np.testing.assert_array_equal(reader.read(ids), expected)
+
+
+def test_a_child_forked_while_requests_are_under_way(store: featstore.Store, features: np.ndarray) -> None:
+    ids = np.arange(100)
+    with store.reader(memory=MEMORY) as reader:
+        gate = Gate(reader)
+        requests = [reader.submit(ids) for _ in range(6)]
+        assert gate.arrived.acquire(timeout=10)
+        assert in_child(lambda: child_reads(reader, ids, features[ids])) == 0
+
+        def closes() -> bool:
+            reader.close()  # unused in the child: nothing to wait for
+            return True
+
+        assert in_child(closes) == 0
+        gate.open()
+        for request in requests:
+            np.testing.assert_array_equal(request.result(10), features[ids])
+
+
+def test_threads_of_a_forked_child_share_one_engine(reader: Reader, features: np.ndarray) -> None:
+    ids = np.arange(200)
+
+    def work() -> bool:
+        barrier = threading.Barrier(6)
+
+        def read(_: int) -> bool:
+            barrier.wait()
+            return bool(child_reads(reader, ids, features[ids]))
+
+        with ThreadPoolExecutor(6) as pool:
+            return all(pool.map(read, range(6)))
+
+    assert in_child(work) == 0
+
+
+def test_pickles(store: featstore.Store, features: np.ndarray, engine: str) -> None:
+    with (
+        store.reader(memory=MEMORY, engine=engine, static=[1, 2]) as reader,
+        pickle.loads(pickle.dumps(reader)) as copy,
+    ):
+        assert copy.engine.name == engine
+        assert copy.memory() == reader.memory()
+        np.testing.assert_array_equal(copy.read([1, 999]), features[[1, 999]])
+    with pickle.loads(pickle.dumps(store)) as again:
+        assert again.uuid == store.uuid
+        assert again.manifest == store.manifest
+
+
+def serve(reader: Reader, jobs: Any, results: Any) -> None:
+    while (ids := jobs.get()) is not None:
+        results.put((ids, reader.read(ids)))
+    reader.close()
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_two_workers_as_of_a_data_loader(store: featstore.Store, features: np.ndarray, method: str) -> None:
+    context = multiprocessing.get_context(method)
+    with store.reader(memory=MEMORY, static=[0, 1]) as reader:
+        jobs, results = context.SimpleQueue(), context.SimpleQueue()
+        workers = [context.Process(target=serve, args=(reader, jobs, results)) for _ in range(2)]
+        for worker in workers:
+            worker.start()
+        batches = [np.random.default_rng(k).integers(0, 1000, 50) for k in range(10)]
+        for batch in [*batches, None, None]:
+            jobs.put(batch)
+        for _ in batches:
+            ids, rows = results.get()
+            np.testing.assert_array_equal(rows, features[ids])
+        for worker in workers:
+            worker.join(20)
+            assert worker.exitcode == 0
