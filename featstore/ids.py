@@ -53,8 +53,8 @@ def parse_ids(ids: Any, *, copy: bool = False) -> Ids:
     if given.dtype == np.uint64 and given.size and given.max() > np.iinfo(np.int64).max:
         raise IdError(f"node id {given.max()} is out of range")
     values = np.ascontiguousarray(given, dtype=np.int64).reshape(-1)
-    if copy and np.may_share_memory(values, given):
-        values = values.copy()
+    if (copy and np.may_share_memory(values, given)) or not values.flags.writeable:
+        values = values.copy()  # read-only arrays would have kernels of their own compiled
     return Ids(values, given.shape, tensor)
 
 

@@ -52,6 +52,19 @@ class TableState:
         self.files = TableFiles(paths, table.layout, checksums, access)
         self.tiers: list[Tier] = []
 
+    def load_kernels(self) -> None:
+        """Run every kernel of a lookup on nothing, so that numba loads (or compiles) it now and not in the middle of a read:
+        a process that forks while another of its threads holds numba's lock leaves a child that can never take it."""
+        part = Part(self, np.empty(0, np.int64), self.row_map, np.empty(0, np.uint8))
+        piece = Piece(part, RowRange(0, 0, 0, 0))
+        found = Found(piece)
+        rows = self.table.rows
+        rows_of_ids(part.ids, part.row_map, rows, found.rows)
+        row_histogram(part.ids, part.row_map, rows, 0, np.zeros(RANGE_BINS, np.int64))
+        select_rows(part.ids, part.row_map, 0, 0, 0, found.rows, found.positions)
+        for tier in self.tiers:
+            tier.serve(found.rows, found.positions, found.served, _NOWHERE)
+
 
 class Part:
     """Ids of one table and where their rows go; ``row_map`` is empty where the ids are rows."""

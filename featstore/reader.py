@@ -11,10 +11,13 @@ from its store and options.
 
 from __future__ import annotations
 
+import atexit
 import os
+import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -27,7 +30,7 @@ from featstore.cost import DeviceModel, device_key, load_model
 from featstore.engine import choose, make
 from featstore.engine import counters as C
 from featstore.engine.base import Engine
-from featstore.engine.files import Access
+from featstore.engine.files import Access, TableFiles
 from featstore.engine.lane import Lane
 from featstore.errors import BudgetError, ClosedError, IdError, SourceError
 from featstore.ids import Ids, check_out, empty_rows, finished, parse_ids
@@ -44,6 +47,18 @@ QUEUE_DEPTH = 128
 IN_FLIGHT_MAX = 16
 
 _starting = threading.Lock()  # held while a forked child opens its own engine
+
+
+_open_readers: weakref.WeakSet[Reader] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    """Close what a program left open, before the interpreter stops the engines' threads: joining them later would hang."""
+    for reader in list(_open_readers):
+        reader.close()
+
+
+atexit.register(_close_all)
 
 
 def _renew_lock() -> None:
@@ -106,6 +121,8 @@ class Reader:
             self._queue_depth = queue_depth
             self._start_process()
             self._fill_static(static)
+            self._load_kernels()
+            _open_readers.add(self)
         except BaseException:
             self.close()
             raise
@@ -130,6 +147,18 @@ class Reader:
         self._idle = threading.Condition()
         self._open_requests = 0
         self._pid = os.getpid()
+
+    def _load_kernels(self) -> None:
+        """Load all that a read runs, by reading nothing; see :meth:`featstore.lookup.TableState.load_kernels`."""
+        for state in self._states.values():
+            state.load_kernels()
+            nothing, none = np.empty(0, np.int64), np.empty(0, np.uint8)
+            extents = plan_extents(nothing, NONE, none, 0, state.table.layout, self.model, self.budget.extent_bytes_max)
+            done = threading.Event()
+            lane = lane_of(state.files, extents, none, lambda _: done.set())  # noqa: B023
+            assert self._engine is not None
+            self._engine.start(lane)
+            done.wait()
 
     def _ready(self) -> Engine:
         if self._closed:
@@ -280,16 +309,7 @@ class Reader:
                 pieces.release()
                 request.close_piece(lane, lane.error())
 
-            lane = Lane(
-                part.state.files,
-                extents.page,
-                extents.pages,
-                extents.first,
-                extents.keys,
-                extents.position_bits,
-                part.out,
-                on_done,
-            )
+            lane = lane_of(part.state.files, extents, part.out, on_done)
         self._counts.add(
             rows_asked=piece.count, bytes_asked=piece.count * part.state.table.row_bytes, hits=found.hits,
             forecast_seconds=forecast, seconds_planning=time.perf_counter() - begin,
@@ -434,7 +454,7 @@ class Reader:
         self.close()
 
     def __del__(self) -> None:
-        if not getattr(self, "_closed", True):
+        if not getattr(self, "_closed", True) and not sys.is_finalizing():
             self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -442,6 +462,12 @@ class Reader:
 
     def __repr__(self) -> str:
         return f"<Reader of {str(self.store.path)!r} through {self.engine.name}, {self.budget.memory_bytes:,} bytes>"
+
+
+def lane_of(files: TableFiles, extents: Extents, out: NDArray[np.uint8], on_done: Callable[[Lane], None]) -> Lane:
+    """The lane that performs a plan."""
+    e = extents
+    return Lane(files, e.page, e.pages, e.first, e.keys, e.position_bits, out, on_done)
 
 
 def _reopen(store: Store, options: dict[str, Any]) -> Reader:

@@ -57,7 +57,7 @@ def test_every_example_is_tested_and_short() -> None:
         "train_torch.py",
     }
     for path in EXAMPLES.glob("*.py"):
-        assert len(path.read_text().splitlines()) < 80, path
+        assert len(path.read_text().splitlines()) <= 100, path
 
 
 def test_gather_numpy(tmp_path: Path) -> None:

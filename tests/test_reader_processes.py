@@ -5,6 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -144,3 +146,34 @@ def test_two_workers_as_of_a_data_loader(store: featstore.Store, features: np.nd
         for worker in workers:
             worker.join(20)
             assert worker.exitcode == 0
+
+
+def test_a_program_that_forgets_its_reader_ends(store: featstore.Store, engine: str) -> None:
+    """At exit, with requests under way and nobody waiting for them; a hang would run into the timeout."""
+    program = (
+        "import sys, numpy as np, featstore\n"
+        "reader = featstore.open(sys.argv[1]).reader(memory='8MiB', engine=sys.argv[2])\n"
+        "requests = [reader.submit(np.arange(1000).repeat(50)) for _ in range(4)]\n"
+        "print('end', flush=True)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(store.path), engine], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout) == (0, "end\n"), done.stderr
+
+
+def test_a_new_reader_has_loaded_every_kernel_a_read_runs(store: featstore.Store, engine: str) -> None:
+    """A child forked while another thread compiles could never compile: reads must not need to."""
+    from featstore import lookup, plan
+    from featstore.tiers import static
+
+    kernels = [
+        lookup.rows_of_ids, lookup.row_histogram, lookup.select_rows, plan.make_keys, plan.radix_sort, plan.cut_extents,
+        static.serve_rows,
+    ]  # fmt: skip
+    with store.reader(memory="1MiB", engine=engine, static=[1, 2]) as reader:
+        before = [len(kernel.signatures) for kernel in kernels]
+        assert min(before) > 0
+        for ids in ([1], np.arange(1000, dtype=np.uint8) % 200, np.arange(1000).repeat(30)):
+            reader.read(ids)
+        assert [len(kernel.signatures) for kernel in kernels] == before
