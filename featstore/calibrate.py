@@ -3,7 +3,7 @@
 Extents of five sizes, from one page to the longest read, are read at random distinct places of chunk files, in
 ascending order as the planner issues them, at full queue depth, with checksums verified. The sizes take turns over
 several rounds, so that a disturbance hits all of them alike, and each size's median counts. Then runs that want every
-second page of a region, at random, are planned with different longest gaps: the shortest gap that is about as fast as
+second page of a region, at random, are planned with different longest gaps: the longest gap that is about as fast as
 the best is ``gap_pages``. ``read_seconds`` and ``byte_seconds`` are the plane through the times of all these runs over
 reads and bytes, by least squares on the relative error: no pattern may be off by much, however fast. What a request
 costs besides is the median time of a read of one row through a :class:`featstore.reader.Reader`, less that read's cost.
@@ -52,10 +52,10 @@ DATA_BYTES_MIN = 512 * 2**20
 ROUNDS = 5
 SECONDS = 6.0
 #: Longest gaps tried on the dense pattern, in pages; and its size.
-GAPS = (2, 3, 4, 6, 8, 16)
+GAPS = (2, 3, 4, 6, 8)
 DENSE_BYTES = 96 * 2**20
 DENSE_ROUNDS = 3
-_GAP_TOLERANCE = 1.07  # a shorter gap that is this close to the best is chosen: it reads fewer bytes
+_GAP_TOLERANCE = 1.04  # a longer gap this close to the best is chosen: when the device is faster, it is the better one
 _PILOT_READS = 256
 _REQUESTS = 101
 _OUT_ROWS = 2048
@@ -216,7 +216,7 @@ def measure(
 
 def fit_model(samples: tuple[Sample, ...], gaps: tuple[GapSample, ...] = ()) -> DeviceModel:
     """Prices of a read and of a byte, least squares on the relative error over all patterns, both positive; and the
-    shortest gap that is about as fast as the best one."""
+    longest gap that is about as fast as the best one."""
     times = np.array([s.seconds_per_read for s in samples] + [g.median_seconds for g in gaps], np.float64)
     reads = np.array([1.0] * len(samples) + [g.reads for g in gaps], np.float64) / times
     sizes = np.array([s.extent_bytes for s in samples] + [g.bytes_read for g in gaps], np.float64) / times
@@ -228,7 +228,7 @@ def fit_model(samples: tuple[Sample, ...], gaps: tuple[GapSample, ...] = ()) -> 
     gap = None
     if gaps:
         best = min(g.median_seconds for g in gaps)
-        gap = min(g.gap_pages for g in gaps if g.median_seconds <= best * _GAP_TOLERANCE)
+        gap = max(g.gap_pages for g in gaps if g.median_seconds <= best * _GAP_TOLERANCE)
     return DeviceModel(max(float(read), _SECONDS_MIN), max(float(byte), _SECONDS_MIN), 0.0, gap)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -34,13 +35,18 @@ def available() -> bool:
 
 
 def names(paths: Sequence[Path]) -> str:
-    """Files as fio takes them in one option."""
-    return ":".join(str(path).replace("\\", "\\\\").replace(":", "\\:") for path in paths)
+    """Files as fio takes them in one option, relative to :func:`folder`: it takes 4096 characters at most."""
+    return ":".join(os.path.relpath(path, folder(paths)).replace("\\", "\\\\").replace(":", "\\:") for path in paths)
 
 
-def _run(arguments: Sequence[str]) -> list[dict[str, Any]]:
+def folder(paths: Sequence[Path]) -> Path:
+    """The directory in which fio runs."""
+    return paths[0].parent
+
+
+def _run(arguments: Sequence[str], directory: Path) -> list[dict[str, Any]]:
     common = ["--output-format=json", "--direct=1", "--ioengine=io_uring"]
-    done = subprocess.run(["fio", *common, *arguments], capture_output=True, text=True, check=False)
+    done = subprocess.run(["fio", *common, *arguments], capture_output=True, text=True, check=False, cwd=directory)
     if done.returncode != 0:
         raise RuntimeError(f"fio failed: {done.stderr.strip() or done.stdout.strip()[:500]}")
     text = done.stdout[done.stdout.index("{") :]  # warnings come before
@@ -66,7 +72,7 @@ def random_read(
         "--name=random", f"--filename={names(paths)}", "--rw=randread", f"--bs={block_bytes}", f"--iodepth={depth}", "--readonly",
         "--norandommap", "--file_service_type=random", "--time_based", f"--runtime={seconds}", f"--randseed={seed}",
         "--allow_file_create=0",
-    ])  # fmt: skip
+    ], folder(paths))  # fmt: skip
     return _result(jobs[0], "read")
 
 
@@ -78,7 +84,7 @@ def sequential_read(
     jobs = _run([
         "--name=sequential", f"--filename={names(paths)}", "--rw=read", f"--bs={block_bytes}", f"--iodepth={depth}", "--readonly",
         "--file_service_type=sequential", "--allow_file_create=0", *limits,
-    ])  # fmt: skip
+    ], folder(paths))  # fmt: skip
     return _result(jobs[0], "read")
 
 
@@ -88,7 +94,7 @@ def sequential_write(path: Path, size_bytes: int, block_bytes: int = 512 * 1024,
     jobs = _run([
         "--name=write", f"--filename={names([path])}", "--rw=write", f"--bs={block_bytes}", f"--iodepth={depth}",
         f"--size={size_bytes}", "--end_fsync=1",
-    ])  # fmt: skip
+    ], folder([path]))  # fmt: skip
     return _result(jobs[0], "write")
 
 
@@ -100,6 +106,6 @@ def read_beside_write(
     shared = [f"--bs={block_bytes}", f"--iodepth={depth}"]
     jobs = _run([
         *shared, "--name=read", f"--filename={names([source])}", "--rw=read", f"--io_size={read_bytes}", "--allow_file_create=0",
-        "--name=write", f"--filename={names([target])}", "--rw=write", f"--size={write_bytes}", "--end_fsync=1",
-    ])  # fmt: skip
+        "--name=write", f"--filename={os.path.relpath(target, folder([source]))}", "--rw=write", f"--size={write_bytes}", "--end_fsync=1",
+    ], folder([source]))  # fmt: skip
     return float(max(job["job_runtime"] for job in jobs)) / 1e3
