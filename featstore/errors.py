@@ -104,9 +104,12 @@ class DeviceError(FeatstoreError, OSError):
         self.doing = doing
         name = _errno.errorcode.get(errno, str(errno))
         where = self.path if offset is None else f"{self.path} at byte {offset}"
-        message = (
-            f"cannot {doing} {where}: {os.strerror(errno)} ({name}); check the device (dmesg, SMART) and permissions"
-        )
+        advice = "check the device (dmesg, SMART) and permissions"
+        if errno in (_errno.EMFILE, _errno.ENFILE):
+            advice = "raise the limit of open files (ulimit -n): a reader holds every chunk file of its tables open"
+        elif errno == _errno.EAGAIN:
+            advice = "the system is out of threads or memory; try again, or raise its limits"
+        message = f"cannot {doing} {where}: {os.strerror(errno)} ({name}); {advice}"
         OSError.__init__(self, errno, message)
         self.filename = self.path
 

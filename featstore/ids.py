@@ -43,7 +43,7 @@ def parse_ids(ids: Any, *, copy: bool = False) -> Ids:
         given = np.asarray(ids.detach().cpu().numpy() if tensor else ids)
     except (TypeError, ValueError) as error:  # a ragged list; a tensor of a dtype NumPy lacks
         raise IdError(f"node ids must be integers in an array, tensor or list: {error}") from None
-    if given.size == 0 and given.dtype == np.float64:
+    if given.size == 0 and given.dtype.kind == "f":  # an empty list or tensor
         given = given.astype(np.int64)
     if given.dtype.kind not in "iu":
         raise IdError(
@@ -76,7 +76,7 @@ def check_out(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray
     elif isinstance(out, np.ndarray):
         flags = out.flags
         if out.shape == shape and out.dtype == dtype and flags.c_contiguous and flags.writeable:
-            return out.reshape(-1).view(np.uint8)
+            return np.asarray(out).reshape(-1).view(np.uint8)  # a matrix would stay two-dimensional
         found = f"{list(out.shape)} of {out.dtype}, C-contiguous: {flags.c_contiguous}, writable: {flags.writeable}"
     else:
         found = f"a {type(out).__name__}"

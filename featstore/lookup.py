@@ -61,7 +61,7 @@ class TableState:
         rows = self.table.rows
         rows_of_ids(part.ids, part.row_map, rows, found.rows)
         row_histogram(part.ids, part.row_map, rows, 0, np.zeros(RANGE_BINS, np.int64))
-        select_rows(part.ids, part.row_map, 0, 0, 0, found.rows, found.positions)
+        select_rows(part.ids, part.row_map, rows, 0, 0, 0, found.rows, found.positions)
         for tier in self.tiers:
             tier.serve(found.rows, found.positions, found.served, _NOWHERE)
 
@@ -132,7 +132,10 @@ def find(piece: Piece, helpers: ThreadPoolExecutor, *, deliver: bool) -> Found:
     found = Found(piece)
     if piece.range is not None:
         r = piece.range
-        select_rows(part.ids, part.row_map, r.low, r.high, r.skip, found.rows, found.positions)
+        rows_max = state.table.rows
+        got = select_rows(part.ids, part.row_map, rows_max, r.low, r.high, r.skip, found.rows, found.positions)
+        if got != piece.count:
+            raise IdError("the node ids were changed while they were being read; pass a copy, or wait for the result")
     lock = threading.Lock()
 
     def work(begin: int, end: int) -> None:

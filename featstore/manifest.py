@@ -35,6 +35,7 @@ MANIFEST_BYTES_MAX = 256 * 2**20
 ROW_BYTES_MAX = 64 * 2**20
 ROWS_MAX = 2**40
 ELEMENTS_MAX = 2**48
+TABLE_BYTES_MAX = 2**62
 AXES_MAX = 31
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,127}")
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,254}")
@@ -292,6 +293,8 @@ def _check_table(name: str, table: TableEntry, generation: str, files: dict[str,
         raise FormatError(
             f"{what} says {table.row_bytes} bytes a row, its shape {table.row_shape} of {table.dtype} says otherwise"
         )
+    if table.rows * table.row_bytes >= TABLE_BYTES_MAX:
+        raise FormatError(f"{what} has {table.rows} rows of {table.row_bytes} bytes, more than the format allows")
     try:
         layout = table.layout
     except ValueError as error:

@@ -10,6 +10,7 @@ SIGSEGV, while a missing address is found when the table of addresses is made.
 from __future__ import annotations
 
 import ctypes
+import os
 import platform
 from typing import Any
 
@@ -18,7 +19,15 @@ import llvmlite.ir as ir
 import numpy as np
 from numba import types
 from numba.core import cgutils
+from numba.core.compiler_lock import global_compiler_lock
 from numba.extending import intrinsic
+
+# A child forked while another thread compiles would find numba's lock taken for ever: fork waits for the compiler instead.
+os.register_at_fork(
+    before=global_compiler_lock.acquire,
+    after_in_parent=global_compiler_lock.release,
+    after_in_child=global_compiler_lock.release,
+)
 
 I8, I32, I64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
 

@@ -66,26 +66,34 @@ def row_histogram(
 def select_rows(
     ids: NDArray[np.int64],
     row_of_node: NDArray[Any],
+    rows: int,
     low: int,
     high: int,
     skip: int,
     out: NDArray[np.int64],
     positions: NDArray[np.int32],
-) -> None:
-    """Rows in [low, high) and where in ``ids`` they are asked for: after ``skip`` of them, as many as ``out`` holds."""
+) -> int:
+    """Rows in [low, high) and where in ``ids`` they are asked for: after ``skip`` of them, as many as ``out`` holds.
+
+    Returns how many, or -1 for a bad id (ids may have been changed since they were counted).
+    """
     identity = row_of_node.shape[0] == 0
     count = 0
     for i in range(ids.shape[0]):
-        row = ids[i] if identity else np.int64(row_of_node[ids[i]])
+        node = ids[i]
+        if node < 0 or node >= rows:
+            return -1
+        row = node if identity else np.int64(row_of_node[node])
         if row >= low and row < high:
             if skip > 0:
                 skip -= 1
                 continue
             if count == out.shape[0]:
-                return
+                return count
             out[count] = row
             positions[count] = i
             count += 1
+    return count
 
 
 @dataclass(frozen=True)
@@ -190,15 +198,16 @@ def cut_extents(
     bits = np.uint64(position_bits)
     extents = 0
     first_page, last_page, file_end = 0, -1, 0
-    wanted_end, last_row = 0, -1
+    wanted_end = 0
+    last_row = np.int64(-1)
     distinct_rows, wanted_pages, read_pages = 0, 0, 0
     for k in range(keys.shape[0]):
-        row = int(keys[k] >> bits)
+        row = np.int64(keys[k] >> bits)
         if row == last_row:
             continue
         last_row = row
         distinct_rows += 1
-        byte = row * row_bytes
+        byte = int(row * row_bytes)
         begin, end = byte // PAGE_BYTES, (byte + row_bytes - 1) // PAGE_BYTES + 1
         wanted_pages += end - max(begin, wanted_end)
         wanted_end = end

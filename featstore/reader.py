@@ -12,6 +12,8 @@ from its store and options.
 from __future__ import annotations
 
 import atexit
+import errno
+import operator
 import os
 import sys
 import threading
@@ -29,10 +31,10 @@ from featstore.compilation import announce_compilation
 from featstore.cost import DeviceModel, device_key, load_model
 from featstore.engine import choose, make
 from featstore.engine import counters as C
-from featstore.engine.base import Engine
+from featstore.engine.base import Engine, shut_down
 from featstore.engine.files import Access, TableFiles
 from featstore.engine.lane import Lane
-from featstore.errors import BudgetError, ClosedError, IdError, SourceError
+from featstore.errors import BudgetError, ClosedError, DeviceError, IdError, SourceError
 from featstore.ids import Ids, check_out, empty_rows, finished, parse_ids
 from featstore.lookup import NONE, Found, Part, Piece, TableState, find, pieces_of, table_need
 from featstore.plan import Extents, plan_extents
@@ -43,6 +45,7 @@ from featstore.tiers.static import StaticTier
 from featstore.units import parse_bytes
 
 QUEUE_DEPTH = 128
+QUEUE_DEPTH_MAX = 4096
 #: Requests of ``submit`` that may wait or be under way; a further one blocks.
 IN_FLIGHT_MAX = 16
 
@@ -98,13 +101,14 @@ class Reader:
             "memory": memory, "static": static, "tables": tables, "engine": engine, "queue_depth": queue_depth,
             "verify": verify, "model": model,
         }  # fmt: skip
-        if queue_depth < 1:
-            raise ValueError(f"queue_depth must be at least 1, not {queue_depth}")
+        queue_depth = operator.index(queue_depth)
+        if not 1 <= queue_depth <= QUEUE_DEPTH_MAX:
+            raise ValueError(f"queue_depth must be from 1 to {QUEUE_DEPTH_MAX}, not {queue_depth}")
         self.store = store
         self._closed = False
         self._engine: Engine | None = None
         self._states: dict[str, TableState] = {}
-        names = list(store.tables) if tables is None else list(tables)
+        names = list(store.tables) if tables is None else [tables] if isinstance(tables, str) else list(tables)
         for name in names:
             if name not in store.tables:
                 raise KeyError(f"the store has no table {name!r}; it has {', '.join(map(repr, store.tables))}")
@@ -184,9 +188,12 @@ class Reader:
         """
         self._ready()
         request, parts = self._request(ids, out, copy=False)
-        self._begin()
-        self._feed(request, parts)
-        return request.result()
+        try:
+            self._plan_soon(request, parts)
+            return request.result()
+        except BaseException:
+            request.abandon()
+            raise
 
     def submit(self, ids: Any, *, out: Any = None) -> Request:
         """Like :meth:`read`, but returns at once with a :class:`~featstore.request.Request`. ``ids`` may be changed
@@ -195,21 +202,22 @@ class Reader:
         request, parts = self._request(ids, out, copy=True)
         limit = self._requests
         limit.acquire()
-        try:
-            self._begin()
-        except BaseException:
-            limit.release()
-            raise
         request._future.add_done_callback(lambda _: limit.release())
-        self._planner.submit(self._feed, request, parts)
+        try:
+            self._plan_soon(request, parts)
+        except BaseException:
+            request.abandon()
+            raise
         return request
 
-    def _begin(self) -> None:
-        with self._idle:
-            if self._closed:  # close() waits for what has begun; nothing may begin after that
-                raise ClosedError("the reader is closed")
-            self._open_requests += 1
-        self._counts.add(requests=1)
+    def _plan_soon(self, request: Request, parts: list[Part]) -> None:
+        """Have a request planned and started by the reader's own thread, which no signal interrupts half-way."""
+        try:
+            self._planner.submit(self._feed, request, parts)
+        except RuntimeError as error:
+            if self._closed:
+                raise ClosedError("the reader is closed") from None
+            raise DeviceError(errno.EAGAIN, self.store.path, None, f"start a thread ({error}) to read") from error
 
     def _end(self, _: Future[Any]) -> None:
         with self._idle:
@@ -255,12 +263,16 @@ class Reader:
             }
             return done if isinstance(ids, Mapping) else next(iter(done.values()))
 
-        request = Request(finish)
-        request._future.add_done_callback(self._end)
-        return request, parts
+        return Request(finish), parts
 
     def _feed(self, request: Request, parts: list[Part]) -> None:
         """Plan and start every piece of a request."""
+        if not request.begin():
+            return
+        with self._idle:
+            self._open_requests += 1
+        request._future.add_done_callback(self._end)
+        self._counts.add(requests=1)
         error: BaseException | None = None
         try:
             for part in parts:
@@ -332,9 +344,7 @@ class Reader:
                 continue
             tier = StaticTier(rows, state.table.rows, state.table.row_bytes)
             request = Request(lambda: None)
-            request._future.add_done_callback(self._end)
-            self._begin()
-            self._feed(request, [Part(state, rows, NONE, tier.data.reshape(-1))])
+            self._plan_soon(request, [Part(state, rows, NONE, tier.data.reshape(-1))])
             request.result()
             state.tiers.append(tier)
 
@@ -369,7 +379,8 @@ class Reader:
         chosen = {}
         for name, table in tables.items():
             share = self.budget.tier_bytes * table.data_bytes // max(1, total) - StaticTier.index_bytes(table.rows)
-            count = max(0, min(table.rows, share // table.row_bytes))
+            # While it is filled, a member costs its row id besides; before, what ranks it.
+            count = max(0, min(table.rows, share // max(table.row_bytes + 8, 24)))
             ranked = table.rows_by_degree(count) if count else None
             chosen[name] = np.empty(0, np.int64) if ranked is None else np.sort(ranked.astype(np.int64))
         return chosen
@@ -433,15 +444,13 @@ class Reader:
 
     def close(self) -> None:
         """Wait for what is under way, then give everything back. May be called more than once."""
-        if self._closed:
-            return
-        self._closed = True
+        self._closed = True  # no request begins any more; an interrupted close can be called again
         if self._engine is not None and self._pid == os.getpid():
+            shut_down(self._planner)
             with self._idle:
                 while self._open_requests:
                     self._idle.wait()
-            self._planner.shutdown()
-            self._helpers.shutdown()
+            shut_down(self._helpers)
             self._engine.close()
         for state in self._states.values():
             state.files.close()
@@ -454,7 +463,7 @@ class Reader:
         self.close()
 
     def __del__(self) -> None:
-        if not getattr(self, "_closed", True) and not sys.is_finalizing():
+        if getattr(self, "_states", None) and not sys.is_finalizing():
             self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:

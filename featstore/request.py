@@ -27,6 +27,7 @@ class Request:
         self._future.set_running_or_notify_cancel()  # only close_piece ends it: reads under way still write into the rows
         self._finish = finish  # makes the result of the filled arrays
         self._lock = threading.Lock()
+        self._begun = False  # whether planning has begun, after which only the request's own pieces may end it
         self._open = 1  # pieces under way, and one for the planning
         self._lanes: set[Lane] = set()
         self._error: BaseException | None = None
@@ -66,6 +67,26 @@ class Request:
             raise
 
     # What the reader calls.
+
+    def begin(self) -> bool:
+        """Planning begins; False where the request was abandoned before."""
+        with self._lock:
+            if self._future.done():
+                return False
+            self._begun = True
+            return True
+
+    def abandon(self) -> None:
+        """The caller is leaving with an exception: cancel, and come back only when nothing writes into ``out`` any more."""
+        with self._lock:
+            if not self._begun and not self._future.done():
+                self._future.set_exception(CancelledError("the request was abandoned"))
+        self.cancel()
+        while not self._future.done():
+            try:
+                self._future.exception()
+            except KeyboardInterrupt:
+                continue  # the first interrupt is on its way to the caller
 
     def stopped(self) -> bool:
         """Whether planning should go no further."""

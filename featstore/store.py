@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from featstore.arrays import load_array
 from featstore.dtypes import dtype_from_name
-from featstore.errors import CorruptionError, DeviceError, FormatError, IncompleteStoreError
+from featstore.errors import ClosedError, CorruptionError, DeviceError, FormatError, IncompleteStoreError
 from featstore.layout import TableLayout
 from featstore.manifest import (
     MANIFEST_NAME,
@@ -194,6 +194,8 @@ class Store:
         """A reader over this store's tables; the options are those of :class:`featstore.reader.Reader`."""
         from featstore.reader import Reader
 
+        if self._lock is None:
+            raise ClosedError("the store is closed; open it again")
         return Reader(self, **options)
 
     def close(self) -> None:

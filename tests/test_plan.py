@@ -90,9 +90,17 @@ def test_select_rows(rng: np.random.Generator, rows: int, count: int) -> None:
     skip = int(rng.integers(0, len(within) + 1))
     take = int(rng.integers(0, len(within) - skip + 1))
     out, positions = np.full(take, -1), np.full(take, -1, np.int32)
-    select_rows(ids, row_map, low, high, skip, out, positions)
+    got = select_rows(ids, row_map, rows, low, high, skip, out, positions)
+    assert got == take
     np.testing.assert_array_equal(positions, within[skip : skip + take])
     np.testing.assert_array_equal(out, mapped(ids, row_map)[within[skip : skip + take]])
+
+
+@pytest.mark.parametrize("bad", [-1, 10, 2**40])
+def test_select_rows_stops_at_an_id_that_was_changed(bad: int) -> None:
+    ids = np.array([1, 2, bad, 3])
+    out, positions = np.full(4, -1), np.full(4, -1, np.int32)
+    assert select_rows(ids, np.empty(0, np.int32), 10, 0, 10, 0, out, positions) == -1
 
 
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=60), st.integers(0, 5), st.integers(1, 40))
@@ -134,7 +142,7 @@ def test_ranges_select_every_position_once(rng: np.random.Generator, rows: int, 
     seen = np.zeros(count, np.int64)
     for r in cut_ranges(counts, shift, count_max):
         out, positions = np.full(r.count, -1), np.full(r.count, -1, np.int32)
-        select_rows(ids, row_map, r.low, r.high, r.skip, out, positions)
+        assert select_rows(ids, row_map, rows, r.low, r.high, r.skip, out, positions) == r.count
         np.add.at(seen, positions, 1)
         np.testing.assert_array_equal(out, mapped(ids, row_map)[positions])
         assert (np.diff(positions) > 0).all()

@@ -14,7 +14,7 @@ import torch
 import featstore
 from featstore import lookup as lookup_module
 from featstore.cost import DeviceModel
-from featstore.errors import BudgetError, IdError
+from featstore.errors import BudgetError, ClosedError, DeviceError, IdError
 from featstore.reader import Reader
 
 MEMORY = "4MiB"
@@ -304,3 +304,42 @@ def test_large_lookups_use_helper_threads(
             bad[at] = 1000
             with pytest.raises(IdError, match="node id 1000 "):
                 reader.read(bad)
+
+
+def test_a_matrix_as_out_is_filled(store: featstore.Store, features: np.ndarray) -> None:
+    """np.matrix stays two-dimensional whatever it is reshaped to."""
+    out = np.zeros((5, features.shape[1]), features.dtype).view(np.matrix)
+    with store.reader(memory=MEMORY) as reader:
+        reader.read(np.arange(5), out=out)
+    np.testing.assert_array_equal(np.asarray(out), features[:5])
+
+
+def test_odd_options_are_refused(store: featstore.Store) -> None:
+    for depth in (0, -1, 5000):
+        with pytest.raises(ValueError, match="queue_depth"):
+            store.reader(memory=MEMORY, queue_depth=depth)
+    with pytest.raises(TypeError):
+        store.reader(memory=MEMORY, queue_depth=64.0)
+    with store.reader(memory=MEMORY, tables="features") as reader:
+        assert reader.read(np.array([], np.float32)).shape[0] == 0
+    other = featstore.open(store.path)
+    other.close()
+    with pytest.raises(ClosedError, match="closed"):
+        other.reader(memory=MEMORY)
+
+
+def test_an_engine_that_cannot_run_tells_whoever_waits(
+    monkeypatch: pytest.MonkeyPatch, store: featstore.Store, engine: str
+) -> None:
+    """The reading thread itself fails (a kernel that cannot be loaded, say): an error, not a hang."""
+    from featstore.engine import pool, uring
+
+    def broken(*arguments: object) -> int:
+        raise RuntimeError("cannot load")
+
+    with store.reader(memory=MEMORY, engine=engine) as reader:
+        monkeypatch.setattr(uring, "_drive", broken)
+        monkeypatch.setattr(pool, "_work", broken)
+        for _ in range(2):
+            with pytest.raises((DeviceError, ClosedError, RuntimeError)):
+                reader.read([1, 2, 3])

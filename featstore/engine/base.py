@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import mmap
+import threading
 from abc import ABC, abstractmethod
+from concurrent.futures import ThreadPoolExecutor
 from typing import ClassVar
 
 import numpy as np
@@ -52,6 +54,11 @@ class Engine(ABC):
     @abstractmethod
     def close(self) -> None:
         """Finish the lanes that were started, then give everything back. May be called more than once."""
+
+
+def shut_down(pool: ThreadPoolExecutor) -> None:
+    """End a pool's threads and wait for them, unless one of them is asking (the last reference may be dropped in any thread)."""
+    pool.shutdown(wait=threading.current_thread() not in pool._threads)
 
 
 def aligned_buffer(byte_count: int) -> NDArray[np.uint8]:

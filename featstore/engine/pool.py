@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from featstore.engine import counters as C
 from featstore.engine import lane as L
-from featstore.engine.base import Engine, aligned_buffer, new_counters
+from featstore.engine.base import Engine, aligned_buffer, new_counters, shut_down
 from featstore.engine.deliver import CLOCK, count_read, deliver, now_ns, report_error
 from featstore.engine.files import Access
 from featstore.engine.lane import Lane
@@ -149,8 +149,19 @@ class PoolEngine(Engine):
                 return
         workers = min(self.threads, max(1, lane.extents))
         left = [workers]
-        for _ in range(workers):
-            self._pool.submit(self._run, lane, left)
+        for started in range(workers):
+            try:
+                self._pool.submit(self._run, lane, left)
+            except RuntimeError:  # no more threads: those there are do the work
+                with self._lock:
+                    left[0] -= workers - started
+                    nobody = left[0] == 0
+                if nobody:
+                    if started:  # they were through already
+                        lane.on_done(lane)
+                        return
+                    raise
+                return
 
     def _run(self, lane: Lane, left: list[int]) -> None:
         with self._lock:
@@ -167,6 +178,8 @@ class PoolEngine(Engine):
                 address_of(self._scratch[k]),
                 self._counters[k],
             )
+        except BaseException as error:  # the kernel could not be run: whoever waits must hear of it
+            lane.failure = error if isinstance(error, Exception) else RuntimeError(repr(error))
         finally:
             with self._lock:
                 self._free.append(k)
@@ -181,7 +194,7 @@ class PoolEngine(Engine):
 
     def close(self) -> None:
         self._closed = True
-        self._pool.shutdown(wait=True)
+        shut_down(self._pool)
 
 
 class ThreadsEngine(PoolEngine):

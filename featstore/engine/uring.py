@@ -16,6 +16,7 @@ of addresses, each probed. Ring flags: SINGLE_ISSUER and DEFER_TASKRUN where the
 from __future__ import annotations
 
 import ctypes
+import errno
 import importlib.util
 import os
 import threading
@@ -358,18 +359,28 @@ class UringEngine(Engine):
             self._condition.notify()
 
     def _run(self, opened: threading.Event) -> None:
+        active: list[Lane] = []
         try:
-            ring = self._library.open_ring(max(8, self.queue_depth))
-        except OSError as error:
-            self._failure = error
+            self._loop(opened, active)
+        except BaseException as error:  # whoever waits, for the ring or for rows, must hear of it
+            self._failure = self._failure or (
+                error if isinstance(error, OSError) else OSError(errno.EIO, f"the reading thread ended: {error!r}")
+            )
+            with self._condition:
+                self._closing = True
+                active += self._queue
+                self._queue.clear()
+            self._fail(active)
+        finally:
             opened.set()
-            return
+
+    def _loop(self, opened: threading.Event, active: list[Lane]) -> None:
+        ring = self._library.open_ring(max(8, self.queue_depth))
         opened.set()
         state = np.zeros(8, np.int64)
         slots = np.zeros((4 * self.queue_depth, 6), np.int64)
         completions = np.zeros(self.queue_depth, np.int64)
         scratch = np.zeros(2, np.int64)
-        active: list[Lane] = []
         while True:
             with self._condition:
                 while not self._queue and not active and not self._closing:
@@ -423,7 +434,8 @@ class UringEngine(Engine):
         with self._condition:
             self._closing = True
             self._condition.notify()
-        self._thread.join()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
 
 
 def _lane_ended(lane: Lane) -> bool:

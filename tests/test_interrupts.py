@@ -1,0 +1,57 @@
+"""Ctrl-C in the middle of reads: the interrupt comes through, `out` is left alone afterwards, the reader stays usable."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import featstore
+
+PROGRAM = """
+import random, signal, sys, threading, time
+import numpy as np, featstore
+store = featstore.open(sys.argv[1])
+features = np.load(sys.argv[3])
+reader = store.reader(memory="2MiB", engine=sys.argv[2], static=None)
+ids = np.random.default_rng(0).integers(0, len(features), 20_000)
+wanted = features[ids]
+stop = False
+def bother():
+    while not stop:
+        time.sleep(random.uniform(0.0005, 0.01))
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+thread = threading.Thread(target=bother, daemon=True)
+thread.start()
+interrupted = finished = 0
+end = time.monotonic() + 4
+while time.monotonic() < end:
+    try:
+        out = np.zeros_like(wanted)
+        try:
+            reader.read(ids, out=out)
+            finished += 1
+        except KeyboardInterrupt:
+            interrupted += 1
+            left = out.copy()
+            time.sleep(0.002)
+            assert np.array_equal(left, out), "written after the read had raised"
+    except KeyboardInterrupt:
+        pass
+stop = True
+try:
+    thread.join()
+except KeyboardInterrupt:
+    thread.join()
+assert np.array_equal(reader.read(ids), wanted)
+reader.close()
+print("interrupted" if interrupted else "never", flush=True)
+"""
+
+
+def test_interrupts_leave_the_reader_whole(store: featstore.Store, features, engine: str, tmp_path) -> None:
+    import numpy as np
+
+    np.save(tmp_path / "x.npy", features)
+    arguments = [sys.executable, "-c", PROGRAM, str(store.path), engine, str(tmp_path / "x.npy")]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=90)
+    assert (done.returncode, done.stdout) == (0, "interrupted\n"), done.stderr[-2000:]
