@@ -149,7 +149,7 @@ class Store:
 
     def array(self, entry):
         shape = fields(entry, ARRAY)["shape"]
-        need(len(shape) <= 32 and all(type(n) is int and 0 <= n <= 2**48 for n in shape), f"shape {shape}")
+        need(len(shape) <= 31 and all(type(n) is int and 0 <= n <= 2**48 for n in shape), f"shape {shape}")
         dtype, axes = self.zarr(entry["path"], shape, shape, entry["dtype"])
         size = math.prod(shape) * dtype.itemsize
         data = self.chunk(entry["path"] + "/c" + ".0" * axes, size) if size else b""
@@ -160,7 +160,7 @@ class Store:
         rows, shape, per_chunk, row_bytes = t["rows"], t["row_shape"], t["rows_per_chunk"], t["row_bytes"]
         need(0 <= rows <= 2**40 and all(type(n) is int and n >= 1 for n in shape) and per_chunk >= 1, "table shape")
         dtype, axes = self.zarr(t["path"], [rows, *shape], [per_chunk, *shape], t["dtype"])
-        need(row_bytes == math.prod(shape) * dtype.itemsize <= 2**26, "row bytes")
+        need(row_bytes == math.prod(shape) * dtype.itemsize <= 2**26 and rows * row_bytes < 2**62, "row bytes")
         chunks, size = -(-rows // per_chunk), per_chunk * row_bytes
         need(chunks <= len(self.files) and (chunks <= 1 or size % 4096 == 0), "chunks")
         data = b"".join(self.chunk(f"{t['path']}/c.{k}" + ".0" * (axes - 1), size) for k in range(chunks))
