@@ -5,6 +5,7 @@ torch is never imported here: a tensor can only have come from a program that im
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,11 @@ from numpy.typing import NDArray
 
 from featstore.dtypes import is_bfloat16
 from featstore.errors import IdError
+from featstore.native import libc
+from featstore.units import PAGE_BYTES
 
+_MADV_POPULATE_WRITE = 23
+_POPULATE_BYTES_MIN = 4 * 2**20
 _ALIGNMENT = 64  # what DLPack consumers want for a zero-copy hand-over
 
 
@@ -63,6 +68,21 @@ def empty_rows(count: int, row_bytes: int) -> NDArray[np.uint8]:
     raw = np.empty(count * row_bytes + _ALIGNMENT, np.uint8)
     start = -raw.ctypes.data % _ALIGNMENT
     return raw[start : start + count * row_bytes]
+
+
+def populate(rows: NDArray[np.uint8]) -> None:
+    """Have the system provide the memory of a large fresh result now, in the caller's thread, which has nothing else to do.
+
+    Otherwise the engine's thread takes a page fault for every page it copies into. The content is not touched. This is advice:
+    a kernel that does not know it (before Linux 5.14) provides the memory later, as ever.
+    """
+    if rows.nbytes < _POPULATE_BYTES_MIN:
+        return
+    begin = -(-rows.ctypes.data // PAGE_BYTES) * PAGE_BYTES
+    end = (rows.ctypes.data + rows.nbytes) // PAGE_BYTES * PAGE_BYTES
+    madvise = libc().madvise
+    for at in range(begin, end, _POPULATE_BYTES_MIN):  # in steps, so that an interrupt comes through
+        madvise(ctypes.c_void_p(at), ctypes.c_size_t(min(_POPULATE_BYTES_MIN, end - at)), _MADV_POPULATE_WRITE)
 
 
 def check_out(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[np.uint8]:

@@ -35,7 +35,7 @@ from featstore.engine.base import Engine, shut_down
 from featstore.engine.files import Access, TableFiles
 from featstore.engine.lane import Lane
 from featstore.errors import BudgetError, ClosedError, DeviceError, IdError, SourceError
-from featstore.ids import Ids, check_out, empty_rows, finished, parse_ids
+from featstore.ids import Ids, check_out, empty_rows, finished, parse_ids, populate
 from featstore.lookup import NONE, Found, Part, Piece, TableState, find, pieces_of, table_need
 from featstore.plan import Extents, plan_extents
 from featstore.report import Counts, Plan, ReaderStats, TablePlan
@@ -190,6 +190,9 @@ class Reader:
         request, parts = self._request(ids, out, copy=False)
         try:
             self._plan_soon(request, parts)
+            if out is None:
+                for part in parts:
+                    populate(part.out)
             return request.result()
         except BaseException:
             request.abandon()

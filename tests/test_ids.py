@@ -138,3 +138,13 @@ def test_results_are_views_and_tensors_share_memory() -> None:
 def test_dtypes_that_torch_lacks_are_named(dtype: str) -> None:
     with pytest.raises(TypeError, match="torch has no dtype for"):
         finished(np.zeros(16, np.uint8), (16 // np.dtype(dtype).itemsize,), np.dtype(dtype), True)
+
+
+def test_populate_leaves_the_content_alone() -> None:
+    from featstore.ids import populate
+
+    for size in (0, 100, 9 * 2**20 + 77):
+        rows = empty_rows(1, size)
+        rows[:] = 7
+        populate(rows)
+        assert (rows == 7).all()
