@@ -105,7 +105,8 @@ def test_generated_rows_are_deterministic_and_weak(graph: Any, tmp_path: Path, m
 
 
 def test_load_dense_and_sparse_npz(graph: Any, tmp_path: Path) -> None:
-    scipy_sparse = pytest.importorskip("scipy.sparse")
+    import scipy.sparse as scipy_sparse
+
     labels = graph.labels.astype(np.int16)
     labels[graph.train_idx[0]] = -1
     common = {key: getattr(graph, key) for key in ("indptr", "indices", "train_idx", "val_idx", "test_idx")}
