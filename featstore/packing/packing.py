@@ -145,7 +145,7 @@ def pack(
         try:
             packing.run(small, resumed)
         except BudgetError as error:
-            packing.abandon(resumed)
+            packing.abandon(resumed, order_counts=False)  # another budget is another pack: --resume would refuse it
             raise BudgetError(_with_slack(error.needed_bytes), parse_bytes(memory), error.what) from None
         except BaseException:
             packing.abandon(resumed)
@@ -211,10 +211,10 @@ class _Packing:
         self.disk.unlink(self.generation.journal)
         self.disk.rmtree(self.generation.spill)
 
-    def abandon(self, resumed: bool) -> None:
+    def abandon(self, resumed: bool, order_counts: bool = True) -> None:
         """After an error: leave nothing behind where nothing was achieved; otherwise the journal stays for --resume."""
         tables = self._journal.state.tables.values() if self._journal else ()
-        if resumed or any(t.order is not None or t.spill_bytes or t.written_bytes for t in tables):
+        if resumed or any((t.order and order_counts) or t.spill_bytes or t.written_bytes or t.done for t in tables):
             return
         with suppress(FeatstoreError, OSError):  # the error that brought us here is the one to tell
             self.disk.unlink(self.generation.journal)

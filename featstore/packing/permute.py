@@ -15,7 +15,7 @@ import math
 import queue
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -181,7 +181,7 @@ def as_given(job: Job, writer: TableWriter) -> None:
     """Append the source's rows as they come."""
     start_byte = job.progress.written_bytes
     buffer = min(BLOCK_BYTES, max(PAGE_BYTES, (job.memory_bytes - job.source_bytes) // 4))
-    _need(job.source_bytes + 4 * buffer, job, "pack")
+    _check_memory(job)
     appender = Appender(writer, start_byte, buffer)
     row = start_byte // job.layout.row_bytes
     skip = start_byte - row * job.layout.row_bytes
@@ -223,9 +223,13 @@ def in_memory(job: Job, writer: TableWriter) -> None:
         writer.write(at // PAGE_BYTES, piece, partial(job.tick, "write", len(piece)))
 
 
-def _need(needed: int, job: Job, what: str) -> None:
+def _check_memory(job: Job) -> None:
+    """Raise BudgetError, with the smallest budget that works, where rows cannot even be streamed: blocks grow with the budget."""
+    needed = job.memory_bytes
+    while (more := replace(job, memory_bytes=needed).source_bytes + 4 * PAGE_BYTES) > needed:
+        needed = more
     if needed > job.memory_bytes:
-        raise BudgetError(needed, job.memory_bytes, f"{what} table {job.name!r}")
+        raise BudgetError(needed + job.fixed_bytes, job.memory_bytes + job.fixed_bytes, f"pack table {job.name!r}")
 
 
 def spool(source: RowSource, disk: Disk, path: Path, memory_bytes: int) -> RowSource:

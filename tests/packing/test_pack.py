@@ -385,3 +385,11 @@ def test_a_file_size_limit_is_a_full_disk(tmp_path):
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY
     store = featstore.pack(tmp_path / "s", np.ones((100_000, 16)), resume=True)
     assert rows_of(store).sum() == 1_600_000
+
+
+def test_a_budget_that_was_too_small_leaves_nothing_to_resume(tmp_path):
+    """With another budget it is another pack, which --resume refuses: the next try must simply work."""
+    with pytest.raises(BudgetError) as caught:
+        featstore.pack(tmp_path / "s", X, memory="1KiB")
+    assert [p.name for p in (tmp_path / "s").iterdir()] == ["lock"]
+    assert np.array_equal(rows_of(featstore.pack(tmp_path / "s", X, memory=caught.value.needed_bytes)), X)
