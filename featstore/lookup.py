@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
-from itertools import pairwise
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -24,8 +23,10 @@ from featstore.plan import RANGE_BINS, RowRange, cut_ranges, row_histogram, rows
 from featstore.store import Table
 from featstore.tiers import Tier
 
-_SPLIT_BYTES = 2 * 2**20  # from this many bytes on, looking up and copying use a second thread
+_ALONE_BYTES = 2 * 2**20  # from here on, looking up and copying are shared with the helper threads,
+_SHARE_BYTES, _SHARES_PER_THREAD = 2**18, 4  # in such shares
 _ID_BYTES = 64  # what looking up one id weighs in that
+_SMALL_IDS = 2**14  # up to here, handing a request to another thread costs more than it saves
 _RANGES_MAX = 16  # ranges that ids are cut into at once: each costs one pass over them
 NONE = np.empty(0, np.int32)
 _UNSERVED = np.empty(0, np.uint8)
@@ -67,7 +68,8 @@ class TableState:
 
 
 class Part:
-    """Ids of one table and where their rows go; ``row_map`` is empty where the ids are rows."""
+    """Ids of one table and where their rows go; ``row_map`` is empty where the ids are rows. ``found`` is its lookup, where
+    that has been done already."""
 
     def __init__(
         self, state: TableState, ids: NDArray[np.int64], row_map: NDArray[Any], out: NDArray[np.uint8]
@@ -76,6 +78,7 @@ class Part:
         self.ids = ids
         self.row_map = row_map
         self.out = out
+        self.found: Found | None = None
 
 
 class Piece:
@@ -104,8 +107,12 @@ def pieces_of(part: Part, ids_max: int) -> Iterator[Piece]:
     shift = max(0, (rows - 1).bit_length() - (RANGE_BINS.bit_length() - 1))
     step = ids_max * _RANGES_MAX
     for at in range(0, len(part.ids), step):
-        run = Part(
-            part.state, part.ids[at : at + step], part.row_map, part.out[at * row_bytes : (at + step) * row_bytes]
+        run = (
+            part
+            if len(part.ids) <= step
+            else Part(
+                part.state, part.ids[at : at + step], part.row_map, part.out[at * row_bytes : (at + step) * row_bytes]
+            )
         )
         if len(run.ids) <= ids_max:
             yield Piece(run, None)
@@ -126,9 +133,20 @@ def _check(part: Part, bad: int) -> None:
         )
 
 
+def find_small(part: Part, ids_max: int, helpers: ThreadPoolExecutor) -> bool:
+    """Serve a small part from the tiers in the caller's thread, copying included; True if they held all of it. What they did
+    not hold is left in ``part.found`` for the planning. Raises IdError."""
+    if not part.state.tiers or len(part.ids) > min(_SMALL_IDS, ids_max):
+        return False
+    part.found = find(Piece(part, None), helpers, deliver=True)
+    return sum(part.found.hits.values()) == len(part.ids)
+
+
 def find(piece: Piece, helpers: ThreadPoolExecutor, *, deliver: bool) -> Found:
     """Map a piece's ids to rows and ask the tiers; with ``deliver``, what they hold is copied out. Raises IdError."""
     part, state = piece.part, piece.part.state
+    if part.found is not None:
+        return part.found
     found = Found(piece)
     if piece.range is not None:
         r = piece.range
@@ -155,16 +173,53 @@ def find(piece: Piece, helpers: ThreadPoolExecutor, *, deliver: bool) -> Found:
 
 
 def _in_parallel(work: Callable[[int, int], None], n: int, weight_bytes: int, helpers: ThreadPoolExecutor) -> None:
-    """work(begin, end) over [0, n), on the helper threads too where it is worth it."""
-    if n * weight_bytes < _SPLIT_BYTES:
+    """work(begin, end) over [0, n), on the helper threads too where it is worth it.
+
+    Whoever has time takes the next share, so a helper that wakes late holds nobody up. When this returns, also by an
+    exception or an interrupt, no helper works on it any more: they write into the caller's memory.
+    """
+    threads = helpers._max_workers + 1
+    share = max(1, _SHARE_BYTES // weight_bytes, -(-n // (_SHARES_PER_THREAD * threads)))
+    if n * weight_bytes < _ALONE_BYTES:
         work(0, n)
         return
-    shares = helpers._max_workers + 1
-    cuts = [n * k // shares for k in range(shares + 1)]
-    others = [helpers.submit(work, a, b) for a, b in pairwise(cuts[1:])]
+    shares = [(begin, min(n, begin + share)) for begin in range(0, n, share)]
+    errors: list[BaseException] = []
+
+    def take_shares(busy: threading.Lock) -> None:
+        if not busy.acquire(blocking=False):
+            return  # the caller has left already
+        try:
+            while True:
+                try:
+                    begin, end = shares.pop()
+                except IndexError:
+                    return
+                work(begin, end)
+        except BaseException as error:
+            errors.append(error)
+            shares.clear()
+        finally:
+            busy.release()
+
+    busy = [threading.Lock() for _ in range(threads)]
     try:
-        work(cuts[0], cuts[1])
+        for lock in busy[1:]:
+            helpers.submit(take_shares, lock)
+        take_shares(busy[0])
     finally:
-        wait(others)  # also after an error: they write into the caller's memory
-    for other in others:
-        other.result()
+        shares.clear()
+        for lock in busy:
+            _acquire(lock)
+    if errors:
+        raise errors[0]
+
+
+def _acquire(lock: threading.Lock) -> None:
+    """Take a lock, whatever interrupts come: the first of them is on its way to the caller already."""
+    while True:
+        try:
+            lock.acquire()
+            return
+        except KeyboardInterrupt:
+            continue

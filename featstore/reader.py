@@ -1,9 +1,9 @@
 """The reader: tiers, plan and engine behind one call.
 
 For each piece of a request (:mod:`featstore.lookup`) the reader maps ids to rows, lets its tiers serve what they hold, plans the
-reads for the rest and hands them to the engine; while the engine reads one piece, the next is planned. ``read`` plans in the
-caller's thread, ``submit`` in the reader's own. Several requests may be under way, from several threads; they share the
-engine's queue.
+reads for the rest and hands them to the engine; while the engine reads one piece, the next is planned. Planning is done by
+the reader's own thread; only a small request that the tiers hold whole is answered in the caller's. Several requests may be under
+way, from several threads; they share the engine's queue.
 
 A reader belongs to one process. After a fork it opens its own engine when it is first used; when pickled it is made anew
 from its store and options.
@@ -36,7 +36,7 @@ from featstore.engine.files import Access, TableFiles
 from featstore.engine.lane import Lane
 from featstore.errors import BudgetError, ClosedError, DeviceError, IdError, SourceError
 from featstore.ids import Ids, check_out, empty_rows, finished, parse_ids, populate
-from featstore.lookup import NONE, Found, Part, Piece, TableState, find, pieces_of, table_need
+from featstore.lookup import NONE, Found, Part, Piece, TableState, find, find_small, pieces_of, table_need
 from featstore.plan import Extents, plan_extents
 from featstore.report import Counts, Plan, ReaderStats, TablePlan
 from featstore.request import Request
@@ -187,7 +187,10 @@ class Reader:
         Raises IdError, CorruptionError, DeviceError, ClosedError.
         """
         self._ready()
-        request, parts = self._request(ids, out, copy=False)
+        finish, parts = self._parse(ids, out, copy=False)
+        if self._from_tiers(parts):
+            return finish()
+        request = Request(finish)
         try:
             self._plan_soon(request, parts)
             if out is None:
@@ -202,7 +205,8 @@ class Reader:
         """Like :meth:`read`, but returns at once with a :class:`~featstore.request.Request`. ``ids`` may be changed
         afterwards; ``out`` belongs to the request until it is done. Blocks while too many requests are under way."""
         self._ready()
-        request, parts = self._request(ids, out, copy=True)
+        finish, parts = self._parse(ids, out, copy=True)
+        request = Request(finish)
         limit = self._requests
         limit.acquire()
         request._future.add_done_callback(lambda _: limit.release())
@@ -212,6 +216,18 @@ class Reader:
             request.abandon()
             raise
         return request
+
+    def _from_tiers(self, parts: list[Part]) -> bool:
+        """Answer a small request whose rows are all in the tiers in the caller's thread; nothing is under way afterwards."""
+        begin = time.perf_counter()
+        if not all(find_small(part, self.budget.piece_ids_max, self._helpers) for part in parts):
+            return False
+        for part in parts:
+            assert part.found is not None
+            self._count_piece(part.state, part.found, 0.0, begin)
+            begin = time.perf_counter()
+        self._counts.add(requests=1)
+        return True
 
     def _plan_soon(self, request: Request, parts: list[Part]) -> None:
         """Have a request planned and started by the reader's own thread, which no signal interrupts half-way."""
@@ -239,7 +255,8 @@ class Reader:
             )
         return {next(iter(self._states)): value}
 
-    def _request(self, ids: Any, out: Any, *, copy: bool) -> tuple[Request, list[Part]]:
+    def _parse(self, ids: Any, out: Any, *, copy: bool) -> tuple[Callable[[], Any], list[Part]]:
+        """A request's parts, and what makes its result of them when they are filled."""
         by_table = self._by_table(ids)
         outs = {} if out is None else self._by_table(out)
         for name in outs:
@@ -266,7 +283,7 @@ class Reader:
             }
             return done if isinstance(ids, Mapping) else next(iter(done.values()))
 
-        return Request(finish), parts
+        return finish, parts
 
     def _feed(self, request: Request, parts: list[Part]) -> None:
         """Plan and start every piece of a request."""
@@ -325,11 +342,15 @@ class Reader:
                 request.close_piece(lane, lane.error())
 
             lane = lane_of(part.state.files, extents, part.out, on_done)
-        self._counts.add(
-            rows_asked=piece.count, bytes_asked=piece.count * part.state.table.row_bytes, hits=found.hits,
-            forecast_seconds=forecast, seconds_planning=time.perf_counter() - begin,
-        )  # fmt: skip
+        self._count_piece(part.state, found, forecast, begin)
         return lane
+
+    def _count_piece(self, state: TableState, found: Found, forecast_seconds: float, begin: float) -> None:
+        count = len(found.rows)
+        self._counts.add(
+            rows_asked=count, bytes_asked=count * state.table.row_bytes, hits=found.hits, forecast_seconds=forecast_seconds,
+            seconds_planning=time.perf_counter() - begin,
+        )  # fmt: skip
 
     def _extents(self, part: Part, found: Found) -> Extents:
         return plan_extents(

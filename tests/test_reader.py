@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -295,7 +297,8 @@ def test_the_engine_says_why(monkeypatch: pytest.MonkeyPatch, store: featstore.S
 def test_large_lookups_use_helper_threads(
     monkeypatch: pytest.MonkeyPatch, store: featstore.Store, features: np.ndarray, engine: str
 ) -> None:
-    monkeypatch.setattr(lookup_module, "_SPLIT_BYTES", 1)
+    monkeypatch.setattr(lookup_module, "_ALONE_BYTES", 1)
+    monkeypatch.setattr(lookup_module, "_SHARE_BYTES", 1)
     with store.reader(memory=MEMORY, engine=engine, static=np.arange(0, 1000, 3)) as reader:
         for ids in (np.arange(1000), np.array([1]), np.repeat(np.arange(1000), 40)):
             np.testing.assert_array_equal(reader.read(ids), features[ids])
@@ -304,6 +307,39 @@ def test_large_lookups_use_helper_threads(
             bad[at] = 1000
             with pytest.raises(IdError, match="node id 1000 "):
                 reader.read(bad)
+
+
+def test_a_small_request_is_answered_from_the_tier_and_counted(
+    store: featstore.Store, features: np.ndarray, engine: str
+) -> None:
+    """All in the tier: no page is read. Some: those are read, and nothing is counted twice."""
+    with store.reader(memory=MEMORY, engine=engine, static=np.arange(0, 1000, 2)) as reader:
+        before = reader.stats()
+        ids = np.array([998, 0, 2, 2, 500])
+        np.testing.assert_array_equal(reader.read(ids), features[ids])
+        after = reader.stats()
+        assert after.reads == before.reads
+        assert after.hits == {"static": 5}
+        assert (after.requests, after.rows_asked) == (1, 5)
+        mixed = np.array([998, 1, 2])
+        np.testing.assert_array_equal(reader.read(mixed), features[mixed])
+        after = reader.stats()
+        assert after.reads == before.reads + 1
+        assert after.hits == {"static": 7}
+        assert (after.requests, after.rows_asked) == (2, 8)
+
+
+def test_a_helper_that_wakes_late_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lookup_module, "_ALONE_BYTES", 1)
+    monkeypatch.setattr(lookup_module, "_SHARE_BYTES", 1)
+    wake = threading.Event()
+    helpers = ThreadPoolExecutor(1)
+    helpers.submit(wake.wait)
+    seen: list[tuple[int, int]] = []
+    lookup_module._in_parallel(lambda a, b: seen.append((a, b)), 100, 1, helpers)
+    wake.set()
+    helpers.shutdown(wait=True)
+    assert sorted(i for a, b in seen for i in range(a, b)) == list(range(100))
 
 
 def test_a_matrix_as_out_is_filled(store: featstore.Store, features: np.ndarray) -> None:
