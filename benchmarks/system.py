@@ -123,6 +123,11 @@ class MemoryGroup:
     directory: Path
     version: int
 
+    def peak_bytes(self) -> int:
+        """The most that its processes were charged with so far, page cache included."""
+        name = "memory.max_usage_in_bytes" if self.version == 1 else "memory.peak"
+        return int((self.directory / name).read_text())
+
     def wrap(self, command: Sequence[str]) -> list[str]:
         """The command, run inside the group."""
         return ["/bin/sh", "-c", f'echo $$ > "{self.directory}/cgroup.procs" && exec "$@"', "sh", *command]

@@ -63,6 +63,36 @@ def parse_ids(ids: Any, *, copy: bool = False) -> Ids:
     return Ids(values, given.shape, tensor)
 
 
+def parse_runs(runs: Any, rows: int, table: str) -> NDArray[np.int64]:
+    """Runs of rows as int64 [n, 2]. Raises IdError for anything that is no run of a table of so many rows."""
+    given = np.asarray(runs)
+    if given.size == 0:
+        return np.empty((0, 2), np.int64)
+    if given.dtype.kind not in "iu" or given.ndim != 2 or given.shape[1] != 2:
+        raise IdError(
+            f"runs must be integers [n, 2], the first row and the end of each, not {given.dtype} {given.shape}"
+        )
+    bad = np.flatnonzero((given[:, 0] < 0) | (given[:, 1] < given[:, 0]) | (given[:, 1] > rows))
+    if len(bad):
+        low, high = given[bad[0]].tolist()
+        raise IdError(f"rows {low} to {high} are no run of table {table!r}, which has {rows:,} rows")
+    return np.array(given, np.int64, order="C")  # a copy: the reads are planned later, in another thread
+
+
+def parse_places(at: Any, runs: NDArray[np.int64], rows: int) -> NDArray[np.int64]:
+    """Where each run begins in a destination of so many rows, int64 [n]. Raises IdError for a place outside it."""
+    given = np.asarray(at)
+    if given.shape != (len(runs),) or (given.dtype.kind not in "iu" and given.size):
+        raise IdError(f"at must be integers, one for each of the {len(runs)} runs, not {given.dtype} {given.shape}")
+    places = given.astype(np.int64)
+    bad = np.flatnonzero((places < 0) | (places > rows - (runs[:, 1] - runs[:, 0])))  # no sum that could overflow
+    if len(bad):
+        raise IdError(
+            f"run {bad[0]} would go to row {places[bad[0]]} of an out of {rows:,} rows, which has no room for it"
+        )
+    return places
+
+
 def empty_rows(count: int, row_bytes: int) -> NDArray[np.uint8]:
     """Uninitialised memory for rows, uint8 [count * row_bytes], aligned to 64 bytes."""
     raw = np.empty(count * row_bytes + _ALIGNMENT, np.uint8)

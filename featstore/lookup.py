@@ -10,6 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -33,19 +34,21 @@ _UNSERVED = np.empty(0, np.uint8)
 _NOWHERE = np.empty(0, np.uint8)
 
 
-def table_need(table: Table, verify: bool) -> TableNeed:
+def table_need(table: Table, verify: bool, by_row: bool = False) -> TableNeed:
     """What a reader holds for a table whatever its budget."""
     order = table.entry.order
-    map_bytes = 0 if order.row_of_node is None else table.rows * dtype_from_name(order.row_of_node.dtype).itemsize
+    map_bytes = (
+        0 if by_row or order.row_of_node is None else table.rows * dtype_from_name(order.row_of_node.dtype).itemsize
+    )
     return TableNeed(map_bytes, 4 * table.layout.pages if verify else 0, table.row_bytes)
 
 
 class TableState:
     """What a reader holds for one table: the map, the open files with their checksums, the tiers."""
 
-    def __init__(self, table: Table, verify: bool, access: Access) -> None:
+    def __init__(self, table: Table, verify: bool, access: Access, by_row: bool = False) -> None:
         self.table = table
-        row_map = table.row_of_node()
+        row_map = None if by_row else table.row_of_node()
         self.row_map: NDArray[Any] = NONE if row_map is None else row_map
         store = table._store
         checksums = store.load(table.entry.page_checksums) if verify else None
@@ -79,6 +82,16 @@ class Part:
         self.row_map = row_map
         self.out = out
         self.found: Found | None = None
+
+
+@dataclass(frozen=True)
+class RunPart:
+    """Runs of rows of one table, int64 [n, 2], where in ``out`` they go, int64 [n] or None for one after the other, and out."""
+
+    state: TableState
+    runs: NDArray[np.int64]
+    places: NDArray[np.int64] | None
+    out: NDArray[np.uint8]
 
 
 class Piece:

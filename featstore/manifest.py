@@ -28,7 +28,8 @@ from featstore.layout import TableLayout
 MANIFEST_NAME = "featstore.json"
 FORMAT_VERSION = 1
 #: Flags this library understands. An unknown reader feature refuses the store, an unknown writer feature makes it read-only.
-READER_FEATURES: frozenset[str] = frozenset()
+GRAPHS_FEATURE = "graphs"
+READER_FEATURES: frozenset[str] = frozenset({GRAPHS_FEATURE})
 WRITER_FEATURES: frozenset[str] = frozenset()
 
 MANIFEST_BYTES_MAX = 256 * 2**20
@@ -41,6 +42,8 @@ _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,127}")
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,254}")
 _GENERATION = re.compile(r"g[0-9]{6,}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
+
+_ROW_DTYPES = ("int32", "int64")
 
 Scalar = str | int | float | bool | None
 
@@ -94,8 +97,29 @@ class TableEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return f"{self.path}/c." + ".".join([str(chunk)] + ["0"] * (zarr_axes(self.row_shape, self.dtype)))
 
 
-class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A store's catalogue; see the module's text."""
+class HubsEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A second copy of the lists of some rows: ``sources[offsets[h]:offsets[h + 1]]`` are those of row ``rows[h]``, the most
+    wanted rows first, as ``method`` ranks them."""
+
+    method: str
+    rows: ArrayEntry
+    offsets: ArrayEntry
+    sources: TableEntry
+
+
+class GraphEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The topology over a table's rows, CSC of incoming edges in the order of the rows: ``sources[offsets[r]:offsets[r + 1]]`` are
+    the rows that row r gathers from."""
+
+    table: str
+    edges: int
+    offsets: TableEntry
+    sources: TableEntry
+    hubs: HubsEntry | None = None
+
+
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A store's catalogue; see the module's text. ``graphs`` needs the reader feature of that name."""
 
     format: Literal["featstore"]
     version: int
@@ -107,6 +131,17 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     arrays: dict[str, ArrayEntry]
     files: list[FileEntry]
     provenance: dict[str, Any]
+    graphs: dict[str, GraphEntry] = msgspec.field(default_factory=dict)
+
+    @property
+    def all_tables(self) -> dict[str, TableEntry]:
+        """Every table, those that graphs consist of too: ``GRAPH/offsets``, ``GRAPH/sources``, ``GRAPH/hubs``."""
+        inner: dict[str, TableEntry] = {}
+        for name, graph in self.graphs.items():
+            inner |= {f"{name}/offsets": graph.offsets, f"{name}/sources": graph.sources}
+            if graph.hubs is not None:
+                inner[f"{name}/hubs"] = graph.hubs.sources
+        return self.tables | inner
 
     @property
     def read_only_because(self) -> str:
@@ -250,6 +285,39 @@ def _validate(manifest: Manifest) -> None:
     for name, array in manifest.arrays.items():
         check_name(name, "array")
         _check_array(f"array {name!r}", array, manifest.generation, files)
+    if manifest.graphs and GRAPHS_FEATURE not in manifest.reader_features:
+        raise FormatError(f"there are graphs, but the reader feature {GRAPHS_FEATURE!r} is not named")
+    for name, graph in manifest.graphs.items():
+        check_name(name, "graph")
+        _check_graph(name, graph, manifest, files)
+
+
+def _check_graph(name: str, graph: GraphEntry, manifest: Manifest, files: dict[str, FileEntry]) -> None:
+    what = f"graph {name!r}"
+    nodes = manifest.tables.get(graph.table)
+    if nodes is None:
+        raise FormatError(f"{what} is over the table {graph.table!r}, which does not exist")
+
+    def check(part: str, table: TableEntry, rows: int | None, dtypes: tuple[str, ...]) -> None:
+        _check_table(f"{name}/{part}", table, manifest.generation, files)
+        if table.row_shape or table.dtype not in dtypes or table.rows != (table.rows if rows is None else rows):
+            raise FormatError(
+                f"{what}: {part} should be {rows} numbers of type {' or '.join(dtypes)}, not {table.rows} x {table.row_shape} "
+                f"{table.dtype}"
+            )
+        if table.order.row_of_node is not None:
+            raise FormatError(f"{what}: {part} are permuted, which they must not be")
+
+    check("offsets", graph.offsets, nodes.rows + 1, ("int64",))
+    check("sources", graph.sources, graph.edges, _ROW_DTYPES)
+    if graph.hubs is None:
+        return
+    check("hubs", graph.hubs.sources, None, _ROW_DTYPES)
+    hubs = graph.hubs.rows.shape[0] if len(graph.hubs.rows.shape) == 1 else -1
+    if not 0 <= hubs <= nodes.rows:
+        raise FormatError(f"{what} has hubs of the impossible shape {graph.hubs.rows.shape}")
+    _check_vector(f"{what}'s hubs", graph.hubs.rows, _ROW_DTYPES, hubs, manifest.generation, files)
+    _check_vector(f"{what}'s hub offsets", graph.hubs.offsets, "int64", hubs + 1, manifest.generation, files)
 
 
 def _check_path(path: str, generation: str) -> None:
@@ -313,7 +381,7 @@ def _check_table(name: str, table: TableEntry, generation: str, files: dict[str,
         ("rows_by_degree", order.rows_by_degree),
     ):
         if entry is not None:
-            _check_vector(f"{what}'s {label}", entry, ("int32", "int64"), table.rows, generation, files)
+            _check_vector(f"{what}'s {label}", entry, _ROW_DTYPES, table.rows, generation, files)
     offsets = order.partition_offsets
     if len(offsets.shape) != 1 or offsets.shape[0] < 2:
         raise FormatError(f"{what}'s partition offsets have the impossible shape {offsets.shape}")

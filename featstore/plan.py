@@ -291,3 +291,62 @@ def plan_extents(
         int(counts[1]),
         int(counts[2]),
     )
+
+
+@dataclass(frozen=True)
+class RunExtents:
+    """The reads that bring runs of rows whole, one span of bytes each."""
+
+    page: NDArray[np.int64]
+    pages: NDArray[np.int32]
+    spans: NDArray[np.int64]
+
+    @property
+    def reads(self) -> int:
+        return len(self.page)
+
+    @property
+    def bytes_read(self) -> int:
+        return int(self.pages.sum()) * PAGE_BYTES
+
+
+def plan_runs(
+    runs: NDArray[np.int64], places: NDArray[np.int64] | None, layout: TableLayout, extent_bytes_max: int
+) -> RunExtents:
+    """Plan the reads for ``runs`` of rows, int64 [n, 2] (first, end). Run i goes to the rows of the destination from
+    ``places[i]`` on; without ``places`` they go one after the other.
+
+    Runs that follow each other on disk and in the destination are read as one. Reads begin at multiples of the longest read,
+    so that all but the first and last of a run are as long as can be, and none crosses the end of a file.
+    """
+    lengths = runs[:, 1] - runs[:, 0]
+    starts = np.cumsum(lengths) - lengths if places is None else places
+    wanted = np.flatnonzero(lengths)
+    begin, end, to = (a[wanted] * layout.row_bytes for a in (runs[:, 0], runs[:, 1], starts))
+    if len(wanted) == 0:
+        return RunExtents(np.empty(0, np.int64), np.empty(0, np.int32), np.empty((0, 3), np.int64))
+    follows = (begin[1:] == end[:-1]) & (to[1:] == to[:-1] + end[:-1] - begin[:-1])
+    first, last = np.concatenate([[True], ~follows]), np.concatenate([~follows, [True]])
+    begin, end, to = begin[first], end[last], to[first]
+    file_bytes, step = layout.pages_per_chunk * PAGE_BYTES, extent_bytes_max // PAGE_BYTES * PAGE_BYTES
+    spans = np.concatenate(
+        [_cut(*run, file_bytes, step) for run in zip(begin.tolist(), end.tolist(), to.tolist(), strict=True)]
+    )
+    page = spans[:, 0] // PAGE_BYTES
+    pages = (-(-spans[:, 1] // PAGE_BYTES) - page).astype(np.int32)
+    return RunExtents(page, pages, spans)
+
+
+def _cut(begin: int, end: int, to: int, file_bytes: int, step: int) -> NDArray[np.int64]:
+    """A run of bytes cut at the ends of files and, within each, at multiples of ``step``: int64 [n, 3]."""
+    cuts = []
+    for file in range(begin // file_bytes, (end - 1) // file_bytes + 1):
+        low, high = max(begin, file * file_bytes), min(end, (file + 1) * file_bytes)
+        within = low - file * file_bytes
+        inner = (
+            np.arange((within // step + 1) * step, high - file * file_bytes, step, dtype=np.int64) + file * file_bytes
+        )
+        cuts.append(np.concatenate([[low], inner]))
+    first = np.concatenate(cuts).astype(np.int64)
+    last = np.concatenate([first[1:], [end]])
+    return np.stack([first, last, first - begin + to], axis=1)

@@ -12,21 +12,21 @@ from its store and options.
 from __future__ import annotations
 
 import atexit
-import errno
 import operator
 import os
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from featstore.budget import PIECES_IN_FLIGHT, Budget
+from featstore.budget import Budget
 from featstore.compilation import announce_compilation
 from featstore.cost import DeviceModel, device_key, load_model
 from featstore.engine import choose, make
@@ -34,16 +34,19 @@ from featstore.engine import counters as C
 from featstore.engine.base import Engine, shut_down
 from featstore.engine.files import Access, TableFiles
 from featstore.engine.lane import Lane
-from featstore.errors import BudgetError, ClosedError, DeviceError, IdError, SourceError
-from featstore.ids import Ids, check_out, empty_rows, finished, parse_ids, populate
-from featstore.lookup import NONE, Found, Part, Piece, TableState, find, find_small, pieces_of, table_need
-from featstore.plan import Extents, plan_extents
+from featstore.errors import BudgetError, ClosedError, IdError, SourceError
+from featstore.feeder import Feeder, MakeLane
+from featstore.ids import Ids, check_out, empty_rows, finished, parse_ids, parse_places, parse_runs, populate
+from featstore.lookup import NONE, Found, Part, Piece, RunPart, TableState, find, find_small, pieces_of, table_need
+from featstore.plan import Extents, plan_extents, plan_runs
 from featstore.report import Counts, Plan, ReaderStats, TablePlan
 from featstore.request import Request
-from featstore.store import Store, Table
+from featstore.store import Store
+from featstore.tiers.members import highest_degrees, members_bytes
 from featstore.tiers.static import StaticTier
 from featstore.units import parse_bytes
 
+_NO_FIRST, _NO_KEYS = np.empty(0, np.int32), np.empty(0, np.uint64)
 QUEUE_DEPTH = 128
 QUEUE_DEPTH_MAX = 4096
 #: Requests of ``submit`` that may wait or be under way; a further one blocks.
@@ -89,6 +92,7 @@ class Reader:
         queue_depth: reads under way at most.
         verify: check the checksum of every page read.
         model: the device model to plan with; by default the calibrated one of this device.
+        by_row: ids are row numbers, positions in the order on disk; no map is held.
 
     Raises BudgetError, CorruptionError, DeviceError, FormatError; OSError where the engine asked for does not work here.
     """
@@ -96,10 +100,11 @@ class Reader:
     def __init__(
         self, store: Store, *, memory: int | str = "1GiB", static: Static = "auto", tables: Sequence[str] | None = None,
         engine: str = "auto", queue_depth: int = QUEUE_DEPTH, verify: bool = True, model: DeviceModel | None = None,
+        by_row: bool = False,
     ) -> None:  # fmt: skip
         self._options = {
             "memory": memory, "static": static, "tables": tables, "engine": engine, "queue_depth": queue_depth,
-            "verify": verify, "model": model,
+            "verify": verify, "model": model, "by_row": by_row,
         }  # fmt: skip
         queue_depth = operator.index(queue_depth)
         if not 1 <= queue_depth <= QUEUE_DEPTH_MAX:
@@ -110,16 +115,15 @@ class Reader:
         self._states: dict[str, TableState] = {}
         names = list(store.tables) if tables is None else [tables] if isinstance(tables, str) else list(tables)
         for name in names:
-            if name not in store.tables:
-                raise KeyError(f"the store has no table {name!r}; it has {', '.join(map(repr, store.tables))}")
-        self._needs = [table_need(store.tables[n], verify) for n in names]
+            store.table(name)
+        self._needs = [table_need(store.table(n), verify, by_row) for n in names]
         self.budget = Budget.split(parse_bytes(memory), self._needs)
         announce_compilation()
         self.engine = choose(engine)
         access: Access = "mapped" if self.engine.name == "mmap" else "direct"
         try:
             for name in names:
-                self._states[name] = TableState(store.tables[name], verify, access)
+                self._states[name] = TableState(store.table(name), verify, access, by_row)
             self.access, self.access_because = self._access(access)
             self.model = model or load_model(device_key(store.path, self.engine.name, self.access))
             self._queue_depth = queue_depth
@@ -130,7 +134,7 @@ class Reader:
         except BaseException:
             self.close()
             raise
-        self._counts = Counts()
+        self._counts.clear()
 
     def _access(self, wanted: Access) -> tuple[Access, str]:
         for state in self._states.values():
@@ -144,12 +148,9 @@ class Reader:
         self._engine = make(
             self.engine.name, self._queue_depth, self.budget.staging_bytes, self.budget.extent_bytes_max
         )
-        self._planner = ThreadPoolExecutor(1, thread_name_prefix="featstore-plan")
+        self._feeder = Feeder(self._engine, self._counts, self.store.path)
         self._helpers = ThreadPoolExecutor(max(1, min(4, os.cpu_count() or 1) - 1), thread_name_prefix="featstore-copy")
-        self._pieces = threading.BoundedSemaphore(PIECES_IN_FLIGHT)
         self._requests = threading.BoundedSemaphore(IN_FLIGHT_MAX)
-        self._idle = threading.Condition()
-        self._open_requests = 0
         self._pid = os.getpid()
 
     def _load_kernels(self) -> None:
@@ -192,7 +193,7 @@ class Reader:
             return finish()
         request = Request(finish)
         try:
-            self._plan_soon(request, parts)
+            self._feeder.feed(request, self._pieces(parts))
             if out is None:
                 for part in parts:
                     populate(part.out)
@@ -206,12 +207,14 @@ class Reader:
         afterwards; ``out`` belongs to the request until it is done. Blocks while too many requests are under way."""
         self._ready()
         finish, parts = self._parse(ids, out, copy=True)
-        request = Request(finish)
+        return self._submit(Request(finish), self._pieces(parts))
+
+    def _submit(self, request: Request, pieces: Iterator[MakeLane]) -> Request:
         limit = self._requests
         limit.acquire()
         request._future.add_done_callback(lambda _: limit.release())
         try:
-            self._plan_soon(request, parts)
+            self._feeder.feed(request, pieces)
         except BaseException:
             request.abandon()
             raise
@@ -229,19 +232,71 @@ class Reader:
         self._counts.add(requests=1)
         return True
 
-    def _plan_soon(self, request: Request, parts: list[Part]) -> None:
-        """Have a request planned and started by the reader's own thread, which no signal interrupts half-way."""
-        try:
-            self._planner.submit(self._feed, request, parts)
-        except RuntimeError as error:
-            if self._closed:
-                raise ClosedError("the reader is closed") from None
-            raise DeviceError(errno.EAGAIN, self.store.path, None, f"start a thread ({error}) to read") from error
+    def read_runs(self, runs: Any, *, out: Any = None, at: Any = None) -> Any:
+        """Runs of rows whole, as they stand on disk: what partitions are read with. Tiers are not asked.
 
-    def _end(self, _: Future[Any]) -> None:
-        with self._idle:
-            self._open_requests -= 1
-            self._idle.notify_all()
+        ``runs``: [n, 2] row numbers (not node ids), the first of each run and its end; or a mapping of table names to such.
+        Returns an array of shape [rows of all runs, *row shape], run after run, or fills and returns ``out`` of that shape. With
+        ``at``, int64 [n] (or a mapping of such), run i goes to the rows of ``out`` from ``at[i]`` on, and ``out`` may be longer.
+        Raises IdError for a run outside the table, CorruptionError, DeviceError, ClosedError.
+        """
+        self._ready()
+        finish, parts = self._parse_runs(runs, out, at)
+        request = Request(finish)
+        try:
+            self._feeder.feed(request, self._run_pieces(parts))
+            if out is None:
+                for part in parts:
+                    populate(part.out)
+            return request.result()
+        except BaseException:
+            request.abandon()
+            raise
+
+    def submit_runs(self, runs: Any, *, out: Any = None, at: Any = None) -> Request:
+        """Like :meth:`read_runs`, but returns at once; ``out`` belongs to the request until it is done. Blocks while too many
+        requests are under way."""
+        self._ready()
+        finish, parts = self._parse_runs(runs, out, at)
+        return self._submit(Request(finish), self._run_pieces(parts))
+
+    def _parse_runs(self, runs: Any, out: Any, at: Any) -> tuple[Callable[[], Any], list[RunPart]]:
+        """The parts of a request for runs, and what makes its result."""
+        outs = {} if out is None else self._by_table(out)
+        places = {} if at is None else self._by_table(at)
+        filled: dict[str, Any] = {}
+        parts = []
+        for name, value in self._by_table(runs).items():
+            table = self._states[name].table
+            wanted, given = parse_runs(value, table.rows, name), outs.get(name)
+            count, places_of = int((wanted[:, 1] - wanted[:, 0]).sum()), None
+            if name in places:
+                if given is None:
+                    raise ValueError("at says where in out runs go; give out too")
+                count = len(given)
+                places_of = parse_places(places[name], wanted, count)
+            shape = (count, *table.row_shape)
+            rows = empty_rows(count, table.row_bytes) if given is None else check_out(given, shape, table.dtype)
+            filled[name] = finished(rows, shape, table.dtype, False) if given is None else given
+            parts.append(RunPart(self._states[name], wanted, places_of, rows))
+        return lambda: filled if isinstance(runs, Mapping) else next(iter(filled.values())), parts
+
+    def _run_pieces(self, parts: list[RunPart]) -> Iterator[MakeLane]:
+        return (partial(self._plan_runs, part) for part in parts)
+
+    def _plan_runs(self, part: RunPart, on_done: Callable[[Lane], None]) -> Lane | None:
+        """The lane that reads the runs of one table."""
+        begin = time.perf_counter()
+        table = part.state.table
+        e = plan_runs(part.runs, part.places, table.layout, self.budget.extent_bytes_max)
+        rows = int((part.runs[:, 1] - part.runs[:, 0]).sum())
+        self._counts.add(
+            rows_asked=rows, bytes_asked=rows * table.row_bytes, forecast_seconds=self.model.seconds(e.reads, e.bytes_read),
+            seconds_planning=time.perf_counter() - begin,
+        )  # fmt: skip
+        if e.reads == 0:
+            return None
+        return Lane(part.state.files, e.page, e.pages, _NO_FIRST, _NO_KEYS, 1, part.out, on_done, e.spans)
 
     def _by_table(self, value: Any) -> dict[str, Any]:
         if isinstance(value, Mapping):
@@ -285,47 +340,13 @@ class Reader:
 
         return finish, parts
 
-    def _feed(self, request: Request, parts: list[Part]) -> None:
-        """Plan and start every piece of a request."""
-        if not request.begin():
-            return
-        with self._idle:
-            self._open_requests += 1
-        request._future.add_done_callback(self._end)
-        self._counts.add(requests=1)
-        error: BaseException | None = None
-        try:
-            for part in parts:
-                for piece in pieces_of(part, self.budget.piece_ids_max):
-                    if not self._feed_piece(request, piece):
-                        break
-        except BaseException as failure:
-            error = failure
-        request.close_piece(None, error)
+    def _pieces(self, parts: list[Part]) -> Iterator[MakeLane]:
+        """The pieces of a request for ids."""
+        for part in parts:
+            for piece in pieces_of(part, self.budget.piece_ids_max):
+                yield partial(self._plan_piece, piece)
 
-    def _feed_piece(self, request: Request, piece: Piece) -> bool:
-        """Plan and start a piece, as soon as there is room for it; False where the request has stopped."""
-        self._pieces.acquire()
-        lane = None
-        try:
-            if request.stopped():
-                return False
-            lane = self._plan_piece(request, piece)
-        finally:
-            if lane is None:
-                self._pieces.release()
-        if lane is not None:
-            request.open_piece(lane)
-            assert self._engine is not None
-            try:
-                self._engine.start(lane)
-            except BaseException as failure:
-                self._pieces.release()
-                request.close_piece(lane, failure)
-                return False
-        return True
-
-    def _plan_piece(self, request: Request, piece: Piece) -> Lane | None:
+    def _plan_piece(self, piece: Piece, on_done: Callable[[Lane], None]) -> Lane | None:
         """Deliver what the tiers hold; the lane that reads the rest, or None if nothing is missing."""
         begin = time.perf_counter()
         part = piece.part
@@ -335,12 +356,6 @@ class Reader:
         if sum(found.hits.values()) < piece.count:
             extents = self._extents(part, found)
             forecast = self.model.seconds(extents.reads, extents.bytes_read)
-            pieces = self._pieces
-
-            def on_done(lane: Lane) -> None:
-                pieces.release()
-                request.close_piece(lane, lane.error())
-
             lane = lane_of(part.state.files, extents, part.out, on_done)
         self._count_piece(part.state, found, forecast, begin)
         return lane
@@ -368,7 +383,7 @@ class Reader:
                 continue
             tier = StaticTier(rows, state.table.rows, state.table.row_bytes)
             request = Request(lambda: None)
-            self._plan_soon(request, [Part(state, rows, NONE, tier.data.reshape(-1))])
+            self._feeder.feed(request, self._pieces([Part(state, rows, NONE, tier.data.reshape(-1))]))
             request.result()
             state.tiers.append(tier)
 
@@ -384,29 +399,16 @@ class Reader:
                 raise SourceError(
                     "static='degree' needs degrees, but the store was packed without a graph: pack with one, or give node ids"
                 )
-            return self._highest_degrees(known)
+            return highest_degrees(known, self.budget.tier_bytes)
         chosen = {}
-        needed = 0
         for name, ids in self._by_table(static).items():
             state, parsed = self._states[name], parse_ids(ids)
             part = Part(state, parsed.values, state.row_map, np.empty(0, np.uint8))
             chosen[name] = np.unique(find(Piece(part, None), self._helpers, deliver=False).rows)
-            needed += len(chosen[name]) * state.table.row_bytes + StaticTier.index_bytes(state.table.rows)
+        needed = members_bytes(chosen, {name: self._states[name].table for name in chosen})
         if needed > self.budget.tier_bytes:
             smallest = Budget.smallest(self._needs, needed)
             raise BudgetError(smallest, self.budget.memory_bytes, "hold the static rows asked for")
-        return chosen
-
-    def _highest_degrees(self, tables: dict[str, Table]) -> dict[str, NDArray[np.int64]]:
-        """The budget for tiers, shared by the tables' sizes; the highest degrees that fit into each share."""
-        total = sum(t.data_bytes for t in tables.values())
-        chosen = {}
-        for name, table in tables.items():
-            share = self.budget.tier_bytes * table.data_bytes // max(1, total) - StaticTier.index_bytes(table.rows)
-            # While it is filled, a member costs its row id besides; before, what ranks it.
-            count = max(0, min(table.rows, share // max(table.row_bytes + 8, 24)))
-            ranked = table.rows_by_degree(count) if count else None
-            chosen[name] = np.empty(0, np.int64) if ranked is None else np.sort(ranked.astype(np.int64))
         return chosen
 
     # Explaining.
@@ -470,10 +472,7 @@ class Reader:
         """Wait for what is under way, then give everything back. May be called more than once."""
         self._closed = True  # no request begins any more; an interrupted close can be called again
         if self._engine is not None and self._pid == os.getpid():
-            shut_down(self._planner)
-            with self._idle:
-                while self._open_requests:
-                    self._idle.wait()
+            self._feeder.close()
             shut_down(self._helpers)
             self._engine.close()
         for state in self._states.values():

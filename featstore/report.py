@@ -166,6 +166,12 @@ class Counts:
             for tier, count in (hits or {}).items():
                 self._hits[tier] = self._hits.get(tier, 0) + count
 
+    def clear(self) -> None:
+        """Begin anew."""
+        with self._lock:
+            self._values.clear()
+            self._hits.clear()
+
     def stats(self, **engine: Any) -> ReaderStats:
         """The counts as they are now, with the engine's."""
         with self._lock:

@@ -32,6 +32,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from featstore.errors import IdError, SourceError
+from featstore.tiers.static import slot_of
 
 __all__ = ["MiniBatch", "NeighborSampler", "fold_ids"]
 
@@ -80,9 +81,7 @@ class NeighborSampler:
                 f"indptr must hold n + 1 offsets, the first 0, the last the number of edges ({len(self.indices):,}); "
                 "pass the CSC arrays of the incoming edges"
             )
-        self.fanouts = tuple(int(fanout) for fanout in fanouts)
-        if not self.fanouts or any(fanout < -1 or fanout == 0 for fanout in self.fanouts):
-            raise SourceError(f"fanouts {list(fanouts)} must be one number per hop: at least 1, or -1 for all of them")
+        self.fanouts = checked_fanouts(fanouts)
         self.seed = int(seed)
 
     @property
@@ -97,9 +96,10 @@ class NeighborSampler:
         Raises IdError for seeds that are no nodes or stand twice, SourceError where the graph's arrays contradict
         themselves.
         """
-        node, slots = self._start(seeds)
+        node = checked_seeds(seeds, self.node_count)
+        slots = seed_table(node, node, np.dtype(np.int64))
         count = len(node)
-        key = _batch_key(self.seed, epoch, batch_index)
+        key = batch_key(self.seed, epoch, batch_index)
         node_counts, edge_counts = [count], []
         rows, cols, edges = [], [], []
         begin = 0
@@ -107,12 +107,11 @@ class NeighborSampler:
             edge_count, degree_max = hop_size(self.indptr, len(self.indices), node, begin, count, fanout)
             if edge_count < 0:
                 self._raise_bad_offsets(int(node[-edge_count - 1]))
-            node, slots = _make_room(node, slots, count, min(count + edge_count, self.node_count))
-            picks = np.full((2, _table_size(min(fanout, degree_max) if fanout > 0 else 1)), -1, dtype=np.int64)
+            node, slots = make_room(node, slots, count, min(count + edge_count, self.node_count))
+            picks = empty_picks(fanout, degree_max)
             row, col, edge = (np.empty(edge_count, dtype=np.int64) for _ in range(3))
-            hop_key = np.uint64(_mix(key + hop))
             new_count = sample_hop(
-                self.indptr, self.indices, self.node_count, node, begin, count, fanout, hop_key,
+                self.indptr, self.indices, self.node_count, node, begin, count, fanout, hop_key(key, hop),
                 slots, picks, row, col, edge,
             )  # fmt: skip
             if new_count < 0:
@@ -131,21 +130,6 @@ class NeighborSampler:
             num_sampled_nodes=tuple(node_counts),
             num_sampled_edges=tuple(edge_counts),
         )
-
-    def _start(self, seeds: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The seeds as int64, checked, and a hash table that holds them."""
-        given = np.asarray(seeds)
-        if given.ndim != 1 or given.dtype.kind not in "iu":
-            raise IdError(f"seeds must be a one-dimensional integer array, not {given.dtype} of shape {given.shape}")
-        if len(given) and (int(given.min()) < 0 or int(given.max()) >= self.node_count):
-            bad = given[(given < 0) | (given >= self.node_count)][0]
-            raise IdError(f"seed {bad} is no node: the graph has nodes 0 to {self.node_count - 1:,}")
-        node = given.astype(np.int64)
-        slots = np.full(_table_size(len(node)), -1, dtype=np.int64)
-        duplicate = fill_table(slots, node, len(node))
-        if duplicate >= 0:
-            raise IdError(f"seed {node[duplicate]} stands twice in one mini-batch; pass each seed once (np.unique)")
-        return node, slots
 
     def _raise_bad_offsets(self, node_id: int) -> None:
         low, high = int(self.indptr[node_id]), int(self.indptr[node_id + 1])
@@ -175,16 +159,49 @@ def _table_size(entries: int) -> int:
     return 1 << max(4, (2 * entries - 1).bit_length())
 
 
-def _make_room(
-    node: NDArray[np.int64], slots: NDArray[np.int64], count: int, bound: int
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+def checked_fanouts(fanouts: Sequence[int]) -> tuple[int, ...]:
+    """``fanouts`` as a tuple. Raises SourceError for anything but one number per hop."""
+    given = tuple(int(fanout) for fanout in fanouts)
+    if not given or any(fanout < -1 or fanout == 0 for fanout in given):
+        raise SourceError(f"fanouts {list(fanouts)} must be one number per hop: at least 1, or -1 for all of them")
+    return given
+
+
+def checked_seeds(seeds: NDArray[Any], node_count: int) -> NDArray[np.int64]:
+    """A copy of ``seeds`` as int64 [b]. Raises IdError for seeds that are no nodes of a graph of ``node_count``."""
+    given = np.asarray(seeds)
+    if given.ndim != 1 or given.dtype.kind not in "iu":
+        raise IdError(f"seeds must be a one-dimensional integer array, not {given.dtype} of shape {given.shape}")
+    if len(given) and (int(given.min()) < 0 or int(given.max()) >= node_count):
+        bad = given[(given < 0) | (given >= node_count)][0]
+        raise IdError(f"seed {bad} is no node: the graph has nodes 0 to {node_count - 1:,}")
+    return given.astype(np.int64)
+
+
+def seed_table(labels: NDArray[np.int64], seeds: NDArray[np.int64], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """A hash table of ``dtype`` that holds the label of each seed. Raises IdError where a seed stands twice."""
+    slots = np.full(_table_size(len(labels)), -1, dtype=dtype)
+    duplicate = fill_table(slots, labels, len(labels))
+    if duplicate >= 0:
+        raise IdError(f"seed {seeds[duplicate]} stands twice in one mini-batch; pass each seed once (np.unique)")
+    return slots
+
+
+def empty_picks(fanout: int, degree_max: int) -> NDArray[np.int64]:
+    """The hash set of :func:`pick_distinct`, empty, for nodes of at most ``degree_max`` neighbours."""
+    return np.full((2, _table_size(min(fanout, degree_max) if fanout > 0 else 1)), -1, dtype=np.int64)
+
+
+def make_room(
+    node: NDArray[np.int64], slots: NDArray[Any], count: int, bound: int
+) -> tuple[NDArray[np.int64], NDArray[Any]]:
     """``node`` with room for ``bound`` ids and a table that stays half empty with them."""
     if bound > len(node):
         room = np.empty(bound, dtype=np.int64)
         room[:count] = node[:count]
         node = room
     if _table_size(bound) > len(slots):
-        slots = np.full(_table_size(bound), -1, dtype=np.int64)
+        slots = np.full(_table_size(bound), -1, dtype=slots.dtype)
         fill_table(slots, node, count)
     return node, slots
 
@@ -197,12 +214,17 @@ def _mix(word: int) -> int:
     return word ^ (word >> 31)
 
 
-def _batch_key(seed: int, epoch: int, batch_index: int) -> int:
+def batch_key(seed: int, epoch: int, batch_index: int) -> int:
     """A 64-bit key of seed, epoch and batch; each step is mixed, so that neighbouring numbers share nothing."""
     key = 0
     for word in (seed, epoch, batch_index):
         key = _mix(key + int(_GOLDEN) + word)
     return key
+
+
+def hop_key(key: int, hop: int) -> np.uint64:
+    """The key of a hop of the mini-batch whose key is ``key``."""
+    return np.uint64(_mix(key + hop))
 
 
 @njit(cache=True, nogil=True)
@@ -296,6 +318,22 @@ def pick_distinct(key: Any, degree: Any, fanout: Any, picks: Any, stamp: Any, ou
 
 
 @njit(cache=True, nogil=True)
+def pick_edges(key: Any, node_id: Any, low: Any, degree: Any, fanout: Any, picks: Any, stamp: Any, out: Any) -> Any:
+    """The picked ones among the edges ``low`` to ``low + degree`` of a node, into the front of ``out``; returns how many.
+
+    ``key`` is that of the hop; ``picks`` and ``stamp`` are those of :func:`pick_distinct`.
+    """
+    if fanout < 0 or degree <= fanout:
+        for draw in range(degree):
+            out[draw] = low + draw
+        return degree
+    pick_distinct(mix64(key ^ mix64(np.uint64(node_id))), degree, fanout, picks, stamp, out)
+    for draw in range(fanout):
+        out[draw] += low
+    return fanout
+
+
+@njit(cache=True, nogil=True)
 def sample_hop(
     indptr: Any, indices: Any, node_total: Any, node: Any, begin: Any, end: Any, fanout: Any, key: Any,
     slots: Any, picks: Any, row: Any, col: Any, edge: Any,
@@ -310,16 +348,8 @@ def sample_hop(
     for position in range(begin, end):
         low = indptr[node[position]]
         degree = indptr[node[position] + 1] - low
-        taken = degree
-        if fanout < 0 or degree <= fanout:
-            for draw in range(degree):
-                edge[filled + draw] = draw
-        else:
-            taken = fanout
-            node_key = mix64(key ^ mix64(np.uint64(node[position])))
-            pick_distinct(node_key, degree, fanout, picks, position, edge[filled : filled + fanout])
+        taken = pick_edges(key, node[position], low, degree, fanout, picks, position, edge[filled:])
         for place in range(filled, filled + taken):
-            edge[place] += low
             neighbour = np.int64(indices[edge[place]])
             if neighbour < 0 or neighbour >= node_total:
                 return -1 - edge[place]
@@ -329,4 +359,51 @@ def sample_hop(
             row[place] = local
             col[place] = position
         filled += taken
+    return count
+
+
+@njit(cache=True, nogil=True)
+def pick_hop(
+    offsets: Any, node_of_row: Any, rows: Any, begin: Any, end: Any, fanout: Any, key: Any,
+    bits: Any, ranks: Any, starts: Any, lists: Any, picks: Any, row: Any, col: Any, edge: Any,
+) -> Any:  # fmt: skip
+    """Pick the edges of ``rows[begin:end]``: their positions into ``edge``, who asks into ``col``, and into ``row`` the
+    neighbour where the cache holds it, else -1. Returns how many of ``row`` are negative.
+
+    ``node_of_row`` is empty where row = node id; ``bits``, ``ranks``, ``starts`` and ``lists`` are those of
+    :class:`featstore.stored_sampling.HubCache`, empty where nothing is cached. Sizes and offsets:
+    see :func:`hop_size`.
+    """
+    identity = node_of_row.shape[0] == 0
+    cached = bits.shape[0] > 0
+    filled = 0
+    misses = 0
+    for position in range(begin, end):
+        asking = rows[position]
+        low = offsets[asking]
+        node_id = asking if identity else np.int64(node_of_row[asking])
+        taken = pick_edges(key, node_id, low, offsets[asking + 1] - low, fanout, picks, position, edge[filled:])
+        slot = slot_of(asking, bits, ranks) if cached else np.int64(-1)
+        for place in range(filled, filled + taken):
+            col[place] = position
+            row[place] = lists[starts[slot] + edge[place] - low] if slot >= 0 else -1
+            misses += row[place] < 0
+        filled += taken
+    return misses
+
+
+@njit(cache=True, nogil=True)
+def enter_hop(slots: Any, rows: Any, count: Any, row: Any, row_total: Any) -> Any:
+    """Turn the neighbours in ``row`` into local ids, in order; new ones become ``rows[count]`` and so on.
+
+    Returns how many rows there are now, or -1 - place for the first that is none of ``row_total`` rows.
+    """
+    for place in range(len(row)):
+        neighbour = row[place]
+        if neighbour < 0 or neighbour >= row_total:
+            return -1 - place
+        local = find_or_add(slots, rows, count, neighbour)
+        if local == count:
+            count += 1
+        row[place] = local
     return count

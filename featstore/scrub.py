@@ -9,11 +9,13 @@ the complete list of what to restore. It needs only a readable manifest. What is
   went bad from a checksum that did; the padding of the last chunk is zero;
 - ``zarr.json`` of every array against the manifest;
 - ``row_of_node`` and ``node_of_row`` are inverse permutations, ``rows_by_degree`` is one, partition offsets ascend;
+- the tables of graphs as any other, and what their numbers mean (:mod:`featstore.scrub_graphs`);
 - ``rows_digest``, from end to end: the digest of (node id, row) that the pack computed over its *source*.
 
-All passes are sequential and hold two blocks of 4 MiB (and twice the largest row). That two maps are inverse to each
-other is therefore shown without random access: the pairs (node, row) of both must have the same sum of 64-bit hashes.
-Reads are direct where the file system allows, so that it is the device that is verified and not the page cache.
+All passes are sequential and hold two blocks of 4 MiB (and twice the largest row); graphs are looked at in pieces,
+too. That two maps are inverse to each other is therefore shown without random access: the pairs (node, row) of both must
+have the same sum of 64-bit hashes. Reads are direct where the file system allows, so that it is the device that is
+verified and not the page cache.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ from featstore.engine.files import Access
 from featstore.manifest import MANIFEST_NAME, ArrayEntry, Manifest, TableEntry, array_chunk, read_manifest, uuid_of
 from featstore.native import address_of
 from featstore.packing.rows_digest import add, digest_rows
+from featstore.scrub_graphs import mix, scrub_graph
 from featstore.units import PAGE_BYTES, format_bytes
 
 BLOCK_BYTES = 4 * 2**20
@@ -57,7 +60,7 @@ class Problem:
 
     ``path`` is relative to the store. ``page`` and ``offset`` (bytes) count from the file's start and are None for a
     whole file. ``what`` is one of: missing file, file kind, file size, unreadable file, unreadable page, page checksum,
-    stored checksum, file digest, padding, metadata, map, rows digest, manifest uuid.
+    stored checksum, file digest, padding, metadata, map, graph, rows digest, manifest uuid.
     """
 
     path: str
@@ -123,8 +126,8 @@ def verify(
         progress: called after each block with a :class:`Progress`.
         access: ``"direct"`` to read past the page cache where the file system allows it, or ``"buffered"``.
 
-    Needs some 16 MiB, and two rows, of memory beside the manifest. Raises IncompleteStoreError, FormatVersionError and
-    FormatError where there is no manifest to verify against, as ``featstore.open`` does, and ValueError for another
+    Needs some 16 MiB (48 MiB for graphs with hubs), and two rows, of memory beside the manifest. Raises IncompleteStoreError,
+    FormatVersionError and FormatError where there is no manifest to verify against, as ``featstore.open`` does, and ValueError for another
     access. Whatever is wrong beyond that is in the report.
     """
     if access not in ("direct", "buffered"):
@@ -155,17 +158,9 @@ def _hold(store: Path, manifest: Manifest) -> int:
     return descriptor
 
 
-def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """splitmix64's finaliser (Steele, Lea and Flood, OOPSLA'14), element by element."""
-    x = values + np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
-
-
 def _sum(values: NDArray[np.uint64]) -> int:
     """Sum of the values' hashes, modulo 2**64: equal for equal sets, whatever their order."""
-    return int(_mix(values).sum(dtype=np.uint64))
+    return int(mix(values).sum(dtype=np.uint64))
 
 
 class _Scrub:
@@ -186,7 +181,7 @@ class _Scrub:
         self._progress = progress
         self._done_bytes = self._total_bytes = 0
         # A row that ends in the next block is put before that block, so that rows lie in one piece.
-        row_bytes = max((table.row_bytes for table in manifest.tables.values()), default=0)
+        row_bytes = max((table.row_bytes for table in manifest.all_tables.values()), default=0)
         self.margin = -(-row_bytes // PAGE_BYTES) * PAGE_BYTES
         self._buffers = [aligned_buffer(self.margin + BLOCK_BYTES) for _ in range(2)]
 
@@ -204,13 +199,17 @@ class _Scrub:
             self.problem("manifest uuid", MANIFEST_NAME, uuid_of(text, manifest.uuid), manifest.uuid)
         self._files()
         self._total_bytes = sum(self.entries[path].bytes for path in self.readable)
-        chunks = {t.chunk_path(k) for t in manifest.tables.values() for k in range(t.layout.chunks)}
+        chunks = {t.chunk_path(k) for t in manifest.all_tables.values() for k in range(t.layout.chunks)}
         for path in sorted(self.readable - chunks):
             self._digest(path)
         for array in manifest.arrays.values():
             self._metadata(array.path, array.shape, array.shape, array.dtype)
-        for table in manifest.tables.values():
+        for table in manifest.all_tables.values():
             self._table(table)
+        for graph in manifest.graphs.values():
+            for array in () if graph.hubs is None else (graph.hubs.rows, graph.hubs.offsets):
+                self._metadata(array.path, array.shape, array.shape, array.dtype)
+            scrub_graph(self, graph, manifest.tables[graph.table].rows)
         unlisted = self._unlisted()
         return VerifyReport(
             str(self.store), manifest.uuid, manifest.generation, len(self.readable), self._done_bytes, self.pages,
@@ -395,8 +394,8 @@ class _Scrub:
         if (order.row_of_node is None) != (order.node_of_row is None):
             self.problem("map", table.path, "both row_of_node and node_of_row, or neither", "one of them")
         row_of, node_of, degrees = order.row_of_node, order.node_of_row, order.rows_by_degree
-        by_row = self._map_digest(row_of, rows, lambda nodes, rows: _sum(_mix(nodes) + rows))
-        by_node = self._map_digest(node_of, rows, lambda rows, nodes: _sum(_mix(nodes) + rows))
+        by_row = self._map_digest(row_of, rows, lambda nodes, rows: _sum(mix(nodes) + rows))
+        by_node = self._map_digest(node_of, rows, lambda rows, nodes: _sum(mix(nodes) + rows))
         if node_of is not None and by_row is not None and by_node is not None and by_row != by_node:
             self.problem("map", str(array_chunk(node_of)), "the inverse of row_of_node", "something else")
         # All values against 0, 1, 2 ... as a set: the difference is zero for a permutation.

@@ -11,7 +11,7 @@ import fcntl
 import os
 import stat
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +26,7 @@ from featstore.manifest import (
     MANIFEST_NAME,
     ArrayEntry,
     FileEntry,
+    GraphEntry,
     TableEntry,
     array_chunk,
     parse,
@@ -34,7 +35,9 @@ from featstore.manifest import (
 )
 
 if TYPE_CHECKING:
+    from featstore.mega.loader import MegaBatches
     from featstore.reader import Reader
+    from featstore.stored_sampling import StoredSampler
 
 
 class Table:
@@ -89,6 +92,72 @@ class Table:
         return f"<Table {self.name!r}: {self.rows:,} rows of {self.row_shape} {self.entry.dtype}, {self.row_bytes:,} bytes each>"
 
 
+class StoredGraph:
+    """The topology over a table's rows; see :class:`featstore.manifest.GraphEntry`. ``edges`` are stored edges, ``hubs`` the
+    number of rows whose lists stand in a second, contiguous copy."""
+
+    def __init__(self, store: Store, name: str, entry: GraphEntry) -> None:
+        self._store = store
+        self.name = name
+        self.entry = entry
+        self.table = store.tables[entry.table]
+        self.edges = entry.edges
+        self.hubs = 0 if entry.hubs is None else entry.hubs.rows.shape[0]
+
+    def offsets(self) -> NDArray[np.int64]:
+        """int64 [rows + 1], all of it: 8 bytes a row. Raises CorruptionError and FormatError."""
+        with self._store.reader(tables=[f"{self.name}/offsets"], memory="16MiB", static=None) as reader:
+            offsets: NDArray[np.int64] = reader.read_runs([(0, self.table.rows + 1)])
+        return _checked_offsets(offsets, self.edges, f"graph {self.name!r}")
+
+    def csc(self) -> tuple[NDArray[np.int64], NDArray[Any]]:
+        """The whole topology in memory, as a sampler takes it: (indptr int64 [nodes + 1], indices [edges]) by node id, each
+        list in the order in which it is stored. For graphs that fit: about 3 times 8 bytes a node and 4 an edge."""
+        with self._store.reader(tables=[f"{self.name}/sources"], memory="16MiB", static=None) as reader:
+            sources: NDArray[Any] = reader.read_runs([(0, self.edges)])
+        if len(sources) and (sources.min() < 0 or sources.max() >= self.table.rows):
+            raise FormatError(f"graph {self.name!r} has sources outside the {self.table.rows:,} rows of its table")
+        return rows_to_nodes(self.offsets(), sources, self.table.row_of_node(), self.table.node_of_row())
+
+    def hub_rows(self, count: int | None = None) -> tuple[NDArray[Any], NDArray[np.int64]]:
+        """The ``count`` most wanted hubs (all by default): their rows [hubs], and the offsets of their lists, int64 [hubs + 1]."""
+        if self.entry.hubs is None:
+            return np.empty(0, np.int32), np.zeros(1, np.int64)
+        count = self.hubs if count is None else min(count, self.hubs)
+        rows = self._store.load(self.entry.hubs.rows)[:count]
+        if count and (rows.min() < 0 or rows.max() >= self.table.rows or len(np.unique(rows)) != count):
+            raise FormatError(f"the hubs of graph {self.name!r} are not distinct rows of its table")
+        offsets = self._store.load(self.entry.hubs.offsets)
+        return rows, _checked_offsets(offsets, self.entry.hubs.sources.rows, f"the hubs of graph {self.name!r}")[
+            : count + 1
+        ]
+
+    def __repr__(self) -> str:
+        return f"<StoredGraph {self.name!r}: {self.table.rows:,} nodes, {self.edges:,} edges, {self.hubs:,} hubs>"
+
+
+def _checked_offsets(offsets: NDArray[np.int64], edges: int, what: str) -> NDArray[np.int64]:
+    if offsets[0] != 0 or offsets[-1] != edges or (np.diff(offsets) < 0).any():
+        raise FormatError(f"the offsets of {what} do not run from 0 to {edges}")
+    return offsets
+
+
+def rows_to_nodes(
+    offsets: NDArray[np.int64],
+    sources: NDArray[Any],
+    row_of_node: NDArray[Any] | None,
+    node_of_row: NDArray[Any] | None,
+) -> tuple[NDArray[np.int64], NDArray[Any]]:
+    """A CSC over rows as one over node ids; lists keep their order."""
+    if row_of_node is None or node_of_row is None:
+        return offsets, sources
+    degrees = np.diff(offsets)[row_of_node]
+    indptr = np.concatenate([np.zeros(1, np.int64), np.cumsum(degrees, dtype=np.int64)])
+    place = np.repeat(offsets[row_of_node] - indptr[:-1], degrees)
+    place += np.arange(len(place))
+    return indptr, node_of_row[sources[place]]
+
+
 class _Arrays(Mapping[str, NDArray[Any]]):
     """The store's small arrays; each is read and verified when asked for."""
 
@@ -106,7 +175,7 @@ class _Arrays(Mapping[str, NDArray[Any]]):
 
 
 class Store:
-    """An open store; see :func:`featstore.open`. ``tables`` and ``arrays`` are mappings by name."""
+    """An open store; see :func:`featstore.open`. ``tables``, ``graphs`` and ``arrays`` are mappings by name."""
 
     def __init__(self, path: str | os.PathLike[str], _manifest: bytes | None = None) -> None:
         self.path = Path(os.path.abspath(path))
@@ -137,6 +206,7 @@ class Store:
         self._sizes = {entry.path: entry for entry in self.manifest.files}
         self._check_files()
         self.tables: dict[str, Table] = {n: Table(self, n, e) for n, e in self.manifest.tables.items()}
+        self.graphs: dict[str, StoredGraph] = {n: StoredGraph(self, n, e) for n, e in self.manifest.graphs.items()}
         self.arrays: Mapping[str, NDArray[Any]] = _Arrays(self)
 
     def _hold(self) -> int | None:
@@ -180,6 +250,14 @@ class Store:
     def uuid(self) -> str:
         return self.manifest.uuid
 
+    def table(self, name: str) -> Table:
+        """A table, or one that a graph consists of (``GRAPH/offsets``, ``GRAPH/sources``, ``GRAPH/hubs``). Raises KeyError."""
+        if name in self.tables:
+            return self.tables[name]
+        if name in self.manifest.all_tables:
+            return Table(self, name, self.manifest.all_tables[name])
+        raise KeyError(f"the store has no table {name!r}; it has {', '.join(map(repr, self.manifest.all_tables))}")
+
     def file_entry(self, path: str) -> FileEntry:
         """What the manifest says of a file (path relative to the store)."""
         return self._sizes[path]
@@ -197,6 +275,24 @@ class Store:
         if self._lock is None:
             raise ClosedError("the store is closed; open it again")
         return Reader(self, **options)
+
+    def sampler(self, fanouts: Sequence[int], **options: Any) -> StoredSampler:
+        """A neighbour sampler over a graph in this store; the options are those of
+        :class:`featstore.stored_sampling.StoredSampler`."""
+        from featstore.stored_sampling import StoredSampler
+
+        if self._lock is None:
+            raise ClosedError("the store is closed; open it again")
+        return StoredSampler(self, fanouts, **options)
+
+    def mega_batches(self, **options: Any) -> MegaBatches:
+        """A loader that trains from random collections of partitions; the options are those of
+        :class:`featstore.mega.loader.MegaBatches`."""
+        from featstore.mega.loader import MegaBatches
+
+        if self._lock is None:
+            raise ClosedError("the store is closed; open it again")
+        return MegaBatches(self, **options)
 
     def close(self) -> None:
         """Let the generation go. Readers that are open keep their files."""

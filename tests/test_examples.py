@@ -53,6 +53,8 @@ def example(name: str, folder: Path) -> str:
 def test_every_example_is_tested_and_short() -> None:
     assert {path.name for path in EXAMPLES.iterdir() if path.suffix == ".py"} == {
         "gather_numpy.py",
+        "train_mega_pyg.py",
+        "train_mega_torch.py",
         "train_pyg.py",
         "train_torch.py",
     }
@@ -78,6 +80,17 @@ def test_training_loops_learn_from_rows_on_disk(tmp_path: Path, name: str) -> No
     assert float(epochs[-1][1]) > 0.98  # with rows of other nodes it would be 0.25
     reads = [int(count.replace(",", "")) for _, _, count in epochs]
     assert 0 < reads[0] < reads[1]
+
+
+@pytest.mark.parametrize(("name", "least"), [("train_mega_torch.py", 0.9), ("train_mega_pyg.py", 0.95)])
+def test_mega_batches_learn_from_partitions_on_disk(tmp_path: Path, name: str, least: float) -> None:
+    line = r"epoch (\d): loss [\d.]+, accuracy ([\d.]+), ([\d,]+) bytes read, (\d+)% of the neighbours in memory"
+    epochs = re.findall(line, example(name, tmp_path))
+    assert [int(epoch) for epoch, *_ in epochs] == [0, 1]
+    assert float(epochs[-1][1]) > least  # with rows of other nodes it would be 0.25
+    for _, _, read, kept in epochs:
+        assert 2_560_000 < int(read.replace(",", "")) < 3 * 2_560_000, "all rows and lists, those of hubs more than once"
+        assert 50 < int(kept) < 100
 
 
 def test_readme_code_runs(tmp_path: Path) -> None:

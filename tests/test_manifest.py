@@ -264,6 +264,110 @@ def test_a_table_has_both_maps_or_none(own: Path, name: str) -> None:
         featstore.open(own)
 
 
+# Graphs.
+
+
+@pytest.fixture(scope="module")
+def with_graph(tmp_path_factory: pytest.TempPathFactory, pack: Any) -> Path:
+    path = tmp_path_factory.mktemp("graph") / "store"
+    edges = np.random.default_rng(0).integers(0, 50, (2, 400))
+    pack(path, np.zeros((50, 3), np.float32), graph=edges, order="degree", hubs=0.1).close()
+    return path
+
+
+@pytest.fixture
+def own_graph(with_graph: Path, tmp_path: Path) -> Path:
+    import shutil
+
+    return Path(shutil.copytree(with_graph, tmp_path / "own"))
+
+
+def test_graphs_come_with_their_reader_feature(own_graph: Path) -> None:
+    document = load(own_graph)
+    assert document["reader_features"] == ["graphs"]
+    with pytest.raises(FormatError, match="the reader feature 'graphs' is not named"):
+        open_changed(own_graph, reader_features=[])
+    open_changed(own_graph, reader_features=["graphs"]).close()
+    del document["graphs"]
+    save(own_graph, document)
+    with featstore.open(own_graph) as store:  # the feature alone is harmless
+        assert store.graphs == {}
+
+
+def test_a_store_without_graphs_says_nothing_of_them(packed: Path) -> None:
+    assert "graphs" not in load(packed)
+    assert load(packed)["reader_features"] == []
+
+
+@pytest.mark.parametrize(
+    ("where", "value"),
+    [
+        (("table",), "other"), (("table",), None), (("edges",), 399), (("edges",), -1), (("edges",), 2**62), (("edges",), None),
+        (("offsets", "rows"), 50), (("offsets", "rows"), 52), (("offsets", "dtype"), "int32"), (("offsets", "row_shape"), [1]),
+        (("offsets", "rows_per_chunk"), 7), (("offsets", "page_checksums", "shape"), [9]), (("offsets", "path"), "../offsets"),
+        (("sources", "dtype"), "uint32"), (("sources", "dtype"), "float32"), (("sources", "dtype"), "int64"), (("sources", "rows"), 401),
+        (("sources", "row_bytes"), 8), (("sources", "row_shape"), [2]), (("hubs", "rows", "shape"), [51]), (("hubs", "rows", "shape"), [4]),
+        (("hubs", "rows", "shape"), [5, 1]), (("hubs", "rows", "shape"), []), (("hubs", "rows", "dtype"), "uint8"),
+        (("hubs", "offsets", "shape"), [5]), (("hubs", "offsets", "dtype"), "int32"), (("hubs", "sources", "dtype"), "int16"),
+        (("hubs", "sources", "rows"), 2**41), (("hubs", "method"), 7), (("hubs", "sources"), None), (("hubs",), []), (("surprise",), 1),
+    ],
+)  # fmt: skip
+def test_graphs_that_contradict_themselves(own_graph: Path, where: tuple[Any, ...], value: Any) -> None:
+    save(own_graph, change(load(own_graph), ("graphs", "features", *where), "replace", value))
+    with pytest.raises(FormatError):
+        featstore.open(own_graph)
+
+
+def test_the_tables_of_a_graph_are_not_permuted(own_graph: Path) -> None:
+    document = load(own_graph)
+    maps = {name: document["tables"]["features"]["order"][name] for name in ("row_of_node", "node_of_row")}
+    for part, length in (("sources", 400), ("offsets", 51)):
+        longer = {name: entry | {"shape": [length]} for name, entry in maps.items()}
+        changed = copy.deepcopy(document)
+        changed["graphs"]["features"][part]["order"] |= longer
+        for entry in changed["files"]:
+            if "_node/" in entry["path"] or "_row/" in entry["path"]:
+                entry["bytes"] = 4 * length if entry["path"].endswith("c.0") else entry["bytes"]
+        changed["tables"] = {"features": copy.deepcopy(document["tables"]["features"])}
+        for name in maps:
+            del changed["tables"]["features"]["order"][name]
+        save(own_graph, changed)
+        with pytest.raises(FormatError, match="permuted, which they must not be"):
+            featstore.open(own_graph)
+
+
+@pytest.mark.parametrize("name", ["", "..", "a/b", "zarr.json", "a" * 129])
+def test_graph_names_are_names(own_graph: Path, name: str) -> None:
+    document = load(own_graph)
+    save(own_graph, document | {"graphs": {name: document["graphs"]["features"]}})
+    with pytest.raises(FormatError, match="name"):
+        featstore.open(own_graph)
+
+
+@given(st.data(), st.sampled_from(["replace", "drop", "rename"]), st.deferred(lambda: VALUES))
+@settings(max_examples=25)
+def test_a_sealed_graph_that_says_anything(
+    with_graph: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject, how: str, value: Any
+) -> None:
+    """A stranger's graph: a typed error, or a graph; never a crash, never another kind of exception."""
+    import shutil
+
+    path = Path(shutil.copytree(with_graph, tmp_path_factory.mktemp("stranger") / "store"))
+    document = load(path)
+    at = data.draw(st.sampled_from([p for p in places(document) if p[:1] == ("graphs",)]))
+    save(path, change(document, at, how, value))
+    try:
+        with featstore.open(path) as store:
+            for graph in store.graphs.values():
+                indptr, indices = graph.csc()
+                assert len(indices) == indptr[-1] == graph.edges
+                graph.hub_rows()
+        featstore.verify(path)
+    except FeatstoreError:
+        pass
+    shutil.rmtree(path)
+
+
 # Generic mutation.
 
 VALUES = (

@@ -333,6 +333,157 @@ def test_a_manifest_that_was_edited(store: Path) -> None:
     assert found(verify(store)) == [("manifest uuid", "featstore.json")]
 
 
+# Graphs: that of `nodes` has 900 edges and 9 hubs.
+
+GRAPH = "g000001/graphs/nodes"
+
+
+def replace_numbers(store: Path, path: str, change: Callable[[Any], None]) -> None:
+    """Change the numbers of a file of a graph; every checksum fits afterwards, and no digest of the rows is there to tell."""
+    from featstore.checksum import crc_pages
+
+    numbers = np.fromfile(store / path, "<i8" if "offsets" in path else "<i4")
+    change(numbers)
+    replace_file(store, path, numbers.tobytes())
+    part, _, chunk = path.removeprefix(GRAPH + "/").partition("/rows/c.")
+    if not chunk:
+        return
+    path = f"{GRAPH}/{part}/page_checksums/c.0"
+    sums = np.fromfile(store / path, "<u4")
+    own = crc_pages(np.frombuffer(numbers.tobytes(), np.uint8))
+    sums[int(chunk) * len(own) : (int(chunk) + 1) * len(own)] = own
+    replace_file(store, path, sums.tobytes())
+
+    def forget(manifest: dict[str, Any]) -> None:
+        graph = manifest["graphs"]["nodes"]
+        (graph["hubs"]["sources"] if part == "hubs" else graph[part])["statistics"].pop("rows_digest")
+
+    rewrite(store, forget)
+
+
+def put(place: int, value: int) -> Callable[[Any], None]:
+    return lambda numbers: numbers.__setitem__(place, value)
+
+
+def swap(a: int, b: int) -> Callable[[Any], None]:
+    def exchange(numbers: Any) -> None:
+        assert numbers[a] != numbers[b]
+        numbers[[a, b]] = numbers[[b, a]]
+
+    return exchange
+
+
+@pytest.fixture(params=["pieces as they are", "tiny pieces"])
+def _pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    graphs = sys.modules[module.scrub_graph.__module__]
+    if request.param == "tiny pieces":
+        for name, value in (("_PIECE", 7), ("_WINDOW", 2), ("_MARKS", 100)):
+            monkeypatch.setattr(graphs, name, value)
+
+
+@pytest.mark.usefixtures("_pieces")
+def test_a_sound_graph(clean: Path) -> None:
+    with featstore.open(clean) as opened:
+        graph = opened.graphs["nodes"]
+        assert (graph.edges, graph.hubs) == (ROWS, 9)
+    assert verify(clean).ok
+
+
+@pytest.mark.usefixtures("_pieces")
+@pytest.mark.parametrize(
+    ("path", "change", "offset"),
+    [("offsets/rows/c.0", put(0, 1), 0), ("offsets/rows/c.0", put(5, 10**9), 48), ("offsets/rows/c.0", put(0, -1), 0),
+     ("offsets/rows/c.0", put(ROWS, ROWS + 1), 8 * ROWS), ("sources/rows/c.0", put(3, ROWS), 12), ("sources/rows/c.0", put(3, -1), 12),
+     ("hub_rows/c.0", put(8, ROWS), 32), ("hub_offsets/c.0", put(9, 0), 72), ("hub_offsets/c.0", put(0, 1), 0),
+     ("hubs/rows/c.0", put(2, ROWS), 8)],
+)  # fmt: skip
+def test_graphs_whose_numbers_are_impossible(
+    store: Path, path: str, change: Callable[[Any], None], offset: int
+) -> None:
+    replace_numbers(store, f"{GRAPH}/{path}", change)
+    first = verify(store).problems[0]
+    assert (first.what, first.path, first.offset) == ("graph", f"{GRAPH}/{path}", offset), first
+
+
+@pytest.mark.usefixtures("_pieces")
+def test_a_hub_that_is_named_twice(store: Path) -> None:
+    path = f"{GRAPH}/hub_rows/c.0"
+    replace_numbers(store, path, lambda rows: rows.__setitem__(8, rows[1]))
+    report = verify(store)
+    assert found(report) == [("graph", path)]
+    assert (report.problems[0].offset, report.problems[0].expected) == (32, "distinct hubs")
+
+
+@pytest.mark.usefixtures("_pieces")
+def test_hub_lists_that_are_not_the_lists_they_copy(store: Path) -> None:
+    path = f"{GRAPH}/hubs/rows/c.0"
+    with featstore.open(store) as opened:
+        _, ends = opened.graphs["nodes"].hub_rows()
+        long = int(np.flatnonzero(np.diff(ends) >= 2)[0])
+        begin = int(ends[long])
+    clean_copy = np.fromfile(store / path, "<i4")
+    replace_numbers(
+        store, path, swap(begin, begin + 1) if clean_copy[begin] != clean_copy[begin + 1] else put(begin, 1)
+    )
+    report = verify(store)
+    assert found(report) == [("graph", path)]
+    assert f"in hub {long} the list of row" in report.problems[0].expected
+    assert report.problems[0].offset == 4 * begin
+
+
+@pytest.mark.usefixtures("_pieces")
+def test_hubs_in_each_others_place(store: Path) -> None:
+    """The lists stay where they are, and the rows that they belong to are exchanged."""
+    with featstore.open(store) as opened:
+        rows, ends = opened.graphs["nodes"].hub_rows()
+    sizes = np.diff(ends)
+    other = int(np.flatnonzero(sizes != sizes[0])[0])
+    replace_numbers(store, f"{GRAPH}/hub_rows/c.0", swap(0, other))
+    report = verify(store)
+    assert {what for what, _ in found(report)} == {"graph"}
+    assert f"the list of row {rows[other]}" in report.problems[0].expected
+
+
+@pytest.mark.parametrize("part", ["offsets", "sources", "hubs"])
+def test_flipped_bytes_of_a_graph_are_named_by_page(store: Path, part: str) -> None:
+    path = f"{GRAPH}/{part}/rows/c.0"
+    flip(store / path, 9)
+    report = verify(store)
+    assert [(p.what, p.path, p.page) for p in report.problems] == [("page checksum", path, 0)]
+
+
+def test_rows_digest_of_a_graphs_table(store: Path) -> None:
+    rewrite(store, lambda m: m["graphs"]["nodes"]["sources"]["statistics"].update(rows_digest="0" * 16))
+    assert found(verify(store)) == [("rows digest", f"{GRAPH}/sources/rows")]
+
+
+@pytest.mark.parametrize(
+    "path", ["hub_rows", "hub_offsets", "offsets/rows", "sources/page_checksums", "hubs/partition_offsets"]
+)
+def test_zarr_metadata_of_a_graph(store: Path, path: str) -> None:
+    path = f"{GRAPH}/{path}/zarr.json"
+    metadata = json.loads((store / path).read_text()) | {"data_type": "float32"}
+    replace_file(store, path, json.dumps(metadata).encode())
+    assert found(verify(store)) == [("metadata", path)]
+
+
+@settings(max_examples=40)
+@given(data=st.data())
+def test_numbers_are_taken_as_numpy_takes_them(clean: Path, data: st.DataObject) -> None:
+    graphs = sys.modules[module.scrub_graph.__module__]
+    with featstore.open(clean) as opened:
+        entry = opened.manifest.all_tables[data.draw(st.sampled_from(["nodes/offsets", "nodes/sources"]))]
+    numbers = graphs.Numbers(clean, entry)
+    whole = np.concatenate([np.fromfile(clean / path, numbers.dtype) for path in numbers.paths])[: entry.rows]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(graphs, "_PIECE", data.draw(st.integers(1, 400)))
+        wanted = np.array(sorted(data.draw(st.sets(st.integers(0, entry.rows - 1), max_size=50))), np.int64)
+        assert numbers.take(wanted).tolist() == whole[wanted].tolist()
+        assert np.concatenate([values for _, values in numbers.pieces()]).tolist() == whole.tolist()
+        first = data.draw(st.integers(0, entry.rows))
+        assert numbers.read(first, 300).tolist() == whole[first : first + 300].tolist()
+
+
 def test_unreadable_pages_are_listed_and_the_rest_is_read(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A device with a bad sector: page 1 of a chunk cannot be read, whatever the size of the read that covers it."""
     flip(store / CHUNK, 1)
@@ -411,4 +562,4 @@ def test_mix_is_splitmix64(values: list[int]) -> None:
         x = (x ^ (x >> 27)) * 0x94D049BB133111EB & mask
         return x ^ (x >> 31)
 
-    assert module._mix(np.array(values, np.uint64)).tolist() == [reference(v) for v in values]
+    assert module.mix(np.array(values, np.uint64)).tolist() == [reference(v) for v in values]

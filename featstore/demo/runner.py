@@ -184,16 +184,16 @@ def _training_plan(
     return plan, counts
 
 
-def _pack(graph: DemoGraph, path: Path, tell: Progress) -> float:
-    """Pack the rows and labels as float32; returns the seconds."""
+def _pack(graph: DemoGraph, path: Path, tell: Progress, **more: Any) -> float:
+    """Pack the rows and labels as float32; returns the seconds. ``more``: options of :func:`featstore.pack`."""
     import featstore
 
     def progress(step: Any) -> None:
         tell("pack", step.done_bytes, step.total_bytes)
 
     began = time.perf_counter()
-    options: dict[str, Any] = {"arrays": {"labels": graph.labels}, "overwrite": True, "memory": _PACK_MEMORY}
-    options["progress"] = progress
+    arrays = {"labels": graph.labels, "train_idx": graph.train_idx}
+    options: dict[str, Any] = {"arrays": arrays, "overwrite": True, "memory": _PACK_MEMORY, "progress": progress} | more
     if graph.features.suffix == ".npy":
         packed = featstore.pack(path, graph.features, graph=(graph.indptr, graph.indices), **options)
     else:

@@ -8,6 +8,9 @@ pages) cannot.
 
 While mini-batch i trains, mini-batch i + 1 is sampled and its rows are on their way: ``submit`` first, then compute,
 then ``result``. The time spent in ``result`` is what the store could not hide.
+
+:func:`train_mega` trains the same model by mega-batches. It sees other mini-batches and, at the borders of partitions, fewer
+neighbours: its losses are its own. Both are measured by :func:`evaluate`, with neighbours sampled from the whole graph.
 """
 
 from __future__ import annotations
@@ -21,7 +24,18 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["MemoryRows", "Outcome", "Rows", "StoreRows", "TrainingPlan", "mlp_accuracy", "train"]
+__all__ = [
+    "MegaOutcome",
+    "MemoryRows",
+    "Outcome",
+    "Rows",
+    "StoreRows",
+    "TrainingPlan",
+    "evaluate",
+    "mlp_accuracy",
+    "train",
+    "train_mega",
+]
 
 _THREADS = 2
 _EVALUATION_EPOCH = 1 << 20
@@ -56,6 +70,23 @@ class Outcome:
     val_accuracy: float = 0.0
     test_accuracy: float = 0.0
     evaluation_seconds: float = 0.0
+
+
+@dataclass
+class MegaOutcome(Outcome):
+    """What a run by mega-batches measured besides; one number an epoch.
+
+    ``load_seconds``: bringing mega-batches into memory, beside the training; ``build_seconds``: of it, the subgraph.
+    ``wait_seconds``: what of it the training waited for. ``draw_seconds``: sampling mini-batches and gathering their rows.
+    ``read_bytes``: rows and lists of neighbours. ``kept_shares``: of all neighbours of the nodes in memory, the share
+    that was in memory, too.
+    """
+
+    load_seconds: list[float] = field(default_factory=list)
+    build_seconds: list[float] = field(default_factory=list)
+    draw_seconds: list[float] = field(default_factory=list)
+    read_bytes: list[int] = field(default_factory=list)
+    kept_shares: list[float] = field(default_factory=list)
 
 
 class Rows(Protocol):
@@ -132,6 +163,18 @@ def train(
             progress("train", len(outcome.losses), steps)
         outcome.epoch_seconds.append(time.perf_counter() - began)
         outcome.wait_seconds.append(waited)
+    evaluate(model, plan, topology, rows, outcome, progress)
+    return outcome
+
+
+def evaluate(
+    model: Any, plan: TrainingPlan, topology: dict[str, NDArray[Any]], rows: Rows, outcome: Outcome,
+    progress: Callable[[str, int, int], None],
+) -> None:  # fmt: skip
+    """Measure a model's accuracies into ``outcome``, with neighbours sampled from the whole graph."""
+    import torch
+
+    labels = torch.from_numpy(topology["labels"])
     began = time.perf_counter()
     for split, count in (("val", plan.val_count), ("test", plan.test_count)):
         # A split may be sorted (by year, by class): a part of it must be drawn, not cut off.
@@ -141,7 +184,61 @@ def train(
         setattr(outcome, f"{split}_accuracy", _accuracy(model, loader, rows, labels, outcome))
         progress(f"evaluate {split}", 1, 1)
     outcome.evaluation_seconds = time.perf_counter() - began
-    return outcome
+
+
+def train_mega(
+    plan: TrainingPlan, labels: NDArray[Any], loader: Any, progress: Callable[[str, int, int], None]
+) -> tuple[Any, MegaOutcome]:
+    """Train ``plan.epochs`` epochs by the mega-batches of ``loader``; returns the model and what was measured so far.
+
+    The model, its first weights and the optimiser are those of :func:`train`.
+    """
+    import torch
+
+    _fix_everything(plan.seed)
+    model = _sage(plan)
+    optimiser = torch.optim.Adam(model.parameters(), lr=plan.learning_rate)
+    target = torch.from_numpy(labels)
+    outcome = MegaOutcome()
+    for epoch in range(plan.epochs):
+        began, waited, loaded, built, drawing, read = time.perf_counter(), 0.0, 0.0, 0.0, 0.0, 0
+        kept = stored = 0
+        for mega in loader:
+            waited += mega.wait_seconds
+            loaded += mega.load_seconds
+            built += mega.build_seconds
+            read += mega.read_bytes
+            kept += mega.partition_edges
+            stored += mega.edges_stored
+            for batch, seconds in _timed(mega.batches(plan.fanouts, plan.batch_size, tensors=True)):
+                drawing += seconds
+                data = batch.pyg()
+                optimiser.zero_grad()
+                logits = model(data.x, data)
+                loss = torch.nn.functional.cross_entropy(logits, target[data.n_id[: data.batch_size]])
+                loss.backward()  # type: ignore[no-untyped-call]
+                optimiser.step()
+                outcome.losses.append(float(loss.item()).hex())
+                outcome.rows += len(data.x)
+            progress("train", epoch * mega.steps + mega.step + 1, plan.epochs * mega.steps)
+        outcome.epoch_seconds.append(time.perf_counter() - began)
+        for values, value in (
+            (outcome.wait_seconds, waited), (outcome.load_seconds, loaded), (outcome.build_seconds, built),
+            (outcome.draw_seconds, drawing), (outcome.kept_shares, kept / max(1, stored)),
+        ):  # fmt: skip
+            values.append(value)
+        outcome.read_bytes.append(read)
+    return model, outcome
+
+
+def _timed(batches: Iterator[Any]) -> Iterator[tuple[Any, float]]:
+    """Each item, and the seconds that it took to come."""
+    while True:
+        began = time.perf_counter()
+        item = next(batches, None)
+        if item is None:
+            return
+        yield item, time.perf_counter() - began
 
 
 def mlp_accuracy(plan: TrainingPlan, topology: dict[str, NDArray[Any]], features: NDArray[np.float32]) -> float:

@@ -4,7 +4,8 @@
 ``done`` with the results at the end. What libraries print goes to stderr. The parent is :mod:`featstore.demo.runner`.
 
 ``baseline_rss_bytes`` is what the process held before it touched the first feature row (Python, PyTorch, PyG, the
-topology), ``peak_rss_bytes`` the most it ever held (``VmHWM`` of the Linux kernel).
+topology), ``peak_rss_bytes`` the most it ever held (``VmHWM`` of the Linux kernel). A run by mega-batches loads the topology
+only after the training, to evaluate: there ``peak_rss_bytes`` is that of the training, graph included.
 """
 
 from __future__ import annotations
@@ -19,7 +20,16 @@ from pathlib import Path
 from typing import Any
 
 from featstore.demo.graph import load_dense, read_topology
-from featstore.demo.training import MemoryRows, Outcome, StoreRows, TrainingPlan, mlp_accuracy, train
+from featstore.demo.training import (
+    MemoryRows,
+    Outcome,
+    StoreRows,
+    TrainingPlan,
+    evaluate,
+    mlp_accuracy,
+    train,
+    train_mega,
+)
 
 __all__ = ["Job", "perform", "read_job", "serve"]
 
@@ -29,7 +39,7 @@ Progress = Callable[[str, int, int], None]
 @dataclass(frozen=True)
 class Job:
     """What a worker is to do. ``store``: path of the store, or None to train from memory; ``features``: the rows'
-    file."""
+    file. ``mega``: train by mega-batches, with these options of the loader; None for mini-batches of the whole graph."""
 
     plan: TrainingPlan
     directory: str
@@ -37,6 +47,7 @@ class Job:
     store: str | None
     memory_bytes: int
     engine: str | None
+    mega: dict[str, Any] | None = None
 
     def write(self, path: Path) -> None:
         """Save for :func:`read_job`."""
@@ -66,6 +77,8 @@ def serve(path: str) -> None:
 
 def perform(job: Job, progress: Progress) -> dict[str, Any]:
     """Run a job; returns the results as JSON types."""
+    if job.store is not None and job.mega is not None:
+        return _by_mega_batches(job, job.store, job.mega, progress)
     topology = read_topology(Path(job.directory))
     _warm_up(job, topology)
     baseline = _status_bytes("VmRSS")
@@ -98,6 +111,32 @@ def _from_store(job: Job, path: str, topology: dict[str, Any], progress: Progres
         about = {"access_because": reader.access_because, "memory": reader.memory()}
         io = reader.stats().to_dict() | about
     return _results(outcome, seconds) | {"io": io}
+
+
+def _by_mega_batches(job: Job, path: str, mega: dict[str, Any], progress: Progress) -> dict[str, Any]:
+    """Rows, graph and training nodes come from the store; only the evaluation takes the topology into memory."""
+    import torch_geometric.loader
+    import torch_geometric.nn  # noqa: F401
+
+    import featstore
+
+    engine: dict[str, Any] = {} if job.engine is None else {"engine": job.engine}
+    options: dict[str, Any] = {"memory": job.memory_bytes, "seed": job.plan.seed, "train": "train_idx"} | engine | mega
+    with featstore.open(path) as store:
+        labels = store.arrays["labels"]
+        baseline = _status_bytes("VmRSS")
+        began = time.perf_counter()
+        with store.mega_batches(**options) as loader:
+            model, outcome = train_mega(job.plan, labels, loader, progress)
+            io = loader.stats().to_dict() | {
+                "access_because": loader.access_because, "memory": loader.memory(), "partitions": loader.partitions,
+                "resident": loader.resident, "mega_batches": loader.steps, "hubs": len(loader.hub_rows),
+            }  # fmt: skip
+        results = {"seconds": time.perf_counter() - began, "peak_rss_bytes": _status_bytes("VmHWM")}
+        topology = read_topology(Path(job.directory)) | {"labels": labels}
+        with store.reader(memory=job.memory_bytes, static="degree", **engine) as reader:
+            evaluate(model, job.plan, topology, StoreRows(reader), outcome, progress)
+    return asdict(outcome) | results | {"io": io, "baseline_rss_bytes": baseline}
 
 
 def _from_memory(job: Job, topology: dict[str, Any], progress: Progress) -> dict[str, Any]:

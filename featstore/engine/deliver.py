@@ -37,6 +37,7 @@ _EXTENT_PAGE, _EXTENT_FIRST, _KEYS, _POSITION_BITS = (
     L.KEYS * 8,
     L.POSITION_BITS * 8,
 )
+_SPANS = L.SPANS * 8
 _OUT, _ROW_BYTES, _CHECKSUMS = L.OUT * 8, L.ROW_BYTES * 8, L.CHECKSUMS * 8
 _ERROR, _ERROR_PAGE, _ERROR_EXPECTED = L.ERROR * 8, L.ERROR_PAGE * 8, L.ERROR_EXPECTED * 8
 _ERROR_ACTUAL, _ERROR_CLAIM = L.ERROR_ACTUAL * 8, L.ERROR_CLAIM * 8
@@ -60,25 +61,49 @@ def report_error(lane: Any, code: Any, page: Any, expected: Any, actual: Any) ->
 
 
 @njit(nogil=True)
+def _verify_pages(lane: Any, page: Any, end: Any, extent_page: Any, data: Any) -> Any:
+    """Check the pages from ``page`` to ``end``. Returns whether all are right."""
+    checksums = load_i64(lane + _CHECKSUMS)
+    while page < end:
+        actual = crc_page(data + (page - extent_page) * PAGE_BYTES)
+        expected = load_u32(checksums + 4 * page)
+        if actual != expected:
+            report_error(lane, np.int64(L.ERROR_CORRUPT), page, np.int64(expected), np.int64(actual))
+            return False
+        page += 1
+    return True
+
+
+@njit(nogil=True)
 def _verify(lane: Any, extent_page: Any, first: Any, last: Any, data: Any) -> Any:
     """Check every page that holds wanted rows. Returns whether all are right."""
-    checksums = load_i64(lane + _CHECKSUMS)
     keys = load_i64(lane + _KEYS)
     bits = np.uint64(load_i64(lane + _POSITION_BITS))
     row_bytes = load_i64(lane + _ROW_BYTES)
     verified = extent_page  # pages before this one are done
     for k in range(first, last):
         begin = np.int64(load_u64(keys + 8 * k) >> bits) * row_bytes
-        page = max(verified, begin // PAGE_BYTES)
         end = (begin + row_bytes - 1) // PAGE_BYTES + 1
-        while page < end:
-            actual = crc_page(data + (page - extent_page) * PAGE_BYTES)
-            expected = load_u32(checksums + 4 * page)
-            if actual != expected:
-                report_error(lane, np.int64(L.ERROR_CORRUPT), page, np.int64(expected), np.int64(actual))
-                return False
-            page += 1
+        if not _verify_pages(lane, max(verified, begin // PAGE_BYTES), end, extent_page, data):
+            return False
         verified = max(verified, end)
+    return True
+
+
+@njit(nogil=True)
+def _deliver_span(lane: Any, extent: Any, extent_page: Any, data: Any, clock: Any, scratch: Any, counters: Any) -> Any:
+    """Verify and copy the one span of bytes that is wanted of an extent."""
+    span = load_i64(lane + _SPANS) + 24 * extent
+    begin, end, to = load_i64(span), load_i64(span + 8), load_i64(span + 16)
+    t0 = now_ns(clock, scratch)
+    if load_i64(lane + _CHECKSUMS) != 0:
+        pages_end = (end - 1) // PAGE_BYTES + 1
+        if not _verify_pages(lane, begin // PAGE_BYTES, pages_end, extent_page, data):
+            return False
+    t1 = now_ns(clock, scratch)
+    memcpy(load_i64(lane + _OUT) + to, data + begin - extent_page * PAGE_BYTES, end - begin)
+    counters[C.NS_VERIFY] += t1 - t0
+    counters[C.NS_COPY] += now_ns(clock, scratch) - t1
     return True
 
 
@@ -103,6 +128,8 @@ def deliver(lane: Any, extent: Any, data: Any, clock: Any, scratch: Any, counter
     in the lane.
     """
     extent_page = load_i64(load_i64(lane + _EXTENT_PAGE) + 8 * extent)
+    if load_i64(lane + _SPANS) != 0:
+        return _deliver_span(lane, extent, extent_page, data, clock, scratch, counters)
     first = np.int64(load_i32(load_i64(lane + _EXTENT_FIRST) + 4 * extent))
     last = np.int64(load_i32(load_i64(lane + _EXTENT_FIRST) + 4 * extent + 4))
     t0 = now_ns(clock, scratch)

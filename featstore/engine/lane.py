@@ -2,7 +2,8 @@
 
 A lane is a row of int64 fields that kernels read and write through its address: how many extents there are, which is next,
 how many are done, where the sorted row keys, the destination and the page checksums lie. Kernels take lanes of any table,
-dtype and row size, several at a time, so the queue of a device stays full from one request to the next. The Python object
+dtype and row size, several at a time, so the queue of a device stays full from one request to the next. What of an extent
+is wanted is said by row keys, or, where runs of rows are read whole, by one span of bytes. The Python object
 keeps the arrays behind the addresses alive and carries the completion callback.
 """
 
@@ -42,7 +43,8 @@ FILE_HANDLE = 16  # address of int64 [files]: descriptor, or address of the mapp
 FILE_BYTES = 17  # size of every chunk file in bytes
 PAGES_PER_FILE = 18
 CHECKSUMS = 19  # address of uint32 [pages], or 0: do not verify
-FIELDS = 20
+SPANS = 20  # address of int64 [extents, 3]: first byte, end (of the table), destination byte; or 0: by keys
+FIELDS = 21
 
 ERROR_CORRUPT = 1
 ERROR_TRUNCATED = 2
@@ -61,12 +63,13 @@ class Lane:
         position_bits: int,
         out: NDArray[np.uint8],
         on_done: Callable[[Lane], None],
+        spans: NDArray[np.int64] | None = None,
     ) -> None:
         self.files = files
         self.on_done = on_done
         self.failure: Exception | None = None  # an error found outside the kernels
         self.extents = len(extent_page)
-        self._alive: tuple[Any, ...] = (extent_page, extent_pages, extent_first, keys, out)
+        self._alive: tuple[Any, ...] = (extent_page, extent_pages, extent_first, keys, out, spans)
         self.extent_pages_max = int(extent_pages.max(initial=0))
         self.fields = np.zeros(FIELDS, np.int64)
         f = self.fields
@@ -76,6 +79,7 @@ class Lane:
         f[POSITION_BITS], f[OUT], f[ROW_BYTES] = position_bits, address_of(out), files.layout.row_bytes
         f[FILE_HANDLE], f[FILE_BYTES] = address_of(files.handles), files.layout.chunk_bytes
         f[PAGES_PER_FILE] = files.layout.pages_per_chunk
+        f[SPANS] = 0 if spans is None else address_of(spans)
         f[CHECKSUMS] = 0 if files.checksums is None else address_of(files.checksums)
 
     @property

@@ -5,7 +5,10 @@ that are asked for together should stand together. This package turns a graph in
 
 - :mod:`featstore.order.orders`: the :class:`Order` itself, the simple ones (as given, permutation, degree), the choice;
 - :mod:`featstore.order.metis`: METIS, the best partitions for graphs that fit in memory several times over;
+- :mod:`featstore.order.multilevel`: as good in a fraction of the memory, from METIS on a small graph of clusters, which
+  :mod:`featstore.order.propagate` finds and :mod:`featstore.order.coarsen` contracts;
 - :mod:`featstore.order.ldg`: restreamed, annealed LDG, nearly as good in four bytes a node;
+- :mod:`featstore.order.blocks`: BGL's blocks, grown by breadth-first search, with training nodes balanced;
 - :mod:`featstore.order.parts`: from part numbers to rows;
 - :mod:`featstore.order.stream`: reading a graph in sequential blocks.
 
@@ -18,8 +21,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from featstore.order.blocks import bfs_memory_bytes, bfs_partition
     from featstore.order.ldg import ldg_memory_bytes, ldg_partition
     from featstore.order.metis import metis_memory_bytes, metis_partition
+    from featstore.order.multilevel import multilevel_memory_bytes, multilevel_partition
     from featstore.order.orders import (
         Order,
         default_partitions,
@@ -34,6 +39,8 @@ if TYPE_CHECKING:
 __all__ = [
     "GraphLike",
     "Order",
+    "bfs_memory_bytes",
+    "bfs_partition",
     "default_partitions",
     "degree_counts",
     "degree_order",
@@ -44,18 +51,24 @@ __all__ = [
     "make_order",
     "metis_memory_bytes",
     "metis_partition",
+    "multilevel_memory_bytes",
+    "multilevel_partition",
     "order_of_parts",
     "permutation_order",
 ]
 
 _MODULE_OF = {
     "GraphLike": "stream",
+    "bfs_memory_bytes": "blocks",
+    "bfs_partition": "blocks",
     "degree_counts": "stream",
     "edge_cut": "stream",
     "ldg_memory_bytes": "ldg",
     "ldg_partition": "ldg",
     "metis_memory_bytes": "metis",
     "metis_partition": "metis",
+    "multilevel_memory_bytes": "multilevel",
+    "multilevel_partition": "multilevel",
     "order_of_parts": "parts",
 }
 

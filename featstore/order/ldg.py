@@ -15,7 +15,8 @@ costs nothing. Fewer than eight passes are too few to cool down, so they run col
 the figures.
 
 What it cannot do: on meshes and road maps, where good parts are blobs of which no single node sees the shape, a method
-without coarsening stays far behind METIS. Where a part's slack is less than one node (under 20 nodes a part) nobody can
+without coarsening stays far behind METIS; there :mod:`featstore.order.multilevel` finds a start, from which the same
+passes go on, cooler. Where a part's slack is less than one node (under 20 nodes a part) nobody can
 move, and the first pass decides. In directed graphs a node sees those it gathers from (its in-neighbours) and
 not those that gather from it, for these would need the transposed graph; symmetrise first where that matters.
 
@@ -66,14 +67,15 @@ def next_random(random: Any) -> Any:
 
 @njit(cache=True, nogil=True)
 def best_part(
-    old: int, sizes: Any, counts: Any, touched: Any, touched_count: int, random: Any, capacity: int, heat: float
-) -> int:
+    old: int, sizes: Any, counts: Any, touched: Any, touched_count: int, random: Any, capacity: int, heat: float,
+    full: float,
+) -> int:  # fmt: skip
     """The part with room that scores best among those of a node's neighbours, or -1; clears ``counts``."""
     best = -1
     best_score = 0.0
     for i in range(touched_count):
         p = touched[i]
-        score = counts[p] * (1.0 - sizes[p] / capacity)
+        score = counts[p] * (1.0 - sizes[p] / full)
         counts[p] = 0
         if sizes[p] >= capacity:
             continue
@@ -117,11 +119,13 @@ def ldg_block(
     random: Any,
     capacity: int,
     heat: float,
+    full: float,
 ) -> int:
     """One block of a pass: moves every node whose last edge is in it. The first bad position in the block, or -1.
 
     ``part`` int32 [nodes], -1 = not yet; ``sizes``, ``counts`` int64 [parts]; ``touched`` int32 [parts];
-    ``state`` int64 [STATE_SIZE]; ``random`` uint64 [1].
+    ``state`` int64 [STATE_SIZE]; ``random`` uint64 [1]. At ``full`` nodes, at least ``capacity``, a part scores nothing.
+    A node in a part that holds too many leaves it, if need be for any other.
     """
     nodes = part.size
     end_edge = first_edge + block.size
@@ -145,10 +149,11 @@ def ldg_block(
         old = np.int64(part[node])
         if old >= 0:
             sizes[old] -= 1
-        new = best_part(old, sizes, counts, touched, touched_count, random, capacity, heat)
+        new = best_part(old, sizes, counts, touched, touched_count, random, capacity, heat, full)
         touched_count = 0
         if new < 0:
-            new = old if old >= 0 else part_with_room(sizes, random, capacity, state)
+            fits = old >= 0 and sizes[old] < capacity
+            new = old if fits else part_with_room(sizes, random, capacity, state)
         sizes[new] += 1
         part[node] = new
         if new != old:
@@ -176,6 +181,24 @@ def random_of_pass(seed: int, number: int) -> NDArray[np.uint64]:
     return np.random.SeedSequence([seed, number]).generate_state(1, np.uint64) | np.uint64(1)
 
 
+@njit(cache=True, nogil=True)
+def count_start(part: Any, sizes: Any) -> int:
+    """Add the nodes of each part to ``sizes``; the first node of no such part, or -1."""
+    for node in range(part.size):
+        if part[node] < 0 or part[node] >= sizes.size:
+            return node
+        sizes[part[node]] += 1
+    return -1
+
+
+def _check_start(start: NDArray[np.int32], nodes: int, sizes: NDArray[np.int64]) -> None:
+    if start.shape != (nodes,) or start.dtype != np.int32:
+        raise SourceError(f"start must be int32 of shape ({nodes},), not {start.dtype} of shape {start.shape}")
+    bad = count_start(start, sizes)
+    if bad >= 0:
+        raise SourceError(f"start has node {bad} in part {int(start[bad])}, but parts are 0 to {sizes.size - 1}")
+
+
 def ldg_partition(
     graph: GraphLike,
     parts: int,
@@ -184,12 +207,19 @@ def ldg_partition(
     passes: int = PASSES,
     slack: float = SLACK,
     block_edges: int = BLOCK_EDGES,
+    start: NDArray[np.int32] | None = None,
+    heat: float = HEAT,
+    ease: float = 1.0,
 ) -> NDArray[np.int32]:
     """Part of each node, int32 [nodes], from annealed restreamed LDG; deterministic for equal arguments.
 
     No part holds more than ``max(ceil(nodes / parts), floor((1 + slack) * nodes / parts))`` nodes; with more parts than
     nodes some are empty. Reads the edges ``passes`` times from first to last, ``block_edges`` at once, and allocates
     at most :func:`ldg_memory_bytes`.
+
+    ``start`` int32 [nodes] is a partition to go on from, changed in place and returned; parts in it that are over the
+    capacity are brought below it. ``heat`` is the first pass's; a low one keeps what is good about a start. A part's
+    score vanishes at ``ease`` times the capacity: above 1.0 sizes are pushed less towards the mean.
 
     Raises SourceError for a bad graph (an edge to a node that does not exist ...) and for arguments out of range.
     After Stanton & Kliot (KDD'12) and Nishimura & Ugander (KDD'13); the annealing is ours, see the module.
@@ -200,26 +230,31 @@ def ldg_partition(
         raise SourceError(f"parts must be from 1 to 2**31 - 1, not {parts}")
     if passes < 1 or seed < 0 or not 0 <= slack < float("inf"):
         raise SourceError(f"need passes >= 1, seed >= 0, slack >= 0, not passes={passes}, seed={seed}, slack={slack}")
+    if not 0 <= heat < float("inf") or not 1 <= ease < float("inf"):
+        raise SourceError(f"need heat >= 0 and ease >= 1, not heat={heat}, ease={ease}")
     capacity = part_capacity(nodes, parts, slack)
-    part = np.full(nodes, -1, np.int32)
+    full = ease * capacity
+    part = np.full(nodes, -1, np.int32) if start is None else start
     sizes = np.zeros(parts, np.int64)
+    if start is not None:
+        _check_start(start, nodes, sizes)
     counts = np.zeros(parts, np.int64)
     touched = np.empty(parts, np.int32)
 
-    def run_pass(number: int, heat: float) -> int:
+    def run_pass(number: int, warmth: float) -> int:
         """Returns how many nodes moved. A function, so that its block is gone before the next pass makes another."""
         state = np.zeros(STATE_SIZE, np.int64)
         random = random_of_pass(seed, number)
         for first, block in edge_blocks(graph, block_edges):
-            bad = ldg_block(indptr, block, first, part, sizes, counts, touched, state, random, capacity, heat)
+            bad = ldg_block(indptr, block, first, part, sizes, counts, touched, state, random, capacity, warmth, full)
             if bad >= 0:
                 raise bad_edge_error(graph, first + bad)
         return int(state[MOVED])
 
     for number in range(passes):
-        heat = heat_of_pass(number, passes)
-        moved = run_pass(number, heat)
-        if heat == 0.0 and moved == 0:
+        warmth = heat_of_pass(number, passes, heat)
+        moved = run_pass(number, warmth)
+        if warmth == 0.0 and moved == 0:
             # Nothing is left to chance, so later passes would only repeat this one; an idle warm pass proves nothing.
             break
     return part

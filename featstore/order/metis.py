@@ -207,10 +207,36 @@ def metis_partition(graph: GraphLike, parts: int, seed: int) -> NDArray[np.int32
         return np.zeros(nodes, np.int32)
     if parts >= nodes or adjacency.size == 0:
         return (np.arange(nodes, dtype=np.int64) * parts // max(nodes, 1)).astype(np.int32)
+    return cut_adjacency(xadj, adjacency, parts, seed)
+
+
+def cut_adjacency(
+    xadj: NDArray[Any],
+    adjacency: NDArray[Any],
+    parts: int,
+    seed: int,
+    *,
+    vertex_weights: NDArray[Any] | None = None,
+    edge_weights: NDArray[Any] | None = None,
+) -> NDArray[np.int32]:
+    """METIS on a clean adjacency as it is, with integer weights [nodes] and [edges] if given; int32 [nodes].
+
+    Arrays in METIS's own integers are not copied. Raises SourceError where these cannot count the sum of the weights.
+    """
+    import pymetis
+
+    dtype = pymetis.zero_copy_dtype()
+    for name, weights in (("vertex", vertex_weights), ("edge", edge_weights)):
+        if weights is not None and int(weights.sum()) > np.iinfo(dtype).max:
+            raise SourceError(f"the {name} weights add up to more than this pymetis can count; use method='ldg'")
     found = pymetis.part_graph(
-        parts, adjacency=pymetis.CSRAdjacency(xadj, adjacency), options=pymetis.Options(seed=seed)
+        parts,
+        adjacency=pymetis.CSRAdjacency(xadj.astype(dtype, copy=False), adjacency.astype(dtype, copy=False)),
+        vweights=None if vertex_weights is None else vertex_weights.astype(dtype, copy=False),
+        eweights=None if edge_weights is None else edge_weights.astype(dtype, copy=False),
+        options=pymetis.Options(seed=seed),
     )
-    return np.fromiter(found.vertex_part, np.int32, nodes)
+    return np.fromiter(found.vertex_part, np.int32, xadj.size - 1)
 
 
 def metis_memory_bytes(nodes: int, edges: int, *, symmetric: bool = False) -> int:

@@ -5,7 +5,8 @@ the manifest, so that a store can say how it was made and be made again. :func:`
 it takes a method or chooses one, and stays within the memory it is given.
 
 "auto" chooses by what is known: without a graph the order stays as given; a table of one partition needs no order;
-METIS where it is installed and its memory fits; restreamed LDG otherwise. The reason goes into the parameters.
+METIS where it is installed and its memory fits; the multilevel partitioner where only METIS is installed; restreamed
+LDG otherwise. The reason goes into the parameters.
 """
 
 from __future__ import annotations
@@ -18,17 +19,21 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from featstore.engine.base import EXTENT_BYTES_MAX
 from featstore.errors import BudgetError, SourceError
 from featstore.order.ldg import PASSES, SLACK, ldg_memory_bytes, ldg_partition
 from featstore.order.metis import metis_installed, metis_memory_bytes, metis_partition, survey_graph
+from featstore.order.multilevel import CLUSTERS_PER_PART, REFINE_PASSES, multilevel_memory_bytes, multilevel_partition
 from featstore.order.parts import node_dtype, order_of_parts, order_of_parts_bytes
 from featstore.order.stream import BLOCK_EDGES, GraphLike, NodeIds, degree_counts, edge_count, edge_cut, node_count
 from featstore.units import format_bytes
 
-METHODS = ("auto", "given", "permutation", "degree", "metis", "ldg")
+METHODS = ("auto", "given", "permutation", "degree", "metis", "multilevel", "ldg", "bfs")
 
-PARTITION_BYTES = 8 << 20
 PARTITION_ROWS_MIN = 64
+PARTITION_ROWS_MOST = 4096
+PARTITIONS_FREE = 1024
+"""Up to so many partitions are made whatever their rows; beyond that they are of PARTITION_ROWS_MOST."""
 
 _BLOCK_EDGES_MIN = 1 << 12
 _CHECK_ROWS = 1 << 20
@@ -39,7 +44,7 @@ _FIXED_BYTES = 1 << 16
 class Order:
     """Which node stands in which row.
 
-    ``method``: "given", "permutation", "degree", "metis" or "ldg". ``node_of_row``: int32 or int64 [rows], or None
+    ``method``: "given", "permutation", "degree", "metis", "multilevel", "ldg" or "bfs". ``node_of_row``: int32 or int64 [rows], or None
     where every node stands in the row of its own number. ``partition_offsets``: int64 [parts + 1], the rows at which
     partitions begin, and the number of rows; [0, rows] where there are no partitions. ``parameters``: provenance.
     """
@@ -157,9 +162,16 @@ def degree_memory_bytes(nodes: int, block_edges: int = BLOCK_EDGES) -> int:
 
 
 def default_partitions(rows: int, row_bytes: int) -> int:
-    """As many partitions as hold about 8 MiB of features each, but no fewer than 64 rows; at least one."""
-    wanted = round(rows * row_bytes / PARTITION_BYTES)
-    return max(1, min(wanted, rows // PARTITION_ROWS_MIN))
+    """As many partitions as can each be read at the speed of sequential reads, but for large tables no more than needed.
+
+    After HierBatching (ICLR 2023 submission, appendix B): a partition is no smaller than S_opt, the size of a read that
+    gets the sequential bandwidth, here 512 KiB (``EXTENT_BYTES_MAX``), so N_p <= rows * row_bytes / S_opt; and has
+    several thousand nodes: where that gives more than 1024 partitions, they have at least 4096 rows each. None has fewer
+    than 64 rows, and there is at least one.
+    """
+    sequential = rows * row_bytes // EXTENT_BYTES_MAX
+    several_thousand = max(PARTITIONS_FREE, rows // PARTITION_ROWS_MOST)
+    return max(1, min(sequential, several_thousand, rows // PARTITION_ROWS_MIN))
 
 
 def _partition_memory_bytes(nodes: int, parts: int, partitioner_bytes: int) -> int:
@@ -175,26 +187,68 @@ def _ldg_order(graph: GraphLike, parts: int, seed: int, memory_bytes: int) -> Or
     spare_edges = (memory_bytes - ldg_memory_bytes(nodes, parts, 0)) // 8
     block_edges = min(spare_edges, BLOCK_EDGES)
     part = ldg_partition(graph, parts, seed=seed, block_edges=block_edges)
+    return _order_of_part("ldg", graph, part, parts, block_edges, {"seed": seed, "passes": PASSES, "slack": SLACK})
+
+
+def _multilevel_order(graph: GraphLike, parts: int, seed: int, memory_bytes: int) -> Order:
+    nodes = node_count(graph)
+    smallest = _multilevel_needed_bytes(nodes, parts)
+    if memory_bytes < smallest:
+        what = f"order {nodes:,} nodes in {parts:,} partitions by clusters and METIS (method 'ldg' needs less)"
+        raise BudgetError(smallest, memory_bytes, what)
+    block_edges = BLOCK_EDGES
+    while block_edges > _BLOCK_EDGES_MIN and multilevel_memory_bytes(nodes, parts, block_edges) > memory_bytes:
+        block_edges //= 2
+    part = multilevel_partition(graph, parts, seed=seed, memory_bytes=memory_bytes, block_edges=block_edges)
+    parameters = {"seed": seed, "clusters_per_part": CLUSTERS_PER_PART, "passes": REFINE_PASSES, "slack": SLACK}
+    return _order_of_part("multilevel", graph, part, parts, block_edges, {**parameters, "pymetis": _pymetis_version()})
+
+
+def _bfs_order(graph: GraphLike, parts: int, seed: int, train: NDArray[np.bool_] | None, memory_bytes: int) -> Order:
+    from featstore.order.blocks import bfs_memory_bytes, bfs_partition
+
+    nodes = node_count(graph)
+    smallest = _partition_memory_bytes(nodes, parts, bfs_memory_bytes(nodes, parts, _BLOCK_EDGES_MIN))
+    if memory_bytes < smallest:
+        raise BudgetError(smallest, memory_bytes, f"order {nodes:,} nodes in {parts:,} partitions by blocks")
+    block_edges = min((memory_bytes - bfs_memory_bytes(nodes, parts, 0)) // 8, BLOCK_EDGES)
+    part = bfs_partition(graph, parts, seed=seed, train=train, block_edges=block_edges)
+    parameters: dict[str, int | float | str] = {"seed": seed}
+    if train is not None:
+        parameters["train_nodes"] = int(np.count_nonzero(train))
+    return _order_of_part("bfs", graph, part, parts, block_edges, parameters)
+
+
+def _order_of_part(
+    method: str,
+    graph: GraphLike,
+    part: NDArray[np.int32],
+    parts: int,
+    block_edges: int,
+    parameters: dict[str, int | float | str],
+) -> Order:
     cut = edge_cut(graph, part, block_edges=block_edges)
     node_of_row, offsets = order_of_parts(part, parts)
-    return Order(
-        "ldg", node_of_row, offsets, {"parts": parts, "seed": seed, "passes": PASSES, "slack": SLACK, "edge_cut": cut}
-    )
+    return Order(method, node_of_row, offsets, {"parts": parts, **parameters, "edge_cut": cut})
+
+
+def _pymetis_version() -> str:
+    import pymetis
+
+    return str(pymetis.version)
+
+
+def _multilevel_needed_bytes(nodes: int, parts: int) -> int:
+    return _partition_memory_bytes(nodes, parts, multilevel_memory_bytes(nodes, parts, _BLOCK_EDGES_MIN))
 
 
 def _metis_order(graph: GraphLike, parts: int, seed: int, memory_bytes: int, needed_bytes: int) -> Order:
     nodes = node_count(graph)
     if memory_bytes < needed_bytes:
-        what = f"order {nodes:,} nodes and {edge_count(graph):,} edges by METIS (method 'ldg' needs far less)"
+        what = f"order {nodes:,} nodes and {edge_count(graph):,} edges by METIS (methods 'multilevel' and 'ldg' need far less)"
         raise BudgetError(needed_bytes, memory_bytes, what)
     part = metis_partition(graph, parts, seed)
-    cut = edge_cut(graph, part)
-    node_of_row, offsets = order_of_parts(part, parts)
-    import pymetis
-
-    return Order(
-        "metis", node_of_row, offsets, {"parts": parts, "seed": seed, "edge_cut": cut, "pymetis": str(pymetis.version)}
-    )
+    return _order_of_part("metis", graph, part, parts, BLOCK_EDGES, {"seed": seed, "pymetis": _pymetis_version()})
 
 
 def _metis_needed_bytes(graph: GraphLike, parts: int, memory_bytes: int) -> int:
@@ -222,7 +276,11 @@ def _choose(graph: GraphLike | None, parts: int, permutation: object, memory_byt
     needed, budget = format_bytes(needed_bytes), format_bytes(memory_bytes)
     if needed_bytes <= memory_bytes:
         return "metis", f"METIS needs up to {needed} and the memory budget is {budget}"
-    return "ldg", f"METIS may need {needed}, more than the memory budget of {budget}"
+    why = f"METIS may need {needed}, more than the memory budget of {budget}"
+    least_bytes = _multilevel_needed_bytes(node_count(graph), parts)
+    if least_bytes <= memory_bytes:
+        return "multilevel", why
+    return "ldg", f"{why}, and METIS on clusters {format_bytes(least_bytes)}"
 
 
 def make_order(
@@ -235,11 +293,13 @@ def make_order(
     permutation: NDArray[Any] | str | os.PathLike[str] | None = None,
     seed: int = 0,
     memory_bytes: int,
+    train: NDArray[np.bool_] | None = None,
 ) -> Order:
     """The order of ``rows`` rows of ``row_bytes`` bytes, by ``method`` ("auto" chooses), within ``memory_bytes``.
 
-    ``parts`` is the number of partitions for "metis" and "ldg" (None: :func:`default_partitions`); ``permutation`` goes
-    with "permutation" (or "auto"), ``graph`` with "degree", "metis" and "ldg". ``memory_bytes`` covers what the order
+    ``parts`` is the number of partitions for "metis", "multilevel", "ldg" and "bfs" (None: :func:`default_partitions`);
+    ``permutation`` goes with "permutation" (or "auto"), ``graph`` with "degree" and those that make partitions; ``train``
+    bool [rows], the nodes trained on, which "bfs" balances and the others do not look at. ``memory_bytes`` covers what the order
     takes above the graph, and block sizes follow it. ``parameters["chosen_because"]`` says why this method.
 
     Raises SourceError for an unknown method, and for a graph or permutation that is missing, superfluous, or does not
@@ -253,16 +313,25 @@ def make_order(
         raise SourceError(f"the graph has {node_count(graph):,} nodes, but there are {rows:,} rows of features")
     if parts is not None and not 1 <= parts < 2**31:
         raise SourceError(f"the number of partitions must be from 1 to 2**31 - 1, not {parts}")
+    if train is not None and (train.shape != (rows,) or train.dtype != np.bool_):
+        raise SourceError(f"train must be bool of shape ({rows},), not {train.dtype} of shape {train.shape}")
     partitions = default_partitions(rows, row_bytes) if parts is None else parts
     why = "it was asked for"
     if method == "auto":
         method, why = _choose(graph, partitions, permutation, memory_bytes)
-    order = _order_by(method, graph, rows, partitions, permutation, seed, memory_bytes)
+    order = _order_by(method, graph, rows, partitions, permutation, seed, memory_bytes, train)
     return Order(order.method, order.node_of_row, order.partition_offsets, {**order.parameters, "chosen_because": why})
 
 
 def _order_by(
-    method: str, graph: GraphLike | None, rows: int, parts: int, permutation: Any, seed: int, memory_bytes: int
+    method: str,
+    graph: GraphLike | None,
+    rows: int,
+    parts: int,
+    permutation: Any,
+    seed: int,
+    memory_bytes: int,
+    train: NDArray[np.bool_] | None,
 ) -> Order:
     if method == "given":
         return given_order(rows)
@@ -282,4 +351,8 @@ def _order_by(
         return degree_order(graph)
     if method == "metis":
         return _metis_order(graph, parts, seed, memory_bytes, _metis_needed_bytes(graph, parts, memory_bytes))
+    if method == "multilevel":
+        return _multilevel_order(graph, parts, seed, memory_bytes)
+    if method == "bfs":
+        return _bfs_order(graph, parts, seed, train, memory_bytes)
     return _ldg_order(graph, parts, seed, memory_bytes)

@@ -73,6 +73,20 @@ def small_array(name: str, value: Any) -> NDArray[Any]:
     return array
 
 
+def node_mask(nodes: Any, rows: int) -> NDArray[np.bool_]:
+    """Node ids, or a mask already, as bool [rows]. Raises SourceError for what is neither."""
+    given = np.asarray(nodes)
+    if given.dtype == bool and given.shape == (rows,):
+        return given
+    if given.ndim != 1 or given.dtype.kind not in "iu" or (len(given) and (given.min() < 0 or given.max() >= rows)):
+        raise SourceError(
+            f"nodes must be a mask [{rows}] or node ids from 0 to {rows - 1}, not {given.dtype} of shape {given.shape}"
+        )
+    mask = np.zeros(rows, bool)
+    mask[given] = True
+    return mask
+
+
 def identity(value: Any) -> dict[str, Any]:
     """What tells a graph, permutation or array from another one of the same name, when a pack is resumed."""
     if isinstance(value, Graph):

@@ -13,7 +13,7 @@ import msgspec
 
 from featstore.disk import Disk
 from featstore.errors import FormatError, SourceError
-from featstore.manifest import FileEntry, OrderEntry
+from featstore.manifest import FileEntry, GraphEntry, OrderEntry
 
 
 class TableProgress(msgspec.Struct, forbid_unknown_fields=True):
@@ -21,6 +21,8 @@ class TableProgress(msgspec.Struct, forbid_unknown_fields=True):
 
     order: OrderEntry | None = None  # its arrays are written, and these are their files:
     order_files: list[FileEntry] = msgspec.field(default_factory=list)
+    graph: GraphEntry | None = None  # its tables are written, and these are their files:
+    graph_files: list[FileEntry] = msgspec.field(default_factory=list)
     rows_counted: int = 0  # rows of the source in the value report and the digest
     report: dict[str, Any] = msgspec.field(default_factory=dict)
     source_digest: int = 0

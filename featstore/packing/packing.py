@@ -11,7 +11,7 @@ import os
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,13 @@ from numpy.typing import NDArray
 
 import featstore
 from featstore.arrays import load_array
-from featstore.checksum import crc_pages, digest_of_checksums
 from featstore.disk import Disk
-from featstore.dtypes import dtype_name, zarr_storage
+from featstore.dtypes import dtype_name
 from featstore.errors import BudgetError, CorruptionError, DiskFullError, FeatstoreError, SourceError
 from featstore.layout import TableLayout
 from featstore.manifest import (
     FORMAT_VERSION,
+    GRAPHS_FEATURE,
     ArrayEntry,
     Manifest,
     OrderEntry,
@@ -42,10 +42,19 @@ from featstore.packing import permute, spill
 from featstore.packing.convert import ValueReport, target_dtype
 from featstore.packing.generations import Generation, begin, collect, commit, writer_lock
 from featstore.packing.graphs import Graph, open_graph
-from featstore.packing.inputs import by_table, described, identity, parse_inputs, small_array
+from featstore.packing.inputs import by_table, described, identity, node_mask, parse_inputs, small_array
 from featstore.packing.journal import Journal, State, TableProgress
 from featstore.packing.sources import RowSource
-from featstore.packing.writer import Catalogue, TableWriter, write_array, zarr_array_json, zarr_group_json
+from featstore.packing.topology import HUB_RANKS, HUB_SHARE, write_topology
+from featstore.packing.topology import Job as TopologyJob
+from featstore.packing.writer import (
+    Catalogue,
+    TableWriter,
+    catalogue_rows,
+    write_array,
+    write_rows_metadata,
+    zarr_group_json,
+)
 from featstore.store import Store
 from featstore.units import PAGE_BYTES, parse_bytes
 
@@ -74,6 +83,10 @@ class Options:
     partitions: Mapping[str, int]
     dtype: Mapping[str, str]
     seed: int
+    topology: bool = False
+    hubs: float = 0.0
+    hub_rank: str = "degree"
+    train: Mapping[str, Any] = field(default_factory=dict)
 
 
 def pack(
@@ -88,6 +101,10 @@ def pack(
     dtype: str | Mapping[str, str] | None = None,
     memory: int | str = "1GiB",
     seed: int = 0,
+    topology: bool = True,
+    hubs: float = HUB_SHARE,
+    hub_rank: str = "degree",
+    train: Any = None,
     resume: bool = False,
     overwrite: bool = False,
     progress: Callable[[Progress], None] | None = None,
@@ -109,6 +126,11 @@ def pack(
         dtype: cast to ``"float16"``, ``"bfloat16"``, ``"float32"`` or ``"float64"``; by default rows stay as they are.
         memory: budget for everything the pack holds in memory beyond the bare process, in bytes or as ``"512MiB"``.
         seed: of the partitioners. Equal input, options and seed give equal bytes.
+        topology: store the graphs too, for sampling and mega-batches from disk (4 or 8 bytes an edge).
+        hubs: share of the nodes whose lists of neighbours are stored a second time, side by side, for mega-batches.
+        hub_rank: which nodes those are: ``"degree"``, or ``"external"`` for most edges into other partitions.
+        train: training nodes, which order ``"bfs"`` spreads evenly: node ids, a mask, or the name of one of ``arrays`` (or a mapping
+            of table names to such).
         resume: go on with the unfinished pack in ``out``; input and options must be the same.
         overwrite: replace the store in ``out``; it stands until the new one is committed.
         progress: called now and then with a :class:`Progress`, from any thread.
@@ -128,7 +150,15 @@ def pack(
         by_table(partitions, tables, "partitions"),
         by_table(dtype, tables, "dtype"),
         seed,
+        topology,
+        hubs,
+        hub_rank,
+        by_table(train, tables, "train"),
     )
+    if hub_rank not in HUB_RANKS or not 0 <= hubs <= 1:
+        raise SourceError(
+            f"hubs must be from 0 to 1 and hub_rank one of {', '.join(HUB_RANKS)}, not {hubs!r} and {hub_rank!r}"
+        )
     small = own_arrays | {name: small_array(name, value) for name, value in (arrays or {}).items()}
     for name in small:
         check_name(name, "array")
@@ -181,6 +211,7 @@ class _Packing:
         self._tick_lock = threading.Lock()
         self._done_bytes = self._total_bytes = 0
         self._journal: Journal | None = None
+        self._arrays: dict[str, NDArray[Any]] = {}
 
     @property
     def journal(self) -> Journal:
@@ -189,22 +220,30 @@ class _Packing:
 
     def run(self, arrays: dict[str, NDArray[Any]], resumed: bool) -> None:
         name = self.generation.name
+        self._arrays = arrays
         self._start(resumed, arrays)
         self._check_space(resumed)
-        entries = {}
+        entries, graphs = {}, {}
         for table in self.tables:
             entries[table] = self._table(table)
+            found = self.journal.table(table).graph
+            if found is not None:
+                graphs[table] = found
         array_entries = {n: write_array(self.catalogue, f"{name}/arrays/{n}", a) for n, a in arrays.items()}
-        for group in [name, f"{name}/tables"] + ([f"{name}/arrays"] if arrays else []):
+        groups = [f"{name}/arrays"] if arrays else []
+        groups += [f"{name}/graphs", *(f"{name}/graphs/{g}" for g in graphs)] if graphs else []
+        for group in [name, f"{name}/tables", *groups]:
             self.catalogue.write(f"{group}/zarr.json", zarr_group_json())
         self.catalogue.fsync_directories()
         self.disk.fsync_dir(self.generation.store)
+        features = [GRAPHS_FEATURE] if graphs else []
         manifest = sealed(
             Manifest(
-                format="featstore", version=FORMAT_VERSION, reader_features=[], writer_features=[], uuid="", generation=name,
+                format="featstore", version=FORMAT_VERSION, reader_features=features, writer_features=[], uuid="", generation=name,
                 tables=entries, arrays=array_entries, files=sorted(self.catalogue.files.values(), key=lambda f: f.path),
                 provenance={"writer": f"featstore {featstore.__version__}", "seed": self.options.seed,
                             "sources": {n: described(s) for n, s in self.tables.items()}},
+                graphs=graphs,
             )
         )  # fmt: skip
         commit(self.generation.store, self.disk, manifest)
@@ -226,6 +265,8 @@ class _Packing:
             "tables": {n: s.fingerprint() for n, s in self.tables.items()},
             "order": dict(self.options.order), "partitions": dict(self.options.partitions), "dtype": dict(self.options.dtype),
             "seed": self.options.seed, "memory": self.options.memory_bytes,
+            "topology": [self.options.topology, self.options.hubs, self.options.hub_rank],
+            "train": {n: identity(t) if not isinstance(t, str) else t for n, t in self.options.train.items()},
             "arrays": {n: identity(a) for n, a in arrays.items()},
             "graphs": {n: identity(g) for n, g in self.graphs.items()},
             "permutation": {n: identity(p) for n, p in self.options.permutation.items()},
@@ -286,11 +327,11 @@ class _Packing:
         assert source.rows is not None
         layout = TableLayout.choose(source.rows, source.row_values * dtype.itemsize)
         self.catalogue.write(f"{base}/zarr.json", zarr_group_json())
-        if progress.order is None:
-            self._make_order(name, base, layout, progress)
+        if progress.order is None or (progress.graph is None and self.options.topology):
+            self._order_and_topology(name, base, layout, progress)
         order = progress.order
         assert order is not None
-        for file in progress.order_files:
+        for file in progress.order_files + progress.graph_files:
             self.catalogue.add(file.path, file.bytes, file.digest)
         report = ValueReport(source.dtype, dtype)
         report.restore(progress.report)
@@ -299,12 +340,12 @@ class _Packing:
             row_bytes=layout.row_bytes, rows_per_chunk=layout.rows_per_chunk,
             page_checksums=ArrayEntry(f"{base}/page_checksums", [layout.pages], "uint32"), order=order, statistics={},
         )  # fmt: skip
-        self._rows_metadata(entry, dtype)
+        write_rows_metadata(self.catalogue, entry, dtype)
         if layout.rows:
             checksum_path = self.generation.store / str(array_chunk(entry.page_checksums))
             if not progress.done:
                 self._write_rows(self._job(name, entry, report), checksum_path)
-            self._catalogue_rows(layout, entry, checksum_path)
+            catalogue_rows(self.catalogue, entry)
         statistics = report.result() | {"rows_digest": f"{progress.written_digest:016x}"}
         return msgspec.structs.replace(entry, statistics=statistics)
 
@@ -332,9 +373,42 @@ class _Packing:
             )
         return source
 
-    def _make_order(self, name: str, base: str, layout: TableLayout, progress: TableProgress) -> None:
-        """Find the table's order, and its rows by descending degree where there is a graph; write both, durably."""
+    def _order_and_topology(self, name: str, base: str, layout: TableLayout, progress: TableProgress) -> None:
+        """What is made of the table's graph, which is gone again before its rows are written."""
         graph = self._graph(name, layout.rows)
+        if progress.order is None:
+            self._make_order(name, base, layout, progress, graph)
+        else:
+            for file in progress.order_files:
+                self.catalogue.add(file.path, file.bytes, file.digest)
+        if graph is not None and self.options.topology:
+            self._write_topology(name, graph, progress)
+
+    def _write_topology(self, name: str, graph: Graph, progress: TableProgress) -> None:
+        order = progress.order
+        assert order is not None
+        row_of_node, by_degree = self._load(order.row_of_node), self._load(order.rows_by_degree)
+        offsets = self._load(order.partition_offsets)
+        assert offsets is not None and by_degree is not None  # noqa: PT018
+        held = graph.indptr.nbytes + (0 if isinstance(graph.indices, np.memmap) else graph.indices.nbytes)
+        held += by_degree.nbytes + (0 if row_of_node is None else row_of_node.nbytes)
+        before = set(self.catalogue.files)
+        job = TopologyJob(
+            self.catalogue, f"{self.generation.name}/graphs/{name}", name, graph, row_of_node, offsets, by_degree, self.options.hubs,
+            self.options.hub_rank, self.options.memory_bytes - held, self.generation.spill,
+        )  # fmt: skip
+        try:
+            progress.graph = write_topology(job)
+        except BudgetError as error:
+            raise BudgetError(error.needed_bytes + held, self.options.memory_bytes, error.what) from None
+        progress.graph_files = [f for path, f in self.catalogue.files.items() if path not in before]
+        self.catalogue.fsync_directories()
+        self.journal.save()
+
+    def _make_order(
+        self, name: str, base: str, layout: TableLayout, progress: TableProgress, graph: Graph | None
+    ) -> None:
+        """Find the table's order, and its rows by descending degree where there is a graph; write both, durably."""
         memory = self.options.memory_bytes
         if graph is not None:
             held = graph.indptr.nbytes + (0 if isinstance(graph.indices, np.memmap) else graph.indices.nbytes)
@@ -345,7 +419,7 @@ class _Packing:
         order = make_order(
             self.options.order[name], graph, rows=layout.rows, row_bytes=layout.row_bytes,
             parts=self.options.partitions.get(name), permutation=self.options.permutation.get(name), seed=self.options.seed,
-            memory_bytes=memory,
+            memory_bytes=memory, train=self._train(name, layout.rows),
         )  # fmt: skip
         before = set(self.catalogue.files)
         row_of_node = _inverse(order.node_of_row)
@@ -357,6 +431,17 @@ class _Packing:
         progress.order_files = [f for path, f in self.catalogue.files.items() if path not in before]
         self.catalogue.fsync_directories()
         self.journal.save()
+
+    def _train(self, name: str, rows: int) -> NDArray[np.bool_] | None:
+        """The training nodes of a table as a mask, bool [rows]."""
+        given = self.options.train.get(name)
+        if given is None:
+            return None
+        if isinstance(given, str) and given not in self._arrays:
+            raise SourceError(
+                f"train names the array {given!r}, which is not among those given: {', '.join(map(repr, self._arrays)) or 'none'}"
+            )
+        return node_mask(self._arrays[given] if isinstance(given, str) else given, rows)
 
     def _graph(self, name: str, rows: int) -> Graph | None:
         if name not in self.graphs:
@@ -385,15 +470,6 @@ class _Packing:
             rows_by_degree=maybe("rows_by_degree", by_degree),
         )
 
-    def _rows_metadata(self, entry: TableEntry, dtype: np.dtype[Any]) -> None:
-        stored, extra = zarr_storage(dtype)
-        rest = [*entry.row_shape, *extra]
-        self.catalogue.write(
-            f"{entry.path}/zarr.json", zarr_array_json([entry.rows, *rest], [entry.rows_per_chunk, *rest], stored)
-        )
-        sums = entry.page_checksums
-        self.catalogue.write(f"{sums.path}/zarr.json", zarr_array_json(sums.shape, [max(1, sums.shape[0])], "uint32"))
-
     def _write_rows(self, job: permute.Job, checksum_path: Path) -> None:
         """Write the chunk files and the checksums; what was read must be what was written."""
         writer = TableWriter(self.disk, job.layout, job.chunk_path, checksum_path)
@@ -414,20 +490,6 @@ class _Packing:
             )  # fmt: skip
         job.progress.done = True
         permute.save(job)
-
-    def _catalogue_rows(self, layout: TableLayout, entry: TableEntry, checksum_path: Path) -> None:
-        """Digests of the chunk files, from the checksums; and of the checksums' own file."""
-        own = []
-        with open(checksum_path, "rb") as file:
-            for chunk in range(layout.chunks):
-                checksums = np.frombuffer(file.read(4 * layout.pages_per_chunk), "<u4")
-                self.catalogue.add(entry.chunk_path(chunk), layout.chunk_bytes, digest_of_checksums(checksums))
-            file.seek(0)
-            while block := file.read(permute.BLOCK_BYTES):
-                own.append(crc_pages(np.frombuffer(block, np.uint8)))
-        path = array_chunk(entry.page_checksums)
-        assert path is not None
-        self.catalogue.add(path, 4 * layout.pages, digest_of_checksums(np.concatenate(own)))
 
 
 def _inverse(node_of_row: NDArray[Any] | None) -> NDArray[Any] | None:

@@ -3,17 +3,19 @@
 :class:`TableWriter` takes runs of whole pages at page offsets of the table's address space and hands them to two threads, which
 compute the checksums, write through the :class:`~featstore.disk.Disk` with direct I/O, and give the buffer back. A checkpoint
 waits for the threads and fsyncs the files written since the last one; what lies before it survives a crash and is not
-written again by a resumed pack. :func:`write_array` writes a small array as a zarr array of one chunk.
+written again by a resumed pack. :func:`write_array` writes a small array as a zarr array of one chunk, :func:`write_vector` a
+table of plain numbers.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -22,10 +24,14 @@ from featstore.disk import Disk, File
 from featstore.dtypes import dtype_name, zarr_storage
 from featstore.engine.base import aligned_buffer
 from featstore.layout import TableLayout
-from featstore.manifest import ArrayEntry, FileEntry, array_chunk
+from featstore.manifest import ArrayEntry, FileEntry, OrderEntry, TableEntry, array_chunk
+from featstore.native import address_of
+from featstore.packing.rows_digest import add, digest_rows
 from featstore.units import PAGE_BYTES
 
 WRITE_THREADS = 2
+_BLOCK_BYTES = 2 * 2**20
+_NO_NODES = np.empty(0, np.int64)
 _ZERO_PAGE_CHECKSUM = int(crc_pages(np.zeros(PAGE_BYTES, np.uint8))[0])
 
 
@@ -101,6 +107,71 @@ def write_array(catalogue: Catalogue, path: str, values: NDArray[Any]) -> ArrayE
     if chunk is not None:
         catalogue.write(chunk, little.reshape(-1).view(np.uint8))
     return entry
+
+
+def write_rows_metadata(catalogue: Catalogue, entry: TableEntry, dtype: np.dtype[Any]) -> None:
+    """The ``zarr.json`` of a table's rows and of its checksums."""
+    stored, extra = zarr_storage(dtype)
+    rest = [*entry.row_shape, *extra]
+    catalogue.write(
+        f"{entry.path}/zarr.json", zarr_array_json([entry.rows, *rest], [entry.rows_per_chunk, *rest], stored)
+    )
+    sums = entry.page_checksums
+    catalogue.write(f"{sums.path}/zarr.json", zarr_array_json(sums.shape, [max(1, sums.shape[0])], "uint32"))
+
+
+def catalogue_rows(catalogue: Catalogue, entry: TableEntry) -> None:
+    """Enter a table's chunk files, with digests made from the checksums that were written, and the checksums' own file."""
+    layout, own = entry.layout, []
+    path = array_chunk(entry.page_checksums)
+    if path is None:
+        return
+    with open(catalogue.root / path, "rb") as file:
+        for chunk in range(layout.chunks):
+            checksums = np.frombuffer(file.read(4 * layout.pages_per_chunk), "<u4")
+            catalogue.add(entry.chunk_path(chunk), layout.chunk_bytes, digest_of_checksums(checksums))
+        file.seek(0)
+        while block := file.read(_BLOCK_BYTES):
+            own.append(crc_pages(np.frombuffer(block, np.uint8)))
+    catalogue.add(path, 4 * layout.pages, digest_of_checksums(np.concatenate(own)))
+
+
+def write_vector(
+    catalogue: Catalogue, base: str, blocks: Iterable[NDArray[Any]], rows: int, dtype: np.dtype[Any]
+) -> TableEntry:
+    """Write ``rows`` numbers, which come in blocks, as a table in the directory ``base`` (below the store), durably."""
+    layout = TableLayout.choose(rows, dtype.itemsize)
+    catalogue.directory(f"{base}/rows")
+    catalogue.directory(f"{base}/page_checksums")
+    catalogue.write(f"{base}/zarr.json", zarr_group_json())
+    offsets = write_array(catalogue, f"{base}/partition_offsets", np.array([0, rows]))
+    entry = TableEntry(
+        path=f"{base}/rows", rows=rows, row_shape=[], dtype=dtype_name(dtype), row_bytes=dtype.itemsize,
+        rows_per_chunk=layout.rows_per_chunk, page_checksums=ArrayEntry(f"{base}/page_checksums", [layout.pages], "uint32"),
+        order=OrderEntry("given", {}, offsets), statistics={},
+    )  # fmt: skip
+    write_rows_metadata(catalogue, entry, dtype)
+    digest = done = 0
+    checksums = array_chunk(entry.page_checksums)
+    if checksums is not None:
+        writer = TableWriter(
+            catalogue.disk, layout, lambda chunk: catalogue.root / entry.chunk_path(chunk), catalogue.root / checksums
+        )
+        try:
+            appender = Appender(writer, 0, _BLOCK_BYTES // 2)
+            for block in blocks:
+                data = np.ascontiguousarray(block, dtype)
+                digest = add(digest, int(digest_rows(address_of(data), dtype.itemsize, _NO_NODES, done, len(data))))
+                appender.append(data.view(np.uint8))
+                done += len(data)
+            appender.finish()
+            writer.finish(-(-layout.data_bytes // PAGE_BYTES))
+        finally:
+            writer.close()
+        catalogue_rows(catalogue, entry)
+    if done != rows:
+        raise ValueError(f"{base}: {done} rows were given, {rows} were announced")
+    return msgspec.structs.replace(entry, statistics={"rows_digest": f"{digest:016x}"})
 
 
 class TableWriter:

@@ -34,7 +34,7 @@ def set_bits(rows: NDArray[np.int64], bits: NDArray[np.uint64], ranks: NDArray[n
 
 
 @njit(nogil=True)
-def _slot(row: Any, bits: Any, ranks: Any) -> Any:
+def slot_of(row: Any, bits: Any, ranks: Any) -> Any:
     """Rank of a row in the set, or -1."""
     word = bits[row >> 6]
     bit = np.uint64(1) << np.uint64(row & 63)
@@ -84,7 +84,7 @@ def serve_rows(
                 _copy(out + to * row_bytes, data + slots[at] * row_bytes, row_bytes, streaming)
         slots[at] = -1
         if step < n and served[step] == 0:
-            slots[at] = _slot(rows[step], bits, ranks)
+            slots[at] = slot_of(rows[step], bits, ranks)
             if slots[at] >= 0:
                 for line in range(0, lines, 64):
                     prefetch(data + slots[at] * row_bytes + line)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,6 +28,7 @@ from featstore.order import Order
 
 GOLDEN = Path(__file__).parent / "golden"
 PAPERS = 600
+USERS = 1009
 CHUNK_BYTES = 8192
 
 
@@ -77,6 +78,7 @@ def order() -> Golden:
         tables={"paper": numbers((PAPERS, 32), np.float16), "author": numbers((150, 3), np.int16, step=11)},
         options={
             "graph": {"paper": edges},
+            "topology": False,
             "order": {"paper": "ldg", "author": "permutation"},
             "permutation": {"author": (np.arange(150) * 77 + 5) % 150},
         },
@@ -99,7 +101,45 @@ def dtypes() -> Golden:
     return Golden(tables=tables, arrays={"dates": numbers((4,), np.int64).astype("M8[D]")})
 
 
-STORES = {"sizes": sizes, "order": order, "dtypes": dtypes}
+def graph_edges() -> dict[str, np.ndarray[Any, Any]]:
+    """The edges [2, edges] of `graph`, by table: self-loops and edges that occur twice, nodes without edges."""
+    index = np.arange(5 * USERS)
+    sources, targets = index * index % USERS, (13 * index + index // 7) % USERS
+    row_of_node = np.argsort(_NODE_OF_ROW[USERS](np.arange(USERS)))
+    kept = (row_of_node[targets] < 60) | (row_of_node[targets] >= 131)  # rows 60 to 130, a partition, gather nothing
+    tags = np.arange(40)
+    return {
+        "user": np.stack([sources[kept], targets[kept]]),
+        "tag": np.stack([tags * 3 % 11, tags // 4]),
+        "alone": np.zeros((2, 0), np.int64),
+    }
+
+
+def graph() -> Golden:
+    """Graphs: over a permuted table with a partition of no rows and one of no edges; in chunks; with hubs; of no edges."""
+    return Golden(
+        tables={
+            "user": numbers((USERS, 5), np.float32),
+            "tag": numbers((13, 2), np.int16),
+            "alone": numbers((3, 1), np.uint8),
+            "plain": numbers((4,), np.uint8),
+        },
+        options={
+            "graph": graph_edges(),
+            "order": {"user": "ldg", "tag": "given", "alone": "given", "plain": "given"},
+            "hubs": 0.05,
+            "hub_rank": "external",
+        },
+    )
+
+
+STORES = {"sizes": sizes, "order": order, "dtypes": dtypes, "graph": graph}
+
+_NODE_OF_ROW: Mapping[int, Callable[[Any], Any]] = {
+    PAPERS: lambda row: (row * 7 + 3) % PAPERS,
+    USERS: lambda row: (row * 100 + 41) % USERS,
+}
+_PARTITIONS = {PAPERS: [0, 150, 150, 400, PAPERS], USERS: [0, 60, 60, 131, USERS]}
 
 
 def _partitioned(*_: Any, rows: int, permutation: Any = None, **__: Any) -> Order:
@@ -107,10 +147,10 @@ def _partitioned(*_: Any, rows: int, permutation: Any = None, **__: Any) -> Orde
     if permutation is not None:
         offsets = np.array([0, rows], np.int64)
         return Order("permutation", np.asarray(permutation, np.int32), offsets, {"chosen_because": "it was asked for"})
-    if rows != PAPERS:
+    if rows not in _PARTITIONS:
         return Order("given", None, np.array([0, rows], np.int64), {"chosen_because": "it was asked for"})
-    node_of_row = ((np.arange(rows) * 7 + 3) % rows).astype(np.int32)
-    offsets = np.array([0, 150, 150, 400, rows], np.int64)
+    node_of_row = _NODE_OF_ROW[rows](np.arange(rows)).astype(np.int32)
+    offsets = np.array(_PARTITIONS[rows], np.int64)
     parameters: dict[str, int | float | str] = {
         "parts": 4,
         "seed": 0,

@@ -26,6 +26,8 @@ MAPS = ("row_of_node", "node_of_row", "rows_by_degree")
 TABLE = ARRAY | {"rows": int, "row_shape": list, "row_bytes": int, "rows_per_chunk": int, "page_checksums": dict,
                  "order": dict, "statistics": dict}  # fmt: skip
 del TABLE["shape"]
+GRAPH = {"table": str, "edges": int, "offsets": dict, "sources": dict}
+HUBS = {"method": str, "rows": dict, "offsets": dict, "sources": dict}
 MANIFEST = {"format": str, "version": int, "reader_features": list, "writer_features": list, "uuid": str,
             "generation": str, "tables": dict, "arrays": dict, "files": list, "provenance": dict}  # fmt: skip
 
@@ -93,7 +95,8 @@ def element(dtype):
 
 
 class Store:
-    """An open store: ``tables`` (rows in node id order), ``rows`` (in row order), ``arrays``; all by name."""
+    """An open store: ``tables`` (rows in node id order), ``rows`` (in row order), ``arrays``, ``graphs`` (offsets and sources,
+    both of rows); all by name."""
 
     def __init__(self, path):
         self.path = path
@@ -102,8 +105,9 @@ class Store:
         need(len(text) <= 2**28, "the manifest is too large")
         m = self.manifest = json.loads(text, object_pairs_hook=unique)
         need(type(m) is dict and m.get("format") == "featstore" and m.get("version") == 1, "not a store of version 1")
-        need(m.get("reader_features") == [], "it needs features this reader lacks")
-        need(re.fullmatch("g[0-9]{6,}", fields(m, MANIFEST)["generation"]), "generation")
+        features = m.get("reader_features")
+        need(type(features) is list and all(f == "graphs" for f in features), "it needs features this reader lacks")
+        need(re.fullmatch("g[0-9]{6,}", fields(m, MANIFEST, ("graphs",))["generation"]), "generation")
         bare = re.sub(rb'("(?:[^"\\]|\\.)*")|\s+', lambda token: token[1] or b"", text)
         h = hashlib.sha256(bare.replace(b'"uuid":"%s"' % m["uuid"].encode(), b'"uuid":""', 1)).hexdigest()
         h = f"{h[:8]}-{h[8:12]}-8{h[13:16]}-{'89ab'[int(h[16], 16) % 4]}{h[17:20]}-{h[20:32]}"
@@ -115,6 +119,9 @@ class Store:
         for n, t in m["tables"].items():
             rows, row_of_node = self.table(fields(t, TABLE))
             self.rows[name(n)], self.tables[n] = rows, rows if row_of_node is None else rows[row_of_node]
+        need("graphs" in features or not m.get("graphs"), "graphs without the feature of that name")
+        need(type(m.get("graphs", {})) is dict, "graphs")
+        self.graphs = {name(n): self.graph(fields(g, GRAPH, ("hubs",))) for n, g in m.get("graphs", {}).items()}
 
     def inside(self, path):
         part = r"/[A-Za-z0-9_][A-Za-z0-9_.\-]{0,254}"
@@ -182,6 +189,32 @@ class Store:
         need(row_of_node is None or (row_of_node[maps["node_of_row"]] == np.arange(rows)).all(), "maps are not inverse")
         return row_of_node
 
+    def numbers(self, t, dtypes):
+        """A table of plain numbers, part of a graph."""
+        values, row_of_node = self.table(fields(t, TABLE))
+        need(values.ndim == 1 and values.dtype in dtypes and row_of_node is None, "a graph's tables are plain numbers")
+        return values
+
+    def graph(self, g):
+        """(offsets, sources)"""
+        need(g["table"] in self.rows, "a graph without its table")
+        rows = len(self.rows[g["table"]])
+        offsets, sources = self.numbers(g["offsets"], ["<i8"]), self.numbers(g["sources"], ["<i4", "<i8"])
+        need((len(offsets), len(sources)) == (rows + 1, g["edges"]), "a graph's offsets and sources")
+        need(offsets[0] == 0 and offsets[-1] == g["edges"] and (np.diff(offsets) >= 0).all(), "a graph's offsets")
+        need(((sources >= 0) & (sources < rows)).all(), "a graph's sources are no rows of its table")
+        if g.get("hubs") is not None:
+            hubs = fields(g["hubs"], HUBS)
+            hub_rows, ends = self.array(hubs["rows"]), self.array(hubs["offsets"])
+            copy = self.numbers(hubs["sources"], ["<i4", "<i8"])
+            need(hub_rows.dtype in ("<i4", "<i8") and hub_rows.ndim == 1 and ends.dtype == "<i8", "hubs")
+            found = hub_rows.tolist()
+            need(len(set(found)) == len(found) and set(found) <= set(range(rows)), "hubs are not distinct rows")
+            lists = [sources[offsets[r] : offsets[r + 1]] for r in found]
+            need(ends.tolist() == [0, *np.cumsum([len(x) for x in lists], dtype=int).tolist()], "hub offsets")
+            need(np.array_equal(np.concatenate([*lists, sources[:0]]), copy), "hubs' lists are not the lists they copy")
+        return offsets, sources
+
 
 if __name__ == "__main__":
     try:
@@ -191,3 +224,5 @@ if __name__ == "__main__":
     for what, found in (("table", store.tables), ("array", store.arrays)):
         for n, values in found.items():
             print(f"{what} {n}: {list(values.shape)} {values.dtype}")
+    for n, (offsets, sources) in store.graphs.items():
+        print(f"graph {n}: {len(offsets) - 1} rows, {len(sources)} edges")

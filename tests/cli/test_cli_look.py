@@ -35,7 +35,8 @@ def flip(path: Path, offset: int) -> None:
 
 def test_inspect(call: Call, store: Path) -> None:
     text = call("inspect", store).stdout
-    for part in ("table 'features'", "3,000 rows of 16 float32", "ldg, because it was asked for", "edge cut", "4: smallest", "CRC-32C",
+    for part in ("graph 'features'", "12,000 edges between 3,000 rows of table 'features', int32", "30 by degree", "stored twice",
+                 "table 'features'", "3,000 rows of 16 float32", "ldg, because it was asked for", "edge cut", "4: smallest", "CRC-32C",
                  "0 NaN", "reading here", "access", "default numbers", "writer", "source of features", "rows.npy", "y"):  # fmt: skip
         assert part in text
     assert "first row" not in text
@@ -45,7 +46,8 @@ def test_inspect(call: Call, store: Path) -> None:
 def test_inspect_json(call: Call, store: Path) -> None:
     data = parsed(call("inspect", store, "--json", "--partitions"))
     assert data["schema"] == "featstore.inspect/1"
-    assert set(data) == {"schema", "store", "uuid", "format_version", "generation", "tables", "arrays", "files", "read_only_because",
+    assert set(data) == {"schema", "store", "uuid", "format_version", "generation", "tables", "graphs", "arrays", "files",
+                         "read_only_because",
                          "provenance", "reading"}  # fmt: skip
     assert data["files"]["bytes"] == sum(p.stat().st_size for p in store.glob("g*/**/*") if p.is_file())
     assert data["arrays"] == {"y": {"shape": [ROWS], "dtype": "int64"}}
@@ -58,6 +60,21 @@ def test_inspect_json(call: Call, store: Path) -> None:
     assert table["order"]["parameters"]["parts"] == 4
     assert table["order"]["degrees_known"] is True
     assert (table["statistics"]["nan"], table["statistics"]["inf"]) == (0, 0)
+    graph = data["graphs"]["features"]
+    assert set(graph) == {"table", "nodes", "edges", "dtype", "bytes", "edge_cut", "hubs"}
+    assert (graph["table"], graph["nodes"], graph["edges"], graph["dtype"]) == ("features", ROWS, 4 * ROWS, "int32")
+    assert graph["edge_cut"] == table["order"]["edge_cut"]
+    hubs = graph["hubs"]
+    with featstore.open(store) as opened:
+        copied = int(opened.graphs["features"].hub_rows()[1][-1])
+    assert hubs == {
+        "method": "degree",
+        "count": 30,
+        "edges": copied,
+        "edge_share": copied / (4 * ROWS),
+        "bytes": 4 * copied,
+    }
+    assert graph["bytes"] == 8 * (ROWS + 1) + 4 * 4 * ROWS + hubs["bytes"]
     reading = data["reading"]
     assert set(reading) == {"engine", "engine_because", "access", "access_because", "model"}
     assert reading["engine"] == choose("auto").name
@@ -85,6 +102,24 @@ def test_what_is_no_store(call: Call, tmp_path: Path, name: str) -> None:
         assert text in result.stderr
     assert list((tmp_path / "folder").iterdir()) == [], "looking leaves nothing behind"
     assert "Missing argument" in call(name, code=2).stderr
+
+
+def test_inspect_a_store_without_graphs(call: Call, two_tables: Path) -> None:
+    assert parsed(call("inspect", two_tables, "--json"))["graphs"] == {}
+    assert "graph '" not in call("inspect", two_tables).stdout
+
+
+def test_a_graph_without_edges_or_hubs(call: Call, tmp_path: Path) -> None:
+    none = np.zeros((2, 0), np.int64)
+    featstore.pack(tmp_path / "s", np.zeros((5, 4), np.float32), graph=none, order="given", hubs=0).close()
+    graph = parsed(call("inspect", tmp_path / "s", "--json"))["graphs"]["features"]
+    assert (graph["edges"], graph["hubs"], graph["edge_cut"]) == (0, None, None)
+    text = call("inspect", tmp_path / "s").stdout
+    assert "0 edges between 5 rows" in text
+    assert "hubs" not in text
+    featstore.pack(tmp_path / "t", np.zeros((5, 4), np.float32), graph=none, order="given").close()
+    assert parsed(call("inspect", tmp_path / "t", "--json"))["graphs"]["features"]["hubs"]["edge_share"] == 0
+    call("verify", tmp_path / "t")
 
 
 def test_an_empty_table(call: Call, tmp_path: Path) -> None:
@@ -131,6 +166,13 @@ def test_verify_names_file_and_page(call: Call, copy: Path) -> None:
     assert "page checksum" in call("verify", copy, "-q", code=3).stdout
     result = call("explain", copy, "--random", ROWS, "--static", "none", "--run", code=3)
     assert "featstore: error: corrupt data in" in result.stderr
+
+
+def test_verify_names_pages_of_graphs(call: Call, copy: Path) -> None:
+    path = next(copy.glob("g*/graphs/features/sources/rows/c.0*"))
+    flip(path, 4096 + 7)
+    problem = parsed(call("verify", copy, "--json", code=3))["problems"][0]
+    assert (problem["path"], problem["page"], problem["what"]) == (str(path.relative_to(copy)), 1, "page checksum")
 
 
 def test_verify_a_missing_file_and_a_broken_manifest(call: Call, copy: Path) -> None:

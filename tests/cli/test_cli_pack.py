@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from cli_support import COLUMNS, ROWS, Call, parsed
+from click import Context
 from click.testing import CliRunner
 from featstore_cli.main import cli
 from featstore_cli.options import SHAPE
@@ -38,7 +39,8 @@ def test_pack_json(call: Call, inputs: Path, tmp_path: Path) -> None:
     options = ["--features", f"paper={inputs / 'rows.npz'}", "--key", "paper=x", "--cast", "float16"]
     data = parsed(call("pack", tmp_path / "s", *options, "--json"))
     assert data["schema"] == "featstore.pack/1"
-    assert set(data) == {"schema", "store", "uuid", "format_version", "generation", "tables", "arrays", "files", "read_only_because",
+    assert set(data) == {"schema", "store", "uuid", "format_version", "generation", "tables", "graphs", "arrays", "files",
+                         "read_only_because",
                          "provenance", "seconds", "bytes_per_second"}  # fmt: skip
     table = data["tables"]["paper"]
     assert set(table) == {
@@ -61,6 +63,49 @@ def test_pack_json(call: Call, inputs: Path, tmp_path: Path) -> None:
     )
     assert table["order"]["method"] == "given"
     assert table["statistics"]["cast_from"] == "float32"
+
+
+def test_pack_topology(call: Call, inputs: Path, tmp_path: Path) -> None:
+    base = ["--features", inputs / "rows.npy", "--graph", inputs / "edges.npy", "--order", "ldg", "--partitions", 4]
+    text = call("pack", tmp_path / "a", *base).stdout
+    assert "12,000 edges between 3,000 rows" in text
+    assert "30 by degree" in text
+    hubs = parsed(call("pack", tmp_path / "b", *base, "--hubs", 0.1, "--hub-rank", "external", "--json"))["graphs"][
+        "features"
+    ]["hubs"]
+    assert (hubs["count"], hubs["method"]) == (300, "external")
+    assert 0.05 < hubs["edge_share"] < 0.5
+    assert (
+        parsed(call("pack", tmp_path / "c", *base, "--hubs", 0, "--topology", "--json"))["graphs"]["features"]["hubs"]
+        is None
+    )
+    data = parsed(call("pack", tmp_path / "d", *base, "--no-topology", "--json"))
+    assert data["graphs"] == {}
+    assert data["tables"]["features"]["order"]["degrees_known"] is True
+    with featstore.open(tmp_path / "d") as store:
+        assert store.manifest.reader_features == []
+    edges = np.load(inputs / "edges.npy")
+    with featstore.open(tmp_path / "b") as store:
+        indptr, indices = store.graphs["features"].csc()
+    assert indptr.tolist() == np.cumsum([0, *np.bincount(edges[1], minlength=ROWS)]).tolist()
+    assert indices.tolist() == edges[0][np.lexsort((edges[0], edges[1]))].tolist()
+
+
+def test_pack_topology_mistakes(call: Call, inputs: Path, tmp_path: Path) -> None:
+    base = ["pack", tmp_path / "s", "--features", inputs / "rows.npy"]
+    assert "--hubs" in call(*base, "--hubs", 1.5, code=2).stderr
+    assert "--hubs" in call(*base, "--hubs", "many", code=2).stderr
+    assert "--hub-rank" in call(*base, "--hub-rank", "pagerank", code=2).stderr
+    assert not (tmp_path / "s").exists()
+
+
+def test_defaults_are_those_of_the_function() -> None:
+    from featstore.packing.topology import HUB_RANKS, HUB_SHARE
+
+    options = {option.name: option for option in cli.get_command(Context(cli), "pack").params}
+    assert options["hubs"].default == HUB_SHARE
+    assert tuple(options["hub_rank"].type.choices) == HUB_RANKS
+    assert options["topology"].default is True
 
 
 @pytest.mark.parametrize(

@@ -165,21 +165,25 @@ def _parent(path: str) -> str:
 def loose_ops(ops: list[Op]) -> list[int]:
     """Indices of the operations whose effect is not durable after the last one."""
     loose = []
-    for i, op in enumerate(ops):
-        later = ops[i + 1 :]
+    files: set[str] = set()  # names under which a file is fsynced later, seen from where the scan is
+    folders: set[str] = set()
+    for i in range(len(ops) - 1, -1, -1):
+        op = ops[i]
         if op.kind in ("write", "truncate"):
-            name, synced = op.path, False
-            for o in later:
-                if o.kind == "rename" and o.path == name:
-                    name = o.target
-                synced = synced or (o.kind == "fsync" and o.path == name)
-            if not synced:
-                loose.append(i)
+            durable = op.path in files
         elif op.kind in ("create", "rename", "unlink", "mkdir"):
-            folder = _parent(op.target or op.path)
-            if not any(o.kind == "fsync_dir" and o.path == folder for o in later):
-                loose.append(i)
-    return loose
+            durable = _parent(op.target or op.path) in folders
+        else:
+            durable = True
+        if not durable:
+            loose.append(i)
+        if op.kind == "fsync":
+            files.add(op.path)
+        elif op.kind == "fsync_dir":
+            folders.add(op.path)
+        elif op.kind == "rename":  # what has the old name before has the new one after
+            (files.add if op.target in files else files.discard)(op.path)
+    return loose[::-1]
 
 
 def crash_states(ops: list[Op]) -> Iterator[tuple[str, list[Op]]]:

@@ -25,6 +25,7 @@ FEATURES = rng.random((ROWS, COLUMNS)).astype(np.float32)
 OTHER = rng.integers(0, 255, (50, 3)).astype(np.uint8)
 PERMUTATION = rng.permutation(ROWS)
 LABELS = rng.integers(0, 5, ROWS)
+SOURCES, TARGETS = rng.integers(0, ROWS, (2, 9_000))
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +42,9 @@ def small_sizes(monkeypatch):
 
 
 def do_pack(path, disk=None, way="spill", **options):
-    memory = {"spill": 184_000, "memory": "1MiB", "given": "1MiB"}[way]
+    if way == "graph":
+        options |= {"graph": {"features": np.stack([SOURCES, TARGETS])}, "hubs": 0.1, "hub_rank": "external"}
+    memory = {"spill": 184_000, "memory": "1MiB", "given": "1MiB", "graph": "32MiB"}[way]
     order = {"features": "given" if way == "given" else "permutation", "other": "given"}
     permutation = None if way == "given" else {"features": PERMUTATION}
     return featstore.pack(
@@ -56,6 +59,13 @@ def is_right(path) -> bool:
         assert np.array_equal(got["features"], FEATURES)
         assert np.array_equal(got["other"], OTHER)
         assert np.array_equal(store.arrays["labels"], LABELS)
+        for graph in store.graphs.values():
+            order = np.lexsort((SOURCES, TARGETS))
+            indptr, indices = graph.csc()
+            assert np.array_equal(indptr, np.cumsum([0, *np.bincount(TARGETS, minlength=ROWS)]))
+            assert np.array_equal(indices, SOURCES[order])
+            assert graph.hubs == 60
+            assert featstore.verify(path).ok
     return True
 
 
@@ -65,7 +75,7 @@ def tree(path: Path) -> dict[str, bytes]:
     }
 
 
-@pytest.mark.parametrize("way", ["given", "memory", "spill"])
+@pytest.mark.parametrize("way", ["given", "memory", "spill", "graph"])
 def test_every_crash_state_is_old_or_new_and_can_go_on(tmp_path, way):
     root = tmp_path / "recorded"
     disk = RecordingDisk(tmp_path)
@@ -106,7 +116,7 @@ def test_every_crash_state_is_old_or_new_and_can_go_on(tmp_path, way):
     assert resumed > 5
 
 
-@pytest.mark.parametrize("way", ["given", "memory", "spill"])
+@pytest.mark.parametrize("way", ["given", "memory", "spill", "graph"])
 def test_killed_at_any_operation_then_resumed(tmp_path, way):
     reference = tmp_path / "reference"
     do_pack(reference, way=way)
@@ -131,14 +141,15 @@ def test_killed_at_any_operation_then_resumed(tmp_path, way):
     assert at > 60
 
 
+@pytest.mark.parametrize("way", ["spill", "graph"])
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
-def test_failure_of_any_operation_is_reported_and_the_old_store_stays(tmp_path, code):
+def test_failure_of_any_operation_is_reported_and_the_old_store_stays(tmp_path, code, way):
     path = tmp_path / "store"
     featstore.pack(path, {"features": FEATURES * 2, "other": OTHER}, memory="1MiB")
     at, failures = 0, 0
     while True:
         try:
-            do_pack(path, FailingDisk(at, code), "spill", overwrite=True)
+            do_pack(path, FailingDisk(at, code), way, overwrite=True)
             break
         except (DiskFullError, DeviceError) as error:
             failures += 1

@@ -69,13 +69,24 @@ def manifest_of(name: str) -> dict[str, Any]:
     return loaded
 
 
+def lists_of(name: str, key: str, node_of_row: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+    """Offsets and sources of a golden graph in row order, from its edges: lists ascend by node id."""
+    sources, targets = make_golden.STORES[name]().options["graph"][key]
+    nodes = len(make_golden.STORES[name]().tables[key])
+    node_of_row = np.arange(nodes) if node_of_row is None else node_of_row
+    row_of_node = np.argsort(node_of_row)
+    lists = [row_of_node[np.sort(sources[targets == v])] for v in node_of_row]
+    offsets = np.concatenate([[0], np.cumsum([len(x) for x in lists])]).astype(np.int64)
+    return offsets, np.concatenate([*lists, []]).astype(np.int32)
+
+
 def file_bytes(root: Path) -> dict[str, bytes]:
     return {str(p.relative_to(root)): p.read_bytes() for p in sorted(root.rglob("*")) if p.is_file()}
 
 
 def test_golden_directories_are_those_that_are_made() -> None:
     assert sorted(p.name for p in GOLDEN.iterdir()) == STORES
-    assert sum(p.stat().st_size for p in GOLDEN.rglob("*") if p.is_file()) < 400_000
+    assert sum(p.stat().st_size for p in GOLDEN.rglob("*") if p.is_file()) < 500_000
 
 
 @pytest.mark.parametrize("name", STORES)
@@ -109,6 +120,47 @@ def test_featstore(name: str, engine: str) -> None:
                 same(little(np.asarray(found)), little(wanted)[::-1].copy())
 
 
+@pytest.mark.parametrize("engine", ["uring", "threads", "mmap"])
+def test_featstore_reads_graphs(engine: str) -> None:
+    with featstore.open(GOLDEN / "graph") as store:
+        assert set(store.graphs) == {"user", "tag", "alone"}
+        tables = [f"{name}/{part}" for name in store.graphs for part in ("offsets", "sources", "hubs")]
+        try:
+            reader = store.reader(tables=tables, engine=engine, static=None, memory="64MiB")
+        except OSError:
+            assert engine == "uring", "only io_uring may be missing"
+            return
+        with reader:
+            for name, graph in store.graphs.items():
+                offsets, sources = lists_of("graph", name, graph.table.node_of_row())
+                same(reader.read_runs({f"{name}/offsets": [[0, len(offsets)]]})[f"{name}/offsets"], offsets)
+                same(reader.read_runs({f"{name}/sources": [[0, graph.edges]]})[f"{name}/sources"], sources)
+                rows, ends = graph.hub_rows()
+                copy = reader.read_runs({f"{name}/hubs": [[0, int(ends[-1])]]})[f"{name}/hubs"]
+                lists = [sources[offsets[r] : offsets[r + 1]] for r in rows]
+                same(copy, np.concatenate(lists))
+                assert ends.tolist() == np.cumsum([0, *map(len, lists)]).tolist()
+
+
+def test_graph_store_is_awkward() -> None:
+    """What the store is for: a partition without rows, one without edges, several chunks, hubs, a graph of no edges."""
+    with featstore.open(GOLDEN / "graph") as store:
+        user, alone = store.graphs["user"], store.graphs["alone"]
+        parts, offsets = user.table.partition_offsets, user.offsets()
+        assert parts.tolist() == [0, 60, 60, 131, 1009]
+        assert offsets[60] == offsets[131]
+        assert 0 < offsets[60] < user.edges == offsets[-1]
+        assert store.table("user/sources").layout.chunks == 2
+        assert store.table("user/sources").rows % store.table("user/sources").layout.rows_per_chunk
+        assert user.hubs == 51
+        assert user.entry.hubs.method == "external"
+        assert (alone.edges, alone.hubs, store.tables["alone"].rows) == (0, 1, 3)
+        sources, targets = make_golden.graph_edges()["user"]
+        assert (sources == targets).any()
+        pairs = {(s, t) for s, t in zip(sources.tolist(), targets.tolist(), strict=True)}
+        assert len(pairs) < len(sources), "an edge occurs twice"
+
+
 @pytest.mark.parametrize("name", STORES)
 def test_independent_reader(name: str) -> None:
     golden, store = make_golden.STORES[name](), independent.Store(GOLDEN / name)
@@ -118,6 +170,13 @@ def test_independent_reader(name: str) -> None:
         same(store.tables[key], little(wanted))
     for key, wanted in golden.arrays.items():
         same(store.arrays[key], little(wanted))
+    graphs = golden.options.get("graph", {}) if golden.options.get("topology", True) else {}
+    assert store.graphs.keys() == graphs.keys()
+    for key, (offsets, sources) in store.graphs.items():
+        with featstore.open(GOLDEN / name) as opened:
+            wanted_offsets, wanted_sources = lists_of(name, key, opened.tables[key].node_of_row())
+        same(offsets, wanted_offsets)
+        same(sources, wanted_sources)
 
 
 def _in_row_order(name: str) -> list[tuple[str, np.ndarray]]:
@@ -131,6 +190,13 @@ def _in_row_order(name: str) -> list[tuple[str, np.ndarray]]:
             out.append((table.entry.order.partition_offsets.path, table.partition_offsets))
         for key, entry in store.manifest.arrays.items():
             out.append((entry.path, opaque(little(golden.arrays[key]), entry)))
+        for key, graph in store.graphs.items():
+            offsets, sources = lists_of(name, key, graph.table.node_of_row())
+            rows, ends = graph.hub_rows()
+            hubs = np.concatenate([sources[offsets[r] : offsets[r + 1]] for r in rows])
+            out += [(graph.entry.offsets.path, offsets), (graph.entry.sources.path, sources)]
+            assert graph.entry.hubs is not None
+            out += [(graph.entry.hubs.sources.path, hubs), (graph.entry.hubs.offsets.path, ends)]
     return out
 
 
@@ -141,6 +207,8 @@ def test_zarr_python(name: str) -> None:
         same(np.asarray(array[...]), wanted)
     group = zarr.open_group(str(GOLDEN / name / "g000001"), mode="r")
     assert set(group["tables"].group_keys()) == set(make_golden.STORES[name]().tables)
+    with featstore.open(GOLDEN / name) as store:
+        assert set(group["graphs"].group_keys() if "graphs" in group else ()) == set(store.graphs)
 
 
 @pytest.mark.parametrize("name", STORES)
@@ -199,16 +267,66 @@ def test_independent_reader_uses_nothing_of_featstore() -> None:
     assert imported - set(sys.stdlib_module_names) == {"numpy"}
 
 
+def _reseal(store: Path, path: str, data: bytes) -> None:
+    """Replace a file of a copied store so that every checksum fits: only what the bytes mean is wrong."""
+    from featstore.checksum import crc_pages, digest_of_checksums
+    from featstore.manifest import uuid_of
+
+    manifest = json.loads((store / "featstore.json").read_text())
+
+    def put(path: str, data: bytes) -> None:
+        (store / path).write_bytes(data)
+        entry = next(f for f in manifest["files"] if f["path"] == path)
+        entry["digest"] = digest_of_checksums(crc_pages(np.frombuffer(data, np.uint8)))
+
+    put(path, data)
+    folder, _, chunk = path.rpartition("/")
+    if folder.endswith("/rows"):
+        sums_path = f"{folder.removesuffix('/rows')}/page_checksums/c.0"
+        sums = np.frombuffer((store / sums_path).read_bytes(), "<u4").copy()
+        own = crc_pages(np.frombuffer(data, np.uint8))
+        first = int(chunk.split(".")[1]) * len(own)
+        sums[first : first + len(own)] = own
+        put(sums_path, sums.tobytes())
+    text = json.dumps(manifest).encode()
+    uuid = uuid_of(text, manifest["uuid"])
+    (store / "featstore.json").write_bytes(text.replace(manifest["uuid"].encode(), uuid.encode(), 1))
+
+
+_USER = "g000001/graphs/user"
+
+
+@pytest.mark.parametrize(
+    ("path", "place", "value"),
+    [(f"{_USER}/sources/rows/c.1", 7, 1009), (f"{_USER}/sources/rows/c.0", 0, -1), (f"{_USER}/offsets/rows/c.0", 0, 1),
+     (f"{_USER}/offsets/rows/c.0", 30, 10**6), (f"{_USER}/hub_rows/c.0", 3, 1009), (f"{_USER}/hub_rows/c.0", 3, None),
+     (f"{_USER}/hub_offsets/c.0", 51, 0), (f"{_USER}/hubs/rows/c.0", 5, None)],
+)  # fmt: skip
+def test_a_graph_that_breaks_a_promise(tmp_path: Path, path: str, place: int, value: int | None) -> None:
+    """Every checksum fits; what the numbers say does not. ``value`` None: that of the element before."""
+    store = shutil.copytree(GOLDEN / "graph", tmp_path / "graph")
+    wide = "offsets" in path
+    data = np.frombuffer((store / path).read_bytes(), "<i8" if wide else "<i4").copy()
+    data[place] = data[place - 1] if value is None else value
+    _reseal(store, path, data.tobytes())
+    with pytest.raises(independent.Refused, match=r"hub|graph"):
+        independent.Store(store)
+    assert "graph" in {p.what for p in featstore.verify(store).problems}
+
+
 # Files from one byte to several pages, of every kind; in each, any bit.
-_FILES = [f["path"] for f in manifest_of("order")["files"]] + ["featstore.json"]
+_FILES = [
+    (s, path) for s in ("order", "graph") for path in ["featstore.json"] + [f["path"] for f in manifest_of(s)["files"]]
+]
 
 
 @settings(max_examples=25, deadline=None)
-@given(path=st.sampled_from(_FILES), where=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
+@given(file=st.sampled_from(_FILES), where=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
 def test_independent_reader_refuses_any_flipped_bit(
-    tmp_path_factory: pytest.TempPathFactory, path: str, where: float, bit: int
+    tmp_path_factory: pytest.TempPathFactory, file: tuple[str, str], where: float, bit: int
 ) -> None:
-    store = shutil.copytree(GOLDEN / "order", tmp_path_factory.mktemp("flip") / "order")
+    name, path = file
+    store = shutil.copytree(GOLDEN / name, tmp_path_factory.mktemp("flip") / name)
     data = bytearray((store / path).read_bytes())
     data[int(where * len(data))] ^= 1 << bit
     (store / path).write_bytes(data)
@@ -239,20 +357,24 @@ def _inner(value: Any, at: tuple[Any, ...]) -> Any:
     return value
 
 
-@pytest.mark.parametrize("at", [p for p in _paths(manifest_of("order")) if not (p and p[0] == "files" and p[1] > 0)])
-def test_schema_and_featstore_refuse_unknown_and_missing_fields(at: tuple[Any, ...], tmp_path: Path) -> None:
+_OBJECTS = [("order", p) for p in _paths(manifest_of("order")) if not (p and p[0] == "files" and p[1] > 0)]
+_OBJECTS += [("graph", p) for p in _paths(manifest_of("graph")) if p[:2] in (("graphs",), ("graphs", "user"))]
+
+
+@pytest.mark.parametrize(("name", "at"), _OBJECTS, ids=str)
+def test_schema_and_featstore_refuse_unknown_and_missing_fields(name: str, at: tuple[Any, ...], tmp_path: Path) -> None:
     def refused(manifest: dict[str, Any]) -> None:
         assert not VALIDATOR.is_valid(manifest)
         (tmp_path / "featstore.json").write_text(json.dumps(manifest))
         with pytest.raises((featstore.errors.FormatError, featstore.errors.IncompleteStoreError)):
             featstore.open(tmp_path)
 
-    original = manifest_of("order")
-    named = at in (("tables",), ("arrays",))
+    original = manifest_of(name)
+    named = at in (("tables",), ("arrays",), ("graphs",))
     more = copy.deepcopy(original)
     _inner(more, at)["bad name" if named else "surplus"] = {}
     refused(more)
-    optional = {"row_of_node", "node_of_row", "rows_by_degree"}
+    optional = {"row_of_node", "node_of_row", "rows_by_degree", "graphs", "hubs"}
     for key in [] if named else sorted(_inner(original, at).keys() - optional):
         less = copy.deepcopy(original)
         del _inner(less, at)[key]
@@ -273,9 +395,23 @@ _MUTATIONS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("at", "value"), _MUTATIONS, ids=lambda v: str(v)[:60])
-def test_schema_and_featstore_refuse_wrong_values(at: tuple[Any, ...], value: Any, tmp_path: Path) -> None:
-    manifest = manifest_of("order")
+_GRAPH = ("graphs", "user")
+_MAP = {"path": "g000001/tables/user/row_of_node", "shape": [1009], "dtype": "int32"}
+_GRAPH_MUTATIONS = [
+    (("reader_features",), []), (("reader_features",), ["graphs", "holes"]), (("graphs",), None), (("graphs",), []),
+    ((*_GRAPH, "table"), 3), ((*_GRAPH, "edges"), -1), ((*_GRAPH, "edges"), 1.5), ((*_GRAPH, "edges"), None), ((*_GRAPH, "hubs"), []),
+    ((*_GRAPH, "offsets", "dtype"), "int32"), ((*_GRAPH, "sources", "dtype"), "uint32"), ((*_GRAPH, "offsets", "rows"), 0),
+    ((*_GRAPH, "sources", "row_shape"), [1]), ((*_GRAPH, "hubs", "sources", "dtype"), "float32"), ((*_GRAPH, "hubs", "method"), 1),
+    ((*_GRAPH, "hubs", "rows", "dtype"), "int16"), ((*_GRAPH, "hubs", "rows", "shape"), [51, 1]),
+    ((*_GRAPH, "hubs", "offsets", "shape"), [0]), ((*_GRAPH, "hubs", "offsets", "dtype"), "int32"),
+    ((*_GRAPH, "offsets", "order", "row_of_node"), _MAP),
+]  # fmt: skip
+_WRONG = [("order", *m) for m in _MUTATIONS] + [("graph", *m) for m in _GRAPH_MUTATIONS]
+
+
+@pytest.mark.parametrize(("name", "at", "value"), _WRONG, ids=lambda v: str(v)[:60])
+def test_schema_and_featstore_refuse_wrong_values(name: str, at: tuple[Any, ...], value: Any, tmp_path: Path) -> None:
+    manifest = manifest_of(name)
     _inner(manifest, at[:-1])[at[-1]] = value
     assert not VALIDATOR.is_valid(manifest)
     (tmp_path / "featstore.json").write_text(json.dumps(manifest))

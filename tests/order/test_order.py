@@ -170,7 +170,7 @@ def test_degree_ties_go_by_node_id_and_counts_saturate() -> None:
 def test_an_empty_graph_has_an_empty_order() -> None:
     assert degree_order(EMPTY).rows == 0
     assert edge_cut(EMPTY, np.zeros(0, np.int32)) == 0.0
-    for method in ("given", "degree", "metis", "ldg", "auto"):
+    for method in ("given", "degree", "metis", "multilevel", "ldg", "auto"):
         order = make_order(method, EMPTY, rows=0, row_bytes=4, memory_bytes=1 << 30)
         assert order.rows == 0
         assert order.partition_offsets.tolist() == [0, 0]
@@ -216,8 +216,12 @@ def test_ids_grow_to_64_bits_when_they_must() -> None:
     [
         (0, 400, 1),
         (10, 400, 1),
-        (1_000_000, 512, 61),
-        (34_493, 33_660, 138),
+        (1_000_000, 512, 976),  # parts of 512 KiB
+        (34_493, 33_660, 538),  # of 64 rows, more than 2 MiB
+        (169_343, 160, 51),
+        (2_449_029, 400, 1024),  # no more while that are few rows each
+        (111_059_956, 512, 27_114),  # of 4096 rows, 2 MiB
+        (111_059_956, 4, 847),
         (200, 1 << 20, 3),
         (63, 1 << 30, 1),
     ],
@@ -236,7 +240,7 @@ def made(method: str, graph: Csc | None = GRAPH, **changed: Any) -> Order:
     return make_order(method, graph, **arguments)
 
 
-@pytest.mark.parametrize("method", ["metis", "ldg"])
+@pytest.mark.parametrize("method", ["metis", "multilevel", "ldg", "bfs"])
 def test_partitioned_orders_carry_their_provenance(method: str) -> None:
     order = made(method, seed=9)
     assert (order.method, order.rows, order.parts) == (method, 500, 5)
@@ -250,7 +254,13 @@ def test_partitioned_orders_carry_their_provenance(method: str) -> None:
     assert order.parameters["edge_cut"] == edge_cut(GRAPH, part)
     assert order.parameters["seed"] == 9
     assert order.parameters["chosen_because"] == "it was asked for"
-    assert set(order.parameters) >= ({"passes", "slack"} if method == "ldg" else {"pymetis"})
+    expected = {
+        "metis": {"pymetis"},
+        "multilevel": {"pymetis", "passes", "slack"},
+        "ldg": {"passes", "slack"},
+        "bfs": set(),
+    }
+    assert set(order.parameters) >= expected[method]
     assert order.node_of_row.tolist() == made(method, seed=9).node_of_row.tolist()  # type: ignore[union-attr]
 
 
@@ -263,7 +273,11 @@ def test_auto_chooses_by_what_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     assert chosen(parts=1) == ("given", "the rows fit one partition")
     assert chosen(permutation=np.arange(500)) == ("permutation", "a permutation was given")
     assert chosen() == ("metis", "METIS needs up to 17.5 MiB and the memory budget is 1.0 GiB")
-    assert chosen(memory_bytes=10 << 20) == ("ldg", "METIS may need 16.8 MiB, more than the memory budget of 10.0 MiB")
+    method, why = chosen(memory_bytes=10 << 20)
+    assert method == "ldg"
+    assert why.startswith("METIS may need 16.8 MiB, more than the memory budget of 10.0 MiB, and METIS on clusters 16.")
+    large, why = random_graph(20_000, 400_000, 0), "METIS may need 117.1 MiB, more than the memory budget of 30.0 MiB"
+    assert chosen(large, rows=20_000, memory_bytes=30 << 20) == ("multilevel", why)
     monkeypatch.setattr(orders, "metis_installed", lambda: False)
     assert chosen() == ("ldg", "pymetis is not installed")
 
@@ -272,14 +286,14 @@ def test_whether_the_graph_is_symmetric_decides_where_memory_is_short() -> None:
     directed = random_graph(500, 6000, 1)
     needed = metis_memory_bytes(500, 6000, symmetric=True)
     assert made("auto", memory_bytes=needed).method == "metis"
-    assert made("auto", directed, memory_bytes=needed).method == "ldg"
+    assert made("auto", directed, memory_bytes=needed).method == "multilevel"
     assert made("auto", directed, memory_bytes=metis_memory_bytes(500, 6000)).method == "metis"
-    with pytest.raises(BudgetError, match="method 'ldg' needs far less") as caught:
+    with pytest.raises(BudgetError, match="methods 'multilevel' and 'ldg' need far less") as caught:
         made("metis", directed, memory_bytes=1)
     assert caught.value.needed_bytes == metis_memory_bytes(500, 6000)
 
 
-@pytest.mark.parametrize("method", ["auto", "ldg", "metis", "degree", "permutation"])
+@pytest.mark.parametrize("method", ["auto", "ldg", "metis", "multilevel", "bfs", "degree", "permutation"])
 def test_too_small_a_budget_says_the_smallest_that_works(method: str) -> None:
     arguments = {"permutation": np.arange(500)} if method == "permutation" else {}
     with pytest.raises(BudgetError) as caught:
@@ -291,7 +305,7 @@ def test_too_small_a_budget_says_the_smallest_that_works(method: str) -> None:
         made(method, memory_bytes=needed - 1, **arguments)
 
 
-@pytest.mark.parametrize("method", ["ldg", "degree", "permutation"])
+@pytest.mark.parametrize("method", ["ldg", "bfs", "degree", "permutation"])
 def test_memory_stays_within_the_budget(method: str) -> None:
     rows = 100_000
     graph = random_graph(rows, 200_000, 0)
@@ -306,6 +320,20 @@ def test_memory_stays_within_the_budget(method: str) -> None:
     peak_bytes = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert 4 * rows < peak_bytes <= needed
+
+
+def test_training_nodes_are_handed_to_the_blocks_and_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    train = np.arange(500) % 3 == 0
+    order = made("bfs", train=train)
+    assert order.parameters["train_nodes"] == 167
+    assert "train_nodes" not in made("bfs").parameters
+    assert order.node_of_row is not None
+    counts = np.add.reduceat(train[order.node_of_row], order.partition_offsets[:-1].tolist())
+    assert counts.sum() == 167
+    assert counts.max() <= 1.3 * 167 / 5
+    for bad in (train[:-1], train.astype(np.int8)):
+        with pytest.raises(SourceError, match=r"train must be bool of shape \(500,\)"):
+            made("bfs", train=bad)
 
 
 def test_block_size_follows_the_budget_but_the_order_does_not() -> None:

@@ -8,7 +8,7 @@ from featstore_cli.output import facts, table
 
 
 def describe_store(store: Any) -> dict[str, Any]:
-    """Identity, tables, arrays, files and provenance of an open store, as plain data."""
+    """Identity, tables, graphs, arrays, files and provenance of an open store, as plain data."""
     manifest = store.manifest
     files = manifest.files
     return {
@@ -17,6 +17,7 @@ def describe_store(store: Any) -> dict[str, Any]:
         "format_version": manifest.version,
         "generation": manifest.generation,
         "tables": {name: describe_table(t) for name, t in store.tables.items()},
+        "graphs": {name: describe_graph(g) for name, g in store.graphs.items()},
         "arrays": {name: {"shape": list(a.shape), "dtype": a.dtype} for name, a in manifest.arrays.items()},
         "files": {"count": len(files), "bytes": sum(f.bytes for f in files)},
         "read_only_because": manifest.read_only_because,
@@ -58,6 +59,58 @@ def describe_table(t: Any) -> dict[str, Any]:
         "partitions": {"count": len(sizes), "rows": spread(1), "bytes": spread(t.row_bytes)},
         "statistics": statistics,
     }
+
+
+def describe_graph(g: Any) -> dict[str, Any]:
+    """One graph as plain data, from the manifest alone. ``bytes`` are those of all its tables, hubs' copies included."""
+    entry = g.entry
+
+    def size(table: Any) -> int:
+        return int(table.rows * table.row_bytes)
+
+    hubs = None
+    if entry.hubs is not None:
+        copied = entry.hubs.sources.rows
+        hubs = {
+            "method": entry.hubs.method,
+            "count": g.hubs,
+            "edges": copied,
+            "edge_share": copied / g.edges if g.edges else 0.0,
+            "bytes": size(entry.hubs.sources),
+        }
+    return {
+        "table": entry.table,
+        "nodes": g.table.rows,
+        "edges": g.edges,
+        "dtype": entry.sources.dtype,
+        "bytes": size(entry.offsets) + size(entry.sources) + (hubs["bytes"] if hubs else 0),
+        "edge_cut": g.table.entry.order.parameters.get("edge_cut"),
+        "hubs": hubs,
+    }
+
+
+def render_graph(name: str, g: dict[str, Any]) -> Any:
+    """One described graph, for people."""
+    from featstore.units import format_bytes
+
+    hubs = g["hubs"]
+    rows = [
+        (
+            f"graph {name!r}",
+            f"{g['edges']:,} edges between {g['nodes']:,} rows of table {g['table']!r}, {g['dtype']}, {format_bytes(g['bytes'])}",
+        )
+    ]
+    if g["edge_cut"] is not None:
+        rows.append(("  edge cut", f"{g['edge_cut']:.1%} of the edges join two partitions"))
+    if hubs is not None:
+        rows.append(
+            (
+                "  hubs",
+                f"{hubs['count']:,} by {hubs['method']}: {hubs['edges']:,} edges in their lists ({hubs['edge_share']:.1%}), "
+                f"stored twice, {format_bytes(hubs['bytes'])}",
+            )
+        )
+    return facts(rows)
 
 
 def render_table(name: str, t: dict[str, Any]) -> Any:

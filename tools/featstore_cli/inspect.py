@@ -18,7 +18,7 @@ from featstore_cli.output import facts, print_json, seconds_text, show, table
 @json_option
 @shared_options
 def command(store: Path, partitions: bool, as_json: bool) -> None:
-    """Show tables, partitions, statistics and files of STORE, and how it would be read on this machine."""
+    """Show tables, graphs, partitions, statistics and files of STORE, and how it would be read on this machine."""
     import featstore
     from featstore_cli.describe import describe_store
 
@@ -63,7 +63,7 @@ def _reading(store: Any) -> dict[str, Any]:
 
 def _render(data: dict[str, Any], partitions: bool) -> None:
     from featstore.units import format_bytes
-    from featstore_cli.describe import render_arrays, render_table
+    from featstore_cli.describe import render_arrays, render_graph, render_table
 
     reading, files = data["reading"], data["files"]
     model = reading["model"]
@@ -84,6 +84,8 @@ def _render(data: dict[str, Any], partitions: bool) -> None:
         show("", render_table(name, t))
         if partitions:
             show(_partitions(t))
+    for name, g in data["graphs"].items():
+        show("", render_graph(name, g))
     if data["arrays"]:
         show("", render_arrays(data["arrays"]))
     provenance = [(f"  {key}", str(value)) for key, value in data["provenance"].items() if key != "sources"]

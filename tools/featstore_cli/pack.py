@@ -13,6 +13,7 @@ from featstore_cli.options import SHAPE, SIZE, by_table, check_tables, json_opti
 from featstore_cli.output import facts, print_json, progress, rate_text, remark, seconds_text, show
 
 _CASTS = ("float16", "bfloat16", "float32", "float64")
+_HUB_RANKS = ("degree", "external")
 _ORDERS = ("auto", "given", "permutation", "degree", "metis", "ldg")
 # Files that name their own dtype and shape, by suffix; of the others, only .npy files do, which have a magic number.
 _NAMED_SUFFIXES = (".npz", ".pt", ".pth", ".csv", ".csv.gz", ".parquet", ".arrow", ".feather", ".ipc")
@@ -65,6 +66,18 @@ def is_headless(path: Path, offset: int) -> bool:
     "--key", metavar="[TABLE=]KEY", multiple=True, help="The member of an .npz, zarr or .pt, or columns a,b of a table."
 )
 @click.option("--graph-key", metavar="[TABLE=]KEY", multiple=True, help="The member or columns with the edges.")
+@click.option(
+    "--topology/--no-topology",
+    default=True,
+    help="Store the graphs too: 4 or 8 bytes an edge. Without --graph: nothing.",
+)
+@click.option(
+    "--hubs",
+    type=click.FloatRange(0, 1),
+    default=0.01,
+    help="Share of the nodes whose lists of neighbours are stored twice, side by side.",
+)
+@click.option("--hub-rank", type=click.Choice(_HUB_RANKS), default="degree", help="Which nodes those are.")
 @click.option("--memory", type=SIZE, default="1GiB", help="Memory that the pack may use.")
 @click.option("--seed", type=click.IntRange(0), default=0, help="Seed of the partitioners.")
 @click.option("--resume", is_flag=True, help="Go on with the unfinished pack in OUT.")
@@ -72,8 +85,9 @@ def is_headless(path: Path, offset: int) -> bool:
 @json_option
 @shared_options
 def command(
-    out: Path, memory: int, seed: int, resume: bool, overwrite: bool, as_json: bool, **given: tuple[str, ...]
-) -> None:
+    out: Path, topology: bool, hubs: float, hub_rank: str, memory: int, seed: int, resume: bool, overwrite: bool, as_json: bool,
+    **given: tuple[str, ...],
+) -> None:  # fmt: skip
     """Pack features into the store OUT.
 
     \b
@@ -111,6 +125,9 @@ def command(
             dtype=plan.casts(),
             memory=memory,
             seed=seed,
+            topology=topology,
+            hubs=hubs,
+            hub_rank=hub_rank,
             resume=resume,
             overwrite=overwrite,
             progress=lambda p: tell(f"{p.table}: {p.stage}", p.done_bytes, p.total_bytes),
@@ -296,7 +313,7 @@ def _small_array(name: str, text: str) -> Any:
 
 
 def _report(store: Any, seconds: float, as_json: bool) -> None:
-    from featstore_cli.describe import describe_store, render_arrays, render_table
+    from featstore_cli.describe import describe_store, render_arrays, render_graph, render_table
 
     data = describe_store(store)
     packed = sum(t["bytes"] for t in data["tables"].values())
@@ -306,6 +323,7 @@ def _report(store: Any, seconds: float, as_json: bool) -> None:
     if settings().quiet:
         return
     show(*(render_table(name, t) for name, t in data["tables"].items()))
+    show(*(render_graph(name, g) for name, g in data["graphs"].items()))
     if data["arrays"]:
         show(render_arrays(data["arrays"]))
     show(

@@ -1,0 +1,141 @@
+"""Training in a process of its own, for a memory cgroup: by mega-batches from a store, or over np.memmap. Given and prints JSON.
+
+All modes import the same; ``bare`` does nothing else, and what it holds is what Python and its imports take.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from graphs import CLASSES, GraphFiles
+from system import cpu_seconds, process_io, status_bytes
+from torch import Tensor, nn
+
+import featstore
+import featstore.mega.loader
+from featstore.sampling import NeighborSampler
+
+FANOUTS = (10, 5)
+BATCH = 1024
+HIDDEN = 64
+
+
+class Sage(nn.Module):
+    """Two layers of GraphSAGE with mean aggregation."""
+
+    def __init__(self, inputs: int) -> None:
+        super().__init__()
+        widths = [inputs, HIDDEN, CLASSES]
+        self.own = nn.ModuleList(nn.Linear(a, b) for a, b in zip(widths, widths[1:]))
+        self.other = nn.ModuleList(nn.Linear(a, b, bias=False) for a, b in zip(widths, widths[1:]))
+
+    def forward(self, h: Tensor, row: Tensor, col: Tensor, nodes: tuple[int, ...], edges: tuple[int, ...]) -> Tensor:
+        for depth in range(2):
+            targets, count = sum(nodes[: 2 - depth]), sum(edges[: 2 - depth])
+            total = torch.zeros(targets, h.shape[1]).index_add_(0, col[:count], h[row[:count]])
+            mean = total / torch.bincount(col[:count], minlength=targets).clamp(min=1)[:, None]
+            h = self.own[depth](h[:targets]) + self.other[depth](mean)
+            h = h.relu() if depth == 0 else h
+        return h
+
+
+class Training:
+    """The model and its clock: seconds in the model, seconds in whatever gives it mini-batches."""
+
+    def __init__(self, columns: int, labels: Any) -> None:
+        torch.manual_seed(0)
+        self.model = Sage(columns)
+        self.optimiser = torch.optim.Adam(self.model.parameters(), lr=0.003)
+        self.labels = labels
+        self.model_seconds = 0.0
+        self.right = self.seen = self.batches = 0
+
+    def step(self, node: Any, x: Any, row: Any, col: Any, nodes: tuple[int, ...], edges: tuple[int, ...]) -> None:
+        begin = time.perf_counter()
+        y = torch.from_numpy(self.labels[node[: nodes[0]]].astype(np.int64))
+        out = self.model(torch.from_numpy(x), torch.from_numpy(row), torch.from_numpy(col), nodes, edges)
+        self.optimiser.zero_grad()
+        nn.functional.cross_entropy(out, y).backward()
+        self.optimiser.step()
+        self.right += int((out.argmax(1) == y).sum())
+        self.seen += len(y)
+        self.batches += 1
+        self.model_seconds += time.perf_counter() - begin
+
+
+def by_mega_batches(given: dict[str, Any], training: Training) -> dict[str, Any]:
+    """An epoch from the store."""
+    train = np.load(given["train"])
+    totals = dict.fromkeys(("load_seconds", "build_seconds", "wait_seconds", "read_bytes"), 0.0)
+    steps = kept = 0
+    with featstore.open(given["store"]) as store, store.mega_batches(
+        memory=given["memory_bytes"], train=train, resident=given["resident"], replaced=given["replaced"], hubs=given["hubs"]
+    ) as loader:
+        del train
+        opened = time.perf_counter()
+        for mega in loader:
+            for name in totals:
+                totals[name] += getattr(mega, name)
+            steps, kept = steps + 1, kept + mega.kept_share
+            for b in mega.batches(FANOUTS, BATCH):
+                training.step(b.node, b.x, b.row, b.col, b.num_sampled_nodes, b.num_sampled_edges)
+                del b
+        seconds = time.perf_counter() - opened
+        return totals | {
+            "seconds": seconds, "steps": steps, "resident": loader.resident, "partitions": loader.partitions, "hubs": len(loader.hub_rows),
+            "kept_share": kept / steps, "planned_bytes": loader.memory()["planned"],
+        }  # fmt: skip
+
+
+def over_memmap(given: dict[str, Any], training: Training) -> dict[str, Any]:
+    """Some mini-batches over memory maps of the same graph and features."""
+    files = GraphFiles(Path(given["folder"]), given["nodes"], given["columns"])
+    x = files.load("features", mapped=True)
+    sampler = NeighborSampler(files.load("indptr", mapped=True), files.load("indices", mapped=True), FANOUTS, 0)
+    order = np.random.default_rng(0).permutation(files.load("train"))
+
+    def batches() -> Iterator[Any]:
+        for number in range(given["batches"]):
+            yield sampler.sample(order[number * BATCH : (number + 1) * BATCH], number)
+
+    few = sampler.sample(order[-2:], 10**6)  # loads the kernels
+    del few
+    begin = time.perf_counter()
+    for b in batches():
+        training.step(b.node, x[b.node], b.row, b.col, b.num_sampled_nodes, b.num_sampled_edges)
+        if time.perf_counter() - begin > given["seconds_max"]:
+            break
+    return {"seconds": time.perf_counter() - begin}
+
+
+def main() -> None:
+    """Do what the argument says."""
+    given = json.loads(sys.argv[1])
+    torch.set_num_threads(2)
+    result: dict[str, Any] = {}
+    if given["mode"] != "bare":
+        training = Training(given["columns"], np.load(given["labels"]))
+        io, cpu = process_io(), cpu_seconds()
+        run = by_mega_batches if given["mode"] == "mega" else over_memmap
+        result = run(given, training)
+        result |= {
+            "model_seconds": training.model_seconds, "batches": training.batches, "accuracy": training.right / max(1, training.seen),
+            "device_read_bytes": process_io()["read_bytes"] - io["read_bytes"], "cpu_seconds": cpu_seconds() - cpu,
+        }  # fmt: skip
+    else:
+        model = Training(4, np.zeros(1, np.uint8))  # what the first step loads belongs to the imports
+        node, edge = np.arange(2), np.zeros(1, np.int64)
+        model.step(np.zeros(2, np.int64), np.zeros((2, 4), np.float32), edge, edge, (1, 1, 0), (1, 0))
+        del node
+    print(json.dumps(result | {"peak_bytes": status_bytes("VmHWM")}))
+
+
+if __name__ == "__main__":
+    main()

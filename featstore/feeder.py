@@ -1,0 +1,103 @@
+"""The feeder: requests on their way from planning to the engine.
+
+One thread of its own plans every request and starts its lanes, a bounded number of pieces at once. So no signal interrupts a request
+half-way, with reads under way that nobody waits for: whoever is interrupted abandons the request, which ends when its reads have.
+"""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from featstore.budget import PIECES_IN_FLIGHT
+from featstore.engine.base import Engine, shut_down
+from featstore.engine.lane import Lane
+from featstore.errors import ClosedError, DeviceError
+from featstore.report import Counts
+from featstore.request import Request
+
+#: Plans a piece: makes its lane with the callback it is given, or None where nothing is to be read.
+MakeLane = Callable[[Callable[[Lane], None]], Lane | None]
+
+
+class Feeder:
+    """Feeds one engine; see the module's text. ``path`` is for messages."""
+
+    def __init__(self, engine: Engine, counts: Counts, path: Path) -> None:
+        self._engine = engine
+        self._counts = counts
+        self._path = path
+        self._planner = ThreadPoolExecutor(1, thread_name_prefix="featstore-plan")
+        self._pieces = threading.BoundedSemaphore(PIECES_IN_FLIGHT)
+        self._idle = threading.Condition()
+        self._open_requests = 0
+        self._closed = False
+
+    def feed(self, request: Request, pieces: Iterable[MakeLane]) -> None:
+        """Have a request's pieces planned and started, soon. Raises ClosedError; DeviceError where no thread can be started."""
+        try:
+            self._planner.submit(self._feed, request, pieces)
+        except RuntimeError as error:
+            if self._closed:
+                raise ClosedError("the reader is closed") from None
+            raise DeviceError(errno.EAGAIN, self._path, None, f"start a thread ({error}) to read") from error
+
+    def _feed(self, request: Request, pieces: Iterable[MakeLane]) -> None:
+        if not request.begin():
+            return
+        with self._idle:
+            self._open_requests += 1
+        request._future.add_done_callback(self._end)
+        self._counts.add(requests=1)
+        error: BaseException | None = None
+        try:
+            for make_lane in pieces:
+                if not self._start(request, make_lane):
+                    break
+        except BaseException as failure:
+            error = failure
+        request.close_piece(None, error)
+
+    def _end(self, _: Future[Any]) -> None:
+        with self._idle:
+            self._open_requests -= 1
+            self._idle.notify_all()
+
+    def _start(self, request: Request, make_lane: MakeLane) -> bool:
+        """Plan and start a piece, as soon as there is room for it; False where the request has stopped."""
+        pieces = self._pieces
+        pieces.acquire()
+        lane = None
+
+        def on_done(lane: Lane) -> None:
+            pieces.release()
+            request.close_piece(lane, lane.error())
+
+        try:
+            if request.stopped():
+                return False
+            lane = make_lane(on_done)
+        finally:
+            if lane is None:
+                pieces.release()
+        if lane is not None:
+            request.open_piece(lane)
+            try:
+                self._engine.start(lane)
+            except BaseException as failure:
+                pieces.release()
+                request.close_piece(lane, failure)
+                return False
+        return True
+
+    def close(self) -> None:
+        """Take no more requests, and wait for those under way. May be called more than once."""
+        self._closed = True
+        shut_down(self._planner)
+        with self._idle:
+            while self._open_requests:
+                self._idle.wait()

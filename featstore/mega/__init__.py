@@ -1,0 +1,1 @@
+"""Training by locality: random collections of partitions, loaded one after the other (HierBatching)."""

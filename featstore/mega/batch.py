@@ -1,0 +1,189 @@
+"""A mega-batch in memory, and the mini-batches drawn from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from featstore.errors import ClosedError
+from featstore.ids import empty_rows, finished
+from featstore.mega.induce import border_weights
+from featstore.native import address_of, memcpy, prefetch
+from featstore.sampling import NeighborSampler
+
+_AHEAD = 8
+
+
+@njit(cache=True, nogil=True)
+def gather_rows(data: int, row_bytes: int, rows: NDArray[np.int64], out: int) -> None:
+    """Copy rows of ``data`` to ``out`` (addresses), the lines of those to come prefetched."""
+    lines = min(row_bytes, 1024)
+    for i in range(rows.shape[0]):
+        if i + _AHEAD < rows.shape[0]:
+            for line in range(0, lines, 64):
+                prefetch(data + rows[i + _AHEAD] * row_bytes + line)
+        memcpy(out + i * row_bytes, data + rows[i] * row_bytes, row_bytes)
+
+
+@dataclass(frozen=True)
+class MegaMiniBatch:
+    """One mini-batch of ``m`` nodes and ``k`` edges, sampled inside a mega-batch.
+
+    ``node``: int64 [m], node ids, the ``batch_size`` seeds first. ``x``: [m, *row shape], their rows. ``row``, ``col``: int64 [k],
+    positions in ``node`` of each edge's source and target; nodes and edges are grouped by hop, as their numbers in
+    ``num_sampled_nodes`` and ``num_sampled_edges`` say. ``local``: int64 [m], local ids in the mega-batch. ``weight``: float32 [k] or None;
+    with mean aggregation, multiply each message by it.
+    """
+
+    node: NDArray[np.int64]
+    x: Any
+    row: NDArray[np.int64]
+    col: NDArray[np.int64]
+    batch_size: int
+    num_sampled_nodes: tuple[int, ...]
+    num_sampled_edges: tuple[int, ...]
+    local: NDArray[np.int64]
+    weight: NDArray[np.float32] | None
+
+    def pyg(self) -> Any:
+        """The mini-batch as a PyG ``Data`` with x, edge_index, n_id, batch_size, num_sampled_nodes, num_sampled_edges, and
+        edge_weight where there are weights. Raises ImportError without PyG."""
+        import torch
+        from torch_geometric.data import Data
+
+        data = Data(
+            x=torch.as_tensor(self.x), edge_index=torch.from_numpy(np.stack([self.row, self.col])), n_id=torch.from_numpy(self.node),
+            batch_size=self.batch_size, num_sampled_nodes=list(self.num_sampled_nodes), num_sampled_edges=list(self.num_sampled_edges),
+        )  # fmt: skip
+        if self.weight is not None:
+            data.edge_weight = torch.from_numpy(self.weight)
+        return data
+
+
+@dataclass
+class MegaBatch:
+    """Partitions and hubs in memory, with the subgraph that they induce. It lives until the next one is asked for.
+
+    Rows are in one buffer of ``len(x)`` places, the local ids: ``hubs`` hubs first, then a slot of ``slot_rows`` places for each
+    partition. :attr:`places` are those in use; the others, without edges, may be loading already what comes next.
+
+    Attributes:
+        epoch, step, steps: which mega-batch of how many in the epoch.
+        passes: how often :meth:`batches` goes through the seeds.
+        x: [places, *row shape]; node: int64 or int32 [places], node ids.
+        indptr, indices: CSC of incoming edges over local ids, int64 [places + 1] and int32 [edges].
+        seeds: int64, local ids of the training nodes to be used now, ascending.
+        partitions: int64 [n], the partitions in memory; starts, lengths: the local ids at which they begin, and their rows.
+        hub_copies: int64, local ids of those hubs that are here as members of their partition.
+        edges_stored: edges of the lists of these partitions, those lost at the border included.
+        read_bytes, load_seconds, build_seconds: what making it took; wait_seconds: how long the training waited for it.
+    """
+
+    epoch: int
+    step: int
+    steps: int
+    passes: int
+    seed: int
+    x: NDArray[Any]
+    node: NDArray[Any]
+    indptr: NDArray[np.int64]
+    indices: NDArray[np.int32]
+    seeds: NDArray[np.int64]
+    partitions: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+    partition_count: int
+    hubs: int
+    hub_copies: NDArray[np.int64]
+    slot_rows: int
+    edges_stored: int
+    partition_edges: int
+    read_bytes: int
+    load_seconds: float
+    build_seconds: float
+    wait_seconds: float = 0.0
+    _start: tuple[int, int] = (0, 0)
+    _on_batch: Callable[[int, int], None] = field(default=lambda _pass, _batch: None, repr=False)
+    _alive: bool = field(default=True, repr=False)
+
+    @property
+    def places(self) -> NDArray[np.int64]:
+        """int64, the local ids that hold a row, ascending; of a hub whose partition is here too, the hub's place has no edges."""
+        runs = [np.arange(start, start + length) for start, length in zip(self.starts, self.lengths, strict=True)]
+        return np.sort(np.concatenate([np.arange(self.hubs), *runs]))
+
+    @property
+    def edges(self) -> int:
+        """Edges of the induced subgraph, those of the hubs included."""
+        return len(self.indices)
+
+    @property
+    def kept_share(self) -> float:
+        """Of the edges into the partitions' nodes, the share whose source is in memory too."""
+        return self.partition_edges / self.edges_stored if self.edges_stored else 1.0
+
+    def batch_count(self, batch_size: int) -> int:
+        """Mini-batches of all passes."""
+        return self.passes * -(-len(self.seeds) // batch_size)
+
+    def batches(
+        self, fanouts: Sequence[int], batch_size: int, *, weights: bool = False, tensors: bool = False
+    ) -> Iterator[MegaMiniBatch]:
+        """Mini-batches of ``batch_size`` seeds, in a new random order in each pass; every seed once a pass.
+
+        ``fanouts``: neighbours per node and hop, -1 for all. ``weights``: weigh edges so that neighbours lost at the border do not
+        bias a mean. ``tensors``: ``x`` as a torch tensor. What is drawn depends on seed, epoch, step, pass and number alone; after a
+        resume it begins with the first mini-batch that was not seen. Raises SourceError for bad fan-outs, ClosedError for a
+        mega-batch that has been replaced.
+        """
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, not {batch_size}")
+        if tensors:
+            import torch  # noqa: F401  (what makes rows a tensor finds it loaded)
+        sampler = NeighborSampler(self.indptr, self.indices, fanouts, self.seed)
+        per_pass = -(-len(self.seeds) // batch_size)
+        always = self._always() if weights else None
+        first_pass, first_batch = self._start
+        for pass_ in range(first_pass, self.passes):
+            order = np.random.default_rng([self.seed, self.epoch, self.step, pass_]).permutation(self.seeds)
+            for number in range(first_batch if pass_ == first_pass else 0, per_pass):
+                if not self._alive:
+                    raise ClosedError("this mega-batch has been replaced by the next one")
+                seeds = order[number * batch_size : (number + 1) * batch_size]
+                batch = self._batch(sampler, seeds, (self.step << 44) | (pass_ << 32) | number, always, tensors)
+                self._on_batch(pass_ + (number + 1) // per_pass, (number + 1) % per_pass)
+                yield batch
+
+    def _always(self) -> NDArray[np.bool_]:
+        """bool [places]: the local ids that are hubs, which are in every mega-batch."""
+        always = np.zeros(len(self.node), bool)
+        always[: self.hubs] = True
+        always[self.hub_copies] = True
+        return always
+
+    def _batch(
+        self,
+        sampler: NeighborSampler,
+        seeds: NDArray[np.int64],
+        key: int,
+        always: NDArray[np.bool_] | None,
+        tensors: bool,
+    ) -> MegaMiniBatch:
+        found = sampler.sample(seeds, key, epoch=self.epoch)
+        row_bytes = self.x.dtype.itemsize * int(np.prod(self.x.shape[1:], dtype=np.int64))
+        rows = empty_rows(len(found.node), row_bytes)
+        gather_rows(address_of(self.x), row_bytes, found.node, address_of(rows))
+        weight = None
+        if always is not None:
+            weight = np.empty(len(found.row), np.float32)
+            chance = max(1, len(self.partitions) - 1) / max(1, self.partition_count - 1)
+            border_weights(found.row, found.col, found.node, self.hubs, self.slot_rows, always, chance, weight)
+        return MegaMiniBatch(
+            self.node[found.node].astype(np.int64), finished(rows, (len(found.node), *self.x.shape[1:]), self.x.dtype, tensors),
+            found.row, found.col, len(seeds), found.num_sampled_nodes, found.num_sampled_edges, found.node, weight,
+        )  # fmt: skip

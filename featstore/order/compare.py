@@ -1,0 +1,135 @@
+"""Partitioners side by side, on the graph of a store: what each would make of it, scored alike.
+
+The stored topology is read in sequential blocks through the store's reader, so comparing takes what the partitioners take and no more:
+METIS is left out where it does not fit the memory, with the reason.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from featstore.errors import BudgetError, SourceError
+from featstore.order.orders import make_order
+from featstore.order.scores import Scores, score_parts
+from featstore.packing.inputs import node_mask
+from featstore.units import format_bytes
+
+if TYPE_CHECKING:
+    from featstore.reader import Reader
+    from featstore.store import Store
+
+METHODS = ("metis", "multilevel", "ldg", "bfs")
+STORED = "as stored"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One partitioner's result: ``scores`` is None where it could not run, and ``because`` says why. ``seconds`` of partitioning."""
+
+    method: str
+    scores: Scores | None
+    seconds: float
+    because: str = ""
+
+
+class StoredLists:
+    """``sources`` of a stored graph as an array that is read when it is sliced: what partitioners take as ``indices``."""
+
+    ndim = 1
+
+    def __init__(self, reader: Reader, table: str, size: int, dtype: np.dtype[Any]) -> None:
+        self._reader, self._table = reader, table
+        self.size, self.dtype, self.shape = size, dtype, (size,)
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            low, high, step = index.indices(self.size)
+            if step != 1:
+                raise IndexError("lists are read in runs; the step must be 1")
+            return self._reader.read_runs({self._table: [(low, max(low, high))]})[self._table]
+        return self[int(index) : int(index) + 1][0]
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+        return np.asarray(self[0 : self.size], dtype)
+
+
+@dataclass(frozen=True)
+class StoredTopology:
+    """A stored graph over rows, as a `GraphLike`."""
+
+    indptr: NDArray[np.int64]
+    indices: Any
+
+
+def compare_orders(
+    store: Store,
+    *,
+    graph: str | None = None,
+    methods: Sequence[str] = METHODS,
+    parts: int | None = None,
+    train: Any = None,
+    memory_bytes: int = 2**30,
+    seed: int = 0,
+) -> list[Comparison]:
+    """Score the store's own partitions, and those that ``methods`` would make, on the graph of that name (the only one by default).
+
+    ``parts``: how many partitions; as many as the store has by default. ``train``: node ids of training nodes, or the name of an
+    array of the store, whose balance is scored too (and kept by "bfs"). Raises SourceError where the store has no such graph.
+    """
+    if (
+        not store.graphs
+        or (graph is None and len(store.graphs) > 1)
+        or (graph is not None and graph not in store.graphs)
+    ):
+        raise SourceError(
+            f"comparing orders needs one graph of the store, which has {', '.join(map(repr, store.graphs)) or 'none'}: "
+            "pack it with its topology, or name the graph"
+        )
+    name = graph or next(iter(store.graphs))
+    table = store.graphs[name].table
+    offsets = table.partition_offsets
+    own = np.repeat(np.arange(len(offsets) - 1, dtype=np.int32), np.diff(offsets))
+    wanted = len(offsets) - 1 if parts is None else parts
+    chosen = None if train is None else _train_mask(store, table, train)
+    lists = f"{name}/sources"
+    found = []
+    with store.reader(tables=[lists], memory="32MiB", static=None) as reader:
+        dtype = store.table(lists).dtype
+        topology: Any = StoredTopology(
+            store.graphs[name].offsets(), StoredLists(reader, lists, store.graphs[name].edges, dtype)
+        )
+        found.append(Comparison(STORED, score_parts(topology, own, len(offsets) - 1, train=chosen, seed=seed), 0.0))
+        for method in methods:
+            begin = time.perf_counter()
+            try:
+                order = make_order(
+                    method, topology, rows=table.rows, row_bytes=table.row_bytes, parts=wanted, seed=seed, memory_bytes=memory_bytes,
+                    train=chosen,
+                )  # fmt: skip
+            except (BudgetError, SourceError) as error:
+                needed = f"needs {format_bytes(error.needed_bytes)}" if isinstance(error, BudgetError) else str(error)
+                found.append(Comparison(method, None, time.perf_counter() - begin, needed))
+                continue
+            seconds = time.perf_counter() - begin
+            part = np.empty(table.rows, np.int32)
+            assert order.node_of_row is not None
+            part[order.node_of_row] = np.repeat(
+                np.arange(order.parts, dtype=np.int32), np.diff(order.partition_offsets)
+            )
+            found.append(Comparison(method, score_parts(topology, part, order.parts, train=chosen, seed=seed), seconds))
+    return found
+
+
+def _train_mask(store: Store, table: Any, train: Any) -> NDArray[np.bool_]:
+    mask = node_mask(store.arrays[train] if isinstance(train, str) else train, table.rows)
+    node_of_row = table.node_of_row()
+    return mask if node_of_row is None else mask[node_of_row]
