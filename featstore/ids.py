@@ -65,7 +65,10 @@ def parse_ids(ids: Any, *, copy: bool = False) -> Ids:
 
 def parse_runs(runs: Any, rows: int, table: str) -> NDArray[np.int64]:
     """Runs of rows as int64 [n, 2]. Raises IdError for anything that is no run of a table of so many rows."""
-    given = np.asarray(runs)
+    try:
+        given = np.asarray(runs)
+    except ValueError as error:  # a ragged list
+        raise IdError(f"runs must be integers [n, 2], the first row and the end of each: {error}") from None
     if given.size == 0:
         return np.empty((0, 2), np.int64)
     if given.dtype.kind not in "iu" or given.ndim != 2 or given.shape[1] != 2:

@@ -266,7 +266,11 @@ class Reader:
         places = {} if at is None else self._by_table(at)
         filled: dict[str, Any] = {}
         parts = []
-        for name, value in self._by_table(runs).items():
+        by_table = self._by_table(runs)
+        for name in (*outs, *places):
+            if name not in by_table:
+                raise ValueError(f"out or at is given for table {name!r}, runs are not")
+        for name, value in by_table.items():
             table = self._states[name].table
             wanted, given = parse_runs(value, table.rows, name), outs.get(name)
             count, places_of = int((wanted[:, 1] - wanted[:, 0]).sum()), None

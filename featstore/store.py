@@ -34,6 +34,8 @@ from featstore.manifest import (
     uuid_of,
 )
 
+_WHOLE_BYTES = 16 * 2**20  # of a reader that reads a table whole, its checksums besides
+
 if TYPE_CHECKING:
     from featstore.mega.loader import MegaBatches
     from featstore.reader import Reader
@@ -106,18 +108,23 @@ class StoredGraph:
 
     def offsets(self) -> NDArray[np.int64]:
         """int64 [rows + 1], all of it: 8 bytes a row. Raises CorruptionError and FormatError."""
-        with self._store.reader(tables=[f"{self.name}/offsets"], memory="16MiB", static=None) as reader:
-            offsets: NDArray[np.int64] = reader.read_runs([(0, self.table.rows + 1)])
-        return _checked_offsets(offsets, self.edges, f"graph {self.name!r}")
+        return _checked_offsets(self._whole("offsets"), self.edges, f"graph {self.name!r}")
 
     def csc(self) -> tuple[NDArray[np.int64], NDArray[Any]]:
         """The whole topology in memory, as a sampler takes it: (indptr int64 [nodes + 1], indices [edges]) by node id, each
         list in the order in which it is stored. For graphs that fit: about 3 times 8 bytes a node and 4 an edge."""
-        with self._store.reader(tables=[f"{self.name}/sources"], memory="16MiB", static=None) as reader:
-            sources: NDArray[Any] = reader.read_runs([(0, self.edges)])
+        sources = self._whole("sources")
         if len(sources) and (sources.min() < 0 or sources.max() >= self.table.rows):
             raise FormatError(f"graph {self.name!r} has sources outside the {self.table.rows:,} rows of its table")
         return rows_to_nodes(self.offsets(), sources, self.table.row_of_node(), self.table.node_of_row())
+
+    def _whole(self, part: str) -> NDArray[Any]:
+        """All of one of the graph's tables."""
+        table = self._store.table(f"{self.name}/{part}")
+        memory = _WHOLE_BYTES + 4 * table.layout.pages
+        with self._store.reader(tables=[table.name], memory=memory, static=None) as reader:
+            values: NDArray[Any] = reader.read_runs([(0, table.rows)])
+        return values
 
     def hub_rows(self, count: int | None = None) -> tuple[NDArray[Any], NDArray[np.int64]]:
         """The ``count`` most wanted hubs (all by default): their rows [hubs], and the offsets of their lists, int64 [hubs + 1]."""

@@ -46,7 +46,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def _lanes(lane: Lane) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    page, pages, _, _, _ = lane._alive
+    page, pages, *_ = lane._alive
     return page, pages
 
 

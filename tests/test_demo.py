@@ -1,5 +1,5 @@
 """The demo: its made-up graph, its training, and the whole thing on a tiny graph, where all losses must be the same
-bits."""
+bits; and by mega-batches, where accuracies must agree."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ import featstore
 from featstore.demo import graph as demo_graph
 from featstore.demo import runner
 from featstore.demo.graph import GraphRecipe, generate, load, load_dense, read_topology, write_topology
+from featstore.demo.mega import _partitions, run_mega
+from featstore.demo.mega_report import TOLERANCE, MegaReport, render_mega
 from featstore.demo.report import DemoReport, render
 from featstore.demo.runner import run
 from featstore.demo.training import MemoryRows, Outcome, TrainingPlan, mlp_accuracy, train
@@ -245,9 +247,59 @@ def differing_reports_say_so(report: DemoReport) -> None:
     assert not better.identical
 
 
-def shown(report: DemoReport) -> str:
+def test_the_demo_by_mega_batches(tmp_path: Path) -> None:
+    stages: list[str] = []
+
+    def note(stage: str, done: int, total: int) -> None:
+        assert 0 <= done <= total
+        stages.append(stage)
+
+    options: dict[str, Any] = {"epochs": 4, "batch_size": 64, "hidden": 16, "progress": note}
+    report = run_mega(recipe=TINY, memory="32MiB", workdir=tmp_path, resident=8, **options)
+    mega, io_ = report.mega, report.mega.io
+    assert report.agrees, (report.memory.test_accuracy, mega.test_accuracy)
+    assert report.memory.test_accuracy > report.mlp_test_accuracy
+    assert report.table_bytes == 3000 * 256
+    assert (io_["partitions"], io_["resident"], io_["mega_batches"], io_["hubs"]) == (16, 8, 2, 150)
+    assert len(mega.losses) >= report.epochs * 10
+    assert 0 < min(mega.kept_shares) <= max(mega.kept_shares) < 1
+    assert all(report.table_bytes < read < 3 * report.table_bytes for read in mega.read_bytes)
+    for name in ("epoch_seconds", "load_seconds", "build_seconds", "wait_seconds", "draw_seconds", "train_seconds"):
+        values = getattr(mega, name)
+        assert len(values) == 4
+        assert min(values) > 0, name
+    assert all(build < load for build, load in zip(mega.build_seconds, mega.load_seconds))
+    assert 0 < mega.baseline_rss_bytes <= mega.peak_rss_bytes
+    assert [path.name for path in tmp_path.iterdir()] == ["store"]
+    wanted = ["generate", "pack", "mega: train", "mega: evaluate test", "memory: train", "memory: evaluate test"]
+    assert [stage for stage in dict.fromkeys(stages) if stage in wanted] == wanted
+    saved = json.loads(json.dumps(report.to_json()))
+    assert saved["schema"] == "featstore.demo-mega/1"
+    assert (saved["agrees"], saved["tolerance"]) == (True, TOLERANCE)
+    assert saved["mega"]["train_seconds"] == list(mega.train_seconds)
+    text = shown(report, render_mega)
+    assert "2 an epoch, each of 8 of 16 partitions" in text
+    assert "equal, within 3 points" in text
+    assert "Losses are not compared" in text
+    assert f"{mega.test_accuracy:.4f}" in text
+    worse = replace(report, mega=replace(mega, test_accuracy=report.memory.test_accuracy - TOLERANCE - 0.01))
+    assert not worse.agrees
+    assert "4.0 POINTS BELOW TRAINING IN MEMORY, more than 3" in shown(worse, render_mega)
+    assert "points above training in memory" in shown(replace(report, mega=replace(mega, test_accuracy=2.0)), render_mega)
+
+
+def test_mega_demo_refusals(graph: Any, tmp_path: Path) -> None:
+    with pytest.raises(BudgetError, match="too small"):
+        run_mega(recipe=TINY, memory="4KiB")
+    with pytest.raises(SourceError, match="does not exist"):
+        run_mega(workdir=tmp_path / "nowhere")
+    assert [_partitions(graph, memory) for memory in (1 << 10, 1 << 23, 1 << 40)] == [60, 30, 16]
+    assert _partitions(replace(graph, indptr=np.zeros(6, np.int64)), 1 << 20) == 5
+
+
+def shown(report: DemoReport | MegaReport, how: Any = render) -> str:
     console = Console(width=140, file=io.StringIO())
-    console.print(render(report))
+    console.print(how(report))
     file = console.file
     assert isinstance(file, io.StringIO)
     return file.getvalue()

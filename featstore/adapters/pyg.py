@@ -33,6 +33,7 @@ from numpy.typing import NDArray
 
 from featstore.errors import IdError, SourceError
 from featstore.sampling import NeighborSampler, fold_ids
+from featstore.stored_sampling import StoredSampler
 
 try:
     import torch
@@ -51,11 +52,18 @@ AttrKey = tuple[str | None, str]
 class FeatstoreSampler(BaseSampler):  # type: ignore[misc]
     """A PyG sampler for homogeneous graphs, for ``torch_geometric.loader.NodeLoader`` with 0, fork or spawn workers.
 
-    ``sampler``: the graph, fan-outs and seed. ``edge_permutation``: int64[e] or None; where the CSC arrays were made
+    ``sampler``: the graph, fan-outs and seed: in memory, or on disk (``store.sampler(...)``; each worker then takes its budget
+    once more). ``edge_permutation``: int64[e] or None; where the CSC arrays were made
     from a COO ``edge_index``, the COO position of each CSC edge, which the loader applies to ``e_id``.
     """
 
-    def __init__(self, sampler: NeighborSampler, *, edge_permutation: torch.Tensor | None = None) -> None:
+    def __init__(
+        self, sampler: NeighborSampler | StoredSampler, *, edge_permutation: torch.Tensor | None = None
+    ) -> None:
+        if edge_permutation is not None and not isinstance(sampler, NeighborSampler):
+            raise SourceError(
+                "edge_permutation is for a graph in memory: a stored one has its edges in an order of its own"
+            )
         self.sampler = sampler
         self._edge_permutation = edge_permutation
         self._epoch = _to_shared(np.zeros(1, dtype=np.int64))
@@ -99,6 +107,8 @@ class FeatstoreSampler(BaseSampler):  # type: ignore[misc]
 
     def __getstate__(self) -> dict[str, Any]:
         """Pickled for a spawned worker, the topology goes as handles of shared memory, into which it moves once."""
+        if not isinstance(self.sampler, NeighborSampler):
+            return self.__dict__
         if self._shared is None:
             self._shared = _to_shared(self.sampler.indptr), _to_shared(self.sampler.indices)
             self.sampler = self._over(self._shared, self.sampler.fanouts, self.sampler.seed)
@@ -106,7 +116,8 @@ class FeatstoreSampler(BaseSampler):  # type: ignore[misc]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.sampler = self._over(state["_shared"], *state["sampler"])
+        if isinstance(state["sampler"], tuple):
+            self.sampler = self._over(state["_shared"], *state["sampler"])
 
     @staticmethod
     def _over(shared: tuple[torch.Tensor, torch.Tensor], fanouts: tuple[int, ...], seed: int) -> NeighborSampler:

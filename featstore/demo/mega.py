@@ -25,10 +25,14 @@ from featstore.units import parse_bytes
 
 __all__ = ["run_mega"]
 
-#: Partitions are so small that about this many would fill the budget (of which half is for those that are loading).
-_PARTITIONS_PER_BUDGET = 64
+#: Partitions are so small that about this many would fill the budget (of which half is for those that are loading). Most
+#: partitions are of few classes: it takes many for a mega-batch to have its share of each, without which training suffers.
+_PARTITIONS_PER_BUDGET = 336
 _PARTITIONS_MIN = 16
 _PARTITION_NODES_MIN = 50
+#: The made-up graph is random within its classes, so that no order keeps most neighbours together; hubs make up for it.
+_HUB_SHARE = 0.05
+_VAL_COUNT_MAX, _TEST_COUNT_MAX = 1000, 4000
 
 
 def run_mega(
@@ -61,10 +65,14 @@ def run_mega(
         store_path = scratch / "store" if workdir is None else Path(workdir) / "store"
         graph, generate_seconds = runner._prepare(data, recipe, seed, scratch, tell)
         plan, counts = runner._training_plan(graph, epochs, batch_size, fanouts, hidden, seed)
-        partitions = _partitions(graph, memory_bytes)
-        pack_seconds = runner._pack(graph, store_path, tell, topology=True, partitions=partitions, seed=seed)
+        counts["val_count"] = min(counts["val_count"], _VAL_COUNT_MAX)
+        counts["test_count"] = min(counts["test_count"], _TEST_COUNT_MAX)
+        plan = replace(plan, val_count=counts["val_count"], test_count=counts["test_count"])
+        pack_seconds = runner._pack(
+            graph, store_path, tell, topology=True, partitions=_partitions(graph, memory_bytes), hubs=_HUB_SHARE, seed=seed
+        )
         options = {} if resident is None else {"resident": resident}
-        order = _probe(store_path, memory_bytes, engine, options)
+        method, edge_cut = _probe(store_path, memory_bytes, engine, options)
         job = Job(
             plan, str(scratch), str(graph.features.absolute()), str(store_path), memory_bytes, engine, mega=options
         )
@@ -85,13 +93,14 @@ def run_mega(
             seed=seed,
             generate_seconds=generate_seconds,
             pack_seconds=pack_seconds,
+            order=method,
+            edge_cut=edge_cut,
             store_bytes=sum(path.stat().st_size for path in store_path.rglob("*") if path.is_file()),
             store_path=None if workdir is None else str(store_path),
             mega=_mega_report(by_mega),
             memory=runner._run_report(from_memory),
             mlp_test_accuracy=from_memory["mlp_test_accuracy"],
             seconds=time.perf_counter() - began,
-            **order,
             **counts,
         )
 
@@ -101,7 +110,7 @@ def _partitions(graph: DemoGraph, memory_bytes: int) -> int:
     return max(min(_PARTITIONS_MIN, graph.node_count), min(wanted, graph.node_count // _PARTITION_NODES_MIN))
 
 
-def _probe(path: Path, memory_bytes: int, engine: str | None, options: dict[str, Any]) -> dict[str, Any]:
+def _probe(path: Path, memory_bytes: int, engine: str | None, options: dict[str, Any]) -> tuple[str, float | None]:
     """Open a loader and a reader here first, for the errors' sake; returns the order of the rows and its edge cut."""
     import featstore
 
@@ -110,9 +119,11 @@ def _probe(path: Path, memory_bytes: int, engine: str | None, options: dict[str,
         store.mega_batches(memory=memory_bytes, train="train_idx", **chosen, **options).close()
         store.reader(memory=memory_bytes, static="degree", **chosen).close()
         order = store.tables["features"].entry.order
-        return {"order": order.method, "edge_cut": order.parameters.get("edge_cut")}
+        cut = order.parameters.get("edge_cut")
+        return order.method, float(cut) if isinstance(cut, int | float) else None
 
 
 def _mega_report(results: dict[str, Any]) -> MegaRunReport:
-    given = {field.name: results[field.name] for field in fields(MegaRunReport)}
-    return MegaRunReport(**{name: tuple(value) if isinstance(value, list) else value for name, value in given.items()})
+    given: dict[str, Any] = {field.name: results[field.name] for field in fields(MegaRunReport)}
+    given = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
+    return MegaRunReport(**given)

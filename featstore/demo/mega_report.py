@@ -94,7 +94,7 @@ class MegaReport:
 
     def to_json(self) -> dict[str, Any]:
         """The report as JSON types (give it to ``json.dumps``), with ``schema`` and what is derived."""
-        derived = {"schema": SCHEMA, "agrees": self.agrees, "shortfall": self.shortfall, "tolerance": TOLERANCE}
+        derived: dict[str, Any] = {"schema": SCHEMA, "agrees": self.agrees, "shortfall": self.shortfall, "tolerance": TOLERANCE}
         found = derived | asdict(self)
         found["mega"]["train_seconds"] = self.mega.train_seconds
         return found

@@ -228,11 +228,6 @@ class MegaBatches:
         """Bytes of the budget: ``planned``, by the sum of all that is held, and ``unused``."""
         return {"planned": self._sizes.memory_bytes, "unused": self.memory_bytes - self._sizes.memory_bytes}
 
-    @property
-    def access_because(self) -> str:
-        """Why reads go through the page cache, where they do."""
-        return self._reader.access_because
-
     def stats(self) -> Any:
         """What the reader behind has counted: bytes, reads, waiting."""
         return self._reader.stats()

@@ -144,16 +144,21 @@ def degree_order(graph: GraphLike) -> Order:
     nodes = node_count(graph)
     if nodes >= 2**32:
         raise SourceError(f"the degree order is made for fewer than 2**32 nodes, not {nodes:,}; use method 'ldg'")
-    # Sort (complement of the count, node) packed into one integer: in place, and no two are equal.
-    keys = degree_counts(graph).astype(np.uint64)
+    return Order("degree", ranked_by_count(degree_counts(graph)), _one_partition(nodes))
+
+
+def ranked_by_count(counts: NDArray[np.uint32]) -> NodeIds:
+    """Positions by falling count, ties by position: int32 or int64 [n], n < 2**32. Needs 12 or 16 bytes a position."""
+    # Sort (complement of the count, position) packed into one integer: in place, and no two are equal.
+    keys = counts.astype(np.uint64)
     np.subtract(np.uint64(2**32 - 1), keys, out=keys)
     np.left_shift(keys, np.uint64(32), out=keys)
-    for first in range(0, nodes, _CHECK_ROWS):
+    for first in range(0, counts.size, _CHECK_ROWS):
         piece = keys[first : first + _CHECK_ROWS]
         piece |= np.arange(first, first + piece.size, dtype=np.uint64)
     keys.sort()
     np.bitwise_and(keys, np.uint64(2**32 - 1), out=keys)
-    return Order("degree", keys.astype(node_dtype(nodes)), _one_partition(nodes))
+    return keys.astype(node_dtype(counts.size))
 
 
 def degree_memory_bytes(nodes: int, block_edges: int = BLOCK_EDGES) -> int:

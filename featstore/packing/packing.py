@@ -38,6 +38,7 @@ from featstore.manifest import (
 )
 from featstore.order import Order, make_order
 from featstore.order.orders import degree_memory_bytes, degree_order
+from featstore.order.parts import node_dtype
 from featstore.packing import permute, spill
 from featstore.packing.convert import ValueReport, target_dtype
 from featstore.packing.generations import Generation, begin, collect, commit, writer_lock
@@ -45,7 +46,7 @@ from featstore.packing.graphs import Graph, open_graph
 from featstore.packing.inputs import by_table, described, identity, node_mask, parse_inputs, small_array
 from featstore.packing.journal import Journal, State, TableProgress
 from featstore.packing.sources import RowSource
-from featstore.packing.topology import HUB_RANKS, HUB_SHARE, write_topology
+from featstore.packing.topology import HUB_RANKS, HUB_SHARE, topology_memory_bytes, write_topology
 from featstore.packing.topology import Job as TopologyJob
 from featstore.packing.writer import (
     Catalogue,
@@ -119,10 +120,11 @@ def pack(
         graph: the graph of the table (or a mapping of table names to graphs), as :func:`featstore.packing.graphs.open_graph` takes it.
             Its degrees become the order in which a static cache takes rows.
         arrays: small arrays to keep beside the tables (labels, splits), in node id order: name to array, or path of a ``.npy``.
-        order: ``"auto"`` (METIS where there is a graph and METIS fits the memory, else LDG; as given without a graph), ``"given"``,
-            ``"permutation"``, ``"degree"``, ``"metis"``, ``"ldg"``; or a mapping of table names to such.
+        order: ``"auto"`` (METIS where there is a graph and METIS fits the memory, else multilevel; as given without a graph), ``"given"``,
+            ``"permutation"``, ``"degree"``, ``"metis"``, ``"multilevel"``, ``"ldg"``, ``"bfs"``; or a mapping of table names to such.
         permutation: with order ``"permutation"``: node ids in row order, as an array or the path of a ``.npy``.
-        partitions: how many parts METIS and LDG make; by default parts of about 8 MiB of features.
+        partitions: how many parts partitioners make; by default parts of at least 512 KiB of features, see
+            :func:`featstore.order.orders.default_partitions`.
         dtype: cast to ``"float16"``, ``"bfloat16"``, ``"float32"`` or ``"float64"``; by default rows stay as they are.
         memory: budget for everything the pack holds in memory beyond the bare process, in bytes or as ``"512MiB"``.
         seed: of the partitioners. Equal input, options and seed give equal bytes.
@@ -413,6 +415,10 @@ class _Packing:
         if graph is not None:
             held = graph.indptr.nbytes + (0 if isinstance(graph.indices, np.memmap) else graph.indices.nbytes)
             needed = held + degree_memory_bytes(layout.rows)
+            if self.options.topology:  # what comes next must not find the order made for nothing
+                maps = 2 * node_dtype(layout.rows).itemsize * layout.rows
+                least = topology_memory_bytes(layout.rows, self.options.hub_rank, permuted=True)
+                needed = max(needed, held + maps + least)
             if needed > memory:
                 raise BudgetError(needed, memory, f"hold the graph of table {name!r} and rank its nodes")
             memory -= held

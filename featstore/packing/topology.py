@@ -25,9 +25,10 @@ from numpy.typing import NDArray
 
 from featstore.errors import BudgetError, DiskFullError, SourceError
 from featstore.manifest import GraphEntry, HubsEntry
+from featstore.order.orders import ranked_by_count
 from featstore.order.parts import node_dtype
 from featstore.packing.graphs import Graph, release
-from featstore.packing.graphs_build import build_csc
+from featstore.packing.graphs_build import build_csc, smallest_bytes
 from featstore.packing.graphs_edges import CsrEdges
 from featstore.packing.writer import Catalogue, write_array, write_vector
 
@@ -115,6 +116,9 @@ def write_topology(job: Job) -> GraphEntry:
         raise SourceError(f"hubs must be a share of the nodes, from 0 to 1, not {job.hub_share}")
     rows = len(job.graph.indptr) - 1
     dtype = node_dtype(rows)
+    least = topology_memory_bytes(rows, job.hub_rank, permuted=job.row_of_node is not None)
+    if job.memory_bytes < least:
+        raise BudgetError(least, job.memory_bytes, "bring the graph into the order of the rows")
     needed, free = int(dtype.itemsize * job.graph.edges * 2), job.catalogue.disk.free_bytes(job.scratch_dir)
     if needed > free:
         raise DiskFullError(job.scratch_dir, needed, free)
@@ -197,5 +201,14 @@ def _rank_external(job: Job, offsets: NDArray[np.int64], lists: NDArray[Any]) ->
     for block in _as_rows(job, lists):
         row, partition = count_external(offsets, block, first, row, partition, job.partition_offsets, counts)
         first += len(block)
-    ranked: NDArray[Any] = np.argsort(~counts, kind="stable")
-    return ranked
+    return ranked_by_count(counts)
+
+
+def topology_memory_bytes(rows: int, hub_rank: str, *, permuted: bool) -> int:
+    """The least that :func:`write_topology` needs beyond the graph and the maps, but for the lists of the largest hub."""
+    offsets = 8 * (rows + 1) if permuted else 0
+    ranking = (4 + 8 + node_dtype(rows).itemsize) * rows if hub_rank == "external" else 0
+    return max(
+        smallest_bytes(2 * offsets + 16) if permuted else 0,
+        offsets + ranking + 4 * _BLOCK_EDGES_MIN * _BLOCK_EDGE_BYTES,
+    )

@@ -130,6 +130,17 @@ def test_an_empty_table(call: Call, tmp_path: Path) -> None:
     assert "has 0 rows, fewer than" in call("explain", tmp_path / "s", code=2).stderr
 
 
+def test_inspect_scores_orders(call: Call, store: Path) -> None:
+    text = call("inspect", store, "--orders").stdout
+    for part in ("as stored", "multilevel", "bfs", "edge cut", "2 hops"):
+        assert part in text
+    found = parsed(call("inspect", store, "--orders", "--json"))["orders"]
+    assert [o["method"] for o in found] == ["as stored", "metis", "multilevel", "ldg", "bfs"]
+    assert all(0 <= o["scores"]["edge_cut"] <= 1 for o in found if o["scores"])
+    assert call("inspect", store, "--train", "y", code=2).stderr
+    assert "no array" in call("inspect", store, "--orders", "--train", "nothing", code=2).stderr
+
+
 # verify
 
 

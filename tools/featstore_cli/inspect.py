@@ -8,29 +8,54 @@ from typing import Any
 
 import click
 
-from featstore_cli.options import json_option, shared_options
+from featstore_cli.options import SIZE, json_option, shared_options
 from featstore_cli.output import facts, print_json, seconds_text, show, table
 
 
 @click.command("inspect")
 @click.argument("store", type=click.Path(path_type=Path))
 @click.option("--partitions", is_flag=True, help="List every partition.")
+@click.option(
+    "--orders", is_flag=True, help="Score the store's partitions beside those that each partitioner would make."
+)
+@click.option("--train", metavar="ARRAY", help="With --orders: the store's array of training nodes.")
+@click.option("--graph", metavar="NAME", help="With --orders: which graph, where there are several.")
+@click.option("--memory", type=SIZE, default="1GiB", help="With --orders: what a partitioner may take.")
 @json_option
 @shared_options
-def command(store: Path, partitions: bool, as_json: bool) -> None:
+def command(
+    store: Path, partitions: bool, orders: bool, train: str | None, graph: str | None, memory: int, as_json: bool
+) -> None:
     """Show tables, graphs, partitions, statistics and files of STORE, and how it would be read on this machine."""
     import featstore
     from featstore_cli.describe import describe_store
 
+    if (train or graph) and not orders:
+        raise click.UsageError("--train and --graph go with --orders")
     with featstore.open(store) as opened:
+        if train is not None and train not in opened.arrays:
+            known = ", ".join(opened.arrays) or "none"
+            raise click.BadParameter(f"the store has no array {train!r}; it has {known}", param_hint="--train")
         data = describe_store(opened) | {"reading": _reading(opened)}
         if partitions:
             for name, t in opened.tables.items():
                 data["tables"][name]["partitions"]["offsets"] = t.partition_offsets.tolist()
+        if orders:
+            data["orders"] = _orders(opened, graph, train, memory)
     if as_json:
         print_json("featstore.inspect/1", data)
     else:
         _render(data, partitions)
+
+
+def _orders(store: Any, graph: str | None, train: str | None, memory: int) -> list[dict[str, Any]]:
+    from featstore.order.compare import compare_orders
+
+    found = compare_orders(store, graph=graph, train=train, memory_bytes=memory)
+    return [
+        {"method": c.method, "seconds": c.seconds, "because": c.because, "scores": c.scores and c.scores.to_dict()}
+        for c in found
+    ]
 
 
 def _reading(store: Any) -> dict[str, Any]:
@@ -86,6 +111,8 @@ def _render(data: dict[str, Any], partitions: bool) -> None:
             show(_partitions(t))
     for name, g in data["graphs"].items():
         show("", render_graph(name, g))
+    if "orders" in data:
+        show("", _order_scores(data["orders"]))
     if data["arrays"]:
         show("", render_arrays(data["arrays"]))
     provenance = [(f"  {key}", str(value)) for key, value in data["provenance"].items() if key != "sources"]
@@ -109,6 +136,26 @@ def _source(source: Any) -> str:
     if isinstance(source, dict) and {"name", "dtype", "shape"} <= source.keys():
         return f"{source['name']}: {'x'.join(map(str, source['shape']))} {source['dtype']}"
     return str(source)
+
+
+def _order_scores(orders: list[dict[str, Any]]) -> Any:
+    """Partitioners side by side; balance is the largest part over the mean, locality the share of neighbours in the own part."""
+    rows = []
+    for order in orders:
+        scores = order["scores"]
+        if scores is None:
+            rows.append([order["method"], order["because"], *[""] * 7])
+            continue
+        balance = [scores[f"{kind}_balance"] for kind in ("node", "edge", "train")]
+        local = [scores["hop1"], scores["hop2"]]
+        rows.append(
+            [order["method"], f"{scores['parts']:,}", f"{scores['edge_cut']:.3f}"]
+            + ["" if b is None else f"{b:.2f}" for b in balance]
+            + ["" if share is None else f"{share:.1%}" for share in local]
+            + [seconds_text(order["seconds"]) if order["seconds"] else ""]
+        )
+    columns = ["order", "parts", "edge cut", "nodes", "edges", "training", "1 hop", "2 hops", "time"]
+    return table(columns, rows, title="partitions: edge cut, balance, locality")
 
 
 def _partitions(t: dict[str, Any]) -> Any:

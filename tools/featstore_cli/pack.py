@@ -14,7 +14,7 @@ from featstore_cli.output import facts, print_json, progress, rate_text, remark,
 
 _CASTS = ("float16", "bfloat16", "float32", "float64")
 _HUB_RANKS = ("degree", "external")
-_ORDERS = ("auto", "given", "permutation", "degree", "metis", "ldg")
+_ORDERS = ("auto", "given", "permutation", "degree", "metis", "multilevel", "ldg", "bfs")
 # Files that name their own dtype and shape, by suffix; of the others, only .npy files do, which have a magic number.
 _NAMED_SUFFIXES = (".npz", ".pt", ".pth", ".csv", ".csv.gz", ".parquet", ".arrow", ".feather", ".ipc")
 _NPY_MAGIC = b"\x93NUMPY"
@@ -48,7 +48,10 @@ def is_headless(path: Path, offset: int) -> bool:
 )
 @click.option("--permutation", metavar="[TABLE=]FILE.npy", multiple=True, help="Node ids in row order.")
 @click.option(
-    "--partitions", metavar="[TABLE=]N", multiple=True, help="Parts of METIS and LDG.  [default: parts of about 8 MiB]"
+    "--partitions", metavar="[TABLE=]N", multiple=True, help="Parts that partitioners make.  [default: by size]"
+)
+@click.option(
+    "--train", metavar="[TABLE=]NAME", multiple=True, help="The --array of training nodes, which order bfs spreads evenly."
 )
 @click.option(
     "--dtype",
@@ -125,6 +128,7 @@ def command(
             dtype=plan.casts(),
             memory=memory,
             seed=seed,
+            train=plan.train(arrays),
             topology=topology,
             hubs=hubs,
             hub_rank=hub_rank,
@@ -254,6 +258,13 @@ class _Request:
     def permutations(self) -> dict[str, str] | None:
         self._one_table("permutation")
         return self._some("permutation")
+
+    def train(self, arrays: dict[str, Any]) -> dict[str, str] | None:
+        for name in self.values["train"].values():
+            if name not in arrays:
+                known = ", ".join(arrays) or "none"
+                raise click.BadParameter(f"{name!r} is none of the arrays given with --array ({known})", param_hint="--train")
+        return self._some("train")
 
     def partitions(self) -> dict[str, int] | None:
         some = self._some("partitions")
