@@ -94,7 +94,7 @@ def main(settings: Settings, graphs: tuple[Path, ...], parts: tuple[int, ...], p
 
     A round is a seed; --size means nothing here.
     """
-    report = Report("order_quality", "Partitioners", {
+    report = Report(settings.out.stem if settings.out else "order_quality", "Partitioners", {
         "parts": list(parts), "passes": passes, "slack": SLACK, "heat": HEAT, "seeds": settings.rounds,
         "graphs": [graph.name for graph in graphs] or ["generated communities"],
     }, settings.workspace)  # fmt: skip

@@ -27,7 +27,7 @@ __all__ = ["run_mega"]
 
 #: Partitions are so small that about this many would fill the budget (of which half is for those that are loading). Most
 #: partitions are of few classes: it takes many for a mega-batch to have its share of each, without which training suffers.
-_PARTITIONS_PER_BUDGET = 336
+_PARTITIONS_PER_BUDGET = 512
 _PARTITIONS_MIN = 16
 _PARTITION_NODES_MIN = 50
 #: The made-up graph is random within its classes, so that no order keeps most neighbours together; hubs make up for it.
@@ -37,7 +37,7 @@ _VAL_COUNT_MAX, _TEST_COUNT_MAX = 1000, 4000
 
 def run_mega(
     *,
-    memory: str | int = "64MiB",
+    memory: str | int = "96MiB",
     data: str | os.PathLike[str] | None = None,
     workdir: str | os.PathLike[str] | None = None,
     epochs: int | None = None,
@@ -69,7 +69,13 @@ def run_mega(
         counts["test_count"] = min(counts["test_count"], _TEST_COUNT_MAX)
         plan = replace(plan, val_count=counts["val_count"], test_count=counts["test_count"])
         pack_seconds = runner._pack(
-            graph, store_path, tell, topology=True, partitions=_partitions(graph, memory_bytes), hubs=_HUB_SHARE, seed=seed
+            graph,
+            store_path,
+            tell,
+            topology=True,
+            partitions=_partitions(graph, memory_bytes),
+            hubs=_HUB_SHARE,
+            seed=seed,
         )
         options = {} if resident is None else {"resident": resident}
         method, edge_cut = _probe(store_path, memory_bytes, engine, options)

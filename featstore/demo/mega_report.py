@@ -12,9 +12,10 @@ from featstore.units import format_bytes
 __all__ = ["TOLERANCE", "MegaReport", "MegaRunReport", "render_mega"]
 
 SCHEMA = "featstore.demo-mega/1"
-#: By how much test accuracy may fall short. Two runs in memory that differ by their seeds alone are up to a point apart
-#: on the made-up graph; rows of wrong nodes would cost tens of points.
-TOLERANCE = 0.03
+#: By how much test accuracy may fall short. On the made-up graph, of which no order keeps most neighbours together, four seeds
+#: gave 0 to 3 points less with the default budget, up to 4.5 with two thirds of it, and seeds alone make runs in memory
+#: differ by 2.5; rows of wrong nodes would cost tens of points (a model without neighbours is 60 points below).
+TOLERANCE = 0.05
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,12 @@ class MegaReport:
 
     def to_json(self) -> dict[str, Any]:
         """The report as JSON types (give it to ``json.dumps``), with ``schema`` and what is derived."""
-        derived: dict[str, Any] = {"schema": SCHEMA, "agrees": self.agrees, "shortfall": self.shortfall, "tolerance": TOLERANCE}
+        derived: dict[str, Any] = {
+            "schema": SCHEMA,
+            "agrees": self.agrees,
+            "shortfall": self.shortfall,
+            "tolerance": TOLERANCE,
+        }
         found = derived | asdict(self)
         found["mega"]["train_seconds"] = self.mega.train_seconds
         return found
@@ -118,7 +124,7 @@ def render_mega(report: MegaReport) -> Any:
     points = 100 * report.shortfall
     apart = f"{abs(points):.1f} points {'below' if points >= 0 else 'above'} training in memory"
     verdict = (
-        Text(f"Test accuracy is {apart}: equal, within {100 * TOLERANCE:.0f} points.", style="bold green")
+        Text(f"Test accuracy is {apart}: within {100 * TOLERANCE:.0f} points, as it should be.", style="bold green")
         if report.agrees
         else Text(f"TEST ACCURACY IS {apart.upper()}, more than {100 * TOLERANCE:.0f} points.", style="bold red")
     )

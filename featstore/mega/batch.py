@@ -107,8 +107,8 @@ class MegaBatch:
     load_seconds: float
     build_seconds: float
     wait_seconds: float = 0.0
-    _start: tuple[int, int] = (0, 0)
-    _on_batch: Callable[[int, int], None] = field(default=lambda _pass, _batch: None, repr=False)
+    _start: tuple[int, int, int] = (0, 0, 0)  # pass and mini-batch to begin with, and the size of those seen
+    _on_batch: Callable[[int, int, int], None] = field(default=lambda _pass, _batch, _size: None, repr=False)
     _alive: bool = field(default=True, repr=False)
 
     @property
@@ -148,7 +148,11 @@ class MegaBatch:
         sampler = NeighborSampler(self.indptr, self.indices, fanouts, self.seed)
         per_pass = -(-len(self.seeds) // batch_size)
         always = self._always() if weights else None
-        first_pass, first_batch = self._start
+        first_pass, first_batch, size_before = self._start
+        if first_batch and size_before != batch_size:
+            raise ValueError(
+                f"this pass was begun with mini-batches of {size_before}, it cannot go on with {batch_size}"
+            )
         for pass_ in range(first_pass, self.passes):
             order = np.random.default_rng([self.seed, self.epoch, self.step, pass_]).permutation(self.seeds)
             for number in range(first_batch if pass_ == first_pass else 0, per_pass):
@@ -156,7 +160,7 @@ class MegaBatch:
                     raise ClosedError("this mega-batch has been replaced by the next one")
                 seeds = order[number * batch_size : (number + 1) * batch_size]
                 batch = self._batch(sampler, seeds, (self.step << 44) | (pass_ << 32) | number, always, tensors)
-                self._on_batch(pass_ + (number + 1) // per_pass, (number + 1) % per_pass)
+                self._on_batch(pass_ + (number + 1) // per_pass, (number + 1) % per_pass, batch_size)
                 yield batch
 
     def _always(self) -> NDArray[np.bool_]:

@@ -279,7 +279,9 @@ def test_the_largest_that_fits_is_taken(data: int, partitions: int, replaced: in
         before = found.resident
         assert fit(needs, memory, found.resident, replaced) == found
     assert before == count
-    assert fit(needs, given_[-1].memory_bytes, None, replaced).resident == count, "all, where all fit and a few less do not"
+    assert fit(needs, given_[-1].memory_bytes, None, replaced).resident == count, (
+        "all, where all fit and a few less do not"
+    )
 
 
 @pytest.mark.parametrize("resident", [1, 7, 20])

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import PackSmall, rows_of
 
 import featstore
 
@@ -37,7 +37,7 @@ print(json.dumps(found | {"grown": held("VmHWM") - before}))
 
 
 @pytest.fixture(scope="module")
-def stores(tmp_path_factory: pytest.TempPathFactory, pack: PackSmall) -> list[str]:
+def stores(tmp_path_factory: pytest.TempPathFactory, pack: Callable[..., featstore.Store]) -> list[str]:
     folder = tmp_path_factory.mktemp("memory")
     made = []
     for rows, width in ((500, 16), (40_000, 400)):
@@ -46,7 +46,14 @@ def stores(tmp_path_factory: pytest.TempPathFactory, pack: PackSmall) -> list[st
         indices[::9] = rng.integers(0, 50, len(indices[::9]))
         graph = (np.arange(0, rows * 8 + 1, 8), indices)
         path = folder / str(rows)
-        pack(path, rows_of(rows, width), graph=graph, order="ldg", partitions=rows // 500 + 1, memory="256MiB").close()
+        pack(
+            path,
+            rng.standard_normal((rows, width), np.float32),
+            graph=graph,
+            order="ldg",
+            partitions=rows // 500 + 1,
+            memory="256MiB",
+        ).close()
         made.append(str(path))
     return made
 

@@ -22,7 +22,7 @@ from featstore_cli.output import print_json, progress, show
 @click.option(
     "--memory",
     type=SIZE,
-    help="The memory budget of reader or loader.  [default: 32MiB; 64MiB in mode mega]",
+    help="The memory budget of reader or loader.  [default: 32MiB; 96MiB in mode mega]",
 )
 @click.option(
     "--data",

@@ -1,0 +1,358 @@
+"""Loading a mega-batch: its partitions' rows into slots, and the subgraph that they and the hubs induce.
+
+Features go straight into their slots; lists of neighbours come in blocks, of which a kernel keeps what is in memory
+(:mod:`featstore.mega.induce`). The buffers are made once and their sum is known beforehand (:mod:`featstore.mega.sizes`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from featstore.budget import Budget, TableNeed
+from featstore.errors import BudgetError, CorruptionError, IdError, SourceError
+from featstore.ids import parse_ids, populate
+from featstore.lookup import table_need
+from featstore.mega.batch import MegaBatch
+from featstore.mega.induce import FILLED, TARGET, Places, count_by_partition, induce_block
+from featstore.mega.schedule import Schedule, Step
+from featstore.mega.sizes import Needs, Sizes, fit
+from featstore.order.parts import node_dtype
+
+if TYPE_CHECKING:
+    from featstore.reader import Reader
+    from featstore.request import Request
+    from featstore.store import Store, StoredGraph
+
+# Nominal budget of the reader beyond what it must hold, of which an eighth is staging; the rest is never taken.
+_READER_BYTES_MIN, _READER_BYTES_MAX = 32 * 2**20, 128 * 2**20
+_FEATURE_TURNS = 6
+_HUB_SHARE_MAX = 4  # hubs take no more than this part of the budget
+
+
+class Loading:
+    """The reader and the buffers of a loader of mega-batches; the arguments are those of
+    :class:`featstore.mega.loader.MegaBatches`."""
+
+    def __init__(
+        self, store: Store, graph: StoredGraph, *, memory_bytes: int, train: Any, hubs: int | None, resident: int | None,
+        replaced: int | None, seed: int, **reader: Any,
+    ) -> None:  # fmt: skip
+        self.store, self.graph, self.table, self.seed = store, graph, graph.table, seed
+        self.memory_bytes = memory_bytes
+        self._offsets = self.table.partition_offsets
+        if len(self._offsets) == 2 and self.table.rows > 1:
+            raise SourceError(
+                f"table {self.table.name!r} is one single partition; pack it with partitions (an order such as 'metis' or 'multilevel', "
+                "partitions=N) to train by mega-batches"
+            )
+        parts = ("offsets", "sources", "hubs") if self.graph.hubs else ("offsets", "sources")
+        self._names: tuple[str, ...] = (self.table.name, *(f"{self.graph.name}/{part}" for part in parts))
+        needs = [table_need(store.table(name), reader["verify"], by_row=True) for name in self._names]
+        budget = _reader_budget(self.memory_bytes, needs)
+        self.train = self._train_rows(train)
+        self._node_of_row = self.table.node_of_row()
+        held = _taken_bytes(budget) + self.train.nbytes
+        held += 0 if self._node_of_row is None else self._node_of_row.nbytes
+        count = self._hub_count(hubs, self.memory_bytes)
+        self.hub_rows, self._hub_offsets = self.graph.hub_rows(count)
+        self._hub_partitions = np.searchsorted(self._offsets, self.hub_rows, side="right") - 1
+        self._places = Places.of(self._offsets, self.hub_rows)
+        self.reader: Reader = store.reader(
+            tables=self._names, memory=budget.memory_bytes, static=None, by_row=True, **reader,
+        )  # fmt: skip
+        try:
+            self.sizes = self._fit(held, resident, replaced)
+            self._allocate()
+        except BudgetError as error:
+            self.reader.close()
+            needed = error.needed_bytes
+            if hubs is None and count < self.graph.hubs:
+                # A larger budget would hold more hubs, which take a quarter at most: one that works whatever their number.
+                needed = (needed - count * self.table.row_bytes) * _HUB_SHARE_MAX // (_HUB_SHARE_MAX - 1) + 1
+            # It would have a larger reader, too.
+            more = _taken_bytes(_reader_budget(2 * needed, needs)) - _taken_bytes(budget)
+            raise BudgetError(
+                needed + more * _HUB_SHARE_MAX // (_HUB_SHARE_MAX - 1), error.given_bytes, error.what
+            ) from None
+        except BaseException:
+            self.reader.close()
+            raise
+
+    @property
+    def partitions(self) -> NDArray[np.int64]:
+        """int64, the partitions that hold any rows."""
+        some: NDArray[np.int64] = np.flatnonzero(np.diff(self._offsets) > 0)
+        return some
+
+    def _train_rows(self, train: Any) -> NDArray[Any]:
+        """The training nodes' rows, ascending, in as few bytes as they need."""
+        rows, dtype = self.table.rows, node_dtype(self.table.rows)
+        if train is None:
+            return np.arange(rows, dtype=dtype)
+        ids = parse_ids(self.store.arrays[train] if isinstance(train, str) else train).values
+        if len(ids) and (ids.min() < 0 or ids.max() >= rows):
+            bad = ids[(ids < 0) | (ids >= rows)][0]
+            raise IdError(f"training node {bad} is out of range: table {self.table.name!r} has {rows:,} rows")
+        row_of_node = self.table.row_of_node()
+        found = np.sort((ids if row_of_node is None else row_of_node[ids]).astype(dtype))
+        if len(found) > 1 and (found[1:] == found[:-1]).any():
+            raise IdError("a training node stands twice among those given; each is used once a pass")
+        return found
+
+    def _hub_count(self, wanted: int | None, memory_bytes: int) -> int:
+        if wanted is not None:
+            if wanted > self.graph.hubs:
+                raise SourceError(
+                    f"{wanted:,} hubs were asked for, but the store has the lists of {self.graph.hubs:,}: pack with more hubs"
+                )
+            return wanted
+        # A hub takes its row, entries of tables, and its list, at most, in both buffers of the subgraph.
+        offsets = self.graph.hub_rows()[1]
+        needed = np.arange(len(offsets)) * (self.table.row_bytes + 64) + 8 * offsets
+        return int(np.searchsorted(needed, memory_bytes // _HUB_SHARE_MAX, side="right")) - 1
+
+    def _fit(self, held_bytes: int, resident: int | None, replaced: int | None) -> Sizes:
+        """Choose the sizes: takes the ends of each partition's lists, and one pass over the hubs' lists."""
+        bounds = self.reader.read({self._names[1]: self._offsets})[self._names[1]]
+        if bounds[0] != 0 or bounds[-1] != self.graph.edges or (np.diff(bounds) < 0).any():
+            raise self._bad("offsets that ascend from 0 to the number of edges", "others")
+        self._bounds: NDArray[np.int64] = bounds
+        counts = np.zeros(len(self._offsets), np.int64)
+        places = self._places
+        block = 1 << 16
+        for low in range(0, int(self._hub_offsets[-1]), block):
+            run = (low, min(low + block, int(self._hub_offsets[-1])))
+            sources = self.reader.read_runs({self._names[3]: [run]})[self._names[3]]
+            bad = count_by_partition(sources, places.hints, self._offsets, places.bits, places.ranks, counts)
+            if bad >= 0:
+                raise self._bad("rows of the table", str(sources[bad]))
+        needs = Needs(
+            self.table.rows, self.table.row_bytes, node_dtype(self.table.rows).itemsize, self.graph.entry.sources.row_bytes,
+            np.diff(self._offsets), np.diff(bounds) + counts[:-1], len(self.hub_rows), int(counts[-1]), held_bytes,
+        )  # fmt: skip
+        return fit(needs, self.memory_bytes, resident, replaced)
+
+    def _allocate(self) -> None:
+        sizes, hubs = self.sizes, len(self.hub_rows)
+        places = hubs + sizes.partition_places
+        self._x = np.empty((places, *self.table.row_shape), self.table.dtype)
+        self._node = np.full(places, -1, node_dtype(self.table.rows))
+        buffers = 1 if sizes.slots == sizes.resident else 2
+        self._graphs = [(np.zeros(places + 1, np.int64), np.empty(sizes.edges_max, np.int32)) for _ in range(buffers)]
+        dtype = self.store.table(self._names[2]).dtype
+        self._blocks = [np.empty(sizes.block_edges, dtype) for _ in range(2)]
+        populate(self._x.reshape(-1).view(np.uint8))
+        if hubs:
+            self.reader.read({self.table.name: self.hub_rows}, out={self.table.name: self._x[:hubs]})
+            self._node[:hubs] = self.hub_rows if self._node_of_row is None else self._node_of_row[self.hub_rows]
+
+    def _bad(self, expected: str, actual: str) -> CorruptionError:
+        path = self.store.path / self.graph.entry.offsets.path
+        return CorruptionError(path, None, expected, actual, f"run `featstore verify {self.store.path}`")
+
+    def load(self, schedule: Schedule, step: Step, whole: bool) -> MegaBatch:
+        """Bring a step's partitions into their slots (``whole``: also those that should be there already), and build its graph."""
+        begin = time.perf_counter()
+        hubs, size = len(self.hub_rows), self.sizes.slot_rows
+        starts = hubs + step.slots * size
+        fresh = np.full(len(step.loaded), True) if whole else step.loaded
+        runs = np.stack([self._offsets[step.partitions], self._offsets[step.partitions + 1]], axis=1)
+        features = _Features(self.reader, self.table.name, self._x, runs[fresh], starts[fresh])
+        try:
+            features.submit(1 / _FEATURE_TURNS)
+            lists = np.stack([runs[:, 0], runs[:, 1] + 1], axis=1)[np.argsort(starts)]
+            asked = self.reader.submit_runs({self._names[1]: lists})
+            features.submit(2 / _FEATURE_TURNS)  # the device is busy while the offsets are looked at
+            seeds = self._seeds(schedule, step, starts)
+            self._name_rows(runs[fresh], starts[fresh])
+            built = time.perf_counter()
+            indptr, indices, own_edges, read_edges = self._build(schedule, step, runs, starts, features, asked)
+            built = time.perf_counter() - built
+        finally:
+            features.settle()
+        features.result()
+        mega = MegaBatch(
+            schedule.epoch, step.index, schedule.steps, 1, self.seed, self._x, self._node, indptr, indices,
+            seeds, step.partitions, starts, runs[:, 1] - runs[:, 0], len(self.partitions),
+            hubs, self._hub_copies(step, starts), size, int(self._degrees(step)), own_edges,
+            int((runs[fresh, 1] - runs[fresh, 0]).sum()) * self.table.row_bytes + read_edges, time.perf_counter() - begin, built,
+        )  # fmt: skip
+        return mega
+
+    def _hub_copies(self, step: Step, starts: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Local ids of the hubs that come with a partition of this step."""
+        here = np.isin(self._hub_partitions, step.partitions)
+        base = self._places.local_base(step.partitions, starts)
+        copies: NDArray[np.int64] = base[self._hub_partitions[here]] + self.hub_rows[here]
+        return copies
+
+    def _degrees(self, step: Step) -> Any:
+        return (self._bounds[step.partitions + 1] - self._bounds[step.partitions]).sum()
+
+    def _name_rows(self, runs: NDArray[np.int64], starts: NDArray[np.int64]) -> None:
+        for (low, high), start in zip(runs.tolist(), starts.tolist(), strict=True):
+            slot = self._node[start : start + self.sizes.slot_rows]
+            slot[: high - low] = np.arange(low, high) if self._node_of_row is None else self._node_of_row[low:high]
+            slot[high - low :] = -1
+
+    def _seeds(self, schedule: Schedule, step: Step, starts: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Local ids of the training nodes of this step."""
+        found = []
+        for partition, start in zip(step.partitions.tolist(), starts.tolist(), strict=True):
+            low, high = np.searchsorted(self.train, self._offsets[partition : partition + 2])
+            rows = self.train[low:high].astype(np.int64)
+            used = schedule.used_in(rows, np.full(len(rows), partition), step.index)
+            found.append(rows[used] - self._offsets[partition] + start)
+        return np.sort(np.concatenate(found)) if found else np.empty(0, np.int64)
+
+    def _build(
+        self,
+        schedule: Schedule,
+        step: Step,
+        runs: NDArray[np.int64],
+        starts: NDArray[np.int64],
+        features: _Features,
+        asked: Request,
+    ) -> tuple[NDArray[np.int64], NDArray[np.int32], int, int]:
+        """(indptr, indices, edges into the partitions' nodes, bytes read) of the subgraph of a step."""
+        places, hubs = self._places, len(self.hub_rows)
+        indptr, indices = self._graphs[(schedule.epoch * schedule.steps + step.index) % len(self._graphs)]
+        base = places.local_base(step.partitions, starts)
+        state = np.zeros(2, np.int64)
+        by_slot = np.argsort(starts)
+        offsets = asked.result()[self._names[1]]
+        regions: list[tuple[NDArray[np.int64], NDArray[np.bool_], int]] = []
+        segments = []
+        if hubs:
+            away = ~np.isin(self._hub_partitions, step.partitions)  # the others' lists come with their partition
+            regions.append((self._hub_offsets, away, 0))
+            segments.append((self._names[3], 0, int(self._hub_offsets[-1])))
+        at = 0
+        for (low, high), start in zip(runs[by_slot].tolist(), starts[by_slot].tolist(), strict=True):
+            lists = offsets[at : at + high - low + 1]
+            at += high - low + 1
+            regions.append((lists, np.full(high - low, True), start))
+            segments.append((self._names[2], int(lists[0]), int(lists[-1])))
+        bounds = self._bounds[step.partitions[by_slot]], self._bounds[step.partitions[by_slot] + 1]
+        own = regions[1:] if hubs else regions
+        if any(o[0] != a or o[-1] != b or (np.diff(o) < 0).any() for (o, _, _), a, b in zip(own, *bounds, strict=True)):
+            raise self._bad("offsets that ascend", "others")
+        filled_to, hub_edges, before = 0, 0, -1
+        blocks = self._list_blocks(segments, features)
+        for region, first, block in blocks:
+            lists, wanted, start = regions[region]
+            if region != before:  # places without rows have empty lists
+                indptr[filled_to + 1 : start + 1] = state[FILLED]
+                before = region
+            ends = indptr[start + 1 : start + len(lists)]
+            bad = induce_block(
+                lists, block, first, places.hints, self._offsets, base, places.bits, places.ranks, places.hub_local, wanted, state,
+                ends, indices,
+            )  # fmt: skip
+            if bad >= 0:
+                actual = str(block[bad])
+                blocks.close()  # the block read ahead has arrived before its buffer is used again
+                raise self._bad("rows of the table", actual)
+            if state[TARGET] == len(ends):
+                state[TARGET], filled_to = 0, start + len(ends)
+                hub_edges = int(state[FILLED]) if hubs and region == 0 else hub_edges
+        indptr[filled_to + 1 :] = state[FILLED]
+        read = offsets.nbytes + sum((high - low) for _, low, high in segments) * self._blocks[0].itemsize
+        return indptr, indices[: state[FILLED]], int(state[FILLED]) - hub_edges, read
+
+    def _list_blocks(
+        self, segments: list[tuple[str, int, int]], features: _Features
+    ) -> Generator[tuple[int, int, NDArray[Any]], None, None]:
+        """(segment, first edge, block of sources): every segment in one or more blocks. Blocks share two buffers; one is read
+        while the other is looked at, and after each a share of the features is asked for, so that neither waits for all of
+        the other."""
+        groups = _grouped(segments, self.sizes.block_edges)
+        ahead = self._read_group(segments, groups[0], 0) if groups else None
+        try:
+            for number, group in enumerate(groups):
+                # One turn of features stays ahead of the lists, so that the device is busy while a block is looked at.
+                features.submit((number + 3) / (len(groups) + 2))
+                request, ahead = ahead, None
+                if number + 1 < len(groups):
+                    ahead = self._read_group(segments, groups[number + 1], number + 1)
+                assert request is not None
+                request.result()
+                buffer, at = self._blocks[number % 2], 0
+                for segment, low, high in group:
+                    yield segment, low, buffer[at : at + high - low]
+                    at += high - low
+        finally:
+            if ahead is not None:
+                ahead.exception()
+
+    def _read_group(self, segments: list[tuple[str, int, int]], group: list[tuple[int, int, int]], number: int) -> Any:
+        table = segments[group[0][0]][0]
+        runs = np.array([(low, high) for _, low, high in group])
+        out = self._blocks[number % 2][: int((runs[:, 1] - runs[:, 0]).sum())]
+        return self.reader.submit_runs({table: runs}, out={table: out})
+
+
+def _reader_budget(memory_bytes: int, needs: Sequence[TableNeed]) -> Budget:
+    """The reader's budget within a loader's: more staging for larger ones, up to 16 MiB."""
+    nominal = max(_READER_BYTES_MIN, min(_READER_BYTES_MAX, memory_bytes * 5 // 8))
+    return Budget.split(sum(n.checksum_bytes for n in needs) + nominal, needs)
+
+
+def _taken_bytes(budget: Budget) -> int:
+    return budget.checksum_bytes + budget.staging_bytes + budget.scratch_bytes
+
+
+class _Features:
+    """The rows of partitions on their way into their slots, asked for in turns, in the order in which they lie on disk."""
+
+    def __init__(
+        self, reader: Reader, table: str, x: NDArray[Any], runs: NDArray[np.int64], starts: NDArray[np.int64]
+    ) -> None:
+        sort = np.argsort(runs[:, 0])
+        self._reader, self._table, self._x, self._runs, self._starts = reader, table, x, runs[sort], starts[sort]
+        self._asked = 0
+        self._requests: list[Request] = []
+
+    def submit(self, share: float) -> None:
+        """Ask for more, so that this share of all has been asked for."""
+        end = min(len(self._runs), int(np.ceil(share * len(self._runs))))
+        if end > self._asked:
+            wanted = slice(self._asked, end)
+            out, at = {self._table: self._x}, {self._table: self._starts[wanted]}
+            self._requests.append(self._reader.submit_runs({self._table: self._runs[wanted]}, out=out, at=at))
+            self._asked = end
+
+    def settle(self) -> None:
+        """Wait until nothing writes into the slots any more."""
+        for request in self._requests:
+            request.exception()
+
+    def result(self) -> None:
+        """Wait for all that was asked for, and for what was not yet. Raises what went wrong."""
+        self.submit(1.0)
+        for request in self._requests:
+            request.result()
+
+
+def _grouped(segments: list[tuple[str, int, int]], block_edges: int) -> list[list[tuple[int, int, int]]]:
+    """Segments cut and put together to groups of at most ``block_edges`` edges of one table: (segment, low, high)."""
+    groups: list[list[tuple[int, int, int]]] = []
+    room, before = 0, ""
+    for number, (table, low, high) in enumerate(segments):
+        if table != before:
+            room, before = 0, table
+        while True:
+            if room == 0:
+                groups.append([])
+                room = block_edges
+            take = min(room, high - low)
+            groups[-1].append((number, low, low + take))
+            low, room = low + take, room - take
+            if low == high:
+                break
+    return groups
