@@ -6,9 +6,11 @@ All modes import the same; ``bare`` does nothing else, and what it holds is what
 from __future__ import annotations
 
 import json
+import mmap
 import sys
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +35,8 @@ class Sage(nn.Module):
     def __init__(self, inputs: int) -> None:
         super().__init__()
         widths = [inputs, HIDDEN, CLASSES]
-        self.own = nn.ModuleList(nn.Linear(a, b) for a, b in zip(widths, widths[1:]))
-        self.other = nn.ModuleList(nn.Linear(a, b, bias=False) for a, b in zip(widths, widths[1:]))
+        self.own = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(widths))
+        self.other = nn.ModuleList(nn.Linear(a, b, bias=False) for a, b in pairwise(widths))
 
     def forward(self, h: Tensor, row: Tensor, col: Tensor, nodes: tuple[int, ...], edges: tuple[int, ...]) -> Tensor:
         for depth in range(2):
@@ -75,9 +77,16 @@ def by_mega_batches(given: dict[str, Any], training: Training) -> dict[str, Any]
     train = np.load(given["train"])
     totals = dict.fromkeys(("load_seconds", "build_seconds", "wait_seconds", "read_bytes"), 0.0)
     steps = kept = 0
-    with featstore.open(given["store"]) as store, store.mega_batches(
-        memory=given["memory_bytes"], train=train, resident=given["resident"], replaced=given["replaced"], hubs=given["hubs"]
-    ) as loader:
+    with (
+        featstore.open(given["store"]) as store,
+        store.mega_batches(
+            memory=given["memory_bytes"],
+            train=train,
+            resident=given["resident"],
+            replaced=given["replaced"],
+            hubs=given["hubs"],
+        ) as loader,
+    ):
         del train
         opened = time.perf_counter()
         for mega in loader:
@@ -97,8 +106,11 @@ def by_mega_batches(given: dict[str, Any], training: Training) -> dict[str, Any]
 def over_memmap(given: dict[str, Any], training: Training) -> dict[str, Any]:
     """Some mini-batches over memory maps of the same graph and features."""
     files = GraphFiles(Path(given["folder"]), given["nodes"], given["columns"])
-    x = files.load("features", mapped=True)
-    sampler = NeighborSampler(files.load("indptr", mapped=True), files.load("indices", mapped=True), FANOUTS, 0)
+    x, indptr, indices = (files.load(name, mapped=True) for name in ("features", "indptr", "indices"))
+    if given["mode"] == "advised":
+        for array in (x, indptr, indices):
+            array._mmap.madvise(mmap.MADV_RANDOM)
+    sampler = NeighborSampler(indptr, indices, FANOUTS, 0)
     order = np.random.default_rng(0).permutation(files.load("train"))
 
     def batches() -> Iterator[Any]:

@@ -52,7 +52,10 @@ def fill(report: Report, runs: list[dict[str, Any]], title: str) -> None:
             cuts = found["edge_cut"] / max(metis["edge_cut"], 1e-9)
             report.claims += [
                 Claim(f"{title}, {parts} parts: edge cut of {name} over METIS's", cuts),
-                Claim(f"{title}, {parts} parts: peak memory of {name} over METIS's", found["peak_bytes"] / metis["peak_bytes"]),
+                Claim(
+                    f"{title}, {parts} parts: peak memory of {name} over METIS's",
+                    found["peak_bytes"] / metis["peak_bytes"],
+                ),
             ]
         for method in METHODS:
             group = [run for run in runs if (run["parts"], run["method"]) == (parts, method)]
