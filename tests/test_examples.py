@@ -22,12 +22,14 @@ import numpy as np
 rng = np.random.default_rng(0)
 ids = rng.integers(0, 300, 50)
 buffer = np.empty((50, 16), np.float32)
+train_ids, epochs = np.arange(0, 300, 3), 1
 """
 #: What must hold after its code has run.
 CHECKS = """
 features = np.load("features.npy")
 assert (x == features[ids]).all()
 assert store.tables["features"].rows_by_degree() is not None
+assert (batch.x == features[batch.node]).all()
 assert (store.arrays["labels"] == np.load("labels.npy")).all()
 """
 

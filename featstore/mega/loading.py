@@ -45,11 +45,6 @@ class Loading:
         self.store, self.graph, self.table, self.seed = store, graph, graph.table, seed
         self.memory_bytes = memory_bytes
         self._offsets = self.table.partition_offsets
-        if len(self._offsets) == 2 and self.table.rows > 1:
-            raise SourceError(
-                f"table {self.table.name!r} is one single partition; pack it with partitions (an order such as 'metis' or 'multilevel', "
-                "partitions=N) to train by mega-batches"
-            )
         parts = ("offsets", "sources", "hubs") if self.graph.hubs else ("offsets", "sources")
         self._names: tuple[str, ...] = (self.table.name, *(f"{self.graph.name}/{part}" for part in parts))
         needs = [table_need(store.table(name), reader["verify"], by_row=True) for name in self._names]
@@ -70,6 +65,12 @@ class Loading:
             self._allocate()
         except BudgetError as error:
             self.reader.close()
+            if len(self._offsets) == 2:
+                raise SourceError(
+                    f"table {self.table.name!r} is one single partition, for which {error.given_bytes:,} bytes are too little: pack it with "
+                    "partitions (an order such as 'metis' or 'multilevel', partitions=N), or give "
+                    f"{error.needed_bytes:,} bytes to train on all of it at once"
+                ) from None
             needed = error.needed_bytes
             if hubs is None and count < self.graph.hubs:
                 # A larger budget would hold more hubs, which take a quarter at most: one that works whatever their number.

@@ -368,7 +368,9 @@ def test_stores_that_cannot_be_trained_from(tmp_path: Path, pack: Callable[..., 
     with pack(tmp_path / "one", FEATURES, graph=graph, order="given") as store:
         assert len(store.tables["features"].partition_offsets) == 2
         with pytest.raises(SourceError, match="one single partition"):
-            store.mega_batches()
+            store.mega_batches(memory="1MiB")
+        with store.mega_batches(memory="64MiB") as loader:  # all of it at once
+            assert (loader.steps, loader.resident) == (1, 1)
         with pytest.raises(KeyError, match="no graph 'other'"):
             store.mega_batches(graph="other")
     with pytest.raises(ClosedError):
