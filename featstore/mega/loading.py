@@ -67,8 +67,8 @@ class Loading:
             self.reader.close()
             if len(self._offsets) == 2:
                 raise SourceError(
-                    f"table {self.table.name!r} is one single partition, for which {error.given_bytes:,} bytes are too little: pack it with "
-                    "partitions (an order such as 'metis' or 'multilevel', partitions=N), or give "
+                    f"table {self.table.name!r} is one single partition, for which {error.given_bytes:,} bytes are too little: pack it "
+                    "with partitions (an order such as 'metis' or 'multilevel', partitions=N), or give "
                     f"{error.needed_bytes:,} bytes to train on all of it at once"
                 ) from None
             needed = error.needed_bytes

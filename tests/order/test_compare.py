@@ -91,4 +91,6 @@ def test_pack_spreads_training_nodes(tmp_path: Path, store: featstore.Store) -> 
     with pytest.raises(SourceError, match="not among"):
         featstore.pack(tmp_path / "c", np.zeros((4, 1)), train="nothing")
     with pytest.raises(SourceError, match="node ids from 0"):
-        featstore.pack(tmp_path / "d", np.zeros((NODES, 1)), graph=(indptr, indices), order="bfs", partitions=2, train=[NODES])
+        featstore.pack(
+            tmp_path / "d", np.zeros((NODES, 1)), graph=(indptr, indices), order="bfs", partitions=2, train=[NODES]
+        )

@@ -51,7 +51,10 @@ def is_headless(path: Path, offset: int) -> bool:
     "--partitions", metavar="[TABLE=]N", multiple=True, help="Parts that partitioners make.  [default: by size]"
 )
 @click.option(
-    "--train", metavar="[TABLE=]NAME", multiple=True, help="The --array of training nodes, which order bfs spreads evenly."
+    "--train",
+    metavar="[TABLE=]NAME",
+    multiple=True,
+    help="The --array of training nodes, which order bfs spreads evenly.",
 )
 @click.option(
     "--dtype",
@@ -263,7 +266,9 @@ class _Request:
         for name in self.values["train"].values():
             if name not in arrays:
                 known = ", ".join(arrays) or "none"
-                raise click.BadParameter(f"{name!r} is none of the arrays given with --array ({known})", param_hint="--train")
+                raise click.BadParameter(
+                    f"{name!r} is none of the arrays given with --array ({known})", param_hint="--train"
+                )
         return self._some("train")
 
     def partitions(self) -> dict[str, int] | None:
