@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import zlib
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,7 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True)
 class Plan:
-    """A data set and how it is trained on. ``hidden_share``: of the nodes, those whose features are put to zero.
-
-    ``decay``: the learning rate falls linearly to nothing, as is usual; else it is the same to the end.
-    """
+    """A data set and how it is trained on. ``hidden_share``: of the nodes, those whose features are put to zero."""
 
     title: str
     file: str
@@ -30,7 +27,6 @@ class Plan:
     width: int = 64
     fanouts: tuple[int, int] = (10, 10)
     weight_decay: float = 0.0
-    decay: bool = False
     hidden_share: float = 0.0
     variants_of_all: tuple[str, ...] = ()
     variants_of_sage: tuple[str, ...] = ()
@@ -56,7 +52,7 @@ class Variant:
 
 VARIANTS = {
     "ns": Variant("neighbour sampling in memory", share=0),
-    "hb": Variant("mega-batches"),
+    "hb": Variant("mega-batches of an eighth, two passes"),
     "hb_no_hubs": Variant("without hubs", hubs=False),
     "hb_one_pass": Variant("one pass", passes=1),
     "hb_sliding": Variant("a quarter replaced, same memory", sliding=True),
@@ -64,31 +60,25 @@ VARIANTS = {
     "hb_weights": Variant("weighted edges", weights=True),
     "hb_weights_no_hubs": Variant("weighted edges, without hubs", weights=True, hubs=False),
     "hb_order": Variant("their order alone, all neighbours", whole=True),
+    "hb_4": Variant("mega-batches of a quarter, one pass", share=4, passes=1),
     "hb_16": Variant("a sixteenth resident", share=16),
     "hb_16_no_hubs": Variant("a sixteenth resident, without hubs", share=16, hubs=False),
 }
 _THREE = ("ns", "hb", "hb_no_hubs")
 _REST = ("hb_order", "hb_one_pass", "hb_sliding", "hb_external", "hb_weights", "hb_weights_no_hubs")
 _SIXTEENTH = ("hb_16", "hb_16_no_hubs")
-_CONSTANT = {
-    "computers": Plan("amazon computers, 512 partitions", "amazon_computers", "official", 512, 86, 24, 0.005,
-                      variants_of_all=(*_THREE, "hb_order", "hb_one_pass"), variants_of_sage=_REST),
-    "computers_coarse": Plan("amazon computers, 128 partitions", "amazon_computers", "official", 128, 86, 24, 0.005,
-                             variants_of_all=(*_THREE, "hb_order", "hb_one_pass"), variants_of_sage=_REST),
-    "cora": Plan("cora, 64 partitions", "cora_planetoid", "official", 64, 17, 30, 0.005, weight_decay=5e-4,
-                 variants_of_all=(*_THREE, "hb_order", "hb_one_pass"), variants_of_sage=_REST),
-    "arxiv": Plan("arxiv, official split", "ogbn_arxiv_tape40", "official", 1024, 1024, 4, 0.01, variants_of_all=_THREE),
+PLANS = {
+    "computers": Plan("amazon computers", "amazon_computers", "official", 512, 86, 24, 0.005,
+                      variants_of_all=(*_THREE, "hb_4", "hb_order")),
+    "cora": Plan("cora", "cora_planetoid", "official", 64, 17, 30, 0.005, weight_decay=5e-4,
+                 variants_of_all=(*_THREE, "hb_4", "hb_order")),
+    "arxiv": Plan("arxiv, official split", "ogbn_arxiv_tape40", "official", 1024, 1024, 8, 0.01,
+                  variants_of_all=(*_THREE, "hb_4")),
     "arxiv_tenth": Plan("arxiv, a tenth trains", "ogbn_arxiv_tape40", "tenth", 1024, 512, 14, 0.01,
-                        variants_of_all=(*_THREE, "hb_order"), variants_of_sage=_SIXTEENTH),
+                        variants_of_all=(*_THREE, "hb_4", "hb_order")),
     "arxiv_hidden": Plan("arxiv, a tenth trains, the features of nine tenths hidden", "ogbn_arxiv_tape40", "tenth", 1024, 512, 20, 0.01,
                          hidden_share=0.9, variants_of_sage=(*_THREE, *_REST, *_SIXTEENTH)),
 }  # fmt: skip
-_DECAYED = {
-    f"{name}_decay": replace(_CONSTANT[name], title=f"{_CONSTANT[name].title}, decaying learning rate", decay=True)
-    for name in ("computers", "arxiv", "arxiv_tenth", "arxiv_hidden")
-}
-_DECAYED["computers_decay"] = replace(_DECAYED["computers_decay"], variants_of_sage=())
-PLANS = _CONSTANT | _DECAYED
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from featstore.compiled.build import compile_trace
     from featstore.packing.packing import pack
     from featstore.reader import Reader
     from featstore.report import Plan, ReaderStats
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from featstore.scrub import verify
     from featstore.store import Store, Table
     from featstore.store import Store as open
+    from featstore.trace import Trace
+    from featstore.training import train_loader
 
 __version__ = "0.1.0"
 
@@ -27,11 +30,17 @@ _WHERE = {
     "Request": ("featstore.request", "Request"),
     "Plan": ("featstore.report", "Plan"),
     "ReaderStats": ("featstore.report", "ReaderStats"),
+    "compile_trace": ("featstore.compiled.build", "compile_trace"),
     "pack": ("featstore.packing.packing", "pack"),
+    "train_loader": ("featstore.training", "train_loader"),
     "verify": ("featstore.scrub", "verify"),
+    "Trace": ("featstore.trace", "Trace"),
 }
 
-__all__ = ["Plan", "Reader", "ReaderStats", "Request", "Store", "Table", "__version__", "open", "pack", "verify"]
+__all__ = [
+    "Plan", "Reader", "ReaderStats", "Request", "Store", "Table", "Trace", "__version__", "compile_trace", "open", "pack",
+    "train_loader", "verify",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

@@ -23,6 +23,7 @@ __all__ = [
     "IdError",
     "IncompleteStoreError",
     "SourceError",
+    "StaleError",
     "StoreExistsError",
     "StoreLockedError",
 ]
@@ -50,6 +51,10 @@ class FormatVersionError(FormatError):
 
 class IncompleteStoreError(FeatstoreError):
     """The directory holds no committed store, only the remains of an unfinished pack, or nothing at all."""
+
+
+class StaleError(FeatstoreError):
+    """A compiled trace was made for another state of its base store."""
 
 
 class StoreExistsError(FeatstoreError):

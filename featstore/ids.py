@@ -96,6 +96,18 @@ def parse_places(at: Any, runs: NDArray[np.int64], rows: int) -> NDArray[np.int6
     return places
 
 
+def parse_row_places(at: Any, count: int, rows: int) -> NDArray[np.int32]:
+    """Where each of ``count`` rows goes in a destination of so many rows, int32 [count]. Raises IdError for a place outside it."""
+    given = np.asarray(at)
+    if given.shape != (count,) or (given.dtype.kind not in "iu" and given.size):
+        raise IdError(f"at must be integers, one for each of the {count} ids, not {given.dtype} {given.shape}")
+    if count and (given.min() < 0 or given.max() >= rows):
+        raise IdError(f"at must be from 0 to {rows - 1}, the rows of out, but goes from {given.min()} to {given.max()}")
+    if rows > np.iinfo(np.int32).max:
+        raise IdError(f"at serves an out of up to {np.iinfo(np.int32).max:,} rows, not {rows:,}")
+    return given.astype(np.int32, copy=False)
+
+
 def empty_rows(count: int, row_bytes: int) -> NDArray[np.uint8]:
     """Uninitialised memory for rows, uint8 [count * row_bytes], aligned to 64 bytes."""
     raw = np.empty(count * row_bytes + _ALIGNMENT, np.uint8)

@@ -71,17 +71,33 @@ class TableState:
 
 
 class Part:
-    """Ids of one table and where their rows go; ``row_map`` is empty where the ids are rows. ``found`` is its lookup, where
-    that has been done already."""
+    """Ids of one table and where their rows go: the row of ids[i] to places[i] of ``out``, or to i where ``places`` is empty.
+    ``row_map`` is empty where the ids are rows. ``found`` is its lookup, where that has been done already."""
 
     def __init__(
-        self, state: TableState, ids: NDArray[np.int64], row_map: NDArray[Any], out: NDArray[np.uint8]
-    ) -> None:
+        self, state: TableState, ids: NDArray[np.int64], row_map: NDArray[Any], out: NDArray[np.uint8],
+        places: NDArray[np.int32] = NONE,
+    ) -> None:  # fmt: skip
         self.state = state
         self.ids = ids
         self.row_map = row_map
         self.out = out
+        self.places = places
         self.found: Found | None = None
+
+    @property
+    def out_rows(self) -> int:
+        """Rows that ``out`` has room for; none where there is no destination."""
+        return len(self.out) // self.state.table.row_bytes
+
+    def slice(self, begin: int, end: int) -> Part:
+        """The part that ids[begin:end] are."""
+        if begin == 0 and end >= len(self.ids):
+            return self
+        row_bytes = self.state.table.row_bytes
+        if len(self.places):
+            return Part(self.state, self.ids[begin:end], self.row_map, self.out, self.places[begin:end])
+        return Part(self.state, self.ids[begin:end], self.row_map, self.out[begin * row_bytes : end * row_bytes])
 
 
 @dataclass(frozen=True)
@@ -109,24 +125,18 @@ class Found:
     def __init__(self, piece: Piece) -> None:
         tiers = piece.part.state.tiers
         self.rows = np.empty(piece.count, np.int64)
-        self.positions = NONE if piece.range is None else np.empty(piece.count, np.int32)
+        self.positions = piece.part.places if piece.range is None else np.empty(piece.count, np.int32)
         self.served = np.zeros(piece.count, np.uint8) if tiers else _UNSERVED
         self.hits = dict.fromkeys((tier.name for tier in tiers), 0)
 
 
 def pieces_of(part: Part, ids_max: int) -> Iterator[Piece]:
     """Cut a part's ids into pieces of at most ``ids_max``. Raises IdError for a bad id of a part that needs cutting."""
-    row_bytes, rows = part.state.table.row_bytes, part.state.table.rows
+    rows = part.state.table.rows
     shift = max(0, (rows - 1).bit_length() - (RANGE_BINS.bit_length() - 1))
     step = ids_max * _RANGES_MAX
     for at in range(0, len(part.ids), step):
-        run = (
-            part
-            if len(part.ids) <= step
-            else Part(
-                part.state, part.ids[at : at + step], part.row_map, part.out[at * row_bytes : (at + step) * row_bytes]
-            )
-        )
+        run = part.slice(at, at + step)
         if len(run.ids) <= ids_max:
             yield Piece(run, None)
             continue
@@ -167,6 +177,8 @@ def find(piece: Piece, helpers: ThreadPoolExecutor, *, deliver: bool) -> Found:
         got = select_rows(part.ids, part.row_map, rows_max, r.low, r.high, r.skip, found.rows, found.positions)
         if got != piece.count:
             raise IdError("the node ids were changed while they were being read; pass a copy, or wait for the result")
+        if len(part.places):
+            found.positions[:] = part.places[found.positions]
     lock = threading.Lock()
 
     def work(begin: int, end: int) -> None:
@@ -174,7 +186,7 @@ def find(piece: Piece, helpers: ThreadPoolExecutor, *, deliver: bool) -> Found:
         if piece.range is None:
             bad = rows_of_ids(part.ids[begin:end], part.row_map, state.table.rows, rows)
             _check(part, bad if bad < 0 else begin + bad)
-        out = part.out if piece.range is not None else part.out[begin * state.table.row_bytes :]
+        out = part.out if len(found.positions) else part.out[begin * state.table.row_bytes :]
         for tier in state.tiers:
             hits = tier.serve(rows, found.positions[begin:end], found.served[begin:end], out if deliver else _NOWHERE)
             with lock:

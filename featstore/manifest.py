@@ -29,7 +29,8 @@ MANIFEST_NAME = "featstore.json"
 FORMAT_VERSION = 1
 #: Flags this library understands. An unknown reader feature refuses the store, an unknown writer feature makes it read-only.
 GRAPHS_FEATURE = "graphs"
-READER_FEATURES: frozenset[str] = frozenset({GRAPHS_FEATURE})
+COMPILED_FEATURE = "compiled"
+READER_FEATURES: frozenset[str] = frozenset({GRAPHS_FEATURE, COMPILED_FEATURE})
 WRITER_FEATURES: frozenset[str] = frozenset()
 
 MANIFEST_BYTES_MAX = 256 * 2**20
@@ -118,8 +119,42 @@ class GraphEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     hubs: HubsEntry | None = None
 
 
+class CompiledTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a compiled trace has of one table of its base store: names of tables and of an array in the same manifest.
+
+    ``packed``: each mini-batch's own rows. ``shared``: rows of groups of mini-batches. ``resident``: what is in memory before the first
+    mini-batch, slot by slot; ``turn``: int32, in which slot that row is after the last one, or -1. ``device``: rows that are on the
+    accelerator for good. ``batch_rows_max``: rows of the largest mini-batch.
+    """
+
+    packed: str
+    shared: str
+    resident: str
+    device: str
+    turn: str
+    base_rows: int
+    batch_rows_max: int
+    placement: dict[str, Any]
+
+
+class CompiledEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A trace compiled for a base store, by the names of the base store's tables. ``records``: a table of bytes;
+    record i is bytes ``offsets[i]`` to ``offsets[i + 1]`` of it, ``offsets`` being an array of this manifest. ``memory_bytes``: the
+    loader's budget."""
+
+    base_uuid: str
+    trace_uuid: str
+    residency: Literal["min", "fixed"]
+    batches: int
+    memory_bytes: int
+    records: str
+    offsets: str
+    tables: dict[str, CompiledTable]
+    forecast: dict[str, Any]
+
+
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A store's catalogue; see the module's text. ``graphs`` needs the reader feature of that name."""
+    """A store's catalogue; see the module's text. ``graphs`` and ``compiled`` need the reader features of these names."""
 
     format: Literal["featstore"]
     version: int
@@ -132,6 +167,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     files: list[FileEntry]
     provenance: dict[str, Any]
     graphs: dict[str, GraphEntry] = msgspec.field(default_factory=dict)
+    compiled: CompiledEntry | None = None
 
     @property
     def all_tables(self) -> dict[str, TableEntry]:
@@ -290,6 +326,29 @@ def _validate(manifest: Manifest) -> None:
     for name, graph in manifest.graphs.items():
         check_name(name, "graph")
         _check_graph(name, graph, manifest, files)
+    if manifest.compiled is not None:
+        _check_compiled(manifest, manifest.compiled)
+
+
+def _check_compiled(manifest: Manifest, compiled: CompiledEntry) -> None:
+    if COMPILED_FEATURE not in manifest.reader_features:
+        raise FormatError(f"there is a compiled trace, but the reader feature {COMPILED_FEATURE!r} is not named")
+    records, offsets = manifest.tables.get(compiled.records), manifest.arrays.get(compiled.offsets)
+    if records is None or records.dtype != "uint8" or records.row_shape:
+        raise FormatError(f"the records of the compiled trace, {compiled.records!r}, are no table of bytes")
+    if offsets is None or offsets.dtype != "int64" or compiled.batches < 0 or offsets.shape != [compiled.batches + 1]:
+        raise FormatError(f"{compiled.offsets!r} is no array of {compiled.batches + 1} offsets of the compiled trace")
+    for name, table in compiled.tables.items():
+        check_name(name, "table")
+        parts = {part: manifest.tables.get(getattr(table, part)) for part in ("packed", "shared", "resident", "device")}
+        rows = [(p.row_shape, p.dtype) for p in parts.values() if p is not None]
+        if len(rows) < len(parts) or any(r != rows[0] for r in rows):
+            raise FormatError(f"the compiled trace's tables of {name!r} are not all there, or not of the same rows")
+        resident, turn = parts["resident"], manifest.arrays.get(table.turn)
+        if resident is None or turn is None or turn.dtype != "int32" or turn.shape != [resident.rows]:
+            raise FormatError(f"{table.turn!r} does not say where the resident rows of {name!r} are")
+        if not 0 <= table.base_rows <= ROWS_MAX or not 0 <= table.batch_rows_max <= ELEMENTS_MAX:
+            raise FormatError(f"the compiled trace's base table {name!r} has the impossible number of {table.base_rows} rows")
 
 
 def _check_graph(name: str, graph: GraphEntry, manifest: Manifest, files: dict[str, FileEntry]) -> None:

@@ -36,7 +36,17 @@ from featstore.engine.files import Access, TableFiles
 from featstore.engine.lane import Lane
 from featstore.errors import BudgetError, ClosedError, IdError, SourceError
 from featstore.feeder import Feeder, MakeLane
-from featstore.ids import Ids, check_out, empty_rows, finished, parse_ids, parse_places, parse_runs, populate
+from featstore.ids import (
+    Ids,
+    check_out,
+    empty_rows,
+    finished,
+    parse_ids,
+    parse_places,
+    parse_row_places,
+    parse_runs,
+    populate,
+)
 from featstore.lookup import NONE, Found, Part, Piece, RunPart, TableState, find, find_small, pieces_of, table_need
 from featstore.plan import Extents, plan_extents, plan_runs
 from featstore.report import Counts, Plan, ReaderStats, TablePlan
@@ -202,11 +212,14 @@ class Reader:
             request.abandon()
             raise
 
-    def submit(self, ids: Any, *, out: Any = None) -> Request:
+    def submit(self, ids: Any, *, out: Any = None, at: Any = None) -> Request:
         """Like :meth:`read`, but returns at once with a :class:`~featstore.request.Request`. ``ids`` may be changed
-        afterwards; ``out`` belongs to the request until it is done. Blocks while too many requests are under way."""
+        afterwards; ``out`` belongs to the request until it is done. Blocks while too many requests are under way.
+
+        With ``at``, integers as many as ids (or a mapping of such), row i goes to ``out[at[i]]``, and ``out`` may be longer: so
+        several tables can fill one array. Two ids must not go to the same place."""
         self._ready()
-        finish, parts = self._parse(ids, out, copy=True)
+        finish, parts = self._parse(ids, out, copy=True, at=at)
         return self._submit(Request(finish), self._pieces(parts))
 
     def _submit(self, request: Request, pieces: Iterator[MakeLane]) -> Request:
@@ -314,26 +327,32 @@ class Reader:
             )
         return {next(iter(self._states)): value}
 
-    def _parse(self, ids: Any, out: Any, *, copy: bool) -> tuple[Callable[[], Any], list[Part]]:
+    def _parse(self, ids: Any, out: Any, *, copy: bool, at: Any = None) -> tuple[Callable[[], Any], list[Part]]:
         """A request's parts, and what makes its result of them when they are filled."""
         by_table = self._by_table(ids)
         outs = {} if out is None else self._by_table(out)
-        for name in outs:
+        places = {} if at is None else self._by_table(at)
+        for name in (*outs, *places):
             if name not in by_table:
-                raise ValueError(f"out is given for table {name!r}, ids are not")
+                raise ValueError(f"out or at is given for table {name!r}, ids are not")
         given_as: dict[str, tuple[Ids, tuple[int, ...], NDArray[np.uint8], Any]] = {}
         parts: list[Part] = []
         for name, value in by_table.items():
             table, parsed = self._states[name].table, parse_ids(value, copy=copy)
             shape = (*parsed.shape, *table.row_shape)
-            given = outs.get(name)
+            given, to = outs.get(name), NONE
+            if name in places:
+                if given is None:
+                    raise ValueError("at says where in out rows go; give out too")
+                shape = (len(given), *table.row_shape)
+                to = parse_row_places(places[name], len(parsed.values), len(given))
             rows = (
                 empty_rows(len(parsed.values), table.row_bytes)
                 if given is None
                 else check_out(given, shape, table.dtype)
             )
             given_as[name] = (parsed, shape, rows, given)
-            parts.append(Part(self._states[name], parsed.values, self._states[name].row_map, rows))
+            parts.append(Part(self._states[name], parsed.values, self._states[name].row_map, rows, to))
 
         def finish() -> Any:
             done = {
@@ -373,7 +392,7 @@ class Reader:
 
     def _extents(self, part: Part, found: Found) -> Extents:
         return plan_extents(
-            found.rows, found.positions, found.served, len(part.ids), part.state.table.layout, self.model,
+            found.rows, found.positions, found.served, max(len(part.ids), part.out_rows), part.state.table.layout, self.model,
             self.budget.extent_bytes_max,
         )  # fmt: skip
 

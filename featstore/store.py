@@ -37,6 +37,7 @@ from featstore.manifest import (
 _WHOLE_BYTES = 16 * 2**20  # of a reader that reads a table whole, its checksums besides
 
 if TYPE_CHECKING:
+    from featstore.compiled.opened import Compiled
     from featstore.mega.loader import MegaBatches
     from featstore.reader import Reader
     from featstore.stored_sampling import StoredSampler
@@ -300,6 +301,14 @@ class Store:
         if self._lock is None:
             raise ClosedError("the store is closed; open it again")
         return MegaBatches(self, **options)
+
+    def compiled(self, name: str = "default") -> Compiled:
+        """A compiled trace of this store; see :class:`featstore.compiled.opened.Compiled`."""
+        from featstore.compiled.opened import Compiled
+
+        if self._lock is None:
+            raise ClosedError("the store is closed; open it again")
+        return Compiled(self, name)
 
     def close(self) -> None:
         """Let the generation go. Readers that are open keep their files."""

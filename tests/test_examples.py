@@ -23,13 +23,15 @@ rng = np.random.default_rng(0)
 ids = rng.integers(0, 300, 50)
 buffer = np.empty((50, 16), np.float32)
 train_ids, epochs = np.arange(0, 300, 3), 1
+sampler = [rng.integers(0, 300, 40) for _ in range(5)]
 """
 #: What must hold after its code has run.
 CHECKS = """
 features = np.load("features.npy")
 assert (x == features[ids]).all()
 assert store.tables["features"].rows_by_degree() is not None
-assert (batch.x == features[batch.node]).all()
+assert mega.kept_share > 0
+assert (batch.x == features[sampler[batch.index]]).all()
 assert (store.arrays["labels"] == np.load("labels.npy")).all()
 """
 
@@ -55,6 +57,7 @@ def example(name: str, folder: Path) -> str:
 def test_every_example_is_tested_and_short() -> None:
     assert {path.name for path in EXAMPLES.iterdir() if path.suffix == ".py"} == {
         "gather_numpy.py",
+        "train_compiled_pyg.py",
         "train_mega_pyg.py",
         "train_mega_torch.py",
         "train_pyg.py",
@@ -95,6 +98,15 @@ def test_mega_batches_learn_from_partitions_on_disk(tmp_path: Path, name: str, l
             "all rows and lists, those of hubs more than once"
         )
         assert 50 < int(kept) < 100
+
+
+def test_a_compiled_trace_learns_from_packed_rows(tmp_path: Path) -> None:
+    out = example("train_compiled_pyg.py", tmp_path)
+    accuracy = re.search(r"second epoch: accuracy ([\d.]+)", out)
+    sources = re.search(r"rows from memory ([\d,]+) bytes, packed ([\d,]+) bytes", out)
+    assert accuracy is not None and sources is not None  # noqa: PT018
+    assert float(accuracy.group(1)) > 0.98  # with rows of other nodes it would be 0.25
+    assert all(int(count.replace(",", "")) > 0 for count in sources.groups())
 
 
 def test_readme_code_runs(tmp_path: Path) -> None:

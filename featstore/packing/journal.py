@@ -32,6 +32,8 @@ class TableProgress(msgspec.Struct, forbid_unknown_fields=True):
     buckets_written: int = 0
     written_digest: int = 0  # over the rows of the buckets written
     done: bool = False
+    episode: int = 0  # of batched packing: this one is under way,
+    slab: int = 0  # and from this slab of the base table on its segments have nothing
 
 
 class State(msgspec.Struct, forbid_unknown_fields=True):

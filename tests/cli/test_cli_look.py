@@ -48,7 +48,7 @@ def test_inspect_json(call: Call, store: Path) -> None:
     assert data["schema"] == "featstore.inspect/1"
     assert set(data) == {"schema", "store", "uuid", "format_version", "generation", "tables", "graphs", "arrays", "files",
                          "read_only_because",
-                         "provenance", "reading"}  # fmt: skip
+                         "provenance", "reading", "compiled"}  # fmt: skip
     assert data["files"]["bytes"] == sum(p.stat().st_size for p in store.glob("g*/**/*") if p.is_file())
     assert data["arrays"] == {"y": {"shape": [ROWS], "dtype": "int64"}}
     table = data["tables"]["features"]

@@ -170,7 +170,7 @@ def test_a_path_with_an_equals_sign(call: Call, tmp_path: Path, monkeypatch: pyt
 
 
 USAGE = [
-    ([], "Missing option '--features'"),
+    ([], "give --features to pack a store"),
     (["--features", "{rows}", "--order", "best"], "'best' is no order; choose one of auto"),
     (["--features", "{rows}", "--order", "permutation"], "needs --permutation FILE.npy"),
     (["--features", "{rows}", "--partitions", "-3"], "'-3' is not a whole number of at least 1"),

@@ -26,17 +26,27 @@ from featstore_cli.output import facts, print_json, seconds_text, show, table
 def command(
     store: Path, partitions: bool, orders: bool, train: str | None, graph: str | None, memory: int, as_json: bool
 ) -> None:
-    """Show tables, graphs, partitions, statistics and files of STORE, and how it would be read on this machine."""
+    """Show tables, graphs, partitions, statistics and files of STORE, and how it would be read on this machine.
+
+    Of a trace: its mini-batches, node ids, bytes and fingerprint, and whether it is complete.
+    """
     import featstore
+    from featstore.trace import is_trace
+    from featstore_cli.compiled import compiled_of
     from featstore_cli.describe import describe_store
 
     if (train or graph) and not orders:
         raise click.UsageError("--train and --graph go with --orders")
+    if is_trace(store):
+        from featstore_cli.sample import inspect_trace
+
+        inspect_trace(store, as_json)
+        return
     with featstore.open(store) as opened:
         if train is not None and train not in opened.arrays:
             known = ", ".join(opened.arrays) or "none"
             raise click.BadParameter(f"the store has no array {train!r}; it has {known}", param_hint="--train")
-        data = describe_store(opened) | {"reading": _reading(opened)}
+        data = describe_store(opened) | {"reading": _reading(opened), "compiled": compiled_of(opened)}
         if partitions:
             for name, t in opened.tables.items():
                 data["tables"][name]["partitions"]["offsets"] = t.partition_offsets.tolist()
@@ -88,6 +98,7 @@ def _reading(store: Any) -> dict[str, Any]:
 
 def _render(data: dict[str, Any], partitions: bool) -> None:
     from featstore.units import format_bytes
+    from featstore_cli.compiled import render_compiled
     from featstore_cli.describe import render_arrays, render_graph, render_table
 
     reading, files = data["reading"], data["files"]
@@ -111,6 +122,8 @@ def _render(data: dict[str, Any], partitions: bool) -> None:
             show(_partitions(t))
     for name, g in data["graphs"].items():
         show("", render_graph(name, g))
+    for compiled in data["compiled"]:
+        show("", render_compiled(compiled))
     if "orders" in data:
         show("", _order_scores(data["orders"]))
     if data["arrays"]:

@@ -29,6 +29,7 @@ _COMMANDS = {
     "pack": "Pack features, graphs and arrays into a store.",
     "inspect": "Show what a store consists of.",
     "verify": "Read a whole store and check every byte.",
+    "sample": "Sample mini-batches from a store's graph into a trace.",
     "explain": "Show what a request would read, and how long that takes.",
     "calibrate": "Measure what reads cost on a device.",
     "bench": "Measure how fast a store's rows are read.",
@@ -94,7 +95,7 @@ def _fail(ctx: click.Context, error: Exception) -> None:
         traceback.print_exception(error)
     click.echo(f"featstore: error: {_text(error)}", err=True)
     if own.resumable() and not own.debug:
-        click.echo(f"featstore: the pack is unfinished{_advice(own)}", err=True)
+        click.echo(f"featstore: {own.what} is unfinished{_advice(own)}", err=True)
     ctx.exit(EXIT_CORRUPT if isinstance(error, CorruptionError) else EXIT_FAILURE)
 
 

@@ -22,11 +22,16 @@ class Settings:
 
     quiet: bool = False
     debug: bool = False
-    packing: Path | None = None  # the store that is being packed, so that an interruption can say how to go on
+    packing: Path | None = (
+        None  # what is being written, a store or a trace, so that an interruption can say how to go on
+    )
+    what: str = "the pack"
 
     def resumable(self) -> bool:
-        """Whether the pack that was under way has left something to go on from."""
-        return self.packing is not None and self.packing.is_dir() and any(self.packing.glob("g*.journal"))
+        """Whether what was under way has left something to go on from."""
+        if self.packing is None or not self.packing.is_dir():
+            return False
+        return any(self.packing.glob("g*.journal")) or (self.packing / "recording.log").is_file()
 
 
 def settings(ctx: click.Context | None = None) -> Settings:

@@ -9,6 +9,7 @@ from typing import Any
 
 import click
 
+from featstore_cli.compiled import check_alone, compile_command, trace_options
 from featstore_cli.options import SHAPE, SIZE, by_table, check_tables, json_option, of_table, settings, shared_options
 from featstore_cli.output import facts, print_json, progress, rate_text, remark, seconds_text, show
 
@@ -34,7 +35,6 @@ def is_headless(path: Path, offset: int) -> bool:
     "--features",
     metavar="[TABLE=]PATH",
     multiple=True,
-    required=True,
     help="Rows: .npy .npz .zarr .parquet .pt .csv, OGB, raw.",
 )
 @click.option(
@@ -88,24 +88,33 @@ def is_headless(path: Path, offset: int) -> bool:
 @click.option("--seed", type=click.IntRange(0), default=0, help="Seed of the partitioners.")
 @click.option("--resume", is_flag=True, help="Go on with the unfinished pack in OUT.")
 @click.option("--overwrite", is_flag=True, help="Replace the store in OUT.")
+@trace_options
 @json_option
 @shared_options
 def command(
     out: Path, topology: bool, hubs: float, hub_rank: str, memory: int, seed: int, resume: bool, overwrite: bool, as_json: bool,
-    **given: tuple[str, ...],
+    trace: Path | None, name: str | None, disk: str | None, train_memory: int | None, cache: int | None, device_memory: int | None,
+    residency: str | None, dry_run: bool, **given: tuple[str, ...],
 ) -> None:  # fmt: skip
-    """Pack features into the store OUT.
+    """Pack features into the store OUT, or with --trace, lay out its rows for the mini-batches of a trace.
 
     \b
     featstore pack store --features feat.npy --graph edges.npy --array y=labels.npy
     featstore pack store --features paper=p.npy --features author=a.npz --key author=x
     featstore pack store --features feat.bin --raw-dtype float32 --shape -1,128 --cast float16
+    featstore pack store --trace mini-batches.trace --memory 1GiB --disk 3x
 
     Paths may hold a '='; a path that exists as it is written is taken as such. A pack that was stopped goes on with
     --resume.
     """
     if resume and overwrite:
         raise click.UsageError("--resume and --overwrite contradict each other")
+    own = {"name": name, "disk": disk, "train_memory": train_memory, "cache": cache, "device_memory": device_memory,
+           "residency": residency, "dry_run": dry_run}  # fmt: skip
+    check_alone(trace, own, given)
+    if trace is not None:
+        compile_command(out, trace, own, memory=memory, seed=seed, resume=resume, overwrite=overwrite, as_json=as_json)
+        return
     values = {
         name: by_table(texts, _flag(name), is_path=name in ("features", "graph", "permutation"))
         for name, texts in given.items()

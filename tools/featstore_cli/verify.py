@@ -22,15 +22,20 @@ _CORRUPT = 3
 @shared_options
 @click.pass_context
 def command(ctx: click.Context, store: Path, buffered: bool, as_json: bool) -> None:
-    """Read all of STORE and name every file and page that is not as it was written.
+    """Read all of STORE, a store or a trace, and name every file and page (every mini-batch) that is not as it was written.
 
     Exits with 0 where all is well, with 3 where the store is corrupt, and with 1 where it could not be verified.
     """
     import featstore
     from featstore.errors import FormatError, FormatVersionError
+    from featstore.trace import is_trace
 
     begin = time.perf_counter()
     try:
+        if is_trace(store):
+            from featstore_cli.sample import verify_trace_at
+
+            ctx.exit(0 if verify_trace_at(store, buffered, as_json) else _CORRUPT)
         with progress("verifying") as tell:
             report = featstore.verify(
                 store,

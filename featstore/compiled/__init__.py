@@ -1,0 +1,1 @@
+"""Compiled traces: mini-batches known beforehand, their rows laid out for exactly them (after DiskGNN, SIGMOD 2025)."""

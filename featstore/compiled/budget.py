@@ -1,0 +1,102 @@
+"""What the loader of a compiled trace holds in memory, decided when the trace is compiled.
+
+In the order of need: mini-batches under way (one that the loop has, one that waits or is being assembled, a third where there is room),
+their records, and the readers; the rest is slots, in which rows stay from mini-batch to mini-batch. A loader needs no less, because
+the slots are part of what was compiled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from featstore.errors import BudgetError, SourceError
+from featstore.store import Store, Table
+from featstore.trace import Trace
+from featstore.units import parse_bytes
+
+DEPTHS = (3, 2)
+_RECORD_BYTES_PER_ID = 32  # at most: a row of the shared or the base table, its admission, its node id
+_RECORD_BYTES = 8192
+_THIRD_SHARE = 3  # a third mini-batch is held where all three take at most this part of the budget
+
+
+@dataclass(frozen=True)
+class LoaderBudget:
+    """The split of a loader's budget, in bytes; slots are rows, by node type. ``depth``: mini-batches under way."""
+
+    memory_bytes: int
+    depth: int
+    batch_bytes: int
+    record_bytes: int
+    reader_bytes: int
+    slots: dict[str, int]
+    device_slots: dict[str, int]
+
+    @classmethod
+    def split(
+        cls,
+        memory_bytes: int,
+        cache_bytes: int | None,
+        device_bytes: int,
+        disk_bytes: int | None,
+        trace: Trace,
+        tables: Mapping[str, Table],
+    ) -> LoaderBudget:
+        """Raises BudgetError with the smallest budget that works."""
+        asked = {t: int(trace.counts[t].sum()) * table.row_bytes for t, table in tables.items()}
+        total = max(1, sum(asked.values()))
+        batch = sum(int(trace.counts[t].max(initial=0)) * table.row_bytes for t, table in tables.items())
+        ids = sum((trace.counts[t] for t in tables), np.zeros(len(trace), np.int64))
+        samples = np.maximum(np.asarray(trace.sample_sizes), 0)
+        record = int((_RECORD_BYTES_PER_ID * ids + samples).max(initial=0)) + _RECORD_BYTES
+        written = total if disk_bytes is None else min(disk_bytes, total)
+        pages = written + device_bytes + sum(t.data_bytes for t in tables.values())
+
+        def fixed(depth: int, memory: int) -> int:
+            checksums = (pages + memory) // 1024 + _RECORD_BYTES
+            return depth * (batch + record) + record + reader_bytes(memory) + checksums + (cache_bytes or 0)
+
+        depth = next((d for d in DEPTHS if d * (batch + record) * _THIRD_SHARE <= memory_bytes), DEPTHS[-1])
+        if fixed(depth, memory_bytes) > memory_bytes:
+            depth = needed = DEPTHS[-1]
+            while fixed(depth, needed) > needed:  # more memory has a larger reader, too
+                needed = fixed(depth, needed)
+            if needed > memory_bytes:
+                raise BudgetError(
+                    needed, memory_bytes, "hold two mini-batches of this trace, their records and what reads them"
+                )
+        cache = memory_bytes - fixed(depth, memory_bytes) if cache_bytes is None else cache_bytes
+        slots = {t: min(table.rows, cache * asked[t] // total // table.row_bytes) for t, table in tables.items()}
+        device = {
+            t: min(table.rows, device_bytes * asked[t] // total // table.row_bytes) for t, table in tables.items()
+        }
+        return cls(memory_bytes, depth, batch, record, reader_bytes(memory_bytes), slots, device)
+
+
+def reader_bytes(memory_bytes: int) -> int:
+    """What of a loader's budget its readers take, but for page checksums."""
+    return nominal_bytes(memory_bytes) // 4
+
+
+def nominal_bytes(memory_bytes: int) -> int:
+    """The budget that a reader without tiers is given so that it takes at most a quarter of it: staging has an eighth of a
+    reader's budget, planning a tenth, and the rest, which would be its tiers', is never taken."""
+    return max(16 * 2**20, min(128 * 2**20, memory_bytes // 2))
+
+
+def parse_disk(disk: int | str | None, store: Store) -> int | None:
+    """A limit on disk space: bytes, a size, or a multiple of the store's tables as ``"3x"``. Raises SourceError."""
+    if disk is None:
+        return None
+    if isinstance(disk, str) and disk.strip().lower().endswith("x"):
+        try:
+            times = float(disk.strip()[:-1])
+        except ValueError:
+            times = -1.0
+        if not 0 <= times < 1e9:
+            raise SourceError(f"disk must be a size or a multiple of the tables such as '3x', not {disk!r}")
+        return int(times * sum(t.data_bytes for t in store.tables.values()))
+    return 0 if disk in (0, "0") else parse_bytes(disk)

@@ -1,0 +1,385 @@
+"""Compiling a trace: from mini-batches known beforehand to a store that holds their rows as they will be read.
+
+What is written is a store of its own, in ``STORE/packs/NAME``: tables of packed and shared rows, what is in memory before the first
+mini-batch, and the records. So commit, checksums, locks, verification and copying are those of every store
+(:mod:`featstore.packing.generations`). Its manifest names the base store's uuid, which is derived from all that is in it.
+
+First everything is decided, table by table (:mod:`featstore.compiled.table`); these passes over the trace are the same each time, so an
+interrupted compilation goes through them again. Then the base table is read, once and in order, and every segment gets its rows
+(:mod:`featstore.compiled.segments`); how far that is stands in the journal. Rows of shared regions lie in another order than the base
+table's: they go through a spill file that is cut into buckets, each of which fits in memory and is brought into order there.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+import featstore
+from featstore.compiled.budget import LoaderBudget, parse_disk
+from featstore.compiled.lists import RowLists, RowListsWriter
+from featstore.compiled.packing import PARTS, TablePacking
+from featstore.compiled.records import encode_record
+from featstore.compiled.scan import tables_of
+from featstore.compiled.table import OURS, Policy, Segments, TableOptions, TablePlan, plan_table, table_records
+from featstore.cost import device_key, load_model
+from featstore.disk import Disk
+from featstore.engine.base import EXTENT_BYTES_MAX
+from featstore.errors import BudgetError, DiskFullError, FeatstoreError, SourceError
+from featstore.manifest import (
+    COMPILED_FEATURE,
+    FORMAT_VERSION,
+    ArrayEntry,
+    CompiledEntry,
+    CompiledTable,
+    Manifest,
+    TableEntry,
+    check_name,
+    sealed,
+)
+from featstore.packing.generations import Generation, begin, collect, commit, current, names, writer_lock
+from featstore.packing.journal import Journal, State
+from featstore.packing.packing import Progress
+from featstore.packing.writer import Catalogue, write_array, write_vector, zarr_group_json
+from featstore.samples import encode
+from featstore.store import Store
+from featstore.trace import Trace
+from featstore.units import parse_bytes
+
+PACKS = "packs"
+_BLOCK_BYTES = 2**20
+_DISK_SLACK_BYTES = 1 << 20
+# Of deciding, for each row: the map and places of every table; uses and slots, or keys and places in regions, of one table.
+_MAP_BYTES, _STATE_BYTES = 8, 16
+
+
+@dataclass(frozen=True)
+class CompileForecast:
+    """What compiling a trace will give, before anything is written. Seconds: of reading all mini-batches once.
+
+    ``tables``: by table, what its rows cost (see :class:`featstore.compiled.placement.Forecast`) and how they are spread.
+    """
+
+    batches: int
+    seconds: float
+    bytes_read: int
+    disk_bytes: int
+    record_bytes: int
+    tables: dict[str, dict[str, Any]]
+
+
+def _size(given: int | str) -> int:
+    """A size that may be nothing."""
+    return 0 if given in (0, "0") else parse_bytes(given)
+
+
+def packs_directory(store: Store) -> Path:
+    """Where the compiled traces of a store are."""
+    return store.path / PACKS
+
+
+def compile_trace(
+    store: Store | str | os.PathLike[str], trace: Trace | str | os.PathLike[str], name: str = "default", *, memory: int | str = "1GiB",
+    disk: int | str | None = None, train_memory: int | str | None = None, cache: int | str | None = None,
+    device_memory: int | str = 0, residency: str = "min", seed: int = 0, resume: bool = False, overwrite: bool = False,
+    dry_run: bool = False, progress: Callable[[Progress], None] | None = None, disk_door: Disk | None = None, policy: Policy = OURS,
+) -> Store | CompileForecast:  # fmt: skip
+    """Compile a trace for a store, and open what was written; with ``dry_run``, forecast it and write nothing that stays.
+
+    Args:
+        store: the base store, or its path.
+        trace: the trace, or its path.
+        name: of the compiled trace; it is written to ``STORE/packs/NAME``.
+        memory: budget of compiling, in bytes or as ``"512MiB"``.
+        disk: limit on the bytes of rows written: bytes, ``"20GiB"``, or ``"3x"`` for three times the tables of the store; None for no
+        limit. train_memory: the loader's budget, ``memory`` by default.
+        cache: what of it holds rows from mini-batch to mini-batch; by default all that its buffers leave.
+        device_memory: bytes of rows to keep on the accelerator.
+        residency: ``"min"``: rows stay by next use, which needs the mini-batches in this order; ``"fixed"``: the most used stay, and
+            the order is free.
+        seed: of the choice which rows use up the last of the disk limit.
+        policy: another design's way of placing rows, to compare with.
+        resume, overwrite, progress: as for :func:`featstore.pack`.
+
+    Raises SourceError, IdError, BudgetError, DiskFullError, DeviceError, CorruptionError, StoreExistsError, StoreLockedError.
+    """
+    if not isinstance(store, Store) or not isinstance(trace, Trace):
+        with ExitStack() as stack:
+            base = store if isinstance(store, Store) else stack.enter_context(Store(store))
+            recorded = trace if isinstance(trace, Trace) else stack.enter_context(Trace(trace))
+            return compile_trace(
+                base, recorded, name, memory=memory, disk=disk, train_memory=train_memory, cache=cache, device_memory=device_memory,
+                residency=residency, seed=seed, resume=resume, overwrite=overwrite, dry_run=dry_run, progress=progress,
+                disk_door=disk_door, policy=policy,
+            )  # fmt: skip
+    base, recorded = store, trace
+    check_name(name, "compiled trace")
+    if residency not in ("min", "fixed"):
+        raise SourceError(f"residency must be 'min' or 'fixed', not {residency!r}")
+    door = disk_door or Disk()
+    root = packs_directory(base) / (f"{name}.forecast" if dry_run else name)
+    for directory in (root.parent, root):
+        door.mkdir(directory)
+        door.fsync_dir(directory.parent)
+    options = _Options(
+        parse_bytes(memory), parse_disk(disk, base), parse_bytes(memory if train_memory is None else train_memory),
+        None if cache is None else _size(cache), _size(device_memory), residency, seed, policy.name,
+    )  # fmt: skip
+    with writer_lock(root):
+        generation, resumed = begin(root, door, resume=resume and not dry_run, overwrite=overwrite or dry_run)
+        compiling = _Compiling(door, base, recorded, generation, options, policy, progress)
+        try:
+            if dry_run:
+                return compiling.forecast()
+            compiling.run(resumed)
+        except BaseException:
+            compiling.abandon(resumed)
+            raise
+        finally:
+            compiling.close()
+            if current(root) is None and not names(root):  # nothing was achieved, or asked for
+                with suppress(FeatstoreError, OSError):
+                    door.rmtree(root)
+        collect(root, door)
+    return Store(root)
+
+
+@dataclass(frozen=True)
+class _Options:
+    memory_bytes: int
+    disk_bytes: int | None
+    train_bytes: int
+    cache_bytes: int | None  # 0: nothing stays
+    device_bytes: int
+    residency: str
+    seed: int
+    policy: str
+
+
+class _Compiling:
+    """One compilation: the state that its steps share."""
+
+    def __init__(
+        self, disk: Disk, base: Store, trace: Trace, generation: Generation, options: _Options, policy: Policy,
+        progress: Callable[[Progress], None] | None,
+    ) -> None:  # fmt: skip
+        self.disk, self.base, self.trace, self.generation, self.options = disk, base, trace, generation, options
+        self.policy = policy
+        self.catalogue = Catalogue(disk, generation.store)
+        self._progress = progress
+        self._done_bytes = self._total_bytes = 0
+        self._journal: Journal | None = None
+        self._plans: list[TablePlan] = []
+        self._segments: dict[str, tuple[RowLists, RowLists]] = {}  # by table: of mini-batches, of groups
+        self._tables: dict[str, TableEntry] = {}
+        self._arrays: dict[str, ArrayEntry] = {}
+
+    @property
+    def scratch(self) -> Path:
+        return self.generation.spill
+
+    def run(self, resumed: bool) -> None:
+        self._start(resumed)
+        forecast = self.decide()
+        self._check_space(forecast)
+        name = self.generation.name
+        offsets = self._write_records()
+        compiled = {p.table.name: self._pack(p) for p in self._plans}
+        self._arrays["offsets"] = write_array(self.catalogue, f"{name}/arrays/offsets", offsets)
+        for group in [name, f"{name}/tables", f"{name}/arrays"]:
+            self.catalogue.write(f"{group}/zarr.json", zarr_group_json())
+        self.catalogue.fsync_directories()
+        self.disk.fsync_dir(self.generation.store)
+        entry = CompiledEntry(
+            self.base.uuid, self.trace.uuid, self.options.residency, len(self.trace), self.options.train_bytes,  # type: ignore[arg-type]
+            "records", "offsets", compiled, msgspec.to_builtins(forecast),
+        )  # fmt: skip
+        manifest = sealed(
+            Manifest(
+                format="featstore", version=FORMAT_VERSION, reader_features=[COMPILED_FEATURE], writer_features=[], uuid="",
+                generation=name, tables=self._tables, arrays=self._arrays,
+                files=sorted(self.catalogue.files.values(), key=lambda f: f.path),
+                provenance={"writer": f"featstore {featstore.__version__}", "seed": self.options.seed,
+                            "trace": self.trace.fingerprint},
+                compiled=entry,
+            )
+        )  # fmt: skip
+        commit(self.generation.store, self.disk, manifest)
+        self.disk.unlink(self.generation.journal)
+        self.disk.rmtree(self.scratch)
+
+    def forecast(self) -> CompileForecast:
+        """Decide, and leave nothing."""
+        try:
+            return self.decide()
+        finally:
+            self.abandon(resumed=False)
+
+    def abandon(self, resumed: bool) -> None:
+        """After an error: what was packed stays for --resume; where nothing was, nothing stays."""
+        progress = self._journal.state.tables.values() if self._journal else ()
+        if resumed or any(t.slab or t.episode or t.done for t in progress):
+            return
+        with suppress(FeatstoreError, OSError):  # the error that brought us here is the one to tell
+            self.disk.unlink(self.generation.journal)
+            self.disk.rmtree(self.scratch)
+            self.disk.rmtree(self.generation.directory)
+
+    def close(self) -> None:
+        """Let the scratch files go."""
+        for plan in self._plans:
+            plan.close()
+        for lists in self._segments.values():
+            for one in lists:
+                one.close()
+
+    def _start(self, resumed: bool) -> None:
+        fingerprint: dict[str, Any] = {"base": self.base.uuid, "trace": self.trace.uuid} | msgspec.to_builtins(
+            self.options
+        )
+        if resumed:
+            self._journal = Journal.load(self.disk, self.generation.journal)
+            self._journal.check(fingerprint)
+        else:
+            self.catalogue.directory(f"{self.generation.name}/tables")
+            self._journal = Journal(self.disk, self.generation.journal, State(fingerprint))
+            self._journal.save()
+
+    # Deciding.
+
+    def decide(self) -> CompileForecast:
+        """Decide everything about every table."""
+        self.disk.mkdir(self.scratch)
+        types = tables_of(self.base, self.trace)
+        tables = {t: self.base.table(n) for t, n in types.items()}
+        o = self.options
+        budget = LoaderBudget.split(o.train_bytes, o.cache_bytes, o.device_bytes, o.disk_bytes, self.trace, tables)
+        rows = [t.rows for t in tables.values()]
+        state = _MAP_BYTES * sum(rows) + _STATE_BYTES * max(rows, default=0)
+        if state + 2 * _BLOCK_BYTES > self.options.memory_bytes:
+            raise BudgetError(
+                state + 2 * _BLOCK_BYTES, self.options.memory_bytes, "decide where the rows of a trace go"
+            )
+        model = load_model(device_key(self.base.path, "uring", "direct"))
+        limits = self._disk_limits(tables)
+        for node_type, table in tables.items():
+            options = TableOptions(
+                budget.slots[node_type], budget.device_slots[node_type], limits[node_type], self.options.residency, EXTENT_BYTES_MAX,
+                self.options.memory_bytes, self.options.seed, self.policy,
+            )  # fmt: skip
+            self._plans.append(plan_table(self.trace, node_type, table, options, model, self.disk, self.scratch))
+            self._tell("deciding", table.name, 0)
+        return self._forecast()
+
+    def _disk_limits(self, tables: dict[str, Any]) -> dict[str, int | None]:
+        """The limit on disk space, divided by the bytes that the trace asks of each table."""
+        limit = self.options.disk_bytes
+        if limit is None:
+            return dict.fromkeys(tables)
+        asked = {t: int(self.trace.counts[t].sum()) * table.row_bytes for t, table in tables.items()}
+        return {t: limit * asked[t] // max(1, sum(asked.values())) for t in tables}
+
+    def _forecast(self) -> CompileForecast:
+        tables = {p.table.name: _described(p) for p in self._plans}
+        samples = int(np.sum(self.trace.sample_sizes))
+        record = samples + sum(12 * p.rows.total for p in self._plans)
+        return CompileForecast(
+            len(self.trace), sum(p.forecast.seconds for p in self._plans), sum(p.forecast.bytes_read for p in self._plans),
+            sum(p.forecast.disk_bytes for p in self._plans), record, tables,
+        )  # fmt: skip
+
+    def _check_space(self, forecast: CompileForecast) -> None:
+        """Raise DiskFullError before the first row is packed if the disk cannot hold what will be written."""
+        spill = sum(p.forecast.shared_rows * p.table.row_bytes for p in self._plans)
+        resident = sum((len(p.start) + len(p.device)) * p.table.row_bytes for p in self._plans)
+        needed = (
+            forecast.disk_bytes
+            + forecast.disk_bytes // 1024
+            + spill
+            + resident
+            + 2 * forecast.record_bytes
+            + _DISK_SLACK_BYTES
+        )
+        there = sum(p.stat().st_blocks * 512 for p in self.generation.directory.rglob("*") if p.is_file())
+        free = self.disk.free_bytes(self.generation.store)
+        if needed - there > free:
+            raise DiskFullError(self.generation.store, needed - there, free)
+
+    # Records.
+
+    def _write_records(self) -> NDArray[np.int64]:
+        """Write the table of records, and the lists of all segments; returns where each record begins, int64 [mini-batches + 1]."""
+        writer = RowListsWriter(self.disk, self.scratch / "records", np.uint8)
+        segments = [
+            Segments(
+                RowListsWriter(self.disk, self.scratch / f"{p.table.name}.packed", p.rows.dtype),
+                RowListsWriter(self.disk, self.scratch / f"{p.table.name}.shared", p.rows.dtype),
+            )
+            for p in self._plans
+        ]
+        parts = [table_records(p, self.trace, s) for p, s in zip(self._plans, segments, strict=True)]
+        for batch in range(len(self.trace)):
+            writer.append(encode_record([next(part) for part in parts], self._sample(batch)))
+        for plan, segment in zip(self._plans, segments, strict=True):
+            self._segments[plan.table.name] = segment.packed.finish(), segment.shared.finish()
+        records = writer.finish()
+        base = f"{self.generation.name}/tables/records"
+        blocks = (
+            records.part(at, min(at + _BLOCK_BYTES, records.total)) for at in range(0, records.total, _BLOCK_BYTES)
+        )
+        self._tables["records"] = write_vector(self.catalogue, base, blocks, records.total, np.dtype(np.uint8))
+        records.close()
+        self.disk.unlink(records.path)
+        return records.offsets
+
+    def _sample(self, batch: int) -> NDArray[np.uint8]:
+        """The mini-batch's graph sample; where the trace has none, its node ids."""
+        if self.trace.sample_sizes[batch]:
+            return self.trace.sample_bytes(batch)
+        return encode({"node": self.trace.ids(batch)})
+
+    # Rows.
+
+    def _pack(self, plan: TablePlan) -> CompiledTable:
+        """Pack all segments of one table."""
+        name, journal = plan.table.name, self._journal
+        assert journal is not None
+        progress = journal.table(name)
+        packing = TablePacking(
+            self.disk, self.base, plan, self.catalogue, self.generation, self._segments[name], self.options.memory_bytes, progress,
+            journal.save, lambda stage, count: self._tell(stage, name, count),
+        )  # fmt: skip
+        self._total_bytes += packing.total_bytes
+        names = {part: f"{name}.{part}" for part in PARTS}
+        for part, entry in packing.run().items():
+            self._tables[names[part]] = entry
+        self._arrays[f"{name}.turn"] = write_array(
+            self.catalogue, f"{self.generation.name}/arrays/{name}.turn", plan.turn
+        )
+        return CompiledTable(
+            **names, turn=f"{name}.turn", base_rows=plan.table.rows, placement=msgspec.to_builtins(plan.placement),
+            batch_rows_max=int(self.trace.counts[plan.node_type].max(initial=0)),
+        )  # fmt: skip
+
+    def _tell(self, stage: str, table: str, count: int) -> None:
+        self._done_bytes += count
+        if self._progress is not None:
+            self._progress(Progress(stage, table, self._done_bytes, max(self._total_bytes, self._done_bytes)))
+
+
+def _described(plan: TablePlan) -> dict[str, Any]:
+    r = plan.residency
+    found: dict[str, Any] = msgspec.to_builtins(plan.forecast)
+    return found | {
+        "asked_rows": plan.asked_rows, "hit_rows": r.hit_rows, "missed_rows": r.missed_rows, "restored_rows": r.restored_rows,
+        "resident_rows": len(plan.start), "device_rows": len(plan.device), "row_bytes": plan.table.row_bytes,
+        "table_bytes": plan.table.data_bytes,
+    }  # fmt: skip

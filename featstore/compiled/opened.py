@@ -1,0 +1,139 @@
+"""A compiled trace, opened beside its base store."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from featstore.compiled.budget import nominal_bytes, reader_bytes
+from featstore.compiled.build import packs_directory
+from featstore.compiled.loader import CompiledLoader
+from featstore.compiled.records import Limits
+from featstore.errors import FormatError, IncompleteStoreError, StaleError
+from featstore.manifest import CompiledEntry
+from featstore.reader import Reader
+from featstore.store import Store
+
+
+class Compiled:
+    """A compiled trace of a store; made by :meth:`featstore.Store.compiled`. ``pack``: the store that holds it, ``entry``: what its
+    manifest says of it. Picklable.
+
+    Raises IncompleteStoreError where there is none of that name, StaleError where the base store has changed since, FormatError.
+    """
+
+    def __init__(self, base: Store, name: str | os.PathLike[str] = "default") -> None:
+        self.base = base
+        path = packs_directory(base) / name
+        if not path.exists():
+            known = sorted(p.name for p in packs_directory(base).glob("*")) if packs_directory(base).exists() else []
+            raise IncompleteStoreError(
+                f"{base.path} has no compiled trace {str(name)!r}; it has {', '.join(map(repr, known)) or 'none'}: make one with "
+                "`featstore pack STORE --trace TRACE`"
+            )
+        self.pack = Store(path)
+        try:
+            self.entry = self._checked()
+        except BaseException:
+            self.pack.close()
+            raise
+
+    def _checked(self) -> CompiledEntry:
+        """What the manifest says, after it has been held against the base store."""
+        path, base, entry = self.pack.path, self.base, self.pack.manifest.compiled
+        if entry is None:
+            raise FormatError(f"{path} is a store, but holds no compiled trace")
+        if entry.base_uuid != base.uuid:
+            raise StaleError(
+                f"{path} was compiled for the store {entry.base_uuid}, but {base.path} is {base.uuid}: compile the trace again "
+                "with --overwrite"
+            )
+        for table, compiled in entry.tables.items():
+            own = base.tables.get(table)
+            packed = self.pack.tables[compiled.packed]
+            if own is None or (own.rows, own.row_shape, own.dtype) != (
+                compiled.base_rows,
+                packed.row_shape,
+                packed.dtype,
+            ):
+                raise FormatError(f"{path} holds rows of a table {table!r} that {base.path} does not have like that")
+        return entry
+
+    @property
+    def memory_bytes(self) -> int:
+        """The loader's budget that it was compiled for."""
+        return self.entry.memory_bytes
+
+    def row_bytes(self, table: str) -> int:
+        return self.base.tables[table].row_bytes
+
+    def limits(self, table: str) -> Limits:
+        """What the records' indices point into."""
+        t = self.entry.tables[table]
+        rows = {part: self.pack.tables[getattr(t, part)].rows for part in ("packed", "shared", "resident", "device")}
+        return Limits(rows["packed"], rows["shared"], t.base_rows, rows["resident"], rows["device"])
+
+    def offsets(self) -> NDArray[np.int64]:
+        """int64 [mini-batches + 1], checked: where each record begins in the table of records."""
+        offsets: NDArray[np.int64] = self.pack.arrays[self.entry.offsets]
+        total = self.pack.tables[self.entry.records].rows
+        if offsets[0] != 0 or offsets[-1] != total or (np.diff(offsets) < 0).any():
+            raise FormatError(f"the offsets of the records in {self.pack.path} do not run from 0 to {total}")
+        return offsets
+
+    def needed_bytes(self, depth: int) -> int:
+        """Memory of a loader with ``depth`` mini-batches at once."""
+        slots = sum(self.limits(n).slots * self.row_bytes(n) for n in self.entry.tables)
+        batch = sum(t.batch_rows_max * self.row_bytes(n) for n, t in self.entry.tables.items())
+        record = int(np.diff(self.offsets()).max(initial=0))
+        return slots + depth * (batch + record) + record + reader_bytes(self.memory_bytes) + sum(self._checksum_bytes())
+
+    def _base_tables(self) -> list[str]:
+        """The tables of the base store from which rows are read in training."""
+        return [n for n in self.entry.tables if self.entry.forecast["tables"][n]["base_rows"]]
+
+    def _checksum_bytes(self) -> tuple[int, int]:
+        """Page checksums of the compiled trace, and of what is read of the base store."""
+        pages = sum(t.layout.pages for t in self.pack.tables.values())
+        return 4 * pages, 4 * sum(self.base.tables[n].layout.pages for n in self._base_tables())
+
+    def open_readers(self, options: dict[str, Any]) -> tuple[Reader, Reader | None]:
+        """Readers of the compiled trace and, where some rows were left there, of the base store."""
+        tables, (own, others) = self._base_tables(), self._checksum_bytes()
+        nominal = nominal_bytes(self.memory_bytes) // (2 if tables else 1)
+        pack = self.pack.reader(memory=nominal + own, static=None, by_row=True, **options)
+        try:
+            base = (
+                self.base.reader(tables=tables, memory=nominal + others, static=None, by_row=True, **options)
+                if tables
+                else None
+            )
+        except BaseException:
+            pack.close()
+            raise
+        return pack, base
+
+    def loader(self, **options: Any) -> CompiledLoader:
+        """A loader of its mini-batches; the options are those of :class:`featstore.compiled.loader.CompiledLoader`."""
+        return CompiledLoader(self, **options)
+
+    def __len__(self) -> int:
+        return self.entry.batches
+
+    def close(self) -> None:
+        self.pack.close()
+
+    def __enter__(self) -> Compiled:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Compiled, (self.base, self.pack.path.name)
+
+    def __repr__(self) -> str:
+        return f"<Compiled {str(self.pack.path)!r}: {len(self):,} mini-batches, {self.entry.residency}>"

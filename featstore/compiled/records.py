@@ -1,0 +1,171 @@
+"""Records: what to do for one mini-batch, and its graph sample.
+
+Everything about a mini-batch was decided when its trace was compiled, so a record says where each row comes from and goes to, and
+training looks nothing up. A record is one run of bytes in the table ``records`` (little-endian, normative in ``formats/v1/spec.md``):
+int64 numbers, then the arrays they announce, each from a multiple of 8 bytes on, then the sample from a multiple of 64 on.
+
+    for each table in turn, x being the rows of the mini-batch that pass through host memory:
+    hit_place, hit_slot           from memory: x[hit_place] = slots[hit_slot]
+    packed_place                  from the mini-batch's own run of rows, in its order
+    shared_place, shared_row      from the table of shared rows
+    base_place, base_row          from the base table
+    copy_place, copy_from         rows wanted twice: x[copy_place] = x[copy_from]
+    admit_place, admit_slot       after all that: slots[admit_slot] = x[admit_place]
+
+Where rows are kept on the accelerator (all three empty elsewhere), the mini-batch's rows are there
+    device_place, device_slot     rows[device_place] = device[device_slot]
+    host_place                    rows[host_place] = x
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from featstore.errors import CorruptionError
+
+_ALIGN, _SAMPLE_ALIGN = 8, 64
+_ROW_FIELDS = ("shared_row", "base_row")
+_HEAD = 3  # bytes of the record, offset and bytes of the sample
+
+
+def _no_places() -> NDArray[np.int32]:
+    return np.empty(0, np.int32)
+
+
+def _no_rows() -> NDArray[np.int64]:
+    return np.empty(0, np.int64)
+
+
+@dataclass(frozen=True)
+class TableRecord:
+    """One table's part of a record; see the module's text. Places, slots: int32; rows: int64. ``count``: rows of the mini-batch,
+    ``host_count``: of x; ``packed_first``: the row of the packed table with which the mini-batch's run begins."""
+
+    count: int
+    host_count: int
+    packed_first: int
+    hit_place: NDArray[np.int32]
+    hit_slot: NDArray[np.int32]
+    packed_place: NDArray[np.int32]
+    shared_place: NDArray[np.int32] = field(default_factory=_no_places)
+    shared_row: NDArray[np.int64] = field(default_factory=_no_rows)
+    base_place: NDArray[np.int32] = field(default_factory=_no_places)
+    base_row: NDArray[np.int64] = field(default_factory=_no_rows)
+    copy_place: NDArray[np.int32] = field(default_factory=_no_places)
+    copy_from: NDArray[np.int32] = field(default_factory=_no_places)
+    admit_place: NDArray[np.int32] = field(default_factory=_no_places)
+    admit_slot: NDArray[np.int32] = field(default_factory=_no_places)
+    device_place: NDArray[np.int32] = field(default_factory=_no_places)
+    device_slot: NDArray[np.int32] = field(default_factory=_no_places)
+    host_place: NDArray[np.int32] = field(default_factory=_no_places)
+
+
+_ARRAYS = tuple(f.name for f in fields(TableRecord))[3:]
+_NUMBERS = 3 + len(_ARRAYS)  # of a table, in a record's head
+
+
+def _dtype(name: str) -> np.dtype[np.int32] | np.dtype[np.int64]:
+    return np.dtype("<i8") if name in _ROW_FIELDS else np.dtype("<i4")
+
+
+def _up(offset: int, align: int) -> int:
+    return -(-offset // align) * align
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What the indices of a table's records point into, in rows."""
+
+    packed_rows: int
+    shared_rows: int
+    base_rows: int
+    slots: int
+    device_slots: int
+
+
+def encode_record(tables: list[TableRecord], sample: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """The bytes of a record, a multiple of 64 of them. ``sample``: uint8 [n], as :func:`featstore.samples.encode` makes it."""
+    head = np.zeros(_HEAD + _NUMBERS * len(tables), "<i8")
+    places: list[tuple[int, NDArray[np.uint8]]] = []
+    at = head.nbytes
+    for number, table in enumerate(tables):
+        base = _HEAD + number * _NUMBERS
+        head[base : base + 3] = table.count, table.host_count, table.packed_first
+        for index, name in enumerate(_ARRAYS):
+            data = np.ascontiguousarray(getattr(table, name), _dtype(name))
+            head[base + 3 + index] = len(data)
+            places.append((at, data.view(np.uint8)))
+            at = _up(at + data.nbytes, _ALIGN)
+    begin = _up(at, _SAMPLE_ALIGN)
+    head[0], head[1], head[2] = _up(begin + len(sample), _SAMPLE_ALIGN), begin, len(sample)
+    out = np.zeros(int(head[0]), np.uint8)
+    out[: head.nbytes] = head.view(np.uint8)
+    for place, data in [*places, (begin, sample)]:
+        out[place : place + len(data)] = data
+    return out
+
+
+def decode_record(data: NDArray[np.uint8], tables: int, path: Path) -> tuple[list[TableRecord], NDArray[np.uint8]]:
+    """The tables' parts of a record, and its sample: views of ``data``. Raises CorruptionError, which names ``path``."""
+    size = 8 * (_HEAD + _NUMBERS * tables)
+    if len(data) < size:
+        raise _bad(path, f"{len(data)} bytes, too few for one of {tables} tables")
+    head = data[:size].view("<i8")
+    parts: list[TableRecord] = []
+    at = size
+    for number in range(tables):
+        numbers = head[_HEAD + number * _NUMBERS :][:_NUMBERS].tolist()
+        arrays = []
+        for name, length in zip(_ARRAYS, numbers[3:], strict=True):
+            item = _dtype(name)
+            if not 0 <= length <= (len(data) - at) // item.itemsize:
+                raise _bad(path, f"{name} of {length} elements in a record of {len(data)} bytes")
+            arrays.append(data[at : at + length * item.itemsize].view(item))
+            at = _up(at + length * item.itemsize, _ALIGN)
+        parts.append(TableRecord(*numbers[:3], *arrays))
+    begin, length = int(head[1]), int(head[2])
+    if head[0] != len(data) or not at <= begin <= begin + length <= len(data):
+        raise _bad(path, f"{int(head[0])} bytes with a sample at {begin} of {length} bytes, in {len(data)} bytes")
+    return parts, data[begin : begin + length]
+
+
+def check_record(record: TableRecord, limits: Limits, path: Path) -> None:
+    """Raise CorruptionError unless every index of a record stays inside what it points into and every row is filled once."""
+    r = record
+    if not 0 <= r.host_count <= r.count:
+        raise _bad(path, f"{r.host_count} of {r.count} rows through host memory")
+    for values, limit in (
+        (r.hit_slot, limits.slots), (r.admit_slot, limits.slots), (r.shared_row, limits.shared_rows), (r.base_row, limits.base_rows),
+        (r.admit_place, r.host_count), (r.copy_from, r.host_count), (r.device_slot, limits.device_slots),
+    ):  # fmt: skip
+        if len(values) and (values.min() < 0 or values.max() >= limit):
+            raise _bad(path, f"an index of {values.min()} to {values.max()} into {limit}")
+    for one, other in (
+        (r.hit_place, r.hit_slot), (r.shared_place, r.shared_row), (r.base_place, r.base_row), (r.copy_place, r.copy_from),
+        (r.admit_place, r.admit_slot), (r.device_place, r.device_slot),
+    ):  # fmt: skip
+        if len(one) != len(other):
+            raise _bad(path, f"{len(one)} places for {len(other)} rows")
+    if not 0 <= r.packed_first <= limits.packed_rows - len(r.packed_place):
+        raise _bad(path, f"a run from row {r.packed_first} on of {limits.packed_rows} packed rows")
+    _check_once([r.hit_place, r.packed_place, r.shared_place, r.base_place, r.copy_place], r.host_count, path)
+    if r.host_count < r.count or len(r.host_place):
+        _check_once([r.device_place, r.host_place], r.count, path)
+
+
+def _check_once(parts: list[NDArray[np.int32]], count: int, path: Path) -> None:
+    places = np.concatenate(parts)
+    seen = np.zeros(count, np.uint8)
+    if len(places) == count and (count == 0 or (places.min() >= 0 and places.max() < count)):
+        seen[places] = 1
+        if seen.all():
+            return
+    raise _bad(path, f"{len(places)} places that are not each of {count} rows once")
+
+
+def _bad(path: Path, what: str) -> CorruptionError:
+    return CorruptionError(path, None, "the record of a mini-batch", what, "pack the trace anew with --overwrite")

@@ -1,0 +1,186 @@
+"""What placements are measured against: DiskGNN's own, and the best of all that can be tried.
+
+**DiskGNN** (SIGMOD 2025, 5.1): mini-batches are cut into groups (its segments); rows that one mini-batch of a group misses are packed for
+it, all others shared by the group; the smallest group that keeps the limit is taken, because smaller groups amplify less and packed rows
+not at all. Reads are not looked at. Regions are ordered by MinHash: each row is given the smallest of its mini-batches' numbers under
+two random permutations, and rows are sorted by the first and then the second (Algorithm 1). The paper's limits leave room for one copy of
+every row; where there is less, this one takes the largest group and leaves the rows that the fewest miss in the base table.
+
+**Brute force** tries, for each group size, every way to cut the classes of rows (missed by 1, 2, 3 ... mini-batches of the group) into
+three ranges and to give each range a place, and plans every read of each. Whatever is left of the limit then goes to a part of one
+more class, as long as that helps, again by trying all. For small cases only.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from featstore.compiled.groups import GROUP_SIZE_MAX, Group, GroupWork, group_of
+from featstore.compiled.lists import RowLists
+from featstore.compiled.placement import (
+    SPLIT_STEPS,
+    Choice,
+    Forecast,
+    Order,
+    Placement,
+    Reads,
+    disk_rows,
+    forecast,
+    tally_classes,
+)
+from featstore.cost import DeviceModel
+from featstore.layout import TableLayout
+
+
+def paper_choice(misses: RowLists, table_rows: int, row_bytes: int, disk_bytes: int | None) -> Placement:
+    """DiskGNN's placement under a limit of packed and shared rows; distinct rows are counted exactly."""
+    limit = misses.total if disk_bytes is None else disk_bytes // row_bytes
+    packed = Placement(1, (int(Choice.PACKED),))
+    if misses.total <= limit:
+        return packed
+    largest = min(len(misses), GROUP_SIZE_MAX)
+    tally = tally_classes(misses, largest, table_rows)
+    if int(tally.sum()) > limit:
+        return _most_wanted(tally, limit)
+    low, high = 2, largest
+    while low < high:
+        middle = (low + high) // 2
+        fits = int(tally_classes(misses, middle, table_rows).sum()) <= limit
+        low, high = (low, middle) if fits else (middle + 1, high)
+    return Placement(low, (int(Choice.PACKED), int(Choice.SHARED)))
+
+
+def _most_wanted(tally: NDArray[np.int64], limit: int) -> Placement:
+    """The rows that most mini-batches of a group miss shared, as many as the limit allows, the others in the base table."""
+    rows = tally.sum(axis=1)
+    left = limit
+    for count in range(len(tally) - 1, 0, -1):
+        place = int(Choice.SHARED if count > 1 else Choice.PACKED)
+        if rows[count] > left:
+            above = (int(Choice.SHARED),) if count < len(tally) - 1 else ()
+            choice = (int(Choice.BASE),) * count + above
+            steps = int(np.searchsorted(np.cumsum(tally[count]), left, side="right"))
+            split = (count, steps / SPLIT_STEPS, place) if steps else (0, 0.0, int(Choice.BASE))
+            return Placement(len(tally) - 1, choice, *split)
+        left -= int(rows[count])
+    raise AssertionError("all rows fit")
+
+
+@njit(cache=True, nogil=True)
+def take_minima(
+    ids: NDArray[np.int64], first: int, second: int, minima: NDArray[np.int64], minima_second: NDArray[np.int64]
+) -> None:
+    """A mini-batch's numbers under the two permutations, to the rows that it misses, where they are smaller."""
+    for i in range(ids.shape[0]):
+        row = ids[i]
+        minima[row] = min(minima[row], first)
+        minima_second[row] = min(minima_second[row], second)
+
+
+def minhash_order(misses: RowLists, table_rows: int, seed: int = 0) -> Order:
+    """DiskGNN's order of a region: by the two MinHash values of a row's mini-batches (rows of equal values ascending)."""
+    batches = len(misses)
+    generator = np.random.default_rng(seed)
+    permutations = generator.permutation(batches), generator.permutation(batches)
+
+    def order(group: Group, mask: NDArray[np.bool_]) -> NDArray[np.int64]:
+        minima = np.full((2, table_rows), batches, np.int64)
+        for index in range(group.first, group.last):
+            numbers = int(permutations[0][index]), int(permutations[1][index])
+            take_minima(misses[index].astype(np.int64), *numbers, minima[0], minima[1])
+        rows = group.rows[mask]
+        keys = minima[0, rows] * batches + minima[1, rows]
+        return rows[np.argsort(keys, kind="stable")]
+
+    return order
+
+
+def paper_forecast(
+    placement: Placement, misses: RowLists, table_rows: int, base_layout: TableLayout, model: DeviceModel, *,
+    extent_bytes_max: int, seed: int = 0,
+) -> Forecast:  # fmt: skip
+    """The exact forecast of a placement whose regions are in DiskGNN's order."""
+    order = minhash_order(misses, table_rows, seed)
+    return forecast(placement, misses, table_rows, base_layout, model, extent_bytes_max=extent_bytes_max, order=order)
+
+
+class BruteForce:
+    """All placements of some group sizes, tried once for any number of limits. Holds all lists in memory."""
+
+    def __init__(
+        self, misses: RowLists, table_rows: int, base_layout: TableLayout, model: DeviceModel, *,
+        extent_bytes_max: int, group_sizes: Sequence[int],
+    ) -> None:  # fmt: skip
+        self._layout, self._model, self._extent_bytes_max = base_layout, model, extent_bytes_max
+        self._work = GroupWork(table_rows)
+        self._lists = [misses[index] for index in range(len(misses))]
+        self._groups = {
+            size: [
+                group_of(misses, first, min(first + size, len(misses)), table_rows, self._work)
+                for first in range(0, len(misses), size)
+            ]
+            for size in group_sizes
+        }
+        self._tallies = {size: tally_classes(misses, size, table_rows) for size in group_sizes}
+        self._tried = [
+            (placement, self._forecast(placement)) for size in group_sizes for placement in self._placements(size)
+        ]
+
+    def _placements(self, size: int) -> list[Placement]:
+        """Every choice of places for up to three ranges of classes; a row that one mini-batch misses is not shared."""
+        top = int(np.flatnonzero(self._tallies[size].sum(axis=1)).max(initial=1))
+        places = [int(place) for place in Choice]
+        choices = set()
+        for first, second in itertools.combinations_with_replacement(range(top + 1), 2):
+            for low, middle, high in itertools.permutations(places):
+                choice = (low,) * first + (middle,) * (second - first) + (high,) * (top - second)
+                if choice[0] != Choice.SHARED:
+                    choices.add(choice)
+        return [Placement(size, choice) for choice in sorted(choices)]
+
+    def _forecast(self, placement: Placement) -> Forecast:
+        reads = Reads(self._layout, self._model, self._extent_bytes_max)
+        for group in self._groups[placement.group_size]:
+            reads.add(group, self._lists[group.first : group.last], placement, self._work)
+        return reads.forecast()
+
+    def best(self, disk_bytes: int) -> tuple[Placement, Forecast]:
+        """The placement of the least time within a limit."""
+        found: list[tuple[Placement, Forecast]] = []
+        for size in self._groups:
+            fits = [t for t in self._tried if t[0].group_size == size and t[1].disk_bytes <= disk_bytes]
+            placement, expected = min(fits, key=lambda pair: pair[1].seconds)
+            splits = [(p, self._forecast(p)) for p in self._splits(placement, disk_bytes // self._layout.row_bytes)]
+            found.append(min([(placement, expected), *splits], key=lambda pair: pair[1].seconds))
+        return min(found, key=lambda pair: pair[1].seconds)
+
+    def _splits(self, placement: Placement, limit: int) -> list[Placement]:
+        """A part of each class, as large as fits, given each other place."""
+        tally, splits = self._tallies[placement.group_size], []
+        for count, place in itertools.product(range(1, len(tally)), Choice):
+            if count > 1 or place != Choice.SHARED:
+                for steps in range(SPLIT_STEPS, 0, -1):
+                    split = replace(
+                        placement, split_count=count, split_fraction=steps / SPLIT_STEPS, split_choice=int(place)
+                    )
+                    if disk_rows(split, tally) <= limit:
+                        splits.append(split)
+                        break
+        return splits
+
+
+def brute_force(
+    misses: RowLists, table_rows: int, base_layout: TableLayout, model: DeviceModel, disk_bytes: int, *,
+    extent_bytes_max: int, group_sizes: Sequence[int],
+) -> tuple[Placement, Forecast]:  # fmt: skip
+    """The best placement of these group sizes within a limit; see the module's text."""
+    force = BruteForce(
+        misses, table_rows, base_layout, model, extent_bytes_max=extent_bytes_max, group_sizes=group_sizes
+    )
+    return force.best(disk_bytes)

@@ -1,0 +1,369 @@
+"""A trace: mini-batches recorded once, to be gone through again.
+
+What a mini-batch of a GNN reads is known as soon as it is sampled, and sampling does not look at features. So mini-batches can
+be drawn beforehand and kept: their node ids, which say what rows they will need, and the graph sample that training wants,
+of which only its sampler and the training loop know what it is (DiskGNN, SIGMOD 2025). A trace is independent of any store:
+node ids are as the user knows them.
+
+:meth:`Trace.record` takes any iterable of mini-batches as a black box (:mod:`featstore.tracing.nodes` says how ids are found
+in one), turns each graph sample into bytes (:mod:`featstore.samples`, no pickle) and appends both to a log, one frame a
+mini-batch (:mod:`featstore.tracing.recorder`; the bytes: :mod:`featstore.tracing.layout`). It holds one mini-batch and a small
+buffer. What was killed goes on with ``resume=True``.
+
+A finished trace is opened by its index. Reading a mini-batch is one ``pread`` of its frame (or of the part of it that holds
+the ids, or the sample), held against its checksum. Nothing is mapped; threads may read side by side; a trace survives fork
+and is opened again when it is pickled.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from featstore.disk import Disk
+from featstore.engine.files import open_regular
+from featstore.errors import ClosedError, CorruptionError, FormatError, IncompleteStoreError, SourceError, StaleError
+from featstore.packing.generations import writer_lock
+from featstore.samples import decode, encode
+from featstore.tracing.layout import (
+    TAIL_BYTES,
+    Front,
+    Head,
+    Scalar,
+    check_sample,
+    decode_front,
+    decode_index,
+    decode_tail,
+    digest_of,
+)
+from featstore.tracing.nodes import Ids, split
+from featstore.tracing.recorder import LOG_NAME, TRACE_NAME, Recorder, begin, read_head, read_piece
+
+if TYPE_CHECKING:
+    from featstore.tracing.scrub import TraceReport
+
+__all__ = ["Trace", "TraceBatch", "TraceProgress", "is_trace"]
+
+
+@dataclass(frozen=True)
+class TraceBatch:
+    """A recorded mini-batch. ``ids``: int32 or int64 by node type; ``sample``: None where none was recorded."""
+
+    index: int
+    ids: dict[str, NDArray[Any]]
+    sample: object
+
+
+@dataclass(frozen=True)
+class TraceProgress:
+    """How far a recording is. ``total_batches`` is None where the iterable does not tell; ``bytes`` are those of the log."""
+
+    done_batches: int
+    total_batches: int | None
+    bytes: int
+
+
+class Trace:
+    """A finished trace; made by :meth:`record`. A context manager.
+
+    ``path``, ``uuid`` (derived from the content), ``fingerprint``, ``node_types`` (``("",)`` for ids without a type), ``drop``
+    (attributes that were left out of PyG's objects), ``bytes`` of the file; ``counts``: int64 [mini-batches], how many ids, by node
+    type; ``id_max``: the largest id by node type, -1 where there is none; ``sample_sizes``: bytes of each mini-batch's sample,
+    0 where there is none.
+
+    Raises IncompleteStoreError where there is no finished trace, CorruptionError, FormatError, DeviceError.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self.path = Path(os.path.abspath(path))
+        self._file = self.path / TRACE_NAME
+        if not self._file.exists():
+            raise IncompleteStoreError(_what_is_there(self.path))
+        self._descriptor = open_regular(self._file, self._file.stat().st_size)
+        try:
+            self._open()
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self) -> None:
+        self.bytes = os.fstat(self._descriptor).st_size
+        head, block = read_head(self._descriptor, self._file, self.bytes)
+        if self.bytes < len(block) + TAIL_BYTES:
+            raise CorruptionError(self._file, None, "a head, an index and a tail", f"{self.bytes:,} bytes")
+        tail = decode_tail(
+            read_piece(self._descriptor, self._file, self.bytes - TAIL_BYTES, TAIL_BYTES), self._file, self.bytes
+        )
+        piece = read_piece(self._descriptor, self._file, tail.index_offset, tail.index_bytes)
+        index = decode_index(piece, tail.frames, len(head.node_types), self._file, tail.index_offset)
+        if (
+            index.offsets[0] != len(block) or int(index.counts.sum()) != tail.ids
+            or digest_of(block, index.front_crcs) != tail.digest
+        ):  # fmt: skip
+            raise FormatError(
+                f"{self._file} cannot be trusted: head, index and tail contradict each other; record the trace again"
+            )
+        self._head: Head = head
+        self._index = index
+        self.uuid = tail.uuid
+        self.fingerprint: dict[str, Scalar] = head.fingerprint
+        self.node_types = tuple(head.node_types)
+        self.drop = tuple(head.drop)
+        self.counts = dict(zip(self.node_types, index.counts, strict=True))
+        self.id_max: dict[str, int] = dict(zip(self.node_types, index.id_max.tolist(), strict=True))
+        self.sample_sizes: list[int] = index.sample_bytes.tolist()
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> Trace:
+        """The same as ``Trace(path)``."""
+        return cls(path)
+
+    # Recording.
+
+    @classmethod
+    def record(
+        cls, batches: Iterable[Any], path: str | os.PathLike[str], *, nodes: Callable[[Any], Any] | None = None,
+        drop: Collection[str] = ("x",), resume: bool = False, overwrite: bool = False,
+        fingerprint: Mapping[str, Scalar] | None = None, progress: Callable[[TraceProgress], None] | None = None,
+        limit: int | None = None, disk: Disk | None = None,
+    ) -> Trace:  # fmt: skip
+        """Record mini-batches, and open what was recorded.
+
+        Args:
+            batches: any iterable of mini-batches: ours, PyG's, arrays or tensors of node ids, mappings {node type: ids}, pairs
+                (ids or mapping, sample); :mod:`featstore.tracing.nodes` has the rules. All have the node types of the first.
+            path: the trace's directory.
+            nodes: a function from a mini-batch to its node ids, or to {node type: ids}, where no rule finds them.
+            drop: names of attributes of PyG objects that are not kept: features, which are read from a store again.
+            resume: go on with the recording that was stopped in ``path``. ``batches`` must give the same mini-batches again; those
+                recorded are skipped (not even made, where ``batches`` is a sequence), and the last of them is compared.
+            overwrite: replace what is in ``path``; a finished trace stands until the new one is.
+            fingerprint: what tells this recording from another (sampler, seed, fan-outs ...): text, numbers, booleans, None. It
+                is kept, is part of the uuid, and a resumed recording must have the same.
+            progress: called after each mini-batch with a :class:`TraceProgress`.
+            limit: record so many mini-batches at most.
+            disk: the door for writes.
+
+        Raises SourceError for what cannot be recorded, StoreExistsError, IncompleteStoreError (nothing to resume), StoreLockedError,
+        CorruptionError (damage in what is to be resumed), DiskFullError, DeviceError.
+        """
+        if resume and overwrite:
+            raise SourceError("resume and overwrite contradict each other")
+        if limit is not None and limit < 1:
+            raise SourceError(f"limit must be at least 1, not {limit}")
+        directory, door = Path(os.path.abspath(path)), disk or Disk()
+        recorder = Recorder(door, directory, _checked_fingerprint(fingerprint), sorted({str(name) for name in drop}))
+        if not directory.is_dir():
+            if resume:
+                raise IncompleteStoreError(f"there is nothing to resume: {directory} is not there")
+            door.mkdir(directory)
+            door.fsync_dir(directory.parent)
+        with writer_lock(directory):
+            try:
+                if begin(directory, door, resume=resume, overwrite=overwrite):
+                    recorder.resume()
+                _fill(recorder, batches, nodes, drop, limit, progress)
+                recorder.commit()
+            except BaseException as error:
+                if not isinstance(error, OSError):  # an interrupt, a mini-batch that cannot be kept: not the disk
+                    recorder.save()
+                raise
+            finally:
+                recorder.close()
+        return cls(directory)
+
+    # Reading.
+
+    def __len__(self) -> int:
+        """Number of mini-batches."""
+        return len(self._index)
+
+    def ids(self, index: int) -> dict[str, NDArray[Any]]:
+        """Node ids of a mini-batch by node type, int32 or int64, in memory of their own. Reads nothing else of it.
+
+        Raises IndexError, CorruptionError, DeviceError, ClosedError.
+        """
+        number = self._number(index)
+        block = self._read(int(self._index.offsets[number]), int(self._index.front_bytes[number]))
+        return dict(self._front(block, number).ids)
+
+    def sample_bytes(self, index: int) -> NDArray[np.uint8]:
+        """The encoded sample of a mini-batch, uint8 [n], as :func:`featstore.samples.encode` made it; empty where there is none.
+        Raises as :meth:`ids`."""
+        number = self._number(index)
+        offset = int(self._index.offsets[number] + self._index.front_bytes[number])
+        sample = self._read(offset, self.sample_sizes[number])
+        check_sample(sample, int(self._index.sample_crcs[number]), self._file, offset)
+        return sample
+
+    def sample(self, index: int) -> object:
+        """The sample of a mini-batch, None where there is none; arrays are views of one buffer. Raises as :meth:`ids`, and
+        FormatError."""
+        return _decoded(self.sample_bytes(index))
+
+    def batch(self, index: int) -> TraceBatch:
+        """A whole mini-batch, in one read. Raises as :meth:`sample`."""
+        number = self._number(index)
+        offset, front_bytes = int(self._index.offsets[number]), int(self._index.front_bytes[number])
+        frame = self._read(offset, front_bytes + self.sample_sizes[number])
+        front, sample = self._front(frame[:front_bytes], number), frame[front_bytes:]
+        check_sample(sample, int(self._index.sample_crcs[number]), self._file, offset + front_bytes)
+        return TraceBatch(number, dict(front.ids), _decoded(sample))
+
+    def __iter__(self) -> Iterator[TraceBatch]:
+        return map(self.batch, range(len(self)))
+
+    def _number(self, index: int) -> int:
+        number = operator.index(index)
+        if not 0 <= number < len(self):
+            raise IndexError(f"mini-batch {number} is none of this trace's {len(self):,}")
+        return number
+
+    def _read(self, offset: int, length: int) -> NDArray[np.uint8]:
+        if self._descriptor < 0:
+            raise ClosedError("the trace is closed; open it again")
+        return read_piece(self._descriptor, self._file, offset, length)
+
+    def _front(self, block: NDArray[np.uint8], number: int) -> Front:
+        """A front that has been read, checked against itself and the index."""
+        offset = int(self._index.offsets[number])
+        front = decode_front(block, number, self._head.node_types, self._file, offset)
+        expected = int(self._index.front_crcs[number])
+        if front.crc != expected:
+            raise CorruptionError(self._file, offset, f"checksum {expected:08x}", f"{front.crc:08x}")
+        return front
+
+    def verify(self, *, progress: Callable[[TraceProgress], None] | None = None) -> TraceReport:
+        """Read all of the file that stands at ``path`` and report every mini-batch that is not as it was recorded."""
+        from featstore.tracing.scrub import verify_trace
+
+        return verify_trace(self.path, progress=progress)
+
+    def close(self) -> None:
+        """Close the file. May be called more than once."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+    def __enter__(self) -> Trace:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_descriptor", -1) >= 0:
+            self.close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _reopen, (self.path, self.uuid)
+
+    def __repr__(self) -> str:
+        return f"<Trace {str(self.path)!r}: {len(self):,} mini-batches, {self.bytes:,} bytes>"
+
+
+def is_trace(path: str | os.PathLike[str]) -> bool:
+    """Whether a directory holds a trace, finished or not."""
+    return any((Path(path) / name).is_file() for name in (TRACE_NAME, LOG_NAME))
+
+
+def _what_is_there(path: Path) -> str:
+    if (path / LOG_NAME).exists():
+        return (
+            f"{path} holds an unfinished recording: go on with resume=True (`featstore sample` with --resume, and the same options), "
+            "or start anew with overwrite"
+        )
+    return f"{path} is not a trace: it has no {TRACE_NAME}" if path.exists() else f"there is no trace at {path}"
+
+
+def _reopen(path: Path, uuid: str) -> Trace:
+    trace = Trace(path)
+    if trace.uuid != uuid:
+        trace.close()
+        raise StaleError(f"the trace at {path} was recorded anew since it was pickled; open it again")
+    return trace
+
+
+def _decoded(sample: NDArray[np.uint8]) -> object:
+    return decode(sample) if len(sample) else None
+
+
+def _checked_fingerprint(fingerprint: Mapping[str, Scalar] | None) -> dict[str, Scalar] | None:
+    if fingerprint is None:
+        return None
+    for key, value in fingerprint.items():
+        good = type(key) is str and type(value) in (str, int, float, bool, type(None))
+        if isinstance(value, int | float):
+            good = good and math.isfinite(value) and (isinstance(value, float) or abs(value) < 2**63)
+        if not good:
+            raise SourceError(f"a fingerprint is text, finite numbers, booleans and None, not {key!r}: {value!r}")
+    return dict(sorted(fingerprint.items()))
+
+
+# Filling a recording.
+
+
+def _fill(
+    recorder: Recorder, batches: Iterable[Any], nodes: Callable[[Any], Any] | None, drop: Collection[str], limit: int | None,
+    progress: Callable[[TraceProgress], None] | None,
+) -> None:  # fmt: skip
+    """Record what is not recorded yet."""
+    done = len(recorder)
+    total = min((n for n in (_length(batches), limit) if n is not None), default=None)
+    if total is not None and done > total:
+        raise SourceError(
+            f"the unfinished recording has {done:,} mini-batches already, more than the {total:,} to record; give more, or start anew "
+            "with overwrite"
+        )
+    source = _after(batches, max(0, done - 1))
+    if done:
+        _compare(recorder, next(source, None), nodes, done - 1)
+    for number, batch in enumerate(islice(source, None if limit is None else limit - done), done):
+        try:
+            ids, sample = split(batch, nodes)
+            data = np.empty(0, np.uint8) if sample is None else encode(sample, drop=drop)
+            recorder.append(ids, data)
+        except SourceError as error:
+            raise SourceError(f"mini-batch {number}: {error}") from None
+        if progress is not None:
+            progress(TraceProgress(number + 1, total, recorder.bytes))
+    if len(recorder) == 0:
+        raise SourceError(
+            "there is nothing to record: the iterable gave no mini-batch (an iterator gives its own only once)"
+        )
+
+
+def _length(batches: Iterable[Any]) -> int | None:
+    try:
+        return len(batches) if isinstance(batches, Sized) else None
+    except TypeError:  # so says a PyTorch DataLoader over data of unknown length
+        return None
+
+
+def _after(batches: Iterable[Any], skip: int) -> Iterator[Any]:
+    """The mini-batches from number ``skip`` on; of a sequence, the earlier ones are not made."""
+    if isinstance(batches, Sequence):
+        return map(batches.__getitem__, range(skip, len(batches)))
+    return islice(batches, skip, None)
+
+
+def _compare(recorder: Recorder, batch: Any, nodes: Callable[[Any], Any] | None, number: int) -> None:
+    """Raise SourceError where the mini-batch recorded last is not what the iterable has in its place."""
+    if batch is not None:
+        now: Ids = {name: one for name, one in split(batch, nodes)[0].items() if len(one)}
+        then = {name: one for name, one in recorder.last_ids.items() if len(one)}
+        if now.keys() == then.keys() and all(np.array_equal(now[name], then[name]) for name in now):
+            return
+    raise SourceError(
+        f"cannot resume: mini-batch {number}, the last one recorded, is not what the iterable has in its place; give the same "
+        "mini-batches in the same order (a sampler with the same seed, and no shuffling of its own), or start anew with overwrite"
+    )

@@ -1,0 +1,106 @@
+"""What a mini-batch is made of: its node ids by type, and the graph sample. Any sampler's mini-batches, looked at from outside.
+
+The rules, the first that fits:
+
+1. ``nodes=`` was given: the ids are what it returns for the mini-batch, the sample is the mini-batch.
+2. An array or tensor: these are the ids, and there is no sample.
+3. A pair whose first is an array, a tensor or a mapping of them: ids and sample. A sample of None is none.
+4. A mapping with ``n_id`` or ``input_nodes``: the ids are there, the sample is the mapping. Another mapping of arrays: ids by
+   node type, and no sample.
+5. PyG's ``HeteroData``: each node type's ``n_id``; the sample is the object.
+6. An object with ``n_id`` (PyG's ``Data``), ``node`` (our :class:`~featstore.sampling.MiniBatch`) or ``input_nodes``: the ids are
+   there, the sample is the object.
+
+Ids without a type have the type ``""``.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from featstore.errors import SourceError
+
+_KEYS = ("n_id", "input_nodes")
+_ATTRIBUTES = ("n_id", "node", "input_nodes")
+_ID_MAX = 2**63 - 1
+
+Ids = dict[str, NDArray[Any]]
+
+
+def split(batch: Any, nodes: Callable[[Any], Any] | None = None) -> tuple[Ids, Any]:
+    """(node ids by type, sample) of a mini-batch; see the module's text. Raises SourceError."""
+    ids, sample = _found(batch, nodes)
+    by_type = dict(ids) if isinstance(ids, Mapping) else {"": ids}
+    for name in by_type:
+        if type(name) is not str or not name.isprintable():
+            raise SourceError(f"node types are printable text, not {name!r}")
+    return {name: _checked(one, name) for name, one in by_type.items()}, sample
+
+
+def _found(batch: Any, nodes: Callable[[Any], Any] | None) -> tuple[Any, Any]:
+    if nodes is not None:
+        return nodes(batch), batch
+    if _is_ids(batch):
+        return batch, None
+    if isinstance(batch, tuple | list) and len(batch) == 2 and (_is_ids(batch[0]) or _is_typed(batch[0])):
+        return batch[0], batch[1]
+    if isinstance(batch, Mapping):
+        for key in _KEYS:
+            if key in batch:
+                return batch[key], batch
+        if _is_typed(batch):
+            return batch, None
+    pyg = sys.modules.get("torch_geometric.data")
+    if pyg is not None and isinstance(batch, pyg.HeteroData):
+        return _hetero_ids(batch), batch
+    for name in _ATTRIBUTES:
+        if not isinstance(batch, Mapping | tuple | list) and getattr(batch, name, None) is not None:
+            return getattr(batch, name), batch
+    raise SourceError(
+        f"no node ids were found in a {type(batch).__name__}: pass nodes=, a function from the mini-batch to its node ids or to "
+        "{node type: ids}, or record pairs (node ids, sample)"
+    )
+
+
+def _is_ids(value: Any) -> bool:
+    torch = sys.modules.get("torch")
+    return isinstance(value, np.ndarray) or (torch is not None and isinstance(value, torch.Tensor))
+
+
+def _is_typed(value: Any) -> bool:
+    return isinstance(value, Mapping) and len(value) > 0 and all(map(_is_ids, value.values()))
+
+
+def _hetero_ids(batch: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, store in zip(batch.node_types, batch.node_stores, strict=True):
+        if "n_id" in store:
+            found[name] = store["n_id"]
+        elif len(store) and store.num_nodes:
+            raise SourceError(
+                f"node type {name!r} of this HeteroData has {store.num_nodes} nodes and no n_id: take a loader that keeps n_id, or "
+                "pass nodes="
+            )
+        else:
+            found[name] = np.empty(0, np.int64)
+    return found
+
+
+def _checked(ids: Any, name: str) -> NDArray[Any]:
+    """Ids as an array of integers; a tensor's without a copy where that is possible."""
+    array: NDArray[Any] = np.asarray(ids.detach().cpu() if hasattr(ids, "detach") else ids)
+    what = f"node ids of type {name!r}" if name else "node ids"
+    if array.size == 0 and array.ndim == 1:
+        return np.empty(0, np.int32)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        found = f"{array.dtype} {list(array.shape)}"
+        raise SourceError(f"{what} must be integers in one dimension, not {found}; pass nodes= to say where they are")
+    low, high = int(array.min()), int(array.max())
+    if low < 0 or high > _ID_MAX:
+        raise SourceError(f"{what} must be from 0 to 2**63 - 1, but go from {low} to {high}")
+    return array

@@ -1,0 +1,216 @@
+"""Mini-batches sampled from a store's graph, to be recorded: by number, so that any of them can be made again alone.
+
+The training nodes of an epoch are put in an order that follows from (seed, epoch) alone, cut into batches, and each batch is
+sampled with its number. What comes out does not depend on where the graph is: in memory where it fits, else read from disk
+(:class:`~featstore.stored_sampling.StoredSampler`); in both, ``edge_id`` is the position of an edge in the stored
+``GRAPH/sources``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from featstore.errors import IdError, SourceError
+from featstore.sampling import MiniBatch, NeighborSampler, batch_key, mix64
+from featstore.stored_sampling import StoredSampler, _graph_of
+from featstore.units import parse_bytes
+
+if TYPE_CHECKING:
+    from featstore.store import Store, StoredGraph
+    from featstore.tracing.layout import Scalar
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_FIXED_BYTES = 32 * 2**20  # of a reader while the graph is read
+
+Sampler = NeighborSampler | StoredSampler
+
+
+class _GraphInMemory(NeighborSampler):
+    """A store's graph in memory; its edges have the numbers that they have in the store."""
+
+    def __init__(self, graph: StoredGraph, fanouts: Sequence[int], seed: int) -> None:
+        super().__init__(*graph.csc(), fanouts, seed)
+        row_of_node = graph.table.row_of_node()
+        self._shift = None if row_of_node is None else graph.offsets()[row_of_node] - self.indptr[:-1]
+
+    def sample(self, seeds: NDArray[Any], batch_index: int = 0, *, epoch: int = 0) -> MiniBatch:
+        batch = super().sample(seeds, batch_index, epoch=epoch)
+        if self._shift is not None:
+            np.add(batch.edge_id, self._shift[batch.node[batch.col]], out=batch.edge_id)
+        return batch
+
+
+def bytes_in_memory(graph: StoredGraph) -> int:
+    """What it takes to bring a graph into memory by node id, at most."""
+    nodes, item = graph.table.rows, graph.entry.sources.row_bytes
+    if graph.table.entry.order.row_of_node is None:
+        return _FIXED_BYTES + 8 * nodes + item * graph.edges
+    return _FIXED_BYTES + 48 * nodes + (16 + 3 * item) * graph.edges
+
+
+def open_sampler(
+    store: Store, fanouts: Sequence[int], *, seed: int = 0, graph: str | None = None, memory: int | str = "1GiB",
+    in_memory: bool | None = None,
+) -> Sampler:  # fmt: skip
+    """A sampler over a graph in a store: in memory where it fits ``memory``, else from disk within it. ``in_memory`` decides instead.
+
+    A :class:`~featstore.stored_sampling.StoredSampler` is to be closed. Raises BudgetError, SourceError, KeyError for a graph that
+    is not there, CorruptionError, DeviceError, FormatError.
+    """
+    chosen = _graph_of(store, graph)
+    if in_memory is None:
+        in_memory = bytes_in_memory(chosen) <= parse_bytes(memory)
+    if in_memory:
+        return _GraphInMemory(chosen, fanouts, seed)
+    return store.sampler(fanouts, memory=memory, seed=seed, graph=chosen.name)
+
+
+class SampledBatches(Sequence[MiniBatch]):
+    """The mini-batches of an epoch, made when they are asked for, the same each time. Slices are lists.
+
+    ``train``: int64, the training nodes in the order of this epoch. A context manager that closes the sampler if it was opened for this.
+    """
+
+    def __init__(
+        self, sampler: Sampler, train: NDArray[Any], batch_size: int, epoch: int = 0, *, own: bool = False
+    ) -> None:  # fmt: skip
+        if batch_size < 1:
+            raise SourceError(f"batch_size must be at least 1, not {batch_size}")
+        self.sampler, self.batch_size, self.epoch = sampler, int(batch_size), int(epoch)
+        nodes = checked_train(train, sampler.node_count)
+        self.train = nodes[shuffled(len(nodes), sampler.seed, self.epoch)]
+        self._own = own
+
+    def __len__(self) -> int:
+        return -(-len(self.train) // self.batch_size)
+
+    def seeds(self, index: int) -> NDArray[np.int64]:
+        """The training nodes of a mini-batch."""
+        return self.train[index * self.batch_size : (index + 1) * self.batch_size]
+
+    @overload
+    def __getitem__(self, index: int) -> MiniBatch: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[MiniBatch]: ...
+    def __getitem__(self, index: int | slice) -> MiniBatch | list[MiniBatch]:
+        numbers = range(len(self))[index]
+        if isinstance(numbers, range):
+            return [self[number] for number in numbers]
+        return self.sampler.sample(self.seeds(numbers), numbers, epoch=self.epoch)
+
+    def close(self) -> None:
+        if self._own and isinstance(self.sampler, StoredSampler):
+            self.sampler.close()
+
+    def __enter__(self) -> SampledBatches:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+class RecordedEpochs(Sequence[tuple[NDArray[np.int64], dict[str, Any]]]):
+    """The mini-batches of several epochs as pairs to record: node ids, and {"batch": the mini-batch, "batch_size": number of its
+    seeds, "epoch": number of the epoch}."""
+
+    def __init__(self, sampler: Sampler, train: NDArray[Any], batch_size: int, epochs: int) -> None:
+        self._sampler, self._train, self._batch_size, self._epochs = sampler, train, batch_size, epochs
+        self._current = SampledBatches(sampler, train, batch_size, 0)
+
+    def __len__(self) -> int:
+        return self._epochs * len(self._current)
+
+    @overload
+    def __getitem__(self, index: int) -> tuple[NDArray[np.int64], dict[str, Any]]: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[tuple[NDArray[np.int64], dict[str, Any]]]: ...
+    def __getitem__(self, index: int | slice) -> Any:
+        numbers = range(len(self))[index]
+        if isinstance(numbers, range):
+            return [self[number] for number in numbers]
+        epoch, number = divmod(numbers, len(self._current))
+        if epoch != self._current.epoch:
+            self._current = SampledBatches(self._sampler, self._train, self._batch_size, epoch)
+        batch = self._current[number]
+        sample = {"batch": batch, "batch_size": batch.num_sampled_nodes[0], "epoch": epoch}
+        return batch.node, sample
+
+
+def sample_batches(
+    store_or_sampler: Store | Sampler, train: NDArray[Any], fanouts: Sequence[int], batch_size: int, seed: int = 0, epoch: int = 0,
+    *, graph: str | None = None, memory: int | str = "1GiB", in_memory: bool | None = None,
+) -> SampledBatches:  # fmt: skip
+    """The mini-batches of an epoch of neighbour sampling, to be iterated as often as wanted, or asked for by number.
+
+    Args:
+        store_or_sampler: a store with a graph, or a sampler, whose fan-outs and seed are then to be the same as these.
+        train: training nodes: ids without duplicates, or a mask over all nodes.
+        fanouts: neighbours per node and hop; -1 takes all.
+        batch_size: training nodes of a mini-batch; the last one may have fewer.
+        seed, epoch: decide the order of the training nodes and which neighbours are picked.
+        graph, memory, in_memory: as for :func:`open_sampler`, where a store is given.
+
+    Raises SourceError, IdError, and what :func:`open_sampler` raises.
+    """
+    if not isinstance(store_or_sampler, NeighborSampler | StoredSampler):
+        opened = open_sampler(store_or_sampler, fanouts, seed=seed, graph=graph, memory=memory, in_memory=in_memory)
+        return SampledBatches(opened, train, batch_size, epoch, own=True)
+    sampler = store_or_sampler
+    if tuple(fanouts) != tuple(sampler.fanouts) or seed != sampler.seed:
+        raise SourceError(
+            f"the sampler has fan-outs {list(sampler.fanouts)} and seed {sampler.seed}, asked for are {list(fanouts)} and {seed}: make "
+            "one with these"
+        )
+    return SampledBatches(sampler, train, batch_size, epoch)
+
+
+def checked_train(train: NDArray[Any], node_count: int) -> NDArray[np.int64]:
+    """Training nodes as int64 ids, in the order given; those of a mask ascend. Raises SourceError, IdError."""
+    given = np.asarray(train)
+    if given.dtype == bool and given.shape == (node_count,):
+        given = np.flatnonzero(given)
+    if given.ndim != 1 or given.dtype.kind not in "iu" or len(given) == 0:
+        raise SourceError(
+            f"training nodes are ids in one dimension, at least one, or a mask of {node_count:,} nodes, not {given.dtype} "
+            f"{list(given.shape)}"
+        )
+    if given.min() < 0 or given.max() >= node_count:
+        raise IdError(f"training nodes go from {given.min()} to {given.max()}, but the graph has {node_count:,} nodes")
+    ids = given.astype(np.int64)
+    seen = np.zeros(node_count, bool)
+    seen[ids] = True
+    if int(seen.sum()) != len(ids):
+        raise IdError(
+            f"of {len(ids):,} training nodes only {int(seen.sum()):,} are different ones; give each once (np.unique)"
+        )
+    return ids
+
+
+def shuffled(count: int, seed: int, epoch: int) -> NDArray[np.int64]:
+    """A permutation of ``count`` that follows from seed and epoch: positions sorted by their hashes, the same for ever."""
+    key = np.uint64(batch_key(seed, epoch, -1))  # no mini-batch has this number
+    words: NDArray[np.uint64] = mix64(key + _GOLDEN * np.arange(1, count + 1, dtype=np.uint64))
+    return np.argsort(words, kind="stable")
+
+
+def fingerprint_of(
+    store: Store, graph: StoredGraph, sampler: Sampler, train: NDArray[Any], batch_size: int, epochs: int
+) -> dict[str, Scalar]:
+    """What tells the recording of these mini-batches from any other."""
+    nodes = checked_train(train, sampler.node_count)
+    return {
+        "sampler": "featstore neighbours",
+        "store": store.uuid,
+        "graph": graph.name,
+        "fanouts": ",".join(map(str, sampler.fanouts)),
+        "seed": sampler.seed,
+        "batch_size": batch_size,
+        "epochs": epochs,
+        "train_nodes": len(nodes),
+        "train_sha256": hashlib.sha256(nodes.astype("<i8").tobytes()).hexdigest(),
+    }
