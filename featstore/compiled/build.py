@@ -99,8 +99,8 @@ def compile_trace(
         trace: the trace, or its path.
         name: of the compiled trace; it is written to ``STORE/packs/NAME``.
         memory: budget of compiling, in bytes or as ``"512MiB"``.
-        disk: limit on the bytes of rows written: bytes, ``"20GiB"``, or ``"3x"`` for three times the tables of the store; None for no
-        limit. train_memory: the loader's budget, ``memory`` by default.
+        disk: limit on the bytes of rows written: bytes, ``"20GiB"``, or ``"3x"`` for three times the tables of the store; None: no limit.
+        train_memory: the loader's budget, ``memory`` by default.
         cache: what of it holds rows from mini-batch to mini-batch; by default all that its buffers leave.
         device_memory: bytes of rows to keep on the accelerator.
         residency: ``"min"``: rows stay by next use, which needs the mini-batches in this order; ``"fixed"``: the most used stay, and
@@ -173,6 +173,7 @@ class _Compiling:
     ) -> None:  # fmt: skip
         self.disk, self.base, self.trace, self.generation, self.options = disk, base, trace, generation, options
         self.policy = policy
+        self.model = load_model(device_key(base.path, "uring", "direct"))
         self.catalogue = Catalogue(disk, generation.store)
         self._progress = progress
         self._done_bytes = self._total_bytes = 0
@@ -242,9 +243,8 @@ class _Compiling:
                 one.close()
 
     def _start(self, resumed: bool) -> None:
-        fingerprint: dict[str, Any] = {"base": self.base.uuid, "trace": self.trace.uuid} | msgspec.to_builtins(
-            self.options
-        )
+        known = {"base": self.base.uuid, "trace": self.trace.uuid, "device model": self.model}
+        fingerprint: dict[str, Any] = msgspec.to_builtins(known) | msgspec.to_builtins(self.options)
         if resumed:
             self._journal = Journal.load(self.disk, self.generation.journal)
             self._journal.check(fingerprint)
@@ -268,14 +268,13 @@ class _Compiling:
             raise BudgetError(
                 state + 2 * _BLOCK_BYTES, self.options.memory_bytes, "decide where the rows of a trace go"
             )
-        model = load_model(device_key(self.base.path, "uring", "direct"))
         limits = self._disk_limits(tables)
         for node_type, table in tables.items():
             options = TableOptions(
                 budget.slots[node_type], budget.device_slots[node_type], limits[node_type], self.options.residency, EXTENT_BYTES_MAX,
                 self.options.memory_bytes, self.options.seed, self.policy,
             )  # fmt: skip
-            self._plans.append(plan_table(self.trace, node_type, table, options, model, self.disk, self.scratch))
+            self._plans.append(plan_table(self.trace, node_type, table, options, self.model, self.disk, self.scratch))
             self._tell("deciding", table.name, 0)
         return self._forecast()
 

@@ -144,8 +144,9 @@ def count_groups(
 
 
 def spread(offsets: NDArray[np.int64], first: int, last: int, count: int) -> list[int]:
-    """About ``count`` of the lists [first, last) that have elements, at the places of :func:`_part` in terms of elements; or all of
-    them.""" if count >= last - first:
+    """About ``count`` of the lists [first, last) that have elements, at the places of :func:`_part` in terms of elements;
+    or all of them."""
+    if count >= last - first:
         return [first + int(i) for i in np.flatnonzero(np.diff(offsets[first : last + 1]))]
     begin, total = int(offsets[first]), int(offsets[last] - offsets[first])
     elements = [begin + _part(k, count, total) for k in range(count)]
