@@ -20,7 +20,7 @@ from featstore.units import PAGE_BYTES
 
 _MADV_POPULATE_WRITE = 23
 _POPULATE_BYTES_MIN = 4 * 2**20
-_ALIGNMENT = 64  # what DLPack consumers want for a zero-copy hand-over
+ALIGNMENT = 64  # what DLPack consumers want for a zero-copy hand-over
 
 
 def is_tensor(value: Any) -> bool:
@@ -110,8 +110,8 @@ def parse_row_places(at: Any, count: int, rows: int) -> NDArray[np.int32]:
 
 def empty_rows(count: int, row_bytes: int) -> NDArray[np.uint8]:
     """Uninitialised memory for rows, uint8 [count * row_bytes], aligned to 64 bytes."""
-    raw = np.empty(count * row_bytes + _ALIGNMENT, np.uint8)
-    start = -raw.ctypes.data % _ALIGNMENT
+    raw = np.empty(count * row_bytes + ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % ALIGNMENT
     return raw[start : start + count * row_bytes]
 
 

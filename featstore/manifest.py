@@ -338,6 +338,8 @@ def _check_compiled(manifest: Manifest, compiled: CompiledEntry) -> None:
         raise FormatError(f"the records of the compiled trace, {compiled.records!r}, are no table of bytes")
     if offsets is None or offsets.dtype != "int64" or compiled.batches < 0 or offsets.shape != [compiled.batches + 1]:
         raise FormatError(f"{compiled.offsets!r} is no array of {compiled.batches + 1} offsets of the compiled trace")
+    if compiled.memory_bytes < 0:
+        raise FormatError(f"the compiled trace wants {compiled.memory_bytes} bytes of memory")
     for name, table in compiled.tables.items():
         check_name(name, "table")
         parts = {part: manifest.tables.get(getattr(table, part)) for part in ("packed", "shared", "resident", "device")}

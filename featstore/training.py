@@ -13,6 +13,7 @@ from featstore.compiled.opened import Compiled
 from featstore.compiled.rolling import RollingLoader
 from featstore.disk import Disk
 from featstore.errors import SourceError
+from featstore.manifest import MANIFEST_NAME
 from featstore.packing.packing import pack
 from featstore.store import Store
 from featstore.trace import Trace
@@ -29,10 +30,10 @@ def train_loader(
     """A loader of the sampler's mini-batches with the rows of their nodes.
 
     Args:
-        dataset: a store or its path; or features (or a PyG ``Data``/``HeteroData``) as :func:`featstore.pack` takes them, which are
-        packed into ``path`` first. sampler: mini-batches as :meth:`featstore.Trace.record` takes them: an iterable that can be gone
-        through more than once, or a
-            function of the epoch's number. It should not fetch features itself.
+        dataset: a store or its path; or features (or a PyG ``Data``/``HeteroData``) as :func:`featstore.pack` takes them, which
+            are packed into ``path`` first.
+        sampler: mini-batches as :meth:`featstore.Trace.record` takes them: an iterable that can be gone through more than once,
+            or a function of the epoch's number. It should not fetch features itself.
         memory, disk, device_memory, residency: as for :func:`featstore.compile_trace`.
         path: of the store that is made of ``dataset``; one that is there already is used.
         name: of the compiled trace.
@@ -44,6 +45,10 @@ def train_loader(
 
     Raises what :func:`featstore.pack`, :meth:`featstore.Trace.record` and :func:`featstore.compile_trace` raise.
     """
+    if device_memory not in (0, "0") and loader.get("device") is None:
+        raise SourceError("device_memory= keeps rows on a device: say on which, with device=")
+    if isinstance(sampler, Iterator) and (fresh or epochs > 1):
+        raise SourceError("an iterator gives its mini-batches only once: give an iterable, or a function of the epoch's number")
     store = _store_of(dataset, path)
     if fresh:
         options: dict[str, Any] = {
@@ -54,7 +59,7 @@ def train_loader(
         }
         return RollingLoader(store, lambda number: _epoch(sampler, number), name=name, loader=loader, **options)
     packs = packs_directory(store)
-    if not (reuse and (packs / name).exists()):
+    if not (reuse and (packs / name / MANIFEST_NAME).exists()):
         Disk().mkdir(packs)
         with Trace.record(_epochs(sampler, epochs), packs / f"{name}.trace", overwrite=True) as trace:
             compile_trace(
@@ -82,7 +87,7 @@ def _store_of(dataset: Any, path: str | os.PathLike[str] | None) -> Store:
 
 
 def _epoch(sampler: Sampler, number: int) -> Iterable[Any]:
-    return sampler(number) if callable(sampler) else sampler
+    return sampler if isinstance(sampler, Iterable) else sampler(number)  # PyG's loaders are iterable and callable
 
 
 def _epochs(sampler: Sampler, epochs: int) -> Iterator[Any]:

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 import featstore
 from featstore.compiled.budget import LoaderBudget, parse_disk
 from featstore.compiled.lists import RowLists, RowListsWriter
-from featstore.compiled.packing import PARTS, TablePacking
+from featstore.compiled.packing import PARTS, TablePacking, needed_bytes
 from featstore.compiled.records import encode_record
 from featstore.compiled.scan import tables_of
 from featstore.compiled.table import OURS, Policy, Segments, TableOptions, TablePlan, plan_table, table_records
@@ -134,21 +134,25 @@ def compile_trace(
         None if cache is None else _size(cache), _size(device_memory), residency, seed, policy.name,
     )  # fmt: skip
     with writer_lock(root):
-        generation, resumed = begin(root, door, resume=resume and not dry_run, overwrite=overwrite or dry_run)
-        compiling = _Compiling(door, base, recorded, generation, options, policy, progress)
         try:
-            if dry_run:
-                return compiling.forecast()
-            compiling.run(resumed)
-        except BaseException:
-            compiling.abandon(resumed)
-            raise
+            generation, resumed = begin(root, door, resume=resume and not dry_run, overwrite=overwrite or dry_run)
+            compiling = _Compiling(door, base, recorded, generation, options, policy, progress)
+            try:
+                if dry_run:
+                    return compiling.forecast()
+                compiling.run(resumed)
+            except BaseException:
+                compiling.abandon(resumed)
+                raise
+            finally:
+                compiling.close()
+            collect(root, door)
         finally:
-            compiling.close()
             if current(root) is None and not names(root):  # nothing was achieved, or asked for
                 with suppress(FeatstoreError, OSError):
                     door.rmtree(root)
-        collect(root, door)
+                    if not any(root.parent.iterdir()):
+                        door.rmtree(root.parent)
     return Store(root)
 
 
@@ -258,16 +262,16 @@ class _Compiling:
     def decide(self) -> CompileForecast:
         """Decide everything about every table."""
         self.disk.mkdir(self.scratch)
+        self.disk.fsync_dir(self.scratch.parent)
         types = tables_of(self.base, self.trace)
         tables = {t: self.base.table(n) for t, n in types.items()}
         o = self.options
         budget = LoaderBudget.split(o.train_bytes, o.cache_bytes, o.device_bytes, o.disk_bytes, self.trace, tables)
         rows = [t.rows for t in tables.values()]
         state = _MAP_BYTES * sum(rows) + _STATE_BYTES * max(rows, default=0)
-        if state + 2 * _BLOCK_BYTES > self.options.memory_bytes:
-            raise BudgetError(
-                state + 2 * _BLOCK_BYTES, self.options.memory_bytes, "decide where the rows of a trace go"
-            )
+        needed = max(state + 2 * _BLOCK_BYTES, *(needed_bytes(t.row_bytes) for t in tables.values()))
+        if needed > self.options.memory_bytes:
+            raise BudgetError(needed, self.options.memory_bytes, "decide where the rows of a trace go, and pack them")
         limits = self._disk_limits(tables)
         for node_type, table in tables.items():
             options = TableOptions(

@@ -1,25 +1,25 @@
 """Groups of consecutive mini-batches: which of them miss a row, and in which order the rows of a shared region lie.
 
 A group's region holds each shared row once, and every mini-batch of the group reads its own rows out of it, so what counts is that the
-rows of one mini-batch lie together. A row is ordered by the ascending list of the mini-batches that miss it:
+rows of one mini-batch lie together. A row is ordered by the ascending list of the mini-batches that miss it: first by the first of them, so
+that each mini-batch has one block that it reads whole, then by the second, and so on. Rows missed by the same mini-batches are
+neighbours, what one misses alone is one run, pairs are runs inside a block. DiskGNN orders by two MinHash values, which keep the smallest
+members of the list under two random permutations; here the permutation is the order of the mini-batches itself, one key holds as many
+members as 54 bits take (5 in groups of 1023), and no hash is needed.
 
-1. by the first of them, so that each mini-batch has one block that it reads whole;
-2. by how many they are: 2, 3, or 4 and more (after 1);
-3. by the second, the third and so on.
+In most groups, blocks are ordered by how many mini-batches miss a row (1, 2, 3, 4 or more) before the second of them
+(:func:`counts_apart`). That keeps pairs and triples, which lie in runs, apart from what is missed more often and does not.
 
-Rows missed by the same mini-batches are neighbours, what one misses alone is one run, pairs are runs inside a block. DiskGNN orders by
-two MinHash values, which keep the smallest members of the list under two random permutations; here the permutation is the order of the
-mini-batches itself, one key holds as many members as 54 bits take (5 in groups of 1023), and no hash is needed.
+Measured on independent mini-batches of a power law (36,000 of 2 M rows each, the default device), as seconds to read all rows shared over
+seconds to read them packed, groups of 16, 64 and 128:
 
-Measured on independent mini-batches of a power law (36,000 of 2 M rows each, the default device), as seconds to read all shared rows
-over seconds to read them packed, groups of 16, 64 and 128:
+    rows of 128 B: MinHash 5.60, 13.6, 30.8; lists 1.20, 5.91, 14.9; counts, then lists 1.16, 4.78, 11.9
+    rows of 512 B: MinHash 3.61, 7.98, 16.5; lists 1.08, 3.27, 7.55; counts, then lists 1.05, 2.97, 7.29
+    rows of 4 KiB: MinHash 1.33, 1.89, 2.92; lists 1.01, 1.30, 1.83; counts, then lists 1.01, 1.31, 1.86
 
-    rows of 512 B: MinHash 3.61, 7.98, 16.5; lists alone (1, 3) 1.08, 3.27, 7.55; this order 1.05, 2.97, 7.29
-    rows of 4 KiB: MinHash 1.33, 1.89, 2.92; lists alone (1, 3) 1.01, 1.30, 1.83; this order 1.01, 1.31, 1.86
-
-Step 2 keeps pairs and triples, which have a structure, apart from what is missed more often and has none. All counts apart (not only up
-to 4) are worse from groups of 64 on, reversing every other list (as Gray codes do) changes nothing, the count before the block is no
-better and costs large rows.
+Lists alone are 2 to 8 % better where pairs have few rows, and where so many mini-batches miss a row that there is no structure to
+keep. Keeping all counts apart (not only up to 4) is worse from groups of 64 on; reversing every other list (as Gray codes do) changes
+nothing; the count before the first mini-batch is no better than after it and costs large rows.
 
 While the lists are read, one mini-batch after the other, a row is one word: its members from the top bit down in 54 bits, and how many
 they are in the other 10. Words are dense (8 bytes for each row of the table) and reused: after that, a group costs time and memory in
@@ -68,7 +68,7 @@ class Group:
     """Mini-batches ``[first, last)`` and the rows they miss.
 
     ``rows``: int64, ascending, distinct. ``counts``: uint16, how many of the group's mini-batches miss each. ``keys``: uint64, by which a
-    region is ordered (see the module's text); rows of equal keys lie in ascending order.
+    region is ordered (see the module's text): the first member, the count, the other members; rows of equal keys lie in ascending order.
     """
 
     first: int
@@ -271,25 +271,41 @@ def sort_blocks(
     starts: NDArray[np.int64],
     bits: int,
     keys: NDArray[np.uint64],
+    key_mask: np.uint64,
     places: NDArray[np.int64],
     own_keys: NDArray[np.uint64],
     spare_keys: NDArray[np.uint64],
     spare_places: NDArray[np.int64],
 ) -> None:
-    """Sort each block of :func:`scatter_blocks` by the keys at its places. ``own_keys`` and the spare arrays hold the largest."""
+    """Sort each block of :func:`scatter_blocks` by the bits in ``key_mask`` of the keys at its places. ``own_keys`` and the spare arrays hold
+    the largest block."""
     for block in range(starts.shape[0] - 1):
         n = starts[block + 1] - starts[block]
         own = places[starts[block] : starts[block + 1]]
         for i in range(n):
-            own_keys[i] = keys[own[i]]
+            own_keys[i] = keys[own[i]] & key_mask
         sort_block(own_keys, own, 0, n, 64 - bits, spare_keys, spare_places)
+
+
+def counts_apart(size: int, rows: float, reads: float) -> bool:
+    """Whether a region of so many rows, read so many times in all by a group of ``size``, is ordered by counts before the second
+    mini-batch: pairs have sixteen rows or more each, and a row is missed by less than a quarter of the group and than 4.5."""
+    return rows >= 8 * size**2 and reads < rows * min(4.5, size / 4)
+
+
+def key_mask(size: int, apart: bool) -> np.uint64:
+    """The bits of the keys of a group of ``size`` that rows are ordered by; see :func:`counts_apart`."""
+    count_bits = ((1 << _CLASS_BITS) - 1) << (64 - size.bit_length() - _CLASS_BITS)
+    return np.uint64((1 << 64) - 1 - (0 if apart else count_bits))
 
 
 def shared_order(group: Group, mask: NDArray[np.bool_]) -> NDArray[np.int64]:
     """The rows of the group's region in order: those of ``group.rows`` in ``mask`` (bool, one for each), int64."""
     bits, places = group.size.bit_length(), np.empty(int(np.count_nonzero(mask)), np.int64)
+    reads = int(np.sum(group.counts, where=mask, dtype=np.int64))
+    ordered_by = key_mask(group.size, counts_apart(group.size, len(places), reads))
     starts = scatter_blocks(group.keys, mask, bits, places)
     largest = int(np.diff(starts).max())
     spare = np.empty(largest, np.uint64), np.empty(largest, np.uint64), np.empty(largest, np.int64)
-    sort_blocks(starts, bits, group.keys, places, *spare)
+    sort_blocks(starts, bits, group.keys, ordered_by, places, *spare)
     return np.take(group.rows, places, out=places, mode="clip")

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import queue
+import sys
 import threading
 import time
 from collections import deque
@@ -28,8 +29,8 @@ from numpy.typing import NDArray
 
 from featstore.compiled.records import TableRecord, check_record, decode_record
 from featstore.compiled.report import LoaderReport, Stages
-from featstore.errors import BudgetError, ClosedError, SourceError
-from featstore.ids import empty_rows, populate
+from featstore.errors import BudgetError, ClosedError, CorruptionError, SourceError
+from featstore.ids import ALIGNMENT, empty_rows, populate
 from featstore.native import address_of, memcpy, prefetch
 from featstore.samples import decode
 from featstore.units import parse_bytes
@@ -103,7 +104,7 @@ class CompiledLoader:
         self._memory_bytes = compiled.memory_bytes if memory is None else parse_bytes(memory)
         self._order = self._checked_order(order)
         self._tensors, self._device = tensors, device
-        self._closed = False
+        self._closed, self.depth = False, 0
         self._pid, self._lock = os.getpid(), threading.RLock()
         self._walk: _Walk | None = None  # the iteration under way
         self._report: LoaderReport | None = None
@@ -117,14 +118,17 @@ class CompiledLoader:
         self._tables = list(compiled.entry.tables.items())
         self._limits = [compiled.limits(name) for name, _ in self._tables]
         if device is None and any(limit.device_slots for limit in self._limits):
-            raise SourceError("this trace was compiled with rows on a device: give device= ('cpu' keeps them in host memory)")
+            raise SourceError(
+                "this trace was compiled with rows on a device: give device= ('cpu' keeps them in host memory)"
+            )
         self._pack, self._base = compiled.open_readers(reader)
         try:
             self._slots = [
                 empty_rows(limit.slots, compiled.row_bytes(n))
                 for (n, _), limit in zip(self._tables, self._limits, strict=True)
             ]
-            self._turns = [compiled.pack.arrays[t.turn] for _, t in self._tables]
+            self._outputs = [_Outputs(t.batch_rows_max * compiled.row_bytes(n)) for n, t in self._tables]
+            self._turns = [compiled.turn(name) for name, _ in self._tables]
             self._cache = None if device is None else _DeviceRows(self, device)
             self._offsets = compiled.offsets()
             self._round = 0
@@ -232,7 +236,9 @@ class CompiledLoader:
     def check_process(self) -> None:
         """Raise ClosedError in any other process than the loader's own."""
         if os.getpid() != self._pid:
-            raise ClosedError("a loader belongs to the process that made it; make another one here, of the compiled trace")
+            raise ClosedError(
+                "a loader belongs to the process that made it; make another one here, of the compiled trace"
+            )
 
     def _prepare(self) -> None:
         """Have in memory what a round begins with, or the rest of one that is gone on with."""
@@ -302,10 +308,15 @@ class CompiledLoader:
         ):
             chosen = slot_of_place[at] >= 0
             if chosen.any():
-                assert reader is not None
+                if reader is None:
+                    raise self._no_base()
                 reader.submit(
                     {source: rows[chosen]}, out={source: out}, at={source: slot_of_place[at[chosen]]}
                 ).result()
+
+    def _no_base(self) -> CorruptionError:
+        path, advice = self.compiled.pack.path, "pack the trace anew with --overwrite"
+        return CorruptionError(path, None, "no rows of the base store, as its manifest says", "a record with some", advice)
 
     # One mini-batch, step by step; called by the walk's thread.
 
@@ -337,8 +348,7 @@ class CompiledLoader:
         packed: dict[str, list[Any]] = {}
         base: dict[str, list[Any]] = {}
         for number, ((name, table), record) in enumerate(zip(self._tables, ahead.tables, strict=True)):
-            out = empty_rows(record.host_count, self.compiled.row_bytes(name))
-            populate(out)
+            out = self._outputs[number].take(record.host_count * self.compiled.row_bytes(name))
             ahead.out.append(out)
             rows, first = self._rows(number, out), record.packed_first
             if len(record.packed_place):
@@ -349,7 +359,8 @@ class CompiledLoader:
                 base[name] = [record.base_row, rows, record.base_place]
         for reader, wanted in ((self._pack, packed), (self._base, base)):
             if wanted:
-                assert reader is not None
+                if reader is None:
+                    raise self._no_base()
                 ids, outs, places = ({n: v[i] for n, v in wanted.items()} for i in range(3))
                 request = reader.submit(ids, out=outs, at=places)
                 self.report_stages.reading(request)
@@ -508,6 +519,36 @@ class _Walk:
         self._ready.put((None, ClosedError(self._stop)))
         if interrupted is not None:
             raise interrupted
+
+
+class _Outputs:
+    """Memory for rows of mini-batches, used again when nobody looks at it any more: fresh memory costs as much as filling it.
+
+    Arrays, tensors and other views all hold a reference to the array that owns the memory, so it is free when nobody but
+    this list has one.
+    """
+
+    def __init__(self, byte_count: int) -> None:
+        self._byte_count = byte_count
+        self._owned: list[NDArray[np.uint8]] = []
+
+    def take(self, byte_count: int) -> NDArray[np.uint8]:
+        """uint8 [byte_count], of at most so many as each has."""
+        for number in range(len(self._owned)):
+            if sys.getrefcount(self._owned[number]) == _UNUSED:
+                return self._owned[number][_aligned(self._owned[number]) :][:byte_count]
+        own = np.empty(self._byte_count + ALIGNMENT, np.uint8)
+        populate(own)
+        self._owned.append(own)
+        return own[_aligned(own) :][:byte_count]
+
+
+def _aligned(memory: NDArray[np.uint8]) -> int:
+    """Where in it a multiple of the alignment is."""
+    return -address_of(memory) % ALIGNMENT
+
+
+_UNUSED = 2  # references to an array that only the list has: its own, and that of the question
 
 
 class _DeviceRows:

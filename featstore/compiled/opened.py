@@ -67,6 +67,12 @@ class Compiled:
         """The loader's budget that it was compiled for."""
         return self.entry.memory_bytes
 
+    @property
+    def forecast_seconds(self) -> float:
+        """Of reading all mini-batches once, as forecast when it was compiled; 0 where the manifest does not say."""
+        seconds = self.entry.forecast.get("seconds")
+        return float(seconds) if isinstance(seconds, int | float) else 0.0
+
     def row_bytes(self, table: str) -> int:
         return self.base.tables[table].row_bytes
 
@@ -84,6 +90,14 @@ class Compiled:
             raise FormatError(f"the offsets of the records in {self.pack.path} do not run from 0 to {total}")
         return offsets
 
+    def turn(self, table: str) -> NDArray[np.int32]:
+        """int32 [slots], checked: in which slot each slot's first row is after the last mini-batch; -1: in none."""
+        turn: NDArray[np.int32] = self.pack.arrays[self.entry.tables[table].turn]
+        there = turn[turn >= 0]
+        if (turn < -1).any() or (there >= len(turn)).any() or len(np.unique(there)) < len(there):
+            raise FormatError(f"the turn of table {table!r} in {self.pack.path} does not give {len(turn)} slots their rows back")
+        return turn
+
     def needed_bytes(self, depth: int) -> int:
         """Memory of a loader with ``depth`` mini-batches at once."""
         slots = sum(self.limits(n).slots * self.row_bytes(n) for n in self.entry.tables)
@@ -93,7 +107,14 @@ class Compiled:
 
     def _base_tables(self) -> list[str]:
         """The tables of the base store from which rows are read in training."""
-        return [n for n in self.entry.tables if self.entry.forecast["tables"][n]["base_rows"]]
+        return [n for n in self.entry.tables if self._base_rows(n) != 0]
+
+    def _base_rows(self, table: str) -> int | None:
+        """How many rows mini-batches read from a table of the base store; None where the manifest does not say."""
+        inner: Any = self.entry.forecast
+        for step in ("tables", table, "base_rows"):
+            inner = inner.get(step) if isinstance(inner, dict) else None
+        return inner if isinstance(inner, int) else None
 
     def _checksum_bytes(self) -> tuple[int, int]:
         """Page checksums of the compiled trace, and of what is read of the base store."""

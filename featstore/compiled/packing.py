@@ -12,9 +12,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from featstore.compiled import segments
 from featstore.compiled.budget import nominal_bytes, reader_bytes
 from featstore.compiled.lists import RowLists, RowListsWriter
-from featstore.compiled.segments import Route, Target, pack_episode, plan_packing, segment_of
+from featstore.compiled.segments import WRITE_THREADS, Route, Target, pack_episode, plan_packing, segment_of
 from featstore.compiled.table import TablePlan
 from featstore.disk import Disk
 from featstore.dtypes import dtype_name
@@ -40,6 +41,14 @@ from featstore.units import PAGE_BYTES
 #: The tables that are written for one table of the base store.
 PARTS = ("packed", "shared", "resident", "device")
 _APPEND_BYTES = 4 * 2**20
+
+
+def needed_bytes(row_bytes: int) -> int:
+    """The smallest budget of compiling in which rows of this size can be packed, the base table's reader included."""
+    inner = memory = segments.needed_bytes(row_bytes)
+    while memory - reader_bytes(memory) < inner:
+        memory = inner + reader_bytes(memory)
+    return memory
 
 
 class TablePacking:
@@ -104,7 +113,7 @@ class TablePacking:
             return root / entry.chunk_path(chunk)
 
         return TableWriter(
-            self._disk, entry.layout, chunk_path, root / str(array_chunk(entry.page_checksums))
+            self._disk, entry.layout, chunk_path, root / str(array_chunk(entry.page_checksums)), WRITE_THREADS
         ), chunk_path
 
     def _target(self, entry: TableEntry) -> Target:
@@ -114,9 +123,10 @@ class TablePacking:
     def _spill(self) -> Target:
         spill = self._scratch("spill")
         self._disk.mkdir(spill)
+        self._disk.fsync_dir(spill.parent)  # what the journal calls done must be found again after a crash
         layout = TableLayout.choose(self._shared.total, self._row_bytes)
         return Target(
-            TableWriter(self._disk, layout, lambda c: spill / f"c{c}", spill / "checksums"),
+            TableWriter(self._disk, layout, lambda c: spill / f"c{c}", spill / "checksums", WRITE_THREADS),
             layout,
             lambda c: spill / f"c{c}",
         )

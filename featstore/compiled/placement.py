@@ -201,9 +201,9 @@ def class_rows(placement: Placement, tally: Tally) -> Tally:
     return result
 
 
-def disk_rows(placement: Placement, tally: NDArray[np.int64]) -> int:
+def disk_rows(placement: Placement, tally: Tally) -> int:
     """Rows that a placement has on disk: packed for each mini-batch, shared for each group."""
-    rows = class_rows(placement, tally)
+    rows: Any = class_rows(placement, tally)
     return int(rows[Choice.PACKED] @ np.arange(len(tally)) + rows[Choice.SHARED].sum())
 
 
@@ -265,10 +265,10 @@ class Reads:
         self._shared_rows += len(region)
         shared_layout = TableLayout(self._shared_rows, self._base.row_bytes, max(1, self._shared_rows))
         for ids in lists:
-            base, shared = np.empty(len(ids), np.int64), np.empty(len(ids), np.int64)
-            in_base, in_shared, packed = part_list(ids, work.words, base, shared)
-            self._scattered(base[:in_base], self._base)
-            self._scattered(shared[:in_shared], shared_layout)
+            rows, places = np.empty(len(ids), np.int64), np.empty(len(ids), np.int64)
+            in_base, in_shared, packed = part_list(ids, work.words, rows, places)
+            self._scattered(rows[:in_base], self._base)
+            self._scattered(places[:in_shared], shared_layout)
             self.run(packed)
             self._base_rows += in_base
             self._shared_reads_rows += in_shared

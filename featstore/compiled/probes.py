@@ -18,7 +18,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from featstore.compiled.groups import key_of, sort_block
+from featstore.compiled.groups import key_mask, key_of, sort_block
 from featstore.plan import cut_extents
 from featstore.units import PAGE_BYTES
 
@@ -230,14 +230,15 @@ class ClassCosts:
 
 
 def shared_costs(
-    looks: list[Probe], masks: Masks, row_bytes: int, model: DeviceModel, extent_bytes_max: int
+    looks: list[Probe], masks: Masks, apart: bool, row_bytes: int, model: DeviceModel, extent_bytes_max: int
 ) -> ClassCosts:  # fmt: skip
-    """What it costs all mini-batches to read the shared rows (``masks``) in the probes' blocks."""
+    """What it costs all mini-batches to read the shared rows (``masks``) in the probes' blocks. ``apart``: in which order, see
+    :func:`~featstore.compiled.groups.counts_apart`."""
     size = looks[0].last - looks[0].first
     costs = ClassCosts.zeros(size)
     for look, mask in zip(looks, masks, strict=True):
         places = np.flatnonzero(mask & (look.keys != 0))
-        keys, n = look.keys[places], len(places)
+        keys, n = look.keys[places] & key_mask(size, apart), len(places)
         sort_block(keys, places, 0, n, 64, np.empty(n, np.uint64), np.empty(n, np.int64))
         own = ClassCosts.zeros(size)
         plan_block(

@@ -84,5 +84,5 @@ class Stages:
             return LoaderReport(
                 self._batches, {k: round(v, 6) for k, v in sorted(self._seconds.items())}, dict(self._bytes),
                 sum(s.bytes_read for s in stats), sum(s.reads for s in stats),
-                loader.compiled.entry.forecast["seconds"] * self._batches / max(1, loader.compiled.entry.batches),
+                loader.compiled.forecast_seconds * self._batches / max(1, loader.compiled.entry.batches),
             )  # fmt: skip

@@ -3,14 +3,14 @@
 A compiled trace that is trained on epoch after epoch repeats its neighbours, as DiskGNN does. Here a trace covers one episode, and
 while one episode trains, the next is sampled, compiled and packed by a thread of its own; the training loop sees one endless
 iterator. Two episodes exist at once, so each has half of the disk limit, and the memory is divided between training and preparing. An
-episode's files are removed when the next one has begun.
+episode's files are removed when the next one has begun, before those of the one after it are written.
 
 What is sampled for episode k is a function of k alone, so a loop that was stopped anywhere goes on with the same mini-batches.
 """
 
 from __future__ import annotations
 
-import threading
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -55,13 +55,14 @@ class RollingLoader:
         limit = parse_disk(disk, store)
         self._options: dict[str, Any] = {
             "memory": total - train_bytes, "train_memory": train_bytes, "disk": None if limit is None else limit // 2,
-            "overwrite": True, **others,
+            "overwrite": True, "progress": self._unless_closed, **others,
         }  # fmt: skip
         self._loader_options = dict(loader or {})
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="featstore-rolling")
-        self._ahead: Future[Compiled] | None = None
+        self._episodes: dict[int, Future[Compiled]] = {}  # the one that trains, and the one after it
+        self._loader: CompiledLoader | None = None
         self._at = (0, 0)  # episode, mini-batches of it handed out
-        self._stop = threading.Event()
+        self._pid = os.getpid()
         self._closed = False
         self.preparing_seconds: list[float] = []  # of each episode, in the background
         self.waiting_seconds: list[float] = []  # for each episode, in the loop
@@ -72,47 +73,64 @@ class RollingLoader:
         name = f"{self._name}-{number % 2}"
         door, folder = Disk(), packs_directory(self._store)
         door.mkdir(folder)
-        with Trace.record(
-            self._unless_stopped(self._episode(number)), folder / f"{name}.trace", overwrite=True
-        ) as trace:
+        door.rmtree(folder / name)  # the episode before the one that trains: there is room for two
+        trace = Trace.record(self._sampled(number), folder / f"{name}.trace", overwrite=True)
+        with trace:
             compile_trace(self._store, trace, name, **self._options)
+        door.rmtree(trace.path)
         self.preparing_seconds.append(time.perf_counter() - begin)
         return Compiled(self._store, name)
 
-    def _unless_stopped(self, batches: Iterable[Any]) -> Iterator[Any]:
-        for batch in batches:
-            if self._stop.is_set():
-                raise ClosedError("the loader is closed")
+    def _sampled(self, number: int) -> Iterator[Any]:
+        for batch in self._episode(number):
+            self._unless_closed()
             yield batch
 
-    def __iter__(self) -> Iterator[Any]:
-        """From where the loader is: the begin, a state that was loaded, or the mini-batch after the last one handed out."""
+    def _unless_closed(self, _: object = None) -> None:
         if self._closed:
             raise ClosedError("the loader is closed")
+
+    def __iter__(self) -> Iterator[Any]:
+        """From where the loader is: the begin, a state that was loaded, or the mini-batch after the last one handed out. There is one
+        iteration at a time: a new one ends the one before."""
         while True:
             number, done = self._at
-            loader = self._next_loader(number, done)
+            loader = self._open(number, done)
             try:
                 for batch in loader:
-                    self._at = number, self._at[1] + 1
+                    done += 1
+                    self._at = (number, done) if done < len(loader) else (number + 1, 0)
                     yield batch
                     del batch
             finally:
                 loader.close()
-                loader.compiled.close()
-            self._at = number + 1, 0
 
-    def _next_loader(self, number: int, done: int) -> CompiledLoader:
+    def _open(self, number: int, done: int) -> CompiledLoader:
         """The loader of an episode, which waits for it to be prepared; has the one after it prepared."""
+        self._unless_closed()
+        if os.getpid() != self._pid:
+            raise ClosedError("a loader belongs to the process that made it; make another one here")
+        if self._loader is not None:
+            self._loader.close()
+        for earlier in [k for k in self._episodes if k < number]:
+            self._episodes.pop(earlier).result().close()
         begin = time.perf_counter()
-        ahead, self._ahead = self._ahead or self._worker.submit(self._prepare, number), None
-        compiled = ahead.result()
+        try:
+            compiled = self._prepared(number).result()
+        except Exception:
+            self._episodes.pop(number, None)  # to be tried again
+            raise
         self.waiting_seconds.append(time.perf_counter() - begin)
-        loader = compiled.loader(**self._loader_options)
+        loader = self._loader = compiled.loader(**self._loader_options)
         if done:
             loader.load_state_dict({"compiled": compiled.pack.uuid, "round": 0, "next": done})
-        self._ahead = self._worker.submit(self._prepare, number + 1)
+        self._prepared(number + 1)
         return loader
+
+    def _prepared(self, number: int) -> Future[Compiled]:
+        if number not in self._episodes:
+            self._episodes[number] = self._worker.submit(self._prepare, number)
+        return self._episodes[number]
 
     def state_dict(self) -> dict[str, Any]:
         """Where the loader is, small enough for a checkpoint."""
@@ -122,7 +140,7 @@ class RollingLoader:
         """Go on where ``state`` was taken; before the first iteration."""
         if state["base"] != self._store.uuid:
             raise SourceError(f"this state is of the store {state['base']}, not of {self._store.uuid}")
-        if self._ahead is not None:
+        if self._episodes:
             raise SourceError("load the state before the first mini-batch is asked for")
         self._at = int(state["episode"]), int(state["next"])
 
@@ -131,10 +149,14 @@ class RollingLoader:
         if self._closed:
             return
         self._closed = True
-        self._stop.set()
+        if os.getpid() != self._pid:
+            return  # nothing here is a forked child's to remove
+        if self._loader is not None:
+            self._loader.close()
         self._worker.shutdown(wait=True, cancel_futures=True)
-        if self._ahead is not None and not self._ahead.cancelled() and self._ahead.exception() is None:
-            self._ahead.result().close()
+        for episode in self._episodes.values():
+            if not episode.cancelled() and episode.exception() is None:
+                episode.result().close()
         door = Disk()
         for turn in (0, 1):
             door.rmtree(packs_directory(self._store) / f"{self._name}-{turn}")

@@ -22,13 +22,14 @@ DiskGNN's choice (c = 1 packed, all else shared, the smallest group that fits) a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from featstore.compiled.groups import counts_apart
 from featstore.compiled.placement import (
     SPLIT_STEPS,
     Choice,
@@ -140,12 +141,19 @@ def allot(tally: Tally, seconds: Floats, row_bytes: int, disk_bytes: int, leave_
     placement = Placement(size, _trim(choice[1:].tolist()))
     if fit == len(taken):
         return placement
-    left = limit - (used[fit - 1] if fit else 0)
-    parts = np.cumsum(tally[taken[fit]]) * copies[fit]
-    steps = int(np.searchsorted(parts, left, side="right"))
+    return split(placement, tally, disk_bytes // row_bytes, int(taken[fit]), Choice(int(places[fit])))
+
+
+def split(placement: Placement, tally: Tally, limit: int, count: int, place: Choice) -> Placement:
+    """The placement with as large a part of class ``count`` at ``place`` as a limit of rows on disk allows."""
+    copies = {Choice.BASE: 0, Choice.PACKED: count, Choice.SHARED: 1}
+    before = Choice(placement.choice[min(count, len(placement.choice)) - 1])
+    parts = np.cumsum(tally[count]) * (copies[place] - copies[before])
+    left = limit - disk_rows(placement, tally)
+    steps = int(np.count_nonzero(parts <= left))
     if steps == 0 or parts[steps - 1] == 0:
         return placement
-    return Placement(size, placement.choice, int(taken[fit]), steps / SPLIT_STEPS, int(places[fit]))
+    return replace(placement, split_count=count, split_fraction=steps / SPLIT_STEPS, split_choice=int(place))
 
 
 def _steps(
@@ -175,6 +183,36 @@ def _steps(
     places = np.concatenate([np.full(len(a), place, np.uint8) for a, (_, place, _, _) in zip(at, steps, strict=True)])
     copies = np.concatenate([more[a] for a, (_, _, _, more) in zip(at, steps, strict=True)])
     return np.concatenate(at)[order], places[order], copies[order]
+
+
+def smallest_fit(rows: Callable[[int], float], largest: int, limit: float) -> int | None:
+    """The smallest group, up to ``largest``, of which all groups together have at most ``limit`` distinct rows; ``rows`` counts them."""
+    low, high = 1, largest
+    few, many = max(1.0, rows(high)), max(1.0, rows(low))
+    if few > limit:
+        return None
+    while low < high:  # rows fall about as a power of the size
+        power = np.log(many / max(limit, 1.0)) / max(np.log(many / few), 1e-9)
+        size = min(high - 1, max(low, int(low * (high / low) ** power)))
+        if rows(size) <= limit:
+            high, few = size, max(1.0, rows(size))
+        else:
+            low, many = size + 1, max(1.0, rows(size + 1))
+    return low
+
+
+def most_wanted(tally: Tally, limit: int) -> Placement:
+    """DiskGNN's choice where not all rows can be shared: those that most mini-batches of a group miss, ``limit`` of them."""
+    rows = tally.sum(axis=1)
+    several = np.cumsum(rows[::-1])[::-1]  # rows that so many or more mini-batches miss
+    fewest = int(np.searchsorted(-several[1:], -limit)) + 1  # of those that are shared whole
+    choice = [Choice.BASE] * (fewest - 1) + [
+        Choice.SHARED if c > 1 else Choice.PACKED for c in range(fewest, len(tally))
+    ]
+    placement = Placement(len(tally) - 1, _trim([int(place) for place in choice]))
+    if fewest == 1:
+        return placement
+    return split(placement, tally, limit, fewest - 1, Choice.SHARED if fewest > 2 else Choice.PACKED)
 
 
 def _trim(choice: Sequence[int]) -> tuple[int, ...]:
@@ -232,44 +270,32 @@ class Search:
             self._tallies[size] = np.broadcast_to(rows[:, None] / SPLIT_STEPS, (size + 1, SPLIT_STEPS))
         return self._tallies[size]
 
-    def smallest_fit(self) -> int | None:
-        """The smallest group with which nothing need be left in the base table."""
-
-        def rows(size: int) -> float:
-            return max(1.0, float(self.tally(size)[1:].sum()))
-
-        limit = self._disk_bytes / self._layout.row_bytes
-        low, high = 1, self._size_max
-        few, many = rows(high), rows(low)
-        if few > limit:
-            return None
-        while low < high:  # rows fall about as a power of the size
-            power = np.log(many / max(limit, 1.0)) / max(np.log(many / few), 1e-9)
-            size = min(high - 1, max(low, int(low * (high / low) ** power)))
-            if rows(size) <= limit:
-                high, few = size, rows(size)
-            else:
-                low, many = size + 1, rows(size + 1)
-        return low
-
     def _packed(self, size: int) -> Rates:
         """A packed row costs its bytes and its part of the longest read."""
         row_bytes = self._layout.row_bytes
         return Rates(np.full(size + 1, row_bytes / self._extent_bytes_max), np.full(size + 1, row_bytes / PAGE_BYTES))
 
-    def _measure(self, looks: list[Probe], base: Masks, shared: Masks, reference: Costs | None) -> Costs:
-        """Costs with these rows in the base table and those shared; for other classes the reference's."""
+    def _measure(
+        self, looks: list[Probe], base: Masks, shared: Masks, shared_rows: Floats, reference: Costs | None
+    ) -> Costs:  # fmt: skip
+        """Costs with these rows in the base table and those shared; for other classes the reference's. ``shared_rows``: by class, in all
+        groups."""
         size, row_bytes = looks[0].last - looks[0].first, self._layout.row_bytes
+        groups = self._batches / size
+        apart = counts_apart(size, float(shared_rows.sum()) / groups, float(shared_rows @ np.arange(size + 1)) / groups)
         in_base = base_costs(looks, base, self._layout, self._model, self._extent_bytes_max)
-        in_shared = shared_costs(looks, shared, row_bytes, self._model, self._extent_bytes_max)
+        in_shared = shared_costs(looks, shared, apart, row_bytes, self._model, self._extent_bytes_max)
         if reference is None:
             return Costs((smooth(in_base), self._packed(size), smooth(in_shared)))
         of = reference.of
         return Costs((after(of[Choice.BASE], in_base), of[Choice.PACKED], after(of[Choice.SHARED], in_shared)))
 
     def _seconds(self, placement: Placement, costs: Costs) -> float:
-        rows = class_rows(placement, self.tally(placement.group_size))
+        rows = self._rows(placement)
         return float((rows * np.arange(rows.shape[1]) * costs.seconds(self._model)).sum())
+
+    def _rows(self, placement: Placement) -> Floats:
+        return class_rows(placement, self.tally(placement.group_size)).astype(np.float64)
 
     def _view(self, size: int) -> tuple[list[Probe], Costs]:
         """The probes in groups of a size, and the reference: costs with all rows in the base table, and with all of c >= 2 shared."""
@@ -277,8 +303,9 @@ class Search:
             while len(self._views) >= _VIEWS:
                 del self._views[next(iter(self._views))]
             looks = self._survey.look(size)
-            everything = [np.ones(len(look.counts), np.bool_) for look in looks]
-            self._views[size] = looks, self._measure(looks, everything, [look.counts >= 2 for look in looks], None)
+            everything, several = [look.counts >= 1 for look in looks], [look.counts >= 2 for look in looks]
+            rows = self._rows(Placement(size, PAPER))[Choice.SHARED]
+            self._views[size] = looks, self._measure(looks, everything, several, rows, None)
         return self._views[size]
 
     def measured(self, placement: Placement, leave_base: bool, given: bool = False) -> Candidate:
@@ -286,7 +313,7 @@ class Search:
         looks, reference = self._view(placement.group_size)
         choices = [placement.choices(look.rows, look.counts) for look in looks]
         base, shared = [c == Choice.BASE for c in choices], [c == Choice.SHARED for c in choices]
-        costs = self._measure(looks, base, shared, reference)
+        costs = self._measure(looks, base, shared, self._rows(placement)[Choice.SHARED], reference)
         return Candidate(self._seconds(placement, costs), placement, costs, leave_base, given)
 
     def at(self, size: int, rounds: int = 1) -> list[Candidate]:
@@ -332,22 +359,29 @@ class Search:
 
     def run(self) -> list[Candidate]:
         """The candidates, best first: all that were looked at."""
-        fit = self.smallest_fit()
+        limit = self._disk_bytes // self._layout.row_bytes
+        fit = smallest_fit(lambda size: float(self.tally(size)[1:].sum()), self._size_max, limit)
         start = fit or self._size_max
         far = {start, self._near(start, 1 / 6), self._near(start, 6)}
         best = self._climb(min(sorted(far), key=self._best))
         self.at(best, _ROUNDS)
         found = [candidate for candidates in self._found.values() for candidate in candidates]
         found.append(self.measured(Placement(best, (int(Choice.BASE),)), leave_base=True, given=True))
+        paper = most_wanted(self.tally(start), limit)
         if fit:
-            found.append(self.measured(Placement(fit, PAPER[:fit]), leave_base=False, given=True))
+            paper = Placement(fit, PAPER[:fit])
+        found.append(self.measured(paper, leave_base=fit is None, given=True))
         return sorted(found, key=lambda candidate: candidate.seconds)
 
     def fitted(self, candidate: Candidate, tally: NDArray[np.int64]) -> Placement:
         """The candidate's placement, chosen again for exact counts, so that the limit holds."""
         row_bytes, limit, costs = self._layout.row_bytes, self._disk_bytes, candidate.costs
-        if candidate.given and disk_rows(candidate.placement, tally) * row_bytes <= limit:
-            return candidate.placement
+        given, rows = candidate.placement, limit // row_bytes
+        bare = replace(given, split_count=0, split_fraction=0.0, split_choice=int(Choice.BASE))
+        if candidate.given and disk_rows(bare, tally) <= rows:
+            return (
+                split(bare, tally, rows, given.split_count, Choice(given.split_choice)) if given.split_count else bare
+            )
         seconds = costs.seconds(self._model)
         found = [allot(tally, seconds, row_bytes, limit, leave_base) for leave_base in {candidate.leave_base, False}]
         if not any(found):

@@ -17,7 +17,9 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 
 import numpy as np
@@ -26,7 +28,7 @@ from numpy.typing import NDArray
 
 from featstore.compiled.lists import RowLists
 from featstore.engine.base import aligned_buffer
-from featstore.errors import BudgetError, CorruptionError
+from featstore.errors import BudgetError, CorruptionError, DeviceError
 from featstore.layout import TableLayout
 from featstore.native import address_of, memcpy
 from featstore.packing.writer import TableWriter
@@ -37,7 +39,8 @@ BUFFER_BYTES_MAX = 2**20
 BUFFER_BYTES_MIN = 64 * 2**10
 SLAB_BYTES_MAX = 16 * 2**20
 CHECKPOINT_BYTES = 2 * 2**30  # written between two
-_SPARE_BUFFERS = 6  # being written while others fill
+WRITE_THREADS = 4  # segments' buffers are short, and their writes wait for the device one by one
+_SPARE_BUFFERS = WRITE_THREADS + 2  # being written while others fill
 
 
 @njit(cache=True, nogil=True)
@@ -61,6 +64,18 @@ def append_rows(
         memcpy(buffer + fill, slab + (rows[i] - first_row) * row_bytes, row_bytes)
         fill += row_bytes
     return rows.shape[0], fill
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[BufferedReader]:
+    """A file that is being written, to read back. Raises CorruptionError where it is gone, DeviceError."""
+    try:
+        with open(path, "rb") as file:
+            yield file
+    except FileNotFoundError:
+        raise CorruptionError(path, None, "a file", "none", "start the pack anew with --overwrite") from None
+    except OSError as error:
+        raise DeviceError(error.errno or 5, path) from error
 
 
 class Target:
@@ -109,7 +124,7 @@ class Target:
         """A page as a checkpoint left it. Raises CorruptionError."""
         chunk, within = divmod(page, self.layout.pages_per_chunk)
         path = self._chunk_path(chunk)
-        with open(path, "rb") as file:
+        with _reading(path) as file:
             file.seek(within * PAGE_BYTES)
             data = file.read(PAGE_BYTES)
         if len(data) < self.page_bytes(page):
@@ -129,7 +144,7 @@ class Target:
         while at < end:
             chunk, within = divmod(at, chunk_bytes)
             path, size = self._chunk_path(chunk), min(end - at, chunk_bytes - within)
-            with open(path, "rb") as file:
+            with _reading(path) as file:
                 file.seek(within)
                 if file.readinto(out[at - begin : at - begin + size]) != size:  # type: ignore[arg-type]
                     raise CorruptionError(
@@ -258,16 +273,26 @@ class Plan:
     episodes: tuple[tuple[tuple[int, int], ...], ...]
 
 
+def _smallest_buffer(row_bytes: int) -> int:
+    return -(-max(BUFFER_BYTES_MIN, 2 * row_bytes + PAGE_BYTES) // PAGE_BYTES) * PAGE_BYTES
+
+
+def needed_bytes(row_bytes: int) -> int:
+    """The memory in which :func:`plan_packing` always finds a way: two slabs take a quarter of it, or are of one row each."""
+    return ((_SPARE_BUFFERS + 1) * (_smallest_buffer(row_bytes) + PAGE_BYTES) + 2 * row_bytes) * 4 // 3 + 1
+
+
 def plan_packing(routes: list[Route], row_bytes: int, memory_bytes: int) -> Plan:
     """Buffers as large as the memory allows, in as few episodes. Raises BudgetError."""
     slab_rows = max(1, min(SLAB_BYTES_MAX, memory_bytes // 8) // row_bytes)
     left = memory_bytes - 2 * slab_rows * row_bytes
     segments = [(r, int(i)) for r, route in enumerate(routes) for i in np.flatnonzero(route.rows.lengths())]
-    smallest = -(-max(BUFFER_BYTES_MIN, 2 * row_bytes + PAGE_BYTES) // PAGE_BYTES) * PAGE_BYTES
+    smallest = _smallest_buffer(row_bytes)
     at_once = min(len(segments), left // (smallest + PAGE_BYTES) - _SPARE_BUFFERS)
     if segments and at_once < 1:
-        needed = (2 * slab_rows * row_bytes + (_SPARE_BUFFERS + 1) * (smallest + PAGE_BYTES)) * 8 // 6
-        raise BudgetError(needed, memory_bytes, "hold a slab of the table and a buffer for each of a few segments")
+        raise BudgetError(
+            needed_bytes(row_bytes), memory_bytes, "hold a slab of the table and a buffer for each of a few segments"
+        )
     episodes = -(-len(segments) // max(1, at_once))
     per_episode = -(-len(segments) // max(1, episodes))
     each = left // max(1, per_episode + _SPARE_BUFFERS) - PAGE_BYTES

@@ -4,7 +4,7 @@
 it, all others shared by the group; the smallest group that keeps the limit is taken, because smaller groups amplify less and packed rows
 not at all. Reads are not looked at. Regions are ordered by MinHash: each row is given the smallest of its mini-batches' numbers under
 two random permutations, and rows are sorted by the first and then the second (Algorithm 1). The paper's limits leave room for one copy of
-every row; where there is less, this one takes the largest group and leaves the rows that the fewest miss in the base table.
+every row; where there is less, the largest group is taken and the rows that the fewest miss are left in the base table.
 
 **Brute force** tries, for each group size, every way to cut the classes of rows (missed by 1, 2, 3 ... mini-batches of the group) into
 three ranges and to give each range a place, and plans every read of each. Whatever is left of the limit then goes to a part of one
@@ -16,6 +16,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 from numba import njit
@@ -34,6 +35,7 @@ from featstore.compiled.placement import (
     forecast,
     tally_classes,
 )
+from featstore.compiled.search import PAPER, most_wanted, smallest_fit
 from featstore.cost import DeviceModel
 from featstore.layout import TableLayout
 
@@ -45,31 +47,13 @@ def paper_choice(misses: RowLists, table_rows: int, row_bytes: int, disk_bytes: 
     if misses.total <= limit:
         return packed
     largest = min(len(misses), GROUP_SIZE_MAX)
-    tally = tally_classes(misses, largest, table_rows)
-    if int(tally.sum()) > limit:
-        return _most_wanted(tally, limit)
-    low, high = 2, largest
-    while low < high:
-        middle = (low + high) // 2
-        fits = int(tally_classes(misses, middle, table_rows).sum()) <= limit
-        low, high = (low, middle) if fits else (middle + 1, high)
-    return Placement(low, (int(Choice.PACKED), int(Choice.SHARED)))
 
+    @cache
+    def rows(size: int) -> int:
+        return int(tally_classes(misses, size, table_rows).sum())
 
-def _most_wanted(tally: NDArray[np.int64], limit: int) -> Placement:
-    """The rows that most mini-batches of a group miss shared, as many as the limit allows, the others in the base table."""
-    rows = tally.sum(axis=1)
-    left = limit
-    for count in range(len(tally) - 1, 0, -1):
-        place = int(Choice.SHARED if count > 1 else Choice.PACKED)
-        if rows[count] > left:
-            above = (int(Choice.SHARED),) if count < len(tally) - 1 else ()
-            choice = (int(Choice.BASE),) * count + above
-            steps = int(np.searchsorted(np.cumsum(tally[count]), left, side="right"))
-            split = (count, steps / SPLIT_STEPS, place) if steps else (0, 0.0, int(Choice.BASE))
-            return Placement(len(tally) - 1, choice, *split)
-        left -= int(rows[count])
-    raise AssertionError("all rows fit")
+    size = smallest_fit(rows, largest, limit)
+    return Placement(size, PAPER) if size else most_wanted(tally_classes(misses, largest, table_rows), limit)
 
 
 @njit(cache=True, nogil=True)

@@ -177,16 +177,19 @@ def write_vector(
 class TableWriter:
     """Writes the chunk files and the page checksums of one table; see the module's text.
 
-    ``path`` is the directory of the rows, ``checksum_path`` the file of the checksums, both below ``root``.
+    ``path`` is the directory of the rows, ``checksum_path`` the file of the checksums, both below ``root``. ``threads``: writes under way
+    at once; short ones need more of them.
     """
 
-    def __init__(self, disk: Disk, layout: TableLayout, chunk_path: Callable[[int], Path], checksum_path: Path) -> None:
+    def __init__(
+        self, disk: Disk, layout: TableLayout, chunk_path: Callable[[int], Path], checksum_path: Path, threads: int = WRITE_THREADS
+    ) -> None:  # fmt: skip
         self._disk = disk
         self._layout = layout
         self._chunk_path = chunk_path
         self._files: dict[int, File] = {}
         self._checksums = disk.create(checksum_path, keep=True)
-        self._pool = ThreadPoolExecutor(WRITE_THREADS, thread_name_prefix="featstore-write")
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="featstore-write")
         self._pending: list[Future[None]] = []
 
     def write(self, first_page: int, pages: NDArray[np.uint8], on_written: Callable[[], None]) -> None:

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Callable, Mapping
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,6 +24,9 @@ import ml_dtypes
 import numpy as np
 
 import featstore
+from featstore.compiled.placement import Choice, Forecast, Placement, forecast
+from featstore.compiled.table import Policy
+from featstore.cost import DEFAULT, DeviceModel
 from featstore.layout import TableLayout
 from featstore.order import Order
 
@@ -34,11 +38,14 @@ CHUNK_BYTES = 8192
 
 @dataclass(frozen=True)
 class Golden:
-    """A golden store: its tables and arrays in node id order, and the options of the pack."""
+    """A golden store: its tables and arrays in node id order, and the options of the pack. ``batches``: (node ids by table, sample) of
+    each mini-batch of a trace that is compiled for it into ``packs/default``, with the options ``compiling``."""
 
     tables: Mapping[str, np.ndarray[Any, Any]]
     arrays: Mapping[str, np.ndarray[Any, Any]] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
+    batches: Sequence[tuple[Mapping[str, np.ndarray[Any, Any]], Any]] = ()
+    compiling: Mapping[str, Any] = field(default_factory=dict)
 
 
 def numbers(shape: tuple[int, ...], dtype: Any, step: int = 37) -> np.ndarray[Any, Any]:
@@ -133,7 +140,44 @@ def graph() -> Golden:
     )
 
 
-STORES = {"sizes": sizes, "order": order, "dtypes": dtypes, "graph": graph}
+def _some_everywhere(misses: Any, table_rows: int, *rest: Any, extent_bytes_max: int, **_: Any) -> tuple[Placement, Forecast]:
+    """X mini-batches miss once are packed or, some, left; those missed more often are shared."""
+    placement = Placement(4, (int(Choice.PACKED), int(Choice.SHARED)), 1, 0.25, int(Choice.BASE))
+    layout, model = (next(r for r in rest if isinstance(r, kind)) for kind in (TableLayout, DeviceModel))
+    expected = forecast(placement, misses, table_rows, layout, model, extent_bytes_max=extent_bytes_max)
+    return placement, replace(expected, seconds=0.0, bytes_read=0, reads=0)
+
+
+def _descending(group: Any, mask: Any) -> Any:
+    """Stands in for the order of shared rows."""
+    return group.rows[mask][::-1].astype(np.int64)
+
+
+def compiled() -> Golden:
+    """A compiled trace: rows from memory, a device, packed, shared and base tables; rows wanted twice; mini-batches of nothing; two
+    tables, one of them permuted, beside one that no mini-batch wants; chunks; rows that are gone when a round ends."""
+    batches = []
+    for number in range(8):
+        index = np.arange(0 if number == 5 else 90 + 9 * number, dtype=np.int64)
+        near, far = index * 5 + number * 35, index * index * 7 + index * (number // 2) * 13 + number * 3
+        papers = np.where(index % 3 == 0, near, far) % PAPERS
+        authors = (index[: 11 * (number % 4)] * (number + 3) + number) % 70
+        batches.append(({"paper": papers, "author": authors}, {"number": number, "edges": np.stack([index[:9], index[:9] + 1])}))
+    return Golden(
+        tables={
+            "paper": numbers((PAPERS, 32), np.float16),
+            "author": numbers((70, 3), np.int16, step=11),
+            "venue": numbers((9,), np.uint8),
+        },
+        options={"order": {"paper": "permutation", "author": "given", "venue": "given"},
+                 "permutation": {"paper": (np.arange(PAPERS) * 77 + 5) % PAPERS}},
+        batches=batches,
+        compiling={"cache": 2600, "device_memory": 600, "memory": "16MiB",
+                   "policy": Policy("golden", _some_everywhere, _descending)},
+    )  # fmt: skip
+
+
+STORES = {"sizes": sizes, "order": order, "dtypes": dtypes, "graph": graph, "compiled": compiled}
 
 _NODE_OF_ROW: Mapping[int, Callable[[Any], Any]] = {
     PAPERS: lambda row: (row * 7 + 3) % PAPERS,
@@ -173,8 +217,20 @@ def make(name: str, directory: Path) -> Path:
         small = staticmethod(lambda rows, row_bytes: choose(rows, row_bytes, chunk_bytes=CHUNK_BYTES))
         patches.enter_context(mock.patch.object(TableLayout, "choose", small))
         featstore.pack(out, golden.tables, arrays=golden.arrays, **golden.options).close()
-    (out / "lock").unlink()  # says which process wrote; no part of a store
+        if golden.batches:
+            _compile(golden, out)
+    for lock in out.rglob("lock"):
+        lock.unlink()  # says which process wrote; no part of a store
     return out
+
+
+def _compile(golden: Golden, out: Path) -> None:
+    build = sys.modules[featstore.compile_trace.__module__]
+    with tempfile.TemporaryDirectory() as folder, mock.patch.object(build, "load_model", lambda _: DEFAULT):
+        featstore.Trace.record(golden.batches, Path(folder) / "trace").close()
+        found = featstore.compile_trace(out, Path(folder) / "trace", **golden.compiling)
+    assert isinstance(found, featstore.Store)
+    found.close()
 
 
 if __name__ == "__main__":

@@ -28,6 +28,12 @@ TABLE = ARRAY | {"rows": int, "row_shape": list, "row_bytes": int, "rows_per_chu
 del TABLE["shape"]
 GRAPH = {"table": str, "edges": int, "offsets": dict, "sources": dict}
 HUBS = {"method": str, "rows": dict, "offsets": dict, "sources": dict}
+COMPILED = {"base_uuid": str, "trace_uuid": str, "residency": str, "batches": int, "memory_bytes": int, "records": str,
+            "offsets": str, "tables": dict, "forecast": dict}  # fmt: skip
+PARTS = ("packed", "shared", "resident", "device")
+COMPILED_TABLE = dict.fromkeys(PARTS, str) | {"turn": str, "base_rows": int, "batch_rows_max": int, "placement": dict}
+RECORD = ("hit_place", "hit_slot", "packed_place", "shared_place", "shared_row", "base_place", "base_row", "copy_place", "copy_from",
+          "admit_place", "admit_slot", "device_place", "device_slot", "host_place")  # fmt: skip
 MANIFEST = {"format": str, "version": int, "reader_features": list, "writer_features": list, "uuid": str,
             "generation": str, "tables": dict, "arrays": dict, "files": list, "provenance": dict}  # fmt: skip
 
@@ -96,7 +102,7 @@ def element(dtype):
 
 class Store:
     """An open store: ``tables`` (rows in node id order), ``rows`` (in row order), ``arrays``, ``graphs`` (offsets and sources,
-    both of rows); all by name."""
+    both of rows); all by name. ``compiled``: what the manifest says of a compiled trace, or None."""
 
     def __init__(self, path):
         self.path = path
@@ -106,8 +112,8 @@ class Store:
         m = self.manifest = json.loads(text, object_pairs_hook=unique)
         need(type(m) is dict and m.get("format") == "featstore" and m.get("version") == 1, "not a store of version 1")
         features = m.get("reader_features")
-        need(type(features) is list and all(f == "graphs" for f in features), "it needs features this reader lacks")
-        need(re.fullmatch("g[0-9]{6,}", fields(m, MANIFEST, ("graphs",))["generation"]), "generation")
+        need(type(features) is list and set(features) <= {"graphs", "compiled"}, "it needs features this reader lacks")
+        need(re.fullmatch("g[0-9]{6,}", fields(m, MANIFEST, ("graphs", "compiled"))["generation"]), "generation")
         bare = re.sub(rb'("(?:[^"\\]|\\.)*")|\s+', lambda token: token[1] or b"", text)
         h = hashlib.sha256(bare.replace(b'"uuid":"%s"' % m["uuid"].encode(), b'"uuid":""', 1)).hexdigest()
         h = f"{h[:8]}-{h[8:12]}-8{h[13:16]}-{'89ab'[int(h[16], 16) % 4]}{h[17:20]}-{h[20:32]}"
@@ -122,6 +128,8 @@ class Store:
         need("graphs" in features or not m.get("graphs"), "graphs without the feature of that name")
         need(type(m.get("graphs", {})) is dict, "graphs")
         self.graphs = {name(n): self.graph(fields(g, GRAPH, ("hubs",))) for n, g in m.get("graphs", {}).items()}
+        need("compiled" in features or "compiled" not in m, "a compiled trace without the feature of that name")
+        self.compiled = self.checked(fields(m["compiled"], COMPILED)) if "compiled" in m else None
 
     def inside(self, path):
         part = r"/[A-Za-z0-9_][A-Za-z0-9_.\-]{0,254}"
@@ -215,10 +223,95 @@ class Store:
             need(np.array_equal(np.concatenate([*lists, sources[:0]]), copy), "hubs' lists are not the lists they copy")
         return offsets, sources
 
+    def checked(self, c):
+        """The description of a compiled trace; its tables and arrays are there and of the right kind."""
+        records, offsets = self.rows.get(c["records"]), self.arrays.get(c["offsets"])
+        need(c["residency"] in ("min", "fixed") and c["batches"] >= 0 <= c["memory_bytes"], "residency, batches or memory")
+        need(records is not None and records.ndim == 1 and records.dtype == np.uint8, "records")
+        need(offsets is not None and offsets.dtype == "<i8" and offsets.shape == (c["batches"] + 1,), "offsets")
+        need(offsets[0] == 0 and offsets[-1] == len(records) and (np.diff(offsets) >= 0).all(), "offsets of records")
+        for n, t in c["tables"].items():
+            need(all(fields(t, COMPILED_TABLE)[part] in self.rows for part in PARTS), f"the tables of {name(n)}")
+            kinds = [self.manifest["tables"][t[part]] for part in PARTS]
+            need(len({(*k["row_shape"], k["dtype"]) for k in kinds}) == 1, f"the tables of {n} have rows of several kinds")
+            need(not any(k["order"].get("row_of_node") for k in kinds), f"a table of {n} is permuted")
+            turn = self.arrays.get(t["turn"])
+            need(turn is not None and turn.dtype == "<i4" and turn.shape == (len(self.rows[t["resident"]]),), f"the turn of {n}")
+            there = turn[turn >= 0].tolist()
+            need((turn >= -1).all() and len(set(there)) == len(there) and set(there) <= set(range(len(turn))), f"the turn of {n}")
+            need(0 <= t["base_rows"] <= 2**40 and t["batch_rows_max"] >= 0, f"rows of {n}")
+        return c
+
+    def mini_batches(self, base):
+        """Of each mini-batch of a compiled trace: (rows by table of the base store, bytes of the sample)."""
+        c, tables = self.compiled, self.compiled["tables"]
+        need(c["base_uuid"] == base.manifest["uuid"], "it was compiled for another base store, or another state of it")
+        for n, t in tables.items():
+            kinds = [(s.manifest["tables"][m]["row_shape"], s.manifest["tables"][m]["dtype"]) for s, m in ((self, t["packed"]), (base, n))]
+            need(kinds[0] == kinds[1] and len(base.rows[n]) == t["base_rows"], f"table {n} is not that of the base store")
+        slots = {n: self.rows[t["resident"]].copy() for n, t in tables.items()}
+        records, ends = self.rows[c["records"]].tobytes(), self.arrays[c["offsets"]].tolist()
+        for low, high in zip(ends, ends[1:], strict=False):
+            record, out = records[low:high], {}
+            size, sample, sample_bytes = struct.unpack_from("<3q", record)
+            at = 24 + 136 * len(tables)
+            need(size == len(record) and size % 64 == sample % 64 == 0 <= sample_bytes <= size - sample, "a record's head")
+            for number, (n, t) in enumerate(tables.items()):
+                count, host, first, *lengths = struct.unpack_from("<17q", record, 24 + 136 * number)
+                a = {}
+                for key, length in zip(RECORD, lengths, strict=True):
+                    item = 8 if key.endswith("_row") else 4
+                    need(0 <= length <= (sample - at) // item, "a record's array")
+                    a[key] = np.frombuffer(record, f"<i{item}", length, at)
+                    at += -(-length * item // 8) * 8
+                out[n] = self.assemble(a, count, host, first, t, base.rows[n], slots[n])
+                need(c["residency"] == "min" or not len(a["admit_slot"]), "a fixed residency that admits")
+            need(at <= sample, "a record's sample")
+            yield out, record[sample : sample + sample_bytes]
+        for n, t in tables.items():
+            turn, first_rows = self.arrays[t["turn"]], self.rows[t["resident"]]
+            same = slots[n][turn[turn >= 0]].tobytes() == first_rows[turn >= 0].tobytes()
+            need(same or not c["batches"], f"the turn of {n}: the rows of the begin are elsewhere")
+
+    def assemble(self, a, count, host, first, t, base, slots):
+        """The rows of one table in one mini-batch, after which ``slots`` are as the next mini-batch finds them."""
+        packed, shared, _, device = (self.rows[t[part]] for part in PARTS)
+        need(0 <= host <= count <= t["batch_rows_max"], "rows of a mini-batch")
+        need(0 <= first <= len(packed) - len(a["packed_place"]), "a run of packed rows")
+        x = np.empty((host, *packed.shape[1:]), packed.dtype)
+        filled = [a[f"{way}_place"] for way in ("hit", "packed", "shared", "base")]
+        for place, rows, index in (
+            (filled[0], slots, a["hit_slot"]), (filled[1], packed, np.arange(first, first + len(filled[1]))),
+            (filled[2], shared, a["shared_row"]), (filled[3], base, a["base_row"]), (a["copy_place"], x, a["copy_from"]),
+        ):  # fmt: skip
+            need(len(place) == len(index) and all(0 <= i < len(rows) for i in index.tolist()), "an index into rows")
+            need(all(0 <= p < host for p in place.tolist()), "a place")
+            x[place] = rows[index]
+        need(sorted(np.concatenate([*filled, a["copy_place"]]).tolist()) == list(range(host)), "rows are not filled once each")
+        need(set(a["copy_from"].tolist()) <= set(np.concatenate(filled).tolist()), "a copy of a copy")
+        admitted = a["admit_slot"].tolist()
+        need(len(set(admitted)) == len(admitted) == len(a["admit_place"]) and set(admitted) <= set(range(len(slots))), "slots")
+        need(set(a["admit_place"].tolist()) <= set(range(host)), "a place that is admitted")
+        slots[a["admit_slot"]] = x[a["admit_place"]]
+        if len(device) == 0:
+            need(host == count and not len(a["device_place"]) and not len(a["host_place"]), "rows of a device without any")
+            return x
+        rows = np.empty((count, *x.shape[1:]), x.dtype)
+        places = np.concatenate([a["device_place"], a["host_place"]]).tolist()
+        need(sorted(places) == list(range(count)) and len(a["host_place"]) == host, "places beside a device")
+        need(len(a["device_place"]) == len(a["device_slot"]), "places beside a device")
+        need(all(0 <= i < len(device) for i in a["device_slot"].tolist()), "an index into a device's rows")
+        rows[a["device_place"]], rows[a["host_place"]] = device[a["device_slot"]], x
+        return rows
+
 
 if __name__ == "__main__":
+    packs, compiled = os.path.join(sys.argv[1], "packs"), {}
     try:
         store = Store(sys.argv[1])
+        for n in sorted(os.listdir(packs)) if os.path.isdir(packs) else ():
+            if os.path.exists(os.path.join(packs, n, "featstore.json")):
+                compiled[n] = sum(1 for _ in Store(os.path.join(packs, n)).mini_batches(store))
     except (OSError, ValueError, KeyError, TypeError) as error:
         sys.exit(f"{sys.argv[1]}: {error!r}")
     for what, found in (("table", store.tables), ("array", store.arrays)):
@@ -226,3 +319,5 @@ if __name__ == "__main__":
             print(f"{what} {n}: {list(values.shape)} {values.dtype}")
     for n, (offsets, sources) in store.graphs.items():
         print(f"graph {n}: {len(offsets) - 1} rows, {len(sources)} edges")
+    for n, batches in compiled.items():
+        print(f"compiled trace {n}: {batches} mini-batches")
