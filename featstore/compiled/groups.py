@@ -277,8 +277,10 @@ def sort_blocks(
     spare_keys: NDArray[np.uint64],
     spare_places: NDArray[np.int64],
 ) -> None:
-    """Sort each block of :func:`scatter_blocks` by the bits in ``key_mask`` of the keys at its places. ``own_keys`` and the spare arrays hold
-    the largest block."""
+    """Sort each block of :func:`scatter_blocks` by the bits in ``key_mask`` of the keys at its places.
+
+    ``own_keys`` and the spare arrays hold the largest block.
+    """
     for block in range(starts.shape[0] - 1):
         n = starts[block + 1] - starts[block]
         own = places[starts[block] : starts[block + 1]]

@@ -153,14 +153,19 @@ def check_record(record: TableRecord, limits: Limits, path: Path) -> None:
     if not 0 <= r.packed_first <= limits.packed_rows - len(r.packed_place):
         raise _bad(path, f"a run from row {r.packed_first} on of {limits.packed_rows} packed rows")
     _check_once([r.hit_place, r.packed_place, r.shared_place, r.base_place, r.copy_place], r.host_count, path)
+    if len(r.copy_place):
+        copied = np.zeros(r.host_count, np.uint8)
+        copied[r.copy_place] = 1
+        if copied[r.copy_from].any():
+            raise _bad(path, "a copy of a copy")
     if r.host_count < r.count or len(r.host_place):
         _check_once([r.device_place, r.host_place], r.count, path)
 
 
 def _check_once(parts: list[NDArray[np.int32]], count: int, path: Path) -> None:
     places = np.concatenate(parts)
-    seen = np.zeros(count, np.uint8)
     if len(places) == count and (count == 0 or (places.min() >= 0 and places.max() < count)):
+        seen = np.zeros(count, np.uint8)
         seen[places] = 1
         if seen.all():
             return
