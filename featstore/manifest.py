@@ -350,7 +350,9 @@ def _check_compiled(manifest: Manifest, compiled: CompiledEntry) -> None:
         if resident is None or turn is None or turn.dtype != "int32" or turn.shape != [resident.rows]:
             raise FormatError(f"{table.turn!r} does not say where the resident rows of {name!r} are")
         if not 0 <= table.base_rows <= ROWS_MAX or not 0 <= table.batch_rows_max <= ELEMENTS_MAX:
-            raise FormatError(f"the compiled trace's base table {name!r} has the impossible number of {table.base_rows} rows")
+            raise FormatError(
+                f"the compiled trace's base table {name!r} has the impossible number of {table.base_rows} rows"
+            )
 
 
 def _check_graph(name: str, graph: GraphEntry, manifest: Manifest, files: dict[str, FileEntry]) -> None:

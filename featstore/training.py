@@ -48,7 +48,9 @@ def train_loader(
     if device_memory not in (0, "0") and loader.get("device") is None:
         raise SourceError("device_memory= keeps rows on a device: say on which, with device=")
     if isinstance(sampler, Iterator) and (fresh or epochs > 1):
-        raise SourceError("an iterator gives its mini-batches only once: give an iterable, or a function of the epoch's number")
+        raise SourceError(
+            "an iterator gives its mini-batches only once: give an iterable, or a function of the epoch's number"
+        )
     store = _store_of(dataset, path)
     if fresh:
         options: dict[str, Any] = {

@@ -99,4 +99,7 @@ def parse_disk(disk: int | str | None, store: Store) -> int | None:
         if not 0 <= times < 1e9:
             raise SourceError(f"disk must be a size or a multiple of the tables such as '3x', not {disk!r}")
         return int(times * sum(t.data_bytes for t in store.tables.values()))
-    return 0 if disk in (0, "0") else parse_bytes(disk)
+    try:
+        return 0 if disk in (0, "0") else parse_bytes(disk)
+    except ValueError as error:
+        raise SourceError(f"disk must be a size or a multiple of the tables such as '3x': {error}") from None

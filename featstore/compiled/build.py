@@ -265,13 +265,21 @@ class _Compiling:
         self.disk.fsync_dir(self.scratch.parent)
         types = tables_of(self.base, self.trace)
         tables = {t: self.base.table(n) for t, n in types.items()}
+        for table in tables.values():
+            for part in PARTS:
+                check_name(f"{table.name}.{part}", "compiled table")
         o = self.options
-        budget = LoaderBudget.split(o.train_bytes, o.cache_bytes, o.device_bytes, o.disk_bytes, self.trace, tables)
         rows = [t.rows for t in tables.values()]
         state = _MAP_BYTES * sum(rows) + _STATE_BYTES * max(rows, default=0)
         needed = max(state + 2 * _BLOCK_BYTES, *(needed_bytes(t.row_bytes) for t in tables.values()))
-        if needed > self.options.memory_bytes:
-            raise BudgetError(needed, self.options.memory_bytes, "decide where the rows of a trace go, and pack them")
+        try:
+            budget = LoaderBudget.split(o.train_bytes, o.cache_bytes, o.device_bytes, o.disk_bytes, self.trace, tables)
+        except BudgetError as error:
+            if o.train_bytes != o.memory_bytes:
+                raise
+            raise BudgetError(max(needed, error.needed_bytes), o.memory_bytes, error.what) from None
+        if needed > o.memory_bytes:
+            raise BudgetError(needed, o.memory_bytes, "decide where the rows of a trace go, and pack them")
         limits = self._disk_limits(tables)
         for node_type, table in tables.items():
             options = TableOptions(

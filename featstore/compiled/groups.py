@@ -291,8 +291,8 @@ def sort_blocks(
 
 def counts_apart(size: int, rows: float, reads: float) -> bool:
     """Whether a region of so many rows, read so many times in all by a group of ``size``, is ordered by counts before the second
-    mini-batch: pairs have sixteen rows or more each, and a row is missed by less than a quarter of the group and than 4.5."""
-    return rows >= 8 * size**2 and reads < rows * min(4.5, size / 4)
+    mini-batch: if pairs have sixteen rows or more, and less than a sixth of the group misses a row."""
+    return rows >= 8 * size**2 and 6 * reads < size * rows
 
 
 def key_mask(size: int, apart: bool) -> np.uint64:

@@ -197,6 +197,7 @@ class CompiledLoader:
     def __iter__(self) -> Iterator[Any]:
         walk = self._begin_walk()
         try:
+            walk.start()  # in here, so that an interrupt finds the thread with someone who ends it
             last = time.perf_counter()
             for batch in walk:
                 now = time.perf_counter()
@@ -316,7 +317,9 @@ class CompiledLoader:
 
     def _no_base(self) -> CorruptionError:
         path, advice = self.compiled.pack.path, "pack the trace anew with --overwrite"
-        return CorruptionError(path, None, "no rows of the base store, as its manifest says", "a record with some", advice)
+        return CorruptionError(
+            path, None, "no rows of the base store, as its manifest says", "a record with some", advice
+        )
 
     # One mini-batch, step by step; called by the walk's thread.
 
@@ -442,7 +445,11 @@ class _Walk:
         self._room = threading.Semaphore(loader.depth)
         self._stop = ""  # why the walk was stopped
         self._thread = threading.Thread(target=self._run, name="featstore-compiled", daemon=True)
-        self._thread.start()
+
+    def start(self) -> None:
+        """Go ahead."""
+        if not self._stop:
+            self._thread.start()
 
     def __iter__(self) -> Iterator[Any]:
         for turn in range(len(self._order)):

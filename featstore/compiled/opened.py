@@ -95,7 +95,9 @@ class Compiled:
         turn: NDArray[np.int32] = self.pack.arrays[self.entry.tables[table].turn]
         there = turn[turn >= 0]
         if (turn < -1).any() or (there >= len(turn)).any() or len(np.unique(there)) < len(there):
-            raise FormatError(f"the turn of table {table!r} in {self.pack.path} does not give {len(turn)} slots their rows back")
+            raise FormatError(
+                f"the turn of table {table!r} in {self.pack.path} does not give {len(turn)} slots their rows back"
+            )
         return turn
 
     def needed_bytes(self, depth: int) -> int:

@@ -19,7 +19,9 @@ def as_tensor(rows: NDArray[Any]) -> torch.Tensor:
     try:
         return torch.from_numpy(rows)
     except TypeError:
-        raise TypeError(f"torch has no dtype for {rows.dtype}; ask for arrays with tensors=False and no device") from None
+        raise TypeError(
+            f"torch has no dtype for {rows.dtype}; ask for arrays with tensors=False and no device"
+        ) from None
 
 
 def to_device(tensor: torch.Tensor, device: Any) -> torch.Tensor:

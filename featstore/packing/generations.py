@@ -130,6 +130,22 @@ def collect(store: Path, disk: Disk, *, unfinished: bool = False, dry_run: bool 
     return removed
 
 
+def remove_store(store: Path, disk: Disk, *, dry_run: bool = False) -> bool:
+    """Remove a store and all that is in it, unless a reader holds one of its generations; False if one does. The caller holds
+    the writer lock."""
+    committed = current(store)
+    for name, paths in names(store).items():
+        generation = Generation(store, name)
+        if committed is not None and name == committed.generation:
+            paths = [store / MANIFEST_NAME, *paths]  # the manifest first: nobody opens what is being removed
+        if not _remove_generation(disk, generation, paths, dry_run=dry_run):
+            return False
+    if not dry_run:
+        disk.rmtree(store)
+        disk.fsync_dir(store.parent)
+    return True
+
+
 def _remove_generation(disk: Disk, generation: Generation, paths: list[Path], *, dry_run: bool = False) -> bool:
     """Remove what belongs to a generation, unless a reader holds it; False if one does. The lock is kept while removing,
     so that no reader slips in: one that waits for it finds the directory gone and looks at the manifest again."""

@@ -140,7 +140,9 @@ def graph() -> Golden:
     )
 
 
-def _some_everywhere(misses: Any, table_rows: int, *rest: Any, extent_bytes_max: int, **_: Any) -> tuple[Placement, Forecast]:
+def _some_everywhere(
+    misses: Any, table_rows: int, *rest: Any, extent_bytes_max: int, **_: Any
+) -> tuple[Placement, Forecast]:
     """X mini-batches miss once are packed or, some, left; those missed more often are shared."""
     placement = Placement(4, (int(Choice.PACKED), int(Choice.SHARED)), 1, 0.25, int(Choice.BASE))
     layout, model = (next(r for r in rest if isinstance(r, kind)) for kind in (TableLayout, DeviceModel))
@@ -162,7 +164,9 @@ def compiled() -> Golden:
         near, far = index * 5 + number * 35, index * index * 7 + index * (number // 2) * 13 + number * 3
         papers = np.where(index % 3 == 0, near, far) % PAPERS
         authors = (index[: 11 * (number % 4)] * (number + 3) + number) % 70
-        batches.append(({"paper": papers, "author": authors}, {"number": number, "edges": np.stack([index[:9], index[:9] + 1])}))
+        batches.append(
+            ({"paper": papers, "author": authors}, {"number": number, "edges": np.stack([index[:9], index[:9] + 1])})
+        )
     return Golden(
         tables={
             "paper": numbers((PAPERS, 32), np.float16),
@@ -226,7 +230,7 @@ def make(name: str, directory: Path) -> Path:
 
 def _compile(golden: Golden, out: Path) -> None:
     build = sys.modules[featstore.compile_trace.__module__]
-    with tempfile.TemporaryDirectory() as folder, mock.patch.object(build, "load_model", lambda _: DEFAULT):
+    with tempfile.TemporaryDirectory() as folder, mock.patch.object(build, "load_model", return_value=DEFAULT):
         featstore.Trace.record(golden.batches, Path(folder) / "trace").close()
         found = featstore.compile_trace(out, Path(folder) / "trace", **golden.compiling)
     assert isinstance(found, featstore.Store)

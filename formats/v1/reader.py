@@ -14,6 +14,7 @@ import re
 import stat
 import struct
 import sys
+from itertools import pairwise
 
 import numpy as np
 
@@ -226,19 +227,31 @@ class Store:
     def checked(self, c):
         """The description of a compiled trace; its tables and arrays are there and of the right kind."""
         records, offsets = self.rows.get(c["records"]), self.arrays.get(c["offsets"])
-        need(c["residency"] in ("min", "fixed") and c["batches"] >= 0 <= c["memory_bytes"], "residency, batches or memory")
+        need(
+            c["residency"] in ("min", "fixed") and c["batches"] >= 0 <= c["memory_bytes"],
+            "residency, batches or memory",
+        )
         need(records is not None and records.ndim == 1 and records.dtype == np.uint8, "records")
         need(offsets is not None and offsets.dtype == "<i8" and offsets.shape == (c["batches"] + 1,), "offsets")
         need(offsets[0] == 0 and offsets[-1] == len(records) and (np.diff(offsets) >= 0).all(), "offsets of records")
         for n, t in c["tables"].items():
             need(all(fields(t, COMPILED_TABLE)[part] in self.rows for part in PARTS), f"the tables of {name(n)}")
             kinds = [self.manifest["tables"][t[part]] for part in PARTS]
-            need(len({(*k["row_shape"], k["dtype"]) for k in kinds}) == 1, f"the tables of {n} have rows of several kinds")
+            need(
+                len({(*k["row_shape"], k["dtype"]) for k in kinds}) == 1,
+                f"the tables of {n} have rows of several kinds",
+            )
             need(not any(k["order"].get("row_of_node") for k in kinds), f"a table of {n} is permuted")
             turn = self.arrays.get(t["turn"])
-            need(turn is not None and turn.dtype == "<i4" and turn.shape == (len(self.rows[t["resident"]]),), f"the turn of {n}")
+            need(
+                turn is not None and turn.dtype == "<i4" and turn.shape == (len(self.rows[t["resident"]]),),
+                f"the turn of {n}",
+            )
             there = turn[turn >= 0].tolist()
-            need((turn >= -1).all() and len(set(there)) == len(there) and set(there) <= set(range(len(turn))), f"the turn of {n}")
+            need(
+                (turn >= -1).all() and len(set(there)) == len(there) and set(there) <= set(range(len(turn))),
+                f"the turn of {n}",
+            )
             need(0 <= t["base_rows"] <= 2**40 and t["batch_rows_max"] >= 0, f"rows of {n}")
         return c
 
@@ -247,15 +260,23 @@ class Store:
         c, tables = self.compiled, self.compiled["tables"]
         need(c["base_uuid"] == base.manifest["uuid"], "it was compiled for another base store, or another state of it")
         for n, t in tables.items():
-            kinds = [(s.manifest["tables"][m]["row_shape"], s.manifest["tables"][m]["dtype"]) for s, m in ((self, t["packed"]), (base, n))]
-            need(kinds[0] == kinds[1] and len(base.rows[n]) == t["base_rows"], f"table {n} is not that of the base store")
+            kinds = [
+                (s.manifest["tables"][m]["row_shape"], s.manifest["tables"][m]["dtype"])
+                for s, m in ((self, t["packed"]), (base, n))
+            ]
+            need(
+                kinds[0] == kinds[1] and len(base.rows[n]) == t["base_rows"], f"table {n} is not that of the base store"
+            )
         slots = {n: self.rows[t["resident"]].copy() for n, t in tables.items()}
         records, ends = self.rows[c["records"]].tobytes(), self.arrays[c["offsets"]].tolist()
-        for low, high in zip(ends, ends[1:], strict=False):
+        for low, high in pairwise(ends):
             record, out = records[low:high], {}
             size, sample, sample_bytes = struct.unpack_from("<3q", record)
             at = 24 + 136 * len(tables)
-            need(size == len(record) and size % 64 == sample % 64 == 0 <= sample_bytes <= size - sample, "a record's head")
+            need(
+                size == len(record) and size % 64 == sample % 64 == 0 <= sample_bytes <= size - sample,
+                "a record's head",
+            )
             for number, (n, t) in enumerate(tables.items()):
                 count, host, first, *lengths = struct.unpack_from("<17q", record, 24 + 136 * number)
                 a = {}
@@ -287,14 +308,23 @@ class Store:
             need(len(place) == len(index) and all(0 <= i < len(rows) for i in index.tolist()), "an index into rows")
             need(all(0 <= p < host for p in place.tolist()), "a place")
             x[place] = rows[index]
-        need(sorted(np.concatenate([*filled, a["copy_place"]]).tolist()) == list(range(host)), "rows are not filled once each")
+        need(
+            sorted(np.concatenate([*filled, a["copy_place"]]).tolist()) == list(range(host)),
+            "rows are not filled once each",
+        )
         need(set(a["copy_from"].tolist()) <= set(np.concatenate(filled).tolist()), "a copy of a copy")
         admitted = a["admit_slot"].tolist()
-        need(len(set(admitted)) == len(admitted) == len(a["admit_place"]) and set(admitted) <= set(range(len(slots))), "slots")
+        need(
+            len(set(admitted)) == len(admitted) == len(a["admit_place"]) and set(admitted) <= set(range(len(slots))),
+            "slots",
+        )
         need(set(a["admit_place"].tolist()) <= set(range(host)), "a place that is admitted")
         slots[a["admit_slot"]] = x[a["admit_place"]]
         if len(device) == 0:
-            need(host == count and not len(a["device_place"]) and not len(a["host_place"]), "rows of a device without any")
+            need(
+                host == count and not len(a["device_place"]) and not len(a["host_place"]),
+                "rows of a device without any",
+            )
             return x
         rows = np.empty((count, *x.shape[1:]), x.dtype)
         places = np.concatenate([a["device_place"], a["host_place"]]).tolist()

@@ -281,7 +281,7 @@ def test_gc(call: Call, copy: Path, inputs: Path) -> None:
         featstore.pack(copy, inputs / "rows.npy", overwrite=True).close()  # an open reader holds the old generation
         assert call("gc", copy).stdout == "nothing to remove\n"
     data = parsed(call("gc", copy, "--dry-run", "--json"))
-    assert set(data) == {"schema", "store", "dry_run", "removed", "bytes"}
+    assert set(data) == {"schema", "store", "dry_run", "removed", "bytes", "stale"}
     assert data["schema"] == "featstore.gc/1"
     assert [entry["path"] for entry in data["removed"]] == ["g000001"]
     assert data["bytes"] == sum(p.stat().st_size for p in (copy / "g000001").rglob("*") if p.is_file())

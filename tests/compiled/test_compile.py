@@ -60,7 +60,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 
 @given(data=st.data())
-@settings(max_examples=45, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_every_row_is_that_of_the_source(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
     kinds = data.draw(st.lists(st.sampled_from(KINDS), min_size=1, max_size=3), label="kinds")
     seed = data.draw(st.integers(0, 2**32), label="seed")
@@ -124,7 +124,15 @@ def test_episodes_buckets_and_chunks(
     case.compile(policy=policy, residency=residency, cache=rows["t"].nbytes // 12)
     with case.store.compiled() as compiled, compiled.loader() as loader:
         limits = compiled.limits("t")
-        assert min(limits.packed_rows, limits.shared_rows, limits.slots, compiled.entry.forecast["tables"]["t"]["base_rows"]) > 0
+        assert (
+            min(
+                limits.packed_rows,
+                limits.shared_rows,
+                limits.slots,
+                compiled.entry.forecast["tables"]["t"]["base_rows"],
+            )
+            > 0
+        )
         for _ in range(ROUNDS):
             case.check(loader, range(13))
     assert featstore.verify(case.store.path / "packs/default").ok
@@ -167,12 +175,12 @@ def one(tmp_path: Path) -> Case:
 
 def test_the_default_memory_of_the_loader_is_what_it_was_compiled_for(tmp_path: Path) -> None:
     """Whatever the compilation accepts, the loader works with: tiny rows, whose records weigh more than they do, and many tables."""
-    for names, width in ((["t"], 1), ([f"t{i}" for i in range(40)], 2)):
-        rows = {name: rows_of(30_000 // len(names), (width,), np.uint8, 1) for name in names}
+    for names, width in ((["t"], 1), ([f"t{i}" for i in range(24)], 2)):
+        rows = {name: rows_of(8_000 // len(names), (width,), np.uint8, 1) for name in names}
         sizes = {name: len(r) for name, r in rows.items()}
         folder = tmp_path / str(width)
         folder.mkdir()
-        ids = skewed_batches(sizes, 4, 30_000 // len(names), 2)
+        ids = skewed_batches(sizes, 4, 8_000 // len(names), 2)
         store = featstore.pack(folder / "s", rows, order="given", disk=QuickDisk(), memory="64MiB")
         for kind, batches in (("with", with_samples(ids)), ("without", [b if len(b) > 1 else b["t"] for b in ids])):
             trace = Trace.record(batches, folder / kind)

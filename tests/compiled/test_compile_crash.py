@@ -73,7 +73,9 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Case:
     """A base store of two tables, with nothing compiled. Not to be written to: take ``case``."""
     rows = {"t": rows_of(600, (24,), np.float32, 1), "u": rows_of(40, (3,), np.uint8, 2)}
-    return make_case(tmp_path_factory.mktemp("whole"), rows, skewed_batches({"t": 600, "u": 40}, BATCHES, 150, 3), permuted=True)
+    return make_case(
+        tmp_path_factory.mktemp("whole"), rows, skewed_batches({"t": 600, "u": 40}, BATCHES, 150, 3), permuted=True
+    )
 
 
 @pytest.fixture
@@ -88,11 +90,15 @@ def copied(whole: Case, path: Path) -> Iterator[Case]:
 
 
 def compile_in(case: Case, door: Any = None, **options: Any) -> None:
-    case.compile("x", **({"policy": MIXED, "cache": 1000, "overwrite": False, "disk_door": door or QuickDisk()} | options))
+    case.compile(
+        "x", **({"policy": MIXED, "cache": 1000, "overwrite": False, "disk_door": door or QuickDisk()} | options)
+    )
 
 
 def tree(path: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(path)): p.read_bytes() for p in sorted(path.rglob("*")) if p.is_file() and p.name != "lock"}
+    return {
+        str(p.relative_to(path)): p.read_bytes() for p in sorted(path.rglob("*")) if p.is_file() and p.name != "lock"
+    }
 
 
 def is_right(case: Case, round_count: int = 1) -> None:
@@ -178,7 +184,9 @@ def test_every_crash_state_is_old_or_new_and_can_go_on(case: Case, tmp_path: Pat
     states = list(crash_states(ops))
     late = [k for k, (label, _) in enumerate(states) if int(label.split(":")[0]) > committed]
     random = np.random.default_rng(1)
-    chosen = np.concatenate([random.permutation(len(states) - len(late))[:16], random.permutation(late)[:5]]).astype(int)
+    chosen = np.concatenate([random.permutation(len(states) - len(late))[:16], random.permutation(late)[:5]]).astype(
+        int
+    )
     resumed = opened = 0
     for turn, k in enumerate(chosen):
         label, kept = states[k]
@@ -268,10 +276,20 @@ def test_what_is_resumed_must_be_the_same(case: Case, monkeypatch: pytest.Monkey
         compile_in(case, progress=stop)
     with pytest.raises(StoreExistsError, match="--resume"):
         compile_in(case)
-    for other in ({"cache": 4000}, {"residency": "fixed"}, {"memory": "17MiB"}, {"seed": 1}, {"disk": "1x"}, {"device_memory": 500}):
+    for other in (
+        {"cache": 4000},
+        {"residency": "fixed"},
+        {"memory": "17MiB"},
+        {"seed": 1},
+        {"disk": "1x"},
+        {"device_memory": 500},
+    ):
         with pytest.raises(SourceError, match="cannot resume"):
             compile_in(case, resume=True, **other)
-    with Trace.record([np.arange(3)], tmp_path / "other") as other_trace, pytest.raises(SourceError, match="cannot resume"):
+    with (
+        Trace.record([np.arange(3)], tmp_path / "other") as other_trace,
+        pytest.raises(SourceError, match="cannot resume"),
+    ):
         featstore.compile_trace(case.store, other_trace, "x", memory="16MiB", resume=True)
     # Placement follows the device model: a device calibrated meanwhile would have rows go elsewhere.
     save_model(device_key(case.store.path, "uring", "direct"), DeviceModel(1e-4, 1e-9, 1e-4))
@@ -328,7 +346,9 @@ def test_a_dry_run_leaves_nothing(case: Case) -> None:
     with case.store.compiled("x") as compiled:
         assert compiled.entry.forecast["tables"] == forecast.tables
         limits = [compiled.limits(name) for name in ("t", "u")]
-        bytes_on_disk = sum((one.packed_rows + one.shared_rows) * compiled.row_bytes(n) for n, one in zip("tu", limits, strict=True))
+        bytes_on_disk = sum(
+            (one.packed_rows + one.shared_rows) * compiled.row_bytes(n) for n, one in zip("tu", limits, strict=True)
+        )
         assert forecast.disk_bytes == bytes_on_disk
     there = tree(case.store.path)
     case.compile("x", dry_run=True, overwrite=False)
@@ -384,7 +404,10 @@ def test_the_disk_is_looked_at_beforehand(case: Case) -> None:
 def test_failing_at_once_leaves_nothing(case: Case, tmp_path: Path) -> None:
     with pytest.raises(IncompleteStoreError, match="nothing to resume"):
         compile_in(case, resume=True)
-    with Trace.record([{"t": np.array([600]), "u": np.array([0])}], tmp_path / "t") as outside, pytest.raises(IndexError):
+    with (
+        Trace.record([{"t": np.array([600]), "u": np.array([0])}], tmp_path / "t") as outside,
+        pytest.raises(IndexError),
+    ):
         featstore.compile_trace(case.store, outside, "x", memory="16MiB")
     assert not (case.store.path / "packs").exists()
 

@@ -56,7 +56,16 @@ def test_rows_come_from_everywhere(case: Case) -> None:
             for table in SIZES:
                 limits = compiled.limits(table)
                 forecast = compiled.entry.forecast["tables"][table]
-                assert min(limits.packed_rows, limits.shared_rows, limits.slots, forecast["base_rows"], forecast["hit_rows"]) > 0
+                assert (
+                    min(
+                        limits.packed_rows,
+                        limits.shared_rows,
+                        limits.slots,
+                        forecast["base_rows"],
+                        forecast["hit_rows"],
+                    )
+                    > 0
+                )
 
 
 # Iterating.
@@ -96,6 +105,34 @@ def test_a_second_iteration_ends_the_first(case: Case, loader: Any) -> None:
     first.close()
     case.check(second, range(1, BATCHES))
     case.check(loader, range(BATCHES))
+
+
+def test_loaders_side_by_side_and_mini_batches_that_outlive_them(case: Case) -> None:
+    with case.store.compiled("min") as compiled:
+        with compiled.loader() as one, compiled.loader(queue_depth=1, verify=False) as other:
+            kept = list(one)
+            for number, (a, b) in enumerate(zip(one, other, strict=True)):
+                case.check_batch(a, number)
+                case.check_batch(b, number)
+        left = compiled.loader(tensors=True)
+    case.check(kept, range(BATCHES))
+    with left:  # the compiled trace was closed, its files are the loader's
+        for _ in range(2):
+            case.check(left, range(BATCHES))
+
+
+def test_a_read_that_fails_ends_the_round_and_no_more(case: Case, tmp_path: Path) -> None:
+    base = Path(shutil.copytree(case.store.path, tmp_path / "base"))
+    with featstore.open(base) as store, store.compiled("min") as compiled, compiled.loader() as loader:
+        case.check(loader, range(BATCHES))
+        path = base / "packs/min" / compiled.pack.tables["paper.packed"].entry.chunk_path(0)
+        whole = path.read_bytes()
+        for _ in range(2):
+            path.write_bytes(bytes(len(whole)))
+            with pytest.raises(CorruptionError, match=r"paper\.packed"):
+                list(loader)
+            path.write_bytes(whole)
+            case.check(loader, range(BATCHES))
 
 
 def test_two_threads_get_right_rows_or_an_error(case: Case, loader: Any) -> None:
@@ -195,11 +232,11 @@ def test_orders_of_a_fixed_residency(case: Case) -> None:
 # Resuming.
 
 
-@pytest.mark.parametrize("name", ["min", "fixed"])
-@pytest.mark.parametrize("finished_rounds", [0, 2])
+@pytest.mark.parametrize(("name", "finished_rounds"), [("min", 0), ("min", 2), ("fixed", 1), ("device", 1)])
 def test_resuming_at_every_mini_batch(case: Case, name: str, finished_rounds: int) -> None:
+    device = "cpu" if name == "device" else None
     with case.store.compiled(name) as compiled:
-        with compiled.loader() as loader:
+        with compiled.loader(device=device) as loader:
             for _ in range(finished_rounds):
                 case.check(loader, range(BATCHES))
             states = [loader.state_dict()]
@@ -207,7 +244,7 @@ def test_resuming_at_every_mini_batch(case: Case, name: str, finished_rounds: in
                 case.check_batch(batch, number)
                 states.append(loader.state_dict())
             states.append(loader.state_dict())
-        with compiled.loader() as loader:
+        with compiled.loader(device=device) as loader:
             for done, state in enumerate(states):
                 loader.load_state_dict(pickle.loads(pickle.dumps(state)))
                 left = range(done, BATCHES) if done < BATCHES else range(BATCHES)
@@ -287,11 +324,13 @@ def test_a_slow_loop_has_a_bounded_number_of_mini_batches(case: Case, memory: st
 
     with case.store.compiled("min") as compiled:
         needed = compiled.needed_bytes(2)
-        with compiled.loader(memory=needed if memory == "smallest" else None) as loader, pytest.MonkeyPatch.context() as patch:
+        with (
+            compiled.loader(memory=needed if memory == "smallest" else None) as loader,
+            pytest.MonkeyPatch.context() as patch,
+        ):
             patch.setattr(module, "empty_rows", counted)
             for number, batch in enumerate(loader):
-                time.sleep(0.02)
-                gc.collect()
+                time.sleep(0.01)
                 assert alive <= loader.depth
                 case.check_batch(batch, number)
             del batch
@@ -375,9 +414,16 @@ def test_a_report_adds_up(case: Case, name: str) -> None:
         asked = {t: 2 * sum(len(b[t]) for b in case.batches) for t in SIZES}
         assert sum(report.row_bytes.values()) == sum(n * case.store.tables[t].row_bytes for t, n in asked.items())
         forecast = compiled.entry.forecast["tables"]
-        for source, key in (("hit", "hit_rows"), ("packed", "packed_rows"), ("shared", "shared_reads_rows"), ("base", "base_rows")):
+        for source, key in (
+            ("hit", "hit_rows"),
+            ("packed", "packed_rows"),
+            ("shared", "shared_reads_rows"),
+            ("base", "base_rows"),
+        ):
             rows = {t: forecast[t][key] for t in SIZES}
-            assert report.row_bytes[source] == 2 * sum(n * case.store.tables[t].row_bytes for t, n in rows.items()), source
+            assert report.row_bytes[source] == 2 * sum(n * case.store.tables[t].row_bytes for t, n in rows.items()), (
+                source
+            )
         assert (report.row_bytes["device"] > 0) == (name == "device")
         assert report.bytes_read >= report.reads * 4096 > 0
         assert report.forecast_seconds == pytest.approx(2 * compiled.entry.forecast["seconds"])
@@ -410,7 +456,10 @@ def test_graphs_of_pyg_come_back_filled(tmp_path: Path) -> None:
     def edges(a: int, b: int) -> Any:
         return torch.from_numpy(random.integers(0, max(1, min(a, b)), (2, 7)))
 
-    plain = [pyg.Data(n_id=torch.from_numpy(b["paper"]), x=torch.ones(3), edge_index=edges(9, 9), y=torch.arange(5)) for b in ids]
+    plain = [
+        pyg.Data(n_id=torch.from_numpy(b["paper"]), x=torch.ones(3), edge_index=edges(9, 9), y=torch.arange(5))
+        for b in ids
+    ]
     hetero = []
     for b in ids:
         one = pyg.HeteroData()
@@ -449,7 +498,10 @@ def test_tensors_of_what_torch_does_not_know(tmp_path: Path) -> None:
     with case.store.compiled() as compiled:
         with compiled.loader() as loader:
             case.check(loader, range(3))
-        with pytest.raises((TypeError, SourceError), match="torch has no dtype"), compiled.loader(tensors=True) as loader:
+        with (
+            pytest.raises((TypeError, SourceError), match="torch has no dtype"),
+            compiled.loader(tensors=True) as loader,
+        ):
             list(loader)
 
 

@@ -35,7 +35,9 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def store(tmp_path: Path) -> Iterator[featstore.Store]:
     permutation = np.random.default_rng(0).permutation(ROWS)
-    with featstore.pack(tmp_path / "s", FEATURES, order="permutation", permutation=permutation, disk=QuickDisk()) as made:
+    with featstore.pack(
+        tmp_path / "s", FEATURES, order="permutation", permutation=permutation, disk=QuickDisk()
+    ) as made:
         yield made
 
 

@@ -88,7 +88,9 @@ def test_an_open_compiled_trace_outlives_a_new_base_store(whole: Case, base: Pat
     with featstore.open(base) as store, store.compiled() as compiled, compiled.loader() as loader:
         walk = iter(loader)
         whole.check_batch(next(walk), 0)
-        featstore.pack(base, {n: r[::-1].copy() for n, r in whole.rows.items()}, order="given", overwrite=True, memory="64MiB").close()
+        featstore.pack(
+            base, {n: r[::-1].copy() for n, r in whole.rows.items()}, order="given", overwrite=True, memory="64MiB"
+        ).close()
         whole.check(walk, range(1, 5))
         whole.check(loader, range(5))
         with compiled.loader() as late:

@@ -53,12 +53,14 @@ def compile_command(
 ) -> None:  # fmt: skip
     """Compile, and tell what came of it."""
     import featstore
-    from featstore.compiled.build import compile_trace
+    from featstore.compiled.build import compile_trace, packs_directory
 
     dry_run, name = bool(own.pop("dry_run")), own.pop("name") or "default"
     options = {key: value for key, value in own.items() if value is not None}
     begin = time.perf_counter()
     with featstore.open(store) as base, featstore.Trace(trace) as recorded:
+        if not dry_run:
+            settings().packing, settings().what = packs_directory(base) / name, "the compiled trace"
         with progress("deciding") as tell:
             found = compile_trace(
                 base, recorded, name, memory=memory, seed=seed, resume=resume, overwrite=overwrite, dry_run=dry_run, **options,
@@ -69,7 +71,9 @@ def compile_command(
 
             data = {"store": str(store), "name": name, "dry_run": True, "forecast": to_builtins(found)}
         else:
-            data = describe_compiled(base.compiled(name)) | {"dry_run": False}
+            settings().packing = None
+            with base.compiled(name) as compiled:
+                data = describe_compiled(compiled) | {"dry_run": False}
     seconds = time.perf_counter() - begin
     if as_json:
         print_json("featstore.pack-trace/1", data | {"seconds": seconds})
@@ -95,7 +99,7 @@ def describe_compiled(compiled: Any) -> dict[str, Any]:
                 "packed": {"rows": pack.tables[t.packed].rows, "mini_batches": entry.batches},
                 "shared": {
                     "rows": pack.tables[t.shared].rows,
-                    "groups": -(-entry.batches // max(1, int(t.placement["group_size"]))),
+                    "groups": -(-entry.batches // max(1, int(t.placement.get("group_size", entry.batches)))),
                 },
                 "resident_rows": pack.tables[t.resident].rows,
                 "device_rows": pack.tables[t.device].rows,
@@ -115,7 +119,7 @@ def compiled_of(store: Any) -> list[dict[str, Any]]:
 
     folder, found = packs_directory(store), []
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:
-        if not path.is_dir() or path.suffix == ".trace":
+        if not path.is_dir() or path.suffix in (".trace", ".forecast"):
             continue
         try:
             with Compiled(store, path.name) as compiled:
@@ -132,6 +136,8 @@ def render_compiled(data: dict[str, Any]) -> Any:
     if "because" in data:
         return facts([("compiled trace", f"{data['name']}: {data['because']}")])
     forecast = data["forecast"]
+    if "tables" not in forecast:
+        return facts([("compiled trace", f"{data['name']!r}, by a writer that says nothing of what it expects")])
     rows = []
     for name, t in forecast["tables"].items():
         asked = max(1, t["asked_rows"])

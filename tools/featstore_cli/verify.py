@@ -1,14 +1,18 @@
-"""``featstore verify``: every byte of a store against what the manifest promises."""
+"""``featstore verify``: every byte of a store, and of the traces compiled for it, against what their manifests promise."""
 
 from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from featstore_cli.options import json_option, settings, shared_options
-from featstore_cli.output import print_json, progress, rate_text, seconds_text, show, table
+from featstore_cli.output import print_json, progress, rate_text, remark, seconds_text, show, table
+
+if TYPE_CHECKING:
+    from featstore.scrub import VerifyReport
 
 _CORRUPT = 3
 
@@ -24,9 +28,9 @@ _CORRUPT = 3
 def command(ctx: click.Context, store: Path, buffered: bool, as_json: bool) -> None:
     """Read all of STORE, a store or a trace, and name every file and page (every mini-batch) that is not as it was written.
 
-    Exits with 0 where all is well, with 3 where the store is corrupt, and with 1 where it could not be verified.
+    Traces that were compiled for the store (packs/) are part of it here. Exits with 0 where all is well, with 3 where something is
+    corrupt, and with 1 where it could not be verified.
     """
-    import featstore
     from featstore.errors import FormatError, FormatVersionError
     from featstore.trace import is_trace
 
@@ -36,33 +40,90 @@ def command(ctx: click.Context, store: Path, buffered: bool, as_json: bool) -> N
             from featstore_cli.sample import verify_trace_at
 
             ctx.exit(0 if verify_trace_at(store, buffered, as_json) else _CORRUPT)
-        with progress("verifying") as tell:
-            report = featstore.verify(
-                store,
-                progress=lambda p: tell(p.path, p.done_bytes, p.total_bytes),
-                access="buffered" if buffered else "direct",
-            )
+        report = _verify(store, "", buffered)
     except FormatVersionError:
         raise  # nothing is wrong with it
     except FormatError as error:
         click.echo(f"featstore: error: {error}", err=True)
         ctx.exit(_CORRUPT)
+    compiled = [_verify_compiled(path, report, buffered) for path in _compiled_in(store)]
+    sound = report.ok and all(c["ok"] for c in compiled)
     seconds = time.perf_counter() - begin
     if as_json:
-        print_json("featstore.verify/1", report.to_dict() | {"seconds": seconds})
+        data = report.to_dict() | {"ok": sound, "compiled": [_plain(c) for c in compiled], "seconds": seconds}
+        print_json("featstore.verify/1", data)
     else:
-        if report.problems:
-            rows = [
-                [p.path, "" if p.page is None else f"{p.page:,}", p.what, p.expected, p.actual] for p in report.problems
-            ]
-            show(table(["file", "page", "what", "expected", "found"], rows, left=5))
-        if not (settings().quiet and report.ok):
-            show(
-                _summary(report),
-                *([f"in {seconds_text(seconds)}, {rate_text(report.bytes / seconds)}, {report.access} reads"]),
-            )
-    if not report.ok:
+        _show(report, compiled, sound, seconds)
+    if not sound:
         ctx.exit(_CORRUPT)
+
+
+def _verify(path: Path, prefix: str, buffered: bool) -> VerifyReport:
+    import featstore
+
+    with progress("verifying") as tell:
+        return featstore.verify(
+            path,
+            progress=lambda p: tell(prefix + p.path, p.done_bytes, p.total_bytes),
+            access="buffered" if buffered else "direct",
+        )
+
+
+def _compiled_in(store: Path) -> list[Path]:
+    """The compiled traces of a store that are finished."""
+    folder = store / "packs"
+    found = sorted(p for p in folder.iterdir() if p.is_dir()) if folder.is_dir() else []
+    for path in found:
+        if any(path.glob("g*.journal")):
+            remark(f"{path} holds an unfinished compiled trace, which is not verified")
+    return [p for p in found if (p / "featstore.json").exists()]
+
+
+def _verify_compiled(path: Path, base: VerifyReport, buffered: bool) -> dict[str, Any]:
+    """What became of one: name, ok, stale, because (where there is nothing to verify against) and the report."""
+    from featstore.errors import FormatError, FormatVersionError, IncompleteStoreError
+    from featstore.manifest import read_manifest
+
+    found: dict[str, Any] = {"name": path.name, "ok": False, "stale": False, "because": "", "report": None}
+    try:
+        compiled = read_manifest(path)[0].compiled
+        report = _verify(path, f"packs/{path.name}/", buffered)
+    except FormatVersionError:
+        raise
+    except IncompleteStoreError:  # removed meanwhile
+        return found | {"ok": True, "because": "it is gone"}
+    except FormatError as error:
+        return found | {"because": str(error)}
+    stale = compiled is not None and compiled.base_uuid != base.uuid
+    return found | {"ok": report.ok, "stale": stale, "report": report}
+
+
+def _plain(compiled: dict[str, Any]) -> dict[str, Any]:
+    report = compiled["report"]
+    return (report.to_dict() if report else {}) | {k: v for k, v in compiled.items() if k != "report"}
+
+
+def _show(report: VerifyReport, compiled: list[dict[str, Any]], sound: bool, seconds: float) -> None:
+    reports = [("", report), *((f"packs/{c['name']}/", c["report"]) for c in compiled if c["report"])]
+    problems = [
+        [prefix + p.path, "" if p.page is None else f"{p.page:,}", p.what, p.expected, p.actual]
+        for prefix, one in reports
+        for p in one.problems
+    ]
+    if problems:
+        show(table(["file", "page", "what", "expected", "found"], problems, left=5))
+    for one in compiled:
+        if one["because"] and not one["ok"]:
+            show(f"packs/{one['name']}: {one['because']}")
+    if settings().quiet and sound:
+        return
+    for _, one in reports:
+        show(_summary(one))
+    for one in compiled:
+        if one["stale"]:
+            show(f"packs/{one['name']} was compiled for another state of the store, and is of no use to it")
+    total = sum(one.bytes for _, one in reports)
+    show(f"in {seconds_text(seconds)}, {rate_text(total / seconds)}, {report.access} reads")
 
 
 def _summary(report: object) -> str:
