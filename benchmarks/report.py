@@ -1,10 +1,10 @@
 """Put the results into the documentation: rewrites the tables of ``docs/performance.md`` between their markers.
 
     python benchmarks/report.py            # from benchmarks/results/*.json
-    python benchmarks/report.py --check    # exit status 1 where the page is not up to date
+    python benchmarks/report.py --check    # exit status 1 where the page or a plot is not up to date
 
 ``<!-- NAME:claims -->`` ... ``<!-- end -->`` holds a result's claims, ``NAME:tables`` all of its other tables and notes, and
-``machine`` the machine; every result must come from the same one.
+``machine`` the machine; every result must come from the same one. Plots lie beside the page, in ``plots``.
 """
 
 from __future__ import annotations
@@ -16,13 +16,21 @@ from typing import Any
 
 import click
 from harness import RESULTS, ROOT, SCHEMA
+from plots import plot_of_table
 from tables_text import all_cells, claim_cells, markdown
 
 from featstore.units import format_bytes
 
 PAGE = ROOT / "docs" / "performance.md"
+#: Files in ``plots``: the result and the table they are made of, the title, what is on the axes.
+PLOTS = {
+    "compiled_memory.svg": ("compiled", "An epoch against memory", "An epoch in a memory cgroup",
+                            "memory beyond the bare process, of the features", "seconds"),
+    "compiled_disk.svg": ("compiled", "An epoch against disk", "An epoch in the bare process + 10 % of the features",
+                          "disk for packed rows, in tables", "seconds"),
+}  # fmt: skip
 _BLOCK = re.compile(r"<!-- (?P<what>[a-z_]+(?::[a-z]+)?) -->\n.*?<!-- end -->", re.DOTALL)
-_SAME = ("cpu", "cores", "memory_bytes", "kernel", "disk")
+_SAME = ("cpu", "cores", "memory_bytes", "disk")
 
 
 def load(directory: Path) -> dict[str, dict[str, Any]]:
@@ -54,24 +62,40 @@ def block(what: str, results: dict[str, dict[str, Any]]) -> str:
     return "\n\n".join([*texts, *([notes] if notes else [])])
 
 
+def _alike(value: Any) -> Any:
+    """Sizes of memory to a mebibyte: what the kernel keeps for itself differs from start to start."""
+    return value >> 20 if isinstance(value, int) else value
+
+
 def machine(results: dict[str, dict[str, Any]]) -> str:
     """One paragraph. Raises ClickException where the results come from different machines."""
     if not results:
         return "*Nothing has been measured yet.*"
     machines = [r["machine"] for r in results.values()]
     for key in _SAME:
-        if any(m[key] != machines[0][key] for m in machines):
+        if any(_alike(m[key]) != _alike(machines[0][key]) for m in machines):
             raise click.ClickException(
                 f"the results come from machines that differ in {key}; run all benchmarks on one"
             )
     one = machines[0]
     disk = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in one["disk"].items() if value)
     packages = ", ".join(f"{name} {version}" for name, version in one["packages"].items())
+    kernels = " and ".join(sorted({m["kernel"] for m in machines}))
     virtual = " (a virtual machine)" if one["virtual"] else ""
     return (
-        f"{one['cores']} cores of {one['cpu']}{virtual}, {format_bytes(one['memory_bytes'])} of memory, Linux {one['kernel']}; {disk}. "
+        f"{one['cores']} cores of {one['cpu']}{virtual}, {format_bytes(one['memory_bytes'])} of memory, Linux {kernels}; {disk}. "
         f"{one['fio'] or 'no fio'}, Python {one['python']}, {packages}."
     )
+
+
+def plots(results: dict[str, dict[str, Any]]) -> dict[str, str]:
+    """The plots that results have tables for, by file name."""
+    found = {}
+    for file, (name, title, *texts) in PLOTS.items():
+        for table in results.get(name, {}).get("tables", []):
+            if table["title"] == title:
+                found[file] = plot_of_table(table, *texts)
+    return found
 
 
 @click.command()
@@ -79,14 +103,20 @@ def machine(results: dict[str, dict[str, Any]]) -> str:
 @click.option("--results", "directory", default=RESULTS, type=click.Path(path_type=Path, file_okay=False))
 @click.option("--page", default=PAGE, type=click.Path(path_type=Path, dir_okay=False))
 def main(check: bool, directory: Path, page: Path) -> None:
-    """Rewrite the tables of docs/performance.md from the results."""
+    """Rewrite the tables and plots of docs/performance.md from the results."""
     results = load(directory)
     old = page.read_text()
     new = _BLOCK.sub(lambda m: f"<!-- {m['what']} -->\n{block(m['what'], results)}\n<!-- end -->", old)
-    if check and new != old:
-        raise click.ClickException(f"{page.name} is not up to date; run python benchmarks/report.py")
+    drawn = {page.parent / "plots" / file: text for file, text in plots(results).items()}
+    stale = [path for path, text in drawn.items() if not path.exists() or path.read_text() != text]
+    if check and (new != old or stale):
+        names = ", ".join(p.name for p in [*([page] if new != old else []), *stale])
+        raise click.ClickException(f"{names}: not up to date; run python benchmarks/report.py")
     if not check:
         page.write_text(new)
+        for path in stale:
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(drawn[path])
 
 
 if __name__ == "__main__":
