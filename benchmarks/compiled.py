@@ -23,7 +23,7 @@ from typing import Any
 
 import click
 from compiled_data import EDGES_A_NODE, FANOUTS, NARROW, WIDE, Data
-from harness import RESULTS, Report, Settings, git_commit, note, shared_options
+from harness import RESULTS, Report, Settings, note, shared_options
 from system import free_memory_bytes, touch_memory
 
 PARTS = ("bytes", "disk", "packing", "training", "end")
@@ -124,7 +124,6 @@ def main(settings: Settings, names: tuple[str, ...], resume: bool, folder: Path 
             measure(name, report, data, settings, folder, 2.0 if settings.quick else seconds, out, resume)
     finally:
         data.close()
-    assert git_commit()
 
 
 if __name__ == "__main__":

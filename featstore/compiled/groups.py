@@ -270,6 +270,7 @@ def sort_block(
 def sort_blocks(
     starts: NDArray[np.int64],
     bits: int,
+    rows: NDArray[np.int64],
     keys: NDArray[np.uint64],
     key_mask: np.uint64,
     places: NDArray[np.int64],
@@ -277,7 +278,7 @@ def sort_blocks(
     spare_keys: NDArray[np.uint64],
     spare_places: NDArray[np.int64],
 ) -> None:
-    """Sort each block of :func:`scatter_blocks` by the bits in ``key_mask`` of the keys at its places.
+    """Sort each block of :func:`scatter_blocks` by the bits in ``key_mask`` of the keys at its places, and put the rows into their places.
 
     ``own_keys`` and the spare arrays hold the largest block.
     """
@@ -287,6 +288,8 @@ def sort_blocks(
         for i in range(n):
             own_keys[i] = keys[own[i]] & key_mask
         sort_block(own_keys, own, 0, n, 64 - bits, spare_keys, spare_places)
+        for i in range(n):
+            own[i] = rows[own[i]]
 
 
 def counts_apart(size: int, rows: float, reads: float) -> bool:
@@ -309,5 +312,5 @@ def shared_order(group: Group, mask: NDArray[np.bool_]) -> NDArray[np.int64]:
     starts = scatter_blocks(group.keys, mask, bits, places)
     largest = int(np.diff(starts).max())
     spare = np.empty(largest, np.uint64), np.empty(largest, np.uint64), np.empty(largest, np.int64)
-    sort_blocks(starts, bits, group.keys, ordered_by, places, *spare)
-    return np.take(group.rows, places, out=places, mode="clip")
+    sort_blocks(starts, bits, group.rows, group.keys, ordered_by, places, *spare)
+    return places

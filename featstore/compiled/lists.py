@@ -69,6 +69,10 @@ class RowLists:
             os.close(self._descriptor)
             self._descriptor = -1
 
+    def __del__(self) -> None:
+        if getattr(self, "_descriptor", -1) >= 0:  # an error came between
+            self.close()
+
 
 class RowListsWriter:
     """Writes :class:`RowLists`, list by list, holding a megabyte."""
@@ -123,3 +127,7 @@ class RowListsWriter:
         if self._file is not None:
             self._disk.close(self._file)
             self._file = None
+
+    def __del__(self) -> None:
+        if getattr(self, "_file", None) is not None:  # an error came between
+            self.close()

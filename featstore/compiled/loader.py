@@ -127,7 +127,7 @@ class CompiledLoader:
                 empty_rows(limit.slots, compiled.row_bytes(n))
                 for (n, _), limit in zip(self._tables, self._limits, strict=True)
             ]
-            self._outputs = [_Outputs(t.batch_rows_max * compiled.row_bytes(n)) for n, t in self._tables]
+            self._outputs = [_Outputs(t.batch_rows_max * compiled.row_bytes(n), self.depth) for n, t in self._tables]
             self._turns = [compiled.turn(name) for name, _ in self._tables]
             self._cache = None if device is None else _DeviceRows(self, device)
             self._offsets = compiled.offsets()
@@ -339,8 +339,11 @@ class CompiledLoader:
         data = ahead.record.result()[name]
         path = self.compiled.pack.path / self.compiled.pack.tables[name].entry.path
         tables, sample = decode_record(data, len(self._tables), path)
-        for record, limits in zip(tables, self._limits, strict=True):
+        for record, limits, (_, table) in zip(tables, self._limits, self._tables, strict=True):
             check_record(record, limits, path)
+            if record.count > table.batch_rows_max:
+                advice = "pack the trace anew with --overwrite"
+                raise CorruptionError(path, None, f"at most {table.batch_rows_max} rows", f"{record.count}", advice)
         return tables, sample
 
     def _ask_rows(self, ahead: _Ahead) -> None:
@@ -424,7 +427,7 @@ class CompiledLoader:
                     self._report = self.report_stages.report(self)
         for reader in readers:
             reader.close()
-        self._slots, self._cache = [], None
+        self._slots, self._outputs, self._cache = [], [], None
 
     def __enter__(self) -> CompiledLoader:
         return self
@@ -443,6 +446,7 @@ class _Walk:
         self._loader, self._order = loader, order
         self._ready: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
         self._room = threading.Semaphore(loader.depth)
+        self._changed = threading.Event()  # there is room, reads have ended, or the walk was stopped
         self._stop = ""  # why the walk was stopped
         self._thread = threading.Thread(target=self._run, name="featstore-compiled", daemon=True)
 
@@ -460,6 +464,7 @@ class _Walk:
                 raise error
             if turn:
                 self._room.release()  # of the mini-batch before, which the loop drops now
+                self._changed.set()
             yield batch
             del batch
 
@@ -485,8 +490,10 @@ class _Walk:
                 while waiting and len(asked) < 2:
                     loader._ask_record(waiting[0])
                     asked.append(waiting.popleft())
-                while asked and self._take_room(wait=not under_way):
+                while asked and self._take_room(under_way[0] if under_way else None):
                     loader._ask_rows(asked[0])
+                    for read in asked[0].requests:
+                        read._future.add_done_callback(lambda _: self._changed.set())
                     under_way.append(asked.popleft())
                     if waiting:
                         loader._ask_record(waiting[0])
@@ -502,19 +509,26 @@ class _Walk:
                     if request is not None:
                         request.abandon()
 
-    def _take_room(self, *, wait: bool) -> bool:
+    def _take_room(self, first: _Ahead | None) -> bool:
+        """Wait for room for another mini-batch; False where ``first``, which is under way, can be assembled before there is any: the
+        device is to have reads as long as it can."""
         begin = time.perf_counter()
-        taken = self._room.acquire(blocking=wait)
-        if taken:
-            self._loader.report_stages.add("room wait", time.perf_counter() - begin)
-        return taken and not self._stop
+        while not self._stop:
+            self._changed.clear()
+            if self._room.acquire(blocking=False):
+                self._loader.report_stages.add("room wait", time.perf_counter() - begin)
+                return True
+            if first is not None and all(request.done() for request in first.requests):
+                return False
+            self._changed.wait()
+        return False
 
     def close(self, because: str = "the loader is closed") -> None:
         """Stop, also in the middle; nothing is under way afterwards. Whoever still waits for a mini-batch is told why there is none."""
         self._stop = self._stop or because
         if os.getpid() != self._loader._pid:
             return  # the thread, and what its locks guard, stayed in the other process
-        self._room.release()
+        self._changed.set()
         interrupted: KeyboardInterrupt | None = None
         while self._thread.is_alive():
             try:
@@ -532,21 +546,25 @@ class _Outputs:
     """Memory for rows of mini-batches, used again when nobody looks at it any more: fresh memory costs as much as filling it.
 
     Arrays, tensors and other views all hold a reference to the array that owns the memory, so it is free when nobody but
-    this list has one.
+    this list has one. Of what is free, ``most`` pieces are kept.
     """
 
-    def __init__(self, byte_count: int) -> None:
-        self._byte_count = byte_count
+    def __init__(self, byte_count: int, most: int) -> None:
+        self._byte_count, self._most = byte_count, most
         self._owned: list[NDArray[np.uint8]] = []
 
     def take(self, byte_count: int) -> NDArray[np.uint8]:
         """uint8 [byte_count], of at most so many as each has."""
-        for number in range(len(self._owned)):
-            if sys.getrefcount(self._owned[number]) == _UNUSED:
-                return self._owned[number][_aligned(self._owned[number]) :][:byte_count]
-        own = np.empty(self._byte_count + ALIGNMENT, np.uint8)
-        populate(own)
-        self._owned.append(own)
+        free = [n for n in range(len(self._owned)) if sys.getrefcount(self._owned[n]) == _UNUSED]
+        for number in reversed(free[1:]):
+            if len(self._owned) > self._most:  # the loop once held more than it does now
+                del self._owned[number]
+        if free:
+            own = self._owned[free[0]]
+        else:
+            own = np.empty(self._byte_count + ALIGNMENT, np.uint8)
+            populate(own)
+            self._owned.append(own)
         return own[_aligned(own) :][:byte_count]
 
 

@@ -11,7 +11,7 @@ brings, and added up by class. Reads that would go on from one block into the ne
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 Masks = list[NDArray[np.bool_]]
 
+#: Of a block of more rows than this, every other piece (or fewer) is planned, as if one followed on the other.
+BLOCK_ROWS = 8192
+PIECE_ROWS = 1024
 #: Of so many rows of probes all are planned as base rows, of more every other probe's.
 BASE_ROWS = 80_000
 
@@ -197,6 +200,17 @@ class Probe:
     keys: NDArray[np.uint64]
     begins: NDArray[np.int64]
     block: NDArray[np.uint16]
+    _orders: dict[bool, NDArray[np.int64]] = field(default_factory=dict)
+
+    def order(self, apart: bool) -> NDArray[np.int64]:
+        """The places in ``rows`` of the block's rows (but those that the probe misses alone) in order; ``apart``: see
+        :func:`~featstore.compiled.groups.counts_apart`."""
+        if apart not in self._orders:
+            places = np.flatnonzero(self.keys)
+            keys, n = self.keys[places] & key_mask(self.last - self.first, apart), len(places)
+            sort_block(keys, places, 0, n, 64, np.empty(n, np.uint64), np.empty(n, np.int64))
+            self._orders[apart] = places
+        return self._orders[apart]
 
 
 def look_at(lists: Lists, probe: int, first: int, last: int, weight: float) -> Probe:
@@ -224,7 +238,7 @@ class ClassCosts:
         return cls(np.zeros(size + 1), np.zeros(size + 1), np.zeros(size + 1))
 
     def add(self, other: ClassCosts, weight: float) -> None:
-        """Add others, as if there were ``weight`` as many."""
+        """Add others, as if there were ``weight`` times as many."""
         for total, more in ((self.reads, other.reads), (self.pages, other.pages), (self.rows, other.rows)):
             total += weight * more
 
@@ -237,15 +251,17 @@ def shared_costs(
     size = looks[0].last - looks[0].first
     costs = ClassCosts.zeros(size)
     for look, mask in zip(looks, masks, strict=True):
-        places = np.flatnonzero(mask & (look.keys != 0))
-        keys, n = look.keys[places] & key_mask(size, apart), len(places)
-        sort_block(keys, places, 0, n, 64, np.empty(n, np.uint64), np.empty(n, np.int64))
+        places = look.order(apart)
+        places = places[mask[places]]
+        every = -(-len(places) // BLOCK_ROWS)
+        if every > 1:
+            places = places[np.arange(len(places)) // PIECE_ROWS % every == 0]
         own = ClassCosts.zeros(size)
         plan_block(
             places, look.counts, look.begins, look.block, size, row_bytes, model.gap_pages_max, extent_bytes_max // PAGE_BYTES,
             own.reads, own.pages, own.rows,
         )  # fmt: skip
-        costs.add(own, look.weight)
+        costs.add(own, look.weight * max(1, every))
     return costs
 
 

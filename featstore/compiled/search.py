@@ -54,7 +54,7 @@ Floats = NDArray[np.float64]
 PAPER = (int(Choice.PACKED), int(Choice.SHARED))
 
 _ROUNDS = 3
-_VIEWS = 3  # group sizes of which what the probes see is held
+_VIEWS = 6  # group sizes of which what the probes see is held
 _ROWS_MIN = 200  # sampled reads that a class's cost should rest on
 
 
@@ -194,10 +194,11 @@ def smallest_fit(rows: Callable[[int], float], largest: int, limit: float) -> in
     while low < high:  # rows fall about as a power of the size
         power = np.log(many / max(limit, 1.0)) / max(np.log(many / few), 1e-9)
         size = min(high - 1, max(low, int(low * (high / low) ** power)))
-        if rows(size) <= limit:
-            high, few = size, max(1.0, rows(size))
+        count = max(1.0, rows(size))
+        if count <= limit:
+            high, few = size, count
         else:
-            low, many = size + 1, max(1.0, rows(size + 1))
+            low, many = size + 1, count
     return low
 
 

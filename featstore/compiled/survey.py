@@ -29,12 +29,12 @@ from featstore.plan import radix_sort
 from featstore.sampling import mix64
 
 #: Ids of the rows drawn by hash, and of the probes: what is cheap to look at, and gives counts and costs within a percent or two.
-DRAWN_IDS = 1 << 18
+DRAWN_IDS = 1 << 17
 PROBE_IDS = 110_000
 #: Small lists make for many probes of little use.
 PROBES_MAX = 64
 #: All ids kept, at most, and their memory: pairs and their copy while they are sorted, then rows, offsets, members, and what is looked at.
-PAIRS_MAX = 1 << 22
+PAIRS_MAX = 6 << 20
 BYTES_PER_PAIR = 40
 
 
@@ -155,14 +155,14 @@ def spread(offsets: NDArray[np.int64], first: int, last: int, count: int) -> lis
 
 def _part(k: int, count: int, size: int) -> int:
     """Where in a group of ``size`` the k-th of ``count`` probes stands: the first at its beginning (what all mini-batches miss lies in the
-    first block), the others ever farther apart, at squares of equal steps."""
-    return (2 * k) ** 2 * size // (2 * count - 1) ** 2
+    first block), the others ever farther apart, at cubes of equal steps."""
+    return (2 * k) ** 3 * size // (2 * count - 1) ** 3
 
 
 def _weight(k: int, count: int) -> float:
-    """How many of a group's blocks, in ``count``-ths, are nearest to that of the k-th probe, by the roots of their places."""
+    """How many of a group's blocks, in ``count``-ths, are nearest to that of the k-th probe, by the cube roots of their places."""
     low, high = max(0, 2 * k - 1), 2 * k + 1
-    return count * (high**2 - low**2) / (2 * count - 1) ** 2
+    return count * (high**3 - low**3) / (2 * count - 1) ** 3
 
 
 class Survey:

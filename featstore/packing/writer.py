@@ -224,9 +224,9 @@ class TableWriter:
         pending, self._pending = self._pending, []
         for future in pending:
             future.result()
-        files, self._files = self._files, {}
-        for file in files.values():
+        for chunk, file in list(self._files.items()):  # what is left after an error, close() closes
             self._disk.fsync(file)
+            del self._files[chunk]
             self._disk.close(file)
         self._disk.fsync(self._checksums)
         for directory in (self._chunk_path(0).parent, self._checksums.path.parent):
@@ -238,9 +238,11 @@ class TableWriter:
         layout = self._layout
         if layout.chunks:
             last = self._disk.create(self._chunk_path(layout.chunks - 1), keep=True)
-            self._disk.truncate(last, layout.chunk_bytes)
-            self._disk.fsync(last)
-            self._disk.close(last)
+            try:
+                self._disk.truncate(last, layout.chunk_bytes)
+                self._disk.fsync(last)
+            finally:
+                self._disk.close(last)
         padding = np.full(layout.pages - written_pages, _ZERO_PAGE_CHECKSUM, np.uint32)
         if len(padding):
             self._disk.write(self._checksums, 4 * written_pages, padding.view(np.uint8))

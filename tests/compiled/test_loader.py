@@ -303,41 +303,43 @@ def test_the_smallest_memory_is_said_and_works(case: Case) -> None:
 
 @pytest.mark.parametrize("memory", ["smallest", "plenty"])
 def test_a_slow_loop_has_a_bounded_number_of_mini_batches(case: Case, memory: str) -> None:
-    """Those that exist at once, wherever they are: the memory of rows is what counts."""
-    from featstore.compiled import loader as module
-
-    alive = most = 0
-    own_rows = module.empty_rows
-
-    def counted(count: int, row_bytes: int) -> Any:
-        nonlocal alive, most
-        rows = own_rows(count, row_bytes)
-        if row_bytes == 100:
-            alive += 1
-            most = max(most, alive)
-            weakref.finalize(rows.base, gone)  # the memory itself, which views and tensors keep alive
-        return rows
-
-    def gone() -> None:
-        nonlocal alive
-        alive -= 1
-
+    """All rows of all rounds lie in the memory of as many mini-batches as there may be at once."""
     with case.store.compiled("min") as compiled:
-        needed = compiled.needed_bytes(2)
-        with (
-            compiled.loader(memory=needed if memory == "smallest" else None) as loader,
-            pytest.MonkeyPatch.context() as patch,
-        ):
-            patch.setattr(module, "empty_rows", counted)
-            for number, batch in enumerate(loader):
-                time.sleep(0.01)
-                assert alive <= loader.depth
-                case.check_batch(batch, number)
-            del batch
+        smallest = compiled.needed_bytes(2) if memory == "smallest" else None
+        with compiled.loader(memory=smallest) as loader:
+            assert loader.depth == (2 if memory == "smallest" else 3)
+            places = set()
+            for _ in range(3):
+                for number, batch in enumerate(loader):
+                    time.sleep(0.005)
+                    places.add(owner(batch.x["paper"]).ctypes.data)
+                    case.check_batch(batch, number)
+            assert len(places) <= loader.depth + 1  # the loop lets go of one as it takes the next
+
+
+def owner(rows: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """The array that has the memory of this one."""
+    return rows if rows.base is None else owner(rows.base)
+
+
+def test_memory_is_used_again_and_never_while_somebody_looks_at_it(case: Case) -> None:
+    torch = pytest.importorskip("torch")
+    looks = [
+        lambda x: x, lambda x: x[3:9], lambda x: x.T, lambda x: x.reshape(-1).view(np.uint8)[5:], np.from_dlpack, torch.from_numpy,
+        lambda x: torch.from_numpy(x)[2:], lambda x: torch.from_dlpack(x).flatten()[1:], lambda x: np.asarray(memoryview(x)),
+    ]  # fmt: skip
+    with case.store.compiled("min") as compiled, compiled.loader() as loader:
+        for look in looks:
+            kept = [(look(batch.x["paper"]), batch.index) for batch in loader]
             gc.collect()
-            assert alive == 0
-            assert most <= loader.depth + 1  # the loop lets go of one as it takes the next
-    assert loader.depth == (2 if memory == "smallest" else 3)
+            for found, number in kept:
+                wanted = look(case.rows["paper"][case.batches[number]["paper"]])
+                assert np.asarray(found).tobytes() == np.asarray(wanted).tobytes()
+        owners = [weakref.ref(owner(np.asarray(found))) for found, _ in kept]
+        del kept, found, wanted
+        case.check(loader, range(BATCHES))
+        gc.collect()
+        assert sum(o() is not None for o in owners) <= loader.depth, "what the loop held for once is given back"
 
 
 def test_nothing_is_left_after_closing(case: Case) -> None:
@@ -347,7 +349,7 @@ def test_nothing_is_left_after_closing(case: Case) -> None:
     with case.store.compiled("min") as compiled:
         loader = compiled.loader()
         walk = iter(loader)
-        rows = weakref.ref(next(walk).x["paper"])
+        rows = weakref.ref(owner(next(walk).x["paper"]))
         slots = [weakref.ref(s.base) for s in loader._slots]
         next(walk)
         loader.close()

@@ -282,15 +282,16 @@ def test_a_row_that_is_not_there_is_refused(tmp_path: Path) -> None:
 TRACES = {"power law": (0.8, 0.1), "steep": (1.2, 0.0), "uniform": (0.0, 0.0)}
 
 
-@pytest.mark.parametrize("name", TRACES)
-@pytest.mark.parametrize("row_bytes", [1000, 4096])
+@pytest.mark.parametrize(
+    ("name", "row_bytes"), [("power law", 1000), ("power law", 4096), ("steep", 1000), ("uniform", 4096)]
+)
 def test_close_to_brute_force_and_never_above_the_paper(tmp_path: Path, name: str, row_bytes: int) -> None:
     exponent, dropped = TRACES[name]
     table_rows = 2000
     misses = written(tmp_path / "misses", power_law(table_rows, 24, 580, exponent, dropped=dropped))
     layout = TableLayout.choose(table_rows, row_bytes)
     options = {"extent_bytes_max": EXTENT_BYTES}
-    force = BruteForce(misses, table_rows, layout, DEFAULT, group_sizes=[1, 2, 3, 4, 6, 8, 12], **options)
+    force = BruteForce(misses, table_rows, layout, DEFAULT, group_sizes=[1, 2, 3, 4, 6, 12], **options)
     for times in (0.5, 1, 2, 3, 5):
         limit = int(times * table_rows * row_bytes)
         placement, expected = chosen(misses, table_rows, row_bytes, limit)

@@ -241,6 +241,21 @@ def test_closing_does_not_wait_for_a_long_preparation(store: featstore.Store) ->
     assert left(store) == []
 
 
+def test_an_interrupt_while_waiting(store: featstore.Store) -> None:
+    import _thread
+
+    def slow(episode: int) -> Iterator[Any]:
+        time.sleep(0.3)
+        yield from sampled(episode)
+
+    with rolling(store, slow) as loader:
+        timer = threading.Timer(0.1, _thread.interrupt_main)
+        with pytest.raises(KeyboardInterrupt):  # noqa: PT012
+            timer.start()
+            next(iter(loader))
+        check(iter(loader), 0, BATCHES + 2)
+
+
 def test_both_episodes_are_within_the_disk_limit(store: featstore.Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """At every moment, what there is of rows in both episodes' files."""
     limit = FEATURES.nbytes

@@ -195,6 +195,7 @@ MUTATIONS: list[tuple[tuple[Any, ...], Any]] = [
     ((*_PAPER, "packed"), "author.packed"), ((*_PAPER, "shared"), "records"), ((*_PAPER, "resident"), "author.resident"),
     ((*_PAPER, "device"), KeyError), ((*_PAPER, "turn"), "author.turn"), ((*_PAPER, "turn"), "offsets"), ((*_PAPER, "base_rows"), -1),
     ((*_PAPER, "base_rows"), 199), ((*_PAPER, "base_rows"), 2**41), ((*_PAPER, "batch_rows_max"), -1), ((*_PAPER, "batch_rows_max"), None),
+    ((*_PAPER, "batch_rows_max"), 0), ((*_PAPER, "batch_rows_max"), 7),
     ((*_PAPER, "placement"), []), ((_C, "base_uuid"), None), ((_C, "forecast"), None), ((_C, "trace_uuid"), KeyError),
     ((_C, "tables", "../x"), {}), ((_C, "tables", "paper"), KeyError), (("tables", "paper.packed"), KeyError),
 ]  # fmt: skip

@@ -257,3 +257,20 @@ def test_a_block_is_read_by_all(rng: np.random.Generator, size: int) -> None:
         keys = np.array(kept, np.uint64) << np.uint64(16) | look.counts[places[kept]].astype(np.uint64)
         pr.plan_reads(keys, 1000, 1 << 40, 1, 16, len(places) * 1000 // PAGE, *expected)
     np.testing.assert_allclose(costs, expected)
+
+
+def test_a_large_block_is_planned_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    lists = power_law(60_000, 16, 8000, 0.0)
+    rows = np.sort(lists[0])
+    members: list[list[int]] = [[] for _ in range(60_000)]
+    for b, own in enumerate(lists):
+        for row in own.tolist():
+            members[row].append(b)
+    looks = [pr.look_at(pr.Lists(rows, *flat([members[row] for row in rows])), 0, 0, 16, 2.0)]
+    masks, totals = [looks[0].counts >= 2], []
+    for block_rows in (10_000, 4000):
+        monkeypatch.setattr(pr, "BLOCK_ROWS", block_rows)
+        monkeypatch.setattr(pr, "PIECE_ROWS", 400)
+        costs = pr.shared_costs(looks, masks, False, 512, DEFAULT, 1 << 18)
+        totals.append([costs.reads.sum() / costs.rows.sum(), costs.pages.sum() / costs.rows.sum()])
+    np.testing.assert_allclose(totals[1], totals[0], rtol=0.15)
