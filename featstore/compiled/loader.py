@@ -445,7 +445,7 @@ class _Walk:
     def __init__(self, loader: CompiledLoader, order: NDArray[np.int64]) -> None:
         self._loader, self._order = loader, order
         self._ready: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
-        self._room = threading.Semaphore(loader.depth)
+        self._room = threading.Semaphore(loader.depth - 1)  # the loop may still have the last mini-batch of the round before
         self._changed = threading.Event()  # there is room, reads have ended, or the walk was stopped
         self._stop = ""  # why the walk was stopped
         self._thread = threading.Thread(target=self._run, name="featstore-compiled", daemon=True)
@@ -456,15 +456,14 @@ class _Walk:
             self._thread.start()
 
     def __iter__(self) -> Iterator[Any]:
-        for turn in range(len(self._order)):
+        for _ in range(len(self._order)):
             self.check()
             batch, error = self._ready.get()
             self.check()
             if error is not None:
                 raise error
-            if turn:
-                self._room.release()  # of the mini-batch before, which the loop drops now
-                self._changed.set()
+            self._room.release()  # of the mini-batch before, which the loop drops now
+            self._changed.set()
             yield batch
             del batch
 
@@ -503,6 +502,7 @@ class _Walk:
                 done = under_way.popleft()
                 loader._assemble(done)
                 self._ready.put((loader._finished(done), None))
+                del done  # the rows are the loop's now
         finally:
             for ahead in [*asked, *under_way]:  # they write into memory that goes with them
                 for request in [ahead.record, *ahead.requests]:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 Masks = list[NDArray[np.bool_]]
 
 #: Of a block of more rows than this, every other piece (or fewer) is planned, as if one followed on the other.
-BLOCK_ROWS = 8192
+BLOCK_ROWS = 4096
 PIECE_ROWS = 1024
 #: Of so many rows of probes all are planned as base rows, of more every other probe's.
 BASE_ROWS = 80_000

@@ -30,7 +30,7 @@ from featstore.sampling import mix64
 
 #: Ids of the rows drawn by hash, and of the probes: what is cheap to look at, and gives counts and costs within a percent or two.
 DRAWN_IDS = 1 << 17
-PROBE_IDS = 110_000
+PROBE_IDS = 150_000
 #: Small lists make for many probes of little use.
 PROBES_MAX = 64
 #: All ids kept, at most, and their memory: pairs and their copy while they are sorted, then rows, offsets, members, and what is looked at.
