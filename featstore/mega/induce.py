@@ -1,20 +1,20 @@
 """The subgraph that a set of partitions and the hubs induce, built from lists of rows as they come from disk.
 
 Local ids are places in the buffer of rows: the hubs first, in the order in which they are wanted, then a slot for each partition.
-Whether a source is in memory, and where, takes its partition (from a table of hints, one for each 64 rows) and, for one that is
-not resident, a bit of the hubs' bitmap; no hash, and nothing but hints and bits grows with the graph.
+Of the rows in memory a bitmap is made for each mega-batch, with the number of members before each word and, by rank, the members' local
+ids: whether a source is there, and where, takes no branch and no hash, and nothing but the bitmaps grows with the graph.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from featstore.tiers.static import set_bits, slot_of
+from featstore.native import popcount
+from featstore.tiers.static import slot_of
 
 # Positions in a kernel's state, int64: what it must remember when a block ends inside a list.
 TARGET, FILLED = range(2)
@@ -39,16 +39,48 @@ def _partition_of(row: Any, hints: Any, partition_offsets: Any) -> Any:
 
 
 @njit(cache=True, nogil=True)
+def mark_here(
+    partition_offsets: NDArray[np.int64],
+    partitions: NDArray[np.int64],
+    starts: NDArray[np.int64],
+    hub_rows: NDArray[np.int64],
+    hub_local: NDArray[np.int32],
+    bits: NDArray[np.uint64],
+    ranks: NDArray[np.int32],
+    local: NDArray[np.int32],
+) -> None:
+    """Make the bitmap of the hubs and of the rows of ``partitions``, the ranks, and the local ids by rank. Partition ``partitions[i]``
+    begins at local id ``starts[i]``; a hub in it is found there."""
+    one = np.uint64(1)
+    bits[:] = np.uint64(0)
+    for row in hub_rows:
+        bits[row >> 6] |= one << np.uint64(row & 63)
+    for partition in partitions:
+        for row in range(partition_offsets[partition], partition_offsets[partition + 1]):
+            bits[row >> 6] |= one << np.uint64(row & 63)
+    total = 0
+    for word in range(bits.shape[0]):
+        ranks[word] = total
+        total += popcount(bits[word])
+    for i in range(hub_rows.shape[0]):
+        local[slot_of(hub_rows[i], bits, ranks)] = hub_local[i]
+    for i in range(partitions.shape[0]):
+        low, high = partition_offsets[partitions[i]], partition_offsets[partitions[i] + 1]
+        if low < high:
+            rank = slot_of(low, bits, ranks)
+            for row in range(low, high):
+                local[rank + row - low] = starts[i] + row - low
+
+
+@njit(cache=True, nogil=True)
 def induce_block(
     offsets: NDArray[np.int64],
     block: NDArray[Any],
     first_edge: int,
-    hints: NDArray[np.int32],
-    partition_offsets: NDArray[np.int64],
-    local_base: NDArray[np.int64],
+    rows: int,
     bits: NDArray[np.uint64],
     ranks: NDArray[np.int32],
-    hub_local: NDArray[np.int32],
+    local: NDArray[np.int32],
     wanted: NDArray[np.bool_],
     state: NDArray[np.int64],
     ends: NDArray[np.int64],
@@ -57,12 +89,12 @@ def induce_block(
     """Append the local ids of those sources in a block that are in memory; the first bad position, or -1.
 
     ``offsets`` int64 [targets + 1]: the lists, as positions in the file, of which the block begins at ``first_edge``.
-    ``ends`` int64 [targets]: where each target's list ends in ``indices``. ``local_base`` int64 [partitions]: local id minus row, or
-    less than minus the number of rows where a partition is not resident. ``wanted`` bool [targets]: lists to leave empty are False.
-    ``state``: int64 [2], to go on with.
+    ``ends`` int64 [targets]: where each target's list ends in ``indices``, which has one place more than all of them need.
+    ``bits``, ``ranks``, ``local``: of :func:`mark_here`. ``wanted`` bool [targets]: lists to leave empty are False. ``state``: int64 [2],
+    to go on with.
     """
     targets = ends.shape[0]
-    rows = partition_offsets[-1]
+    one = np.uint64(1)
     target, filled = state[TARGET], state[FILLED]
     end_edge = first_edge + block.shape[0]
     while target < targets:
@@ -71,15 +103,9 @@ def induce_block(
                 source = np.int64(block[edge - first_edge])
                 if source < 0 or source >= rows:
                     return edge - first_edge
-                base = local_base[_partition_of(source, hints, partition_offsets)]
-                local = base + source
-                if local < 0:
-                    rank = slot_of(source, bits, ranks)
-                    if rank < 0:
-                        continue
-                    local = np.int64(hub_local[rank])
-                indices[filled] = local
-                filled += 1
+                word, bit = bits[source >> 6], np.uint64(source & 63)
+                indices[filled] = local[np.int64(ranks[source >> 6]) + popcount(word & ((one << bit) - one))]
+                filled += np.int64((word >> bit) & one)  # what is not here is written over
         if offsets[target + 1] > end_edge:
             break
         ends[target] = filled
@@ -143,35 +169,45 @@ def border_weights(
         first = last
 
 
-@dataclass(frozen=True)
 class Places:
-    """Where rows are in memory. ``local_base`` is that of one mega-batch, the rest of all."""
+    """Where rows are in memory.
 
-    hints: NDArray[np.int32]
-    partition_offsets: NDArray[np.int64]
-    bits: NDArray[np.uint64]
-    ranks: NDArray[np.int32]
-    hub_local: NDArray[np.int32]
+    Args:
+        partition_offsets: int64 [partitions + 1], the first row of each partition.
+        hub_rows: rows of the hubs, the most wanted first, distinct.
+    """
 
-    @classmethod
-    def of(cls, partition_offsets: NDArray[np.int64], hub_rows: NDArray[Any]) -> Places:
-        """``hub_rows``: the most wanted first, distinct."""
-        rows = int(partition_offsets[-1])
-        hints = np.empty(-(-rows // 64), np.int32)
-        partition_hints(partition_offsets, hints)
-        words = -(-rows // 64)
-        bits, ranks = np.zeros(words, np.uint64), np.zeros(words, np.int32)
-        set_bits(hub_rows.astype(np.int64), bits, ranks)
-        return cls(hints, partition_offsets, bits, ranks, np.argsort(hub_rows, kind="stable").astype(np.int32))
+    def __init__(self, partition_offsets: NDArray[np.int64], hub_rows: NDArray[Any]) -> None:
+        self.rows, self.partition_offsets = int(partition_offsets[-1]), partition_offsets
+        words = -(-self.rows // 64)
+        self.hints = np.empty(words, np.int32)
+        partition_hints(partition_offsets, self.hints)
+        self._hub_local = np.argsort(hub_rows, kind="stable").astype(np.int32)
+        self._hub_rows = hub_rows[self._hub_local].astype(np.int64)
+        self._bits, self._ranks = np.zeros(words, np.uint64), np.zeros(words, np.int32)
+        self._local = np.zeros(0, np.int32)
 
     @staticmethod
-    def memory_bytes(rows: int, hubs: int) -> int:
-        """What :meth:`of` holds and, for the hubs, needs besides."""
-        return 16 * -(-rows // 64) + 28 * hubs
+    def memory_bytes(rows: int, hubs: int, resident_rows: int) -> int:
+        """What is held for mega-batches of so many rows and, for the hubs, needed besides."""
+        return 16 * -(-rows // 64) + 28 * hubs + 4 * (hubs + resident_rows + 1)
 
-    def local_base(self, partitions: NDArray[np.int64], locals_: NDArray[np.int64]) -> NDArray[np.int64]:
-        """``induce_block``'s argument of that name: partition p begins at local id ``locals_[i]`` where p is ``partitions[i]``."""
-        rows = int(self.partition_offsets[-1])
-        base = np.full(len(self.partition_offsets) - 1, -rows - 1, np.int64)
-        base[partitions] = locals_ - self.partition_offsets[partitions]
-        return base
+    def here(
+        self, partitions: NDArray[np.int64], starts: NDArray[np.int64]
+    ) -> tuple[NDArray[np.uint64], NDArray[np.int32], NDArray[np.int32]]:
+        """``induce_block``'s bits, ranks and local ids where ``partitions[i]`` begins at local id ``starts[i]``; until the next call."""
+        offsets = self.partition_offsets
+        most = len(self._hub_rows) + int((offsets[partitions + 1] - offsets[partitions]).sum()) + 1
+        if len(self._local) < most:  # one more: the rank after the last, of what is not here
+            self._local = np.zeros(most, np.int32)
+        mark_here(
+            self.partition_offsets,
+            partitions,
+            starts,
+            self._hub_rows,
+            self._hub_local,
+            self._bits,
+            self._ranks,
+            self._local,
+        )
+        return self._bits, self._ranks, self._local

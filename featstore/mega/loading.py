@@ -56,7 +56,7 @@ class Loading:
         count = self._hub_count(hubs, self.memory_bytes)
         self.hub_rows, self._hub_offsets = self.graph.hub_rows(count)
         self._hub_partitions = np.searchsorted(self._offsets, self.hub_rows, side="right") - 1
-        self._places = Places.of(self._offsets, self.hub_rows)
+        self._places = Places(self._offsets, self.hub_rows)
         self.reader: Reader = store.reader(
             tables=self._names, memory=budget.memory_bytes, static=None, by_row=True, **reader,
         )  # fmt: skip
@@ -124,12 +124,13 @@ class Loading:
             raise self._bad("offsets that ascend from 0 to the number of edges", "others")
         self._bounds: NDArray[np.int64] = bounds
         counts = np.zeros(len(self._offsets), np.int64)
-        places = self._places
-        block = 1 << 16
+        places, block = self._places, 1 << 16
+        nothing = np.empty(0, np.int64)
+        hub_bits, hub_ranks, _ = places.here(nothing, nothing)
         for low in range(0, int(self._hub_offsets[-1]), block):
             run = (low, min(low + block, int(self._hub_offsets[-1])))
             sources = self.reader.read_runs({self._names[3]: [run]})[self._names[3]]
-            bad = count_by_partition(sources, places.hints, self._offsets, places.bits, places.ranks, counts)
+            bad = count_by_partition(sources, places.hints, self._offsets, hub_bits, hub_ranks, counts)
             if bad >= 0:
                 raise self._bad("rows of the table", str(sources[bad]))
         needs = Needs(
@@ -144,7 +145,9 @@ class Loading:
         self._x = np.empty((places, *self.table.row_shape), self.table.dtype)
         self._node = np.full(places, -1, node_dtype(self.table.rows))
         buffers = 1 if sizes.slots == sizes.resident else 2
-        self._graphs = [(np.zeros(places + 1, np.int64), np.empty(sizes.edges_max, np.int32)) for _ in range(buffers)]
+        self._graphs = [
+            (np.zeros(places + 1, np.int64), np.empty(sizes.edges_max + 1, np.int32)) for _ in range(buffers)
+        ]
         dtype = self.store.table(self._names[2]).dtype
         self._blocks = [np.empty(sizes.block_edges, dtype) for _ in range(2)]
         populate(self._x.reshape(-1).view(np.uint8))
@@ -188,7 +191,8 @@ class Loading:
     def _hub_copies(self, step: Step, starts: NDArray[np.int64]) -> NDArray[np.int64]:
         """Local ids of the hubs that come with a partition of this step."""
         here = np.isin(self._hub_partitions, step.partitions)
-        base = self._places.local_base(step.partitions, starts)
+        base = np.zeros(len(self._offsets) - 1, np.int64)
+        base[step.partitions] = starts - self._offsets[step.partitions]
         copies: NDArray[np.int64] = base[self._hub_partitions[here]] + self.hub_rows[here]
         return copies
 
@@ -221,9 +225,9 @@ class Loading:
         asked: Request,
     ) -> tuple[NDArray[np.int64], NDArray[np.int32], int, int]:
         """(indptr, indices, edges into the partitions' nodes, bytes read) of the subgraph of a step."""
-        places, hubs = self._places, len(self.hub_rows)
+        hubs = len(self.hub_rows)
         indptr, indices = self._graphs[(schedule.epoch * schedule.steps + step.index) % len(self._graphs)]
-        base = places.local_base(step.partitions, starts)
+        bits, ranks, local = self._places.here(step.partitions, starts)
         state = np.zeros(2, np.int64)
         by_slot = np.argsort(starts)
         offsets = asked.result()[self._names[1]]
@@ -252,8 +256,7 @@ class Loading:
                 before = region
             ends = indptr[start + 1 : start + len(lists)]
             bad = induce_block(
-                lists, block, first, places.hints, self._offsets, base, places.bits, places.ranks, places.hub_local, wanted, state,
-                ends, indices,
+                lists, block, first, self._places.rows, bits, ranks, local, wanted, state, ends, indices,
             )  # fmt: skip
             if bad >= 0:
                 actual = str(block[bad])

@@ -65,10 +65,10 @@ def sizes_of(needs: Needs, resident: int, replaced: int, block_edges: int) -> Si
     total = (
         needs.held_bytes
         + places * (needs.row_bytes + needs.node_bytes + 1)  # 1: which are hubs, for weights
-        + buffers * (8 * (places + 1) + 4 * edges)
+        + buffers * (8 * (places + 1) + 4 * (edges + 1))
         + 2 * needs.source_bytes * block_edges
         + 8 * (resident * (slot_rows + 1))  # offsets of the lists
-        + Places.memory_bytes(needs.rows, needs.hubs)
+        + Places.memory_bytes(needs.rows, needs.hubs, resident * slot_rows)
         + 9 * needs.hubs
         + _PARTITION_BYTES * len(needs.partition_rows)
         + _FIXED_BYTES

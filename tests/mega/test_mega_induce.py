@@ -72,17 +72,15 @@ def worlds(draw: st.DrawFn) -> World:
 
 def induce(world: World, rows: np.ndarray, wanted: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(ends, local sources) of the lists of ``rows``, through the kernel, block by block."""
-    places = Places.of(world.offsets, world.hub_rows)
-    base = places.local_base(world.resident, world.starts)
+    here = Places(world.offsets, world.hub_rows).here(world.resident, world.starts)
     file = np.concatenate([np.empty(0, world.dtype), *(world.lists[row] for row in rows)]).astype(world.dtype)
     first = 1000  # the lists begin somewhere in their file
     offsets = first + np.concatenate([[0], np.cumsum([len(world.lists[row]) for row in rows])]).astype(np.int64)
     state, ends = np.zeros(2, np.int64), np.full(len(rows), -7, np.int64)
-    indices = np.empty(len(file), np.int32)
+    indices = np.empty(len(file) + 1, np.int32)
     for low in range(0, max(1, len(file)), world.block_edges):
         bad = induce_block(
-            offsets, file[low : low + world.block_edges], first + low, places.hints, world.offsets, base, places.bits,
-            places.ranks, places.hub_local, wanted, state, ends, indices,
+            offsets, file[low : low + world.block_edges], first + low, world.rows, *here, wanted, state, ends, indices,
         )  # fmt: skip
         assert bad == -1
     assert state[TARGET] == len(rows)
@@ -123,21 +121,20 @@ def test_induced_subgraph_is_scipys(world: World) -> None:
 @given(worlds())
 @settings(max_examples=60)
 def test_counts_and_places_are_their_twins(world: World) -> None:
-    places = Places.of(world.offsets, world.hub_rows)
+    places = Places(world.offsets, world.hub_rows)
     partition_of = np.repeat(np.arange(len(world.offsets) - 1), np.diff(world.offsets))
     assert places.hints.tolist() == partition_of[::64].tolist()
-    ascending = np.sort(world.hub_rows)
-    assert [int(world.hub_rows[local]) for local in places.hub_local] == ascending.tolist()
-    base = places.local_base(world.resident, world.starts)
-    for partition in range(len(base)):
-        if partition in world.resident:
-            start = world.starts[world.resident.tolist().index(partition)]
-            assert base[partition] + world.offsets[partition] == start
-        else:
-            assert base[partition] + world.rows < 0
+    hub_bits, hub_ranks, _ = (one.copy() for one in places.here(np.empty(0, np.int64), np.empty(0, np.int64)))
+    for _ in range(2):  # the buffers are used again
+        bits, ranks, local = places.here(world.resident, world.starts)
+        member = np.unpackbits(bits.view(np.uint8), bitorder="little")[: world.rows]
+        local_of = world.local_of()
+        assert np.flatnonzero(member).tolist() == sorted(local_of)
+        assert local[: len(local_of)].tolist() == [local_of[row] for row in sorted(local_of)]
+        assert ranks.tolist() == (np.cumsum(member) - member)[::64].tolist()
     sources = np.concatenate([np.empty(0, np.int64), *world.lists]).astype(world.dtype)
     counts = np.arange(len(world.offsets)).astype(np.int64)
-    bad = count_by_partition(sources, places.hints, world.offsets, places.bits, places.ranks, counts)
+    bad = count_by_partition(sources, places.hints, world.offsets, hub_bits, hub_ranks, counts)
     assert bad == -1
     twin = np.bincount(partition_of[sources], minlength=len(world.offsets) - 1) + np.arange(len(world.offsets) - 1)
     assert counts[:-1].tolist() == twin.tolist()
@@ -147,14 +144,13 @@ def test_counts_and_places_are_their_twins(world: World) -> None:
 @pytest.mark.parametrize("bad", [-1, 300, 2**31 - 1, -(2**31)])
 def test_sources_that_are_no_rows_are_named_by_position(bad: int) -> None:
     offsets = np.array([0, 100, 100, 300], np.int64)
-    places = Places.of(offsets, np.array([7, 250], np.int32))
+    places = Places(offsets, np.array([7, 250], np.int32))
     block = np.array([1, 2, 3, bad, bad], np.int32)
-    arguments = (places.hints, offsets, places.bits, places.ranks)
-    assert count_by_partition(block, *arguments, np.zeros(4, np.int64)) == 3
-    base = places.local_base(np.array([0]), np.array([2]))
+    here = places.here(np.array([0]), np.array([2]))
+    assert count_by_partition(block, places.hints, offsets, *here[:2], np.zeros(4, np.int64)) == 3
     found = induce_block(
-        np.array([50, 52, 55], np.int64), block, 50, places.hints, offsets, base, places.bits, places.ranks,
-        places.hub_local, np.full(2, True), np.zeros(2, np.int64), np.empty(2, np.int64), np.empty(5, np.int32),
+        np.array([50, 52, 55], np.int64), block, 50, 300, *here, np.full(2, True), np.zeros(2, np.int64), np.empty(2, np.int64),
+        np.empty(6, np.int32),
     )  # fmt: skip
     assert found == 3
 
