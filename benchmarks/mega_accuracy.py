@@ -35,7 +35,7 @@ EVERY = 2  # passes over the training nodes between evaluations
 HUBS = 0.01  # of the nodes
 MEMORY = "1GiB"
 LOWEST_POINTS = -0.5
-STANDARD = ("hb", "hb_4")  # what is held against neighbour sampling
+STANDARD = ("hb", "hb_4", "hb_2")  # what is held against neighbour sampling
 COLUMNS = ("model", "mini-batches from", "test accuracy, %", "minus NS, points", "steps", "edges kept, %", "seeds")
 
 

@@ -61,6 +61,7 @@ VARIANTS = {
     "hb_weights_no_hubs": Variant("weighted edges, without hubs", weights=True, hubs=False),
     "hb_order": Variant("their order alone, all neighbours", whole=True),
     "hb_4": Variant("mega-batches of a quarter, one pass", share=4, passes=1),
+    "hb_2": Variant("mega-batches of a half, one pass", share=2, passes=1),
     "hb_16": Variant("a sixteenth resident", share=16),
     "hb_16_no_hubs": Variant("a sixteenth resident, without hubs", share=16, hubs=False),
 }
@@ -75,7 +76,7 @@ PLANS = {
     "arxiv": Plan("arxiv, official split", "ogbn_arxiv_tape40", "official", 1024, 1024, 8, 0.01,
                   variants_of_all=(*_THREE, "hb_4")),
     "arxiv_tenth": Plan("arxiv, a tenth trains", "ogbn_arxiv_tape40", "tenth", 1024, 512, 14, 0.01,
-                        variants_of_all=(*_THREE, "hb_4", "hb_order")),
+                        variants_of_all=(*_THREE, "hb_4", "hb_2", "hb_order")),
     "arxiv_hidden": Plan("arxiv, a tenth trains, the features of nine tenths hidden", "ogbn_arxiv_tape40", "tenth", 1024, 512, 20, 0.01,
                          hidden_share=0.9, variants_of_sage=(*_THREE, *_REST, *_SIXTEENTH)),
 }  # fmt: skip

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from featstore.compiled.build import compile_trace
+    from featstore.online.orders import PartitionOrder
+    from featstore.online.proximity import ProximityOrder
     from featstore.packing.packing import pack
     from featstore.reader import Reader
     from featstore.report import Plan, ReaderStats
@@ -26,6 +28,8 @@ _WHERE = {
     "open": ("featstore.store", "Store"),
     "Store": ("featstore.store", "Store"),
     "Table": ("featstore.store", "Table"),
+    "PartitionOrder": ("featstore.online.orders", "PartitionOrder"),
+    "ProximityOrder": ("featstore.online.proximity", "ProximityOrder"),
     "Reader": ("featstore.reader", "Reader"),
     "Request": ("featstore.request", "Request"),
     "Plan": ("featstore.report", "Plan"),
@@ -38,7 +42,7 @@ _WHERE = {
 }
 
 __all__ = [
-    "Plan", "Reader", "ReaderStats", "Request", "Store", "Table", "Trace", "__version__", "compile_trace", "open", "pack",
+    "PartitionOrder", "Plan", "ProximityOrder", "Reader", "ReaderStats", "Request", "Store", "Table", "Trace", "__version__", "compile_trace", "open", "pack",
     "train_loader", "verify",
 ]  # fmt: skip
 

@@ -13,8 +13,6 @@ round, or they are read again.
 from __future__ import annotations
 
 import os
-import queue
-import sys
 import threading
 import time
 from collections import deque
@@ -28,10 +26,11 @@ from numba import njit
 from numpy.typing import NDArray
 
 from featstore.compiled.records import TableRecord, check_record, decode_record
-from featstore.compiled.report import LoaderReport, Stages
+from featstore.compiled.report import CompiledStages, LoaderReport
 from featstore.errors import BudgetError, ClosedError, CorruptionError, SourceError
-from featstore.ids import ALIGNMENT, empty_rows, populate
+from featstore.ids import empty_rows
 from featstore.native import address_of, memcpy, prefetch
+from featstore.pipeline import Outputs, Walk
 from featstore.samples import decode
 from featstore.units import parse_bytes
 
@@ -108,7 +107,7 @@ class CompiledLoader:
         self._pid, self._lock = os.getpid(), threading.RLock()
         self._walk: _Walk | None = None  # the iteration under way
         self._report: LoaderReport | None = None
-        self.report_stages = Stages()
+        self.report_stages = CompiledStages()
         needed = compiled.needed_bytes(2)
         if needed > self._memory_bytes:
             raise BudgetError(
@@ -127,7 +126,7 @@ class CompiledLoader:
                 empty_rows(limit.slots, compiled.row_bytes(n))
                 for (n, _), limit in zip(self._tables, self._limits, strict=True)
             ]
-            self._outputs = [_Outputs(t.batch_rows_max * compiled.row_bytes(n), self.depth) for n, t in self._tables]
+            self._outputs = [Outputs(t.batch_rows_max * compiled.row_bytes(n), self.depth) for n, t in self._tables]
             self._turns = [compiled.turn(name) for name, _ in self._tables]
             self._cache = None if device is None else _DeviceRows(self, device)
             self._offsets = compiled.offsets()
@@ -439,57 +438,30 @@ class CompiledLoader:
         return f"<CompiledLoader of {len(self)} mini-batches of {str(self.compiled.pack.path)!r}, {self.depth} at once>"
 
 
-class _Walk:
-    """One round: the thread that goes ahead, and the bounded queue between it and the loop."""
+class _Walk(Walk):
+    """One round."""
 
     def __init__(self, loader: CompiledLoader, order: NDArray[np.int64]) -> None:
+        super().__init__(loader.check_process, loader.report_stages, loader.depth, "featstore-compiled")
         self._loader, self._order = loader, order
-        self._ready: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
-        self._room = threading.Semaphore(loader.depth - 1)  # the loop may still have the last mini-batch of the round before
-        self._changed = threading.Event()  # there is room, reads have ended, or the walk was stopped
-        self._stop = ""  # why the walk was stopped
-        self._thread = threading.Thread(target=self._run, name="featstore-compiled", daemon=True)
-
-    def start(self) -> None:
-        """Go ahead."""
-        if not self._stop:
-            self._thread.start()
-
-    def __iter__(self) -> Iterator[Any]:
-        for _ in range(len(self._order)):
-            self.check()
-            batch, error = self._ready.get()
-            self.check()
-            if error is not None:
-                raise error
-            self._room.release()  # of the mini-batch before, which the loop drops now
-            self._changed.set()
-            yield batch
-            del batch
-
-    def check(self) -> None:
-        """Raise ClosedError where there is nothing to wait for."""
-        self._loader.check_process()
-        if self._stop:
-            raise ClosedError(self._stop)
-
-    def _run(self) -> None:
-        try:
-            self._go()
-        except BaseException as error:
-            self._ready.put((None, error))
 
     def _go(self) -> None:
         loader = self._loader
         waiting = deque(_Ahead(int(index)) for index in self._order)
         asked: deque[_Ahead] = deque()  # records on their way
         under_way: deque[_Ahead] = deque()  # rows on their way
+
+        def arrived() -> (
+            bool
+        ):  # the first can be assembled before there is room: the device is to have reads as long as it can
+            return bool(under_way) and all(request.done() for request in under_way[0].requests)
+
         try:
             while waiting or asked or under_way:
                 while waiting and len(asked) < 2:
                     loader._ask_record(waiting[0])
                     asked.append(waiting.popleft())
-                while asked and self._take_room(under_way[0] if under_way else None):
+                while asked and self._take_room(arrived):
                     loader._ask_rows(asked[0])
                     for read in asked[0].requests:
                         read._future.add_done_callback(lambda _: self._changed.set())
@@ -501,79 +473,13 @@ class _Walk:
                     return
                 done = under_way.popleft()
                 loader._assemble(done)
-                self._ready.put((loader._finished(done), None))
+                self._hand_over(loader._finished(done))
                 del done  # the rows are the loop's now
         finally:
             for ahead in [*asked, *under_way]:  # they write into memory that goes with them
                 for request in [ahead.record, *ahead.requests]:
                     if request is not None:
                         request.abandon()
-
-    def _take_room(self, first: _Ahead | None) -> bool:
-        """Wait for room for another mini-batch; False where ``first``, which is under way, can be assembled before there is any: the
-        device is to have reads as long as it can."""
-        begin = time.perf_counter()
-        while not self._stop:
-            self._changed.clear()
-            if self._room.acquire(blocking=False):
-                self._loader.report_stages.add("room wait", time.perf_counter() - begin)
-                return True
-            if first is not None and all(request.done() for request in first.requests):
-                return False
-            self._changed.wait()
-        return False
-
-    def close(self, because: str = "the loader is closed") -> None:
-        """Stop, also in the middle; nothing is under way afterwards. Whoever still waits for a mini-batch is told why there is none."""
-        self._stop = self._stop or because
-        if os.getpid() != self._loader._pid:
-            return  # the thread, and what its locks guard, stayed in the other process
-        self._changed.set()
-        interrupted: KeyboardInterrupt | None = None
-        while self._thread.is_alive():
-            try:
-                self._thread.join()
-            except KeyboardInterrupt as error:
-                interrupted = error
-        while not self._ready.empty():
-            self._ready.get()
-        self._ready.put((None, ClosedError(self._stop)))
-        if interrupted is not None:
-            raise interrupted
-
-
-class _Outputs:
-    """Memory for rows of mini-batches, used again when nobody looks at it any more: fresh memory costs as much as filling it.
-
-    Arrays, tensors and other views all hold a reference to the array that owns the memory, so it is free when nobody but
-    this list has one. Of what is free, ``most`` pieces are kept.
-    """
-
-    def __init__(self, byte_count: int, most: int) -> None:
-        self._byte_count, self._most = byte_count, most
-        self._owned: list[NDArray[np.uint8]] = []
-
-    def take(self, byte_count: int) -> NDArray[np.uint8]:
-        """uint8 [byte_count], of at most so many as each has."""
-        free = [n for n in range(len(self._owned)) if sys.getrefcount(self._owned[n]) == _UNUSED]
-        for number in reversed(free[1:]):
-            if len(self._owned) > self._most:  # the loop once held more than it does now
-                del self._owned[number]
-        if free:
-            own = self._owned[free[0]]
-        else:
-            own = np.empty(self._byte_count + ALIGNMENT, np.uint8)
-            populate(own)
-            self._owned.append(own)
-        return own[_aligned(own) :][:byte_count]
-
-
-def _aligned(memory: NDArray[np.uint8]) -> int:
-    """Where in it a multiple of the alignment is."""
-    return -address_of(memory) % ALIGNMENT
-
-
-_UNUSED = 2  # references to an array that only the list has: its own, and that of the question
 
 
 class _DeviceRows:

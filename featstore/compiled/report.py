@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import threading
-import time
-from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from featstore.compiled.records import TableRecord
+from featstore.pipeline import Stages
 
 if TYPE_CHECKING:
     from featstore.compiled.loader import CompiledLoader
-    from featstore.request import Request
 
 _SOURCES = ("hit", "packed", "shared", "base", "copy", "device")
 
@@ -42,47 +39,18 @@ class LoaderReport:
         }  # fmt: skip
 
 
-class Stages:
-    """Counts for a report; safe to use from several threads."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._seconds: dict[str, float] = defaultdict(float)
-        self._bytes: Counter[str] = Counter()
-        self._batches = 0
-        self._under_way = 0
-        self._since = 0.0
-
-    def add(self, stage: str, seconds: float) -> None:
-        with self._lock:
-            self._seconds[stage] += seconds
-            self._batches += stage == "wait"
+class CompiledStages(Stages):
+    """Counts for a report."""
 
     def rows(self, table: str, record: TableRecord, row_bytes: int) -> None:
         """Count where a mini-batch's rows came from."""
-        with self._lock:
-            for source in _SOURCES:
-                self._bytes[source] += len(getattr(record, f"{source}_place")) * row_bytes
-
-    def reading(self, request: Request) -> None:
-        """A read of rows has begun; its end is noticed by itself."""
-        with self._lock:
-            if self._under_way == 0:
-                self._since = time.perf_counter()
-            self._under_way += 1
-        request._future.add_done_callback(self._read)
-
-    def _read(self, _: object) -> None:
-        with self._lock:
-            self._under_way -= 1
-            if self._under_way == 0:
-                self._seconds["read"] += time.perf_counter() - self._since
+        for source in _SOURCES:
+            self.count(source, len(getattr(record, f"{source}_place")) * row_bytes)
 
     def report(self, loader: CompiledLoader) -> LoaderReport:
         stats = [r.stats() for r in (loader._pack, loader._base) if r is not None]
-        with self._lock:
-            return LoaderReport(
-                self._batches, {k: round(v, 6) for k, v in sorted(self._seconds.items())}, dict(self._bytes),
-                sum(s.bytes_read for s in stats), sum(s.reads for s in stats),
-                loader.compiled.forecast_seconds * self._batches / max(1, loader.compiled.entry.batches),
-            )  # fmt: skip
+        batches, seconds, row_bytes = self.snapshot()
+        return LoaderReport(
+            batches, seconds, row_bytes, sum(s.bytes_read for s in stats), sum(s.reads for s in stats),
+            loader.compiled.forecast_seconds * batches / max(1, loader.compiled.entry.batches),
+        )  # fmt: skip

@@ -1,0 +1,1 @@
+"""Online reading: rows of mini-batches that are not known beforehand pass through one feature buffer."""

@@ -1,0 +1,216 @@
+"""What loaders share: a thread that goes ahead of the training loop, a bounded queue between them, memory that is used again, and the
+time that each stage takes.
+
+A mini-batch's rows take *room* from when they are assembled until the loop has taken the next mini-batch. So the mini-batches that exist at
+once, the one that the loop works on among them, never take more than the loader was given.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import sys
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from featstore.errors import ClosedError
+from featstore.ids import ALIGNMENT, populate
+from featstore.native import address_of
+
+if TYPE_CHECKING:
+    from featstore.request import Request
+
+_END = object()
+_UNUSED = 2  # references to an array that only the list has: its own, and that of the question
+
+
+class Walk(ABC):
+    """One iteration of a loader: the thread that goes ahead, and the bounded queue between it and the loop.
+
+    Args:
+        check_process: raises ClosedError in any process but the loader's.
+        stages: where waiting is counted.
+        room: how many mini-batches (or other units) may exist at once. The loop may still have the last one of the iteration before,
+            so one of them is free only when the loop asks for the first.
+    """
+
+    def __init__(self, check_process: Callable[[], None], stages: Stages, room: int, name: str) -> None:
+        self._check_process, self._stages, self._pid = check_process, stages, os.getpid()
+        self._ready: queue.SimpleQueue[tuple[Any, int, BaseException | None]] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._free = room - 1
+        self._changed = threading.Event()  # there is room, reads have ended, or the walk was stopped
+        self._stop = ""  # why the walk was stopped
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    # The loop's side.
+
+    def start(self) -> None:
+        """Go ahead."""
+        if not self._stop:
+            self._thread.start()
+
+    def __iter__(self) -> Iterator[Any]:
+        held = 1
+        while True:
+            self.check()
+            batch, units, error = self._ready.get()
+            self.check()
+            if error is not None:
+                raise error
+            if batch is _END:
+                return
+            with self._lock:
+                self._free += held  # of the mini-batch before, which the loop drops now
+            held = units
+            self._changed.set()
+            yield batch
+            del batch
+
+    def check(self) -> None:
+        """Raise ClosedError where there is nothing to wait for."""
+        self._check_process()
+        if self._stop:
+            raise ClosedError(self._stop)
+
+    def close(self, because: str = "the loader is closed") -> None:
+        """Stop, also in the middle; nothing is under way afterwards. Whoever still waits for a mini-batch is told why there is none."""
+        self._stop = self._stop or because
+        if os.getpid() != self._pid:
+            return  # the threads, and what their locks guard, stayed in the other process
+        self._changed.set()
+        interrupted: KeyboardInterrupt | None = None
+        for thread in self._threads():
+            while thread.is_alive():
+                try:
+                    thread.join()
+                except KeyboardInterrupt as error:
+                    interrupted = error
+        while not self._ready.empty():
+            self._ready.get()
+        self._ready.put((None, 0, ClosedError(self._stop)))
+        if interrupted is not None:
+            raise interrupted
+
+    def _threads(self) -> list[threading.Thread]:
+        return [self._thread]
+
+    # The thread's side.
+
+    @abstractmethod
+    def _go(self) -> None:
+        """Make mini-batches and hand them over, in the walk's own thread, until there are no more or the walk is stopped."""
+
+    def _run(self) -> None:
+        try:
+            self._go()
+            self._ready.put((_END, 0, None))
+        except BaseException as error:
+            self._ready.put((None, 0, error))
+
+    def _hand_over(self, batch: Any, units: int = 1) -> None:
+        self._ready.put((batch, units, None))
+
+    def _try_room(self, units: int = 1) -> bool:
+        """Take room for a mini-batch if there is any."""
+        with self._lock:
+            if self._free < units:
+                return False
+            self._free -= units
+            return True
+
+    def _take_room(self, instead: Callable[[], bool]) -> bool:
+        """Wait for room for another mini-batch; False where ``instead`` says that there is something else to do, or after a stop."""
+        begin = time.perf_counter()
+        while not self._stop:
+            self._changed.clear()
+            if self._try_room():
+                self._stages.add("room wait", time.perf_counter() - begin)
+                return True
+            if instead():
+                return False
+            self._changed.wait()
+        return False
+
+
+class Outputs:
+    """Memory for rows of mini-batches, used again when nobody looks at it any more: fresh memory costs as much as filling it.
+
+    Arrays, tensors and other views all hold a reference to the array that owns the memory, so it is free when nobody but
+    this list has one. Of what is free, ``most`` pieces are kept.
+    """
+
+    def __init__(self, byte_count: int, most: int) -> None:
+        self._byte_count, self._most = byte_count, most
+        self._owned: list[NDArray[np.uint8]] = []
+
+    def take(self, byte_count: int) -> NDArray[np.uint8]:
+        """uint8 [byte_count], of at most so many as each has."""
+        free = [n for n in range(len(self._owned)) if sys.getrefcount(self._owned[n]) == _UNUSED]
+        for number in reversed(free[1:]):
+            if len(self._owned) > self._most:  # the loop once held more than it does now
+                del self._owned[number]
+        if free:
+            own = self._owned[free[0]]
+        else:
+            own = np.empty(self._byte_count + ALIGNMENT, np.uint8)
+            populate(own)
+            self._owned.append(own)
+        return own[_aligned(own) :][:byte_count]
+
+
+def _aligned(memory: NDArray[np.uint8]) -> int:
+    """Where in it a multiple of the alignment is."""
+    return -address_of(memory) % ALIGNMENT
+
+
+class Stages:
+    """Seconds by stage and bytes by where they came from; safe to use from several threads."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._seconds: dict[str, float] = defaultdict(float)
+        self._bytes: Counter[str] = Counter()
+        self._batches = 0
+        self._under_way = 0
+        self._since = 0.0
+
+    def add(self, stage: str, seconds: float) -> None:
+        with self._lock:
+            self._seconds[stage] += seconds
+            self._batches += stage == "wait"
+
+    def count(self, source: str, byte_count: int) -> None:
+        """Count bytes of rows by where they came from."""
+        with self._lock:
+            self._bytes[source] += byte_count
+
+    def reading(self, request: Request) -> None:
+        """A read of rows has begun; its end is noticed by itself."""
+        self.read_begins()
+        request._future.add_done_callback(lambda _: self.read_ends())
+
+    def read_begins(self) -> None:
+        with self._lock:
+            if self._under_way == 0:
+                self._since = time.perf_counter()
+            self._under_way += 1
+
+    def read_ends(self) -> None:
+        with self._lock:
+            self._under_way -= 1
+            if self._under_way == 0:
+                self._seconds["read"] += time.perf_counter() - self._since
+
+    def snapshot(self) -> tuple[int, dict[str, float], dict[str, int]]:
+        """(mini-batches, seconds by stage, bytes by source) so far."""
+        with self._lock:
+            seconds = {k: round(v, 6) for k, v in sorted(self._seconds.items())}
+            return self._batches, seconds, dict(self._bytes)
