@@ -46,6 +46,9 @@ def load_kernels(folder: Path, columns: int) -> None:
                 with store.compiled() as compiled, compiled.loader() as loader:
                     for batch in loader:
                         del batch
+            with featstore.OnlineLoader(store, batches, memory="64MiB", policy="lru") as online:
+                for batch in online:
+                    del batch
 
 
 def reset_peak() -> None:
@@ -95,22 +98,10 @@ def over_memmap(given: dict[str, Any]) -> Batches:
             yield x[next(iter(batch.ids.values()))], batch.sample  # type: ignore[misc]
 
 
-def over_reader(given: dict[str, Any], reader: Any) -> Batches:
-    """Rows from the online reader, the next mini-batch asked for ahead."""
-    with featstore.Trace(given["trace"]) as trace:
-
-        def ask(index: int) -> tuple[Any, Any]:
-            batch = trace.batch(index)
-            return reader.submit(next(iter(batch.ids.values()))), batch.sample
-
-        ahead = ask(0)
-        for index in range(len(trace)):
-            request, sample = ahead
-            x = request.result()
-            if index + 1 < len(trace):
-                ahead = ask(index + 1)
-            yield x, sample
-            del x, request
+def recorded(trace: featstore.Trace) -> Iterator[tuple[Any, Any]]:
+    """The trace's mini-batches, as a sampler would give them."""
+    for batch in trace:
+        yield next(iter(batch.ids.values())), batch.sample
 
 
 def go_through(batches: Batches, seconds_max: float, training: Any) -> dict[str, Any]:
@@ -142,11 +133,16 @@ def epochs(given: dict[str, Any]) -> dict[str, Any]:
                     results[what] = go_through(((b.x, b.sample) for b in source), float("inf"), trained)
                 results["report"] = source.report().to_dict()
         elif given["mode"] == "online":
-            with store.reader(memory=given["memory_bytes"], static="degree") as reader:
+            with (
+                featstore.Trace(given["trace"]) as trace,
+                featstore.OnlineLoader(
+                    store, lambda _: recorded(trace), memory=given["memory_bytes"], policy="static", tensors=False
+                ) as source,
+            ):
                 opened = time.perf_counter() - begin
                 for what, trained in (("load", None), ("train", training)):
-                    results[what] = go_through(over_reader(given, reader), given["seconds_max"], trained)
-                results["hit_rate"] = reader.stats().hit_rate
+                    results[what] = go_through(((b.x, b.sample) for b in source), given["seconds_max"], trained)
+                results["hit_rate"] = source.report().hit_rate
         else:
             opened = 0.0
             results["train"] = go_through(over_memmap(given), given["seconds_max"], training)

@@ -199,10 +199,7 @@ class EndToEnd:
                 return self._run(share, mode="compiled", name=built.compiled.pack.path.name) | told
             finally:
                 built.remove()
-        if (
-            design == ONLINE
-        ):  # its results come on top of its budget: one that is used, one that arrives, one that is let go
-            budget -= 3 * int(self.points["bare"]["batch_bytes"])
+        if design == ONLINE:
             limit = float("inf") if share == MAIN_SHARE else self.seconds_max
             return self._run(share, mode="online", memory_bytes=budget, seconds_max=min(limit, 1e9))
         return self._run(share, mode="advised" if design == ADVISED else "memmap", seconds_max=self.seconds_max)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from featstore.compiled.build import compile_trace
+    from featstore.online.loader import OnlineLoader
     from featstore.online.orders import PartitionOrder
     from featstore.online.proximity import ProximityOrder
     from featstore.packing.packing import pack
@@ -28,6 +29,7 @@ _WHERE = {
     "open": ("featstore.store", "Store"),
     "Store": ("featstore.store", "Store"),
     "Table": ("featstore.store", "Table"),
+    "OnlineLoader": ("featstore.online.loader", "OnlineLoader"),
     "PartitionOrder": ("featstore.online.orders", "PartitionOrder"),
     "ProximityOrder": ("featstore.online.proximity", "ProximityOrder"),
     "Reader": ("featstore.reader", "Reader"),
@@ -42,8 +44,8 @@ _WHERE = {
 }
 
 __all__ = [
-    "PartitionOrder", "Plan", "ProximityOrder", "Reader", "ReaderStats", "Request", "Store", "Table", "Trace", "__version__", "compile_trace", "open", "pack",
-    "train_loader", "verify",
+    "OnlineLoader", "PartitionOrder", "Plan", "ProximityOrder", "Reader", "ReaderStats", "Request", "Store", "Table", "Trace",
+    "__version__", "compile_trace", "open", "pack", "train_loader", "verify",
 ]  # fmt: skip
 
 

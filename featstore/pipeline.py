@@ -37,15 +37,15 @@ class Walk(ABC):
     Args:
         check_process: raises ClosedError in any process but the loader's.
         stages: where waiting is counted.
-        room: how many mini-batches (or other units) may exist at once. The loop may still have the last one of the iteration before,
-            so one of them is free only when the loop asks for the first.
+        room: how many mini-batches (or other units) may exist at once.
+        held: the units of the last mini-batch of the iteration before, which the loop may have until it has taken the first.
     """
 
-    def __init__(self, check_process: Callable[[], None], stages: Stages, room: int, name: str) -> None:
+    def __init__(self, check_process: Callable[[], None], stages: Stages, room: int, held: int, name: str) -> None:
         self._check_process, self._stages, self._pid = check_process, stages, os.getpid()
         self._ready: queue.SimpleQueue[tuple[Any, int, BaseException | None]] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._free = room - 1
+        self._free, self._held = room - held, held
         self._changed = threading.Event()  # there is room, reads have ended, or the walk was stopped
         self._stop = ""  # why the walk was stopped
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -58,7 +58,6 @@ class Walk(ABC):
             self._thread.start()
 
     def __iter__(self) -> Iterator[Any]:
-        held = 1
         while True:
             self.check()
             batch, units, error = self._ready.get()
@@ -68,8 +67,8 @@ class Walk(ABC):
             if batch is _END:
                 return
             with self._lock:
-                self._free += held  # of the mini-batch before, which the loop drops now
-            held = units
+                self._free += self._held  # of the mini-batch before, which the loop drops now
+                self._held = units
             self._changed.set()
             yield batch
             del batch

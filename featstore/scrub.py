@@ -51,7 +51,7 @@ BLOCK_BYTES = 4 * 2**20
 PROBLEMS_MAX = 1000
 _PIECE = 1 << 17  # elements of a map, or rows, looked at together
 _METADATA_BYTES_MAX = 1 << 20
-_OWN_NAMES = re.compile(r"featstore\.json(\.tmp)?|lock|packs|g[0-9]{6,}(\.journal|\.spill|)(\.tmp)?")
+_OWN_NAMES = re.compile(r"featstore\.json(\.tmp)?|lock|packs|caches|g[0-9]{6,}(\.journal|\.spill|)(\.tmp)?")
 
 
 @dataclass(frozen=True)

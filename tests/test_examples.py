@@ -60,6 +60,7 @@ def test_every_example_is_tested_and_short() -> None:
         "train_compiled_pyg.py",
         "train_mega_pyg.py",
         "train_mega_torch.py",
+        "train_online_pyg.py",
         "train_pyg.py",
         "train_torch.py",
     }
@@ -107,6 +108,16 @@ def test_a_compiled_trace_learns_from_packed_rows(tmp_path: Path) -> None:
     assert accuracy is not None and sources is not None  # noqa: PT018
     assert float(accuracy.group(1)) > 0.98  # with rows of other nodes it would be 0.25
     assert all(int(count.replace(",", "")) > 0 for count in sources.groups())
+
+
+def test_an_online_loader_learns_through_its_buffer(tmp_path: Path) -> None:
+    out = example("train_online_pyg.py", tmp_path)
+    accuracy = re.search(r"second epoch: accuracy ([\d.]+)", out)
+    buffered = re.search(r"(\d+)% of the rows were in the buffer; ([\d,]+) bytes read", out)
+    assert accuracy is not None and buffered is not None  # noqa: PT018
+    assert float(accuracy.group(1)) > 0.95  # with rows of other nodes it would be 0.25
+    assert 50 < int(buffered.group(1)) < 100
+    assert int(buffered.group(2).replace(",", "")) >= 10_000 * 32 * 4, "every row at least once"
 
 
 def test_readme_code_runs(tmp_path: Path) -> None:

@@ -442,7 +442,7 @@ class _Walk(Walk):
     """One round."""
 
     def __init__(self, loader: CompiledLoader, order: NDArray[np.int64]) -> None:
-        super().__init__(loader.check_process, loader.report_stages, loader.depth, "featstore-compiled")
+        super().__init__(loader.check_process, loader.report_stages, loader.depth, 1, "featstore-compiled")
         self._loader, self._order = loader, order
 
     def _go(self) -> None:

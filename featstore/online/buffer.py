@@ -1,0 +1,538 @@
+"""The feature buffer: rows of mini-batches that are not known beforehand, in a fixed number of slots (after GNNDrive, ICPP'24).
+
+``ticket = buffer.begin(ids)`` gives each row of a mini-batch a slot of the array ``x`` and starts to read those that are in
+none; ``ticket.result()`` waits until all are there; ``buffer.gather(ticket)`` copies them out; ``ticket.release()`` gives the
+slots back, whose rows can be found until their slot is needed. A row that is in the buffer, or on its way for anybody, is not
+read again. Tickets may be begun, waited for and released by any thread.
+
+*No deadlock.* A ticket gets all its slots or none, so nobody waits while he holds a part of what he wants. A mini-batch that
+fits the buffer but not beside those in use waits for releases, as long as there is somebody to wait for: a read under way that
+frees slots when it ends, or a ticket whose owner (the thread that began it) is alive and not itself waiting in ``begin``. Where
+all others who hold slots wait, the last who would join them gets a BudgetError instead, and so does a single thread that holds
+everything itself. A ticket that is passed on to another thread for release belongs to nobody (:meth:`Ticket.hand_over`), and is
+waited for.
+
+*No lost read.* Slots are changed under one lock, which is held for the time of a kernel. Reads end in threads of the engine,
+which must not wait: they only put the ended read on a list and wake up who waits; the next who holds the lock enters it in the
+slot map. When a read fails or is cancelled, the tickets that wait for its rows read them themselves.
+
+*No torn step.* Slots are taken and reads begun by one thread of the buffer's own, which no signal interrupts; what was done is
+noted by the kernels themselves. Whoever is interrupted gives back what was taken for him. A ticket that is forgotten is
+released when it is collected.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from featstore.dtypes import dtype_from_name
+from featstore.engine.base import shut_down
+from featstore.errors import BudgetError, CancelledError, ClosedError, IdError
+from featstore.ids import Ids, check_out, empty_rows, finished, parse_ids
+from featstore.native import address_of, memcpy, prefetch
+from featstore.online import slot_layout as layout
+from featstore.online import slots as sl
+from featstore.reader import Reader
+from featstore.request import Request
+from featstore.units import parse_bytes
+
+_PATIENCE_SECONDS = 1.0  # who waits looks this often whether those he waits for are alive
+_AHEAD, _PREFETCH_BYTES = 8, 1024
+
+
+@njit(cache=True, nogil=True)
+def copy_slots(slots: NDArray[np.int32], data: int, row_bytes: int, out: int) -> None:
+    """Copy rows of so many bytes from their slots at address ``data`` to ``out``, one after the other."""
+    lines = min(row_bytes, _PREFETCH_BYTES)
+    for i in range(slots.shape[0]):
+        if i + _AHEAD < slots.shape[0]:
+            for line in range(0, lines, 64):
+                prefetch(data + np.int64(slots[i + _AHEAD]) * row_bytes + line)
+        memcpy(out + i * row_bytes, data + np.int64(slots[i]) * row_bytes, row_bytes)
+
+
+def buffer_bytes(slots: int, row_bytes: int, policy: int, batches: int = 0) -> int:
+    """Memory of a feature buffer: the rows and the slot map."""
+    return slots * row_bytes + layout.slot_map_bytes(slots, policy, batches)
+
+
+def slots_for(memory_bytes: int, row_bytes: int, policy: int, batches: int = 0) -> int:
+    """How many slots fit in so much memory. Raises BudgetError where none does."""
+    low, high = 0, min(memory_bytes // max(1, row_bytes), 2**31 - 1)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if buffer_bytes(middle, row_bytes, policy, batches) <= memory_bytes:
+            low = middle
+        else:
+            high = middle - 1
+    if low == 0:
+        raise BudgetError(buffer_bytes(1, row_bytes, policy, batches), memory_bytes, "make a feature buffer of one row")
+    return low
+
+
+@dataclass(frozen=True)
+class BufferStats:
+    """What a feature buffer has counted: ``hits`` and ``misses`` by occurrence of a row in a mini-batch, ``waits``, the hits of
+    rows that were on their way, ``evictions`` and ``batches``."""
+
+    hits: int
+    misses: int
+    waits: int
+    evictions: int
+    batches: int
+
+    @property
+    def hit_rate(self) -> float:
+        asked = self.hits + self.misses
+        return self.hits / asked if asked else 0.0
+
+
+class _Read:
+    """Rows being read into slots. ``once`` is 1 until the slot map knows that the read has ended."""
+
+    def __init__(self, ids: NDArray[np.int64], slots: NDArray[np.int32]) -> None:
+        self.ids, self.slots = ids, slots
+        self.once = np.ones(1, np.int64)
+        self.request: Request | None = None
+        self.error: BaseException | None = None
+
+
+class _Claim:
+    """The pins of one ticket, known to the buffer until they are released, whatever becomes of the ticket."""
+
+    def __init__(self, count: int) -> None:
+        self.slots = np.empty(count, np.int32)
+        self.outcome = np.zeros(3, np.int64)  # (reads, waits, whether it holds pins), written by kernels alone
+        self.owner: threading.Thread | None = threading.current_thread()
+        self.forgotten = False
+
+    @property
+    def held(self) -> bool:
+        return bool(self.outcome[2])
+
+
+class Ticket:
+    """One mini-batch's claim on a :class:`FeatureBuffer`; made by :meth:`FeatureBuffer.begin`. A context manager that releases
+    it.
+
+    ``ids``: int64 [n]. ``slots``: int32 [n], where in ``buffer.x`` the row of each id is, valid until the release.
+    """
+
+    def __init__(self, buffer: FeatureBuffer, ids: Ids, next_use: NDArray[np.int32]) -> None:
+        self._buffer = buffer
+        self.ids, self._shape, self._tensor, self._next_use = ids.values, ids.shape, ids.tensor, next_use
+        self._missed, self._waits = np.empty(len(self.ids), np.int32), np.empty(len(self.ids), np.int32)
+        self._reads: list[_Read] = []
+        self._given_up = False
+        self._claim = _Claim(len(self.ids))
+        self.slots = self._claim.slots
+
+    def result(self, timeout: float | None = None) -> NDArray[np.int32]:
+        """Wait until all rows are in their slots; returns ``slots``. Raises what went wrong with a read; TimeoutError;
+        CancelledError where the ticket was released meanwhile. May be called again."""
+        return self._buffer._result(self, timeout)
+
+    def done(self) -> bool:
+        """Whether :meth:`result` would not wait."""
+        try:
+            self.result(0)
+        except TimeoutError:
+            return False
+        except Exception:
+            return True
+        return True
+
+    def release(self) -> None:
+        """Give the slots back; reads under way go on, for others. May be called more than once, and at any time."""
+        self._buffer._release(self)
+
+    def cancel(self) -> None:
+        """Release, and start no more reads for this ticket. Others who wait for its rows read them themselves."""
+        self._buffer._release(self)
+        for read in self._reads:
+            request = read.request
+            if request is not None:
+                request.cancel()
+
+    def hand_over(self) -> None:
+        """Another thread will release this ticket: who needs slots may wait for it, even the thread that began it."""
+        self._claim.owner = None
+
+    def __enter__(self) -> Ticket:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.release()
+
+    def __del__(self) -> None:
+        claim = getattr(self, "_claim", None)
+        if claim is not None and claim.held:
+            # Whoever holds the lock next releases it: taking the lock here could be for the second time in this thread.
+            claim.forgotten = True
+            self._buffer._forgotten.append(claim)
+
+    def __repr__(self) -> str:
+        return f"<Ticket for {len(self.ids):,} rows, {'holding' if self._claim.held else 'without'} slots>"
+
+
+class FeatureBuffer:
+    """A buffer of rows of one table; see the module's text. A context manager. It belongs to one process.
+
+    Args:
+        reader: reads what is missing; it stays open.
+        table: the table's name; not needed where the reader has only one.
+        slots, memory: how many rows fit, or how much memory (bytes or ``"2GiB"``) rows and slot map take; one of the two.
+        policy: a name of :data:`featstore.online.slot_layout.POLICIES`.
+        static: node ids of rows to be loaded now and kept for good, beside any policy. They count as slots.
+        batches: for ``"min"``: the number of mini-batches of the trace.
+        options: of :func:`featstore.online.slot_layout.make_slot_map`.
+
+    ``x`` is the array of rows, [slots, *row shape].
+
+    Raises BudgetError, IdError; what the reader raises while it loads ``static``.
+    """
+
+    def __init__(
+        self, reader: Reader, table: str | None = None, *, slots: int | None = None, memory: int | str | None = None,
+        policy: str = "lru", static: Any = None, batches: int = 0, **options: Any,
+    ) -> None:  # fmt: skip
+        names = list(reader._states)
+        if table is None and len(names) != 1:
+            raise ValueError(f"this reader has {len(names)} tables; say which: {', '.join(map(repr, names))}")
+        self._reader, self._table = reader, names[0] if table is None else table
+        self._rows = reader.store.table(self._table)
+        if policy not in layout.POLICIES:
+            raise ValueError(f"no policy {policy!r}; there are {', '.join(layout.POLICIES)}")
+        self.policy, self._batches = layout.POLICIES[policy], batches
+        if (slots is None) == (memory is None):
+            raise ValueError("say either slots or memory")
+        if slots is None:
+            slots = slots_for(parse_bytes(memory or 0), self._rows.row_bytes, self.policy, batches)
+        self._map = layout.make_slot_map(slots, self.policy, batches=batches, **options)
+        self.slots, self.dtype = slots, dtype_from_name(self._rows.entry.dtype)
+        self.x: NDArray[Any] = (
+            empty_rows(slots, self._rows.row_bytes).view(self.dtype).reshape(slots, *self._rows.row_shape)
+        )
+        self._start(static)
+
+    def _start(self, static: Any) -> None:
+        self._lock = threading.Lock()  # of the slot map
+        self._wake = threading.Condition()  # of the two below; never held while something else is waited for
+        self._events = 0
+        #: Called when a read has ended or slots were given back; must not wait.
+        self.on_change: Callable[[], None] | None = None
+        self._ended: deque[_Read] = deque()
+        self._forgotten: deque[_Claim] = deque()
+        self._reading: set[_Read] = set()
+        self._claims: set[_Claim] = set()  # those that hold pins
+        self._waiting: set[threading.Thread] = set()
+        self._closed, self._pid = False, os.getpid()
+        self._static: Ticket | None = None
+        self._starter = ThreadPoolExecutor(1, thread_name_prefix="featstore-buffer")
+        sl.load_kernels(self._map)
+        copy_slots(self._no_slots(), 0, 0, 0)
+        if static is not None:
+            try:
+                uses = np.full(np.size(static), layout.NEVER) if self.policy == layout.MIN else None
+                self._static = self.begin(static, uses)
+                self._static.result()
+            except BaseException:
+                self.close()
+                raise
+
+    @staticmethod
+    def _no_slots() -> NDArray[np.int32]:
+        return np.empty(0, np.int32)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Memory of rows and slot map."""
+        return buffer_bytes(self.slots, self._rows.row_bytes, self.policy, self._batches)
+
+    # Beginning.
+
+    def begin(self, ids: Any, next_use: Any = None, *, timeout: float | None = None) -> Ticket:
+        """Claim slots for a mini-batch and start to read what is missing.
+
+        Args:
+            ids: node ids, integers of any dtype and shape; duplicates are fine, and read once.
+            next_use: for ``"min"``: for each id the mini-batch that uses it next, or ``NEVER``.
+            timeout: seconds to wait for slots that others hold, for ever by default.
+
+        Raises IdError; BudgetError where the buffer is too small for this mini-batch, or for all those that wait for each
+        other; TimeoutError; what the reader's ``submit`` raises.
+        """
+        self._check_open()
+        parsed = parse_ids(ids, copy=True)
+        self._check_ids(parsed.values)
+        ticket = Ticket(self, parsed, self._parse_uses(next_use))
+        deadline = None if timeout is None else time.monotonic() + timeout
+        me = threading.current_thread()
+        try:
+            while True:
+                seen = self._events
+                if self._run(self._take, ticket):
+                    return ticket
+                self._wait(seen, deadline, "slots that other tickets hold")
+        except BaseException:
+            ticket._given_up = True
+            self._release(ticket)
+            raise
+        finally:
+            with self._lock:
+                self._waiting.discard(me)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("the feature buffer is closed")
+        if self._pid != os.getpid():
+            raise ClosedError("this feature buffer belongs to the process that made it; make one in each process")
+
+    def _check_ids(self, ids: NDArray[np.int64]) -> None:
+        if len(ids) == 0:
+            return
+        for bad in (ids.min(), ids.max()):
+            if not 0 <= bad < self._rows.rows:
+                raise IdError(f"node id {bad} is out of range: table {self._table!r} has {self._rows.rows:,} rows")
+
+    @staticmethod
+    def _parse_uses(next_use: Any) -> NDArray[np.int32]:
+        if next_use is None:
+            return sl.NO_NEXT_USE
+        uses = np.asarray(next_use).reshape(-1)
+        if uses.dtype.kind not in "iu" or (len(uses) and not 0 <= uses.min() <= uses.max() <= layout.NEVER):
+            raise ValueError("next uses must be integers, numbers of mini-batches or NEVER")
+        return uses.astype(np.int32)
+
+    def _run(self, step: Callable[..., bool], *arguments: Any) -> bool:
+        """Take a step in the buffer's own thread, where no signal interrupts it."""
+        try:
+            future = self._starter.submit(step, *arguments)
+        except RuntimeError:
+            raise ClosedError("the feature buffer is closed") from None
+        return future.result()
+
+    def _take(self, ticket: Ticket) -> bool:
+        """Take slots and start the read; False where it has to wait. Runs in the buffer's thread."""
+        claim, short = ticket._claim, 1
+        with self._lock:
+            self._check_open()
+            self._enter_ended()
+            while short > 0 and not ticket._given_up:
+                short = -sl.acquire(
+                    self._map, ticket.ids, claim.slots, ticket._missed, ticket._waits, ticket._next_use, claim.outcome
+                )[0]
+                if short > 0 and not self._enter_ended():
+                    self._check_wait(ticket, short)
+                    if claim.owner is not None:
+                        self._waiting.add(claim.owner)
+                    return False
+            if ticket._given_up:
+                return False
+            self._claims.add(claim)
+            if claim.owner is not None:
+                self._waiting.discard(claim.owner)
+            ticket._waits = ticket._waits[: claim.outcome[1]]
+            read = self._new_read(ticket, -short)
+        self._submit(read)
+        return True
+
+    def _check_wait(self, ticket: Ticket, short: int) -> None:
+        """Raise BudgetError where waiting for slots would not help. With the lock."""
+        kept = self._static.ids if self._static is not None else np.empty(0, np.int64)
+        needed = len(np.union1d(kept, ticket.ids))
+        if needed > self.slots:
+            self._raise_budget(needed, f"hold the {len(np.unique(ticket.ids)):,} rows of a mini-batch")
+        if self._reading or any(self._ends(claim, ticket._claim.owner) for claim in self._claims):
+            return
+        self._raise_budget(self.slots + short, "hold one more mini-batch beside those that are in use, none of which can be released "
+                           "before (release a ticket first, or hand it over to the thread that will)")  # fmt: skip
+
+    def _ends(self, claim: _Claim, me: threading.Thread | None) -> bool:
+        """Whether another's pins can be expected to be released while this thread waits."""
+        if self._static is not None and claim is self._static._claim:
+            return False
+        who = claim.owner
+        return claim.forgotten or who is None or (who is not me and who not in self._waiting and who.is_alive())
+
+    def _raise_budget(self, slots: int, what: str) -> None:
+        row_bytes = self._rows.row_bytes
+        raise BudgetError(buffer_bytes(slots, row_bytes, self.policy, self._batches), self.memory_bytes, what)
+
+    def _new_read(self, ticket: Ticket, count: int) -> _Read:
+        """What a ticket has to read: its first ``count`` missed positions. With the lock."""
+        positions = ticket._missed[:count]
+        read = _Read(ticket.ids[positions], ticket.slots[positions])
+        if count:
+            ticket._reads.append(read)
+            self._reading.add(read)
+        return read
+
+    def _submit(self, read: _Read) -> None:
+        """Start a read, without the lock: ``submit`` may wait for other reads to end."""
+        if len(read.slots) == 0:
+            return
+        try:
+            table = self._table
+            request = self._reader.submit({table: read.ids}, out={table: self.x}, at={table: read.slots})
+        except BaseException as error:
+            self._end(read, error)
+            raise
+        read.request = request
+        request._future.add_done_callback(lambda future: self._end(read, future.exception()))
+
+    def _end(self, read: _Read, error: BaseException | None) -> None:
+        """A read has ended. Called by the engine's threads."""
+        read.error = error
+        self._ended.append(read)
+        self._notify()
+
+    # Waiting.
+
+    def _notify(self) -> None:
+        with self._wake:
+            self._events += 1
+            self._wake.notify_all()
+        if self.on_change is not None:
+            self.on_change()
+
+    def _wait(self, seen: int, deadline: float | None, what: str) -> None:
+        """Wait until something has happened since ``_events`` was ``seen``, or for some time."""
+        patience = _PATIENCE_SECONDS if deadline is None else min(_PATIENCE_SECONDS, deadline - time.monotonic())
+        if patience <= 0:
+            raise TimeoutError(f"still waiting for {what}")
+        with self._wake:
+            if self._events == seen:
+                self._wake.wait(patience)
+
+    def _enter_ended(self) -> bool:
+        """Enter in the slot map which reads have ended, and release forgotten tickets; whether there were any. With the lock.
+
+        What is entered is taken from its list last, and entered once: an interrupt loses nothing."""
+        found = False
+        while self._ended:
+            read, found = self._ended[0], True
+            sl.unpin(self._map, read.slots, layout.PRESENT if read.error is None else layout.FAILED, read.once)
+            self._reading.discard(read)
+            read.request = None
+            self._ended.popleft()
+        while self._forgotten:
+            self._unclaim(self._forgotten[0])
+            self._forgotten.popleft()
+            found = True
+        return found
+
+    def _unclaim(self, claim: _Claim) -> None:
+        sl.release(self._map, claim.slots, claim.outcome)
+        self._claims.discard(claim)
+
+    def _result(self, ticket: Ticket, timeout: float | None) -> NDArray[np.int32]:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            seen = self._events
+            with self._lock:
+                self._enter_ended()
+                if not ticket._claim.held:
+                    raise CancelledError("the ticket was released before its rows were there")
+                for read in ticket._reads:
+                    if not read.once[0] and read.error is not None:
+                        raise read.error
+                own = all(not read.once[0] for read in ticket._reads)
+                waits = len(ticket._waits)
+            if waits:
+                self._check_open()
+                if not self._run(self._look_again, ticket):
+                    continue
+            elif own:
+                return ticket.slots
+            self._wait(seen, deadline, "rows to be read")
+
+    def _look_again(self, ticket: Ticket) -> bool:
+        """Whether a ticket still waits for others' reads; reads what they failed to. Runs in the buffer's thread."""
+        with self._lock:
+            self._enter_ended()
+            if not ticket._claim.held:
+                return False
+            still, reads = sl.look_again(self._map, ticket.slots, ticket._waits, ticket._missed)
+            ticket._waits = ticket._waits[:still]
+            read = self._new_read(ticket, reads)
+        self._submit(read)
+        return bool(still > 0)
+
+    # Rows out, slots back.
+
+    def gather(self, ticket: Ticket, out: Any = None) -> Any:
+        """The rows of a ticket's ids, in their order and shape, copied out of the buffer when they are there; a tensor where
+        the ids were one.
+
+        ``out``: a C-contiguous array or tensor to fill and return instead. Raises as :meth:`Ticket.result` does.
+        """
+        slots = ticket.result()
+        shape, row_bytes = (*ticket._shape, *self._rows.row_shape), self._rows.row_bytes
+        rows = empty_rows(len(slots), row_bytes) if out is None else check_out(out, shape, self.dtype)
+        copy_slots(slots, address_of(self.x), row_bytes, address_of(rows))
+        return finished(rows, shape, self.dtype, ticket._tensor) if out is None else out
+
+    def _release(self, ticket: Ticket) -> None:
+        with self._lock:
+            self._unclaim(ticket._claim)
+        self._notify()
+
+    def stats(self) -> BufferStats:
+        """What has been counted so far."""
+        with self._lock:
+            c = self._map.counts
+            return BufferStats(
+                *(int(c[at]) for at in (layout.HITS, layout.MISSES, layout.WAITS, layout.EVICTIONS, layout.BATCHES))
+            )
+
+    @property
+    def policy_name(self) -> str:
+        return next(name for name, number in layout.POLICIES.items() if number == self.policy)
+
+    @property
+    def slots_unkept(self) -> int:
+        """Slots that are not taken by rows kept for good."""
+        return self.slots - (0 if self._static is None else len(np.unique(self._static.ids)))
+
+    def cached_ids(self) -> NDArray[np.int64]:
+        """int64, the node ids of the rows that are in the buffer, but for those kept for good."""
+        with self._lock:
+            self._enter_ended()
+            records = self._map.slots
+            found: NDArray[np.int64] = records["row"][(records["status"] == layout.PRESENT) & (records["row"] >= 0)]
+        return found if self._static is None else np.setdiff1d(found, self._static.ids)
+
+    # Ending.
+
+    def close(self) -> None:
+        """Begin nothing more, stop reads, and wait until none writes into ``x`` any more. May be called more than once."""
+        if self._pid != os.getpid():
+            return
+        self._closed = True
+        shut_down(self._starter)
+        for read in list(self._reading):
+            request = read.request
+            if request is not None:
+                request.abandon()
+        self._notify()
+
+    def __enter__(self) -> FeatureBuffer:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<FeatureBuffer of {self.slots:,} rows of {self._table!r}, {self.policy_name}: {asdict(self.stats())}>"

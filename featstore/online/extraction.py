@@ -1,0 +1,269 @@
+"""Extraction: the reader and the feature buffers behind a loader, inside one budget.
+
+How the budget is split is decided by the first mini-batch: the reader, rows of mini-batches handed over, what is known of those under
+way; all the rest is slots, shared by the tables by the bytes that the mini-batch asks of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from featstore.budget import Budget, TableNeed
+from featstore.compiled.budget import nominal_bytes
+from featstore.errors import BudgetError, SourceError
+from featstore.ids import ALIGNMENT, empty_rows
+from featstore.lookup import table_need
+from featstore.online import saved
+from featstore.online import slot_layout as layout
+from featstore.online.buffer import FeatureBuffer, Ticket, buffer_bytes, slots_for
+from featstore.pipeline import Outputs
+from featstore.tracing.nodes import Ids
+
+if TYPE_CHECKING:
+    from featstore.reader import Reader
+    from featstore.report import ReaderStats
+    from featstore.store import Store, Table
+
+SAMPLED = 2  # mini-batches that wait to be extracted
+EXTRACTED = 3  # at most so many are extracted at once
+DEPTH = 3  # mini-batches that exist at once with their rows, the loop's own among them
+_UNITS = 8  # of room, in which one of the expected size is counted
+ROOM = DEPTH * _UNITS
+LARGEST = ROOM // 2  # of a mini-batch: the loop holds one until it has the next
+_SPARE = 1.25  # a mini-batch may be larger than the first by so much, before it takes the room of two
+_BYTES_PER_ID = 40  # of mini-batches under way: ids, slots, what was missed
+_ROWS_LEAST = 1024  # of a table, for which slots are made whatever the first mini-batch has
+_PINNED_SHARE = 0.75  # of the slots: further mini-batches are extracted beside one only up to that
+
+
+class Extraction:
+    """Claims slots and reads for mini-batches; the arguments are those of :class:`featstore.online.loader.OnlineLoader`."""
+
+    def __init__(
+        self,
+        store: Store,
+        memory_bytes: int,
+        *,
+        policy: str,
+        static: Any,
+        warm: str | None,
+        batch_rows: int | Mapping[str, int] | None,
+        reader: dict[str, Any],
+    ) -> None:
+        known = ["auto", *(name for name in layout.POLICIES if name != "min")]
+        if policy == "min":
+            raise SourceError(
+                "the policy 'min' needs the mini-batches beforehand: record and compile them (featstore.compile_trace)"
+            )
+        if policy not in known:
+            raise SourceError(f"no policy {policy!r}; there are {', '.join(known)}")
+        if static is not None and policy != "static":
+            raise SourceError(f"static= says which rows the policy 'static' keeps, but the policy is {policy!r}")
+        self.store, self.memory_bytes, self.policy = store, memory_bytes, policy
+        self._static, self._batch_rows, self._reader_options = static, batch_rows, reader
+        self._warm = {} if warm is None else saved.load(store, warm)
+        self.buffers: dict[str, FeatureBuffer] = {}
+        self.table_of: dict[str, str] = {}
+        self.on_change: Callable[[], None] = lambda: None
+        self._reader: Reader | None = None
+        self._memory: dict[str, int] = {}
+
+    # Opening.
+
+    def open(self, first: Ids) -> None:
+        """Make reader and buffers, given the first mini-batch's ids by node type."""
+        self.table_of = {node_type: self._table_of(node_type) for node_type in first}
+        tables = {name: self.store.tables[name] for name in self.table_of.values()}
+        rows = {self.table_of[t]: self._rows_expected(self.table_of[t], len(ids)) for t, ids in first.items()}
+        self._piece_bytes = sum(self._padded(name, count) for name, count in rows.items())
+        slots = self._split(tables, rows)
+        self._outputs = Outputs(self._piece_bytes, DEPTH)
+        self._reader = self.store.reader(
+            tables=list(tables), memory=self._reader_memory(tables), static=None, **self._reader_options
+        )
+        try:
+            for name, count in slots.items():
+                self.buffers[name] = self._buffer(name, count, rows[name])
+            if self._warm:
+                self._load()
+        except BaseException:
+            self.close()
+            raise
+
+    def _table_of(self, node_type: str) -> str:
+        if node_type in self.store.tables:
+            return node_type
+        if node_type == "" and len(self.store.tables) == 1:
+            return next(iter(self.store.tables))
+        what = f"node type {node_type!r}" if node_type else "node ids without a type"
+        raise SourceError(
+            f"the mini-batches have {what}; the store's tables are {', '.join(map(repr, self.store.tables))}"
+        )
+
+    def _rows_expected(self, table: str, first: int) -> int:
+        """Rows of a mini-batch, at most, as was said or as the first one suggests."""
+        given = self._batch_rows.get(table) if isinstance(self._batch_rows, Mapping) else self._batch_rows
+        return min(self.store.tables[table].rows, int(_SPARE * first) + 1 if given is None else max(1, first, given))
+
+    def _policy_of(self, table: str) -> str:
+        return "lru" if self.policy == "auto" else self.policy
+
+    def _reader_memory(self, tables: Mapping[str, Table]) -> int:
+        needs = self._needs(tables)
+        return sum(n.row_map_bytes + n.checksum_bytes for n in needs) + nominal_bytes(self.memory_bytes)
+
+    def _needs(self, tables: Mapping[str, Table]) -> list[TableNeed]:
+        return [table_need(t, self._reader_options.get("verify", True), by_row=False) for t in tables.values()]
+
+    def _split(self, tables: Mapping[str, Table], rows: Mapping[str, int]) -> dict[str, int]:
+        """Slots by table. Raises BudgetError with the smallest budget that works."""
+        needs = self._needs(tables)
+        # A node type that hardly occurs in the first mini-batch may occur more in others.
+        weights = {n: max(rows[n], min(t.rows, _ROWS_LEAST)) * t.row_bytes for n, t in tables.items()}
+
+        def needed_bytes(name: str, slots: int) -> int:
+            return buffer_bytes(slots, tables[name].row_bytes, layout.POLICIES[self._policy_of(name)])
+
+        def fixed(memory_bytes: int) -> dict[str, int]:
+            maps = sum(n.row_map_bytes + n.checksum_bytes for n in needs)
+            b = Budget.split(maps + nominal_bytes(memory_bytes), needs)
+            reader = b.row_map_bytes + b.checksum_bytes + b.staging_bytes + b.scratch_bytes
+            under_way = (SAMPLED + EXTRACTED) * _BYTES_PER_ID * sum(rows.values())
+            return {"reader": reader, "handed over": DEPTH * self._piece_bytes, "under way": under_way}
+
+        parts = fixed(self.memory_bytes)
+        rest = self.memory_bytes - sum(parts.values())
+        total = sum(weights.values())
+        smallest = max(-(-needed_bytes(n, rows[n]) * total // weights[n]) for n in tables)
+        if rest < smallest:
+            needed = sum(parts.values()) + smallest
+            while sum(fixed(needed).values()) + smallest > needed:  # more memory has a larger reader, too
+                needed = sum(fixed(needed).values()) + smallest
+            raise BudgetError(needed, self.memory_bytes, "hold the reader, three mini-batches and a buffer of one more")
+        slots = {}
+        # What a table that fits whole leaves over is for the others.
+        for name in sorted(tables, key=lambda n: needed_bytes(n, tables[n].rows) / weights[n]):
+            table = tables[name]
+            policy = layout.POLICIES[self._policy_of(name)]
+            slots[name] = min(table.rows, slots_for(rest * weights[name] // total, table.row_bytes, policy))
+            rest, total = rest - needed_bytes(name, slots[name]), total - weights[name]
+        self._memory = parts | {f"buffer of {n}": needed_bytes(n, s) for n, s in slots.items()}
+        return slots
+
+    def _buffer(self, table: str, slots: int, batch_rows: int) -> FeatureBuffer:
+        assert self._reader is not None
+        static = (
+            self._static_ids(table, slots - 2 * batch_rows)
+            if self.policy == "static" and slots < self.store.tables[table].rows
+            else None
+        )
+        buffer = FeatureBuffer(self._reader, table, slots=slots, policy=self._policy_of(table), static=static)
+        buffer.on_change = lambda: self.on_change()
+        return buffer
+
+    def _static_ids(self, table: str, most: int) -> NDArray[Any] | None:
+        """Node ids of the rows that stay: those given, or of the highest degree."""
+        if self._static is not None:
+            given = self._static[table] if isinstance(self._static, Mapping) else self._static
+            return np.asarray(given)[: max(0, most)]
+        ranked = self.store.tables[table].rows_by_degree(max(0, most))
+        if ranked is None:
+            raise SourceError(
+                f"the policy 'static' keeps the rows of the highest degree, which table {table!r} does not know: pack with a graph, or "
+                "say which rows with static="
+            )
+        node_of_row = self.store.tables[table].node_of_row()
+        return ranked if node_of_row is None else node_of_row[ranked]
+
+    # Mini-batches.
+
+    def begin(self, ids: Ids, under_way: Sequence[Ids]) -> dict[str, Ticket] | None:
+        """Tickets by table of a mini-batch, given the ids of those whose tickets are held; None where it has to wait for these."""
+        unknown = [t for t in ids if t not in self.table_of]
+        if unknown:
+            raise SourceError(f"this mini-batch has a node type {unknown[0]!r} that the first one had not")
+        if under_way:
+            for node_type, one in ids.items():
+                free = self.buffers[self.table_of[node_type]].slots_unkept
+                pinned = len(one) + sum(len(other.get(node_type, ())) for other in under_way)
+                if pinned > _PINNED_SHARE * free:
+                    return None
+        tickets: dict[str, Ticket] = {}
+        try:
+            for node_type, one in ids.items():
+                table = self.table_of[node_type]
+                tickets[table] = self.buffers[table].begin(one)
+        except BaseException:
+            for ticket in tickets.values():
+                ticket.cancel()
+            raise
+        return tickets
+
+    def gather(self, tickets: Mapping[str, Ticket]) -> dict[str, NDArray[Any]]:
+        """The rows of a mini-batch by table, copied out; its slots are given back."""
+        out, at = {}, 0
+        total = sum(self._padded(name, len(ticket.ids)) for name, ticket in tickets.items())
+        raw = self._outputs.take(total) if total <= self._piece_bytes else empty_rows(total, 1)
+        for name, ticket in tickets.items():
+            table, buffer = self.store.tables[name], self.buffers[name]
+            end = at + len(ticket.ids) * table.row_bytes
+            rows = raw[at:end].view(buffer.dtype).reshape(len(ticket.ids), *table.row_shape)
+            buffer.gather(ticket, rows)
+            ticket.release()
+            out[name] = rows
+            at += self._padded(name, len(ticket.ids))
+        return out
+
+    def _padded(self, table: str, rows: int) -> int:
+        """Bytes of so many rows, and what keeps those of the next table aligned."""
+        return -(-rows * self.store.tables[table].row_bytes // ALIGNMENT) * ALIGNMENT
+
+    def units(self, ids: Ids) -> int:
+        """How much of ``ROOM`` a mini-batch takes."""
+        return -(-self._batch_bytes(ids) * _UNITS // self._piece_bytes)
+
+    def _batch_bytes(self, ids: Ids) -> int:
+        return sum(self._padded(self.table_of[t], len(one)) for t, one in ids.items())
+
+    def too_large(self, ids: Ids, index: int) -> SourceError:
+        """The error for a mini-batch that has no room even beside one other."""
+        found = {self.table_of[t]: len(one) for t, one in ids.items()}
+        rows = next(iter(found.values())) if len(found) == 1 else found
+        return SourceError(
+            f"mini-batch {index} has rows of {self._batch_bytes(ids):,} bytes, where room was made for {self._piece_bytes:,}, "
+            f"judging by the first: give batch_rows={rows}, or that of the largest mini-batch"
+        )
+
+    # Caches on disk.
+
+    def save(self, name: str) -> None:
+        """Write down which rows are in the buffers."""
+        if not self.buffers:
+            raise SourceError("there is nothing to save before the first mini-batch")
+        saved.save(self.store, name, {table: buffer.cached_ids() for table, buffer in self.buffers.items()})
+
+    def _load(self) -> None:
+        """Read the rows that were saved, as many as fit, into the buffers."""
+        for name, buffer in self.buffers.items():
+            ids = self._warm.get(name, np.empty(0, np.int64))
+            with buffer.begin(ids[max(0, len(ids) - buffer.slots_unkept) :]) as ticket:
+                ticket.result()
+
+    # The rest.
+
+    def memory(self) -> dict[str, int]:
+        """Bytes of the budget by what they are for."""
+        return dict(self._memory)
+
+    def reader_stats(self) -> ReaderStats | None:
+        return None if self._reader is None else self._reader.stats()
+
+    def close(self) -> None:
+        for buffer in self.buffers.values():
+            buffer.close()
+        if self._reader is not None:
+            self._reader.close()

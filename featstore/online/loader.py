@@ -1,0 +1,378 @@
+"""Training from mini-batches that nobody knows beforehand: sampled, their rows extracted through feature buffers, handed over.
+
+The stages of GNNDrive (Jiang et al., ICPP 2024): *samplers* (a thread that goes through the given iterable, whose own workers may sample
+in parallel), *extractors* (claim slots in the feature buffer, start the reads of what is in none), the *trainer* (the loop), and
+the *releaser* (rows are copied out of the buffer when they are there, and their slots given back). Several mini-batches are extracted
+at once, so that the device has reads while others are assembled and trained on; all queues are bounded.
+
+**Memory.** One budget covers the readers, the rows handed over, and, with all the rest, the buffers' slots. How large mini-batches are is
+seen from the first one. A later one may be larger: it then waits until others are gone.
+
+**Order.** Mini-batches are handed over as they were sampled, so that a run can be repeated; with ``overtake=True`` whichever has its rows
+first. What is in the buffer never changes what a mini-batch holds, only how long it takes.
+"""
+
+from __future__ import annotations
+
+import operator
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from numpy.typing import NDArray
+
+from featstore.errors import ClosedError, SourceError
+from featstore.online.extraction import EXTRACTED, LARGEST, ROOM, SAMPLED, Extraction
+from featstore.online.report import OnlineReport, OnlineStages
+from featstore.pipeline import Walk
+from featstore.tracing.nodes import Ids, split
+from featstore.units import parse_bytes
+
+if TYPE_CHECKING:
+    from featstore.online.buffer import Ticket
+    from featstore.store import Store
+
+STATE_VERSION = 1
+
+#: Mini-batches, again and again; or what makes those of epoch 0, 1, ...
+Batches = Iterable[Any] | Callable[[int], Iterable[Any]]
+
+
+@dataclass(frozen=True)
+class OnlineBatch:
+    """A mini-batch that is no PyG object. ``index``: its number in the epoch. ``n_id``: node ids, ``x``: their rows, an array or tensor, or
+    dicts of them by table where there are several. ``sample``: the mini-batch itself, or its second part
+    (see :mod:`featstore.tracing.nodes`)."""
+
+    index: int
+    n_id: Any
+    x: Any
+    sample: Any
+
+
+class OnlineLoader:
+    """Iterates over a sampler's mini-batches with the rows of their nodes; see the module's text. A context manager.
+
+    Each iteration is an epoch. Break off in the middle, and the next iteration begins the next epoch. There is one iteration at a time: a
+    new one ends the one before. A loader belongs to the process that made it.
+
+    Args:
+        store: the open store.
+        batches: mini-batches as :meth:`featstore.Trace.record` takes them (PyG's, ours, arrays of node ids, pairs of ids and sample
+            ...): an iterable that can be gone through once an epoch, or a function of the epoch's number that makes one. Where it
+            has a ``set_epoch``, that is called. It should not fetch features itself.
+        memory: budget for all that is held here, bytes or ``"2GiB"``.
+        policy: of the feature buffers: ``"auto"``, or a name of :data:`featstore.online.slot_layout.POLICIES` but ``"min"``.
+        static: for policy ``"static"``: node ids (or a mapping of tables to them) of the rows to keep; by default those of the highest
+            degree, where the store knows degrees.
+        warm: the name of a saved cache (:meth:`save_cache`) whose rows are loaded before the first mini-batch.
+        batch_rows: how many rows a mini-batch has at most (or a mapping of tables to that); by default a quarter more than the first. Up
+            to half as many more get through, slowly.
+        overtake: hand over whichever mini-batch has its rows first.
+        nodes: a function from a mini-batch to its node ids, or to {table: ids}, where no rule finds them.
+        device: where tensors go; None for host memory.
+        tensors: hand out torch tensors; by default where there is a device, or the mini-batches are PyG objects.
+        engine, queue_depth, verify: as for :class:`featstore.reader.Reader`.
+
+    Raises SourceError, IdError; BudgetError (when the first mini-batch, or a larger one, has been sampled); what sampling and
+    reading raise.
+    """
+
+    def __init__(
+        self, store: Store, batches: Batches, *, memory: int | str = "1GiB", policy: str = "auto", static: Any = None,
+        warm: str | None = None, batch_rows: int | Mapping[str, int] | None = None, overtake: bool = False,
+        nodes: Callable[[Any], Any] | None = None, device: Any = None, tensors: bool | None = None, **reader: Any,
+    ) -> None:  # fmt: skip
+        self.store, self._batches, self._nodes = store, batches, nodes
+        self.overtake, self._tensors, self._device = overtake, tensors, device
+        self._extraction = Extraction(
+            store, parse_bytes(memory), policy=policy, static=static, warm=warm, batch_rows=batch_rows, reader=reader
+        )
+        self.report_stages = OnlineStages()
+        self._pid, self._lock = os.getpid(), threading.RLock()
+        self._closed = False
+        self._walk: _Walk | None = None  # the iteration under way
+        self._report: OnlineReport | None = None
+        self._epoch = self._next = 0
+        self._begun = False  # this epoch was, and its rest is not wanted unless a state says so
+
+    def __len__(self) -> int:
+        if not isinstance(self._batches, Sized):
+            raise TypeError("the mini-batches have no length")
+        return len(self._batches)
+
+    # Iterating.
+
+    def __iter__(self) -> Iterator[Any]:
+        walk = self._begin_walk()
+        try:
+            walk.start()  # in here, so that an interrupt finds the threads with someone who ends them
+            last = time.perf_counter()
+            for batch in walk:
+                now = time.perf_counter()
+                self.report_stages.add("wait", now - last)
+                with self._lock:
+                    walk.check()
+                    self._next += 1
+                yield batch
+                del batch
+                last = time.perf_counter()
+                self.report_stages.add("train", last - now)
+        finally:
+            walk.close()
+
+    def _begin_walk(self) -> _Walk:
+        with self._alone("another iteration of this loader has begun"):
+            if self._begun:
+                self._epoch, self._next = self._epoch + 1, 0
+            self._begun = True
+            self._walk = _Walk(self, self._extraction, self._mini_batches(self._epoch), self._next)
+            return self._walk
+
+    def _mini_batches(self, epoch: int) -> Iterable[Any]:
+        batches = self._batches
+        if not isinstance(batches, Iterable):  # PyG's loaders are iterable and callable
+            batches = batches(epoch)
+        elif isinstance(batches, Iterator) and epoch > 0:
+            raise SourceError(
+                "an iterator gives its mini-batches only once: give an iterable, or a function of the epoch's number"
+            )
+        set_epoch = getattr(batches, "set_epoch", None)
+        if callable(set_epoch):
+            set_epoch(epoch)
+        return batches
+
+    @contextmanager
+    def _alone(self, because: str) -> Iterator[None]:
+        """The buffers are the caller's: an iteration under way has ended."""
+        self.check_process()
+        with self._lock:
+            if self._closed:
+                raise ClosedError("the loader is closed")
+            if self._walk is not None:
+                self._walk.close(because)
+            yield
+
+    def check_process(self) -> None:
+        """Raise ClosedError in any other process than the loader's own."""
+        if os.getpid() != self._pid:
+            raise ClosedError("a loader belongs to the process that made it; make another one here")
+
+    # Resuming.
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next iteration is of this epoch, from its beginning."""
+        with self._alone("an epoch has been set since this iteration began"):
+            self._epoch, self._next, self._begun = operator.index(epoch), 0, False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where training stands: the epoch, and the mini-batches of it that were handed out. It belongs to the same ``batches``, which
+        must give the same mini-batches in the same epoch."""
+        if self.overtake:
+            raise SourceError(
+                "with overtake=True mini-batches have no order that could be gone on with: save between epochs"
+            )
+        return {"version": STATE_VERSION, "store": self.store.uuid, "epoch": self._epoch, "next": self._next}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where ``state`` was taken: mini-batches handed out then are sampled again and let go, without reading their rows."""
+        if state.get("version") != STATE_VERSION or state.get("store") != self.store.uuid:
+            raise SourceError(f"this state is of the store {state.get('store')}, not of {self.store.uuid}")
+        epoch, after = int(state["epoch"]), int(state["next"])
+        if min(epoch, after) < 0:
+            raise SourceError(f"there is no mini-batch {after} of epoch {epoch}")
+        with self._alone("a state has been loaded since this iteration began"):
+            self._epoch, self._next, self._begun = epoch, after, False
+
+    # What it does.
+
+    def report(self) -> OnlineReport:
+        """Per stage the time busy and waiting, hits and misses, bytes read."""
+        return self._report or self.report_stages.report(self._extraction)
+
+    def memory(self) -> dict[str, int]:
+        """Bytes of the budget by what they are for; empty before the first mini-batch."""
+        return self._extraction.memory()
+
+    @property
+    def policy(self) -> dict[str, str]:
+        """The policy of each table's buffer now; empty before the first mini-batch."""
+        return {name: buffer.policy_name for name, buffer in self._extraction.buffers.items()}
+
+    def save_cache(self, name: str = "cache") -> None:
+        """Save with the store which rows are in the buffers now, to be loaded by ``warm=name``."""
+        with self._alone("the cache was saved since this iteration began"):
+            self._extraction.save(name)
+
+    def finished(self, ids: Ids, sample: Any, rows: dict[str, NDArray[Any]], index: int) -> Any:
+        """What the training loop gets."""
+        x: dict[str, Any] = dict(rows)
+        pyg = type(sample).__module__.startswith("torch_geometric.")
+        if self._tensors or (self._tensors is None and (pyg or self._device is not None)):
+            from featstore.compiled.tensors import as_tensor, to_device
+
+            x = {name: as_tensor(one) for name, one in x.items()}
+            if self._device is not None:
+                x = {name: to_device(one, self._device) for name, one in x.items()}
+        if pyg:
+            from featstore.compiled.tensors import fill_pyg
+
+            return fill_pyg(sample, x, self._device)
+        if len(x) == 1:
+            return OnlineBatch(index, next(iter(ids.values())), next(iter(x.values())), sample)
+        return OnlineBatch(index, ids, x, sample)
+
+    # Ending.
+
+    def close(self) -> None:
+        """Give everything back; an iteration under way ends with ClosedError. May be called more than once."""
+        self._closed = True
+        if os.getpid() == self._pid:
+            with self._lock:
+                if self._walk is not None:
+                    self._walk.close()
+                if self._report is None:
+                    self._report = self.report_stages.report(self._extraction)
+            self._extraction.close()
+
+    def __enter__(self) -> OnlineLoader:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<OnlineLoader of {str(self.store.path)!r}, {self.policy or 'before its first mini-batch'}>"
+
+
+@dataclass
+class _Sampled:
+    """A mini-batch on its way."""
+
+    index: int
+    ids: Ids
+    sample: Any
+    tickets: dict[str, Ticket]
+
+
+class _Walk(Walk):
+    """One epoch: a thread samples, another extracts and hands over."""
+
+    def __init__(self, loader: OnlineLoader, extraction: Extraction, batches: Iterable[Any], skip: int) -> None:
+        super().__init__(loader.check_process, loader.report_stages, ROOM, LARGEST, "featstore-extract")
+        self._loader, self._extraction, self._batches, self._skip = loader, extraction, batches, skip
+        self._sampled: deque[_Sampled] = deque()
+        self._sampled_all = False
+        self._sampling_error: BaseException | None = None
+        self._taken = threading.Event()  # there is room for another one to be sampled, or the walk was stopped
+        self._sampler = threading.Thread(target=self._sample, name="featstore-sample", daemon=True)
+
+    def start(self) -> None:
+        if not self._stop:
+            self._sampler.start()
+        super().start()
+
+    def close(self, because: str = "the loader is closed") -> None:
+        self._stop = self._stop or because
+        self._taken.set()
+        super().close(because)
+
+    def _threads(self) -> list[threading.Thread]:
+        return [self._sampler, self._thread]
+
+    # Sampling.
+
+    def _sample(self) -> None:
+        stages = self._loader.report_stages
+        try:
+            last = time.perf_counter()
+            for index, batch in enumerate(self._batches):
+                if self._stop:
+                    return
+                if index < self._skip:
+                    continue
+                ids, sample = split(batch, self._loader._nodes)
+                del batch
+                stages.add("sample", time.perf_counter() - last)
+                while len(self._sampled) >= SAMPLED and not self._stop:
+                    self._taken.clear()
+                    if len(self._sampled) >= SAMPLED and not self._stop:
+                        self._taken.wait()
+                self._sampled.append(_Sampled(index, ids, sample, {}))
+                del ids, sample
+                self._changed.set()
+                last = time.perf_counter()
+        except BaseException as error:
+            self._sampling_error = error
+        finally:
+            self._sampled_all = True
+            self._changed.set()
+
+    # Extracting.
+
+    def _go(self) -> None:
+        under_way: deque[_Sampled] = deque()
+        self._extraction.on_change = self._changed.set
+        try:
+            while not self._stop:
+                self._changed.clear()
+                if self._begin_next(under_way) or self._assemble_next(under_way):
+                    continue
+                if not under_way and not self._sampled and self._sampled_all:
+                    break
+                self._changed.wait()
+            if self._sampling_error is not None and not self._stop:
+                raise self._sampling_error
+        finally:
+            for one in [*under_way, *self._sampled]:
+                for ticket in one.tickets.values():
+                    ticket.cancel()
+
+    def _begin_next(self, under_way: deque[_Sampled]) -> bool:
+        """Claim slots for the next mini-batch and start its reads, if there is one, and there are slots."""
+        if not self._sampled or len(under_way) >= EXTRACTED:
+            return False
+        first = self._sampled[0]
+        if not self._extraction.buffers:
+            self._extraction.open(first.ids)
+        begin = time.perf_counter()
+        tickets = self._extraction.begin(first.ids, [one.ids for one in under_way])
+        if tickets is None:
+            return False
+        self._sampled.popleft()
+        self._taken.set()
+        first.tickets = tickets
+        under_way.append(first)
+        self._loader.report_stages.begun(tickets)
+        self._loader.report_stages.add("claim", time.perf_counter() - begin)
+        return True
+
+    def _assemble_next(self, under_way: deque[_Sampled]) -> bool:
+        """Hand over a mini-batch whose rows are there, if there is room for it."""
+        extraction, stages = self._extraction, self._loader.report_stages
+        waiting = under_way if self._loader.overtake else list(under_way)[:1]
+        one = next((w for w in waiting if all(t.done() for t in w.tickets.values())), None)
+        if one is None:
+            return False
+        units = extraction.units(one.ids)
+        if units > LARGEST:
+            raise extraction.too_large(one.ids, one.index)
+        if not self._try_room(units):
+            return False
+        under_way.remove(one)
+        stages.ended(one.tickets)
+        begin = time.perf_counter()
+        rows = extraction.gather(one.tickets)
+        gathered = time.perf_counter()
+        ids = {extraction.table_of[t]: i for t, i in one.ids.items()}
+        batch = self._loader.finished(ids, one.sample, rows, one.index)
+        stages.add("gather", gathered - begin)
+        stages.add("hand over", time.perf_counter() - gathered)
+        del rows, one
+        self._hand_over(batch, units)
+        return True

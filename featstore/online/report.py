@@ -1,0 +1,62 @@
+"""What an online loader tells of itself: per stage busy and waiting time, hits and misses, bytes read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from featstore.online.buffer import BufferStats, Ticket
+from featstore.pipeline import Stages
+
+if TYPE_CHECKING:
+    from featstore.online.extraction import Extraction
+
+
+@dataclass(frozen=True)
+class OnlineReport:
+    """Seconds by stage (``sample``, ``claim``, ``gather``, ``hand over``: busy; ``read``: the rows of at least one mini-batch are on their
+    way; ``train``: the loop is at work; ``wait``: the loop waits), what each table's buffer has counted, reads and bytes read from disk."""
+
+    batches: int
+    seconds: dict[str, float]
+    buffers: dict[str, BufferStats]
+    bytes_read: int
+    reads: int
+
+    @property
+    def slowest(self) -> str:
+        """The stage that is busy longest."""
+        return max(("sample", "read", "gather", "train"), key=lambda s: self.seconds.get(s, 0.0))
+
+    @property
+    def hit_rate(self) -> float:
+        """Of all rows asked for, the share that was in a buffer or on its way."""
+        hits, misses = sum(b.hits for b in self.buffers.values()), sum(b.misses for b in self.buffers.values())
+        return hits / max(1, hits + misses)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "batches": self.batches, "seconds": self.seconds, "slowest": self.slowest, "hit_rate": round(self.hit_rate, 6),
+            "buffers": {name: asdict(b) for name, b in self.buffers.items()}, "bytes_read": self.bytes_read, "reads": self.reads,
+        }  # fmt: skip
+
+
+class OnlineStages(Stages):
+    """Counts for a report."""
+
+    def begun(self, tickets: Mapping[str, Ticket]) -> None:
+        """A mini-batch's reads have begun."""
+        self.read_begins()
+
+    def ended(self, tickets: Mapping[str, Ticket]) -> None:
+        """A mini-batch's rows are there."""
+        self.read_ends()
+
+    def report(self, extraction: Extraction) -> OnlineReport:
+        batches, seconds, _ = self.snapshot()
+        stats = extraction.reader_stats()
+        buffers = {name: buffer.stats() for name, buffer in extraction.buffers.items()}
+        return OnlineReport(
+            batches, seconds, buffers, 0 if stats is None else stats.bytes_read, 0 if stats is None else stats.reads
+        )

@@ -1,0 +1,336 @@
+"""The online loader: the rows of every mini-batch are those of the source, whatever the policy, the budget and the interruptions."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import featstore
+from featstore.errors import BudgetError, ClosedError, FeatstoreError, IdError, SourceError
+from featstore.online.slot_layout import POLICIES
+
+ROWS, BATCHES = 3000, 9
+ENGINES = ("uring", "threads", "mmap")
+ONLINE = [*sorted(set(POLICIES) - {"min"}), "auto"]
+SMALL = "6MiB"
+
+
+def rows_of(count: int, shape: tuple[int, ...], dtype: Any, seed: int) -> np.ndarray:
+    raw = np.random.default_rng(seed).integers(0, 256, count * int(np.prod(shape)) * np.dtype(dtype).itemsize, np.uint8)
+    return raw.view(dtype).reshape(count, *shape)
+
+
+def skewed(epoch: int, count: int = BATCHES, size: int = 300, rows: int = ROWS) -> Iterator[np.ndarray]:
+    rng = np.random.default_rng(epoch)
+    for _ in range(count):
+        yield rng.permutation(np.unique((rng.random(size) ** 2 * rows).astype(np.int64)))
+
+
+@pytest.fixture(scope="module")
+def x() -> np.ndarray:
+    return rows_of(ROWS, (100,), np.float32, 1).view(np.int32).astype(np.float32)  # no NaN
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory, x: np.ndarray) -> Iterator[Any]:
+    rng = np.random.default_rng(0)
+    indptr = np.concatenate([[0], np.cumsum(rng.integers(0, 9, ROWS))])
+    indices = (rng.random(indptr[-1]) ** 2 * ROWS).astype(np.int32)
+    path = tmp_path_factory.mktemp("online") / "s"
+    with featstore.pack(path, x, graph=(indptr, indices), order="ldg", partitions=4) as made:
+        yield made
+
+
+def own_threads() -> list[str]:
+    return [t.name for t in threading.enumerate() if t.name in ("featstore-sample", "featstore-extract")]
+
+
+def check_epoch(batches: Any, x: np.ndarray, epoch: int, after: int = 0) -> None:
+    wanted = list(skewed(epoch))[after:]
+    found = 0
+    for number, (batch, ids) in enumerate(zip(batches, wanted, strict=True)):
+        assert batch.index == after + number
+        np.testing.assert_array_equal(batch.n_id, ids)
+        np.testing.assert_array_equal(batch.x, x[ids])
+        found += 1
+    assert found == len(wanted)
+
+
+@pytest.mark.parametrize("policy", ONLINE)
+def test_every_policy_serves_the_source(store: Any, x: np.ndarray, policy: str) -> None:
+    with featstore.OnlineLoader(store, skewed, memory=SMALL, policy=policy) as loader:
+        for epoch in range(3):
+            check_epoch(loader, x, epoch)
+        report = loader.report()
+        assert report.batches == 3 * BATCHES + 3 - 3  # the end of an epoch is no mini-batch
+        assert sum(loader.memory().values()) <= 6 * 2**20
+        buffer = report.buffers["features"]
+        asked = sum(len(ids) for epoch in range(3) for ids in skewed(epoch))
+        assert buffer.hits + buffer.misses == asked
+        assert 0 < buffer.misses < asked
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_every_engine(store: Any, x: np.ndarray, engine: str) -> None:
+    with featstore.OnlineLoader(store, skewed, memory=SMALL, policy="fifo", engine=engine) as loader:
+        check_epoch(loader, x, 0)
+
+
+@given(
+    row_shape=st.sampled_from([(1,), (3,), (8,), (511,), (513,), (2, 7), (40_000,)]),
+    dtype=st.sampled_from(["uint8", "float16", "int64"]),
+    policy=st.sampled_from(ONLINE), seed=st.integers(0, 99), overtake=st.booleans(),
+)  # fmt: skip
+@settings(max_examples=25)
+def test_every_row_size(
+    tmp_path_factory: pytest.TempPathFactory,
+    row_shape: tuple[int, ...],
+    dtype: str,
+    policy: str,
+    seed: int,
+    overtake: bool,
+) -> None:
+    if policy == "static":
+        policy = "fifo"  # without a graph nobody knows degrees
+    count = 150
+    source = rows_of(count, row_shape, dtype, seed)
+    path = tmp_path_factory.mktemp("rows")
+    with featstore.pack(path / "s", source) as store:
+        batches = list(skewed(seed, 5, 20, count))
+        with featstore.OnlineLoader(store, batches, memory="40MiB", policy=policy, overtake=overtake) as loader:
+            found = list(loader)
+        assert sorted(b.index for b in found) == list(range(5))
+        for batch in found:
+            assert batch.x.view(np.uint8).tobytes() == source[batches[batch.index]].tobytes()
+
+
+# Interruptions.
+
+
+def test_breaking_off_begins_the_next_epoch(store: Any, x: np.ndarray) -> None:
+    with featstore.OnlineLoader(store, skewed, memory=SMALL) as loader:
+        for number, _ in enumerate(loader):
+            if number == 3:
+                break
+        assert own_threads() == []
+        check_epoch(loader, x, 1)
+        loader.set_epoch(0)
+        check_epoch(loader, x, 0)
+
+
+def test_an_exception_in_the_loop_and_one_in_the_sampler(store: Any, x: np.ndarray) -> None:
+    class Mistake(Exception):
+        pass
+
+    def broken(epoch: int) -> Iterator[np.ndarray]:
+        for number, ids in enumerate(skewed(epoch)):
+            if epoch == 1 and number == 4:
+                raise Mistake("of the sampler")
+            yield ids
+
+    with featstore.OnlineLoader(store, broken, memory=SMALL) as loader:
+        with pytest.raises(Mistake, match="of the loop"):  # noqa: PT012
+            for _ in loader:
+                raise Mistake("of the loop")
+        seen = []
+        with pytest.raises(Mistake, match="of the sampler"):  # noqa: PT012
+            for batch in loader:
+                seen.append(batch.index)
+        assert seen == [0, 1, 2, 3], "what was sampled before is handed over"
+        assert own_threads() == []
+        check_epoch(loader, x, 2)
+
+
+def test_a_second_iteration_ends_the_first(store: Any, x: np.ndarray) -> None:
+    with featstore.OnlineLoader(store, skewed, memory=SMALL) as loader:
+        first = iter(loader)
+        next(first)
+        check_epoch(loader, x, 1)
+        with pytest.raises(ClosedError, match="another iteration"):
+            next(first)
+
+
+@pytest.mark.parametrize("after", [0, 1, 5, BATCHES])
+def test_going_on_in_the_middle(store: Any, x: np.ndarray, after: int) -> None:
+    with featstore.OnlineLoader(store, skewed, memory=SMALL) as loader:
+        loader.set_epoch(3)
+        walk = iter(loader)
+        for _ in range(after):
+            next(walk)
+        state = loader.state_dict()
+        walk.close()
+    with featstore.OnlineLoader(store, skewed, memory=SMALL) as loader:
+        loader.load_state_dict(state)
+        check_epoch(loader, x, 3 if after else state["epoch"], after)
+        check_epoch(loader, x, 4 if after else state["epoch"] + 1)
+
+
+def test_states_of_others_are_refused(store: Any) -> None:
+    with featstore.OnlineLoader(store, skewed) as loader:
+        state = loader.state_dict()
+        with pytest.raises(SourceError, match="of the store"):
+            loader.load_state_dict(state | {"store": "other"})
+        with pytest.raises(SourceError, match="no mini-batch"):
+            loader.load_state_dict(state | {"next": -1})
+    with featstore.OnlineLoader(store, skewed, overtake=True) as loader, pytest.raises(SourceError, match="overtake"):
+        loader.state_dict()
+
+
+def test_nothing_is_left_after_closing(store: Any) -> None:
+    loader = featstore.OnlineLoader(store, skewed, memory=SMALL)
+    kept = next(iter(loader))
+    copy = kept.x.copy()
+    loader.close()
+    loader.close()
+    assert own_threads() == []
+    np.testing.assert_array_equal(kept.x, copy)
+    with pytest.raises(ClosedError):
+        next(iter(loader))
+    assert loader.report().batches == 1
+
+
+# Budgets.
+
+
+def test_the_budget_it_names_works(store: Any, x: np.ndarray) -> None:
+    with featstore.OnlineLoader(store, skewed, memory="1MiB") as loader, pytest.raises(BudgetError) as caught:
+        next(iter(loader))
+    with featstore.OnlineLoader(store, skewed, memory=caught.value.needed_bytes) as loader:
+        check_epoch(loader, x, 0)
+    with (
+        featstore.OnlineLoader(store, skewed, memory=caught.value.needed_bytes - 1) as loader,
+        pytest.raises(BudgetError),
+    ):
+        next(iter(loader))
+
+
+def test_larger_mini_batches_come_through_and_too_large_ones_are_named(store: Any, x: np.ndarray) -> None:
+    sizes = [100, 90, 180, 185, 189, 20, 0, 100]
+    batches = [np.random.default_rng(n).permutation(ROWS)[:size] for n, size in enumerate(sizes)]
+    with featstore.OnlineLoader(store, batches, memory=SMALL) as loader:
+        for batch, ids in zip(loader, batches, strict=True):
+            np.testing.assert_array_equal(batch.x, x[ids])
+    batches[3] = np.random.default_rng(3).permutation(ROWS)[:500]
+    with (
+        featstore.OnlineLoader(store, batches, memory=SMALL) as loader,
+        pytest.raises(SourceError, match="batch_rows=500"),
+    ):
+        list(loader)
+    with featstore.OnlineLoader(store, batches, memory=SMALL, batch_rows=500) as loader:
+        assert [len(b.x) for b in loader] == [*sizes[:3], 500, *sizes[4:]]
+
+
+def test_the_loop_may_keep_what_it_got(store: Any, x: np.ndarray) -> None:
+    with featstore.OnlineLoader(store, skewed, memory=SMALL) as loader:
+        kept = list(loader)
+    for batch in kept:
+        np.testing.assert_array_equal(batch.x, x[batch.n_id])
+
+
+# Warm start.
+
+
+def test_a_saved_cache_makes_the_first_epoch_warm(store: Any, x: np.ndarray) -> None:
+    options: dict[str, Any] = {"memory": "16MiB", "policy": "fifo"}  # all rows that are asked for fit
+    with featstore.OnlineLoader(store, skewed, **options) as loader:
+        check_epoch(loader, x, 0)
+        loader.save_cache("mine")
+    with featstore.OnlineLoader(store, skewed, warm="mine", **options) as loader:
+        check_epoch(loader, x, 0)
+        asked = sum(len(ids) for ids in skewed(0))
+        buffer = loader.report().buffers["features"]
+        assert buffer.hits >= asked  # the loading itself counts as misses
+    assert featstore.verify(store.path).ok
+    path = store.path / "caches" / "mine.cache"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(bytes(data))
+    for name, what in (("mine", "damaged"), ("other", "not there"), ("../x", "name")):
+        with pytest.raises(SourceError, match=what):
+            featstore.OnlineLoader(store, skewed, warm=name)
+
+
+# What comes in, what goes out.
+
+
+def test_several_tables(tmp_path: Path) -> None:
+    tables = {"paper": rows_of(500, (9,), np.int16, 1), "author": rows_of(200, (33,), np.uint8, 2)}
+    rng = np.random.default_rng(5)
+    batches = [{"paper": rng.permutation(500)[:80], "author": rng.permutation(200)[: 2 * n]} for n in range(1, 7)]
+    with featstore.pack(tmp_path / "s", tables) as store:
+        with featstore.OnlineLoader(store, batches, memory="32MiB") as loader:
+            for batch, ids in zip(loader, batches, strict=True):
+                for name, source in tables.items():
+                    np.testing.assert_array_equal(batch.x[name], source[ids[name]])
+        with (
+            featstore.OnlineLoader(store, [{"venue": np.arange(3)}]) as loader,
+            pytest.raises(SourceError, match="'venue'"),
+        ):
+            next(iter(loader))
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "match"),
+    [
+        (lambda s: featstore.OnlineLoader(s, [np.array([ROWS])]), IdError, "out of range"),
+        (lambda s: featstore.OnlineLoader(s, [np.array([1.5])]), SourceError, "integers"),
+        (lambda s: featstore.OnlineLoader(s, [object()]), SourceError, "nodes="),
+        (lambda s: featstore.OnlineLoader(s, skewed, policy="best"), SourceError, "no policy 'best'"),
+        (lambda s: featstore.OnlineLoader(s, skewed, policy="min"), SourceError, "compile"),
+        (lambda s: featstore.OnlineLoader(s, skewed, policy="lru", static=[1]), SourceError, "static="),
+    ],
+)
+def test_bad_input_is_named(store: Any, make: Callable[[Any], Any], error: type[FeatstoreError], match: str) -> None:
+    with pytest.raises(error, match=match), make(store) as loader:
+        next(iter(loader))
+    assert own_threads() == []
+
+
+def test_pyg_objects_and_workers(store: Any, x: np.ndarray) -> None:
+    torch = pytest.importorskip("torch")
+    data = pytest.importorskip("torch_geometric.data")
+
+    class Samples(torch.utils.data.Dataset):  # type: ignore[misc,name-defined,unused-ignore]
+        def __len__(self) -> int:
+            return BATCHES
+
+        def __getitem__(self, index: int) -> Any:
+            ids = torch.from_numpy(list(skewed(7))[index])
+            return data.Data(n_id=ids, edge_index=torch.zeros(2, 3, dtype=torch.int64), num_nodes=len(ids))
+
+    for workers in (0, 2):
+        sampler = torch.utils.data.DataLoader(Samples(), batch_size=None, num_workers=workers)
+        with featstore.OnlineLoader(store, sampler, memory=SMALL) as loader:
+            assert len(loader) == BATCHES
+            for _ in range(2):
+                for batch, ids in zip(loader, skewed(7), strict=True):
+                    assert isinstance(batch, data.Data)
+                    np.testing.assert_array_equal(batch.x.numpy(), x[ids])
+                    assert batch.edge_index.shape == (2, 3)
+        with featstore.OnlineLoader(store, sampler, memory=SMALL, device="cpu") as loader:
+            assert next(iter(loader)).x.device.type == "cpu"
+
+
+def test_a_set_epoch_is_called(store: Any) -> None:
+    class Sampler:
+        epoch = -1
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epoch = epoch
+
+        def __iter__(self) -> Iterator[np.ndarray]:
+            yield np.array([self.epoch])
+
+    with featstore.OnlineLoader(store, Sampler(), memory=SMALL) as loader:
+        assert [[b.n_id.tolist() for b in loader] for _ in range(3)] == [[[0]], [[1]], [[2]]]
+    with featstore.OnlineLoader(store, iter([np.array([1])]), memory=SMALL) as loader:
+        assert len(list(loader)) == 1
+        with pytest.raises(SourceError, match="only once"):
+            list(loader)
