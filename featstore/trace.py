@@ -196,6 +196,14 @@ class Trace:
         block = self._read(int(self._index.offsets[number]), int(self._index.front_bytes[number]))
         return dict(self._front(block, number).ids)
 
+    def expect(self, index: int) -> None:
+        """Advise the system that the ids of a mini-batch will be read soon. Raises IndexError, ClosedError."""
+        number = self._number(index)
+        if self._descriptor < 0:
+            raise _closed()
+        offset, length = int(self._index.offsets[number]), int(self._index.front_bytes[number])
+        os.posix_fadvise(self._descriptor, offset, length, os.POSIX_FADV_WILLNEED)
+
     def sample_bytes(self, index: int) -> NDArray[np.uint8]:
         """The encoded sample of a mini-batch, uint8 [n], as :func:`featstore.samples.encode` made it; empty where there is none.
         Raises as :meth:`ids`."""
@@ -230,7 +238,7 @@ class Trace:
 
     def _read(self, offset: int, length: int) -> NDArray[np.uint8]:
         if self._descriptor < 0:
-            raise ClosedError("the trace is closed; open it again")
+            raise _closed()
         return read_piece(self._descriptor, self._file, offset, length)
 
     def _front(self, block: NDArray[np.uint8], number: int) -> Front:
@@ -291,6 +299,10 @@ def _reopen(path: Path, uuid: str) -> Trace:
         trace.close()
         raise StaleError(f"the trace at {path} was recorded anew since it was pickled; open it again")
     return trace
+
+
+def _closed() -> ClosedError:
+    return ClosedError("the trace is closed; open it again")
 
 
 def _decoded(sample: NDArray[np.uint8]) -> object:

@@ -165,6 +165,9 @@ def test_what_a_trace_says(trace: Trace) -> None:
     for bad in (-1, 12, 10**9):
         with pytest.raises(IndexError, match="none of this trace's 12"):
             trace.ids(bad)
+        with pytest.raises(IndexError, match="none of this trace's 12"):
+            trace.expect(bad)
+    trace.expect(11)
     with pytest.raises(TypeError):
         trace.batch("1")  # type: ignore[arg-type]
     array = trace.sample(3)["edge"]  # type: ignore[index]
@@ -172,8 +175,9 @@ def test_what_a_trace_says(trace: Trace) -> None:
     assert array.ctypes.data % 64 == 0
     with Trace.open(trace.path) as other:
         assert other.uuid == trace.uuid
-    with pytest.raises(ClosedError):
-        other.ids(0)
+    for closed in (other.ids, other.expect):
+        with pytest.raises(ClosedError):
+            closed(0)
     other.close()
     assert featstore.Trace is Trace
 

@@ -25,11 +25,13 @@ from numpy.typing import NDArray
 
 import featstore
 from featstore.compiled.budget import LoaderBudget, parse_disk
-from featstore.compiled.lists import RowLists, RowListsWriter
+from featstore.compiled.lists import RowLists
 from featstore.compiled.packing import PARTS, TablePacking, needed_bytes
-from featstore.compiled.records import encode_record
+from featstore.compiled.record_table import write_records
+from featstore.compiled.records import encode_record, record_offsets
+from featstore.compiled.routing import Routes
 from featstore.compiled.scan import tables_of
-from featstore.compiled.table import OURS, Policy, Segments, TableOptions, TablePlan, plan_table, table_records
+from featstore.compiled.table import OURS, Policy, TableOptions, TablePlan, plan_table
 from featstore.cost import device_key, load_model
 from featstore.disk import Disk
 from featstore.engine.base import EXTENT_BYTES_MAX
@@ -48,7 +50,7 @@ from featstore.manifest import (
 from featstore.packing.generations import Generation, begin, collect, commit, current, names, writer_lock
 from featstore.packing.journal import Journal, State
 from featstore.packing.packing import Progress
-from featstore.packing.writer import Catalogue, write_array, write_vector, zarr_group_json
+from featstore.packing.writer import Catalogue, write_array, zarr_group_json
 from featstore.samples import encode
 from featstore.store import Store
 from featstore.trace import Trace
@@ -328,28 +330,20 @@ class _Compiling:
 
     def _write_records(self) -> NDArray[np.int64]:
         """Write the table of records, and the lists of all segments; returns where each record begins, int64 [mini-batches + 1]."""
-        writer = RowListsWriter(self.disk, self.scratch / "records", np.uint8)
-        segments = [
-            Segments(
-                RowListsWriter(self.disk, self.scratch / f"{p.table.name}.packed", p.rows.dtype),
-                RowListsWriter(self.disk, self.scratch / f"{p.table.name}.shared", p.rows.dtype),
-            )
-            for p in self._plans
-        ]
-        parts = [table_records(p, self.trace, s) for p, s in zip(self._plans, segments, strict=True)]
-        for batch in range(len(self.trace)):
-            writer.append(encode_record([next(part) for part in parts], self._sample(batch)))
-        for plan, segment in zip(self._plans, segments, strict=True):
-            self._segments[plan.table.name] = segment.packed.finish(), segment.shared.finish()
-        records = writer.finish()
-        base = f"{self.generation.name}/tables/records"
-        blocks = (
-            records.part(at, min(at + _BLOCK_BYTES, records.total)) for at in range(0, records.total, _BLOCK_BYTES)
+        routes = [Routes(p, self.trace, self.disk, self.scratch) for p in self._plans]
+        samples = np.array(self.trace.sample_sizes, np.int64)
+        for batch in np.flatnonzero(samples == 0).tolist():
+            samples[batch] = len(self._sample(batch))
+        offsets = record_offsets([one.lengths for one in routes], samples)
+        parts = [one.records() for one in routes]
+        records = (
+            encode_record([next(part) for part in parts], self._sample(batch)) for batch in range(len(self.trace))
         )
-        self._tables["records"] = write_vector(self.catalogue, base, blocks, records.total, np.dtype(np.uint8))
-        records.close()
-        self.disk.unlink(records.path)
-        return records.offsets
+        base = f"{self.generation.name}/tables/records"
+        self._tables["records"] = write_records(self.catalogue, base, records, offsets)
+        for plan, one in zip(self._plans, routes, strict=True):
+            self._segments[plan.table.name] = one.finish()
+        return offsets
 
     def _sample(self, batch: int) -> NDArray[np.uint8]:
         """The mini-batch's graph sample; where the trace has none, its node ids."""

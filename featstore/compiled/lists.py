@@ -24,12 +24,14 @@ class RowLists:
     """Lists of numbers in a scratch file, by mini-batch.
 
     ``offsets``: int64 [lists + 1]; list i has the elements ``offsets[i]`` to ``offsets[i + 1]``. ``dtype``: of the elements.
+    ``first``: where in the file the first one is, in elements.
     """
 
-    def __init__(self, path: Path, dtype: Any, offsets: NDArray[np.int64]) -> None:
+    def __init__(self, path: Path, dtype: Any, offsets: NDArray[np.int64], first: int = 0) -> None:
         self.path = path
         self.dtype = np.dtype(dtype)
         self.offsets = offsets
+        self._first = first
         self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
     def __len__(self) -> int:
@@ -52,8 +54,13 @@ class RowLists:
     def part(self, begin: int, end: int) -> NDArray[Any]:
         """Elements ``begin`` to ``end`` of all lists laid end to end. Raises CorruptionError, DeviceError."""
         out = np.empty(end - begin, self.dtype)
+        self.read(begin, out)
+        return out
+
+    def read(self, begin: int, out: NDArray[Any]) -> None:
+        """Fill ``out``, of this dtype, with the elements from ``begin`` on. Raises as :meth:`part`."""
         view = memoryview(out).cast("B")  # type: ignore[arg-type]
-        at, done = begin * self.dtype.itemsize, 0
+        at, done = (self._first + begin) * self.dtype.itemsize, 0
         while done < len(view):
             try:
                 got = os.preadv(self._descriptor, [view[done:]], at + done)
@@ -62,7 +69,6 @@ class RowLists:
             if got == 0:
                 raise CorruptionError(self.path, at + done, f"{len(view) - done} bytes more", "the end of the file")
             done += got
-        return out
 
     def close(self) -> None:
         if self._descriptor >= 0:
@@ -75,53 +81,56 @@ class RowLists:
 
 
 class RowListsWriter:
-    """Writes :class:`RowLists`, list by list, holding a megabyte."""
+    """Writes :class:`RowLists`, list by list, holding a megabyte: the first list first, or with ``most`` the last one first.
 
-    def __init__(self, disk: Disk, path: Path, dtype: Any) -> None:
+    ``most``: how many elements all lists have together, at most. From that place the file is written downwards; if there
+    were fewer, it begins with a hole.
+    """
+
+    def __init__(self, disk: Disk, path: Path, dtype: Any, most: int | None = None) -> None:
         self._disk = disk
         self.path = path
         self.dtype = np.dtype(dtype)
         self._file: File | None = disk.create(path)
-        self._ends = [0]
-        self._held: list[NDArray[Any]] = []
-        self._held_bytes = 0
-        self._written = 0
+        self._backward = most is not None
+        self._lengths: list[int] = []
+        self._held = np.empty(max(1, _HOLD_BYTES // self.dtype.itemsize), self.dtype)
+        self._fill = 0
+        self._at = most or 0  # where what is held goes: it begins there, or ends
 
     def append(self, values: NDArray[Any]) -> None:
-        """Add a list."""
-        own = values.astype(self.dtype, copy=True)
-        self._held.append(own)
-        self._held_bytes += own.nbytes
-        self._ends.append(self._ends[-1] + len(own))
-        if self._held_bytes >= _HOLD_BYTES:
+        """Add a list: the one after those before, or before them where the last one came first."""
+        count = len(values)
+        self._lengths.append(count)
+        if self._fill + count > len(self._held):
             self._flush()
-
-    def put(self, index: int, offsets: NDArray[np.int64], values: NDArray[Any]) -> None:
-        """Write list ``index`` at the place that ``offsets`` give it: for lists whose lengths are known, in any order."""
-        assert self._file is not None
-        if len(values) != offsets[index + 1] - offsets[index]:
-            raise ValueError(
-                f"list {index} has {len(values)} elements, {offsets[index + 1] - offsets[index]} were announced"
-            )
-        data = np.ascontiguousarray(values, self.dtype)
-        if data.nbytes:
-            self._disk.write(self._file, int(offsets[index]) * self.dtype.itemsize, data.view(np.uint8))
+        if count > len(self._held):
+            self._write(np.ascontiguousarray(values, self.dtype))
+            return
+        begin = len(self._held) - self._fill - count if self._backward else self._fill
+        self._held[begin : begin + count] = values
+        self._fill += count
 
     def _flush(self) -> None:
-        assert self._file is not None
-        data = np.concatenate(self._held) if self._held else np.empty(0, self.dtype)
-        if data.nbytes:
-            self._disk.write(self._file, self._written, data.view(np.uint8))
-        self._written += data.nbytes
-        self._held, self._held_bytes = [], 0
+        held, self._fill = self._fill, 0
+        self._write(self._held[len(self._held) - held :] if self._backward else self._held[:held])
 
-    def finish(self, offsets: NDArray[np.int64] | None = None) -> RowLists:
-        """The lists, to be read. ``offsets``: those that :meth:`put` was given."""
-        if offsets is None:
-            self._flush()
-            offsets = np.array(self._ends, np.int64)
+    def _write(self, values: NDArray[Any]) -> None:
+        assert self._file is not None
+        if self._backward:
+            self._at -= len(values)
+        if len(values):
+            self._disk.write(self._file, self._at * self.dtype.itemsize, values.view(np.uint8))
+        if not self._backward:
+            self._at += len(values)
+
+    def finish(self) -> RowLists:
+        """The lists, to be read."""
+        self._flush()
         self.close()
-        return RowLists(self.path, self.dtype, offsets)
+        lengths = self._lengths[::-1] if self._backward else self._lengths
+        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.array(lengths, np.int64))])
+        return RowLists(self.path, self.dtype, offsets, self._at if self._backward else 0)
 
     def close(self) -> None:
         if self._file is not None:

@@ -6,6 +6,7 @@ in memory and is brought into order there.
 
 from __future__ import annotations
 
+import queue
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -15,32 +16,27 @@ from numpy.typing import NDArray
 from featstore.compiled import segments
 from featstore.compiled.budget import nominal_bytes, reader_bytes
 from featstore.compiled.lists import RowLists, RowListsWriter
-from featstore.compiled.segments import WRITE_THREADS, Route, Target, pack_episode, plan_packing, segment_of
+from featstore.compiled.segments import Route, pack_episode, plan_packing, segment_of
 from featstore.compiled.table import TablePlan
+from featstore.compiled.tables import chunk_path, new_table, table_writer
+from featstore.compiled.targets import WRITE_THREADS, Target, private_buffers
 from featstore.disk import Disk
-from featstore.dtypes import dtype_name
 from featstore.engine.base import aligned_buffer
 from featstore.layout import TableLayout
-from featstore.manifest import ArrayEntry, OrderEntry, TableEntry, array_chunk
+from featstore.manifest import TableEntry
 from featstore.native import address_of
 from featstore.packing.generations import Generation
 from featstore.packing.journal import TableProgress
 from featstore.packing.permute import scatter_rows
-from featstore.packing.writer import (
-    Appender,
-    Catalogue,
-    TableWriter,
-    catalogue_rows,
-    write_array,
-    write_rows_metadata,
-    zarr_group_json,
-)
+from featstore.packing.writer import Catalogue, TableWriter, catalogue_rows
+from featstore.plan import radix_sort
 from featstore.store import Store
 from featstore.units import PAGE_BYTES
 
 #: The tables that are written for one table of the base store.
 PARTS = ("packed", "shared", "resident", "device")
-_APPEND_BYTES = 4 * 2**20
+_PIECE_PAGES = 1024  # that are written at once
+_PLACE_BITS = 32
 
 
 def needed_bytes(row_bytes: int) -> int:
@@ -66,7 +62,9 @@ class TablePacking:
         self._memory_bytes = memory_bytes - reader_bytes(memory_bytes)
         self._progress, self._save, self._tick = progress, save, tick
         self._row_bytes = plan.table.row_bytes
-        self._buckets = _Buckets(self._shared, self._row_bytes, self._memory_bytes, disk, self._scratch("buckets"))
+        self._buckets = _Buckets(
+            self._shared, plan.table.rows, self._row_bytes, self._memory_bytes, disk, self._scratch("buckets")
+        )
 
     @property
     def total_bytes(self) -> int:
@@ -82,7 +80,11 @@ class TablePacking:
         rows = dict(
             zip(PARTS, (self._packed.total, self._shared.total, len(plan.start), len(plan.device)), strict=True)
         )
-        entries = {part: self._new_table(f"{plan.table.name}.{part}", count) for part, count in rows.items()}
+        base = f"{self._generation.name}/tables/{plan.table.name}"
+        entries = {
+            part: new_table(self._catalogue, f"{base}.{part}", count, plan.table.row_shape, plan.table.dtype)
+            for part, count in rows.items()
+        }
         if not self._progress.done:
             self._pack(entries)
             self._progress.done = True
@@ -91,34 +93,9 @@ class TablePacking:
             catalogue_rows(self._catalogue, entry)
         return entries
 
-    def _new_table(self, name: str, rows: int) -> TableEntry:
-        base, table = f"{self._generation.name}/tables/{name}", self._plan.table
-        for directory in ("rows", "page_checksums"):
-            self._catalogue.directory(f"{base}/{directory}")
-        self._catalogue.write(f"{base}/zarr.json", zarr_group_json())
-        layout = TableLayout.choose(rows, table.row_bytes)
-        offsets = write_array(self._catalogue, f"{base}/partition_offsets", np.array([0, rows]))
-        entry = TableEntry(
-            path=f"{base}/rows", rows=rows, row_shape=list(table.row_shape), dtype=dtype_name(table.dtype), row_bytes=table.row_bytes,
-            rows_per_chunk=layout.rows_per_chunk, page_checksums=ArrayEntry(f"{base}/page_checksums", [layout.pages], "uint32"),
-            order=OrderEntry("given", {}, offsets), statistics={},
-        )  # fmt: skip
-        write_rows_metadata(self._catalogue, entry, table.dtype)
-        return entry
-
-    def _writer(self, entry: TableEntry) -> tuple[TableWriter, Callable[[int], Path]]:
-        root = self._generation.store
-
-        def chunk_path(chunk: int) -> Path:
-            return root / entry.chunk_path(chunk)
-
-        return TableWriter(
-            self._disk, entry.layout, chunk_path, root / str(array_chunk(entry.page_checksums)), WRITE_THREADS
-        ), chunk_path
-
     def _target(self, entry: TableEntry) -> Target:
-        writer, chunk_path = self._writer(entry)
-        return Target(writer, entry.layout, chunk_path)
+        writer = table_writer(self._catalogue, entry, WRITE_THREADS)
+        return Target(writer, entry.layout, lambda chunk: chunk_path(self._catalogue, entry, chunk))
 
     def _spill(self) -> Target:
         spill = self._scratch("spill")
@@ -178,27 +155,63 @@ class TablePacking:
                 self._save()
 
     def _order_shared(self, entry: TableEntry, spill: Target) -> None:
-        """Bring the spilled rows into the order of the regions, bucket by bucket."""
-        writer, _ = self._writer(entry)
+        """Bring the spilled rows into the order of the regions, bucket by bucket: one is read and put in order while the one before it
+        is written."""
+        row_bytes, largest = self._row_bytes, min(self._buckets.rows_each, entry.rows)
+        (spilled,) = private_buffers(1, spill.pages_bytes(largest))
+        ordered = [_Ordered(one) for one in private_buffers(2, spill.pages_bytes(largest))]
+        writer = table_writer(self._catalogue, entry, WRITE_THREADS)
         try:
-            appender = Appender(writer, 0, _APPEND_BYTES)
-            for first, rank in self._buckets.ranks():
-                data = spill.rows_written(first, len(rank))
-                out = np.empty(len(rank) * self._row_bytes, np.uint8)
-                scatter_rows(address_of(data), len(rank), self._row_bytes, rank, 0, 0, address_of(out))
-                appender.append(out)
-                self._tick("order", 2 * len(out))
-            appender.finish()
+            carried = spilled[:0]  # of the last page, which goes on with the next bucket
+            for turn, (first, rank) in enumerate(self._buckets.ranks()):
+                data, out = spill.rows_written(first, len(rank), spilled), ordered[turn % 2]
+                out.wait()
+                head = len(carried)
+                out.data[:head] = carried
+                scatter_rows(address_of(data), len(rank), row_bytes, rank, 0, 0, address_of(out.data[head:]))
+                end = head + len(data)
+                last = first + len(rank) == entry.rows
+                if last:
+                    out.data[end : -(-end // PAGE_BYTES) * PAGE_BYTES] = 0
+                whole = -(-end // PAGE_BYTES) if last else end // PAGE_BYTES
+                out.write(writer, first * row_bytes // PAGE_BYTES, whole)
+                carried = out.data[whole * PAGE_BYTES : end]
+                self._tick("order", 2 * len(data))
             writer.finish(-(-entry.layout.data_bytes // PAGE_BYTES))
         finally:
             writer.close()
 
 
+class _Ordered:
+    """A buffer of rows in order, which is written in pieces."""
+
+    def __init__(self, data: NDArray[np.uint8]) -> None:
+        self.data = data
+        self._written: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._pieces = 0
+
+    def write(self, writer: TableWriter, first_page: int, pages: int) -> None:
+        """Write so many of its pages at a page offset."""
+        for page in range(0, pages, _PIECE_PAGES):
+            piece = self.data[page * PAGE_BYTES : min(pages, page + _PIECE_PAGES) * PAGE_BYTES]
+            self._pieces += 1
+            writer.write(first_page + page, piece, lambda: self._written.put(None))
+
+    def wait(self) -> None:
+        """Until it may be filled again."""
+        for _ in range(self._pieces):
+            self._written.get()
+        self._pieces = 0
+
+
 class _Buckets:
     """The rows of shared regions, in region order, cut into runs that can be brought into order in memory."""
 
-    def __init__(self, shared: RowLists, row_bytes: int, memory_bytes: int, disk: Disk, path: Path) -> None:
+    def __init__(
+        self, shared: RowLists, table_rows: int, row_bytes: int, memory_bytes: int, disk: Disk, path: Path
+    ) -> None:  # fmt: skip
         self._shared, self._disk, self._path = shared, disk, path
+        self._row_bits = max(1, (table_rows - 1).bit_length())
         self.rows_each = max(1, memory_bytes // 4 // (row_bytes + 24))
 
     def _cut(self) -> Iterator[tuple[int, NDArray[np.int64]]]:
@@ -215,7 +228,12 @@ class _Buckets:
             writer.append(np.sort(rows))
         return writer.finish()
 
-    def ranks(self) -> Iterator[tuple[int, NDArray[np.int64]]]:
+    def ranks(self) -> Iterator[tuple[int, NDArray[np.uint32]]]:
         """(the first row of a bucket, where in the region each of its spilled rows goes)."""
         for first, rows in self._cut():
-            yield first, np.argsort(rows, kind="stable")
+            keys = rows.view(np.uint64) << np.uint64(_PLACE_BITS)
+            keys |= np.arange(len(rows), dtype=np.uint64)
+            spare = np.empty_like(keys)
+            if radix_sort(keys, spare, _PLACE_BITS, _PLACE_BITS + self._row_bits):
+                keys = spare
+            yield first, keys.astype(np.uint32)

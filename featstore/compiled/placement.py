@@ -74,6 +74,11 @@ class Placement:
     split_fraction: float = 0.0
     split_choice: int = int(Choice.BASE)
 
+    @property
+    def all_packed(self) -> bool:
+        """Whether every missed row is packed."""
+        return self.choice == (int(Choice.PACKED),) and self.split_count == 0
+
     def choices(self, rows: NDArray[np.int64], counts: NDArray[np.uint16]) -> NDArray[np.uint8]:
         """The Choice of each row, given how many mini-batches of the group miss it."""
         out = np.empty(len(rows), np.uint8)
@@ -311,6 +316,7 @@ def forecast(
 
 
 #: Up to so many ids (a list counts as some more), candidates are compared by planning every read: the best few, and so many ids in all.
+#: Up to so many ids times group sizes, every group size is looked at.
 EXACT_IDS = 1 << 17
 _EXACT_MAX = 40
 _EXACT_WORK = 1 << 20
@@ -350,7 +356,8 @@ def choose(
     found: list[tuple[Placement, Forecast]] = []
     work = misses.total + len(misses) * _IDS_PER_LIST
     exact = work <= EXACT_IDS
-    for candidate in search.run()[: min(_EXACT_MAX, _EXACT_WORK // work) if exact else 1]:
+    sizes = range(1, size_max + 1) if work * size_max <= EXACT_IDS else ()
+    for candidate in search.run(sizes)[: min(_EXACT_MAX, _EXACT_WORK // work) if exact else 1]:
         size = candidate.placement.group_size
         if size not in tallies:
             tallies[size] = tally_classes(misses, size, table_rows)

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -72,7 +73,11 @@ def _dtype(name: str) -> np.dtype[np.int32] | np.dtype[np.int64]:
     return np.dtype("<i8") if name in _ROW_FIELDS else np.dtype("<i4")
 
 
-def _up(offset: int, align: int) -> int:
+@overload
+def _up(offset: int, align: int) -> int: ...
+@overload
+def _up(offset: NDArray[np.int64], align: int) -> NDArray[np.int64]: ...
+def _up(offset: int | NDArray[np.int64], align: int) -> int | NDArray[np.int64]:
     return -(-offset // align) * align
 
 
@@ -87,10 +92,35 @@ class Limits:
     device_slots: int
 
 
+@dataclass(frozen=True)
+class Lengths:
+    """How many rows each mini-batch's part of a record has, by where they come from: int64 [mini-batches] each."""
+
+    hit: NDArray[np.int64]
+    packed: NDArray[np.int64]
+    shared: NDArray[np.int64]
+    base: NDArray[np.int64]
+    copy: NDArray[np.int64]
+    admit: NDArray[np.int64]
+    device: NDArray[np.int64]
+    host: NDArray[np.int64]
+
+
+def record_offsets(tables: list[Lengths], sample_bytes: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Where each record begins, and where the last one ends: int64 [mini-batches + 1]."""
+    at = np.full(len(sample_bytes), 8 * (_HEAD + _NUMBERS * len(tables)), np.int64)
+    for lengths in tables:
+        for name in _ARRAYS:
+            count: NDArray[np.int64] = getattr(lengths, name.partition("_")[0])
+            at = _up(at + count * _dtype(name).itemsize, _ALIGN)
+    ends = _up(_up(at, _SAMPLE_ALIGN) + sample_bytes, _SAMPLE_ALIGN)
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(ends)])
+
+
 def encode_record(tables: list[TableRecord], sample: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """The bytes of a record, a multiple of 64 of them. ``sample``: uint8 [n], as :func:`featstore.samples.encode` makes it."""
     head = np.zeros(_HEAD + _NUMBERS * len(tables), "<i8")
-    places: list[tuple[int, NDArray[np.uint8]]] = []
+    pieces: list[tuple[int, NDArray[np.uint8]]] = [(0, head.view(np.uint8))]
     at = head.nbytes
     for number, table in enumerate(tables):
         base = _HEAD + number * _NUMBERS
@@ -98,14 +128,16 @@ def encode_record(tables: list[TableRecord], sample: NDArray[np.uint8]) -> NDArr
         for index, name in enumerate(_ARRAYS):
             data = np.ascontiguousarray(getattr(table, name), _dtype(name))
             head[base + 3 + index] = len(data)
-            places.append((at, data.view(np.uint8)))
+            pieces.append((at, data.view(np.uint8)))
             at = _up(at + data.nbytes, _ALIGN)
     begin = _up(at, _SAMPLE_ALIGN)
     head[0], head[1], head[2] = _up(begin + len(sample), _SAMPLE_ALIGN), begin, len(sample)
-    out = np.zeros(int(head[0]), np.uint8)
-    out[: head.nbytes] = head.view(np.uint8)
-    for place, data in [*places, (begin, sample)]:
-        out[place : place + len(data)] = data
+    out, end = np.empty(int(head[0]), np.uint8), 0
+    for place, data in [*pieces, (begin, sample)]:
+        out[end:place] = 0
+        end = place + len(data)
+        out[place:end] = data
+    out[end:] = 0
     return out
 
 

@@ -22,7 +22,7 @@ DiskGNN's choice (c = 1 packed, all else shared, the smallest group that fits) a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -358,14 +358,16 @@ class Search:
     def _best(self, size: int) -> float:
         return self.at(size)[0].seconds
 
-    def run(self) -> list[Candidate]:
-        """The candidates, best first: all that were looked at."""
+    def run(self, sizes: Iterable[int] = ()) -> list[Candidate]:
+        """The candidates, best first: all that were looked at. ``sizes``: group sizes to look at besides."""
         limit = self._disk_bytes // self._layout.row_bytes
         fit = smallest_fit(lambda size: float(self.tally(size)[1:].sum()), self._size_max, limit)
         start = fit or self._size_max
         far = {start, self._near(start, 1 / 6), self._near(start, 6)}
         best = self._climb(min(sorted(far), key=self._best))
         self.at(best, _ROUNDS)
+        for size in sizes:
+            self.at(size)
         found = [candidate for candidates in self._found.values() for candidate in candidates]
         found.append(self.measured(Placement(best, (int(Choice.BASE),)), leave_base=True, given=True))
         paper = most_wanted(self.tally(start), limit)

@@ -6,9 +6,6 @@ written, and has its rows in the order of the base table, so all reads and, than
 are long and sequential. Where the buffers would become too small for that, the segments are packed in several episodes, each
 a pass over the table.
 
-Segments follow each other without gaps, so the page in which one ends and the next begins belongs to both: such pages wait in memory until
-they are whole.
-
 At a checkpoint every segment's rows so far are written, the unfinished last pages too. What a segment has at that point follows
 from the slab alone, so a resumed pass needs to know no more than that: it reads the unfinished pages back and goes on.
 """
@@ -17,29 +14,26 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from io import BufferedReader
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
 from featstore.compiled.lists import RowLists
+from featstore.compiled.targets import WRITE_THREADS, Target, private_buffers
 from featstore.engine.base import aligned_buffer
-from featstore.errors import BudgetError, CorruptionError, DeviceError
-from featstore.layout import TableLayout
+from featstore.errors import BudgetError
 from featstore.native import address_of, memcpy
-from featstore.packing.writer import TableWriter
 from featstore.reader import Reader
 from featstore.units import PAGE_BYTES
 
 BUFFER_BYTES_MAX = 2**20
 BUFFER_BYTES_MIN = 64 * 2**10
 SLAB_BYTES_MAX = 16 * 2**20
+INDEX_ROWS = 2**15  # row numbers that are held at once
 CHECKPOINT_BYTES = 2 * 2**30  # written between two
-WRITE_THREADS = 4  # segments' buffers are short, and their writes wait for the device one by one
 _SPARE_BUFFERS = WRITE_THREADS + 2  # being written while others fill
 
 
@@ -48,110 +42,29 @@ def append_rows(
     slab: int,
     first_row: int,
     row_bytes: int,
-    rows: NDArray[np.int64],
-    begin: int,
-    buffer: int,
-    fill: int,
+    rows: NDArray[Any],
+    begins: NDArray[np.int64],
+    ends: NDArray[np.int64],
+    buffers: NDArray[np.int64],
+    fills: NDArray[np.int64],
     capacity: int,
-) -> tuple[int, int]:
-    """Copy rows[begin:] from a slab of the table that starts with ``first_row`` to a buffer, until it has no room for another.
+    turn: int,
+) -> int:
+    """Copy rows from a slab of the table that starts with ``first_row`` to the buffers of segments, from segment ``turn`` on: of
+    segment i rows[begins[i]:ends[i]], to buffers[i] + fills[i]. ``begins`` and ``fills`` move on.
 
-    Returns (the index after the last row copied, bytes now in the buffer).
+    Stops at a segment whose buffer has no room for another row. Returns its number; after the last one, how many there are.
     """
-    for i in range(begin, rows.shape[0]):
-        if fill + row_bytes > capacity:
-            return i, fill
-        memcpy(buffer + fill, slab + (rows[i] - first_row) * row_bytes, row_bytes)
-        fill += row_bytes
-    return rows.shape[0], fill
-
-
-@contextmanager
-def _reading(path: Path) -> Iterator[BufferedReader]:
-    """A file that is being written, to read back. Raises CorruptionError where it is gone, DeviceError."""
-    try:
-        with open(path, "rb") as file:
-            yield file
-    except FileNotFoundError:
-        raise CorruptionError(path, None, "a file", "none", "start the pack anew with --overwrite") from None
-    except OSError as error:
-        raise DeviceError(error.errno or 5, path) from error
-
-
-class Target:
-    """A table that segments are written into: its writer, its layout and where its files are (to read pages back)."""
-
-    def __init__(self, writer: TableWriter, layout: TableLayout, chunk_path: Callable[[int], Path]) -> None:
-        self.writer = writer
-        self.layout = layout
-        self._chunk_path = chunk_path
-        self._edges: dict[int, tuple[NDArray[np.uint8], int]] = {}
-
-    def page_bytes(self, page: int) -> int:
-        """Bytes of rows in a page: all of it, but for the table's last one."""
-        return min(PAGE_BYTES, self.layout.data_bytes - page * PAGE_BYTES)
-
-    def add(self, page: int, offset: int, data: NDArray[np.uint8]) -> None:
-        """Put a piece of a page in its place; the page is written when it is whole."""
-        if len(data) == 0:
-            return
-        buffer, held = self._edges.pop(page, (None, 0))
-        if buffer is None:
-            buffer = aligned_buffer(PAGE_BYTES)
-        buffer[offset : offset + len(data)] = data
-        held += len(data)
-        if held == self.page_bytes(page):
-            self.writer.write(page, buffer, lambda: None)
-        else:
-            self._edges[page] = buffer, held
-
-    def write_unfinished(self, segments: list[Segment]) -> None:
-        """Write the pages that are not whole yet as they are, with what ``segments`` have of them in their buffers, durably."""
-        pages: dict[int, NDArray[np.uint8]] = {}
-        for number, (buffer, _) in self._edges.items():
-            pages[number] = aligned_buffer(PAGE_BYTES)
-            pages[number][:] = buffer
-        for segment in segments:
-            low = max(0, segment.begin_byte - segment.page * PAGE_BYTES)
-            if segment.buffer is not None and segment.fill > low:
-                page = pages.setdefault(segment.page, aligned_buffer(PAGE_BYTES))
-                page[low : segment.fill] = segment.buffer[low : segment.fill]
-        for number, page in pages.items():
-            self.writer.write(number, page, lambda: None)
-        self.writer.checkpoint()
-
-    def page_written(self, page: int) -> NDArray[np.uint8]:
-        """A page as a checkpoint left it. Raises CorruptionError."""
-        chunk, within = divmod(page, self.layout.pages_per_chunk)
-        path = self._chunk_path(chunk)
-        with _reading(path) as file:
-            file.seek(within * PAGE_BYTES)
-            data = file.read(PAGE_BYTES)
-        if len(data) < self.page_bytes(page):
-            wanted = f"{self.page_bytes(page)} bytes"
-            raise CorruptionError(
-                path, within * PAGE_BYTES, wanted, f"{len(data)}", "start the pack anew with --overwrite"
-            )
-        out = aligned_buffer(PAGE_BYTES)
-        out[: len(data)] = np.frombuffer(data, np.uint8)
-        return out
-
-    def rows_written(self, first: int, count: int) -> NDArray[np.uint8]:
-        """The bytes of rows that have been written. Raises CorruptionError."""
-        begin, end = first * self.layout.row_bytes, (first + count) * self.layout.row_bytes
-        out, chunk_bytes = np.empty(end - begin, np.uint8), self.layout.pages_per_chunk * PAGE_BYTES
-        at = begin
-        while at < end:
-            chunk, within = divmod(at, chunk_bytes)
-            path, size = self._chunk_path(chunk), min(end - at, chunk_bytes - within)
-            with _reading(path) as file:
-                file.seek(within)
-                if file.readinto(out[at - begin : at - begin + size]) != size:  # type: ignore[arg-type]
-                    raise CorruptionError(
-                        path, within, f"{size} bytes", "fewer", "start the pack anew with --overwrite"
-                    )
-            at += size
-        return out
+    for i in range(turn, buffers.shape[0]):
+        at, fill = begins[i], fills[i]
+        while at < ends[i] and fill + row_bytes <= capacity:
+            memcpy(buffers[i] + fill, slab + (np.int64(rows[at]) - first_row) * row_bytes, row_bytes)
+            fill += row_bytes
+            at += 1
+        begins[i], fills[i] = at, fill
+        if at < ends[i]:
+            return i
+    return len(buffers)
 
 
 class Segment:
@@ -165,6 +78,11 @@ class Segment:
         self.page = self.begin_byte // PAGE_BYTES  # where the buffer's content begins
         self.fill = self.begin_byte - self.page * PAGE_BYTES
         self.buffer: NDArray[np.uint8] | None = None
+        self.address = 0
+
+    def hold(self, buffer: NDArray[np.uint8]) -> None:
+        """Fill this buffer from now on."""
+        self.buffer, self.address = buffer, address_of(buffer)
 
     def resume(self, rows_done: int, buffer: Callable[[], NDArray[np.uint8]]) -> None:
         """Go on after ``rows_done`` rows that a checkpoint wrote: bring back what pages that were not whole have of them."""
@@ -183,8 +101,9 @@ class Segment:
         if at == self.end_byte:
             self.target.add(self.page, 0, page[: self.fill])
         else:
-            self.buffer = buffer()
-            self.buffer[: self.fill] = page[: self.fill]
+            whole = buffer()
+            whole[: self.fill] = page[: self.fill]
+            self.hold(whole)
 
 
 class Packing:
@@ -194,32 +113,36 @@ class Packing:
         self._row_bytes = row_bytes
         self._buffer_bytes = buffer_bytes
         self._free: queue.SimpleQueue[NDArray[np.uint8]] = queue.SimpleQueue()
-        self._unmade = buffers
+        self._unused = private_buffers(buffers, buffer_bytes)
 
     def buffer(self) -> NDArray[np.uint8]:
         """A free buffer; waits for one that is being written."""
-        if self._free.empty() and self._unmade:
-            self._unmade -= 1
-            return aligned_buffer(self._buffer_bytes)
+        if self._free.empty() and self._unused:
+            return self._unused.pop()
         return self._free.get()
 
-    def append(self, segment: Segment, slab: NDArray[np.uint8], first_row: int, rows: NDArray[np.int64]) -> None:
-        """Append ``rows`` (ascending), which lie in a slab of the base table that starts with ``first_row``."""
-        at = 0
-        while at < len(rows):
+    def append(
+        self, segments: list[Segment], slab: NDArray[np.uint8], first_row: int, rows: NDArray[Any], ends: NDArray[np.int64]
+    ) -> None:  # fmt: skip
+        """Append to segment i the next rows up to ``ends[i]`` of ``rows`` (ascending for each, and at least one for each), which lie
+        in a slab of the base table that starts with ``first_row``."""
+        begins = np.concatenate([np.zeros(1, np.int64), ends[:-1]])
+        for segment in segments:
             if segment.buffer is None:
-                segment.buffer = self.buffer()
-            at, segment.fill = append_rows(
-                address_of(slab),
-                first_row,
-                self._row_bytes,
-                rows,
-                at,
-                address_of(segment.buffer),
-                segment.fill,
-                self._buffer_bytes,
-            )
-            if at < len(rows) or segment.page * PAGE_BYTES + segment.fill == segment.end_byte:
+                segment.hold(self.buffer())
+        buffers = np.array([segment.address for segment in segments], np.int64)
+        fills = np.array([segment.fill for segment in segments], np.int64)
+        turn, at, row_bytes, capacity = 0, address_of(slab), self._row_bytes, self._buffer_bytes
+        while turn < len(segments):
+            turn = append_rows(at, first_row, row_bytes, rows, begins, ends, buffers, fills, capacity, turn)
+            if turn < len(segments):
+                segment = segments[turn]
+                segment.fill = int(fills[turn])
+                self.flush(segment)
+                buffers[turn], fills[turn] = segment.address, segment.fill
+        for segment, fill in zip(segments, fills.tolist(), strict=True):
+            segment.fill = fill
+            if segment.page * PAGE_BYTES + fill == segment.end_byte:
                 self.flush(segment)
 
     def flush(self, segment: Segment) -> None:
@@ -241,14 +164,15 @@ class Packing:
             target.add(last, 0, tail)
             segment.buffer, segment.fill = None, 0
         else:
-            segment.buffer = self.buffer()
-            segment.buffer[: len(tail)] = tail
+            following = self.buffer()
+            following[: len(tail)] = tail
+            segment.hold(following)
             segment.fill = len(tail)
         low = (first - segment.page) * PAGE_BYTES
         segment.page = last
         if last > first:
             pages = buffer[low : low + (last - first) * PAGE_BYTES]
-            target.writer.write(first, pages, lambda: self._free.put(buffer))
+            target.write(first, pages, lambda: self._free.put(buffer))
         else:
             self._free.put(buffer)
 
@@ -329,12 +253,8 @@ def pack_episode(
     since = 0
     for slab, data in _slabs(reader, table, starts, wanted, plan.slab_rows * row_bytes):
         tick("read", len(data))
-        for (r, i), segment, bound in zip(chosen, segments, bounds, strict=True):
-            low, high = int(bound[slab]), int(bound[slab + 1])
-            if low < high:
-                offset = int(routes[r].rows.offsets[i])
-                rows = routes[r].rows.part(offset + low, offset + high).astype(np.int64, copy=False)
-                packing.append(segment, data, int(starts[slab]), rows)
+        for turns, rows, ends in _rows_of_slab(routes, chosen, bounds[:, slab], bounds[:, slab + 1]):
+            packing.append([segments[turn] for turn in turns], data, int(starts[slab]), rows, ends)
         written = int((bounds[:, slab + 1] - bounds[:, slab]).sum()) * row_bytes
         tick("write", written)
         since += written
@@ -351,6 +271,29 @@ def segment_of(routes: list[Route], route: int, index: int) -> Segment:
     """The segment of a list."""
     r = routes[route]
     return Segment(r.target, int(r.first_rows[index]), int(r.rows.offsets[index + 1] - r.rows.offsets[index]))
+
+
+def _rows_of_slab(
+    routes: list[Route], chosen: tuple[tuple[int, int], ...], lows: NDArray[np.int32], highs: NDArray[np.int32]
+) -> Iterator[tuple[list[int], NDArray[Any], NDArray[np.int64]]]:
+    """What of their lists (from ``lows`` to ``highs``) the chosen segments want of a slab, for several of one route at a time, as many as
+    have about INDEX_ROWS: (their numbers, the rows of all, where those of each end)."""
+    counts = (highs - lows).astype(np.int64)
+    for r, route in enumerate(routes):
+        mine = [turn for turn in np.flatnonzero(counts).tolist() if chosen[turn][0] == r]
+        ends = np.cumsum(counts[mine])
+        begin = 0
+        while begin < len(mine):
+            before = int(ends[begin - 1]) if begin else 0
+            end = max(begin + 1, int(np.searchsorted(ends, before + INDEX_ROWS, side="right")))
+            rows = np.empty(int(ends[end - 1]) - before, route.rows.dtype)
+            at = 0
+            for turn in mine[begin:end]:
+                first, count = int(route.rows.offsets[chosen[turn][1]]) + int(lows[turn]), int(counts[turn])
+                route.rows.read(first, rows[at : at + count])
+                at += count
+            yield mine[begin:end], rows, ends[begin:end] - before
+            begin = end
 
 
 def _slabs(

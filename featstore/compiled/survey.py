@@ -28,9 +28,11 @@ from featstore.compiled.probes import Lists, Probe, look_at
 from featstore.plan import radix_sort
 from featstore.sampling import mix64
 
-#: Ids of the rows drawn by hash, and of the probes: what is cheap to look at, and gives counts and costs within a percent or two.
+#: Ids of the rows drawn by hash, and of the probes: what is cheap to look at, and gives counts and costs within a percent or two. What
+#: is quickly packed is looked at less: one in SAMPLED ids for each, but not less than a third of that.
 DRAWN_IDS = 1 << 17
 PROBE_IDS = 150_000
+SAMPLED = 160
 #: Small lists make for many probes of little use.
 PROBES_MAX = 64
 #: All ids kept, at most, and their memory: pairs and their copy while they are sorted, then rows, offsets, members, and what is looked at.
@@ -165,6 +167,11 @@ def _weight(k: int, count: int) -> float:
     return count * (high**3 - low**3) / (2 * count - 1) ** 3
 
 
+def _sample(most: int, total: int) -> int:
+    """How many of ``total`` ids to look at."""
+    return max(most // 3, min(most, total // SAMPLED))
+
+
 class Survey:
     """One pass over the lists; see the module's text. Raises ValueError for a list with a row that the table does not have.
 
@@ -174,7 +181,7 @@ class Survey:
 
     def __init__(self, misses: RowLists, table_rows: int, seed: int, pairs_max: int) -> None:
         self._misses, self._table_rows = misses, table_rows
-        share = min(1.0, min(DRAWN_IDS, pairs_max // 2) / max(1, misses.total))
+        share = min(1.0, min(_sample(DRAWN_IDS, misses.total), pairs_max // 2) / max(1, misses.total))
         drawn = np.zeros(-(-table_rows // 64), np.uint64)
         draw_rows(table_rows, seed % 2**62, int(share * 2**32), drawn)
         self._first, self._last, probes = self._choose_probes(pairs_max // 2)
@@ -211,7 +218,7 @@ class Survey:
         met = [collect_pairs(o, 0, 0, self._table_rows, bitmap, room, 0) for o in others]
         common = max(1.0, sum(met) / len(met))
         size = max(1, min(batches, GROUP_SIZE_MAX, int(pairs_max / common)))
-        wanted = min(PROBES_MAX, PROBE_IDS * batches / misses.total, pairs_max / (common * size))
+        wanted = min(PROBES_MAX, _sample(PROBE_IDS, misses.total) * batches / misses.total, pairs_max / (common * size))
         first = max(0, min(middle - size // 2, batches - size))
         self._all = wanted >= size
         self._pairs_expected = int(1.2 * max(1, int(wanted)) * common * size) + (1 << 16)

@@ -314,7 +314,9 @@ def test_a_slow_loop_has_a_bounded_number_of_mini_batches(case: Case, memory: st
                     time.sleep(0.005)
                     places.add(owner(batch.x["paper"]).ctypes.data)
                     case.check_batch(batch, number)
-            assert len(places) <= loader.depth + 2  # the loop lets go of one as it takes the next, and keeps one between rounds
+            assert (
+                len(places) <= loader.depth + 2
+            )  # the loop lets go of one as it takes the next, and keeps one between rounds
 
 
 def owner(rows: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

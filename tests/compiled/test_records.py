@@ -10,8 +10,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from featstore.compiled.records import Limits, TableRecord, check_record, decode_record, encode_record
+from featstore.compiled.record_table import byte_crcs, digest_bytes, write_records
+from featstore.compiled.records import (
+    Lengths,
+    Limits,
+    TableRecord,
+    check_record,
+    decode_record,
+    encode_record,
+    record_offsets,
+)
+from featstore.disk import Disk
 from featstore.errors import CorruptionError
+from featstore.native import address_of
+from featstore.packing.rows_digest import digest_rows
+from featstore.packing.writer import Catalogue
 
 LIMITS = Limits(packed_rows=40, shared_rows=30, base_rows=50, slots=9, device_slots=5)
 PATH = Path("records")
@@ -95,3 +108,38 @@ def test_places_filled_twice_or_never_are_refused() -> None:
     for record in (twice, never):
         with pytest.raises(CorruptionError, match="each of 2 rows once"):
             check_record(record, LIMITS, PATH)
+
+
+@given(
+    batches=st.lists(st.lists(records(), min_size=2, max_size=2), min_size=1, max_size=4),
+    sizes=st.lists(st.integers(0, 200), min_size=4),
+)
+@settings(deadline=None, max_examples=50)
+def test_how_long_records_are_is_known_beforehand(batches: list[list[TableRecord]], sizes: list[int]) -> None:
+    samples = np.array(sizes[: len(batches)], np.int64)
+
+    def counted(table: int, name: str) -> np.ndarray:
+        return np.array([len(getattr(parts[table], name)) for parts in batches])
+
+    lengths = [
+        Lengths(
+            hit=counted(t, "hit_slot"), packed=counted(t, "packed_place"), shared=counted(t, "shared_row"), base=counted(t, "base_row"),
+            copy=counted(t, "copy_from"), admit=counted(t, "admit_slot"), device=counted(t, "device_slot"), host=counted(t, "host_place"),
+        )
+        for t in range(2)
+    ]  # fmt: skip
+    written = [encode_record(parts, np.zeros(size, np.uint8)) for parts, size in zip(batches, samples, strict=False)]
+    assert record_offsets(lengths, samples).tolist() == [0, *np.cumsum([len(record) for record in written])]
+
+
+@given(data=st.binary(max_size=500), first=st.one_of(st.integers(0, 1000), st.integers(2**32 - 100, 2**33)))
+@settings(deadline=None)
+def test_the_digest_of_bytes_is_that_of_rows(data: bytes, first: int) -> None:
+    values = np.frombuffer(data, np.uint8)
+    none = np.empty(0, np.int64)
+    assert digest_bytes(values, first, byte_crcs()) == digest_rows(address_of(values), 1, none, first, len(values))
+
+
+def test_records_of_other_lengths_than_announced_are_a_mistake(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="record 1 has 64 bytes, 128 were announced"):
+        write_records(Catalogue(Disk(), tmp_path), "t", iter([np.zeros(64, np.uint8)] * 2), np.array([0, 64, 192]))

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import featstore
 from featstore.compiled import segments as seg
 from featstore.compiled.lists import RowLists, RowListsWriter
+from featstore.compiled.targets import Target
 from featstore.disk import Disk
 from featstore.engine.base import aligned_buffer
 from featstore.errors import BudgetError
@@ -31,10 +32,10 @@ def lists_of(path: Path, lists: list[np.ndarray]) -> RowLists:
     return writer.finish()
 
 
-def target_in(folder: Path, rows: int, row_bytes: int) -> seg.Target:
+def target_in(folder: Path, rows: int, row_bytes: int) -> Target:
     folder.mkdir(exist_ok=True)
     layout = TableLayout.choose(rows, row_bytes, chunk_bytes=16 * 4096)
-    return seg.Target(
+    return Target(
         TableWriter(Disk(), layout, lambda c: folder / f"c{c}", folder / "sums"), layout, lambda c: folder / f"c{c}"
     )
 
@@ -101,18 +102,32 @@ def run(base: featstore.Store, route: seg.Route, memory: int, row_bytes: int, at
     route.target.writer.checkpoint()
 
 
-@given(rows=st.lists(st.integers(0, 60), max_size=30), begin=st.integers(0, 5), capacity=st.integers(0, 200))
-def test_append_rows_is_the_numpy_copy(rows: list[int], begin: int, capacity: int) -> None:
+@given(
+    lists=st.lists(st.lists(st.integers(0, 60), max_size=12), min_size=1, max_size=5),
+    capacity=st.integers(0, 100),
+    dtype=st.sampled_from([np.int32, np.int64]),
+)
+@settings(deadline=None)
+def test_append_rows_is_the_numpy_copy(lists: list[list[int]], capacity: int, dtype: type) -> None:
+    """Buffers that are full are emptied, as often as it takes: what came out of each is its list's rows."""
     row_bytes, first = 7, 100
     slab = np.random.default_rng(0).integers(0, 256, (61, row_bytes), np.uint8)
-    wanted = np.array(rows, np.int64) + first
-    begin = min(begin, len(rows))
-    buffer = np.zeros(capacity + 1, np.uint8)
-    end, fill = seg.append_rows(address_of(slab), first, row_bytes, wanted, begin, address_of(buffer), 0, capacity)
-    fits = min(len(rows) - begin, capacity // row_bytes)
-    assert (end, fill) == (begin + fits, fits * row_bytes)
-    np.testing.assert_array_equal(buffer[:fill], slab[wanted[begin:end] - first].reshape(-1))
-    assert not buffer[fill:].any()
+    rows = np.concatenate([np.array(own, dtype) for own in lists]).astype(dtype) + dtype(first)
+    ends = np.cumsum([len(own) for own in lists])
+    begins, capacity = ends - [len(own) for own in lists], capacity + row_bytes
+    buffers = [np.zeros(capacity, np.uint8) for _ in lists]
+    addresses, fills = np.array([address_of(b) for b in buffers]), np.zeros(len(lists), np.int64)
+    out, turn = [b"" for _ in lists], 0
+    while turn < len(lists):
+        turn = seg.append_rows(address_of(slab), first, row_bytes, rows, begins, ends, addresses, fills, capacity, turn)
+        assert (fills <= capacity).all()
+        if turn < len(lists):
+            assert fills[turn] + row_bytes > capacity
+            assert begins[turn] < ends[turn]
+            out[turn] += buffers[turn][: fills[turn]].tobytes()
+            fills[turn] = 0
+    for own, buffer, fill, found in zip(lists, buffers, fills, out, strict=True):
+        assert found + buffer[:fill].tobytes() == slab[np.array(own, np.int64)].tobytes()
 
 
 def test_too_little_memory_says_how_much_works(tmp_path: Path) -> None:

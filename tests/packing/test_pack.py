@@ -333,12 +333,15 @@ def test_kernels_of_the_spill_against_numpy():
 
 def test_peak_memory_stays_within_the_budget(tmp_path):
     """A permutation of 256 MiB in 64 MiB: the peak of a process of its own is at most the budget and 150 MiB."""
-    source = tmp_path / "x.npy"
-    big = np.lib.format.open_memmap(source, "w+", np.float32, (1 << 19, 128))
-    for at in range(0, len(big), 1 << 16):
-        big[at : at + (1 << 16)] = np.arange(at, at + (1 << 16), dtype=np.float32)[:, None]
-    big.flush()
-    del big
+
+    def written(name: str, rows: int) -> Path:
+        big = np.lib.format.open_memmap(tmp_path / name, "w+", np.float32, (rows, 128))
+        for at in range(0, rows, 1 << 16):
+            own = big[at : at + (1 << 16)]
+            own[:] = np.arange(at, at + len(own), dtype=np.float32)[:, None]
+        big.flush()
+        return tmp_path / name
+
     program = (
         "import sys, numpy as np, featstore\n"
         "def peak(): return next(int(l.split()[1]) for l in open('/proc/self/status') if l.startswith('VmHWM')) << 10\n"
@@ -346,9 +349,14 @@ def test_peak_memory_stays_within_the_budget(tmp_path):
         "featstore.pack(sys.argv[1], sys.argv[2], order='permutation', permutation=p, memory='64MiB')\n"
         "print(peak())\n"
     )
-    featstore.pack(
-        tmp_path / "warm", X, order="permutation", permutation=rng.permutation(ROWS)
-    )  # kernels are compiled by now
+    source, small, spills = written("x.npy", 1 << 19), written("small.npy", 1 << 14), []
+    with (
+        pytest.MonkeyPatch.context() as patch
+    ):  # a compiler takes more memory than a pack: each kernel of a spill is compiled by now
+        patch.setattr(spill, "spill_rows", lambda *a, whole=spill.spill_rows: spills.append(1) or whole(*a))
+        permutation = rng.permutation(1 << 14).astype(np.int32)
+        featstore.pack(tmp_path / "warm", small, order="permutation", permutation=permutation, memory="4MiB").close()
+    assert spills
     shutil.rmtree(tmp_path / "warm")
     out = subprocess.run(
         [sys.executable, "-c", program, str(tmp_path / "s"), str(source)],

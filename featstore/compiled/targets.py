@@ -1,0 +1,173 @@
+"""Targets: tables that segments are written into, while they are being written.
+
+Segments follow each other without gaps, so the page in which one ends and the next begins belongs to both: such pages wait in memory until
+they are whole. A checkpoint writes them as they are, and what it left is read back from the files.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import queue
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from io import BufferedReader
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from featstore.engine.base import aligned_buffer
+from featstore.errors import CorruptionError, DeviceError
+from featstore.layout import TableLayout
+from featstore.packing.writer import TableWriter
+from featstore.units import PAGE_BYTES
+
+if TYPE_CHECKING:
+    from featstore.compiled.segments import Segment
+
+WRITE_THREADS = 4  # segments' buffers are short, and their writes wait for the device one by one
+_WRITES_AHEAD = 4 * WRITE_THREADS
+
+
+def private_buffers(count: int, byte_count: int) -> list[NDArray[np.uint8]]:
+    """Buffers that start at pages, in memory that counts once touched. They are much memory, and large pages, where the system has
+    them, spare it a fault for each small one, and direct writes the look-up of each."""
+    memory = mmap.mmap(-1, max(1, count * byte_count), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # advice: a kernel without large pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    whole = np.frombuffer(memory, np.uint8)
+    return [whole[i * byte_count : (i + 1) * byte_count] for i in range(count)]
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[BufferedReader]:
+    """A file that is being written, to read back. Raises CorruptionError where it is gone, DeviceError."""
+    try:
+        with open(path, "rb") as file:
+            yield file
+    except FileNotFoundError:
+        raise CorruptionError(path, None, "a file", "none", "start the pack anew with --overwrite") from None
+    except OSError as error:
+        raise DeviceError(error.errno or 5, path) from error
+
+
+def _read_pages(path: Path, out: NDArray[np.uint8], offset: int) -> int:
+    """Read whole pages past the page cache, where the file system has that: they are read once. Returns how many bytes there were."""
+    flags, done = os.O_RDONLY | os.O_CLOEXEC, 0
+    try:
+        try:
+            descriptor = os.open(path, flags | os.O_DIRECT)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            descriptor = os.open(path, flags)
+        try:
+            while done < len(out):
+                got = os.preadv(descriptor, [out[done:].data], offset + done)
+                done += got
+                if got == 0 or done % PAGE_BYTES:  # the end of the file
+                    break
+        finally:
+            os.close(descriptor)
+    except FileNotFoundError:
+        raise CorruptionError(path, None, "a file", "none", "start the pack anew with --overwrite") from None
+    except OSError as error:
+        raise DeviceError(error.errno or errno.EIO, path, offset + done) from error
+    return done
+
+
+class Target:
+    """A table that segments are written into: its writer, its layout and where its files are (to read pages back)."""
+
+    def __init__(self, writer: TableWriter, layout: TableLayout, chunk_path: Callable[[int], Path]) -> None:
+        self.writer = writer
+        self.layout = layout
+        self._chunk_path = chunk_path
+        self._edges: dict[int, tuple[NDArray[np.uint8], int]] = {}
+        self._turns: queue.SimpleQueue[None] = queue.SimpleQueue()
+        for _ in range(_WRITES_AHEAD):
+            self._turns.put(None)
+
+    def write(self, page: int, pages: NDArray[np.uint8], on_written: Callable[[], None] = lambda: None) -> None:
+        """Write pages soon, as the writer does, but not more than a few ahead: with each write, it looks at all that are under way."""
+
+        def written() -> None:
+            on_written()
+            self._turns.put(None)
+
+        self._turns.get()
+        self.writer.write(page, pages, written)
+
+    def page_bytes(self, page: int) -> int:
+        """Bytes of rows in a page: all of it, but for the table's last one."""
+        return min(PAGE_BYTES, self.layout.data_bytes - page * PAGE_BYTES)
+
+    def add(self, page: int, offset: int, data: NDArray[np.uint8]) -> None:
+        """Put a piece of a page in its place; the page is written when it is whole."""
+        if len(data) == 0:
+            return
+        buffer, held = self._edges.pop(page, (None, 0))
+        if buffer is None:
+            buffer = aligned_buffer(PAGE_BYTES)
+        buffer[offset : offset + len(data)] = data
+        held += len(data)
+        if held == self.page_bytes(page):
+            self.write(page, buffer)
+        else:
+            self._edges[page] = buffer, held
+
+    def write_unfinished(self, segments: list[Segment]) -> None:
+        """Write the pages that are not whole yet as they are, with what ``segments`` have of them in their buffers, durably."""
+        pages: dict[int, NDArray[np.uint8]] = {}
+        for number, (buffer, _) in self._edges.items():
+            pages[number] = aligned_buffer(PAGE_BYTES)
+            pages[number][:] = buffer
+        for segment in segments:
+            low = max(0, segment.begin_byte - segment.page * PAGE_BYTES)
+            if segment.buffer is not None and segment.fill > low:
+                page = pages.setdefault(segment.page, aligned_buffer(PAGE_BYTES))
+                page[low : segment.fill] = segment.buffer[low : segment.fill]
+        for number, page in pages.items():
+            self.write(number, page)
+        self.writer.checkpoint()
+
+    def page_written(self, page: int) -> NDArray[np.uint8]:
+        """A page as a checkpoint left it. Raises CorruptionError."""
+        chunk, within = divmod(page, self.layout.pages_per_chunk)
+        path = self._chunk_path(chunk)
+        with _reading(path) as file:
+            file.seek(within * PAGE_BYTES)
+            data = file.read(PAGE_BYTES)
+        if len(data) < self.page_bytes(page):
+            wanted = f"{self.page_bytes(page)} bytes"
+            raise CorruptionError(
+                path, within * PAGE_BYTES, wanted, f"{len(data)}", "start the pack anew with --overwrite"
+            )
+        out = aligned_buffer(PAGE_BYTES)
+        out[: len(data)] = np.frombuffer(data, np.uint8)
+        return out
+
+    def rows_written(self, first: int, count: int, buffer: NDArray[np.uint8] | None = None) -> NDArray[np.uint8]:
+        """The bytes of rows that have been written, in ``buffer``, which starts at a page and has :meth:`pages_bytes` for them.
+
+        Raises CorruptionError, DeviceError.
+        """
+        begin, end = first * self.layout.row_bytes, (first + count) * self.layout.row_bytes
+        low, chunk_bytes = begin // PAGE_BYTES * PAGE_BYTES, self.layout.pages_per_chunk * PAGE_BYTES
+        out = aligned_buffer(self.pages_bytes(count)) if buffer is None else buffer
+        at = low
+        while at < end:
+            chunk, within = divmod(at, chunk_bytes)
+            path, wanted = self._chunk_path(chunk), min(end - at, chunk_bytes - within)
+            pages = out[at - low : at - low - (-wanted // PAGE_BYTES * PAGE_BYTES)]
+            if _read_pages(path, pages, within) < wanted:
+                raise CorruptionError(path, within, f"{wanted} bytes", "fewer", "start the pack anew with --overwrite")
+            at += wanted
+        return out[begin - low : end - low]
+
+    def pages_bytes(self, count: int) -> int:
+        """Bytes of the pages that so many rows lie on, wherever they begin."""
+        return (-(-count * self.layout.row_bytes // PAGE_BYTES) + 1) * PAGE_BYTES
