@@ -27,7 +27,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -39,7 +39,7 @@ from numpy.typing import NDArray
 from featstore.dtypes import dtype_from_name
 from featstore.engine.base import shut_down
 from featstore.errors import BudgetError, CancelledError, ClosedError, IdError
-from featstore.ids import Ids, check_out, empty_rows, finished, parse_ids
+from featstore.ids import ALIGNMENT, Ids, check_out, empty_rows, finished, parse_ids
 from featstore.native import address_of, memcpy, prefetch
 from featstore.online import slot_layout as layout
 from featstore.online import slots as sl
@@ -49,6 +49,8 @@ from featstore.units import parse_bytes
 
 _PATIENCE_SECONDS = 1.0  # who waits looks this often whether those he waits for are alive
 _AHEAD, _PREFETCH_BYTES = 8, 1024
+_MOVED = 4096  # rows moved at once when the policy changes
+_COUNTED = [layout.HITS, layout.MISSES, layout.WAITS, layout.EVICTIONS, layout.BATCHES]
 
 
 @njit(cache=True, nogil=True)
@@ -196,6 +198,8 @@ class FeatureBuffer:
         policy: a name of :data:`featstore.online.slot_layout.POLICIES`.
         static: node ids of rows to be loaded now and kept for good, beside any policy. They count as slots.
         batches: for ``"min"``: the number of mini-batches of the trace.
+        policies: names of others that :meth:`switch` may change to, for whose slot maps there shall be room.
+        block: uint8, memory to put the rows in, aligned to 64 bytes; made where not given.
         options: of :func:`featstore.online.slot_layout.make_slot_map`.
 
     ``x`` is the array of rows, [slots, *row shape].
@@ -205,7 +209,8 @@ class FeatureBuffer:
 
     def __init__(
         self, reader: Reader, table: str | None = None, *, slots: int | None = None, memory: int | str | None = None,
-        policy: str = "lru", static: Any = None, batches: int = 0, **options: Any,
+        policy: str = "lru", static: Any = None, batches: int = 0, policies: Sequence[str] = (),
+        block: NDArray[np.uint8] | None = None, **options: Any,
     ) -> None:  # fmt: skip
         names = list(reader._states)
         if table is None and len(names) != 1:
@@ -219,12 +224,21 @@ class FeatureBuffer:
             raise ValueError("say either slots or memory")
         if slots is None:
             slots = slots_for(parse_bytes(memory or 0), self._rows.row_bytes, self.policy, batches)
-        self._map = layout.make_slot_map(slots, self.policy, batches=batches, **options)
+        others = [layout.POLICIES[name] for name in policies]
+        self._map_memory = empty_rows(max(layout.slot_map_bytes(slots, p, batches) for p in (self.policy, *others)), 1)
+        self._map = layout.make_slot_map(slots, self.policy, memory=self._map_memory, batches=batches, **options)
         self.slots, self.dtype = slots, dtype_from_name(self._rows.entry.dtype)
-        self.x: NDArray[Any] = (
-            empty_rows(slots, self._rows.row_bytes).view(self.dtype).reshape(slots, *self._rows.row_shape)
-        )
+        x = empty_rows(slots, self._rows.row_bytes) if block is None else self._rows_in(block)
+        self.x: NDArray[Any] = x.view(self.dtype).reshape(slots, *self._rows.row_shape)
         self._start(static)
+
+    def _rows_in(self, block: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        needed = self.slots * self._rows.row_bytes
+        if len(block) < needed:
+            raise BudgetError(needed, len(block), f"hold {self.slots:,} rows in the block given")
+        if block.ctypes.data % ALIGNMENT:
+            raise ValueError(f"the block for a feature buffer's rows must be aligned to {ALIGNMENT} bytes")
+        return block[:needed]
 
     def _start(self, static: Any) -> None:
         self._lock = threading.Lock()  # of the slot map
@@ -258,7 +272,7 @@ class FeatureBuffer:
     @property
     def memory_bytes(self) -> int:
         """Memory of rows and slot map."""
-        return buffer_bytes(self.slots, self._rows.row_bytes, self.policy, self._batches)
+        return self.slots * self._rows.row_bytes + len(self._map_memory)
 
     # Beginning.
 
@@ -493,9 +507,39 @@ class FeatureBuffer:
         """What has been counted so far."""
         with self._lock:
             c = self._map.counts
-            return BufferStats(
-                *(int(c[at]) for at in (layout.HITS, layout.MISSES, layout.WAITS, layout.EVICTIONS, layout.BATCHES))
-            )
+            return BufferStats(*(int(c[at]) for at in _COUNTED))
+
+    def switch(self, policy: str, static: Any = None) -> None:
+        """Go on with another policy, or another set of rows kept for good. The rows stay, what the policy knew of them is forgotten.
+
+        Raises ValueError while tickets hold slots; BudgetError where it is none of ``policies``, and needs a larger slot map.
+        """
+        self._check_open()
+        with self._lock:
+            self._enter_ended()
+            kept = None if self._static is None else self._static._claim
+            if self._reading or self._claims - {kept}:
+                raise ValueError("the policy cannot change while tickets hold slots: release them first")
+            if kept is not None:
+                self._unclaim(kept)
+            self._static = None
+            records = self._map.slots
+            present = np.flatnonzero((records["status"] == layout.PRESENT) & (records["row"] >= 0))
+            rows, counted = records["row"][present].copy(), self._map.counts[_COUNTED].copy()
+            self.policy = layout.POLICIES[policy]
+            self._map = layout.make_slot_map(self.slots, self.policy, memory=self._map_memory)
+            slots, missed, waits = (np.empty(len(rows), np.int32) for _ in range(3))
+            sl.acquire(self._map, rows, slots, missed, waits, sl.NO_NEXT_USE)
+            for low in range(
+                0, len(rows), _MOVED
+            ):  # slots are given away from the first on, so rows only move towards it
+                self.x[slots[low : low + _MOVED]] = self.x[present[low : low + _MOVED]]
+            sl.complete(self._map, slots)
+            sl.release(self._map, slots)
+            self._map.counts[_COUNTED] = counted
+        if static is not None:
+            self._static = self.begin(static)
+            self._static.result()
 
     @property
     def policy_name(self) -> str:

@@ -20,6 +20,7 @@ from featstore.lookup import table_need
 from featstore.online import saved
 from featstore.online import slot_layout as layout
 from featstore.online.buffer import FeatureBuffer, Ticket, buffer_bytes, slots_for
+from featstore.online.choose import CANDIDATES, PolicyChoice
 from featstore.pipeline import Outputs
 from featstore.tracing.nodes import Ids
 
@@ -37,6 +38,9 @@ LARGEST = ROOM // 2  # of a mini-batch: the loop holds one until it has the next
 _SPARE = 1.25  # a mini-batch may be larger than the first by so much, before it takes the room of two
 _BYTES_PER_ID = 40  # of mini-batches under way: ids, slots, what was missed
 _ROWS_LEAST = 1024  # of a table, for which slots are made whatever the first mini-batch has
+FIRST_POLICY = "s3-fifo"  # of "auto", until it is known better; and in small budgets
+_CHOOSING_BYTES = 6 << 20  # of what tries policies for one table
+_CHOOSING_SHARE = 16  # of the budget that all of these may take
 _PINNED_SHARE = 0.75  # of the slots: further mini-batches are extracted beside one only up to that
 
 
@@ -69,6 +73,8 @@ class Extraction:
         self.buffers: dict[str, FeatureBuffer] = {}
         self.table_of: dict[str, str] = {}
         self.on_change: Callable[[], None] = lambda: None
+        self._choices: dict[str, PolicyChoice] = {}
+        self._decided = False
         self._reader: Reader | None = None
         self._memory: dict[str, int] = {}
 
@@ -109,8 +115,13 @@ class Extraction:
         given = self._batch_rows.get(table) if isinstance(self._batch_rows, Mapping) else self._batch_rows
         return min(self.store.tables[table].rows, int(_SPARE * first) + 1 if given is None else max(1, first, given))
 
-    def _policy_of(self, table: str) -> str:
-        return "lru" if self.policy == "auto" else self.policy
+    def _first_policy(self) -> str:
+        return FIRST_POLICY if self.policy == "auto" else self.policy
+
+    def _map_bytes(self, table: str, slots: int) -> int:
+        """Memory of a buffer of so many slots; with room for the slot map of any policy that may be chosen."""
+        names = CANDIDATES if self.policy == "auto" else (self.policy,)
+        return max(buffer_bytes(slots, self.store.tables[table].row_bytes, layout.POLICIES[name]) for name in names)
 
     def _reader_memory(self, tables: Mapping[str, Table]) -> int:
         needs = self._needs(tables)
@@ -125,20 +136,21 @@ class Extraction:
         # A node type that hardly occurs in the first mini-batch may occur more in others.
         weights = {n: max(rows[n], min(t.rows, _ROWS_LEAST)) * t.row_bytes for n, t in tables.items()}
 
-        def needed_bytes(name: str, slots: int) -> int:
-            return buffer_bytes(slots, tables[name].row_bytes, layout.POLICIES[self._policy_of(name)])
-
         def fixed(memory_bytes: int) -> dict[str, int]:
             maps = sum(n.row_map_bytes + n.checksum_bytes for n in needs)
             b = Budget.split(maps + nominal_bytes(memory_bytes), needs)
             reader = b.row_map_bytes + b.checksum_bytes + b.staging_bytes + b.scratch_bytes
             under_way = (SAMPLED + EXTRACTED) * _BYTES_PER_ID * sum(rows.values())
-            return {"reader": reader, "handed over": DEPTH * self._piece_bytes, "under way": under_way}
+            parts = {"reader": reader, "handed over": DEPTH * self._piece_bytes, "under way": under_way}
+            choosing = _CHOOSING_BYTES * len(tables)
+            if self.policy == "auto" and choosing <= memory_bytes // _CHOOSING_SHARE:
+                parts["choosing a policy"] = choosing + sum(_uses_bytes(t, memory_bytes) for t in tables.values())
+            return parts
 
         parts = fixed(self.memory_bytes)
         rest = self.memory_bytes - sum(parts.values())
         total = sum(weights.values())
-        smallest = max(-(-needed_bytes(n, rows[n]) * total // weights[n]) for n in tables)
+        smallest = max(-(-self._map_bytes(n, rows[n]) * total // weights[n]) for n in tables)
         if rest < smallest:
             needed = sum(parts.values()) + smallest
             while sum(fixed(needed).values()) + smallest > needed:  # more memory has a larger reader, too
@@ -146,13 +158,16 @@ class Extraction:
             raise BudgetError(needed, self.memory_bytes, "hold the reader, three mini-batches and a buffer of one more")
         slots = {}
         # What a table that fits whole leaves over is for the others.
-        for name in sorted(tables, key=lambda n: needed_bytes(n, tables[n].rows) / weights[n]):
+        for name in sorted(tables, key=lambda n: self._map_bytes(n, tables[n].rows) / weights[n]):
             table = tables[name]
-            policy = layout.POLICIES[self._policy_of(name)]
-            slots[name] = min(table.rows, slots_for(rest * weights[name] // total, table.row_bytes, policy))
-            rest, total = rest - needed_bytes(name, slots[name]), total - weights[name]
-        self._memory = parts | {f"buffer of {n}": needed_bytes(n, s) for n, s in slots.items()}
+            slots[name] = min(table.rows, self._slots_within(name, rest * weights[name] // total))
+            rest, total = rest - self._map_bytes(name, slots[name]), total - weights[name]
+        self._memory = parts | {f"buffer of {n}": self._map_bytes(n, s) for n, s in slots.items()}
         return slots
+
+    def _slots_within(self, table: str, memory_bytes: int) -> int:
+        names = CANDIDATES if self.policy == "auto" else (self.policy,)
+        return min(slots_for(memory_bytes, self.store.tables[table].row_bytes, layout.POLICIES[name]) for name in names)
 
     def _buffer(self, table: str, slots: int, batch_rows: int) -> FeatureBuffer:
         assert self._reader is not None
@@ -161,7 +176,12 @@ class Extraction:
             if self.policy == "static" and slots < self.store.tables[table].rows
             else None
         )
-        buffer = FeatureBuffer(self._reader, table, slots=slots, policy=self._policy_of(table), static=static)
+        first, rows = self._first_policy(), self.store.tables[table].rows
+        others = CANDIDATES if self.policy == "auto" else ()
+        buffer = FeatureBuffer(self._reader, table, slots=slots, policy=first, policies=others, static=static)
+        if "choosing a policy" in self._memory and slots < rows:
+            limit = _CHOOSING_BYTES + _uses_bytes(self.store.tables[table], self.memory_bytes)
+            self._choices[table] = PolicyChoice(slots, rows, policy=first, memory_bytes=limit)
         buffer.on_change = lambda: self.on_change()
         return buffer
 
@@ -197,11 +217,27 @@ class Extraction:
             for node_type, one in ids.items():
                 table = self.table_of[node_type]
                 tickets[table] = self.buffers[table].begin(one)
+                if table in self._choices:
+                    self._choices[table].observe(one)
         except BaseException:
             for ticket in tickets.values():
                 ticket.cancel()
             raise
         return tickets
+
+    @property
+    def undecided(self) -> bool:
+        """A policy is to be chosen, now that enough has been seen for the first time; no mini-batch may be under way."""
+        return not self._decided and any(choice.full for choice in self._choices.values())
+
+    def decide(self) -> None:
+        """Go on with the policies that hit most on what was seen since the last time."""
+        for table, choice in self._choices.items():
+            buffer = self.buffers[table]
+            policy = choice.decide()
+            if policy != buffer.policy_name:
+                buffer.switch(policy, choice.static_ids() if policy == "static" else None)
+            self._decided = self._decided or bool(choice.hit_rates)
 
     def gather(self, tickets: Mapping[str, Ticket]) -> dict[str, NDArray[Any]]:
         """The rows of a mini-batch by table, copied out; its slots are given back."""
@@ -267,3 +303,8 @@ class Extraction:
             buffer.close()
         if self._reader is not None:
             self._reader.close()
+
+
+def _uses_bytes(table: Table, memory_bytes: int) -> int:
+    """Memory in which the uses of each row are counted, where that is a small part of the budget: a static set needs it."""
+    return 2 * table.rows if 2 * table.rows <= memory_bytes // _CHOOSING_SHARE else 0

@@ -67,7 +67,9 @@ class OnlineLoader:
             ...): an iterable that can be gone through once an epoch, or a function of the epoch's number that makes one. Where it
             has a ``set_epoch``, that is called. It should not fetch features itself.
         memory: budget for all that is held here, bytes or ``"2GiB"``.
-        policy: of the feature buffers: ``"auto"``, or a name of :data:`featstore.online.slot_layout.POLICIES` but ``"min"``.
+        policy: of the feature buffers: a name of :data:`featstore.online.slot_layout.POLICIES` but ``"min"``; or ``"auto"`` for that which
+            would have hit most so far (:mod:`featstore.online.choose`), looked at once enough has been seen, and between epochs. In
+            budgets below about 100 MiB that is ``"s3-fifo"`` throughout.
         static: for policy ``"static"``: node ids (or a mapping of tables to them) of the rows to keep; by default those of the highest
             degree, where the store knows degrees.
         warm: the name of a saved cache (:meth:`save_cache`) whose rows are loaded before the first mini-batch.
@@ -130,6 +132,8 @@ class OnlineLoader:
         with self._alone("another iteration of this loader has begun"):
             if self._begun:
                 self._epoch, self._next = self._epoch + 1, 0
+            if self._next == 0:
+                self._extraction.decide()
             self._begun = True
             self._walk = _Walk(self, self._extraction, self._mini_batches(self._epoch), self._next)
             return self._walk
@@ -340,6 +344,10 @@ class _Walk(Walk):
         first = self._sampled[0]
         if not self._extraction.buffers:
             self._extraction.open(first.ids)
+        if self._extraction.undecided:
+            if under_way:
+                return False
+            self._extraction.decide()
         begin = time.perf_counter()
         tickets = self._extraction.begin(first.ids, [one.ids for one in under_way])
         if tickets is None:

@@ -509,3 +509,28 @@ def test_any_interleaving_of_consumers(reader: Reader, features: np.ndarray) -> 
     case = machine.TestCase
     case.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
     case().runTest()
+
+
+# Other policies.
+
+
+def test_switching_keeps_rows_and_counts(reader: Reader, features: np.ndarray) -> None:
+    policies = [name for name in layout.POLICIES if name != "min"]
+    for seed in range(6):
+        rng = np.random.default_rng(seed)
+        with FeatureBuffer(reader, slots=60, policy="fifo", policies=policies) as buffer:
+            for policy in rng.permutation(policies).tolist():
+                for _ in range(4):
+                    ids = rng.permutation(ROWS)[: rng.integers(0, 25)]
+                    with buffer.begin(ids) as ticket:
+                        np.testing.assert_array_equal(buffer.gather(ticket), features[ids])
+                before, stats = buffer.cached_ids(), buffer.stats()
+                kept = before[:5] if policy == "static" else None
+                with buffer.begin(before[:1]), pytest.raises(ValueError, match="release them"):
+                    buffer.switch(policy)
+                buffer.switch(policy, kept)
+                assert buffer.policy_name == policy
+                with buffer.begin(before) as ticket:
+                    np.testing.assert_array_equal(buffer.gather(ticket), features[before])
+                assert buffer.stats().misses == stats.misses, "all of them are still there"
+                assert buffer.slots_unkept == 60 - (0 if kept is None else len(kept))

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 import featstore
 from featstore.errors import BudgetError, ClosedError, FeatstoreError, IdError, SourceError
+from featstore.online import extraction
 from featstore.online.slot_layout import POLICIES
 
 ROWS, BATCHES = 3000, 9
@@ -334,3 +335,32 @@ def test_a_set_epoch_is_called(store: Any) -> None:
         assert len(list(loader)) == 1
         with pytest.raises(SourceError, match="only once"):
             list(loader)
+
+
+# The policy that chooses itself.
+
+
+def test_auto_goes_on_with_what_hits_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Going round and round through more rows than there are slots hits nothing but rows that are kept."""
+    monkeypatch.setattr(extraction, "_CHOOSING_SHARE", 1)
+    count = 6000
+    source = rows_of(count, (1000,), np.float32, 1).view(np.int32).astype(np.float32)
+    loop = [np.arange(low, low + 200) for low in range(0, count, 200)]
+    with featstore.pack(tmp_path / "s", source) as store:
+        with featstore.OnlineLoader(store, loop, memory="24MiB") as loader:
+            found = []
+            for _ in range(6):
+                before = loader.report()
+                for batch in loader:
+                    np.testing.assert_array_equal(batch.x, source[batch.n_id])
+                after = loader.report().buffers["features"]
+                hits = after.hits - (before.buffers["features"].hits if before.buffers else 0)
+                found.append((loader.policy["features"], hits / count))
+            assert loader.memory()["choosing a policy"] > 0
+        with featstore.OnlineLoader(store, loop, memory="24MiB", policy="fifo") as loader:
+            for _ in range(2):
+                list(loader)
+            assert loader.report().buffers["features"].hits == 0
+    assert found[0] == ("s3-fifo", 0.0)
+    assert found[-1][0] != "fifo"
+    assert found[-1][1] > 0.3

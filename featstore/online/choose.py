@@ -1,0 +1,360 @@
+"""The choice of a policy: small shadows of the feature buffer try all of them on a sample of the rows.
+
+Which policy hits most depends on graph, sampler, order and size, and the differences are large; so they are tried. A sample of the
+*rows*, chosen by a hash (spatial sampling, SHARDS: Waldspurger et al., FAST'15), sees every use of the rows that are in it, so a
+buffer scaled down by the same factor hits about as often as the whole one (ATC'17, by the same, for any policy). The shadows have
+``SHADOW_SLOTS`` slots, whatever the size of the buffer, and lie in the CPU's cache.
+
+*Mini-batches stay mini-batches.* What is sampled of one is acquired at once, and released before the next; rows in use pin slots in
+a shadow as in the buffer. By chance a sampled mini-batch may have a few rows more than the shadow has slots. They are left out, and
+count as misses, for each policy alike.
+
+*A window* is what is seen between two decisions, an epoch for instance, or its beginning: ``LOG_ROWS`` sampled rows, which bounds
+the cost. :meth:`PolicyChoice.observe` only notes them; :meth:`PolicyChoice.decide` replays them. Shadows keep their rows from
+window to window. In the first window only the second half counts, and nothing before the shadows are full, so that a cold start
+says nothing.
+
+*The static set* is the rows that were used most, of all rows, not of the sample (16 bits a row; halved after each window, so that
+they follow a drift), or given beforehand. A window tries the set that was chosen from the windows before it, so a set that is out
+of date by then is found out. In the first window there is none; and a set chosen by a window hits better in this very window than
+it will in the next. So each use is judged by the uses of its row *without it* (leave one out): a row with one use less than the set
+asks for counts as a miss. That is without bias where the number of uses is by chance, and too modest where it is certain, as each
+training node is a seed once an epoch.
+
+*Hysteresis.* Another policy has to be better by ``MARGIN`` than the one in use. The sample is the same rows in each window, so its
+error is the same, too, and does not make the choice go to and fro.
+
+Not for several threads at once. Equal seeds and mini-batches give equal choices.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from featstore.errors import BudgetError, IdError
+from featstore.online.slot_layout import (
+    EVICTIONS,
+    HITS,
+    MISSES,
+    POLICIES,
+    PRESENT,
+    STATIC,
+    SlotMap,
+    make_slot_map,
+    slot_map_bytes,
+)
+from featstore.online.slots import KEEP, NO_NEXT_USE, acquire, acquire_rows, complete, unpin
+from featstore.sampling import batch_key, mix64
+
+__all__ = ["CANDIDATES", "PolicyChoice", "replay"]
+
+#: What is tried, the cheapest first.
+CANDIDATES = ("fifo", "clock", "sieve", "lru", "s3-fifo", "score", "static")
+SHADOW_SLOTS = 2048
+LOG_ROWS = 1 << 17
+_ROWS_PER_BATCH = 4  # of the sample; bounds the number of mini-batches in the log
+MARGIN = 0.01
+#: Mini-batches that a buffer must have room for beside its static set: one in use, one on its way.
+STATIC_SPARE = 2
+
+_LEAST_COUNTED = 1000  # uses, below which a window says nothing
+_COUNT_MAX = 2**16 - 1
+
+
+@njit(cache=True, nogil=True)
+def replay(
+    m: SlotMap, rows: NDArray[np.int64], offsets: NDArray[np.int64], next_use: NDArray[np.int32], evict: bool
+) -> Any:
+    """Pass mini-batches through a slot map, each acquired, read and released before the next. Nothing is read.
+
+    ``rows``: int64 [n], those of mini-batch b are ``rows[offsets[b]:offsets[b + 1]]``. ``next_use``: int32 [n] for MIN, else
+    empty. ``evict``: stop after the mini-batch that evicted first. Rows at the end of a mini-batch that do not fit beside the others
+    count as misses. Returns how many mini-batches were replayed.
+    """
+    room = np.int64(0)
+    for b in range(offsets.shape[0] - 1):
+        room = max(room, offsets[b + 1] - offsets[b])
+    slots_out, missed, waits = np.empty(room, np.int32), np.empty(room, np.int32), np.empty(room, np.int32)
+    outcome, once = np.zeros(3, np.int64), np.ones(1, np.int64)
+    for b in range(offsets.shape[0] - 1):
+        begin, end = offsets[b], offsets[b + 1]
+        while True:
+            uses = next_use[begin:end] if next_use.shape[0] > 0 else next_use
+            acquire_rows(m, rows[begin:end], uses, slots_out, missed, waits, outcome)
+            if outcome[0] >= 0:
+                break
+            end += outcome[0]
+        m.counts[MISSES] += offsets[b + 1] - end
+        for j in range(outcome[0]):
+            waits[j] = slots_out[missed[j]]
+        once[0] = 1
+        unpin(m, waits[: outcome[0]], PRESENT, once)
+        once[0] = 1
+        unpin(m, slots_out[: end - begin], KEEP, once)
+        if evict and m.counts[EVICTIONS] > 0:
+            return b + 1
+    return offsets.shape[0] - 1
+
+
+@njit(cache=True, nogil=True)
+def note_rows(
+    ids: NDArray[np.int64], row_count: int, key: Any, threshold: Any, uses: NDArray[np.uint16], log: NDArray[np.int64], at: Any
+) -> Any:  # fmt: skip
+    """Count the uses of a mini-batch's rows, and write those of the sample into ``log`` from ``at`` on.
+
+    ``uses``: uint16 [row_count], or empty. A row is in the sample where its hash is at most ``threshold`` (uint64). Returns where
+    the log ends now; -1 where it is too small; or -2 - position of the first id that is no row, and then nothing was counted.
+    """
+    for i in range(ids.shape[0]):
+        if ids[i] < 0 or ids[i] >= row_count:
+            return -2 - i
+    if uses.shape[0] > 0:
+        for i in range(ids.shape[0]):
+            uses[ids[i]] += np.uint16(uses[ids[i]] < _COUNT_MAX)
+    i = 0
+    while i < ids.shape[0]:
+        if at < 0 or at == log.shape[0]:
+            return -1
+        fit = min(ids.shape[0], i + log.shape[0] - at)
+        for j in range(i, fit):  # without branches, which could not be foreseen
+            log[at] = ids[j]
+            at += np.int64(mix64(np.uint64(ids[j]) ^ key) <= threshold)
+        i = fit
+    return at
+
+
+@njit(cache=True, nogil=True)
+def count_uses(uses: NDArray[np.uint16]) -> NDArray[np.int64]:
+    """How many rows have each number of uses, int64 [2**16]."""
+    found = np.zeros(_COUNT_MAX + 1, np.int64)
+    for row in range(uses.shape[0]):
+        found[uses[row]] += 1
+    return found
+
+
+@njit(cache=True, nogil=True)
+def halve_uses(uses: NDArray[np.uint16]) -> None:
+    for row in range(uses.shape[0]):
+        uses[row] >>= 1
+
+
+@njit(cache=True, nogil=True)
+def find_wanted(
+    uses: NDArray[np.uint16], above: int, tie_key: Any, ties: Any, key: Any, threshold: Any
+) -> NDArray[np.int64]:
+    """Rows with more than ``above`` uses; of those with just as many (but not none), where the hash under ``tie_key`` is at most ``ties``.
+
+    Only rows whose hash under ``key`` is at most ``threshold`` (uint64, as keys and ``ties``). Returns int64, ascending.
+    """
+    found = np.empty(1024, np.int64)
+    count = 0
+    for row in range(uses.shape[0]):
+        if uses[row] > above or (uses[row] == above and above > 0 and mix64(np.uint64(row) ^ tie_key) <= ties):
+            if mix64(np.uint64(row) ^ key) > threshold:
+                continue
+            if count == found.shape[0]:
+                more = np.empty(2 * count, np.int64)
+                more[:count] = found
+                found = more
+            found[count] = row
+            count += 1
+    return found[:count].copy()
+
+
+class PolicyChoice:
+    """Finds the policy of a feature buffer; see the module's text.
+
+    Args:
+        slots: of the buffer.
+        row_count: rows of the table.
+        seed: of the sample.
+        policy: what the buffer begins with.
+        static_ids: rows from the most wanted down (integers [n]), for the policy "static"; by default uses are counted, if memory allows.
+        memory_bytes: limit, which only says whether uses are counted (2 bytes a row) beside about 2 MiB that are always needed.
+
+    Raises BudgetError where the limit is below what is always needed, ValueError for an unknown policy.
+    """
+
+    def __init__(
+        self, slots: int, row_count: int, seed: int = 0, *, policy: str = "lru", static_ids: Any = None,
+        memory_bytes: int | None = None,
+    ) -> None:  # fmt: skip
+        if policy not in CANDIDATES:
+            raise ValueError(f"no policy {policy!r} to begin with; there are {', '.join(CANDIDATES)}")
+        if slots < 1 or row_count < 1:
+            raise ValueError(f"a buffer has at least one slot and one row, not {slots} and {row_count}")
+        self.slots, self.row_count, self.policy = operator.index(slots), operator.index(row_count), policy
+        self.shadow_slots = min(self.slots, SHADOW_SLOTS)
+        self._rate = self.shadow_slots / self.slots
+        self._threshold = _share_of_hashes(self._rate)
+        self._key, self._tie_key = (np.uint64(batch_key(seed, 0, use)) for use in range(2))
+        self._given = None if static_ids is None else np.array(static_ids[: self.slots], np.int64)
+        self._maps = {name: make_slot_map(self.shadow_slots, POLICIES[name]) for name in CANDIDATES if name != "static"}
+        self._log = np.empty(LOG_ROWS, np.int64)
+        self._offsets = np.zeros(LOG_ROWS // _ROWS_PER_BATCH + 1, np.int64)
+        fixed_bytes = self._fixed_bytes()
+        if memory_bytes is not None and memory_bytes < fixed_bytes:
+            raise BudgetError(fixed_bytes, memory_bytes, "try the policies on a sample of the rows")
+        counted = static_ids is None and (memory_bytes is None or fixed_bytes + 2 * row_count <= memory_bytes)
+        self._uses = np.zeros(row_count if counted else 0, np.uint16)
+        #: Hit rates of the shadows in the latest window, by policy; empty where nothing can be said.
+        self.hit_rates: Mapping[str, float] = {}
+        self._full = False  # the shadows have been filled, and count
+        self._kept = np.empty(0, np.int64)  # the static set of the last decision, what of it is in the sample
+        self._kept_rows = 0  # all of it
+        self._at = self._batches = self._batch_rows_max = 0
+        self._noting, self._decided = True, False
+        self._load_kernels()
+
+    def _load_kernels(self) -> None:
+        """Run every kernel on nothing, so that numba loads or compiles it now and not beside training."""
+        none, nothing, word = np.empty(0, np.int64), self._uses[:0], self._threshold
+        note_rows(none, 1, word, word, nothing, none, 0)
+        replay(self._maps[CANDIDATES[0]], none, np.zeros(1, np.int64), NO_NEXT_USE, False)
+        find_wanted(nothing, 0, word, word, word, word)
+        count_uses(nothing)
+        halve_uses(nothing)
+        mix64(np.empty(0, np.uint64))
+
+    def _fixed_bytes(self) -> int:
+        maps = sum(slot_map_bytes(self.shadow_slots, POLICIES[name]) for name in CANDIDATES)  # one comes and goes
+        given = 0 if self._given is None else self._given.nbytes
+        kept = 2 * 8 * self.shadow_slots  # static rows in the sample, which are as many only in the mean
+        return maps + kept + self._log.nbytes + self._offsets.nbytes + given
+
+    @property
+    def memory_bytes(self) -> int:
+        """Memory that is held, bytes. While it decides, at most 4 MiB more."""
+        return self._fixed_bytes() + self._uses.nbytes
+
+    def observe(self, ids: NDArray[Any]) -> None:
+        """Note a mini-batch, integers [n]: the rows that the buffer is asked for. Raises IdError for what is no row."""
+        if self._decided:
+            halve_uses(self._uses)
+            self._at = self._batches = self._batch_rows_max = 0
+            self._noting, self._decided = True, False
+        rows = np.ascontiguousarray(ids, np.int64)
+        at = self._at if self._noting else -1
+        end = int(note_rows(rows, self.row_count, self._key, self._threshold, self._uses, self._log, at))
+        if end < -1:
+            raise IdError(f"id {rows[-2 - end]} is no row: there are rows 0 to {self.row_count - 1:,}")
+        self._batch_rows_max = max(self._batch_rows_max, len(rows))
+        self._noting = end >= 0
+        if self._noting:
+            self._at = end
+            self._batches += 1
+            self._offsets[self._batches] = end
+            self._noting = self._batches < len(self._offsets) - 1
+
+    @property
+    def full(self) -> bool:
+        """The window takes no more: what follows is only counted."""
+        return not self._noting
+
+    def decide(self) -> str:
+        """The policy to go on with, from what was seen since the last decision; a new window begins with the next mini-batch."""
+        if not self._decided:
+            self._decided = True
+            self.hit_rates = self._try_all() if self.slots < self.row_count else {}
+            if self.hit_rates:
+                best = max(self.hit_rates, key=lambda name: self.hit_rates[name])  # the cheapest of equals
+                if self.hit_rates[best] > self.hit_rates.get(self.policy, 0.0) + MARGIN:
+                    self.policy = best
+                self._kept_rows = self._static_rows()
+                self._kept = self._wanted(self._kept_rows, self._threshold)
+        return self.policy
+
+    def static_ids(self) -> NDArray[np.int64]:
+        """The rows that the policy "static" keeps, the most wanted first. Call it after :meth:`decide`, before the next mini-batch."""
+        found = self._wanted(self._static_rows(), _share_of_hashes(1.0))
+        if self._given is not None:
+            return found
+        return found[np.argsort(self._uses[found], kind="stable")[::-1]][: self._static_rows()]
+
+    def _static_rows(self) -> int:
+        """How many rows can stay for good: what is left beside the slots that mini-batches need."""
+        if self._given is None and len(self._uses) == 0:
+            return 0
+        return max(0, self.slots - STATIC_SPARE * self._batch_rows_max)
+
+    def _wanted(self, count: int, threshold: np.uint64) -> NDArray[np.int64]:
+        """Of the ``count`` most wanted rows, or a few more or less, those in the sample of this threshold."""
+        if count == 0:
+            return np.empty(0, np.int64)
+        if self._given is not None:
+            first = self._given[:count]
+            sampled: NDArray[np.int64] = first[mix64(first.astype(np.uint64) ^ self._key) <= threshold]
+            return sampled
+        above, share = self._asked_for(count)
+        found: NDArray[np.int64] = find_wanted(
+            self._uses, above, self._tie_key, _share_of_hashes(share), self._key, threshold
+        )
+        return found
+
+    def _asked_for(self, count: int) -> tuple[int, float]:
+        """A set of so many rows has those with more uses than the first number, and this share of those with just as many."""
+        rows_of = count_uses(self._uses)
+        at_least = np.cumsum(rows_of[::-1])[::-1]
+        uses = int(np.flatnonzero(at_least >= count)[-1])
+        return uses, 1.0 - float(at_least[uses] - count) / max(1, int(rows_of[uses]))
+
+    def _try_all(self) -> dict[str, float]:
+        """Hit rates in this window, by policy."""
+        rows, offsets = self._log, self._offsets[: self._batches + 1]
+        begin = 0
+        if not self._full:
+            first = self._maps[CANDIDATES[0]]
+            begin = filled = int(replay(first, rows, offsets, NO_NEXT_USE, True))
+            self._full = bool(first.counts[EVICTIONS] > 0)
+            if self._full:
+                begin = max(begin, self._batches // 2)
+            replay(first, rows, offsets[filled : begin + 1], NO_NEXT_USE, False)
+            for m in list(self._maps.values())[1:]:
+                replay(m, rows, offsets[: begin + 1], NO_NEXT_USE, False)
+        counted = int(offsets[-1] - offsets[begin])
+        if counted < _LEAST_COUNTED:
+            return {}
+        found = {}
+        for name, m in [*self._maps.items(), *self._static_map(offsets[: begin + 1])]:
+            m.counts[[HITS, MISSES]] = 0
+            replay(m, rows, offsets[begin:], NO_NEXT_USE, False)
+            found[name] = float(m.counts[HITS]) / counted
+        return found
+
+    def _static_map(self, before: NDArray[np.int64]) -> list[tuple[str, SlotMap]]:
+        """A shadow that holds the static set, and has seen the mini-batches ``before``; none where there is no such set."""
+        count = self._kept_rows or self._static_rows()
+        if count == 0:
+            return []
+        if self._kept_rows or self._given is not None:
+            kept = self._kept if self._kept_rows else self._wanted(count, self._threshold)
+        else:
+            kept = np.unique(self._log[: self._at])
+            above, share = self._asked_for(count)
+            others = self._uses[kept].astype(np.int64) - 1  # the uses of a row without the one that is judged
+            ties = mix64(kept.astype(np.uint64) ^ self._tie_key) <= _share_of_hashes(share)
+            kept = kept[(others > above) | ((others == above) & ties)]
+        spare = max(1, round((self.slots - count) * self._rate))
+        m = make_slot_map(len(kept) + spare, STATIC)
+        hold(m, np.ascontiguousarray(kept))
+        replay(m, self._log, before, NO_NEXT_USE, False)
+        return [("static", m)]
+
+
+def _share_of_hashes(share: float) -> np.uint64:
+    """The greatest hash of this share of all."""
+    return np.uint64(min(2**64 - 1, int(share * 2.0**64)))
+
+
+def hold(m: SlotMap, rows: NDArray[np.int64]) -> None:
+    """Put rows into a slot map for good, without counting them."""
+    slots, missed, waits = (np.empty(len(rows), np.int32) for _ in range(3))
+    reads, _ = acquire(m, rows, slots, missed, waits)
+    complete(m, slots[missed[:reads]])
+    m.counts[[HITS, MISSES]] = 0
