@@ -119,6 +119,20 @@ def go_through(batches: Batches, seconds_max: float, training: Any) -> dict[str,
     return {"seconds": time.perf_counter() - begin, "batches": count, "looked": looked}
 
 
+def one_epoch(source: featstore.OnlineLoader, seconds_max: float, training: Any) -> dict[str, Any]:
+    """An epoch of an online loader, with the time of each stage."""
+    before = source.report()
+    found = go_through(((b.x, b.sample) for b in source), seconds_max, training)
+    after = source.report()
+    seconds = {stage: after.seconds[stage] - before.seconds.get(stage, 0.0) for stage in after.seconds}
+    hits, misses = (
+        sum(getattr(buffer, name) for buffer in after.buffers.values())
+        - sum(getattr(buffer, name) for buffer in before.buffers.values())
+        for name in ("hits", "misses")
+    )
+    return found | {"stages": seconds, "hits": hits, "misses": misses}
+
+
 def epochs(given: dict[str, Any]) -> dict[str, Any]:
     """Both epochs of a mode."""
     from compiled_model import Training
@@ -136,18 +150,26 @@ def epochs(given: dict[str, Any]) -> dict[str, Any]:
             with (
                 featstore.Trace(given["trace"]) as trace,
                 featstore.OnlineLoader(
-                    store, lambda _: recorded(trace), memory=given["memory_bytes"], policy="static", tensors=False
+                    store,
+                    lambda _: recorded(trace),
+                    memory=given["memory_bytes"],
+                    policy=given.get("policy", "static"),
+                    warm=given.get("warm"),
+                    tensors=False,
                 ) as source,
             ):
                 opened = time.perf_counter() - begin
-                for what, trained in (("load", None), ("train", training)):
-                    results[what] = go_through(((b.x, b.sample) for b in source), given["seconds_max"], trained)
-                results["hit_rate"] = source.report().hit_rate
+                for what in given.get("epochs", ["load", "train"]):
+                    results[what] = one_epoch(source, given["seconds_max"], training if what == "train" else None)
+                results |= {"hit_rate": source.report().hit_rate, "policy": source.policy, "memory": source.memory()}
+                if given.get("save"):
+                    source.save_cache(given["save"])
         else:
             opened = 0.0
             results["train"] = go_through(over_memmap(given), given["seconds_max"], training)
             results["load"] = results["train"] | {"seconds": results["train"]["seconds"] - training.seconds}
-    results["train"] |= {"model_seconds": training.seconds, "loss": float(np.mean(training.losses[-20:]))}
+    if "train" in results:
+        results["train"] |= {"model_seconds": training.seconds, "loss": float(np.mean(training.losses[-20:]))}
     return results | {"open_seconds": opened}
 
 

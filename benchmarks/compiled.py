@@ -103,7 +103,7 @@ def measure(
     "--seconds",
     default=30.0,
     show_default=True,
-    help="Time limit of np.memmap, and of the online reader beside the main figure.",
+    help="Time limit of an epoch of np.memmap, and of the online reader.",
 )
 @shared_options(size="1GiB", quick_size="64MiB", rounds=3)
 def main(settings: Settings, names: tuple[str, ...], resume: bool, folder: Path | None, seconds: float) -> None:

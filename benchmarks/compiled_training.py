@@ -200,8 +200,7 @@ class EndToEnd:
             finally:
                 built.remove()
         if design == ONLINE:
-            limit = float("inf") if share == MAIN_SHARE else self.seconds_max
-            return self._run(share, mode="online", memory_bytes=budget, seconds_max=min(limit, 1e9))
+            return self._run(share, mode="online", memory_bytes=budget, seconds_max=self.seconds_max)
         return self._run(share, mode="advised" if design == ADVISED else "memmap", seconds_max=self.seconds_max)
 
     def _compile(self, trace: featstore.Trace, design: str, share: float, disk: str) -> Built:

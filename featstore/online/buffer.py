@@ -509,6 +509,14 @@ class FeatureBuffer:
             c = self._map.counts
             return BufferStats(*(int(c[at]) for at in _COUNTED))
 
+    def load(self, ids: Any) -> None:
+        """Read rows beforehand, as many as there is room for at once; they are not counted. Raises what :meth:`begin` raises."""
+        before = self._map.counts[_COUNTED].copy()
+        with self.begin(ids) as ticket:
+            ticket.result()
+        with self._lock:
+            self._map.counts[_COUNTED] = before
+
     def switch(self, policy: str, static: Any = None) -> None:
         """Go on with another policy, or another set of rows kept for good. The rows stay, what the policy knew of them is forgotten.
 

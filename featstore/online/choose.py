@@ -17,9 +17,9 @@ says nothing.
 *The static set* is the rows that were used most, of all rows, not of the sample (16 bits a row; halved after each window, so that
 they follow a drift), or given beforehand. A window tries the set that was chosen from the windows before it, so a set that is out
 of date by then is found out. In the first window there is none; and a set chosen by a window hits better in this very window than
-it will in the next. So each use is judged by the uses of its row *without it* (leave one out): a row with one use less than the set
-asks for counts as a miss. That is without bias where the number of uses is by chance, and too modest where it is certain, as each
-training node is a seed once an epoch.
+it will in the next. If uses came by chance alone, they had to be judged by the uses of their row *without them* (leave one out: a row
+with one use less than the set asks for counts as a miss); if they were the same each time, as they were seen. They are something
+in between (a seed is one in each epoch, and a fan-out takes most of a short list): what counts is the mean of the two.
 
 *Hysteresis.* Another policy has to be better by ``MARGIN`` than the one in use. The sample is the same rows in each window, so its
 error is the same, too, and does not make the choice go to and fro.
@@ -30,7 +30,7 @@ Not for several threads at once. Equal seeds and mini-batches give equal choices
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -321,30 +321,41 @@ class PolicyChoice:
         if counted < _LEAST_COUNTED:
             return {}
         found = {}
-        for name, m in [*self._maps.items(), *self._static_map(offsets[: begin + 1])]:
-            m.counts[[HITS, MISSES]] = 0
-            replay(m, rows, offsets[begin:], NO_NEXT_USE, False)
-            found[name] = float(m.counts[HITS]) / counted
+        for name, m in self._maps.items():
+            found[name] = self._replayed(m, begin)
+        static = [self._replayed(m, begin) for m in self._static_maps(offsets[: begin + 1])]
+        if static:
+            found["static"] = sum(static) / len(static)
         return found
 
-    def _static_map(self, before: NDArray[np.int64]) -> list[tuple[str, SlotMap]]:
-        """A shadow that holds the static set, and has seen the mini-batches ``before``; none where there is no such set."""
+    def _replayed(self, m: SlotMap, begin: int) -> float:
+        """The hit rate of the mini-batches from ``begin`` on."""
+        offsets = self._offsets[begin : self._batches + 1]
+        m.counts[[HITS, MISSES]] = 0
+        replay(m, self._log, offsets, NO_NEXT_USE, False)
+        return float(m.counts[HITS]) / float(offsets[-1] - offsets[0])
+
+    def _static_maps(self, before: NDArray[np.int64]) -> Iterator[SlotMap]:
+        """Shadows that hold a static set, and have seen the mini-batches ``before``: none, one, or two whose mean counts."""
         count = self._kept_rows or self._static_rows()
         if count == 0:
-            return []
-        if self._kept_rows or self._given is not None:
-            kept = self._kept if self._kept_rows else self._wanted(count, self._threshold)
+            return
+        if self._kept_rows:
+            sets = [self._kept]
+        elif self._given is not None:
+            sets = [self._wanted(count, self._threshold)]
         else:
-            kept = np.unique(self._log[: self._at])
+            rows = np.unique(self._log[: self._at])
             above, share = self._asked_for(count)
-            others = self._uses[kept].astype(np.int64) - 1  # the uses of a row without the one that is judged
-            ties = mix64(kept.astype(np.uint64) ^ self._tie_key) <= _share_of_hashes(share)
-            kept = kept[(others > above) | ((others == above) & ties)]
+            ties = mix64(rows.astype(np.uint64) ^ self._tie_key) <= _share_of_hashes(share)
+            uses = self._uses[rows].astype(np.int64)
+            sets = [rows[(n > above) | ((n == above) & ties)] for n in (uses, uses - 1)]
         spare = max(1, round((self.slots - count) * self._rate))
-        m = make_slot_map(len(kept) + spare, STATIC)
-        hold(m, np.ascontiguousarray(kept))
-        replay(m, self._log, before, NO_NEXT_USE, False)
-        return [("static", m)]
+        for kept in sets:
+            m = make_slot_map(len(kept) + spare, STATIC)
+            hold(m, np.ascontiguousarray(kept))
+            replay(m, self._log, before, NO_NEXT_USE, False)
+            yield m
 
 
 def _share_of_hashes(share: float) -> np.uint64:

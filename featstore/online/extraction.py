@@ -40,7 +40,7 @@ _BYTES_PER_ID = 40  # of mini-batches under way: ids, slots, what was missed
 _ROWS_LEAST = 1024  # of a table, for which slots are made whatever the first mini-batch has
 FIRST_POLICY = "s3-fifo"  # of "auto", until it is known better; and in small budgets
 _CHOOSING_BYTES = 6 << 20  # of what tries policies for one table
-_CHOOSING_SHARE = 16  # of the budget that all of these may take
+_CHOOSING_SHARE = 12  # of the budget that all of these may take
 _PINNED_SHARE = 0.75  # of the slots: further mini-batches are extracted beside one only up to that
 
 
@@ -286,8 +286,7 @@ class Extraction:
         """Read the rows that were saved, as many as fit, into the buffers."""
         for name, buffer in self.buffers.items():
             ids = self._warm.get(name, np.empty(0, np.int64))
-            with buffer.begin(ids[max(0, len(ids) - buffer.slots_unkept) :]) as ticket:
-                ticket.result()
+            buffer.load(ids[max(0, len(ids) - buffer.slots_unkept) :])
 
     # The rest.
 

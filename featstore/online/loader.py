@@ -69,7 +69,7 @@ class OnlineLoader:
         memory: budget for all that is held here, bytes or ``"2GiB"``.
         policy: of the feature buffers: a name of :data:`featstore.online.slot_layout.POLICIES` but ``"min"``; or ``"auto"`` for that which
             would have hit most so far (:mod:`featstore.online.choose`), looked at once enough has been seen, and between epochs. In
-            budgets below about 100 MiB that is ``"s3-fifo"`` throughout.
+            budgets below about 75 MiB that is ``"s3-fifo"`` throughout.
         static: for policy ``"static"``: node ids (or a mapping of tables to them) of the rows to keep; by default those of the highest
             degree, where the store knows degrees.
         warm: the name of a saved cache (:meth:`save_cache`) whose rows are loaded before the first mini-batch.

@@ -116,12 +116,25 @@ def test_traces_that_differ_need_policies_that_differ() -> None:
 
 def test_a_static_set_is_not_judged_by_the_uses_it_was_chosen_for() -> None:
     rng = np.random.default_rng(3)
-    trace = [rng.choice(ROWS, 400, replace=False) for _ in range(300)]  # two uses a row, by chance alone
+    trace = [rng.choice(ROWS, 400, replace=False) for _ in range(600)]  # two uses a row in each half, by chance alone
     choice = PolicyChoice(6000, ROWS)
-    seen(choice, trace)
-    in_window = np.isin(np.concatenate(trace), choice.static_ids()).mean()
+    seen(choice, trace[:300])
+    in_window = np.isin(np.concatenate(trace[:300]), choice.static_ids()).mean()
     assert in_window > 0.2
+    assert 0.1 < choice.hit_rates["static"] < (0.1 + in_window) / 2 + 0.02
+    seen(choice, trace[300:])
     assert choice.hit_rates["static"] == pytest.approx(0.1, abs=0.02)
+
+
+def test_a_static_set_that_is_used_alike_in_each_epoch_is_found_in_the_first_one() -> None:
+    rng = np.random.default_rng(12)
+    uses = np.repeat(np.arange(ROWS), np.where(np.arange(ROWS) % 10 == 0, 3, 1))  # each epoch in another order
+    epochs = [np.array_split(rng.permutation(uses), 200) for _ in range(2)]
+    choice = PolicyChoice(6000 + 1000, ROWS)
+    assert seen(choice, epochs[0]) == "static"
+    kept = choice.static_ids()
+    rates = {p: rate_after(epochs[0] + epochs[1], 200, 7000, p, kept) for p in CANDIDATES}
+    assert rates["static"] >= max(rates.values()) - 0.03
 
 
 def test_the_static_set_is_what_was_used_most() -> None:
