@@ -1,4 +1,4 @@
-"""Train GraphSAGE with PyG from mini-batches that nobody knows beforehand, in proximity order, through a feature buffer. Runs in seconds."""
+"""Train GraphSAGE with PyG from mini-batches that nobody knows beforehand, in proximity order, through a feature buffer; in seconds."""
 
 import tempfile
 from pathlib import Path
