@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from featstore.online.loader import OnlineLoader
     from featstore.online.orders import PartitionOrder
     from featstore.online.proximity import ProximityOrder
+    from featstore.online.shared import SharedBuffer
     from featstore.packing.packing import pack
     from featstore.reader import Reader
     from featstore.report import Plan, ReaderStats
@@ -27,6 +28,7 @@ __version__ = "0.1.0"
 
 _WHERE = {
     "open": ("featstore.store", "Store"),
+    "SharedBuffer": ("featstore.online.shared", "SharedBuffer"),
     "Store": ("featstore.store", "Store"),
     "Table": ("featstore.store", "Table"),
     "OnlineLoader": ("featstore.online.loader", "OnlineLoader"),
@@ -44,8 +46,8 @@ _WHERE = {
 }
 
 __all__ = [
-    "OnlineLoader", "PartitionOrder", "Plan", "ProximityOrder", "Reader", "ReaderStats", "Request", "Store", "Table", "Trace",
-    "__version__", "compile_trace", "open", "pack", "train_loader", "verify",
+    "OnlineLoader", "PartitionOrder", "Plan", "ProximityOrder", "Reader", "ReaderStats", "Request", "SharedBuffer", "Store", "Table",
+    "Trace", "__version__", "compile_trace", "open", "pack", "train_loader", "verify",
 ]  # fmt: skip
 
 

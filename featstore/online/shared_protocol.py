@@ -1,0 +1,128 @@
+"""What the owner of a shared buffer and its clients say to each other, and what holds of their sockets when a process forks.
+
+*Messages.* A header of 16 bytes (kind, number of the request, length) and then, for some, raw arrays: ids as int64, slots as
+int32. Nothing is pickled. Errors travel as JSON: the name of a class of :mod:`featstore.errors` and what it was made of, so that
+they arrive as the same type with the same message.
+
+*Who may speak.* The socket has a random name in Linux's abstract namespace, which any process of the host can connect to. So both
+sides first prove that they know the buffer's key: each answers the other's random nonce with an HMAC, and the key itself is never
+sent. Who has the key is trusted.
+
+*Fork.* A child inherits the descriptors of its parent. Were they left open, the end of the parent would not be seen at the other
+side. So sockets are made under a lock that a fork waits for, and the child closes its copies before it does anything else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hmac
+import json
+import os
+import secrets
+import socket
+import struct
+import threading
+import weakref
+from typing import Protocol
+
+from featstore import errors
+from featstore.errors import FeatstoreError
+
+HEADER = struct.Struct("<BxxxIQ")
+
+# From clients: a request of ids whose rows are wanted now, or later; the rows of an earlier request are wanted now; a request is
+# over; what has been counted?
+ASK, AHEAD, WANT, RELEASE, STATS = range(1, 6)
+# From the owner: the handshake's end; rows are in these slots; the request is not known (any more), send it again; an error;
+# what has been counted.
+WELCOME, REFUSED, SLOTS, AGAIN, ERROR, COUNTED = range(16, 22)
+
+NONCE_BYTES = PROOF_BYTES = 32
+ANSWER_BYTES = PROOF_BYTES + NONCE_BYTES
+
+
+def new_key() -> bytes:
+    return secrets.token_bytes(32)
+
+
+def new_nonce() -> bytes:
+    return secrets.token_bytes(NONCE_BYTES)
+
+
+def proof(key: bytes, side: bytes, nonce: bytes) -> bytes:
+    """What only who knows the key can answer to a nonce; ``side`` keeps an answer from being used by the other side."""
+    return hmac.digest(key, side + nonce, "sha256")
+
+
+def proves(answer: bytes, key: bytes, side: bytes, nonce: bytes) -> bool:
+    return hmac.compare_digest(answer, proof(key, side, nonce))
+
+
+# Errors.
+
+
+def encode_error(error: BaseException) -> bytes:
+    """An error as JSON. One that is not of :mod:`featstore.errors` becomes the nearest class that is, its own name in the
+    message."""
+    name = type(error).__name__
+    if name in errors.__all__ and type(error) is getattr(errors, name):
+        reduced = error.__reduce__()
+        return json.dumps({"type": name, "arguments": list(reduced[1])}, default=str).encode()
+    nearest = next((c.__name__ for c in type(error).__mro__ if c.__name__ in errors.__all__), "FeatstoreError")
+    if nearest in _OF_MESSAGE:
+        message = f"{error}" if nearest != "FeatstoreError" else f"{name} in the owner of the shared buffer: {error}"
+        return json.dumps({"type": nearest, "arguments": [message]}).encode()
+    return json.dumps(
+        {"type": "FeatstoreError", "arguments": [f"{name} in the owner of the shared buffer: {error}"]}
+    ).encode()
+
+
+#: Classes that are made of their message alone.
+_OF_MESSAGE = frozenset(errors.__all__) - {"CorruptionError", "DeviceError", "DiskFullError", "BudgetError"}
+
+
+def decode_error(text: bytes) -> FeatstoreError:
+    """The error that :func:`encode_error` was given."""
+    said = json.loads(text)
+    if said["type"] not in errors.__all__:
+        raise ValueError(f"the owner of the shared buffer speaks of an unknown error {said['type']!r}")
+    error: FeatstoreError = getattr(errors, said["type"])(*said["arguments"])
+    return error
+
+
+# Sockets and forks.
+
+
+def hang_up(connection: socket.socket) -> None:
+    """Close a connection for all who have a copy of it."""
+    with contextlib.suppress(OSError):  # the other side has hung up before
+        connection.shutdown(socket.SHUT_RDWR)
+    connection.close()
+
+
+class Endpoint(Protocol):
+    """What holds sockets."""
+
+    def forked(self) -> None:
+        """Close the copies of this process, which is a new child, and say nothing to the other side."""
+
+
+#: Held while a descriptor is made and put where :meth:`Endpoint.forked` finds it.
+forking = threading.RLock()
+_endpoints: weakref.WeakSet[Endpoint] = weakref.WeakSet()
+
+
+def register(endpoint: Endpoint) -> None:
+    with forking:
+        _endpoints.add(endpoint)
+
+
+def _forked() -> None:
+    try:
+        for endpoint in list(_endpoints):
+            endpoint.forked()
+    finally:
+        forking.release()
+
+
+os.register_at_fork(before=forking.acquire, after_in_parent=forking.release, after_in_child=_forked)
