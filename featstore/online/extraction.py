@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from featstore.store import Store, Table
 
 SAMPLED = 2  # mini-batches that wait to be extracted
-EXTRACTED = 3  # at most so many are extracted at once
+EXTRACTED = 3  # so many are extracted at once, unless said otherwise
 DEPTH = 3  # mini-batches that exist at once with their rows, the loop's own among them
 _UNITS = 8  # of room, in which one of the expected size is counted
 ROOM = DEPTH * _UNITS
@@ -56,6 +56,8 @@ class Extraction:
         static: Any,
         warm: str | None,
         batch_rows: int | Mapping[str, int] | None,
+        extracted: int,
+        reader_memory: int | None,
         reader: dict[str, Any],
     ) -> None:
         known = ["auto", *(name for name in layout.POLICIES if name != "min")]
@@ -67,7 +69,10 @@ class Extraction:
             raise SourceError(f"no policy {policy!r}; there are {', '.join(known)}")
         if static is not None and policy != "static":
             raise SourceError(f"static= says which rows the policy 'static' keeps, but the policy is {policy!r}")
+        if extracted < 1:
+            raise SourceError(f"at least one mini-batch is extracted at a time, not {extracted}")
         self.store, self.memory_bytes, self.policy = store, memory_bytes, policy
+        self.extracted, self._reader_nominal = extracted, reader_memory
         self._static, self._batch_rows, self._reader_options = static, batch_rows, reader
         self._warm = {} if warm is None else saved.load(store, warm)
         self.buffers: dict[str, FeatureBuffer] = {}
@@ -125,7 +130,11 @@ class Extraction:
 
     def _reader_memory(self, tables: Mapping[str, Table]) -> int:
         needs = self._needs(tables)
-        return sum(n.row_map_bytes + n.checksum_bytes for n in needs) + nominal_bytes(self.memory_bytes)
+        return sum(n.row_map_bytes + n.checksum_bytes for n in needs) + self._nominal(self.memory_bytes)
+
+    def _nominal(self, memory_bytes: int) -> int:
+        """The reader's budget beyond maps and checksums, of which it takes a quarter."""
+        return nominal_bytes(memory_bytes) if self._reader_nominal is None else self._reader_nominal
 
     def _needs(self, tables: Mapping[str, Table]) -> list[TableNeed]:
         return [table_need(t, self._reader_options.get("verify", True), by_row=False) for t in tables.values()]
@@ -138,9 +147,9 @@ class Extraction:
 
         def fixed(memory_bytes: int) -> dict[str, int]:
             maps = sum(n.row_map_bytes + n.checksum_bytes for n in needs)
-            b = Budget.split(maps + nominal_bytes(memory_bytes), needs)
+            b = Budget.split(maps + self._nominal(memory_bytes), needs)
             reader = b.row_map_bytes + b.checksum_bytes + b.staging_bytes + b.scratch_bytes
-            under_way = (SAMPLED + EXTRACTED) * _BYTES_PER_ID * sum(rows.values())
+            under_way = (SAMPLED + self.extracted) * _BYTES_PER_ID * sum(rows.values())
             parts = {"reader": reader, "handed over": DEPTH * self._piece_bytes, "under way": under_way}
             choosing = _CHOOSING_BYTES * len(tables)
             if self.policy == "auto" and choosing <= memory_bytes // _CHOOSING_SHARE:

@@ -79,6 +79,9 @@ class OnlineLoader:
         nodes: a function from a mini-batch to its node ids, or to {table: ids}, where no rule finds them.
         device: where tensors go; None for host memory.
         tensors: hand out torch tensors; by default where there is a device, or the mini-batches are PyG objects.
+        extracted: how many mini-batches are extracted at once, at most: fewer where they would pin most of the slots.
+        reader_memory: the reader's nominal budget beyond maps and checksums, of which it takes a quarter; by default half of the budget,
+            128 MiB at most. See :mod:`featstore.online.tune`.
         engine, queue_depth, verify: as for :class:`featstore.reader.Reader`.
 
     Raises SourceError, IdError; BudgetError (when the first mini-batch, or a larger one, has been sampled); what sampling and
@@ -88,12 +91,21 @@ class OnlineLoader:
     def __init__(
         self, store: Store, batches: Batches, *, memory: int | str = "1GiB", policy: str = "auto", static: Any = None,
         warm: str | None = None, batch_rows: int | Mapping[str, int] | None = None, overtake: bool = False,
-        nodes: Callable[[Any], Any] | None = None, device: Any = None, tensors: bool | None = None, **reader: Any,
+        nodes: Callable[[Any], Any] | None = None, device: Any = None, tensors: bool | None = None, extracted: int = EXTRACTED,
+        reader_memory: int | str | None = None, **reader: Any,
     ) -> None:  # fmt: skip
         self.store, self._batches, self._nodes = store, batches, nodes
         self.overtake, self._tensors, self._device = overtake, tensors, device
         self._extraction = Extraction(
-            store, parse_bytes(memory), policy=policy, static=static, warm=warm, batch_rows=batch_rows, reader=reader
+            store,
+            parse_bytes(memory),
+            policy=policy,
+            static=static,
+            warm=warm,
+            batch_rows=batch_rows,
+            extracted=operator.index(extracted),
+            reader_memory=None if reader_memory is None else parse_bytes(reader_memory),
+            reader=reader,
         )
         self.report_stages = OnlineStages()
         self._pid, self._lock = os.getpid(), threading.RLock()
@@ -339,7 +351,7 @@ class _Walk(Walk):
 
     def _begin_next(self, under_way: deque[_Sampled]) -> bool:
         """Claim slots for the next mini-batch and start its reads, if there is one, and there are slots."""
-        if not self._sampled or len(under_way) >= EXTRACTED:
+        if not self._sampled or len(under_way) >= self._extraction.extracted:
             return False
         first = self._sampled[0]
         if not self._extraction.buffers:

@@ -33,6 +33,7 @@ _COMMANDS = {
     "explain": "Show what a request would read, and how long that takes.",
     "calibrate": "Measure what reads cost on a device.",
     "bench": "Measure how fast a store's rows are read.",
+    "tune": "Choose threads and reads for online training here.",
     "gc": "Remove what old or unfinished packs have left.",
     "demo": "Train a GNN from a store and from memory, and compare.",
 }

@@ -1,0 +1,409 @@
+"""Tuning: profile a workload on this machine, solve for the allocation, try the best out, and say what it brings.
+
+:func:`tune` measures each stage by itself (:mod:`featstore.online.profiling`), puts the numbers into the model of
+:mod:`featstore.online.allocation`, and gets all settings in order. A model of stages that do not disturb each other is good at how to read,
+where the device decides, and less good at workers and threads, which share caches, memory bandwidth and Python's lock. So the few best
+pairs of workers and training threads, and the setting of someone who has chosen nothing, are tried out for real in turns, each a few
+seconds of an epoch, with a buffer that stays warm. What was fastest is the choice; where several are as good as equal, the one that
+the model prefers.
+
+The training step is called in earnest, some dozens of times: give it a model that may be thrown away, or restore it afterwards.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import replace
+from itertools import product
+from typing import TYPE_CHECKING, Any
+
+from featstore.budget import Budget, TableNeed
+from featstore.compiled.budget import nominal_bytes
+from featstore.engine import choose
+from featstore.errors import BudgetError, SourceError
+from featstore.lookup import table_need
+from featstore.online import profiling as pf
+from featstore.online import slot_layout as layout
+from featstore.online.allocation import Choice, Cost, Forecast, Profile, Reading, counts_up_to, forecast, ranked
+from featstore.online.buffer import slots_for
+from featstore.online.loader import OnlineLoader
+from featstore.online.slots import simulate
+from featstore.online.tuned import Point, Trial, Tuning
+from featstore.reader import QUEUE_DEPTH
+from featstore.units import parse_bytes
+
+if TYPE_CHECKING:
+    from featstore.store import Store
+
+#: What is tried where the caller says nothing. ``mmap`` is no candidate: what it caches is outside every budget.
+ENGINES = ("uring", "threads")
+QUEUE_DEPTHS = (QUEUE_DEPTH, 32, 64, 256)
+EXTRACTED = (2, 4, 6)  # mini-batches read at once, where the loader takes extracted=
+READER_BYTES = (16 * 2**20, 32 * 2**20, 64 * 2**20, 128 * 2**20)  # where it takes reader_memory=
+CURVE = (0.25, 0.5, 1.0, 2.0, 4.0)  # of the buffer's memory
+SECONDS = 20.0
+_SHARES = {"sample": 0.1, "workers": 0.1, "extract": 0.05, "read": 0.25, "train": 0.1, "try": 0.4}  # of the time
+_ROUNDS = 2  # in which choices are tried out in turns
+_EQUAL = 1.02  # as good as equal
+_PINNED_SHARE = 0.75  # of the slots, for mini-batches read at once
+_OURS = ("batches", "memory", "engine", "queue_depth", "extracted", "reader_memory", "warm")
+
+#: Told what is being measured, and how many of how many steps are done.
+Progress = Callable[[str, int, int], None]
+
+
+def tune(
+    store: Store, make_batches: pf.MakeBatches, step: pf.Step | None = None, *, memory: int | str = "1GiB", cores: int | None = None,
+    workers: Iterable[int] | None = None, engines: Sequence[str] | None = None, queue_depths: Sequence[int] = QUEUE_DEPTHS,
+    seconds: float = SECONDS, trials: int = 4, progress: Progress | None = None, **loader: Any,
+) -> Tuning:  # fmt: skip
+    """Find workers, threads and the way of reading by which online training from ``store`` is fastest on this machine.
+
+    Args:
+        store: the open store.
+        make_batches: a function of a number of workers that makes mini-batches as :class:`featstore.OnlineLoader` takes them,
+            sampled by so many processes, or for 0 where they are iterated. It is called once for each number. Each iteration over
+            what it returns should be another epoch: the same mini-batches again would find all of their rows in the buffer.
+        step: trains on what the loader hands out; None where only loading is to be fast.
+        memory: of the loader, bytes or ``"2GiB"``.
+        cores: to use; by default those that this process may run on.
+        workers: the numbers of workers to consider; by default 0 and up to ``cores``.
+        engines, queue_depths: to consider for reading; the first of each is what is compared with.
+        seconds: about how long to measure.
+        trials: how many pairs of workers and threads to try out; with 0 the model's word is taken.
+        progress: told the stage, and how many of how many steps are done.
+        loader: further options of the loader: ``policy``, ``nodes``, ``batch_rows``, ``device`` ...
+
+    Raises SourceError, BudgetError; what sampling, reading and ``step`` raise.
+    """
+    cores = available_cores() if cores is None else cores
+    counts = sorted({0, *(counts_up_to(max(1, cores)) if workers is None else workers)})
+    _check(cores, counts, queue_depths, seconds, trials, step, loader)
+    names = _engines(engines)
+    tell = progress or (lambda *_: None)
+    with pf.threads_restored():
+        work = _Tuner(store, make_batches, step, parse_bytes(memory), cores, counts, seconds, loader, tell)
+        return work.run(names, list(dict.fromkeys(queue_depths)), trials)
+
+
+def candidates(best: Sequence[Forecast], trials: int, compared: Choice) -> list[Choice]:
+    """What to try out, in the model's order, all with the best way of reading: half of the trials for the best of different numbers of
+    training threads, the rest for the best of all; and what the choice is compared with."""
+    first_of = {one.choice.train_threads: one for one in reversed(best)}
+    different = [one for one in best if first_of[one.choice.train_threads] is one][: -(-trials // 2)]
+    rest = [one for one in best if one not in different][: trials - len(different)]
+    chosen = [replace(one.choice, reading=compared.reading) for one in best if one in different or one in rest]
+    return chosen + [compared] * (compared not in chosen)
+
+
+def available_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0))
+
+
+def _check(
+    cores: int, workers: Sequence[int], depths: Sequence[int], seconds: float, trials: int, step: Any, loader: Mapping[str, Any]
+) -> None:  # fmt: skip
+    if cores < 1:
+        raise SourceError(f"cores must be at least 1, not {cores}")
+    if workers[0] < 0:
+        raise SourceError(f"a number of workers is at least 0, not {workers[0]}")
+    if not depths:
+        raise SourceError("queue_depths is empty: give at least one")
+    if not (seconds > 0 and math.isfinite(seconds)) or trials < 0:
+        raise SourceError(f"tuning takes more than 0 seconds and at least 0 trials, not {seconds} and {trials}")
+    if step is not None and not callable(step):
+        raise SourceError(f"step must be a function of a mini-batch, or None, not a {type(step).__name__}")
+    for name in _OURS:
+        if name in loader:
+            raise SourceError(f"{name}= of the loader is for tune itself to find or to give; leave it out")
+
+
+def _engines(wanted: Sequence[str] | None) -> list[str]:
+    """The engines to consider, as they are called."""
+    if wanted is not None:
+        found = list(dict.fromkeys(choose(name).name for name in wanted))
+        if not found:
+            raise SourceError("engines is empty: give at least one")
+        return list(found)
+    first = choose("auto").name
+    return [first, *(name for name in ENGINES if name != first and name != "uring")]
+
+
+def _loader_takes(name: str) -> bool:
+    return name in inspect.signature(OnlineLoader.__init__).parameters
+
+
+class _Tuner:
+    """One tuning; see :func:`tune`."""
+
+    def __init__(
+        self, store: Store, make_batches: pf.MakeBatches, step: pf.Step | None, memory_bytes: int, cores: int, workers: list[int],
+        seconds: float, loader: dict[str, Any], tell: Progress,
+    ) -> None:  # fmt: skip
+        self._store, self._step, self._memory_bytes, self._cores = store, step, memory_bytes, cores
+        self._workers, self._seconds, self._options, self._tell = workers, seconds, loader, tell
+        self._made: dict[int, Iterable[Any]] = {}
+        self._make_batches = make_batches
+        self._done = 0
+
+    def _time(self, share: str, parts: int = 1) -> float:
+        return self._seconds * _SHARES[share] / parts
+
+    def _say(self, what: str) -> None:
+        self._tell(what, self._done, 6)
+        self._done += 1
+
+    def _batches(self, workers: int) -> Iterable[Any]:
+        if workers not in self._made:
+            self._made[workers] = pf.made(self._make_batches, workers)
+        return self._made[workers]
+
+    def run(self, engines: list[str], depths: list[int], trials: int) -> Tuning:
+        default = Reading(engines[0], depths[0])
+        switch = pf.Switch(())
+        with self._loader(switch, default) as loader:  # first, because it looks at the options
+            self._say("sampling")
+            self._seen = pf.see(self._batches, self._options.get("nodes"), self._time("sample"))
+            switch.now = self._seen.held
+            kept = list(loader)
+            self._look_at(loader)
+            self._say("extracting")
+            extract = pf.time_extraction(loader, switch, self._fitting(), self._time("extract"))
+        self._say("sampling with workers")
+        sample = self._sampling()
+        self._say("reading")
+        read = self._reading(default, engines, depths)
+        self._say("training")
+        threads = self._threads()
+        train = pf.time_training(self._step, kept, threads, self._time("train"))
+        del kept
+        profile = Profile(self._cores, sample, read, extract, train)
+        before = forecast(profile, Choice(0, threads[0], default))
+        best = ranked(profile)
+        self._say("trying out")
+        tried = self._try_out(profile, best, before.choice, trials)
+        return self._tuning(profile, best[0], before, tried)
+
+    # The stages.
+
+    def _sampling(self) -> dict[int, Cost]:
+        """By workers."""
+        alone, found = self._seen.cost, {}
+        for workers in self._workers:
+            if workers == 0:
+                found[0] = alone
+                continue
+            seconds = self._time("workers", len(self._workers))
+            own = pf.pace(self._batches(workers), workers, self._seen.batches, seconds)
+            found[workers] = Cost(own.seconds, own.cpu_seconds + alone.cpu_seconds)
+        return found
+
+    def _loader(self, batches: Any, reading: Reading) -> OnlineLoader:
+        options: dict[str, Any] = {"engine": reading.engine, "queue_depth": reading.queue_depth}
+        options |= {} if reading.extracted is None else {"extracted": reading.extracted}
+        options |= {} if reading.reader_bytes is None else {"reader_memory": reading.reader_bytes}
+        return OnlineLoader(self._store, batches, memory=self._memory_bytes, **options, **self._options)
+
+    def _look_at(self, loader: OnlineLoader) -> None:
+        """What a loader has made of the budget."""
+        self._memory, self._policy = loader.memory(), loader.policy
+        extraction = loader._extraction
+        self._slots = {table: buffer.slots for table, buffer in extraction.buffers.items()}
+        of = extraction.table_of
+        self._trace: list[pf.Rows] = [{of[t]: ids for t, ids in batch.items() if t in of} for batch in self._seen.ids]
+        half = self._trace[len(self._trace) // 2 :]
+        self._asked = sum(len(ids) for batch in half for ids in batch.values()) / len(half)  # rows of a mini-batch
+
+    def _fitting(self) -> list[Any]:
+        """Of the mini-batches that are kept, the first ones whose rows fit in the buffers with room to spare."""
+        for count in range(len(self._seen.held), 1, -1):
+            asked = {t: sum(len(batch.get(t, ())) for batch in self._trace[:count]) for t in self._slots}
+            if all(3 * asked[t] <= slots for t, slots in self._slots.items()):
+                return self._seen.held[:count]
+        return self._seen.held[:1]
+
+    def _reading(self, default: Reading, engines: list[str], depths: list[int]) -> dict[Reading, Cost]:
+        """By reading; the one to compare with first: engines and depths, then around the best of these how many mini-batches are read at
+        once, and the reader's memory. What does not fit is left out."""
+        extracted = [None, *(EXTRACTED if _loader_takes("extracted") else ())]
+        memory = [None, *(READER_BYTES if _loader_takes("reader_memory") else ())]
+        self._missed: dict[int | None, list[pf.Rows]] = {}
+        for given in memory:
+            slots = self._slots_with(given)
+            if slots is not None:
+                self._missed[given] = pf.missed_rows(self._trace, slots, self._policy)
+        first = [
+            default,
+            *(one for one in map(Reading, *zip(*product(engines, depths), strict=True)) if one != default),
+        ]
+        found = self._timed(first, 2 * len(first))
+        best = min(first, key=lambda one: found[one].seconds)
+        others = [replace(best, extracted=n) for n in extracted] + [replace(best, reader_bytes=n) for n in self._missed]
+        others = [one for one in dict.fromkeys(others) if one not in found and self._room_for(one)]
+        return found | self._timed(others, 2 * max(1, len(others)))
+
+    def _timed(self, readings: Sequence[Reading], parts: int) -> dict[Reading, Cost]:
+        """The cost of each, the better of two rounds; each has one of so many parts of the time for reading."""
+        found: dict[Reading, list[Cost]] = {one: [] for one in readings}
+        for _ in range(_ROUNDS):
+            for one in readings:
+                cost = pf.time_reading(
+                    self._store, self._missed[one.reader_bytes], one, self._reader_memory(one.reader_bytes),
+                    self._options.get("verify", True), self._time("read", _ROUNDS * parts),
+                )  # fmt: skip
+                found[one].append(cost)
+        return {one: min(costs, key=lambda c: c.seconds) for one, costs in found.items()}
+
+    def _slots_with(self, reader_bytes: int | None) -> dict[str, int] | None:
+        """Slots by table where the reader has so much memory; None where there would not be enough of them."""
+        if reader_bytes is None:
+            return self._slots
+        buffers = {f"buffer of {t}" for t in self._slots}
+        total = sum(self._memory[name] for name in buffers)
+        others = sum(size for name, size in self._memory.items() if name not in buffers and name != "reader")
+        split = Budget.split(self._reader_memory(reader_bytes), self._needs())
+        rest = self._memory_bytes - others - (split.memory_bytes - split.tier_bytes)
+        found = {t: self._slots_in(t, self._memory[f"buffer of {t}"] * rest // total) for t in self._slots}
+        return found if all(found[t] >= self._largest(t) for t in found) else None
+
+    def _slots_in(self, table: str, memory_bytes: int) -> int:
+        entry = self._store.tables[table]
+        try:
+            return min(entry.rows, slots_for(memory_bytes, entry.row_bytes, layout.POLICIES[self._policy[table]]))
+        except BudgetError:
+            return 0
+
+    def _largest(self, table: str) -> int:
+        return max(len(batch.get(table, ())) for batch in self._trace)
+
+    def _room_for(self, reading: Reading) -> bool:
+        """Whether the buffer holds as many mini-batches as are to be read at once."""
+        slots = self._slots_with(reading.reader_bytes)
+        return reading.extracted is None or (
+            slots is not None and all(reading.extracted * self._largest(t) <= _PINNED_SHARE * slots[t] for t in slots)
+        )
+
+    def _reader_memory(self, reader_bytes: int | None) -> int:
+        """The budget of a reader as the loader makes it."""
+        maps = sum(n.row_map_bytes + n.checksum_bytes for n in self._needs())
+        return maps + (nominal_bytes(self._memory_bytes) if reader_bytes is None else reader_bytes)
+
+    def _needs(self) -> list[TableNeed]:
+        verify = self._options.get("verify", True)
+        return [table_need(self._store.tables[t], verify) for t in self._slots]
+
+    def _threads(self) -> list[int]:
+        """Numbers of threads of the training step, the present one first."""
+        now = pf.torch_threads()
+        if now is None or self._step is None:
+            return [now or 1]
+        return [now, *(n for n in counts_up_to(self._cores) if n != now)]
+
+    # Trying out.
+
+    def _try_out(
+        self, profile: Profile, best: Sequence[Forecast], before: Choice, trials: int
+    ) -> tuple[Trial, ...]:  # fmt: skip
+        if trials == 0:
+            return ()
+        reading = best[0].choice.reading
+        chosen = candidates(best, trials, replace(before, reading=reading))
+        spent: dict[Choice, list[float]] = {choice: [] for choice in chosen}
+        seconds = self._time("try", _ROUNDS * len(chosen) + 1)
+        switch = pf.Switch(self._batches(0))
+        with self._loader(switch, reading) as loader:
+            self._try_one(loader, switch, chosen[0], seconds)  # warms the buffer
+            for turn in range(_ROUNDS):
+                for place in range(len(chosen)):
+                    choice = chosen[(turn + place) % len(chosen)]
+                    spent[choice].append(self._try_one(loader, switch, choice, seconds))
+        return tuple(Trial(choice, forecast(profile, choice).seconds, min(spent[choice])) for choice in chosen)
+
+    def _try_one(self, loader: OnlineLoader, switch: pf.Switch, choice: Choice, seconds: float) -> float:
+        """What a mini-batch takes when all stages work at once."""
+        switch.now = self._batches(choice.workers)
+        pf.set_threads(choice.train_threads)
+        skip = min(3 + 2 * choice.workers, (self._seen.batches - 1) // 2)
+        counted, spent, watch = 0, 0.0, pf.Clock()
+        for _ in range(pf.PASSES):
+            number, begun, begin = -1, -1, pf.Clock()
+            walk: Any = iter(loader)
+            with closing(walk):
+                for number, batch in enumerate(walk):
+                    if self._step is not None:
+                        self._step(batch)
+                    del batch
+                    if number == skip:  # from here on the pace is steady
+                        begun, begin = number, pf.Clock()
+                    elif watch.seconds > seconds and number >= skip + pf.TIMED_MIN:
+                        break
+                spent += begin.seconds
+            counted += number - begun
+            if number <= 0 or (counted and watch.seconds > seconds):
+                break
+        if counted == 0 or number <= 0:
+            raise SourceError(
+                f"make_batches({choice.workers}) gave {number + 1} mini-batches when it was iterated again: return what can be iterated "
+                "more than once"
+            )
+        return spent / counted
+
+    # What came out.
+
+    def _tuning(self, profile: Profile, best: Forecast, before: Forecast, tried: tuple[Trial, ...]) -> Tuning:
+        after, seconds, seconds_before = best, best.seconds, before.seconds
+        if tried:
+            limit = _EQUAL * min(trial.seconds for trial in tried)
+            first = next(trial for trial in tried if trial.seconds <= limit)
+            after, seconds = forecast(profile, first.choice), first.seconds
+            as_before = replace(before.choice, reading=best.choice.reading)
+            same = next(trial.seconds for trial in tried if trial.choice == as_before)
+            # Tried out with the way of reading that was chosen; what that brings by itself, the model says.
+            seconds_before = same * before.seconds / forecast(profile, as_before).seconds
+        missed = self._missed[after.choice.reading.reader_bytes]
+        per_batch = sum(len(rows) for batch in missed for rows in batch.values()) / max(1, len(missed))
+        slots = self._slots_with(after.choice.reading.reader_bytes) or self._slots
+        distinct = {t: len(pf.frequent([b[t] for b in self._trace if t in b], 2**62)) for t in slots}
+        return Tuning(
+            after.choice, before, after, seconds_before, seconds, self._seen.epoch_batches, tried,
+            1 - per_batch / max(1.0, self._asked), any(distinct[t] < slots[t] < self._store.tables[t].rows for t in slots),
+            tuple(self._curve(profile, after, slots, per_batch)), self._memory_bytes, self._memory, self._policy, profile,
+        )  # fmt: skip
+
+    def _curve(self, profile: Profile, after: Forecast, slots: Mapping[str, int], missed: float) -> list[Point]:
+        """What other sizes of the buffer would do, by the hit rates simulated and the price of a missed row measured."""
+        row = (
+            Cost(after.stages["read"].seconds / missed, after.stages["read"].cpu_seconds / missed)
+            if missed
+            else Cost(0, 0)
+        )
+        points: list[Point] = []
+        for share in CURVE:
+            size = {t: min(self._store.tables[t].rows, int(share * count)) for t, count in slots.items()}
+            if any(size[t] < self._largest(t) for t in size) or (points and points[-1].slots == sum(size.values())):
+                continue
+            rows = sum(self._missed_at(t, count) for t, count in size.items())
+            read = Cost(rows * row.seconds, rows * row.cpu_seconds)
+            then = forecast(replace(profile, read={after.choice.reading: read}), after.choice)
+            memory = sum(count * self._store.tables[t].row_bytes for t, count in size.items())
+            points.append(
+                Point(memory, sum(size.values()), 1 - rows / max(1.0, self._asked), read.seconds, then.seconds)
+            )
+        return points
+
+    def _missed_at(self, table: str, slots: int) -> float:
+        """Rows that a mini-batch misses of a table where the buffer has so many slots."""
+        policy = self._policy[table]
+        rows = [batch[table] for batch in self._trace if table in batch]
+        if not rows:
+            return 0.0
+        half = len(rows) // 2
+        if policy == "static":
+            return sum(map(len, pf.misses(self._trace, table, slots, policy))) / (len(rows) - half)
+        warm = simulate(rows[:half], slots, policy)[1] if half else 0
+        return (simulate(rows, slots, policy)[1] - warm) / (len(rows) - half)

@@ -1,0 +1,97 @@
+"""``featstore tune``, as briefly as it can be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cli_support import ROWS, Call, parsed
+
+import featstore
+
+OPTIONS = ["--fanouts", "4,3", "--batch-size", 100, "--memory", "16MiB", "--seconds", 1, "--cores", 2]
+
+
+@pytest.fixture
+def train(tmp_path: Path) -> Path:
+    path = tmp_path / "train.npy"
+    np.save(path, np.arange(0, ROWS, 2))
+    return path
+
+
+def test_tune(call: Call, store: Path, train: Path) -> None:
+    data = parsed(call("tune", store, *OPTIONS, "--train", train, "--step-ms", "30", "--json"))
+    assert data["schema"] == "featstore.tune/1"
+    assert {"store", "table", "choice", "loader_options", "cores", "stages", "slowest", "seconds", "seconds_before", "epoch_batches",
+            "epoch_seconds", "tried", "hit_rate", "filling", "curve", "memory", "policy", "profile"} <= set(data)  # fmt: skip
+    assert set(data["profile"]["sample"]) == {"0", "1", "2"}
+    assert {row["engine"] for row in data["profile"]["read"]} >= {"threads"}
+    assert data["epoch_batches"] == ROWS // 2 // 100
+    assert data["slowest"] == "train"
+    assert data["seconds"] >= 0.03
+    assert data["loader_options"]["memory"] == 16 << 20
+    assert featstore.open(store).uuid, "the store is as it was"
+
+
+def test_tune_text(call: Call, store: Path, train: Path) -> None:
+    result = call("tune", store, *OPTIONS, "--train", train, "--hidden", 8, "--trials", 1)
+    for part in (
+        "sample",
+        "read",
+        "extract",
+        "train",
+        "tried out",
+        "hit rate",
+        "choice",
+        "num_workers=",
+        "OnlineLoader(store",
+    ):
+        assert part in result.stdout
+    assert "has no workers" not in result.stderr
+
+
+def test_tune_from_disk(call: Call, store: Path, train: Path) -> None:
+    result = call(
+        "tune",
+        store,
+        *OPTIONS,
+        "--train",
+        train,
+        "--step-ms",
+        0,
+        "--trials",
+        0,
+        "--from-disk",
+        "--graph-memory",
+        "32MiB",
+    )
+    assert "has no workers" in result.stderr
+    assert "tried out" not in result.stdout
+    assert "0 sampler workers" in result.stdout
+
+
+def test_all_nodes_are_trained_on(call: Call, store: Path) -> None:
+    data = parsed(call("tune", store, *OPTIONS, "--step-ms", 0, "--trials", 0, "--cores", 1, "--json"))
+    assert data["epoch_batches"] == ROWS // 100
+    assert data["cores"] == 1
+
+
+def test_usage(call: Call, store: Path, two_tables: Path, train: Path, tmp_path: Path) -> None:
+    for options, text in (
+        (["--train", train], "--fanouts"),
+        (["--fanouts", "4,x"], "write for example 10,5"),
+        (["--fanouts", "4", "--step-ms", "-1"], "is not in the range"),
+        (["--fanouts", "4", "--cores", "0"], "is not in the range"),
+        (["--fanouts", "4", "--seconds", "0.1"], "is not in the range"),
+        (["--fanouts", "4", "--train", "none"], "has no array 'none'"),
+        (["--fanouts", "4", "--table", "none"], "has no table 'none'"),
+        (["--fanouts", "4", "--graph", "none"], "no graph 'none'"),
+    ):
+        assert text in call("tune", store, *options, code=2).stderr
+    assert "say which with --table" in call("tune", two_tables, "--fanouts", "4", code=2).stderr
+    assert "holds no graph" in call("tune", two_tables, "--fanouts", "4", "--table", "paper", code=1).stderr
+    assert "there is no store" in call("tune", tmp_path / "none", "--fanouts", "4", code=1).stderr
+    text = call("tune", store, *OPTIONS, "--train", train, "--step-ms", 0, "--memory", "1MiB", code=1).stderr
+    assert "the smallest that works" in text
+    assert "no policy 'best'" in call("tune", store, *OPTIONS, "--step-ms", 0, "--policy", "best", code=1).stderr

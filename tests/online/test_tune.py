@@ -1,0 +1,393 @@
+"""Tuning: the solver finds what brute force finds; the profile and the choice are those of the workload it was given."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from itertools import pairwise, product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import featstore
+from featstore.errors import BudgetError, SourceError
+from featstore.online import profiling as pf
+from featstore.online import tune as tuning
+from featstore.online.allocation import (
+    CORES,
+    FREE,
+    STAGES,
+    Choice,
+    Cost,
+    Profile,
+    Reading,
+    counts_up_to,
+    forecast,
+    ranked,
+)
+from featstore.online.slot_layout import POLICIES
+from featstore.online.slots import simulate
+from featstore.online.tune import tune
+
+ROWS, BATCHES = 3000, 9
+MEMORY = 8 << 20
+URING, SLOW = Reading("uring", 128), Reading("threads", 32)
+
+
+class Skewed:
+    """Mini-batches of random ids, another epoch each time; ``seconds`` to sample each."""
+
+    def __init__(self, seconds: float = 0.0, batches: int = BATCHES, tables: tuple[str, ...] = ("",)) -> None:
+        self.seconds, self.batches, self.tables, self.epoch = seconds, batches, tables, 0
+
+    def __len__(self) -> int:
+        return self.batches
+
+    def __iter__(self) -> Iterator[Any]:
+        self.epoch += 1
+        rng = np.random.default_rng(self.epoch)
+        for _ in range(self.batches):
+            time.sleep(self.seconds)
+            found = {t: np.unique((rng.random(300) ** 2 * ROWS).astype(np.int64)) for t in self.tables}
+            yield found if self.tables != ("",) else found[""]
+
+
+@pytest.fixture(scope="module")
+def x() -> np.ndarray:
+    return np.random.default_rng(1).standard_normal((ROWS, 100)).astype(np.float32)
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory, x: np.ndarray) -> Iterator[Any]:
+    with featstore.pack(tmp_path_factory.mktemp("tune") / "s", x) as made:
+        yield made
+
+
+def quickly(store: Any, make_batches: Any, step: Any = None, **options: Any) -> Any:
+    given: dict[str, Any] = {
+        "memory": MEMORY,
+        "cores": 2,
+        "seconds": 0.2,
+        "engines": ["threads"],
+        "queue_depths": [16, 32],
+    }
+    return tune(store, make_batches, step, **given | options)
+
+
+# The solver.
+
+times = st.integers(0, 20).map(lambda n: n / 8)
+costs = st.builds(Cost, times, times)
+readings = st.sampled_from([Reading(e, q, x) for e in ("uring", "threads") for q in (32, 128) for x in (None, 4)])
+profiles = st.builds(
+    Profile,
+    st.integers(1, 8),
+    st.dictionaries(st.integers(0, 5), costs, min_size=1),
+    st.dictionaries(readings, costs, min_size=1),
+    costs,
+    st.dictionaries(st.integers(1, 5), costs, min_size=1),
+)
+
+
+def seconds_of(p: Profile, workers: int, reading: Reading, threads: int) -> float:
+    """The definition, written down once more."""
+    stages = [p.sample[workers], p.read[reading], p.extract, p.train[threads]]
+    return max(max(s.seconds for s in stages), sum(s.cpu_seconds for s in stages) / p.cores)
+
+
+@given(profiles)
+def test_the_solution_is_the_best_of_all(profile: Profile) -> None:
+    everything = [seconds_of(profile, *one) for one in product(profile.sample, profile.read, profile.train)]
+    best = ranked(profile)
+    assert best[0].seconds == min(everything)
+    choice = best[0].choice
+    assert seconds_of(profile, choice.workers, choice.reading, choice.train_threads) == best[0].seconds
+    pairs = [(one.choice.workers, one.choice.train_threads) for one in best]
+    assert sorted(pairs) == sorted(product(profile.sample, profile.train)), "each pair once"
+    assert [one.seconds for one in best] == sorted(one.seconds for one in best)
+    for one in best:
+        workers, threads = one.choice.workers, one.choice.train_threads
+        assert one.seconds == min(seconds_of(profile, workers, reading, threads) for reading in profile.read)
+
+
+@given(profiles, st.integers(1, 8))
+def test_more_cores_are_never_slower(profile: Profile, more: int) -> None:
+    larger = Profile(profile.cores + more, profile.sample, profile.read, profile.extract, profile.train)
+    assert ranked(larger)[0].seconds <= ranked(profile)[0].seconds
+
+
+@given(profiles)
+def test_who_is_the_slowest(profile: Profile) -> None:
+    for one in ranked(profile):
+        assert one.slowest in (*STAGES, CORES)
+        if one.slowest == CORES:
+            assert all(cost.seconds < one.seconds for cost in one.stages.values())
+            assert one.busy == pytest.approx(1)
+        else:
+            assert one.stages[one.slowest].seconds == one.seconds
+
+
+def test_threads_only_where_cores_are_idle() -> None:
+    train = {1: Cost(3, 3), 2: Cost(2, 4)}
+    read = {URING: Cost(1, 0.5)}
+    alone = Profile(4, {0: Cost(1, 1)}, read, FREE, train)
+    assert ranked(alone)[0].choice.train_threads == 2
+    busy = Profile(2, {0: Cost(2, 2)}, read, FREE, train)
+    best = ranked(busy)[0]
+    assert best.choice.train_threads == 1, "a second thread costs more than it brings"
+    assert (best.seconds, best.slowest) == (3, "train")
+    assert forecast(busy, Choice(0, 2, URING)).slowest == CORES
+
+
+def test_ties_take_what_costs_less() -> None:
+    sample = {0: Cost(1, 1), 1: Cost(1, 1), 2: Cost(0.5, 1.5)}
+    read = {URING: Cost(2, 1), SLOW: Cost(2, 0.5)}
+    best = ranked(Profile(8, sample, read, FREE, {2: Cost(1, 1), 1: Cost(1, 1)}))[0]
+    assert best.choice == Choice(0, 1, SLOW)
+    assert best.seconds == 2
+
+
+@given(profiles, st.integers(1, 9))
+def test_candidates_are_the_best_and_differ(profile: Profile, trials: int) -> None:
+    best = ranked(profile)
+    reading = best[0].choice.reading
+    compared = Choice(0, 1, reading)
+    found = tuning.candidates(best, trials, compared)
+    assert len(found) == len(set(found))
+    assert compared in found
+    assert min(trials, len(best)) <= len(found) <= min(trials, len(best)) + 1
+    assert found[0] == best[0].choice
+    assert {choice.reading for choice in found} == {reading}
+    assert len({choice.train_threads for choice in found}) >= min(len(profile.train), -(-trials // 2))
+
+
+def test_impossible_profiles() -> None:
+    with pytest.raises(ValueError, match="cannot take"):
+        Cost(-1, 0)
+    with pytest.raises(ValueError, match="cannot take"):
+        Cost(float("nan"), 0)
+    with pytest.raises(ValueError, match="at least 1 core"):
+        Profile(0, {0: FREE}, {URING: FREE}, FREE, {1: FREE})
+    with pytest.raises(ValueError, match="'read'"):
+        Profile(1, {0: FREE}, {}, FREE, {1: FREE})
+    with pytest.raises(KeyError):
+        forecast(Profile(1, {0: FREE}, {URING: FREE}, FREE, {1: FREE}), Choice(1, 1, URING))
+
+
+@given(st.integers(1, 300))
+def test_counts_up_to(most: int) -> None:
+    counts = counts_up_to(most)
+    assert counts[0] == 1
+    assert counts[-1] == most
+    assert all(a < b <= max(a + 1, a * 3 // 2) for a, b in pairwise(counts))
+    assert len(counts) <= 16
+
+
+# The parts of a profile.
+
+
+@pytest.mark.parametrize("policy", sorted(set(POLICIES) - {"min", "static"}))
+def test_misses_are_those_of_the_buffer(policy: str) -> None:
+    trace = [{"features": ids} for _ in range(3) for ids in Skewed()]
+    rows = [batch["features"] for batch in trace]
+    half = len(rows) // 2
+    for slots in (400, 1500, ROWS):
+        missed = pf.misses(trace, "features", slots, policy)
+        assert len(missed) == len(rows) - half
+        wanted = simulate(rows, slots, policy)[1] - simulate(rows[:half], slots, policy)[1]
+        assert sum(map(len, missed)) == wanted
+        for ids, batch in zip(missed, rows[half:], strict=True):
+            assert np.isin(ids, batch).all()
+    with pytest.raises(ValueError, match="hold no mini-batch"):
+        pf.misses(trace, "features", 10, policy)
+
+
+def test_misses_of_a_static_set() -> None:
+    trace = [{"features": ids} for _ in range(2) for ids in Skewed()]
+    kept = pf.frequent([batch["features"] for batch in trace[:BATCHES]], 200)
+    missed = pf.misses(trace, "features", 200 + 2 * max(len(b["features"]) for b in trace), "static")
+    assert not np.isin(kept, np.concatenate(missed)).any()
+
+
+def test_frequent() -> None:
+    ids = [np.array([3, 1, 3]), np.array([2, 3, 1])]
+    assert pf.frequent(ids, 2).tolist() == [3, 1]
+    assert pf.frequent(ids, 9).tolist() == [3, 1, 2]
+    assert pf.frequent([], 9).tolist() == []
+    assert pf.frequent(ids, -1).tolist() == []
+
+
+def test_pace() -> None:
+    cost = pf.pace(Skewed(0.01, 12), 2, 12, 10)
+    assert cost.seconds >= 0.01
+    assert cost.cpu_seconds < cost.seconds
+    with pytest.raises(SourceError, match="gave 1 mini-batches, where about 9 were expected"):
+        pf.pace([np.arange(3)], 2, 9, 1)
+
+
+def test_training_is_timed_by_threads() -> None:
+    before = torch.get_num_threads()
+    seen = []
+
+    def step(batch: Any) -> None:
+        seen.append(torch.get_num_threads())
+        time.sleep(0.04 / torch.get_num_threads() ** 2)
+
+    found = pf.time_training(step, [None, None], [1, 2], 0.01)
+    assert torch.get_num_threads() == before
+    assert set(seen) == {before, 1, 2}
+    assert found[1].seconds >= 0.04
+    assert 0.01 <= found[2].seconds < found[1].seconds
+    assert pf.time_training(None, [], [1, 2], 1.0) == {1: FREE, 2: FREE}
+
+
+# All of it.
+
+
+def test_a_choice_and_what_it_is_good_for(store: Any, x: np.ndarray) -> None:
+    before = torch.get_num_threads()
+    told: list[tuple[str, int, int]] = []
+    steps = []
+    result = quickly(store, lambda workers: Skewed(), steps.append, progress=lambda *one: told.append(one))
+    assert steps
+    assert all(np.array_equal(batch.x, x[batch.n_id]) for batch in steps[:20])
+    assert torch.get_num_threads() == before
+    assert [done for _, done, _ in told] == list(range(6))
+    assert len({what for what, _, _ in told}) == len(told) == told[0][2]
+    assert set(result.profile.sample) == {0, 1, 2}
+    assert set(result.profile.train) == {before, 1, 2}
+    assert {Reading("threads", 16), Reading("threads", 32)} < set(result.profile.read)
+    assert {one.extracted for one in result.profile.read} > {None}
+    assert next(iter(result.profile.read)) == result.before.choice.reading
+    assert 0 < result.hit_rate < 1
+    assert result.epoch_seconds == result.seconds * BATCHES
+    assert result.after.choice == result.choice
+    assert result.seconds <= 1.02 * min(trial.seconds for trial in result.tried)
+    assert any((t.choice.workers, t.choice.train_threads) == (0, before) for t in result.tried), (
+        "what it is compared with"
+    )
+    assert [p.hit_rate for p in result.curve] == sorted(p.hit_rate for p in result.curve)
+    assert sum(result.memory.values()) <= MEMORY
+    with featstore.OnlineLoader(store, Skewed(), **result.loader_options()) as loader:
+        assert all(np.array_equal(batch.x, x[batch.n_id]) for batch in loader)
+    result.apply()
+    assert torch.get_num_threads() == result.train_threads
+    torch.set_num_threads(before)
+    data = json.loads(json.dumps(result.to_dict(), allow_nan=False))
+    assert [row["stage"] for row in data["stages"]] == list(STAGES)
+    assert data["loader_options"]["memory"] == MEMORY
+
+
+def test_slow_sampling_gets_workers(store: Any) -> None:
+    made = []
+
+    def make(workers: int) -> Skewed:
+        made.append(workers)
+        return Skewed(0.04 / max(1, workers) ** 2)
+
+    result = quickly(store, make, trials=0, cores=3)
+    assert sorted(made) == [0, 1, 2, 3], "once each"
+    assert result.workers == 3
+    assert result.before.slowest == "sample"
+    assert result.before.seconds >= 0.04
+    assert result.after.seconds < 0.5 * result.before.seconds
+    assert result.tried == ()
+    assert result.seconds == result.after.seconds
+
+
+def test_a_slow_step_gets_threads(store: Any) -> None:
+    def step(batch: Any) -> None:
+        time.sleep(0.06 / torch.get_num_threads() ** 2)
+
+    result = quickly(store, lambda workers: Skewed(), step, trials=2, cores=3)
+    assert result.train_threads == 3
+    assert result.profile.train[1].seconds >= 0.06
+    assert min(result.after.seconds, result.seconds) >= 0.06 / 9, "by the model, and as tried out"
+
+
+def test_two_tables(tmp_path: Path, x: np.ndarray) -> None:
+    with featstore.pack(tmp_path / "s", {"a": x, "b": x[:, :7].copy()}) as store:
+        result = quickly(store, lambda workers: Skewed(tables=("a", "b")), trials=1, workers=[], memory="10MiB")
+        assert set(result.policy) == {"a", "b"}
+        assert set(result.profile.sample) == {0}
+        assert result.hit_rate > 0
+
+
+def test_everything_in_the_buffer(store: Any) -> None:
+    """Nothing is missed any more, and reading is free."""
+    result = quickly(store, lambda workers: Skewed(batches=60), trials=0, workers=[], memory="64MiB", seconds=1)
+    assert result.hit_rate > 0.97
+    assert not result.filling
+    assert result.profile.read[result.choice.reading].seconds < 0.01
+
+
+def test_knobs_that_the_loader_may_have(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[dict[str, Any]] = []
+
+    class Knobs(featstore.OnlineLoader):
+        def __init__(
+            self, *arguments: Any, extracted: int | None = None, reader_memory: int | None = None, **options: Any
+        ) -> None:
+            given.append({"extracted": extracted, "reader_memory": reader_memory})
+            super().__init__(*arguments, **options)
+
+    monkeypatch.setattr(tuning, "OnlineLoader", Knobs)
+    result = quickly(store, lambda workers: Skewed(), trials=1, memory="40MiB", queue_depths=[16])
+    found = set(result.profile.read)
+    assert {one.extracted for one in found} == {None, *tuning.EXTRACTED}
+    assert {one.reader_bytes for one in found} >= {None, 16 << 20}
+    assert given[0] == {"extracted": None, "reader_memory": None}
+    reading = result.choice.reading
+    assert given[-1] == {"extracted": reading.extracted, "reader_memory": reading.reader_bytes}
+    options = result.loader_options()
+    assert options.get("extracted") == reading.extracted
+    assert options.get("reader_memory") == reading.reader_bytes
+
+
+def test_mistakes(store: Any) -> None:
+    def make(workers: int) -> Skewed:
+        return Skewed()
+
+    for options, text in (
+        ({"cores": 0}, "at least 1, not 0"),
+        ({"workers": [-1]}, "at least 0, not -1"),
+        ({"queue_depths": []}, "queue_depths is empty"),
+        ({"engines": []}, "engines is empty"),
+        ({"seconds": 0}, "more than 0 seconds"),
+        ({"seconds": float("inf")}, "more than 0 seconds"),
+        ({"trials": -1}, "at least 0 trials"),
+        ({"step": 3}, "must be a function"),
+        ({"engine": "uring"}, "engine= of the loader"),
+        ({"queue_depth": 3}, "queue_depth= of the loader"),
+        ({"policy": "best"}, "no policy 'best'"),
+    ):
+        with pytest.raises(SourceError, match=text):
+            quickly(store, make, **options)
+    with pytest.raises(ValueError, match="no engine is called"):
+        quickly(store, make, engines=["fast"])
+    with pytest.raises(BudgetError, match="too small"):
+        quickly(store, make, memory="1MiB")
+    with pytest.raises(SourceError, match="returned a generator"):
+        quickly(store, lambda workers: iter(Skewed()))
+    with pytest.raises(SourceError, match="returned a int"):
+        quickly(store, lambda workers: 3)
+    with pytest.raises(SourceError, match="gave 0 mini-batches"):
+        quickly(store, lambda workers: [])
+    with pytest.raises(SourceError, match=r"make_batches\(1\) gave 1 mini-batches, where about 9"):
+        quickly(store, lambda workers: Skewed() if workers == 0 else [np.arange(3)])
+
+
+def test_errors_of_the_step_come_through(store: Any) -> None:
+    def step(batch: Any) -> None:
+        raise RuntimeError("out of patience")
+
+    before = torch.get_num_threads()
+    with pytest.raises(RuntimeError, match="out of patience"):
+        quickly(store, lambda workers: Skewed(), step)
+    assert torch.get_num_threads() == before
