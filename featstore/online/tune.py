@@ -18,7 +18,6 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
-from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from featstore.budget import Budget, TableNeed
@@ -237,10 +236,7 @@ class _Tuner:
             slots = self._slots_with(given)
             if slots is not None:
                 self._missed[given] = pf.missed_rows(self._trace, slots, self._policy)
-        first = [
-            default,
-            *(one for one in map(Reading, *zip(*product(engines, depths), strict=True)) if one != default),
-        ]
+        first = [default, *(one for one in (Reading(e, d) for e in engines for d in depths) if one != default)]
         found = self._timed(first, 2 * len(first))
         best = min(first, key=lambda one: found[one].seconds)
         others = [replace(best, extracted=n) for n in extracted] + [replace(best, reader_bytes=n) for n in self._missed]

@@ -737,7 +737,7 @@ def read_everything(client: BufferClient, rows: int, to_parent: Any) -> None:
 def test_there_is_one_copy_of_the_cache(tmp_path: Path, pack: Any) -> None:
     rows = 100_000  # 40 MB
     store = pack(tmp_path / "s", np.random.default_rng(0).standard_normal((rows, 100), np.float32))
-    context = multiprocessing.get_context("fork")
+    context = multiprocessing.get_context("spawn")  # a forked child copies what it touches of a large parent
     with SharedBuffer(store, memory="72MiB") as shared:
         cache_bytes = shared.memory()["rows"]
         assert shared.slots == rows
