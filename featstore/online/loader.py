@@ -345,9 +345,10 @@ class _Walk(Walk):
             if self._sampling_error is not None and not self._stop:
                 raise self._sampling_error
         finally:
-            for one in [*under_way, *self._sampled]:
+            for one in under_way:
                 for ticket in one.tickets.values():
                     ticket.cancel()
+                self._loader.report_stages.ended(one.tickets)
 
     def _begin_next(self, under_way: deque[_Sampled]) -> bool:
         """Claim slots for the next mini-batch and start its reads, if there is one, and there are slots."""

@@ -121,7 +121,9 @@ def test_breaking_off_begins_the_next_epoch(store: Any, x: np.ndarray) -> None:
             if number == 3:
                 break
         assert own_threads() == []
+        before = loader.report().seconds["read"]
         check_epoch(loader, x, 1)
+        assert loader.report().seconds["read"] > before
         loader.set_epoch(0)
         check_epoch(loader, x, 0)
 
