@@ -1,0 +1,240 @@
+"""Does training in proximity or partition order keep the accuracy of random order? After BGL's section 5.4.
+
+    python benchmarks/order_accuracy.py --data FOLDER
+    python benchmarks/order_accuracy.py --data FOLDER --resume          # go on where it was stopped
+
+The folder holds ``ogbn_arxiv_tape40.npz`` and ``coauthor_physics.npz``, as ``mega_accuracy.py`` wants them; the training itself is
+that benchmark's as well: two layers of GraphSAGE, a learning rate that falls linearly, evaluation on the whole graph every other epoch.
+
+Only the order differs in which the training nodes go through the mini-batches. All orders have as many mini-batches of as many seeds,
+whose neighbours are drawn from the whole graph in memory, and the number of sequences is found by the test on the labels. What is
+reported is the test accuracy at the best validation, mean and standard error over the seeds (of models, orders and neighbours;
+METIS's partitions are the same). Differences have the standard error of two independent means.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import click
+import numpy as np
+from harness import RESULTS, Claim, Settings, note, shared_options
+from mega_accuracy import EVERY, AccuracyReport, difference, found, mean_and_error, train
+from mega_plans import Data, Plan, load
+from numpy.typing import NDArray
+
+KIND = "SAGE"
+WIDEST = 256  # features; of what has more, random projections are trained on
+LOWEST_POINTS = -0.3
+PARTITION_SEED = 1
+COLUMNS = ("order", "sequences", "test accuracy, %", "minus random order, points", "rows an epoch", "steps", "seeds")
+PLANS = {
+    "arxiv": Plan("ogbn_arxiv_tape40", "ogbn_arxiv_tape40", "official", 1024, 1024, 8, 0.01, fanouts=(10, 5)),
+    "physics": Plan("coauthor_physics", "coauthor_physics", "official", 256, 64, 8, 0.01, fanouts=(10, 5)),
+}
+
+
+@dataclass(frozen=True)
+class Order:
+    """An order of the training nodes. ``sequences``: 0 for as many as the test on the labels finds."""
+
+    title: str
+    kind: str
+    sequences: int = 0
+
+
+ORDERS = {
+    "random": Order("random", "random"),
+    "proximity": Order("proximity", "proximity"),
+    "partition": Order("partition", "partition"),
+}
+
+
+class Orders:
+    """Makes the orders of a data set; its partitions are made when first asked for."""
+
+    def __init__(self, data: Data, plan: Plan) -> None:
+        self._data, self._plan = data, plan
+        self._partitions: NDArray[np.int32] | None = None
+
+    def make(self, order: Order, seed: int) -> tuple[Callable[[int], NDArray[np.int64]], int]:
+        """The function that gives the training nodes of an epoch in order, and the number of sequences (0: random)."""
+        import featstore
+
+        data = self._data
+        if order.kind == "random":
+            return lambda epoch: np.random.default_rng([seed, epoch]).permutation(data.train), 0
+        given: dict[str, Any] = {"batch_size": self._plan.batch_size, "seed": seed, "labels": data.labels}
+        given["sequences"] = order.sequences or "auto"
+        made: featstore.ProximityOrder | featstore.PartitionOrder
+        if order.kind == "proximity":
+            made = featstore.ProximityOrder((data.indptr, data.indices), data.train, **given)
+        else:
+            made = featstore.PartitionOrder(self._of_nodes(), data.train, **given)
+
+        def nodes(epoch: int) -> NDArray[np.int64]:
+            made.set_epoch(epoch)
+            return made.nodes()
+
+        return nodes, made.sequences
+
+    def _of_nodes(self) -> NDArray[np.int32]:
+        if self._partitions is None:
+            from featstore.order.metis import metis_partition
+
+            self._partitions = metis_partition(self._data, self._plan.partitions, PARTITION_SEED)
+        return self._partitions
+
+
+def narrow(data: Data) -> Data:
+    """The data with at most WIDEST features, each of mean 0 and variance 1 where they are random projections."""
+    if data.x.shape[1] <= WIDEST:
+        return data
+    weights = np.random.default_rng(0).standard_normal((data.x.shape[1], WIDEST), np.float32)
+    x = data.x @ weights
+    return replace(data, x=(x - x.mean(0)) / x.std(0))
+
+
+def epochs(
+    data: Data, plan: Plan, nodes: Callable[[int], NDArray[np.int64]], seed: int, rows: list[int]
+) -> Iterator[tuple[int, Iterator[Any]]]:
+    """(1 pass over the training nodes, its mini-batches), again and again; how many rows they need goes into ``rows``."""
+    import torch
+
+    from featstore.mega.batch import MegaMiniBatch
+    from featstore.sampling import NeighborSampler
+
+    sampler, x = NeighborSampler(data.indptr, data.indices, plan.fanouts, seed), torch.from_numpy(data.x)
+
+    def batches(epoch: int) -> Iterator[Any]:
+        order = nodes(epoch)
+        if not np.array_equal(np.sort(order), np.sort(data.train)):
+            raise click.ClickException(f"epoch {epoch} has not every training node once")
+        for number, low in enumerate(range(0, len(order), plan.batch_size)):
+            seeds = order[low : low + plan.batch_size]
+            got = sampler.sample(seeds, number, epoch=epoch)
+            rows.append(len(got.node))
+            yield MegaMiniBatch(
+                got.node, x[torch.from_numpy(got.node)], got.row, got.col, len(seeds), got.num_sampled_nodes,
+                got.num_sampled_edges, got.node, None,
+            )  # fmt: skip
+
+    for epoch in itertools.count():
+        yield 1, batches(epoch)
+
+
+def run(data: Data, plan: Plan, orders: Orders, order: Order, whole: Any, seed: int) -> dict[str, Any]:
+    """One training run."""
+    rows: list[int] = []
+    nodes, sequences = orders.make(order, seed)
+    result = train(KIND, plan, data, epochs(data, plan, nodes, seed, rows), whole, seed)
+    return result | {"sequences": sequences, "rows_an_epoch": round(sum(rows) / plan.rounds)}
+
+
+def trained_as(plan: Plan, order: Order) -> int:
+    """A fingerprint of all that a run's result depends on but its seed."""
+    given = {
+        "plan": asdict(replace(plan, title="")), "order": asdict(replace(order, title="")), "kind": KIND, "every": EVERY,
+        "widest": WIDEST, "partition_seed": PARTITION_SEED,
+    }  # fmt: skip
+    return zlib.crc32(json.dumps(given, sort_keys=True).encode())
+
+
+def measure(report: AccuracyReport, name: str, plan: Plan, folder: Path, settings: Settings, out: Path | None) -> None:
+    """All runs of a data set that are not there yet; the file is written after each."""
+    from mega_models import WholeGraph
+
+    todo = [(key, s) for s in range(settings.rounds) for key in ORDERS if f"{name}|{KIND}|{key}|{s}" not in report.runs]
+    if not todo:
+        return
+    data = narrow(load(folder, plan))
+    orders, whole = Orders(data, plan), WholeGraph(KIND, data.indptr, data.indices, plan.fanouts[0])
+    for key, seed in todo:
+        result = run(data, plan, orders, ORDERS[key], whole, seed)
+        result["trained_as"] = trained_as(plan, ORDERS[key])
+        report.runs[f"{name}|{KIND}|{key}|{seed}"] = result
+        note(
+            f"{name} {key} seed {seed}: {result['test']:.4f}, {result['sequences']} sequences, {result['seconds']:.1f} s"
+        )
+        if out is not None:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            out.write_text(json.dumps(report.to_dict(), indent=1) + "\n")
+
+
+def runs_before(out: Path) -> dict[str, dict[str, Any]]:
+    """The runs of a results file that were trained as they would be now."""
+    before: dict[str, dict[str, Any]] = json.loads(out.read_text())["runs"] if out.exists() else {}
+    kept = {}
+    for key, one in before.items():
+        name, _, order, _ = key.split("|")
+        if name in PLANS and order in ORDERS and one["trained_as"] == trained_as(PLANS[name], ORDERS[order]):
+            kept[key] = one
+    return kept
+
+
+def fill(report: AccuracyReport, plans: dict[str, Plan]) -> None:
+    """Claims and tables from the runs."""
+    for name, plan in plans.items():
+        rows = []
+        for key, order in ORDERS.items():
+            runs = found(report, name, KIND, key)
+            against = None if key == "random" else difference(report, name, KIND, key, "random")
+            if not runs:
+                continue
+            value, error = mean_and_error([r["test"] for r in runs])
+            sequences = sorted({r["sequences"] for r in runs})
+            spread = " to ".join(f"{s:,}" for s in dict.fromkeys((sequences[0], sequences[-1])))
+            rows.append([
+                order.title, spread if sequences[0] else "", f"{value:.2f} ± {error:.2f}",
+                "" if against is None else f"{against[0]:+.2f} ± {against[1]:.2f}", round(mean(r["rows_an_epoch"] for r in runs)),
+                round(mean(r["steps"] for r in runs)), len(runs),
+            ])  # fmt: skip
+            if against is not None:
+                text = f"{plan.title}: {order.title} order minus random order (± {against[1]:.2f})"
+                report.claims.append(Claim(text, round(against[0], 3), LOWEST_POINTS, ">=", "points"))
+        if rows:
+            title = f"{plan.title}: {plan.batch_size} a mini-batch, {plan.rounds} epochs, {plan.partitions} partitions by METIS"
+            report.table(title, COLUMNS, rows)
+
+
+@click.command()
+@click.option("--data", "folder", required=True, type=click.Path(path_type=Path, file_okay=False, exists=True),
+              help="The folder of the data sets.")  # fmt: skip
+@click.option("--sets", "names", multiple=True, type=click.Choice(list(PLANS)), help="[default: all of them]")
+@click.option("--resume", is_flag=True, help="Keep the runs of the results file that were trained alike.")
+@shared_options(size="1", quick_size="1", rounds=5)
+def main(settings: Settings, folder: Path, names: tuple[str, ...], resume: bool) -> None:
+    """Accuracy of training by order of the training nodes. A round is a seed; --size means nothing here."""
+    import torch
+
+    torch.set_num_threads(1)
+    names = names or (("physics",) if settings.quick else tuple(PLANS))
+    out = settings.out or (None if settings.quick else RESULTS / "order_accuracy.json")
+    report = AccuracyReport("order_accuracy", "Accuracy by order of the training nodes", {
+        "seeds": settings.rounds, "evaluated_every_epochs": EVERY, "widest": WIDEST, "plans": {n: asdict(p) for n, p in PLANS.items()},
+        "orders": {n: asdict(o) for n, o in ORDERS.items()},
+    }, settings.workspace)  # fmt: skip
+    if resume and out is not None:
+        report.runs = runs_before(out)
+    plans = {n: replace(p, rounds=EVERY) if settings.quick else p for n, p in PLANS.items()}
+    for name in names:
+        measure(report, name, plans[name], folder, settings, out)
+    report.notes = [
+        "Two layers of GraphSAGE with 64 hidden units, fan-outs [10, 5]; Adam, its learning rate falling linearly. Test accuracy at the "
+        "best validation, mean and standard error over the seeds. Rows an epoch: different rows of each mini-batch, summed.",
+        "The features of arxiv are another model's guesses of the class, which alone give 73.5 %. Those of physics are "
+        f"{WIDEST} random projections of its bags of words.",
+    ]  # fmt: skip
+    fill(report, plans)
+    report.save(out, settings.quick)
+
+
+if __name__ == "__main__":
+    main()
