@@ -18,7 +18,19 @@ from pathlib import Path
 import click
 from harness import HERE, note
 
-NAMES = ("gather", "dense", "tier", "packing", "order_quality", "mega", "sampling", "compiled", "policies", "online", "tune")
+NAMES = (
+    "gather",
+    "dense",
+    "tier",
+    "packing",
+    "order_quality",
+    "mega",
+    "sampling",
+    "compiled",
+    "policies",
+    "online",
+    "tune",
+)
 
 
 @click.command()
