@@ -144,7 +144,7 @@ def epochs(given: dict[str, Any]) -> dict[str, Any]:
             with store.compiled(given["name"]) as compiled, compiled.loader(tensors=False) as source:
                 opened = time.perf_counter() - begin
                 for what, trained in (("load", None), ("train", training)):
-                    results[what] = go_through(((b.x, b.sample) for b in source), float("inf"), trained)
+                    results[what] = go_through(((b.x, b.sample) for b in source), given["seconds_max"], trained)
                 results["report"] = source.report().to_dict()
         elif given["mode"] == "online":
             with (

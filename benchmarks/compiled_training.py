@@ -20,7 +20,8 @@ from featstore.units import format_bytes
 
 STAGE_BAR, ROLLING_BAR = 1.15, 1.25
 ROLLING_EPOCHS = 4
-MEMORY_SHARES, DISK_LIMITS = (0.05, 0.1, 0.2, 0.3, 0.5), ("2x", "3x", "5x", "unlimited")
+MEMORY_SHARES, DISK_LIMITS = (0.05, 0.1, 0.2, 0.5), ("3x", "5x", "unlimited")
+CURVE_SECONDS = 12.0  # of an epoch that is a point of a curve; extrapolated where it is longer
 MAIN_SHARE, UNLIMITED = 0.1, "unlimited"
 ONLINE = "online reader"
 MEMMAP, ADVISED = "np.memmap", "np.memmap, MADV_RANDOM"
@@ -196,11 +197,13 @@ class EndToEnd:
                         "forecast_seconds": built.forecast_seconds, "disk_bytes": built.forecast["disk_bytes"],
                         "missed_rows": built.forecast["missed_rows"],
                         "asked_rows": built.forecast["asked_rows"]}  # fmt: skip
-                return self._run(share, mode="compiled", name=built.compiled.pack.path.name) | told
+                limit = 1e9 if (share, disk) == (MAIN_SHARE, UNLIMITED) else CURVE_SECONDS
+                return self._run(share, mode="compiled", name=built.compiled.pack.path.name, seconds_max=limit) | told
             finally:
                 built.remove()
         if design == ONLINE:
-            return self._run(share, mode="online", memory_bytes=budget, seconds_max=self.seconds_max)
+            limit = self.seconds_max if share == MAIN_SHARE else CURVE_SECONDS
+            return self._run(share, mode="online", memory_bytes=budget, seconds_max=limit)
         return self._run(share, mode="advised" if design == ADVISED else "memmap", seconds_max=self.seconds_max)
 
     def _compile(self, trace: featstore.Trace, design: str, share: float, disk: str) -> Built:

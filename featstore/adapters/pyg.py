@@ -132,10 +132,17 @@ class RowAttr(TensorAttr):  # type: ignore[misc]
         return getattr(self, key) is not getattr(TensorAttr, key)
 
 
+def _tables_of(reader: Any) -> dict[str, Any]:
+    """What a reader has to read, by name, with ``rows`` and ``row_shape``."""
+    if reader is None:
+        return {}
+    return dict(reader.store.tables) if hasattr(reader, "store") else {reader.table: reader}
+
+
 class FeatstoreFeatures(FeatureStore):  # type: ignore[misc]
     """Rows of a store, and small arrays in memory, as a PyG ``FeatureStore``. Read-only.
 
-    ``reader``: a store's reader, or None where all attributes are ``arrays``. ``tables``: which attribute is which
+    ``reader``: a store's reader, a client of a :class:`featstore.SharedBuffer`, or None where all attributes are ``arrays``. ``tables``: which attribute is which
     table, ``{(group, attribute): table}`` with group None in homogeneous graphs; by default a table ``features`` is
     ``(None, "x")`` and any other table ``t`` is ``(t, "x")``. ``arrays``: further attributes held in memory and
     indexed there, such as ``{(None, "y"): labels}``, each [nodes, ...].
@@ -152,7 +159,7 @@ class FeatstoreFeatures(FeatureStore):  # type: ignore[misc]
         arrays: Mapping[AttrKey, NDArray[Any] | torch.Tensor] | None = None,
     ) -> None:
         super().__init__(RowAttr)
-        known = {} if reader is None else dict(reader.store.tables)
+        known = _tables_of(reader)
         if tables is None:
             tables = {((None if name == "features" else name), "x"): name for name in known}
         missing = sorted(set(tables.values()) - set(known))

@@ -764,6 +764,22 @@ def test_there_is_one_copy_of_the_cache(tmp_path: Path, pack: Any) -> None:
     store.close()
 
 
+def test_as_a_feature_store_of_pyg(tmp_path: Path, pack: Any) -> None:
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("torch_geometric")
+    from featstore.adapters.pyg import FeatstoreFeatures
+
+    rows = np.arange(600, dtype=np.float32).reshape(200, 3)
+    store = pack(tmp_path / "s", rows)
+    ids = torch.tensor([7, 0, 199, 7])
+    with SharedBuffer(store, memory="16MiB") as shared:
+        features = FeatstoreFeatures(shared.client())
+        for one in (features, pickle.loads(pickle.dumps(features))):
+            found = one.get_tensor(None, "x", index=ids)
+            np.testing.assert_array_equal(found.numpy(), rows[ids.numpy()])
+    store.close()
+
+
 # Any interleaving.
 
 
