@@ -142,8 +142,8 @@ def _tables_of(reader: Any) -> dict[str, Any]:
 class FeatstoreFeatures(FeatureStore):  # type: ignore[misc]
     """Rows of a store, and small arrays in memory, as a PyG ``FeatureStore``. Read-only.
 
-    ``reader``: a store's reader, a client of a :class:`featstore.SharedBuffer`, or None where all attributes are ``arrays``. ``tables``: which attribute is which
-    table, ``{(group, attribute): table}`` with group None in homogeneous graphs; by default a table ``features`` is
+    ``reader``: a store's reader, a client of a :class:`featstore.SharedBuffer`, or None where all attributes are ``arrays``.
+    ``tables``: which attribute is which table, ``{(group, attribute): table}`` with group None in homogeneous graphs; by default a table ``features`` is
     ``(None, "x")`` and any other table ``t`` is ``(t, "x")``. ``arrays``: further attributes held in memory and
     indexed there, such as ``{(None, "y"): labels}``, each [nodes, ...].
 
