@@ -143,9 +143,9 @@ class FeatstoreFeatures(FeatureStore):  # type: ignore[misc]
     """Rows of a store, and small arrays in memory, as a PyG ``FeatureStore``. Read-only.
 
     ``reader``: a store's reader, a client of a :class:`featstore.SharedBuffer`, or None where all attributes are ``arrays``.
-    ``tables``: which attribute is which table, ``{(group, attribute): table}`` with group None in homogeneous graphs; by default a table ``features`` is
-    ``(None, "x")`` and any other table ``t`` is ``(t, "x")``. ``arrays``: further attributes held in memory and
-    indexed there, such as ``{(None, "y"): labels}``, each [nodes, ...].
+    ``tables``: which attribute is which table, ``{(group, attribute): table}`` with group None in homogeneous graphs; by
+    default a table ``features`` is ``(None, "x")`` and any other table ``t`` is ``(t, "x")``. ``arrays``: further attributes
+    held in memory and indexed there, such as ``{(None, "y"): labels}``, each [nodes, ...].
 
     ``get_tensor`` and ``multi_get_tensor`` return torch tensors for torch ids and NumPy arrays for NumPy ids, in the
     order asked; an index can also be a slice, an int, a mask, or None (everything: that needs the memory). Raises
