@@ -20,7 +20,7 @@ from featstore.units import format_bytes
 
 STAGE_BAR, ROLLING_BAR = 1.15, 1.25
 ROLLING_EPOCHS = 4
-MEMORY_SHARES, DISK_LIMITS = (0.05, 0.1, 0.2, 0.5), ("3x", "5x", "unlimited")
+MEMORY_SHARES, DISK_LIMITS = (0.05, 0.1, 0.2, 0.5), ("2x", "3x", "5x", "unlimited")
 CURVE_SECONDS = 12.0  # of an epoch that is a point of a curve; extrapolated where it is longer
 MAIN_SHARE, UNLIMITED = 0.1, "unlimited"
 ONLINE = "online reader"

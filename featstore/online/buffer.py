@@ -49,6 +49,7 @@ from featstore.units import parse_bytes
 
 _PATIENCE_SECONDS = 1.0  # who waits looks this often whether those he waits for are alive
 _AHEAD, _PREFETCH_BYTES = 8, 1024
+_KEPT_AT_ONCE = 1 << 15  # rows of a static set that are read at once
 _MOVED = 4096  # rows moved at once when the policy changes
 _COUNTED = [layout.HITS, layout.MISSES, layout.WAITS, layout.EVICTIONS, layout.BATCHES]
 
@@ -258,9 +259,7 @@ class FeatureBuffer:
         copy_slots(self._no_slots(), 0, 0, 0)
         if static is not None:
             try:
-                uses = np.full(np.size(static), layout.NEVER) if self.policy == layout.MIN else None
-                self._static = self.begin(static, uses)
-                self._static.result()
+                self._keep(static)
             except BaseException:
                 self.close()
                 raise
@@ -546,8 +545,18 @@ class FeatureBuffer:
             sl.release(self._map, slots)
             self._map.counts[_COUNTED] = counted
         if static is not None:
-            self._static = self.begin(static)
-            self._static.result()
+            self._keep(static)
+
+    def _keep(self, static: Any) -> None:
+        """Have these rows for good. They are read in pieces: what is known of a read takes memory by its rows."""
+        ids = np.unique(parse_ids(static).values)
+        self._check_ids(ids)
+        if self.policy != layout.MIN and len(ids) <= self.slots:
+            for low in range(0, len(ids), _KEPT_AT_ONCE):
+                self.load(ids[low : low + _KEPT_AT_ONCE])
+        uses = np.full(len(ids), layout.NEVER) if self.policy == layout.MIN else None
+        self._static = self.begin(ids, uses)
+        self._static.result()
 
     @property
     def policy_name(self) -> str:
@@ -556,7 +565,7 @@ class FeatureBuffer:
     @property
     def slots_unkept(self) -> int:
         """Slots that are not taken by rows kept for good."""
-        return self.slots - (0 if self._static is None else len(np.unique(self._static.ids)))
+        return self.slots - (0 if self._static is None else len(self._static.ids))
 
     def cached_ids(self) -> NDArray[np.int64]:
         """int64, the node ids of the rows that are in the buffer, but for those kept for good."""
