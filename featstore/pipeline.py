@@ -14,13 +14,14 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from featstore.errors import ClosedError
+from featstore.errors import ClosedError, SourceError
 from featstore.ids import ALIGNMENT, populate
 from featstore.native import address_of
 
@@ -28,6 +29,86 @@ if TYPE_CHECKING:
     from featstore.request import Request
 
 _END = object()
+
+#: Mini-batches, again and again; or what makes those of epoch 0, 1, ...
+Sampler = Iterable[Any] | Callable[[int], Iterable[Any]]
+
+
+def epoch_of(sampler: Sampler, number: int) -> Iterable[Any]:
+    """The mini-batches of an epoch. PyG's loaders are iterable and callable: they are iterated."""
+    return sampler if isinstance(sampler, Iterable) else sampler(number)
+
+
+def check_repeatable(sampler: Sampler) -> None:
+    """Raise SourceError for what can be gone through only once."""
+    if isinstance(sampler, Iterator):
+        raise SourceError(
+            "an iterator gives its mini-batches only once: give an iterable, or a function of the epoch's number"
+        )
+
+
+class WalkingLoader(ABC):
+    """What loaders of mini-batches do alike: one iteration at a time, in the process that made them, until they are closed."""
+
+    def __init__(self, stages: Stages) -> None:
+        self.report_stages = stages
+        self._pid, self._lock, self._closed = os.getpid(), threading.RLock(), False
+        self._walk: Walk | None = None  # the iteration under way
+        self._next = 0  # mini-batches handed out in it
+
+    @abstractmethod
+    def _begin_walk(self) -> Walk:
+        """Begin an iteration, within :meth:`_alone`."""
+
+    def _walked(self, walk: Walk) -> None:  # noqa: B027 - most have nothing to do then
+        """An iteration has come to its end."""
+
+    def __iter__(self) -> Iterator[Any]:
+        walk = self._begin_walk()
+        try:
+            walk.start()  # in here, so that an interrupt finds the threads with someone who ends them
+            last = time.perf_counter()
+            for batch in walk:
+                now = time.perf_counter()
+                self.report_stages.add("wait", now - last)
+                with self._lock:
+                    walk.check()
+                    self._next += 1
+                yield batch
+                del batch
+                last = time.perf_counter()
+                self.report_stages.add("train", last - now)
+            self._walked(walk)
+        finally:
+            walk.close()
+
+    @contextmanager
+    def _alone(self, because: str) -> Iterator[None]:
+        """What an iteration works on is the caller's: one under way has ended, and is told why."""
+        self.check_process()
+        with self._lock:
+            if self._closed:
+                raise ClosedError("the loader is closed")
+            if self._walk is not None:
+                self._walk.close(because)
+            yield
+
+    def check_process(self) -> None:
+        """Raise ClosedError in any other process than the loader's own."""
+        if os.getpid() != self._pid:
+            raise ClosedError("a loader belongs to the process that made it; make another one here")
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give everything back; an iteration under way ends with ClosedError. May be called more than once."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
 _UNUSED = 2  # references to an array that only the list has: its own, and that of the question
 
 

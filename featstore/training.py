@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,9 @@ from featstore.disk import Disk
 from featstore.errors import SourceError
 from featstore.manifest import MANIFEST_NAME
 from featstore.packing.packing import pack
+from featstore.pipeline import Sampler, check_repeatable, epoch_of
 from featstore.store import Store
 from featstore.trace import Trace
-
-#: Mini-batches, again and again; or what makes those of epoch 0, 1, ...
-Sampler = Iterable[Any] | Callable[[int], Iterable[Any]]
 
 
 def train_loader(
@@ -47,10 +45,8 @@ def train_loader(
     """
     if device_memory not in (0, "0") and loader.get("device") is None:
         raise SourceError("device_memory= keeps rows on a device: say on which, with device=")
-    if isinstance(sampler, Iterator) and (fresh or epochs > 1):
-        raise SourceError(
-            "an iterator gives its mini-batches only once: give an iterable, or a function of the epoch's number"
-        )
+    if fresh or epochs > 1:
+        check_repeatable(sampler)
     store = _store_of(dataset, path)
     if fresh:
         options: dict[str, Any] = {
@@ -59,7 +55,7 @@ def train_loader(
             "device_memory": device_memory,
             "residency": residency,
         }
-        return RollingLoader(store, lambda number: _epoch(sampler, number), name=name, loader=loader, **options)
+        return RollingLoader(store, lambda number: epoch_of(sampler, number), name=name, loader=loader, **options)
     packs = packs_directory(store)
     if not (reuse and (packs / name / MANIFEST_NAME).exists()):
         Disk().mkdir(packs)
@@ -88,10 +84,6 @@ def _store_of(dataset: Any, path: str | os.PathLike[str] | None) -> Store:
     return Store(path) if (Path(path) / "featstore.json").exists() else pack(path, dataset)
 
 
-def _epoch(sampler: Sampler, number: int) -> Iterable[Any]:
-    return sampler if isinstance(sampler, Iterable) else sampler(number)  # PyG's loaders are iterable and callable
-
-
 def _epochs(sampler: Sampler, epochs: int) -> Iterator[Any]:
     for number in range(epochs):
-        yield from _epoch(sampler, number)
+        yield from epoch_of(sampler, number)

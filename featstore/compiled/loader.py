@@ -13,11 +13,9 @@ round, or they are read again.
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -27,10 +25,10 @@ from numpy.typing import NDArray
 
 from featstore.compiled.records import TableRecord, check_record, decode_record
 from featstore.compiled.report import CompiledStages, LoaderReport
-from featstore.errors import BudgetError, ClosedError, CorruptionError, SourceError
+from featstore.errors import BudgetError, CorruptionError, SourceError
 from featstore.ids import empty_rows
 from featstore.native import address_of, memcpy, prefetch
-from featstore.pipeline import Outputs, Walk
+from featstore.pipeline import Outputs, Walk, WalkingLoader
 from featstore.samples import decode
 from featstore.units import parse_bytes
 
@@ -79,7 +77,7 @@ class _Ahead:
         self.out: list[NDArray[np.uint8]] = []
 
 
-class CompiledLoader:
+class CompiledLoader(WalkingLoader):
     """Iterates over a compiled trace's mini-batches; made by :meth:`featstore.compiled.opened.Compiled.loader`. A context manager.
 
     Each iteration is a round over all of them; iterating again begins the next round. Break off in the middle, and the next
@@ -95,19 +93,19 @@ class CompiledLoader:
         engine, queue_depth, verify: as for :class:`featstore.reader.Reader`.
     """
 
+    report_stages: CompiledStages
+
     def __init__(
         self, compiled: Compiled, *, memory: int | str | None = None, order: Sequence[int] | None = None, device: Any = None,
         tensors: bool | None = None, **reader: Any,
     ) -> None:  # fmt: skip
+        super().__init__(CompiledStages())
         self.compiled = compiled
         self._memory_bytes = compiled.memory_bytes if memory is None else parse_bytes(memory)
         self._order = self._checked_order(order)
         self._tensors, self._device = tensors, device
-        self._closed, self.depth = False, 0
-        self._pid, self._lock = os.getpid(), threading.RLock()
-        self._walk: _Walk | None = None  # the iteration under way
+        self.depth = 0
         self._report: LoaderReport | None = None
-        self.report_stages = CompiledStages()
         needed = compiled.needed_bytes(2)
         if needed > self._memory_bytes:
             raise BudgetError(
@@ -193,52 +191,18 @@ class CompiledLoader:
 
     # Iterating.
 
-    def __iter__(self) -> Iterator[Any]:
-        walk = self._begin_walk()
-        try:
-            walk.start()  # in here, so that an interrupt finds the thread with someone who ends it
-            last = time.perf_counter()
-            for batch in walk:
-                now = time.perf_counter()
-                self.report_stages.add("wait", now - last)
-                with self._lock:
-                    walk.check()
-                    self._next += 1
-                yield batch
-                del batch
-                last = time.perf_counter()
-                self.report_stages.add("train", last - now)
-            with self._lock:
-                if self._walk is walk:
-                    self._pending = "turn"
-        finally:
-            walk.close()
+    def _walked(self, walk: Walk) -> None:
+        with self._lock:
+            if self._walk is walk:
+                self._pending = "turn"
 
-    def _begin_walk(self) -> _Walk:
+    def _begin_walk(self) -> Walk:
         with self._alone("another iteration of this loader has begun"):
             self._prepare()
             order = np.arange(len(self)) if self._order is None else self._order
             self._pending = "restart"
-            self._walk = _Walk(self, order[self._next :])
-            return self._walk
-
-    @contextmanager
-    def _alone(self, because: str) -> Iterator[None]:
-        """The slots are the caller's: an iteration under way has ended."""
-        self.check_process()
-        with self._lock:
-            if self._closed:
-                raise ClosedError("the loader is closed")
-            if self._walk is not None:
-                self._walk.close(because)
-            yield
-
-    def check_process(self) -> None:
-        """Raise ClosedError in any other process than the loader's own."""
-        if os.getpid() != self._pid:
-            raise ClosedError(
-                "a loader belongs to the process that made it; make another one here, of the compiled trace"
-            )
+            walk = self._walk = _Walk(self, order[self._next :])
+            return walk
 
     def _prepare(self) -> None:
         """Have in memory what a round begins with, or the rest of one that is gone on with."""
@@ -415,7 +379,6 @@ class CompiledLoader:
     # Ending.
 
     def close(self) -> None:
-        """Give everything back; an iteration under way ends with ClosedError. May be called more than once."""
         self._closed = True
         readers = [r for r in (getattr(self, "_pack", None), getattr(self, "_base", None)) if r is not None]
         if os.getpid() == self._pid:  # in a forked child there is nothing under way
@@ -427,12 +390,6 @@ class CompiledLoader:
         for reader in readers:
             reader.close()
         self._slots, self._outputs, self._cache = [], [], None
-
-    def __enter__(self) -> CompiledLoader:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"<CompiledLoader of {len(self)} mini-batches of {str(self.compiled.pack.path)!r}, {self.depth} at once>"

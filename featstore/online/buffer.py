@@ -29,7 +29,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -39,12 +39,12 @@ from numpy.typing import NDArray
 from featstore.dtypes import dtype_from_name
 from featstore.engine.base import shut_down
 from featstore.errors import BudgetError, CancelledError, ClosedError, IdError
-from featstore.ids import ALIGNMENT, Ids, check_out, empty_rows, finished, parse_ids
+from featstore.ids import ALIGNMENT, check_out, empty_rows, finished, parse_ids
 from featstore.native import address_of, memcpy, prefetch
 from featstore.online import slot_layout as layout
 from featstore.online import slots as sl
+from featstore.online.tickets import BufferStats, Claim, Read, Ticket
 from featstore.reader import Reader
-from featstore.request import Request
 from featstore.units import parse_bytes
 
 _PATIENCE_SECONDS = 1.0  # who waits looks this often whether those he waits for are alive
@@ -82,111 +82,6 @@ def slots_for(memory_bytes: int, row_bytes: int, policy: int, batches: int = 0) 
     if low == 0:
         raise BudgetError(buffer_bytes(1, row_bytes, policy, batches), memory_bytes, "make a feature buffer of one row")
     return low
-
-
-@dataclass(frozen=True)
-class BufferStats:
-    """What a feature buffer has counted: ``hits`` and ``misses`` by occurrence of a row in a mini-batch, ``waits``, the hits of
-    rows that were on their way, ``evictions`` and ``batches``."""
-
-    hits: int
-    misses: int
-    waits: int
-    evictions: int
-    batches: int
-
-    @property
-    def hit_rate(self) -> float:
-        asked = self.hits + self.misses
-        return self.hits / asked if asked else 0.0
-
-
-class _Read:
-    """Rows being read into slots. ``once`` is 1 until the slot map knows that the read has ended."""
-
-    def __init__(self, ids: NDArray[np.int64], slots: NDArray[np.int32]) -> None:
-        self.ids, self.slots = ids, slots
-        self.once = np.ones(1, np.int64)
-        self.request: Request | None = None
-        self.error: BaseException | None = None
-
-
-class _Claim:
-    """The pins of one ticket, known to the buffer until they are released, whatever becomes of the ticket."""
-
-    def __init__(self, count: int) -> None:
-        self.slots = np.empty(count, np.int32)
-        self.outcome = np.zeros(3, np.int64)  # (reads, waits, whether it holds pins), written by kernels alone
-        self.owner: threading.Thread | None = threading.current_thread()
-        self.forgotten = False
-
-    @property
-    def held(self) -> bool:
-        return bool(self.outcome[2])
-
-
-class Ticket:
-    """One mini-batch's claim on a :class:`FeatureBuffer`; made by :meth:`FeatureBuffer.begin`. A context manager that releases
-    it.
-
-    ``ids``: int64 [n]. ``slots``: int32 [n], where in ``buffer.x`` the row of each id is, valid until the release.
-    """
-
-    def __init__(self, buffer: FeatureBuffer, ids: Ids, next_use: NDArray[np.int32]) -> None:
-        self._buffer = buffer
-        self.ids, self._shape, self._tensor, self._next_use = ids.values, ids.shape, ids.tensor, next_use
-        self._missed, self._waits = np.empty(len(self.ids), np.int32), np.empty(len(self.ids), np.int32)
-        self._reads: list[_Read] = []
-        self._given_up = False
-        self._claim = _Claim(len(self.ids))
-        self.slots = self._claim.slots
-
-    def result(self, timeout: float | None = None) -> NDArray[np.int32]:
-        """Wait until all rows are in their slots; returns ``slots``. Raises what went wrong with a read; TimeoutError;
-        CancelledError where the ticket was released meanwhile. May be called again."""
-        return self._buffer._result(self, timeout)
-
-    def done(self) -> bool:
-        """Whether :meth:`result` would not wait."""
-        try:
-            self.result(0)
-        except TimeoutError:
-            return False
-        except Exception:
-            return True
-        return True
-
-    def release(self) -> None:
-        """Give the slots back; reads under way go on, for others. May be called more than once, and at any time."""
-        self._buffer._release(self)
-
-    def cancel(self) -> None:
-        """Release, and start no more reads for this ticket. Others who wait for its rows read them themselves."""
-        self._buffer._release(self)
-        for read in self._reads:
-            request = read.request
-            if request is not None:
-                request.cancel()
-
-    def hand_over(self) -> None:
-        """Another thread will release this ticket: who needs slots may wait for it, even the thread that began it."""
-        self._claim.owner = None
-
-    def __enter__(self) -> Ticket:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.release()
-
-    def __del__(self) -> None:
-        claim = getattr(self, "_claim", None)
-        if claim is not None and claim.held:
-            # Whoever holds the lock next releases it: taking the lock here could be for the second time in this thread.
-            claim.forgotten = True
-            self._buffer._forgotten.append(claim)
-
-    def __repr__(self) -> str:
-        return f"<Ticket for {len(self.ids):,} rows, {'holding' if self._claim.held else 'without'} slots>"
 
 
 class FeatureBuffer:
@@ -247,10 +142,10 @@ class FeatureBuffer:
         self._events = 0
         #: Called when a read has ended or slots were given back; must not wait.
         self.on_change: Callable[[], None] | None = None
-        self._ended: deque[_Read] = deque()
-        self._forgotten: deque[_Claim] = deque()
-        self._reading: set[_Read] = set()
-        self._claims: set[_Claim] = set()  # those that hold pins
+        self._ended: deque[Read] = deque()
+        self._forgotten: deque[Claim] = deque()
+        self._reading: set[Read] = set()
+        self._claims: set[Claim] = set()  # those that hold pins
         self._waiting: set[threading.Thread] = set()
         self._closed, self._pid = False, os.getpid()
         self._static: Ticket | None = None
@@ -372,7 +267,7 @@ class FeatureBuffer:
         self._raise_budget(self.slots + short, "hold one more mini-batch beside those that are in use, none of which can be released "
                            "before (release a ticket first, or hand it over to the thread that will)")  # fmt: skip
 
-    def _ends(self, claim: _Claim, me: threading.Thread | None) -> bool:
+    def _ends(self, claim: Claim, me: threading.Thread | None) -> bool:
         """Whether another's pins can be expected to be released while this thread waits."""
         if self._static is not None and claim is self._static._claim:
             return False
@@ -383,16 +278,16 @@ class FeatureBuffer:
         row_bytes = self._rows.row_bytes
         raise BudgetError(buffer_bytes(slots, row_bytes, self.policy, self._batches), self.memory_bytes, what)
 
-    def _new_read(self, ticket: Ticket, count: int) -> _Read:
+    def _new_read(self, ticket: Ticket, count: int) -> Read:
         """What a ticket has to read: its first ``count`` missed positions. With the lock."""
         positions = ticket._missed[:count]
-        read = _Read(ticket.ids[positions], ticket.slots[positions])
+        read = Read(ticket.ids[positions], ticket.slots[positions])
         if count:
             ticket._reads.append(read)
             self._reading.add(read)
         return read
 
-    def _submit(self, read: _Read) -> None:
+    def _submit(self, read: Read) -> None:
         """Start a read, without the lock: ``submit`` may wait for other reads to end."""
         if len(read.slots) == 0:
             return
@@ -405,7 +300,7 @@ class FeatureBuffer:
         read.request = request
         request._future.add_done_callback(lambda future: self._end(read, future.exception()))
 
-    def _end(self, read: _Read, error: BaseException | None) -> None:
+    def _end(self, read: Read, error: BaseException | None) -> None:
         """A read has ended. Called by the engine's threads."""
         read.error = error
         self._ended.append(read)
@@ -446,7 +341,7 @@ class FeatureBuffer:
             found = True
         return found
 
-    def _unclaim(self, claim: _Claim) -> None:
+    def _unclaim(self, claim: Claim) -> None:
         sl.release(self._map, claim.slots, claim.outcome)
         self._claims.discard(claim)
 

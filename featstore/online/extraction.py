@@ -19,8 +19,9 @@ from featstore.ids import ALIGNMENT, empty_rows
 from featstore.lookup import table_need
 from featstore.online import saved
 from featstore.online import slot_layout as layout
-from featstore.online.buffer import FeatureBuffer, Ticket, buffer_bytes, slots_for
+from featstore.online.buffer import FeatureBuffer, buffer_bytes, slots_for
 from featstore.online.choose import CANDIDATES, PolicyChoice
+from featstore.online.tickets import Ticket
 from featstore.pipeline import Outputs
 from featstore.tracing.nodes import Ids
 

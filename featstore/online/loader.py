@@ -19,28 +19,24 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sized
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from numpy.typing import NDArray
 
-from featstore.errors import ClosedError, SourceError
+from featstore.errors import SourceError
 from featstore.online.extraction import EXTRACTED, LARGEST, ROOM, SAMPLED, Extraction
 from featstore.online.report import OnlineReport, OnlineStages
-from featstore.pipeline import Walk
+from featstore.pipeline import Sampler, Walk, WalkingLoader, check_repeatable, epoch_of
 from featstore.tracing.nodes import Ids, split
 from featstore.units import parse_bytes
 
 if TYPE_CHECKING:
-    from featstore.online.buffer import Ticket
+    from featstore.online.tickets import Ticket
     from featstore.store import Store
 
 STATE_VERSION = 1
-
-#: Mini-batches, again and again; or what makes those of epoch 0, 1, ...
-Batches = Iterable[Any] | Callable[[int], Iterable[Any]]
 
 
 @dataclass(frozen=True)
@@ -55,7 +51,7 @@ class OnlineBatch:
     sample: Any
 
 
-class OnlineLoader:
+class OnlineLoader(WalkingLoader):
     """Iterates over a sampler's mini-batches with the rows of their nodes; see the module's text. A context manager.
 
     Each iteration is an epoch. Break off in the middle, and the next iteration begins the next epoch. There is one iteration at a time: a
@@ -88,12 +84,15 @@ class OnlineLoader:
     reading raise.
     """
 
+    report_stages: OnlineStages
+
     def __init__(
-        self, store: Store, batches: Batches, *, memory: int | str = "1GiB", policy: str = "auto", static: Any = None,
+        self, store: Store, batches: Sampler, *, memory: int | str = "1GiB", policy: str = "auto", static: Any = None,
         warm: str | None = None, batch_rows: int | Mapping[str, int] | None = None, overtake: bool = False,
         nodes: Callable[[Any], Any] | None = None, device: Any = None, tensors: bool | None = None, extracted: int = EXTRACTED,
         reader_memory: int | str | None = None, **reader: Any,
     ) -> None:  # fmt: skip
+        super().__init__(OnlineStages())
         self.store, self._batches, self._nodes = store, batches, nodes
         self.overtake, self._tensors, self._device = overtake, tensors, device
         self._extraction = Extraction(
@@ -107,12 +106,8 @@ class OnlineLoader:
             reader_memory=None if reader_memory is None else parse_bytes(reader_memory),
             reader=reader,
         )
-        self.report_stages = OnlineStages()
-        self._pid, self._lock = os.getpid(), threading.RLock()
-        self._closed = False
-        self._walk: _Walk | None = None  # the iteration under way
         self._report: OnlineReport | None = None
-        self._epoch = self._next = 0
+        self._epoch = 0
         self._begun = False  # this epoch was, and its rest is not wanted unless a state says so
 
     def __len__(self) -> int:
@@ -122,62 +117,24 @@ class OnlineLoader:
 
     # Iterating.
 
-    def __iter__(self) -> Iterator[Any]:
-        walk = self._begin_walk()
-        try:
-            walk.start()  # in here, so that an interrupt finds the threads with someone who ends them
-            last = time.perf_counter()
-            for batch in walk:
-                now = time.perf_counter()
-                self.report_stages.add("wait", now - last)
-                with self._lock:
-                    walk.check()
-                    self._next += 1
-                yield batch
-                del batch
-                last = time.perf_counter()
-                self.report_stages.add("train", last - now)
-        finally:
-            walk.close()
-
-    def _begin_walk(self) -> _Walk:
+    def _begin_walk(self) -> Walk:
         with self._alone("another iteration of this loader has begun"):
             if self._begun:
                 self._epoch, self._next = self._epoch + 1, 0
             if self._next == 0:
                 self._extraction.decide()
             self._begun = True
-            self._walk = _Walk(self, self._extraction, self._mini_batches(self._epoch), self._next)
-            return self._walk
+            walk = self._walk = _Walk(self, self._extraction, self._mini_batches(self._epoch), self._next)
+            return walk
 
     def _mini_batches(self, epoch: int) -> Iterable[Any]:
-        batches = self._batches
-        if not isinstance(batches, Iterable):  # PyG's loaders are iterable and callable
-            batches = batches(epoch)
-        elif isinstance(batches, Iterator) and epoch > 0:
-            raise SourceError(
-                "an iterator gives its mini-batches only once: give an iterable, or a function of the epoch's number"
-            )
+        if epoch > 0:
+            check_repeatable(self._batches)
+        batches = epoch_of(self._batches, epoch)
         set_epoch = getattr(batches, "set_epoch", None)
         if callable(set_epoch):
             set_epoch(epoch)
         return batches
-
-    @contextmanager
-    def _alone(self, because: str) -> Iterator[None]:
-        """The buffers are the caller's: an iteration under way has ended."""
-        self.check_process()
-        with self._lock:
-            if self._closed:
-                raise ClosedError("the loader is closed")
-            if self._walk is not None:
-                self._walk.close(because)
-            yield
-
-    def check_process(self) -> None:
-        """Raise ClosedError in any other process than the loader's own."""
-        if os.getpid() != self._pid:
-            raise ClosedError("a loader belongs to the process that made it; make another one here")
 
     # Resuming.
 
@@ -246,7 +203,6 @@ class OnlineLoader:
     # Ending.
 
     def close(self) -> None:
-        """Give everything back; an iteration under way ends with ClosedError. May be called more than once."""
         self._closed = True
         if os.getpid() == self._pid:
             with self._lock:
@@ -255,12 +211,6 @@ class OnlineLoader:
                 if self._report is None:
                     self._report = self.report_stages.report(self._extraction)
             self._extraction.close()
-
-    def __enter__(self) -> OnlineLoader:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         return f"<OnlineLoader of {str(self.store.path)!r}, {self.policy or 'before its first mini-batch'}>"

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from featstore.online.buffer import BufferStats, Ticket
+from featstore.online.tickets import BufferStats, Ticket
 from featstore.pipeline import Stages
 
 if TYPE_CHECKING:

@@ -34,8 +34,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from featstore.online import shared_protocol as protocol
-from featstore.online.buffer import FeatureBuffer, Ticket
+from featstore.online.buffer import FeatureBuffer
 from featstore.online.shared_protocol import ANSWER_BYTES, HEADER, NONCE_BYTES, PROOF_BYTES
+from featstore.online.tickets import Ticket
 
 BYTES_PER_ID = 48  # of a request: ids as they arrive, and what the buffer's ticket and read hold
 ROOM_BATCHES = 4  # requests of the largest size that there is room for

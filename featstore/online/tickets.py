@@ -1,0 +1,121 @@
+"""What a feature buffer knows of one mini-batch: the pins it holds, the reads begun for it, and the ticket that its owner has."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from featstore.ids import Ids
+
+if TYPE_CHECKING:
+    from featstore.online.buffer import FeatureBuffer
+    from featstore.request import Request
+
+
+@dataclass(frozen=True)
+class BufferStats:
+    """What a feature buffer has counted: ``hits`` and ``misses`` by occurrence of a row in a mini-batch, ``waits``, the hits of
+    rows that were on their way, ``evictions`` and ``batches``."""
+
+    hits: int
+    misses: int
+    waits: int
+    evictions: int
+    batches: int
+
+    @property
+    def hit_rate(self) -> float:
+        asked = self.hits + self.misses
+        return self.hits / asked if asked else 0.0
+
+
+class Read:
+    """Rows being read into slots. ``once`` is 1 until the slot map knows that the read has ended."""
+
+    def __init__(self, ids: NDArray[np.int64], slots: NDArray[np.int32]) -> None:
+        self.ids, self.slots = ids, slots
+        self.once = np.ones(1, np.int64)
+        self.request: Request | None = None
+        self.error: BaseException | None = None
+
+
+class Claim:
+    """The pins of one ticket, known to the buffer until they are released, whatever becomes of the ticket."""
+
+    def __init__(self, count: int) -> None:
+        self.slots = np.empty(count, np.int32)
+        self.outcome = np.zeros(3, np.int64)  # (reads, waits, whether it holds pins), written by kernels alone
+        self.owner: threading.Thread | None = threading.current_thread()
+        self.forgotten = False
+
+    @property
+    def held(self) -> bool:
+        return bool(self.outcome[2])
+
+
+class Ticket:
+    """One mini-batch's claim on a :class:`FeatureBuffer`; made by :meth:`FeatureBuffer.begin`. A context manager that releases
+    it.
+
+    ``ids``: int64 [n]. ``slots``: int32 [n], where in ``buffer.x`` the row of each id is, valid until the release.
+    """
+
+    def __init__(self, buffer: FeatureBuffer, ids: Ids, next_use: NDArray[np.int32]) -> None:
+        self._buffer = buffer
+        self.ids, self._shape, self._tensor, self._next_use = ids.values, ids.shape, ids.tensor, next_use
+        self._missed, self._waits = np.empty(len(self.ids), np.int32), np.empty(len(self.ids), np.int32)
+        self._reads: list[Read] = []
+        self._given_up = False
+        self._claim = Claim(len(self.ids))
+        self.slots = self._claim.slots
+
+    def result(self, timeout: float | None = None) -> NDArray[np.int32]:
+        """Wait until all rows are in their slots; returns ``slots``. Raises what went wrong with a read; TimeoutError;
+        CancelledError where the ticket was released meanwhile. May be called again."""
+        return self._buffer._result(self, timeout)
+
+    def done(self) -> bool:
+        """Whether :meth:`result` would not wait."""
+        try:
+            self.result(0)
+        except TimeoutError:
+            return False
+        except Exception:
+            return True
+        return True
+
+    def release(self) -> None:
+        """Give the slots back; reads under way go on, for others. May be called more than once, and at any time."""
+        self._buffer._release(self)
+
+    def cancel(self) -> None:
+        """Release, and start no more reads for this ticket. Others who wait for its rows read them themselves."""
+        self._buffer._release(self)
+        for read in self._reads:
+            request = read.request
+            if request is not None:
+                request.cancel()
+
+    def hand_over(self) -> None:
+        """Another thread will release this ticket: who needs slots may wait for it, even the thread that began it."""
+        self._claim.owner = None
+
+    def __enter__(self) -> Ticket:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.release()
+
+    def __del__(self) -> None:
+        claim = getattr(self, "_claim", None)
+        if claim is not None and claim.held:
+            # Whoever holds the lock next releases it: taking the lock here could be for the second time in this thread.
+            claim.forgotten = True
+            self._buffer._forgotten.append(claim)
+
+    def __repr__(self) -> str:
+        return f"<Ticket for {len(self.ids):,} rows, {'holding' if self._claim.held else 'without'} slots>"
