@@ -42,6 +42,7 @@ _ROWS_LEAST = 1024  # of a table, for which slots are made whatever the first mi
 FIRST_POLICY = "s3-fifo"  # of "auto", until it is known better; and in small budgets
 _CHOOSING_BYTES = 6 << 20  # of what tries policies for one table
 _CHOOSING_SHARE = 12  # of the budget that all of these may take
+_READER_OPTIONS = {"engine", "queue_depth", "verify", "model"}
 _PINNED_SHARE = 0.75  # of the slots: further mini-batches are extracted beside one only up to that
 
 
@@ -70,6 +71,10 @@ class Extraction:
             raise SourceError(f"no policy {policy!r}; there are {', '.join(known)}")
         if static is not None and policy != "static":
             raise SourceError(f"static= says which rows the policy 'static' keeps, but the policy is {policy!r}")
+        if unknown := sorted(set(reader) - _READER_OPTIONS):
+            raise TypeError(
+                f"OnlineLoader has no option {unknown[0]!r}; of a reader's it takes {', '.join(sorted(_READER_OPTIONS))}"
+            )
         if extracted < 1:
             raise SourceError(f"at least one mini-batch is extracted at a time, not {extracted}")
         self.store, self.memory_bytes, self.policy = store, memory_bytes, policy

@@ -279,6 +279,11 @@ def test_several_tables(tmp_path: Path) -> None:
             next(iter(loader))
 
 
+def test_an_unknown_option_is_refused_at_once(store: Any) -> None:
+    with pytest.raises(TypeError, match="no option 'qdepth'"):
+        featstore.OnlineLoader(store, skewed, qdepth=4)
+
+
 @pytest.mark.parametrize(
     ("make", "error", "match"),
     [
