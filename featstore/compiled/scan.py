@@ -20,9 +20,10 @@ from numpy.typing import NDArray
 
 from featstore.compiled.lists import RowLists, RowListsWriter
 from featstore.compiled.residency import NEVER
-from featstore.errors import IdError, SourceError
+from featstore.errors import IdError
 from featstore.store import Store, Table
 from featstore.trace import Trace
+from featstore.tracing.nodes import table_of
 
 
 @njit(cache=True, nogil=True)
@@ -146,16 +147,7 @@ class NodeRows:
 
 def tables_of(store: Store, trace: Trace) -> dict[str, str]:
     """Node type to table. Raises SourceError where a node type has no table."""
-    found: dict[str, str] = {}
-    for node_type in trace.node_types:
-        if node_type in store.tables:
-            found[node_type] = node_type
-        elif node_type == "" and len(store.tables) == 1:
-            found[node_type] = next(iter(store.tables))
-        else:
-            what = f"node type {node_type!r}" if node_type else "node ids without a type"
-            raise SourceError(f"the trace has {what}; the store's tables are {', '.join(map(repr, store.tables))}")
-    return found
+    return {node_type: table_of(store, node_type, "the trace has") for node_type in trace.node_types}
 
 
 def scan(

@@ -23,7 +23,7 @@ from featstore.online.buffer import FeatureBuffer, buffer_bytes, slots_for
 from featstore.online.choose import CANDIDATES, PolicyChoice
 from featstore.online.tickets import Ticket
 from featstore.pipeline import Outputs
-from featstore.tracing.nodes import Ids
+from featstore.tracing.nodes import Ids, table_of
 
 if TYPE_CHECKING:
     from featstore.reader import Reader
@@ -93,7 +93,7 @@ class Extraction:
 
     def open(self, first: Ids) -> None:
         """Make reader and buffers, given the first mini-batch's ids by node type."""
-        self.table_of = {node_type: self._table_of(node_type) for node_type in first}
+        self.table_of = {node_type: table_of(self.store, node_type, "the mini-batches have") for node_type in first}
         tables = {name: self.store.tables[name] for name in self.table_of.values()}
         rows = {self.table_of[t]: self._rows_expected(self.table_of[t], len(ids)) for t, ids in first.items()}
         self._piece_bytes = sum(self._padded(name, count) for name, count in rows.items())
@@ -110,16 +110,6 @@ class Extraction:
         except BaseException:
             self.close()
             raise
-
-    def _table_of(self, node_type: str) -> str:
-        if node_type in self.store.tables:
-            return node_type
-        if node_type == "" and len(self.store.tables) == 1:
-            return next(iter(self.store.tables))
-        what = f"node type {node_type!r}" if node_type else "node ids without a type"
-        raise SourceError(
-            f"the mini-batches have {what}; the store's tables are {', '.join(map(repr, self.store.tables))}"
-        )
 
     def _rows_expected(self, table: str, first: int) -> int:
         """Rows of a mini-batch, at most, as was said or as the first one suggests."""

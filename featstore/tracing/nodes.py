@@ -18,12 +18,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from featstore.errors import SourceError
+
+if TYPE_CHECKING:
+    from featstore.store import Store
 
 _KEYS = ("n_id", "input_nodes")
 _ATTRIBUTES = ("n_id", "node", "input_nodes")
@@ -40,6 +43,16 @@ def split(batch: Any, nodes: Callable[[Any], Any] | None = None) -> tuple[Ids, A
         if type(name) is not str or not name.isprintable():
             raise SourceError(f"node types are printable text, not {name!r}")
     return {name: _checked(one, name) for name, one in by_type.items()}, sample
+
+
+def table_of(store: Store, node_type: str, who: str) -> str:
+    """The table of a node type: that of its name; the only one where there is no type. Raises SourceError, in which ``who`` is said."""
+    if node_type in store.tables:
+        return node_type
+    if node_type == "" and len(store.tables) == 1:
+        return next(iter(store.tables))
+    what = f"node type {node_type!r}" if node_type else "node ids without a type"
+    raise SourceError(f"{who} {what}; the store's tables are {', '.join(map(repr, store.tables))}")
 
 
 def _found(batch: Any, nodes: Callable[[Any], Any] | None) -> tuple[Any, Any]:
