@@ -27,8 +27,9 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
@@ -51,7 +52,8 @@ _PATIENCE_SECONDS = 1.0  # who waits looks this often whether those he waits for
 _AHEAD, _PREFETCH_BYTES = 8, 1024
 _KEPT_AT_ONCE = 1 << 15  # rows of a static set that are read at once
 _MOVED = 4096  # rows moved at once when the policy changes
-_COUNTED = [layout.HITS, layout.MISSES, layout.WAITS, layout.EVICTIONS, layout.BATCHES]
+#: Where a slot map counts what :class:`BufferStats` has, in that order.
+COUNTED = [layout.HITS, layout.MISSES, layout.WAITS, layout.EVICTIONS, layout.BATCHES]
 
 
 @njit(cache=True, nogil=True)
@@ -183,7 +185,7 @@ class FeatureBuffer:
         """
         self._check_open()
         parsed = parse_ids(ids, copy=True)
-        self._check_ids(parsed.values)
+        self.check_ids(parsed.values)
         ticket = Ticket(self, parsed, self._parse_uses(next_use))
         deadline = None if timeout is None else time.monotonic() + timeout
         me = threading.current_thread()
@@ -207,7 +209,8 @@ class FeatureBuffer:
         if self._pid != os.getpid():
             raise ClosedError("this feature buffer belongs to the process that made it; make one in each process")
 
-    def _check_ids(self, ids: NDArray[np.int64]) -> None:
+    def check_ids(self, ids: NDArray[np.int64]) -> None:
+        """Raise IdError for ids that the table has not."""
         if len(ids) == 0:
             return
         for bad in (ids.min(), ids.max()):
@@ -401,15 +404,20 @@ class FeatureBuffer:
         """What has been counted so far."""
         with self._lock:
             c = self._map.counts
-            return BufferStats(*(int(c[at]) for at in _COUNTED))
+            return BufferStats(*(int(c[at]) for at in COUNTED))
 
     def load(self, ids: Any) -> None:
         """Read rows beforehand, as many as there is room for at once; they are not counted. Raises what :meth:`begin` raises."""
-        before = self._map.counts[_COUNTED].copy()
-        with self.begin(ids) as ticket:
+        with self.uncounted(), self.begin(ids) as ticket:
             ticket.result()
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        """What is asked meanwhile is not counted."""
+        before = self._map.counts[COUNTED].copy()
+        yield
         with self._lock:
-            self._map.counts[_COUNTED] = before
+            self._map.counts[COUNTED] = before
 
     def switch(self, policy: str, static: Any = None) -> None:
         """Go on with another policy, or another set of rows kept for good. The rows stay, what the policy knew of them is forgotten.
@@ -427,7 +435,7 @@ class FeatureBuffer:
             self._static = None
             records = self._map.slots
             present = np.flatnonzero((records["status"] == layout.PRESENT) & (records["row"] >= 0))
-            rows, counted = records["row"][present].copy(), self._map.counts[_COUNTED].copy()
+            rows, counted = records["row"][present].copy(), self._map.counts[COUNTED].copy()
             self.policy = layout.POLICIES[policy]
             self._map = layout.make_slot_map(self.slots, self.policy, memory=self._map_memory)
             slots, missed, waits = (np.empty(len(rows), np.int32) for _ in range(3))
@@ -438,14 +446,14 @@ class FeatureBuffer:
                 self.x[slots[low : low + _MOVED]] = self.x[present[low : low + _MOVED]]
             sl.complete(self._map, slots)
             sl.release(self._map, slots)
-            self._map.counts[_COUNTED] = counted
+            self._map.counts[COUNTED] = counted
         if static is not None:
             self._keep(static)
 
     def _keep(self, static: Any) -> None:
         """Have these rows for good. They are read in pieces: what is known of a read takes memory by its rows."""
         ids = np.unique(parse_ids(static).values)
-        self._check_ids(ids)
+        self.check_ids(ids)
         if self.policy != layout.MIN and len(ids) <= self.slots:
             for low in range(0, len(ids), _KEPT_AT_ONCE):
                 self.load(ids[low : low + _KEPT_AT_ONCE])

@@ -6,6 +6,7 @@ way; all the rest is slots, shared by the tables by the bytes that the mini-batc
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -26,9 +27,13 @@ from featstore.pipeline import Outputs
 from featstore.tracing.nodes import Ids, table_of
 
 if TYPE_CHECKING:
+    from featstore.online.device import DeviceBuffer, DeviceTicket
     from featstore.reader import Reader
     from featstore.report import ReaderStats
     from featstore.store import Store, Table
+
+#: What a mini-batch holds, by table.
+Tickets = Mapping[str, "Ticket | DeviceTicket"]
 
 SAMPLED = 2  # mini-batches that wait to be extracted
 EXTRACTED = 3  # so many are extracted at once, unless said otherwise
@@ -60,6 +65,9 @@ class Extraction:
         batch_rows: int | Mapping[str, int] | None,
         extracted: int,
         reader_memory: int | None,
+        devices: Sequence[Any],
+        device_memory: int,
+        device_policy: str,
         reader: dict[str, Any],
     ) -> None:
         known = ["auto", *(name for name in layout.POLICIES if name != "min")]
@@ -75,13 +83,20 @@ class Extraction:
             raise TypeError(
                 f"OnlineLoader has no option {unknown[0]!r}; of a reader's it takes {', '.join(sorted(_READER_OPTIONS))}"
             )
+        if device_policy not in known or device_policy in ("auto", "static"):
+            known = [name for name in known if name not in ("auto", "static")]
+            raise SourceError(f"no policy {device_policy!r} for devices; there are {', '.join(known)}")
+        if device_memory and not devices:
+            raise SourceError("device_memory= keeps rows on a device: say on which, with device=")
         if extracted < 1:
             raise SourceError(f"at least one mini-batch is extracted at a time, not {extracted}")
         self.store, self.memory_bytes, self.policy = store, memory_bytes, policy
         self.extracted, self._reader_nominal = extracted, reader_memory
         self._static, self._batch_rows, self._reader_options = static, batch_rows, reader
+        self._devices, self._device_memory, self._device_policy = devices, device_memory, device_policy
         self._warm = {} if warm is None else saved.load(store, warm)
         self.buffers: dict[str, FeatureBuffer] = {}
+        self.on_devices: dict[str, DeviceBuffer] = {}  # levels above these
         self.table_of: dict[str, str] = {}
         self.on_change: Callable[[], None] = lambda: None
         self._choices: dict[str, PolicyChoice] = {}
@@ -97,6 +112,7 @@ class Extraction:
         tables = {name: self.store.tables[name] for name in self.table_of.values()}
         rows = {self.table_of[t]: self._rows_expected(self.table_of[t], len(ids)) for t, ids in first.items()}
         self._piece_bytes = sum(self._padded(name, count) for name, count in rows.items())
+        self._device_slots = self._split_devices(tables, rows) if self._device_memory else {}
         slots = self._split(tables, rows)
         self._outputs = Outputs(self._piece_bytes, DEPTH)
         self._reader = self.store.reader(
@@ -105,6 +121,7 @@ class Extraction:
         try:
             for name, count in slots.items():
                 self.buffers[name] = self._buffer(name, count, rows[name])
+            self._open_devices()
             if self._warm:
                 self._load()
         except BaseException:
@@ -147,6 +164,8 @@ class Extraction:
             reader = b.row_map_bytes + b.checksum_bytes + b.staging_bytes + b.scratch_bytes
             under_way = (SAMPLED + self.extracted) * _BYTES_PER_ID * sum(rows.values())
             parts = {"reader": reader, "handed over": DEPTH * self._piece_bytes, "under way": under_way}
+            if self._device_slots:
+                parts["slot maps of devices"] = sum(map(self._device_map_bytes, self._device_slots.values()))
             choosing = _CHOOSING_BYTES * len(tables)
             if self.policy == "auto" and choosing <= memory_bytes // _CHOOSING_SHARE:
                 parts["choosing a policy"] = choosing + sum(_uses_bytes(t, memory_bytes) for t in tables.values())
@@ -169,6 +188,32 @@ class Extraction:
             rest, total = rest - self._map_bytes(name, slots[name]), total - weights[name]
         self._memory = parts | {f"buffer of {n}": self._map_bytes(n, s) for n, s in slots.items()}
         return slots
+
+    def _split_devices(self, tables: Mapping[str, Table], rows: Mapping[str, int]) -> dict[str, int]:
+        """Slots of each device, by table. Raises BudgetError with the smallest memory of a device that works."""
+        weights = {name: rows[name] * t.row_bytes for name, t in tables.items()}
+        total, needed = sum(weights.values()), {name: self._device_rows(rows[name]) for name in tables}
+        slots = {name: self._device_memory * weights[name] // total // t.row_bytes for name, t in tables.items()}
+        if any(slots[name] < needed[name] for name in tables):
+            smallest = max(-(-needed[n] * t.row_bytes * total // weights[n]) for n, t in tables.items())
+            raise BudgetError(smallest, self._device_memory, "hold a mini-batch's rows on its devices (device_memory=)")
+        return {name: min(slots[name], -(-t.rows // len(self._devices))) for name, t in tables.items()}
+
+    def _device_rows(self, batch_rows: int) -> int:
+        """Rows of a mini-batch that belong on one device, about: ids are not spread evenly."""
+        count = len(self._devices)
+        return batch_rows if count == 1 else -(-batch_rows // count) + 4 * math.isqrt(batch_rows)
+
+    def _device_map_bytes(self, slots: int) -> int:
+        return len(self._devices) * layout.slot_map_bytes(slots, layout.POLICIES[self._device_policy])
+
+    def _open_devices(self) -> None:
+        if self._device_slots:
+            from featstore.online.device import DeviceBuffer
+
+            for name, slots in self._device_slots.items():
+                host = self.buffers[name]
+                self.on_devices[name] = DeviceBuffer(host, self._devices, slots=slots, policy=self._device_policy)
 
     def _slots_within(self, table: str, memory_bytes: int) -> int:
         names = CANDIDATES if self.policy == "auto" else (self.policy,)
@@ -206,7 +251,7 @@ class Extraction:
 
     # Mini-batches.
 
-    def begin(self, ids: Ids, under_way: Sequence[Ids]) -> dict[str, Ticket] | None:
+    def begin(self, ids: Ids, under_way: Sequence[Ids]) -> Tickets | None:
         """Tickets by table of a mini-batch, given the ids of those whose tickets are held; None where it has to wait for these."""
         unknown = [t for t in ids if t not in self.table_of]
         if unknown:
@@ -217,18 +262,30 @@ class Extraction:
                 pinned = len(one) + sum(len(other.get(node_type, ())) for other in under_way)
                 if pinned > _PINNED_SHARE * free:
                     return None
-        tickets: dict[str, Ticket] = {}
+        tickets: dict[str, Ticket | DeviceTicket] = {}
         try:
             for node_type, one in ids.items():
                 table = self.table_of[node_type]
-                tickets[table] = self.buffers[table].begin(one)
-                if table in self._choices:
-                    self._choices[table].observe(one)
+                begun = (self.on_devices.get(table) or self.buffers[table]).begin(one)
+                if begun is None:
+                    break
+                tickets[table] = begun
         except BaseException:
-            for ticket in tickets.values():
-                ticket.cancel()
+            self._cancel(tickets)
             raise
+        if len(tickets) < len(ids):
+            self._cancel(tickets)
+            return None
+        for table, choice in self._choices.items():
+            if table in tickets:
+                ticket = tickets[table]
+                choice.observe(ticket.ids if isinstance(ticket, Ticket) else ticket.asked_of_host)
         return tickets
+
+    @staticmethod
+    def _cancel(tickets: Tickets) -> None:
+        for ticket in tickets.values():
+            ticket.cancel()
 
     @property
     def undecided(self) -> bool:
@@ -244,20 +301,28 @@ class Extraction:
                 buffer.switch(policy, choice.static_ids() if policy == "static" else None)
             self._decided = self._decided or bool(choice.hit_rates)
 
-    def gather(self, tickets: Mapping[str, Ticket]) -> dict[str, NDArray[Any]]:
-        """The rows of a mini-batch by table, copied out; its slots are given back."""
-        out, at = {}, 0
+    def gather(self, tickets: Tickets) -> dict[str, Any]:
+        """The rows of a mini-batch by table, copied out: arrays, or tensors on a device that keeps rows. Its slots are given back."""
+        out: dict[str, Any] = {}
+        at = 0
         total = sum(self._padded(name, len(ticket.ids)) for name, ticket in tickets.items())
         raw = self._outputs.take(total) if total <= self._piece_bytes else empty_rows(total, 1)
         for name, ticket in tickets.items():
             table, buffer = self.store.tables[name], self.buffers[name]
             end = at + len(ticket.ids) * table.row_bytes
-            rows = raw[at:end].view(buffer.dtype).reshape(len(ticket.ids), *table.row_shape)
-            buffer.gather(ticket, rows)
-            ticket.release()
-            out[name] = rows
+            if isinstance(ticket, Ticket):
+                out[name] = self._on_host(buffer, ticket, table, raw[at:end])
+            else:
+                out[name] = self.on_devices[name].gather(ticket, raw[at:end])
             at += self._padded(name, len(ticket.ids))
         return out
+
+    @staticmethod
+    def _on_host(buffer: FeatureBuffer, ticket: Ticket, table: Table, raw: NDArray[np.uint8]) -> NDArray[Any]:
+        rows = raw.view(buffer.dtype).reshape(len(ticket.ids), *table.row_shape)
+        buffer.gather(ticket, rows)
+        ticket.release()
+        return rows
 
     def _padded(self, table: str, rows: int) -> int:
         """Bytes of so many rows, and what keeps those of the next table aligned."""
@@ -285,12 +350,23 @@ class Extraction:
         """Write down which rows are in the buffers."""
         if not self.buffers:
             raise SourceError("there is nothing to save before the first mini-batch")
-        saved.save(self.store, name, {table: buffer.cached_ids() for table, buffer in self.buffers.items()})
+        saved.save(self.store, name, {table: self._cached_ids(table) for table in self.buffers})
+
+    def _cached_ids(self, table: str) -> NDArray[np.int64]:
+        """Those on devices last: they are wanted most."""
+        on_host = self.buffers[table].cached_ids()
+        if table not in self.on_devices:
+            return on_host
+        on_devices = self.on_devices[table].cached_ids()
+        return np.concatenate([on_host[~np.isin(on_host, on_devices)], on_devices])
 
     def _load(self) -> None:
         """Read the rows that were saved, as many as fit, into the buffers."""
         for name, buffer in self.buffers.items():
             ids = self._warm.get(name, np.empty(0, np.int64))
+            if name in self.on_devices:
+                self.on_devices[name].load(ids, self._outputs.take(self._piece_bytes))
+                ids = ids[~np.isin(ids, self.on_devices[name].cached_ids())]
             buffer.load(ids[max(0, len(ids) - buffer.slots_unkept) :])
 
     # The rest.

@@ -23,17 +23,16 @@ from collections.abc import Callable, Iterable, Mapping, Sized
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from numpy.typing import NDArray
+import numpy as np
 
 from featstore.errors import SourceError
-from featstore.online.extraction import EXTRACTED, LARGEST, ROOM, SAMPLED, Extraction
+from featstore.online.extraction import EXTRACTED, FIRST_POLICY, LARGEST, ROOM, SAMPLED, Extraction, Tickets
 from featstore.online.report import OnlineReport, OnlineStages
 from featstore.pipeline import Sampler, Walk, WalkingLoader, check_repeatable, epoch_of
 from featstore.tracing.nodes import Ids, split
 from featstore.units import parse_bytes
 
 if TYPE_CHECKING:
-    from featstore.online.tickets import Ticket
     from featstore.store import Store
 
 STATE_VERSION = 1
@@ -73,7 +72,11 @@ class OnlineLoader(WalkingLoader):
             to half as many more get through, slowly.
         overtake: hand over whichever mini-batch has its rows first.
         nodes: a function from a mini-batch to its node ids, or to {table: ids}, where no rule finds them.
-        device: where tensors go; None for host memory.
+        device: where tensors go; None for host memory. Several devices may be given as a list: they share the rows kept on
+            them, and mini-batches go to the first.
+        device_memory: for rows kept on each device (:mod:`featstore.online.device`), bytes or ``"2GiB"``, beside ``memory``, which is the
+            host's. The mini-batches themselves take memory there as well.
+        device_policy: of these rows: a name of :data:`featstore.online.slot_layout.POLICIES` but ``"static"`` and ``"min"``.
         tensors: hand out torch tensors; by default where there is a device, or the mini-batches are PyG objects.
         extracted: how many mini-batches are extracted at once, at most: fewer where they would pin most of the slots.
         reader_memory: the reader's nominal budget beyond maps and checksums, of which it takes a quarter; by default half of the budget,
@@ -89,12 +92,15 @@ class OnlineLoader(WalkingLoader):
     def __init__(
         self, store: Store, batches: Sampler, *, memory: int | str = "1GiB", policy: str = "auto", static: Any = None,
         warm: str | None = None, batch_rows: int | Mapping[str, int] | None = None, overtake: bool = False,
-        nodes: Callable[[Any], Any] | None = None, device: Any = None, tensors: bool | None = None, extracted: int = EXTRACTED,
-        reader_memory: int | str | None = None, **reader: Any,
+        nodes: Callable[[Any], Any] | None = None, device: Any = None, device_memory: int | str | None = None, device_policy: str = FIRST_POLICY,
+        tensors: bool | None = None, extracted: int = EXTRACTED, reader_memory: int | str | None = None, **reader: Any,
     ) -> None:  # fmt: skip
         super().__init__(OnlineStages())
         self.store, self._batches, self._nodes = store, batches, nodes
-        self.overtake, self._tensors, self._device = overtake, tensors, device
+        devices = list(device) if isinstance(device, list | tuple) else [] if device is None else [device]
+        self.overtake, self._tensors, self._device = overtake, tensors, devices[0] if devices else None
+        if tensors is False and devices:
+            raise SourceError("tensors=False hands out arrays, which are in host memory: leave out device=")
         self._extraction = Extraction(
             store,
             parse_bytes(memory),
@@ -104,6 +110,9 @@ class OnlineLoader(WalkingLoader):
             batch_rows=batch_rows,
             extracted=operator.index(extracted),
             reader_memory=None if reader_memory is None else parse_bytes(reader_memory),
+            devices=devices,
+            device_memory=0 if device_memory is None else parse_bytes(device_memory),
+            device_policy=device_policy,
             reader=reader,
         )
         self._report: OnlineReport | None = None
@@ -182,14 +191,14 @@ class OnlineLoader(WalkingLoader):
         with self._alone("the cache was saved since this iteration began"):
             self._extraction.save(name)
 
-    def finished(self, ids: Ids, sample: Any, rows: dict[str, NDArray[Any]], index: int) -> Any:
+    def finished(self, ids: Ids, sample: Any, rows: dict[str, Any], index: int) -> Any:
         """What the training loop gets."""
         x: dict[str, Any] = dict(rows)
         pyg = type(sample).__module__.startswith("torch_geometric.")
         if self._tensors or (self._tensors is None and (pyg or self._device is not None)):
             from featstore.compiled.tensors import as_tensor, to_device
 
-            x = {name: as_tensor(one) for name, one in x.items()}
+            x = {name: as_tensor(one) if isinstance(one, np.ndarray) else one for name, one in x.items()}
             if self._device is not None:
                 x = {name: to_device(one, self._device) for name, one in x.items()}
         if pyg:
@@ -223,7 +232,7 @@ class _Sampled:
     index: int
     ids: Ids
     sample: Any
-    tickets: dict[str, Ticket]
+    tickets: Tickets
 
 
 class _Walk(Walk):

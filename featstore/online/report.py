@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from featstore.online.tickets import BufferStats, Ticket
+from featstore.online.tickets import BufferStats
 from featstore.pipeline import Stages
 
 if TYPE_CHECKING:
-    from featstore.online.extraction import Extraction
+    from featstore.online.extraction import Extraction, Tickets
 
 
 @dataclass(frozen=True)
 class OnlineReport:
-    """Seconds by stage (``sample``, ``claim``, ``gather``, ``hand over``: busy; ``read``: the rows of at least one mini-batch are on their
-    way; ``train``: the loop is at work; ``wait``: the loop waits), what each table's buffer has counted, reads and bytes read from disk."""
+    """Seconds by stage (``sample``, ``claim``, ``gather``, ``hand over``: busy; ``read``: the rows of at least one mini-batch are on
+    their way; ``train``: the loop is at work; ``wait``: the loop waits), what each table's buffer has counted (``buffers``), and the
+    devices above it (``devices``), reads and bytes read from disk."""
 
     batches: int
     seconds: dict[str, float]
     buffers: dict[str, BufferStats]
     bytes_read: int
     reads: int
+    devices: dict[str, BufferStats]
 
     @property
     def slowest(self) -> str:
@@ -31,25 +32,28 @@ class OnlineReport:
 
     @property
     def hit_rate(self) -> float:
-        """Of all rows asked for, the share that was in a buffer or on its way."""
-        hits, misses = sum(b.hits for b in self.buffers.values()), sum(b.misses for b in self.buffers.values())
-        return hits / max(1, hits + misses)
+        """Of all rows asked for, the share that was on a device, in a host's buffer, or on its way."""
+        asked = sum(
+            b.hits + b.misses for b in (self.buffers | self.devices).values()
+        )  # the devices, where there are some, are asked first
+        return 1 - sum(b.misses for b in self.buffers.values()) / max(1, asked)
 
     def to_dict(self) -> dict[str, Any]:
         return {
             "batches": self.batches, "seconds": self.seconds, "slowest": self.slowest, "hit_rate": round(self.hit_rate, 6),
-            "buffers": {name: asdict(b) for name, b in self.buffers.items()}, "bytes_read": self.bytes_read, "reads": self.reads,
+            "buffers": {name: asdict(b) for name, b in self.buffers.items()},
+            "devices": {name: asdict(b) for name, b in self.devices.items()}, "bytes_read": self.bytes_read, "reads": self.reads,
         }  # fmt: skip
 
 
 class OnlineStages(Stages):
     """Counts for a report."""
 
-    def begun(self, tickets: Mapping[str, Ticket]) -> None:
+    def begun(self, tickets: Tickets) -> None:
         """A mini-batch's reads have begun."""
         self.read_begins()
 
-    def ended(self, tickets: Mapping[str, Ticket]) -> None:
+    def ended(self, tickets: Tickets) -> None:
         """A mini-batch's rows are there."""
         self.read_ends()
 
@@ -58,5 +62,10 @@ class OnlineStages(Stages):
         stats = extraction.reader_stats()
         buffers = {name: buffer.stats() for name, buffer in extraction.buffers.items()}
         return OnlineReport(
-            batches, seconds, buffers, 0 if stats is None else stats.bytes_read, 0 if stats is None else stats.reads
+            batches,
+            seconds,
+            buffers,
+            0 if stats is None else stats.bytes_read,
+            0 if stats is None else stats.reads,
+            {name: level.stats() for name, level in extraction.on_devices.items()},
         )

@@ -1,0 +1,269 @@
+"""The device level: rows on one or several accelerators, above the host's feature buffer (after BGL, NSDI'23, section 3.2).
+
+A node's rows belong on the device of its id modulo the number of devices, so no row is on two of them. A mini-batch asks the devices
+first; what they have not comes through the host's buffer, is put on its device, and stays there until its slot is needed. Each device
+has a slot map like the host's (:mod:`featstore.online.slots`), in host memory, and any of its policies. What the host's buffer sees is
+what the devices miss.
+
+*No locks.* One thread does everything: the loader's, which extracts. Slots are filled and read by operations of torch in one stream for
+each device, that of this thread; so a row is there before it is read, and read before its slot has another one.
+
+*No deadlock, and no row twice.* A mini-batch gets all its slots on all devices, or changes nothing. A row that an earlier mini-batch
+already brings is waited for. When that mini-batch is given up, the next one that looks brings the row itself.
+
+Rows are moved as the widest integers that they consist of: what they mean does not matter, and torch cannot index every dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from featstore.compiled.tensors import as_tensor, to_device
+from featstore.errors import BudgetError, CancelledError
+from featstore.ids import parse_ids
+from featstore.online import slot_layout as layout
+from featstore.online import slots as sl
+from featstore.online.buffer import COUNTED, FeatureBuffer
+from featstore.online.tickets import BufferStats, Ticket
+
+_WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
+
+
+def word_of(row_bytes: int) -> torch.dtype:
+    """The widest integers that rows of so many bytes consist of."""
+    return next(dtype for size, dtype in _WORDS.items() if row_bytes % size == 0)
+
+
+class _Shard:
+    """The rows on one device: ``x`` (words [slots, words of a row]), and which row is in which slot."""
+
+    def __init__(self, device: torch.device, slots: int, row_bytes: int, policy: str) -> None:
+        word = word_of(row_bytes)
+        self.device, self.slots = device, slots
+        self.map = layout.make_slot_map(slots, layout.POLICIES[policy])
+        sl.load_kernels(self.map)
+        self.x = torch.empty((slots, row_bytes // word.itemsize), dtype=word, device=device)
+
+    def take(self, slots: NDArray[np.int32]) -> torch.Tensor:
+        return self.x.index_select(0, torch.from_numpy(slots).to(self.device))
+
+    def put(self, slots: NDArray[np.int32], words: torch.Tensor) -> None:
+        self.x.index_copy_(0, torch.from_numpy(slots.astype(np.int64)).to(self.device), words)
+
+
+class _Part:
+    """What a mini-batch holds of one shard: ``places`` of its rows in the mini-batch, their ``slots``, pinned while ``outcome[2]`` is 1,
+    and the places of rows that others bring."""
+
+    def __init__(self, shard: _Shard, places: NDArray[np.int64], ids: NDArray[np.int64]) -> None:
+        self.shard, self.places, self.ids = shard, places, ids
+        self.slots, self.missed, self.waits = (np.empty(len(ids), np.int32) for _ in range(3))
+        self.outcome = np.zeros(3, np.int64)
+
+    def acquire(self) -> int:
+        """How many slots are short, or 0."""
+        sl.acquire(self.shard.map, self.ids, self.slots, self.missed, self.waits, outcome=self.outcome)
+        self.waits = self.waits[: max(0, self.outcome[1])]
+        return max(0, -int(self.outcome[0]))
+
+
+class _Fill:
+    """Rows to be brought to devices: of each part the positions in ``missed``; ``host``: the host's ticket for them, one after the
+    other."""
+
+    def __init__(self) -> None:
+        self.missed: list[tuple[_Part, NDArray[np.int32]]] = []
+        self.host: Ticket | None = None
+
+    def ids(self) -> NDArray[np.int64]:
+        return np.concatenate([part.ids[positions] for part, positions in self.missed])
+
+    def end(self, status: int) -> None:
+        """The rows are in their slots, or will not be."""
+        while self.missed:
+            part, missed = self.missed.pop()
+            sl.unpin(part.shard.map, part.slots[missed], status, np.ones(1, np.int64))
+        if self.host is not None:
+            self.host.release()
+
+
+class DeviceTicket:
+    """One mini-batch's claim on a :class:`DeviceBuffer`. ``ids``: int64 [n]; ``asked_of_host``: those that were on no device."""
+
+    def __init__(self, buffer: DeviceBuffer, ids: NDArray[np.int64]) -> None:
+        self._buffer, self.ids = buffer, ids
+        self._parts: list[_Part] = []
+        self._fills: list[_Fill] = []
+        self._released = False
+        self.asked_of_host = np.empty(0, np.int64)
+
+    def done(self) -> bool:
+        """Whether :meth:`DeviceBuffer.gather` would not wait. Raises what the host's buffer raises."""
+        return self._buffer._done(self)
+
+    def release(self) -> None:
+        """Give the slots back; a host's read under way goes on, but its rows are not put on the devices. May be called more than once."""
+        self._released = True
+        for fill in self._fills:
+            fill.end(layout.FAILED)
+        for part in self._parts:
+            sl.release(part.shard.map, part.slots, part.outcome)
+
+    def cancel(self) -> None:
+        """Release, and stop the host's reads."""
+        for fill in self._fills:
+            if fill.host is not None:
+                fill.host.cancel()
+        self.release()
+
+
+class DeviceBuffer:
+    """Rows of one table on devices, above the host's buffer; see the module's text.
+
+    Args:
+        host: the feature buffer below; it stays open. Its slots bound what a mini-batch may miss here.
+        devices: as torch takes them; mini-batches are put together on the first.
+        slots: how many rows fit on each device.
+        policy: a name of :data:`featstore.online.slot_layout.POLICIES` but ``"static"`` and ``"min"``.
+
+    Raises TypeError for rows whose dtype torch does not know; what torch raises where a device is not there or too small.
+    """
+
+    def __init__(self, host: FeatureBuffer, devices: Sequence[Any], *, slots: int, policy: str) -> None:
+        self._host, self.policy_name = host, policy
+        self._row_shape, self._row_bytes = host.x.shape[1:], host.x.nbytes // host.slots
+        self._dtype = as_tensor(host.x[:0]).dtype
+        self._shards = [_Shard(torch.device(device), slots, self._row_bytes, policy) for device in devices]
+        self.slots = slots * len(self._shards)
+
+    # A mini-batch.
+
+    def begin(self, ids: Any) -> DeviceTicket | None:
+        """Claim slots for the rows of a mini-batch (node ids, duplicates are fine), and start to bring what is missing; None where other
+        tickets hold too many slots.
+
+        Raises IdError; BudgetError where there are too few slots whoever holds them; what the host's ``begin`` raises.
+        """
+        values = parse_ids(ids, copy=True).values
+        self._host.check_ids(values)
+        ticket, fill = DeviceTicket(self, values), _Fill()
+        ticket._fills.append(fill)
+        try:
+            for part in self._split(values):
+                if part.acquire():
+                    self._check_fits(part)
+                    ticket.release()
+                    return None
+                ticket._parts.append(part)
+                fill.missed.append((part, part.missed[: part.outcome[0]]))
+            ticket.asked_of_host = fill.ids()
+            fill.host = self._host.begin(ticket.asked_of_host)
+        except BaseException:
+            ticket.cancel()
+            raise
+        return ticket
+
+    def _split(self, ids: NDArray[np.int64]) -> list[_Part]:
+        if len(self._shards) == 1:
+            return [_Part(self._shards[0], np.arange(len(ids)), ids)]
+        of_shard = ids % len(self._shards)
+        places = [np.flatnonzero(of_shard == number) for number in range(len(self._shards))]
+        return [_Part(shard, at, ids[at]) for shard, at in zip(self._shards, places, strict=True)]
+
+    def _check_fits(self, part: _Part) -> None:
+        needed, shard = len(np.unique(part.ids)), part.shard
+        if needed > shard.slots:
+            what = f"hold the {needed:,} rows of a mini-batch that belong on {shard.device} (device_memory=)"
+            raise BudgetError(needed * self._row_bytes, shard.slots * self._row_bytes, what)
+
+    def _done(self, ticket: DeviceTicket) -> bool:
+        if ticket._released:
+            raise CancelledError("the ticket was released before its rows were there")
+        fill = _Fill()
+        for part in ticket._parts:
+            positions = np.empty(len(part.waits), np.int32)
+            still, reads = sl.look_again(part.shard.map, part.slots, part.waits, positions)
+            part.waits = part.waits[:still]
+            if reads:  # who was to bring them has given up
+                fill.missed.append((part, positions[:reads]))
+        if fill.missed:
+            ticket._fills.append(fill)
+            fill.host = self._host.begin(fill.ids())
+        arrived = all(fill.host is None or fill.host.done() for fill in ticket._fills)
+        return arrived and not any(len(part.waits) for part in ticket._parts)
+
+    def gather(self, ticket: DeviceTicket, staging: NDArray[np.uint8]) -> torch.Tensor:
+        """The rows of a ticket that is done, [n, *row shape] on the first device; its slots are given back.
+
+        ``staging``: memory for what comes from the host, which may be used again at once. Raises what went wrong with a read.
+        """
+        for fill in ticket._fills:
+            self._fill(fill, staging)
+        parts = [part for part in ticket._parts if len(part.ids)]
+        if len(parts) == 1:
+            words = parts[0].shard.take(parts[0].slots)
+        else:
+            shape = (len(ticket.ids), *self._shards[0].x.shape[1:])
+            words = torch.empty(shape, dtype=self._shards[0].x.dtype, device=self._shards[0].device)
+            for part in parts:
+                words[torch.from_numpy(part.places).to(words.device)] = part.shard.take(part.slots).to(words.device)
+        ticket.release()
+        words = words.to(self._shards[0].device)
+        return words.view(self._dtype).reshape(len(ticket.ids), *self._row_shape)
+
+    def _fill(self, fill: _Fill, staging: NDArray[np.uint8]) -> None:
+        """Put rows that the host has on their devices."""
+        if not fill.missed or fill.host is None:
+            return
+        count = len(fill.host.ids)
+        rows = staging[: count * self._row_bytes].reshape(count, self._row_bytes)
+        self._host.gather(fill.host, rows.view(self._host.dtype).reshape(count, *self._row_shape))
+        words = torch.from_numpy(rows).view(self._shards[0].x.dtype)
+        low = 0
+        for part, missed in fill.missed:
+            part.shard.put(part.slots[missed], to_device(words[low : low + len(missed)], part.shard.device))
+            low += len(missed)
+        fill.end(layout.PRESENT)
+
+    # Beforehand, and afterwards.
+
+    def load(self, ids: NDArray[np.int64], staging: NDArray[np.uint8]) -> None:
+        """Bring rows beforehand: of each device's, the last ones that fit. They are not counted."""
+        before = [shard.map.counts[COUNTED].copy() for shard in self._shards]
+        at_once = max(1, min(len(staging) // self._row_bytes, self._host.slots_unkept))
+        wanted = np.concatenate([ids[ids % len(self._shards) == n][-s.slots :] for n, s in enumerate(self._shards)])
+        with self._host.uncounted():
+            for low in range(0, len(wanted), at_once):
+                ticket = self.begin(wanted[low : low + at_once])
+                if ticket is None:
+                    raise ValueError("rows are loaded beforehand while no ticket holds slots")
+                for fill in ticket._fills:
+                    self._fill(fill, staging)
+                ticket.release()
+        for shard, counts in zip(self._shards, before, strict=True):
+            shard.map.counts[COUNTED] = counts
+
+    @property
+    def memory_bytes(self) -> int:
+        """Host memory of the slot maps; the rows take that of the devices."""
+        return len(self._shards) * layout.slot_map_bytes(self._shards[0].slots, layout.POLICIES[self.policy_name])
+
+    def cached_ids(self) -> NDArray[np.int64]:
+        """int64, the node ids of the rows that are on the devices."""
+        records = [shard.map.slots for shard in self._shards]
+        return np.concatenate([r["row"][(r["status"] == layout.PRESENT) & (r["row"] >= 0)] for r in records])
+
+    def stats(self) -> BufferStats:
+        """What all devices have counted."""
+        counts = np.stack([shard.map.counts[COUNTED] for shard in self._shards])
+        hits, misses, waits, evictions = (int(n) for n in counts[:, :-1].sum(0))
+        return BufferStats(hits, misses, waits, evictions, int(counts[:, -1].max()))
+
+    def __repr__(self) -> str:
+        names = ", ".join(str(shard.device) for shard in self._shards)
+        return f"<DeviceBuffer of {self.slots:,} rows on {names}, {self.policy_name}>"
