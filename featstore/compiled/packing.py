@@ -19,7 +19,7 @@ from featstore.compiled.lists import RowLists, RowListsWriter
 from featstore.compiled.segments import Route, pack_episode, plan_packing, segment_of
 from featstore.compiled.table import TablePlan
 from featstore.compiled.tables import chunk_path, new_table, table_writer
-from featstore.compiled.targets import WRITE_THREADS, Target, private_buffers
+from featstore.compiled.targets import WRITE_THREADS, Target, page_buffers
 from featstore.disk import Disk
 from featstore.engine.base import aligned_buffer
 from featstore.layout import TableLayout
@@ -158,8 +158,8 @@ class TablePacking:
         """Bring the spilled rows into the order of the regions, bucket by bucket: one is read and put in order while the one before it
         is written."""
         row_bytes, largest = self._row_bytes, min(self._buckets.rows_each, entry.rows)
-        (spilled,) = private_buffers(1, spill.pages_bytes(largest))
-        ordered = [_Ordered(one) for one in private_buffers(2, spill.pages_bytes(largest))]
+        (spilled,) = page_buffers(1, spill.pages_bytes(largest))
+        ordered = [_Ordered(one) for one in page_buffers(2, spill.pages_bytes(largest))]
         writer = table_writer(self._catalogue, entry, WRITE_THREADS)
         try:
             carried = spilled[:0]  # of the last page, which goes on with the next bucket

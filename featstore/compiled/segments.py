@@ -22,7 +22,7 @@ from numba import njit
 from numpy.typing import NDArray
 
 from featstore.compiled.lists import RowLists
-from featstore.compiled.targets import WRITE_THREADS, Target, private_buffers
+from featstore.compiled.targets import WRITE_THREADS, Target, page_buffers
 from featstore.engine.base import aligned_buffer
 from featstore.errors import BudgetError
 from featstore.native import address_of, memcpy
@@ -113,7 +113,7 @@ class Packing:
         self._row_bytes = row_bytes
         self._buffer_bytes = buffer_bytes
         self._free: queue.SimpleQueue[NDArray[np.uint8]] = queue.SimpleQueue()
-        self._unused = private_buffers(buffers, buffer_bytes)
+        self._unused = page_buffers(buffers, buffer_bytes)
 
     def buffer(self) -> NDArray[np.uint8]:
         """A free buffer; waits for one that is being written."""

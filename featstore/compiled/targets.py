@@ -7,11 +7,10 @@ they are whole. A checkpoint writes them as they are, and what it left is read b
 from __future__ import annotations
 
 import errno
-import mmap
 import os
 import queue
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,13 +31,9 @@ WRITE_THREADS = 4  # segments' buffers are short, and their writes wait for the 
 _WRITES_AHEAD = 4 * WRITE_THREADS
 
 
-def private_buffers(count: int, byte_count: int) -> list[NDArray[np.uint8]]:
-    """Buffers that start at pages, in memory that counts once touched. They are much memory, and large pages, where the system has
-    them, spare it a fault for each small one, and direct writes the look-up of each."""
-    memory = mmap.mmap(-1, max(1, count * byte_count), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # advice: a kernel without large pages
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    whole = np.frombuffer(memory, np.uint8)
+def page_buffers(count: int, byte_count: int) -> list[NDArray[np.uint8]]:
+    """Buffers of whole pages, one after the other, so that large pages serve small ones, too."""
+    whole = aligned_buffer(count * byte_count)
     return [whole[i * byte_count : (i + 1) * byte_count] for i in range(count)]
 
 

@@ -92,8 +92,9 @@ class OnlineLoader(WalkingLoader):
     def __init__(
         self, store: Store, batches: Sampler, *, memory: int | str = "1GiB", policy: str = "auto", static: Any = None,
         warm: str | None = None, batch_rows: int | Mapping[str, int] | None = None, overtake: bool = False,
-        nodes: Callable[[Any], Any] | None = None, device: Any = None, device_memory: int | str | None = None, device_policy: str = FIRST_POLICY,
-        tensors: bool | None = None, extracted: int = EXTRACTED, reader_memory: int | str | None = None, **reader: Any,
+        nodes: Callable[[Any], Any] | None = None, device: Any = None, device_memory: int | str | None = None,
+        device_policy: str = FIRST_POLICY, tensors: bool | None = None, extracted: int = EXTRACTED,
+        reader_memory: int | str | None = None, **reader: Any,
     ) -> None:  # fmt: skip
         super().__init__(OnlineStages())
         self.store, self._batches, self._nodes = store, batches, nodes
