@@ -63,7 +63,10 @@ def counts(cores: int) -> list[int]:
 
 
 def name_of(choice: Choice) -> str:
-    return f"{choice.workers} workers, {choice.train_threads} threads, {choice.reading.engine} {choice.reading.queue_depth}"
+    reading = choice.reading
+    more = f", {reading.extracted} mini-batches" if reading.extracted else ""
+    more += f", reader {format_bytes(reading.reader_bytes)}" if reading.reader_bytes else ""
+    return f"{choice.workers} workers, {choice.train_threads} threads, {reading.engine} {reading.queue_depth}{more}"
 
 
 def check(loader: Any, files: GraphFiles) -> None:
@@ -119,8 +122,10 @@ def sweep(
             if choice.reading in loaders:
                 continue
             reading, switch = choice.reading, Switch(make(0))
+            given = {} if reading.extracted is None else {"extracted": reading.extracted}
+            given |= {} if reading.reader_bytes is None else {"reader_memory": reading.reader_bytes}
             loader = featstore.OnlineLoader(
-                store, switch, memory=memory, engine=reading.engine, queue_depth=reading.queue_depth
+                store, switch, memory=memory, engine=reading.engine, queue_depth=reading.queue_depth, **given
             )
             loaders[reading] = stack.enter_context(loader), switch
             check(loader, files)

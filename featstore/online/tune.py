@@ -3,9 +3,9 @@
 :func:`tune` measures each stage by itself (:mod:`featstore.online.profiling`), puts the numbers into the model of
 :mod:`featstore.online.allocation`, and gets all settings in order. A model of stages that do not disturb each other is good at how to read,
 where the device decides, and less good at workers and threads, which share caches, memory bandwidth and Python's lock. So the few best
-pairs of workers and training threads, and the setting of someone who has chosen nothing, are tried out for real in turns, each a few
-seconds of an epoch, with a buffer that stays warm. What was fastest is the choice; where several are as good as equal, the one that
-the model prefers.
+pairs of workers and training threads are tried out for real in turns, each a second or so of an epoch, with a buffer that stays warm; then
+the fastest of them with the way of reading of someone who has chosen nothing, and his setting. What was fastest is the choice; where
+several are as good as equal, the one that the model prefers.
 
 The training step is called in earnest, some dozens of times: give it a model that may be thrown away, or restore it afterwards.
 """
@@ -302,23 +302,31 @@ class _Tuner:
 
     # Trying out.
 
-    def _try_out(
-        self, profile: Profile, best: Sequence[Forecast], before: Choice, trials: int
-    ) -> tuple[Trial, ...]:  # fmt: skip
+    def _try_out(self, profile: Profile, best: Sequence[Forecast], before: Choice, trials: int) -> tuple[Trial, ...]:
         if trials == 0:
             return ()
         reading = best[0].choice.reading
         chosen = candidates(best, trials, replace(before, reading=reading))
-        spent: dict[Choice, list[float]] = {choice: [] for choice in chosen}
-        seconds = self._time("try", _ROUNDS * len(chosen) + 1)
+        seconds = self._time("try", (_ROUNDS + 1) * (len(chosen) + 2))
+        tried = self._pace(chosen, seconds)
+        if (
+            reading != before.reading
+        ):  # the profile of reading has been wrong: what is chosen is tried with the other, too
+            fastest = min(tried, key=lambda choice: tried[choice])
+            tried |= self._pace(list(dict.fromkeys([replace(fastest, reading=before.reading), before])), seconds)
+        return tuple(Trial(choice, forecast(profile, choice).seconds, took) for choice, took in tried.items())
+
+    def _pace(self, choices: Sequence[Choice], seconds: float) -> dict[Choice, float]:
+        """What a mini-batch takes by each of these choices, which read alike, the better of two rounds."""
+        spent: dict[Choice, list[float]] = {choice: [] for choice in choices}
         switch = pf.Switch(self._batches(0))
-        with self._loader(switch, reading) as loader:
-            self._try_one(loader, switch, chosen[0], seconds)  # warms the buffer
+        with self._loader(switch, choices[0].reading) as loader:
+            self._try_one(loader, switch, choices[0], 2 * seconds)  # warms the buffer
             for turn in range(_ROUNDS):
-                for place in range(len(chosen)):
-                    choice = chosen[(turn + place) % len(chosen)]
+                for place in range(len(choices)):
+                    choice = choices[(turn + place) % len(choices)]
                     spent[choice].append(self._try_one(loader, switch, choice, seconds))
-        return tuple(Trial(choice, forecast(profile, choice).seconds, min(spent[choice])) for choice in chosen)
+        return {choice: min(one) for choice, one in spent.items()}
 
     def _try_one(self, loader: OnlineLoader, switch: pf.Switch, choice: Choice, seconds: float) -> float:
         """What a mini-batch takes when all stages work at once."""
@@ -357,10 +365,7 @@ class _Tuner:
             limit = _EQUAL * min(trial.seconds for trial in tried)
             first = next(trial for trial in tried if trial.seconds <= limit)
             after, seconds = forecast(profile, first.choice), first.seconds
-            as_before = replace(before.choice, reading=best.choice.reading)
-            same = next(trial.seconds for trial in tried if trial.choice == as_before)
-            # Tried out with the way of reading that was chosen; what that brings by itself, the model says.
-            seconds_before = same * before.seconds / forecast(profile, as_before).seconds
+            seconds_before = next(trial.seconds for trial in tried if trial.choice == before.choice)
         missed = self._missed[after.choice.reading.reader_bytes]
         per_batch = sum(len(rows) for batch in missed for rows in batch.values()) / max(1, len(missed))
         slots = self._slots_with(after.choice.reading.reader_bytes) or self._slots
