@@ -44,13 +44,14 @@ from featstore.ids import ALIGNMENT, check_out, empty_rows, finished, parse_ids
 from featstore.native import address_of, memcpy, prefetch
 from featstore.online import slot_layout as layout
 from featstore.online import slots as sl
+from featstore.online.saved import present_ids
 from featstore.online.tickets import BufferStats, Claim, Read, Ticket
 from featstore.reader import Reader
 from featstore.units import parse_bytes
 
 _PATIENCE_SECONDS = 1.0  # who waits looks this often whether those he waits for are alive
 _AHEAD, _PREFETCH_BYTES = 8, 1024
-_KEPT_AT_ONCE = 1 << 15  # rows of a static set that are read at once
+_LOADED_AT_ONCE = 1 << 15  # rows that are read at once beforehand
 _MOVED = 4096  # rows moved at once when the policy changes
 #: Where a slot map counts what :class:`BufferStats` has, in that order.
 COUNTED = [layout.HITS, layout.MISSES, layout.WAITS, layout.EVICTIONS, layout.BATCHES]
@@ -406,10 +407,15 @@ class FeatureBuffer:
             c = self._map.counts
             return BufferStats(*(int(c[at]) for at in COUNTED))
 
-    def load(self, ids: Any) -> None:
-        """Read rows beforehand, as many as there is room for at once; they are not counted. Raises what :meth:`begin` raises."""
-        with self.uncounted(), self.begin(ids) as ticket:
-            ticket.result()
+    def load(self, ids: Any, *, uses: int = 1) -> None:
+        """Read rows beforehand, as if they had been asked for so many times, but for the counts. In pieces: what is known of a read takes
+        memory by its rows. Raises what :meth:`begin` raises."""
+        values = parse_ids(ids).values
+        with self.uncounted():
+            for low in range(0, len(values), _LOADED_AT_ONCE):
+                for _ in range(uses):
+                    with self.begin(values[low : low + _LOADED_AT_ONCE]) as ticket:
+                        ticket.result()
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
@@ -451,12 +457,11 @@ class FeatureBuffer:
             self._keep(static)
 
     def _keep(self, static: Any) -> None:
-        """Have these rows for good. They are read in pieces: what is known of a read takes memory by its rows."""
+        """Have these rows for good."""
         ids = np.unique(parse_ids(static).values)
         self.check_ids(ids)
         if self.policy != layout.MIN and len(ids) <= self.slots:
-            for low in range(0, len(ids), _KEPT_AT_ONCE):
-                self.load(ids[low : low + _KEPT_AT_ONCE])
+            self.load(ids)
         uses = np.full(len(ids), layout.NEVER) if self.policy == layout.MIN else None
         self._static = self.begin(ids, uses)
         self._static.result()
@@ -471,12 +476,12 @@ class FeatureBuffer:
         return self.slots - (0 if self._static is None else len(self._static.ids))
 
     def cached_ids(self) -> NDArray[np.int64]:
-        """int64, the node ids of the rows that are in the buffer, but for those kept for good."""
+        """int64, the node ids of the rows that are in the buffer, but for those kept for good; what would leave first
+        is at the front, as far as the policy has an order."""
         with self._lock:
             self._enter_ended()
-            records = self._map.slots
-            found: NDArray[np.int64] = records["row"][(records["status"] == layout.PRESENT) & (records["row"] >= 0)]
-        return found if self._static is None else np.setdiff1d(found, self._static.ids)
+            found = present_ids(self._map)
+        return found if self._static is None else found[~np.isin(found, self._static.ids)]
 
     # Ending.
 

@@ -29,6 +29,7 @@ from featstore.ids import parse_ids
 from featstore.online import slot_layout as layout
 from featstore.online import slots as sl
 from featstore.online.buffer import COUNTED, FeatureBuffer
+from featstore.online.saved import present_ids
 from featstore.online.tickets import BufferStats, Ticket
 
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
@@ -232,21 +233,28 @@ class DeviceBuffer:
 
     # Beforehand, and afterwards.
 
-    def load(self, ids: NDArray[np.int64], staging: NDArray[np.uint8]) -> None:
-        """Bring rows beforehand: of each device's, the last ones that fit. They are not counted."""
+    def load(self, ids: NDArray[np.int64], staging: NDArray[np.uint8], *, uses: int = 1) -> None:
+        """Bring rows beforehand: of each device's, the last ones that fit. It is as if they had been asked for so many times, but for the
+        counts."""
         before = [shard.map.counts[COUNTED].copy() for shard in self._shards]
         at_once = max(1, min(len(staging) // self._row_bytes, self._host.slots_unkept))
         wanted = np.concatenate([ids[ids % len(self._shards) == n][-s.slots :] for n, s in enumerate(self._shards)])
         with self._host.uncounted():
             for low in range(0, len(wanted), at_once):
-                ticket = self.begin(wanted[low : low + at_once])
-                if ticket is None:
-                    raise ValueError("rows are loaded beforehand while no ticket holds slots")
-                for fill in ticket._fills:
-                    self._fill(fill, staging)
-                ticket.release()
+                for _ in range(uses):
+                    self._load_piece(wanted[low : low + at_once], staging)
         for shard, counts in zip(self._shards, before, strict=True):
             shard.map.counts[COUNTED] = counts
+
+    def _load_piece(self, ids: NDArray[np.int64], staging: NDArray[np.uint8]) -> None:
+        ticket = self.begin(ids)
+        if ticket is None:
+            raise ValueError("rows are loaded beforehand while no ticket holds slots")
+        try:
+            for fill in ticket._fills:
+                self._fill(fill, staging)
+        finally:
+            ticket.release()
 
     @property
     def memory_bytes(self) -> int:
@@ -254,9 +262,8 @@ class DeviceBuffer:
         return len(self._shards) * layout.slot_map_bytes(self._shards[0].slots, layout.POLICIES[self.policy_name])
 
     def cached_ids(self) -> NDArray[np.int64]:
-        """int64, the node ids of the rows that are on the devices."""
-        records = [shard.map.slots for shard in self._shards]
-        return np.concatenate([r["row"][(r["status"] == layout.PRESENT) & (r["row"] >= 0)] for r in records])
+        """int64, the node ids of the rows that are on the devices, of each device those that would leave first at the front."""
+        return np.concatenate([present_ids(shard.map) for shard in self._shards])
 
     def stats(self) -> BufferStats:
         """What all devices have counted."""

@@ -365,9 +365,9 @@ class Extraction:
         for name, buffer in self.buffers.items():
             ids = self._warm.get(name, np.empty(0, np.int64))
             if name in self.on_devices:
-                self.on_devices[name].load(ids, self._outputs.take(self._piece_bytes))
+                self.on_devices[name].load(ids, self._outputs.take(self._piece_bytes), uses=saved.USES)
                 ids = ids[~np.isin(ids, self.on_devices[name].cached_ids())]
-            buffer.load(ids[max(0, len(ids) - buffer.slots_unkept) :])
+            buffer.load(ids[max(0, len(ids) - buffer.slots_unkept) :], uses=saved.USES)
 
     # The rest.
 

@@ -19,11 +19,15 @@ from numpy.typing import NDArray
 
 from featstore.disk import Disk
 from featstore.errors import SourceError
+from featstore.online import slot_layout as layout
 
 if TYPE_CHECKING:
     from featstore.store import Store
 
 _FORMAT = "featstore-cache-1"
+
+#: As often a row that is loaded counts as used: S3-FIFO would take those used less often for rows that nobody wants again.
+USES = 3
 
 
 def cache_path(store: Store, name: str) -> Path:
@@ -58,6 +62,21 @@ def load(store: Store, name: str) -> dict[str, NDArray[np.int64]]:
     if found["format"] != _FORMAT or found["store"] != store.uuid:
         raise SourceError(f"{path} is a cache of the store {found['store']}, not of {store.uuid}: save it again")
     return {table: np.frombuffer(ids, "<i8").astype(np.int64) for table, ids in found["tables"].items()}
+
+
+def present_ids(m: layout.SlotMap) -> NDArray[np.int64]:
+    """int64, the rows of a slot map that are there; those that would leave first at the front, as far as the policy has an order."""
+    records, policy = m.slots, int(m.counts[layout.POLICY])
+    order = np.arange(len(records))
+    if policy in (layout.FIFO, layout.CLOCK, layout.SCORE):  # a hand goes over the slots
+        order = np.roll(order, -int(m.counts[layout.HAND]))
+    elif policy in (layout.LRU, layout.S3FIFO):  # queues, the small one before the main one
+        order = np.argsort(records["place"], kind="stable")
+    elif policy == layout.SIEVE:  # a hand goes over a queue; what is behind it has survived
+        order = np.lexsort((records["place"], records["place"] < m.counts[layout.CURSOR]))
+    records = records[order]
+    present: NDArray[np.int64] = records["row"][(records["status"] == layout.PRESENT) & (records["row"] >= 0)]
+    return present
 
 
 def _checksum(data: bytes) -> bytes:

@@ -260,6 +260,34 @@ def test_a_saved_cache_makes_the_first_epoch_warm(store: Any, x: np.ndarray) -> 
             featstore.OnlineLoader(store, skewed, warm=name)
 
 
+@pytest.mark.parametrize("policy", sorted(set(ONLINE) - {"static", "auto"}))
+def test_a_warm_start_is_as_good_as_going_on(store: Any, x: np.ndarray, policy: str) -> None:
+    rng = np.random.default_rng(3)
+    hot, others = np.split(rng.permutation(ROWS), [400])
+
+    def batches(epoch: int) -> Iterator[np.ndarray]:
+        once = np.random.default_rng(epoch).permutation(others)
+        for number in range(20):
+            yield np.concatenate([hot[number % 4 :: 4], once[130 * number : 130 * (number + 1)]])
+
+    def hits(loader: Any) -> int:
+        for batch in loader:
+            np.testing.assert_array_equal(batch.x, x[batch.n_id])
+        return int(loader.report().buffers["features"].hits)
+
+    options: dict[str, Any] = {"memory": "4500KiB", "policy": policy, "extracted": 1}  # about 950 slots
+    with featstore.OnlineLoader(store, batches, **options) as loader:
+        cold = hits(loader)
+        before = hits(loader)
+        loader.save_cache(policy)
+        gone_on = hits(loader) - before
+    with featstore.OnlineLoader(store, batches, warm=policy, **options) as loader:
+        loader.set_epoch(2)
+        warm = hits(loader)
+    assert warm >= 0.95 * gone_on
+    assert warm > cold
+
+
 # What comes in, what goes out.
 
 
