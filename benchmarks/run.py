@@ -29,6 +29,8 @@ NAMES = (
     "compiled",
     "policies",
     "online",
+    "online_workers",
+    "row_sizes",
     "tune",
 )
 

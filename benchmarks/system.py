@@ -23,6 +23,8 @@ _CGROUP_V1 = Path("/sys/fs/cgroup/memory")
 _CGROUP_V2 = Path("/sys/fs/cgroup")
 #: A file is cold when no more than this share of its pages is in the page cache.
 RESIDENT_MAX = 0.01
+#: An environment in which mini-batches that were freed are given back at once, so that processes hold what they use.
+ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
 
 
 @cache

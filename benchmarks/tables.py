@@ -25,14 +25,14 @@ ROWS_PER_PAGE = PAGE_BYTES // ROW_BYTES
 COLUMNS = ROW_BYTES // 4
 _BLOCK_ROWS = 16_384
 _ROW_FACTOR = np.uint32(2654435761)
-_COLUMN = (np.arange(COLUMNS, dtype=np.uint32) * np.uint32(40503)) ^ np.uint32(0x5BD1E995)
+_COLUMN_FACTOR, _COLUMN_MASK = np.uint32(40503), np.uint32(0x5BD1E995)
 _MASK = np.uint32(0x3FFFFFFF)  # a float32 with these bits is finite
 
 
-def true_rows(rows: NDArray[Any]) -> NDArray[np.float32]:
-    """What rows hold: float32 [n, COLUMNS], made of all bits that keep a float finite."""
+def true_rows(rows: NDArray[Any], columns: int = COLUMNS) -> NDArray[np.float32]:
+    """What rows hold: float32 [n, columns], made of all bits that keep a float finite."""
     mixed = rows.astype(np.uint32) * _ROW_FACTOR
-    values = mixed[:, None] + _COLUMN
+    values = mixed[:, None] + ((np.arange(columns, dtype=np.uint32) * _COLUMN_FACTOR) ^ _COLUMN_MASK)
     values &= _MASK
     return values.view(np.float32)
 
@@ -48,7 +48,7 @@ def check_rows(ids: NDArray[Any], rows: NDArray[Any], samples: int = 1000) -> No
     if len(rows) != len(ids):
         raise AssertionError(f"{len(rows):,} rows came for {len(ids):,} ids")
     chosen = np.unique(np.linspace(0, len(ids) - 1, min(samples, len(ids))).astype(np.int64))
-    expected = true_rows(np.asarray(ids)[chosen])
+    expected = true_rows(np.asarray(ids)[chosen], rows.shape[1])
     if not np.array_equal(expected.view(np.uint32), np.ascontiguousarray(rows[chosen]).view(np.uint32)):
         raise AssertionError("rows differ from what was written")
 

@@ -62,6 +62,7 @@ def test_every_example_is_tested_and_short() -> None:
         "train_mega_torch.py",
         "train_online_pyg.py",
         "train_pyg.py",
+        "train_ranks_torch.py",
         "train_torch.py",
     }
     for path in EXAMPLES.glob("*.py"):
@@ -118,6 +119,13 @@ def test_an_online_loader_learns_through_its_buffer(tmp_path: Path) -> None:
     assert float(accuracy.group(1)) > 0.95  # with rows of other nodes it would be 0.25
     assert 50 < int(buffered.group(1)) < 100
     assert int(buffered.group(2).replace(",", "")) >= 10_000 * 32 * 4, "every row at least once"
+
+
+def test_ranks_learn_through_one_buffer(tmp_path: Path) -> None:
+    epochs = re.findall(r"epoch (\d): accuracy ([\d.]+), ([\d,]+) rows read", example("train_ranks_torch.py", tmp_path))
+    assert [int(epoch) for epoch, _, _ in epochs] == [0, 1]
+    assert float(epochs[-1][1]) > 0.98  # with rows of other nodes it would be 0.25
+    assert [read for _, _, read in epochs] == ["10,000", "10,000"], "each row once, whichever rank asks first"
 
 
 def test_readme_code_runs(tmp_path: Path) -> None:
