@@ -29,6 +29,10 @@ os.register_at_fork(
     after_in_child=global_compiler_lock.release,
 )
 
+#: Options of ``njit`` for what only kernels call: wrappers for Python and C would take a third of the time it takes to compile.
+PART = {"nogil": True, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
+INLINED = {**PART, "forceinline": True}
+
 I8, I32, I64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
 
 

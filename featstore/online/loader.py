@@ -72,8 +72,8 @@ class OnlineLoader(WalkingLoader):
             to half as many more get through, slowly.
         overtake: hand over whichever mini-batch has its rows first.
         nodes: a function from a mini-batch to its node ids, or to {table: ids}, where no rule finds them.
-        device: where tensors go; None for host memory. Several devices may be given as a list: they share the rows kept on
-            them, and mini-batches go to the first.
+        device: where tensors go, in its default stream; None for host memory. Several devices may be given as a list: they share the
+            rows kept on them, and mini-batches go to the first.
         device_memory: for rows kept on each device (:mod:`featstore.online.device`), bytes or ``"2GiB"``, beside ``memory``, which is the
             host's. The mini-batches themselves take memory there as well.
         device_policy: of these rows: a name of :data:`featstore.online.slot_layout.POLICIES` but ``"static"`` and ``"min"``.

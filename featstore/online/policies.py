@@ -25,121 +25,116 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+from featstore.native import INLINED
 from featstore.online import policies_ghosts as ghosts
 from featstore.online.policies_min import min_idle, min_victim
 from featstore.online.policies_queues import (
-    lru_victim,
+    FREQUENCY_MAX,
+    STANDBY,
+    pop,
     push,
-    s3_hit,
     s3_insert,
-    s3_leave,
     s3_victim,
-    sieve_remove,
+    sieve_insert,
     sieve_victim,
-    take_out,
 )
-from featstore.online.policies_score import (
-    score_batch,
-    score_hit,
-    score_idle,
-    score_insert,
-    score_pin,
-    score_remove,
-    score_victim,
-)
-from featstore.online.slot_layout import CLOCK, HAND, IDLE, LRU, MIN, S3FIFO, SCORE, SIEVE, SLOTS, SlotMap
+from featstore.online.policies_score import score_batch, score_hit, score_insert, score_remove
+from featstore.online.slot_layout import CLOCK, HAND, IDLE, LENGTH, LRU, MIN, S3FIFO, SCORE, SIEVE, SLOTS, SlotMap
 
 
-@njit(nogil=True, forceinline=True)
+@njit(**INLINED)
 def before_insert(m: SlotMap, policy: int, row: int) -> None:
     """A row will be given a slot soon: prefetch what ``on_insert`` needs."""
     if policy == S3FIFO or policy == SCORE:
         ghosts.prefetch_bucket(m.ghosts.ctypes.data, m.ghosts, row)
 
 
-@njit(nogil=True, forceinline=True)
+@njit(**INLINED)
 def on_batch(m: SlotMap, policy: int) -> None:
     if policy == SCORE:
         score_batch(m)
 
 
-@njit(nogil=True, forceinline=True)
+@njit(**INLINED)
 def on_hit(m: SlotMap, policy: int, slot: int) -> None:
     if policy == CLOCK or policy == SIEVE:
         m.slots[slot].mark = 1
     elif policy == S3FIFO:
-        s3_hit(m, slot)
+        m.slots[slot].mark = min(m.slots[slot].mark + 1, FREQUENCY_MAX)
     elif policy == SCORE:
         score_hit(m, slot)
 
 
-@njit(nogil=True, forceinline=True)
+@njit(**INLINED)
 def on_pin(m: SlotMap, policy: int, slot: int) -> None:
-    if policy == LRU or policy == MIN:
-        take_out(m, slot)
-    elif policy == S3FIFO:
-        m.counts[IDLE + m.slots[slot].queue] -= 1
-    elif policy == SCORE:
-        score_pin(m, slot)
+    held = m.slots[slot]
+    if policy == S3FIFO:
+        m.counts[IDLE + held.queue] -= 1
+    elif policy == LRU or policy == MIN or (policy == SCORE and held.queue == 0):
+        held.place = -1  # it leaves its queue
 
 
-@njit(nogil=True, forceinline=True)
-def on_insert(m: SlotMap, policy: int, slot: int) -> None:
+@njit(**INLINED)
+def on_insert(m: SlotMap, policy: int, slot: int, records: int) -> None:
     if policy == SIEVE:
-        push(m, 0, slot)
+        sieve_insert(m, slot, records)
     elif policy == S3FIFO:
         s3_insert(m, slot)
     elif policy == SCORE:
         score_insert(m, slot)
 
 
-@njit(nogil=True, forceinline=True)
+@njit(**INLINED)
 def on_idle(m: SlotMap, policy: int, slot: int) -> None:
-    if policy == LRU:
-        push(m, 0, slot)
-    elif policy == S3FIFO:
-        m.counts[IDLE + m.slots[slot].queue] += 1
-    elif policy == SCORE:
-        score_idle(m, slot)
+    held = m.slots[slot]
+    if policy == S3FIFO:
+        m.counts[IDLE + held.queue] += 1
+    elif policy == LRU or (policy == SCORE and held.queue == 0):
+        push(m, STANDBY, slot)
     elif policy == MIN:
         min_idle(m, slot)
 
 
-@njit(nogil=True, forceinline=True)
+@njit(**INLINED)
 def on_remove(m: SlotMap, policy: int, slot: int) -> None:
+    held = m.slots[slot]
     if policy == SIEVE:
-        sieve_remove(m, slot)
+        held.place = -1
+        m.counts[LENGTH] += 1
     elif policy == S3FIFO:
-        m.counts[IDLE + m.slots[slot].queue] += 1  # its last pin has gone, and on_idle was not told
-        s3_leave(m, slot)
+        held.place = -1
+        m.counts[LENGTH + held.queue] -= 1
     elif policy == SCORE:
         score_remove(m, slot)
 
 
-@njit(nogil=True, forceinline=True)
-def hand_victim(m: SlotMap) -> np.int64:
-    """FIFO and CLOCK: the next slot without pin and mark."""
+@njit(**INLINED)
+def _hand_victim(m: SlotMap) -> np.int64:
+    """The next slot without pin and mark."""
     slots = m.counts[SLOTS]
     slot = m.counts[HAND]
     while m.slots[slot].pins > 0 or m.slots[slot].mark != 0:
         if m.slots[slot].pins == 0:
             m.slots[slot].mark = 0
-        slot = slot + 1 if slot + 1 < slots else 0
-    m.counts[HAND] = slot + 1 if slot + 1 < slots else 0
+        slot = slot + 1 if slot + 1 < slots else np.int64(0)
+    m.counts[HAND] = slot + 1 if slot + 1 < slots else np.int64(0)
     return np.int64(slot)
 
 
-@njit(nogil=True, forceinline=True)
+@njit(**INLINED)
 def victim(m: SlotMap, policy: int, records: int) -> np.int64:
     """A slot whose row leaves; ``records``: the address of the slots, for prefetching."""
-    if policy == LRU:
-        return np.int64(lru_victim(m, records))
+    slot = np.int64(-1)
     if policy == SIEVE:
-        return np.int64(sieve_victim(m, records))
-    if policy == S3FIFO:
-        return np.int64(s3_victim(m, records))
-    if policy == SCORE:
-        return np.int64(score_victim(m, records))
-    if policy == MIN:
-        return np.int64(min_victim(m, records))
-    return np.int64(hand_victim(m))
+        slot = sieve_victim(m, records)
+    elif policy == S3FIFO:
+        slot = s3_victim(m, records)
+    elif policy == MIN:
+        slot = min_victim(m, records)
+    elif policy == LRU or policy == SCORE:
+        slot = pop(m, STANDBY, records)
+    if slot < 0:
+        slot = _hand_victim(m)
+        if policy == SCORE:
+            score_remove(m, slot)
+    return slot

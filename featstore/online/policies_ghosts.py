@@ -13,7 +13,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from featstore.native import prefetch
+from featstore.native import INLINED, prefetch
 from featstore.online.slot_layout import WAYS
 
 FINGERPRINT_BITS = 24
@@ -21,14 +21,14 @@ FINGERPRINT_MASK = (1 << FINGERPRINT_BITS) - 1
 MULTIPLIER = np.uint64(0xD6E8FEB86659FD93)
 
 
-@njit(nogil=True, forceinline=True)
+@njit(**INLINED)
 def _hash(row: Any) -> Any:
     h = np.uint64(row) * MULTIPLIER
     h ^= h >> np.uint64(32)
     return h * MULTIPLIER
 
 
-@njit(nogil=True, forceinline=True)
+@njit(**INLINED)
 def _place(entries: NDArray[np.int64], row: int) -> tuple[np.int64, np.int64]:
     """The first entry of a row's bucket, and its fingerprint, from 1 on."""
     h = _hash(row)
@@ -36,7 +36,7 @@ def _place(entries: NDArray[np.int64], row: int) -> tuple[np.int64, np.int64]:
     return np.int64(bucket * WAYS), np.int64(h & np.uint64(FINGERPRINT_MASK)) | 1
 
 
-@njit(nogil=True, forceinline=True)
+@njit(**INLINED)
 def remember(entries: NDArray[np.int64], row: int, number: int) -> None:
     """Enter a row with a number, at the cost of the smallest of its bucket."""
     first, fingerprint = _place(entries, row)
@@ -47,7 +47,7 @@ def remember(entries: NDArray[np.int64], row: int, number: int) -> None:
     entries[least] = (np.int64(number) << FINGERPRINT_BITS) | fingerprint
 
 
-@njit(nogil=True, forceinline=True)
+@njit(**INLINED)
 def forget(entries: NDArray[np.int64], row: int, above: int) -> np.int64:
     """Take a row out. Returns its number if it was there with one greater than ``above``, else 0."""
     first, fingerprint = _place(entries, row)
@@ -59,7 +59,7 @@ def forget(entries: NDArray[np.int64], row: int, above: int) -> np.int64:
     return np.int64(0)
 
 
-@njit(nogil=True, forceinline=True)
+@njit(**INLINED)
 def prefetch_bucket(address: int, entries: NDArray[np.int64], row: int) -> None:
     """A row's bucket will be looked at soon; ``address``: of the entries."""
     prefetch(address + 8 * _place(entries, row)[0])

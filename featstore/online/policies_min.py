@@ -11,11 +11,13 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from featstore.native import prefetch
+from featstore.native import INLINED, PART, prefetch
 from featstore.online.slot_layout import BATCHES_MAX, END, FAR, RECORD_BYTES, SLOTS, SlotMap
 
+_AHEAD = 64  # entries whose records are prefetched ahead while stale ones are dropped
 
-@njit(nogil=True, forceinline=True)
+
+@njit(**INLINED)
 def _append(m: SlotMap, at: int, slot: int) -> None:
     """Write the entry of a slot at a place of the log: it becomes the first of its list."""
     use = min(np.int64(m.slots[slot].stamp), m.counts[BATCHES_MAX])
@@ -26,14 +28,16 @@ def _append(m: SlotMap, at: int, slot: int) -> None:
     m.counts[FAR] = max(m.counts[FAR], use)
 
 
-@njit(nogil=True)
+@njit(**PART)
 def _squeeze(m: SlotMap) -> None:
     """Drop the stale entries."""
     for use in range(m.table.shape[0]):
         m.table[use] = -1
     m.counts[FAR] = -1
     to = np.int64(0)
-    for at in range(m.counts[END]):
+    records, last = m.slots.ctypes.data, m.counts[END] - 1
+    for at in range(last + 1):
+        prefetch(records + RECORD_BYTES * np.int64(m.log[min(at + _AHEAD, last)]))
         slot = np.int64(m.log[at])
         if m.slots[slot].place == at:
             _append(m, to, slot)
@@ -41,7 +45,7 @@ def _squeeze(m: SlotMap) -> None:
     m.counts[END] = to
 
 
-@njit(nogil=True, forceinline=True)
+@njit(**INLINED)
 def min_idle(m: SlotMap, slot: int) -> None:
     if m.counts[END] == 2 * m.counts[SLOTS]:
         _squeeze(m)
@@ -49,7 +53,7 @@ def min_idle(m: SlotMap, slot: int) -> None:
     m.counts[END] += 1
 
 
-@njit(nogil=True, forceinline=True)
+@njit(**INLINED)
 def min_victim(m: SlotMap, records: int) -> np.int64:
     links = 2 * m.counts[SLOTS]
     far = m.counts[FAR]

@@ -3,7 +3,8 @@
 A queue is a log: slots are appended at its end, and an entry is valid as long as its slot's ``place`` names it. Taking a slot
 out of the middle is so one store into a record that is in the cache anyway, where a linked list would touch two others; and as
 entries lie in order, the records of those to come can be prefetched. Stale entries are skipped, and squeezed out when the log
-is full, which is at most once for as many entries as there are slots.
+is full, which is at most once for as many entries as there are slots. SIEVE's rows leave where the hand stands, so there the
+entry itself is made stale (-1), and no record is looked at to find that out.
 
 *LRU* (GNNDrive, ICPP'24, section 4.2): the queue holds the slots that nobody uses, the *standby list*. A row that is asked for
 leaves it, a row whose last pin goes joins its end, the victim is its first. Pinned slots are never looked at.
@@ -24,7 +25,7 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
-from featstore.native import prefetch
+from featstore.native import INLINED, PART, prefetch
 from featstore.online import policies_ghosts as ghosts
 from featstore.online.slot_layout import (
     BEGIN,
@@ -40,47 +41,42 @@ from featstore.online.slot_layout import (
     SlotMap,
 )
 
-SMALL, MAIN = 0, 1
-_FREQUENCY_MAX = 3
-_AHEAD = 16
+# Queues by number, typed, so that numba compiles no second version for a literal.
+SMALL, MAIN = np.int64(0), np.int64(1)
+STANDBY = np.int64(0)
+FREQUENCY_MAX = 3
+_AHEAD = 64  # entries whose records are prefetched ahead of the one that is looked at
 
 
-@njit(nogil=True, forceinline=True)
-def _squeeze(m: SlotMap, q: int) -> None:
+@njit(**PART)
+def _squeeze(m: SlotMap, q: int, records: int) -> None:
     """Drop a queue's stale entries."""
     c = m.counts
     to = first = 2 * c[SLOTS] * q
-    hand = np.int64(m.log[c[CURSOR]]) if c[CURSOR] >= 0 else np.int64(-1)
-    for at in range(c[BEGIN + q], c[END + q]):
+    end = c[END + q]
+    for at in range(c[BEGIN + q], end):
+        prefetch(records + RECORD_BYTES * np.int64(m.log[min(at + _AHEAD, end - 1)]))
         slot = m.log[at]
         if m.slots[slot].place == at:
             m.log[to] = slot
             m.slots[slot].place = to
             to += 1
     c[BEGIN + q], c[END + q] = first, to
-    if hand >= 0:
-        c[CURSOR] = m.slots[hand].place
 
 
-@njit(nogil=True, forceinline=True)
+@njit(**INLINED)
 def push(m: SlotMap, q: int, slot: int) -> None:
     """Put a slot at the end of queue q."""
     c = m.counts
     if c[END + q] == 2 * c[SLOTS] * (q + 1):
-        _squeeze(m, q)
+        _squeeze(m, q, m.slots.ctypes.data)
     end = c[END + q]
     m.log[end] = slot
     m.slots[slot].place = end
     c[END + q] = end + 1
 
 
-@njit(nogil=True, forceinline=True)
-def take_out(m: SlotMap, slot: int) -> None:
-    """Take a slot out of the queue it is in."""
-    m.slots[slot].place = -1
-
-
-@njit(nogil=True, forceinline=True)
+@njit(**INLINED)
 def pop(m: SlotMap, q: int, records: int) -> np.int64:
     """Take the first slot out of queue q; -1 if it is empty."""
     at, end = m.counts[BEGIN + q], m.counts[END + q]
@@ -96,45 +92,78 @@ def pop(m: SlotMap, q: int, records: int) -> np.int64:
     return found
 
 
-@njit(nogil=True, forceinline=True)
-def lru_victim(m: SlotMap, records: int) -> np.int64:
-    return np.int64(pop(m, 0, records))
+# SIEVE. CURSOR is the entry that the hand looks at next, of a row that is there, or -1 for the oldest. ``place`` names
+# the entry; it is -1 for a slot that was emptied since a row came last, and LENGTH counts these: their entries are blotted out,
+# all at once, when the next row comes, which is put into one of these slots.
 
 
-# SIEVE. CURSOR is the valid entry that the hand looks at next, or -1 for the oldest.
-
-
-@njit(nogil=True, forceinline=True)
+@njit(**INLINED)
 def _sieve_advance(m: SlotMap, at: int) -> None:
-    """The hand moves to the first valid entry from ``at`` on."""
+    """The hand moves to the first row's entry from ``at`` on."""
     end = m.counts[END]
-    while at < end and m.slots[m.log[at]].place != at:
+    while at < end and m.log[at] < 0:
         at += 1
     m.counts[CURSOR] = at if at < end else -1
 
 
-@njit(nogil=True, forceinline=True)
-def sieve_remove(m: SlotMap, slot: int) -> None:
-    place = np.int64(m.slots[slot].place)
-    m.slots[slot].place = -1
-    if m.counts[CURSOR] == place:
-        _sieve_advance(m, place)
+@njit(**PART)
+def _sieve_squeeze(m: SlotMap, records: int) -> None:
+    """Drop the entries whose rows have left."""
+    c = m.counts
+    to, end, hand = np.int64(0), c[END], c[CURSOR]
+    for at in range(end):
+        prefetch(records + RECORD_BYTES * np.int64(m.log[min(at + _AHEAD, end - 1)]))
+        slot = np.int64(m.log[at])
+        if at == hand:
+            c[CURSOR] = to
+        if slot >= 0:
+            m.log[to] = slot
+            m.slots[slot].place = to
+            to += 1
+    c[END] = to
 
 
-@njit(nogil=True, forceinline=True)
+@njit(**PART)
+def _sieve_blot(m: SlotMap, records: int) -> None:
+    """Blot out the entries of slots that were emptied."""
+    c = m.counts
+    for at in range(c[END]):
+        prefetch(records + RECORD_BYTES * np.int64(m.log[min(at + _AHEAD, c[END] - 1)]))
+        slot = np.int64(m.log[at])
+        if slot >= 0 and m.slots[slot].place < 0:
+            m.log[at] = -1
+    c[LENGTH] = 0
+    if c[CURSOR] >= 0:
+        _sieve_advance(m, c[CURSOR])
+
+
+@njit(**INLINED)
+def sieve_insert(m: SlotMap, slot: int, records: int) -> None:
+    c = m.counts
+    if c[LENGTH] > 0:
+        _sieve_blot(m, records)
+    if c[END] == 2 * c[SLOTS]:
+        _sieve_squeeze(m, records)
+    end = c[END]
+    m.log[end] = slot
+    m.slots[slot].place = end
+    c[END] = end + 1
+
+
+@njit(**INLINED)
 def sieve_victim(m: SlotMap, records: int) -> np.int64:
-    at, begin, end = m.counts[CURSOR], m.counts[BEGIN], m.counts[END]
+    at, end = m.counts[CURSOR], m.counts[END]
     if at < 0:
-        at = begin
+        at = np.int64(0)
     while True:
         prefetch(records + RECORD_BYTES * np.int64(m.log[min(at + _AHEAD, end - 1)]))
         slot = np.int64(m.log[at])
-        if m.slots[slot].place == at and m.slots[slot].pins == 0:
+        if slot >= 0 and m.slots[slot].pins == 0:
             if m.slots[slot].mark == 0:
                 break
             m.slots[slot].mark = 0
-        at = at + 1 if at + 1 < end else begin
-    m.slots[slot].place = -1
+        at = at + 1 if at + 1 < end else np.int64(0)
+    m.log[at] = -1
     _sieve_advance(m, at + 1)
     return slot
 
@@ -142,37 +171,17 @@ def sieve_victim(m: SlotMap, records: int) -> np.int64:
 # S3-FIFO. ``mark`` is how often a row was hit, up to three; LENGTH + q and IDLE + q count a queue's slots and those without pins.
 
 
-@njit(nogil=True, forceinline=True)
-def s3_enter(m: SlotMap, slot: int, q: int) -> None:
-    """A row, pinned or not, goes to the end of a queue."""
-    m.slots[slot].queue = q
-    push(m, q, slot)
-    m.counts[LENGTH + q] += 1
-    if m.slots[slot].pins == 0:
-        m.counts[IDLE + q] += 1
-
-
-@njit(nogil=True, forceinline=True)
-def s3_leave(m: SlotMap, slot: int) -> None:
-    q = np.int64(m.slots[slot].queue)
-    m.slots[slot].place = -1
-    m.counts[LENGTH + q] -= 1
-    if m.slots[slot].pins == 0:
-        m.counts[IDLE + q] -= 1
-
-
-@njit(nogil=True, forceinline=True)
+@njit(**INLINED)
 def s3_insert(m: SlotMap, slot: int) -> None:
-    known = ghosts.forget(m.ghosts, m.slots[slot].row, m.counts[GHOST_CLOCK] - m.counts[GHOST_MAX])
-    s3_enter(m, slot, MAIN if known else SMALL)
+    held = m.slots[slot]
+    known = ghosts.forget(m.ghosts, held.row, m.counts[GHOST_CLOCK] - m.counts[GHOST_MAX])
+    q = MAIN if known else SMALL
+    held.queue = q
+    m.counts[LENGTH + q] += 1
+    push(m, q, slot)
 
 
-@njit(nogil=True, forceinline=True)
-def s3_hit(m: SlotMap, slot: int) -> None:
-    m.slots[slot].mark = min(m.slots[slot].mark + 1, _FREQUENCY_MAX)
-
-
-@njit(nogil=True, forceinline=True)
+@njit(**INLINED)
 def s3_victim(m: SlotMap, records: int) -> np.int64:
     c = m.counts
     entries = m.ghosts.ctypes.data
@@ -182,19 +191,23 @@ def s3_victim(m: SlotMap, records: int) -> np.int64:
             soon = m.log[min(c[BEGIN + q] + _AHEAD // 2, c[END + q] - 1)]
             ghosts.prefetch_bucket(entries, m.ghosts, m.slots[soon].row)
         slot = pop(m, q, records)
-        frequency = m.slots[slot].mark
-        if m.slots[slot].pins > 0:
-            push(m, q, slot)
-        elif q == SMALL and frequency > 1:
-            s3_leave(m, slot)
-            m.slots[slot].mark = 0
-            s3_enter(m, slot, MAIN)
-        elif q == MAIN and frequency > 0:
-            m.slots[slot].mark = frequency - 1
-            push(m, q, slot)
-        else:
-            s3_leave(m, slot)
+        held = m.slots[slot]
+        if held.pins == 0:
+            if held.mark <= np.int64(q == SMALL):
+                break
             if q == SMALL:
-                c[GHOST_CLOCK] += 1
-                ghosts.remember(m.ghosts, m.slots[slot].row, c[GHOST_CLOCK])
-            return np.int64(slot)
+                held.mark = 0
+                held.queue = MAIN
+                for count in (LENGTH, IDLE):
+                    c[count + SMALL] -= 1
+                    c[count + MAIN] += 1
+                q = MAIN
+            else:
+                held.mark -= 1
+        push(m, q, slot)
+    c[LENGTH + q] -= 1
+    c[IDLE + q] -= 1
+    if q == SMALL:
+        c[GHOST_CLOCK] += 1
+        ghosts.remember(m.ghosts, held.row, c[GHOST_CLOCK])
+    return np.int64(slot)

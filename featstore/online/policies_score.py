@@ -28,34 +28,34 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+from featstore.native import INLINED, PART
 from featstore.online import policies_ghosts as ghosts
-from featstore.online.policies_queues import pop, push, take_out
+from featstore.online.policies_queues import STANDBY, push
 from featstore.online.slot_layout import (
     BATCHES,
     COUNT_MAX,
     DELTA,
     FRESH,
-    HAND,
     RESIDENT,
     RESIDENT_MAX,
-    SLOTS,
     THRESHOLD,
     SlotMap,
 )
 
 
-@njit(nogil=True, forceinline=True)
+@njit(**PART)
 def score_batch(m: SlotMap) -> None:
     """A mini-batch begins: every delta of them, residents that are due lose their place, and the threshold is found anew."""
     c = m.counts
     if c[BATCHES] % c[DELTA] != 0:
         return
     for slot in range(c[FRESH]):
-        if m.slots[slot].queue == 1 and m.slots[slot].due < c[BATCHES]:
-            m.slots[slot].queue = 0
+        held = m.slots[slot]
+        if held.queue == 1 and held.due < c[BATCHES]:
+            held.queue = 0
             c[RESIDENT] -= 1
-            if m.slots[slot].pins == 0:
-                push(m, 0, slot)
+            if held.pins == 0:
+                push(m, STANDBY, slot)
     rows_of_count = np.zeros(COUNT_MAX + 1, np.int64)
     for at in range(m.ghosts.shape[0]):
         rows_of_count[m.ghosts[at] >> ghosts.FINGERPRINT_BITS] += 1
@@ -66,55 +66,30 @@ def score_batch(m: SlotMap) -> None:
     c[THRESHOLD] = threshold
 
 
-@njit(nogil=True, forceinline=True)
+@njit(**INLINED)
 def score_hit(m: SlotMap, slot: int) -> None:
-    if m.slots[slot].queue == 1 and m.slots[slot].last_use != m.counts[BATCHES]:
-        m.slots[slot].last_use = m.counts[BATCHES]
-        m.slots[slot].due += 1
+    held = m.slots[slot]
+    if held.queue == 1 and held.last_use != m.counts[BATCHES]:
+        held.last_use = m.counts[BATCHES]
+        held.due += 1
 
 
-@njit(nogil=True, forceinline=True)
-def score_pin(m: SlotMap, slot: int) -> None:
-    if m.slots[slot].queue == 0:
-        take_out(m, slot)
-
-
-@njit(nogil=True, forceinline=True)
-def score_idle(m: SlotMap, slot: int) -> None:
-    if m.slots[slot].queue == 0:
-        push(m, 0, slot)
-
-
-@njit(nogil=True, forceinline=True)
+@njit(**INLINED)
 def score_insert(m: SlotMap, slot: int) -> None:
-    c = m.counts
-    misses = min(ghosts.forget(m.ghosts, m.slots[slot].row, 0) + 1, COUNT_MAX)
+    c, held = m.counts, m.slots[slot]
+    misses = min(ghosts.forget(m.ghosts, held.row, np.int64(0)) + 1, COUNT_MAX)
     if c[RESIDENT] < c[RESIDENT_MAX] and misses >= c[THRESHOLD]:
-        m.slots[slot].queue = 1
+        held.queue = 1
         c[RESIDENT] += 1
-        m.slots[slot].last_use = c[BATCHES]
-        m.slots[slot].due = c[BATCHES] + m.table[misses]
+        held.last_use = c[BATCHES]
+        held.due = c[BATCHES] + m.table[misses]
     else:
-        m.slots[slot].queue = 0
-        ghosts.remember(m.ghosts, m.slots[slot].row, misses)
+        held.queue = 0
+        ghosts.remember(m.ghosts, held.row, misses)
 
 
-@njit(nogil=True, forceinline=True)
+@njit(**INLINED)
 def score_remove(m: SlotMap, slot: int) -> None:
     if m.slots[slot].queue == 1:
         m.slots[slot].queue = 0
         m.counts[RESIDENT] -= 1
-
-
-@njit(nogil=True, forceinline=True)
-def score_victim(m: SlotMap, records: int) -> np.int64:
-    c = m.counts
-    slot = np.int64(pop(m, 0, records))
-    if slot >= 0:
-        return slot
-    slot = np.int64(c[HAND])
-    while m.slots[slot].pins > 0:  # all slots without pins hold residents
-        slot = np.int64(slot + 1 if slot + 1 < c[SLOTS] else 0)
-    c[HAND] = slot + 1 if slot + 1 < c[SLOTS] else 0
-    score_remove(m, slot)
-    return np.int64(slot)

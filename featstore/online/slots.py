@@ -22,26 +22,23 @@ a miss), or one who already waits for it (:func:`look_again`).
 *Rows that occur twice.* Each occurrence pins. The first occurrence of a row that must be read is a miss, every other one is a
 hit.
 
+*Memory is waited for together.* Chains and records of ids to come are prefetched (:mod:`featstore.online.slot_chains`), and missed
+rows are given slots in groups, in passes each of which asks for the memory that the next one looks at.
+
 *Once.* The functions that take pins away do so once for each ``once`` array they are given, whatever interrupts their caller.
 
 Counters (``counts``): HITS and MISSES by occurrence, WAITS (hits of rows that were on their way), EVICTIONS, BATCHES.
-
-Lookups are latency, not work: chains and records of the ids to come are prefetched while the present one is served.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
-
 import numpy as np
-from numba import carray, njit, types
-from numba.extending import intrinsic
+from numba import njit
 from numpy.typing import NDArray
 
-from featstore.errors import BudgetError
-from featstore.native import prefetch
+from featstore.native import INLINED, PART, prefetch
 from featstore.online.policies import before_insert, on_batch, on_hit, on_idle, on_insert, on_pin, on_remove, victim
+from featstore.online.slot_chains import borrowed, chain_of, prefetch_chain, prefetch_first, relink
 from featstore.online.slot_layout import (
     BATCHES,
     EMPTY,
@@ -53,127 +50,71 @@ from featstore.online.slot_layout import (
     IN_FLIGHT,
     MIN,
     MISSES,
-    POLICIES,
     POLICY,
     PRESENT,
-    RECORD,
     RECORD_BYTES,
     SHIFT,
-    STATIC,
     UNPINNED,
     WAITS,
     SlotMap,
-    make_slot_map,
 )
 
-_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
-_AHEAD = 12  # ids whose records are prefetched ahead of the one that is served; their chains twice as far ahead
-KEEP = -1  # a status that leaves a slot's as it is
+# How many ids ahead of the one that is served records are prefetched, and their chains twice as far: as many as memory needs. What
+# takes a pin away does less for an id, and looks farther ahead.
+_AHEAD = 40
+_AHEAD_UNPIN = 64
 _GROUP = 512  # missed rows that are given slots together, so that memory is waited for together
-_HEAD_BYTES = 4
+KEEP = -1  # a status that leaves a slot's as it is
 NO_NEXT_USE = np.empty(0, np.int32)
 
 
-@intrinsic
-def _pointer(typingctx: Any, address: Any) -> Any:
-    """An address as a pointer."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.inttoptr(args[0], context.get_value_type(signature.return_type))
-
-    return types.voidptr(types.int64), codegen
-
-
-@njit(nogil=True, forceinline=True)
-def _borrowed(m: SlotMap) -> SlotMap:
-    """The same map, as arrays that nobody owns: numba counts the references to owned ones, and each count is a barrier to the
-    memory accesses around it, which should overlap."""
-    return SlotMap(
-        carray(_pointer(m.counts.ctypes.data), m.counts.shape, np.int64),
-        carray(_pointer(m.heads.ctypes.data), m.heads.shape, np.int32),
-        carray(_pointer(m.slots.ctypes.data), m.slots.shape, RECORD),
-        carray(_pointer(m.log.ctypes.data), m.log.shape, np.int32),
-        carray(_pointer(m.ghosts.ctypes.data), m.ghosts.shape, np.int64),
-        carray(_pointer(m.table.ctypes.data), m.table.shape, np.int32),
-    )
-
-
-@njit(nogil=True, forceinline=True)
-def _chain_of(row: Any, shift: Any) -> Any:
-    return np.int64((np.uint64(row) * _MULTIPLIER) >> np.uint64(shift))
-
-
-@njit(nogil=True, forceinline=True)
-def _find(m: SlotMap, row: int, chain: int) -> np.int64:
-    """The slot of a row, or -1."""
-    slot = np.int64(m.heads[chain])
-    while slot >= 0 and m.slots[slot].row != row:
-        slot = np.int64(m.slots[slot].next)
-    return slot
-
-
-@njit(nogil=True, forceinline=True)
-def _relink(m: SlotMap, follow: NDArray[np.int32], chain: int, node: int, by: int) -> None:
-    """In a chain, let what points to ``node`` point to ``by`` instead; ``follow``: what comes after rows that have no slot
-    yet."""
-    at = np.int64(m.heads[chain])
-    if at == node:
-        m.heads[chain] = by
-        return
-    while True:
-        after = np.int64(m.slots[at].next) if at >= 0 else np.int64(follow[-2 - at])
-        if after == node:
-            break
-        at = after
-    if at >= 0:
-        m.slots[at].next = by
-    else:
-        follow[-2 - at] = by
-
-
-@njit(nogil=True, forceinline=True)
+@njit(**INLINED)
 def _take_slot(m: SlotMap, policy: int, records: int) -> np.int64:
     """An empty slot, or one whose row leaves for it."""
     c = m.counts
     c[UNPINNED] -= 1
-    slot = np.int64(c[FREE])
+    slot = c[FREE]
     if slot >= 0:
         c[FREE] = m.slots[slot].next
-        return slot
-    slot = np.int64(c[FRESH])
+        return np.int64(slot)
+    slot = c[FRESH]
     if slot < m.slots.shape[0]:
         c[FRESH] = slot + 1
-        return slot
+        return np.int64(slot)
     c[EVICTIONS] += 1
     return np.int64(victim(m, policy, records))
 
 
-@njit(nogil=True, forceinline=True)
+@njit(**INLINED)
 def _drop(m: SlotMap, policy: int, slot: int) -> None:
     """Empty the slot of a row that could not be read and that nobody uses."""
     on_remove(m, policy, slot)
-    _relink(m, m.heads, _chain_of(m.slots[slot].row, m.counts[SHIFT]), slot, m.slots[slot].next)
-    m.slots[slot].row = -1
-    m.slots[slot].status = EMPTY
-    m.slots[slot].next = m.counts[FREE]
+    held = m.slots[slot]
+    relink(m, m.heads, chain_of(held.row, m.counts[SHIFT]), np.int64(slot), np.int64(held.next))
+    held.row = -1
+    held.status = EMPTY
+    held.next = m.counts[FREE]
     m.counts[FREE] = slot
 
 
-@njit(nogil=True, forceinline=True)
+@njit(**PART)
 def _slots_needed(m: SlotMap, rows: NDArray[np.int64]) -> np.int64:
     """How many slots that nobody uses a mini-batch takes: its distinct rows that are in no slot, or in one without pins."""
     bits = 1
     while (1 << bits) < 2 * rows.shape[0]:
         bits += 1
-    seen = np.full(1 << bits, -1, np.int64)
+    seen = np.empty(1 << bits, np.int64)
+    seen[:] = -1
     shift = m.counts[SHIFT]
     needed = np.int64(0)
     for i in range(rows.shape[0]):
         row = rows[i]
-        slot = _find(m, row, _chain_of(row, shift))
+        slot = np.int64(m.heads[chain_of(row, shift)])
+        while slot >= 0 and m.slots[slot].row != row:
+            slot = np.int64(m.slots[slot].next)
         if slot >= 0 and m.slots[slot].pins > 0:
             continue
-        at = _chain_of(row, 64 - bits)
+        at = chain_of(row, np.int64(64 - bits))
         while seen[at] >= 0 and seen[at] != row:
             at = (at + 1) & ((1 << bits) - 1)
         if seen[at] < 0:
@@ -182,19 +123,20 @@ def _slots_needed(m: SlotMap, rows: NDArray[np.int64]) -> np.int64:
     return needed
 
 
-@njit(nogil=True, forceinline=True)
+@njit(**INLINED)
 def _hit(m: SlotMap, policy: int, slot: int, i: int, next_use: NDArray[np.int32]) -> None:
     """Pin a row that is in a slot."""
-    if m.slots[slot].pins == 0:
+    held = m.slots[slot]
+    if held.pins == 0:
         m.counts[UNPINNED] -= 1
         on_pin(m, policy, slot)
-    m.slots[slot].pins += 1
+    held.pins += 1
     if policy == MIN:
-        m.slots[slot].stamp = next_use[i]
+        held.stamp = next_use[i]
     on_hit(m, policy, slot)
 
 
-@njit(nogil=True, forceinline=True)
+@njit(**INLINED)
 def _pin_found(
     m: SlotMap, rows: NDArray[np.int64], next_use: NDArray[np.int32], slots_out: NDArray[np.int32],
     missed_out: NDArray[np.int32], waits_out: NDArray[np.int32],
@@ -210,11 +152,10 @@ def _pin_found(
     heads, records = m.heads.ctypes.data, m.slots.ctypes.data
     missed = waits = again = 0
     for i in range(rows.shape[0]):
-        prefetch(heads + _HEAD_BYTES * _chain_of(rows[min(i + 2 * _AHEAD, last)], shift))
-        ahead = np.int64(m.heads[_chain_of(rows[min(i + _AHEAD, last)], shift)])
-        prefetch(records + RECORD_BYTES * max(ahead, np.int64(0)))
+        prefetch_chain(heads, chain_of(rows[min(i + 2 * _AHEAD, last)], shift))
+        prefetch_first(m, chain_of(rows[min(i + _AHEAD, last)], shift), records)
         row = rows[i]
-        chain = _chain_of(row, shift)
+        chain = chain_of(row, shift)
         node = np.int64(m.heads[chain])
         while node != -1:
             if node >= 0:
@@ -225,20 +166,21 @@ def _pin_found(
                 if rows[-2 - node] == row:
                     break
                 node = np.int64(slots_out[-2 - node])
-        if node >= 0 and m.slots[node].status != FAILED:
+        if node >= 0:
+            held = m.slots[node]
             slots_out[i] = node
-            _hit(m, policy, node, i, next_use)
-            if m.slots[node].status == IN_FLIGHT:
-                waits_out[waits] = i
-                waits += 1
-        elif node >= 0:
-            slots_out[i] = node
-            m.slots[node].status = IN_FLIGHT
-            m.slots[node].pins += 2
-            if policy == MIN:
-                m.slots[node].stamp = next_use[i]
-            missed_out[missed] = ~i
-            missed += 1
+            if held.status != FAILED:
+                _hit(m, policy, node, i, next_use)
+                if held.status == IN_FLIGHT:
+                    waits_out[waits] = i
+                    waits += 1
+            else:
+                held.status = IN_FLIGHT
+                held.pins += 2
+                if policy == MIN:
+                    held.stamp = next_use[i]
+                missed_out[missed] = ~i
+                missed += 1
         elif node == -1:
             slots_out[i] = m.heads[chain]
             m.heads[chain] = -2 - i
@@ -251,7 +193,7 @@ def _pin_found(
     return missed, waits, again
 
 
-@njit(nogil=True, forceinline=True)
+@njit(**INLINED)
 def _place_missed(
     m: SlotMap, rows: NDArray[np.int64], next_use: NDArray[np.int32], slots_out: NDArray[np.int32], missed: NDArray[np.int32],
 ) -> None:  # fmt: skip
@@ -273,35 +215,39 @@ def _place_missed(
                 missed[begin + j] = ~i
                 continue
             slot = _take_slot(m, policy, records)
-            leaving[j], taken[j] = m.slots[slot].row, slot
+            held = m.slots[slot]
+            leaving[j], taken[j] = held.row, slot
             if leaving[j] >= 0:
-                prefetch(heads + _HEAD_BYTES * _chain_of(leaving[j], shift))
-            prefetch(heads + _HEAD_BYTES * _chain_of(rows[i], shift))
-            m.slots[slot].row = rows[i]
-            m.slots[slot].status = IN_FLIGHT
-            m.slots[slot].pins = 2
-            m.slots[slot].mark = 0
+                prefetch_chain(heads, chain_of(leaving[j], shift))
+            prefetch_chain(heads, chain_of(rows[i], shift))
+            held.row = rows[i]
+            held.status = IN_FLIGHT
+            held.pins = 2
+            held.mark = 0
             if policy == MIN:
-                m.slots[slot].stamp = next_use[i]
-            on_insert(m, policy, slot)
+                held.stamp = next_use[i]
+            on_insert(m, policy, slot, records)
         for j in range(count):
             if leaving[j] >= 0:
-                _relink(m, slots_out, _chain_of(leaving[j], shift), taken[j], m.slots[taken[j]].next)
+                prefetch_first(m, chain_of(leaving[j], shift), records)
+        for j in range(count):
+            if leaving[j] >= 0:
+                relink(m, slots_out, chain_of(leaving[j], shift), taken[j], np.int64(m.slots[taken[j]].next))
         for j in range(count):
             if taken[j] >= 0:
                 i = np.int64(missed[begin + j])
                 m.slots[taken[j]].next = slots_out[i]
-                _relink(m, slots_out, _chain_of(rows[i], shift), -2 - i, taken[j])
+                relink(m, slots_out, chain_of(rows[i], shift), -2 - i, taken[j])
                 slots_out[i] = taken[j]
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, no_cfunc_wrapper=True)
 def acquire_rows(
     m: SlotMap, rows: NDArray[np.int64], next_use: NDArray[np.int32], slots_out: NDArray[np.int32],
     missed_out: NDArray[np.int32], waits_out: NDArray[np.int32], outcome: NDArray[np.int64],
 ) -> None:  # fmt: skip
     """See :func:`acquire`."""
-    m = _borrowed(m)
+    m = borrowed(m)
     c = m.counts
     if rows.shape[0] > c[UNPINNED]:
         short = _slots_needed(m, rows) - c[UNPINNED]
@@ -313,7 +259,7 @@ def acquire_rows(
     reads, waits, again = _pin_found(m, rows, next_use, slots_out, missed_out, waits_out)
     _place_missed(m, rows, next_use, slots_out, missed_out[:reads])
     for j in range(rows.shape[0] - 1, rows.shape[0] - 1 - again, -1):  # in the order of the mini-batch
-        i = waits_out[j]
+        i = np.int64(waits_out[j])
         slot = np.int64(slots_out[-2 - slots_out[i]])
         slots_out[i] = slot
         _hit(m, c[POLICY], slot, i, next_use)
@@ -350,24 +296,25 @@ def acquire(
     return int(outcome[0]), int(outcome[1])
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, no_cfunc_wrapper=True)
 def unpin(m: SlotMap, slots: NDArray[np.int32], status: int, once: NDArray[np.int64]) -> None:
     """Take a pin from each slot, and set its status unless that is KEEP. Does nothing where ``once`` (its last element) is 0,
     and makes it 0."""
     if once[-1] == 0:
         return
     once[-1] = 0
-    m = _borrowed(m)
+    m = borrowed(m)
     policy, records = m.counts[POLICY], m.slots.ctypes.data
     for i in range(slots.shape[0]):
-        prefetch(records + RECORD_BYTES * np.int64(slots[min(i + _AHEAD, slots.shape[0] - 1)]))
+        prefetch(records + RECORD_BYTES * np.int64(slots[min(i + _AHEAD_UNPIN, slots.shape[0] - 1)]))
         slot = np.int64(slots[i])
+        held = m.slots[slot]
         if status != KEEP:
-            m.slots[slot].status = status
-        m.slots[slot].pins -= 1
-        if m.slots[slot].pins == 0:
+            held.status = status
+        held.pins -= 1
+        if held.pins == 0:
             m.counts[UNPINNED] += 1
-            if m.slots[slot].status == FAILED:
+            if held.status == FAILED:
                 _drop(m, policy, slot)
             else:
                 on_idle(m, policy, slot)
@@ -392,7 +339,7 @@ def release(m: SlotMap, slots: NDArray[np.int32], once: NDArray[np.int64] | None
     unpin(m, slots, KEEP, _once() if once is None else once)
 
 
-@njit(cache=True, nogil=True)
+@njit(cache=True, nogil=True, no_cfunc_wrapper=True)
 def look_again(
     m: SlotMap, slots: NDArray[np.int32], waits: NDArray[np.int32], missed_out: NDArray[np.int32]
 ) -> tuple[int, int]:
@@ -405,14 +352,14 @@ def look_again(
     still = reads = 0
     for j in range(waits.shape[0]):
         i = waits[j]
-        slot = np.int64(slots[i])
-        if m.slots[slot].status == FAILED:
-            m.slots[slot].status = IN_FLIGHT
-            m.slots[slot].pins += 1
+        held = m.slots[slots[i]]
+        if held.status == FAILED:
+            held.status = IN_FLIGHT
+            held.pins += 1
             m.counts[MISSES] += 1
             missed_out[reads] = i
             reads += 1
-        elif m.slots[slot].status == IN_FLIGHT:
+        elif held.status == IN_FLIGHT:
             waits[still] = i
             still += 1
     return still, reads
@@ -426,43 +373,3 @@ def load_kernels(m: SlotMap) -> None:
     m.counts[BATCHES] = 0
     complete(m, none)
     look_again(m, none, none, none)
-
-
-def simulate(
-    rows_by_batch: Iterable[NDArray[Any]], slots: int, policy: int | str, *, next_uses: Sequence[NDArray[Any]] | None = None,
-    static: NDArray[Any] | None = None, **options: Any,
-) -> tuple[int, int]:  # fmt: skip
-    """Hits and misses of a trace: each mini-batch is acquired, read and released before the next. Nothing is read.
-
-    Args:
-        rows_by_batch: the rows of each mini-batch, integers.
-        slots: how many rows the buffer holds.
-        policy: one of :data:`~featstore.online.slot_layout.POLICIES`, or its name.
-        next_uses: for MIN: for each mini-batch the next use of its rows, as :func:`acquire` takes it.
-        static: for STATIC: the rows that are in the buffer from the start and for good; loading them is not counted.
-        options: of :func:`~featstore.online.slot_layout.make_slot_map`.
-
-    Raises BudgetError (in rows of one byte) where a mini-batch has more rows than slots.
-    """
-    number = POLICIES[policy] if isinstance(policy, str) else policy
-    if next_uses is not None:
-        options["batches"] = len(next_uses)
-    m = make_slot_map(slots, number, **options)
-    if (static is not None) != (number == STATIC):
-        raise ValueError("static= says which rows the policy static keeps; other policies keep none")
-    hold = [] if static is None else [static]
-    for batch, given in enumerate([*hold, *rows_by_batch] if hold else rows_by_batch):
-        rows = np.array(given, np.int64)
-        uses = NO_NEXT_USE if next_uses is None else np.array(next_uses[batch], np.int32)
-        of_row, missed, waits = (np.empty(len(rows), np.int32) for _ in range(3))
-        reads, _ = acquire(m, rows, of_row, missed, waits, uses)
-        if reads < 0:
-            raise BudgetError(
-                slots - reads, slots, f"hold the {len(rows):,} rows of mini-batch {batch - len(hold)} at one byte a row"
-            )
-        complete(m, of_row[missed[:reads]])
-        if batch < len(hold):
-            m.counts[[HITS, MISSES]] = 0
-        else:
-            release(m, of_row)
-    return int(m.counts[HITS]), int(m.counts[MISSES])

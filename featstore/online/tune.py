@@ -30,7 +30,7 @@ from featstore.online import slot_layout as layout
 from featstore.online.allocation import Choice, Cost, Forecast, Profile, Reading, counts_up_to, forecast, ranked
 from featstore.online.buffer import slots_for
 from featstore.online.loader import OnlineLoader
-from featstore.online.slots import simulate
+from featstore.online.simulation import simulate
 from featstore.online.tuned import Point, Trial, Tuning
 from featstore.reader import QUEUE_DEPTH
 from featstore.units import parse_bytes

@@ -23,8 +23,9 @@ from featstore.online.choose import (
     note_rows,
     replay,
 )
+from featstore.online.simulation import simulate
 from featstore.online.slot_layout import HITS, MISSES, POLICIES, make_slot_map
-from featstore.online.slots import NO_NEXT_USE, simulate
+from featstore.online.slots import NO_NEXT_USE
 from featstore.sampling import mix64
 
 ROWS = 60_000

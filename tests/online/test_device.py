@@ -17,8 +17,8 @@ import featstore
 from featstore.dtypes import bfloat16
 from featstore.errors import BudgetError, CancelledError, FeatstoreError, IdError, SourceError
 from featstore.online.buffer import FeatureBuffer
+from featstore.online.simulation import simulate
 from featstore.online.slot_layout import POLICIES
-from featstore.online.slots import simulate
 
 torch = pytest.importorskip("torch")
 

@@ -16,6 +16,7 @@ from reference import ReferenceMap
 from featstore.errors import BudgetError
 from featstore.online import slot_layout as layout
 from featstore.online import slots as sl
+from featstore.online.simulation import simulate
 
 NAMES = sorted(layout.POLICIES)
 NEVER = layout.NEVER
@@ -181,7 +182,7 @@ def simulated(trace: list[list[int]], slots: int, policy: int, **options: Any) -
 @pytest.mark.parametrize("name", sorted(set(NAMES) - {"static"}))
 def test_simulated_hits_are_those_of_the_reference(name: str) -> None:
     trace = skewed(np.random.default_rng(7), 400, 120, 20)
-    found = sl.simulate(trace, 50, name, next_uses=next_uses(trace) if name == "min" else None)
+    found = simulate(trace, 50, name, next_uses=next_uses(trace) if name == "min" else None)
     assert found == simulated(trace, 50, layout.POLICIES[name])
     assert sum(found) == sum(map(len, trace))
 
@@ -189,7 +190,7 @@ def test_simulated_hits_are_those_of_the_reference(name: str) -> None:
 def test_min_reads_least() -> None:
     trace = skewed(np.random.default_rng(3), 300, 150, 20)
     misses = {
-        name: sl.simulate(
+        name: simulate(
             trace,
             60,
             name,
@@ -204,12 +205,12 @@ def test_min_reads_least() -> None:
 
 def test_static_rows_never_leave() -> None:
     trace = [[i, 0, 1] for i in range(10, 30)]
-    assert sl.simulate(trace, 5, "static", static=np.array([0, 1])) == (40, 20)
+    assert simulate(trace, 5, "static", static=np.array([0, 1])) == (40, 20)
 
 
 def test_too_small_a_buffer_says_how_small() -> None:
     with pytest.raises(BudgetError) as error:
-        sl.simulate([[1, 2], [1, 2, 3, 3]], 2, "lru")
+        simulate([[1, 2], [1, 2, 3, 3]], 2, "lru")
     assert error.value.needed_bytes == 3
 
 

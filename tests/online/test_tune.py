@@ -31,8 +31,8 @@ from featstore.online.allocation import (
     forecast,
     ranked,
 )
+from featstore.online.simulation import simulate
 from featstore.online.slot_layout import POLICIES
-from featstore.online.slots import simulate
 from featstore.online.tune import tune
 
 ROWS, BATCHES = 3000, 9
@@ -344,7 +344,7 @@ def test_knobs_that_the_loader_may_have(store: Any, monkeypatch: pytest.MonkeyPa
     assert {one.reader_bytes for one in found} >= {None, 16 << 20}
     assert given[0] == {"extracted": None, "reader_memory": None}
     reading = result.choice.reading
-    assert given[-1] == {"extracted": reading.extracted, "reader_memory": reading.reader_bytes}
+    assert {"extracted": reading.extracted, "reader_memory": reading.reader_bytes} in given[1:]  # it was tried out
     options = result.loader_options()
     assert options.get("extracted") == reading.extracted
     assert options.get("reader_memory") == reading.reader_bytes

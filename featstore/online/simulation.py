@@ -1,0 +1,53 @@
+"""Hits and misses of a trace under a policy, without a buffer: a slot map alone, through which the trace passes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from featstore.errors import BudgetError
+from featstore.online.slot_layout import HITS, MISSES, POLICIES, STATIC, make_slot_map
+from featstore.online.slots import NO_NEXT_USE, acquire, complete, release
+
+
+def simulate(
+    rows_by_batch: Iterable[NDArray[Any]], slots: int, policy: int | str, *, next_uses: Sequence[NDArray[Any]] | None = None,
+    static: NDArray[Any] | None = None, **options: Any,
+) -> tuple[int, int]:  # fmt: skip
+    """Hits and misses of a trace: each mini-batch is acquired, read and released before the next. Nothing is read.
+
+    Args:
+        rows_by_batch: the rows of each mini-batch, integers.
+        slots: how many rows the buffer holds.
+        policy: one of :data:`~featstore.online.slot_layout.POLICIES`, or its name.
+        next_uses: for MIN: for each mini-batch the next use of its rows, as :func:`~featstore.online.slots.acquire` takes it.
+        static: for STATIC: the rows that are in the buffer from the start and for good; loading them is not counted.
+        options: of :func:`~featstore.online.slot_layout.make_slot_map`.
+
+    Raises BudgetError (in rows of one byte) where a mini-batch has more rows than slots.
+    """
+    number = POLICIES[policy] if isinstance(policy, str) else policy
+    if next_uses is not None:
+        options["batches"] = len(next_uses)
+    m = make_slot_map(slots, number, **options)
+    if (static is not None) != (number == STATIC):
+        raise ValueError("static= says which rows the policy static keeps; other policies keep none")
+    hold = [] if static is None else [static]
+    for batch, given in enumerate([*hold, *rows_by_batch] if hold else rows_by_batch):
+        rows = np.array(given, np.int64)
+        uses = NO_NEXT_USE if next_uses is None else np.array(next_uses[batch], np.int32)
+        of_row, missed, waits = (np.empty(len(rows), np.int32) for _ in range(3))
+        reads, _ = acquire(m, rows, of_row, missed, waits, uses)
+        if reads < 0:
+            raise BudgetError(
+                slots - reads, slots, f"hold the {len(rows):,} rows of mini-batch {batch - len(hold)} at one byte a row"
+            )
+        complete(m, of_row[missed[:reads]])
+        if batch < len(hold):
+            m.counts[[HITS, MISSES]] = 0
+        else:
+            release(m, of_row)
+    return int(m.counts[HITS]), int(m.counts[MISSES])

@@ -1,0 +1,83 @@
+"""How rows are found in a slot map: a hash with chains, and the map as kernels hold it.
+
+A chain begins in ``heads`` and goes on by the ``next`` of each slot's record; -1 ends it. While :func:`featstore.online.slots.acquire`
+is at work, a chain may also hold a missed row that has no slot yet, as -2 - its position in the mini-batch; what comes after it is
+kept in an array beside (``follow``).
+
+Lookups are latency, not work: whoever goes through many rows asks for the chains of those to come well before they are needed, and
+then, when their beginnings are there, for the first record of each.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit
+from numba.core import cgutils
+from numba.extending import intrinsic
+from numpy.typing import NDArray
+
+from featstore.native import INLINED, prefetch
+from featstore.online.slot_layout import RECORD_BYTES, SlotMap
+
+_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
+_HEAD_BYTES = 4
+
+
+@intrinsic
+def _borrow(typingctx: Any, array: Any) -> Any:
+    """The same array, which nobody owns."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        made = context.make_array(signature.return_type)(context, builder, args[0])
+        made.meminfo = cgutils.get_null_value(made.meminfo.type)
+        made.parent = cgutils.get_null_value(made.parent.type)
+        return made._getvalue()
+
+    return array(array), codegen
+
+
+@njit(**INLINED)
+def borrowed(m: SlotMap) -> SlotMap:
+    """The same map, as arrays that nobody owns: numba counts the references to owned ones, and each count is a barrier to the
+    memory accesses around it, which should overlap."""
+    return SlotMap(
+        _borrow(m.counts), _borrow(m.heads), _borrow(m.slots), _borrow(m.log), _borrow(m.ghosts), _borrow(m.table)
+    )
+
+
+@njit(**INLINED)
+def chain_of(row: Any, shift: Any) -> Any:
+    """The place in ``heads`` of a row's chain; ``shift``: the map's SHIFT."""
+    return np.int64((np.uint64(row) * _MULTIPLIER) >> np.uint64(shift))
+
+
+@njit(**INLINED)
+def prefetch_chain(heads: int, chain: int) -> None:
+    """The beginning of a chain will be looked at; ``heads``: their address."""
+    prefetch(heads + _HEAD_BYTES * chain)
+
+
+@njit(**INLINED)
+def prefetch_first(m: SlotMap, chain: int, records: int) -> None:
+    """The first record of a chain will be looked at, its beginning is there; ``records``: the address of the slots."""
+    prefetch(records + RECORD_BYTES * max(np.int64(m.heads[chain]), np.int64(0)))
+
+
+@njit(**INLINED)
+def relink(m: SlotMap, follow: NDArray[np.int32], chain: int, node: int, by: int) -> None:
+    """In a chain, let what points to ``node`` point to ``by`` instead."""
+    at = np.int64(m.heads[chain])
+    if at == node:
+        m.heads[chain] = by
+        return
+    while True:
+        after = np.int64(m.slots[at].next) if at >= 0 else np.int64(follow[-2 - at])
+        if after == node:
+            break
+        at = after
+    if at >= 0:
+        m.slots[at].next = by
+    else:
+        follow[-2 - at] = by
