@@ -10,13 +10,13 @@ import mmap
 import sys
 import time
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from graphs import CLASSES, GraphFiles
+from graphs import GraphFiles
+from sage import Sage
 from system import cpu_seconds, process_io, status_bytes
 from torch import Tensor, nn
 
@@ -29,23 +29,10 @@ BATCH = 1024
 HIDDEN = 64
 
 
-class Sage(nn.Module):
-    """Two layers of GraphSAGE with mean aggregation."""
-
-    def __init__(self, inputs: int) -> None:
-        super().__init__()
-        widths = [inputs, HIDDEN, CLASSES]
-        self.own = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(widths))
-        self.other = nn.ModuleList(nn.Linear(a, b, bias=False) for a, b in pairwise(widths))
-
-    def forward(self, h: Tensor, row: Tensor, col: Tensor, nodes: tuple[int, ...], edges: tuple[int, ...]) -> Tensor:
-        for depth in range(2):
-            targets, count = sum(nodes[: 2 - depth]), sum(edges[: 2 - depth])
-            total = torch.zeros(targets, h.shape[1]).index_add_(0, col[:count], h[row[:count]])
-            mean = total / torch.bincount(col[:count], minlength=targets).clamp(min=1)[:, None]
-            h = self.own[depth](h[:targets]) + self.other[depth](mean)
-            h = h.relu() if depth == 0 else h
-        return h
+def mean_of_messages(h: Tensor, row: Tensor, col: Tensor, targets: int) -> Tensor:
+    """float32 [targets, columns of h]: for each target the mean of its neighbours' rows of ``h``."""
+    total = torch.zeros(targets, h.shape[1]).index_add_(0, col, h[row])
+    return total / torch.bincount(col, minlength=targets).clamp(min=1)[:, None]
 
 
 class Training:
@@ -53,7 +40,7 @@ class Training:
 
     def __init__(self, columns: int, labels: Any) -> None:
         torch.manual_seed(0)
-        self.model = Sage(columns)
+        self.model = Sage(columns, HIDDEN, mean_of_messages)
         self.optimiser = torch.optim.Adam(self.model.parameters(), lr=0.003)
         self.labels = labels
         self.model_seconds = 0.0

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import time
 import warnings
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
-from graphs import CLASSES
+from sage import Sage
 from torch import Tensor, nn
 
 HIDDEN = 256
@@ -22,29 +21,13 @@ HIDDEN = 256
 warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
 
 
-class Sage(nn.Module):
-    """Two layers of GraphSAGE with mean aggregation."""
-
-    def __init__(self, inputs: int) -> None:
-        super().__init__()
-        widths = [inputs, HIDDEN, CLASSES]
-        self.own = nn.ModuleList(nn.Linear(a, b) for a, b in pairwise(widths))
-        self.other = nn.ModuleList(nn.Linear(a, b, bias=False) for a, b in pairwise(widths))
-
-    def forward(self, h: Tensor, row: Tensor, col: Tensor, nodes: list[int], edges: list[int]) -> Tensor:
-        """Logits of the seeds, from the rows of all nodes of a mini-batch. ``row``, ``col``: int32, as the sampler gives them."""
-        for depth in range(2):
-            targets, count = sum(nodes[: 2 - depth]), sum(edges[: 2 - depth])
-            degree = torch.bincount(col[:count], minlength=targets)
-            starts = torch.zeros(targets + 1, dtype=torch.int32)
-            torch.cumsum(degree, 0, dtype=torch.int32, out=starts[1:])
-            share = (1.0 / degree)[col[:count].long()]
-            mean = (
-                torch.sparse_csr_tensor(starts, row[:count], share, size=(targets, len(h)), check_invariants=False) @ h
-            )
-            h = self.own[depth](h[:targets]) + self.other[depth](mean)
-            h = h.relu() if depth == 0 else h
-        return h
+def mean_by_product(h: Tensor, row: Tensor, col: Tensor, targets: int) -> Tensor:
+    """float32 [targets, columns of h]: for each target the mean of its neighbours' rows of ``h``. ``row``, ``col``: int32."""
+    degree = torch.bincount(col, minlength=targets)
+    starts = torch.zeros(targets + 1, dtype=torch.int32)
+    torch.cumsum(degree, 0, dtype=torch.int32, out=starts[1:])
+    share = (1.0 / degree)[col.long()]
+    return torch.sparse_csr_tensor(starts, row, share, size=(targets, len(h)), check_invariants=False) @ h
 
 
 class Training:
@@ -52,7 +35,7 @@ class Training:
 
     def __init__(self, columns: int, labels: Any) -> None:
         torch.manual_seed(0)
-        self.model = Sage(columns)
+        self.model = Sage(columns, HIDDEN, mean_by_product)
         self.optimiser = torch.optim.Adam(self.model.parameters(), lr=0.003)
         self.labels = labels
         self.seconds = 0.0

@@ -19,7 +19,7 @@ import itertools
 import json
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import mean, stdev
@@ -101,6 +101,18 @@ def evenly(seeds: int, batch_size: int) -> int:
     return max(1, -(-seeds // max(1, round(seeds / batch_size))))
 
 
+def with_rows(sample: Any, x: Any) -> Any:
+    """A mini-batch for :func:`train`: a sample of the whole graph and the rows of its nodes out of ``x``, a tensor."""
+    import torch
+
+    from featstore.mega.batch import MegaMiniBatch
+
+    return MegaMiniBatch(
+        sample.node, x[torch.from_numpy(sample.node)], sample.row, sample.col, sample.num_sampled_nodes[0],
+        sample.num_sampled_nodes, sample.num_sampled_edges, sample.node, None,
+    )  # fmt: skip
+
+
 class Memory:
     """Mini-batches from the graph and the features in memory."""
 
@@ -114,19 +126,11 @@ class Memory:
 
     def batches(self, nodes: NDArray[np.int64], turn: int) -> Iterator[Any]:
         """Of all ``nodes``, in a random order that ``turn`` tells."""
-        import torch
-
-        from featstore.mega.batch import MegaMiniBatch
-
         order = np.random.default_rng([self._seed, turn]).permutation(nodes)
         size = evenly(len(order), self._plan.batch_size)
         for number, low in enumerate(range(0, len(order), size)):
             seeds = order[low : low + size]
-            found = self._sampler.sample(seeds, number, epoch=turn)
-            yield MegaMiniBatch(
-                found.node, self._x[torch.from_numpy(found.node)], found.row, found.col, len(seeds), found.num_sampled_nodes,
-                found.num_sampled_edges, found.node, None,
-            )  # fmt: skip
+            yield with_rows(self._sampler.sample(seeds, number, epoch=turn), self._x)
 
 
 def from_memory(data: Data, plan: Plan, seed: int) -> Iterator[tuple[int, Iterator[Any]]]:
@@ -237,6 +241,13 @@ class AccuracyReport(Report):
     def to_dict(self) -> dict[str, Any]:
         return super().to_dict() | {"runs": self.runs}
 
+    def keep(self, key: str, run: dict[str, Any], out: Path | None) -> None:
+        """Add a run, and write all there are to ``out``."""
+        self.runs[key] = run
+        if out is not None:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            out.write_text(json.dumps(self.to_dict(), indent=1) + "\n")
+
 
 def mean_and_error(values: list[float]) -> tuple[float, float]:
     """In points: mean and standard error (0 of a single one)."""
@@ -323,35 +334,37 @@ def measure(report: AccuracyReport, name: str, folder: Path, settings: Settings,
                 wholes[kind] = WholeGraph(kind, data.indptr, data.indices, plan.fanouts[0])
             result = run(kind, plan, data, stores, VARIANTS[key], wholes[kind], seed)
             result["trained_as"] = trained_as(plan, VARIANTS[key])
-            report.runs[f"{name}|{kind}|{key}|{seed}"] = result
+            report.keep(f"{name}|{kind}|{key}|{seed}", result, out)
             note(f"{name} {kind} {key} seed {seed}: {result['test']:.4f} in {result['seconds']:.1f} s")
-            if out is not None:
-                out.parent.mkdir(parents=True, exist_ok=True)
-                out.write_text(json.dumps(report.to_dict(), indent=1) + "\n")
     finally:
         stores.close()
 
 
-def runs_before(out: Path) -> dict[str, dict[str, Any]]:
+def runs_before(
+    out: Path, plans: Mapping[str, Plan], variants: Mapping[str, Any], trained_as: Callable[[Plan, Any], int]
+) -> dict[str, dict[str, Any]]:
     """The runs of a results file that were trained as they would be now."""
     before: dict[str, dict[str, Any]] = json.loads(out.read_text())["runs"] if out.exists() else {}
     kept = {}
     for key, run_before in before.items():
         name, _, variant, _ = key.split("|")
-        if (
-            name in PLANS
-            and variant in VARIANTS
-            and run_before["trained_as"] == trained_as(PLANS[name], VARIANTS[variant])
-        ):
+        known = name in plans and variant in variants
+        if known and run_before["trained_as"] == trained_as(plans[name], variants[variant]):
             kept[key] = run_before
     return kept
 
 
+data_option = click.option("--data", "folder", required=True, help="The folder of the data sets.",
+                           type=click.Path(path_type=Path, file_okay=False, exists=True))  # fmt: skip
+resume_option = click.option(
+    "--resume", is_flag=True, help="Keep the runs of the results file that were trained alike."
+)
+
+
 @click.command()
-@click.option("--data", "folder", required=True, type=click.Path(path_type=Path, file_okay=False, exists=True),
-              help="The folder of the data sets.")  # fmt: skip
+@data_option
 @click.option("--sets", "names", multiple=True, type=click.Choice(list(PLANS)), help="[default: all of them]")
-@click.option("--resume", is_flag=True, help="Keep the runs of the results file that were trained alike.")
+@resume_option
 @shared_options(size="1", quick_size="1", rounds=5)
 def main(settings: Settings, folder: Path, names: tuple[str, ...], resume: bool) -> None:
     """Accuracy of training by mega-batches. A round is a seed; --size means nothing here."""
@@ -367,7 +380,7 @@ def main(settings: Settings, folder: Path, names: tuple[str, ...], resume: bool)
         "variants": {n: asdict(v) for n, v in VARIANTS.items()},
     }, settings.workspace)  # fmt: skip
     if resume and out is not None:
-        report.runs = runs_before(out)
+        report.runs = runs_before(out, PLANS, VARIANTS, trained_as)
     for name in names:
         plan = replace(PLANS[name], rounds=2 * EVERY) if settings.quick else PLANS[name]
         measure(report, name, folder, settings, plan, out)

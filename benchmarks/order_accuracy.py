@@ -26,7 +26,18 @@ from typing import Any
 import click
 import numpy as np
 from harness import RESULTS, Claim, Settings, note, shared_options
-from mega_accuracy import EVERY, AccuracyReport, difference, found, mean_and_error, train
+from mega_accuracy import (
+    EVERY,
+    AccuracyReport,
+    data_option,
+    difference,
+    found,
+    mean_and_error,
+    resume_option,
+    runs_before,
+    train,
+    with_rows,
+)
 from mega_plans import Data, Plan, load
 from numpy.typing import NDArray
 
@@ -108,7 +119,6 @@ def epochs(
     """(1 pass over the training nodes, its mini-batches), again and again; how many rows they need goes into ``rows``."""
     import torch
 
-    from featstore.mega.batch import MegaMiniBatch
     from featstore.sampling import NeighborSampler
 
     sampler, x = NeighborSampler(data.indptr, data.indices, plan.fanouts, seed), torch.from_numpy(data.x)
@@ -118,13 +128,9 @@ def epochs(
         if not np.array_equal(np.sort(order), np.sort(data.train)):
             raise click.ClickException(f"epoch {epoch} has not every training node once")
         for number, low in enumerate(range(0, len(order), plan.batch_size)):
-            seeds = order[low : low + plan.batch_size]
-            got = sampler.sample(seeds, number, epoch=epoch)
-            rows.append(len(got.node))
-            yield MegaMiniBatch(
-                got.node, x[torch.from_numpy(got.node)], got.row, got.col, len(seeds), got.num_sampled_nodes,
-                got.num_sampled_edges, got.node, None,
-            )  # fmt: skip
+            sample = sampler.sample(order[low : low + plan.batch_size], number, epoch=epoch)
+            rows.append(len(sample.node))
+            yield with_rows(sample, x)
 
     for epoch in itertools.count():
         yield 1, batches(epoch)
@@ -159,24 +165,10 @@ def measure(report: AccuracyReport, name: str, plan: Plan, folder: Path, setting
     for key, seed in todo:
         result = run(data, plan, orders, ORDERS[key], whole, seed)
         result["trained_as"] = trained_as(plan, ORDERS[key])
-        report.runs[f"{name}|{KIND}|{key}|{seed}"] = result
+        report.keep(f"{name}|{KIND}|{key}|{seed}", result, out)
         note(
             f"{name} {key} seed {seed}: {result['test']:.4f}, {result['sequences']} sequences, {result['seconds']:.1f} s"
         )
-        if out is not None:
-            out.parent.mkdir(parents=True, exist_ok=True)
-            out.write_text(json.dumps(report.to_dict(), indent=1) + "\n")
-
-
-def runs_before(out: Path) -> dict[str, dict[str, Any]]:
-    """The runs of a results file that were trained as they would be now."""
-    before: dict[str, dict[str, Any]] = json.loads(out.read_text())["runs"] if out.exists() else {}
-    kept = {}
-    for key, one in before.items():
-        name, _, order, _ = key.split("|")
-        if name in PLANS and order in ORDERS and one["trained_as"] == trained_as(PLANS[name], ORDERS[order]):
-            kept[key] = one
-    return kept
 
 
 def fill(report: AccuracyReport, plans: dict[str, Plan]) -> None:
@@ -205,10 +197,9 @@ def fill(report: AccuracyReport, plans: dict[str, Plan]) -> None:
 
 
 @click.command()
-@click.option("--data", "folder", required=True, type=click.Path(path_type=Path, file_okay=False, exists=True),
-              help="The folder of the data sets.")  # fmt: skip
+@data_option
 @click.option("--sets", "names", multiple=True, type=click.Choice(list(PLANS)), help="[default: all of them]")
-@click.option("--resume", is_flag=True, help="Keep the runs of the results file that were trained alike.")
+@resume_option
 @shared_options(size="1", quick_size="1", rounds=5)
 def main(settings: Settings, folder: Path, names: tuple[str, ...], resume: bool) -> None:
     """Accuracy of training by order of the training nodes. A round is a seed; --size means nothing here."""
@@ -222,7 +213,7 @@ def main(settings: Settings, folder: Path, names: tuple[str, ...], resume: bool)
         "orders": {n: asdict(o) for n, o in ORDERS.items()},
     }, settings.workspace)  # fmt: skip
     if resume and out is not None:
-        report.runs = runs_before(out)
+        report.runs = runs_before(out, PLANS, ORDERS, trained_as)
     plans = {n: replace(p, rounds=EVERY) if settings.quick else p for n, p in PLANS.items()}
     for name in names:
         measure(report, name, plans[name], folder, settings, out)

@@ -361,10 +361,9 @@ def test_npz_rows_become_float32_in_the_store(graph: Any, tmp_path: Path) -> Non
 def test_training_is_sized_by_the_rows(graph: Any, row_values: int, given: dict[str, Any], expected: Any) -> None:
     options: dict[str, Any] = {"epochs": None, "batch_size": None, "fanouts": None} | given
     big = replace(graph, feature_count=row_values, train_idx=np.arange(8000))
-    plan, counts = runner._training_plan(big, **options, hidden=4, seed=0)
+    plan = runner._training_plan(big, **options, hidden=4, seed=0, evaluated_max=(4000, 8000))
     assert (plan.epochs, plan.batch_size, plan.fanouts) == expected
-    assert counts["test_total"] == 2250
-    assert 250 <= counts["test_count"] <= 2250
+    assert 250 <= plan.test_count <= 2250
 
 
 def test_demo_refusals(graph: Any, tmp_path: Path) -> None:
@@ -378,7 +377,7 @@ def test_demo_refusals(graph: Any, tmp_path: Path) -> None:
         run(memory="much")
     unlabelled = replace(graph, val_idx=graph.val_idx[:0])
     with pytest.raises(SourceError, match="each need a labelled node"):
-        runner._training_plan(unlabelled, None, None, None, 4, 0)
+        runner._training_plan(unlabelled, None, None, None, 4, 0, (10, 10))
 
 
 def test_a_failing_worker_is_reported(graph: Any, tmp_path: Path) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from featstore.demo.report import RunReport, _cache_state
+from featstore.demo.report import Facts, Run, fact_lines, side_by_side
 from featstore.units import format_bytes
+
+if TYPE_CHECKING:
+    from rich.console import Group
 
 __all__ = ["TOLERANCE", "MegaReport", "MegaRunReport", "render_mega"]
 
@@ -19,31 +23,20 @@ TOLERANCE = 0.05
 
 
 @dataclass(frozen=True)
-class MegaRunReport:
-    """The run by mega-batches. Times in seconds; ``losses``: float.hex of each step's loss.
+class MegaRunReport(Run):
+    """The run by mega-batches. Times in seconds; ``rows``: rows of training mini-batches.
 
-    One number an epoch: ``epoch_seconds``; ``load_seconds``, of loading beside the training, and ``build_seconds``, of it making
-    the subgraph; ``wait_seconds``, that the training waited for it; ``draw_seconds``, of sampling mini-batches and gathering
-    their rows; ``read_bytes``; ``kept_shares``, of all neighbours of nodes in memory those that were in memory, too. ``rows``: rows of
-    training mini-batches. ``io``: what the reader counted, and the loader's sizes.
+    One number an epoch: ``load_seconds``, of loading beside the training, and ``build_seconds``, of it making the subgraph;
+    ``wait_seconds``, that the training waited for it; ``draw_seconds``, of sampling mini-batches and gathering their rows;
+    ``read_bytes``; ``kept_shares``, of all neighbours of nodes in memory those that were in memory, too. ``io``: what the
+    reader counted, and the loader's sizes.
     """
 
-    losses: tuple[str, ...]
-    epoch_seconds: tuple[float, ...]
     load_seconds: tuple[float, ...]
     build_seconds: tuple[float, ...]
-    wait_seconds: tuple[float, ...]
     draw_seconds: tuple[float, ...]
     read_bytes: tuple[int, ...]
     kept_shares: tuple[float, ...]
-    evaluation_seconds: float
-    seconds: float
-    rows: int
-    val_accuracy: float
-    test_accuracy: float
-    baseline_rss_bytes: int
-    peak_rss_bytes: int
-    io: dict[str, Any]
 
     @property
     def train_seconds(self) -> tuple[float, ...]:
@@ -53,35 +46,13 @@ class MegaRunReport:
 
 
 @dataclass(frozen=True)
-class MegaReport:
-    """What ``featstore demo --mode mega`` found. Sizes in bytes, times in seconds."""
+class MegaReport(Facts):
+    """What ``featstore demo --mode mega`` found. Sizes in bytes, times in seconds. ``edge_cut``: the share of edges between
+    partitions, where the order of the rows tells it."""
 
-    graph: str
-    node_count: int
-    edge_count: int
-    class_count: int
-    row_bytes: int
-    table_bytes: int
-    memory_bytes: int
-    epochs: int
-    batch_size: int
-    fanouts: tuple[int, ...]
-    hidden: int
-    seed: int
-    generate_seconds: float
-    pack_seconds: float
     order: str
     edge_cut: float | None
-    store_bytes: int
-    store_path: str | None
     mega: MegaRunReport
-    memory: RunReport
-    mlp_test_accuracy: float
-    val_count: int
-    val_total: int
-    test_count: int
-    test_total: int
-    seconds: float
 
     @property
     def shortfall(self) -> float:
@@ -106,62 +77,35 @@ class MegaReport:
         return found
 
 
-def render_mega(report: MegaReport) -> Any:
+def render_mega(report: MegaReport) -> Group:
     """The report as a rich renderable: what was done, the two runs side by side, and the verdict."""
-    from rich.console import Group
-    from rich.table import Table
-    from rich.text import Text
-
-    runs = Table(title=f"{report.graph}: GraphSAGE, {report.epochs} epochs", title_justify="left")
-    runs.add_column("")
-    runs.add_column(f"mega-batches, memory {format_bytes(report.memory_bytes)}", justify="right")
-    runs.add_column("neighbour sampling in memory", justify="right")
-    for line in _side_by_side(report):
-        runs.add_row(*line)
-    facts = Table.grid(padding=(0, 2))
-    for name, value in _facts(report):
-        facts.add_row(name, value)
-    points = 100 * report.shortfall
+    points, most = 100 * report.shortfall, f"{100 * TOLERANCE:.0f} points"
     apart = f"{abs(points):.1f} points {'below' if points >= 0 else 'above'} training in memory"
-    verdict = (
-        Text(f"Test accuracy is {apart}: within {100 * TOLERANCE:.0f} points, as it should be.", style="bold green")
-        if report.agrees
-        else Text(f"TEST ACCURACY IS {apart.upper()}, more than {100 * TOLERANCE:.0f} points.", style="bold red")
+    close = f"Test accuracy is {apart}: within {most}, as it should be."
+    return side_by_side(
+        report,
+        facts=fact_lines(report, report.mega.io, ("mega-batches", _mega_batches(report))),
+        trained=f"{report.epochs} epochs",
+        headers=(f"mega-batches, memory {format_bytes(report.memory_bytes)}", "neighbour sampling in memory"),
+        lines=_run_lines(report),
+        good=report.agrees,
+        verdict=close if report.agrees else f"TEST ACCURACY IS {apart.upper()}, more than {most}.",
+        note="Losses are not compared: the two runs draw other mini-batches, and a mega-batch lacks neighbours that are in none of "
+        "its partitions. Both models are tested on the same nodes with neighbours from the whole graph.",
     )
-    note = Text(
-        "Losses are not compared: the two runs draw other mini-batches, and a mega-batch lacks neighbours that are in none of its "
-        "partitions. Both models are tested on the same nodes with neighbours from the whole graph."
-    )
-    return Group(facts, Text(), runs, Text(), verdict, note)
 
 
-def _facts(report: MegaReport) -> list[tuple[str, str]]:
+def _mega_batches(report: MegaReport) -> str:
     io = report.mega.io
     cut = "" if report.edge_cut is None else f", {report.edge_cut:.0%} of the edges cross"
     resident = f"{io['resident']} of {io['partitions']} partitions ({report.order}{cut}) and {io['hubs']:,} hubs"
-    facts = [
-        ("graph", f"{report.node_count:,} nodes, {report.edge_count:,} edges, {report.class_count} classes"),
-        ("feature table", f"{format_bytes(report.table_bytes)}, {report.row_bytes:,} B a row (float32)"),
-        ("packed in", f"{report.pack_seconds:.1f} s into {format_bytes(report.store_bytes)}"),
-        ("mega-batches", f"{io['mega_batches']} an epoch, each of {resident}"),
-        ("mini-batches", f"{report.batch_size} seeds, fan-outs {'/'.join(map(str, report.fanouts))}"),
-        ("engine", _cache_state(io)),
-        ("own row alone", f"a perceptron without neighbours: test accuracy {report.mlp_test_accuracy:.3f}"),
-    ]
-    if report.generate_seconds:
-        facts.insert(2, ("generated in", f"{report.generate_seconds:.1f} s"))
-    if (report.val_count, report.test_count) != (report.val_total, report.test_total):
-        part = f"{report.val_count:,} of {report.val_total:,} and {report.test_count:,} of {report.test_total:,} nodes"
-        facts.append(("accuracy on", f"{part} of the validation and test split, drawn at random"))
-    if report.store_path is not None:
-        facts.append(("store kept at", report.store_path))
-    return facts
+    return f"{io['mega_batches']} an epoch, each of {resident}"
 
 
-def _side_by_side(report: MegaReport) -> list[tuple[str, str, str]]:
+def _run_lines(report: MegaReport) -> list[tuple[str, str, str]]:
     mega, memory = report.mega, report.memory
 
-    def both(name: str, show: Any) -> tuple[str, str, str]:
+    def both(name: str, show: Callable[[Run], str]) -> tuple[str, str, str]:
         return name, show(mega), show(memory)
 
     def seconds(values: tuple[float, ...]) -> str:

@@ -1,12 +1,20 @@
-"""Demo report: what the two runs measured, side by side, for programs (``to_json``) and for people (``render``)."""
+"""Demo report: what the two runs measured, side by side, for programs (``to_json``) and for people (``render``).
+
+What the reports of both modes share is here: :class:`Run`, what any run measured; :class:`Facts`, the graph, the settings and
+the packing; :func:`fact_lines` and :func:`side_by_side`, how they are shown. :mod:`featstore.demo.mega_report` adds the rest.
+"""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any, Self
 
 from featstore.units import format_bytes
+
+if TYPE_CHECKING:
+    from rich.console import Group
 
 __all__ = ["DemoReport", "RunReport", "render"]
 
@@ -14,15 +22,14 @@ SCHEMA = "featstore.demo/1"
 
 
 @dataclass(frozen=True)
-class RunReport:
-    """One training run. Times in seconds; ``losses``: float.hex of each step's loss; ``rows``: rows delivered in all.
+class Run:
+    """What any training run measured. Times in seconds; ``losses``: float.hex of each step's loss.
 
-    ``digests``: of each request's rows, training first, then evaluation. ``io``: what the reader counted (empty in
-    the run from memory). ``load_seconds``: reading the whole table into memory.
+    ``epoch_seconds`` and ``wait_seconds``, of them spent waiting: one number an epoch. ``rows``: rows of all mini-batches. ``io``:
+    what the reader counted (empty in the run from memory).
     """
 
     losses: tuple[str, ...]
-    digests: tuple[str, ...]
     epoch_seconds: tuple[float, ...]
     wait_seconds: tuple[float, ...]
     evaluation_seconds: float
@@ -32,13 +39,32 @@ class RunReport:
     test_accuracy: float
     baseline_rss_bytes: int
     peak_rss_bytes: int
-    load_seconds: float
     io: dict[str, Any]
+
+    @classmethod
+    def of(cls, results: dict[str, Any]) -> Self:
+        """The run whose worker sent ``results``; JSON made lists of its tuples."""
+        known: dict[str, Any] = {field.name: results[field.name] for field in fields(cls)}
+        lists = {name: tuple(value) for name, value in known.items() if isinstance(value, list)}
+        return cls(**known | lists)
 
 
 @dataclass(frozen=True)
-class DemoReport:
-    """What ``featstore demo`` found. Sizes in bytes, times in seconds."""
+class RunReport(Run):
+    """One training run with rows for each mini-batch: ``rows`` counts those delivered in all.
+
+    ``digests``: of each request's rows, training first, then evaluation. ``load_seconds``: reading the whole table into
+    memory.
+    """
+
+    digests: tuple[str, ...]
+    load_seconds: float
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What reports of both modes tell: graph, sizes, settings, packing, and the run from memory that the other one is
+    held against. Sizes in bytes, times in seconds; ``val_count`` of ``val_total`` nodes were evaluated."""
 
     graph: str
     node_count: int
@@ -56,7 +82,6 @@ class DemoReport:
     pack_seconds: float
     store_bytes: int
     store_path: str | None
-    store: RunReport
     memory: RunReport
     mlp_test_accuracy: float
     val_count: int
@@ -64,6 +89,13 @@ class DemoReport:
     test_count: int
     test_total: int
     seconds: float
+
+
+@dataclass(frozen=True)
+class DemoReport(Facts):
+    """What ``featstore demo`` found. Sizes in bytes, times in seconds."""
+
+    store: RunReport
 
     @property
     def steps(self) -> int:
@@ -105,27 +137,18 @@ class DemoReport:
         return derived | asdict(self)
 
 
-def render(report: DemoReport) -> Any:
+def render(report: DemoReport) -> Group:
     """The report as a rich renderable: what was done, the two runs side by side, and the verdict."""
-    from rich.console import Group
-    from rich.table import Table
-    from rich.text import Text
-
-    runs = Table(title=f"{report.graph}: GraphSAGE, {report.steps} steps", title_justify="left")
-    runs.add_column("")
-    runs.add_column(f"from the store, memory {format_bytes(report.memory_bytes)}", justify="right")
-    runs.add_column("all rows in memory", justify="right")
-    for line in _side_by_side(report):
-        runs.add_row(*line)
-    facts = Table.grid(padding=(0, 2))
-    for name, value in _facts(report):
-        facts.add_row(name, value)
-    verdict = (
-        Text(f"All {report.steps} losses and all {report.memory.rows:,} rows are bit-identical.", style="bold green")
-        if report.identical
-        else Text(f"THE RUNS DIFFER{_where(report)}: please report this as a bug.", style="bold red")
+    same = f"All {report.steps} losses and all {report.memory.rows:,} rows are bit-identical."
+    return side_by_side(
+        report,
+        facts=fact_lines(report, report.store.io),
+        trained=f"{report.steps} steps",
+        headers=(f"from the store, memory {format_bytes(report.memory_bytes)}", "all rows in memory"),
+        lines=_run_lines(report),
+        good=report.identical,
+        verdict=same if report.identical else f"THE RUNS DIFFER{_where(report)}: please report this as a bug.",
     )
-    return Group(facts, Text(), runs, Text(), verdict)
 
 
 def _where(report: DemoReport) -> str:
@@ -141,31 +164,61 @@ def _first_difference(left: tuple[str, ...], right: tuple[str, ...]) -> int | No
     return next(differing, None if len(left) == len(right) else min(len(left), len(right)))
 
 
-def _facts(report: DemoReport) -> list[tuple[str, str]]:
-    io = report.store.io
-    facts = [
-        ("graph", f"{report.node_count:,} nodes, {report.edge_count:,} edges, {report.class_count} classes"),
-        ("feature table", f"{format_bytes(report.table_bytes)}, {report.row_bytes:,} B a row (float32)"),
-        ("packed in", f"{report.pack_seconds:.1f} s into {format_bytes(report.store_bytes)}"),
-        ("mini-batches", f"{report.batch_size} seeds, fan-outs {'/'.join(map(str, report.fanouts))}"),
-        ("engine", _cache_state(io)),
-        ("own row alone", f"a perceptron without neighbours: test accuracy {report.mlp_test_accuracy:.3f}"),
+def fact_lines(facts: Facts, io: dict[str, Any], *loading: tuple[str, str]) -> list[tuple[str, str]]:
+    """What was done, as (name, value). ``io``: what the reader counted; ``loading``: lines on what came before mini-batches."""
+    lines = [
+        ("graph", f"{facts.node_count:,} nodes, {facts.edge_count:,} edges, {facts.class_count} classes"),
+        ("feature table", f"{format_bytes(facts.table_bytes)}, {facts.row_bytes:,} B a row (float32)"),
     ]
-    if report.generate_seconds:
-        facts.insert(2, ("generated in", f"{report.generate_seconds:.1f} s"))
-    if (report.val_count, report.test_count) != (report.val_total, report.test_total):
-        part = f"{report.val_count:,} of {report.val_total:,} and {report.test_count:,} of {report.test_total:,} nodes"
-        facts.append(("accuracy on", f"{part} of the validation and test split, drawn at random"))
-    if report.store_path is not None:
-        facts.append(("store kept at", report.store_path))
-    return facts
+    if facts.generate_seconds:
+        lines.append(("generated in", f"{facts.generate_seconds:.1f} s"))
+    lines += [
+        ("packed in", f"{facts.pack_seconds:.1f} s into {format_bytes(facts.store_bytes)}"),
+        *loading,
+        ("mini-batches", f"{facts.batch_size} seeds, fan-outs {'/'.join(map(str, facts.fanouts))}"),
+        ("engine", _cache_state(io)),
+        ("own row alone", f"a perceptron without neighbours: test accuracy {facts.mlp_test_accuracy:.3f}"),
+    ]
+    if (facts.val_count, facts.test_count) != (facts.val_total, facts.test_total):
+        part = f"{facts.val_count:,} of {facts.val_total:,} and {facts.test_count:,} of {facts.test_total:,} nodes"
+        lines.append(("accuracy on", f"{part} of the validation and test split, drawn at random"))
+    if facts.store_path is not None:
+        lines.append(("store kept at", facts.store_path))
+    return lines
 
 
-def _side_by_side(report: DemoReport) -> list[tuple[str, str, str]]:
-    both = (report.store, report.memory)
+def side_by_side(
+    report: Facts,
+    *,
+    facts: list[tuple[str, str]],
+    trained: str,
+    headers: tuple[str, str],
+    lines: list[tuple[str, str, str]],
+    good: bool,
+    verdict: str,
+    note: str | None = None,
+) -> Group:
+    """The facts, the two runs in columns under ``headers`` (``lines``: name, the one, the other), and the verdict."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
 
-    def line(name: str, show: Any) -> tuple[str, str, str]:
-        return name, show(both[0]), show(both[1])
+    done = Table.grid(padding=(0, 2))
+    for fact in facts:
+        done.add_row(*fact)
+    runs = Table(title=f"{report.graph}: GraphSAGE, {trained}", title_justify="left")
+    runs.add_column("")
+    for header in headers:
+        runs.add_column(header, justify="right")
+    for line in lines:
+        runs.add_row(*line)
+    notes = [] if note is None else [Text(note)]
+    return Group(done, Text(), runs, Text(), Text(verdict, style="bold green" if good else "bold red"), *notes)
+
+
+def _run_lines(report: DemoReport) -> list[tuple[str, str, str]]:
+    def line(name: str, show: Callable[[RunReport], str]) -> tuple[str, str, str]:
+        return name, show(report.store), show(report.memory)
 
     lines = [
         line("validation accuracy", lambda run: f"{run.val_accuracy:.4f}"),

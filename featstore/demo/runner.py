@@ -5,6 +5,8 @@
 3. A worker process trains from the store, under the given memory budget.
 4. A second worker trains from memory: only here does the whole table stand in memory.
 
+:mod:`featstore.demo.mega` does 2 and 3 in another way. What both need is a :class:`Comparison`, made by :func:`prepared`.
+
 Each worker is a process of its own, so that its peak memory can be told; see :mod:`featstore.demo.worker`.
 """
 
@@ -16,22 +18,20 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from dataclasses import fields, replace
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from featstore.demo.graph import DemoGraph, GraphRecipe, generate, load, write_topology
 from featstore.demo.report import DemoReport, RunReport
 from featstore.demo.training import TrainingPlan
-from featstore.demo.worker import Job
+from featstore.demo.worker import Job, Progress
 from featstore.errors import FeatstoreError, SourceError
 from featstore.units import parse_bytes
 
-__all__ = ["run"]
-
-Progress = Callable[[str, int, int], None]
+__all__ = ["Comparison", "prepared", "run"]
 
 # Rows that are read for each seed cost memory and time by their bytes: (largest row, seeds, fan-outs).
 _SHAPES = ((2 << 10, 256, (5, 4, 3)), (8 << 10, 64, (5, 3, 2)), (None, 32, (4, 3, 2)))
@@ -43,6 +43,7 @@ _START_WORKER = (
 _PACK_MEMORY = "512MiB"
 _STEPS_WANTED = 150
 _EVALUATION_BYTES = 2 << 30
+_EVALUATED_MAX = (4000, 8000)  # nodes of the validation and of the test split
 
 
 def run(
@@ -71,43 +72,103 @@ def run(
     Raises SourceError for a graph that cannot be used, BudgetError for too small a budget, ImportError where PyTorch
     or PyG is missing, FeatstoreError if a training process fails.
     """
+    with prepared(
+        memory=memory, data=data, workdir=workdir, epochs=epochs, batch_size=batch_size, fanouts=fanouts, hidden=hidden,
+        seed=seed, engine=engine, recipe=recipe, progress=progress, evaluated_max=_EVALUATED_MAX,
+    ) as demo:  # fmt: skip
+        pack_seconds = demo.pack()
+        _probe(demo)
+        from_store, from_memory = demo.train("store")
+        return DemoReport(store=RunReport.of(from_store), **demo.facts(pack_seconds, from_memory))
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What a demo of either mode works on, and the steps that both take. ``began``: by :func:`time.perf_counter`."""
+
+    graph: DemoGraph
+    generate_seconds: float
+    plan: TrainingPlan
+    memory_bytes: int
+    engine: str | None
+    scratch: Path
+    store_path: Path
+    tell: Progress
+    began: float
+
+    def budget(self) -> dict[str, Any]:
+        """The options that a reader and a loader of mega-batches share."""
+        return {"memory": self.memory_bytes} | ({} if self.engine is None else {"engine": self.engine})
+
+    def pack(self, **more: Any) -> float:
+        """Pack the graph; returns the seconds. ``more``: options of :func:`featstore.pack`."""
+        return _pack(self.graph, self.store_path, self.tell, **more)
+
+    def train(self, name: str, mega: dict[str, Any] | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What the workers found that trained from the store, which goes by ``name``, and from memory. ``mega``: see Job."""
+        features, store = str(self.graph.features.absolute()), str(self.store_path)
+        job = Job(self.plan, str(self.scratch), features, store, self.memory_bytes, self.engine, mega)
+        from_store = _in_own_process(job, self.scratch, name, self.tell)
+        return from_store, _in_own_process(replace(job, store=None, mega=None), self.scratch, "memory", self.tell)
+
+    def facts(self, pack_seconds: float, from_memory: dict[str, Any]) -> dict[str, Any]:
+        """The fields of :class:`featstore.demo.report.Facts`, at the end of the demo."""
+        graph, plan = self.graph, self.plan
+        return {
+            "graph": graph.name,
+            "node_count": graph.node_count,
+            "edge_count": len(graph.indices),
+            "class_count": graph.class_count,
+            "row_bytes": graph.row_bytes,
+            "table_bytes": graph.row_bytes * graph.node_count,
+            "memory_bytes": self.memory_bytes,
+            "epochs": plan.epochs,
+            "batch_size": plan.batch_size,
+            "fanouts": plan.fanouts,
+            "hidden": plan.hidden,
+            "seed": plan.seed,
+            "generate_seconds": self.generate_seconds,
+            "pack_seconds": pack_seconds,
+            "store_bytes": sum(path.stat().st_size for path in self.store_path.rglob("*") if path.is_file()),
+            "store_path": None if self.store_path.parent == self.scratch else str(self.store_path),
+            "memory": RunReport.of(from_memory),
+            "mlp_test_accuracy": from_memory["mlp_test_accuracy"],
+            "val_count": plan.val_count,
+            "val_total": len(graph.val_idx),
+            "test_count": plan.test_count,
+            "test_total": len(graph.test_idx),
+            "seconds": time.perf_counter() - self.began,
+        }
+
+
+@contextmanager
+def prepared(
+    *,
+    memory: str | int,
+    data: str | os.PathLike[str] | None,
+    workdir: str | os.PathLike[str] | None,
+    epochs: int | None,
+    batch_size: int | None,
+    fanouts: Sequence[int] | None,
+    hidden: int,
+    seed: int,
+    engine: str | None,
+    recipe: GraphRecipe | None,
+    progress: Progress | None,
+    evaluated_max: tuple[int, int],
+) -> Iterator[Comparison]:
+    """Everything before the packing. The arguments are those of :func:`run`; ``evaluated_max``: at most so many nodes of the
+    validation and of the test split are evaluated."""
     _need_packages()
     memory_bytes = parse_bytes(memory)
     tell = progress if progress is not None else _no_progress
     began = time.perf_counter()
-    with ExitStack() as stack:
-        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="featstore-demo-", dir=_parent(workdir))))
+    with tempfile.TemporaryDirectory(prefix="featstore-demo-", dir=_parent(workdir)) as folder:
+        scratch = Path(folder)
         store_path = scratch / "store" if workdir is None else Path(workdir) / "store"
         graph, generate_seconds = _prepare(data, recipe, seed, scratch, tell)
-        plan, counts = _training_plan(graph, epochs, batch_size, fanouts, hidden, seed)
-        pack_seconds = _pack(graph, store_path, tell)
-        _probe(store_path, memory_bytes, engine, graph)
-        job = Job(plan, str(scratch), str(graph.features.absolute()), str(store_path), memory_bytes, engine)
-        from_store = _in_own_process(job, scratch, "store", tell)
-        from_memory = _in_own_process(replace(job, store=None), scratch, "memory", tell)
-        return DemoReport(
-            graph=graph.name,
-            node_count=graph.node_count,
-            edge_count=len(graph.indices),
-            class_count=graph.class_count,
-            row_bytes=graph.row_bytes,
-            table_bytes=graph.row_bytes * graph.node_count,
-            memory_bytes=memory_bytes,
-            epochs=plan.epochs,
-            batch_size=plan.batch_size,
-            fanouts=plan.fanouts,
-            hidden=plan.hidden,
-            seed=seed,
-            generate_seconds=generate_seconds,
-            pack_seconds=pack_seconds,
-            store_bytes=sum(path.stat().st_size for path in store_path.rglob("*") if path.is_file()),
-            store_path=None if workdir is None else str(store_path),
-            store=_run_report(from_store),
-            memory=_run_report(from_memory),
-            mlp_test_accuracy=from_memory["mlp_test_accuracy"],
-            seconds=time.perf_counter() - began,
-            **counts,
-        )
+        plan = _training_plan(graph, epochs, batch_size, fanouts, hidden, seed, evaluated_max)
+        yield Comparison(graph, generate_seconds, plan, memory_bytes, engine, scratch, store_path, tell, began)
 
 
 def _no_progress(stage: str, done: int, total: int) -> None:
@@ -147,8 +208,14 @@ def _prepare(
 
 
 def _training_plan(
-    graph: DemoGraph, epochs: int | None, batch_size: int | None, fanouts: Sequence[int] | None, hidden: int, seed: int
-) -> tuple[TrainingPlan, dict[str, int]]:
+    graph: DemoGraph,
+    epochs: int | None,
+    batch_size: int | None,
+    fanouts: Sequence[int] | None,
+    hidden: int,
+    seed: int,
+    evaluated_max: tuple[int, int],
+) -> TrainingPlan:
     """What is trained, sized by the rows: about the same number of steps, and of bytes per step, for any graph."""
     shape = next(shape for shape in _SHAPES if shape[0] is None or graph.row_bytes <= shape[0])
     batch_size = shape[1] if batch_size is None else batch_size
@@ -164,13 +231,7 @@ def _training_plan(
     for fanout in reversed(fanouts):
         rows_per_seed = 1 + (fanout if fanout > 0 else 10) * rows_per_seed
     nodes = max(256, _EVALUATION_BYTES // (rows_per_seed * graph.row_bytes))
-    counts = {
-        "val_count": min(len(graph.val_idx), nodes // 3, 4000),
-        "val_total": len(graph.val_idx),
-        "test_count": min(len(graph.test_idx), nodes, 8000),
-        "test_total": len(graph.test_idx),
-    }
-    plan = TrainingPlan(
+    return TrainingPlan(
         epochs=epochs,
         batch_size=batch_size,
         fanouts=fanouts,
@@ -178,10 +239,9 @@ def _training_plan(
         seed=seed,
         class_count=graph.class_count,
         feature_count=graph.feature_count,
-        val_count=counts["val_count"],
-        test_count=counts["test_count"],
+        val_count=min(len(graph.val_idx), nodes // 3, evaluated_max[0]),
+        test_count=min(len(graph.test_idx), nodes, evaluated_max[1]),
     )
-    return plan, counts
 
 
 def _pack(graph: DemoGraph, path: Path, tell: Progress, **more: Any) -> float:
@@ -202,14 +262,13 @@ def _pack(graph: DemoGraph, path: Path, tell: Progress, **more: Any) -> float:
     return time.perf_counter() - began
 
 
-def _probe(path: Path, memory_bytes: int, engine: str | None, graph: DemoGraph) -> None:
+def _probe(demo: Comparison) -> None:
     """Open a reader here first: a budget or engine that cannot be is an error of its own kind, before any worker
     starts."""
     import featstore
 
-    options: dict[str, Any] = {} if engine is None else {"engine": engine}
-    with featstore.open(path) as store, store.reader(memory=memory_bytes, static="degree", **options) as reader:
-        reader.read(graph.train_idx[:8])
+    with featstore.open(demo.store_path) as store, store.reader(static="degree", **demo.budget()) as reader:
+        reader.read(demo.graph.train_idx[:8])
 
 
 def _in_own_process(job: Job, scratch: Path, name: str, tell: Progress) -> dict[str, Any]:
@@ -237,12 +296,3 @@ def _in_own_process(job: Job, scratch: Path, name: str, tell: Progress) -> dict[
             tail = "".join(errors.readlines()[-15:]).strip()
             raise FeatstoreError(f"the training process ({name}) ended with {process.returncode}:\n{tail}")
     return dict(results)
-
-
-def _run_report(results: dict[str, Any]) -> RunReport:
-    values = {"load_seconds": 0.0, "io": {}} | results
-    known: dict[str, Any] = {}
-    for field in fields(RunReport):
-        value = values[field.name]
-        known[field.name] = tuple(value) if isinstance(value, list) else value
-    return RunReport(**known)

@@ -110,7 +110,7 @@ def _from_store(job: Job, path: str, topology: dict[str, Any], progress: Progres
         seconds = time.perf_counter() - began
         about = {"access_because": reader.access_because, "memory": reader.memory()}
         io = reader.stats().to_dict() | about
-    return _results(outcome, seconds) | {"io": io}
+    return _results(outcome, seconds) | {"io": io, "load_seconds": 0.0}
 
 
 def _by_mega_batches(job: Job, path: str, mega: dict[str, Any], progress: Progress) -> dict[str, Any]:
@@ -148,7 +148,7 @@ def _from_memory(job: Job, topology: dict[str, Any], progress: Progress) -> dict
     began = time.perf_counter()
     mlp = mlp_accuracy(job.plan, topology, features)
     mlp_seconds = time.perf_counter() - began
-    return results | {"load_seconds": load_seconds, "mlp_test_accuracy": mlp, "mlp_seconds": mlp_seconds}
+    return results | {"io": {}, "load_seconds": load_seconds, "mlp_test_accuracy": mlp, "mlp_seconds": mlp_seconds}
 
 
 def _results(outcome: Outcome, seconds: float) -> dict[str, Any]:

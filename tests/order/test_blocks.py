@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tracemalloc
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,62 +10,17 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from order_support import MASK, Csc, Draws, csc, graphs, planted_edges
 
 from featstore.errors import SourceError
 from featstore.order import blocks, edge_cut
 from featstore.order.blocks import bfs_memory_bytes, bfs_partition, grow_blocks
 
-MASK = 2**64 - 1
-
-
-@dataclass(frozen=True)
-class Csc:
-    indptr: np.ndarray
-    indices: np.ndarray
-
-
-def csc(nodes: int, sources: Any, targets: Any, dtype: Any = np.int32) -> Csc:
-    sources, targets = np.asarray(sources, np.int64), np.asarray(targets, np.int64)
-    indptr = np.zeros(nodes + 1, np.int64)
-    np.cumsum(np.bincount(targets, minlength=nodes), out=indptr[1:])
-    return Csc(indptr, sources[np.argsort(targets, kind="stable")].astype(dtype))
-
 
 def planted(nodes: int, groups: int, degree: int, inside: float, seed: int) -> Csc:
-    """A symmetric graph of equal groups, in which the share ``inside`` of all edges stays in a group; shuffled ids."""
-    rng = np.random.default_rng(seed)
-    edges = nodes * degree // 2
-    group = rng.permutation(nodes) % groups
-    members = np.argsort(group, kind="stable").reshape(groups, -1)
-    sources = rng.integers(0, nodes, edges)
-    near = members[group[sources], rng.integers(0, members.shape[1], edges)]
-    targets = np.where(rng.random(edges) < inside, near, rng.integers(0, nodes, edges))
-    return csc(nodes, np.concatenate([sources, targets]), np.concatenate([targets, sources]))
-
-
-@st.composite
-def graphs(draw: st.DrawFn) -> Csc:
-    """Hubs, duplicates and self-loops at the front, isolated nodes at the back."""
-    nodes = draw(st.integers(0, 90))
-    edges = draw(st.integers(0, 300)) if nodes else 0
-    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    ends = (nodes * rng.random((2, edges)) ** draw(st.sampled_from([1, 3]))).astype(np.int64)
-    return csc(nodes, ends[0], ends[1], draw(st.sampled_from([np.int32, np.int64])))
-
-
-class Random:
-    """xorshift64, in Python's integers."""
-
-    def __init__(self, seed: int, number: int) -> None:
-        self.s = int(np.random.SeedSequence([seed, number]).generate_state(1, np.uint64)[0]) | 1
-
-    def below(self, bound: int) -> int:
-        s = self.s
-        s ^= (s << 13) & MASK
-        s ^= s >> 7
-        s ^= (s << 17) & MASK
-        self.s = s
-        return (s >> 20) % bound
+    sources, targets, _ = planted_edges(nodes, groups, degree, inside, seed)
+    ends = np.concatenate([sources, targets]), np.concatenate([targets, sources])
+    return csc(nodes, *ends, ascending=False)
 
 
 class Twin:
@@ -80,7 +34,7 @@ class Twin:
         self.grow(edges, seed)
         self.grown = list(self.block_of)
         if self.sizes:
-            self.merge(self.link(edges), Random(seed, blocks.ROUNDS))
+            self.merge(self.link(edges), Draws(seed, blocks.ROUNDS))
         self.train = [] if train is None else train.tolist()
         self.part = self.assign(self.link(edges))
 
@@ -90,7 +44,7 @@ class Twin:
             left = [v for v in range(self.nodes) if self.block_of[v] < 0 and edges[v]]
             if not left:
                 break
-            random, wanted = Random(seed, number), -(-len(left) // self.limit)
+            random, wanted = Draws(seed, number), -(-len(left) // self.limit)
             for i, v in enumerate(left):
                 if wanted and random.below(len(left) - i) < wanted:
                     self.block_of[v] = len(self.sizes)
@@ -141,7 +95,7 @@ class Twin:
                 slot[1] += 1 if slot[0] == key else -1
         return [{at: row[at] for at in sorted(row) if row[at][1]} for row in rows]
 
-    def merge(self, rows: list[dict[tuple[int, int], list[int]]], random: Random) -> None:
+    def merge(self, rows: list[dict[tuple[int, int], list[int]]], random: Draws) -> None:
         large = sorted(self.sizes)[int(0.9 * len(self.sizes))]
         into, lonely = list(range(len(self.sizes))), []
         for b, row in enumerate(rows):
@@ -236,7 +190,13 @@ class Twin:
 
 
 @settings(max_examples=60, deadline=None)
-@given(graphs(), st.integers(1, 100), st.integers(0, 2**40), st.integers(1, 50), st.sampled_from([0.0, 0.3, 1.0, None]))
+@given(
+    graphs(90, 300, ascending=False),
+    st.integers(1, 100),
+    st.integers(0, 2**40),
+    st.integers(1, 50),
+    st.sampled_from([0.0, 0.3, 1.0, None]),
+)
 @example(Csc(np.zeros(1, np.int64), np.zeros(0, np.int32)), 3, 0, 1, None)
 @example(csc(60, np.arange(60).repeat(2) // 2 * 2, np.zeros(120, np.int64)), 1, 0, 7, 0.3)
 def test_blocks_are_their_twin_cover_and_keep_the_balance(
@@ -283,7 +243,7 @@ def test_a_pass_over_full_slots_keeps_the_heavy_neighbours(monkeypatch: pytest.M
 
 
 @settings(max_examples=40, deadline=None)
-@given(graphs(), st.integers(1, 30), st.integers(0, 99), st.integers(1, 50))
+@given(graphs(90, 300, ascending=False), st.integers(1, 30), st.integers(0, 99), st.integers(1, 50))
 def test_grown_blocks_keep_their_limit_and_their_number(graph: Csc, limit: int, seed: int, block_edges: int) -> None:
     nodes = graph.indptr.size - 1
     block_of, sizes = grow_blocks(graph, limit, seed=seed, block_edges=block_edges)

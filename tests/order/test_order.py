@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import tracemalloc
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from order_support import Csc, csc
 
 import featstore.order
 from featstore.errors import BudgetError, SourceError
@@ -35,20 +35,12 @@ from featstore.order import (
 )
 
 
-@dataclass(frozen=True)
-class Csc:
-    indptr: np.ndarray
-    indices: np.ndarray
-
-
 def random_graph(nodes: int, edges: int, seed: int, symmetric: bool = False) -> Csc:
     rng = np.random.default_rng(seed)
     sources, targets = (nodes * rng.random((2, edges)) ** 2).astype(np.int64)
     if symmetric:
         sources, targets = np.concatenate([sources, targets]), np.concatenate([targets, sources])
-    indptr = np.zeros(nodes + 1, np.int64)
-    np.cumsum(np.bincount(targets, minlength=nodes), out=indptr[1:])
-    return Csc(indptr, sources[np.argsort(targets, kind="stable")].astype(np.int32))
+    return csc(nodes, sources, targets, ascending=False)
 
 
 EMPTY = Csc(np.zeros(1, np.int64), np.zeros(0, np.int32))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import tracemalloc
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,27 +11,18 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from order_support import Csc, Draws, csc
 
 from featstore.errors import SourceError
 from featstore.order import scores
 from featstore.order.ldg import random_of_pass
 from featstore.order.scores import FANOUT, score_parts, scores_memory_bytes
 
-MASK = 2**64 - 1
-
-
-@dataclass(frozen=True)
-class Csc:
-    indptr: np.ndarray
-    indices: np.ndarray
-
 
 def random_graph(nodes: int, edges: int, seed: int, skew: int = 1, dtype: Any = np.int32) -> Csc:
     rng = np.random.default_rng(seed)
     sources, targets = (nodes * rng.random((2, edges)) ** skew).astype(np.int64)
-    indptr = np.zeros(nodes + 1, np.int64)
-    np.cumsum(np.bincount(targets, minlength=nodes), out=indptr[1:])
-    return Csc(indptr, sources[np.argsort(targets, kind="stable")].astype(dtype))
+    return csc(nodes, sources, targets, dtype, ascending=False)
 
 
 class Twin:
@@ -40,20 +30,12 @@ class Twin:
 
     def __init__(self, graph: Csc, seed: int) -> None:
         self.graph = graph
-        self.s = int(np.random.SeedSequence([seed, 0]).generate_state(1, np.uint64)[0]) | 1
-
-    def below(self, bound: int) -> int:
-        s = self.s
-        s ^= (s << 13) & MASK
-        s ^= s >> 7
-        s ^= (s << 17) & MASK
-        self.s = s
-        return (s >> 20) % bound
+        self.draws = Draws(seed, 0)
 
     def roots(self, candidates: list[int], wanted: int) -> list[int]:
         found: list[int] = []
         for i, node in enumerate(candidates):
-            if len(found) < wanted and self.below(len(candidates) - i) < wanted - len(found):
+            if len(found) < wanted and self.draws.below(len(candidates) - i) < wanted - len(found):
                 found.append(node)
         return found
 
@@ -63,7 +45,7 @@ class Twin:
             return edges
         drawn: list[int] = []
         for j in range(len(edges) - FANOUT, len(edges)):
-            at = self.below(j + 1)
+            at = self.draws.below(j + 1)
             drawn.append(j if at in drawn else at)
         return [edges[at] for at in drawn]
 
