@@ -428,33 +428,45 @@ class FeatureBuffer:
     def switch(self, policy: str, static: Any = None) -> None:
         """Go on with another policy, or another set of rows kept for good. The rows stay, what the policy knew of them is forgotten.
 
-        Raises ValueError while tickets hold slots; BudgetError where it is none of ``policies``, and needs a larger slot map.
+        Waits for reads under way. Raises ValueError while tickets hold slots; BudgetError where it is none of ``policies``, and needs a
+        larger slot map; what :meth:`begin` raises.
         """
         self._check_open()
+        number = layout.POLICIES[policy]
+        while True:
+            seen = self._events
+            if self._run(self._switch_now, number):
+                break
+            self._wait(seen, None, "reads to end")
+        if static is not None:
+            self._keep(static)
+
+    def _switch_now(self, policy: int) -> bool:
+        """Change the policy; False while reads are under way. Runs in the buffer's thread."""
         with self._lock:
             self._enter_ended()
             kept = None if self._static is None else self._static._claim
-            if self._reading or self._claims - {kept}:
+            if self._claims - {kept}:
                 raise ValueError("the policy cannot change while tickets hold slots: release them first")
+            if self._reading:
+                return False
             if kept is not None:
                 self._unclaim(kept)
             self._static = None
             records = self._map.slots
             present = np.flatnonzero((records["status"] == layout.PRESENT) & (records["row"] >= 0))
             rows, counted = records["row"][present].copy(), self._map.counts[COUNTED].copy()
-            self.policy = layout.POLICIES[policy]
-            self._map = layout.make_slot_map(self.slots, self.policy, memory=self._map_memory)
+            self.policy = policy
+            self._map = layout.make_slot_map(self.slots, policy, memory=self._map_memory)
             slots, missed, waits = (np.empty(len(rows), np.int32) for _ in range(3))
             sl.acquire(self._map, rows, slots, missed, waits, sl.NO_NEXT_USE)
-            for low in range(
-                0, len(rows), _MOVED
-            ):  # slots are given away from the first on, so rows only move towards it
+            # Slots are given away from the first on, so rows only move towards it.
+            for low in range(0, len(rows), _MOVED):
                 self.x[slots[low : low + _MOVED]] = self.x[present[low : low + _MOVED]]
             sl.complete(self._map, slots)
             sl.release(self._map, slots)
             self._map.counts[COUNTED] = counted
-        if static is not None:
-            self._keep(static)
+            return True
 
     def _keep(self, static: Any) -> None:
         """Have these rows for good."""

@@ -109,8 +109,12 @@ class Extraction:
     def open(self, first: Ids) -> None:
         """Make reader and buffers, given the first mini-batch's ids by node type."""
         self.table_of = {node_type: table_of(self.store, node_type, "the mini-batches have") for node_type in first}
-        tables = {name: self.store.tables[name] for name in self.table_of.values()}
-        rows = {self.table_of[t]: self._rows_expected(self.table_of[t], len(ids)) for t, ids in first.items()}
+        if not first:
+            raise SourceError("the first mini-batch has no node type at all: nodes= must return {table: ids}, or ids")
+        asked = {self.table_of[t]: len(ids) for t, ids in first.items()}
+        said = self._batch_rows if isinstance(self._batch_rows, Mapping) else {}
+        tables = {name: self.store.table(name) for name in dict.fromkeys([*asked, *said])}
+        rows = {name: self._rows_expected(name, asked.get(name, 0)) for name in tables}
         self._piece_bytes = sum(self._padded(name, count) for name, count in rows.items())
         self._device_slots = self._split_devices(tables, rows) if self._device_memory else {}
         slots = self._split(tables, rows)
@@ -129,9 +133,9 @@ class Extraction:
             raise
 
     def _rows_expected(self, table: str, first: int) -> int:
-        """Rows of a mini-batch, at most, as was said or as the first one suggests."""
+        """Rows of a mini-batch, at most, as was said or as the first one suggests; one that occurs twice counts twice."""
         given = self._batch_rows.get(table) if isinstance(self._batch_rows, Mapping) else self._batch_rows
-        return min(self.store.tables[table].rows, int(_SPARE * first) + 1 if given is None else max(1, first, given))
+        return int(_SPARE * first) + 1 if given is None else max(1, first, given)
 
     def _first_policy(self) -> str:
         return FIRST_POLICY if self.policy == "auto" else self.policy
@@ -174,7 +178,7 @@ class Extraction:
         parts = fixed(self.memory_bytes)
         rest = self.memory_bytes - sum(parts.values())
         total = sum(weights.values())
-        smallest = max(-(-self._map_bytes(n, rows[n]) * total // weights[n]) for n in tables)
+        smallest = max(-(-self._map_bytes(n, min(rows[n], t.rows)) * total // weights[n]) for n, t in tables.items())
         if rest < smallest:
             needed = sum(parts.values()) + smallest
             while sum(fixed(needed).values()) + smallest > needed:  # more memory has a larger reader, too
@@ -192,7 +196,7 @@ class Extraction:
     def _split_devices(self, tables: Mapping[str, Table], rows: Mapping[str, int]) -> dict[str, int]:
         """Slots of each device, by table. Raises BudgetError with the smallest memory of a device that works."""
         weights = {name: rows[name] * t.row_bytes for name, t in tables.items()}
-        total, needed = sum(weights.values()), {name: self._device_rows(rows[name]) for name in tables}
+        total, needed = sum(weights.values()), {n: self._device_rows(min(rows[n], t.rows)) for n, t in tables.items()}
         slots = {name: self._device_memory * weights[name] // total // t.row_bytes for name, t in tables.items()}
         if any(slots[name] < needed[name] for name in tables):
             smallest = max(-(-needed[n] * t.row_bytes * total // weights[n]) for n, t in tables.items())
@@ -253,9 +257,9 @@ class Extraction:
 
     def begin(self, ids: Ids, under_way: Sequence[Ids]) -> Tickets | None:
         """Tickets by table of a mini-batch, given the ids of those whose tickets are held; None where it has to wait for these."""
-        unknown = [t for t in ids if t not in self.table_of]
-        if unknown:
-            raise SourceError(f"this mini-batch has a node type {unknown[0]!r} that the first one had not")
+        for node_type in ids:
+            if node_type not in self.table_of:
+                self._add_type(node_type)
         if under_way:
             for node_type, one in ids.items():
                 free = self.buffers[self.table_of[node_type]].slots_unkept
@@ -282,6 +286,16 @@ class Extraction:
                 choice.observe(ticket.ids if isinstance(ticket, Ticket) else ticket.asked_of_host)
         return tickets
 
+    def _add_type(self, node_type: str) -> None:
+        """A node type that the first mini-batch had not. Raises SourceError where there is no buffer for it."""
+        table = table_of(self.store, node_type, "the mini-batches have")
+        if table not in self.buffers:
+            raise SourceError(
+                f"this mini-batch has nodes of table {table!r}, which the first one had not: give batch_rows={{{table!r}: ...}} with the "
+                "most rows of it that a mini-batch has, and the same of other tables that may be missing from the first"
+            )
+        self.table_of[node_type] = table
+
     @staticmethod
     def _cancel(tickets: Tickets) -> None:
         for ticket in tickets.values():
@@ -297,12 +311,20 @@ class Extraction:
         for table, choice in self._choices.items():
             buffer = self.buffers[table]
             policy = choice.decide()
-            if policy != buffer.policy_name:
+            # Whoever was interrupted while rows were loaded to be kept has none.
+            if policy != buffer.policy_name or (policy == "static" and buffer.slots_unkept == buffer.slots):
                 buffer.switch(policy, choice.static_ids() if policy == "static" else None)
             self._decided = self._decided or bool(choice.hit_rates)
 
     def gather(self, tickets: Tickets) -> dict[str, Any]:
         """The rows of a mini-batch by table, copied out: arrays, or tensors on a device that keeps rows. Its slots are given back."""
+        try:
+            return self._gather(tickets)
+        except BaseException:
+            self._cancel(tickets)
+            raise
+
+    def _gather(self, tickets: Tickets) -> dict[str, Any]:
         out: dict[str, Any] = {}
         at = 0
         total = sum(self._padded(name, len(ticket.ids)) for name, ticket in tickets.items())

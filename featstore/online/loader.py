@@ -206,7 +206,7 @@ class OnlineLoader(WalkingLoader):
             from featstore.compiled.tensors import fill_pyg
 
             return fill_pyg(sample, x, self._device)
-        if len(x) == 1:
+        if len(self._extraction.buffers) == 1:
             return OnlineBatch(index, next(iter(ids.values())), next(iter(x.values())), sample)
         return OnlineBatch(index, ids, x, sample)
 

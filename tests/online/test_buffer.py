@@ -515,6 +515,16 @@ def test_any_interleaving_of_consumers(reader: Reader, features: np.ndarray) -> 
 # Other policies.
 
 
+def test_switching_waits_for_reads_that_nobody_wants_any_more(reader: Reader, features: np.ndarray) -> None:
+    with FeatureBuffer(reader, slots=60, policy="fifo", policies=["lru"]) as buffer:
+        for turn in range(30):
+            ids = np.arange(ROWS)[turn % 7 :: 9][:50]
+            buffer.begin(ids).release()  # its read goes on
+            buffer.switch(("lru", "fifo")[turn % 2])
+            with buffer.begin(ids) as ticket:
+                np.testing.assert_array_equal(buffer.gather(ticket), features[ids])
+
+
 def test_switching_keeps_rows_and_counts(reader: Reader, features: np.ndarray) -> None:
     policies = [name for name in layout.POLICIES if name != "min"]
     for seed in range(6):

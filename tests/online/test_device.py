@@ -174,6 +174,26 @@ def test_bad_input_is_named(store: Any, options: dict[str, Any], error: type[Fea
         featstore.OnlineLoader(store, skewed, **options)
 
 
+def test_a_read_that_fails_holds_no_slots(store: Any, x: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> None:
+    original, failing = FeatureBuffer.gather, [3]
+
+    def gather(self: FeatureBuffer, *arguments: Any) -> Any:
+        failing[0] -= 1
+        if failing[0] == 0:
+            raise OSError("made up")
+        return original(self, *arguments)
+
+    monkeypatch.setattr(FeatureBuffer, "gather", gather)
+    options: dict[str, Any] = {"memory": MEMORY, "device": ["cpu", "cpu"], "device_memory": 150 * ROW_BYTES}
+    with featstore.OnlineLoader(store, skewed, **options) as loader:
+        for _ in range(3):
+            failing[0] = 3
+            with pytest.raises(OSError, match="made up"):
+                list(loader)
+        loader.set_epoch(0)
+        check_epoch(loader, x, 0)
+
+
 # The buffer by itself.
 
 

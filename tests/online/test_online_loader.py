@@ -307,6 +307,36 @@ def test_several_tables(tmp_path: Path) -> None:
             next(iter(loader))
 
 
+def test_node_types_may_be_missing_from_mini_batches(tmp_path: Path) -> None:
+    tables = {"paper": rows_of(500, (9,), np.int16, 1), "author": rows_of(200, (33,), np.uint8, 2)}
+    batches = [
+        {"paper": np.arange(10)},
+        {"paper": np.arange(40, 45), "author": np.arange(7)},
+        {"author": np.arange(90, 97)},
+    ]
+    with featstore.pack(tmp_path / "s", tables) as store:
+        with (
+            featstore.OnlineLoader(store, batches, memory="32MiB") as loader,
+            pytest.raises(SourceError, match=r"batch_rows=\{'author'"),
+        ):
+            list(loader)
+        with featstore.OnlineLoader(store, batches, memory="32MiB", batch_rows={"author": 7}) as loader:
+            for batch, ids in zip(loader, batches, strict=True):
+                assert set(batch.x) == set(ids)  # a dict, also where there is one table
+                for name in ids:
+                    np.testing.assert_array_equal(batch.x[name], tables[name][ids[name]])
+
+
+def test_more_ids_than_the_table_has_rows(tmp_path: Path) -> None:
+    source = rows_of(100, (4,), np.int32, 3)
+    batches = [np.random.default_rng(n).integers(0, 100, 400) for n in range(5)]
+    with featstore.pack(tmp_path / "s", source) as store:
+        for options in ({}, {"batch_rows": 400}, {"device": "cpu", "device_memory": 1600}):
+            with featstore.OnlineLoader(store, batches, memory="8MiB", **options) as loader:
+                for batch, ids in zip(loader, batches, strict=True):
+                    np.testing.assert_array_equal(np.asarray(batch.x), source[ids])
+
+
 def test_an_unknown_option_is_refused_at_once(store: Any) -> None:
     with pytest.raises(TypeError, match="no option 'qdepth'"):
         featstore.OnlineLoader(store, skewed, qdepth=4)
@@ -318,6 +348,7 @@ def test_an_unknown_option_is_refused_at_once(store: Any) -> None:
         (lambda s: featstore.OnlineLoader(s, [np.array([ROWS])]), IdError, "out of range"),
         (lambda s: featstore.OnlineLoader(s, [np.array([1.5])]), SourceError, "integers"),
         (lambda s: featstore.OnlineLoader(s, [object()]), SourceError, "nodes="),
+        (lambda s: featstore.OnlineLoader(s, [object()], nodes=lambda _: {}), SourceError, "no node type"),
         (lambda s: featstore.OnlineLoader(s, skewed, policy="best"), SourceError, "no policy 'best'"),
         (lambda s: featstore.OnlineLoader(s, skewed, policy="min"), SourceError, "compile"),
         (lambda s: featstore.OnlineLoader(s, skewed, policy="lru", static=[1]), SourceError, "static="),
