@@ -104,7 +104,7 @@ def measure_cell(graph: Graph, trace: Trace, order: str, share: float, uses: NDA
     cost.rows += int(trace.offsets[trace.epochs[1]])
     cost.memory_bytes = max(cost.memory_bytes, choice.memory_bytes)
     if cell.choice == "static":
-        cell.auto = hit_rate(trace, slots, "static", kept=choice.static_ids())
+        cell.auto = hit_rate(trace, slots, "static", kept=np.concatenate(list(choice.static_ids())))
     else:
         cell.auto = cell.rates[cell.choice]
     note(f"  {order}, {100 * share:g} %: {cell.choice} {cell.auto:.1f}, best {cell.best:.1f}; {choice.hit_rates}")

@@ -53,6 +53,8 @@ _PATIENCE_SECONDS = 1.0  # who waits looks this often whether those he waits for
 _AHEAD, _PREFETCH_BYTES = 8, 1024
 _LOADED_AT_ONCE = 1 << 15  # rows that are read at once beforehand
 _MOVED = 4096  # rows moved at once when the policy changes
+#: What changing the policy takes of memory, for each slot, while it changes; and what rows kept for good take.
+SWITCH_BYTES, KEPT_BYTES = 12, 4
 #: Where a slot map counts what :class:`BufferStats` has, in that order.
 COUNTED = [layout.HITS, layout.MISSES, layout.WAITS, layout.EVICTIONS, layout.BATCHES]
 
@@ -95,7 +97,8 @@ class FeatureBuffer:
         table: the table's name; not needed where the reader has only one.
         slots, memory: how many rows fit, or how much memory (bytes or ``"2GiB"``) rows and slot map take; one of the two.
         policy: a name of :data:`featstore.online.slot_layout.POLICIES`.
-        static: node ids of rows to be loaded now and kept for good, beside any policy. They count as slots.
+        static: node ids of rows to be loaded now and kept for good, beside any policy; or an iterator of pieces of them, all
+            different. They count as slots.
         batches: for ``"min"``: the number of mini-batches of the trace.
         policies: names of others that :meth:`switch` may change to, for whose slot maps there shall be room.
         block: uint8, memory to put the rows in, aligned to 64 bytes; made where not given.
@@ -151,7 +154,7 @@ class FeatureBuffer:
         self._claims: set[Claim] = set()  # those that hold pins
         self._waiting: set[threading.Thread] = set()
         self._closed, self._pid = False, os.getpid()
-        self._static: Ticket | None = None
+        self._kept: set[Claim] = set()  # of rows kept for good
         self._starter = ThreadPoolExecutor(1, thread_name_prefix="featstore-buffer")
         sl.load_kernels(self._map)
         copy_slots(self._no_slots(), 0, 0, 0)
@@ -262,10 +265,11 @@ class FeatureBuffer:
 
     def _check_wait(self, ticket: Ticket, short: int) -> None:
         """Raise BudgetError where waiting for slots would not help. With the lock."""
-        kept = self._static.ids if self._static is not None else np.empty(0, np.int64)
-        needed = len(np.union1d(kept, ticket.ids))
-        if needed > self.slots:
-            self._raise_budget(needed, f"hold the {len(np.unique(ticket.ids)):,} rows of a mini-batch")
+        ids = np.unique(ticket.ids)
+        if len(ids) > self.slots_unkept:
+            needed = self.slots - self.slots_unkept + len(np.setdiff1d(ids, self._kept_ids(), assume_unique=True))
+            if needed > self.slots:
+                self._raise_budget(needed, f"hold the {len(ids):,} rows of a mini-batch")
         if self._reading or any(self._ends(claim, ticket._claim.owner) for claim in self._claims):
             return
         self._raise_budget(self.slots + short, "hold one more mini-batch beside those that are in use, none of which can be released "
@@ -273,7 +277,7 @@ class FeatureBuffer:
 
     def _ends(self, claim: Claim, me: threading.Thread | None) -> bool:
         """Whether another's pins can be expected to be released while this thread waits."""
-        if self._static is not None and claim is self._static._claim:
+        if claim in self._kept:
             return False
         who = claim.owner
         return claim.forgotten or who is None or (who is not me and who not in self._waiting and who.is_alive())
@@ -445,38 +449,56 @@ class FeatureBuffer:
         """Change the policy; False while reads are under way. Runs in the buffer's thread."""
         with self._lock:
             self._enter_ended()
-            kept = None if self._static is None else self._static._claim
-            if self._claims - {kept}:
+            if self._claims - self._kept:
                 raise ValueError("the policy cannot change while tickets hold slots: release them first")
             if self._reading:
                 return False
-            if kept is not None:
-                self._unclaim(kept)
-            self._static = None
+            self._unkeep()
             records = self._map.slots
-            present = np.flatnonzero((records["status"] == layout.PRESENT) & (records["row"] >= 0))
-            rows, counted = records["row"][present].copy(), self._map.counts[COUNTED].copy()
+            present = np.flatnonzero((records["status"] == layout.PRESENT) & (records["row"] >= 0)).astype(np.int32)
+            rows, counted = records["row"][present], self._map.counts[COUNTED].copy()
             self.policy = policy
             self._map = layout.make_slot_map(self.slots, policy, memory=self._map_memory)
-            slots, missed, waits = (np.empty(len(rows), np.int32) for _ in range(3))
-            sl.acquire(self._map, rows, slots, missed, waits, sl.NO_NEXT_USE)
-            # Slots are given away from the first on, so rows only move towards it.
+            # In pieces: what is known of rows takes memory. Slots are given away from the first on, so rows only move towards it.
             for low in range(0, len(rows), _MOVED):
-                self.x[slots[low : low + _MOVED]] = self.x[present[low : low + _MOVED]]
-            sl.complete(self._map, slots)
-            sl.release(self._map, slots)
+                some = rows[low : low + _MOVED]
+                slots, missed, waits = (np.empty(len(some), np.int32) for _ in range(3))
+                sl.acquire(self._map, some, slots, missed, waits, sl.NO_NEXT_USE)
+                self.x[slots] = self.x[present[low : low + _MOVED]]
+                sl.complete(self._map, slots)
+                sl.release(self._map, slots)
             self._map.counts[COUNTED] = counted
             return True
 
     def _keep(self, static: Any) -> None:
-        """Have these rows for good."""
-        ids = np.unique(parse_ids(static).values)
-        self.check_ids(ids)
-        if self.policy != layout.MIN and len(ids) <= self.slots:
-            self.load(ids)
-        uses = np.full(len(ids), layout.NEVER) if self.policy == layout.MIN else None
-        self._static = self.begin(ids, uses)
-        self._static.result()
+        """Have these rows for good: ids, or an iterator of pieces of them, all different. Of each there are only its pins."""
+        pieces = static if isinstance(static, Iterator) else iter([np.unique(parse_ids(static).values)])
+        try:
+            with self.uncounted():
+                for piece in pieces:
+                    if self.slots_unkept < len(piece):
+                        needed = self.slots - self.slots_unkept + len(piece)
+                        self._raise_budget(needed, f"keep {needed:,} rows for good")
+                    for low in range(0, len(piece), _LOADED_AT_ONCE):
+                        ids = piece[low : low + _LOADED_AT_ONCE]
+                        uses = np.full(len(ids), layout.NEVER) if self.policy == layout.MIN else None
+                        ticket = self.begin(ids, uses)
+                        ticket.result()
+                        self._kept.add(ticket.give_away())
+        except BaseException:
+            with self._lock:
+                self._unkeep()
+            raise
+
+    def _unkeep(self) -> None:
+        """Keep nothing for good any more. With the lock."""
+        for claim in list(self._kept):
+            self._unclaim(claim)
+            self._kept.discard(claim)
+
+    def _kept_ids(self) -> NDArray[np.int64]:
+        rows = self._map.slots["row"]
+        return np.concatenate([np.empty(0, np.int64), *(rows[claim.slots] for claim in self._kept)])
 
     @property
     def policy_name(self) -> str:
@@ -485,7 +507,7 @@ class FeatureBuffer:
     @property
     def slots_unkept(self) -> int:
         """Slots that are not taken by rows kept for good."""
-        return self.slots - (0 if self._static is None else len(self._static.ids))
+        return self.slots - sum(len(claim.slots) for claim in self._kept)
 
     def cached_ids(self) -> NDArray[np.int64]:
         """int64, the node ids of the rows that are in the buffer, but for those kept for good; what would leave first
@@ -493,7 +515,7 @@ class FeatureBuffer:
         with self._lock:
             self._enter_ended()
             found = present_ids(self._map)
-        return found if self._static is None else found[~np.isin(found, self._static.ids)]
+            return found[~np.isin(found, self._kept_ids())] if self._kept else found
 
     # Ending.
 

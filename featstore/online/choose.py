@@ -65,6 +65,7 @@ STATIC_SPARE = 2
 
 _LEAST_COUNTED = 1000  # uses, below which a window says nothing
 _COUNT_MAX = 2**16 - 1
+_SEARCHED = 1 << 17  # rows in which a piece of a static set is looked for
 
 
 @njit(cache=True, nogil=True)
@@ -146,16 +147,19 @@ def halve_uses(uses: NDArray[np.uint16]) -> None:
 
 @njit(cache=True, nogil=True)
 def find_wanted(
-    uses: NDArray[np.uint16], above: int, tie_key: Any, ties: Any, key: Any, threshold: Any
+    uses: NDArray[np.uint16], first: int, above: int, tie_key: Any, ties: Any, key: Any, threshold: Any
 ) -> NDArray[np.int64]:
-    """Rows with more than ``above`` uses; of those with just as many (but not none), where the hash under ``tie_key`` is at most ``ties``.
+    """Rows with more than ``above`` uses; of those with just as many (but not none), where the hash under ``tie_key`` is at most
+    ``ties``.
 
-    Only rows whose hash under ``key`` is at most ``threshold`` (uint64, as keys and ``ties``). Returns int64, ascending.
+    ``first``: the row of ``uses[0]``. Only rows whose hash under ``key`` is at most ``threshold`` (uint64, as keys and ``ties``).
+    Returns int64, ascending.
     """
     found = np.empty(1024, np.int64)
     count = 0
-    for row in range(uses.shape[0]):
-        if uses[row] > above or (uses[row] == above and above > 0 and mix64(np.uint64(row) ^ tie_key) <= ties):
+    for at in range(uses.shape[0]):
+        row = first + at
+        if uses[at] > above or (uses[at] == above and above > 0 and mix64(np.uint64(row) ^ tie_key) <= ties):
             if mix64(np.uint64(row) ^ key) > threshold:
                 continue
             if count == found.shape[0]:
@@ -217,7 +221,7 @@ class PolicyChoice:
         none, nothing, word = np.empty(0, np.int64), self._uses[:0], self._threshold
         note_rows(none, 1, word, word, nothing, none, 0)
         replay(self._maps[CANDIDATES[0]], none, np.zeros(1, np.int64), NO_NEXT_USE, False)
-        find_wanted(nothing, 0, word, word, word, word)
+        find_wanted(nothing, 0, 0, word, word, word, word)
         count_uses(nothing)
         halve_uses(nothing)
         mix64(np.empty(0, np.uint64))
@@ -270,12 +274,21 @@ class PolicyChoice:
                 self._kept = self._wanted(self._kept_rows, self._threshold)
         return self.policy
 
-    def static_ids(self) -> NDArray[np.int64]:
-        """The rows that the policy "static" keeps, the most wanted first. Call it after :meth:`decide`, before the next mini-batch."""
-        found = self._wanted(self._static_rows(), _share_of_hashes(1.0))
-        if self._given is not None:
-            return found
-        return found[np.argsort(self._uses[found], kind="stable")[::-1]][: self._static_rows()]
+    def static_ids(self) -> Iterator[NDArray[np.int64]]:
+        """The rows that the policy "static" keeps, in pieces, all different. Call it after :meth:`decide`, before the next mini-batch."""
+        count = self._static_rows()
+        if self._given is not None or count == 0:
+            yield self._wanted(count, _share_of_hashes(1.0))
+            return
+        above, share = self._asked_for(count)
+        left = count - int(count_uses(self._uses)[above + 1 :].sum())  # of those with just as many uses
+        for low in range(0, len(self._uses), _SEARCHED):
+            uses = self._uses[low : low + _SEARCHED]
+            whole = _share_of_hashes(1.0)
+            found = find_wanted(uses, low, above, self._tie_key, _share_of_hashes(share), self._key, whole)
+            equal = np.flatnonzero(uses[found - low] == above)
+            yield np.delete(found, equal[left:])  # chance may give some more than asked for
+            left -= min(left, len(equal))
 
     def _static_rows(self) -> int:
         """How many rows can stay for good: what is left beside the slots that mini-batches need."""
@@ -293,7 +306,7 @@ class PolicyChoice:
             return sampled
         above, share = self._asked_for(count)
         found: NDArray[np.int64] = find_wanted(
-            self._uses, above, self._tie_key, _share_of_hashes(share), self._key, threshold
+            self._uses, 0, above, self._tie_key, _share_of_hashes(share), self._key, threshold
         )
         return found
 

@@ -20,7 +20,7 @@ from featstore.ids import ALIGNMENT, empty_rows
 from featstore.lookup import table_need
 from featstore.online import saved
 from featstore.online import slot_layout as layout
-from featstore.online.buffer import FeatureBuffer, buffer_bytes, slots_for
+from featstore.online.buffer import KEPT_BYTES, SWITCH_BYTES, FeatureBuffer, buffer_bytes, slots_for
 from featstore.online.choose import CANDIDATES, PolicyChoice
 from featstore.online.tickets import Ticket
 from featstore.pipeline import Outputs
@@ -143,7 +143,12 @@ class Extraction:
     def _map_bytes(self, table: str, slots: int) -> int:
         """Memory of a buffer of so many slots; with room for the slot map of any policy that may be chosen."""
         names = CANDIDATES if self.policy == "auto" else (self.policy,)
-        return max(buffer_bytes(slots, self.store.tables[table].row_bytes, layout.POLICIES[name]) for name in names)
+        return max(buffer_bytes(slots, self._slot_bytes(table), layout.POLICIES[name]) for name in names)
+
+    def _slot_bytes(self, table: str) -> int:
+        """Memory of a slot beside the slot map: the row, and what changing the policy or keeping rows for good takes."""
+        beside = {"auto": SWITCH_BYTES, "static": KEPT_BYTES}.get(self.policy, 0)
+        return self.store.tables[table].row_bytes + beside
 
     def _reader_memory(self, tables: Mapping[str, Table]) -> int:
         needs = self._needs(tables)
@@ -221,7 +226,7 @@ class Extraction:
 
     def _slots_within(self, table: str, memory_bytes: int) -> int:
         names = CANDIDATES if self.policy == "auto" else (self.policy,)
-        return min(slots_for(memory_bytes, self.store.tables[table].row_bytes, layout.POLICIES[name]) for name in names)
+        return min(slots_for(memory_bytes, self._slot_bytes(table), layout.POLICIES[name]) for name in names)
 
     def _buffer(self, table: str, slots: int, batch_rows: int) -> FeatureBuffer:
         assert self._reader is not None

@@ -104,6 +104,11 @@ class Ticket:
         """Another thread will release this ticket: who needs slots may wait for it, even the thread that began it."""
         self._claim.owner = None
 
+    def give_away(self) -> Claim:
+        """The ticket's pins, which are another's to release from now on. Each row's once."""
+        claim, self._claim = self._claim, Claim(0)
+        return claim
+
     def __enter__(self) -> Ticket:
         return self
 
