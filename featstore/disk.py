@@ -12,6 +12,8 @@ import errno
 import fcntl
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -142,20 +144,29 @@ class Disk:
         """Bytes that may still be written under a directory."""
         return shutil.disk_usage(path).free
 
-    def write_file(self, path: Path, data: bytes | NDArray[np.uint8]) -> None:
-        """Create a small file whole and make its bytes durable (its name is not, until the directory is fsynced)."""
-        file = self.create(path)
+    def write_file(self, path: Path, data: bytes | NDArray[np.uint8] | Iterator[bytes | NDArray[np.uint8]]) -> None:
+        """Create a file whole, of the data or of an iterator's pieces, and make its bytes durable (its name is not, until the
+        directory is fsynced)."""
+        file, offset = self.create(path), 0
         try:
-            self.write(file, 0, data)
+            for piece in data if isinstance(data, Iterator) else (data,):
+                self.write(file, offset, piece)
+                offset += len(piece)
             self.fsync(file)
         finally:
             self.close(file)
 
-    def replace_file(self, path: Path, data: bytes) -> None:
-        """Write a file under another name, fsync, rename over ``path``, fsync the directory: all or nothing after a crash."""
+    def replace_file(self, path: Path, data: bytes | Iterator[bytes | NDArray[np.uint8]]) -> None:
+        """Write a file under another name, fsync, rename over ``path``, fsync the directory: all or nothing after a crash. What
+        fails leaves nothing under the other name, as far as it can be removed."""
         temporary = path.with_name(path.name + ".tmp")
-        self.write_file(temporary, data)
-        self.rename(temporary, path)
+        try:
+            self.write_file(temporary, data)
+            self.rename(temporary, path)
+        except BaseException:
+            with suppress(FeatstoreError):
+                self.unlink(temporary)
+            raise
         self.fsync_dir(path.parent)
 
 

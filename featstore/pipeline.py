@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from featstore.errors import ClosedError, SourceError
 from featstore.ids import ALIGNMENT, populate
 from featstore.native import address_of
+from featstore.waiting import Wake, Worker
 
 if TYPE_CHECKING:
     from featstore.request import Request
@@ -127,16 +128,16 @@ class Walk(ABC):
         self._ready: queue.SimpleQueue[tuple[Any, int, BaseException | None]] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._free, self._held = room - held, held
-        self._changed = threading.Event()  # there is room, reads have ended, or the walk was stopped
+        self._changed = Wake()  # there is room, reads have ended, or the walk was stopped
         self._stop = ""  # why the walk was stopped
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._worker = Worker(self._run, name)
 
     # The loop's side.
 
     def start(self) -> None:
         """Go ahead."""
         if not self._stop:
-            self._thread.start()
+            self._worker.start()
 
     def __iter__(self) -> Iterator[Any]:
         while True:
@@ -167,20 +168,19 @@ class Walk(ABC):
             return  # the threads, and what their locks guard, stayed in the other process
         self._changed.set()
         interrupted: KeyboardInterrupt | None = None
-        for thread in self._threads():
-            while thread.is_alive():
-                try:
-                    thread.join()
-                except KeyboardInterrupt as error:
-                    interrupted = error
+        for worker in self._workers():
+            try:
+                worker.end()
+            except KeyboardInterrupt as error:
+                interrupted = error
         while not self._ready.empty():
             self._ready.get()
         self._ready.put((None, 0, ClosedError(self._stop)))
         if interrupted is not None:
             raise interrupted
 
-    def _threads(self) -> list[threading.Thread]:
-        return [self._thread]
+    def _workers(self) -> list[Worker]:
+        return [self._worker]
 
     # The thread's side.
 
@@ -210,7 +210,6 @@ class Walk(ABC):
         """Wait for room for another mini-batch; False where ``instead`` says that there is something else to do, or after a stop."""
         begin = time.perf_counter()
         while not self._stop:
-            self._changed.clear()
             if self._try_room():
                 self._stages.add("room wait", time.perf_counter() - begin)
                 return True
@@ -244,6 +243,12 @@ class Outputs:
             populate(own)
             self._owned.append(own)
         return own[_aligned(own) :][:byte_count]
+
+    def drop(self) -> None:
+        """Let all that is free go."""
+        for number in reversed(range(len(self._owned))):
+            if sys.getrefcount(self._owned[number]) == _UNUSED:
+                del self._owned[number]
 
 
 def _aligned(memory: NDArray[np.uint8]) -> int:

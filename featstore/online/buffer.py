@@ -28,9 +28,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -38,21 +38,21 @@ from numba import njit
 from numpy.typing import NDArray
 
 from featstore.dtypes import dtype_from_name
-from featstore.engine.base import shut_down
 from featstore.errors import BudgetError, CancelledError, ClosedError, IdError
 from featstore.ids import ALIGNMENT, check_out, empty_rows, finished, parse_ids
 from featstore.native import address_of, memcpy, prefetch
 from featstore.online import slot_layout as layout
 from featstore.online import slots as sl
-from featstore.online.saved import present_ids
+from featstore.online.contents import joined, present_slots
 from featstore.online.tickets import BufferStats, Claim, Read, Ticket
 from featstore.reader import Reader
 from featstore.units import parse_bytes
+from featstore.waiting import Runner, Wake
 
 _PATIENCE_SECONDS = 1.0  # who waits looks this often whether those he waits for are alive
 _AHEAD, _PREFETCH_BYTES = 8, 1024
 _LOADED_AT_ONCE = 1 << 15  # rows that are read at once beforehand
-_MOVED = 4096  # rows moved at once when the policy changes
+_MOVED_BYTES = 1 << 20  # of rows moved at once when the policy changes
 #: What changing the policy takes of memory, for each slot, while it changes; and what rows kept for good take.
 SWITCH_BYTES, KEPT_BYTES = 12, 4
 #: Where a slot map counts what :class:`BufferStats` has, in that order.
@@ -144,8 +144,7 @@ class FeatureBuffer:
 
     def _start(self, static: Any) -> None:
         self._lock = threading.Lock()  # of the slot map
-        self._wake = threading.Condition()  # of the two below; never held while something else is waited for
-        self._events = 0
+        self._wakes: set[Wake] = set()  # of those who wait
         #: Called when a read has ended or slots were given back; must not wait.
         self.on_change: Callable[[], None] | None = None
         self._ended: deque[Read] = deque()
@@ -155,7 +154,7 @@ class FeatureBuffer:
         self._waiting: set[threading.Thread] = set()
         self._closed, self._pid = False, os.getpid()
         self._kept: set[Claim] = set()  # of rows kept for good
-        self._starter = ThreadPoolExecutor(1, thread_name_prefix="featstore-buffer")
+        self._runner = Runner("featstore-buffer")
         sl.load_kernels(self._map)
         copy_slots(self._no_slots(), 0, 0, 0)
         if static is not None:
@@ -194,11 +193,10 @@ class FeatureBuffer:
         deadline = None if timeout is None else time.monotonic() + timeout
         me = threading.current_thread()
         try:
-            while True:
-                seen = self._events
-                if self._run(self._take, ticket):
-                    return ticket
-                self._wait(seen, deadline, "slots that other tickets hold")
+            with self._awaited() as wake:
+                while not self._run(self._take, ticket):
+                    self._wait(wake, deadline, "slots that other tickets hold")
+            return ticket
         except BaseException:
             ticket._given_up = True
             self._release(ticket)
@@ -232,11 +230,9 @@ class FeatureBuffer:
 
     def _run(self, step: Callable[..., bool], *arguments: Any) -> bool:
         """Take a step in the buffer's own thread, where no signal interrupts it."""
-        try:
-            future = self._starter.submit(step, *arguments)
-        except RuntimeError:
-            raise ClosedError("the feature buffer is closed") from None
-        return future.result()
+        if self._closed:
+            raise ClosedError("the feature buffer is closed")
+        return bool(self._runner.run(partial(step, *arguments)))
 
     def _take(self, ticket: Ticket) -> bool:
         """Take slots and start the read; False where it has to wait. Runs in the buffer's thread."""
@@ -317,20 +313,27 @@ class FeatureBuffer:
     # Waiting.
 
     def _notify(self) -> None:
-        with self._wake:
-            self._events += 1
-            self._wake.notify_all()
+        for wake in self._wakes.copy():
+            wake.set()
         if self.on_change is not None:
             self.on_change()
 
-    def _wait(self, seen: int, deadline: float | None, what: str) -> None:
-        """Wait until something has happened since ``_events`` was ``seen``, or for some time."""
+    @contextmanager
+    def _awaited(self) -> Iterator[Wake]:
+        """What wakes up this thread when something has happened from now on."""
+        wake = Wake()
+        self._wakes.add(wake)
+        try:
+            yield wake
+        finally:
+            self._wakes.discard(wake)
+
+    def _wait(self, wake: Wake, deadline: float | None, what: str) -> None:
+        """Wait until something has happened, or for some time."""
         patience = _PATIENCE_SECONDS if deadline is None else min(_PATIENCE_SECONDS, deadline - time.monotonic())
         if patience <= 0:
             raise TimeoutError(f"still waiting for {what}")
-        with self._wake:
-            if self._events == seen:
-                self._wake.wait(patience)
+        wake.wait(patience)
 
     def _enter_ended(self) -> bool:
         """Enter in the slot map which reads have ended, and release forgotten tickets; whether there were any. With the lock.
@@ -355,8 +358,14 @@ class FeatureBuffer:
 
     def _result(self, ticket: Ticket, timeout: float | None) -> NDArray[np.int32]:
         deadline = None if timeout is None else time.monotonic() + timeout
+        with self._awaited() as wake:
+            while not self._arrived(ticket):
+                self._wait(wake, deadline, "rows to be read")
+        return ticket.slots
+
+    def _arrived(self, ticket: Ticket) -> bool:
+        """Whether all rows of a ticket are there. Raises what went wrong."""
         while True:
-            seen = self._events
             with self._lock:
                 self._enter_ended()
                 if not ticket._claim.held:
@@ -366,13 +375,11 @@ class FeatureBuffer:
                         raise read.error
                 own = all(not read.once[0] for read in ticket._reads)
                 waits = len(ticket._waits)
-            if waits:
-                self._check_open()
-                if not self._run(self._look_again, ticket):
-                    continue
-            elif own:
-                return ticket.slots
-            self._wait(seen, deadline, "rows to be read")
+            if not waits:
+                return own
+            self._check_open()
+            if self._run(self._look_again, ticket):
+                return False
 
     def _look_again(self, ticket: Ticket) -> bool:
         """Whether a ticket still waits for others' reads; reads what they failed to. Runs in the buffer's thread."""
@@ -437,11 +444,9 @@ class FeatureBuffer:
         """
         self._check_open()
         number = layout.POLICIES[policy]
-        while True:
-            seen = self._events
-            if self._run(self._switch_now, number):
-                break
-            self._wait(seen, None, "reads to end")
+        with self._awaited() as wake:
+            while not self._run(self._switch_now, number):
+                self._wait(wake, None, "reads to end")
         if static is not None:
             self._keep(static)
 
@@ -460,11 +465,12 @@ class FeatureBuffer:
             self.policy = policy
             self._map = layout.make_slot_map(self.slots, policy, memory=self._map_memory)
             # In pieces: what is known of rows takes memory. Slots are given away from the first on, so rows only move towards it.
-            for low in range(0, len(rows), _MOVED):
-                some = rows[low : low + _MOVED]
+            step = max(1, _MOVED_BYTES // max(16, self._rows.row_bytes))
+            for low in range(0, len(rows), step):
+                some = rows[low : low + step]
                 slots, missed, waits = (np.empty(len(some), np.int32) for _ in range(3))
                 sl.acquire(self._map, some, slots, missed, waits, sl.NO_NEXT_USE)
-                self.x[slots] = self.x[present[low : low + _MOVED]]
+                self.x[slots] = self.x[present[low : low + step]]
                 sl.complete(self._map, slots)
                 sl.release(self._map, slots)
             self._map.counts[COUNTED] = counted
@@ -514,8 +520,22 @@ class FeatureBuffer:
         is at the front, as far as the policy has an order."""
         with self._lock:
             self._enter_ended()
-            found = present_ids(self._map)
-            return found[~np.isin(found, self._kept_ids())] if self._kept else found
+            return joined(self.cached_pieces())
+
+    def settle(self) -> None:
+        """Enter in the slot map which reads have ended."""
+        with self._lock:
+            self._enter_ended()
+
+    def cached_pieces(self) -> Iterator[NDArray[np.int64]]:
+        """The ids of :meth:`cached_ids` in pieces, which take no memory by the slots (a byte each where rows are kept for good); reads that
+        have ended since :meth:`settle` are not among them. Nothing may be asked of the buffer meanwhile."""
+        kept = np.zeros(self.slots if self._kept else 0, bool)
+        for claim in self._kept:
+            kept[claim.slots] = True
+        for slots in present_slots(self._map):
+            wanted = slots[~kept[slots]] if len(kept) else slots
+            yield self._map.slots["row"][wanted]
 
     # Ending.
 
@@ -524,7 +544,7 @@ class FeatureBuffer:
         if self._pid != os.getpid():
             return
         self._closed = True
-        shut_down(self._starter)
+        self._runner.end()
         for read in list(self._reading):
             request = read.request
             if request is not None:

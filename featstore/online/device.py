@@ -16,7 +16,7 @@ Rows are moved as the widest integers that they consist of: what they mean does 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,7 @@ from featstore.ids import parse_ids
 from featstore.online import slot_layout as layout
 from featstore.online import slots as sl
 from featstore.online.buffer import COUNTED, FeatureBuffer
-from featstore.online.saved import present_ids
+from featstore.online.contents import are_present, joined, present_ids
 from featstore.online.tickets import BufferStats, Ticket
 
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
@@ -192,6 +192,8 @@ class DeviceBuffer:
             part.waits = part.waits[:still]
             if reads:  # who was to bring them has given up
                 fill.missed.append((part, positions[:reads]))
+                # A row that occurs twice is not waited for where this ticket brings it.
+                part.waits = part.waits[~np.isin(part.slots[part.waits], part.slots[positions[:reads]])]
         if fill.missed:
             ticket._fills.append(fill)
             fill.host = self._host.begin(fill.ids())
@@ -234,15 +236,13 @@ class DeviceBuffer:
     # Beforehand, and afterwards.
 
     def load(self, ids: NDArray[np.int64], staging: NDArray[np.uint8], *, uses: int = 1) -> None:
-        """Bring rows beforehand: of each device's, the last ones that fit. It is as if they had been asked for so many times, but for the
-        counts."""
+        """Bring rows beforehand that fit, as if they had been asked for so many times, but for the counts."""
         before = [shard.map.counts[COUNTED].copy() for shard in self._shards]
         at_once = max(1, min(len(staging) // self._row_bytes, self._host.slots_unkept))
-        wanted = np.concatenate([ids[ids % len(self._shards) == n][-s.slots :] for n, s in enumerate(self._shards)])
         with self._host.uncounted():
-            for low in range(0, len(wanted), at_once):
+            for low in range(0, len(ids), at_once):
                 for _ in range(uses):
-                    self._load_piece(wanted[low : low + at_once], staging)
+                    self._load_piece(ids[low : low + at_once], staging)
         for shard, counts in zip(self._shards, before, strict=True):
             shard.map.counts[COUNTED] = counts
 
@@ -263,7 +263,37 @@ class DeviceBuffer:
 
     def cached_ids(self) -> NDArray[np.int64]:
         """int64, the node ids of the rows that are on the devices, of each device those that would leave first at the front."""
-        return np.concatenate([present_ids(shard.map) for shard in self._shards])
+        return joined(self.cached_pieces())
+
+    def cached_pieces(self) -> Iterator[NDArray[np.int64]]:
+        """The ids of :meth:`cached_ids` in pieces. Nothing may be asked of the buffer meanwhile."""
+        for shard in self._shards:
+            yield from present_ids(shard.map)
+
+    def holds(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """bool [n], which of these rows are on the devices."""
+        found, of_shard = np.empty(len(ids), bool), ids % len(self._shards)
+        for number, shard in enumerate(self._shards):
+            found[of_shard == number] = are_present(shard.map, ids[of_shard == number])
+        return found
+
+    def last_that_fit(
+        self, ids: Callable[[], Iterator[NDArray[np.int64]]]
+    ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+        """Of each piece of ids those that are for the devices, and the others: of the ids that belong on one device, the last ones are that
+        fit there. ``ids`` is called twice."""
+        count = len(self._shards)
+        spare = np.full(count, -self._shards[0].slots)  # ids of each device that have no room, the first ones
+        for piece in ids():
+            spare += np.bincount(piece % count, minlength=count)
+        spare = np.maximum(0, spare)
+        for piece in ids():
+            fits = np.zeros(len(piece), bool)
+            for number in range(count):
+                places = np.flatnonzero(piece % count == number)
+                fits[places[spare[number] :]] = True
+                spare[number] -= min(spare[number], len(places))
+            yield piece[fits], piece[~fits]
 
     def stats(self) -> BufferStats:
         """What all devices have counted."""

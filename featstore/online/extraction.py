@@ -7,7 +7,8 @@ way; all the rest is slots, shared by the tables by the bytes that the mini-batc
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -88,13 +89,18 @@ class Extraction:
             raise SourceError(f"no policy {device_policy!r} for devices; there are {', '.join(known)}")
         if device_memory and not devices:
             raise SourceError("device_memory= keeps rows on a device: say on which, with device=")
+        for rows in batch_rows.values() if isinstance(batch_rows, Mapping) else [batch_rows]:
+            if rows is not None and not (isinstance(rows, int | np.integer) and rows >= 1):
+                raise SourceError(f"batch_rows= is a whole number of rows, at least 1, not {rows!r}")
         if extracted < 1:
             raise SourceError(f"at least one mini-batch is extracted at a time, not {extracted}")
         self.store, self.memory_bytes, self.policy = store, memory_bytes, policy
         self.extracted, self._reader_nominal = extracted, reader_memory
         self._static, self._batch_rows, self._reader_options = static, batch_rows, reader
         self._devices, self._device_memory, self._device_policy = devices, device_memory, device_policy
-        self._warm = {} if warm is None else saved.load(store, warm)
+        self._warm = warm
+        if warm is not None:
+            saved.SavedCache(store, warm).close()  # so that one that is damaged is known now
         self.buffers: dict[str, FeatureBuffer] = {}
         self.on_devices: dict[str, DeviceBuffer] = {}  # levels above these
         self.table_of: dict[str, str] = {}
@@ -108,16 +114,15 @@ class Extraction:
 
     def open(self, first: Ids) -> None:
         """Make reader and buffers, given the first mini-batch's ids by node type."""
+        _check_types(first)
         self.table_of = {node_type: table_of(self.store, node_type, "the mini-batches have") for node_type in first}
-        if not first:
-            raise SourceError("the first mini-batch has no node type at all: nodes= must return {table: ids}, or ids")
         asked = {self.table_of[t]: len(ids) for t, ids in first.items()}
         said = self._batch_rows if isinstance(self._batch_rows, Mapping) else {}
         tables = {name: self.store.table(name) for name in dict.fromkeys([*asked, *said])}
-        rows = {name: self._rows_expected(name, asked.get(name, 0)) for name in tables}
-        self._piece_bytes = sum(self._padded(name, count) for name, count in rows.items())
+        rows = self._rows = {name: self._rows_expected(name, asked.get(name, 0)) for name in tables}
+        self._piece_bytes = self._bytes_of(rows)
         self._device_slots = self._split_devices(tables, rows) if self._device_memory else {}
-        slots = self._split(tables, rows)
+        slots, self._memory = self._split(tables, rows)
         self._outputs = Outputs(self._piece_bytes, DEPTH)
         self._reader = self.store.reader(
             tables=list(tables), memory=self._reader_memory(tables), static=None, **self._reader_options
@@ -126,10 +131,11 @@ class Extraction:
             for name, count in slots.items():
                 self.buffers[name] = self._buffer(name, count, rows[name])
             self._open_devices()
-            if self._warm:
-                self._load()
+            if self._warm is not None:
+                self._load(self._warm)
         except BaseException:
             self.close()
+            self.buffers, self.on_devices, self._choices, self._reader = {}, {}, {}, None
             raise
 
     def _rows_expected(self, table: str, first: int) -> int:
@@ -161,8 +167,8 @@ class Extraction:
     def _needs(self, tables: Mapping[str, Table]) -> list[TableNeed]:
         return [table_need(t, self._reader_options.get("verify", True), by_row=False) for t in tables.values()]
 
-    def _split(self, tables: Mapping[str, Table], rows: Mapping[str, int]) -> dict[str, int]:
-        """Slots by table. Raises BudgetError with the smallest budget that works."""
+    def _split(self, tables: Mapping[str, Table], rows: Mapping[str, int]) -> tuple[dict[str, int], dict[str, int]]:
+        """Slots by table, and bytes by what they are for. Raises BudgetError with the smallest budget that works."""
         needs = self._needs(tables)
         # A node type that hardly occurs in the first mini-batch may occur more in others.
         weights = {n: max(rows[n], min(t.rows, _ROWS_LEAST)) * t.row_bytes for n, t in tables.items()}
@@ -172,7 +178,7 @@ class Extraction:
             b = Budget.split(maps + self._nominal(memory_bytes), needs)
             reader = b.row_map_bytes + b.checksum_bytes + b.staging_bytes + b.scratch_bytes
             under_way = (SAMPLED + self.extracted) * _BYTES_PER_ID * sum(rows.values())
-            parts = {"reader": reader, "handed over": DEPTH * self._piece_bytes, "under way": under_way}
+            parts = {"reader": reader, "handed over": DEPTH * self._bytes_of(rows), "under way": under_way}
             if self._device_slots:
                 parts["slot maps of devices"] = sum(map(self._device_map_bytes, self._device_slots.values()))
             choosing = _CHOOSING_BYTES * len(tables)
@@ -195,8 +201,7 @@ class Extraction:
             table = tables[name]
             slots[name] = min(table.rows, self._slots_within(name, rest * weights[name] // total))
             rest, total = rest - self._map_bytes(name, slots[name]), total - weights[name]
-        self._memory = parts | {f"buffer of {n}": self._map_bytes(n, s) for n, s in slots.items()}
-        return slots
+        return slots, parts | {f"buffer of {n}": self._map_bytes(n, s) for n, s in slots.items()}
 
     def _split_devices(self, tables: Mapping[str, Table], rows: Mapping[str, int]) -> dict[str, int]:
         """Slots of each device, by table. Raises BudgetError with the smallest memory of a device that works."""
@@ -262,9 +267,11 @@ class Extraction:
 
     def begin(self, ids: Ids, under_way: Sequence[Ids]) -> Tickets | None:
         """Tickets by table of a mini-batch, given the ids of those whose tickets are held; None where it has to wait for these."""
-        for node_type in ids:
+        _check_types(ids)
+        for node_type, one in ids.items():
             if node_type not in self.table_of:
                 self._add_type(node_type)
+            self._check_fits(self.table_of[node_type], one)
         if under_way:
             for node_type, one in ids.items():
                 free = self.buffers[self.table_of[node_type]].slots_unkept
@@ -290,6 +297,28 @@ class Extraction:
                 ticket = tickets[table]
                 choice.observe(ticket.ids if isinstance(ticket, Ticket) else ticket.asked_of_host)
         return tickets
+
+    def _check_fits(self, table: str, ids: NDArray[np.int64]) -> None:
+        """Raise BudgetError, or SourceError where the memory would do, for a mini-batch that has no room, whatever else is under way."""
+        free, count = self.buffers[table].slots_unkept, len(self._devices)
+        on_devices = self._device_slots.get(table, len(ids))
+        if len(ids) <= min(free, on_devices):
+            return
+        distinct = np.unique(ids)
+        if len(distinct) <= free and (
+            table not in self._device_slots or np.bincount(distinct % count).max() <= on_devices
+        ):
+            return
+        rows = self._rows | {table: len(ids)}
+        tables = {name: self.store.tables[name] for name in rows}
+        if self._device_memory:
+            self._split_devices(tables, rows)
+        self._split(tables, rows)
+        given = rows if len(rows) > 1 else rows[table]
+        raise SourceError(
+            f"a mini-batch has {len(distinct):,} rows of table {table!r}, where slots were made for fewer, judging by the first: give "
+            f"batch_rows={given}, or that of the largest mini-batch"
+        )
 
     def _add_type(self, node_type: str) -> None:
         """A node type that the first mini-batch had not. Raises SourceError where there is no buffer for it."""
@@ -332,8 +361,7 @@ class Extraction:
     def _gather(self, tickets: Tickets) -> dict[str, Any]:
         out: dict[str, Any] = {}
         at = 0
-        total = sum(self._padded(name, len(ticket.ids)) for name, ticket in tickets.items())
-        raw = self._outputs.take(total) if total <= self._piece_bytes else empty_rows(total, 1)
+        raw = self._room_for(self._bytes_of({name: len(ticket.ids) for name, ticket in tickets.items()}))
         for name, ticket in tickets.items():
             table, buffer = self.store.tables[name], self.buffers[name]
             end = at + len(ticket.ids) * table.row_bytes
@@ -343,6 +371,16 @@ class Extraction:
                 out[name] = self.on_devices[name].gather(ticket, raw[at:end])
             at += self._padded(name, len(ticket.ids))
         return out
+
+    def _room_for(self, byte_count: int) -> NDArray[np.uint8]:
+        if byte_count <= self._piece_bytes:
+            return self._outputs.take(byte_count)
+        self._outputs.drop()  # it has the room of two
+        return empty_rows(byte_count, 1)
+
+    def _bytes_of(self, rows: Mapping[str, int]) -> int:
+        """Bytes of a mini-batch of so many rows by table."""
+        return sum(self._padded(name, count) for name, count in rows.items())
 
     @staticmethod
     def _on_host(buffer: FeatureBuffer, ticket: Ticket, table: Table, raw: NDArray[np.uint8]) -> NDArray[Any]:
@@ -360,7 +398,7 @@ class Extraction:
         return -(-self._batch_bytes(ids) * _UNITS // self._piece_bytes)
 
     def _batch_bytes(self, ids: Ids) -> int:
-        return sum(self._padded(self.table_of[t], len(one)) for t, one in ids.items())
+        return self._bytes_of({self.table_of[t]: len(one) for t, one in ids.items()})
 
     def too_large(self, ids: Ids, index: int) -> SourceError:
         """The error for a mini-batch that has no room even beside one other."""
@@ -377,24 +415,36 @@ class Extraction:
         """Write down which rows are in the buffers."""
         if not self.buffers:
             raise SourceError("there is nothing to save before the first mini-batch")
-        saved.save(self.store, name, {table: self._cached_ids(table) for table in self.buffers})
+        for buffer in self.buffers.values():
+            buffer.settle()
+        saved.save(self.store, name, {table: partial(self._cached_pieces, table) for table in self.buffers})
 
-    def _cached_ids(self, table: str) -> NDArray[np.int64]:
+    def _cached_pieces(self, table: str) -> Iterator[NDArray[np.int64]]:
         """Those on devices last: they are wanted most."""
-        on_host = self.buffers[table].cached_ids()
-        if table not in self.on_devices:
-            return on_host
-        on_devices = self.on_devices[table].cached_ids()
-        return np.concatenate([on_host[~np.isin(on_host, on_devices)], on_devices])
+        above = self.on_devices.get(table)
+        for ids in self.buffers[table].cached_pieces():
+            yield ids if above is None else ids[~above.holds(ids)]
+        if above is not None:
+            yield from above.cached_pieces()
 
-    def _load(self) -> None:
-        """Read the rows that were saved, as many as fit, into the buffers."""
-        for name, buffer in self.buffers.items():
-            ids = self._warm.get(name, np.empty(0, np.int64))
-            if name in self.on_devices:
-                self.on_devices[name].load(ids, self._outputs.take(self._piece_bytes), uses=saved.USES)
-                ids = ids[~np.isin(ids, self.on_devices[name].cached_ids())]
-            buffer.load(ids[max(0, len(ids) - buffer.slots_unkept) :], uses=saved.USES)
+    def _load(self, name: str) -> None:
+        """Read the rows that were saved into the buffers: the last ones, as many as fit, and of those that do not fit on devices the last
+        ones into the host's buffer."""
+        with saved.SavedCache(self.store, name) as cache:
+            for table, buffer in self.buffers.items():
+                ids, left = partial(cache.ids, table), cache.counts.get(table, 0)
+                above = self.on_devices.get(table)
+                others = ids()
+                if above is not None:
+                    staging = self._outputs.take(self._piece_bytes)
+                    for wanted, _ in above.last_that_fit(ids):
+                        above.load(wanted, staging, uses=saved.USES)
+                        left -= len(wanted)
+                    others = (rest for _, rest in above.last_that_fit(ids))
+                spare = max(0, left - buffer.slots_unkept)
+                for piece in others:
+                    buffer.load(piece[spare:], uses=saved.USES)
+                    spare -= min(spare, len(piece))
 
     # The rest.
 
@@ -410,6 +460,12 @@ class Extraction:
             buffer.close()
         if self._reader is not None:
             self._reader.close()
+
+
+def _check_types(ids: Ids) -> None:
+    """Raise SourceError for a mini-batch without any node type."""
+    if not ids:
+        raise SourceError("a mini-batch has no node type at all: nodes= must return ids, or {table: ids}")
 
 
 def _uses_bytes(table: Table, memory_bytes: int) -> int:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import operator
 import os
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sized
@@ -25,12 +24,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from featstore.errors import SourceError
+from featstore.errors import IdError, SourceError
 from featstore.online.extraction import EXTRACTED, FIRST_POLICY, LARGEST, ROOM, SAMPLED, Extraction, Tickets
 from featstore.online.report import OnlineReport, OnlineStages
 from featstore.pipeline import Sampler, Walk, WalkingLoader, check_repeatable, epoch_of
 from featstore.tracing.nodes import Ids, split
 from featstore.units import parse_bytes
+from featstore.waiting import Wake, Worker
 
 if TYPE_CHECKING:
     from featstore.store import Store
@@ -100,6 +100,8 @@ class OnlineLoader(WalkingLoader):
         self.store, self._batches, self._nodes = store, batches, nodes
         devices = list(device) if isinstance(device, list | tuple) else [] if device is None else [device]
         self.overtake, self._tensors, self._device = overtake, tensors, devices[0] if devices else None
+        for one in devices:
+            _check_device(one)
         if tensors is False and devices:
             raise SourceError("tensors=False hands out arrays, which are in host memory: leave out device=")
         self._extraction = Extraction(
@@ -166,7 +168,10 @@ class OnlineLoader(WalkingLoader):
         """Go on where ``state`` was taken: mini-batches handed out then are sampled again and let go, without reading their rows."""
         if state.get("version") != STATE_VERSION or state.get("store") != self.store.uuid:
             raise SourceError(f"this state is of the store {state.get('store')}, not of {self.store.uuid}")
-        epoch, after = int(state["epoch"]), int(state["next"])
+        try:
+            epoch, after = operator.index(state["epoch"]), operator.index(state["next"])
+        except (KeyError, TypeError):
+            raise SourceError(f"this is no state of an online loader: {dict(state)}") from None
         if min(epoch, after) < 0:
             raise SourceError(f"there is no mini-batch {after} of epoch {epoch}")
         with self._alone("a state has been loaded since this iteration began"):
@@ -226,6 +231,16 @@ class OnlineLoader(WalkingLoader):
         return f"<OnlineLoader of {str(self.store.path)!r}, {self.policy or 'before its first mini-batch'}>"
 
 
+def _check_device(device: Any) -> None:
+    """Raise SourceError for what torch knows as no device of this machine."""
+    import torch
+
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, TypeError) as error:
+        raise SourceError(f"device={device!r} cannot be used here: {str(error).splitlines()[0]}") from None
+
+
 @dataclass
 class _Sampled:
     """A mini-batch on its way."""
@@ -245,8 +260,8 @@ class _Walk(Walk):
         self._sampled: deque[_Sampled] = deque()
         self._sampled_all = False
         self._sampling_error: BaseException | None = None
-        self._taken = threading.Event()  # there is room for another one to be sampled, or the walk was stopped
-        self._sampler = threading.Thread(target=self._sample, name="featstore-sample", daemon=True)
+        self._taken = Wake()  # there is room for another one to be sampled, or the walk was stopped
+        self._sampler = Worker(self._sample, "featstore-sample")
 
     def start(self) -> None:
         if not self._stop:
@@ -258,8 +273,8 @@ class _Walk(Walk):
         self._taken.set()
         super().close(because)
 
-    def _threads(self) -> list[threading.Thread]:
-        return [self._sampler, self._thread]
+    def _workers(self) -> list[Worker]:
+        return [self._sampler, self._worker]
 
     # Sampling.
 
@@ -272,13 +287,12 @@ class _Walk(Walk):
                     return
                 if index < self._skip:
                     continue
-                ids, sample = split(batch, self._loader._nodes)
-                del batch
+                given, sample = split(batch, self._loader._nodes)
+                ids = {node_type: one.copy() for node_type, one in given.items()}  # a sampler may use its memory again
+                del batch, given
                 stages.add("sample", time.perf_counter() - last)
                 while len(self._sampled) >= SAMPLED and not self._stop:
-                    self._taken.clear()
-                    if len(self._sampled) >= SAMPLED and not self._stop:
-                        self._taken.wait()
+                    self._taken.wait()
                 self._sampled.append(_Sampled(index, ids, sample, {}))
                 del ids, sample
                 self._changed.set()
@@ -296,7 +310,6 @@ class _Walk(Walk):
         self._extraction.on_change = self._changed.set
         try:
             while not self._stop:
-                self._changed.clear()
                 if self._begin_next(under_way) or self._assemble_next(under_way):
                     continue
                 if not under_way and not self._sampled and self._sampled_all:
@@ -322,7 +335,10 @@ class _Walk(Walk):
                 return False
             self._extraction.decide()
         begin = time.perf_counter()
-        tickets = self._extraction.begin(first.ids, [one.ids for one in under_way])
+        try:
+            tickets = self._extraction.begin(first.ids, [one.ids for one in under_way])
+        except IdError as error:
+            raise IdError(f"mini-batch {first.index}: {error}") from None
         if tickets is None:
             return False
         self._sampled.popleft()

@@ -1,33 +1,53 @@
 """Saved caches: which rows a loader's buffers held, kept with the store in ``caches/NAME.cache``, so that a run can begin warm.
 
-A saved cache is advice: it names rows, it holds none. What it names is read from the store again when it is loaded. The file is
-MessagePack: ``{"format", "store": uuid, "tables": {name: node ids as little-endian int64 bytes}}``, then the CRC-32 of all before it,
-four bytes, little-endian. It may be deleted at any time.
+A saved cache is advice: it names rows, it holds none. What it names is read from the store again when it is loaded. It may be deleted at
+any time. The file, all numbers little-endian:
+
+- uint32: the bytes of the header;
+- the header, MessagePack: ``{"format": "featstore-cache-2", "store": uuid, "tables": {name: count}}``;
+- of each table, in that order, ``count`` node ids, int64, the least wanted first;
+- uint32: the CRC-32 of all before it.
+
+A buffer may have so many slots that the budget has no room for their ids a second time. So they are written, checked and read in pieces;
+and a cache is checked whole, in a pass of its own, before the first of its ids is used.
 """
 
 from __future__ import annotations
 
+import errno
+import os
 import re
+import stat
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, BinaryIO, Self
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from featstore.disk import Disk
-from featstore.errors import SourceError
-from featstore.online import slot_layout as layout
+from featstore.errors import DeviceError, SourceError
 
 if TYPE_CHECKING:
     from featstore.store import Store
 
-_FORMAT = "featstore-cache-1"
+#: By table, a function that gives node ids in pieces, int64.
+Tables = Mapping[str, Callable[[], Iterator[NDArray[np.int64]]]]
+
+_FORMAT = "featstore-cache-2"
+_HEADER_BYTES_MAX = 1 << 24
+_PIECE = 1 << 13  # ids that are read at once
 
 #: As often a row that is loaded counts as used: S3-FIFO would take those used less often for rows that nobody wants again.
 USES = 3
+
+
+class _Header(msgspec.Struct, forbid_unknown_fields=True):
+    format: str
+    store: str
+    tables: dict[str, int]
 
 
 def cache_path(store: Store, name: str) -> Path:
@@ -37,47 +57,136 @@ def cache_path(store: Store, name: str) -> Path:
     return store.path / "caches" / f"{name}.cache"
 
 
-def save(store: Store, name: str, ids: Mapping[str, NDArray[np.int64]]) -> Path:
-    """Write down node ids by table, the least wanted first; replaces a cache of that name."""
-    path, disk = cache_path(store, name), Disk()
+def save(store: Store, name: str, tables: Tables, *, disk: Disk | None = None) -> Path:
+    """Write down node ids by table; replaces a cache of that name, or leaves it as it is.
+
+    ``tables``: functions that give all ids of a table in pieces, the least wanted first. Each is called twice, because the counts come
+    first in the file.
+
+    Raises SourceError for a name that is none, and where a function gave another number of ids the second time; what the disk raises.
+    """
+    path, disk = cache_path(store, name), disk or Disk()
     if not path.parent.is_dir():
         disk.mkdir(path.parent)
         disk.fsync_dir(path.parent.parent)
-    tables = {table: np.ascontiguousarray(one, "<i8").tobytes() for table, one in ids.items()}
-    data = msgspec.msgpack.encode({"format": _FORMAT, "store": store.uuid, "tables": tables})
-    disk.replace_file(path, data + _checksum(data))
+    counts = {table: sum(map(len, pieces())) for table, pieces in tables.items()}
+    disk.replace_file(path, _encoded(_Header(_FORMAT, store.uuid, counts), tables))
     return path
 
 
-def load(store: Store, name: str) -> dict[str, NDArray[np.int64]]:
-    """Node ids by table. Raises SourceError where there is no such cache, or it is damaged or of another store."""
-    path = cache_path(store, name)
-    if not path.exists():
-        raise SourceError(f"{path} is not there: save it first, with save_cache({name!r})")
-    raw = path.read_bytes()
-    data, checksum = raw[:-4], raw[-4:]
-    if len(raw) < 4 or checksum != _checksum(data):
-        raise SourceError(f"{path} is damaged: delete it, and save it again")
-    found: dict[str, Any] = msgspec.msgpack.decode(data)
-    if found["format"] != _FORMAT or found["store"] != store.uuid:
-        raise SourceError(f"{path} is a cache of the store {found['store']}, not of {store.uuid}: save it again")
-    return {table: np.frombuffer(ids, "<i8").astype(np.int64) for table, ids in found["tables"].items()}
+def _encoded(header: _Header, tables: Tables) -> Iterator[bytes | NDArray[np.uint8]]:
+    """A cache's bytes, in pieces."""
+    data = msgspec.msgpack.encode(header)
+    data = len(data).to_bytes(4, "little") + data
+    checksum = zlib.crc32(data)
+    yield data
+    for table, pieces in tables.items():
+        left = header.tables[table]
+        for ids in pieces():
+            left -= len(ids)
+            raw = np.ascontiguousarray(ids, "<i8").view(np.uint8)
+            checksum = zlib.crc32(raw.data, checksum)
+            yield raw
+        if left:
+            raise SourceError(f"the rows of table {table!r} changed while they were written down: save them again")
+    yield checksum.to_bytes(4, "little")
 
 
-def present_ids(m: layout.SlotMap) -> NDArray[np.int64]:
-    """int64, the rows of a slot map that are there; those that would leave first at the front, as far as the policy has an order."""
-    records, policy = m.slots, int(m.counts[layout.POLICY])
-    order = np.arange(len(records))
-    if policy in (layout.FIFO, layout.CLOCK, layout.SCORE):  # a hand goes over the slots
-        order = np.roll(order, -int(m.counts[layout.HAND]))
-    elif policy in (layout.LRU, layout.S3FIFO):  # queues, the small one before the main one
-        order = np.argsort(records["place"], kind="stable")
-    elif policy == layout.SIEVE:  # a hand goes over a queue; what is behind it has survived
-        order = np.lexsort((records["place"], records["place"] < m.counts[layout.CURSOR]))
-    records = records[order]
-    present: NDArray[np.int64] = records["row"][(records["status"] == layout.PRESENT) & (records["row"] >= 0)]
-    return present
+class SavedCache:
+    """A saved cache, open and found good: checksum, header, sizes, and that the store has every row. A context manager.
 
+    ``counts``: how many ids there are, by table.
 
-def _checksum(data: bytes) -> bytes:
-    return zlib.crc32(data).to_bytes(4, "little")
+    Raises SourceError where there is no such cache, or it is damaged or of another store; DeviceError where it cannot be read.
+    """
+
+    def __init__(self, store: Store, name: str) -> None:
+        self._store, self.path = store, cache_path(store, name)
+        try:
+            if not stat.S_ISREG(self.path.stat().st_mode):
+                raise self._bad("it is no file")
+            self._file: BinaryIO = self.path.open("rb")
+        except FileNotFoundError:
+            raise SourceError(f"{self.path} is not there: save it first, with save_cache({name!r})") from None
+        except OSError as error:
+            raise DeviceError(error.errno or errno.EIO, self.path, None, "open") from error
+        try:
+            self._size = os.fstat(self._file.fileno()).st_size
+            self._check_checksum()
+            self._begins, self.counts = self._header()
+            for table in self.counts:
+                for _ in self.ids(table):
+                    pass
+        except BaseException:
+            self.close()
+            raise
+
+    def _bad(self, what: str) -> SourceError:
+        return SourceError(f"{self.path} is damaged ({what}): delete it, and save it again")
+
+    def _read(self, at: int, size: int) -> bytes:
+        try:
+            self._file.seek(at)
+            data = self._file.read(size)
+        except OSError as error:
+            raise DeviceError(error.errno or errno.EIO, self.path, at) from error
+        if len(data) < size:
+            raise self._bad(f"it ends at byte {at + len(data):,}")
+        return data
+
+    def _check_checksum(self) -> None:
+        checksum, end = 0, self._size - 4
+        for at in range(0, end, 8 * _PIECE):
+            checksum = zlib.crc32(self._read(at, min(8 * _PIECE, end - at)), checksum)
+        if end < 4 or self._read(end, 4) != checksum.to_bytes(4, "little"):
+            raise self._bad("its checksum is another")
+
+    def _header(self) -> tuple[dict[str, int], dict[str, int]]:
+        """Where each table's ids begin, and how many there are."""
+        size = int.from_bytes(self._read(0, 4), "little")
+        if size > min(_HEADER_BYTES_MAX, self._size - 8):
+            raise self._bad(f"no header that begins with {_FORMAT!r}")
+        data = self._read(4, size)
+        try:
+            header = msgspec.msgpack.decode(data, type=_Header)
+        except ValueError as error:
+            raise self._bad(f"its header: {error}") from error
+        if header.format != _FORMAT:
+            raise SourceError(f"{self.path} has the format {header.format!r}, not {_FORMAT!r}: save it again")
+        if header.store != self._store.uuid:
+            raise SourceError(
+                f"{self.path} is a cache of the store {header.store}, not of {self._store.uuid}: save it again"
+            )
+        if msgspec.msgpack.encode(header) != data:
+            raise self._bad("its header is not written as it should be")
+        begins, end = {}, 4 + size
+        for table, count in header.tables.items():
+            if table not in self._store.tables:
+                raise self._bad(f"the store has no table {table!r}")
+            if not 0 <= count <= self._store.tables[table].rows:
+                raise self._bad(f"{count:,} rows of table {table!r}, which has {self._store.tables[table].rows:,}")
+            begins[table] = end
+            end += 8 * count
+        if end + 4 != self._size:
+            raise self._bad(f"it has {self._size:,} bytes, not {end + 4:,}")
+        return begins, header.tables
+
+    def ids(self, table: str) -> Iterator[NDArray[np.int64]]:
+        """int64, the node ids of a table in pieces, the least wanted first; none where the table was not saved."""
+        rows = self._store.tables[table].rows
+        for low in range(0, self.counts.get(table, 0), _PIECE):
+            at, count = self._begins[table] + 8 * low, min(_PIECE, self.counts[table] - low)
+            ids = np.frombuffer(self._read(at, 8 * count), "<i8").astype(np.int64)
+            if ids.min() < 0 or ids.max() >= rows:
+                bad = ids[(ids < 0) | (ids >= rows)][0]
+                raise self._bad(f"node id {bad} of table {table!r}, which has {rows:,} rows")
+            yield ids
+
+    def close(self) -> None:
+        self._file.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()

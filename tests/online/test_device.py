@@ -3,6 +3,7 @@ the device "cpu", several of which stand for several accelerators."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import featstore
 from featstore.dtypes import bfloat16
 from featstore.errors import BudgetError, CancelledError, FeatstoreError, IdError, SourceError
 from featstore.online.buffer import FeatureBuffer
+from featstore.online.saved import SavedCache
 from featstore.online.simulation import simulate
 from featstore.online.slot_layout import POLICIES
 
@@ -129,6 +131,53 @@ def test_a_saved_cache_fills_both_levels(store: Any, x: np.ndarray) -> None:
     assert report.hit_rate == 1
 
 
+@pytest.mark.parametrize("policy", ON_DEVICES)
+def test_a_saved_cache_fills_other_devices_too(store: Any, x: np.ndarray, policy: str) -> None:
+    """Saved on two devices; what is kept on those that are there is what would have left last, and the others' rows are on the host."""
+    options: dict[str, Any] = {"memory": "16MiB", "policy": "fifo", "device_policy": policy, "batch_rows": 150}
+    with featstore.OnlineLoader(
+        store, skewed, device=["cpu", "cpu"], device_memory=300 * ROW_BYTES, **options
+    ) as loader:
+        for epoch in range(2):
+            check_epoch(loader, x, epoch)
+        loader.save_cache(policy)
+        there = {int(i) for buffer in (loader._extraction.buffers, loader._extraction.on_devices)
+                 for i in buffer["features"].cached_ids()}  # fmt: skip
+    for devices, slots in ((1, 200), (2, 150), (3, 130)):
+        memory = slots * ROW_BYTES
+        with featstore.OnlineLoader(
+            store, skewed, device=["cpu"] * devices, device_memory=memory, warm=policy, **options
+        ) as loader:
+            next(iter(loader))
+            loader.save_cache("again")
+        with SavedCache(store, policy) as cache, SavedCache(store, "again") as again:
+            saved, found = (np.concatenate(list(c.ids("features"))) for c in (cache, again))
+        assert set(saved.tolist()) == there
+        assert len(saved) == len(there)
+        assert set(found.tolist()) == there  # nothing is lost between the levels
+
+
+@given(
+    ids=st.lists(st.integers(0, ROWS - 1), unique=True, max_size=60), devices=st.integers(1, 3), slots=st.integers(1, 25),
+    cuts=st.lists(st.integers(0, 60), max_size=3),
+)  # fmt: skip
+def test_the_last_that_fit_go_to_their_device(
+    store: Any, ids: list[int], devices: int, slots: int, cuts: list[int]
+) -> None:
+    pieces = np.split(np.array(ids, np.int64), sorted(cuts))
+    with store.reader() as reader, FeatureBuffer(reader, slots=100, policy="fifo") as host:
+        buffer = DeviceBuffer(host, ["cpu"] * devices, slots=slots, policy="fifo")
+        staging = np.empty(10 * ROW_BYTES, np.uint8)
+        others: list[int] = []
+        for fit, rest in buffer.last_that_fit(lambda: iter(pieces)):
+            buffer.load(fit, staging)
+            others += rest.tolist()
+        last = [[i for i in ids if i % devices == number][-slots:] for number in range(devices)]
+        assert buffer.cached_ids().tolist() == [i for one in last for i in one]
+        assert others == [i for i in ids if all(i not in one for one in last)]
+        assert np.flatnonzero(buffer.holds(np.arange(ROWS))).tolist() == sorted(i for one in last for i in one)
+
+
 def test_several_tables(tmp_path: Path) -> None:
     tables = {"paper": rows_of(500, (9,), np.int16, 1), "author": rows_of(200, (33,), np.uint8, 2)}
     rng = np.random.default_rng(5)
@@ -166,6 +215,7 @@ def test_the_memory_it_names_works(store: Any, x: np.ndarray) -> None:
     [
         ({"device_memory": "1MiB"}, SourceError, "say on which, with device="),
         ({"device": "cpu", "device_memory": "1MiB", "device_policy": "static"}, SourceError, "no policy 'static' for devices"),
+        ({"device": "nonsense"}, SourceError, "device='nonsense' cannot be used here"),
         ({"device": "cpu", "tensors": False}, SourceError, "leave out device="),
     ],
 )  # fmt: skip
@@ -213,8 +263,9 @@ def make(store: Any) -> Iterator[Callable[..., DeviceBuffer]]:
 
 
 def gathered(buffer: DeviceBuffer, ticket: DeviceTicket) -> np.ndarray:
+    limit = time.monotonic() + 20
     while not ticket.done():
-        pass
+        assert time.monotonic() < limit
     found: np.ndarray = buffer.gather(ticket, np.empty(len(ticket.ids) * ROW_BYTES, np.uint8)).numpy()
     return found
 
@@ -264,6 +315,20 @@ def test_what_does_not_fit(make: Callable[..., DeviceBuffer], x: np.ndarray) -> 
     other = buffer.begin(np.arange(20, 40))
     assert other is not None
     np.testing.assert_array_equal(gathered(buffer, other), x[20:40])
+
+
+def test_a_row_that_occurs_twice_is_brought_after_another_gave_up(store: Any, x: np.ndarray) -> None:
+    with store.reader() as reader, FeatureBuffer(reader, slots=100, policy="fifo") as host:
+        buffer = DeviceBuffer(host, ["cpu"], slots=20, policy="fifo")
+        first, second = buffer.begin([3, 4]), buffer.begin([3, 3, 5, 4, 3])
+        assert first is not None
+        assert second is not None
+        first.release()
+        limit = time.monotonic() + 20
+        while not second.done():
+            assert time.monotonic() < limit
+        rows = buffer.gather(second, np.empty(5 * ROW_BYTES, np.uint8))
+        np.testing.assert_array_equal(rows.numpy(), x[[3, 3, 5, 4, 3]])
 
 
 class Levels(RuleBasedStateMachine):

@@ -230,6 +230,61 @@ def test_larger_mini_batches_come_through_and_too_large_ones_are_named(store: An
         assert [len(b.x) for b in loader] == [*sizes[:3], 500, *sizes[4:]]
 
 
+def test_a_mini_batch_with_more_rows_than_slots_names_what_works(tmp_path: Path) -> None:
+    source = rows_of(60_000, (4,), np.int32, 3)
+    batches = [np.arange(100), np.arange(30_000)]
+    with featstore.pack(tmp_path / "s", source) as store:
+        for options in ({}, {"device": "cpu", "device_memory": 16 * 40_000}):
+            memory, errors = 4300 << 10, []
+            while len(errors) < 3:  # one for the first mini-batch, one for the second, and then there is memory
+                with (
+                    featstore.OnlineLoader(store, batches, memory=memory, policy="fifo", **options) as loader,
+                    pytest.raises((BudgetError, SourceError)) as raised,
+                ):
+                    list(loader)
+                errors.append(raised.value)
+                if not isinstance(raised.value, BudgetError):
+                    break
+                memory = raised.value.needed_bytes
+            assert isinstance(errors[-1], SourceError)
+            assert "batch_rows=30000" in str(errors[-1])
+            given = options | {"batch_rows": 30_000}
+            with featstore.OnlineLoader(store, batches, memory=memory, policy="fifo", **given) as loader:
+                for batch, ids in zip(loader, batches, strict=True):
+                    np.testing.assert_array_equal(np.asarray(batch.x), source[ids])
+
+
+def test_a_loader_that_could_not_open_tries_again(store: Any, x: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> None:
+    original, failing = extraction.Extraction._buffer, [True]
+
+    def buffer(self: Any, *arguments: Any) -> Any:
+        made = original(self, *arguments)
+        if failing[0]:
+            made.close()
+            raise OSError("made up")
+        return made
+
+    monkeypatch.setattr(extraction.Extraction, "_buffer", buffer)
+    with featstore.OnlineLoader(store, skewed, memory=SMALL) as loader:
+        with pytest.raises(OSError, match="made up"):
+            list(loader)
+        assert loader.report().bytes_read == 0
+        failing[0] = False
+        loader.set_epoch(0)
+        check_epoch(loader, x, 0)
+
+
+def test_a_sampler_may_use_its_memory_again(store: Any, x: np.ndarray) -> None:
+    def batches(epoch: int) -> Iterator[np.ndarray]:
+        memory = np.empty(300, np.int64)
+        for ids in skewed(epoch):
+            memory[: len(ids)] = ids
+            yield memory[: len(ids)]
+
+    with featstore.OnlineLoader(store, batches, memory=SMALL) as loader:
+        check_epoch(loader, x, 0)
+
+
 def test_the_loop_may_keep_what_it_got(store: Any, x: np.ndarray) -> None:
     with featstore.OnlineLoader(store, skewed, memory=SMALL) as loader:
         kept = list(loader)
@@ -342,6 +397,10 @@ def test_an_unknown_option_is_refused_at_once(store: Any) -> None:
         featstore.OnlineLoader(store, skewed, qdepth=4)
 
 
+def _none_of_numbers(batch: Any) -> Any:
+    return {} if isinstance(batch, int) else batch
+
+
 @pytest.mark.parametrize(
     ("make", "error", "match"),
     [
@@ -349,6 +408,10 @@ def test_an_unknown_option_is_refused_at_once(store: Any) -> None:
         (lambda s: featstore.OnlineLoader(s, [np.array([1.5])]), SourceError, "integers"),
         (lambda s: featstore.OnlineLoader(s, [object()]), SourceError, "nodes="),
         (lambda s: featstore.OnlineLoader(s, [object()], nodes=lambda _: {}), SourceError, "no node type"),
+        (lambda s: featstore.OnlineLoader(s, [np.arange(3), 7], nodes=_none_of_numbers), SourceError, "no node type"),
+        (lambda s: featstore.OnlineLoader(s, [np.arange(3), np.array([ROWS])]), IdError, "mini-batch 1: "),
+        (lambda s: featstore.OnlineLoader(s, skewed, batch_rows=0), SourceError, "at least 1, not 0"),
+        (lambda s: featstore.OnlineLoader(s, skewed, batch_rows={"features": "x"}), SourceError, "whole number"),
         (lambda s: featstore.OnlineLoader(s, skewed, policy="best"), SourceError, "no policy 'best'"),
         (lambda s: featstore.OnlineLoader(s, skewed, policy="min"), SourceError, "compile"),
         (lambda s: featstore.OnlineLoader(s, skewed, policy="lru", static=[1]), SourceError, "static="),
@@ -356,7 +419,7 @@ def test_an_unknown_option_is_refused_at_once(store: Any) -> None:
 )
 def test_bad_input_is_named(store: Any, make: Callable[[Any], Any], error: type[FeatstoreError], match: str) -> None:
     with pytest.raises(error, match=match), make(store) as loader:
-        next(iter(loader))
+        list(loader)
     assert own_threads() == []
 
 

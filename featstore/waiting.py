@@ -1,0 +1,133 @@
+"""Threads and waiting that survive an interrupt at any moment.
+
+``KeyboardInterrupt`` can come between any two steps of Python code, also inside the standard library's: in the middle of
+``Event.set`` it leaves the event's lock taken for ever, an interrupted ``Thread.join`` (Python 3.11) takes the thread for ended, and
+one inside ``Thread.start`` leaves open whether the thread will run. What is here uses only steps that are single to the interpreter:
+``SimpleQueue.put`` and ``get``, and ``list.pop``.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from featstore.errors import ClosedError
+
+_PATIENCE_SECONDS = 0.2  # who waits looks this often whether there is anybody to wait for
+_Step = tuple[Callable[[], Any], "queue.SimpleQueue[tuple[BaseException | None, Any]]"]
+
+
+class Wake:
+    """Wakes up the one thread that waits, now or when it next waits; what was to be seen is looked at again after each :meth:`wait`."""
+
+    def __init__(self) -> None:
+        self._signals: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    def set(self) -> None:
+        # One that is there has not been taken yet, so whoever takes it looks later than now.
+        if self._signals.empty():
+            self._signals.put(None)
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Return after a :meth:`set` since the last wait, or after so many seconds."""
+        with suppress(queue.Empty):
+            self._signals.get(timeout=timeout)
+
+
+class Worker:
+    """A daemon thread that runs ``target`` once, and can be ended for sure: started or not, or interrupted while it was."""
+
+    def __init__(self, target: Callable[[], None], name: str) -> None:
+        self._permit = [target]  # to run; whoever pops it decides
+        self._began = False
+        self.ended = False  # it began, and its target has returned
+        self._end = Wake()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        """Run, unless :meth:`end` was called before."""
+        self._thread.start()
+
+    def _run(self) -> None:
+        self._began = True
+        try:
+            target = self._take_permit()
+            if target is not None:
+                target()
+        finally:
+            target = None
+            self.ended = True
+            self._end.set()
+
+    def _take_permit(self) -> Callable[[], None] | None:
+        try:
+            return self._permit.pop()
+        except IndexError:
+            return None
+
+    def end(self) -> None:
+        """Wait until the target has returned; if it has not begun, it never will. An interrupt is raised after that."""
+        if self._take_permit() is not None or not self._began or self._thread is threading.current_thread():
+            return
+        interrupted: KeyboardInterrupt | None = None
+        while not self.ended:
+            try:
+                self._end.wait(_PATIENCE_SECONDS)  # another may have been woken up instead
+            except KeyboardInterrupt as error:
+                interrupted = error
+        if interrupted is not None:
+            raise interrupted
+        self._thread.join()  # has nothing left to do
+
+
+class Runner:
+    """A thread that takes steps for others, in their order, where no interrupt comes in. It ends with the last reference to this."""
+
+    def __init__(self, name: str) -> None:
+        self._steps: queue.SimpleQueue[_Step | None] = queue.SimpleQueue()
+        self._worker = Worker(partial(_take_steps, self._steps), name)
+        self._worker.start()
+
+    def run(self, step: Callable[[], Any]) -> Any:
+        """What ``step`` returns or raises. Who is interrupted here does not learn it; the step is taken all the same.
+
+        Raises ClosedError after :meth:`end`.
+        """
+        reply: queue.SimpleQueue[tuple[BaseException | None, Any]] = queue.SimpleQueue()
+        self._steps.put((step, reply))
+        while True:
+            try:
+                error, result = reply.get(timeout=_PATIENCE_SECONDS)
+                break
+            except queue.Empty:
+                if self._worker.ended and reply.empty():
+                    raise ClosedError("the thread that takes steps has ended") from None
+        if error is not None:
+            raise error
+        return result
+
+    def end(self) -> None:
+        """Take the steps asked for so far, and no others."""
+        self._steps.put(None)
+        self._worker.end()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_steps"):
+            self._steps.put(None)
+
+
+def _take_steps(steps: queue.SimpleQueue[_Step | None]) -> None:
+    while (item := steps.get()) is not None:
+        step, reply = item
+        try:
+            reply.put((None, step()))
+        except BaseException as error:
+            reply.put((error, None))
+        del item, step, reply
+    while not steps.empty():
+        if (item := steps.get()) is not None:
+            item[1].put((ClosedError("closed before this step was taken"), None))

@@ -1,0 +1,183 @@
+"""Threads and waiting: nothing is lost, whatever comes when."""
+
+from __future__ import annotations
+
+import queue
+import signal
+import sys
+import threading
+import time
+from types import FrameType
+from typing import Any
+
+import pytest
+
+from featstore.errors import ClosedError
+from featstore.waiting import Runner, Wake, Worker
+
+LIMIT_SECONDS = 20.0
+
+
+def within_limit(target: Any) -> None:
+    """Run in another thread, and fail where it takes too long."""
+    thread = threading.Thread(target=target, daemon=True)
+    thread.start()
+    thread.join(LIMIT_SECONDS)
+    assert not thread.is_alive(), "it hangs"
+
+
+def test_no_wake_is_lost() -> None:
+    wake, seen = Wake(), [0]
+    goal = 20_000
+
+    def count() -> None:
+        for _ in range(goal // 4):
+            with lock:
+                seen[0] += 1
+            wake.set()
+
+    lock = threading.Lock()
+    setters = [threading.Thread(target=count) for _ in range(4)]
+
+    def wait() -> None:
+        while seen[0] < goal:
+            wake.wait()
+
+    waiter = threading.Thread(target=wait, daemon=True)
+    waiter.start()
+    for one in setters:
+        one.start()
+    for one in setters:
+        one.join()
+    waiter.join(LIMIT_SECONDS)
+    assert not waiter.is_alive()
+
+
+def test_a_wake_from_before_the_wait_counts_once() -> None:
+    wake = Wake()
+    wake.set()
+    wake.set()
+    wake.wait()
+    begin = time.monotonic()
+    wake.wait(timeout=0.05)
+    assert time.monotonic() - begin >= 0.04
+
+
+def test_a_worker_that_was_ended_first_never_runs() -> None:
+    ran: list[int] = []
+    worker = Worker(lambda: ran.append(1), "test")
+    worker.end()
+    worker.start()
+    within_limit(worker.end)
+    worker._thread.join(LIMIT_SECONDS)
+    assert ran == []
+
+
+def test_end_waits_and_may_be_called_again_and_by_the_worker_itself() -> None:
+    go: queue.SimpleQueue[None] = queue.SimpleQueue()
+    done: list[int] = []
+
+    def work() -> None:
+        go.get()
+        worker.end()  # its own: nothing to wait for
+        done.append(1)
+
+    worker = Worker(work, "test")
+    worker.start()
+    assert not worker.ended
+    threading.Timer(0.05, go.put, [None]).start()
+
+    def end() -> None:
+        worker.end()
+        assert done == [1]
+        worker.end()
+
+    within_limit(end)
+    assert worker.ended
+
+
+def test_an_interrupt_while_waiting_for_the_end_is_raised_after_it() -> None:
+    go: queue.SimpleQueue[None] = queue.SimpleQueue()
+    done: list[int] = []
+
+    def work() -> None:
+        go.get()
+        done.append(1)
+
+    worker = Worker(work, "test")
+    worker.start()
+    while not worker._began:
+        time.sleep(0.001)
+
+    def interrupt(_: int, __: FrameType | None) -> None:
+        go.put(None)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        with pytest.raises(KeyboardInterrupt):
+            worker.end()
+        assert done == [1]
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_interrupts_at_every_step_of_starting_and_ending_leave_nothing_running() -> None:
+    """A tracer raises at the n-th line, call or return of ``start`` and ``end``, for each n there is."""
+    import featstore.waiting as module
+
+    at = 0
+    while True:
+        at += 1
+        steps, running = [0], [0]
+
+        def work(running: list[int] = running) -> None:
+            running[0] += 1
+            running[0] -= 1
+
+        def trace(frame: FrameType, event: str, argument: Any, steps: list[int] = steps, at: int = at) -> Any:
+            if frame.f_code.co_filename != module.__file__:
+                return None
+            steps[0] += 1
+            if steps[0] == at:
+                raise KeyboardInterrupt
+            return trace
+
+        worker = Worker(work, "test")
+        interrupted = False
+        sys.settrace(trace)
+        try:
+            worker.start()
+            worker.end()
+        except KeyboardInterrupt:
+            interrupted = True
+        finally:
+            sys.settrace(None)
+        within_limit(worker.end)
+        assert running[0] == 0
+        if not interrupted:
+            assert at > 10
+            return
+
+
+def test_a_runner_takes_steps_in_order_and_passes_errors_on() -> None:
+    runner, order = Runner("test"), []
+    assert [runner.run(lambda n=n: order.append(n) or n) for n in range(5)] == list(range(5))
+    with pytest.raises(ZeroDivisionError):
+        runner.run(lambda: 1 // 0)
+    within_limit(runner.end)
+    assert order == list(range(5))
+    with pytest.raises(ClosedError):
+        runner.run(lambda: 1)
+
+
+def test_a_runner_that_nobody_has_ends_by_itself() -> None:
+    runner = Runner("test-forgotten")
+    assert runner.run(lambda: 1) == 1
+    del runner
+    deadline = time.monotonic() + LIMIT_SECONDS
+    while any(t.name == "test-forgotten" for t in threading.enumerate()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
