@@ -1,12 +1,9 @@
-"""Extraction: the reader and the feature buffers behind a loader, inside one budget.
-
-How the budget is split is decided by the first mini-batch: the reader, rows of mini-batches handed over, what is known of those under
-way; all the rest is slots, shared by the tables by the bytes that the mini-batch asks of each.
+"""Extraction: the reader and the feature buffers behind a loader, inside one budget, which is divided by what the first mini-batch asks
+for (:mod:`featstore.online.division`).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -14,15 +11,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from featstore.budget import Budget, TableNeed
-from featstore.compiled.budget import nominal_bytes
-from featstore.errors import BudgetError, SourceError
-from featstore.ids import ALIGNMENT, empty_rows
-from featstore.lookup import table_need
+from featstore.errors import SourceError
+from featstore.ids import empty_rows
 from featstore.online import saved
 from featstore.online import slot_layout as layout
-from featstore.online.buffer import KEPT_BYTES, SWITCH_BYTES, FeatureBuffer, buffer_bytes, slots_for
+from featstore.online.buffer import FeatureBuffer
 from featstore.online.choose import CANDIDATES, PolicyChoice
+from featstore.online.division import CHOOSING_BYTES, DEPTH, Division
 from featstore.online.tickets import Ticket
 from featstore.pipeline import Outputs
 from featstore.tracing.nodes import Ids, table_of
@@ -36,18 +31,12 @@ if TYPE_CHECKING:
 #: What a mini-batch holds, by table.
 Tickets = Mapping[str, "Ticket | DeviceTicket"]
 
-SAMPLED = 2  # mini-batches that wait to be extracted
 EXTRACTED = 3  # so many are extracted at once, unless said otherwise
-DEPTH = 3  # mini-batches that exist at once with their rows, the loop's own among them
 _UNITS = 8  # of room, in which one of the expected size is counted
 ROOM = DEPTH * _UNITS
 LARGEST = ROOM // 2  # of a mini-batch: the loop holds one until it has the next
 _SPARE = 1.25  # a mini-batch may be larger than the first by so much, before it takes the room of two
-_BYTES_PER_ID = 40  # of mini-batches under way: ids, slots, what was missed
-_ROWS_LEAST = 1024  # of a table, for which slots are made whatever the first mini-batch has
 FIRST_POLICY = "s3-fifo"  # of "auto", until it is known better; and in small budgets
-_CHOOSING_BYTES = 6 << 20  # of what tries policies for one table
-_CHOOSING_SHARE = 12  # of the budget that all of these may take
 _READER_OPTIONS = {"engine", "queue_depth", "verify", "model"}
 _PINNED_SHARE = 0.75  # of the slots: further mini-batches are extracted beside one only up to that
 
@@ -95,9 +84,13 @@ class Extraction:
         if extracted < 1:
             raise SourceError(f"at least one mini-batch is extracted at a time, not {extracted}")
         self.store, self.memory_bytes, self.policy = store, memory_bytes, policy
-        self.extracted, self._reader_nominal = extracted, reader_memory
+        self.extracted = extracted
         self._static, self._batch_rows, self._reader_options = static, batch_rows, reader
-        self._devices, self._device_memory, self._device_policy = devices, device_memory, device_policy
+        self._devices, self._device_policy = devices, device_policy
+        self._division = Division(
+            store, memory_bytes, policy=policy, extracted=extracted, reader_nominal=reader_memory,
+            verify=reader.get("verify", True), devices=len(devices), device_memory=device_memory, device_policy=device_policy,
+        )  # fmt: skip
         self._warm = warm
         if warm is not None:
             saved.SavedCache(store, warm).close()  # so that one that is damaged is known now
@@ -120,12 +113,11 @@ class Extraction:
         said = self._batch_rows if isinstance(self._batch_rows, Mapping) else {}
         tables = {name: self.store.table(name) for name in dict.fromkeys([*asked, *said])}
         rows = self._rows = {name: self._rows_expected(name, asked.get(name, 0)) for name in tables}
-        self._piece_bytes = self._bytes_of(rows)
-        self._device_slots = self._split_devices(tables, rows) if self._device_memory else {}
-        slots, self._memory = self._split(tables, rows)
+        self._piece_bytes = self._division.bytes_of(rows)
+        slots, self._device_slots, self._memory = self._division.of(tables, rows)
         self._outputs = Outputs(self._piece_bytes, DEPTH)
         self._reader = self.store.reader(
-            tables=list(tables), memory=self._reader_memory(tables), static=None, **self._reader_options
+            tables=list(tables), memory=self._division.reader_memory(tables), static=None, **self._reader_options
         )
         try:
             for name, count in slots.items():
@@ -146,81 +138,6 @@ class Extraction:
     def _first_policy(self) -> str:
         return FIRST_POLICY if self.policy == "auto" else self.policy
 
-    def _map_bytes(self, table: str, slots: int) -> int:
-        """Memory of a buffer of so many slots; with room for the slot map of any policy that may be chosen."""
-        names = CANDIDATES if self.policy == "auto" else (self.policy,)
-        return max(buffer_bytes(slots, self._slot_bytes(table), layout.POLICIES[name]) for name in names)
-
-    def _slot_bytes(self, table: str) -> int:
-        """Memory of a slot beside the slot map: the row, and what changing the policy or keeping rows for good takes."""
-        beside = {"auto": SWITCH_BYTES, "static": KEPT_BYTES}.get(self.policy, 0)
-        return self.store.tables[table].row_bytes + beside
-
-    def _reader_memory(self, tables: Mapping[str, Table]) -> int:
-        needs = self._needs(tables)
-        return sum(n.row_map_bytes + n.checksum_bytes for n in needs) + self._nominal(self.memory_bytes)
-
-    def _nominal(self, memory_bytes: int) -> int:
-        """The reader's budget beyond maps and checksums, of which it takes a quarter."""
-        return nominal_bytes(memory_bytes) if self._reader_nominal is None else self._reader_nominal
-
-    def _needs(self, tables: Mapping[str, Table]) -> list[TableNeed]:
-        return [table_need(t, self._reader_options.get("verify", True), by_row=False) for t in tables.values()]
-
-    def _split(self, tables: Mapping[str, Table], rows: Mapping[str, int]) -> tuple[dict[str, int], dict[str, int]]:
-        """Slots by table, and bytes by what they are for. Raises BudgetError with the smallest budget that works."""
-        needs = self._needs(tables)
-        # A node type that hardly occurs in the first mini-batch may occur more in others.
-        weights = {n: max(rows[n], min(t.rows, _ROWS_LEAST)) * t.row_bytes for n, t in tables.items()}
-
-        def fixed(memory_bytes: int) -> dict[str, int]:
-            maps = sum(n.row_map_bytes + n.checksum_bytes for n in needs)
-            b = Budget.split(maps + self._nominal(memory_bytes), needs)
-            reader = b.row_map_bytes + b.checksum_bytes + b.staging_bytes + b.scratch_bytes
-            under_way = (SAMPLED + self.extracted) * _BYTES_PER_ID * sum(rows.values())
-            parts = {"reader": reader, "handed over": DEPTH * self._bytes_of(rows), "under way": under_way}
-            if self._device_slots:
-                parts["slot maps of devices"] = sum(map(self._device_map_bytes, self._device_slots.values()))
-            choosing = _CHOOSING_BYTES * len(tables)
-            if self.policy == "auto" and choosing <= memory_bytes // _CHOOSING_SHARE:
-                parts["choosing a policy"] = choosing + sum(_uses_bytes(t, memory_bytes) for t in tables.values())
-            return parts
-
-        parts = fixed(self.memory_bytes)
-        rest = self.memory_bytes - sum(parts.values())
-        total = sum(weights.values())
-        smallest = max(-(-self._map_bytes(n, min(rows[n], t.rows)) * total // weights[n]) for n, t in tables.items())
-        if rest < smallest:
-            needed = sum(parts.values()) + smallest
-            while sum(fixed(needed).values()) + smallest > needed:  # more memory has a larger reader, too
-                needed = sum(fixed(needed).values()) + smallest
-            raise BudgetError(needed, self.memory_bytes, "hold the reader, three mini-batches and a buffer of one more")
-        slots = {}
-        # What a table that fits whole leaves over is for the others.
-        for name in sorted(tables, key=lambda n: self._map_bytes(n, tables[n].rows) / weights[n]):
-            table = tables[name]
-            slots[name] = min(table.rows, self._slots_within(name, rest * weights[name] // total))
-            rest, total = rest - self._map_bytes(name, slots[name]), total - weights[name]
-        return slots, parts | {f"buffer of {n}": self._map_bytes(n, s) for n, s in slots.items()}
-
-    def _split_devices(self, tables: Mapping[str, Table], rows: Mapping[str, int]) -> dict[str, int]:
-        """Slots of each device, by table. Raises BudgetError with the smallest memory of a device that works."""
-        weights = {name: rows[name] * t.row_bytes for name, t in tables.items()}
-        total, needed = sum(weights.values()), {n: self._device_rows(min(rows[n], t.rows)) for n, t in tables.items()}
-        slots = {name: self._device_memory * weights[name] // total // t.row_bytes for name, t in tables.items()}
-        if any(slots[name] < needed[name] for name in tables):
-            smallest = max(-(-needed[n] * t.row_bytes * total // weights[n]) for n, t in tables.items())
-            raise BudgetError(smallest, self._device_memory, "hold a mini-batch's rows on its devices (device_memory=)")
-        return {name: min(slots[name], -(-t.rows // len(self._devices))) for name, t in tables.items()}
-
-    def _device_rows(self, batch_rows: int) -> int:
-        """Rows of a mini-batch that belong on one device, about: ids are not spread evenly."""
-        count = len(self._devices)
-        return batch_rows if count == 1 else -(-batch_rows // count) + 4 * math.isqrt(batch_rows)
-
-    def _device_map_bytes(self, slots: int) -> int:
-        return len(self._devices) * layout.slot_map_bytes(slots, layout.POLICIES[self._device_policy])
-
     def _open_devices(self) -> None:
         if self._device_slots:
             from featstore.online.device import DeviceBuffer
@@ -228,10 +145,6 @@ class Extraction:
             for name, slots in self._device_slots.items():
                 host = self.buffers[name]
                 self.on_devices[name] = DeviceBuffer(host, self._devices, slots=slots, policy=self._device_policy)
-
-    def _slots_within(self, table: str, memory_bytes: int) -> int:
-        names = CANDIDATES if self.policy == "auto" else (self.policy,)
-        return min(slots_for(memory_bytes, self._slot_bytes(table), layout.POLICIES[name]) for name in names)
 
     def _buffer(self, table: str, slots: int, batch_rows: int) -> FeatureBuffer:
         assert self._reader is not None
@@ -244,7 +157,7 @@ class Extraction:
         others = CANDIDATES if self.policy == "auto" else ()
         buffer = FeatureBuffer(self._reader, table, slots=slots, policy=first, policies=others, static=static)
         if "choosing a policy" in self._memory and slots < rows:
-            limit = _CHOOSING_BYTES + _uses_bytes(self.store.tables[table], self.memory_bytes)
+            limit = CHOOSING_BYTES + self._division.uses_bytes(self.store.tables[table], self.memory_bytes)
             self._choices[table] = PolicyChoice(slots, rows, policy=first, memory_bytes=limit)
         buffer.on_change = lambda: self.on_change()
         return buffer
@@ -310,10 +223,7 @@ class Extraction:
         ):
             return
         rows = self._rows | {table: len(ids)}
-        tables = {name: self.store.tables[name] for name in rows}
-        if self._device_memory:
-            self._split_devices(tables, rows)
-        self._split(tables, rows)
+        self._division.of({name: self.store.tables[name] for name in rows}, rows)
         given = rows if len(rows) > 1 else rows[table]
         raise SourceError(
             f"a mini-batch has {len(distinct):,} rows of table {table!r}, where slots were made for fewer, judging by the first: give "
@@ -361,7 +271,7 @@ class Extraction:
     def _gather(self, tickets: Tickets) -> dict[str, Any]:
         out: dict[str, Any] = {}
         at = 0
-        raw = self._room_for(self._bytes_of({name: len(ticket.ids) for name, ticket in tickets.items()}))
+        raw = self._room_for(self._division.bytes_of({name: len(ticket.ids) for name, ticket in tickets.items()}))
         for name, ticket in tickets.items():
             table, buffer = self.store.tables[name], self.buffers[name]
             end = at + len(ticket.ids) * table.row_bytes
@@ -369,7 +279,7 @@ class Extraction:
                 out[name] = self._on_host(buffer, ticket, table, raw[at:end])
             else:
                 out[name] = self.on_devices[name].gather(ticket, raw[at:end])
-            at += self._padded(name, len(ticket.ids))
+            at += self._division.padded(name, len(ticket.ids))
         return out
 
     def _room_for(self, byte_count: int) -> NDArray[np.uint8]:
@@ -378,10 +288,6 @@ class Extraction:
         self._outputs.drop()  # it has the room of two
         return empty_rows(byte_count, 1)
 
-    def _bytes_of(self, rows: Mapping[str, int]) -> int:
-        """Bytes of a mini-batch of so many rows by table."""
-        return sum(self._padded(name, count) for name, count in rows.items())
-
     @staticmethod
     def _on_host(buffer: FeatureBuffer, ticket: Ticket, table: Table, raw: NDArray[np.uint8]) -> NDArray[Any]:
         rows = raw.view(buffer.dtype).reshape(len(ticket.ids), *table.row_shape)
@@ -389,16 +295,12 @@ class Extraction:
         ticket.release()
         return rows
 
-    def _padded(self, table: str, rows: int) -> int:
-        """Bytes of so many rows, and what keeps those of the next table aligned."""
-        return -(-rows * self.store.tables[table].row_bytes // ALIGNMENT) * ALIGNMENT
-
     def units(self, ids: Ids) -> int:
         """How much of ``ROOM`` a mini-batch takes."""
         return -(-self._batch_bytes(ids) * _UNITS // self._piece_bytes)
 
     def _batch_bytes(self, ids: Ids) -> int:
-        return self._bytes_of({self.table_of[t]: len(one) for t, one in ids.items()})
+        return self._division.bytes_of({self.table_of[t]: len(one) for t, one in ids.items()})
 
     def too_large(self, ids: Ids, index: int) -> SourceError:
         """The error for a mini-batch that has no room even beside one other."""
@@ -466,8 +368,3 @@ def _check_types(ids: Ids) -> None:
     """Raise SourceError for a mini-batch without any node type."""
     if not ids:
         raise SourceError("a mini-batch has no node type at all: nodes= must return ids, or {table: ids}")
-
-
-def _uses_bytes(table: Table, memory_bytes: int) -> int:
-    """Memory in which the uses of each row are counted, where that is a small part of the budget: a static set needs it."""
-    return 2 * table.rows if 2 * table.rows <= memory_bytes // _CHOOSING_SHARE else 0

@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from featstore.errors import IdError, SourceError
-from featstore.online.extraction import EXTRACTED, FIRST_POLICY, LARGEST, ROOM, SAMPLED, Extraction, Tickets
+from featstore.online.division import SAMPLED
+from featstore.online.extraction import EXTRACTED, FIRST_POLICY, LARGEST, ROOM, Extraction, Tickets
 from featstore.online.report import OnlineReport, OnlineStages
 from featstore.pipeline import Sampler, Walk, WalkingLoader, check_repeatable, epoch_of
 from featstore.tracing.nodes import Ids, split

@@ -1,0 +1,152 @@
+"""How an online loader's budget is divided: the reader, rows of mini-batches handed over, what is known of those under way, and what
+chooses a policy; all the rest is slots, shared by the tables by the bytes that a mini-batch asks of each. The memory of devices is a
+budget of its own, whose slot maps lie in the host's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+from featstore.budget import Budget, TableNeed
+from featstore.compiled.budget import nominal_bytes
+from featstore.errors import BudgetError
+from featstore.ids import ALIGNMENT
+from featstore.lookup import table_need
+from featstore.online import slot_layout as layout
+from featstore.online.buffer import KEPT_BYTES, SWITCH_BYTES, buffer_bytes, slots_for
+from featstore.online.choose import CANDIDATES
+
+if TYPE_CHECKING:
+    from featstore.store import Store, Table
+
+SAMPLED = 2  # mini-batches that wait to be extracted
+DEPTH = 3  # mini-batches that exist at once with their rows, the loop's own among them
+CHOOSING_BYTES = 6 << 20  # of what tries policies for one table
+_CHOOSING_SHARE = 12  # of the budget that all of these may take
+_BYTES_PER_ID = 40  # of mini-batches under way: ids, slots, what was missed
+_ROWS_LEAST = 1024  # of a table, for which slots are made whatever the first mini-batch has
+
+
+class Shares(NamedTuple):
+    """``slots``, and ``device_slots`` of each device, by table; ``memory``: bytes of the host's budget by what they are for."""
+
+    slots: dict[str, int]
+    device_slots: dict[str, int]
+    memory: dict[str, int]
+
+
+class Division:
+    """Divides a budget; see the module's text.
+
+    Args:
+        memory_bytes: the host's budget.
+        policy: a name, or ``"auto"``.
+        extracted: how many mini-batches are extracted at once.
+        reader_nominal: the reader's budget beyond maps and checksums, of which it takes a quarter; None for the usual.
+        verify: whether the reader holds checksums.
+        devices, device_memory, device_policy: how many devices keep rows, in how much memory each, by which policy.
+    """
+
+    def __init__(
+        self, store: Store, memory_bytes: int, *, policy: str, extracted: int, reader_nominal: int | None, verify: bool, devices: int,
+        device_memory: int, device_policy: str,
+    ) -> None:  # fmt: skip
+        self._store, self._memory_bytes, self._policy, self._extracted = store, memory_bytes, policy, extracted
+        self._reader_nominal, self._verify = reader_nominal, verify
+        self._devices, self._device_memory, self._device_policy = devices, device_memory, device_policy
+
+    def _map_bytes(self, table: str, slots: int) -> int:
+        """Memory of a buffer of so many slots; with room for the slot map of any policy that may be chosen."""
+        names = CANDIDATES if self._policy == "auto" else (self._policy,)
+        return max(buffer_bytes(slots, self._slot_bytes(table), layout.POLICIES[name]) for name in names)
+
+    def _slot_bytes(self, table: str) -> int:
+        """Memory of a slot beside the slot map: the row, and what changing the policy or keeping rows for good takes."""
+        beside = {"auto": SWITCH_BYTES, "static": KEPT_BYTES}.get(self._policy, 0)
+        return self._store.tables[table].row_bytes + beside
+
+    def reader_memory(self, tables: Mapping[str, Table]) -> int:
+        needs = self._needs(tables)
+        return sum(n.row_map_bytes + n.checksum_bytes for n in needs) + self._nominal(self._memory_bytes)
+
+    def _nominal(self, memory_bytes: int) -> int:
+        """The reader's budget beyond maps and checksums, of which it takes a quarter."""
+        return nominal_bytes(memory_bytes) if self._reader_nominal is None else self._reader_nominal
+
+    def _needs(self, tables: Mapping[str, Table]) -> list[TableNeed]:
+        return [table_need(t, self._verify, by_row=False) for t in tables.values()]
+
+    def of(self, tables: Mapping[str, Table], rows: Mapping[str, int]) -> Shares:
+        """The shares, where a mini-batch has so many ``rows`` of each table. Raises BudgetError with the smallest budget that works."""
+        device_slots = self._of_devices(tables, rows) if self._device_memory else {}
+        needs = self._needs(tables)
+        # A node type that hardly occurs in the first mini-batch may occur more in others.
+        weights = {n: max(rows[n], min(t.rows, _ROWS_LEAST)) * t.row_bytes for n, t in tables.items()}
+
+        def fixed(memory_bytes: int) -> dict[str, int]:
+            maps = sum(n.row_map_bytes + n.checksum_bytes for n in needs)
+            b = Budget.split(maps + self._nominal(memory_bytes), needs)
+            reader = b.row_map_bytes + b.checksum_bytes + b.staging_bytes + b.scratch_bytes
+            under_way = (SAMPLED + self._extracted) * _BYTES_PER_ID * sum(rows.values())
+            parts = {"reader": reader, "handed over": DEPTH * self.bytes_of(rows), "under way": under_way}
+            if device_slots:
+                parts["slot maps of devices"] = sum(map(self._device_map_bytes, device_slots.values()))
+            choosing = CHOOSING_BYTES * len(tables)
+            if self._policy == "auto" and choosing <= memory_bytes // _CHOOSING_SHARE:
+                parts["choosing a policy"] = choosing + sum(self.uses_bytes(t, memory_bytes) for t in tables.values())
+            return parts
+
+        parts = fixed(self._memory_bytes)
+        rest = self._memory_bytes - sum(parts.values())
+        total = sum(weights.values())
+        smallest = max(-(-self._map_bytes(n, min(rows[n], t.rows)) * total // weights[n]) for n, t in tables.items())
+        if rest < smallest:
+            needed = sum(parts.values()) + smallest
+            while sum(fixed(needed).values()) + smallest > needed:  # more memory has a larger reader, too
+                needed = sum(fixed(needed).values()) + smallest
+            raise BudgetError(
+                needed, self._memory_bytes, "hold the reader, three mini-batches and a buffer of one more"
+            )
+        slots = {}
+        # What a table that fits whole leaves over is for the others.
+        for name in sorted(tables, key=lambda n: self._map_bytes(n, tables[n].rows) / weights[n]):
+            table = tables[name]
+            slots[name] = min(table.rows, self._slots_within(name, rest * weights[name] // total))
+            rest, total = rest - self._map_bytes(name, slots[name]), total - weights[name]
+        return Shares(slots, device_slots, parts | {f"buffer of {n}": self._map_bytes(n, s) for n, s in slots.items()})
+
+    def _of_devices(self, tables: Mapping[str, Table], rows: Mapping[str, int]) -> dict[str, int]:
+        """Slots of each device, by table. Raises BudgetError with the smallest memory of a device that works."""
+        weights = {name: rows[name] * t.row_bytes for name, t in tables.items()}
+        total, needed = sum(weights.values()), {n: self._device_rows(min(rows[n], t.rows)) for n, t in tables.items()}
+        slots = {name: self._device_memory * weights[name] // total // t.row_bytes for name, t in tables.items()}
+        if any(slots[name] < needed[name] for name in tables):
+            smallest = max(-(-needed[n] * t.row_bytes * total // weights[n]) for n, t in tables.items())
+            raise BudgetError(smallest, self._device_memory, "hold a mini-batch's rows on its devices (device_memory=)")
+        return {name: min(slots[name], -(-t.rows // self._devices)) for name, t in tables.items()}
+
+    def _device_rows(self, batch_rows: int) -> int:
+        """Rows of a mini-batch that belong on one device, about: ids are not spread evenly."""
+        count = self._devices
+        return batch_rows if count == 1 else -(-batch_rows // count) + 4 * math.isqrt(batch_rows)
+
+    def _device_map_bytes(self, slots: int) -> int:
+        return self._devices * layout.slot_map_bytes(slots, layout.POLICIES[self._device_policy])
+
+    def _slots_within(self, table: str, memory_bytes: int) -> int:
+        names = CANDIDATES if self._policy == "auto" else (self._policy,)
+        return min(slots_for(memory_bytes, self._slot_bytes(table), layout.POLICIES[name]) for name in names)
+
+    def bytes_of(self, rows: Mapping[str, int]) -> int:
+        """Bytes of a mini-batch of so many rows by table."""
+        return sum(self.padded(name, count) for name, count in rows.items())
+
+    def padded(self, table: str, rows: int) -> int:
+        """Bytes of so many rows, and what keeps those of the next table aligned."""
+        return -(-rows * self._store.tables[table].row_bytes // ALIGNMENT) * ALIGNMENT
+
+    def uses_bytes(self, table: Table, memory_bytes: int) -> int:
+        """Memory in which the uses of each row are counted, where that is a small part of a budget: a static set needs it."""
+        return 2 * table.rows if 2 * table.rows <= memory_bytes // _CHOOSING_SHARE else 0
