@@ -21,9 +21,9 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from featstore.engine.base import aligned_buffer
 from featstore.errors import ClosedError, SourceError
-from featstore.ids import ALIGNMENT, populate
-from featstore.native import address_of
+from featstore.ids import populate
 from featstore.waiting import Wake, Worker
 
 if TYPE_CHECKING:
@@ -231,7 +231,10 @@ class Outputs:
         self._owned: list[NDArray[np.uint8]] = []
 
     def take(self, byte_count: int) -> NDArray[np.uint8]:
-        """uint8 [byte_count], of at most so many as each has."""
+        """uint8 [byte_count]. One larger than the others is not kept, and those that are free go for it."""
+        if byte_count > self._byte_count:
+            self._drop()
+            return aligned_buffer(byte_count)
         free = [n for n in range(len(self._owned)) if sys.getrefcount(self._owned[n]) == _UNUSED]
         for number in reversed(free[1:]):
             if len(self._owned) > self._most:  # the loop once held more than it does now
@@ -239,21 +242,15 @@ class Outputs:
         if free:
             own = self._owned[free[0]]
         else:
-            own = np.empty(self._byte_count + ALIGNMENT, np.uint8)
+            own = aligned_buffer(self._byte_count)
             populate(own)
             self._owned.append(own)
-        return own[_aligned(own) :][:byte_count]
+        return own[:byte_count]
 
-    def drop(self) -> None:
-        """Let all that is free go."""
+    def _drop(self) -> None:
         for number in reversed(range(len(self._owned))):
             if sys.getrefcount(self._owned[number]) == _UNUSED:
                 del self._owned[number]
-
-
-def _aligned(memory: NDArray[np.uint8]) -> int:
-    """Where in it a multiple of the alignment is."""
-    return -address_of(memory) % ALIGNMENT
 
 
 class Stages:

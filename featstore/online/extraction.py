@@ -12,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from featstore.errors import SourceError
-from featstore.ids import empty_rows
 from featstore.online import saved
 from featstore.online import slot_layout as layout
 from featstore.online.buffer import FeatureBuffer
@@ -271,7 +270,7 @@ class Extraction:
     def _gather(self, tickets: Tickets) -> dict[str, Any]:
         out: dict[str, Any] = {}
         at = 0
-        raw = self._room_for(self._division.bytes_of({name: len(ticket.ids) for name, ticket in tickets.items()}))
+        raw = self._outputs.take(self._division.bytes_of({name: len(ticket.ids) for name, ticket in tickets.items()}))
         for name, ticket in tickets.items():
             table, buffer = self.store.tables[name], self.buffers[name]
             end = at + len(ticket.ids) * table.row_bytes
@@ -281,12 +280,6 @@ class Extraction:
                 out[name] = self.on_devices[name].gather(ticket, raw[at:end])
             at += self._division.padded(name, len(ticket.ids))
         return out
-
-    def _room_for(self, byte_count: int) -> NDArray[np.uint8]:
-        if byte_count <= self._piece_bytes:
-            return self._outputs.take(byte_count)
-        self._outputs.drop()  # it has the room of two
-        return empty_rows(byte_count, 1)
 
     @staticmethod
     def _on_host(buffer: FeatureBuffer, ticket: Ticket, table: Table, raw: NDArray[np.uint8]) -> NDArray[Any]:

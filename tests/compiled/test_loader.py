@@ -321,7 +321,7 @@ def test_a_slow_loop_has_a_bounded_number_of_mini_batches(case: Case, memory: st
 
 def owner(rows: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """The array that has the memory of this one."""
-    return rows if rows.base is None else owner(rows.base)
+    return owner(rows.base) if isinstance(rows.base, np.ndarray) else rows
 
 
 def test_memory_is_used_again_and_never_while_somebody_looks_at_it(case: Case) -> None:
