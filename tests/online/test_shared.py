@@ -429,21 +429,37 @@ def test_clients_are_killed_all_the_time(tight: SharedBuffer, features: np.ndarr
 
 
 def test_without_descriptors_clients_wait_at_the_door(shared: SharedBuffer, features: np.ndarray) -> None:
+    for _ in range(
+        10
+    ):  # where something else in this process has taken the client's descriptor, or given one back, again
+        if client_waits_at_the_door(shared, features):
+            break
+    else:
+        pytest.fail("no client waited at the door")
+    assert shared._service.error is None
+
+
+def client_waits_at_the_door(shared: SharedBuffer, features: np.ndarray) -> bool:
+    """Leave one descriptor to this process, which a client takes; whether it waited then for one for its connection."""
+    gc.collect()
     highest = max(map(int, os.listdir("/proc/self/fd")))
     holes = highest + 1 - len(os.listdir("/proc/self/fd"))  # but for one, that of the listing itself
     taken, limits = [os.dup(0) for _ in range(holes)], resource.getrlimit(resource.RLIMIT_NOFILE)
     reading = in_thread(lambda: time.sleep(0.1) or shared.client().read([1]))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1, limits[1]))  # one is left, which the client takes
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1, limits[1]))
     try:
-        assert eventually(lambda: shared._service._door_shut)
+        shut = eventually(lambda: shared._service._door_shut or reading.done())
         time.sleep(0.3)
-        assert not reading.done()
+        waits = shut and not reading.done()
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         for descriptor in taken:
             os.close(descriptor)
-    np.testing.assert_array_equal(reading.result(20), features[[1]])
-    assert shared._service.error is None
+    try:
+        np.testing.assert_array_equal(reading.result(20), features[[1]])
+    except errors.DeviceError:
+        assert not waits
+    return waits
 
 
 def own_and_wait(store: featstore.Store, to_parent: Any, stuck: bool) -> None:
