@@ -503,8 +503,7 @@ class FeatureBuffer:
             self._kept.discard(claim)
 
     def _kept_ids(self) -> NDArray[np.int64]:
-        rows = self._map.slots["row"]
-        return np.concatenate([np.empty(0, np.int64), *(rows[claim.slots] for claim in self._kept)])
+        return joined(self.kept_pieces())
 
     @property
     def policy_name(self) -> str:
@@ -536,6 +535,11 @@ class FeatureBuffer:
         for slots in present_slots(self._map):
             wanted = slots[~kept[slots]] if len(kept) else slots
             yield self._map.slots["row"][wanted]
+
+    def kept_pieces(self) -> Iterator[NDArray[np.int64]]:
+        """The ids of the rows kept for good, int64, in pieces."""
+        for claim in self._kept:
+            yield self._map.slots["row"][claim.slots]
 
     # Ending.
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -315,9 +316,10 @@ class Extraction:
         saved.save(self.store, name, {table: partial(self._cached_pieces, table) for table in self.buffers})
 
     def _cached_pieces(self, table: str) -> Iterator[NDArray[np.int64]]:
-        """Those on devices last: they are wanted most."""
-        above = self.on_devices.get(table)
-        for ids in self.buffers[table].cached_pieces():
+        """Those kept for good at the end, and those on devices last: they are wanted most. Where the caller has said what is to be kept,
+        that is loaded anyway."""
+        above, buffer = self.on_devices.get(table), self.buffers[table]
+        for ids in chain(buffer.cached_pieces(), buffer.kept_pieces() if self.policy == "auto" else ()):
             yield ids if above is None else ids[~above.holds(ids)]
         if above is not None:
             yield from above.cached_pieces()
