@@ -16,7 +16,7 @@ from featstore.errors import SourceError
 from featstore.online import saved
 from featstore.online import slot_layout as layout
 from featstore.online.buffer import FeatureBuffer
-from featstore.online.choose import CANDIDATES, PolicyChoice
+from featstore.online.choose import CANDIDATES, STATIC_SPARE, PolicyChoice
 from featstore.online.division import CHOOSING_BYTES, DEPTH, Division
 from featstore.online.tickets import Ticket
 from featstore.pipeline import Outputs
@@ -313,7 +313,9 @@ class Extraction:
             raise SourceError("there is nothing to save before the first mini-batch")
         for buffer in self.buffers.values():
             buffer.settle()
-        saved.save(self.store, name, {table: partial(self._cached_pieces, table) for table in self.buffers})
+        policies = {t: buffer.policy_name for t, buffer in self.buffers.items()} if self.policy == "auto" else {}
+        pieces = {table: partial(self._cached_pieces, table) for table in self.buffers}
+        saved.save(self.store, name, pieces, policies=policies)
 
     def _cached_pieces(self, table: str) -> Iterator[NDArray[np.int64]]:
         """Those kept for good at the end, and those on devices last: they are wanted most. Where the caller has said what is to be kept,
@@ -332,6 +334,8 @@ class Extraction:
                 ids, left = partial(cache.ids, table), cache.counts.get(table, 0)
                 above = self.on_devices.get(table)
                 others = ids()
+                if table in self._choices and above is None and self._go_on(table, cache):
+                    continue
                 if above is not None:
                     staging = self._outputs.take(self._piece_bytes)
                     for wanted, _ in above.last_that_fit(ids):
@@ -342,6 +346,26 @@ class Extraction:
                 for piece in others:
                     buffer.load(piece[spare:], uses=saved.USES)
                     spare -= min(spare, len(piece))
+
+    def _go_on(self, table: str, cache: saved.SavedCache) -> bool:
+        """Begin with the policy that had been chosen when the cache was saved; whether all rows were loaded with that."""
+        policy, buffer = cache.policies.get(table), self.buffers[table]
+        if policy not in CANDIDATES:
+            return False
+        self._choices[table].policy = policy
+        if policy != "static":
+            buffer.switch(policy)
+            return False
+        first = max(0, cache.counts[table] - max(0, buffer.slots - STATIC_SPARE * self._rows[table]))
+
+        def kept() -> Iterator[NDArray[np.int64]]:
+            before = first
+            for piece in cache.ids(table):
+                yield piece[before:]
+                before -= min(before, len(piece))
+
+        buffer.switch(policy, kept())
+        return True
 
     # The rest.
 

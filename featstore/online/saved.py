@@ -4,7 +4,8 @@ A saved cache is advice: it names rows, it holds none. What it names is read fro
 any time. The file, all numbers little-endian:
 
 - uint32: the bytes of the header;
-- the header, MessagePack: ``{"format": "featstore-cache-2", "store": uuid, "tables": {name: count}}``;
+- the header, MessagePack: ``{"format": "featstore-cache-2", "store": uuid, "tables": {name: count}}``, and where policies had
+  been chosen ``"policies": {name: policy}``;
 - of each table, in that order, ``count`` node ids, int64, the least wanted first;
 - uint32: the CRC-32 of all before it.
 
@@ -29,6 +30,7 @@ from numpy.typing import NDArray
 
 from featstore.disk import Disk
 from featstore.errors import DeviceError, SourceError
+from featstore.online import slot_layout as layout
 
 if TYPE_CHECKING:
     from featstore.store import Store
@@ -44,10 +46,11 @@ _PIECE = 1 << 13  # ids that are read at once
 USES = 3
 
 
-class _Header(msgspec.Struct, forbid_unknown_fields=True):
+class _Header(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     format: str
     store: str
     tables: dict[str, int]
+    policies: dict[str, str] = {}
 
 
 def cache_path(store: Store, name: str) -> Path:
@@ -57,11 +60,13 @@ def cache_path(store: Store, name: str) -> Path:
     return store.path / "caches" / f"{name}.cache"
 
 
-def save(store: Store, name: str, tables: Tables, *, disk: Disk | None = None) -> Path:
+def save(
+    store: Store, name: str, tables: Tables, *, policies: Mapping[str, str] | None = None, disk: Disk | None = None
+) -> Path:
     """Write down node ids by table; replaces a cache of that name, or leaves it as it is.
 
     ``tables``: functions that give all ids of a table in pieces, the least wanted first. Each is called twice, because the counts come
-    first in the file.
+    first in the file. ``policies``: by which the tables' buffers had come to hold these rows, where nobody had said which.
 
     Raises SourceError for a name that is none, and where a function gave another number of ids the second time; what the disk raises.
     """
@@ -70,7 +75,7 @@ def save(store: Store, name: str, tables: Tables, *, disk: Disk | None = None) -
         disk.mkdir(path.parent)
         disk.fsync_dir(path.parent.parent)
     counts = {table: sum(map(len, pieces())) for table, pieces in tables.items()}
-    disk.replace_file(path, _encoded(_Header(_FORMAT, store.uuid, counts), tables))
+    disk.replace_file(path, _encoded(_Header(_FORMAT, store.uuid, counts, dict(policies or {})), tables))
     return path
 
 
@@ -95,7 +100,7 @@ def _encoded(header: _Header, tables: Tables) -> Iterator[bytes | NDArray[np.uin
 class SavedCache:
     """A saved cache, open and found good: checksum, header, sizes, and that the store has every row. A context manager.
 
-    ``counts``: how many ids there are, by table.
+    ``counts``: how many ids there are, ``policies``: by which they had come to be held, by table.
 
     Raises SourceError where there is no such cache, or it is damaged or of another store; DeviceError where it cannot be read.
     """
@@ -113,7 +118,7 @@ class SavedCache:
         try:
             self._size = os.fstat(self._file.fileno()).st_size
             self._check_checksum()
-            self._begins, self.counts = self._header()
+            self._begins, self.counts, self.policies = self._header()
             for table in self.counts:
                 for _ in self.ids(table):
                     pass
@@ -141,8 +146,8 @@ class SavedCache:
         if end < 4 or self._read(end, 4) != checksum.to_bytes(4, "little"):
             raise self._bad("its checksum is another")
 
-    def _header(self) -> tuple[dict[str, int], dict[str, int]]:
-        """Where each table's ids begin, and how many there are."""
+    def _header(self) -> tuple[dict[str, int], dict[str, int], dict[str, str]]:
+        """Where each table's ids begin, how many there are, and policies."""
         size = int.from_bytes(self._read(0, 4), "little")
         if size > min(_HEADER_BYTES_MAX, self._size - 8):
             raise self._bad(f"no header that begins with {_FORMAT!r}")
@@ -169,7 +174,10 @@ class SavedCache:
             end += 8 * count
         if end + 4 != self._size:
             raise self._bad(f"it has {self._size:,} bytes, not {end + 4:,}")
-        return begins, header.tables
+        for table, policy in header.policies.items():
+            if table not in header.tables or policy not in layout.POLICIES:
+                raise self._bad(f"the policy {policy!r} of table {table!r}")
+        return begins, header.tables, header.policies
 
     def ids(self, table: str) -> Iterator[NDArray[np.int64]]:
         """int64, the node ids of a table in pieces, the least wanted first; none where the table was not saved."""

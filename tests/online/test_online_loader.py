@@ -487,9 +487,10 @@ def test_auto_goes_on_with_what_hits_most(tmp_path: Path, monkeypatch: pytest.Mo
                 found.append((loader.policy["features"], hits / count))
             assert loader.memory()["choosing a policy"] > 0
             loader.save_cache("auto")
-        with featstore.OnlineLoader(store, loop, memory="24MiB", warm="auto") as loader:  # whatever it begins with
+        with featstore.OnlineLoader(store, loop, memory="24MiB", warm="auto") as loader:
             list(loader)
             warm = loader.report().buffers["features"].hits / count
+            assert loader.policy == {"features": found[-1][0]}
         with featstore.OnlineLoader(store, loop, memory="24MiB", policy="fifo") as loader:
             for _ in range(2):
                 list(loader)
@@ -497,4 +498,4 @@ def test_auto_goes_on_with_what_hits_most(tmp_path: Path, monkeypatch: pytest.Mo
     assert found[0] == ("s3-fifo", 0.0)
     assert found[-1][0] != "fifo"
     assert found[-1][1] > 0.3
-    assert warm > 0.8 * found[-1][1]
+    assert warm > 0.95 * found[-1][1]

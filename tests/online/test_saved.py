@@ -185,6 +185,8 @@ ODD = {
     "a count is huge": encoded(GOOD | {"tables": {"a": 2**64 - 1, "b": 1}}, [1, 2, 3]),
     "more ids than rows": encoded(GOOD | {"tables": {"a": 0, "b": 6}}, [1] * 6),
     "an unknown table": encoded(GOOD | {"tables": {"a": 2, "c": 1}}, [1, 2, 3]),
+    "a policy that is none": encoded(GOOD | {"policies": {"a": "best"}}, [1, 2, 3]),
+    "a policy of no table": encoded(GOOD | {"policies": {"c": "lru"}}, [1, 2, 3]),
     "a table with a number for a name": encoded(GOOD | {"tables": {1: 2, "b": 1}}, [1, 2, 3]),
     "too few ids": encoded(GOOD, [1, 2]),
     "too many ids": encoded(GOOD, [1, 2, 3, 4]),
