@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import pickle
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
 from gates import Gate
+from processes import in_child
 
 import featstore
 from featstore.reader import Reader
@@ -31,31 +29,6 @@ def reader(store: featstore.Store, engine: str) -> Any:
 
 def child_reads(reader: Reader, ids: np.ndarray, expected: np.ndarray) -> int:
     return int(np.array_equal(reader.read(ids), expected) and np.array_equal(reader.submit(ids).result(20), expected))
-
-
-def wait_for(pid: int, seconds: float = 20.0) -> int:
-    """The child's exit status; a child that hangs is ended and counts as -1."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.01)
-    os.kill(pid, 9)
-    os.waitpid(pid, 0)
-    return -1
-
-
-def in_child(work: Callable[[], Any]) -> int:
-    """0 if ``work`` ran in a forked child and gave something true."""
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            code = 0 if work() else 2
-        finally:
-            os._exit(code)
-    return wait_for(pid)
 
 
 def test_a_forked_child_reads_and_so_does_its_parent(reader: Reader, features: np.ndarray) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_reader_processes import in_child
+from processes import in_child
 from test_sampling import floyd_twin, mix_twin, random_graph
 
 import featstore

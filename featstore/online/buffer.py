@@ -34,59 +34,25 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from featstore.dtypes import dtype_from_name
 from featstore.errors import BudgetError, CancelledError, ClosedError, IdError
 from featstore.ids import ALIGNMENT, check_out, empty_rows, finished, parse_ids
-from featstore.native import address_of, memcpy, prefetch
+from featstore.native import address_of
 from featstore.online import slot_layout as layout
 from featstore.online import slots as sl
 from featstore.online.contents import joined, present_slots
+from featstore.online.slot_rows import buffer_bytes, copy_slots, move_rows, slots_for
 from featstore.online.tickets import BufferStats, Claim, Read, Ticket
 from featstore.reader import Reader
 from featstore.units import parse_bytes
 from featstore.waiting import Runner, Wake
 
 _PATIENCE_SECONDS = 1.0  # who waits looks this often whether those he waits for are alive
-_AHEAD, _PREFETCH_BYTES = 8, 1024
 _LOADED_AT_ONCE = 1 << 15  # rows that are read at once beforehand
-_MOVED_BYTES = 1 << 20  # of rows moved at once when the policy changes
-#: What changing the policy takes of memory, for each slot, while it changes; and what rows kept for good take.
-SWITCH_BYTES, KEPT_BYTES = 12, 4
 #: Where a slot map counts what :class:`BufferStats` has, in that order.
 COUNTED = [layout.HITS, layout.MISSES, layout.WAITS, layout.EVICTIONS, layout.BATCHES]
-
-
-@njit(cache=True, nogil=True)
-def copy_slots(slots: NDArray[np.int32], data: int, row_bytes: int, out: int) -> None:
-    """Copy rows of so many bytes from their slots at address ``data`` to ``out``, one after the other."""
-    lines = min(row_bytes, _PREFETCH_BYTES)
-    for i in range(slots.shape[0]):
-        if i + _AHEAD < slots.shape[0]:
-            for line in range(0, lines, 64):
-                prefetch(data + np.int64(slots[i + _AHEAD]) * row_bytes + line)
-        memcpy(out + i * row_bytes, data + np.int64(slots[i]) * row_bytes, row_bytes)
-
-
-def buffer_bytes(slots: int, row_bytes: int, policy: int, batches: int = 0) -> int:
-    """Memory of a feature buffer: the rows and the slot map."""
-    return slots * row_bytes + layout.slot_map_bytes(slots, policy, batches)
-
-
-def slots_for(memory_bytes: int, row_bytes: int, policy: int, batches: int = 0) -> int:
-    """How many slots fit in so much memory. Raises BudgetError where none does."""
-    low, high = 0, min(memory_bytes // max(1, row_bytes), 2**31 - 1)
-    while low < high:
-        middle = (low + high + 1) // 2
-        if buffer_bytes(middle, row_bytes, policy, batches) <= memory_bytes:
-            low = middle
-        else:
-            high = middle - 1
-    if low == 0:
-        raise BudgetError(buffer_bytes(1, row_bytes, policy, batches), memory_bytes, "make a feature buffer of one row")
-    return low
 
 
 class FeatureBuffer:
@@ -359,12 +325,12 @@ class FeatureBuffer:
     def _result(self, ticket: Ticket, timeout: float | None) -> NDArray[np.int32]:
         deadline = None if timeout is None else time.monotonic() + timeout
         with self._awaited() as wake:
-            while not self._arrived(ticket):
+            while not self.arrived(ticket):
                 self._wait(wake, deadline, "rows to be read")
         return ticket.slots
 
-    def _arrived(self, ticket: Ticket) -> bool:
-        """Whether all rows of a ticket are there. Raises what went wrong."""
+    def arrived(self, ticket: Ticket) -> bool:
+        """Whether all rows of a ticket are there. Raises what :meth:`Ticket.result` raises."""
         while True:
             with self._lock:
                 self._enter_ended()
@@ -432,9 +398,11 @@ class FeatureBuffer:
     def uncounted(self) -> Iterator[None]:
         """What is asked meanwhile is not counted."""
         before = self._map.counts[COUNTED].copy()
-        yield
-        with self._lock:
-            self._map.counts[COUNTED] = before
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._map.counts[COUNTED] = before
 
     def switch(self, policy: str, static: Any = None) -> None:
         """Go on with another policy, or another set of rows kept for good. The rows stay, what the policy knew of them is forgotten.
@@ -459,21 +427,10 @@ class FeatureBuffer:
             if self._reading:
                 return False
             self._unkeep()
-            records = self._map.slots
-            present = np.flatnonzero((records["status"] == layout.PRESENT) & (records["row"] >= 0)).astype(np.int32)
-            rows, counted = records["row"][present], self._map.counts[COUNTED].copy()
-            self.policy = policy
-            self._map = layout.make_slot_map(self.slots, policy, memory=self._map_memory)
-            # In pieces: what is known of rows takes memory. Slots are given away from the first on, so rows only move towards it.
-            step = max(1, _MOVED_BYTES // max(16, self._rows.row_bytes))
-            for low in range(0, len(rows), step):
-                some = rows[low : low + step]
-                slots, missed, waits = (np.empty(len(some), np.int32) for _ in range(3))
-                sl.acquire(self._map, some, slots, missed, waits, sl.NO_NEXT_USE)
-                self.x[slots] = self.x[present[low : low + step]]
-                sl.complete(self._map, slots)
-                sl.release(self._map, slots)
+            counted = self._map.counts[COUNTED].copy()
+            self._map = move_rows(self.x, self._map, policy, self._map_memory, self._rows.row_bytes)
             self._map.counts[COUNTED] = counted
+            self.policy = policy
             return True
 
     def _keep(self, static: Any) -> None:

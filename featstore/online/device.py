@@ -145,12 +145,12 @@ class DeviceBuffer:
     # A mini-batch.
 
     def begin(self, ids: Any) -> DeviceTicket | None:
-        """Claim slots for the rows of a mini-batch (node ids, duplicates are fine), and start to bring what is missing; None where other
-        tickets hold too many slots.
+        """Claim slots for the rows of a mini-batch (node ids, which must stay as they are; duplicates are fine), and start to bring what is
+        missing; None where other tickets hold too many slots.
 
         Raises IdError; BudgetError where there are too few slots whoever holds them; what the host's ``begin`` raises.
         """
-        values = parse_ids(ids, copy=True).values
+        values = parse_ids(ids).values
         self._host.check_ids(values)
         ticket, fill = DeviceTicket(self, values), _Fill()
         ticket._fills.append(fill)

@@ -15,8 +15,8 @@ from featstore.errors import BudgetError
 from featstore.ids import ALIGNMENT
 from featstore.lookup import table_need
 from featstore.online import slot_layout as layout
-from featstore.online.buffer import KEPT_BYTES, SWITCH_BYTES, buffer_bytes, slots_for
 from featstore.online.choose import CANDIDATES
+from featstore.online.slot_rows import KEPT_BYTES, SWITCH_BYTES, buffer_bytes, slots_for
 
 if TYPE_CHECKING:
     from featstore.store import Store, Table

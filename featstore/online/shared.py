@@ -32,9 +32,10 @@ from featstore.errors import BudgetError, ClosedError, DeviceError, SourceError
 from featstore.lookup import table_need
 from featstore.online import shared_protocol as protocol
 from featstore.online import slot_layout as layout
-from featstore.online.buffer import FeatureBuffer, buffer_bytes, slots_for
+from featstore.online.buffer import FeatureBuffer
 from featstore.online.shared_client import BufferClient
 from featstore.online.shared_service import BYTES_PER_ID, ROOM_BATCHES, Service
+from featstore.online.slot_rows import buffer_bytes, slots_for
 from featstore.online.tickets import BufferStats
 from featstore.units import parse_bytes
 

@@ -35,8 +35,8 @@ from featstore.errors import CancelledError, ClosedError, DeviceError, Featstore
 from featstore.ids import Ids, check_out, empty_rows, finished, parse_ids
 from featstore.native import address_of
 from featstore.online import shared_protocol as protocol
-from featstore.online.buffer import copy_slots
 from featstore.online.shared_protocol import HEADER
+from featstore.online.slot_rows import copy_slots
 from featstore.online.tickets import BufferStats
 
 _WELCOME_BYTES_MAX = 2**16

@@ -28,9 +28,9 @@ from featstore.lookup import table_need
 from featstore.online import profiling as pf
 from featstore.online import slot_layout as layout
 from featstore.online.allocation import Choice, Cost, Forecast, Profile, Reading, counts_up_to, forecast, ranked
-from featstore.online.buffer import slots_for
 from featstore.online.loader import OnlineLoader
 from featstore.online.simulation import simulate
+from featstore.online.slot_rows import slots_for
 from featstore.online.tuned import Point, Trial, Tuning
 from featstore.reader import QUEUE_DEPTH
 from featstore.units import parse_bytes

@@ -9,13 +9,14 @@ import shutil
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from compiled_support import Case, QuickDisk, make_case, placed, rows_of, skewed_batches
+from processes import in_child
 
 import featstore
 from featstore.compiled.placement import Choice, Placement
@@ -158,31 +159,6 @@ def test_two_threads_get_right_rows_or_an_error(case: Case, loader: Any) -> None
     case.check(loader, range(BATCHES))
 
 
-def in_child(work: Callable[[], None]) -> int:
-    """Exit code of a forked child that does this: 0 where it went well."""
-    child = os.fork()
-    if child == 0:
-        code = 1
-        try:
-            work()
-            code = 0
-        except BaseException:
-            import traceback
-
-            traceback.print_exc()
-        finally:
-            os._exit(code)
-    end = time.monotonic() + 30
-    while time.monotonic() < end:
-        pid, status = os.waitpid(child, os.WNOHANG)
-        if pid:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.01)
-    os.kill(child, 9)
-    os.waitpid(child, 0)
-    return -1
-
-
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of forking with threads
 def test_a_loader_in_a_forked_child_is_an_error_and_a_compiled_trace_is_not(case: Case, loader: Any) -> None:
     walk = iter(loader)
@@ -195,13 +171,13 @@ def test_a_loader_in_a_forked_child_is_an_error_and_a_compiled_trace_is_not(case
             next(iter(loader))
         loader.close()
 
-    assert in_child(use) == 0
+    assert in_child(lambda: use() is None) == 0
 
     def anew() -> None:
         with loader.compiled.loader() as own:
             case.check(own, range(BATCHES))
 
-    assert in_child(anew) == 0
+    assert in_child(lambda: anew() is None) == 0
     case.check(walk, range(1, BATCHES))
 
 

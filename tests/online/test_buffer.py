@@ -22,7 +22,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 import featstore
 from featstore.errors import BudgetError, CancelledError, ClosedError, DeviceError, IdError
 from featstore.online import slot_layout as layout
-from featstore.online.buffer import FeatureBuffer, buffer_bytes, slots_for
+from featstore.online.buffer import FeatureBuffer
+from featstore.online.slot_rows import buffer_bytes, slots_for
 from featstore.online.tickets import Ticket
 from featstore.reader import Reader
 from featstore.request import Request

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from gates import Gate
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from processes import child, exit_code
 from test_buffer import Watched, eventually, in_thread
 
 import featstore
@@ -278,30 +279,6 @@ def test_as_a_transform_in_workers_of_pyg(shared: SharedBuffer, features: np.nda
         batches += 1
     assert batches == 4
     assert 0 < shared.stats().misses <= ROWS
-
-
-def child(work: Callable[[], Any]) -> int:
-    """The process id of a forked child that does some work; it ends with 0 if that gave something true."""
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            code = 0 if work() else 2
-        finally:
-            os._exit(code)
-    return pid
-
-
-def exit_code(pid: int, seconds: float = 20.0) -> int:
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        done, status = os.waitpid(pid, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status)
-        time.sleep(0.01)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    return -1
 
 
 def test_a_child_forked_in_the_middle_of_everything(shared: SharedBuffer, features: np.ndarray) -> None:

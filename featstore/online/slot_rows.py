@@ -1,0 +1,71 @@
+"""Rows in slots: how much memory they take, copying them out, and moving them to the slots of another map."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+from featstore.errors import BudgetError
+from featstore.native import memcpy, prefetch
+from featstore.online import slot_layout as layout
+from featstore.online import slots as sl
+
+_AHEAD, _PREFETCH_BYTES = 8, 1024
+_MOVED_BYTES = 1 << 20  # of rows moved at once
+#: What :func:`move_rows` takes of memory for each slot while it works; and what rows kept for good take.
+SWITCH_BYTES, KEPT_BYTES = 12, 4
+
+
+@njit(cache=True, nogil=True)
+def copy_slots(slots: NDArray[np.int32], data: int, row_bytes: int, out: int) -> None:
+    """Copy rows of so many bytes from their slots at address ``data`` to ``out``, one after the other."""
+    lines = min(row_bytes, _PREFETCH_BYTES)
+    for i in range(slots.shape[0]):
+        if i + _AHEAD < slots.shape[0]:
+            for line in range(0, lines, 64):
+                prefetch(data + np.int64(slots[i + _AHEAD]) * row_bytes + line)
+        memcpy(out + i * row_bytes, data + np.int64(slots[i]) * row_bytes, row_bytes)
+
+
+def buffer_bytes(slots: int, row_bytes: int, policy: int, batches: int = 0) -> int:
+    """Memory of a feature buffer: the rows and the slot map."""
+    return slots * row_bytes + layout.slot_map_bytes(slots, policy, batches)
+
+
+def slots_for(memory_bytes: int, row_bytes: int, policy: int, batches: int = 0) -> int:
+    """How many slots fit in so much memory. Raises BudgetError where none does."""
+    low, high = 0, min(memory_bytes // max(1, row_bytes), 2**31 - 1)
+    while low < high:
+        middle = (low + high + 1) // 2
+        if buffer_bytes(middle, row_bytes, policy, batches) <= memory_bytes:
+            low = middle
+        else:
+            high = middle - 1
+    if low == 0:
+        raise BudgetError(buffer_bytes(1, row_bytes, policy, batches), memory_bytes, "make a feature buffer of one row")
+    return low
+
+
+def move_rows(
+    x: NDArray[Any], old: layout.SlotMap, policy: int, memory: NDArray[np.uint8], row_bytes: int
+) -> layout.SlotMap:
+    """A slot map of another policy in the same memory, with the rows that are there, which move in ``x`` to their new slots. The old map
+    is gone, and nobody may use its slots; what its policy knew of the rows and what was counted is forgotten.
+
+    In pieces, because what is known of rows takes memory. Slots are given away from the first on, so rows only move towards it.
+    """
+    present = np.flatnonzero((old.slots["status"] == layout.PRESENT) & (old.slots["row"] >= 0)).astype(np.int32)
+    rows = old.slots["row"][present]
+    m = layout.make_slot_map(len(x), policy, memory=memory)
+    step = max(1, _MOVED_BYTES // max(16, row_bytes))
+    for low in range(0, len(rows), step):
+        some = rows[low : low + step]
+        slots, missed, waits = (np.empty(len(some), np.int32) for _ in range(3))
+        sl.acquire(m, some, slots, missed, waits, sl.NO_NEXT_USE)
+        x[slots] = x[present[low : low + step]]
+        sl.complete(m, slots)
+        sl.release(m, slots)
+    return m
