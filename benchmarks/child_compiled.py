@@ -23,9 +23,9 @@ from graphs import GraphFiles
 from system import cpu_seconds, process_io, status_bytes
 
 import featstore
-import featstore.training
-from featstore.compiled.build import compile_trace
+import featstore.loaders.train
 from featstore.errors import BudgetError
+from featstore.front.compiling import compile_trace
 
 TINY_ROWS, TINY_BATCHES = 4096, 8
 TOUCHED = 1 << 16  # of a row's bytes one in so many is looked at where nobody trains

@@ -21,8 +21,8 @@ from system import cpu_seconds, process_io, status_bytes
 from torch import Tensor, nn
 
 import featstore
-import featstore.mega.loader
-from featstore.sampling import NeighborSampler
+import featstore.loaders.mega.loader
+from featstore.sampling.neighbors import NeighborSampler
 
 FANOUTS = (10, 5)
 BATCH = 1024

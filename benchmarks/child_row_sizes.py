@@ -22,8 +22,8 @@ from system import status_bytes
 from tables import check_rows
 
 import featstore
-from featstore.cost import DeviceModel
-from featstore.reader import Reader
+from featstore.plan.cost import DeviceModel
+from featstore.reader.reader import Reader
 
 SCATTER = 2_654_435_761  # a prime
 SKEW = 3  # of a tenth of the rows come 46 % of those asked for

@@ -20,7 +20,7 @@ from harness import ROOT  # noqa: F401  (makes featstore importable)
 from tables import COLUMNS, check_rows
 
 import featstore
-from featstore.online.shared_client import BufferClient
+from featstore.shared.client import BufferClient
 
 BUFFER = "memfd:featstore-buffer"
 CHECKED_EVERY = 128  # rows

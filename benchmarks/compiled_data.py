@@ -18,13 +18,13 @@ from system import cpu_seconds, drop_caches, process_io
 from tables import remove
 
 import featstore
-from featstore.compiled.build import CompileForecast, compile_trace, packs_directory
-from featstore.compiled.loader import CompiledLoader
-from featstore.compiled.opened import Compiled
-from featstore.compiled.table import OURS, Policy
+from featstore.compile.build import CompileForecast, compile_trace, packs_directory
+from featstore.compile.decide import OURS, Policy
+from featstore.compiled import Compiled
 from featstore.errors import BudgetError
-from featstore.sampling import MiniBatch, NeighborSampler
-from featstore.tracing.sampling import SampledBatches
+from featstore.loaders.compiled import CompiledLoader
+from featstore.sampling.batches import SampledBatches
+from featstore.sampling.neighbors import MiniBatch, NeighborSampler
 from featstore.units import PAGE_BYTES
 
 COLUMNS = 128
@@ -234,7 +234,7 @@ class PaperPolicy:
     def _choose(
         self, misses: Any, table_rows: int, *given: Any, extent_bytes_max: int, memory_bytes: int, seed: int = 0
     ) -> Any:  # fmt: skip
-        from featstore.compiled import yardsticks
+        import yardsticks
 
         base_layout, model, disk_bytes = given[-3:]
         placement = yardsticks.paper_choice(misses, table_rows, base_layout.row_bytes, disk_bytes)

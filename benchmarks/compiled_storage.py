@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import yardsticks
 from compiled_data import (
     FANOUTS,
     TABLE,
@@ -35,16 +36,15 @@ from system import drop_caches, run_child
 from tables import remove
 
 import featstore
-from featstore.calibrate import measure
-from featstore.compiled import yardsticks
-from featstore.compiled.build import packs_directory
-from featstore.compiled.lists import RowListsWriter
-from featstore.compiled.placement import choose
-from featstore.cost import DeviceModel, device_key, save_model
-from featstore.disk import Disk
-from featstore.engine.base import EXTENT_BYTES_MAX, aligned_buffer
+from featstore.base.buffers import aligned_buffer
+from featstore.compile.build import packs_directory
+from featstore.compile.choose import choose
+from featstore.compile.row_lists import RowListsWriter
 from featstore.layout import TableLayout
-from featstore.units import PAGE_BYTES, format_bytes
+from featstore.measure.calibrate import measure
+from featstore.plan.cost import DeviceModel, device_key, save_model
+from featstore.storage.disk import Disk
+from featstore.units import EXTENT_BYTES_MAX, PAGE_BYTES, format_bytes
 
 CACHE_SHARE = 0.1
 BOUND_BAR, DESIGN_BAR, SPEED_BAR = 1.05, 0.85, 0.85
@@ -138,8 +138,8 @@ def tell_bytes(
 
 def small_graph(report: Report, folder: Path, workspace: Path) -> None:
     """The same counts on a graph of which a mini-batch touches most."""
-    from featstore.sampling import NeighborSampler
-    from featstore.tracing.sampling import SampledBatches
+    from featstore.sampling.batches import SampledBatches
+    from featstore.sampling.neighbors import NeighborSampler
 
     file = np.load(folder / "ogbn_arxiv_tape40.npz")
     path = workspace / "arxiv"

@@ -15,7 +15,7 @@ from harness import HERE, Claim, Report, Settings, note
 from system import drop_caches, free_memory_bytes, memory_group, run_child
 
 import featstore
-from featstore.compiled.rolling import RollingLoader
+from featstore.loaders.rolling import RollingLoader
 from featstore.units import format_bytes
 
 STAGE_BAR, ROLLING_BAR = 1.15, 1.25

@@ -24,8 +24,8 @@ from system import cpu_seconds, free_memory_bytes, touch_memory
 from tables import COLUMNS, ROW_BYTES, Tables, check_rows, random_page_ids
 
 import featstore
-from featstore.calibrate import measure
-from featstore.cost import DeviceModel
+from featstore.measure.calibrate import measure
+from featstore.plan.cost import DeviceModel
 
 DENSITIES = (0.001, 0.003, 0.01, 0.03, 0.1, 0.25, 0.5, 0.75, 1.0)
 HALF = 0.5

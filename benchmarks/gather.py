@@ -47,7 +47,7 @@ from system import (
 from tables import COLUMNS, ROW_BYTES, Tables, check_rows, isolated_ids, random_page_ids
 
 import featstore
-from featstore.calibrate import measure
+from featstore.measure.calibrate import measure
 
 DEPTH = 128
 REQUESTS = 3  # of a sample, where no page cache has to be emptied between them

@@ -17,7 +17,7 @@ from harness import ROOT  # noqa: F401  (makes featstore importable)
 from numba import njit
 from numpy.typing import NDArray
 
-from featstore.sampling import mix64
+from featstore.base.hashing import mix64
 
 CLASSES = 16
 _COMMUNITY_ROWS = 1000

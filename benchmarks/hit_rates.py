@@ -7,7 +7,7 @@ The folder holds ``ogbn_arxiv_tape40.npz`` and ``coauthor_physics.npz``: ``indpt
 buffer, one mini-batch after the other. The first epoch warms the buffer up, the others are counted. Every figure but the time of
 the choice is the same each time.
 
-``auto`` tries the policies on a sample of the first epoch (:mod:`featstore.online.choose`); its figure is that of the chosen policy
+``auto`` tries the policies on a sample of the first epoch (:mod:`featstore.tiers.slots.choose`); its figure is that of the chosen policy
 in the epochs after that. MIN knows the future: no policy hits more often.
 """
 
@@ -63,10 +63,10 @@ class Cost:
 
 def hit_rate(trace: Trace, slots: int, name: str, uses: NDArray[np.int32] | None = None, kept: Any = None) -> float:
     """Per cent of the rows of all epochs but the first that were in the buffer."""
-    from featstore.online.choose import hold, replay
-    from featstore.online.slot_layout import HITS, MIN, MISSES, STATIC, make_slot_map
-    from featstore.online.slot_layout import POLICIES as NUMBERS
-    from featstore.online.slots import NO_NEXT_USE
+    from featstore.tiers.slots.choose import hold, replay
+    from featstore.tiers.slots.layout import HITS, MIN, MISSES, STATIC, make_slot_map
+    from featstore.tiers.slots.layout import POLICIES as NUMBERS
+    from featstore.tiers.slots.slots import NO_NEXT_USE
 
     batches = len(trace.offsets) - 1
     m = make_slot_map(slots, NUMBERS[name], batches=batches if NUMBERS[name] == MIN else 0)
@@ -80,7 +80,7 @@ def hit_rate(trace: Trace, slots: int, name: str, uses: NDArray[np.int32] | None
 
 
 def measure_cell(graph: Graph, trace: Trace, order: str, share: float, uses: NDArray[np.int32], cost: Cost) -> Cell:
-    from featstore.online.choose import STATIC_SPARE, PolicyChoice
+    from featstore.tiers.slots.choose import STATIC_SPARE, PolicyChoice
 
     slots = round(share * graph.nodes)
     counted = trace.part(1, EPOCHS)

@@ -15,7 +15,7 @@ from harness import note
 from numba import njit
 from numpy.typing import NDArray
 
-from featstore.online.slot_layout import NEVER
+from featstore.tiers.slots.layout import NEVER
 
 ORDERS = ("random", "proximity", "partition")
 EPOCHS = 3  # the first one is not counted
@@ -128,7 +128,7 @@ def orders(graph: Graph, plan: Plan) -> dict[str, Callable[[], tuple[Callable[[i
 
 def record(graph: Graph, plan: Plan, order: str) -> Trace:
     """Sample all epochs in an order."""
-    from featstore.sampling import NeighborSampler
+    from featstore.sampling.neighbors import NeighborSampler
 
     sampler = NeighborSampler(graph.indptr, graph.indices, FANOUTS, _SEED)
     nodes, sequences = orders(graph, plan)[order]()

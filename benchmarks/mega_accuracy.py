@@ -105,7 +105,7 @@ def with_rows(sample: Any, x: Any) -> Any:
     """A mini-batch for :func:`train`: a sample of the whole graph and the rows of its nodes out of ``x``, a tensor."""
     import torch
 
-    from featstore.mega.batch import MegaMiniBatch
+    from featstore.loaders.mega.batch import MegaMiniBatch
 
     return MegaMiniBatch(
         sample.node, x[torch.from_numpy(sample.node)], sample.row, sample.col, sample.num_sampled_nodes[0],
@@ -119,7 +119,7 @@ class Memory:
     def __init__(self, data: Data, plan: Plan, seed: int) -> None:
         import torch
 
-        from featstore.sampling import NeighborSampler
+        from featstore.sampling.neighbors import NeighborSampler
 
         self._plan, self._seed, self._x = plan, seed, torch.from_numpy(data.x)
         self._sampler = NeighborSampler(data.indptr, data.indices, plan.fanouts, seed)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from torch_geometric.nn import GATConv, GINConv, SAGEConv
 from torch_geometric.utils import softmax
 
-from featstore.sampling import NeighborSampler
+from featstore.sampling.neighbors import NeighborSampler
 
 MODELS = ("SAGE", "GAT", "GIN")
 HEADS = 4

@@ -119,7 +119,7 @@ def epochs(
     """(1 pass over the training nodes, its mini-batches), again and again; how many rows they need goes into ``rows``."""
     import torch
 
-    from featstore.sampling import NeighborSampler
+    from featstore.sampling.neighbors import NeighborSampler
 
     sampler, x = NeighborSampler(data.indptr, data.indices, plan.fanouts, seed), torch.from_numpy(data.x)
 

@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from peers.torch_select import IndexSelect
 from system import cpu_seconds
 
-from featstore.online import slot_layout as layout
-from featstore.online import slots as sl
+from featstore.tiers.slots import layout
+from featstore.tiers.slots import slots as sl
 
 ROW_BYTES = 512
 IDS = 500_000

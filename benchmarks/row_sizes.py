@@ -25,9 +25,9 @@ from system import ALLOCATOR, cpu_seconds, free_memory_bytes, run_child, touch_m
 from tables import PAGE_BYTES, check_rows, remove, true_rows
 
 import featstore
-from featstore.calibrate import measure
-from featstore.cost import DeviceModel
 from featstore.layout import TableLayout
+from featstore.measure.calibrate import measure
+from featstore.plan.cost import DeviceModel
 from featstore.units import format_bytes
 
 ROW_BYTES = (8, 100, 512, 4096, 40_000)

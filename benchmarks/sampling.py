@@ -22,8 +22,8 @@ from system import cpu_seconds
 
 import featstore
 from featstore.errors import BudgetError
-from featstore.sampling import MiniBatch, NeighborSampler
-from featstore.stored_sampling import StoredSampler
+from featstore.sampling.neighbors import MiniBatch, NeighborSampler
+from featstore.sampling.stored import StoredSampler
 
 FANOUTS = (15, 10, 5)
 SEEDS = 1024

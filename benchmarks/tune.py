@@ -24,11 +24,11 @@ from harness import paired_ratio as ratio
 
 import featstore
 from featstore.engine import choose
-from featstore.online.allocation import Choice, Reading
-from featstore.online.profiling import MakeBatches, Step, Switch, set_threads, threads_restored
-from featstore.online.tune import Tuning, available_cores, tune
-from featstore.online.workload import neighbour_batches, stand_in
-from featstore.tracing.sampling import open_sampler
+from featstore.sampling.batches import open_sampler
+from featstore.tune.allocation import Choice, Reading
+from featstore.tune.profiling import MakeBatches, Step, Switch, set_threads, threads_restored
+from featstore.tune.tuning import Tuning, available_cores, tune
+from featstore.tune.workload import neighbour_batches, stand_in
 from featstore.units import format_bytes, parse_bytes
 
 COLUMNS = 128

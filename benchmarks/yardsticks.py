@@ -19,12 +19,11 @@ from dataclasses import replace
 from functools import cache
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
-from featstore.compiled.groups import GROUP_SIZE_MAX, Group, GroupWork, group_of
-from featstore.compiled.lists import RowLists
-from featstore.compiled.placement import (
+from featstore.base.compilation import njit
+from featstore.compile.groups import GROUP_SIZE_MAX, Group, GroupWork, group_of
+from featstore.compile.placement import (
     SPLIT_STEPS,
     Choice,
     Forecast,
@@ -35,9 +34,10 @@ from featstore.compiled.placement import (
     forecast,
     tally_classes,
 )
-from featstore.compiled.search import PAPER, most_wanted, smallest_fit
-from featstore.cost import DeviceModel
+from featstore.compile.row_lists import RowLists
+from featstore.compile.search import PAPER, most_wanted, smallest_fit
 from featstore.layout import TableLayout
+from featstore.plan.cost import DeviceModel
 
 
 def paper_choice(misses: RowLists, table_rows: int, row_bytes: int, disk_bytes: int | None) -> Placement:

@@ -8,41 +8,42 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from featstore._version import __version__
+
 if TYPE_CHECKING:
-    from featstore.compiled.build import compile_trace
-    from featstore.online.loader import OnlineLoader
-    from featstore.online.orders import PartitionOrder
-    from featstore.online.proximity import ProximityOrder
-    from featstore.online.shared import SharedBuffer
-    from featstore.packing.packing import pack
-    from featstore.reader import Reader
-    from featstore.report import Plan, ReaderStats
-    from featstore.request import Request
-    from featstore.scrub import verify
+    from featstore.engine.request import Request
+    from featstore.front.compiling import compile_trace
+    from featstore.front.packing import pack
+    from featstore.front.verifying import verify
+    from featstore.loaders.online.loader import OnlineLoader
+    from featstore.loaders.train import train_loader
+    from featstore.reader.reader import Reader
+    from featstore.reader.report import Plan, ReaderStats
+    from featstore.sampling.orders import PartitionOrder
+    from featstore.sampling.proximity import ProximityOrder
+    from featstore.shared.owner import SharedBuffer
     from featstore.store import Store, Table
     from featstore.store import Store as open
-    from featstore.trace import Trace
-    from featstore.training import train_loader
+    from featstore.trace.trace import Trace
 
-__version__ = "0.1.0"
 
 _WHERE = {
     "open": ("featstore.store", "Store"),
-    "SharedBuffer": ("featstore.online.shared", "SharedBuffer"),
+    "SharedBuffer": ("featstore.shared.owner", "SharedBuffer"),
     "Store": ("featstore.store", "Store"),
     "Table": ("featstore.store", "Table"),
-    "OnlineLoader": ("featstore.online.loader", "OnlineLoader"),
-    "PartitionOrder": ("featstore.online.orders", "PartitionOrder"),
-    "ProximityOrder": ("featstore.online.proximity", "ProximityOrder"),
-    "Reader": ("featstore.reader", "Reader"),
-    "Request": ("featstore.request", "Request"),
-    "Plan": ("featstore.report", "Plan"),
-    "ReaderStats": ("featstore.report", "ReaderStats"),
-    "compile_trace": ("featstore.compiled.build", "compile_trace"),
-    "pack": ("featstore.packing.packing", "pack"),
-    "train_loader": ("featstore.training", "train_loader"),
-    "verify": ("featstore.scrub", "verify"),
-    "Trace": ("featstore.trace", "Trace"),
+    "OnlineLoader": ("featstore.loaders.online.loader", "OnlineLoader"),
+    "PartitionOrder": ("featstore.sampling.orders", "PartitionOrder"),
+    "ProximityOrder": ("featstore.sampling.proximity", "ProximityOrder"),
+    "Reader": ("featstore.reader.reader", "Reader"),
+    "Request": ("featstore.engine.request", "Request"),
+    "Plan": ("featstore.reader.report", "Plan"),
+    "ReaderStats": ("featstore.reader.report", "ReaderStats"),
+    "compile_trace": ("featstore.front.compiling", "compile_trace"),
+    "pack": ("featstore.front.packing", "pack"),
+    "train_loader": ("featstore.loaders.train", "train_loader"),
+    "verify": ("featstore.front.verifying", "verify"),
+    "Trace": ("featstore.trace.trace", "Trace"),
 }
 
 __all__ = [

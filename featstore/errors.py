@@ -11,21 +11,28 @@ import errno as _errno
 import os
 
 __all__ = [
+    "ArgumentError",
     "BudgetError",
     "CancelledError",
     "ClosedError",
     "CorruptionError",
     "DeviceError",
     "DiskFullError",
+    "EngineError",
     "FeatstoreError",
+    "FeatstoreWarning",
     "FormatError",
     "FormatVersionError",
     "IdError",
     "IncompleteStoreError",
+    "MissingPackageError",
+    "NotInMemoryError",
     "SourceError",
     "StaleError",
     "StoreExistsError",
     "StoreLockedError",
+    "UnknownNameError",
+    "WaitTimeoutError",
 ]
 
 
@@ -33,8 +40,36 @@ class FeatstoreError(Exception):
     """Base of all errors that featstore raises on purpose."""
 
 
+class FeatstoreWarning(UserWarning):
+    """What featstore warns of: something is not as it may seem, and the message says what to do."""
+
+
 class SourceError(FeatstoreError, ValueError):
-    """Input to a pack (features, graph, order, arrays) cannot be used as it is."""
+    """What was given (features, a graph, an order, arrays, mini-batches, options) cannot be used as it is."""
+
+
+class ArgumentError(SourceError, TypeError):
+    """An argument of a public function is of another type, range, shape or size than it takes, or has another name. The message names
+    the argument. A ValueError and a TypeError, whichever of the two is the matter."""
+
+
+class UnknownNameError(ArgumentError, KeyError):
+    """A store, reader or graph has nothing of that name."""
+
+    def __str__(self) -> str:  # KeyError's own is the message's repr
+        return str(self.args[0]) if self.args else ""
+
+
+class MissingPackageError(FeatstoreError, ImportError):
+    """A package is needed that is not installed; the message says which extra brings it."""
+
+
+class EngineError(FeatstoreError, OSError):
+    """The engine asked for cannot work here."""
+
+
+class WaitTimeoutError(FeatstoreError, TimeoutError):
+    """What was waited for did not come in time. It is still on its way."""
 
 
 class IdError(FeatstoreError, IndexError):
@@ -69,6 +104,10 @@ class ClosedError(FeatstoreError, ValueError):
     """A reader or store was used after it was closed."""
 
 
+class NotInMemoryError(FeatstoreError, TypeError):
+    """A table of a store was used as if it were an array in memory."""
+
+
 class CancelledError(FeatstoreError):
     """The result of a cancelled request was asked for."""
 
@@ -95,6 +134,26 @@ class CorruptionError(FeatstoreError):
         return type(self), self._args
 
 
+_FILES = "raise the limit of open files (ulimit -n): a reader holds every chunk file of its tables open"
+_PATH = "check the path"
+#: What to do about what the system says.
+_ADVICE = {
+    _errno.EMFILE: _FILES,
+    _errno.ENFILE: _FILES,
+    _errno.EAGAIN: "the system is out of threads or memory; try again, or raise its limits (ulimit -u)",
+    _errno.ENOMEM: "the system has no memory left for this process: give a smaller memory=, or raise the limit (ulimit -v, "
+    "the container's)",
+    _errno.EACCES: "check the permissions, also of the directories above",
+    _errno.EPERM: "check the permissions, also of the directories above",
+    _errno.EROFS: "the file system is mounted read-only: give a path on another one, or mount it for writing",
+    _errno.ENOENT: _PATH,
+    _errno.ENOTDIR: _PATH,
+    _errno.EISDIR: _PATH,
+    _errno.ELOOP: _PATH + ": symbolic links go round in circles, or stand where none may",
+    _errno.ENAMETOOLONG: _PATH + ": a name in it is too long",
+}
+
+
 class DeviceError(FeatstoreError, OSError):
     """The operating system could not perform a read or write.
 
@@ -109,11 +168,7 @@ class DeviceError(FeatstoreError, OSError):
         self.doing = doing
         name = _errno.errorcode.get(errno, str(errno))
         where = self.path if offset is None else f"{self.path} at byte {offset}"
-        advice = "check the device (dmesg, SMART) and permissions"
-        if errno in (_errno.EMFILE, _errno.ENFILE):
-            advice = "raise the limit of open files (ulimit -n): a reader holds every chunk file of its tables open"
-        elif errno == _errno.EAGAIN:
-            advice = "the system is out of threads or memory; try again, or raise its limits"
+        advice = _ADVICE.get(errno, "check the device (dmesg, SMART) and permissions")
         message = f"cannot {doing} {where}: {os.strerror(errno)} ({name}); {advice}"
         OSError.__init__(self, errno, message)
         self.filename = self.path
@@ -126,23 +181,32 @@ class DeviceError(FeatstoreError, OSError):
 
 
 class DiskFullError(FeatstoreError, OSError):
-    """The disk has, or came to have, too little room. Attributes: ``path``, ``needed_bytes``, ``available_bytes``."""
+    """The disk has, or came to have, too little room, or a quota or limit allows no more.
 
-    def __init__(self, path: str | os.PathLike[str], needed_bytes: int, available_bytes: int) -> None:
+    Attributes: ``path``, ``needed_bytes`` (0: not known), ``available_bytes``, ``errno``, ``filename``.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], needed_bytes: int, available_bytes: int, errno: int = _errno.ENOSPC
+    ) -> None:
         self.path = os.fspath(path)
         self.needed_bytes = needed_bytes
         self.available_bytes = available_bytes
-        message = (
-            f"not enough disk space under {self.path}: {needed_bytes:,} bytes needed, {available_bytes:,} available; "
-            "free some space or pack to another disk"
-        )
-        OSError.__init__(self, _errno.ENOSPC, message)
+        needed = f"{needed_bytes:,} bytes needed, " if needed_bytes else ""
+        why, advice = "not enough disk space", "free some space or pack to another disk"
+        if errno == _errno.EDQUOT:
+            why, advice = "the disk quota is used up", "free some space, have the quota raised, or use another disk"
+        elif errno == _errno.EFBIG:
+            why, advice = "a file would become larger than it may", "raise the limit of file sizes (ulimit -f)"
+        message = f"{why} under {self.path}: {needed}{available_bytes:,} available; {advice}"
+        OSError.__init__(self, errno, message)
+        self.filename = self.path
 
     def __str__(self) -> str:
         return str(self.strerror)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return type(self), (self.path, self.needed_bytes, self.available_bytes)
+        return type(self), (self.path, self.needed_bytes, self.available_bytes, self.errno)
 
 
 class BudgetError(FeatstoreError, ValueError):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import re
 
+from featstore.errors import ArgumentError
+
 PAGE_BYTES = 4096
 
 _UNITS = {
@@ -25,21 +27,30 @@ _UNITS = {
 }
 
 
-def parse_bytes(size: int | float | str) -> int:
-    """A size in bytes from a number of bytes or a text such as ``"1.5GiB"``, ``"300MB"``, ``"64k"`` (k = KiB).
+SIZE_MAX = 2**62
 
-    Raises ValueError for anything else, and for sizes that are not positive.
+
+def parse_bytes(size: int | float | str, name: str = "a size") -> int:
+    """A size in bytes from a number of bytes or a text such as ``"1.5GiB"``, ``"300MB"``, ``"64k"`` (k = KiB). Parts of a byte
+    are left out.
+
+    Raises ArgumentError, a ValueError, for anything else, and for sizes that are not positive or that no machine has; ``name``: of
+    the argument.
     """
+    from featstore.arguments import as_number, shown
+
     if isinstance(size, str):
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", size)
+        match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*", size) if len(size) <= 80 else None
         if match is None or match.group(2).lower() not in _UNITS:
-            raise ValueError(f"cannot read {size!r} as a size; write for example 512MiB, 2GiB or a number of bytes")
-        value = int(float(match.group(1)) * _UNITS[match.group(2).lower()])
+            raise ArgumentError(
+                f"{name}: cannot read {shown(size)} as a size; write for example 512MiB, 2GiB or a number of bytes"
+            )
+        number = float(match.group(1)) * _UNITS[match.group(2).lower()]
     else:
-        value = int(size) if math.isfinite(size) else 0
-    if value <= 0:
-        raise ValueError(f"a size must be positive, not {size!r}")
-    return value
+        number = size if isinstance(size, int) and not isinstance(size, bool) else as_number(size, name, -math.inf)
+    if not 1 <= number <= SIZE_MAX:
+        raise ArgumentError(f"{name} must be positive, and at most 4 EiB, not {shown(size)}")
+    return int(number)
 
 
 def format_bytes(size: float) -> str:
@@ -49,3 +60,7 @@ def format_bytes(size: float) -> str:
             return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} TiB"
+
+
+#: The longest single read; bandwidth no longer grows beyond it.
+EXTENT_BYTES_MAX = 512 * 1024

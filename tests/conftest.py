@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, settings
 
 import featstore
 import featstore.layout.table
-from featstore.disk import Disk, File
+from featstore.storage.disk import Disk, File
 
 settings.register_profile(
     "featstore",

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from featstore.reader import Reader
+from featstore.reader.reader import Reader
 
 
 class Gate:

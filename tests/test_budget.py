@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from featstore.budget import PIECES_IN_FLIGHT, Budget, TableNeed
-from featstore.engine.base import EXTENT_BYTES_MAX
 from featstore.errors import BudgetError
-from featstore.plan import PLANNING_BYTES_PER_ID, READING_BYTES_PER_ID
+from featstore.plan.budget import PIECES_IN_FLIGHT, Budget, TableNeed
+from featstore.plan.extents import PLANNING_BYTES_PER_ID, READING_BYTES_PER_ID
+from featstore.units import EXTENT_BYTES_MAX
 
 PAGE = 4096
 

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import signal
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -12,14 +17,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import featstore
-from featstore import bench as bench_module
-from featstore.bench import bench
-from featstore.calibrate import EXTENT_SIZES, LaneBench, Sample, calibrate, drop_cached, fit_model, measure
-from featstore.cost import DeviceModel, load_model, models_path
 from featstore.engine import choose
 from featstore.engine.lane import Lane
-from featstore.errors import CorruptionError, DiskFullError, SourceError
+from featstore.errors import CorruptionError, DiskFullError, FeatstoreWarning, SourceError
 from featstore.layout import TableLayout
+from featstore.measure import bench as bench_module
+from featstore.measure.bench import bench
+from featstore.measure.calibrate import EXTENT_SIZES, LaneBench, Sample, calibrate, drop_cached, fit_model, measure
+from featstore.measure.scratch import scratch_store
+from featstore.plan.cost import DeviceModel, load_model, models_path
 from featstore.store import Store
 
 PAGE = 4096
@@ -157,7 +163,7 @@ def test_calibrate_keeps_a_model_that_readers_take(store: Store, engine: Any, mo
     result = measure(store.path, engine, seconds=0.05, data_bytes_min=1)
     assert not result.temporary
     assert load_model(result.key).calibrated is False, "measuring keeps nothing"
-    monkeypatch.setattr("featstore.calibrate.DATA_BYTES_MIN", 1)
+    monkeypatch.setattr("featstore.measure.calibrate.DATA_BYTES_MIN", 1)
     model = calibrate(store.path, engine, seconds=0.05)
     assert load_model(result.key) == model
     with store.reader(engine=engine, static=None) as reader:
@@ -177,14 +183,73 @@ def test_small_stores_get_a_temporary_one(store: Store, monkeypatch: pytest.Monk
     assert all(0 <= done <= total for _, done, total in seen)
 
 
+_KILLED = """
+import os, signal, sys, featstore.measure.calibrate as module
+def killed(stage, done, total):
+    if stage == sys.argv[2]:
+        os.kill(os.getpid(), signal.SIGKILL)
+module.measure(sys.argv[1], "threads", seconds=0.05, data_bytes_min=4 << 20, progress=killed)
+"""
+
+
+@pytest.mark.parametrize("stage", ["write", "measure"])
+def test_the_next_one_removes_what_a_killed_one_left_and_no_more(tmp_path: Path, stage: str) -> None:
+    done = subprocess.run([sys.executable, "-c", _KILLED, str(tmp_path), stage], timeout=120, capture_output=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    (left,) = tmp_path.iterdir()
+    assert left.name.startswith(".featstore-calibrate-")
+    (tmp_path / ".featstore-calibrate-0123abcd").mkdir()  # killed before anything was in it
+    measure(tmp_path, "threads", seconds=0.05, data_bytes_min=1 << 20)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_not_proven_to_be_left_stays_and_is_named(tmp_path: Path) -> None:
+    place, outside = tmp_path / "place", tmp_path / "outside"
+    (outside / "store").mkdir(parents=True)
+    (place / ".featstore-calibrate-photos00/store").mkdir(parents=True)
+    (place / ".featstore-calibrate-photos00/store/one.jpg").write_text("mine")
+    (place / ".featstore-calibrate-link0000").symlink_to(outside)
+    (place / ".featstore-calibrate-file0000").write_text("mine")
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.warns(FeatstoreWarning, match="delete it yourself") as seen:
+        measure(place, "threads", seconds=0.05, data_bytes_min=1 << 20)
+    assert sorted(tmp_path.rglob("*")) == before
+    told = " ".join(str(one.message) for one in seen)
+    assert all(name in told for name in ("photos00", "link0000", "file0000"))
+
+
+def test_one_that_is_under_way_is_left_alone(tmp_path: Path) -> None:
+    with scratch_store(tmp_path) as mine:
+        mine.mkdir()
+        measure(tmp_path, "threads", seconds=0.05, data_bytes_min=1 << 20)
+        assert mine.is_dir()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_fills_up_in_the_middle_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write, written = os.pwrite, [0]
+
+    def full(descriptor: int, data: Any, offset: int) -> int:
+        written[0] += len(data)
+        if written[0] > 1 << 20:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(descriptor, data, offset)
+
+    monkeypatch.setattr("os.pwrite", full)
+    with pytest.raises(DiskFullError):
+        measure(tmp_path, "threads", seconds=0.05, data_bytes_min=4 << 20)
+    assert written[0] > 1 << 20
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_measure_refuses(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SourceError, match="is not there"):
         measure(tmp_path / "nowhere")
     with pytest.raises(DiskFullError, match="not enough disk space"):
         measure(tmp_path, data_bytes_min=1 << 60)
-    with pytest.raises(ValueError, match="no engine is called"):
+    with pytest.raises(ValueError, match="engine must be one of"):
         measure(tmp_path, "fast")
-    with pytest.raises(ValueError, match="more than 0 seconds"):
+    with pytest.raises(ValueError, match="seconds must be a number of more than 0"):
         measure(tmp_path, "threads", seconds=0)
     monkeypatch.setattr("os.access", lambda *_: False)
     with pytest.raises(SourceError, match="cannot be written"):

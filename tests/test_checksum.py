@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numba import njit
 
-from featstore import checksum
-from featstore.checksum import crc_pages, digest_of_checksums
-from featstore.native import HAS_CRC_INSTRUCTION, address_of
-from featstore.packing import rows_digest
+from featstore.base import checksum
+from featstore.base.checksum import crc_pages, digest_of_checksums
+from featstore.base.native import HAS_CRC_INSTRUCTION, address_of
+from featstore.storage import rows_digest
 
 PAGE = 4096
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from featstore.cost import DEFAULT, DeviceModel, device_key, load_model, load_models, models_path, save_model
 from featstore.errors import FormatError
+from featstore.plan.cost import DEFAULT, DeviceModel, device_key, load_model, load_models, models_path, save_model
 
 PAGE = 4096
 

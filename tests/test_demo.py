@@ -13,18 +13,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+from featstore_demo import graph as demo_graph
+from featstore_demo import runner
+from featstore_demo.graph import GraphRecipe, generate, load, load_dense, read_topology, write_topology
+from featstore_demo.mega import _partitions, run_mega
+from featstore_demo.mega_report import TOLERANCE, MegaReport, render_mega
+from featstore_demo.report import DemoReport, render
+from featstore_demo.runner import run
+from featstore_demo.training import MemoryRows, Outcome, TrainingPlan, mlp_accuracy, train
+from featstore_demo.worker import Job, read_job
 from rich.console import Console
 
 import featstore
-from featstore.demo import graph as demo_graph
-from featstore.demo import runner
-from featstore.demo.graph import GraphRecipe, generate, load, load_dense, read_topology, write_topology
-from featstore.demo.mega import _partitions, run_mega
-from featstore.demo.mega_report import TOLERANCE, MegaReport, render_mega
-from featstore.demo.report import DemoReport, render
-from featstore.demo.runner import run
-from featstore.demo.training import MemoryRows, Outcome, TrainingPlan, mlp_accuracy, train
-from featstore.demo.worker import Job, read_job
 from featstore.errors import BudgetError, FeatstoreError, SourceError
 
 with warnings.catch_warnings():
@@ -292,10 +292,9 @@ def test_the_demo_by_mega_batches(tmp_path: Path) -> None:
 
 
 def test_the_command_in_mode_mega(monkeypatch: pytest.MonkeyPatch) -> None:
+    import featstore_demo
     from click.testing import CliRunner
     from featstore_cli.main import cli
-
-    import featstore.demo
 
     asked: list[dict[str, Any]] = []
     report = SimpleNamespace(agrees=True, to_json=lambda: {"schema": "featstore.demo-mega/1", "epochs": 1})
@@ -304,8 +303,8 @@ def test_the_command_in_mode_mega(monkeypatch: pytest.MonkeyPatch) -> None:
         asked.append(options)
         return report
 
-    monkeypatch.setattr(featstore.demo, "run_mega", run_fake)
-    monkeypatch.setattr(featstore.demo, "render_mega", lambda given: "the report" if given is report else "another")
+    monkeypatch.setattr(featstore_demo, "run_mega", run_fake)
+    monkeypatch.setattr(featstore_demo, "render_mega", lambda given: "the report" if given is report else "another")
 
     def call(*arguments: str) -> tuple[int, str]:
         result = CliRunner().invoke(cli, ["demo", "--mode", "mega", *arguments])

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from featstore.dtypes import bfloat16, dtype_from_name, dtype_name, is_bfloat16, zarr_storage
+from featstore.base.dtypes import bfloat16, dtype_from_name, dtype_name, is_bfloat16, zarr_storage
 from featstore.errors import FormatError, SourceError
+from featstore.packing.sources.opening import open_rows
 
 CORE = [
     "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64", "complex64",
@@ -63,6 +64,22 @@ def test_structures(dtype: np.dtype) -> None:
     assert back.names == dtype.names
     for name in dtype.names:
         assert back.fields[name][:2] == dtype.fields[name][:2]
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        np.dtype(ml_dtypes.float8_e4m3fn),
+        np.dtype(ml_dtypes.int4),
+        np.dtype([("a", "<f4"), ("b", ml_dtypes.bfloat16)]),
+        np.dtype([("a", [("b", ml_dtypes.float8_e5m2, (2,))])]),
+    ],
+)
+def test_types_that_packages_add_would_come_back_as_bytes(dtype: np.dtype) -> None:
+    with pytest.raises(SourceError, match="not NumPy's own"):
+        dtype_name(dtype)
+    with pytest.raises(SourceError, match=r"<array>.*not NumPy's own"):
+        open_rows(np.zeros(3, dtype))
 
 
 @given(hnp.array_dtypes() | hnp.scalar_dtypes())

@@ -7,16 +7,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from featstore.cost import DeviceModel
+from featstore.base.sort import radix_sort
 from featstore.layout import TableLayout
-from featstore.plan import (
+from featstore.plan.cost import DeviceModel
+from featstore.plan.extents import (
     RANGE_BINS,
     Extents,
     cut_extents,
     cut_ranges,
     make_keys,
     plan_extents,
-    radix_sort,
     row_histogram,
     rows_of_ids,
     select_rows,

@@ -19,8 +19,8 @@ import featstore
 import featstore.layout.table
 from featstore.errors import CancelledError, ClosedError, CorruptionError, FormatError, IdError
 from featstore.layout import TableLayout
-from featstore.plan import plan_runs
-from featstore.reader import Reader
+from featstore.plan.extents import plan_runs
+from featstore.reader.reader import Reader
 from featstore.units import PAGE_BYTES
 
 MEMORY = "4MiB"

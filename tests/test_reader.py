@@ -14,10 +14,10 @@ import pytest
 import torch
 
 import featstore
-from featstore import lookup as lookup_module
-from featstore.cost import DeviceModel
 from featstore.errors import BudgetError, ClosedError, DeviceError, IdError
-from featstore.reader import Reader
+from featstore.plan.cost import DeviceModel
+from featstore.reader import lookup as lookup_module
+from featstore.reader.reader import Reader
 
 MEMORY = "4MiB"
 
@@ -207,6 +207,24 @@ def test_a_plan_says_what_a_read_then_does(store: featstore.Store, engine: str) 
             assert plan.to_dict()["tables"][0]["reads"] == plan.reads
         assert sum(n for _, n in reader.stats().latency_histogram) == reader.stats().reads
         assert 0 < reader.stats().hit_rate < 1
+
+
+@pytest.mark.parametrize("static", [None, np.arange(900)])
+def test_a_plan_and_what_was_read_mean_the_same_by_amplification(store: featstore.Store, static: Any) -> None:
+    """Bytes read over bytes asked for, before and after, whatever tiers hold and however often an id is asked for."""
+    with store.reader(memory=MEMORY, static=static) as reader:
+        for ids in (np.arange(1000), np.arange(850, 1000).repeat(3), np.array([990]), np.arange(10)):
+            plan, before = reader.plan(ids), reader.stats()
+            reader.read(ids)
+            stats = reader.stats().since(before)
+            assert plan.tables[0].amplification == pytest.approx(stats.amplification)
+            assert stats.amplification == pytest.approx(stats.bytes_read / (400 * len(ids)))
+        plan = reader.plan([950, 950, 899, 0])
+        text = str(plan)
+        assert f"amplification {plan.bytes_read / 1600:.2f}: bytes read for each byte asked for, " in text
+        assert (
+            "50% of them from tiers and 25% asked for again" if static is not None else "25% asked for again"
+        ) in text
 
 
 def test_large_requests_read_each_page_once(store: featstore.Store) -> None:

@@ -16,7 +16,7 @@ from gates import Gate
 from processes import in_child
 
 import featstore
-from featstore.reader import Reader
+from featstore.reader.reader import Reader
 
 MEMORY = "4MiB"
 
@@ -137,7 +137,8 @@ def test_a_program_that_forgets_its_reader_ends(store: featstore.Store, engine: 
 
 def test_a_new_reader_has_loaded_every_kernel_a_read_runs(store: featstore.Store, engine: str) -> None:
     """A child forked while another thread compiles could never compile: reads must not need to."""
-    from featstore import lookup, plan
+    from featstore.plan import extents as plan
+    from featstore.reader import lookup
     from featstore.tiers import static
 
     kernels = [

@@ -17,7 +17,7 @@ from gates import Gate
 
 import featstore
 from featstore.errors import CancelledError, ClosedError, IdError
-from featstore.reader import IN_FLIGHT_MAX, Reader
+from featstore.reader.reader import IN_FLIGHT_MAX, Reader
 
 MEMORY = "4MiB"
 

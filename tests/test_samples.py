@@ -18,10 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
-from featstore import samples
 from featstore.errors import FormatError, SourceError
-from featstore.samples import decode, encode
-from featstore.sampling import MiniBatch
+from featstore.sampling.neighbors import MiniBatch
+from featstore.trace import samples
+from featstore.trace.samples import decode, encode
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # of torch, when PyG scripts its own classes
@@ -201,8 +201,8 @@ def test_our_own_mini_batch() -> None:
 
 def test_torch_is_loaded_by_torch_alone() -> None:
     code = (
-        "import sys, numpy as np\nfrom featstore.samples import encode, decode\n"
-        "from featstore.sampling import MiniBatch\na = np.arange(3)\n"
+        "import sys, numpy as np\nfrom featstore.trace.samples import encode, decode\n"
+        "from featstore.sampling.neighbors import MiniBatch\na = np.arange(3)\n"
         "decode(encode({'a': a, ('p', 'to', 'q'): [1, MiniBatch(a, a, a, a, (1,), (1,))]}))\n"
         "print([m for m in ('torch', 'torch_geometric') if m in sys.modules])\n"
         "decode(np.frombuffer(bytes.fromhex(sys.argv[1]), np.uint8))\n"
@@ -358,7 +358,7 @@ def crafted(tree: Any, arrays: bytes = b"") -> Any:
         ["H", "a", 1], ["H", ["t", "a"], ["d"]], ["H", 1, ["d"]], ["H", "a", ["d", "_mapping", 1]], ["H", "a"],
         [], ["?"], [1], [None], {"d": 1}, msgspec.msgpack.Ext(1, b"x"), ["l", ["l", {}]],
     ],
-    ids=lambda tree: repr(tree)[:40],
+    ids=lambda tree: re.sub(" at 0x.*", "", repr(tree)[:40]),
 )  # fmt: skip
 def test_a_header_that_lies_is_refused(tree: Any) -> None:
     raw = crafted(tree, bytes(64))
@@ -380,6 +380,16 @@ def test_headers_that_claim_much_take_little() -> None:
     ):
         raw = b"fss1" + len(head).to_bytes(4, "little") + head
         _is_harmless(np.frombuffer(raw + bytes(-len(raw) % 64), np.uint8))
+
+
+def test_a_header_is_bounded_in_what_is_written_and_in_what_is_read() -> None:
+    most = 8 * 2**20
+    assert decode(encode(bytes(most - 5))) == bytes(most - 5)  # five bytes say that it is so many
+    with pytest.raises(SourceError, match="8,388,609 bytes, and may take 8,388,608: keep large"):
+        encode(bytes(most - 4))
+    lists = b"\xdd" + (most - 4).to_bytes(4, "big") + b"\x90" * (most - 4)
+    with pytest.raises(FormatError, match="a header of 8,388,609 bytes in 8,388,672; it may have 8,388,608"):
+        decode(np.frombuffer(b"fss1" + len(lists).to_bytes(4, "little") + lists + bytes(55), np.uint8))
 
 
 def test_no_bytes_too_few_too_many() -> None:

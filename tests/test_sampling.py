@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from featstore import sampling
+from featstore.base import hashing
 from featstore.errors import IdError, SourceError
-from featstore.sampling import MiniBatch, NeighborSampler
+from featstore.sampling import neighbors as sampling
+from featstore.sampling.neighbors import MiniBatch, NeighborSampler
 
 GOLDEN, MIX_A, MIX_B, WORD = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 2**64
 
@@ -110,7 +111,7 @@ def test_kernel_equals_twin(
 @settings(max_examples=200, deadline=None)
 @given(word=st.integers(0, WORD - 1), limit=st.integers(1, 2**32 - 1))
 def test_words(word: int, limit: int) -> None:
-    assert int(sampling.mix64(np.uint64(word))) == mix_twin(word) == sampling._mix(word)
+    assert int(hashing.mix64(np.uint64(word))) == mix_twin(word) == hashing._mix(word)
     assert int(sampling.draw_below(np.uint64(word), np.uint64(limit))) == word * limit >> 64
 
 
@@ -120,8 +121,8 @@ def test_fold_ids_equals_twin(ids: list[int]) -> None:
     key = GOLDEN
     for one in ids:
         key = (mix_twin(key ^ one) + GOLDEN) % WORD
-    assert sampling.fold_ids(np.array(ids, dtype=np.int64)) == mix_twin(key) >> 1
-    assert sampling.fold_ids(np.array([1, 2])) != sampling.fold_ids(np.array([2, 1]))
+    assert hashing.fold_ids(np.array(ids, dtype=np.int64)) == mix_twin(key) >> 1
+    assert hashing.fold_ids(np.array([1, 2])) != hashing.fold_ids(np.array([2, 1]))
 
 
 @settings(max_examples=60, deadline=None)

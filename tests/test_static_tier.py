@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import featstore
+from featstore.base.bitmap import set_bits
+from featstore.base.native import address_of
 from featstore.errors import BudgetError, IdError, SourceError
-from featstore.native import address_of
-from featstore.tiers.static import StaticTier, serve_rows, set_bits
+from featstore.tiers.static import StaticTier, serve_rows
 
 IN_ORDER = np.empty(0, np.int32)
 

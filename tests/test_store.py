@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 
 import featstore
-from featstore.errors import CorruptionError, IncompleteStoreError, SourceError, StoreExistsError
+from featstore.errors import CorruptionError, FeatstoreError, IncompleteStoreError, SourceError, StoreExistsError
 
 
 def test_tables_and_their_maps(store: featstore.Store, features: np.ndarray) -> None:
@@ -221,9 +222,9 @@ def test_flipped_bytes_in_other_arrays(own: Path) -> None:
 
 def test_maps_that_point_outside(own: Path) -> None:
     """A stranger's map, with a digest that fits."""
-    from featstore.checksum import crc_pages, digest_of_checksums
+    from featstore.base.checksum import crc_pages, digest_of_checksums
     from featstore.errors import FormatError
-    from featstore.manifest import MANIFEST_NAME, uuid_of
+    from featstore.storage.manifest import MANIFEST_NAME, uuid_of
 
     relative = "g000001/tables/features/row_of_node/c.0"
     rows = np.fromfile(own / relative, "<i4")
@@ -236,7 +237,7 @@ def test_maps_that_point_outside(own: Path) -> None:
         document["uuid"] = ""
         document["uuid"] = uuid_of(json.dumps(document).encode(), "")
         (own / MANIFEST_NAME).write_text(json.dumps(document))
-        with featstore.open(own) as store, pytest.raises(FormatError, match="points outside the table's 1,000 rows"):
+        with featstore.open(own) as store, pytest.raises(FormatError, match="points outside the 1,000 rows"):
             store.reader(memory="4MiB")
 
 
@@ -244,3 +245,44 @@ def test_a_missing_generation(own: Path) -> None:
     (own / "g000001").rename(own / "g000007")
     with pytest.raises(CorruptionError, match="generation's directory"):
         featstore.open(own)
+
+
+FEW = np.zeros((10, 4), np.float32)
+
+
+def broken() -> Iterator[np.ndarray[Any, Any]]:
+    yield FEW
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    "attempt",
+    [
+        lambda out: featstore.pack(out, FEW, memory="1KiB"),
+        lambda out: featstore.pack(out, FEW, resume=True),
+        lambda out: featstore.pack(out, broken()),
+        lambda out: featstore.pack(out, FEW, graph=np.array([[0, 1], [1, 99]])),
+        lambda out: featstore.Trace.record([], out),
+        lambda out: featstore.Trace.record([object()], out),
+        lambda out: featstore.Trace.record([FEW], out, resume=True),
+    ],
+)
+@pytest.mark.parametrize("there", ["nothing", "a folder", "a foreign file"])
+def test_what_was_made_for_nothing_is_removed(tmp_path: Path, attempt: Callable[[Path], Any], there: str) -> None:
+    out = tmp_path / "deep" / "s"
+    if there != "nothing":
+        out.mkdir(parents=True)
+    if there == "a foreign file":
+        (out / "notes.txt").write_text("mine")
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises((FeatstoreError, KeyboardInterrupt)):
+        attempt(out)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_trace_is_recorded_where_its_parents_are_not(tmp_path: Path) -> None:
+    with featstore.Trace.record([np.arange(3)], tmp_path / "deep" / "t") as trace:
+        assert len(trace) == 1
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(FeatstoreError, match="is a file; give the path of a directory"):
+        featstore.Trace.record([np.arange(3)], tmp_path / "file")

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from trace_support import QuickDisk, batches_of, record
 
-from featstore.disk import Disk
+import featstore
 from featstore.errors import (
     CorruptionError,
     FormatError,
@@ -23,10 +23,11 @@ from featstore.errors import (
     StoreExistsError,
     StoreLockedError,
 )
-from featstore.packing.generations import writer_lock
-from featstore.trace import Trace
-from featstore.tracing import recorder
-from featstore.tracing.recorder import how_far
+from featstore.storage.disk import Disk
+from featstore.storage.generations import writer_lock
+from featstore.trace import recorder
+from featstore.trace.recorder import how_far
+from featstore.trace.trace import Trace
 
 sys.path.insert(0, str(Path(__file__).parent / "crash"))
 from disks import FailingDisk, Lost, RecordingDisk, crash_states, materialise
@@ -182,7 +183,7 @@ def test_damage_before_the_checkpoint_is_no_torn_end(tmp_path: Path) -> None:
     )  # behind the checkpoint anything may be
     with record(whole, path, resume=True) as trace:
         assert len(trace) == 12
-        assert trace.verify().ok
+        assert featstore.verify(trace.path).ok
 
 
 # Killed anywhere.

@@ -11,9 +11,9 @@ import pytest
 from trace_support import record
 
 from featstore.errors import IdError, SourceError
-from featstore.sampling import NeighborSampler
-from featstore.tracing import sampling
-from featstore.tracing.sampling import SampledBatches, fingerprint_of, open_sampler, sample_batches, shuffled
+from featstore.sampling import batches as sampling
+from featstore.sampling.batches import SampledBatches, fingerprint_of, open_sampler, sample_batches, shuffled
+from featstore.sampling.neighbors import NeighborSampler
 
 NODES = 300
 

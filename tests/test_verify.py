@@ -22,7 +22,7 @@ from featstore.layout import TableLayout
 
 # By the public name: a test that imports the module of the same name would hide the function.
 verify = featstore.verify
-module = sys.modules[verify.__module__]
+module = sys.modules["featstore.scrub.store"]
 
 ROWS = 900
 
@@ -72,7 +72,7 @@ def rewrite(store: Path, change: Callable[[dict[str, Any]], None]) -> None:
 
 def replace_file(store: Path, path: str, data: bytes) -> None:
     """Change a file and its digest, so that only what the bytes mean is wrong."""
-    from featstore.checksum import crc_pages, digest_of_checksums
+    from featstore.base.checksum import crc_pages, digest_of_checksums
 
     (store / path).write_bytes(data)
     digest = digest_of_checksums(crc_pages(np.frombuffer(data, np.uint8)))
@@ -281,7 +281,7 @@ def test_partition_offsets(store: Path, offsets: list[int]) -> None:
 
 def test_rows_exchanged_by_the_writer(store: Path) -> None:
     """Every checksum fits, but two rows stand in each other's place: only the digest from end to end sees it."""
-    from featstore.checksum import crc_pages
+    from featstore.base.checksum import crc_pages
 
     path = "g000001/tables/odd/rows/c.0.0"
     data = bytearray((store / path).read_bytes())
@@ -293,7 +293,7 @@ def test_rows_exchanged_by_the_writer(store: Path) -> None:
 
 
 def test_padding_that_is_not_zero(store: Path) -> None:
-    from featstore.checksum import crc_pages
+    from featstore.base.checksum import crc_pages
 
     chunks = sorted((store / "g000001/tables/nodes/rows").glob("c.*"), key=lambda p: int(p.name.split(".")[1]))
     data = bytearray(chunks[-1].read_bytes())
@@ -340,7 +340,7 @@ GRAPH = "g000001/graphs/nodes"
 
 def replace_numbers(store: Path, path: str, change: Callable[[Any], None]) -> None:
     """Change the numbers of a file of a graph; every checksum fits afterwards, and no digest of the rows is there to tell."""
-    from featstore.checksum import crc_pages
+    from featstore.base.checksum import crc_pages
 
     numbers = np.fromfile(store / path, "<i8" if "offsets" in path else "<i4")
     change(numbers)

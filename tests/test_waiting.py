@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from featstore.base.threads import Runner, Wake, Worker
 from featstore.errors import ClosedError
-from featstore.waiting import Runner, Wake, Worker
 
 LIMIT_SECONDS = 20.0
 
@@ -126,7 +126,7 @@ def test_an_interrupt_while_waiting_for_the_end_is_raised_after_it() -> None:
 
 def test_interrupts_at_every_step_of_starting_and_ending_leave_nothing_running() -> None:
     """A tracer raises at the n-th line, call or return of ``start`` and ``end``, for each n there is."""
-    import featstore.waiting as module
+    import featstore.base.threads as module
 
     at = 0
     while True:

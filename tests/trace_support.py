@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from featstore.disk import Disk, File
-from featstore.trace import Trace
+from featstore.storage.disk import Disk, File
+from featstore.trace.trace import Trace
 
 
 class QuickDisk(Disk):

@@ -11,7 +11,7 @@ from torch_geometric.nn import GraphSAGE
 
 import featstore
 from featstore.adapters.pyg import FeatstoreSampler
-from featstore.sampling import NeighborSampler
+from featstore.sampling.neighbors import NeighborSampler
 
 NODES, WIDTH, CLASSES, DEGREE = 10_000, 32, 4, 8
 

@@ -10,7 +10,7 @@ from torch_geometric.nn import GraphSAGE
 
 import featstore
 from featstore.adapters.pyg import FeatstoreFeatures, FeatstoreGraph, FeatstoreSampler
-from featstore.sampling import NeighborSampler
+from featstore.sampling.neighbors import NeighborSampler
 
 NODES, WIDTH, CLASSES, DEGREE = 10_000, 32, 4, 8
 

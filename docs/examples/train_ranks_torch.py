@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import featstore
-from featstore.online.shared_client import BufferClient
+from featstore.shared.client import BufferClient
 
 RANKS, NODES, WIDTH, CLASSES, BATCH = 2, 10_000, 32, 4, 250
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import featstore
-from featstore.sampling import MiniBatch, NeighborSampler
+from featstore.sampling.neighbors import MiniBatch, NeighborSampler
 
 NODES, WIDTH, CLASSES, DEGREE, BATCH, FANOUTS = 10_000, 32, 4, 8, 500, (5, 3)
 

@@ -3,15 +3,15 @@
 PyG's loaders ask three objects, and each has its class here:
 
 * :class:`FeatstoreSampler`, a ``BaseSampler``: which nodes and edges make a mini-batch. It wraps
-:class:`featstore.sampling.NeighborSampler` and needs neither pyg-lib nor torch-sparse. * :class:`FeatstoreFeatures`,
+:class:`featstore.sampling.neighbors.NeighborSampler` and needs neither pyg-lib nor torch-sparse. * :class:`FeatstoreFeatures`,
 a ``FeatureStore``: the rows of those nodes. ``NodeLoader`` calls ``multi_get_tensor`` once a mini-batch with all
 attributes, which becomes one ``reader.read`` with all tables. * :class:`FeatstoreGraph`, a ``GraphStore``: the
 topology, for those who ask for it whole (``NodeLoader`` does not).
 
 **Which batch is this?** ``NodeLoader`` tells its sampler the seeds, not the number of the mini-batch. A fingerprint
 of the seeds takes its place, so that the same seeds in the same epoch give the same neighbours in any worker. Call
-:meth:`FeatstoreSampler.set_epoch` before each epoch: shuffled seeds differ by themselves, fixed ones need it for
-fresh neighbours. The epoch lies in shared memory, so workers that persist see it.
+:meth:`FeatstoreSampler.set_epoch` before each epoch (featstore's loaders do): shuffled seeds differ by themselves, fixed
+ones need it for fresh neighbours. The epoch lies in shared memory, so workers that persist see it.
 
 **Workers.** With fork, workers see the parent's arrays. With spawn, the topology is moved once into shared memory and
 each worker maps it. Features are best read where the reader lives, in the main process: give ``NodeLoader`` the
@@ -19,30 +19,38 @@ option ``filter_per_worker=False``, and all workers share one cache and one memo
 reads for itself and takes a budget of its own: a spawned one opens a reader when it first needs one, a forked one
 shares what the static tier held at the fork.
 
-Edge features are not fetched: PyG asks a custom feature store for those of nodes only.
+**Edges.** PyG takes ``e_id`` for the number of an edge in the user's ``edge_index`` and picks data of edges by it,
+while a sampler's edges are numbered as in the lists that it samples from. See :mod:`featstore.adapters.edge_numbers`.
+Edge features in a store are not fetched: PyG asks a custom feature store for rows of nodes only.
 """
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from featstore.errors import IdError, SourceError
-from featstore.sampling import NeighborSampler, fold_ids
-from featstore.stored_sampling import StoredSampler
+from featstore.adapters.edge_numbers import UnnumberedEdges, check_permutation, csc_of
+from featstore.adapters.indices import attribute_tensor, join, like_ids, row_ids, shaped, to_shared
+from featstore.arguments import COUNT_MAX, as_integer, as_mapping, known_name, shown
+from featstore.base.hashing import fold_ids
+from featstore.base.ids import as_integers
+from featstore.errors import ArgumentError, MissingPackageError, SourceError, UnknownNameError
+from featstore.sampling.neighbors import NeighborSampler, graph_arrays
+from featstore.sampling.stored import StoredSampler
+from featstore.storage.relations import is_edge_table, node_tables
 
 try:
     import torch
-    from torch_geometric.data import FeatureStore, GraphStore
+    from torch_geometric.data import Data, FeatureStore, GraphStore
     from torch_geometric.data.feature_store import TensorAttr
     from torch_geometric.data.graph_store import EdgeAttr, EdgeLayout
     from torch_geometric.sampler import BaseSampler, NodeSamplerInput, SamplerOutput
 except ImportError as error:
-    raise ImportError(f"the PyG adapter needs {error.name}: pip install 'featstore[pyg]'") from error
+    raise MissingPackageError(f"the PyG adapter needs {error.name}: pip install 'featstore[pyg]'") from error
 
 __all__ = ["FeatstoreFeatures", "FeatstoreGraph", "FeatstoreSampler", "RowAttr"]
 
@@ -52,44 +60,57 @@ AttrKey = tuple[str | None, str]
 class FeatstoreSampler(BaseSampler):  # type: ignore[misc]
     """A PyG sampler for homogeneous graphs, for ``torch_geometric.loader.NodeLoader`` with 0, fork or spawn workers.
 
-    ``sampler``: the graph, fan-outs and seed: in memory, or on disk (``store.sampler(...)``; each worker then takes its budget
-    once more). ``edge_permutation``: int64[e] or None; where the CSC arrays were made
-    from a COO ``edge_index``, the COO position of each CSC edge, which the loader applies to ``e_id``.
+    ``sampler``: the graph, fan-outs and seed: in memory, or on disk (``store.sampler(...)``; each worker then takes
+    its budget once more). ``edge_permutation``: int64[e], the user's number of each edge of the CSC arrays, its column
+    in ``edge_index``; ``torch.arange(e)`` where they are in the order of the user's data of edges. Without it
+    mini-batches have no ``e_id``, and a loader over data of edges raises SourceError. The loader's ``Data`` is to have
+    an ``edge_index``, which may be empty: PyG leaves it out of mini-batches of a ``Data`` without one.
+
+    Raises SourceError for a permutation that is not a number, from 0, for each edge, and for one of a stored graph.
     """
 
     def __init__(
         self, sampler: NeighborSampler | StoredSampler, *, edge_permutation: torch.Tensor | None = None
     ) -> None:
-        if edge_permutation is not None and not isinstance(sampler, NeighborSampler):
-            raise SourceError(
-                "edge_permutation is for a graph in memory: a stored one has its edges in an order of its own"
-            )
+        if not isinstance(sampler, NeighborSampler | StoredSampler):
+            raise ArgumentError(f"sampler must be a NeighborSampler or a store's sampler, not {shown(sampler)}")
+        if edge_permutation is not None:
+            check_permutation(edge_permutation, sampler)
         self.sampler = sampler
         self._edge_permutation = edge_permutation
-        self._epoch = _to_shared(np.zeros(1, dtype=np.int64))
+        self._epoch = to_shared(np.zeros(1, dtype=np.int64))
         self._shared: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    @classmethod
+    def from_data(cls, data: Data, fanouts: Sequence[int], *, seed: int = 0) -> FeatstoreSampler:
+        """A sampler over the ``edge_index`` (int64 [2, e]) of a PyG ``Data``, in memory (24 bytes an edge), whose
+        ``e_id`` are columns of it. Raises SourceError for data without one, and for ids that are no nodes."""
+        indptr, indices, numbers = csc_of(data)
+        return cls(NeighborSampler(indptr, indices, fanouts, seed), edge_permutation=numbers)
 
     def set_epoch(self, epoch: int) -> None:
         """Fresh neighbours for the same seeds from now on, in all workers. Call it before iterating the loader."""
-        self._epoch[0] = epoch
+        self._epoch[0] = as_integer(epoch, "epoch", -COUNT_MAX, COUNT_MAX)
 
     def sample_from_nodes(self, inputs: NodeSamplerInput, **_: Any) -> SamplerOutput:
         """The mini-batch around ``inputs.node`` (int64[b], no duplicates).
 
         Raises IdError for seeds that are no nodes or stand twice, SourceError for typed or timed seeds.
         """
+        if not isinstance(inputs, NodeSamplerInput):
+            raise ArgumentError(f"inputs must be PyG's NodeSamplerInput, not {shown(inputs)}")
         if inputs.input_type is not None or inputs.time is not None:
             raise SourceError(
-                "FeatstoreSampler samples homogeneous graphs without time stamps; "
-                "pass input_nodes as a tensor and no input_time"
+                "FeatstoreSampler samples homogeneous graphs without time stamps; pass input_nodes as a tensor and no "
+                "input_time, and a Data, not a HeteroData: typed graphs come later"
             )
-        seeds = np.ascontiguousarray(inputs.node.numpy(), dtype=np.int64)
+        seeds = np.ascontiguousarray(as_integers(inputs.node, "seeds must be integers"), dtype=np.int64)
         batch = self.sampler.sample(seeds, int(fold_ids(seeds)), epoch=int(self._epoch[0]))
         return SamplerOutput(
             node=torch.from_numpy(batch.node),
             row=torch.from_numpy(batch.row),
             col=torch.from_numpy(batch.col),
-            edge=torch.from_numpy(batch.edge_id),
+            edge=UnnumberedEdges() if self._edge_permutation is None else torch.from_numpy(batch.edge_id),
             batch=None,
             num_sampled_nodes=list(batch.num_sampled_nodes),
             num_sampled_edges=list(batch.num_sampled_edges),
@@ -102,7 +123,7 @@ class FeatstoreSampler(BaseSampler):  # type: ignore[misc]
 
     @property
     def edge_permutation(self) -> torch.Tensor | None:
-        """COO position of each CSC edge, or None where ``e_id`` is to be the CSC position."""
+        """The user's number of each CSC edge, or None where nobody told."""
         return self._edge_permutation
 
     def __getstate__(self) -> dict[str, Any]:
@@ -110,7 +131,7 @@ class FeatstoreSampler(BaseSampler):  # type: ignore[misc]
         if not isinstance(self.sampler, NeighborSampler):
             return self.__dict__
         if self._shared is None:
-            self._shared = _to_shared(self.sampler.indptr), _to_shared(self.sampler.indices)
+            self._shared = to_shared(self.sampler.indptr), to_shared(self.sampler.indices)
             self.sampler = self._over(self._shared, self.sampler.fanouts, self.sampler.seed)
         return self.__dict__ | {"sampler": (self.sampler.fanouts, self.sampler.seed)}
 
@@ -144,8 +165,12 @@ class FeatstoreFeatures(FeatureStore):  # type: ignore[misc]
 
     ``reader``: a store's reader, a client of a :class:`featstore.SharedBuffer`, or None where all attributes are ``arrays``.
     ``tables``: which attribute is which table, ``{(group, attribute): table}`` with group None in homogeneous graphs; by
-    default a table ``features`` is ``(None, "x")`` and any other table ``t`` is ``(t, "x")``. ``arrays``: further attributes
+    default a table ``features`` is ``(None, "x")`` and any other table ``t`` of nodes is ``(t, "x")``. ``arrays``: further attributes
     held in memory and indexed there, such as ``{(None, "y"): labels}``, each [nodes, ...].
+
+    PyG asks for all attributes by ids of nodes, in homogeneous graphs whatever their group. So SourceError is raised
+    for attributes of one group with different numbers of rows, for those of edges without a group, and where the same
+    ids are to be those of several groups.
 
     ``get_tensor`` and ``multi_get_tensor`` return torch tensors for torch ids and NumPy arrays for NumPy ids, in the
     order asked; an index can also be a slice, an int, a mask, or None (everything: that needs the memory). Raises
@@ -159,20 +184,42 @@ class FeatstoreFeatures(FeatureStore):  # type: ignore[misc]
         arrays: Mapping[AttrKey, NDArray[Any] | torch.Tensor] | None = None,
     ) -> None:
         super().__init__(RowAttr)
+        if reader is not None and not (
+            hasattr(reader, "read") and (hasattr(reader, "store") or hasattr(reader, "table"))
+        ):
+            raise ArgumentError(
+                f"reader must be a store's reader, a client of a shared buffer, or None, not {shown(reader)}"
+            )
+        for name, given in (("tables", tables), ("arrays", arrays)):
+            for key in {} if given is None else as_mapping(given, name, "(group, attribute) to what it is"):
+                if not isinstance(key, tuple) or len(key) != 2 or not isinstance(key[1], str):
+                    raise ArgumentError(f"{name}: an attribute is a pair (group or None, attribute), not {key!r}")
         known = _tables_of(reader)
         if tables is None:
-            tables = {((None if name == "features" else name), "x"): name for name in known}
-        missing = sorted(set(tables.values()) - set(known))
-        if missing:
-            raise SourceError(f"the store has no table {missing[0]!r}; it has {', '.join(sorted(known)) or 'none'}")
+            tables = {((None if name == "features" else name), "x"): name for name in node_tables(known)}
+        for name in tables.values():
+            known_name(name, sorted(known), "the store has no table")
         both = set(tables) & set(arrays or {})
         if both:
             raise SourceError(f"attribute {sorted(both, key=str)[0]} is given as a table and as an array; keep one")
+        _check_attributes({**tables, **dict.fromkeys(arrays or {}, "")}, known)
         self.__dict__["_opened"] = reader
         self.__dict__["_pickled"] = b""
         self.__dict__["_tables"] = dict(tables)
         self.__dict__["_shapes"] = {name: (int(table.rows), *table.row_shape) for name, table in known.items()}
-        self.__dict__["_arrays"] = {key: _as_tensor(array) for key, array in (arrays or {}).items()}
+        self.__dict__["_arrays"] = {key: attribute_tensor(array) for key, array in (arrays or {}).items()}
+        self._check_lengths()
+
+    def _check_lengths(self) -> None:
+        """Raise SourceError where the attributes of a group are not of the same nodes."""
+        first: dict[str | None, tuple[AttrKey, int]] = {}
+        rows = {key: self._shapes[table][0] for key, table in self._tables.items()}
+        for key, count in (rows | {key: len(array) for key, array in self._arrays.items()}).items():
+            other, expected = first.setdefault(key[0], (key, count))
+            if count != expected:
+                raise SourceError(
+                    f"attribute {key} has {count:,} rows, {other} has {expected:,}: both are of the same nodes"
+                )
 
     @property
     def _reader(self) -> Any:
@@ -191,6 +238,7 @@ class FeatstoreFeatures(FeatureStore):  # type: ignore[misc]
 
     def _multi_get_tensor(self, attrs: list[TensorAttr]) -> list[Any]:
         """All attributes of one mini-batch with one request: ids of attributes that share a table are joined."""
+        _check_groups(attrs)
         wanted: dict[str, list[Any]] = {}
         places: list[tuple[str, int] | None] = []
         for attr in attrs:
@@ -201,11 +249,11 @@ class FeatstoreFeatures(FeatureStore):  # type: ignore[misc]
             parts = wanted.setdefault(table, [])
             same = [place for place, (index, _) in enumerate(parts) if index is attr.index]
             if not same:
-                parts.append((attr.index, _row_ids(attr.index, self._shapes[table][0])))
+                parts.append((attr.index, row_ids(attr.index, self._shapes[table][0])))
             places.append((table, same[0] if same else len(parts) - 1))
         rows = self._read({table: [ids for _, ids in parts] for table, parts in wanted.items()})
         return [
-            self._from_array(attr) if place is None else _shaped(rows[place[0]][place[1]], attr.index)
+            self._from_array(attr) if place is None else shaped(rows[place[0]][place[1]], attr.index)
             for attr, place in zip(attrs, places)
         ]
 
@@ -213,23 +261,23 @@ class FeatstoreFeatures(FeatureStore):  # type: ignore[misc]
         """Rows for each table's list of ids, by a single ``reader.read``."""
         if not wanted:
             return {}
-        rows = self._reader.read({table: _join(parts) for table, parts in wanted.items()})
+        rows = self._reader.read({table: join(parts) for table, parts in wanted.items()})
         split: dict[str, list[Any]] = {}
         for table, parts in wanted.items():
             ends = np.cumsum([0, *map(len, parts)])
-            split[table] = [_as_ids(rows[table][low:high], ids) for low, high, ids in zip(ends, ends[1:], parts)]
+            split[table] = [like_ids(rows[table][low:high], ids) for low, high, ids in zip(ends, ends[1:], parts)]
         return split
 
     def _from_array(self, attr: TensorAttr) -> Any:
         array = self._array(attr)
-        ids = _row_ids(attr.index, len(array))
+        ids = row_ids(attr.index, len(array))
         picked = array[torch.as_tensor(ids)]
-        return _shaped(picked.numpy() if isinstance(ids, np.ndarray) else picked, attr.index)
+        return shaped(picked.numpy() if isinstance(ids, np.ndarray) else picked, attr.index)
 
     def _array(self, attr: TensorAttr) -> torch.Tensor:
         if _key(attr) not in self._arrays:
             known = ", ".join(str(key) for key in (*self._tables, *self._arrays))
-            raise KeyError(f"the feature store has no attribute {_key(attr)}; it has {known}")
+            raise UnknownNameError(f"the feature store has no attribute {_key(attr)}; it has {known}")
         array: torch.Tensor = self._arrays[_key(attr)]
         return array
 
@@ -243,7 +291,7 @@ class FeatstoreFeatures(FeatureStore):  # type: ignore[misc]
             return shape
         if isinstance(attr.index, int):
             return shape[1:]
-        return len(_row_ids(attr.index, shape[0])), *shape[1:]
+        return len(row_ids(attr.index, shape[0])), *shape[1:]
 
     def _put_tensor(self, tensor: Any, attr: TensorAttr) -> bool:
         raise SourceError(f"cannot write {_key(attr)}: a store is read-only; pack a new one with featstore.pack")
@@ -256,13 +304,21 @@ class FeatstoreGraph(GraphStore):  # type: ignore[misc]
     """CSC arrays in memory as a PyG ``GraphStore``, the partner of :class:`FeatstoreFeatures`. Read-only.
 
     ``indptr``: int64[n + 1], ``indices``: int32 or int64 [e], the sources of the edges into each node.
-    ``edge_type``: None in a homogeneous graph, else PyG's (source, relation, target).
+    ``edge_type``: None in a homogeneous graph, else PyG's (source, relation, target). Edges have no numbers but their
+    positions in ``indices``: what a sampler of PyG's over it calls ``e_id`` is such a position.
     """
 
     def __init__(
         self, indptr: NDArray[Any], indices: NDArray[Any], edge_type: tuple[str, str, str] | None = None
     ) -> None:
         super().__init__()
+        indptr, indices = graph_arrays(indptr, indices)
+        if edge_type is not None and (
+            not isinstance(edge_type, tuple)
+            or len(edge_type) != 3
+            or not all(isinstance(one, str) for one in edge_type)
+        ):
+            raise ArgumentError(f"edge_type must be PyG's (source, relation, target) or None, not {shown(edge_type)}")
         self.__dict__.update(_indptr=indptr, _indices=indices, _edge_type=edge_type)
 
     def get_all_edge_attrs(self) -> list[EdgeAttr]:
@@ -283,63 +339,26 @@ class FeatstoreGraph(GraphStore):  # type: ignore[misc]
         raise SourceError("cannot remove edges: this graph store is read-only")
 
 
+def _check_attributes(attributes: Mapping[AttrKey, str], tables: Mapping[str, Any]) -> None:
+    """Raise SourceError for attributes of edges in a homogeneous graph: PyG would ask for them by ids of nodes."""
+    for (group, name), table in attributes.items():
+        if group is None and ("edge" in name or is_edge_table(table, tables)):
+            raise SourceError(
+                f"attribute {name!r} is of edges (table {table!r}), and PyG asks a feature store by ids of nodes "
+                "only: leave it out, and read rows of edges from the store by their own ids"
+            )
+
+
+def _check_groups(attrs: list[TensorAttr]) -> None:
+    """Raise SourceError where ids of one kind of nodes are asked of several, as PyG does in a homogeneous graph."""
+    groups = {attr.group_name for attr in attrs if attr.index is not None and attr.index is attrs[0].index}
+    if None in groups and len(groups) > 1:
+        known = sorted(group for group in groups if group is not None)
+        raise SourceError(
+            f"rows of the nodes without a type and of {known} were asked for by the same ids: in a homogeneous graph "
+            "PyG asks for all attributes; say with tables={(None, attribute): table} which are of this graph's nodes"
+        )
+
+
 def _key(attr: TensorAttr) -> AttrKey:
     return attr.group_name, attr.attr_name
-
-
-def _as_tensor(array: NDArray[Any] | torch.Tensor) -> torch.Tensor:
-    """A tensor over the same memory; arrays that torch cannot hold (read-only ones) are copied."""
-    if isinstance(array, np.ndarray) and not array.flags.writeable:
-        array = array.copy()
-    return torch.as_tensor(array)
-
-
-def _to_shared(array: NDArray[Any]) -> torch.Tensor:
-    """A copy of ``array`` in shared memory."""
-    shared = torch.empty(array.shape, dtype=getattr(torch, array.dtype.name))
-    shared.share_memory_()  # type: ignore[no-untyped-call]
-    shared.numpy()[...] = array
-    return shared
-
-
-def _row_ids(index: Any, rows: int) -> NDArray[np.int64] | torch.Tensor:
-    """Any index that PyG allows, as int64 ids: torch for torch, NumPy for NumPy, torch for the rest."""
-    if index is None:
-        return torch.arange(rows)
-    if isinstance(index, slice):
-        return torch.arange(*index.indices(rows))
-    if isinstance(index, int | np.integer):
-        return torch.tensor([int(index)])
-    ids: Any
-    if isinstance(index, torch.Tensor):
-        ids = index.nonzero().view(-1) if index.dtype == torch.bool else index
-        integers = not (ids.is_floating_point() or ids.is_complex())
-    else:
-        ids = np.asarray(index)
-        ids = np.flatnonzero(ids) if ids.dtype == np.bool_ else ids
-        integers = ids.dtype.kind in "iu"
-    if ids.ndim != 1 or not integers:
-        raise IdError(f"ids must be a one-dimensional integer array, not {ids.dtype} of shape {tuple(ids.shape)}")
-    if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= rows):
-        bad = int(ids.min()) if int(ids.min()) < 0 else int(ids.max())
-        raise IdError(f"id {bad} is out of range: the attribute has rows 0 to {rows - 1:,}")
-    return ids.to(torch.int64) if isinstance(ids, torch.Tensor) else ids.astype(np.int64)
-
-
-def _join(parts: list[Any]) -> Any:
-    """Several id lists as one; torch where they are mixed."""
-    if len(parts) == 1:
-        return parts[0]
-    if all(isinstance(ids, np.ndarray) for ids in parts):
-        return np.concatenate(parts)
-    return torch.cat([torch.as_tensor(ids) for ids in parts])
-
-
-def _as_ids(rows: Any, ids: Any) -> Any:
-    """Rows as the kind of array that their ids are."""
-    return rows.numpy() if isinstance(ids, np.ndarray) and isinstance(rows, torch.Tensor) else rows
-
-
-def _shaped(rows: Any, index: Any) -> Any:
-    """An int index drops the first dimension, as in any array."""
-    return rows[0] if isinstance(index, int | np.integer) else rows

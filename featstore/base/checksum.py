@@ -16,10 +16,10 @@ import hashlib
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
-from featstore.native import HAS_CRC_INSTRUCTION, address_of, crc32c_instruction, load_u8, load_u64
+from featstore.base.compilation import njit
+from featstore.base.native import HAS_CRC_INSTRUCTION, address_of, crc32c_instruction, load_u8, load_u64
 from featstore.units import PAGE_BYTES
 
 _POLYNOMIAL = 0x82F63B78

@@ -34,6 +34,18 @@ def is_bfloat16(dtype: np.dtype[Any]) -> bool:
     return dtype.name == "bfloat16"
 
 
+CONVERT_ADDED = "convert it, for example with .astype(numpy.float16), or give its bytes with .view(numpy.uint8)"
+
+
+def added_type(dtype: np.dtype[Any]) -> np.dtype[Any] | None:
+    """The type in ``dtype`` that a package added to NumPy (float8, int4 ..., but for plain bfloat16): it would come back as
+    bytes without a meaning. None where there is none."""
+    if dtype.names is None:
+        return dtype.base if dtype.base.isbuiltin == 2 and not is_bfloat16(dtype) else None
+    fields = (dtype[name].base for name in dtype.names)
+    return next((field for field in fields if field.isbuiltin == 2 or added_type(field) is not None), None)
+
+
 def dtype_name(dtype: np.dtype[Any]) -> str:
     """The manifest's name for a dtype. Raises SourceError for dtypes that hold Python objects or have no size."""
     dtype = dtype.newbyteorder("<")
@@ -45,6 +57,8 @@ def dtype_name(dtype: np.dtype[Any]) -> str:
         raise SourceError(f"dtype {dtype} has no size")
     if is_bfloat16(dtype):
         return "bfloat16"
+    if (added := added_type(dtype)) is not None:
+        raise SourceError(f"dtype {added} is not NumPy's own and has no name in a store; {CONVERT_ADDED}")
     if dtype.names is None and dtype.name in _CORE:
         return dtype.name
     if dtype.subdtype is not None:
@@ -92,3 +106,14 @@ def zarr_storage(dtype: np.dtype[Any]) -> tuple[str, tuple[int, ...]]:
     if name in _CORE:
         return name, ()
     return "uint8", (dtype.itemsize,)
+
+
+Scalar = str | int | float | bool | None
+
+
+INT32_MAX = 2**31 - 1
+
+
+def node_dtype(rows: int) -> np.dtype[Any]:
+    """The dtype of node ids: int32 while they fit, then int64."""
+    return np.dtype(np.int32 if rows <= INT32_MAX else np.int64)

@@ -5,7 +5,6 @@ torch is never imported here: a tensor can only have come from a program that im
 
 from __future__ import annotations
 
-import ctypes
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -13,19 +12,56 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from featstore.dtypes import is_bfloat16
-from featstore.errors import IdError
-from featstore.native import libc
-from featstore.units import PAGE_BYTES
-
-_MADV_POPULATE_WRITE = 23
-_POPULATE_BYTES_MIN = 4 * 2**20
-ALIGNMENT = 64  # what DLPack consumers want for a zero-copy hand-over
+from featstore.errors import ArgumentError, IdError
 
 
 def is_tensor(value: Any) -> bool:
     torch = sys.modules.get("torch")
     return torch is not None and isinstance(value, torch.Tensor)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def _not_ids(ids: Any, given: NDArray[Any]) -> str:
+    """What was given instead of ids, and what may have been meant."""
+    if isinstance(ids, np.ma.MaskedArray):
+        return "a masked array, whose mask would be lost (take ids.compressed())"
+    if given.dtype == bool:
+        return "bool (a mask? use numpy.flatnonzero)"
+    if given.dtype == object:
+        from featstore.arguments import shown
+
+        return f"{shown(ids)} (of up to 64 bits, and nothing else)"
+    return str(given.dtype)
+
+
+def as_integers(values: Any, what: str, error: type[Exception] = IdError) -> NDArray[Any]:
+    """Integers as an array of any shape, an empty one of any dtype. Raises ``error`` for anything else; ``what`` begins its message."""
+    try:
+        given = np.asarray(values.detach().cpu().numpy() if is_tensor(values) else values)
+    except (TypeError, ValueError, RuntimeError) as found:  # a ragged list; a tensor that NumPy cannot have
+        raise error(f"{what}: {_first_line(found)}") from None
+    if (given.dtype.kind not in "iu" and given.size) or isinstance(values, np.ma.MaskedArray):
+        raise error(f"{what}, not {_not_ids(values, given)}")
+    return given
+
+
+def plain_array(value: Any, name: str) -> NDArray[Any]:
+    """What was given as an array. Raises ArgumentError for what NumPy cannot make one of."""
+    if isinstance(value, np.ma.MaskedArray):
+        raise ArgumentError(f"{name} is a masked array, whose mask would be lost: fill it first (filled)")
+    try:
+        return np.asarray(value)
+    except (TypeError, ValueError, RuntimeError) as error:  # a ragged list, a tensor that NumPy cannot have
+        raise ArgumentError(f"{name} cannot be used as an array: {error}") from None
+
+
+def rows_of(out: Any) -> int:
+    """How many rows a caller's ``out`` has; 0 for what is no array, which :func:`check_out` refuses."""
+    known = isinstance(out, np.ndarray) or (is_tensor(out) and not out.is_nested)
+    return int(out.shape[0]) if known and out.ndim else 0
 
 
 @dataclass(frozen=True)
@@ -46,15 +82,16 @@ def parse_ids(ids: Any, *, copy: bool = False) -> Ids:
     tensor = is_tensor(ids)
     try:
         given = np.asarray(ids.detach().cpu().numpy() if tensor else ids)
-    except (TypeError, ValueError) as error:  # a ragged list; a tensor of a dtype NumPy lacks
-        raise IdError(f"node ids must be integers in an array, tensor or list: {error}") from None
+    except (
+        TypeError,
+        ValueError,
+        RuntimeError,
+    ) as error:  # a ragged list; a tensor of a dtype, layout or device that NumPy lacks
+        raise IdError(f"node ids must be integers in an array, tensor or list: {_first_line(error)}") from None
     if given.size == 0 and given.dtype.kind == "f":  # an empty list or tensor
         given = given.astype(np.int64)
-    if given.dtype.kind not in "iu":
-        raise IdError(
-            f"node ids must be integers, not {given.dtype}"
-            + (" (a mask? use numpy.flatnonzero)" if given.dtype == bool else "")
-        )
+    if given.dtype.kind not in "iu" or (type(ids) is not np.ndarray and isinstance(ids, np.ma.MaskedArray)):
+        raise IdError(f"node ids must be integers, not {_not_ids(ids, given)}")
     if given.dtype == np.uint64 and given.size and given.max() > np.iinfo(np.int64).max:
         raise IdError(f"node id {given.max()} is out of range")
     values = np.ascontiguousarray(given, dtype=np.int64).reshape(-1)
@@ -65,13 +102,10 @@ def parse_ids(ids: Any, *, copy: bool = False) -> Ids:
 
 def parse_runs(runs: Any, rows: int, table: str) -> NDArray[np.int64]:
     """Runs of rows as int64 [n, 2]. Raises IdError for anything that is no run of a table of so many rows."""
-    try:
-        given = np.asarray(runs)
-    except ValueError as error:  # a ragged list
-        raise IdError(f"runs must be integers [n, 2], the first row and the end of each: {error}") from None
+    given = as_integers(runs, "runs must be integers [n, 2], the first row and the end of each")
     if given.size == 0:
         return np.empty((0, 2), np.int64)
-    if given.dtype.kind not in "iu" or given.ndim != 2 or given.shape[1] != 2:
+    if given.ndim != 2 or given.shape[1] != 2:
         raise IdError(
             f"runs must be integers [n, 2], the first row and the end of each, not {given.dtype} {given.shape}"
         )
@@ -84,9 +118,11 @@ def parse_runs(runs: Any, rows: int, table: str) -> NDArray[np.int64]:
 
 def parse_places(at: Any, runs: NDArray[np.int64], rows: int) -> NDArray[np.int64]:
     """Where each run begins in a destination of so many rows, int64 [n]. Raises IdError for a place outside it."""
-    given = np.asarray(at)
-    if given.shape != (len(runs),) or (given.dtype.kind not in "iu" and given.size):
+    given = as_integers(at, f"at must be integers, one for each of the {len(runs)} runs")
+    if given.shape != (len(runs),):
         raise IdError(f"at must be integers, one for each of the {len(runs)} runs, not {given.dtype} {given.shape}")
+    if given.dtype == np.uint64 and given.size and given.max() > np.iinfo(np.int64).max:
+        raise IdError(f"at: there is no row {given.max()}")
     places = given.astype(np.int64)
     bad = np.flatnonzero((places < 0) | (places > rows - (runs[:, 1] - runs[:, 0])))  # no sum that could overflow
     if len(bad):
@@ -98,8 +134,8 @@ def parse_places(at: Any, runs: NDArray[np.int64], rows: int) -> NDArray[np.int6
 
 def parse_row_places(at: Any, count: int, rows: int) -> NDArray[np.int32]:
     """Where each of ``count`` rows goes in a destination of so many rows, int32 [count]. Raises IdError for a place outside it."""
-    given = np.asarray(at)
-    if given.shape != (count,) or (given.dtype.kind not in "iu" and given.size):
+    given = as_integers(at, f"at must be integers, one for each of the {count} ids")
+    if given.shape != (count,):
         raise IdError(f"at must be integers, one for each of the {count} ids, not {given.dtype} {given.shape}")
     if count and (given.min() < 0 or given.max() >= rows):
         raise IdError(f"at must be from 0 to {rows - 1}, the rows of out, but goes from {given.min()} to {given.max()}")
@@ -108,44 +144,25 @@ def parse_row_places(at: Any, count: int, rows: int) -> NDArray[np.int32]:
     return given.astype(np.int32, copy=False)
 
 
-def empty_rows(count: int, row_bytes: int) -> NDArray[np.uint8]:
-    """Uninitialised memory for rows, uint8 [count * row_bytes], aligned to 64 bytes."""
-    raw = np.empty(count * row_bytes + ALIGNMENT, np.uint8)
-    start = -raw.ctypes.data % ALIGNMENT
-    return raw[start : start + count * row_bytes]
-
-
-def populate(rows: NDArray[np.uint8]) -> None:
-    """Have the system provide the memory of a large fresh result now, in the caller's thread, which has nothing else to do.
-
-    Otherwise the engine's thread takes a page fault for every page it copies into. The content is not touched. This is advice:
-    a kernel that does not know it (before Linux 5.14) provides the memory later, as ever.
-    """
-    if rows.nbytes < _POPULATE_BYTES_MIN:
-        return
-    begin = -(-rows.ctypes.data // PAGE_BYTES) * PAGE_BYTES
-    end = (rows.ctypes.data + rows.nbytes) // PAGE_BYTES * PAGE_BYTES
-    madvise = libc().madvise
-    for at in range(begin, end, _POPULATE_BYTES_MIN):  # in steps, so that an interrupt comes through
-        madvise(ctypes.c_void_p(at), ctypes.c_size_t(min(_POPULATE_BYTES_MIN, end - at)), _MADV_POPULATE_WRITE)
-
-
 def check_out(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[np.uint8]:
-    """The bytes of a caller's ``out``. Raises ValueError where rows of this shape and dtype cannot be put there."""
+    """The bytes of a caller's ``out``. Raises ArgumentError, a ValueError, where rows of this shape and dtype cannot be put there."""
     if is_tensor(out):
         name = str(out.dtype).removeprefix("torch.")
-        if out.device.type == "cpu" and out.is_contiguous() and tuple(out.shape) == shape and name == dtype.name:
+        if out.is_nested or str(out.layout) != "torch.strided" or out.is_conj() or out.is_neg():
+            found = f"a {'nested' if out.is_nested else 'sparse, conjugated or negated'} tensor"
+        elif out.device.type == "cpu" and out.is_contiguous() and tuple(out.shape) == shape and name == dtype.name:
             flat: NDArray[np.uint8] = out.detach().reshape(-1).view(sys.modules["torch"].uint8).numpy()
             return flat
-        found = f"{list(out.shape)} of {name} on {out.device}, contiguous: {out.is_contiguous()}"
-    elif isinstance(out, np.ndarray):
+        else:
+            found = f"{list(out.shape)} of {name} on {out.device}, contiguous: {out.is_contiguous()}"
+    elif isinstance(out, np.ndarray) and not isinstance(out, np.ma.MaskedArray):
         flags = out.flags
         if out.shape == shape and out.dtype == dtype and flags.c_contiguous and flags.writeable:
             return np.asarray(out).reshape(-1).view(np.uint8)  # a matrix would stay two-dimensional
         found = f"{list(out.shape)} of {out.dtype}, C-contiguous: {flags.c_contiguous}, writable: {flags.writeable}"
     else:
         found = f"a {type(out).__name__}"
-    raise ValueError(
+    raise ArgumentError(
         f"out must be a C-contiguous, writable NumPy array or a torch tensor in host memory, {list(shape)} of {dtype}; it is {found}"
     )
 
@@ -154,10 +171,6 @@ def finished(rows: NDArray[np.uint8], shape: tuple[int, ...], dtype: np.dtype[An
     """Rows as what the caller gets: an array, or where ids were a tensor, a tensor on the same memory."""
     if not tensor:
         return rows.view(dtype).reshape(shape)
-    torch = sys.modules["torch"]
-    if is_bfloat16(dtype):
-        return torch.from_numpy(rows.view(np.int16).reshape(shape)).view(torch.bfloat16)
-    try:
-        return torch.from_numpy(rows.view(dtype).reshape(shape))
-    except TypeError:
-        raise TypeError(f"torch has no dtype for {dtype}; ask with NumPy ids") from None
+    from featstore.base.tensors import as_tensor
+
+    return as_tensor(rows.view(dtype).reshape(shape), "ask with NumPy ids")

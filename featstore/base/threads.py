@@ -4,17 +4,22 @@
 ``Event.set`` it leaves the event's lock taken for ever, an interrupted ``Thread.join`` (Python 3.11) takes the thread for ended, and
 one inside ``Thread.start`` leaves open whether the thread will run. What is here uses only steps that are single to the interpreter:
 ``SimpleQueue.put`` and ``get``, and ``list.pop``.
+
+A forked child has none of its parent's threads: there, nothing waits for one.
 """
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
+from featstore.base.system import started
 from featstore.errors import ClosedError
 
 _PATIENCE_SECONDS = 0.2  # who waits looks this often whether there is anybody to wait for
@@ -43,14 +48,14 @@ class Worker:
 
     def __init__(self, target: Callable[[], None], name: str) -> None:
         self._permit = [target]  # to run; whoever pops it decides
-        self._began = False
+        self._began, self._pid = False, os.getpid()
         self.ended = False  # it began, and its target has returned
         self._end = Wake()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
-        """Run, unless :meth:`end` was called before."""
-        self._thread.start()
+        """Run, unless :meth:`end` was called before. Raises DeviceError where there can be no more threads."""
+        started(self._thread)
 
     def _run(self) -> None:
         self._began = True
@@ -69,9 +74,16 @@ class Worker:
         except IndexError:
             return None
 
+    @property
+    def here(self) -> bool:
+        """Whether the thread is one of this process, and not of one that has forked it."""
+        return self._pid == os.getpid()
+
     def end(self) -> None:
         """Wait until the target has returned; if it has not begun, it never will. An interrupt is raised after that."""
         if self._take_permit() is not None or not self._began or self._thread is threading.current_thread():
+            return
+        if not self.here:
             return
         interrupted: KeyboardInterrupt | None = None
         while not self.ended:
@@ -95,8 +107,10 @@ class Runner:
     def run(self, step: Callable[[], Any]) -> Any:
         """What ``step`` returns or raises. Who is interrupted here does not learn it; the step is taken all the same.
 
-        Raises ClosedError after :meth:`end`.
+        Raises ClosedError after :meth:`end`, and in a forked child.
         """
+        if not self._worker.here:
+            raise ClosedError("the thread that takes steps stayed in the process that forked this one")
         reply: queue.SimpleQueue[tuple[BaseException | None, Any]] = queue.SimpleQueue()
         self._steps.put((step, reply))
         while True:
@@ -131,3 +145,8 @@ def _take_steps(steps: queue.SimpleQueue[_Step | None]) -> None:
     while not steps.empty():
         if (item := steps.get()) is not None:
             item[1].put((ClosedError("closed before this step was taken"), None))
+
+
+def shut_down(pool: ThreadPoolExecutor) -> None:
+    """End a pool's threads and wait for them, unless one of them is asking (the last reference may be dropped in any thread)."""
+    pool.shutdown(wait=threading.current_thread() not in pool._threads)

@@ -12,9 +12,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from featstore.errors import BudgetError, SourceError
-from featstore.store import Store, Table
-from featstore.trace import Trace
+from featstore.compile.limits import SLOTS_MAX
+from featstore.errors import ArgumentError, BudgetError
+from featstore.plan.budget import reader_bytes
+from featstore.storage.store import OpenStore, Table
+from featstore.trace.trace import Trace
 from featstore.units import parse_bytes
 
 DEPTHS = (3, 2)
@@ -69,25 +71,16 @@ class LoaderBudget:
                     needed, memory_bytes, "hold two mini-batches of this trace, their records and what reads them"
                 )
         cache = memory_bytes - fixed(depth, memory_bytes) if cache_bytes is None else cache_bytes
-        slots = {t: min(table.rows, cache * asked[t] // total // table.row_bytes) for t, table in tables.items()}
-        device = {
-            t: min(table.rows, device_bytes * asked[t] // total // table.row_bytes) for t, table in tables.items()
-        }
+
+        def rows_in(memory: int, t: str) -> int:
+            return min(SLOTS_MAX, tables[t].rows, memory * asked[t] // total // tables[t].row_bytes)
+
+        slots = {t: rows_in(cache, t) for t in tables}
+        device = {t: rows_in(device_bytes, t) for t in tables}
         return cls(memory_bytes, depth, batch, record, reader_bytes(memory_bytes), slots, device)
 
 
-def reader_bytes(memory_bytes: int) -> int:
-    """What of a loader's budget its readers take, but for page checksums."""
-    return nominal_bytes(memory_bytes) // 4
-
-
-def nominal_bytes(memory_bytes: int) -> int:
-    """The budget that a reader without tiers is given so that it takes at most a quarter of it: staging has an eighth of a
-    reader's budget, planning a tenth, and the rest, which would be its tiers', is never taken."""
-    return max(16 * 2**20, min(128 * 2**20, memory_bytes // 2))
-
-
-def parse_disk(disk: int | str | None, store: Store) -> int | None:
+def parse_disk(disk: int | str | None, store: OpenStore) -> int | None:
     """A limit on disk space: bytes, a size, or a multiple of the store's tables as ``"3x"``. Raises SourceError."""
     if disk is None:
         return None
@@ -97,9 +90,10 @@ def parse_disk(disk: int | str | None, store: Store) -> int | None:
         except ValueError:
             times = -1.0
         if not 0 <= times < 1e9:
-            raise SourceError(f"disk must be a size or a multiple of the tables such as '3x', not {disk!r}")
+            raise ArgumentError(f"disk must be a size or a multiple of the tables such as '3x', not {disk!r}")
         return int(times * sum(t.data_bytes for t in store.tables.values()))
     try:
-        return 0 if disk in (0, "0") else parse_bytes(disk)
+        nothing = isinstance(disk, int | str) and not isinstance(disk, bool) and disk in (0, "0")
+        return 0 if nothing else parse_bytes(disk, "disk")
     except ValueError as error:
-        raise SourceError(f"disk must be a size or a multiple of the tables such as '3x': {error}") from None
+        raise ArgumentError(f"disk must be a size or a multiple of the tables such as '3x': {error}") from None

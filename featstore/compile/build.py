@@ -2,11 +2,11 @@
 
 What is written is a store of its own, in ``STORE/packs/NAME``: tables of packed and shared rows, what is in memory before the first
 mini-batch, and the records. So commit, checksums, locks, verification and copying are those of every store
-(:mod:`featstore.packing.generations`). Its manifest names the base store's uuid, which is derived from all that is in it.
+(:mod:`featstore.storage.generations`). Its manifest names the base store's uuid, which is derived from all that is in it.
 
-First everything is decided, table by table (:mod:`featstore.compiled.table`); these passes over the trace are the same each time, so an
+First everything is decided, table by table (:mod:`featstore.compile.decide`); these passes over the trace are the same each time, so an
 interrupted compilation goes through them again. Then the base table is read, once and in order, and every segment gets its rows
-(:mod:`featstore.compiled.segments`); how far that is stands in the journal. Rows of shared regions lie in another order than the base
+(:mod:`featstore.compile.segments`); how far that is stands in the journal. Rows of shared regions lie in another order than the base
 table's: they go through a spill file that is cut into buckets, each of which fits in memory and is brought into order there.
 """
 
@@ -23,20 +23,26 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-import featstore
-from featstore.compiled.budget import LoaderBudget, parse_disk
-from featstore.compiled.lists import RowLists
-from featstore.compiled.packing import PARTS, TablePacking, needed_bytes
-from featstore.compiled.record_table import write_records
-from featstore.compiled.records import encode_record, record_offsets
-from featstore.compiled.routing import Routes
-from featstore.compiled.scan import tables_of
-from featstore.compiled.table import OURS, Policy, TableOptions, TablePlan, plan_table
-from featstore.cost import device_key, load_model
-from featstore.disk import Disk
-from featstore.engine.base import EXTENT_BYTES_MAX
-from featstore.errors import BudgetError, DiskFullError, FeatstoreError, SourceError
-from featstore.manifest import (
+from featstore._version import __version__
+from featstore.arguments import as_choice, as_count, as_flag, as_function, as_path, shown
+from featstore.base.system import asking
+from featstore.compile.budget import LoaderBudget, parse_disk
+from featstore.compile.decide import OURS, Policy, TableOptions, TablePlan, plan_table
+from featstore.compile.limits import check_sizes
+from featstore.compile.record_table import write_records
+from featstore.compile.routing import Routes
+from featstore.compile.row_lists import RowLists
+from featstore.compile.scan import tables_of
+from featstore.compile.write_table import PARTS, TablePacking, needed_bytes
+from featstore.errors import ArgumentError, BudgetError, DiskFullError, FeatstoreError
+from featstore.layout.records import encode_record, record_offsets
+from featstore.packing.packing import Progress
+from featstore.plan.cost import device_key, load_model
+from featstore.storage.belongings import GENERATION, NOTHING, SPILL, STORE
+from featstore.storage.disk import Disk
+from featstore.storage.generations import Generation, begin, collect, commit, current, names, writer_lock
+from featstore.storage.journal import Journal, State
+from featstore.storage.manifest import (
     COMPILED_FEATURE,
     FORMAT_VERSION,
     ArrayEntry,
@@ -47,16 +53,13 @@ from featstore.manifest import (
     check_name,
     sealed,
 )
-from featstore.packing.generations import Generation, begin, collect, commit, current, names, writer_lock
-from featstore.packing.journal import Journal, State
-from featstore.packing.packing import Progress
-from featstore.packing.writer import Catalogue, write_array, zarr_group_json
-from featstore.samples import encode
-from featstore.store import Store
-from featstore.trace import Trace
-from featstore.units import parse_bytes
+from featstore.storage.packs import FORECAST, check_no_episode, check_pack_name, packs_directory, packs_to_write
+from featstore.storage.store import OpenStore
+from featstore.storage.table_writer import Catalogue, write_array, zarr_group_json
+from featstore.trace.samples import encode
+from featstore.trace.trace import Trace
+from featstore.units import EXTENT_BYTES_MAX, parse_bytes
 
-PACKS = "packs"
 _BLOCK_BYTES = 2**20
 _DISK_SLACK_BYTES = 1 << 20
 # Of deciding, for each row: the map and places of every table; uses and slots, or keys and places in regions, of one table.
@@ -67,7 +70,7 @@ _MAP_BYTES, _STATE_BYTES = 8, 16
 class CompileForecast:
     """What compiling a trace will give, before anything is written. Seconds: of reading all mini-batches once.
 
-    ``tables``: by table, what its rows cost (see :class:`featstore.compiled.placement.Forecast`) and how they are spread.
+    ``tables``: by table, what its rows cost (see :class:`featstore.compile.placement.Forecast`) and how they are spread.
     """
 
     batches: int
@@ -78,23 +81,20 @@ class CompileForecast:
     tables: dict[str, dict[str, Any]]
 
 
-def _size(given: int | str) -> int:
+def _size(given: int | str, name: str) -> int:
     """A size that may be nothing."""
-    return 0 if given in (0, "0") else parse_bytes(given)
-
-
-def packs_directory(store: Store) -> Path:
-    """Where the compiled traces of a store are."""
-    return store.path / PACKS
+    nothing = isinstance(given, int | str) and not isinstance(given, bool) and given in (0, "0")
+    return 0 if nothing else parse_bytes(given, name)
 
 
 def compile_trace(
-    store: Store | str | os.PathLike[str], trace: Trace | str | os.PathLike[str], name: str = "default", *, memory: int | str = "1GiB",
+    store: OpenStore | str | os.PathLike[str], trace: Trace | str | os.PathLike[str], name: str = "default", *, memory: int | str = "1GiB",
     disk: int | str | None = None, train_memory: int | str | None = None, cache: int | str | None = None,
     device_memory: int | str = 0, residency: str = "min", seed: int = 0, resume: bool = False, overwrite: bool = False,
     dry_run: bool = False, progress: Callable[[Progress], None] | None = None, disk_door: Disk | None = None, policy: Policy = OURS,
-) -> Store | CompileForecast:  # fmt: skip
-    """Compile a trace for a store, and open what was written; with ``dry_run``, forecast it and write nothing that stays.
+) -> Path | CompileForecast:  # fmt: skip
+    """Compile a trace for a store, and return the path of what was written (``featstore.compile_trace`` opens it); with
+    ``dry_run``, forecast it and write nothing that stays.
 
     Args:
         store: the base store, or its path.
@@ -113,30 +113,41 @@ def compile_trace(
 
     Raises SourceError, IdError, BudgetError, DiskFullError, DeviceError, CorruptionError, StoreExistsError, StoreLockedError.
     """
-    if not isinstance(store, Store) or not isinstance(trace, Trace):
+    for flag, value in (("resume", resume), ("overwrite", overwrite), ("dry_run", dry_run)):
+        as_flag(value, flag)
+    if progress is not None:
+        as_function(progress, "progress")
+    if not isinstance(policy, Policy):
+        raise ArgumentError(f"policy must be a Policy, not {shown(policy)}")
+    as_choice(residency, "residency", ("min", "fixed"))
+    as_count(seed, "seed", 0)
+    check_pack_name(name)
+    if not isinstance(store, OpenStore) or not isinstance(trace, Trace):
         with ExitStack() as stack:
-            base = store if isinstance(store, Store) else stack.enter_context(Store(store))
-            recorded = trace if isinstance(trace, Trace) else stack.enter_context(Trace(trace))
+            base = store if isinstance(store, OpenStore) else stack.enter_context(OpenStore(as_path(store, "store")))
+            recorded = trace if isinstance(trace, Trace) else stack.enter_context(Trace(as_path(trace, "trace")))
             return compile_trace(
                 base, recorded, name, memory=memory, disk=disk, train_memory=train_memory, cache=cache, device_memory=device_memory,
                 residency=residency, seed=seed, resume=resume, overwrite=overwrite, dry_run=dry_run, progress=progress,
                 disk_door=disk_door, policy=policy,
             )  # fmt: skip
     base, recorded = store, trace
-    check_name(name, "compiled trace")
-    if residency not in ("min", "fixed"):
-        raise SourceError(f"residency must be 'min' or 'fixed', not {residency!r}")
+    of_type = {t: base.table(n).rows for t, n in tables_of(base, recorded).items()}
+    check_sizes(of_type, recorded.counts, len(recorded))
+    options = _Options(
+        parse_bytes(memory, "memory"), parse_disk(disk, base),
+        parse_bytes(memory, "memory") if train_memory is None else parse_bytes(train_memory, "train_memory"),
+        None if cache is None else _size(cache, "cache"), _size(device_memory, "device_memory"), residency, seed, policy.name,
+    )  # fmt: skip
     door = disk_door or Disk()
-    root = packs_directory(base) / (f"{name}.forecast" if dry_run else name)
+    root = packs_to_write(base) / (f"{name}{FORECAST}" if dry_run else name)
+    check_no_episode(root.parent, name)
     for directory in (root.parent, root):
         door.mkdir(directory)
         door.fsync_dir(directory.parent)
-    options = _Options(
-        parse_bytes(memory), parse_disk(disk, base), parse_bytes(memory if train_memory is None else train_memory),
-        None if cache is None else _size(cache), _size(device_memory), residency, seed, policy.name,
-    )  # fmt: skip
     with writer_lock(root):
         try:
+            check_no_episode(root.parent, name)  # such a loader may have begun since
             generation, resumed = begin(root, door, resume=resume and not dry_run, overwrite=overwrite or dry_run)
             compiling = _Compiling(door, base, recorded, generation, options, policy, progress)
             try:
@@ -152,10 +163,9 @@ def compile_trace(
         finally:
             if current(root) is None and not names(root):  # nothing was achieved, or asked for
                 with suppress(FeatstoreError, OSError):
-                    door.rmtree(root)
-                    if not any(root.parent.iterdir()):
-                        door.rmtree(root.parent)
-    return Store(root)
+                    door.rmtree(root, STORE)
+                    door.rmtree(root.parent, NOTHING)
+    return packs_directory(base) / name
 
 
 @dataclass(frozen=True)
@@ -174,7 +184,7 @@ class _Compiling:
     """One compilation: the state that its steps share."""
 
     def __init__(
-        self, disk: Disk, base: Store, trace: Trace, generation: Generation, options: _Options, policy: Policy,
+        self, disk: Disk, base: OpenStore, trace: Trace, generation: Generation, options: _Options, policy: Policy,
         progress: Callable[[Progress], None] | None,
     ) -> None:  # fmt: skip
         self.disk, self.base, self.trace, self.generation, self.options = disk, base, trace, generation, options
@@ -214,14 +224,14 @@ class _Compiling:
                 format="featstore", version=FORMAT_VERSION, reader_features=[COMPILED_FEATURE], writer_features=[], uuid="",
                 generation=name, tables=self._tables, arrays=self._arrays,
                 files=sorted(self.catalogue.files.values(), key=lambda f: f.path),
-                provenance={"writer": f"featstore {featstore.__version__}", "seed": self.options.seed,
+                provenance={"writer": f"featstore {__version__}", "seed": self.options.seed,
                             "trace": self.trace.fingerprint},
                 compiled=entry,
             )
         )  # fmt: skip
         commit(self.generation.store, self.disk, manifest)
         self.disk.unlink(self.generation.journal)
-        self.disk.rmtree(self.scratch)
+        self.disk.rmtree(self.scratch, SPILL)
 
     def forecast(self) -> CompileForecast:
         """Decide, and leave nothing."""
@@ -237,8 +247,8 @@ class _Compiling:
             return
         with suppress(FeatstoreError, OSError):  # the error that brought us here is the one to tell
             self.disk.unlink(self.generation.journal)
-            self.disk.rmtree(self.scratch)
-            self.disk.rmtree(self.generation.directory)
+            self.disk.rmtree(self.scratch, SPILL)
+            self.disk.rmtree(self.generation.directory, GENERATION)
 
     def close(self) -> None:
         """Let the scratch files go."""
@@ -321,7 +331,8 @@ class _Compiling:
             + 2 * forecast.record_bytes
             + _DISK_SLACK_BYTES
         )
-        there = sum(p.stat().st_blocks * 512 for p in self.generation.directory.rglob("*") if p.is_file())
+        with asking(self.generation.directory, "look at the files of"):
+            there = sum(p.stat().st_blocks * 512 for p in self.generation.directory.rglob("*") if p.is_file())
         free = self.disk.free_bytes(self.generation.store)
         if needed - there > free:
             raise DiskFullError(self.generation.store, needed - there, free)

@@ -1,7 +1,7 @@
 """Deciding about one table: what of each mini-batch comes from where.
 
 The passes over the row lists, each out of core: which rows are on the accelerator, which are in memory when (:mod:`residency`), and what
-becomes of the others (:mod:`placement`). Records and segments follow from that (:mod:`featstore.compiled.routing`).
+becomes of the others (:mod:`placement`). Records and segments follow from that (:mod:`featstore.compile.routing`).
 """
 
 from __future__ import annotations
@@ -12,26 +12,27 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
-from featstore.compiled.groups import Group, shared_order
-from featstore.compiled.lists import RowLists, RowListsWriter
-from featstore.compiled.placement import Forecast, Placement, choose
-from featstore.compiled.residency import NEVER, Residency, keep_fixed, keep_min, most_used
-from featstore.compiled.scan import NodeRows, scan
-from featstore.cost import DeviceModel
-from featstore.disk import Disk
-from featstore.order.parts import node_dtype
-from featstore.store import Table
-from featstore.trace import Trace
+from featstore.base.compilation import njit
+from featstore.base.dtypes import node_dtype
+from featstore.compile.choose import choose
+from featstore.compile.groups import Group, shared_order
+from featstore.compile.placement import Forecast, Placement
+from featstore.compile.residency import NEVER, Residency, keep_fixed, keep_min, most_used
+from featstore.compile.row_lists import RowLists, RowListsWriter
+from featstore.compile.scan import NodeRows, scan
+from featstore.plan.cost import DeviceModel
+from featstore.storage.disk import Disk
+from featstore.storage.store import Table
+from featstore.trace.trace import Trace
 
 
 @dataclass(frozen=True)
 class Policy:
     """Who decides what is packed, and who orders the regions of shared rows: ours, or another design to compare it with.
 
-    ``choose`` and ``order`` are called as :func:`featstore.compiled.placement.choose` and :func:`featstore.compiled.groups.shared_order`
+    ``choose`` and ``order`` are called as :func:`featstore.compile.choose.choose` and :func:`featstore.compile.groups.shared_order`
     are.
     """
 

@@ -32,12 +32,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
-from featstore.compiled.lists import RowLists
-from featstore.native import address_of, prefetch
-from featstore.plan import radix_sort
+from featstore.base.compilation import njit
+from featstore.base.native import address_of, prefetch
+from featstore.base.sort import radix_sort
+from featstore.compile.row_lists import RowLists
+from featstore.errors import ArgumentError
 
 #: The largest group: its members' number takes 10 bits, and a key holds five of them.
 GROUP_SIZE_MAX = 1023
@@ -154,18 +155,18 @@ def find_rows(words: NDArray[np.uint64], rows: NDArray[np.uint64]) -> int:
 def group_of(misses: RowLists, first: int, last: int, table_rows: int, work: GroupWork) -> Group:
     """The group of mini-batches ``[first, last)``, at most GROUP_SIZE_MAX of them.
 
-    Raises ValueError for a list with a row that the table does not have; ``work`` is not to be used again then.
+    Raises ArgumentError for a list with a row that the table does not have; ``work`` is not to be used again then.
     """
     size = last - first
     if not 1 <= size <= GROUP_SIZE_MAX:
-        raise ValueError(f"a group has 1 to {GROUP_SIZE_MAX} mini-batches, not {size}")
+        raise ArgumentError(f"a group has 1 to {GROUP_SIZE_MAX} mini-batches, not {size}")
     ids = int(misses.offsets[last] - misses.offsets[first])
     touched = np.empty(min(ids, table_rows) + 1, np.uint64)
     known, bits = 0, size.bit_length()
     for index in range(first, last):
         known = add_list(misses[index], index - first + 1, bits, work.words, address_of(work.words), touched, known)
         if known < 0:
-            raise ValueError(f"mini-batch {index} misses a row that the table of {table_rows:,} rows does not have")
+            raise ArgumentError(f"mini-batch {index} misses a row that the table of {table_rows:,} rows does not have")
     if known * _DENSE > table_rows:
         find_rows(work.words, touched)
         touched = touched[:known]

@@ -5,7 +5,7 @@ A limit on disk space is spent where it saves the most time. Each missed row of 
 * **packed**: a copy of its own in the mini-batch's run of the packed table. The run is read whole, so a row costs its bytes and
   nothing else. One row of disk for every mini-batch that misses it.
 * **shared**: one copy for a group of G consecutive mini-batches, in the group's region of the shared table, ordered so that
-  what one mini-batch reads lies together (:mod:`featstore.compiled.groups`). One row of disk for the group.
+  what one mini-batch reads lies together (:mod:`featstore.compile.groups`). One row of disk for the group.
 * **base**: read from the base table, at no disk.
 
 How a row is placed depends on G and on how many mini-batches of the group miss it, c. That is fine enough, because c is what a row's disk
@@ -13,11 +13,11 @@ space and its neighbours in the region depend on, and it keeps a placement to a 
 yet. One class c may be split: rows whose hash is below a bound go the better way, so that the limit is used to the last 256th of the
 class.
 
-The search (:mod:`featstore.compiled.search`) estimates from a sample; what a placement takes on disk is counted here, over all lists, and
+The search (:mod:`featstore.compile.search`) estimates from a sample; what a placement takes on disk is counted here, over all lists, and
 :func:`forecast` plans every read of it as the reader will.
 
 DiskGNN (SIGMOD 2025, 5.1) packs rows of c = 1, shares all others, orders by MinHash and takes the smallest G that fits; it never looks at
-reads. See :mod:`featstore.compiled.yardsticks`.
+reads. See ``benchmarks/yardsticks.py``.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from enum import IntEnum
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
-from featstore.compiled.groups import GROUP_BYTES_PER_ROW, Group, GroupWork, group_of, shared_order
-from featstore.compiled.lists import RowLists
-from featstore.cost import DeviceModel
-from featstore.errors import BudgetError
+from featstore.base.compilation import njit
+from featstore.compile.groups import Group, GroupWork, group_of, shared_order
+from featstore.compile.row_lists import RowLists
+from featstore.errors import ArgumentError
 from featstore.layout import TableLayout
-from featstore.plan import PLANNING_BYTES_PER_ID, plan_extents
+from featstore.plan.cost import DeviceModel
+from featstore.plan.extents import plan_extents
 from featstore.units import PAGE_BYTES
 
 #: A split takes so many 256ths of a class.
@@ -180,7 +180,9 @@ def tally_classes(misses: RowLists, group_size: int, table_rows: int) -> NDArray
         last = min(first + group_size, len(misses))
         for index in range(first, last):
             if not count_list(misses[index], counts):
-                raise ValueError(f"mini-batch {index} misses a row that the table of {table_rows:,} rows does not have")
+                raise ArgumentError(
+                    f"mini-batch {index} misses a row that the table of {table_rows:,} rows does not have"
+                )
         if _SWEEP * int(misses.offsets[last] - misses.offsets[first]) > table_rows:
             tally_all(counts, tally)
         else:
@@ -288,7 +290,7 @@ class Reads:
             self._pages += extents.read_pages
 
     def run(self, rows: int) -> None:
-        """The next run of packed rows; its reads begin at multiples of the longest one, see :func:`featstore.plan.plan_runs`."""
+        """The next run of packed rows; its reads begin at multiples of the longest one, see :func:`featstore.plan.extents.plan_runs`."""
         if rows:
             begin, end = self._packed_rows * self._base.row_bytes, (self._packed_rows + rows) * self._base.row_bytes
             step = self._extent_bytes_max // PAGE_BYTES * PAGE_BYTES
@@ -313,58 +315,3 @@ def forecast(
         group = group_of(misses, first, last, table_rows, work)
         reads.add(group, (misses[index] for index in range(first, last)), placement, work, order)
     return reads.forecast()
-
-
-#: Up to so many ids (a list counts as some more), candidates are compared by planning every read: the best few, and so many ids in all.
-#: Up to so many ids times group sizes, every group size is looked at.
-EXACT_IDS = 1 << 17
-_EXACT_MAX = 40
-_EXACT_WORK = 1 << 20
-_IDS_PER_LIST = 256
-#: Memory for each id of the longest list: the list, its rows by place, and planning.
-_LIST_BYTES_PER_ID = 24 + PLANNING_BYTES_PER_ID
-_SPARE_BYTES = 1 << 20
-
-
-def choose(
-    misses: RowLists, table_rows: int, row_bytes: int, base_layout: TableLayout, model: DeviceModel,
-    disk_bytes: int | None, *, extent_bytes_max: int, memory_bytes: int, seed: int = 0,
-) -> tuple[Placement, Forecast]:  # fmt: skip
-    """The placement that reads all lists in the least time with packed and shared rows of at most ``disk_bytes`` (None: no limit).
-
-    ``misses``: for each mini-batch the rows that it must get from disk, distinct, in any order. The group size is kept so small that a
-    group can be built in ``memory_bytes``. Disk use is exact; the time is estimated from a sample, or exact up to EXACT_IDS ids. Raises
-    BudgetError with the smallest budget that works, ValueError for lists with rows that the table does not have.
-    """
-    from featstore.compiled.search import Search, estimate
-    from featstore.compiled.survey import BYTES_PER_PAIR, PAIRS_MAX, Survey
-
-    longest = int(misses.lengths().max(initial=0))
-    free = memory_bytes - GroupWork.needed_bytes(table_rows) - longest * _LIST_BYTES_PER_ID - _SPARE_BYTES
-    if free < longest * GROUP_BYTES_PER_ROW:
-        needed = memory_bytes - free + longest * GROUP_BYTES_PER_ROW
-        raise BudgetError(needed, memory_bytes, "choose what is packed and what is shared")
-    if disk_bytes is None or misses.total * row_bytes <= disk_bytes:
-        reads = Reads(base_layout, model, extent_bytes_max)
-        for length in misses.lengths().tolist():
-            reads.run(length)
-        return Placement(1, (int(Choice.PACKED),)), reads.forecast()
-    survey = Survey(misses, table_rows, seed, min(PAIRS_MAX, (memory_bytes - table_rows // 4) // BYTES_PER_PAIR))
-    size_max = survey.largest_group(free // GROUP_BYTES_PER_ROW)
-    search = Search(survey, len(misses), size_max, base_layout, model, extent_bytes_max, disk_bytes)
-    tallies: dict[int, NDArray[np.int64]] = {}
-    found: list[tuple[Placement, Forecast]] = []
-    work = misses.total + len(misses) * _IDS_PER_LIST
-    exact = work <= EXACT_IDS
-    sizes = range(1, size_max + 1) if work * size_max <= EXACT_IDS else ()
-    for candidate in search.run(sizes)[: min(_EXACT_MAX, _EXACT_WORK // work) if exact else 1]:
-        size = candidate.placement.group_size
-        if size not in tallies:
-            tallies[size] = tally_classes(misses, size, table_rows)
-        placement = search.fitted(candidate, tallies[size])
-        if exact:
-            expected = forecast(placement, misses, table_rows, base_layout, model, extent_bytes_max=extent_bytes_max)
-        else:
-            expected = estimate(placement, tallies[size], candidate.costs, row_bytes, model)
-        found.append((placement, expected))
-    return min(found, key=lambda pair: pair[1].seconds)

@@ -2,11 +2,11 @@
 
 In any group around a probe it is known how often each of the probe's rows is missed. That is enough to plan what the probe reads from the
 base table, whichever classes of rows (missed by c mini-batches of the group) are left there. Of the group's shared region it gives one
-block: a region begins, for each mini-batch, with the rows that it misses first (:mod:`featstore.compiled.groups`), so the probe's block
+block: a region begins, for each mini-batch, with the rows that it misses first (:mod:`featstore.compile.groups`), so the probe's block
 can be laid out exactly and all reads of it by all mini-batches of the group be planned.
 
-Reads are planned by the rule of the reader (:func:`featstore.plan.cut_extents`); what a read costs is shared equally by the rows that it
-brings, and added up by class. Reads that would go on from one block into the next are joined as if the next were like this one.
+Reads are planned by the rule of the reader (:func:`featstore.plan.extents.cut_extents`); what a read costs is shared equally by the rows
+that it brings, and added up by class. Reads that would go on from one block into the next are joined as if the next were like this one.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
-from featstore.compiled.groups import key_mask, key_of, sort_block
-from featstore.plan import cut_extents
+from featstore.base.compilation import njit
+from featstore.compile.groups import key_mask, key_of, sort_block
+from featstore.plan.extents import cut_extents
 from featstore.units import PAGE_BYTES
 
 if TYPE_CHECKING:
-    from featstore.cost import DeviceModel
     from featstore.layout import TableLayout
+    from featstore.plan.cost import DeviceModel
 
 Masks = list[NDArray[np.bool_]]
 
@@ -204,7 +204,7 @@ class Probe:
 
     def order(self, apart: bool) -> NDArray[np.int64]:
         """The places in ``rows`` of the block's rows (but those that the probe misses alone) in order; ``apart``: see
-        :func:`~featstore.compiled.groups.counts_apart`."""
+        :func:`~featstore.compile.groups.counts_apart`."""
         if apart not in self._orders:
             places = np.flatnonzero(self.keys)
             keys, n = self.keys[places] & key_mask(self.last - self.first, apart), len(places)
@@ -247,7 +247,7 @@ def shared_costs(
     looks: list[Probe], masks: Masks, apart: bool, row_bytes: int, model: DeviceModel, extent_bytes_max: int
 ) -> ClassCosts:  # fmt: skip
     """What it costs all mini-batches to read the shared rows (``masks``) in the probes' blocks. ``apart``: in which order, see
-    :func:`~featstore.compiled.groups.counts_apart`."""
+    :func:`~featstore.compile.groups.counts_apart`."""
     size = looks[0].last - looks[0].first
     costs = ClassCosts.zeros(size)
     for look, mask in zip(looks, masks, strict=True):

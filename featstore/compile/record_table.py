@@ -7,14 +7,15 @@ from functools import cache
 
 import msgspec
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
-from featstore.compiled.tables import new_table, table_writer
-from featstore.manifest import TableEntry
-from featstore.packing.rows_digest import add
-from featstore.packing.writer import Appender, Catalogue, catalogue_rows
-from featstore.tracing.layout import checksum
+from featstore.base.compilation import njit
+from featstore.compile.write_records import new_table, table_writer
+from featstore.errors import ArgumentError
+from featstore.storage.manifest import TableEntry
+from featstore.storage.rows_digest import add
+from featstore.storage.table_writer import Appender, Catalogue, catalogue_rows
+from featstore.trace.log_format import checksum
 from featstore.units import PAGE_BYTES
 
 _APPEND_BYTES = 2**20
@@ -22,7 +23,7 @@ _APPEND_BYTES = 2**20
 
 @njit(cache=True, nogil=True)
 def digest_bytes(data: NDArray[np.uint8], first: int, byte_crc: NDArray[np.uint64]) -> np.uint64:
-    """:func:`featstore.packing.rows_digest.digest_rows` of rows of one byte each, the first of which has the number ``first``. Their
+    """:func:`featstore.storage.rows_digest.digest_rows` of rows of one byte each, the first of which has the number ``first``. Their
     checksums come from a table, so that the loop is vectorised, which makes it 8 times as fast."""
     total = np.uint64(0)
     for i in range(data.shape[0]):
@@ -54,7 +55,7 @@ def write_records(
             for number, record in enumerate(records):
                 begin, end = offsets[number : number + 2].tolist()
                 if len(record) != end - begin:
-                    raise ValueError(f"record {number} has {len(record)} bytes, {end - begin} were announced")
+                    raise ArgumentError(f"record {number} has {len(record)} bytes, {end - begin} were announced")
                 digest = add(digest, int(digest_bytes(record, begin, byte_crcs())))
                 appender.append(record)
             appender.finish()

@@ -27,10 +27,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
-from featstore.compiled.lists import RowLists, RowListsWriter
+from featstore.base.compilation import njit
+from featstore.compile.row_lists import RowLists, RowListsWriter
 
 #: The next use of a row that is not used again.
 NEVER = np.int32(2**31 - 1)
@@ -233,7 +233,7 @@ def keep_min(
     misses: RowListsWriter,
 ) -> Residency:
     """Keep by next use, for a trace that is gone through again and again. ``next_use`` and ``first_use``: see
-    :func:`featstore.compiled.scan.scan`."""
+    :func:`featstore.compile.scan.scan`."""
     batches = len(rows)
     capacity_rows = min(capacity_rows, int((first_use != NEVER).sum()))
     cache = MinCache(len(first_use), capacity_rows, 2 * batches)

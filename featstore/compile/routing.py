@@ -13,21 +13,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
-from featstore.compiled.groups import GroupWork, group_of
-from featstore.compiled.lists import RowLists, RowListsWriter
-from featstore.compiled.placement import Choice
-from featstore.compiled.records import Lengths, TableRecord
-from featstore.compiled.scan import Places
-from featstore.compiled.table import TablePlan, slots_of
-from featstore.disk import Disk
-from featstore.plan import radix_sort
-from featstore.trace import Trace
+from featstore.base.compilation import njit
+from featstore.base.sort import radix_sort
+from featstore.compile.decide import TablePlan, slots_of
+from featstore.compile.groups import GroupWork, group_of
+from featstore.compile.placement import Choice
+from featstore.compile.row_lists import RowLists, RowListsWriter
+from featstore.compile.scan import Places
+from featstore.layout.records import Lengths, TableRecord
+from featstore.plan.extents import key_bits
+from featstore.storage.disk import Disk
+from featstore.trace.trace import Trace
 
 _BASE, _PACKED = -1, -2
-_PLACE_BITS = 32
 
 
 @njit(cache=True, nogil=True)
@@ -47,14 +47,14 @@ def route_rows(
     rows: NDArray[Any], place: NDArray[np.int32], moves: NDArray[np.int32], found: NDArray[Any], slot_of_slot: NDArray[np.int32],
     hit_place: NDArray[np.int32], hit_slot: NDArray[np.int32], packed: NDArray[np.uint64], shared_place: NDArray[np.int32],
     shared_row: NDArray[np.int64], base_place: NDArray[np.int32], base_row: NDArray[np.int64], admit_place: NDArray[np.int32],
-    admit_slot: NDArray[np.int32],
+    admit_slot: NDArray[np.int32], place_bits: int,
 ) -> None:  # fmt: skip
     """Part a mini-batch's rows by where they come from, and note which of them stay.
 
     An empty ``place`` is the identity. ``found``: of each missed row, see :class:`Routes`; empty if all are packed. ``packed`` becomes
-    ``row << 32 | place``. All outputs have the lengths they need.
+    ``row << place_bits | place``. All outputs have the lengths they need.
     """
-    identity, all_packed = place.shape[0] == 0, found.shape[0] == 0
+    identity, all_packed, bits = place.shape[0] == 0, found.shape[0] == 0, np.uint64(place_bits)
     hits = packs = shared = base = admitted = missed = 0
     for i in range(rows.shape[0]):
         at = np.int32(i) if identity else place[i]
@@ -71,7 +71,7 @@ def route_rows(
         there = np.int64(_PACKED) if all_packed else np.int64(found[missed])
         missed += 1
         if there == _PACKED:
-            packed[packs] = np.uint64(rows[i]) << np.uint64(_PLACE_BITS) | np.uint64(at)
+            packed[packs] = np.uint64(rows[i]) << bits | np.uint64(at)
             packs += 1
         elif there >= 0:
             shared_place[shared], shared_row[shared] = at, there
@@ -83,7 +83,7 @@ def route_rows(
 
 @dataclass(frozen=True)
 class OnDevice:
-    """What of a mini-batch is on the accelerator, and the places of all else; int32, see :mod:`featstore.compiled.records`."""
+    """What of a mini-batch is on the accelerator, and the places of all else; int32, see :mod:`featstore.layout.records`."""
 
     device_place: NDArray[np.int32]
     device_slot: NDArray[np.int32]
@@ -94,11 +94,13 @@ class Routes:
     """Where the missed rows of a table go, and how long its parts of the records are. Of a missed row, ``found`` says: its row of the
     shared table, _BASE or _PACKED; None if all are packed. ``shared``: the rows of all groups' regions, a list for each, in region order.
 
-    ``lengths``: see :class:`~featstore.compiled.records.Lengths`.
+    ``lengths``: see :class:`~featstore.layout.records.Lengths`.
     """
 
     def __init__(self, plan: TablePlan, trace: Trace, disk: Disk, scratch: Path) -> None:
         self._plan, self._trace = plan, trace
+        most = int(trace.counts[plan.node_type].max(initial=0))
+        self._place_bits = key_bits(plan.table.rows, most, "compile mini-batches: their ids")
         self._packed = RowListsWriter(disk, scratch / f"{plan.table.name}.packed", plan.host.dtype)
         shared = RowListsWriter(disk, scratch / f"{plan.table.name}.shared", plan.host.dtype)
         self._device_slot = slots_of(plan.table.rows, plan.device) if len(plan.device) else None
@@ -207,17 +209,18 @@ class Routes:
         found = np.empty(0, np.int32) if self._found is None else self._found[batch]
         route_rows(
             p.rows, p.place, plan.residency.moves[batch], found, plan.slot_of_slot, hit_place, hit_slot, keys,
-            shared_place, shared_row, base_place, base_row, admit_place, admit_slot,
+            shared_place, shared_row, base_place, base_row, admit_place, admit_slot, self._place_bits,
         )  # fmt: skip
         row_bits = max(1, (plan.table.rows - 1).bit_length())
-        if radix_sort(keys, spare, _PLACE_BITS, _PLACE_BITS + row_bits):
+        if radix_sort(keys, spare, self._place_bits, self._place_bits + row_bits):
             keys = spare
+        places = (keys & np.uint64((1 << self._place_bits) - 1)).astype(np.int32)
         count = int(self._trace.counts[plan.node_type][batch])
         record = TableRecord(
-            count, count, packed_first, hit_place, hit_slot, keys.astype(np.int32), shared_place, shared_row, base_place,
+            count, count, packed_first, hit_place, hit_slot, places, shared_place, shared_row, base_place,
             base_row, p.copy_place, p.copy_from, admit_place, admit_slot,
         )  # fmt: skip
-        return record, keys >> np.uint64(_PLACE_BITS)
+        return record, keys >> np.uint64(self._place_bits)
 
     def finish(self) -> tuple[RowLists, RowLists]:
         """The rows of each mini-batch's own segment, ascending, and those of each group's region, in its order."""

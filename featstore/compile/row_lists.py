@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from featstore.disk import Disk, File
-from featstore.errors import CorruptionError, DeviceError
+from featstore.base.system import asking, refusal
+from featstore.errors import CorruptionError
+from featstore.storage.disk import Disk, File
 
 _HOLD_BYTES = 1 << 20
 
@@ -32,7 +33,8 @@ class RowLists:
         self.dtype = np.dtype(dtype)
         self.offsets = offsets
         self._first = first
-        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        with asking(path, "open"):
+            self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -65,7 +67,7 @@ class RowLists:
             try:
                 got = os.preadv(self._descriptor, [view[done:]], at + done)
             except OSError as error:
-                raise DeviceError(error.errno or 5, self.path, at + done) from error
+                raise refusal(error, self.path, "read", at + done) from error
             if got == 0:
                 raise CorruptionError(self.path, at + done, f"{len(view) - done} bytes more", "the end of the file")
             done += got

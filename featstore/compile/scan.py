@@ -15,15 +15,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
-from featstore.compiled.lists import RowLists, RowListsWriter
-from featstore.compiled.residency import NEVER
+from featstore.base.compilation import njit
+from featstore.compile.residency import NEVER
+from featstore.compile.row_lists import RowLists, RowListsWriter
 from featstore.errors import IdError
-from featstore.store import Store, Table
-from featstore.trace import Trace
-from featstore.tracing.nodes import table_of
+from featstore.sampling.minibatch import table_of
+from featstore.storage.store import OpenStore, Table
+from featstore.trace.trace import Trace
 
 
 @njit(cache=True, nogil=True)
@@ -145,7 +145,7 @@ class NodeRows:
         return Places(rows[:count], place[:count], copy_place[:copies], copy_from[:copies])
 
 
-def tables_of(store: Store, trace: Trace) -> dict[str, str]:
+def tables_of(store: OpenStore, trace: Trace) -> dict[str, str]:
     """Node type to table. Raises SourceError where a node type has no table."""
     return {node_type: table_of(store, node_type, "the trace has") for node_type in trace.node_types}
 

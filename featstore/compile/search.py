@@ -29,8 +29,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from featstore.compiled.groups import counts_apart
-from featstore.compiled.placement import (
+from featstore.compile.groups import counts_apart
+from featstore.compile.placement import (
     SPLIT_STEPS,
     Choice,
     Forecast,
@@ -40,13 +40,13 @@ from featstore.compiled.placement import (
     disk_rows,
     make_forecast,
 )
-from featstore.compiled.probes import ClassCosts, Masks, Probe, base_costs, shared_costs
-from featstore.compiled.survey import Survey
+from featstore.compile.probes import ClassCosts, Masks, Probe, base_costs, shared_costs
+from featstore.compile.survey import Survey
 from featstore.units import PAGE_BYTES
 
 if TYPE_CHECKING:
-    from featstore.cost import DeviceModel
     from featstore.layout import TableLayout
+    from featstore.plan.cost import DeviceModel
 
 Floats = NDArray[np.float64]
 
@@ -118,7 +118,7 @@ def after(reference: Rates, costs: ClassCosts) -> Rates:
 def allot(tally: Tally, seconds: Floats, row_bytes: int, disk_bytes: int, leave_base: bool = True) -> Placement | None:
     """The placement that takes the least time under a limit on disk.
 
-    ``tally``: rows by class and split step, see :func:`~featstore.compiled.placement.tally_classes`. ``seconds``: for each time that a row
+    ``tally``: rows by class and split step, see :func:`~featstore.compile.placement.tally_classes`. ``seconds``: for each time that a row
     of a class is read, float64 [3, G + 1], by Choice. Without ``leave_base``, no row stays in the base table; None if the limit is too
     small for that. Classes without rows go where the class before goes.
     """

@@ -9,23 +9,20 @@ from __future__ import annotations
 import errno
 import os
 import queue
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from featstore.engine.base import aligned_buffer
-from featstore.errors import CorruptionError, DeviceError
+from featstore.base.buffers import aligned_buffer
+from featstore.base.system import refusal
+from featstore.errors import CorruptionError
 from featstore.layout import TableLayout
-from featstore.packing.writer import TableWriter
+from featstore.storage.table_writer import TableWriter
 from featstore.units import PAGE_BYTES
-
-if TYPE_CHECKING:
-    from featstore.compiled.segments import Segment
 
 WRITE_THREADS = 4  # segments' buffers are short, and their writes wait for the device one by one
 _WRITES_AHEAD = 4 * WRITE_THREADS
@@ -46,7 +43,7 @@ def _reading(path: Path) -> Iterator[BufferedReader]:
     except FileNotFoundError:
         raise CorruptionError(path, None, "a file", "none", "start the pack anew with --overwrite") from None
     except OSError as error:
-        raise DeviceError(error.errno or 5, path) from error
+        raise refusal(error, path, "read") from error
 
 
 def _read_pages(path: Path, out: NDArray[np.uint8], offset: int) -> int:
@@ -70,7 +67,7 @@ def _read_pages(path: Path, out: NDArray[np.uint8], offset: int) -> int:
     except FileNotFoundError:
         raise CorruptionError(path, None, "a file", "none", "start the pack anew with --overwrite") from None
     except OSError as error:
-        raise DeviceError(error.errno or errno.EIO, path, offset + done) from error
+        raise refusal(error, path, "read", offset + done) from error
     return done
 
 
@@ -114,17 +111,18 @@ class Target:
         else:
             self._edges[page] = buffer, held
 
-    def write_unfinished(self, segments: list[Segment]) -> None:
-        """Write the pages that are not whole yet as they are, with what ``segments`` have of them in their buffers, durably."""
+    def write_unfinished(self, held: Iterable[tuple[int, int, NDArray[np.uint8]]]) -> None:
+        """Write the pages that are not whole yet as they are, with what others ``held`` of them, durably.
+
+        ``held``: page, byte within it, and the bytes, uint8.
+        """
         pages: dict[int, NDArray[np.uint8]] = {}
         for number, (buffer, _) in self._edges.items():
             pages[number] = aligned_buffer(PAGE_BYTES)
             pages[number][:] = buffer
-        for segment in segments:
-            low = max(0, segment.begin_byte - segment.page * PAGE_BYTES)
-            if segment.buffer is not None and segment.fill > low:
-                page = pages.setdefault(segment.page, aligned_buffer(PAGE_BYTES))
-                page[low : segment.fill] = segment.buffer[low : segment.fill]
+        for number, low, content in held:
+            page = pages.setdefault(number, aligned_buffer(PAGE_BYTES))
+            page[low : low + len(content)] = content
         for number, page in pages.items():
             self.write(number, page)
         self.writer.checkpoint()

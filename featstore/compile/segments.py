@@ -18,15 +18,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
-from featstore.compiled.lists import RowLists
-from featstore.compiled.targets import WRITE_THREADS, Target, page_buffers
-from featstore.engine.base import aligned_buffer
+from featstore.base.buffers import aligned_buffer
+from featstore.base.compilation import njit
+from featstore.base.native import address_of, memcpy
+from featstore.compile.row_lists import RowLists
+from featstore.compile.segment_pages import WRITE_THREADS, Target, page_buffers
 from featstore.errors import BudgetError
-from featstore.native import address_of, memcpy
-from featstore.reader import Reader
+from featstore.reader.reader import Reader
 from featstore.units import PAGE_BYTES
 
 BUFFER_BYTES_MAX = 2**20
@@ -83,6 +83,16 @@ class Segment:
     def hold(self, buffer: NDArray[np.uint8]) -> None:
         """Fill this buffer from now on."""
         self.buffer, self.address = buffer, address_of(buffer)
+
+    def begun(self) -> bool:
+        """Whether its buffer has rows of the page under way."""
+        return self.buffer is not None and self.fill > max(0, self.begin_byte - self.page * PAGE_BYTES)
+
+    def unfinished(self) -> tuple[int, int, NDArray[np.uint8]]:
+        """What its buffer has of the page under way: the page, the byte within it, and the bytes, uint8."""
+        assert self.buffer is not None
+        low = max(0, self.begin_byte - self.page * PAGE_BYTES)
+        return self.page, low, self.buffer[low : self.fill]
 
     def resume(self, rows_done: int, buffer: Callable[[], NDArray[np.uint8]]) -> None:
         """Go on after ``rows_done`` rows that a checkpoint wrote: bring back what pages that were not whole have of them."""
@@ -225,12 +235,18 @@ def plan_packing(routes: list[Route], row_bytes: int, memory_bytes: int) -> Plan
     return Plan(slab_rows, size, per_episode + _SPARE_BUFFERS, cut)
 
 
-def bounds_of(route: Route, segments: list[int], starts: NDArray[np.int64]) -> NDArray[np.int32]:
-    """int32 [segments, starts]: how many rows of each list lie before each of ``starts``."""
-    out = np.empty((len(segments), len(starts)), np.int32)
+def bounds_of(route: Route, segments: list[int], starts: NDArray[np.int64]) -> NDArray[Any]:
+    """[segments, starts]: how many rows of each list lie before each of ``starts``; int32, or int64 for longer lists."""
+    longest = max((int(route.rows.offsets[i + 1] - route.rows.offsets[i]) for i in segments), default=0)
+    out = np.empty((len(segments), len(starts)), bounds_dtype(longest))
     for at, index in enumerate(segments):
         out[at] = np.searchsorted(route.rows[index], starts)
     return out
+
+
+def bounds_dtype(longest: int) -> np.dtype[Any]:
+    """Of numbers up to the length of the longest list."""
+    return np.dtype(np.int32 if longest < 2**31 else np.int64)
 
 
 def pack_episode(
@@ -263,7 +279,9 @@ def pack_episode(
             for segment in segments:
                 packing.flush(segment)
             for route in routes:
-                route.target.write_unfinished([s for s in segments if s.target is route.target])
+                route.target.write_unfinished(
+                    s.unfinished() for s in segments if s.target is route.target and s.begun()
+                )
             save(slab + 1)
 
 
@@ -274,7 +292,7 @@ def segment_of(routes: list[Route], route: int, index: int) -> Segment:
 
 
 def _rows_of_slab(
-    routes: list[Route], chosen: tuple[tuple[int, int], ...], lows: NDArray[np.int32], highs: NDArray[np.int32]
+    routes: list[Route], chosen: tuple[tuple[int, int], ...], lows: NDArray[Any], highs: NDArray[Any]
 ) -> Iterator[tuple[list[int], NDArray[Any], NDArray[np.int64]]]:
     """What of their lists (from ``lows`` to ``highs``) the chosen segments want of a slab, for several of one route at a time, as many as
     have about INDEX_ROWS: (their numbers, the rows of all, where those of each end)."""

@@ -5,7 +5,7 @@ survey keeps is enough for all of them:
 
 * Rows drawn by a hash of their number. How many rows are missed by c mini-batches of a group follows for every group size from one walk
   over them.
-* All rows of a few mini-batches, the probes: see :mod:`featstore.compiled.probes`. G mini-batches in a row are as good a group as any
+* All rows of a few mini-batches, the probes: see :mod:`featstore.compile.probes`. G mini-batches in a row are as good a group as any
   other G, so each probe is given a group in which it has a place of its own: the first of them at the beginning, where the rows that
   nearly all mini-batches miss lie, the others ever farther apart, as blocks get smaller. Their blocks count as many times as there are
   blocks nearest to them.
@@ -19,14 +19,14 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
-from featstore.compiled.groups import GROUP_SIZE_MAX
-from featstore.compiled.lists import RowLists
-from featstore.compiled.probes import Lists, Probe, look_at
-from featstore.plan import radix_sort
-from featstore.sampling import mix64
+from featstore.base.compilation import njit
+from featstore.base.hashing import mix64
+from featstore.base.sort import radix_sort
+from featstore.compile.groups import GROUP_SIZE_MAX
+from featstore.compile.probes import Lists, Probe, look_at
+from featstore.compile.row_lists import RowLists
 
 #: Ids of the rows drawn by hash, and of the probes: what is cheap to look at, and gives counts and costs within a percent or two. What
 #: is quickly packed is looked at less: one in SAMPLED ids for each, but not less than a third of that.

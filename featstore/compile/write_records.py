@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from featstore.dtypes import dtype_name
+from featstore.base.dtypes import dtype_name
 from featstore.layout import TableLayout
-from featstore.manifest import ArrayEntry, OrderEntry, TableEntry, array_chunk
-from featstore.packing.writer import (
+from featstore.storage.manifest import ArrayEntry, OrderEntry, TableEntry, array_chunk
+from featstore.storage.table_writer import (
     WRITE_THREADS,
     Catalogue,
     TableWriter,

@@ -13,30 +13,31 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from featstore.compiled import segments
-from featstore.compiled.budget import nominal_bytes, reader_bytes
-from featstore.compiled.lists import RowLists, RowListsWriter
-from featstore.compiled.segments import Route, pack_episode, plan_packing, segment_of
-from featstore.compiled.table import TablePlan
-from featstore.compiled.tables import chunk_path, new_table, table_writer
-from featstore.compiled.targets import WRITE_THREADS, Target, page_buffers
-from featstore.disk import Disk
-from featstore.engine.base import aligned_buffer
+from featstore.base.buffers import aligned_buffer
+from featstore.base.native import address_of
+from featstore.base.sort import radix_sort
+from featstore.compile import segments
+from featstore.compile.decide import TablePlan
+from featstore.compile.row_lists import RowLists, RowListsWriter
+from featstore.compile.segment_pages import WRITE_THREADS, Target, page_buffers
+from featstore.compile.segments import Route, pack_episode, plan_packing, segment_of
+from featstore.compile.write_records import chunk_path, new_table, table_writer
 from featstore.layout import TableLayout
-from featstore.manifest import TableEntry
-from featstore.native import address_of
-from featstore.packing.generations import Generation
-from featstore.packing.journal import TableProgress
 from featstore.packing.permute import scatter_rows
-from featstore.packing.writer import Catalogue, TableWriter, catalogue_rows
-from featstore.plan import radix_sort
-from featstore.store import Store
+from featstore.plan.budget import nominal_bytes, reader_bytes
+from featstore.plan.extents import key_bits
+from featstore.reader.reader import Reader
+from featstore.storage.disk import Disk
+from featstore.storage.generations import Generation
+from featstore.storage.journal import TableProgress
+from featstore.storage.manifest import TableEntry
+from featstore.storage.store import OpenStore
+from featstore.storage.table_writer import Catalogue, TableWriter, catalogue_rows
 from featstore.units import PAGE_BYTES
 
 #: The tables that are written for one table of the base store.
 PARTS = ("packed", "shared", "resident", "device")
 _PIECE_PAGES = 1024  # that are written at once
-_PLACE_BITS = 32
 
 
 def needed_bytes(row_bytes: int) -> int:
@@ -52,7 +53,7 @@ class TablePacking:
     group's region, in its order. ``save`` makes ``progress`` durable; ``tick(stage, bytes)`` is told what has been done."""
 
     def __init__(
-        self, disk: Disk, base: Store, plan: TablePlan, catalogue: Catalogue, generation: Generation,
+        self, disk: Disk, base: OpenStore, plan: TablePlan, catalogue: Catalogue, generation: Generation,
         segments: tuple[RowLists, RowLists], memory_bytes: int, progress: TableProgress, save: Callable[[], None],
         tick: Callable[[str, int], None],
     ) -> None:  # fmt: skip
@@ -148,7 +149,7 @@ class TablePacking:
             self._save()
 
         memory = self._reader_bytes + 4 * table.layout.pages
-        with self._base.reader(tables=[table.name], memory=memory, static=None, by_row=True) as reader:
+        with Reader(self._base, tables=[table.name], memory=memory, static=None, by_row=True) as reader:
             for episode in range(progress.episode, len(packing.episodes)):
                 pack_episode(reader, table.name, routes, packing, episode, progress.slab, save, self._tick)
                 progress.episode, progress.slab = episode + 1, 0
@@ -204,6 +205,12 @@ class _Ordered:
         self._pieces = 0
 
 
+def bucket_rows(table_rows: int, row_bytes: int, memory_bytes: int) -> int:
+    """Rows of a bucket: as many as a quarter of the memory takes, and as keys of row and place in the bucket have bits for."""
+    places_max = 1 << min(32, 64 - max(1, (table_rows - 1).bit_length()))
+    return max(1, min(places_max, memory_bytes // 4 // (row_bytes + 24)))
+
+
 class _Buckets:
     """The rows of shared regions, in region order, cut into runs that can be brought into order in memory."""
 
@@ -212,7 +219,8 @@ class _Buckets:
     ) -> None:  # fmt: skip
         self._shared, self._disk, self._path = shared, disk, path
         self._row_bits = max(1, (table_rows - 1).bit_length())
-        self.rows_each = max(1, memory_bytes // 4 // (row_bytes + 24))
+        self.rows_each = bucket_rows(table_rows, row_bytes, memory_bytes)
+        self._place_bits = key_bits(table_rows, self.rows_each, "pack shared rows: those of a bucket")
 
     def _cut(self) -> Iterator[tuple[int, NDArray[np.int64]]]:
         for first in range(0, self._shared.total, self.rows_each):
@@ -231,9 +239,9 @@ class _Buckets:
     def ranks(self) -> Iterator[tuple[int, NDArray[np.uint32]]]:
         """(the first row of a bucket, where in the region each of its spilled rows goes)."""
         for first, rows in self._cut():
-            keys = rows.view(np.uint64) << np.uint64(_PLACE_BITS)
+            keys = rows.view(np.uint64) << np.uint64(self._place_bits)
             keys |= np.arange(len(rows), dtype=np.uint64)
             spare = np.empty_like(keys)
-            if radix_sort(keys, spare, _PLACE_BITS, _PLACE_BITS + self._row_bits):
+            if radix_sort(keys, spare, self._place_bits, self._place_bits + self._row_bits):
                 keys = spare
-            yield first, keys.astype(np.uint32)
+            yield first, (keys & np.uint64((1 << self._place_bits) - 1)).astype(np.uint32)

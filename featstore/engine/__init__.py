@@ -8,6 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, cast, get_args
 
+from featstore.arguments import as_choice
+from featstore.errors import EngineError
+
 if TYPE_CHECKING:
     from featstore.engine.base import Engine
 
@@ -26,10 +29,9 @@ class EngineChoice:
 def choose(wanted: str = "auto") -> EngineChoice:
     """The engine to use: ``wanted``, or with ``"auto"`` io_uring where it works and else threads.
 
-    Raises ValueError for an unknown name and OSError where the engine asked for cannot work here.
+    Raises ArgumentError, a ValueError, for an unknown name and EngineError, an OSError, where the engine asked for cannot work here.
     """
-    if wanted not in ("auto", *ENGINES):
-        raise ValueError(f"no engine is called {wanted!r}; there are auto, {', '.join(ENGINES)}")
+    as_choice(wanted, "engine", ("auto", *ENGINES))
     if wanted in ("threads", "mmap"):
         return EngineChoice(cast(EngineName, wanted), "asked for")
     from featstore.engine import uring
@@ -38,7 +40,9 @@ def choose(wanted: str = "auto") -> EngineChoice:
         uring.probe()
     except OSError as error:
         if wanted == "uring":
-            raise
+            raise EngineError(
+                f"the engine 'uring' cannot be used: {error.strerror or error}; ask for 'threads', or 'auto' for what works here"
+            ) from error
         return EngineChoice("threads", f"io_uring cannot be used: {error.strerror or error}")
     return EngineChoice("uring", "asked for" if wanted == "uring" else "io_uring works here")
 

@@ -9,12 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 
-from featstore.checksum import crc_page
-from featstore.engine import counters as C
-from featstore.engine import lane as L
-from featstore.native import (
+from featstore.base.checksum import crc_page
+from featstore.base.compilation import njit
+from featstore.base.native import (
     atomic_add,
     call_clock_gettime,
     function_address,
@@ -26,6 +24,8 @@ from featstore.native import (
     memcpy,
     store_i64,
 )
+from featstore.engine import counters as C
+from featstore.engine import lane as L
 from featstore.units import PAGE_BYTES
 
 CLOCK = function_address(libc(), "clock_gettime")

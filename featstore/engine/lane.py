@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from featstore.base.native import address_of
 from featstore.errors import CancelledError, CorruptionError, DeviceError
-from featstore.native import address_of
 from featstore.units import PAGE_BYTES
 
 if TYPE_CHECKING:

@@ -17,17 +17,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
-from featstore.engine import counters as C
-from featstore.engine import lane as L
-from featstore.engine.base import Engine, aligned_buffer, new_counters, shut_down
-from featstore.engine.deliver import CLOCK, count_read, deliver, now_ns, report_error
-from featstore.engine.files import Access
-from featstore.engine.lane import Lane
-from featstore.errors import ClosedError, CorruptionError
-from featstore.native import (
+from featstore.base.buffers import aligned_buffer
+from featstore.base.compilation import njit
+from featstore.base.native import (
     address_of,
     atomic_add,
     call_i64,
@@ -38,6 +32,15 @@ from featstore.native import (
     load_i64,
     memzero,
 )
+from featstore.base.system import no_thread, submitted
+from featstore.base.threads import shut_down
+from featstore.engine import counters as C
+from featstore.engine import lane as L
+from featstore.engine.base import Engine, new_counters
+from featstore.engine.deliver import CLOCK, count_read, deliver, now_ns, report_error
+from featstore.engine.files import Access
+from featstore.engine.lane import Lane
+from featstore.errors import ClosedError, CorruptionError
 from featstore.units import PAGE_BYTES
 
 THREADS_MAX = 32
@@ -145,14 +148,14 @@ class PoolEngine(Engine):
                 lane.files.check_sizes()
             except CorruptionError as error:
                 lane.failure = error
-                self._pool.submit(lane.on_done, lane)
+                submitted(self._pool, lane.on_done, lane)
                 return
         workers = min(self.threads, max(1, lane.extents))
         left = [workers]
         for started in range(workers):
             try:
                 self._pool.submit(self._run, lane, left)
-            except RuntimeError:  # no more threads: those there are do the work
+            except RuntimeError as error:  # no more threads: those there are do the work
                 with self._lock:
                     left[0] -= workers - started
                     nobody = left[0] == 0
@@ -160,7 +163,7 @@ class PoolEngine(Engine):
                     if started:  # they were through already
                         lane.on_done(lane)
                         return
-                    raise
+                    raise no_thread(error) from error
                 return
 
     def _run(self, lane: Lane, left: list[int]) -> None:

@@ -25,17 +25,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
-from featstore.engine import counters as C
-from featstore.engine import lane as L
-from featstore.engine.base import Engine, aligned_buffer, new_counters
-from featstore.engine.deliver import CLOCK, count_read, deliver, now_ns, report_error
-from featstore.engine.files import Access
-from featstore.engine.lane import Lane
-from featstore.errors import ClosedError, DeviceError
-from featstore.native import (
+from featstore.base.buffers import aligned_buffer
+from featstore.base.compilation import njit
+from featstore.base.native import (
     address_of,
     call_i32_i64,
     call_i32_i64_u32,
@@ -50,6 +44,14 @@ from featstore.native import (
     memzero,
     store_i64,
 )
+from featstore.base.system import refusal, started
+from featstore.engine import counters as C
+from featstore.engine import lane as L
+from featstore.engine.base import Engine, new_counters
+from featstore.engine.deliver import CLOCK, count_read, deliver, now_ns, report_error
+from featstore.engine.files import Access
+from featstore.engine.lane import Lane
+from featstore.errors import ClosedError, DeviceError
 from featstore.units import PAGE_BYTES
 
 LANES_MAX = 16
@@ -343,11 +345,10 @@ class UringEngine(Engine):
         self._closing = False
         self._failure: OSError | None = None
         opened = threading.Event()
-        self._thread = threading.Thread(target=self._run, args=(opened,), name="featstore-uring", daemon=True)
-        self._thread.start()
+        self._thread = started(threading.Thread(target=self._run, args=(opened,), name="featstore-uring", daemon=True))
         opened.wait()
         if self._failure is not None:
-            raise self._failure
+            raise refusal(self._failure, "io_uring", "set up a ring (io_uring_setup) of") from self._failure
 
     def start(self, lane: Lane) -> None:
         self.check(lane)

@@ -118,7 +118,7 @@ def record_offsets(tables: list[Lengths], sample_bytes: NDArray[np.int64]) -> ND
 
 
 def encode_record(tables: list[TableRecord], sample: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """The bytes of a record, a multiple of 64 of them. ``sample``: uint8 [n], as :func:`featstore.samples.encode` makes it."""
+    """The bytes of a record, a multiple of 64 of them. ``sample``: uint8 [n], as :func:`featstore.trace.samples.encode` makes it."""
     head = np.zeros(_HEAD + _NUMBERS * len(tables), "<i8")
     pieces: list[tuple[int, NDArray[np.uint8]]] = [(0, head.view(np.uint8))]
     at = head.nbytes
@@ -166,7 +166,8 @@ def decode_record(data: NDArray[np.uint8], tables: int, path: Path) -> tuple[lis
 
 
 def check_record(record: TableRecord, limits: Limits, path: Path) -> None:
-    """Raise CorruptionError unless every index of a record stays inside what it points into and every row is filled once."""
+    """Raise CorruptionError unless every index of a record stays inside what it points into, every row is filled once, and no slot
+    takes two rows."""
     r = record
     if not 0 <= r.host_count <= r.count:
         raise _bad(path, f"{r.host_count} of {r.count} rows through host memory")
@@ -182,6 +183,9 @@ def check_record(record: TableRecord, limits: Limits, path: Path) -> None:
     ):  # fmt: skip
         if len(one) != len(other):
             raise _bad(path, f"{len(one)} places for {len(other)} rows")
+    admitted = np.sort(r.admit_slot)
+    if (admitted[1:] == admitted[:-1]).any():
+        raise _bad(path, "a slot that takes two rows")
     if not 0 <= r.packed_first <= limits.packed_rows - len(r.packed_place):
         raise _bad(path, f"a run from row {r.packed_first} on of {limits.packed_rows} packed rows")
     _check_once([r.hit_place, r.packed_place, r.shared_place, r.base_place, r.copy_place], r.host_count, path)

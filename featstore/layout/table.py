@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from featstore.errors import ArgumentError
 from featstore.units import PAGE_BYTES
 
 #: Chunk files aim at this size ...
@@ -29,9 +30,9 @@ class TableLayout:
 
     def __post_init__(self) -> None:
         if self.rows < 0 or self.row_bytes < 1 or self.rows_per_chunk < 1:
-            raise ValueError(f"impossible table layout: {self}")
+            raise ArgumentError(f"impossible table layout: {self}")
         if self.chunks > 1 and self.rows_per_chunk * self.row_bytes % PAGE_BYTES:
-            raise ValueError(
+            raise ArgumentError(
                 f"impossible table layout: {self.chunks} chunks of {self.rows_per_chunk} rows of {self.row_bytes} bytes "
                 f"are not whole pages of {PAGE_BYTES} bytes"
             )

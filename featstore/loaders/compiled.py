@@ -20,21 +20,25 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
-from featstore.compiled.records import TableRecord, check_record, decode_record
-from featstore.compiled.report import CompiledStages, LoaderReport
-from featstore.errors import BudgetError, CorruptionError, SourceError
-from featstore.ids import empty_rows
-from featstore.native import address_of, memcpy, prefetch
-from featstore.pipeline import Outputs, Walk, WalkingLoader
-from featstore.samples import decode
+from featstore import arguments as args
+from featstore.base.buffers import Outputs, empty_rows
+from featstore.base.compilation import njit
+from featstore.base.ids import as_integers
+from featstore.base.memory import check_machine
+from featstore.base.native import address_of, memcpy, prefetch
+from featstore.errors import ArgumentError, BudgetError, CorruptionError, SourceError
+from featstore.layout.records import TableRecord, check_record, decode_record
+from featstore.loaders.compiled_options import check_loader_options
+from featstore.loaders.compiled_report import CompiledStages, LoaderReport
+from featstore.loaders.walk import Walk, WalkingLoader
+from featstore.trace.samples import decode
 from featstore.units import parse_bytes
 
 if TYPE_CHECKING:
-    from featstore.compiled.opened import Compiled
-    from featstore.request import Request
+    from featstore.engine.request import Request
+    from featstore.loaders.compiled_trace import CompiledTrace
 
 _AHEAD = 8
 _PREFETCH_BYTES = 512
@@ -78,7 +82,8 @@ class _Ahead:
 
 
 class CompiledLoader(WalkingLoader):
-    """Iterates over a compiled trace's mini-batches; made by :meth:`featstore.compiled.opened.Compiled.loader`. A context manager.
+    """Iterates over a compiled trace's mini-batches; made by :meth:`featstore.loaders.compiled_trace.CompiledTrace.loader`. A context
+    manager.
 
     Each iteration is a round over all of them; iterating again begins the next round. Break off in the middle, and the next
     iteration begins a new round. There is one iteration at a time: a new one ends the one before. A loader belongs to the process that
@@ -90,18 +95,23 @@ class CompiledLoader(WalkingLoader):
         order: numbers of mini-batches, in the order to go through them (a fixed residency alone allows one); None: as recorded.
         device: where tensors go; None for host memory, which will not do where the trace was compiled with ``device_memory``.
         tensors: hand out torch tensors; by default where there is a device, or the samples are PyG objects.
-        engine, queue_depth, verify: as for :class:`featstore.reader.Reader`.
+        engine, queue_depth, verify: as for :class:`featstore.reader.reader.Reader`.
     """
 
     report_stages: CompiledStages
 
     def __init__(
-        self, compiled: Compiled, *, memory: int | str | None = None, order: Sequence[int] | None = None, device: Any = None,
+        self, compiled: CompiledTrace, *, memory: int | str | None = None, order: Sequence[int] | None = None, device: Any = None,
         tensors: bool | None = None, **reader: Any,
     ) -> None:  # fmt: skip
         super().__init__(CompiledStages())
+        if not hasattr(compiled, "pack"):
+            raise ArgumentError(f"compiled must be a compiled trace (store.compiled), not {args.shown(compiled)}")
+        check_loader_options(
+            CompiledLoader, {"memory": memory, "order": order, "device": device, "tensors": tensors, **reader}
+        )
         self.compiled = compiled
-        self._memory_bytes = compiled.memory_bytes if memory is None else parse_bytes(memory)
+        self._memory_bytes = compiled.memory_bytes if memory is None else parse_bytes(memory, "memory")
         self._order = self._checked_order(order)
         self._tensors, self._device = tensors, device
         self.depth = 0
@@ -111,6 +121,7 @@ class CompiledLoader(WalkingLoader):
             raise BudgetError(
                 needed, self._memory_bytes, "hold this compiled trace's slots, two mini-batches and its readers"
             )
+        check_machine(needed, "hold this compiled trace's slots, two mini-batches and its readers")
         self.depth = 3 if compiled.needed_bytes(3) <= self._memory_bytes else 2
         self._tables = list(compiled.entry.tables.items())
         self._limits = [compiled.limits(name) for name, _ in self._tables]
@@ -144,14 +155,10 @@ class CompiledLoader(WalkingLoader):
                 "this trace was compiled with a schedule by next use, which holds for its own order: give no order, or compile it "
                 "with residency='fixed'"
             )
-        found = np.asarray(order)
+        found = as_integers(order, "order must be numbers of mini-batches", ArgumentError)
         count = self.compiled.entry.batches
-        if (
-            found.ndim != 1
-            or found.dtype.kind not in "iu"
-            or (len(found) and (found.min() < 0 or found.max() >= count))
-        ):
-            raise SourceError(f"order must be numbers of mini-batches from 0 to {count - 1}")
+        if found.ndim != 1 or (len(found) and (found.min() < 0 or found.max() >= count)):
+            raise ArgumentError(f"order must be numbers of mini-batches from 0 to {count - 1}")
         return found.astype(np.int64)
 
     def __len__(self) -> int:
@@ -223,7 +230,7 @@ class CompiledLoader(WalkingLoader):
 
     def report(self) -> LoaderReport:
         """Per stage the time busy and waiting, bytes by where they came from, forecast against measurement."""
-        return self._report or self.report_stages.report(self)
+        return self._report or self._measured()
 
     # Resuming.
 
@@ -233,14 +240,11 @@ class CompiledLoader(WalkingLoader):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where ``state`` was taken: the next iteration begins with the mini-batch after the last one handed out then."""
-        if state["compiled"] != self.compiled.pack.uuid:
-            raise SourceError(
-                f"this state is of the compiled trace {state['compiled']}, not of {self.compiled.pack.uuid}"
-            )
-        if not 0 <= state["next"] <= len(self):
-            raise SourceError(f"mini-batch {state['next']} is none of this trace's {len(self)}")
+        args.check_state(state, {"compiled": self.compiled.pack.uuid}, "this loader")
+        after = args.as_count(state.get("next"), "next of the state, a mini-batch,", 0, len(self))
+        number = args.as_count(state.get("round"), "round of the state", 0)
         with self._alone("a state has been loaded since this iteration began"):
-            self._round, self._next = int(state["round"]), int(state["next"])
+            self._round, self._next = number, after
             if self._next == len(self):
                 self._round, self._next = self._round + 1, 0
             self._begin()
@@ -364,19 +368,24 @@ class CompiledLoader(WalkingLoader):
         }
         pyg = type(ahead.sample).__module__.startswith("torch_geometric.")
         if self._tensors or (self._tensors is None and (pyg or self._device is not None)):
-            from featstore.compiled.tensors import as_tensor
+            from featstore.base.tensors import as_tensor
 
             x = {name: as_tensor(rows) for name, rows in x.items()}
         if self._cache is not None:
             x = self._cache.complete(x, ahead.tables)
         self.report_stages.add("hand over", time.perf_counter() - begin)
         if pyg:
-            from featstore.compiled.tensors import fill_pyg
+            from featstore.loaders.deliver import fill_pyg
 
             return fill_pyg(ahead.sample, x, self._device)
         return CompiledBatch(ahead.index, next(iter(x.values())) if len(x) == 1 else x, ahead.sample)
 
     # Ending.
+
+    def _measured(self) -> LoaderReport:
+        stats = [reader.stats() for reader in (self._pack, self._base) if reader is not None]
+        forecast = self.compiled.forecast_seconds / max(1, self.compiled.entry.batches)
+        return self.report_stages.report(stats, forecast)
 
     def close(self) -> None:
         self._closed = True
@@ -386,7 +395,7 @@ class CompiledLoader(WalkingLoader):
                 if self._walk is not None:
                     self._walk.close()
                 if self._report is None and hasattr(self, "_slots"):
-                    self._report = self.report_stages.report(self)
+                    self._report = self._measured()
         for reader in readers:
             reader.close()
         self._slots, self._outputs, self._cache = [], [], None
@@ -443,7 +452,7 @@ class _DeviceRows:
     """Rows that are on the accelerator for good, and what brings the others beside them."""
 
     def __init__(self, loader: CompiledLoader, device: Any) -> None:
-        from featstore.compiled.tensors import as_tensor, to_device
+        from featstore.base.tensors import as_tensor, to_device
 
         self._device, self._to_device = device, to_device
         self._names = [name for name, _ in loader._tables]
@@ -455,7 +464,7 @@ class _DeviceRows:
 
     def complete(self, x: dict[str, Any], records: list[TableRecord]) -> dict[str, Any]:
         """All rows of a mini-batch, on the device."""
-        from featstore.compiled.tensors import merged
+        from featstore.loaders.deliver import merged
 
         done = {}
         for name, record in zip(self._names, records, strict=True):

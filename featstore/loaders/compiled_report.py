@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from featstore.compiled.records import TableRecord
-from featstore.pipeline import Stages
-
-if TYPE_CHECKING:
-    from featstore.compiled.loader import CompiledLoader
+from featstore.layout.records import TableRecord
+from featstore.loaders.walk import Stages
+from featstore.reader.report import ReaderStats
 
 _SOURCES = ("hit", "packed", "shared", "base", "copy", "device")
 
@@ -47,10 +45,10 @@ class CompiledStages(Stages):
         for source in _SOURCES:
             self.count(source, len(getattr(record, f"{source}_place")) * row_bytes)
 
-    def report(self, loader: CompiledLoader) -> LoaderReport:
-        stats = [r.stats() for r in (loader._pack, loader._base) if r is not None]
+    def report(self, stats: list[ReaderStats], forecast_seconds: float) -> LoaderReport:
+        """``stats``: of the readers; ``forecast_seconds``: of reading one mini-batch."""
         batches, seconds, row_bytes = self.snapshot()
         return LoaderReport(
             batches, seconds, row_bytes, sum(s.bytes_read for s in stats), sum(s.reads for s in stats),
-            loader.compiled.forecast_seconds * batches / max(1, loader.compiled.entry.batches),
+            forecast_seconds * batches,
         )  # fmt: skip

@@ -3,38 +3,41 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from featstore.compiled.budget import nominal_bytes, reader_bytes
-from featstore.compiled.build import packs_directory
-from featstore.compiled.loader import CompiledLoader
-from featstore.compiled.records import Limits
+from featstore.arguments import as_count, as_path, check_options, known_name
+from featstore.base.checks import check_distinct, check_offsets
+from featstore.base.system import is_there
 from featstore.errors import FormatError, IncompleteStoreError, StaleError
-from featstore.manifest import CompiledEntry
-from featstore.reader import Reader
-from featstore.store import Store
+from featstore.layout.records import Limits
+from featstore.plan.budget import nominal_bytes, reader_bytes
+from featstore.reader.options import READING
+from featstore.reader.reader import Reader
+from featstore.storage.manifest import MANIFEST_NAME, CompiledEntry
+from featstore.storage.packs import packs_directory
+from featstore.storage.store import OpenStore, as_store
 
 
-class Compiled:
+class CompiledTrace:
     """A compiled trace of a store; made by :meth:`featstore.Store.compiled`. ``pack``: the store that holds it, ``entry``: what its
     manifest says of it. Picklable.
 
     Raises IncompleteStoreError where there is none of that name, StaleError where the base store has changed since, FormatError.
     """
 
-    def __init__(self, base: Store, name: str | os.PathLike[str] = "default") -> None:
-        self.base = base
-        path = packs_directory(base) / name
-        if not path.exists():
-            known = sorted(p.name for p in packs_directory(base).glob("*")) if packs_directory(base).exists() else []
+    def __init__(self, base: OpenStore, name: str | os.PathLike[str] = "default") -> None:
+        self.base = as_store(base, "base")
+        path = packs_directory(base) / as_path(name, "name")
+        if not is_there(path):
+            known = sorted(p.parent.name for p in packs_directory(base).glob(f"*/{MANIFEST_NAME}"))
             raise IncompleteStoreError(
                 f"{base.path} has no compiled trace {str(name)!r}; it has {', '.join(map(repr, known)) or 'none'}: make one with "
                 "`featstore pack STORE --trace TRACE`"
             )
-        self.pack = Store(path)
+        self.pack = OpenStore(path)
         try:
             self.entry = self._checked()
         except BaseException:
@@ -74,11 +77,11 @@ class Compiled:
         return float(seconds) if isinstance(seconds, int | float) else 0.0
 
     def row_bytes(self, table: str) -> int:
-        return self.base.tables[table].row_bytes
+        return self.base.table(table).row_bytes
 
     def limits(self, table: str) -> Limits:
         """What the records' indices point into."""
-        t = self.entry.tables[table]
+        t = self.entry.tables[known_name(table, self.entry.tables, "the compiled trace has no table")]
         rows = {part: self.pack.tables[getattr(t, part)].rows for part in ("packed", "shared", "resident", "device")}
         return Limits(rows["packed"], rows["shared"], t.base_rows, rows["resident"], rows["device"])
 
@@ -86,22 +89,21 @@ class Compiled:
         """int64 [mini-batches + 1], checked: where each record begins in the table of records."""
         offsets: NDArray[np.int64] = self.pack.arrays[self.entry.offsets]
         total = self.pack.tables[self.entry.records].rows
-        if offsets[0] != 0 or offsets[-1] != total or (np.diff(offsets) < 0).any():
-            raise FormatError(f"the offsets of the records in {self.pack.path} do not run from 0 to {total}")
+        check_offsets(offsets, 0, total, f"the offsets of the records in {self.pack.path}")
         return offsets
 
     def turn(self, table: str) -> NDArray[np.int32]:
         """int32 [slots], checked: in which slot each slot's first row is after the last mini-batch; -1: in none."""
-        turn: NDArray[np.int32] = self.pack.arrays[self.entry.tables[table].turn]
-        there = turn[turn >= 0]
-        if (turn < -1).any() or (there >= len(turn)).any() or len(np.unique(there)) < len(there):
-            raise FormatError(
-                f"the turn of table {table!r} in {self.pack.path} does not give {len(turn)} slots their rows back"
-            )
+        turn: NDArray[np.int32] = self.pack.arrays[
+            self.entry.tables[known_name(table, self.entry.tables, "the compiled trace has no table")].turn
+        ]
+        what = f"the turn of table {table!r} in {self.pack.path}"
+        check_distinct(turn[turn != -1], len(turn), what)
         return turn
 
     def needed_bytes(self, depth: int) -> int:
         """Memory of a loader with ``depth`` mini-batches at once."""
+        depth = as_count(depth, "depth")
         slots = sum(self.limits(n).slots * self.row_bytes(n) for n in self.entry.tables)
         batch = sum(t.batch_rows_max * self.row_bytes(n) for n, t in self.entry.tables.items())
         record = int(np.diff(self.offsets()).max(initial=0))
@@ -125,12 +127,13 @@ class Compiled:
 
     def open_readers(self, options: dict[str, Any]) -> tuple[Reader, Reader | None]:
         """Readers of the compiled trace and, where some rows were left there, of the base store."""
+        check_options(options, READING, "a reader of a compiled trace")
         tables, (own, others) = self._base_tables(), self._checksum_bytes()
         nominal = nominal_bytes(self.memory_bytes) // (2 if tables else 1)
-        pack = self.pack.reader(memory=nominal + own, static=None, by_row=True, **options)
+        pack = Reader(self.pack, memory=nominal + own, static=None, by_row=True, **options)
         try:
             base = (
-                self.base.reader(tables=tables, memory=nominal + others, static=None, by_row=True, **options)
+                Reader(self.base, tables=tables, memory=nominal + others, static=None, by_row=True, **options)
                 if tables
                 else None
             )
@@ -139,24 +142,20 @@ class Compiled:
             raise
         return pack, base
 
-    def loader(self, **options: Any) -> CompiledLoader:
-        """A loader of its mini-batches; the options are those of :class:`featstore.compiled.loader.CompiledLoader`."""
-        return CompiledLoader(self, **options)
-
     def __len__(self) -> int:
         return self.entry.batches
 
     def close(self) -> None:
         self.pack.close()
 
-    def __enter__(self) -> Compiled:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Compiled, (self.base, self.pack.path.name)
+        return type(self), (self.base, self.pack.path.name)
 
     def __repr__(self) -> str:
-        return f"<Compiled {str(self.pack.path)!r}: {len(self):,} mini-batches, {self.entry.residency}>"
+        return f"<{type(self).__name__} {str(self.pack.path)!r}: {len(self):,} mini-batches, {self.entry.residency}>"

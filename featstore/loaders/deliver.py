@@ -8,28 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from featstore.compiled.records import TableRecord
-from featstore.dtypes import is_bfloat16
-
-
-def as_tensor(rows: NDArray[Any]) -> torch.Tensor:
-    """A tensor on the same memory. Raises TypeError for a dtype that torch does not know."""
-    if is_bfloat16(rows.dtype):
-        return torch.from_numpy(rows.view(np.int16)).view(torch.bfloat16)
-    try:
-        return torch.from_numpy(rows)
-    except TypeError:
-        raise TypeError(
-            f"torch has no dtype for {rows.dtype}; ask for arrays with tensors=False and no device"
-        ) from None
-
-
-def to_device(tensor: torch.Tensor, device: Any) -> torch.Tensor:
-    """On the device; from pinned memory and without waiting where it is an accelerator."""
-    target = torch.device(device)
-    if target.type == "cpu":
-        return tensor
-    return tensor.pin_memory().to(target, non_blocking=True)
+from featstore.layout.records import TableRecord
 
 
 def merged(host: torch.Tensor, resident: torch.Tensor, record: TableRecord) -> torch.Tensor:

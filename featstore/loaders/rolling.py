@@ -12,18 +12,34 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from featstore.compiled.budget import parse_disk
-from featstore.compiled.build import compile_trace, packs_directory
-from featstore.compiled.loader import CompiledLoader
-from featstore.compiled.opened import Compiled
-from featstore.disk import Disk
+from featstore.arguments import as_batches, as_count, as_mapping, check_options, check_state, options_of
+from featstore.base.system import submitted
+from featstore.compile.budget import parse_disk
+from featstore.compile.build import compile_trace
 from featstore.errors import ClosedError, SourceError
-from featstore.store import Store
-from featstore.trace import Trace
+from featstore.loaders.compiled import CompiledLoader
+from featstore.loaders.compiled_options import check_loader_options
+from featstore.loaders.compiled_trace import CompiledTrace
+from featstore.loaders.ranks import warn_of_ranks
+from featstore.loaders.walk import Sampler, check_repeatable, epoch_of
+from featstore.storage.disk import Disk
+from featstore.storage.packs import (
+    EPISODES,
+    TRACES,
+    Episode,
+    check_pack_name,
+    packs_to_write,
+    remove_episodes,
+    remove_pack,
+    remove_trace,
+    rolling,
+)
+from featstore.storage.store import OpenStore, as_store
+from featstore.trace.trace import Trace
 from featstore.units import parse_bytes
 
 _TRAIN_SHARE = 0.7  # of the memory; preparing has the rest
@@ -34,32 +50,48 @@ class RollingLoader:
 
     Args:
         store: the base store.
-        episode: makes the mini-batches of episode k = 0, 1, ...: any iterables that :meth:`featstore.Trace.record` takes. Called in
-            another thread, one episode ahead.
-        name: of the compiled traces, ``NAME-0`` and ``NAME-1``, and of their traces beside them.
+        episode: makes the mini-batches of episode k = 0, 1, ...: any iterables that :meth:`featstore.Trace.record`
+            takes; or one iterable that can be gone through once an episode. Called in another thread, one episode
+            ahead. What has a ``set_epoch`` is told k by it, as an :class:`featstore.OnlineLoader` does.
+        name: of the compiled traces, ``NAME-0`` and ``NAME-1``, and of their traces beside them. It is held,
+            by a lock on the file ``NAME.rolling``, until the loader is closed: each process and each loader
+            needs one of its own.
         memory: budget of training and preparing together, bytes or a size.
         disk: limit on the rows of both episodes together, as for :func:`featstore.compile_trace`.
-        loader: options of :class:`featstore.compiled.loader.CompiledLoader`.
+        loader: options of :class:`featstore.loaders.compiled.CompiledLoader`.
         others: options of :func:`featstore.compile_trace`.
 
-    What an episode's preparation raises, the iterator raises when that episode's turn comes.
+    What an episode's preparation raises, the iterator raises when that episode's turn comes. Raises
+    StoreLockedError where another loader has the name, StoreExistsError where something else has those of the
+    episodes, FormatError for a name that is none.
     """
 
     def __init__(
-        self, store: Store, episode: Callable[[int], Iterable[Any]], *, name: str = "rolling", memory: int | str = "1GiB",
+        self, store: OpenStore, episode: Sampler, *, name: str = "rolling", memory: int | str = "1GiB",
         disk: int | str | None = None, loader: Mapping[str, Any] | None = None, **others: Any,
     ) -> None:  # fmt: skip
-        self._store, self._episode, self._name = store, episode, name
-        total = parse_bytes(memory)
+        check_pack_name(name)
+        as_batches(episode, "episode")
+        check_repeatable(episode)
+        self._store, self._episode, self._name = as_store(store), episode, name
+        own = ("memory", "disk", "resume", "dry_run")
+        check_options(others, [o for o in options_of(compile_trace) if o not in own], "a rolling loader")
+        loader = {} if loader is None else as_mapping(loader, "loader", "options of a CompiledLoader")
+        check_loader_options(CompiledLoader, loader)
+        total = parse_bytes(memory, "memory")
+        warn_of_ranks("a RollingLoader", episode)
         train_bytes = int(total * _TRAIN_SHARE)
         limit = parse_disk(disk, store)
         self._options: dict[str, Any] = {
             "memory": total - train_bytes, "train_memory": train_bytes, "disk": None if limit is None else limit // 2,
             "overwrite": True, "progress": self._unless_closed, **others,
         }  # fmt: skip
-        self._loader_options = dict(loader or {})
+        self._loader_options = dict(loader)
+        self._packs = packs_to_write(store)
+        Disk().mkdir(self._packs)
+        self._lock = rolling(self._packs, name)
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="featstore-rolling")
-        self._episodes: dict[int, Future[Compiled]] = {}  # the one that trains, and the one after it
+        self._episodes: dict[int, Future[CompiledTrace]] = {}  # the one that trains, and the one after it
         self._loader: CompiledLoader | None = None
         self._at = (0, 0)  # episode, mini-batches of it handed out
         self._pid = os.getpid()
@@ -67,22 +99,20 @@ class RollingLoader:
         self.preparing_seconds: list[float] = []  # of each episode, in the background
         self.waiting_seconds: list[float] = []  # for each episode, in the loop
 
-    def _prepare(self, number: int) -> Compiled:
+    def _prepare(self, number: int) -> CompiledTrace:
         """Sample, record, compile and pack an episode."""
         begin = time.perf_counter()
-        name = f"{self._name}-{number % 2}"
-        door, folder = Disk(), packs_directory(self._store)
-        door.mkdir(folder)
-        door.rmtree(folder / name)  # the episode before the one that trains: there is room for two
-        trace = Trace.record(self._sampled(number), folder / f"{name}.trace", overwrite=True)
-        with trace:
+        name = Episode(f"{self._name}{EPISODES[number % 2]}")
+        door, folder = Disk(), self._packs
+        remove_pack(folder / name, door)  # the episode before the one that trains: there is room for two
+        with Trace.record(self._sampled(number), folder / f"{name}{TRACES}", overwrite=True) as trace:
             compile_trace(self._store, trace, name, **self._options)
-        door.rmtree(trace.path)
+        remove_trace(trace.path, door)
         self.preparing_seconds.append(time.perf_counter() - begin)
-        return Compiled(self._store, name)
+        return CompiledTrace(self._store, name)
 
     def _sampled(self, number: int) -> Iterator[Any]:
-        for batch in self._episode(number):
+        for batch in epoch_of(self._episode, number):
             self._unless_closed()
             yield batch
 
@@ -121,15 +151,15 @@ class RollingLoader:
             self._episodes.pop(number, None)  # to be tried again
             raise
         self.waiting_seconds.append(time.perf_counter() - begin)
-        loader = self._loader = compiled.loader(**self._loader_options)
+        loader = self._loader = CompiledLoader(compiled, **self._loader_options)
         if done:
             loader.load_state_dict({"compiled": compiled.pack.uuid, "round": 0, "next": done})
         self._prepared(number + 1)
         return loader
 
-    def _prepared(self, number: int) -> Future[Compiled]:
+    def _prepared(self, number: int) -> Future[CompiledTrace]:
         if number not in self._episodes:
-            self._episodes[number] = self._worker.submit(self._prepare, number)
+            self._episodes[number] = submitted(self._worker, self._prepare, number)
         return self._episodes[number]
 
     def state_dict(self) -> dict[str, Any]:
@@ -138,11 +168,11 @@ class RollingLoader:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where ``state`` was taken; before the first iteration."""
-        if state["base"] != self._store.uuid:
-            raise SourceError(f"this state is of the store {state['base']}, not of {self._store.uuid}")
+        check_state(state, {"base": self._store.uuid}, "this loader")
+        at = tuple(as_count(state.get(name), f"{name} of the state", 0) for name in ("episode", "next"))
         if self._episodes:
             raise SourceError("load the state before the first mini-batch is asked for")
-        self._at = int(state["episode"]), int(state["next"])
+        self._at = at[0], at[1]
 
     def close(self) -> None:
         """Stop preparing, and remove the episodes' files. May be called more than once."""
@@ -157,10 +187,12 @@ class RollingLoader:
         for episode in self._episodes.values():
             if not episode.cancelled() and episode.exception() is None:
                 episode.result().close()
-        door = Disk()
-        for turn in (0, 1):
-            door.rmtree(packs_directory(self._store) / f"{self._name}-{turn}")
-            door.rmtree(packs_directory(self._store) / f"{self._name}-{turn}.trace")
+        try:
+            remove_episodes(self._packs, self._name, Disk())
+        except BaseException:
+            self._lock.release()  # what is left, the next one of this name removes, or `featstore gc`
+            raise
+        self._lock.release(remove=True)
 
     def __enter__(self) -> RollingLoader:
         return self

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import queue
-import sys
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -18,16 +17,11 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Self
 
-import numpy as np
-from numpy.typing import NDArray
-
-from featstore.engine.base import aligned_buffer
+from featstore.base.threads import Wake, Worker
 from featstore.errors import ClosedError, SourceError
-from featstore.ids import populate
-from featstore.waiting import Wake, Worker
 
 if TYPE_CHECKING:
-    from featstore.request import Request
+    from featstore.engine.request import Request
 
 _END = object()
 
@@ -35,9 +29,48 @@ _END = object()
 Sampler = Iterable[Any] | Callable[[int], Iterable[Any]]
 
 
+#: Where a loader of mini-batches keeps what may want to know the epoch: torch's, PyG's, and what wraps them.
+_PARTS = ("loader", "dataset", "sampler", "batch_sampler", "node_sampler", "link_sampler", "collate_fn")
+_PARTS_DEPTH = 5
+
+
 def epoch_of(sampler: Sampler, number: int) -> Iterable[Any]:
-    """The mini-batches of an epoch. PyG's loaders are iterable and callable: they are iterated."""
-    return sampler if isinstance(sampler, Iterable) else sampler(number)
+    """The mini-batches of an epoch, which have been told its number; see :func:`pass_epoch`. PyG's loaders are iterable
+    and callable: they are iterated."""
+    batches = sampler if isinstance(sampler, Iterable) else sampler(number)
+    pass_epoch(batches, number)
+    return batches
+
+
+def pass_epoch(batches: Any, epoch: int) -> None:
+    """Call ``set_epoch(epoch)`` of all that has one: ``batches``, and what it is made of (a loader's data set, samplers,
+    collate function, and theirs). What is outside is told last, so that it may tell its parts something else.
+
+    Without this, fixed seeds would have the same neighbours in every epoch.
+    """
+    for part in parts_of(batches):
+        set_epoch = getattr(part, "set_epoch", None)
+        if callable(set_epoch):
+            set_epoch(epoch)
+
+
+def parts_of(batches: Any) -> list[Any]:
+    """What mini-batches come from, each object once, the innermost first and ``batches`` itself last."""
+    found: list[Any] = []
+    _collect(batches, _PARTS_DEPTH, [], found)
+    return found
+
+
+def _collect(one: Any, depth: int, seen: list[Any], found: list[Any]) -> None:
+    one = getattr(one, "__self__", one)  # of a method: the object
+    if depth == 0 or any(one is other for other in seen):
+        return
+    seen.append(one)
+    for name in _PARTS:
+        part = getattr(one, name, None)
+        if part is not None:
+            _collect(part, depth - 1, seen, found)
+    found.append(one)
 
 
 def check_repeatable(sampler: Sampler) -> None:
@@ -77,6 +110,7 @@ class WalkingLoader(ABC):
                     self._next += 1
                 yield batch
                 del batch
+                self.check_process()  # first: in a forked child, a thread of the parent may have what else is asked
                 last = time.perf_counter()
                 self.report_stages.add("train", last - now)
             self._walked(walk)
@@ -108,9 +142,6 @@ class WalkingLoader(ABC):
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-
-_UNUSED = 2  # references to an array that only the list has: its own, and that of the question
 
 
 class Walk(ABC):
@@ -217,40 +248,6 @@ class Walk(ABC):
                 return False
             self._changed.wait()
         return False
-
-
-class Outputs:
-    """Memory for rows of mini-batches, used again when nobody looks at it any more: fresh memory costs as much as filling it.
-
-    Arrays, tensors and other views all hold a reference to the array that owns the memory, so it is free when nobody but
-    this list has one. Of what is free, ``most`` pieces are kept.
-    """
-
-    def __init__(self, byte_count: int, most: int) -> None:
-        self._byte_count, self._most = byte_count, most
-        self._owned: list[NDArray[np.uint8]] = []
-
-    def take(self, byte_count: int) -> NDArray[np.uint8]:
-        """uint8 [byte_count]. One larger than the others is not kept, and those that are free go for it."""
-        if byte_count > self._byte_count:
-            self._drop()
-            return aligned_buffer(byte_count)
-        free = [n for n in range(len(self._owned)) if sys.getrefcount(self._owned[n]) == _UNUSED]
-        for number in reversed(free[1:]):
-            if len(self._owned) > self._most:  # the loop once held more than it does now
-                del self._owned[number]
-        if free:
-            own = self._owned[free[0]]
-        else:
-            own = aligned_buffer(self._byte_count)
-            populate(own)
-            self._owned.append(own)
-        return own[:byte_count]
-
-    def _drop(self) -> None:
-        for number in reversed(range(len(self._owned))):
-            if sys.getrefcount(self._owned[number]) == _UNUSED:
-                del self._owned[number]
 
 
 class Stages:

@@ -8,7 +8,7 @@ Four ways of reading, each a run of requests of one reader for about a given tim
 - *rows in memory*: random rows of a static tier, no read at all.
 
 Each is held against a limit measured in the same run: reads against the same engine's bare rate of single pages or of
-longest reads (:class:`featstore.calibrate.LaneBench`: no planning, no requests), rows in memory against NumPy's
+longest reads (:class:`featstore.measure.calibrate.LaneBench`: no planning, no requests), rows in memory against NumPy's
 ``take``; and against the planner's forecast. Random rows may beat their limit, which is one read a row: neighbours
 share reads. With direct I/O the page cache is not involved; otherwise the files are dropped from it before each
 request.
@@ -25,12 +25,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from featstore.calibrate import LaneBench, drop_cached
-from featstore.engine.base import EXTENT_BYTES_MAX
 from featstore.errors import SourceError
-from featstore.reader import Reader
-from featstore.store import Store, Table
-from featstore.units import PAGE_BYTES, parse_bytes
+from featstore.measure.calibrate import LaneBench, drop_cached
+from featstore.reader.reader import Reader
+from featstore.storage.store import OpenStore, Table
+from featstore.units import EXTENT_BYTES_MAX, PAGE_BYTES, parse_bytes
 
 RANDOM_ROWS = 32_768
 _RANDOM_ROWS_MIN = 1024
@@ -92,7 +91,7 @@ class BenchReport:
 
 
 def bench(
-    store: Store,
+    store: OpenStore,
     table: str,
     *,
     engine: str = "auto",
@@ -134,7 +133,7 @@ def bench(
 class _Bench:
     """One run: the table, how it is read, and the limits measured so far."""
 
-    def __init__(self, store: Store, table: Table, engine: str, seconds: float, memory_bytes: int) -> None:
+    def __init__(self, store: OpenStore, table: Table, engine: str, seconds: float, memory_bytes: int) -> None:
         if table.rows == 0:
             raise SourceError(f"table {table.name!r} has no rows to read")
         self.store = store
@@ -222,7 +221,7 @@ class _Bench:
         return rows.astype(np.int64) if self._nodes is None else self._nodes[rows].astype(np.int64)
 
     def _reader(self, engine: str, static: Any = None) -> Reader:
-        return self.store.reader(memory=self.memory_bytes, tables=[self.table.name], engine=engine, static=static)
+        return Reader(self.store, memory=self.memory_bytes, tables=[self.table.name], engine=engine, static=static)
 
     def _reads(self, name: str, limit_bytes: int | None, ids: Callable[[], NDArray[np.int64]]) -> Case:
         """A case that reads, with its limit: bytes a second in reads of ``limit_bytes``; None: rows a second, one

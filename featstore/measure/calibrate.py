@@ -6,7 +6,7 @@ several rounds, so that a disturbance hits all of them alike, and each size's me
 second page of a region, at random, are planned with different longest gaps: the longest gap that is about as fast as
 the best is ``gap_pages``. ``read_seconds`` and ``byte_seconds`` are the plane through the times of all these runs over
 reads and bytes, by least squares on the relative error: no pattern may be off by much, however fast. What a request
-costs besides is the median time of a read of one row through a :class:`featstore.reader.Reader`, less that read's cost.
+costs besides is the median time of a read of one row through a :class:`featstore.reader.reader.Reader`, less that read's cost.
 
 Everything is read cold: with direct I/O the page cache is not involved, and for the others the files are dropped from
 it before each run. A store with too little data for that, or a directory without a store, gets a temporary store
@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import os
 import statistics
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -31,17 +30,22 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from featstore.cost import DeviceModel, device_key, save_model
+from featstore.arguments import as_count, as_function, as_number, as_path
+from featstore.base.folders import real_path
+from featstore.base.system import asking, is_directory, is_there
 from featstore.engine import EngineName, choose, make
-from featstore.engine.base import EXTENT_BYTES_MAX, Engine
+from featstore.engine.base import Engine
 from featstore.engine.files import Access, TableFiles
 from featstore.engine.lane import Lane
 from featstore.errors import DiskFullError, SourceError
 from featstore.layout import TableLayout
-from featstore.manifest import MANIFEST_NAME
-from featstore.plan import plan_extents
-from featstore.store import Store, Table
-from featstore.units import PAGE_BYTES, parse_bytes
+from featstore.measure.scratch import scratch_store
+from featstore.plan.cost import DeviceModel, device_key, save_model
+from featstore.plan.extents import plan_extents
+from featstore.reader.reader import Reader
+from featstore.storage.manifest import MANIFEST_NAME
+from featstore.storage.store import OpenStore, Table
+from featstore.units import EXTENT_BYTES_MAX, PAGE_BYTES, parse_bytes
 
 QUEUE_DEPTH = 128
 STAGING_BYTES = 16 * 2**20
@@ -102,7 +106,7 @@ class GapSample:
 
 @dataclass(frozen=True)
 class Calibration:
-    """A measured device model and what it was made from. ``key`` is what it is kept under (:mod:`featstore.cost`)."""
+    """A measured device model and what it was made from. ``key`` is what it is kept under (:mod:`featstore.plan.cost`)."""
 
     key: str
     engine: EngineName
@@ -185,11 +189,11 @@ def measure(
     ValueError and OSError for an engine that does not exist or work here.
     """
     begin = time.perf_counter()
-    tell = progress or _nobody
     choice = choose(engine)
-    if seconds <= 0:
-        raise ValueError(f"a calibration takes more than {seconds} seconds")
-    with _store_to_measure(Path(os.path.abspath(path)), data_bytes_min, tell) as (store, temporary):
+    seconds = as_number(seconds, "seconds", above=True)
+    data_bytes_min = as_count(data_bytes_min, "data_bytes_min", 0)
+    tell = _nobody if progress is None else as_function(progress, "progress")
+    with _store_to_measure(Path(os.path.abspath(as_path(path, "path"))), data_bytes_min, tell) as (store, temporary):
         table = max(store.tables.values(), key=lambda t: t.layout.pages)
         bench = LaneBench(store, table, choice.name)
         try:
@@ -238,7 +242,7 @@ class LaneBench:
     To the engine the files are rows of ``row_bytes`` (a divisor of a page), of which each extent wants one a page.
     """
 
-    def __init__(self, store: Store, table: Table, engine: EngineName, queue_depth: int = QUEUE_DEPTH) -> None:
+    def __init__(self, store: OpenStore, table: Table, engine: EngineName, queue_depth: int = QUEUE_DEPTH) -> None:
         layout = table.layout
         self.row_bytes = gcd(layout.chunk_bytes, _ROW_BYTES_MAX)
         self._layout = TableLayout(
@@ -327,7 +331,8 @@ class LaneBench:
 
 def drop_cached(path: Path) -> None:
     """Ask the system to drop a file's clean pages from the page cache."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    with asking(path, "open"):
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
@@ -368,7 +373,7 @@ def _gaps(bench: LaneBench, tell: Progress) -> tuple[GapSample, ...]:
 
 
 def _with_request_seconds(
-    model: DeviceModel, store: Store, table: Table, engine: EngineName, seconds: float
+    model: DeviceModel, store: OpenStore, table: Table, engine: EngineName, seconds: float
 ) -> DeviceModel:
     """The model with ``request_seconds``: the median of reads of one row, less what the read itself costs."""
     random = np.random.default_rng(1)
@@ -376,7 +381,7 @@ def _with_request_seconds(
     memory_bytes = _READER_BYTES + 8 * table.rows + 4 * table.layout.pages + 16 * table.row_bytes
     for chunk in range(table.layout.chunks):
         drop_cached(store.path / table.entry.chunk_path(chunk))
-    with store.reader(memory=memory_bytes, tables=[table.name], static=None, engine=engine, model=model) as reader:
+    with Reader(store, memory=memory_bytes, tables=[table.name], static=None, engine=engine, model=model) as reader:
         out = np.empty((1, *table.row_shape), table.dtype)
         until = time.perf_counter() + seconds
         while len(times) < _REQUESTS and (len(times) < 3 or time.perf_counter() < until):
@@ -390,26 +395,23 @@ def _with_request_seconds(
 
 
 @contextmanager
-def _store_to_measure(path: Path, data_bytes_min: int, tell: Progress) -> Iterator[tuple[Store, bool]]:
+def _store_to_measure(path: Path, data_bytes_min: int, tell: Progress) -> Iterator[tuple[OpenStore, bool]]:
     """The store at ``path`` if it has data enough, else a temporary one on the same device; and whether it is
     temporary.
     """
-    if not path.is_dir():
+    if not is_directory(path):
         raise SourceError(
-            f"{path} is {'a file' if path.exists() else 'not there'}; give a store or a directory on the device to measure"
+            f"{path} is {'a file' if is_there(path) else 'not there'}; give a store or a directory on the device to measure"
         )
     directory = path
-    if (path / MANIFEST_NAME).exists():
-        with Store(path) as store:
+    if is_there(path / MANIFEST_NAME):
+        with OpenStore(path) as store:
             if max((t.data_bytes for t in store.tables.values()), default=0) >= data_bytes_min:
                 yield store, False
                 return
         directory = path.parent  # nothing but a pack writes into a store
     _check_writable(directory, path, data_bytes_min)
-    with (
-        tempfile.TemporaryDirectory(prefix=".featstore-calibrate-", dir=directory) as scratch,
-        _temporary_store(Path(scratch) / "store", data_bytes_min, tell) as store,
-    ):
+    with scratch_store(real_path(directory)) as scratch, _temporary_store(scratch, data_bytes_min, tell) as store:
         yield store, True
 
 
@@ -418,18 +420,19 @@ def _check_writable(directory: Path, path: Path, data_bytes: int) -> None:
         raise SourceError(
             f"{directory} cannot be written, and {path} has too little data to measure on; name a directory that can"
         )
-    if os.stat(directory).st_dev != os.stat(path).st_dev:
+    with asking(directory, "look at"):
+        elsewhere, status = os.stat(directory).st_dev != os.stat(path).st_dev, os.statvfs(directory)
+    if elsewhere:
         raise SourceError(
             f"{path} has too little data to measure on, and {directory} is another device; name a directory on the same one"
         )
-    status = os.statvfs(directory)
     needed, free = data_bytes + data_bytes // 16, status.f_bavail * status.f_frsize
     if free < needed:
         raise DiskFullError(directory, needed, free)
 
 
-def _temporary_store(path: Path, data_bytes: int, tell: Progress) -> Store:
-    import featstore
+def _temporary_store(path: Path, data_bytes: int, tell: Progress) -> OpenStore:
+    from featstore.packing.packing import pack
 
     block = np.random.default_rng(0).integers(0, 2**32, (2048, 128), dtype=np.uint32)  # 1 MiB
     blocks = max(1, data_bytes // block.nbytes)
@@ -440,7 +443,7 @@ def _temporary_store(path: Path, data_bytes: int, tell: Progress) -> Store:
             tell("write", k, blocks)
             yield block
 
-    return featstore.pack(path, rows(), memory=parse_bytes("128MiB"))
+    return OpenStore(pack(path, rows(), memory=parse_bytes("128MiB")))
 
 
 def _nobody(stage: str, done: int, total: int) -> None:

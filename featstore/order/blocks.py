@@ -29,9 +29,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from featstore.base.compilation import njit
 from featstore.errors import SourceError
 from featstore.order.ldg import SLACK, next_random, part_capacity, random_of_pass
 from featstore.order.stream import BLOCK_EDGES, GraphLike, bad_edge_error, checked_indptr, edge_blocks, node_count

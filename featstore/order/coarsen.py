@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from featstore.base.compilation import njit
 from featstore.order.stream import GraphLike, bad_edge_error, edge_blocks
 
 PAIR_BYTES = 12

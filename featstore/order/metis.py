@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from featstore.base.compilation import njit
 from featstore.errors import SourceError
 from featstore.order.stream import (
     BLOCK_EDGES,

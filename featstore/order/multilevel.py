@@ -34,9 +34,9 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from featstore.base.compilation import njit
 from featstore.errors import BudgetError, SourceError
 from featstore.order.coarsen import (
     MERGE_VERTEX_BYTES,

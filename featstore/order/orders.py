@@ -16,17 +16,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
-from featstore.engine.base import EXTENT_BYTES_MAX
+from featstore.base.compilation import njit
+from featstore.base.dtypes import node_dtype
 from featstore.errors import BudgetError, SourceError
 from featstore.order.ldg import PASSES, SLACK, ldg_memory_bytes, ldg_partition
 from featstore.order.metis import metis_installed, metis_memory_bytes, metis_partition, survey_graph
 from featstore.order.multilevel import CLUSTERS_PER_PART, REFINE_PASSES, multilevel_memory_bytes, multilevel_partition
-from featstore.order.parts import node_dtype, order_of_parts, order_of_parts_bytes
+from featstore.order.parts import order_of_parts, order_of_parts_bytes
 from featstore.order.stream import BLOCK_EDGES, GraphLike, NodeIds, degree_counts, edge_count, edge_cut, node_count
-from featstore.units import format_bytes
+from featstore.storage.manifest import PARTITIONS_OF_FEW_ROWS
+from featstore.units import EXTENT_BYTES_MAX, format_bytes
 
 METHODS = ("auto", "given", "permutation", "degree", "metis", "multilevel", "ldg", "bfs")
 
@@ -142,13 +143,22 @@ def degree_order(graph: GraphLike) -> Order:
     :func:`degree_memory_bytes`. Raises SourceError for a bad graph and for 2**32 nodes or more.
     """
     nodes = node_count(graph)
-    if nodes >= 2**32:
-        raise SourceError(f"the degree order is made for fewer than 2**32 nodes, not {nodes:,}; use method 'ldg'")
+    check_rankable(nodes)
     return Order("degree", ranked_by_count(degree_counts(graph)), _one_partition(nodes))
+
+
+def check_rankable(nodes: int) -> None:
+    """Raise SourceError for more nodes than keys of count and position, 32 bits each, have room for."""
+    if nodes >= 2**32:
+        raise SourceError(
+            f"nodes are ranked by degree where there are fewer than 2**32 of them, not {nodes:,}: use method 'ldg', "
+            "and no hubs"
+        )
 
 
 def ranked_by_count(counts: NDArray[np.uint32]) -> NodeIds:
     """Positions by falling count, ties by position: int32 or int64 [n], n < 2**32. Needs 12 or 16 bytes a position."""
+    check_rankable(counts.size)
     # Sort (complement of the count, position) packed into one integer: in place, and no two are equal.
     keys = counts.astype(np.uint64)
     np.subtract(np.uint64(2**32 - 1), keys, out=keys)
@@ -318,6 +328,11 @@ def make_order(
         raise SourceError(f"the graph has {node_count(graph):,} nodes, but there are {rows:,} rows of features")
     if parts is not None and not 1 <= parts < 2**31:
         raise SourceError(f"the number of partitions must be from 1 to 2**31 - 1, not {parts}")
+    if parts is not None and parts > max(rows, PARTITIONS_OF_FEW_ROWS):
+        raise SourceError(
+            f"{parts:,} partitions for {rows:,} rows: give at most {max(rows, PARTITIONS_OF_FEW_ROWS):,}, or nearly "
+            "all are empty"
+        )
     if train is not None and (train.shape != (rows,) or train.dtype != np.bool_):
         raise SourceError(f"train must be bool of shape ({rows},), not {train.dtype} of shape {train.shape}")
     partitions = default_partitions(rows, row_bytes) if parts is None else parts

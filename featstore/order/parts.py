@@ -9,18 +9,12 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from featstore.base.compilation import njit
+from featstore.base.dtypes import node_dtype
 from featstore.errors import SourceError
 from featstore.order.stream import NodeIds
-
-INT32_MAX = 2**31 - 1
-
-
-def node_dtype(rows: int) -> np.dtype[Any]:
-    """The dtype of node ids: int32 while they fit, then int64."""
-    return np.dtype(np.int32 if rows <= INT32_MAX else np.int64)
 
 
 @njit(cache=True, nogil=True)

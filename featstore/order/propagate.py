@@ -24,9 +24,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from featstore.base.compilation import njit
 from featstore.order.ldg import next_random, random_of_pass
 from featstore.order.stream import GraphLike, bad_edge_error, edge_blocks
 

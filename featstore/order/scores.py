@@ -15,9 +15,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from featstore.base.compilation import njit
 from featstore.errors import SourceError
 from featstore.order.ldg import next_random, random_of_pass
 from featstore.order.stream import BLOCK_EDGES, GraphLike, bad_edge_error, checked_indptr, cut_block, edge_blocks

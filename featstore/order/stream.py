@@ -16,9 +16,9 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from featstore.base.compilation import njit
 from featstore.errors import SourceError
 
 BLOCK_EDGES = 1 << 20

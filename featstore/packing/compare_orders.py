@@ -14,15 +14,17 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from featstore.errors import BudgetError, SourceError
+from featstore.errors import BudgetError, IdError, SourceError
 from featstore.order.orders import make_order
 from featstore.order.scores import Scores, score_parts
 from featstore.packing.inputs import node_mask
+from featstore.reader.graphs import read_offsets
+from featstore.reader.reader import Reader
 from featstore.units import format_bytes
 
 if TYPE_CHECKING:
-    from featstore.reader import Reader
-    from featstore.store import Store
+    from featstore.reader.reader import Reader
+    from featstore.storage.store import OpenStore
 
 METHODS = ("metis", "multilevel", "ldg", "bfs")
 STORED = "as stored"
@@ -54,7 +56,7 @@ class StoredLists:
         if isinstance(index, slice):
             low, high, step = index.indices(self.size)
             if step != 1:
-                raise IndexError("lists are read in runs; the step must be 1")
+                raise IdError("lists are read in runs; the step must be 1")
             return self._reader.read_runs({self._table: [(low, max(low, high))]})[self._table]
         return self[int(index) : int(index) + 1][0]
 
@@ -71,7 +73,7 @@ class StoredTopology:
 
 
 def compare_orders(
-    store: Store,
+    store: OpenStore,
     *,
     graph: str | None = None,
     methods: Sequence[str] = METHODS,
@@ -102,10 +104,10 @@ def compare_orders(
     chosen = None if train is None else _train_mask(store, table, train)
     lists = f"{name}/sources"
     found = []
-    with store.reader(tables=[lists], memory="32MiB", static=None) as reader:
+    with Reader(store, tables=[lists], memory="32MiB", static=None) as reader:
         dtype = store.table(lists).dtype
         topology: Any = StoredTopology(
-            store.graphs[name].offsets(), StoredLists(reader, lists, store.graphs[name].edges, dtype)
+            read_offsets(store.graphs[name]), StoredLists(reader, lists, store.graphs[name].edges, dtype)
         )
         found.append(Comparison(STORED, score_parts(topology, own, len(offsets) - 1, train=chosen, seed=seed), 0.0))
         for method in methods:
@@ -129,7 +131,7 @@ def compare_orders(
     return found
 
 
-def _train_mask(store: Store, table: Any, train: Any) -> NDArray[np.bool_]:
+def _train_mask(store: OpenStore, table: Any, train: Any) -> NDArray[np.bool_]:
     mask = node_mask(store.arrays[train] if isinstance(train, str) else train, table.rows)
     node_of_row = table.node_of_row()
     return mask if node_of_row is None else mask[node_of_row]

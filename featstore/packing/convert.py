@@ -10,12 +10,12 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
-from featstore.dtypes import bfloat16, is_bfloat16
+from featstore.base.compilation import njit
+from featstore.base.dtypes import bfloat16, is_bfloat16
 from featstore.errors import SourceError
-from featstore.manifest import Scalar
+from featstore.storage.manifest import Scalar
 
 CASTS = ("float16", "bfloat16", "float32", "float64")
 

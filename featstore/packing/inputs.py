@@ -4,51 +4,114 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from featstore.dtypes import dtype_name
+from featstore.arguments import as_mapping
+from featstore.base.dtypes import dtype_name
+from featstore.base.ids import plain_array
+from featstore.base.system import is_regular
 from featstore.errors import SourceError
-from featstore.manifest import ROW_BYTES_MAX, check_name
-from featstore.packing.graphs import Graph
-from featstore.packing.sources import RowSource, open_rows
-from featstore.packing.sources_base import file_fingerprint, sample_crc32
+from featstore.packing.graphs.csc import Graph
+from featstore.packing.sources.arrays import array_of
+from featstore.packing.sources.base import file_fingerprint, sample_crc32
+from featstore.packing.sources.opening import RowSource, is_headless, is_text, open_rows
+from featstore.packing.sources.pyg import edges_of_relation, is_pyg, is_relation, pyg_inputs
+from featstore.storage.manifest import ROW_BYTES_MAX, check_name
 
 #: What a table is called when no name is given.
 DEFAULT_TABLE = "features"
 
 
-def parse_inputs(features: Any) -> tuple[dict[str, RowSource], dict[str, Any], dict[str, NDArray[Any]]]:
-    """Tables, graphs and arrays out of what the user gave as features."""
-    from featstore.packing.sources_pyg import is_pyg, pyg_arrays, pyg_graphs, pyg_tables
+#: Arguments of a pack that say how a table is read, each given once for all tables or by table.
+READING = ("raw_dtype", "dtype", "cast", "shape", "offset", "key", "columns", "id")
 
-    graphs: dict[str, Any] = {}
-    arrays: dict[str, NDArray[Any]] = {}
-    if is_pyg(features):
-        graphs, arrays, features = dict(pyg_graphs(features)), pyg_arrays(features), pyg_tables(features)
+
+@dataclass(frozen=True)
+class Inputs:
+    """What is packed: sources, graphs and arrays by name, dtypes to cast to, and what the user should hear."""
+
+    tables: dict[str, RowSource]
+    graphs: dict[str, Any]
+    arrays: dict[str, NDArray[Any]]
+    casts: dict[str, str]
+    warnings: list[str] = field(default_factory=list)
+
+
+def parse_inputs(features: Any, graph: Any, arrays: Mapping[str, Any] | None, reading: Mapping[str, Any]) -> Inputs:
+    """Tables, graphs and arrays out of what the user gave; ``reading`` has the arguments of `READING`."""
+    own_graphs: dict[str, Any] = {}
+    own_arrays: dict[str, NDArray[Any]] = {}
+    warnings: list[str] = []
+    data = features
+    if is_pyg(data):
+        features, own_graphs, own_arrays, warnings = pyg_inputs(data, graph is not None)
     elif not isinstance(features, Mapping):
         features = {DEFAULT_TABLE: features}
     if not features:
         raise SourceError("there is nothing to pack: no table of features was given")
-    tables = {}
-    for name, spec in features.items():
+    for name in features:
         check_name(name, "table")
-        tables[name] = spec if isinstance(spec, RowSource) else open_rows(spec)
-        if not 1 <= tables[name].row_bytes <= ROW_BYTES_MAX:
-            raise SourceError(
-                f"table {name!r} has rows of {tables[name].row_bytes:,} bytes; the format allows up to {ROW_BYTES_MAX:,}"
-            )
-    return tables, graphs, arrays
+    # What is asked for by name replaces what the data bring: naming some relations leaves out the others.
+    graphs = own_graphs if graph is None else by_table(graph, features, "graph")
+    graphs = {name: edges_of_relation(spec, name if is_pyg(data) else None) for name, spec in graphs.items()}
+    given = {what: by_table(reading.get(what), features, what) for what in READING}
+    tables, casts = {}, {}
+    for name, spec in features.items():
+        asked = {what: values[name] for what, values in given.items() if values.get(name) is not None}
+        tables[name], cast = _opened(name, spec, asked)
+        if cast is not None:
+            casts[name] = cast
+    named = {} if arrays is None else as_mapping(arrays, "arrays", "names to arrays")
+    small = own_arrays | {name: small_array(name, value) for name, value in named.items()}
+    for name in small:
+        check_name(name, "array")
+    return Inputs(tables, graphs, small, casts, warnings)
+
+
+def _opened(name: str, spec: Any, asked: dict[str, Any]) -> tuple[RowSource, str | None]:
+    """A table's source, and the dtype to cast it to."""
+    own, cast = dtypes_asked(spec, name, asked)
+    source = open_rows(
+        spec,
+        dtype=own,
+        shape=asked.get("shape"),
+        key=asked.get("key"),
+        columns=asked.get("columns"),
+        id=asked.get("id"),
+        offset=asked.get("offset", 0),
+    )
+    if not 1 <= source.row_bytes <= ROW_BYTES_MAX:
+        raise SourceError(
+            f"table {name!r} has rows of {source.row_bytes:,} bytes; the format allows up to {ROW_BYTES_MAX:,}"
+        )
+    return source, cast
+
+
+def dtypes_asked(spec: Any, name: str, asked: Mapping[str, Any]) -> tuple[Any, Any]:
+    """(the source's own dtype, the dtype to cast to): what ``dtype`` means depends on the file."""
+    raw, dtype, cast = (asked.get(what) for what in ("raw_dtype", "dtype", "cast"))
+    offset = asked.get("offset", 0)
+    headless = is_headless(spec, offset if isinstance(offset, int) else 0)
+    if dtype is not None and headless and asked.get("shape") is not None and raw is None:
+        return dtype, cast
+    if dtype is not None and cast is not None:
+        raise SourceError(f"table {name!r}: dtype= and cast= both ask for a cast; give one of them")
+    cast = dtype if cast is None else cast
+    if raw is None and cast is not None and is_text(spec):
+        raw = "float64"  # else the cast would find numbers that float32 had rounded already
+    return raw, cast
 
 
 def by_table(value: Any, tables: Mapping[str, Any], what: str) -> dict[str, Any]:
     """An option that may be given once for all tables, or by table name."""
     if value is None:
         return {}
-    if not isinstance(value, Mapping):
+    if not isinstance(value, Mapping) or is_relation(value):
         if what in ("graph", "permutation") and len(tables) > 1:
             raise SourceError(
                 f"there are several tables; say whose {what} it is: {what}={{{next(iter(tables))!r}: ...}}"
@@ -68,14 +131,18 @@ def small_array(name: str, value: Any) -> NDArray[Any]:
             value = np.load(value, allow_pickle=False)
         except (OSError, ValueError) as error:
             raise SourceError(f"cannot read array {name!r} from {os.fspath(value)}: {error}") from None
-    array = np.asarray(value)
-    dtype_name(array.dtype)
+    found = array_of(value, f"array {name!r}")
+    array = plain_array(value, f"array {name!r}") if found is None else found
+    try:
+        dtype_name(array.dtype)
+    except SourceError as error:
+        raise SourceError(f"array {name!r}: {error}") from None
     return array
 
 
 def node_mask(nodes: Any, rows: int) -> NDArray[np.bool_]:
     """Node ids, or a mask already, as bool [rows]. Raises SourceError for what is neither."""
-    given = np.asarray(nodes)
+    given = plain_array(nodes, "train")
     if given.dtype == bool and given.shape == (rows,):
         return given
     if given.ndim != 1 or given.dtype.kind not in "iu" or (len(given) and (given.min() < 0 or given.max() >= rows)):
@@ -93,7 +160,7 @@ def identity(value: Any) -> dict[str, Any]:
         return dict(value.source)
     if isinstance(value, str | os.PathLike):
         path = Path(value)
-        return file_fingerprint("file", path) if path.is_file() else {"path": os.path.abspath(path)}
+        return file_fingerprint("file", path) if is_regular(path) else {"path": os.path.abspath(path)}
     if isinstance(value, tuple):
         return {str(k): identity(part) for k, part in enumerate(value)}
     try:
@@ -111,4 +178,5 @@ def described(source: RowSource) -> dict[str, Any]:
         "name": os.path.basename(source.name),
         "dtype": str(source.dtype),
         "shape": [source.rows, *source.row_shape],
+        **({} if source.chosen is None else source.chosen.described()),
     }

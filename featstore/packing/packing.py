@@ -1,17 +1,15 @@
 """Packing: from features and a graph to a committed store.
 
 For each table: find the order, write its maps, bring the rows into it (:mod:`featstore.packing.permute`), write the checksums; then
-the small arrays; then commit (:mod:`featstore.packing.generations`). Every step leaves its progress in the journal. Nothing that
+the small arrays; then commit (:mod:`featstore.storage.generations`). Every step leaves its progress in the journal. Nothing that
 depends on time, place or memory goes into the store, so that equal input and seed give equal bytes.
 """
 
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +17,33 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-import featstore
-from featstore.arrays import load_array
-from featstore.disk import Disk
-from featstore.dtypes import dtype_name
+from featstore._version import __version__
+from featstore.arguments import as_path
+from featstore.base.dtypes import dtype_name, node_dtype
+from featstore.base.folders import real_path
+from featstore.base.system import asking, is_directory, is_there
+from featstore.base.warning import warn
 from featstore.errors import BudgetError, CorruptionError, DiskFullError, FeatstoreError, SourceError
 from featstore.layout import TableLayout
-from featstore.manifest import (
+from featstore.order import Order, make_order
+from featstore.order.orders import degree_memory_bytes, degree_order
+from featstore.packing import permute, spill
+from featstore.packing.convert import ValueReport, target_dtype
+from featstore.packing.graphs.csc import Graph
+from featstore.packing.graphs.opening import open_graph
+from featstore.packing.inputs import described, identity, node_mask, parse_inputs
+from featstore.packing.progress import Progress, Stages
+from featstore.packing.request import Options, check_pack, with_slack
+from featstore.packing.row_ids import inverse, read_ids, write_ids
+from featstore.packing.sources.opening import RowSource
+from featstore.packing.topology import HUB_SHARE, topology_memory_bytes, write_topology
+from featstore.packing.topology import Job as TopologyJob
+from featstore.storage.arrays import load_array
+from featstore.storage.belongings import GENERATION, SPILL
+from featstore.storage.disk import Disk
+from featstore.storage.generations import Generation, begin, collect, commit, writing
+from featstore.storage.journal import Journal, State, TableProgress
+from featstore.storage.manifest import (
     FORMAT_VERSION,
     GRAPHS_FEATURE,
     ArrayEntry,
@@ -33,22 +51,9 @@ from featstore.manifest import (
     OrderEntry,
     TableEntry,
     array_chunk,
-    check_name,
     sealed,
 )
-from featstore.order import Order, make_order
-from featstore.order.orders import degree_memory_bytes, degree_order
-from featstore.order.parts import node_dtype
-from featstore.packing import permute, spill
-from featstore.packing.convert import ValueReport, target_dtype
-from featstore.packing.generations import Generation, begin, collect, commit, writer_lock
-from featstore.packing.graphs import Graph, open_graph
-from featstore.packing.inputs import by_table, described, identity, node_mask, parse_inputs, small_array
-from featstore.packing.journal import Journal, State, TableProgress
-from featstore.packing.sources import RowSource
-from featstore.packing.topology import HUB_RANKS, HUB_SHARE, topology_memory_bytes, write_topology
-from featstore.packing.topology import Job as TopologyJob
-from featstore.packing.writer import (
+from featstore.storage.table_writer import (
     Catalogue,
     TableWriter,
     catalogue_rows,
@@ -56,38 +61,11 @@ from featstore.packing.writer import (
     write_rows_metadata,
     zarr_group_json,
 )
-from featstore.store import Store
 from featstore.units import PAGE_BYTES, parse_bytes
 
+__all__ = ["Options", "Progress", "pack"]
+
 _DISK_SLACK_BYTES = 1 << 20
-#: What of the budget stays free, for the allocator and for what has no size known beforehand: an eighth, or this if it is more.
-_SLACK_BYTES = 24 * 2**20
-
-
-@dataclass(frozen=True)
-class Progress:
-    """How far a pack is: ``done_bytes`` of ``total_bytes`` read, spilled and written, over all tables."""
-
-    stage: str
-    table: str
-    done_bytes: int
-    total_bytes: int
-
-
-@dataclass(frozen=True)
-class Options:
-    """How to pack; the arguments of :func:`pack` of the same names."""
-
-    memory_bytes: int
-    order: Mapping[str, str]
-    permutation: Mapping[str, Any]
-    partitions: Mapping[str, int]
-    dtype: Mapping[str, str]
-    seed: int
-    topology: bool = False
-    hubs: float = 0.0
-    hub_rank: str = "degree"
-    train: Mapping[str, Any] = field(default_factory=dict)
 
 
 def pack(
@@ -100,6 +78,14 @@ def pack(
     permutation: Any = None,
     partitions: int | Mapping[str, int] | None = None,
     dtype: str | Mapping[str, str] | None = None,
+    cast: str | Mapping[str, str] | None = None,
+    raw_dtype: Any = None,
+    shape: Sequence[int] | Mapping[str, Sequence[int]] | None = None,
+    offset: int | Mapping[str, int] | None = None,
+    key: str | Sequence[str] | Mapping[str, Any] | None = None,
+    columns: str | int | Sequence[str | int] | Mapping[str, Any] | None = None,
+    id: str | int | Mapping[str, str | int] | None = None,
+    graph_key: str | Mapping[str, str] | None = None,
     memory: int | str = "1GiB",
     seed: int = 0,
     topology: bool = True,
@@ -110,90 +96,88 @@ def pack(
     overwrite: bool = False,
     progress: Callable[[Progress], None] | None = None,
     disk: Disk | None = None,
-) -> Store:
-    """Pack feature tables into a store and open it.
+) -> Path:
+    """Pack feature tables into a store, and return its path; ``featstore.pack`` opens it. ``featstore pack`` has the same options.
+
+    What is of a table (``graph`` to ``graph_key`` without ``arrays``, and ``train``) may be given once for
+    all tables, or as a mapping of table names to values.
 
     Args:
         out: the store's directory; made if it does not exist.
-        features: one table (a path, an array, an iterator of row blocks, anything :func:`featstore.packing.sources.open_rows` takes, or a
-            PyG ``Data``/``HeteroData`` object, which brings its graph and arrays along), or a mapping of table names to such.
-        graph: the graph of the table (or a mapping of table names to graphs), as :func:`featstore.packing.graphs.open_graph` takes it.
-            Its degrees become the order in which a static cache takes rows.
+        features: one table (a path, an array, an iterator of row blocks, anything :func:`featstore.packing.sources.opening.open_rows`
+            takes, or a PyG ``Data``/``HeteroData`` object, which brings its graph and arrays along), or a mapping of table names to such.
+        graph: the graph of the table, as :func:`featstore.packing.graphs.opening.open_graph` takes it, or one
+            relation of a ``HeteroData`` (``data["a", "r", "a"]``). It replaces the graphs of PyG data: ``{}``
+            packs without. Its degrees become the order in which a static cache takes rows.
         arrays: small arrays to keep beside the tables (labels, splits), in node id order: name to array, or path of a ``.npy``.
         order: ``"auto"`` (METIS where there is a graph and METIS fits the memory, else multilevel; as given without a graph), ``"given"``,
-            ``"permutation"``, ``"degree"``, ``"metis"``, ``"multilevel"``, ``"ldg"``, ``"bfs"``; or a mapping of table names to such.
+            ``"permutation"``, ``"degree"``, ``"metis"``, ``"multilevel"``, ``"ldg"``, ``"bfs"``.
         permutation: with order ``"permutation"``: node ids in row order, as an array or the path of a ``.npy``.
         partitions: how many parts partitioners make; by default parts of at least 512 KiB of features, see
             :func:`featstore.order.orders.default_partitions`.
-        dtype: cast to ``"float16"``, ``"bfloat16"``, ``"float32"`` or ``"float64"``; by default rows stay as they are.
+        dtype: the short form of ``cast``; for a headless file with ``shape`` and no ``raw_dtype``, the short
+            form of that.
+        cast: convert to ``"float16"``, ``"bfloat16"``, ``"float32"`` or ``"float64"``; by default rows stay
+            as they are.
+        raw_dtype: the dtype of a headless file's values, or what text is read as (float32 unless told; float64 where it is cast).
+        shape: of the whole table, the first number -1 for as many rows as there are: needed for a headless
+            file; of an iterator it says that items of shape ``shape[1:]`` are single rows. What names its own
+            shape must agree with it.
+        offset: byte of a headless file at which its rows begin.
+        key: the member of an ``.npz``, zarr group or ``.pt`` file; of a table with named columns the same as
+            ``columns``.
+        columns: the columns that are features of a table that names them (Parquet, Arrow, ``.csv``), by name
+            or position; ``"*"`` for all. Without it all are, and a table with one that cannot be or that
+            looks like ids is refused.
+        id: the column of such a table that says whose row it is: node ids 0 to n-1, each once; rows are
+            placed by it. Without it row i is node i. Ids take 12 bytes a row of ``memory``, 16 where the number
+            of rows is unknown, 20 where the order is another than by id.
+        graph_key: the member or columns of the graph's file with the edges.
         memory: budget for everything the pack holds in memory beyond the bare process, in bytes or as ``"512MiB"``.
         seed: of the partitioners. Equal input, options and seed give equal bytes.
         topology: store the graphs too, for sampling and mega-batches from disk (4 or 8 bytes an edge).
         hubs: share of the nodes whose lists of neighbours are stored a second time, side by side, for mega-batches.
         hub_rank: which nodes those are: ``"degree"``, or ``"external"`` for most edges into other partitions.
-        train: training nodes, which order ``"bfs"`` spreads evenly: node ids, a mask, or the name of one of ``arrays`` (or a mapping
-            of table names to such).
+        train: training nodes, which order ``"bfs"`` spreads evenly: node ids, a mask, or the name of one of
+            ``arrays``.
         resume: go on with the unfinished pack in ``out``; input and options must be the same.
         overwrite: replace the store in ``out``; it stands until the new one is committed.
         progress: called now and then with a :class:`Progress`, from any thread.
+        disk: what performs all writes; for tests.
 
-    Raises SourceError, BudgetError, DiskFullError, DeviceError, StoreExistsError, StoreLockedError, CorruptionError.
+    Raises SourceError, BudgetError, DiskFullError, DeviceError, StoreExistsError, StoreLockedError,
+    CorruptionError. Warns, as FeatstoreWarning, of what of PyG data is not stored, and of edge rows that no
+    stored graph numbers.
     """
     door = disk or Disk()
-    tables, own_graphs, own_arrays = parse_inputs(features)
-    graphs = own_graphs | by_table(graph, tables, "graph")
-    options = Options(
-        _without_slack(parse_bytes(memory)),
-        dict.fromkeys(tables, "auto") | by_table(order, tables, "order"),
-        {
-            n: p if isinstance(p, str | os.PathLike) else np.asarray(p)
-            for n, p in by_table(permutation, tables, "permutation").items()
-        },
-        by_table(partitions, tables, "partitions"),
-        by_table(dtype, tables, "dtype"),
-        seed,
-        topology,
-        hubs,
-        hub_rank,
-        by_table(train, tables, "train"),
-    )
-    if hub_rank not in HUB_RANKS or not 0 <= hubs <= 1:
-        raise SourceError(
-            f"hubs must be from 0 to 1 and hub_rank one of {', '.join(HUB_RANKS)}, not {hubs!r} and {hub_rank!r}"
-        )
-    small = own_arrays | {name: small_array(name, value) for name, value in (arrays or {}).items()}
-    for name in small:
-        check_name(name, "array")
-    store = Path(os.path.abspath(out))
-    if store.exists() and not store.is_dir():
+    reading = {"raw_dtype": raw_dtype, "dtype": dtype, "cast": cast, "shape": shape, "offset": offset, "key": key, "columns": columns,
+               "id": id}  # fmt: skip
+    inputs = parse_inputs(features, graph, arrays, reading)
+    tables = inputs.tables
+    options = Options.of(
+        inputs, memory=memory, order=order, permutation=permutation, partitions=partitions, seed=seed, topology=topology, hubs=hubs,
+        hub_rank=hub_rank, train=train, graph_key=graph_key,
+    )  # fmt: skip
+    check_pack(options, inputs.arrays, resume=resume, overwrite=overwrite, progress=progress)
+    out = as_path(out, "out")
+    for text in inputs.warnings:
+        warn(text)
+    store = real_path(out)
+    if is_there(store) and not is_directory(store):
         raise SourceError(f"{store} is a file; give the path of a directory to make")
-    for parent in reversed([store, *store.parents]):
-        if not parent.exists():
-            door.mkdir(parent)
-            door.fsync_dir(parent.parent)
-    with writer_lock(store):
+    with writing(store, door):
         generation, resumed = begin(store, door, resume=resume, overwrite=overwrite)
-        packing = _Packing(door, generation, tables, graphs, options, progress)
+        packing = _Packing(door, generation, tables, inputs.graphs, options, progress)
         try:
-            packing.run(small, resumed)
+            packing.run(inputs.arrays, resumed)
         except BudgetError as error:
             packing.abandon(resumed, order_counts=False)  # another budget is another pack: --resume would refuse it
-            raise BudgetError(_with_slack(error.needed_bytes), parse_bytes(memory), error.what) from None
+            raise BudgetError(with_slack(error.needed_bytes), parse_bytes(memory), error.what) from None
         except BaseException:
             packing.abandon(resumed)
             raise
         collect(store, door)
-    return Store(store)
-
-
-def _without_slack(memory_bytes: int) -> int:
-    """What of the budget is handed out: never less than half of it."""
-    return memory_bytes - max(memory_bytes // 8, min(_SLACK_BYTES, memory_bytes // 2))
-
-
-def _with_slack(used_bytes: int) -> int:
-    """The budget of which :func:`_without_slack` leaves at least so much."""
-    return min(2 * used_bytes, max(used_bytes + _SLACK_BYTES, -(-used_bytes * 8 // 7))) + 1
+    return Path(out)
 
 
 class _Packing:
@@ -209,9 +193,8 @@ class _Packing:
         self.graphs = graphs
         self.options = options
         self.catalogue = Catalogue(disk, generation.store)
-        self._progress = progress
-        self._tick_lock = threading.Lock()
-        self._done_bytes = self._total_bytes = 0
+        self._stages = Stages(progress)
+        self._ids: dict[str, Path] = {}  # of tables whose rows are placed by ids
         self._journal: Journal | None = None
         self._arrays: dict[str, NDArray[Any]] = {}
 
@@ -224,6 +207,8 @@ class _Packing:
         name = self.generation.name
         self._arrays = arrays
         self._start(resumed, arrays)
+        for table in self.tables:
+            self._read_ids(table)
         self._check_space(resumed)
         entries, graphs = {}, {}
         for table in self.tables:
@@ -243,14 +228,14 @@ class _Packing:
             Manifest(
                 format="featstore", version=FORMAT_VERSION, reader_features=features, writer_features=[], uuid="", generation=name,
                 tables=entries, arrays=array_entries, files=sorted(self.catalogue.files.values(), key=lambda f: f.path),
-                provenance={"writer": f"featstore {featstore.__version__}", "seed": self.options.seed,
+                provenance={"writer": f"featstore {__version__}", "seed": self.options.seed,
                             "sources": {n: described(s) for n, s in self.tables.items()}},
                 graphs=graphs,
             )
         )  # fmt: skip
         commit(self.generation.store, self.disk, manifest)
         self.disk.unlink(self.generation.journal)
-        self.disk.rmtree(self.generation.spill)
+        self.disk.rmtree(self.generation.spill, SPILL)
 
     def abandon(self, resumed: bool, order_counts: bool = True) -> None:
         """After an error: leave nothing behind where nothing was achieved; otherwise the journal stays for --resume."""
@@ -259,8 +244,8 @@ class _Packing:
             return
         with suppress(FeatstoreError, OSError):  # the error that brought us here is the one to tell
             self.disk.unlink(self.generation.journal)
-            self.disk.rmtree(self.generation.spill)
-            self.disk.rmtree(self.generation.directory)
+            self.disk.rmtree(self.generation.spill, SPILL)
+            self.disk.rmtree(self.generation.directory, GENERATION)
 
     def _start(self, resumed: bool, arrays: dict[str, NDArray[Any]]) -> None:
         fingerprint: dict[str, Any] = {
@@ -270,7 +255,7 @@ class _Packing:
             "topology": [self.options.topology, self.options.hubs, self.options.hub_rank],
             "train": {n: identity(t) if not isinstance(t, str) else t for n, t in self.options.train.items()},
             "arrays": {n: identity(a) for n, a in arrays.items()},
-            "graphs": {n: identity(g) for n, g in self.graphs.items()},
+            "graphs": {n: identity(g) for n, g in self.graphs.items()}, "graph_key": dict(self.options.graph_key),
             "permutation": {n: identity(p) for n, p in self.options.permutation.items()},
         }  # fmt: skip
         if resumed:
@@ -290,16 +275,16 @@ class _Packing:
         for name, source in self.tables.items():
             rows = source.rows or 0
             size = rows * self._row_bytes(name)
-            permuted = name in self.graphs or self.options.order[name] not in ("auto", "given")
+            permuted = name in self.graphs or self.options.order[name] not in ("auto", "given") or name in self._ids
             needed += size + size // 1024 + rows * (24 if permuted else 0)
             spills = permuted and size > self.options.memory_bytes // 2
-            self._total_bytes += size * (4 if spills else 2)
             largest = max(largest, size if spills else 0)
         if resumed:
             there = (
                 p for root in (self.generation.directory, self.generation.spill) for p in root.rglob("*") if p.is_file()
             )
-            needed = max(_DISK_SLACK_BYTES, needed + largest - sum(p.stat().st_blocks * 512 for p in there))
+            with asking(self.generation.directory, "look at the files of"):
+                needed = max(_DISK_SLACK_BYTES, needed + largest - sum(p.stat().st_blocks * 512 for p in there))
         else:
             needed += largest
         free = self.disk.free_bytes(self.generation.store)
@@ -310,15 +295,21 @@ class _Packing:
         source = self.tables[name]
         return source.row_values * target_dtype(source.dtype, self.options.dtype.get(name)).itemsize
 
-    def _tick(self, table: str) -> Callable[[str, int], None]:
-        def tick(stage: str, done: int) -> None:
-            with self._tick_lock:
-                self._done_bytes += done
-                self._total_bytes = max(self._total_bytes, self._done_bytes)
-                if self._progress is not None:
-                    self._progress(Progress(stage, table, self._done_bytes, self._total_bytes))
-
-        return tick
+    def _read_ids(self, name: str) -> None:
+        """Read the ids of a table's rows, if it has a column of them, and keep them beside the spill."""
+        source = self.tables[name]
+        if source.chosen is None or source.chosen.id is None:
+            return
+        total = None if source.rows is None else 8 * source.rows
+        self._stages.begin("ids", name, total)
+        memory = self.options.memory_bytes - source.held_bytes
+        try:
+            ids = read_ids(source, memory, lambda count: self._stages.add(8 * count))
+        except BudgetError as error:
+            raise BudgetError(error.needed_bytes + source.held_bytes, self.options.memory_bytes, error.what) from None
+        if ids is not None:
+            self._ids[name] = self.generation.spill / f"{name}.ids"
+            write_ids(ids, self.disk, self._ids[name])
 
     def _table(self, name: str) -> TableEntry:
         """Write one table whole; returns its entry."""
@@ -352,12 +343,19 @@ class _Packing:
         return msgspec.structs.replace(entry, statistics=statistics)
 
     def _job(self, name: str, entry: TableEntry, report: ValueReport) -> permute.Job:
-        row_of_node, node_of_row = self._load(entry.order.row_of_node), self._load(entry.order.node_of_row)
-        held = sum(a.nbytes for a in (row_of_node, node_of_row) if a is not None)
+        ids = None
+        if name in self._ids:
+            width = node_dtype(entry.rows).itemsize
+            needed = entry.rows * width * (3 if entry.order.row_of_node is None else 5)
+            if needed > self.options.memory_bytes:
+                raise BudgetError(needed, self.options.memory_bytes, f"place the rows of table {name!r} by their ids")
+            ids = np.fromfile(self._ids[name], node_dtype(entry.rows))
+        maps = permute.RowMaps.of(self._load(entry.order.row_of_node), self._load(entry.order.node_of_row), ids)
+        held = maps.held_bytes
         return permute.Job(
-            self.disk, name, self.tables[name], entry.layout, report, row_of_node, node_of_row, self.generation.spill,
+            self.disk, name, self.tables[name], entry.layout, report, maps, self.generation.spill,
             lambda chunk: self.generation.store / entry.chunk_path(chunk), self.options.memory_bytes - held, held,
-            self.journal, self.journal.table(name), self._tick(name),
+            self.journal, self.journal.table(name), self._stages,
         )  # fmt: skip
 
     def _load(self, entry: ArrayEntry | None) -> NDArray[Any] | None:
@@ -370,20 +368,24 @@ class _Packing:
         """The table's source with a known number of rows: an iterator's rows are spooled to the disk if need be."""
         source = self.tables[name]
         if source.rows is None:
+            self._stages.begin("count", name)
             self.tables[name] = source = permute.spool(
-                source, self.disk, self.generation.spill / f"{name}.spool", self.options.memory_bytes
+                source, self.disk, self.generation.spill / f"{name}.spool", self.options.memory_bytes, self._stages
             )
         return source
 
     def _order_and_topology(self, name: str, base: str, layout: TableLayout, progress: TableProgress) -> None:
         """What is made of the table's graph, which is gone again before its rows are written."""
+        self._stages.begin("graph" if name in self.graphs else "order", name)
         graph = self._graph(name, layout.rows)
         if progress.order is None:
+            self._stages.begin("order", name)
             self._make_order(name, base, layout, progress, graph)
         else:
             for file in progress.order_files:
                 self.catalogue.add(file.path, file.bytes, file.digest)
         if graph is not None and self.options.topology:
+            self._stages.begin("topology", name)
             self._write_topology(name, graph, progress)
 
     def _write_topology(self, name: str, graph: Graph, progress: TableProgress) -> None:
@@ -428,7 +430,7 @@ class _Packing:
             memory_bytes=memory, train=self._train(name, layout.rows),
         )  # fmt: skip
         before = set(self.catalogue.files)
-        row_of_node = _inverse(order.node_of_row)
+        row_of_node = None if order.node_of_row is None else inverse(order.node_of_row)
         by_degree = None
         if graph is not None:
             nodes = degree_order(graph).node_of_row
@@ -458,8 +460,9 @@ class _Packing:
                 raise SourceError(f"the graph of table {name!r} has {spec.nodes:,} nodes, its features {rows:,} rows")
             return spec
         return open_graph(
-            spec, nodes=rows, memory_bytes=self.options.memory_bytes // 2, scratch_dir=self.generation.spill
-        )
+            spec, nodes=rows, memory_bytes=self.options.memory_bytes // 2, scratch_dir=self.generation.spill,
+            key=self.options.graph_key.get(name),
+        )  # fmt: skip
 
     def _write_order(
         self, base: str, order: Order, row_of_node: NDArray[Any] | None, by_degree: NDArray[Any] | None
@@ -480,7 +483,7 @@ class _Packing:
         """Write the chunk files and the checksums; what was read must be what was written."""
         writer = TableWriter(self.disk, job.layout, job.chunk_path, checksum_path)
         try:
-            if job.row_of_node is None:
+            if job.maps.row_of_source is None:
                 permute.as_given(job, writer)
             elif permute.fits_in_memory(job):
                 permute.in_memory(job, writer)
@@ -496,11 +499,3 @@ class _Packing:
             )  # fmt: skip
         job.progress.done = True
         permute.save(job)
-
-
-def _inverse(node_of_row: NDArray[Any] | None) -> NDArray[Any] | None:
-    if node_of_row is None:
-        return None
-    row_of_node = np.empty_like(node_of_row)
-    row_of_node[node_of_row] = np.arange(len(node_of_row), dtype=node_of_row.dtype)
-    return row_of_node

@@ -21,19 +21,22 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
-from featstore.disk import Disk
-from featstore.engine.base import aligned_buffer
+from featstore.base.buffers import aligned_buffer
+from featstore.base.compilation import njit
+from featstore.base.native import address_of, memcpy
+from featstore.base.system import started
 from featstore.errors import BudgetError, SourceError
 from featstore.layout import TableLayout
-from featstore.native import address_of, memcpy
 from featstore.packing.convert import ValueReport
-from featstore.packing.journal import Journal, TableProgress
-from featstore.packing.rows_digest import add, digest_rows
-from featstore.packing.sources import RowSource
-from featstore.packing.writer import Appender, TableWriter
+from featstore.packing.progress import Stages
+from featstore.packing.row_ids import inverse
+from featstore.packing.sources.opening import RowSource
+from featstore.storage.disk import Disk
+from featstore.storage.journal import Journal, TableProgress
+from featstore.storage.rows_digest import add, digest_rows
+from featstore.storage.table_writer import Appender, TableWriter
 from featstore.units import PAGE_BYTES
 
 BLOCK_BYTES = 8 * 2**20
@@ -52,6 +55,47 @@ def scatter_rows(block: int, count: int, row_bytes: int, target: NDArray[Any], f
 
 
 @dataclass(frozen=True)
+class RowMaps:
+    """Where rows go and whose they are; each [rows], and None for the identity.
+
+    Row i of the source goes to row ``row_of_source[i]`` of the table and is of node ``node_of_source[i]``;
+    ``source_of_row`` is the inverse of the first. Without ids of its own, row i of a source is of node i.
+    """
+
+    row_of_source: NDArray[Any] | None = None
+    source_of_row: NDArray[Any] | None = None
+    node_of_source: NDArray[Any] | None = None
+    node_of_row: NDArray[Any] | None = None
+
+    @classmethod
+    def of(
+        cls, row_of_node: NDArray[Any] | None, node_of_row: NDArray[Any] | None, ids: NDArray[Any] | None
+    ) -> RowMaps:
+        """From the store's maps and the ids of the source's rows."""
+        if ids is None:
+            return cls(row_of_node, node_of_row, None, node_of_row)
+        row_of_source = ids if row_of_node is None else row_of_node[ids]
+        return cls(row_of_source, inverse(row_of_source), ids, node_of_row)
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory that they take; an array that is two of them counts once."""
+        arrays = (self.row_of_source, self.source_of_row, self.node_of_source, self.node_of_row)
+        return sum({id(a): a.nbytes for a in arrays if a is not None}.values())
+
+    def nodes_of_rows(self, begin: int, end: int) -> NDArray[Any]:
+        """Nodes of a run of the table's rows; empty where these are the rows' own numbers."""
+        return _NO_NODES if self.node_of_row is None else np.asarray(self.node_of_row[begin:end])
+
+    def nodes_of_sources(self, begin: int, end: int) -> NDArray[Any]:
+        """Nodes of a run of the source's rows; empty where these are the rows' own numbers."""
+        return _NO_NODES if self.node_of_source is None else self.node_of_source[begin:end]
+
+
+_NO_NODES = np.empty(0, np.int64)
+
+
+@dataclass(frozen=True)
 class Job:
     """What one table's pass needs to know."""
 
@@ -60,15 +104,18 @@ class Job:
     source: RowSource
     layout: TableLayout
     report: ValueReport
-    row_of_node: NDArray[Any] | None
-    node_of_row: NDArray[Any] | None
+    maps: RowMaps
     spill_directory: Path
     chunk_path: Callable[[int], Path]
     memory_bytes: int  # for buffers: what the maps leave of the budget
     fixed_bytes: int  # the maps
     journal: Journal
     progress: TableProgress
-    tick: Callable[[str, int], None]  # stage, bytes done since the last call
+    stages: Stages
+
+    def begin(self, stage: str, done_bytes: int = 0) -> None:
+        """A pass over the table's rows begins, with what of it is done already."""
+        self.stages.begin(stage, self.name, self.layout.data_bytes, done_bytes)
 
     @property
     def block_rows(self) -> int:
@@ -110,7 +157,7 @@ def ahead(blocks: Iterator[Any], depth: int = 1) -> Iterator[Any]:
             put((False, error))
 
     thread = threading.Thread(target=produce, name="featstore-source", daemon=True)
-    thread.start()
+    started(thread)
     try:
         while True:
             more, item = items.get()
@@ -137,39 +184,36 @@ def _kept(blocks: Iterator[NDArray[Any]], block_rows: int) -> Iterator[NDArray[A
 
 
 def source_blocks(job: Job, start: int) -> Iterator[tuple[int, NDArray[np.uint8]]]:
-    """(first node id, rows as uint8 [n, row_bytes]) from ``start`` on, cast and counted; the number of rows is checked."""
-    node = start
+    """(number of the first row, rows as uint8 [n, row_bytes]) from ``start`` on, cast, counted and checked."""
+    row = start
     counted = job.progress.rows_counted
     for block in ahead(_kept(job.source.blocks(start, job.block_rows), job.block_rows)):
-        if node < counted:  # seen before the interruption: cast, but do not count again
+        if row < counted:  # seen before the interruption: cast, but do not count again
             before = job.report.state()
-            rows = job.report.convert(block[: counted - node])
+            rows = job.report.convert(block[: counted - row])
             job.report.restore(before)
-            if node + len(block) > counted:
-                rows = np.concatenate([rows, job.report.convert(block[counted - node :])])
+            if row + len(block) > counted:
+                rows = np.concatenate([rows, job.report.convert(block[counted - row :])])
         else:
             rows = job.report.convert(block)
         view = np.ascontiguousarray(rows).reshape(-1).view(np.uint8).reshape(len(rows), job.layout.row_bytes)
-        if node + len(view) > job.layout.rows:
+        if row + len(view) > job.layout.rows:
             raise SourceError(f"{job.source.name} has more than the {job.layout.rows:,} rows it said")
-        fresh = max(0, counted - node)
+        fresh = max(0, counted - row)
         if fresh < len(view):
             part = digest_rows(
                 address_of(view) + fresh * job.layout.row_bytes,
                 job.layout.row_bytes,
-                _NO_NODES,
-                node + fresh,
+                job.maps.nodes_of_sources(row + fresh, row + len(view)),
+                row + fresh,
                 len(view) - fresh,
             )
             job.progress.source_digest = add(job.progress.source_digest, int(part))
-            job.progress.rows_counted = node + len(view)
-        yield node, view
-        node += len(view)
-    if node != job.layout.rows:
-        raise SourceError(f"{job.source.name} ended after {node:,} rows; {job.layout.rows:,} were expected")
-
-
-_NO_NODES = np.empty(0, np.int64)
+            job.progress.rows_counted = row + len(view)
+        yield row, view
+        row += len(view)
+    if row != job.layout.rows:
+        raise SourceError(f"{job.source.name} ended after {row:,} rows; {job.layout.rows:,} were expected")
 
 
 def save(job: Job) -> None:
@@ -186,12 +230,13 @@ def as_given(job: Job, writer: TableWriter) -> None:
     row = start_byte // job.layout.row_bytes
     skip = start_byte - row * job.layout.row_bytes
     since = 0
+    job.begin("write", start_byte)
     for _, rows in source_blocks(job, row):
         data = rows.reshape(-1)[skip:]
         skip = 0
         appender.append(data)
         since += len(data)
-        job.tick("write", len(data))
+        job.stages.add(len(data))
         if since >= CHECKPOINT_BYTES:
             writer.checkpoint()
             job.progress.written_bytes = appender.page * PAGE_BYTES
@@ -208,19 +253,22 @@ def fits_in_memory(job: Job) -> bool:
 
 def in_memory(job: Job, writer: TableWriter) -> None:
     """Scatter the whole table in memory, then write it."""
-    assert job.row_of_node is not None
-    assert job.node_of_row is not None
+    row_of_source = job.maps.row_of_source
+    assert row_of_source is not None
     layout, progress = job.layout, job.progress
     size = -(-layout.data_bytes // PAGE_BYTES) * PAGE_BYTES
     table = aligned_buffer(size)
     progress.rows_counted, progress.source_digest = 0, 0
-    for node, rows in source_blocks(job, 0):
-        scatter_rows(address_of(rows), len(rows), layout.row_bytes, job.row_of_node, node, 0, address_of(table))
-        job.tick("read", rows.nbytes)
-    progress.written_digest = int(digest_rows(address_of(table), layout.row_bytes, job.node_of_row, 0, layout.rows))
+    job.begin("read")
+    for first, rows in source_blocks(job, 0):
+        scatter_rows(address_of(rows), len(rows), layout.row_bytes, row_of_source, first, 0, address_of(table))
+        job.stages.add(rows.nbytes)
+    nodes = job.maps.nodes_of_rows(0, layout.rows)
+    progress.written_digest = int(digest_rows(address_of(table), layout.row_bytes, nodes, 0, layout.rows))
+    job.begin("write")
     for at in range(0, size, BLOCK_BYTES):
         piece = table[at : min(at + BLOCK_BYTES, size)]
-        writer.write(at // PAGE_BYTES, piece, partial(job.tick, "write", len(piece)))
+        writer.write(at // PAGE_BYTES, piece, partial(job.stages.add, len(piece)))
 
 
 def _check_memory(job: Job) -> None:
@@ -232,9 +280,9 @@ def _check_memory(job: Job) -> None:
         raise BudgetError(needed + job.fixed_bytes, job.memory_bytes + job.fixed_bytes, f"pack table {job.name!r}")
 
 
-def spool(source: RowSource, disk: Disk, path: Path, memory_bytes: int) -> RowSource:
+def spool(source: RowSource, disk: Disk, path: Path, memory_bytes: int, stages: Stages) -> RowSource:
     """Write a source whose length is not known to a plain file, and return that as the source."""
-    from featstore.packing.sources_files import raw_rows
+    from featstore.packing.sources.files import raw_rows
 
     rows = 0
     file = disk.create(path)
@@ -243,7 +291,10 @@ def spool(source: RowSource, disk: Disk, path: Path, memory_bytes: int) -> RowSo
             data = np.ascontiguousarray(block).reshape(-1).view(np.uint8)
             disk.write(file, rows * source.row_bytes, data)
             rows += len(block)
+            stages.add(len(data))
         disk.fsync(file)
     finally:
         disk.close(file)
-    return raw_rows(path, source.dtype, (rows, *source.row_shape), name=source.name)
+    spooled = raw_rows(path, source.dtype, (rows, *source.row_shape), name=source.name)
+    spooled.chosen = source.chosen
+    return spooled

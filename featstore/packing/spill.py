@@ -23,17 +23,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
-from featstore.disk import File
-from featstore.engine.base import aligned_buffer
-from featstore.engine.files import direct_refusal
+from featstore.base.buffers import aligned_buffer
+from featstore.base.compilation import njit
+from featstore.base.files import direct_refusal
+from featstore.base.native import address_of, memcpy
+from featstore.base.system import asking, submitted
 from featstore.errors import BudgetError, CorruptionError, SourceError
-from featstore.native import address_of, memcpy
 from featstore.packing.permute import Job, ahead, save, scatter_rows, source_blocks
-from featstore.packing.rows_digest import add, digest_rows
-from featstore.packing.writer import TableWriter
+from featstore.storage.disk import File
+from featstore.storage.rows_digest import add, digest_rows
+from featstore.storage.table_writer import TableWriter
 from featstore.units import PAGE_BYTES
 
 #: Bytes of a spill between checkpoints, and of a piece of a bucket handed to the writer.
@@ -128,7 +129,7 @@ class SpillPlan:
         plan = cls.fitting(job, job.memory_bytes)
         if plan is not None:
             return plan
-        low, high = job.memory_bytes, 2 * job.memory_bytes + PAGE_BYTES
+        low, high = job.memory_bytes, 2 * max(0, job.memory_bytes) + PAGE_BYTES
         while cls.fitting(job, high) is None:
             low, high = high, 2 * high
         while high - low > high // 100:
@@ -188,7 +189,7 @@ class _SpillFiles:
             page = whole // PAGE_BYTES * PAGE_BYTES
             self.fill[bucket] = whole - page
             if whole > page:
-                with open(file.path, "rb") as old:
+                with asking(file.path, "read"), open(file.path, "rb") as old:
                     old.seek(page)
                     head = old.read(whole - page)
                 self._buffers[bucket][: len(head)] = np.frombuffer(head, np.uint8)
@@ -209,12 +210,11 @@ class _SpillFiles:
         for future in [f for f in self._pending if f.done()]:
             self._pending.remove(future)
             future.result()
-        self._pending.append(self._pool.submit(self._write, bucket, offset, buffer, size))
+        self._pending.append(submitted(self._pool, self._write, bucket, offset, buffer, size))
 
     def _write(self, bucket: int, offset: int, buffer: NDArray[np.uint8], size: int) -> None:
         try:
             self.job.disk.write(self._files[bucket], offset, buffer[:size])
-            self.job.tick("spill", size)
         finally:
             self._spare.put(buffer)
 
@@ -234,23 +234,25 @@ class _SpillFiles:
 
 
 def _spill_pass(job: Job, plan: SpillPlan) -> None:
-    assert job.row_of_node is not None
+    row_of_source = job.maps.row_of_source
+    assert row_of_source is not None
     files = _SpillFiles(job, plan)
     try:
         restart, skip = np.zeros(1, np.int64), np.zeros(plan.buckets, np.int64)
-        arrivals(job.row_of_node, plan.rows_per_bucket, files.wanted, restart, skip)
+        arrivals(row_of_source, plan.rows_per_bucket, files.wanted, restart, skip)
         since = 0
-        for node, rows in source_blocks(job, int(restart[0])) if restart[0] < job.layout.rows else ():
+        job.begin("spill", int(restart[0]) * job.layout.row_bytes)
+        for first, rows in source_blocks(job, int(restart[0])) if restart[0] < job.layout.rows else ():
             at = 0
             while at < len(rows):
                 at = spill_rows(
-                    address_of(rows), at, len(rows), node, job.layout.row_bytes, job.row_of_node, plan.rows_per_bucket, skip,
+                    address_of(rows), at, len(rows), first, job.layout.row_bytes, row_of_source, plan.rows_per_bucket, skip,
                     files.fill, files.addresses, plan.flush_bytes,
                 )  # fmt: skip
-                bucket = int(job.row_of_node[node + at - 1]) // plan.rows_per_bucket
+                bucket = int(row_of_source[first + at - 1]) // plan.rows_per_bucket
                 if files.fill[bucket] >= plan.flush_bytes:
                     files.flush(bucket, plan.flush_bytes)
-            job.tick("read", rows.nbytes)
+            job.stages.add(rows.nbytes)
             since += rows.nbytes
             if since >= CHECKPOINT_BYTES:
                 files.checkpoint()
@@ -269,7 +271,8 @@ def _spill_pass(job: Job, plan: SpillPlan) -> None:
 
 def _bucket_pass(job: Job, plan: SpillPlan, writer: TableWriter) -> None:
     """Read bucket after bucket, scatter, write; a page that two buckets share is carried from one to the next."""
-    assert job.node_of_row is not None
+    source_of_row = job.maps.source_of_row
+    assert source_of_row is not None
     layout, progress = job.layout, job.progress
     if progress.buckets_written == plan.buckets:
         return
@@ -280,12 +283,13 @@ def _bucket_pass(job: Job, plan: SpillPlan, writer: TableWriter) -> None:
         buffers.put(aligned_buffer(capacity))
     since = 0
     carry = _carried(job, progress.buckets_written * plan.rows_per_bucket * row_bytes)
+    job.begin("write", progress.buckets_written * plan.rows_per_bucket * row_bytes)
     slabs = ahead(_slabs(job, plan, progress.buckets_written))
     for bucket in range(progress.buckets_written, plan.buckets):
         begin_row = bucket * plan.rows_per_bucket
         end_row = min(begin_row + plan.rows_per_bucket, layout.rows)
-        nodes = np.asarray(job.node_of_row[begin_row:end_row])
-        rank = np.argsort(nodes)
+        nodes = job.maps.nodes_of_rows(begin_row, end_row)
+        rank = np.argsort(source_of_row[begin_row:end_row])
         buffer = buffers.get()
         buffer[: len(carry)] = carry
         out = address_of(buffer) + len(carry)
@@ -294,7 +298,8 @@ def _bucket_pass(job: Job, plan: SpillPlan, writer: TableWriter) -> None:
             slab = next(slabs)
             scatter_rows(address_of(slab), len(slab) // row_bytes, row_bytes, rank, at, 0, out)
             at += len(slab) // row_bytes
-        progress.written_digest = add(progress.written_digest, int(digest_rows(out, row_bytes, nodes, 0, len(nodes))))
+        part = digest_rows(out, row_bytes, nodes, begin_row, end_row - begin_row)
+        progress.written_digest = add(progress.written_digest, int(part))
         # All whole pages go out now; the page in which the next bucket begins waits for it.
         filled = len(carry) + (end_row - begin_row) * row_bytes
         last = bucket == plan.buckets - 1
@@ -336,7 +341,7 @@ def _write_whole(
     lock = threading.Lock()
 
     def written(count: int) -> None:
-        job.tick("write", count)
+        job.stages.add(count)
         with lock:
             left[0] -= 1
             if left[0] == 0:
@@ -356,7 +361,7 @@ def _carried(job: Job, byte: int) -> NDArray[np.uint8]:
     if size == 0:
         return np.empty(0, np.uint8)
     chunk, within = divmod(page, job.layout.pages_per_chunk)
-    with open(job.chunk_path(chunk), "rb") as file:
+    with asking(job.chunk_path(chunk), "read"), open(job.chunk_path(chunk), "rb") as file:
         file.seek(within * PAGE_BYTES)
         data = file.read(size)
     if len(data) != size:
@@ -381,15 +386,17 @@ def _slabs(job: Job, plan: SpillPlan, first_bucket: int) -> Iterator[NDArray[np.
     for bucket in range(first_bucket, plan.buckets):
         rows = min(plan.rows_per_bucket, job.layout.rows - bucket * plan.rows_per_bucket)
         path = spill_path(job, bucket)
-        refusal = direct_refusal(path, path.stat().st_size)
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | (0 if refusal else os.O_DIRECT))
+        with asking(path, "open"):
+            refusal = direct_refusal(path, path.stat().st_size)
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | (0 if refusal else os.O_DIRECT))
         try:
             for at in range(0, rows, job.block_rows):
                 count = min(job.block_rows, rows - at) * row_bytes
                 begin = at * row_bytes // PAGE_BYTES * PAGE_BYTES
                 inside = at * row_bytes - begin
                 buffer = buffers[turn % 3][: -(-(inside + count) // PAGE_BYTES) * PAGE_BYTES]
-                got = os.preadv(descriptor, [buffer], begin)  # type: ignore[list-item]
+                with asking(path, "read", begin):
+                    got = os.preadv(descriptor, [buffer], begin)  # type: ignore[list-item]
                 if got < inside + count:
                     raise CorruptionError(
                         path, begin, f"{inside + count} bytes", f"{got} bytes", "start the pack anew with --overwrite"

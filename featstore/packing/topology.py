@@ -7,7 +7,7 @@ scattered, so they are copied once more, one after the other, the most wanted hu
 ``sources`` holds rows, not node ids: what lies together in the file then has neighbouring numbers, and telling whether a source
 is in memory takes a look at its partition. Lists that were brought into another order ascend by node id; as given they stay.
 
-The edges are passed over sequentially and sorted by target row out of core (:mod:`featstore.packing.graphs_build`), all within the
+The edges are passed over sequentially and sorted by target row out of core (:mod:`featstore.packing.graphs.build`), all within the
 memory given. Hubs are ranked by how often they are a source ("degree"), or a source in another partition ("external": Eq. 3 of
 HierBatching, whose expected degree inside a mega-batch is the degree inside the own partition and a constant share of the rest).
 """
@@ -20,17 +20,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from featstore.base.compilation import njit
+from featstore.base.dtypes import node_dtype
 from featstore.errors import BudgetError, DiskFullError, SourceError
-from featstore.manifest import GraphEntry, HubsEntry
-from featstore.order.orders import ranked_by_count
-from featstore.order.parts import node_dtype
-from featstore.packing.graphs import Graph, release
-from featstore.packing.graphs_build import build_csc, smallest_bytes
-from featstore.packing.graphs_edges import CsrEdges
-from featstore.packing.writer import Catalogue, write_array, write_vector
+from featstore.order.orders import check_rankable, ranked_by_count
+from featstore.packing.graphs.build import build_csc, smallest_bytes
+from featstore.packing.graphs.csc import Graph, release
+from featstore.packing.graphs.edges import CsrEdges
+from featstore.storage.manifest import GraphEntry, HubsEntry
+from featstore.storage.table_writer import Catalogue, write_array, write_vector
 
 HUB_RANKS = ("degree", "external")
 HUB_SHARE = 0.01  # of the nodes; what HierBatching trains with
@@ -70,17 +70,19 @@ def count_external(
     partition_offsets: NDArray[np.int64],
     counts: NDArray[np.uint32],
 ) -> tuple[int, int]:
-    """Add one to ``counts`` [rows] for each source of the block that lies outside its target's partition.
+    """Add one to ``counts`` [rows] for each source of the block that lies outside its target's partition; they stop at 2**32 - 1.
 
     ``row`` and ``partition`` are those of the last edge before the block; returns those of its own last edge.
     """
+    most = np.uint32(0xFFFFFFFF)
     for i in range(block.size):
         while offsets[row + 1] <= first_edge + i:
             row += 1
         while partition_offsets[partition + 1] <= row:
             partition += 1
         source = block[i]
-        if source < partition_offsets[partition] or source >= partition_offsets[partition + 1]:
+        outside = source < partition_offsets[partition] or source >= partition_offsets[partition + 1]
+        if outside and counts[source] != most:
             counts[source] += np.uint32(1)
     return row, partition
 
@@ -133,7 +135,7 @@ def write_topology(job: Job) -> GraphEntry:
     sources = write_vector(job.catalogue, f"{job.base}/sources", _as_rows(job, lists), job.graph.edges, dtype)
     hubs = _write_hubs(job, offsets, lists, dtype)
     if isinstance(lists, np.memmap) and lists is not job.graph.indices:
-        Path(str(lists.filename)).unlink()
+        job.catalogue.disk.unlink(Path(str(lists.filename)))
     return GraphEntry(job.table, job.graph.edges, written, sources, hubs)
 
 
@@ -196,6 +198,7 @@ def _hub_lists(job: Job, rows: NDArray[Any], offsets: NDArray[np.int64], lists: 
 
 def _rank_external(job: Job, offsets: NDArray[np.int64], lists: NDArray[Any]) -> NDArray[Any]:
     """Rows by falling number of occurrences as a source in another partition; ties by row."""
+    check_rankable(job.graph.nodes)
     counts = np.zeros(job.graph.nodes, np.uint32)
     first, row, partition = 0, 0, 0
     for block in _as_rows(job, lists):

@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from featstore.engine.base import EXTENT_BYTES_MAX
 from featstore.errors import BudgetError
-from featstore.plan import PLANNING_BYTES_PER_ID, READING_BYTES_PER_ID
-from featstore.units import PAGE_BYTES
+from featstore.plan.extents import PLANNING_BYTES_PER_ID, READING_BYTES_PER_ID
+from featstore.units import EXTENT_BYTES_MAX, PAGE_BYTES
 
 #: Pieces (parts of requests) planned or under way at once.
 PIECES_IN_FLIGHT = 3
@@ -85,3 +84,14 @@ class Budget:
             middle = (low + high) // 2
             low, high = (low, middle) if cls.split(middle, tables).tier_bytes >= tier_bytes else (middle + 1, high)
         return high
+
+
+def reader_bytes(memory_bytes: int) -> int:
+    """What of a loader's budget its readers take, but for page checksums."""
+    return nominal_bytes(memory_bytes) // 4
+
+
+def nominal_bytes(memory_bytes: int) -> int:
+    """The budget that a reader without tiers is given so that it takes at most a quarter of it: staging has an eighth of a
+    reader's budget, planning a tenth, and the rest, which would be its tiers', is never taken."""
+    return max(16 * 2**20, min(128 * 2**20, memory_bytes // 2))

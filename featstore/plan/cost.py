@@ -21,7 +21,10 @@ from pathlib import Path
 
 import msgspec
 
-from featstore.errors import FormatError
+from featstore.base.folders import real_path
+from featstore.base.system import asking
+from featstore.errors import ArgumentError, FormatError
+from featstore.storage.disk import Disk
 from featstore.units import PAGE_BYTES
 
 
@@ -41,7 +44,7 @@ class DeviceModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             and self.request_seconds >= 0
             and (self.gap_pages or 0) >= 0
         ):
-            raise ValueError(f"impossible device model: {self}")
+            raise ArgumentError(f"impossible device model: {self}")
 
     @property
     def gap_pages_max(self) -> int:
@@ -73,17 +76,19 @@ def models_path() -> Path:
 
 def device_key(path: str | os.PathLike[str], engine: str, access: str) -> str:
     """What a model is kept under: the device that holds ``path``, the engine, and how files are opened."""
-    device = os.stat(path).st_dev
+    with asking(path, "look at"):
+        device = os.stat(path).st_dev
     return f"{os.major(device)}:{os.minor(device)}/{engine}/{access}"
 
 
 def load_models() -> dict[str, DeviceModel]:
     """All calibrated models, by key. A file that cannot be read as such raises FormatError with its path."""
     path = models_path()
-    try:
-        text = path.read_bytes()
-    except FileNotFoundError:
-        return {}
+    with asking(path, "read"):
+        try:
+            text = path.read_bytes()
+        except FileNotFoundError:
+            return {}
     try:
         return msgspec.json.decode(text, type=dict[str, DeviceModel])
     except msgspec.DecodeError as error:
@@ -98,11 +103,10 @@ def load_model(key: str) -> DeviceModel:
 
 
 def save_model(key: str, model: DeviceModel) -> Path:
-    """Keep a model; returns the file. Other keys stay as they are."""
+    """Keep a model; returns the file. Other keys stay as they are. Raises DiskFullError, DeviceError: then the file is as before."""
     path = models_path()
-    path.parent.mkdir(parents=True, exist_ok=True)
+    with asking(path.parent, "create directory"):
+        path.parent.mkdir(parents=True, exist_ok=True)
     models = load_models() | {key: model}
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    temporary.write_bytes(msgspec.json.format(msgspec.json.encode(models), indent=2))
-    temporary.replace(path)
+    Disk().replace_file(real_path(path), msgspec.json.format(msgspec.json.encode(models), indent=2))
     return path

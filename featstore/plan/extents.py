@@ -3,7 +3,7 @@
 A request's misses become 64-bit keys, ``row << position_bits | position``, so that one radix sort brings equal rows, rows of
 one page and neighbouring pages together while each key still knows where its row goes. A single pass over the sorted keys
 then cuts extents: a row that begins at most ``gap_pages_max`` pages after the last wanted page joins the extent (see
-:mod:`featstore.cost` for why that is the cheapest choice), unless the extent would grow beyond ``extent_pages_max`` or leave
+:mod:`featstore.plan.cost` for why that is the cheapest choice), unless the extent would grow beyond ``extent_pages_max`` or leave
 its chunk file. Duplicates, page merging, gap bridging and the turn into a scan are all this one rule.
 
 Every kernel has a NumPy twin in ``tests/test_plan.py``.
@@ -15,14 +15,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from featstore.base.compilation import njit
+from featstore.base.sort import radix_sort
+from featstore.errors import SourceError
 from featstore.layout import TableLayout
 from featstore.units import PAGE_BYTES
 
 if TYPE_CHECKING:
-    from featstore.cost import DeviceModel
+    from featstore.plan.cost import DeviceModel
 
 #: Memory of planning, in bytes for each id of a piece: rows 8, positions 4, served 1, keys 8 + 8, extents 8 + 4 + 4 (rounded up).
 PLANNING_BYTES_PER_ID = 48
@@ -31,8 +33,6 @@ READING_BYTES_PER_ID = 24
 
 #: Bins of the histogram by which large requests are cut.
 RANGE_BINS = 4096
-
-_RADIX_BITS = 11
 
 
 @njit(cache=True, nogil=True)
@@ -153,35 +153,6 @@ def make_keys(
 
 
 @njit(cache=True, nogil=True)
-def radix_sort(keys: NDArray[np.uint64], spare: NDArray[np.uint64], low_bit: int, high_bit: int) -> bool:
-    """Sort by the bits [low_bit, high_bit), stable, least significant digit first. Returns True if the result is in ``spare``."""
-    n = keys.shape[0]
-    counts = np.empty(1 << _RADIX_BITS, np.int64)
-    source, target, swapped = keys, spare, False
-    shift = low_bit
-    while shift < high_bit:
-        digit_bits = min(_RADIX_BITS, high_bit - shift)
-        mask = np.uint64((1 << digit_bits) - 1)
-        by = np.uint64(shift)
-        counts[:] = 0
-        for i in range(n):
-            counts[(source[i] >> by) & mask] += 1
-        begin = 0
-        for digit in range(1 << digit_bits):
-            count = counts[digit]
-            counts[digit] = begin
-            begin += count
-        for i in range(n):
-            digit = (source[i] >> by) & mask
-            target[counts[digit]] = source[i]
-            counts[digit] += 1
-        source, target = target, source
-        swapped = not swapped
-        shift += digit_bits
-    return swapped
-
-
-@njit(cache=True, nogil=True)
 def cut_extents(
     keys: NDArray[np.uint64],
     position_bits: int,
@@ -235,6 +206,16 @@ def cut_extents(
     return extents
 
 
+def key_bits(rows: int, places: int, what: str) -> int:
+    """How many bits the place has in keys ``row << bits | place`` of a table of ``rows`` rows. Raises SourceError, which
+    says ``what`` there are too many of, where row and place need more than 64."""
+    room = 64 - max(1, (rows - 1).bit_length())
+    bits = max(1, (places - 1).bit_length())
+    if bits > room:
+        raise SourceError(f"cannot {what} may be {1 << room:,} at most with a table of {rows:,} rows, not {places:,}")
+    return bits
+
+
 @dataclass(frozen=True)
 class Extents:
     """The reads that bring a set of rows of one table: arrays as :class:`featstore.engine.lane.Lane` takes them."""
@@ -267,7 +248,7 @@ def plan_extents(
     i where ``positions`` is empty. No read is longer than ``extent_bytes_max`` bytes; the caller makes sure that a row fits.
     """
     n = len(rows)
-    position_bits = max(1, (positions_end - 1).bit_length())
+    position_bits = key_bits(layout.rows, positions_end, "read: the rows of the destination")
     keys, spare = np.empty(n, np.uint64), np.empty(n, np.uint64)
     misses = make_keys(rows, positions, served, position_bits, keys)
     row_bits = max(1, (layout.rows - 1).bit_length())

@@ -6,19 +6,20 @@ half-way, with reads under way that nobody waits for: whoever is interrupted aba
 
 from __future__ import annotations
 
-import errno
 import threading
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from featstore.budget import PIECES_IN_FLIGHT
-from featstore.engine.base import Engine, shut_down
+from featstore.base.system import no_thread
+from featstore.base.threads import shut_down
+from featstore.engine.base import Engine
 from featstore.engine.lane import Lane
-from featstore.errors import ClosedError, DeviceError
-from featstore.report import Counts
-from featstore.request import Request
+from featstore.engine.request import Request
+from featstore.errors import ClosedError
+from featstore.plan.budget import PIECES_IN_FLIGHT
+from featstore.reader.report import Counts
 
 #: Plans a piece: makes its lane with the callback it is given, or None where nothing is to be read.
 MakeLane = Callable[[Callable[[Lane], None]], Lane | None]
@@ -44,7 +45,7 @@ class Feeder:
         except RuntimeError as error:
             if self._closed:
                 raise ClosedError("the reader is closed") from None
-            raise DeviceError(errno.EAGAIN, self._path, None, f"start a thread ({error}) to read") from error
+            raise no_thread(error) from error
 
     def _feed(self, request: Request, pieces: Iterable[MakeLane]) -> None:
         if not request.begin():

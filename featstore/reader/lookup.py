@@ -16,12 +16,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from featstore.budget import TableNeed
-from featstore.dtypes import dtype_from_name
+from featstore.base.dtypes import dtype_from_name
+from featstore.base.system import submitted
 from featstore.engine.files import Access, TableFiles
 from featstore.errors import IdError
-from featstore.plan import RANGE_BINS, RowRange, cut_ranges, row_histogram, rows_of_ids, select_rows
-from featstore.store import Table
+from featstore.plan.budget import TableNeed
+from featstore.plan.extents import RANGE_BINS, RowRange, cut_ranges, row_histogram, rows_of_ids, select_rows
+from featstore.storage.store import Table
 from featstore.tiers import Tier
 
 _ALONE_BYTES = 2 * 2**20  # from here on, looking up and copying are shared with the helper threads,
@@ -230,7 +231,7 @@ def _in_parallel(work: Callable[[int, int], None], n: int, weight_bytes: int, he
     busy = [threading.Lock() for _ in range(threads)]
     try:
         for lock in busy[1:]:
-            helpers.submit(take_shares, lock)
+            submitted(helpers, take_shares, lock)
         take_shares(busy[0])
     finally:
         shares.clear()

@@ -1,6 +1,6 @@
 """The reader: tiers, plan and engine behind one call.
 
-For each piece of a request (:mod:`featstore.lookup`) the reader maps ids to rows, lets its tiers serve what they hold, plans the
+For each piece of a request (:mod:`featstore.reader.lookup`) the reader maps ids to rows, lets its tiers serve what they hold, plans the
 reads for the rest and hands them to the engine; while the engine reads one piece, the next is planned. Planning is done by
 the reader's own thread; only a small request that the tiers hold whole is answered in the caller's. Several requests may be under
 way, from several threads; they share the engine's queue.
@@ -12,7 +12,6 @@ from its store and options.
 from __future__ import annotations
 
 import atexit
-import operator
 import os
 import sys
 import threading
@@ -26,39 +25,43 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from featstore.budget import Budget
-from featstore.compilation import announce_compilation
-from featstore.cost import DeviceModel, device_key, load_model
+from featstore.arguments import as_choice, as_flag, as_table_names, known_name
+from featstore.base.buffers import empty_rows, populate
+from featstore.base.compilation import announce_compilation
+from featstore.base.ids import Ids, check_out, finished, parse_ids, parse_places, parse_row_places, parse_runs, rows_of
+from featstore.base.threads import shut_down
 from featstore.engine import choose, make
 from featstore.engine import counters as C
-from featstore.engine.base import Engine, shut_down
+from featstore.engine.base import Engine
 from featstore.engine.files import Access, TableFiles
 from featstore.engine.lane import Lane
-from featstore.errors import BudgetError, ClosedError, IdError, SourceError
-from featstore.feeder import Feeder, MakeLane
-from featstore.ids import (
-    Ids,
-    check_out,
-    empty_rows,
-    finished,
-    parse_ids,
-    parse_places,
-    parse_row_places,
-    parse_runs,
-    populate,
+from featstore.engine.request import Request
+from featstore.errors import ArgumentError, BudgetError, ClosedError, IdError, NotInMemoryError, SourceError
+from featstore.plan.budget import Budget
+from featstore.plan.cost import DeviceModel, device_key, load_model
+from featstore.plan.extents import Extents, cut_extents, plan_extents, plan_runs
+from featstore.reader.feeder import Feeder, MakeLane
+from featstore.reader.lookup import (
+    NONE,
+    Found,
+    Part,
+    Piece,
+    RunPart,
+    TableState,
+    find,
+    find_small,
+    pieces_of,
+    table_need,
 )
-from featstore.lookup import NONE, Found, Part, Piece, RunPart, TableState, find, find_small, pieces_of, table_need
-from featstore.plan import Extents, plan_extents, plan_runs
-from featstore.report import Counts, Plan, ReaderStats, TablePlan
-from featstore.request import Request
-from featstore.store import Store
+from featstore.reader.options import check_reading
+from featstore.reader.report import Counts, Plan, ReaderStats, TablePlan
+from featstore.storage.store import OpenStore, as_store
 from featstore.tiers.members import highest_degrees, members_bytes
 from featstore.tiers.static import StaticTier
 from featstore.units import parse_bytes
 
 _NO_FIRST, _NO_KEYS = np.empty(0, np.int32), np.empty(0, np.uint64)
 QUEUE_DEPTH = 128
-QUEUE_DEPTH_MAX = 4096
 #: Requests of ``submit`` that may wait or be under way; a further one blocks.
 IN_FLIGHT_MAX = 16
 
@@ -104,11 +107,12 @@ class Reader:
         model: the device model to plan with; by default the calibrated one of this device.
         by_row: ids are row numbers, positions in the order on disk; no map is held.
 
-    Raises BudgetError, CorruptionError, DeviceError, FormatError; OSError where the engine asked for does not work here.
+    Raises ArgumentError, BudgetError, CorruptionError, DeviceError, FormatError; EngineError where the engine asked for does not
+    work here.
     """
 
     def __init__(
-        self, store: Store, *, memory: int | str = "1GiB", static: Static = "auto", tables: Sequence[str] | None = None,
+        self, store: OpenStore, *, memory: int | str = "1GiB", static: Static = "auto", tables: Sequence[str] | None = None,
         engine: str = "auto", queue_depth: int = QUEUE_DEPTH, verify: bool = True, model: DeviceModel | None = None,
         by_row: bool = False,
     ) -> None:  # fmt: skip
@@ -116,19 +120,18 @@ class Reader:
             "memory": memory, "static": static, "tables": tables, "engine": engine, "queue_depth": queue_depth,
             "verify": verify, "model": model, "by_row": by_row,
         }  # fmt: skip
-        queue_depth = operator.index(queue_depth)
-        if not 1 <= queue_depth <= QUEUE_DEPTH_MAX:
-            raise ValueError(f"queue_depth must be from 1 to {QUEUE_DEPTH_MAX}, not {queue_depth}")
-        self.store = store
+        self._states: dict[str, TableState] = {}  # first: closing what was never opened looks here
+        check_reading(engine, queue_depth, verify, model)
+        queue_depth, verify, by_row = int(queue_depth), bool(verify), as_flag(by_row, "by_row")
+        self.store = as_store(store)
         self._closed = False
         self._engine: Engine | None = None
-        self._states: dict[str, TableState] = {}
-        names = list(store.tables) if tables is None else [tables] if isinstance(tables, str) else list(tables)
+        names = list(store.tables) if tables is None else as_table_names(tables, "tables")
         for name in names:
             store.table(name)
         self._needs = [table_need(store.table(n), verify, by_row) for n in names]
-        self.budget = Budget.split(parse_bytes(memory), self._needs)
-        announce_compilation()
+        self.budget = Budget.split(parse_bytes(memory, "memory"), self._needs)
+        announce_compilation(cut_extents)
         self.engine = choose(engine)
         access: Access = "mapped" if self.engine.name == "mmap" else "direct"
         try:
@@ -164,7 +167,7 @@ class Reader:
         self._pid = os.getpid()
 
     def _load_kernels(self) -> None:
-        """Load all that a read runs, by reading nothing; see :meth:`featstore.lookup.TableState.load_kernels`."""
+        """Load all that a read runs, by reading nothing; see :meth:`featstore.reader.lookup.TableState.load_kernels`."""
         for state in self._states.values():
             state.load_kernels()
             nothing, none = np.empty(0, np.int64), np.empty(0, np.uint8)
@@ -187,6 +190,14 @@ class Reader:
 
     # Reading.
 
+    @property
+    def tables(self) -> list[str]:
+        """Names of the tables that it reads."""
+        return list(self._states)
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> NDArray[Any]:
+        raise NotInMemoryError("a reader is no array in memory: read rows with reader.read(ids)")
+
     def read(self, ids: Any, *, out: Any = None) -> Any:
         """Rows of ``ids``, in the order asked; duplicates are fine.
 
@@ -201,19 +212,21 @@ class Reader:
         finish, parts = self._parse(ids, out, copy=False)
         if self._from_tiers(parts):
             return finish()
-        request = Request(finish)
+        return self._wait(Request(finish), self._pieces(parts), [] if out is not None else [part.out for part in parts])
+
+    def _wait(self, request: Request, pieces: Iterator[MakeLane], fresh: list[NDArray[np.uint8]]) -> Any:
+        """The result of a request; memory that is ``fresh`` is provided by the system meanwhile."""
         try:
-            self._feeder.feed(request, self._pieces(parts))
-            if out is None:
-                for part in parts:
-                    populate(part.out)
+            self._feeder.feed(request, pieces)
+            for rows in fresh:
+                populate(rows)
             return request.result()
         except BaseException:
             request.abandon()
             raise
 
     def submit(self, ids: Any, *, out: Any = None, at: Any = None) -> Request:
-        """Like :meth:`read`, but returns at once with a :class:`~featstore.request.Request`. ``ids`` may be changed
+        """Like :meth:`read`, but returns at once with a :class:`~featstore.engine.request.Request`. ``ids`` may be changed
         afterwards; ``out`` belongs to the request until it is done. Blocks while too many requests are under way.
 
         With ``at``, integers as many as ids (or a mapping of such), row i goes to ``out[at[i]]``, and ``out`` may be longer: so
@@ -255,16 +268,9 @@ class Reader:
         """
         self._ready()
         finish, parts = self._parse_runs(runs, out, at)
-        request = Request(finish)
-        try:
-            self._feeder.feed(request, self._run_pieces(parts))
-            if out is None:
-                for part in parts:
-                    populate(part.out)
-            return request.result()
-        except BaseException:
-            request.abandon()
-            raise
+        return self._wait(
+            Request(finish), self._run_pieces(parts), [] if out is not None else [part.out for part in parts]
+        )
 
     def submit_runs(self, runs: Any, *, out: Any = None, at: Any = None) -> Request:
         """Like :meth:`read_runs`, but returns at once; ``out`` belongs to the request until it is done. Blocks while too many
@@ -282,15 +288,15 @@ class Reader:
         by_table = self._by_table(runs)
         for name in (*outs, *places):
             if name not in by_table:
-                raise ValueError(f"out or at is given for table {name!r}, runs are not")
+                raise ArgumentError(f"out or at is given for table {name!r}, runs are not")
         for name, value in by_table.items():
             table = self._states[name].table
             wanted, given = parse_runs(value, table.rows, name), outs.get(name)
             count, places_of = int((wanted[:, 1] - wanted[:, 0]).sum()), None
             if name in places:
                 if given is None:
-                    raise ValueError("at says where in out runs go; give out too")
-                count = len(given)
+                    raise ArgumentError("at says where in out runs go; give out too")
+                count = rows_of(given)
                 places_of = parse_places(places[name], wanted, count)
             shape = (count, *table.row_shape)
             rows = empty_rows(count, table.row_bytes) if given is None else check_out(given, shape, table.dtype)
@@ -319,7 +325,7 @@ class Reader:
         if isinstance(value, Mapping):
             for name in value:
                 if name not in self._states:
-                    raise KeyError(f"this reader has no table {name!r}; it has {', '.join(map(repr, self._states))}")
+                    known_name(name, self._states, "this reader has no table")
             return dict(value)
         if len(self._states) != 1:
             raise IdError(
@@ -334,7 +340,7 @@ class Reader:
         places = {} if at is None else self._by_table(at)
         for name in (*outs, *places):
             if name not in by_table:
-                raise ValueError(f"out or at is given for table {name!r}, ids are not")
+                raise ArgumentError(f"out or at is given for table {name!r}, ids are not")
         given_as: dict[str, tuple[Ids, tuple[int, ...], NDArray[np.uint8], Any]] = {}
         parts: list[Part] = []
         for name, value in by_table.items():
@@ -343,9 +349,9 @@ class Reader:
             given, to = outs.get(name), NONE
             if name in places:
                 if given is None:
-                    raise ValueError("at says where in out rows go; give out too")
-                shape = (len(given), *table.row_shape)
-                to = parse_row_places(places[name], len(parsed.values), len(given))
+                    raise ArgumentError("at says where in out rows go; give out too")
+                shape = (rows_of(given), *table.row_shape)
+                to = parse_row_places(places[name], len(parsed.values), shape[0])
             rows = (
                 empty_rows(len(parsed.values), table.row_bytes)
                 if given is None
@@ -416,8 +422,7 @@ class Reader:
         if static is None or (isinstance(static, str) and static == "auto" and not known):
             return {}
         if isinstance(static, str):
-            if static not in ("auto", "degree"):
-                raise ValueError(f"static must be 'degree', 'auto', None or node ids, not {static!r}")
+            as_choice(static, "static", ("degree", "auto"), ", None or node ids")
             if not known:
                 raise SourceError(
                     "static='degree' needs degrees, but the store was packed without a graph: pack with one, or give node ids"
@@ -462,7 +467,7 @@ class Reader:
         row_bytes = state.table.row_bytes
         return TablePlan(
             state.table.name, len(ids), hits, missed, distinct, pages, reads, len(ids) * row_bytes, read_bytes,
-            read_bytes / (distinct * row_bytes) if distinct else 0.0, self.model.seconds(reads, read_bytes), self.model.gap_pages_max,
+            read_bytes / (len(ids) * row_bytes) if len(ids) else 0.0, self.model.seconds(reads, read_bytes), self.model.gap_pages_max,
         )  # fmt: skip
 
     def stats(self) -> ReaderStats:
@@ -525,5 +530,5 @@ def lane_of(files: TableFiles, extents: Extents, out: NDArray[np.uint8], on_done
     return Lane(files, e.page, e.pages, e.first, e.keys, e.position_bits, out, on_done)
 
 
-def _reopen(store: Store, options: dict[str, Any]) -> Reader:
+def _reopen(store: OpenStore, options: dict[str, Any]) -> Reader:
     return Reader(store, **options)

@@ -7,12 +7,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from featstore.arguments import shown
+from featstore.errors import ArgumentError
 from featstore.units import format_bytes
 
 
 @dataclass(frozen=True)
 class TablePlan:
-    """The plan for the ids of one table. ``amplification`` is bytes read over bytes of distinct missing rows."""
+    """The plan for the ids of one table. ``amplification`` is bytes read over bytes asked for, as in :class:`ReaderStats`:
+    what tiers hold, and what is asked for twice, counts as asked and is not read, so that it may be below 1."""
 
     table: str
     ids: int
@@ -26,6 +29,15 @@ class TablePlan:
     amplification: float
     forecast_seconds: float
     gap_pages_max: int
+
+
+def _unread(t: TablePlan) -> str:
+    """Which bytes asked for need no read of their own."""
+    tiers, again = t.ids - t.rows_missed, t.rows_missed - t.distinct_rows
+    parts = [f"{tiers / t.ids:.0%} of them from tiers"] * (tiers > 0) + [f"{again / t.ids:.0%} asked for again"] * (
+        again > 0
+    )
+    return f", {' and '.join(parts)}, without a read" if parts else ""
 
 
 @dataclass(frozen=True)
@@ -85,7 +97,8 @@ class Plan:
                 lines.append(
                     f"  {t.distinct_rows:,} distinct rows on {t.pages:,} pages -> {t.reads:,} reads of "
                     f"{format_bytes(t.bytes_read / t.reads)} on average, {format_bytes(t.bytes_read)} in all "
-                    f"(amplification {t.amplification:.2f}; gaps of up to {t.gap_pages_max} pages are read through)"
+                    f"(gaps of up to {t.gap_pages_max} pages are read through)\n"
+                    f"  amplification {t.amplification:.2f}: bytes read for each byte asked for{_unread(t)}"
                 )
         model = "calibrated" if self.calibrated else "not calibrated: run `featstore calibrate`"
         lines.append(f"forecast: {self.forecast_seconds * 1e3:.2f} ms through {self.engine} ({model})")
@@ -123,11 +136,13 @@ class ReaderStats:
 
     @property
     def amplification(self) -> float:
-        """Bytes read over bytes asked for; 0 before the first request."""
+        """Bytes read over bytes asked for, rows from tiers included; 0 before the first request."""
         return self.bytes_read / self.bytes_asked if self.bytes_asked else 0.0
 
     def since(self, before: ReaderStats) -> ReaderStats:
         """What has been counted since an earlier snapshot of the same reader."""
+        if not isinstance(before, ReaderStats):
+            raise ArgumentError(f"before must be ReaderStats, not {shown(before)}")
         changed: dict[str, Any] = {}
         for f in fields(self):
             now, then = getattr(self, f.name), getattr(before, f.name)

@@ -2,7 +2,7 @@
 
 The training nodes of an epoch are put in an order that follows from (seed, epoch) alone, cut into batches, and each batch is
 sampled with its number. What comes out does not depend on where the graph is: in memory where it fits, else read from disk
-(:class:`~featstore.stored_sampling.StoredSampler`); in both, ``edge_id`` is the position of an edge in the stored
+(:class:`~featstore.sampling.stored.StoredSampler`); in both, ``edge_id`` is the position of an edge in the stored
 ``GRAPH/sources``.
 """
 
@@ -15,14 +15,20 @@ from typing import TYPE_CHECKING, Any, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from featstore.errors import IdError, SourceError
-from featstore.sampling import MiniBatch, NeighborSampler, batch_key, mix64
-from featstore.stored_sampling import StoredSampler, _graph_of
+from featstore.arguments import as_count, as_fanouts, as_flag, as_integer
+from featstore.base.hashing import batch_key, mix64
+from featstore.base.ids import plain_array
+from featstore.errors import ArgumentError, IdError, SourceError
+from featstore.reader.graphs import read_csc, read_offsets
+from featstore.sampling.neighbors import MiniBatch, NeighborSampler
+from featstore.sampling.stored import StoredSampler
+from featstore.storage.relations import graph_of
+from featstore.storage.store import as_store
 from featstore.units import parse_bytes
 
 if TYPE_CHECKING:
-    from featstore.store import Store, StoredGraph
-    from featstore.tracing.layout import Scalar
+    from featstore.base.dtypes import Scalar
+    from featstore.storage.store import OpenStore, StoredGraph
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _FIXED_BYTES = 32 * 2**20  # of a reader while the graph is read
@@ -30,13 +36,13 @@ _FIXED_BYTES = 32 * 2**20  # of a reader while the graph is read
 Sampler = NeighborSampler | StoredSampler
 
 
-class _GraphInMemory(NeighborSampler):
+class GraphInMemory(NeighborSampler):
     """A store's graph in memory; its edges have the numbers that they have in the store."""
 
     def __init__(self, graph: StoredGraph, fanouts: Sequence[int], seed: int) -> None:
-        super().__init__(*graph.csc(), fanouts, seed)
+        super().__init__(*read_csc(graph), fanouts, seed)
         row_of_node = graph.table.row_of_node()
-        self._shift = None if row_of_node is None else graph.offsets()[row_of_node] - self.indptr[:-1]
+        self._shift = None if row_of_node is None else read_offsets(graph)[row_of_node] - self.indptr[:-1]
 
     def sample(self, seeds: NDArray[Any], batch_index: int = 0, *, epoch: int = 0) -> MiniBatch:
         batch = super().sample(seeds, batch_index, epoch=epoch)
@@ -54,37 +60,42 @@ def bytes_in_memory(graph: StoredGraph) -> int:
 
 
 def open_sampler(
-    store: Store, fanouts: Sequence[int], *, seed: int = 0, graph: str | None = None, memory: int | str = "1GiB",
+    store: OpenStore, fanouts: Sequence[int], *, seed: int = 0, graph: str | None = None, memory: int | str = "1GiB",
     in_memory: bool | None = None,
 ) -> Sampler:  # fmt: skip
     """A sampler over a graph in a store: in memory where it fits ``memory``, else from disk within it. ``in_memory`` decides instead.
 
-    A :class:`~featstore.stored_sampling.StoredSampler` is to be closed. Raises BudgetError, SourceError, KeyError for a graph that
+    A :class:`~featstore.sampling.stored.StoredSampler` is to be closed. Raises BudgetError, SourceError, KeyError for a graph that
     is not there, CorruptionError, DeviceError, FormatError.
     """
-    chosen = _graph_of(store, graph)
-    if in_memory is None:
-        in_memory = bytes_in_memory(chosen) <= parse_bytes(memory)
-    if in_memory:
-        return _GraphInMemory(chosen, fanouts, seed)
-    return store.sampler(fanouts, memory=memory, seed=seed, graph=chosen.name)
+    chosen, memory_bytes = graph_of(as_store(store), graph), parse_bytes(memory, "memory")
+    if bytes_in_memory(chosen) <= memory_bytes if in_memory is None else as_flag(in_memory, "in_memory"):
+        return GraphInMemory(chosen, fanouts, seed)
+    return StoredSampler(store, fanouts, memory=memory, seed=seed, graph=chosen.name)
 
 
 class SampledBatches(Sequence[MiniBatch]):
     """The mini-batches of an epoch, made when they are asked for, the same each time. Slices are lists.
 
-    ``train``: int64, the training nodes in the order of this epoch. A context manager that closes the sampler if it was opened for this.
+    ``train``: int64, the training nodes in the order of this epoch. ``epoch``: by default 0, until :meth:`set_epoch` is
+    called, as loaders do; one that was given stays. A context manager that closes the sampler if it was opened for this.
     """
 
     def __init__(
-        self, sampler: Sampler, train: NDArray[Any], batch_size: int, epoch: int = 0, *, own: bool = False
+        self, sampler: Sampler, train: NDArray[Any], batch_size: int, epoch: int | None = None, *, own: bool = False
     ) -> None:  # fmt: skip
-        if batch_size < 1:
-            raise SourceError(f"batch_size must be at least 1, not {batch_size}")
-        self.sampler, self.batch_size, self.epoch = sampler, int(batch_size), int(epoch)
-        nodes = checked_train(train, sampler.node_count)
-        self.train = nodes[shuffled(len(nodes), sampler.seed, self.epoch)]
-        self._own = own
+        self.sampler, self.batch_size = sampler, as_count(batch_size, "batch_size")
+        self._nodes, self._own, self._stays = checked_train(train, sampler.node_count), own, epoch is not None
+        self._begin(0 if epoch is None else as_integer(epoch, "epoch"))
+
+    def _begin(self, epoch: int) -> None:
+        self.epoch = epoch
+        self.train = self._nodes[shuffled(len(self._nodes), self.sampler.seed, epoch)]
+
+    def set_epoch(self, epoch: int) -> None:
+        """From now on the mini-batches are those of this epoch, unless one was given when this was made."""
+        if not self._stays and epoch != self.epoch:
+            self._begin(as_integer(epoch, "epoch"))
 
     def __len__(self) -> int:
         return -(-len(self.train) // self.batch_size)
@@ -142,8 +153,8 @@ class RecordedEpochs(Sequence[tuple[NDArray[np.int64], dict[str, Any]]]):
 
 
 def sample_batches(
-    store_or_sampler: Store | Sampler, train: NDArray[Any], fanouts: Sequence[int], batch_size: int, seed: int = 0, epoch: int = 0,
-    *, graph: str | None = None, memory: int | str = "1GiB", in_memory: bool | None = None,
+    store_or_sampler: OpenStore | Sampler, train: NDArray[Any], fanouts: Sequence[int], batch_size: int, seed: int = 0,
+    epoch: int | None = None, *, graph: str | None = None, memory: int | str = "1GiB", in_memory: bool | None = None,
 ) -> SampledBatches:  # fmt: skip
     """The mini-batches of an epoch of neighbour sampling, to be iterated as often as wanted, or asked for by number.
 
@@ -152,7 +163,8 @@ def sample_batches(
         train: training nodes: ids without duplicates, or a mask over all nodes.
         fanouts: neighbours per node and hop; -1 takes all.
         batch_size: training nodes of a mini-batch; the last one may have fewer.
-        seed, epoch: decide the order of the training nodes and which neighbours are picked.
+        seed, epoch: decide the order of the training nodes and which neighbours are picked. Without ``epoch`` it is 0, and a
+            loader that goes through them once an epoch has fresh ones in each.
         graph, memory, in_memory: as for :func:`open_sampler`, where a store is given.
 
     Raises SourceError, IdError, and what :func:`open_sampler` raises.
@@ -161,7 +173,7 @@ def sample_batches(
         opened = open_sampler(store_or_sampler, fanouts, seed=seed, graph=graph, memory=memory, in_memory=in_memory)
         return SampledBatches(opened, train, batch_size, epoch, own=True)
     sampler = store_or_sampler
-    if tuple(fanouts) != tuple(sampler.fanouts) or seed != sampler.seed:
+    if as_fanouts(fanouts) != tuple(sampler.fanouts) or seed != sampler.seed:
         raise SourceError(
             f"the sampler has fan-outs {list(sampler.fanouts)} and seed {sampler.seed}, asked for are {list(fanouts)} and {seed}: make "
             "one with these"
@@ -171,11 +183,11 @@ def sample_batches(
 
 def checked_train(train: NDArray[Any], node_count: int) -> NDArray[np.int64]:
     """Training nodes as int64 ids, in the order given; those of a mask ascend. Raises SourceError, IdError."""
-    given = np.asarray(train)
+    given = plain_array(train, "train")
     if given.dtype == bool and given.shape == (node_count,):
         given = np.flatnonzero(given)
     if given.ndim != 1 or given.dtype.kind not in "iu" or len(given) == 0:
-        raise SourceError(
+        raise ArgumentError(
             f"training nodes are ids in one dimension, at least one, or a mask of {node_count:,} nodes, not {given.dtype} "
             f"{list(given.shape)}"
         )
@@ -199,7 +211,7 @@ def shuffled(count: int, seed: int, epoch: int) -> NDArray[np.int64]:
 
 
 def fingerprint_of(
-    store: Store, graph: StoredGraph, sampler: Sampler, train: NDArray[Any], batch_size: int, epochs: int
+    store: OpenStore, graph: StoredGraph, sampler: Sampler, train: NDArray[Any], batch_size: int, epochs: int
 ) -> dict[str, Scalar]:
     """What tells the recording of these mini-batches from any other."""
     nodes = checked_train(train, sampler.node_count)

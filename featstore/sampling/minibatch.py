@@ -8,7 +8,7 @@ The rules, the first that fits:
 4. A mapping with ``n_id`` or ``input_nodes``: the ids are there, the sample is the mapping. Another mapping of arrays: ids by
    node type, and no sample.
 5. PyG's ``HeteroData``: each node type's ``n_id``; the sample is the object.
-6. An object with ``n_id`` (PyG's ``Data``), ``node`` (our :class:`~featstore.sampling.MiniBatch`) or ``input_nodes``: the ids are
+6. An object with ``n_id`` (PyG's ``Data``), ``node`` (our :class:`~featstore.sampling.neighbors.MiniBatch`) or ``input_nodes``: the ids are
    there, the sample is the object.
 
 Ids without a type have the type ``""``.
@@ -24,9 +24,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from featstore.errors import SourceError
+from featstore.storage.relations import node_tables
 
 if TYPE_CHECKING:
-    from featstore.store import Store
+    from featstore.storage.store import OpenStore
 
 _KEYS = ("n_id", "input_nodes")
 _ATTRIBUTES = ("n_id", "node", "input_nodes")
@@ -42,17 +43,26 @@ def split(batch: Any, nodes: Callable[[Any], Any] | None = None) -> tuple[Ids, A
     for name in by_type:
         if type(name) is not str or not name.isprintable():
             raise SourceError(f"node types are printable text, not {name!r}")
+    _check_edges(batch, by_type)
     return {name: _checked(one, name) for name, one in by_type.items()}, sample
 
 
-def table_of(store: Store, node_type: str, who: str) -> str:
-    """The table of a node type: that of its name; the only one where there is no type. Raises SourceError, in which ``who`` is said."""
+def table_of(store: OpenStore, node_type: str, who: str) -> str:
+    """The table of a node type: that of its name; where there is no type, the only table that is no edge table (see
+    :mod:`featstore.storage.relations`). Raises SourceError, in which ``who`` is said."""
     if node_type in store.tables:
         return node_type
-    if node_type == "" and len(store.tables) == 1:
-        return next(iter(store.tables))
-    what = f"node type {node_type!r}" if node_type else "node ids without a type"
-    raise SourceError(f"{who} {what}; the store's tables are {', '.join(map(repr, store.tables))}")
+    known = ", ".join(map(repr, store.tables))
+    if node_type:
+        raise SourceError(f"{who} node type {node_type!r}; the store's tables are {known}")
+    nodes = node_tables(store.tables)
+    if len(nodes) == 1:
+        return nodes[0]
+    what = "several tables of nodes" if nodes else "tables of edges alone"
+    raise SourceError(
+        f"{who} node ids without a type, and the store has {what}: {known}; say which with nodes=, a function from a mini-batch to "
+        "{table: ids}"
+    )
 
 
 def _found(batch: Any, nodes: Callable[[Any], Any] | None) -> tuple[Any, Any]:
@@ -78,6 +88,27 @@ def _found(batch: Any, nodes: Callable[[Any], Any] | None) -> tuple[Any, Any]:
         f"no node ids were found in a {type(batch).__name__}: pass nodes=, a function from the mini-batch to its node ids or to "
         "{node type: ids}, or record pairs (node ids, sample)"
     )
+
+
+def _check_edges(batch: Any, by_type: dict[str, Any]) -> None:
+    """Raise SourceError for a sampled mini-batch that has lost its edges, and for rows asked for by a sampler's own edge numbers."""
+    pyg = sys.modules.get("torch_geometric.data")
+    sampled = pyg is not None and isinstance(batch, pyg.Data) and "num_sampled_edges" in batch
+    if sampled and "edge_index" not in batch and "adj_t" not in batch:
+        raise SourceError(
+            "this mini-batch was sampled and has no edge_index, because the Data that the loader was made with "
+            "has none: give that Data one, which may be empty (data.edge_index = torch.empty((2, 0), "
+            "dtype=torch.long)); the sampled edges take its place"
+        )
+    edge_id = getattr(batch, "edge_id", None)
+    name = next((name for name, one in by_type.items() if edge_id is not None and one is edge_id), None)
+    if name is not None:
+        raise SourceError(
+            f"rows of {name!r} are asked for by edge_id, which counts edges in the sampler's own order: rows of "
+            "other edges would come out. Index an array of your own with it that has your number of each edge in "
+            "the sampler's indices, and give those numbers. The user's own edge numbers come into stores with "
+            "typed graphs, later"
+        )
 
 
 def _is_ids(value: Any) -> bool:

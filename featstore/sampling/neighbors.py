@@ -28,20 +28,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from featstore.arguments import as_fanouts, as_integer
+from featstore.base.bitmap import slot_of
+from featstore.base.compilation import njit
+from featstore.base.hashing import _GOLDEN, batch_key, draw_below, hop_key, mix64
+from featstore.base.ids import as_integers, plain_array
 from featstore.errors import IdError, SourceError
-from featstore.tiers.static import slot_of
-
-__all__ = ["MiniBatch", "NeighborSampler", "fold_ids"]
-
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-_MIX_A = np.uint64(0xBF58476D1CE4E5B9)
-_MIX_B = np.uint64(0x94D049BB133111EB)
-_HALF = np.uint64(32)
-_LOW = np.uint64(0xFFFFFFFF)
-_WORD = 2**64
 
 
 @dataclass(frozen=True)
@@ -50,8 +44,8 @@ class MiniBatch:
 
     ``node``: int64[m], node ids, seeds first, no duplicates. ``row``, ``col``: int64[k], positions in ``node`` of
     each edge's source (the neighbour) and target (the node that asked). ``edge_id``: int64[k], position of the edge
-    in ``indices``. ``num_sampled_nodes``: new nodes per hop, the seeds as hop 0 (length hops + 1).
-    ``num_sampled_edges``: edges per hop.
+    in the sampler's ``indices``, no number of the user's. ``num_sampled_nodes``: new nodes per hop, the seeds as
+    hop 0 (length hops + 1). ``num_sampled_edges``: edges per hop.
     """
 
     node: NDArray[np.int64]
@@ -74,15 +68,9 @@ class NeighborSampler:
     """
 
     def __init__(self, indptr: NDArray[Any], indices: NDArray[Any], fanouts: Sequence[int], seed: int = 0) -> None:
-        self.indptr = _graph_array("indptr", indptr, (np.int64,))
-        self.indices = _graph_array("indices", indices, (np.int32, np.int64))
-        if len(self.indptr) == 0 or self.indptr[0] != 0 or self.indptr[-1] != len(self.indices):
-            raise SourceError(
-                f"indptr must hold n + 1 offsets, the first 0, the last the number of edges ({len(self.indices):,}); "
-                "pass the CSC arrays of the incoming edges"
-            )
-        self.fanouts = checked_fanouts(fanouts)
-        self.seed = int(seed)
+        self.indptr, self.indices = graph_arrays(indptr, indices)
+        self.fanouts = as_fanouts(fanouts)
+        self.seed = as_integer(seed, "seed")
 
     @property
     def node_count(self) -> int:
@@ -99,7 +87,7 @@ class NeighborSampler:
         node = checked_seeds(seeds, self.node_count)
         slots = seed_table(node, node, np.dtype(np.int64))
         count = len(node)
-        key = batch_key(self.seed, epoch, batch_index)
+        key = batch_key(self.seed, as_integer(epoch, "epoch"), as_integer(batch_index, "batch_index"))
         node_counts, edge_counts = [count], []
         rows, cols, edges = [], [], []
         begin = 0
@@ -145,9 +133,21 @@ class NeighborSampler:
         )
 
 
+def graph_arrays(indptr: Any, indices: Any) -> tuple[NDArray[np.int64], NDArray[Any]]:
+    """CSC arrays, checked as far as can be without going through them. Raises SourceError."""
+    offsets = _graph_array("indptr", indptr, (np.int64,))
+    sources = _graph_array("indices", indices, (np.int32, np.int64))
+    if len(offsets) == 0 or offsets[0] != 0 or offsets[-1] != len(sources):
+        raise SourceError(
+            f"indptr must hold n + 1 offsets, the first 0, the last the number of edges ({len(sources):,}); "
+            "pass the CSC arrays of the incoming edges"
+        )
+    return offsets, sources
+
+
 def _graph_array(name: str, array: NDArray[Any], dtypes: tuple[type, ...]) -> NDArray[Any]:
     """``array`` as a plain contiguous ndarray (a memory map stays a view of its file), or SourceError."""
-    plain = np.asarray(array)
+    plain = plain_array(array, name)
     if plain.ndim != 1 or plain.dtype not in [np.dtype(dtype) for dtype in dtypes]:
         names = " or ".join(np.dtype(dtype).name for dtype in dtypes)
         raise SourceError(f"{name} must be a one-dimensional {names} array, not {plain.dtype} of shape {plain.shape}")
@@ -159,18 +159,10 @@ def _table_size(entries: int) -> int:
     return 1 << max(4, (2 * entries - 1).bit_length())
 
 
-def checked_fanouts(fanouts: Sequence[int]) -> tuple[int, ...]:
-    """``fanouts`` as a tuple. Raises SourceError for anything but one number per hop."""
-    given = tuple(int(fanout) for fanout in fanouts)
-    if not given or any(fanout < -1 or fanout == 0 for fanout in given):
-        raise SourceError(f"fanouts {list(fanouts)} must be one number per hop: at least 1, or -1 for all of them")
-    return given
-
-
 def checked_seeds(seeds: NDArray[Any], node_count: int) -> NDArray[np.int64]:
     """A copy of ``seeds`` as int64 [b]. Raises IdError for seeds that are no nodes of a graph of ``node_count``."""
-    given = np.asarray(seeds)
-    if given.ndim != 1 or given.dtype.kind not in "iu":
+    given = as_integers(seeds, "seeds must be a one-dimensional integer array")
+    if given.ndim != 1:
         raise IdError(f"seeds must be a one-dimensional integer array, not {given.dtype} of shape {given.shape}")
     if len(given) and (int(given.min()) < 0 or int(given.max()) >= node_count):
         bad = given[(given < 0) | (given >= node_count)][0]
@@ -204,50 +196,6 @@ def make_room(
         slots = np.full(_table_size(bound), -1, dtype=slots.dtype)
         fill_table(slots, node, count)
     return node, slots
-
-
-def _mix(word: int) -> int:
-    """The finaliser of SplitMix64 on Python integers (modulo 2**64)."""
-    word %= _WORD
-    word = (word ^ (word >> 30)) * int(_MIX_A) % _WORD
-    word = (word ^ (word >> 27)) * int(_MIX_B) % _WORD
-    return word ^ (word >> 31)
-
-
-def batch_key(seed: int, epoch: int, batch_index: int) -> int:
-    """A 64-bit key of seed, epoch and batch; each step is mixed, so that neighbouring numbers share nothing."""
-    key = 0
-    for word in (seed, epoch, batch_index):
-        key = _mix(key + int(_GOLDEN) + word)
-    return key
-
-
-def hop_key(key: int, hop: int) -> np.uint64:
-    """The key of a hop of the mini-batch whose key is ``key``."""
-    return np.uint64(_mix(key + hop))
-
-
-@njit(cache=True, nogil=True)
-def mix64(word: Any) -> Any:
-    """The finaliser of SplitMix64 (uint64 to uint64, a bijection)."""
-    word = (word ^ (word >> np.uint64(30))) * _MIX_A
-    word = (word ^ (word >> np.uint64(27))) * _MIX_B
-    return word ^ (word >> np.uint64(31))
-
-
-@njit(cache=True, nogil=True)
-def fold_ids(ids: Any) -> Any:
-    """A 63-bit fingerprint of int64 ids and their order: the batch index of a loader that does not tell its own."""
-    key = _GOLDEN
-    for position in range(len(ids)):
-        key = mix64(key ^ np.uint64(ids[position])) + _GOLDEN
-    return np.int64(mix64(key) >> np.uint64(1))
-
-
-@njit(cache=True, nogil=True)
-def draw_below(word: Any, limit: Any) -> Any:
-    """``word * limit >> 64`` (both uint64, limit < 2**32): a random word turned into a number below ``limit``."""
-    return ((word >> _HALF) * limit + (((word & _LOW) * limit) >> _HALF)) >> _HALF
 
 
 @njit(cache=True, nogil=True)
@@ -371,7 +319,7 @@ def pick_hop(
     neighbour where the cache holds it, else -1. Returns how many of ``row`` are negative.
 
     ``node_of_row`` is empty where row = node id; ``bits``, ``ranks``, ``starts`` and ``lists`` are those of
-    :class:`featstore.stored_sampling.HubCache`, empty where nothing is cached. Sizes and offsets:
+    :class:`featstore.sampling.stored.HubCache`, empty where nothing is cached. Sizes and offsets:
     see :func:`hop_size`.
     """
     identity = node_of_row.shape[0] == 0

@@ -3,19 +3,18 @@
 A feature buffer earns a row's read back when the row is wanted again before its slot is needed. In a random order of the training
 nodes that is chance; the orders here let neighbouring mini-batches share rows. Both consist of several **sequences** in which
 neighbours follow each other and from which a mini-batch takes its nodes in turn: the more, the better the order is shuffled, and
-the fewer, the more rows are shared. The number comes from a test on the labels (:mod:`featstore.online.shuffling`).
+the fewer, the more rows are shared. The number comes from a test on the labels (:mod:`featstore.sampling.shuffling`).
 
-- :class:`featstore.online.proximity.ProximityOrder`: sequences as breadth-first searches meet the training nodes;
+- :class:`featstore.sampling.proximity.ProximityOrder`: sequences as breadth-first searches meet the training nodes;
 - :class:`PartitionOrder`: each sequence a row of partitions. The training nodes of a partition, whose rows lie side by side on
   disk, follow each other, shuffled; as many partitions as there are sequences are under way at a time.
 
-**Repeatable.** Orders follow from (seed, epoch) by hashes, as neighbours do in :mod:`featstore.sampling`. So nothing but the epoch and
-a position has to be kept to go on in the middle of an epoch.
+**Repeatable.** Orders follow from (seed, epoch) by hashes, as neighbours do in :mod:`featstore.sampling.neighbors`. So nothing but the
+epoch and a position has to be kept to go on in the middle of an epoch.
 """
 
 from __future__ import annotations
 
-import operator
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
@@ -24,11 +23,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from featstore.errors import SourceError
-from featstore.online.shuffling import LabelTest, ShufflingSearch, search_sequences
-from featstore.sampling import batch_key, mix64
-from featstore.store import Store, Table
-from featstore.tracing.sampling import checked_train
+from featstore.arguments import as_count, as_integer, check_state
+from featstore.base.hashing import batch_key, mix64
+from featstore.base.ids import as_integers
+from featstore.errors import ArgumentError, SourceError
+from featstore.sampling.batches import checked_train
+from featstore.sampling.shuffling import LabelTest, ShufflingSearch, search_sequences
+from featstore.storage.relations import node_tables
+from featstore.storage.store import OpenStore, Table
 
 __all__ = ["PartitionOrder", "TrainingOrder"]
 
@@ -58,10 +60,8 @@ class TrainingOrder(ABC):
     def __init__(
         self, train: NDArray[np.int64], node_count: int, batch_size: int, labels: Any, seed: int, trainers: int
     ) -> None:
-        self.batch_size = operator.index(batch_size)
-        if self.batch_size < 1 or operator.index(trainers) < 1:
-            raise SourceError(f"batch_size and trainers must be at least 1, not {batch_size} and {trainers}")
-        self.train, self.node_count, self.seed = train, node_count, operator.index(seed)
+        self.batch_size, trainers = as_count(batch_size, "batch_size"), as_count(trainers, "trainers", 1, 2**31 - 1)
+        self.train, self.node_count, self.seed = train, node_count, as_integer(seed, "seed")
         self._labels = None if labels is None else LabelTest(labels, train, self.batch_size, node_count, trainers)
         self.search: ShufflingSearch | None = None
         self.sequences = 1
@@ -86,19 +86,17 @@ class TrainingOrder(ABC):
     def _choose(self, sequences: int | str) -> int:
         """The number of sequences."""
         limit = min(self.batch_size, len(self.train))
-        if sequences == "auto":
+        if isinstance(sequences, str) and sequences == "auto":
             if self._labels is None:
                 return min(DEFAULT_SEQUENCES, limit)
             self.search = search_sequences(self._labels, self._trials(), limit, self.seed)
             return self.search.sequences
-        if isinstance(sequences, str) or not 1 <= operator.index(sequences) <= len(self.train):
-            raise SourceError(
-                f"sequences must be 'auto' or from 1 to the number of training nodes, {len(self.train):,}, not {sequences!r}"
-            )
-        return operator.index(sequences)
+        return as_count(
+            sequences, f"sequences, unless 'auto', of {len(self.train):,} training nodes,", 1, len(self.train)
+        )
 
     def shuffling_error(self) -> float:
-        """The shuffling error of the current epoch's order; see :mod:`featstore.online.shuffling`. Needs labels."""
+        """The shuffling error of the current epoch's order; see :mod:`featstore.sampling.shuffling`. Needs labels."""
         if self._labels is None:
             raise SourceError("the shuffling error is measured on labels: pass labels=")
         return self._labels.error(self.positions())
@@ -144,10 +142,9 @@ class TrainingOrder(ABC):
     def set_epoch(self, epoch: int) -> None:
         """Make this the current epoch; the next iteration begins at its start. If it is the current one already, nothing
         changes, so that a loop that calls it in each epoch can be resumed."""
-        if operator.index(epoch) < 0:
-            raise SourceError(f"epoch must not be negative, not {epoch}")
+        epoch = as_count(epoch, "epoch", 0)
         if epoch != self._epoch:
-            self._epoch, self._start, self._position = operator.index(epoch), 0, 0
+            self._epoch, self._start, self._position = epoch, 0, 0
             self._iteration += 1
 
     def state_dict(self, *, epoch: int | None = None, position: int | None = None) -> dict[str, Any]:
@@ -159,22 +156,15 @@ class TrainingOrder(ABC):
         if (epoch is None) != (position is None):
             raise SourceError("give both epoch= and position=, or neither")
         state = self._own_state()
-        state["epoch"] = self._epoch if epoch is None else operator.index(epoch)
-        state["position"] = self._position if position is None else operator.index(position)
+        state["epoch"] = self._epoch if epoch is None else as_count(epoch, "epoch", 0)
+        state["position"] = self._position if position is None else as_count(position, "position", 0, len(self.train))
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Begin where a state was taken when iterated next. Raises SourceError where it belongs to another order."""
-        for key, value in self._own_state().items():
-            if state.get(key) != value:
-                raise SourceError(
-                    f"the state has {key} = {state.get(key)!r}, this order {value!r}: make the same order"
-                )
-        epoch, position = int(state["epoch"]), int(state["position"])
-        if epoch < 0 or not 0 <= position <= len(self.train):
-            raise SourceError(
-                f"the state points to training node {position:,} of {len(self.train):,} in epoch {epoch}: there is none"
-            )
+        check_state(state, self._own_state(), "this order")
+        epoch = as_count(state.get("epoch"), "epoch of the state", 0)
+        position = as_count(state.get("position"), "position of the state, a training node,", 0, len(self.train))
         if position == len(self.train):
             epoch, position = epoch + 1, 0
         self.set_epoch(epoch)
@@ -195,11 +185,11 @@ class PartitionOrder(TrainingOrder):
     """Training nodes partition by partition: partitions in random order, shuffled inside, anew in each epoch.
 
     Args:
-        partitions: a table of a store, or a store with one table, packed in an order with partitions; or the partition of
+        partitions: a table of a store, or a store with one table of nodes, packed in an order with partitions; or the partition of
             each node, integers [nodes].
         train: node ids of the training nodes, or a mask of the nodes.
         sequences: partitions under way at a time. 1: strictly partition by partition. ``"auto"``, ``labels``, ``batch_size``,
-            ``seed``, ``trainers``: as for :class:`featstore.online.proximity.ProximityOrder`.
+            ``seed``, ``trainers``: as for :class:`featstore.sampling.proximity.ProximityOrder`.
 
     ``partitions`` is the number of those that hold training nodes. Raises SourceError and IdError, and what reading raises.
     """
@@ -208,17 +198,19 @@ class PartitionOrder(TrainingOrder):
         self, partitions: Any, train: Any, *, sequences: int | str = "auto", labels: Any = None, batch_size: int, seed: int = 0,
         trainers: int = 1,
     ) -> None:  # fmt: skip
-        table = only_one(partitions.tables, "table") if isinstance(partitions, Store) else partitions
+        if isinstance(partitions, OpenStore):
+            table = _only_table(partitions)
+        else:
+            table = partitions
         if isinstance(table, Table):
             nodes = checked_train(train, table.rows)
             rows = table.row_of_node()
             parts = np.searchsorted(table.partition_offsets, nodes if rows is None else rows[nodes], side="right")
         else:
-            table = np.asarray(table)
-            if table.ndim != 1 or table.dtype.kind not in "iu":
-                raise SourceError(
-                    f"partitions must be a store, a table, or an integer for each node, not {table.dtype} {list(table.shape)}"
-                )
+            what = "partitions must be a store, a table, or an integer for each node"
+            table = as_integers(table, what, ArgumentError)
+            if table.ndim != 1:
+                raise ArgumentError(f"{what}, not {table.dtype} {list(table.shape)}")
             nodes = checked_train(train, len(table))
             parts = table[nodes]
         super().__init__(
@@ -251,11 +243,13 @@ class PartitionOrder(TrainingOrder):
         return {"order": "partitions", "partitions": zlib.crc32(self._part.tobytes())}
 
 
-def only_one(named: Mapping[str, Any], what: str) -> Any:
-    """The only one of a store's tables or graphs. Raises SourceError where there are more, or none."""
-    if len(named) != 1:
-        raise SourceError(f"the store has {len(named)} {what}s ({', '.join(map(repr, named))}): pass one of them")
-    return next(iter(named.values()))
+def _only_table(store: OpenStore) -> Table:
+    """The only table of nodes. Raises SourceError where there are more, or none."""
+    nodes = node_tables(store.tables)
+    if len(nodes) != 1:
+        known = ", ".join(map(repr, store.tables))
+        raise SourceError(f"the store has {len(nodes)} tables of nodes (its tables are {known}): pass one of them")
+    return store.tables[nodes[0]]
 
 
 def lengths_of(count: int, sequences: int) -> list[int]:

@@ -4,7 +4,7 @@ Liu et al., NSDI 2023, section 3.2.2: where training nodes follow each other as 
 close in time look at the same region. Two kinds of randomness keep training what it was: a mini-batch takes its nodes in turn
 from several searches that began at random nodes, and each sequence is shifted round by a random number in each epoch, so that
 neither its beginning nor the small components at its end always stand at the same place. How many sequences:
-:mod:`featstore.online.shuffling`.
+:mod:`featstore.sampling.shuffling`.
 
 **Growing sequences together.** BGL searches the whole graph once per sequence; every training node then stands in every sequence
 and is skipped wherever it comes late, which tears up the ends. Here all sequences grow at the same time and share what they have
@@ -26,15 +26,19 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from featstore.arguments import as_flag
+from featstore.base.compilation import njit
+from featstore.base.dtypes import node_dtype
+from featstore.base.hashing import draw_below
 from featstore.errors import SourceError
-from featstore.online.orders import ROOTS, SHIFTS, TrainingOrder, lengths_of, only_one, random_words
-from featstore.order.parts import node_dtype
-from featstore.sampling import _graph_array, draw_below
-from featstore.store import Store, StoredGraph
-from featstore.tracing.sampling import checked_train
+from featstore.reader.graphs import read_offsets, read_whole
+from featstore.sampling.batches import checked_train
+from featstore.sampling.neighbors import graph_arrays
+from featstore.sampling.orders import ROOTS, SHIFTS, TrainingOrder, lengths_of, random_words
+from featstore.storage.relations import graph_of
+from featstore.storage.store import OpenStore, StoredGraph
 
 __all__ = ["ProximityOrder"]
 
@@ -67,7 +71,7 @@ class ProximityOrder(TrainingOrder):
         self._graph = _graph_given(graph)
         nodes = self._graph.table.rows if isinstance(self._graph, StoredGraph) else len(self._graph[0]) - 1
         super().__init__(checked_train(train, nodes), nodes, batch_size, labels, seed, trainers)
-        self.redraw = bool(redraw)
+        self.redraw = as_flag(redraw, "redraw")
         self._met: NDArray[np.int64] | None = None  # where sequences are kept
         self.sequences = self._choose(sequences)
 
@@ -88,7 +92,7 @@ class ProximityOrder(TrainingOrder):
             return *self._graph, self.train
         rows = self._graph.table.row_of_node()
         train = self.train if rows is None else rows[self.train].astype(np.int64)
-        return self._graph.offsets(), self._graph._whole("sources"), train
+        return read_offsets(self._graph), read_whole(self._graph, "sources"), train
 
     def _meet(
         self, topology: tuple[NDArray[np.int64], NDArray[Any], NDArray[np.int64]], sequences: int, epoch: int
@@ -123,24 +127,17 @@ class ProximityOrder(TrainingOrder):
 
 def _graph_given(graph: Any) -> StoredGraph | tuple[NDArray[np.int64], NDArray[Any]]:
     """A graph as :class:`ProximityOrder` takes it, checked as far as can be without going through it."""
-    if isinstance(graph, Store):
-        graph = only_one(graph.graphs, "graph")
+    if isinstance(graph, OpenStore):
+        graph = graph_of(graph, None)
     if isinstance(graph, StoredGraph):
         return graph
     try:
         indptr, indices = graph
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RuntimeError):
         raise SourceError(
             f"graph must be (indptr, indices), a store or its graph, not {type(graph).__name__}"
         ) from None
-    offsets = _graph_array("indptr", np.asarray(indptr), (np.int64,))
-    sources = _graph_array("indices", np.asarray(indices), (np.int32, np.int64))
-    if len(offsets) == 0 or offsets[0] != 0 or offsets[-1] != len(sources):
-        raise SourceError(
-            f"indptr must hold n + 1 offsets, the first 0, the last the number of edges ({len(sources):,}); "
-            "pass the CSC arrays of the incoming edges"
-        )
-    return offsets, sources
+    return graph_arrays(indptr, indices)
 
 
 @njit(cache=True, nogil=True)

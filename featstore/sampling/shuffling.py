@@ -17,15 +17,16 @@ error falls as sequences are added, which holds but for noise: the number found 
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from featstore.base.compilation import njit
+from featstore.base.ids import plain_array
+from featstore.base.warning import warn
 from featstore.errors import SourceError
 
 __all__ = ["LabelTest", "ShufflingSearch", "search_sequences"]
@@ -65,7 +66,7 @@ class LabelTest:
     def __init__(
         self, labels: NDArray[Any], train: NDArray[np.int64], batch_size: int, node_count: int, trainers: int = 1
     ) -> None:
-        given = np.asarray(labels)
+        given = plain_array(labels, "labels")
         if given.shape != (node_count,) or given.dtype.kind not in "biu":
             raise SourceError(
                 f"labels must be one integer for each of the {node_count:,} nodes, by node id, not {given.dtype} of shape "
@@ -123,10 +124,9 @@ def search_sequences(
     low, high = 0, 1
     while not enough(high):
         if high == limit:
-            warnings.warn(
+            warn(
                 f"even {limit:,} sequences have a shuffling error of {errors[limit]:.3f}, more than the {allowed:.3f} that is "
                 "harmless: use larger mini-batches, or train in random order",
-                stacklevel=4,
             )
             low = high - 1
             break

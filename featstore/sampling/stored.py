@@ -1,7 +1,7 @@
 """Sampling from disk: the neighbours of a mini-batch, read from the graph in the store.
 
 :class:`StoredSampler` gives, for the same seed, epoch, batch and seeds, the very mini-batches that
-:class:`featstore.sampling.NeighborSampler` gives over the same graph in memory. It can, because randomness is counted there:
+:class:`featstore.sampling.neighbors.NeighborSampler` gives over the same graph in memory. It can, because randomness is counted there:
 which places of a list are picked follows from the node and the length of the list, not from what the list holds. So each hop
 first picks the positions of its edges, from offsets in memory, and then reads just those, as single rows of the table
 ``GRAPH/sources``, all in one request. The reader merges the positions that share a page, reads through short gaps and keeps
@@ -35,31 +35,35 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from featstore.budget import Budget
-from featstore.errors import BudgetError, ClosedError, FormatError, SourceError
-from featstore.lookup import table_need
-from featstore.order.parts import node_dtype
-from featstore.reader import QUEUE_DEPTH, Reader
-from featstore.report import ReaderStats
-from featstore.sampling import (
+from featstore.arguments import as_fanouts, as_integer
+from featstore.base.bitmap import set_bits
+from featstore.base.checks import check_offsets, check_range
+from featstore.base.dtypes import node_dtype
+from featstore.base.hashing import batch_key, hop_key
+from featstore.errors import BudgetError, ClosedError, FormatError
+from featstore.plan.budget import Budget
+from featstore.reader.lookup import table_need
+from featstore.reader.options import check_reading
+from featstore.reader.reader import QUEUE_DEPTH, Reader
+from featstore.reader.report import ReaderStats
+from featstore.sampling.neighbors import (
     MiniBatch,
     _table_size,
-    batch_key,
-    checked_fanouts,
     checked_seeds,
     empty_picks,
     enter_hop,
-    hop_key,
     hop_size,
     make_room,
     pick_hop,
     seed_table,
 )
-from featstore.tiers.static import StaticTier, set_bits
+from featstore.storage.relations import graph_of
+from featstore.storage.store import as_store
+from featstore.tiers.static import MEMBERS_MAX, StaticTier
 from featstore.units import parse_bytes
 
 if TYPE_CHECKING:
-    from featstore.store import Store, StoredGraph
+    from featstore.storage.store import OpenStore, StoredGraph
 
 __all__ = ["SamplerStats", "StoredSampler"]
 
@@ -116,17 +120,17 @@ class HubCache:
         if hubs is None:
             return
         loading_bytes = min(_LOADING_BYTES, 8 * (self._graph.hubs + 1))
-        count_max = min(self._graph.hubs, (room_bytes - self._index_bytes - loading_bytes) // _HUB_BYTES)
+        count_max = min(self._graph.hubs, MEMBERS_MAX, (room_bytes - self._index_bytes - loading_bytes) // _HUB_BYTES)
         if count_max <= 0:
             return
         store, name = reader.store, self._graph.name
         ends = store.load(hubs.offsets, count_max + 1)
-        if ends[0] != 0 or (ends[1:] < ends[:-1]).any() or ends[-1] > hubs.sources.rows:
+        if ends[-1] > hubs.sources.rows:
             raise FormatError(f"the offsets of the hubs of graph {name!r} contradict themselves; pack the store again")
+        check_offsets(ends, 0, int(ends[-1]), f"the offsets of the hubs of graph {name!r} of {store.path}")
         count = self._fitting(ends, room_bytes)
         rows = store.load(hubs.rows, count)
-        if count and (rows.min() < 0 or rows.max() >= self._graph.table.rows):
-            raise FormatError(f"the hubs of graph {name!r} are no rows of its table; pack the store again")
+        check_range(rows, self._graph.table.rows, f"a hub of graph {name!r} of {store.path}")
         if not np.array_equal(self._ends(rows), ends[: count + 1]):
             raise FormatError(f"the hubs of graph {name!r} have lists of another length there; pack the store again")
         ends = ends[: count + 1].copy()
@@ -201,21 +205,23 @@ class StoredSampler:
         fanouts: neighbours per node and hop, from the seeds outwards; -1 takes all.
         memory: budget for all that the sampler holds, bytes or ``"2GiB"``. Mini-batches are the caller's and come on top.
         seed: any integer.
-        graph: the name of a graph of the store; needed where it has several.
-        engine, queue_depth, verify: as for :class:`featstore.reader.Reader`.
+        graph: the name of a graph of the store; needed where it has several, or where a graph may be one relation of several: beside
+            tables of other types of nodes or edges.
+        engine, queue_depth, verify: as for :class:`featstore.reader.reader.Reader`.
 
     Raises BudgetError, CorruptionError, DeviceError, FormatError; SourceError for fan-outs that cannot be used and for a
     store without a graph; KeyError for a graph that it has not.
     """
 
     def __init__(
-        self, store: Store, fanouts: Sequence[int], *, memory: int | str, seed: int = 0, graph: str | None = None,
+        self, store: OpenStore, fanouts: Sequence[int], *, memory: int | str, seed: int = 0, graph: str | None = None,
         engine: str = "auto", queue_depth: int = QUEUE_DEPTH, verify: bool = True,
     ) -> None:  # fmt: skip
-        self.fanouts = checked_fanouts(fanouts)
-        self.seed = int(seed)
-        self.store = store
-        self.graph = _graph_of(store, graph)
+        self.fanouts = as_fanouts(fanouts)
+        self.seed = as_integer(seed, "seed")
+        self.store = as_store(store)
+        check_reading(engine, queue_depth, verify)
+        self.graph = graph_of(store, graph)
         self._options = {
             "memory": memory,
             "seed": seed,
@@ -229,7 +235,7 @@ class StoredSampler:
         )
         names = [self._sources, self._offsets_table] + [self._hubs] * (self.graph.entry.hubs is not None)
         table, nodes = self.graph.table, self.graph.table.rows
-        self._memory_bytes = parse_bytes(memory)
+        self._memory_bytes = parse_bytes(memory, "memory")
         self._map_bytes = sum(
             0 if entry is None else nodes * node_dtype(nodes).itemsize
             for entry in (table.entry.order.row_of_node, table.entry.order.node_of_row)
@@ -239,13 +245,18 @@ class StoredSampler:
         smallest = self._smallest(SCRATCH_BYTES_MIN)
         if self._memory_bytes < smallest:
             raise BudgetError(smallest, self._memory_bytes, "sample from this graph (offsets, maps, reading, scratch)")
-        row_of_node, node_of_row = table.row_of_node(), table.node_of_row()
-        self._row_of_node: NDArray[Any] = _NO_MAP if row_of_node is None else row_of_node
-        self._node_of_row: NDArray[Any] = _NO_MAP if node_of_row is None else node_of_row
-        self._reader = store.reader(
-            memory=self._memory_bytes - self._held_bytes, static=None, tables=names, engine=engine, queue_depth=queue_depth,
+        self._row_of_node: NDArray[Any]
+        self._node_of_row: NDArray[Any]
+        self._row_of_node, self._node_of_row = table.maps() or (_NO_MAP, _NO_MAP)
+        self._reader = Reader(
+            store,
+            memory=self._memory_bytes - self._held_bytes,
+            static=None,
+            tables=names,
+            engine=engine,
+            queue_depth=queue_depth,
             verify=verify,
-        )  # fmt: skip
+        )
         self._closed = False
         try:
             self._open()
@@ -260,8 +271,9 @@ class StoredSampler:
         self._offsets: NDArray[np.int64] = self._reader.read_runs({self._offsets_table: [(0, nodes + 1)]})[
             self._offsets_table
         ]
-        if self._offsets[0] != 0 or self._offsets[-1] != self.graph.edges:
-            raise self._contradiction(f"the offsets do not run from 0 to {self.graph.edges:,}")
+        check_offsets(
+            self._offsets, 0, self.graph.edges, f"the offsets of graph {self.graph.name!r} of {self.store.path}"
+        )
         self._cache = HubCache(self.graph, self._offsets)
         self._cache.fill(self._reader, self._free_bytes - SCRATCH_BYTES_MIN)
         self._start_process()
@@ -303,7 +315,7 @@ class StoredSampler:
         """The mini-batch around ``seeds`` (node ids, any integer dtype [b], no duplicates).
 
         The result depends on the graph, the fan-outs, ``seed``, ``epoch``, ``batch_index`` and ``seeds`` alone and is that
-        of a :class:`~featstore.sampling.NeighborSampler` over ``store.graphs[...].csc()``, except that ``edge_id`` is the
+        of a :class:`~featstore.sampling.neighbors.NeighborSampler` over ``store.graphs[...].csc()``, except that ``edge_id`` is the
         position of the edge in the stored ``GRAPH/sources``, whose lists stand in the order of the rows.
 
         Raises IdError for seeds that are no nodes or stand twice, BudgetError where the mini-batch needs more scratch than
@@ -315,7 +327,9 @@ class StoredSampler:
         with self._own_lock():
             if self._closed:
                 raise ClosedError("the sampler is closed")
-            return self._sample(node, batch_key(self.seed, epoch, batch_index))
+            return self._sample(
+                node, batch_key(self.seed, as_integer(epoch, "epoch"), as_integer(batch_index, "batch_index"))
+            )
 
     def _sample(self, seeds: NDArray[np.int64], key: int) -> MiniBatch:
         count = len(seeds)
@@ -459,17 +473,5 @@ def _joined(parts: list[NDArray[np.int64]]) -> NDArray[np.int64]:
     return whole
 
 
-def _reopen(store: Store, fanouts: Sequence[int], options: dict[str, Any]) -> StoredSampler:
+def _reopen(store: OpenStore, fanouts: Sequence[int], options: dict[str, Any]) -> StoredSampler:
     return StoredSampler(store, fanouts, **options)
-
-
-def _graph_of(store: Store, name: str | None) -> StoredGraph:
-    """The store's graph of that name, or its only one."""
-    if not store.graphs:
-        raise SourceError(f"the store {store.path} holds no graph: pack it with one")
-    known = ", ".join(map(repr, store.graphs))
-    if name is None and len(store.graphs) > 1:
-        raise SourceError(f"the store {store.path} holds {len(store.graphs)} graphs; say which: graph= one of {known}")
-    if name is not None and name not in store.graphs:
-        raise KeyError(f"the store {store.path} has no graph {name!r}; it has {known}")
-    return store.graphs[next(iter(store.graphs)) if name is None else name]

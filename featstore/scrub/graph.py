@@ -18,8 +18,11 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from featstore.dtypes import dtype_from_name
-from featstore.manifest import ArrayEntry, GraphEntry, HubsEntry, TableEntry, array_chunk
+from featstore.base.checks import find_fall
+from featstore.base.dtypes import dtype_from_name
+from featstore.base.system import asking, open_plain
+from featstore.errors import CorruptionError
+from featstore.storage.manifest import ArrayEntry, GraphEntry, HubsEntry, TableEntry, array_chunk
 
 _PIECE = 1 << 17  # numbers looked at together
 _WINDOW = 1 << 19  # hubs compared in one go
@@ -70,10 +73,17 @@ class Numbers:
         while done < count:
             path, offset = self.place(first + done)
             run = min(count - done, self._per_file - (first + done) % self._per_file)
-            with open(self._store / path, "rb", buffering=0, opener=lambda p, f: os.open(p, f | os.O_NOFOLLOW)) as file:
+            with asking(self._store / path, "read", offset), open_plain(self._store / path) as file:
                 view = memoryview(out[done : done + run].view(np.uint8))  # type: ignore[arg-type]
-                if os.preadv(file.fileno(), [view], offset) != len(view):
-                    raise OSError(f"{path} ends early: it was changed meanwhile")
+                got = os.preadv(file.fileno(), [view], offset)
+            if got != len(view):
+                raise CorruptionError(
+                    self._store / path,
+                    offset,
+                    f"{len(view):,} bytes",
+                    f"{got:,}",
+                    "it was changed meanwhile; verify again",
+                )
             done += run
         return out
 
@@ -131,7 +141,8 @@ class _GraphScrub:
         for first, values in numbers.pieces():
             if first == 0 and values[0] != 0:
                 return self._say(numbers, 0, "offsets that begin with 0", values[0])
-            for at in np.flatnonzero(np.diff(values, prepend=values.dtype.type(last)) < 0)[:1].tolist():
+            at = 0 if int(values[0]) < last else int(find_fall(values))
+            if at >= 0:
                 before = int(values[at - 1]) if at else last
                 return self._say(numbers, first + at, f"an offset of {before:,} or more", values[at])
             last = int(values[-1])

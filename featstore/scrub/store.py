@@ -9,7 +9,7 @@ the complete list of what to restore. It needs only a readable manifest. What is
   went bad from a checksum that did; the padding of the last chunk is zero;
 - ``zarr.json`` of every array against the manifest;
 - ``row_of_node`` and ``node_of_row`` are inverse permutations, ``rows_by_degree`` is one, partition offsets ascend;
-- the tables of graphs as any other, and what their numbers mean (:mod:`featstore.scrub_graphs`);
+- the tables of graphs as any other, and what their numbers mean (:mod:`featstore.scrub.graph`);
 - ``rows_digest``, from end to end: the digest of (node id, row) that the pack computed over its *source*.
 
 All passes are sequential and hold two blocks of 4 MiB (and twice the largest row); graphs are looked at in pieces,
@@ -36,14 +36,26 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from featstore.checksum import crc_pages
-from featstore.dtypes import dtype_from_name, zarr_storage
-from featstore.engine.base import aligned_buffer
+from featstore.arguments import as_choice, as_function, as_path
+from featstore.base.buffers import aligned_buffer
+from featstore.base.checks import find_fall
+from featstore.base.checksum import crc_pages
+from featstore.base.dtypes import dtype_from_name, zarr_storage
+from featstore.base.native import address_of
+from featstore.base.system import asking, open_plain, submitted
 from featstore.engine.files import Access
-from featstore.manifest import MANIFEST_NAME, ArrayEntry, Manifest, TableEntry, array_chunk, read_manifest, uuid_of
-from featstore.native import address_of
-from featstore.packing.rows_digest import add, digest_rows
-from featstore.scrub_graphs import mix, scrub_graph
+from featstore.scrub.graph import mix, scrub_graph
+from featstore.storage.belongings import TEMPORARY
+from featstore.storage.manifest import (
+    MANIFEST_NAME,
+    ArrayEntry,
+    Manifest,
+    TableEntry,
+    array_chunk,
+    read_manifest,
+    uuid_of,
+)
+from featstore.storage.rows_digest import add, digest_rows
 from featstore.units import PAGE_BYTES, format_bytes
 
 BLOCK_BYTES = 4 * 2**20
@@ -51,7 +63,9 @@ BLOCK_BYTES = 4 * 2**20
 PROBLEMS_MAX = 1000
 _PIECE = 1 << 17  # elements of a map, or rows, looked at together
 _METADATA_BYTES_MAX = 1 << 20
-_OWN_NAMES = re.compile(r"featstore\.json(\.tmp)?|lock|packs|caches|g[0-9]{6,}(\.journal|\.spill|)(\.tmp)?")
+_OWN_NAMES = re.compile(
+    rf"featstore\.json({TEMPORARY})?|lock|packs|caches|g[0-9]{{6,}}(\.journal({TEMPORARY})?|\.spill|)", re.ASCII
+)
 
 
 @dataclass(frozen=True)
@@ -130,9 +144,10 @@ def verify(
     FormatVersionError and FormatError where there is no manifest to verify against, as ``featstore.open`` does, and ValueError for another
     access. Whatever is wrong beyond that is in the report.
     """
-    if access not in ("direct", "buffered"):
-        raise ValueError(f"access must be 'direct' or 'buffered', not {access!r}")
-    store = Path(os.path.abspath(path))
+    as_choice(access, "access", ("direct", "buffered"))
+    if progress is not None:
+        as_function(progress, "progress")
+    store = Path(os.path.abspath(as_path(path, "path")))
     manifest, text = read_manifest(store)
     hold = _hold(store, manifest)
     try:
@@ -153,8 +168,14 @@ def _hold(store: Path, manifest: Manifest) -> int:
     try:
         descriptor = os.open(store / manifest.generation, flags | os.O_NOFOLLOW)
     except OSError:
-        descriptor = os.open(store, flags)
-    fcntl.flock(descriptor, fcntl.LOCK_SH)
+        with asking(store, "open"):
+            descriptor = os.open(store, flags)
+    try:
+        with asking(store, "hold"):
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
+    except BaseException:
+        os.close(descriptor)
+        raise
     return descriptor
 
 
@@ -240,11 +261,19 @@ class _Scrub:
                 self.readable.add(path)
 
     def _unlisted(self) -> list[str]:
-        found = [name for name in os.listdir(self.store) if not _OWN_NAMES.fullmatch(name)]
-        for folder, folders, files in os.walk(self.store / self.manifest.generation):
+        with asking(self.store, "list"):
+            found = [name for name in os.listdir(self.store) if not _OWN_NAMES.fullmatch(name)]
+        for folder, folders, files in os.walk(self.store / self.manifest.generation, onerror=self._unlistable):
             files += [name for name in folders if os.path.islink(os.path.join(folder, name))]
             found += [os.path.relpath(os.path.join(folder, name), self.store) for name in files]
         return sorted(set(found) - self.entries.keys())
+
+    def _unlistable(self, error: OSError) -> None:
+        folder = os.path.relpath(error.filename or self.store, self.store)
+        if error.errno != errno.ENOENT:  # what is not there is told of by its files
+            self.problem(
+                "unreadable directory", folder, "a directory that can be listed", os.strerror(error.errno or 0)
+            )
 
     def _open(self, path: str) -> int | None:
         """A descriptor; None, and a problem, where there is none to have."""
@@ -304,7 +333,7 @@ class _Scrub:
                 after = offset + BLOCK_BYTES
                 if after < size:
                     rest = min(BLOCK_BYTES, size - after)
-                    future = self.pool.submit(self._fill, descriptor, other[self.margin :], after, rest)
+                    future = submitted(self.pool, self._fill, descriptor, other[self.margin :], after, rest)
                 for at, why in bad:
                     self.readable.discard(path)
                     self.problem("unreadable page", path, "a page that can be read", why, at)
@@ -331,7 +360,7 @@ class _Scrub:
         out = np.empty(count, dtype_from_name(entry.dtype))
         if chunk is None or count == 0:
             return out[:0]
-        with open(self.store / chunk, "rb", buffering=0, opener=lambda p, f: os.open(p, f | os.O_NOFOLLOW)) as file:
+        with asking(self.store / chunk, "read"), open_plain(self.store / chunk) as file:
             got = os.preadv(file.fileno(), [out.view(np.uint8)], first * out.itemsize)  # type: ignore[list-item]
         return out[: got // out.itemsize]
 
@@ -359,7 +388,7 @@ class _Scrub:
             "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
         }  # fmt: skip
         try:
-            with open(self.store / path, "rb") as file:
+            with asking(self.store / path, "read"), open(self.store / path, "rb") as file:
                 found = json.loads(file.read(_METADATA_BYTES_MAX))
             codecs = [(c["name"], c.get("configuration", {}).get("endian", "little")) for c in found["codecs"]]
             for key, value in wanted.items():
@@ -405,8 +434,7 @@ class _Scrub:
     def _partitions(self, entry: ArrayEntry, rows: int) -> None:
         last, ascend = 0, True
         for first, offsets in self._vector(entry):
-            steps = np.diff(offsets, prepend=offsets.dtype.type(last))
-            ascend = ascend and not (steps < 0).any() and (first > 0 or offsets[0] == 0)
+            ascend &= last <= int(offsets[0]) and find_fall(offsets) < 0 and (first > 0 or offsets[0] == 0)
             last = int(offsets[-1])
         if not ascend or last != rows:
             self.problem("map", str(array_chunk(entry)), f"offsets that ascend from 0 to {rows:,}", "others")

@@ -15,10 +15,12 @@ from typing import Any
 
 import numpy as np
 
+from featstore.arguments import as_choice, as_function
+from featstore.base.system import asking
 from featstore.engine.files import Access
 from featstore.errors import CorruptionError, DeviceError
-from featstore.trace import Trace, TraceProgress
-from featstore.tracing.recorder import TRACE_NAME, read_frame
+from featstore.trace.recorder import TRACE_NAME, read_frame
+from featstore.trace.trace import Trace, TraceProgress
 from featstore.units import format_bytes
 
 #: So many problems are listed; all are counted.
@@ -73,13 +75,15 @@ def verify_trace(
     Raises IncompleteStoreError where there is no finished trace, FormatError where it cannot be trusted, DeviceError, and
     ValueError for another access.
     """
-    if access not in ("direct", "buffered"):
-        raise ValueError(f"access must be 'direct' or 'buffered', not {access!r}")
+    as_choice(access, "access", ("direct", "buffered"))
+    if progress is not None:
+        as_function(progress, "progress")
     where = Path(os.path.abspath(path))
     try:
         trace = Trace(where)
     except CorruptionError as error:
-        size = (where / TRACE_NAME).stat().st_size
+        with asking(where / TRACE_NAME, "look at"):
+            size = (where / TRACE_NAME).stat().st_size
         return _report(
             str(where),
             "",

@@ -1,4 +1,4 @@
-"""The client of a shared buffer: reads rows in any process of the host; see :mod:`featstore.online.shared`.
+"""The client of a shared buffer: reads rows in any process of the host; see :mod:`featstore.shared.owner`.
 
 A client is little more than an address: it can be pickled, and a forked child may go on using it. Each process connects when it
 first asks for rows, and maps the owner's rows read-only.
@@ -14,164 +14,35 @@ what this process held; the next use connects anew.
 
 from __future__ import annotations
 
-import errno
 import itertools
 import json
-import mmap
-import os
-import socket
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from featstore.dtypes import dtype_from_name
-from featstore.errors import CancelledError, ClosedError, DeviceError, FeatstoreError
-from featstore.ids import Ids, check_out, empty_rows, finished, parse_ids
-from featstore.native import address_of
-from featstore.online import shared_protocol as protocol
-from featstore.online.shared_protocol import HEADER
-from featstore.online.slot_rows import copy_slots
-from featstore.online.tickets import BufferStats
+from featstore.arguments import as_text, shown
+from featstore.base.buffers import empty_rows
+from featstore.base.ids import Ids, check_out, finished, parse_ids
+from featstore.base.native import address_of
+from featstore.errors import ArgumentError, CancelledError, ClosedError, FeatstoreError, UnknownNameError
+from featstore.shared import protocol
+from featstore.shared.connection import AGAIN_SECONDS, CONNECT_SECONDS, About, BrokenOffError, Connection
+from featstore.tiers.slots.rows import copy_slots
+from featstore.tiers.tickets import BufferStats
 
-_WELCOME_BYTES_MAX = 2**16
 _NUMBERS = 2**32  # of requests; then they are used again
-
-
-@dataclass(frozen=True)
-class _About:
-    """What the owner says of its buffer."""
-
-    table: str
-    rows: int
-    row_shape: tuple[int, ...]
-    row_bytes: int
-    dtype: np.dtype[Any]
-    batch_rows: int
-
-    @classmethod
-    def parse(cls, text: bytes) -> _About:
-        said = json.loads(text)
-        return cls(
-            str(said["table"]), int(said["rows"]), tuple(map(int, said["row_shape"])), int(said["row_bytes"]),
-            dtype_from_name(said["dtype"]), int(said["batch_rows"]),
-        )  # fmt: skip
-
-
-class _Connection:
-    """A socket to the owner, and the owner's rows. Not for several threads at once."""
-
-    def __init__(self) -> None:
-        try:
-            self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        except OSError as error:
-            raise DeviceError(error.errno or errno.EIO, "the shared buffer", None, "connect to") from error
-        self.x = np.empty(0, np.uint8)
-
-    def open(self, address: str, key: bytes) -> _About:
-        """Connect, prove, be proved to. Raises ClosedError."""
-        with _gone():
-            self.socket.connect(address)
-        nonce = self._receive(protocol.NONCE_BYTES)
-        mine = protocol.new_nonce()
-        self._send(protocol.proof(key, b"client", nonce) + mine)
-        kind, length = self._receive_welcome()
-        body = self._receive(min(length, _WELCOME_BYTES_MAX))
-        if kind != protocol.WELCOME:
-            raise ClosedError("the owner of the shared buffer does not let this client in: its key is another one")
-        if not protocol.proves(body[: protocol.PROOF_BYTES], key, b"owner", mine):
-            raise ClosedError("who listens at the shared buffer's address is not its owner: it does not know the key")
-        if len(self.x) == 0:  # the system leaves out the descriptor that a process has no room for
-            raise DeviceError(errno.EMFILE, "the shared buffer", None, "open")
-        return _About.parse(body[protocol.PROOF_BYTES :])
-
-    def _receive_welcome(self) -> tuple[int, int]:
-        """The header that ends the handshake, and with it the rows. Returns its kind and length."""
-        with _gone():
-            self.socket.recv(1, socket.MSG_PEEK)  # wait here: no fork may be kept waiting
-        with protocol.forking:
-            with _gone():
-                header, descriptors, _, _ = socket.recv_fds(
-                    self.socket, HEADER.size, 1, socket.MSG_CMSG_CLOEXEC | socket.MSG_WAITALL
-                )
-            self._map(descriptors)
-        if len(header) < HEADER.size:
-            raise _closed()
-        kind, _, length = HEADER.unpack(header)
-        return kind, length
-
-    def _map(self, descriptors: list[int]) -> None:
-        for descriptor in descriptors:
-            try:
-                shared = mmap.mmap(descriptor, 0, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
-                self.x = np.frombuffer(shared, np.uint8)
-            except OSError as error:
-                raise DeviceError(error.errno or errno.EIO, "the shared buffer", None, "map") from error
-            finally:
-                os.close(descriptor)
-
-    # Messages.
-
-    def say(self, kind: int, number: int = 0, ids: NDArray[np.int64] | None = None) -> None:
-        count = 0 if ids is None else len(ids)
-        self._send(HEADER.pack(kind, number, count))
-        if ids is not None and count:
-            self._send(ids.view(np.uint8).data)
-
-    def hear(self) -> tuple[int, NDArray[np.int32], bytes]:
-        """The kind of the answer, and the slots or the text that come with it."""
-        kind, _, length = HEADER.unpack(self._receive(HEADER.size))
-        slots = np.empty(length if kind == protocol.SLOTS else 0, np.int32)
-        if kind == protocol.SLOTS:
-            self._fill(slots.view(np.uint8).data)
-            return kind, slots, b""
-        return kind, slots, self._receive(length)
-
-    def _send(self, data: bytes | memoryview) -> None:
-        with _gone():
-            self.socket.sendall(data)
-
-    def _receive(self, count: int) -> bytes:
-        got = bytearray(count)
-        self._fill(memoryview(got))
-        return bytes(got)
-
-    def _fill(self, into: memoryview) -> None:
-        while len(into):
-            with _gone():
-                count = self.socket.recv_into(into)
-            if count == 0:
-                raise _closed()
-            into = into[count:]
-
-    def close(self) -> None:
-        protocol.hang_up(self.socket)
-        self.x = np.empty(0, np.uint8)
-
-
-def _closed() -> ClosedError:
-    return ClosedError(
-        "the shared buffer is gone: the process that owns it has closed it or has died; make another one, and new clients"
-    )
-
-
-@contextmanager
-def _gone() -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise _closed() from error
 
 
 class BufferRequest:
     """Rows asked for ahead; made by :meth:`BufferClient.submit`. For one thread at a time."""
 
-    def __init__(self, client: BufferClient, about: _About, ids: Ids, out: Any, named: bool) -> None:
+    def __init__(self, client: BufferClient, about: About, ids: Ids, out: Any, named: bool) -> None:
         self._client, self._about, self._ids, self._out, self._named = client, about, ids, out, named
         self._shape = (*ids.shape, *about.row_shape)
         count = len(ids.values)
@@ -229,10 +100,12 @@ class BufferClient:
     """
 
     def __init__(self, address: str, key: bytes) -> None:
-        self._address, self._key = address, key
+        self._address, self._key = as_text(address, "address"), key
+        if not isinstance(key, bytes):
+            raise ArgumentError(f"key must be bytes, not {shown(key)}; a client is made by SharedBuffer.client()")
         self._lock = threading.Lock()
-        self._connection: _Connection | None = None
-        self._about: _About | None = None
+        self._connection: Connection | None = None
+        self._about: About | None = None
         self._count = itertools.count()
         self._forgotten: deque[int] = deque()
         self._closed = False
@@ -262,8 +135,10 @@ class BufferClient:
         about = self._opened()
         named = isinstance(ids, Mapping)
         if named:
-            if list(ids) != [about.table]:
-                raise KeyError(f"this buffer holds rows of {about.table!r} alone, not of {', '.join(map(repr, ids))}")
+            for given in (ids, out) if isinstance(out, Mapping) else (ids,):
+                if list(given) != [about.table]:
+                    there = ", ".join(map(repr, given)) or "nothing"
+                    raise UnknownNameError(f"this buffer holds rows of {about.table!r} alone, not of {there}")
             ids, out = ids[about.table], out[about.table] if isinstance(out, Mapping) else out
         return BufferRequest(self, about, parse_ids(ids, copy=copy), out, named)
 
@@ -324,7 +199,7 @@ class BufferClient:
             raise error
 
     @contextmanager
-    def _exchange(self) -> Iterator[_Connection]:
+    def _exchange(self) -> Iterator[Connection]:
         """The connection, for this thread alone; closed where the exchange breaks off."""
         with self._lock:
             try:
@@ -337,17 +212,22 @@ class BufferClient:
                 self._drop()
                 raise
 
-    def _connect(self) -> _Connection:
+    def _connect(self) -> Connection:
         if self._closed:
             raise ClosedError("this client of a shared buffer is closed")
-        if self._connection is None:
+        deadline = time.monotonic() + CONNECT_SECONDS
+        while self._connection is None:
             with protocol.forking:
-                self._connection = _Connection()
+                self._connection = Connection()
             self._forgotten.clear()  # a new connection knows of no request
-            self._about = self._connection.open(self._address, self._key)
+            try:
+                self._about = self._connection.open(self._address, self._key, deadline)
+            except BrokenOffError:  # the owner has ended, which the next try will see, or showed us out in a crowd
+                self._drop()
+                time.sleep(AGAIN_SECONDS)
         return self._connection
 
-    def _opened(self) -> _About:
+    def _opened(self) -> About:
         if self._about is None or self._closed:
             with self._exchange():
                 pass

@@ -1,13 +1,13 @@
 """One feature buffer for all processes of a host, so that the host holds one copy of the cache.
 
 The process that makes a :class:`SharedBuffer` owns it: the reader, the slot map and the policy are its own, as with any
-:class:`~featstore.online.buffer.FeatureBuffer`. The rows lie in anonymous shared memory (``memfd_create``), which other processes, the
+:class:`~featstore.tiers.buffer.FeatureBuffer`. The rows lie in anonymous shared memory (``memfd_create``), which other processes, the
 workers of a data loader or the ranks of a host, map read-only. They get it from the owner through a Unix socket
-(:class:`~featstore.online.shared_client.BufferClient`), and then ask for ids and are told slots; rows never pass through the socket.
+(:class:`~featstore.shared.client.BufferClient`), and then ask for ids and are told slots; rows never pass through the socket.
 
 Why an owner, and no slot map in shared memory under a lock that processes share: a process that dies in the middle of a change
 would leave it half done, and a lock taken for ever; and reads end in the process that began them. So what a process can leave behind
-is a closed socket, upon which the owner releases what was held through it (:mod:`~featstore.online.shared_service`). When the owner
+is a closed socket, upon which the owner releases what was held through it (:mod:`~featstore.shared.service`). When the owner
 dies, its clients see the same.
 
 **Memory.** The budget covers the reader, what is known of requests under way, slot map and rows. In system tools the rows count as shared
@@ -26,22 +26,26 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from featstore.budget import Budget
-from featstore.compiled.budget import nominal_bytes
-from featstore.errors import BudgetError, ClosedError, DeviceError, SourceError
-from featstore.lookup import table_need
-from featstore.online import shared_protocol as protocol
-from featstore.online import slot_layout as layout
-from featstore.online.buffer import FeatureBuffer
-from featstore.online.shared_client import BufferClient
-from featstore.online.shared_service import BYTES_PER_ID, ROOM_BATCHES, Service
-from featstore.online.slot_rows import buffer_bytes, slots_for
-from featstore.online.tickets import BufferStats
+from featstore.arguments import as_choice, as_count, check_options, options_of
+from featstore.errors import ArgumentError, BudgetError, ClosedError, DeviceError, SourceError
+from featstore.plan.budget import Budget, nominal_bytes
+from featstore.reader.lookup import table_need
+from featstore.reader.options import READING, check_reading
+from featstore.reader.reader import Reader
+from featstore.shared import protocol
+from featstore.shared.client import BufferClient
+from featstore.shared.service import BYTES_PER_ID, ROOM_BATCHES, Service
+from featstore.storage.relations import node_tables
+from featstore.storage.store import as_store
+from featstore.tiers.buffer import FeatureBuffer
+from featstore.tiers.slots import layout
+from featstore.tiers.slots.rows import buffer_bytes, slots_for
+from featstore.tiers.tickets import BufferStats
 from featstore.units import parse_bytes
 
 if TYPE_CHECKING:
-    from featstore.report import ReaderStats
-    from featstore.store import Store, Table
+    from featstore.reader.report import ReaderStats
+    from featstore.storage.store import OpenStore, Table
 
 _REQUESTS_SHARE = 1 / 16  # of the budget, for what is known of requests
 _BATCH_SHARE = 1 / 4  # of the slots, for one request
@@ -55,28 +59,37 @@ class SharedBuffer:
     Args:
         store: the open store.
         memory: budget for all that is held, in all processes together, bytes or ``"2GiB"``. Results are the clients' own.
-        policy: a name of :data:`featstore.online.slot_layout.POLICIES` but ``"static"`` and ``"min"``.
-        table: the table's name; not needed where the store has only one.
+        policy: a name of :data:`featstore.tiers.slots.layout.POLICIES` but ``"static"`` and ``"min"``.
+        table: the table's name; not needed where the store has only one of nodes.
         batch_rows: how many ids are asked for at once at most; longer reads go in pieces. By default a quarter of the slots, or less.
-        reader: ``engine``, ``queue_depth``, ``verify`` and ``model``, as for :class:`featstore.reader.Reader`.
+        reader: ``engine``, ``queue_depth``, ``verify`` and ``model``, as for :class:`featstore.reader.reader.Reader`.
 
     Raises BudgetError with the smallest budget that works, SourceError; what opening a reader raises.
     """
 
     def __init__(
-        self, store: Store, *, memory: int | str = "1GiB", policy: str = "lru", table: str | None = None,
+        self, store: OpenStore, *, memory: int | str = "1GiB", policy: str = "lru", table: str | None = None,
         batch_rows: int | None = None, **reader: Any,
     ) -> None:  # fmt: skip
-        self._table = _table_of(store, table)
-        self.memory_bytes, self._pid = parse_bytes(memory), os.getpid()
-        _check_policy(policy)
+        self._table = _table_of(as_store(store), table)
+        self.memory_bytes, self._pid = parse_bytes(memory, "memory"), os.getpid()
+        as_choice(
+            policy, "policy of a shared buffer", [name for name in layout.POLICIES if name not in ("static", "min")]
+        )
+        check_options(reader, (*options_of(SharedBuffer), *READING), "a shared buffer")
+        check_reading(**reader)
+        batch_rows = None if batch_rows is None else as_count(batch_rows, "batch_rows")
         split = _Split(self._table, layout.POLICIES[policy], reader.get("verify", True))
         self.batch_rows, self.slots, self._memory = split.of(self.memory_bytes, batch_rows)
         self._key = protocol.new_key()
         with ExitStack() as opened:
             self._reader = opened.enter_context(
-                store.reader(
-                    tables=[self._table.name], memory=split.reader_budget(self.memory_bytes), static=None, **reader
+                Reader(
+                    store,
+                    tables=[self._table.name],
+                    memory=split.reader_budget(self.memory_bytes),
+                    static=None,
+                    **reader,
                 )
             )
             file, block = _shared_memory(max(1, self.slots * self._table.row_bytes))
@@ -139,7 +152,7 @@ class SharedBuffer:
         self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        raise TypeError("a shared buffer stays with its owner; pickle a client of it: buffer.client()")
+        raise ArgumentError("a shared buffer stays with its owner; pickle a client of it: buffer.client()")
 
     def __repr__(self) -> str:
         return f"<SharedBuffer of {self.slots:,} rows of {self._table.name!r}, {self.memory_bytes:,} bytes>"
@@ -161,20 +174,16 @@ def _shared_memory(size: int) -> tuple[int, NDArray[np.uint8]]:
     return file, block
 
 
-def _table_of(store: Store, name: str | None) -> Table:
+def _table_of(store: OpenStore, name: str | None) -> Table:
     if name is None:
-        if len(store.tables) != 1:
+        nodes = node_tables(store.tables)
+        if len(nodes) != 1:
             raise SourceError(
-                f"the store has {len(store.tables)} tables; say which: {', '.join(map(repr, store.tables))}"
+                f"the store has {len(store.tables)} tables, {len(nodes)} of them of nodes; say which: table= one of "
+                f"{', '.join(map(repr, store.tables))}"
             )
-        name = next(iter(store.tables))
+        name = nodes[0]
     return store.table(name)
-
-
-def _check_policy(policy: str) -> None:
-    known = [name for name in layout.POLICIES if name not in ("static", "min")]
-    if policy not in known:
-        raise SourceError(f"no policy {policy!r} for a shared buffer; there are {', '.join(known)}")
 
 
 class _Split:
@@ -206,8 +215,6 @@ class _Split:
             by_requests = _REQUESTS_SHARE * memory_bytes / (ROOM_BATCHES * BYTES_PER_ID)
             by_slots = _BATCH_SHARE * (memory_bytes - reader) / self._slot_bytes
             batch_rows = max(1, min(int(by_requests), int(by_slots)))
-        elif batch_rows < 1:
-            raise ValueError(f"batch_rows must be at least 1, not {batch_rows}")
         if self._needed(memory_bytes, batch_rows) > memory_bytes:
             needed = memory_bytes
             while self._needed(needed, batch_rows) > needed:  # more memory has a larger reader, too

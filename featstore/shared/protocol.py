@@ -26,7 +26,7 @@ import weakref
 from typing import Protocol
 
 from featstore import errors
-from featstore.errors import FeatstoreError
+from featstore.errors import FeatstoreError, FormatError
 
 HEADER = struct.Struct("<BxxxIQ")
 
@@ -77,15 +77,17 @@ def encode_error(error: BaseException) -> bytes:
     ).encode()
 
 
+_ERRORS = frozenset(name for name in errors.__all__ if issubclass(getattr(errors, name), FeatstoreError))
+
 #: Classes that are made of their message alone.
-_OF_MESSAGE = frozenset(errors.__all__) - {"CorruptionError", "DeviceError", "DiskFullError", "BudgetError"}
+_OF_MESSAGE = _ERRORS - {"CorruptionError", "DeviceError", "DiskFullError", "BudgetError"}
 
 
 def decode_error(text: bytes) -> FeatstoreError:
     """The error that :func:`encode_error` was given."""
     said = json.loads(text)
-    if said["type"] not in errors.__all__:
-        raise ValueError(f"the owner of the shared buffer speaks of an unknown error {said['type']!r}")
+    if said["type"] not in _ERRORS:
+        raise FormatError(f"the owner of the shared buffer speaks of an unknown error {said['type']!r}")
     error: FeatstoreError = getattr(errors, said["type"])(*said["arguments"])
     return error
 

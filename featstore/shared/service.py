@@ -33,17 +33,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from featstore.online import shared_protocol as protocol
-from featstore.online.buffer import FeatureBuffer
-from featstore.online.shared_protocol import ANSWER_BYTES, HEADER, NONCE_BYTES, PROOF_BYTES
-from featstore.online.tickets import Ticket
+from featstore.base.system import asking, started
+from featstore.shared import protocol
+from featstore.shared.door import Door
+from featstore.shared.protocol import ANSWER_BYTES, HEADER, NONCE_BYTES, PROOF_BYTES
+from featstore.tiers.buffer import FeatureBuffer
+from featstore.tiers.tickets import Ticket
 
 BYTES_PER_ID = 48  # of a request: ids as they arrive, and what the buffer's ticket and read hold
 ROOM_BATCHES = 4  # requests of the largest size that there is room for
 AHEAD_SHARE = 0.5  # of the slots
 _TURN = 16  # receives from one client before the next has its turn
-_BACKLOG = 128
-_DOOR_SECONDS = 0.2  # for which nobody is let in where descriptors have run out
 _SCRATCH_BYTES = 64 * 1024
 
 Session = Generator[memoryview | None, None, None]
@@ -97,23 +97,19 @@ class Service:
         self._wanted: deque[_Asked] = deque()  # without slots
         self._begun: list[_Asked] = []  # wanted, their rows on their way
         self._ahead: list[_Asked] = []  # not wanted yet, the oldest first
-        self._stop = self._door_shut = False
+        self._stop = False
         self.error: BaseException | None = None  # what has ended the thread before its time
-        self.address = "\0featstore-" + protocol.new_nonce().hex()
         self._bell_lock = threading.Lock()
-        with protocol.forking:
+        with protocol.forking, asking("the shared buffer", "make the sockets of"):
             self._selector = selectors.DefaultSelector()
             self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-            self._door = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            self._door = Door[_Guest](self._selector)
+        self.address = self._door.address
         protocol.register(self)
-        self._door.setblocking(False)
-        self._door.bind(self.address)
-        self._door.listen(_BACKLOG)
-        self._selector.register(self._door, selectors.EVENT_READ)
+        self._door.open()
         self._selector.register(self._bell, selectors.EVENT_READ)
         buffer.on_change = self._ring
-        self._thread = threading.Thread(target=self._serve, name="featstore-shared", daemon=True)
-        self._thread.start()
+        self._thread = started(threading.Thread(target=self._serve, name="featstore-shared", daemon=True))
 
     # The loop.
 
@@ -125,17 +121,17 @@ class Service:
     def _serve(self) -> None:
         try:
             while not self._stop:
-                ready = self._selector.select(_DOOR_SECONDS if self._door_shut else None)
-                if self._door_shut:
-                    self._door_shut = False
-                    self._selector.register(self._door, selectors.EVENT_READ)
+                ready = self._selector.select(self._door.patience_seconds())
+                self._door.reopen()
                 for key, events in ready:
-                    if key.fileobj is self._door:
+                    if key.fileobj is self._door.socket:
                         self._let_in()
                     elif key.fileobj == self._bell:
                         os.eventfd_read(self._bell)
                     else:
                         self._attend(key.data, events)
+                for stranger in self._door.overstayed():
+                    self._see_off(stranger)
                 self._advance()
         except BaseException as error:
             self.error = error
@@ -147,19 +143,18 @@ class Service:
 
     def _let_in(self) -> None:
         with protocol.forking:
-            try:
-                connection, _ = self._door.accept()
-            except BlockingIOError:
-                return
-            except OSError:  # this process is out of descriptors: who waits at the door waits a little longer
-                self._selector.unregister(self._door)
-                self._door_shut = True
+            connection = self._door.accept(self._see_off)
+            if connection is None:
                 return
             guest = _Guest(connection)
             self._guests.add(guest)
+        self._door.meet(guest)
         connection.setblocking(False)
         guest.session = self._talk(guest)
-        self._go_on(guest)
+        try:
+            self._go_on(guest)
+        except OSError:  # the system does not let this process listen to so many
+            self._see_off(guest)
 
     def _attend(self, guest: _Guest, events: int) -> None:
         if events & selectors.EVENT_WRITE:
@@ -213,6 +208,7 @@ class Service:
         if guest.gone:
             return
         guest.gone = True
+        self._door.know(guest)
         if guest.events:
             self._selector.unregister(guest.socket)
         if guest in self._held:
@@ -253,6 +249,7 @@ class Service:
         if not protocol.proves(bytes(answer[:PROOF_BYTES]), self._key, b"client", nonce):
             self._say(guest, HEADER.pack(protocol.REFUSED, 0, 0))
             return
+        self._door.know(guest)
         self._welcome(guest, bytes(answer[-NONCE_BYTES:]))
         header = bytearray(HEADER.size)
         while True:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 from pathlib import Path
@@ -10,11 +11,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from featstore.dtypes import dtype_from_name
-from featstore.engine.files import open_regular
-from featstore.errors import CorruptionError, DeviceError
-from featstore.manifest import ArrayEntry, FileEntry, array_bytes, array_chunk
-from featstore.units import PAGE_BYTES
+from featstore.base.dtypes import dtype_from_name
+from featstore.base.files import open_regular, read_fully
+from featstore.base.memory import check_machine
+from featstore.errors import CorruptionError
+from featstore.storage.manifest import ArrayEntry, FileEntry, array_bytes, array_chunk
 
 _BLOCK_BYTES = 4 * 2**20
 
@@ -22,13 +23,15 @@ _BLOCK_BYTES = 4 * 2**20
 def load_array(root: Path, entry: ArrayEntry, file: FileEntry | None, first: int | None = None) -> NDArray[Any]:
     """A small array below ``root``, or its ``first`` elements along axis 0. ``file`` is None for an array without elements.
 
-    The whole file is read and verified in either case, block by block. Raises CorruptionError and DeviceError.
+    The whole file is read and verified in either case, block by block. Raises BudgetError for what no memory
+    of this machine holds, CorruptionError and DeviceError.
     """
     dtype = dtype_from_name(entry.dtype)
     shape = list(entry.shape)
     if first is not None and shape:
         shape[0] = min(shape[0], first)
     chunk = array_chunk(entry)
+    check_machine(math.prod(shape) * dtype.itemsize, f"load the array {root / entry.path}")
     out = np.empty(math.prod(shape), dtype)
     if chunk is not None:
         assert file is not None
@@ -37,9 +40,9 @@ def load_array(root: Path, entry: ArrayEntry, file: FileEntry | None, first: int
 
 
 def _load_file(path: Path, size: int, digest: str, out: NDArray[np.uint8]) -> None:
-    from featstore.checksum import crc_pages, digest_of_checksums
+    from featstore.base.checksum import crc_pages
 
-    checksums = np.empty(-(-size // PAGE_BYTES), np.uint32)
+    found = hashlib.sha256()
     block = np.empty(min(_BLOCK_BYTES, size), np.uint8)
     descriptor = open_regular(path, size)
     try:
@@ -49,26 +52,12 @@ def _load_file(path: Path, size: int, digest: str, out: NDArray[np.uint8]) -> No
             got = read_fully(descriptor, block[:want], done, path)
             if got < want:
                 raise CorruptionError(path, done + got, f"{size:,} bytes", f"{done + got:,} bytes")
-            crc_pages(block[:got], checksums[done // PAGE_BYTES :])
+            found.update(crc_pages(block[:got]).astype("<u4", copy=False).tobytes())
             keep = min(got, max(0, out.nbytes - done))
             out[done : done + keep] = block[:keep]
             done += got
     finally:
         os.close(descriptor)
-    actual = digest_of_checksums(checksums)
+    actual = found.hexdigest()
     if actual != digest:
         raise CorruptionError(path, None, f"digest {digest}", actual)
-
-
-def read_fully(descriptor: int, out: NDArray[np.uint8], offset: int, path: Path) -> int:
-    """Fill ``out`` from a file; returns the bytes read, fewer only at its end. Raises DeviceError."""
-    done = 0
-    while done < len(out):
-        try:
-            got = os.preadv(descriptor, [out[done:]], offset + done)  # type: ignore[list-item]
-        except OSError as error:
-            raise DeviceError(error.errno or 5, path, offset + done) from error
-        if got == 0:
-            break
-        done += got
-    return done

@@ -4,6 +4,10 @@ Everything that featstore writes into a store goes through a :class:`Disk`: eigh
 them (and replay every crash state) or make the N-th one fail. The real disk turns a full disk into DiskFullError and any other
 failure into DeviceError, writes whole buffers or raises, and treats a failed fsync as fatal: after one, the kernel may have
 dropped the dirty pages and a second fsync would lie, so nothing is retried on that descriptor.
+
+It follows no symbolic link on the way to where it acts (:mod:`featstore.base.folders`): a path that a person has
+given is resolved before. And it removes of a directory what is featstore's own (:mod:`featstore.storage.belongings`),
+and nothing else.
 """
 
 from __future__ import annotations
@@ -11,7 +15,9 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import secrets
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -19,20 +25,11 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from featstore.errors import DeviceError, DiskFullError, FeatstoreError
+from featstore.base.folders import a_link, folder, mode_of
+from featstore.base.system import asking, refusal
+from featstore.errors import FeatstoreError, FormatError
+from featstore.storage.belongings import Belongings, Found, remove
 from featstore.units import PAGE_BYTES
-
-_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-
-def _error(error: OSError, path: Path, offset: int | None, doing: str, needed_bytes: int = 0) -> FeatstoreError:
-    if error.errno in _NO_SPACE:
-        try:
-            available = shutil.disk_usage(path.parent).free
-        except OSError:
-            available = 0
-        return DiskFullError(path, needed_bytes, available)
-    return DeviceError(error.errno or errno.EIO, path, offset, doing)
 
 
 class File:
@@ -45,28 +42,44 @@ class File:
 
 
 class Disk:
-    """The real disk. Paths are absolute; every operation raises DiskFullError or DeviceError."""
+    """The real disk. Paths are absolute and lead through no link; every operation raises DiskFullError,
+    DeviceError, or FormatError where a link or something else stands in the way."""
 
     def mkdir(self, path: Path) -> None:
         """Make a directory; its parent exists, and one that is there already is fine."""
-        try:
-            path.mkdir(exist_ok=True)
-        except OSError as error:
-            raise _error(error, path, None, "create directory") from error
+        with asking(path, "create directory"), folder(path.parent) as above:
+            try:
+                os.mkdir(path.name, dir_fd=above)
+            except FileExistsError:
+                mode = mode_of(path.name, above) or 0
+                if stat.S_ISLNK(mode):
+                    raise a_link(path) from None
+                if not stat.S_ISDIR(mode):
+                    raise
 
     def create(self, path: Path, *, keep: bool = False, direct: bool = False) -> File:
         """Open a file for writing: emptied, or with ``keep`` as it is. ``direct`` asks for direct I/O if the file system has it."""
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | (0 if keep else os.O_TRUNC)
-        try:
+        flags = os.O_RDWR | os.O_CREAT | (0 if keep else os.O_TRUNC)
+        with asking(path, "create"):
             if direct:
                 try:
-                    return File(path, os.open(path, flags | os.O_DIRECT, 0o644), True)
+                    return self._open(path, flags | os.O_DIRECT, True)
                 except OSError as error:
                     if error.errno != errno.EINVAL:  # EINVAL: no direct I/O on this file system; the page cache serves
                         raise
-            return File(path, os.open(path, flags, 0o644), False)
-        except OSError as error:
-            raise _error(error, path, None, "create") from error
+            return self._open(path, flags, False)
+
+    @staticmethod
+    def _open(path: Path, flags: int, direct: bool) -> File:
+        """A regular file, opened for writing and reached through no link."""
+        with folder(path.parent) as above:
+            mode = mode_of(path.name, above)
+            if mode is not None and stat.S_ISLNK(mode):
+                raise a_link(path)
+            if mode is not None and not stat.S_ISREG(mode):
+                raise FormatError(f"{path} is no regular file, and is left alone: move it away")
+            flags |= os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+            return File(path, os.open(path.name, flags, 0o644, dir_fd=above), direct)
 
     def write(self, file: File, offset: int, data: NDArray[np.uint8] | bytes) -> None:
         """Write all of ``data`` at a byte offset. A direct file takes whole aligned pages directly and the rest through the cache."""
@@ -78,95 +91,115 @@ class Disk:
             try:
                 done += os.pwrite(file.descriptor, view[done:], offset + done)
             except OSError as error:
-                raise _error(error, file.path, offset + done, "write", len(view) - done) from error
+                if error.errno == errno.EINVAL and file.direct:
+                    # Where a limit of file sizes cuts a direct write in the middle of a page, this is all the system says.
+                    self._leave_direct(file)
+                    continue
+                raise refusal(error, file.path, "write", offset + done, len(view) - done) from error
             if file.direct and done % PAGE_BYTES:
                 done -= done % PAGE_BYTES
 
     def _leave_direct(self, file: File) -> None:
-        flags = fcntl.fcntl(file.descriptor, fcntl.F_GETFL)
-        fcntl.fcntl(file.descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT)
+        with asking(file.path, "leave direct writing to"):
+            flags = fcntl.fcntl(file.descriptor, fcntl.F_GETFL)
+            fcntl.fcntl(file.descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT)
         file.direct = False
 
     def truncate(self, file: File, size_bytes: int) -> None:
         """Set a file's size; what is added reads as zeros."""
-        try:
+        with asking(file.path, "resize", size_bytes):
             os.ftruncate(file.descriptor, size_bytes)
-        except OSError as error:
-            raise _error(error, file.path, size_bytes, "resize") from error
 
     def fsync(self, file: File) -> None:
         """Make a file's bytes durable. A failure is fatal for what was written through this descriptor."""
-        try:
+        with asking(file.path, "fsync"):
             os.fsync(file.descriptor)
-        except OSError as error:
-            raise _error(error, file.path, None, "fsync") from error
 
     def close(self, file: File) -> None:
-        try:
+        with asking(file.path, "close"):
             os.close(file.descriptor)
-        except OSError as error:
-            raise _error(error, file.path, None, "close") from error
 
     def fsync_dir(self, path: Path) -> None:
         """Make the names in a directory durable."""
-        try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
-        except OSError as error:
-            raise _error(error, path, None, "fsync directory") from error
+        with asking(path, "fsync directory"), folder(path, listed=True) as descriptor:
+            os.fsync(descriptor)
 
     def rename(self, source: Path, target: Path) -> None:
         """Replace ``target`` by ``source`` in one step."""
-        try:
-            os.replace(source, target)
-        except OSError as error:
-            raise _error(error, target, None, "rename to") from error
+        with asking(target, "rename to"), folder(source.parent) as old, folder(target.parent) as new:
+            os.replace(source.name, target.name, src_dir_fd=old, dst_dir_fd=new)
 
     def unlink(self, path: Path) -> None:
         """Remove a file; one that is not there is fine."""
         try:
-            path.unlink(missing_ok=True)
+            with folder(path.parent) as above:
+                os.unlink(path.name, dir_fd=above)
+        except FileNotFoundError:
+            pass
         except OSError as error:
-            raise _error(error, path, None, "remove") from error
+            raise refusal(error, path, "remove") from error
 
-    def rmtree(self, path: Path) -> None:
-        """Remove a directory and all in it (what an unfinished pack left, an old generation)."""
-        try:
-            if path.exists():
-                shutil.rmtree(path)
-        except OSError as error:
-            raise _error(error, path, None, "remove") from error
+    def rmtree(self, path: Path, own: Belongings) -> Found:
+        """Remove from a directory what is featstore's own (what an unfinished pack left, an old generation),
+        and the directory if it is empty then. One that is not there is fine. Returns what was removed, and
+        what is foreign and stays."""
+        with asking(path, "remove"):
+            return remove(path, own)
 
     def free_bytes(self, path: Path) -> int:
         """Bytes that may still be written under a directory."""
-        return shutil.disk_usage(path).free
+        with asking(path, "look for free space in"):
+            return shutil.disk_usage(path).free
 
     def write_file(self, path: Path, data: bytes | NDArray[np.uint8] | Iterator[bytes | NDArray[np.uint8]]) -> None:
         """Create a file whole, of the data or of an iterator's pieces, and make its bytes durable (its name is not, until the
         directory is fsynced)."""
-        file, offset = self.create(path), 0
+        file = self.create(path)
         try:
-            for piece in data if isinstance(data, Iterator) else (data,):
-                self.write(file, offset, piece)
-                offset += len(piece)
-            self.fsync(file)
+            self._fill(file, data)
         finally:
+            self.close(file)
+
+    def _fill(self, file: File, data: bytes | NDArray[np.uint8] | Iterator[bytes | NDArray[np.uint8]]) -> None:
+        offset = 0
+        for piece in data if isinstance(data, Iterator) else (data,):
+            self.write(file, offset, piece)
+            offset += len(piece)
+        self.fsync(file)
+
+    def _temporary(self, path: Path) -> File:
+        """A new file beside ``path``, locked as long as it is open: one that is not is left from a killed
+        process, and collected."""
+        while True:
+            file = self.create(path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp"))
+            try:
+                with asking(file.path, "lock"):
+                    fcntl.flock(file.descriptor, fcntl.LOCK_EX)
+                    there = os.fstat(file.descriptor).st_nlink
+            except BaseException:
+                with suppress(FeatstoreError):
+                    self.unlink(file.path)
+                self.close(file)
+                raise
+            if there:  # else it was collected before it was locked
+                return file
             self.close(file)
 
     def replace_file(self, path: Path, data: bytes | Iterator[bytes | NDArray[np.uint8]]) -> None:
         """Write a file under another name, fsync, rename over ``path``, fsync the directory: all or nothing after a crash. What
-        fails leaves nothing under the other name, as far as it can be removed."""
-        temporary = path.with_name(path.name + ".tmp")
+        fails leaves nothing under the other name, as far as it can be removed. Nobody else has that name: two
+        that replace one file at once do not write into each other's, and the last one's stands."""
+        file = self._temporary(path)
         try:
-            self.write_file(temporary, data)
-            self.rename(temporary, path)
-        except BaseException:
-            with suppress(FeatstoreError):
-                self.unlink(temporary)
-            raise
+            try:
+                self._fill(file, data)
+                self.rename(file.path, path)
+            except BaseException:
+                with suppress(FeatstoreError):
+                    self.unlink(file.path)
+                raise
+        finally:
+            self.close(file)
         self.fsync_dir(path.parent)
 
 

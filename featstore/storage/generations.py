@@ -6,60 +6,118 @@ commit: every file of the generation has been fsynced, then every directory, the
 fsynced, renamed, and the store's directory fsynced. Before the rename the old store stands, after it the new one.
 
 Readers hold a shared lock on the directory of the generation they opened; :func:`collect` removes only what it can lock alone.
+
+What has the name of a generation and is none (a link, a file where a directory should be, a directory with
+other files) is not ours: it is neither read, written nor removed, and a new generation gets a greater number.
 """
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from featstore.disk import Disk
-from featstore.errors import DeviceError, FeatstoreError, IncompleteStoreError, StoreExistsError, StoreLockedError
-from featstore.manifest import MANIFEST_NAME, Manifest, encode, read_manifest
+from featstore.base.folders import is_file, is_folder, is_taken
+from featstore.base.system import asking, is_there
+from featstore.errors import FeatstoreError, FormatError, IncompleteStoreError, StoreExistsError
+from featstore.storage.belongings import GENERATION, NOTHING, SPILL, STORE, TEMPORARY, begins_with
+from featstore.storage.disk import Disk
+from featstore.storage.locks import Lock, held_alone
+from featstore.storage.manifest import MANIFEST_NAME, Manifest, encode, read_manifest
 
-_GENERATION = re.compile(r"(g[0-9]{6,})(\.journal|\.spill|)(\.tmp)?")
+LOCK_NAME = "lock"
+_GENERATION = re.compile(rf"(g[0-9]{{6,18}})(?:(\.journal)({TEMPORARY})?|(\.spill)|)", re.ASCII)
+_MANIFEST_TEMPORARY = re.compile(re.escape(MANIFEST_NAME) + TEMPORARY, re.ASCII)
 
 
 @contextmanager
-def writer_lock(store: Path) -> Iterator[None]:
-    """Be the only writer of a store. Raises StoreLockedError that names the process which is."""
-    path = store / "lock"
+def writer_lock(store: Path, *, look: bool = False) -> Iterator[None]:
+    """Be the only writer of a store. With ``look``, nothing is written, and a store that has no lock file is not locked. Raises
+    StoreLockedError that names the process which is, FormatError where the file of that name is something
+    else, DeviceError."""
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
-    except OSError as error:
-        raise DeviceError(error.errno or 5, path, None, "open") from error
+        lock = Lock(store / LOCK_NAME, f"{store} is being written", "wait for it to end, or stop it", look=look)
+    except FileNotFoundError:
+        if not look:
+            raise
+        yield
+        return
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
-            raise StoreLockedError(
-                f"{store} is being written by process {holder}; wait for it to end, or stop it"
-            ) from None
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
         yield
     finally:
-        os.close(descriptor)
+        lock.release()
+
+
+@contextmanager
+def writing(directory: Path, disk: Disk) -> Iterator[None]:
+    """Be the only writer of a directory, which is made with those above it where there are none. What was made for nothing
+    is removed: after an error, the lock, if nothing else has come into the directory, and the directories that are empty.
+    Raises as :func:`writer_lock`."""
+    made: list[Path] = []
+    try:
+        for path in [p for p in reversed([directory, *directory.parents]) if not is_there(p)]:
+            disk.mkdir(path)
+            made.append(path)
+            disk.fsync_dir(path.parent)
+        with asking(directory, "list"):
+            before = {*os.listdir(directory), LOCK_NAME} if not is_taken(directory / LOCK_NAME) else None
+        with writer_lock(directory):
+            try:
+                yield
+            except BaseException:
+                with suppress(FeatstoreError, OSError):  # the error that brought us here is the one to tell
+                    if set(os.listdir(directory)) == before:
+                        disk.unlink(directory / LOCK_NAME)
+                raise
+    except BaseException:
+        with suppress(FeatstoreError, OSError):
+            for path in reversed(made):
+                disk.rmtree(path, NOTHING)
+        raise
 
 
 def names(store: Path) -> dict[str, list[Path]]:
-    """All generations that have left anything in a store: name to the paths that belong to it."""
+    """All generations that have left anything of their own in a store: name to the paths that belong to
+    it."""
     found: dict[str, list[Path]] = {}
-    for entry in sorted(store.iterdir()):
-        match = _GENERATION.fullmatch(entry.name)
-        if match:
-            found.setdefault(match.group(1), []).append(entry)
+    for path, name, ours in _named(store):
+        if ours:
+            found.setdefault(name, []).append(path)
     return found
 
 
+def foreign(store: Path) -> list[Path]:
+    """What has the name of a generation, or of its journal or spill, and is none."""
+    return [path for path, _, ours in _named(store) if not ours]
+
+
+def _entries(store: Path) -> list[Path]:
+    """What a store's directory has, in order. Raises DeviceError."""
+    with asking(store, "list"):
+        return sorted(store.iterdir())
+
+
+def _named(store: Path) -> Iterator[tuple[Path, str, bool]]:
+    for path in _entries(store):
+        match = _GENERATION.fullmatch(path.name)
+        if match is None:
+            continue
+        name, journal, temporary, _ = match.groups()
+        if journal is None:
+            yield path, name, is_folder(path)
+        else:
+            yield path, name, is_file(path) if temporary else begins_with(path, b"{")
+
+
 def current(store: Path) -> Manifest | None:
-    """The committed manifest, or None where there is none."""
-    if not (store / MANIFEST_NAME).exists():
+    """The committed manifest, or None where there is none. Raises FormatError where something else has its
+    name."""
+    path = store / MANIFEST_NAME
+    if not is_file(path):
+        if is_taken(path):
+            raise FormatError(f"{path} is no regular file, and so no manifest: it is left alone; move it away")
         return None
     return read_manifest(store)[0]
 
@@ -85,7 +143,7 @@ def begin(store: Path, disk: Disk, *, resume: bool, overwrite: bool) -> tuple[Ge
         raise FeatstoreError(f"{store} cannot be written: {committed.read_only_because}")
     known = names(store)
     done = committed.generation if committed else ""
-    unfinished = [n for n in known if n != done and Generation(store, n).journal.exists()]
+    unfinished = [n for n in known if n != done and Generation(store, n).journal in known[n]]
     if resume and unfinished:
         return Generation(store, unfinished[-1]), True
     if resume and committed is None:
@@ -98,10 +156,11 @@ def begin(store: Path, disk: Disk, *, resume: bool, overwrite: bool) -> tuple[Ge
         )
     if committed is not None and not overwrite:
         raise StoreExistsError(f"{store} already holds a store; give another path, or replace it with --overwrite")
-    held = [
-        name for name in known if name != done and not _remove_generation(disk, Generation(store, name), known[name])
-    ]
-    number = max((int(name[1:]) for name in [*held, done] if name), default=0) + 1
+    for name in known:
+        if name != done:
+            _remove_generation(disk, Generation(store, name), known[name])
+    # What stays (a reader holds it, or it is foreign) keeps its number.
+    number = max((int(name[1:]) for name in [*(name for _, name, _ in _named(store)), done] if name), default=0) + 1
     return Generation(store, f"g{number:06d}"), False
 
 
@@ -113,7 +172,8 @@ def commit(store: Path, disk: Disk, manifest: Manifest) -> None:
 def collect(store: Path, disk: Disk, *, unfinished: bool = False, dry_run: bool = False) -> list[Path]:
     """Remove what no manifest and no reader refers to; returns it. The caller holds the writer lock.
 
-    An unfinished pack is kept, because it can be resumed, unless ``unfinished`` is true.
+    An unfinished pack is kept, because it can be resumed, unless ``unfinished`` is true. What is foreign in a
+    generation stays, and the directories above it.
     """
     committed = current(store)
     removed: list[Path] = []
@@ -121,49 +181,50 @@ def collect(store: Path, disk: Disk, *, unfinished: bool = False, dry_run: bool 
         generation = Generation(store, name)
         if committed is not None and name == committed.generation:
             paths = [p for p in paths if p != generation.directory]
-        elif generation.journal.exists() and not unfinished:
+        elif generation.journal in paths and not unfinished:
             continue
         if paths and _remove_generation(disk, generation, paths, dry_run=dry_run):
             removed += paths
+    for path in [p for p in _entries(store) if _MANIFEST_TEMPORARY.fullmatch(p.name) and is_file(p)]:
+        if not dry_run:
+            disk.unlink(path)
+        removed.append(path)
     if removed and not dry_run:
         disk.fsync_dir(store)
     return removed
 
 
-def remove_store(store: Path, disk: Disk, *, dry_run: bool = False) -> bool:
-    """Remove a store and all that is in it, unless a reader holds one of its generations; False if one does. The caller holds
-    the writer lock."""
+def remove_store(store: Path, disk: Disk, *, dry_run: bool = False, force: bool = False) -> bool:
+    """Remove a store and all that is its own in it, unless a reader holds one of its generations (with
+    ``force``, even so); False if one does. The caller holds the writer lock."""
     committed = current(store)
     for name, paths in names(store).items():
         generation = Generation(store, name)
         if committed is not None and name == committed.generation:
             paths = [store / MANIFEST_NAME, *paths]  # the manifest first: nobody opens what is being removed
-        if not _remove_generation(disk, generation, paths, dry_run=dry_run):
+        if not _remove_generation(disk, generation, paths, dry_run=dry_run, force=force):
             return False
     if not dry_run:
-        disk.rmtree(store)
+        disk.rmtree(store, STORE)
         disk.fsync_dir(store.parent)
     return True
 
 
-def _remove_generation(disk: Disk, generation: Generation, paths: list[Path], *, dry_run: bool = False) -> bool:
+def _remove_generation(
+    disk: Disk, generation: Generation, paths: list[Path], *, dry_run: bool = False, force: bool = False
+) -> bool:
     """Remove what belongs to a generation, unless a reader holds it; False if one does. The lock is kept while removing,
     so that no reader slips in: one that waits for it finds the directory gone and looks at the manifest again."""
-    descriptor = None
-    if generation.directory in paths:
-        descriptor = os.open(generation.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    held = held_alone(generation.directory, directory=True) if generation.directory in paths else None
+    if held is None and generation.directory in paths and not force:
+        return False
     try:
-        if descriptor is not None:
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return False
         for path in [] if dry_run else paths:
-            if path.is_dir() and not path.is_symlink():
-                disk.rmtree(path)
+            if path in (generation.directory, generation.spill):
+                disk.rmtree(path, GENERATION if path == generation.directory else SPILL)
             else:
                 disk.unlink(path)
         return True
     finally:
-        if descriptor is not None:
-            os.close(descriptor)
+        if held is not None:
+            os.close(held)

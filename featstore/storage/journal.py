@@ -11,9 +11,9 @@ from typing import Any
 
 import msgspec
 
-from featstore.disk import Disk
 from featstore.errors import FormatError, SourceError
-from featstore.manifest import FileEntry, GraphEntry, OrderEntry
+from featstore.storage.disk import Disk
+from featstore.storage.manifest import FileEntry, GraphEntry, OrderEntry
 
 
 class TableProgress(msgspec.Struct, forbid_unknown_fields=True):

@@ -1,7 +1,7 @@
 """The manifest: what a store consists of, in one JSON file, parsed and checked at the border.
 
 ``featstore.json`` names a generation (a directory), its tables and arrays, and every file with size and digest. Replacing it
-by rename is the one commit point of the format (see :mod:`featstore.packing.generations`). It may come from a stranger, so nothing in it is
+by rename is the one commit point of the format (see :mod:`featstore.storage.generations`). It may come from a stranger, so nothing in it is
 used before it has been validated: versions and feature flags, names, that every path is relative and stays inside
 the generation, that tables' layouts are possible, that every file needed is listed and of the size the layout gives.
 
@@ -21,8 +21,10 @@ from typing import Any, Literal
 
 import msgspec
 
-from featstore.dtypes import dtype_from_name
-from featstore.errors import DeviceError, FormatError, FormatVersionError, IncompleteStoreError
+from featstore.arguments import shown
+from featstore.base.dtypes import dtype_from_name
+from featstore.base.system import asking, is_there, refusal
+from featstore.errors import FeatstoreError, FormatError, FormatVersionError, IncompleteStoreError
 from featstore.layout import TableLayout
 
 MANIFEST_NAME = "featstore.json"
@@ -34,6 +36,12 @@ READER_FEATURES: frozenset[str] = frozenset({GRAPHS_FEATURE, COMPILED_FEATURE})
 WRITER_FEATURES: frozenset[str] = frozenset()
 
 MANIFEST_BYTES_MAX = 256 * 2**20
+#: Of a manifest, what is not the list of files, and of that what is for people: a list of little lists takes
+#: twenty times its text.
+CATALOGUE_BYTES_MAX = 8 * 2**20
+PROVENANCE_BYTES_MAX = 2**20
+#: A table of fewer rows may have so many partitions, most of them empty.
+PARTITIONS_OF_FEW_ROWS = 2**20
 ROW_BYTES_MAX = 64 * 2**20
 ROWS_MAX = 2**40
 ELEMENTS_MAX = 2**48
@@ -44,13 +52,14 @@ _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,254}")
 _GENERATION = re.compile(r"g[0-9]{6,}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
+_SHORT_BYTES = 2**16  # of a field that is looked at before the others
 _ROW_DTYPES = ("int32", "int64")
 
 Scalar = str | int | float | bool | None
 
 
 class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One file: path relative to the store, size in bytes, digest (see :mod:`featstore.checksum`)."""
+    """One file: path relative to the store, size in bytes, digest (see :mod:`featstore.base.checksum`)."""
 
     path: str
     bytes: int
@@ -204,11 +213,12 @@ def array_bytes(entry: ArrayEntry) -> int:
     return math.prod(entry.shape) * dtype_from_name(entry.dtype).itemsize
 
 
-def check_name(name: str, what: str) -> None:
-    """Raise FormatError for a table or array name that could not be a directory of its own everywhere."""
-    if not _NAME.fullmatch(name) or name == "zarr.json":
-        raise FormatError(
-            f"{what} name {name!r} is not allowed: use letters, digits, '_', '.' and '-', at most 128, not starting with '.' or '-'"
+def check_name(name: str, what: str, error: type[FeatstoreError] = FormatError) -> None:
+    """Raise ``error`` for a name (of a table, an array, a compiled trace, a saved cache) that could not be a
+    file or a directory of its own everywhere."""
+    if not isinstance(name, str) or not _NAME.fullmatch(name) or name == "zarr.json":
+        raise error(
+            f"{what} name {shown(name)} is not allowed: use letters, digits, '_', '.' and '-', at most 128, not starting with '.' or '-'"
         )
 
 
@@ -243,20 +253,24 @@ def read_manifest(store: Path) -> tuple[Manifest, bytes]:
         if not stat.S_ISREG(os.stat(path).st_mode):
             raise FormatError(f"{path} is not a regular file")
         with open(path, "rb") as file:
-            text = file.read(MANIFEST_BYTES_MAX + 1)
+            text = file.read(
+                min(os.fstat(file.fileno()).st_size, MANIFEST_BYTES_MAX) + 1
+            )  # reading takes room for all it asks
     except FileNotFoundError:
         raise IncompleteStoreError(_what_is_there(store)) from None
     except NotADirectoryError:
         raise IncompleteStoreError(f"{store} is a file, not a featstore store (a directory)") from None
     except OSError as error:
-        raise DeviceError(error.errno or 5, path) from error
+        raise refusal(error, path, "read") from error
     return parse(text, path), text
 
 
 def _what_is_there(store: Path) -> str:
-    if not store.exists():
+    if not is_there(store):
         return f"there is no store at {store}"
-    if any(_GENERATION.fullmatch(entry.name) for entry in store.iterdir()):
+    with asking(store, "list"):
+        entries = list(store.iterdir())
+    if any(_GENERATION.fullmatch(entry.name) for entry in entries):
         return (
             f"{store} holds an unfinished pack and no committed store; run the same `featstore pack` again with --resume, "
             "or with --overwrite to start anew"
@@ -268,13 +282,10 @@ def parse(text: bytes, path: Path) -> Manifest:
     """A manifest from its bytes, validated; errors name ``path``."""
     if len(text) > MANIFEST_BYTES_MAX:
         raise FormatError(f"{path} is larger than {MANIFEST_BYTES_MAX:,} bytes; it cannot be a manifest")
-    try:
-        head = json.loads(text, object_pairs_hook=_without_duplicates)
-    except (ValueError, RecursionError) as error:
-        raise FormatError(f"{path} is not JSON: {error}") from None
-    if not isinstance(head, dict) or head.get("format") != "featstore":
+    parts = _parts(text, path)
+    if _plain(parts.format) != "featstore":
         raise FormatError(f"{path} is not a featstore manifest")
-    version, features = head.get("version"), head.get("reader_features")
+    version, features = _plain(parts.version), _plain(parts.reader_features)
     if not isinstance(version, int) or isinstance(version, bool) or version < 1:
         raise FormatError(f"{path} has no usable format version: {version!r}")
     if version > FORMAT_VERSION:
@@ -287,21 +298,63 @@ def parse(text: bytes, path: Path) -> Manifest:
             raise FormatVersionError(
                 f"{path} needs reader features this featstore lacks: {', '.join(unknown)}; install a newer one"
             )
+    provenance, catalogue = memoryview(parts.provenance).nbytes, len(text) - memoryview(parts.files).nbytes
+    if provenance > PROVENANCE_BYTES_MAX or catalogue > CATALOGUE_BYTES_MAX:
+        raise FormatError(
+            f"{path} has {provenance:,} bytes of provenance (at most {PROVENANCE_BYTES_MAX:,}) and {catalogue:,} "
+            f"bytes beside its list of files (at most {CATALOGUE_BYTES_MAX:,}); it cannot be a manifest"
+        )
     try:
+        msgspec.json.decode(parts.files, type=list[FileEntry])  # else looking for keys makes much of little
+        _check_keys(text, path)
         manifest = msgspec.json.decode(text, type=Manifest)
         _validate(manifest)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise FormatError(f"{path} is malformed: {error}") from None
     except FormatError as error:
         raise FormatError(f"{path} cannot be trusted: {error}") from None
     return manifest
 
 
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    out = dict(pairs)
-    if len(out) != len(pairs):
+class _Parts(msgspec.Struct):
+    """The texts of a manifest's fields: what tells which reader it needs, and what may be long."""
+
+    format: msgspec.Raw = msgspec.Raw(b"null")
+    version: msgspec.Raw = msgspec.Raw(b"null")
+    reader_features: msgspec.Raw = msgspec.Raw(b"null")
+    provenance: msgspec.Raw = msgspec.Raw(b"null")
+    files: msgspec.Raw = msgspec.Raw(b"[]")
+
+
+def _parts(text: bytes, path: Path) -> _Parts:
+    """The parts of a manifest that is JSON; nothing is made of what they say."""
+    try:
+        return msgspec.json.decode(text, type=_Parts)
+    except msgspec.ValidationError:
+        raise FormatError(f"{path} is not JSON of one object, and so not a featstore manifest") from None
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise FormatError(f"{path} is not JSON: {error}") from None
+
+
+def _check_keys(text: bytes, path: Path) -> None:
+    """Raise FormatError where an object has a key twice."""
+    try:
+        json.loads(text, object_pairs_hook=_without_duplicates)
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"{path} is not JSON: {error}") from None
+
+
+def _plain(raw: msgspec.Raw) -> Any:
+    """A short field's value; None for one that is not short."""
+    try:
+        return json.loads(bytes(raw)) if memoryview(raw).nbytes <= _SHORT_BYTES else None
+    except (ValueError, RecursionError):  # a number of too many digits, say
+        return None
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> None:
+    if len(pairs) > 1 and len({key for key, _ in pairs}) != len(pairs):
         raise ValueError("a key occurs twice in one object")
-    return out
 
 
 def _validate(manifest: Manifest) -> None:
@@ -349,9 +402,14 @@ def _check_compiled(manifest: Manifest, compiled: CompiledEntry) -> None:
         resident, turn = parts["resident"], manifest.arrays.get(table.turn)
         if resident is None or turn is None or turn.dtype != "int32" or turn.shape != [resident.rows]:
             raise FormatError(f"{table.turn!r} does not say where the resident rows of {name!r} are")
-        if not 0 <= table.base_rows <= ROWS_MAX or not 0 <= table.batch_rows_max <= ELEMENTS_MAX:
+        if not 0 <= table.base_rows <= ROWS_MAX:
             raise FormatError(
                 f"the compiled trace's base table {name!r} has the impossible number of {table.base_rows} rows"
+            )
+        if not 0 <= table.batch_rows_max <= records.rows:  # a row's place alone takes four bytes of a record
+            raise FormatError(
+                f"the compiled trace's mini-batches of {table.batch_rows_max} rows of {name!r} have no room in "
+                f"{records.rows} bytes of records"
             )
 
 
@@ -402,7 +460,7 @@ def _check_array(what: str, array: ArrayEntry, generation: str, files: dict[str,
     if (
         len(array.shape) > AXES_MAX
         or any(not 0 <= n <= ELEMENTS_MAX for n in array.shape)
-        or math.prod(array.shape) > ELEMENTS_MAX
+        or math.prod(n for n in array.shape if n) > ELEMENTS_MAX
     ):
         raise FormatError(f"{what} has the impossible shape {array.shape}")
     chunk = array_chunk(array)
@@ -446,7 +504,7 @@ def _check_table(name: str, table: TableEntry, generation: str, files: dict[str,
         if entry is not None:
             _check_vector(f"{what}'s {label}", entry, _ROW_DTYPES, table.rows, generation, files)
     offsets = order.partition_offsets
-    if len(offsets.shape) != 1 or offsets.shape[0] < 2:
+    if len(offsets.shape) != 1 or not 2 <= offsets.shape[0] <= max(table.rows, PARTITIONS_OF_FEW_ROWS) + 1:
         raise FormatError(f"{what}'s partition offsets have the impossible shape {offsets.shape}")
     _check_vector(f"{what}'s partition offsets", offsets, "int64", offsets.shape[0], generation, files)
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
-from featstore.checksum import _byte_table
-from featstore.native import HAS_CRC_INSTRUCTION, crc32c_instruction, load_u8, load_u64
+from featstore.base.checksum import _byte_table
+from featstore.base.compilation import njit
+from featstore.base.native import HAS_CRC_INSTRUCTION, crc32c_instruction, load_u8, load_u64
 
 _TABLE = _byte_table()
 

@@ -1,7 +1,7 @@
 """Writing a table's chunk files: pages in row order, their checksums beside them, never more than a few buffers in memory.
 
 :class:`TableWriter` takes runs of whole pages at page offsets of the table's address space and hands them to two threads, which
-compute the checksums, write through the :class:`~featstore.disk.Disk` with direct I/O, and give the buffer back. A checkpoint
+compute the checksums, write through the :class:`~featstore.storage.disk.Disk` with direct I/O, and give the buffer back. A checkpoint
 waits for the threads and fsyncs the files written since the last one; what lies before it survives a crash and is not
 written again by a resumed pack. :func:`write_array` writes a small array as a zarr array of one chunk, :func:`write_vector` a
 table of plain numbers.
@@ -19,14 +19,16 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from featstore.checksum import crc_pages, digest_of_checksums
-from featstore.disk import Disk, File
-from featstore.dtypes import dtype_name, zarr_storage
-from featstore.engine.base import aligned_buffer
+from featstore.base.buffers import aligned_buffer
+from featstore.base.checksum import crc_pages, digest_of_checksums
+from featstore.base.dtypes import dtype_name, zarr_storage
+from featstore.base.native import address_of
+from featstore.base.system import asking, submitted
+from featstore.errors import ArgumentError
 from featstore.layout import TableLayout
-from featstore.manifest import ArrayEntry, FileEntry, OrderEntry, TableEntry, array_chunk
-from featstore.native import address_of
-from featstore.packing.rows_digest import add, digest_rows
+from featstore.storage.disk import Disk, File
+from featstore.storage.manifest import ArrayEntry, FileEntry, OrderEntry, TableEntry, array_chunk
+from featstore.storage.rows_digest import add, digest_rows
 from featstore.units import PAGE_BYTES
 
 WRITE_THREADS = 2
@@ -126,7 +128,7 @@ def catalogue_rows(catalogue: Catalogue, entry: TableEntry) -> None:
     path = array_chunk(entry.page_checksums)
     if path is None:
         return
-    with open(catalogue.root / path, "rb") as file:
+    with asking(catalogue.root / path, "read"), open(catalogue.root / path, "rb") as file:
         for chunk in range(layout.chunks):
             checksums = np.frombuffer(file.read(4 * layout.pages_per_chunk), "<u4")
             catalogue.add(entry.chunk_path(chunk), layout.chunk_bytes, digest_of_checksums(checksums))
@@ -170,7 +172,7 @@ def write_vector(
             writer.close()
         catalogue_rows(catalogue, entry)
     if done != rows:
-        raise ValueError(f"{base}: {done} rows were given, {rows} were announced")
+        raise ArgumentError(f"{base}: {done} rows were given, {rows} were announced")
     return msgspec.structs.replace(entry, statistics={"rows_digest": f"{digest:016x}"})
 
 
@@ -202,7 +204,7 @@ class TableWriter:
         for chunk in range(first_page // per_file, (first_page + len(pages) // PAGE_BYTES - 1) // per_file + 1):
             if chunk not in self._files:
                 self._files[chunk] = self._disk.create(self._chunk_path(chunk), keep=True, direct=True)
-        self._pending.append(self._pool.submit(self._write, first_page, pages, on_written))
+        self._pending.append(submitted(self._pool, self._write, first_page, pages, on_written))
 
     def _write(self, first_page: int, pages: NDArray[np.uint8], on_written: Callable[[], None]) -> None:
         per_file = self._layout.pages_per_chunk
@@ -266,7 +268,7 @@ class Appender:
         import queue
 
         if start_byte % PAGE_BYTES:
-            raise ValueError("an appender starts at a page")
+            raise ArgumentError("an appender starts at a page")
         self._writer = writer
         self._free: queue.SimpleQueue[NDArray[np.uint8]] = queue.SimpleQueue()
         size = max(PAGE_BYTES, buffer_bytes // PAGE_BYTES * PAGE_BYTES)

@@ -7,10 +7,29 @@ planned and read from disk.
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+from featstore.engine.request import Request
+from featstore.storage.store import OpenStore
+
+
+class RowSource(Protocol):
+    """What gives rows of some tables of a store: a reader, or anything that stands for one."""
+
+    @property
+    def store(self) -> OpenStore:
+        """The store whose rows these are."""
+
+    @property
+    def tables(self) -> list[str]:
+        """Names of the tables."""
+
+    def submit(self, ids: Mapping[str, Any], *, out: Mapping[str, Any], at: Mapping[str, Any]) -> Request:
+        """Begin to put the rows of ``ids[table]`` at rows ``at[table]`` of ``out[table]``."""
 
 
 class Tier(Protocol):

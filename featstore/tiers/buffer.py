@@ -36,18 +36,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from featstore.dtypes import dtype_from_name
-from featstore.errors import BudgetError, CancelledError, ClosedError, IdError
-from featstore.ids import ALIGNMENT, check_out, empty_rows, finished, parse_ids
-from featstore.native import address_of
-from featstore.online import slot_layout as layout
-from featstore.online import slots as sl
-from featstore.online.contents import joined, present_slots
-from featstore.online.slot_rows import buffer_bytes, copy_slots, move_rows, slots_for
-from featstore.online.tickets import BufferStats, Claim, Read, Ticket
-from featstore.reader import Reader
+from featstore.arguments import as_choice, as_count
+from featstore.base.buffers import ALIGNMENT, empty_rows
+from featstore.base.dtypes import dtype_from_name
+from featstore.base.ids import as_integers, check_out, finished, parse_ids
+from featstore.base.native import address_of
+from featstore.base.threads import Runner, Wake
+from featstore.errors import ArgumentError, BudgetError, CancelledError, ClosedError, IdError, WaitTimeoutError
+from featstore.tiers import RowSource
+from featstore.tiers.slots import layout
+from featstore.tiers.slots import slots as sl
+from featstore.tiers.slots.contents import joined, present_slots
+from featstore.tiers.slots.rows import buffer_bytes, copy_slots, move_rows, slots_for
+from featstore.tiers.tickets import BufferStats, Claim, Read, Ticket
 from featstore.units import parse_bytes
-from featstore.waiting import Runner, Wake
 
 _PATIENCE_SECONDS = 1.0  # who waits looks this often whether those he waits for are alive
 _LOADED_AT_ONCE = 1 << 15  # rows that are read at once beforehand
@@ -62,13 +64,13 @@ class FeatureBuffer:
         reader: reads what is missing; it stays open.
         table: the table's name; not needed where the reader has only one.
         slots, memory: how many rows fit, or how much memory (bytes or ``"2GiB"``) rows and slot map take; one of the two.
-        policy: a name of :data:`featstore.online.slot_layout.POLICIES`.
+        policy: a name of :data:`featstore.tiers.slots.layout.POLICIES`.
         static: node ids of rows to be loaded now and kept for good, beside any policy; or an iterator of pieces of them, all
             different. They count as slots.
         batches: for ``"min"``: the number of mini-batches of the trace.
         policies: names of others that :meth:`switch` may change to, for whose slot maps there shall be room.
         block: uint8, memory to put the rows in, aligned to 64 bytes; made where not given.
-        options: of :func:`featstore.online.slot_layout.make_slot_map`.
+        options: of :func:`featstore.tiers.slots.layout.make_slot_map`.
 
     ``x`` is the array of rows, [slots, *row shape].
 
@@ -76,23 +78,23 @@ class FeatureBuffer:
     """
 
     def __init__(
-        self, reader: Reader, table: str | None = None, *, slots: int | None = None, memory: int | str | None = None,
+        self, reader: RowSource, table: str | None = None, *, slots: int | None = None, memory: int | str | None = None,
         policy: str = "lru", static: Any = None, batches: int = 0, policies: Sequence[str] = (),
         block: NDArray[np.uint8] | None = None, **options: Any,
     ) -> None:  # fmt: skip
-        names = list(reader._states)
+        names = reader.tables
         if table is None and len(names) != 1:
-            raise ValueError(f"this reader has {len(names)} tables; say which: {', '.join(map(repr, names))}")
+            raise ArgumentError(f"this reader has {len(names)} tables; say which: {', '.join(map(repr, names))}")
         self._reader, self._table = reader, names[0] if table is None else table
         self._rows = reader.store.table(self._table)
-        if policy not in layout.POLICIES:
-            raise ValueError(f"no policy {policy!r}; there are {', '.join(layout.POLICIES)}")
-        self.policy, self._batches = layout.POLICIES[policy], batches
+        self.policy = layout.POLICIES[as_choice(policy, "policy", layout.POLICIES)]
+        self._batches = batches = as_count(batches, "batches", 0, layout.NEVER)
         if (slots is None) == (memory is None):
-            raise ValueError("say either slots or memory")
+            raise ArgumentError("say either slots or memory")
         if slots is None:
-            slots = slots_for(parse_bytes(memory or 0), self._rows.row_bytes, self.policy, batches)
-        others = [layout.POLICIES[name] for name in policies]
+            slots = slots_for(parse_bytes(memory or 0, "memory"), self._rows.row_bytes, self.policy, batches)
+        slots = as_count(slots, "slots", 1, 2**31 - 1)
+        others = [layout.POLICIES[as_choice(name, "policies", layout.POLICIES)] for name in policies]
         self._map_memory = empty_rows(max(layout.slot_map_bytes(slots, p, batches) for p in (self.policy, *others)), 1)
         self._map = layout.make_slot_map(slots, self.policy, memory=self._map_memory, batches=batches, **options)
         self.slots, self.dtype = slots, dtype_from_name(self._rows.entry.dtype)
@@ -105,7 +107,7 @@ class FeatureBuffer:
         if len(block) < needed:
             raise BudgetError(needed, len(block), f"hold {self.slots:,} rows in the block given")
         if block.ctypes.data % ALIGNMENT:
-            raise ValueError(f"the block for a feature buffer's rows must be aligned to {ALIGNMENT} bytes")
+            raise ArgumentError(f"the block for a feature buffer's rows must be aligned to {ALIGNMENT} bytes")
         return block[:needed]
 
     def _start(self, static: Any) -> None:
@@ -165,7 +167,7 @@ class FeatureBuffer:
             return ticket
         except BaseException:
             ticket._given_up = True
-            self._release(ticket)
+            self.release(ticket)
             raise
         finally:
             with self._lock:
@@ -174,6 +176,10 @@ class FeatureBuffer:
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError("the feature buffer is closed")
+        self._check_process()
+
+    def _check_process(self) -> None:
+        """Raise ClosedError in a forked child: the thread and who held the lock stayed in the parent."""
         if self._pid != os.getpid():
             raise ClosedError("this feature buffer belongs to the process that made it; make one in each process")
 
@@ -189,9 +195,9 @@ class FeatureBuffer:
     def _parse_uses(next_use: Any) -> NDArray[np.int32]:
         if next_use is None:
             return sl.NO_NEXT_USE
-        uses = np.asarray(next_use).reshape(-1)
-        if uses.dtype.kind not in "iu" or (len(uses) and not 0 <= uses.min() <= uses.max() <= layout.NEVER):
-            raise ValueError("next uses must be integers, numbers of mini-batches or NEVER")
+        uses = as_integers(next_use, "next uses must be integers", ArgumentError).reshape(-1)
+        if len(uses) and not 0 <= uses.min() <= uses.max() <= layout.NEVER:
+            raise ArgumentError("next uses must be integers, numbers of mini-batches or NEVER")
         return uses.astype(np.int32)
 
     def _run(self, step: Callable[..., bool], *arguments: Any) -> bool:
@@ -298,7 +304,7 @@ class FeatureBuffer:
         """Wait until something has happened, or for some time."""
         patience = _PATIENCE_SECONDS if deadline is None else min(_PATIENCE_SECONDS, deadline - time.monotonic())
         if patience <= 0:
-            raise TimeoutError(f"still waiting for {what}")
+            raise WaitTimeoutError(f"still waiting for {what}")
         wake.wait(patience)
 
     def _enter_ended(self) -> bool:
@@ -322,7 +328,11 @@ class FeatureBuffer:
         sl.release(self._map, claim.slots, claim.outcome)
         self._claims.discard(claim)
 
-    def _result(self, ticket: Ticket, timeout: float | None) -> NDArray[np.int32]:
+    def forget(self, claim: Claim) -> None:
+        """Whoever holds the lock next releases the claim: taking the lock here could be for the second time in this thread."""
+        self._forgotten.append(claim)
+
+    def wait_for(self, ticket: Ticket, timeout: float | None) -> NDArray[np.int32]:
         deadline = None if timeout is None else time.monotonic() + timeout
         with self._awaited() as wake:
             while not self.arrived(ticket):
@@ -331,6 +341,7 @@ class FeatureBuffer:
 
     def arrived(self, ticket: Ticket) -> bool:
         """Whether all rows of a ticket are there. Raises what :meth:`Ticket.result` raises."""
+        self._check_process()
         while True:
             with self._lock:
                 self._enter_ended()
@@ -373,13 +384,16 @@ class FeatureBuffer:
         copy_slots(slots, address_of(self.x), row_bytes, address_of(rows))
         return finished(rows, shape, self.dtype, ticket._tensor) if out is None else out
 
-    def _release(self, ticket: Ticket) -> None:
+    def release(self, ticket: Ticket) -> None:
+        if self._pid != os.getpid():
+            return  # the slots are the parent's, and so is the ticket
         with self._lock:
             self._unclaim(ticket._claim)
         self._notify()
 
     def stats(self) -> BufferStats:
         """What has been counted so far."""
+        self._check_process()
         with self._lock:
             c = self._map.counts
             return BufferStats(*(int(c[at]) for at in COUNTED))
@@ -407,11 +421,11 @@ class FeatureBuffer:
     def switch(self, policy: str, static: Any = None) -> None:
         """Go on with another policy, or another set of rows kept for good. The rows stay, what the policy knew of them is forgotten.
 
-        Waits for reads under way. Raises ValueError while tickets hold slots; BudgetError where it is none of ``policies``, and needs a
+        Waits for reads under way. Raises ArgumentError while tickets hold slots; BudgetError where it is none of ``policies``, and needs a
         larger slot map; what :meth:`begin` raises.
         """
         self._check_open()
-        number = layout.POLICIES[policy]
+        number = layout.POLICIES[as_choice(policy, "policy", layout.POLICIES)]
         with self._awaited() as wake:
             while not self._run(self._switch_now, number):
                 self._wait(wake, None, "reads to end")
@@ -423,7 +437,7 @@ class FeatureBuffer:
         with self._lock:
             self._enter_ended()
             if self._claims - self._kept:
-                raise ValueError("the policy cannot change while tickets hold slots: release them first")
+                raise ArgumentError("the policy cannot change while tickets hold slots: release them first")
             if self._reading:
                 return False
             self._unkeep()
@@ -474,12 +488,14 @@ class FeatureBuffer:
     def cached_ids(self) -> NDArray[np.int64]:
         """int64, the node ids of the rows that are in the buffer, but for those kept for good; what would leave first
         is at the front, as far as the policy has an order."""
+        self._check_process()
         with self._lock:
             self._enter_ended()
             return joined(self.cached_pieces())
 
     def settle(self) -> None:
         """Enter in the slot map which reads have ended."""
+        self._check_process()
         with self._lock:
             self._enter_ended()
 

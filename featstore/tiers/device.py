@@ -2,7 +2,7 @@
 
 A node's rows belong on the device of its id modulo the number of devices, so no row is on two of them. A mini-batch asks the devices
 first; what they have not comes through the host's buffer, is put on its device, and stays there until its slot is needed. Each device
-has a slot map like the host's (:mod:`featstore.online.slots`), in host memory, and any of its policies. What the host's buffer sees is
+has a slot map like the host's (:mod:`featstore.tiers.slots.slots`), in host memory, and any of its policies. What the host's buffer sees is
 what the devices miss.
 
 *No locks.* One thread does everything: the loader's, which extracts. Slots are filled and read by operations of torch in one stream for
@@ -23,14 +23,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from featstore.compiled.tensors import as_tensor, to_device
-from featstore.errors import BudgetError, CancelledError
-from featstore.ids import parse_ids
-from featstore.online import slot_layout as layout
-from featstore.online import slots as sl
-from featstore.online.buffer import COUNTED, FeatureBuffer
-from featstore.online.contents import are_present, joined, present_ids
-from featstore.online.tickets import BufferStats, Ticket
+from featstore.base.ids import parse_ids
+from featstore.base.tensors import as_tensor, to_device
+from featstore.errors import ArgumentError, BudgetError, CancelledError
+from featstore.tiers.buffer import COUNTED, FeatureBuffer
+from featstore.tiers.slots import layout
+from featstore.tiers.slots import slots as sl
+from featstore.tiers.slots.contents import are_present, joined, present_ids
+from featstore.tiers.tickets import BufferStats, Ticket
 
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
@@ -130,7 +130,7 @@ class DeviceBuffer:
         host: the feature buffer below; it stays open. Its slots bound what a mini-batch may miss here.
         devices: as torch takes them; mini-batches are put together on the first.
         slots: how many rows fit on each device.
-        policy: a name of :data:`featstore.online.slot_layout.POLICIES` but ``"static"`` and ``"min"``.
+        policy: a name of :data:`featstore.tiers.slots.layout.POLICIES` but ``"static"`` and ``"min"``.
 
     Raises TypeError for rows whose dtype torch does not know; what torch raises where a device is not there or too small.
     """
@@ -249,7 +249,7 @@ class DeviceBuffer:
     def _load_piece(self, ids: NDArray[np.int64], staging: NDArray[np.uint8]) -> None:
         ticket = self.begin(ids)
         if ticket is None:
-            raise ValueError("rows are loaded beforehand while no ticket holds slots")
+            raise ArgumentError("rows are loaded beforehand while no ticket holds slots")
         try:
             for fill in ticket._fills:
                 self._fill(fill, staging)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from featstore.store import Table
+from featstore.storage.store import Table
 from featstore.tiers.static import StaticTier
 
 

@@ -15,9 +15,7 @@ and a cache is checked whole, in a pass of its own, before the first of its ids 
 
 from __future__ import annotations
 
-import errno
 import os
-import re
 import stat
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -28,16 +26,20 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from featstore.disk import Disk
-from featstore.errors import DeviceError, SourceError
-from featstore.online import slot_layout as layout
+from featstore.base.folders import is_file, is_taken, real_path
+from featstore.base.system import asking, is_there, refusal
+from featstore.errors import SourceError
+from featstore.storage.disk import Disk
+from featstore.storage.manifest import check_name
+from featstore.tiers.slots import layout
 
 if TYPE_CHECKING:
-    from featstore.store import Store
+    from featstore.storage.store import OpenStore
 
 #: By table, a function that gives node ids in pieces, int64.
 Tables = Mapping[str, Callable[[], Iterator[NDArray[np.int64]]]]
 
+CACHES = "caches"
 _FORMAT = "featstore-cache-2"
 _HEADER_BYTES_MAX = 1 << 24
 _PIECE = 1 << 13  # ids that are read at once
@@ -53,29 +55,34 @@ class _Header(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     policies: dict[str, str] = {}
 
 
-def cache_path(store: Store, name: str) -> Path:
+def cache_path(store: OpenStore, name: str) -> Path:
     """Where a cache of that name is. Raises SourceError for a name that is none."""
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,200}", name):
-        raise SourceError(f"a cache's name has letters, digits, '.', '_' and '-', not {name!r}")
-    return store.path / "caches" / f"{name}.cache"
+    check_name(name, "saved cache", SourceError)
+    return store.path / CACHES / f"{name}.cache"
 
 
 def save(
-    store: Store, name: str, tables: Tables, *, policies: Mapping[str, str] | None = None, disk: Disk | None = None
+    store: OpenStore, name: str, tables: Tables, *, policies: Mapping[str, str] | None = None, disk: Disk | None = None
 ) -> Path:
     """Write down node ids by table; replaces a cache of that name, or leaves it as it is.
 
     ``tables``: functions that give all ids of a table in pieces, the least wanted first. Each is called twice, because the counts come
     first in the file. ``policies``: by which the tables' buffers had come to hold these rows, where nobody had said which.
 
-    Raises SourceError for a name that is none, and where a function gave another number of ids the second time; what the disk raises.
+    Raises SourceError for a name that is none or that something else has, and where a function gave another
+    number of ids the second time; what the disk raises.
     """
     path, disk = cache_path(store, name), disk or Disk()
-    if not path.parent.is_dir():
-        disk.mkdir(path.parent)
-        disk.fsync_dir(path.parent.parent)
+    target = real_path(store.path) / CACHES / path.name
+    if not is_there(target.parent):
+        disk.mkdir(target.parent)
+        disk.fsync_dir(target.parent.parent)
+    if is_taken(target) and not is_file(target):
+        raise SourceError(
+            f"{target} is no file, and so no saved cache: it is left alone; give another name, or move it away"
+        )
     counts = {table: sum(map(len, pieces())) for table, pieces in tables.items()}
-    disk.replace_file(path, _encoded(_Header(_FORMAT, store.uuid, counts, dict(policies or {})), tables))
+    disk.replace_file(target, _encoded(_Header(_FORMAT, store.uuid, counts, dict(policies or {})), tables))
     return path
 
 
@@ -105,7 +112,7 @@ class SavedCache:
     Raises SourceError where there is no such cache, or it is damaged or of another store; DeviceError where it cannot be read.
     """
 
-    def __init__(self, store: Store, name: str) -> None:
+    def __init__(self, store: OpenStore, name: str) -> None:
         self._store, self.path = store, cache_path(store, name)
         try:
             if not stat.S_ISREG(self.path.stat().st_mode):
@@ -114,9 +121,10 @@ class SavedCache:
         except FileNotFoundError:
             raise SourceError(f"{self.path} is not there: save it first, with save_cache({name!r})") from None
         except OSError as error:
-            raise DeviceError(error.errno or errno.EIO, self.path, None, "open") from error
+            raise refusal(error, self.path, "open") from error
         try:
-            self._size = os.fstat(self._file.fileno()).st_size
+            with asking(self.path, "look at"):
+                self._size = os.fstat(self._file.fileno()).st_size
             self._check_checksum()
             self._begins, self.counts, self.policies = self._header()
             for table in self.counts:
@@ -134,7 +142,7 @@ class SavedCache:
             self._file.seek(at)
             data = self._file.read(size)
         except OSError as error:
-            raise DeviceError(error.errno or errno.EIO, self.path, at) from error
+            raise refusal(error, self.path, "read", at) from error
         if len(data) < size:
             raise self._bad(f"it ends at byte {at + len(data):,}")
         return data

@@ -11,36 +11,17 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
-from featstore.native import STREAM_BYTES, address_of, fence, memcpy, popcount, prefetch, stream_vector
+from featstore.base.bitmap import set_bits, slot_of
+from featstore.base.compilation import njit
+from featstore.base.native import STREAM_BYTES, address_of, fence, memcpy, prefetch, stream_vector
+from featstore.errors import ArgumentError, SourceError
 
 _AHEAD = 8  # rows looked up and prefetched ahead of the copy; a power of two
 _PREFETCH_BYTES = 1024
+MEMBERS_MAX = 2**31 - 1
 _STREAM_BYTES_MIN = 8 * 2**20  # results from this size on are written past the caches
-
-
-@njit(cache=True, nogil=True)
-def set_bits(rows: NDArray[np.int64], bits: NDArray[np.uint64], ranks: NDArray[np.int32]) -> int:
-    """Make the bitmap of a set of rows, and the number of members before each word. Returns the number of members."""
-    for i in range(rows.shape[0]):
-        bits[rows[i] >> 6] |= np.uint64(1) << np.uint64(rows[i] & 63)
-    total = 0
-    for word in range(bits.shape[0]):
-        ranks[word] = total
-        total += popcount(bits[word])
-    return total
-
-
-@njit(nogil=True)
-def slot_of(row: Any, bits: Any, ranks: Any) -> Any:
-    """Rank of a row in the set, or -1."""
-    word = bits[row >> 6]
-    bit = np.uint64(1) << np.uint64(row & 63)
-    if word & bit == 0:
-        return np.int64(-1)
-    return np.int64(ranks[row >> 6]) + popcount(word & (bit - np.uint64(1)))
 
 
 @njit(nogil=True)
@@ -93,6 +74,12 @@ def serve_rows(
     return count
 
 
+def check_members(count: int) -> None:
+    """Raise SourceError for more members than ranks, which are int32, can number."""
+    if count > MEMBERS_MAX:
+        raise SourceError(f"a set of rows in memory has at most {MEMBERS_MAX:,}, not {count:,}: keep fewer (static=)")
+
+
 class StaticTier:
     """A fixed set of rows of one table; see the module's text.
 
@@ -103,12 +90,13 @@ class StaticTier:
     name = "static"
 
     def __init__(self, members: NDArray[np.int64], table_rows: int, row_bytes: int) -> None:
+        check_members(len(members))
         words = -(-table_rows // 64)
         self._bits = np.zeros(words, np.uint64)
         self._ranks = np.zeros(words, np.int32)
         self.rows = set_bits(members, self._bits, self._ranks)
         if self.rows != len(members):
-            raise ValueError("the rows of a static tier must be distinct")
+            raise ArgumentError("the rows of a static tier must be distinct")
         self.row_bytes = row_bytes
         self.data = np.empty((self.rows, row_bytes), np.uint8)
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from featstore.ids import Ids
+from featstore.base.ids import Ids
 
 if TYPE_CHECKING:
-    from featstore.online.buffer import FeatureBuffer
-    from featstore.request import Request
+    from featstore.engine.request import Request
 
 
 @dataclass(frozen=True)
@@ -57,6 +56,18 @@ class Claim:
         return bool(self.outcome[2])
 
 
+class Holder(Protocol):
+    """What a ticket asks of the buffer that it came from."""
+
+    def wait_for(self, ticket: Ticket, timeout: float | None) -> NDArray[np.int32]: ...
+
+    def arrived(self, ticket: Ticket) -> bool: ...
+
+    def release(self, ticket: Ticket) -> None: ...
+
+    def forget(self, claim: Claim) -> None: ...
+
+
 class Ticket:
     """One mini-batch's claim on a :class:`FeatureBuffer`; made by :meth:`FeatureBuffer.begin`. A context manager that releases
     it.
@@ -64,7 +75,7 @@ class Ticket:
     ``ids``: int64 [n]. ``slots``: int32 [n], where in ``buffer.x`` the row of each id is, valid until the release.
     """
 
-    def __init__(self, buffer: FeatureBuffer, ids: Ids, next_use: NDArray[np.int32]) -> None:
+    def __init__(self, buffer: Holder, ids: Ids, next_use: NDArray[np.int32]) -> None:
         self._buffer = buffer
         self.ids, self._shape, self._tensor, self._next_use = ids.values, ids.shape, ids.tensor, next_use
         self._missed, self._waits = np.empty(len(self.ids), np.int32), np.empty(len(self.ids), np.int32)
@@ -76,7 +87,7 @@ class Ticket:
     def result(self, timeout: float | None = None) -> NDArray[np.int32]:
         """Wait until all rows are in their slots; returns ``slots``. Raises what went wrong with a read; TimeoutError;
         CancelledError where the ticket was released meanwhile. May be called again."""
-        return self._buffer._result(self, timeout)
+        return self._buffer.wait_for(self, timeout)
 
     def done(self) -> bool:
         """Whether :meth:`result` would not wait."""
@@ -87,11 +98,11 @@ class Ticket:
 
     def release(self) -> None:
         """Give the slots back; reads under way go on, for others. May be called more than once, and at any time."""
-        self._buffer._release(self)
+        self._buffer.release(self)
 
     def cancel(self) -> None:
         """Release, and start no more reads for this ticket. Others who wait for its rows read them themselves."""
-        self._buffer._release(self)
+        self._buffer.release(self)
         for read in self._reads:
             request = read.request
             if request is not None:
@@ -117,7 +128,7 @@ class Ticket:
         if claim is not None and claim.held:
             # Whoever holds the lock next releases it: taking the lock here could be for the second time in this thread.
             claim.forgotten = True
-            self._buffer._forgotten.append(claim)
+            self._buffer.forget(claim)
 
     def __repr__(self) -> str:
         return f"<Ticket for {len(self.ids):,} rows, {'holding' if self._claim.held else 'without'} slots>"

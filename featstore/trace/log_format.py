@@ -22,12 +22,14 @@ from typing import Any
 
 import msgspec
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from featstore.base.checks import check_offsets
+from featstore.base.compilation import njit
+from featstore.base.dtypes import Scalar
+from featstore.base.native import address_of
 from featstore.errors import CorruptionError, FormatError, FormatVersionError
-from featstore.native import address_of
-from featstore.packing.rows_digest import _crc_bytes
+from featstore.storage.rows_digest import _crc_bytes
 
 VERSION = 1
 ALIGN_BYTES = 64
@@ -37,7 +39,6 @@ TAIL_BYTES = 128
 NODE_TYPES_MAX = 1024
 HEAD_BYTES_MAX = 16 * 2**20
 
-Scalar = str | int | float | bool | None
 _START = struct.Struct("<8sIIQ")
 _CHECKED_FROM = 12
 _HEAD_LENGTH = struct.Struct("<Q")
@@ -132,7 +133,7 @@ def decode_head(block: NDArray[np.uint8], path: Path) -> Head:
     begin = START_BYTES + _HEAD_LENGTH.size
     try:
         head = msgspec.json.decode(block[begin : begin + length].data, type=Head)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise FormatError(f"{path} has a malformed head: {error}") from None
     if word < 1 or not 1 <= len(head.node_types) <= NODE_TYPES_MAX or len(set(head.node_types)) < len(head.node_types):
         raise FormatError(f"{path} cannot be trusted: version {word}, {len(head.node_types)} node types")
@@ -291,10 +292,22 @@ def decode_index(block: NDArray[np.uint8], frames: int, node_types: int, path: P
         (front < smallest).any() or (front % ALIGN_BYTES).any() or (front > offset).any()
         or (sample < 0).any() or (sample % ALIGN_BYTES).any() or (sample > offset).any()
         or (counts < 0).any() or (counts > offset).any() or (id_max < -1).any()
-        or offsets[-1] != offset or (np.diff(offsets) != front + sample).any()
+        or offsets[-1] != offset or (np.diff(offsets) != front + sample).any() or not _counts_fit(index)
     ):  # fmt: skip
         raise FormatError(f"{path} cannot be trusted: its index contradicts itself; record the trace again")
+    check_offsets(offsets, int(offsets[0]), offset, f"the offsets of the frames in {path}")
     return index
+
+
+def _counts_fit(index: FrameIndex) -> bool:
+    """Whether the ids that the index counts, of 4 or 8 bytes each, are what makes its fronts as long as they
+    are."""
+    room = index.front_bytes.copy()
+    for counts in index.counts:  # what is left of a front never wraps around
+        if (counts > room // 4).any():
+            return False
+        room -= 4 * counts
+    return True
 
 
 class Tail(msgspec.Struct, frozen=True):

@@ -23,20 +23,21 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from featstore.arrays import read_fully
-from featstore.disk import Disk, File
-from featstore.engine.files import open_regular
+from featstore.base.buffers import empty_rows
+from featstore.base.files import open_regular, read_fully
+from featstore.base.memory import check_machine
+from featstore.base.system import asking, is_there, refusal
 from featstore.errors import (
     CorruptionError,
-    DeviceError,
     FormatError,
     IncompleteStoreError,
     SourceError,
     StoreExistsError,
 )
-from featstore.ids import empty_rows
-from featstore.manifest import MANIFEST_NAME
-from featstore.tracing.layout import (
+from featstore.storage.belongings import is_ours
+from featstore.storage.disk import Disk, File
+from featstore.storage.manifest import MANIFEST_NAME
+from featstore.trace.log_format import (
     FRAME,
     HEAD,
     HEAD_BYTES_MAX,
@@ -57,6 +58,7 @@ from featstore.tracing.layout import (
 TRACE_NAME = "trace.log"
 LOG_NAME = "recording.log"
 CHECKPOINT_NAME = "recording.json"
+BEGINS = {TRACE_NAME: HEAD, LOG_NAME: HEAD, CHECKPOINT_NAME: b'{"'}
 CHECKPOINT_BYTES = 64 * 2**20
 _HOLD_BYTES = 2**20
 
@@ -69,7 +71,9 @@ class Checkpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def read_piece(descriptor: int, path: Path, offset: int, length: int) -> NDArray[np.uint8]:
-    """Bytes of a file in memory of their own, which begins at a multiple of 64. Raises CorruptionError where the file ends before."""
+    """Bytes of a file in memory of their own, which begins at a multiple of 64. Raises CorruptionError where
+    the file ends before, BudgetError where no memory of this machine holds so many."""
+    check_machine(length, f"read {length:,} bytes of {path} at byte {offset:,}")
     out = empty_rows(length, 1)
     got = read_fully(descriptor, out, offset, path)
     if got < length:
@@ -138,7 +142,7 @@ def load_checkpoint(directory: Path) -> Checkpoint:
     except FileNotFoundError:
         return Checkpoint(0, 0)
     except OSError as error:
-        raise DeviceError(error.errno or 5, path) from error
+        raise refusal(error, path, "read") from error
     except msgspec.DecodeError as error:
         raise FormatError(f"cannot read {path}: {error}; start anew with overwrite (--overwrite)") from None
 
@@ -149,9 +153,10 @@ def begin(directory: Path, disk: Disk, *, resume: bool, overwrite: bool) -> bool
     Raises StoreExistsError where there is something that neither option allows to touch, IncompleteStoreError where there is
     nothing to resume.
     """
-    if (directory / MANIFEST_NAME).exists():
+    if is_there(directory / MANIFEST_NAME):
         raise StoreExistsError(f"{directory} is a store, not a trace; give another path")
-    finished, unfinished = (directory / TRACE_NAME).exists(), (directory / LOG_NAME).exists()
+    finished, checkpoint = (is_ours(directory / name, BEGINS[name]) for name in (TRACE_NAME, CHECKPOINT_NAME))
+    unfinished = is_ours(directory / LOG_NAME, b"" if checkpoint else HEAD)  # which proves a damaged log, too
     if resume and unfinished:
         return True
     if resume and finished:
@@ -167,7 +172,7 @@ def begin(directory: Path, disk: Disk, *, resume: bool, overwrite: bool) -> bool
         raise StoreExistsError(
             f"{directory} already holds a trace; give another path, or replace it with overwrite (--overwrite)"
         )
-    if unfinished or (directory / CHECKPOINT_NAME).exists():
+    if unfinished or checkpoint:
         # An old checkpoint must never be taken for the new log's: it is gone for good before that begins.
         disk.unlink(directory / CHECKPOINT_NAME)
         disk.unlink(directory / LOG_NAME)
@@ -188,7 +193,8 @@ class HowFar:
 def how_far(directory: Path) -> HowFar:
     """How far the unfinished recording in a directory is. Raises CorruptionError for damage in what was durable, DeviceError."""
     path, checkpoint = directory / LOG_NAME, load_checkpoint(directory)
-    size = path.stat().st_size
+    with asking(path, "look at"):
+        size = path.stat().st_size
     descriptor = open_regular(path, size)
     try:
         head, block = read_head(descriptor, path, size)
@@ -232,7 +238,8 @@ class Recorder:
         """Take up what is whole of the log. Raises CorruptionError for damage, SourceError where it was of something else."""
         checkpoint = load_checkpoint(self._directory)
         self._file = self._disk.create(self._path, keep=True)
-        end = os.fstat(self._file.descriptor).st_size
+        with asking(self._path, "look at"):
+            end = os.fstat(self._file.descriptor).st_size
         if end < checkpoint.bytes:
             raise CorruptionError(self._path, end, f"{checkpoint.bytes:,} durable bytes", f"{end:,} bytes")
         try:

@@ -7,7 +7,7 @@ that a mini-batch read from disk is ready without a copy. The layout is normativ
 
 **What can be in a tree**: dict (keys: text, bytes, numbers, None, and tuples of them), list, tuple, str, bytes, int, float,
 complex, bool, None; NumPy scalars and arrays of any dtype of a fixed size; torch tensors on the CPU; PyG's ``Data`` and
-``HeteroData``; our own :class:`~featstore.sampling.MiniBatch`. Types are taken exactly: a subclass would come back as something
+``HeteroData``; our own :class:`~featstore.sampling.neighbors.MiniBatch`. Types are taken exactly: a subclass would come back as something
 else, so it is refused. torch and PyG are imported only where such an object occurs.
 
 **Trust.** The bytes may come from a stranger. Decoding executes nothing they name; arrays lie one after the other in the
@@ -28,9 +28,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from featstore.dtypes import dtype_from_name, dtype_name
-from featstore.errors import FormatError, SourceError
-from featstore.ids import empty_rows
+from featstore.base.buffers import empty_rows
+from featstore.base.dtypes import dtype_from_name, dtype_name
+from featstore.errors import ArgumentError, FormatError, MissingPackageError, SourceError
 
 __all__ = ["ALIGN_BYTES", "decode", "encode"]
 
@@ -38,12 +38,12 @@ ALIGN_BYTES = 64
 MAGIC = b"fss1"
 DEPTH_MAX = 64
 _START = 8  # of the header: after the magic and its length
-_HEADER_BYTES_MAX = 2**32 - 1
+_HEADER_BYTES_MAX = 8 * 2**20  # decoded, little lists take seventy times their bytes
 _AXES_MAX = 32
 _NAME_CHARACTERS_MAX = 1 << 16  # of a dtype's name
 
 #: Frozen dataclasses of ours, by the name that stands in the header: module and class.
-_CLASSES = {"MiniBatch": ("featstore.sampling", "MiniBatch")}
+_CLASSES = {"MiniBatch": ("featstore.sampling.neighbors", "MiniBatch")}
 _CLASS_NAMES = {f"{module}.{name}": label for label, (module, name) in _CLASSES.items()}
 _TORCH_DTYPES = frozenset([
     "bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64", "float16", "bfloat16", "float32", "float64",
@@ -78,14 +78,14 @@ def decode(data: NDArray[np.uint8]) -> object:
     """
     raw = data
     if not isinstance(raw, np.ndarray) or raw.dtype != np.uint8 or raw.ndim != 1 or not raw.flags.c_contiguous:
-        raise ValueError(
+        raise ArgumentError(
             "a sample is decoded from a contiguous array, uint8 [n]; for bytes give np.frombuffer(data, np.uint8)"
         )
     if len(raw) < _START or raw[:4].tobytes() != MAGIC:
         raise _bad(f"it begins with {raw[:4].tobytes()!r}, not {MAGIC!r}")
     end = _START + int.from_bytes(raw[4:_START].tobytes(), "little")
-    if end > len(raw):
-        raise _bad(f"a header of {end - _START:,} bytes in {len(raw):,}")
+    if end > len(raw) or end - _START > _HEADER_BYTES_MAX:
+        raise _bad(f"a header of {end - _START:,} bytes in {len(raw):,}; it may have {_HEADER_BYTES_MAX:,}")
     try:
         tree = msgspec.msgpack.decode(raw[_START:end].data)
         decoder = _Decoder(raw, end)
@@ -105,7 +105,10 @@ def _up(at: int) -> int:
 
 def _assemble(header: bytes, arrays: list[NDArray[np.uint8]]) -> NDArray[np.uint8]:
     if len(header) > _HEADER_BYTES_MAX:
-        raise SourceError(f"the sample has a header of {len(header):,} bytes; keep large values in arrays")
+        raise SourceError(
+            f"the sample's values that are in no array take {len(header):,} bytes, and may take {_HEADER_BYTES_MAX:,}: keep large "
+            "ones (lists of numbers, texts) in NumPy arrays or tensors"
+        )
     end = _START + len(header)
     out = empty_rows(_up(end) + sum(_up(len(a)) for a in arrays), 1)
     out[:_START] = np.frombuffer(MAGIC + len(header).to_bytes(4, "little"), np.uint8)
@@ -479,6 +482,6 @@ def _module(name: str) -> Any:
         return importlib.import_module(name)
     except ImportError as error:
         extra = "torch" if name == "torch" else "pyg"
-        raise ImportError(
+        raise MissingPackageError(
             f"this sample holds objects of {name}: pip install 'featstore[{extra}]'", name=name
         ) from error

@@ -5,9 +5,9 @@ be drawn beforehand and kept: their node ids, which say what rows they will need
 of which only its sampler and the training loop know what it is (DiskGNN, SIGMOD 2025). A trace is independent of any store:
 node ids are as the user knows them.
 
-:meth:`Trace.record` takes any iterable of mini-batches as a black box (:mod:`featstore.tracing.nodes` says how ids are found
-in one), turns each graph sample into bytes (:mod:`featstore.samples`, no pickle) and appends both to a log, one frame a
-mini-batch (:mod:`featstore.tracing.recorder`; the bytes: :mod:`featstore.tracing.layout`). It holds one mini-batch and a small
+:meth:`Trace.record` takes any iterable of mini-batches as a black box (:mod:`featstore.sampling.minibatch` says how ids are found
+in one), turns each graph sample into bytes (:mod:`featstore.trace.samples`, no pickle) and appends both to a log, one frame a
+mini-batch (:mod:`featstore.trace.recorder`; the bytes: :mod:`featstore.trace.log_format`). It holds one mini-batch and a small
 buffer. What was killed goes on with ``resume=True``.
 
 A finished trace is opened by its index. Reading a mini-batch is one ``pread`` of its frame (or of the part of it that holds
@@ -18,7 +18,6 @@ and is opened again when it is pickled.
 from __future__ import annotations
 
 import math
-import operator
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
@@ -29,27 +28,38 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from featstore.disk import Disk
-from featstore.engine.files import open_regular
-from featstore.errors import ClosedError, CorruptionError, FormatError, IncompleteStoreError, SourceError, StaleError
-from featstore.packing.generations import writer_lock
-from featstore.samples import decode, encode
-from featstore.tracing.layout import (
+from featstore import arguments as args
+from featstore.base.dtypes import Scalar
+from featstore.base.files import open_regular
+from featstore.base.folders import real_path
+from featstore.base.system import asking, is_directory, is_regular, is_there
+from featstore.errors import (
+    ClosedError,
+    CorruptionError,
+    FormatError,
+    IdError,
+    IncompleteStoreError,
+    SourceError,
+    StaleError,
+)
+from featstore.sampling.minibatch import Ids, split
+from featstore.storage.disk import Disk
+from featstore.storage.generations import writing
+from featstore.trace.log_format import (
     TAIL_BYTES,
     Front,
     Head,
-    Scalar,
     check_sample,
     decode_front,
     decode_index,
     decode_tail,
     digest_of,
 )
-from featstore.tracing.nodes import Ids, split
-from featstore.tracing.recorder import LOG_NAME, TRACE_NAME, Recorder, begin, read_head, read_piece
+from featstore.trace.recorder import LOG_NAME, TRACE_NAME, Recorder, begin, read_head, read_piece
+from featstore.trace.samples import decode, encode
 
 if TYPE_CHECKING:
-    from featstore.tracing.scrub import TraceReport
+    pass
 
 __all__ = ["Trace", "TraceBatch", "TraceProgress", "is_trace"]
 
@@ -84,11 +94,14 @@ class Trace:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(os.path.abspath(path))
+        self._descriptor = -1
+        self.path = Path(os.path.abspath(args.as_path(path, "path")))
         self._file = self.path / TRACE_NAME
-        if not self._file.exists():
+        if not is_there(self._file):
             raise IncompleteStoreError(_what_is_there(self.path))
-        self._descriptor = open_regular(self._file, self._file.stat().st_size)
+        with asking(self._file, "look at"):
+            size = self._file.stat().st_size
+        self._descriptor = open_regular(self._file, size)
         try:
             self._open()
         except BaseException:
@@ -96,7 +109,8 @@ class Trace:
             raise
 
     def _open(self) -> None:
-        self.bytes = os.fstat(self._descriptor).st_size
+        with asking(self._file, "look at"):
+            self.bytes = os.fstat(self._descriptor).st_size
         head, block = read_head(self._descriptor, self._file, self.bytes)
         if self.bytes < len(block) + TAIL_BYTES:
             raise CorruptionError(self._file, None, "a head, an index and a tail", f"{self.bytes:,} bytes")
@@ -140,7 +154,7 @@ class Trace:
 
         Args:
             batches: any iterable of mini-batches: ours, PyG's, arrays or tensors of node ids, mappings {node type: ids}, pairs
-                (ids or mapping, sample); :mod:`featstore.tracing.nodes` has the rules. All have the node types of the first.
+                (ids or mapping, sample); :mod:`featstore.sampling.minibatch` has the rules. All have the node types of the first.
             path: the trace's directory.
             nodes: a function from a mini-batch to its node ids, or to {node type: ids}, where no rule finds them.
             drop: names of attributes of PyG objects that are not kept: features, which are read from a store again.
@@ -156,18 +170,20 @@ class Trace:
         Raises SourceError for what cannot be recorded, StoreExistsError, IncompleteStoreError (nothing to resume), StoreLockedError,
         CorruptionError (damage in what is to be resumed), DiskFullError, DeviceError.
         """
-        if resume and overwrite:
+        if args.as_flag(resume, "resume") & args.as_flag(overwrite, "overwrite"):
             raise SourceError("resume and overwrite contradict each other")
-        if limit is not None and limit < 1:
-            raise SourceError(f"limit must be at least 1, not {limit}")
-        directory, door = Path(os.path.abspath(path)), disk or Disk()
-        recorder = Recorder(door, directory, _checked_fingerprint(fingerprint), sorted({str(name) for name in drop}))
-        if not directory.is_dir():
+        limit = None if limit is None else args.as_count(limit, "limit")
+        nodes, progress = args.as_callback(nodes, "nodes"), args.as_callback(progress, "progress")
+        args.as_batches(batches, "batches", functions=False)
+        drop = [args.as_text(name, "a name in drop") for name in args.as_sequence(drop, "drop", "names of attributes")]
+        directory, door = real_path(args.as_path(path, "path")), disk or Disk()
+        recorder = Recorder(door, directory, _checked_fingerprint(fingerprint), sorted(set(drop)))
+        if not is_directory(directory):
             if resume:
                 raise IncompleteStoreError(f"there is nothing to resume: {directory} is not there")
-            door.mkdir(directory)
-            door.fsync_dir(directory.parent)
-        with writer_lock(directory):
+            if is_there(directory):
+                raise SourceError(f"{directory} is a file; give the path of a directory to make")
+        with writing(directory, door):
             try:
                 if begin(directory, door, resume=resume, overwrite=overwrite):
                     recorder.resume()
@@ -179,7 +195,7 @@ class Trace:
                 raise
             finally:
                 recorder.close()
-        return cls(directory)
+        return cls(path)
 
     # Reading.
 
@@ -202,10 +218,11 @@ class Trace:
         if self._descriptor < 0:
             raise _closed()
         offset, length = int(self._index.offsets[number]), int(self._index.front_bytes[number])
-        os.posix_fadvise(self._descriptor, offset, length, os.POSIX_FADV_WILLNEED)
+        with asking(self._file, "read ahead", offset):
+            os.posix_fadvise(self._descriptor, offset, length, os.POSIX_FADV_WILLNEED)
 
     def sample_bytes(self, index: int) -> NDArray[np.uint8]:
-        """The encoded sample of a mini-batch, uint8 [n], as :func:`featstore.samples.encode` made it; empty where there is none.
+        """The encoded sample of a mini-batch, uint8 [n], as :func:`featstore.trace.samples.encode` made it; empty where there is none.
         Raises as :meth:`ids`."""
         number = self._number(index)
         offset = int(self._index.offsets[number] + self._index.front_bytes[number])
@@ -231,9 +248,9 @@ class Trace:
         return map(self.batch, range(len(self)))
 
     def _number(self, index: int) -> int:
-        number = operator.index(index)
+        number = args.as_integer(index, "the number of a mini-batch")
         if not 0 <= number < len(self):
-            raise IndexError(f"mini-batch {number} is none of this trace's {len(self):,}")
+            raise IdError(f"mini-batch {args.shown(number)} is none of this trace's {len(self):,}")
         return number
 
     def _read(self, offset: int, length: int) -> NDArray[np.uint8]:
@@ -248,13 +265,16 @@ class Trace:
         expected = int(self._index.front_crcs[number])
         if front.crc != expected:
             raise CorruptionError(self._file, offset, f"checksum {expected:08x}", f"{front.crc:08x}")
+        for (name, ids), said in zip(front.ids.items(), self._index.counts[:, number].tolist(), strict=True):
+            largest = self.id_max[name]
+            if len(ids) != said:
+                raise CorruptionError(
+                    self._file, offset, f"{said:,} ids of type {name!r}, as the index says", f"{len(ids):,}"
+                )
+            if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) <= largest:
+                expected_ids = f"node ids of type {name!r} from 0 to {largest:,}, as the index says"
+                raise CorruptionError(self._file, offset, expected_ids, f"{int(ids.min()):,} to {int(ids.max()):,}")
         return front
-
-    def verify(self, *, progress: Callable[[TraceProgress], None] | None = None) -> TraceReport:
-        """Read all of the file that stands at ``path`` and report every mini-batch that is not as it was recorded."""
-        from featstore.tracing.scrub import verify_trace
-
-        return verify_trace(self.path, progress=progress)
 
     def close(self) -> None:
         """Close the file. May be called more than once."""
@@ -281,16 +301,17 @@ class Trace:
 
 def is_trace(path: str | os.PathLike[str]) -> bool:
     """Whether a directory holds a trace, finished or not."""
-    return any((Path(path) / name).is_file() for name in (TRACE_NAME, LOG_NAME))
+    path = args.as_path(path, "path")
+    return any(is_regular(Path(path) / name) for name in (TRACE_NAME, LOG_NAME))
 
 
 def _what_is_there(path: Path) -> str:
-    if (path / LOG_NAME).exists():
+    if is_there(path / LOG_NAME):
         return (
             f"{path} holds an unfinished recording: go on with resume=True (`featstore sample` with --resume, and the same options), "
             "or start anew with overwrite"
         )
-    return f"{path} is not a trace: it has no {TRACE_NAME}" if path.exists() else f"there is no trace at {path}"
+    return f"{path} is not a trace: it has no {TRACE_NAME}" if is_there(path) else f"there is no trace at {path}"
 
 
 def _reopen(path: Path, uuid: str) -> Trace:
@@ -312,7 +333,7 @@ def _decoded(sample: NDArray[np.uint8]) -> object:
 def _checked_fingerprint(fingerprint: Mapping[str, Scalar] | None) -> dict[str, Scalar] | None:
     if fingerprint is None:
         return None
-    for key, value in fingerprint.items():
+    for key, value in args.as_mapping(fingerprint, "fingerprint", "names to values").items():
         good = type(key) is str and type(value) in (str, int, float, bool, type(None))
         if isinstance(value, int | float):
             good = good and math.isfinite(value) and (isinstance(value, float) or abs(value) < 2**63)

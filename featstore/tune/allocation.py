@@ -25,6 +25,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from featstore.errors import ArgumentError
+
 #: The stages in the order in which a mini-batch passes through them.
 STAGES = ("sample", "read", "extract", "train")
 CORES = "all cores"  # what is slowest where no stage is: the cores are busy all the time
@@ -39,7 +41,7 @@ class Cost:
 
     def __post_init__(self) -> None:
         if not (self.seconds >= 0 and self.cpu_seconds >= 0):
-            raise ValueError(f"a stage cannot take {self.seconds} seconds and {self.cpu_seconds} of CPU time")
+            raise ArgumentError(f"a stage cannot take {self.seconds} seconds and {self.cpu_seconds} of CPU time")
 
 
 FREE = Cost(0.0, 0.0)
@@ -54,6 +56,14 @@ class Reading:
     queue_depth: int
     extracted: int | None = None
     reader_bytes: int | None = None
+
+    @property
+    def words(self) -> str:
+        """All of it in words."""
+        parts = [f"{self.engine}, {self.queue_depth} deep"]
+        parts += [] if self.extracted is None else [f"{self.extracted} mini-batches"]
+        parts += [] if self.reader_bytes is None else [f"{self.reader_bytes >> 20} MiB"]
+        return ", ".join(parts)
 
 
 @dataclass(frozen=True)
@@ -77,10 +87,10 @@ class Profile:
 
     def __post_init__(self) -> None:
         if self.cores < 1:
-            raise ValueError(f"there is at least 1 core, not {self.cores}")
+            raise ArgumentError(f"there is at least 1 core, not {self.cores}")
         for stage, settings in (("sample", self.sample), ("read", self.read), ("train", self.train)):
             if not settings:
-                raise ValueError(f"nothing is known of the stage {stage!r}")
+                raise ArgumentError(f"nothing is known of the stage {stage!r}")
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Profiling: what each stage of online training takes here, for this workload, measured by itself.
 
 Nothing else runs while a stage is measured, so that its numbers are its own; what stages do to each other is the business of
-:mod:`featstore.online.allocation`, and of trying choices out (:mod:`featstore.online.tune`).
+:mod:`featstore.tune.allocation`, and of trying choices out (:mod:`featstore.tune.tuning`).
 
 *Sampling* is timed mini-batch by mini-batch without workers, which also gives the node ids; with workers it is timed at its steady pace,
 when their queues have filled. CPU time of workers is that of sampling without them; what the own process spends on fetching comes on top.
@@ -27,16 +27,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from featstore.errors import SourceError
-from featstore.ids import empty_rows
-from featstore.online import slot_layout as layout
-from featstore.online import slots as sl
-from featstore.online.allocation import FREE, Cost, Reading
-from featstore.tracing.nodes import Ids, split
+from featstore.base.buffers import empty_rows
+from featstore.errors import ArgumentError, SourceError
+from featstore.reader.reader import Reader
+from featstore.sampling.minibatch import Ids, split
+from featstore.tiers.slots import layout
+from featstore.tiers.slots import slots as sl
+from featstore.tune.allocation import FREE, Cost, Reading
+from featstore.tune.timetable import Timetable, counted
 
 if TYPE_CHECKING:
-    from featstore.online.loader import OnlineLoader
-    from featstore.store import Store
+    from featstore.loaders.online.loader import OnlineLoader
+    from featstore.storage.store import OpenStore
 
 #: Makes mini-batches with so many workers, 0 for none; each iteration is another epoch.
 MakeBatches = Callable[[int], Iterable[Any]]
@@ -49,6 +51,7 @@ HELD = 4  # mini-batches kept whole
 TIMED_MIN = 4
 _UNDER_WAY = 3  # mini-batches whose rows the loader reads at once, where it says nothing else
 PASSES = 20
+_LATE = 2.0  # times as long as it should have taken: then the least that tells anything does
 
 
 class Clock:
@@ -66,7 +69,18 @@ class Clock:
         return Cost(self.seconds / batches, (time.process_time() - self._cpu) / batches)
 
 
+def least_timed(watch: Clock, seconds: float) -> int:
+    """Mini-batches to be timed at least, after so long on the clock."""
+    return 1 if watch.seconds > _LATE * seconds else TIMED_MIN
+
+
 # Sampling.
+
+
+def first(batches: Iterable[Any]) -> None:
+    """Have one mini-batch sampled."""
+    for _ in batches:
+        break
 
 
 @dataclass(frozen=True)
@@ -101,7 +115,8 @@ def see(make_batches: MakeBatches, nodes: Callable[[Any], Any] | None, seconds: 
             ids.append(found)
             count += sum(map(len, found.values()))
             held += [batch] if len(held) < HELD else []
-            if len(ids) >= _BATCHES_MIN and (watch.seconds > seconds or count > _IDS_MAX):
+            least = 3 if watch.seconds > _LATE * seconds else _BATCHES_MIN
+            if len(ids) >= least and (watch.seconds > seconds or count > _IDS_MAX):
                 return Seen(ids, held, epoch, _mean(costs[1:]))
             clock = Clock()
         epoch = epoch or len(ids)
@@ -133,12 +148,12 @@ def pace(batches: Iterable[Any], workers: int, known: int, seconds: float) -> Co
     ``known``: how many there are about. Raises SourceError where there are too few to tell.
     """
     skip = min(2 * workers, (known - 1) // 2)  # by then all workers are at work
-    found, clock = 0, Clock()
+    found, clock, watch = 0, Clock(), Clock()
     for _batch in batches:
         found += 1
         if found == skip + 1:
             clock = Clock()
-        elif clock.seconds > seconds and found > skip + TIMED_MIN:
+        elif clock.seconds > seconds and found > skip + least_timed(watch, seconds):
             break
     if found <= skip + 1:
         raise SourceError(f"make_batches({workers}) gave {found} mini-batches, where about {known} were expected")
@@ -154,7 +169,7 @@ def misses(trace: Sequence[Rows], table: str, slots: int, policy: str) -> list[N
     rows = [np.asarray(batch.get(table, ()), np.int64) for batch in trace]
     number = layout.POLICIES[policy]
     if slots < max(map(len, rows)):
-        raise ValueError(f"{slots} slots hold no mini-batch of {max(map(len, rows))} rows")
+        raise ArgumentError(f"{slots} slots hold no mini-batch of {max(map(len, rows))} rows")
     m = layout.make_slot_map(slots, number)
     if number == layout.STATIC:
         _keep(m, frequent(rows[:warm], slots - 2 * max(map(len, rows))))
@@ -191,7 +206,7 @@ def missed_rows(trace: Sequence[Rows], slots: Mapping[str, int], policy: Mapping
 
 
 def time_reading(
-    store: Store, missed: Sequence[Rows], reading: Reading, memory: int, verify: bool, seconds: float
+    store: OpenStore, missed: Sequence[Rows], reading: Reading, memory: int, verify: bool, seconds: float
 ) -> Cost:
     """What reading the missed rows of a mini-batch takes. ``memory``: of the reader, in bytes."""
     work = [{t: rows for t, rows in batch.items() if len(rows)} for batch in missed]
@@ -202,9 +217,15 @@ def time_reading(
     most = {t: max(len(batch.get(t, ())) for batch in work) for t in missed[0]}
     tables = {t: store.tables[t] for t, count in most.items() if count}
     into = [{t: empty_rows(most[t], table.row_bytes) for t, table in tables.items()} for _ in range(width)]
-    with store.reader(
-        memory=memory, static=None, tables=list(tables), engine=reading.engine, queue_depth=reading.queue_depth, verify=verify
-    ) as reader:  # fmt: skip
+    with Reader(
+        store,
+        memory=memory,
+        static=None,
+        tables=list(tables),
+        engine=reading.engine,
+        queue_depth=reading.queue_depth,
+        verify=verify,
+    ) as reader:
 
         def begin(number: int, batch: Rows) -> Any:
             out = {
@@ -219,7 +240,7 @@ def time_reading(
         under_way: deque[Any] = deque()
         clock = Clock()
         for number, batch in enumerate(islice(cycle(work), 4 * len(work) + width)):
-            if clock.seconds > seconds and number >= width + TIMED_MIN:
+            if clock.seconds > seconds and number >= width + least_timed(clock, seconds):
                 break
             if len(under_way) == width:
                 under_way.popleft().result()
@@ -284,25 +305,44 @@ def set_threads(count: int) -> None:
         torch.set_num_threads(count)
 
 
-def time_training(step: Step | None, batches: Sequence[Any], threads: Sequence[int], seconds: float) -> dict[int, Cost]:
-    """What a training step takes with each number of threads."""
+def time_training(
+    step: Step | None, batches: Sequence[Any], threads: Sequence[int], table: Timetable
+) -> dict[int, Cost]:
+    """What a training step takes with each number of threads; the first is never left out."""
     if step is None:
         return dict.fromkeys(threads, FREE)
     spent: dict[int, list[Cost]] = {count: [] for count in threads}
     with threads_restored():
         step(batches[0])  # the first makes what others find
         watch, turn = Clock(), 0
+        seconds, longest = table.part("train"), 0.0
         while turn < 2 or (watch.seconds < seconds and turn < PASSES):
+            if turn and table.left("train") < longest:
+                break
             for count in threads:
+                if (
+                    turn == 0
+                    and longest
+                    and table.leaves_out("train", f"training with {counted(count, 'thread')}", longest)
+                ):
+                    continue
+                if turn and not spent[count]:
+                    continue
                 set_threads(count)
+                begun = Clock()
                 if turn == 0:
                     step(batches[0])  # wakes the threads
-                clock = Clock()
+                clock, done = Clock(), 0
                 for batch in batches:
                     step(batch)
-                spent[count].append(clock.cost(len(batches)))
+                    done += 1
+                    if table.left("train") < 0:
+                        break
+                spent[count].append(clock.cost(done))
+                longest = max(longest, begun.seconds)
             turn += 1
     return {
         count: Cost(statistics.median(c.seconds for c in all_), statistics.median(c.cpu_seconds for c in all_))
         for count, all_ in spent.items()
+        if all_
     }

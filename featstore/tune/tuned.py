@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from featstore.online import profiling as pf
-from featstore.online.allocation import STAGES, Choice, Forecast, Profile
+from featstore.tune import profiling as pf
+from featstore.tune.allocation import STAGES, Choice, Forecast, Profile
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Tuning:
     and for the choice. ``seconds_before``, ``seconds``: of a mini-batch, as tried out, else as forecast. ``epoch_batches``:
     mini-batches of an epoch, None where nobody knows. ``tried``: in the model's order. ``hit_rate``: expected of the buffer.
     ``filling``: it was not full when the profile ended, and will do better. ``curve``: what other sizes of the buffer would do.
-    ``memory_bytes``, ``memory``: the loader's budget, and by use.
+    ``memory_bytes``, ``memory``: the loader's budget, and by use. ``left_out``: what there was no time to measure, in words.
     """
 
     choice: Choice
@@ -55,6 +55,7 @@ class Tuning:
     memory: Mapping[str, int]
     policy: Mapping[str, str]
     profile: Profile
+    left_out: tuple[str, ...] = ()
 
     @property
     def epoch_seconds(self) -> float | None:
@@ -102,6 +103,7 @@ class Tuning:
             "seconds_before": self.seconds_before, "seconds": self.seconds, "epoch_batches": self.epoch_batches,
             "epoch_seconds": self.epoch_seconds, "tried": [asdict(t) for t in self.tried], "hit_rate": self.hit_rate,
             "filling": self.filling, "curve": [asdict(p) for p in self.curve], "memory": dict(self.memory), "policy": dict(self.policy),
+            "left_out": list(self.left_out),
             "profile": {
                 "sample": {str(k): asdict(v) for k, v in self.profile.sample.items()},
                 "train": {str(k): asdict(v) for k, v in self.profile.train.items()},
@@ -119,8 +121,4 @@ def setting_of(choice: Choice, stage: str) -> str:
         return f"{choice.train_threads} thread{'s' * (choice.train_threads > 1)}"
     if stage == "extract":
         return "in the loader"
-    reading = choice.reading
-    parts = [f"{reading.engine}, {reading.queue_depth} deep"]
-    parts += [] if reading.extracted is None else [f"{reading.extracted} mini-batches"]
-    parts += [] if reading.reader_bytes is None else [f"{reading.reader_bytes >> 20} MiB"]
-    return ", ".join(parts)
+    return choice.reading.words

@@ -1,11 +1,13 @@
 """Tuning: profile a workload on this machine, solve for the allocation, try the best out, and say what it brings.
 
-:func:`tune` measures each stage by itself (:mod:`featstore.online.profiling`), puts the numbers into the model of
-:mod:`featstore.online.allocation`, and gets all settings in order. A model of stages that do not disturb each other is good at how to read,
+:func:`tune` measures each stage by itself (:mod:`featstore.tune.profiling`), puts the numbers into the model of
+:mod:`featstore.tune.allocation`, and gets all settings in order. A model of stages that do not disturb each other is good at how to read,
 where the device decides, and less good at workers and threads, which share caches, memory bandwidth and Python's lock. So the few best
 pairs of workers and training threads are tried out for real in turns, each a second or so of an epoch, with a buffer that stays warm; then
 the fastest of them with the way of reading of someone who has chosen nothing, and his setting. What was fastest is the choice; where
 several are as good as equal, the one that the model prefers.
+
+It keeps to the seconds it was given (:mod:`featstore.tune.timetable`): where mini-batches are slow, options are left out, and named.
 
 The training step is called in earnest, some dozens of times: give it a model that may be thrown away, or restore it afterwards.
 """
@@ -13,30 +15,32 @@ The training step is called in earnest, some dozens of times: give it a model th
 from __future__ import annotations
 
 import inspect
-import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import closing
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from featstore.budget import Budget, TableNeed
-from featstore.compiled.budget import nominal_bytes
+from featstore import arguments as args
 from featstore.engine import choose
 from featstore.errors import BudgetError, SourceError
-from featstore.lookup import table_need
-from featstore.online import profiling as pf
-from featstore.online import slot_layout as layout
-from featstore.online.allocation import Choice, Cost, Forecast, Profile, Reading, counts_up_to, forecast, ranked
-from featstore.online.loader import OnlineLoader
-from featstore.online.simulation import simulate
-from featstore.online.slot_rows import slots_for
-from featstore.online.tuned import Point, Trial, Tuning
-from featstore.reader import QUEUE_DEPTH
+from featstore.loaders.online.loader import OnlineLoader
+from featstore.plan.budget import Budget, TableNeed, nominal_bytes
+from featstore.reader.lookup import table_need
+from featstore.reader.options import QUEUE_DEPTH_MAX, READING
+from featstore.reader.reader import QUEUE_DEPTH
+from featstore.storage.store import as_store
+from featstore.tiers.slots import layout
+from featstore.tiers.slots.rows import slots_for
+from featstore.tiers.slots.simulation import simulate
+from featstore.tune import profiling as pf
+from featstore.tune.allocation import Choice, Cost, Forecast, Profile, Reading, counts_up_to, forecast, ranked
+from featstore.tune.timetable import Timetable, counted
+from featstore.tune.trials import Trials
+from featstore.tune.tuned import Point, Trial, Tuning
 from featstore.units import parse_bytes
 
 if TYPE_CHECKING:
-    from featstore.store import Store
+    from featstore.storage.store import OpenStore
 
 #: What is tried where the caller says nothing. ``mmap`` is no candidate: what it caches is outside every budget.
 ENGINES = ("uring", "threads")
@@ -45,8 +49,7 @@ EXTRACTED = (2, 4, 6)  # mini-batches read at once, where the loader takes extra
 READER_BYTES = (16 * 2**20, 32 * 2**20, 64 * 2**20, 128 * 2**20)  # where it takes reader_memory=
 CURVE = (0.25, 0.5, 1.0, 2.0, 4.0)  # of the buffer's memory
 SECONDS = 20.0
-_SHARES = {"sample": 0.1, "workers": 0.1, "extract": 0.05, "read": 0.25, "train": 0.1, "try": 0.4}  # of the time
-_ROUNDS = 2  # in which choices are tried out in turns
+_ROUNDS = 2  # of reading
 _EQUAL = 1.02  # as good as equal
 _PINNED_SHARE = 0.75  # of the slots, for mini-batches read at once
 _OURS = ("batches", "memory", "engine", "queue_depth", "extracted", "reader_memory", "warm")
@@ -56,7 +59,7 @@ Progress = Callable[[str, int, int], None]
 
 
 def tune(
-    store: Store, make_batches: pf.MakeBatches, step: pf.Step | None = None, *, memory: int | str = "1GiB", cores: int | None = None,
+    store: OpenStore, make_batches: pf.MakeBatches, step: pf.Step | None = None, *, memory: int | str = "1GiB", cores: int | None = None,
     workers: Iterable[int] | None = None, engines: Sequence[str] | None = None, queue_depths: Sequence[int] = QUEUE_DEPTHS,
     seconds: float = SECONDS, trials: int = 4, progress: Progress | None = None, **loader: Any,
 ) -> Tuning:  # fmt: skip
@@ -72,31 +75,27 @@ def tune(
         cores: to use; by default those that this process may run on.
         workers: the numbers of workers to consider; by default 0 and up to ``cores``.
         engines, queue_depths: to consider for reading; the first of each is what is compared with.
-        seconds: about how long to measure.
+        seconds: how long to measure, about: at least some 5 seconds, and once everything is loaded and compiled. What there is no
+            time for is left out, and named in ``left_out``.
         trials: how many pairs of workers and threads to try out; with 0 the model's word is taken.
         progress: told the stage, and how many of how many steps are done.
         loader: further options of the loader: ``policy``, ``nodes``, ``batch_rows``, ``device`` ...
 
     Raises SourceError, BudgetError; what sampling, reading and ``step`` raise.
     """
-    cores = available_cores() if cores is None else cores
-    counts = sorted({0, *(counts_up_to(max(1, cores)) if workers is None else workers)})
-    _check(cores, counts, queue_depths, seconds, trials, step, loader)
+    as_store(store), args.as_function(make_batches, "make_batches")
+    cores = available_cores() if cores is None else args.as_count(cores, "cores", 1, 2**16)
+    given = counts_up_to(cores) if workers is None else args.as_sequence(workers, "workers", "numbers of workers")
+    counts = sorted({0, *(args.as_count(one, "a number of workers", 0, 2**16) for one in given)})
+    depths = args.as_sequence(queue_depths, "queue_depths", "numbers")
+    depths = [args.as_count(depth, "queue_depths", 1, QUEUE_DEPTH_MAX) for depth in depths]
+    tell = (lambda *_: None) if progress is None else args.as_function(progress, "progress")
+    seconds, trials = args.as_number(seconds, "seconds", above=True), args.as_count(trials, "trials", 0)
+    _check(depths, step, loader)
     names = _engines(engines)
-    tell = progress or (lambda *_: None)
     with pf.threads_restored():
-        work = _Tuner(store, make_batches, step, parse_bytes(memory), cores, counts, seconds, loader, tell)
-        return work.run(names, list(dict.fromkeys(queue_depths)), trials)
-
-
-def candidates(best: Sequence[Forecast], trials: int, compared: Choice) -> list[Choice]:
-    """What to try out, in the model's order, all with the best way of reading: half of the trials for the best of different numbers of
-    training threads, the rest for the best of all; and what the choice is compared with."""
-    first_of = {one.choice.train_threads: one for one in reversed(best)}
-    different = [one for one in best if first_of[one.choice.train_threads] is one][: -(-trials // 2)]
-    rest = [one for one in best if one not in different][: trials - len(different)]
-    chosen = [replace(one.choice, reading=compared.reading) for one in best if one in different or one in rest]
-    return chosen + [compared] * (compared not in chosen)
+        work = _Tuner(store, make_batches, step, parse_bytes(memory, "memory"), cores, counts, seconds, loader, tell)
+        return work.run(names, list(dict.fromkeys(depths)), trials)
 
 
 def available_cores() -> int:
@@ -104,28 +103,22 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def _check(
-    cores: int, workers: Sequence[int], depths: Sequence[int], seconds: float, trials: int, step: Any, loader: Mapping[str, Any]
-) -> None:  # fmt: skip
-    if cores < 1:
-        raise SourceError(f"cores must be at least 1, not {cores}")
-    if workers[0] < 0:
-        raise SourceError(f"a number of workers is at least 0, not {workers[0]}")
+def _check(depths: Sequence[int], step: Any, loader: Mapping[str, Any]) -> None:
     if not depths:
         raise SourceError("queue_depths is empty: give at least one")
-    if not (seconds > 0 and math.isfinite(seconds)) or trials < 0:
-        raise SourceError(f"tuning takes more than 0 seconds and at least 0 trials, not {seconds} and {trials}")
     if step is not None and not callable(step):
         raise SourceError(f"step must be a function of a mini-batch, or None, not a {type(step).__name__}")
     for name in _OURS:
         if name in loader:
             raise SourceError(f"{name}= of the loader is for tune itself to find or to give; leave it out")
+    known = [name for name in (*args.options_of(OnlineLoader), *READING) if name not in (*_OURS, "memory")]
+    args.check_options(loader, known, "the loader that tune tries out")
 
 
 def _engines(wanted: Sequence[str] | None) -> list[str]:
     """The engines to consider, as they are called."""
     if wanted is not None:
-        found = list(dict.fromkeys(choose(name).name for name in wanted))
+        found = list(dict.fromkeys(choose(name).name for name in args.as_sequence(wanted, "engines", "names")))
         if not found:
             raise SourceError("engines is empty: give at least one")
         return list(found)
@@ -141,17 +134,14 @@ class _Tuner:
     """One tuning; see :func:`tune`."""
 
     def __init__(
-        self, store: Store, make_batches: pf.MakeBatches, step: pf.Step | None, memory_bytes: int, cores: int, workers: list[int],
+        self, store: OpenStore, make_batches: pf.MakeBatches, step: pf.Step | None, memory_bytes: int, cores: int, workers: list[int],
         seconds: float, loader: dict[str, Any], tell: Progress,
     ) -> None:  # fmt: skip
         self._store, self._step, self._memory_bytes, self._cores = store, step, memory_bytes, cores
-        self._workers, self._seconds, self._options, self._tell = workers, seconds, loader, tell
+        self._workers, self._time, self._options, self._tell = workers, Timetable(seconds), loader, tell
         self._made: dict[int, Iterable[Any]] = {}
         self._make_batches = make_batches
         self._done = 0
-
-    def _time(self, share: str, parts: int = 1) -> float:
-        return self._seconds * _SHARES[share] / parts
 
     def _say(self, what: str) -> None:
         self._tell(what, self._done, 6)
@@ -167,25 +157,28 @@ class _Tuner:
         switch = pf.Switch(())
         with self._loader(switch, default) as loader:  # first, because it looks at the options
             self._say("sampling")
-            self._seen = pf.see(self._batches, self._options.get("nodes"), self._time("sample"))
+            pf.first(self._batches(0))  # loads what sampling needs
+            self._time.start()
+            self._seen = pf.see(self._batches, self._options.get("nodes"), self._time.part("sample"))
             switch.now = self._seen.held
             kept = list(loader)
             self._look_at(loader)
             self._say("extracting")
-            extract = pf.time_extraction(loader, switch, self._fitting(), self._time("extract"))
+            extract = pf.time_extraction(loader, switch, self._fitting(), self._time.part("extract"))
         self._say("sampling with workers")
         sample = self._sampling()
         self._say("reading")
         read = self._reading(default, engines, depths)
         self._say("training")
         threads = self._threads()
-        train = pf.time_training(self._step, kept, threads, self._time("train"))
+        train = pf.time_training(self._step, kept, threads, self._time)
         del kept
         profile = Profile(self._cores, sample, read, extract, train)
         before = forecast(profile, Choice(0, threads[0], default))
         best = ranked(profile)
         self._say("trying out")
-        tried = self._try_out(profile, best, before.choice, trials)
+        trial = Trials(self._loader, self._batches, self._seen.batches, self._step, self._time)
+        tried = trial.run(profile, best, before.choice, trials)
         return self._tuning(profile, best[0], before, tried)
 
     # The stages.
@@ -197,7 +190,9 @@ class _Tuner:
             if workers == 0:
                 found[0] = alone
                 continue
-            seconds = self._time("workers", len(self._workers))
+            if self._time.leaves_out("workers", f"sampling with {counted(workers, 'worker')}", 3 * alone.seconds):
+                continue
+            seconds = self._time.part("workers", len(self._workers))
             own = pf.pace(self._batches(workers), workers, self._seen.batches, seconds)
             found[workers] = Cost(own.seconds, own.cpu_seconds + alone.cpu_seconds)
         return found
@@ -237,23 +232,28 @@ class _Tuner:
             if slots is not None:
                 self._missed[given] = pf.missed_rows(self._trace, slots, self._policy)
         first = [default, *(one for one in (Reading(e, d) for e in engines for d in depths) if one != default)]
-        found = self._timed(first, 2 * len(first))
-        best = min(first, key=lambda one: found[one].seconds)
+        found = self._timed(first, 2 * len(first), default)
+        best = min(found, key=lambda one: found[one].seconds)
         others = [replace(best, extracted=n) for n in extracted] + [replace(best, reader_bytes=n) for n in self._missed]
         others = [one for one in dict.fromkeys(others) if one not in found and self._room_for(one)]
-        return found | self._timed(others, 2 * max(1, len(others)))
+        return found | self._timed(others, 2 * max(1, len(others)), default)
 
-    def _timed(self, readings: Sequence[Reading], parts: int) -> dict[Reading, Cost]:
-        """The cost of each, the better of two rounds; each has one of so many parts of the time for reading."""
+    def _timed(self, readings: Sequence[Reading], parts: int, default: Reading) -> dict[Reading, Cost]:
+        """The cost of each, the better of two rounds; each has one of so many parts of the time for reading, and the default its
+        time always."""
         found: dict[Reading, list[Cost]] = {one: [] for one in readings}
-        for _ in range(_ROUNDS):
+        for turn in range(_ROUNDS):
             for one in readings:
+                if turn and self._time.left("read") < 0:
+                    break
+                if one != default and not turn and self._time.leaves_out("read", f"reading by {one.words}"):
+                    continue
                 cost = pf.time_reading(
                     self._store, self._missed[one.reader_bytes], one, self._reader_memory(one.reader_bytes),
-                    self._options.get("verify", True), self._time("read", _ROUNDS * parts),
+                    self._options.get("verify", True), self._time.part("read", _ROUNDS * parts),
                 )  # fmt: skip
                 found[one].append(cost)
-        return {one: min(costs, key=lambda c: c.seconds) for one, costs in found.items()}
+        return {one: min(costs, key=lambda c: c.seconds) for one, costs in found.items() if costs}
 
     def _slots_with(self, reader_bytes: int | None) -> dict[str, int] | None:
         """Slots by table where the reader has so much memory; None where there would not be enough of them."""
@@ -300,63 +300,6 @@ class _Tuner:
             return [now or 1]
         return [now, *(n for n in counts_up_to(self._cores) if n != now)]
 
-    # Trying out.
-
-    def _try_out(self, profile: Profile, best: Sequence[Forecast], before: Choice, trials: int) -> tuple[Trial, ...]:
-        if trials == 0:
-            return ()
-        reading = best[0].choice.reading
-        chosen = candidates(best, trials, replace(before, reading=reading))
-        seconds = self._time("try", (_ROUNDS + 1) * (len(chosen) + 2))
-        tried = self._pace(chosen, seconds)
-        if (
-            reading != before.reading
-        ):  # the profile of reading has been wrong: what is chosen is tried with the other, too
-            fastest = min(tried, key=lambda choice: tried[choice])
-            tried |= self._pace(list(dict.fromkeys([replace(fastest, reading=before.reading), before])), seconds)
-        return tuple(Trial(choice, forecast(profile, choice).seconds, took) for choice, took in tried.items())
-
-    def _pace(self, choices: Sequence[Choice], seconds: float) -> dict[Choice, float]:
-        """What a mini-batch takes by each of these choices, which read alike, the better of two rounds."""
-        spent: dict[Choice, list[float]] = {choice: [] for choice in choices}
-        switch = pf.Switch(self._batches(0))
-        with self._loader(switch, choices[0].reading) as loader:
-            self._try_one(loader, switch, choices[0], 2 * seconds)  # warms the buffer
-            for turn in range(_ROUNDS):
-                for place in range(len(choices)):
-                    choice = choices[(turn + place) % len(choices)]
-                    spent[choice].append(self._try_one(loader, switch, choice, seconds))
-        return {choice: min(one) for choice, one in spent.items()}
-
-    def _try_one(self, loader: OnlineLoader, switch: pf.Switch, choice: Choice, seconds: float) -> float:
-        """What a mini-batch takes when all stages work at once."""
-        switch.now = self._batches(choice.workers)
-        pf.set_threads(choice.train_threads)
-        skip = min(3 + 2 * choice.workers, (self._seen.batches - 1) // 2)
-        counted, spent, watch = 0, 0.0, pf.Clock()
-        for _ in range(pf.PASSES):
-            number, begun, begin = -1, -1, pf.Clock()
-            walk: Any = iter(loader)
-            with closing(walk):
-                for number, batch in enumerate(walk):
-                    if self._step is not None:
-                        self._step(batch)
-                    del batch
-                    if number == skip:  # from here on the pace is steady
-                        begun, begin = number, pf.Clock()
-                    elif watch.seconds > seconds and number >= skip + pf.TIMED_MIN:
-                        break
-                spent += begin.seconds
-            counted += number - begun
-            if number <= 0 or (counted and watch.seconds > seconds):
-                break
-        if counted == 0 or number <= 0:
-            raise SourceError(
-                f"make_batches({choice.workers}) gave {number + 1} mini-batches when it was iterated again: return what can be iterated "
-                "more than once"
-            )
-        return spent / counted
-
     # What came out.
 
     def _tuning(self, profile: Profile, best: Forecast, before: Forecast, tried: tuple[Trial, ...]) -> Tuning:
@@ -365,7 +308,8 @@ class _Tuner:
             limit = _EQUAL * min(trial.seconds for trial in tried)
             first = next(trial for trial in tried if trial.seconds <= limit)
             after, seconds = forecast(profile, first.choice), first.seconds
-            seconds_before = next(trial.seconds for trial in tried if trial.choice == before.choice)
+            clocked = [trial.seconds for trial in tried if trial.choice == before.choice]
+            seconds_before = clocked[0] if clocked else before.seconds
         missed = self._missed[after.choice.reading.reader_bytes]
         per_batch = sum(len(rows) for batch in missed for rows in batch.values()) / max(1, len(missed))
         slots = self._slots_with(after.choice.reading.reader_bytes) or self._slots
@@ -374,6 +318,7 @@ class _Tuner:
             after.choice, before, after, seconds_before, seconds, self._seen.epoch_batches, tried,
             1 - per_batch / max(1.0, self._asked), any(distinct[t] < slots[t] < self._store.tables[t].rows for t in slots),
             tuple(self._curve(profile, after, slots, per_batch)), self._memory_bytes, self._memory, self._policy, profile,
+            tuple(self._time.left_out),
         )  # fmt: skip
 
     def _curve(self, profile: Profile, after: Forecast, slots: Mapping[str, int], missed: float) -> list[Point]:

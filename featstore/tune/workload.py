@@ -1,8 +1,8 @@
 """A workload to tune for: neighbours sampled from a stored graph, by workers if wanted, and a model that stands in for the user's.
 
-Mini-batches are numbered through all epochs, and each follows from its number alone (:mod:`featstore.tracing.sampling`), so that it does
-not matter which worker samples it. A mini-batch is a mapping that :func:`featstore.tracing.nodes.split` understands: ``n_id`` (node ids,
-seeds first), ``row`` and ``col`` (edges, as places in ``n_id``), ``nodes`` and ``edges`` (how many of them each hop has found).
+Mini-batches are numbered through all epochs, and each follows from its number alone (:mod:`featstore.sampling.batches`), so that it does
+not matter which worker samples it. A mini-batch is a mapping that :func:`featstore.sampling.minibatch.split` understands: ``n_id`` (node
+ids, seeds first), ``row`` and ``col`` (edges, as places in ``n_id``), ``nodes`` and ``edges`` (how many of them each hop has found).
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from featstore.stored_sampling import StoredSampler
-from featstore.tracing.sampling import RecordedEpochs, Sampler
+from featstore.sampling.batches import RecordedEpochs, Sampler
+from featstore.sampling.stored import StoredSampler
 
 _EPOCHS = 1 << 20  # an end that nobody reaches
 CLASSES = 16

@@ -24,11 +24,11 @@ import ml_dtypes
 import numpy as np
 
 import featstore
-from featstore.compiled.placement import Choice, Forecast, Placement, forecast
-from featstore.compiled.table import Policy
-from featstore.cost import DEFAULT, DeviceModel
+from featstore.compile.decide import Policy
+from featstore.compile.placement import Choice, Forecast, Placement, forecast
 from featstore.layout import TableLayout
 from featstore.order import Order
+from featstore.plan.cost import DEFAULT, DeviceModel
 
 GOLDEN = Path(__file__).parent / "golden"
 PAPERS = 600
@@ -216,7 +216,8 @@ def make(name: str, directory: Path) -> Path:
     choose = TableLayout.choose
     packing = sys.modules[featstore.pack.__module__]
     with ExitStack() as patches:
-        patches.enter_context(mock.patch.object(featstore, "__version__", "golden"))
+        patches.enter_context(mock.patch("featstore.packing.packing.__version__", "golden"))
+        patches.enter_context(mock.patch("featstore.compile.build.__version__", "golden"))
         patches.enter_context(mock.patch.object(packing, "make_order", _partitioned))
         small = staticmethod(lambda rows, row_bytes: choose(rows, row_bytes, chunk_bytes=CHUNK_BYTES))
         patches.enter_context(mock.patch.object(TableLayout, "choose", small))

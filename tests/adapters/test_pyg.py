@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import pickle
+import re
 import warnings
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 import featstore
-from featstore.errors import IdError, SourceError
-from featstore.sampling import NeighborSampler, fold_ids
+from featstore.base.hashing import fold_ids
+from featstore.errors import FeatstoreError, IdError, SourceError
+from featstore.sampling.batches import open_sampler
+from featstore.sampling.neighbors import NeighborSampler
 
 with warnings.catch_warnings():
     # PyG scripts some of its own classes on import, which newer PyTorch calls deprecated.
     warnings.simplefilter("ignore", DeprecationWarning)
     import torch
-    from torch_geometric.data import Data
+    from torch_geometric.data import Data, HeteroData
     from torch_geometric.data.graph_store import EdgeAttr
-    from torch_geometric.loader import NodeLoader
+    from torch_geometric.loader import LinkLoader, NodeLoader
     from torch_geometric.sampler import NodeSamplerInput
 
     from featstore.adapters.pyg import FeatstoreFeatures, FeatstoreGraph, FeatstoreSampler, RowAttr
@@ -66,7 +70,8 @@ def features() -> Any:
 
 
 def loader_over(graph: tuple[Any, Any], store: Any, **options: Any) -> Any:
-    sampler = FeatstoreSampler(NeighborSampler(*graph, [4, 3], seed=9))
+    numbers = torch.arange(len(graph[1]))  # edges are in the order of these arrays
+    sampler = FeatstoreSampler(NeighborSampler(*graph, [4, 3], seed=9), edge_permutation=numbers)
     data = (store, FeatstoreGraph(*graph))
     return NodeLoader(data, sampler, input_nodes=torch.arange(0, NODES, 3), batch_size=32, **options)
 
@@ -231,7 +236,7 @@ def test_indices_that_pyg_allows(name: str) -> None:
 def test_feature_store_refusals() -> None:
     table = np.zeros((6, 2), dtype=np.float32)
     reader = ArrayReader(features=table)
-    with pytest.raises(SourceError, match="no table 'nodes'; it has features"):
+    with pytest.raises(SourceError, match="no table 'nodes'; it has 'features'"):
         FeatstoreFeatures(reader, {(None, "x"): "nodes"})
     with pytest.raises(SourceError, match="as a table and as an array"):
         FeatstoreFeatures(reader, arrays={(None, "x"): table})
@@ -265,3 +270,216 @@ def test_graph_store(graph: Any) -> None:
         store.put_edge_index((row, colptr), attr)
     with pytest.raises(SourceError, match="read-only"):
         store.remove_edge_index(attr)
+
+
+# Edges: their numbers, their data, and mini-batches that have none.
+
+
+class EdgeData:
+    """A graph as a user has it: edges in no order, and what is known of each."""
+
+    def __init__(self) -> None:
+        rng = np.random.default_rng(11)
+        pairs = np.stack([rng.integers(0, NODES, NODES * 6), rng.integers(0, NODES, NODES * 6)])
+        self.edges = torch.from_numpy(rng.permutation(np.unique(pairs, axis=1), axis=1))
+        self.count = self.edges.shape[1]
+        self.values = self.edges[0] * NODES + self.edges[1]  # says which edge it is
+
+    def data(self, **more: Any) -> Data:
+        return Data(edge_index=self.edges, num_nodes=NODES, **more)
+
+    def csc(self) -> tuple[Any, Any, Any]:
+        """(indptr, indices, the column in ``edges`` of each)"""
+        order = np.argsort(self.edges[1].numpy(), kind="stable")
+        indptr = np.searchsorted(self.edges[1].numpy()[order], np.arange(NODES + 1)).astype(np.int64)
+        return indptr, self.edges[0].numpy()[order], order
+
+    def wrong(self, batch: Any, name: str) -> int:
+        """How many values of a mini-batch are of other edges."""
+        source, target = batch.n_id[batch.edge_index]
+        return int((batch[name].reshape(len(source), -1)[:, 0] != source * NODES + target).sum())
+
+
+@pytest.fixture(scope="module")
+def edge_data() -> EdgeData:
+    return EdgeData()
+
+
+@pytest.fixture(scope="module")
+def graph_store(edge_data: EdgeData, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    features = np.random.default_rng(6).standard_normal((NODES, 7)).astype(np.float32)
+    path = tmp_path_factory.mktemp("graph") / "store"
+    edges = edge_data.edges.numpy()
+    with featstore.pack(path, features, graph=edges, topology=True, order="ldg", partitions=4) as store:
+        yield store
+
+
+def loader_of(data: Any, sampler: FeatstoreSampler, **options: Any) -> Any:
+    return NodeLoader(data, sampler, input_nodes=torch.arange(0, NODES, 9), batch_size=16, **options)
+
+
+@pytest.fixture(scope="module")
+def by_place(graph_store: Any) -> Any:
+    """Samplers by where the graph is."""
+    in_memory = NeighborSampler(*next(iter(graph_store.graphs.values())).csc(), [4, 3])
+    with graph_store.sampler([4, 3], memory="16MiB") as stored:
+        yield {"in memory": FeatstoreSampler(in_memory), "stored": FeatstoreSampler(stored)}
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_refusal_comes_out_of_workers(edge_data: EdgeData, workers: int) -> None:
+    data = edge_data.data(edge_attr=edge_data.values)
+    for in_worker in (False, True):
+        loader = loader_of(
+            data, FeatstoreSampler(NeighborSampler(*edge_data.csc()[:2], [4, 3])), num_workers=workers, filter_per_worker=in_worker,
+            multiprocessing_context="fork" if workers else None, timeout=60 if workers else 0,
+        )  # fmt: skip
+        with pytest.raises(SourceError, match="data of edges"):
+            next(iter(loader))
+
+
+@pytest.mark.parametrize("which", ["in memory", "stored"])
+@pytest.mark.parametrize("name", ["edge_attr", "edge_weight", "edge_time", "colour"])
+def test_data_of_edges_never_comes_by_other_numbers(edge_data: EdgeData, by_place: Any, which: str, name: str) -> None:
+    sampler = by_place[which]
+    data = edge_data.data(**{name: edge_data.values[:, None] if name == "edge_attr" else edge_data.values})
+    for in_worker in (False, True):
+        with pytest.raises(SourceError, match=r"from_data.*edge_permutation=.*typed graphs, later"):
+            next(iter(loader_of(data, sampler, filter_per_worker=in_worker)))
+    plain = next(iter(loader_of(edge_data.data(y=torch.arange(NODES)), sampler)))
+    source, target = plain.n_id[plain.edge_index]
+    assert np.isin((source * NODES + target).numpy(), edge_data.values.numpy()).all(), "edges are edges"
+    assert torch.equal(plain.y, plain.n_id)
+    assert "e_id" not in plain, "a number of another order looks like the user's"
+
+
+def test_data_of_edges_without_edge_index(edge_data: EdgeData, by_place: Any) -> None:
+    data = Data(num_nodes=NODES, edge_attr=edge_data.values[:, None])
+    with pytest.raises(SourceError, match="data of edges"):
+        next(iter(loader_of(data, by_place["stored"])))
+
+
+@pytest.mark.parametrize("how", ["from_data", "edge_permutation", "same order"])
+def test_data_of_edges_is_right_where_numbers_are_the_users(edge_data: EdgeData, how: str) -> None:
+    indptr, indices, order = edge_data.csc()
+    values, data = edge_data.values, edge_data.data()
+    if how == "from_data":
+        sampler = FeatstoreSampler.from_data(data, [4, -1], seed=3)
+    elif how == "edge_permutation":
+        sampler = FeatstoreSampler(NeighborSampler(indptr, indices, [4, -1]), edge_permutation=torch.from_numpy(order))
+    else:
+        values = values[order]
+        data = Data(edge_index=edge_data.edges[:, order], num_nodes=NODES)
+        numbers = torch.arange(edge_data.count)
+        sampler = FeatstoreSampler(NeighborSampler(indptr, indices, [4, -1]), edge_permutation=numbers)
+    data.edge_attr, data.edge_weight, data.edge_time = values[:, None], values.double(), values.numpy()
+    seen = 0
+    for batch in loader_of(data, sampler):
+        assert [edge_data.wrong(batch, name) for name in ("edge_attr", "edge_weight", "edge_time")] == [0, 0, 0]
+        assert torch.equal(values[batch.e_id], batch.edge_attr[:, 0])
+        seen += len(batch.e_id)
+    assert seen > edge_data.count / 4
+
+
+def test_what_no_sampler_is_made_from(edge_data: EdgeData, graph_store: Any) -> None:
+    with pytest.raises(SourceError, match="this Data has none"):
+        FeatstoreSampler.from_data(Data(num_nodes=4), [2])
+    with pytest.raises(SourceError, match="this HeteroData has none"):
+        FeatstoreSampler.from_data(HeteroData(), [2])
+    with pytest.raises(SourceError, match="nodes -1 to 5, and num_nodes is 6"):
+        FeatstoreSampler.from_data(Data(edge_index=torch.tensor([[0, 5], [-1, 0]]), num_nodes=6), [2])
+    in_memory = open_sampler(graph_store, [2], in_memory=True)
+    with graph_store.sampler([2], memory="16MiB") as stored:
+        for sampler in (in_memory, stored):
+            with pytest.raises(SourceError, match="order of its own"):
+                FeatstoreSampler(sampler, edge_permutation=torch.arange(edge_data.count))
+    own = NeighborSampler(*edge_data.csc()[:2], [2])
+    for bad in (torch.arange(3), torch.arange(edge_data.count).float(), -torch.ones(edge_data.count).long(), [0]):
+        with pytest.raises(SourceError, match="edge_permutation must be an int64 tensor"):
+            FeatstoreSampler(own, edge_permutation=bad)
+
+
+def test_features_of_edges_are_not_asked_for_by_nodes(edge_data: EdgeData) -> None:
+    nodes, edges = np.zeros((NODES, 2), np.float32), np.ones((edge_data.count, 2), np.float32)
+    reader = ArrayReader(features=nodes, edge_features=edges)
+    names = [(attr.group_name, attr.attr_name) for attr in FeatstoreFeatures(reader).get_all_tensor_attrs()]
+    assert names == [(None, "x")], "an edge table is no attribute of nodes"
+    indptr, indices, _ = edge_data.csc()
+    sampler = FeatstoreSampler(NeighborSampler(indptr, indices, [2]))
+    for batch in loader_of((FeatstoreFeatures(reader), FeatstoreGraph(indptr, indices)), sampler):
+        assert not batch.x.any()
+        assert "e_id" not in batch
+    with pytest.raises(SourceError, match="'z' is of edges"):
+        FeatstoreFeatures(reader, {(None, "z"): "edge_features"})
+    with pytest.raises(SourceError, match="'edge_attr' is of edges"):
+        FeatstoreFeatures(reader, arrays={(None, "edge_attr"): edges})
+    with pytest.raises(SourceError, match=r"has 3 rows, .* has 400: both are of the same nodes"):
+        FeatstoreFeatures(reader, arrays={(None, "y"): torch.zeros(3)})
+
+
+def test_rows_of_another_type_are_not_asked_for_by_these_nodes(edge_data: EdgeData) -> None:
+    reader = ArrayReader(features=np.zeros((NODES, 2)), author=np.ones((NODES, 2)))
+    indptr, indices, _ = edge_data.csc()
+    sampler = FeatstoreSampler(NeighborSampler(indptr, indices, [2]))
+    with pytest.raises(SourceError, match=r"of \['author'\] were asked for by the same ids"):
+        next(iter(loader_of((FeatstoreFeatures(reader), FeatstoreGraph(indptr, indices)), sampler)))
+
+
+def test_a_mini_batch_without_its_edges_is_refused(graph_store: Any, by_place: Any, tmp_path: Any) -> None:
+    sampler = by_place["stored"]
+    bare = loader_of(Data(num_nodes=NODES), sampler)
+    with (
+        featstore.OnlineLoader(graph_store, bare, memory="32MiB") as loader,
+        pytest.raises(SourceError, match="has no edge_index"),
+    ):
+        next(iter(loader))
+    with pytest.raises(SourceError, match="has no edge_index"):
+        featstore.Trace.record(bare, tmp_path / "t")
+    data = Data(num_nodes=NODES, edge_index=torch.empty((2, 0), dtype=torch.long))  # as the message says
+    with featstore.OnlineLoader(graph_store, loader_of(data, sampler), memory="32MiB") as loader:
+        assert next(iter(loader)).edge_index.shape[1] > 100
+
+
+def test_rows_by_a_samplers_own_edge_numbers_are_refused(edge_data: EdgeData, tmp_path: Any) -> None:
+    features, values = np.zeros((NODES, 2), np.float32), edge_data.values.numpy()[:, None]
+    indptr, indices, order = edge_data.csc()
+    sampler = NeighborSampler(indptr, indices, [4])
+    batches = [sampler.sample(np.arange(5))]
+    with featstore.pack(tmp_path / "s", {"features": features, "edge_features": values}) as store:
+        both = {"memory": "64MiB", "nodes": lambda b: {"features": b.node, "edge_features": b.edge_id}}
+        with featstore.OnlineLoader(store, batches, **both) as loader, pytest.raises(SourceError, match="by edge_id"):
+            next(iter(loader))
+        both["nodes"] = lambda b: {"features": b.node, "edge_features": order[b.edge_id]}
+        with featstore.OnlineLoader(store, batches, **both) as loader:
+            (got,) = loader
+        batch = batches[0]
+        expected = batch.node[batch.row] * NODES + batch.node[batch.col]
+        np.testing.assert_array_equal(got.x["edge_features"][:, 0], expected)
+
+
+def test_loaders_of_links_and_of_types_are_refused(edge_data: EdgeData) -> None:
+    sampler = FeatstoreSampler.from_data(edge_data.data(), [2])
+    links = LinkLoader(edge_data.data(edge_attr=edge_data.values), sampler, edge_label_index=edge_data.edges[:, :9])
+    with pytest.raises(SourceError, match="use NodeLoader, not LinkLoader"):
+        next(iter(links))
+    typed = HeteroData()
+    typed["paper"].num_nodes = NODES
+    typed["paper", "to", "paper"].edge_index = edge_data.edges
+    typed["paper", "to", "paper"].edge_attr = edge_data.values
+    with pytest.raises(SourceError, match="typed graphs come later"):
+        next(iter(NodeLoader(typed, sampler, input_nodes=("paper", torch.arange(9)))))
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        slice("a", "b"), slice(0, 3, 0), [[1], [2, 3]], object(), "abc", np.array([0.5]), torch.empty(3, device="meta", dtype=torch.int64),
+        torch.empty(3, device="meta", dtype=torch.bool), np.array([-1]), [2**40], [2**70], np.ma.array([1], mask=[True]),
+    ],
+    ids=lambda index: re.sub(" at 0x.*", "", repr(index)),
+)  # fmt: skip
+def test_an_index_of_a_tensor_that_is_none_is_refused(tmp_path: Path, index: Any) -> None:
+    with featstore.pack(tmp_path / "s", np.zeros((9, 4), np.float32)) as store, store.reader(memory="32MiB") as reader:
+        features = FeatstoreFeatures(reader)
+        with pytest.raises(FeatstoreError):
+            features.get_tensor(group_name=None, attr_name="x", index=index)

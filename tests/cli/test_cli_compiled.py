@@ -12,7 +12,7 @@ import pytest
 from cli_support import ROWS, Call, parsed
 
 import featstore
-from featstore.trace import Trace
+from featstore.trace.trace import Trace
 
 BATCHES = 6
 
@@ -127,7 +127,7 @@ def test_pack_a_trace_again(call: Call, compiled: Path, trace: Path) -> None:
 def test_an_interrupted_compilation_says_how_to_go_on(
     call: Call, own: Path, trace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from featstore.compiled import build
+    from featstore.compile import build
 
     whole = tree(own)
     options = ["pack", own, "--trace", trace, "--memory", "16MiB", "-q"]
@@ -305,7 +305,8 @@ def test_gc_removes_what_killed_compilations_left(call: Call, compiled: Path) ->
         (packs / name).mkdir(parents=True)
     (packs / "x/g000001.journal").write_text("{}")
     (packs / "train.trace/recording.log").write_bytes(b"\0" * 10)
-    (packs / "never/lock").write_text("1")
+    for name in ("x", "never", "y.forecast", "train.trace"):
+        (packs / name / "lock").write_text("1\n")
     gone = [e["path"] for e in parsed(call("gc", compiled, "--json"))["removed"]]
     assert gone == ["packs/never", "packs/y.forecast"]
     assert sorted(p.name for p in packs.iterdir()) == ["default", "train.trace", "x"]
@@ -316,7 +317,7 @@ def test_gc_removes_what_killed_compilations_left(call: Call, compiled: Path) ->
 
 
 def test_gc_leaves_what_is_being_written(call: Call, compiled: Path, inputs: Path) -> None:
-    from featstore.packing.generations import writer_lock
+    from featstore.storage.generations import writer_lock
 
     overwrite(compiled, inputs)
     with writer_lock(compiled / "packs/default"):

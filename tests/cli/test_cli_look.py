@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -10,8 +11,8 @@ import pytest
 from cli_support import COLUMNS, ROWS, Call, parsed
 
 import featstore
-from featstore.cost import DeviceModel, device_key, models_path, save_model
 from featstore.engine import choose
+from featstore.plan.cost import DeviceModel, device_key, models_path, save_model
 
 
 @pytest.fixture
@@ -179,6 +180,13 @@ def test_verify_names_file_and_page(call: Call, copy: Path) -> None:
     assert "featstore: error: corrupt data in" in result.stderr
 
 
+def test_names_that_are_no_text_are_shown(call: Call, copy: Path) -> None:
+    """A foreign file may have any name: it is shown with backslashes, and no error of output."""
+    generation = next(p for p in copy.iterdir() if p.is_dir() and p.name.startswith("g0"))
+    (generation / os.fsdecode(b"\xff\xfe")).write_bytes(b"")
+    assert "\\udcff\\udcfe" in call("verify", copy).stdout
+
+
 def test_verify_names_pages_of_graphs(call: Call, copy: Path) -> None:
     path = next(copy.glob("g*/graphs/features/sources/rows/c.0*"))
     flip(path, 4096 + 7)
@@ -242,6 +250,15 @@ def test_explain_tiers_and_budgets(call: Call, store: Path) -> None:
     assert "cannot read '-1' as a size" in call("explain", store, "--memory", "-1", code=2).stderr
 
 
+def test_explain_means_one_thing_by_amplification(call: Call, store: Path) -> None:
+    options = ("--random", 2000, "--static", "none", "--run")
+    data = parsed(call("explain", store, *options, "--json"))
+    plan, run = data["plan"]["tables"][0], data["run"]["stats"]
+    assert plan["amplification"] == pytest.approx(run["amplification"], rel=0.01)  # the file's last page is not whole
+    text = call("explain", store, *options).stdout
+    assert text.count("amplification 1.50") == 2
+
+
 def test_explain_several_tables(call: Call, two_tables: Path) -> None:
     assert "say which with --table: 'paper', 'author'" in call("explain", two_tables, code=2).stderr
     assert (
@@ -281,7 +298,7 @@ def test_gc(call: Call, copy: Path, inputs: Path) -> None:
         featstore.pack(copy, inputs / "rows.npy", overwrite=True).close()  # an open reader holds the old generation
         assert call("gc", copy).stdout == "nothing to remove\n"
     data = parsed(call("gc", copy, "--dry-run", "--json"))
-    assert set(data) == {"schema", "store", "dry_run", "removed", "bytes", "stale"}
+    assert set(data) == {"schema", "store", "dry_run", "removed", "bytes", "stale", "held", "unproven"}
     assert data["schema"] == "featstore.gc/1"
     assert [entry["path"] for entry in data["removed"]] == ["g000001"]
     assert data["bytes"] == sum(p.stat().st_size for p in (copy / "g000001").rglob("*") if p.is_file())
@@ -302,7 +319,7 @@ def test_gc_unfinished(call: Call, copy: Path) -> None:
 
 
 def test_gc_while_a_pack_writes(call: Call, copy: Path) -> None:
-    from featstore.packing.generations import writer_lock
+    from featstore.storage.generations import writer_lock
 
     with writer_lock(copy):
         assert "is being written by process" in call("gc", copy, code=1).stderr

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from cli_support import Call
 from click.testing import CliRunner
@@ -43,6 +44,12 @@ def test_help_is_quick_and_loads_nothing() -> None:
 def test_a_store_from_the_shell(inputs: Path, tmp_path: Path) -> None:
     done = command("pack", tmp_path / "s", "--features", inputs / "rows.npy", "-q")
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    (tmp_path / "edges.csv").write_text("0,1,5\n1,0,6\n")
+    np.save(tmp_path / "two.npy", np.zeros((2, 3)))
+    done = command("pack", tmp_path / "t", "--features", tmp_path / "two.npy", "--graph", tmp_path / "edges.csv", "-q")
+    assert (done.returncode, done.stdout) == (0, "")
+    assert done.stderr.startswith(f"featstore: warning: {tmp_path / 'edges.csv'}: not stored: column 3. "), done.stderr
+    assert done.stderr.count("\n") == 1, "no line of Python"
     done = command("inspect", tmp_path / "nowhere")
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr == f"featstore: error: there is no store at {tmp_path / 'nowhere'}\n"

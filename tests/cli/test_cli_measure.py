@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,15 +13,15 @@ import pytest
 from cli_support import ROWS, Call, parsed
 
 import featstore
-import featstore.calibrate
-from featstore.cost import load_models, models_path
+import featstore.measure.calibrate
+from featstore.plan.cost import load_models, models_path
 
 
 @pytest.fixture
 def little(monkeypatch: pytest.MonkeyPatch) -> None:
     """Temporary stores of 4 MiB instead of 512."""
-    real = featstore.calibrate.measure
-    monkeypatch.setattr(featstore.calibrate, "measure", lambda *a, **k: real(*a, **k, data_bytes_min=4 << 20))
+    real = featstore.measure.calibrate.measure
+    monkeypatch.setattr(featstore.measure.calibrate, "measure", lambda *a, **k: real(*a, **k, data_bytes_min=4 << 20))
 
 
 @pytest.mark.usefixtures("little")
@@ -46,6 +48,31 @@ def test_calibrate_all_of_a_directory(call: Call, tmp_path: Path) -> None:
     assert not models_path().exists()
     assert call("calibrate", tmp_path, "--engine", "mmap", "--seconds", "0.1", "-q").stdout == ""
     assert models_path().exists()
+
+
+@pytest.mark.usefixtures("little")
+def test_measuring_leaves_nothing_behind(
+    call: Call, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for calibrate's file, where it is asked for: not beside the store, not in the temporary directory."""
+
+    def around() -> dict[str, int]:
+        found = {str(p): p.lstat().st_mtime_ns for p in tmp_path.rglob("*") if not p.is_dir()}
+        return found | {str(p): 0 for p in tmp_path.rglob("*") if p.is_dir()}
+
+    for name in ("tmp", "home", "cache"):
+        (tmp_path / name).mkdir()
+    for name, where in (("TMPDIR", "tmp"), ("HOME", "home"), ("FEATSTORE_CACHE", "cache")):
+        monkeypatch.setenv(name, str(tmp_path / where))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    copy = shutil.copytree(store, tmp_path / "s")
+    (tmp_path / "cache/notes").write_text("mine")
+    before = around()
+    call("calibrate", copy, "--engine", "threads", "--seconds", "0.1", "--dry-run")
+    call("bench", copy, "--seconds", "0.02", "--engine", "threads")
+    assert around() == before
+    call("calibrate", copy, "--engine", "threads", "--seconds", "0.1")
+    assert set(around()) - set(before) == {str(models_path())}
 
 
 def test_calibrate_mistakes(call: Call, tmp_path: Path) -> None:
@@ -97,7 +124,7 @@ def test_bench_any_row_size(call: Call, tmp_path: Path, shape: tuple[int, int], 
 
 
 def test_demo(call: Call, inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import featstore.demo
+    import featstore_demo
 
     asked: list[dict[str, Any]] = []
     report = SimpleNamespace(identical=True, to_json=lambda: {"schema": "featstore.demo/1", "steps": 1})
@@ -106,8 +133,8 @@ def test_demo(call: Call, inputs: Path, tmp_path: Path, monkeypatch: pytest.Monk
         asked.append(options)
         return report
 
-    monkeypatch.setattr(featstore.demo, "run", run)
-    monkeypatch.setattr(featstore.demo, "render", lambda given: "the report" if given is report else "another")
+    monkeypatch.setattr(featstore_demo, "run", run)
+    monkeypatch.setattr(featstore_demo, "render", lambda given: "the report" if given is report else "another")
     data = parsed(
         call("demo", "--memory", "5MiB", "--data", inputs / "rows.npz", "--epochs", 2, "--engine", "threads", "--json")
     )

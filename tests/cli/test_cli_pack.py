@@ -14,7 +14,7 @@ from featstore_cli.main import cli
 from featstore_cli.options import SHAPE
 
 import featstore
-from featstore.disk import Disk
+from featstore.storage.disk import Disk
 
 
 def _read(path: Path, table: str = "features") -> Any:
@@ -285,3 +285,82 @@ def test_shapes() -> None:
     for text in ("", "a", "1,,2", "1.5,2"):
         with pytest.raises(ValueError, match="is not a shape"):
             SHAPE.parse(text)
+
+
+def test_the_function_has_the_options_of_the_command() -> None:
+    """One name, one meaning: what the command has for packing, ``featstore.pack`` has, and the other way round."""
+    import inspect
+
+    from featstore_cli.compiled import trace_options
+
+    def alone() -> None:
+        pass
+
+    of_traces = {option.name for option in trace_options(alone).__click_params__}  # type: ignore[attr-defined]
+    command = {p.name for p in cli.get_command(Context(cli), "pack").params} - of_traces - {"as_json", "quiet", "debug"}
+    function = set(inspect.signature(featstore.pack).parameters) - {"progress", "disk"}
+    assert {"array" if name == "arrays" else name for name in function} == command
+    documented = inspect.getdoc(featstore.pack) or ""
+    for name in inspect.signature(featstore.pack).parameters:
+        assert f"\n    {name}: " in documented, f"{name} is documented"
+
+
+def test_columns_and_ids(call: Call, tmp_path: Path) -> None:
+    features = np.random.default_rng(0).standard_normal((50, 2)).astype(np.float32)
+    ids = np.random.default_rng(1).permutation(50)
+    lines = [f"{i},{a},{b},{a}" for i, (a, b) in zip(ids, features)]
+    (tmp_path / "x.csv").write_text("\n".join(["node_id,a,b,c", *lines]) + "\n")
+    base = ["--features", tmp_path / "x.csv"]
+    refused = call("pack", tmp_path / "s", *base, code=1).stderr
+    assert "'node_id' looks like the ids of the rows" in refused
+    assert "id=" in refused
+    assert not (tmp_path / "s").exists()
+    text = call("pack", tmp_path / "s", *base, "--id", "node_id", "--columns", "a,b").stdout
+    for words in ("columns", "a, b", "left out", "node ids", "by id 'node_id'"):
+        assert words in text
+    assert "by id 'node_id'" in call("inspect", tmp_path / "s").stdout
+    np.testing.assert_array_equal(_read(tmp_path / "s")[ids], features)
+    text = call("pack", tmp_path / "t", *base, "--columns", "features=b").stdout
+    assert "by the order of the file" in text
+    np.testing.assert_array_equal(_read(tmp_path / "t")[:, 0], features[:, 1])
+    assert _read(tmp_path / "t").shape == (50, 1)
+    call("pack", tmp_path / "u", *base, "--columns", "*", "-q")
+    assert _read(tmp_path / "u").shape == (50, 4)
+    assert "'z'" in call("pack", tmp_path / "v", *base, "--id", "z", code=1).stderr
+
+
+def test_a_graph_by_key_and_shapes_that_are_held_against_files(call: Call, inputs: Path, tmp_path: Path) -> None:
+    call("pack", tmp_path / "s", "--features", inputs / "rows.npy", "--graph", inputs / "edges.npz", "--graph-key", "e")
+    with featstore.open(tmp_path / "s") as store:
+        assert store.graphs["features"].edges == 4 * ROWS
+    call("pack", tmp_path / "t", "--features", inputs / "rows.npy", "--shape", f"-1,{COLUMNS}", "-q")
+    wrong = call("pack", tmp_path / "u", "--features", inputs / "rows.npy", "--shape", f"-1,{COLUMNS + 1}", code=1)
+    assert "has shape" in wrong.stderr
+
+
+def test_progress_shows_no_bytes_where_none_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    import io
+    import sys
+
+    from click import Command
+    from featstore_cli.output import progress
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    def drawn(*steps: tuple[str, float, float | None]) -> str:
+        terminal = Terminal()
+        monkeypatch.setattr(sys, "stderr", terminal)
+        monkeypatch.setenv("TERM", "xterm")
+        monkeypatch.setenv("COLUMNS", "150")
+        with Context(Command("pack")), progress("starting") as tell:
+            for step in steps:
+                tell(*step)
+        return terminal.getvalue()
+
+    waiting = drawn(("features: order", 0, None))
+    assert "features: order" in waiting
+    assert "bytes" not in waiting
+    assert "/?" not in waiting
+    assert "/1.0 MiB" in drawn(("features: order", 0, None), ("features: write", 2**19, 2**20))

@@ -11,8 +11,8 @@ from cli_support import ROWS, Call, parsed
 
 import featstore
 from featstore.errors import IncompleteStoreError
-from featstore.trace import Trace
-from featstore.tracing import sampling
+from featstore.sampling import batches as sampling
+from featstore.trace.trace import Trace
 
 
 @pytest.fixture
@@ -101,7 +101,7 @@ def test_interrupted_and_resumed(
     assert "interrupted; run the same command again with --resume" in result.stderr
     monkeypatch.undo()
     assert "unfinished recording" in call(*arguments, code=1).stderr
-    assert "the recording is unfinished; run" in call(*arguments, code=1).stderr
+    assert "--resume" in call(*arguments, code=1).stderr
     far = parsed(call("inspect", out, "--json"))
     assert far["complete"] is False
     assert far["uuid"] is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from cli_support import ROWS, Call, parsed
 
 import featstore
+from featstore.tune import timetable
 
 OPTIONS = ["--fanouts", "4,3", "--batch-size", 100, "--memory", "16MiB", "--seconds", 1, "--cores", 2]
 
@@ -20,11 +22,23 @@ def train(tmp_path: Path) -> Path:
     return path
 
 
-def test_tune(call: Call, store: Path, train: Path) -> None:
+@pytest.fixture
+def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine that is busy, nothing is left out either."""
+    monkeypatch.setattr(timetable, "LEAST_SECONDS", 60.0)
+
+
+@pytest.mark.usefixtures("unhurried")
+def test_tune(call: Call, store: Path, train: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "scratch").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "scratch"))
+    before = sorted(store.parent.rglob("*"))
     data = parsed(call("tune", store, *OPTIONS, "--train", train, "--step-ms", "30", "--json"))
+    assert sorted(store.parent.rglob("*")) == before, "something was left beside the store, or in it"
+    assert not list((tmp_path / "scratch").iterdir())
     assert data["schema"] == "featstore.tune/1"
     assert {"store", "table", "choice", "loader_options", "cores", "stages", "slowest", "seconds", "seconds_before", "epoch_batches",
-            "epoch_seconds", "tried", "hit_rate", "filling", "curve", "memory", "policy", "profile"} <= set(data)  # fmt: skip
+            "epoch_seconds", "tried", "hit_rate", "filling", "curve", "memory", "policy", "left_out", "profile"} <= set(data)  # fmt: skip
     assert set(data["profile"]["sample"]) == {"0", "1", "2"}
     assert {row["engine"] for row in data["profile"]["read"]} >= {"threads"}
     assert data["epoch_batches"] == ROWS // 2 // 100
@@ -34,6 +48,7 @@ def test_tune(call: Call, store: Path, train: Path) -> None:
     assert featstore.open(store).uuid, "the store is as it was"
 
 
+@pytest.mark.usefixtures("unhurried")
 def test_tune_text(call: Call, store: Path, train: Path) -> None:
     result = call("tune", store, *OPTIONS, "--train", train, "--hidden", 8, "--trials", 1)
     for part in (
@@ -49,6 +64,12 @@ def test_tune_text(call: Call, store: Path, train: Path) -> None:
     ):
         assert part in result.stdout
     assert "has no workers" not in result.stderr
+
+
+def test_what_there_was_no_time_for_is_named(call: Call, store: Path, train: Path) -> None:
+    result = call("tune", store, *OPTIONS, "--train", train, "--step-ms", "400", "--trials", 4)
+    assert "too few for" in result.stderr
+    assert "trying out" in result.stderr
 
 
 def test_tune_from_disk(call: Call, store: Path, train: Path) -> None:
@@ -94,4 +115,4 @@ def test_usage(call: Call, store: Path, two_tables: Path, train: Path, tmp_path:
     assert "there is no store" in call("tune", tmp_path / "none", "--fanouts", "4", code=1).stderr
     text = call("tune", store, *OPTIONS, "--train", train, "--step-ms", 0, "--memory", "1MiB", code=1).stderr
     assert "the smallest that works" in text
-    assert "no policy 'best'" in call("tune", store, *OPTIONS, "--step-ms", 0, "--policy", "best", code=1).stderr
+    assert "not 'best'" in call("tune", store, *OPTIONS, "--step-ms", 0, "--policy", "best", code=1).stderr

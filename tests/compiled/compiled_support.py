@@ -11,13 +11,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 import featstore
-from featstore.compiled.groups import shared_order
-from featstore.compiled.placement import Forecast, Placement, forecast
-from featstore.compiled.table import Policy
-from featstore.cost import DeviceModel
-from featstore.disk import Disk, File
+from featstore.compile.decide import Policy
+from featstore.compile.groups import shared_order
+from featstore.compile.placement import Forecast, Placement, forecast
 from featstore.layout import TableLayout
-from featstore.trace import Trace
+from featstore.plan.cost import DeviceModel
+from featstore.storage.disk import Disk, File
+from featstore.trace.trace import Trace
 
 
 class QuickDisk(Disk):

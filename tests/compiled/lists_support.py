@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 from hypothesis import strategies as st
 
-from featstore.compiled.lists import RowLists, RowListsWriter
-from featstore.disk import Disk
+from featstore.compile.row_lists import RowLists, RowListsWriter
+from featstore.storage.disk import Disk
 
 Array = np.ndarray
 

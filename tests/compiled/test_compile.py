@@ -14,11 +14,12 @@ from hypothesis import strategies as st
 
 import featstore
 import featstore.layout.table
-from featstore.compiled import packing, segments
-from featstore.compiled.placement import Choice, Placement
-from featstore.compiled.table import OURS
+from featstore.compile import segments
+from featstore.compile import write_table as packing
+from featstore.compile.decide import OURS
+from featstore.compile.placement import Choice, Placement
 from featstore.errors import IdError, SourceError
-from featstore.trace import Trace
+from featstore.trace.trace import Trace
 
 RECORD = np.dtype([("id", "<u4"), ("at", "<f4", (2,)), ("tag", "S3")])  # 15 bytes
 #: (dtype, row shape); the row sizes are 1 B to 40 kB, those that divide a page and those that do not.
@@ -207,7 +208,7 @@ def test_what_the_trace_asks_for_must_be_there(one: Case, tmp_path: Path) -> Non
     typed = Trace.record([{"author": np.array([3])}], tmp_path / "typed")
     with pytest.raises(SourceError, match=r"'author'; the store's tables are 't'"):
         featstore.compile_trace(one.store, typed, "x")
-    with pytest.raises(SourceError, match="residency must be 'min' or 'fixed'"):
+    with pytest.raises(SourceError, match="residency must be one of 'min', 'fixed', not 'lru'"):
         one.compile(residency="lru")
     with pytest.raises(featstore.errors.FormatError, match="not allowed"):
         one.compile("../x")

@@ -21,9 +21,9 @@ from compiled_support import Case, QuickDisk, make_case, placed, rows_of, skewed
 
 import featstore
 import featstore.layout.table
-from featstore.compiled import packing, segments
-from featstore.compiled.placement import Choice, Placement
-from featstore.cost import DeviceModel, device_key, models_path, save_model
+from featstore.compile import segments
+from featstore.compile import write_table as packing
+from featstore.compile.placement import Choice, Placement
 from featstore.errors import (
     BudgetError,
     CorruptionError,
@@ -36,8 +36,9 @@ from featstore.errors import (
     StoreExistsError,
     StoreLockedError,
 )
-from featstore.packing.generations import collect, writer_lock
-from featstore.trace import Trace
+from featstore.plan.cost import DeviceModel, device_key, models_path, save_model
+from featstore.storage.generations import collect, writer_lock
+from featstore.trace.trace import Trace
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "crash"))
 from disks import FailingDisk, Lost, RecordingDisk, crash_states, materialise
@@ -300,7 +301,7 @@ def test_what_is_resumed_must_be_the_same(case: Case, monkeypatch: pytest.Monkey
         with pytest.raises(SourceError, match="cannot resume"):
             compile_in(case, resume=True, **other)
     with (
-        Trace.record([np.arange(3)], tmp_path / "other") as other_trace,
+        Trace.record([{"t": np.arange(3), "u": np.arange(3)}], tmp_path / "other") as other_trace,
         pytest.raises(SourceError, match="cannot resume"),
     ):
         featstore.compile_trace(case.store, other_trace, "x", memory="16MiB", resume=True)
@@ -321,7 +322,7 @@ def test_a_real_kill(case: Case, tmp_path: Path) -> None:
     Trace.record(ids, tmp_path / "trace").close()
     program = (
         "import sys, featstore\n"
-        "from featstore.compiled import segments\n"
+        "from featstore.compile import segments\n"
         "segments.SLAB_BYTES_MAX, segments.CHECKPOINT_BYTES = 200_000, 400_000\n"
         "featstore.compile_trace(sys.argv[1], sys.argv[2], 'x', memory='64MiB', cache=100_000, resume=sys.argv[3] == '1',\n"
         "    progress=lambda p: print(p.stage, flush=True)).close()\n"

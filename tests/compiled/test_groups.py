@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lists_support import generators, lists_at_random, written
 
-from featstore.compiled import groups as gr
-from featstore.compiled.groups import GROUP_SIZE_MAX, GroupWork, group_of, shared_order
-from featstore.native import address_of
+from featstore.base.native import address_of
+from featstore.compile import groups as gr
+from featstore.compile.groups import GROUP_SIZE_MAX, GroupWork, group_of, shared_order
 
 sizes = st.sampled_from([1, 2, 3, 7, 8, 20, 63, 64, 200, GROUP_SIZE_MAX])
 

@@ -11,12 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lists_support import generators, lists_at_random, power_law, written
-
-from featstore.compiled import placement as pm
-from featstore.compiled.groups import GroupWork, group_of, shared_order
-from featstore.compiled.lists import RowLists
-from featstore.compiled.placement import Choice, Forecast, Placement, choose, forecast, tally_classes
-from featstore.compiled.yardsticks import (
+from yardsticks import (
     BruteForce,
     brute_force,
     minhash_order,
@@ -24,10 +19,17 @@ from featstore.compiled.yardsticks import (
     paper_forecast,
     take_minima,
 )
-from featstore.cost import DEFAULT
+
+from featstore.compile import choose as ch
+from featstore.compile import placement as pm
+from featstore.compile.choose import choose
+from featstore.compile.groups import GroupWork, group_of, shared_order
+from featstore.compile.placement import Choice, Forecast, Placement, forecast, tally_classes
+from featstore.compile.row_lists import RowLists
 from featstore.errors import BudgetError
 from featstore.layout import TableLayout
-from featstore.plan import plan_extents, plan_runs
+from featstore.plan.cost import DEFAULT
+from featstore.plan.extents import plan_extents, plan_runs
 
 EXTENT_BYTES = 64 * 1024
 MEMORY_BYTES = 1 << 26
@@ -219,7 +221,7 @@ def test_the_limit_holds_and_counts_are_exact(
     misses = written(tmp_path_factory.mktemp("lists") / "misses", lists)
     limit = int(share * misses.total * row_bytes)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pm, "EXACT_IDS", exact_ids)
+        patch.setattr(ch, "EXACT_IDS", exact_ids)
         placement, expected = chosen(misses, table_rows, row_bytes, limit)
     found = exactly(placement, misses, table_rows, row_bytes)
     assert found.disk_bytes <= limit
@@ -252,7 +254,7 @@ def test_nothing_missed_needs_nothing(tmp_path: Path) -> None:
 
 
 def test_the_same_lists_and_seed_give_the_same_placement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pm, "EXACT_IDS", 0)
+    monkeypatch.setattr(ch, "EXACT_IDS", 0)
     misses = written(tmp_path / "misses", power_law(3000, 16, 500, 0.8))
     found = [chosen(misses, 3000, 512, 3000 * 512, seed=seed) for seed in (1, 1, 2)]
     assert found[0] == found[1]
@@ -326,10 +328,10 @@ def test_a_sampled_choice_is_as_good_as_its_forecast_says(
     tmp_path: Path, row_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a sample alone, seconds are right within a few percent, and the paper's are not less."""
-    monkeypatch.setattr(pm, "EXACT_IDS", 0)
-    monkeypatch.setattr("featstore.compiled.survey.PROBE_IDS", 10_000)
-    monkeypatch.setattr("featstore.compiled.survey.DRAWN_IDS", 50_000)
-    monkeypatch.setattr("featstore.compiled.survey.SAMPLED", 1)
+    monkeypatch.setattr(ch, "EXACT_IDS", 0)
+    monkeypatch.setattr("featstore.compile.survey.PROBE_IDS", 10_000)
+    monkeypatch.setattr("featstore.compile.survey.DRAWN_IDS", 50_000)
+    monkeypatch.setattr("featstore.compile.survey.SAMPLED", 1)
     table_rows = 40_000
     misses = written(tmp_path / "misses", power_law(table_rows, 64, 3000, 0.8))
     layout = TableLayout.choose(table_rows, row_bytes)

@@ -10,8 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from featstore.compiled.record_table import byte_crcs, digest_bytes, write_records
-from featstore.compiled.records import (
+from featstore.base.native import address_of
+from featstore.compile.record_table import byte_crcs, digest_bytes, write_records
+from featstore.errors import CorruptionError
+from featstore.layout.records import (
     Lengths,
     Limits,
     TableRecord,
@@ -20,11 +22,9 @@ from featstore.compiled.records import (
     encode_record,
     record_offsets,
 )
-from featstore.disk import Disk
-from featstore.errors import CorruptionError
-from featstore.native import address_of
-from featstore.packing.rows_digest import digest_rows
-from featstore.packing.writer import Catalogue
+from featstore.storage.disk import Disk
+from featstore.storage.rows_digest import digest_rows
+from featstore.storage.table_writer import Catalogue
 
 LIMITS = Limits(packed_rows=40, shared_rows=30, base_rows=50, slots=9, device_slots=5)
 PATH = Path("records")
@@ -39,14 +39,14 @@ def records(draw: st.DrawFn) -> TableRecord:
     if len(copy) and host == len(copy):
         copy, hit = copy[:0], copy
     originals = np.concatenate([hit, packed, shared, base])
-    admitted = rng.permutation(host)[: draw(st.integers(0, host))].astype(np.int32)
+    admitted = rng.permutation(host)[: draw(st.integers(0, min(host, LIMITS.slots)))].astype(np.int32)
     where = rng.permutation(host + device).astype(np.int32)
     small = {"dtype": np.int32}
     return TableRecord(
         host + device, host, int(rng.integers(0, LIMITS.packed_rows - len(packed) + 1)),
         hit, rng.integers(0, LIMITS.slots, len(hit), **small), packed, shared, rng.integers(0, LIMITS.shared_rows, len(shared)),
         base, rng.integers(0, LIMITS.base_rows, len(base)), copy, rng.choice(originals, len(copy)) if len(copy) else copy, admitted,
-        rng.integers(0, LIMITS.slots, len(admitted), **small), where[host:] if device else where[:0],
+        rng.permutation(LIMITS.slots)[: len(admitted)].astype(np.int32), where[host:] if device else where[:0],
         rng.integers(0, LIMITS.device_slots, device, **small), where[:host] if device else where[:0],
     )  # fmt: skip
 
@@ -108,6 +108,19 @@ def test_places_filled_twice_or_never_are_refused() -> None:
     for record in (twice, never):
         with pytest.raises(CorruptionError, match="each of 2 rows once"):
             check_record(record, LIMITS, PATH)
+
+
+def test_a_slot_that_takes_two_rows_is_refused() -> None:
+    def admitting(slots: list[int]) -> TableRecord:
+        two, shared = np.array([0, 1], np.int32), np.array([1, 2], np.int64)
+        none = np.empty(0, np.int32)
+        return TableRecord(
+            2, 2, 0, none, none, none, two, shared, admit_place=two, admit_slot=np.array(slots, np.int32)
+        )
+
+    check_record(admitting([8, 3]), LIMITS, PATH)
+    with pytest.raises(CorruptionError, match="a slot that takes two rows"):
+        check_record(admitting([3, 3]), LIMITS, PATH)
 
 
 @given(

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from featstore.compiled import residency as res
-from featstore.compiled.lists import RowLists, RowListsWriter
-from featstore.compiled.residency import NEVER, MinCache, Residency, keep_fixed, keep_min, most_used
-from featstore.disk import Disk
+from featstore.compile import residency as res
+from featstore.compile.residency import NEVER, MinCache, Residency, keep_fixed, keep_min, most_used
+from featstore.compile.row_lists import RowLists, RowListsWriter
+from featstore.storage.disk import Disk
 
 ROWS = 12
 traces = st.lists(st.lists(st.integers(0, ROWS - 1), unique=True, max_size=6), min_size=1, max_size=9)

@@ -17,10 +17,10 @@ import pytest
 from compiled_support import QuickDisk, rows_of
 
 import featstore
-from featstore.compiled import rolling as module
-from featstore.compiled.loader import CompiledLoader
-from featstore.compiled.rolling import RollingLoader
 from featstore.errors import BudgetError, ClosedError, FeatstoreError, SourceError
+from featstore.loaders import rolling as module
+from featstore.loaders.compiled import CompiledLoader
+from featstore.loaders.rolling import RollingLoader
 
 ROWS, BATCHES = 300, 4
 FEATURES = rows_of(ROWS, (300,), np.float32, 1)
@@ -145,7 +145,7 @@ def test_resuming_at_any_point(store: featstore.Store) -> None:
 def test_states_that_do_not_fit(store: featstore.Store) -> None:
     with rolling(store) as loader:
         state = loader.state_dict()
-        with pytest.raises(SourceError, match="of the store nothing"):
+        with pytest.raises(SourceError, match="the state has base = 'nothing'"):
             loader.load_state_dict(state | {"base": "nothing"})
         check(iter(loader), 0, 1)
         with pytest.raises(SourceError, match="before the first mini-batch"):
@@ -159,7 +159,9 @@ def test_after_a_kill_it_goes_on_over_what_was_left(store: featstore.Store) -> N
         loader._episodes[2].result()
         shutil.copytree(store.path / "packs", store.path / "kept")
         state = loader.state_dict()
+    (store.path / "packs").rmdir()
     shutil.move(store.path / "kept", store.path / "packs")
+    assert left(store) == ["rolling-0", "rolling-1", "rolling.rolling"]
     for pack in (store.path / "packs").iterdir():  # one whole, one unfinished
         if pack.name.endswith("-0"):
             (pack / "featstore.json").unlink()

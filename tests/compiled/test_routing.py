@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from featstore.compiled.routing import look_up, route_rows
+from featstore.compile.routing import look_up, route_rows
 
 BASE, PACKED = -1, -2
 
@@ -17,9 +17,12 @@ BASE, PACKED = -1, -2
     packed=st.booleans(),
     identity=st.booleans(),
     wide=st.booleans(),
+    bits=st.integers(5, 56),
 )
 @settings(deadline=None, max_examples=80)
-def test_rows_are_parted_as_plain_python_does(seed: int, count: int, packed: bool, identity: bool, wide: bool) -> None:
+def test_rows_are_parted_as_plain_python_does(
+    seed: int, count: int, packed: bool, identity: bool, wide: bool, bits: int
+) -> None:
     rng = np.random.default_rng(seed)
     rows = rng.permutation(100)[:count].astype(np.int64 if wide else np.int32)
     place = rng.permutation(count + 3)[:count].astype(np.int32)
@@ -32,13 +35,13 @@ def test_rows_are_parted_as_plain_python_does(seed: int, count: int, packed: boo
     wanted = [at[hits], slots[moves[hits]]]
     of_missed, rows_missed = at[moves < 0], rows[moves < 0]
     mine = found == PACKED
-    wanted += [[int(r) << 32 | int(p) for r, p in zip(rows_missed[mine], of_missed[mine], strict=True)]]
+    wanted += [[int(r) << bits | int(p) for r, p in zip(rows_missed[mine], of_missed[mine], strict=True)]]
     wanted += [of_missed[found >= 0], found[found >= 0], of_missed[found == BASE], rows_missed[found == BASE]]
     wanted += [at[admits], slots[-2 - moves[admits]]]
     dtypes = [np.int32, np.int32, np.uint64, np.int32, np.int64, np.int32, np.int64, np.int32, np.int32]
     out = [np.empty(len(w), dtype) for w, dtype in zip(wanted, dtypes, strict=True)]
     none = np.empty(0, np.int32)
-    route_rows(rows, none if identity else place, moves, none if packed else found.astype(np.int32), slots, *out)
+    route_rows(rows, none if identity else place, moves, none if packed else found.astype(np.int32), slots, *out, bits)
     for own, expected in zip(out, wanted, strict=True):
         assert own.tolist() == list(expected)
 

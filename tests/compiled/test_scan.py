@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from featstore.compiled.lists import RowListsWriter
-from featstore.compiled.residency import NEVER
-from featstore.compiled.scan import distinct_rows, last_rows
-from featstore.disk import Disk
+from featstore.compile.residency import NEVER
+from featstore.compile.row_lists import RowListsWriter
+from featstore.compile.scan import distinct_rows, last_rows
+from featstore.storage.disk import Disk
 
 ROWS = 12
 batches = st.lists(st.lists(st.integers(0, ROWS - 1), max_size=9), min_size=1, max_size=7)
@@ -77,7 +77,7 @@ def test_lists_come_back_whichever_came_first(
 ) -> None:
     path: Path = tmp_path_factory.mktemp("lists") / "lists"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("featstore.compiled.lists._HOLD_BYTES", 100)
+        patch.setattr("featstore.compile.row_lists._HOLD_BYTES", 100)
         total = sum(map(len, lists))
         writer = RowListsWriter(Disk(), path, np.int32, total + spare if backward else None)
         for values in lists[::-1] if backward else lists:

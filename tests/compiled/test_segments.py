@@ -10,15 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import featstore
-from featstore.compiled import segments as seg
-from featstore.compiled.lists import RowLists, RowListsWriter
-from featstore.compiled.targets import Target
-from featstore.disk import Disk
-from featstore.engine.base import aligned_buffer
+from featstore.base.buffers import aligned_buffer
+from featstore.base.native import address_of
+from featstore.compile import segments as seg
+from featstore.compile.row_lists import RowLists, RowListsWriter
+from featstore.compile.segment_pages import Target
 from featstore.errors import BudgetError
 from featstore.layout import TableLayout
-from featstore.native import address_of
-from featstore.packing.writer import TableWriter
+from featstore.storage.disk import Disk
+from featstore.storage.table_writer import TableWriter
 
 
 class Stopped(Exception):

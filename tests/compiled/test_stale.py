@@ -14,9 +14,9 @@ import pytest
 from compiled_support import Case, QuickDisk, make_case, placed, rows_of, skewed_batches
 
 import featstore
-from featstore.compiled.placement import Choice, Placement
+from featstore.compile.placement import Choice, Placement
 from featstore.errors import CorruptionError, FeatstoreError, FormatError, IncompleteStoreError, StaleError
-from featstore.manifest import uuid_of
+from featstore.storage.manifest import uuid_of
 
 SIZES = {"paper": 200, "author": 90}
 BASE, PACKED, SHARED = (int(c) for c in Choice)
@@ -248,7 +248,7 @@ def test_rows_of_the_base_store_where_none_were_announced_are_refused(base: Path
 
 def resealed(base: Path, path: str, data: bytes) -> None:
     """Replace a file of the compiled trace so that every checksum fits."""
-    from featstore.checksum import crc_pages, digest_of_checksums
+    from featstore.base.checksum import crc_pages, digest_of_checksums
 
     root = base / "packs/default"
     manifest = json.loads((root / "featstore.json").read_text())

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lists_support import generators, lists_at_random, power_law, written
 
-from featstore.compiled import probes as pr
-from featstore.compiled import survey as sv
-from featstore.compiled.survey import PAIRS_MAX, Survey
-from featstore.cost import DEFAULT
+from featstore.compile import probes as pr
+from featstore.compile import survey as sv
+from featstore.compile.survey import PAIRS_MAX, Survey
 from featstore.layout import TableLayout
-from featstore.plan import plan_extents
+from featstore.plan.cost import DEFAULT
+from featstore.plan.extents import plan_extents
 
 PAGE = 4096
 WORD = 2**64

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from featstore.disk import Disk, File
+from featstore.storage.disk import Disk, File
 
 SECTOR_BYTES = 512
 
@@ -82,11 +82,11 @@ class RecordingDisk(Disk):
         if existed:
             self._note("unlink", path)
 
-    def rmtree(self, path):
+    def rmtree(self, path, own):
         for entry in sorted(path.rglob("*")) if path.exists() else ():
             if entry.is_file():
                 self._note("unlink", entry)
-        super().rmtree(path)
+        return super().rmtree(path, own)
 
 
 class Lost(OSError):
@@ -117,14 +117,14 @@ class FailingDisk(Disk):
         raise OSError(code, "injected")
 
     def _wrap(self, path: Path, call, *args, **kwargs):
-        from featstore.disk import _error
+        from featstore.base.system import refusal
 
         try:
             self._step()
         except Lost:
             raise
         except OSError as error:
-            raise _error(error, path, None, "do an injected operation on") from error
+            raise refusal(error, path, "do an injected operation on") from error
         return call(*args, **kwargs)
 
     def mkdir(self, path):
@@ -151,8 +151,8 @@ class FailingDisk(Disk):
     def unlink(self, path):
         return self._wrap(path, super().unlink, path)
 
-    def rmtree(self, path):
-        return self._wrap(path, super().rmtree, path)
+    def rmtree(self, path, own):
+        return self._wrap(path, super().rmtree, path, own)
 
     def close(self, file: File) -> None:
         super().close(file)

@@ -13,7 +13,7 @@ def test_choices() -> None:
     assert choose("auto") == EngineChoice("uring", "io_uring works here")
     assert choose("uring") == EngineChoice("uring", "asked for")
     assert set(ENGINES) == {"uring", "threads", "mmap"}
-    with pytest.raises(ValueError, match="no engine is called 'aio'; there are auto, uring, threads, mmap"):
+    with pytest.raises(ValueError, match="engine must be one of 'auto', 'uring', 'threads', 'mmap', not 'aio'"):
         choose("aio")
 
 

@@ -13,16 +13,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from featstore.checksum import crc_pages
-from featstore.cost import DeviceModel
+from featstore.base.checksum import crc_pages
+from featstore.base.files import direct_refusal, open_regular
 from featstore.engine import counters as C
 from featstore.engine import make
 from featstore.engine.base import Engine
-from featstore.engine.files import TableFiles, direct_refusal, open_regular
+from featstore.engine.files import TableFiles
 from featstore.engine.lane import Lane
 from featstore.errors import CancelledError, ClosedError, CorruptionError, DeviceError
 from featstore.layout import TableLayout
-from featstore.plan import plan_extents
+from featstore.plan.cost import DeviceModel
+from featstore.plan.extents import plan_extents
 
 PAGE = 4096
 NONE = np.empty(0, np.int32)

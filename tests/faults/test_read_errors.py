@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import featstore
-from featstore.cost import DeviceModel
 from featstore.errors import CorruptionError, DeviceError
-from featstore.reader import Reader
+from featstore.plan.cost import DeviceModel
+from featstore.reader.reader import Reader
 
 PAGE = 4096
 #: Plans single pages and short runs.

@@ -269,8 +269,8 @@ def test_independent_reader_uses_nothing_of_featstore() -> None:
 
 def _reseal(store: Path, path: str, data: bytes) -> None:
     """Replace a file of a copied store so that every checksum fits: only what the bytes mean is wrong."""
-    from featstore.checksum import crc_pages, digest_of_checksums
-    from featstore.manifest import uuid_of
+    from featstore.base.checksum import crc_pages, digest_of_checksums
+    from featstore.storage.manifest import uuid_of
 
     manifest = json.loads((store / "featstore.json").read_text())
 

@@ -19,7 +19,7 @@ from test_golden import GOLDEN, V1, VALIDATOR, _inner, _paths, _reseal, independ
 
 import featstore
 from featstore.errors import CorruptionError, FeatstoreError, FormatError
-from featstore.samples import decode
+from featstore.trace.samples import decode
 
 BASE, PACK = GOLDEN / "compiled", "compiled/packs/default"
 TABLES = ("paper", "author")

@@ -12,12 +12,12 @@ import scipy.sparse as sp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from featstore.base.native import address_of
 from featstore.errors import BudgetError
-from featstore.mega import sizes
-from featstore.mega.batch import gather_rows
-from featstore.mega.induce import FILLED, TARGET, Places, border_weights, count_by_partition, induce_block
-from featstore.mega.sizes import Needs, fit, sizes_of
-from featstore.native import address_of
+from featstore.loaders.mega import sizes
+from featstore.loaders.mega.batch import gather_rows
+from featstore.loaders.mega.induce import FILLED, TARGET, Places, border_weights, count_by_partition, induce_block
+from featstore.loaders.mega.sizes import Needs, fit, sizes_of
 
 
 @dataclass(frozen=True)

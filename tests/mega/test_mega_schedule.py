@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from featstore.mega.schedule import Schedule, Step, draw_steps
+from featstore.loaders.mega.schedule import Schedule, Step, draw_steps
 
 WORD = 2**64
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from featstore.online import slot_layout as layout
+from featstore.tiers.slots import layout
 
 _EMPTY, _IN_FLIGHT, _PRESENT, _FAILED = range(4)
 
@@ -112,7 +112,7 @@ class Sieve(Fifo):
 
 
 class Fingerprints:
-    """Buckets of four; see featstore/online/policies_ghosts.py."""
+    """Buckets of four; see featstore/tiers/slots/policies_ghosts.py."""
 
     def __init__(self, slots: int) -> None:
         entries = 4

@@ -20,13 +20,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 import featstore
+from featstore.engine.request import Request
 from featstore.errors import BudgetError, CancelledError, ClosedError, DeviceError, IdError
-from featstore.online import slot_layout as layout
-from featstore.online.buffer import FeatureBuffer
-from featstore.online.slot_rows import buffer_bytes, slots_for
-from featstore.online.tickets import Ticket
-from featstore.reader import Reader
-from featstore.request import Request
+from featstore.reader.reader import Reader
+from featstore.tiers.buffer import FeatureBuffer
+from featstore.tiers.slots import layout
+from featstore.tiers.slots.rows import buffer_bytes, slots_for
+from featstore.tiers.tickets import Ticket
 
 ROWS = 1000
 
@@ -185,7 +185,7 @@ def test_an_epoch_of_the_smallest_buffer(reader: Reader, watched: Watched, featu
 def test_wrong_use(reader: Reader) -> None:
     with pytest.raises(ValueError, match="either slots or memory"):
         FeatureBuffer(reader)
-    with pytest.raises(ValueError, match="no policy"):
+    with pytest.raises(ValueError, match="policy must be one of"):
         FeatureBuffer(reader, slots=3, policy="best")
     with pytest.raises(BudgetError):
         FeatureBuffer(reader, memory=100)

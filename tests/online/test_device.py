@@ -15,16 +15,16 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 import featstore
-from featstore.dtypes import bfloat16
+from featstore.base.dtypes import bfloat16
 from featstore.errors import BudgetError, CancelledError, FeatstoreError, IdError, SourceError
-from featstore.online.buffer import FeatureBuffer
-from featstore.online.saved import SavedCache
-from featstore.online.simulation import simulate
-from featstore.online.slot_layout import POLICIES
+from featstore.tiers.buffer import FeatureBuffer
+from featstore.tiers.saved import SavedCache
+from featstore.tiers.slots.layout import POLICIES
+from featstore.tiers.slots.simulation import simulate
 
 torch = pytest.importorskip("torch")
 
-from featstore.online.device import DeviceBuffer, DeviceTicket  # noqa: E402
+from featstore.tiers.device import DeviceBuffer, DeviceTicket  # noqa: E402
 
 ROWS, ROW_BYTES = 900, 20
 ON_DEVICES = sorted(set(POLICIES) - {"min", "static"})
@@ -214,7 +214,7 @@ def test_the_memory_it_names_works(store: Any, x: np.ndarray) -> None:
     ("options", "error", "match"),
     [
         ({"device_memory": "1MiB"}, SourceError, "say on which, with device="),
-        ({"device": "cpu", "device_memory": "1MiB", "device_policy": "static"}, SourceError, "no policy 'static' for devices"),
+        ({"device": "cpu", "device_memory": "1MiB", "device_policy": "static"}, SourceError, "device_policy must be .* not 'static'"),
         ({"device": "nonsense"}, SourceError, "device='nonsense' cannot be used here"),
         ({"device": "cpu", "tensors": False}, SourceError, "leave out device="),
     ],

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 import featstore
 from featstore.errors import BudgetError, ClosedError, FeatstoreError, IdError, SourceError
-from featstore.online import division, extraction
-from featstore.online.slot_layout import POLICIES
+from featstore.loaders.online import budget as division
+from featstore.loaders.online import extraction
+from featstore.tiers.slots.layout import POLICIES
 
 ROWS, BATCHES = 3000, 9
 ENGINES = ("uring", "threads", "mmap")
@@ -178,9 +179,9 @@ def test_going_on_in_the_middle(store: Any, x: np.ndarray, after: int) -> None:
 def test_states_of_others_are_refused(store: Any) -> None:
     with featstore.OnlineLoader(store, skewed) as loader:
         state = loader.state_dict()
-        with pytest.raises(SourceError, match="of the store"):
+        with pytest.raises(SourceError, match="the state has store = 'other'"):
             loader.load_state_dict(state | {"store": "other"})
-        with pytest.raises(SourceError, match="no mini-batch"):
+        with pytest.raises(SourceError, match="next of the state must not be negative"):
             loader.load_state_dict(state | {"next": -1})
     with featstore.OnlineLoader(store, skewed, overtake=True) as loader, pytest.raises(SourceError, match="overtake"):
         loader.state_dict()
@@ -412,7 +413,7 @@ def _none_of_numbers(batch: Any) -> Any:
         (lambda s: featstore.OnlineLoader(s, [np.arange(3), np.array([ROWS])]), IdError, "mini-batch 1: "),
         (lambda s: featstore.OnlineLoader(s, skewed, batch_rows=0), SourceError, "at least 1, not 0"),
         (lambda s: featstore.OnlineLoader(s, skewed, batch_rows={"features": "x"}), SourceError, "whole number"),
-        (lambda s: featstore.OnlineLoader(s, skewed, policy="best"), SourceError, "no policy 'best'"),
+        (lambda s: featstore.OnlineLoader(s, skewed, policy="best"), SourceError, "policy must be .* not 'best'"),
         (lambda s: featstore.OnlineLoader(s, skewed, policy="min"), SourceError, "compile"),
         (lambda s: featstore.OnlineLoader(s, skewed, policy="lru", static=[1]), SourceError, "static="),
     ],

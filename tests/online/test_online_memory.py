@@ -18,8 +18,8 @@ PROGRAM = """
 import gc, json, sys
 import numpy as np
 import featstore
-from featstore.online.buffer import FeatureBuffer
-from featstore.online.choose import PolicyChoice
+from featstore.tiers.buffer import FeatureBuffer
+from featstore.tiers.slots.choose import PolicyChoice
 
 def peak():
     return next(int(l.split()[1]) for l in open('/proc/self/status') if l.startswith('VmHWM')) << 10

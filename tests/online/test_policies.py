@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from reference import ReferenceMap
 
 from featstore.errors import BudgetError
-from featstore.online import slot_layout as layout
-from featstore.online import slots as sl
-from featstore.online.simulation import simulate
+from featstore.tiers.slots import layout
+from featstore.tiers.slots import slots as sl
+from featstore.tiers.slots.simulation import simulate
 
 NAMES = sorted(layout.POLICIES)
 NEVER = layout.NEVER

@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from featstore.errors import IdError, SourceError
-from featstore.online.orders import DEFAULT_SEQUENCES, ROOTS, PartitionOrder, TrainingOrder, random_words
-from featstore.online.proximity import ProximityOrder
-from featstore.online.shuffling import RANDOM_MARGIN, LabelTest, batch_errors, search_sequences
+from featstore.sampling.orders import DEFAULT_SEQUENCES, ROOTS, PartitionOrder, TrainingOrder, random_words
+from featstore.sampling.proximity import ProximityOrder
+from featstore.sampling.shuffling import RANDOM_MARGIN, LabelTest, batch_errors, search_sequences
 
 NODES = 600
 
@@ -510,7 +510,7 @@ class TestLoaders:
             from torch_geometric.loader import NeighborLoader
 
             from featstore.adapters.pyg import FeatstoreSampler
-            from featstore.sampling import NeighborSampler
+            from featstore.sampling.neighbors import NeighborSampler
         indptr, indices, _ = clustered_graph()
         order, twin = orders()[kind], orders()[kind]
         # Any sampler will do; this one needs no compiled extension of PyG.

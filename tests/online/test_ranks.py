@@ -12,6 +12,7 @@ import multiprocessing.connection
 import pickle
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,9 +23,10 @@ from gates import Gate
 from test_buffer import Watched, eventually, in_thread
 
 import featstore
-from featstore.errors import BudgetError, ClosedError
-from featstore.online.shared import SharedBuffer
-from featstore.online.shared_client import BufferClient
+from featstore.errors import BudgetError, ClosedError, FeatstoreWarning
+from featstore.loaders import ranks as ranks_module
+from featstore.shared.client import BufferClient
+from featstore.shared.owner import SharedBuffer
 
 torch = pytest.importorskip("torch")
 dist = pytest.importorskip("torch.distributed")
@@ -301,3 +303,30 @@ def test_data_parallel_training(ranks: Ranks, packed: Path, features: np.ndarray
         assert found == expected  # to the last bit
         assert found[-1] < 0.8 * found[0]
         assert misses == ROWS  # of two epochs, all ranks and their workers
+
+
+# Loaders, which do not divide an epoch among the ranks.
+
+
+def loaders_warn(rank: int, path: Path) -> tuple[list[str], list[int], list[str]]:
+    """What a rank is warned of by two loaders, the seeds that it gets, and the warnings where a sampler divides."""
+    with featstore.open(path) as store, warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            with featstore.OnlineLoader(store, [np.arange(40)], memory="64MiB") as loader:
+                seeds = [int(one) for batch in loader for one in batch.n_id]
+        said = [str(one.message) for one in found if one.category is FeatstoreWarning]
+        found.clear()
+        half = torch.utils.data.DistributedSampler(range(ROWS))  # type: ignore[arg-type, var-annotated]
+        ranks_module._said = False
+        divided = torch.utils.data.DataLoader(range(ROWS), sampler=half, batch_size=50)  # type: ignore[arg-type]
+        featstore.OnlineLoader(store, divided, memory="64MiB").close()
+        return said, seeds, [str(one.message) for one in found]
+
+
+def test_ranks_that_train_on_the_same_are_warned(ranks: Ranks, packed: Path) -> None:
+    for said, seeds, divided in ranks.do(loaders_warn, packed):
+        assert seeds == list(range(40)), "each rank gets all: when this fails, the warning may go"
+        assert len(said) == 1
+        assert f"one of {RANKS} ranks" in said[0]
+        assert divided == []

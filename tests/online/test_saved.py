@@ -22,10 +22,11 @@ from hypothesis import strategies as st
 
 import featstore
 from featstore.errors import DeviceError, DiskFullError, FeatstoreError, SourceError
-from featstore.online import contents, extraction, saved
-from featstore.online import slot_layout as layout
-from featstore.online import slots as sl
-from featstore.online.buffer import FeatureBuffer
+from featstore.loaders.online import extraction
+from featstore.tiers import saved
+from featstore.tiers.buffer import FeatureBuffer
+from featstore.tiers.slots import contents, layout
+from featstore.tiers.slots import slots as sl
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "crash"))
 from disks import FailingDisk, Lost, RecordingDisk, crash_states, materialise
@@ -239,7 +240,7 @@ def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
     (saved.cache_path(store, "c")).mkdir(parents=True)
     with pytest.raises(SourceError, match="no file"):
         saved.SavedCache(store, "c")
-    with pytest.raises(DeviceError, match=r"c\.cache"):
+    with pytest.raises(SourceError, match=r"c\.cache is no file"):
         saved.save(store, "c", {})
     with pytest.raises(SourceError, match="not there"):
         saved.SavedCache(store, "d")

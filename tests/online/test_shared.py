@@ -42,14 +42,17 @@ from featstore.errors import (
     DeviceError,
     DiskFullError,
     FeatstoreError,
+    FormatError,
     IdError,
     SourceError,
 )
-from featstore.online import shared_client, shared_protocol
-from featstore.online import slot_layout as layout
-from featstore.online.shared import SharedBuffer
-from featstore.online.shared_client import BufferClient, BufferRequest
-from featstore.online.shared_service import ROOM_BATCHES
+from featstore.shared import client as shared_client
+from featstore.shared import connection as shared_connection
+from featstore.shared import protocol as shared_protocol
+from featstore.shared.client import BufferClient, BufferRequest
+from featstore.shared.owner import SharedBuffer
+from featstore.shared.service import ROOM_BATCHES
+from featstore.tiers.slots import layout
 
 ROWS = 1000
 MEMORY = "8MiB"  # all rows fit
@@ -141,7 +144,7 @@ def test_every_policy(store: featstore.Store, features: np.ndarray, policy: str)
             ids = (np.random.default_rng(seed).random(120) ** 2 * ROWS).astype(np.int64)
             np.testing.assert_array_equal(client.read(ids), features[ids])
     for wrong in ("static", "min", "best"):
-        with pytest.raises(SourceError, match="no policy"):
+        with pytest.raises(SourceError, match="policy of a shared buffer must be one of"):
             SharedBuffer(store, policy=wrong)
 
 
@@ -264,7 +267,7 @@ def test_as_a_transform_in_workers_of_pyg(shared: SharedBuffer, features: np.nda
     from torch_geometric.loader import NodeLoader
 
     from featstore.adapters.pyg import FeatstoreSampler
-    from featstore.sampling import NeighborSampler
+    from featstore.sampling.neighbors import NeighborSampler
 
     indptr, indices = np.arange(0, 3 * ROWS + 1, 3), np.random.default_rng(0).integers(0, ROWS, 3 * ROWS)
     edges = torch.from_numpy(np.stack([indices, np.repeat(np.arange(ROWS), 3)]))
@@ -366,8 +369,8 @@ def test_a_client_that_is_gone_while_its_rows_are_read(shared: SharedBuffer, fea
 
 def test_a_client_that_is_gone_in_the_middle_of_a_word(shared: SharedBuffer, features: np.ndarray) -> None:
     for kind in (shared_protocol.ASK, shared_protocol.AHEAD):
-        connection = shared_client._Connection()
-        connection.open(shared._service.address, shared._key)
+        connection = shared_connection.Connection()
+        connection.open(shared._service.address, shared._key, time.monotonic() + 20)
         connection._send(shared_protocol.HEADER.pack(kind, 1, 1000) + bytes(4000))
         assert eventually(lambda: not nothing_is_held(shared))
         connection.close()
@@ -425,7 +428,7 @@ def client_waits_at_the_door(shared: SharedBuffer, features: np.ndarray) -> bool
     reading = in_thread(lambda: time.sleep(0.1) or shared.client().read([1]))
     resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 1, limits[1]))
     try:
-        shut = eventually(lambda: shared._service._door_shut or reading.done())
+        shut = eventually(lambda: shared._service._door.shut or reading.done())
         time.sleep(0.3)
         waits = shut and not reading.done()
     finally:
@@ -502,7 +505,7 @@ def test_closing(store: featstore.Store) -> None:
 def test_a_program_that_forgets_its_buffer_ends(store: featstore.Store) -> None:
     program = (
         "import sys, numpy as np, featstore\n"
-        "from featstore.online.shared import SharedBuffer\n"
+        "from featstore.shared.owner import SharedBuffer\n"
         "shared = SharedBuffer(featstore.open(sys.argv[1]), memory='8MiB')\n"
         "client = shared.client()\n"
         "client.read(np.arange(100))\n"
@@ -576,8 +579,8 @@ def test_who_does_not_know_the_key_is_not_believed() -> None:
     ],
 )
 def test_who_breaks_the_rules_is_shown_out(shared: SharedBuffer, features: np.ndarray, said: bytes) -> None:
-    connection = shared_client._Connection()
-    connection.open(shared._service.address, shared._key)
+    connection = shared_connection.Connection()
+    connection.open(shared._service.address, shared._key, time.monotonic() + 20)
     connection._send(said)
     with pytest.raises(ClosedError):
         connection._receive(2**20)
@@ -607,7 +610,7 @@ class Odd(IdError):
 @pytest.mark.parametrize(
     "error",
     [
-        *(getattr(errors, name)("what, where, what to do") for name in shared_protocol._OF_MESSAGE),
+        *(getattr(errors, name)("what, where, what to do") for name in sorted(shared_protocol._OF_MESSAGE)),
         CorruptionError("/a/file", 4096, 1, 2),
         CorruptionError("/a/file", None, "x", b"y", "do this"),
         DeviceError(5, "/a/file", 512, "read"),
@@ -629,7 +632,7 @@ def test_other_errors_arrive_as_the_nearest() -> None:
         arrived = shared_protocol.decode_error(shared_protocol.encode_error(error))
         assert type(arrived) is expected
         assert str(error) in str(arrived)
-    with pytest.raises(ValueError, match="unknown error"):
+    with pytest.raises(FormatError, match="unknown error"):
         shared_protocol.decode_error(json.dumps({"type": "SystemExit", "arguments": []}).encode())
 
 

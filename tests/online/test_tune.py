@@ -17,9 +17,11 @@ from hypothesis import strategies as st
 
 import featstore
 from featstore.errors import BudgetError, SourceError
-from featstore.online import profiling as pf
-from featstore.online import tune as tuning
-from featstore.online.allocation import (
+from featstore.tiers.slots.layout import POLICIES
+from featstore.tiers.slots.simulation import simulate
+from featstore.tune import profiling as pf
+from featstore.tune import timetable, tuning
+from featstore.tune.allocation import (
     CORES,
     FREE,
     STAGES,
@@ -31,9 +33,9 @@ from featstore.online.allocation import (
     forecast,
     ranked,
 )
-from featstore.online.simulation import simulate
-from featstore.online.slot_layout import POLICIES
-from featstore.online.tune import tune
+from featstore.tune.timetable import Timetable
+from featstore.tune.trials import candidates
+from featstore.tune.tuning import tune
 
 ROWS, BATCHES = 3000, 9
 MEMORY = 8 << 20
@@ -67,6 +69,12 @@ def x() -> np.ndarray:
 def store(tmp_path_factory: pytest.TempPathFactory, x: np.ndarray) -> Iterator[Any]:
     with featstore.pack(tmp_path_factory.mktemp("tune") / "s", x) as made:
         yield made
+
+
+@pytest.fixture(autouse=True)
+def _unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine that is busy, nothing is left out either."""
+    monkeypatch.setattr(timetable, "LEAST_SECONDS", 60.0)
 
 
 def quickly(store: Any, make_batches: Any, step: Any = None, **options: Any) -> Any:
@@ -158,7 +166,7 @@ def test_candidates_are_the_best_and_differ(profile: Profile, trials: int) -> No
     best = ranked(profile)
     reading = best[0].choice.reading
     compared = Choice(0, 1, reading)
-    found = tuning.candidates(best, trials, compared)
+    found = candidates(best, trials, compared)
     assert len(found) == len(set(found))
     assert compared in found
     assert min(trials, len(best)) <= len(found) <= min(trials, len(best)) + 1
@@ -239,12 +247,12 @@ def test_training_is_timed_by_threads() -> None:
         seen.append(torch.get_num_threads())
         time.sleep(0.04 / torch.get_num_threads() ** 2)
 
-    found = pf.time_training(step, [None, None], [1, 2], 0.01)
+    found = pf.time_training(step, [None, None], [1, 2], Timetable(0.1))
     assert torch.get_num_threads() == before
     assert set(seen) == {before, 1, 2}
     assert found[1].seconds >= 0.04
     assert 0.01 <= found[2].seconds < found[1].seconds
-    assert pf.time_training(None, [], [1, 2], 1.0) == {1: FREE, 2: FREE}
+    assert pf.time_training(None, [], [1, 2], Timetable(1.0)) == {1: FREE, 2: FREE}
 
 
 # All of it.
@@ -311,6 +319,31 @@ def test_a_slow_step_gets_threads(store: Any) -> None:
     assert min(result.after.seconds, result.seconds) >= 0.06 / 9, "by the model, and as tried out"
 
 
+@pytest.mark.parametrize("slow", ["sample", "train", "workers"])
+def test_the_seconds_given_are_kept_to(store: Any, monkeypatch: pytest.MonkeyPatch, slow: str) -> None:
+    """Whatever is slow: the rest is left out, by name, and there is a choice."""
+    monkeypatch.setattr(timetable, "LEAST_SECONDS", 0.0)
+
+    def make(workers: int) -> Skewed:
+        return Skewed({"sample": 0.15, "workers": 0.3 * min(1, workers)}.get(slow, 0.0))
+
+    def step(batch: Any) -> None:
+        time.sleep(0.15 if slow == "train" else 0.0)
+
+    begin = time.perf_counter()
+    result = quickly(store, make, step, cores=3, seconds=1.5, trials=4)
+    assert time.perf_counter() - begin < 1.5 * 1.5 + 1.0, "a second for threads and files on a machine that is busy"
+    assert result.left_out, "what there was no time for"
+    assert len(set(result.left_out)) == len(result.left_out)
+    assert {"sample": "sampling with", "train": "train", "workers": "trying out"}[slow] in " ".join(result.left_out)
+    assert result.to_dict()["left_out"] == list(result.left_out)
+    assert result.seconds > 0
+
+
+def test_nothing_is_left_out_where_there_is_time(store: Any) -> None:
+    assert quickly(store, lambda workers: Skewed(), seconds=0.2).left_out == ()
+
+
 def test_two_tables(tmp_path: Path, x: np.ndarray) -> None:
     with featstore.pack(tmp_path / "s", {"a": x, "b": x[:, :7].copy()}) as store:
         result = quickly(store, lambda workers: Skewed(tables=("a", "b")), trials=1, workers=[], memory="10MiB")
@@ -356,20 +389,20 @@ def test_mistakes(store: Any) -> None:
 
     for options, text in (
         ({"cores": 0}, "at least 1, not 0"),
-        ({"workers": [-1]}, "at least 0, not -1"),
+        ({"workers": [-1]}, "must not be negative, not -1"),
         ({"queue_depths": []}, "queue_depths is empty"),
         ({"engines": []}, "engines is empty"),
-        ({"seconds": 0}, "more than 0 seconds"),
-        ({"seconds": float("inf")}, "more than 0 seconds"),
-        ({"trials": -1}, "at least 0 trials"),
+        ({"seconds": 0}, "seconds must be a number of more than 0"),
+        ({"seconds": float("inf")}, "seconds must be a number of more than 0"),
+        ({"trials": -1}, "trials must not be negative"),
         ({"step": 3}, "must be a function"),
         ({"engine": "uring"}, "engine= of the loader"),
         ({"queue_depth": 3}, "queue_depth= of the loader"),
-        ({"policy": "best"}, "no policy 'best'"),
+        ({"policy": "best"}, "policy must be one of .* not 'best'"),
     ):
         with pytest.raises(SourceError, match=text):
             quickly(store, make, **options)
-    with pytest.raises(ValueError, match="no engine is called"):
+    with pytest.raises(ValueError, match="engine must be one of"):
         quickly(store, make, engines=["fast"])
     with pytest.raises(BudgetError, match="too small"):
         quickly(store, make, memory="1MiB")

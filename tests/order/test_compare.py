@@ -10,8 +10,8 @@ import pytest
 
 import featstore
 from featstore.errors import SourceError
-from featstore.order.compare import STORED, StoredLists, compare_orders
 from featstore.order.scores import score_parts
+from featstore.packing.compare_orders import STORED, StoredLists, compare_orders
 
 NODES, PARTS = 600, 6
 
@@ -88,7 +88,7 @@ def test_pack_spreads_training_nodes(tmp_path: Path, store: featstore.Store) -> 
     table = made.tables["features"]
     part = np.searchsorted(table.partition_offsets, table.row_of_node()[train], side="right") - 1
     assert np.bincount(part, minlength=PARTS).max() <= 1.25 * len(train) / PARTS
-    with pytest.raises(SourceError, match="not among"):
+    with pytest.raises(SourceError, match="there is no array"):
         featstore.pack(tmp_path / "c", np.zeros((4, 1)), train="nothing")
     with pytest.raises(SourceError, match="node ids from 0"):
         featstore.pack(

@@ -347,6 +347,7 @@ def test_block_size_follows_the_budget_but_the_order_does_not() -> None:
         ("degree", {"graph": None}, "'degree' needs a graph"),
         ("given", {"rows": 400}, "the graph has 500 nodes, but there are 400 rows"),
         ("ldg", {"parts": 0}, "number of partitions must be from 1"),
+        ("ldg", {"parts": 2**20 + 1}, "1,048,577 partitions for 500 rows: give at most 1,048,576"),
     ],
 )
 def test_what_does_not_go_together_is_refused(method: str, changed: dict[str, Any], message: str) -> None:

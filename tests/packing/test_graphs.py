@@ -6,6 +6,7 @@ import errno
 import gzip
 import itertools
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from featstore.errors import BudgetError, DeviceError, DiskFullError, SourceError
-from featstore.packing import graphs_build
-from featstore.packing.graphs import Graph, open_graph
-from featstore.packing.graphs_build import build_csc, count_targets, place_sources, range_bounds, sort_runs
-from featstore.packing.graphs_edges import ArrayEdges, parse_pairs
+from featstore.errors import BudgetError, DeviceError, DiskFullError, FeatstoreWarning, SourceError
+from featstore.packing.graphs import build as graphs_build
+from featstore.packing.graphs.build import build_csc, count_targets, place_sources, range_bounds, sort_runs
+from featstore.packing.graphs.csc import Graph
+from featstore.packing.graphs.edges import ArrayEdges, parse_pairs
+from featstore.packing.graphs.opening import open_graph
 
 NODES = 37
+
+# Columns and values beside the ends of edges are warned of; what is said is tested at the end.
+pytestmark = pytest.mark.filterwarnings("ignore:.*A stored graph has no data of its edges")
 
 
 def edges_of(count: int = 400, nodes: int = NODES, seed: int = 0) -> NDArray[np.int64]:
@@ -157,7 +162,7 @@ def test_malformed_text_names_the_line(tmp_path: Path, text: str) -> None:
 @pytest.mark.parametrize("suffix", [".csv", ".tsv", ".txt", ".el", ".csv.gz", ".txt.gz"])
 @pytest.mark.parametrize("header", ["", "src{0}dst\n", "# from to\n\n", "id{0}target{0}source\n", "a{0}b\n"])
 def test_text(tmp_path: Path, suffix: str, header: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("featstore.packing.graphs_edges.TEXT_CHUNK_BYTES", 100)
+    monkeypatch.setattr("featstore.packing.graphs.edges.TEXT_CHUNK_BYTES", 100)
     edge_index = edges_of()
     between = "," if "csv" in suffix else "\t"
     if "id" in header:
@@ -312,6 +317,7 @@ def test_large_csc_members_are_mapped(tmp_path: Path, dtype: str) -> None:
     ("indptr", "indices", "message"),
     [
         ([0, 2, 1, 3], [0, 1, 2], "fall after node 1"),
+        ([0, 2**62, -(2**62) - 2**61, 3], [0, 1, 2], "fall after node 1"),
         ([0, 1, 2, 4], [0, 1, 2], "end at 4, but there are 3"),
         ([1, 1, 2, 3], [0, 1, 2], "start at 1"),
         ([0, 1, 2, 3], [0, 3, 2], "edge 1 goes from node 3 to 1"),
@@ -455,3 +461,39 @@ def test_failed_scratch_writes_are_typed_and_leave_nothing(tmp_path: Path, monke
         assert list(tmp_path.iterdir()) == []
     calls[0] = -(10**9)
     check(open_graph(edge_index, nodes=NODES, memory_bytes=2600, scratch_dir=tmp_path), edge_index)
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("a.csv", "column 3"),
+        ("named.csv", "w"),
+        ("a.parquet", "w"),
+        ("a.npz", "edge_attr"),
+        ("m.npz", "data"),
+        ("", "values"),
+    ],
+)
+def test_data_of_edges_that_is_not_stored_is_warned_of(tmp_path: Path, name: str, what: str) -> None:
+    path: Any = tmp_path / name
+    ends = np.array([[0, 1, 2], [1, 2, 0]])
+    weighted = sp.coo_matrix((np.array([1.0, 2.0, 1.0]), ends), (3, 3)).tocsr()
+    if name == "a.csv":
+        path.write_text("0,1,5\n1,2,6\n2,0,7\n")
+    elif name == "named.csv":
+        path.write_text("source,w,target\n0,5,1\n1,6,2\n2,7,0\n")
+    elif name == "a.parquet":
+        pq.write_table(pa.table({"source": ends[0], "target": ends[1], "w": np.ones(3)}), path)
+    elif name == "a.npz":
+        np.savez(path, edge_index=ends, edge_attr=np.ones((3, 2)))
+    elif name == "m.npz":
+        sp.save_npz(path, weighted)
+    else:
+        path = weighted
+    with pytest.warns(FeatstoreWarning, match=rf"not stored: .*{what}") as warned:
+        graph = open_graph(path, nodes=3)
+    assert warned[0].filename == __file__, "a warning is at the line of who called featstore"
+    assert len(graph.indices) == 3
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        open_graph(sp.coo_matrix((np.ones(3), ends), (3, 3)), nodes=3)

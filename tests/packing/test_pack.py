@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 
 import featstore
-from featstore.disk import Disk
-from featstore.dtypes import bfloat16
+from featstore.base.dtypes import bfloat16
 from featstore.errors import (
     BudgetError,
     DiskFullError,
+    FeatstoreWarning,
     FormatError,
     IncompleteStoreError,
     SourceError,
@@ -27,6 +27,7 @@ from featstore.errors import (
 )
 from featstore.packing import spill
 from featstore.packing.convert import half_range
+from featstore.storage.disk import Disk
 
 ROWS = 2_000
 rng = np.random.default_rng(3)
@@ -182,7 +183,8 @@ def test_pyg_objects_bring_graph_and_arrays(tmp_path):
     hetero["paper"].x, hetero["author"].x = torch.from_numpy(X[:4]), torch.ones(3, 2, dtype=torch.bfloat16)
     hetero["author", "writes", "paper"].edge_index = torch.tensor([[0, 1], [1, 2]])
     hetero["author", "writes", "paper"].edge_attr = torch.ones(2, 5)
-    store = featstore.pack(tmp_path / "b", hetero)
+    with pytest.warns(FeatstoreWarning, match="'author__writes__paper': row e belongs to column e of edge_index"):
+        store = featstore.pack(tmp_path / "b", hetero, graph={})
     assert set(store.tables) == {"paper", "author", "author__writes__paper"}
     assert store.tables["author"].dtype == bfloat16()
 
@@ -237,7 +239,7 @@ def test_a_disk_too_small_is_found_before_rows_are_written(tmp_path):
     assert SmallDisk.written < 10_000
     with pytest.raises(IncompleteStoreError):
         featstore.open(tmp_path / "s")
-    assert [p.name for p in (tmp_path / "s").iterdir()] == ["lock"]
+    assert list(tmp_path.iterdir()) == []
     assert np.array_equal(rows_of(featstore.pack(tmp_path / "s", X)), X)
 
 
@@ -358,13 +360,15 @@ def test_peak_memory_stays_within_the_budget(tmp_path):
         featstore.pack(tmp_path / "warm", small, order="permutation", permutation=permutation, memory="4MiB").close()
     assert spills
     shutil.rmtree(tmp_path / "warm")
-    out = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path / "s"), str(source)],
-        check=True,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
+    for _ in range(2):  # and whatever else the first one has to compile is loaded by the second
+        shutil.rmtree(tmp_path / "s", ignore_errors=True)
+        out = subprocess.run(
+            [sys.executable, "-c", program, str(tmp_path / "s"), str(source)],
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=100,
+        )
     peak = int(out.stdout)
     assert peak < (64 + 150) << 20, f"{peak >> 20} MiB"
     with featstore.open(tmp_path / "s") as store, store.reader(memory="32MiB") as reader:
@@ -387,7 +391,7 @@ def test_a_file_size_limit_is_a_full_disk(tmp_path):
     out = subprocess.run(
         [sys.executable, "-c", program, str(tmp_path / "s")], capture_output=True, text=True, timeout=100
     )
-    assert "full: not enough disk space" in out.stdout, out.stderr
+    assert "full: a file would become larger than it may" in out.stdout, out.stderr
     with pytest.raises(IncompleteStoreError, match="resume"):
         featstore.open(tmp_path / "s")
     assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY
@@ -399,5 +403,5 @@ def test_a_budget_that_was_too_small_leaves_nothing_to_resume(tmp_path):
     """With another budget it is another pack, which --resume refuses: the next try must simply work."""
     with pytest.raises(BudgetError) as caught:
         featstore.pack(tmp_path / "s", X, memory="1KiB")
-    assert [p.name for p in (tmp_path / "s").iterdir()] == ["lock"]
+    assert not (tmp_path / "s").exists()
     assert np.array_equal(rows_of(featstore.pack(tmp_path / "s", X, memory=caught.value.needed_bytes)), X)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,12 +14,12 @@ from hypothesis import strategies as st
 
 import featstore
 import featstore.layout.table
-from featstore.disk import Disk, File
 from featstore.errors import BudgetError, DeviceError, DiskFullError, FormatError, SourceError
 from featstore.packing import topology
-from featstore.packing.graphs import Graph
-from featstore.packing.graphs_build import BLOCK_EDGE_BYTES, BLOCK_EDGES_MIN
-from featstore.packing.writer import Catalogue
+from featstore.packing.graphs.build import BLOCK_EDGE_BYTES, BLOCK_EDGES_MIN
+from featstore.packing.graphs.csc import Graph
+from featstore.storage.disk import Disk, File
+from featstore.storage.table_writer import Catalogue
 
 
 class QuickDisk(Disk):
@@ -251,7 +252,7 @@ def test_stores_without_topology_are_as_before(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("options", [{"hubs": -0.1}, {"hubs": 1.1}, {"hubs": float("nan")}, {"hub_rank": "pagerank"}])
 def test_options_that_cannot_be(tmp_path: Path, options: dict[str, Any]) -> None:
-    with pytest.raises(SourceError, match="hubs must be from 0 to 1 and hub_rank one of degree, external"):
+    with pytest.raises(SourceError, match=r"hubs must be a number of at least 0|hub_rank must be one of 'degree'"):
         featstore.pack(tmp_path / "s", features(4), **options)
     assert not (tmp_path / "s").exists()
 
@@ -288,6 +289,19 @@ def test_count_external_is_its_twin(edges: Edges, parts: int, block: int, seed: 
         row, partition = topology.count_external(offsets, piece, first, row, partition, partition_offsets, counts)
         assert (row, part[row]) == (target[first + len(piece) - 1], partition + 1)
     assert counts.tolist() == wanted.tolist()
+
+
+def test_counts_of_sources_stop_where_they_end() -> None:
+    counts = np.full(2, 2**32 - 2, np.uint32)
+    offsets, block, parts = np.array([0, 0, 3]), np.zeros(3, np.int32), np.array([0, 1, 2])
+    topology.count_external(offsets, block, 0, 0, 0, parts, counts)
+    assert counts.tolist() == [2**32 - 1, 2**32 - 2]
+
+
+def test_more_nodes_than_can_be_ranked_are_refused_before_they_are_counted() -> None:
+    many = SimpleNamespace(graph=SimpleNamespace(nodes=2**32))
+    with pytest.raises(SourceError, match="no hubs"):
+        topology._rank_external(many, np.zeros(1, np.int64), np.zeros(0, np.int64))  # type: ignore[arg-type]
 
 
 # Trouble.
@@ -424,7 +438,7 @@ def test_hubs_that_are_no_rows_are_refused(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(topology, "write_array", write_wrong)
     store = featstore.pack(tmp_path / "s", features(40), graph=star(40, 200).index, order="given", hubs=0.2)
-    with store, pytest.raises(FormatError, match="not distinct rows"):
+    with store, pytest.raises(FormatError, match=r"a hub of .* points outside the 40 rows"):
         store.graphs["features"].hub_rows()
 
 

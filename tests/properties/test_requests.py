@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import featstore
 from featstore.errors import FeatstoreError, IdError
-from featstore.reader import Reader
+from featstore.reader.reader import Reader
 
 INT_TYPES = [
     "i1",

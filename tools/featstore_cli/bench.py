@@ -26,7 +26,7 @@ def command(store: Path, table_name: str | None, seconds: float, memory: int, en
     are verified.
     """
     import featstore
-    from featstore.bench import bench
+    from featstore.measure.bench import bench
 
     with featstore.open(store) as opened, progress("measuring", unit="steps") as tell:
         target = chosen_table(opened, table_name)

@@ -30,9 +30,9 @@ def command(path: Path, engine: str, seconds: float, dry_run: bool, as_json: boo
     A store with less than 512 MiB of data, or a directory without one, gets a temporary store beside it. Let nothing
     else use the device meanwhile.
     """
-    from featstore.calibrate import measure
-    from featstore.cost import models_path, save_model
     from featstore.engine import ENGINES, choose
+    from featstore.measure.calibrate import measure
+    from featstore.plan.cost import models_path, save_model
 
     engines = [engine]
     if engine == "all":
@@ -62,7 +62,7 @@ def command(path: Path, engine: str, seconds: float, dry_run: bool, as_json: boo
 
 
 def _render(result: object) -> None:
-    from featstore.calibrate import Calibration
+    from featstore.measure.calibrate import Calibration
     from featstore.units import format_bytes
 
     assert isinstance(result, Calibration)

@@ -53,7 +53,8 @@ def compile_command(
 ) -> None:  # fmt: skip
     """Compile, and tell what came of it."""
     import featstore
-    from featstore.compiled.build import compile_trace, packs_directory
+    from featstore.front.compiling import compile_trace
+    from featstore.storage.packs import packs_directory
 
     dry_run, name = bool(own.pop("dry_run")), own.pop("name") or "default"
     options = {key: value for key, value in own.items() if value is not None}
@@ -113,9 +114,9 @@ def describe_compiled(compiled: Any) -> dict[str, Any]:
 
 def compiled_of(store: Any) -> list[dict[str, Any]]:
     """What a store has of compiled traces, stale and broken ones with the reason."""
-    from featstore.compiled.build import packs_directory
-    from featstore.compiled.opened import Compiled
+    from featstore.compiled import Compiled
     from featstore.errors import FeatstoreError
+    from featstore.storage.packs import packs_directory
 
     folder, found = packs_directory(store), []
     for path in sorted(folder.iterdir()) if folder.is_dir() else []:

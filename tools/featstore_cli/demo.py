@@ -60,7 +60,7 @@ def command(
     With --mode mega, whole partitions are loaded instead, and mini-batches drawn from what is in memory. Losses differ then;
     exits with 1 where the test accuracy falls short by more than a few points.
     """
-    from featstore.demo import render, render_mega, run, run_mega
+    from featstore_demo import render, render_mega, run, run_mega
 
     with progress("starting", unit="steps") as tell:
         options: dict[str, Any] = {} if memory is None else {"memory": memory}

@@ -100,8 +100,7 @@ def render_graph(name: str, g: dict[str, Any]) -> Any:
             f"{g['edges']:,} edges between {g['nodes']:,} rows of table {g['table']!r}, {g['dtype']}, {format_bytes(g['bytes'])}",
         )
     ]
-    if g["edge_cut"] is not None:
-        rows.append(("  edge cut", f"{g['edge_cut']:.1%} of the edges join two partitions"))
+    rows += _edge_cut(g["edge_cut"])
     if hubs is not None:
         rows.append(
             (
@@ -113,8 +112,8 @@ def render_graph(name: str, g: dict[str, Any]) -> Any:
     return facts(rows)
 
 
-def render_table(name: str, t: dict[str, Any]) -> Any:
-    """One described table, for people."""
+def render_table(name: str, t: dict[str, Any], source: dict[str, Any] | None = None) -> Any:
+    """One described table, for people. ``source``: what the manifest says of where its rows came from."""
     from featstore.units import format_bytes
 
     shape = "x".join(map(str, t["row_shape"])) or "1"
@@ -134,9 +133,13 @@ def render_table(name: str, t: dict[str, Any]) -> Any:
             f"{parts['rows'][k]:,} rows ({format_bytes(parts['bytes'][k])})" for k in ("min", "median", "max")
         )
         rows[2] = ("  partitions", f"{parts['count']:,}: smallest {low}, median {middle}, largest {high}")
-    if order["edge_cut"] is not None:
-        rows.insert(3, ("  edge cut", f"{order['edge_cut']:.1%} of the edges join two partitions"))
+    rows[3:3] = _edge_cut(order["edge_cut"])
     rows += [(f"  {what}", text) for what, text in _values(t["statistics"])]
+    if isinstance(source, dict) and "columns" in source:
+        rows.append(("  columns", str(source["columns"])))
+        if "left_out" in source:
+            rows.append(("  left out", str(source["left_out"])))
+        rows.append(("  node ids", f"by {source.get('placed_by')}"))
     return facts(rows)
 
 
@@ -149,26 +152,28 @@ def _order_text(order: dict[str, Any]) -> str:
     return text
 
 
+def _edge_cut(share: Any) -> list[tuple[str, str]]:
+    return [] if share is None else [("  edge cut", f"{_number(share, '.1%')} of the edges join two partitions")]
+
+
+def _number(value: Any, form: str) -> str:
+    """A number as people read it; what another writer put in its place as it is."""
+    if isinstance(value, int | float):
+        return format(value, form)
+    return "unknown" if value is None else repr(value)
+
+
 def _values(statistics: dict[str, Any]) -> list[tuple[str, str]]:
-    rows = []
+    rows, known = [], statistics.get
     if "nan" in statistics:
-        bad = statistics["nan"] or statistics["inf"]
-        rows.append(
-            (
-                "values",
-                f"{statistics['nan']:,} NaN, {statistics['inf']:,} infinite" + (" (look at the source)" if bad else ""),
-            )
-        )
+        text = f"{_number(known('nan'), ',')} NaN, {_number(known('inf'), ',')} infinite"
+        rows.append(("values", text + (" (look at the source)" if known("nan") or known("inf") else "")))
     if "minimum" in statistics:
-        rows.append(("range", f"{statistics['minimum']:g} to {statistics['maximum']:g}"))
+        rows.append(("range", f"{_number(known('minimum'), 'g')} to {_number(known('maximum'), 'g')}"))
     if "cast_from" in statistics:
-        over, under = statistics["overflowed"], statistics["underflowed"]
-        rows.append(
-            (
-                "cast",
-                f"from {statistics['cast_from']}: {over:,} values overflowed to infinity, {under:,} underflowed to zero",
-            )
-        )
+        over, under = (_number(known(key), ",") for key in ("overflowed", "underflowed"))
+        text = f"from {known('cast_from')}: {over} values overflowed to infinity, {under} underflowed to zero"
+        rows.append(("cast", text))
     return rows
 
 

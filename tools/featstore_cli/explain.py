@@ -121,7 +121,8 @@ def _render(run: dict[str, Any]) -> Any:
             ("rows", f"{run['rows_per_second']:,.0f}/s"),
             (
                 "reads",
-                f"{stats['reads']:,}, {rate_text(run['bytes_read_per_second'])}, amplification {stats['amplification']:.2f}",
+                f"{stats['reads']:,}, {rate_text(run['bytes_read_per_second'])}, amplification {stats['amplification']:.2f} "
+                f"({stats['hit_rate']:.0%} of the rows from tiers)",
             ),
             ("planning", seconds_text(stats["seconds_planning"])),
             ("waiting", f"{seconds_text(stats['seconds_waiting'])} for the device, over all of the engine's threads"),

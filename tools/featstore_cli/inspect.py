@@ -31,7 +31,7 @@ def command(
     Of a trace: its mini-batches, node ids, bytes and fingerprint, and whether it is complete.
     """
     import featstore
-    from featstore.trace import is_trace
+    from featstore.trace.trace import is_trace
     from featstore_cli.compiled import compiled_of
     from featstore_cli.describe import describe_store
 
@@ -59,7 +59,7 @@ def command(
 
 
 def _orders(store: Any, graph: str | None, train: str | None, memory: int) -> list[dict[str, Any]]:
-    from featstore.order.compare import compare_orders
+    from featstore.packing.compare_orders import compare_orders
 
     found = compare_orders(store, graph=graph, train=train, memory_bytes=memory)
     return [
@@ -70,9 +70,9 @@ def _orders(store: Any, graph: str | None, train: str | None, memory: int) -> li
 
 def _reading(store: Any) -> dict[str, Any]:
     """Engine, access and device model that a reader would use here, and why."""
-    from featstore.cost import device_key, load_model
+    from featstore.base.files import direct_refusal
     from featstore.engine import choose
-    from featstore.engine.files import direct_refusal
+    from featstore.plan.cost import device_key, load_model
 
     engine = choose("auto")
     paths = [
@@ -116,8 +116,10 @@ def _render(data: dict[str, Any], partitions: bool) -> None:
             ]
         )
     )
+    sources = data["provenance"].get("sources")
+    sources = sources if isinstance(sources, dict) else {}  # what another writer says there may be anything
     for name, t in data["tables"].items():
-        show("", render_table(name, t))
+        show("", render_table(name, t, sources.get(name)))
         if partitions:
             show(_partitions(t))
     for name, g in data["graphs"].items():
@@ -128,8 +130,8 @@ def _render(data: dict[str, Any], partitions: bool) -> None:
         show("", _order_scores(data["orders"]))
     if data["arrays"]:
         show("", render_arrays(data["arrays"]))
-    provenance = [(f"  {key}", str(value)) for key, value in data["provenance"].items() if key != "sources"]
-    provenance += [(f"  source of {n}", _source(s)) for n, s in data["provenance"].get("sources", {}).items()]
+    provenance = [(f"  {k}", str(v)) for k, v in data["provenance"].items() if k != "sources" or not sources]
+    provenance += [(f"  source of {name}", _source(source)) for name, source in sources.items()]
     cost = f"{seconds_text(model['read_seconds'])} a read + {1e-9 / model['byte_seconds']:.2f} GB/s ({known})"
     show(
         "",
@@ -146,7 +148,7 @@ def _render(data: dict[str, Any], partitions: bool) -> None:
 
 
 def _source(source: Any) -> str:
-    if isinstance(source, dict) and {"name", "dtype", "shape"} <= source.keys():
+    if isinstance(source, dict) and {"name", "dtype", "shape"} <= source.keys() and isinstance(source["shape"], list):
         return f"{source['name']}: {'x'.join(map(str, source['shape']))} {source['dtype']}"
     return str(source)
 

@@ -13,7 +13,10 @@ from __future__ import annotations
 
 import errno
 import importlib
+import io
+import sys
 import traceback
+import warnings
 from typing import Any
 
 import click
@@ -37,6 +40,8 @@ _COMMANDS = {
     "gc": "Remove what old or unfinished packs have left.",
     "demo": "Train a GNN from a store and from memory, and compare.",
 }
+
+_shown = warnings.showwarning
 
 
 class CommandGroup(click.Group):
@@ -89,13 +94,13 @@ class CommandGroup(click.Group):
 
 
 def _fail(ctx: click.Context, error: Exception) -> None:
-    from featstore.errors import CorruptionError
+    from featstore.errors import CorruptionError, StoreExistsError, StoreLockedError
 
     own = settings(ctx)
     if own.debug:
         traceback.print_exception(error)
     click.echo(f"featstore: error: {_text(error)}", err=True)
-    if own.resumable() and not own.debug:
+    if not isinstance(error, StoreLockedError | StoreExistsError) and own.resumable() and not own.debug:
         click.echo(f"featstore: {own.what} is unfinished{_advice(own)}", err=True)
     ctx.exit(EXIT_CORRUPT if isinstance(error, CorruptionError) else EXIT_FAILURE)
 
@@ -131,8 +136,22 @@ def cli() -> None:
 
     Pack features once, then read rows at the speed of the device in a fixed amount of memory.
     """
+    for stream in (sys.stdout, sys.stderr):  # names of files may be no text: they are shown with backslashes
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _show_warning(message: Any, category: Any, *where: Any, **options: Any) -> None:
+    """featstore's own warnings as it tells all else, without a line of Python; others as ever."""
+    from featstore.errors import FeatstoreWarning
+
+    if issubclass(category, FeatstoreWarning):
+        click.echo(f"featstore: warning: {message}", err=True)
+    else:
+        _shown(message, category, *where, **options)
 
 
 def main() -> None:
     """What the ``featstore`` script calls."""
+    warnings.showwarning = _show_warning
     cli(prog_name="featstore")

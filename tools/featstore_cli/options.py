@@ -29,9 +29,12 @@ class Settings:
 
     def resumable(self) -> bool:
         """Whether what was under way has left something to go on from."""
-        if self.packing is None or not self.packing.is_dir():
+        try:
+            if self.packing is None or not self.packing.is_dir():
+                return False
+            return any(self.packing.glob("g*.journal")) or (self.packing / "recording.log").is_file()
+        except OSError:  # the device that the error to be told is of
             return False
-        return any(self.packing.glob("g*.journal")) or (self.packing / "recording.log").is_file()
 
 
 def settings(ctx: click.Context | None = None) -> Settings:

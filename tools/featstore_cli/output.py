@@ -98,15 +98,34 @@ def progress(what: str, *, unit: str = "bytes") -> Iterator[Tell]:
         TimeRemainingColumn,
         TransferSpeedColumn,
     )
+    from rich.text import Text
+
+    class Counted:
+        """A column that is empty while nothing is counted: "0/? bytes" says nothing."""
+
+        def __init__(self, column: Any) -> None:
+            self.column = column
+
+        def __call__(self, task: Any) -> Any:
+            return Text("") if task.total is None and not task.completed else self.column(task)
+
+        def get_table_column(self) -> Any:
+            return self.column.get_table_column()
 
     text = TextColumn("{task.description}", markup=False)
     amount = (DownloadColumn(binary_units=True), TransferSpeedColumn()) if unit == "bytes" else (MofNCompleteColumn(),)
-    columns = (SpinnerColumn(), text, BarColumn(), *amount, TimeElapsedColumn(), TimeRemainingColumn())
+    counted: Any = [Counted(column) for column in (*amount, TimeRemainingColumn())]
+    columns = (SpinnerColumn(), text, BarColumn(), *counted[:-1], TimeElapsedColumn(), counted[-1])
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(what, total=None)
+        last: tuple[float, float | None] = (0, None)
 
         def tell(stage: str, done: float, total: float | None) -> None:
+            nonlocal last
+            if done < last[0] or total != last[1]:  # another count begins, with a clock and a speed of its own
+                bar.reset(task, completed=int(done), total=total)
             bar.update(task, description=stage, completed=done, total=total)
+            last = done, total
 
         yield tell
 

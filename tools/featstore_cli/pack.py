@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from contextlib import ExitStack
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +16,6 @@ from featstore_cli.output import facts, print_json, progress, rate_text, remark,
 _CASTS = ("float16", "bfloat16", "float32", "float64")
 _HUB_RANKS = ("degree", "external")
 _ORDERS = ("auto", "given", "permutation", "degree", "metis", "multilevel", "ldg", "bfs")
-# Files that name their own dtype and shape, by suffix; of the others, only .npy files do, which have a magic number.
-_NAMED_SUFFIXES = (".npz", ".pt", ".pth", ".csv", ".csv.gz", ".parquet", ".arrow", ".feather", ".ipc")
-_NPY_MAGIC = b"\x93NUMPY"
-
-
-def is_headless(path: Path, offset: int) -> bool:
-    """Whether a file is raw binary: its dtype and shape have to be told."""
-    if not path.is_file() or path.name.lower().endswith(_NAMED_SUFFIXES):
-        return False
-    with open(path, "rb") as file:
-        return offset > 0 or file.read(len(_NPY_MAGIC)) != _NPY_MAGIC
 
 
 @click.command("pack", context_settings={"show_default": True})
@@ -41,7 +30,12 @@ def is_headless(path: Path, offset: int) -> bool:
     "--graph", metavar="[TABLE=]PATH", multiple=True, help="The table's graph: .npz .npy .csv .parquet .pt, OGB."
 )
 @click.option(
-    "--array", metavar="NAME=PATH[:KEY]", multiple=True, help="A small array to keep: .npy, or a member of .npz or .pt."
+    "--array",
+    "--arrays",
+    "array",
+    metavar="NAME=PATH[:KEY]",
+    multiple=True,
+    help="A small array to keep: .npy, or a member of .npz or .pt.",
 )
 @click.option(
     "--order", metavar="[TABLE=]METHOD", multiple=True, default=["auto"], help=f"Order of rows: {', '.join(_ORDERS)}."
@@ -66,10 +60,22 @@ def is_headless(path: Path, offset: int) -> bool:
 @click.option(
     "--raw-dtype", metavar="[TABLE=]DTYPE", multiple=True, help="A headless file's own dtype, such as float32 or '>f8'."
 )
-@click.option("--shape", metavar="[TABLE=]SHAPE", multiple=True, help="A headless file's shape, such as -1,128.")
-@click.option("--offset", metavar="[TABLE=]BYTES", multiple=True, help="Where a headless file's rows begin.")
 @click.option(
-    "--key", metavar="[TABLE=]KEY", multiple=True, help="The member of an .npz, zarr or .pt, or columns a,b of a table."
+    "--shape",
+    metavar="[TABLE=]SHAPE",
+    multiple=True,
+    help="The table's shape, such as -1,128; a headless file needs it.",
+)
+@click.option("--offset", metavar="[TABLE=]BYTES", multiple=True, help="Where a headless file's rows begin.")
+@click.option("--key", metavar="[TABLE=]KEY", multiple=True, help="The member of an .npz, zarr or .pt.")
+@click.option(
+    "--columns",
+    metavar="[TABLE=]A,B,...",
+    multiple=True,
+    help="The columns of Parquet, Arrow or .csv that are features; * for all.",
+)
+@click.option(
+    "--id", metavar="[TABLE=]COLUMN", multiple=True, help="Their column of node ids, by which rows are placed."
 )
 @click.option("--graph-key", metavar="[TABLE=]KEY", multiple=True, help="The member or columns with the edges.")
 @click.option(
@@ -102,6 +108,7 @@ def command(
     featstore pack store --features feat.npy --graph edges.npy --array y=labels.npy
     featstore pack store --features paper=p.npy --features author=a.npz --key author=x
     featstore pack store --features feat.bin --raw-dtype float32 --shape -1,128 --cast float16
+    featstore pack store --features papers.parquet --id paper_id
     featstore pack store --trace mini-batches.trace --memory 1GiB --disk 3x
 
     Paths may hold a '='; a path that exists as it is written is taken as such. A pack that was stopped goes on with
@@ -120,27 +127,22 @@ def command(
         for name, texts in given.items()
     }
     begin = time.perf_counter()
-    with ExitStack() as stack:
-        plan = _Request(values, memory)
-        plan.check()
-        import featstore
+    plan = _Request(values)
+    plan.check()
+    import featstore
 
-        features = plan.sources()
-        arrays = {name: _small_array(name, path) for name, path in _array_paths(values["array"]).items()}
-        tell = stack.enter_context(progress("ordering"))
+    arrays = {name: _small_array(name, path) for name, path in _array_paths(values["array"]).items()}
+    train = plan.train(arrays)
+    with progress("starting") as tell:
         settings().packing = out
         store = featstore.pack(
             out,
-            features,
-            graph=plan.graphs(features, stack),
+            plan.paths,
             arrays=arrays,
-            order=plan.orders(),
-            permutation=plan.permutations(),
-            partitions=plan.partitions(),
-            dtype=plan.casts(),
+            **plan.options(),
             memory=memory,
             seed=seed,
-            train=plan.train(arrays),
+            train=train,
             topology=topology,
             hubs=hubs,
             hub_rank=hub_rank,
@@ -160,9 +162,8 @@ def _flag(name: str) -> str:
 class _Request:
     """What is asked for, by table; every mistake that can be seen without reading data is a usage error."""
 
-    def __init__(self, values: dict[str, dict[str | None, str]], memory: int) -> None:
+    def __init__(self, values: dict[str, dict[str | None, str]]) -> None:
         self.values = values
-        self.memory = memory
         paths = values["features"]
         if None in paths and len(paths) > 1:
             raise click.BadParameter(
@@ -174,11 +175,12 @@ class _Request:
         for name in self.values:
             if name not in ("features", "array"):
                 check_tables(self.values[name], self.paths, _flag(name))
+        self._one_table("graph", "graph_key", "permutation")
         for table in self.paths:
             self._check_table(table)
 
     def _check_table(self, table: str) -> None:
-        shape, raw, dtype, cast = (self._of(name, table) for name in ("shape", "raw_dtype", "dtype", "cast"))
+        shape, cast = self._of("shape", table), self._of("cast", table)
         order, partitions, offset = (self._of(name, table) for name in ("order", "partitions", "offset"))
         if shape is not None:
             self._parsed(SHAPE.parse, shape, "--shape")
@@ -187,11 +189,11 @@ class _Request:
                 raise click.BadParameter(f"{text!r} is not a whole number of at least {least}", param_hint=flag)
         if order not in (None, *_ORDERS):
             raise click.BadParameter(f"{order!r} is no order; choose one of {', '.join(_ORDERS)}", param_hint="--order")
+        if self._of("graph_key", table) is not None and self._of("graph", table) is None:
+            raise click.UsageError(f"--graph-key is given, but table {table!r} has no --graph")
         if order == "permutation" and self._of("permutation", table) is None:
             raise click.UsageError("--order permutation needs --permutation FILE.npy")
-        own, wanted = self._dtypes(table)
-        if dtype is not None and cast is not None and (raw is not None or own is None):
-            raise click.UsageError("--dtype and --cast both ask for a cast; give one of them")
+        wanted = self._cast(table)
         if wanted not in (None, *_CASTS):
             hint = "--cast" if cast is not None else "--dtype"
             more = "; for the dtype of a headless file give --shape, too" if hint == "--dtype" and shape is None else ""
@@ -209,52 +211,31 @@ class _Request:
     def _of(self, name: str, table: str) -> str | None:
         return of_table(self.values[name], table)
 
-    def _dtypes(self, table: str) -> tuple[str | None, str | None]:
-        """(the file's own dtype, the dtype to cast to): what ``--dtype`` means depends on the file."""
-        raw, dtype, cast = (self._of(name, table) for name in ("raw_dtype", "dtype", "cast"))
-        offset = self._of("offset", table)
-        headless = is_headless(self.paths[table], int(offset) if offset and offset.isdecimal() else 0)
-        if dtype is not None and headless and self._of("shape", table) is not None and raw is None:
-            return dtype, cast
-        return raw, cast if cast is not None else dtype
+    def _cast(self, table: str) -> str | None:
+        """The dtype to cast to: what ``--dtype`` means depends on the file."""
+        from featstore.errors import SourceError
+        from featstore.packing.inputs import dtypes_asked
 
-    def sources(self) -> dict[str, Any]:
-        from featstore.packing.sources import open_rows
+        asked: dict[str, Any] = {name: self._of(name, table) for name in ("raw_dtype", "dtype", "cast", "shape")}
+        try:
+            wanted: str | None = dtypes_asked(
+                self.paths[table], table, asked | {"offset": int(self._of("offset", table) or 0)}
+            )[1]
+        except SourceError:
+            raise click.UsageError("--dtype and --cast both ask for a cast; give one of them") from None
+        return wanted
 
-        found = {}
-        for table, path in self.paths.items():
-            shape, offset, key = (self._of(name, table) for name in ("shape", "offset", "key"))
-            keys = None if key is None else (key.split(",") if "," in key else key)
-            found[table] = open_rows(
-                path,
-                dtype=self._dtypes(table)[0],
-                shape=None if shape is None else SHAPE.parse(shape),
-                key=keys,
-                offset=int(offset or 0),
-            )
-        return found
-
-    def graphs(self, features: dict[str, Any], stack: ExitStack) -> dict[str, Any] | None:
-        """Paths; a graph with a key is opened here, within half of the memory."""
-        import tempfile
-
-        from featstore.packing.graphs import open_graph
-
-        self._one_table("graph", "graph_key")
-        found: dict[str, Any] = {}
-        for table in self.paths:
-            path, key = self._of("graph", table), self._of("graph_key", table)
-            if path is None:
-                if key is not None:
-                    raise click.UsageError(f"--graph-key is given, but table {table!r} has no --graph")
-                continue
-            found[table] = path
-            if key is not None:
-                scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="featstore-graph-")))
-                found[table] = open_graph(
-                    path, nodes=features[table].rows, memory_bytes=self.memory // 2, scratch_dir=scratch, key=key
-                )
-        return found or None
+    def options(self) -> dict[str, Any]:
+        """Arguments of `featstore.pack`, by table."""
+        parse: dict[str, Callable[[str], Any]] = {
+            "graph": str, "graph_key": str, "order": str, "permutation": str, "partitions": int, "dtype": str, "cast": str,
+            "raw_dtype": str, "shape": SHAPE.parse, "offset": int, "key": _names, "columns": _names, "id": str,
+        }  # fmt: skip
+        return {
+            name: {t: read(text) for t in self.paths if (text := self._of(name, t)) is not None} or None
+            for name, read in parse.items()
+            if self.values[name]
+        }
 
     def _one_table(self, *names: str) -> None:
         for name in names:
@@ -263,13 +244,6 @@ class _Request:
                 raise click.UsageError(
                     f"there are several tables; say whose {_flag(name)} it is: {_flag(name)} {table}=..."
                 )
-
-    def orders(self) -> dict[str, str]:
-        return {table: self._of("order", table) or "auto" for table in self.paths}
-
-    def permutations(self) -> dict[str, str] | None:
-        self._one_table("permutation")
-        return self._some("permutation")
 
     def train(self, arrays: dict[str, Any]) -> dict[str, str] | None:
         for name in self.values["train"].values():
@@ -280,17 +254,14 @@ class _Request:
                 )
         return self._some("train")
 
-    def partitions(self) -> dict[str, int] | None:
-        some = self._some("partitions")
-        return None if some is None else {table: int(text) for table, text in some.items()}
-
-    def casts(self) -> dict[str, str] | None:
-        found = {table: self._dtypes(table)[1] for table in self.paths}
-        return {table: cast for table, cast in found.items() if cast is not None} or None
-
     def _some(self, name: str) -> dict[str, str] | None:
         found = {table: self._of(name, table) for table in self.paths}
         return {table: text for table, text in found.items() if text is not None} or None
+
+
+def _names(text: str) -> str | list[str]:
+    """``a,b`` as the names of columns; one name as it is."""
+    return [name.strip() for name in text.split(",")] if "," in text else text
 
 
 def _array_paths(given: dict[str | None, str]) -> dict[str, str]:
@@ -311,8 +282,8 @@ def _small_array(name: str, text: str) -> Any:
     if not path.exists() and ":" in text:
         path, key = Path(text.rpartition(":")[0]), text.rpartition(":")[2]
     if path.suffix.lower() in (".pt", ".pth"):
-        from featstore.packing.sources_foreign import load_tensor
-        from featstore.packing.sources_memory import tensor_to_numpy
+        from featstore.packing.sources.arrays import tensor_to_numpy
+        from featstore.packing.sources.foreign import load_tensor
 
         return tensor_to_numpy(load_tensor(path, key)[0], str(path))
     try:
@@ -347,7 +318,8 @@ def _report(store: Any, seconds: float, as_json: bool) -> None:
         return
     if settings().quiet:
         return
-    show(*(render_table(name, t) for name, t in data["tables"].items()))
+    sources = data["provenance"]["sources"]
+    show(*(render_table(name, t, sources.get(name)) for name, t in data["tables"].items()))
     show(*(render_graph(name, g) for name, g in data["graphs"].items()))
     if data["arrays"]:
         show(render_arrays(data["arrays"]))

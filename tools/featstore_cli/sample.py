@@ -39,7 +39,7 @@ class Fanouts(click.ParamType):  # type: ignore[type-arg]
 )
 @click.option("--epochs", type=click.IntRange(1), default=1, help="Times that all training nodes are gone through.")
 @click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, help="Of their order and of the neighbours.")
-@click.option("--graph", metavar="NAME", help="The graph, where the store has several.")
+@click.option("--graph", metavar="NAME", help="The graph, where the store has several, or tables of several types.")
 @click.option("--memory", type=SIZE, default="1GiB", help="Memory for the graph, or for reading it from disk.")
 @click.option(
     "--in-memory/--from-disk",
@@ -66,9 +66,9 @@ def command(
     if resume and overwrite:
         raise click.UsageError("--resume and --overwrite contradict each other")
     import featstore
-    from featstore.stored_sampling import StoredSampler
-    from featstore.trace import Trace
-    from featstore.tracing.sampling import RecordedEpochs, fingerprint_of, open_sampler
+    from featstore.sampling.batches import RecordedEpochs, fingerprint_of, open_sampler
+    from featstore.sampling.stored import StoredSampler
+    from featstore.trace.trace import Trace
 
     begin = time.perf_counter()
     with featstore.open(store) as opened, progress("reading the graph", unit="steps") as tell:
@@ -116,9 +116,9 @@ def _graph(store: Any, name: str | None) -> Any:
         raise click.BadParameter(f"the store has no graph {name!r}; it has {known}", param_hint="--graph")
     if name is None and len(store.graphs) > 1:
         raise click.UsageError(f"the store has {len(store.graphs)} graphs; say which with --graph: {known}")
-    from featstore.stored_sampling import _graph_of
+    from featstore.storage.relations import graph_of
 
-    return _graph_of(store, name)
+    return graph_of(store, name)
 
 
 # Looking at traces.
@@ -175,8 +175,8 @@ def render_trace(data: dict[str, Any]) -> Any:
 
 def inspect_trace(path: Path, as_json: bool) -> None:
     """What ``inspect`` shows of a trace, finished or not."""
-    from featstore.trace import Trace
-    from featstore.tracing.recorder import TRACE_NAME, how_far
+    from featstore.trace.recorder import TRACE_NAME, how_far
+    from featstore.trace.trace import Trace
 
     if (path / TRACE_NAME).exists():
         with Trace(path) as trace:
@@ -193,7 +193,7 @@ def inspect_trace(path: Path, as_json: bool) -> None:
 
 def verify_trace_at(path: Path, buffered: bool, as_json: bool) -> bool:
     """What ``verify`` does with a trace; returns whether it is sound."""
-    from featstore.tracing.scrub import verify_trace
+    from featstore.scrub.trace import verify_trace
 
     begin = time.perf_counter()
     with progress("verifying", unit="steps") as tell:

@@ -33,11 +33,11 @@ from featstore_cli.sample import Fanouts, _graph, _train_nodes
 )
 @click.option("--policy", default="auto", help="Of the feature buffer.")
 @click.option("--cores", type=click.IntRange(1), help="Cores to use.  [default: all that the process may run on]")
-@click.option("--seconds", type=click.FloatRange(1, 3600), default=20.0, help="About how long to measure.")
+@click.option("--seconds", type=click.FloatRange(1, 3600), default=20.0, help="How long to measure, about.")
 @click.option("--trials", type=click.IntRange(0), default=4, help="Choices tried out; with 0 the forecast is trusted.")
 @click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, help="Of the order and of the neighbours.")
 @click.option("--table", "table_name", metavar="NAME", help="The table, where the store has several.")
-@click.option("--graph", metavar="NAME", help="The graph, where the store has several.")
+@click.option("--graph", metavar="NAME", help="The graph, where the store has several, or tables of several types.")
 @click.option("--graph-memory", type=SIZE, default="1GiB", help="Memory for the graph, or for reading it from disk.")
 @click.option(
     "--in-memory/--from-disk",
@@ -62,10 +62,10 @@ def command(
     import numpy as np
 
     import featstore
-    from featstore.online.tune import tune
-    from featstore.online.workload import can_have_workers, neighbour_batches, stand_in
-    from featstore.stored_sampling import StoredSampler
-    from featstore.tracing.sampling import open_sampler
+    from featstore.sampling.batches import open_sampler
+    from featstore.sampling.stored import StoredSampler
+    from featstore.tune.tuning import tune
+    from featstore.tune.workload import can_have_workers, neighbour_batches, stand_in
 
     with featstore.open(store) as opened, progress("tuning", unit="steps") as tell:
         target, chosen = chosen_table(opened, table_name), _graph(opened, graph)
@@ -86,6 +86,8 @@ def command(
         print_json("featstore.tune/1", data)
         return
     _render(data)
+    if data["left_out"]:
+        remark(f"featstore: {seconds:g} seconds were too few for {'; '.join(data['left_out'])}: give more --seconds")
     if data["filling"]:
         remark(
             "featstore: the buffer was still filling when the profile ended: its hit rate will be better; give more --seconds"

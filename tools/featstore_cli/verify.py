@@ -12,7 +12,7 @@ from featstore_cli.options import json_option, settings, shared_options
 from featstore_cli.output import print_json, progress, rate_text, remark, seconds_text, show, table
 
 if TYPE_CHECKING:
-    from featstore.scrub import VerifyReport
+    from featstore.scrub.store import VerifyReport
 
 _CORRUPT = 3
 
@@ -32,7 +32,7 @@ def command(ctx: click.Context, store: Path, buffered: bool, as_json: bool) -> N
     corrupt, and with 1 where it could not be verified.
     """
     from featstore.errors import FormatError, FormatVersionError
-    from featstore.trace import is_trace
+    from featstore.trace.trace import is_trace
 
     begin = time.perf_counter()
     try:
@@ -59,10 +59,10 @@ def command(ctx: click.Context, store: Path, buffered: bool, as_json: bool) -> N
 
 
 def _verify(path: Path, prefix: str, buffered: bool) -> VerifyReport:
-    import featstore
+    from featstore.scrub.store import verify
 
     with progress("verifying") as tell:
-        return featstore.verify(
+        return verify(
             path,
             progress=lambda p: tell(prefix + p.path, p.done_bytes, p.total_bytes),
             access="buffered" if buffered else "direct",
@@ -82,7 +82,7 @@ def _compiled_in(store: Path) -> list[Path]:
 def _verify_compiled(path: Path, base: VerifyReport, buffered: bool) -> dict[str, Any]:
     """What became of one: name, ok, stale, because (where there is nothing to verify against) and the report."""
     from featstore.errors import FormatError, FormatVersionError, IncompleteStoreError
-    from featstore.manifest import read_manifest
+    from featstore.storage.manifest import read_manifest
 
     found: dict[str, Any] = {"name": path.name, "ok": False, "stale": False, "because": "", "report": None}
     try:

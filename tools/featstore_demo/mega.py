@@ -1,9 +1,9 @@
-"""Demo of mega-batches: the same graph and model as in :mod:`featstore.demo.runner`, trained by random collections of
+"""Demo of mega-batches: the same graph and model as in :mod:`featstore_demo.runner`, trained by random collections of
 partitions from the store, and by ordinary neighbour sampling from memory.
 
 The two cannot give the same losses: a mega-batch draws its mini-batches from the partitions in memory, and neighbours in
 other partitions are not there, but for the hubs. What is compared is where that leads: the accuracy on the same test nodes,
-with neighbours sampled from the whole graph in both. See :data:`featstore.demo.mega_report.TOLERANCE` for what counts as equal.
+with neighbours sampled from the whole graph in both. See :data:`featstore_demo.mega_report.TOLERANCE` for what counts as equal.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from featstore.demo.graph import DemoGraph, GraphRecipe
-from featstore.demo.mega_report import MegaReport, MegaRunReport
-from featstore.demo.runner import Comparison, prepared
-from featstore.demo.worker import Progress
+from featstore_demo.graph import DemoGraph, GraphRecipe
+from featstore_demo.mega_report import MegaReport, MegaRunReport
+from featstore_demo.runner import Comparison, prepared
+from featstore_demo.worker import Progress
 
 __all__ = ["run_mega"]
 
@@ -47,7 +47,7 @@ def run_mega(
     """Pack a graph with its topology, train by mega-batches and from memory, and compare.
 
     ``memory``: the loader's budget, and then that of the reader that evaluates. ``resident``: partitions in a mega-batch, by
-    default as many as fit. The other arguments are those of :func:`featstore.demo.run`, and so are the errors.
+    default as many as fit. The other arguments are those of :func:`featstore_demo.run`, and so are the errors.
     """
     options = {} if resident is None else {"resident": resident}
     with prepared(

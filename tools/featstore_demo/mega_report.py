@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from featstore.demo.report import Facts, Run, fact_lines, side_by_side
 from featstore.units import format_bytes
+from featstore_demo.report import Facts, Run, fact_lines, side_by_side
 
 if TYPE_CHECKING:
     from rich.console import Group

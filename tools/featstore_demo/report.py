@@ -1,7 +1,7 @@
 """Demo report: what the two runs measured, side by side, for programs (``to_json``) and for people (``render``).
 
 What the reports of both modes share is here: :class:`Run`, what any run measured; :class:`Facts`, the graph, the settings and
-the packing; :func:`fact_lines` and :func:`side_by_side`, how they are shown. :mod:`featstore.demo.mega_report` adds the rest.
+the packing; :func:`fact_lines` and :func:`side_by_side`, how they are shown. :mod:`featstore_demo.mega_report` adds the rest.
 """
 
 from __future__ import annotations

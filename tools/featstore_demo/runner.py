@@ -1,13 +1,13 @@
 """Demo runner: graph, pack, two training runs, report.
 
-1. A graph is made up (:func:`featstore.demo.graph.generate`) or loaded from an .npz file.
+1. A graph is made up (:func:`featstore_demo.graph.generate`) or loaded from an .npz file.
 2. Its rows are packed into a store.
 3. A worker process trains from the store, under the given memory budget.
 4. A second worker trains from memory: only here does the whole table stand in memory.
 
-:mod:`featstore.demo.mega` does 2 and 3 in another way. What both need is a :class:`Comparison`, made by :func:`prepared`.
+:mod:`featstore_demo.mega` does 2 and 3 in another way. What both need is a :class:`Comparison`, made by :func:`prepared`.
 
-Each worker is a process of its own, so that its peak memory can be told; see :mod:`featstore.demo.worker`.
+Each worker is a process of its own, so that its peak memory can be told; see :mod:`featstore_demo.worker`.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from featstore.demo.graph import DemoGraph, GraphRecipe, generate, load, write_topology
-from featstore.demo.report import DemoReport, RunReport
-from featstore.demo.training import TrainingPlan
-from featstore.demo.worker import Job, Progress
-from featstore.errors import FeatstoreError, SourceError
+from featstore.errors import FeatstoreError, MissingPackageError, SourceError
 from featstore.units import parse_bytes
+from featstore_demo.graph import DemoGraph, GraphRecipe, generate, load, write_topology
+from featstore_demo.report import DemoReport, RunReport
+from featstore_demo.training import TrainingPlan
+from featstore_demo.worker import Job, Progress
 
 __all__ = ["Comparison", "prepared", "run"]
 
@@ -38,7 +38,7 @@ _SHAPES = ((2 << 10, 256, (5, 4, 3)), (8 << 10, 64, (5, 3, 2)), (None, 32, (4, 3
 # The worker imports from where its parent does: an installed package, or a checkout.
 _START_WORKER = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
-    "from featstore.demo.worker import serve; serve(sys.argv[1])"
+    "from featstore_demo.worker import serve; serve(sys.argv[1])"
 )
 _PACK_MEMORY = "512MiB"
 _STEPS_WANTED = 150
@@ -63,7 +63,7 @@ def run(
     """Pack a graph's features, train from the store and from memory with the same seeds, and compare.
 
     ``memory``: the reader's budget (bytes, or text such as ``"120MiB"``). ``data``: an .npz file
-    (:func:`featstore.demo.graph.load` names the keys), else a graph is made up by ``recipe``. ``workdir``: an
+    (:func:`featstore_demo.graph.load` names the keys), else a graph is made up by ``recipe``. ``workdir``: an
     existing directory in which the store is kept as ``store``; else all goes to a temporary one, which is removed.
     ``epochs``, ``batch_size`` and ``fanouts`` (one number a layer) follow from the graph and its row size where not
     given. ``engine``: name of the I/O engine, else the reader picks. ``progress(stage, done, total)`` is called as
@@ -112,7 +112,7 @@ class Comparison:
         return from_store, _in_own_process(replace(job, store=None, mega=None), self.scratch, "memory", self.tell)
 
     def facts(self, pack_seconds: float, from_memory: dict[str, Any]) -> dict[str, Any]:
-        """The fields of :class:`featstore.demo.report.Facts`, at the end of the demo."""
+        """The fields of :class:`featstore_demo.report.Facts`, at the end of the demo."""
         graph, plan = self.graph, self.plan
         return {
             "graph": graph.name,
@@ -180,7 +180,7 @@ def _need_packages() -> None:
 
     missing = [name for name in ("torch", "torch_geometric") if find_spec(name) is None]
     if missing:
-        raise ImportError(f"the demo needs {' and '.join(missing)}: pip install 'featstore[demo]'")
+        raise MissingPackageError(f"the demo needs {' and '.join(missing)}: pip install 'featstore[demo]'")
 
 
 def _parent(workdir: str | os.PathLike[str] | None) -> str | None:
@@ -246,10 +246,13 @@ def _training_plan(
 
 def _pack(graph: DemoGraph, path: Path, tell: Progress, **more: Any) -> float:
     """Pack the rows and labels as float32; returns the seconds. ``more``: options of :func:`featstore.pack`."""
+    import numpy as np
+
     import featstore
 
     def progress(step: Any) -> None:
-        tell("pack", step.done_bytes, step.total_bytes)
+        counted = step.total_bytes is not None  # an order is sought without
+        tell("pack", step.done_bytes if counted else 0, step.total_bytes or 0)
 
     began = time.perf_counter()
     arrays = {"labels": graph.labels, "train_idx": graph.train_idx}
@@ -257,6 +260,8 @@ def _pack(graph: DemoGraph, path: Path, tell: Progress, **more: Any) -> float:
     if graph.features.suffix == ".npy":
         packed = featstore.pack(path, graph.features, graph=(graph.indptr, graph.indices), **options)
     else:
+        with np.load(graph.features) as archive:
+            options |= {"key": "features"} if "features" in archive else {}  # else the only SciPy matrix in it
         packed = featstore.pack(path, graph.features, graph=graph.features, dtype="float32", **options)
     packed.close()
     return time.perf_counter() - began

@@ -310,7 +310,7 @@ def _loader(plan: TrainingPlan, topology: dict[str, NDArray[Any]], seeds: NDArra
     from torch_geometric.loader import NodeLoader
 
     from featstore.adapters.pyg import FeatstoreFeatures, FeatstoreGraph, FeatstoreSampler
-    from featstore.sampling import NeighborSampler
+    from featstore.sampling.neighbors import NeighborSampler
 
     indptr, indices = topology["indptr"], topology["indices"]
     return NodeLoader(
@@ -340,7 +340,7 @@ def _with_rows(loader: Any, rows: Rows) -> Iterator[tuple[Any, Any, float]]:
 
 
 def _note_rows(outcome: Outcome, x: Any) -> None:
-    from featstore.checksum import crc_pages, digest_of_checksums
+    from featstore.base.checksum import crc_pages, digest_of_checksums
 
     outcome.rows += len(x)
     data = x.numpy().reshape(-1).view(np.uint8)

@@ -1,7 +1,7 @@
 """Demo worker: one training run in a process of its own, so that its peak memory is its own.
 
 :func:`serve` reads a job, trains, and writes one JSON object a line on stdout: ``progress`` events as it goes, and
-``done`` with the results at the end. What libraries print goes to stderr. The parent is :mod:`featstore.demo.runner`.
+``done`` with the results at the end. What libraries print goes to stderr. The parent is :mod:`featstore_demo.runner`.
 
 ``baseline_rss_bytes`` is what the process held before it touched the first feature row (Python, PyTorch, PyG, the
 topology), ``peak_rss_bytes`` the most it ever held (``VmHWM`` of the Linux kernel). A run by mega-batches loads the topology
@@ -19,8 +19,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from featstore.demo.graph import load_dense, read_topology
-from featstore.demo.training import (
+from featstore_demo.graph import load_dense, read_topology
+from featstore_demo.training import (
     MemoryRows,
     Outcome,
     StoreRows,
@@ -94,7 +94,7 @@ def _warm_up(job: Job, topology: dict[str, Any]) -> None:
     import torch_geometric.loader
     import torch_geometric.nn  # noqa: F401
 
-    from featstore.sampling import NeighborSampler
+    from featstore.sampling.neighbors import NeighborSampler
 
     NeighborSampler(topology["indptr"], topology["indices"], job.plan.fanouts).sample(topology["train_idx"][:2])
 

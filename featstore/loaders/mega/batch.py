@@ -7,14 +7,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
-from featstore.errors import ClosedError
-from featstore.ids import empty_rows, finished
-from featstore.mega.induce import border_weights
-from featstore.native import address_of, memcpy, prefetch
-from featstore.sampling import NeighborSampler
+from featstore.arguments import as_count, as_flag
+from featstore.base.buffers import empty_rows
+from featstore.base.compilation import njit
+from featstore.base.ids import finished
+from featstore.base.native import address_of, memcpy, prefetch
+from featstore.errors import ArgumentError, ClosedError
+from featstore.loaders.mega.induce import border_weights
+from featstore.sampling.neighbors import NeighborSampler
 
 _AHEAD = 8
 
@@ -129,7 +131,7 @@ class MegaBatch:
 
     def batch_count(self, batch_size: int) -> int:
         """Mini-batches of all passes."""
-        return self.passes * -(-len(self.seeds) // batch_size)
+        return self.passes * -(-len(self.seeds) // as_count(batch_size, "batch_size"))
 
     def batches(
         self, fanouts: Sequence[int], batch_size: int, *, weights: bool = False, tensors: bool = False
@@ -141,16 +143,21 @@ class MegaBatch:
         resume it begins with the first mini-batch that was not seen. Raises SourceError for bad fan-outs, ClosedError for a
         mega-batch that has been replaced.
         """
-        if batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, not {batch_size}")
-        if tensors:
+        batch_size, weights = as_count(batch_size, "batch_size"), as_flag(weights, "weights")
+        if as_flag(tensors, "tensors"):
             import torch  # noqa: F401  (what makes rows a tensor finds it loaded)
-        sampler = NeighborSampler(self.indptr, self.indices, fanouts, self.seed)
+        return self._batches(
+            NeighborSampler(self.indptr, self.indices, fanouts, self.seed), batch_size, weights, tensors
+        )
+
+    def _batches(
+        self, sampler: NeighborSampler, batch_size: int, weights: bool, tensors: bool
+    ) -> Iterator[MegaMiniBatch]:
         per_pass = -(-len(self.seeds) // batch_size)
         always = self._always() if weights else None
         first_pass, first_batch, size_before = self._start
         if first_batch and size_before != batch_size:
-            raise ValueError(
+            raise ArgumentError(
                 f"this pass was begun with mini-batches of {size_before}, it cannot go on with {batch_size}"
             )
         for pass_ in range(first_pass, self.passes):

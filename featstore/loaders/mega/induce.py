@@ -10,11 +10,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
-from featstore.native import popcount
-from featstore.tiers.static import slot_of
+from featstore.base.bitmap import slot_of
+from featstore.base.compilation import njit
+from featstore.base.native import popcount
 
 # Positions in a kernel's state, int64: what it must remember when a block ends inside a list.
 TARGET, FILLED = range(2)

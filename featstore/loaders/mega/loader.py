@@ -6,13 +6,13 @@ for most of the neighbours that a collection of partitions loses. Differences: h
 replaced than resident a mega-batch sees more of the graph in the same memory; edges can be weighed against the bias that is left.
 
 While one mega-batch is trained on, a thread loads the next: features straight into their slots, lists of neighbours in blocks, of
-which a kernel keeps what is in memory (:mod:`featstore.mega.induce`). Everything is inside one budget (:mod:`featstore.mega.sizes`), but
-for the mini-batches that the caller holds.
+which a kernel keeps what is in memory (:mod:`featstore.loaders.mega.induce`). Everything is inside one budget
+(:mod:`featstore.loaders.mega.sizes`), but for the mini-batches that the caller holds.
 """
 
 from __future__ import annotations
 
-import operator
+import os
 import time
 import zlib
 from collections.abc import Iterator
@@ -23,16 +23,22 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from featstore.engine.base import shut_down
-from featstore.errors import ClosedError, SourceError
-from featstore.mega.batch import MegaBatch
-from featstore.mega.loading import Loading
-from featstore.mega.schedule import Schedule
+from featstore.arguments import as_count, check_state
+from featstore.base.system import submitted
+from featstore.base.threads import shut_down
+from featstore.errors import ArgumentError, ClosedError
+from featstore.loaders.mega.batch import MegaBatch
+from featstore.loaders.mega.loading import Loading
+from featstore.loaders.mega.schedule import Schedule
+from featstore.loaders.ranks import warn_of_ranks
+from featstore.reader.options import check_reading
+from featstore.storage.relations import graph_of
+from featstore.storage.store import as_store
 from featstore.units import parse_bytes
 
 if TYPE_CHECKING:
     from featstore.engine import EngineChoice
-    from featstore.store import Store
+    from featstore.storage.store import OpenStore
 
 STATE_VERSION = 1
 PASSES_MAX = 16  # of "auto"
@@ -45,7 +51,7 @@ class MegaBatches:
         store: the open store, packed with a graph and partitions.
         memory: budget for all that is held here, bytes or ``"2GiB"``.
         train: node ids of the training nodes, or the name of an array in the store; all nodes by default.
-        graph: name of the graph, where the store has several.
+        graph: name of the graph, where the store has several, or tables of several types of nodes or edges.
         hubs: how many of the stored hubs to keep in memory; by default all, up to a quarter of the budget.
         resident: partitions in a mega-batch; by default as many as fit.
         replaced: how many of them are exchanged from step to step; by default all.
@@ -57,20 +63,20 @@ class MegaBatches:
     """
 
     def __init__(
-        self, store: Store, *, memory: int | str = "1GiB", train: Any = None, graph: str | None = None, hubs: int | None = None,
+        self, store: OpenStore, *, memory: int | str = "1GiB", train: Any = None, graph: str | None = None, hubs: int | None = None,
         resident: int | None = None, replaced: int | None = None, passes: int | str = 1, seed: int = 0, engine: str = "auto",
         queue_depth: int = 128, verify: bool = True,
     ) -> None:  # fmt: skip
-        if passes != "auto" and (isinstance(passes, str) or operator.index(passes) < 1):
-            raise ValueError(f"passes must be at least 1, or 'auto', not {passes!r}")
-        for name, value in (("resident", resident), ("replaced", replaced), ("hubs", hubs)):
-            if value is not None and operator.index(value) < (name != "hubs"):
-                raise ValueError(f"{name} must be at least {int(name != 'hubs')}, not {value}")
-        if operator.index(seed) < 0:
-            raise ValueError(f"seed must not be negative, not {seed}")
-        self.store, self.seed, self.passes = store, int(seed), passes
-        self.memory_bytes = parse_bytes(memory)
-        self.graph = _graph_of(store, graph)
+        if not isinstance(passes, str) or passes != "auto":
+            passes = as_count(passes, "passes, unless 'auto',", 1, 2**31 - 1)
+        resident = None if resident is None else as_count(resident, "resident")
+        replaced = None if replaced is None else as_count(replaced, "replaced")
+        hubs = None if hubs is None else as_count(hubs, "hubs", 0)
+        self.store, self.seed, self.passes = as_store(store), as_count(seed, "seed", 0), passes
+        self.memory_bytes = parse_bytes(memory, "memory")
+        check_reading(engine, queue_depth, verify)
+        self.graph = graph_of(store, graph)
+        warn_of_ranks("a loader of mega-batches")
         self.table = self.graph.table
         self._loading = Loading(
             store, self.graph, memory_bytes=self.memory_bytes, train=train, hubs=hubs, resident=resident,
@@ -86,7 +92,7 @@ class MegaBatches:
         self._ahead: tuple[tuple[int, int], Future[MegaBatch]] | None = None
         self._load_seconds: list[float] = []
         self._pass_seconds: list[float] = []
-        self._closed = False
+        self._closed, self._pid = False, os.getpid()
 
     # What it is.
 
@@ -140,8 +146,9 @@ class MegaBatches:
 
     def set_epoch(self, epoch: int) -> None:
         """Begin at the start of this epoch when iterated next."""
+        epoch = as_count(epoch, "epoch", 0)
         self._retire()
-        self._epoch, self._position, self._passes_now = operator.index(epoch), (0, 0, 0, 0), None
+        self._epoch, self._position, self._passes_now = epoch, (0, 0, 0, 0), None
 
     def state_dict(self) -> dict[str, Any]:
         """Where training stands: small, plain data. What was handed out counts as seen."""
@@ -154,18 +161,19 @@ class MegaBatches:
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where :meth:`state_dict` was taken. Raises ValueError where it belongs to another store, seed or size of mega-batch."""
+        """Go on where :meth:`state_dict` was taken. Raises ArgumentError, a ValueError, where it belongs to another store, seed or size
+        of mega-batch."""
         now = self.state_dict()
-        for key in ("version", "store", "seed", "resident", "replaced", "hubs", "train"):
-            if state.get(key) != now[key]:
-                raise ValueError(
-                    f"the state has {key} = {state.get(key)!r}, this loader {now[key]!r}: nothing would be repeated"
-                )
-        epoch, *position = (int(state[key]) for key in ("epoch", "step", "pass", "batch", "batch_size"))
-        if min(epoch, *position) < 0 or position[0] > self.steps:
-            raise ValueError(f"the state points to step {position[0]} of epoch {epoch}, which does not exist")
+        same = ("version", "store", "seed", "resident", "replaced", "hubs", "train")
+        check_state(state, {key: now[key] for key in same}, "this loader")
+        where = ("epoch", "step", "pass", "batch", "batch_size")
+        epoch, *position = (as_count(state.get(key), f"{key} of the state", 0) for key in where)
+        passes = state.get("passes")
+        passes = None if passes is None else as_count(passes, "passes of the state")
+        if position[0] > self.steps:
+            raise ArgumentError(f"the state points to step {position[0]} of epoch {epoch}, which does not exist")
         self._retire()
-        self._epoch, self._passes_now = epoch, state["passes"]
+        self._epoch, self._passes_now = epoch, passes
         self._position = (position[0], position[1], position[2], position[3])
 
     def __len__(self) -> int:
@@ -173,12 +181,10 @@ class MegaBatches:
 
     def __iter__(self) -> Iterator[MegaBatch]:
         """The mega-batches of the current epoch, from where training stands; then the next epoch is the current one."""
-        if self._closed:
-            raise ClosedError("the loader is closed")
+        self._check_open()
         epoch, schedule = self._epoch, self._schedule(self._epoch)
         for index in range(self._position[0], schedule.steps):
-            if self._closed:
-                raise ClosedError("the loader is closed")
+            self._check_open()
             self._retire()
             begun = time.perf_counter()
             mega = self._take(epoch, index)
@@ -190,6 +196,12 @@ class MegaBatches:
             self._pass_seconds.append((time.perf_counter() - started) / mega.passes)
             self._position, self._passes_now = (index + 1, 0, 0, 0), None
         self._epoch, self._position = epoch + 1, (0, 0, 0, 0)
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("the loader is closed")
+        if self._pid != os.getpid():  # the thread that loads stayed in the parent, and would be waited for in vain
+            raise ClosedError("a loader belongs to the process that made it; make another one here")
 
     def _retire(self) -> None:
         """The mega-batch handed out last is no more: its buffers are needed, or training stands elsewhere."""
@@ -235,7 +247,7 @@ class MegaBatches:
 
     def _submit(self, epoch: int, index: int, *, whole: bool) -> Future[MegaBatch]:
         schedule = self._schedule(epoch)
-        future = self._pool.submit(self._loading.load, schedule, schedule.step(index), whole)
+        future = submitted(self._pool, self._loading.load, schedule, schedule.step(index), whole)
         self._ahead = ((epoch, index), future)
         return future
 
@@ -262,9 +274,10 @@ class MegaBatches:
         """Let loads under way end and give everything back. May be called more than once."""
         self._closed = True
         ahead, self._ahead = self._ahead, None
-        if ahead is not None:
-            self._settle(ahead[1])
-        shut_down(self._pool)
+        if self._pid == os.getpid():  # in a forked child there is nothing under way
+            if ahead is not None:
+                self._settle(ahead[1])
+            shut_down(self._pool)
         self._loading.reader.close()
 
     def __enter__(self) -> MegaBatches:
@@ -272,16 +285,3 @@ class MegaBatches:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-
-def _graph_of(store: Store, name: str | None) -> Any:
-    if not store.graphs:
-        raise SourceError(
-            f"the store at {store.path} holds no graph: pack it with one (featstore pack --graph ... --topology)"
-        )
-    if name is None and len(store.graphs) > 1:
-        raise SourceError(f"the store has several graphs; say which: {', '.join(map(repr, store.graphs))}")
-    name = next(iter(store.graphs)) if name is None else name
-    if name not in store.graphs:
-        raise KeyError(f"the store has no graph {name!r}; it has {', '.join(map(repr, store.graphs))}")
-    return store.graphs[name]

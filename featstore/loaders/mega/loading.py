@@ -1,7 +1,7 @@
 """Loading a mega-batch: its partitions' rows into slots, and the subgraph that they and the hubs induce.
 
 Features go straight into their slots; lists of neighbours come in blocks, of which a kernel keeps what is in memory
-(:mod:`featstore.mega.induce`). The buffers are made once and their sum is known beforehand (:mod:`featstore.mega.sizes`).
+(:mod:`featstore.loaders.mega.induce`). The buffers are made once and their sum is known beforehand (:mod:`featstore.loaders.mega.sizes`).
 """
 
 from __future__ import annotations
@@ -13,20 +13,23 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from featstore.budget import Budget, TableNeed
+from featstore.base.buffers import populate
+from featstore.base.checks import check_offsets
+from featstore.base.dtypes import node_dtype
+from featstore.base.ids import parse_ids
 from featstore.errors import BudgetError, CorruptionError, IdError, SourceError
-from featstore.ids import parse_ids, populate
-from featstore.lookup import table_need
-from featstore.mega.batch import MegaBatch
-from featstore.mega.induce import FILLED, TARGET, Places, count_by_partition, induce_block
-from featstore.mega.schedule import Schedule, Step
-from featstore.mega.sizes import Needs, Sizes, fit
-from featstore.order.parts import node_dtype
+from featstore.loaders.mega.batch import MegaBatch
+from featstore.loaders.mega.induce import FILLED, TARGET, Places, count_by_partition, induce_block
+from featstore.loaders.mega.schedule import Schedule, Step
+from featstore.loaders.mega.sizes import Needs, Sizes, fit
+from featstore.plan.budget import Budget, TableNeed
+from featstore.reader.lookup import table_need
+from featstore.reader.reader import Reader
 
 if TYPE_CHECKING:
-    from featstore.reader import Reader
-    from featstore.request import Request
-    from featstore.store import Store, StoredGraph
+    from featstore.engine.request import Request
+    from featstore.reader.reader import Reader
+    from featstore.storage.store import OpenStore, StoredGraph
 
 # Nominal budget of the reader beyond what it must hold, of which an eighth is staging; the rest is never taken.
 _READER_BYTES_MIN, _READER_BYTES_MAX = 32 * 2**20, 128 * 2**20
@@ -36,29 +39,30 @@ _HUB_SHARE_MAX = 4  # hubs take no more than this part of the budget
 
 class Loading:
     """The reader and the buffers of a loader of mega-batches; the arguments are those of
-    :class:`featstore.mega.loader.MegaBatches`."""
+    :class:`featstore.loaders.mega.loader.MegaBatches`."""
 
     def __init__(
-        self, store: Store, graph: StoredGraph, *, memory_bytes: int, train: Any, hubs: int | None, resident: int | None,
+        self, store: OpenStore, graph: StoredGraph, *, memory_bytes: int, train: Any, hubs: int | None, resident: int | None,
         replaced: int | None, seed: int, **reader: Any,
     ) -> None:  # fmt: skip
         self.store, self.graph, self.table, self.seed = store, graph, graph.table, seed
         self.memory_bytes = memory_bytes
         self._offsets = self.table.partition_offsets
+        self._offsets_name = f"the offsets of graph {graph.name!r} of {store.path}"
         parts = ("offsets", "sources", "hubs") if self.graph.hubs else ("offsets", "sources")
         self._names: tuple[str, ...] = (self.table.name, *(f"{self.graph.name}/{part}" for part in parts))
         needs = [table_need(store.table(name), reader["verify"], by_row=True) for name in self._names]
         budget = _reader_budget(self.memory_bytes, needs)
         self.train = self._train_rows(train)
-        self._node_of_row = self.table.node_of_row()
+        maps = self.table.maps()
+        self._node_of_row = None if maps is None else maps[1]
         held = _taken_bytes(budget) + self.train.nbytes
         held += 0 if self._node_of_row is None else self._node_of_row.nbytes
         count = self._hub_count(hubs, self.memory_bytes)
         self.hub_rows, self._hub_offsets = self.graph.hub_rows(count)
         self._hub_partitions = np.searchsorted(self._offsets, self.hub_rows, side="right") - 1
         self._places = Places(self._offsets, self.hub_rows)
-        self.reader: Reader = store.reader(
-            tables=self._names, memory=budget.memory_bytes, static=None, by_row=True, **reader,
+        self.reader: Reader = Reader(store, tables=self._names, memory=budget.memory_bytes, static=None, by_row=True, **reader,
         )  # fmt: skip
         try:
             self.sizes = self._fit(held, resident, replaced)
@@ -120,8 +124,7 @@ class Loading:
     def _fit(self, held_bytes: int, resident: int | None, replaced: int | None) -> Sizes:
         """Choose the sizes: takes the ends of each partition's lists, and one pass over the hubs' lists."""
         bounds = self.reader.read({self._names[1]: self._offsets})[self._names[1]]
-        if bounds[0] != 0 or bounds[-1] != self.graph.edges or (np.diff(bounds) < 0).any():
-            raise self._bad("offsets that ascend from 0 to the number of edges", "others")
+        check_offsets(bounds, 0, self.graph.edges, self._offsets_name)
         self._bounds: NDArray[np.int64] = bounds
         counts = np.zeros(len(self._offsets), np.int64)
         places, block = self._places, 1 << 16
@@ -245,8 +248,8 @@ class Loading:
             segments.append((self._names[2], int(lists[0]), int(lists[-1])))
         bounds = self._bounds[step.partitions[by_slot]], self._bounds[step.partitions[by_slot] + 1]
         own = regions[1:] if hubs else regions
-        if any(o[0] != a or o[-1] != b or (np.diff(o) < 0).any() for (o, _, _), a, b in zip(own, *bounds, strict=True)):
-            raise self._bad("offsets that ascend", "others")
+        for (lists, _, _), first_edge, end_edge in zip(own, *bounds, strict=True):
+            check_offsets(lists, int(first_edge), int(end_edge), self._offsets_name)
         filled_to, hub_edges, before = 0, 0, -1
         blocks = self._list_blocks(segments, features)
         for region, first, block in blocks:

@@ -16,10 +16,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
-from featstore.sampling import mix64
+from featstore.base.compilation import njit
+from featstore.base.hashing import mix64
+from featstore.errors import ArgumentError
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,7 @@ class Schedule:
 
     def __init__(self, partitions: NDArray[np.int64], resident: int, replaced: int, seed: int, epoch: int) -> None:
         if not 1 <= replaced <= resident:
-            raise ValueError(f"of {resident} resident partitions 1 to {resident} can be replaced, not {replaced}")
+            raise ArgumentError(f"of {resident} resident partitions 1 to {resident} can be replaced, not {replaced}")
         self.seed, self.epoch = seed, epoch
         count = len(partitions)
         resident = min(resident, count)

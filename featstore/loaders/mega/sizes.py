@@ -7,11 +7,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from featstore.errors import BudgetError
-from featstore.mega.induce import Places
+from featstore.errors import BudgetError, SourceError
+from featstore.loaders.mega.induce import Places
 
 BLOCK_EDGES_MAX = 1 << 19
 BLOCK_EDGES_MIN = 1 << 14
+PLACES_MAX = 2**31 - 1  # local ids are int32
 _PARTITION_BYTES = 160  # of tables by partition, those that live for a step included
 _FIXED_BYTES = 1 << 20
 
@@ -79,7 +80,8 @@ def sizes_of(needs: Needs, resident: int, replaced: int, block_edges: int) -> Si
 def fit(needs: Needs, memory_bytes: int, resident: int | None, replaced: int | None) -> Sizes:
     """The largest mega-batch within ``memory_bytes``, or the one asked for.
 
-    ``replaced``: partitions exchanged from step to step; None for all of them. Raises BudgetError with the smallest budget that works.
+    ``replaced``: partitions exchanged from step to step; None for all of them. Raises BudgetError with the smallest budget that works, and
+    SourceError where no budget would do: local ids are int32.
     """
     wanted = max(BLOCK_EDGES_MIN, min(BLOCK_EDGES_MAX, memory_bytes // (64 * needs.source_bytes)))
     count = _count(needs)
@@ -91,7 +93,15 @@ def fit(needs: Needs, memory_bytes: int, resident: int | None, replaced: int | N
             if found is not None:
                 return found
     choices = (1, count) if resident is None else (resident,)
-    smallest = min(_exchanged(needs, n, replaced, BLOCK_EDGES_MIN).memory_bytes for n in choices)
+    made = [_exchanged(needs, n, replaced, BLOCK_EDGES_MIN) for n in choices]
+    numbered = [sizes for sizes in made if _places(needs, sizes) <= PLACES_MAX]
+    if not numbered:
+        raise SourceError(
+            f"a mega-batch numbers its rows with 32 bits, and the smallest one asked for has {_places(needs, made[0]):,} "
+            f"places, more than {PLACES_MAX:,}: ask for fewer partitions (resident=, replaced=) or hubs, or pack with more "
+            "partitions"
+        )
+    smallest = min(sizes.memory_bytes for sizes in numbered)
     what = (
         "hold one partition and load another (smaller partitions or fewer hubs need less)"
         if resident is None
@@ -102,6 +112,11 @@ def fit(needs: Needs, memory_bytes: int, resident: int | None, replaced: int | N
 
 def _count(needs: Needs) -> int:
     return max(1, int((needs.partition_rows > 0).sum()))
+
+
+def _places(needs: Needs, sizes: Sizes) -> int:
+    """Places of a mega-batch, its local ids."""
+    return needs.hubs + sizes.partition_places
 
 
 def _exchanged(needs: Needs, resident: int, replaced: int | None, block_edges: int) -> Sizes:
@@ -115,7 +130,7 @@ def _largest(
 
     def sized(resident: int) -> Sizes | None:
         found = _exchanged(needs, resident, replaced, block_edges)
-        return found if found.memory_bytes <= memory_bytes else None
+        return found if found.memory_bytes <= memory_bytes and _places(needs, found) <= PLACES_MAX else None
 
     low, high = at_least, at_most
     while low < high:

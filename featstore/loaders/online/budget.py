@@ -9,17 +9,16 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
-from featstore.budget import Budget, TableNeed
-from featstore.compiled.budget import nominal_bytes
+from featstore.base.buffers import ALIGNMENT
 from featstore.errors import BudgetError
-from featstore.ids import ALIGNMENT
-from featstore.lookup import table_need
-from featstore.online import slot_layout as layout
-from featstore.online.choose import CANDIDATES
-from featstore.online.slot_rows import KEPT_BYTES, SWITCH_BYTES, buffer_bytes, slots_for
+from featstore.plan.budget import Budget, TableNeed, nominal_bytes
+from featstore.reader.lookup import table_need
+from featstore.tiers.slots import layout
+from featstore.tiers.slots.choose import CANDIDATES
+from featstore.tiers.slots.rows import KEPT_BYTES, SWITCH_BYTES, buffer_bytes, slots_for
 
 if TYPE_CHECKING:
-    from featstore.store import Store, Table
+    from featstore.storage.store import OpenStore, Table
 
 SAMPLED = 2  # mini-batches that wait to be extracted
 DEPTH = 3  # mini-batches that exist at once with their rows, the loop's own among them
@@ -50,7 +49,7 @@ class Division:
     """
 
     def __init__(
-        self, store: Store, memory_bytes: int, *, policy: str, extracted: int, reader_nominal: int | None, verify: bool, devices: int,
+        self, store: OpenStore, memory_bytes: int, *, policy: str, extracted: int, reader_nominal: int | None, verify: bool, devices: int,
         device_memory: int, device_policy: str,
     ) -> None:  # fmt: skip
         self._store, self._memory_bytes, self._policy, self._extracted = store, memory_bytes, policy, extracted

@@ -1,5 +1,5 @@
 """Extraction: the reader and the feature buffers behind a loader, inside one budget, which is divided by what the first mini-batch asks
-for (:mod:`featstore.online.division`).
+for (:mod:`featstore.loaders.online.budget`).
 """
 
 from __future__ import annotations
@@ -12,21 +12,25 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from featstore.arguments import as_choice, as_count, known_name
+from featstore.base.buffers import Outputs
+from featstore.base.ids import parse_ids
 from featstore.errors import SourceError
-from featstore.online import saved
-from featstore.online import slot_layout as layout
-from featstore.online.buffer import FeatureBuffer
-from featstore.online.choose import CANDIDATES, STATIC_SPARE, PolicyChoice
-from featstore.online.division import CHOOSING_BYTES, DEPTH, Division
-from featstore.online.tickets import Ticket
-from featstore.pipeline import Outputs
-from featstore.tracing.nodes import Ids, table_of
+from featstore.loaders.online.budget import CHOOSING_BYTES, DEPTH, Division
+from featstore.reader.options import check_reading
+from featstore.reader.reader import Reader
+from featstore.sampling.minibatch import Ids, table_of
+from featstore.tiers import saved
+from featstore.tiers.buffer import FeatureBuffer
+from featstore.tiers.slots import layout
+from featstore.tiers.slots.choose import CANDIDATES, STATIC_SPARE, PolicyChoice
+from featstore.tiers.tickets import Ticket
 
 if TYPE_CHECKING:
-    from featstore.online.device import DeviceBuffer, DeviceTicket
-    from featstore.reader import Reader
-    from featstore.report import ReaderStats
-    from featstore.store import Store, Table
+    from featstore.reader.reader import Reader
+    from featstore.reader.report import ReaderStats
+    from featstore.storage.store import OpenStore, Table
+    from featstore.tiers.device import DeviceBuffer, DeviceTicket
 
 #: What a mini-batch holds, by table.
 Tickets = Mapping[str, "Ticket | DeviceTicket"]
@@ -37,16 +41,15 @@ ROOM = DEPTH * _UNITS
 LARGEST = ROOM // 2  # of a mini-batch: the loop holds one until it has the next
 _SPARE = 1.25  # a mini-batch may be larger than the first by so much, before it takes the room of two
 FIRST_POLICY = "s3-fifo"  # of "auto", until it is known better; and in small budgets
-_READER_OPTIONS = {"engine", "queue_depth", "verify", "model"}
 _PINNED_SHARE = 0.75  # of the slots: further mini-batches are extracted beside one only up to that
 
 
 class Extraction:
-    """Claims slots and reads for mini-batches; the arguments are those of :class:`featstore.online.loader.OnlineLoader`."""
+    """Claims slots and reads for mini-batches; the arguments are those of :class:`featstore.loaders.online.loader.OnlineLoader`."""
 
     def __init__(
         self,
-        store: Store,
+        store: OpenStore,
         memory_bytes: int,
         *,
         policy: str,
@@ -61,28 +64,26 @@ class Extraction:
         reader: dict[str, Any],
     ) -> None:
         known = ["auto", *(name for name in layout.POLICIES if name != "min")]
-        if policy == "min":
+        if isinstance(policy, str) and policy == "min":
             raise SourceError(
                 "the policy 'min' needs the mini-batches beforehand: record and compile them (featstore.compile_trace)"
             )
-        if policy not in known:
-            raise SourceError(f"no policy {policy!r}; there are {', '.join(known)}")
+        as_choice(policy, "policy", known)
         if static is not None and policy != "static":
             raise SourceError(f"static= says which rows the policy 'static' keeps, but the policy is {policy!r}")
-        if unknown := sorted(set(reader) - _READER_OPTIONS):
-            raise TypeError(
-                f"OnlineLoader has no option {unknown[0]!r}; of a reader's it takes {', '.join(sorted(_READER_OPTIONS))}"
-            )
-        if device_policy not in known or device_policy in ("auto", "static"):
-            known = [name for name in known if name not in ("auto", "static")]
-            raise SourceError(f"no policy {device_policy!r} for devices; there are {', '.join(known)}")
+        check_reading(**reader)
+        as_choice(device_policy, "device_policy", [name for name in known if name not in ("auto", "static")])
         if device_memory and not devices:
             raise SourceError("device_memory= keeps rows on a device: say on which, with device=")
+        for option, given in (("batch_rows", batch_rows), ("static", static)):
+            for table in given if isinstance(given, Mapping) else ():
+                known_name(table, store.tables, f"{option}: the store has no table")
         for rows in batch_rows.values() if isinstance(batch_rows, Mapping) else [batch_rows]:
-            if rows is not None and not (isinstance(rows, int | np.integer) and rows >= 1):
-                raise SourceError(f"batch_rows= is a whole number of rows, at least 1, not {rows!r}")
-        if extracted < 1:
-            raise SourceError(f"at least one mini-batch is extracted at a time, not {extracted}")
+            if rows is not None:
+                as_count(rows, "batch_rows")
+        for ids in static.values() if isinstance(static, Mapping) else [static]:
+            if ids is not None:
+                parse_ids(ids)
         self.store, self.memory_bytes, self.policy = store, memory_bytes, policy
         self.extracted = extracted
         self._static, self._batch_rows, self._reader_options = static, batch_rows, reader
@@ -116,8 +117,12 @@ class Extraction:
         self._piece_bytes = self._division.bytes_of(rows)
         slots, self._device_slots, self._memory = self._division.of(tables, rows)
         self._outputs = Outputs(self._piece_bytes, DEPTH)
-        self._reader = self.store.reader(
-            tables=list(tables), memory=self._division.reader_memory(tables), static=None, **self._reader_options
+        self._reader = Reader(
+            self.store,
+            tables=list(tables),
+            memory=self._division.reader_memory(tables),
+            static=None,
+            **self._reader_options,
         )
         try:
             for name, count in slots.items():
@@ -140,7 +145,7 @@ class Extraction:
 
     def _open_devices(self) -> None:
         if self._device_slots:
-            from featstore.online.device import DeviceBuffer
+            from featstore.tiers.device import DeviceBuffer
 
             for name, slots in self._device_slots.items():
                 host = self.buffers[name]

@@ -14,7 +14,6 @@ first. What is in the buffer never changes what a mini-batch holds, only how lon
 
 from __future__ import annotations
 
-import operator
 import os
 import time
 from collections import deque
@@ -24,17 +23,22 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from featstore.errors import IdError, SourceError
-from featstore.online.division import SAMPLED
-from featstore.online.extraction import EXTRACTED, FIRST_POLICY, LARGEST, ROOM, Extraction, Tickets
-from featstore.online.report import OnlineReport, OnlineStages
-from featstore.pipeline import Sampler, Walk, WalkingLoader, check_repeatable, epoch_of
-from featstore.tracing.nodes import Ids, split
+from featstore import arguments as args
+from featstore.base.threads import Wake, Worker
+from featstore.errors import ArgumentError, IdError, SourceError
+from featstore.loaders.online.budget import SAMPLED
+from featstore.loaders.online.extraction import EXTRACTED, FIRST_POLICY, LARGEST, ROOM, Extraction, Tickets
+from featstore.loaders.online.report import OnlineReport, OnlineStages
+from featstore.loaders.ranks import warn_of_ranks
+from featstore.loaders.walk import Sampler, Walk, WalkingLoader, check_repeatable, epoch_of
+from featstore.reader.options import READING
+from featstore.sampling.minibatch import Ids, split
+from featstore.storage.store import as_store
+from featstore.tiers.saved import cache_path
 from featstore.units import parse_bytes
-from featstore.waiting import Wake, Worker
 
 if TYPE_CHECKING:
-    from featstore.store import Store
+    from featstore.storage.store import OpenStore
 
 STATE_VERSION = 1
 
@@ -43,7 +47,7 @@ STATE_VERSION = 1
 class OnlineBatch:
     """A mini-batch that is no PyG object. ``index``: its number in the epoch. ``n_id``: node ids, ``x``: their rows, an array or tensor, or
     dicts of them by table where there are several. ``sample``: the mini-batch itself, or its second part
-    (see :mod:`featstore.tracing.nodes`)."""
+    (see :mod:`featstore.sampling.minibatch`)."""
 
     index: int
     n_id: Any
@@ -61,10 +65,11 @@ class OnlineLoader(WalkingLoader):
         store: the open store.
         batches: mini-batches as :meth:`featstore.Trace.record` takes them (PyG's, ours, arrays of node ids, pairs of ids and sample
             ...): an iterable that can be gone through once an epoch, or a function of the epoch's number that makes one. Where it
-            has a ``set_epoch``, that is called. It should not fetch features itself.
-        memory: budget for all that is held here, bytes or ``"2GiB"``.
-        policy: of the feature buffers: a name of :data:`featstore.online.slot_layout.POLICIES` but ``"min"``; or ``"auto"`` for that which
-            would have hit most so far (:mod:`featstore.online.choose`), looked at once enough has been seen, and between epochs. In
+            has a ``set_epoch``, or its samplers or data set have one, that is called, so that fixed seeds get fresh neighbours.
+            (A copy of a data set in workers that persist does not hear of it.) It should not fetch features itself.
+        memory: budget for all that is held here, in this process, bytes or ``"2GiB"``.
+        policy: of the feature buffers: a name of :data:`featstore.tiers.slots.layout.POLICIES` but ``"min"``; or ``"auto"`` for that which
+            would have hit most so far (:mod:`featstore.tiers.slots.choose`), looked at once enough has been seen, and between epochs. In
             budgets below about 75 MiB that is ``"s3-fifo"`` throughout.
         static: for policy ``"static"``: node ids (or a mapping of tables to them) of the rows to keep; by default those of the highest
             degree, where the store knows degrees.
@@ -75,14 +80,14 @@ class OnlineLoader(WalkingLoader):
         nodes: a function from a mini-batch to its node ids, or to {table: ids}, where no rule finds them.
         device: where tensors go, in its default stream; None for host memory. Several devices may be given as a list: they share the
             rows kept on them, and mini-batches go to the first.
-        device_memory: for rows kept on each device (:mod:`featstore.online.device`), bytes or ``"2GiB"``, beside ``memory``, which is the
+        device_memory: for rows kept on each device (:mod:`featstore.tiers.device`), bytes or ``"2GiB"``, beside ``memory``, which is the
             host's. The mini-batches themselves take memory there as well.
-        device_policy: of these rows: a name of :data:`featstore.online.slot_layout.POLICIES` but ``"static"`` and ``"min"``.
+        device_policy: of these rows: a name of :data:`featstore.tiers.slots.layout.POLICIES` but ``"static"`` and ``"min"``.
         tensors: hand out torch tensors; by default where there is a device, or the mini-batches are PyG objects.
         extracted: how many mini-batches are extracted at once, at most: fewer where they would pin most of the slots.
         reader_memory: the reader's nominal budget beyond maps and checksums, of which it takes a quarter; by default half of the budget,
-            128 MiB at most. See :mod:`featstore.online.tune`.
-        engine, queue_depth, verify: as for :class:`featstore.reader.Reader`.
+            128 MiB at most. See :mod:`featstore.tune.tuning`.
+        engine, queue_depth, verify: as for :class:`featstore.reader.reader.Reader`.
 
     Raises SourceError, IdError; BudgetError (when the first mini-batch, or a larger one, has been sampled); what sampling and
     reading raise.
@@ -91,31 +96,39 @@ class OnlineLoader(WalkingLoader):
     report_stages: OnlineStages
 
     def __init__(
-        self, store: Store, batches: Sampler, *, memory: int | str = "1GiB", policy: str = "auto", static: Any = None,
+        self, store: OpenStore, batches: Sampler, *, memory: int | str = "1GiB", policy: str = "auto", static: Any = None,
         warm: str | None = None, batch_rows: int | Mapping[str, int] | None = None, overtake: bool = False,
         nodes: Callable[[Any], Any] | None = None, device: Any = None, device_memory: int | str | None = None,
         device_policy: str = FIRST_POLICY, tensors: bool | None = None, extracted: int = EXTRACTED,
         reader_memory: int | str | None = None, **reader: Any,
     ) -> None:  # fmt: skip
         super().__init__(OnlineStages())
-        self.store, self._batches, self._nodes = store, batches, nodes
+        self.store, self._batches = as_store(store), args.as_batches(batches, "batches")
+        self._nodes = None if nodes is None else args.as_function(nodes, "nodes")
+        warn_of_ranks("an OnlineLoader", batches)
         devices = list(device) if isinstance(device, list | tuple) else [] if device is None else [device]
-        self.overtake, self._tensors, self._device = overtake, tensors, devices[0] if devices else None
+        if device is not None and not devices:
+            raise ArgumentError("device must be a device, or a list of at least one, not an empty list")
+        self.overtake, self._device = args.as_flag(overtake, "overtake"), devices[0] if devices else None
+        self._tensors = None if tensors is None else args.as_flag(tensors, "tensors")
         for one in devices:
-            _check_device(one)
+            args.as_device(one, "device")
+        if tensors:
+            args.need_torch("tensors=True")
         if tensors is False and devices:
             raise SourceError("tensors=False hands out arrays, which are in host memory: leave out device=")
+        args.check_options(reader, (*args.options_of(OnlineLoader), *READING), "OnlineLoader")
         self._extraction = Extraction(
             store,
-            parse_bytes(memory),
+            parse_bytes(memory, "memory"),
             policy=policy,
             static=static,
             warm=warm,
             batch_rows=batch_rows,
-            extracted=operator.index(extracted),
-            reader_memory=None if reader_memory is None else parse_bytes(reader_memory),
+            extracted=args.as_count(extracted, "extracted"),
+            reader_memory=None if reader_memory is None else parse_bytes(reader_memory, "reader_memory"),
             devices=devices,
-            device_memory=0 if device_memory is None else parse_bytes(device_memory),
+            device_memory=0 if device_memory is None else parse_bytes(device_memory, "device_memory"),
             device_policy=device_policy,
             reader=reader,
         )
@@ -125,7 +138,7 @@ class OnlineLoader(WalkingLoader):
 
     def __len__(self) -> int:
         if not isinstance(self._batches, Sized):
-            raise TypeError("the mini-batches have no length")
+            raise ArgumentError("the mini-batches have no length")
         return len(self._batches)
 
     # Iterating.
@@ -143,18 +156,15 @@ class OnlineLoader(WalkingLoader):
     def _mini_batches(self, epoch: int) -> Iterable[Any]:
         if epoch > 0:
             check_repeatable(self._batches)
-        batches = epoch_of(self._batches, epoch)
-        set_epoch = getattr(batches, "set_epoch", None)
-        if callable(set_epoch):
-            set_epoch(epoch)
-        return batches
+        return epoch_of(self._batches, epoch)
 
     # Resuming.
 
     def set_epoch(self, epoch: int) -> None:
         """The next iteration is of this epoch, from its beginning."""
+        epoch = args.as_count(epoch, "epoch", 0)
         with self._alone("an epoch has been set since this iteration began"):
-            self._epoch, self._next, self._begun = operator.index(epoch), 0, False
+            self._epoch, self._next, self._begun = epoch, 0, False
 
     def state_dict(self) -> dict[str, Any]:
         """Where training stands: the epoch, and the mini-batches of it that were handed out. It belongs to the same ``batches``, which
@@ -167,14 +177,8 @@ class OnlineLoader(WalkingLoader):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where ``state`` was taken: mini-batches handed out then are sampled again and let go, without reading their rows."""
-        if state.get("version") != STATE_VERSION or state.get("store") != self.store.uuid:
-            raise SourceError(f"this state is of the store {state.get('store')}, not of {self.store.uuid}")
-        try:
-            epoch, after = operator.index(state["epoch"]), operator.index(state["next"])
-        except (KeyError, TypeError):
-            raise SourceError(f"this is no state of an online loader: {dict(state)}") from None
-        if min(epoch, after) < 0:
-            raise SourceError(f"there is no mini-batch {after} of epoch {epoch}")
+        args.check_state(state, {"version": STATE_VERSION, "store": self.store.uuid}, "this loader")
+        epoch, after = (args.as_count(state.get(name), f"{name} of the state", 0) for name in ("epoch", "next"))
         with self._alone("a state has been loaded since this iteration began"):
             self._epoch, self._next, self._begun = epoch, after, False
 
@@ -182,7 +186,13 @@ class OnlineLoader(WalkingLoader):
 
     def report(self) -> OnlineReport:
         """Per stage the time busy and waiting, hits and misses, bytes read."""
-        return self._report or self.report_stages.report(self._extraction)
+        return self._report or self._measured()
+
+    def _measured(self) -> OnlineReport:
+        held = self._extraction
+        buffers = {name: buffer.stats() for name, buffer in held.buffers.items()}
+        devices = {name: level.stats() for name, level in held.on_devices.items()}
+        return self.report_stages.report(held.reader_stats(), buffers, devices)
 
     def memory(self) -> dict[str, int]:
         """Bytes of the budget by what they are for; empty before the first mini-batch."""
@@ -195,6 +205,7 @@ class OnlineLoader(WalkingLoader):
 
     def save_cache(self, name: str = "cache") -> None:
         """Save with the store which rows are in the buffers now, to be loaded by ``warm=name``."""
+        cache_path(self.store, name)
         with self._alone("the cache was saved since this iteration began"):
             self._extraction.save(name)
 
@@ -203,13 +214,13 @@ class OnlineLoader(WalkingLoader):
         x: dict[str, Any] = dict(rows)
         pyg = type(sample).__module__.startswith("torch_geometric.")
         if self._tensors or (self._tensors is None and (pyg or self._device is not None)):
-            from featstore.compiled.tensors import as_tensor, to_device
+            from featstore.base.tensors import as_tensor, to_device
 
             x = {name: as_tensor(one) if isinstance(one, np.ndarray) else one for name, one in x.items()}
             if self._device is not None:
                 x = {name: to_device(one, self._device) for name, one in x.items()}
         if pyg:
-            from featstore.compiled.tensors import fill_pyg
+            from featstore.loaders.deliver import fill_pyg
 
             return fill_pyg(sample, x, self._device)
         if len(self._extraction.buffers) == 1:
@@ -225,21 +236,11 @@ class OnlineLoader(WalkingLoader):
                 if self._walk is not None:
                     self._walk.close()
                 if self._report is None:
-                    self._report = self.report_stages.report(self._extraction)
+                    self._report = self._measured()
             self._extraction.close()
 
     def __repr__(self) -> str:
         return f"<OnlineLoader of {str(self.store.path)!r}, {self.policy or 'before its first mini-batch'}>"
-
-
-def _check_device(device: Any) -> None:
-    """Raise SourceError for what torch knows as no device of this machine."""
-    import torch
-
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, TypeError) as error:
-        raise SourceError(f"device={device!r} cannot be used here: {str(error).splitlines()[0]}") from None
 
 
 @dataclass

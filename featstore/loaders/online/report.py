@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from featstore.online.tickets import BufferStats
-from featstore.pipeline import Stages
-
-if TYPE_CHECKING:
-    from featstore.online.extraction import Extraction, Tickets
+from featstore.loaders.walk import Stages
+from featstore.reader.report import ReaderStats
+from featstore.tiers.tickets import BufferStats
 
 
 @dataclass(frozen=True)
@@ -49,23 +47,24 @@ class OnlineReport:
 class OnlineStages(Stages):
     """Counts for a report."""
 
-    def begun(self, tickets: Tickets) -> None:
+    def begun(self, tickets: object) -> None:
         """A mini-batch's reads have begun."""
         self.read_begins()
 
-    def ended(self, tickets: Tickets) -> None:
+    def ended(self, tickets: object) -> None:
         """A mini-batch's rows are there."""
         self.read_ends()
 
-    def report(self, extraction: Extraction) -> OnlineReport:
+    def report(
+        self, stats: ReaderStats | None, buffers: dict[str, BufferStats], devices: dict[str, BufferStats]
+    ) -> OnlineReport:
+        """``stats``: of the reader; of the buffers and device levels by table."""
         batches, seconds, _ = self.snapshot()
-        stats = extraction.reader_stats()
-        buffers = {name: buffer.stats() for name, buffer in extraction.buffers.items()}
         return OnlineReport(
             batches,
             seconds,
             buffers,
             0 if stats is None else stats.bytes_read,
             0 if stats is None else stats.reads,
-            {name: level.stats() for name, level in extraction.on_devices.items()},
+            devices,
         )

@@ -13,21 +13,23 @@ The two give the same result, bit by bit: sources ascend within each target, dup
 from __future__ import annotations
 
 import bisect
-import errno
 import itertools
 import os
+import secrets
 import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
-from featstore.errors import BudgetError, DeviceError, DiskFullError, SourceError
-from featstore.packing.sources_base import FileReader, bytes_of
+from featstore.base.compilation import njit
+from featstore.base.folders import folder as opened_folder
+from featstore.base.system import asking, refusal
+from featstore.errors import BudgetError, DiskFullError, SourceError
+from featstore.packing.sources.base import FileReader, bytes_of
+from featstore.storage.disk import Disk
 
 __all__ = ["EdgeStream", "ScratchFile", "build_csc", "count_targets", "place_sources", "sort_runs"]
 
@@ -103,10 +105,12 @@ class ScratchFile:
         self.folder = folder
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._fd, path = tempfile.mkstemp(dir=folder, prefix=prefix, suffix=".bin")
+            self.path = folder / f"{prefix}{secrets.token_hex(8)}.bin"
+            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
+            with opened_folder(folder) as above:
+                self._fd = os.open(self.path.name, flags, 0o600, dir_fd=above)
         except OSError as error:
-            raise DeviceError(error.errno or errno.EIO, folder, None, "create a scratch file in") from error
-        self.path = Path(path)
+            raise refusal(error, folder, "create a scratch file in") from error
         self._keep = keep
         self._end = 0
 
@@ -116,7 +120,7 @@ class ScratchFile:
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         os.close(self._fd)
         if not self._keep or kind is not None:
-            self.path.unlink(missing_ok=True)
+            Disk().unlink(self.path)
 
     def write(self, values: NDArray[Any], offset: int | None = None) -> None:
         """Write an array at a byte offset, or behind what `write` without offset wrote before."""
@@ -127,10 +131,7 @@ class ScratchFile:
             try:
                 done += os.pwrite(self._fd, view[done:], at + done)
             except OSError as error:
-                if error.errno in (errno.ENOSPC, errno.EDQUOT):
-                    free = shutil.disk_usage(self.folder).free
-                    raise DiskFullError(self.folder, len(view) - done, free) from error
-                raise DeviceError(error.errno or errno.EIO, self.path, at + done, "write") from error
+                raise refusal(error, self.path, "write", at + done, len(view) - done) from error
         if offset is None:
             self._end += len(view)
 
@@ -233,8 +234,9 @@ def _build_on_disk(
         needed = smallest_bytes(indptr.nbytes + dtype.itemsize * most + 8)
         raise BudgetError(needed, memory_bytes, "hold the in-edges of one node")
     edges = int(indptr[-1])
-    scratch_dir.mkdir(parents=True, exist_ok=True)
-    free = shutil.disk_usage(scratch_dir).free
+    with asking(scratch_dir, "make scratch files in"):
+        scratch_dir.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(scratch_dir).free
     if 3 * edges * dtype.itemsize > free:
         raise DiskFullError(scratch_dir, 3 * edges * dtype.itemsize, free)
     with (

@@ -19,23 +19,22 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from featstore.base.compilation import njit
 from featstore.errors import SourceError
-from featstore.packing.sources_base import FileReader, import_extra
-from featstore.packing.sources_files import NpyHeader, read_npy_header
-from featstore.packing.sources_npz import MemberReader
-from featstore.packing.sources_tables import parquet_file
-from featstore.packing.sources_text import open_text
+from featstore.packing.graphs.columns import SOURCE_NAMES, TARGET_NAMES, ends_of, left_out
+from featstore.packing.sources.base import FileReader, import_extra
+from featstore.packing.sources.files import NpyHeader, read_npy_header
+from featstore.packing.sources.npz import MemberReader
+from featstore.packing.sources.tables import parquet_file
+from featstore.packing.sources.text import open_text
 
 __all__ = ["ArrayEdges", "CsrEdges", "NpyEdges", "NpzEdges", "ParquetEdges", "TextEdges", "parse_pairs"]
 
 Edges = tuple[NDArray[np.int64], NDArray[np.int64]]
 TEXT_CHUNK_BYTES = 1 << 20
 TEXT_LINE_BYTES_MAX = 64 << 20
-SOURCE_NAMES = ("src", "source", "from", "u", "source_id", "src_id")
-TARGET_NAMES = ("dst", "target", "to", "v", "dest", "destination", "target_id", "dst_id")
 
 
 @njit(cache=True, nogil=True)
@@ -240,11 +239,18 @@ class TextEdges:
             if not re.match(rb"-?[0-9]", text):
                 self._header_lines = number + 1
                 names = [cell.strip(" \"'").lower() for cell in re.split(r"[,;\t ]+", text.decode("utf-8", "replace"))]
-                found = [
-                    next((i for i, n in enumerate(names) if n in known), None) for known in (SOURCE_NAMES, TARGET_NAMES)
-                ]
-                if found[0] is not None and found[1] is not None:
-                    self._columns = (found[0], found[1])
+                ends = ends_of(names)
+                if ends is not None:
+                    self._columns = ends
+                    left_out(self.name, [name for k, name in enumerate(names) if k not in ends])
+                elif len(names) > 2:
+                    raise SourceError(
+                        f"{self.name}: which of the columns {', '.join(names)} are the ends of an edge? Call them source and "
+                        "target in the first line, or leave that line out where they are the first two"
+                    )
+                return
+            cells = len([cell for cell in re.split(r"[,;\t ]+", text.decode("utf-8", "replace")) if cell])
+            left_out(self.name, [f"column {k + 1}" for k in range(2, cells)])
             return
 
     def _chunks(self) -> Iterator[tuple[bytes, int]]:
@@ -304,7 +310,7 @@ class TextEdges:
 
 
 class ParquetEdges:
-    """Edges of a Parquet file: columns ``src`` and ``dst`` or the like, or the first two of integers."""
+    """Edges of a Parquet file: columns ``src`` and ``dst`` or the like, or the only two of integers."""
 
     def __init__(self, path: Path, key: str | Sequence[str] | None = None) -> None:
         self.name = str(path)
@@ -313,18 +319,19 @@ class ParquetEdges:
         with parquet_file(path) as file:
             schema = file.schema_arrow
         integers = [field.name for field in schema if arrow.types.is_integer(field.type)]
-        named = [next((n for n in integers if n.lower() in known), None) for known in (SOURCE_NAMES, TARGET_NAMES)]
         if key is not None:
             chosen = [part.strip() for part in key.split(",")] if isinstance(key, str) else list(key)
-        elif None not in named:
-            chosen = [str(part) for part in named]
-        else:
-            chosen = integers[:2]
+        else:  # ends that are text must not make ends of two other columns
+            named = {*integers, *(field.name for field in schema if field.name.lower() in SOURCE_NAMES + TARGET_NAMES)}
+            held = [field.name for field in schema if field.name in named]
+            chosen = [held[k] for k in ends_of(held) or ()]
         if len(chosen) != 2 or not set(chosen) <= set(integers):
-            held = ", ".join(f"{field.name} ({field.type})" for field in schema)
+            known = ", ".join(f"{field.name} ({field.type})" for field in schema)
             raise SourceError(
-                f"{self.name}: no two integer columns {chosen}; give key='source,target'; columns: {held}"
+                f"{self.name}: no two integer columns {chosen}; give key='source,target'; columns: {known}"
             )
+        if key is None:
+            left_out(self.name, [field.name for field in schema if field.name not in chosen])
         self._columns = chosen
         self._arrow = arrow
 

@@ -17,6 +17,7 @@ import io
 import os
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -24,7 +25,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from featstore.errors import DeviceError, SourceError
+from featstore.arguments import shown
+from featstore.base.dtypes import CONVERT_ADDED, added_type
+from featstore.base.system import asking, refusal
+from featstore.errors import ArgumentError, SourceError
+from featstore.packing.sources.columns import Choice
 
 __all__ = [
     "FileReader",
@@ -47,6 +52,8 @@ DROP_STEP_BYTES = 8 << 20
 DROP_RUN_BYTES = 256 << 10
 # Conversions that cannot be done in place work through pieces of about this size.
 PIECE_BYTES = 1 << 20
+# Of a longer row, `sample_crc32` takes values spread over it.
+SAMPLE_ROW_BYTES = 1 << 20
 
 
 def import_extra(module: str, extra: str, name: str) -> Any:
@@ -70,7 +77,11 @@ class RowSource(abc.ABC):
         dtype: native little-endian dtype of the blocks (``ml_dtypes.bfloat16`` is allowed).
         held_bytes: memory held during a pass beside the block itself (a decompressed row group, for example).
         replayable: whether `blocks` may be called again from the start.
+        chosen: of a table with named columns, which are taken; rows are placed by the column ``chosen.id``,
+            if there is one.
     """
+
+    chosen: Choice | None = None
 
     def __init__(
         self,
@@ -111,13 +122,20 @@ class RowSource(abc.ABC):
         read. ``start`` beyond the last row is a SourceError where the number of rows is known or comes to be known.
         """
         if block_rows < 1:
-            raise ValueError(f"block_rows must be at least 1, not {block_rows}")
+            raise ArgumentError(f"block_rows must be at least 1, not {block_rows}")
         if start < 0 or (self.rows is not None and start > self.rows):
             raise SourceError(f"{self.name}: cannot start at row {start}; it has {self.rows} rows")
         return self._blocks(start, block_rows)
 
     @abc.abstractmethod
     def _blocks(self, start: int, block_rows: int) -> Iterator[NDArray[Any]]: ...
+
+    def ids(self) -> Iterator[NDArray[Any]]:
+        """Node ids of the rows, in their order: runs of int64 ``[n]``. Of sources with ``chosen.id`` alone.
+
+        Raises SourceError for ids that are no whole numbers.
+        """
+        raise SourceError(f"{self.name}: has no column of ids; give id= for a table with named columns")
 
     @abc.abstractmethod
     def fingerprint(self) -> dict[str, str | int]:
@@ -141,6 +159,8 @@ def native_dtype(dtype: np.dtype[Any], name: str) -> np.dtype[Any]:
         )
     if dtype.itemsize == 0:
         raise SourceError(f"{name}: values of dtype {dtype} have zero bytes; give at least one byte per value")
+    if (added := added_type(dtype)) is not None:
+        raise SourceError(f"{name}: dtype {added} is not NumPy's own and would come back as bytes; {CONVERT_ADDED}")
     return dtype.newbyteorder("<")
 
 
@@ -155,7 +175,7 @@ def named_dtype(dtype: Any, name: str) -> np.dtype[Any]:
         return named
     except (TypeError, ValueError) as error:
         raise SourceError(
-            f"{name}: {dtype!r} is no dtype; write for example float32, int64, bfloat16 or '>f4'"
+            f"{name}: {shown(dtype)} is no dtype; write for example float32, int64, bfloat16 or '>f4'"
         ) from error
 
 
@@ -209,7 +229,10 @@ def sample_crc32(array: NDArray[Any], samples: int = 64) -> int:
     crc = 0
     if array.shape[0]:
         for row in np.linspace(0, array.shape[0] - 1, num=min(samples, array.shape[0])).astype(np.int64):
-            crc = zlib.crc32(bytes_of(np.ascontiguousarray(array[row : row + 1])).tobytes(), crc)
+            picked = array[row : row + 1]
+            if picked.nbytes > SAMPLE_ROW_BYTES:  # a row of an edge_index is half of the graph
+                picked = picked.reshape(-1)[:: picked.size * picked.itemsize // SAMPLE_ROW_BYTES + 1]
+            crc = zlib.crc32(bytes_of(np.ascontiguousarray(picked)).tobytes(), crc)
     return crc
 
 
@@ -231,7 +254,7 @@ def stat_of(path: Path) -> os.stat_result:
     except FileNotFoundError as error:
         raise SourceError(f"{path}: no such file or directory; check the path") from error
     except OSError as error:
-        raise DeviceError(error.errno or 5, path, None, "stat") from error
+        raise refusal(error, path, "stat") from error
 
 
 def open_binary(path: Path) -> io.BufferedReader:
@@ -240,7 +263,7 @@ def open_binary(path: Path) -> io.BufferedReader:
     try:
         return path.open("rb")
     except OSError as error:
-        raise DeviceError(error.errno or 5, path, None, "open") from error
+        raise refusal(error, path, "open") from error
 
 
 class FileReader:
@@ -252,8 +275,9 @@ class FileReader:
         try:
             self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
-            raise DeviceError(error.errno or 5, path, None, "open") from error
-        self.size_bytes = os.fstat(self._fd).st_size
+            raise refusal(error, path, "open") from error
+        with asking(path, "look at"):
+            self.size_bytes = os.fstat(self._fd).st_size
         self._read_start = 0
         self._read_end = 0
         self._advise(0, 0, "POSIX_FADV_SEQUENTIAL")
@@ -274,7 +298,7 @@ class FileReader:
             try:
                 got = os.preadv(self._fd, [view[done:]], offset + done)
             except OSError as error:
-                raise DeviceError(error.errno or 5, self.path, offset + done) from error
+                raise refusal(error, self.path, "read", offset + done) from error
             if got == 0:
                 raise SourceError(
                     f"{self.path} is truncated: bytes {offset:,} to {offset + len(view):,} were expected, "
@@ -297,4 +321,5 @@ class FileReader:
     def _advise(self, offset: int, size_bytes: int, advice: str) -> None:
         # An advice only: where the system has none (or the file is a pipe), reads work just as well.
         if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self._fd, offset, size_bytes, getattr(os, advice))
+            with suppress(OSError):
+                os.posix_fadvise(self._fd, offset, size_bytes, getattr(os, advice))

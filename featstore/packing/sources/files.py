@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from featstore.errors import SourceError
-from featstore.packing.sources_base import (
+from featstore.packing.sources.base import (
     PIECE_BYTES,
     FileReader,
     RowSource,

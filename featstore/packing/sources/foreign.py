@@ -14,8 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from featstore.errors import SourceError
-from featstore.packing.sources_base import RowSource, dtype_text, file_fingerprint, import_extra, stat_of, to_native
-from featstore.packing.sources_memory import TensorRows
+from featstore.packing.sources.arrays import SlicedRows
+from featstore.packing.sources.base import dtype_text, file_fingerprint, import_extra, stat_of
+from featstore.packing.sources.columns import check_beside
+from featstore.packing.sources.memory import TensorRows
 
 __all__ = ["TorchFileRows", "ZarrRows", "load_tensor", "zarr_rows"]
 
@@ -23,22 +25,19 @@ __all__ = ["TorchFileRows", "ZarrRows", "load_tensor", "zarr_rows"]
 ZARR_CONCURRENCY = 10
 
 
-class ZarrRows(RowSource):
+class ZarrRows(SlicedRows):
     """Rows of a zarr array (v2 or v3), read in bands of whole chunks so that each chunk is decoded once.
 
     zarr itself reads a chunk that is missing as its fill value, without a word; that cannot be told from data here.
     """
 
     def __init__(self, array: Any, *, name: str = "<zarr array>", path: Path | None = None) -> None:
-        if array.ndim == 0:
-            raise SourceError(f"{name}: a single value (0-d) is no table; give an array of rows")
-        dtype = np.dtype(array.dtype)
-        row_bytes = int(np.prod(array.shape[1:], dtype=np.int64)) * dtype.itemsize
-        chunk_bytes = int(np.prod(array.chunks, dtype=np.int64)) * dtype.itemsize
-        self._chunk_rows = max(1, int(array.chunks[0]))
-        held = self._chunk_rows * row_bytes + 2 * ZARR_CONCURRENCY * chunk_bytes
-        super().__init__(name, int(array.shape[0]), tuple(array.shape[1:]), dtype, held_bytes=held)
-        self._array = array
+        decoded_bytes = 0
+        if array.ndim:
+            values = int(np.prod(array.shape[1:], dtype=np.int64)) * max(1, int(array.chunks[0]))
+            values += 2 * ZARR_CONCURRENCY * int(np.prod(array.chunks, dtype=np.int64))
+            decoded_bytes = values * np.dtype(array.dtype).itemsize
+        super().__init__(array, name=name, held_bytes=decoded_bytes)
         self._path = path
 
     def fingerprint(self) -> dict[str, str | int]:
@@ -62,20 +61,6 @@ class ZarrRows(RowSource):
             **more,
         }
 
-    def _blocks(self, start: int, block_rows: int) -> Iterator[NDArray[Any]]:
-        assert self.rows is not None
-        band_rows = self._chunk_rows * max(1, block_rows // self._chunk_rows)
-        for first in range(start - start % self._chunk_rows, self.rows, band_rows):
-            try:
-                band = np.asarray(self._array[first : min(first + band_rows, self.rows)])
-            except (ValueError, OSError, RuntimeError, KeyError) as error:
-                raise SourceError(
-                    f"{self.name}: rows {first:,} on cannot be decoded ({error}); a chunk is damaged"
-                ) from error
-            band = to_native(band, self.dtype, owned=False)
-            for low in range(max(0, start - first), band.shape[0], block_rows):
-                yield band[low : low + block_rows]
-
 
 def zarr_rows(path: Path, key: str | None = None, name: str | None = None) -> ZarrRows:
     """Rows of an array in a zarr directory; ``key`` picks one in a group. Raises SourceError that lists the arrays."""
@@ -97,6 +82,7 @@ def zarr_rows(path: Path, key: str | None = None, name: str | None = None) -> Za
                 f"{label}: {len(tables)} arrays could be the table; give key=, one of: {', '.join(sorted(arrays))}"
             )
         key = tables[0]
+        check_beside({member: tuple(found.shape) for member, found in arrays.items()}, key, label)
     if key not in arrays:
         raise SourceError(f"{label}: no array {key!r} in this group; it holds: {', '.join(sorted(arrays))}")
     return ZarrRows(arrays[key], name=f"{path}[{key}]", path=path)
@@ -152,6 +138,7 @@ def load_tensor(path: Path, key: str | None) -> tuple[Any, str | None]:
                 f"{path}: {len(tables)} tensors could be the table; give key=, one of: {', '.join(tensors)}"
             )
         key = tables[0]
+        check_beside({k: tuple(v.shape) for k, v in tensors.items()}, key, str(path))
     if key not in tensors:
         raise SourceError(f"{path}: no tensor {key!r}; it holds: {', '.join(tensors)}")
     return tensors[key], key

@@ -3,12 +3,13 @@
 Arrays, tensors and CSR matrices are cut into blocks; a sparse block is made dense when it is asked for, so a matrix
 of 3 MB that is a gigabyte as rows never becomes one. An iterator of blocks is the way in for everything this package
 does not read: its first block is taken at once (it says the shape and dtype of the rows) and each later one is held
-against it.
+against it. Arrays of other libraries are read by `featstore.packing.sources.arrays`.
 """
 
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -16,12 +17,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from featstore.errors import SourceError
-from featstore.packing.sources_base import RowSource, dtype_text, native_dtype, sample_crc32, to_native
+from featstore.packing.sources.arrays import array_of, dense_tensor, tensor_to_numpy
+from featstore.packing.sources.base import RowSource, dtype_text, native_dtype, sample_crc32, to_native
 
-__all__ = ["ArrayRows", "IteratorRows", "SparseRows", "TensorRows", "add_sparse", "tensor_to_numpy"]
+__all__ = ["ArrayRows", "IteratorRows", "SparseRows", "TensorRows", "add_sparse"]
 
 # Rows, and non-zeros, of a sparse matrix that are spread at a time: scratch of some 3 MiB whatever the block.
 CHUNK = 1 << 16
+# Rows that an iterable gives one at a time are handed on in blocks of at most this size.
+GATHER_BYTES = 1 << 20
 
 
 def add_sparse(
@@ -74,37 +78,6 @@ class ArrayRows(RowSource):
     def _blocks(self, start: int, block_rows: int) -> Iterator[NDArray[Any]]:
         for first in range(start, self._array.shape[0], block_rows):
             yield to_native(np.asarray(self._array[first : first + block_rows]), self.dtype, owned=False)
-
-
-def dense_tensor(tensor: Any, name: str) -> Any:
-    """The tensor itself. Raises SourceError when it is sparse or quantised."""
-    import torch
-
-    if tensor.layout != torch.strided or tensor.is_quantized:
-        raise SourceError(
-            f"{name}: a sparse or quantised tensor ({tensor.layout}, {tensor.dtype}) has no rows to read; "
-            "give tensor.to_dense(), tensor.dequantize() or a SciPy matrix"
-        )
-    return tensor
-
-
-def tensor_to_numpy(tensor: Any, name: str) -> NDArray[Any]:
-    """A torch tensor on the CPU as a NumPy array that shares its memory (bfloat16 as ``ml_dtypes.bfloat16``)."""
-    import torch
-
-    tensor = dense_tensor(tensor, name).detach().cpu().resolve_conj().resolve_neg()
-    if tensor.dtype == torch.bfloat16:
-        import ml_dtypes
-
-        bits: NDArray[Any] = tensor.view(torch.int16).numpy()
-        return bits.view(ml_dtypes.bfloat16)
-    try:
-        array: NDArray[Any] = tensor.numpy()
-    except TypeError as error:
-        raise SourceError(
-            f"{name}: NumPy knows no {tensor.dtype}; convert it, for example with .to(torch.float16)"
-        ) from error
-    return array
 
 
 class TensorRows(RowSource):
@@ -174,16 +147,46 @@ class SparseRows(RowSource):
             yield rows
 
 
+def _check_whole_and_in_order(blocks: Any, name: str) -> None:
+    """Raise SourceError for a torch ``DataLoader`` that shuffles, samples, drops or repeats: row i would not be item i."""
+    data = sys.modules.get("torch.utils.data")
+    if data is None or not isinstance(blocks, data.DataLoader):
+        return
+    streams = isinstance(blocks.dataset, data.IterableDataset)
+    sampler = getattr(blocks.batch_sampler, "sampler", blocks.sampler)
+    if (
+        (streams and blocks.num_workers > 1)
+        or not (streams or isinstance(sampler, data.SequentialSampler))
+        or blocks.drop_last
+    ):
+        raise SourceError(
+            f"{name}: a DataLoader with a {type(sampler).__name__}, drop_last={blocks.drop_last} and {blocks.num_workers} "
+            "workers does not give each item once and in order, so row i would not be item i: make it with shuffle=False, "
+            "no sampler of its own, drop_last=False, and at most one worker for an IterableDataset"
+        )
+
+
 class IteratorRows(RowSource):
-    """Rows from an iterable of blocks ``[n, *row_shape]`` (NumPy arrays or torch tensors), each with n of its own.
+    """Rows from an iterable of blocks ``[n, *row_shape]`` (arrays or tensors), each with n of its own.
+
+    Where ``row_shape`` is given, an item of that shape is a single row. Without it, an item of one dimension
+    could be a row or a block of rows of one value each, so it is a SourceError that asks.
 
     A one-shot iterator (a generator) can be passed over once: a second `blocks` is a SourceError. A list of blocks, or
-    an object whose ``__iter__`` starts afresh each time, is replayable. Blocks larger than asked for are cut, smaller
-    ones are handed on as they are. A block of another row shape or dtype than the first is a SourceError that names it,
-    and so is an end that does not match ``rows``, where that is given.
+    an object whose ``__iter__`` starts afresh each time, is replayable. Blocks larger than asked for are cut,
+    single rows gathered, other blocks handed on as they are. A block of another row shape or dtype than the
+    first is a SourceError that names it, and so is an end that does not match ``rows``, where that is given.
     """
 
-    def __init__(self, blocks: Iterable[Any], *, rows: int | None = None, name: str = "<iterator>") -> None:
+    def __init__(
+        self,
+        blocks: Iterable[Any],
+        *,
+        rows: int | None = None,
+        row_shape: tuple[int, ...] | None = None,
+        name: str = "<iterator>",
+    ) -> None:
+        _check_whole_and_in_order(blocks, name)
         iterator = iter(blocks)
         first = next(iterator, None)
         if first is None:
@@ -191,9 +194,10 @@ class IteratorRows(RowSource):
                 f"{name}: gives no block, so the shape of a row is unknown; give at least one (n may be 0)"
             )
         replayable = iterator is not blocks
-        block = self._as_array(first, 0, name)
-        held = 0 if replayable else block.nbytes
+        block, single = _block_of(first, 0, row_shape, name)
+        held = GATHER_BYTES if single else 0 if replayable else block.nbytes
         super().__init__(name, rows, block.shape[1:], block.dtype, held_bytes=held, replayable=replayable)
+        self._given_row_shape = row_shape
         self._blocks_given = blocks
         self._pending: Iterator[Any] | None = None if replayable else itertools.chain([first], iterator)
 
@@ -224,17 +228,7 @@ class IteratorRows(RowSource):
 
     def _cut(self, given: Iterator[Any], start: int, block_rows: int) -> Iterator[NDArray[Any]]:
         done = 0
-        for number, item in enumerate(given):
-            block = self._as_array(item, number, self.name)
-            if block.shape[1:] != self.row_shape or native_dtype(block.dtype, self.name) != self.dtype:
-                raise SourceError(
-                    f"{self.name}: block {number} has rows of shape {block.shape[1:]} and {block.dtype}, "
-                    f"block 0 had {self.row_shape} and {self.dtype}; all blocks must agree"
-                )
-            if self.rows is not None and done + block.shape[0] > self.rows:
-                raise SourceError(
-                    f"{self.name}: block {number} ends at row {done + block.shape[0]:,}, beyond rows={self.rows:,}"
-                )
+        for block in self._gathered(given, block_rows):
             for low in range(max(0, start - done), block.shape[0], block_rows):
                 yield to_native(block[low : low + block_rows], self.dtype, owned=False)
             done += block.shape[0]
@@ -244,12 +238,58 @@ class IteratorRows(RowSource):
                 "promised"
             )
 
-    @staticmethod
-    def _as_array(block: Any, number: int, name: str) -> NDArray[Any]:
-        if type(block).__module__.partition(".")[0] == "torch":
-            block = tensor_to_numpy(block, f"{name} block {number}")
-        if not isinstance(block, np.ndarray) or block.ndim == 0:
+    def _gathered(self, given: Iterator[Any], block_rows: int) -> Iterator[NDArray[Any]]:
+        """The blocks, checked; single rows that follow one another as one block."""
+        limit = max(1, min(block_rows, GATHER_BYTES // self.row_bytes))
+        gathered: NDArray[Any] | None = None
+        held = done = 0
+        for number, item in enumerate(given):
+            block, single = _block_of(item, number, self._given_row_shape, self.name)
+            if block.shape[1:] != self.row_shape or native_dtype(block.dtype, self.name) != self.dtype:
+                raise SourceError(
+                    f"{self.name}: block {number} has rows of shape {block.shape[1:]} and {block.dtype}, "
+                    f"block 0 had {self.row_shape} and {self.dtype}; all blocks must agree"
+                )
+            done += block.shape[0]
+            if self.rows is not None and done > self.rows:
+                raise SourceError(f"{self.name}: block {number} ends at row {done:,}, beyond rows={self.rows:,}")
+            if gathered is not None and held and (not single or held == limit):
+                yield gathered[:held]
+                held = 0
+            if not single:
+                yield block
+                continue
+            if gathered is None:
+                gathered = self._empty(limit)
+            gathered[held] = block[0]
+            held += 1
+        if gathered is not None and held:
+            yield gathered[:held]
+
+
+def _block_of(item: Any, number: int, row_shape: tuple[int, ...] | None, name: str) -> tuple[NDArray[Any], bool]:
+    """An item of an iterable as rows ``[n, ...]``, and whether it is one row. ``row_shape`` None: not told."""
+    array = array_of(item, f"{name} block {number}")
+    if array is None or (array.ndim == 0 and row_shape != ()):
+        raise SourceError(
+            f"{name}: block {number} is a {type(item).__name__}, not an array of rows; give numpy arrays [n, "
+            "...], or the whole as one with numpy.asarray"
+        )
+    if row_shape is None:
+        if array.ndim == 1:
+            count = array.shape[0]
             raise SourceError(
-                f"{name}: block {number} is a {type(block).__name__}, not an array of rows; give numpy arrays [n, ...]"
+                f"{name}: item {number} has one dimension ({count:,} values of {array.dtype}): is it one row "
+                f"of {count:,} values, or a block of {count:,} rows of one value each? Say shape=(-1, "
+                f"{count}) where each item is a row, shape=(-1,) where each is a block of rows of one value; "
+                f"or give blocks of two dimensions, [rows, {count}]"
             )
-        return block
+        return array, False
+    if array.shape == row_shape:
+        return array[np.newaxis], True
+    if array.ndim != len(row_shape) + 1:
+        raise SourceError(
+            f"{name}: item {number} has shape {array.shape}, which is neither a row {row_shape} nor a block "
+            "of such rows; let shape= and the items agree"
+        )
+    return array, False

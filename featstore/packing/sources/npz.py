@@ -25,8 +25,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from featstore.base.system import refusal
 from featstore.errors import DeviceError, SourceError
-from featstore.packing.sources_base import (
+from featstore.packing.sources.base import (
     DROP_STEP_BYTES,
     RowSource,
     bytes_of,
@@ -36,8 +37,9 @@ from featstore.packing.sources_base import (
     read_native,
     to_native,
 )
-from featstore.packing.sources_files import FileRows, NpyHeader, agreed_dtype, agreed_shape, parse_npy_header
-from featstore.packing.sources_memory import ArrayRows, add_sparse
+from featstore.packing.sources.columns import check_beside
+from featstore.packing.sources.files import FileRows, NpyHeader, agreed_dtype, agreed_shape, parse_npy_header
+from featstore.packing.sources.memory import ArrayRows, add_sparse
 
 __all__ = ["MemberReader", "NpzCsrRows", "NpzRows", "member_headers", "npz_rows", "read_member"]
 
@@ -129,7 +131,7 @@ class MemberReader:
         if isinstance(error, KeyError):
             return SourceError(f"{self.name}: no such array; the archive holds {', '.join(member_names(self.path))}")
         if isinstance(error, OSError) and not isinstance(error, DeviceError):
-            return DeviceError(error.errno or 5, self.path)
+            return refusal(error, self.path, "read")
         return error
 
 
@@ -256,7 +258,7 @@ class NpzCsrRows(RowSource):
         for low in range(0, out.shape[0], SPARSE_CHUNK):
             rows = out[low : low + SPARSE_CHUNK]
             ends = np.concatenate(([at], indptr.read(rows.shape[0]).astype(np.int64)))
-            bad = np.flatnonzero((np.diff(ends) < 0) | (ends[1:] > self._nonzeros))
+            bad = np.flatnonzero((ends[1:] < ends[:-1]) | (ends[1:] > self._nonzeros))
             if bad.size:
                 raise SourceError(
                     f"{self.name}: index pointers of row {first + low + int(bad[0]):,} do not ascend or pass the end"
@@ -338,6 +340,8 @@ def _only_candidate(path: Path, headers: dict[str, NpyHeader | SourceError], gro
     tables = [key for key, head in arrays.items() if len(head.shape) >= 2] + list(groups)
     candidates = tables or [key for key, head in arrays.items() if len(head.shape) == 1]
     if len(candidates) == 1:
+        if candidates[0] in arrays:
+            check_beside({key: head.shape for key, head in arrays.items()}, candidates[0], str(path))
         return candidates[0]
     for head in headers.values():
         if not candidates and isinstance(head, SourceError):

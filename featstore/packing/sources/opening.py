@@ -11,8 +11,9 @@ any other file               headless binary, with ``dtype`` and ``shape`` (firs
 ``.pt .pth``                 a tensor or a dictionary of tensors (``key``), ``weights_only``
 ``.csv .csv.gz``, OGB raw/   text by blocks; the number of rows from ``num-node-list.csv.gz``
 np.ndarray, torch.Tensor     views; an ``np.memmap`` is read through its file, so that its pages are not kept
-SciPy sparse, zarr array     dense block by block
-iterable of blocks           `IteratorRows`
+SciPy sparse                 dense block by block
+zarr, h5py, other arrays     by slices ``[a:b]`` where it has a ``shape``; else whole: ``__array__``, DLPack, buffers
+iterable of blocks           `IteratorRows`; with ``shape``, of single rows as well
 ===========================  ====================================================================================
 
 The kind is found by the file itself where that is possible (an ``.npy`` magic, a zarr folder) and by its name
@@ -23,21 +24,49 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from featstore.arguments import shown
+from featstore.base.system import is_directory, is_regular
 from featstore.errors import SourceError
-from featstore.packing.sources_base import RowSource, open_binary, stat_of
-from featstore.packing.sources_files import NPY_MAGIC, FileRows, agreed_dtype, agreed_shape, npy_rows, raw_rows
-from featstore.packing.sources_memory import ArrayRows, IteratorRows, SparseRows, TensorRows
-from featstore.packing.sources_pyg import pyg_arrays, pyg_graphs, pyg_tables
+from featstore.packing.graphs.opening import pyg_graphs
+from featstore.packing.sources.arrays import FRAME_PROTOCOLS, SlicedRows, array_of, is_sliced
+from featstore.packing.sources.base import RowSource, open_binary, stat_of
+from featstore.packing.sources.files import NPY_MAGIC, FileRows, agreed_dtype, agreed_shape, npy_rows, raw_rows
+from featstore.packing.sources.memory import ArrayRows, IteratorRows, SparseRows, TensorRows
+from featstore.packing.sources.pyg import pyg_arrays, pyg_tables
 
-__all__ = ["IteratorRows", "RowSource", "open_rows", "pyg_arrays", "pyg_graphs", "pyg_tables"]
+__all__ = ["IteratorRows", "RowSource", "is_headless", "is_text", "open_rows", "pyg_arrays", "pyg_graphs", "pyg_tables"]
 
 ARROW_SUFFIXES = (".parquet", ".arrow", ".feather", ".ipc")
+# Files that name their own dtype and shape, by suffix; of the others, only .npy files do, which have a magic
+# number.
+NAMED_SUFFIXES = (".npz", ".pt", ".pth", ".csv", ".csv.gz", *ARROW_SUFFIXES)
+
+
+def is_headless(spec: Any, offset: int = 0) -> bool:
+    """Whether something is a file of raw binary: its dtype and shape have to be told."""
+    if not isinstance(spec, str | os.PathLike):
+        return False
+    path = Path(spec)
+    if not is_regular(path) or path.name.lower().endswith(NAMED_SUFFIXES):
+        return False
+    with open_binary(path) as file:
+        return offset > 0 or file.read(len(NPY_MAGIC)) != NPY_MAGIC
+
+
+def is_text(spec: Any) -> bool:
+    """Whether something is a file (or OGB's folder) of numbers in text, which have no dtype of their own."""
+    if not isinstance(spec, str | os.PathLike):
+        return False
+    from featstore.packing.sources.text import ogb_folder
+
+    path = Path(spec)
+    return path.name.lower().endswith((".csv", ".csv.gz")) or ogb_folder(path, "node-feat.csv.gz") is not None
 
 
 def open_rows(
@@ -46,6 +75,8 @@ def open_rows(
     dtype: Any = None,
     shape: Sequence[int] | None = None,
     key: str | Sequence[str] | None = None,
+    columns: str | int | Sequence[str | int] | None = None,
+    id: str | int | None = None,
     offset: int = 0,
     rows: int | None = None,
     name: str | None = None,
@@ -55,29 +86,54 @@ def open_rows(
     Args:
         spec: a path, an array, tensor, sparse matrix or zarr array, or an iterable of row blocks.
         dtype, shape, offset: for headless files; ``dtype`` also says what text becomes. For a source that names its
-            own they must agree with it: nothing is cast here.
-        key: the array of an ``.npz``, zarr group or ``.pt`` dictionary, or the column or columns of a table.
+            own they must agree with it: nothing is cast here. ``shape`` is that of the whole table, ``(rows,
+            ...)``, the first number -1 for as many as there are; for an iterable it tells rows (items of
+            ``shape[1:]``) from blocks.
+        key: the array of an ``.npz``, zarr group or ``.pt`` dictionary. For a table with named columns, as
+            ``columns``.
+        columns: of Parquet, Arrow and text, the columns that are features, by name or position; ``"*"`` for
+            all, whatever they look like. Without it all are, and a table with a column that cannot be one or
+            looks like ids is refused.
+        id: of Parquet, Arrow and text, the column that says whose row it is, by name or position: 0 to n-1,
+            each once. It is no feature, and the caller places the rows by `RowSource.ids`. Without it, row i
+            is node i.
         rows: number of rows that an iterable of blocks will give, if it is known.
         name: what messages call the source; a path is its own name.
 
     Raises SourceError for anything that cannot be read as a table of fixed-size rows.
     """
-    wanted = None if shape is None else tuple(int(extent) for extent in shape)
+    label = name or (os.fspath(spec) if isinstance(spec, str | os.PathLike) else f"<{type(spec).__name__}>")
+    wanted = _shape(shape, label)
+    if isinstance(offset, bool) or not isinstance(offset, int | np.integer) or offset < 0:
+        raise SourceError(f"{label}: offset is a number of bytes from the start of a file, not {shown(offset)}")
     if isinstance(spec, (str, os.PathLike)):
-        source = _open_path(Path(spec), dtype, wanted, key, offset, name)
+        source = _open_path(Path(spec), dtype, wanted, key, columns, id, offset, name)
     else:
-        source = _open_object(spec, rows, name)
-        if key is not None or offset:
-            raise SourceError(f"{source.name}: key and offset are for files; this is a {type(spec).__name__}")
+        if rows is None and wanted and wanted[0] >= 0:
+            rows = wanted[0]
+        source = _open_object(spec, rows, wanted, name)
+        for what, value in (("key", key), ("columns", columns), ("id", id), ("offset", offset or None)):
+            if value is not None:
+                raise SourceError(f"{source.name}: {what}= is for files; this is a {type(spec).__name__}: leave it out")
     if dtype is not None:
         agreed_dtype(source.dtype, dtype, source.name)
-    if source.rows is not None:
+    if source.rows is None:  # text, a stream: the pass holds its rows against what was told
+        source.rows = rows if rows is not None or not wanted or wanted[0] < 0 else wanted[0]
+        agreed_shape((-1, *source.row_shape), None if wanted is None else (-1, *wanted[1:]), source.name)
+    else:
         agreed_shape((source.rows, *source.row_shape), wanted, source.name)
-    elif wanted is not None:
-        agreed_shape((wanted[0] if wanted else 0, *source.row_shape), wanted, source.name)
-    if rows is not None and source.rows is not None and rows != source.rows:
+    if rows is not None and rows != source.rows:
         raise SourceError(f"{source.name}: has {source.rows:,} rows, not {rows:,}")
     return source
+
+
+def _shape(shape: Sequence[int] | None, name: str) -> tuple[int, ...] | None:
+    if shape is None:
+        return None
+    given = list(shape) if isinstance(shape, Sequence | np.ndarray) and not isinstance(shape, str | bytes) else [None]
+    if any(isinstance(n, bool) or not isinstance(n, int | np.integer) for n in given):
+        raise SourceError(f"{name}: shape is that of the whole table, such as (-1, 128), not {shown(shape)}")
+    return tuple(int(n) for n in given)  # type: ignore[arg-type]
 
 
 def _open_path(
@@ -85,24 +141,34 @@ def _open_path(
     dtype: Any,
     shape: tuple[int, ...] | None,
     key: str | Sequence[str] | None,
+    columns: str | int | Sequence[str | int] | None,
+    id: str | int | None,
     offset: int,
     name: str | None,
 ) -> RowSource:
     stat_of(path)
-    if path.is_dir():
-        return _open_folder(path, dtype, key, name)
     suffix = path.suffix.lower()
-    if suffix in ARROW_SUFFIXES:
-        from featstore.packing.sources_tables import arrow_rows
-
-        return arrow_rows(path, key, name)
+    named = not is_directory(path) and (
+        suffix in ARROW_SUFFIXES or suffix == ".csv" or path.name.lower().endswith(".csv.gz")
+    )
+    if named:
+        if key is not None and columns is not None:
+            raise SourceError(f"{path}: key= and columns= both name columns; give columns= alone")
+        if offset:
+            raise SourceError(f"{path}: offset= is for headless files; leave it out")
+        return _open_columns(path, dtype, key if columns is None else columns, id, name)
+    for what, value in (("columns", columns), ("id", id)):
+        if value is not None:
+            raise SourceError(f"{path}: {what}= is for tables with named columns (Parquet, Arrow, .csv); leave it out")
+    if is_directory(path):
+        return _open_folder(path, dtype, key, name)
     single = _single_key(key, path)
     if suffix == ".npz":
-        from featstore.packing.sources_npz import npz_rows
+        from featstore.packing.sources.npz import npz_rows
 
         return npz_rows(path, key=single, dtype=dtype, shape=shape, name=name)
     if suffix in (".pt", ".pth"):
-        from featstore.packing.sources_foreign import TorchFileRows
+        from featstore.packing.sources.foreign import TorchFileRows
 
         return TorchFileRows(path, single, name)
     if single is not None:
@@ -111,10 +177,6 @@ def _open_path(
         has_magic = file.read(len(NPY_MAGIC)) == NPY_MAGIC
     if has_magic and offset == 0:
         return npy_rows(path, dtype=dtype, shape=shape, name=name)
-    if suffix == ".csv" or path.name.lower().endswith(".csv.gz"):
-        from featstore.packing.sources_text import CsvRows
-
-        return CsvRows(path, dtype=dtype, name=name)
     if dtype is None or shape is None:
         what = (
             "no .npy magic at its start, so it is"
@@ -127,11 +189,23 @@ def _open_path(
     return raw_rows(path, dtype, shape, offset=offset, name=name)
 
 
-def _open_folder(path: Path, dtype: Any, key: str | Sequence[str] | None, name: str | None) -> RowSource:
-    from featstore.packing.sources_text import ogb_folder, ogb_rows
+def _open_columns(
+    path: Path, dtype: Any, columns: str | int | Sequence[str | int] | None, id: str | int | None, name: str | None
+) -> RowSource:
+    if path.suffix.lower() in ARROW_SUFFIXES:
+        from featstore.packing.sources.tables import arrow_rows
 
-    if any((path / meta).is_file() for meta in ("zarr.json", ".zarray", ".zgroup")):
-        from featstore.packing.sources_foreign import zarr_rows
+        return arrow_rows(path, columns, name, id=id)
+    from featstore.packing.sources.text import CsvRows
+
+    return CsvRows(path, dtype=dtype, name=name, columns=columns, id=id)
+
+
+def _open_folder(path: Path, dtype: Any, key: str | Sequence[str] | None, name: str | None) -> RowSource:
+    from featstore.packing.sources.text import ogb_folder, ogb_rows
+
+    if any(is_regular(path / meta) for meta in ("zarr.json", ".zarray", ".zgroup")):
+        from featstore.packing.sources.foreign import zarr_rows
 
         return zarr_rows(path, _single_key(key, path), name)
     raw = ogb_folder(path, "node-feat.csv.gz")
@@ -148,25 +222,35 @@ def _single_key(key: str | Sequence[str] | None, path: Path) -> str | None:
         return key
     if len(key) == 1:
         return key[0]
-    raise SourceError(f"{path}: several keys are for the columns of Parquet and Arrow files; give one")
+    raise SourceError(f"{path}: several keys are for the columns of Parquet, Arrow and .csv files; give one")
 
 
-def _open_object(spec: Any, rows: int | None, name: str | None) -> RowSource:
+def _open_object(spec: Any, rows: int | None, shape: tuple[int, ...] | None, name: str | None) -> RowSource:
     library = type(spec).__module__.partition(".")[0]
+    if isinstance(spec, RowSource):
+        return spec
     if isinstance(spec, np.memmap):
         return _memmap_file(spec, name) or ArrayRows(spec, name=name or f"<memmap {spec.filename}>")
-    if isinstance(spec, np.ndarray):
-        return ArrayRows(spec, name=name or "<array>")
     if library == "torch" and hasattr(spec, "untyped_storage"):
         return TensorRows(spec, name=name or "<tensor>")
     if library == "scipy" and hasattr(spec, "tocsr"):
         return SparseRows(spec, name=name or "<sparse matrix>")
     if library == "zarr" and hasattr(spec, "chunks"):
-        from featstore.packing.sources_foreign import ZarrRows
+        from featstore.packing.sources.foreign import ZarrRows
 
         return ZarrRows(spec, name=name or "<zarr array>")
-    if isinstance(spec, Iterable) and not isinstance(spec, (bytes, bytearray, memoryview, dict)):
-        return IteratorRows(spec, rows=rows, name=name or "<iterator>")
+    label = name or f"<{type(spec).__name__}>"
+    frame = any(hasattr(spec, protocol) for protocol in FRAME_PROTOCOLS)
+    whole = frame or hasattr(spec, "__array_interface__") or isinstance(spec, memoryview)
+    if is_sliced(spec) and not whole:
+        return SlicedRows(spec, name=label)
+    array = array_of(spec, name or ("<array>" if isinstance(spec, np.ndarray) else label))
+    if array is not None:
+        return ArrayRows(array, name=name or "<array>", held=not isinstance(spec, np.ndarray))
+    if isinstance(spec, Iterable) and not isinstance(spec, (bytes, bytearray, Mapping, Set)):
+        if shape == ():
+            raise SourceError(f"{label}: shape () is no table; give (-1,) for rows of one value each")
+        return IteratorRows(spec, rows=rows, row_shape=None if shape is None else shape[1:], name=name or "<iterator>")
     raise SourceError(
         f"{name or 'source'}: cannot read rows from a {type(spec).__name__}; give a path, an array or tensor, a SciPy "
         "matrix, a zarr array, or an iterable of row blocks"
@@ -188,7 +272,7 @@ def _memmap_file(array: np.memmap[Any, Any], name: str | None) -> RowSource | No
     if not 0 <= into <= len(mapped) - array.nbytes:
         return None
     path = Path(array.filename)
-    if not path.is_file() or path.stat().st_size < mapping_start + into + array.nbytes:
+    if not is_regular(path) or stat_of(path).st_size < mapping_start + into + array.nbytes:
         return None
     return FileRows(
         path,

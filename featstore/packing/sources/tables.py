@@ -17,7 +17,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from featstore.errors import SourceError
-from featstore.packing.sources_base import RowSource, dtype_text, file_fingerprint, import_extra, open_binary
+from featstore.packing.sources.base import RowSource, dtype_text, file_fingerprint, import_extra, open_binary
+from featstore.packing.sources.columns import (
+    SAMPLE_ROWS_MAX,
+    Column,
+    choose_columns,
+    refuse_id_values,
+    whole_ids,
+)
 
 __all__ = ["ArrowRows", "arrow_rows", "parquet_file"]
 
@@ -25,6 +32,7 @@ __all__ = ["ArrowRows", "arrow_rows", "parquet_file"]
 # Read buffer of a Parquet column, the size of a batch that pyarrow builds, and the page size that writers aim at.
 READ_BUFFER_BYTES = 256 << 10
 BATCH_BYTES = 1 << 20
+ID_BATCH_ROWS = 1 << 16
 PAGE_BYTES_TYPICAL = 1 << 20
 
 
@@ -42,18 +50,28 @@ def parquet_file(path: Path) -> Any:
 class ArrowRows(RowSource):
     """Rows of a Parquet or Arrow IPC file (file or stream format). Nulls are refused: a feature has no such value."""
 
-    def __init__(self, path: Path, key: str | Sequence[str] | None = None, name: str | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        columns: str | int | Sequence[str | int] | None = None,
+        name: str | None = None,
+        *,
+        id: str | int | None = None,
+    ) -> None:
         label = name or str(path)
         self.path = path
         self._is_parquet = path.suffix == ".parquet"
         self._arrow = import_extra("pyarrow", "arrow", label)
         with self._opened() as file:
             schema = file.schema_arrow if self._is_parquet else file.schema
-            self._columns = _choose_columns(schema, key, label)
-            self._listed = len(self._columns) == 1 and _is_list(schema.field(self._columns[0]).type)
+            described = _columns_of(schema)
+            self.chosen = choose_columns(described, columns, id, label)
+            self._columns = [described[k].name for k in self.chosen.taken]
+            self._check_names(described, label)
+            self._listed = described[self.chosen.taken[0]].kind == "list"
             rows = file.metadata.num_rows if self._is_parquet else self._count_rows()
         self.name = label
-        first = next(self._batches(0, 1), None)
+        first = next(self._batches(0, 1, self._columns), None)
         if first is None:
             raise SourceError(f"{label}: has no rows, so the shape of a row is unknown")
         block = self._as_rows(first.slice(0, 1), None, 0)
@@ -63,14 +81,46 @@ class ArrowRows(RowSource):
         held = self._parquet_held_bytes(row_bytes) if self._is_parquet else 2 * int(first.nbytes)
         self._batch_rows = max(1, BATCH_BYTES // row_bytes)
         super().__init__(label, rows, shape, block.dtype, held_bytes=held)
+        if columns is None and len(self._columns) > 1:
+            sample = next(self._batches(0, min(SAMPLE_ROWS_MAX, max(64, self._batch_rows)), self._columns))
+            sample = sample.slice(0, SAMPLE_ROWS_MAX)
+            refuse_id_values(self._as_rows(sample, self.row_shape, 0), self._columns, label)
+
+    def _check_names(self, described: list[Column], label: str) -> None:
+        """Files are read by the names of columns, so those that are read need one of their own."""
+        assert self.chosen is not None
+        names = [column.name for column in described]
+        used = [*self._columns, *([] if self.chosen.id is None else [names[self.chosen.id]])]
+        twice = next((used_name for used_name in used if names.count(used_name) > 1), None)
+        if twice is not None:
+            raise SourceError(f"{label}: two columns are called {twice!r}; rename one of them")
+
+    def ids(self) -> Iterator[NDArray[Any]]:
+        """As `RowSource.ids`."""
+        assert self.chosen is not None
+        if self.chosen.id is None:
+            yield from super().ids()
+            return
+        name = self.chosen.names[self.chosen.id]
+        first = 0
+        for batch in self._batches(0, ID_BATCH_ROWS, [name]):
+            for low in range(0, batch.num_rows, ID_BATCH_ROWS):
+                column = batch.column(0).slice(low, ID_BATCH_ROWS)
+                self._refuse_nulls(column, name, first + low)
+                yield whole_ids(column.to_numpy(zero_copy_only=False), first + low, self.name, name)
+            first += batch.num_rows
+        self._arrow.default_memory_pool().release_unused()  # the rows come next, within the same budget
 
     def fingerprint(self) -> dict[str, str | int]:
         """The file's path, size and time of change, and the columns."""
+        assert self.chosen is not None
+        more = {} if self.chosen.id is None else {"id": self.chosen.names[self.chosen.id]}
         return file_fingerprint(
             "parquet" if self._is_parquet else "arrow",
             self.path,
             key=",".join(self._columns),
             dtype=dtype_text(self.dtype),
+            **more,
         )
 
     def _blocks(self, start: int, block_rows: int) -> Iterator[NDArray[Any]]:
@@ -93,25 +143,25 @@ class ArrowRows(RowSource):
                     if group == file.metadata.num_row_groups or first + rows > start:
                         break
                     first += rows
-        for batch in self._batches(group, min(block_rows, self._batch_rows)):
+        for batch in self._batches(group, min(block_rows, self._batch_rows), self._columns):
             yield batch, first
             first += batch.num_rows
 
-    def _batches(self, group: int, block_rows: int) -> Iterator[Any]:
+    def _batches(self, group: int, block_rows: int, columns: list[str]) -> Iterator[Any]:
         """Record batches from a row group on (Parquet), or all of them (Arrow)."""
         try:
             with self._opened() as file:
                 if self._is_parquet:
                     groups = range(group, file.metadata.num_row_groups)
                     yield from file.iter_batches(
-                        batch_size=block_rows, row_groups=groups, columns=self._columns, use_threads=False
+                        batch_size=block_rows, row_groups=groups, columns=columns, use_threads=False
                     )
                 elif hasattr(file, "num_record_batches"):
                     for number in range(file.num_record_batches):
-                        yield file.get_batch(number).select(self._columns)
+                        yield file.get_batch(number).select(columns)
                 else:
                     for batch in file:
-                        yield batch.select(self._columns)
+                        yield batch.select(columns)
         except (self._arrow.ArrowException, OSError) as error:
             raise SourceError(
                 f"{self.name}: cannot be read ({error}); it is damaged or cut off, copy it again"
@@ -205,37 +255,22 @@ def _is_number(arrow_type: Any) -> bool:
     return bool(types.is_integer(arrow_type) or types.is_floating(arrow_type) or types.is_boolean(arrow_type))
 
 
-def _choose_columns(schema: Any, key: str | Sequence[str] | None, label: str) -> list[str]:
-    def innermost(arrow_type: Any) -> Any:
-        while _is_list(arrow_type):
-            arrow_type = arrow_type.value_type
-        return arrow_type
+def _columns_of(schema: Any) -> list[Column]:
+    def kind(arrow_type: Any) -> str:
+        inner = arrow_type
+        while _is_list(inner):
+            inner = inner.value_type
+        return "other" if not _is_number(inner) else "number" if inner is arrow_type else "list"
 
-    lists = [f.name for f in schema if _is_list(f.type) and _is_number(innermost(f.type))]
-    scalars = [f.name for f in schema if _is_number(f.type)]
-    if key is None:
-        if len(lists) > 1:
-            raise SourceError(
-                f"{label}: several columns of lists could be the table; give key=, one of: {', '.join(lists)}"
-            )
-        chosen = lists or scalars
-    else:
-        chosen = [key] if isinstance(key, str) else list(key)
-    unusable = [name for name in chosen if name not in lists and name not in scalars]
-    if not chosen or unusable:
-        held = ", ".join(f"{f.name} ({f.type})" for f in schema)
-        raise SourceError(
-            f"{label}: no column of numbers or of lists of numbers {unusable or ''}; the columns are: {held}"
-        )
-    kinds = {str(schema.field(name).type) for name in chosen}
-    if len(kinds) > 1 or (len(chosen) > 1 and chosen[0] in lists):
-        raise SourceError(
-            f"{label}: the columns {', '.join(chosen)} cannot stand side by side in a row, their types are "
-            f"{', '.join(sorted(kinds))}; name columns of one scalar type with key=, or convert them first"
-        )
-    return chosen
+    return [Column(str(f.name), kind(f.type), str(f.type)) for f in schema]
 
 
-def arrow_rows(path: Path, key: str | Sequence[str] | None = None, name: str | None = None) -> ArrowRows:
-    """Rows of a Parquet or Arrow IPC file; ``key`` is a column, or several of one type."""
-    return ArrowRows(path, key, name)
+def arrow_rows(
+    path: Path,
+    columns: str | int | Sequence[str | int] | None = None,
+    name: str | None = None,
+    *,
+    id: str | int | None = None,
+) -> ArrowRows:
+    """Rows of a Parquet or Arrow IPC file; for ``columns`` and ``id`` see `featstore.packing.sources.columns`."""
+    return ArrowRows(path, columns, name, id=id)

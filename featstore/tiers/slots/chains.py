@@ -1,6 +1,6 @@
 """How rows are found in a slot map: a hash with chains, and the map as kernels hold it.
 
-A chain begins in ``heads`` and goes on by the ``next`` of each slot's record; -1 ends it. While :func:`featstore.online.slots.acquire`
+A chain begins in ``heads`` and goes on by the ``next`` of each slot's record; -1 ends it. While :func:`featstore.tiers.slots.slots.acquire`
 is at work, a chain may also hold a missed row that has no slot yet, as -2 - its position in the mini-batch; what comes after it is
 kept in an array beside (``follow``).
 
@@ -13,13 +13,13 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numba.core import cgutils
 from numba.extending import intrinsic
 from numpy.typing import NDArray
 
-from featstore.native import INLINED, prefetch
-from featstore.online.slot_layout import RECORD_BYTES, SlotMap
+from featstore.base.compilation import njit
+from featstore.base.native import INLINED, prefetch
+from featstore.tiers.slots.layout import RECORD_BYTES, SlotMap
 
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 _HEAD_BYTES = 4

@@ -34,11 +34,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
-from featstore.errors import BudgetError, IdError
-from featstore.online.slot_layout import (
+from featstore.base.compilation import njit
+from featstore.base.hashing import batch_key, mix64
+from featstore.errors import ArgumentError, BudgetError, IdError
+from featstore.tiers.slots.layout import (
     EVICTIONS,
     HITS,
     MISSES,
@@ -49,8 +50,7 @@ from featstore.online.slot_layout import (
     make_slot_map,
     slot_map_bytes,
 )
-from featstore.online.slots import KEEP, NO_NEXT_USE, acquire, acquire_rows, complete, unpin
-from featstore.sampling import batch_key, mix64
+from featstore.tiers.slots.slots import KEEP, NO_NEXT_USE, acquire, acquire_rows, complete, unpin
 
 __all__ = ["CANDIDATES", "PolicyChoice", "replay"]
 
@@ -190,9 +190,9 @@ class PolicyChoice:
         memory_bytes: int | None = None,
     ) -> None:  # fmt: skip
         if policy not in CANDIDATES:
-            raise ValueError(f"no policy {policy!r} to begin with; there are {', '.join(CANDIDATES)}")
+            raise ArgumentError(f"no policy {policy!r} to begin with; there are {', '.join(CANDIDATES)}")
         if slots < 1 or row_count < 1:
-            raise ValueError(f"a buffer has at least one slot and one row, not {slots} and {row_count}")
+            raise ArgumentError(f"a buffer has at least one slot and one row, not {slots} and {row_count}")
         self.slots, self.row_count, self.policy = operator.index(slots), operator.index(row_count), policy
         self.shadow_slots = min(self.slots, SHADOW_SLOTS)
         self._rate = self.shadow_slots / self.slots

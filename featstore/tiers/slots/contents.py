@@ -5,7 +5,7 @@ in the map meanwhile, or a row may be found twice or not at all.
 
 The order is that of the hand where one goes over the slots, and that of the queues where there are some, the small one before the main
 one; SIEVE's hand goes over a queue, and what is behind it has survived. A queue is a log, of which only those entries count that their
-slots name (:mod:`featstore.online.policies_queues`), so it is gone through as it lies. Slots that are in no queue come last: with LRU
+slots name (:mod:`featstore.tiers.slots.policies_queues`), so it is gone through as it lies. Slots that are in no queue come last: with LRU
 those in use.
 """
 
@@ -16,8 +16,8 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from featstore.online import slot_layout as layout
-from featstore.online.slot_chains import chain_of
+from featstore.tiers.slots import layout
+from featstore.tiers.slots.chains import chain_of
 
 PIECE = 1 << 13  # slots that are looked at together
 

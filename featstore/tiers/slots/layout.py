@@ -8,7 +8,7 @@ shared by processes: one makes the map in it (:func:`make_slot_map`), the others
 changes it holds a lock.
 
 A slot is EMPTY; IN_FLIGHT while its row is being read; PRESENT; or FAILED, when the read failed while others than the reader
-counted on it (see :mod:`featstore.online.slots`). ``pins`` counts those who use the row, a read under way included. A slot
+counted on it (see :mod:`featstore.tiers.slots.slots`). ``pins`` counts those who use the row, a read under way included. A slot
 without pins may be given to another row.
 
 Fields of a record: ``row`` int64 (-1: none), ``next`` int32 (the next slot of the chain, or of the free ones), ``pins`` int32,
@@ -24,12 +24,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from featstore.errors import BudgetError
+from featstore.errors import ArgumentError, BudgetError
 
 EMPTY, IN_FLIGHT, PRESENT, FAILED = 0, 1, 2, 3
 
 STATIC, FIFO, LRU, CLOCK, SIEVE, S3FIFO, SCORE, MIN = range(8)
-#: Policies by name; see :mod:`featstore.online.policies`.
+#: Policies by name; see :mod:`featstore.tiers.slots.policies`.
 POLICIES: Mapping[str, int] = {
     "static": STATIC, "fifo": FIFO, "lru": LRU, "clock": CLOCK, "sieve": SIEVE, "s3-fifo": S3FIFO, "score": SCORE, "min": MIN,
 }  # fmt: skip
@@ -70,7 +70,7 @@ class SlotMap(NamedTuple):
     counts: NDArray[np.int64]  # [32]
     heads: NDArray[np.int32]  # [2^k >= 3 * slots], the first slot of each chain or -1
     slots: NDArray[Any]  # [slots] of RECORD
-    log: NDArray[np.int32]  # queues of slots, see :mod:`featstore.online.policies_queues`
+    log: NDArray[np.int32]  # queues of slots, see :mod:`featstore.tiers.slots.policies_queues`
     ghosts: NDArray[np.int64]  # S3-FIFO and SCORE: buckets of fingerprints
     table: NDArray[np.int32]  # MIN: the first slot for each next use; SCORE: batches until a score is below alpha
 
@@ -98,11 +98,11 @@ def _parts(slots: int, policy: int, batches: int) -> list[tuple[str, np.dtype[An
 
 def _check(slots: int, policy: int, batches: int) -> None:
     if not 1 <= slots < 2**31:
-        raise ValueError(f"a slot map has from 1 to {2**31 - 1:,} slots, not {slots:,}")
+        raise ArgumentError(f"a slot map has from 1 to {2**31 - 1:,} slots, not {slots:,}")
     if policy not in POLICIES.values():
-        raise ValueError(f"no policy {policy}; there are {dict(POLICIES)}")
+        raise ArgumentError(f"no policy {policy}; there are {dict(POLICIES)}")
     if policy == MIN and not 1 <= batches < NEVER:
-        raise ValueError("the policy min needs the number of mini-batches of its trace: batches=...")
+        raise ArgumentError("the policy min needs the number of mini-batches of its trace: batches=...")
 
 
 def slot_map_bytes(slots: int, policy: int, batches: int = 0) -> int:
@@ -137,7 +137,7 @@ def make_slot_map(
         resident: SCORE: the share of slots for rows that are kept by their score; misses pass through the others.
         gamma, delta, alpha: SCORE: decay, period in mini-batches and threshold; alpha is gamma ** delta where not given.
 
-    Raises ValueError for what is out of range, BudgetError where the memory is too small.
+    Raises ArgumentError for what is out of range, BudgetError where the memory is too small.
     """
     needed = slot_map_bytes(slots, policy, batches)
     if memory is None:
@@ -146,7 +146,7 @@ def make_slot_map(
     if len(memory) < needed:
         raise BudgetError(needed, len(memory), f"hold the map of {slots:,} slots")
     if memory.ctypes.data % _ALIGNMENT:
-        raise ValueError("the memory of a slot map must be aligned to 64 bytes")
+        raise ArgumentError("the memory of a slot map must be aligned to 64 bytes")
     m = _views(memory, slots, policy, batches)
     for array in m:
         array.view(np.uint8)[...] = 0
@@ -173,17 +173,17 @@ def make_slot_map(
 
 
 def attach_slot_map(memory: NDArray[np.uint8]) -> SlotMap:
-    """The slot map that another process made in a block of shared memory. Raises ValueError where there is none."""
+    """The slot map that another process made in a block of shared memory. Raises ArgumentError where there is none."""
     counts = memory[: 8 * _COUNTS].view(np.int64) if len(memory) >= 8 * _COUNTS else np.zeros(_COUNTS, np.int64)
     slots, policy, batches = int(counts[SLOTS]), int(counts[POLICY]), int(counts[BATCHES_MAX])
     if counts[MAGIC] != _MAGIC or len(memory) < slot_map_bytes(slots, policy, batches):
-        raise ValueError("this memory holds no slot map; make_slot_map makes one")
+        raise ArgumentError("this memory holds no slot map; make_slot_map makes one")
     return _views(memory, slots, policy, batches)
 
 
 def _check_share(share: float, name: str) -> None:
     if not 0 < share < 1:
-        raise ValueError(f"{name} is a share of the slots, more than 0 and less than 1, not {share}")
+        raise ArgumentError(f"{name} is a share of the slots, more than 0 and less than 1, not {share}")
 
 
 def lifetimes(gamma: float, delta: int, alpha: float | None = None) -> NDArray[np.int32]:
@@ -193,13 +193,13 @@ def lifetimes(gamma: float, delta: int, alpha: float | None = None) -> NDArray[n
     So a slot needs no score that decays in every mini-batch, but the mini-batch in which it is due.
     """
     if not 0 < gamma < 1 or delta < 1:
-        raise ValueError(f"gamma must be between 0 and 1, delta at least 1; not {gamma} and {delta}")
+        raise ArgumentError(f"gamma must be between 0 and 1, delta at least 1; not {gamma} and {delta}")
     if alpha is None:
         alpha = 1.0
         for _ in range(delta):
             alpha *= gamma
     if alpha <= 0:
-        raise ValueError(f"alpha must be more than 0, not {alpha}: no score would ever fall below")
+        raise ArgumentError(f"alpha must be more than 0, not {alpha}: no score would ever fall below")
     scores = np.arange(COUNT_MAX + 1, dtype=np.float64)
     found = np.zeros(COUNT_MAX + 1, np.int32)
     while (alive := scores >= alpha).any():

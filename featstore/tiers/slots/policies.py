@@ -1,7 +1,7 @@
 """Policies: which row leaves the buffer when another needs its slot?
 
 A policy is a number in the slot map and a few branches in the functions below, which the kernels of
-:mod:`featstore.online.slots` call: the branch goes the same way every time and costs nothing beside a cache miss, and one
+:mod:`featstore.tiers.slots.slots` call: the branch goes the same way every time and costs nothing beside a cache miss, and one
 compiled kernel serves all policies. A policy is told of
 
 - ``on_batch``: a mini-batch begins; its rows will be told of one by one, first all that are found, then all that are read;
@@ -23,12 +23,13 @@ Here are FIFO and CLOCK, which need a hand alone: it goes round over the slots a
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
-from featstore.native import INLINED
-from featstore.online import policies_ghosts as ghosts
-from featstore.online.policies_min import min_idle, min_victim
-from featstore.online.policies_queues import (
+from featstore.base.compilation import njit
+from featstore.base.native import INLINED
+from featstore.tiers.slots import policies_ghosts as ghosts
+from featstore.tiers.slots.layout import CLOCK, HAND, IDLE, LENGTH, LRU, MIN, S3FIFO, SCORE, SIEVE, SLOTS, SlotMap
+from featstore.tiers.slots.policies_min import min_idle, min_victim
+from featstore.tiers.slots.policies_queues import (
     FREQUENCY_MAX,
     STANDBY,
     pop,
@@ -38,8 +39,7 @@ from featstore.online.policies_queues import (
     sieve_insert,
     sieve_victim,
 )
-from featstore.online.policies_score import score_batch, score_hit, score_insert, score_remove
-from featstore.online.slot_layout import CLOCK, HAND, IDLE, LENGTH, LRU, MIN, S3FIFO, SCORE, SIEVE, SLOTS, SlotMap
+from featstore.tiers.slots.policies_score import score_batch, score_hit, score_insert, score_remove
 
 
 @njit(**INLINED)

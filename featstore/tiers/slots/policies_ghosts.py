@@ -10,11 +10,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
-from featstore.native import INLINED, prefetch
-from featstore.online.slot_layout import WAYS
+from featstore.base.compilation import njit
+from featstore.base.native import INLINED, prefetch
+from featstore.tiers.slots.layout import WAYS
 
 FINGERPRINT_BITS = 24
 FINGERPRINT_MASK = (1 << FINGERPRINT_BITS) - 1

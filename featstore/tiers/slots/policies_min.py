@@ -1,7 +1,7 @@
 """MIN (Belady, IBM Systems Journal 5(2), 1966): with the next use of each row known, the row with the farthest next use goes.
 
 Rows that nobody uses lie in one list for each next use, the row that was released last first. All lists are in one log, as the
-queues are (:mod:`featstore.online.policies_queues`): rows are appended, an entry is valid as long as its slot's ``place`` names
+queues are (:mod:`featstore.tiers.slots.policies_queues`): rows are appended, an entry is valid as long as its slot's ``place`` names
 it, and each entry names the one before it in its list. A pointer to the last list that may not be empty (FAR) moves down when
 rows leave, and up only when a row is put farther away, so no heap is needed.
 """
@@ -9,10 +9,10 @@ rows leave, and up only when a row is put farther away, so no heap is needed.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
-from featstore.native import INLINED, PART, prefetch
-from featstore.online.slot_layout import BATCHES_MAX, END, FAR, RECORD_BYTES, SLOTS, SlotMap
+from featstore.base.compilation import njit
+from featstore.base.native import INLINED, PART, prefetch
+from featstore.tiers.slots.layout import BATCHES_MAX, END, FAR, RECORD_BYTES, SLOTS, SlotMap
 
 _AHEAD = 64  # entries whose records are prefetched ahead while stale ones are dropped
 

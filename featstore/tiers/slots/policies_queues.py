@@ -17,17 +17,17 @@ rows are passed by as they are.
 queue, the others leave for the list of ghosts; a row that comes back while it is a ghost enters the main queue at once. In the
 main queue a row goes round once more for each of up to three hits. Rows in use cannot leave, which the paper need not say: a
 pinned row at the head of a queue goes to its end, and a queue of pinned rows alone is not asked. Ghosts are fingerprints
-(:mod:`featstore.online.policies_ghosts`).
+(:mod:`featstore.tiers.slots.policies_ghosts`).
 """
 
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
-from featstore.native import INLINED, PART, prefetch
-from featstore.online import policies_ghosts as ghosts
-from featstore.online.slot_layout import (
+from featstore.base.compilation import njit
+from featstore.base.native import INLINED, PART, prefetch
+from featstore.tiers.slots import policies_ghosts as ghosts
+from featstore.tiers.slots.layout import (
     BEGIN,
     CURSOR,
     END,

@@ -15,7 +15,7 @@ What differs from the paper:
 - Replacements are not fetched at the round. The round finds the least score that rows need to fill the places that came free
   (``THRESHOLD``), and such a row becomes resident when it is missed next: no read is made for a row that is perhaps not wanted
   again.
-- S_A lies in a table of fingerprints with as many entries as there are slots (:mod:`featstore.online.policies_ghosts`); a full
+- S_A lies in a table of fingerprints with as many entries as there are slots (:mod:`featstore.tiers.slots.policies_ghosts`); a full
   bucket forgets its smallest count. It is an integer up to 255. The S_E of a row that leaves, which is below alpha, is not kept
   as its S_A; it begins at 0.
 - At the start residents are the first rows that come, not those of the highest degree.
@@ -26,12 +26,11 @@ What differs from the paper:
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
-from featstore.native import INLINED, PART
-from featstore.online import policies_ghosts as ghosts
-from featstore.online.policies_queues import STANDBY, push
-from featstore.online.slot_layout import (
+from featstore.base.compilation import njit
+from featstore.base.native import INLINED, PART
+from featstore.tiers.slots import policies_ghosts as ghosts
+from featstore.tiers.slots.layout import (
     BATCHES,
     COUNT_MAX,
     DELTA,
@@ -41,6 +40,7 @@ from featstore.online.slot_layout import (
     THRESHOLD,
     SlotMap,
 )
+from featstore.tiers.slots.policies_queues import STANDBY, push
 
 
 @njit(**PART)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
+from featstore.base.compilation import njit
+from featstore.base.native import memcpy, prefetch
 from featstore.errors import BudgetError
-from featstore.native import memcpy, prefetch
-from featstore.online import slot_layout as layout
-from featstore.online import slots as sl
+from featstore.tiers.slots import layout
+from featstore.tiers.slots import slots as sl
 
 _AHEAD, _PREFETCH_BYTES = 8, 1024
 _MOVED_BYTES = 1 << 20  # of rows moved at once

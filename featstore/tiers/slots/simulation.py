@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from featstore.errors import BudgetError
-from featstore.online.slot_layout import HITS, MISSES, POLICIES, STATIC, make_slot_map
-from featstore.online.slots import NO_NEXT_USE, acquire, complete, release
+from featstore.arguments import as_choice, as_count
+from featstore.errors import ArgumentError, BudgetError
+from featstore.tiers.slots.layout import HITS, MISSES, POLICIES, STATIC, make_slot_map
+from featstore.tiers.slots.slots import NO_NEXT_USE, acquire, complete, release
 
 
 def simulate(
@@ -22,19 +23,22 @@ def simulate(
     Args:
         rows_by_batch: the rows of each mini-batch, integers.
         slots: how many rows the buffer holds.
-        policy: one of :data:`~featstore.online.slot_layout.POLICIES`, or its name.
-        next_uses: for MIN: for each mini-batch the next use of its rows, as :func:`~featstore.online.slots.acquire` takes it.
+        policy: one of :data:`~featstore.tiers.slots.layout.POLICIES`, or its name.
+        next_uses: for MIN: for each mini-batch the next use of its rows, as :func:`~featstore.tiers.slots.slots.acquire` takes it.
         static: for STATIC: the rows that are in the buffer from the start and for good; loading them is not counted.
-        options: of :func:`~featstore.online.slot_layout.make_slot_map`.
+        options: of :func:`~featstore.tiers.slots.layout.make_slot_map`.
 
     Raises BudgetError (in rows of one byte) where a mini-batch has more rows than slots.
     """
-    number = POLICIES[policy] if isinstance(policy, str) else policy
+    number = (
+        POLICIES[as_choice(policy, "policy", POLICIES)] if isinstance(policy, str) else as_count(policy, "policy", 0)
+    )
+    slots = as_count(slots, "slots", 1, 2**31 - 1)
     if next_uses is not None:
         options["batches"] = len(next_uses)
     m = make_slot_map(slots, number, **options)
     if (static is not None) != (number == STATIC):
-        raise ValueError("static= says which rows the policy static keeps; other policies keep none")
+        raise ArgumentError("static= says which rows the policy static keeps; other policies keep none")
     hold = [] if static is None else [static]
     for batch, given in enumerate([*hold, *rows_by_batch] if hold else rows_by_batch):
         rows = np.array(given, np.int64)

@@ -3,7 +3,7 @@
 A mini-batch passes through four kernels. :func:`acquire` finds its rows and pins them; rows that are in no slot get one, and
 the caller must read them. :func:`complete` says that they are there. :func:`release` takes the mini-batch's pins away; a row
 without pins stays where it is, and can be found, until its slot is needed. Which slot that is, the policy says
-(:mod:`featstore.online.policies`).
+(:mod:`featstore.tiers.slots.policies`).
 
 *All or nothing.* Before anything changes, ``acquire`` makes sure that there are slots enough: a mini-batch of n rows takes at
 most as many slots that nobody uses, so mostly a comparison is enough; where memory is tight, the distinct rows that need a slot
@@ -22,7 +22,7 @@ a miss), or one who already waits for it (:func:`look_again`).
 *Rows that occur twice.* Each occurrence pins. The first occurrence of a row that must be read is a miss, every other one is a
 hit.
 
-*Memory is waited for together.* Chains and records of ids to come are prefetched (:mod:`featstore.online.slot_chains`), and missed
+*Memory is waited for together.* Chains and records of ids to come are prefetched (:mod:`featstore.tiers.slots.chains`), and missed
 rows are given slots in groups, in passes each of which asks for the memory that the next one looks at.
 
 *Once.* The functions that take pins away do so once for each ``once`` array they are given, whatever interrupts their caller.
@@ -33,13 +33,13 @@ Counters (``counts``): HITS and MISSES by occurrence, WAITS (hits of rows that w
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
-from featstore.native import INLINED, PART, prefetch
-from featstore.online.policies import before_insert, on_batch, on_hit, on_idle, on_insert, on_pin, on_remove, victim
-from featstore.online.slot_chains import borrowed, chain_of, prefetch_chain, prefetch_first, relink
-from featstore.online.slot_layout import (
+from featstore.base.compilation import njit
+from featstore.base.native import INLINED, PART, prefetch
+from featstore.errors import ArgumentError, IdError
+from featstore.tiers.slots.chains import borrowed, chain_of, prefetch_chain, prefetch_first, relink
+from featstore.tiers.slots.layout import (
     BATCHES,
     EMPTY,
     EVICTIONS,
@@ -57,6 +57,16 @@ from featstore.online.slot_layout import (
     UNPINNED,
     WAITS,
     SlotMap,
+)
+from featstore.tiers.slots.policies import (
+    before_insert,
+    on_batch,
+    on_hit,
+    on_idle,
+    on_insert,
+    on_pin,
+    on_remove,
+    victim,
 )
 
 # How many ids ahead of the one that is served records are prefetched, and their chains twice as far: as many as memory needs. What
@@ -286,11 +296,16 @@ def acquire(
             interrupted finds here what has happened.
 
     Returns (reads, waits); or (-short, 0) where so many slots more would have to be without pins, and nothing has changed.
+    Raises IdError for more rows than positions, which are int32, can number.
     """
+    if len(rows) >= 2**31:
+        raise IdError(
+            f"a mini-batch asks for {len(rows):,} rows of a table, at most {2**31 - 1:,} can be: make it smaller"
+        )
     if (m.counts[POLICY] == MIN) != (len(next_use) == len(rows)) and len(rows):
-        raise ValueError("the policy min needs the next use of each row; other policies take none")
+        raise ArgumentError("the policy min needs the next use of each row; other policies take none")
     if len(next_use) and next_use.min() < 0:
-        raise ValueError(f"the next use of a row is the number of a mini-batch or NEVER, not {next_use.min()}")
+        raise ArgumentError(f"the next use of a row is the number of a mini-batch or NEVER, not {next_use.min()}")
     outcome = np.zeros(3, np.int64) if outcome is None else outcome
     acquire_rows(m, rows, next_use, slots_out, missed_out, waits_out, outcome)
     return int(outcome[0]), int(outcome[1])

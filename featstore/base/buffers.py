@@ -1,0 +1,94 @@
+"""Memory for rows and pages: aligned, in large pages, used again when nobody looks at it any more."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import sys
+from contextlib import suppress
+
+import numpy as np
+from numpy.typing import NDArray
+
+from featstore.base.native import libc
+from featstore.base.system import mapped_memory
+from featstore.units import PAGE_BYTES
+
+_MADV_POPULATE_WRITE = 23
+_POPULATE_BYTES_MIN = 4 * 2**20
+ALIGNMENT = 64  # what DLPack consumers want for a zero-copy hand-over
+
+
+def empty_rows(count: int, row_bytes: int) -> NDArray[np.uint8]:
+    """Uninitialised memory for rows, uint8 [count * row_bytes], aligned to 64 bytes."""
+    try:
+        raw = np.empty(count * row_bytes + ALIGNMENT, np.uint8)
+    except ValueError:  # more than an address can tell
+        raise MemoryError(f"no machine has {count * row_bytes:,} bytes for {count:,} rows") from None
+    start = -raw.ctypes.data % ALIGNMENT
+    return raw[start : start + count * row_bytes]
+
+
+def populate(rows: NDArray[np.uint8]) -> None:
+    """Have the system provide the memory of a large fresh result now, in the caller's thread, which has nothing else to do.
+
+    Otherwise the engine's thread takes a page fault for every page it copies into. The content is not touched. This is advice:
+    a kernel that does not know it (before Linux 5.14) provides the memory later, as ever.
+    """
+    if rows.nbytes < _POPULATE_BYTES_MIN:
+        return
+    begin = -(-rows.ctypes.data // PAGE_BYTES) * PAGE_BYTES
+    end = (rows.ctypes.data + rows.nbytes) // PAGE_BYTES * PAGE_BYTES
+    madvise = libc().madvise
+    for at in range(begin, end, _POPULATE_BYTES_MIN):  # in steps, so that an interrupt comes through
+        madvise(ctypes.c_void_p(at), ctypes.c_size_t(min(_POPULATE_BYTES_MIN, end - at)), _MADV_POPULATE_WRITE)
+
+
+def aligned_buffer(byte_count: int) -> NDArray[np.uint8]:
+    """Writable zeroed memory that starts at a page, as direct I/O needs it; it counts in RSS once touched.
+
+    In large pages, where the system has them: what is read or written directly is then one piece of memory to the device, not one for
+    every 4 KiB, which by itself makes reads of some pages a tenth to a third faster. It goes back to the system with the last view of it,
+    where an allocator would keep it. Raises DeviceError where there is none left.
+    """
+    memory = mapped_memory(byte_count)
+    with suppress(OSError):  # advice: a kernel without large pages
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(memory, np.uint8, byte_count)
+
+
+_UNUSED = 2  # references to an array that only the list has: its own, and that of the question
+
+
+class Outputs:
+    """Memory for rows of mini-batches, used again when nobody looks at it any more: fresh memory costs as much as filling it.
+
+    Arrays, tensors and other views all hold a reference to the array that owns the memory, so it is free when nobody but
+    this list has one. Of what is free, ``most`` pieces are kept.
+    """
+
+    def __init__(self, byte_count: int, most: int) -> None:
+        self._byte_count, self._most = byte_count, most
+        self._owned: list[NDArray[np.uint8]] = []
+
+    def take(self, byte_count: int) -> NDArray[np.uint8]:
+        """uint8 [byte_count]. One larger than the others is not kept, and those that are free go for it."""
+        if byte_count > self._byte_count:
+            self._drop()
+            return aligned_buffer(byte_count)
+        free = [n for n in range(len(self._owned)) if sys.getrefcount(self._owned[n]) == _UNUSED]
+        for number in reversed(free[1:]):
+            if len(self._owned) > self._most:  # the loop once held more than it does now
+                del self._owned[number]
+        if free:
+            own = self._owned[free[0]]
+        else:
+            own = aligned_buffer(self._byte_count)
+            populate(own)
+            self._owned.append(own)
+        return own[:byte_count]
+
+    def _drop(self) -> None:
+        for number in reversed(range(len(self._owned))):
+            if sys.getrefcount(self._owned[number]) == _UNUSED:
+                del self._owned[number]

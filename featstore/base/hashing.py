@@ -1,0 +1,70 @@
+"""Keys and draws from counters: SplitMix64, so that equal seeds give equal samples anywhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from featstore.base.compilation import njit
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+
+
+_MIX_A = np.uint64(0xBF58476D1CE4E5B9)
+
+
+_MIX_B = np.uint64(0x94D049BB133111EB)
+
+
+_HALF = np.uint64(32)
+
+
+_LOW = np.uint64(0xFFFFFFFF)
+
+
+_WORD = 2**64
+
+
+def _mix(word: int) -> int:
+    """The finaliser of SplitMix64 on Python integers (modulo 2**64)."""
+    word %= _WORD
+    word = (word ^ (word >> 30)) * int(_MIX_A) % _WORD
+    word = (word ^ (word >> 27)) * int(_MIX_B) % _WORD
+    return word ^ (word >> 31)
+
+
+def batch_key(seed: int, epoch: int, batch_index: int) -> int:
+    """A 64-bit key of seed, epoch and batch; each step is mixed, so that neighbouring numbers share nothing."""
+    key = 0
+    for word in (seed, epoch, batch_index):
+        key = _mix(key + int(_GOLDEN) + word)
+    return key
+
+
+def hop_key(key: int, hop: int) -> np.uint64:
+    """The key of a hop of the mini-batch whose key is ``key``."""
+    return np.uint64(_mix(key + hop))
+
+
+@njit(cache=True, nogil=True)
+def mix64(word: Any) -> Any:
+    """The finaliser of SplitMix64 (uint64 to uint64, a bijection)."""
+    word = (word ^ (word >> np.uint64(30))) * _MIX_A
+    word = (word ^ (word >> np.uint64(27))) * _MIX_B
+    return word ^ (word >> np.uint64(31))
+
+
+@njit(cache=True, nogil=True)
+def fold_ids(ids: Any) -> Any:
+    """A 63-bit fingerprint of int64 ids and their order: the batch index of a loader that does not tell its own."""
+    key = _GOLDEN
+    for position in range(len(ids)):
+        key = mix64(key ^ np.uint64(ids[position])) + _GOLDEN
+    return np.int64(mix64(key) >> np.uint64(1))
+
+
+@njit(cache=True, nogil=True)
+def draw_below(word: Any, limit: Any) -> Any:
+    """``word * limit >> 64`` (both uint64, limit < 2**32): a random word turned into a number below ``limit``."""
+    return ((word >> _HALF) * limit + (((word & _LOW) * limit) >> _HALF)) >> _HALF

@@ -1,0 +1,30 @@
+"""Arrays as torch tensors, and on devices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from featstore.base.dtypes import is_bfloat16
+from featstore.errors import ArgumentError
+
+
+def as_tensor(rows: NDArray[Any], instead: str = "ask for arrays with tensors=False and no device") -> torch.Tensor:
+    """A tensor on the same memory. Raises ArgumentError for a dtype that torch does not know; ``instead`` says what to do."""
+    if is_bfloat16(rows.dtype):
+        return torch.from_numpy(rows.view(np.int16)).view(torch.bfloat16)
+    try:
+        return torch.from_numpy(rows)
+    except TypeError:
+        raise ArgumentError(f"torch has no dtype for {rows.dtype}; {instead}") from None
+
+
+def to_device(tensor: torch.Tensor, device: Any) -> torch.Tensor:
+    """On the device; from pinned memory and without waiting where it is an accelerator."""
+    target = torch.device(device)
+    if target.type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(target, non_blocking=True)

@@ -1,0 +1,37 @@
+"""``featstore.verify``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from featstore.arguments import as_path
+from featstore.engine.files import Access
+from featstore.scrub import store as stores
+from featstore.scrub import trace as traces
+from featstore.scrub.store import VerifyReport
+from featstore.scrub.trace import TraceReport
+from featstore.trace.trace import is_trace
+
+__all__ = ["verify"]
+
+
+def verify(
+    path: str | os.PathLike[str], *, progress: Callable[[Any], None] | None = None, access: Access = "direct"
+) -> VerifyReport | TraceReport:
+    """Read a whole store, compiled trace or trace, and report everything that is not as it was written.
+
+    Args:
+        path: of the store or trace. It is not written to.
+        progress: called now and then, for a store with :class:`featstore.scrub.store.Progress`, for a trace with
+            :class:`featstore.trace.trace.TraceProgress`.
+        access: ``"direct"`` to read past the page cache where the file system allows it, or ``"buffered"``.
+
+    Raises as :func:`featstore.scrub.store.verify` and :func:`featstore.scrub.trace.verify_trace` do where there is nothing to
+    verify against. Whatever is wrong beyond that is in the report.
+    """
+    path = as_path(path, "path")
+    if is_trace(path):
+        return traces.verify_trace(path, progress=progress, access=access)
+    return stores.verify(path, progress=progress, access=access)

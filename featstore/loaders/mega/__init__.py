@@ -1,0 +1,1 @@
+"""Random collections of partitions, loaded whole."""

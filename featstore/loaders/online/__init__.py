@@ -1,0 +1,1 @@
+"""Mini-batches that are not known beforehand."""

@@ -1,0 +1,1 @@
+"""Where edges come from, and the CSC that is made of them."""

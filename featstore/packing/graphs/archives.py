@@ -1,0 +1,117 @@
+"""Graphs in `.npz` archives: CSC and CSR arrays, lists of edges, SciPy matrices."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from featstore.errors import BudgetError, SourceError
+from featstore.packing.graphs.build import EdgeStream, ScratchFile, build_csc
+from featstore.packing.graphs.columns import left_out
+from featstore.packing.graphs.csc import CHECK_ITEMS, Graph, checked_indptr, csc_graph, index_dtype, square, wrong_nodes
+from featstore.packing.graphs.edges import CsrEdges, NpzEdges, require_integers
+from featstore.packing.sources.base import file_fingerprint
+from featstore.packing.sources.npz import MemberReader, member_names, read_member
+
+
+def open_npz(
+    path: Path, nodes: int | None, memory_bytes: int | None, scratch_dir: Path | None, key: str | None
+) -> Graph:
+    keys = set(member_names(path))
+    stream: EdgeStream
+    source = file_fingerprint("npz", path, key=key or "")
+    if key is None:
+        left_out(str(path), sorted(k for k in keys if k.startswith("edge_") and k != "edge_index"))
+        if {"data", "indices", "format"} <= keys and _has_values(path):
+            left_out(str(path), ["data (its values)"])
+    if key is None and {"format", "shape"} <= keys:
+        layout = read_member(path, "format").tobytes().replace(b"\0", b"").decode("ascii", "replace")
+        size = square(tuple(int(n) for n in read_member(path, "shape").reshape(-1)), str(path))
+        if nodes is not None and nodes != size:
+            raise wrong_nodes(str(path), size, nodes)
+        if layout == "csc":
+            return _csc_npz(path, "", size, memory_bytes, scratch_dir, source)
+        if layout not in ("csr", "coo"):
+            raise SourceError(f"{path}: a sparse matrix in {layout!r} layout; save it as csc, csr or coo")
+        nodes = size
+        stream = NpzEdges(path, ("row", "col")) if layout == "coo" else _csr_npz(path, "", nodes, memory_bytes)
+    elif key is None and {"indptr", "indices"} <= keys:
+        return _csc_npz(path, "", nodes, memory_bytes, scratch_dir, source)
+    elif key is not None and key in keys:
+        stream = NpzEdges(path, (key,))
+    elif key is None and "edge_index" in keys:
+        stream = NpzEdges(path, ("edge_index",))
+    elif {f"{key or 'adj'}_indptr", f"{key or 'adj'}_indices"} <= keys:
+        matrix = _csr_npz(path, f"{key or 'adj'}_", nodes, memory_bytes)
+        stream, nodes = matrix, matrix.nodes
+    else:
+        raise SourceError(
+            f"{path}: no graph {key or ''} in it (indptr and indices, edge_index, adj_indptr, or a SciPy matrix); give "
+            "key=, "
+            f"one of: {', '.join(sorted(keys))}"
+        )
+    return Graph(*build_csc(stream, nodes, memory_bytes, scratch_dir), source)
+
+
+def _has_values(path: Path) -> bool:
+    """Whether a SciPy matrix in an archive has other values than 1."""
+    with MemberReader(path, "data") as reader:
+        left = reader.header.values
+        while left:
+            count = min(CHECK_ITEMS, left)
+            if (reader.read(count) != 1).any():
+                return True
+            left -= count
+    return False
+
+
+def _csr_npz(path: Path, prefix: str, nodes: int | None, memory_bytes: int | None) -> CsrEdges:
+    indptr, edges = _indptr_npz(path, prefix, nodes, memory_bytes, copies=3)
+    with MemberReader(path, prefix + "indices") as reader:
+        require_integers(reader.header.dtype, reader.name)
+    checked = checked_indptr(indptr, edges, nodes, str(path))
+    return CsrEdges(checked, (path, prefix + "indices"), str(path))
+
+
+def _csc_npz(
+    path: Path,
+    prefix: str,
+    nodes: int | None,
+    memory_bytes: int | None,
+    scratch_dir: Path | None,
+    source: dict[str, str | int],
+) -> Graph:
+    """CSC members of an archive; indices that are larger than a quarter of the memory go to a scratch file."""
+    indptr, _ = _indptr_npz(path, prefix, nodes, memory_bytes, copies=2)
+    with MemberReader(path, prefix + "indices") as reader:
+        head = reader.header
+        require_integers(head.dtype, reader.name)
+        if memory_bytes is None or head.data_bytes <= memory_bytes // 4:
+            indices = reader.read(head.values)
+        elif scratch_dir is None:
+            raise BudgetError(
+                4 * head.data_bytes, memory_bytes, "hold the graph in memory; give scratch_dir to hold it on disk"
+            )
+        else:
+            dtype = index_dtype(head.dtype)
+            with ScratchFile(scratch_dir, "graph-indices-", keep=True) as file:
+                for low in range(0, head.values, CHECK_ITEMS):
+                    file.write(reader.read(min(CHECK_ITEMS, head.values - low)).astype(dtype))
+            indices = np.memmap(file.path, dtype=dtype, mode="r", shape=(head.values,))
+    return csc_graph(indptr, indices, nodes, source, str(path))
+
+
+def _indptr_npz(
+    path: Path, prefix: str, nodes: int | None, memory_bytes: int | None, copies: int
+) -> tuple[NDArray[Any], int]:
+    """Index pointers, read whole, and the number of indices. BudgetError when they alone are too much."""
+    with MemberReader(path, prefix + "indptr") as reader, MemberReader(path, prefix + "indices") as indices:
+        needed = copies * 8 * reader.header.values
+        if memory_bytes is not None and needed > memory_bytes:
+            raise BudgetError(needed, memory_bytes, "hold the index pointers of the graph")
+        if nodes is not None and reader.header.values != nodes + 1:
+            raise wrong_nodes(str(path), reader.header.values - 1, nodes)
+        return reader.read(reader.header.values), indices.header.values

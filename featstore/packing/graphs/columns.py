@@ -1,0 +1,35 @@
+"""Which columns of a table of edges are their ends, and what of it is not stored."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from featstore.base.warning import warn
+
+SOURCE_NAMES = ("src", "source", "from", "u", "source_id", "src_id")
+
+
+TARGET_NAMES = ("dst", "target", "to", "v", "dest", "destination", "target_id", "dst_id")
+
+
+def left_out(name: str, what: Sequence[str]) -> None:
+    """Warn of data of edges that are not stored."""
+    if what:
+        warn(
+            f"{name}: not stored: {', '.join(what)}. A stored graph has no data of its edges yet: pack what is needed as a "
+            "table of its own, in the order of your edges",
+        )
+
+
+def ends_of(names: Sequence[str]) -> tuple[int, int] | None:
+    """Which of some columns are the source and the target of an edge: by name, or the only two, in their order unless one
+    is named. None where that would be a guess."""
+    lower = [name.lower() for name in names]
+    source, target = (
+        next((i for i, n in enumerate(lower) if n in known), None) for known in (SOURCE_NAMES, TARGET_NAMES)
+    )
+    if source is not None and target is not None:
+        return source, target
+    if len(names) != 2:
+        return None
+    return (1, 0) if source == 1 or target == 0 else (0, 1)

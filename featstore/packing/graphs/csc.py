@@ -1,0 +1,142 @@
+"""A graph as CSC arrays, by target, and what must hold of them."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from featstore.errors import ArgumentError, SourceError
+from featstore.packing.graphs.edges import require_integers
+from featstore.packing.sources.base import dtype_text, sample_crc32
+
+CHECK_ITEMS = 1 << 20
+
+
+@dataclass(frozen=True)
+class Graph:
+    """CSC of incoming edges: the sources of v's in-edges are ``indices[indptr[v]:indptr[v + 1]]``.
+
+    Attributes:
+        indptr: int64 ``[nodes + 1]``, in memory.
+        indices: int32 or int64 ``[edges]``, in memory, or a read-only `np.memmap` of a scratch file: read it in order.
+        source: what identifies the graph when a killed pack resumes.
+    """
+
+    indptr: NDArray[np.int64]
+    indices: NDArray[np.int32] | NDArray[np.int64]
+    source: dict[str, str | int]
+
+    @property
+    def nodes(self) -> int:
+        """Number of nodes."""
+        return self.indptr.size - 1
+
+    @property
+    def edges(self) -> int:
+        """Number of edges."""
+        return int(self.indices.size)
+
+    def blocks(
+        self, block_edges: int
+    ) -> Iterator[tuple[int, NDArray[np.int64], NDArray[np.int32] | NDArray[np.int64]]]:
+        """Runs of whole nodes in order: first node, index pointers of the run (from 0), and its indices.
+
+        A run has at most ``block_edges`` edges and at most ``block_edges`` nodes, but at least one node: a node with
+        more edges comes alone. Pages of a mapped file are given back when the next run is asked for.
+        """
+        if block_edges < 1:
+            raise ArgumentError(f"block_edges must be at least 1, not {block_edges}")
+        node = 0
+        while node < self.nodes:
+            limit = int(self.indptr[node]) + block_edges
+            ahead = self.indptr[node + 1 : node + 1 + block_edges]
+            end = node + max(1, int(np.searchsorted(ahead, limit, side="right")))
+            low, high = int(self.indptr[node]), int(self.indptr[end])
+            run: NDArray[Any] = np.asarray(self.indices[low:high])
+            yield node, self.indptr[node : end + 1] - low, run
+            release(self.indices, low, high)
+            node = end
+
+
+def release(array: NDArray[Any], low: int, high: int) -> None:
+    """Give back the pages of ``array[low:high]``, if it is a read-only mapping of a file: they count as resident."""
+    mapped = getattr(array, "_mmap", None)
+    if not isinstance(array, np.memmap) or mapped is None or array.mode != "r" or array.offset or high <= low:
+        return
+
+    page = mmap.PAGESIZE
+    first, end = low * array.itemsize // page * page, high * array.itemsize
+    mapped.madvise(mmap.MADV_DONTNEED, first, min(end, len(mapped)) - first)
+
+
+def array_source(kind: str, *arrays: NDArray[Any]) -> dict[str, str | int]:
+    """Fingerprint of arrays in memory: shapes, dtypes, and a CRC of some of their values."""
+    crc = 0
+    for array in arrays:
+        crc = (crc * 31 + sample_crc32(array)) & 0xFFFFFFFF
+    shape = " ".join(",".join(map(str, array.shape)) for array in arrays)
+    return {"kind": kind, "shape": shape, "dtype": dtype_text(arrays[-1].dtype), "sample_crc32": crc}
+
+
+def index_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """int32 for what is int32 or narrower, int64 for all else."""
+    return np.dtype(np.int32 if np.can_cast(dtype, np.int32) else np.int64)
+
+
+def csc_graph(
+    indptr: NDArray[Any], indices: NDArray[Any], nodes: int | None, source: dict[str, str | int], name: str
+) -> Graph:
+    require_integers(indices.dtype, name)
+    if indices.ndim != 1:
+        raise SourceError(f"{name}: indices have shape {indices.shape}; one dimension is needed")
+    checked = checked_indptr(indptr, indices.size, nodes, name)
+    wanted = index_dtype(indices.dtype)
+    held: NDArray[Any] = indices if indices.dtype == wanted else indices.astype(wanted)
+    for low in range(0, held.size, CHECK_ITEMS):
+        part = np.asarray(held[low : low + CHECK_ITEMS])
+        if int(part.min()) < 0 or int(part.max()) >= checked.size - 1:
+            place = low + int(np.flatnonzero((part < 0) | (part >= checked.size - 1))[0])
+            target = int(np.searchsorted(checked, place, side="right")) - 1
+            raise SourceError(
+                f"{name}: edge {place:,} goes from node {int(held[place])} to {target}, but node ids are "
+                f"0 to {checked.size - 2}; check that features and graph belong together"
+            )
+        release(held, low, low + part.size)
+    return Graph(checked, held, source)
+
+
+def checked_indptr(indptr: NDArray[Any], edges: int, nodes: int | None, name: str) -> NDArray[np.int64]:
+    """Index pointers as int64, found to start at 0, to ascend, and to end at the number of edges."""
+    require_integers(indptr.dtype, name)
+    if indptr.ndim != 1 or indptr.size == 0:
+        raise SourceError(f"{name}: index pointers have shape {indptr.shape}; [nodes + 1] is needed")
+    if nodes is not None and indptr.size != nodes + 1:
+        raise wrong_nodes(name, indptr.size - 1, nodes)
+    checked = np.ascontiguousarray(indptr, dtype=np.int64)
+    if int(checked[0]) != 0:
+        raise SourceError(f"{name}: index pointers start at {int(checked[0])}, not at 0")
+    for low in range(0, checked.size - 1, CHECK_ITEMS):
+        run = checked[low : low + CHECK_ITEMS + 1]
+        falls = np.flatnonzero(run[1:] < run[:-1])  # a difference might wrap around
+        if falls.size:
+            raise SourceError(f"{name}: index pointers fall after node {low + int(falls[0]):,}; they must ascend")
+    if int(checked[-1]) != edges:
+        raise SourceError(f"{name}: index pointers end at {int(checked[-1]):,}, but there are {edges:,} indices")
+    return checked
+
+
+def square(shape: tuple[int, ...], name: str) -> int:
+    if len(shape) != 2 or shape[0] != shape[1]:
+        raise SourceError(f"{name}: an adjacency matrix is square, not {shape}; both sides are the nodes of one table")
+    return int(shape[0])
+
+
+def wrong_nodes(name: str, found: int, wanted: int) -> SourceError:
+    return SourceError(
+        f"{name}: a graph of {found:,} nodes, but the features have {wanted:,} rows; they must be the same nodes"
+    )

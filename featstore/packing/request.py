@@ -1,0 +1,101 @@
+"""What a pack is asked for: its options, by table, and what of the memory budget is handed out."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from featstore.arguments import as_choice, as_count, as_flag, as_function, as_number, known_name
+from featstore.base.ids import plain_array
+from featstore.errors import SourceError
+from featstore.order.orders import METHODS
+from featstore.packing.convert import CASTS
+from featstore.packing.inputs import Inputs, by_table
+from featstore.packing.topology import HUB_RANKS
+from featstore.units import parse_bytes
+
+__all__ = ["Options", "check_pack", "with_slack", "without_slack"]
+
+#: What of the budget stays free, for the allocator and for what has no size known beforehand: an eighth, or
+#: this if it is more.
+_SLACK_BYTES = 24 * 2**20
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to pack; the arguments of :func:`pack` of the same names."""
+
+    memory_bytes: int
+    order: Mapping[str, str]
+    permutation: Mapping[str, Any]
+    partitions: Mapping[str, int]
+    dtype: Mapping[str, str]
+    seed: int
+    topology: bool = False
+    hubs: float = 0.0
+    hub_rank: str = "degree"
+    train: Mapping[str, Any] = field(default_factory=dict)
+    graph_key: Mapping[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls, inputs: Inputs, *, memory: int | str, order: Any, permutation: Any, partitions: Any, seed: int, topology: bool, hubs: float,
+        hub_rank: str, train: Any, graph_key: Any,
+    ) -> Options:  # fmt: skip
+        """From the arguments of a pack, given once or by table. Raises SourceError."""
+        tables = inputs.tables
+        keys = by_table(graph_key, inputs.graphs or tables, "graph_key")
+        if keys and not set(keys) <= set(inputs.graphs):
+            raise SourceError(
+                f"graph_key is given for table {next(iter(keys))!r}, which has no graph; give graph= as well"
+            )
+        given = by_table(permutation, tables, "permutation").items()
+        return cls(
+            without_slack(parse_bytes(memory, "memory")),
+            dict.fromkeys(tables, "auto") | by_table(order, tables, "order"),
+            {n: p if isinstance(p, str | os.PathLike) else plain_array(p, "permutation") for n, p in given},
+            by_table(partitions, tables, "partitions"),
+            inputs.casts,
+            seed,
+            topology,
+            hubs,
+            hub_rank,
+            {
+                n: t if t is None or isinstance(t, str) else plain_array(t, "train")
+                for n, t in by_table(train, tables, "train").items()
+            },
+            keys,
+        )
+
+
+def without_slack(memory_bytes: int) -> int:
+    """What of the budget is handed out: never less than half of it."""
+    return memory_bytes - max(memory_bytes // 8, min(_SLACK_BYTES, memory_bytes // 2))
+
+
+def with_slack(used_bytes: int) -> int:
+    """The budget of which :func:`without_slack` leaves at least so much."""
+    return min(2 * used_bytes, max(used_bytes + _SLACK_BYTES, -(-used_bytes * 8 // 7))) + 1
+
+
+def check_pack(options: Options, arrays: Mapping[str, Any], *, resume: Any, overwrite: Any, progress: Any) -> None:
+    """Raise ArgumentError for an option that is none. ``arrays``: the small arrays, whose names ``train`` may give."""
+    as_flag(resume, "resume")
+    as_flag(overwrite, "overwrite")
+    if progress is not None:
+        as_function(progress, "progress")
+    as_count(options.seed, "seed", 0)
+    as_flag(options.topology, "topology")
+    as_number(options.hubs, "hubs", 0, 1)
+    as_choice(options.hub_rank, "hub_rank", HUB_RANKS)
+    for order in options.order.values():
+        as_choice(order, "order", METHODS)
+    for count in options.partitions.values():
+        as_count(count, "partitions", 1, 2**31 - 1)
+    for dtype in options.dtype.values():
+        as_choice(dtype, "dtype", CASTS, ", or None for rows as they are")
+    for train in options.train.values():
+        if isinstance(train, str):
+            known_name(train, arrays, "train is a name of one of arrays=, and there is no array")

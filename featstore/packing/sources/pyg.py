@@ -1,0 +1,211 @@
+"""PyG's `Data` and `HeteroData` taken apart: tables to pack, graphs to order them by, small arrays to keep beside them.
+
+A homogeneous `Data` gives the table ``features`` (``x``) and, if it has ``edge_attr``, ``edge_features``, whose row e
+belongs to column e of ``edge_index``. A `HeteroData` gives a table for each node type, under its name, and one for each
+edge type with ``edge_attr``, called ``src__rel__dst``. Tensors are shared, not copied.
+
+A table has one graph, without types, between its own nodes. A `HeteroData` whose relations are more than that
+is refused unless the user names the relations to keep. What is not stored, and rows of edges that no stored
+graph numbers, are warned of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from featstore.errors import SourceError
+from featstore.packing.sources.arrays import tensor_to_numpy
+
+if TYPE_CHECKING:
+    pass
+
+__all__ = [
+    "edges_of_relation", "is_pyg", "is_relation", "pyg_arrays", "pyg_inputs", "pyg_tables",
+]  # fmt: skip
+
+TAKEN = ("x", "edge_index", "edge_attr", "adj_t")
+
+
+def is_pyg(data: Any) -> bool:
+    """Whether an object is a PyG `Data` or `HeteroData` (without importing PyG)."""
+    return any(c.__module__.startswith("torch_geometric.data") for c in type(data).__mro__) and hasattr(data, "stores")
+
+
+def pyg_tables(data: Any) -> dict[str, NDArray[Any]]:
+    """Tables of a `Data` or `HeteroData`: name -> ``[rows, ...]``. Raises SourceError when there is no feature."""
+    nodes, edges = _stores(data)
+    tables = {}
+    for stores, attribute, plain in ((nodes, "x", "features"), (edges, "edge_attr", "edge_features")):
+        for kind, store in stores:
+            value = store.get(attribute)
+            if value is not None:
+                tables[kind or plain] = _as_array(value, f"{kind or 'data'}.{attribute}")
+    if not tables:
+        raise SourceError("the PyG data has neither x nor edge_attr; there is nothing to pack")
+    return tables
+
+
+def pyg_arrays(data: Any) -> dict[str, NDArray[Any]]:
+    """All else that is an array (``y``, ``train_mask`` ...): ``y``, or ``paper.y`` for the node type ``paper``."""
+    arrays = {}
+    for kind, store in _all_stores(data):
+        for key, value in store.items():
+            if key not in TAKEN and (isinstance(value, np.ndarray) or hasattr(value, "untyped_storage")):
+                name = f"{kind}.{key}" if kind else key
+                arrays[name] = _as_array(value, name)
+    return arrays
+
+
+def pyg_inputs(
+    data: Any, graph_given: bool
+) -> tuple[dict[str, NDArray[Any]], dict[str, NDArray[Any]], dict[str, NDArray[Any]], list[str]]:
+    """What a pack takes of PyG data: tables, edge lists (none where graphs were given), arrays, warnings.
+
+    Raises SourceError, which names them, for relations that the store would not have.
+    """
+    tables, arrays = pyg_tables(data), pyg_arrays(data)
+    edges = {} if graph_given else _own_edges(data, tables)
+    return tables, edges, arrays, [*_not_stored(data), *_edge_rows(data, tables, arrays)]
+
+
+def _own_edges(data: Any, tables: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
+    """The edges of each table of nodes, ``[2, edges]``, where nothing is lost by keeping just these."""
+    if not _is_hetero(data):
+        edges = edge_index_of(data._store, "edge_index")
+        if edges is not None and "features" not in tables:
+            raise SourceError(
+                "the PyG data has edges, but no x: there is no table of nodes that the graph could belong "
+                "to; give graph={} to pack without it"
+            )
+        return {} if edges is None else {"features": edges}
+    relations = {kind: edge_index_of(data[kind], "__".join(kind)) for kind in data.edge_types}
+    found = {kind: edges for kind, edges in relations.items() if edges is not None}
+    kept = {kind[0]: edges for kind, edges in found.items() if kind[0] == kind[2] and kind[0] in tables}
+    if len(kept) == len(found):
+        return kept
+    named = ", ".join(f"{kind} ({edges.shape[1]:,} edges)" for kind, edges in found.items())
+    same = [kind for kind in found if kind[0] == kind[2] and kind[0] in tables]
+    example = "graph={" + (f"{same[0][0]!r}: data[{', '.join(map(repr, same[0]))}]" if same else "") + "}"
+    raise SourceError(
+        f"the HeteroData has {len(found)} relations: {named}. A store keeps one graph without types for each "
+        "table, between nodes of that table, so relations would be lost or mixed (typed graphs are not kept "
+        "yet). Say which to keep, one for a table: "
+        f"{example}" + (", or graph={} for none" if same else " keeps none")
+    )
+
+
+def _not_stored(data: Any) -> list[str]:
+    """Warnings of what is no array and of what of an adjacency matrix is not kept."""
+    lost, found = [], []
+    for kind, store in _all_stores(data):
+        prefix = f"{kind}." if kind else ""
+        for key, value in store.items():
+            plain = isinstance(value, np.ndarray) or hasattr(value, "untyped_storage")
+            if key not in TAKEN and key != "num_nodes" and value is not None and not plain:
+                lost.append(f"{prefix}{key} ({type(value).__name__})")
+        adjacency = store.get("adj_t")
+        if adjacency is not None and store.get("edge_index") is not None:
+            lost.append(f"{prefix}adj_t (edge_index is stored)")
+        elif hasattr(adjacency, "crow_indices") and bool((adjacency.values() != 1).any()):
+            lost.append(f"{prefix}adj_t's values")
+    if lost:
+        found.append(
+            f"not stored of the PyG data: {', '.join(lost)}; what is needed of it can be given as an array, "
+            "arrays={name: values}"
+        )
+    return found
+
+
+def _edge_rows(data: Any, tables: Mapping[str, Any], arrays: Mapping[str, Any]) -> list[str]:
+    """A warning of features and arrays of edges: they are stored, but no stored graph numbers edges so."""
+    if _is_hetero(data):
+        kinds = ["__".join(kind) for kind in data.edge_types]
+        rows = [name for name in (*tables, *arrays) if name.partition(".")[0] in kinds]
+    else:
+        rows = [name for name in arrays if data.is_edge_attr(name)]
+        rows += ["edge_features"] if "edge_features" in tables else []
+    if not rows:
+        return []
+    return [
+        f"{', '.join(map(repr, rows))}: row e belongs to column e of edge_index as it was given, and a "
+        "stored graph numbers its edges in another order, by target and in the order of rows. So edge "
+        "numbers of store.sampler and of loaders (e_id) do not name these rows; keep edge_index, and read "
+        "them by its columns' numbers. The user's own edge numbers are not kept yet"
+    ]
+
+
+def is_relation(spec: Any) -> bool:
+    """Whether something is one relation of a `HeteroData` (a mapping of its attributes, too)."""
+    ours = type(spec).__module__.startswith("torch_geometric.data")
+    return ours and isinstance(getattr(spec, "_key", None), tuple)
+
+
+def edges_of_relation(spec: Any, table: str | None) -> Any:
+    """The edges of one relation, ``data['a', 'r', 'a']``, as ``[2, edges]``; anything else as it is.
+
+    ``table``: the type of nodes that it must join, where that is known. Raises SourceError.
+    """
+    if not is_relation(spec):
+        return spec
+    kind = spec._key
+    if kind[0] != kind[2] or (table is not None and kind[0] != table):
+        raise SourceError(
+            f"graph: the relation {kind} joins nodes of {kind[0]!r} and {kind[2]!r}, and the graph of a "
+            f"table {'' if table is None else repr(table) + ' '}joins nodes of that table; graphs between "
+            "types are not kept yet"
+        )
+    edges = edge_index_of(spec, "__".join(kind))
+    if edges is None:
+        raise SourceError(f"graph: the relation {kind} has neither edge_index nor adj_t")
+    return edges
+
+
+def edge_index_of(store: Any, name: str) -> NDArray[Any] | None:
+    """``edge_index`` of a PyG store, ``[2, edges]``; from ``adj_t`` (torch sparse CSR) if it has that instead."""
+    import torch
+
+    edge_index = store.get("edge_index")
+    if edge_index is not None:
+        return _as_array(edge_index, name)
+    adjacency = store.get("adj_t")
+    if adjacency is None:
+        return None
+    if not isinstance(adjacency, torch.Tensor) or adjacency.layout != torch.sparse_csr:
+        raise SourceError(
+            f"{name}: adj_t is a {type(adjacency).__name__}; give edge_index, or adj_t as torch sparse CSR"
+        )
+    # adj_t is the transposed adjacency matrix: its rows are targets, its columns sources.
+    indptr, sources = adjacency.crow_indices().numpy(), adjacency.col_indices().numpy()
+    return np.stack([sources, np.repeat(np.arange(indptr.size - 1), np.diff(indptr))])
+
+
+def _is_hetero(data: Any) -> bool:
+    return hasattr(data, "node_types") and hasattr(data, "_global_store")
+
+
+def _stores(data: Any) -> tuple[list[tuple[str, Any]], list[tuple[str, Any]]]:
+    """Node and edge stores with the names of their tables; a homogeneous `Data` has a single store, without name."""
+    if not is_pyg(data):
+        raise SourceError(f"a {type(data).__name__} is no PyG Data or HeteroData")
+    if not _is_hetero(data):
+        return [("", data._store)], [("", data._store)]
+    names = {edge_type: "__".join(edge_type) for edge_type in data.edge_types}
+    return [(t, data[t]) for t in data.node_types], [(names[e], data[e]) for e in data.edge_types]
+
+
+def _all_stores(data: Any) -> list[tuple[str, Any]]:
+    """Every store once, with the prefix of its arrays."""
+    nodes, edges = _stores(data)
+    return [("", data._global_store), *nodes, *edges] if _is_hetero(data) else nodes
+
+
+def _as_array(value: Any, name: str) -> NDArray[Any]:
+    if isinstance(value, np.ndarray):
+        return value
+    if not hasattr(value, "untyped_storage"):
+        raise SourceError(f"{name}: is a {type(value).__name__}, not a tensor; convert it first")
+    return tensor_to_numpy(value, name)

@@ -1,0 +1,295 @@
+"""Row sources in text: comma-separated numbers, above all the ``.csv.gz`` files of OGB's raw folders.
+
+The first line may name the columns; which are taken says `featstore.packing.sources.columns`. Text is parsed
+as float64, or int64 for integer dtypes, and only then brought to the dtype asked for (float32 unless told),
+so that pyarrow's parser and NumPy's, which serves where pyarrow is missing, give the same bits. What that
+dtype has no room for is an error, and so are large integers that float32, which nobody asked for, would round.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from featstore.base.system import is_regular
+from featstore.errors import SourceError
+from featstore.packing.sources.base import RowSource, dtype_text, file_fingerprint, named_dtype, open_binary
+from featstore.packing.sources.columns import (
+    ALL_COLUMNS,
+    SAMPLE_ROWS_MAX,
+    Column,
+    choose_columns,
+    refuse_id_values,
+    whole_ids,
+)
+
+__all__ = ["CsvRows", "ogb_folder", "ogb_rows", "open_text"]
+
+CSV_BLOCK_BYTES = 1 << 20
+CSV_LINE_BYTES_MAX = 64 << 20
+_FLOAT64_WHOLE_MAX = 2.0**53  # from here on float64 itself does not tell neighbouring integers apart
+_SAY_DTYPE = "raw_dtype= (--raw-dtype)"
+
+
+@contextmanager
+def open_text(path: Path) -> Iterator[io.BufferedIOBase]:
+    """A text file's bytes, decompressed when its name ends in ``.gz``. Errors of gzip come with the reads."""
+    with open_binary(path) as file:
+        if path.suffix != ".gz":
+            yield file
+            return
+        with gzip.GzipFile(fileobj=file, mode="rb") as text:
+            yield text
+
+
+def ogb_folder(path: Path, member: str) -> Path | None:
+    """The folder with OGB's raw files: ``path`` itself or its ``raw``; None when ``member`` is in neither."""
+    for folder in (path, path / "raw"):
+        if is_regular(folder / member):
+            return folder
+    return None
+
+
+def ogb_rows(folder: Path, *, dtype: Any = None, name: str | None = None) -> CsvRows:
+    """Node features of an OGB raw folder; ``num-node-list.csv.gz`` gives the number of rows, if it is there."""
+    counts = folder / "num-node-list.csv.gz"
+    rows = None
+    if is_regular(counts):
+        source = CsvRows(counts, dtype=np.int64)
+        rows = sum(int(block.sum()) for block in source.blocks())
+    return CsvRows(folder / "node-feat.csv.gz", dtype=dtype, rows=rows, name=name, columns=ALL_COLUMNS, header=False)
+
+
+class CsvRows(RowSource):
+    """Rows of comma-separated numbers, gzipped or not. A first line not all of numbers names the columns.
+
+    ``header``: False where the file is known to have no names; a line of numbers is then never taken for one.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        dtype: Any = None,
+        rows: int | None = None,
+        name: str | None = None,
+        columns: str | int | Sequence[str | int] | None = None,
+        id: str | int | None = None,
+        header: bool = True,
+    ) -> None:
+        label = name or str(path)
+        wanted = named_dtype("float32" if dtype is None else dtype, label)
+        if wanted.kind not in "biuf" and wanted.name != "bfloat16":
+            raise SourceError(f"{label}: text is read as numbers, not as {wanted}; give a float or integer dtype")
+        self.path = path
+        self._parsed = np.dtype(np.int64 if wanted.kind in "iub" else np.float64)
+        self._dtype_told = dtype is not None
+        try:
+            with open_text(path) as file:
+                lines = [file.readline(CSV_LINE_BYTES_MAX) for _ in range(2)]
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise _bad_text(label, error) from error
+        described, self._skipped = _described(lines, header, label)
+        self.chosen = choose_columns(described, columns, id, label)
+        self._width = len(described)
+        # A parser's block must hold whole lines. The shortest number is two bytes of text and becomes eight.
+        self._block_bytes = max(CSV_BLOCK_BYTES, 4 * len(lines[self._skipped]))
+        super().__init__(label, rows, (len(self.chosen.taken),), wanted, held_bytes=10 * self._block_bytes)
+        if columns is None:
+            names = [described[k].name for k in self.chosen.taken]
+            refuse_id_values(self._sample(), names, label)
+
+    def ids(self) -> Iterator[NDArray[Any]]:
+        """As `RowSource.ids`."""
+        assert self.chosen is not None
+        if self.chosen.id is None:
+            yield from super().ids()
+            return
+        first = 0
+        for values in self._values((self.chosen.id,), np.dtype(np.float64)):
+            yield whole_ids(values[:, 0], first, self.name, self.chosen.names[self.chosen.id])
+            first += values.shape[0]
+
+    def fingerprint(self) -> dict[str, str | int]:
+        """The file's path, size and time of change, the columns, and the dtype the text is read as."""
+        assert self.chosen is not None
+        more: dict[str, str | int] = {"columns": self.row_shape[0], "dtype": dtype_text(self.dtype)}
+        if len(self.chosen.taken) < self._width:
+            more["taken"] = ",".join(map(str, self.chosen.taken))
+        if self.chosen.id is not None:
+            more["id"] = self.chosen.id
+        return file_fingerprint("csv", self.path, **more)
+
+    def _sample(self) -> NDArray[Any]:
+        """The first thousands of rows of the columns taken; none where text is no number: the pass says where."""
+        assert self.chosen is not None
+        try:
+            with open_text(self.path) as file:
+                lines = file.readlines(min(CSV_BLOCK_BYTES, self._block_bytes))[self._skipped : SAMPLE_ROWS_MAX]
+            kept = [line.decode("utf-8-sig", "replace") for line in lines[:-1] or lines if line.strip()]
+            return np.loadtxt(kept, delimiter=",", ndmin=2, comments=None, quotechar='"', usecols=self.chosen.taken)
+        except (ValueError, EOFError, zlib.error, gzip.BadGzipFile):
+            return np.empty((0, len(self.chosen.taken)))
+
+    def _values(self, columns: tuple[int, ...], dtype: np.dtype[Any]) -> Iterator[NDArray[Any]]:
+        """The values of some columns ``[n, columns]``, of a dtype that text is parsed as, run by run."""
+        try:
+            import pyarrow  # noqa: F401
+        except ImportError:
+            return self._parsed_by_numpy(columns, dtype)
+        return self._parsed_by_arrow(columns, dtype)
+
+    def _blocks(self, start: int, block_rows: int) -> Iterator[NDArray[Any]]:
+        assert self.chosen is not None
+        done = 0
+        for values in self._values(self.chosen.taken, self._parsed):
+            if self.rows is not None and done + values.shape[0] > self.rows:
+                raise SourceError(f"{self.name}: has more than the {self.rows:,} rows that were counted before")
+            for low in range(max(0, start - done), values.shape[0], block_rows):
+                yield self._as_dtype(values[low : low + block_rows], done + low)
+            done += values.shape[0]
+        if done < (start if self.rows is None else self.rows):
+            raise SourceError(
+                f"{self.name}: has {done:,} rows, {start if self.rows is None else self.rows:,} were expected; it may "
+                "be cut off"
+            )
+
+    def _as_dtype(self, values: NDArray[Any], first: int) -> NDArray[Any]:
+        """Parsed ``values`` [n, columns] of rows ``first`` and on in the table's dtype. Raises SourceError for what it has no room for."""
+        with np.errstate(over="ignore"):
+            kept = np.ascontiguousarray(values.astype(self.dtype))
+        advice = f"say a wider dtype, or leave the column out with columns= ({_SAY_DTYPE})"
+        if self._parsed.kind == "i":
+            lost = (kept.astype(np.int64) != values) | ((values < 0) & (self.dtype.kind in "ub"))
+        else:
+            lost = np.isinf(kept.astype(np.float64)) & np.isfinite(values)
+            if not self._dtype_told:
+                rounded = (kept != values) | (np.abs(values) >= _FLOAT64_WHOLE_MAX)
+                lost |= rounded & (values == np.floor(values)) & np.isfinite(values)
+                advice = f"say {_SAY_DTYPE} of 'int64' or 'float64', or of 'float32' for the nearest number that it has"
+        if lost.any():
+            assert self.chosen is not None
+            row, at = (int(k[0]) for k in np.nonzero(lost))
+            column = self.chosen.names[self.chosen.taken[at]]
+            raise SourceError(
+                f"{self.name}: {values[row, at]:.17g} in row {first + row:,}, column {column!r}, would not be itself as "
+                f"{self.dtype.name}: {advice}"
+            )
+        return kept
+
+    def _parsed_by_arrow(self, columns: tuple[int, ...], dtype: np.dtype[Any]) -> Iterator[NDArray[Any]]:
+        import pyarrow as arrow
+        from pyarrow import csv as arrow_csv
+
+        names = [str(k) for k in range(self._width)]
+        wanted = [names[k] for k in columns]
+        kind = arrow.int64() if dtype.kind == "i" else arrow.float64()
+        # Only an empty cell would be a null, and for numbers that is an error below; "nan" and "NA" are not nulls here.
+        convert = arrow_csv.ConvertOptions(
+            column_types=dict.fromkeys(wanted, kind), null_values=[""], include_columns=wanted
+        )
+        read = arrow_csv.ReadOptions(
+            column_names=names, block_size=self._block_bytes, use_threads=False, skip_rows=self._skipped
+        )
+        done = 0
+        try:
+            with open_text(self.path) as file:
+                source = arrow.PythonFile(file, mode="r")
+                for batch in arrow_csv.open_csv(source, read_options=read, convert_options=convert):
+                    for column in batch.columns:
+                        if column.null_count:
+                            raise SourceError(
+                                f"{self.name}: an empty cell in rows {done:,} to {done + batch.num_rows - 1:,}"
+                            )
+                    yield np.stack([column.to_numpy() for column in batch.columns], axis=1)
+                    done += batch.num_rows
+        except (arrow.ArrowException, EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise _bad_text(f"{self.name} after row {done:,}", error) from error
+
+    def _parsed_by_numpy(self, columns: tuple[int, ...], dtype: np.dtype[Any]) -> Iterator[NDArray[Any]]:
+        done = 0
+        try:
+            with open_text(self.path) as file:
+                for _ in range(self._skipped):
+                    file.readline()
+                while lines := file.readlines(self._block_bytes):
+                    kept = [line.decode("utf-8-sig", "replace") for line in lines if line.strip()]
+                    if not kept:
+                        continue
+                    wrong = next(
+                        (line for line in kept if '"' not in line and line.count(",") + 1 != self._width), None
+                    )
+                    if wrong is not None:
+                        raise ValueError(f"{wrong.count(',') + 1} columns, {self._width} expected")
+                    yield np.loadtxt(
+                        kept, delimiter=",", dtype=dtype, ndmin=2, comments=None, quotechar='"', usecols=columns
+                    )
+                    done += len(kept)
+        except SourceError:
+            raise
+        except (ValueError, EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise _bad_text(f"{self.name} after row {done:,}", error) from error
+
+
+def _cells(line: bytes, name: str) -> list[str]:
+    """The cells of a line of comma-separated values, without quotes."""
+    text = line.decode("utf-8-sig", "replace").rstrip("\r\n")
+    if '"' not in text:
+        return [cell.strip() for cell in text.split(",")] if text else []
+    try:
+        return [cell.strip() for cell in next(csv.reader([text]), [])]
+    except csv.Error as error:
+        raise _bad_text(name, error) from error
+
+
+def _described(lines: list[bytes], header: bool, name: str) -> tuple[list[Column], int]:
+    """The columns by the first two lines of a file, and how many lines to pass over."""
+    first, second = _cells(lines[0], name), _cells(lines[1], name)
+    numbers, after = [_is_number(cell) for cell in first], [_is_number(cell) for cell in second]
+    counting = len(first) > 1 and first == [str(k) for k in range(len(first))]
+    if header and counting and any("." in cell for cell in second):
+        raise SourceError(
+            f"{name}: its first line is 0,1,... {len(first) - 1}, which may be numbers of columns or a row; "
+            "take the line out if it is no row, write 0.0 in it if it is one"
+        )
+    if all(numbers) and first:
+        return [Column(str(k), "number", "number") for k in range(len(first))], 0
+    if first and any(numbers) and not all(after) and numbers == after:
+        raise SourceError(
+            f"{name}: column {numbers.index(False)} holds text ({first[numbers.index(False)]!r}), so the "
+            "first line may be a row or names of columns; write a line of names before it, then say "
+            "columns= and id="
+        )
+    if not second or not any(after):
+        raise SourceError(
+            f"{name}: no line of comma-separated numbers at its start; check that this is the feature file"
+        )
+    if len(first) != len(second):
+        raise SourceError(
+            f"{name}: the first line names {len(first)} columns, the second has {len(second)} cells; mend "
+            "the line of names"
+        )
+    return [Column(n, "number", "number") if ok else Column(n, "other", "text") for n, ok in zip(first, after)], 1
+
+
+def _is_number(cell: str) -> bool:
+    try:
+        float(cell)
+    except ValueError:
+        return False
+    return True
+
+
+def _bad_text(where: str, error: Exception) -> SourceError:
+    return SourceError(
+        f"{where}: not comma-separated numbers ({error}); the file is damaged, cut off or of another kind"
+    )

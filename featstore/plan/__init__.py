@@ -1,0 +1,1 @@
+"""What is the cheapest set of reads: extents, their price, and what a memory budget leaves. Pure: no input or output."""

@@ -1,0 +1,25 @@
+"""How a reader may be told to read: the options that whoever opens one hands on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from featstore.arguments import as_choice, as_count, as_flag, shown
+from featstore.engine import ENGINES
+from featstore.errors import ArgumentError
+from featstore.plan.cost import DeviceModel
+
+#: Options of a reader that whoever opens one hands on.
+READING = ("engine", "model", "queue_depth", "verify")
+
+
+QUEUE_DEPTH_MAX = 4096
+
+
+def check_reading(engine: Any = "auto", queue_depth: Any = 128, verify: Any = True, model: Any = None) -> None:
+    """How a reader is to read; see :class:`featstore.reader.reader.Reader`."""
+    as_choice(engine, "engine", ("auto", *ENGINES))
+    as_count(queue_depth, "queue_depth", 1, QUEUE_DEPTH_MAX)
+    as_flag(verify, "verify")
+    if not isinstance(model, DeviceModel | None):
+        raise ArgumentError(f"model must be a DeviceModel or None, not {shown(model)}")

@@ -1,0 +1,1 @@
+"""Every byte against every promise."""

@@ -1,0 +1,1 @@
+"""One buffer of rows for the processes of a host."""

@@ -1,0 +1,1 @@
+"""A store on disk: files, manifest, generations, small arrays; opened, verified, committed."""

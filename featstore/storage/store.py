@@ -1,0 +1,362 @@
+"""An open store on disk: the manifest, its small arrays, and what is known of its tables.
+
+Opening parses the manifest, holds its generation against ``featstore gc`` with a shared lock on the generation's directory,
+and checks that every listed file is there with its size. It reads no rows and takes milliseconds. A store can be pickled and
+survives fork: the copy opens the same generation, even if a newer one has been committed since.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import stat
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from featstore.arguments import as_count, as_path, known_name, shown
+from featstore.base.dtypes import dtype_from_name
+from featstore.base.system import asking, is_there, refusal
+from featstore.errors import (
+    ArgumentError,
+    ClosedError,
+    CorruptionError,
+    FormatError,
+    IncompleteStoreError,
+    NotInMemoryError,
+)
+from featstore.layout import TableLayout
+from featstore.storage.arrays import load_array
+from featstore.storage.manifest import (
+    MANIFEST_NAME,
+    ArrayEntry,
+    FileEntry,
+    GraphEntry,
+    TableEntry,
+    array_chunk,
+    parse,
+    read_manifest,
+    uuid_of,
+)
+
+
+class Table:
+    """A table of a store: ``rows`` rows of shape ``row_shape`` and type ``dtype``, ``row_bytes`` each. No array: its rows
+    are read by a reader, and what takes it for one (``np.asarray(table)``, ``table[ids]``) gets NotInMemoryError."""
+
+    def __init__(self, store: OpenStore, name: str, entry: TableEntry) -> None:
+        self._store = store
+        self.name = name
+        self.entry = entry
+        self.rows = entry.rows
+        self.row_shape = tuple(entry.row_shape)
+        self.dtype = dtype_from_name(entry.dtype)
+        self.row_bytes = entry.row_bytes
+
+    @property
+    def layout(self) -> TableLayout:
+        return self.entry.layout
+
+    def __len__(self) -> int:
+        """Number of rows."""
+        return self.rows
+
+    def __bool__(self) -> bool:
+        return True
+
+    # Rows are read by a reader, within its budget: what would take them for an array in memory is told so.
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> NDArray[Any]:
+        raise self._not_in_memory()
+
+    def __getitem__(self, index: Any) -> Any:
+        raise self._not_in_memory()
+
+    def __iter__(self) -> Iterator[Any]:
+        raise self._not_in_memory()
+
+    def _not_in_memory(self) -> NotInMemoryError:
+        return NotInMemoryError(
+            f"table {self.name!r} is on disk ({self.data_bytes:,} bytes) and no array in memory: read rows with "
+            f"store.reader(memory=...), as reader.read({{{self.name!r}: ids}}), and all of them, where they fit, with "
+            f"ids = numpy.arange({self.rows})"
+        )
+
+    @property
+    def data_bytes(self) -> int:
+        return self.rows * self.row_bytes
+
+    @property
+    def partition_offsets(self) -> NDArray[np.int64]:
+        """int64 [partitions + 1]: partition p is rows offsets[p] to offsets[p + 1]."""
+        from featstore.base.checks import check_offsets
+
+        offsets: NDArray[np.int64] = self._store.load(self.entry.order.partition_offsets)
+        check_offsets(offsets, 0, self.rows, f"the partition offsets of {self._where()}")
+        return offsets
+
+    def row_of_node(self) -> NDArray[Any] | None:
+        """[rows], the row of each node id, a permutation; None where row = node id. Raises CorruptionError,
+        FormatError."""
+        return self._map(self.entry.order.row_of_node, "row_of_node")
+
+    def node_of_row(self) -> NDArray[Any] | None:
+        """[rows], the node id of each row, a permutation; None where row = node id. Raises CorruptionError,
+        FormatError."""
+        return self._map(self.entry.order.node_of_row, "node_of_row")
+
+    def maps(self) -> tuple[NDArray[Any], NDArray[Any]] | None:
+        """(row_of_node, node_of_row), each the other's inverse; None where row = node id. Raises
+        CorruptionError, FormatError."""
+        from featstore.base.checks import check_inverse
+
+        order = self.entry.order
+        if order.row_of_node is None or order.node_of_row is None:
+            return None
+        row_of_node, node_of_row = self._store.load(order.row_of_node), self._store.load(order.node_of_row)
+        check_inverse(row_of_node, node_of_row, f"row_of_node and node_of_row of {self._where()}")
+        return row_of_node, node_of_row
+
+    def rows_by_degree(self, count: int | None = None) -> NDArray[Any] | None:
+        """Distinct rows by descending degree, the first ``count`` of them; None where the store was packed
+        without a graph. Raises CorruptionError, FormatError."""
+        first = None if count is None else as_count(count, "count", 0)
+        return self._map(self.entry.order.rows_by_degree, "rows_by_degree", first)
+
+    def _map(self, entry: ArrayEntry | None, what: str, first: int | None = None) -> NDArray[Any] | None:
+        from featstore.base.checks import check_distinct
+
+        if entry is None:
+            return None
+        values = self._store.load(entry, first)
+        check_distinct(values, self.rows, f"{what} of {self._where()}")
+        return values
+
+    def _where(self) -> str:
+        return f"table {self.name!r} of {self._store.path}"
+
+    def __repr__(self) -> str:
+        return f"<Table {self.name!r}: {self.rows:,} rows of {self.row_shape} {self.entry.dtype}, {self.row_bytes:,} bytes each>"
+
+
+class StoredGraph:
+    """The topology over a table's rows; see :class:`featstore.storage.manifest.GraphEntry`. ``edges`` are stored edges, ``hubs`` the
+    number of rows whose lists stand in a second, contiguous copy."""
+
+    def __init__(self, store: OpenStore, name: str, entry: GraphEntry) -> None:
+        self.store = store
+        self.name = name
+        self.entry = entry
+        self.table = store.tables[entry.table]
+        self.edges = entry.edges
+        self.hubs = 0 if entry.hubs is None else entry.hubs.rows.shape[0]
+
+    def hub_rows(self, count: int | None = None) -> tuple[NDArray[Any], NDArray[np.int64]]:
+        """The ``count`` most wanted hubs (all by default): their rows [hubs], and the offsets of their lists, int64 [hubs + 1]."""
+        if self.entry.hubs is None:
+            return np.empty(0, np.int32), np.zeros(1, np.int64)
+        count = self.hubs if count is None else min(as_count(count, "count", 0), self.hubs)
+        from featstore.base.checks import check_distinct, check_offsets
+
+        rows = self.store.load(self.entry.hubs.rows)[:count]
+        check_distinct(rows, self.table.rows, f"a hub of {self.where()}")
+        offsets = self.store.load(self.entry.hubs.offsets)
+        check_offsets(offsets, 0, self.entry.hubs.sources.rows, f"the offsets of the hubs of {self.where()}")
+        return rows, offsets[: count + 1]
+
+    def where(self) -> str:
+        """Which graph this is, for messages."""
+        return f"graph {self.name!r} of {self.store.path}"
+
+    def __repr__(self) -> str:
+        return f"<StoredGraph {self.name!r}: {self.table.rows:,} nodes, {self.edges:,} edges, {self.hubs:,} hubs>"
+
+
+def rows_to_nodes(
+    offsets: NDArray[np.int64], sources: NDArray[Any], maps: tuple[NDArray[Any], NDArray[Any]] | None
+) -> tuple[NDArray[np.int64], NDArray[Any]]:
+    """A CSC over rows as one over node ids; lists keep their order. ``maps``: (row_of_node, node_of_row), or
+    None."""
+    if maps is None:
+        return offsets, sources
+    row_of_node, node_of_row = maps
+    degrees = np.diff(offsets)[row_of_node]
+    indptr = np.concatenate([np.zeros(1, np.int64), np.cumsum(degrees, dtype=np.int64)])
+    place = np.repeat(offsets[row_of_node] - indptr[:-1], degrees)
+    place += np.arange(len(place))
+    return indptr, node_of_row[sources[place]]
+
+
+class _Arrays(Mapping[str, NDArray[Any]]):
+    """The store's small arrays; each is read and verified when asked for."""
+
+    def __init__(self, store: OpenStore) -> None:
+        self._store = store
+
+    def __getitem__(self, name: str) -> NDArray[Any]:
+        known = self._store.manifest.arrays
+        return self._store.load(known[known_name(name, known, "the store has no array")])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._store.manifest.arrays)
+
+    def __len__(self) -> int:
+        return len(self._store.manifest.arrays)
+
+
+class OpenStore:
+    """An open store; see :func:`featstore.open`. ``tables``, ``graphs`` and ``arrays`` are mappings by name."""
+
+    _graph_class: ClassVar[type[StoredGraph]] = StoredGraph
+
+    def __init__(self, path: str | os.PathLike[str], _manifest: bytes | None = None) -> None:
+        self.path = Path(os.path.abspath(as_path(path, "path")))
+        self._lock: int | None = None
+        self._mutex = threading.Lock()
+        self._open(_manifest)
+
+    def _open(self, pinned: bytes | None) -> None:
+        # The generation may be replaced and collected between reading the manifest and locking it: then look again.
+        for _ in range(5):
+            if pinned is None:
+                self.manifest, self._text = read_manifest(self.path)
+            else:
+                self.manifest, self._text = parse(pinned, self.path), pinned
+            self._lock = self._hold()
+            if self._lock is not None:
+                break
+            if pinned is not None:
+                raise IncompleteStoreError(
+                    f"generation {self.manifest.generation} of {self.path} has been removed; open the store anew"
+                )
+        else:
+            raise CorruptionError(self.path / self.manifest.generation, None, "the generation's directory", "nothing")
+        if uuid_of(self._text, self.uuid) != self.uuid:
+            raise FormatError(
+                f"{self.path / MANIFEST_NAME} has been changed since it was written: its uuid is not that of its content"
+            )
+        self._sizes = {entry.path: entry for entry in self.manifest.files}
+        self._check_files()
+        self.tables: dict[str, Table] = {n: Table(self, n, e) for n, e in self.manifest.tables.items()}
+        self.graphs: Mapping[str, StoredGraph] = {
+            n: self._graph_class(self, n, e) for n, e in self.manifest.graphs.items()
+        }
+        self.arrays: Mapping[str, NDArray[Any]] = _Arrays(self)
+
+    def _hold(self) -> int | None:
+        """A descriptor of the generation's directory with a shared lock; None if the directory is gone."""
+        directory = self.path / self.manifest.generation
+        try:
+            descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except FileNotFoundError:
+            return None
+        except NotADirectoryError:
+            raise CorruptionError(directory, None, "the generation's directory", "something else") from None
+        except OSError as error:
+            raise refusal(error, directory, "open") from error
+        try:
+            with asking(directory, "hold"):
+                fcntl.flock(descriptor, fcntl.LOCK_SH)
+                if is_there(directory) and os.path.samestat(os.fstat(descriptor), os.stat(directory)):
+                    return descriptor
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+        return None
+
+    def _check_files(self) -> None:
+        root, folders = str(self.path), set()
+        for entry in self.manifest.files:
+            above = entry.path.rpartition("/")[0]
+            while above and above not in folders:
+                folders.add(above)
+                above = above.rpartition("/")[0]
+        for folder in folders:
+            if os.path.islink(os.path.join(root, folder)):
+                raise FormatError(f"{self.path / folder} leads out of the store through a symbolic link")
+        for entry in self.manifest.files:
+            path = os.path.join(root, entry.path)
+            try:
+                status = os.lstat(path)
+            except (FileNotFoundError, NotADirectoryError):
+                raise CorruptionError(path, None, f"a file of {entry.bytes:,} bytes", "no file") from None
+            except OSError as error:
+                raise refusal(error, path, "look at") from error
+            if not stat.S_ISREG(status.st_mode):
+                raise CorruptionError(path, None, "a regular file", "a link or something else")
+            size = status.st_size
+            if size != entry.bytes:
+                raise CorruptionError(path, None, f"a file of {entry.bytes:,} bytes", f"{size:,} bytes")
+
+    @property
+    def uuid(self) -> str:
+        return self.manifest.uuid
+
+    def table(self, name: str) -> Table:
+        """A table, or one that a graph consists of (``GRAPH/offsets``, ``GRAPH/sources``, ``GRAPH/hubs``). Raises KeyError."""
+        if isinstance(name, str) and name in self.tables:
+            return self.tables[name]
+        known = self.manifest.all_tables
+        return Table(self, name, known[known_name(name, known, "the store has no table")])
+
+    def file_entry(self, path: str) -> FileEntry:
+        """What the manifest says of a file (path relative to the store)."""
+        return self._sizes[known_name(path, self._sizes, "the store has no file")]
+
+    def load(self, entry: ArrayEntry, first: int | None = None) -> NDArray[Any]:
+        """A small array, or its ``first`` elements along axis 0. The whole file is verified against its digest in either
+        case, block by block. Raises CorruptionError and DeviceError."""
+        if not isinstance(entry, ArrayEntry):
+            raise ArgumentError(
+                "entry must be an ArrayEntry of the store's manifest; for an array by name: store.arrays[name]"
+            )
+        first = None if first is None else as_count(first, "first", 0)
+        chunk = array_chunk(entry)
+        return load_array(self.path, entry, None if chunk is None else self._sizes[chunk], first)
+
+    def check_open(self) -> None:
+        """Raise ClosedError where it is closed."""
+        if self._lock is None:
+            raise ClosedError("the store is closed; open it again")
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> NDArray[Any]:
+        raise NotInMemoryError(
+            f"the store {self.path} is on disk and no array in memory: read rows with store.reader(memory=...), and small "
+            "arrays with store.arrays[name]"
+        )
+
+    def close(self) -> None:
+        """Let the generation go. Readers that are open keep their files."""
+        with self._mutex:
+            if self._lock is not None:
+                os.close(self._lock)
+                self._lock = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_lock", None) is not None:
+            self.close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.path, self._text)
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {str(self.path)!r}, {self.manifest.generation}: {', '.join(map(repr, self.tables.values()))}>"
+
+
+def as_store(value: Any, name: str = "store") -> OpenStore:
+    """An open store."""
+    if not isinstance(value, OpenStore):
+        raise ArgumentError(f"{name} must be an open store (featstore.open), not {shown(value)}")
+    value.check_open()
+    return value

@@ -1,0 +1,1 @@
+"""Rows in slots: the map, and the policies that decide what stays."""

@@ -1,1 +1,0 @@
-"""Recording mini-batches: the log's layout, who finds their node ids, who writes, who samples from a store."""

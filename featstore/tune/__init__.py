@@ -1,0 +1,1 @@
+"""How many workers, threads and reads under way are fastest on this machine."""

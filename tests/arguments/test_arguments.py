@@ -1,0 +1,139 @@
+"""Every public function, every argument, every kind of wrong value: an error of the package's own that names what is wrong, and nothing
+left behind."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import os
+import re
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from arguments_calls import CALLS, Call, State
+from arguments_world import World
+from arguments_wrong import Anything, Rule
+
+import featstore
+from featstore.errors import FeatstoreError
+
+#: What objects of the package are, that are made by its functions. Classes of ``featstore.__all__`` are public anyhow.
+MADE = [
+    "featstore.storage.store:StoredGraph", "featstore.shared.client:BufferClient", "featstore.loaders.mega.loader:MegaBatches",
+    "featstore.loaders.mega.batch:MegaBatch", "featstore.compiled:Compiled", "featstore.loaders.compiled:CompiledLoader",
+    "featstore.loaders.rolling:RollingLoader", "featstore.sampling.neighbors:NeighborSampler", "featstore.sampling.stored:StoredSampler",
+    "featstore.adapters.pyg:FeatstoreSampler", "featstore.adapters.pyg:FeatstoreFeatures", "featstore.adapters.pyg:FeatstoreGraph",
+    "featstore.tune.tuning:tune", "featstore.measure.calibrate:calibrate", "featstore.measure.calibrate:measure",
+]  # fmt: skip
+#: What is public by name alone: records that functions return, and what the package calls itself.
+NOT_CALLED = {
+    "Plan": "a record, made by Reader.plan", "ReaderStats": "a record, made by Reader.stats", "Request": "made by Reader.submit",
+    "Table": "made by a store", "StoredGraph": "made by a store", "MegaBatch": "made by a loader of mega-batches",
+    "Request.open_piece": "called by the reader", "Request.close_piece": "called by the reader",
+    "OnlineLoader.finished": "called by its own walk", "Compiled.open_readers": "called by its loader",
+}  # fmt: skip
+
+
+def public() -> dict[str, Any]:
+    """Every public function, class and method with parameters, by the name that it has in the table."""
+    import importlib
+
+    found: dict[str, Any] = {
+        name: getattr(featstore, name) for name in featstore.__all__ if name not in ("__version__", "open")
+    }
+    for where in MADE:
+        module, _, name = where.partition(":")
+        found[name] = getattr(importlib.import_module(module), name)
+    for name, thing in list(found.items()):
+        if inspect.isclass(thing):
+            for method, what in inspect.getmembers_static(thing):
+                function = getattr(what, "__func__", what)
+                ours = inspect.isfunction(function) and function.__module__.startswith("featstore.")
+                if ours and not method.startswith("_") and len(inspect.signature(function).parameters) > 1:
+                    found[f"{name}.{method}"] = getattr(thing, method)
+    return found
+
+
+def names_of(function: Any, method: bool) -> set[str]:
+    names = list(inspect.signature(function).parameters)
+    return {name for name in (names[1:] if method and names[0] == "self" else names) if name.strip("_")}
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    made = World(tmp_path_factory.mktemp("world"))
+    gc.collect()
+    gc.freeze()  # what was imported is not looked through after each case
+    yield made
+    gc.unfreeze()
+    made.close()
+
+
+def test_the_table_is_complete() -> None:
+    """A new function, or a new argument, needs its row."""
+    there = public()
+    assert not [name for name in there if name not in CALLS and name not in NOT_CALLED]
+    for name, thing in there.items():
+        if name not in NOT_CALLED:
+            rows = {p for other, call in CALLS.items() if other.split(" ")[0] == name for p in call.parameters}
+            missing = names_of(thing, "." in name) - rows
+            assert not missing, f"{name}: {missing}"
+
+
+def left(root: Path) -> tuple[Any, ...]:
+    """What could be left behind: threads, descriptors, files."""
+    gc.collect()
+    files = sorted(str(path) for path in root.rglob("*") if path.parent.name != "fresh" and path.name != "lock")
+    return sorted(t.name for t in threading.enumerate()), len(os.listdir("/proc/self/fd")), files
+
+
+CASES = [
+    pytest.param(name, parameter, id=f"{name}-{parameter}")
+    for name, call in CALLS.items()
+    for parameter, rule in call.parameters.items()
+    if not isinstance(rule, Anything)
+]
+
+
+@pytest.mark.parametrize("name", [name for name, call in CALLS.items() if call.valid])
+def test_the_arguments_are_right(world: World, name: str) -> None:
+    """Without the wrong one among them, they are taken: what is refused below is refused for the wrong one alone."""
+    function, arguments = CALLS[name].make(world)
+    done = function(**arguments)
+    for close in (getattr(done, "close", None),):
+        if close is not None and name not in ("Request.result",):
+            close()
+
+
+@pytest.mark.parametrize(("name", "parameter"), CASES)
+def test_wrong_arguments_are_refused(world: World, name: str, parameter: str) -> None:
+    call: Call = CALLS[name]
+    rule = call.parameters[parameter]
+    assert isinstance(rule, Rule | State)
+    wrong = rule.of(world) if isinstance(rule, State) else rule.wrong
+    call.make(world)
+    before = left(world.root)
+    failures = []
+    for label, value in wrong.items():
+        function, arguments = call.make(world)
+        given = value if rule.says.startswith("no option") else {parameter: value}
+        try:
+            done = function(**{**arguments, **given})
+        except FeatstoreError as error:
+            said = str(error)
+            if not re.search(rule.says or parameter.replace("_", "[_ ]"), said):
+                failures.append(f"{label}: does not name it: {said}")
+            elif "<unprintable>" in said:
+                failures.append(f"{label}: says what nobody can read: {said}")
+        except BaseException as error:
+            failures.append(f"{label}: {type(error).__name__}: {error}")
+        else:
+            failures.append(f"{label}: was taken: {done!r:.80}")
+            if hasattr(done, "close"):
+                done.close()
+        done = function = arguments = None
+    assert not failures, "\n".join(failures)
+    assert left(world.root) == before

@@ -1,0 +1,142 @@
+"""PyG objects: what is stored, what is refused, what is warned of. Nothing vanishes in silence."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import featstore
+from featstore.errors import FeatstoreWarning, SourceError
+
+with warnings.catch_warnings():
+    # PyG's own import uses what torch deprecates; not ours to mend.
+    warnings.simplefilter("ignore")
+    from torch_geometric.data import Data, HeteroData
+
+EDGES = torch.tensor([[0, 1, 2, 2], [1, 2, 0, 1]])
+
+
+def hetero(*more: tuple[str, str, str]) -> HeteroData:
+    data = HeteroData()
+    data["paper"].x = torch.arange(8.0).reshape(4, 2)
+    data["author"].x = torch.ones(3, 5)
+    for kind in more:
+        data[kind].edge_index = EDGES[:, : 2 + len(kind[1]) % 3]
+    return data
+
+
+CITES, WRITES = ("paper", "cites", "paper"), ("author", "writes", "paper")
+LIKES, KNOWS = ("paper", "likes", "paper"), ("author", "knows", "author")
+
+
+@pytest.mark.parametrize(
+    "relations",
+    [
+        (CITES, WRITES),
+        (WRITES,),
+        (CITES, LIKES),
+        (CITES, WRITES, LIKES, KNOWS),
+        (("venue", "near", "venue"),),
+    ],
+)
+def test_relations_are_not_lost(tmp_path: Path, relations: Any) -> None:
+    data = hetero(*relations)
+    with pytest.raises(SourceError, match="graph=") as caught:
+        featstore.pack(tmp_path / "s", data)
+    for kind in relations:
+        assert str(kind) in str(caught.value), "each relation is named"
+    assert not (tmp_path / "s").exists()
+    with featstore.pack(tmp_path / "s", data, graph={}) as store:
+        assert set(store.tables) == {"paper", "author"}
+        assert not store.graphs
+
+
+def test_relations_that_are_named_are_kept(tmp_path: Path) -> None:
+    data = hetero(CITES, WRITES, LIKES, KNOWS)
+    chosen = {"paper": data["paper", "likes", "paper"], "author": data["author", "knows", "author"]}
+    with featstore.pack(tmp_path / "s", data, graph=chosen) as store:
+        assert {name: g.edges for name, g in store.graphs.items()} == {
+            name: relation.edge_index.shape[1] for name, relation in chosen.items()
+        }
+    for graph, message in (
+        ({"paper": data["author", "writes", "paper"]}, "joins nodes of 'author' and 'paper'"),
+        ({"author": data["paper", "likes", "paper"]}, "the graph of a table 'author'"),
+        ({"venue": data["paper", "likes", "paper"]}, "'venue'"),
+        (data["paper", "likes", "paper"], "several tables"),
+    ):
+        with pytest.raises(SourceError, match=message):
+            featstore.pack(tmp_path / "t", data, graph=graph)
+
+
+def test_one_relation_of_each_table_with_itself_is_all_there_is(tmp_path: Path) -> None:
+    with featstore.pack(tmp_path / "s", hetero(CITES, KNOWS)) as store:
+        assert set(store.graphs) == {"paper", "author"}
+    with featstore.pack(tmp_path / "t", hetero()) as store:
+        assert not store.graphs
+
+
+def test_a_relation_is_a_graph_of_other_features(tmp_path: Path) -> None:
+    data = hetero(CITES)
+    with featstore.pack(tmp_path / "s", data["paper"].x, graph=data["paper", "cites", "paper"]) as store:
+        assert store.graphs["features"].edges == data["paper", "cites", "paper"].edge_index.shape[1]
+
+
+def test_all_tensors_of_nodes_are_stored_without_a_word(tmp_path: Path) -> None:
+    more = {"y": torch.arange(3), "pos": torch.ones(3, 2), "train_mask": torch.tensor([True, False, True])}
+    with featstore.pack(tmp_path / "s", Data(x=torch.ones(3, 2), edge_index=EDGES, num_nodes=3, **more)) as store:
+        assert set(store.arrays) == set(more)
+        for name, value in more.items():
+            assert np.array_equal(store.arrays[name], value.numpy())
+        assert store.graphs["features"].edges == 4
+
+
+@pytest.mark.parametrize(
+    ("more", "named"),
+    [
+        ({"edge_attr": torch.ones(4, 2)}, "'edge_features'"),
+        ({"edge_weight": torch.ones(4)}, "'edge_weight'"),
+        ({"edge_time": torch.ones(4), "edge_attr": torch.ones(4, 1)}, "'edge_time', 'edge_features'"),
+    ],
+)
+def test_rows_of_edges_are_stored_and_their_order_is_warned_of(tmp_path: Path, more: Any, named: str) -> None:
+    data = Data(x=torch.ones(3, 2), edge_index=EDGES, **more)
+    with pytest.warns(FeatstoreWarning, match=f"{named}: row e belongs to column e of edge_index as it was given"):
+        store = featstore.pack(tmp_path / "s", data)
+    stored = {*store.tables, *store.arrays}
+    assert stored == {"features"} | {"edge_features" if name == "edge_attr" else name for name in more}
+    store.close()
+
+
+def test_what_is_not_stored_is_named(tmp_path: Path) -> None:
+    data = Data(x=torch.ones(3, 2), edge_index=EDGES, title="cora", words=["a", "b"], y=torch.arange(3))
+    with pytest.warns(FeatstoreWarning, match=r"not stored of the PyG data: title \(str\), words \(list\).*arrays="):
+        featstore.pack(tmp_path / "s", data).close()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        matrix = torch.sparse_csr_tensor(
+            torch.tensor([0, 1, 3, 4]), torch.tensor([2, 0, 2, 1]), torch.ones(4) * 2, (3, 3)
+        )
+    for more, message in (({}, "adj_t's values"), ({"edge_index": EDGES}, r"adj_t \(edge_index is stored\)")):
+        with pytest.warns(FeatstoreWarning, match=message):
+            featstore.pack(tmp_path / "t", Data(x=torch.ones(3, 2), adj_t=matrix, **more), overwrite=True).close()
+
+
+def test_a_graph_without_a_table_of_nodes_is_not_lost(tmp_path: Path) -> None:
+    data = Data(edge_attr=torch.ones(4, 2), edge_index=EDGES)
+    with pytest.raises(SourceError, match=r"no x.*graph=\{\}"):
+        featstore.pack(tmp_path / "s", data)
+    with pytest.warns(FeatstoreWarning, match="edge_features"):
+        featstore.pack(tmp_path / "s", data, graph={}).close()
+
+
+def test_a_given_graph_replaces_that_of_the_data(tmp_path: Path) -> None:
+    data = Data(x=torch.ones(3, 2), edge_index=EDGES)
+    with featstore.pack(tmp_path / "s", data, graph=EDGES[:, :1]) as store:
+        assert store.graphs["features"].edges == 1
+    with featstore.pack(tmp_path / "t", data, graph={}) as store:
+        assert not store.graphs

@@ -1,0 +1,122 @@
+"""Compiled kernels that are kept on disk: never those of other sources; where they can't be kept, a warning."""
+
+from __future__ import annotations
+
+import ast
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import featstore
+
+PACKAGE = Path(featstore.__file__).parent
+
+INNER = "from featstore.base.compilation import njit\n\n@njit(nogil=True)\ndef inner(x):\n    return x + {}\n"
+OUTER = """
+from featstore.base.compilation import njit
+from featstore.inner import inner
+
+@njit(cache=True, nogil=True)
+def outer(x):
+    return inner(x)
+"""
+RUN = "from featstore.outer import outer; print(outer(0), sum(outer.stats.cache_hits.values()))"
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    """A folder with a package of that name which has two kernels, one called by the other."""
+    package = tmp_path / "featstore"
+    package.mkdir()
+    (package / "base").mkdir()
+    for name in ("base/compilation.py", "base/warning.py", "errors.py"):
+        shutil.copy(PACKAGE / name, package / name)
+    (package / "base/__init__.py").write_text("")
+    (package / "__init__.py").write_text("")
+    (package / "inner.py").write_text(INNER.format(1))
+    (package / "outer.py").write_text(OUTER)
+    return tmp_path
+
+
+def run(folder: Path, code: str = RUN, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {k: v for k, v in os.environ.items() if k not in ("NUMBA_CACHE_DIR", "PYTHONPATH")}
+    return subprocess.run(
+        [sys.executable, "-W", "default", "-c", code],
+        cwd=folder, env={**environment, **variables}, capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+
+
+def test_a_change_in_a_called_module_is_compiled(small: Path) -> None:
+    assert run(small).stdout == "1 0\n"
+    assert run(small).stdout == "1 1\n"
+    (small / "featstore/inner.py").write_text(INNER.format(2))
+    assert run(small).stdout == "2 0\n"
+    assert run(small).stdout == "2 1\n"
+    kept = [path.name for path in (small / "featstore/__pycache__").glob("*.nb?")]
+    assert len(kept) == 2, "files of other sources stayed"
+
+
+def test_code_of_sources_that_changed_meanwhile_is_not_kept(small: Path) -> None:
+    meanwhile = (
+        "from pathlib import Path; import featstore.inner; "
+        f"Path('featstore/inner.py').write_text({INNER.format(2)!r}); {RUN}"
+    )
+    assert run(small, meanwhile).stdout == "1 0\n"
+    assert not list((small / "featstore/__pycache__").glob("*.nb?"))
+    assert run(small).stdout == "2 0\n"
+
+
+def test_a_full_disk_is_a_warning_that_names_the_variable(small: Path) -> None:
+    full = (
+        "import errno, numba.core.caching as c\n"
+        "def save(*a): raise OSError(errno.ENOSPC, 'No space left on device')\n"
+        f"c.IndexDataCacheFile.save = save\n{RUN}"
+    )
+    done = run(small, full)
+    assert done.stdout == "1 0\n"
+    assert "FeatstoreWarning" in done.stderr
+    assert "NUMBA_CACHE_DIR" in done.stderr
+    assert "No space left" in done.stderr
+
+
+def test_processes_that_compile_at_once_do_not_disturb_each_other(small: Path) -> None:
+    run(small)
+    (small / "featstore/inner.py").write_text(INNER.format(2))
+    code = f"import numba; numba.njit(lambda x: x)(1); {RUN}"
+    both = [
+        subprocess.Popen([sys.executable, "-W", "error", "-c", code], cwd=small, stdout=subprocess.PIPE, text=True)
+        for _ in range(4)
+    ]
+    for process in both:
+        assert (process.communicate(timeout=60)[0][:2], process.returncode) == ("2 ", 0)
+
+
+@pytest.mark.parametrize("kept", [b"", b"\x80\x05 cut off"])
+def test_kernels_that_were_cut_off_are_compiled_anew(small: Path, kept: bytes) -> None:
+    run(small)
+    for path in (small / "featstore/__pycache__").glob("*.nbc"):
+        path.write_bytes(kept)
+    done = run(small)
+    assert done.stdout == "1 0\n"
+    assert "NUMBA_CACHE_DIR" in done.stderr
+    assert run(small).stdout == "1 1\n"
+
+
+def test_nowhere_to_keep_kernels_is_one_warning_that_names_the_variable(small: Path) -> None:
+    nowhere = f"import numba.core.caching as c\nc.CompileResultCacheImpl._locator_classes = []\n{RUN}"
+    done = run(small, nowhere)
+    assert done.stdout == "1 0\n"
+    assert done.stderr.count("FeatstoreWarning") == 1
+    assert "NUMBA_CACHE_DIR" in done.stderr
+
+
+def test_all_kernels_are_compiled_by_this_means() -> None:
+    for path in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module == "numba":
+                names = {name.name for name in node.names}
+                assert not names & {"njit", "jit", "vectorize", "guvectorize"}, f"{path} takes numba's own {names}"
