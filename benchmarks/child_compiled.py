@@ -1,9 +1,10 @@
 """What ``compiled.py`` runs in a process of its own. Given and prints JSON.
 
-``bare``: nothing but imports, kernels and a step of a tiny model, which is what the other modes begin with, too. ``step``: what steps on
-the largest mini-batch take beyond its rows and its sample. ``pack``: compile a trace. ``memmap``, ``advised``, ``online``,
-``compiled``: an epoch that nobody trains on, then one of GraphSAGE. All of these take the mini-batches' graphs from the same trace;
-what differs is where the rows come from. memmap's (one epoch only, with training) and online's stop after ``seconds_max``.
+``bare``: nothing but imports, kernels and a step of a tiny model, which is what the other modes begin with,
+too. ``step``: what steps on the largest mini-batch take beyond its rows and its sample. ``pack``: compile a
+trace. ``memmap``, ``advised``, ``online``, ``compiled``: an epoch that nobody trains on, then one of
+GraphSAGE. All of these take the mini-batches' graphs from the same trace; what differs is where the rows come
+from. memmap's (one epoch only, with training) and online's stop after ``seconds_max``.
 """
 
 from __future__ import annotations
@@ -36,10 +37,15 @@ def load_kernels(folder: Path, columns: int) -> None:
     rng = np.random.default_rng(0)
     with tempfile.TemporaryDirectory(dir=folder) as name:
         path = Path(name)
-        batches = [(rng.permutation(TINY_ROWS)[:900], {"row": np.zeros(2, np.int32)}) for _ in range(TINY_BATCHES)]
+        batches = [
+            (rng.permutation(TINY_ROWS)[:900], {"row": np.zeros(2, np.int32)}) for _ in range(TINY_BATCHES)
+        ]
         featstore.Trace.record(batches, path / "trace").close()
         rows = np.zeros((TINY_ROWS, columns), np.float32)
-        with featstore.pack(path / "store", rows, memory="64MiB") as store, featstore.Trace(path / "trace") as trace:
+        with (
+            featstore.pack(path / "store", rows, memory="64MiB") as store,
+            featstore.Trace(path / "trace") as trace,
+        ):
             store.reader(memory="16MiB", static=None).close()
             for disk, cache in ((None, TINY_ROWS * 32), ("1x", 0)):
                 compile_trace(store, trace, memory="64MiB", disk=disk, cache=cache, overwrite=True).close()  # type: ignore[union-attr]
@@ -70,7 +76,8 @@ def tiny_step(columns: int) -> None:
 
 
 def steps_on_largest(given: dict[str, Any]) -> dict[str, Any]:
-    """Memory of steps on the largest mini-batch, beyond what the process has with its rows and its sample in memory."""
+    """Memory of steps on the largest mini-batch, beyond what the process has with its rows and its sample in
+    memory."""
     from compiled_model import Training
 
     with featstore.Trace(given["trace"]) as trace:
@@ -105,7 +112,8 @@ def recorded(trace: featstore.Trace) -> Iterator[tuple[Any, Any]]:
 
 
 def go_through(batches: Batches, seconds_max: float, training: Any) -> dict[str, Any]:
-    """An epoch, or as much as the time allows. Without training, the rows are only looked at here and there."""
+    """An epoch, or as much as the time allows. Without training, the rows are only looked at here and
+    there."""
     begin, count, looked = time.perf_counter(), 0, 0.0
     for x, sample in batches:
         if training is None:
@@ -144,7 +152,9 @@ def epochs(given: dict[str, Any]) -> dict[str, Any]:
             with store.compiled(given["name"]) as compiled, compiled.loader(tensors=False) as source:
                 opened = time.perf_counter() - begin
                 for what, trained in (("load", None), ("train", training)):
-                    results[what] = go_through(((b.x, b.sample) for b in source), given["seconds_max"], trained)
+                    results[what] = go_through(
+                        ((b.x, b.sample) for b in source), given["seconds_max"], trained
+                    )
                 results["report"] = source.report().to_dict()
         elif given["mode"] == "online":
             with (
@@ -160,8 +170,14 @@ def epochs(given: dict[str, Any]) -> dict[str, Any]:
             ):
                 opened = time.perf_counter() - begin
                 for what in given.get("epochs", ["load", "train"]):
-                    results[what] = one_epoch(source, given["seconds_max"], training if what == "train" else None)
-                results |= {"hit_rate": source.report().hit_rate, "policy": source.policy, "memory": source.memory()}
+                    results[what] = one_epoch(
+                        source, given["seconds_max"], training if what == "train" else None
+                    )
+                results |= {
+                    "hit_rate": source.report().hit_rate,
+                    "policy": source.policy,
+                    "memory": source.memory(),
+                }
                 if given.get("save"):
                     source.save_cache(given["save"])
         else:
@@ -183,7 +199,9 @@ def pack(given: dict[str, Any]) -> dict[str, Any]:
 
     begin = time.perf_counter()
     try:
-        compile_trace(given["store"], given["trace"], given["name"], progress=progress, **given["options"]).close()  # type: ignore[union-attr]
+        compile_trace(
+            given["store"], given["trace"], given["name"], progress=progress, **given["options"]
+        ).close()  # type: ignore[union-attr]
     except BudgetError as error:
         return {"seconds": 0.0, "needed_bytes": error.needed_bytes, "failed": str(error)}
     end = time.perf_counter()

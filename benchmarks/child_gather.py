@@ -1,4 +1,5 @@
-"""One cold gather by featstore in a process of its own, for a memory cgroup; given and prints a JSON object."""
+"""One cold gather by featstore in a process of its own, for a memory cgroup; given and prints a JSON
+object."""
 
 from __future__ import annotations
 
@@ -26,7 +27,11 @@ def main() -> None:
         reader.read(ids, out=out)
         seconds = time.perf_counter() - begin
     np.save(given["out"], out)
-    print(json.dumps({"rows": len(ids), "seconds": seconds, "peak_bytes": status_bytes("VmHWM"), "memory": MEMORY}))
+    print(
+        json.dumps(
+            {"rows": len(ids), "seconds": seconds, "peak_bytes": status_bytes("VmHWM"), "memory": MEMORY}
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Training in a process of its own, for a memory cgroup: by mega-batches from a store, or over np.memmap. Given and prints JSON.
+"""Training in a process of its own, for a memory cgroup: by mega-batches from a store, or over np.memmap.
+Given and prints JSON.
 
 All modes import the same; ``bare`` does nothing else, and what it holds is what Python and its imports take.
 """
@@ -46,7 +47,9 @@ class Training:
         self.model_seconds = 0.0
         self.right = self.seen = self.batches = 0
 
-    def step(self, node: Any, x: Any, row: Any, col: Any, nodes: tuple[int, ...], edges: tuple[int, ...]) -> None:
+    def step(
+        self, node: Any, x: Any, row: Any, col: Any, nodes: tuple[int, ...], edges: tuple[int, ...]
+    ) -> None:
         begin = time.perf_counter()
         y = torch.from_numpy(self.labels[node[: nodes[0]]].astype(np.int64))
         out = self.model(torch.from_numpy(x), torch.from_numpy(row), torch.from_numpy(col), nodes, edges)
@@ -85,8 +88,9 @@ def by_mega_batches(given: dict[str, Any], training: Training) -> dict[str, Any]
                 del b
         seconds = time.perf_counter() - opened
         return totals | {
-            "seconds": seconds, "steps": steps, "resident": loader.resident, "partitions": loader.partitions, "hubs": len(loader.hub_rows),
-            "kept_share": kept / steps, "planned_bytes": loader.memory()["planned"],
+            "seconds": seconds, "steps": steps, "resident": loader.resident, "partitions": loader.partitions,
+            "hubs": len(loader.hub_rows), "kept_share": kept / steps,
+            "planned_bytes": loader.memory()["planned"],
         }  # fmt: skip
 
 
@@ -125,8 +129,10 @@ def main() -> None:
         run = by_mega_batches if given["mode"] == "mega" else over_memmap
         result = run(given, training)
         result |= {
-            "model_seconds": training.model_seconds, "batches": training.batches, "accuracy": training.right / max(1, training.seen),
-            "device_read_bytes": process_io()["read_bytes"] - io["read_bytes"], "cpu_seconds": cpu_seconds() - cpu,
+            "model_seconds": training.model_seconds, "batches": training.batches,
+            "accuracy": training.right / max(1, training.seen),
+            "device_read_bytes": process_io()["read_bytes"] - io["read_bytes"],
+            "cpu_seconds": cpu_seconds() - cpu,
         }  # fmt: skip
     else:
         model = Training(4, np.zeros(1, np.uint8))  # what the first step loads belongs to the imports

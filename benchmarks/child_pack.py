@@ -1,4 +1,5 @@
-"""One pack in a process of its own: seconds, bytes read and written, peak memory. Given and prints a JSON object.
+"""One pack in a process of its own: seconds, bytes read and written, peak memory. Given and prints a JSON
+object.
 
 It imports nothing beyond featstore and what that needs, because all of it counts in the peak.
 """

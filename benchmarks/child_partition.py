@@ -1,4 +1,5 @@
-"""One partitioner on one graph, in a process that does nothing else; given and prints a JSON object. See ``order_quality.py``."""
+"""One partitioner on one graph, in a process that does nothing else; given and prints a JSON object. See
+``order_quality.py``."""
 
 from __future__ import annotations
 

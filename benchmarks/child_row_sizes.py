@@ -1,7 +1,9 @@
-"""Epochs through an online loader in a process of its own, for rows of any size; given and prints a JSON object.
+"""Epochs through an online loader in a process of its own, for rows of any size; given and prints a JSON
+object.
 
-What the loader asks its reader for is noted, so that the bytes it read can be held against those of the twin in ``row_sizes.py``. A
-first loader loads all machine code; memory counts from then on, above what the process has by then.
+What the loader asks its reader for is noted, so that the bytes it read can be held against those of the twin
+in ``row_sizes.py``. A first loader loads all machine code; memory counts from then on, above what the process
+has by then.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ def mini_batches(rows: int, count: int, batch_rows: int, epoch: int) -> list[NDA
     """Ids, some wanted often and others hardly ever, all over the table."""
     rng = np.random.default_rng(epoch)
     return [
-        (rng.random(batch_rows) ** SKEW * rows).astype(np.int64) * (SCATTER % rows or 1) % rows for _ in range(count)
+        (rng.random(batch_rows) ** SKEW * rows).astype(np.int64) * (SCATTER % rows or 1) % rows
+        for _ in range(count)
     ]
 
 
@@ -58,14 +61,18 @@ def main() -> None:
     with featstore.open(given["path"]) as store:
         rows = store.tables["features"].rows
         epochs = [mini_batches(rows, given["batches"], given["batch_rows"], epoch) for epoch in range(3)]
-        with featstore.OnlineLoader(store, epochs[0][:3], memory=given["memory_bytes"], model=model) as loader:
+        with featstore.OnlineLoader(
+            store, epochs[0][:3], memory=given["memory_bytes"], model=model
+        ) as loader:
             for _ in loader:
                 pass
         del loader
         gc.collect()
         bare = status_bytes("VmRSS")
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-        with featstore.OnlineLoader(store, lambda k: epochs[k], memory=given["memory_bytes"], model=model) as loader:
+        with featstore.OnlineLoader(
+            store, lambda k: epochs[k], memory=given["memory_bytes"], model=model
+        ) as loader:
             for _ in loader:
                 pass
             before, noting = loader.report(), True
@@ -81,16 +88,19 @@ def main() -> None:
             extent_bytes_max = buffer._reader.budget.extent_bytes_max
             slots, memory = buffer.slots, loader.memory()
         twins = [
-            twin_of(noted_ids[begin:end], store.tables["features"].layout, model.gap_pages_max, extent_bytes_max)
+            twin_of(
+                noted_ids[begin:end], store.tables["features"].layout, model.gap_pages_max, extent_bytes_max
+            )
             for begin, end in pairwise(noted_ends)
             if end > begin
         ]
     then, now = before.buffers["features"], after.buffers["features"]
     print(json.dumps({
         "rows": given["batches"] * given["batch_rows"], "seconds": seconds, "hits": now.hits - then.hits,
-        "misses": now.misses - then.misses, "bytes_read": after.bytes_read - before.bytes_read, "reads": after.reads - before.reads,
-        "page_bytes": sum(twin.page_bytes for twin in twins), "twin_bytes": sum(twin.read_bytes for twin in twins),
-        "peak_bytes": peak, "slots": slots, "memory": memory,
+        "misses": now.misses - then.misses, "bytes_read": after.bytes_read - before.bytes_read,
+        "reads": after.reads - before.reads, "page_bytes": sum(twin.page_bytes for twin in twins),
+        "twin_bytes": sum(twin.read_bytes for twin in twins), "peak_bytes": peak, "slots": slots,
+        "memory": memory,
     }))  # fmt: skip
 
 

@@ -1,7 +1,9 @@
-"""Epochs through a shared buffer by a torch DataLoader in a process of its own; given and prints a JSON object.
+"""Epochs through a shared buffer by a torch DataLoader in a process of its own; given and prints a JSON
+object.
 
-First the same loader with rows of zeros, nothing of featstore open: the bare processes, with all that Python, torch and the loader
-take. Memory is looked at when an epoch has ended and no mini-batch is under way; workers persist, so theirs is there to be seen.
+First the same loader with rows of zeros, nothing of featstore open: the bare processes, with all that Python,
+torch and the loader take. Memory is looked at when an epoch has ended and no mini-batch is under way; workers
+persist, so theirs is there to be seen.
 """
 
 from __future__ import annotations

@@ -1,16 +1,20 @@
-"""Compiled traces: bytes against the lower bound, placement under a disk limit, packing, training, and an epoch in little memory.
+"""Compiled traces: bytes against the lower bound, placement under a disk limit, packing, training, and an
+epoch in little memory.
 
     python benchmarks/compiled.py --dir /a/directory/on/the/ssd
     python benchmarks/compiled.py --part bytes --part packing       # the results of the other parts are kept
 
-A power-law graph whose mini-batches touch about 3 % of its nodes (those of the last part, 0.4 %), sampled once and recorded. *bytes*:
-what an epoch reads over what Belady's MIN must read, and over DiskGNN's design (the most frequent rows for good, all others packed); its
-speed against fio on the same files. *disk*: the same under limits of 2, 3 and 5 tables, against DiskGNN's placement, forecast and
-measured, and against brute force on a small case. *packing*: against packing each mini-batch on its own, against fio, and its memory.
-*training*: losses against a run in memory, the loop against its slowest stage, and episodes that are sampled and packed while others
-train. *end*: epochs in a memory cgroup over np.memmap, the online reader, DiskGNN's design and ours, against memory and disk.
+A power-law graph whose mini-batches touch about 3 % of its nodes (those of the last part, 0.4 %), sampled
+once and recorded. *bytes*: what an epoch reads over what Belady's MIN must read, and over DiskGNN's design
+(the most frequent rows for good, all others packed); its speed against fio on the same files. *disk*: the
+same under limits of 2, 3 and 5 tables, against DiskGNN's placement, forecast and measured, and against brute
+force on a small case. *packing*: against packing each mini-batch on its own, against fio, and its memory.
+*training*: losses against a run in memory, the loop against its slowest stage, and episodes that are sampled
+and packed while others train. *end*: epochs in a memory cgroup over np.memmap, the online reader, DiskGNN's
+design and ours, against memory and disk.
 
-Bytes read are the kernel's count for the process. All reads are direct, and the page cache is dropped before each pass.
+Bytes read are the kernel's count for the process. All reads are direct, and the page cache is dropped before
+each pass.
 """
 
 from __future__ import annotations
@@ -44,12 +48,17 @@ class PartsReport(Report):
     def to_dict(self) -> dict[str, Any]:
         found = super().to_dict()
         for key in ("claims", "series", "tables", "notes"):
-            found[key] = [one for name in PARTS if name in self.parts for one in self.parts[name].get(key, [])]
+            found[key] = [
+                one for name in PARTS if name in self.parts for one in self.parts[name].get(key, [])
+            ]
         command = found["command"].split()
         while "--part" in command:
             at = command.index("--part")
             del command[at : at + 2]
-        return found | {"command": " ".join(word for word in command if word != "--resume"), "parts": self.parts}
+        return found | {
+            "command": " ".join(word for word in command if word != "--resume"),
+            "parts": self.parts,
+        }
 
     def keep(self, out: Path | None) -> None:
         """Write the file."""
@@ -106,13 +115,16 @@ def measure(
     help="Time limit of an epoch of np.memmap, and of the online reader.",
 )
 @shared_options(size="1GiB", quick_size="64MiB", rounds=3)
-def main(settings: Settings, names: tuple[str, ...], resume: bool, folder: Path | None, seconds: float) -> None:
+def main(
+    settings: Settings, names: tuple[str, ...], resume: bool, folder: Path | None, seconds: float
+) -> None:
     """Compiled traces against MIN, fio, DiskGNN's design, the online reader and np.memmap."""
     data = Data(settings.workspace, settings.size_bytes // 512, settings.quick)
     touch_memory(min(free_memory_bytes() // 2, 4 << 30))
     report = PartsReport("compiled", "Compiled traces", {
-        "nodes": data.nodes, "edges_a_node": EDGES_A_NODE, "row_bytes": data.row_bytes, "fanouts": list(FANOUTS), "rounds": settings.rounds,
-        "seeds": data.nodes // WIDE, "seeds_end": data.nodes // NARROW, "seconds": seconds, "order": "ldg",
+        "nodes": data.nodes, "edges_a_node": EDGES_A_NODE, "row_bytes": data.row_bytes,
+        "fanouts": list(FANOUTS), "rounds": settings.rounds, "seeds": data.nodes // WIDE,
+        "seeds_end": data.nodes // NARROW, "seconds": seconds, "order": "ldg",
     }, settings.workspace)  # fmt: skip
     out = settings.out or (None if settings.quick else RESULTS / "compiled.json")
     if out is not None and out.exists():

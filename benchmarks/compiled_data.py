@@ -1,4 +1,5 @@
-"""What ``compiled.py`` measures on: a generated graph, its store, recorded traces, what is compiled of them, and MIN in plain NumPy."""
+"""What ``compiled.py`` measures on: a generated graph, its store, recorded traces, what is compiled of them,
+and MIN in plain NumPy."""
 
 from __future__ import annotations
 
@@ -31,8 +32,8 @@ COLUMNS = 128
 EDGES_A_NODE = 15
 FANOUTS = (12, 5)
 TRAIN_SHARE, QUICK_TRAIN_SHARE = 0.2, 0.03
-#: Nodes of the graph for each seed of a mini-batch: at 2 M nodes 1,024 seeds, which touch 3 % of it, and 128, which touch 0.4 %: two
-#: mini-batches and what a step needs have to fit 5 % of the features.
+#: Nodes of the graph for each seed of a mini-batch: at 2 M nodes 1,024 seeds, which touch 3 % of it, and 128,
+#: which touch 0.4 %: two mini-batches and what a step needs have to fit 5 % of the features.
 WIDE, NARROW = 2048, 16384
 TABLE = "features"
 TRAIN_MEMORY = 2**30  # of a loader whose cache is given by itself
@@ -44,8 +45,9 @@ def pairs(batches: Sequence[MiniBatch]) -> Iterator[tuple[NDArray[np.int64], dic
     for number in range(len(batches)):
         b = batches[number]
         yield b.node, {
-            "seeds": b.node[: b.num_sampled_nodes[0]].astype(np.int32), "row": b.row.astype(np.int32), "col": b.col.astype(np.int32),
-            "nodes": list(b.num_sampled_nodes), "edges": list(b.num_sampled_edges),
+            "seeds": b.node[: b.num_sampled_nodes[0]].astype(np.int32), "row": b.row.astype(np.int32),
+            "col": b.col.astype(np.int32), "nodes": list(b.num_sampled_nodes),
+            "edges": list(b.num_sampled_edges),
         }  # fmt: skip
 
 
@@ -83,7 +85,9 @@ class Data:
     def sampler(self) -> NeighborSampler:
         return NeighborSampler(self.files.load("indptr"), self.files.load("indices"), FANOUTS, 0)
 
-    def batches(self, nodes_a_seed: int, epoch: int = 0, sampler: NeighborSampler | None = None) -> SampledBatches:
+    def batches(
+        self, nodes_a_seed: int, epoch: int = 0, sampler: NeighborSampler | None = None
+    ) -> SampledBatches:
         """The mini-batches of an epoch."""
         size = max(2, self.nodes // nodes_a_seed)
         return SampledBatches(sampler or self.sampler(), self.files.load("train"), size, epoch)
@@ -125,7 +129,9 @@ class Data:
 
     def forecast(self, trace: featstore.Trace, **options: Any) -> dict[str, Any]:
         """What compiling a trace would give its table."""
-        found = compile_trace(self.store, trace, "forecast", dry_run=True, **({"memory": COMPILE_MEMORY} | options))
+        found = compile_trace(
+            self.store, trace, "forecast", dry_run=True, **({"memory": COMPILE_MEMORY} | options)
+        )
         assert isinstance(found, CompileForecast)
         remove(packs_directory(self.store) / "forecast")
         return found.tables[TABLE] | {"record_bytes": found.record_bytes}
@@ -134,7 +140,8 @@ class Data:
         return files_of(self.store, TABLE)
 
     def other(self) -> Sample:
-        """Another file, read by fio between two passes: the second would find the first one's in a cache of the host."""
+        """Another file, read by fio between two passes: the second would find the first one's in a cache of
+        the host."""
         return fio_read([self.files.path("features")])
 
     def close(self) -> None:
@@ -179,7 +186,11 @@ class Built:
 
 def files_of(store: featstore.Store, name: str) -> list[Path]:
     table = store.tables[name]
-    return [store.path / table.entry.chunk_path(chunk) for chunk in range(table.layout.chunks)] if table.rows else []
+    return (
+        [store.path / table.entry.chunk_path(chunk) for chunk in range(table.layout.chunks)]
+        if table.rows
+        else []
+    )
 
 
 def fio_read(paths: list[Path]) -> Sample:
@@ -189,7 +200,8 @@ def fio_read(paths: list[Path]) -> Sample:
 
 
 def load_epoch(loader: CompiledLoader, cold: list[Path], batches: int | None = None) -> Sample:
-    """A round of a loader that nobody trains on, its bytes counted by the kernel; or so many of its mini-batches after the first one."""
+    """A round of a loader that nobody trains on, its bytes counted by the kernel; or so many of its
+    mini-batches after the first one."""
     drop_caches(cold)
     io, cpu, begin = process_io()["read_bytes"], cpu_seconds(), time.perf_counter()
     for index, batch in enumerate(loader):
@@ -204,9 +216,14 @@ def load_epoch(loader: CompiledLoader, cold: list[Path], batches: int | None = N
 
 
 def check_epoch(
-    loader: CompiledLoader, trace: featstore.Trace, files: GraphFiles, batches: int | None = None, rows: int = 50
+    loader: CompiledLoader,
+    trace: featstore.Trace,
+    files: GraphFiles,
+    batches: int | None = None,
+    rows: int = 50,
 ) -> None:
-    """Go through a round, or its beginning, and compare some rows of every mini-batch with the source. Raises AssertionError."""
+    """Go through a round, or its beginning, and compare some rows of every mini-batch with the source. Raises
+    AssertionError."""
     truth = files.load("features", mapped=True)
     for index, batch in enumerate(loader):
         ids = next(iter(trace.ids(index).values()))
@@ -232,7 +249,8 @@ class PaperPolicy:
         self.policy = Policy("DiskGNN", self._choose, lambda group, mask: self._order(group, mask))  # type: ignore[misc]
 
     def _choose(
-        self, misses: Any, table_rows: int, *given: Any, extent_bytes_max: int, memory_bytes: int, seed: int = 0
+        self, misses: Any, table_rows: int, *given: Any, extent_bytes_max: int, memory_bytes: int,
+        seed: int = 0
     ) -> Any:  # fmt: skip
         import yardsticks
 
@@ -263,10 +281,14 @@ class Timed:
 # The lower bound, once more.
 
 
-def missed_by_min(batches: list[NDArray[np.int64]], table_rows: int, capacity_rows: int) -> list[NDArray[np.int64]]:
-    """The rows that each mini-batch misses under Belady's MIN, in the second round over them: plain NumPy, apart from the library.
+def missed_by_min(
+    batches: list[NDArray[np.int64]], table_rows: int, capacity_rows: int
+) -> list[NDArray[np.int64]]:
+    """The rows that each mini-batch misses under Belady's MIN, in the second round over them: plain NumPy,
+    apart from the library.
 
-    After each mini-batch those rows stay, of what was in memory and what it brought, whose next use is nearest.
+    After each mini-batch those rows stay, of what was in memory and what it brought, whose next use is
+    nearest.
     """
     count, next_of = len(batches), [np.empty(0, np.int64)] * len(batches)
     ahead = np.zeros(table_rows, np.int64)
@@ -285,7 +307,9 @@ def missed_by_min(batches: list[NDArray[np.int64]], table_rows: int, capacity_ro
             there[new] = True
             held = np.concatenate([held, new])
             if len(held) > capacity_rows:
-                order = np.argpartition(due[held], capacity_rows - 1) if capacity_rows else np.arange(len(held))
+                order = (
+                    np.argpartition(due[held], capacity_rows - 1) if capacity_rows else np.arange(len(held))
+                )
                 there[held[order[capacity_rows:]]] = False
                 held = held[order[:capacity_rows]]
     return missed

@@ -1,7 +1,8 @@
-"""The model that ``compiled.py`` trains: two layers of GraphSAGE with mean aggregation, as wide as DiskGNN has it, and a clock.
+"""The model that ``compiled.py`` trains: two layers of GraphSAGE with mean aggregation, as wide as DiskGNN
+has it, and a clock.
 
-Edges come grouped by target, so they are a CSR matrix as they are, and a mean over neighbours is a product with it that needs no
-memory for messages: beside a tenth of the features there is no room for them.
+Edges come grouped by target, so they are a CSR matrix as they are, and a mean over neighbours is a product
+with it that needs no memory for messages: beside a tenth of the features there is no room for them.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta"
 
 
 def mean_by_product(h: Tensor, row: Tensor, col: Tensor, targets: int) -> Tensor:
-    """float32 [targets, columns of h]: for each target the mean of its neighbours' rows of ``h``. ``row``, ``col``: int32."""
+    """float32 [targets, columns of h]: for each target the mean of its neighbours' rows of ``h``. ``row``,
+    ``col``: int32."""
     degree = torch.bincount(col, minlength=targets)
     starts = torch.zeros(targets + 1, dtype=torch.int32)
     torch.cumsum(degree, 0, dtype=torch.int32, out=starts[1:])
@@ -42,7 +44,8 @@ class Training:
         self.losses: list[float] = []
 
     def step(self, x: Any, sample: dict[str, Any]) -> None:
-        """One step on a mini-batch: the rows of its nodes, and its sample (see :func:`compiled_data.pairs`)."""
+        """One step on a mini-batch: the rows of its nodes, and its sample (see
+        :func:`compiled_data.pairs`)."""
         begin = time.perf_counter()
         y = torch.from_numpy(self.labels[sample["seeds"]].astype(np.int64))
         row, col = torch.from_numpy(sample["row"]), torch.from_numpy(sample["col"])

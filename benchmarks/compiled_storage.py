@@ -1,4 +1,5 @@
-"""``compiled.py``, the parts that are about bytes: what an epoch reads, where rows are put under a disk limit, and packing."""
+"""``compiled.py``, the parts that are about bytes: what an epoch reads, where rows are put under a disk
+limit, and packing."""
 
 from __future__ import annotations
 
@@ -29,7 +30,18 @@ from compiled_data import (
     load_epoch,
     missed_by_min,
 )
-from harness import HERE, Claim, Contender, Report, Sample, Series, Settings, measure_rounds, note, paired_ratio
+from harness import (
+    HERE,
+    Claim,
+    Contender,
+    Report,
+    Sample,
+    Series,
+    Settings,
+    measure_rounds,
+    note,
+    paired_ratio,
+)
 from numpy.typing import NDArray
 from peers import fio
 from system import drop_caches, run_child
@@ -95,7 +107,9 @@ def measure_bytes(report: Report, data: Data, settings: Settings, folder: Path |
             contenders = [
                 loading(f"an epoch, {OURS}", loader, files),
                 loading(f"an epoch, {PAPER}", other, paper.files()),
-                Contender("fio, sequential, 512 KiB, the same files", "MB/s", DIRECT, lambda _: fio_read(files)),
+                Contender(
+                    "fio, sequential, 512 KiB, the same files", "MB/s", DIRECT, lambda _: fio_read(files)
+                ),
             ]
             series = measure_rounds(beside_other(data, contenders), settings.rounds)
         tell_bytes(report, data, ours, paper, [series[c.name] for c in contenders], bound, checked)
@@ -110,30 +124,62 @@ def measure_bytes(report: Report, data: Data, settings: Settings, folder: Path |
 def tell_bytes(
     report: Report, data: Data, ours: Built, paper: Built, series: list[Series], bound: int, checked_rows: int
 ) -> None:
-    """The claims of bytes and speed. Bytes are the kernel's count for the process; what of them are records is known to the page."""
+    """The claims of bytes and speed. Bytes are the kernel's count for the process; what of them are records
+    is known to the page."""
     read = [int(median(s.extra["read_bytes"] for s in one.samples)) for one in series[:2]]
     records = [built.record_pages_bytes() for built in (ours, paper)]
     of_rows = [a - b for a, b in zip(read, records, strict=True)]
     report.claims += [
-        Claim("bytes of rows read in an epoch over the lower bound (MIN)", of_rows[0] / bound, BOUND_BAR, "<="),
-        Claim("the same over the paper's design (fixed set, all packed)", of_rows[0] / of_rows[1], DESIGN_BAR, "<="),
-        Claim("rows missed, by a plain NumPy MIN over the compiler's", checked_rows / ours.forecast["missed_rows"], 1.0, "<="),
+        Claim(
+            "bytes of rows read in an epoch over the lower bound (MIN)", of_rows[0] / bound, BOUND_BAR, "<="
+        ),
+        Claim(
+            "the same over the paper's design (fixed set, all packed)",
+            of_rows[0] / of_rows[1],
+            DESIGN_BAR,
+            "<=",
+        ),
+        Claim(
+            "rows missed, by a plain NumPy MIN over the compiler's",
+            checked_rows / ours.forecast["missed_rows"],
+            1.0,
+            "<=",
+        ),
         Claim("all bytes (records too) over the lower bound", read[0] / bound),
         Claim("all bytes over the paper's design", read[0] / read[1]),
-        Claim("speed of an epoch that nobody trains on over fio's", paired_ratio(series[0], series[2]), SPEED_BAR),
-        Claim("time of such an epoch over the paper's design", median(
-            a.seconds / b.seconds for a, b in zip(series[0].samples, series[1].samples, strict=True))),
-    ]  # fmt: skip
-    report.table(f"An epoch, with {CACHE_SHARE:.0%} of the table in memory", ["", OURS, PAPER], [
-        ["mini-batches", len(ours.compiled), len(paper.compiled)],
-        ["rows a mini-batch, of the table", *[b.forecast["asked_rows"] / len(b.compiled) / data.nodes for b in (ours, paper)]],
-        ["rows missed, of those asked", *[b.forecast["missed_rows"] / b.forecast["asked_rows"] for b in (ours, paper)]],
-        ["rows on disk, of the table", *[b.forecast["disk_bytes"] / data.table_bytes for b in (ours, paper)]],
-        ["bytes of rows read", *map(format_bytes, of_rows)],
-        ["bytes of records read", *map(format_bytes, records)],
-        ["seconds", *[median(s.seconds for s in one.samples) for one in series[:2]]],
-        ["seconds, forecast (rows alone)", ours.forecast_seconds, paper.forecast_seconds],
-    ])  # fmt: skip
+        Claim(
+            "speed of an epoch that nobody trains on over fio's",
+            paired_ratio(series[0], series[2]),
+            SPEED_BAR,
+        ),
+        Claim(
+            "time of such an epoch over the paper's design",
+            median(a.seconds / b.seconds for a, b in zip(series[0].samples, series[1].samples, strict=True)),
+        ),
+    ]
+    report.table(
+        f"An epoch, with {CACHE_SHARE:.0%} of the table in memory",
+        ["", OURS, PAPER],
+        [
+            ["mini-batches", len(ours.compiled), len(paper.compiled)],
+            [
+                "rows a mini-batch, of the table",
+                *[b.forecast["asked_rows"] / len(b.compiled) / data.nodes for b in (ours, paper)],
+            ],
+            [
+                "rows missed, of those asked",
+                *[b.forecast["missed_rows"] / b.forecast["asked_rows"] for b in (ours, paper)],
+            ],
+            [
+                "rows on disk, of the table",
+                *[b.forecast["disk_bytes"] / data.table_bytes for b in (ours, paper)],
+            ],
+            ["bytes of rows read", *map(format_bytes, of_rows)],
+            ["bytes of records read", *map(format_bytes, records)],
+            ["seconds", *[median(s.seconds for s in one.samples) for one in series[:2]]],
+            ["seconds, forecast (rows alone)", ours.forecast_seconds, paper.forecast_seconds],
+        ],
+    )
 
 
 def small_graph(report: Report, folder: Path, workspace: Path) -> None:
@@ -155,27 +201,38 @@ def small_graph(report: Report, folder: Path, workspace: Path) -> None:
     ):
         cache = int(CACHE_SHARE * x.nbytes)
         found = {
-            residency: featstore.compile_trace(store, trace, cache=cache, residency=residency, dry_run=True).tables[TABLE]
+            residency: featstore.compile_trace(
+                store, trace, cache=cache, residency=residency, dry_run=True
+            ).tables[TABLE]
             for residency in ("min", "fixed")
-        }  # fmt: skip
+        }
     remove(path)
     bound = found["min"]["missed_rows"] * x.nbytes // len(x)
-    report.table("ogbn_arxiv_tape40, whose mini-batches touch much of it, forecast", ["", OURS, PAPER], [
-        ["rows a mini-batch, of the table", *[f["asked_rows"] / len(batches) / len(x) for f in found.values()]],
-        ["rows missed, of those asked", *[f["missed_rows"] / f["asked_rows"] for f in found.values()]],
-        ["bytes read over the lower bound", *[f["bytes_read"] / bound for f in found.values()]],
-        ["rows on disk, of the table", *[f["disk_bytes"] / x.nbytes for f in found.values()]],
-    ])  # fmt: skip
+    report.table(
+        "ogbn_arxiv_tape40, whose mini-batches touch much of it, forecast",
+        ["", OURS, PAPER],
+        [
+            [
+                "rows a mini-batch, of the table",
+                *[f["asked_rows"] / len(batches) / len(x) for f in found.values()],
+            ],
+            ["rows missed, of those asked", *[f["missed_rows"] / f["asked_rows"] for f in found.values()]],
+            ["bytes read over the lower bound", *[f["bytes_read"] / bound for f in found.values()]],
+            ["rows on disk, of the table", *[f["disk_bytes"] / x.nbytes for f in found.values()]],
+        ],
+    )
 
 
 # Disk.
 
 
 class UnderLimits:
-    """Placement under disk limits: forecast and measurement against the paper's. ``points``: what was found, by limit; those that are
-    there are kept."""
+    """Placement under disk limits: forecast and measurement against the paper's. ``points``: what was found,
+    by limit; those that are there are kept."""
 
-    def __init__(self, data: Data, settings: Settings, points: dict[str, Any], save: Callable[[], None]) -> None:
+    def __init__(
+        self, data: Data, settings: Settings, points: dict[str, Any], save: Callable[[], None]
+    ) -> None:
         self.data, self.settings, self.points, self._save = data, settings, points, save
 
     @property
@@ -185,7 +242,9 @@ class UnderLimits:
 
     def measure(self, report: Report) -> None:
         """Measure what is missing, and tell it all."""
-        with calibrated(self.data.store.path, 2.0 if self.settings.quick else 8.0, self.points.get("model")) as model:
+        with calibrated(
+            self.data.store.path, 2.0 if self.settings.quick else 8.0, self.points.get("model")
+        ) as model:
             self.points["model"] = msgspec.to_builtins(model)
             for times in self.limits:
                 key = f"{times}x"
@@ -203,33 +262,73 @@ class UnderLimits:
             found = self.points[f"{times}x"]
             for name, f in found.items():
                 f["measured_seconds"] = median(f["seconds"])
-                rows.append([f"{times}x", name, f["forecast_seconds"], f["measured_seconds"], f["disk_bytes"] / self.data.table_bytes,
-                             f["placement"]["group_size"], f["packed_rows"] / self.data.nodes, f["shared_rows"] / self.data.nodes,
-                             f["base_rows"] / max(1, f["missed_rows"]), f["search_seconds"], f["compile_seconds"]])  # fmt: skip
+                rows.append(
+                    [
+                        f"{times}x",
+                        name,
+                        f["forecast_seconds"],
+                        f["measured_seconds"],
+                        f["disk_bytes"] / self.data.table_bytes,
+                        f["placement"]["group_size"],
+                        f["packed_rows"] / self.data.nodes,
+                        f["shared_rows"] / self.data.nodes,
+                        f["base_rows"] / max(1, f["missed_rows"]),
+                        f["search_seconds"],
+                        f["compile_seconds"],
+                    ]
+                )
             ours = found[OURS]
             shares.append(ours["search_seconds"] / ours["compile_seconds"])
             for name in (PAPER, MIXED):
                 measured = median(a / b for a, b in zip(ours["seconds"], found[name]["seconds"], strict=True))
-                ratios.append([f"{times}x", name, ours["forecast_seconds"] / found[name]["forecast_seconds"], measured])
+                ratios.append(
+                    [f"{times}x", name, ours["forecast_seconds"] / found[name]["forecast_seconds"], measured]
+                )
         for name in (PAPER, MIXED):
             report.claims += [
-                Claim(f"{what} time over {name}, worst of the limits", max(r[k] for r in ratios if r[1] == name), 1.0, "<=")
+                Claim(
+                    f"{what} time over {name}, worst of the limits",
+                    max(r[k] for r in ratios if r[1] == name),
+                    1.0,
+                    "<=",
+                )
                 for k, what in ((2, "modelled"), (3, "measured"))
-            ]  # fmt: skip
+            ]
         small = self.points["small"]
         report.claims += [
-            Claim("modelled time over brute force on a small case, worst limit", max(r[2] for r in small["rows"]), BEST_BAR, "<="),
+            Claim(
+                "modelled time over brute force on a small case, worst limit",
+                max(r[2] for r in small["rows"]),
+                BEST_BAR,
+                "<=",
+            ),
             Claim("search, of the time of compiling, worst limit", max(shares), SEARCH_BAR, "<="),
-        ]  # fmt: skip
-        report.table("Under a limit on disk", ["limit", "design", "s, forecast", "s, measured", "tables on disk", "group", "tables packed",
-                     "tables shared", "read from the base, of misses", "s, search", "s, compiling"], rows)  # fmt: skip
+        ]
+        report.table(
+            "Under a limit on disk",
+            [
+                "limit",
+                "design",
+                "s, forecast",
+                "s, measured",
+                "tables on disk",
+                "group",
+                "tables packed",
+                "tables shared",
+                "read from the base, of misses",
+                "s, search",
+                "s, compiling",
+            ],
+            rows,
+        )
         report.table("Time over that of others", ["limit", "ours over", "modelled", "measured"], ratios)
         report.table(small["title"], small["columns"], small["rows"])
         model = self.points["model"]
         report.notes.append(
-            f"The device model was calibrated at the start: {model['read_seconds'] * 1e6:.1f} µs a read, "
-            f"{1e-9 / model['byte_seconds']:.2f} GB/s, gaps of up to {model['gap_pages']} pages are read through. Times are of all "
-            f"mini-batches, measured on the first 1/{MEASURED_SHARE} of them, direct I/O, page cache dropped, in turns."
+            f"The device model was calibrated at the start: {model['read_seconds'] * 1e6:.1f} µs a "
+            f"read, {1e-9 / model['byte_seconds']:.2f} GB/s, gaps of up to {model['gap_pages']} pages "
+            "are read through. Times are of all mini-batches, measured on the first "
+            f"1/{MEASURED_SHARE} of them, direct I/O, page cache dropped, in turns."
         )
 
 
@@ -263,12 +362,15 @@ def under_limit(data: Data, times: float, rounds: int) -> dict[str, Any]:
         "disk": int(times * data.table_bytes),
     }
     designs = (
-        (OURS, Timed(), "min"), (PAPER, Timed(PaperPolicy().policy), "fixed"), (MIXED, Timed(PaperPolicy().policy), "min"),
+        (OURS, Timed(), "min"), (PAPER, Timed(PaperPolicy().policy), "fixed"),
+        (MIXED, Timed(PaperPolicy().policy), "min"),
     )  # fmt: skip
     built: dict[str, Built] = {}
     found: dict[str, Any] = {}
     for name, policy, residency in designs:
-        built[name] = data.compile(trace, f"limit-{len(built)}", residency=residency, policy=policy.policy, **options)
+        built[name] = data.compile(
+            trace, f"limit-{len(built)}", residency=residency, policy=policy.policy, **options
+        )
         found[name] = built[name].forecast | {
             "placement": built[name].compiled.entry.tables[TABLE].placement, "search_seconds": policy.seconds,
             "compile_seconds": built[name].seconds, "forecast_seconds": built[name].forecast_seconds,
@@ -279,7 +381,8 @@ def under_limit(data: Data, times: float, rounds: int) -> dict[str, Any]:
         for loader in loaders.values():
             check_epoch(loader, trace, data.files, 5)
         contenders = [
-            loading(name, loader, built[name].files() + data.base_files(), count) for name, loader in loaders.items()
+            loading(name, loader, built[name].files() + data.base_files(), count)
+            for name, loader in loaders.items()
         ]
         series = measure_rounds(beside_other(data, contenders), rounds)
         for name in found:
@@ -306,7 +409,12 @@ def small_case(model: DeviceModel) -> dict[str, Any]:
         misses = writer.finish()
         layout = TableLayout.choose(table_rows, row_bytes)
         force = yardsticks.BruteForce(
-            misses, table_rows, layout, model, extent_bytes_max=EXTENT_BYTES_MAX, group_sizes=range(1, batches + 1)
+            misses,
+            table_rows,
+            layout,
+            model,
+            extent_bytes_max=EXTENT_BYTES_MAX,
+            group_sizes=range(1, batches + 1),
         )
         for share in (0.2, 0.4, 0.6, 0.8):
             limit = int(share * misses.total * row_bytes)
@@ -322,14 +430,15 @@ def small_case(model: DeviceModel) -> dict[str, Any]:
                 memory_bytes=2**28,
             )[1].seconds
             paper = yardsticks.paper_forecast(
-                yardsticks.paper_choice(misses, table_rows, row_bytes, limit), misses, table_rows, layout, model,
-                extent_bytes_max=EXTENT_BYTES_MAX,
+                yardsticks.paper_choice(misses, table_rows, row_bytes, limit), misses, table_rows, layout,
+                model, extent_bytes_max=EXTENT_BYTES_MAX,
             ).seconds  # fmt: skip
             rows.append([share, best * 1e3, ours / best, paper / best])
         misses.close()
     return {
         "title": f"A small case ({table_rows:,} rows, {batches} mini-batches), modelled",
-        "columns": ["limit, of all rows packed", "best of all, ms", "ours over it", "the paper's over it"], "rows": rows,
+        "columns": ["limit, of all rows packed", "best of all, ms", "ours over it", "the paper's over it"],
+        "rows": rows,
     }  # fmt: skip
 
 
@@ -346,8 +455,8 @@ def measure_packing(report: Report, data: Data, settings: Settings) -> None:
     chosen = missed[:: 1 if settings.quick else ALONE_SHARE]
     del missed
     given = {
-        "workspace": str(settings.workspace), "columns": data.files.columns, "mode": "pack", "store": str(data.store.path),
-        "trace": str(trace.path), "name": "packing",
+        "workspace": str(settings.workspace), "columns": data.files.columns, "mode": "pack",
+        "store": str(data.store.path), "trace": str(trace.path), "name": "packing",
     }  # fmt: skip
 
     def batched(share: float) -> Sample:
@@ -357,20 +466,35 @@ def measure_packing(report: Report, data: Data, settings: Settings) -> None:
         if settings.quick:
             budget = max(budget, 64 << 20)
         options = {"memory": budget, "train_memory": TRAIN_MEMORY, "cache": cache}
-        result = run_child(HERE / "child_compiled.py", given | {"options": options}) | {"budget_bytes": budget}
+        result = run_child(HERE / "child_compiled.py", given | {"options": options}) | {
+            "budget_bytes": budget
+        }
         if "needed_bytes" in result:
             note(f"{share:.0%}: {result['failed']}")
             result |= run_child(
                 HERE / "child_compiled.py", given | {"options": options | {"memory": result["needed_bytes"]}}
             )
-        return Sample(total * data.row_bytes / 1e6, result["seconds"], result["cpu_seconds"], result | {"share": share})
+        return Sample(
+            total * data.row_bytes / 1e6, result["seconds"], result["cpu_seconds"], result | {"share": share}
+        )
 
     contenders = [
-        Contender("batched packing (all of compiling)", "MB/s of rows", "page cache dropped", lambda _: batched(BUDGETS[-1])),
-        Contender("each mini-batch on its own", "MB/s of rows", DIRECT,
-                  lambda _: pack_alone(data, chosen, total, int(BUDGETS[-1] * data.table_bytes))),
-        Contender("fio, reads the table, writes the rows", "MB/s of rows", DIRECT, lambda _: fio_pack(data, total)),
-    ]  # fmt: skip
+        Contender(
+            "batched packing (all of compiling)",
+            "MB/s of rows",
+            "page cache dropped",
+            lambda _: batched(BUDGETS[-1]),
+        ),
+        Contender(
+            "each mini-batch on its own",
+            "MB/s of rows",
+            DIRECT,
+            lambda _: pack_alone(data, chosen, total, int(BUDGETS[-1] * data.table_bytes)),
+        ),
+        Contender(
+            "fio, reads the table, writes the rows", "MB/s of rows", DIRECT, lambda _: fio_pack(data, total)
+        ),
+    ]
     batched(BUDGETS[-1])  # compiles kernels
     series = measure_rounds(contenders, settings.rounds)
     ours, alone, limit = (series[c.name] for c in contenders)
@@ -378,15 +502,25 @@ def measure_packing(report: Report, data: Data, settings: Settings) -> None:
     remove(packs_directory(data.store) / "packing")
     report.series = list(series.values())
     report.claims += [
-        Claim("batched packing (with deciding) over packing each mini-batch on its own", paired_ratio(ours, alone), PACK_SPEED_BAR),
-        Claim("fio's time for the bytes needed over that of the pass over the base table", median(
-            b.seconds / a.extra["pass_seconds"] for a, b in zip(ours.samples, limit.samples, strict=True)), PACK_FIO_BAR),
+        Claim(
+            "batched packing (with deciding) over packing each mini-batch on its own",
+            paired_ratio(ours, alone),
+            PACK_SPEED_BAR,
+        ),
+        Claim(
+            "fio's time for the bytes needed over that of the pass over the base table",
+            median(
+                b.seconds / a.extra["pass_seconds"] for a, b in zip(ours.samples, limit.samples, strict=True)
+            ),
+            PACK_FIO_BAR,
+        ),
         Claim("the same over that of all of compiling (deciding and records too)", paired_ratio(ours, limit)),
-    ]  # fmt: skip
+    ]
     tell_memory(report, data, [*others, ours.samples[-1]])
     report.notes.append(
-        f"On its own: one mini-batch in {ALONE_SHARE} was packed, and the time of all follows from that. The next one's rows are asked for "
-        "before one's are written; the reader has the same budget as batched packing."
+        f"On its own: one mini-batch in {ALONE_SHARE} was packed, and the time of all follows from "
+        "that. The next one's rows are asked for before one's are written; the reader has the same "
+        "budget as batched packing."
     )
 
 
@@ -396,20 +530,56 @@ def tell_memory(report: Report, data: Data, samples: list[Sample]) -> None:
         e = sample.extra
         given = e.get("needed_bytes", e["budget_bytes"])
         beyond = e["peak_bytes"] - e["base_bytes"] - given
-        rows.append([e["share"], format_bytes(e["budget_bytes"]), format_bytes(given), sample.seconds, e["pass_seconds"],
-                     e["read_bytes"] / data.table_bytes, e["write_bytes"] / data.table_bytes,
-                     format_bytes(e["base_bytes"]), format_bytes(e["peak_bytes"]), beyond / 2**20])  # fmt: skip
+        rows.append(
+            [
+                e["share"],
+                format_bytes(e["budget_bytes"]),
+                format_bytes(given),
+                sample.seconds,
+                e["pass_seconds"],
+                e["read_bytes"] / data.table_bytes,
+                e["write_bytes"] / data.table_bytes,
+                format_bytes(e["base_bytes"]),
+                format_bytes(e["peak_bytes"]),
+                beyond / 2**20,
+            ]
+        )
         report.claims += [
-            Claim(f"peak RSS beyond budget and bare process, budget of {e['share']:.0%}", beyond / 2**20, RSS_SLACK_BYTES / 2**20, "<=",
-                  "MiB"),
-            Claim(f"memory that was needed over that budget of {e['share']:.0%}", given / e["budget_bytes"], 1.0, "<="),
-        ]  # fmt: skip
-    report.table("Compiling within a budget", ["budget, of the table", "budget", "given", "s", "of which packing", "tables read",
-                 "tables written", "bare process", "peak RSS", "MiB beyond both"], rows)  # fmt: skip
+            Claim(
+                f"peak RSS beyond budget and bare process, budget of {e['share']:.0%}",
+                beyond / 2**20,
+                RSS_SLACK_BYTES / 2**20,
+                "<=",
+                "MiB",
+            ),
+            Claim(
+                f"memory that was needed over that budget of {e['share']:.0%}",
+                given / e["budget_bytes"],
+                1.0,
+                "<=",
+            ),
+        ]
+    report.table(
+        "Compiling within a budget",
+        [
+            "budget, of the table",
+            "budget",
+            "given",
+            "s",
+            "of which packing",
+            "tables read",
+            "tables written",
+            "bare process",
+            "peak RSS",
+            "MiB beyond both",
+        ],
+        rows,
+    )
 
 
 def pack_alone(data: Data, chosen: list[NDArray[np.int64]], total_rows: int, memory_bytes: int) -> Sample:
-    """Read each mini-batch's missed rows and append them to one file, the next ones being read meanwhile; extrapolated to all rows."""
+    """Read each mini-batch's missed rows and append them to one file, the next ones being read meanwhile;
+    extrapolated to all rows."""
     drop_caches(data.base_files())
     target = data.workspace / "alone.out"
     size = -(-max(len(m) for m in chosen) * data.row_bytes // PAGE_BYTES) * PAGE_BYTES

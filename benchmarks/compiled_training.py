@@ -1,4 +1,5 @@
-"""``compiled.py``, the parts that train: the same losses as in memory, the loop's time by stage, and an epoch in little memory."""
+"""``compiled.py``, the parts that train: the same losses as in memory, the loop's time by stage, and an epoch
+in little memory."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ MAIN_SHARE, UNLIMITED = 0.1, "unlimited"
 ONLINE = "online reader"
 MEMMAP, ADVISED = "np.memmap", "np.memmap, MADV_RANDOM"
 THREADS = {
-    "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2", "MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_MMAP_THRESHOLD_": "1048576",
+    "OMP_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "2", "MALLOC_TRIM_THRESHOLD_": "0",
+    "MALLOC_MMAP_THRESHOLD_": "1048576",
 }  # fmt: skip
 SLACK_BYTES = 4 << 20  # of a training process beyond what was measured: fragments, the trace's index
 QUICK_ALLOWED_BYTES = 48 << 20
@@ -42,7 +44,9 @@ def measure_training(report: Report, data: Data, settings: Settings) -> None:
 
     torch.set_num_threads(1)
     trace, labels = data.trace(WIDE), data.files.load("labels")
-    built = data.compile(trace, "training", train_memory=TRAIN_MEMORY, cache=int(CACHE_SHARE * data.table_bytes))
+    built = data.compile(
+        trace, "training", train_memory=TRAIN_MEMORY, cache=int(CACHE_SHARE * data.table_bytes)
+    )
     try:
         with built.compiled.loader(memory=TRAIN_MEMORY, tensors=False) as loader:
             drop_caches(built.files())
@@ -60,11 +64,16 @@ def measure_training(report: Report, data: Data, settings: Settings) -> None:
     same = sum(a == b for a, b in zip(training.losses, memory.losses, strict=True))
     slowest = stages.seconds[stages.slowest]
     report.claims += [
-        Claim("steps whose loss is bit by bit that of a run in memory, of all", same / len(memory.losses), 1.0),
-        Claim(f"time of an epoch over its slowest stage ({stages.slowest})", seconds / slowest, STAGE_BAR, "<="),
+        Claim(
+            "steps whose loss is bit by bit that of a run in memory, of all", same / len(memory.losses), 1.0
+        ),
+        Claim(
+            f"time of an epoch over its slowest stage ({stages.slowest})", seconds / slowest, STAGE_BAR, "<="
+        ),
     ]
     report.table("Stages of an epoch, one thread of torch", ["stage", "s"], [
-        ["epoch", seconds], *[[name, value] for name, value in sorted(stages.seconds.items(), key=lambda item: -item[1])],
+        ["epoch", seconds],
+        *[[name, value] for name, value in sorted(stages.seconds.items(), key=lambda item: -item[1])],
         ["in memory: model alone", memory.seconds],
     ])  # fmt: skip
     rolling(report, data, settings, seconds, labels)
@@ -86,8 +95,8 @@ def rolling(report: Report, data: Data, settings: Settings, compiled_seconds: fl
     training, sampler = Training(data.files.columns, labels), data.sampler()
     count, epochs, waits = len(data.batches(WIDE, 0, sampler)), [], []
     loader = RollingLoader(
-        data.store, lambda k: pairs(data.batches(WIDE, k, sampler)), memory=2 * TRAIN_MEMORY, cache=int(CACHE_SHARE * data.table_bytes),
-        loader={"tensors": False},
+        data.store, lambda k: pairs(data.batches(WIDE, k, sampler)), memory=2 * TRAIN_MEMORY,
+        cache=int(CACHE_SHARE * data.table_bytes), loader={"tensors": False},
     )  # fmt: skip
     with loader:
         begin = time.perf_counter()
@@ -104,14 +113,26 @@ def rolling(report: Report, data: Data, settings: Settings, compiled_seconds: fl
                     break
         prepared = list(loader.preparing_seconds)
     report.claims += [
-        Claim("rolling episodes, epochs two and later over the compiled epoch, worst",
-              max(epochs[1:]) / compiled_seconds, ROLLING_BAR, "<="),
-        Claim("mini-batches that have the same seeds but other neighbours in another epoch, of all", fresh_share(data, sampler), 1.0),
-    ]  # fmt: skip
-    report.table("Rolling episodes", ["epoch", "s", "of which waiting for its packing, s", "its packing, s"], [
-        [k + 1, seconds, wait, prepared[k] if k < len(prepared) else None]
-        for k, (seconds, wait) in enumerate(zip(epochs, waits, strict=True))
-    ])  # fmt: skip
+        Claim(
+            "rolling episodes, epochs two and later over the compiled epoch, worst",
+            max(epochs[1:]) / compiled_seconds,
+            ROLLING_BAR,
+            "<=",
+        ),
+        Claim(
+            "mini-batches that have the same seeds but other neighbours in another epoch, of all",
+            fresh_share(data, sampler),
+            1.0,
+        ),
+    ]
+    report.table(
+        "Rolling episodes",
+        ["epoch", "s", "of which waiting for its packing, s", "its packing, s"],
+        [
+            [k + 1, seconds, wait, prepared[k] if k < len(prepared) else None]
+            for k, (seconds, wait) in enumerate(zip(epochs, waits, strict=True))
+        ],
+    )
 
 
 def fresh_share(data: Data, sampler: Any, batches: int = 20) -> float:
@@ -132,15 +153,27 @@ class EndToEnd:
     """Epochs in memory cgroups. ``points``: results by what was measured, those that are there are kept."""
 
     def __init__(
-        self, data: Data, settings: Settings, points: dict[str, Any], seconds_max: float, save: Callable[[], None]
+        self,
+        data: Data,
+        settings: Settings,
+        points: dict[str, Any],
+        seconds_max: float,
+        save: Callable[[], None],
     ) -> None:
-        self.data, self.settings, self.points, self.seconds_max, self._save = data, settings, points, seconds_max, save
+        self.data, self.settings, self.points, self.seconds_max, self._save = (
+            data,
+            settings,
+            points,
+            seconds_max,
+            save,
+        )
         self.path = data.workspace / f"compiled-{data.nodes}-{NARROW}.trace"
         if "record_seconds" not in points or not self.path.exists():
             points["record_seconds"] = data.record(NARROW, self.path)
         self.given = {
-            "workspace": str(settings.workspace), "columns": data.files.columns, "store": str(data.store.path), "trace": str(self.path),
-            "labels": str(data.files.path("labels")), "folder": str(data.files.folder), "nodes": data.nodes, "threads": 1,
+            "workspace": str(settings.workspace), "columns": data.files.columns,
+            "store": str(data.store.path), "trace": str(self.path), "labels": str(data.files.path("labels")),
+            "folder": str(data.files.folder), "nodes": data.nodes, "threads": 1,
         }  # fmt: skip
         load_kernels(settings.workspace, data.files.columns)
         if "bare" not in points:
@@ -150,7 +183,8 @@ class EndToEnd:
         return run_child(HERE / "child_compiled.py", self.given | given, None, THREADS)
 
     def _bare(self) -> dict[str, Any]:
-        """What a process takes with imports and kernels, and what a step on the largest mini-batch takes beyond its rows."""
+        """What a process takes with imports and kernels, and what a step on the largest mini-batch takes
+        beyond its rows."""
         self.child(mode="bare")  # libraries are in the page cache then, as they are before each measurement
         with memory_group(free_memory_bytes()) as group:
             bare = run_child(HERE / "child_compiled.py", self.given | {"mode": "bare"}, group, THREADS)
@@ -191,20 +225,30 @@ class EndToEnd:
                 with featstore.Trace(self.path) as trace:
                     built = self._compile(trace, design, share, disk)
             except featstore.errors.BudgetError as error:
-                return {"failed": f"needs a budget of {format_bytes(error.needed_bytes)}, has {format_bytes(budget)}"}
+                return {
+                    "failed": (
+                        f"needs a budget of {format_bytes(error.needed_bytes)}, has {format_bytes(budget)}"
+                    )
+                }
             try:
                 told = {"compile_seconds": built.seconds, "compile_memory_bytes": built.memory_bytes,
-                        "forecast_seconds": built.forecast_seconds, "disk_bytes": built.forecast["disk_bytes"],
+                        "forecast_seconds": built.forecast_seconds,
+                        "disk_bytes": built.forecast["disk_bytes"],
                         "missed_rows": built.forecast["missed_rows"],
                         "asked_rows": built.forecast["asked_rows"]}  # fmt: skip
                 limit = 1e9 if (share, disk) == (MAIN_SHARE, UNLIMITED) else CURVE_SECONDS
-                return self._run(share, mode="compiled", name=built.compiled.pack.path.name, seconds_max=limit) | told
+                return (
+                    self._run(share, mode="compiled", name=built.compiled.pack.path.name, seconds_max=limit)
+                    | told
+                )
             finally:
                 built.remove()
         if design == ONLINE:
             limit = self.seconds_max if share == MAIN_SHARE else CURVE_SECONDS
             return self._run(share, mode="online", memory_bytes=budget, seconds_max=limit)
-        return self._run(share, mode="advised" if design == ADVISED else "memmap", seconds_max=self.seconds_max)
+        return self._run(
+            share, mode="advised" if design == ADVISED else "memmap", seconds_max=self.seconds_max
+        )
 
     def _compile(self, trace: featstore.Trace, design: str, share: float, disk: str) -> Built:
         options: dict[str, Any] = {"train_memory": self.budget(share), "memory": self.allowed(share)}
@@ -233,7 +277,12 @@ def epoch_seconds(point: dict[str, Any], what: str, batches: int) -> float | Non
 
 
 def measure_end(
-    report: Report, data: Data, settings: Settings, points: dict[str, Any], seconds_max: float, save: Callable[[], None]
+    report: Report,
+    data: Data,
+    settings: Settings,
+    points: dict[str, Any],
+    seconds_max: float,
+    save: Callable[[], None],
 ) -> None:
     """Epochs in a memory cgroup of the bare process and a share of the features."""
     end = EndToEnd(data, settings, points, seconds_max, save)
@@ -261,7 +310,10 @@ def tell_end(report: Report, points: dict[str, Any], mains: dict[str, Any], batc
         if "failed" in point:
             rows.append([design, None, None, None, point["failed"], None, None, None, None])
             continue
-        train, load = epoch_seconds(point, "train", batches) or 0.0, epoch_seconds(point, "load", batches) or 0.0
+        train, load = (
+            epoch_seconds(point, "train", batches) or 0.0,
+            epoch_seconds(point, "load", batches) or 0.0,
+        )
         of = point["train"]["batches"]
         pays = None
         if design != OURS:
@@ -274,21 +326,48 @@ def tell_end(report: Report, points: dict[str, Any], mains: dict[str, Any], batc
                 ),
                 Claim(f"the same where nobody trains, {design}", load / loaded),
             ]
-        rows.append([design, train, load, point["train"]["model_seconds"] / of * batches, f"{of} of {batches}",
-                     before.get(design, 0.0), pays, format_bytes(point["peak_bytes"]), format_bytes(point["charged_bytes"])])  # fmt: skip
-    report.table(f"An epoch of GraphSAGE in the bare process + {MAIN_SHARE:.0%} of the features",
-                 ["rows from", "s, training", "s, nobody trains", "s, model", "mini-batches measured", "s, beforehand",
-                  "epochs until ours pays", "peak RSS", "peak charged"], rows)  # fmt: skip
+        rows.append(
+            [
+                design,
+                train,
+                load,
+                point["train"]["model_seconds"] / of * batches,
+                f"{of} of {batches}",
+                before.get(design, 0.0),
+                pays,
+                format_bytes(point["peak_bytes"]),
+                format_bytes(point["charged_bytes"]),
+            ]
+        )
+    report.table(
+        f"An epoch of GraphSAGE in the bare process + {MAIN_SHARE:.0%} of the features",
+        [
+            "rows from",
+            "s, training",
+            "s, nobody trains",
+            "s, model",
+            "mini-batches measured",
+            "s, beforehand",
+            "epochs until ours pays",
+            "peak RSS",
+            "peak charged",
+        ],
+        rows,
+    )
     bare = points["bare"]
     report.notes.append(
-        f"Bare process (Python, numpy, torch, featstore and its kernels): RSS {format_bytes(bare['peak_bytes'])}, charged to its cgroup "
-        f"{format_bytes(bare['charged_bytes'])}. Of what is allowed beyond it, {format_bytes(bare['step_bytes'] + SLACK_BYTES)} are left "
-        "to the model; loaders have the rest, mini-batches included. Mini-batches' graphs come from the same trace in all. Beforehand: "
-        "recording and compiling."
+        "Bare process (Python, numpy, torch, featstore and its kernels): RSS "
+        f"{format_bytes(bare['peak_bytes'])}, charged to its cgroup "
+        f"{format_bytes(bare['charged_bytes'])}. Of what is allowed beyond it, "
+        f"{format_bytes(bare['step_bytes'] + SLACK_BYTES)} are left to the model; loaders have the "
+        "rest, mini-batches included. Mini-batches' graphs come from the same trace in all. "
+        "Beforehand: recording and compiling."
     )
 
 
-def curve(report: Report, name: str, places: list[str], found: dict[str, list[dict[str, Any]]], batches: int) -> None:
+def curve(
+    report: Report, name: str, places: list[str], found: dict[str, list[dict[str, Any]]], batches: int
+) -> None:
     """A table of times against memory or disk, from which the plot is made."""
     columns, rows = [name], [[place] for place in places]
     for design, points in found.items():

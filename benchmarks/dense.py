@@ -2,11 +2,11 @@
 
     python benchmarks/dense.py --dir /a/directory/on/the/ssd
 
-Three strategies answer the same ids through the same engine: *planned* (the calibrated device model decides which gaps to read
-through), *page by page* (a model in which bytes are dear and reads are free: nothing but wanted pages is read; neighbouring
-pages still share a read) and *scan* (a model in which reads are dear: the whole table is read and rows are picked).
-The limit is fio's sequential bandwidth over the same files in the same round. The forecast is that of ``reader.plan`` with a
-model calibrated at the start of this run.
+Three strategies answer the same ids through the same engine: *planned* (the calibrated device model decides
+which gaps to read through), *page by page* (a model in which bytes are dear and reads are free: nothing but
+wanted pages is read; neighbouring pages still share a read) and *scan* (a model in which reads are dear: the
+whole table is read and rows are picked). The limit is fio's sequential bandwidth over the same files in the
+same round. The forecast is that of ``reader.plan`` with a model calibrated at the start of this run.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ class Dense:
         }
         self.out = np.zeros((tables.pages, COLUMNS), np.float32)
         for reader in self.readers.values():
-            reader.read(np.arange(0, tables.rows, max(1, tables.rows // 100)))  # compiles and wakes what there is
+            # compiles and wakes what there is
+            reader.read(np.arange(0, tables.rows, max(1, tables.rows // 100)))
 
     def ids(self, density: float, number: int, repeat: int) -> NDArray[np.int64]:
         count = max(1, round(self.tables.pages * density))
@@ -123,18 +124,24 @@ def density_rows(series: dict[str, Series]) -> list[dict[str, float]]:
     for density in DENSITIES:
         planned, pages, scan = (label(density, s) for s in (PLANNED, PAGES, SCAN))
         seconds = paired(series, lambda a: a.seconds / a.extra["requests"], planned)
-        found.append({
-            "density": density,
-            "rows": paired(series, lambda a: a.extra["rows"] / a.extra["requests"], planned),
-            "reads": paired(series, lambda a: a.extra["reads"] / a.extra["requests"], planned),
-            "seconds": seconds,
-            "rows_per_second": paired(series, lambda a: a.extra["rows"] / a.seconds, planned),
-            "over_fio": paired(series, lambda a, b: a.rate / b.rate, planned, LIMIT),
-            "over_better": paired(series, lambda a, b, c: a.seconds / min(b.seconds, c.seconds), planned, pages, scan),
-            "over_pages": paired(series, lambda a, b: a.seconds / b.seconds, planned, pages),
-            "over_scan": paired(series, lambda a, b: a.seconds / b.seconds, planned, scan),
-            "forecast_error": paired(series, lambda a: a.extra["forecast_seconds"] / a.seconds - 1, planned),
-        })  # fmt: skip
+        found.append(
+            {
+                "density": density,
+                "rows": paired(series, lambda a: a.extra["rows"] / a.extra["requests"], planned),
+                "reads": paired(series, lambda a: a.extra["reads"] / a.extra["requests"], planned),
+                "seconds": seconds,
+                "rows_per_second": paired(series, lambda a: a.extra["rows"] / a.seconds, planned),
+                "over_fio": paired(series, lambda a, b: a.rate / b.rate, planned, LIMIT),
+                "over_better": paired(
+                    series, lambda a, b, c: a.seconds / min(b.seconds, c.seconds), planned, pages, scan
+                ),
+                "over_pages": paired(series, lambda a, b: a.seconds / b.seconds, planned, pages),
+                "over_scan": paired(series, lambda a, b: a.seconds / b.seconds, planned, scan),
+                "forecast_error": paired(
+                    series, lambda a: a.extra["forecast_seconds"] / a.seconds - 1, planned
+                ),
+            }
+        )
     return found
 
 
@@ -145,7 +152,9 @@ def fill(report: Report, series: dict[str, Series], dense: Dense) -> None:
     worst = max(rows, key=lambda r: r["over_better"])
     errors = [abs(r["forecast_error"]) for r in rows]
     report.claims = [
-        Claim("half of all pages: bytes read a second over fio's sequential bandwidth", half["over_fio"], 0.85),
+        Claim(
+            "half of all pages: bytes read a second over fio's sequential bandwidth", half["over_fio"], 0.85
+        ),
         Claim(
             f"worst density ({worst['density']:.1%}): time over the better of page by page and scan",
             worst["over_better"],
@@ -157,16 +166,40 @@ def fill(report: Report, series: dict[str, Series], dense: Dense) -> None:
     ]
     report.table(
         "By density (times of planned over those of the others)",
-        ["pages touched", "rows", "reads", "ms", "rows/s", "bytes/s over fio", "over page by page", "over scan", "over the better",
-         "forecast error"],
-        [[f"{r['density']:.1%}", int(r["rows"]), int(r["reads"]), r["seconds"] * 1e3, r["rows_per_second"], r["over_fio"], r["over_pages"],
-          r["over_scan"], r["over_better"], f"{r['forecast_error']:+.0%}"] for r in rows],
-    )  # fmt: skip
+        [
+            "pages touched",
+            "rows",
+            "reads",
+            "ms",
+            "rows/s",
+            "bytes/s over fio",
+            "over page by page",
+            "over scan",
+            "over the better",
+            "forecast error",
+        ],
+        [
+            [
+                f"{r['density']:.1%}",
+                int(r["rows"]),
+                int(r["reads"]),
+                r["seconds"] * 1e3,
+                r["rows_per_second"],
+                r["over_fio"],
+                r["over_pages"],
+                r["over_scan"],
+                r["over_better"],
+                f"{r['forecast_error']:+.0%}",
+            ]
+            for r in rows
+        ],
+    )
     model, calibration = dense.calibration.model, dense.calibration
     report.notes = [
-        f"Calibrated in this run: {model.read_seconds * 1e6:.2f} µs a read, {1 / model.byte_seconds / 1e9:.2f} GB/s, "
-        f"{model.request_seconds * 1e6:.0f} µs a request; gaps of up to {model.gap_pages_max} pages are read through "
-        f"(largest error of the line over the sizes of reads: {calibration.error:.0%}).",
+        f"Calibrated in this run: {model.read_seconds * 1e6:.2f} µs a read, "
+        f"{1 / model.byte_seconds / 1e9:.2f} GB/s, {model.request_seconds * 1e6:.0f} µs a request; "
+        f"gaps of up to {model.gap_pages_max} pages are read through (largest error of the line over "
+        f"the sizes of reads: {calibration.error:.0%}).",
         "Bytes are those read from the device, rows those asked for, one on each page touched.",
     ]
     report.series = list(series.values())
@@ -176,12 +209,13 @@ def fill(report: Report, series: dict[str, Series], dense: Dense) -> None:
 @shared_options(size="2GiB", quick_size="256MiB", rounds=5)
 @click.option("--engine", default="uring", show_default=True, type=click.Choice(["uring", "threads"]))
 def main(settings: Settings, engine: str) -> None:
-    """Gathers from 0.1 % to 100 % of all pages, against fio's bandwidth and against both extremes; and the planner's forecast."""
+    """Gathers from 0.1 % to 100 % of all pages, against fio's bandwidth and against both extremes; and the
+    planner's forecast."""
     tables = Tables.of_size(settings.workspace, settings.size_bytes)
     touch_memory(min(free_memory_bytes() // 2, 2 * settings.size_bytes))
     report = Report("dense", "Dense gather and forecast", {
-        "table_bytes": tables.rows * ROW_BYTES, "row_bytes": ROW_BYTES, "engine": engine, "rounds": settings.rounds, "checksums": "on",
-        "densities": list(DENSITIES),
+        "table_bytes": tables.rows * ROW_BYTES, "row_bytes": ROW_BYTES, "engine": engine,
+        "rounds": settings.rounds, "checksums": "on", "densities": list(DENSITIES),
     }, settings.workspace)  # fmt: skip
     dense = Dense(tables, engine, settings)
     try:

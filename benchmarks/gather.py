@@ -2,9 +2,10 @@
 
     python benchmarks/gather.py --dir /a/directory/on/the/ssd
 
-The limit is fio: 4 KiB random direct reads at the same queue depth from the very files of the store. The peers answer the same
-ids in the same rounds: Lance ``take``, 32 threads of ``preadv``, and ``np.memmap`` with a cold cache, with a warm one, and in a
-memory cgroup that the table does not fit. featstore verifies the checksum of every page; no peer does.
+The limit is fio: 4 KiB random direct reads at the same queue depth from the very files of the store. The
+peers answer the same ids in the same rounds: Lance ``take``, 32 threads of ``preadv``, and ``np.memmap`` with
+a cold cache, with a warm one, and in a memory cgroup that the table does not fit. featstore verifies the
+checksum of every page; no peer does.
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ def timed(
     read: Callable[[NDArray[np.int64]], NDArray[Any]],
     extra: dict[str, Any] | None = None,
 ) -> Sample:
-    """Measure gathers, one after the other, and hold their rows against the truth (outside the measured time)."""
+    """Measure gathers, one after the other, and hold their rows against the truth (outside the measured
+    time)."""
     amount, seconds, cpu = 0, 0.0, 0.0
     for ids in requests:
         cpu_begin, begin = cpu_seconds(), time.perf_counter()
@@ -88,7 +90,9 @@ class Gather:
         self.contenders: list[Contender] = []
 
     def ids(self, number: int, request: int = 0) -> NDArray[np.int64]:
-        return isolated_ids(self.tables, self.count, seed=REQUESTS * number + request, apart_pages=APART_PAGES)
+        return isolated_ids(
+            self.tables, self.count, seed=REQUESTS * number + request, apart_pages=APART_PAGES
+        )
 
     def random_ids(self, number: int, request: int = 0) -> NDArray[np.int64]:
         return random_page_ids(self.tables, self.count, seed=REQUESTS * number + request)
@@ -161,7 +165,8 @@ class Gather:
         def run(number: int) -> Sample:
             wanted = self.ids(number)
             before()
-            rows = Memmap(path)  # anew each time: what any process has mapped cannot be dropped from the page cache
+            # anew each time: what any process has mapped cannot be dropped from the page cache
+            rows = Memmap(path)
             if mapped:
                 rows.touch()
 
@@ -211,7 +216,9 @@ def contend(gather: Gather, peers: bool) -> None:
         return
     gather.lance("file")
     gather.lance("file+uring")
-    gather.preadv(f"{THREADS} Python threads of preadv", lambda path: PythonThreads(path, ROW_BYTES, threads=THREADS))
+    gather.preadv(
+        f"{THREADS} Python threads of preadv", lambda path: PythonThreads(path, ROW_BYTES, threads=THREADS)
+    )
     gather.preadv(
         f"{THREADS} compiled threads of pread", lambda path: CompiledThreads(path, ROW_BYTES, threads=THREADS)
     )
@@ -223,7 +230,9 @@ def contend(gather: Gather, peers: bool) -> None:
     gather.memmap("np.memmap, cold", "cold (cache dropped)", lambda: drop_caches([flat]))
     if gather.settings.size_bytes * 2 < free_memory_bytes():
         gather.memmap("np.memmap, warm", WARM, lambda: warm_cache([flat]), mapped=True)
-        gather.memmap("np.memmap, warm, mapped anew", "warm (all in the page cache)", lambda: warm_cache([flat]))
+        gather.memmap(
+            "np.memmap, warm, mapped anew", "warm (all in the page cache)", lambda: warm_cache([flat])
+        )
         for name, verify in (("featstore mmap, warm", True), ("featstore mmap, warm, checksums off", False)):
             gather.featstore(name, "mmap", WARM, gather.ids, lambda: warm_cache(chunks), verify)
     if can_drop_caches():
@@ -244,7 +253,9 @@ def claims(series: dict[str, Series]) -> list[Claim]:
         f"{THREADS} compiled threads of pread": 1.2,
     }  # fmt: skip
     against = [
-        (name, bars.get(name)) for name in series if not name.startswith(("fio", "featstore")) and "cgroup" not in name
+        (name, bars.get(name))
+        for name in series
+        if not name.startswith(("fio", "featstore")) and "cgroup" not in name
     ]
     found += [Claim(f"uring over {name}", paired_ratio(ours, series[name]), bar) for name, bar in against]
     for name in ("featstore mmap, warm", "featstore mmap, warm, checksums off"):
@@ -267,8 +278,8 @@ def main(settings: Settings, no_peers: bool) -> None:
     gather = Gather(tables, settings)
     report = Report("gather", "Cold random gather", {
         "table_bytes": tables.rows * ROW_BYTES, "row_bytes": ROW_BYTES, "rows_per_request": gather.count,
-        "requests_per_sample": REQUESTS, "pages_apart_min": APART_PAGES,
-        "queue_depth": DEPTH, "threads": THREADS, "rounds": settings.rounds, "checksums": "on", "group_bytes": GROUP_BYTES,
+        "requests_per_sample": REQUESTS, "pages_apart_min": APART_PAGES, "queue_depth": DEPTH,
+        "threads": THREADS, "rounds": settings.rounds, "checksums": "on", "group_bytes": GROUP_BYTES,
     }, settings.workspace)  # fmt: skip
     try:
         contend(gather, peers=not no_peers)
@@ -280,12 +291,14 @@ def main(settings: Settings, no_peers: bool) -> None:
     merged = [s.extra["reads"] / s.amount for s in series["featstore uring, pages from all"].samples]
     single = [s.extra["reads"] / s.amount for s in series["featstore uring"].samples]
     report.notes = [
-        f"Pages lie at least {APART_PAGES} apart, so that every row costs a read ({min(single):.2f} reads a row); in the line "
-        f'"pages from all" they are drawn from the whole table and neighbours are read together ({np.median(merged):.2f} reads a row).',
-        "fio's CPU time is usr + sys of its job for each read; featstore's is that of the process for each row, with planning, checksums "
-        "and copying.",
-        "featstore through io_uring and threads is always cold (direct I/O): against lines that are warm it reads from the disk what the "
-        "peer has in memory.",
+        f"Pages lie at least {APART_PAGES} apart, so that every row costs a read ({min(single):.2f} "
+        "reads a row); in the line "
+        '"pages from all" they are drawn from the whole table and neighbours are read together '
+        f"({np.median(merged):.2f} reads a row).",
+        "fio's CPU time is usr + sys of its job for each read; featstore's is that of the process for "
+        "each row, with planning, checksums and copying.",
+        "featstore through io_uring and threads is always cold (direct I/O): against lines that are "
+        "warm it reads from the disk what the peer has in memory.",
     ]
     report.save(settings.out, settings.quick)
 

@@ -1,9 +1,11 @@
-"""A generated graph that is larger than the memory it is trained in: communities, hubs near and far, node ids that say nothing.
+"""A generated graph that is larger than the memory it is trained in: communities, hubs near and far, node ids
+that say nothing.
 
-Every node draws partners: most of them in its own community, the first of which are drawn more often than the last; some in
-communities nearby; some among all nodes, by a power law, which makes hubs. Each pair is stored both ways. Node ids are shuffled, so that
-whatever locality a reader finds it has to have found by partitioning. The label of a node is that of its community; its features
-are noise with a little of its label's mean, so that neighbours help.
+Every node draws partners: most of them in its own community, the first of which are drawn more often than the
+last; some in communities nearby; some among all nodes, by a power law, which makes hubs. Each pair is stored
+both ways. Node ids are shuffled, so that whatever locality a reader finds it has to have found by
+partitioning. The label of a node is that of its community; its features are noise with a little of its
+label's mean, so that neighbours help.
 """
 
 from __future__ import annotations
@@ -83,7 +85,9 @@ def _sort(indptr: Any, indices: Any) -> None:
         indices[indptr[v] : indptr[v + 1]].sort()
 
 
-def generate(folder: Path, nodes: int, edges: int, columns: int, train_share: float = 0.1, seed: int = 0) -> GraphFiles:
+def generate(
+    folder: Path, nodes: int, edges: int, columns: int, train_share: float = 0.1, seed: int = 0
+) -> GraphFiles:
     """Make the graph, or find it made: ``edges`` stored edges, ``columns`` float32 features a node."""
     files = GraphFiles(folder, nodes, columns)
     if files.path("train").exists():
@@ -110,7 +114,9 @@ def generate(folder: Path, nodes: int, edges: int, columns: int, train_share: fl
     features = np.lib.format.open_memmap(files.path("features"), "w+", np.float32, (nodes, columns))
     for low in range(0, nodes, _BLOCK_ROWS):
         block = labels[low : low + _BLOCK_ROWS]
-        features[low : low + len(block)] = rng.standard_normal((len(block), columns), np.float32) + means[block]
+        features[low : low + len(block)] = (
+            rng.standard_normal((len(block), columns), np.float32) + means[block]
+        )
     features.flush()
     del features
     np.save(files.path("train"), np.sort(rng.choice(nodes, int(nodes * train_share), replace=False)))

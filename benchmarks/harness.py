@@ -1,14 +1,14 @@
 """What every benchmark shares: interleaved rounds, claims, and a record of where and how they were measured.
 
-A machine drifts: a shared disk is faster in one minute than in the next, caches of the host fill, other programs run. So a
-benchmark measures all its contenders in *rounds*: each once, then each once more, in an order that moves on by one place per
-round; and a ratio is the median of the ratios *within* the rounds, not the ratio of two medians taken minutes apart. A
-contender returns how long it took and how much it did, and the benchmark compares what it returned with the truth, so that
-a wrong answer cannot be a fast one.
+A machine drifts: a shared disk is faster in one minute than in the next, caches of the host fill, other
+programs run. So a benchmark measures all its contenders in *rounds*: each once, then each once more, in an
+order that moves on by one place per round; and a ratio is the median of the ratios *within* the rounds, not
+the ratio of two medians taken minutes apart. A contender returns how long it took and how much it did, and
+the benchmark compares what it returned with the truth, so that a wrong answer cannot be a fast one.
 
-A result is a JSON file ``results/NAME.json``: series (the figures of each contender, round by round, with the state of the
-cache), claims (a ratio, its bar, whether it was met) and the machine. ``report.py`` turns these files into the tables of
-``docs/performance.md``.
+A result is a JSON file ``results/NAME.json``: series (the figures of each contender, round by round, with the
+state of the cache), claims (a ratio, its bar, whether it was met) and the machine. ``report.py`` turns these
+files into the tables of ``docs/performance.md``.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ _PACKAGES = ("numpy", "numba", "liburing", "torch", "pylance", "pyarrow", "pymet
 
 @dataclass(frozen=True)
 class Sample:
-    """One measurement: ``amount`` units of work in ``seconds``, with the CPU time it took and whatever else is worth keeping."""
+    """One measurement: ``amount`` units of work in ``seconds``, with the CPU time it took and whatever else
+    is worth keeping."""
 
     amount: float
     seconds: float
@@ -55,7 +56,8 @@ class Sample:
 
 @dataclass(frozen=True)
 class Contender:
-    """Something to be measured once per round. ``cache`` tells the state of the page cache it is measured in."""
+    """Something to be measured once per round. ``cache`` tells the state of the page cache it is measured
+    in."""
 
     name: str
     unit: str
@@ -85,8 +87,9 @@ class Series:
     def to_dict(self) -> dict[str, Any]:
         rates = [s.rate for s in self.samples]
         return {
-            "name": self.name, "unit": self.unit, "cache": self.cache, "median": self.rate, "min": min(rates), "max": max(rates),
-            "cpu_microseconds": self.cpu_microseconds, "samples": [dataclasses.asdict(s) for s in self.samples],
+            "name": self.name, "unit": self.unit, "cache": self.cache, "median": self.rate, "min": min(rates),
+            "max": max(rates), "cpu_microseconds": self.cpu_microseconds,
+            "samples": [dataclasses.asdict(s) for s in self.samples],
         }  # fmt: skip
 
 
@@ -152,15 +155,24 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         return {
-            "schema": SCHEMA, "benchmark": self.name, "title": self.title,
-            "command": "python benchmarks/" + " ".join([Path(sys.argv[0]).name, *_public_arguments(sys.argv[1:])]),
-            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "commit": git_commit(),
-            "machine": machine(self.directory), "parameters": self.parameters, "claims": [c.to_dict() for c in self.claims],
-            "series": [s.to_dict() for s in self.series], "tables": self.tables, "notes": self.notes,
-        }  # fmt: skip
+            "schema": SCHEMA,
+            "benchmark": self.name,
+            "title": self.title,
+            "command": "python benchmarks/"
+            + " ".join([Path(sys.argv[0]).name, *_public_arguments(sys.argv[1:])]),
+            "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "commit": git_commit(),
+            "machine": machine(self.directory),
+            "parameters": self.parameters,
+            "claims": [c.to_dict() for c in self.claims],
+            "series": [s.to_dict() for s in self.series],
+            "tables": self.tables,
+            "notes": self.notes,
+        }
 
     def save(self, out: Path | None, quick: bool = False) -> None:
-        """Print the tables and write the JSON file; what was quick is no result and is only written where ``out`` says."""
+        """Print the tables and write the JSON file; what was quick is no result and is only written where
+        ``out`` says."""
         from tables_text import print_result
 
         result = self.to_dict()
@@ -189,7 +201,9 @@ def git_commit() -> str:
 
     def git(*arguments: str) -> str | None:
         try:
-            done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False)
+            done = subprocess.run(
+                ["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, check=False
+            )
         except FileNotFoundError:
             return None
         return done.stdout.strip() if done.returncode == 0 else None
@@ -209,12 +223,21 @@ def machine(directory: Path) -> dict[str, Any]:
         if line.startswith("model name")
     ]
     return {
-        "cpu": models[0] if models else platform.machine(), "cores": os.cpu_count(),
-        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), "kernel": platform.release(),
-        "virtual": any("hypervisor" in line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("flags")),
-        "disk": disk(directory), "load_average": os.getloadavg()[0], "python": platform.python_version(),
-        "packages": {name: v for name in _PACKAGES if (v := _version(name)) is not None}, "fio": _fio_version(),
-    }  # fmt: skip
+        "cpu": models[0] if models else platform.machine(),
+        "cores": os.cpu_count(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "kernel": platform.release(),
+        "virtual": any(
+            "hypervisor" in line
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith("flags")
+        ),
+        "disk": disk(directory),
+        "load_average": os.getloadavg()[0],
+        "python": platform.python_version(),
+        "packages": {name: v for name in _PACKAGES if (v := _version(name)) is not None},
+        "fio": _fio_version(),
+    }
 
 
 def disk(directory: Path) -> dict[str, Any]:
@@ -281,7 +304,9 @@ class Settings:
     out: Path | None
 
 
-def shared_options(size: str, quick_size: str, rounds: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def shared_options(
+    size: str, quick_size: str, rounds: int
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """The options of a benchmark command; it is called with :class:`Settings`."""
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
@@ -299,8 +324,8 @@ def shared_options(size: str, quick_size: str, rounds: int) -> Callable[[Callabl
             workspace = directory.resolve() / "bench.fs"
             workspace.mkdir(parents=True, exist_ok=True)
             settings = Settings(
-                parse_bytes(size_given or (quick_size if quick else size)), workspace, rounds_given or (2 if quick else rounds),
-                1.0 if quick else 3.0, quick, keep, out,
+                parse_bytes(size_given or (quick_size if quick else size)), workspace,
+                rounds_given or (2 if quick else rounds), 1.0 if quick else 3.0, quick, keep, out,
             )  # fmt: skip
             try:
                 command(settings, **rest)
@@ -312,16 +337,44 @@ def shared_options(size: str, quick_size: str, rounds: int) -> Callable[[Callabl
 
         wrapped.__name__, wrapped.__doc__ = command.__name__, command.__doc__
         wrapped.__click_params__ = getattr(command, "__click_params__", [])  # type: ignore[attr-defined]
-        for option in reversed((
-            click.option("--size", "size_given", help=f"Size of the table. [default: {size}; with --quick {quick_size}]"),
-            click.option("--dir", "directory", default=".", show_default=True, type=click.Path(path_type=Path, file_okay=False),
-                         help="A directory on the device to measure; a folder bench.fs is made in it."),
-            click.option("--rounds", "rounds_given", type=click.IntRange(1), help=f"[default: {rounds}; with --quick 2]"),
-            click.option("--quick", is_flag=True, help="Small and short: tells whether the benchmark works, not how fast anything is."),
-            click.option("--keep", is_flag=True, help="Leave bench.fs, so that the next benchmark finds its tables there."),
-            click.option("--out", type=click.Path(path_type=Path, dir_okay=False),
-                         help="[default: benchmarks/results/NAME.json; with --quick none]"),
-        )):  # fmt: skip
+        for option in reversed(
+            (
+                click.option(
+                    "--size",
+                    "size_given",
+                    help=f"Size of the table. [default: {size}; with --quick {quick_size}]",
+                ),
+                click.option(
+                    "--dir",
+                    "directory",
+                    default=".",
+                    show_default=True,
+                    type=click.Path(path_type=Path, file_okay=False),
+                    help="A directory on the device to measure; a folder bench.fs is made in it.",
+                ),
+                click.option(
+                    "--rounds",
+                    "rounds_given",
+                    type=click.IntRange(1),
+                    help=f"[default: {rounds}; with --quick 2]",
+                ),
+                click.option(
+                    "--quick",
+                    is_flag=True,
+                    help="Small and short: tells whether the benchmark works, not how fast anything is.",
+                ),
+                click.option(
+                    "--keep",
+                    is_flag=True,
+                    help="Leave bench.fs, so that the next benchmark finds its tables there.",
+                ),
+                click.option(
+                    "--out",
+                    type=click.Path(path_type=Path, dir_okay=False),
+                    help="[default: benchmarks/results/NAME.json; with --quick none]",
+                ),
+            )
+        ):
             wrapped = option(wrapped)
         return wrapped
 

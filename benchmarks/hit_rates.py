@@ -1,14 +1,15 @@
-"""How often is a row in memory already? Policies, orders of the training nodes and sizes of the buffer, on real graphs and a generated one.
+"""How often is a row in memory already? Policies, orders of the training nodes and sizes of the buffer, on
+real graphs and a generated one.
 
     python benchmarks/hit_rates.py --data FOLDER --dir /a/directory/on/the/ssd
 
-The folder holds ``ogbn_arxiv_tape40.npz`` and ``coauthor_physics.npz``: ``indptr`` and ``indices``, the CSC of incoming edges,
-``labels`` and ``train_idx``. No features are read: mini-batches are sampled, and their rows pass through the slot map of a feature
-buffer, one mini-batch after the other. The first epoch warms the buffer up, the others are counted. Every figure but the time of
-the choice is the same each time.
+The folder holds ``ogbn_arxiv_tape40.npz`` and ``coauthor_physics.npz``: ``indptr`` and ``indices``, the CSC
+of incoming edges, ``labels`` and ``train_idx``. No features are read: mini-batches are sampled, and their
+rows pass through the slot map of a feature buffer, one mini-batch after the other. The first epoch warms the
+buffer up, the others are counted. Every figure but the time of the choice is the same each time.
 
-``auto`` tries the policies on a sample of the first epoch (:mod:`featstore.tiers.slots.choose`); its figure is that of the chosen policy
-in the epochs after that. MIN knows the future: no policy hits more often.
+``auto`` tries the policies on a sample of the first epoch (:mod:`featstore.tiers.slots.choose`); its figure
+is that of the chosen policy in the epochs after that. MIN knows the future: no policy hits more often.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ QUICK_NODES = 100_000
 
 @dataclass
 class Cell:
-    """One graph, order and size: hit rates in per cent by policy (none where a mini-batch does not fit), and what auto chose."""
+    """One graph, order and size: hit rates in per cent by policy (none where a mini-batch does not fit), and
+    what auto chose."""
 
     order: str
     share: float
@@ -61,7 +63,9 @@ class Cost:
     memory_bytes: int = 0
 
 
-def hit_rate(trace: Trace, slots: int, name: str, uses: NDArray[np.int32] | None = None, kept: Any = None) -> float:
+def hit_rate(
+    trace: Trace, slots: int, name: str, uses: NDArray[np.int32] | None = None, kept: Any = None
+) -> float:
     """Per cent of the rows of all epochs but the first that were in the buffer."""
     from featstore.tiers.slots.choose import hold, replay
     from featstore.tiers.slots.layout import HITS, MIN, MISSES, STATIC, make_slot_map
@@ -79,7 +83,9 @@ def hit_rate(trace: Trace, slots: int, name: str, uses: NDArray[np.int32] | None
     return 100 * float(m.counts[HITS]) / float(m.counts[HITS] + m.counts[MISSES])
 
 
-def measure_cell(graph: Graph, trace: Trace, order: str, share: float, uses: NDArray[np.int32], cost: Cost) -> Cell:
+def measure_cell(
+    graph: Graph, trace: Trace, order: str, share: float, uses: NDArray[np.int32], cost: Cost
+) -> Cell:
     from featstore.tiers.slots.choose import STATIC_SPARE, PolicyChoice
 
     slots = round(share * graph.nodes)
@@ -107,7 +113,10 @@ def measure_cell(graph: Graph, trace: Trace, order: str, share: float, uses: NDA
         cell.auto = hit_rate(trace, slots, "static", kept=np.concatenate(list(choice.static_ids())))
     else:
         cell.auto = cell.rates[cell.choice]
-    note(f"  {order}, {100 * share:g} %: {cell.choice} {cell.auto:.1f}, best {cell.best:.1f}; {choice.hit_rates}")
+    note(
+        f"  {order}, {100 * share:g} %: {cell.choice} {cell.auto:.1f}, best {cell.best:.1f}; "
+        f"{choice.hit_rates}"
+    )
     return cell
 
 
@@ -122,10 +131,12 @@ def fill(report: Report, plan: Plan, graph: Graph, cells: list[Cell], facts: lis
     columns = ["order", "slots, of the nodes", *names, "MIN", "auto", "best minus auto, points"]
     report.table(f"{plan.title}: hit rate, %", columns, rows)
     report.table(
-        f"{plan.title}: {graph.nodes:,} nodes, {len(graph.indices):,} stored edges, {len(graph.train):,} training nodes, "
-        f"{plan.batch_size} a mini-batch; {plan.partitions} partitions by {plan.method}",
-        ["order", "sequences", "rows an epoch", "rows of the largest mini-batch", "of the nodes, %"], facts,
-    )  # fmt: skip
+        f"{plan.title}: {graph.nodes:,} nodes, {len(graph.indices):,} stored edges, "
+        f"{len(graph.train):,} training nodes, {plan.batch_size} a mini-batch; {plan.partitions} "
+        f"partitions by {plan.method}",
+        ["order", "sequences", "rows an epoch", "rows of the largest mini-batch", "of the nodes, %"],
+        facts,
+    )
     done = [cell for cell in cells if cell.rates]
     if done:
         worst = max(cell.best - cell.auto for cell in done)
@@ -160,12 +171,18 @@ def compare_static(report: Report, cells: dict[str, list[Cell]]) -> None:
             reads = [by[order, share].reads(name) for name, order in (("fifo", "proximity"), *_RIVALS[::2])]
             rows.append([title, f"{100 * share:g} %", fifo, *shown, *reads])
         for (name, order), count in wins.items():
-            text = f"{title}: sizes, of {len(shares)}, at which FIFO, proximity order, beats a cache that is {name}, {order} order"
+            text = (
+                f"{title}: sizes, of {len(shares)}, at which FIFO, proximity order, beats a cache that is "
+                f"{name}, {order} order"
+            )
             report.claims.append(Claim(text, count))
-    title = "Does BGL's claim hold? FIFO in proximity order against static caches: hit rates, %, and rows read in an epoch, thousands"
+    title = (
+        "Does BGL's claim hold? FIFO in proximity order against static caches: hit rates, %, and rows read "
+        "in an epoch, thousands"
+    )
     report.table(title, [
-        "graph", "slots, of the nodes", "FIFO, proximity", *(f"{name}, {order}" for name, order in _RIVALS), "reads: FIFO, proximity",
-        *(f"reads: {name}, {order}" for name, order in _RIVALS[::2]),
+        "graph", "slots, of the nodes", "FIFO, proximity", *(f"{name}, {order}" for name, order in _RIVALS),
+        "reads: FIFO, proximity", *(f"reads: {name}, {order}" for name, order in _RIVALS[::2]),
     ], rows)  # fmt: skip
 
 
@@ -184,7 +201,8 @@ def main(settings: Settings, folder: Path | None, names: tuple[str, ...]) -> Non
     names = names or (tuple(PLANS) if folder is not None else ("generated",))
     nodes = QUICK_NODES if settings.quick else GENERATED_NODES
     report = Report("hit_rates", "Hit rates of feature buffers", {
-        "fanouts": list(FANOUTS), "epochs": EPOCHS, "shares": list(SHARES), "graphs": list(names), "generated_nodes": nodes,
+        "fanouts": list(FANOUTS), "epochs": EPOCHS, "shares": list(SHARES), "graphs": list(names),
+        "generated_nodes": nodes,
     }, settings.workspace)  # fmt: skip
     cost, cells = Cost(), {}
     for name in names:
@@ -196,7 +214,8 @@ def main(settings: Settings, folder: Path | None, names: tuple[str, ...]) -> Non
             uses = next_uses(trace, graph.nodes)
             found += [measure_cell(graph, trace, order, share, uses, cost) for share in SHARES]
             facts.append([
-                order, trace.sequences or None, len(trace.rows) // EPOCHS, trace.largest_rows, 100 * trace.largest_rows / graph.nodes
+                order, trace.sequences or None, len(trace.rows) // EPOCHS, trace.largest_rows,
+                100 * trace.largest_rows / graph.nodes
             ])  # fmt: skip
             del trace, uses
         cells[plan.title] = found
@@ -204,19 +223,25 @@ def main(settings: Settings, folder: Path | None, names: tuple[str, ...]) -> Non
     compare_static(report, cells)
     report.claims += [
         Claim(
-            "auto: time of the choice for each row of a mini-batch", 1e9 * cost.seconds / max(1, cost.rows), unit="ns"
+            "auto: time of the choice for each row of a mini-batch",
+            1e9 * cost.seconds / max(1, cost.rows),
+            unit="ns",
         ),
         Claim("auto: memory of the choice at most", cost.memory_bytes / 2**20, unit="MiB"),
     ]
     report.notes = [
-        f"Fan-outs {list(FANOUTS)}; {EPOCHS} epochs, the first is not counted. One mini-batch is in use at a time; all are small, "
-        "so that 1 % of the nodes holds some. A cell is empty where the largest mini-batch has more rows than there are slots.",
-        "Static caches keep the rows of the highest degree, or those used most in the first epoch, in all slots but those of two of the "
-        "largest mini-batches (where more is left than that); through these the other rows pass, first in, first out.",
-        "MIN knows the whole trace; no policy hits more often. Auto was chosen from a sample of the first epoch, and is judged by the "
-        "others; its figure is that of the chosen policy, used from the start.",
-        "BGL's claim is about a static cache by degree in random order. In proximity order that cache gains as well, by the rows that pass "
-        "through it. Mini-batches in proximity order have fewer rows, too, so rows read say more than hit rates.",
+        f"Fan-outs {list(FANOUTS)}; {EPOCHS} epochs, the first is not counted. One mini-batch is in "
+        "use at a time; all are small, so that 1 % of the nodes holds some. A cell is empty where the "
+        "largest mini-batch has more rows than there are slots.",
+        "Static caches keep the rows of the highest degree, or those used most in the first epoch, in "
+        "all slots but those of two of the largest mini-batches (where more is left than that); "
+        "through these the other rows pass, first in, first out.",
+        "MIN knows the whole trace; no policy hits more often. Auto was chosen from a sample of the "
+        "first epoch, and is judged by the others; its figure is that of the chosen policy, used from "
+        "the start.",
+        "BGL's claim is about a static cache by degree in random order. In proximity order that cache "
+        "gains as well, by the rows that pass through it. Mini-batches in proximity order have fewer "
+        "rows, too, so rows read say more than hit rates.",
     ]
     report.save(settings.out, settings.quick)
 

@@ -1,4 +1,5 @@
-"""What ``hit_rates.py`` replays: graphs, and the rows of their mini-batches under three orders of the training nodes."""
+"""What ``hit_rates.py`` replays: graphs, and the rows of their mini-batches under three orders of the
+training nodes."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ _SEED = 1
 
 @dataclass(frozen=True)
 class Plan:
-    """A graph and its mini-batches. ``file``: empty for the generated one. ``batch_size``: small, so that 1 % of the nodes holds some."""
+    """A graph and its mini-batches. ``file``: empty for the generated one. ``batch_size``: small, so that 1 %
+    of the nodes holds some."""
 
     title: str
     file: str
@@ -60,8 +62,8 @@ class Graph:
 class Trace:
     """Mini-batches of all epochs.
 
-    ``rows``: of all of them. ``offsets``: where in ``rows`` each mini-batch begins, and the end. ``epochs``: the first mini-batch of each
-    epoch, and the end.
+    ``rows``: of all of them. ``offsets``: where in ``rows`` each mini-batch begins, and the end. ``epochs``:
+    the first mini-batch of each epoch, and the end.
     """
 
     rows: NDArray[np.int64]
@@ -87,7 +89,11 @@ def load(plan: Plan, data: Path | None, workspace: Path, generated_nodes: int) -
     """The graph of a plan, from the folder ``data``, or generated."""
     if not plan.file:
         files = generate(
-            workspace / f"hits{generated_nodes}", generated_nodes, GENERATED_DEGREE * generated_nodes, 1, TRAIN_SHARE
+            workspace / f"hits{generated_nodes}",
+            generated_nodes,
+            GENERATED_DEGREE * generated_nodes,
+            1,
+            TRAIN_SHARE,
         )
         labels = files.load("labels").astype(np.int64)
         return Graph(files.load("indptr"), files.load("indices"), labels, files.load("train"))
@@ -97,11 +103,16 @@ def load(plan: Plan, data: Path | None, workspace: Path, generated_nodes: int) -
             f"{plan.file}.npz is wanted: pass the folder that holds it as --data, or choose --sets"
         )
     file = np.load(path)
-    return Graph(file["indptr"], file["indices"], file["labels"].astype(np.int64), file["train_idx"].astype(np.int64))
+    return Graph(
+        file["indptr"], file["indices"], file["labels"].astype(np.int64), file["train_idx"].astype(np.int64)
+    )
 
 
-def orders(graph: Graph, plan: Plan) -> dict[str, Callable[[], tuple[Callable[[int], NDArray[np.int64]], int]]]:
-    """For each order what makes it: a function from the epoch to the training nodes, and the number of sequences."""
+def orders(
+    graph: Graph, plan: Plan
+) -> dict[str, Callable[[], tuple[Callable[[int], NDArray[np.int64]], int]]]:
+    """For each order what makes it: a function from the epoch to the training nodes, and the number of
+    sequences."""
     import featstore
     from featstore.order.ldg import ldg_partition
     from featstore.order.metis import metis_partition
@@ -117,11 +128,15 @@ def orders(graph: Graph, plan: Plan) -> dict[str, Callable[[], tuple[Callable[[i
 
     def partition() -> tuple[Callable[[int], NDArray[np.int64]], int]:
         method = metis_partition if plan.method == "METIS" else ldg_partition
-        return given(featstore.PartitionOrder(method(graph, plan.partitions, seed=_SEED), graph.train, **shared))
+        return given(
+            featstore.PartitionOrder(method(graph, plan.partitions, seed=_SEED), graph.train, **shared)
+        )
 
     return {
         "random": lambda: (lambda epoch: np.random.default_rng([_SEED, epoch]).permutation(graph.train), 0),
-        "proximity": lambda: given(featstore.ProximityOrder((graph.indptr, graph.indices), graph.train, **shared)),
+        "proximity": lambda: given(
+            featstore.ProximityOrder((graph.indptr, graph.indices), graph.train, **shared)
+        ),
         "partition": partition,
     }
 
@@ -143,7 +158,8 @@ def record(graph: Graph, plan: Plan, order: str) -> Trace:
     np.cumsum([len(rows) for rows in found], out=offsets[1:])
     trace = Trace(np.concatenate(found), offsets, np.array(epochs), sequences)
     note(
-        f"{plan.title}, {order}: {sequences} sequences, {len(trace.rows):,} rows, at most {trace.largest_rows:,} a mini-batch"
+        f"{plan.title}, {order}: {sequences} sequences, {len(trace.rows):,} rows, at most "
+        f"{trace.largest_rows:,} a mini-batch"
     )
     return trace
 

@@ -1,12 +1,14 @@
-"""Mega-batches: how fast they load, and an epoch of training in a tenth of the data's memory, beside np.memmap.
+"""Mega-batches: how fast they load, and an epoch of training in a tenth of the data's memory, beside
+np.memmap.
 
     python benchmarks/mega.py --dir /a/directory/on/the/ssd
 
-*Loading*: a whole epoch of mega-batches that nobody trains on, against fio's sequential bandwidth over the same files in the same
-round; every byte read counts, topology and hubs too. *Bytes*: what an epoch reads, against features + topology + the hubs' lists once
-a mega-batch. *Training*: an epoch of a two-layer GraphSAGE in a process of its own, in a memory cgroup of what the bare process takes
-(Python and its imports, measured) plus a tenth of features and topology; and the same model, fan-outs and mini-batches over np.memmap in
-the same cgroup, for as many mini-batches as a time limit allows, from which its epoch is extrapolated.
+*Loading*: a whole epoch of mega-batches that nobody trains on, against fio's sequential bandwidth over the
+same files in the same round; every byte read counts, topology and hubs too. *Bytes*: what an epoch reads,
+against features + topology + the hubs' lists once a mega-batch. *Training*: an epoch of a two-layer GraphSAGE
+in a process of its own, in a memory cgroup of what the bare process takes (Python and its imports, measured)
+plus a tenth of features and topology; and the same model, fan-outs and mini-batches over np.memmap in the
+same cgroup, for as many mini-batches as a time limit allows, from which its epoch is extrapolated.
 """
 
 from __future__ import annotations
@@ -21,7 +23,18 @@ import click
 import numpy as np
 from child_mega import BATCH, FANOUTS
 from graphs import GraphFiles, generate
-from harness import HERE, Claim, Contender, Report, Sample, Settings, measure_rounds, note, paired_ratio, shared_options
+from harness import (
+    HERE,
+    Claim,
+    Contender,
+    Report,
+    Sample,
+    Settings,
+    measure_rounds,
+    note,
+    paired_ratio,
+    shared_options,
+)
 from peers import fio
 from system import drop_caches, free_memory_bytes, memory_group, run_child, touch_memory
 from tables import remove
@@ -71,8 +84,9 @@ def load_epoch(store: featstore.Store, train: Any, options: dict[str, Any]) -> S
             + 8 * store.tables["features"].rows
         )
         return Sample(read / 1e6, seconds, None, {
-            "read_bytes": read, "needed_bytes": needed + hubs * megas, "mega_batches": megas, "kept_share": mega.kept_share,
-            "resident": loader.resident, "partitions": loader.partitions, "hubs": len(loader.hub_rows),
+            "read_bytes": read, "needed_bytes": needed + hubs * megas, "mega_batches": megas,
+            "kept_share": mega.kept_share, "resident": loader.resident, "partitions": loader.partitions,
+            "hubs": len(loader.hub_rows),
         })  # fmt: skip
 
 
@@ -101,21 +115,36 @@ def measure_loading(
     report.series = list(series.values())
     extra = series[LOAD].samples[-1].extra
     report.claims += [
-        Claim("loading mega-batches over fio's sequential bandwidth", paired_ratio(series[LOAD], series[LIMIT]), SPEED_BAR),
-        Claim(f"loading within {LARGE_MEMORY} over the same", paired_ratio(series[LARGE], series[LIMIT]), SPEED_BAR),
-        Claim("bytes of an epoch over features + topology + hubs a mega-batch", extra["read_bytes"] / extra["needed_bytes"],
-              BYTES_BAR, "<="),
-    ]  # fmt: skip
+        Claim(
+            "loading mega-batches over fio's sequential bandwidth",
+            paired_ratio(series[LOAD], series[LIMIT]),
+            SPEED_BAR,
+        ),
+        Claim(
+            f"loading within {LARGE_MEMORY} over the same",
+            paired_ratio(series[LARGE], series[LIMIT]),
+            SPEED_BAR,
+        ),
+        Claim(
+            "bytes of an epoch over features + topology + hubs a mega-batch",
+            extra["read_bytes"] / extra["needed_bytes"],
+            BYTES_BAR,
+            "<=",
+        ),
+    ]
 
 
-def measure_training(report: Report, files: GraphFiles, store: featstore.Store, seconds_max: float, hubs: int) -> None:
+def measure_training(
+    report: Report, files: GraphFiles, store: featstore.Store, seconds_max: float, hubs: int
+) -> None:
     graph = store.graphs["features"]
     data = store.tables["features"].data_bytes + graph.edges * graph.entry.sources.row_bytes + 8 * files.nodes
     allowed = int(MEMORY_SHARE * data)
     given: dict[str, Any] = {
-        "folder": str(files.folder), "nodes": files.nodes, "columns": files.columns, "labels": str(files.path("labels")),
-        "train": str(files.path("train")), "store": str(store.path), "memory_bytes": int(allowed * LOADER_SHARE), "resident": None,
-        "replaced": None, "hubs": hubs, "batches": 10**6, "seconds_max": seconds_max,
+        "folder": str(files.folder), "nodes": files.nodes, "columns": files.columns,
+        "labels": str(files.path("labels")), "train": str(files.path("train")), "store": str(store.path),
+        "memory_bytes": int(allowed * LOADER_SHARE), "resident": None, "replaced": None, "hubs": hubs,
+        "batches": 10**6, "seconds_max": seconds_max,
     }  # fmt: skip
     threads = {
         "OMP_NUM_THREADS": "2",
@@ -128,7 +157,8 @@ def measure_training(report: Report, files: GraphFiles, store: featstore.Store, 
         charged = group.peak_bytes()
     limit = charged + allowed
     note(
-        f"bare process: RSS {format_bytes(bare)}, charged {format_bytes(charged)}; a tenth of the data: {format_bytes(allowed)}"
+        f"bare process: RSS {format_bytes(bare)}, charged {format_bytes(charged)}; a tenth of the "
+        f"data: {format_bytes(allowed)}"
     )
     paths = [*row_files(store), *(files.path(name) for name in ("features", "indptr", "indices"))]
     results = {}
@@ -149,12 +179,21 @@ def measure_training(report: Report, files: GraphFiles, store: featstore.Store, 
             bar,
         )
         for mode, how, bar in (("memmap", "", EPOCH_BAR), ("advised", " with MADV_RANDOM", EPOCH_BAR))
-    ] + [Claim("peak RSS beyond the bare process, of the data", (mega["peak_bytes"] - bare) / data, MEMORY_SHARE, "<=")]
+    ] + [
+        Claim(
+            "peak RSS beyond the bare process, of the data",
+            (mega["peak_bytes"] - bare) / data,
+            MEMORY_SHARE,
+            "<=",
+        )
+    ]
     report.notes += [
-        f"Bare process (Python, numpy, torch, featstore): RSS {format_bytes(bare)}, of which its cgroup is charged {format_bytes(charged)} "
-        f"(libraries were in the page cache before). Mini-batches of {BATCH} seeds, fan-outs {FANOUTS}.",
-        "np.memmap's epoch is extrapolated from its first mini-batches. It reads ahead as far as the device is set to (see the machine), "
-        "which thrashes in a small group; with MADV_RANDOM it reads single pages.",
+        f"Bare process (Python, numpy, torch, featstore): RSS {format_bytes(bare)}, of which its "
+        f"cgroup is charged {format_bytes(charged)} (libraries were in the page cache before). "
+        f"Mini-batches of {BATCH} seeds, fan-outs {FANOUTS}.",
+        "np.memmap's epoch is extrapolated from its first mini-batches. It reads ahead as far as the "
+        "device is set to (see the machine), which thrashes in a small group; with MADV_RANDOM it "
+        "reads single pages.",
     ]
 
 
@@ -170,28 +209,60 @@ def tell_training(report: Report, results: dict[str, dict[str, Any]], batches: i
     def line(name: str, ours: Any, theirs: Callable[[dict[str, Any]], Any]) -> list[Any]:
         return [name, ours, *(theirs(other) for other in others)]
 
-    report.table("An epoch of training", ["", "mega-batches", "np.memmap", "np.memmap, MADV_RANDOM"], [
-        line("epoch, seconds", round(mega["seconds"], 1),
-             lambda o: f"{epoch_of(o, batches):,.0f} (from {o['batches']} of {batches} mini-batches)"),
-        line("waiting for a mega-batch, seconds", round(mega["wait_seconds"], 1), lambda _: ""),
-        line("loading beside it, seconds (building the subgraph, with its reads)",
-             f"{mega['load_seconds']:.1f} ({mega['build_seconds']:.1f})", lambda _: ""),
-        line("sampling and gathering, seconds", round(mega["seconds"] - mega["wait_seconds"] - mega["model_seconds"], 1),
-             lambda o: f"{(o['seconds'] - o['model_seconds']) / o['batches']:.2f} a mini-batch"),
-        line("model, seconds", round(mega["model_seconds"], 1), lambda o: f"{o['model_seconds'] / o['batches']:.2f} a mini-batch"),
-        line("mega-batches, of partitions", f"{mega['steps']} of {mega['resident']} in {mega['partitions']}", lambda _: ""),
-        line("neighbours kept", f"{mega['kept_share']:.1%}", lambda _: "all"),
-        line("read from the device", format_bytes(int(mega["device_read_bytes"])), lambda o: format_bytes(int(o["device_read_bytes"]))),
-        line("peak RSS", format_bytes(mega["peak_bytes"]), lambda o: format_bytes(o["peak_bytes"])),
-        line("peak charged to the cgroup", format_bytes(mega["charged_bytes"]), lambda o: format_bytes(o["charged_bytes"])),
-        line("allowed by it", format_bytes(limit), lambda _: format_bytes(limit)),
-        line("training accuracy over the epoch", f"{mega['accuracy']:.3f}", lambda _: ""),
-    ])  # fmt: skip
+    report.table(
+        "An epoch of training",
+        ["", "mega-batches", "np.memmap", "np.memmap, MADV_RANDOM"],
+        [
+            line(
+                "epoch, seconds",
+                round(mega["seconds"], 1),
+                lambda o: f"{epoch_of(o, batches):,.0f} (from {o['batches']} of {batches} mini-batches)",
+            ),
+            line("waiting for a mega-batch, seconds", round(mega["wait_seconds"], 1), lambda _: ""),
+            line(
+                "loading beside it, seconds (building the subgraph, with its reads)",
+                f"{mega['load_seconds']:.1f} ({mega['build_seconds']:.1f})",
+                lambda _: "",
+            ),
+            line(
+                "sampling and gathering, seconds",
+                round(mega["seconds"] - mega["wait_seconds"] - mega["model_seconds"], 1),
+                lambda o: f"{(o['seconds'] - o['model_seconds']) / o['batches']:.2f} a mini-batch",
+            ),
+            line(
+                "model, seconds",
+                round(mega["model_seconds"], 1),
+                lambda o: f"{o['model_seconds'] / o['batches']:.2f} a mini-batch",
+            ),
+            line(
+                "mega-batches, of partitions",
+                f"{mega['steps']} of {mega['resident']} in {mega['partitions']}",
+                lambda _: "",
+            ),
+            line("neighbours kept", f"{mega['kept_share']:.1%}", lambda _: "all"),
+            line(
+                "read from the device",
+                format_bytes(int(mega["device_read_bytes"])),
+                lambda o: format_bytes(int(o["device_read_bytes"])),
+            ),
+            line("peak RSS", format_bytes(mega["peak_bytes"]), lambda o: format_bytes(o["peak_bytes"])),
+            line(
+                "peak charged to the cgroup",
+                format_bytes(mega["charged_bytes"]),
+                lambda o: format_bytes(o["charged_bytes"]),
+            ),
+            line("allowed by it", format_bytes(limit), lambda _: format_bytes(limit)),
+            line("training accuracy over the epoch", f"{mega['accuracy']:.3f}", lambda _: ""),
+        ],
+    )
 
 
 @click.command()
 @click.option(
-    "--memory", default="160MiB", show_default=True, help="Budget of the loader where only loading is measured."
+    "--memory",
+    default="160MiB",
+    show_default=True,
+    help="Budget of the loader where only loading is measured.",
 )
 @click.option("--hubs", default=20_000, show_default=True, help="Hubs kept in memory.")
 @click.option("--seconds", default=60.0, show_default=True, help="Time limit of np.memmap.")
@@ -206,14 +277,19 @@ def main(settings: Settings, memory: str, hubs: int, seconds: float) -> None:
     with pack(files, path) as store:
         graph = store.graphs["features"]
         report = Report("mega", "Mega-batches", {
-            "nodes": nodes, "edges": graph.edges, "row_bytes": 4 * COLUMNS, "memory": memory, "hubs": hubs, "rounds": settings.rounds,
-            "partitions": store.tables["features"].partition_offsets.size - 1, "order": store.tables["features"].entry.order.method,
+            "nodes": nodes, "edges": graph.edges, "row_bytes": 4 * COLUMNS, "memory": memory, "hubs": hubs,
+            "rounds": settings.rounds, "partitions": store.tables["features"].partition_offsets.size - 1,
+            "order": store.tables["features"].entry.order.method,
             "edge_cut": store.tables["features"].entry.order.parameters.get("edge_cut"),
         }, settings.workspace)  # fmt: skip
         options = {"memory": parse_bytes(memory), "hubs": hubs}
-        measure_loading(report, store, files.path("features"), np.load(files.path("train")), options, settings.rounds)
+        measure_loading(
+            report, store, files.path("features"), np.load(files.path("train")), options, settings.rounds
+        )
         report.claims += [
-            Claim("mega-batches in an epoch", median(s.extra["mega_batches"] for s in report.series[0].samples))
+            Claim(
+                "mega-batches in an epoch", median(s.extra["mega_batches"] for s in report.series[0].samples)
+            )
         ]
         measure_training(report, files, store, 5.0 if settings.quick else seconds, hubs)
     if not settings.keep:

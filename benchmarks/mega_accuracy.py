@@ -1,16 +1,19 @@
-"""Does training by mega-batches keep the accuracy of neighbour sampling in memory? After HierBatching's table 2 and appendix D.2.
+"""Does training by mega-batches keep the accuracy of neighbour sampling in memory? After HierBatching's table
+2 and appendix D.2.
 
     python benchmarks/mega_accuracy.py --data FOLDER --dir /a/directory/on/the/ssd
     python benchmarks/mega_accuracy.py --data FOLDER --resume          # go on where it was stopped
 
-The folder holds ``ogbn_arxiv_tape40.npz``, ``amazon_computers.npz`` and ``cora_planetoid.npz``: ``indptr`` and ``indices``, the CSC of
-incoming edges; ``features``, or ``feat_data``, ``feat_indices``, ``feat_indptr`` and ``feat_shape``; ``labels`` and the three splits.
+The folder holds ``ogbn_arxiv_tape40.npz``, ``amazon_computers.npz`` and ``cora_planetoid.npz``: ``indptr``
+and ``indices``, the CSC of incoming edges; ``features``, or ``feat_data``, ``feat_indices``, ``feat_indptr``
+and ``feat_shape``; ``labels`` and the three splits.
 
-Everything is trained by the same code, on an iterator of mini-batches; only where these come from differs: a sampler over
-the graph in memory (NS), or mega-batches of a store. Two passes over a mega-batch count as two over the training nodes,
-so that all take as many steps of as many seeds, and are evaluated as often, on the whole graph in memory. What is reported is the
-test accuracy at the best validation, mean and standard error over the seeds (of models, partitions and mini-batches; the
-store's partitions are the same). Differences have the standard error of two independent means.
+Everything is trained by the same code, on an iterator of mini-batches; only where these come from differs: a
+sampler over the graph in memory (NS), or mega-batches of a store. Two passes over a mega-batch count as two
+over the training nodes, so that all take as many steps of as many seeds, and are evaluated as often, on the
+whole graph in memory. What is reported is the test accuracy at the best validation, mean and standard error
+over the seeds (of models, partitions and mini-batches; the store's partitions are the same). Differences have
+the standard error of two independent means.
 """
 
 from __future__ import annotations
@@ -36,7 +39,15 @@ HUBS = 0.01  # of the nodes
 MEMORY = "1GiB"
 LOWEST_POINTS = -0.5
 STANDARD = ("hb", "hb_4", "hb_2")  # what is held against neighbour sampling
-COLUMNS = ("model", "mini-batches from", "test accuracy, %", "minus NS, points", "steps", "edges kept, %", "seeds")
+COLUMNS = (
+    "model",
+    "mini-batches from",
+    "test accuracy, %",
+    "minus NS, points",
+    "steps",
+    "edges kept, %",
+    "seeds",
+)
 
 
 class Stores:
@@ -53,8 +64,8 @@ class Stores:
 
             self._open[hub_rank] = featstore.pack(
                 self._workspace / f"{self._name}-{hub_rank}.fs", {"x": self._data.x},
-                graph=(self._data.indptr, self._data.indices), order="metis", partitions=self._plan.partitions, hubs=HUBS,
-                hub_rank=hub_rank, overwrite=True,
+                graph=(self._data.indptr, self._data.indices), order="metis",
+                partitions=self._plan.partitions, hubs=HUBS, hub_rank=hub_rank, overwrite=True,
             )  # fmt: skip
         return self._open[hub_rank]
 
@@ -67,12 +78,13 @@ class Stores:
 
     def _loader(self, variant: Variant, seed: int, resident: int, replaced: int | None) -> Any:
         return self.store(variant.hub_rank).mega_batches(
-            memory=MEMORY, train=self._data.train, hubs=None if variant.hubs else 0, resident=resident, replaced=replaced,
-            passes=variant.passes, seed=seed,
+            memory=MEMORY, train=self._data.train, hubs=None if variant.hubs else 0, resident=resident,
+            replaced=replaced, passes=variant.passes, seed=seed,
         )  # fmt: skip
 
     def _sliding_sizes(self, resident: int) -> tuple[int, int]:
-        """How many partitions fit, a quarter of them replaced, into the memory of ``resident`` that all are."""
+        """How many partitions fit, a quarter of them replaced, into the memory of ``resident`` that all
+        are."""
         if self._sliding is None:
             with self._loader(VARIANTS["hb"], 0, resident, None) as loader:
                 limit_bytes = loader.memory()["planned"]
@@ -91,18 +103,21 @@ class Stores:
 
 @dataclass
 class Facts:
-    """What is noted while training: ``kept``, shares of the partitions' edges that are in memory, by mega-batch."""
+    """What is noted while training: ``kept``, shares of the partitions' edges that are in memory, by
+    mega-batch."""
 
     kept: list[float] = field(default_factory=list)
 
 
 def evenly(seeds: int, batch_size: int) -> int:
-    """The batch size next to ``batch_size`` that divides ``seeds`` evenly: else more mega-batches would mean more steps."""
+    """The batch size next to ``batch_size`` that divides ``seeds`` evenly: else more mega-batches would mean
+    more steps."""
     return max(1, -(-seeds // max(1, round(seeds / batch_size))))
 
 
 def with_rows(sample: Any, x: Any) -> Any:
-    """A mini-batch for :func:`train`: a sample of the whole graph and the rows of its nodes out of ``x``, a tensor."""
+    """A mini-batch for :func:`train`: a sample of the whole graph and the rows of its nodes out of ``x``, a
+    tensor."""
     import torch
 
     from featstore.loaders.mega.batch import MegaMiniBatch
@@ -167,7 +182,8 @@ def check(batch: Any, data: Data) -> None:
     if not np.array_equal(batch.x.numpy(), data.x[batch.node]):
         raise click.ClickException("a mini-batch has wrong rows")
     nodes = len(data.x)
-    edges = np.repeat(np.arange(nodes), np.diff(data.indptr)) * nodes + data.indices  # ascending, as the lists are
+    # ascending, as the lists are
+    edges = np.repeat(np.arange(nodes), np.diff(data.indptr)) * nodes + data.indices
     wanted = batch.node[batch.col] * nodes + batch.node[batch.row]
     if not np.array_equal(edges[np.minimum(np.searchsorted(edges, wanted), len(edges) - 1)], wanted):
         raise click.ClickException("a mini-batch has edges that are none of the graph")
@@ -191,14 +207,21 @@ def train(
         for number, batch in enumerate(batches):
             if number == 0:
                 check(batch, data)
-            if batch.batch_size < 2:  # of one, which few seeds in a mega-batch can give, BatchNorm has no variance
+            # of one, which few seeds in a mega-batch can give, BatchNorm has no variance
+            if batch.batch_size < 2:
                 continue
             (first, second), edges = np.cumsum(batch.num_sampled_nodes)[:2], batch.num_sampled_edges[0]
             weight = batch.weight
             hops = [
                 Edges(batch.row, batch.col, int(second), len(batch.node), weight),
-                Edges(batch.row[:edges], batch.col[:edges], int(first), int(second), None if weight is None else weight[:edges]),
-            ]  # fmt: skip
+                Edges(
+                    batch.row[:edges],
+                    batch.col[:edges],
+                    int(first),
+                    int(second),
+                    None if weight is None else weight[:edges],
+                ),
+            ]
             left = 1 - seen / (plan.rounds * len(data.train))  # the learning rate falls linearly, as is usual
             optimiser.param_groups[0]["lr"] = plan.learning_rate * max(0.01, left)
             optimiser.zero_grad()
@@ -214,12 +237,15 @@ def train(
             break
     best = max(curve, key=lambda point: point[1])
     return {
-        "test": best[2], "val": best[1], "best_round": best[0], "steps": steps, "seconds": round(time.perf_counter() - begin, 2),
+        "test": best[2], "val": best[1], "best_round": best[0], "steps": steps,
+        "seconds": round(time.perf_counter() - begin, 2),
         "curve": [[a, round(b, 4), round(c, 4)] for a, b, c in curve],
     }  # fmt: skip
 
 
-def run(kind: str, plan: Plan, data: Data, stores: Stores, variant: Variant, whole: Any, seed: int) -> dict[str, Any]:
+def run(
+    kind: str, plan: Plan, data: Data, stores: Stores, variant: Variant, whole: Any, seed: int
+) -> dict[str, Any]:
     """One training run."""
     if variant.share == 0:
         return train(kind, plan, data, from_memory(data, plan, seed), whole, seed)
@@ -227,14 +253,15 @@ def run(kind: str, plan: Plan, data: Data, stores: Stores, variant: Variant, who
         facts = Facts()
         result = train(kind, plan, data, from_store(loader, data, plan, variant, seed, facts), whole, seed)
         return result | {
-            "kept_share": round(mean(facts.kept), 4), "planned_bytes": loader.memory()["planned"], "resident": loader.resident,
-            "mega_batches": loader.steps,
+            "kept_share": round(mean(facts.kept), 4), "planned_bytes": loader.memory()["planned"],
+            "resident": loader.resident, "mega_batches": loader.steps,
         }  # fmt: skip
 
 
 @dataclass
 class AccuracyReport(Report):
-    """A report that keeps every run, by set, model, variant and seed, so that an interrupted benchmark can go on."""
+    """A report that keeps every run, by set, model, variant and seed, so that an interrupted benchmark can go
+    on."""
 
     runs: dict[str, dict[str, Any]] = field(default_factory=dict)
 
@@ -260,12 +287,17 @@ def found(report: AccuracyReport, name: str, kind: str, variant: str) -> list[di
     return [run for key, run in report.runs.items() if key.startswith(prefix)]
 
 
-def difference(report: AccuracyReport, name: str, kind: str, variant: str, base: str) -> tuple[float, float] | None:
+def difference(
+    report: AccuracyReport, name: str, kind: str, variant: str, base: str
+) -> tuple[float, float] | None:
     """Points of test accuracy and their standard error; None where either has not been measured."""
     one, other = found(report, name, kind, variant), found(report, name, kind, base)
     if not one or not other:
         return None
-    (a, error_a), (b, error_b) = mean_and_error([r["test"] for r in one]), mean_and_error([r["test"] for r in other])
+    (a, error_a), (b, error_b) = (
+        mean_and_error([r["test"] for r in one]),
+        mean_and_error([r["test"] for r in other]),
+    )
     return a - b, math.hypot(error_a, error_b)
 
 
@@ -283,7 +315,10 @@ def fill(report: AccuracyReport, names: tuple[str, ...]) -> None:
             for key in STANDARD:
                 against = difference(report, name, kind, key, "ns")
                 if against is not None:
-                    text = f"{PLANS[name].title}, {kind}, {VARIANTS[key].title}: minus neighbour sampling (± {against[1]:.2f})"
+                    text = (
+                        f"{PLANS[name].title}, {kind}, {VARIANTS[key].title}: minus neighbour sampling (± "
+                        f"{against[1]:.2f})"
+                    )
                     report.claims.append(Claim(text, round(against[0], 3), LOWEST_POINTS, ">=", "points"))
             without = difference(report, name, kind, "hb_no_hubs", "hb")
             if without is not None:
@@ -310,7 +345,8 @@ def row_of(report: AccuracyReport, name: str, kind: str, key: str, variant: Vari
 
 
 def cells(plan: Plan, seeds: int) -> list[tuple[str, str, int]]:
-    """(model, variant, seed) of a plan, seed by seed, so that what is interrupted has all with fewer seeds."""
+    """(model, variant, seed) of a plan, seed by seed, so that what is interrupted has all with fewer
+    seeds."""
     from mega_models import MODELS
 
     kinds = [(kind, key) for kind in MODELS for key in plan.variants_of_all]
@@ -318,7 +354,9 @@ def cells(plan: Plan, seeds: int) -> list[tuple[str, str, int]]:
     return [(kind, key, seed) for seed in range(seeds) for kind, key in kinds]
 
 
-def measure(report: AccuracyReport, name: str, folder: Path, settings: Settings, plan: Plan, out: Path | None) -> None:
+def measure(
+    report: AccuracyReport, name: str, folder: Path, settings: Settings, plan: Plan, out: Path | None
+) -> None:
     """All runs of a data set that are not there yet; the file is written after each."""
     from mega_models import WholeGraph
 
@@ -376,7 +414,8 @@ def main(settings: Settings, folder: Path, names: tuple[str, ...], resume: bool)
     names = names or (("cora",) if settings.quick else tuple(PLANS))
     out = settings.out or (None if settings.quick else RESULTS / "mega_accuracy.json")
     report = AccuracyReport("mega_accuracy", "Accuracy of training by mega-batches", {
-        "seeds": settings.rounds, "hubs": HUBS, "evaluated_every_passes": EVERY, "plans": {n: asdict(p) for n, p in PLANS.items()},
+        "seeds": settings.rounds, "hubs": HUBS, "evaluated_every_passes": EVERY,
+        "plans": {n: asdict(p) for n, p in PLANS.items()},
         "variants": {n: asdict(v) for n, v in VARIANTS.items()},
     }, settings.workspace)  # fmt: skip
     if resume and out is not None:
@@ -385,11 +424,12 @@ def main(settings: Settings, folder: Path, names: tuple[str, ...], resume: bool)
         plan = replace(PLANS[name], rounds=2 * EVERY) if settings.quick else PLANS[name]
         measure(report, name, folder, settings, plan, out)
     report.notes = [
-        "Test accuracy (micro F1) at the best validation, mean and standard error over the seeds. Graph and rows of neighbour "
-        "sampling, and the evaluation, are in memory.",
-        "Mega-batches hold an eighth of METIS's partitions, and 1 % of the nodes as hubs, and are gone through twice, unless said "
-        "otherwise. Edges kept: of those into a mega-batch's partitions.",
-        "The features of arxiv are another model's guesses of the class, which alone give 73.5 %; hiding them makes neighbours matter.",
+        "Test accuracy (micro F1) at the best validation, mean and standard error over the seeds. "
+        "Graph and rows of neighbour sampling, and the evaluation, are in memory.",
+        "Mega-batches hold an eighth of METIS's partitions, and 1 % of the nodes as hubs, and are gone "
+        "through twice, unless said otherwise. Edges kept: of those into a mega-batch's partitions.",
+        "The features of arxiv are another model's guesses of the class, which alone give 73.5 %; "
+        "hiding them makes neighbours matter.",
     ]
     fill(report, tuple(PLANS))
     report.save(out, settings.quick)

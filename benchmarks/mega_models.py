@@ -1,9 +1,11 @@
-"""The models of ``mega_accuracy.py``: two layers of PyG's SAGEConv, GATConv or GINConv, for mini-batches and for a whole graph.
+"""The models of ``mega_accuracy.py``: two layers of PyG's SAGEConv, GATConv or GINConv, for mini-batches and
+for a whole graph.
 
-Edges of a mini-batch come grouped by target, so they are a CSR matrix as they are: SAGE and GIN multiply by it, which needs
-no memory for messages, and its values weigh them. GAT takes plain edges in training; for the whole graph its attention
-is computed edge by edge and applied as one such matrix for each head, which gives what the layer itself would
-(:func:`check_attention` holds them against each other) in a fiftieth of the memory.
+Edges of a mini-batch come grouped by target, so they are a CSR matrix as they are: SAGE and GIN multiply by
+it, which needs no memory for messages, and its values weigh them. GAT takes plain edges in training; for the
+whole graph its attention is computed edge by edge and applied as one such matrix for each head, which gives
+what the layer itself would (:func:`check_attention` holds them against each other) in a fiftieth of the
+memory.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ torch.sparse.check_sparse_tensor_invariants.disable()  # type: ignore[no-untyped
 class Edges:
     """Edges into ``targets`` nodes, the first of ``sources``; grouped by target.
 
-    ``row`` and ``col``: int64 [k], positions of each edge's source and target. ``weight``: float32 [k] or None.
+    ``row`` and ``col``: int64 [k], positions of each edge's source and target. ``weight``: float32 [k] or
+    None.
     """
 
     row: NDArray[np.int64]
@@ -47,7 +50,9 @@ class Edges:
         ends = np.cumsum(np.bincount(self.col, minlength=self.targets))
         values = torch.ones(len(self.row)) if self.weight is None else torch.from_numpy(self.weight)
         starts = torch.from_numpy(np.concatenate([[0], ends]))
-        return torch.sparse_csr_tensor(starts, torch.from_numpy(self.row), values, size=(self.targets, self.sources))
+        return torch.sparse_csr_tensor(
+            starts, torch.from_numpy(self.row), values, size=(self.targets, self.sources)
+        )
 
     def pairs(self) -> torch.Tensor:
         """int64 [2, k], as PyG has it."""
@@ -74,7 +79,8 @@ class Net(torch.nn.Module):
         self.layers = torch.nn.ModuleList(layers)
 
     def forward(self, x: torch.Tensor, hops: list[Edges]) -> torch.Tensor:
-        """Logits [targets of the last hop, classes]. ``hops``: the edges for each layer, the first layer's first."""
+        """Logits [targets of the last hop, classes]. ``hops``: the edges for each layer, the first layer's
+        first."""
         for depth, (layer, edges) in enumerate(zip(self.layers, hops, strict=True)):
             x = layer((x, x[: edges.targets]), edges.pairs() if self.kind == "GAT" else edges.csr())
             x = self._between(x) if depth + 1 < len(hops) else x
@@ -94,8 +100,8 @@ def _perceptron(columns: int, hidden: int) -> torch.nn.Sequential:
 class WholeGraph:
     """The whole graph in memory, to measure accuracy on: the same for all that is compared.
 
-    SAGE and GAT see all neighbours. GIN adds them up, and a sum over thousands is nothing that it met in training, so it sees
-    as many as there, drawn once (HierBatching evaluates it likewise).
+    SAGE and GAT see all neighbours. GIN adds them up, and a sum over thousands is nothing that it met in
+    training, so it sees as many as there, drawn once (HierBatching evaluates it likewise).
     """
 
     def __init__(self, kind: str, indptr: NDArray[np.int64], indices: NDArray[np.int32], fanout: int) -> None:
@@ -129,7 +135,10 @@ class WholeGraph:
         heads = []
         for head in range(layer.heads):
             matrix = torch.sparse_csr_tensor(
-                self._csr.crow_indices(), self._csr.col_indices(), scores[:, head].contiguous(), size=(nodes, nodes)
+                self._csr.crow_indices(),
+                self._csr.col_indices(),
+                scores[:, head].contiguous(),
+                size=(nodes, nodes),
             )
             heads.append(matrix @ h[:, head].contiguous())
         out: torch.Tensor = torch.cat(heads, 1) + layer.bias

@@ -1,4 +1,5 @@
-"""What ``mega_accuracy.py`` trains on, and how: data sets with their splits, and where mini-batches come from."""
+"""What ``mega_accuracy.py`` trains on, and how: data sets with their splits, and where mini-batches come
+from."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True)
 class Plan:
-    """A data set and how it is trained on. ``hidden_share``: of the nodes, those whose features are put to zero."""
+    """A data set and how it is trained on. ``hidden_share``: of the nodes, those whose features are put to
+    zero."""
 
     title: str
     file: str
@@ -34,10 +36,12 @@ class Plan:
 
 @dataclass(frozen=True)
 class Variant:
-    """Where mini-batches come from. ``share``: of the partitions, one in so many is in memory; 0 for the whole graph.
+    """Where mini-batches come from. ``share``: of the partitions, one in so many is in memory; 0 for the
+    whole graph.
 
-    ``sliding``: a quarter of the partitions is replaced from step to step. ``whole``: the seeds of mega-batches, in their order, but
-    neighbours from the whole graph, which tells what of a difference comes from the order and what from lost neighbours.
+    ``sliding``: a quarter of the partitions is replaced from step to step. ``whole``: the seeds of
+    mega-batches, in their order, but neighbours from the whole graph, which tells what of a difference comes
+    from the order and what from lost neighbours.
     """
 
     title: str
@@ -69,17 +73,59 @@ _THREE = ("ns", "hb", "hb_no_hubs")
 _REST = ("hb_order", "hb_one_pass", "hb_sliding", "hb_external", "hb_weights", "hb_weights_no_hubs")
 _SIXTEENTH = ("hb_16", "hb_16_no_hubs")
 PLANS = {
-    "computers": Plan("amazon computers", "amazon_computers", "official", 512, 86, 24, 0.005,
-                      variants_of_all=(*_THREE, "hb_4", "hb_order")),
-    "cora": Plan("cora", "cora_planetoid", "official", 64, 17, 30, 0.005, weight_decay=5e-4,
-                 variants_of_all=(*_THREE, "hb_4", "hb_order")),
-    "arxiv": Plan("arxiv, official split", "ogbn_arxiv_tape40", "official", 1024, 1024, 8, 0.01,
-                  variants_of_all=(*_THREE, "hb_4")),
-    "arxiv_tenth": Plan("arxiv, a tenth trains", "ogbn_arxiv_tape40", "tenth", 1024, 512, 14, 0.01,
-                        variants_of_all=(*_THREE, "hb_4", "hb_2", "hb_order")),
-    "arxiv_hidden": Plan("arxiv, a tenth trains, the features of nine tenths hidden", "ogbn_arxiv_tape40", "tenth", 1024, 512, 20, 0.01,
-                         hidden_share=0.9, variants_of_sage=(*_THREE, *_REST, *_SIXTEENTH)),
-}  # fmt: skip
+    "computers": Plan(
+        "amazon computers",
+        "amazon_computers",
+        "official",
+        512,
+        86,
+        24,
+        0.005,
+        variants_of_all=(*_THREE, "hb_4", "hb_order"),
+    ),
+    "cora": Plan(
+        "cora",
+        "cora_planetoid",
+        "official",
+        64,
+        17,
+        30,
+        0.005,
+        weight_decay=5e-4,
+        variants_of_all=(*_THREE, "hb_4", "hb_order"),
+    ),
+    "arxiv": Plan(
+        "arxiv, official split",
+        "ogbn_arxiv_tape40",
+        "official",
+        1024,
+        1024,
+        8,
+        0.01,
+        variants_of_all=(*_THREE, "hb_4"),
+    ),
+    "arxiv_tenth": Plan(
+        "arxiv, a tenth trains",
+        "ogbn_arxiv_tape40",
+        "tenth",
+        1024,
+        512,
+        14,
+        0.01,
+        variants_of_all=(*_THREE, "hb_4", "hb_2", "hb_order"),
+    ),
+    "arxiv_hidden": Plan(
+        "arxiv, a tenth trains, the features of nine tenths hidden",
+        "ogbn_arxiv_tape40",
+        "tenth",
+        1024,
+        512,
+        20,
+        0.01,
+        hidden_share=0.9,
+        variants_of_sage=(*_THREE, *_REST, *_SIXTEENTH),
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -99,7 +145,9 @@ def load(folder: Path, plan: Plan) -> Data:
     """The data set of a plan. Bags of words are scaled to length 1, the guesses of arxiv to at most 1."""
     path = folder / f"{plan.file}.npz"
     if not path.exists():
-        raise click.ClickException(f"{path} does not exist; pass the folder that holds it as --data, or choose --sets")
+        raise click.ClickException(
+            f"{path} does not exist; pass the folder that holds it as --data, or choose --sets"
+        )
     file = np.load(path)
     if "features" in file:
         x = file["features"].astype(np.float32)
@@ -121,9 +169,11 @@ def load(folder: Path, plan: Plan) -> Data:
 
 
 def trained_as(plan: Plan, variant: Variant) -> int:
-    """A fingerprint of all that a run's result depends on but its seed; what was trained otherwise is no part of a result."""
+    """A fingerprint of all that a run's result depends on but its seed; what was trained otherwise is no part
+    of a result."""
     given: dict[str, Any] = {}
-    for part in (plan, variant):  # what is left at its default says nothing, so that a new field keeps old runs
+    # what is left at its default says nothing, so that a new field keeps old runs
+    for part in (plan, variant):
         given |= {f.name: getattr(part, f.name) for f in fields(part) if getattr(part, f.name) != f.default}
     for key in ("title", "variants_of_all", "variants_of_sage"):
         given.pop(key, None)

@@ -1,11 +1,13 @@
-"""Online reading, in a memory cgroup of the bare process and a tenth of the features: an epoch of GraphSAGE whose mini-batches come one
-after the other, nothing known beforehand, through a feature buffer; beside np.memmap, with the same mini-batches and the same model.
+"""Online reading, in a memory cgroup of the bare process and a tenth of the features: an epoch of GraphSAGE
+whose mini-batches come one after the other, nothing known beforehand, through a feature buffer; beside
+np.memmap, with the same mini-batches and the same model.
 
     python benchmarks/online.py --dir /a/directory/on/the/ssd
 
-The mini-batches' graphs come from a recorded trace in all of them, as from a sampler that costs nothing, so that memory is the
-features' alone. Epochs longer than ``--seconds`` are extrapolated from what was measured. *Warm start*: the buffer's rows are saved
-and loaded by another process, whose first epoch is held against its second.
+The mini-batches' graphs come from a recorded trace in all of them, as from a sampler that costs nothing, so
+that memory is the features' alone. Epochs longer than ``--seconds`` are extrapolated from what was measured.
+*Warm start*: the buffer's rows are saved and loaded by another process, whose first epoch is held against its
+second.
 """
 
 from __future__ import annotations
@@ -33,8 +35,9 @@ def main(settings: Settings, seconds: float) -> None:
     data = Data(settings.workspace, settings.size_bytes // 512, settings.quick)
     touch_memory(min(free_memory_bytes() // 2, 4 << 30))
     report = Report("online", "Online reading", {
-        "nodes": data.nodes, "edges_a_node": EDGES_A_NODE, "row_bytes": data.row_bytes, "fanouts": list(FANOUTS),
-        "seeds": data.nodes // NARROW, "memory_share": MAIN_SHARE, "seconds": seconds,
+        "nodes": data.nodes, "edges_a_node": EDGES_A_NODE, "row_bytes": data.row_bytes,
+        "fanouts": list(FANOUTS), "seeds": data.nodes // NARROW, "memory_share": MAIN_SHARE,
+        "seconds": seconds,
     }, settings.workspace)  # fmt: skip
     end = EndToEnd(data, settings, {}, 5.0 if settings.quick else seconds, lambda: None)
     given: dict[str, Any] = {
@@ -81,8 +84,9 @@ def tell(report: Report, runs: dict[str, dict[str, Any]], batches: int, end: End
     hit_rates = [
         [name, one["hits"] / (one["hits"] + one["misses"]), one["seconds"] / one["batches"] * 1000]
         for name, one in (
-            ("a tenth of the memory, cold, first epoch", online["load"]), ("warm, first epoch", warm["first"]),
-            ("warm, second epoch", warm["second"]), ("half of the memory, cold, first epoch", halves["half"]["first"]),
+            ("a tenth of the memory, cold, first epoch", online["load"]),
+            ("warm, first epoch", warm["first"]), ("warm, second epoch", warm["second"]),
+            ("half of the memory, cold, first epoch", halves["half"]["first"]),
             ("second", halves["half"]["second"]), ("warm, first epoch", halves["half, warm"]["first"]),
             ("warm, second epoch", halves["half, warm"]["second"]),
         )
@@ -105,21 +109,31 @@ def tell(report: Report, runs: dict[str, dict[str, Any]], batches: int, end: End
             "<=",
         ),
     ]
-    columns = ["rows from", "s, extrapolated", "mini-batches measured", "s, model", "peak RSS", "peak charged"]
+    columns = [
+        "rows from",
+        "s, extrapolated",
+        "mini-batches measured",
+        "s, model",
+        "peak RSS",
+        "peak charged",
+    ]
     report.table("An epoch of GraphSAGE", columns, [
         [name, epoch_seconds(runs[key], "train", batches), f"{runs[key]['train']['batches']} of {batches}",
-         runs[key]["train"]["model_seconds"] / runs[key]["train"]["batches"] * batches, format_bytes(runs[key]["peak_bytes"]),
-         format_bytes(runs[key]["charged_bytes"])]
+         runs[key]["train"]["model_seconds"] / runs[key]["train"]["batches"] * batches,
+         format_bytes(runs[key]["peak_bytes"]), format_bytes(runs[key]["charged_bytes"])]
         for name, key in (("featstore, online", "online"), (ADVISED, ADVISED), (MEMMAP, MEMMAP))
         if "failed" not in runs[key]
     ])  # fmt: skip
     report.table("Stages of the measured part, seconds", ["stage", "s"], sorted(
         ([k, v] for k, v in train["stages"].items()), key=lambda row: -float(row[1])))  # fmt: skip
-    report.table("Warm start, nobody trains", ["epoch", "rows found in the buffer", "ms a mini-batch"], hit_rates)
+    report.table(
+        "Warm start, nobody trains", ["epoch", "rows found in the buffer", "ms a mini-batch"], hit_rates
+    )
     report.notes.append(
-        f"Policy: auto, which chose {', '.join(online['policy'].values())}. Budget of the loader {format_bytes(end.budget(MAIN_SHARE))}. "
-        "Of the cold process's epochs in a tenth of the memory the first is not trained on, and the tables are of the second; of the "
-        "others neither is. A first epoch that is warm includes reading the rows that were saved."
+        f"Policy: auto, which chose {', '.join(online['policy'].values())}. Budget of the loader "
+        f"{format_bytes(end.budget(MAIN_SHARE))}. Of the cold process's epochs in a tenth of the "
+        "memory the first is not trained on, and the tables are of the second; of the others neither "
+        "is. A first epoch that is warm includes reading the rows that were saved."
     )
 
 

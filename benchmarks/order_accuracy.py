@@ -3,13 +3,15 @@
     python benchmarks/order_accuracy.py --data FOLDER
     python benchmarks/order_accuracy.py --data FOLDER --resume          # go on where it was stopped
 
-The folder holds ``ogbn_arxiv_tape40.npz`` and ``coauthor_physics.npz``, as ``mega_accuracy.py`` wants them; the training itself is
-that benchmark's as well: two layers of GraphSAGE, a learning rate that falls linearly, evaluation on the whole graph every other epoch.
+The folder holds ``ogbn_arxiv_tape40.npz`` and ``coauthor_physics.npz``, as ``mega_accuracy.py`` wants them;
+the training itself is that benchmark's as well: two layers of GraphSAGE, a learning rate that falls linearly,
+evaluation on the whole graph every other epoch.
 
-Only the order differs in which the training nodes go through the mini-batches. All orders have as many mini-batches of as many seeds,
-whose neighbours are drawn from the whole graph in memory, and the number of sequences is found by the test on the labels. What is
-reported is the test accuracy at the best validation, mean and standard error over the seeds (of models, orders and neighbours;
-METIS's partitions are the same). Differences have the standard error of two independent means.
+Only the order differs in which the training nodes go through the mini-batches. All orders have as many
+mini-batches of as many seeds, whose neighbours are drawn from the whole graph in memory, and the number of
+sequences is found by the test on the labels. What is reported is the test accuracy at the best validation,
+mean and standard error over the seeds (of models, orders and neighbours; METIS's partitions are the same).
+Differences have the standard error of two independent means.
 """
 
 from __future__ import annotations
@@ -45,7 +47,15 @@ KIND = "SAGE"
 WIDEST = 256  # features; of what has more, random projections are trained on
 LOWEST_POINTS = -0.3
 PARTITION_SEED = 1
-COLUMNS = ("order", "sequences", "test accuracy, %", "minus random order, points", "rows an epoch", "steps", "seeds")
+COLUMNS = (
+    "order",
+    "sequences",
+    "test accuracy, %",
+    "minus random order, points",
+    "rows an epoch",
+    "steps",
+    "seeds",
+)
 PLANS = {
     "arxiv": Plan("ogbn_arxiv_tape40", "ogbn_arxiv_tape40", "official", 1024, 1024, 8, 0.01, fanouts=(10, 5)),
     "physics": Plan("coauthor_physics", "coauthor_physics", "official", 256, 64, 8, 0.01, fanouts=(10, 5)),
@@ -76,7 +86,8 @@ class Orders:
         self._partitions: NDArray[np.int32] | None = None
 
     def make(self, order: Order, seed: int) -> tuple[Callable[[int], NDArray[np.int64]], int]:
-        """The function that gives the training nodes of an epoch in order, and the number of sequences (0: random)."""
+        """The function that gives the training nodes of an epoch in order, and the number of sequences (0:
+        random)."""
         import featstore
 
         data = self._data
@@ -105,7 +116,8 @@ class Orders:
 
 
 def narrow(data: Data) -> Data:
-    """The data with at most WIDEST features, each of mean 0 and variance 1 where they are random projections."""
+    """The data with at most WIDEST features, each of mean 0 and variance 1 where they are random
+    projections."""
     if data.x.shape[1] <= WIDEST:
         return data
     weights = np.random.default_rng(0).standard_normal((data.x.shape[1], WIDEST), np.float32)
@@ -116,7 +128,8 @@ def narrow(data: Data) -> Data:
 def epochs(
     data: Data, plan: Plan, nodes: Callable[[int], NDArray[np.int64]], seed: int, rows: list[int]
 ) -> Iterator[tuple[int, Iterator[Any]]]:
-    """(1 pass over the training nodes, its mini-batches), again and again; how many rows they need goes into ``rows``."""
+    """(1 pass over the training nodes, its mini-batches), again and again; how many rows they need goes into
+    ``rows``."""
     import torch
 
     from featstore.sampling.neighbors import NeighborSampler
@@ -147,17 +160,24 @@ def run(data: Data, plan: Plan, orders: Orders, order: Order, whole: Any, seed: 
 def trained_as(plan: Plan, order: Order) -> int:
     """A fingerprint of all that a run's result depends on but its seed."""
     given = {
-        "plan": asdict(replace(plan, title="")), "order": asdict(replace(order, title="")), "kind": KIND, "every": EVERY,
-        "widest": WIDEST, "partition_seed": PARTITION_SEED,
+        "plan": asdict(replace(plan, title="")), "order": asdict(replace(order, title="")), "kind": KIND,
+        "every": EVERY, "widest": WIDEST, "partition_seed": PARTITION_SEED,
     }  # fmt: skip
     return zlib.crc32(json.dumps(given, sort_keys=True).encode())
 
 
-def measure(report: AccuracyReport, name: str, plan: Plan, folder: Path, settings: Settings, out: Path | None) -> None:
+def measure(
+    report: AccuracyReport, name: str, plan: Plan, folder: Path, settings: Settings, out: Path | None
+) -> None:
     """All runs of a data set that are not there yet; the file is written after each."""
     from mega_models import WholeGraph
 
-    todo = [(key, s) for s in range(settings.rounds) for key in ORDERS if f"{name}|{KIND}|{key}|{s}" not in report.runs]
+    todo = [
+        (key, s)
+        for s in range(settings.rounds)
+        for key in ORDERS
+        if f"{name}|{KIND}|{key}|{s}" not in report.runs
+    ]
     if not todo:
         return
     data = narrow(load(folder, plan))
@@ -167,7 +187,8 @@ def measure(report: AccuracyReport, name: str, plan: Plan, folder: Path, setting
         result["trained_as"] = trained_as(plan, ORDERS[key])
         report.keep(f"{name}|{KIND}|{key}|{seed}", result, out)
         note(
-            f"{name} {key} seed {seed}: {result['test']:.4f}, {result['sequences']} sequences, {result['seconds']:.1f} s"
+            f"{name} {key} seed {seed}: {result['test']:.4f}, {result['sequences']} sequences, "
+            f"{result['seconds']:.1f} s"
         )
 
 
@@ -185,14 +206,18 @@ def fill(report: AccuracyReport, plans: dict[str, Plan]) -> None:
             spread = " to ".join(f"{s:,}" for s in dict.fromkeys((sequences[0], sequences[-1])))
             rows.append([
                 order.title, spread if sequences[0] else "", f"{value:.2f} ± {error:.2f}",
-                "" if against is None else f"{against[0]:+.2f} ± {against[1]:.2f}", round(mean(r["rows_an_epoch"] for r in runs)),
-                round(mean(r["steps"] for r in runs)), len(runs),
+                "" if against is None else f"{against[0]:+.2f} ± {against[1]:.2f}",
+                round(mean(r["rows_an_epoch"] for r in runs)), round(mean(r["steps"] for r in runs)),
+                len(runs),
             ])  # fmt: skip
             if against is not None:
                 text = f"{plan.title}: {order.title} order minus random order (± {against[1]:.2f})"
                 report.claims.append(Claim(text, round(against[0], 3), LOWEST_POINTS, ">=", "points"))
         if rows:
-            title = f"{plan.title}: {plan.batch_size} a mini-batch, {plan.rounds} epochs, {plan.partitions} partitions by METIS"
+            title = (
+                f"{plan.title}: {plan.batch_size} a mini-batch, {plan.rounds} epochs, {plan.partitions} "
+                "partitions by METIS"
+            )
             report.table(title, COLUMNS, rows)
 
 
@@ -209,7 +234,8 @@ def main(settings: Settings, folder: Path, names: tuple[str, ...], resume: bool)
     names = names or (("physics",) if settings.quick else tuple(PLANS))
     out = settings.out or (None if settings.quick else RESULTS / "order_accuracy.json")
     report = AccuracyReport("order_accuracy", "Accuracy by order of the training nodes", {
-        "seeds": settings.rounds, "evaluated_every_epochs": EVERY, "widest": WIDEST, "plans": {n: asdict(p) for n, p in PLANS.items()},
+        "seeds": settings.rounds, "evaluated_every_epochs": EVERY, "widest": WIDEST,
+        "plans": {n: asdict(p) for n, p in PLANS.items()},
         "orders": {n: asdict(o) for n, o in ORDERS.items()},
     }, settings.workspace)  # fmt: skip
     if resume and out is not None:
@@ -218,11 +244,12 @@ def main(settings: Settings, folder: Path, names: tuple[str, ...], resume: bool)
     for name in names:
         measure(report, name, plans[name], folder, settings, out)
     report.notes = [
-        "Two layers of GraphSAGE with 64 hidden units, fan-outs [10, 5]; Adam, its learning rate falling linearly. Test accuracy at the "
-        "best validation, mean and standard error over the seeds. Rows an epoch: different rows of each mini-batch, summed.",
-        "The features of arxiv are another model's guesses of the class, which alone give 73.5 %. Those of physics are "
-        f"{WIDEST} random projections of its bags of words.",
-    ]  # fmt: skip
+        "Two layers of GraphSAGE with 64 hidden units, fan-outs [10, 5]; Adam, its learning rate "
+        "falling linearly. Test accuracy at the best validation, mean and standard error over the "
+        "seeds. Rows an epoch: different rows of each mini-batch, summed.",
+        "The features of arxiv are another model's guesses of the class, which alone give 73.5 %. "
+        f"Those of physics are {WIDEST} random projections of its bags of words.",
+    ]
     fill(report, plans)
     report.save(out, settings.quick)
 

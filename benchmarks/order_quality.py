@@ -1,12 +1,13 @@
-"""How good, how fast and how frugal are the partitioners: METIS against the multilevel partitioner and annealed LDG on one graph.
+"""How good, how fast and how frugal are the partitioners: METIS against the multilevel partitioner and
+annealed LDG on one graph.
 
     python benchmarks/order_quality.py GRAPH.npz --parts 64 --parts 512
 
-An ``.npz`` file holds ``indptr`` and ``indices``, the CSC of incoming edges; without it a graph of communities is generated.
-Each measurement runs in a process of its own, several times with different seeds. Its peak memory is the highest
-resident set (VmHWM, reset just before) above that of the same process once numpy, numba or pymetis, the machine code
-(warmed up on a tiny graph) and the graph are loaded. glibc is told to map every large block by itself, so that memory
-freed before the measurement is not reused in it unseen.
+An ``.npz`` file holds ``indptr`` and ``indices``, the CSC of incoming edges; without it a graph of
+communities is generated. Each measurement runs in a process of its own, several times with different seeds.
+Its peak memory is the highest resident set (VmHWM, reset just before) above that of the same process once
+numpy, numba or pymetis, the machine code (warmed up on a tiny graph) and the graph are loaded. glibc is told
+to map every large block by itself, so that memory freed before the measurement is not reused in it unseen.
 
 Needs Linux (/proc). The graph is in memory, so there is no disk and no page cache in the times.
 """
@@ -43,7 +44,8 @@ def middle(runs: list[dict[str, Any]], parts: int, method: str) -> dict[str, flo
 
 
 def fill(report: Report, runs: list[dict[str, Any]], title: str) -> None:
-    """Claims and a table: one line for each method and number of parts, medians over the seeds and ratios to METIS."""
+    """Claims and a table: one line for each method and number of parts, medians over the seeds and ratios to
+    METIS."""
     rows = []
     for parts in dict.fromkeys(run["parts"] for run in runs):
         metis = middle(runs, parts, "metis")
@@ -66,8 +68,9 @@ def fill(report: Report, runs: list[dict[str, Any]], title: str) -> None:
             )
             rows.append([
                 parts, method, f"{one['edge_cut']:.4f}", f"{min(cuts):.4f} to {max(cuts):.4f}",
-                one["edge_cut"] / max(metis["edge_cut"], 1e-9), format_bytes(one["peak_bytes"]), one["peak_bytes"] / metis["peak_bytes"],
-                format_bytes(promised) if promised else "", max(run["max_over_mean"] for run in group), one["seconds"],
+                one["edge_cut"] / max(metis["edge_cut"], 1e-9), format_bytes(one["peak_bytes"]),
+                one["peak_bytes"] / metis["peak_bytes"], format_bytes(promised) if promised else "",
+                max(run["max_over_mean"] for run in group), one["seconds"],
             ])  # fmt: skip
     report.table(
         f"{title}: {runs[0]['nodes']:,} nodes, {runs[0]['edges']:,} stored edges; graph in memory",
@@ -93,7 +96,8 @@ def fill(report: Report, runs: list[dict[str, Any]], title: str) -> None:
 @click.option("--passes", default=PASSES, show_default=True, type=click.IntRange(1), help="Passes of LDG.")
 @shared_options(size="1", quick_size="1", rounds=3)
 def main(settings: Settings, graphs: tuple[Path, ...], parts: tuple[int, ...], passes: int) -> None:
-    """Edge cut, peak memory and time of METIS, multilevel and LDG on GRAPHS, .npz files with indptr and indices; or on a generated one.
+    """Edge cut, peak memory and time of METIS, multilevel and LDG on GRAPHS, .npz files with indptr and
+    indices; or on a generated one.
 
     A round is a seed; --size means nothing here.
     """
@@ -106,13 +110,15 @@ def main(settings: Settings, graphs: tuple[Path, ...], parts: tuple[int, ...], p
         for count in parts:
             for name in METHODS:
                 for number in range(settings.rounds):
-                    runs.append(measure_apart(name, "" if graph is None else str(graph), count, number, passes))
+                    runs.append(
+                        measure_apart(name, "" if graph is None else str(graph), count, number, passes)
+                    )
                     note(f"{name}, {count} parts, seed {number}: {runs[-1]['edge_cut']:.4f}")
         fill(report, runs, "generated communities" if graph is None else graph.stem)
     report.notes = [
-        "Medians over the seeds, each run in a process of its own. Multilevel is given a quarter of the memory that METIS may need, "
-        "or the least it takes. Peak memory is the highest resident set above that of the "
-        "process with libraries, machine code and graph loaded.",
+        "Medians over the seeds, each run in a process of its own. Multilevel is given a quarter of "
+        "the memory that METIS may need, or the least it takes. Peak memory is the highest resident "
+        "set above that of the process with libraries, machine code and graph loaded.",
     ]
     report.save(settings.out, settings.quick)
 

@@ -1,11 +1,12 @@
-"""Packing: a random permutation of a table under a memory budget that it does not fit, and the same table in the order given.
+"""Packing: a random permutation of a table under a memory budget that it does not fit, and the same table in
+the order given.
 
     python benchmarks/packing.py --dir /a/directory/on/the/ssd
 
-Each pack runs in a process of its own, whose peak memory (VmHWM) and whose bytes read and written (/proc/self/io) are those
-of the pack; the source is not in the page cache. The limit is fio for the same bytes, direct and synced at the end: reading
-them and then writing them, and, because reading and writing of a spill overlap, reading beside writing. The rows of each store
-are compared with the truth.
+Each pack runs in a process of its own, whose peak memory (VmHWM) and whose bytes read and written
+(/proc/self/io) are those of the pack; the source is not in the page cache. The limit is fio for the same
+bytes, direct and synced at the end: reading them and then writing them, and, because reading and writing of a
+spill overlap, reading beside writing. The rows of each store are compared with the truth.
 """
 
 from __future__ import annotations
@@ -64,13 +65,18 @@ class Packing:
         write = fio.sequential_write(target, passes * self.table_bytes)
         remove(target)
         seconds = passes * self.table_bytes * (1 / read.bytes_per_second + 1 / write.bytes_per_second)
-        extra = {"read_bytes_per_second": read.bytes_per_second, "write_bytes_per_second": write.bytes_per_second}
+        extra = {
+            "read_bytes_per_second": read.bytes_per_second,
+            "write_bytes_per_second": write.bytes_per_second,
+        }
         return Sample(self.table_bytes / 1e6, seconds, None, extra)
 
     def fio_beside(self, passes: int) -> Sample:
         """fio reads the table ``passes`` times while it writes it so often."""
         target = self.workspace / "fio.out"
-        seconds = fio.read_beside_write(self.source, passes * self.table_bytes, target, passes * self.table_bytes)
+        seconds = fio.read_beside_write(
+            self.source, passes * self.table_bytes, target, passes * self.table_bytes
+        )
         remove(target)
         return Sample(self.table_bytes / 1e6, seconds)
 
@@ -79,9 +85,17 @@ class Packing:
         for name, passes, permutation in ((PERMUTED, 2, self.permutation), (GIVEN, 1, None)):
             found += [
                 Contender(name, "MB/s of table", COLD, lambda _, p=permutation: self.pack(p)),  # type: ignore[misc]
-                Contender(f"{AFTER}, {passes}x", "MB/s of table", "direct I/O", lambda _, n=passes: self.fio_after(n)),  # type: ignore[misc]
                 Contender(
-                    f"{BESIDE}, {passes}x", "MB/s of table", "direct I/O", lambda _, n=passes: self.fio_beside(n)
+                    f"{AFTER}, {passes}x",
+                    "MB/s of table",
+                    "direct I/O",
+                    lambda _, n=passes: self.fio_after(n),
+                ),  # type: ignore[misc]
+                Contender(
+                    f"{BESIDE}, {passes}x",
+                    "MB/s of table",
+                    "direct I/O",
+                    lambda _, n=passes: self.fio_beside(n),
                 ),  # type: ignore[misc]
             ]
         return found
@@ -91,8 +105,8 @@ def run_pack(source: Path, permutation: Path | None, out: Path, memory_bytes: in
     """Pack in a child process; returns what it measured."""
     remove(out)
     return run_child(HERE / "child_pack.py", {
-        "source": str(source), "permutation": None if permutation is None else str(permutation), "out": str(out),
-        "memory_bytes": memory_bytes,
+        "source": str(source), "permutation": None if permutation is None else str(permutation),
+        "out": str(out), "memory_bytes": memory_bytes,
     })  # fmt: skip
 
 
@@ -142,14 +156,28 @@ def fill(report: Report, series: dict[str, Series], packing: Packing) -> None:
             Claim(f"{text}: speed over fio's, reads then writes", serial, SPEED_BAR),
             Claim(f"{text}: speed over fio's, reads beside writes", beside),
             Claim(
-                f"{text}: peak memory beyond the budget", (peak - budget) / 2**20, RSS_SLACK_BYTES / 2**20, "<=", "MiB"
+                f"{text}: peak memory beyond the budget",
+                (peak - budget) / 2**20,
+                RSS_SLACK_BYTES / 2**20,
+                "<=",
+                "MiB",
             ),
         ]
         device = median(
             s.extra.get("device_read_bytes", 0) + s.extra.get("device_write_bytes", 0) for s in ours.samples
         )
-        rows.append([text, median(s.seconds for s in ours.samples), middle(ours, "cpu_seconds"), read, written, device / table_bytes,
-                     format_bytes(peak), format_bytes(middle(ours, "base_bytes"))])  # fmt: skip
+        rows.append(
+            [
+                text,
+                median(s.seconds for s in ours.samples),
+                middle(ours, "cpu_seconds"),
+                read,
+                written,
+                device / table_bytes,
+                format_bytes(peak),
+                format_bytes(middle(ours, "base_bytes")),
+            ]
+        )
     report.table(
         "By pack",
         [
@@ -165,7 +193,8 @@ def fill(report: Report, series: dict[str, Series], packing: Packing) -> None:
         rows,
     )
     report.notes = [
-        "Bytes are those of /proc/self/io of the packing process, threads included; the column of the whole device counts everybody's.",
+        "Bytes are those of /proc/self/io of the packing process, threads included; the column of the "
+        "whole device counts everybody's.",
         "Peak RSS is VmHWM of a fresh process, whose interpreter, libraries and machine code are in it; "
         f"the budget is {format_bytes(budget)}, the table {format_bytes(table_bytes)}.",
     ]
@@ -182,7 +211,8 @@ def main(settings: Settings, memory: str | None) -> None:
     touch_memory(min(free_memory_bytes() // 2, 2 * settings.size_bytes))
     packing = Packing(tables, memory_bytes, settings)
     report = Report("packing", "Packing", {
-        "table_bytes": packing.table_bytes, "row_bytes": ROW_BYTES, "memory_bytes": memory_bytes, "rounds": settings.rounds,
+        "table_bytes": packing.table_bytes, "row_bytes": ROW_BYTES, "memory_bytes": memory_bytes,
+        "rounds": settings.rounds,
     }, settings.workspace)  # fmt: skip
     compile_kernels(settings.workspace)
     series = measure_rounds(packing.contenders(), settings.rounds)

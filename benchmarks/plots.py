@@ -19,7 +19,9 @@ Lines = Mapping[str, tuple[Sequence[float | None], bool]]
 def ticks(low: float, high: float) -> list[float]:
     """1, 2 and 5 times powers of ten within a range, and the next beyond either end."""
     steps = [
-        m * 10.0**e for e in range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 2) for m in (1, 2, 5)
+        m * 10.0**e
+        for e in range(math.floor(math.log10(low)) - 1, math.ceil(math.log10(high)) + 2)
+        for m in (1, 2, 5)
     ]
     first = max(k for k, step in enumerate(steps) if step <= low)
     last = min(k for k, step in enumerate(steps) if step >= high)
@@ -41,7 +43,8 @@ def line_plot(title: str, x_label: str, y_label: str, places: Sequence[str], lin
         return f'<text x="{at_x:.1f}" y="{at_y:.1f}" text-anchor="{anchor}"{more}>{escape(what)}</text>'
 
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" font-size="12">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
+        'font-family="sans-serif" font-size="12">',
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
         text(LEFT, 20, title, "start", ' font-weight="bold"'),
         text((LEFT + right) / 2, HEIGHT - 10, x_label),
@@ -66,7 +69,8 @@ def line_plot(title: str, x_label: str, y_label: str, places: Sequence[str], lin
 
 
 def plot_of_table(table: Mapping[str, Any], title: str, x_label: str, y_label: str) -> str:
-    """A plot of a result's table, whose first column is the x axis and whose others come in pairs, the second of each dashed."""
+    """A plot of a result's table, whose first column is the x axis and whose others come in pairs, the second
+    of each dashed."""
     names = [str(name) for name in table["columns"][1:]]
     places = [str(row[0]) for row in table["rows"]]
     lines = {name: ([row[k + 1] for row in table["rows"]], k % 2 == 1) for k, name in enumerate(names)}

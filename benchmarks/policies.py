@@ -2,11 +2,12 @@
 
     python benchmarks/policies.py
 
-A mini-batch of 500,000 distinct ids is looked up, pinned, given slots for what is missing, completed and released, on one core:
-all that the map does for a mini-batch, reading excepted. Ids are drawn from a skewed distribution over four times as many rows
-as there are slots. Each policy has its own map, which is filled before the first round and sees the same mini-batches. In the
-same rounds ``torch.index_select`` copies the rows of 512 B in the slots that the mini-batch was given, on one thread: what a
-mini-batch costs at least when all its rows are in memory.
+A mini-batch of 500,000 distinct ids is looked up, pinned, given slots for what is missing, completed and
+released, on one core: all that the map does for a mini-batch, reading excepted. Ids are drawn from a skewed
+distribution over four times as many rows as there are slots. Each policy has its own map, which is filled
+before the first round and sees the same mini-batches. In the same rounds ``torch.index_select`` copies the
+rows of 512 B in the slots that the mini-batch was given, on one thread: what a mini-batch costs at least when
+all its rows are in memory.
 """
 
 from __future__ import annotations
@@ -124,8 +125,8 @@ def main(settings: Settings) -> None:
     uses = next_uses(trace, rows)
     runners = {name: Runner(name, slots, trace, uses) for name in layout.POLICIES}
     report = Report("policies", "Policies of the feature buffer", {
-        "slots": slots, "row_bytes": ROW_BYTES, "table_rows": rows, "ids": ids, "rounds": settings.rounds, "filling": FILLING,
-        "delta": DELTA,
+        "slots": slots, "row_bytes": ROW_BYTES, "table_rows": rows, "ids": ids, "rounds": settings.rounds,
+        "filling": FILLING, "delta": DELTA,
     }, settings.workspace)  # fmt: skip
     contenders = [
         Contender(name, "ids/s", IN_MEMORY, lambda number, runner=runner: runner.step(FILLING + number))
@@ -141,17 +142,24 @@ def main(settings: Settings) -> None:
         bar = BARS.get(name, OTHER_BAR)
         report.claims.append(Claim(f"{name}: lookup and update", nanoseconds(name), bar, "<=", "ns an id"))
     report.claims.append(Claim(f"{TORCH} of the same rows", nanoseconds(TORCH), None, "<=", "ns a row"))
-    report.table("One mini-batch", ["policy", "acquire, ns an id", "all, ns an id", "of index_select", "hit rate", "map, bytes a slot"], [
+    report.table(
+        "One mini-batch",
+        ["policy", "acquire, ns an id", "all, ns an id", "of index_select", "hit rate", "map, bytes a slot"],
         [
-            name, round(median(s.extra["acquire_seconds"] / s.amount for s in series[name].samples) * 1e9, 1),
-            round(nanoseconds(name), 1), f"{nanoseconds(name) / nanoseconds(TORCH):.2f}", f"{runner.hit_rate():.3f}",
-            round(layout.slot_map_bytes(slots, layout.POLICIES[name], len(trace)) / slots, 1),
-        ]
-        for name, runner in runners.items()
-    ])  # fmt: skip
+            [
+                name,
+                round(median(s.extra["acquire_seconds"] / s.amount for s in series[name].samples) * 1e9, 1),
+                round(nanoseconds(name), 1),
+                f"{nanoseconds(name) / nanoseconds(TORCH):.2f}",
+                f"{runner.hit_rate():.3f}",
+                round(layout.slot_map_bytes(slots, layout.POLICIES[name], len(trace)) / slots, 1),
+            ]
+            for name, runner in runners.items()
+        ],
+    )
     report.notes = [
-        "One core each; torch copies with one thread. All: acquire, complete and release of a mini-batch. Policies see the ids alone, but "
-        "for min, which is told each row's next use.",
+        "One core each; torch copies with one thread. All: acquire, complete and release of a "
+        "mini-batch. Policies see the ids alone, but for min, which is told each row's next use.",
     ]
     report.save(settings.out, settings.quick)
 

@@ -1,10 +1,12 @@
-"""Put the results into the documentation: rewrites the tables of ``docs/performance.md`` between their markers.
+"""Put the results into the documentation: rewrites the tables of ``docs/performance.md`` between their
+markers.
 
     python benchmarks/report.py            # from benchmarks/results/*.json
     python benchmarks/report.py --check    # exit status 1 where the page or a plot is not up to date
 
-``<!-- NAME:claims -->`` ... ``<!-- end -->`` holds a result's claims, ``NAME:tables`` all of its other tables and notes, and
-``machine`` the machine; every result must come from the same one. Plots lie beside the page, in ``plots``.
+``<!-- NAME:claims -->`` ... ``<!-- end -->`` holds a result's claims, ``NAME:tables`` all of its other tables
+and notes, and ``machine`` the machine; every result must come from the same one. Plots lie beside the page,
+in ``plots``.
 """
 
 from __future__ import annotations
@@ -24,11 +26,21 @@ from featstore.units import format_bytes
 PAGE = ROOT / "docs" / "performance.md"
 #: Files in ``plots``: the result and the table they are made of, the title, what is on the axes.
 PLOTS = {
-    "compiled_memory.svg": ("compiled", "An epoch against memory", "An epoch in a memory cgroup",
-                            "memory beyond the bare process, of the features", "seconds"),
-    "compiled_disk.svg": ("compiled", "An epoch against disk", "An epoch in the bare process + 10 % of the features",
-                          "disk for packed rows, in tables", "seconds"),
-}  # fmt: skip
+    "compiled_memory.svg": (
+        "compiled",
+        "An epoch against memory",
+        "An epoch in a memory cgroup",
+        "memory beyond the bare process, of the features",
+        "seconds",
+    ),
+    "compiled_disk.svg": (
+        "compiled",
+        "An epoch against disk",
+        "An epoch in the bare process + 10 % of the features",
+        "disk for packed rows, in tables",
+        "seconds",
+    ),
+}
 _BLOCK = re.compile(r"<!-- (?P<what>[a-z_]+(?::[a-z]+)?) -->\n.*?<!-- end -->", re.DOTALL)
 _SAME = ("cpu", "cores", "memory_bytes", "disk")
 
@@ -83,8 +95,9 @@ def machine(results: dict[str, dict[str, Any]]) -> str:
     kernels = " and ".join(sorted({m["kernel"] for m in machines}))
     virtual = " (a virtual machine)" if one["virtual"] else ""
     return (
-        f"{one['cores']} cores of {one['cpu']}{virtual}, {format_bytes(one['memory_bytes'])} of memory, Linux {kernels}; {disk}. "
-        f"{one['fio'] or 'no fio'}, Python {one['python']}, {packages}."
+        f"{one['cores']} cores of {one['cpu']}{virtual}, {format_bytes(one['memory_bytes'])} of "
+        f"memory, Linux {kernels}; {disk}. {one['fio'] or 'no fio'}, Python {one['python']}, "
+        f"{packages}."
     )
 
 

@@ -1,11 +1,13 @@
-"""Rows from 8 bytes to 40 kB: what a random row costs where it is smaller than a sector, and where it is larger than a page.
+"""Rows from 8 bytes to 40 kB: what a random row costs where it is smaller than a sector, and where it is
+larger than a page.
 
     python benchmarks/row_sizes.py --dir /a/directory/on/the/ssd
 
-For each size a table of the same number of bytes is read (a) by a reader, cold, in mini-batches that are sparse in the table, once with
-the planner's choice of gaps and once without reading through any; and (b) by an online loader in a tenth of the table's size. What
-was read is held against what cannot be avoided, the distinct pages of 4 KiB (and, for comparison, sectors of 512 bytes) on which the
-wanted rows lie, and against the planner's rule, both computed here by plain Python from the ids alone.
+For each size a table of the same number of bytes is read (a) by a reader, cold, in mini-batches that are
+sparse in the table, once with the planner's choice of gaps and once without reading through any; and (b) by
+an online loader in a tenth of the table's size. What was read is held against what cannot be avoided, the
+distinct pages of 4 KiB (and, for comparison, sectors of 512 bytes) on which the wanted rows lie, and against
+the planner's rule, both computed here by plain Python from the ids alone.
 """
 
 from __future__ import annotations
@@ -17,7 +19,18 @@ from typing import Any
 import click
 import msgspec
 import numpy as np
-from harness import HERE, Claim, Contender, Report, Sample, Series, Settings, measure_rounds, note, shared_options
+from harness import (
+    HERE,
+    Claim,
+    Contender,
+    Report,
+    Sample,
+    Series,
+    Settings,
+    measure_rounds,
+    note,
+    shared_options,
+)
 from harness import paired_ratio as ratio
 from numpy.typing import NDArray
 from peers import fio
@@ -36,7 +49,8 @@ DENSITY = 16  # pages of the table for each page that a mini-batch wants
 FIO_SECONDS, GATHER_SECONDS = 2.0, 0.7  # of a sample, at least
 DEPTH = 128
 MEMORY_SHARE = 0.1
-BATCH_SHARE, BATCH_ROWS, BATCHES = 1 / 128, 4096, 128  # the loader's mini-batches: of the table, at most, and how many
+# the loader's mini-batches: of the table, at most, and how many
+BATCH_SHARE, BATCH_ROWS, BATCHES = 1 / 128, 4096, 128
 NO_CACHE = "cold (direct I/O)"
 _BLOCK_BYTES = 8 << 20
 
@@ -58,7 +72,8 @@ def touched(rows: NDArray[np.int64], row_bytes: int, unit_bytes: int) -> int:
 
 
 def twin_of(ids: NDArray[np.int64], layout: TableLayout, gap_pages: int, extent_bytes_max: int) -> Twin:
-    """Pages apart by at most so many others are read as one, unless the read would be too long or leave its file."""
+    """Pages apart by at most so many others are read as one, unless the read would be too long or leave its
+    file."""
     rows = np.unique(ids)
     begin = rows * layout.row_bytes // PAGE_BYTES
     end = ((rows + 1) * layout.row_bytes - 1) // PAGE_BYTES + 1
@@ -83,7 +98,9 @@ class Size:
         step = max(1, _BLOCK_BYTES // row_bytes)
         note(f"writing {self.rows:,} rows of {self.name}")
         remove(self.path)
-        blocks = (true_rows(np.arange(k, min(k + step, self.rows)), self.columns) for k in range(0, self.rows, step))
+        blocks = (
+            true_rows(np.arange(k, min(k + step, self.rows)), self.columns) for k in range(0, self.rows, step)
+        )
         featstore.pack(self.path, blocks, memory="256MiB").close()
         self.store = featstore.open(self.path)
         self.table = self.store.tables["features"]
@@ -108,7 +125,9 @@ class Size:
                 cpu += cpu_seconds() - cpu_begin
                 amount += self.count
                 check_rows(ids, self.out, len(ids))
-                twins.append(twin_of(ids, self.table.layout, model.gap_pages_max, reader.budget.extent_bytes_max))
+                twins.append(
+                    twin_of(ids, self.table.layout, model.gap_pages_max, reader.budget.extent_bytes_max)
+                )
             done = reader.stats().since(before)
             found = {
                 name: sum(getattr(twin, name) for twin in twins)
@@ -140,8 +159,8 @@ class Size:
         """An epoch through a loader in a tenth of the table's size, by another process."""
         budget = int(MEMORY_SHARE * self.table.layout.data_bytes)
         return run_child(HERE / "child_row_sizes.py", {
-            "path": str(self.path), "model": msgspec.structs.asdict(model), "memory_bytes": budget, "batches": BATCHES,
-            "batch_rows": max(1, min(BATCH_ROWS, int(BATCH_SHARE * self.rows))),
+            "path": str(self.path), "model": msgspec.structs.asdict(model), "memory_bytes": budget,
+            "batches": BATCHES, "batch_rows": max(1, min(BATCH_ROWS, int(BATCH_SHARE * self.rows))),
         }, environment=ALLOCATOR) | {"budget_bytes": budget}  # fmt: skip
 
     def close(self) -> None:
@@ -179,18 +198,40 @@ def claims(found: list[Found]) -> list[Claim]:
 
     smallest = found[0]
     return [
-        worst("cold, no gaps: bytes read over the distinct pages wanted",
-              each(lambda one: total(one.single, "bytes_read") / total(one.single, "page_bytes")), 1.0),
-        worst("cold, as planned: bytes read over those of the planner's rule",
-              each(lambda one: total(one.planned, "bytes_read") / total(one.planned, "read_bytes")), 1.0),
-        worst("online: bytes read over those of the planner's rule for what was missed",
-              each(lambda one: one.online["bytes_read"] / one.online["twin_bytes"]), 1.0),
-        worst("online: peak memory over the budget",
-              each(lambda one: one.online["peak_bytes"] / one.online["budget_bytes"]), 1.0),
-        worst("cold, as planned: rows/s over fio's reads/s of a row's pages", each(lambda one: ratio(one.planned, one.limit)), 0.9, ">="),
-        worst("cold: rows/s as planned over no gaps", each(lambda one: ratio(one.planned, one.single)), None, ">="),
+        worst(
+            "cold, no gaps: bytes read over the distinct pages wanted",
+            each(lambda one: total(one.single, "bytes_read") / total(one.single, "page_bytes")),
+            1.0,
+        ),
+        worst(
+            "cold, as planned: bytes read over those of the planner's rule",
+            each(lambda one: total(one.planned, "bytes_read") / total(one.planned, "read_bytes")),
+            1.0,
+        ),
+        worst(
+            "online: bytes read over those of the planner's rule for what was missed",
+            each(lambda one: one.online["bytes_read"] / one.online["twin_bytes"]),
+            1.0,
+        ),
+        worst(
+            "online: peak memory over the budget",
+            each(lambda one: one.online["peak_bytes"] / one.online["budget_bytes"]),
+            1.0,
+        ),
+        worst(
+            "cold, as planned: rows/s over fio's reads/s of a row's pages",
+            each(lambda one: ratio(one.planned, one.limit)),
+            0.9,
+            ">=",
+        ),
+        worst(
+            "cold: rows/s as planned over no gaps",
+            each(lambda one: ratio(one.planned, one.single)),
+            None,
+            ">=",
+        ),
         Claim("fio's reads/s of a page over those of a sector", ratio(smallest.limit, smallest.sectors)),
-    ]  # fmt: skip
+    ]
 
 
 def tables(report: Report, found: list[Found]) -> None:
@@ -204,20 +245,22 @@ def tables(report: Report, found: list[Found]) -> None:
             ratio(one.single, one.limit), ratio(one.planned, one.limit),
         ])  # fmt: skip
     report.table("A random row, cold: bytes and speed", [
-        "row", "its sectors, B a row", "its pages, B a row", "read, no gaps, B a row", "read, planned, B a row", "planned, of the row",
-        "rows/s, no gaps", "rows/s, planned", "rows/s of fio's reads/s, no gaps", "planned",
+        "row", "its sectors, B a row", "its pages, B a row", "read, no gaps, B a row",
+        "read, planned, B a row", "planned, of the row", "rows/s, no gaps", "rows/s, planned",
+        "rows/s of fio's reads/s, no gaps", "planned",
     ], rows)  # fmt: skip
     rows = []
     for one in found:
         o, row_bytes = one.online, one.size.row_bytes
         rows.append([
-            one.size.name, o["rows"] / o["seconds"], o["hits"] / (o["hits"] + o["misses"]), o["slots"] / one.size.rows,
-            o["slots"] * row_bytes / o["budget_bytes"], o["bytes_read"] / (o["rows"] * row_bytes), o["bytes_read"] / o["page_bytes"],
+            one.size.name, o["rows"] / o["seconds"], o["hits"] / (o["hits"] + o["misses"]),
+            o["slots"] / one.size.rows, o["slots"] * row_bytes / o["budget_bytes"],
+            o["bytes_read"] / (o["rows"] * row_bytes), o["bytes_read"] / o["page_bytes"],
             o["peak_bytes"] / o["budget_bytes"],
         ])  # fmt: skip
     report.table("Online, in a tenth of the table", [
-        "row", "rows/s", "found in the buffer", "slots, of the table's rows", "rows, of the budget", "bytes read, of those asked",
-        "bytes read, of the missed rows' pages", "peak memory, of the budget",
+        "row", "rows/s", "found in the buffer", "slots, of the table's rows", "rows, of the budget",
+        "bytes read, of those asked", "bytes read, of the missed rows' pages", "peak memory, of the budget",
     ], rows)  # fmt: skip
 
 
@@ -231,7 +274,9 @@ def measured(size: Size, model: DeviceModel, settings: Settings) -> Found:
     if size.row_bytes == ROW_BYTES[0]:
         contenders.append(size.fio("fio, sectors", SECTOR_BYTES))
     series = list(measure_rounds(contenders, settings.rounds).values())
-    return Found(size, series[2], series[1], series[0], series[3] if len(series) > 3 else series[0], size.online(model))
+    return Found(
+        size, series[2], series[1], series[0], series[3] if len(series) > 3 else series[0], size.online(model)
+    )
 
 
 @click.command()
@@ -257,15 +302,17 @@ def main(settings: Settings) -> None:
     report.claims = claims(found)
     tables(report, found)
     report.notes = [
-        f"Tables of {format_bytes(settings.size_bytes)}; a mini-batch wants one page in {DENSITY}. Every value that came back was checked. "
-        f"The planner reads through gaps of up to {model.gap_pages_max} pages here, which costs bytes and saves reads.",
-        "fio reads in any order, featstore in ascending order, which helps where reads are longer than a page; tables of this size may "
-        "come from a cache below the machine, for both of them.",
-        "A page of 4 KiB is the least that is read, because it is what a checksum covers: up to eight sectors for one. fio's reads of a "
-        "sector and of a page tell what that costs.",
-        f"Online: mini-batches of {format_bytes(int(BATCH_SHARE * settings.size_bytes))} or {BATCH_ROWS:,} rows, skewed: a tenth of the "
-        "rows is asked for 46 % of the times. A slot takes 48 to 72 bytes beside its row, so a buffer holds few rows of 8 bytes.",
-    ]  # fmt: skip
+        f"Tables of {format_bytes(settings.size_bytes)}; a mini-batch wants one page in {DENSITY}. "
+        "Every value that came back was checked. The planner reads through gaps of up to "
+        f"{model.gap_pages_max} pages here, which costs bytes and saves reads.",
+        "fio reads in any order, featstore in ascending order, which helps where reads are longer than "
+        "a page; tables of this size may come from a cache below the machine, for both of them.",
+        "A page of 4 KiB is the least that is read, because it is what a checksum covers: up to eight "
+        "sectors for one. fio's reads of a sector and of a page tell what that costs.",
+        f"Online: mini-batches of {format_bytes(int(BATCH_SHARE * settings.size_bytes))} or "
+        f"{BATCH_ROWS:,} rows, skewed: a tenth of the rows is asked for 46 % of the times. A slot "
+        "takes 48 to 72 bytes beside its row, so a buffer holds few rows of 8 bytes.",
+    ]
     report.save(settings.out, settings.quick)
 
 

@@ -3,8 +3,9 @@
     python benchmarks/run.py --dir /a/directory/on/the/ssd            # all of them
     python benchmarks/run.py --quick gather tier                      # some, small: do they work?
 
-Each writes ``benchmarks/results/NAME.json``; ``python benchmarks/report.py`` puts these into ``docs/performance.md``. They share
-their tables, which are removed at the end. The exit status is 1 where a benchmark failed, not where a bar was missed.
+Each writes ``benchmarks/results/NAME.json``; ``python benchmarks/report.py`` puts these into
+``docs/performance.md``. They share their tables, which are removed at the end. The exit status is 1 where a
+benchmark failed, not where a bar was missed.
 """
 
 from __future__ import annotations
@@ -37,8 +38,14 @@ NAMES = (
 
 @click.command()
 @click.argument("names", nargs=-1, type=click.Choice(NAMES))
-@click.option("--dir", "directory", default=".", show_default=True, type=click.Path(path_type=Path, file_okay=False),
-              help="A directory on the device to measure.")  # fmt: skip
+@click.option(
+    "--dir",
+    "directory",
+    default=".",
+    show_default=True,
+    type=click.Path(path_type=Path, file_okay=False),
+    help="A directory on the device to measure.",
+)
 @click.option("--size", help="Size of the tables, the same for all. [default: each benchmark's own]")
 @click.option("--rounds", type=click.IntRange(1), help="[default: each benchmark's own]")
 @click.option("--quick", is_flag=True, help="Small and short; writes no results.")

@@ -2,10 +2,11 @@
 
     python benchmarks/sampling.py --dir /a/directory/on/the/ssd
 
-A made-up graph of 16 edges a node with a few very long lists, node ids shuffled and rows in random order, so that nothing on disk
-lies where it helps. All contenders make the same mini-batches, and each is compared with the one made in memory. The stored graph
-is read with direct I/O, so nothing is cached but what the sampler itself holds: in one contender no list at all, in the other
-about a tenth of all lists, of the most wanted hubs. The share of neighbours that this tenth serves is reported, as are the reads.
+A made-up graph of 16 edges a node with a few very long lists, node ids shuffled and rows in random order, so
+that nothing on disk lies where it helps. All contenders make the same mini-batches, and each is compared with
+the one made in memory. The stored graph is read with direct I/O, so nothing is cached but what the sampler
+itself holds: in one contender no list at all, in the other about a tenth of all lists, of the most wanted
+hubs. The share of neighbours that this tenth serves is reported, as are the reads.
 """
 
 from __future__ import annotations
@@ -16,7 +17,17 @@ from typing import Any
 
 import click
 import numpy as np
-from harness import Claim, Contender, Report, Sample, Settings, measure_rounds, note, paired_ratio, shared_options
+from harness import (
+    Claim,
+    Contender,
+    Report,
+    Sample,
+    Settings,
+    measure_rounds,
+    note,
+    paired_ratio,
+    shared_options,
+)
 from numpy.typing import NDArray
 from system import cpu_seconds
 
@@ -103,10 +114,12 @@ def stored(name: str, sampler: StoredSampler, truth: NeighborSampler) -> Contend
             check(batch, truth.sample(seeds, index))
         after = sampler.stats()
         extra = {
-            "batch_seconds": seconds / BATCHES, "batch_reads": (after.reads - before.reads) / BATCHES,
+            "batch_seconds": seconds / BATCHES,
+            "batch_reads": (after.reads - before.reads) / BATCHES,
             "batch_bytes_read": (after.bytes_read - before.bytes_read) / BATCHES,
-            "cached_share": (after.edges_cached - before.edges_cached) / (after.edges_asked - before.edges_asked),
-        }  # fmt: skip
+            "cached_share": (after.edges_cached - before.edges_cached)
+            / (after.edges_asked - before.edges_asked),
+        }
         return Sample(edges, seconds, cpu, extra)
 
     return Contender(name, "edges/s", "direct I/O", run)
@@ -147,10 +160,12 @@ def main(settings: Settings) -> None:
             store.sampler(FANOUTS, memory=larger_bytes) as cached,
         ):
             samplers = {
-                "graph in memory": None, "stored graph, no cache": plain, f"stored graph, {CACHE_SHARE:.0%} cached": cached,
+                "graph in memory": None, "stored graph, no cache": plain,
+                f"stored graph, {CACHE_SHARE:.0%} cached": cached,
             }  # fmt: skip
             contenders = [
-                in_memory(truth) if one is None else stored(name, one, truth) for name, one in samplers.items()
+                in_memory(truth) if one is None else stored(name, one, truth)
+                for name, one in samplers.items()
             ]
             for contender in contenders:
                 contender.run(settings.rounds)
@@ -158,8 +173,9 @@ def main(settings: Settings) -> None:
             rows = [figures(name, samplers[name], one.samples) for name, one in series.items()]
             engine = plain.engine
     report = Report("sampling", "Neighbour sampling from a stored graph", {
-        "nodes": nodes, "edges": edges, "topology_bytes": settings.size_bytes, "fanouts": list(FANOUTS), "seeds": SEEDS,
-        "memory_bytes": memory_bytes, "memory_bytes_cached": larger_bytes, "rounds": settings.rounds, "engine": engine,
+        "nodes": nodes, "edges": edges, "topology_bytes": settings.size_bytes, "fanouts": list(FANOUTS),
+        "seeds": SEEDS, "memory_bytes": memory_bytes, "memory_bytes_cached": larger_bytes,
+        "rounds": settings.rounds, "engine": engine,
     }, settings.workspace)  # fmt: skip
     report.series = list(series.values())
     columns = ("sampler", "edges a mini-batch", "ms", "reads", "MB read", "cache MiB", "edges cached")
@@ -168,8 +184,9 @@ def main(settings: Settings) -> None:
         ratio = 1 / paired_ratio(series[name], series["graph in memory"])
         report.claims.append(Claim(f"time of a mini-batch: {name} over graph in memory", ratio))
     report.notes = [
-        f"{SEEDS} seeds, fan-outs {list(FANOUTS)}; every mini-batch was equal to the one made in memory. The sampler's budget was "
-        f"{memory_bytes / 2**20:,.0f} MiB without a cache, {larger_bytes / 2**20:,.0f} MiB with; in memory the graph takes "
+        f"{SEEDS} seeds, fan-outs {list(FANOUTS)}; every mini-batch was equal to the one made in "
+        f"memory. The sampler's budget was {memory_bytes / 2**20:,.0f} MiB without a cache, "
+        f"{larger_bytes / 2**20:,.0f} MiB with; in memory the graph takes "
         f"{(settings.size_bytes + 8 * nodes) / 2**20:,.0f} MiB.",
     ]
     report.save(settings.out, settings.quick)

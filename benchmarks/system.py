@@ -1,4 +1,5 @@
-"""The state of the machine around a measurement: page cache, memory limits, memory that exists only once touched, counters."""
+"""The state of the machine around a measurement: page cache, memory limits, memory that exists only once
+touched, counters."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ _CGROUP_V1 = Path("/sys/fs/cgroup/memory")
 _CGROUP_V2 = Path("/sys/fs/cgroup")
 #: A file is cold when no more than this share of its pages is in the page cache.
 RESIDENT_MAX = 0.01
-#: An environment in which mini-batches that were freed are given back at once, so that processes hold what they use.
+#: An environment in which mini-batches that were freed are given back at once, so that processes hold what
+#: they use.
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
 
 
@@ -78,7 +80,8 @@ def warm_cache(paths: Sequence[Path]) -> None:
 
 
 def touch_memory(size_bytes: int) -> None:
-    """Touch and free memory, so that a virtual machine whose memory is backed on first touch has it backed before measuring."""
+    """Touch and free memory, so that a virtual machine whose memory is backed on first touch has it backed
+    before measuring."""
     with mmap.mmap(-1, size_bytes) as memory:
         for at in range(0, size_bytes, mmap.PAGESIZE):
             memory[at] = 1
@@ -109,7 +112,8 @@ def process_io() -> dict[str, int]:
 
 
 def device_io(directory: Path) -> dict[str, int] | None:
-    """Bytes that everything on the machine made the device under a directory read and write; None where it is not known."""
+    """Bytes that everything on the machine made the device under a directory read and write; None where it is
+    not known."""
     number = os.stat(directory).st_dev
     stat = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}/stat")
     if not stat.exists():
@@ -144,7 +148,9 @@ def memory_group(limit_bytes: int) -> Iterator[MemoryGroup]:
     try:
         directory.mkdir()
     except OSError as error:
-        raise PermissionError(f"no memory cgroup can be made in {parent} ({error.strerror}); run as root") from error
+        raise PermissionError(
+            f"no memory cgroup can be made in {parent} ({error.strerror}); run as root"
+        ) from error
     try:
         if not (directory / limit_file).exists():
             raise PermissionError(f"{parent} has no memory controller; add it to cgroup.subtree_control")
@@ -163,8 +169,8 @@ def run_child(
     """Run a script of this directory in a fresh process; it is given and prints one JSON object."""
     command = [sys.executable, str(script), json.dumps(arguments)]
     done = subprocess.run(
-        command if group is None else group.wrap(command), env=os.environ | (environment or {}), stdout=subprocess.PIPE, text=True,
-        check=True, timeout=3600,
+        command if group is None else group.wrap(command), env=os.environ | (environment or {}),
+        stdout=subprocess.PIPE, text=True, check=True, timeout=3600,
     )  # fmt: skip
     result: dict[str, Any] = json.loads(done.stdout)
     return result

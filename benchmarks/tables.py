@@ -1,7 +1,9 @@
-"""The tables that are measured: rows whose every value follows from the row's number, so that truth needs no memory.
+"""The tables that are measured: rows whose every value follows from the row's number, so that truth needs no
+memory.
 
-The same rows are kept in three forms, made by the same block iterator: a featstore store, a flat ``.npy`` file (for
-``np.memmap`` and ``preadv``) and a Lance dataset. Forms that are already in the workspace with the same size are used again.
+The same rows are kept in three forms, made by the same block iterator: a featstore store, a flat ``.npy``
+file (for ``np.memmap`` and ``preadv``) and a Lance dataset. Forms that are already in the workspace with the
+same size are used again.
 """
 
 from __future__ import annotations

@@ -36,10 +36,16 @@ def claim_cells(result: dict[str, Any]) -> Cells:
 
 def series_cells(result: dict[str, Any]) -> Cells:
     rows = [
-        [s["name"], number(float(s["median"])), f"{number(float(s['min']))} to {number(float(s['max']))}", s["unit"],
-         number(s["cpu_microseconds"]), s["cache"]]
+        [
+            s["name"],
+            number(float(s["median"])),
+            f"{number(float(s['min']))} to {number(float(s['max']))}",
+            s["unit"],
+            number(s["cpu_microseconds"]),
+            s["cache"],
+        ]
         for s in result["series"]
-    ]  # fmt: skip
+    ]
     return ["", "median", "range", "unit", "CPU µs each", "cache"], rows
 
 
@@ -50,7 +56,10 @@ def all_cells(result: dict[str, Any]) -> list[tuple[str, Cells]]:
         found.append(("Claims", claim_cells(result)))
     if result["series"]:
         found.append(("Measured", series_cells(result)))
-    found += [(t["title"], (t["columns"], [[number(c) for c in row] for row in t["rows"]])) for t in result["tables"]]
+    found += [
+        (t["title"], (t["columns"], [[number(c) for c in row] for row in t["rows"]]))
+        for t in result["tables"]
+    ]
     return found
 
 

@@ -2,11 +2,11 @@
 
     python benchmarks/tier.py
 
-*Tier*: a request whose rows are all in the static tier, against ``torch.index_select`` on a matrix that holds the same rows. torch
-is told where in the matrix each row is; featstore is given node ids and has to find out. Both fill an array made before.
-*Planning*: ``reader.plan`` for 500,000 ids, in nanoseconds an id: with no tier at all, with a tier that holds none of the rows and
-with one that holds half of them; on a table in the order given and on one under a random permutation, where each id has to be
-looked up in a map.
+*Tier*: a request whose rows are all in the static tier, against ``torch.index_select`` on a matrix that holds
+the same rows. torch is told where in the matrix each row is; featstore is given node ids and has to find out.
+Both fill an array made before. *Planning*: ``reader.plan`` for 500,000 ids, in nanoseconds an id: with no
+tier at all, with a tier that holds none of the rows and with one that holds half of them; on a table in the
+order given and on one under a random permutation, where each id has to be looked up in a map.
 """
 
 from __future__ import annotations
@@ -17,7 +17,17 @@ from statistics import median
 
 import click
 import numpy as np
-from harness import Claim, Contender, Report, Sample, Settings, measure_rounds, note, paired_ratio, shared_options
+from harness import (
+    Claim,
+    Contender,
+    Report,
+    Sample,
+    Settings,
+    measure_rounds,
+    note,
+    paired_ratio,
+    shared_options,
+)
 from numpy.typing import NDArray
 from peers.torch_select import IndexSelect
 from system import cpu_seconds, free_memory_bytes, touch_memory
@@ -62,7 +72,10 @@ def tier_contenders(tables: Tables, store: featstore.Store, members: NDArray[np.
                 check_rows(members[positions], out[:count], 20)
             return Sample(count * repeats, seconds, cpu)
 
-        for name, run in ((f"static tier, {count:,} ids", run_ours), (f"torch.index_select, {count:,} ids", run_torch)):
+        for name, run in (
+            (f"static tier, {count:,} ids", run_ours),
+            (f"torch.index_select, {count:,} ids", run_torch),
+        ):
             run(0)
             found.append(Contender(name, "rows/s", IN_MEMORY, run))
     return found
@@ -73,7 +86,8 @@ def _positions(members: int, count: int, number: int, repeat: int) -> NDArray[np
 
 
 def planning_contenders(name: str, store: featstore.Store) -> list[Contender]:
-    """Planning for ids that no tier holds, without a tier and with one, and for ids of which a tier holds half."""
+    """Planning for ids that no tier holds, without a tier and with one, and for ids of which a tier holds
+    half."""
     rows = store.tables["features"].rows
     tier_bytes = rows // 2 * store.tables["features"].row_bytes
     even = np.arange(0, rows, 2)  # what the tier holds
@@ -117,17 +131,22 @@ def main(settings: Settings) -> None:
     touch_memory(min(free_memory_bytes() // 2, 3 * settings.size_bytes))
     members = np.sort(np.random.default_rng(1).choice(tables.rows, tables.rows // 2, replace=False))
     report = Report("tier", "Static tier and planning", {
-        "table_bytes": tables.rows * ROW_BYTES, "row_bytes": ROW_BYTES, "tier_rows": len(members), "rounds": settings.rounds,
-        "planned_ids": PLANNED_IDS, "permuted_rows": SMALL_ROWS,
+        "table_bytes": tables.rows * ROW_BYTES, "row_bytes": ROW_BYTES, "tier_rows": len(members),
+        "rounds": settings.rounds, "planned_ids": PLANNED_IDS, "permuted_rows": SMALL_ROWS,
     }, settings.workspace)  # fmt: skip
-    with featstore.open(tables.store()) as store, permuted_store(settings.workspace / "permuted.store") as permuted:
+    with (
+        featstore.open(tables.store()) as store,
+        permuted_store(settings.workspace / "permuted.store") as permuted,
+    ):
         note("filling the tier")
         contenders = tier_contenders(tables, store, members)
         contenders += planning_contenders("as given", store) + planning_contenders("permuted", permuted)
         series = measure_rounds(contenders, settings.rounds)
     report.series = list(series.values())
     for count in REQUESTS:
-        ratio = paired_ratio(series[f"static tier, {count:,} ids"], series[f"torch.index_select, {count:,} ids"])
+        ratio = paired_ratio(
+            series[f"static tier, {count:,} ids"], series[f"torch.index_select, {count:,} ids"]
+        )
         report.claims.append(Claim(f"static tier over torch.index_select, {count:,} ids", ratio, 1.0))
     for name, one in series.items():
         if name.startswith("plan, "):
@@ -137,8 +156,9 @@ def main(settings: Settings) -> None:
     import torch
 
     report.notes = [
-        f"The tier holds a random half of the table ({len(members):,} rows). torch uses {torch.get_num_threads()} threads and is given "
-        "positions, featstore node ids. Both matrices are NumPy's memory, which asks for huge pages.",
+        f"The tier holds a random half of the table ({len(members):,} rows). torch uses "
+        f"{torch.get_num_threads()} threads and is given positions, featstore node ids. Both matrices "
+        "are NumPy's memory, which asks for huge pages.",
     ]
     report.save(settings.out, settings.quick)
 

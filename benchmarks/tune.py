@@ -1,11 +1,13 @@
-"""Is ``featstore tune``'s choice the best? A brute-force sweep over the same space, each configuration measured for real.
+"""Is ``featstore tune``'s choice the best? A brute-force sweep over the same space, each configuration
+measured for real.
 
     python benchmarks/tune.py --dir /a/directory/on/the/ssd
 
-A generated graph, neighbours sampled from it in memory, rows through an online loader in a quarter of the table's size or so. Two
-workloads: GraphSAGE on the cores that sample and read, too, and a step that takes its time elsewhere, as on an accelerator. For each,
-``tune`` chooses first; then every combination of sampler workers, training threads, engine and queue depth trains for a short piece of
-an epoch, in rounds, one loader and so one warm buffer for each way of reading. Every piece is of an epoch of its own, so that no
+A generated graph, neighbours sampled from it in memory, rows through an online loader in a quarter of the
+table's size or so. Two workloads: GraphSAGE on the cores that sample and read, too, and a step that takes its
+time elsewhere, as on an accelerator. For each, ``tune`` chooses first; then every combination of sampler
+workers, training threads, engine and queue depth trains for a short piece of an epoch, in rounds, one loader
+and so one warm buffer for each way of reading. Every piece is of an epoch of its own, so that no
 configuration finds rows in the buffer because another has just trained on the same mini-batches.
 """
 
@@ -66,7 +68,10 @@ def name_of(choice: Choice) -> str:
     reading = choice.reading
     more = f", {reading.extracted} mini-batches" if reading.extracted else ""
     more += f", reader {format_bytes(reading.reader_bytes)}" if reading.reader_bytes else ""
-    return f"{choice.workers} workers, {choice.train_threads} threads, {reading.engine} {reading.queue_depth}{more}"
+    return (
+        f"{choice.workers} workers, {choice.train_threads} threads, {reading.engine} "
+        f"{reading.queue_depth}{more}"
+    )
 
 
 def check(loader: Any, files: GraphFiles) -> None:
@@ -136,7 +141,8 @@ def sweep(
             return piece(*loaders[choice.reading], made[choice.workers], choice, step, seconds)
 
         contenders = [
-            Contender(name_of(c), "mini-batches/s", "direct I/O, warm buffer", lambda _, c=c: run(c)) for c in choices
+            Contender(name_of(c), "mini-batches/s", "direct I/O, warm buffer", lambda _, c=c: run(c))
+            for c in choices
         ]
         return measure_rounds(contenders, settings.rounds)
 
@@ -147,10 +153,17 @@ def tell(report: Report, title: str, series: dict[str, Any], tuning: Tuning, cho
     order = sorted(series.values(), key=lambda one: -one.rate)
     default = next(series[name_of(c)] for c in choices if c == tuning.before.choice)
     report.claims += [
-        Claim(f"{title}: a mini-batch by tune's choice over the best of the sweep", ratio(order[0], chosen), BAR, "<="),
+        Claim(
+            f"{title}: a mini-batch by tune's choice over the best of the sweep",
+            ratio(order[0], chosen),
+            BAR,
+            "<=",
+        ),
         Claim(f"{title}: speed by tune's choice over that without options", ratio(chosen, default)),
         Claim(f"{title}: the best of the sweep over its worst", ratio(order[0], order[-1])),
-        Claim(f"{title}: the model's forecast over measured, tune's choice", tuning.after.seconds * chosen.rate),
+        Claim(
+            f"{title}: the model's forecast over measured, tune's choice", tuning.after.seconds * chosen.rate
+        ),
     ]
     notes = {chosen.name: "tune's choice", default.name: "without options"}
     report.table(
@@ -177,15 +190,17 @@ def main(settings: Settings, memory: str | None, step_ms: float) -> None:
     }
     with packed(files, settings.workspace / f"tune-{nodes}.store") as store:
         report = Report("tune", "Tuning against a brute-force sweep", {
-            "nodes": nodes, "edges": store.graphs["features"].edges, "row_bytes": 4 * COLUMNS, "memory": format_bytes(given),
-            "fanouts": list(FANOUTS), "batch_size": BATCH, "cores": cores, "rounds": settings.rounds, "configurations": len(choices),
+            "nodes": nodes, "edges": store.graphs["features"].edges, "row_bytes": 4 * COLUMNS,
+            "memory": format_bytes(given), "fanouts": list(FANOUTS), "batch_size": BATCH, "cores": cores,
+            "rounds": settings.rounds, "configurations": len(choices),
         }, settings.workspace)  # fmt: skip
         sampler = open_sampler(store, FANOUTS, in_memory=True)
         for title, step in steps.items():
             make = neighbour_batches(sampler, files.load("train"), BATCH)
             begin = time.perf_counter()
             tuning = tune(
-                store, make, step, memory=given, cores=cores, workers={c.workers for c in choices}, seconds=3.0 if settings.quick else 20.0,
+                store, make, step, memory=given, cores=cores, workers={c.workers for c in choices},
+                seconds=3.0 if settings.quick else 20.0,
                 engines=list(dict.fromkeys(c.reading.engine for c in choices)), queue_depths=DEPTHS,
             )  # fmt: skip
             note(f"{title}: tune chose {name_of(tuning.choice)} in {time.perf_counter() - begin:.0f} s")
@@ -196,8 +211,9 @@ def main(settings: Settings, memory: str | None, step_ms: float) -> None:
                 one.name = f"{title}: {one.name}"
             report.series += series.values()
     report.notes = [
-        "Each configuration trains for a little less than a second in each round, after the first mini-batches of the piece; ratios are "
-        "medians of ratios within rounds. The best of the sweep is picked by the same figures, so a part of its lead is luck.",
+        "Each configuration trains for a little less than a second in each round, after the first "
+        "mini-batches of the piece; ratios are medians of ratios within rounds. The best of the sweep "
+        "is picked by the same figures, so a part of its lead is luck.",
     ]
     report.save(settings.out, settings.quick)
 

@@ -1,14 +1,17 @@
 """What placements are measured against: DiskGNN's own, and the best of all that can be tried.
 
-**DiskGNN** (SIGMOD 2025, 5.1): mini-batches are cut into groups (its segments); rows that one mini-batch of a group misses are packed for
-it, all others shared by the group; the smallest group that keeps the limit is taken, because smaller groups amplify less and packed rows
-not at all. Reads are not looked at. Regions are ordered by MinHash: each row is given the smallest of its mini-batches' numbers under
-two random permutations, and rows are sorted by the first and then the second (Algorithm 1). The paper's limits leave room for one copy of
-every row; where there is less, the largest group is taken and the rows that the fewest miss are left in the base table.
+**DiskGNN** (SIGMOD 2025, 5.1): mini-batches are cut into groups (its segments); rows that one mini-batch of a
+group misses are packed for it, all others shared by the group; the smallest group that keeps the limit is
+taken, because smaller groups amplify less and packed rows not at all. Reads are not looked at. Regions are
+ordered by MinHash: each row is given the smallest of its mini-batches' numbers under two random permutations,
+and rows are sorted by the first and then the second (Algorithm 1). The paper's limits leave room for one copy
+of every row; where there is less, the largest group is taken and the rows that the fewest miss are left in
+the base table.
 
-**Brute force** tries, for each group size, every way to cut the classes of rows (missed by 1, 2, 3 ... mini-batches of the group) into
-three ranges and to give each range a place, and plans every read of each. Whatever is left of the limit then goes to a part of one
-more class, as long as that helps, again by trying all. For small cases only.
+**Brute force** tries, for each group size, every way to cut the classes of rows (missed by 1, 2, 3 ...
+mini-batches of the group) into three ranges and to give each range a place, and plans every read of each.
+Whatever is left of the limit then goes to a part of one more class, as long as that helps, again by trying
+all. For small cases only.
 """
 
 from __future__ import annotations
@@ -58,9 +61,14 @@ def paper_choice(misses: RowLists, table_rows: int, row_bytes: int, disk_bytes: 
 
 @njit(cache=True, nogil=True)
 def take_minima(
-    ids: NDArray[np.int64], first: int, second: int, minima: NDArray[np.int64], minima_second: NDArray[np.int64]
+    ids: NDArray[np.int64],
+    first: int,
+    second: int,
+    minima: NDArray[np.int64],
+    minima_second: NDArray[np.int64],
 ) -> None:
-    """A mini-batch's numbers under the two permutations, to the rows that it misses, where they are smaller."""
+    """A mini-batch's numbers under the two permutations, to the rows that it misses, where they are
+    smaller."""
     for i in range(ids.shape[0]):
         row = ids[i]
         minima[row] = min(minima[row], first)
@@ -68,7 +76,8 @@ def take_minima(
 
 
 def minhash_order(misses: RowLists, table_rows: int, seed: int = 0) -> Order:
-    """DiskGNN's order of a region: by the two MinHash values of a row's mini-batches (rows of equal values ascending)."""
+    """DiskGNN's order of a region: by the two MinHash values of a row's mini-batches (rows of equal values
+    ascending)."""
     batches = len(misses)
     generator = np.random.default_rng(seed)
     permutations = generator.permutation(batches), generator.permutation(batches)
@@ -91,7 +100,9 @@ def paper_forecast(
 ) -> Forecast:  # fmt: skip
     """The exact forecast of a placement whose regions are in DiskGNN's order."""
     order = minhash_order(misses, table_rows, seed)
-    return forecast(placement, misses, table_rows, base_layout, model, extent_bytes_max=extent_bytes_max, order=order)
+    return forecast(
+        placement, misses, table_rows, base_layout, model, extent_bytes_max=extent_bytes_max, order=order
+    )
 
 
 class BruteForce:
@@ -113,11 +124,14 @@ class BruteForce:
         }
         self._tallies = {size: tally_classes(misses, size, table_rows) for size in group_sizes}
         self._tried = [
-            (placement, self._forecast(placement)) for size in group_sizes for placement in self._placements(size)
+            (placement, self._forecast(placement))
+            for size in group_sizes
+            for placement in self._placements(size)
         ]
 
     def _placements(self, size: int) -> list[Placement]:
-        """Every choice of places for up to three ranges of classes; a row that one mini-batch misses is not shared."""
+        """Every choice of places for up to three ranges of classes; a row that one mini-batch misses is not
+        shared."""
         top = int(np.flatnonzero(self._tallies[size].sum(axis=1)).max(initial=1))
         places = [int(place) for place in Choice]
         choices = set()
@@ -140,7 +154,9 @@ class BruteForce:
         for size in self._groups:
             fits = [t for t in self._tried if t[0].group_size == size and t[1].disk_bytes <= disk_bytes]
             placement, expected = min(fits, key=lambda pair: pair[1].seconds)
-            splits = [(p, self._forecast(p)) for p in self._splits(placement, disk_bytes // self._layout.row_bytes)]
+            splits = [
+                (p, self._forecast(p)) for p in self._splits(placement, disk_bytes // self._layout.row_bytes)
+            ]
             found.append(min([(placement, expected), *splits], key=lambda pair: pair[1].seconds))
         return min(found, key=lambda pair: pair[1].seconds)
 
@@ -151,7 +167,10 @@ class BruteForce:
             if count > 1 or place != Choice.SHARED:
                 for steps in range(SPLIT_STEPS, 0, -1):
                     split = replace(
-                        placement, split_count=count, split_fraction=steps / SPLIT_STEPS, split_choice=int(place)
+                        placement,
+                        split_count=count,
+                        split_fraction=steps / SPLIT_STEPS,
+                        split_choice=int(place),
                     )
                     if disk_rows(split, tally) <= limit:
                         splits.append(split)

@@ -1,7 +1,8 @@
 """featstore: a storage engine for graph features on SSD.
 
-``pack`` lays features out once in a chunked, checksummed format; ``open`` and ``Store.reader`` read rows at the speed of the
-device in a fixed amount of memory. Importing this package loads neither numba nor torch nor zarr.
+``pack`` lays features out once in a chunked, checksummed format; ``open`` and ``Store.reader`` read rows at
+the speed of the device in a fixed amount of memory. Importing this package loads neither numba nor torch nor
+zarr.
 """
 
 from __future__ import annotations
@@ -47,8 +48,9 @@ _WHERE = {
 }
 
 __all__ = [
-    "OnlineLoader", "PartitionOrder", "Plan", "ProximityOrder", "Reader", "ReaderStats", "Request", "SharedBuffer", "Store", "Table",
-    "Trace", "__version__", "compile_trace", "open", "pack", "train_loader", "verify",
+    "OnlineLoader", "PartitionOrder", "Plan", "ProximityOrder", "Reader", "ReaderStats", "Request",
+    "SharedBuffer", "Store", "Table", "Trace", "__version__", "compile_trace", "open", "pack", "train_loader",
+    "verify",
 ]  # fmt: skip
 
 

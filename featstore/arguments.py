@@ -1,8 +1,8 @@
 """What a caller may give: the rules of the public functions' arguments, each in one place.
 
 They are asked where an argument enters the package, once, not where it is used. What breaks a rule raises an
-:class:`featstore.errors.ArgumentError` that names the argument, what it takes and what it was given. Nothing is guessed: True is no
-number, 3.7 no count, and a text is no list of its characters.
+:class:`featstore.errors.ArgumentError` that names the argument, what it takes and what it was given. Nothing
+is guessed: True is no number, 3.7 no count, and a text is no list of its characters.
 """
 
 from __future__ import annotations
@@ -23,9 +23,14 @@ COUNT_MAX = 2**63 - 1
 
 
 def shown(value: Any) -> str:
-    """A value in a message, in a few words whatever it is: texts and numbers as they are, of the rest the type, dtype and shape."""
+    """A value in a message, in a few words whatever it is: texts and numbers as they are, of the rest the
+    type, dtype and shape."""
     if value is None or isinstance(value, bool | str | bytes | int | float):
-        text = repr(value) if not isinstance(value, int) or value.bit_length() < 256 else "a number of very many digits"
+        text = (
+            repr(value)
+            if not isinstance(value, int) or value.bit_length() < 256
+            else "a number of very many digits"
+        )
         return text if len(text) <= 80 else f"{text[:76]} ..."
     kind = type(value)
     if kind.__module__ == "numpy" and getattr(value, "shape", None) == () and kind.__name__ != "ndarray":
@@ -69,14 +74,18 @@ def as_count(value: Any, name: str, least: int = 1, most: int = COUNT_MAX) -> in
     return as_integer(value, name, least, most)
 
 
-def as_number(value: Any, name: str, least: float = 0.0, most: float = math.inf, *, above: bool = False) -> float:
+def as_number(
+    value: Any, name: str, least: float = 0.0, most: float = math.inf, *, above: bool = False
+) -> float:
     """A finite number within bounds; with ``above`` not the lower bound itself."""
     try:
         number = math.nan if isinstance(value, bool | str | bytes) or not _is_number(value) else float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):
         number = math.nan
     if not math.isfinite(number) or number > most or number < least or (above and number == least):
-        bounds = f"{'more than' if above else 'at least'} {least:g}" + (f" and at most {most:g}" * (most < math.inf))
+        bounds = f"{'more than' if above else 'at least'} {least:g}" + (
+            f" and at most {most:g}" * (most < math.inf)
+        )
         raise ArgumentError(f"{name} must be a number of {bounds}, not {shown(value)}")
     return number
 
@@ -146,8 +155,11 @@ def as_sequence(value: Any, name: str, what: str) -> list[Any]:
 
 
 def as_batches(value: Any, name: str, *, functions: bool = True) -> Any:
-    """Mini-batches: something to iterate over, but no text and no mapping; or, with ``functions``, what makes such a thing."""
-    if isinstance(value, str | bytes | Mapping) or not (isinstance(value, Iterable) or (functions and callable(value))):
+    """Mini-batches: something to iterate over, but no text and no mapping; or, with ``functions``, what makes
+    such a thing."""
+    if isinstance(value, str | bytes | Mapping) or not (
+        isinstance(value, Iterable) or (functions and callable(value))
+    ):
         beside = ", or a function that makes one" if functions else ""
         raise ArgumentError(f"{name} must be an iterable of mini-batches{beside}, not {shown(value)}")
     return value
@@ -158,7 +170,9 @@ def as_table_names(value: Any, name: str) -> list[str]:
     names = [value] if isinstance(value, str) else as_sequence(value, name, "names of tables")
     texts = [one for one in names if isinstance(one, str)]
     if not names or len(set(texts)) < len(names):
-        raise ArgumentError(f"{name} must be names of tables, at least one, and each once, not {shown(value)}")
+        raise ArgumentError(
+            f"{name} must be names of tables, at least one, and each once, not {shown(value)}"
+        )
     return texts
 
 
@@ -167,7 +181,9 @@ def need_torch(why: str) -> Any:
     try:
         import torch
     except ImportError as error:
-        raise MissingPackageError(f"{why} needs torch: pip install 'featstore[torch]'", name=error.name) from error
+        raise MissingPackageError(
+            f"{why} needs torch: pip install 'featstore[torch]'", name=error.name
+        ) from error
     return torch
 
 
@@ -199,7 +215,9 @@ def as_fanouts(fanouts: Any) -> tuple[int, ...]:
 def near(value: Any, known: Iterable[Any]) -> str:
     """``; did you mean 'that'?`` where a name is near to one that there is."""
     found = (
-        get_close_matches(value, [one for one in known if isinstance(one, str)], 1) if isinstance(value, str) else []
+        get_close_matches(value, [one for one in known if isinstance(one, str)], 1)
+        if isinstance(value, str)
+        else []
     )
     return f"; did you mean {found[0]!r}?" if found else ""
 
@@ -226,7 +244,9 @@ def check_options(given: Mapping[Any, Any], known: Sequence[str], who: str) -> N
     """Raise ArgumentError for an option that is none of those ``known``, and say which is meant."""
     for name in given:
         if name not in known:
-            raise ArgumentError(f"{who} has no option {name!r}; it takes {', '.join(sorted(known))}{near(name, known)}")
+            raise ArgumentError(
+                f"{who} has no option {name!r}; it takes {', '.join(sorted(known))}{near(name, known)}"
+            )
 
 
 def check_state(state: Any, expected: Mapping[str, Any], whose: str) -> Mapping[str, Any]:
@@ -234,6 +254,8 @@ def check_state(state: Any, expected: Mapping[str, Any], whose: str) -> Mapping[
     for name, value in expected.items():
         found = as_mapping(state, "state", "what state_dict() returned").get(name)
         if type(found) is not type(value) or found != value:
-            raise ArgumentError(f"the state has {name} = {shown(found)}, {whose} {value!r}: nothing would be repeated")
+            raise ArgumentError(
+                f"the state has {name} = {shown(found)}, {whose} {value!r}: nothing would be repeated"
+            )
     given: Mapping[str, Any] = state
     return given

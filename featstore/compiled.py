@@ -13,7 +13,8 @@ class Compiled(CompiledTrace):
     """A compiled trace of a store; made by :meth:`featstore.Store.compiled`. A context manager."""
 
     def loader(self, **options: Any) -> CompiledLoader:
-        """A loader of its mini-batches; the options are those of :class:`featstore.loaders.compiled.CompiledLoader`."""
+        """A loader of its mini-batches; the options are those of
+        :class:`featstore.loaders.compiled.CompiledLoader`."""
         if options.get("order") is None:
             warn_of_ranks("a loader of a compiled trace")
         return CompiledLoader(self, **options)

@@ -1,8 +1,9 @@
 """The whole error tree.
 
-Every error that featstore raises on purpose derives from :class:`FeatstoreError`, says *what* is wrong, *where*
-(path, offset, table, id) and *what to do*. Where Python has a fitting built-in (``IndexError`` for an id out of range,
-``OSError`` for a device), the class derives from it as well, so that generic handlers keep working.
+Every error that featstore raises on purpose derives from :class:`FeatstoreError`, says *what* is wrong,
+*where* (path, offset, table, id) and *what to do*. Where Python has a fitting built-in (``IndexError`` for an
+id out of range, ``OSError`` for a device), the class derives from it as well, so that generic handlers keep
+working.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ class SourceError(FeatstoreError, ValueError):
 
 
 class ArgumentError(SourceError, TypeError):
-    """An argument of a public function is of another type, range, shape or size than it takes, or has another name. The message names
-    the argument. A ValueError and a TypeError, whichever of the two is the matter."""
+    """An argument of a public function is of another type, range, shape or size than it takes, or has another
+    name. The message names the argument. A ValueError and a TypeError, whichever of the two is the matter."""
 
 
 class UnknownNameError(ArgumentError, KeyError):
@@ -115,18 +116,26 @@ class CancelledError(FeatstoreError):
 class CorruptionError(FeatstoreError):
     """Stored bytes are not what was written: a checksum, a size or a digest does not match.
 
-    Attributes: ``path``, ``offset`` (bytes from the file's start, or None for a whole file), ``expected``, ``actual``.
+    Attributes: ``path``, ``offset`` (bytes from the file's start, or None for a whole file), ``expected``,
+    ``actual``.
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], offset: int | None, expected: object, actual: object, advice: str = ""
+        self,
+        path: str | os.PathLike[str],
+        offset: int | None,
+        expected: object,
+        actual: object,
+        advice: str = "",
     ) -> None:
         self.path = os.fspath(path)
         self.offset = offset
         self.expected = expected
         self.actual = actual
         where = self.path if offset is None else f"{self.path} at byte {offset}"
-        advice = advice or "restore the file from a copy or pack again; `featstore verify` lists every bad page"
+        advice = (
+            advice or "restore the file from a copy or pack again; `featstore verify` lists every bad page"
+        )
         super().__init__(f"corrupt data in {where}: expected {expected}, found {actual}; {advice}")
         self._args = (os.fspath(path), offset, expected, actual, advice)
 
@@ -141,8 +150,10 @@ _ADVICE = {
     _errno.EMFILE: _FILES,
     _errno.ENFILE: _FILES,
     _errno.EAGAIN: "the system is out of threads or memory; try again, or raise its limits (ulimit -u)",
-    _errno.ENOMEM: "the system has no memory left for this process: give a smaller memory=, or raise the limit (ulimit -v, "
-    "the container's)",
+    _errno.ENOMEM: (
+        "the system has no memory left for this process: give a smaller memory=, or raise the "
+        "limit (ulimit -v, the container's)"
+    ),
     _errno.EACCES: "check the permissions, also of the directories above",
     _errno.EPERM: "check the permissions, also of the directories above",
     _errno.EROFS: "the file system is mounted read-only: give a path on another one, or mount it for writing",
@@ -187,7 +198,11 @@ class DiskFullError(FeatstoreError, OSError):
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], needed_bytes: int, available_bytes: int, errno: int = _errno.ENOSPC
+        self,
+        path: str | os.PathLike[str],
+        needed_bytes: int,
+        available_bytes: int,
+        errno: int = _errno.ENOSPC,
     ) -> None:
         self.path = os.fspath(path)
         self.needed_bytes = needed_bytes
@@ -195,9 +210,15 @@ class DiskFullError(FeatstoreError, OSError):
         needed = f"{needed_bytes:,} bytes needed, " if needed_bytes else ""
         why, advice = "not enough disk space", "free some space or pack to another disk"
         if errno == _errno.EDQUOT:
-            why, advice = "the disk quota is used up", "free some space, have the quota raised, or use another disk"
+            why, advice = (
+                "the disk quota is used up",
+                "free some space, have the quota raised, or use another disk",
+            )
         elif errno == _errno.EFBIG:
-            why, advice = "a file would become larger than it may", "raise the limit of file sizes (ulimit -f)"
+            why, advice = (
+                "a file would become larger than it may",
+                "raise the limit of file sizes (ulimit -f)",
+            )
         message = f"{why} under {self.path}: {needed}{available_bytes:,} available; {advice}"
         OSError.__init__(self, errno, message)
         self.filename = self.path
@@ -210,7 +231,8 @@ class DiskFullError(FeatstoreError, OSError):
 
 
 class BudgetError(FeatstoreError, ValueError):
-    """A memory budget is too small. Attributes: ``needed_bytes`` (the smallest that works), ``given_bytes``, ``what``."""
+    """A memory budget is too small. Attributes: ``needed_bytes`` (the smallest that works), ``given_bytes``,
+    ``what``."""
 
     def __init__(self, needed_bytes: int, given_bytes: int, what: str) -> None:
         self.needed_bytes = needed_bytes

@@ -29,22 +29,24 @@ class Graph(StoredGraph):
     contiguous copy."""
 
     def offsets(self) -> NDArray[np.int64]:
-        """int64 [rows + 1], all of it: 8 bytes a row. Raises BudgetError, CorruptionError, DeviceError, FormatError."""
+        """int64 [rows + 1], all of it: 8 bytes a row. Raises BudgetError, CorruptionError, DeviceError,
+        FormatError."""
         from featstore.reader.graphs import read_offsets
 
         return read_offsets(self)
 
     def csc(self) -> tuple[NDArray[np.int64], NDArray[Any]]:
         """The whole topology in memory, as a sampler takes it: (indptr int64 [nodes + 1], indices [edges]) by
-        node id, each list in the order in which it is stored. For graphs that fit: about 3 times 8 bytes a node
-        and 4 an edge. Raises BudgetError, CorruptionError, DeviceError, FormatError."""
+        node id, each list in the order in which it is stored. For graphs that fit: about 3 times 8 bytes a
+        node and 4 an edge. Raises BudgetError, CorruptionError, DeviceError, FormatError."""
         from featstore.reader.graphs import read_csc
 
         return read_csc(self)
 
 
 class Store(OpenStore):
-    """An open store; see :func:`featstore.open`. ``tables``, ``graphs`` and ``arrays`` are mappings by name."""
+    """An open store; see :func:`featstore.open`. ``tables``, ``graphs`` and ``arrays`` are mappings by
+    name."""
 
     graphs: Mapping[str, Graph]
     _graph_class: ClassVar[type[StoredGraph]] = Graph

@@ -31,11 +31,11 @@ SIZE_MAX = 2**62
 
 
 def parse_bytes(size: int | float | str, name: str = "a size") -> int:
-    """A size in bytes from a number of bytes or a text such as ``"1.5GiB"``, ``"300MB"``, ``"64k"`` (k = KiB). Parts of a byte
-    are left out.
+    """A size in bytes from a number of bytes or a text such as ``"1.5GiB"``, ``"300MB"``, ``"64k"`` (k =
+    KiB). Parts of a byte are left out.
 
-    Raises ArgumentError, a ValueError, for anything else, and for sizes that are not positive or that no machine has; ``name``: of
-    the argument.
+    Raises ArgumentError, a ValueError, for anything else, and for sizes that are not positive or that no
+    machine has; ``name``: of the argument.
     """
     from featstore.arguments import as_number, shown
 
@@ -43,11 +43,14 @@ def parse_bytes(size: int | float | str, name: str = "a size") -> int:
         match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*", size) if len(size) <= 80 else None
         if match is None or match.group(2).lower() not in _UNITS:
             raise ArgumentError(
-                f"{name}: cannot read {shown(size)} as a size; write for example 512MiB, 2GiB or a number of bytes"
+                f"{name}: cannot read {shown(size)} as a size; write for example 512MiB, 2GiB or a "
+                "number of bytes"
             )
         number = float(match.group(1)) * _UNITS[match.group(2).lower()]
     else:
-        number = size if isinstance(size, int) and not isinstance(size, bool) else as_number(size, name, -math.inf)
+        number = (
+            size if isinstance(size, int) and not isinstance(size, bool) else as_number(size, name, -math.inf)
+        )
     if not 1 <= number <= SIZE_MAX:
         raise ArgumentError(f"{name} must be positive, and at most 4 EiB, not {shown(size)}")
     return int(number)

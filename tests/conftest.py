@@ -1,4 +1,5 @@
-"""What all tests share: isolation from the user's calibration, small chunk files, and small stores to read."""
+"""What all tests share: isolation from the user's calibration, small chunk files, and small stores to
+read."""
 
 from __future__ import annotations
 
@@ -82,7 +83,8 @@ def features() -> np.ndarray[Any, np.dtype[np.float32]]:
 
 @pytest.fixture(scope="session")
 def packed(tmp_path_factory: pytest.TempPathFactory, pack: PackSmall, features: Any) -> Path:
-    """A store of ``features`` in four chunk files of 256 rows, permuted. Not to be written to: take ``own``."""
+    """A store of ``features`` in four chunk files of 256 rows, permuted. Not to be written to: take
+    ``own``."""
     path = tmp_path_factory.mktemp("packed") / "store"
     permutation = np.random.default_rng(1).permutation(len(features))
     with pytest.MonkeyPatch.context() as patch:

@@ -69,8 +69,8 @@ def test_all_that_packing_and_compiling_make_is_their_own(tmp_path: Path) -> Non
             for residency in ("min", "fixed"):
                 for dry_run in (True, False):
                     made = featstore.compile_trace(
-                        store, trace, "x", memory="64MiB", cache=100_000, device_memory=50_000, residency=residency,
-                        disk="2x", overwrite=True, dry_run=dry_run, disk_door=disk,
+                        store, trace, "x", memory="64MiB", cache=100_000, device_memory=50_000,
+                        residency=residency, disk="2x", overwrite=True, dry_run=dry_run, disk_door=disk,
                     )  # fmt: skip
                     if isinstance(made, featstore.Store):
                         assert survey(made.path / made.manifest.generation, GENERATION).foreign == []
@@ -158,9 +158,10 @@ def test_nothing_is_done_through_a_link_on_the_way(tmp_path: Path) -> None:
     link.symlink_to(tmp_path / "real")
     disk, path = Disk(), link / "inside"
     deeds = [
-        lambda: disk.mkdir(path / "new"), lambda: disk.mkdir(link), lambda: disk.create(path / "new"), lambda: disk.unlink(path / "file"),
-        lambda: disk.rename(path / "file", path / "other"), lambda: disk.rename(inside / "file", path / "other"),
-        lambda: disk.rmtree(path, GENERATION), lambda: disk.rmtree(link, SPILL), lambda: disk.fsync_dir(path),
+        lambda: disk.mkdir(path / "new"), lambda: disk.mkdir(link), lambda: disk.create(path / "new"),
+        lambda: disk.unlink(path / "file"), lambda: disk.rename(path / "file", path / "other"),
+        lambda: disk.rename(inside / "file", path / "other"), lambda: disk.rmtree(path, GENERATION),
+        lambda: disk.rmtree(link, SPILL), lambda: disk.fsync_dir(path),
         lambda: disk.write_file(path / "file", b"x"), lambda: disk.replace_file(path / "file", b"x"),
         lambda: Lock(path / "lock", "held", "wait"),
     ]  # fmt: skip

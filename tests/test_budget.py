@@ -14,7 +14,10 @@ from featstore.units import EXTENT_BYTES_MAX
 PAGE = 4096
 
 needs = st.builds(
-    TableNeed, st.integers(0, 2**34), st.integers(0, 2**34), st.integers(1, 2**17) | st.integers(1, 64 * 2**20)
+    TableNeed,
+    st.integers(0, 2**34),
+    st.integers(0, 2**34),
+    st.integers(1, 2**17) | st.integers(1, 64 * 2**20),
 )
 
 

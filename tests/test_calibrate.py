@@ -1,4 +1,5 @@
-"""Calibration and bench: places, fits, and what they refuse. How fast this machine is, is no matter for a test."""
+"""Calibration and bench: places, fits, and what they refuse. How fast this machine is, is no matter for a
+test."""
 
 from __future__ import annotations
 
@@ -23,7 +24,15 @@ from featstore.errors import CorruptionError, DiskFullError, FeatstoreWarning, S
 from featstore.layout import TableLayout
 from featstore.measure import bench as bench_module
 from featstore.measure.bench import bench
-from featstore.measure.calibrate import EXTENT_SIZES, LaneBench, Sample, calibrate, drop_cached, fit_model, measure
+from featstore.measure.calibrate import (
+    EXTENT_SIZES,
+    LaneBench,
+    Sample,
+    calibrate,
+    drop_cached,
+    fit_model,
+    measure,
+)
 from featstore.measure.scratch import scratch_store
 from featstore.plan.cost import DeviceModel, load_model, models_path
 from featstore.store import Store
@@ -144,7 +153,9 @@ def test_samples_take_turns_and_their_median_counts(store: Store, monkeypatch: p
     result = measure(store.path, "threads", seconds=0.05, data_bytes_min=1)
     seconds = {g.gap_pages: g.median_seconds for g in result.gaps}
     assert (
-        result.model.gap_pages_max == min(gap for gap in seconds if seconds[gap] <= 1.07 * min(seconds.values())) >= 4
+        result.model.gap_pages_max
+        == min(gap for gap in seconds if seconds[gap] <= 1.07 * min(seconds.values()))
+        >= 4
     )
     exact = fit_model(result.samples)
     assert exact.read_seconds == pytest.approx(8e-6, rel=1e-3)
@@ -159,7 +170,9 @@ def test_samples_take_turns_and_their_median_counts(store: Store, monkeypatch: p
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_calibrate_keeps_a_model_that_readers_take(store: Store, engine: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calibrate_keeps_a_model_that_readers_take(
+    store: Store, engine: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     result = measure(store.path, engine, seconds=0.05, data_bytes_min=1)
     assert not result.temporary
     assert load_model(result.key).calibrated is False, "measuring keeps nothing"
@@ -175,7 +188,9 @@ def test_small_stores_get_a_temporary_one(store: Store, monkeypatch: pytest.Monk
     monkeypatch.undo()  # layouts as they are
     seen: list[tuple[str, int, int]] = []
     for path in (store.path, store.path.parent):
-        result = measure(path, "threads", seconds=0.05, data_bytes_min=2 << 20, progress=lambda *a: seen.append(a))
+        result = measure(
+            path, "threads", seconds=0.05, data_bytes_min=2 << 20, progress=lambda *a: seen.append(a)
+        )
         assert result.temporary
         assert [s.extent_bytes for s in result.samples] == list(EXTENT_SIZES)
         assert [p.name for p in store.path.parent.iterdir()] == ["s"]
@@ -194,7 +209,9 @@ module.measure(sys.argv[1], "threads", seconds=0.05, data_bytes_min=4 << 20, pro
 
 @pytest.mark.parametrize("stage", ["write", "measure"])
 def test_the_next_one_removes_what_a_killed_one_left_and_no_more(tmp_path: Path, stage: str) -> None:
-    done = subprocess.run([sys.executable, "-c", _KILLED, str(tmp_path), stage], timeout=120, capture_output=True)
+    done = subprocess.run(
+        [sys.executable, "-c", _KILLED, str(tmp_path), stage], timeout=120, capture_output=True
+    )
     assert done.returncode == -signal.SIGKILL, done.stderr
     (left,) = tmp_path.iterdir()
     assert left.name.startswith(".featstore-calibrate-")
@@ -226,7 +243,9 @@ def test_one_that_is_under_way_is_left_alone(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_disk_that_fills_up_in_the_middle_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_fills_up_in_the_middle_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write, written = os.pwrite, [0]
 
     def full(descriptor: int, data: Any, offset: int) -> int:
@@ -266,14 +285,18 @@ def test_dropping_leaves_files_as_they_are(tmp_path: Path) -> None:
 def test_bench_cases(store: Store, engine: str) -> None:
     seen: list[Any] = []
     threads = threading.active_count()
-    report = bench(store, "features", engine=engine, seconds=0.01, memory="64MiB", progress=lambda *a: seen.append(a))
+    report = bench(
+        store, "features", engine=engine, seconds=0.01, memory="64MiB", progress=lambda *a: seen.append(a)
+    )
     assert threading.active_count() <= threads, "readers and engines are closed"
     assert len(seen) == 4
     table = store.tables["features"]
     cases = {case.name: case for case in report.cases}
     assert (report.engine, report.rows, report.row_bytes) == (engine, table.rows, 100)
     assert report.cache_state.startswith("cold" if report.access == "direct" else report.access)
-    random, half, scan, memory = (cases[n] for n in ("random rows", "half of the pages", "scan", "rows in memory"))
+    random, half, scan, memory = (
+        cases[n] for n in ("random rows", "half of the pages", "scan", "rows in memory")
+    )
     assert random.rows == random.requests * 1024
     assert scan.rows == scan.requests * table.rows
     assert half.rows == half.requests * (-(-table.rows // 40) // 2)
@@ -292,7 +315,9 @@ def test_bench_reads_in_store_order(tmp_path: Path) -> None:
         run = bench_module._Bench(packed, packed.tables["features"], "threads", 0.01, 64 << 20)
         scan, half = run.scan(), run.half_of_pages()
         assert scan.read_bytes_per_second == pytest.approx(scan.row_bytes_per_second)
-        assert scan.reads == scan.requests * -(-packed.tables["features"].data_bytes // run._budget.extent_bytes_max)
+        assert scan.reads == scan.requests * -(
+            -packed.tables["features"].data_bytes // run._budget.extent_bytes_max
+        )
         with packed.reader(engine="threads", static=None, model=model) as reader:
             pages = reader.plan(run._nodes_of(np.arange(0, 4096, 64))).tables[0].pages
         assert pages == 64

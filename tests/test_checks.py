@@ -30,7 +30,9 @@ def accepted(check: Callable[..., None], *arguments: Any) -> bool:
     return True
 
 
-@given(st.lists(st.sampled_from(LARGE), min_size=1, max_size=6), st.sampled_from(LARGE), st.sampled_from(LARGE))
+@given(
+    st.lists(st.sampled_from(LARGE), min_size=1, max_size=6), st.sampled_from(LARGE), st.sampled_from(LARGE)
+)
 def test_offsets_that_wrap_around_are_no_offsets(given_: list[int], begin: int, end: int) -> None:
     for offsets in (given_, sorted(given_), [begin, *given_, end]):
         right = offsets[0] == begin and offsets[-1] == end and offsets == sorted(offsets)
@@ -60,13 +62,17 @@ def test_maps_are_each_others_inverse(there: list[int], back: list[int]) -> None
     right = np.argsort(there)
     assert accepted(checks.check_inverse, np.array(there), right.astype(np.int32))
     both = [0 <= b < 9 for b in back]
-    assert accepted(checks.check_inverse, np.array(there), np.array(back)) == (all(both) and back == right.tolist())
+    assert accepted(checks.check_inverse, np.array(there), np.array(back)) == (
+        all(both) and back == right.tolist()
+    )
     assert not accepted(checks.check_inverse, np.zeros(9, np.int64), right)
 
 
 def test_no_more_than_the_machine_has() -> None:
     memory.check_machine(2**20, "load it")
-    with pytest.raises(BudgetError, match="too small to load it: the smallest that works is 1,125,899,906,842,624"):
+    with pytest.raises(
+        BudgetError, match="too small to load it: the smallest that works is 1,125,899,906,842,624"
+    ):
         memory.check_machine(2**50, "load it")
 
 
@@ -89,7 +95,9 @@ def test_no_more_than_a_control_group_allows(monkeypatch: pytest.MonkeyPatch) ->
         ("", {}, []),
     ],
 )
-def test_limits_of_control_groups(tmp_path: Path, groups: str, files: dict[str, str], limits: list[int]) -> None:
+def test_limits_of_control_groups(
+    tmp_path: Path, groups: str, files: dict[str, str], limits: list[int]
+) -> None:
     (tmp_path / "groups").write_text(groups)
     for name, text in files.items():
         (tmp_path / "mounted" / name).parent.mkdir(parents=True, exist_ok=True)

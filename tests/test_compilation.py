@@ -1,4 +1,5 @@
-"""Compiled kernels that are kept on disk: never those of other sources; where they can't be kept, a warning."""
+"""Compiled kernels that are kept on disk: never those of other sources; where they can't be kept, a
+warning."""
 
 from __future__ import annotations
 
@@ -88,7 +89,9 @@ def test_processes_that_compile_at_once_do_not_disturb_each_other(small: Path) -
     (small / "featstore/inner.py").write_text(INNER.format(2))
     code = f"import numba; numba.njit(lambda x: x)(1); {RUN}"
     both = [
-        subprocess.Popen([sys.executable, "-W", "error", "-c", code], cwd=small, stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [sys.executable, "-W", "error", "-c", code], cwd=small, stdout=subprocess.PIPE, text=True
+        )
         for _ in range(4)
     ]
     for process in both:
@@ -119,4 +122,6 @@ def test_all_kernels_are_compiled_by_this_means() -> None:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ImportFrom) and node.module == "numba":
                 names = {name.name for name in node.names}
-                assert not names & {"njit", "jit", "vectorize", "guvectorize"}, f"{path} takes numba's own {names}"
+                assert not names & {"njit", "jit", "vectorize", "guvectorize"}, (
+                    f"{path} takes numba's own {names}"
+                )

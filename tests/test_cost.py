@@ -9,7 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from featstore.errors import FormatError
-from featstore.plan.cost import DEFAULT, DeviceModel, device_key, load_model, load_models, models_path, save_model
+from featstore.plan.cost import (
+    DEFAULT,
+    DeviceModel,
+    device_key,
+    load_model,
+    load_models,
+    models_path,
+    save_model,
+)
 
 PAGE = 4096
 

@@ -1,5 +1,5 @@
-"""The demo: its made-up graph, its training, and the whole thing on a tiny graph, where all losses must be the same
-bits; and by mega-batches, where accuracies must agree."""
+"""The demo: its made-up graph, its training, and the whole thing on a tiny graph, where all losses must be
+the same bits; and by mega-batches, where accuracies must agree."""
 
 from __future__ import annotations
 
@@ -34,7 +34,9 @@ with warnings.catch_warnings():
     import torch_geometric.loader
     import torch_geometric.nn  # noqa: F401
 
-TINY = GraphRecipe(node_count=3000, edge_count=30_000, feature_count=64, class_count=4, signal=0.2, train_share=0.2)
+TINY = GraphRecipe(
+    node_count=3000, edge_count=30_000, feature_count=64, class_count=4, signal=0.2, train_share=0.2
+)
 
 
 def tiny_plan(graph: Any, **changes: Any) -> TrainingPlan:
@@ -89,7 +91,9 @@ def test_generated_graph_is_what_it_says(graph: Any, topology: Any) -> None:
         np.testing.assert_array_equal(array, getattr(graph, key))
 
 
-def test_generated_rows_are_deterministic_and_weak(graph: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generated_rows_are_deterministic_and_weak(
+    graph: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     again = generate(tmp_path, TINY)
     assert again.features.read_bytes() == graph.features.read_bytes()
     np.testing.assert_array_equal(again.indices, graph.indices)
@@ -139,7 +143,10 @@ def test_load_refuses(graph: Any, tmp_path: Path) -> None:
     np.savez(path, indptr=graph.indptr, indices=graph.indices)
     with pytest.raises(SourceError, match=r"has no labels, train_idx, val_idx, test_idx, features"):
         load(path)
-    arrays = {key: getattr(graph, key) for key in ("indptr", "indices", "labels", "train_idx", "val_idx", "test_idx")}
+    arrays = {
+        key: getattr(graph, key)
+        for key in ("indptr", "indices", "labels", "train_idx", "val_idx", "test_idx")
+    }
     np.savez(path, features=np.zeros((7, 2)), **arrays)
     with pytest.raises(SourceError, match="3,000 nodes, but 7 rows"):
         load(path)
@@ -184,7 +191,9 @@ def test_training_is_the_same_bits_from_any_source(graph: Any, topology: Any) ->
     assert (wrong.losses[:3], wrong.digests[:3]) == (memory.losses[:3], memory.digests[:3])
     assert wrong.losses[3] != memory.losses[3], "one value of twice the size shows in the loss"
     slightly = train(plan, topology, LateRows(features, wrong_from=3, flip=1), no_progress)
-    assert all(one != two for one, two in zip(slightly.digests[3:], memory.digests[3:])), "the last bit shows here"
+    assert all(one != two for one, two in zip(slightly.digests[3:], memory.digests[3:])), (
+        "the last bit shows here"
+    )
     reseeded = train(replace(plan, seed=1), topology, MemoryRows(features), no_progress)
     assert reseeded.losses != memory.losses
 
@@ -205,7 +214,9 @@ def test_the_whole_demo(tmp_path: Path) -> None:
         assert 0 <= done <= total
         stages.append(stage)
 
-    report = run(recipe=TINY, memory="16MiB", workdir=tmp_path, epochs=2, batch_size=64, hidden=16, progress=note)
+    report = run(
+        recipe=TINY, memory="16MiB", workdir=tmp_path, epochs=2, batch_size=64, hidden=16, progress=note
+    )
     assert report.identical, (report.first_difference, report.rows_identical)
     assert report.steps == len(report.store.losses) == 2 * 10
     assert report.store.io["rows_asked"] == report.store.rows == report.memory.rows
@@ -219,7 +230,14 @@ def test_the_whole_demo(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["store"]
     with featstore.open(tmp_path / "store") as store:
         np.testing.assert_array_equal(store.arrays["labels"], generate(tmp_path, TINY).labels)
-    wanted = ["generate", "pack", "store: train", "store: evaluate test", "memory: train", "memory: evaluate test"]
+    wanted = [
+        "generate",
+        "pack",
+        "store: train",
+        "store: evaluate test",
+        "memory: train",
+        "memory: evaluate test",
+    ]
     assert [stage for stage in dict.fromkeys(stages) if stage in wanted] == wanted
     saved = json.loads(json.dumps(report.to_json()))
     assert saved["schema"] == "featstore.demo/1"
@@ -265,14 +283,28 @@ def test_the_demo_by_mega_batches(tmp_path: Path) -> None:
     assert len(mega.losses) >= report.epochs * 10
     assert 0 < min(mega.kept_shares) <= max(mega.kept_shares) < 1
     assert all(report.table_bytes < read < 3 * report.table_bytes for read in mega.read_bytes)
-    for name in ("epoch_seconds", "load_seconds", "build_seconds", "wait_seconds", "draw_seconds", "train_seconds"):
+    for name in (
+        "epoch_seconds",
+        "load_seconds",
+        "build_seconds",
+        "wait_seconds",
+        "draw_seconds",
+        "train_seconds",
+    ):
         values = getattr(mega, name)
         assert len(values) == 3
         assert min(values) > 0, name
     assert all(build < load for build, load in zip(mega.build_seconds, mega.load_seconds))
     assert 0 < mega.baseline_rss_bytes <= mega.peak_rss_bytes
     assert [path.name for path in tmp_path.iterdir()] == ["store"]
-    wanted = ["generate", "pack", "mega: train", "mega: evaluate test", "memory: train", "memory: evaluate test"]
+    wanted = [
+        "generate",
+        "pack",
+        "mega: train",
+        "mega: evaluate test",
+        "memory: train",
+        "memory: evaluate test",
+    ]
     assert [stage for stage in dict.fromkeys(stages) if stage in wanted] == wanted
     saved = json.loads(json.dumps(report.to_json()))
     assert saved["schema"] == "featstore.demo-mega/1"
@@ -304,7 +336,9 @@ def test_the_command_in_mode_mega(monkeypatch: pytest.MonkeyPatch) -> None:
         return report
 
     monkeypatch.setattr(featstore_demo, "run_mega", run_fake)
-    monkeypatch.setattr(featstore_demo, "render_mega", lambda given: "the report" if given is report else "another")
+    monkeypatch.setattr(
+        featstore_demo, "render_mega", lambda given: "the report" if given is report else "another"
+    )
 
     def call(*arguments: str) -> tuple[int, str]:
         result = CliRunner().invoke(cli, ["demo", "--mode", "mega", *arguments])
@@ -340,7 +374,10 @@ def shown(report: DemoReport | MegaReport, how: Any = render) -> str:
 
 def test_npz_rows_become_float32_in_the_store(graph: Any, tmp_path: Path) -> None:
     rows = (np.random.default_rng(1).random((3000, 9)) < 0.3) * np.arange(9, dtype=np.uint8)
-    common = {key: getattr(graph, key) for key in ("indptr", "indices", "labels", "train_idx", "val_idx", "test_idx")}
+    common = {
+        key: getattr(graph, key)
+        for key in ("indptr", "indices", "labels", "train_idx", "val_idx", "test_idx")
+    }
     np.savez(tmp_path / "graph.npz", features=rows, **common)
     assert runner._pack(load(tmp_path / "graph.npz"), tmp_path / "store", no_progress) > 0
     with featstore.open(tmp_path / "store") as store, store.reader(memory="16MiB") as reader:
@@ -357,7 +394,9 @@ def test_npz_rows_become_float32_in_the_store(graph: Any, tmp_path: Path) -> Non
         (64, {"epochs": 1, "batch_size": 7, "fanouts": [2, -1]}, (1, 7, (2, -1))),
     ],
 )
-def test_training_is_sized_by_the_rows(graph: Any, row_values: int, given: dict[str, Any], expected: Any) -> None:
+def test_training_is_sized_by_the_rows(
+    graph: Any, row_values: int, given: dict[str, Any], expected: Any
+) -> None:
     options: dict[str, Any] = {"epochs": None, "batch_size": None, "fanouts": None} | given
     big = replace(graph, feature_count=row_values, train_idx=np.arange(8000))
     plan = runner._training_plan(big, **options, hidden=4, seed=0, evaluated_max=(4000, 8000))
@@ -381,7 +420,9 @@ def test_demo_refusals(graph: Any, tmp_path: Path) -> None:
 
 def test_a_failing_worker_is_reported(graph: Any, tmp_path: Path) -> None:
     job = Job(tiny_plan(graph), str(tmp_path / "nowhere"), str(graph.features), None, 1 << 24, None)
-    with pytest.raises(FeatstoreError, match=r"(?s)training process \(memory\) ended with 1:.*nowhere/indptr\.npy"):
+    with pytest.raises(
+        FeatstoreError, match=r"(?s)training process \(memory\) ended with 1:.*nowhere/indptr\.npy"
+    ):
         runner._in_own_process(job, tmp_path, "memory", no_progress)
     job.write(tmp_path / "job.json")
     assert read_job(tmp_path / "job.json") == job

@@ -16,8 +16,8 @@ from featstore.errors import FormatError, SourceError
 from featstore.packing.sources.opening import open_rows
 
 CORE = [
-    "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64", "complex64",
-    "complex128",
+    "bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32",
+    "float64", "complex64", "complex128",
 ]  # fmt: skip
 OPAQUE = ["S5", "U3", "V7", "M8[ns]", "m8[D]", "M8", "longdouble", "clongdouble"]
 
@@ -103,7 +103,10 @@ def test_any_numpy_dtype_goes_there_and_back_or_is_refused(dtype: np.dtype) -> N
         (np.dtype("V0"), "no size"),
         (np.dtype([]), "no size"),
         (np.dtype(("<f4", (3,))), "row's shape"),
-        (np.dtype({"names": ["a", "b"], "formats": ["<i4", "<i4"], "offsets": [0, 2], "itemsize": 6}), "overlap"),
+        (
+            np.dtype({"names": ["a", "b"], "formats": ["<i4", "<i4"], "offsets": [0, 2], "itemsize": 6}),
+            "overlap",
+        ),
     ],
 )
 def test_unusable_dtypes_are_refused(dtype: np.dtype, why: str) -> None:
@@ -114,10 +117,10 @@ def test_unusable_dtypes_are_refused(dtype: np.dtype, why: str) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        "", "float", "f4", "<f4", "object", "float128", "numpy:", "numpy:f4", 'numpy:"|O"', 'numpy:"<f4', "numpy:[]", "numpy:{}", "numpy:7",
-        'numpy:[["a"]]', 'numpy:[["a","<f4",5]]', 'numpy:[["a","|O"]]', 'numpy:"|S0"', 'numpy:"|V0"', "numpy:null",
-        'numpy:[["a","<f4"],["a","<f4"]]',
-        'numpy:">f4"', "numpy:" + "[" * 100_000,
+        "", "float", "f4", "<f4", "object", "float128", "numpy:", "numpy:f4", 'numpy:"|O"', 'numpy:"<f4',
+        "numpy:[]", "numpy:{}", "numpy:7", 'numpy:[["a"]]', 'numpy:[["a","<f4",5]]', 'numpy:[["a","|O"]]',
+        'numpy:"|S0"', 'numpy:"|V0"', "numpy:null", 'numpy:[["a","<f4"],["a","<f4"]]', 'numpy:">f4"',
+        "numpy:" + "[" * 100_000,
     ],
 )  # fmt: skip
 def test_foreign_names_are_refused(name: str) -> None:

@@ -1,4 +1,5 @@
-"""Each epoch has neighbours of its own, whatever the loader and however the sampler is wrapped; and a resumed one has the same."""
+"""Each epoch has neighbours of its own, whatever the loader and however the sampler is wrapped; and a resumed
+one has the same."""
 
 from __future__ import annotations
 
@@ -67,7 +68,9 @@ def own() -> NeighborSampler:
 
 def node_loader(sampler: Any, **options: Any) -> Any:
     data = Data(edge_index=torch.empty((2, 0), dtype=torch.long), num_nodes=NODES)
-    return NodeLoader(data, FeatstoreSampler(sampler), input_nodes=torch.arange(SEEDS), batch_size=20, **options)
+    return NodeLoader(
+        data, FeatstoreSampler(sampler), input_nodes=torch.arange(SEEDS), batch_size=20, **options
+    )
 
 
 def in_memory(_: Any) -> Any:
@@ -115,7 +118,15 @@ def ids_of(batch: Any) -> list[int]:
     return [int(one) for one in (found.tolist() if hasattr(found, "tolist") else found)]
 
 
-SAMPLERS = [in_memory, stored, persistent_workers, by_function, sampled, sampled_from_the_store, sampled_by_workers]
+SAMPLERS = [
+    in_memory,
+    stored,
+    persistent_workers,
+    by_function,
+    sampled,
+    sampled_from_the_store,
+    sampled_by_workers,
+]
 
 
 @pytest.mark.parametrize("make", SAMPLERS)
@@ -141,7 +152,9 @@ def test_online_epochs_differ_and_can_be_resumed(store: featstore.Store, make: C
 @pytest.mark.parametrize("fresh", [False, True])
 def test_compiled_epochs_differ(store: featstore.Store, fresh: bool) -> None:
     options: dict[str, Any] = {"fresh": True} if fresh else {"epochs": 3}
-    with featstore.train_loader(store, in_memory(store), memory=MEMORY, name=f"e{fresh}", **options) as loader:
+    with featstore.train_loader(
+        store, in_memory(store), memory=MEMORY, name=f"e{fresh}", **options
+    ) as loader:
         found = [ids_of(batch) for batch in islice(loader, 3 * PER_EPOCH)]
         state = loader.state_dict()
         after = [ids_of(batch) for batch in islice(loader, 2)] if fresh else []

@@ -82,7 +82,9 @@ def test_gather_numpy(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["train_torch.py", "train_pyg.py"])
 def test_training_loops_learn_from_rows_on_disk(tmp_path: Path, name: str) -> None:
-    epochs = re.findall(r"epoch (\d): loss [\d.]+, accuracy ([\d.]+), ([\d,]+) reads so far", example(name, tmp_path))
+    epochs = re.findall(
+        r"epoch (\d): loss [\d.]+, accuracy ([\d.]+), ([\d,]+) reads so far", example(name, tmp_path)
+    )
     assert [int(epoch) for epoch, _, _ in epochs] == [0, 1]
     assert float(epochs[-1][1]) > 0.98  # with rows of other nodes it would be 0.25
     reads = [int(count.replace(",", "")) for _, _, count in epochs]
@@ -91,7 +93,9 @@ def test_training_loops_learn_from_rows_on_disk(tmp_path: Path, name: str) -> No
 
 @pytest.mark.parametrize(("name", "least"), [("train_mega_torch.py", 0.9), ("train_mega_pyg.py", 0.95)])
 def test_mega_batches_learn_from_partitions_on_disk(tmp_path: Path, name: str, least: float) -> None:
-    line = r"epoch (\d): loss [\d.]+, accuracy ([\d.]+), ([\d,]+) bytes read, (\d+)% of the neighbours in memory"
+    line = (
+        r"epoch (\d): loss [\d.]+, accuracy ([\d.]+), ([\d,]+) bytes read, (\d+)% of the neighbours in memory"
+    )
     epochs = re.findall(line, example(name, tmp_path))
     assert [int(epoch) for epoch, *_ in epochs] == [0, 1]
     assert float(epochs[-1][1]) > least  # with rows of other nodes it would be 0.25
@@ -122,7 +126,9 @@ def test_an_online_loader_learns_through_its_buffer(tmp_path: Path) -> None:
 
 
 def test_ranks_learn_through_one_buffer(tmp_path: Path) -> None:
-    epochs = re.findall(r"epoch (\d): accuracy ([\d.]+), ([\d,]+) rows read", example("train_ranks_torch.py", tmp_path))
+    epochs = re.findall(
+        r"epoch (\d): accuracy ([\d.]+), ([\d,]+) rows read", example("train_ranks_torch.py", tmp_path)
+    )
     assert [int(epoch) for epoch, _, _ in epochs] == [0, 1]
     assert float(epochs[-1][1]) > 0.98  # with rows of other nodes it would be 0.25
     assert [read for _, _, read in epochs] == ["10,000", "10,000"], "each row once, whichever rank asks first"

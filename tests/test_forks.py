@@ -1,5 +1,5 @@
-"""What was made before a fork and is used in the child: the rows, or an error at once, and never a wait for threads that stayed in
-the parent.
+"""What was made before a fork and is used in the child: the rows, or an error at once, and never a wait for
+threads that stayed in the parent.
 """
 
 from __future__ import annotations
@@ -96,7 +96,8 @@ def test_a_request_that_was_done_is_done_in_the_child(reader: Reader, features: 
 
 
 def test_every_request_that_waits_is_refused(held: Reader) -> None:
-    """Also those for which the reader had no room yet, and what a reader that is closed in the child was asked."""
+    """Also those for which the reader had no room yet, and what a reader that is closed in the child was
+    asked."""
     requests = [held.submit(np.arange(k, k + 50)) for k in range(8)]
 
     def work() -> bool:
@@ -112,7 +113,9 @@ def test_a_feature_buffer_and_its_tickets(reader: Reader) -> None:
         ticket, second = buffer.begin(np.arange(20)), buffer.begin(np.arange(10, 30))
 
         def work() -> bool:
-            good = all(map(refused, (ticket.result, second.result, lambda: buffer.gather(ticket), buffer.stats)))
+            good = all(
+                map(refused, (ticket.result, second.result, lambda: buffer.gather(ticket), buffer.stats))
+            )
             good = good and all(map(refused, (buffer.cached_ids, buffer.settle, lambda: buffer.begin([1]))))
             good = good and ticket.done() and refused(lambda: buffer.switch("fifo"))
             ticket.cancel()
@@ -164,7 +167,13 @@ def test_iterators_of_compiled_and_rolling_loaders(own: Path) -> None:
 def test_iterators_of_mega_batches(tmp_path: Path, pack: Any) -> None:
     edges = np.random.default_rng(0).integers(0, 900, 4000)
     graph = (np.linspace(0, 4000, 901).astype(np.int64), edges)
-    options: dict[str, Any] = {"graph": graph, "topology": True, "order": "ldg", "partitions": 9, "memory": "64MiB"}
+    options: dict[str, Any] = {
+        "graph": graph,
+        "topology": True,
+        "order": "ldg",
+        "partitions": 9,
+        "memory": "64MiB",
+    }
     with (
         pack(tmp_path / "s", np.zeros((900, 30), np.float32), **options) as store,
         store.mega_batches(memory="32MiB", resident=3) as loader,

@@ -77,7 +77,9 @@ def climbs(sources: dict[str, str]) -> list[str]:
 
 def circles(sources: dict[str, str]) -> list[str]:
     """Modules that import themselves through others."""
-    reach = {module: {name for name, _ in imported(source, set(sources))} for module, source in sources.items()}
+    reach = {
+        module: {name for name, _ in imported(source, set(sources))} for module, source in sources.items()
+    }
     reach.pop("featstore", None)
     wrong = []
     for start in reach:
@@ -110,7 +112,8 @@ def test_there_are_no_circles() -> None:
     [
         "from featstore.loaders.walk import Stages\n",
         "def later():\n    from featstore.loaders import walk\n",
-        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from featstore.tiers.static import StaticTier\n",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from featstore.tiers.static import "
+        "StaticTier\n",
         "import featstore\n",
     ],
 )
@@ -122,5 +125,7 @@ def test_an_import_upwards_is_found(planted: str) -> None:
 
 def test_a_circle_is_found() -> None:
     sources = modules()
-    sources["featstore.compile.placement"] += "def later():\n    from featstore.compile.search import Search\n"
+    sources["featstore.compile.placement"] += (
+        "def later():\n    from featstore.compile.search import Search\n"
+    )
     assert "featstore.compile.placement" in circles(sources)

@@ -36,10 +36,11 @@ def test_every_integer_tensor(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("given", "values", "shape"),
     [
-        ([], [], (0,)), ([[]], [], (1, 0)), ((2, 1), [2, 1], (2,)), (5, [5], ()), (np.int32(5), [5], ()), (range(3), [0, 1, 2], (3,)),
-        ([[1, 2], [3, 4]], [1, 2, 3, 4], (2, 2)), (np.empty((0, 3), np.int64), [], (0, 3)), (np.arange(6)[::2], [0, 2, 4], (3,)),
-        (np.arange(6).reshape(2, 3).T, [0, 3, 1, 4, 2, 5], (3, 2)), (np.broadcast_to(np.int64(7), (3,)), [7, 7, 7], (3,)),
-        (np.uint64(2**63 - 1), [2**63 - 1], ()),
+        ([], [], (0,)), ([[]], [], (1, 0)), ((2, 1), [2, 1], (2,)), (5, [5], ()), (np.int32(5), [5], ()),
+        (range(3), [0, 1, 2], (3,)), ([[1, 2], [3, 4]], [1, 2, 3, 4], (2, 2)),
+        (np.empty((0, 3), np.int64), [], (0, 3)), (np.arange(6)[::2], [0, 2, 4], (3,)),
+        (np.arange(6).reshape(2, 3).T, [0, 3, 1, 4, 2, 5], (3, 2)),
+        (np.broadcast_to(np.int64(7), (3,)), [7, 7, 7], (3,)), (np.uint64(2**63 - 1), [2**63 - 1], ()),
     ],
 )  # fmt: skip
 def test_shapes_and_containers(given: Any, values: list[int], shape: tuple[int, ...]) -> None:
@@ -51,9 +52,11 @@ def test_shapes_and_containers(given: Any, values: list[int], shape: tuple[int, 
 @pytest.mark.parametrize(
     "bad",
     [
-        1.0, [1.5], np.array([1.0]), [True], np.array([True, False]), "1", ["1"], None, [None], np.array([1], object), [2**70], [-(2**70)],
-        np.array([2**63], np.uint64), [2**64 - 1], np.array(["2020"], "M8[Y]"), 1j, [[1], [2, 3]], {1, 2}, object(), b"1",
-        torch.tensor([1.0]), torch.tensor([True]), torch.tensor([1.0], dtype=torch.bfloat16), torch.tensor([1.0], requires_grad=True),
+        1.0, [1.5], np.array([1.0]), [True], np.array([True, False]), "1", ["1"], None, [None],
+        np.array([1], object), [2**70], [-(2**70)], np.array([2**63], np.uint64), [2**64 - 1],
+        np.array(["2020"], "M8[Y]"), 1j, [[1], [2, 3]], {1, 2}, object(), b"1", torch.tensor([1.0]),
+        torch.tensor([True]), torch.tensor([1.0], dtype=torch.bfloat16),
+        torch.tensor([1.0], requires_grad=True),
     ],
     ids=lambda bad: re.sub(" at 0x.*", "", str(bad)),
 )  # fmt: skip
@@ -111,8 +114,9 @@ def readonly() -> np.ndarray:
 @pytest.mark.parametrize(
     "out",
     [
-        np.zeros((3, 2), "f4"), np.zeros((2, 3), "f8"), np.zeros((2, 3), ">f4"), np.zeros((3, 2), "f4").T, np.zeros((2, 6), "f4")[:, ::2],
-        readonly(), [[0.0] * 3] * 2, None, torch.zeros((2, 3), dtype=torch.float64), torch.zeros((3, 2)).T, torch.zeros((2, 4)),
+        np.zeros((3, 2), "f4"), np.zeros((2, 3), "f8"), np.zeros((2, 3), ">f4"), np.zeros((3, 2), "f4").T,
+        np.zeros((2, 6), "f4")[:, ::2], readonly(), [[0.0] * 3] * 2, None,
+        torch.zeros((2, 3), dtype=torch.float64), torch.zeros((3, 2)).T, torch.zeros((2, 4)),
         torch.zeros((2, 3), device="meta"), memoryview(b"x" * 24),
     ],
     ids=lambda value: f"{type(value).__name__}",

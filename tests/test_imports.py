@@ -29,7 +29,8 @@ HEAVY = [
 
 
 def run(code: str) -> str:
-    """What a fresh interpreter prints. Site packages that import things at start-up are no fault of ours, hence the comparison."""
+    """What a fresh interpreter prints. Site packages that import things at start-up are no fault of ours,
+    hence the comparison."""
     environment = os.environ | {"PYTHONPATH": str(Path(featstore.__file__).parent.parent)}
     return subprocess.run(
         [sys.executable, "-c", code], env=environment, check=True, capture_output=True, text=True, timeout=30
@@ -46,8 +47,9 @@ def test_importing_loads_nothing_heavy() -> None:
 def test_opening_a_store_loads_no_frameworks(packed: Path) -> None:
     # scipy is not in the list: numba looks for it itself.
     code = (
-        f"import sys, json, featstore; s = featstore.open({str(packed)!r}); r = s.reader(memory='4MiB'); r.read([1]); r.close(); "
-        "print(json.dumps([m for m in ('torch', 'zarr', 'pyarrow', 'rich', 'pymetis', 'click') if m in sys.modules]))"
+        f"import sys, json, featstore; s = featstore.open({str(packed)!r}); r = "
+        "s.reader(memory='4MiB'); r.read([1]); r.close(); print(json.dumps([m for m in ('torch', "
+        "'zarr', 'pyarrow', 'rich', 'pymetis', 'click') if m in sys.modules]))"
     )
     assert json.loads(run(code)) == []
 
@@ -63,7 +65,8 @@ def test_importing_takes_less_than_a_second() -> None:
 def test_starting_and_ending_a_process_is_quick(packed: Path) -> None:
     run(f"import featstore; featstore.open({str(packed)!r}).reader(memory='4MiB')")  # kernels compiled
     begin = time.perf_counter()
-    run(f"import featstore; r = featstore.open({str(packed)!r}).reader(memory='4MiB'); r.read([1])")  # nothing closed
+    # nothing closed
+    run(f"import featstore; r = featstore.open({str(packed)!r}).reader(memory='4MiB'); r.read([1])")
     assert time.perf_counter() - begin < 15
 
 

@@ -1,4 +1,5 @@
-"""Ctrl-C in the middle of reads: the interrupt comes through, `out` is left alone afterwards, the reader stays usable."""
+"""Ctrl-C in the middle of reads: the interrupt comes through, `out` is left alone afterwards, the reader
+stays usable."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The manifest at the border: whatever it says, opening ends in a typed error or in a store that can be read."""
+"""The manifest at the border: whatever it says, opening ends in a typed error or in a store that can be
+read."""
 
 from __future__ import annotations
 
@@ -16,7 +17,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import featstore
-from featstore.errors import CorruptionError, FeatstoreError, FormatError, FormatVersionError, IncompleteStoreError
+from featstore.errors import (
+    CorruptionError,
+    FeatstoreError,
+    FormatError,
+    FormatVersionError,
+    IncompleteStoreError,
+)
 from featstore.storage.manifest import MANIFEST_NAME, encode, read_manifest, sealed, uuid_of
 
 
@@ -75,7 +82,8 @@ def test_what_is_written_is_read(packed: Path) -> None:
 @pytest.mark.parametrize("version", [2, 99, 2**70])
 def test_newer_versions_ask_for_a_newer_featstore(own: Path, version: int) -> None:
     with pytest.raises(
-        FormatVersionError, match=f"format version {version}; this featstore reads up to 1: install a newer one"
+        FormatVersionError,
+        match=f"format version {version}; this featstore reads up to 1: install a newer one",
     ):
         open_changed(own, version=version)
 
@@ -120,10 +128,12 @@ def test_known_stores_may_be_written(store: featstore.Store) -> None:
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        (b"", "not JSON"), (b"{", "not JSON"), (b"\xff\xfe", "not JSON"), (b"[]", "not a featstore manifest"), (b"null", "not a featstore"),
-        (b"{}", "not a featstore manifest"), (b'{"format": "zarr"}', "not a featstore manifest"), (b"[" * 200_000, "not JSON"),
-        (b'{"a":' * 200_000, "not JSON"), (b'{"format": "featstore", "version": 1, "version": 1}', "twice"), (b"\0" * 100, "not JSON"),
-        (b'{"format": "featstore", "version": 1}', "malformed"), (b"NaN", "not"), (b'{"version": ' + b"9" * 10_000 + b"}", "featstore"),
+        (b"", "not JSON"), (b"{", "not JSON"), (b"\xff\xfe", "not JSON"), (b"[]", "not a featstore manifest"),
+        (b"null", "not a featstore"), (b"{}", "not a featstore manifest"),
+        (b'{"format": "zarr"}', "not a featstore manifest"), (b"[" * 200_000, "not JSON"),
+        (b'{"a":' * 200_000, "not JSON"), (b'{"format": "featstore", "version": 1, "version": 1}', "twice"),
+        (b"\0" * 100, "not JSON"), (b'{"format": "featstore", "version": 1}', "malformed"), (b"NaN", "not"),
+        (b'{"version": ' + b"9" * 10_000 + b"}", "featstore"),
     ],
     ids=lambda value: repr(value[:20]),
 )  # fmt: skip
@@ -164,13 +174,30 @@ def test_unknown_fields_are_refused(own: Path, where: tuple[Any, ...]) -> None:
         featstore.open(own)
 
 
-OUTSIDE = ["../x", "/etc/passwd", "g000001/../../x", "g000002/x", "g000001", "", "g000001//x", "g000001/./x", "g000001/..", "g000001/a\\b",
-           "g000001/x/", "g000001/\0", "g000001/" + "x" * 300, "~/x", "file:///x", "g000001/é"]  # fmt: skip
+OUTSIDE = [
+    "../x",
+    "/etc/passwd",
+    "g000001/../../x",
+    "g000002/x",
+    "g000001",
+    "",
+    "g000001//x",
+    "g000001/./x",
+    "g000001/..",
+    "g000001/a\\b",
+    "g000001/x/",
+    "g000001/\0",
+    "g000001/" + "x" * 300,
+    "~/x",
+    "file:///x",
+    "g000001/é",
+]
 
 
 @pytest.mark.parametrize("path", OUTSIDE)
 @pytest.mark.parametrize(
-    "where", [("files", 3, "path"), ("tables", "features", "path"), ("tables", "features", "page_checksums", "path"),
+    "where",
+    [("files", 3, "path"), ("tables", "features", "path"), ("tables", "features", "page_checksums", "path"),
               ("tables", "features", "order", "row_of_node", "path")]
 )  # fmt: skip
 def test_no_path_leaves_the_generation(own: Path, where: tuple[Any, ...], path: str) -> None:
@@ -179,13 +206,17 @@ def test_no_path_leaves_the_generation(own: Path, where: tuple[Any, ...], path: 
         featstore.open(own)
 
 
-@pytest.mark.parametrize("generation", ["..", ".", "", "g1", "g000001/..", "/", "store", "g000001\n", "G000001"])
+@pytest.mark.parametrize(
+    "generation", ["..", ".", "", "g1", "g000001/..", "/", "store", "g000001\n", "G000001"]
+)
 def test_a_generation_is_a_name(own: Path, generation: str) -> None:
     with pytest.raises(FormatError, match="generation"):
         open_changed(own, generation=generation)
 
 
-@pytest.mark.parametrize("name", ["", ".", "..", ".hidden", "-x", "a/b", "a\0", "é", "a" * 129, "a b", "zarr.json"])
+@pytest.mark.parametrize(
+    "name", ["", ".", "..", ".hidden", "-x", "a/b", "a\0", "é", "a" * 129, "a b", "zarr.json"]
+)
 def test_table_and_array_names_are_names(own: Path, name: str) -> None:
     document = load(own)
     for kind, entry in (
@@ -200,16 +231,18 @@ def test_table_and_array_names_are_names(own: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("where", "value"),
     [
-        (("rows",), 1001), (("rows",), 0), (("rows",), -1), (("rows",), 2**62), (("rows",), 2**80), (("row_shape",), [101]),
-        (("row_shape",), [0]),
-        (("row_shape",), [-100]), (("row_shape",), []), (("row_shape",), [100, 1] * 40), (("row_shape",), [2**70]), (("row_bytes",), 401),
-        (("row_bytes",), 0), (("row_bytes",), -400), (("rows_per_chunk",), 0), (("rows_per_chunk",), 1), (("rows_per_chunk",), 10**18),
-        (("rows_per_chunk",), 512), (("dtype",), "float64"), (("dtype",), "object"), (("dtype",), 'numpy:"|O"'), (("dtype",), ""),
-        (("page_checksums", "shape"), [7]), (("page_checksums", "shape"), [2**62]), (("page_checksums", "shape"), []),
-        (("page_checksums", "dtype"), "int32"), (("order", "row_of_node", "shape"), [999]), (("order", "row_of_node", "dtype"), "float32"),
+        (("rows",), 1001), (("rows",), 0), (("rows",), -1), (("rows",), 2**62), (("rows",), 2**80),
+        (("row_shape",), [101]), (("row_shape",), [0]), (("row_shape",), [-100]), (("row_shape",), []),
+        (("row_shape",), [100, 1] * 40), (("row_shape",), [2**70]), (("row_bytes",), 401),
+        (("row_bytes",), 0), (("row_bytes",), -400), (("rows_per_chunk",), 0), (("rows_per_chunk",), 1),
+        (("rows_per_chunk",), 10**18), (("rows_per_chunk",), 512), (("dtype",), "float64"),
+        (("dtype",), "object"), (("dtype",), 'numpy:"|O"'), (("dtype",), ""),
+        (("page_checksums", "shape"), [7]), (("page_checksums", "shape"), [2**62]),
+        (("page_checksums", "shape"), []), (("page_checksums", "dtype"), "int32"),
+        (("order", "row_of_node", "shape"), [999]), (("order", "row_of_node", "dtype"), "float32"),
         (("order", "row_of_node", "dtype"), "int64"), (("order", "partition_offsets", "shape"), [1]),
-        (("order", "partition_offsets", "shape"), [2, 1]),
-        (("order", "node_of_row", "shape"), [[1000]]), (("order", "partition_offsets"), None),
+        (("order", "partition_offsets", "shape"), [2, 1]), (("order", "node_of_row", "shape"), [[1000]]),
+        (("order", "partition_offsets"), None),
     ],
 )  # fmt: skip
 def test_tables_that_contradict_themselves(own: Path, where: tuple[Any, ...], value: Any) -> None:
@@ -302,14 +335,18 @@ def test_a_store_without_graphs_says_nothing_of_them(packed: Path) -> None:
 @pytest.mark.parametrize(
     ("where", "value"),
     [
-        (("table",), "other"), (("table",), None), (("edges",), 399), (("edges",), -1), (("edges",), 2**62), (("edges",), None),
-        (("offsets", "rows"), 50), (("offsets", "rows"), 52), (("offsets", "dtype"), "int32"), (("offsets", "row_shape"), [1]),
-        (("offsets", "rows_per_chunk"), 7), (("offsets", "page_checksums", "shape"), [9]), (("offsets", "path"), "../offsets"),
-        (("sources", "dtype"), "uint32"), (("sources", "dtype"), "float32"), (("sources", "dtype"), "int64"), (("sources", "rows"), 401),
-        (("sources", "row_bytes"), 8), (("sources", "row_shape"), [2]), (("hubs", "rows", "shape"), [51]), (("hubs", "rows", "shape"), [4]),
-        (("hubs", "rows", "shape"), [5, 1]), (("hubs", "rows", "shape"), []), (("hubs", "rows", "dtype"), "uint8"),
-        (("hubs", "offsets", "shape"), [5]), (("hubs", "offsets", "dtype"), "int32"), (("hubs", "sources", "dtype"), "int16"),
-        (("hubs", "sources", "rows"), 2**41), (("hubs", "method"), 7), (("hubs", "sources"), None), (("hubs",), []), (("surprise",), 1),
+        (("table",), "other"), (("table",), None), (("edges",), 399), (("edges",), -1), (("edges",), 2**62),
+        (("edges",), None), (("offsets", "rows"), 50), (("offsets", "rows"), 52),
+        (("offsets", "dtype"), "int32"), (("offsets", "row_shape"), [1]), (("offsets", "rows_per_chunk"), 7),
+        (("offsets", "page_checksums", "shape"), [9]), (("offsets", "path"), "../offsets"),
+        (("sources", "dtype"), "uint32"), (("sources", "dtype"), "float32"), (("sources", "dtype"), "int64"),
+        (("sources", "rows"), 401), (("sources", "row_bytes"), 8), (("sources", "row_shape"), [2]),
+        (("hubs", "rows", "shape"), [51]), (("hubs", "rows", "shape"), [4]),
+        (("hubs", "rows", "shape"), [5, 1]), (("hubs", "rows", "shape"), []),
+        (("hubs", "rows", "dtype"), "uint8"), (("hubs", "offsets", "shape"), [5]),
+        (("hubs", "offsets", "dtype"), "int32"), (("hubs", "sources", "dtype"), "int16"),
+        (("hubs", "sources", "rows"), 2**41), (("hubs", "method"), 7), (("hubs", "sources"), None),
+        (("hubs",), []), (("surprise",), 1),
     ],
 )  # fmt: skip
 def test_graphs_that_contradict_themselves(own_graph: Path, where: tuple[Any, ...], value: Any) -> None:
@@ -371,11 +408,20 @@ def test_a_sealed_graph_that_says_anything(
 # Generic mutation.
 
 VALUES = (
-    st.none() | st.booleans() | st.integers(-3, 5) | st.floats() | st.text(max_size=3) | st.lists(st.integers(0, 100), max_size=3)
+    st.none()
+    | st.booleans()
+    | st.integers(-3, 5)
+    | st.floats()
+    | st.text(max_size=3)
+    | st.lists(st.integers(0, 100), max_size=3)
     | st.sampled_from([2**31, 2**63 - 1, 2**63, 2**64, 2**100, -(2**63), 1000, 400, 4096, 16_384])
-    | st.sampled_from(["../x", "float32", "int32", "uint8", "g000001", "features", "0" * 64, 'numpy:"<M8[s]"'])
-    | st.just({}) | st.just([1000]) | st.just({"path": "g000001/x", "shape": [0], "dtype": "int32"})
-)  # fmt: skip
+    | st.sampled_from(
+        ["../x", "float32", "int32", "uint8", "g000001", "features", "0" * 64, 'numpy:"<M8[s]"']
+    )
+    | st.just({})
+    | st.just([1000])
+    | st.just({"path": "g000001/x", "shape": [0], "dtype": "int32"})
+)
 
 
 @pytest.fixture(scope="module")
@@ -404,14 +450,21 @@ def read_all(path: Path) -> dict[str, np.ndarray]:
 @given(st.data(), st.sampled_from(["replace", "drop", "rename"]), VALUES, st.integers(1, 2))
 @settings(max_examples=150)
 def test_a_sealed_manifest_that_says_anything(
-    spoiled: tuple[Path, dict[str, Any]], features: np.ndarray, data: st.DataObject, how: str, value: Any, times: int
+    spoiled: tuple[Path, dict[str, Any]],
+    features: np.ndarray,
+    data: st.DataObject,
+    how: str,
+    value: Any,
+    times: int,
 ) -> None:
     """A stranger's manifest: a typed error, or rows; never a crash, never another kind of exception."""
     path, document = spoiled
     changed = document
     for _ in range(times):
         known = [
-            p for p in places(changed) if "files" not in p or p == ("files",) or p[-2] in (0, 7) or p[-1] in (0, 7)
+            p
+            for p in places(changed)
+            if "files" not in p or p == ("files",) or p[-2] in (0, 7) or p[-1] in (0, 7)
         ]
         at = data.draw(st.sampled_from(known))
         changed = change(changed, at, how, value)
@@ -447,7 +500,9 @@ def test_an_accident_in_the_manifest_is_found(
 
 @given(st.data())
 @settings(max_examples=60)
-def test_flipped_bytes_in_the_manifest(spoiled: tuple[Path, dict[str, Any]], packed: Path, data: st.DataObject) -> None:
+def test_flipped_bytes_in_the_manifest(
+    spoiled: tuple[Path, dict[str, Any]], packed: Path, data: st.DataObject
+) -> None:
     path, _ = spoiled
     text = bytearray((packed / MANIFEST_NAME).read_bytes())
     text[data.draw(st.integers(0, len(text) - 1))] ^= data.draw(st.integers(1, 255))
@@ -467,8 +522,8 @@ def test_places_without_a_store(tmp_path: Path, own: Path) -> None:
     (tmp_path / "file").write_bytes(b"x")
     (tmp_path / "empty").mkdir()
     for path, why in (
-        (tmp_path / "none", "no store at"), (tmp_path / "file", "is a file"), (tmp_path / "empty", "is not a featstore store"),
-        (tmp_path / "file" / "below", "file"),
+        (tmp_path / "none", "no store at"), (tmp_path / "file", "is a file"),
+        (tmp_path / "empty", "is not a featstore store"), (tmp_path / "file" / "below", "file"),
     ):  # fmt: skip
         with pytest.raises(IncompleteStoreError, match=why):
             featstore.open(path)

@@ -133,7 +133,9 @@ def test_cut_ranges(given_counts: list[int], shift: int, count_max: int) -> None
 
 @given(seeds(), st.integers(1, 5000), st.integers(0, 2000), st.integers(1, 400))
 @settings(max_examples=40)
-def test_ranges_select_every_position_once(rng: np.random.Generator, rows: int, count: int, count_max: int) -> None:
+def test_ranges_select_every_position_once(
+    rng: np.random.Generator, rows: int, count: int, count_max: int
+) -> None:
     row_map = draw_map(rng, rows)
     ids = np.minimum(rng.geometric(0.01, count) - 1, rows - 1)  # many duplicates of the small ones
     shift = max(0, (rows - 1).bit_length() - 12)
@@ -215,7 +217,8 @@ class Case:
 @st.composite
 def cases(draw: st.DrawFn, max_ids: int = 60) -> Case:
     row_bytes = draw(
-        st.sampled_from([1, 4, 40, 400, 1000, 4096, 4097, 8192, 12_000, 33_660, 40_000]) | st.integers(1, 40_000)
+        st.sampled_from([1, 4, 40, 400, 1000, 4096, 4097, 8192, 12_000, 33_660, 40_000])
+        | st.integers(1, 40_000)
     )
     rows = draw(st.integers(1, 3000))
     layout = TableLayout.choose(rows, row_bytes, draw(st.sampled_from([16 * 1024, 2**20, 2**30])))
@@ -256,7 +259,10 @@ def test_cut_extents_matches_its_twin(case: Case) -> None:
         case.rows.tolist(), case.layout.row_bytes, case.layout.pages_per_chunk, case.gap, case.longest
     )
     got = cut(case)
-    assert list(zip(got.page.tolist(), got.pages.tolist(), got.first[: got.reads].tolist(), strict=True)) == extents
+    assert (
+        list(zip(got.page.tolist(), got.pages.tolist(), got.first[: got.reads].tolist(), strict=True))
+        == extents
+    )
     assert (got.distinct_rows, got.wanted_pages, got.read_pages) == counts
     if extents:
         assert got.first[-1] == len(case.rows)
@@ -276,7 +282,9 @@ def test_every_row_lies_in_exactly_one_extent(case: Case) -> None:
         for row in case.rows[got.first[e] : got.first[e + 1]]:
             assert got.page[e] * PAGE <= row * layout.row_bytes
             assert (row + 1) * layout.row_bytes <= ends[e] * PAGE
-    keys_in_extents = sum(int(b - a) for a, b in zip(got.first[:-1], got.first[1:], strict=True)) if got.reads else 0
+    keys_in_extents = (
+        sum(int(b - a) for a, b in zip(got.first[:-1], got.first[1:], strict=True)) if got.reads else 0
+    )
     assert keys_in_extents == len(case.rows)
     for e in range(1, got.reads):  # no key's row appears in two
         assert case.rows[got.first[e]] != case.rows[got.first[e] - 1]
@@ -292,7 +300,9 @@ def cheapest(
         for begin in range(end):
             page, last = spans[begin][0], spans[end - 1][1]
             single = end - begin == 1
-            if not single and (last - page > longest or page // pages_per_file != (last - 1) // pages_per_file):
+            if not single and (
+                last - page > longest or page // pages_per_file != (last - 1) // pages_per_file
+            ):
                 continue
             best[end] = min(best[end], best[begin] + read_cost + (last - page) * page_cost)
     return best[-1]
@@ -328,7 +338,9 @@ def test_plan_extents(case: Case, rng: np.random.Generator) -> None:
     where = (positions if n % 2 else np.arange(n))[missed]
     mask = np.uint64(2**got.position_bits - 1)
     order = np.lexsort((np.arange(len(missed)), rows[missed]))
-    np.testing.assert_array_equal((got.keys >> np.uint64(got.position_bits)).astype(np.int64), rows[missed][order])
+    np.testing.assert_array_equal(
+        (got.keys >> np.uint64(got.position_bits)).astype(np.int64), rows[missed][order]
+    )
     np.testing.assert_array_equal((got.keys & mask).astype(np.int64), where[order])
     layout = case.layout
     extents, counts = twin_extents(

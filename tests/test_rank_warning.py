@@ -1,4 +1,5 @@
-"""Ranks that would all train on the same are warned, once a process; those that evidently do not are left alone."""
+"""Ranks that would all train on the same are warned, once a process; those that evidently do not are left
+alone."""
 
 from __future__ import annotations
 

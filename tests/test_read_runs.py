@@ -50,17 +50,34 @@ def wanted(rows: np.ndarray, runs: Any) -> np.ndarray:
 def runs_of(rows: int) -> st.SearchStrategy[Runs]:
     row = st.integers(0, rows)
     run = st.tuples(row, row).map(lambda pair: (min(pair), max(pair)))
-    short = st.tuples(st.integers(0, rows - 1), st.integers(0, 3)).map(lambda r: (r[0], min(rows, r[0] + r[1])))
+    short = st.tuples(st.integers(0, rows - 1), st.integers(0, 3)).map(
+        lambda r: (r[0], min(rows, r[0] + r[1]))
+    )
     return st.lists(run | short, max_size=12)
 
 
 @pytest.mark.parametrize(
     "runs",
-    [[(0, 1000)], [], [(5, 5)], [(0, 0), (1000, 1000)], [(999, 1000)], [(990, 1000)], [(0, 1)], [(255, 257)], [(200, 800)],
-     [(0, 10), (10, 20), (20, 30)], [(20, 30), (10, 20), (0, 10)], [(0, 300), (100, 600), (0, 300)], [(3, 3), (4, 9), (9, 9), (9, 12)],
-     [(k, k + 1) for k in range(0, 1000, 7)], [(0, 256), (256, 512)], [(256, 512), (0, 256)]],
+    [
+        [(0, 1000)],
+        [],
+        [(5, 5)],
+        [(0, 0), (1000, 1000)],
+        [(999, 1000)],
+        [(990, 1000)],
+        [(0, 1)],
+        [(255, 257)],
+        [(200, 800)],
+        [(0, 10), (10, 20), (20, 30)],
+        [(20, 30), (10, 20), (0, 10)],
+        [(0, 300), (100, 600), (0, 300)],
+        [(3, 3), (4, 9), (9, 9), (9, 12)],
+        [(k, k + 1) for k in range(0, 1000, 7)],
+        [(0, 256), (256, 512)],
+        [(256, 512), (0, 256)],
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_runs(reader: Reader, on_disk: np.ndarray, runs: Runs) -> None:
     found = reader.read_runs(runs)
     assert found.dtype == on_disk.dtype
@@ -76,7 +93,9 @@ def test_random_runs(reader: Reader, on_disk: np.ndarray, runs: Runs) -> None:
 
 @settings(max_examples=20)
 @given(runs=runs_of(ROWS), data=st.data())
-def test_runs_go_to_their_places(reader: Reader, on_disk: np.ndarray, runs: Runs, data: st.DataObject) -> None:
+def test_runs_go_to_their_places(
+    reader: Reader, on_disk: np.ndarray, runs: Runs, data: st.DataObject
+) -> None:
     """Into an out that has room between them, in any order; what is between stays as it was."""
     order = data.draw(st.permutations(range(len(runs))))
     at, end = [0] * len(runs), 0
@@ -108,16 +127,35 @@ def test_out_is_filled_and_returned(reader: Reader, on_disk: np.ndarray) -> None
     named = reader.read_runs({"features": [(7, 67)]}, out={"features": out})
     assert named["features"] is out
     np.testing.assert_array_equal(out, on_disk[7:67])
-    for bad in (np.zeros((59, 100), np.float32), np.zeros((60, 100)), np.zeros((60, 200), np.float32)[:, ::2], [0.0]):
+    for bad in (
+        np.zeros((59, 100), np.float32),
+        np.zeros((60, 100)),
+        np.zeros((60, 200), np.float32)[:, ::2],
+        [0.0],
+    ):
         with pytest.raises(ValueError, match="out must be a C-contiguous"):
             reader.read_runs([(0, 60)], out=bad)
 
 
 @pytest.mark.parametrize(
-    "runs", [[(-1, 3)], [(0, 1001)], [(5, 4)], [(0, 3), (1000, 1001)], [0, 5], [[0, 5, 6]], [(0.0, 1.0)], [("0", "5")], [[True, True]],
-             np.array([[2**63, 2**63 + 5]], np.uint64), np.array([[0, 2**64 - 1]], np.uint64), 7, [[-(2**63), 5]]],
+    "runs",
+    [
+        [(-1, 3)],
+        [(0, 1001)],
+        [(5, 4)],
+        [(0, 3), (1000, 1001)],
+        [0, 5],
+        [[0, 5, 6]],
+        [(0.0, 1.0)],
+        [("0", "5")],
+        [[True, True]],
+        np.array([[2**63, 2**63 + 5]], np.uint64),
+        np.array([[0, 2**64 - 1]], np.uint64),
+        7,
+        [[-(2**63), 5]],
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_what_is_no_run(reader: Reader, runs: Any) -> None:
     for read in (reader.read_runs, reader.submit_runs):
         with pytest.raises(IdError, match="run"):
@@ -142,7 +180,10 @@ def test_runs_may_be_changed_afterwards(store: featstore.Store, on_disk: np.ndar
 def test_tables_by_name(tmp_path: Path, pack: Any, engine: str) -> None:
     tables = {"a": np.arange(3000, dtype=np.int32).reshape(-1, 3), "b": np.arange(500, dtype=np.uint8)}
     pack(tmp_path / "s", tables, order="given").close()
-    with featstore.open(tmp_path / "s") as store, store.reader(memory="16MiB", engine=engine, static=None) as reader:
+    with (
+        featstore.open(tmp_path / "s") as store,
+        store.reader(memory="16MiB", engine=engine, static=None) as reader,
+    ):
         found = reader.read_runs({"a": [(3, 900)], "b": [(0, 500), (1, 2)]})
         np.testing.assert_array_equal(found["a"], tables["a"][3:900])
         np.testing.assert_array_equal(found["b"], wanted(tables["b"], [(0, 500), (1, 2)]))
@@ -162,9 +203,16 @@ def test_rows_of_any_size(tmp_path: Path, pack: Any, engine: str, small_chunks: 
     rows = max(7, 60_000 // row_bytes)
     table = (np.arange(rows * row_bytes) % 251).astype(np.uint8).reshape(rows, row_bytes)
     pack(tmp_path / "s", table).close()
-    with featstore.open(tmp_path / "s") as store, store.reader(memory="8MiB", engine=engine, static=None) as reader:
+    with (
+        featstore.open(tmp_path / "s") as store,
+        store.reader(memory="8MiB", engine=engine, static=None) as reader,
+    ):
         rng = np.random.default_rng(row_bytes)
-        for runs in ([(0, rows)], [(rows - 1, rows)], np.sort(rng.integers(0, rows + 1, (9, 2)), axis=1).tolist()):
+        for runs in (
+            [(0, rows)],
+            [(rows - 1, rows)],
+            np.sort(rng.integers(0, rows + 1, (9, 2)), axis=1).tolist(),
+        ):
             np.testing.assert_array_equal(reader.read_runs(runs), wanted(table, runs))
 
 
@@ -191,7 +239,10 @@ def test_graphs_are_read_by_runs(tmp_path: Path, pack: Any, engine: str, small_c
         tables = ["features/sources", "features/offsets"]
         with store.reader(tables=tables, memory="8MiB", engine=engine, static=None) as reader:
             for low, high in ((0, 1), (100, 333), (499, 500)):
-                asked = {"features/sources": [(offsets[low], offsets[high])], "features/offsets": [(low, high + 1)]}
+                asked = {
+                    "features/sources": [(offsets[low], offsets[high])],
+                    "features/offsets": [(low, high + 1)],
+                }
                 found = reader.read_runs(asked)
                 np.testing.assert_array_equal(found["features/offsets"], offsets[low : high + 1])
                 lists = [indices[indptr[v] : indptr[v + 1]] for v in node_of_row[low:high]]
@@ -225,7 +276,10 @@ def test_a_corrupt_page_is_named(own: Path, on_disk: np.ndarray, engine: str, ch
             assert (caught.value.path, caught.value.offset) == (str(path), page * PAGE_BYTES)
         good = [(0, low), (high, 1000)]  # its neighbours are right, even where they are read along with it
         np.testing.assert_array_equal(reader.read_runs(good), wanted(on_disk, good))
-    with featstore.open(own) as store, store.reader(memory=MEMORY, engine=engine, static=None, verify=False) as reader:
+    with (
+        featstore.open(own) as store,
+        store.reader(memory=MEMORY, engine=engine, static=None, verify=False) as reader,
+    ):
         assert (reader.read_runs([(0, 1000)]) != on_disk).sum() == 1
 
 
@@ -237,7 +291,8 @@ def test_a_page_that_is_read_along_is_not_verified(own: Path, on_disk: np.ndarra
         np.testing.assert_array_equal(reader.read_runs([(0, 1000)]), on_disk)
 
 
-@pytest.mark.parametrize("engine", ["uring", "threads"])  # a mapping of a file that shrinks cannot be read at all
+# a mapping of a file that shrinks cannot be read at all
+@pytest.mark.parametrize("engine", ["uring", "threads"])
 def test_a_file_that_was_cut(own: Path, engine: str) -> None:
     with featstore.open(own) as store, store.reader(memory=MEMORY, engine=engine, static=None) as reader:
         path = own / "g000001/tables/features/rows/c.1.0"
@@ -281,7 +336,9 @@ def test_cancel_before_it_is_planned(store: featstore.Store, on_disk: np.ndarray
                 assert isinstance(request.exception(20), CancelledError)
 
 
-def test_runs_and_rows_from_several_threads(reader: Reader, on_disk: np.ndarray, features: np.ndarray) -> None:
+def test_runs_and_rows_from_several_threads(
+    reader: Reader, on_disk: np.ndarray, features: np.ndarray
+) -> None:
     def work(seed: int) -> None:
         rng = np.random.default_rng(seed)
         for _ in range(10):
@@ -355,11 +412,15 @@ def test_plans_read_every_wanted_byte_once(layout: TableLayout, limit: int, data
         wanted_bytes[place * size : (place + high - low) * size] = np.arange(low * size, high * size)
     got = np.full(len(wanted_bytes), -1)
     per_file = layout.pages_per_chunk
-    for (begin, end, to), page, pages in zip(plan.spans.tolist(), plan.page.tolist(), plan.pages.tolist(), strict=True):
+    for (begin, end, to), page, pages in zip(
+        plan.spans.tolist(), plan.page.tolist(), plan.pages.tolist(), strict=True
+    ):
         assert begin < end
         assert (got[to : to + end - begin] == -1).all(), "no byte twice"
         got[to : to + end - begin] = np.arange(begin, end)
-        assert (page, page + pages) == (begin // PAGE_BYTES, -(-end // PAGE_BYTES)), "the pages of the span, no others"
+        assert (page, page + pages) == (begin // PAGE_BYTES, -(-end // PAGE_BYTES)), (
+            "the pages of the span, no others"
+        )
         assert page // per_file == (page + pages - 1) // per_file, "no read crosses the end of a file"
         assert pages * PAGE_BYTES <= max(limit, PAGE_BYTES)
     np.testing.assert_array_equal(got, wanted_bytes)

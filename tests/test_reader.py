@@ -1,4 +1,5 @@
-"""The reader: what it accepts and returns, what it says of itself, what memory it takes, how it opens files."""
+"""The reader: what it accepts and returns, what it says of itself, what memory it takes, how it opens
+files."""
 
 from __future__ import annotations
 
@@ -138,7 +139,9 @@ def test_several_tables_at_once(two_tables: Any, engine: str) -> None:
             np.testing.assert_array_equal(got[name], data[name][np.asarray(wanted, np.int64)])
         mixed = reader.read({"author": torch.tensor([2, 3]), "paper": [1]})
         assert mixed["author"].dtype == torch.bfloat16
-        assert torch.equal(mixed["author"].view(torch.int16), torch.from_numpy(data["author"][[2, 3]].view(np.int16)))
+        assert torch.equal(
+            mixed["author"].view(torch.int16), torch.from_numpy(data["author"][[2, 3]].view(np.int16))
+        )
         assert isinstance(mixed["paper"], np.ndarray)
         out = {"paper": np.zeros((1, 64), np.float32)}
         got = reader.read({"author": [0], "paper": [4]}, out=out)
@@ -211,7 +214,8 @@ def test_a_plan_says_what_a_read_then_does(store: featstore.Store, engine: str) 
 
 @pytest.mark.parametrize("static", [None, np.arange(900)])
 def test_a_plan_and_what_was_read_mean_the_same_by_amplification(store: featstore.Store, static: Any) -> None:
-    """Bytes read over bytes asked for, before and after, whatever tiers hold and however often an id is asked for."""
+    """Bytes read over bytes asked for, before and after, whatever tiers hold and however often an id is asked
+    for."""
     with store.reader(memory=MEMORY, static=static) as reader:
         for ids in (np.arange(1000), np.arange(850, 1000).repeat(3), np.array([990]), np.arange(10)):
             plan, before = reader.plan(ids), reader.stats()
@@ -274,20 +278,27 @@ def test_too_small_a_budget_names_the_smallest_that_works(
 def test_a_file_system_without_direct_reads_is_said(
     monkeypatch: pytest.MonkeyPatch, store: featstore.Store, features: np.ndarray
 ) -> None:
-    monkeypatch.setattr("featstore.engine.files.direct_refusal", lambda path, size: "the file system refuses O_DIRECT")
+    monkeypatch.setattr(
+        "featstore.engine.files.direct_refusal", lambda path, size: "the file system refuses O_DIRECT"
+    )
     for engine in ("uring", "threads", "mmap"):
         with store.reader(memory=MEMORY, engine=engine) as reader:
             if engine == "mmap":
                 assert (reader.access, reader.access_because) == ("mapped", "")
             else:
-                assert (reader.access, reader.access_because) == ("buffered", "the file system refuses O_DIRECT")
+                assert (reader.access, reader.access_because) == (
+                    "buffered",
+                    "the file system refuses O_DIRECT",
+                )
                 assert reader.stats().access == "buffered"
             np.testing.assert_array_equal(reader.read(np.arange(1000)), features)
 
 
 def test_a_store_in_memory(features: np.ndarray, tmp_path: Path, engine: str, pack: Any) -> None:
     shm = Path("/dev/shm")
-    folder = (shm if shm.is_dir() and os.access(shm, os.W_OK) else tmp_path) / f"featstore-test-{os.getpid()}-{engine}"
+    folder = (
+        shm if shm.is_dir() and os.access(shm, os.W_OK) else tmp_path
+    ) / f"featstore-test-{os.getpid()}-{engine}"
     try:
         with pack(folder, features) as store, store.reader(memory=MEMORY, engine=engine) as reader:
             assert reader.access in ("direct", "buffered", "mapped")
@@ -299,7 +310,9 @@ def test_a_store_in_memory(features: np.ndarray, tmp_path: Path, engine: str, pa
         shutil.rmtree(folder)
 
 
-def test_the_engine_says_why(monkeypatch: pytest.MonkeyPatch, store: featstore.Store, features: np.ndarray) -> None:
+def test_the_engine_says_why(
+    monkeypatch: pytest.MonkeyPatch, store: featstore.Store, features: np.ndarray
+) -> None:
     def refuse() -> None:
         raise OSError(1, "Operation not permitted")
 

@@ -28,7 +28,9 @@ def reader(store: featstore.Store, engine: str) -> Any:
 
 
 def child_reads(reader: Reader, ids: np.ndarray, expected: np.ndarray) -> int:
-    return int(np.array_equal(reader.read(ids), expected) and np.array_equal(reader.submit(ids).result(20), expected))
+    return int(
+        np.array_equal(reader.read(ids), expected) and np.array_equal(reader.submit(ids).result(20), expected)
+    )
 
 
 def test_a_forked_child_reads_and_so_does_its_parent(reader: Reader, features: np.ndarray) -> None:
@@ -142,8 +144,8 @@ def test_a_new_reader_has_loaded_every_kernel_a_read_runs(store: featstore.Store
     from featstore.tiers import static
 
     kernels = [
-        lookup.rows_of_ids, lookup.row_histogram, lookup.select_rows, plan.make_keys, plan.radix_sort, plan.cut_extents,
-        static.serve_rows,
+        lookup.rows_of_ids, lookup.row_histogram, lookup.select_rows, plan.make_keys, plan.radix_sort,
+        plan.cut_extents, static.serve_rows,
     ]  # fmt: skip
     with store.reader(memory="1MiB", engine=engine, static=[1, 2]) as reader:
         before = [len(kernel.signatures) for kernel in kernels]

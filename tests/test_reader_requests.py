@@ -194,7 +194,9 @@ def test_use_after_close(store: featstore.Store, engine: str) -> None:
         reader.read([1])
 
 
-def test_close_waits_for_requests_under_way(store: featstore.Store, features: np.ndarray, engine: str) -> None:
+def test_close_waits_for_requests_under_way(
+    store: featstore.Store, features: np.ndarray, engine: str
+) -> None:
     for _ in range(5):
         reader = store.reader(memory=MEMORY, engine=engine)
         ids = np.random.default_rng(0).integers(0, 1000, 20_000)
@@ -229,7 +231,9 @@ def test_close_while_a_submit_blocks(store: featstore.Store) -> None:
     assert isinstance(outcome[0], ClosedError)
 
 
-def test_close_against_readers_in_other_threads(store: featstore.Store, features: np.ndarray, engine: str) -> None:
+def test_close_against_readers_in_other_threads(
+    store: featstore.Store, features: np.ndarray, engine: str
+) -> None:
     """Every read either gives right rows or says that the reader is closed; none hangs."""
     for round_ in range(10):
         reader = store.reader(memory=MEMORY, engine=engine)
@@ -265,17 +269,27 @@ def test_a_forgotten_reader_closes_itself(store: featstore.Store, engine: str) -
         reader.submit([1, 2, 3]).result(10)
         del reader
         gc.collect()
-    assert eventually(lambda: (len(os.listdir("/proc/self/fd")), threading.active_count()) == (descriptors, threads))
+    assert eventually(
+        lambda: (len(os.listdir("/proc/self/fd")), threading.active_count()) == (descriptors, threads)
+    )
 
 
 def test_failing_to_open_leaves_nothing(store: featstore.Store) -> None:
     gc.collect()
     descriptors, threads = len(os.listdir("/proc/self/fd")), threading.active_count()
-    for options in ({"memory": 1000}, {"static": [10_000]}, {"static": "degree"}, {"engine": "no"}, {"tables": ["no"]}):
+    for options in (
+        {"memory": 1000},
+        {"static": [10_000]},
+        {"static": "degree"},
+        {"engine": "no"},
+        {"tables": ["no"]},
+    ):
         with pytest.raises((ValueError, KeyError, IdError)):
             store.reader(**options)
     gc.collect()
-    assert eventually(lambda: (len(os.listdir("/proc/self/fd")), threading.active_count()) == (descriptors, threads))
+    assert eventually(
+        lambda: (len(os.listdir("/proc/self/fd")), threading.active_count()) == (descriptors, threads)
+    )
 
 
 def test_readers_outlive_their_store(store: featstore.Store, features: np.ndarray, engine: str) -> None:

@@ -36,7 +36,10 @@ def packed(pack: Any, path: Path, **tables: int) -> featstore.Store:
 
 def test_edge_tables_are_known_by_the_names_that_packing_gives() -> None:
     assert node_tables(["features", "edge_features"]) == ["features"]
-    assert node_tables(["paper", "author", "paper__cites__paper", "author__writes__book"]) == ["paper", "author"]
+    assert node_tables(["paper", "author", "paper__cites__paper", "author__writes__book"]) == [
+        "paper",
+        "author",
+    ]
     assert node_tables(["my__own__name"]) == ["my__own__name"], "no other table is its end"
     assert not is_edge_table("features", ["features"])
     assert node_tables(["edge_features"]) == []
@@ -79,7 +82,9 @@ def test_a_pyg_data_with_features_of_edges(tmp_path: Path, pack: Any) -> None:
 
 def test_ids_without_a_type_are_of_no_table_that_is_not_certain(tmp_path: Path, pack: Any) -> None:
     with packed(pack, tmp_path / "s", paper=NODES, author=70) as store:
-        with pytest.raises(SourceError, match=r"several tables of nodes: 'paper', 'author'; say which with nodes="):
+        with pytest.raises(
+            SourceError, match=r"several tables of nodes: 'paper', 'author'; say which with nodes="
+        ):
             table_of(store, "", "the mini-batches have")
         assert table_of(store, "author", "") == "author"
         with pytest.raises(SourceError, match="'book'; the store's tables are 'paper', 'author'"):
@@ -94,7 +99,9 @@ def test_ids_without_a_type_are_of_no_table_that_is_not_certain(tmp_path: Path, 
 
 
 @pytest.mark.parametrize("others", [{"author": 70}, {"paper__cites__paper": EDGES}])
-def test_one_relation_of_several_is_not_sampled_unasked(tmp_path: Path, pack: Any, others: dict[str, int]) -> None:
+def test_one_relation_of_several_is_not_sampled_unasked(
+    tmp_path: Path, pack: Any, others: dict[str, int]
+) -> None:
     with packed(pack, tmp_path / "s", paper=NODES, **others) as store:
         asks: list[Any] = [
             lambda **graph: store.sampler([3], memory=SMALL, **graph).close(),
@@ -141,5 +148,8 @@ def test_a_table_is_no_array(tmp_path: Path, pack: Any) -> None:
             assert isinstance(error.value, FeatstoreError)
         with pytest.raises(FeatstoreError, match=r"is on disk and no array .*store\.reader"):
             np.asarray(store)
-        with store.reader(memory=SMALL) as reader, pytest.raises(FeatstoreError, match=r"reader\.read\(ids\)"):
+        with (
+            store.reader(memory=SMALL) as reader,
+            pytest.raises(FeatstoreError, match=r"reader\.read\(ids\)"),
+        ):
             np.asarray(reader)

@@ -29,8 +29,8 @@ with warnings.catch_warnings():
     from torch_geometric.data import Batch, Data, HeteroData
 
 _DTYPES = [
-    "?", "i1", "<i2", "<i4", "<i8", "u1", "<u2", "<u4", "<u8", "<f2", "<f4", "<f8", "<c8", "<c16", ">i4", ">f8", ">u2", ">c16",
-    "<M8[s]", ">m8[ns]", "S3", "<U2", ">U4", "V5", [("a", "u1"), ("b", ">f8", (2,))],
+    "?", "i1", "<i2", "<i4", "<i8", "u1", "<u2", "<u4", "<u8", "<f2", "<f4", "<f8", "<c8", "<c16", ">i4",
+    ">f8", ">u2", ">c16", "<M8[s]", ">m8[ns]", "S3", "<U2", ">U4", "V5", [("a", "u1"), ("b", ">f8", (2,))],
 ]  # fmt: skip
 
 
@@ -58,7 +58,11 @@ def _key(key: Any) -> str:
 
 
 def _bits(tensor: torch.Tensor) -> bytes:
-    return bytes(tensor.resolve_conj().contiguous().reshape(-1).view(torch.uint8).numpy()) if tensor.numel() else b""
+    return (
+        bytes(tensor.resolve_conj().contiguous().reshape(-1).view(torch.uint8).numpy())
+        if tensor.numel()
+        else b""
+    )
 
 
 def arrays() -> st.SearchStrategy[Any]:
@@ -72,17 +76,42 @@ def _filled(dtype: Any, shape: tuple[int, ...], data: bytes) -> Any:
     kind = np.dtype(dtype)
     if kind.kind in "fcU?" or kind.names:
         return (
-            np.frombuffer(data or b"a", np.uint8)[:1].astype("i8").repeat(math.prod(shape)).reshape(shape).astype(kind)
+            np.frombuffer(data or b"a", np.uint8)[:1]
+            .astype("i8")
+            .repeat(math.prod(shape))
+            .reshape(shape)
+            .astype(kind)
         )
     size = math.prod(shape) * kind.itemsize
-    return np.frombuffer((data or b"b") * (size // max(1, len(data)) + 1), np.uint8, size).view(kind).reshape(shape)
+    return (
+        np.frombuffer((data or b"b") * (size // max(1, len(data)) + 1), np.uint8, size)
+        .view(kind)
+        .reshape(shape)
+    )
 
 
 scalars = st.one_of(
-    st.none(), st.booleans(), st.integers(), st.floats(), st.complex_numbers(), st.text(max_size=5), st.binary(max_size=5),
-    st.sampled_from([np.float32(1.5), np.int64(-3), np.bool_(True), np.str_(""), np.str_("é\0"), np.bytes_(b"x\0"),
-                     np.datetime64("2020-01-01", "D"), np.zeros(1, _DTYPES[-1])[0], ml_dtypes.bfloat16(2)]),
-)  # fmt: skip
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.complex_numbers(),
+    st.text(max_size=5),
+    st.binary(max_size=5),
+    st.sampled_from(
+        [
+            np.float32(1.5),
+            np.int64(-3),
+            np.bool_(True),
+            np.str_(""),
+            np.str_("é\0"),
+            np.bytes_(b"x\0"),
+            np.datetime64("2020-01-01", "D"),
+            np.zeros(1, _DTYPES[-1])[0],
+            ml_dtypes.bfloat16(2),
+        ]
+    ),
+)
 tensors = st.sampled_from(["int64", "bfloat16", "float32", "bool"]).map(
     lambda n: (torch.arange(6) % 2).to(getattr(torch, n)).reshape(2, 3)
 )
@@ -91,7 +120,9 @@ keys = atoms | st.tuples(atoms, atoms, atoms)
 trees = st.recursive(
     scalars | arrays() | tensors,
     lambda inner: (
-        st.lists(inner, max_size=4) | st.lists(inner, max_size=3).map(tuple) | st.dictionaries(keys, inner, max_size=4)
+        st.lists(inner, max_size=4)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(keys, inner, max_size=4)
     ),
     max_leaves=12,
 )
@@ -162,7 +193,10 @@ def test_other_tensors() -> None:
 
 def test_pyg_data_with_and_without_features() -> None:
     data = Data(
-        x=torch.rand(3, 2), edge_index=torch.tensor([[0, 1], [2, 2]]), y=torch.tensor([1, 2, 3]), n_id=torch.arange(3)
+        x=torch.rand(3, 2),
+        edge_index=torch.tensor([[0, 1], [2, 2]]),
+        y=torch.tensor([1, 2, 3]),
+        n_id=torch.arange(3),
     )
     data.num_nodes = 3
     data.batch_size, data.names, data.nested = 2, ["a", "b"], {"k": torch.ones(1, dtype=torch.bfloat16)}
@@ -209,7 +243,9 @@ def test_torch_is_loaded_by_torch_alone() -> None:
         "print([m for m in ('torch', 'torch_geometric') if m in sys.modules])\n"
     )
     tensor = encode(torch.arange(2)).tobytes().hex()
-    done = subprocess.run([sys.executable, "-c", code, tensor], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code, tensor], capture_output=True, text=True, check=True, timeout=60
+    )
     assert done.stdout.split("\n")[:2] == ["[]", "['torch']"]
 
 
@@ -283,10 +319,23 @@ def test_the_deepest_tree() -> None:
 # Bytes from a stranger.
 
 _SEED_DATA = Data(edge_index=torch.tensor([[0, 1], [2, 2]]), y=torch.tensor([1.0]))
-_SEED_HETERO = HeteroData({"p": {"n_id": torch.arange(3)}, ("p", "t", "p"): {"edge_index": torch.zeros(2, 1)}})
+_SEED_HETERO = HeteroData(
+    {"p": {"n_id": torch.arange(3)}, ("p", "t", "p"): {"edge_index": torch.zeros(2, 1)}}
+)
 _SEEDS = [
-    encode({"a": np.arange(6).reshape(2, 3), ("x", "y"): [1.5, None, "text", b"bytes", 2**70, (1j, np.float32(3))]}),
-    encode([torch.arange(4, dtype=torch.bfloat16), np.array(["ab", "c"]), np.zeros(2, [("a", "u1"), ("b", "<f8")])]),
+    encode(
+        {
+            "a": np.arange(6).reshape(2, 3),
+            ("x", "y"): [1.5, None, "text", b"bytes", 2**70, (1j, np.float32(3))],
+        }
+    ),
+    encode(
+        [
+            torch.arange(4, dtype=torch.bfloat16),
+            np.array(["ab", "c"]),
+            np.zeros(2, [("a", "u1"), ("b", "<f8")]),
+        ]
+    ),
     encode([_SEED_DATA, _SEED_HETERO, MiniBatch(*(np.arange(2) for _ in range(4)), (1,), (1,))]),
 ]
 
@@ -294,7 +343,8 @@ _SEEDS = [
 @settings(max_examples=400)
 @given(st.sampled_from(range(len(_SEEDS))), st.data())
 def test_damaged_bytes_are_a_sample_or_an_error(which: int, data: st.DataObject) -> None:
-    """No mutation reads outside of the data, runs for long, or takes more memory than a few times the data."""
+    """No mutation reads outside of the data, runs for long, or takes more memory than a few times the
+    data."""
     raw = bytearray(_SEEDS[which].tobytes())
     header = 8 + int.from_bytes(raw[4:8], "little")
     for _ in range(data.draw(st.integers(1, 4))):
@@ -347,16 +397,18 @@ def crafted(tree: Any, arrays: bytes = b"") -> Any:
 @pytest.mark.parametrize(
     "tree",
     [
-        ["n", "int64", [2**62, 4]], ["n", "int64", [9]], ["n", "int64", [-1]], ["n", "int64", [1.0]], ["n", "int64", 8], ["n", "int64"],
-        ["n", "object", [1]], ["n", 'numpy:"|O"', [1]], ["n", 'numpy:["a"', [1]], ["n", "numpy:" + "[" * 5000, [1]],
-        ["n", "int64", [1] * 40],
-        ["n", 'numpy:[["a","<f4",[1000000000,1000000000]]]', [1]], ["n", 'numpy:"|V2147483647"', [3]], ["n", "x" * 70_000, [1]],
-        ["n", "int64", [2**63, 0]], ["x", "int64", [2**63, 0]], ["x", "int64", [2**62]], ["x", "cuda", [1]], ["x", "load", [1]],
-        ["s", "int64", b"123"], ["s", "str", b"1"], ["s", "int64", "12345678"], ["c", 1, 2], ["i", "1"], ["i"],
-        ["d", 1], ["d", ["l"], 1], ["d", 1, 2, 1, 3], ["d", ["n", "int64", [0]], 1], ["z", "a"], ["z", 2**63],
-        ["m", "Store", 1], ["m", "MiniBatch", 1], ["m", ["l"], 1], ["m"], ["D", 1], ["D", ["d", "_store", 1]], ["D", ["d", 1, 1]], ["D"],
-        ["H", "a", 1], ["H", ["t", "a"], ["d"]], ["H", 1, ["d"]], ["H", "a", ["d", "_mapping", 1]], ["H", "a"],
-        [], ["?"], [1], [None], {"d": 1}, msgspec.msgpack.Ext(1, b"x"), ["l", ["l", {}]],
+        ["n", "int64", [2**62, 4]], ["n", "int64", [9]], ["n", "int64", [-1]], ["n", "int64", [1.0]],
+        ["n", "int64", 8], ["n", "int64"], ["n", "object", [1]], ["n", 'numpy:"|O"', [1]],
+        ["n", 'numpy:["a"', [1]], ["n", "numpy:" + "[" * 5000, [1]], ["n", "int64", [1] * 40],
+        ["n", 'numpy:[["a","<f4",[1000000000,1000000000]]]', [1]], ["n", 'numpy:"|V2147483647"', [3]],
+        ["n", "x" * 70_000, [1]], ["n", "int64", [2**63, 0]], ["x", "int64", [2**63, 0]],
+        ["x", "int64", [2**62]], ["x", "cuda", [1]], ["x", "load", [1]], ["s", "int64", b"123"],
+        ["s", "str", b"1"], ["s", "int64", "12345678"], ["c", 1, 2], ["i", "1"], ["i"], ["d", 1],
+        ["d", ["l"], 1], ["d", 1, 2, 1, 3], ["d", ["n", "int64", [0]], 1], ["z", "a"], ["z", 2**63],
+        ["m", "Store", 1], ["m", "MiniBatch", 1], ["m", ["l"], 1], ["m"], ["D", 1], ["D", ["d", "_store", 1]],
+        ["D", ["d", 1, 1]], ["D"], ["H", "a", 1], ["H", ["t", "a"], ["d"]], ["H", 1, ["d"]],
+        ["H", "a", ["d", "_mapping", 1]], ["H", "a"], [], ["?"], [1], [None], {"d": 1},
+        msgspec.msgpack.Ext(1, b"x"), ["l", ["l", {}]],
     ],
     ids=lambda tree: re.sub(" at 0x.*", "", repr(tree)[:40]),
 )  # fmt: skip

@@ -99,7 +99,13 @@ def assert_same(left: MiniBatch, right: MiniBatch) -> None:
     wide=st.booleans(),
 )
 def test_kernel_equals_twin(
-    node_count: int, edges_per_node: int, fanouts: list[int], seed: int, batch_index: int, epoch: int, wide: bool
+    node_count: int,
+    edges_per_node: int,
+    fanouts: list[int],
+    seed: int,
+    batch_index: int,
+    epoch: int,
+    wide: bool,
 ) -> None:
     dtype = np.int64 if wide else np.int32
     indptr, indices = random_graph(node_count, node_count * edges_per_node, seed % 2**32, dtype)
@@ -126,7 +132,12 @@ def test_fold_ids_equals_twin(ids: list[int]) -> None:
 
 
 @settings(max_examples=60, deadline=None)
-@given(key=st.integers(0, WORD - 1), degree=st.integers(1, 3000), fanout=st.integers(1, 200), stamp=st.integers(0, 5))
+@given(
+    key=st.integers(0, WORD - 1),
+    degree=st.integers(1, 3000),
+    fanout=st.integers(1, 200),
+    stamp=st.integers(0, 5),
+)
 def test_pick_distinct_equals_twin(key: int, degree: int, fanout: int, stamp: int) -> None:
     fanout = min(fanout, degree)
     picks = np.full((2, sampling._table_size(fanout)), -1, dtype=np.int64)
@@ -167,9 +178,12 @@ def test_structure_is_that_of_neighbor_loader() -> None:
     np.testing.assert_array_equal(batch.node[: len(seeds)], seeds)
     assert len(np.unique(batch.node)) == len(batch.node) == sum(batch.num_sampled_nodes)
     assert len(batch.row) == sum(batch.num_sampled_edges)
-    # Each edge is an edge of the graph: source as indices say, target the column whose range holds the position.
+    # Each edge is an edge of the graph: source as indices say, target the column whose range holds the
+    # position.
     np.testing.assert_array_equal(batch.node[batch.row], indices[batch.edge_id])
-    np.testing.assert_array_equal(batch.node[batch.col], np.searchsorted(indptr, batch.edge_id, side="right") - 1)
+    np.testing.assert_array_equal(
+        batch.node[batch.col], np.searchsorted(indptr, batch.edge_id, side="right") - 1
+    )
     assert len(np.unique(batch.edge_id)) == len(batch.edge_id)
     # Hop by hop: only the nodes that the hop before found first are asked, each min(degree, fanout) times.
     node_ends, edge_ends = np.cumsum(batch.num_sampled_nodes), np.cumsum((0, *batch.num_sampled_edges))
@@ -198,7 +212,8 @@ def test_nodes_without_neighbours_and_no_seeds() -> None:
 
 
 def test_neighbours_are_drawn_uniformly() -> None:
-    """Chi-squared over 20,000 batches: single neighbours, and pairs, of a node with 12 neighbours and fan-out 4."""
+    """Chi-squared over 20,000 batches: single neighbours, and pairs, of a node with 12 neighbours and fan-out
+    4."""
     degree, fanout, rounds = 12, 4, 20_000
     indptr = np.array([0, degree] + [degree] * degree, dtype=np.int64)
     indices = np.arange(1, degree + 1, dtype=np.int32)
@@ -209,9 +224,12 @@ def test_neighbours_are_drawn_uniformly() -> None:
         picked[index, sampler.sample(seeds, index).edge_id] = 1
     assert (picked.sum(axis=1) == fanout).all()
     share = fanout / degree
-    # Counts of a draw without replacement vary less than the multinomial, by the factor (1 - share) * d / (d - 1).
+    # Counts of a draw without replacement vary less than the multinomial, by the factor (1 - share) * d / (d
+    # - 1).
     expected = rounds * share
-    chi_singles = (((picked.sum(axis=0) - expected) ** 2) / expected).sum() / ((1 - share) * degree / (degree - 1))
+    chi_singles = (((picked.sum(axis=0) - expected) ** 2) / expected).sum() / (
+        (1 - share) * degree / (degree - 1)
+    )
     assert chi_singles < 31.3, "11 degrees of freedom: 31.3 is passed once in a thousand"
     together = picked.T @ picked
     pairs = together[np.triu_indices(degree, 1)]

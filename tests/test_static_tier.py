@@ -39,7 +39,9 @@ def test_set_bits(case: tuple[int, np.ndarray, np.random.Generator]) -> None:
     table_rows, members, _ = case
     bits, ranks = index(table_rows)
     assert set_bits(members, bits, ranks) == len(members)
-    np.testing.assert_array_equal(np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little")), members)
+    np.testing.assert_array_equal(
+        np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little")), members
+    )
     np.testing.assert_array_equal(ranks, np.searchsorted(members, 64 * np.arange(len(ranks))))
 
 
@@ -128,7 +130,9 @@ def test_memory_is_what_is_held(table_rows: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def graph_store(tmp_path_factory: pytest.TempPathFactory, pack: Any) -> tuple[featstore.Store, np.ndarray, np.ndarray]:
+def graph_store(
+    tmp_path_factory: pytest.TempPathFactory, pack: Any
+) -> tuple[featstore.Store, np.ndarray, np.ndarray]:
     """A store in random order whose node v is the source of v edges; its features and edges."""
     rng = np.random.default_rng(3)
     nodes = 400
@@ -160,7 +164,9 @@ def test_degree_keeps_the_rows_of_the_highest_degree(graph_store: Any, engine: s
         assert in_tier == list(range(nodes - hits, nodes))
 
 
-def test_auto_is_degree_where_there_is_a_graph_and_nothing_else(graph_store: Any, store: featstore.Store) -> None:
+def test_auto_is_degree_where_there_is_a_graph_and_nothing_else(
+    graph_store: Any, store: featstore.Store
+) -> None:
     with graph_store[0].reader(memory="4MiB") as reader:
         assert reader.plan(np.arange(400)).hits == {"static": 400}
         assert reader.plan(np.arange(400)).reads == 0

@@ -14,7 +14,13 @@ import numpy as np
 import pytest
 
 import featstore
-from featstore.errors import CorruptionError, FeatstoreError, IncompleteStoreError, SourceError, StoreExistsError
+from featstore.errors import (
+    CorruptionError,
+    FeatstoreError,
+    IncompleteStoreError,
+    SourceError,
+    StoreExistsError,
+)
 
 
 def test_tables_and_their_maps(store: featstore.Store, features: np.ndarray) -> None:
@@ -55,8 +61,9 @@ def test_chunk_files_are_raw_rows(store: featstore.Store, features: np.ndarray) 
 
 def test_small_arrays(tmp_path: Path, pack: Any) -> None:
     arrays = {
-        "y": np.arange(7, dtype=">i4"), "scalar": np.float64(2.5), "none": np.empty((0, 3), np.int8), "names": np.array(["a", "bc"]),
-        "grid": np.arange(24.0).reshape(2, 3, 4), "mask": np.array([True, False]), "large": np.arange(2_000_000),
+        "y": np.arange(7, dtype=">i4"), "scalar": np.float64(2.5), "none": np.empty((0, 3), np.int8),
+        "names": np.array(["a", "bc"]), "grid": np.arange(24.0).reshape(2, 3, 4),
+        "mask": np.array([True, False]), "large": np.arange(2_000_000),
     }  # fmt: skip
     with pack(tmp_path / "s", np.zeros((7, 2)), arrays=arrays) as store:
         assert sorted(store.arrays) == sorted(arrays)
@@ -91,7 +98,9 @@ def test_paths_may_be_text_and_relative(store: featstore.Store, monkeypatch: pyt
             assert reader.read([1]).shape == (1, 100)
 
 
-def test_a_store_may_be_moved_and_reached_through_a_link(own: Path, tmp_path: Path, features: np.ndarray) -> None:
+def test_a_store_may_be_moved_and_reached_through_a_link(
+    own: Path, tmp_path: Path, features: np.ndarray
+) -> None:
     moved = own.rename(tmp_path / "moved")
     (tmp_path / "link").symlink_to(moved)
     with featstore.open(tmp_path / "link") as store, store.reader(memory="4MiB") as reader:
@@ -268,7 +277,9 @@ def broken() -> Iterator[np.ndarray[Any, Any]]:
     ],
 )
 @pytest.mark.parametrize("there", ["nothing", "a folder", "a foreign file"])
-def test_what_was_made_for_nothing_is_removed(tmp_path: Path, attempt: Callable[[Path], Any], there: str) -> None:
+def test_what_was_made_for_nothing_is_removed(
+    tmp_path: Path, attempt: Callable[[Path], Any], there: str
+) -> None:
     out = tmp_path / "deep" / "s"
     if there != "nothing":
         out.mkdir(parents=True)

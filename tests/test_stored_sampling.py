@@ -1,4 +1,5 @@
-"""The sampler over a stored graph: the very mini-batches of the sampler in memory, within its budget, or an error."""
+"""The sampler over a stored graph: the very mini-batches of the sampler in memory, within its budget, or an
+error."""
 
 from __future__ import annotations
 
@@ -49,7 +50,10 @@ def by_order(pack: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """One graph in several orders, with hubs and without. Not to be written to."""
     graph, folder = random_graph(NODES, EDGES, 1), tmp_path_factory.mktemp("graphs")
     kinds = [(order, hubs) for order in ("given", "permutation", "ldg") for hubs in (0.0, 0.05)]
-    made = {(order, hubs): packed_graph(pack, folder / f"{order}{hubs}", graph, order, hubs) for order, hubs in kinds}
+    made = {
+        (order, hubs): packed_graph(pack, folder / f"{order}{hubs}", graph, order, hubs)
+        for order, hubs in kinds
+    }
     yield made
     for store in made.values():
         store.close()
@@ -108,8 +112,8 @@ def assert_edges_are_stored_ones(store: featstore.Store, batch: MiniBatch) -> No
     epoch=st.integers(0, 1000),
 )
 def test_equals_the_sampler_in_memory(
-    pack: Any, tmp_path_factory: pytest.TempPathFactory, nodes: int, edges_per_node: int, order: str, hubs: float,
-    fanouts: list[int], seed: int, batch_index: int, epoch: int,
+    pack: Any, tmp_path_factory: pytest.TempPathFactory, nodes: int, edges_per_node: int, order: str,
+    hubs: float, fanouts: list[int], seed: int, batch_index: int, epoch: int,
 ) -> None:  # fmt: skip
     graph = random_graph(nodes, nodes * edges_per_node, seed % 2**32)
     seeds = seeds_of(epoch, 1 + batch_index % 40, nodes)
@@ -134,7 +138,8 @@ def test_every_order_and_engine(by_order: Any, engine: str, order: str, hubs: fl
         assert sampler.engine == engine
         for number in range(3):
             assert_equal(
-                sampler.sample(seeds_of(number), number, epoch=7), memory.sample(seeds_of(number), number, epoch=7)
+                sampler.sample(seeds_of(number), number, epoch=7),
+                memory.sample(seeds_of(number), number, epoch=7),
             )
         assert (sampler.stats().edges_cached > 0) == (hubs > 0)
 
@@ -196,14 +201,18 @@ def test_pick_hop_equals_twin(nodes: int, fanout: int, seed: int, hubs: int) -> 
         row = int(rows[position])
         low, degree = int(offsets[row]), int(offsets[row + 1] - offsets[row])
         node = row if len(node_of_row) == 0 else int(node_of_row[row])
-        picks = floyd_twin(mix_twin(seed ^ mix_twin(node)), degree, fanout) if 0 < fanout < degree else range(degree)
+        picks = (
+            floyd_twin(mix_twin(seed ^ mix_twin(node)), degree, fanout)
+            if 0 < fanout < degree
+            else range(degree)
+        )
         expected += [(int(sources[low + p]) if row in cached else -1, position, low + p) for p in picks]
     size, degree_max = sampling.hop_size(offsets, len(sources), rows, begin, nodes, fanout)
     assert size == len(expected)
     out = [np.empty(size, np.int64) for _ in range(3)]
     misses = sampling.pick_hop(
-        offsets, node_of_row, rows, begin, nodes, fanout, np.uint64(seed), bits, ranks, ends[:-1][order], lists,
-        sampling.empty_picks(fanout, degree_max), *out,
+        offsets, node_of_row, rows, begin, nodes, fanout, np.uint64(seed), bits, ranks, ends[:-1][order],
+        lists, sampling.empty_picks(fanout, degree_max), *out,
     )  # fmt: skip
     np.testing.assert_array_equal(np.stack(out, axis=1), np.array(expected, np.int64).reshape(-1, 3))
     assert misses == sum(neighbour < 0 for neighbour, _, _ in expected)
@@ -379,7 +388,10 @@ def test_graphs_that_contradict_themselves_are_errors(pack: Any, tmp_path: Path)
     ):
         with packed_graph(pack, tmp_path / str(number), (indptr, indices), hubs=hubs) as store:
             overwrite(
-                store, f"features/{table}", at, np.array([value], "<i4" if table == "sources" else "<i8").tobytes()
+                store,
+                f"features/{table}",
+                at,
+                np.array([value], "<i4" if table == "sources" else "<i8").tobytes(),
             )
 
             def use(store: featstore.Store = store) -> None:

@@ -123,7 +123,11 @@ def test_the_bytes_are_those_of_the_description(trace: Trace) -> None:
     head, version = block(0, b"fst-head")
     (length,) = struct.unpack_from("<Q", head, 24)
     assert version == 1
-    assert json.loads(head[32 : 32 + length]) == {"node_types": [""], "fingerprint": {"seed": 3}, "drop": ["x"]}
+    assert json.loads(head[32 : 32 + length]) == {
+        "node_types": [""],
+        "fingerprint": {"seed": 3},
+        "drop": ["x"],
+    }
     tail, _ = block(len(raw) - 128, b"fst-tail")
     index_at, index_bytes, frames, ids_total = struct.unpack_from("<4Q", tail, 24)
     index, _ = block(index_at, b"fst-indx")
@@ -190,7 +194,9 @@ def test_copies_of_a_trace(trace: Trace) -> None:
     wanted = [ids for ids, _ in batches_of(12)]
     assert all(np.array_equal(f[""], w) for f, w in zip(found, wanted, strict=True))
     results: list[Any] = []
-    threads = [threading.Thread(target=lambda: results.append([b.ids[""].tolist() for b in trace])) for _ in range(4)]
+    threads = [
+        threading.Thread(target=lambda: results.append([b.ids[""].tolist() for b in trace])) for _ in range(4)
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -204,7 +210,13 @@ def test_copies_of_a_trace(trace: Trace) -> None:
 
 def test_another_content_is_another_trace(tmp_path: Path) -> None:
     one = batches_of(4)
-    variants = [one, one[::-1], one[:3], [(ids, None) for ids, _ in one], [({"": i, "b": i[:0]}, s) for i, s in one]]
+    variants = [
+        one,
+        one[::-1],
+        one[:3],
+        [(ids, None) for ids, _ in one],
+        [({"": i, "b": i[:0]}, s) for i, s in one],
+    ]
     uuids = [record(v, tmp_path / f"{k}").uuid for k, v in enumerate(variants)]
     uuids.append(record(one, tmp_path / "f", fingerprint={"a": 1}).uuid)
     assert len(set(uuids)) == len(uuids)
@@ -264,14 +276,15 @@ def test_ids_are_found_by_the_callers_function(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("batch", "text"),
     [
-        ("text", "pass nodes="), ([1, 2, 3], "pass nodes="), ((IDS, IDS, IDS), "pass nodes="), ({}, "pass nodes="),
-        ({"a": 1}, "pass nodes="), (_Object(x=1), "pass nodes="),
-        (Data(x=torch.ones(2, 1)), "pass nodes="), (HeteroData({"a": {"x": torch.ones(2, 1)}}), "pass nodes="), (None, "pass nodes="),
-        (np.array([1.5]), "integers in one dimension, not float64"), (np.array([[1]]), "one dimension"), (np.array([True]), "not bool"),
-        (np.array([3, -1]), "from -1 to 3"), (np.array([2**63], np.uint64), "from 0 to 2"),
-        ({"a": IDS, "b": -IDS}, "type 'b' must be from 0"),
-        ({1: IDS}, "node types are printable text"), ((IDS, {"q": [object()]}), r"batch\['q'\]\[0\] is a object"),
-        (_Object(n_id=IDS), "record pairs"),
+        ("text", "pass nodes="), ([1, 2, 3], "pass nodes="), ((IDS, IDS, IDS), "pass nodes="),
+        ({}, "pass nodes="), ({"a": 1}, "pass nodes="), (_Object(x=1), "pass nodes="),
+        (Data(x=torch.ones(2, 1)), "pass nodes="),
+        (HeteroData({"a": {"x": torch.ones(2, 1)}}), "pass nodes="), (None, "pass nodes="),
+        (np.array([1.5]), "integers in one dimension, not float64"), (np.array([[1]]), "one dimension"),
+        (np.array([True]), "not bool"), (np.array([3, -1]), "from -1 to 3"),
+        (np.array([2**63], np.uint64), "from 0 to 2"), ({"a": IDS, "b": -IDS}, "type 'b' must be from 0"),
+        ({1: IDS}, "node types are printable text"),
+        ((IDS, {"q": [object()]}), r"batch\['q'\]\[0\] is a object"), (_Object(n_id=IDS), "record pairs"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_recorded_is_named(tmp_path: Path, batch: Any, text: str) -> None:
@@ -341,7 +354,9 @@ def test_batches_of_pygs_loader(tmp_path: Path, workers: int) -> None:
     def loader() -> Any:
         numbers = torch.arange(len(indices))
         sampler = FeatstoreSampler(NeighborSampler(indptr, indices, [3, 2], seed=1), edge_permutation=numbers)
-        return NodeLoader(data, sampler, input_nodes=torch.arange(0, 200, 3), batch_size=16, num_workers=workers)
+        return NodeLoader(
+            data, sampler, input_nodes=torch.arange(0, 200, 3), batch_size=16, num_workers=workers
+        )
 
     with record(loader(), tmp_path / "t") as trace:
         assert len(trace) == 5
@@ -357,15 +372,17 @@ def test_batches_of_pygs_loader(tmp_path: Path, workers: int) -> None:
 
 
 class _TypedSampler(BaseSampler):  # type: ignore[misc]
-    """Each paper's first author: enough of a sampler for a real loader of HeteroData (PyG's own needs a compiled extension)."""
+    """Each paper's first author: enough of a sampler for a real loader of HeteroData (PyG's own needs a
+    compiled extension)."""
 
     def sample_from_nodes(self, inputs: Any, **_: Any) -> Any:
         papers = inputs.node
         authors, local = torch.unique(papers % 7, return_inverse=True)
         relation = ("author", "writes", "paper")
         return HeteroSamplerOutput(
-            node={"paper": papers, "author": authors}, row={relation: local}, col={relation: torch.arange(len(papers))},
-            edge={relation: papers}, metadata=(inputs.input_id, inputs.time),
+            node={"paper": papers, "author": authors}, row={relation: local},
+            col={relation: torch.arange(len(papers))}, edge={relation: papers},
+            metadata=(inputs.input_id, inputs.time),
         )  # fmt: skip
 
     def sample_from_edges(self, *_: Any, **__: Any) -> Any:
@@ -420,7 +437,9 @@ def test_recording_and_reading_hold_one_mini_batch(tmp_path: Path) -> None:
     assert peak < 8 * 2**20
 
 
-def test_recording_many_small_mini_batches_holds_no_frames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recording_many_small_mini_batches_holds_no_frames(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(recorder, "_HOLD_BYTES", 2**14)
     disk = RecordingDisk(tmp_path)
     with Trace.record((np.array([n]) for n in range(2000)), tmp_path / "t", disk=disk) as trace:
@@ -516,14 +535,15 @@ def set_u64(offset: int, value: int) -> Any:
 @pytest.mark.parametrize(
     ("where", "spoil"),
     [
-        ("tail", set_u64(24, 2**40)), ("tail", set_u64(32, 2**63)), ("tail", set_u64(40, 2**60)), ("tail", set_u64(40, 2)),
-        ("tail", set_u64(48, 1)),
-        ("tail", set_u64(56, 1)), ("tail", set_u64(88, 1)),
-        ("index", set_u64(24, 0)), ("index", set_u64(32, 2**63 - 64)), ("index", set_u64(56, 64)), ("index", set_u64(64, 2**64 - 64)),
-        ("index", set_u64(80, 0)), ("index", set_u64(104, 2**62)),
-        ("head", lambda block: block.__setitem__(slice(32, 60), b'{"node_types":["a","a"],    ')), ("head", set_u64(24, 2**63)),
-        ("head", set_u64(24, 3)),
-        ("head", lambda block: struct.pack_into("<I", block, 12, 0)), ("head", lambda block: struct.pack_into("<I", block, 12, 2)),
+        ("tail", set_u64(24, 2**40)), ("tail", set_u64(32, 2**63)), ("tail", set_u64(40, 2**60)),
+        ("tail", set_u64(40, 2)), ("tail", set_u64(48, 1)), ("tail", set_u64(56, 1)),
+        ("tail", set_u64(88, 1)), ("index", set_u64(24, 0)), ("index", set_u64(32, 2**63 - 64)),
+        ("index", set_u64(56, 64)), ("index", set_u64(64, 2**64 - 64)), ("index", set_u64(80, 0)),
+        ("index", set_u64(104, 2**62)),
+        ("head", lambda block: block.__setitem__(slice(32, 60), b'{"node_types":["a","a"],    ')),
+        ("head", set_u64(24, 2**63)), ("head", set_u64(24, 3)),
+        ("head", lambda block: struct.pack_into("<I", block, 12, 0)),
+        ("head", lambda block: struct.pack_into("<I", block, 12, 2)),
     ],
 )  # fmt: skip
 def test_a_log_that_lies_with_right_checksums_is_refused(tmp_path: Path, where: str, spoil: Any) -> None:

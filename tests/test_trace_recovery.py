@@ -1,4 +1,5 @@
-"""A recording that is interrupted, killed or failed at any moment goes on to the same bytes; a trace is not replaced unasked."""
+"""A recording that is interrupted, killed or failed at any moment goes on to the same bytes; a trace is not
+replaced unasked."""
 
 from __future__ import annotations
 

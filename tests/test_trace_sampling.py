@@ -1,4 +1,5 @@
-"""Mini-batches sampled from a store to be recorded: the same wherever the graph is, however often, from wherever."""
+"""Mini-batches sampled from a store to be recorded: the same wherever the graph is, however often, from
+wherever."""
 
 from __future__ import annotations
 
@@ -119,7 +120,9 @@ def test_sampled_mini_batches_make_a_trace(stored: Any, tmp_path: Path) -> None:
             sample: Any = batch.sample
             assert sample["epoch"] == number // 3
             assert sample["batch_size"] == (22 if number % 3 == 2 else 64)
-            assert_same_batches([sample["batch"]], [SampledBatches(sampler, TRAIN, 64, number // 3)[number % 3]])
+            assert_same_batches(
+                [sample["batch"]], [SampledBatches(sampler, TRAIN, 64, number // 3)[number % 3]]
+            )
             assert np.array_equal(batch.ids[""], sample["batch"].node)
     other = fingerprint_of(stored, stored.graphs["features"], sampler, TRAIN[::-1], 64, 3)
     assert other["train_sha256"] != fingerprint["train_sha256"]

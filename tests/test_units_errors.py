@@ -30,8 +30,9 @@ from featstore.units import format_bytes, parse_bytes
 @pytest.mark.parametrize(
     ("text", "size"),
     [
-        ("1", 1), ("64k", 65536), ("64K", 65536), ("64KiB", 65536), ("64kb", 64000), ("1.5GiB", 3 * 2**29), (" 2 GB ", 2 * 10**9),
-        ("1TiB", 2**40), ("1tb", 10**12), ("300MB", 300 * 10**6), ("12b", 12), ("0.5k", 512), (7, 7), (7.9, 7), (1 << 33, 1 << 33),
+        ("1", 1), ("64k", 65536), ("64K", 65536), ("64KiB", 65536), ("64kb", 64000), ("1.5GiB", 3 * 2**29),
+        (" 2 GB ", 2 * 10**9), ("1TiB", 2**40), ("1tb", 10**12), ("300MB", 300 * 10**6), ("12b", 12),
+        ("0.5k", 512), (7, 7), (7.9, 7), (1 << 33, 1 << 33),
     ],
 )  # fmt: skip
 def test_parse_bytes(text: str | int | float, size: int) -> None:
@@ -54,7 +55,14 @@ def test_numbers_that_are_no_size(number: float) -> None:
 
 @pytest.mark.parametrize(
     ("size", "text"),
-    [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), (1536, "1.5 KiB"), (2**30, "1.0 GiB"), (2**51, "2048.0 TiB")],
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (1536, "1.5 KiB"),
+        (2**30, "1.0 GiB"),
+        (2**51, "2048.0 TiB"),
+    ],
 )
 def test_format_bytes(size: int, text: str) -> None:
     assert format_bytes(size) == text
@@ -74,8 +82,9 @@ def test_every_error_is_a_featstore_error_and_exported() -> None:
 @pytest.mark.parametrize(
     ("error", "builtin"),
     [
-        (SourceError("x"), ValueError), (IdError("x"), IndexError), (ClosedError("x"), ValueError), (BudgetError(2, 1, "read"), ValueError),
-        (DeviceError(5, "/f"), OSError), (DiskFullError("/f", 2, 1), OSError), (FormatVersionError("x"), FormatError),
+        (SourceError("x"), ValueError), (IdError("x"), IndexError), (ClosedError("x"), ValueError),
+        (BudgetError(2, 1, "read"), ValueError), (DeviceError(5, "/f"), OSError),
+        (DiskFullError("/f", 2, 1), OSError), (FormatVersionError("x"), FormatError),
         (CancelledError("x"), FeatstoreError),
     ],
 )  # fmt: skip
@@ -95,7 +104,12 @@ def test_corruption_says_where_and_what_to_do() -> None:
 
 def test_device_error_says_where() -> None:
     error = DeviceError(errno.EIO, "/store/c.0", 8192)
-    assert (error.errno, error.path, error.filename, error.offset) == (errno.EIO, "/store/c.0", "/store/c.0", 8192)
+    assert (error.errno, error.path, error.filename, error.offset) == (
+        errno.EIO,
+        "/store/c.0",
+        "/store/c.0",
+        8192,
+    )
     assert "cannot read /store/c.0 at byte 8192" in str(error)
     assert "EIO" in str(error)
     assert "(9999)" in str(DeviceError(9999, "/f"))
@@ -113,8 +127,9 @@ def test_disk_full_and_budget_say_how_much() -> None:
 @pytest.mark.parametrize(
     "error",
     [
-        CorruptionError("/f", 4096, "a", "b"), CorruptionError("/f", None, "a", "b", "advice"), DeviceError(5, "/f", 3, "write"),
-        DiskFullError("/f", 2, 1), BudgetError(2, 1, "read"), IdError("x"), CancelledError("y"), FormatVersionError("z"),
+        CorruptionError("/f", 4096, "a", "b"), CorruptionError("/f", None, "a", "b", "advice"),
+        DeviceError(5, "/f", 3, "write"), DiskFullError("/f", 2, 1), BudgetError(2, 1, "read"), IdError("x"),
+        CancelledError("y"), FormatVersionError("z"),
     ],
 )  # fmt: skip
 def test_errors_cross_processes(error: FeatstoreError) -> None:

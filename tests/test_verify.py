@@ -40,7 +40,8 @@ def _pack(path: Path) -> None:
         }
         featstore.pack(
             path, features, graph={"nodes": np.stack([index * 7 % ROWS, index * index % ROWS])},
-            order={"nodes": "permutation"}, permutation={"nodes": (index * 7 + 3) % ROWS}, arrays={"y": index % 5},
+            order={"nodes": "permutation"}, permutation={"nodes": (index * 7 + 3) % ROWS},
+            arrays={"y": index % 5},
         ).close()  # fmt: skip
 
 
@@ -134,7 +135,9 @@ def test_rows_larger_than_a_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 @settings(max_examples=60)
 @given(data=st.data())
-def test_any_flipped_bit_is_found(clean: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+def test_any_flipped_bit_is_found(
+    clean: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
     folder = tmp_path_factory.mktemp("flip")
     store = shutil.copytree(clean, folder / "store")
     files = sorted(str(p.relative_to(store)) for p in store.rglob("*") if p.is_file() and p.name != "lock")
@@ -183,7 +186,9 @@ def test_a_bad_checksum_of_a_good_page(store: Path) -> None:
     assert int(stored.expected, 16) ^ int(stored.actual, 16) == 1 << 8
 
 
-@pytest.mark.parametrize("path", [CHUNK, SUMS, "g000001/arrays/y/c.0", "g000001/tables/nodes/row_of_node/c.0"])
+@pytest.mark.parametrize(
+    "path", [CHUNK, SUMS, "g000001/arrays/y/c.0", "g000001/tables/nodes/row_of_node/c.0"]
+)
 def test_missing_truncated_and_grown_files(store: Path, path: str) -> None:
     with open(store / path, "ab") as file:
         file.write(b"x")
@@ -237,7 +242,9 @@ def test_foreign_files_are_named_and_no_problem(store: Path) -> None:
     assert "notes" in str(report) or "c.9.0" in str(report)
 
 
-def test_problems_are_capped_in_the_list_and_all_counted(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_problems_are_capped_in_the_list_and_all_counted(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "PROBLEMS_MAX", 2)
     for chunk in range(5):
         flip(store / f"g000001/tables/nodes/rows/c.{chunk}.0", 0)
@@ -252,7 +259,9 @@ def test_maps_that_are_no_permutations(store: Path) -> None:
         values[0] = values[1]
         replace_file(store, f"g000001/tables/nodes/{name}/c.0", values.tobytes())
     report = verify(store)
-    assert set(found(report)) == {("map", f"g000001/tables/nodes/{n}/c.0") for n in ("node_of_row", "rows_by_degree")}
+    assert set(found(report)) == {
+        ("map", f"g000001/tables/nodes/{n}/c.0") for n in ("node_of_row", "rows_by_degree")
+    }
 
 
 def test_two_permutations_that_are_not_inverse(store: Path) -> None:
@@ -280,7 +289,8 @@ def test_partition_offsets(store: Path, offsets: list[int]) -> None:
 
 
 def test_rows_exchanged_by_the_writer(store: Path) -> None:
-    """Every checksum fits, but two rows stand in each other's place: only the digest from end to end sees it."""
+    """Every checksum fits, but two rows stand in each other's place: only the digest from end to end sees
+    it."""
     from featstore.base.checksum import crc_pages
 
     path = "g000001/tables/odd/rows/c.0.0"
@@ -295,7 +305,9 @@ def test_rows_exchanged_by_the_writer(store: Path) -> None:
 def test_padding_that_is_not_zero(store: Path) -> None:
     from featstore.base.checksum import crc_pages
 
-    chunks = sorted((store / "g000001/tables/nodes/rows").glob("c.*"), key=lambda p: int(p.name.split(".")[1]))
+    chunks = sorted(
+        (store / "g000001/tables/nodes/rows").glob("c.*"), key=lambda p: int(p.name.split(".")[1])
+    )
     data = bytearray(chunks[-1].read_bytes())
     assert ROWS * 64 % len(data)
     data[-1] = 1
@@ -309,10 +321,16 @@ def test_padding_that_is_not_zero(store: Path) -> None:
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("shape", [900, 15]), ("data_type", "int32"), ("codecs", [{"name": "bytes"}, {"name": "gzip"}]), ("codecs", 3),
-     ("codecs", [{"name": "bytes", "configuration": {"endian": "big"}}]), ("chunk_key_encoding", {"name": "v2"}),
-     ("zarr_format", 2)],
-)  # fmt: skip
+    [
+        ("shape", [900, 15]),
+        ("data_type", "int32"),
+        ("codecs", [{"name": "bytes"}, {"name": "gzip"}]),
+        ("codecs", 3),
+        ("codecs", [{"name": "bytes", "configuration": {"endian": "big"}}]),
+        ("chunk_key_encoding", {"name": "v2"}),
+        ("zarr_format", 2),
+    ],
+)
 def test_zarr_metadata_that_contradicts_the_manifest(store: Path, key: str, value: Any) -> None:
     path = "g000001/tables/nodes/rows/zarr.json"
     metadata = json.loads((store / path).read_text()) | {key: value}
@@ -339,7 +357,8 @@ GRAPH = "g000001/graphs/nodes"
 
 
 def replace_numbers(store: Path, path: str, change: Callable[[Any], None]) -> None:
-    """Change the numbers of a file of a graph; every checksum fits afterwards, and no digest of the rows is there to tell."""
+    """Change the numbers of a file of a graph; every checksum fits afterwards, and no digest of the rows is
+    there to tell."""
     from featstore.base.checksum import crc_pages
 
     numbers = np.fromfile(store / path, "<i8" if "offsets" in path else "<i4")
@@ -392,11 +411,19 @@ def test_a_sound_graph(clean: Path) -> None:
 @pytest.mark.usefixtures("_pieces")
 @pytest.mark.parametrize(
     ("path", "change", "offset"),
-    [("offsets/rows/c.0", put(0, 1), 0), ("offsets/rows/c.0", put(5, 10**9), 48), ("offsets/rows/c.0", put(0, -1), 0),
-     ("offsets/rows/c.0", put(ROWS, ROWS + 1), 8 * ROWS), ("sources/rows/c.0", put(3, ROWS), 12), ("sources/rows/c.0", put(3, -1), 12),
-     ("hub_rows/c.0", put(8, ROWS), 32), ("hub_offsets/c.0", put(9, 0), 72), ("hub_offsets/c.0", put(0, 1), 0),
-     ("hubs/rows/c.0", put(2, ROWS), 8)],
-)  # fmt: skip
+    [
+        ("offsets/rows/c.0", put(0, 1), 0),
+        ("offsets/rows/c.0", put(5, 10**9), 48),
+        ("offsets/rows/c.0", put(0, -1), 0),
+        ("offsets/rows/c.0", put(ROWS, ROWS + 1), 8 * ROWS),
+        ("sources/rows/c.0", put(3, ROWS), 12),
+        ("sources/rows/c.0", put(3, -1), 12),
+        ("hub_rows/c.0", put(8, ROWS), 32),
+        ("hub_offsets/c.0", put(9, 0), 72),
+        ("hub_offsets/c.0", put(0, 1), 0),
+        ("hubs/rows/c.0", put(2, ROWS), 8),
+    ],
+)
 def test_graphs_whose_numbers_are_impossible(
     store: Path, path: str, change: Callable[[Any], None], offset: int
 ) -> None:
@@ -484,8 +511,11 @@ def test_numbers_are_taken_as_numpy_takes_them(clean: Path, data: st.DataObject)
         assert numbers.read(first, 300).tolist() == whole[first : first + 300].tolist()
 
 
-def test_unreadable_pages_are_listed_and_the_rest_is_read(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A device with a bad sector: page 1 of a chunk cannot be read, whatever the size of the read that covers it."""
+def test_unreadable_pages_are_listed_and_the_rest_is_read(
+    store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A device with a bad sector: page 1 of a chunk cannot be read, whatever the size of the read that covers
+    it."""
     flip(store / CHUNK, 1)
     bad = os.stat(store / CHUNK).st_ino
     real = os.preadv

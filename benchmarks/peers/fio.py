@@ -14,7 +14,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class FioResult:
-    """One direction of one fio job. ``cpu_seconds``: user and system time of the job; ``seconds``: its own run time."""
+    """One direction of one fio job. ``cpu_seconds``: user and system time of the job; ``seconds``: its own
+    run time."""
 
     operations: int
     bytes: int
@@ -36,7 +37,9 @@ def available() -> bool:
 
 def names(paths: Sequence[Path]) -> str:
     """Files as fio takes them in one option, relative to :func:`folder`: it takes 4096 characters at most."""
-    return ":".join(os.path.relpath(path, folder(paths)).replace("\\", "\\\\").replace(":", "\\:") for path in paths)
+    return ":".join(
+        os.path.relpath(path, folder(paths)).replace("\\", "\\\\").replace(":", "\\:") for path in paths
+    )
 
 
 def folder(paths: Sequence[Path]) -> Path:
@@ -46,7 +49,9 @@ def folder(paths: Sequence[Path]) -> Path:
 
 def _run(arguments: Sequence[str], directory: Path) -> list[dict[str, Any]]:
     common = ["--output-format=json", "--direct=1", "--ioengine=io_uring"]
-    done = subprocess.run(["fio", *common, *arguments], capture_output=True, text=True, check=False, cwd=directory)
+    done = subprocess.run(
+        ["fio", *common, *arguments], capture_output=True, text=True, check=False, cwd=directory
+    )
     if done.returncode != 0:
         raise RuntimeError(f"fio failed: {done.stderr.strip() or done.stdout.strip()[:500]}")
     text = done.stdout[done.stdout.index("{") :]  # warnings come before
@@ -69,9 +74,9 @@ def random_read(
 ) -> FioResult:
     """Random direct reads of one block over all files for some seconds, any block as often as it comes."""
     jobs = _run([
-        "--name=random", f"--filename={names(paths)}", "--rw=randread", f"--bs={block_bytes}", f"--iodepth={depth}", "--readonly",
-        "--norandommap", "--file_service_type=random", "--time_based", f"--runtime={seconds}", f"--randseed={seed}",
-        "--allow_file_create=0",
+        "--name=random", f"--filename={names(paths)}", "--rw=randread", f"--bs={block_bytes}",
+        f"--iodepth={depth}", "--readonly", "--norandommap", "--file_service_type=random", "--time_based",
+        f"--runtime={seconds}", f"--randseed={seed}", "--allow_file_create=0",
     ], folder(paths))  # fmt: skip
     return _result(jobs[0], "read")
 
@@ -79,33 +84,44 @@ def random_read(
 def sequential_read(
     paths: Sequence[Path], seconds: float | None = None, block_bytes: int = 512 * 1024, depth: int = 32
 ) -> FioResult:
-    """Direct reads from the first to the last byte, file after file; once, or again and again for some seconds."""
+    """Direct reads from the first to the last byte, file after file; once, or again and again for some
+    seconds."""
     limits = [] if seconds is None else ["--time_based", f"--runtime={seconds}"]
     jobs = _run([
-        "--name=sequential", f"--filename={names(paths)}", "--rw=read", f"--bs={block_bytes}", f"--iodepth={depth}", "--readonly",
-        "--file_service_type=sequential", "--allow_file_create=0", *limits,
+        "--name=sequential", f"--filename={names(paths)}", "--rw=read", f"--bs={block_bytes}",
+        f"--iodepth={depth}", "--readonly", "--file_service_type=sequential", "--allow_file_create=0",
+        *limits,
     ], folder(paths))  # fmt: skip
     return _result(jobs[0], "read")
 
 
-def sequential_write(path: Path, size_bytes: int, block_bytes: int = 512 * 1024, depth: int = 32) -> FioResult:
+def sequential_write(
+    path: Path, size_bytes: int, block_bytes: int = 512 * 1024, depth: int = 32
+) -> FioResult:
     """Direct writes of a new file of so many bytes, synced at the end. The file stays."""
     path.unlink(missing_ok=True)
     jobs = _run([
-        "--name=write", f"--filename={names([path])}", "--rw=write", f"--bs={block_bytes}", f"--iodepth={depth}",
-        f"--size={size_bytes}", "--end_fsync=1",
+        "--name=write", f"--filename={names([path])}", "--rw=write", f"--bs={block_bytes}",
+        f"--iodepth={depth}", f"--size={size_bytes}", "--end_fsync=1",
     ], folder([path]))  # fmt: skip
     return _result(jobs[0], "write")
 
 
 def read_beside_write(
-    source: Path, read_bytes: int, target: Path, write_bytes: int, block_bytes: int = 512 * 1024, depth: int = 32
+    source: Path,
+    read_bytes: int,
+    target: Path,
+    write_bytes: int,
+    block_bytes: int = 512 * 1024,
+    depth: int = 32,
 ) -> float:
-    """Seconds for reading so many bytes of a file (again from its start at its end) while writing so many to a new one."""
+    """Seconds for reading so many bytes of a file (again from its start at its end) while writing so many to
+    a new one."""
     target.unlink(missing_ok=True)
     shared = [f"--bs={block_bytes}", f"--iodepth={depth}"]
     jobs = _run([
-        *shared, "--name=read", f"--filename={names([source])}", "--rw=read", f"--io_size={read_bytes}", "--allow_file_create=0",
-        "--name=write", f"--filename={os.path.relpath(target, folder([source]))}", "--rw=write", f"--size={write_bytes}", "--end_fsync=1",
+        *shared, "--name=read", f"--filename={names([source])}", "--rw=read", f"--io_size={read_bytes}",
+        "--allow_file_create=0", "--name=write", f"--filename={os.path.relpath(target, folder([source]))}",
+        "--rw=write", f"--size={write_bytes}", "--end_fsync=1",
     ], folder([source]))  # fmt: skip
     return float(max(job["job_runtime"] for job in jobs)) / 1e3

@@ -1,7 +1,8 @@
 """Lance: ``dataset.take`` of rows of a fixed-size-list column, as NumPy rows.
 
-The scheme ``file+uring`` makes Lance read through io_uring (pylance 6 and later, Linux); both ways go through the page cache.
-Whether the scheme really opened a ring is looked up in /proc, so that a silent fallback does not pass for io_uring.
+The scheme ``file+uring`` makes Lance read through io_uring (pylance 6 and later, Linux); both ways go through
+the page cache. Whether the scheme really opened a ring is looked up in /proc, so that a silent fallback does
+not pass for io_uring.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ def write(path: Path, blocks: Iterator[NDArray[np.float32]], rows: int) -> None:
 
 
 class LanceTake:
-    """An open dataset. ``scheme``: ``"file"`` or ``"file+uring"``. Raises RuntimeError where the latter opens no ring."""
+    """An open dataset. ``scheme``: ``"file"`` or ``"file+uring"``. Raises RuntimeError where the latter opens
+    no ring."""
 
     def __init__(self, path: Path, scheme: str) -> None:
         import lance

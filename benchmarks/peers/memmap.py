@@ -1,7 +1,7 @@
 """``np.memmap``: what most programs do today.
 
-Run as a script it measures one gather in its own process, so that it can be put into a memory cgroup: it is given and prints
-a JSON object.
+Run as a script it measures one gather in its own process, so that it can be put into a memory cgroup: it is
+given and prints a JSON object.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Threads that each read one page after the other: the plain way to keep a queue full.
 
-:class:`PythonThreads` is a ``ThreadPoolExecutor`` around ``os.preadv``, as anybody writes it. :class:`CompiledThreads` runs the
-same loop in machine code without the interpreter's lock. Both use direct I/O, so every read is cold; ids are read in the
-order asked, or sorted first.
+:class:`PythonThreads` is a ``ThreadPoolExecutor`` around ``os.preadv``, as anybody writes it.
+:class:`CompiledThreads` runs the same loop in machine code without the interpreter's lock. Both use direct
+I/O, so every read is cold; ids are read in the order asked, or sorted first.
 """
 
 from __future__ import annotations
@@ -73,7 +73,14 @@ class CompiledThreads:
         shares = enumerate(pairwise(cuts))
         jobs = [
             self._pool.submit(
-                self._kernel, self._descriptor, ids, order[a:b], self._row_bytes, self._offset, self._pages[k], out
+                self._kernel,
+                self._descriptor,
+                ids,
+                order[a:b],
+                self._row_bytes,
+                self._offset,
+                self._pages[k],
+                out,
             )
             for k, (a, b) in shares
         ]

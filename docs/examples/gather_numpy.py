@@ -1,4 +1,5 @@
-"""Gather feature rows with NumPy alone: pack from an iterator, read, submit, plan, several tables. Runs in seconds."""
+"""Gather feature rows with NumPy alone: pack from an iterator, read, submit, plan, several tables. Runs in
+seconds."""
 
 import tempfile
 from collections.abc import Iterator
@@ -28,8 +29,8 @@ def main(folder: Path) -> None:
     indices = rng.integers(0, NODES, 8 * NODES)
     authors = np.arange(AUTHORS * 3, dtype=np.float16).reshape(AUTHORS, 3)
 
-    # Packing is done once. `memory` bounds all that it holds, whatever the size of the features.
-    # order="ldg" puts neighbours close together on disk; ids stay what they are, rows are found through a map.
+    # Packing is done once. `memory` bounds all that it holds, whatever the size of the features. order="ldg"
+    # puts neighbours close together on disk; ids stay what they are, rows are found through a map.
     store = featstore.pack(
         folder / "citations.fs",
         {"papers": blocks(), "authors": authors},
@@ -39,8 +40,8 @@ def main(folder: Path) -> None:
         memory="256MiB",
     )
 
-    # A reader has one budget for all it holds. static="degree" spends what is left of it on the rows of the nodes with
-    # most neighbours; 8 MiB are few here, so that some rows must come from the disk.
+    # A reader has one budget for all it holds. static="degree" spends what is left of it on the rows of the
+    # nodes with most neighbours; 8 MiB are few here, so that some rows must come from the disk.
     with store, store.reader(memory="8MiB", static="degree") as reader:
         # A reader of several tables takes and gives dicts, and reads all tables in one go.
         papers = rng.integers(0, NODES, 2000)  # any order, duplicates too
@@ -48,8 +49,8 @@ def main(folder: Path) -> None:
         assert (rows["papers"][:, 0] == papers).all()
         assert (rows["authors"] == authors[:3]).all()
 
-        # submit returns at once: the disk works while you compute. A buffer of your own can be used again and again; it
-        # belongs to the request until result() has returned.
+        # submit returns at once: the disk works while you compute. A buffer of your own can be used again and
+        # again; it belongs to the request until result() has returned.
         buffer = np.empty((len(papers), WIDTH), np.float32)
         request = reader.submit({"papers": papers}, out={"papers": buffer})
         expected = papers * float(WIDTH)  # compute something meanwhile
@@ -60,12 +61,15 @@ def main(folder: Path) -> None:
         plan = reader.plan({"papers": papers})
         print(plan)
         print(
-            f"{plan.hits.get('static', 0):,} of {len(papers):,} rows are in memory, the rest takes {plan.reads:,} reads"
+            f"{plan.hits.get('static', 0):,} of {len(papers):,} rows are in memory, the rest takes "
+            f"{plan.reads:,} reads"
         )
 
         # stats says what the reads did, memory where the budget went.
         stats = reader.stats()
-        print(f"{stats.reads:,} reads, {stats.bytes_read:,} bytes, {stats.hit_rate:.0%} of the rows from memory")
+        print(
+            f"{stats.reads:,} reads, {stats.bytes_read:,} bytes, {stats.hit_rate:.0%} of the rows from memory"
+        )
         print({use: f"{size:,} B" for use, size in reader.memory().items()})
 
     # Small arrays that travel with the store, in the order of node ids.

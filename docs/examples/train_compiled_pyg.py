@@ -1,4 +1,5 @@
-"""Train GraphSAGE with PyG on a compiled trace: sample first, lay out the rows for these mini-batches, then train. Runs in seconds."""
+"""Train GraphSAGE with PyG on a compiled trace: sample first, lay out the rows for these mini-batches, then
+train. Runs in seconds."""
 
 import tempfile
 from pathlib import Path
@@ -17,7 +18,8 @@ NODES, WIDTH, CLASSES, DEGREE = 10_000, 32, 4, 8
 
 
 def make_graph(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """CSC arrays indptr and indices (sources of the edges into each node), features, labels: noise that neighbours average out."""
+    """CSC arrays indptr and indices (sources of the edges into each node), features, labels: noise that
+    neighbours average out."""
     labels = np.arange(NODES) % CLASSES
     indices = (rng.integers(0, NODES // CLASSES, (NODES, DEGREE)) * CLASSES + labels[:, None]).ravel()
     noise = rng.standard_normal((NODES, WIDTH), np.float32)
@@ -31,15 +33,20 @@ def main(folder: Path) -> float:
     store = featstore.pack(folder / "toy.fs", features, graph=(indptr, indices), memory="256MiB")
     del features  # from here on they live on disk
 
-    # Any loader of mini-batches will do, as long as it fetches no features: this one knows labels, and samples.
+    # Any loader of mini-batches will do, as long as it fetches no features: this one knows labels, and
+    # samples.
     targets = np.repeat(np.arange(NODES), DEGREE)
-    data = Data(edge_index=torch.from_numpy(np.stack([indices, targets])), y=torch.from_numpy(labels), num_nodes=NODES)
+    data = Data(
+        edge_index=torch.from_numpy(np.stack([indices, targets])), y=torch.from_numpy(labels), num_nodes=NODES
+    )
     sampler = FeatstoreSampler(NeighborSampler(indptr, indices, [5, 3]))
 
     def mini_batches(epoch: int) -> NodeLoader:
         torch.manual_seed(epoch)
         sampler.set_epoch(epoch)  # fresh neighbours for the same seeds
-        return NodeLoader(data, node_sampler=sampler, input_nodes=torch.arange(NODES), batch_size=500, shuffle=True)
+        return NodeLoader(
+            data, node_sampler=sampler, input_nodes=torch.arange(NODES), batch_size=500, shuffle=True
+        )
 
     model = GraphSAGE(WIDTH, hidden_channels=32, num_layers=2, out_channels=CLASSES)
     optimiser = torch.optim.Adam(model.parameters(), lr=0.01)

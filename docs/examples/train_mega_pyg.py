@@ -1,4 +1,5 @@
-"""Train PyTorch Geometric's GraphSAGE by mega-batches: partitions are read whole, nothing is looked up. Runs in seconds."""
+"""Train PyTorch Geometric's GraphSAGE by mega-batches: partitions are read whole, nothing is looked up. Runs
+in seconds."""
 
 import tempfile
 from pathlib import Path
@@ -13,7 +14,8 @@ NODES, WIDTH, CLASSES, DEGREE, CLUSTER = 20_000, 32, 4, 8, 100
 
 
 def make_graph(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """CSC arrays indptr and indices, features, labels: clusters of a class each; noise that neighbours average out."""
+    """CSC arrays indptr and indices, features, labels: clusters of a class each; noise that neighbours
+    average out."""
     labels = rng.integers(0, CLASSES, NODES // CLUSTER).repeat(CLUSTER)
     node = np.arange(NODES).repeat(DEGREE)
     indices = node // CLUSTER * CLUSTER + rng.integers(0, CLUSTER, len(node))
@@ -28,10 +30,17 @@ def make_graph(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.nda
 def main(folder: Path) -> float:
     torch.manual_seed(0)
     indptr, indices, features, labels = make_graph(np.random.default_rng(0))
-    # Once: pack. The order puts neighbours into one partition, each of which lies on disk in one piece; the graph is
-    # stored along, and the neighbours of the hubs, the nodes that most lists name, a second time side by side.
+    # Once: pack. The order puts neighbours into one partition, each of which lies on disk in one piece; the
+    # graph is stored along, and the neighbours of the hubs, the nodes that most lists name, a second time
+    # side by side.
     featstore.pack(
-        folder / "toy.fs", features, graph=(indptr, indices), order="ldg", partitions=100, hubs=0.01, memory="256MiB"
+        folder / "toy.fs",
+        features,
+        graph=(indptr, indices),
+        order="ldg",
+        partitions=100,
+        hubs=0.01,
+        memory="256MiB",
     ).close()
     del features, indptr, indices  # from here on features and graph live on disk
 
@@ -45,7 +54,8 @@ def main(folder: Path) -> float:
         optimiser = torch.optim.Adam(model.parameters(), lr=0.01)
         for epoch in range(2):
             right = read_bytes = 0
-            for mega in loader:  # 4 an epoch, of random partitions; while one is trained on, the next is loaded
+            # 4 an epoch, of random partitions; while one is trained on, the next is loaded
+            for mega in loader:
                 read_bytes += mega.read_bytes
                 for batch in mega.batches([5, 3], 500, tensors=True):
                     data = batch.pyg()  # x, edge_index, n_id, batch_size ...
@@ -57,8 +67,8 @@ def main(folder: Path) -> float:
                     optimiser.step()
                     right += int((out.argmax(dim=1) == y).sum())
             print(
-                f"epoch {epoch}: loss {loss.item():.3f}, accuracy {right / NODES:.3f}, {read_bytes:,} bytes read, "
-                f"{mega.kept_share:.0%} of the neighbours in memory"
+                f"epoch {epoch}: loss {loss.item():.3f}, accuracy {right / NODES:.3f}, {read_bytes:,} "
+                f"bytes read, {mega.kept_share:.0%} of the neighbours in memory"
             )
     return right / NODES
 

@@ -1,4 +1,5 @@
-"""Train GraphSAGE with plain PyTorch by mega-batches: weights against the border, and resuming. Runs in seconds."""
+"""Train GraphSAGE with plain PyTorch by mega-batches: weights against the border, and resuming. Runs in
+seconds."""
 
 import json
 import tempfile
@@ -14,7 +15,8 @@ NODES, WIDTH, CLASSES, DEGREE, CLUSTER = 20_000, 32, 4, 8, 100
 
 
 def make_graph(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """CSC arrays indptr and indices, features, labels: clusters of a class each; noise that neighbours average out."""
+    """CSC arrays indptr and indices, features, labels: clusters of a class each; noise that neighbours
+    average out."""
     labels = rng.integers(0, CLASSES, NODES // CLUSTER).repeat(CLUSTER)
     node = np.arange(NODES).repeat(DEGREE)
     indices = node // CLUSTER * CLUSTER + rng.integers(0, CLUSTER, len(node))
@@ -27,7 +29,8 @@ def make_graph(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.nda
 
 
 class SageLayer(nn.Module):
-    """h'[v] = W h[v] + U mean(weight h[u] of the sampled neighbours u). Edges go from ``row`` (the neighbour) to ``col``."""
+    """h'[v] = W h[v] + U mean(weight h[u] of the sampled neighbours u). Edges go from ``row`` (the neighbour)
+    to ``col``."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -35,7 +38,9 @@ class SageLayer(nn.Module):
 
     def forward(self, h: Tensor, row: Tensor, col: Tensor, weight: Tensor) -> Tensor:
         total = torch.zeros_like(h).index_add_(0, col, weight[:, None] * h[row])
-        return self.own(h) + self.neighbours(total / torch.bincount(col, minlength=len(h)).clamp(min=1)[:, None])
+        return self.own(h) + self.neighbours(
+            total / torch.bincount(col, minlength=len(h)).clamp(min=1)[:, None]
+        )
 
 
 def main(folder: Path) -> float:
@@ -61,8 +66,13 @@ def main(folder: Path) -> float:
                 for mega in loader:
                     read_bytes += mega.read_bytes
                     for batch in mega.batches([5, 3], 500, weights=True, tensors=True):
-                        # A neighbour in another partition is here only now and then, so it counts for more when it is.
-                        edges = torch.from_numpy(batch.row), torch.from_numpy(batch.col), torch.from_numpy(batch.weight)
+                        # A neighbour in another partition is here only now and then, so it counts for more
+                        # when it is.
+                        edges = (
+                            torch.from_numpy(batch.row),
+                            torch.from_numpy(batch.col),
+                            torch.from_numpy(batch.weight),
+                        )
                         h = layers[1](layers[0](batch.x, *edges).relu(), *edges)[: batch.batch_size]
                         y = target[batch.node[: batch.batch_size]]  # the seeds stand first
                         loss = nn.functional.cross_entropy(h, y)
@@ -72,8 +82,8 @@ def main(folder: Path) -> float:
                         right += int((h.argmax(dim=1) == y).sum())
                 state = json.dumps(loader.state_dict())
             print(
-                f"epoch {epoch}: loss {loss.item():.3f}, accuracy {right / NODES:.3f}, {read_bytes:,} bytes read, "
-                f"{mega.kept_share:.0%} of the neighbours in memory"
+                f"epoch {epoch}: loss {loss.item():.3f}, accuracy {right / NODES:.3f}, {read_bytes:,} "
+                f"bytes read, {mega.kept_share:.0%} of the neighbours in memory"
             )
     return right / NODES
 

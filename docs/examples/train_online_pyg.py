@@ -1,4 +1,5 @@
-"""Train GraphSAGE with PyG from mini-batches that nobody knows beforehand, in proximity order, through a feature buffer; in seconds."""
+"""Train GraphSAGE with PyG from mini-batches that nobody knows beforehand, in proximity order, through a
+feature buffer; in seconds."""
 
 import tempfile
 from pathlib import Path
@@ -17,9 +18,12 @@ NODES, WIDTH, CLASSES, DEGREE = 10_000, 32, 4, 8
 
 
 def make_graph(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """CSC arrays indptr and indices (sources of the edges into each node), features, labels: noise that neighbours average out."""
+    """CSC arrays indptr and indices (sources of the edges into each node), features, labels: noise that
+    neighbours average out."""
     labels = np.arange(NODES) % CLASSES
-    near = (np.arange(NODES)[:, None] // CLASSES + rng.integers(-20, 21, (NODES, DEGREE))) % (NODES // CLASSES)
+    near = (np.arange(NODES)[:, None] // CLASSES + rng.integers(-20, 21, (NODES, DEGREE))) % (
+        NODES // CLASSES
+    )
     indices = (near * CLASSES + labels[:, None]).ravel()
     noise = rng.standard_normal((NODES, WIDTH), np.float32)
     features = noise + 0.3 * rng.standard_normal((CLASSES, WIDTH), np.float32)[labels]
@@ -32,16 +36,21 @@ def main(folder: Path) -> float:
     store = featstore.pack(folder / "toy.fs", features, graph=(indptr, indices), memory="256MiB")
     del features  # from here on they live on disk
 
-    # Neighbouring mini-batches share rows when their seeds are close to each other: BGL's order, as a sampler of seeds.
+    # Neighbouring mini-batches share rows when their seeds are close to each other: BGL's order, as a sampler
+    # of seeds.
     order = featstore.ProximityOrder((indptr, indices), np.arange(NODES), labels=labels, batch_size=500)
     targets = np.repeat(np.arange(NODES), DEGREE)
-    data = Data(edge_index=torch.from_numpy(np.stack([indices, targets])), y=torch.from_numpy(labels), num_nodes=NODES)
+    data = Data(
+        edge_index=torch.from_numpy(np.stack([indices, targets])), y=torch.from_numpy(labels), num_nodes=NODES
+    )
     neighbours = FeatstoreSampler(NeighborSampler(indptr, indices, [5, 3]))
 
     def mini_batches(epoch: int) -> NodeLoader:
         order.set_epoch(epoch)
         neighbours.set_epoch(epoch)
-        return NodeLoader(data, node_sampler=neighbours, input_nodes=torch.arange(NODES), batch_size=500, sampler=order)
+        return NodeLoader(
+            data, node_sampler=neighbours, input_nodes=torch.arange(NODES), batch_size=500, sampler=order
+        )
 
     model = GraphSAGE(WIDTH, hidden_channels=32, num_layers=2, out_channels=CLASSES)
     optimiser = torch.optim.Adam(model.parameters(), lr=0.01)

@@ -1,4 +1,5 @@
-"""Train GraphSAGE with PyTorch Geometric: its NodeLoader and SAGEConv, features in a store. Runs in seconds."""
+"""Train GraphSAGE with PyTorch Geometric: its NodeLoader and SAGEConv, features in a store. Runs in
+seconds."""
 
 import tempfile
 from pathlib import Path
@@ -16,7 +17,8 @@ NODES, WIDTH, CLASSES, DEGREE = 10_000, 32, 4, 8
 
 
 def make_graph(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """CSC arrays indptr and indices (sources of the edges into each node), features, labels: noise that neighbours average out."""
+    """CSC arrays indptr and indices (sources of the edges into each node), features, labels: noise that
+    neighbours average out."""
     labels = np.arange(NODES) % CLASSES
     indices = (rng.integers(0, NODES // CLASSES, (NODES, DEGREE)) * CLASSES + labels[:, None]).ravel()
     features = (
@@ -35,8 +37,8 @@ def main(folder: Path) -> float:
 
     # A budget smaller than the features (1.2 MiB), so that there is something to read.
     with featstore.open(folder / "toy.fs") as store, store.reader(memory="1MiB") as reader:
-        # PyG's "remote backend": who knows the features, who knows the graph, who samples. A store's table "features"
-        # is the attribute x; small things, such as labels, are given as arrays and stay in memory.
+        # PyG's "remote backend": who knows the features, who knows the graph, who samples. A store's table
+        # "features" is the attribute x; small things, such as labels, are given as arrays and stay in memory.
         data = FeatstoreFeatures(reader, arrays={(None, "y"): labels}), FeatstoreGraph(indptr, indices)
         # The sampler takes the place of pyg-lib. Fan-outs go from the seeds outwards.
         sampler = FeatstoreSampler(NeighborSampler(indptr, indices, [5, 3]))
@@ -46,8 +48,8 @@ def main(folder: Path) -> float:
             input_nodes=torch.arange(NODES),
             batch_size=500,
             shuffle=True,
-            # With num_workers > 0, workers sample and prefetch; this keeps the reading of rows in this process, where one
-            # reader with one memory budget serves them all.
+            # With num_workers > 0, workers sample and prefetch; this keeps the reading of rows in this
+            # process, where one reader with one memory budget serves them all.
             filter_per_worker=False,
         )
         model = GraphSAGE(WIDTH, hidden_channels=32, num_layers=2, out_channels=CLASSES)
@@ -64,7 +66,8 @@ def main(folder: Path) -> float:
                 optimiser.step()
                 right += int((out.argmax(dim=1) == y).sum())
             print(
-                f"epoch {epoch}: loss {loss.item():.3f}, accuracy {right / NODES:.3f}, {reader.stats().reads:,} reads so far"
+                f"epoch {epoch}: loss {loss.item():.3f}, accuracy {right / NODES:.3f}, "
+                f"{reader.stats().reads:,} reads so far"
             )
     return right / NODES
 

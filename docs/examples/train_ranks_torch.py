@@ -1,4 +1,5 @@
-"""Train on the ranks of one host with DistributedDataParallel, all reading through one buffer that rank 0 owns. Runs in seconds."""
+"""Train on the ranks of one host with DistributedDataParallel, all reading through one buffer that rank 0
+owns. Runs in seconds."""
 
 import os
 import tempfile
@@ -18,7 +19,8 @@ RANKS, NODES, WIDTH, CLASSES, BATCH = 2, 10_000, 32, 4, 250
 
 
 def one_buffer(opened: ExitStack, path: Path) -> BufferClient:
-    """This rank's client of the buffer of its host. On several hosts: local rank 0 owns, and ``group`` is the ranks of a host."""
+    """This rank's client of the buffer of its host. On several hosts: local rank 0 owns, and ``group`` is the
+    ranks of a host."""
     box: list[BufferClient | None] = [None]
     if dist.get_rank() == 0:  # reader, cache and policy are in this process alone: one copy for all ranks
         store = opened.enter_context(featstore.open(path))
@@ -42,13 +44,16 @@ def be_rank(rank: int, folder: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder / 'meeting'}", rank=rank, world_size=RANKS)
     torch.manual_seed(0)
     torch.set_num_threads(1)
-    model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(WIDTH, 32), nn.ReLU(), nn.Linear(32, CLASSES)))
+    model = nn.parallel.DistributedDataParallel(
+        nn.Sequential(nn.Linear(WIDTH, 32), nn.ReLU(), nn.Linear(32, CLASSES))
+    )
     optimiser = torch.optim.Adam(model.parameters(), lr=0.01)
     with ExitStack() as opened:
         client = one_buffer(opened, folder / "toy.fs")
         for epoch in range(2):
             right = torch.zeros(1)
-            nodes = torch.randperm(NODES, generator=torch.Generator().manual_seed(epoch))  # the same in all ranks
+            # the same in all ranks
+            nodes = torch.randperm(NODES, generator=torch.Generator().manual_seed(epoch))
             for batch, x in batches(client, nodes[rank::RANKS]):
                 out, y = model(x), batch % CLASSES
                 loss = nn.functional.cross_entropy(out, y)
@@ -56,10 +61,13 @@ def be_rank(rank: int, folder: Path) -> None:
                 loss.backward()
                 optimiser.step()
                 right += (out.argmax(dim=1) == y).sum()
-            dist.all_reduce(right)  # and no rank goes on, nor does the owner close its buffer, before all have read
+            # and no rank goes on, nor does the owner close its buffer, before all have read
+            dist.all_reduce(right)
             if rank == 0:
                 read = client.stats().misses
-                print(f"epoch {epoch}: accuracy {right.item() / NODES:.3f}, {read:,} rows read from disk so far")
+                print(
+                    f"epoch {epoch}: accuracy {right.item() / NODES:.3f}, {read:,} rows read from disk so far"
+                )
     dist.destroy_process_group()
 
 

@@ -1,4 +1,5 @@
-"""Train GraphSAGE with plain PyTorch and a store: sample, prefetch the next batch's rows, compute. Runs in seconds."""
+"""Train GraphSAGE with plain PyTorch and a store: sample, prefetch the next batch's rows, compute. Runs in
+seconds."""
 
 import tempfile
 from collections.abc import Iterator
@@ -15,7 +16,8 @@ NODES, WIDTH, CLASSES, DEGREE, BATCH, FANOUTS = 10_000, 32, 4, 8, 500, (5, 3)
 
 
 def make_graph(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """CSC arrays indptr and indices (sources of the edges into each node), features, labels: noise that neighbours average out."""
+    """CSC arrays indptr and indices (sources of the edges into each node), features, labels: noise that
+    neighbours average out."""
     labels = np.arange(NODES) % CLASSES
     indices = (rng.integers(0, NODES // CLASSES, (NODES, DEGREE)) * CLASSES + labels[:, None]).ravel()
     features = (
@@ -26,7 +28,8 @@ def make_graph(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray, np.nda
 
 
 class SageLayer(nn.Module):
-    """h'[v] = W h[v] + U mean(h[u] of the sampled neighbours u). Edges go from ``row`` (the neighbour) to ``col``."""
+    """h'[v] = W h[v] + U mean(h[u] of the sampled neighbours u). Edges go from ``row`` (the neighbour) to
+    ``col``."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -34,7 +37,8 @@ class SageLayer(nn.Module):
 
     def forward(self, h: Tensor, row: Tensor, col: Tensor) -> Tensor:
         mean = (
-            torch.zeros_like(h).index_add_(0, col, h[row]) / torch.bincount(col, minlength=len(h)).clamp(min=1)[:, None]
+            torch.zeros_like(h).index_add_(0, col, h[row])
+            / torch.bincount(col, minlength=len(h)).clamp(min=1)[:, None]
         )
         return self.own(h) + self.neighbours(mean)
 
@@ -82,7 +86,8 @@ def main(folder: Path) -> float:
                 optimiser.zero_grad()
                 right += int((h.argmax(dim=1) == y).sum())
             print(
-                f"epoch {epoch}: loss {loss.item():.3f}, accuracy {right / NODES:.3f}, {reader.stats().reads:,} reads so far"
+                f"epoch {epoch}: loss {loss.item():.3f}, accuracy {right / NODES:.3f}, "
+                f"{reader.stats().reads:,} reads so far"
             )
     return right / NODES
 

@@ -49,7 +49,8 @@ def row_ids(index: Any, rows: int) -> NDArray[np.int64] | torch.Tensor:
     if isinstance(index, torch.Tensor):
         if index.is_nested or index.is_meta:
             raise IdError(
-                "ids must be a one-dimensional integer array, not a tensor that is nested or on the meta device"
+                "ids must be a one-dimensional integer array, not a tensor that is nested or on the "
+                "meta device"
             )
         ids = index.nonzero().view(-1) if index.dtype == torch.bool else index
         integers = not (ids.is_floating_point() or ids.is_complex())
@@ -58,7 +59,9 @@ def row_ids(index: Any, rows: int) -> NDArray[np.int64] | torch.Tensor:
         ids = np.flatnonzero(ids) if ids.dtype == np.bool_ else ids
         integers = ids.dtype.kind in "iu"
     if ids.ndim != 1 or not integers:
-        raise IdError(f"ids must be a one-dimensional integer array, not {ids.dtype} of shape {tuple(ids.shape)}")
+        raise IdError(
+            f"ids must be a one-dimensional integer array, not {ids.dtype} of shape {tuple(ids.shape)}"
+        )
     if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= rows):
         bad = int(ids.min()) if int(ids.min()) < 0 else int(ids.max())
         raise IdError(f"id {bad} is out of range: the attribute has rows 0 to {rows - 1:,}")

@@ -3,25 +3,28 @@
 PyG's loaders ask three objects, and each has its class here:
 
 * :class:`FeatstoreSampler`, a ``BaseSampler``: which nodes and edges make a mini-batch. It wraps
-:class:`featstore.sampling.neighbors.NeighborSampler` and needs neither pyg-lib nor torch-sparse. * :class:`FeatstoreFeatures`,
-a ``FeatureStore``: the rows of those nodes. ``NodeLoader`` calls ``multi_get_tensor`` once a mini-batch with all
-attributes, which becomes one ``reader.read`` with all tables. * :class:`FeatstoreGraph`, a ``GraphStore``: the
-topology, for those who ask for it whole (``NodeLoader`` does not).
+:class:`featstore.sampling.neighbors.NeighborSampler` and needs neither pyg-lib nor torch-sparse. *
+:class:`FeatstoreFeatures`, a ``FeatureStore``: the rows of those nodes. ``NodeLoader`` calls
+``multi_get_tensor`` once a mini-batch with all attributes, which becomes one ``reader.read`` with all tables.
+* :class:`FeatstoreGraph`, a ``GraphStore``: the topology, for those who ask for it whole (``NodeLoader`` does
+not).
 
-**Which batch is this?** ``NodeLoader`` tells its sampler the seeds, not the number of the mini-batch. A fingerprint
-of the seeds takes its place, so that the same seeds in the same epoch give the same neighbours in any worker. Call
-:meth:`FeatstoreSampler.set_epoch` before each epoch (featstore's loaders do): shuffled seeds differ by themselves, fixed
-ones need it for fresh neighbours. The epoch lies in shared memory, so workers that persist see it.
+**Which batch is this?** ``NodeLoader`` tells its sampler the seeds, not the number of the mini-batch. A
+fingerprint of the seeds takes its place, so that the same seeds in the same epoch give the same neighbours in
+any worker. Call :meth:`FeatstoreSampler.set_epoch` before each epoch (featstore's loaders do): shuffled seeds
+differ by themselves, fixed ones need it for fresh neighbours. The epoch lies in shared memory, so workers
+that persist see it.
 
-**Workers.** With fork, workers see the parent's arrays. With spawn, the topology is moved once into shared memory and
-each worker maps it. Features are best read where the reader lives, in the main process: give ``NodeLoader`` the
-option ``filter_per_worker=False``, and all workers share one cache and one memory budget. Without it each worker
-reads for itself and takes a budget of its own: a spawned one opens a reader when it first needs one, a forked one
-shares what the static tier held at the fork.
+**Workers.** With fork, workers see the parent's arrays. With spawn, the topology is moved once into shared
+memory and each worker maps it. Features are best read where the reader lives, in the main process: give
+``NodeLoader`` the option ``filter_per_worker=False``, and all workers share one cache and one memory budget.
+Without it each worker reads for itself and takes a budget of its own: a spawned one opens a reader when it
+first needs one, a forked one shares what the static tier held at the fork.
 
-**Edges.** PyG takes ``e_id`` for the number of an edge in the user's ``edge_index`` and picks data of edges by it,
-while a sampler's edges are numbered as in the lists that it samples from. See :mod:`featstore.adapters.edge_numbers`.
-Edge features in a store are not fetched: PyG asks a custom feature store for rows of nodes only.
+**Edges.** PyG takes ``e_id`` for the number of an edge in the user's ``edge_index`` and picks data of edges
+by it, while a sampler's edges are numbered as in the lists that it samples from. See
+:mod:`featstore.adapters.edge_numbers`. Edge features in a store are not fetched: PyG asks a custom feature
+store for rows of nodes only.
 """
 
 from __future__ import annotations
@@ -58,22 +61,27 @@ AttrKey = tuple[str | None, str]
 
 
 class FeatstoreSampler(BaseSampler):  # type: ignore[misc]
-    """A PyG sampler for homogeneous graphs, for ``torch_geometric.loader.NodeLoader`` with 0, fork or spawn workers.
+    """A PyG sampler for homogeneous graphs, for ``torch_geometric.loader.NodeLoader`` with 0, fork or spawn
+    workers.
 
-    ``sampler``: the graph, fan-outs and seed: in memory, or on disk (``store.sampler(...)``; each worker then takes
-    its budget once more). ``edge_permutation``: int64[e], the user's number of each edge of the CSC arrays, its column
-    in ``edge_index``; ``torch.arange(e)`` where they are in the order of the user's data of edges. Without it
-    mini-batches have no ``e_id``, and a loader over data of edges raises SourceError. The loader's ``Data`` is to have
-    an ``edge_index``, which may be empty: PyG leaves it out of mini-batches of a ``Data`` without one.
+    ``sampler``: the graph, fan-outs and seed: in memory, or on disk (``store.sampler(...)``; each worker then
+    takes its budget once more). ``edge_permutation``: int64[e], the user's number of each edge of the CSC
+    arrays, its column in ``edge_index``; ``torch.arange(e)`` where they are in the order of the user's data
+    of edges. Without it mini-batches have no ``e_id``, and a loader over data of edges raises SourceError.
+    The loader's ``Data`` is to have an ``edge_index``, which may be empty: PyG leaves it out of mini-batches
+    of a ``Data`` without one.
 
-    Raises SourceError for a permutation that is not a number, from 0, for each edge, and for one of a stored graph.
+    Raises SourceError for a permutation that is not a number, from 0, for each edge, and for one of a stored
+    graph.
     """
 
     def __init__(
         self, sampler: NeighborSampler | StoredSampler, *, edge_permutation: torch.Tensor | None = None
     ) -> None:
         if not isinstance(sampler, NeighborSampler | StoredSampler):
-            raise ArgumentError(f"sampler must be a NeighborSampler or a store's sampler, not {shown(sampler)}")
+            raise ArgumentError(
+                f"sampler must be a NeighborSampler or a store's sampler, not {shown(sampler)}"
+            )
         if edge_permutation is not None:
             check_permutation(edge_permutation, sampler)
         self.sampler = sampler
@@ -83,13 +91,15 @@ class FeatstoreSampler(BaseSampler):  # type: ignore[misc]
 
     @classmethod
     def from_data(cls, data: Data, fanouts: Sequence[int], *, seed: int = 0) -> FeatstoreSampler:
-        """A sampler over the ``edge_index`` (int64 [2, e]) of a PyG ``Data``, in memory (24 bytes an edge), whose
-        ``e_id`` are columns of it. Raises SourceError for data without one, and for ids that are no nodes."""
+        """A sampler over the ``edge_index`` (int64 [2, e]) of a PyG ``Data``, in memory (24 bytes an edge),
+        whose ``e_id`` are columns of it. Raises SourceError for data without one, and for ids that are no
+        nodes."""
         indptr, indices, numbers = csc_of(data)
         return cls(NeighborSampler(indptr, indices, fanouts, seed), edge_permutation=numbers)
 
     def set_epoch(self, epoch: int) -> None:
-        """Fresh neighbours for the same seeds from now on, in all workers. Call it before iterating the loader."""
+        """Fresh neighbours for the same seeds from now on, in all workers. Call it before iterating the
+        loader."""
         self._epoch[0] = as_integer(epoch, "epoch", -COUNT_MAX, COUNT_MAX)
 
     def sample_from_nodes(self, inputs: NodeSamplerInput, **_: Any) -> SamplerOutput:
@@ -101,8 +111,8 @@ class FeatstoreSampler(BaseSampler):  # type: ignore[misc]
             raise ArgumentError(f"inputs must be PyG's NodeSamplerInput, not {shown(inputs)}")
         if inputs.input_type is not None or inputs.time is not None:
             raise SourceError(
-                "FeatstoreSampler samples homogeneous graphs without time stamps; pass input_nodes as a tensor and no "
-                "input_time, and a Data, not a HeteroData: typed graphs come later"
+                "FeatstoreSampler samples homogeneous graphs without time stamps; pass input_nodes as "
+                "a tensor and no input_time, and a Data, not a HeteroData: typed graphs come later"
             )
         seeds = np.ascontiguousarray(as_integers(inputs.node, "seeds must be integers"), dtype=np.int64)
         batch = self.sampler.sample(seeds, int(fold_ids(seeds)), epoch=int(self._epoch[0]))
@@ -127,7 +137,8 @@ class FeatstoreSampler(BaseSampler):  # type: ignore[misc]
         return self._edge_permutation
 
     def __getstate__(self) -> dict[str, Any]:
-        """Pickled for a spawned worker, the topology goes as handles of shared memory, into which it moves once."""
+        """Pickled for a spawned worker, the topology goes as handles of shared memory, into which it moves
+        once."""
         if not isinstance(self.sampler, NeighborSampler):
             return self.__dict__
         if self._shared is None:
@@ -141,12 +152,15 @@ class FeatstoreSampler(BaseSampler):  # type: ignore[misc]
             self.sampler = self._over(state["_shared"], *state["sampler"])
 
     @staticmethod
-    def _over(shared: tuple[torch.Tensor, torch.Tensor], fanouts: tuple[int, ...], seed: int) -> NeighborSampler:
+    def _over(
+        shared: tuple[torch.Tensor, torch.Tensor], fanouts: tuple[int, ...], seed: int
+    ) -> NeighborSampler:
         return NeighborSampler(shared[0].numpy(), shared[1].numpy(), fanouts, seed)
 
 
 class RowAttr(TensorAttr):  # type: ignore[misc]
-    """A ``TensorAttr`` whose index may be a NumPy array: PyG's own compares it with ``!=``, which is then an array."""
+    """A ``TensorAttr`` whose index may be a NumPy array: PyG's own compares it with ``!=``, which is then an
+    array."""
 
     def is_set(self, key: str) -> bool:
         """Whether the field ``key`` has a value."""
@@ -163,18 +177,20 @@ def _tables_of(reader: Any) -> dict[str, Any]:
 class FeatstoreFeatures(FeatureStore):  # type: ignore[misc]
     """Rows of a store, and small arrays in memory, as a PyG ``FeatureStore``. Read-only.
 
-    ``reader``: a store's reader, a client of a :class:`featstore.SharedBuffer`, or None where all attributes are ``arrays``.
-    ``tables``: which attribute is which table, ``{(group, attribute): table}`` with group None in homogeneous graphs; by
-    default a table ``features`` is ``(None, "x")`` and any other table ``t`` of nodes is ``(t, "x")``. ``arrays``: further attributes
-    held in memory and indexed there, such as ``{(None, "y"): labels}``, each [nodes, ...].
+    ``reader``: a store's reader, a client of a :class:`featstore.SharedBuffer`, or None where all attributes
+    are ``arrays``. ``tables``: which attribute is which table, ``{(group, attribute): table}`` with group
+    None in homogeneous graphs; by default a table ``features`` is ``(None, "x")`` and any other table ``t``
+    of nodes is ``(t, "x")``. ``arrays``: further attributes held in memory and indexed there, such as
+    ``{(None, "y"): labels}``, each [nodes, ...].
 
-    PyG asks for all attributes by ids of nodes, in homogeneous graphs whatever their group. So SourceError is raised
-    for attributes of one group with different numbers of rows, for those of edges without a group, and where the same
-    ids are to be those of several groups.
+    PyG asks for all attributes by ids of nodes, in homogeneous graphs whatever their group. So SourceError is
+    raised for attributes of one group with different numbers of rows, for those of edges without a group, and
+    where the same ids are to be those of several groups.
 
-    ``get_tensor`` and ``multi_get_tensor`` return torch tensors for torch ids and NumPy arrays for NumPy ids, in the
-    order asked; an index can also be a slice, an int, a mask, or None (everything: that needs the memory). Raises
-    KeyError for an unknown attribute, IdError for ids out of range, and what the reader raises.
+    ``get_tensor`` and ``multi_get_tensor`` return torch tensors for torch ids and NumPy arrays for NumPy ids,
+    in the order asked; an index can also be a slice, an int, a mask, or None (everything: that needs the
+    memory). Raises KeyError for an unknown attribute, IdError for ids out of range, and what the reader
+    raises.
     """
 
     def __init__(
@@ -193,7 +209,9 @@ class FeatstoreFeatures(FeatureStore):  # type: ignore[misc]
         for name, given in (("tables", tables), ("arrays", arrays)):
             for key in {} if given is None else as_mapping(given, name, "(group, attribute) to what it is"):
                 if not isinstance(key, tuple) or len(key) != 2 or not isinstance(key[1], str):
-                    raise ArgumentError(f"{name}: an attribute is a pair (group or None, attribute), not {key!r}")
+                    raise ArgumentError(
+                        f"{name}: an attribute is a pair (group or None, attribute), not {key!r}"
+                    )
         known = _tables_of(reader)
         if tables is None:
             tables = {((None if name == "features" else name), "x"): name for name in node_tables(known)}
@@ -201,12 +219,16 @@ class FeatstoreFeatures(FeatureStore):  # type: ignore[misc]
             known_name(name, sorted(known), "the store has no table")
         both = set(tables) & set(arrays or {})
         if both:
-            raise SourceError(f"attribute {sorted(both, key=str)[0]} is given as a table and as an array; keep one")
+            raise SourceError(
+                f"attribute {sorted(both, key=str)[0]} is given as a table and as an array; keep one"
+            )
         _check_attributes({**tables, **dict.fromkeys(arrays or {}, "")}, known)
         self.__dict__["_opened"] = reader
         self.__dict__["_pickled"] = b""
         self.__dict__["_tables"] = dict(tables)
-        self.__dict__["_shapes"] = {name: (int(table.rows), *table.row_shape) for name, table in known.items()}
+        self.__dict__["_shapes"] = {
+            name: (int(table.rows), *table.row_shape) for name, table in known.items()
+        }
         self.__dict__["_arrays"] = {key: attribute_tensor(array) for key, array in (arrays or {}).items()}
         self._check_lengths()
 
@@ -218,7 +240,8 @@ class FeatstoreFeatures(FeatureStore):  # type: ignore[misc]
             other, expected = first.setdefault(key[0], (key, count))
             if count != expected:
                 raise SourceError(
-                    f"attribute {key} has {count:,} rows, {other} has {expected:,}: both are of the same nodes"
+                    f"attribute {key} has {count:,} rows, {other} has {expected:,}: both are of the "
+                    "same nodes"
                 )
 
     @property
@@ -233,11 +256,13 @@ class FeatstoreFeatures(FeatureStore):  # type: ignore[misc]
         return self.__dict__ | {"_opened": None, "_pickled": pickled}
 
     def get_all_tensor_attrs(self) -> list[TensorAttr]:
-        """One new attribute object for each attribute (new, because the loader writes ``index`` into them)."""
+        """One new attribute object for each attribute (new, because the loader writes ``index`` into
+        them)."""
         return [RowAttr(group, name) for group, name in (*self._tables, *self._arrays)]
 
     def _multi_get_tensor(self, attrs: list[TensorAttr]) -> list[Any]:
-        """All attributes of one mini-batch with one request: ids of attributes that share a table are joined."""
+        """All attributes of one mini-batch with one request: ids of attributes that share a table are
+        joined."""
         _check_groups(attrs)
         wanted: dict[str, list[Any]] = {}
         places: list[tuple[str, int] | None] = []
@@ -265,7 +290,9 @@ class FeatstoreFeatures(FeatureStore):  # type: ignore[misc]
         split: dict[str, list[Any]] = {}
         for table, parts in wanted.items():
             ends = np.cumsum([0, *map(len, parts)])
-            split[table] = [like_ids(rows[table][low:high], ids) for low, high, ids in zip(ends, ends[1:], parts)]
+            split[table] = [
+                like_ids(rows[table][low:high], ids) for low, high, ids in zip(ends, ends[1:], parts)
+            ]
         return split
 
     def _from_array(self, attr: TensorAttr) -> Any:
@@ -294,18 +321,22 @@ class FeatstoreFeatures(FeatureStore):  # type: ignore[misc]
         return len(row_ids(attr.index, shape[0])), *shape[1:]
 
     def _put_tensor(self, tensor: Any, attr: TensorAttr) -> bool:
-        raise SourceError(f"cannot write {_key(attr)}: a store is read-only; pack a new one with featstore.pack")
+        raise SourceError(
+            f"cannot write {_key(attr)}: a store is read-only; pack a new one with featstore.pack"
+        )
 
     def _remove_tensor(self, attr: TensorAttr) -> bool:
-        raise SourceError(f"cannot remove {_key(attr)}: a store is read-only; pack a new one with featstore.pack")
+        raise SourceError(
+            f"cannot remove {_key(attr)}: a store is read-only; pack a new one with featstore.pack"
+        )
 
 
 class FeatstoreGraph(GraphStore):  # type: ignore[misc]
     """CSC arrays in memory as a PyG ``GraphStore``, the partner of :class:`FeatstoreFeatures`. Read-only.
 
     ``indptr``: int64[n + 1], ``indices``: int32 or int64 [e], the sources of the edges into each node.
-    ``edge_type``: None in a homogeneous graph, else PyG's (source, relation, target). Edges have no numbers but their
-    positions in ``indices``: what a sampler of PyG's over it calls ``e_id`` is such a position.
+    ``edge_type``: None in a homogeneous graph, else PyG's (source, relation, target). Edges have no numbers
+    but their positions in ``indices``: what a sampler of PyG's over it calls ``e_id`` is such a position.
     """
 
     def __init__(
@@ -318,7 +349,9 @@ class FeatstoreGraph(GraphStore):  # type: ignore[misc]
             or len(edge_type) != 3
             or not all(isinstance(one, str) for one in edge_type)
         ):
-            raise ArgumentError(f"edge_type must be PyG's (source, relation, target) or None, not {shown(edge_type)}")
+            raise ArgumentError(
+                f"edge_type must be PyG's (source, relation, target) or None, not {shown(edge_type)}"
+            )
         self.__dict__.update(_indptr=indptr, _indices=indices, _edge_type=edge_type)
 
     def get_all_edge_attrs(self) -> list[EdgeAttr]:
@@ -330,7 +363,9 @@ class FeatstoreGraph(GraphStore):  # type: ignore[misc]
         """(row int64[e], colptr int64[n + 1]), copied; None for another edge type or layout."""
         if edge_attr.edge_type != self._edge_type or edge_attr.layout != EdgeLayout.CSC:
             return None
-        return torch.from_numpy(self._indices.astype(np.int64)), torch.from_numpy(self._indptr.astype(np.int64))
+        return torch.from_numpy(self._indices.astype(np.int64)), torch.from_numpy(
+            self._indptr.astype(np.int64)
+        )
 
     def _put_edge_index(self, edge_index: Any, edge_attr: EdgeAttr) -> bool:
         raise SourceError("cannot write edges: this graph store is read-only")
@@ -340,23 +375,27 @@ class FeatstoreGraph(GraphStore):  # type: ignore[misc]
 
 
 def _check_attributes(attributes: Mapping[AttrKey, str], tables: Mapping[str, Any]) -> None:
-    """Raise SourceError for attributes of edges in a homogeneous graph: PyG would ask for them by ids of nodes."""
+    """Raise SourceError for attributes of edges in a homogeneous graph: PyG would ask for them by ids of
+    nodes."""
     for (group, name), table in attributes.items():
         if group is None and ("edge" in name or is_edge_table(table, tables)):
             raise SourceError(
-                f"attribute {name!r} is of edges (table {table!r}), and PyG asks a feature store by ids of nodes "
-                "only: leave it out, and read rows of edges from the store by their own ids"
+                f"attribute {name!r} is of edges (table {table!r}), and PyG asks a feature store by "
+                "ids of nodes only: leave it out, and read rows of edges from the store by their own "
+                "ids"
             )
 
 
 def _check_groups(attrs: list[TensorAttr]) -> None:
-    """Raise SourceError where ids of one kind of nodes are asked of several, as PyG does in a homogeneous graph."""
+    """Raise SourceError where ids of one kind of nodes are asked of several, as PyG does in a homogeneous
+    graph."""
     groups = {attr.group_name for attr in attrs if attr.index is not None and attr.index is attrs[0].index}
     if None in groups and len(groups) > 1:
         known = sorted(group for group in groups if group is not None)
         raise SourceError(
-            f"rows of the nodes without a type and of {known} were asked for by the same ids: in a homogeneous graph "
-            "PyG asks for all attributes; say with tables={(None, attribute): table} which are of this graph's nodes"
+            f"rows of the nodes without a type and of {known} were asked for by the same ids: in a "
+            f"homogeneous graph PyG asks for all attributes; say with tables={{(None, attribute): "
+            f"table}} which are of this graph's nodes"
         )
 
 

@@ -13,7 +13,8 @@ from featstore.base.native import popcount
 
 @njit(cache=True, nogil=True)
 def set_bits(rows: NDArray[np.int64], bits: NDArray[np.uint64], ranks: NDArray[np.int32]) -> int:
-    """Make the bitmap of a set of rows, and the number of members before each word. Returns the number of members."""
+    """Make the bitmap of a set of rows, and the number of members before each word. Returns the number of
+    members."""
     for i in range(rows.shape[0]):
         bits[rows[i] >> 6] |= np.uint64(1) << np.uint64(rows[i] & 63)
     total = 0

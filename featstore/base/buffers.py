@@ -30,10 +30,12 @@ def empty_rows(count: int, row_bytes: int) -> NDArray[np.uint8]:
 
 
 def populate(rows: NDArray[np.uint8]) -> None:
-    """Have the system provide the memory of a large fresh result now, in the caller's thread, which has nothing else to do.
+    """Have the system provide the memory of a large fresh result now, in the caller's thread, which has
+    nothing else to do.
 
-    Otherwise the engine's thread takes a page fault for every page it copies into. The content is not touched. This is advice:
-    a kernel that does not know it (before Linux 5.14) provides the memory later, as ever.
+    Otherwise the engine's thread takes a page fault for every page it copies into. The content is not
+    touched. This is advice: a kernel that does not know it (before Linux 5.14) provides the memory later, as
+    ever.
     """
     if rows.nbytes < _POPULATE_BYTES_MIN:
         return
@@ -41,15 +43,18 @@ def populate(rows: NDArray[np.uint8]) -> None:
     end = (rows.ctypes.data + rows.nbytes) // PAGE_BYTES * PAGE_BYTES
     madvise = libc().madvise
     for at in range(begin, end, _POPULATE_BYTES_MIN):  # in steps, so that an interrupt comes through
-        madvise(ctypes.c_void_p(at), ctypes.c_size_t(min(_POPULATE_BYTES_MIN, end - at)), _MADV_POPULATE_WRITE)
+        madvise(
+            ctypes.c_void_p(at), ctypes.c_size_t(min(_POPULATE_BYTES_MIN, end - at)), _MADV_POPULATE_WRITE
+        )
 
 
 def aligned_buffer(byte_count: int) -> NDArray[np.uint8]:
     """Writable zeroed memory that starts at a page, as direct I/O needs it; it counts in RSS once touched.
 
-    In large pages, where the system has them: what is read or written directly is then one piece of memory to the device, not one for
-    every 4 KiB, which by itself makes reads of some pages a tenth to a third faster. It goes back to the system with the last view of it,
-    where an allocator would keep it. Raises DeviceError where there is none left.
+    In large pages, where the system has them: what is read or written directly is then one piece of memory to
+    the device, not one for every 4 KiB, which by itself makes reads of some pages a tenth to a third faster.
+    It goes back to the system with the last view of it, where an allocator would keep it. Raises DeviceError
+    where there is none left.
     """
     memory = mapped_memory(byte_count)
     with suppress(OSError):  # advice: a kernel without large pages
@@ -61,10 +66,11 @@ _UNUSED = 2  # references to an array that only the list has: its own, and that 
 
 
 class Outputs:
-    """Memory for rows of mini-batches, used again when nobody looks at it any more: fresh memory costs as much as filling it.
+    """Memory for rows of mini-batches, used again when nobody looks at it any more: fresh memory costs as
+    much as filling it.
 
-    Arrays, tensors and other views all hold a reference to the array that owns the memory, so it is free when nobody but
-    this list has one. Of what is free, ``most`` pieces are kept.
+    Arrays, tensors and other views all hold a reference to the array that owns the memory, so it is free when
+    nobody but this list has one. Of what is free, ``most`` pieces are kept.
     """
 
     def __init__(self, byte_count: int, most: int) -> None:

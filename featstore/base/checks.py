@@ -82,7 +82,9 @@ def check_offsets(offsets: NDArray[Any], begin: int, end: int, what: str) -> Non
     never fall."""
     first, last = int(offsets[0]), int(offsets[-1])
     if first != begin or last != end:
-        raise FormatError(f"{what} do not run from {begin:,} to {end:,}, but from {first:,} to {last:,}: {_ADVICE}")
+        raise FormatError(
+            f"{what} do not run from {begin:,} to {end:,}, but from {first:,} to {last:,}: {_ADVICE}"
+        )
     bad = int(find_fall(offsets))
     if bad >= 0:
         raise FormatError(
@@ -95,7 +97,9 @@ def check_range(values: NDArray[Any], end: int, what: str) -> None:
     """Raise FormatError unless all of ``values`` (integers [n]) are from 0 to ``end`` - 1."""
     bad = int(find_outside(values, end))
     if bad >= 0:
-        raise FormatError(f"{what} points outside the {end:,} rows: number {bad:,} is {int(values[bad]):,}; {_ADVICE}")
+        raise FormatError(
+            f"{what} points outside the {end:,} rows: number {bad:,} is {int(values[bad]):,}; {_ADVICE}"
+        )
 
 
 def check_distinct(values: NDArray[Any], end: int, what: str) -> None:

@@ -1,13 +1,13 @@
 """CRC-32C (Castagnoli) of 4 KiB pages, and digests of files built from them.
 
-A page's checksum is the CRC-32C of its 4096 bytes; the last, partial page of a file counts as if it were filled up with zero
-bytes. Where the processor has the instruction, a page is read as four streams of 1 KiB side by side (the instruction has a
-latency of three cycles but starts one a cycle) and the four states are joined with a linear shift over GF(2), which is
-tabulated here. Elsewhere eight tables do eight bytes a step ("slicing by 8"; Kounavis and Berry, 2005). Both are
-bit-identical to any other CRC-32C.
+A page's checksum is the CRC-32C of its 4096 bytes; the last, partial page of a file counts as if it were
+filled up with zero bytes. Where the processor has the instruction, a page is read as four streams of 1 KiB
+side by side (the instruction has a latency of three cycles but starts one a cycle) and the four states are
+joined with a linear shift over GF(2), which is tabulated here. Elsewhere eight tables do eight bytes a step
+("slicing by 8"; Kounavis and Berry, 2005). Both are bit-identical to any other CRC-32C.
 
-A file's digest is the SHA-256 over the little-endian checksums of its pages: as strong in binding the manifest to the
-checksums as a digest of the bytes would be, and an order of magnitude faster to compute.
+A file's digest is the SHA-256 over the little-endian checksums of its pages: as strong in binding the
+manifest to the checksums as a digest of the bytes would be, and an order of magnitude faster to compute.
 """
 
 from __future__ import annotations
@@ -121,7 +121,8 @@ def _crc_pages(address: int, page_count: int, out: NDArray[np.uint32]) -> None:
 
 
 def crc_pages(data: NDArray[np.uint8], out: NDArray[np.uint32] | None = None) -> NDArray[np.uint32]:
-    """CRC-32C of each 4 KiB page of ``data`` (uint8, C-contiguous); a partial last page is filled up with zeros.
+    """CRC-32C of each 4 KiB page of ``data`` (uint8, C-contiguous); a partial last page is filled up with
+    zeros.
 
     Returns uint32 [ceil(bytes / 4096)].
     """

@@ -1,11 +1,13 @@
 """Compiled kernels: what numba keeps on disk belongs to the sources of the whole package.
 
-numba keeps a kernel's machine code beside the module that defines it and looks at that module alone, though the code holds
-everything that was inlined from other modules: after a change there (a pull into an editable installation), the old code would go
-on running. So the names of these files carry a digest of all sources of the package, and files of other digests are removed when a
-kernel is saved. What was compiled by a process whose sources have changed meanwhile is not kept: nobody knows of which state it is.
+numba keeps a kernel's machine code beside the module that defines it and looks at that module alone, though
+the code holds everything that was inlined from other modules: after a change there (a pull into an editable
+installation), the old code would go on running. So the names of these files carry a digest of all sources of
+the package, and files of other digests are removed when a kernel is saved. What was compiled by a process
+whose sources have changed meanwhile is not kept: nobody knows of which state it is.
 
-Machine code that cannot be kept is compiled in each process anew: that is slow and nothing else, so it is a warning.
+Machine code that cannot be kept is compiled in each process anew: that is slow and nothing else, so it is a
+warning.
 """
 
 from __future__ import annotations
@@ -34,7 +36,10 @@ _warned = False
 def _sources() -> list[str]:
     """Paths of the package's modules, sorted."""
     found = [
-        os.path.join(folder, name) for folder, _, names in os.walk(_PACKAGE) for name in names if name.endswith(".py")
+        os.path.join(folder, name)
+        for folder, _, names in os.walk(_PACKAGE)
+        for name in names
+        if name.endswith(".py")
     ]
     return sorted(found)
 
@@ -82,7 +87,8 @@ class _Cache(FunctionCache):  # type: ignore[misc]
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         try:
             return super().load_overload(sig, target_context)
-        except (OSError, EOFError, pickle.UnpicklingError) as error:  # a bad disk, or a write that was cut off
+        # a bad disk, or a write that was cut off
+        except (OSError, EOFError, pickle.UnpicklingError) as error:
             _warn(f"cannot use the compiled kernels in {self.cache_path} ({error!r})")
             return None
 
@@ -110,13 +116,14 @@ def _warn(what: str) -> None:
     if not _warned:
         _warned = True
         warn(
-            f"{what}: each process compiles them anew, which takes some seconds; set NUMBA_CACHE_DIR to a directory "
-            "that can be written and has room",
+            f"{what}: each process compiles them anew, which takes some seconds; set NUMBA_CACHE_DIR "
+            "to a directory that can be written and has room",
         )
 
 
 def njit(*, cache: bool = False, **options: Any) -> Callable[[Callable[..., Any]], Any]:
-    """``numba.njit``; with ``cache``, machine code is kept on disk for exactly these sources of the package."""
+    """``numba.njit``; with ``cache``, machine code is kept on disk for exactly these sources of the
+    package."""
 
     def decorate(function: Callable[..., Any]) -> Any:
         kernel = numba.njit(**options)(function)
@@ -132,13 +139,15 @@ def njit(*, cache: bool = False, **options: Any) -> Callable[[Callable[..., Any]
 
 
 def announce_compilation(kernel: Any) -> None:
-    """Say on stderr, once a process, when the kernels, of which this is one, are not on disk yet: compiling them takes some seconds."""
+    """Say on stderr, once a process, when the kernels, of which this is one, are not on disk yet: compiling
+    them takes some seconds."""
     global _announced
     if _announced or _compiled(kernel):
         return
     _announced = True
     print(
-        "featstore: compiling its kernels for this processor; this happens once and takes some seconds", file=sys.stderr
+        "featstore: compiling its kernels for this processor; this happens once and takes some seconds",
+        file=sys.stderr,
     )
 
 

@@ -1,9 +1,10 @@
 """Row dtypes: what the manifest calls them, and what zarr arrays store them as.
 
-The manifest uses zarr's own names for the types that every zarr v3 implementation has (``"float32"``, ``"uint8"``, ...), and
-``"bfloat16"``. Any other NumPy dtype (dates, strings, structures, long doubles) is ``"numpy:"`` followed by its NumPy descriptor as
-JSON; to a reader without NumPy such rows are opaque bytes of a known size. In the zarr array bfloat16 appears as uint16 and
-those others as uint8 with one more axis, the bytes of an element. Everything on disk is little-endian.
+The manifest uses zarr's own names for the types that every zarr v3 implementation has (``"float32"``,
+``"uint8"``, ...), and ``"bfloat16"``. Any other NumPy dtype (dates, strings, structures, long doubles) is
+``"numpy:"`` followed by its NumPy descriptor as JSON; to a reader without NumPy such rows are opaque bytes of
+a known size. In the zarr array bfloat16 appears as uint16 and those others as uint8 with one more axis, the
+bytes of an element. Everything on disk is little-endian.
 """
 
 from __future__ import annotations
@@ -34,12 +35,14 @@ def is_bfloat16(dtype: np.dtype[Any]) -> bool:
     return dtype.name == "bfloat16"
 
 
-CONVERT_ADDED = "convert it, for example with .astype(numpy.float16), or give its bytes with .view(numpy.uint8)"
+CONVERT_ADDED = (
+    "convert it, for example with .astype(numpy.float16), or give its bytes with .view(numpy.uint8)"
+)
 
 
 def added_type(dtype: np.dtype[Any]) -> np.dtype[Any] | None:
-    """The type in ``dtype`` that a package added to NumPy (float8, int4 ..., but for plain bfloat16): it would come back as
-    bytes without a meaning. None where there is none."""
+    """The type in ``dtype`` that a package added to NumPy (float8, int4 ..., but for plain bfloat16): it
+    would come back as bytes without a meaning. None where there is none."""
     if dtype.names is None:
         return dtype.base if dtype.base.isbuiltin == 2 and not is_bfloat16(dtype) else None
     fields = (dtype[name].base for name in dtype.names)
@@ -47,7 +50,8 @@ def added_type(dtype: np.dtype[Any]) -> np.dtype[Any] | None:
 
 
 def dtype_name(dtype: np.dtype[Any]) -> str:
-    """The manifest's name for a dtype. Raises SourceError for dtypes that hold Python objects or have no size."""
+    """The manifest's name for a dtype. Raises SourceError for dtypes that hold Python objects or have no
+    size."""
     dtype = dtype.newbyteorder("<")
     if dtype.hasobject:
         raise SourceError(
@@ -71,7 +75,8 @@ def dtype_name(dtype: np.dtype[Any]) -> str:
 
 
 def _tuples(descriptor: Any) -> Any:
-    """JSON has no tuples; NumPy's descriptors of structures are lists of tuples whose last item may be a shape."""
+    """JSON has no tuples; NumPy's descriptors of structures are lists of tuples whose last item may be a
+    shape."""
     if isinstance(descriptor, str):
         return descriptor
     fields = []
@@ -83,7 +88,8 @@ def _tuples(descriptor: Any) -> Any:
 
 
 def dtype_from_name(name: str) -> np.dtype[Any]:
-    """The dtype of a manifest's name, little-endian. Raises FormatError for names that are not of this format."""
+    """The dtype of a manifest's name, little-endian. Raises FormatError for names that are not of this
+    format."""
     if name == "bfloat16":
         return bfloat16()
     if name in _CORE:

@@ -21,8 +21,8 @@ _GENERATION = re.compile(r"g[0-9]{6,}")
 def open_regular(path: Path, expected_bytes: int, flags: int = 0) -> int:
     """A read-only descriptor of a regular file of exactly this size.
 
-    Raises CorruptionError where the file is missing, is not a regular file (a link included) or has another size, and
-    DeviceError where the system refuses.
+    Raises CorruptionError where the file is missing, is not a regular file (a link included) or has another
+    size, and DeviceError where the system refuses.
     """
     try:
         if stat.S_ISFIFO(os.lstat(path).st_mode):  # opening a pipe would wait for a writer
@@ -43,7 +43,11 @@ def open_regular(path: Path, expected_bytes: int, flags: int = 0) -> int:
         raise refusal(error, path, "look at") from error
     if not stat.S_ISREG(status.st_mode) or status.st_size != expected_bytes:
         os.close(descriptor)
-        found = f"{status.st_size:,} bytes" if stat.S_ISREG(status.st_mode) else "something that is not a regular file"
+        found = (
+            f"{status.st_size:,} bytes"
+            if stat.S_ISREG(status.st_mode)
+            else "something that is not a regular file"
+        )
         raise CorruptionError(path, None, f"a file of {expected_bytes:,} bytes", found)
     return descriptor
 
@@ -53,8 +57,8 @@ def _missing(path: Path, expected_bytes: int) -> FeatstoreError:
     for folder in path.parents:
         if _GENERATION.fullmatch(folder.name) and not is_there(folder):
             return IncompleteStoreError(
-                f"{folder} is gone with all its files: the store at {folder.parent} was moved or removed, or packed anew, since it was "
-                "opened; open it again, where it is now"
+                f"{folder} is gone with all its files: the store at {folder.parent} was moved or "
+                "removed, or packed anew, since it was opened; open it again, where it is now"
             )
     return CorruptionError(path, None, f"a file of {expected_bytes:,} bytes", "no file")
 

@@ -40,7 +40,9 @@ def folder(path: Path, *, listed: bool = False) -> Iterator[int]:
         for k, part in enumerate(parts):
             last = k == len(parts) - 1
             try:
-                below = os.open(part, (os.O_RDONLY if listed and last else os.O_PATH) | _STEP, dir_fd=descriptor)
+                below = os.open(
+                    part, (os.O_RDONLY if listed and last else os.O_PATH) | _STEP, dir_fd=descriptor
+                )
             except OSError as error:
                 if error.errno in (errno.ENOTDIR, errno.ELOOP) and is_link(part, descriptor):
                     raise a_link(Path(path.anchor, *parts[: k + 1])) from None
@@ -55,8 +57,8 @@ def folder(path: Path, *, listed: bool = False) -> Iterator[int]:
 def a_link(path: Path) -> FormatError:
     """What is said where a link stands in the way."""
     return FormatError(
-        f"{path} is a symbolic link, and featstore writes, renames and deletes through none: put the directory itself there, or "
-        "mount the other disk at that place (mount --bind)"
+        f"{path} is a symbolic link, and featstore writes, renames and deletes through none: put the "
+        "directory itself there, or mount the other disk at that place (mount --bind)"
     )
 
 
@@ -86,7 +88,8 @@ def is_file(path: Path) -> bool:
 
 
 def is_taken(path: Path) -> bool:
-    """Whether anything has this name, be it a link that leads nowhere. Raises DeviceError where the device cannot tell."""
+    """Whether anything has this name, be it a link that leads nowhere. Raises DeviceError where the device
+    cannot tell."""
     return _is(path, lambda mode: True)
 
 

@@ -35,7 +35,8 @@ def _mix(word: int) -> int:
 
 
 def batch_key(seed: int, epoch: int, batch_index: int) -> int:
-    """A 64-bit key of seed, epoch and batch; each step is mixed, so that neighbouring numbers share nothing."""
+    """A 64-bit key of seed, epoch and batch; each step is mixed, so that neighbouring numbers share
+    nothing."""
     key = 0
     for word in (seed, epoch, batch_index):
         key = _mix(key + int(_GOLDEN) + word)
@@ -57,7 +58,8 @@ def mix64(word: Any) -> Any:
 
 @njit(cache=True, nogil=True)
 def fold_ids(ids: Any) -> Any:
-    """A 63-bit fingerprint of int64 ids and their order: the batch index of a loader that does not tell its own."""
+    """A 63-bit fingerprint of int64 ids and their order: the batch index of a loader that does not tell its
+    own."""
     key = _GOLDEN
     for position in range(len(ids)):
         key = mix64(key ^ np.uint64(ids[position])) + _GOLDEN
@@ -66,5 +68,6 @@ def fold_ids(ids: Any) -> Any:
 
 @njit(cache=True, nogil=True)
 def draw_below(word: Any, limit: Any) -> Any:
-    """``word * limit >> 64`` (both uint64, limit < 2**32): a random word turned into a number below ``limit``."""
+    """``word * limit >> 64`` (both uint64, limit < 2**32): a random word turned into a number below
+    ``limit``."""
     return ((word >> _HALF) * limit + (((word & _LOW) * limit) >> _HALF)) >> _HALF

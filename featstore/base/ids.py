@@ -1,4 +1,5 @@
-"""What goes in and comes out of a read: node ids of any integer type, NumPy or torch, and rows of the same kind.
+"""What goes in and comes out of a read: node ids of any integer type, NumPy or torch, and rows of the same
+kind.
 
 torch is never imported here: a tensor can only have come from a program that imported it.
 """
@@ -38,7 +39,8 @@ def _not_ids(ids: Any, given: NDArray[Any]) -> str:
 
 
 def as_integers(values: Any, what: str, error: type[Exception] = IdError) -> NDArray[Any]:
-    """Integers as an array of any shape, an empty one of any dtype. Raises ``error`` for anything else; ``what`` begins its message."""
+    """Integers as an array of any shape, an empty one of any dtype. Raises ``error`` for anything else;
+    ``what`` begins its message."""
     try:
         given = np.asarray(values.detach().cpu().numpy() if is_tensor(values) else values)
     except (TypeError, ValueError, RuntimeError) as found:  # a ragged list; a tensor that NumPy cannot have
@@ -76,8 +78,8 @@ class Ids:
 def parse_ids(ids: Any, *, copy: bool = False) -> Ids:
     """Ids from an array, tensor, list or number of any integer dtype and shape.
 
-    ``copy`` makes the result independent of what the caller does with ``ids`` afterwards. Raises IdError for anything that
-    is not an integer.
+    ``copy`` makes the result independent of what the caller does with ``ids`` afterwards. Raises IdError for
+    anything that is not an integer.
     """
     tensor = is_tensor(ids)
     try:
@@ -87,7 +89,9 @@ def parse_ids(ids: Any, *, copy: bool = False) -> Ids:
         ValueError,
         RuntimeError,
     ) as error:  # a ragged list; a tensor of a dtype, layout or device that NumPy lacks
-        raise IdError(f"node ids must be integers in an array, tensor or list: {_first_line(error)}") from None
+        raise IdError(
+            f"node ids must be integers in an array, tensor or list: {_first_line(error)}"
+        ) from None
     if given.size == 0 and given.dtype.kind == "f":  # an empty list or tensor
         given = given.astype(np.int64)
     if given.dtype.kind not in "iu" or (type(ids) is not np.ndarray and isinstance(ids, np.ma.MaskedArray)):
@@ -107,7 +111,8 @@ def parse_runs(runs: Any, rows: int, table: str) -> NDArray[np.int64]:
         return np.empty((0, 2), np.int64)
     if given.ndim != 2 or given.shape[1] != 2:
         raise IdError(
-            f"runs must be integers [n, 2], the first row and the end of each, not {given.dtype} {given.shape}"
+            f"runs must be integers [n, 2], the first row and the end of each, not {given.dtype} "
+            f"{given.shape}"
         )
     bad = np.flatnonzero((given[:, 0] < 0) | (given[:, 1] < given[:, 0]) | (given[:, 1] > rows))
     if len(bad):
@@ -117,40 +122,56 @@ def parse_runs(runs: Any, rows: int, table: str) -> NDArray[np.int64]:
 
 
 def parse_places(at: Any, runs: NDArray[np.int64], rows: int) -> NDArray[np.int64]:
-    """Where each run begins in a destination of so many rows, int64 [n]. Raises IdError for a place outside it."""
+    """Where each run begins in a destination of so many rows, int64 [n]. Raises IdError for a place outside
+    it."""
     given = as_integers(at, f"at must be integers, one for each of the {len(runs)} runs")
     if given.shape != (len(runs),):
-        raise IdError(f"at must be integers, one for each of the {len(runs)} runs, not {given.dtype} {given.shape}")
+        raise IdError(
+            f"at must be integers, one for each of the {len(runs)} runs, not {given.dtype} {given.shape}"
+        )
     if given.dtype == np.uint64 and given.size and given.max() > np.iinfo(np.int64).max:
         raise IdError(f"at: there is no row {given.max()}")
     places = given.astype(np.int64)
-    bad = np.flatnonzero((places < 0) | (places > rows - (runs[:, 1] - runs[:, 0])))  # no sum that could overflow
+    # no sum that could overflow
+    bad = np.flatnonzero((places < 0) | (places > rows - (runs[:, 1] - runs[:, 0])))
     if len(bad):
         raise IdError(
-            f"run {bad[0]} would go to row {places[bad[0]]} of an out of {rows:,} rows, which has no room for it"
+            f"run {bad[0]} would go to row {places[bad[0]]} of an out of {rows:,} rows, which has no "
+            "room for it"
         )
     return places
 
 
 def parse_row_places(at: Any, count: int, rows: int) -> NDArray[np.int32]:
-    """Where each of ``count`` rows goes in a destination of so many rows, int32 [count]. Raises IdError for a place outside it."""
+    """Where each of ``count`` rows goes in a destination of so many rows, int32 [count]. Raises IdError for a
+    place outside it."""
     given = as_integers(at, f"at must be integers, one for each of the {count} ids")
     if given.shape != (count,):
-        raise IdError(f"at must be integers, one for each of the {count} ids, not {given.dtype} {given.shape}")
+        raise IdError(
+            f"at must be integers, one for each of the {count} ids, not {given.dtype} {given.shape}"
+        )
     if count and (given.min() < 0 or given.max() >= rows):
-        raise IdError(f"at must be from 0 to {rows - 1}, the rows of out, but goes from {given.min()} to {given.max()}")
+        raise IdError(
+            f"at must be from 0 to {rows - 1}, the rows of out, but goes from {given.min()} to {given.max()}"
+        )
     if rows > np.iinfo(np.int32).max:
         raise IdError(f"at serves an out of up to {np.iinfo(np.int32).max:,} rows, not {rows:,}")
     return given.astype(np.int32, copy=False)
 
 
 def check_out(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[np.uint8]:
-    """The bytes of a caller's ``out``. Raises ArgumentError, a ValueError, where rows of this shape and dtype cannot be put there."""
+    """The bytes of a caller's ``out``. Raises ArgumentError, a ValueError, where rows of this shape and dtype
+    cannot be put there."""
     if is_tensor(out):
         name = str(out.dtype).removeprefix("torch.")
         if out.is_nested or str(out.layout) != "torch.strided" or out.is_conj() or out.is_neg():
             found = f"a {'nested' if out.is_nested else 'sparse, conjugated or negated'} tensor"
-        elif out.device.type == "cpu" and out.is_contiguous() and tuple(out.shape) == shape and name == dtype.name:
+        elif (
+            out.device.type == "cpu"
+            and out.is_contiguous()
+            and tuple(out.shape) == shape
+            and name == dtype.name
+        ):
             flat: NDArray[np.uint8] = out.detach().reshape(-1).view(sys.modules["torch"].uint8).numpy()
             return flat
         else:
@@ -159,11 +180,15 @@ def check_out(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray
         flags = out.flags
         if out.shape == shape and out.dtype == dtype and flags.c_contiguous and flags.writeable:
             return np.asarray(out).reshape(-1).view(np.uint8)  # a matrix would stay two-dimensional
-        found = f"{list(out.shape)} of {out.dtype}, C-contiguous: {flags.c_contiguous}, writable: {flags.writeable}"
+        found = (
+            f"{list(out.shape)} of {out.dtype}, C-contiguous: {flags.c_contiguous}, writable: "
+            f"{flags.writeable}"
+        )
     else:
         found = f"a {type(out).__name__}"
     raise ArgumentError(
-        f"out must be a C-contiguous, writable NumPy array or a torch tensor in host memory, {list(shape)} of {dtype}; it is {found}"
+        "out must be a C-contiguous, writable NumPy array or a torch tensor in host memory, "
+        f"{list(shape)} of {dtype}; it is {found}"
     )
 
 

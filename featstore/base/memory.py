@@ -1,4 +1,5 @@
-"""Memory: how much of it this process may ever have, by the machine and by the control groups that it is in."""
+"""Memory: how much of it this process may ever have, by the machine and by the control groups that it is
+in."""
 
 from __future__ import annotations
 
@@ -11,14 +12,16 @@ from featstore.errors import BudgetError
 
 @cache
 def memory_bytes() -> int:
-    """What the machine has, or less where a control group allows less (a container, a batch job). Looked at once a process."""
+    """What the machine has, or less where a control group allows less (a container, a batch job). Looked at
+    once a process."""
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min([machine, *group_limits(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))])
 
 
 def group_limits(groups: Path, mounted: Path) -> list[int]:
-    """Limits in bytes of the memory groups of a process, and of those above them, versions 1 and 2. ``groups``: the list of its
-    groups (``/proc/PID/cgroup``), ``mounted``: where their file systems are. What cannot be read limits nothing."""
+    """Limits in bytes of the memory groups of a process, and of those above them, versions 1 and 2.
+    ``groups``: the list of its groups (``/proc/PID/cgroup``), ``mounted``: where their file systems are. What
+    cannot be read limits nothing."""
     limits: list[int] = []
     for line in _text(groups).splitlines():
         number, _, rest = line.partition(":")
@@ -47,7 +50,7 @@ def _text(path: Path) -> str:
 
 
 def check_machine(needed_bytes: int, what: str) -> None:
-    """Raise BudgetError where this needs more memory than the machine has, or this process may take: a sparse file may
-    claim any size."""
+    """Raise BudgetError where this needs more memory than the machine has, or this process may take: a sparse
+    file may claim any size."""
     if needed_bytes > memory_bytes():
         raise BudgetError(needed_bytes, memory_bytes(), what)

@@ -1,10 +1,11 @@
 """The few machine operations that numba does not offer, as intrinsics.
 
-Kernels of featstore work on raw addresses: a lane (see :mod:`featstore.engine.lane`) describes reads of any table, dtype and
-row size, so one compiled kernel serves them all. The operations here are loads and stores through an address, ``memcpy``,
-prefetch, population count, atomic addition, the CRC-32C step, and calls through a function address. Calls go through
-addresses and never through linked symbols, because a cached kernel whose library is not loaded yet would die with
-SIGSEGV, while a missing address is found when the table of addresses is made.
+Kernels of featstore work on raw addresses: a lane (see :mod:`featstore.engine.lane`) describes reads of any
+table, dtype and row size, so one compiled kernel serves them all. The operations here are loads and stores
+through an address, ``memcpy``, prefetch, population count, atomic addition, the CRC-32C step, and calls
+through a function address. Calls go through addresses and never through linked symbols, because a cached
+kernel whose library is not loaded yet would die with SIGSEGV, while a missing address is found when the table
+of addresses is made.
 """
 
 from __future__ import annotations
@@ -22,14 +23,16 @@ from numba.core import cgutils
 from numba.core.compiler_lock import global_compiler_lock
 from numba.extending import intrinsic
 
-# A child forked while another thread compiles would find numba's lock taken for ever: fork waits for the compiler instead.
+# A child forked while another thread compiles would find numba's lock taken for ever: fork waits for the
+# compiler instead.
 os.register_at_fork(
     before=global_compiler_lock.acquire,
     after_in_parent=global_compiler_lock.release,
     after_in_child=global_compiler_lock.release,
 )
 
-#: Options of ``njit`` for what only kernels call: wrappers for Python and C would take a third of the time it takes to compile.
+#: Options of ``njit`` for what only kernels call: wrappers for Python and C would take a third of the time it
+#: takes to compile.
 PART = {"nogil": True, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 INLINED = {**PART, "forceinline": True}
 
@@ -84,7 +87,9 @@ def memcpy(typingctx: Any, destination: Any, source: Any, byte_count: Any) -> An
     """memcpy(destination, source, byte_count) on addresses."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        cgutils.raw_memcpy(builder, _pointer(builder, args[0], I8), _pointer(builder, args[1], I8), args[2], 1)
+        cgutils.raw_memcpy(
+            builder, _pointer(builder, args[0], I8), _pointer(builder, args[1], I8), args[2], 1
+        )
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.int64), codegen
@@ -96,7 +101,8 @@ STREAM_BYTES = 32
 
 @intrinsic
 def stream_vector(typingctx: Any, destination: Any, source: Any) -> Any:
-    """Copy 32 bytes past the caches: for results larger than these, it saves reading each line before it is overwritten.
+    """Copy 32 bytes past the caches: for results larger than these, it saves reading each line before it is
+    overwritten.
 
     The destination is aligned to 32 bytes. Call :func:`fence` after the last one.
     """
@@ -170,13 +176,17 @@ def crc32c_instruction(typingctx: Any, crc: Any, word: Any) -> Any:
     """One step of CRC-32C over eight bytes with the processor's instruction (x86 SSE 4.2)."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        function = builder.module.declare_intrinsic("llvm.x86.sse42.crc32.64.64", (), ir.FunctionType(I64, [I64, I64]))
+        function = builder.module.declare_intrinsic(
+            "llvm.x86.sse42.crc32.64.64", (), ir.FunctionType(I64, [I64, I64])
+        )
         return builder.call(function, args)
 
     return types.uint64(types.uint64, types.uint64), codegen
 
 
-def _make_call(return_type: Any, numba_return: Any, argument_types: list[Any], numba_arguments: list[Any]) -> Any:
+def _make_call(
+    return_type: Any, numba_return: Any, argument_types: list[Any], numba_arguments: list[Any]
+) -> Any:
     """An intrinsic that calls the C function at an address."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -230,11 +240,18 @@ call_i32_i64 = _make_call(I32, types.int32, [I64], [types.int64])
 call_i32_i64_u32 = _make_call(I32, types.int32, [I64, I32], [types.int64, types.uint32])
 call_void_i64_u32 = _make_call(_VOID, types.void, [I64, I32], [types.int64, types.uint32])
 call_void_i64_u64 = _make_call(_VOID, types.void, [I64, I64], [types.int64, types.uint64])
-call_u32_i64_i64_u32 = _make_call(I32, types.uint32, [I64, I64, I32], [types.int64, types.int64, types.uint32])
-call_prep_read = _make_call(
-    _VOID, types.void, [I64, I32, I64, I32, I64], [types.int64, types.int32, types.int64, types.uint32, types.uint64]
+call_u32_i64_i64_u32 = _make_call(
+    I32, types.uint32, [I64, I64, I32], [types.int64, types.int64, types.uint32]
 )
-call_pread = _make_call(I64, types.int64, [I32, I64, I64, I64], [types.int32, types.int64, types.int64, types.int64])
+call_prep_read = _make_call(
+    _VOID,
+    types.void,
+    [I64, I32, I64, I32, I64],
+    [types.int64, types.int32, types.int64, types.uint32, types.uint64],
+)
+call_pread = _make_call(
+    I64, types.int64, [I32, I64, I64, I64], [types.int32, types.int64, types.int64, types.int64]
+)
 call_clock_gettime = _make_call(I32, types.int32, [I32, I64], [types.int32, types.int64])
 
 

@@ -12,7 +12,8 @@ _RADIX_BITS = 11
 
 @njit(cache=True, nogil=True)
 def radix_sort(keys: NDArray[np.uint64], spare: NDArray[np.uint64], low_bit: int, high_bit: int) -> bool:
-    """Sort by the bits [low_bit, high_bit), stable, least significant digit first. Returns True if the result is in ``spare``."""
+    """Sort by the bits [low_bit, high_bit), stable, least significant digit first. Returns True if the result
+    is in ``spare``."""
     n = keys.shape[0]
     counts = np.empty(1 << _RADIX_BITS, np.int64)
     source, target, swapped = keys, spare, False

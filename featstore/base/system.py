@@ -1,8 +1,9 @@
 """What the operating system refuses, as errors that say what, where and what to do.
 
-One rule for the whole package: an ``OSError`` of a call that featstore makes on its own behalf leaves as DiskFullError or DeviceError with
-the path in question. Where a call is made, it is made :func:`asking`; threads are started by :func:`started`, and large memory comes by
-:func:`mapped_memory`. What the user's own code raises is not touched, nor are MemoryError and KeyboardInterrupt.
+One rule for the whole package: an ``OSError`` of a call that featstore makes on its own behalf leaves as
+DiskFullError or DeviceError with the path in question. Where a call is made, it is made :func:`asking`;
+threads are started by :func:`started`, and large memory comes by :func:`mapped_memory`. What the user's own
+code raises is not touched, nor are MemoryError and KeyboardInterrupt.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 def refusal(
     error: OSError, path: str | os.PathLike[str], doing: str, offset: int | None = None, needed_bytes: int = 0
 ) -> FeatstoreError:
-    """The error to raise for one of the system: ``doing`` and ``path`` say what was asked for. One of ours stays as it is."""
+    """The error to raise for one of the system: ``doing`` and ``path`` say what was asked for. One of ours
+    stays as it is."""
     if isinstance(error, FeatstoreError):
         return error
     if error.errno in NO_SPACE:
@@ -57,7 +59,8 @@ def free_bytes(directory: Path) -> int:
 
 
 def status_of(path: Path) -> os.stat_result | None:
-    """What is at a path, or where a link leads to; None where nothing is. Raises DeviceError where the device cannot tell."""
+    """What is at a path, or where a link leads to; None where nothing is. Raises DeviceError where the device
+    cannot tell."""
     with asking(path, "look at"):
         try:
             return os.stat(path)
@@ -102,7 +105,8 @@ def no_thread(error: BaseException) -> DeviceError:
 
 
 def submitted(pool: ThreadPoolExecutor, work: Callable[..., Result], *arguments: Any) -> Future[Result]:
-    """Have a pool do some work. Raises DeviceError where it needs another thread, and there can be no more of them."""
+    """Have a pool do some work. Raises DeviceError where it needs another thread, and there can be no more of
+    them."""
     try:
         return pool.submit(work, *arguments)
     except RuntimeError as error:

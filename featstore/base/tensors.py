@@ -12,8 +12,11 @@ from featstore.base.dtypes import is_bfloat16
 from featstore.errors import ArgumentError
 
 
-def as_tensor(rows: NDArray[Any], instead: str = "ask for arrays with tensors=False and no device") -> torch.Tensor:
-    """A tensor on the same memory. Raises ArgumentError for a dtype that torch does not know; ``instead`` says what to do."""
+def as_tensor(
+    rows: NDArray[Any], instead: str = "ask for arrays with tensors=False and no device"
+) -> torch.Tensor:
+    """A tensor on the same memory. Raises ArgumentError for a dtype that torch does not know; ``instead``
+    says what to do."""
     if is_bfloat16(rows.dtype):
         return torch.from_numpy(rows.view(np.int16)).view(torch.bfloat16)
     try:

@@ -1,9 +1,10 @@
 """Threads and waiting that survive an interrupt at any moment.
 
-``KeyboardInterrupt`` can come between any two steps of Python code, also inside the standard library's: in the middle of
-``Event.set`` it leaves the event's lock taken for ever, an interrupted ``Thread.join`` (Python 3.11) takes the thread for ended, and
-one inside ``Thread.start`` leaves open whether the thread will run. What is here uses only steps that are single to the interpreter:
-``SimpleQueue.put`` and ``get``, and ``list.pop``.
+``KeyboardInterrupt`` can come between any two steps of Python code, also inside the standard library's: in
+the middle of ``Event.set`` it leaves the event's lock taken for ever, an interrupted ``Thread.join`` (Python
+3.11) takes the thread for ended, and one inside ``Thread.start`` leaves open whether the thread will run.
+What is here uses only steps that are single to the interpreter: ``SimpleQueue.put`` and ``get``, and
+``list.pop``.
 
 A forked child has none of its parent's threads: there, nothing waits for one.
 """
@@ -27,7 +28,8 @@ _Step = tuple[Callable[[], Any], "queue.SimpleQueue[tuple[BaseException | None, 
 
 
 class Wake:
-    """Wakes up the one thread that waits, now or when it next waits; what was to be seen is looked at again after each :meth:`wait`."""
+    """Wakes up the one thread that waits, now or when it next waits; what was to be seen is looked at again
+    after each :meth:`wait`."""
 
     def __init__(self) -> None:
         self._signals: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -44,7 +46,8 @@ class Wake:
 
 
 class Worker:
-    """A daemon thread that runs ``target`` once, and can be ended for sure: started or not, or interrupted while it was."""
+    """A daemon thread that runs ``target`` once, and can be ended for sure: started or not, or interrupted
+    while it was."""
 
     def __init__(self, target: Callable[[], None], name: str) -> None:
         self._permit = [target]  # to run; whoever pops it decides
@@ -54,7 +57,8 @@ class Worker:
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     def start(self) -> None:
-        """Run, unless :meth:`end` was called before. Raises DeviceError where there can be no more threads."""
+        """Run, unless :meth:`end` was called before. Raises DeviceError where there can be no more
+        threads."""
         started(self._thread)
 
     def _run(self) -> None:
@@ -80,7 +84,8 @@ class Worker:
         return self._pid == os.getpid()
 
     def end(self) -> None:
-        """Wait until the target has returned; if it has not begun, it never will. An interrupt is raised after that."""
+        """Wait until the target has returned; if it has not begun, it never will. An interrupt is raised
+        after that."""
         if self._take_permit() is not None or not self._began or self._thread is threading.current_thread():
             return
         if not self.here:
@@ -97,7 +102,8 @@ class Worker:
 
 
 class Runner:
-    """A thread that takes steps for others, in their order, where no interrupt comes in. It ends with the last reference to this."""
+    """A thread that takes steps for others, in their order, where no interrupt comes in. It ends with the
+    last reference to this."""
 
     def __init__(self, name: str) -> None:
         self._steps: queue.SimpleQueue[_Step | None] = queue.SimpleQueue()
@@ -105,7 +111,8 @@ class Runner:
         self._worker.start()
 
     def run(self, step: Callable[[], Any]) -> Any:
-        """What ``step`` returns or raises. Who is interrupted here does not learn it; the step is taken all the same.
+        """What ``step`` returns or raises. Who is interrupted here does not learn it; the step is taken all
+        the same.
 
         Raises ClosedError after :meth:`end`, and in a forked child.
         """
@@ -148,5 +155,6 @@ def _take_steps(steps: queue.SimpleQueue[_Step | None]) -> None:
 
 
 def shut_down(pool: ThreadPoolExecutor) -> None:
-    """End a pool's threads and wait for them, unless one of them is asking (the last reference may be dropped in any thread)."""
+    """End a pool's threads and wait for them, unless one of them is asking (the last reference may be dropped
+    in any thread)."""
     pool.shutdown(wait=threading.current_thread() not in pool._threads)

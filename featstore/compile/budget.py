@@ -1,8 +1,8 @@
 """What the loader of a compiled trace holds in memory, decided when the trace is compiled.
 
-In the order of need: mini-batches under way (one that the loop has, one that waits or is being assembled, a third where there is room),
-their records, and the readers; the rest is slots, in which rows stay from mini-batch to mini-batch. A loader needs no less, because
-the slots are part of what was compiled.
+In the order of need: mini-batches under way (one that the loop has, one that waits or is being assembled, a
+third where there is room), their records, and the readers; the rest is slots, in which rows stay from
+mini-batch to mini-batch. A loader needs no less, because the slots are part of what was compiled.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ _THIRD_SHARE = 3  # a third mini-batch is held where all three take at most this
 
 @dataclass(frozen=True)
 class LoaderBudget:
-    """The split of a loader's budget, in bytes; slots are rows, by node type. ``depth``: mini-batches under way."""
+    """The split of a loader's budget, in bytes; slots are rows, by node type. ``depth``: mini-batches under
+    way."""
 
     memory_bytes: int
     depth: int
@@ -68,7 +69,9 @@ class LoaderBudget:
                 needed = fixed(depth, needed)
             if needed > memory_bytes:
                 raise BudgetError(
-                    needed, memory_bytes, "hold two mini-batches of this trace, their records and what reads them"
+                    needed,
+                    memory_bytes,
+                    "hold two mini-batches of this trace, their records and what reads them",
                 )
         cache = memory_bytes - fixed(depth, memory_bytes) if cache_bytes is None else cache_bytes
 
@@ -81,7 +84,8 @@ class LoaderBudget:
 
 
 def parse_disk(disk: int | str | None, store: OpenStore) -> int | None:
-    """A limit on disk space: bytes, a size, or a multiple of the store's tables as ``"3x"``. Raises SourceError."""
+    """A limit on disk space: bytes, a size, or a multiple of the store's tables as ``"3x"``. Raises
+    SourceError."""
     if disk is None:
         return None
     if isinstance(disk, str) and disk.strip().lower().endswith("x"):
@@ -96,4 +100,6 @@ def parse_disk(disk: int | str | None, store: OpenStore) -> int | None:
         nothing = isinstance(disk, int | str) and not isinstance(disk, bool) and disk in (0, "0")
         return 0 if nothing else parse_bytes(disk, "disk")
     except ValueError as error:
-        raise ArgumentError(f"disk must be a size or a multiple of the tables such as '3x': {error}") from None
+        raise ArgumentError(
+            f"disk must be a size or a multiple of the tables such as '3x': {error}"
+        ) from None

@@ -1,13 +1,16 @@
-"""Compiling a trace: from mini-batches known beforehand to a store that holds their rows as they will be read.
+"""Compiling a trace: from mini-batches known beforehand to a store that holds their rows as they will be
+read.
 
-What is written is a store of its own, in ``STORE/packs/NAME``: tables of packed and shared rows, what is in memory before the first
-mini-batch, and the records. So commit, checksums, locks, verification and copying are those of every store
-(:mod:`featstore.storage.generations`). Its manifest names the base store's uuid, which is derived from all that is in it.
+What is written is a store of its own, in ``STORE/packs/NAME``: tables of packed and shared rows, what is in
+memory before the first mini-batch, and the records. So commit, checksums, locks, verification and copying are
+those of every store (:mod:`featstore.storage.generations`). Its manifest names the base store's uuid, which
+is derived from all that is in it.
 
-First everything is decided, table by table (:mod:`featstore.compile.decide`); these passes over the trace are the same each time, so an
-interrupted compilation goes through them again. Then the base table is read, once and in order, and every segment gets its rows
-(:mod:`featstore.compile.segments`); how far that is stands in the journal. Rows of shared regions lie in another order than the base
-table's: they go through a spill file that is cut into buckets, each of which fits in memory and is brought into order there.
+First everything is decided, table by table (:mod:`featstore.compile.decide`); these passes over the trace are
+the same each time, so an interrupted compilation goes through them again. Then the base table is read, once
+and in order, and every segment gets its rows (:mod:`featstore.compile.segments`); how far that is stands in
+the journal. Rows of shared regions lie in another order than the base table's: they go through a spill file
+that is cut into buckets, each of which fits in memory and is brought into order there.
 """
 
 from __future__ import annotations
@@ -53,7 +56,13 @@ from featstore.storage.manifest import (
     check_name,
     sealed,
 )
-from featstore.storage.packs import FORECAST, check_no_episode, check_pack_name, packs_directory, packs_to_write
+from featstore.storage.packs import (
+    FORECAST,
+    check_no_episode,
+    check_pack_name,
+    packs_directory,
+    packs_to_write,
+)
 from featstore.storage.store import OpenStore
 from featstore.storage.table_writer import Catalogue, write_array, zarr_group_json
 from featstore.trace.samples import encode
@@ -62,15 +71,18 @@ from featstore.units import EXTENT_BYTES_MAX, parse_bytes
 
 _BLOCK_BYTES = 2**20
 _DISK_SLACK_BYTES = 1 << 20
-# Of deciding, for each row: the map and places of every table; uses and slots, or keys and places in regions, of one table.
+# Of deciding, for each row: the map and places of every table; uses and slots, or keys and places in regions,
+# of one table.
 _MAP_BYTES, _STATE_BYTES = 8, 16
 
 
 @dataclass(frozen=True)
 class CompileForecast:
-    """What compiling a trace will give, before anything is written. Seconds: of reading all mini-batches once.
+    """What compiling a trace will give, before anything is written. Seconds: of reading all mini-batches
+    once.
 
-    ``tables``: by table, what its rows cost (see :class:`featstore.compile.placement.Forecast`) and how they are spread.
+    ``tables``: by table, what its rows cost (see :class:`featstore.compile.placement.Forecast`) and how they
+    are spread.
     """
 
     batches: int
@@ -88,30 +100,33 @@ def _size(given: int | str, name: str) -> int:
 
 
 def compile_trace(
-    store: OpenStore | str | os.PathLike[str], trace: Trace | str | os.PathLike[str], name: str = "default", *, memory: int | str = "1GiB",
-    disk: int | str | None = None, train_memory: int | str | None = None, cache: int | str | None = None,
-    device_memory: int | str = 0, residency: str = "min", seed: int = 0, resume: bool = False, overwrite: bool = False,
-    dry_run: bool = False, progress: Callable[[Progress], None] | None = None, disk_door: Disk | None = None, policy: Policy = OURS,
+    store: OpenStore | str | os.PathLike[str], trace: Trace | str | os.PathLike[str], name: str = "default",
+    *, memory: int | str = "1GiB", disk: int | str | None = None, train_memory: int | str | None = None,
+    cache: int | str | None = None, device_memory: int | str = 0, residency: str = "min", seed: int = 0,
+    resume: bool = False, overwrite: bool = False, dry_run: bool = False,
+    progress: Callable[[Progress], None] | None = None, disk_door: Disk | None = None, policy: Policy = OURS,
 ) -> Path | CompileForecast:  # fmt: skip
-    """Compile a trace for a store, and return the path of what was written (``featstore.compile_trace`` opens it); with
-    ``dry_run``, forecast it and write nothing that stays.
+    """Compile a trace for a store, and return the path of what was written (``featstore.compile_trace`` opens
+    it); with ``dry_run``, forecast it and write nothing that stays.
 
     Args:
         store: the base store, or its path.
         trace: the trace, or its path.
         name: of the compiled trace; it is written to ``STORE/packs/NAME``.
         memory: budget of compiling, in bytes or as ``"512MiB"``.
-        disk: limit on the bytes of rows written: bytes, ``"20GiB"``, or ``"3x"`` for three times the tables of the store; None: no limit.
+        disk: limit on the bytes of rows written: bytes, ``"20GiB"``, or ``"3x"`` for three times the tables
+            of the store; None: no limit.
         train_memory: the loader's budget, ``memory`` by default.
         cache: what of it holds rows from mini-batch to mini-batch; by default all that its buffers leave.
         device_memory: bytes of rows to keep on the accelerator.
-        residency: ``"min"``: rows stay by next use, which needs the mini-batches in this order; ``"fixed"``: the most used stay, and
-            the order is free.
+        residency: ``"min"``: rows stay by next use, which needs the mini-batches in this order; ``"fixed"``:
+            the most used stay, and the order is free.
         seed: of the choice which rows use up the last of the disk limit.
         policy: another design's way of placing rows, to compare with.
         resume, overwrite, progress: as for :func:`featstore.pack`.
 
-    Raises SourceError, IdError, BudgetError, DiskFullError, DeviceError, CorruptionError, StoreExistsError, StoreLockedError.
+    Raises SourceError, IdError, BudgetError, DiskFullError, DeviceError, CorruptionError, StoreExistsError,
+    StoreLockedError.
     """
     for flag, value in (("resume", resume), ("overwrite", overwrite), ("dry_run", dry_run)):
         as_flag(value, flag)
@@ -124,12 +139,18 @@ def compile_trace(
     check_pack_name(name)
     if not isinstance(store, OpenStore) or not isinstance(trace, Trace):
         with ExitStack() as stack:
-            base = store if isinstance(store, OpenStore) else stack.enter_context(OpenStore(as_path(store, "store")))
-            recorded = trace if isinstance(trace, Trace) else stack.enter_context(Trace(as_path(trace, "trace")))
+            base = (
+                store
+                if isinstance(store, OpenStore)
+                else stack.enter_context(OpenStore(as_path(store, "store")))
+            )
+            recorded = (
+                trace if isinstance(trace, Trace) else stack.enter_context(Trace(as_path(trace, "trace")))
+            )
             return compile_trace(
-                base, recorded, name, memory=memory, disk=disk, train_memory=train_memory, cache=cache, device_memory=device_memory,
-                residency=residency, seed=seed, resume=resume, overwrite=overwrite, dry_run=dry_run, progress=progress,
-                disk_door=disk_door, policy=policy,
+                base, recorded, name, memory=memory, disk=disk, train_memory=train_memory, cache=cache,
+                device_memory=device_memory, residency=residency, seed=seed, resume=resume,
+                overwrite=overwrite, dry_run=dry_run, progress=progress, disk_door=disk_door, policy=policy,
             )  # fmt: skip
     base, recorded = store, trace
     of_type = {t: base.table(n).rows for t, n in tables_of(base, recorded).items()}
@@ -137,7 +158,8 @@ def compile_trace(
     options = _Options(
         parse_bytes(memory, "memory"), parse_disk(disk, base),
         parse_bytes(memory, "memory") if train_memory is None else parse_bytes(train_memory, "train_memory"),
-        None if cache is None else _size(cache, "cache"), _size(device_memory, "device_memory"), residency, seed, policy.name,
+        None if cache is None else _size(cache, "cache"), _size(device_memory, "device_memory"), residency,
+        seed, policy.name,
     )  # fmt: skip
     door = disk_door or Disk()
     root = packs_to_write(base) / (f"{name}{FORECAST}" if dry_run else name)
@@ -148,7 +170,9 @@ def compile_trace(
     with writer_lock(root):
         try:
             check_no_episode(root.parent, name)  # such a loader may have begun since
-            generation, resumed = begin(root, door, resume=resume and not dry_run, overwrite=overwrite or dry_run)
+            generation, resumed = begin(
+                root, door, resume=resume and not dry_run, overwrite=overwrite or dry_run
+            )
             compiling = _Compiling(door, base, recorded, generation, options, policy, progress)
             try:
                 if dry_run:
@@ -184,10 +208,16 @@ class _Compiling:
     """One compilation: the state that its steps share."""
 
     def __init__(
-        self, disk: Disk, base: OpenStore, trace: Trace, generation: Generation, options: _Options, policy: Policy,
-        progress: Callable[[Progress], None] | None,
+        self, disk: Disk, base: OpenStore, trace: Trace, generation: Generation, options: _Options,
+        policy: Policy, progress: Callable[[Progress], None] | None,
     ) -> None:  # fmt: skip
-        self.disk, self.base, self.trace, self.generation, self.options = disk, base, trace, generation, options
+        self.disk, self.base, self.trace, self.generation, self.options = (
+            disk,
+            base,
+            trace,
+            generation,
+            options,
+        )
         self.policy = policy
         self.model = load_model(device_key(base.path, "uring", "direct"))
         self.catalogue = Catalogue(disk, generation.store)
@@ -216,13 +246,13 @@ class _Compiling:
         self.catalogue.fsync_directories()
         self.disk.fsync_dir(self.generation.store)
         entry = CompiledEntry(
-            self.base.uuid, self.trace.uuid, self.options.residency, len(self.trace), self.options.train_bytes,  # type: ignore[arg-type]
-            "records", "offsets", compiled, msgspec.to_builtins(forecast),
+            self.base.uuid, self.trace.uuid, self.options.residency,  # type: ignore[arg-type]
+            len(self.trace), self.options.train_bytes, "records", "offsets", compiled, msgspec.to_builtins(forecast),
         )  # fmt: skip
         manifest = sealed(
             Manifest(
-                format="featstore", version=FORMAT_VERSION, reader_features=[COMPILED_FEATURE], writer_features=[], uuid="",
-                generation=name, tables=self._tables, arrays=self._arrays,
+                format="featstore", version=FORMAT_VERSION, reader_features=[COMPILED_FEATURE],
+                writer_features=[], uuid="", generation=name, tables=self._tables, arrays=self._arrays,
                 files=sorted(self.catalogue.files.values(), key=lambda f: f.path),
                 provenance={"writer": f"featstore {__version__}", "seed": self.options.seed,
                             "trace": self.trace.fingerprint},
@@ -285,7 +315,9 @@ class _Compiling:
         state = _MAP_BYTES * sum(rows) + _STATE_BYTES * max(rows, default=0)
         needed = max(state + 2 * _BLOCK_BYTES, *(needed_bytes(t.row_bytes) for t in tables.values()))
         try:
-            budget = LoaderBudget.split(o.train_bytes, o.cache_bytes, o.device_bytes, o.disk_bytes, self.trace, tables)
+            budget = LoaderBudget.split(
+                o.train_bytes, o.cache_bytes, o.device_bytes, o.disk_bytes, self.trace, tables
+            )
         except BudgetError as error:
             if o.train_bytes != o.memory_bytes:
                 raise
@@ -295,10 +327,13 @@ class _Compiling:
         limits = self._disk_limits(tables)
         for node_type, table in tables.items():
             options = TableOptions(
-                budget.slots[node_type], budget.device_slots[node_type], limits[node_type], self.options.residency, EXTENT_BYTES_MAX,
-                self.options.memory_bytes, self.options.seed, self.policy,
+                budget.slots[node_type], budget.device_slots[node_type], limits[node_type],
+                self.options.residency, EXTENT_BYTES_MAX, self.options.memory_bytes, self.options.seed,
+                self.policy,
             )  # fmt: skip
-            self._plans.append(plan_table(self.trace, node_type, table, options, self.model, self.disk, self.scratch))
+            self._plans.append(
+                plan_table(self.trace, node_type, table, options, self.model, self.disk, self.scratch)
+            )
             self._tell("deciding", table.name, 0)
         return self._forecast()
 
@@ -315,8 +350,9 @@ class _Compiling:
         samples = int(np.sum(self.trace.sample_sizes))
         record = samples + sum(12 * p.rows.total for p in self._plans)
         return CompileForecast(
-            len(self.trace), sum(p.forecast.seconds for p in self._plans), sum(p.forecast.bytes_read for p in self._plans),
-            sum(p.forecast.disk_bytes for p in self._plans), record, tables,
+            len(self.trace), sum(p.forecast.seconds for p in self._plans),
+            sum(p.forecast.bytes_read for p in self._plans), sum(p.forecast.disk_bytes for p in self._plans),
+            record, tables,
         )  # fmt: skip
 
     def _check_space(self, forecast: CompileForecast) -> None:
@@ -340,7 +376,8 @@ class _Compiling:
     # Records.
 
     def _write_records(self) -> NDArray[np.int64]:
-        """Write the table of records, and the lists of all segments; returns where each record begins, int64 [mini-batches + 1]."""
+        """Write the table of records, and the lists of all segments; returns where each record begins, int64
+        [mini-batches + 1]."""
         routes = [Routes(p, self.trace, self.disk, self.scratch) for p in self._plans]
         samples = np.array(self.trace.sample_sizes, np.int64)
         for batch in np.flatnonzero(samples == 0).tolist():
@@ -348,7 +385,8 @@ class _Compiling:
         offsets = record_offsets([one.lengths for one in routes], samples)
         parts = [one.records() for one in routes]
         records = (
-            encode_record([next(part) for part in parts], self._sample(batch)) for batch in range(len(self.trace))
+            encode_record([next(part) for part in parts], self._sample(batch))
+            for batch in range(len(self.trace))
         )
         base = f"{self.generation.name}/tables/records"
         self._tables["records"] = write_records(self.catalogue, base, records, offsets)
@@ -370,8 +408,9 @@ class _Compiling:
         assert journal is not None
         progress = journal.table(name)
         packing = TablePacking(
-            self.disk, self.base, plan, self.catalogue, self.generation, self._segments[name], self.options.memory_bytes, progress,
-            journal.save, lambda stage, count: self._tell(stage, name, count),
+            self.disk, self.base, plan, self.catalogue, self.generation, self._segments[name],
+            self.options.memory_bytes, progress, journal.save, lambda stage,
+            count: self._tell(stage, name, count),
         )  # fmt: skip
         self._total_bytes += packing.total_bytes
         names = {part: f"{name}.{part}" for part in PARTS}
@@ -381,7 +420,8 @@ class _Compiling:
             self.catalogue, f"{self.generation.name}/arrays/{name}.turn", plan.turn
         )
         return CompiledTable(
-            **names, turn=f"{name}.turn", base_rows=plan.table.rows, placement=msgspec.to_builtins(plan.placement),
+            **names, turn=f"{name}.turn", base_rows=plan.table.rows,
+            placement=msgspec.to_builtins(plan.placement),
             batch_rows_max=int(self.trace.counts[plan.node_type].max(initial=0)),
         )  # fmt: skip
 
@@ -395,7 +435,7 @@ def _described(plan: TablePlan) -> dict[str, Any]:
     r = plan.residency
     found: dict[str, Any] = msgspec.to_builtins(plan.forecast)
     return found | {
-        "asked_rows": plan.asked_rows, "hit_rows": r.hit_rows, "missed_rows": r.missed_rows, "restored_rows": r.restored_rows,
-        "resident_rows": len(plan.start), "device_rows": len(plan.device), "row_bytes": plan.table.row_bytes,
-        "table_bytes": plan.table.data_bytes,
+        "asked_rows": plan.asked_rows, "hit_rows": r.hit_rows, "missed_rows": r.missed_rows,
+        "restored_rows": r.restored_rows, "resident_rows": len(plan.start), "device_rows": len(plan.device),
+        "row_bytes": plan.table.row_bytes, "table_bytes": plan.table.data_bytes,
     }  # fmt: skip

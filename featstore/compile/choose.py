@@ -15,8 +15,8 @@ from featstore.layout import TableLayout
 from featstore.plan.cost import DeviceModel
 from featstore.plan.extents import PLANNING_BYTES_PER_ID
 
-#: Up to so many ids (a list counts as some more), candidates are compared by planning every read: the best few, and so many ids in all.
-#: Up to so many ids times group sizes, every group size is looked at.
+#: Up to so many ids (a list counts as some more), candidates are compared by planning every read: the best
+#: few, and so many ids in all. Up to so many ids times group sizes, every group size is looked at.
 EXACT_IDS = 1 << 17
 
 
@@ -40,11 +40,13 @@ def choose(
     misses: RowLists, table_rows: int, row_bytes: int, base_layout: TableLayout, model: DeviceModel,
     disk_bytes: int | None, *, extent_bytes_max: int, memory_bytes: int, seed: int = 0,
 ) -> tuple[Placement, Forecast]:  # fmt: skip
-    """The placement that reads all lists in the least time with packed and shared rows of at most ``disk_bytes`` (None: no limit).
+    """The placement that reads all lists in the least time with packed and shared rows of at most
+    ``disk_bytes`` (None: no limit).
 
-    ``misses``: for each mini-batch the rows that it must get from disk, distinct, in any order. The group size is kept so small that a
-    group can be built in ``memory_bytes``. Disk use is exact; the time is estimated from a sample, or exact up to EXACT_IDS ids. Raises
-    BudgetError with the smallest budget that works, ValueError for lists with rows that the table does not have.
+    ``misses``: for each mini-batch the rows that it must get from disk, distinct, in any order. The group
+    size is kept so small that a group can be built in ``memory_bytes``. Disk use is exact; the time is
+    estimated from a sample, or exact up to EXACT_IDS ids. Raises BudgetError with the smallest budget that
+    works, ValueError for lists with rows that the table does not have.
     """
     longest = int(misses.lengths().max(initial=0))
     free = memory_bytes - GroupWork.needed_bytes(table_rows) - longest * _LIST_BYTES_PER_ID - _SPARE_BYTES
@@ -56,7 +58,9 @@ def choose(
         for length in misses.lengths().tolist():
             reads.run(length)
         return Placement(1, (int(Choice.PACKED),)), reads.forecast()
-    survey = Survey(misses, table_rows, seed, min(PAIRS_MAX, (memory_bytes - table_rows // 4) // BYTES_PER_PAIR))
+    survey = Survey(
+        misses, table_rows, seed, min(PAIRS_MAX, (memory_bytes - table_rows // 4) // BYTES_PER_PAIR)
+    )
     size_max = survey.largest_group(free // GROUP_BYTES_PER_ROW)
     search = Search(survey, len(misses), size_max, base_layout, model, extent_bytes_max, disk_bytes)
     tallies: dict[int, NDArray[np.int64]] = {}
@@ -70,7 +74,9 @@ def choose(
             tallies[size] = tally_classes(misses, size, table_rows)
         placement = search.fitted(candidate, tallies[size])
         if exact:
-            expected = forecast(placement, misses, table_rows, base_layout, model, extent_bytes_max=extent_bytes_max)
+            expected = forecast(
+                placement, misses, table_rows, base_layout, model, extent_bytes_max=extent_bytes_max
+            )
         else:
             expected = estimate(placement, tallies[size], candidate.costs, row_bytes, model)
         found.append((placement, expected))

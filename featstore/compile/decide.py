@@ -1,7 +1,8 @@
 """Deciding about one table: what of each mini-batch comes from where.
 
-The passes over the row lists, each out of core: which rows are on the accelerator, which are in memory when (:mod:`residency`), and what
-becomes of the others (:mod:`placement`). Records and segments follow from that (:mod:`featstore.compile.routing`).
+The passes over the row lists, each out of core: which rows are on the accelerator, which are in memory when
+(:mod:`residency`), and what becomes of the others (:mod:`placement`). Records and segments follow from that
+(:mod:`featstore.compile.routing`).
 """
 
 from __future__ import annotations
@@ -30,10 +31,11 @@ from featstore.trace.trace import Trace
 
 @dataclass(frozen=True)
 class Policy:
-    """Who decides what is packed, and who orders the regions of shared rows: ours, or another design to compare it with.
+    """Who decides what is packed, and who orders the regions of shared rows: ours, or another design to
+    compare it with.
 
-    ``choose`` and ``order`` are called as :func:`featstore.compile.choose.choose` and :func:`featstore.compile.groups.shared_order`
-    are.
+    ``choose`` and ``order`` are called as :func:`featstore.compile.choose.choose` and
+    :func:`featstore.compile.groups.shared_order` are.
     """
 
     name: str
@@ -46,8 +48,9 @@ OURS = Policy("modelled time", choose, shared_order)
 
 @dataclass(frozen=True)
 class TableOptions:
-    """How one table is compiled. ``slots``: rows that host memory holds, ``device_slots``: that the accelerator holds;
-    ``disk_bytes``: limit on what is written, None for no limit; ``memory_bytes``: of compiling."""
+    """How one table is compiled. ``slots``: rows that host memory holds, ``device_slots``: that the
+    accelerator holds; ``disk_bytes``: limit on what is written, None for no limit; ``memory_bytes``: of
+    compiling."""
 
     slots: int
     device_slots: int
@@ -89,7 +92,8 @@ class TablePlan:
 
 @njit(cache=True, nogil=True)
 def drop_rows(
-    rows: NDArray[Any], next_use: NDArray[np.int32], slot_of_row: NDArray[np.int32], left: NDArray[Any], ahead: NDArray[np.int32]
+    rows: NDArray[Any], next_use: NDArray[np.int32], slot_of_row: NDArray[np.int32], left: NDArray[Any],
+    ahead: NDArray[np.int32]
 ) -> int:  # fmt: skip
     """The rows that have no slot, and with them (unless it is empty) ``next_use``. Returns how many."""
     count, uses = 0, next_use.shape[0] > 0
@@ -103,7 +107,8 @@ def drop_rows(
 
 
 def plan_table(
-    trace: Trace, node_type: str, table: Table, options: TableOptions, model: DeviceModel, disk: Disk, scratch: Path
+    trace: Trace, node_type: str, table: Table, options: TableOptions, model: DeviceModel, disk: Disk,
+    scratch: Path
 ) -> TablePlan:  # fmt: skip
     """Decide everything about one table. Raises IdError, BudgetError, DeviceError, DiskFullError."""
     dtype, ids = node_dtype(table.rows), int(trace.counts[node_type].sum())
@@ -139,8 +144,8 @@ def plan_table(
     turn = residency.turn[order]
     turn = np.where(turn >= 0, slot_of_slot[turn], turn).astype(np.int32)
     return TablePlan(
-        table, node_type, nodes, rows, host, device, residency, residency.start[order], turn, slot_of_slot, placement, forecast,
-        options.policy,
+        table, node_type, nodes, rows, host, device, residency, residency.start[order], turn, slot_of_slot,
+        placement, forecast, options.policy,
     )  # fmt: skip
 
 
@@ -152,7 +157,8 @@ def slots_of(table_rows: int, members: NDArray[np.int64]) -> NDArray[np.int32]:
 
 
 def _without(
-    rows: RowLists, next_use: RowLists | None, slot_of_row: NDArray[np.int32], out: RowListsWriter, ahead: RowListsWriter | None
+    rows: RowLists, next_use: RowLists | None, slot_of_row: NDArray[np.int32], out: RowListsWriter,
+    ahead: RowListsWriter | None
 ) -> tuple[RowLists, RowLists | None]:  # fmt: skip
     """The lists without the rows that have a slot."""
     for batch in range(len(rows)):

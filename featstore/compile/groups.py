@@ -1,29 +1,33 @@
-"""Groups of consecutive mini-batches: which of them miss a row, and in which order the rows of a shared region lie.
+"""Groups of consecutive mini-batches: which of them miss a row, and in which order the rows of a shared
+region lie.
 
-A group's region holds each shared row once, and every mini-batch of the group reads its own rows out of it, so what counts is that the
-rows of one mini-batch lie together. A row is ordered by the ascending list of the mini-batches that miss it: first by the first of them, so
-that each mini-batch has one block that it reads whole, then by the second, and so on. Rows missed by the same mini-batches are
-neighbours, what one misses alone is one run, pairs are runs inside a block. DiskGNN orders by two MinHash values, which keep the smallest
-members of the list under two random permutations; here the permutation is the order of the mini-batches itself, one key holds as many
-members as 54 bits take (5 in groups of 1023), and no hash is needed.
+A group's region holds each shared row once, and every mini-batch of the group reads its own rows out of it,
+so what counts is that the rows of one mini-batch lie together. A row is ordered by the ascending list of the
+mini-batches that miss it: first by the first of them, so that each mini-batch has one block that it reads
+whole, then by the second, and so on. Rows missed by the same mini-batches are neighbours, what one misses
+alone is one run, pairs are runs inside a block. DiskGNN orders by two MinHash values, which keep the smallest
+members of the list under two random permutations; here the permutation is the order of the mini-batches
+itself, one key holds as many members as 54 bits take (5 in groups of 1023), and no hash is needed.
 
-In most groups, blocks are ordered by how many mini-batches miss a row (1, 2, 3, 4 or more) before the second of them
-(:func:`counts_apart`). That keeps pairs and triples, which lie in runs, apart from what is missed more often and does not.
+In most groups, blocks are ordered by how many mini-batches miss a row (1, 2, 3, 4 or more) before the second
+of them (:func:`counts_apart`). That keeps pairs and triples, which lie in runs, apart from what is missed
+more often and does not.
 
-Measured on independent mini-batches of a power law (36,000 of 2 M rows each, the default device), as seconds to read all rows shared over
-seconds to read them packed, groups of 16, 64 and 128:
+Measured on independent mini-batches of a power law (36,000 of 2 M rows each, the default device), as seconds
+to read all rows shared over seconds to read them packed, groups of 16, 64 and 128:
 
     rows of 128 B: MinHash 5.60, 13.6, 30.8; lists 1.20, 5.91, 14.9; counts, then lists 1.16, 4.78, 11.9
     rows of 512 B: MinHash 3.61, 7.98, 16.5; lists 1.08, 3.27, 7.55; counts, then lists 1.05, 2.97, 7.29
     rows of 4 KiB: MinHash 1.33, 1.89, 2.92; lists 1.01, 1.30, 1.83; counts, then lists 1.01, 1.31, 1.86
 
-Lists alone are 2 to 8 % better where pairs have few rows, and where so many mini-batches miss a row that there is no structure to
-keep. Keeping all counts apart (not only up to 4) is worse from groups of 64 on; reversing every other list (as Gray codes do) changes
-nothing; the count before the first mini-batch is no better than after it and costs large rows.
+Lists alone are 2 to 8 % better where pairs have few rows, and where so many mini-batches miss a row that
+there is no structure to keep. Keeping all counts apart (not only up to 4) is worse from groups of 64 on;
+reversing every other list (as Gray codes do) changes nothing; the count before the first mini-batch is no
+better than after it and costs large rows.
 
-While the lists are read, one mini-batch after the other, a row is one word: its members from the top bit down in 54 bits, and how many
-they are in the other 10. Words are dense (8 bytes for each row of the table) and reused: after that, a group costs time and memory in
-its own rows only.
+While the lists are read, one mini-batch after the other, a row is one word: its members from the top bit down
+in 54 bits, and how many they are in the other 10. Words are dense (8 bytes for each row of the table) and
+reused: after that, a group costs time and memory in its own rows only.
 """
 
 from __future__ import annotations
@@ -42,7 +46,8 @@ from featstore.errors import ArgumentError
 
 #: The largest group: its members' number takes 10 bits, and a key holds five of them.
 GROUP_SIZE_MAX = 1023
-#: Memory of a group for each of its distinct rows, at most: the group itself (18), the region being put in order, choices and masks.
+#: Memory of a group for each of its distinct rows, at most: the group itself (18), the region being put in
+#: order, choices and masks.
 GROUP_BYTES_PER_ROW = 28
 
 _COUNT_BITS = 10
@@ -68,8 +73,9 @@ class GroupWork:
 class Group:
     """Mini-batches ``[first, last)`` and the rows they miss.
 
-    ``rows``: int64, ascending, distinct. ``counts``: uint16, how many of the group's mini-batches miss each. ``keys``: uint64, by which a
-    region is ordered (see the module's text): the first member, the count, the other members; rows of equal keys lie in ascending order.
+    ``rows``: int64, ascending, distinct. ``counts``: uint16, how many of the group's mini-batches miss each.
+    ``keys``: uint64, by which a region is ordered (see the module's text): the first member, the count, the
+    other members; rows of equal keys lie in ascending order.
     """
 
     first: int
@@ -94,10 +100,11 @@ def add_list(
     touched: NDArray[np.uint64],
     known: int,
 ) -> int:
-    """Enter mini-batch ``member`` (from 1) of a group into its rows' words (at ``address``), as long as there is room for members.
+    """Enter mini-batch ``member`` (from 1) of a group into its rows' words (at ``address``), as long as there
+    is room for members.
 
-    Rows seen for the first time go to ``touched`` from ``known`` on. Returns how many are known now; -1 where a list names a row that the
-    table does not have, or more rows than ``touched`` takes.
+    Rows seen for the first time go to ``touched`` from ``known`` on. Returns how many are known now; -1 where
+    a list names a row that the table does not have, or more rows than ``touched`` takes.
     """
     end, last = ids.shape[0], ids.shape[0] - 1
     width, room = np.uint64(bits), np.uint64(64 - _COUNT_BITS)
@@ -130,7 +137,11 @@ def key_of(word: Any, bits: Any) -> Any:
 
 @njit(cache=True, nogil=True)
 def take_rows(
-    rows: NDArray[np.uint64], bits: int, words: NDArray[np.uint64], keys: NDArray[np.uint64], counts: NDArray[np.uint16]
+    rows: NDArray[np.uint64],
+    bits: int,
+    words: NDArray[np.uint64],
+    keys: NDArray[np.uint64],
+    counts: NDArray[np.uint16],
 ) -> None:
     """Take the rows' keys and counts out of their words, leaving zeros."""
     for i in range(rows.shape[0]):
@@ -155,7 +166,8 @@ def find_rows(words: NDArray[np.uint64], rows: NDArray[np.uint64]) -> int:
 def group_of(misses: RowLists, first: int, last: int, table_rows: int, work: GroupWork) -> Group:
     """The group of mini-batches ``[first, last)``, at most GROUP_SIZE_MAX of them.
 
-    Raises ArgumentError for a list with a row that the table does not have; ``work`` is not to be used again then.
+    Raises ArgumentError for a list with a row that the table does not have; ``work`` is not to be used again
+    then.
     """
     size = last - first
     if not 1 <= size <= GROUP_SIZE_MAX:
@@ -164,9 +176,13 @@ def group_of(misses: RowLists, first: int, last: int, table_rows: int, work: Gro
     touched = np.empty(min(ids, table_rows) + 1, np.uint64)
     known, bits = 0, size.bit_length()
     for index in range(first, last):
-        known = add_list(misses[index], index - first + 1, bits, work.words, address_of(work.words), touched, known)
+        known = add_list(
+            misses[index], index - first + 1, bits, work.words, address_of(work.words), touched, known
+        )
         if known < 0:
-            raise ArgumentError(f"mini-batch {index} misses a row that the table of {table_rows:,} rows does not have")
+            raise ArgumentError(
+                f"mini-batch {index} misses a row that the table of {table_rows:,} rows does not have"
+            )
     if known * _DENSE > table_rows:
         find_rows(work.words, touched)
         touched = touched[:known]
@@ -184,7 +200,8 @@ def group_of(misses: RowLists, first: int, last: int, table_rows: int, work: Gro
 def scatter_blocks(
     keys: NDArray[np.uint64], mask: NDArray[np.bool_], bits: int, places: NDArray[np.int64]
 ) -> NDArray[np.int64]:
-    """Bring the places of the keys in ``mask`` into blocks by their first member, ascending. Returns where blocks begin, by member."""
+    """Bring the places of the keys in ``mask`` into blocks by their first member, ascending. Returns where
+    blocks begin, by member."""
     low = np.uint64(64 - bits)
     starts = np.zeros((1 << bits) + 1, np.int64)
     for i in range(keys.shape[0]):
@@ -213,7 +230,9 @@ def _insert(keys: Any, rows: Any, low: Any, high: Any) -> None:
 
 
 @njit(cache=True, nogil=True)
-def _spread(keys: Any, rows: Any, low: Any, high: Any, shift: Any, spare_keys: Any, spare_rows: Any, ends: Any) -> None:
+def _spread(
+    keys: Any, rows: Any, low: Any, high: Any, shift: Any, spare_keys: Any, spare_rows: Any, ends: Any
+) -> None:
     """Sort ``[low, high)`` by one digit, stable; ``ends`` becomes where each digit's rows end."""
     by, digit_mask = np.uint64(shift), np.uint64((1 << _DIGIT_BITS) - 1)
     ends[:] = 0
@@ -242,9 +261,11 @@ def sort_block(
     spare_keys: NDArray[np.uint64],
     spare_rows: NDArray[Any],
 ) -> None:
-    """Sort ``keys[low:high]``, equal above ``top_bit``, and ``rows`` with them; stable, most significant digit first.
+    """Sort ``keys[low:high]``, equal above ``top_bit``, and ``rows`` with them; stable, most significant
+    digit first.
 
-    Most lists differ early, so that a digit or two and insertion settle them. The spare arrays hold ``high - low``.
+    Most lists differ early, so that a digit or two and insertion settle them. The spare arrays hold
+    ``high - low``.
     """
     stack = np.empty(((64 // _DIGIT_BITS + 1) << _DIGIT_BITS, 3), np.int64)
     ends = np.empty(1 << _DIGIT_BITS, np.int64)
@@ -279,7 +300,8 @@ def sort_blocks(
     spare_keys: NDArray[np.uint64],
     spare_places: NDArray[np.int64],
 ) -> None:
-    """Sort each block of :func:`scatter_blocks` by the bits in ``key_mask`` of the keys at its places, and put the rows into their places.
+    """Sort each block of :func:`scatter_blocks` by the bits in ``key_mask`` of the keys at its places, and
+    put the rows into their places.
 
     ``own_keys`` and the spare arrays hold the largest block.
     """
@@ -294,8 +316,9 @@ def sort_blocks(
 
 
 def counts_apart(size: int, rows: float, reads: float) -> bool:
-    """Whether a region of so many rows, read so many times in all by a group of ``size``, is ordered by counts before the second
-    mini-batch: if pairs have sixteen rows or more, and less than a sixth of the group misses a row."""
+    """Whether a region of so many rows, read so many times in all by a group of ``size``, is ordered by
+    counts before the second mini-batch: if pairs have sixteen rows or more, and less than a sixth of the
+    group misses a row."""
     return rows >= 8 * size**2 and 6 * reads < size * rows
 
 
@@ -306,7 +329,8 @@ def key_mask(size: int, apart: bool) -> np.uint64:
 
 
 def shared_order(group: Group, mask: NDArray[np.bool_]) -> NDArray[np.int64]:
-    """The rows of the group's region in order: those of ``group.rows`` in ``mask`` (bool, one for each), int64."""
+    """The rows of the group's region in order: those of ``group.rows`` in ``mask`` (bool, one for each),
+    int64."""
     bits, places = group.size.bit_length(), np.empty(int(np.count_nonzero(mask)), np.int64)
     reads = int(np.sum(group.counts, where=mask, dtype=np.int64))
     ordered_by = key_mask(group.size, counts_apart(group.size, len(places), reads))

@@ -1,23 +1,25 @@
-"""Placement: which missed rows are packed, which are shared by a group of mini-batches, and which are left in the base table?
+"""Placement: which missed rows are packed, which are shared by a group of mini-batches, and which are left in
+the base table?
 
 A limit on disk space is spent where it saves the most time. Each missed row of each mini-batch is one of
 
-* **packed**: a copy of its own in the mini-batch's run of the packed table. The run is read whole, so a row costs its bytes and
-  nothing else. One row of disk for every mini-batch that misses it.
-* **shared**: one copy for a group of G consecutive mini-batches, in the group's region of the shared table, ordered so that
-  what one mini-batch reads lies together (:mod:`featstore.compile.groups`). One row of disk for the group.
+* **packed**: a copy of its own in the mini-batch's run of the packed table. The run is read whole, so a row
+  costs its bytes and nothing else. One row of disk for every mini-batch that misses it.
+* **shared**: one copy for a group of G consecutive mini-batches, in the group's region of the shared table,
+  ordered so that what one mini-batch reads lies together (:mod:`featstore.compile.groups`). One row of disk
+  for the group.
 * **base**: read from the base table, at no disk.
 
-How a row is placed depends on G and on how many mini-batches of the group miss it, c. That is fine enough, because c is what a row's disk
-space and its neighbours in the region depend on, and it keeps a placement to a handful of numbers that hold for rows nobody has looked at
-yet. One class c may be split: rows whose hash is below a bound go the better way, so that the limit is used to the last 256th of the
-class.
+How a row is placed depends on G and on how many mini-batches of the group miss it, c. That is fine enough,
+because c is what a row's disk space and its neighbours in the region depend on, and it keeps a placement to a
+handful of numbers that hold for rows nobody has looked at yet. One class c may be split: rows whose hash is
+below a bound go the better way, so that the limit is used to the last 256th of the class.
 
-The search (:mod:`featstore.compile.search`) estimates from a sample; what a placement takes on disk is counted here, over all lists, and
-:func:`forecast` plans every read of it as the reader will.
+The search (:mod:`featstore.compile.search`) estimates from a sample; what a placement takes on disk is
+counted here, over all lists, and :func:`forecast` plans every read of it as the reader will.
 
-DiskGNN (SIGMOD 2025, 5.1) packs rows of c = 1, shares all others, orders by MinHash and takes the smallest G that fits; it never looks at
-reads. See ``benchmarks/yardsticks.py``.
+DiskGNN (SIGMOD 2025, 5.1) packs rows of c = 1, shares all others, orders by MinHash and takes the smallest G
+that fits; it never looks at reads. See ``benchmarks/yardsticks.py``.
 """
 
 from __future__ import annotations
@@ -64,8 +66,9 @@ class Choice(IntEnum):
 class Placement:
     """Where each missed row goes, by how many mini-batches of its group miss it.
 
-    ``choice``: by that count c, at index c - 1; counts beyond its end take its last. ``split_count``: the class that is split (0: none), of
-    which the share ``split_fraction``, by a hash of the row, takes ``split_choice`` instead.
+    ``choice``: by that count c, at index c - 1; counts beyond its end take its last. ``split_count``: the
+    class that is split (0: none), of which the share ``split_fraction``, by a hash of the row, takes
+    ``split_choice`` instead.
     """
 
     group_size: int
@@ -91,8 +94,9 @@ class Placement:
 class Forecast:
     """What it takes to read all missed rows of all mini-batches once.
 
-    ``packed_rows``, ``shared_rows``: rows on disk (each packed row is read once). ``shared_reads_rows``, ``base_rows``: how often a row is
-    wanted from a shared region, from the base table. ``seconds``: by the device model, without what a request costs once.
+    ``packed_rows``, ``shared_rows``: rows on disk (each packed row is read once). ``shared_reads_rows``,
+    ``base_rows``: how often a row is wanted from a shared region, from the base table. ``seconds``: by the
+    device model, without what a request costs once.
     """
 
     seconds: float
@@ -158,7 +162,8 @@ def count_list(ids: NDArray[Any], counts: NDArray[np.uint16]) -> bool:
 
 @njit(cache=True, nogil=True)
 def tally_list(ids: NDArray[Any], counts: NDArray[np.uint16], tally: NDArray[np.int64]) -> None:
-    """tally[c, step] += 1 for each row of the list that the group's other lists have not brought yet; its count becomes 0."""
+    """tally[c, step] += 1 for each row of the list that the group's other lists have not brought yet; its
+    count becomes 0."""
     for i in range(ids.shape[0]):
         row = np.uint64(ids[i])
         tally[min(np.int64(counts[row]), tally.shape[0] - 1), split_step(row)] += 1
@@ -167,14 +172,16 @@ def tally_list(ids: NDArray[Any], counts: NDArray[np.uint16], tally: NDArray[np.
 
 @njit(cache=True, nogil=True)
 def tally_all(counts: NDArray[np.uint16], tally: NDArray[np.int64]) -> None:
-    """As :func:`tally_list`, for all rows of the table, those that nobody misses as well (a branch would cost more)."""
+    """As :func:`tally_list`, for all rows of the table, those that nobody misses as well (a branch would cost
+    more)."""
     for row in range(counts.shape[0]):
         tally[min(np.uint64(counts[row]), np.uint64(tally.shape[0] - 1)), split_step(row)] += 1
     counts[:] = 0
 
 
 def tally_classes(misses: RowLists, group_size: int, table_rows: int) -> NDArray[np.int64]:
-    """Rows by how many mini-batches of a group miss them and by their split step, over all groups: int64 [G + 1, SPLIT_STEPS]."""
+    """Rows by how many mini-batches of a group miss them and by their split step, over all groups: int64 [G +
+    1, SPLIT_STEPS]."""
     counts, tally = np.zeros(table_rows, np.uint16), np.zeros((group_size + 1, SPLIT_STEPS), np.int64)
     for first in range(0, len(misses), group_size):
         last = min(first + group_size, len(misses))
@@ -232,8 +239,11 @@ def publish_region(region: NDArray[np.int64], start: int, words: NDArray[np.uint
 
 
 @njit(cache=True, nogil=True)
-def part_list(ids: NDArray[Any], words: NDArray[np.uint64], base: NDArray[np.int64], shared: NDArray[np.int64]) -> Any:
-    """Part a list: the rows of the base table, the places in the shared table. Returns how many base, shared and packed."""
+def part_list(
+    ids: NDArray[Any], words: NDArray[np.uint64], base: NDArray[np.int64], shared: NDArray[np.int64]
+) -> Any:
+    """Part a list: the rows of the base table, the places in the shared table. Returns how many base, shared
+    and packed."""
     in_base, in_shared, packed = 0, 0, 0
     for i in range(ids.shape[0]):
         word = words[np.uint64(ids[i])]
@@ -252,8 +262,9 @@ def part_list(ids: NDArray[Any], words: NDArray[np.uint64], base: NDArray[np.int
 class Reads:
     """Plans and adds up the reads of one group after the other, as the reader will make them.
 
-    Packed runs lie one after the other in the order of the mini-batches, regions in that of the groups. That reads end where a file of
-    these tables ends is left out. ``base_layout``: of the base table, whose row size the other tables have.
+    Packed runs lie one after the other in the order of the mini-batches, regions in that of the groups. That
+    reads end where a file of these tables ends is left out. ``base_layout``: of the base table, whose row
+    size the other tables have.
     """
 
     def __init__(self, base_layout: TableLayout, model: DeviceModel, extent_bytes_max: int) -> None:
@@ -262,9 +273,11 @@ class Reads:
         self._packed_rows = self._shared_rows = self._shared_reads_rows = self._base_rows = 0
 
     def add(
-        self, group: Group, lists: Iterable[NDArray[Any]], placement: Placement, work: GroupWork, order: Order = shared_order
+        self, group: Group, lists: Iterable[NDArray[Any]], placement: Placement, work: GroupWork,
+        order: Order = shared_order
     ) -> None:  # fmt: skip
-        """A group, whose mini-batches miss ``lists``. ``order`` gives the rows of its region (of those in a mask) in order."""
+        """A group, whose mini-batches miss ``lists``. ``order`` gives the rows of its region (of those in a
+        mask) in order."""
         choices = placement.choices(group.rows, group.counts)
         region = order(group, choices == Choice.SHARED)
         publish(group.rows, choices, work.words)
@@ -290,9 +303,13 @@ class Reads:
             self._pages += extents.read_pages
 
     def run(self, rows: int) -> None:
-        """The next run of packed rows; its reads begin at multiples of the longest one, see :func:`featstore.plan.extents.plan_runs`."""
+        """The next run of packed rows; its reads begin at multiples of the longest one, see
+        :func:`featstore.plan.extents.plan_runs`."""
         if rows:
-            begin, end = self._packed_rows * self._base.row_bytes, (self._packed_rows + rows) * self._base.row_bytes
+            begin, end = (
+                self._packed_rows * self._base.row_bytes,
+                (self._packed_rows + rows) * self._base.row_bytes,
+            )
             step = self._extent_bytes_max // PAGE_BYTES * PAGE_BYTES
             self._reads += (end - 1) // step - begin // step + 1
             self._pages += -(-end // PAGE_BYTES) - begin // PAGE_BYTES
@@ -308,7 +325,8 @@ def forecast(
     placement: Placement, misses: RowLists, table_rows: int, base_layout: TableLayout, model: DeviceModel, *,
     extent_bytes_max: int, order: Order = shared_order,
 ) -> Forecast:  # fmt: skip
-    """Plan every read of every mini-batch: exact, but for reads that end where a file of the packed or shared table ends."""
+    """Plan every read of every mini-batch: exact, but for reads that end where a file of the packed or shared
+    table ends."""
     work, reads = GroupWork(table_rows), Reads(base_layout, model, extent_bytes_max)
     for first in range(0, len(misses), placement.group_size):
         last = min(first + placement.group_size, len(misses))

@@ -1,12 +1,14 @@
 """Probes: mini-batches all of whose rows are known, with every mini-batch around that misses them.
 
-In any group around a probe it is known how often each of the probe's rows is missed. That is enough to plan what the probe reads from the
-base table, whichever classes of rows (missed by c mini-batches of the group) are left there. Of the group's shared region it gives one
-block: a region begins, for each mini-batch, with the rows that it misses first (:mod:`featstore.compile.groups`), so the probe's block
-can be laid out exactly and all reads of it by all mini-batches of the group be planned.
+In any group around a probe it is known how often each of the probe's rows is missed. That is enough to plan
+what the probe reads from the base table, whichever classes of rows (missed by c mini-batches of the group)
+are left there. Of the group's shared region it gives one block: a region begins, for each mini-batch, with
+the rows that it misses first (:mod:`featstore.compile.groups`), so the probe's block can be laid out exactly
+and all reads of it by all mini-batches of the group be planned.
 
-Reads are planned by the rule of the reader (:func:`featstore.plan.extents.cut_extents`); what a read costs is shared equally by the rows
-that it brings, and added up by class. Reads that would go on from one block into the next are joined as if the next were like this one.
+Reads are planned by the rule of the reader (:func:`featstore.plan.extents.cut_extents`); what a read costs is
+shared equally by the rows that it brings, and added up by class. Reads that would go on from one block into
+the next are joined as if the next were like this one.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ if TYPE_CHECKING:
 
 Masks = list[NDArray[np.bool_]]
 
-#: Of a block of more rows than this, every other piece (or fewer) is planned, as if one followed on the other.
+#: Of a block of more rows than this, every other piece (or fewer) is planned, as if one followed on the
+#: other.
 BLOCK_ROWS = 4096
 PIECE_ROWS = 1024
 #: Of so many rows of probes all are planned as base rows, of more every other probe's.
@@ -50,8 +53,9 @@ def look_up(
     begins: NDArray[np.int64],
     block: NDArray[np.uint16],
 ) -> None:
-    """For each row of a probe, in the group of mini-batches ``[first, last)``: how many miss it; and if the probe is the first of several
-    of them, its key (otherwise 0) and where in ``block`` these begin, counted from ``first``."""
+    """For each row of a probe, in the group of mini-batches ``[first, last)``: how many miss it; and if the
+    probe is the first of several of them, its key (otherwise 0) and where in ``block`` these begin, counted
+    from ``first``."""
     bits = 1
     while (1 << bits) <= last - first:
         bits += 1
@@ -89,15 +93,26 @@ def plan_reads(
     pages: NDArray[np.float64],
     rows: NDArray[np.float64],
 ) -> None:
-    """Plan the reads of sorted keys ``row << 16 | c`` and share them out: reads[c], pages[c] and rows[c] grow.
+    """Plan the reads of sorted keys ``row << 16 | c`` and share them out: reads[c], pages[c] and rows[c]
+    grow.
 
-    ``region_pages``: the pages of a region that goes on as it began, so that its last read may go on into its first; 0 for none.
+    ``region_pages``: the pages of a region that goes on as it began, so that its last read may go on into its
+    first; 0 for none.
     """
     n = keys.shape[0]
     page, length = np.empty(n, np.int64), np.empty(n, np.int32)
     first, totals = np.empty(n + 1, np.int32), np.empty(3, np.int64)
     extents = cut_extents(
-        keys, _CLASS_BITS, row_bytes, pages_per_file, gap_pages_max, extent_pages_max, page, length, first, totals
+        keys,
+        _CLASS_BITS,
+        row_bytes,
+        pages_per_file,
+        gap_pages_max,
+        extent_pages_max,
+        page,
+        length,
+        first,
+        totals,
     )
     for e in range(extents):
         share = 1.0 / (first[e + 1] - first[e])
@@ -128,8 +143,8 @@ def plan_block(
     pages: NDArray[np.float64],
     rows: NDArray[np.float64],
 ) -> None:
-    """Plan what the ``size`` mini-batches of a group read of a block, whose rows in order are ``places`` in ``counts`` and ``begins`` (see
-    :func:`look_up`)."""
+    """Plan what the ``size`` mini-batches of a group read of a block, whose rows in order are ``places`` in
+    ``counts`` and ``begins`` (see :func:`look_up`)."""
     n = places.shape[0]
     ends = np.zeros(size + 1, np.int64)
     for k in range(n):
@@ -149,7 +164,9 @@ def plan_block(
     for member in range(size):
         own = keys[low : ends[member]]
         low = ends[member]
-        plan_reads(own, row_bytes, _ONE_FILE, gap_pages_max, extent_pages_max, region_pages, reads, pages, rows)
+        plan_reads(
+            own, row_bytes, _ONE_FILE, gap_pages_max, extent_pages_max, region_pages, reads, pages, rows
+        )
 
 
 @njit(cache=True, nogil=True)
@@ -172,7 +189,8 @@ def gather_lists(
 
 @dataclass(frozen=True)
 class Lists:
-    """Rows, ascending, and the mini-batches that miss row i: ``members[starts[i]:starts[i + 1]]``, ascending."""
+    """Rows, ascending, and the mini-batches that miss row i: ``members[starts[i]:starts[i + 1]]``,
+    ascending."""
 
     rows: NDArray[np.int64]
     starts: NDArray[np.int64]
@@ -188,8 +206,8 @@ class Lists:
 
 @dataclass(frozen=True)
 class Probe:
-    """A probe's rows, ascending, as its group ``[first, last)`` sees them; ``counts``, ``keys``, ``begins`` and ``block``: see
-    :func:`look_up`. ``weight``: how often its block counts.
+    """A probe's rows, ascending, as its group ``[first, last)`` sees them; ``counts``, ``keys``, ``begins``
+    and ``block``: see :func:`look_up`. ``weight``: how often its block counts.
     """
 
     first: int
@@ -203,8 +221,8 @@ class Probe:
     _orders: dict[bool, NDArray[np.int64]] = field(default_factory=dict)
 
     def order(self, apart: bool) -> NDArray[np.int64]:
-        """The places in ``rows`` of the block's rows (but those that the probe misses alone) in order; ``apart``: see
-        :func:`~featstore.compile.groups.counts_apart`."""
+        """The places in ``rows`` of the block's rows (but those that the probe misses alone) in order;
+        ``apart``: see :func:`~featstore.compile.groups.counts_apart`."""
         if apart not in self._orders:
             places = np.flatnonzero(self.keys)
             keys, n = self.keys[places] & key_mask(self.last - self.first, apart), len(places)
@@ -224,9 +242,11 @@ def look_at(lists: Lists, probe: int, first: int, last: int, weight: float) -> P
 
 @dataclass(frozen=True)
 class ClassCosts:
-    """What rows cost that are read one way, by how many mini-batches of the group miss them: float64 [G + 1] each, sums over a sample.
+    """What rows cost that are read one way, by how many mini-batches of the group miss them: float64 [G + 1]
+    each, sums over a sample.
 
-    ``rows``: how often a row was read; ``reads`` and ``pages``: their shares of the reads and of the pages read.
+    ``rows``: how often a row was read; ``reads`` and ``pages``: their shares of the reads and of the pages
+    read.
     """
 
     reads: NDArray[np.float64]
@@ -246,8 +266,8 @@ class ClassCosts:
 def shared_costs(
     looks: list[Probe], masks: Masks, apart: bool, row_bytes: int, model: DeviceModel, extent_bytes_max: int
 ) -> ClassCosts:  # fmt: skip
-    """What it costs all mini-batches to read the shared rows (``masks``) in the probes' blocks. ``apart``: in which order, see
-    :func:`~featstore.compile.groups.counts_apart`."""
+    """What it costs all mini-batches to read the shared rows (``masks``) in the probes' blocks. ``apart``: in
+    which order, see :func:`~featstore.compile.groups.counts_apart`."""
     size = looks[0].last - looks[0].first
     costs = ClassCosts.zeros(size)
     for look, mask in zip(looks, masks, strict=True):
@@ -258,8 +278,8 @@ def shared_costs(
             places = places[np.arange(len(places)) // PIECE_ROWS % every == 0]
         own = ClassCosts.zeros(size)
         plan_block(
-            places, look.counts, look.begins, look.block, size, row_bytes, model.gap_pages_max, extent_bytes_max // PAGE_BYTES,
-            own.reads, own.pages, own.rows,
+            places, look.counts, look.begins, look.block, size, row_bytes, model.gap_pages_max,
+            extent_bytes_max // PAGE_BYTES, own.reads, own.pages, own.rows,
         )  # fmt: skip
         costs.add(own, look.weight * max(1, every))
     return costs
@@ -274,7 +294,7 @@ def base_costs(
     for look, mask in list(zip(looks, masks, strict=True))[::every]:
         keys = look.rows[mask].astype(np.uint64) << np.uint64(_CLASS_BITS) | look.counts[mask]
         plan_reads(
-            keys, layout.row_bytes, layout.pages_per_chunk, model.gap_pages_max, extent_bytes_max // PAGE_BYTES, 0,
-            costs.reads, costs.pages, costs.rows,
+            keys, layout.row_bytes, layout.pages_per_chunk, model.gap_pages_max,
+            extent_bytes_max // PAGE_BYTES, 0, costs.reads, costs.pages, costs.rows,
         )  # fmt: skip
     return costs

@@ -1,4 +1,5 @@
-"""Writing the table of records, as its bytes come: computing, checksums and writes go side by side, and no byte is written twice."""
+"""Writing the table of records, as its bytes come: computing, checksums and writes go side by side, and no
+byte is written twice."""
 
 from __future__ import annotations
 
@@ -23,8 +24,9 @@ _APPEND_BYTES = 2**20
 
 @njit(cache=True, nogil=True)
 def digest_bytes(data: NDArray[np.uint8], first: int, byte_crc: NDArray[np.uint64]) -> np.uint64:
-    """:func:`featstore.storage.rows_digest.digest_rows` of rows of one byte each, the first of which has the number ``first``. Their
-    checksums come from a table, so that the loop is vectorised, which makes it 8 times as fast."""
+    """:func:`featstore.storage.rows_digest.digest_rows` of rows of one byte each, the first of which has the
+    number ``first``. Their checksums come from a table, so that the loop is vectorised, which makes it 8
+    times as fast."""
     total = np.uint64(0)
     for i in range(data.shape[0]):
         row = np.uint64(first + i)
@@ -45,7 +47,8 @@ def byte_crcs() -> NDArray[np.uint64]:
 def write_records(
     catalogue: Catalogue, base: str, records: Iterator[NDArray[np.uint8]], offsets: NDArray[np.int64]
 ) -> TableEntry:
-    """Write records (uint8 each), which begin at ``offsets`` (int64 [records + 1]), as a table in the directory ``base``, durably."""
+    """Write records (uint8 each), which begin at ``offsets`` (int64 [records + 1]), as a table in the
+    directory ``base``, durably."""
     entry = new_table(catalogue, base, int(offsets[-1]), (), np.dtype(np.uint8))
     digest = 0
     if entry.rows:
@@ -55,7 +58,9 @@ def write_records(
             for number, record in enumerate(records):
                 begin, end = offsets[number : number + 2].tolist()
                 if len(record) != end - begin:
-                    raise ArgumentError(f"record {number} has {len(record)} bytes, {end - begin} were announced")
+                    raise ArgumentError(
+                        f"record {number} has {len(record)} bytes, {end - begin} were announced"
+                    )
                 digest = add(digest, int(digest_bytes(record, begin, byte_crcs())))
                 appender.append(record)
             appender.finish()

@@ -1,22 +1,27 @@
 """Residency: which rows are in memory when?
 
-With the mini-batches known, two answers, both computed in passes over the row lists at a few nanoseconds an element:
+With the mini-batches known, two answers, both computed in passes over the row lists at a few nanoseconds an
+element:
 
-- *fixed*: the rows that most mini-batches want, for good (DiskGNN, section 4). The mini-batches may then come in any order.
-- *min*: Belady's MIN (IBM Systems Journal 5(2), 1966) at the granularity of mini-batches. Every row that was just read or served is
-  kept if its next use is nearer than that of some row in memory; the row with the farthest next use goes. No choice reads fewer rows
-  for that order of mini-batches. Ginex (VLDB 2022) schedules its cache like this; here the schedule also decides what is packed.
+- *fixed*: the rows that most mini-batches want, for good (DiskGNN, section 4). The mini-batches may then come
+  in any order.
+- *min*: Belady's MIN (IBM Systems Journal 5(2), 1966) at the granularity of mini-batches. Every row that was
+  just read or served is kept if its next use is nearer than that of some row in memory; the row with the
+  farthest next use goes. No choice reads fewer rows for that order of mini-batches. Ginex (VLDB 2022)
+  schedules its cache like this; here the schedule also decides what is packed.
 
-For MIN, a backward pass writes down when each row is used next. Rows in memory hang in one bucket for each next use, so the
-farthest is found without a heap: a pointer to the last bucket that is not empty moves down when rows are dropped, and up only when a
-row is put farther away. A mini-batch's own bucket is exactly what it finds in memory, and is emptied as a whole.
+For MIN, a backward pass writes down when each row is used next. Rows in memory hang in one bucket for each
+next use, so the farthest is found without a heap: a pointer to the last bucket that is not empty moves down
+when rows are dropped, and up only when a row is put farther away. A mini-batch's own bucket is exactly what
+it finds in memory, and is emptied as a whole.
 
-A trace that is trained on again and again is a circle: the next use of a row may be in the next round. The schedule is that of the
-second round; what is in memory at its begin is what the first round left, and is loaded before the first mini-batch. Where the second
-round ends with other rows than it began with, the difference is brought back between two rounds. What a round leaves is decided by its
-last mini-batches, so of the first round only those are gone through that ask for 32 times the rows that memory holds. (With a tenth of a
-power-law graph in memory that is a quarter of an epoch; it then misses and brings back 0.02 % more rows than after a whole round, and
-0.07 % more with half as much.)
+A trace that is trained on again and again is a circle: the next use of a row may be in the next round. The
+schedule is that of the second round; what is in memory at its begin is what the first round left, and is
+loaded before the first mini-batch. Where the second round ends with other rows than it began with, the
+difference is brought back between two rounds. What a round leaves is decided by its last mini-batches, so of
+the first round only those are gone through that ask for 32 times the rows that memory holds. (With a tenth of
+a power-law graph in memory that is a quarter of an epoch; it then misses and brings back 0.02 % more rows
+than after a whole round, and 0.07 % more with half as much.)
 
 All state is dense: 8 bytes for each row of the table, and 12 for each row that memory can hold.
 """
@@ -40,8 +45,11 @@ ROUND_CAPACITIES = 32
 
 
 @njit(cache=True, nogil=True)
-def wrap_uses(rows: NDArray[Any], next_use: NDArray[np.int32], first_use: NDArray[np.int32], batches: int) -> None:
-    """The next use of a row that is not used again in this round is its first use in the next one, ``batches`` mini-batches on."""
+def wrap_uses(
+    rows: NDArray[Any], next_use: NDArray[np.int32], first_use: NDArray[np.int32], batches: int
+) -> None:
+    """The next use of a row that is not used again in this round is its first use in the next one,
+    ``batches`` mini-batches on."""
     for i in range(rows.shape[0]):
         if next_use[i] == NEVER:
             next_use[i] = first_use[np.uint64(rows[i])] + batches
@@ -61,9 +69,9 @@ def min_step(
 ) -> tuple[int, int]:
     """One mini-batch of MIN: ``moves``, see :class:`Residency`, of its rows.
 
-    ``head``: first slot of each bucket, ``after``: the next slot of the same bucket (or of the free ones), -1 for none. ``state``: the
-    first free slot, and the last bucket that may not be empty. A slot may be given away in the mini-batch that reads it.
-    Returns the numbers of hits and of admissions.
+    ``head``: first slot of each bucket, ``after``: the next slot of the same bucket (or of the free ones), -1
+    for none. ``state``: the first free slot, and the last bucket that may not be empty. A slot may be given
+    away in the mini-batch that reads it. Returns the numbers of hits and of admissions.
     """
     hits = admitted = 0
     free, far = state[0], state[1]
@@ -147,11 +155,21 @@ class MinCache:
     def memory_bytes(table_rows: int, capacity_rows: int, uses_end: int) -> int:
         return 4 * table_rows + 12 * capacity_rows + 4 * uses_end
 
-    def step(self, batch: int, rows: NDArray[Any], next_use: NDArray[np.int32]) -> tuple[NDArray[np.int32], int, int]:
+    def step(
+        self, batch: int, rows: NDArray[Any], next_use: NDArray[np.int32]
+    ) -> tuple[NDArray[np.int32], int, int]:
         """Serve a mini-batch's distinct rows: (their moves, hits, admissions); see :func:`min_step`."""
         moves = np.empty(len(rows), np.int32)
         hits, admitted = min_step(
-            batch, rows, next_use, self.slot_of_row, self.row_of_slot, self._head, self._after, self._state, moves
+            batch,
+            rows,
+            next_use,
+            self.slot_of_row,
+            self.row_of_slot,
+            self._head,
+            self._after,
+            self._state,
+            moves,
         )
         return moves, int(hits), int(admitted)
 
@@ -166,11 +184,12 @@ class MinCache:
 class Residency:
     """What is in memory when. Slots are places for a row in memory.
 
-    ``moves``: int32 lists by mini-batch, for each of its distinct rows the slot s that holds it; -1 for a row that is missed; -2 - s for
-    one that is missed and goes to slot s after the mini-batch is assembled. ``misses``: lists of the rows missed, in the same order.
-    ``admitted``: int64 [mini-batches], how many rows go to slots. ``start``: int64 [capacity], the row in each slot before the first
-    mini-batch, -1 for none. ``turn``: int32 [capacity], where the row of ``start`` is after the last mini-batch; -1: nowhere, it must be
-    brought back.
+    ``moves``: int32 lists by mini-batch, for each of its distinct rows the slot s that holds it; -1 for a row
+    that is missed; -2 - s for one that is missed and goes to slot s after the mini-batch is assembled.
+    ``misses``: lists of the rows missed, in the same order. ``admitted``: int64 [mini-batches], how many rows
+    go to slots. ``start``: int64 [capacity], the row in each slot before the first mini-batch, -1 for none.
+    ``turn``: int32 [capacity], where the row of ``start`` is after the last mini-batch; -1: nowhere, it must
+    be brought back.
     """
 
     method: str
@@ -189,7 +208,8 @@ class Residency:
 
 
 def most_used(uses: NDArray[np.uint32], count: int) -> NDArray[np.int64]:
-    """The rows of the most uses, ``count`` at most and used at all, ascending. Of equals, those of the lowest rows."""
+    """The rows of the most uses, ``count`` at most and used at all, ascending. Of equals, those of the lowest
+    rows."""
     used = np.flatnonzero(uses)
     if len(used) <= count:
         return used
@@ -202,7 +222,11 @@ def most_used(uses: NDArray[np.uint32], count: int) -> NDArray[np.int64]:
 
 
 def keep_fixed(
-    rows: RowLists, uses: NDArray[np.uint32], capacity_rows: int, moves: RowListsWriter, misses: RowListsWriter
+    rows: RowLists,
+    uses: NDArray[np.uint32],
+    capacity_rows: int,
+    moves: RowListsWriter,
+    misses: RowListsWriter,
 ) -> Residency:
     """Keep the rows of the most uses."""
     start = most_used(uses, capacity_rows)
@@ -215,7 +239,9 @@ def keep_fixed(
         misses.append(missed_of(values, slots))
     own, missed = np.arange(len(start), dtype=np.int32), misses.finish()
     none = np.zeros(len(rows), np.int64)
-    return Residency("fixed", moves.finish(), missed, none, start, own, missed.total, rows.total - missed.total)
+    return Residency(
+        "fixed", moves.finish(), missed, none, start, own, missed.total, rows.total - missed.total
+    )
 
 
 def _begin(rows: RowLists, capacity_rows: int) -> int:
@@ -255,4 +281,6 @@ def keep_min(
         misses.append(missed_of(values, found))
     turn = np.where(start >= 0, cache.slot_of_row[np.maximum(start, 0)], _NONE).astype(np.int32)
     missed = misses.finish()
-    return Residency("min", moves.finish(), missed, admitted, start, turn, missed.total, rows.total - missed.total)
+    return Residency(
+        "min", moves.finish(), missed, admitted, start, turn, missed.total, rows.total - missed.total
+    )

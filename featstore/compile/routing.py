@@ -1,8 +1,10 @@
-"""Routing: from what was decided about a table to the records of its mini-batches and the lists of rows of its segments.
+"""Routing: from what was decided about a table to the records of its mini-batches and the lists of rows of
+its segments.
 
-How long each record is must be known before the first one is written, because the layout of a table follows from its size. Where all that
-is missed is packed, the lists say it. Elsewhere a pass over the groups comes first: it orders their regions and notes of each missed row
-what becomes of it. The pass that makes the records then goes straight through all lists and looks nothing up.
+How long each record is must be known before the first one is written, because the layout of a table follows
+from its size. Where all that is missed is packed, the lists say it. Elsewhere a pass over the groups comes
+first: it orders their regions and notes of each missed row what becomes of it. The pass that makes the
+records then goes straight through all lists and looks nothing up.
 """
 
 from __future__ import annotations
@@ -44,15 +46,16 @@ def look_up(rows: NDArray[Any], where: NDArray[Any], found: NDArray[Any]) -> tup
 
 @njit(cache=True, nogil=True)
 def route_rows(
-    rows: NDArray[Any], place: NDArray[np.int32], moves: NDArray[np.int32], found: NDArray[Any], slot_of_slot: NDArray[np.int32],
-    hit_place: NDArray[np.int32], hit_slot: NDArray[np.int32], packed: NDArray[np.uint64], shared_place: NDArray[np.int32],
-    shared_row: NDArray[np.int64], base_place: NDArray[np.int32], base_row: NDArray[np.int64], admit_place: NDArray[np.int32],
+    rows: NDArray[Any], place: NDArray[np.int32], moves: NDArray[np.int32], found: NDArray[Any],
+    slot_of_slot: NDArray[np.int32], hit_place: NDArray[np.int32], hit_slot: NDArray[np.int32],
+    packed: NDArray[np.uint64], shared_place: NDArray[np.int32], shared_row: NDArray[np.int64],
+    base_place: NDArray[np.int32], base_row: NDArray[np.int64], admit_place: NDArray[np.int32],
     admit_slot: NDArray[np.int32], place_bits: int,
 ) -> None:  # fmt: skip
     """Part a mini-batch's rows by where they come from, and note which of them stay.
 
-    An empty ``place`` is the identity. ``found``: of each missed row, see :class:`Routes`; empty if all are packed. ``packed`` becomes
-    ``row << place_bits | place``. All outputs have the lengths they need.
+    An empty ``place`` is the identity. ``found``: of each missed row, see :class:`Routes`; empty if all are
+    packed. ``packed`` becomes ``row << place_bits | place``. All outputs have the lengths they need.
     """
     identity, all_packed, bits = place.shape[0] == 0, found.shape[0] == 0, np.uint64(place_bits)
     hits = packs = shared = base = admitted = missed = 0
@@ -83,7 +86,8 @@ def route_rows(
 
 @dataclass(frozen=True)
 class OnDevice:
-    """What of a mini-batch is on the accelerator, and the places of all else; int32, see :mod:`featstore.layout.records`."""
+    """What of a mini-batch is on the accelerator, and the places of all else; int32, see
+    :mod:`featstore.layout.records`."""
 
     device_place: NDArray[np.int32]
     device_slot: NDArray[np.int32]
@@ -91,8 +95,9 @@ class OnDevice:
 
 
 class Routes:
-    """Where the missed rows of a table go, and how long its parts of the records are. Of a missed row, ``found`` says: its row of the
-    shared table, _BASE or _PACKED; None if all are packed. ``shared``: the rows of all groups' regions, a list for each, in region order.
+    """Where the missed rows of a table go, and how long its parts of the records are. Of a missed row,
+    ``found`` says: its row of the shared table, _BASE or _PACKED; None if all are packed. ``shared``: the
+    rows of all groups' regions, a list for each, in region order.
 
     ``lengths``: see :class:`~featstore.layout.records.Lengths`.
     """
@@ -116,7 +121,11 @@ class Routes:
         self.lengths = self._measure(packed, base)
 
     def _locate(
-        self, found: RowListsWriter, shared: RowListsWriter, packed: NDArray[np.int64], base: NDArray[np.int64]
+        self,
+        found: RowListsWriter,
+        shared: RowListsWriter,
+        packed: NDArray[np.int64],
+        base: NDArray[np.int64],
     ) -> RowLists:
         """Go through the groups: order their regions, look up each missed row, count."""
         plan, misses = self._plan, self._plan.residency.misses
@@ -163,7 +172,8 @@ class Routes:
         return Places(rows, none, none, none)
 
     def _placed(self, batch: int, device_slot: NDArray[np.int32]) -> tuple[Places, OnDevice]:
-        """What of a mini-batch passes through host memory, places counted among those alone, and what is on the accelerator."""
+        """What of a mini-batch passes through host memory, places counted among those alone, and what is on
+        the accelerator."""
         p, count = self._places(batch), int(self._trace.counts[self._plan.node_type][batch])
         place = p.place if len(p.place) else np.arange(count, dtype=np.int32)
         rows = np.empty(count, np.int64)
@@ -187,15 +197,16 @@ class Routes:
                 p, there = self._placed(batch, self._device_slot)
                 record, packed = self._record(batch, p, packed_first)
                 record = replace(
-                    record, host_count=len(there.host_place), device_place=there.device_place, device_slot=there.device_slot,
-                    host_place=there.host_place,
+                    record, host_count=len(there.host_place), device_place=there.device_place,
+                    device_slot=there.device_slot, host_place=there.host_place,
                 )  # fmt: skip
             self._packed.append(packed)
             packed_first += len(packed)
             yield record
 
     def _record(self, batch: int, p: Places, packed_first: int) -> tuple[TableRecord, NDArray[np.uint64]]:
-        """A mini-batch's part of its record, but for the accelerator, and the rows of its own segment, ascending."""
+        """A mini-batch's part of its record, but for the accelerator, and the rows of its own segment,
+        ascending."""
         plan, lengths = self._plan, self.lengths
 
         def empty(length: NDArray[np.int64], dtype: type[np.generic]) -> NDArray[Any]:
@@ -223,7 +234,8 @@ class Routes:
         return record, keys >> np.uint64(self._place_bits)
 
     def finish(self) -> tuple[RowLists, RowLists]:
-        """The rows of each mini-batch's own segment, ascending, and those of each group's region, in its order."""
+        """The rows of each mini-batch's own segment, ascending, and those of each group's region, in its
+        order."""
         if self._found is not None:
             self._found.close()
         return self._packed.finish(), self.shared

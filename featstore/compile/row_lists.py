@@ -1,8 +1,8 @@
 """Row lists: one list of rows for each mini-batch, one after the other in a scratch file.
 
-Compiling passes over the rows of all mini-batches several times, forwards and backwards, and they need not fit in memory. A list is
-read when it is asked for; the file is the compilation's own scratch, written and read through descriptors, and never mapped, so that
-what is in memory is what was asked for.
+Compiling passes over the rows of all mini-batches several times, forwards and backwards, and they need not
+fit in memory. A list is read when it is asked for; the file is the compilation's own scratch, written and
+read through descriptors, and never mapped, so that what is in memory is what was asked for.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _HOLD_BYTES = 1 << 20
 class RowLists:
     """Lists of numbers in a scratch file, by mini-batch.
 
-    ``offsets``: int64 [lists + 1]; list i has the elements ``offsets[i]`` to ``offsets[i + 1]``. ``dtype``: of the elements.
-    ``first``: where in the file the first one is, in elements.
+    ``offsets``: int64 [lists + 1]; list i has the elements ``offsets[i]`` to ``offsets[i + 1]``. ``dtype``:
+    of the elements. ``first``: where in the file the first one is, in elements.
     """
 
     def __init__(self, path: Path, dtype: Any, offsets: NDArray[np.int64], first: int = 0) -> None:
@@ -69,7 +69,9 @@ class RowLists:
             except OSError as error:
                 raise refusal(error, self.path, "read", at + done) from error
             if got == 0:
-                raise CorruptionError(self.path, at + done, f"{len(view) - done} bytes more", "the end of the file")
+                raise CorruptionError(
+                    self.path, at + done, f"{len(view) - done} bytes more", "the end of the file"
+                )
             done += got
 
     def close(self) -> None:
@@ -83,10 +85,11 @@ class RowLists:
 
 
 class RowListsWriter:
-    """Writes :class:`RowLists`, list by list, holding a megabyte: the first list first, or with ``most`` the last one first.
+    """Writes :class:`RowLists`, list by list, holding a megabyte: the first list first, or with ``most`` the
+    last one first.
 
-    ``most``: how many elements all lists have together, at most. From that place the file is written downwards; if there
-    were fewer, it begins with a hole.
+    ``most``: how many elements all lists have together, at most. From that place the file is written
+    downwards; if there were fewer, it begins with a hole.
     """
 
     def __init__(self, disk: Disk, path: Path, dtype: Any, most: int | None = None) -> None:

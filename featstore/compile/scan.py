@@ -1,12 +1,14 @@
-"""From a trace to rows: each mini-batch's node ids as distinct rows of the store's tables, and how often each is used.
+"""From a trace to rows: each mini-batch's node ids as distinct rows of the store's tables, and how often each
+is used.
 
-One pass over the trace, the last mini-batch first. The distinct rows of a mini-batch, in the order in which they first occur, become a row
-list, and so does when each of them is used next: going backward, that is the mini-batch that was seen to use it last. The same note
-tells that a row occurs twice in a mini-batch, and at the end says where each row is used first, so the pass touches one number for each id
-(and another one where uses are counted). Its loops do not branch on what they find, so that the processor fetches many rows at once.
+One pass over the trace, the last mini-batch first. The distinct rows of a mini-batch, in the order in which
+they first occur, become a row list, and so does when each of them is used next: going backward, that is the
+mini-batch that was seen to use it last. The same note tells that a row occurs twice in a mini-batch, and at
+the end says where each row is used first, so the pass touches one number for each id (and another one where
+uses are counted). Its loops do not branch on what they find, so that the processor fetches many rows at once.
 
-Which places of the mini-batch its rows fill is not kept. Samplers name a node once, so that row i fills place i; where there are
-fewer rows than ids, the places are found again from the ids when the record is written.
+Which places of the mini-batch its rows fill is not kept. Samplers name a node once, so that row i fills place
+i; where there are fewer rows than ids, the places are found again from the ids when the record is written.
 """
 
 from __future__ import annotations
@@ -28,13 +30,15 @@ from featstore.trace.trace import Trace
 
 @njit(cache=True, nogil=True)
 def distinct_rows(
-    ids: NDArray[Any], row_of_node: NDArray[Any], rows: int, place_of_row: NDArray[np.int32], out: NDArray[np.int64],
-    copy_place: NDArray[np.int32], copy_from: NDArray[np.int32], first_place: NDArray[np.int32],
+    ids: NDArray[Any], row_of_node: NDArray[Any], rows: int, place_of_row: NDArray[np.int32],
+    out: NDArray[np.int64], copy_place: NDArray[np.int32], copy_from: NDArray[np.int32],
+    first_place: NDArray[np.int32],
 ) -> tuple[int, int]:  # fmt: skip
-    """The distinct rows of ids, in the order of their first places; the other places are copies: x[copy_place] = x[copy_from].
+    """The distinct rows of ids, in the order of their first places; the other places are copies:
+    x[copy_place] = x[copy_from].
 
-    ``place_of_row`` is -1 everywhere, before and after. An empty ``row_of_node`` is the identity. Returns (distinct rows, copies), or
-    (-1, index) for a bad id.
+    ``place_of_row`` is -1 everywhere, before and after. An empty ``row_of_node`` is the identity. Returns
+    (distinct rows, copies), or (-1, index) for a bad id.
     """
     identity = row_of_node.shape[0] == 0
     count, copies, bad = 0, 0, -1
@@ -62,14 +66,16 @@ def distinct_rows(
 
 @njit(cache=True, nogil=True)
 def last_rows(
-    ids: NDArray[Any], row_of_node: NDArray[Any], table_rows: int, batch: int, later: NDArray[np.int32], uses: NDArray[np.uint32],
-    rows: NDArray[Any], next_use: NDArray[np.int32],
+    ids: NDArray[Any], row_of_node: NDArray[Any], table_rows: int, batch: int, later: NDArray[np.int32],
+    uses: NDArray[np.uint32], rows: NDArray[Any], next_use: NDArray[np.int32],
 ) -> tuple[int, int]:  # fmt: skip
-    """The distinct rows of ids, in the order of their first places, and when each is used next. Called for the last mini-batch first.
+    """The distinct rows of ids, in the order of their first places, and when each is used next. Called for
+    the last mini-batch first.
 
-    ``later[row]``: the mini-batch after this one that uses a row next, NEVER for none; becomes this one's number. Rows are counted in
-    ``uses`` unless it is empty. ``rows`` and ``next_use`` hold as many as there are ids. An empty ``row_of_node`` is the identity.
-    Returns (distinct rows, -1), or (-1, index) for a bad id.
+    ``later[row]``: the mini-batch after this one that uses a row next, NEVER for none; becomes this one's
+    number. Rows are counted in ``uses`` unless it is empty. ``rows`` and ``next_use`` hold as many as there
+    are ids. An empty ``row_of_node`` is the identity. Returns (distinct rows, -1), or (-1, index) for a bad
+    id.
     """
     n, identity = ids.shape[0], row_of_node.shape[0] == 0
     bad = 0
@@ -106,7 +112,8 @@ class Places:
 
 
 class NodeRows:
-    """Turns node ids of one table into distinct rows. Holds the map, and 4 bytes a row once places are asked for."""
+    """Turns node ids of one table into distinct rows. Holds the map, and 4 bytes a row once places are asked
+    for."""
 
     def __init__(self, table: Table) -> None:
         self.table = table
@@ -115,7 +122,8 @@ class NodeRows:
         self._place_of_row: NDArray[np.int32] | None = None
 
     def last(
-        self, ids: NDArray[Any], batch: int, later: NDArray[np.int32], uses: NDArray[np.uint32], dtype: np.dtype[Any]
+        self, ids: NDArray[Any], batch: int, later: NDArray[np.int32], uses: NDArray[np.uint32],
+        dtype: np.dtype[Any]
     ) -> tuple[NDArray[Any], NDArray[np.int32]]:  # fmt: skip
         """(distinct rows, when each is used next) of a mini-batch; see :func:`last_rows`. Raises IdError."""
         rows, next_use = np.empty(len(ids), dtype), np.empty(len(ids), np.int32)
@@ -126,8 +134,8 @@ class NodeRows:
 
     def _bad(self, ids: NDArray[Any], index: int, batch: int) -> IdError:
         return IdError(
-            f"mini-batch {batch} of the trace has node id {ids[index]}, but table {self.table.name!r} has {self.table.rows:,} rows: "
-            "the trace was sampled from another graph"
+            f"mini-batch {batch} of the trace has node id {ids[index]}, but table {self.table.name!r} "
+            f"has {self.table.rows:,} rows: the trace was sampled from another graph"
         )
 
     def places(self, ids: NDArray[Any], batch: int) -> Places:
@@ -151,12 +159,14 @@ def tables_of(store: OpenStore, trace: Trace) -> dict[str, str]:
 
 
 def scan(
-    trace: Trace, node_type: str, nodes: NodeRows, uses: NDArray[np.uint32], lists: RowListsWriter, next_uses: RowListsWriter | None
+    trace: Trace, node_type: str, nodes: NodeRows, uses: NDArray[np.uint32], lists: RowListsWriter,
+    next_uses: RowListsWriter | None
 ) -> tuple[RowLists, RowLists | None, NDArray[np.int32]]:  # fmt: skip
-    """(row lists of one node type, when each of their rows is used next, where each row of the table is used first).
+    """(row lists of one node type, when each of their rows is used next, where each row of the table is used
+    first).
 
-    The second are NEVER where a row is not used again, the third (int32 [rows of the table]) where it is not used at all. ``uses``, from
-    0 on, are counted, unless it is empty. Both writers take the last list first.
+    The second are NEVER where a row is not used again, the third (int32 [rows of the table]) where it is not
+    used at all. ``uses``, from 0 on, are counted, unless it is empty. Both writers take the last list first.
     """
     later = np.full(nodes.table.rows, NEVER, np.int32)
     for batch in range(len(trace) - 1, -1, -1):

@@ -1,23 +1,28 @@
-"""The search for the best placement: one price for a byte of disk, and every class of rows where it is cheapest under that price.
+"""The search for the best placement: one price for a byte of disk, and every class of rows where it is
+cheapest under that price.
 
-For one group size, each class c (rows missed by c mini-batches of their group) has three places, each with its disk space and time:
-nothing and c reads of the base table; one row and c reads of a shared region; c rows and nothing but their bytes. If every byte of disk
-has the same price, and each class goes where disk and time together are cheapest, no other choice with as little disk takes less
-time (Lagrange); the right price is the one that just uses the limit up. As the price falls, a class steps from place to place along
-the lower convex hull of its points, each step saving so many seconds for a copy on disk. Taking the steps of all classes in the order of
-that saving, until the limit is reached, finds price and choice exactly, without a bisection. The step that no longer fits is taken by a
-part of its class.
+For one group size, each class c (rows missed by c mini-batches of their group) has three places, each with
+its disk space and time: nothing and c reads of the base table; one row and c reads of a shared region; c rows
+and nothing but their bytes. If every byte of disk has the same price, and each class goes where disk and time
+together are cheapest, no other choice with as little disk takes less time (Lagrange); the right price is the
+one that just uses the limit up. As the price falls, a class steps from place to place along the lower convex
+hull of its points, each step saving so many seconds for a copy on disk. Taking the steps of all classes in
+the order of that saving, until the limit is reached, finds price and choice exactly, without a bisection. The
+step that no longer fits is taken by a part of its class.
 
-What a row's read costs depends on which others are read the same way: the fewer rows are left in the base table, the more each of them
-costs. So costs are measured for all rows in the base table and all rows shared, then for what was chosen, which is what the time is
-taken from, and for the best group size again for what is then chosen. Beside the best choice, the best one that leaves nothing in the
-base table is looked at: each step out of the base table alone can look bad although all of them together are good.
+What a row's read costs depends on which others are read the same way: the fewer rows are left in the base
+table, the more each of them costs. So costs are measured for all rows in the base table and all rows shared,
+then for what was chosen, which is what the time is taken from, and for the best group size again for what is
+then chosen. Beside the best choice, the best one that leaves nothing in the base table is looked at: each
+step out of the base table alone can look bad although all of them together are good.
 
-**Group sizes.** Time falls with the size as long as that frees disk, then rises with the scatter in larger regions. The search
-begins with the smallest group that leaves nothing in the base table and ones six times as large and small, goes from the best of them to
-better ones nearby, and measures half a dozen sizes in all. Sizes are chosen so that the last group is as large as the others.
+**Group sizes.** Time falls with the size as long as that frees disk, then rises with the scatter in larger
+regions. The search begins with the smallest group that leaves nothing in the base table and ones six times as
+large and small, goes from the best of them to better ones nearby, and measures half a dozen sizes in all.
+Sizes are chosen so that the last group is as large as the others.
 
-DiskGNN's choice (c = 1 packed, all else shared, the smallest group that fits) and all rows in the base table are candidates as well.
+DiskGNN's choice (c = 1 packed, all else shared, the smallest group that fits) and all rows in the base table
+are candidates as well.
 """
 
 from __future__ import annotations
@@ -81,7 +86,8 @@ class Costs:
 
 
 def smooth(costs: ClassCosts) -> Rates:
-    """Rates of neighbouring classes together where a class alone has too few rows; the last ones hold beyond."""
+    """Rates of neighbouring classes together where a class alone has too few rows; the last ones hold
+    beyond."""
     wanted = max(1.0, min(_ROWS_MIN, float(costs.rows.sum()) / 16))
     size = len(costs.rows)
     reads, pages = np.zeros(size), np.zeros(size)
@@ -100,7 +106,8 @@ def smooth(costs: ClassCosts) -> Rates:
 
 
 def after(reference: Rates, costs: ClassCosts) -> Rates:
-    """The rates measured for the rows that were chosen; other classes keep those of the reference, in proportion."""
+    """The rates measured for the rows that were chosen; other classes keep those of the reference, in
+    proportion."""
     if not costs.rows.any():
         return reference
     measured, chosen = smooth(costs), costs.rows > 0
@@ -115,12 +122,15 @@ def after(reference: Rates, costs: ClassCosts) -> Rates:
     )
 
 
-def allot(tally: Tally, seconds: Floats, row_bytes: int, disk_bytes: int, leave_base: bool = True) -> Placement | None:
+def allot(
+    tally: Tally, seconds: Floats, row_bytes: int, disk_bytes: int, leave_base: bool = True
+) -> Placement | None:
     """The placement that takes the least time under a limit on disk.
 
-    ``tally``: rows by class and split step, see :func:`~featstore.compile.placement.tally_classes`. ``seconds``: for each time that a row
-    of a class is read, float64 [3, G + 1], by Choice. Without ``leave_base``, no row stays in the base table; None if the limit is too
-    small for that. Classes without rows go where the class before goes.
+    ``tally``: rows by class and split step, see :func:`~featstore.compile.placement.tally_classes`.
+    ``seconds``: for each time that a row of a class is read, float64 [3, G + 1], by Choice. Without
+    ``leave_base``, no row stays in the base table; None if the limit is too small for that. Classes without
+    rows go where the class before goes.
     """
     rows, size = tally.sum(axis=1), len(tally) - 1
     counts = np.arange(size + 1)
@@ -145,7 +155,8 @@ def allot(tally: Tally, seconds: Floats, row_bytes: int, disk_bytes: int, leave_
 
 
 def split(placement: Placement, tally: Tally, limit: int, count: int, place: Choice) -> Placement:
-    """The placement with as large a part of class ``count`` at ``place`` as a limit of rows on disk allows."""
+    """The placement with as large a part of class ``count`` at ``place`` as a limit of rows on disk
+    allows."""
     copies = {Choice.BASE: 0, Choice.PACKED: count, Choice.SHARED: 1}
     before = Choice(placement.choice[min(count, len(placement.choice)) - 1])
     parts = np.cumsum(tally[count]) * (copies[place] - copies[before])
@@ -159,7 +170,8 @@ def split(placement: Placement, tally: Tally, limit: int, count: int, place: Cho
 def _steps(
     seconds: Floats, rows: NDArray[Any], leave_base: bool
 ) -> tuple[NDArray[np.int64], NDArray[np.uint8], NDArray[np.int64]]:
-    """The classes' steps along their hulls, the most seconds saved for a copy on disk first: class, new place, copies more of each row.
+    """The classes' steps along their hulls, the most seconds saved for a copy on disk first: class, new
+    place, copies more of each row.
 
     ``seconds``: of all reads of a row, by place and class.
     """
@@ -180,13 +192,16 @@ def _steps(
     order = np.argsort(
         -np.concatenate([saved[a] for a, (_, _, saved, _) in zip(at, steps, strict=True)]), kind="stable"
     )
-    places = np.concatenate([np.full(len(a), place, np.uint8) for a, (_, place, _, _) in zip(at, steps, strict=True)])
+    places = np.concatenate(
+        [np.full(len(a), place, np.uint8) for a, (_, place, _, _) in zip(at, steps, strict=True)]
+    )
     copies = np.concatenate([more[a] for a, (_, _, _, more) in zip(at, steps, strict=True)])
     return np.concatenate(at)[order], places[order], copies[order]
 
 
 def smallest_fit(rows: Callable[[int], float], largest: int, limit: float) -> int | None:
-    """The smallest group, up to ``largest``, of which all groups together have at most ``limit`` distinct rows; ``rows`` counts them."""
+    """The smallest group, up to ``largest``, of which all groups together have at most ``limit`` distinct
+    rows; ``rows`` counts them."""
     low, high = 1, largest
     few, many = max(1.0, rows(high)), max(1.0, rows(low))
     if few > limit:
@@ -203,7 +218,8 @@ def smallest_fit(rows: Callable[[int], float], largest: int, limit: float) -> in
 
 
 def most_wanted(tally: Tally, limit: int) -> Placement:
-    """DiskGNN's choice where not all rows can be shared: those that most mini-batches of a group miss, ``limit`` of them."""
+    """DiskGNN's choice where not all rows can be shared: those that most mini-batches of a group miss,
+    ``limit`` of them."""
     rows = tally.sum(axis=1)
     several = np.cumsum(rows[::-1])[::-1]  # rows that so many or more mini-batches miss
     fewest = int(np.searchsorted(-several[1:], -limit)) + 1  # of those that are shared whole
@@ -224,7 +240,9 @@ def _trim(choice: Sequence[int]) -> tuple[int, ...]:
     return tuple(choice[:end])
 
 
-def estimate(placement: Placement, tally: Tally, costs: Costs, row_bytes: int, model: DeviceModel) -> Forecast:
+def estimate(
+    placement: Placement, tally: Tally, costs: Costs, row_bytes: int, model: DeviceModel
+) -> Forecast:
     """What the costs say of a placement."""
     rows = class_rows(placement, tally)
     counts = np.arange(len(tally))
@@ -237,7 +255,8 @@ def estimate(placement: Placement, tally: Tally, costs: Costs, row_bytes: int, m
 
 @dataclass(frozen=True)
 class Candidate:
-    """A placement, its time, and how it came about: from ``costs``, with some rows left in the base table or not, or ``given``."""
+    """A placement, its time, and how it came about: from ``costs``, with some rows left in the base table or
+    not, or ``given``."""
 
     seconds: float
     placement: Placement
@@ -274,22 +293,28 @@ class Search:
     def _packed(self, size: int) -> Rates:
         """A packed row costs its bytes and its part of the longest read."""
         row_bytes = self._layout.row_bytes
-        return Rates(np.full(size + 1, row_bytes / self._extent_bytes_max), np.full(size + 1, row_bytes / PAGE_BYTES))
+        return Rates(
+            np.full(size + 1, row_bytes / self._extent_bytes_max), np.full(size + 1, row_bytes / PAGE_BYTES)
+        )
 
     def _measure(
         self, looks: list[Probe], base: Masks, shared: Masks, shared_rows: Floats, reference: Costs | None
     ) -> Costs:  # fmt: skip
-        """Costs with these rows in the base table and those shared; for other classes the reference's. ``shared_rows``: by class, in all
-        groups."""
+        """Costs with these rows in the base table and those shared; for other classes the reference's.
+        ``shared_rows``: by class, in all groups."""
         size, row_bytes = looks[0].last - looks[0].first, self._layout.row_bytes
         groups = self._batches / size
-        apart = counts_apart(size, float(shared_rows.sum()) / groups, float(shared_rows @ np.arange(size + 1)) / groups)
+        apart = counts_apart(
+            size, float(shared_rows.sum()) / groups, float(shared_rows @ np.arange(size + 1)) / groups
+        )
         in_base = base_costs(looks, base, self._layout, self._model, self._extent_bytes_max)
         in_shared = shared_costs(looks, shared, apart, row_bytes, self._model, self._extent_bytes_max)
         if reference is None:
             return Costs((smooth(in_base), self._packed(size), smooth(in_shared)))
         of = reference.of
-        return Costs((after(of[Choice.BASE], in_base), of[Choice.PACKED], after(of[Choice.SHARED], in_shared)))
+        return Costs(
+            (after(of[Choice.BASE], in_base), of[Choice.PACKED], after(of[Choice.SHARED], in_shared))
+        )
 
     def _seconds(self, placement: Placement, costs: Costs) -> float:
         rows = self._rows(placement)
@@ -299,7 +324,8 @@ class Search:
         return class_rows(placement, self.tally(placement.group_size)).astype(np.float64)
 
     def _view(self, size: int) -> tuple[list[Probe], Costs]:
-        """The probes in groups of a size, and the reference: costs with all rows in the base table, and with all of c >= 2 shared."""
+        """The probes in groups of a size, and the reference: costs with all rows in the base table, and with
+        all of c >= 2 shared."""
         if size not in self._views:
             while len(self._views) >= _VIEWS:
                 del self._views[next(iter(self._views))]
@@ -318,14 +344,17 @@ class Search:
         return Candidate(self._seconds(placement, costs), placement, costs, leave_base, given)
 
     def at(self, size: int, rounds: int = 1) -> list[Candidate]:
-        """The candidates of a group size after so many rounds of choosing and measuring, or once the choice stays; best first."""
+        """The candidates of a group size after so many rounds of choosing and measuring, or once the choice
+        stays; best first."""
         if self._rounds.get(size, 0) < rounds:
             found: dict[Placement, Candidate] = {}
             for leave_base in (False, True):
                 costs = self._view(size)[1]
                 for _ in range(rounds):
                     seconds = costs.seconds(self._model)
-                    placement = allot(self.tally(size), seconds, self._layout.row_bytes, self._disk_bytes, leave_base)
+                    placement = allot(
+                        self.tally(size), seconds, self._layout.row_bytes, self._disk_bytes, leave_base
+                    )
                     if placement is None or placement in found:
                         break
                     found[placement] = self.measured(placement, leave_base)
@@ -335,7 +364,8 @@ class Search:
         return self._found[size]
 
     def _near(self, size: int, factor: float) -> int:
-        """A size about ``factor`` times as large, chosen so that the last group is about as large as the others; or the size itself."""
+        """A size about ``factor`` times as large, chosen so that the last group is about as large as the
+        others; or the size itself."""
         groups = max(1, round(self._batches / (size * factor)))
         near = -(-self._batches // groups)
         while groups < self._batches and factor < 1 and near >= size:
@@ -352,7 +382,9 @@ class Search:
             better: int | None = size
             while better is not None:
                 size, near = better, (self._near(better, step), self._near(better, 1 / step))
-                better = min((s for s in near if self._best(s) < self._best(size)), key=self._best, default=None)
+                better = min(
+                    (s for s in near if self._best(s) < self._best(size)), key=self._best, default=None
+                )
         return size
 
     def _best(self, size: int) -> float:
@@ -383,11 +415,18 @@ class Search:
         bare = replace(given, split_count=0, split_fraction=0.0, split_choice=int(Choice.BASE))
         if candidate.given and disk_rows(bare, tally) <= rows:
             return (
-                split(bare, tally, rows, given.split_count, Choice(given.split_choice)) if given.split_count else bare
+                split(bare, tally, rows, given.split_count, Choice(given.split_choice))
+                if given.split_count
+                else bare
             )
         seconds = costs.seconds(self._model)
-        found = [allot(tally, seconds, row_bytes, limit, leave_base) for leave_base in {candidate.leave_base, False}]
+        found = [
+            allot(tally, seconds, row_bytes, limit, leave_base)
+            for leave_base in {candidate.leave_base, False}
+        ]
         if not any(found):
             found = [allot(tally, seconds, row_bytes, limit)]
         fits = [placement for placement in found if placement]
-        return min(fits, key=lambda placement: estimate(placement, tally, costs, row_bytes, self._model).seconds)
+        return min(
+            fits, key=lambda placement: estimate(placement, tally, costs, row_bytes, self._model).seconds
+        )

@@ -1,7 +1,8 @@
 """Targets: tables that segments are written into, while they are being written.
 
-Segments follow each other without gaps, so the page in which one ends and the next begins belongs to both: such pages wait in memory until
-they are whole. A checkpoint writes them as they are, and what it left is read back from the files.
+Segments follow each other without gaps, so the page in which one ends and the next begins belongs to both:
+such pages wait in memory until they are whole. A checkpoint writes them as they are, and what it left is read
+back from the files.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ def _reading(path: Path) -> Iterator[BufferedReader]:
 
 
 def _read_pages(path: Path, out: NDArray[np.uint8], offset: int) -> int:
-    """Read whole pages past the page cache, where the file system has that: they are read once. Returns how many bytes there were."""
+    """Read whole pages past the page cache, where the file system has that: they are read once. Returns how
+    many bytes there were."""
     flags, done = os.O_RDONLY | os.O_CLOEXEC, 0
     try:
         try:
@@ -72,7 +74,8 @@ def _read_pages(path: Path, out: NDArray[np.uint8], offset: int) -> int:
 
 
 class Target:
-    """A table that segments are written into: its writer, its layout and where its files are (to read pages back)."""
+    """A table that segments are written into: its writer, its layout and where its files are (to read pages
+    back)."""
 
     def __init__(self, writer: TableWriter, layout: TableLayout, chunk_path: Callable[[int], Path]) -> None:
         self.writer = writer
@@ -83,8 +86,11 @@ class Target:
         for _ in range(_WRITES_AHEAD):
             self._turns.put(None)
 
-    def write(self, page: int, pages: NDArray[np.uint8], on_written: Callable[[], None] = lambda: None) -> None:
-        """Write pages soon, as the writer does, but not more than a few ahead: with each write, it looks at all that are under way."""
+    def write(
+        self, page: int, pages: NDArray[np.uint8], on_written: Callable[[], None] = lambda: None
+    ) -> None:
+        """Write pages soon, as the writer does, but not more than a few ahead: with each write, it looks at
+        all that are under way."""
 
         def written() -> None:
             on_written()
@@ -143,8 +149,11 @@ class Target:
         out[: len(data)] = np.frombuffer(data, np.uint8)
         return out
 
-    def rows_written(self, first: int, count: int, buffer: NDArray[np.uint8] | None = None) -> NDArray[np.uint8]:
-        """The bytes of rows that have been written, in ``buffer``, which starts at a page and has :meth:`pages_bytes` for them.
+    def rows_written(
+        self, first: int, count: int, buffer: NDArray[np.uint8] | None = None
+    ) -> NDArray[np.uint8]:
+        """The bytes of rows that have been written, in ``buffer``, which starts at a page and has
+        :meth:`pages_bytes` for them.
 
         Raises CorruptionError, DeviceError.
         """
@@ -157,7 +166,9 @@ class Target:
             path, wanted = self._chunk_path(chunk), min(end - at, chunk_bytes - within)
             pages = out[at - low : at - low - (-wanted // PAGE_BYTES * PAGE_BYTES)]
             if _read_pages(path, pages, within) < wanted:
-                raise CorruptionError(path, within, f"{wanted} bytes", "fewer", "start the pack anew with --overwrite")
+                raise CorruptionError(
+                    path, within, f"{wanted} bytes", "fewer", "start the pack anew with --overwrite"
+                )
             at += wanted
         return out[begin - low : end - low]
 

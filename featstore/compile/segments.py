@@ -1,13 +1,14 @@
 """Batched packing: rows of the base table, read once and in order, appended to many segments at once.
 
-DiskGNN's batched packing (section 5.2): not mini-batch by mini-batch, which would read the table at random as often as training does, but
-slab by slab of the base table; from each slab every segment takes its rows. A segment is a run of rows in a table that is being
-written, and has its rows in the order of the base table, so all reads and, thanks to a buffer for each segment, all writes
-are long and sequential. Where the buffers would become too small for that, the segments are packed in several episodes, each
-a pass over the table.
+DiskGNN's batched packing (section 5.2): not mini-batch by mini-batch, which would read the table at random as
+often as training does, but slab by slab of the base table; from each slab every segment takes its rows. A
+segment is a run of rows in a table that is being written, and has its rows in the order of the base table, so
+all reads and, thanks to a buffer for each segment, all writes are long and sequential. Where the buffers
+would become too small for that, the segments are packed in several episodes, each a pass over the table.
 
-At a checkpoint every segment's rows so far are written, the unfinished last pages too. What a segment has at that point follows
-from the slab alone, so a resumed pass needs to know no more than that: it reads the unfinished pages back and goes on.
+At a checkpoint every segment's rows so far are written, the unfinished last pages too. What a segment has at
+that point follows from the slab alone, so a resumed pass needs to know no more than that: it reads the
+unfinished pages back and goes on.
 """
 
 from __future__ import annotations
@@ -50,10 +51,12 @@ def append_rows(
     capacity: int,
     turn: int,
 ) -> int:
-    """Copy rows from a slab of the table that starts with ``first_row`` to the buffers of segments, from segment ``turn`` on: of
-    segment i rows[begins[i]:ends[i]], to buffers[i] + fills[i]. ``begins`` and ``fills`` move on.
+    """Copy rows from a slab of the table that starts with ``first_row`` to the buffers of segments, from
+    segment ``turn`` on: of segment i rows[begins[i]:ends[i]], to buffers[i] + fills[i]. ``begins`` and
+    ``fills`` move on.
 
-    Stops at a segment whose buffer has no room for another row. Returns its number; after the last one, how many there are.
+    Stops at a segment whose buffer has no room for another row. Returns its number; after the last one, how
+    many there are.
     """
     for i in range(turn, buffers.shape[0]):
         at, fill = begins[i], fills[i]
@@ -68,7 +71,8 @@ def append_rows(
 
 
 class Segment:
-    """A run of rows of a target, in the making: rows ``first_row`` to ``first_row + rows``, in the order of the base table."""
+    """A run of rows of a target, in the making: rows ``first_row`` to ``first_row + rows``, in the order of
+    the base table."""
 
     def __init__(self, target: Target, first_row: int, rows: int) -> None:
         self.target = target
@@ -95,7 +99,8 @@ class Segment:
         return self.page, low, self.buffer[low : self.fill]
 
     def resume(self, rows_done: int, buffer: Callable[[], NDArray[np.uint8]]) -> None:
-        """Go on after ``rows_done`` rows that a checkpoint wrote: bring back what pages that were not whole have of them."""
+        """Go on after ``rows_done`` rows that a checkpoint wrote: bring back what pages that were not whole
+        have of them."""
         if rows_done == 0:
             return
         first, head = divmod(self.begin_byte, PAGE_BYTES)
@@ -104,7 +109,8 @@ class Segment:
         if head:
             high = min(PAGE_BYTES, at - first * PAGE_BYTES)
             self.target.add(first, head, self.target.page_written(first)[head:high])
-            self.begin_byte = max(self.begin_byte, min(at, (first + 1) * PAGE_BYTES))  # what is before is the edge's
+            # what is before is the edge's
+            self.begin_byte = max(self.begin_byte, min(at, (first + 1) * PAGE_BYTES))
         if self.fill == 0 or (head and self.page == first):
             return
         page = self.target.page_written(self.page)
@@ -132,10 +138,11 @@ class Packing:
         return self._free.get()
 
     def append(
-        self, segments: list[Segment], slab: NDArray[np.uint8], first_row: int, rows: NDArray[Any], ends: NDArray[np.int64]
+        self, segments: list[Segment], slab: NDArray[np.uint8], first_row: int, rows: NDArray[Any],
+        ends: NDArray[np.int64]
     ) -> None:  # fmt: skip
-        """Append to segment i the next rows up to ``ends[i]`` of ``rows`` (ascending for each, and at least one for each), which lie
-        in a slab of the base table that starts with ``first_row``."""
+        """Append to segment i the next rows up to ``ends[i]`` of ``rows`` (ascending for each, and at least
+        one for each), which lie in a slab of the base table that starts with ``first_row``."""
         begins = np.concatenate([np.zeros(1, np.int64), ends[:-1]])
         for segment in segments:
             if segment.buffer is None:
@@ -156,7 +163,8 @@ class Packing:
                 self.flush(segment)
 
     def flush(self, segment: Segment) -> None:
-        """Write a segment's whole pages; pages that it shares with others, and at its end the last one, become edges."""
+        """Write a segment's whole pages; pages that it shares with others, and at its end the last one,
+        become edges."""
         buffer, target = segment.buffer, segment.target
         if buffer is None:
             return
@@ -189,8 +197,8 @@ class Packing:
 
 @dataclass(frozen=True)
 class Route:
-    """What goes to one target: list i of ``rows`` (ascending rows of the base table) is the segment of the target from row
-    ``first_rows[i]`` on."""
+    """What goes to one target: list i of ``rows`` (ascending rows of the base table) is the segment of the
+    target from row ``first_rows[i]`` on."""
 
     rows: RowLists
     first_rows: NDArray[np.int64]
@@ -212,7 +220,8 @@ def _smallest_buffer(row_bytes: int) -> int:
 
 
 def needed_bytes(row_bytes: int) -> int:
-    """The memory in which :func:`plan_packing` always finds a way: two slabs take a quarter of it, or are of one row each."""
+    """The memory in which :func:`plan_packing` always finds a way: two slabs take a quarter of it, or are of
+    one row each."""
     return ((_SPARE_BUFFERS + 1) * (_smallest_buffer(row_bytes) + PAGE_BYTES) + 2 * row_bytes) * 4 // 3 + 1
 
 
@@ -225,7 +234,9 @@ def plan_packing(routes: list[Route], row_bytes: int, memory_bytes: int) -> Plan
     at_once = min(len(segments), left // (smallest + PAGE_BYTES) - _SPARE_BUFFERS)
     if segments and at_once < 1:
         raise BudgetError(
-            needed_bytes(row_bytes), memory_bytes, "hold a slab of the table and a buffer for each of a few segments"
+            needed_bytes(row_bytes),
+            memory_bytes,
+            "hold a slab of the table and a buffer for each of a few segments",
         )
     episodes = -(-len(segments) // max(1, at_once))
     per_episode = -(-len(segments) // max(1, episodes))
@@ -236,7 +247,8 @@ def plan_packing(routes: list[Route], row_bytes: int, memory_bytes: int) -> Plan
 
 
 def bounds_of(route: Route, segments: list[int], starts: NDArray[np.int64]) -> NDArray[Any]:
-    """[segments, starts]: how many rows of each list lie before each of ``starts``; int32, or int64 for longer lists."""
+    """[segments, starts]: how many rows of each list lie before each of ``starts``; int32, or int64 for
+    longer lists."""
     longest = max((int(route.rows.offsets[i + 1] - route.rows.offsets[i]) for i in segments), default=0)
     out = np.empty((len(segments), len(starts)), bounds_dtype(longest))
     for at, index in enumerate(segments):
@@ -250,11 +262,12 @@ def bounds_dtype(longest: int) -> np.dtype[Any]:
 
 
 def pack_episode(
-    reader: Reader, table: str, routes: list[Route], plan: Plan, episode: int, begin_slab: int, save: Callable[[int], None],
-    tick: Callable[[str, int], None],
+    reader: Reader, table: str, routes: list[Route], plan: Plan, episode: int, begin_slab: int,
+    save: Callable[[int], None], tick: Callable[[str, int], None],
 ) -> None:  # fmt: skip
-    """Pack one episode's segments, from slab ``begin_slab`` of the base table on. ``save(slab)`` is called now and then, and at the end,
-    when all that lies before a slab is durable. Raises what reading and writing raise."""
+    """Pack one episode's segments, from slab ``begin_slab`` of the base table on. ``save(slab)`` is called
+    now and then, and at the end, when all that lies before a slab is durable. Raises what reading and writing
+    raise."""
     base, row_bytes = reader.store.table(table), routes[0].target.layout.row_bytes
     slabs = -(-base.rows // plan.slab_rows)
     starts = np.minimum(np.arange(slabs + 1, dtype=np.int64) * plan.slab_rows, base.rows)
@@ -294,8 +307,9 @@ def segment_of(routes: list[Route], route: int, index: int) -> Segment:
 def _rows_of_slab(
     routes: list[Route], chosen: tuple[tuple[int, int], ...], lows: NDArray[Any], highs: NDArray[Any]
 ) -> Iterator[tuple[list[int], NDArray[Any], NDArray[np.int64]]]:
-    """What of their lists (from ``lows`` to ``highs``) the chosen segments want of a slab, for several of one route at a time, as many as
-    have about INDEX_ROWS: (their numbers, the rows of all, where those of each end)."""
+    """What of their lists (from ``lows`` to ``highs``) the chosen segments want of a slab, for several of one
+    route at a time, as many as have about INDEX_ROWS: (their numbers, the rows of all, where those of each
+    end)."""
     counts = (highs - lows).astype(np.int64)
     for r, route in enumerate(routes):
         mine = [turn for turn in np.flatnonzero(counts).tolist() if chosen[turn][0] == r]

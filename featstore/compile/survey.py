@@ -1,17 +1,18 @@
-"""A survey of the lists: one pass over them that keeps, of a sample of rows, every mini-batch that misses them.
+"""A survey of the lists: one pass over them that keeps, of a sample of rows, every mini-batch that misses
+them.
 
-The best placement is looked for among many group sizes, and building every group of each of them would take longer than packing. What the
-survey keeps is enough for all of them:
+The best placement is looked for among many group sizes, and building every group of each of them would take
+longer than packing. What the survey keeps is enough for all of them:
 
-* Rows drawn by a hash of their number. How many rows are missed by c mini-batches of a group follows for every group size from one walk
-  over them.
-* All rows of a few mini-batches, the probes: see :mod:`featstore.compile.probes`. G mini-batches in a row are as good a group as any
-  other G, so each probe is given a group in which it has a place of its own: the first of them at the beginning, where the rows that
-  nearly all mini-batches miss lie, the others ever farther apart, as blocks get smaller. Their blocks count as many times as there are
-  blocks nearest to them.
+* Rows drawn by a hash of their number. How many rows are missed by c mini-batches of a group follows for
+  every group size from one walk over them.
+* All rows of a few mini-batches, the probes: see :mod:`featstore.compile.probes`. G mini-batches in a row are
+  as good a group as any other G, so each probe is given a group in which it has a place of its own: the first
+  of them at the beginning, where the rows that nearly all mini-batches miss lie, the others ever farther
+  apart, as blocks get smaller. Their blocks count as many times as there are blocks nearest to them.
 
-If probes are a small part of very many lists, or have nearly all rows in common with the others, only a window of lists around the middle
-is kept for them.
+If probes are a small part of very many lists, or have nearly all rows in common with the others, only a
+window of lists around the middle is kept for them.
 """
 
 from __future__ import annotations
@@ -28,14 +29,16 @@ from featstore.compile.groups import GROUP_SIZE_MAX
 from featstore.compile.probes import Lists, Probe, look_at
 from featstore.compile.row_lists import RowLists
 
-#: Ids of the rows drawn by hash, and of the probes: what is cheap to look at, and gives counts and costs within a percent or two. What
-#: is quickly packed is looked at less: one in SAMPLED ids for each, but not less than a third of that.
+#: Ids of the rows drawn by hash, and of the probes: what is cheap to look at, and gives counts and costs
+#: within a percent or two. What is quickly packed is looked at less: one in SAMPLED ids for each, but not
+#: less than a third of that.
 DRAWN_IDS = 1 << 17
 PROBE_IDS = 150_000
 SAMPLED = 160
 #: Small lists make for many probes of little use.
 PROBES_MAX = 64
-#: All ids kept, at most, and their memory: pairs and their copy while they are sorted, then rows, offsets, members, and what is looked at.
+#: All ids kept, at most, and their memory: pairs and their copy while they are sorted, then rows, offsets,
+#: members, and what is looked at.
 PAIRS_MAX = 6 << 20
 BYTES_PER_PAIR = 40
 
@@ -72,7 +75,8 @@ def collect_pairs(
 ) -> int:
     """Append ``row << index_bits | index`` for each row whose bit is set in ``bitmap``.
 
-    ``pairs`` has room for all ids and one more. Returns how many there are now, or -1 for a row that the table does not have.
+    ``pairs`` has room for all ids and one more. Returns how many there are now, or -1 for a row that the
+    table does not have.
     """
     bits = np.uint64(index_bits)
     for i in range(ids.shape[0]):
@@ -92,7 +96,8 @@ def index_pairs(
     starts: NDArray[np.int64],
     members: NDArray[np.int32],
 ) -> int:
-    """Sorted pairs as distinct rows, where each one's mini-batches begin, and the mini-batches. Returns how many rows."""
+    """Sorted pairs as distinct rows, where each one's mini-batches begin, and the mini-batches. Returns how
+    many rows."""
     bits = np.uint64(index_bits)
     mask = (np.uint64(1) << bits) - np.uint64(1)
     found = 0
@@ -129,9 +134,13 @@ def find_probes(
 
 @njit(cache=True, nogil=True)
 def count_groups(
-    starts: NDArray[np.int64], members: NDArray[np.int32], group_of_member: NDArray[np.int32], counts: NDArray[np.int64]
+    starts: NDArray[np.int64],
+    members: NDArray[np.int32],
+    group_of_member: NDArray[np.int32],
+    counts: NDArray[np.int64],
 ) -> None:
-    """counts[c] += 1 for each group that misses a row c times. Row i is missed by ``members[starts[i]:starts[i + 1]]``, ascending."""
+    """counts[c] += 1 for each group that misses a row c times. Row i is missed by
+    ``members[starts[i]:starts[i + 1]]``, ascending."""
     for place in range(starts.shape[0] - 1):
         group, count = np.int32(-1), 0
         for i in range(starts[place], starts[place + 1]):
@@ -146,8 +155,8 @@ def count_groups(
 
 
 def spread(offsets: NDArray[np.int64], first: int, last: int, count: int) -> list[int]:
-    """About ``count`` of the lists [first, last) that have elements, at the places of :func:`_part` in terms of elements;
-    or all of them."""
+    """About ``count`` of the lists [first, last) that have elements, at the places of :func:`_part` in terms
+    of elements; or all of them."""
     if count >= last - first:
         return [first + int(i) for i in np.flatnonzero(np.diff(offsets[first : last + 1]))]
     begin, total = int(offsets[first]), int(offsets[last] - offsets[first])
@@ -156,13 +165,14 @@ def spread(offsets: NDArray[np.int64], first: int, last: int, count: int) -> lis
 
 
 def _part(k: int, count: int, size: int) -> int:
-    """Where in a group of ``size`` the k-th of ``count`` probes stands: the first at its beginning (what all mini-batches miss lies in the
-    first block), the others ever farther apart, at cubes of equal steps."""
+    """Where in a group of ``size`` the k-th of ``count`` probes stands: the first at its beginning (what all
+    mini-batches miss lies in the first block), the others ever farther apart, at cubes of equal steps."""
     return (2 * k) ** 3 * size // (2 * count - 1) ** 3
 
 
 def _weight(k: int, count: int) -> float:
-    """How many of a group's blocks, in ``count``-ths, are nearest to that of the k-th probe, by the cube roots of their places."""
+    """How many of a group's blocks, in ``count``-ths, are nearest to that of the k-th probe, by the cube
+    roots of their places."""
     low, high = max(0, 2 * k - 1), 2 * k + 1
     return count * (high**3 - low**3) / (2 * count - 1) ** 3
 
@@ -173,10 +183,11 @@ def _sample(most: int, total: int) -> int:
 
 
 class Survey:
-    """One pass over the lists; see the module's text. Raises ValueError for a list with a row that the table does not have.
+    """One pass over the lists; see the module's text. Raises ValueError for a list with a row that the table
+    does not have.
 
-    ``misses``: not all empty. ``size_max``: the largest group that can be asked for. ``pairs_max``: ids that are kept, about
-    (BYTES_PER_PAIR each).
+    ``misses``: not all empty. ``size_max``: the largest group that can be asked for. ``pairs_max``: ids that
+    are kept, about (BYTES_PER_PAIR each).
     """
 
     def __init__(self, misses: RowLists, table_rows: int, seed: int, pairs_max: int) -> None:
@@ -198,7 +209,9 @@ class Survey:
         return self._last - self._first
 
     def _bad(self, index: int) -> ValueError:
-        return ValueError(f"mini-batch {index} misses a row that the table of {self._table_rows:,} rows does not have")
+        return ValueError(
+            f"mini-batch {index} misses a row that the table of {self._table_rows:,} rows does not have"
+        )
 
     def _mark(self, index: int, bitmap: NDArray[np.uint64]) -> None:
         if not mark_rows(self._misses[index], self._table_rows, bitmap):
@@ -218,13 +231,17 @@ class Survey:
         met = [collect_pairs(o, 0, 0, self._table_rows, bitmap, room, 0) for o in others]
         common = max(1.0, sum(met) / len(met))
         size = max(1, min(batches, GROUP_SIZE_MAX, int(pairs_max / common)))
-        wanted = min(PROBES_MAX, _sample(PROBE_IDS, misses.total) * batches / misses.total, pairs_max / (common * size))
+        wanted = min(
+            PROBES_MAX, _sample(PROBE_IDS, misses.total) * batches / misses.total, pairs_max / (common * size)
+        )
         first = max(0, min(middle - size // 2, batches - size))
         self._all = wanted >= size
         self._pairs_expected = int(1.2 * max(1, int(wanted)) * common * size) + (1 << 16)
         return first, first + size, spread(misses.offsets, first, first + size, max(1, int(wanted)))
 
-    def _collect(self, drawn: NDArray[np.uint64], bitmap: NDArray[np.uint64], share: float) -> NDArray[np.uint64]:
+    def _collect(
+        self, drawn: NDArray[np.uint64], bitmap: NDArray[np.uint64], share: float
+    ) -> NDArray[np.uint64]:
         self._index_bits = max(1, (len(self._misses) - 1).bit_length())
         pairs, known = np.empty(int(self._misses.total * share) + self._pairs_expected, np.uint64), 0
         for index in range(len(self._misses)):
@@ -241,7 +258,11 @@ class Survey:
         spare, bits = np.empty(len(pairs), np.uint64), self._index_bits
         if radix_sort(pairs, spare, bits, bits + max(1, (self._table_rows - 1).bit_length())):
             pairs, spare = spare, pairs
-        rows, starts, members = spare.view(np.int64), np.empty(len(pairs) + 1, np.int64), np.empty(len(pairs), np.int32)
+        rows, starts, members = (
+            spare.view(np.int64),
+            np.empty(len(pairs) + 1, np.int64),
+            np.empty(len(pairs), np.int32),
+        )
         found = index_pairs(pairs, bits, rows, starts, members)
         return Lists(rows[:found], starts[: found + 1], members)
 
@@ -254,16 +275,21 @@ class Survey:
         return [(index, lists.at(places[ends[k] : ends[k + 1]])) for k, index in enumerate(probes)]
 
     def counts(self, size: int) -> NDArray[np.float64]:
-        """How many rows are missed c times by a group of ``size``, over all groups: float64 [size + 1], scaled to all ids."""
+        """How many rows are missed c times by a group of ``size``, over all groups: float64 [size + 1],
+        scaled to all ids."""
         counts = np.zeros(size + 1, np.int64)
         count_groups(
-            self._drawn.starts, self._drawn.members, np.arange(len(self._misses), dtype=np.int32) // size, counts
+            self._drawn.starts,
+            self._drawn.members,
+            np.arange(len(self._misses), dtype=np.int32) // size,
+            counts,
         )
         ids = float(counts @ np.arange(size + 1))
         return counts.astype(np.float64) * (self._misses.total / max(ids, 1.0))
 
     def largest_group(self, rows_max: int) -> int:
-        """The largest group that has at most ``rows_max`` distinct rows, about, with a fifth to spare; 1 at least."""
+        """The largest group that has at most ``rows_max`` distinct rows, about, with a fifth to spare; 1 at
+        least."""
 
         def rows(size: int) -> float:
             return 1.2 * float(self.counts(size)[1:].sum()) / max(1.0, len(self._misses) / size)

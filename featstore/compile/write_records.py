@@ -23,7 +23,8 @@ from featstore.storage.table_writer import (
 def new_table(
     catalogue: Catalogue, base: str, rows: int, row_shape: tuple[int, ...], dtype: np.dtype[Any]
 ) -> TableEntry:
-    """The entry of a table in the directory ``base`` (below the store), in the order given; all of it is written but rows and checksums."""
+    """The entry of a table in the directory ``base`` (below the store), in the order given; all of it is
+    written but rows and checksums."""
     for directory in ("rows", "page_checksums"):
         catalogue.directory(f"{base}/{directory}")
     catalogue.write(f"{base}/zarr.json", zarr_group_json())
@@ -31,8 +32,9 @@ def new_table(
     layout = TableLayout.choose(rows, row_bytes)
     offsets = write_array(catalogue, f"{base}/partition_offsets", np.array([0, rows]))
     entry = TableEntry(
-        path=f"{base}/rows", rows=rows, row_shape=list(row_shape), dtype=dtype_name(dtype), row_bytes=row_bytes,
-        rows_per_chunk=layout.rows_per_chunk, page_checksums=ArrayEntry(f"{base}/page_checksums", [layout.pages], "uint32"),
+        path=f"{base}/rows", rows=rows, row_shape=list(row_shape), dtype=dtype_name(dtype),
+        row_bytes=row_bytes, rows_per_chunk=layout.rows_per_chunk,
+        page_checksums=ArrayEntry(f"{base}/page_checksums", [layout.pages], "uint32"),
         order=OrderEntry("given", {}, offsets), statistics={},
     )  # fmt: skip
     write_rows_metadata(catalogue, entry, dtype)

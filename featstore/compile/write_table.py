@@ -1,7 +1,8 @@
-"""Packing the rows of one table: every segment in batched passes over the base table, then the shared regions into their order.
+"""Packing the rows of one table: every segment in batched passes over the base table, then the shared regions
+into their order.
 
-Rows of shared regions lie in another order than the base table's: they go through a spill file that is cut into buckets, each of which fits
-in memory and is brought into order there.
+Rows of shared regions lie in another order than the base table's: they go through a spill file that is cut
+into buckets, each of which fits in memory and is brought into order there.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ _PIECE_PAGES = 1024  # that are written at once
 
 
 def needed_bytes(row_bytes: int) -> int:
-    """The smallest budget of compiling in which rows of this size can be packed, the base table's reader included."""
+    """The smallest budget of compiling in which rows of this size can be packed, the base table's reader
+    included."""
     inner = memory = segments.needed_bytes(row_bytes)
     while memory - reader_bytes(memory) < inner:
         memory = inner + reader_bytes(memory)
@@ -49,15 +51,22 @@ def needed_bytes(row_bytes: int) -> int:
 
 
 class TablePacking:
-    """Writes what a compiled trace has of one table. ``segments``: the rows of each mini-batch's own segment, ascending, and those of each
-    group's region, in its order. ``save`` makes ``progress`` durable; ``tick(stage, bytes)`` is told what has been done."""
+    """Writes what a compiled trace has of one table. ``segments``: the rows of each mini-batch's own segment,
+    ascending, and those of each group's region, in its order. ``save`` makes ``progress`` durable;
+    ``tick(stage, bytes)`` is told what has been done."""
 
     def __init__(
         self, disk: Disk, base: OpenStore, plan: TablePlan, catalogue: Catalogue, generation: Generation,
-        segments: tuple[RowLists, RowLists], memory_bytes: int, progress: TableProgress, save: Callable[[], None],
-        tick: Callable[[str, int], None],
+        segments: tuple[RowLists, RowLists], memory_bytes: int, progress: TableProgress,
+        save: Callable[[], None], tick: Callable[[str, int], None],
     ) -> None:  # fmt: skip
-        self._disk, self._base, self._plan, self._catalogue, self._generation = disk, base, plan, catalogue, generation
+        self._disk, self._base, self._plan, self._catalogue, self._generation = (
+            disk,
+            base,
+            plan,
+            catalogue,
+            generation,
+        )
         self._packed, self._shared = segments
         self._reader_bytes = nominal_bytes(memory_bytes)
         self._memory_bytes = memory_bytes - reader_bytes(memory_bytes)
@@ -79,7 +88,11 @@ class TablePacking:
         """Write all there is to write; returns the entries, by part."""
         plan = self._plan
         rows = dict(
-            zip(PARTS, (self._packed.total, self._shared.total, len(plan.start), len(plan.device)), strict=True)
+            zip(
+                PARTS,
+                (self._packed.total, self._shared.total, len(plan.start), len(plan.device)),
+                strict=True,
+            )
         )
         base = f"{self._generation.name}/tables/{plan.table.name}"
         entries = {
@@ -122,7 +135,9 @@ class TablePacking:
                 routes.append(Route(self._packed, self._packed.offsets[:-1], self._target(entries["packed"])))
             for part, rows in (("resident", self._plan.start), ("device", self._plan.device)):
                 if len(rows):
-                    routes.append(Route(self._alone(part, rows), np.zeros(1, np.int64), self._target(entries[part])))
+                    routes.append(
+                        Route(self._alone(part, rows), np.zeros(1, np.int64), self._target(entries[part]))
+                    )
             if self._shared.total:
                 routes.append(Route(self._buckets.lists(), self._buckets.first_rows(), self._spill()))
             if routes:
@@ -142,7 +157,9 @@ class TablePacking:
         packing = plan_packing(routes, self._row_bytes, self._memory_bytes)
         for earlier in packing.episodes[: progress.episode]:
             for r, i in earlier:
-                segment_of(routes, r, i).resume(int(routes[r].rows.lengths()[i]), lambda: aligned_buffer(PAGE_BYTES))
+                segment_of(routes, r, i).resume(
+                    int(routes[r].rows.lengths()[i]), lambda: aligned_buffer(PAGE_BYTES)
+                )
 
         def save(slab: int) -> None:
             progress.slab = slab
@@ -156,8 +173,8 @@ class TablePacking:
                 self._save()
 
     def _order_shared(self, entry: TableEntry, spill: Target) -> None:
-        """Bring the spilled rows into the order of the regions, bucket by bucket: one is read and put in order while the one before it
-        is written."""
+        """Bring the spilled rows into the order of the regions, bucket by bucket: one is read and put in
+        order while the one before it is written."""
         row_bytes, largest = self._row_bytes, min(self._buckets.rows_each, entry.rows)
         (spilled,) = page_buffers(1, spill.pages_bytes(largest))
         ordered = [_Ordered(one) for one in page_buffers(2, spill.pages_bytes(largest))]
@@ -206,7 +223,8 @@ class _Ordered:
 
 
 def bucket_rows(table_rows: int, row_bytes: int, memory_bytes: int) -> int:
-    """Rows of a bucket: as many as a quarter of the memory takes, and as keys of row and place in the bucket have bits for."""
+    """Rows of a bucket: as many as a quarter of the memory takes, and as keys of row and place in the bucket
+    have bits for."""
     places_max = 1 << min(32, 64 - max(1, (table_rows - 1).bit_length()))
     return max(1, min(places_max, memory_bytes // 4 // (row_bytes + 24)))
 
@@ -224,7 +242,10 @@ class _Buckets:
 
     def _cut(self) -> Iterator[tuple[int, NDArray[np.int64]]]:
         for first in range(0, self._shared.total, self.rows_each):
-            yield first, self._shared.part(first, min(first + self.rows_each, self._shared.total)).astype(np.int64)
+            yield (
+                first,
+                self._shared.part(first, min(first + self.rows_each, self._shared.total)).astype(np.int64),
+            )
 
     def first_rows(self) -> NDArray[np.int64]:
         return np.arange(0, self._shared.total, self.rows_each, dtype=np.int64)

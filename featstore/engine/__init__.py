@@ -29,7 +29,8 @@ class EngineChoice:
 def choose(wanted: str = "auto") -> EngineChoice:
     """The engine to use: ``wanted``, or with ``"auto"`` io_uring where it works and else threads.
 
-    Raises ArgumentError, a ValueError, for an unknown name and EngineError, an OSError, where the engine asked for cannot work here.
+    Raises ArgumentError, a ValueError, for an unknown name and EngineError, an OSError, where the engine
+    asked for cannot work here.
     """
     as_choice(wanted, "engine", ("auto", *ENGINES))
     if wanted in ("threads", "mmap"):
@@ -41,7 +42,8 @@ def choose(wanted: str = "auto") -> EngineChoice:
     except OSError as error:
         if wanted == "uring":
             raise EngineError(
-                f"the engine 'uring' cannot be used: {error.strerror or error}; ask for 'threads', or 'auto' for what works here"
+                f"the engine 'uring' cannot be used: {error.strerror or error}; ask for 'threads', or "
+                "'auto' for what works here"
             ) from error
         return EngineChoice("threads", f"io_uring cannot be used: {error.strerror or error}")
     return EngineChoice("uring", "asked for" if wanted == "uring" else "io_uring works here")
@@ -55,4 +57,6 @@ def make(name: EngineName, queue_depth: int, staging_bytes: int, extent_bytes_ma
         return UringEngine(queue_depth, staging_bytes, extent_bytes_max)
     from featstore.engine.pool import MappedEngine, ThreadsEngine
 
-    return (ThreadsEngine if name == "threads" else MappedEngine)(queue_depth, staging_bytes, extent_bytes_max)
+    return (ThreadsEngine if name == "threads" else MappedEngine)(
+        queue_depth, staging_bytes, extent_bytes_max
+    )

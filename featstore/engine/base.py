@@ -1,4 +1,5 @@
-"""The engine's contract: take lanes, read their extents, verify, deliver, call back. Every engine passes the same tests."""
+"""The engine's contract: take lanes, read their extents, verify, deliver, call back. Every engine passes the
+same tests."""
 
 from __future__ import annotations
 
@@ -18,8 +19,8 @@ from featstore.units import PAGE_BYTES
 class Engine(ABC):
     """Performs planned reads. Belongs to one process; :meth:`start` may be called from any thread of it.
 
-    ``queue_depth`` is the largest number of reads under way, ``staging_bytes`` the memory for pages on their way, of which a
-    single read takes up to ``extent_bytes_max``.
+    ``queue_depth`` is the largest number of reads under way, ``staging_bytes`` the memory for pages on their
+    way, of which a single read takes up to ``extent_bytes_max``.
     """
 
     name: ClassVar[str]
@@ -34,13 +35,14 @@ class Engine(ABC):
         """Raise ValueError for a lane whose extents the engine has no room for (a mistake in planning)."""
         if lane.extent_pages_max * PAGE_BYTES > self.extent_bytes_max:
             raise ArgumentError(
-                f"an extent of {lane.extent_pages_max} pages does not fit {self.extent_bytes_max} bytes of staging"
+                f"an extent of {lane.extent_pages_max} pages does not fit {self.extent_bytes_max} "
+                "bytes of staging"
             )
 
     @abstractmethod
     def start(self, lane: Lane) -> None:
-        """Begin a lane; returns at once. ``lane.on_done(lane)`` is called from a thread of the engine when every read it
-        started has ended, well or not; ``lane.error()`` then tells which."""
+        """Begin a lane; returns at once. ``lane.on_done(lane)`` is called from a thread of the engine when
+        every read it started has ended, well or not; ``lane.error()`` then tells which."""
 
     @abstractmethod
     def counters(self) -> NDArray[np.int64]:

@@ -1,4 +1,5 @@
-"""What an engine counts while it reads: an int64 vector that kernels add to, one for each thread that reads."""
+"""What an engine counts while it reads: an int64 vector that kernels add to, one for each thread that
+reads."""
 
 from __future__ import annotations
 

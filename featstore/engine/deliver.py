@@ -1,7 +1,9 @@
-"""What every engine does with pages that have arrived: verify them, then copy their rows to where they are wanted.
+"""What every engine does with pages that have arrived: verify them, then copy their rows to where they are
+wanted.
 
-:func:`deliver` runs inside the engines' kernels, on addresses. A row may lie across pages; each page that holds a byte of a
-wanted row is verified once per read, pages that were read only to bridge a gap are not looked at.
+:func:`deliver` runs inside the engines' kernels, on addresses. A row may lie across pages; each page that
+holds a byte of a wanted row is verified once per read, pages that were read only to bridge a gap are not
+looked at.
 """
 
 from __future__ import annotations
@@ -91,7 +93,9 @@ def _verify(lane: Any, extent_page: Any, first: Any, last: Any, data: Any) -> An
 
 
 @njit(nogil=True)
-def _deliver_span(lane: Any, extent: Any, extent_page: Any, data: Any, clock: Any, scratch: Any, counters: Any) -> Any:
+def _deliver_span(
+    lane: Any, extent: Any, extent_page: Any, data: Any, clock: Any, scratch: Any, counters: Any
+) -> Any:
     """Verify and copy the one span of bytes that is wanted of an extent."""
     span = load_i64(lane + _SPANS) + 24 * extent
     begin, end, to = load_i64(span), load_i64(span + 8), load_i64(span + 16)
@@ -124,8 +128,8 @@ def _scatter(lane: Any, extent_page: Any, first: Any, last: Any, data: Any) -> N
 def deliver(lane: Any, extent: Any, data: Any, clock: Any, scratch: Any, counters: Any) -> Any:
     """Verify the pages of one extent, which lie at ``data``, and copy its rows out.
 
-    The counters grow by the nanoseconds spent verifying and copying. Returns False after an error, which is then noted
-    in the lane.
+    The counters grow by the nanoseconds spent verifying and copying. Returns False after an error, which is
+    then noted in the lane.
     """
     extent_page = load_i64(load_i64(lane + _EXTENT_PAGE) + 8 * extent)
     if load_i64(lane + _SPANS) != 0:

@@ -1,7 +1,8 @@
-"""The open chunk files of one table, as an engine wants them: direct descriptors, buffered descriptors, or mappings.
+"""The open chunk files of one table, as an engine wants them: direct descriptors, buffered descriptors, or
+mappings.
 
-Opening checks what the manifest says (a regular file, not a link, of the right size). Direct I/O is tried with a real read
-and given up, with the reason kept for people to see, where the file system refuses it.
+Opening checks what the manifest says (a regular file, not a link, of the right size). Direct I/O is tried
+with a real read and given up, with the reason kept for people to see, where the file system refuses it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ Access = Literal["direct", "buffered", "mapped"]
 class TableFiles:
     """The chunk files of a table, open. ``handles`` is int64 [files]: descriptors, or addresses of mappings.
 
-    ``checksums`` is uint32 [pages], or None where reads are not verified. Close it when no lane uses it any more.
+    ``checksums`` is uint32 [pages], or None where reads are not verified. Close it when no lane uses it any
+    more.
     """
 
     def __init__(
@@ -71,12 +73,15 @@ class TableFiles:
                 self.handles[k] = descriptor
 
     def check_sizes(self) -> None:
-        """Raise CorruptionError where a file has been cut since it was opened (a mapping would die with SIGBUS)."""
+        """Raise CorruptionError where a file has been cut since it was opened (a mapping would die with
+        SIGBUS)."""
         for path, descriptor in zip(self.paths, self._descriptors, strict=True):
             with asking(path, "look at"):
                 size = os.fstat(descriptor).st_size
             if size != self.layout.chunk_bytes:
-                raise CorruptionError(path, None, f"a file of {self.layout.chunk_bytes:,} bytes", f"{size:,} bytes")
+                raise CorruptionError(
+                    path, None, f"a file of {self.layout.chunk_bytes:,} bytes", f"{size:,} bytes"
+                )
 
     def close(self) -> None:
         """Give the descriptors and mappings back. May be called more than once."""

@@ -1,10 +1,11 @@
 """A lane: one planned batch of reads on its way through an engine.
 
-A lane is a row of int64 fields that kernels read and write through its address: how many extents there are, which is next,
-how many are done, where the sorted row keys, the destination and the page checksums lie. Kernels take lanes of any table,
-dtype and row size, several at a time, so the queue of a device stays full from one request to the next. What of an extent
-is wanted is said by row keys, or, where runs of rows are read whole, by one span of bytes. The Python object
-keeps the arrays behind the addresses alive and carries the completion callback.
+A lane is a row of int64 fields that kernels read and write through its address: how many extents there are,
+which is next, how many are done, where the sorted row keys, the destination and the page checksums lie.
+Kernels take lanes of any table, dtype and row size, several at a time, so the queue of a device stays full
+from one request to the next. What of an extent is wanted is said by row keys, or, where runs of rows are read
+whole, by one span of bytes. The Python object keeps the arrays behind the addresses alive and carries the
+completion callback.
 """
 
 from __future__ import annotations
@@ -104,7 +105,10 @@ class Lane:
         path, offset = self.files.paths[file], page * PAGE_BYTES
         if code == ERROR_CORRUPT:
             return CorruptionError(
-                path, offset, f"checksum {int(f[ERROR_EXPECTED]):08x} of the 4 KiB page", f"{int(f[ERROR_ACTUAL]):08x}"
+                path,
+                offset,
+                f"checksum {int(f[ERROR_EXPECTED]):08x} of the 4 KiB page",
+                f"{int(f[ERROR_ACTUAL]):08x}",
             )
         if code == ERROR_TRUNCATED:
             return CorruptionError(

@@ -1,13 +1,15 @@
 """Engines on plain threads: ``preadv``-style reads, and memory mappings.
 
-Each of a fixed number of threads runs one GIL-free kernel that takes the lane's next extent with an atomic addition, reads
-it into the thread's own staging, verifies and delivers it, until the lane is exhausted. When a thread finds no more extents
-in one lane it takes the next lane from the queue, so the device stays busy between requests. The threads engine works
-wherever Linux does and is the fallback for io_uring; its system calls are ``pread`` (``preadv`` of one buffer).
+Each of a fixed number of threads runs one GIL-free kernel that takes the lane's next extent with an atomic
+addition, reads it into the thread's own staging, verifies and delivers it, until the lane is exhausted. When
+a thread finds no more extents in one lane it takes the next lane from the queue, so the device stays busy
+between requests. The threads engine works wherever Linux does and is the fallback for io_uring; its system
+calls are ``pread`` (``preadv`` of one buffer).
 
-The mapped engine delivers straight from the page cache through ``mmap``. It needs no staging and is the fastest when the
-whole table is warm in memory; cold, every page is a fault. A device error or a file truncated *during* a read raises
-SIGBUS, which ends the process: sizes are checked before each lane, but the race remains. Prefer the other engines.
+The mapped engine delivers straight from the page cache through ``mmap``. It needs no staging and is the
+fastest when the whole table is warm in memory; cold, every page is a fault. A device error or a file
+truncated *during* a read raises SIGBUS, which ends the process: sizes are checked before each lane, but the
+race remains. Prefer the other engines.
 """
 
 from __future__ import annotations
@@ -52,7 +54,14 @@ _ERRNO = function_address(libc(), "__errno_location")
 
 @njit(nogil=True)
 def _pread_extent(
-    pread: Any, errno_location: Any, handle: Any, staging: Any, wanted: Any, expected: Any, offset: Any, counters: Any
+    pread: Any,
+    errno_location: Any,
+    handle: Any,
+    staging: Any,
+    wanted: Any,
+    expected: Any,
+    offset: Any,
+    counters: Any,
 ) -> Any:
     """Read an extent whole. Returns bytes read (short only at the end of the file), or a negative errno."""
     got = np.int64(0)
@@ -106,7 +115,9 @@ def _work(
             data = handle + offset
         else:
             data = staging
-            got = _pread_extent(pread, errno_location, handle, staging, pages * PAGE_BYTES, expected, offset, counters)
+            got = _pread_extent(
+                pread, errno_location, handle, staging, pages * PAGE_BYTES, expected, offset, counters
+            )
             if got < 0:
                 report_error(lane, got, page, 0, 0)
                 return

@@ -17,31 +17,34 @@ if TYPE_CHECKING:
 
 
 class Request:
-    """Rows on their way. ``result()`` waits for them; ``done()``, ``cancel()`` and ``await request`` are what they are
-    for :class:`concurrent.futures.Future`.
+    """Rows on their way. ``result()`` waits for them; ``done()``, ``cancel()`` and ``await request`` are what
+    they are for :class:`concurrent.futures.Future`.
 
-    Until it is done, a request's ``out`` belongs to it. After ``cancel()`` the request is done when its reads under way
-    have ended; ``out`` then holds some rows and not others.
+    Until it is done, a request's ``out`` belongs to it. After ``cancel()`` the request is done when its reads
+    under way have ended; ``out`` then holds some rows and not others.
 
-    A request belongs to the process that made it: in a forked child, one that was not done before the fork has failed with
-    ClosedError.
+    A request belongs to the process that made it: in a forked child, one that was not done before the fork
+    has failed with ClosedError.
     """
 
     def __init__(self, finish: Callable[[], Any]) -> None:
         self._future: Future[Any] = Future()
-        self._future.set_running_or_notify_cancel()  # only close_piece ends it: reads under way still write into the rows
+        # only close_piece ends it: reads under way still write into the rows
+        self._future.set_running_or_notify_cancel()
         self._pid = os.getpid()
         self._finish = finish  # makes the result of the filled arrays
         self._lock = threading.Lock()
-        self._begun = False  # whether planning has begun, after which only the request's own pieces may end it
+        # whether planning has begun, after which only the request's own pieces may end it
+        self._begun = False
         self._open = 1  # pieces under way, and one for the planning
         self._lanes: set[Lane] = set()
         self._error: BaseException | None = None
         self._cancelled = False
 
     def result(self, timeout: float | None = None) -> Any:
-        """The rows. Raises what went wrong; WaitTimeoutError, a TimeoutError, after ``timeout`` seconds; CancelledError after a
-        cancel; ClosedError for rows that were on their way when this process was forked."""
+        """The rows. Raises what went wrong; WaitTimeoutError, a TimeoutError, after ``timeout`` seconds;
+        CancelledError after a cancel; ClosedError for rows that were on their way when this process was
+        forked."""
         future = self._here()
         return future.result() if timeout is None else self._within(timeout, future.result)
 
@@ -61,7 +64,9 @@ class Request:
         except TimeoutError:
             if self._future.done():
                 return wait(0)  # it came at the last moment, or this is how it ended
-            raise WaitTimeoutError(f"the rows have not come within {seconds:g} seconds; ask again, or cancel") from None
+            raise WaitTimeoutError(
+                f"the rows have not come within {seconds:g} seconds; ask again, or cancel"
+            ) from None
 
     def cancel(self) -> bool:
         """Start no more reads for this request. Returns False if it was done already."""
@@ -81,13 +86,16 @@ class Request:
         return future.done() and isinstance(future.exception(), CancelledError)
 
     def _here(self) -> Future[Any]:
-        """The future, as this process has it. After a fork nobody here will end it, and a thread of the parent may have held its lock."""
+        """The future, as this process has it. After a fork nobody here will end it, and a thread of the
+        parent may have held its lock."""
         if self._pid == os.getpid():
             return self._future
         inherited, own = self._future, Future[Any]()
         if inherited._state != "FINISHED":  # which is set last
             own.set_exception(
-                ClosedError("this request was made before a fork, by the parent process; make it in this process")
+                ClosedError(
+                    "this request was made before a fork, by the parent process; make it in this process"
+                )
             )
         elif inherited._exception is not None:
             own.set_exception(inherited._exception)
@@ -114,7 +122,8 @@ class Request:
             return True
 
     def abandon(self) -> None:
-        """The caller is leaving with an exception: cancel, and come back only when nothing writes into ``out`` any more."""
+        """The caller is leaving with an exception: cancel, and come back only when nothing writes into
+        ``out`` any more."""
         if self._here().done():
             return
         with self._lock:

@@ -1,16 +1,18 @@
 """The io_uring engine: one ring, one thread, direct I/O, and a queue that never drains while there is work.
 
-The kernel :func:`_drive` holds the whole loop: take the next extent of the oldest lane that has one, find room for it in the
-staging arena, queue the read; wait for completions; look at every result; verify, deliver, free the room; go on. There is no
-barrier between batches, and since up to ``LANES_MAX`` lanes are open at once there is none between requests either. It
-returns to Python only when a lane has ended, when a new one waits and the open ones have nothing left to start, or when the
-ring itself fails.
+The kernel :func:`_drive` holds the whole loop: take the next extent of the oldest lane that has one, find
+room for it in the staging arena, queue the read; wait for completions; look at every result; verify, deliver,
+free the room; go on. There is no barrier between batches, and since up to ``LANES_MAX`` lanes are open at
+once there is none between requests either. It returns to Python only when a lane has ended, when a new one
+waits and the open ones have nothing left to start, or when the ring itself fails.
 
-The arena is a ring buffer in pages: room is taken at the head, and given back at the tail once the oldest read has ended.
-There are more slots than reads under way, so that one slow read does not hold up the others behind it.
+The arena is a ring buffer in pages: room is taken at the head, and given back at the tail once the oldest
+read has ended. There are more slots than reads under way, so that one slow read does not hold up the others
+behind it.
 
-liburing's functions come from the PyPI wheel ``liburing``, whose shared object exports them; they are called through a table
-of addresses, each probed. Ring flags: SINGLE_ISSUER and DEFER_TASKRUN where the kernel knows them (Linux 6.1), else none.
+liburing's functions come from the PyPI wheel ``liburing``, whose shared object exports them; they are called
+through a table of addresses, each probed. Ring flags: SINGLE_ISSUER and DEFER_TASKRUN where the kernel knows
+them (Linux 6.1), else none.
 """
 
 from __future__ import annotations
@@ -103,7 +105,9 @@ class _Library:
         missing = [n for n, a in zip(_FUNCTIONS, self.functions, strict=True) if a == 0]
         missing += [name for name in _SETUP if function_address(self.handle, name) == 0]
         if missing:
-            raise OSError(f"the installed liburing lacks {', '.join(missing)}; install the version featstore asks for")
+            raise OSError(
+                f"the installed liburing lacks {', '.join(missing)}; install the version featstore asks for"
+            )
 
     def open_ring(self, entries: int) -> NDArray[np.uint8]:
         """A ring; raises OSError with the kernel's reason."""
@@ -189,7 +193,15 @@ def _stopped(lane: Any) -> Any:
 
 @njit(nogil=True)
 def _fill(
-    functions: Any, ring: Any, depth: Any, lanes: Any, state: Any, slots: Any, arena: Any, arena_pages: Any, now: Any
+    functions: Any,
+    ring: Any,
+    depth: Any,
+    lanes: Any,
+    state: Any,
+    slots: Any,
+    arena: Any,
+    arena_pages: Any,
+    now: Any,
 ) -> Any:
     """Start reads until the queue, the arena or the work is exhausted. Returns whether work is left."""
     for i in range(lanes.shape[0]):
@@ -293,10 +305,11 @@ def _drive(
     scratch: int,
     counters: NDArray[np.int64],
 ) -> int:
-    """Run the ring until Python is needed: see the module's text. Returns 0, or a negative errno of the ring itself.
+    """Run the ring until Python is needed: see the module's text. Returns 0, or a negative errno of the ring
+    itself.
 
-    ``waiting`` is the address of an int64 that is not 0 while a further lane waits to be opened; ``completions`` int64
-    [depth] is scratch.
+    ``waiting`` is the address of an int64 that is not 0 while a further lane waits to be opened;
+    ``completions`` int64 [depth] is scratch.
     """
     while True:
         now = now_ns(clock, scratch)
@@ -320,9 +333,13 @@ def _drive(
         for k in range(np.int64(got)):
             # struct io_uring_cqe { u64 user_data; s32 res; u32 flags; }
             slot, result = load_i64(completions[k]), np.int64(load_i32(completions[k] + 8))
-            state[_IN_FLIGHT] -= _complete(functions, ring, slots, slot, result, arena, now, clock, scratch, counters)
+            state[_IN_FLIGHT] -= _complete(
+                functions, ring, slots, slot, result, arena, now, clock, scratch, counters
+            )
         call_void_i64_u32(functions[_CQ_ADVANCE], ring, np.uint32(got))
-        while state[_SLOT_TAIL] < state[_SLOT_HEAD] and slots[state[_SLOT_TAIL] % slots.shape[0], _S_OPEN] == 0:
+        while (
+            state[_SLOT_TAIL] < state[_SLOT_HEAD] and slots[state[_SLOT_TAIL] % slots.shape[0], _S_OPEN] == 0
+        ):
             state[_SLOT_TAIL] += 1
         if state[_SLOT_TAIL] < state[_SLOT_HEAD]:
             state[_ARENA_TAIL] = slots[state[_SLOT_TAIL] % slots.shape[0], _S_PAGE]
@@ -345,7 +362,9 @@ class UringEngine(Engine):
         self._closing = False
         self._failure: OSError | None = None
         opened = threading.Event()
-        self._thread = started(threading.Thread(target=self._run, args=(opened,), name="featstore-uring", daemon=True))
+        self._thread = started(
+            threading.Thread(target=self._run, args=(opened,), name="featstore-uring", daemon=True)
+        )
         opened.wait()
         if self._failure is not None:
             raise refusal(self._failure, "io_uring", "set up a ring (io_uring_setup) of") from self._failure
@@ -365,7 +384,9 @@ class UringEngine(Engine):
             self._loop(opened, active)
         except BaseException as error:  # whoever waits, for the ring or for rows, must hear of it
             self._failure = self._failure or (
-                error if isinstance(error, OSError) else OSError(errno.EIO, f"the reading thread ended: {error!r}")
+                error
+                if isinstance(error, OSError)
+                else OSError(errno.EIO, f"the reading thread ended: {error!r}")
             )
             with self._condition:
                 self._closing = True
@@ -419,11 +440,14 @@ class UringEngine(Engine):
     def _fail(self, active: list[Lane]) -> None:
         """The ring itself is broken: what is under way and all that comes after it fails with the reason.
 
-        The kernel must not run again: it would look at lanes that are gone. Reads still under way end in the arena.
+        The kernel must not run again: it would look at lanes that are gone. Reads still under way end in the
+        arena.
         """
         assert self._failure is not None
         for lane in active:
-            lane.failure = DeviceError(self._failure.errno or 5, lane.files.paths[0], None, "read through io_uring")
+            lane.failure = DeviceError(
+                self._failure.errno or 5, lane.files.paths[0], None, "read through io_uring"
+            )
             lane.on_done(lane)
         active.clear()
 
@@ -447,7 +471,8 @@ def _lane_ended(lane: Lane) -> bool:
 
 
 def _hand_over(active: list[Lane]) -> None:
-    """Call back for the lanes that have ended, and forget them: a waiting thread must not keep a caller's rows alive."""
+    """Call back for the lanes that have ended, and forget them: a waiting thread must not keep a caller's
+    rows alive."""
     for lane in [lane for lane in active if _lane_ended(lane)]:
         active.remove(lane)
         lane.on_done(lane)

@@ -24,12 +24,12 @@ def verify(
 
     Args:
         path: of the store or trace. It is not written to.
-        progress: called now and then, for a store with :class:`featstore.scrub.store.Progress`, for a trace with
-            :class:`featstore.trace.trace.TraceProgress`.
+        progress: called now and then, for a store with :class:`featstore.scrub.store.Progress`, for a trace
+            with :class:`featstore.trace.trace.TraceProgress`.
         access: ``"direct"`` to read past the page cache where the file system allows it, or ``"buffered"``.
 
-    Raises as :func:`featstore.scrub.store.verify` and :func:`featstore.scrub.trace.verify_trace` do where there is nothing to
-    verify against. Whatever is wrong beyond that is in the report.
+    Raises as :func:`featstore.scrub.store.verify` and :func:`featstore.scrub.trace.verify_trace` do where
+    there is nothing to verify against. Whatever is wrong beyond that is in the report.
     """
     path = as_path(path, "path")
     if is_trace(path):

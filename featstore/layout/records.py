@@ -1,8 +1,9 @@
 """Records: what to do for one mini-batch, and its graph sample.
 
-Everything about a mini-batch was decided when its trace was compiled, so a record says where each row comes from and goes to, and
-training looks nothing up. A record is one run of bytes in the table ``records`` (little-endian, normative in ``formats/v1/spec.md``):
-int64 numbers, then the arrays they announce, each from a multiple of 8 bytes on, then the sample from a multiple of 64 on.
+Everything about a mini-batch was decided when its trace was compiled, so a record says where each row comes
+from and goes to, and training looks nothing up. A record is one run of bytes in the table ``records``
+(little-endian, normative in ``formats/v1/spec.md``): int64 numbers, then the arrays they announce, each from
+a multiple of 8 bytes on, then the sample from a multiple of 64 on.
 
     for each table in turn, x being the rows of the mini-batch that pass through host memory:
     hit_place, hit_slot           from memory: x[hit_place] = slots[hit_slot]
@@ -43,8 +44,9 @@ def _no_rows() -> NDArray[np.int64]:
 
 @dataclass(frozen=True)
 class TableRecord:
-    """One table's part of a record; see the module's text. Places, slots: int32; rows: int64. ``count``: rows of the mini-batch,
-    ``host_count``: of x; ``packed_first``: the row of the packed table with which the mini-batch's run begins."""
+    """One table's part of a record; see the module's text. Places, slots: int32; rows: int64. ``count``: rows
+    of the mini-batch, ``host_count``: of x; ``packed_first``: the row of the packed table with which the
+    mini-batch's run begins."""
 
     count: int
     host_count: int
@@ -94,7 +96,8 @@ class Limits:
 
 @dataclass(frozen=True)
 class Lengths:
-    """How many rows each mini-batch's part of a record has, by where they come from: int64 [mini-batches] each."""
+    """How many rows each mini-batch's part of a record has, by where they come from: int64 [mini-batches]
+    each."""
 
     hit: NDArray[np.int64]
     packed: NDArray[np.int64]
@@ -118,7 +121,8 @@ def record_offsets(tables: list[Lengths], sample_bytes: NDArray[np.int64]) -> ND
 
 
 def encode_record(tables: list[TableRecord], sample: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """The bytes of a record, a multiple of 64 of them. ``sample``: uint8 [n], as :func:`featstore.trace.samples.encode` makes it."""
+    """The bytes of a record, a multiple of 64 of them. ``sample``: uint8 [n], as
+    :func:`featstore.trace.samples.encode` makes it."""
     head = np.zeros(_HEAD + _NUMBERS * len(tables), "<i8")
     pieces: list[tuple[int, NDArray[np.uint8]]] = [(0, head.view(np.uint8))]
     at = head.nbytes
@@ -141,8 +145,11 @@ def encode_record(tables: list[TableRecord], sample: NDArray[np.uint8]) -> NDArr
     return out
 
 
-def decode_record(data: NDArray[np.uint8], tables: int, path: Path) -> tuple[list[TableRecord], NDArray[np.uint8]]:
-    """The tables' parts of a record, and its sample: views of ``data``. Raises CorruptionError, which names ``path``."""
+def decode_record(
+    data: NDArray[np.uint8], tables: int, path: Path
+) -> tuple[list[TableRecord], NDArray[np.uint8]]:
+    """The tables' parts of a record, and its sample: views of ``data``. Raises CorruptionError, which names
+    ``path``."""
     size = 8 * (_HEAD + _NUMBERS * tables)
     if len(data) < size:
         raise _bad(path, f"{len(data)} bytes, too few for one of {tables} tables")
@@ -161,25 +168,28 @@ def decode_record(data: NDArray[np.uint8], tables: int, path: Path) -> tuple[lis
         parts.append(TableRecord(*numbers[:3], *arrays))
     begin, length = int(head[1]), int(head[2])
     if head[0] != len(data) or not at <= begin <= begin + length <= len(data):
-        raise _bad(path, f"{int(head[0])} bytes with a sample at {begin} of {length} bytes, in {len(data)} bytes")
+        raise _bad(
+            path, f"{int(head[0])} bytes with a sample at {begin} of {length} bytes, in {len(data)} bytes"
+        )
     return parts, data[begin : begin + length]
 
 
 def check_record(record: TableRecord, limits: Limits, path: Path) -> None:
-    """Raise CorruptionError unless every index of a record stays inside what it points into, every row is filled once, and no slot
-    takes two rows."""
+    """Raise CorruptionError unless every index of a record stays inside what it points into, every row is
+    filled once, and no slot takes two rows."""
     r = record
     if not 0 <= r.host_count <= r.count:
         raise _bad(path, f"{r.host_count} of {r.count} rows through host memory")
     for values, limit in (
-        (r.hit_slot, limits.slots), (r.admit_slot, limits.slots), (r.shared_row, limits.shared_rows), (r.base_row, limits.base_rows),
-        (r.admit_place, r.host_count), (r.copy_from, r.host_count), (r.device_slot, limits.device_slots),
+        (r.hit_slot, limits.slots), (r.admit_slot, limits.slots), (r.shared_row, limits.shared_rows),
+        (r.base_row, limits.base_rows), (r.admit_place, r.host_count), (r.copy_from, r.host_count),
+        (r.device_slot, limits.device_slots),
     ):  # fmt: skip
         if len(values) and (values.min() < 0 or values.max() >= limit):
             raise _bad(path, f"an index of {values.min()} to {values.max()} into {limit}")
     for one, other in (
-        (r.hit_place, r.hit_slot), (r.shared_place, r.shared_row), (r.base_place, r.base_row), (r.copy_place, r.copy_from),
-        (r.admit_place, r.admit_slot), (r.device_place, r.device_slot),
+        (r.hit_place, r.hit_slot), (r.shared_place, r.shared_row), (r.base_place, r.base_row),
+        (r.copy_place, r.copy_from), (r.admit_place, r.admit_slot), (r.device_place, r.device_slot),
     ):  # fmt: skip
         if len(one) != len(other):
             raise _bad(path, f"{len(one)} places for {len(other)} rows")
@@ -209,4 +219,6 @@ def _check_once(parts: list[NDArray[np.int32]], count: int, path: Path) -> None:
 
 
 def _bad(path: Path, what: str) -> CorruptionError:
-    return CorruptionError(path, None, "the record of a mini-batch", what, "pack the trace anew with --overwrite")
+    return CorruptionError(
+        path, None, "the record of a mini-batch", what, "pack the trace anew with --overwrite"
+    )

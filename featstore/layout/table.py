@@ -1,9 +1,10 @@
 """The base table's layout: rows one after the other, cut into chunk files of whole pages.
 
-A table of R rows of ``row_bytes`` each is a zarr v3 array whose chunks are runs of ``rows_per_chunk`` rows. A table of several
-chunks has ``rows_per_chunk * row_bytes`` a multiple of 4 KiB, so that all chunk files laid end to end are one address space
-in which row r starts at byte ``r * row_bytes`` and page p at ``p * 4096``: planning needs a multiplication and a shift, and
-only opening a read needs to know where files end. No row lies in two files. A table of one chunk has exactly its rows.
+A table of R rows of ``row_bytes`` each is a zarr v3 array whose chunks are runs of ``rows_per_chunk`` rows. A
+table of several chunks has ``rows_per_chunk * row_bytes`` a multiple of 4 KiB, so that all chunk files laid
+end to end are one address space in which row r starts at byte ``r * row_bytes`` and page p at ``p * 4096``:
+planning needs a multiplication and a shift, and only opening a read needs to know where files end. No row
+lies in two files. A table of one chunk has exactly its rows.
 """
 
 from __future__ import annotations
@@ -33,13 +34,14 @@ class TableLayout:
             raise ArgumentError(f"impossible table layout: {self}")
         if self.chunks > 1 and self.rows_per_chunk * self.row_bytes % PAGE_BYTES:
             raise ArgumentError(
-                f"impossible table layout: {self.chunks} chunks of {self.rows_per_chunk} rows of {self.row_bytes} bytes "
-                f"are not whole pages of {PAGE_BYTES} bytes"
+                f"impossible table layout: {self.chunks} chunks of {self.rows_per_chunk} rows of "
+                f"{self.row_bytes} bytes are not whole pages of {PAGE_BYTES} bytes"
             )
 
     @classmethod
     def choose(cls, rows: int, row_bytes: int, chunk_bytes: int | None = None) -> TableLayout:
-        """The layout a pack uses: chunks of about ``chunk_bytes`` (CHUNK_BYTES), the last one as full as the others allow."""
+        """The layout a pack uses: chunks of about ``chunk_bytes`` (CHUNK_BYTES), the last one as full as the
+        others allow."""
         chunk_bytes = CHUNK_BYTES if chunk_bytes is None else chunk_bytes
         step = PAGE_BYTES // math.gcd(row_bytes, PAGE_BYTES)  # rows in the smallest run of whole pages
         wanted = max(1, min(CHUNKS_MAX, round(rows * row_bytes / chunk_bytes)))

@@ -1,13 +1,13 @@
 """The loader: mini-batches of a compiled trace, with their rows, one after the other.
 
-A thread of its own goes ahead of the training loop: it reads a mini-batch's record, starts the reads that bring its rows straight to
-their places, copies what is in memory beside them, puts what stays into its slot, and hands over. While one mini-batch is assembled the
-reads of the next are under way, as far as memory allows: at most ``depth`` mini-batches exist at once, the one that the loop works on
-among them.
+A thread of its own goes ahead of the training loop: it reads a mini-batch's record, starts the reads that
+bring its rows straight to their places, copies what is in memory beside them, puts what stays into its slot,
+and hands over. While one mini-batch is assembled the reads of the next are under way, as far as memory
+allows: at most ``depth`` mini-batches exist at once, the one that the loop works on among them.
 
-Slots are given away in the order of the mini-batches, so a schedule by next use holds for that order alone; a fixed set may be gone through
-in any. A round ends where it began: the rows that were in memory at first are there again, in other slots, which a map turns
-round, or they are read again.
+Slots are given away in the order of the mini-batches, so a schedule by next use holds for that order alone; a
+fixed set may be gone through in any. A round ends where it began: the rows that were in memory at first are
+there again, in other slots, which a map turns round, or they are read again.
 """
 
 from __future__ import annotations
@@ -56,13 +56,18 @@ def move_rows(
             ahead = source + np.int64(source_rows[i + _AHEAD]) * row_bytes
             for line in range(0, lines, 64):
                 prefetch(ahead + line)
-        memcpy(target + np.int64(target_rows[i]) * row_bytes, source + np.int64(source_rows[i]) * row_bytes, row_bytes)
+        memcpy(
+            target + np.int64(target_rows[i]) * row_bytes,
+            source + np.int64(source_rows[i]) * row_bytes,
+            row_bytes,
+        )
 
 
 @dataclass(frozen=True)
 class CompiledBatch:
-    """A mini-batch whose graph sample is no PyG object. ``x``: rows of its nodes, in the order of the trace's ids, an array or
-    tensor, or a dict of them by table where there are several. ``sample``: what was recorded. ``index``: its number in the trace."""
+    """A mini-batch whose graph sample is no PyG object. ``x``: rows of its nodes, in the order of the trace's
+    ids, an array or tensor, or a dict of them by table where there are several. ``sample``: what was
+    recorded. ``index``: its number in the trace."""
 
     index: int
     x: Any
@@ -82,18 +87,21 @@ class _Ahead:
 
 
 class CompiledLoader(WalkingLoader):
-    """Iterates over a compiled trace's mini-batches; made by :meth:`featstore.loaders.compiled_trace.CompiledTrace.loader`. A context
-    manager.
+    """Iterates over a compiled trace's mini-batches; made by
+    :meth:`featstore.loaders.compiled_trace.CompiledTrace.loader`. A context manager.
 
-    Each iteration is a round over all of them; iterating again begins the next round. Break off in the middle, and the next
-    iteration begins a new round. There is one iteration at a time: a new one ends the one before. A loader belongs to the process that
-    made it; the compiled trace may be forked and pickled.
+    Each iteration is a round over all of them; iterating again begins the next round. Break off in the
+    middle, and the next iteration begins a new round. There is one iteration at a time: a new one ends the
+    one before. A loader belongs to the process that made it; the compiled trace may be forked and pickled.
 
     Args:
         compiled: the compiled trace.
-        memory: the loader's budget; by default what it was compiled for. Raises BudgetError where that is too small.
-        order: numbers of mini-batches, in the order to go through them (a fixed residency alone allows one); None: as recorded.
-        device: where tensors go; None for host memory, which will not do where the trace was compiled with ``device_memory``.
+        memory: the loader's budget; by default what it was compiled for. Raises BudgetError where that is too
+            small.
+        order: numbers of mini-batches, in the order to go through them (a fixed residency alone allows one);
+            None: as recorded.
+        device: where tensors go; None for host memory, which will not do where the trace was compiled with
+            ``device_memory``.
         tensors: hand out torch tensors; by default where there is a device, or the samples are PyG objects.
         engine, queue_depth, verify: as for :class:`featstore.reader.reader.Reader`.
     """
@@ -101,12 +109,14 @@ class CompiledLoader(WalkingLoader):
     report_stages: CompiledStages
 
     def __init__(
-        self, compiled: CompiledTrace, *, memory: int | str | None = None, order: Sequence[int] | None = None, device: Any = None,
-        tensors: bool | None = None, **reader: Any,
+        self, compiled: CompiledTrace, *, memory: int | str | None = None, order: Sequence[int] | None = None,
+        device: Any = None, tensors: bool | None = None, **reader: Any,
     ) -> None:  # fmt: skip
         super().__init__(CompiledStages())
         if not hasattr(compiled, "pack"):
-            raise ArgumentError(f"compiled must be a compiled trace (store.compiled), not {args.shown(compiled)}")
+            raise ArgumentError(
+                f"compiled must be a compiled trace (store.compiled), not {args.shown(compiled)}"
+            )
         check_loader_options(
             CompiledLoader, {"memory": memory, "order": order, "device": device, "tensors": tensors, **reader}
         )
@@ -119,7 +129,9 @@ class CompiledLoader(WalkingLoader):
         needed = compiled.needed_bytes(2)
         if needed > self._memory_bytes:
             raise BudgetError(
-                needed, self._memory_bytes, "hold this compiled trace's slots, two mini-batches and its readers"
+                needed,
+                self._memory_bytes,
+                "hold this compiled trace's slots, two mini-batches and its readers",
             )
         check_machine(needed, "hold this compiled trace's slots, two mini-batches and its readers")
         self.depth = 3 if compiled.needed_bytes(3) <= self._memory_bytes else 2
@@ -127,7 +139,8 @@ class CompiledLoader(WalkingLoader):
         self._limits = [compiled.limits(name) for name, _ in self._tables]
         if device is None and any(limit.device_slots for limit in self._limits):
             raise SourceError(
-                "this trace was compiled with rows on a device: give device= ('cpu' keeps them in host memory)"
+                "this trace was compiled with rows on a device: give device= ('cpu' keeps them in host "
+                "memory)"
             )
         self._pack, self._base = compiled.open_readers(reader)
         try:
@@ -135,7 +148,9 @@ class CompiledLoader(WalkingLoader):
                 empty_rows(limit.slots, compiled.row_bytes(n))
                 for (n, _), limit in zip(self._tables, self._limits, strict=True)
             ]
-            self._outputs = [Outputs(t.batch_rows_max * compiled.row_bytes(n), self.depth) for n, t in self._tables]
+            self._outputs = [
+                Outputs(t.batch_rows_max * compiled.row_bytes(n), self.depth) for n, t in self._tables
+            ]
             self._turns = [compiled.turn(name) for name, _ in self._tables]
             self._cache = None if device is None else _DeviceRows(self, device)
             self._offsets = compiled.offsets()
@@ -152,8 +167,8 @@ class CompiledLoader(WalkingLoader):
             return None
         if self.compiled.entry.residency != "fixed":
             raise SourceError(
-                "this trace was compiled with a schedule by next use, which holds for its own order: give no order, or compile it "
-                "with residency='fixed'"
+                "this trace was compiled with a schedule by next use, which holds for its own order: "
+                "give no order, or compile it with residency='fixed'"
             )
         found = as_integers(order, "order must be numbers of mini-batches", ArgumentError)
         count = self.compiled.entry.batches
@@ -193,7 +208,9 @@ class CompiledLoader(WalkingLoader):
             if len(lost):
                 out = self._rows(number, self._slots[number])
                 self._pack.submit(
-                    {table.resident: lost}, out={table.resident: out}, at={table.resident: self._maps[number][lost]}
+                    {table.resident: lost},
+                    out={table.resident: out},
+                    at={table.resident: self._maps[number][lost]},
                 ).result()
 
     # Iterating.
@@ -229,17 +246,20 @@ class CompiledLoader(WalkingLoader):
         self._load_resident()
 
     def report(self) -> LoaderReport:
-        """Per stage the time busy and waiting, bytes by where they came from, forecast against measurement."""
+        """Per stage the time busy and waiting, bytes by where they came from, forecast against
+        measurement."""
         return self._report or self._measured()
 
     # Resuming.
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loader is: the mini-batches handed out so far of which round, small enough for a checkpoint."""
+        """Where the loader is: the mini-batches handed out so far of which round, small enough for a
+        checkpoint."""
         return {"compiled": self.compiled.pack.uuid, "round": self._round, "next": self._next}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where ``state`` was taken: the next iteration begins with the mini-batch after the last one handed out then."""
+        """Go on where ``state`` was taken: the next iteration begins with the mini-batch after the last one
+        handed out then."""
         args.check_state(state, {"compiled": self.compiled.pack.uuid}, "this loader")
         after = args.as_count(state.get("next"), "next of the state, a mini-batch,", 0, len(self))
         number = args.as_count(state.get("round"), "round of the state", 0)
@@ -251,7 +271,8 @@ class CompiledLoader(WalkingLoader):
             self._pending = ""
 
     def _replay(self, end: int) -> None:
-        """Put into the slots what mini-batches 0 to ``end`` would have left there: of each slot its last admission."""
+        """Put into the slots what mini-batches 0 to ``end`` would have left there: of each slot its last
+        admission."""
         last = [np.full(limit.slots, -1, np.int64) for limit in self._limits]
         for index in range(end):
             for number, record in enumerate(self._record(index)[0]):
@@ -270,7 +291,12 @@ class CompiledLoader(WalkingLoader):
         out = self._rows(number, self._slots[number])
         first = record.packed_first
         for reader, source, rows, at in (
-            (self._pack, table.packed, np.arange(first, first + len(record.packed_place)), record.packed_place),
+            (
+                self._pack,
+                table.packed,
+                np.arange(first, first + len(record.packed_place)),
+                record.packed_place,
+            ),
             (self._pack, table.shared, record.shared_row, record.shared_place),
             (self._base, name, record.base_row, record.base_place),
         ):
@@ -310,7 +336,9 @@ class CompiledLoader(WalkingLoader):
             check_record(record, limits, path)
             if record.count > table.batch_rows_max:
                 advice = "pack the trace anew with --overwrite"
-                raise CorruptionError(path, None, f"at most {table.batch_rows_max} rows", f"{record.count}", advice)
+                raise CorruptionError(
+                    path, None, f"at most {table.batch_rows_max} rows", f"{record.count}", advice
+                )
         return tables, sample
 
     def _ask_rows(self, ahead: _Ahead) -> None:
@@ -325,7 +353,11 @@ class CompiledLoader(WalkingLoader):
             ahead.out.append(out)
             rows, first = self._rows(number, out), record.packed_first
             if len(record.packed_place):
-                packed[table.packed] = [np.arange(first, first + len(record.packed_place)), rows, record.packed_place]
+                packed[table.packed] = [
+                    np.arange(first, first + len(record.packed_place)),
+                    rows,
+                    record.packed_place,
+                ]
             if len(record.shared_row):
                 packed[table.shared] = [record.shared_row, rows, record.shared_place]
             if len(record.base_row):
@@ -352,7 +384,11 @@ class CompiledLoader(WalkingLoader):
         arrived = time.perf_counter()
         for number, record in enumerate(ahead.tables):
             row_bytes = self.compiled.row_bytes(self._tables[number][0])
-            out, slots, held = address_of(ahead.out[number]), address_of(self._slots[number]), self._maps[number]
+            out, slots, held = (
+                address_of(ahead.out[number]),
+                address_of(self._slots[number]),
+                self._maps[number],
+            )
             move_rows(slots, held[record.hit_slot], out, record.hit_place, row_bytes)
             move_rows(out, record.admit_place, slots, held[record.admit_slot], row_bytes)
             move_rows(out, record.copy_from, out, record.copy_place, row_bytes)
@@ -401,7 +437,10 @@ class CompiledLoader(WalkingLoader):
         self._slots, self._outputs, self._cache = [], [], None
 
     def __repr__(self) -> str:
-        return f"<CompiledLoader of {len(self)} mini-batches of {str(self.compiled.pack.path)!r}, {self.depth} at once>"
+        return (
+            f"<CompiledLoader of {len(self)} mini-batches of {str(self.compiled.pack.path)!r}, "
+            f"{self.depth} at once>"
+        )
 
 
 class _Walk(Walk):

@@ -1,4 +1,5 @@
-"""What may be said to the loader of a compiled trace, asked before a trace is recorded and compiled for it."""
+"""What may be said to the loader of a compiled trace, asked before a trace is recorded and compiled for
+it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What a loader of a compiled trace tells of itself: per stage busy and waiting time, bytes by tier, forecast and measurement."""
+"""What a loader of a compiled trace tells of itself: per stage busy and waiting time, bytes by tier, forecast
+and measurement."""
 
 from __future__ import annotations
 
@@ -14,9 +15,10 @@ _SOURCES = ("hit", "packed", "shared", "base", "copy", "device")
 
 @dataclass(frozen=True)
 class LoaderReport:
-    """Seconds by stage (``read``: at least one read of rows under way; ``assemble``, ``graph``, ``hand over``: busy; ``train``: the loop
-    is at work; waits: ``read wait``, ``room wait`` of the loader, ``wait`` of the loop), bytes of rows by where they came from, reads and
-    bytes read from disk, forecast seconds of reading."""
+    """Seconds by stage (``read``: at least one read of rows under way; ``assemble``, ``graph``,
+    ``hand over``: busy; ``train``: the loop is at work; waits: ``read wait``, ``room wait`` of the loader,
+    ``wait`` of the loop), bytes of rows by where they came from, reads and bytes read from disk, forecast
+    seconds of reading."""
 
     batches: int
     seconds: dict[str, float]
@@ -28,12 +30,15 @@ class LoaderReport:
     @property
     def slowest(self) -> str:
         """The stage that is busy longest."""
-        return max(("read", "assemble", "graph", "hand over", "train"), key=lambda s: self.seconds.get(s, 0.0))
+        return max(
+            ("read", "assemble", "graph", "hand over", "train"), key=lambda s: self.seconds.get(s, 0.0)
+        )
 
     def to_dict(self) -> dict[str, Any]:
         return {
-            "batches": self.batches, "seconds": self.seconds, "row_bytes": self.row_bytes, "bytes_read": self.bytes_read,
-            "reads": self.reads, "forecast_seconds": self.forecast_seconds, "slowest": self.slowest,
+            "batches": self.batches, "seconds": self.seconds, "row_bytes": self.row_bytes,
+            "bytes_read": self.bytes_read, "reads": self.reads, "forecast_seconds": self.forecast_seconds,
+            "slowest": self.slowest,
         }  # fmt: skip
 
 

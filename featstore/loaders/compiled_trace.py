@@ -22,10 +22,11 @@ from featstore.storage.store import OpenStore, as_store
 
 
 class CompiledTrace:
-    """A compiled trace of a store; made by :meth:`featstore.Store.compiled`. ``pack``: the store that holds it, ``entry``: what its
-    manifest says of it. Picklable.
+    """A compiled trace of a store; made by :meth:`featstore.Store.compiled`. ``pack``: the store that holds
+    it, ``entry``: what its manifest says of it. Picklable.
 
-    Raises IncompleteStoreError where there is none of that name, StaleError where the base store has changed since, FormatError.
+    Raises IncompleteStoreError where there is none of that name, StaleError where the base store has changed
+    since, FormatError.
     """
 
     def __init__(self, base: OpenStore, name: str | os.PathLike[str] = "default") -> None:
@@ -34,8 +35,9 @@ class CompiledTrace:
         if not is_there(path):
             known = sorted(p.parent.name for p in packs_directory(base).glob(f"*/{MANIFEST_NAME}"))
             raise IncompleteStoreError(
-                f"{base.path} has no compiled trace {str(name)!r}; it has {', '.join(map(repr, known)) or 'none'}: make one with "
-                "`featstore pack STORE --trace TRACE`"
+                f"{base.path} has no compiled trace {str(name)!r}; it has "
+                f"{', '.join(map(repr, known)) or 'none'}: make one with `featstore pack STORE --trace "
+                "TRACE`"
             )
         self.pack = OpenStore(path)
         try:
@@ -51,8 +53,8 @@ class CompiledTrace:
             raise FormatError(f"{path} is a store, but holds no compiled trace")
         if entry.base_uuid != base.uuid:
             raise StaleError(
-                f"{path} was compiled for the store {entry.base_uuid}, but {base.path} is {base.uuid}: compile the trace again "
-                "with --overwrite"
+                f"{path} was compiled for the store {entry.base_uuid}, but {base.path} is {base.uuid}: "
+                "compile the trace again with --overwrite"
             )
         for table, compiled in entry.tables.items():
             own = base.tables.get(table)
@@ -62,7 +64,9 @@ class CompiledTrace:
                 packed.row_shape,
                 packed.dtype,
             ):
-                raise FormatError(f"{path} holds rows of a table {table!r} that {base.path} does not have like that")
+                raise FormatError(
+                    f"{path} holds rows of a table {table!r} that {base.path} does not have like that"
+                )
         return entry
 
     @property
@@ -72,7 +76,8 @@ class CompiledTrace:
 
     @property
     def forecast_seconds(self) -> float:
-        """Of reading all mini-batches once, as forecast when it was compiled; 0 where the manifest does not say."""
+        """Of reading all mini-batches once, as forecast when it was compiled; 0 where the manifest does not
+        say."""
         seconds = self.entry.forecast.get("seconds")
         return float(seconds) if isinstance(seconds, int | float) else 0.0
 
@@ -82,7 +87,10 @@ class CompiledTrace:
     def limits(self, table: str) -> Limits:
         """What the records' indices point into."""
         t = self.entry.tables[known_name(table, self.entry.tables, "the compiled trace has no table")]
-        rows = {part: self.pack.tables[getattr(t, part)].rows for part in ("packed", "shared", "resident", "device")}
+        rows = {
+            part: self.pack.tables[getattr(t, part)].rows
+            for part in ("packed", "shared", "resident", "device")
+        }
         return Limits(rows["packed"], rows["shared"], t.base_rows, rows["resident"], rows["device"])
 
     def offsets(self) -> NDArray[np.int64]:
@@ -93,7 +101,8 @@ class CompiledTrace:
         return offsets
 
     def turn(self, table: str) -> NDArray[np.int32]:
-        """int32 [slots], checked: in which slot each slot's first row is after the last mini-batch; -1: in none."""
+        """int32 [slots], checked: in which slot each slot's first row is after the last mini-batch; -1: in
+        none."""
         turn: NDArray[np.int32] = self.pack.arrays[
             self.entry.tables[known_name(table, self.entry.tables, "the compiled trace has no table")].turn
         ]
@@ -107,14 +116,21 @@ class CompiledTrace:
         slots = sum(self.limits(n).slots * self.row_bytes(n) for n in self.entry.tables)
         batch = sum(t.batch_rows_max * self.row_bytes(n) for n, t in self.entry.tables.items())
         record = int(np.diff(self.offsets()).max(initial=0))
-        return slots + depth * (batch + record) + record + reader_bytes(self.memory_bytes) + sum(self._checksum_bytes())
+        return (
+            slots
+            + depth * (batch + record)
+            + record
+            + reader_bytes(self.memory_bytes)
+            + sum(self._checksum_bytes())
+        )
 
     def _base_tables(self) -> list[str]:
         """The tables of the base store from which rows are read in training."""
         return [n for n in self.entry.tables if self._base_rows(n) != 0]
 
     def _base_rows(self, table: str) -> int | None:
-        """How many rows mini-batches read from a table of the base store; None where the manifest does not say."""
+        """How many rows mini-batches read from a table of the base store; None where the manifest does not
+        say."""
         inner: Any = self.entry.forecast
         for step in ("tables", table, "base_rows"):
             inner = inner.get(step) if isinstance(inner, dict) else None
@@ -158,4 +174,7 @@ class CompiledTrace:
         return type(self), (self.base, self.pack.path.name)
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} {str(self.pack.path)!r}: {len(self):,} mini-batches, {self.entry.residency}>"
+        return (
+            f"<{type(self).__name__} {str(self.pack.path)!r}: {len(self):,} mini-batches, "
+            f"{self.entry.residency}>"
+        )

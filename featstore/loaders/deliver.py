@@ -12,7 +12,8 @@ from featstore.layout.records import TableRecord
 
 
 def merged(host: torch.Tensor, resident: torch.Tensor, record: TableRecord) -> torch.Tensor:
-    """The rows of a mini-batch, of which ``host`` passed through memory and the others are ``resident`` on the device."""
+    """The rows of a mini-batch, of which ``host`` passed through memory and the others are ``resident`` on
+    the device."""
     out = torch.empty((record.count, *host.shape[1:]), dtype=host.dtype, device=host.device)
 
     def index(places: NDArray[np.int32]) -> torch.Tensor:

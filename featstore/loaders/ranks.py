@@ -1,10 +1,12 @@
-"""The ranks of a training run (``torchrun``, ``torch.distributed``): nothing is divided among them yet, and that is said.
+"""The ranks of a training run (``torchrun``, ``torch.distributed``): nothing is divided among them yet, and
+that is said.
 
-A loader goes through all that it is given, in whatever process. Started by ``torchrun``, each rank would train on all
-seeds, which looks like training and is the same epoch so many times over. Until loaders divide their epochs themselves, a
-:class:`featstore.errors.FeatstoreWarning` says so, once a process. It is left out where what a loader is given divides
-itself for all to see: a part of it (see :func:`featstore.loaders.walk.parts_of`) has ``num_replicas`` or ``num_processes`` above
-1, as torch's ``DistributedSampler`` and Accelerate's samplers have. What cannot be seen is warned of: seeds that were
+A loader goes through all that it is given, in whatever process. Started by ``torchrun``, each rank would
+train on all seeds, which looks like training and is the same epoch so many times over. Until loaders divide
+their epochs themselves, a :class:`featstore.errors.FeatstoreWarning` says so, once a process. It is left out
+where what a loader is given divides itself for all to see: a part of it (see
+:func:`featstore.loaders.walk.parts_of`) has ``num_replicas`` or ``num_processes`` above 1, as torch's
+``DistributedSampler`` and Accelerate's samplers have. What cannot be seen is warned of: seeds that were
 divided by hand, an ``IterableDataset`` that divides itself, a function of the epoch, a trace.
 """
 
@@ -23,7 +25,8 @@ _said = False
 
 
 def world_size() -> int:
-    """How many processes train together: those of torch's process group, else what ``torchrun`` says; 1 where neither does."""
+    """How many processes train together: those of torch's process group, else what ``torchrun`` says; 1 where
+    neither does."""
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_available() and dist.is_initialized():
         return int(dist.get_world_size())
@@ -46,9 +49,10 @@ def warn_of_ranks(who: str, batches: Any = None) -> None:
         return
     _said = True
     warn(
-        f"this process is one of {world} ranks, and {who} goes through all that it is given in each of them: unless every "
-        f"rank is given its own part, all train on the same. featstore does not divide it yet: give each rank its own "
-        f"training nodes (train[rank::{world}]), or a torch DistributedSampler as the loader's sampler. memory= is that of "
-        f"one process: the ranks of a host take it once each (featstore.SharedBuffer is one buffer for all of them). "
-        "Where the parts are divided already: warnings.filterwarnings('ignore', 'this process is one of')",
+        f"this process is one of {world} ranks, and {who} goes through all that it is given in each of "
+        "them: unless every rank is given its own part, all train on the same. featstore does not "
+        f"divide it yet: give each rank its own training nodes (train[rank::{world}]), or a torch "
+        "DistributedSampler as the loader's sampler. memory= is that of one process: the ranks of a "
+        "host take it once each (featstore.SharedBuffer is one buffer for all of them). Where the "
+        "parts are divided already: warnings.filterwarnings('ignore', 'this process is one of')",
     )

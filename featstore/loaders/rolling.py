@@ -1,11 +1,13 @@
 """Rolling episodes: fresh mini-batches, packed beside the training on those before.
 
-A compiled trace that is trained on epoch after epoch repeats its neighbours, as DiskGNN does. Here a trace covers one episode, and
-while one episode trains, the next is sampled, compiled and packed by a thread of its own; the training loop sees one endless
-iterator. Two episodes exist at once, so each has half of the disk limit, and the memory is divided between training and preparing. An
-episode's files are removed when the next one has begun, before those of the one after it are written.
+A compiled trace that is trained on epoch after epoch repeats its neighbours, as DiskGNN does. Here a trace
+covers one episode, and while one episode trains, the next is sampled, compiled and packed by a thread of its
+own; the training loop sees one endless iterator. Two episodes exist at once, so each has half of the disk
+limit, and the memory is divided between training and preparing. An episode's files are removed when the next
+one has begun, before those of the one after it are written.
 
-What is sampled for episode k is a function of k alone, so a loop that was stopped anywhere goes on with the same mini-batches.
+What is sampled for episode k is a function of k alone, so a loop that was stopped anywhere goes on with the
+same mini-batches.
 """
 
 from __future__ import annotations
@@ -50,9 +52,10 @@ class RollingLoader:
 
     Args:
         store: the base store.
-        episode: makes the mini-batches of episode k = 0, 1, ...: any iterables that :meth:`featstore.Trace.record`
-            takes; or one iterable that can be gone through once an episode. Called in another thread, one episode
-            ahead. What has a ``set_epoch`` is told k by it, as an :class:`featstore.OnlineLoader` does.
+        episode: makes the mini-batches of episode k = 0, 1, ...: any iterables that
+            :meth:`featstore.Trace.record` takes; or one iterable that can be gone through once an episode.
+            Called in another thread, one episode ahead. What has a ``set_epoch`` is told k by it, as an
+            :class:`featstore.OnlineLoader` does.
         name: of the compiled traces, ``NAME-0`` and ``NAME-1``, and of their traces beside them. It is held,
             by a lock on the file ``NAME.rolling``, until the loader is closed: each process and each loader
             needs one of its own.
@@ -83,8 +86,9 @@ class RollingLoader:
         train_bytes = int(total * _TRAIN_SHARE)
         limit = parse_disk(disk, store)
         self._options: dict[str, Any] = {
-            "memory": total - train_bytes, "train_memory": train_bytes, "disk": None if limit is None else limit // 2,
-            "overwrite": True, "progress": self._unless_closed, **others,
+            "memory": total - train_bytes, "train_memory": train_bytes,
+            "disk": None if limit is None else limit // 2, "overwrite": True, "progress": self._unless_closed,
+            **others,
         }  # fmt: skip
         self._loader_options = dict(loader)
         self._packs = packs_to_write(store)
@@ -121,8 +125,8 @@ class RollingLoader:
             raise ClosedError("the loader is closed")
 
     def __iter__(self) -> Iterator[Any]:
-        """From where the loader is: the begin, a state that was loaded, or the mini-batch after the last one handed out. There is one
-        iteration at a time: a new one ends the one before."""
+        """From where the loader is: the begin, a state that was loaded, or the mini-batch after the last one
+        handed out. There is one iteration at a time: a new one ends the one before."""
         while True:
             number, done = self._at
             loader = self._open(number, done)

@@ -1,4 +1,5 @@
-"""One line from a data set and a sampler to a training loop: record, compile, load (DiskGNN's interface, section 6)."""
+"""One line from a data set and a sampler to a training loop: record, compile, load (DiskGNN's interface,
+section 6)."""
 
 from __future__ import annotations
 
@@ -21,33 +22,42 @@ from featstore.loaders.walk import Sampler, check_repeatable, epoch_of
 from featstore.packing.packing import pack
 from featstore.storage.disk import Disk
 from featstore.storage.manifest import MANIFEST_NAME
-from featstore.storage.packs import TRACES, check_pack_name, packs_directory, packs_to_write, preparing, remove_trace
+from featstore.storage.packs import (
+    TRACES,
+    check_pack_name,
+    packs_directory,
+    packs_to_write,
+    preparing,
+    remove_trace,
+)
 from featstore.storage.store import OpenStore
 from featstore.trace.trace import Trace
 from featstore.units import parse_bytes
 
 
 def train_loader(
-    dataset: Any, sampler: Sampler, *, memory: int | str = "1GiB", disk: int | str | None = None, device_memory: int | str = 0,
-    path: str | os.PathLike[str] | None = None, name: str = "train", fresh: bool = False, epochs: int = 1, reuse: bool = False,
-    residency: str = "min", **loader: Any,
+    dataset: Any, sampler: Sampler, *, memory: int | str = "1GiB", disk: int | str | None = None,
+    device_memory: int | str = 0, path: str | os.PathLike[str] | None = None, name: str = "train",
+    fresh: bool = False, epochs: int = 1, reuse: bool = False, residency: str = "min", **loader: Any,
 ) -> CompiledLoader | RollingLoader:  # fmt: skip
     """A loader of the sampler's mini-batches with the rows of their nodes.
 
     Args:
-        dataset: a store or its path; or features (or a PyG ``Data``/``HeteroData``) as :func:`featstore.pack` takes them, which
-            are packed into ``path`` first.
-        sampler: mini-batches as :meth:`featstore.Trace.record` takes them: an iterable that can be gone through more than once,
-            or a function of the epoch's number. Each epoch's number is passed on to what has a ``set_epoch``, as by
-            :class:`featstore.OnlineLoader`. It should not fetch features itself.
+        dataset: a store or its path; or features (or a PyG ``Data``/``HeteroData``) as :func:`featstore.pack`
+            takes them, which are packed into ``path`` first.
+        sampler: mini-batches as :meth:`featstore.Trace.record` takes them: an iterable that can be gone
+            through more than once, or a function of the epoch's number. Each epoch's number is passed on to
+            what has a ``set_epoch``, as by :class:`featstore.OnlineLoader`. It should not fetch features
+            itself.
         memory, disk, device_memory, residency: as for :func:`featstore.compile_trace`.
         path: of the store that is made of ``dataset``; one that is there already is used.
         name: of the compiled trace; with ``fresh``, of the two that take turns (``NAME-0``, ``NAME-1``). One
             loader has a name at a time; each process of a training on several devices needs one of its own.
-        fresh: sample anew for every epoch, while the one before trains; the loader then has no end. Else the ``epochs`` that were
-            sampled at first are gone through again and again.
+        fresh: sample anew for every epoch, while the one before trains; the loader then has no end. Else the
+            ``epochs`` that were sampled at first are gone through again and again.
         epochs: of the trace.
-        reuse: use the compiled trace of that name if there is one. It is the caller's word that the sampler is the same.
+        reuse: use the compiled trace of that name if there is one. It is the caller's word that the sampler
+            is the same.
         loader: options of :class:`featstore.loaders.compiled.CompiledLoader`.
 
     Raises StoreLockedError where another loader has the name, FormatError for a name that is none, and what
@@ -58,7 +68,10 @@ def train_loader(
         as_batches(sampler, "sampler")
     check_pack_name(name)
     check_loader_options(CompiledLoader, loader)
-    if not (isinstance(device_memory, int | str) and device_memory in (0, "0")) and loader.get("device") is None:
+    if (
+        not (isinstance(device_memory, int | str) and device_memory in (0, "0"))
+        and loader.get("device") is None
+    ):
         raise SourceError("device_memory= keeps rows on a device: say on which, with device=")
     parse_bytes(memory, "memory")
     as_choice(residency, "residency", ("min", "fixed"))

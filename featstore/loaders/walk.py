@@ -1,8 +1,9 @@
-"""What loaders share: a thread that goes ahead of the training loop, a bounded queue between them, memory that is used again, and the
-time that each stage takes.
+"""What loaders share: a thread that goes ahead of the training loop, a bounded queue between them, memory
+that is used again, and the time that each stage takes.
 
-A mini-batch's rows take *room* from when they are assembled until the loop has taken the next mini-batch. So the mini-batches that exist at
-once, the one that the loop works on among them, never take more than the loader was given.
+A mini-batch's rows take *room* from when they are assembled until the loop has taken the next mini-batch. So
+the mini-batches that exist at once, the one that the loop works on among them, never take more than the
+loader was given.
 """
 
 from __future__ import annotations
@@ -35,16 +36,17 @@ _PARTS_DEPTH = 5
 
 
 def epoch_of(sampler: Sampler, number: int) -> Iterable[Any]:
-    """The mini-batches of an epoch, which have been told its number; see :func:`pass_epoch`. PyG's loaders are iterable
-    and callable: they are iterated."""
+    """The mini-batches of an epoch, which have been told its number; see :func:`pass_epoch`. PyG's loaders
+    are iterable and callable: they are iterated."""
     batches = sampler if isinstance(sampler, Iterable) else sampler(number)
     pass_epoch(batches, number)
     return batches
 
 
 def pass_epoch(batches: Any, epoch: int) -> None:
-    """Call ``set_epoch(epoch)`` of all that has one: ``batches``, and what it is made of (a loader's data set, samplers,
-    collate function, and theirs). What is outside is told last, so that it may tell its parts something else.
+    """Call ``set_epoch(epoch)`` of all that has one: ``batches``, and what it is made of (a loader's data
+    set, samplers, collate function, and theirs). What is outside is told last, so that it may tell its parts
+    something else.
 
     Without this, fixed seeds would have the same neighbours in every epoch.
     """
@@ -77,12 +79,14 @@ def check_repeatable(sampler: Sampler) -> None:
     """Raise SourceError for what can be gone through only once."""
     if isinstance(sampler, Iterator):
         raise SourceError(
-            "an iterator gives its mini-batches only once: give an iterable, or a function of the epoch's number"
+            "an iterator gives its mini-batches only once: give an iterable, or a function of the "
+            "epoch's number"
         )
 
 
 class WalkingLoader(ABC):
-    """What loaders of mini-batches do alike: one iteration at a time, in the process that made them, until they are closed."""
+    """What loaders of mini-batches do alike: one iteration at a time, in the process that made them, until
+    they are closed."""
 
     def __init__(self, stages: Stages) -> None:
         self.report_stages = stages
@@ -110,7 +114,8 @@ class WalkingLoader(ABC):
                     self._next += 1
                 yield batch
                 del batch
-                self.check_process()  # first: in a forked child, a thread of the parent may have what else is asked
+                # first: in a forked child, a thread of the parent may have what else is asked
+                self.check_process()
                 last = time.perf_counter()
                 self.report_stages.add("train", last - now)
             self._walked(walk)
@@ -135,7 +140,8 @@ class WalkingLoader(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Give everything back; an iteration under way ends with ClosedError. May be called more than once."""
+        """Give everything back; an iteration under way ends with ClosedError. May be called more than
+        once."""
 
     def __enter__(self) -> Self:
         return self
@@ -151,10 +157,13 @@ class Walk(ABC):
         check_process: raises ClosedError in any process but the loader's.
         stages: where waiting is counted.
         room: how many mini-batches (or other units) may exist at once.
-        held: the units of the last mini-batch of the iteration before, which the loop may have until it has taken the first.
+        held: the units of the last mini-batch of the iteration before, which the loop may have until it has
+            taken the first.
     """
 
-    def __init__(self, check_process: Callable[[], None], stages: Stages, room: int, held: int, name: str) -> None:
+    def __init__(
+        self, check_process: Callable[[], None], stages: Stages, room: int, held: int, name: str
+    ) -> None:
         self._check_process, self._stages, self._pid = check_process, stages, os.getpid()
         self._ready: queue.SimpleQueue[tuple[Any, int, BaseException | None]] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -193,7 +202,8 @@ class Walk(ABC):
             raise ClosedError(self._stop)
 
     def close(self, because: str = "the loader is closed") -> None:
-        """Stop, also in the middle; nothing is under way afterwards. Whoever still waits for a mini-batch is told why there is none."""
+        """Stop, also in the middle; nothing is under way afterwards. Whoever still waits for a mini-batch is
+        told why there is none."""
         self._stop = self._stop or because
         if os.getpid() != self._pid:
             return  # the threads, and what their locks guard, stayed in the other process
@@ -217,7 +227,8 @@ class Walk(ABC):
 
     @abstractmethod
     def _go(self) -> None:
-        """Make mini-batches and hand them over, in the walk's own thread, until there are no more or the walk is stopped."""
+        """Make mini-batches and hand them over, in the walk's own thread, until there are no more or the walk
+        is stopped."""
 
     def _run(self) -> None:
         try:
@@ -238,7 +249,8 @@ class Walk(ABC):
             return True
 
     def _take_room(self, instead: Callable[[], bool]) -> bool:
-        """Wait for room for another mini-batch; False where ``instead`` says that there is something else to do, or after a stop."""
+        """Wait for room for another mini-batch; False where ``instead`` says that there is something else to
+        do, or after a stop."""
         begin = time.perf_counter()
         while not self._stop:
             if self._try_room():

@@ -3,15 +3,16 @@
 Four ways of reading, each a run of requests of one reader for about a given time:
 
 - *random rows*: distinct random ids, at full queue depth: what online sampling without a cache costs;
-- *half of the pages*: one row on each of half of a region's pages, where skipping and reading through compete;
+- *half of the pages*: one row on each of half of a region's pages, where skipping and reading through
+  compete;
 - *scan*: all rows in store order;
 - *rows in memory*: random rows of a static tier, no read at all.
 
-Each is held against a limit measured in the same run: reads against the same engine's bare rate of single pages or of
-longest reads (:class:`featstore.measure.calibrate.LaneBench`: no planning, no requests), rows in memory against NumPy's
-``take``; and against the planner's forecast. Random rows may beat their limit, which is one read a row: neighbours
-share reads. With direct I/O the page cache is not involved; otherwise the files are dropped from it before each
-request.
+Each is held against a limit measured in the same run: reads against the same engine's bare rate of single
+pages or of longest reads (:class:`featstore.measure.calibrate.LaneBench`: no planning, no requests), rows in
+memory against NumPy's ``take``; and against the planner's forecast. Random rows may beat their limit, which
+is one read a row: neighbours share reads. With direct I/O the page cache is not involved; otherwise the files
+are dropped from it before each request.
 """
 
 from __future__ import annotations
@@ -44,11 +45,11 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class Case:
-    """One way of reading: rates a second; ``forecast_ratio`` is forecast over measured time; ``limit_ratio`` the
-    share of ``limit`` reached.
+    """One way of reading: rates a second; ``forecast_ratio`` is forecast over measured time; ``limit_ratio``
+    the share of ``limit`` reached.
 
-    ``row_bytes_per_second`` counts the rows delivered, ``read_bytes_per_second`` what was read from the device for
-    them.
+    ``row_bytes_per_second`` counts the rows delivered, ``read_bytes_per_second`` what was read from the
+    device for them.
     """
 
     name: str
@@ -133,7 +134,9 @@ def bench(
 class _Bench:
     """One run: the table, how it is read, and the limits measured so far."""
 
-    def __init__(self, store: OpenStore, table: Table, engine: str, seconds: float, memory_bytes: int) -> None:
+    def __init__(
+        self, store: OpenStore, table: Table, engine: str, seconds: float, memory_bytes: int
+    ) -> None:
         if table.rows == 0:
             raise SourceError(f"table {table.name!r} has no rows to read")
         self.store = store
@@ -156,15 +159,19 @@ class _Bench:
             return "cold: direct I/O, past the page cache"
         why = f" ({self.access_because})" if self.access_because else ""
         return (
-            f"{self.access}{why}: dropped from the page cache before each request, as far as the system lets go of it"
+            f"{self.access}{why}: dropped from the page cache before each request, as far as the system "
+            "lets go of it"
         )
 
     def random_rows(self) -> Case:
         count = self._fits(_few(self.table.rows))
-        return self._reads("random rows", None, lambda: self._random.choice(self.table.rows, count, replace=False))
+        return self._reads(
+            "random rows", None, lambda: self._random.choice(self.table.rows, count, replace=False)
+        )
 
     def half_of_pages(self) -> Case:
-        """One row on each of half of the pages of a region (or every second row, where a row is longer than a page)."""
+        """One row on each of half of the pages of a region (or every second row, where a row is longer than a
+        page)."""
         rows_apart = max(1, PAGE_BYTES // self.table.row_bytes)
         places = -(-self.table.rows // rows_apart)
         count = self._fits(max(1, min(places, 8 * _REGION_BYTES // PAGE_BYTES) // 2))
@@ -221,11 +228,13 @@ class _Bench:
         return rows.astype(np.int64) if self._nodes is None else self._nodes[rows].astype(np.int64)
 
     def _reader(self, engine: str, static: Any = None) -> Reader:
-        return Reader(self.store, memory=self.memory_bytes, tables=[self.table.name], engine=engine, static=static)
+        return Reader(
+            self.store, memory=self.memory_bytes, tables=[self.table.name], engine=engine, static=static
+        )
 
     def _reads(self, name: str, limit_bytes: int | None, ids: Callable[[], NDArray[np.int64]]) -> Case:
-        """A case that reads, with its limit: bytes a second in reads of ``limit_bytes``; None: rows a second, one
-        read each.
+        """A case that reads, with its limit: bytes a second in reads of ``limit_bytes``; None: rows a second,
+        one read each.
         """
         readers = self._readers()
         sample = ids()
@@ -247,8 +256,8 @@ class _Bench:
         return _with_limit(case, f"{rate * size / 1e6:,.0f} MB/s", case.read_bytes_per_second / (rate * size))
 
     def _readers(self) -> Generator[Reader, None, None]:
-        """The reader for each request: always the same with direct I/O; else a new one, because mapped pages cannot
-        be dropped.
+        """The reader for each request: always the same with direct I/O; else a new one, because mapped pages
+        cannot be dropped.
         """
         if self.access == "direct":
             with self._reader(self.engine) as reader:
@@ -305,7 +314,9 @@ class _Bench:
             try:
                 reads = min(_LIMIT_READS_MAX, _LIMIT_BYTES // read_bytes, lanes.places(read_bytes))
                 self._limits[read_bytes] = (
-                    statistics.median(reads / lanes.run(read_bytes, reads) for _ in range(3)) if reads else 0.0
+                    statistics.median(reads / lanes.run(read_bytes, reads) for _ in range(3))
+                    if reads
+                    else 0.0
                 )
             finally:
                 lanes.close()

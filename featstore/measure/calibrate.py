@@ -1,16 +1,17 @@
 """Calibration: the numbers of the device model, measured through featstore's own engines.
 
-Extents of five sizes, from one page to the longest read, are read at random distinct places of chunk files, in
-ascending order as the planner issues them, at full queue depth, with checksums verified. The sizes take turns over
-several rounds, so that a disturbance hits all of them alike, and each size's median counts. Then runs that want every
-second page of a region, at random, are planned with different longest gaps: the longest gap that is about as fast as
-the best is ``gap_pages``. ``read_seconds`` and ``byte_seconds`` are the plane through the times of all these runs over
-reads and bytes, by least squares on the relative error: no pattern may be off by much, however fast. What a request
-costs besides is the median time of a read of one row through a :class:`featstore.reader.reader.Reader`, less that read's cost.
+Extents of five sizes, from one page to the longest read, are read at random distinct places of chunk files,
+in ascending order as the planner issues them, at full queue depth, with checksums verified. The sizes take
+turns over several rounds, so that a disturbance hits all of them alike, and each size's median counts. Then
+runs that want every second page of a region, at random, are planned with different longest gaps: the longest
+gap that is about as fast as the best is ``gap_pages``. ``read_seconds`` and ``byte_seconds`` are the plane
+through the times of all these runs over reads and bytes, by least squares on the relative error: no pattern
+may be off by much, however fast. What a request costs besides is the median time of a read of one row through
+a :class:`featstore.reader.reader.Reader`, less that read's cost.
 
-Everything is read cold: with direct I/O the page cache is not involved, and for the others the files are dropped from
-it before each run. A store with too little data for that, or a directory without a store, gets a temporary store
-beside it.
+Everything is read cold: with direct I/O the page cache is not involved, and for the others the files are
+dropped from it before each run. A store with too little data for that, or a directory without a store, gets a
+temporary store beside it.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ SECONDS = 6.0
 GAPS = (2, 3, 4, 6, 8)
 DENSE_BYTES = 96 * 2**20
 DENSE_ROUNDS = 3
-_GAP_TOLERANCE = 1.04  # a longer gap this close to the best is chosen: when the device is faster, it is the better one
+# a longer gap this close to the best is chosen: when the device is faster, it is the better one
+_GAP_TOLERANCE = 1.04
 _PILOT_READS = 256
 _REQUESTS = 101
 _OUT_ROWS = 2048
@@ -74,7 +76,8 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class Sample:
-    """One size of reads: ``seconds`` holds the time per read of each round; ``seconds_per_read`` is their median."""
+    """One size of reads: ``seconds`` holds the time per read of each round; ``seconds_per_read`` is their
+    median."""
 
     extent_bytes: int
     reads: int
@@ -106,7 +109,8 @@ class GapSample:
 
 @dataclass(frozen=True)
 class Calibration:
-    """A measured device model and what it was made from. ``key`` is what it is kept under (:mod:`featstore.plan.cost`)."""
+    """A measured device model and what it was made from. ``key`` is what it is kept under
+    (:mod:`featstore.plan.cost`)."""
 
     key: str
     engine: EngineName
@@ -145,7 +149,12 @@ class Calibration:
             "temporary": self.temporary,
             "seconds": self.seconds,
             "gaps": [
-                {"gap_pages": g.gap_pages, "reads": g.reads, "bytes_read": g.bytes_read, "seconds": g.median_seconds}
+                {
+                    "gap_pages": g.gap_pages,
+                    "reads": g.reads,
+                    "bytes_read": g.bytes_read,
+                    "seconds": g.median_seconds,
+                }
                 for g in self.gaps
             ],
             "samples": [
@@ -161,8 +170,8 @@ class Calibration:
 
 
 def calibrate(path: str | os.PathLike[str], engine: str = "auto", *, seconds: float = SECONDS) -> DeviceModel:
-    """Measure the device that holds ``path`` (a store or a directory) through an engine, and keep the model for all
-    readers.
+    """Measure the device that holds ``path`` (a store or a directory) through an engine, and keep the model
+    for all readers.
 
     Raises what :func:`measure` raises.
     """
@@ -181,19 +190,22 @@ def measure(
 ) -> Calibration:
     """Measure, and keep nothing.
 
-    ``path``: a store, or any directory on the device. ``engine``: as for a reader. ``seconds``: about how long to
-    measure, beyond the writing of a temporary store. ``data_bytes_min``: a store with less data is not measured
-    itself.
+    ``path``: a store, or any directory on the device. ``engine``: as for a reader. ``seconds``: about how
+    long to measure, beyond the writing of a temporary store. ``data_bytes_min``: a store with less data is
+    not measured itself.
 
-    Raises SourceError (no such directory, or none that may be written), DiskFullError, CorruptionError, DeviceError;
-    ValueError and OSError for an engine that does not exist or work here.
+    Raises SourceError (no such directory, or none that may be written), DiskFullError, CorruptionError,
+    DeviceError; ValueError and OSError for an engine that does not exist or work here.
     """
     begin = time.perf_counter()
     choice = choose(engine)
     seconds = as_number(seconds, "seconds", above=True)
     data_bytes_min = as_count(data_bytes_min, "data_bytes_min", 0)
     tell = _nobody if progress is None else as_function(progress, "progress")
-    with _store_to_measure(Path(os.path.abspath(as_path(path, "path"))), data_bytes_min, tell) as (store, temporary):
+    with _store_to_measure(Path(os.path.abspath(as_path(path, "path"))), data_bytes_min, tell) as (
+        store,
+        temporary,
+    ):
         table = max(store.tables.values(), key=lambda t: t.layout.pages)
         bench = LaneBench(store, table, choice.name)
         try:
@@ -219,8 +231,8 @@ def measure(
 
 
 def fit_model(samples: tuple[Sample, ...], gaps: tuple[GapSample, ...] = ()) -> DeviceModel:
-    """Prices of a read and of a byte, least squares on the relative error over all patterns, both positive; and the
-    longest gap that is about as fast as the best one."""
+    """Prices of a read and of a byte, least squares on the relative error over all patterns, both positive;
+    and the longest gap that is about as fast as the best one."""
     times = np.array([s.seconds_per_read for s in samples] + [g.median_seconds for g in gaps], np.float64)
     reads = np.array([1.0] * len(samples) + [g.reads for g in gaps], np.float64) / times
     sizes = np.array([s.extent_bytes for s in samples] + [g.bytes_read for g in gaps], np.float64) / times
@@ -237,16 +249,22 @@ def fit_model(samples: tuple[Sample, ...], gaps: tuple[GapSample, ...] = ()) -> 
 
 
 class LaneBench:
-    """Times runs of reads of one size over a table's chunk files, cold, through an engine; see the module's text.
+    """Times runs of reads of one size over a table's chunk files, cold, through an engine; see the module's
+    text.
 
-    To the engine the files are rows of ``row_bytes`` (a divisor of a page), of which each extent wants one a page.
+    To the engine the files are rows of ``row_bytes`` (a divisor of a page), of which each extent wants one a
+    page.
     """
 
-    def __init__(self, store: OpenStore, table: Table, engine: EngineName, queue_depth: int = QUEUE_DEPTH) -> None:
+    def __init__(
+        self, store: OpenStore, table: Table, engine: EngineName, queue_depth: int = QUEUE_DEPTH
+    ) -> None:
         layout = table.layout
         self.row_bytes = gcd(layout.chunk_bytes, _ROW_BYTES_MAX)
         self._layout = TableLayout(
-            layout.chunks * layout.chunk_bytes // self.row_bytes, self.row_bytes, layout.chunk_bytes // self.row_bytes
+            layout.chunks * layout.chunk_bytes // self.row_bytes,
+            self.row_bytes,
+            layout.chunk_bytes // self.row_bytes,
         )
         self._checksums = store.load(table.entry.page_checksums)
         self._paths = [store.path / table.entry.chunk_path(chunk) for chunk in range(layout.chunks)]
@@ -267,7 +285,9 @@ class LaneBench:
         """Seconds for so many random reads of this size. Raises CorruptionError and DeviceError."""
         pages = extent_bytes // PAGE_BYTES
         per_file = self._layout.chunk_bytes // PAGE_BYTES // pages
-        chosen = np.sort(self._random.choice(self.places(extent_bytes), reads, replace=False)).astype(np.int64)
+        chosen = np.sort(self._random.choice(self.places(extent_bytes), reads, replace=False)).astype(
+            np.int64
+        )
         first_page = chosen // per_file * self._layout.pages_per_chunk + chosen % per_file * pages
         files = self._open()
         try:
@@ -276,17 +296,20 @@ class LaneBench:
             files.close()
 
     def run_dense(self, gap_pages: int, region_pages: int) -> tuple[int, int, float]:
-        """Reads, bytes and seconds for half of the pages of a region at a random place, with gaps read through."""
+        """Reads, bytes and seconds for half of the pages of a region at a random place, with gaps read
+        through."""
         per_page = PAGE_BYTES // self.row_bytes
         pages = self._layout.rows // per_page
         region_pages = min(region_pages, pages)
         begin = int(self._random.integers(0, pages - region_pages + 1))
-        wanted = begin + np.sort(self._random.choice(region_pages, max(1, region_pages // 2), replace=False)).astype(
-            np.int64
-        )
+        wanted = begin + np.sort(
+            self._random.choice(region_pages, max(1, region_pages // 2), replace=False)
+        ).astype(np.int64)
         model = DeviceModel(0.0, 1.0, 0.0, gap_pages)
         positions = (np.arange(len(wanted)) % _OUT_ROWS).astype(np.int32)
-        plan = plan_extents(wanted * per_page, positions, _UNSERVED, _OUT_ROWS, self._layout, model, EXTENT_BYTES_MAX)
+        plan = plan_extents(
+            wanted * per_page, positions, _UNSERVED, _OUT_ROWS, self._layout, model, EXTENT_BYTES_MAX
+        )
         files = self._open()
         try:
             seconds = self._time_lane(files, plan.page, plan.pages, plan.first, plan.keys, plan.position_bits)
@@ -345,7 +368,8 @@ def _samples(bench: LaneBench, seconds: float, tell: Progress) -> tuple[Sample, 
     reads: dict[int, int] = {}
     times: dict[int, list[float]] = {}
     steps, step = len(sizes) * (ROUNDS + 1), 0
-    for size in sizes:  # find how many reads fill the time; the first run also compiles and wakes what there is
+    # find how many reads fill the time; the first run also compiles and wakes what there is
+    for size in sizes:
         pilot = min(_PILOT_READS, bench.places(size))
         bench.run(size, pilot)
         rate = pilot / bench.run(size, pilot)
@@ -381,7 +405,9 @@ def _with_request_seconds(
     memory_bytes = _READER_BYTES + 8 * table.rows + 4 * table.layout.pages + 16 * table.row_bytes
     for chunk in range(table.layout.chunks):
         drop_cached(store.path / table.entry.chunk_path(chunk))
-    with Reader(store, memory=memory_bytes, tables=[table.name], static=None, engine=engine, model=model) as reader:
+    with Reader(
+        store, memory=memory_bytes, tables=[table.name], static=None, engine=engine, model=model
+    ) as reader:
         out = np.empty((1, *table.row_shape), table.dtype)
         until = time.perf_counter() + seconds
         while len(times) < _REQUESTS and (len(times) < 3 or time.perf_counter() < until):
@@ -401,7 +427,8 @@ def _store_to_measure(path: Path, data_bytes_min: int, tell: Progress) -> Iterat
     """
     if not is_directory(path):
         raise SourceError(
-            f"{path} is {'a file' if is_there(path) else 'not there'}; give a store or a directory on the device to measure"
+            f"{path} is {'a file' if is_there(path) else 'not there'}; give a store or a directory on "
+            "the device to measure"
         )
     directory = path
     if is_there(path / MANIFEST_NAME):
@@ -411,20 +438,25 @@ def _store_to_measure(path: Path, data_bytes_min: int, tell: Progress) -> Iterat
                 return
         directory = path.parent  # nothing but a pack writes into a store
     _check_writable(directory, path, data_bytes_min)
-    with scratch_store(real_path(directory)) as scratch, _temporary_store(scratch, data_bytes_min, tell) as store:
+    with (
+        scratch_store(real_path(directory)) as scratch,
+        _temporary_store(scratch, data_bytes_min, tell) as store,
+    ):
         yield store, True
 
 
 def _check_writable(directory: Path, path: Path, data_bytes: int) -> None:
     if not os.access(directory, os.W_OK | os.X_OK):
         raise SourceError(
-            f"{directory} cannot be written, and {path} has too little data to measure on; name a directory that can"
+            f"{directory} cannot be written, and {path} has too little data to measure on; name a "
+            "directory that can"
         )
     with asking(directory, "look at"):
         elsewhere, status = os.stat(directory).st_dev != os.stat(path).st_dev, os.statvfs(directory)
     if elsewhere:
         raise SourceError(
-            f"{path} has too little data to measure on, and {directory} is another device; name a directory on the same one"
+            f"{path} has too little data to measure on, and {directory} is another device; name a "
+            "directory on the same one"
         )
     needed, free = data_bytes + data_bytes // 16, status.f_bavail * status.f_frsize
     if free < needed:

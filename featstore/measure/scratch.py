@@ -1,7 +1,8 @@
 """A scratch directory beside what is measured: of one process, held as long as it lives, and gone afterwards.
 
-A process that is killed leaves its directory, and the next one that makes one there removes it: proven by its name, by
-nobody holding it, and inside by the store's own lock. What is not proven stays, and is named in a warning.
+A process that is killed leaves its directory, and the next one that makes one there removes it: proven by its
+name, by nobody holding it, and inside by the store's own lock. What is not proven stays, and is named in a
+warning.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ STORE_NAME = "store"
 
 @contextmanager
 def scratch_store(directory: Path) -> Iterator[Path]:
-    """Where a temporary store may be packed under ``directory`` (absolute, resolved); removed afterwards. What killed
-    processes left there is removed before.
+    """Where a temporary store may be packed under ``directory`` (absolute, resolved); removed afterwards.
+    What killed processes left there is removed before.
 
     Raises DeviceError, DiskFullError; what is not proven to be left by one is named in a FeatstoreWarning.
     """
@@ -93,5 +94,6 @@ def _remove(path: Path) -> None:
 
 def _leave(path: Path, why: str) -> None:
     warn(
-        f"{path} looks like what a killed calibration leaves, and stays, because {why}: look at it, and delete it yourself",
+        f"{path} looks like what a killed calibration leaves, and stays, because {why}: look at it, "
+        "and delete it yourself",
     )

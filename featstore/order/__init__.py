@@ -1,12 +1,14 @@
 """Order: which row comes after which on disk.
 
-Sampling asks for nodes that are near each other in the graph, and a disk reads neighbouring rows in one go; so rows
-that are asked for together should stand together. This package turns a graph into such an :class:`Order`:
+Sampling asks for nodes that are near each other in the graph, and a disk reads neighbouring rows in one go;
+so rows that are asked for together should stand together. This package turns a graph into such an
+:class:`Order`:
 
-- :mod:`featstore.order.orders`: the :class:`Order` itself, the simple ones (as given, permutation, degree), the choice;
+- :mod:`featstore.order.orders`: the :class:`Order` itself, the simple ones (as given, permutation, degree),
+  the choice;
 - :mod:`featstore.order.metis`: METIS, the best partitions for graphs that fit in memory several times over;
-- :mod:`featstore.order.multilevel`: as good in a fraction of the memory, from METIS on a small graph of clusters, which
-  :mod:`featstore.order.propagate` finds and :mod:`featstore.order.coarsen` contracts;
+- :mod:`featstore.order.multilevel`: as good in a fraction of the memory, from METIS on a small graph of
+  clusters, which :mod:`featstore.order.propagate` finds and :mod:`featstore.order.coarsen` contracts;
 - :mod:`featstore.order.ldg`: restreamed, annealed LDG, nearly as good in four bytes a node;
 - :mod:`featstore.order.blocks`: BGL's blocks, grown by breadth-first search, with training nodes balanced;
 - :mod:`featstore.order.parts`: from part numbers to rows;

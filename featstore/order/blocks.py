@@ -1,27 +1,31 @@
 """BGL's partitions (Liu et al., NSDI'23): grow blocks by breadth-first search, assign whole blocks to parts.
 
-A block grown by BFS holds a neighbourhood of several hops, which is what sampling reads; the assignment brings blocks
-together that are one or two steps apart, and balances training nodes as well.
+A block grown by BFS holds a neighbourhood of several hops, which is what sampling reads; the assignment
+brings blocks together that are one or two steps apart, and balances training nodes as well.
 
-1. *Growth.* Random sources get a block each. A pass over the edges is one BFS level for all blocks at once: a node
-   without a block takes the open block that most of its in-neighbours have (ties: the smaller, then the lower number).
-   A block closes at its limit. What a pass assigns counts from the next pass on; after ``LEVELS`` passes at once, so
-   that long thin graphs converge too. When a pass brings little, new sources are drawn among the nodes left,
-   ``ROUNDS`` times. A last pass puts the rest, isolated nodes and small components, many to one block.
-2. *Block graph.* One pass counts each block's edges from other blocks. A block has a fixed number of slots, in sets of
-   ``WAYS``: a neighbour is counted in the set of its hash, and where that is full it takes one from the lightest (Misra
-   & Gries 1982). So heavy neighbours stay, and memory is bounded whatever the graph.
-3. *Merging*, BGL's multi-level step. A small block goes into the large neighbour (large: the top 10 % by size) from
-   which it has most edges; small blocks without one are merged at random. The block graph is then counted again.
+1. *Growth.* Random sources get a block each. A pass over the edges is one BFS level for all blocks at once: a
+   node without a block takes the open block that most of its in-neighbours have (ties: the smaller, then the
+   lower number). A block closes at its limit. What a pass assigns counts from the next pass on; after
+   ``LEVELS`` passes at once, so that long thin graphs converge too. When a pass brings little, new sources
+   are drawn among the nodes left, ``ROUNDS`` times. A last pass puts the rest, isolated nodes and small
+   components, many to one block.
+2. *Block graph.* One pass counts each block's edges from other blocks. A block has a fixed number of slots,
+   in sets of ``WAYS``: a neighbour is counted in the set of its hash, and where that is full it takes one
+   from the lightest (Misra & Gries 1982). So heavy neighbours stay, and memory is bounded whatever the graph.
+3. *Merging*, BGL's multi-level step. A small block goes into the large neighbour (large: the top 10 % by
+   size) from which it has most edges; small blocks without one are merged at random. The block graph is then
+   counted again.
 4. *Assignment*, largest block first, to the part with the highest
-   ``(hop 1 + hop 2) * (1 - nodes / capacity) * (1 - training nodes / capacity)``. The paper counts neighbour blocks;
-   we weigh them: hop j is the share of walks of j steps from the block, along counted edges, that ends in the part.
-   The first blocks seed the parts, one each. A block drawn nowhere goes to the least loaded part; one that fits
-   nowhere is split. With training nodes, these and the others each have a capacity, so that both come out even.
+   ``(hop 1 + hop 2) * (1 - nodes / capacity) * (1 - training nodes / capacity)``. The paper counts neighbour
+   blocks; we weigh them: hop j is the share of walks of j steps from the block, along counted edges, that
+   ends in the part. The first blocks seed the parts, one each. A block drawn nowhere goes to the least loaded
+   part; one that fits nowhere is split. With training nodes, these and the others each have a capacity, so
+   that both come out even.
 
-State is four bytes a node and the block graph; edges are never held. A node sees those it gathers from, as in LDG:
-symmetrise directed graphs first. Equal arguments give equal parts, whatever the size of edge blocks. It is quick and
-can balance training nodes, but not as local: ogbn-arxiv in 64 parts is cut at .64 of its edges, by LDG at .35.
+State is four bytes a node and the block graph; edges are never held. A node sees those it gathers from, as in
+LDG: symmetrise directed graphs first. Equal arguments give equal parts, whatever the size of edge blocks. It
+is quick and can balance training nodes, but not as local: ogbn-arxiv in 64 parts is cut at .64 of its edges,
+by LDG at .35.
 """
 
 from __future__ import annotations
@@ -34,7 +38,14 @@ from numpy.typing import NDArray
 from featstore.base.compilation import njit
 from featstore.errors import SourceError
 from featstore.order.ldg import SLACK, next_random, part_capacity, random_of_pass
-from featstore.order.stream import BLOCK_EDGES, GraphLike, bad_edge_error, checked_indptr, edge_blocks, node_count
+from featstore.order.stream import (
+    BLOCK_EDGES,
+    GraphLike,
+    bad_edge_error,
+    checked_indptr,
+    edge_blocks,
+    node_count,
+)
 
 BLOCKS_PER_PART = 16
 BLOCK_NODES_MAX = 100_000  # BGL's threshold
@@ -67,7 +78,8 @@ _FIXED_BYTES = 1 << 18
 
 @njit(cache=True, nogil=True)
 def draw_sources(indptr: Any, block_of: Any, sizes: Any, first: int, limit: int, random: Any) -> int:
-    """Sources for one in ``limit`` nodes with edges and no block (Knuth's selection sampling, 3.4.2 S). The next block."""
+    """Sources for one in ``limit`` nodes with edges and no block (Knuth's selection sampling, 3.4.2 S). The
+    next block."""
     left = 0
     for node in range(block_of.size):
         left += block_of[node] < 0 and indptr[node + 1] > indptr[node]
@@ -101,13 +113,14 @@ def chosen_block(sizes: Any, counts: Any, touched: Any, touched_count: int, limi
 
 @njit(cache=True, nogil=True)
 def grow_block(
-    indptr: Any, block: Any, first_edge: int, block_of: Any, sizes: Any, counts: Any, touched: Any, state: Any,
-    limit: int, at_once: bool, last: bool,
+    indptr: Any, block: Any, first_edge: int, block_of: Any, sizes: Any, counts: Any, touched: Any,
+    state: Any, limit: int, at_once: bool, last: bool,
 ) -> int:  # fmt: skip
     """One block of edges of a growing pass. The first bad position among the edges looked at, or -1.
 
-    ``block_of`` int32 [nodes]: -1 = none, -2 - b = block b from the next pass on; ``sizes``, ``counts``, ``touched``
-    int32 [blocks]; ``state`` int64 [STATE_SIZE]. ``at_once``: new blocks count in this pass; ``last``: all get one.
+    ``block_of`` int32 [nodes]: -1 = none, -2 - b = block b from the next pass on; ``sizes``, ``counts``,
+    ``touched`` int32 [blocks]; ``state`` int64 [STATE_SIZE]. ``at_once``: new blocks count in this pass;
+    ``last``: all get one.
     """
     nodes = block_of.size
     end_edge = first_edge + block.size
@@ -156,7 +169,9 @@ def settle(block_of: Any) -> None:
 
 
 @njit(cache=True, nogil=True)
-def link_block(indptr: Any, block: Any, first_edge: int, node: int, block_of: Any, keys: Any, weights: Any) -> Any:
+def link_block(
+    indptr: Any, block: Any, first_edge: int, node: int, block_of: Any, keys: Any, weights: Any
+) -> Any:
     """Count a block of edges into the block graph: (node of the last edge, first bad position or -1).
 
     ``keys``, ``weights`` int32 [blocks, slots]; a slot of weight 0 is free.
@@ -197,8 +212,9 @@ def merge_small(
 ) -> int:  # fmt: skip
     """Merge blocks of at most ``small`` nodes; the number of blocks left.
 
-    Those of ``large`` nodes or more are large; merging makes none larger than ``most`` (into large ones) or ``limit``.
-    ``into`` int32 [blocks]: new number of each; ``sizes`` becomes that of the new blocks; ``lonely`` is scratch.
+    Those of ``large`` nodes or more are large; merging makes none larger than ``most`` (into large ones) or
+    ``limit``. ``into`` int32 [blocks]: new number of each; ``sizes`` becomes that of the new blocks;
+    ``lonely`` is scratch.
     """
     blocks = sizes.size
     count = 0
@@ -235,7 +251,8 @@ def merge_small(
             sizes[one] = 0
         else:
             group = one
-    # Those merged point at blocks that stayed: number these first. Sizes move down, never past one still to be read.
+    # Those merged point at blocks that stayed: number these first. Sizes move down, never past one still to
+    # be read.
     left = 0
     for b in range(blocks):
         if into[b] == b:
@@ -249,7 +266,8 @@ def merge_small(
 
 @njit(cache=True, nogil=True)
 def relabel(block_of: Any, into: Any, train: Any, trains: Any) -> None:
-    """Replace each block number by ``into`` of it; count each block's training nodes into ``trains`` int64 [blocks]."""
+    """Replace each block number by ``into`` of it; count each block's training nodes into ``trains`` int64
+    [blocks]."""
     for node in range(block_of.size):
         block_of[node] = into[block_of[node]]
         if train.size > 0 and train[node]:
@@ -258,7 +276,8 @@ def relabel(block_of: Any, into: Any, train: Any, trains: Any) -> None:
 
 @njit(cache=True, nogil=True)
 def has_room(p: int, size: int, train: int, sizes: Any, trains: Any, room: Any) -> bool:
-    """Whether ``size`` more nodes, ``train`` of them for training, fit into part ``p``; ``room`` int64 [3]."""
+    """Whether ``size`` more nodes, ``train`` of them for training, fit into part ``p``; ``room`` int64
+    [3]."""
     if sizes[p] + size > room[ALL]:
         return False
     if room[TRAIN] == 0:
@@ -292,8 +311,11 @@ def add_share(p: int, share: float, score: Any, touched: Any, count: int) -> int
 
 
 @njit(cache=True, nogil=True)
-def drawn_score(block: int, keys: Any, weights: Any, totals: Any, part_of: Any, score: Any, touched: Any) -> int:
-    """Where walks of one and two steps from a block end: shares in ``score`` float64 [parts]; how many ``touched``."""
+def drawn_score(
+    block: int, keys: Any, weights: Any, totals: Any, part_of: Any, score: Any, touched: Any
+) -> int:
+    """Where walks of one and two steps from a block end: shares in ``score`` float64 [parts]; how many
+    ``touched``."""
     count = 0
     for slot in range(keys.shape[1]):
         if weights[block, slot] == 0:
@@ -313,10 +335,12 @@ def assign_blocks(
     order: Any, block_sizes: Any, block_trains: Any, keys: Any, weights: Any, totals: Any, part_of: Any,
     sizes: Any, trains: Any, room: Any, score: Any, touched: Any,
 ) -> None:  # fmt: skip
-    """Fill ``part_of`` int32 [blocks], given as -1, block after block in ``order``; -1 stays where none has room.
+    """Fill ``part_of`` int32 [blocks], given as -1, block after block in ``order``; -1 stays where none has
+    room.
 
-    ``sizes``, ``trains`` int64 [parts]: nodes and training nodes in each part; ``room`` int64 [3]. The first blocks, one
-    for each part, seed the parts: else every block is drawn, however weakly, by the few parts begun.
+    ``sizes``, ``trains`` int64 [parts]: nodes and training nodes in each part; ``room`` int64 [3]. The first
+    blocks, one for each part, seed the parts: else every block is drawn, however weakly, by the few parts
+    begun.
     """
     for i in range(order.size):
         block = order[i]
@@ -372,21 +396,25 @@ def block_limit(nodes: int, parts: int) -> int:
 
 
 def most_blocks(nodes: int, limit: int) -> int:
-    """The most blocks that can come about: a source for each ``limit`` nodes left in each round, and half-full rest."""
+    """The most blocks that can come about: a source for each ``limit`` nodes left in each round, and
+    half-full rest."""
     return min(nodes, (ROUNDS + 2) * -(-nodes // limit) + 1)
 
 
 def slots_of(limit: int) -> int:
-    """Slots for a block's neighbours: half as many as it has nodes, so that the block graph stays in proportion."""
+    """Slots for a block's neighbours: half as many as it has nodes, so that the block graph stays in
+    proportion."""
     return min(max(SLOTS_MIN, 1 << (limit // 2).bit_length()), SLOTS_MAX)
 
 
 def grow_blocks(
     graph: GraphLike, limit: int, *, seed: int, block_edges: int = BLOCK_EDGES
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """(block of each node int32 [nodes], size of each block int32 [blocks]) by BFS; none has more than ``limit`` nodes.
+    """(block of each node int32 [nodes], size of each block int32 [blocks]) by BFS; none has more than
+    ``limit`` nodes.
 
-    Every node has a block and no block is empty. Raises SourceError for a bad graph, as far as it looks at edges.
+    Every node has a block and no block is empty. Raises SourceError for a bad graph, as far as it looks at
+    edges.
     """
     indptr = checked_indptr(graph)
     nodes = node_count(graph)
@@ -398,7 +426,8 @@ def grow_blocks(
     state[BIN] = -1
 
     def run_pass(at_once: bool, last: bool) -> int:
-        """Returns how many nodes got a block. A function, so that its edges are gone before the next pass has some."""
+        """Returns how many nodes got a block. A function, so that its edges are gone before the next pass has
+        some."""
         state[NODE] = state[TOUCHED] = state[GROWN] = 0
         for first, block in edge_blocks(graph, block_edges):
             bad = grow_block(
@@ -421,7 +450,9 @@ def grow_blocks(
     return block_of, sizes[: int(state[BLOCKS])]
 
 
-def _link_blocks(graph: GraphLike, block_of: NDArray[np.int32], keys: Any, weights: Any, block_edges: int) -> None:
+def _link_blocks(
+    graph: GraphLike, block_of: NDArray[np.int32], keys: Any, weights: Any, block_edges: int
+) -> None:
     """Count the block graph into ``keys`` and ``weights``, as :func:`link_block`."""
     indptr = checked_indptr(graph)
     weights.fill(0)
@@ -453,13 +484,14 @@ def bfs_partition(
 ) -> NDArray[np.int32]:
     """Part of each node, int32 [nodes], from BGL's blocks; deterministic for equal arguments.
 
-    ``train``: bool [nodes], training nodes to be balanced (None: do not look at them). No part holds more than
-    ``max(ceil(nodes / parts), floor(1.05 * nodes / parts))`` nodes; from 20 training nodes and 20 others a part on, the
-    same rule holds for training nodes. Reads the edges at most 51 times from first to last, usually 10 to 25
-    times, ``block_edges`` at once, and allocates at most :func:`bfs_memory_bytes`.
+    ``train``: bool [nodes], training nodes to be balanced (None: do not look at them). No part holds more
+    than ``max(ceil(nodes / parts), floor(1.05 * nodes / parts))`` nodes; from 20 training nodes and 20 others
+    a part on, the same rule holds for training nodes. Reads the edges at most 51 times from first to last,
+    usually 10 to 25 times, ``block_edges`` at once, and allocates at most :func:`bfs_memory_bytes`.
 
-    Raises SourceError for a bad graph and for arguments out of range. After Liu et al., "BGL: GPU-efficient GNN
-    training by optimizing graph data I/O and preprocessing" (NSDI'23), section 3.3; see the module for what differs.
+    Raises SourceError for a bad graph and for arguments out of range. After Liu et al., "BGL: GPU-efficient
+    GNN training by optimizing graph data I/O and preprocessing" (NSDI'23), section 3.3; see the module for
+    what differs.
     """
     checked_indptr(graph)
     nodes = node_count(graph)
@@ -469,7 +501,9 @@ def bfs_partition(
         raise SourceError(f"train must be bool of shape ({nodes},), not {train.dtype} of shape {train.shape}")
     limit = block_limit(nodes, parts)
     if most_blocks(nodes, limit) >= 2**31 - 2:
-        raise SourceError(f"{nodes:,} nodes in {parts:,} parts make more blocks than 2**31; use fewer parts, or LDG")
+        raise SourceError(
+            f"{nodes:,} nodes in {parts:,} parts make more blocks than 2**31; use fewer parts, or LDG"
+        )
     block_of, sizes = grow_blocks(graph, limit, seed=seed, block_edges=block_edges)
     keys = np.zeros((sizes.size, slots_of(limit)), np.int32)
     weights = np.zeros_like(keys)
@@ -481,19 +515,22 @@ def bfs_partition(
     sizes, trains, keys, weights = sizes[:left], trains[:left], keys[:left], weights[:left]
     _link_blocks(graph, block_of, keys, weights, block_edges)
     all_trains = int(trains.sum())
-    room = np.array([part_capacity(count, parts, SLACK) for count in (nodes, all_trains, nodes - all_trains)], np.int64)
+    room = np.array(
+        [part_capacity(count, parts, SLACK) for count in (nodes, all_trains, nodes - all_trains)], np.int64
+    )
     part_sizes, part_trains = np.zeros(parts, np.int64), np.zeros(parts, np.int64)
     part_of = np.full(sizes.size, -1, np.int32)
     assign_blocks(
-        np.argsort(-sizes, kind="stable"), sizes, trains, keys, weights, weights.sum(axis=1, dtype=np.int64), part_of,
-        part_sizes, part_trains, room, np.zeros(parts), np.empty(parts, np.int32),
+        np.argsort(-sizes, kind="stable"), sizes, trains, keys, weights, weights.sum(axis=1, dtype=np.int64),
+        part_of, part_sizes, part_trains, room, np.zeros(parts), np.empty(parts, np.int32),
     )  # fmt: skip
     uncoarsen(block_of, is_train, part_of, part_sizes, part_trains, room)
     return block_of
 
 
 def bfs_memory_bytes(nodes: int, parts: int, block_edges: int = BLOCK_EDGES) -> int:
-    """The most :func:`bfs_partition` allocates, in bytes, above the graph itself (machine code is not counted)."""
+    """The most :func:`bfs_partition` allocates, in bytes, above the graph itself (machine code is not
+    counted)."""
     limit = block_limit(nodes, parts)
     blocks = most_blocks(nodes, limit)
     block_bytes = _BLOCK_BYTES + 8 * slots_of(limit)

@@ -1,16 +1,18 @@
 """From clusters to a small weighted graph, in one pass over the edges and a table of fixed size.
 
-Clusters (:mod:`featstore.order.propagate`) become the vertices of a coarse graph. The weight of an edge between two of
-them is the number of stored edges from a node of one to a node of the other, in either direction. These are counted in
-an open-addressing hash table of pairs, which doubles while it may. Once it is as large as the memory allows, the
-lightest pairs make room for new ones (lossy counting, Manku & Motwani, VLDB'02): between clusters that belong together
-edges are many and come back, while those that are dropped are the single edges of the graph's noise, of which each says
-next to nothing. So a coarse graph can be had in any memory, and where it holds all pairs nothing is lost.
+Clusters (:mod:`featstore.order.propagate`) become the vertices of a coarse graph. The weight of an edge
+between two of them is the number of stored edges from a node of one to a node of the other, in either
+direction. These are counted in an open-addressing hash table of pairs, which doubles while it may. Once it is
+as large as the memory allows, the lightest pairs make room for new ones (lossy counting, Manku & Motwani,
+VLDB'02): between clusters that belong together edges are many and come back, while those that are dropped are
+the single edges of the graph's noise, of which each says next to nothing. So a coarse graph can be had in any
+memory, and where it holds all pairs nothing is lost.
 
-Where there are more clusters than METIS has room for, they are merged along the heaviest edges of the coarse graph, by
-label propagation in memory with the same limit. Where that does not get down to the number wanted, the smallest are
-packed together, whatever their edges: clusters of at most ``t`` nodes in the order of their labels, for ``t`` = 1, 2, 4
-... until few enough are left. Two successive packs hold more than ``limit`` nodes together, which bounds their number.
+Where there are more clusters than METIS has room for, they are merged along the heaviest edges of the coarse
+graph, by label propagation in memory with the same limit. Where that does not get down to the number wanted,
+the smallest are packed together, whatever their edges: clusters of at most ``t`` nodes in the order of their
+labels, for ``t`` = 1, 2, 4 ... until few enough are left. Two successive packs hold more than ``limit`` nodes
+together, which bounds their number.
 """
 
 from __future__ import annotations
@@ -78,7 +80,8 @@ def pack_clusters(sizes: Any, most: int, limit: int) -> int:
 
 @njit(cache=True, nogil=True)
 def renumber_clusters(label: Any, sizes: Any, most: int, limit: int) -> None:
-    """Pack as :func:`pack_clusters` does, and number what is left from 0 in ``label``; ``sizes`` is used up."""
+    """Pack as :func:`pack_clusters` does, and number what is left from 0 in ``label``; ``sizes`` is used
+    up."""
     left = 0
     room = 0
     pack = 0
@@ -101,10 +104,11 @@ def renumber_clusters(label: Any, sizes: Any, most: int, limit: int) -> None:
 
 
 def number_clusters(label: NDArray[np.int32], sizes: NDArray[np.int32], limit: int, wanted: int) -> int:
-    """Number the clusters of ``label`` int32 [nodes] from 0, in place, packing the smallest so that ``wanted`` remain.
+    """Number the clusters of ``label`` int32 [nodes] from 0, in place, packing the smallest so that
+    ``wanted`` remain.
 
-    ``sizes`` int32 [nodes], the nodes of each label, none above ``limit``, is used up. ``wanted`` must be at least
-    :func:`vertices_max`. Returns how many clusters there are. Allocates nothing.
+    ``sizes`` int32 [nodes], the nodes of each label, none above ``limit``, is used up. ``wanted`` must be at
+    least :func:`vertices_max`. Returns how many clusters there are. Allocates nothing.
     """
     most = 0
     while pack_clusters(sizes, most, limit) > wanted:
@@ -125,8 +129,8 @@ def home_slot(key: int, slots: int) -> Any:
 
 @njit(cache=True, nogil=True)
 def count_pairs(
-    indptr: Any, block: Any, first_edge: int, begin: int, label: Any, vertices: int, keys: Any, counts: Any, state: Any,
-    pairs_max: int,
+    indptr: Any, block: Any, first_edge: int, begin: int, label: Any, vertices: int, keys: Any, counts: Any,
+    state: Any, pairs_max: int,
 ) -> int:  # fmt: skip
     """Count the block's edges between clusters, from position ``begin``; where a new pair had no room, or -1.
 
@@ -194,10 +198,11 @@ def lightest_weights(keys: Any, counts: Any, histogram: Any) -> Any:
 
 @njit(cache=True, nogil=True)
 def drop_pairs(keys: Any, counts: Any, weight: int, turn: int, most: int) -> Any:
-    """Take out pairs lighter than ``weight`` and a pseudorandom half of those of it; (pairs, weight) gone, integers.
+    """Take out pairs lighter than ``weight`` and a pseudorandom half of those of it; (pairs, weight) gone,
+    integers.
 
-    Weights above ``most`` count as that.
-    The pair that follows moves up into a slot that comes free, so no search ends too soon (Knuth 6.4, algorithm R).
+    Weights above ``most`` count as that. The pair that follows moves up into a slot that comes free, so no
+    search ends too soon (Knuth 6.4, algorithm R).
     """
     mask = keys.size - 1
     pairs, gone = 0, 0
@@ -235,7 +240,9 @@ def count_vertex_edges(keys: Any, vertices: int, xadj: Any) -> None:
 
 
 @njit(cache=True, nogil=True)
-def place_vertex_edges(keys: Any, counts: Any, vertices: int, cursors: Any, adjacency: Any, weights: Any) -> None:
+def place_vertex_edges(
+    keys: Any, counts: Any, vertices: int, cursors: Any, adjacency: Any, weights: Any
+) -> None:
     """Write each pair as two edges at the cursors, which move on."""
     for i in range(keys.size):
         if keys[i] >= 0:
@@ -250,10 +257,11 @@ def place_vertex_edges(keys: Any, counts: Any, vertices: int, cursors: Any, adja
 
 @njit(cache=True, nogil=True)
 def merge_pass(
-    xadj: Any, adjacency: Any, weights: Any, vertex_weights: Any, label: Any, sizes: Any, counts: Any, touched: Any,
-    limit: int,
+    xadj: Any, adjacency: Any, weights: Any, vertex_weights: Any, label: Any, sizes: Any, counts: Any,
+    touched: Any, limit: int,
 ) -> None:  # fmt: skip
-    """Give each vertex in turn the label to which its edges are heaviest, if it has room (ties: the first met).
+    """Give each vertex in turn the label to which its edges are heaviest, if it has room (ties: the first
+    met).
 
     ``label`` int32 [vertices]; ``sizes`` int32, ``counts`` int64, zeros, and ``touched`` int32 [vertices].
     """
@@ -279,16 +287,19 @@ def merge_pass(
 
 
 def merge_vertices(coarse: CoarseGraph, limit: int, wanted: int) -> tuple[NDArray[np.int32], int]:
-    """(cluster of each vertex int32 [vertices], how many): at most ``limit`` nodes in each, about ``wanted`` of them.
+    """(cluster of each vertex int32 [vertices], how many): at most ``limit`` nodes in each, about ``wanted``
+    of them.
 
-    No fewer passes than needed, no more than :data:`MERGE_PASSES`. Holds 20 bytes a vertex: :data:`MERGE_VERTEX_BYTES`.
+    No fewer passes than needed, no more than :data:`MERGE_PASSES`. Holds 20 bytes a vertex:
+    :data:`MERGE_VERTEX_BYTES`.
     """
     vertices = coarse.vertex_weights.size
     label, sizes = np.arange(vertices, dtype=np.int32), coarse.vertex_weights.astype(np.int32)
     counts, touched = np.zeros(vertices, np.int64), np.empty(vertices, np.int32)
     for _ in range(MERGE_PASSES):
         merge_pass(
-            coarse.xadj, coarse.adjacency, coarse.edge_weights, coarse.vertex_weights, label, sizes, counts, touched, limit
+            coarse.xadj, coarse.adjacency, coarse.edge_weights, coarse.vertex_weights, label, sizes, counts,
+            touched, limit
         )  # fmt: skip
         if pack_clusters(sizes, 0, limit) <= wanted:
             break
@@ -312,10 +323,11 @@ def contract(
     pairs_max: int,
     block_edges: int,
 ) -> CoarseGraph:
-    """The coarse graph of the clusters ``label`` int32 [nodes], 0 to ``vertices`` - 1, with at most ``pairs_max`` edges.
+    """The coarse graph of the clusters ``label`` int32 [nodes], 0 to ``vertices`` - 1, with at most
+    ``pairs_max`` edges.
 
-    One pass over the edges. Raises SourceError for one to a node that does not exist. Holds the table, while it grows
-    also half of that, and the result: :func:`contract_bytes`.
+    One pass over the edges. Raises SourceError for one to a node that does not exist. Holds the table, while
+    it grows also half of that, and the result: :func:`contract_bytes`.
     """
     keys = np.full(SLOTS_FIRST, -1, np.int64)
     counts = np.zeros(SLOTS_FIRST, np.int32)
@@ -368,4 +380,8 @@ def count_nodes(label: Any, sizes: Any) -> None:
 def contract_bytes(vertices: int, pairs_max: int, block_edges: int) -> int:
     """The most :func:`contract` allocates, in bytes, result and all, beside the labels."""
     table = PAIR_BYTES * slots_of(pairs_max)
-    return max(8 * block_edges + table + table // 2, table + 32 * pairs_max) + 24 * (vertices + 1) + 8 * HISTOGRAM_SIZE
+    return (
+        max(8 * block_edges + table + table // 2, table + 32 * pairs_max)
+        + 24 * (vertices + 1)
+        + 8 * HISTOGRAM_SIZE
+    )

@@ -1,27 +1,29 @@
 """Restreamed linear deterministic greedy partitioning, annealed: good partitions in four bytes a node.
 
-LDG (Stanton & Kliot, KDD'12) looks at each node once, in stream order, and puts it where most of its neighbours are,
-each part weighed by the room left in it: ``neighbours(p) * (1 - size(p) / capacity)``. Restreaming (Nishimura &
-Ugander, KDD'13) repeats the pass with the parts of the last one, so that every neighbour has a part. That is all the
-state there is: a part number for each node, a size for each part, and the block of edges being read. Edges are passed
-over in the order in which they are stored and never held, so the graph may be far larger than memory.
+LDG (Stanton & Kliot, KDD'12) looks at each node once, in stream order, and puts it where most of its
+neighbours are, each part weighed by the room left in it: ``neighbours(p) * (1 - size(p) / capacity)``.
+Restreaming (Nishimura & Ugander, KDD'13) repeats the pass with the parts of the last one, so that every
+neighbour has a part. That is all the state there is: a part number for each node, a size for each part, and
+the block of edges being read. Edges are passed over in the order in which they are stored and never held, so
+the graph may be far larger than memory.
 
-Two things differ from the papers. Sizes are not reset between passes: a node leaves its part, is scored, and enters the
-best one; so no part ever exceeds the capacity, after any pass. And a greedy restream stops in a poor local optimum (on
-ogbn-arxiv in 64 parts .40 of the edges stay cut, where METIS cuts .34). So we anneal: to the score of a part we add
-``heat * u``, with u uniform in [0, 1), and heat, in neighbours, falls linearly from 1.25 to nothing over the first 95 %
-of the passes; the rest settles. That all but closes the gap to METIS on citation, co-author and purchase graphs, and
-costs nothing. Fewer than eight passes are too few to cool down, so they run cold. `benchmarks/order_quality.py` has
-the figures.
+Two things differ from the papers. Sizes are not reset between passes: a node leaves its part, is scored, and
+enters the best one; so no part ever exceeds the capacity, after any pass. And a greedy restream stops in a
+poor local optimum (on ogbn-arxiv in 64 parts .40 of the edges stay cut, where METIS cuts .34). So we anneal:
+to the score of a part we add ``heat * u``, with u uniform in [0, 1), and heat, in neighbours, falls linearly
+from 1.25 to nothing over the first 95 % of the passes; the rest settles. That all but closes the gap to METIS
+on citation, co-author and purchase graphs, and costs nothing. Fewer than eight passes are too few to cool
+down, so they run cold. `benchmarks/order_quality.py` has the figures.
 
-What it cannot do: on meshes and road maps, where good parts are blobs of which no single node sees the shape, a method
-without coarsening stays far behind METIS; there :mod:`featstore.order.multilevel` finds a start, from which the same
-passes go on, cooler. Where a part's slack is less than one node (under 20 nodes a part) nobody can
-move, and the first pass decides. In directed graphs a node sees those it gathers from (its in-neighbours) and
-not those that gather from it, for these would need the transposed graph; symmetrise first where that matters.
+What it cannot do: on meshes and road maps, where good parts are blobs of which no single node sees the shape,
+a method without coarsening stays far behind METIS; there :mod:`featstore.order.multilevel` finds a start,
+from which the same passes go on, cooler. Where a part's slack is less than one node (under 20 nodes a part)
+nobody can move, and the first pass decides. In directed graphs a node sees those it gathers from (its
+in-neighbours) and not those that gather from it, for these would need the transposed graph; symmetrise first
+where that matters.
 
-Noise comes from a xorshift generator seeded by (seed, pass): equal seeds give equal parts, whatever the block size, on
-any machine. Ties go to the lower part number.
+Noise comes from a xorshift generator seeded by (seed, pass): equal seeds give equal parts, whatever the block
+size, on any machine. Ties go to the lower part number.
 """
 
 from __future__ import annotations
@@ -33,7 +35,14 @@ from numpy.typing import NDArray
 
 from featstore.base.compilation import njit
 from featstore.errors import SourceError
-from featstore.order.stream import BLOCK_EDGES, GraphLike, bad_edge_error, checked_indptr, edge_blocks, node_count
+from featstore.order.stream import (
+    BLOCK_EDGES,
+    GraphLike,
+    bad_edge_error,
+    checked_indptr,
+    edge_blocks,
+    node_count,
+)
 
 PASSES = 40
 SLACK = 0.05
@@ -67,8 +76,8 @@ def next_random(random: Any) -> Any:
 
 @njit(cache=True, nogil=True)
 def best_part(
-    old: int, sizes: Any, counts: Any, touched: Any, touched_count: int, random: Any, capacity: int, heat: float,
-    full: float,
+    old: int, sizes: Any, counts: Any, touched: Any, touched_count: int, random: Any, capacity: int,
+    heat: float, full: float,
 ) -> int:  # fmt: skip
     """The part with room that scores best among those of a node's neighbours, or -1; clears ``counts``."""
     best = -1
@@ -121,11 +130,12 @@ def ldg_block(
     heat: float,
     full: float,
 ) -> int:
-    """One block of a pass: moves every node whose last edge is in it. The first bad position in the block, or -1.
+    """One block of a pass: moves every node whose last edge is in it. The first bad position in the block, or
+    -1.
 
     ``part`` int32 [nodes], -1 = not yet; ``sizes``, ``counts`` int64 [parts]; ``touched`` int32 [parts];
-    ``state`` int64 [STATE_SIZE]; ``random`` uint64 [1]. At ``full`` nodes, at least ``capacity``, a part scores nothing.
-    A node in a part that holds too many leaves it, if need be for any other.
+    ``state`` int64 [STATE_SIZE]; ``random`` uint64 [1]. At ``full`` nodes, at least ``capacity``, a part
+    scores nothing. A node in a part that holds too many leaves it, if need be for any other.
     """
     nodes = part.size
     end_edge = first_edge + block.size
@@ -165,7 +175,8 @@ def ldg_block(
 
 
 def part_capacity(nodes: int, parts: int, slack: float) -> int:
-    """The most nodes a part may hold: (1 + slack) * nodes / parts, but never less than an even split needs."""
+    """The most nodes a part may hold: (1 + slack) * nodes / parts, but never less than an even split
+    needs."""
     return max(-(-nodes // parts), int((1 + slack) * nodes / parts))
 
 
@@ -193,10 +204,14 @@ def count_start(part: Any, sizes: Any) -> int:
 
 def _check_start(start: NDArray[np.int32], nodes: int, sizes: NDArray[np.int64]) -> None:
     if start.shape != (nodes,) or start.dtype != np.int32:
-        raise SourceError(f"start must be int32 of shape ({nodes},), not {start.dtype} of shape {start.shape}")
+        raise SourceError(
+            f"start must be int32 of shape ({nodes},), not {start.dtype} of shape {start.shape}"
+        )
     bad = count_start(start, sizes)
     if bad >= 0:
-        raise SourceError(f"start has node {bad} in part {int(start[bad])}, but parts are 0 to {sizes.size - 1}")
+        raise SourceError(
+            f"start has node {bad} in part {int(start[bad])}, but parts are 0 to {sizes.size - 1}"
+        )
 
 
 def ldg_partition(
@@ -213,23 +228,27 @@ def ldg_partition(
 ) -> NDArray[np.int32]:
     """Part of each node, int32 [nodes], from annealed restreamed LDG; deterministic for equal arguments.
 
-    No part holds more than ``max(ceil(nodes / parts), floor((1 + slack) * nodes / parts))`` nodes; with more parts than
-    nodes some are empty. Reads the edges ``passes`` times from first to last, ``block_edges`` at once, and allocates
-    at most :func:`ldg_memory_bytes`.
+    No part holds more than ``max(ceil(nodes / parts), floor((1 + slack) * nodes / parts))`` nodes; with more
+    parts than nodes some are empty. Reads the edges ``passes`` times from first to last, ``block_edges`` at
+    once, and allocates at most :func:`ldg_memory_bytes`.
 
-    ``start`` int32 [nodes] is a partition to go on from, changed in place and returned; parts in it that are over the
-    capacity are brought below it. ``heat`` is the first pass's; a low one keeps what is good about a start. A part's
-    score vanishes at ``ease`` times the capacity: above 1.0 sizes are pushed less towards the mean.
+    ``start`` int32 [nodes] is a partition to go on from, changed in place and returned; parts in it that are
+    over the capacity are brought below it. ``heat`` is the first pass's; a low one keeps what is good about a
+    start. A part's score vanishes at ``ease`` times the capacity: above 1.0 sizes are pushed less towards the
+    mean.
 
-    Raises SourceError for a bad graph (an edge to a node that does not exist ...) and for arguments out of range.
-    After Stanton & Kliot (KDD'12) and Nishimura & Ugander (KDD'13); the annealing is ours, see the module.
+    Raises SourceError for a bad graph (an edge to a node that does not exist ...) and for arguments out of
+    range. After Stanton & Kliot (KDD'12) and Nishimura & Ugander (KDD'13); the annealing is ours, see the
+    module.
     """
     indptr = checked_indptr(graph)
     nodes = node_count(graph)
     if not 1 <= parts < 2**31:
         raise SourceError(f"parts must be from 1 to 2**31 - 1, not {parts}")
     if passes < 1 or seed < 0 or not 0 <= slack < float("inf"):
-        raise SourceError(f"need passes >= 1, seed >= 0, slack >= 0, not passes={passes}, seed={seed}, slack={slack}")
+        raise SourceError(
+            f"need passes >= 1, seed >= 0, slack >= 0, not passes={passes}, seed={seed}, slack={slack}"
+        )
     if not 0 <= heat < float("inf") or not 1 <= ease < float("inf"):
         raise SourceError(f"need heat >= 0 and ease >= 1, not heat={heat}, ease={ease}")
     capacity = part_capacity(nodes, parts, slack)
@@ -242,11 +261,14 @@ def ldg_partition(
     touched = np.empty(parts, np.int32)
 
     def run_pass(number: int, warmth: float) -> int:
-        """Returns how many nodes moved. A function, so that its block is gone before the next pass makes another."""
+        """Returns how many nodes moved. A function, so that its block is gone before the next pass makes
+        another."""
         state = np.zeros(STATE_SIZE, np.int64)
         random = random_of_pass(seed, number)
         for first, block in edge_blocks(graph, block_edges):
-            bad = ldg_block(indptr, block, first, part, sizes, counts, touched, state, random, capacity, warmth, full)
+            bad = ldg_block(
+                indptr, block, first, part, sizes, counts, touched, state, random, capacity, warmth, full
+            )
             if bad >= 0:
                 raise bad_edge_error(graph, first + bad)
         return int(state[MOVED])
@@ -255,11 +277,13 @@ def ldg_partition(
         warmth = heat_of_pass(number, passes, heat)
         moved = run_pass(number, warmth)
         if warmth == 0.0 and moved == 0:
-            # Nothing is left to chance, so later passes would only repeat this one; an idle warm pass proves nothing.
+            # Nothing is left to chance, so later passes would only repeat this one; an idle warm pass proves
+            # nothing.
             break
     return part
 
 
 def ldg_memory_bytes(nodes: int, parts: int, block_edges: int = BLOCK_EDGES) -> int:
-    """The most :func:`ldg_partition` allocates, in bytes, above the graph itself (machine code is not counted)."""
+    """The most :func:`ldg_partition` allocates, in bytes, above the graph itself (machine code is not
+    counted)."""
     return 4 * nodes + (8 + 8 + 4) * parts + 8 * block_edges + _FIXED_BYTES

@@ -1,14 +1,15 @@
-"""METIS (Karypis & Kumar, SISC 1998) through pymetis: the best partitions, for graphs that fit in memory several times.
+"""METIS (Karypis & Kumar, SISC 1998) through pymetis: the best partitions, for graphs that fit in memory
+several times.
 
-METIS wants an adjacency that is symmetric, without self-loops and without duplicates, in its own integer width, in
-memory. One pass over the edges finds out what is missing: the sum of a hash over all edges (u, v) equals that over all
-(v, u) exactly when the graph is symmetric (but for one chance in 2**64), and rows that ascend strictly have no
-duplicates. What passes is copied in METIS's width and handed over; for the rest the adjacency is built: mirrored if
-need be, then deduplicated in place with one mark a node.
+METIS wants an adjacency that is symmetric, without self-loops and without duplicates, in its own integer
+width, in memory. One pass over the edges finds out what is missing: the sum of a hash over all edges (u, v)
+equals that over all (v, u) exactly when the graph is symmetric (but for one chance in 2**64), and rows that
+ascend strictly have no duplicates. What passes is copied in METIS's width and handed over; for the rest the
+adjacency is built: mirrored if need be, then deduplicated in place with one mark a node.
 
 METIS then coarsens the graph level by level and keeps all levels, which is where the memory goes;
-:func:`metis_memory_bytes` is an upper estimate, fitted to measured peaks (`benchmarks/order_quality.py` measures them).
-Balance is METIS's own: about 3 % for graphs that have it, not guaranteed.
+:func:`metis_memory_bytes` is an upper estimate, fitted to measured peaks (`benchmarks/order_quality.py`
+measures them). Balance is METIS's own: about 3 % for graphs that have it, not guaranteed.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ from featstore.order.stream import (
     node_count,
 )
 
-# Measured peaks with nothing set aside for nodes: 62 to 120 bytes a stored edge at up to 512 parts, most on random
-# graphs, 132 at 4096 parts, and 145 a node on graphs of one edge a node.
+# Measured peaks with nothing set aside for nodes: 62 to 120 bytes a stored edge at up to 512 parts, most on
+# random graphs, 132 at 4096 parts, and 145 a node on graphs of one edge a node.
 NODE_BYTES = 100
 EDGE_BYTES = 130
 FIXED_BYTES = 16 << 20
@@ -44,7 +45,8 @@ NODE, PREVIOUS, LOOPS, DISORDER = range(4)
 
 @dataclass(frozen=True)
 class Survey:
-    """What METIS needs to know of a graph: is it symmetric, are its rows strictly ascending, how many self-loops."""
+    """What METIS needs to know of a graph: is it symmetric, are its rows strictly ascending, how many
+    self-loops."""
 
     symmetric: bool
     ascending: bool
@@ -95,7 +97,8 @@ def survey_block(indptr: Any, block: Any, first_edge: int, state: Any, sums: Any
 
 @njit(cache=True, nogil=True)
 def count_ends(indptr: Any, block: Any, first_edge: int, node: int, mirror: bool, ends: Any) -> int:
-    """Count into ``ends`` int64 [nodes + 1], shifted by one, the edges each row will get; the last edge's node."""
+    """Count into ``ends`` int64 [nodes + 1], shifted by one, the edges each row will get; the last edge's
+    node."""
     for i in range(block.size):
         while indptr[node + 1] <= first_edge + i:
             node += 1
@@ -107,7 +110,9 @@ def count_ends(indptr: Any, block: Any, first_edge: int, node: int, mirror: bool
 
 
 @njit(cache=True, nogil=True)
-def fill_ends(indptr: Any, block: Any, first_edge: int, node: int, mirror: bool, cursors: Any, adjacency: Any) -> int:
+def fill_ends(
+    indptr: Any, block: Any, first_edge: int, node: int, mirror: bool, cursors: Any, adjacency: Any
+) -> int:
     """Write what :func:`count_ends` counted at each row's cursor; the last edge's node."""
     for i in range(block.size):
         while indptr[node + 1] <= first_edge + i:
@@ -124,7 +129,8 @@ def fill_ends(indptr: Any, block: Any, first_edge: int, node: int, mirror: bool,
 
 @njit(cache=True, nogil=True)
 def drop_duplicates(offsets: Any, adjacency: Any, marks: Any) -> int:
-    """Compact rows in place to first occurrences, ``offsets`` with them; ``marks`` [nodes] = -1. The edges left."""
+    """Compact rows in place to first occurrences, ``offsets`` with them; ``marks`` [nodes] = -1. The edges
+    left."""
     kept = 0
     begin = offsets[0]
     for node in range(offsets.size - 1):
@@ -141,7 +147,8 @@ def drop_duplicates(offsets: Any, adjacency: Any, marks: Any) -> int:
 
 
 def survey_graph(graph: GraphLike, *, block_edges: int = BLOCK_EDGES) -> Survey:
-    """What the graph lacks for METIS. One sequential pass; holds one block. Raises SourceError for a bad graph."""
+    """What the graph lacks for METIS. One sequential pass; holds one block. Raises SourceError for a bad
+    graph."""
     indptr = checked_indptr(graph)
     state = np.zeros(4, np.int64)
     sums = np.zeros(2, np.uint64)
@@ -153,7 +160,8 @@ def survey_graph(graph: GraphLike, *, block_edges: int = BLOCK_EDGES) -> Survey:
 
 
 def metis_adjacency(graph: GraphLike, dtype: Any) -> tuple[NDArray[Any], NDArray[Any]]:
-    """(``xadj`` [nodes + 1], ``adjncy``) in ``dtype``: the graph symmetric, without self-loops and duplicates.
+    """(``xadj`` [nodes + 1], ``adjncy``) in ``dtype``: the graph symmetric, without self-loops and
+    duplicates.
 
     Raises SourceError for a bad graph, and for one with more edges than ``dtype`` can count.
     """
@@ -187,21 +195,26 @@ def metis_adjacency(graph: GraphLike, dtype: Any) -> tuple[NDArray[Any], NDArray
 def metis_partition(graph: GraphLike, parts: int, seed: int) -> NDArray[np.int32]:
     """Part of each node, int32 [nodes], from METIS; deterministic for equal arguments and versions.
 
-    Directed graphs are symmetrised. A graph without edges is cut into even ranges of node ids, and with at least as
-    many parts as nodes each node has its own. Needs up to :func:`metis_memory_bytes`, and holds the GIL.
+    Directed graphs are symmetrised. A graph without edges is cut into even ranges of node ids, and with at
+    least as many parts as nodes each node has its own. Needs up to :func:`metis_memory_bytes`, and holds the
+    GIL.
 
-    Raises SourceError when pymetis is missing (``pip install 'featstore[metis]'``), for a bad graph and for arguments
-    out of range. After Karypis & Kumar, "A fast and high quality multilevel scheme for partitioning irregular graphs".
+    Raises SourceError when pymetis is missing (``pip install 'featstore[metis]'``), for a bad graph and for
+    arguments out of range. After Karypis & Kumar, "A fast and high quality multilevel scheme for partitioning
+    irregular graphs".
     """
     if not metis_installed():
         raise SourceError(
-            "method 'metis' needs pymetis, which is not installed: pip install 'featstore[metis]', or use method 'ldg'"
+            "method 'metis' needs pymetis, which is not installed: pip install 'featstore[metis]', or "
+            "use method 'ldg'"
         )
     import pymetis
 
     nodes = node_count(graph)
     if not 1 <= parts < 2**31 or not 0 <= seed < 2**31:
-        raise SourceError(f"parts must be from 1, seed from 0, both below 2**31, not parts={parts}, seed={seed}")
+        raise SourceError(
+            f"parts must be from 1, seed from 0, both below 2**31, not parts={parts}, seed={seed}"
+        )
     xadj, adjacency = metis_adjacency(graph, pymetis.zero_copy_dtype())
     if parts == 1:
         return np.zeros(nodes, np.int32)
@@ -221,14 +234,17 @@ def cut_adjacency(
 ) -> NDArray[np.int32]:
     """METIS on a clean adjacency as it is, with integer weights [nodes] and [edges] if given; int32 [nodes].
 
-    Arrays in METIS's own integers are not copied. Raises SourceError where these cannot count the sum of the weights.
+    Arrays in METIS's own integers are not copied. Raises SourceError where these cannot count the sum of the
+    weights.
     """
     import pymetis
 
     dtype = pymetis.zero_copy_dtype()
     for name, weights in (("vertex", vertex_weights), ("edge", edge_weights)):
         if weights is not None and int(weights.sum()) > np.iinfo(dtype).max:
-            raise SourceError(f"the {name} weights add up to more than this pymetis can count; use method='ldg'")
+            raise SourceError(
+                f"the {name} weights add up to more than this pymetis can count; use method='ldg'"
+            )
     found = pymetis.part_graph(
         parts,
         adjacency=pymetis.CSRAdjacency(xadj.astype(dtype, copy=False), adjacency.astype(dtype, copy=False)),
@@ -242,7 +258,8 @@ def cut_adjacency(
 def metis_memory_bytes(nodes: int, edges: int, *, symmetric: bool = False) -> int:
     """An upper estimate, in bytes, of the peak of :func:`metis_partition` above the graph itself.
 
-    ``edges`` are stored edges; unless the graph is known to be ``symmetric`` (each edge stored both ways) METIS may see
-    twice as many. Fitted to measurements with pymetis 2025.2 and 64-bit integers; see `benchmarks/order_quality.py`.
+    ``edges`` are stored edges; unless the graph is known to be ``symmetric`` (each edge stored both ways)
+    METIS may see twice as many. Fitted to measurements with pymetis 2025.2 and 64-bit integers; see
+    `benchmarks/order_quality.py`.
     """
     return NODE_BYTES * nodes + EDGE_BYTES * edges * (1 if symmetric else 2) + FIXED_BYTES

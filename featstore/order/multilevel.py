@@ -1,31 +1,34 @@
 """A multilevel partitioner that never loads the graph: about METIS's cut in a fraction of its memory.
 
-LDG (:mod:`featstore.order.ldg`) needs four bytes a node but sees no further than a node's neighbours; METIS sees the
-whole, but holds some 130 bytes an edge. Here METIS sees a small picture of the graph and LDG does the rest:
+LDG (:mod:`featstore.order.ldg`) needs four bytes a node but sees no further than a node's neighbours; METIS
+sees the whole, but holds some 130 bytes an edge. Here METIS sees a small picture of the graph and LDG does
+the rest:
 
-1. *Coarsen.* Five passes of size-constrained label propagation (:mod:`featstore.order.propagate`) find clusters of at
-   most ``nodes / (parts * 16)`` nodes: small enough for METIS to balance the parts.
-2. *Contract.* One pass counts the edges between clusters (:mod:`featstore.order.coarsen`), in a table for a tenth as
-   many pairs as the graph has edges, fewer if memory is short; the lightest pairs make room for others. A table for a
-   fortieth changed the final cut by less than two percent on the five graphs tried.
-   Where METIS has no room for as many clusters, they are merged along the heaviest of these edges, in memory, and the
-   edges between them are counted once more, three times at most.
+1. *Coarsen.* Five passes of size-constrained label propagation (:mod:`featstore.order.propagate`) find
+   clusters of at most ``nodes / (parts * 16)`` nodes: small enough for METIS to balance the parts.
+2. *Contract.* One pass counts the edges between clusters (:mod:`featstore.order.coarsen`), in a table for a
+   tenth as many pairs as the graph has edges, fewer if memory is short; the lightest pairs make room for
+   others. A table for a fortieth changed the final cut by less than two percent on the five graphs tried.
+   Where METIS has no room for as many clusters, they are merged along the heaviest of these edges, in memory,
+   and the edges between them are counted once more, three times at most.
 3. *Cut* the weighted coarse graph by METIS.
-4. *Refine.* Nodes take the part of their cluster, and thirty passes of LDG, at low heat, move single nodes. The score of
-   a part is eased (it vanishes a little above the capacity), which lets sizes differ where that saves edges. The first
-   pass brings METIS's parts down to the capacity.
+4. *Refine.* Nodes take the part of their cluster, and thirty passes of LDG, at low heat, move single nodes.
+   The score of a part is eased (it vanishes a little above the capacity), which lets sizes differ where that
+   saves edges. The first pass brings METIS's parts down to the capacity.
 
-All in all 36 passes over the edges (up to 39 where memory is short), fewer than LDG's 40, all of them sequential. After
-Meyerhenke, Sanders & Schulz, "Partitioning complex networks via size-constrained clustering" (SEA'14), whose refinement
-is label propagation too. That cuts ogbn-arxiv as well, but only at a heat that tears meshes; LDG's balance term does
-well on both at one low heat. These constants were chosen on the graphs they were measured on, with one seed.
+All in all 36 passes over the edges (up to 39 where memory is short), fewer than LDG's 40, all of them
+sequential. After Meyerhenke, Sanders & Schulz, "Partitioning complex networks via size-constrained
+clustering" (SEA'14), whose refinement is label propagation too. That cuts ogbn-arxiv as well, but only at a
+heat that tears meshes; LDG's balance term does well on both at one low heat. These constants were chosen on
+the graphs they were measured on, with one seed.
 
-What it cannot do: on square meshes it stays 7 to 15 % behind METIS. And it uses the slack, parts up to 5 % above the mean,
-where METIS keeps to 3 %, so that a comparison of cuts favours it a little.
+What it cannot do: on square meshes it stays 7 to 15 % behind METIS. And it uses the slack, parts up to 5 %
+above the mean, where METIS keeps to 3 %, so that a comparison of cuts favours it a little.
 
-Memory: twelve bytes a node while clusters are sought, four from then on, beside which stands METIS with the coarse
-graph. The least is :func:`multilevel_memory_bytes`; with less room than wanted there are fewer clusters and pairs.
-In directed graphs clusters and refinement see a node's in-neighbours alone, as LDG does; the coarse graph sees both.
+Memory: twelve bytes a node while clusters are sought, four from then on, beside which stands METIS with the
+coarse graph. The least is :func:`multilevel_memory_bytes`; with less room than wanted there are fewer
+clusters and pairs. In directed graphs clusters and refinement see a node's in-neighbours alone, as LDG does;
+the coarse graph sees both.
 """
 
 from __future__ import annotations
@@ -99,8 +102,8 @@ def _clusters(
     for number in range(COARSEN_PASSES if limit > 1 else 0):
         last = number == COARSEN_PASSES - 1
         propagate(
-            graph, indptr, label, sizes, limit=limit, heat=0.0 if last else TIE_HEAT, seed=seed, number=number, bins=last,
-            block_edges=block_edges,
+            graph, indptr, label, sizes, limit=limit, heat=0.0 if last else TIE_HEAT, seed=seed,
+            number=number, bins=last, block_edges=block_edges,
         )  # fmt: skip
     return label, number_clusters(label, sizes, limit, wanted)
 
@@ -116,7 +119,8 @@ def _merge(
     memory_bytes: int,
     block_edges: int,
 ) -> int:
-    """Merge clusters in ``label``, in place, along the edges between them, to at most ``wanted``; how many are left."""
+    """Merge clusters in ``label``, in place, along the edges between them, to at most ``wanted``; how many
+    are left."""
     for _ in range(MERGE_LEVELS):
         if vertices <= wanted:
             break
@@ -160,30 +164,39 @@ def multilevel_partition(
     slack: float = SLACK,
     block_edges: int = BLOCK_EDGES,
 ) -> NDArray[np.int32]:
-    """Part of each node, int32 [nodes], from clusters, METIS and LDG; the same for equal arguments and pymetis.
+    """Part of each node, int32 [nodes], from clusters, METIS and LDG; the same for equal arguments and
+    pymetis.
 
-    No part holds more than ``max(ceil(nodes / parts), floor((1 + slack) * nodes / parts))`` nodes. With as many parts
-    as nodes, or more, each node has its own; without edges parts are even ranges of node ids. Reads the edges 36 to 39
-    times from first to last, ``block_edges`` at once, and allocates at most ``memory_bytes``. Results depend on
-    ``memory_bytes`` and ``block_edges`` only where memory is short for what they take.
+    No part holds more than ``max(ceil(nodes / parts), floor((1 + slack) * nodes / parts))`` nodes. With as
+    many parts as nodes, or more, each node has its own; without edges parts are even ranges of node ids.
+    Reads the edges 36 to 39 times from first to last, ``block_edges`` at once, and allocates at most
+    ``memory_bytes``. Results depend on ``memory_bytes`` and ``block_edges`` only where memory is short for
+    what they take.
 
-    Raises SourceError when pymetis is missing (``pip install 'featstore[metis]'``), for a bad graph and for arguments
-    out of range, BudgetError below :func:`multilevel_memory_bytes`. After Meyerhenke, Sanders & Schulz (SEA'14).
+    Raises SourceError when pymetis is missing (``pip install 'featstore[metis]'``), for a bad graph and for
+    arguments out of range, BudgetError below :func:`multilevel_memory_bytes`. After Meyerhenke, Sanders &
+    Schulz (SEA'14).
     """
     if not metis_installed():
         raise SourceError(
-            "method 'multilevel' needs pymetis, which is not installed: pip install 'featstore[metis]', or use method 'ldg'"
+            "method 'multilevel' needs pymetis, which is not installed: pip install "
+            "'featstore[metis]', or use method 'ldg'"
         )
     indptr, nodes = checked_indptr(graph), node_count(graph)
     if not 1 <= parts < 2**31 or not 0 <= seed < 2**31 or not 0 <= slack < float("inf"):
         raise SourceError(
-            f"parts must be from 1, seed from 0, both below 2**31, slack from 0, not parts={parts}, seed={seed}, slack={slack}"
+            f"parts must be from 1, seed from 0, both below 2**31, slack from 0, not parts={parts}, "
+            f"seed={seed}, slack={slack}"
         )
     if nodes >= 2**31:
-        raise SourceError(f"method 'multilevel' is made for fewer than 2**31 nodes, not {nodes:,}; use method 'ldg'")
+        raise SourceError(
+            f"method 'multilevel' is made for fewer than 2**31 nodes, not {nodes:,}; use method 'ldg'"
+        )
     smallest = multilevel_memory_bytes(nodes, parts, block_edges)
     if memory_bytes < smallest:
-        raise BudgetError(smallest, memory_bytes, f"partition {nodes:,} nodes in {parts:,} parts by clusters and METIS")
+        raise BudgetError(
+            smallest, memory_bytes, f"partition {nodes:,} nodes in {parts:,} parts by clusters and METIS"
+        )
     if parts == 1 or parts >= nodes or edge_count(graph) == 0:
         _check_edges(graph, indptr, block_edges)
         return _ranges(nodes, parts)
@@ -193,8 +206,8 @@ def multilevel_partition(
     )
     label, vertices = _clusters(graph, indptr, parts, seed, max(wanted, mergeable), block_edges)
     vertices = _merge(
-        graph, indptr, label, vertices, limit=cluster_limit(nodes, parts), wanted=wanted, memory_bytes=memory_bytes,
-        block_edges=block_edges,
+        graph, indptr, label, vertices, limit=cluster_limit(nodes, parts), wanted=wanted,
+        memory_bytes=memory_bytes, block_edges=block_edges,
     )  # fmt: skip
     pairs_max = _pairs_within(_coarse_bytes, graph, vertices, memory_bytes, block_edges)
     coarse = contract(graph, indptr, label, vertices, pairs_max=pairs_max, block_edges=block_edges)
@@ -202,8 +215,8 @@ def multilevel_partition(
     del coarse
     project_parts(label, part)
     return ldg_partition(
-        graph, parts, seed=seed, passes=REFINE_PASSES, slack=slack, block_edges=block_edges, start=label, heat=REFINE_HEAT,
-        ease=REFINE_EASE,
+        graph, parts, seed=seed, passes=REFINE_PASSES, slack=slack, block_edges=block_edges, start=label,
+        heat=REFINE_HEAT, ease=REFINE_EASE,
     )  # fmt: skip
 
 
@@ -217,7 +230,8 @@ def _ranges(nodes: int, parts: int) -> NDArray[np.int32]:
 
 
 def _coarse_bytes(nodes: int, vertices: int, pairs: int, block_edges: int) -> int:
-    """From contraction to projection: labels, the coarse graph, and either the table or METIS with what it holds."""
+    """From contraction to projection: labels, the coarse graph, and either the table or METIS with what it
+    holds."""
     graph_bytes = 24 * (vertices + 1) + 32 * pairs
     table_bytes = contract_bytes(vertices, pairs, block_edges)
     cut_bytes = graph_bytes + metis_memory_bytes(vertices, 2 * pairs, symmetric=True)
@@ -231,12 +245,18 @@ def _merge_bytes(nodes: int, vertices: int, pairs: int, block_edges: int) -> int
 
 
 def _pairs_within(
-    bytes_of: Callable[[int, int, int, int], int], graph: GraphLike, vertices: int, memory_bytes: int, block_edges: int
+    bytes_of: Callable[[int, int, int, int], int],
+    graph: GraphLike,
+    vertices: int,
+    memory_bytes: int,
+    block_edges: int,
 ) -> int:
     """How many pairs to count: as many as are wanted, but no more than fit."""
     nodes = node_count(graph)
     wanted = max(edge_count(graph) // EDGES_PER_PAIR, PAIRS_PER_VERTEX_MIN * vertices)
-    return min(wanted, _most_within(lambda pairs: bytes_of(nodes, vertices, pairs, block_edges) <= memory_bytes))
+    return min(
+        wanted, _most_within(lambda pairs: bytes_of(nodes, vertices, pairs, block_edges) <= memory_bytes)
+    )
 
 
 def _most_within(fits: Callable[[int], bool]) -> int:
@@ -258,10 +278,11 @@ def _vertices_within(nodes: int, parts: int, memory_bytes: int, block_edges: int
 
 
 def multilevel_memory_bytes(nodes: int, parts: int, block_edges: int = BLOCK_EDGES) -> int:
-    """The least memory with which :func:`multilevel_partition` works, and an upper bound of what it then takes, in bytes.
+    """The least memory with which :func:`multilevel_partition` works, and an upper bound of what it then
+    takes, in bytes.
 
-    Above the graph itself; machine code is not counted. METIS's share is that of :func:`metis_memory_bytes`, an upper
-    estimate for a coarse graph of three pairs a vertex.
+    Above the graph itself; machine code is not counted. METIS's share is that of :func:`metis_memory_bytes`,
+    an upper estimate for a coarse graph of three pairs a vertex.
     """
     clusters_bytes = 12 * nodes + TABLE_BYTES + 8 * block_edges
     vertices = vertices_max(nodes, cluster_limit(nodes, parts))

@@ -1,7 +1,7 @@
 """From part numbers to rows: a stable counting sort.
 
-Rows of one part stand together, parts stand in the order of their numbers, and inside a part node ids ascend; so equal
-partitions give equal stores, byte for byte.
+Rows of one part stand together, parts stand in the order of their numbers, and inside a part node ids ascend;
+so equal partitions give equal stores, byte for byte.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from featstore.order.stream import NodeIds
 
 @njit(cache=True, nogil=True)
 def count_parts(part: Any, offsets: Any) -> int:
-    """Fill ``offsets`` int64 [parts + 1] with where each part begins; the first node of no such part, or -1."""
+    """Fill ``offsets`` int64 [parts + 1] with where each part begins; the first node of no such part, or
+    -1."""
     parts = offsets.size - 1
     for node in range(part.size):
         p = part[node]
@@ -41,7 +42,8 @@ def place_nodes(part: Any, cursors: Any, node_of_row: Any) -> None:
 
 
 def order_of_parts(part: NDArray[np.int32], parts: int) -> tuple[NodeIds, NDArray[np.int64]]:
-    """(``node_of_row`` int32 or int64 [nodes], ``partition_offsets`` int64 [parts + 1]) of ``part`` int32 [nodes].
+    """(``node_of_row`` int32 or int64 [nodes], ``partition_offsets`` int64 [parts + 1]) of ``part`` int32
+    [nodes].
 
     Holds 4 or 8 bytes a node and 16 a part. Raises SourceError for a part number outside 0 to parts - 1.
     """

@@ -1,22 +1,23 @@
 """Size-constrained label propagation over a graph that is read in blocks.
 
-The first half of coarsening (:mod:`featstore.order.multilevel`). Each node in turn takes the label that most of its
-neighbours carry, among the labels that have room for one more node (Meyerhenke, Sanders & Schulz, "Partitioning complex
-networks via size-constrained clustering", SEA'14). Started with a label for each node and a small limit, a few passes
-find clusters: dense places, which a good partition does not tear apart.
+The first half of coarsening (:mod:`featstore.order.multilevel`). Each node in turn takes the label that most
+of its neighbours carry, among the labels that have room for one more node (Meyerhenke, Sanders & Schulz,
+"Partitioning complex networks via size-constrained clustering", SEA'14). Started with a label for each node
+and a small limit, a few passes find clusters: dense places, which a good partition does not tear apart.
 
-All state is a label for each node and a size for each label. Edges are passed over in the order in which they are
-stored and never held. The labels around one node are counted in a hash table that is no larger than the node needs, so
-that it stays in the fastest cache, and never larger than :data:`SLOTS_MAX`: of a hub with neighbours in more than half
-as many labels the first so many count.
+All state is a label for each node and a size for each label. Edges are passed over in the order in which they
+are stored and never held. The labels around one node are counted in a hash table that is no larger than the
+node needs, so that it stays in the fastest cache, and never larger than :data:`SLOTS_MAX`: of a hub with
+neighbours in more than half as many labels the first so many count.
 
-Leaves of a full hub can join nobody and would stay alone in their thousands. In the last pass of clustering a node that
-is still alone is therefore put together with others that would have liked the same label ("two-hop matching", LaSalle
-et al., IA3'15): each label that was full has a bin that collects them, as have the nodes without any edge.
+Leaves of a full hub can join nobody and would stay alone in their thousands. In the last pass of clustering a
+node that is still alone is therefore put together with others that would have liked the same label ("two-hop
+matching", LaSalle et al., IA3'15): each label that was full has a bin that collects them, as have the nodes
+without any edge.
 
-Ties are broken by chance: to each count a random number below ``heat`` is added, with heat at most one. The generator
-is seeded by (seed, pass), so equal seeds give equal labels, whatever the block size. Without heat ties go to the label
-met first.
+Ties are broken by chance: to each count a random number below ``heat`` is added, with heat at most one. The
+generator is seeded by (seed, pass), so equal seeds give equal labels, whatever the block size. Without heat
+ties go to the label met first.
 """
 
 from __future__ import annotations
@@ -41,14 +42,16 @@ NODE, TOUCHED, MOVED = range(3)
 STATE_SIZE = 3
 
 FIRST_RANDOM = 1 << 20
-"""Passes are numbered from here for the generator, so that no pass of LDG with the same seed draws the same."""
+"""Passes are numbered from here for the generator, so that no pass of LDG with the same seed draws the
+same."""
 
 TABLE_BYTES = (4 + 8 + 4) * SLOTS_MAX
 
 
 @njit(cache=True, nogil=True)
 def slot_bits(degree: int) -> int:
-    """The table of a node of this degree has two to this power of slots: twice its degree, but no more than the most."""
+    """The table of a node of this degree has two to this power of slots: twice its degree, but no more than
+    the most."""
     bits = 1
     while bits < 16 and (1 << bits) < 2 * degree:
         bits += 1
@@ -57,9 +60,18 @@ def slot_bits(degree: int) -> int:
 
 @njit(cache=True, nogil=True)
 def best_label(
-    old: int, sizes: Any, keys: Any, counts: Any, touched: Any, touched_count: int, random: Any, limit: int, heat: float
+    old: int,
+    sizes: Any,
+    keys: Any,
+    counts: Any,
+    touched: Any,
+    touched_count: int,
+    random: Any,
+    limit: int,
+    heat: float,
 ) -> Any:
-    """(the label with room that scores best or -1, the one that most neighbours carry or -1); clears the table."""
+    """(the label with room that scores best or -1, the one that most neighbours carry or -1); clears the
+    table."""
     best, favourite = np.int64(-1), np.int64(-1)
     best_score, most = 0.0, 0
     for i in range(touched_count):
@@ -83,7 +95,8 @@ def best_label(
 
 @njit(cache=True, nogil=True)
 def bin_label(old: int, favourite: int, sizes: Any, bins: Any, limit: int) -> Any:
-    """The label of the bin of ``favourite`` (the last bin for -1), or the node's own, which then is the new bin."""
+    """The label of the bin of ``favourite`` (the last bin for -1), or the node's own, which then is the new
+    bin."""
     place = favourite if favourite >= 0 else bins.size - 1
     found = np.int64(bins[place])
     if found >= 0 and found != old and 0 < sizes[found] < limit:
@@ -107,10 +120,12 @@ def propagate_block(
     limit: int,
     heat: float,
 ) -> int:
-    """One block of a pass: moves every node whose last edge is in it. The first bad position in the block, or -1.
+    """One block of a pass: moves every node whose last edge is in it. The first bad position in the block, or
+    -1.
 
-    ``label`` int32 [nodes]; ``sizes`` int32 [labels]; ``table`` int32 [2, SLOTS_MAX], labels and touched slots, and
-    ``counts`` int64 [SLOTS_MAX], both empty; ``bins`` int32 [labels + 1], -1 = none, or [0] to leave nodes alone.
+    ``label`` int32 [nodes]; ``sizes`` int32 [labels]; ``table`` int32 [2, SLOTS_MAX], labels and touched
+    slots, and ``counts`` int64 [SLOTS_MAX], both empty; ``bins`` int32 [labels + 1], -1 = none, or [0] to
+    leave nodes alone.
     """
     keys, touched = table[0], table[1]
     nodes = label.size
@@ -171,7 +186,8 @@ def propagate(
     bins: bool,
     block_edges: int,
 ) -> int:
-    """Pass ``number`` over the graph: changes ``label`` int32 [nodes] and ``sizes`` int32 [labels]; how many moved.
+    """Pass ``number`` over the graph: changes ``label`` int32 [nodes] and ``sizes`` int32 [labels]; how many
+    moved.
 
     No label comes to have more than ``limit`` nodes. Holds one block, :data:`TABLE_BYTES`,
     and with ``bins`` 4 bytes a label. Raises SourceError for an edge to a node that does not exist.
@@ -182,7 +198,9 @@ def propagate(
     counts = np.zeros(SLOTS_MAX, np.int64)
     open_bins = np.full(sizes.size + 1 if bins else 0, -1, np.int32)
     for first, block in edge_blocks(graph, block_edges):
-        bad = propagate_block(indptr, block, first, label, sizes, table, counts, open_bins, state, random, limit, heat)
+        bad = propagate_block(
+            indptr, block, first, label, sizes, table, counts, open_bins, state, random, limit, heat
+        )
         if bad >= 0:
             raise bad_edge_error(graph, first + bad)
     return int(state[MOVED])

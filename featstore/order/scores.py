@@ -1,12 +1,14 @@
 """How good a partition is: what it cuts, how even it is, and how local neighbour sampling is in it.
 
-The edge cut is what partitioners minimise; what a loader feels is how much of a mini-batch lies in the parts of its own
-nodes. So we sample as it does: some roots (training nodes where they are known), at most ``FANOUT`` in-neighbours of
-each, at most ``FANOUT`` of each of these, uniformly without replacement; and count which of them lie in the root's part.
-Neighbours count as often as they are reached; steps back to the root itself do not count, as they cost nothing.
+The edge cut is what partitioners minimise; what a loader feels is how much of a mini-batch lies in the parts
+of its own nodes. So we sample as it does: some roots (training nodes where they are known), at most
+``FANOUT`` in-neighbours of each, at most ``FANOUT`` of each of these, uniformly without replacement; and
+count which of them lie in the root's part. Neighbours count as often as they are reached; steps back to the
+root itself do not count, as they cost nothing.
 
-Offsets are in memory, so the positions of the sampled edges are known beforehand. A pass over the edges that takes up
-these positions as they come by serves one hop; two passes are all, and the first counts the cut as well.
+Offsets are in memory, so the positions of the sampled edges are known beforehand. A pass over the edges that
+takes up these positions as they come by serves one hop; two passes are all, and the first counts the cut as
+well.
 """
 
 from __future__ import annotations
@@ -20,7 +22,14 @@ from numpy.typing import NDArray
 from featstore.base.compilation import njit
 from featstore.errors import SourceError
 from featstore.order.ldg import next_random, random_of_pass
-from featstore.order.stream import BLOCK_EDGES, GraphLike, bad_edge_error, checked_indptr, cut_block, edge_blocks
+from featstore.order.stream import (
+    BLOCK_EDGES,
+    GraphLike,
+    bad_edge_error,
+    checked_indptr,
+    cut_block,
+    edge_blocks,
+)
 
 FANOUT = 16
 SAMPLES = 1000
@@ -34,9 +43,10 @@ class Scores:
     """Scores of a partition.
 
     ``edge_cut``: share of stored edges whose ends are in different parts. ``node_balance``, ``edge_balance``,
-    ``train_balance``: the largest part over the mean part, in nodes, in edges that its nodes gather along, and in
-    training nodes (None where these are unknown); 1.0 is perfect. ``hop1``, ``hop2``: mean over ``roots`` sampled nodes
-    of the share of nodes reached in one step, and in exactly two, that lie in the root's part; None where there are none.
+    ``train_balance``: the largest part over the mean part, in nodes, in edges that its nodes gather along,
+    and in training nodes (None where these are unknown); 1.0 is perfect. ``hop1``, ``hop2``: mean over
+    ``roots`` sampled nodes of the share of nodes reached in one step, and in exactly two, that lie in the
+    root's part; None where there are none.
     """
 
     parts: int
@@ -72,8 +82,8 @@ def tally(indptr: Any, part: Any, train: Any, nodes: Any, edges: Any, trains: An
 
 @njit(cache=True, nogil=True)
 def draw_roots(train: Any, nodes: int, left: int, roots: Any, random: Any) -> None:
-    """Fill ``roots`` with that many of the ``left`` candidates, ascending: selection sampling, each subset equally
-    likely (Knuth, vol. 2, 3.4.2 S)."""
+    """Fill ``roots`` with that many of the ``left`` candidates, ascending: selection sampling, each subset
+    equally likely (Knuth, vol. 2, 3.4.2 S)."""
     found = 0
     for node in range(nodes):
         if found == roots.size:
@@ -88,7 +98,8 @@ def draw_roots(train: Any, nodes: int, left: int, roots: Any, random: Any) -> No
 
 @njit(cache=True, nogil=True)
 def draw_edges(indptr: Any, nodes: Any, fanout: int, positions: Any, owners: Any, random: Any) -> int:
-    """Draw at most ``fanout`` different edges of each of ``nodes`` (Floyd's algorithm, Bentley 1987); how many.
+    """Draw at most ``fanout`` different edges of each of ``nodes`` (Floyd's algorithm, Bentley 1987); how
+    many.
 
     Writes their positions into ``positions`` and the index of their node into ``owners``, both int64.
     """
@@ -111,14 +122,18 @@ def draw_edges(indptr: Any, nodes: Any, fanout: int, positions: Any, owners: Any
     return count
 
 
-def _take(block: NDArray[Any], first: int, order: NDArray[np.int64], positions: NDArray[np.int64], out: Any) -> None:
+def _take(
+    block: NDArray[Any], first: int, order: NDArray[np.int64], positions: NDArray[np.int64], out: Any
+) -> None:
     """Store the edges of ``block`` whose positions were drawn; ``order`` sorts ``positions``."""
     begin, end = np.searchsorted(positions, [first, first + block.size], sorter=order)
     mine = order[begin:end]
     out[mine] = block[positions[mine] - first]
 
 
-def _share(reached: NDArray[np.int64], owner: NDArray[np.int64], roots: NDArray[np.int64], part: Any) -> float | None:
+def _share(
+    reached: NDArray[np.int64], owner: NDArray[np.int64], roots: NDArray[np.int64], part: Any
+) -> float | None:
     """Mean over roots of the share of the nodes reached that is in the root's part."""
     kept = reached != roots[owner]
     reached, owner = reached[kept], owner[kept]
@@ -138,7 +153,9 @@ def _balance(counts: NDArray[np.int64]) -> float:
 class _Draw:
     """The edges drawn of some nodes, and, once a pass has gone by, the nodes at their other ends."""
 
-    def __init__(self, indptr: NDArray[np.int64], nodes: NDArray[np.int64], random: NDArray[np.uint64]) -> None:
+    def __init__(
+        self, indptr: NDArray[np.int64], nodes: NDArray[np.int64], random: NDArray[np.uint64]
+    ) -> None:
         positions, owners = np.empty(nodes.size * FANOUT, np.int64), np.empty(nodes.size * FANOUT, np.int64)
         count = draw_edges(indptr, nodes, FANOUT, positions, owners, random)
         self.positions, self.owners = positions[:count], owners[:count]
@@ -175,9 +192,10 @@ def score_parts(
 ) -> Scores:
     """Scores of ``part`` int32 [nodes]; deterministic for equal arguments, whatever the block size.
 
-    ``train``: bool [nodes], the training nodes, from which roots are then drawn (None: from all nodes); ``samples``: at
-    most this many roots. Reads the edges twice from first to last and allocates at most :func:`scores_memory_bytes`.
-    Raises SourceError for a bad graph, a part number outside 0 to parts - 1, and arguments out of range.
+    ``train``: bool [nodes], the training nodes, from which roots are then drawn (None: from all nodes);
+    ``samples``: at most this many roots. Reads the edges twice from first to last and allocates at most
+    :func:`scores_memory_bytes`. Raises SourceError for a bad graph, a part number outside 0 to parts - 1, and
+    arguments out of range.
 
     BGL (NSDI'23) argues for locality over several hops rather than for the edge cut alone.
     """
@@ -218,5 +236,8 @@ def score_parts(
 
 
 def scores_memory_bytes(parts: int, samples: int = SAMPLES, block_edges: int = BLOCK_EDGES) -> int:
-    """The most :func:`score_parts` allocates, in bytes, above the graph and the parts (machine code is not counted)."""
-    return 24 * parts + _ROOT_BYTES * samples * (1 + FANOUT + FANOUT * FANOUT) + 8 * block_edges + _FIXED_BYTES
+    """The most :func:`score_parts` allocates, in bytes, above the graph and the parts (machine code is not
+    counted)."""
+    return (
+        24 * parts + _ROOT_BYTES * samples * (1 + FANOUT + FANOUT * FANOUT) + 8 * block_edges + _FIXED_BYTES
+    )

@@ -1,13 +1,15 @@
 """A graph read in sequential blocks of edges.
 
-A graph is the CSC of its incoming edges: ``indices[indptr[v]:indptr[v + 1]]`` are the nodes that node ``v`` gathers
-from. ``indptr`` is in memory, ``indices`` may be a memory map far larger than memory. So everything here passes over
-``indices`` from its first edge to its last, copying one block after the other into one buffer: a disk sees large
-sequential reads, and beside the results only one block is held. (Pages of a memory map that were passed over stay in
-the page cache, from which the kernel takes them back whenever it needs room.)
+A graph is the CSC of its incoming edges: ``indices[indptr[v]:indptr[v + 1]]`` are the nodes that node ``v``
+gathers from. ``indptr`` is in memory, ``indices`` may be a memory map far larger than memory. So everything
+here passes over ``indices`` from its first edge to its last, copying one block after the other into one
+buffer: a disk sees large sequential reads, and beside the results only one block is held. (Pages of a memory
+map that were passed over stay in the page cache, from which the kernel takes them back whenever it needs
+room.)
 
-A block may end in the middle of a node's edges, as a hub can have more of them than a block. Kernels therefore keep a
-cursor, the node they stand at, and each edge is looked at as it comes; results do not depend on the block size.
+A block may end in the middle of a node's edges, as a hub can have more of them than a block. Kernels
+therefore keep a cursor, the node they stand at, and each edge is looked at as it comes; results do not depend
+on the block size.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ NodeIds = NDArray[np.int32] | NDArray[np.int64]
 
 
 class GraphLike(Protocol):
-    """Anything with the CSC of incoming edges: ``indptr`` int64 [nodes + 1], ``indices`` int32 or int64 [edges]."""
+    """Anything with the CSC of incoming edges: ``indptr`` int64 [nodes + 1], ``indices`` int32 or int64
+    [edges]."""
 
     @property
     def indptr(self) -> NDArray[np.int64]: ...
@@ -50,9 +53,11 @@ def edge_count(graph: GraphLike) -> int:
 
 
 def checked_indptr(graph: GraphLike) -> NDArray[np.int64]:
-    """``graph.indptr`` as a plain array, after checking it against itself and against the size of ``indices``.
+    """``graph.indptr`` as a plain array, after checking it against itself and against the size of
+    ``indices``.
 
-    Raises SourceError when shapes, dtypes or the offsets cannot be those of a graph. Works in blocks of nodes.
+    Raises SourceError when shapes, dtypes or the offsets cannot be those of a graph. Works in blocks of
+    nodes.
     """
     indptr, indices = graph.indptr, graph.indices
     if indptr.ndim != 1 or indptr.size == 0 or indptr.dtype != np.int64:
@@ -61,7 +66,8 @@ def checked_indptr(graph: GraphLike) -> NDArray[np.int64]:
         )
     if indices.ndim != 1 or indices.dtype not in (np.int32, np.int64):
         raise SourceError(
-            f"graph.indices must be int32 or int64 of shape [edges], not {indices.dtype} of shape {indices.shape}"
+            f"graph.indices must be int32 or int64 of shape [edges], not {indices.dtype} of shape "
+            f"{indices.shape}"
         )
     if indptr[0] != 0 or indptr[-1] != indices.size:
         raise SourceError(
@@ -78,7 +84,8 @@ def checked_indptr(graph: GraphLike) -> NDArray[np.int64]:
 
 
 def edge_blocks(graph: GraphLike, block_edges: int = BLOCK_EDGES) -> Iterator[tuple[int, NDArray[Any]]]:
-    """Yield (position of the first edge, block of ``indices``) in order; at least one block, if need be an empty one.
+    """Yield (position of the first edge, block of ``indices``) in order; at least one block, if need be an
+    empty one.
 
     All blocks share one buffer of at most ``block_edges`` edges: use a block before asking for the next.
     Raises SourceError for a block size below one.
@@ -96,14 +103,15 @@ def edge_blocks(graph: GraphLike, block_edges: int = BLOCK_EDGES) -> Iterator[tu
 def bad_edge_error(graph: GraphLike, edge: int) -> SourceError:
     """The error for an edge whose source is not a node."""
     return SourceError(
-        f"graph.indices[{edge}] is {int(graph.indices[edge])}, but the graph has nodes 0 to {node_count(graph) - 1}; "
-        "repair the edge list or give the right number of nodes"
+        f"graph.indices[{edge}] is {int(graph.indices[edge])}, but the graph has nodes 0 to "
+        f"{node_count(graph) - 1}; repair the edge list or give the right number of nodes"
     )
 
 
 @njit(cache=True, nogil=True)
 def count_block(block: Any, counts: Any) -> int:
-    """Add the block's sources to ``counts``, uint32, which stops at its maximum; the first bad position, or -1."""
+    """Add the block's sources to ``counts``, uint32, which stops at its maximum; the first bad position, or
+    -1."""
     most = np.uint32(0xFFFFFFFF)
     for i in range(block.size):
         source = block[i]
@@ -116,7 +124,8 @@ def count_block(block: Any, counts: Any) -> int:
 
 @njit(cache=True, nogil=True)
 def cut_block(indptr: Any, block: Any, first_edge: int, node: int, part: Any) -> tuple[int, int, int]:
-    """Count the block's edges between parts: (edges cut, node of the block's last edge, first bad position or -1)."""
+    """Count the block's edges between parts: (edges cut, node of the block's last edge, first bad position or
+    -1)."""
     cut = 0
     for i in range(block.size):
         while indptr[node + 1] <= first_edge + i:
@@ -130,9 +139,11 @@ def cut_block(indptr: Any, block: Any, first_edge: int, node: int, part: Any) ->
 
 
 def degree_counts(graph: GraphLike, *, block_edges: int = BLOCK_EDGES) -> NDArray[np.uint32]:
-    """How often each node occurs as a source, uint32 [nodes]: the more often, the likelier sampling asks for it.
+    """How often each node occurs as a source, uint32 [nodes]: the more often, the likelier sampling asks for
+    it.
 
-    Counts stop at 2**32 - 1. One pass; holds 4 bytes a node and one block. Raises SourceError for a bad graph.
+    Counts stop at 2**32 - 1. One pass; holds 4 bytes a node and one block. Raises SourceError for a bad
+    graph.
     """
     checked_indptr(graph)
     counts = np.zeros(node_count(graph), np.uint32)
@@ -146,11 +157,14 @@ def degree_counts(graph: GraphLike, *, block_edges: int = BLOCK_EDGES) -> NDArra
 def edge_cut(graph: GraphLike, part: NDArray[np.int32], *, block_edges: int = BLOCK_EDGES) -> float:
     """The fraction of stored edges whose ends are in different parts (0.0 for a graph without edges).
 
-    ``part`` is int32 [nodes]. One pass; holds one block. Raises SourceError for a bad graph or a wrong number of parts.
+    ``part`` is int32 [nodes]. One pass; holds one block. Raises SourceError for a bad graph or a wrong number
+    of parts.
     """
     indptr = checked_indptr(graph)
     if part.shape != (node_count(graph),):
-        raise SourceError(f"part must have one entry for each of {node_count(graph)} nodes, not shape {part.shape}")
+        raise SourceError(
+            f"part must have one entry for each of {node_count(graph)} nodes, not shape {part.shape}"
+        )
     cut, node = 0, 0
     for first, block in edge_blocks(graph, block_edges):
         block_cut, node, bad = cut_block(indptr, block, first, node, part)

@@ -1,7 +1,7 @@
 """Partitioners side by side, on the graph of a store: what each would make of it, scored alike.
 
-The stored topology is read in sequential blocks through the store's reader, so comparing takes what the partitioners take and no more:
-METIS is left out where it does not fit the memory, with the reason.
+The stored topology is read in sequential blocks through the store's reader, so comparing takes what the
+partitioners take and no more: METIS is left out where it does not fit the memory, with the reason.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ STORED = "as stored"
 
 @dataclass(frozen=True)
 class Comparison:
-    """One partitioner's result: ``scores`` is None where it could not run, and ``because`` says why. ``seconds`` of partitioning."""
+    """One partitioner's result: ``scores`` is None where it could not run, and ``because`` says why.
+    ``seconds`` of partitioning."""
 
     method: str
     scores: Scores | None
@@ -41,7 +42,8 @@ class Comparison:
 
 
 class StoredLists:
-    """``sources`` of a stored graph as an array that is read when it is sliced: what partitioners take as ``indices``."""
+    """``sources`` of a stored graph as an array that is read when it is sliced: what partitioners take as
+    ``indices``."""
 
     ndim = 1
 
@@ -82,10 +84,12 @@ def compare_orders(
     memory_bytes: int = 2**30,
     seed: int = 0,
 ) -> list[Comparison]:
-    """Score the store's own partitions, and those that ``methods`` would make, on the graph of that name (the only one by default).
+    """Score the store's own partitions, and those that ``methods`` would make, on the graph of that name (the
+    only one by default).
 
-    ``parts``: how many partitions; as many as the store has by default. ``train``: node ids of training nodes, or the name of an
-    array of the store, whose balance is scored too (and kept by "bfs"). Raises SourceError where the store has no such graph.
+    ``parts``: how many partitions; as many as the store has by default. ``train``: node ids of training
+    nodes, or the name of an array of the store, whose balance is scored too (and kept by "bfs"). Raises
+    SourceError where the store has no such graph.
     """
     if (
         not store.graphs
@@ -93,8 +97,9 @@ def compare_orders(
         or (graph is not None and graph not in store.graphs)
     ):
         raise SourceError(
-            f"comparing orders needs one graph of the store, which has {', '.join(map(repr, store.graphs)) or 'none'}: "
-            "pack it with its topology, or name the graph"
+            "comparing orders needs one graph of the store, which has "
+            f"{', '.join(map(repr, store.graphs)) or 'none'}: pack it with its topology, or name the "
+            "graph"
         )
     name = graph or next(iter(store.graphs))
     table = store.graphs[name].table
@@ -109,16 +114,22 @@ def compare_orders(
         topology: Any = StoredTopology(
             read_offsets(store.graphs[name]), StoredLists(reader, lists, store.graphs[name].edges, dtype)
         )
-        found.append(Comparison(STORED, score_parts(topology, own, len(offsets) - 1, train=chosen, seed=seed), 0.0))
+        found.append(
+            Comparison(STORED, score_parts(topology, own, len(offsets) - 1, train=chosen, seed=seed), 0.0)
+        )
         for method in methods:
             begin = time.perf_counter()
             try:
                 order = make_order(
-                    method, topology, rows=table.rows, row_bytes=table.row_bytes, parts=wanted, seed=seed, memory_bytes=memory_bytes,
-                    train=chosen,
+                    method, topology, rows=table.rows, row_bytes=table.row_bytes, parts=wanted, seed=seed,
+                    memory_bytes=memory_bytes, train=chosen,
                 )  # fmt: skip
             except (BudgetError, SourceError) as error:
-                needed = f"needs {format_bytes(error.needed_bytes)}" if isinstance(error, BudgetError) else str(error)
+                needed = (
+                    f"needs {format_bytes(error.needed_bytes)}"
+                    if isinstance(error, BudgetError)
+                    else str(error)
+                )
                 found.append(Comparison(method, None, time.perf_counter() - begin, needed))
                 continue
             seconds = time.perf_counter() - begin
@@ -127,7 +138,9 @@ def compare_orders(
             part[order.node_of_row] = np.repeat(
                 np.arange(order.parts, dtype=np.int32), np.diff(order.partition_offsets)
             )
-            found.append(Comparison(method, score_parts(topology, part, order.parts, train=chosen, seed=seed), seconds))
+            found.append(
+                Comparison(method, score_parts(topology, part, order.parts, train=chosen, seed=seed), seconds)
+            )
     return found
 
 

@@ -1,8 +1,8 @@
 """From a source's rows to a table's: casts, and a report of what the values are.
 
-Features are cast only when asked, and only to floating types; the report counts NaN and Inf, and what a cast did to finite
-values (overflow to Inf, underflow to zero). Minimum and maximum come first and are vectorised; values are counted one by one
-only in blocks where those two are not finite.
+Features are cast only when asked, and only to floating types; the report counts NaN and Inf, and what a cast
+did to finite values (overflow to Inf, underflow to zero). Minimum and maximum come first and are vectorised;
+values are counted one by one only in blocks where those two are not finite.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ def target_dtype(source: np.dtype[Any], wanted: str | None) -> np.dtype[Any]:
     if wanted is None:
         return source.newbyteorder("<")
     if wanted not in CASTS:
-        raise SourceError(f"cannot cast to {wanted!r}; choose one of {', '.join(CASTS)}, or leave the dtype as it is")
+        raise SourceError(
+            f"cannot cast to {wanted!r}; choose one of {', '.join(CASTS)}, or leave the dtype as it is"
+        )
     if source.kind not in "biuf" and not is_bfloat16(source):
         raise SourceError(f"cannot cast {source} to {wanted}: only numbers can be cast")
     return bfloat16() if wanted == "bfloat16" else np.dtype(wanted).newbyteorder("<")
@@ -35,7 +37,8 @@ def target_dtype(source: np.dtype[Any], wanted: str | None) -> np.dtype[Any]:
 def half_range(bits: NDArray[np.uint16], infinity: int, out: NDArray[np.int64]) -> None:
     """Range of 16-bit floats by their bits. ``infinity``: 0x7C00 (float16) or 0x7F80 (bfloat16).
 
-    out: smallest and largest finite value as sign-magnitude integers (their order is that of the values), NaNs, Infs.
+    out: smallest and largest finite value as sign-magnitude integers (their order is that of the values),
+    NaNs, Infs.
     """
     low, high, nans, infs = 1 << 20, -(1 << 20), 0, 0
     for i in range(bits.shape[0]):
@@ -129,7 +132,9 @@ class ValueReport:
 
     def state(self) -> dict[str, Any]:
         """What a resumed pack needs to go on counting."""
-        return {k: getattr(self, k) for k in ("minimum", "maximum", "nan", "inf", "overflowed", "underflowed")}
+        return {
+            k: getattr(self, k) for k in ("minimum", "maximum", "nan", "inf", "overflowed", "underflowed")
+        }
 
     def restore(self, state: dict[str, Any]) -> None:
         for key, value in state.items():
@@ -144,5 +149,9 @@ class ValueReport:
             for key, value in (("minimum", self.minimum), ("maximum", self.maximum)):
                 out[key] = value if isinstance(value, bool | int) and abs(value) < 2**63 else float(value)
         if self.cast:
-            out |= {"cast_from": str(self.source), "overflowed": self.overflowed, "underflowed": self.underflowed}
+            out |= {
+                "cast_from": str(self.source),
+                "overflowed": self.overflowed,
+                "underflowed": self.underflowed,
+            }
         return out

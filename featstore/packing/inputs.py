@@ -1,4 +1,5 @@
-"""What a user gives a pack: tables, graphs, arrays and options, given once or by table, in any of the forms there are."""
+"""What a user gives a pack: tables, graphs, arrays and options, given once or by table, in any of the forms
+there are."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ READING = ("raw_dtype", "dtype", "cast", "shape", "offset", "key", "columns", "i
 
 @dataclass(frozen=True)
 class Inputs:
-    """What is packed: sources, graphs and arrays by name, dtypes to cast to, and what the user should hear."""
+    """What is packed: sources, graphs and arrays by name, dtypes to cast to, and what the user should
+    hear."""
 
     tables: dict[str, RowSource]
     graphs: dict[str, Any]
@@ -42,7 +44,9 @@ class Inputs:
     warnings: list[str] = field(default_factory=list)
 
 
-def parse_inputs(features: Any, graph: Any, arrays: Mapping[str, Any] | None, reading: Mapping[str, Any]) -> Inputs:
+def parse_inputs(
+    features: Any, graph: Any, arrays: Mapping[str, Any] | None, reading: Mapping[str, Any]
+) -> Inputs:
     """Tables, graphs and arrays out of what the user gave; ``reading`` has the arguments of `READING`."""
     own_graphs: dict[str, Any] = {}
     own_arrays: dict[str, NDArray[Any]] = {}
@@ -87,7 +91,8 @@ def _opened(name: str, spec: Any, asked: dict[str, Any]) -> tuple[RowSource, str
     )
     if not 1 <= source.row_bytes <= ROW_BYTES_MAX:
         raise SourceError(
-            f"table {name!r} has rows of {source.row_bytes:,} bytes; the format allows up to {ROW_BYTES_MAX:,}"
+            f"table {name!r} has rows of {source.row_bytes:,} bytes; the format allows up to "
+            f"{ROW_BYTES_MAX:,}"
         )
     return source, cast
 
@@ -120,7 +125,8 @@ def by_table(value: Any, tables: Mapping[str, Any], what: str) -> dict[str, Any]
     for name in value:
         if name not in tables:
             raise SourceError(
-                f"{what} is given for a table {name!r} that is not packed; there are {', '.join(map(repr, tables))}"
+                f"{what} is given for a table {name!r} that is not packed; there are "
+                f"{', '.join(map(repr, tables))}"
             )
     return dict(value)
 
@@ -145,9 +151,14 @@ def node_mask(nodes: Any, rows: int) -> NDArray[np.bool_]:
     given = plain_array(nodes, "train")
     if given.dtype == bool and given.shape == (rows,):
         return given
-    if given.ndim != 1 or given.dtype.kind not in "iu" or (len(given) and (given.min() < 0 or given.max() >= rows)):
+    if (
+        given.ndim != 1
+        or given.dtype.kind not in "iu"
+        or (len(given) and (given.min() < 0 or given.max() >= rows))
+    ):
         raise SourceError(
-            f"nodes must be a mask [{rows}] or node ids from 0 to {rows - 1}, not {given.dtype} of shape {given.shape}"
+            f"nodes must be a mask [{rows}] or node ids from 0 to {rows - 1}, not {given.dtype} of "
+            f"shape {given.shape}"
         )
     mask = np.zeros(rows, bool)
     mask[given] = True
@@ -169,7 +180,11 @@ def identity(value: Any) -> dict[str, Any]:
         array = np.empty(0, object)
     if array.dtype.hasobject:  # a SciPy matrix, a PyG object: the type and size have to do
         return {"type": type(value).__name__, "shape": list(getattr(value, "shape", []))}
-    return {"dtype": str(array.dtype), "shape": list(array.shape), "sample": sample_crc32(np.atleast_1d(array))}
+    return {
+        "dtype": str(array.dtype),
+        "shape": list(array.shape),
+        "sample": sample_crc32(np.atleast_1d(array)),
+    }
 
 
 def described(source: RowSource) -> dict[str, Any]:

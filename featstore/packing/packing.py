@@ -1,8 +1,9 @@
 """Packing: from features and a graph to a committed store.
 
-For each table: find the order, write its maps, bring the rows into it (:mod:`featstore.packing.permute`), write the checksums; then
-the small arrays; then commit (:mod:`featstore.storage.generations`). Every step leaves its progress in the journal. Nothing that
-depends on time, place or memory goes into the store, so that equal input and seed give equal bytes.
+For each table: find the order, write its maps, bring the rows into it (:mod:`featstore.packing.permute`),
+write the checksums; then the small arrays; then commit (:mod:`featstore.storage.generations`). Every step
+leaves its progress in the journal. Nothing that depends on time, place or memory goes into the store, so that
+equal input and seed give equal bytes.
 """
 
 from __future__ import annotations
@@ -97,29 +98,35 @@ def pack(
     progress: Callable[[Progress], None] | None = None,
     disk: Disk | None = None,
 ) -> Path:
-    """Pack feature tables into a store, and return its path; ``featstore.pack`` opens it. ``featstore pack`` has the same options.
+    """Pack feature tables into a store, and return its path; ``featstore.pack`` opens it. ``featstore pack``
+    has the same options.
 
     What is of a table (``graph`` to ``graph_key`` without ``arrays``, and ``train``) may be given once for
     all tables, or as a mapping of table names to values.
 
     Args:
         out: the store's directory; made if it does not exist.
-        features: one table (a path, an array, an iterator of row blocks, anything :func:`featstore.packing.sources.opening.open_rows`
-            takes, or a PyG ``Data``/``HeteroData`` object, which brings its graph and arrays along), or a mapping of table names to such.
+        features: one table (a path, an array, an iterator of row blocks, anything
+            :func:`featstore.packing.sources.opening.open_rows` takes, or a PyG ``Data``/``HeteroData``
+            object, which brings its graph and arrays along), or a mapping of table names to such.
         graph: the graph of the table, as :func:`featstore.packing.graphs.opening.open_graph` takes it, or one
             relation of a ``HeteroData`` (``data["a", "r", "a"]``). It replaces the graphs of PyG data: ``{}``
             packs without. Its degrees become the order in which a static cache takes rows.
-        arrays: small arrays to keep beside the tables (labels, splits), in node id order: name to array, or path of a ``.npy``.
-        order: ``"auto"`` (METIS where there is a graph and METIS fits the memory, else multilevel; as given without a graph), ``"given"``,
-            ``"permutation"``, ``"degree"``, ``"metis"``, ``"multilevel"``, ``"ldg"``, ``"bfs"``.
-        permutation: with order ``"permutation"``: node ids in row order, as an array or the path of a ``.npy``.
+        arrays: small arrays to keep beside the tables (labels, splits), in node id order: name to array, or
+            path of a ``.npy``.
+        order: ``"auto"`` (METIS where there is a graph and METIS fits the memory, else multilevel; as given
+            without a graph), ``"given"``, ``"permutation"``, ``"degree"``, ``"metis"``, ``"multilevel"``,
+            ``"ldg"``, ``"bfs"``.
+        permutation: with order ``"permutation"``: node ids in row order, as an array or the path of a
+            ``.npy``.
         partitions: how many parts partitioners make; by default parts of at least 512 KiB of features, see
             :func:`featstore.order.orders.default_partitions`.
         dtype: the short form of ``cast``; for a headless file with ``shape`` and no ``raw_dtype``, the short
             form of that.
         cast: convert to ``"float16"``, ``"bfloat16"``, ``"float32"`` or ``"float64"``; by default rows stay
             as they are.
-        raw_dtype: the dtype of a headless file's values, or what text is read as (float32 unless told; float64 where it is cast).
+        raw_dtype: the dtype of a headless file's values, or what text is read as (float32 unless told;
+            float64 where it is cast).
         shape: of the whole table, the first number -1 for as many rows as there are: needed for a headless
             file; of an iterator it says that items of shape ``shape[1:]`` are single rows. What names its own
             shape must agree with it.
@@ -130,13 +137,15 @@ def pack(
             or position; ``"*"`` for all. Without it all are, and a table with one that cannot be or that
             looks like ids is refused.
         id: the column of such a table that says whose row it is: node ids 0 to n-1, each once; rows are
-            placed by it. Without it row i is node i. Ids take 12 bytes a row of ``memory``, 16 where the number
-            of rows is unknown, 20 where the order is another than by id.
+            placed by it. Without it row i is node i. Ids take 12 bytes a row of ``memory``, 16 where the
+            number of rows is unknown, 20 where the order is another than by id.
         graph_key: the member or columns of the graph's file with the edges.
-        memory: budget for everything the pack holds in memory beyond the bare process, in bytes or as ``"512MiB"``.
+        memory: budget for everything the pack holds in memory beyond the bare process, in bytes or as
+            ``"512MiB"``.
         seed: of the partitioners. Equal input, options and seed give equal bytes.
         topology: store the graphs too, for sampling and mega-batches from disk (4 or 8 bytes an edge).
-        hubs: share of the nodes whose lists of neighbours are stored a second time, side by side, for mega-batches.
+        hubs: share of the nodes whose lists of neighbours are stored a second time, side by side, for
+            mega-batches.
         hub_rank: which nodes those are: ``"degree"``, or ``"external"`` for most edges into other partitions.
         train: training nodes, which order ``"bfs"`` spreads evenly: node ids, a mask, or the name of one of
             ``arrays``.
@@ -150,13 +159,21 @@ def pack(
     stored graph numbers.
     """
     door = disk or Disk()
-    reading = {"raw_dtype": raw_dtype, "dtype": dtype, "cast": cast, "shape": shape, "offset": offset, "key": key, "columns": columns,
-               "id": id}  # fmt: skip
+    reading = {
+        "raw_dtype": raw_dtype,
+        "dtype": dtype,
+        "cast": cast,
+        "shape": shape,
+        "offset": offset,
+        "key": key,
+        "columns": columns,
+        "id": id,
+    }
     inputs = parse_inputs(features, graph, arrays, reading)
     tables = inputs.tables
     options = Options.of(
-        inputs, memory=memory, order=order, permutation=permutation, partitions=partitions, seed=seed, topology=topology, hubs=hubs,
-        hub_rank=hub_rank, train=train, graph_key=graph_key,
+        inputs, memory=memory, order=order, permutation=permutation, partitions=partitions, seed=seed,
+        topology=topology, hubs=hubs, hub_rank=hub_rank, train=train, graph_key=graph_key,
     )  # fmt: skip
     check_pack(options, inputs.arrays, resume=resume, overwrite=overwrite, progress=progress)
     out = as_path(out, "out")
@@ -171,7 +188,8 @@ def pack(
         try:
             packing.run(inputs.arrays, resumed)
         except BudgetError as error:
-            packing.abandon(resumed, order_counts=False)  # another budget is another pack: --resume would refuse it
+            # another budget is another pack: --resume would refuse it
+            packing.abandon(resumed, order_counts=False)
             raise BudgetError(with_slack(error.needed_bytes), parse_bytes(memory), error.what) from None
         except BaseException:
             packing.abandon(resumed)
@@ -184,8 +202,8 @@ class _Packing:
     """One run of a pack: the state that its steps share."""
 
     def __init__(
-        self, disk: Disk, generation: Generation, tables: dict[str, RowSource], graphs: dict[str, Any], options: Options,
-        progress: Callable[[Progress], None] | None,
+        self, disk: Disk, generation: Generation, tables: dict[str, RowSource], graphs: dict[str, Any],
+        options: Options, progress: Callable[[Progress], None] | None,
     ) -> None:  # fmt: skip
         self.disk = disk
         self.generation = generation
@@ -226,8 +244,9 @@ class _Packing:
         features = [GRAPHS_FEATURE] if graphs else []
         manifest = sealed(
             Manifest(
-                format="featstore", version=FORMAT_VERSION, reader_features=features, writer_features=[], uuid="", generation=name,
-                tables=entries, arrays=array_entries, files=sorted(self.catalogue.files.values(), key=lambda f: f.path),
+                format="featstore", version=FORMAT_VERSION, reader_features=features, writer_features=[],
+                uuid="", generation=name, tables=entries, arrays=array_entries,
+                files=sorted(self.catalogue.files.values(), key=lambda f: f.path),
                 provenance={"writer": f"featstore {__version__}", "seed": self.options.seed,
                             "sources": {n: described(s) for n, s in self.tables.items()}},
                 graphs=graphs,
@@ -238,9 +257,12 @@ class _Packing:
         self.disk.rmtree(self.generation.spill, SPILL)
 
     def abandon(self, resumed: bool, order_counts: bool = True) -> None:
-        """After an error: leave nothing behind where nothing was achieved; otherwise the journal stays for --resume."""
+        """After an error: leave nothing behind where nothing was achieved; otherwise the journal stays for
+        --resume."""
         tables = self._journal.state.tables.values() if self._journal else ()
-        if resumed or any((t.order and order_counts) or t.spill_bytes or t.written_bytes or t.done for t in tables):
+        if resumed or any(
+            (t.order and order_counts) or t.spill_bytes or t.written_bytes or t.done for t in tables
+        ):
             return
         with suppress(FeatstoreError, OSError):  # the error that brought us here is the one to tell
             self.disk.unlink(self.generation.journal)
@@ -249,13 +271,14 @@ class _Packing:
 
     def _start(self, resumed: bool, arrays: dict[str, NDArray[Any]]) -> None:
         fingerprint: dict[str, Any] = {
-            "tables": {n: s.fingerprint() for n, s in self.tables.items()},
-            "order": dict(self.options.order), "partitions": dict(self.options.partitions), "dtype": dict(self.options.dtype),
+            "tables": {n: s.fingerprint() for n, s in self.tables.items()}, "order": dict(self.options.order),
+            "partitions": dict(self.options.partitions), "dtype": dict(self.options.dtype),
             "seed": self.options.seed, "memory": self.options.memory_bytes,
             "topology": [self.options.topology, self.options.hubs, self.options.hub_rank],
             "train": {n: identity(t) if not isinstance(t, str) else t for n, t in self.options.train.items()},
             "arrays": {n: identity(a) for n, a in arrays.items()},
-            "graphs": {n: identity(g) for n, g in self.graphs.items()}, "graph_key": dict(self.options.graph_key),
+            "graphs": {n: identity(g) for n, g in self.graphs.items()},
+            "graph_key": dict(self.options.graph_key),
             "permutation": {n: identity(p) for n, p in self.options.permutation.items()},
         }  # fmt: skip
         if resumed:
@@ -270,21 +293,29 @@ class _Packing:
         self.disk.mkdir(self.generation.spill)
 
     def _check_space(self, resumed: bool) -> None:
-        """Raise DiskFullError before the first byte if the disk cannot hold the store and the largest spill."""
+        """Raise DiskFullError before the first byte if the disk cannot hold the store and the largest
+        spill."""
         needed, largest = _DISK_SLACK_BYTES, 0
         for name, source in self.tables.items():
             rows = source.rows or 0
             size = rows * self._row_bytes(name)
-            permuted = name in self.graphs or self.options.order[name] not in ("auto", "given") or name in self._ids
+            permuted = (
+                name in self.graphs or self.options.order[name] not in ("auto", "given") or name in self._ids
+            )
             needed += size + size // 1024 + rows * (24 if permuted else 0)
             spills = permuted and size > self.options.memory_bytes // 2
             largest = max(largest, size if spills else 0)
         if resumed:
             there = (
-                p for root in (self.generation.directory, self.generation.spill) for p in root.rglob("*") if p.is_file()
+                p
+                for root in (self.generation.directory, self.generation.spill)
+                for p in root.rglob("*")
+                if p.is_file()
             )
             with asking(self.generation.directory, "look at the files of"):
-                needed = max(_DISK_SLACK_BYTES, needed + largest - sum(p.stat().st_blocks * 512 for p in there))
+                needed = max(
+                    _DISK_SLACK_BYTES, needed + largest - sum(p.stat().st_blocks * 512 for p in there)
+                )
         else:
             needed += largest
         free = self.disk.free_bytes(self.generation.store)
@@ -306,7 +337,9 @@ class _Packing:
         try:
             ids = read_ids(source, memory, lambda count: self._stages.add(8 * count))
         except BudgetError as error:
-            raise BudgetError(error.needed_bytes + source.held_bytes, self.options.memory_bytes, error.what) from None
+            raise BudgetError(
+                error.needed_bytes + source.held_bytes, self.options.memory_bytes, error.what
+            ) from None
         if ids is not None:
             self._ids[name] = self.generation.spill / f"{name}.ids"
             write_ids(ids, self.disk, self._ids[name])
@@ -331,7 +364,8 @@ class _Packing:
         entry = TableEntry(
             path=f"{base}/rows", rows=layout.rows, row_shape=list(source.row_shape), dtype=dtype_name(dtype),
             row_bytes=layout.row_bytes, rows_per_chunk=layout.rows_per_chunk,
-            page_checksums=ArrayEntry(f"{base}/page_checksums", [layout.pages], "uint32"), order=order, statistics={},
+            page_checksums=ArrayEntry(f"{base}/page_checksums", [layout.pages], "uint32"), order=order,
+            statistics={},
         )  # fmt: skip
         write_rows_metadata(self.catalogue, entry, dtype)
         if layout.rows:
@@ -348,29 +382,40 @@ class _Packing:
             width = node_dtype(entry.rows).itemsize
             needed = entry.rows * width * (3 if entry.order.row_of_node is None else 5)
             if needed > self.options.memory_bytes:
-                raise BudgetError(needed, self.options.memory_bytes, f"place the rows of table {name!r} by their ids")
+                raise BudgetError(
+                    needed, self.options.memory_bytes, f"place the rows of table {name!r} by their ids"
+                )
             ids = np.fromfile(self._ids[name], node_dtype(entry.rows))
-        maps = permute.RowMaps.of(self._load(entry.order.row_of_node), self._load(entry.order.node_of_row), ids)
+        maps = permute.RowMaps.of(
+            self._load(entry.order.row_of_node), self._load(entry.order.node_of_row), ids
+        )
         held = maps.held_bytes
         return permute.Job(
             self.disk, name, self.tables[name], entry.layout, report, maps, self.generation.spill,
-            lambda chunk: self.generation.store / entry.chunk_path(chunk), self.options.memory_bytes - held, held,
-            self.journal, self.journal.table(name), self._stages,
+            lambda chunk: self.generation.store / entry.chunk_path(chunk), self.options.memory_bytes - held,
+            held, self.journal, self.journal.table(name), self._stages,
         )  # fmt: skip
 
     def _load(self, entry: ArrayEntry | None) -> NDArray[Any] | None:
         if entry is None:
             return None
         chunk = array_chunk(entry)
-        return load_array(self.generation.store, entry, None if chunk is None else self.catalogue.files[chunk])
+        return load_array(
+            self.generation.store, entry, None if chunk is None else self.catalogue.files[chunk]
+        )
 
     def _counted(self, name: str) -> RowSource:
-        """The table's source with a known number of rows: an iterator's rows are spooled to the disk if need be."""
+        """The table's source with a known number of rows: an iterator's rows are spooled to the disk if need
+        be."""
         source = self.tables[name]
         if source.rows is None:
             self._stages.begin("count", name)
             self.tables[name] = source = permute.spool(
-                source, self.disk, self.generation.spill / f"{name}.spool", self.options.memory_bytes, self._stages
+                source,
+                self.disk,
+                self.generation.spill / f"{name}.spool",
+                self.options.memory_bytes,
+                self._stages,
             )
         return source
 
@@ -398,8 +443,9 @@ class _Packing:
         held += by_degree.nbytes + (0 if row_of_node is None else row_of_node.nbytes)
         before = set(self.catalogue.files)
         job = TopologyJob(
-            self.catalogue, f"{self.generation.name}/graphs/{name}", name, graph, row_of_node, offsets, by_degree, self.options.hubs,
-            self.options.hub_rank, self.options.memory_bytes - held, self.generation.spill,
+            self.catalogue, f"{self.generation.name}/graphs/{name}", name, graph, row_of_node, offsets,
+            by_degree, self.options.hubs, self.options.hub_rank, self.options.memory_bytes - held,
+            self.generation.spill,
         )  # fmt: skip
         try:
             progress.graph = write_topology(job)
@@ -412,7 +458,8 @@ class _Packing:
     def _make_order(
         self, name: str, base: str, layout: TableLayout, progress: TableProgress, graph: Graph | None
     ) -> None:
-        """Find the table's order, and its rows by descending degree where there is a graph; write both, durably."""
+        """Find the table's order, and its rows by descending degree where there is a graph; write both,
+        durably."""
         memory = self.options.memory_bytes
         if graph is not None:
             held = graph.indptr.nbytes + (0 if isinstance(graph.indices, np.memmap) else graph.indices.nbytes)
@@ -426,8 +473,8 @@ class _Packing:
             memory -= held
         order = make_order(
             self.options.order[name], graph, rows=layout.rows, row_bytes=layout.row_bytes,
-            parts=self.options.partitions.get(name), permutation=self.options.permutation.get(name), seed=self.options.seed,
-            memory_bytes=memory, train=self._train(name, layout.rows),
+            parts=self.options.partitions.get(name), permutation=self.options.permutation.get(name),
+            seed=self.options.seed, memory_bytes=memory, train=self._train(name, layout.rows),
         )  # fmt: skip
         before = set(self.catalogue.files)
         row_of_node = None if order.node_of_row is None else inverse(order.node_of_row)
@@ -447,7 +494,8 @@ class _Packing:
             return None
         if isinstance(given, str) and given not in self._arrays:
             raise SourceError(
-                f"train names the array {given!r}, which is not among those given: {', '.join(map(repr, self._arrays)) or 'none'}"
+                f"train names the array {given!r}, which is not among those given: "
+                f"{', '.join(map(repr, self._arrays)) or 'none'}"
             )
         return node_mask(self._arrays[given] if isinstance(given, str) else given, rows)
 
@@ -457,7 +505,9 @@ class _Packing:
         spec = self.graphs[name]
         if isinstance(spec, Graph):
             if spec.nodes != rows:
-                raise SourceError(f"the graph of table {name!r} has {spec.nodes:,} nodes, its features {rows:,} rows")
+                raise SourceError(
+                    f"the graph of table {name!r} has {spec.nodes:,} nodes, its features {rows:,} rows"
+                )
             return spec
         return open_graph(
             spec, nodes=rows, memory_bytes=self.options.memory_bytes // 2, scratch_dir=self.generation.spill,
@@ -473,7 +523,9 @@ class _Packing:
         return OrderEntry(
             method=order.method,
             parameters=dict(order.parameters),
-            partition_offsets=write_array(self.catalogue, f"{base}/partition_offsets", order.partition_offsets),
+            partition_offsets=write_array(
+                self.catalogue, f"{base}/partition_offsets", order.partition_offsets
+            ),
             row_of_node=maybe("row_of_node", row_of_node),
             node_of_row=maybe("node_of_row", order.node_of_row),
             rows_by_degree=maybe("rows_by_degree", by_degree),
@@ -494,8 +546,12 @@ class _Packing:
             writer.close()
         if job.progress.written_digest != job.progress.source_digest:
             raise CorruptionError(
-                job.name, None, f"rows of digest {job.progress.source_digest:016x}", f"{job.progress.written_digest:016x}",
-                "the rows changed between the source and the store: check the memory and the disk, and pack anew with --overwrite",
-            )  # fmt: skip
+                job.name,
+                None,
+                f"rows of digest {job.progress.source_digest:016x}",
+                f"{job.progress.written_digest:016x}",
+                "the rows changed between the source and the store: check the memory and the disk, and "
+                "pack anew with --overwrite",
+            )
         job.progress.done = True
         permute.save(job)

@@ -48,7 +48,9 @@ _BUCKET_INDEX_BYTES = 24  # a row's node id, its rank, and the sort's work space
 
 
 @njit(cache=True, nogil=True)
-def scatter_rows(block: int, count: int, row_bytes: int, target: NDArray[Any], first: int, base: int, out: int) -> None:
+def scatter_rows(
+    block: int, count: int, row_bytes: int, target: NDArray[Any], first: int, base: int, out: int
+) -> None:
     """Copy row i of a block to position target[first + i] - base of ``out``; both are addresses."""
     for i in range(count):
         memcpy(out + (np.int64(target[first + i]) - base) * row_bytes, block + i * row_bytes, row_bytes)
@@ -125,7 +127,8 @@ class Job:
     def source_bytes(self) -> int:
         """Memory of reading the source."""
         return (
-            _BLOCKS_HELD * self.block_rows * max(self.layout.row_bytes, self.source_row_bytes) + self.source.held_bytes
+            _BLOCKS_HELD * self.block_rows * max(self.layout.row_bytes, self.source_row_bytes)
+            + self.source.held_bytes
         )
 
     @property
@@ -134,7 +137,8 @@ class Job:
 
 
 def ahead(blocks: Iterator[Any], depth: int = 1) -> Iterator[Any]:
-    """The same items, produced by another thread up to ``depth`` items ahead. Errors come through; leaving early stops it."""
+    """The same items, produced by another thread up to ``depth`` items ahead. Errors come through; leaving
+    early stops it."""
     items: queue.Queue[tuple[bool, Any]] = queue.Queue(depth)
     stop = threading.Event()
 
@@ -172,7 +176,8 @@ def ahead(blocks: Iterator[Any], depth: int = 1) -> Iterator[Any]:
 
 
 def _kept(blocks: Iterator[NDArray[Any]], block_rows: int) -> Iterator[NDArray[Any]]:
-    """The blocks of a source, which are only lent, copied into three buffers that take turns: enough for :func:`ahead`."""
+    """The blocks of a source, which are only lent, copied into three buffers that take turns: enough for
+    :func:`ahead`."""
     buffers: list[NDArray[Any]] = []
     for turn, block in enumerate(blocks):
         if len(buffers) < 3:
@@ -184,7 +189,8 @@ def _kept(blocks: Iterator[NDArray[Any]], block_rows: int) -> Iterator[NDArray[A
 
 
 def source_blocks(job: Job, start: int) -> Iterator[tuple[int, NDArray[np.uint8]]]:
-    """(number of the first row, rows as uint8 [n, row_bytes]) from ``start`` on, cast, counted and checked."""
+    """(number of the first row, rows as uint8 [n, row_bytes]) from ``start`` on, cast, counted and
+    checked."""
     row = start
     counted = job.progress.rows_counted
     for block in ahead(_kept(job.source.blocks(start, job.block_rows), job.block_rows)):
@@ -261,7 +267,9 @@ def in_memory(job: Job, writer: TableWriter) -> None:
     progress.rows_counted, progress.source_digest = 0, 0
     job.begin("read")
     for first, rows in source_blocks(job, 0):
-        scatter_rows(address_of(rows), len(rows), layout.row_bytes, row_of_source, first, 0, address_of(table))
+        scatter_rows(
+            address_of(rows), len(rows), layout.row_bytes, row_of_source, first, 0, address_of(table)
+        )
         job.stages.add(rows.nbytes)
     nodes = job.maps.nodes_of_rows(0, layout.rows)
     progress.written_digest = int(digest_rows(address_of(table), layout.row_bytes, nodes, 0, layout.rows))
@@ -272,12 +280,15 @@ def in_memory(job: Job, writer: TableWriter) -> None:
 
 
 def _check_memory(job: Job) -> None:
-    """Raise BudgetError, with the smallest budget that works, where rows cannot even be streamed: blocks grow with the budget."""
+    """Raise BudgetError, with the smallest budget that works, where rows cannot even be streamed: blocks grow
+    with the budget."""
     needed = job.memory_bytes
     while (more := replace(job, memory_bytes=needed).source_bytes + 4 * PAGE_BYTES) > needed:
         needed = more
     if needed > job.memory_bytes:
-        raise BudgetError(needed + job.fixed_bytes, job.memory_bytes + job.fixed_bytes, f"pack table {job.name!r}")
+        raise BudgetError(
+            needed + job.fixed_bytes, job.memory_bytes + job.fixed_bytes, f"pack table {job.name!r}"
+        )
 
 
 def spool(source: RowSource, disk: Disk, path: Path, memory_bytes: int, stages: Stages) -> RowSource:

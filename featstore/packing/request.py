@@ -41,8 +41,8 @@ class Options:
 
     @classmethod
     def of(
-        cls, inputs: Inputs, *, memory: int | str, order: Any, permutation: Any, partitions: Any, seed: int, topology: bool, hubs: float,
-        hub_rank: str, train: Any, graph_key: Any,
+        cls, inputs: Inputs, *, memory: int | str, order: Any, permutation: Any, partitions: Any, seed: int,
+        topology: bool, hubs: float, hub_rank: str, train: Any, graph_key: Any,
     ) -> Options:  # fmt: skip
         """From the arguments of a pack, given once or by table. Raises SourceError."""
         tables = inputs.tables
@@ -80,8 +80,11 @@ def with_slack(used_bytes: int) -> int:
     return min(2 * used_bytes, max(used_bytes + _SLACK_BYTES, -(-used_bytes * 8 // 7))) + 1
 
 
-def check_pack(options: Options, arrays: Mapping[str, Any], *, resume: Any, overwrite: Any, progress: Any) -> None:
-    """Raise ArgumentError for an option that is none. ``arrays``: the small arrays, whose names ``train`` may give."""
+def check_pack(
+    options: Options, arrays: Mapping[str, Any], *, resume: Any, overwrite: Any, progress: Any
+) -> None:
+    """Raise ArgumentError for an option that is none. ``arrays``: the small arrays, whose names ``train`` may
+    give."""
     as_flag(resume, "resume")
     as_flag(overwrite, "overwrite")
     if progress is not None:

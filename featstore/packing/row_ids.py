@@ -46,8 +46,8 @@ def read_ids(source: RowSource, memory_bytes: int, tick: Callable[[int], None]) 
             tick(len(run))
         if first != len(ids):
             raise SourceError(
-                f"{source.name}: its column of ids and its {len(ids):,} rows are not equally long; the file changed "
-                "or is damaged"
+                f"{source.name}: its column of ids and its {len(ids):,} rows are not equally long; the "
+                "file changed or is damaged"
             )
     place = np.full(len(ids), -1, ids.dtype)
     place[ids] = np.arange(len(ids), dtype=ids.dtype)
@@ -103,7 +103,8 @@ def _check_once(ids: NDArray[Any], place: NDArray[Any], source: RowSource) -> No
     missing = np.flatnonzero(place < 0)
     if not missing.size:
         return
-    earlier = np.flatnonzero(place[ids] != np.arange(len(ids), dtype=ids.dtype))  # rows whose id comes again later
+    # rows whose id comes again later
+    earlier = np.flatnonzero(place[ids] != np.arange(len(ids), dtype=ids.dtype))
     row, again = int(earlier[0]), int(place[ids[earlier[0]]])
     names = ", ".join(f"{int(i):,}" for i in missing[:_SHOWN]) + (", ..." if missing.size > _SHOWN else "")
     raise SourceError(

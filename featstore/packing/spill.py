@@ -1,13 +1,13 @@
 """Permuting a table that does not fit in memory: through spill files, in two sequential passes.
 
-The table's rows are cut into buckets, runs of rows that fit in memory. The first pass reads the source and appends each row to its
-bucket's spill file; within a bucket, rows lie in source order, so where each belongs follows from the map alone and no
-index is spilled. The second pass reads one bucket at a time, scatters it in memory and writes it. Two reads and two writes of
-the table, all sequential: the fewest there are for a permutation that does not fit (Aggarwal and Vitter, CACM'88, for one
-pass of distribution).
+The table's rows are cut into buckets, runs of rows that fit in memory. The first pass reads the source and
+appends each row to its bucket's spill file; within a bucket, rows lie in source order, so where each belongs
+follows from the map alone and no index is spilled. The second pass reads one bucket at a time, scatters it in
+memory and writes it. Two reads and two writes of the table, all sequential: the fewest there are for a
+permutation that does not fit (Aggarwal and Vitter, CACM'88, for one pass of distribution).
 
-After an interruption only whole flushed buffers count: the rows that were still in memory are read again from the earliest of
-them, and each bucket skips those it already has.
+After an interruption only whole flushed buffers count: the rows that were still in memory are read again from
+the earliest of them, and each bucket skips those it already has.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ def spill_rows(
 ) -> int:
     """Append rows [begin, end) of a block to their buckets' buffers, until one is full.
 
-    Returns the index of the next row; where that is not ``end``, the bucket of the row before it is full (fill >= flush_bytes).
+    Returns the index of the next row; where that is not ``end``, the bucket of the row before it is full
+    (fill >= flush_bytes).
     """
     for i in range(begin, end):
         bucket = np.int64(row_of_node[first_node + i]) // rows_per_bucket
@@ -83,8 +84,8 @@ def arrivals(
     restart: NDArray[np.int64],
     skip: NDArray[np.int64],
 ) -> None:
-    """Where a spill must go on when bucket b holds ``wanted[b]`` rows: restart[0] = the first source row that some bucket
-    still lacks, skip[b] = rows of b from there on that it already has."""
+    """Where a spill must go on when bucket b holds ``wanted[b]`` rows: restart[0] = the first source row that
+    some bucket still lacks, skip[b] = rows of b from there on that it already has."""
     seen = np.zeros(wanted.shape[0], np.int64)
     restart[0] = row_of_node.shape[0]
     for node in range(row_of_node.shape[0]):
@@ -110,7 +111,8 @@ class SpillPlan:
         """The fewest buckets that this memory allows; None where two passes do not do."""
         job = replace(job, memory_bytes=memory_bytes)
         layout, row_bytes = job.layout, job.layout.row_bytes
-        # The second pass holds two buckets (one is written while the next is scattered), their index, and three slabs.
+        # The second pass holds two buckets (one is written while the next is scattered), their index, and
+        # three slabs.
         left = memory_bytes - 3 * (job.block_rows * row_bytes + 2 * PAGE_BYTES) - 4 * PAGE_BYTES
         rows_per_bucket = min(layout.rows, left // (2 * row_bytes + _BUCKET_INDEX_BYTES))
         if rows_per_bucket < 1:
@@ -125,7 +127,8 @@ class SpillPlan:
 
     @classmethod
     def choose(cls, job: Job) -> SpillPlan:
-        """The plan for the job's budget. Raises BudgetError that names the smallest budget that works (within 1 %)."""
+        """The plan for the job's budget. Raises BudgetError that names the smallest budget that works (within
+        1 %)."""
         plan = cls.fitting(job, job.memory_bytes)
         if plan is not None:
             return plan
@@ -136,7 +139,9 @@ class SpillPlan:
             middle = (low + high) // 2
             low, high = (low, middle) if cls.fitting(job, middle) is not None else (middle, high)
         raise BudgetError(
-            high + job.fixed_bytes, job.memory_bytes + job.fixed_bytes, f"permute table {job.name!r} in two passes"
+            high + job.fixed_bytes,
+            job.memory_bytes + job.fixed_bytes,
+            f"permute table {job.name!r} in two passes",
         )
 
 
@@ -160,7 +165,8 @@ class _SpillFiles:
         done = job.progress.spill_bytes or [0] * plan.buckets
         if len(done) != plan.buckets:
             raise SourceError(
-                "cannot resume with another --memory: the spill's buckets would differ; use the same, or start anew with --overwrite"
+                "cannot resume with another --memory: the spill's buckets would differ; use the same, "
+                "or start anew with --overwrite"
             )
         row_bytes = job.layout.row_bytes
         capacity = -(-(plan.flush_bytes + row_bytes) // PAGE_BYTES) * PAGE_BYTES
@@ -182,7 +188,8 @@ class _SpillFiles:
         self._pending: list[Future[None]] = []
 
     def _keep_partial_rows(self) -> None:
-        """After an interruption a file may end within a row: that row comes again, so go back to where it begins."""
+        """After an interruption a file may end within a row: that row comes again, so go back to where it
+        begins."""
         row_bytes = self.job.layout.row_bytes
         for bucket, file in enumerate(self._files):
             whole = int(self.wanted[bucket]) * row_bytes
@@ -246,8 +253,8 @@ def _spill_pass(job: Job, plan: SpillPlan) -> None:
             at = 0
             while at < len(rows):
                 at = spill_rows(
-                    address_of(rows), at, len(rows), first, job.layout.row_bytes, row_of_source, plan.rows_per_bucket, skip,
-                    files.fill, files.addresses, plan.flush_bytes,
+                    address_of(rows), at, len(rows), first, job.layout.row_bytes, row_of_source,
+                    plan.rows_per_bucket, skip, files.fill, files.addresses, plan.flush_bytes,
                 )  # fmt: skip
                 bucket = int(row_of_source[first + at - 1]) // plan.rows_per_bucket
                 if files.fill[bucket] >= plan.flush_bytes:
@@ -270,7 +277,8 @@ def _spill_pass(job: Job, plan: SpillPlan) -> None:
 
 
 def _bucket_pass(job: Job, plan: SpillPlan, writer: TableWriter) -> None:
-    """Read bucket after bucket, scatter, write; a page that two buckets share is carried from one to the next."""
+    """Read bucket after bucket, scatter, write; a page that two buckets share is carried from one to the
+    next."""
     source_of_row = job.maps.source_of_row
     assert source_of_row is not None
     layout, progress = job.layout, job.progress
@@ -313,8 +321,11 @@ def _bucket_pass(job: Job, plan: SpillPlan, writer: TableWriter) -> None:
             since = 0
 
 
-def _bucket_checkpoint(job: Job, writer: TableWriter, bucket: int, carry: NDArray[np.uint8], page: int) -> None:
-    """Make all buckets up to this one durable, the page shared with the next one too, and drop their spill files."""
+def _bucket_checkpoint(
+    job: Job, writer: TableWriter, bucket: int, carry: NDArray[np.uint8], page: int
+) -> None:
+    """Make all buckets up to this one durable, the page shared with the next one too, and drop their spill
+    files."""
     if len(carry):
         writer.checkpoint()
         shared = aligned_buffer(PAGE_BYTES)
@@ -355,7 +366,8 @@ def _write_whole(
 
 
 def _carried(job: Job, byte: int) -> NDArray[np.uint8]:
-    """The bytes before ``byte`` of the page that holds it, from the table: what the bucket before it left there."""
+    """The bytes before ``byte`` of the page that holds it, from the table: what the bucket before it left
+    there."""
     page = byte // PAGE_BYTES
     size = byte - page * PAGE_BYTES
     if size == 0:
@@ -381,7 +393,10 @@ def _slabs(job: Job, plan: SpillPlan, first_bucket: int) -> Iterator[NDArray[np.
     Three buffers take turns: one is being read, one waits, one is in use.
     """
     row_bytes = job.layout.row_bytes
-    buffers = [aligned_buffer(-(-job.block_rows * row_bytes // PAGE_BYTES) * PAGE_BYTES + PAGE_BYTES) for _ in range(3)]
+    buffers = [
+        aligned_buffer(-(-job.block_rows * row_bytes // PAGE_BYTES) * PAGE_BYTES + PAGE_BYTES)
+        for _ in range(3)
+    ]
     turn = 0
     for bucket in range(first_bucket, plan.buckets):
         rows = min(plan.rows_per_bucket, job.layout.rows - bucket * plan.rows_per_bucket)
@@ -399,7 +414,11 @@ def _slabs(job: Job, plan: SpillPlan, first_bucket: int) -> Iterator[NDArray[np.
                     got = os.preadv(descriptor, [buffer], begin)  # type: ignore[list-item]
                 if got < inside + count:
                     raise CorruptionError(
-                        path, begin, f"{inside + count} bytes", f"{got} bytes", "start the pack anew with --overwrite"
+                        path,
+                        begin,
+                        f"{inside + count} bytes",
+                        f"{got} bytes",
+                        "start the pack anew with --overwrite",
                     )
                 turn += 1
                 yield buffer[inside : inside + count]

@@ -1,15 +1,19 @@
-"""Writing a graph into the store: CSC of incoming edges in the order of the rows, and a second copy of the hubs' lists.
+"""Writing a graph into the store: CSC of incoming edges in the order of the rows, and a second copy of the
+hubs' lists.
 
-Rows of one partition stand together, so the lists of a partition are one run of ``sources``, read in one go by whoever trains on
-partitions (HierBatching, appendix C.1). Hubs, the rows that most lists name, are wanted in every such run; their own lists lie
-scattered, so they are copied once more, one after the other, the most wanted hub first: the first k of them are one run too.
+Rows of one partition stand together, so the lists of a partition are one run of ``sources``, read in one go
+by whoever trains on partitions (HierBatching, appendix C.1). Hubs, the rows that most lists name, are wanted
+in every such run; their own lists lie scattered, so they are copied once more, one after the other, the most
+wanted hub first: the first k of them are one run too.
 
-``sources`` holds rows, not node ids: what lies together in the file then has neighbouring numbers, and telling whether a source
-is in memory takes a look at its partition. Lists that were brought into another order ascend by node id; as given they stay.
+``sources`` holds rows, not node ids: what lies together in the file then has neighbouring numbers, and
+telling whether a source is in memory takes a look at its partition. Lists that were brought into another
+order ascend by node id; as given they stay.
 
-The edges are passed over sequentially and sorted by target row out of core (:mod:`featstore.packing.graphs.build`), all within the
-memory given. Hubs are ranked by how often they are a source ("degree"), or a source in another partition ("external": Eq. 3 of
-HierBatching, whose expected degree inside a mega-batch is the degree inside the own partition and a constant share of the rest).
+The edges are passed over sequentially and sorted by target row out of core
+(:mod:`featstore.packing.graphs.build`), all within the memory given. Hubs are ranked by how often they are a
+source ("degree"), or a source in another partition ("external": Eq. 3 of HierBatching, whose expected degree
+inside a mega-batch is the degree inside the own partition and a constant share of the rest).
 """
 
 from __future__ import annotations
@@ -41,7 +45,8 @@ _BLOCK_EDGE_BYTES = 96  # what the buffers between source and disk take for one 
 
 @dataclass(frozen=True)
 class Job:
-    """A graph to write: in ``scratch_dir`` within ``memory_bytes`` beyond the graph and the maps, under ``base``."""
+    """A graph to write: in ``scratch_dir`` within ``memory_bytes`` beyond the graph and the maps, under
+    ``base``."""
 
     catalogue: Catalogue
     base: str
@@ -70,7 +75,8 @@ def count_external(
     partition_offsets: NDArray[np.int64],
     counts: NDArray[np.uint32],
 ) -> tuple[int, int]:
-    """Add one to ``counts`` [rows] for each source of the block that lies outside its target's partition; they stop at 2**32 - 1.
+    """Add one to ``counts`` [rows] for each source of the block that lies outside its target's partition;
+    they stop at 2**32 - 1.
 
     ``row`` and ``partition`` are those of the last edge before the block; returns those of its own last edge.
     """
@@ -151,7 +157,9 @@ def _in_row_order(job: Job) -> tuple[NDArray[np.int64], NDArray[Any]]:
     try:
         return build_csc(stream, job.graph.nodes, job.memory_bytes, job.scratch_dir)
     except BudgetError as error:
-        raise BudgetError(error.needed_bytes, error.given_bytes, "bring the graph into the order of the rows") from None
+        raise BudgetError(
+            error.needed_bytes, error.given_bytes, "bring the graph into the order of the rows"
+        ) from None
 
 
 def _as_rows(job: Job, lists: NDArray[Any], low: int = 0, high: int | None = None) -> Iterator[NDArray[Any]]:
@@ -164,11 +172,17 @@ def _as_rows(job: Job, lists: NDArray[Any], low: int = 0, high: int | None = Non
         release(lists, begin, min(begin + job.block_edges, end))
 
 
-def _write_hubs(job: Job, offsets: NDArray[np.int64], lists: NDArray[Any], dtype: np.dtype[Any]) -> HubsEntry | None:
+def _write_hubs(
+    job: Job, offsets: NDArray[np.int64], lists: NDArray[Any], dtype: np.dtype[Any]
+) -> HubsEntry | None:
     count = int(np.ceil(job.hub_share * job.graph.nodes))
     if count == 0:
         return None
-    rows = job.rows_by_degree[:count] if job.hub_rank == "degree" else _rank_external(job, offsets, lists)[:count]
+    rows = (
+        job.rows_by_degree[:count]
+        if job.hub_rank == "degree"
+        else _rank_external(job, offsets, lists)[:count]
+    )
     degrees = offsets[rows + 1] - offsets[rows]
     hub_offsets = np.zeros(len(rows) + 1, np.int64)
     np.cumsum(degrees, out=hub_offsets[1:])
@@ -177,12 +191,18 @@ def _write_hubs(job: Job, offsets: NDArray[np.int64], lists: NDArray[Any], dtype
         write_array(job.catalogue, f"{job.base}/hub_rows", rows.astype(dtype)),
         write_array(job.catalogue, f"{job.base}/hub_offsets", hub_offsets),
         write_vector(
-            job.catalogue, f"{job.base}/hubs", _hub_lists(job, rows, offsets, lists), int(hub_offsets[-1]), dtype
+            job.catalogue,
+            f"{job.base}/hubs",
+            _hub_lists(job, rows, offsets, lists),
+            int(hub_offsets[-1]),
+            dtype,
         ),
     )
 
 
-def _hub_lists(job: Job, rows: NDArray[Any], offsets: NDArray[np.int64], lists: NDArray[Any]) -> Iterator[NDArray[Any]]:
+def _hub_lists(
+    job: Job, rows: NDArray[Any], offsets: NDArray[np.int64], lists: NDArray[Any]
+) -> Iterator[NDArray[Any]]:
     held: list[NDArray[Any]] = []
     held_edges = 0
     for row in rows:
@@ -208,7 +228,8 @@ def _rank_external(job: Job, offsets: NDArray[np.int64], lists: NDArray[Any]) ->
 
 
 def topology_memory_bytes(rows: int, hub_rank: str, *, permuted: bool) -> int:
-    """The least that :func:`write_topology` needs beyond the graph and the maps, but for the lists of the largest hub."""
+    """The least that :func:`write_topology` needs beyond the graph and the maps, but for the lists of the
+    largest hub."""
     offsets = 8 * (rows + 1) if permuted else 0
     ranking = (4 + 8 + node_dtype(rows).itemsize) * rows if hub_rank == "external" else 0
     return max(

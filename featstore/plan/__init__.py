@@ -1,1 +1,2 @@
-"""What is the cheapest set of reads: extents, their price, and what a memory budget leaves. Pure: no input or output."""
+"""What is the cheapest set of reads: extents, their price, and what a memory budget leaves. Pure: no input or
+output."""

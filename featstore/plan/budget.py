@@ -1,8 +1,8 @@
 """One memory budget for everything a reader holds: how it is split, and when it is too small.
 
-In the order of need: the maps from node ids to rows and the page checksums (fixed by the tables); the staging in which
-pages arrive; the scratch of planning for the pieces under way; the rest is for tiers. Results belong to the caller and are not
-counted: pass ``out=`` to decide where they lie.
+In the order of need: the maps from node ids to rows and the page checksums (fixed by the tables); the staging
+in which pages arrive; the scratch of planning for the pieces under way; the rest is for tiers. Results belong
+to the caller and are not counted: pass ``out=`` to decide where they lie.
 """
 
 from __future__ import annotations
@@ -62,15 +62,24 @@ class Budget:
         scratch_min = _PIECE_IDS_MIN * _SCRATCH_BYTES_PER_ID
         needed = maps + checksums + staging_min + scratch_min
         if memory_bytes < needed:
-            raise BudgetError(needed, memory_bytes, "read these tables (row maps, checksums, staging, scratch)")
+            raise BudgetError(
+                needed, memory_bytes, "read these tables (row maps, checksums, staging, scratch)"
+            )
         free = memory_bytes - maps - checksums
         staging = max(staging_min, min(STAGING_BYTES, free // 8)) // PAGE_BYTES * PAGE_BYTES
         extent = max(
-            span, min(EXTENT_BYTES_MAX, max(_EXTENT_BYTES_MIN, staging // _SLOTS_WANTED // PAGE_BYTES * PAGE_BYTES))
+            span,
+            min(
+                EXTENT_BYTES_MAX, max(_EXTENT_BYTES_MIN, staging // _SLOTS_WANTED // PAGE_BYTES * PAGE_BYTES)
+            ),
         )
-        piece_ids = max(_PIECE_IDS_MIN, min(_PIECE_IDS_MAX, min(free // 10, free - staging) // _SCRATCH_BYTES_PER_ID))
+        piece_ids = max(
+            _PIECE_IDS_MIN, min(_PIECE_IDS_MAX, min(free // 10, free - staging) // _SCRATCH_BYTES_PER_ID)
+        )
         scratch = piece_ids * _SCRATCH_BYTES_PER_ID
-        return cls(memory_bytes, maps, checksums, staging, extent, scratch, piece_ids, free - staging - scratch)
+        return cls(
+            memory_bytes, maps, checksums, staging, extent, scratch, piece_ids, free - staging - scratch
+        )
 
     @classmethod
     def smallest(cls, tables: Sequence[TableNeed], tier_bytes: int) -> int:
@@ -82,7 +91,9 @@ class Budget:
         high = 2 * (low + tier_bytes)
         while low < high:
             middle = (low + high) // 2
-            low, high = (low, middle) if cls.split(middle, tables).tier_bytes >= tier_bytes else (middle + 1, high)
+            low, high = (
+                (low, middle) if cls.split(middle, tables).tier_bytes >= tier_bytes else (middle + 1, high)
+            )
         return high
 
 
@@ -92,6 +103,7 @@ def reader_bytes(memory_bytes: int) -> int:
 
 
 def nominal_bytes(memory_bytes: int) -> int:
-    """The budget that a reader without tiers is given so that it takes at most a quarter of it: staging has an eighth of a
-    reader's budget, planning a tenth, and the rest, which would be its tiers', is never taken."""
+    """The budget that a reader without tiers is given so that it takes at most a quarter of it: staging
+    has an eighth of a reader's budget, planning a tenth, and the rest, which would be its tiers', is never
+    taken."""
     return max(16 * 2**20, min(128 * 2**20, memory_bytes // 2))

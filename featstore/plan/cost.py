@@ -1,17 +1,18 @@
 """The device model: what a read costs, from measured numbers.
 
-At depth, an SSD serves one read in about ``read_seconds + bytes * byte_seconds``: a fixed price for each request and a price for
-each byte, the first set by the device's command rate, the second by its bandwidth. Reading through a gap of g pages is
-cheaper than a second read as long as ``g * 4096 * byte_seconds < read_seconds``, and because the model is additive, bridging
-exactly those gaps gives the cheapest set of reads for a request, from single pages to a scan of the whole table.
+At depth, an SSD serves one read in about ``read_seconds + bytes * byte_seconds``: a fixed price for each
+request and a price for each byte, the first set by the device's command rate, the second by its bandwidth.
+Reading through a gap of g pages is cheaper than a second read as long as
+``g * 4096 * byte_seconds < read_seconds``, and because the model is additive, bridging exactly those gaps
+gives the cheapest set of reads for a request, from single pages to a scan of the whole table.
 ``request_seconds`` is what a request costs besides, once (threads woken, first read's latency).
 
-Both prices come from reads at places far apart. Where pages lie close together, devices that read ahead or in blocks larger than
-a page make a gap cheaper than that, so the longest gap worth bridging is measured by itself where it can be (``gap_pages``),
-on a pattern that wants half of all pages.
+Both prices come from reads at places far apart. Where pages lie close together, devices that read ahead or in
+blocks larger than a page make a gap cheaper than that, so the longest gap worth bridging is measured by
+itself where it can be (``gap_pages``), on a pattern that wants half of all pages.
 
-``featstore calibrate`` measures the numbers for a device and an engine and keeps them in the user's cache directory. A
-device that was never calibrated gets :data:`DEFAULT`, and every plan says so.
+``featstore calibrate`` measures the numbers for a device and an engine and keeps them in the user's cache
+directory. A device that was never calibrated gets :data:`DEFAULT`, and every plan says so.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ class DeviceModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def gap_pages_max(self) -> int:
-        """The longest run of unwanted pages that is cheaper to read through than to skip: measured, or from the two prices."""
+        """The longest run of unwanted pages that is cheaper to read through than to skip: measured, or from
+        the two prices."""
         if self.gap_pages is not None:
             return self.gap_pages
         return int(min(self.read_seconds / (self.byte_seconds * PAGE_BYTES), 2**31))
@@ -60,16 +62,21 @@ class DeviceModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.request_seconds + reads * self.read_seconds + bytes_read * self.byte_seconds
 
 
-#: A SATA-to-NVMe middle ground: about 92k random 4 KiB reads a second, 1.45 GB/s, and a gap that is within a tenth of the best
-#: whether the device is at its fastest or at two thirds of that.
-DEFAULT = DeviceModel(read_seconds=8e-6, byte_seconds=1 / 1.45e9, request_seconds=300e-6, gap_pages=4, calibrated=False)
+#: A SATA-to-NVMe middle ground: about 92k random 4 KiB reads a second, 1.45 GB/s, and a gap that is within a
+#: tenth of the best whether the device is at its fastest or at two thirds of that.
+DEFAULT = DeviceModel(
+    read_seconds=8e-6, byte_seconds=1 / 1.45e9, request_seconds=300e-6, gap_pages=4, calibrated=False
+)
 
 
 def models_path() -> Path:
-    """The file that keeps calibrated models: ``$FEATSTORE_CACHE`` or ``$XDG_CACHE_HOME/featstore``, ``devices.json``."""
+    """The file that keeps calibrated models: ``$FEATSTORE_CACHE`` or ``$XDG_CACHE_HOME/featstore``,
+    ``devices.json``."""
     override = os.environ.get("FEATSTORE_CACHE")
     base = (
-        Path(override) if override else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "featstore"
+        Path(override)
+        if override
+        else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "featstore"
     )
     return base / "devices.json"
 
@@ -103,7 +110,8 @@ def load_model(key: str) -> DeviceModel:
 
 
 def save_model(key: str, model: DeviceModel) -> Path:
-    """Keep a model; returns the file. Other keys stay as they are. Raises DiskFullError, DeviceError: then the file is as before."""
+    """Keep a model; returns the file. Other keys stay as they are. Raises DiskFullError, DeviceError: then
+    the file is as before."""
     path = models_path()
     with asking(path.parent, "create directory"):
         path.parent.mkdir(parents=True, exist_ok=True)

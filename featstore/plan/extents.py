@@ -1,10 +1,11 @@
 """Planning: which reads bring the rows that no tier holds? Pure; no I/O.
 
-A request's misses become 64-bit keys, ``row << position_bits | position``, so that one radix sort brings equal rows, rows of
-one page and neighbouring pages together while each key still knows where its row goes. A single pass over the sorted keys
-then cuts extents: a row that begins at most ``gap_pages_max`` pages after the last wanted page joins the extent (see
-:mod:`featstore.plan.cost` for why that is the cheapest choice), unless the extent would grow beyond ``extent_pages_max`` or leave
-its chunk file. Duplicates, page merging, gap bridging and the turn into a scan are all this one rule.
+A request's misses become 64-bit keys, ``row << position_bits | position``, so that one radix sort brings
+equal rows, rows of one page and neighbouring pages together while each key still knows where its row goes. A
+single pass over the sorted keys then cuts extents: a row that begins at most ``gap_pages_max`` pages after
+the last wanted page joins the extent (see :mod:`featstore.plan.cost` for why that is the cheapest choice),
+unless the extent would grow beyond ``extent_pages_max`` or leave its chunk file. Duplicates, page merging,
+gap bridging and the turn into a scan are all this one rule.
 
 Every kernel has a NumPy twin in ``tests/test_plan.py``.
 """
@@ -26,7 +27,8 @@ from featstore.units import PAGE_BYTES
 if TYPE_CHECKING:
     from featstore.plan.cost import DeviceModel
 
-#: Memory of planning, in bytes for each id of a piece: rows 8, positions 4, served 1, keys 8 + 8, extents 8 + 4 + 4 (rounded up).
+#: Memory of planning, in bytes for each id of a piece: rows 8, positions 4, served 1, keys 8 + 8, extents 8 +
+#: 4 + 4 (rounded up).
 PLANNING_BYTES_PER_ID = 48
 #: What of it stays while the piece is read: one copy of the keys, and the extents.
 READING_BYTES_PER_ID = 24
@@ -37,7 +39,8 @@ RANGE_BINS = 4096
 
 @njit(cache=True, nogil=True)
 def rows_of_ids(ids: NDArray[np.int64], row_of_node: NDArray[Any], rows: int, out: NDArray[np.int64]) -> int:
-    """out[i] = row of ids[i] (int64); an empty ``row_of_node`` is the identity. Returns the first bad index, or -1."""
+    """out[i] = row of ids[i] (int64); an empty ``row_of_node`` is the identity. Returns the first bad index,
+    or -1."""
     identity = row_of_node.shape[0] == 0
     for i in range(ids.shape[0]):
         node = ids[i]
@@ -73,7 +76,8 @@ def select_rows(
     out: NDArray[np.int64],
     positions: NDArray[np.int32],
 ) -> int:
-    """Rows in [low, high) and where in ``ids`` they are asked for: after ``skip`` of them, as many as ``out`` holds.
+    """Rows in [low, high) and where in ``ids`` they are asked for: after ``skip`` of them, as many as ``out``
+    holds.
 
     Returns how many, or -1 for a bad id (ids may have been changed since they were counted).
     """
@@ -107,9 +111,11 @@ class RowRange:
 
 
 def cut_ranges(counts: NDArray[np.int64], shift: int, count_max: int) -> list[RowRange]:
-    """Cut a request into ranges of rows of at most ``count_max`` ids each, so that what lies together is planned together.
+    """Cut a request into ranges of rows of at most ``count_max`` ids each, so that what lies together is
+    planned together.
 
-    ``counts`` is the request's :func:`row_histogram`. A bin that is too full by itself (many duplicates) is cut by ``skip``.
+    ``counts`` is the request's :func:`row_histogram`. A bin that is too full by itself (many duplicates) is
+    cut by ``skip``.
     """
     ranges: list[RowRange] = []
     low, held = 0, 0
@@ -119,7 +125,9 @@ def cut_ranges(counts: NDArray[np.int64], shift: int, count_max: int) -> list[Ro
             low, held = bin_index << shift, 0
         if count > count_max:
             high = (bin_index + 1) << shift
-            ranges += [RowRange(low, high, at, min(count_max, count - at)) for at in range(0, count, count_max)]
+            ranges += [
+                RowRange(low, high, at, min(count_max, count - at)) for at in range(0, count, count_max)
+            ]
             low = high
         else:
             held += count
@@ -165,7 +173,8 @@ def cut_extents(
     extent_first: NDArray[np.int32],
     counts: NDArray[np.int64],
 ) -> int:
-    """Cut sorted keys into extents; returns their number. ``counts``: distinct rows, distinct wanted pages, pages read."""
+    """Cut sorted keys into extents; returns their number. ``counts``: distinct rows, distinct wanted pages,
+    pages read."""
     bits = np.uint64(position_bits)
     extents = 0
     first_page, last_page, file_end = 0, -1, 0
@@ -207,18 +216,21 @@ def cut_extents(
 
 
 def key_bits(rows: int, places: int, what: str) -> int:
-    """How many bits the place has in keys ``row << bits | place`` of a table of ``rows`` rows. Raises SourceError, which
-    says ``what`` there are too many of, where row and place need more than 64."""
+    """How many bits the place has in keys ``row << bits | place`` of a table of ``rows`` rows. Raises
+    SourceError, which says ``what`` there are too many of, where row and place need more than 64."""
     room = 64 - max(1, (rows - 1).bit_length())
     bits = max(1, (places - 1).bit_length())
     if bits > room:
-        raise SourceError(f"cannot {what} may be {1 << room:,} at most with a table of {rows:,} rows, not {places:,}")
+        raise SourceError(
+            f"cannot {what} may be {1 << room:,} at most with a table of {rows:,} rows, not {places:,}"
+        )
     return bits
 
 
 @dataclass(frozen=True)
 class Extents:
-    """The reads that bring a set of rows of one table: arrays as :class:`featstore.engine.lane.Lane` takes them."""
+    """The reads that bring a set of rows of one table: arrays as :class:`featstore.engine.lane.Lane` takes
+    them."""
 
     page: NDArray[np.int64]
     pages: NDArray[np.int32]
@@ -239,13 +251,14 @@ class Extents:
 
 
 def plan_extents(
-    rows: NDArray[np.int64], positions: NDArray[np.int32], served: NDArray[np.uint8], positions_end: int, layout: TableLayout,
-    model: DeviceModel, extent_bytes_max: int,
+    rows: NDArray[np.int64], positions: NDArray[np.int32], served: NDArray[np.uint8], positions_end: int,
+    layout: TableLayout, model: DeviceModel, extent_bytes_max: int,
 ) -> Extents:  # fmt: skip
     """Plan the reads for those ``rows`` (int64 [n], in range) that no tier has served.
 
-    ``served`` is uint8 [n], or empty when no tier was asked. Row i goes to ``positions[i]`` < ``positions_end`` of the destination, or to
-    i where ``positions`` is empty. No read is longer than ``extent_bytes_max`` bytes; the caller makes sure that a row fits.
+    ``served`` is uint8 [n], or empty when no tier was asked. Row i goes to ``positions[i]`` <
+    ``positions_end`` of the destination, or to i where ``positions`` is empty. No read is longer than
+    ``extent_bytes_max`` bytes; the caller makes sure that a row fits.
     """
     n = len(rows)
     position_bits = key_bits(layout.rows, positions_end, "read: the rows of the destination")
@@ -259,8 +272,8 @@ def plan_extents(
     page, pages = np.empty(misses, np.int64), np.empty(misses, np.int32)
     first, counts = np.empty(misses + 1, np.int32), np.zeros(3, np.int64)
     reads = cut_extents(
-        keys, position_bits, layout.row_bytes, layout.pages_per_chunk, model.gap_pages_max, extent_bytes_max // PAGE_BYTES,
-        page, pages, first, counts,
+        keys, position_bits, layout.row_bytes, layout.pages_per_chunk, model.gap_pages_max,
+        extent_bytes_max // PAGE_BYTES, page, pages, first, counts,
     )  # fmt: skip
     return Extents(
         page[:reads],
@@ -294,11 +307,12 @@ class RunExtents:
 def plan_runs(
     runs: NDArray[np.int64], places: NDArray[np.int64] | None, layout: TableLayout, extent_bytes_max: int
 ) -> RunExtents:
-    """Plan the reads for ``runs`` of rows, int64 [n, 2] (first, end). Run i goes to the rows of the destination from
-    ``places[i]`` on; without ``places`` they go one after the other.
+    """Plan the reads for ``runs`` of rows, int64 [n, 2] (first, end). Run i goes to the rows of the
+    destination from ``places[i]`` on; without ``places`` they go one after the other.
 
-    Runs that follow each other on disk and in the destination are read as one. Reads begin at multiples of the longest read,
-    so that all but the first and last of a run are as long as can be, and none crosses the end of a file.
+    Runs that follow each other on disk and in the destination are read as one. Reads begin at multiples of
+    the longest read, so that all but the first and last of a run are as long as can be, and none crosses the
+    end of a file.
     """
     lengths = runs[:, 1] - runs[:, 0]
     starts = np.cumsum(lengths) - lengths if places is None else places
@@ -325,7 +339,8 @@ def _cut(begin: int, end: int, to: int, file_bytes: int, step: int) -> NDArray[n
         low, high = max(begin, file * file_bytes), min(end, (file + 1) * file_bytes)
         within = low - file * file_bytes
         inner = (
-            np.arange((within // step + 1) * step, high - file * file_bytes, step, dtype=np.int64) + file * file_bytes
+            np.arange((within // step + 1) * step, high - file * file_bytes, step, dtype=np.int64)
+            + file * file_bytes
         )
         cuts.append(np.concatenate([[low], inner]))
     first = np.concatenate(cuts).astype(np.int64)

@@ -1,7 +1,8 @@
 """The feeder: requests on their way from planning to the engine.
 
-One thread of its own plans every request and starts its lanes, a bounded number of pieces at once. So no signal interrupts a request
-half-way, with reads under way that nobody waits for: whoever is interrupted abandons the request, which ends when its reads have.
+One thread of its own plans every request and starts its lanes, a bounded number of pieces at once. So no
+signal interrupts a request half-way, with reads under way that nobody waits for: whoever is interrupted
+abandons the request, which ends when its reads have.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ class Feeder:
         self._closed = False
 
     def feed(self, request: Request, pieces: Iterable[MakeLane]) -> None:
-        """Have a request's pieces planned and started, soon. Raises ClosedError; DeviceError where no thread can be started."""
+        """Have a request's pieces planned and started, soon. Raises ClosedError; DeviceError where no thread
+        can be started."""
         try:
             self._planner.submit(self._feed, request, pieces)
         except RuntimeError as error:

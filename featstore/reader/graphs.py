@@ -16,15 +16,16 @@ _WHOLE_BYTES = 16 * 2**20  # of a reader that reads a table whole, its checksums
 
 
 def read_offsets(graph: StoredGraph) -> NDArray[np.int64]:
-    """int64 [rows + 1], all of it: 8 bytes a row. Raises BudgetError, CorruptionError, DeviceError, FormatError."""
+    """int64 [rows + 1], all of it: 8 bytes a row. Raises BudgetError, CorruptionError, DeviceError,
+    FormatError."""
     offsets: NDArray[np.int64] = read_whole(graph, "offsets")
     check_offsets(offsets, 0, graph.edges, f"the offsets of {graph.where()}")
     return offsets
 
 
 def read_csc(graph: StoredGraph) -> tuple[NDArray[np.int64], NDArray[Any]]:
-    """The topology by node id: (indptr int64 [nodes + 1], indices [edges]), each list in the order in which it
-    is stored. Raises BudgetError, CorruptionError, DeviceError, FormatError."""
+    """The topology by node id: (indptr int64 [nodes + 1], indices [edges]), each list in the order in which
+    it is stored. Raises BudgetError, CorruptionError, DeviceError, FormatError."""
     sources = read_whole(graph, "sources")
     check_range(sources, graph.table.rows, f"a source of {graph.where()}")
     return rows_to_nodes(read_offsets(graph), sources, graph.table.maps())

@@ -1,8 +1,8 @@
 """From ids to rows: cutting a request into pieces, the map, the tiers.
 
-A request of many ids is cut into pieces, so that planning needs a fixed amount of memory whatever the request's size: not by
-position but by ranges of rows, so that what lies together on disk is still planned together. A histogram of the rows gives the
-ranges; each costs one pass over the ids.
+A request of many ids is cut into pieces, so that planning needs a fixed amount of memory whatever the
+request's size: not by position but by ranges of rows, so that what lies together on disk is still planned
+together. A histogram of the rows gives the ranges; each costs one pass over the ids.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ def table_need(table: Table, verify: bool, by_row: bool = False) -> TableNeed:
     """What a reader holds for a table whatever its budget."""
     order = table.entry.order
     map_bytes = (
-        0 if by_row or order.row_of_node is None else table.rows * dtype_from_name(order.row_of_node.dtype).itemsize
+        0
+        if by_row or order.row_of_node is None
+        else table.rows * dtype_from_name(order.row_of_node.dtype).itemsize
     )
     return TableNeed(map_bytes, 4 * table.layout.pages if verify else 0, table.row_bytes)
 
@@ -58,8 +60,9 @@ class TableState:
         self.tiers: list[Tier] = []
 
     def load_kernels(self) -> None:
-        """Run every kernel of a lookup on nothing, so that numba loads (or compiles) it now and not in the middle of a read:
-        a process that forks while another of its threads holds numba's lock leaves a child that can never take it."""
+        """Run every kernel of a lookup on nothing, so that numba loads (or compiles) it now and not in the
+        middle of a read: a process that forks while another of its threads holds numba's lock leaves a child
+        that can never take it."""
         part = Part(self, np.empty(0, np.int64), self.row_map, np.empty(0, np.uint8))
         piece = Piece(part, RowRange(0, 0, 0, 0))
         found = Found(piece)
@@ -72,8 +75,9 @@ class TableState:
 
 
 class Part:
-    """Ids of one table and where their rows go: the row of ids[i] to places[i] of ``out``, or to i where ``places`` is empty.
-    ``row_map`` is empty where the ids are rows. ``found`` is its lookup, where that has been done already."""
+    """Ids of one table and where their rows go: the row of ids[i] to places[i] of ``out``, or to i where
+    ``places`` is empty. ``row_map`` is empty where the ids are rows. ``found`` is its lookup, where that has
+    been done already."""
 
     def __init__(
         self, state: TableState, ids: NDArray[np.int64], row_map: NDArray[Any], out: NDArray[np.uint8],
@@ -98,12 +102,15 @@ class Part:
         row_bytes = self.state.table.row_bytes
         if len(self.places):
             return Part(self.state, self.ids[begin:end], self.row_map, self.out, self.places[begin:end])
-        return Part(self.state, self.ids[begin:end], self.row_map, self.out[begin * row_bytes : end * row_bytes])
+        return Part(
+            self.state, self.ids[begin:end], self.row_map, self.out[begin * row_bytes : end * row_bytes]
+        )
 
 
 @dataclass(frozen=True)
 class RunPart:
-    """Runs of rows of one table, int64 [n, 2], where in ``out`` they go, int64 [n] or None for one after the other, and out."""
+    """Runs of rows of one table, int64 [n, 2], where in ``out`` they go, int64 [n] or None for one after the
+    other, and out."""
 
     state: TableState
     runs: NDArray[np.int64]
@@ -121,7 +128,8 @@ class Piece:
 
 
 class Found:
-    """A piece after its lookup: rows, the positions they go to (empty: in order), which are served, hits of each tier."""
+    """A piece after its lookup: rows, the positions they go to (empty: in order), which are served, hits of
+    each tier."""
 
     def __init__(self, piece: Piece) -> None:
         tiers = piece.part.state.tiers
@@ -132,7 +140,8 @@ class Found:
 
 
 def pieces_of(part: Part, ids_max: int) -> Iterator[Piece]:
-    """Cut a part's ids into pieces of at most ``ids_max``. Raises IdError for a bad id of a part that needs cutting."""
+    """Cut a part's ids into pieces of at most ``ids_max``. Raises IdError for a bad id of a part that needs
+    cutting."""
     rows = part.state.table.rows
     shift = max(0, (rows - 1).bit_length() - (RANGE_BINS.bit_length() - 1))
     step = ids_max * _RANGES_MAX
@@ -158,8 +167,8 @@ def _check(part: Part, bad: int) -> None:
 
 
 def find_small(part: Part, ids_max: int, helpers: ThreadPoolExecutor) -> bool:
-    """Serve a small part from the tiers in the caller's thread, copying included; True if they held all of it. What they did
-    not hold is left in ``part.found`` for the planning. Raises IdError."""
+    """Serve a small part from the tiers in the caller's thread, copying included; True if they held all of
+    it. What they did not hold is left in ``part.found`` for the planning. Raises IdError."""
     if not part.state.tiers or len(part.ids) > min(_SMALL_IDS, ids_max):
         return False
     part.found = find(Piece(part, None), helpers, deliver=True)
@@ -167,7 +176,8 @@ def find_small(part: Part, ids_max: int, helpers: ThreadPoolExecutor) -> bool:
 
 
 def find(piece: Piece, helpers: ThreadPoolExecutor, *, deliver: bool) -> Found:
-    """Map a piece's ids to rows and ask the tiers; with ``deliver``, what they hold is copied out. Raises IdError."""
+    """Map a piece's ids to rows and ask the tiers; with ``deliver``, what they hold is copied out. Raises
+    IdError."""
     part, state = piece.part, piece.part.state
     if part.found is not None:
         return part.found
@@ -175,9 +185,13 @@ def find(piece: Piece, helpers: ThreadPoolExecutor, *, deliver: bool) -> Found:
     if piece.range is not None:
         r = piece.range
         rows_max = state.table.rows
-        got = select_rows(part.ids, part.row_map, rows_max, r.low, r.high, r.skip, found.rows, found.positions)
+        got = select_rows(
+            part.ids, part.row_map, rows_max, r.low, r.high, r.skip, found.rows, found.positions
+        )
         if got != piece.count:
-            raise IdError("the node ids were changed while they were being read; pass a copy, or wait for the result")
+            raise IdError(
+                "the node ids were changed while they were being read; pass a copy, or wait for the result"
+            )
         if len(part.places):
             found.positions[:] = part.places[found.positions]
     lock = threading.Lock()
@@ -189,7 +203,9 @@ def find(piece: Piece, helpers: ThreadPoolExecutor, *, deliver: bool) -> Found:
             _check(part, bad if bad < 0 else begin + bad)
         out = part.out if len(found.positions) else part.out[begin * state.table.row_bytes :]
         for tier in state.tiers:
-            hits = tier.serve(rows, found.positions[begin:end], found.served[begin:end], out if deliver else _NOWHERE)
+            hits = tier.serve(
+                rows, found.positions[begin:end], found.served[begin:end], out if deliver else _NOWHERE
+            )
             with lock:
                 found.hits[tier.name] += hits
 
@@ -198,11 +214,13 @@ def find(piece: Piece, helpers: ThreadPoolExecutor, *, deliver: bool) -> Found:
     return found
 
 
-def _in_parallel(work: Callable[[int, int], None], n: int, weight_bytes: int, helpers: ThreadPoolExecutor) -> None:
+def _in_parallel(
+    work: Callable[[int, int], None], n: int, weight_bytes: int, helpers: ThreadPoolExecutor
+) -> None:
     """work(begin, end) over [0, n), on the helper threads too where it is worth it.
 
-    Whoever has time takes the next share, so a helper that wakes late holds nobody up. When this returns, also by an
-    exception or an interrupt, no helper works on it any more: they write into the caller's memory.
+    Whoever has time takes the next share, so a helper that wakes late holds nobody up. When this returns,
+    also by an exception or an interrupt, no helper works on it any more: they write into the caller's memory.
     """
     threads = helpers._max_workers + 1
     share = max(1, _SHARE_BYTES // weight_bytes, -(-n // (_SHARES_PER_THREAD * threads)))

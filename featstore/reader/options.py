@@ -16,7 +16,9 @@ READING = ("engine", "model", "queue_depth", "verify")
 QUEUE_DEPTH_MAX = 4096
 
 
-def check_reading(engine: Any = "auto", queue_depth: Any = 128, verify: Any = True, model: Any = None) -> None:
+def check_reading(
+    engine: Any = "auto", queue_depth: Any = 128, verify: Any = True, model: Any = None
+) -> None:
     """How a reader is to read; see :class:`featstore.reader.reader.Reader`."""
     as_choice(engine, "engine", ("auto", *ENGINES))
     as_count(queue_depth, "queue_depth", 1, QUEUE_DEPTH_MAX)

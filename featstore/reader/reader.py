@@ -1,12 +1,13 @@
 """The reader: tiers, plan and engine behind one call.
 
-For each piece of a request (:mod:`featstore.reader.lookup`) the reader maps ids to rows, lets its tiers serve what they hold, plans the
-reads for the rest and hands them to the engine; while the engine reads one piece, the next is planned. Planning is done by
-the reader's own thread; only a small request that the tiers hold whole is answered in the caller's. Several requests may be under
-way, from several threads; they share the engine's queue.
+For each piece of a request (:mod:`featstore.reader.lookup`) the reader maps ids to rows, lets its tiers serve
+what they hold, plans the reads for the rest and hands them to the engine; while the engine reads one piece,
+the next is planned. Planning is done by the reader's own thread; only a small request that the tiers hold
+whole is answered in the caller's. Several requests may be under way, from several threads; they share the
+engine's queue.
 
-A reader belongs to one process. After a fork it opens its own engine when it is first used; when pickled it is made anew
-from its store and options.
+A reader belongs to one process. After a fork it opens its own engine when it is first used; when pickled it
+is made anew from its store and options.
 """
 
 from __future__ import annotations
@@ -28,7 +29,16 @@ from numpy.typing import NDArray
 from featstore.arguments import as_choice, as_flag, as_table_names, known_name
 from featstore.base.buffers import empty_rows, populate
 from featstore.base.compilation import announce_compilation
-from featstore.base.ids import Ids, check_out, finished, parse_ids, parse_places, parse_row_places, parse_runs, rows_of
+from featstore.base.ids import (
+    Ids,
+    check_out,
+    finished,
+    parse_ids,
+    parse_places,
+    parse_row_places,
+    parse_runs,
+    rows_of,
+)
 from featstore.base.threads import shut_down
 from featstore.engine import choose, make
 from featstore.engine import counters as C
@@ -72,7 +82,8 @@ _open_readers: weakref.WeakSet[Reader] = weakref.WeakSet()
 
 
 def _close_all() -> None:
-    """Close what a program left open, before the interpreter stops the engines' threads: joining them later would hang."""
+    """Close what a program left open, before the interpreter stops the engines' threads: joining them later
+    would hang."""
     for reader in list(_open_readers):
         reader.close()
 
@@ -95,11 +106,11 @@ class Reader:
 
     Args:
         store: the open store.
-        memory: budget for all that the reader holds (maps, checksums, staging, scratch, tiers), bytes or ``"2GiB"``.
-            Results are the caller's and come on top.
-        static: rows to keep in memory: ``"degree"`` for those of the highest degree, as many as the budget allows;
-            node ids (or a mapping of table names to node ids); None for no static tier; ``"auto"`` for ``"degree"`` where
-            the store knows degrees.
+        memory: budget for all that the reader holds (maps, checksums, staging, scratch, tiers), bytes or
+            ``"2GiB"``. Results are the caller's and come on top.
+        static: rows to keep in memory: ``"degree"`` for those of the highest degree, as many as the budget
+            allows; node ids (or a mapping of table names to node ids); None for no static tier; ``"auto"``
+            for ``"degree"`` where the store knows degrees.
         tables: the names of the tables to read; all by default.
         engine: ``"uring"``, ``"threads"``, ``"mmap"``, or ``"auto"`` for the first that works.
         queue_depth: reads under way at most.
@@ -107,18 +118,18 @@ class Reader:
         model: the device model to plan with; by default the calibrated one of this device.
         by_row: ids are row numbers, positions in the order on disk; no map is held.
 
-    Raises ArgumentError, BudgetError, CorruptionError, DeviceError, FormatError; EngineError where the engine asked for does not
-    work here.
+    Raises ArgumentError, BudgetError, CorruptionError, DeviceError, FormatError; EngineError where the engine
+    asked for does not work here.
     """
 
     def __init__(
-        self, store: OpenStore, *, memory: int | str = "1GiB", static: Static = "auto", tables: Sequence[str] | None = None,
-        engine: str = "auto", queue_depth: int = QUEUE_DEPTH, verify: bool = True, model: DeviceModel | None = None,
-        by_row: bool = False,
+        self, store: OpenStore, *, memory: int | str = "1GiB", static: Static = "auto",
+        tables: Sequence[str] | None = None, engine: str = "auto", queue_depth: int = QUEUE_DEPTH,
+        verify: bool = True, model: DeviceModel | None = None, by_row: bool = False,
     ) -> None:  # fmt: skip
         self._options = {
-            "memory": memory, "static": static, "tables": tables, "engine": engine, "queue_depth": queue_depth,
-            "verify": verify, "model": model, "by_row": by_row,
+            "memory": memory, "static": static, "tables": tables, "engine": engine,
+            "queue_depth": queue_depth, "verify": verify, "model": model, "by_row": by_row,
         }  # fmt: skip
         self._states: dict[str, TableState] = {}  # first: closing what was never opened looks here
         check_reading(engine, queue_depth, verify, model)
@@ -162,16 +173,21 @@ class Reader:
             self.engine.name, self._queue_depth, self.budget.staging_bytes, self.budget.extent_bytes_max
         )
         self._feeder = Feeder(self._engine, self._counts, self.store.path)
-        self._helpers = ThreadPoolExecutor(max(1, min(4, os.cpu_count() or 1) - 1), thread_name_prefix="featstore-copy")
+        self._helpers = ThreadPoolExecutor(
+            max(1, min(4, os.cpu_count() or 1) - 1), thread_name_prefix="featstore-copy"
+        )
         self._requests = threading.BoundedSemaphore(IN_FLIGHT_MAX)
         self._pid = os.getpid()
 
     def _load_kernels(self) -> None:
-        """Load all that a read runs, by reading nothing; see :meth:`featstore.reader.lookup.TableState.load_kernels`."""
+        """Load all that a read runs, by reading nothing; see
+        :meth:`featstore.reader.lookup.TableState.load_kernels`."""
         for state in self._states.values():
             state.load_kernels()
             nothing, none = np.empty(0, np.int64), np.empty(0, np.uint8)
-            extents = plan_extents(nothing, NONE, none, 0, state.table.layout, self.model, self.budget.extent_bytes_max)
+            extents = plan_extents(
+                nothing, NONE, none, 0, state.table.layout, self.model, self.budget.extent_bytes_max
+            )
             done = threading.Event()
             lane = lane_of(state.files, extents, none, lambda _: done.set())  # noqa: B023
             assert self._engine is not None
@@ -201,10 +217,10 @@ class Reader:
     def read(self, ids: Any, *, out: Any = None) -> Any:
         """Rows of ``ids``, in the order asked; duplicates are fine.
 
-        ``ids``: integers of any dtype and shape, NumPy, torch or a list; or a mapping of table names to ids, which reads
-        several tables at once and returns a dict. A store of one table needs no name. The result has the shape of the ids
-        followed by that of a row: a NumPy array, or a CPU tensor where the ids were a tensor. ``out``: a C-contiguous
-        array or tensor to fill and return instead (or a mapping of them).
+        ``ids``: integers of any dtype and shape, NumPy, torch or a list; or a mapping of table names to ids,
+        which reads several tables at once and returns a dict. A store of one table needs no name. The result
+        has the shape of the ids followed by that of a row: a NumPy array, or a CPU tensor where the ids were
+        a tensor. ``out``: a C-contiguous array or tensor to fill and return instead (or a mapping of them).
 
         Raises IdError, CorruptionError, DeviceError, ClosedError.
         """
@@ -212,7 +228,9 @@ class Reader:
         finish, parts = self._parse(ids, out, copy=False)
         if self._from_tiers(parts):
             return finish()
-        return self._wait(Request(finish), self._pieces(parts), [] if out is not None else [part.out for part in parts])
+        return self._wait(
+            Request(finish), self._pieces(parts), [] if out is not None else [part.out for part in parts]
+        )
 
     def _wait(self, request: Request, pieces: Iterator[MakeLane], fresh: list[NDArray[np.uint8]]) -> Any:
         """The result of a request; memory that is ``fresh`` is provided by the system meanwhile."""
@@ -226,11 +244,12 @@ class Reader:
             raise
 
     def submit(self, ids: Any, *, out: Any = None, at: Any = None) -> Request:
-        """Like :meth:`read`, but returns at once with a :class:`~featstore.engine.request.Request`. ``ids`` may be changed
-        afterwards; ``out`` belongs to the request until it is done. Blocks while too many requests are under way.
+        """Like :meth:`read`, but returns at once with a :class:`~featstore.engine.request.Request`. ``ids``
+        may be changed afterwards; ``out`` belongs to the request until it is done. Blocks while too many
+        requests are under way.
 
-        With ``at``, integers as many as ids (or a mapping of such), row i goes to ``out[at[i]]``, and ``out`` may be longer: so
-        several tables can fill one array. Two ids must not go to the same place."""
+        With ``at``, integers as many as ids (or a mapping of such), row i goes to ``out[at[i]]``, and ``out``
+        may be longer: so several tables can fill one array. Two ids must not go to the same place."""
         self._ready()
         finish, parts = self._parse(ids, out, copy=True, at=at)
         return self._submit(Request(finish), self._pieces(parts))
@@ -247,7 +266,8 @@ class Reader:
         return request
 
     def _from_tiers(self, parts: list[Part]) -> bool:
-        """Answer a small request whose rows are all in the tiers in the caller's thread; nothing is under way afterwards."""
+        """Answer a small request whose rows are all in the tiers in the caller's thread; nothing is under way
+        afterwards."""
         begin = time.perf_counter()
         if not all(find_small(part, self.budget.piece_ids_max, self._helpers) for part in parts):
             return False
@@ -261,10 +281,11 @@ class Reader:
     def read_runs(self, runs: Any, *, out: Any = None, at: Any = None) -> Any:
         """Runs of rows whole, as they stand on disk: what partitions are read with. Tiers are not asked.
 
-        ``runs``: [n, 2] row numbers (not node ids), the first of each run and its end; or a mapping of table names to such.
-        Returns an array of shape [rows of all runs, *row shape], run after run, or fills and returns ``out`` of that shape. With
-        ``at``, int64 [n] (or a mapping of such), run i goes to the rows of ``out`` from ``at[i]`` on, and ``out`` may be longer.
-        Raises IdError for a run outside the table, CorruptionError, DeviceError, ClosedError.
+        ``runs``: [n, 2] row numbers (not node ids), the first of each run and its end; or a mapping of table
+        names to such. Returns an array of shape [rows of all runs, *row shape], run after run, or fills and
+        returns ``out`` of that shape. With ``at``, int64 [n] (or a mapping of such), run i goes to the rows
+        of ``out`` from ``at[i]`` on, and ``out`` may be longer. Raises IdError for a run outside the table,
+        CorruptionError, DeviceError, ClosedError.
         """
         self._ready()
         finish, parts = self._parse_runs(runs, out, at)
@@ -273,8 +294,8 @@ class Reader:
         )
 
     def submit_runs(self, runs: Any, *, out: Any = None, at: Any = None) -> Request:
-        """Like :meth:`read_runs`, but returns at once; ``out`` belongs to the request until it is done. Blocks while too many
-        requests are under way."""
+        """Like :meth:`read_runs`, but returns at once; ``out`` belongs to the request until it is done.
+        Blocks while too many requests are under way."""
         self._ready()
         finish, parts = self._parse_runs(runs, out, at)
         return self._submit(Request(finish), self._run_pieces(parts))
@@ -299,7 +320,9 @@ class Reader:
                 count = rows_of(given)
                 places_of = parse_places(places[name], wanted, count)
             shape = (count, *table.row_shape)
-            rows = empty_rows(count, table.row_bytes) if given is None else check_out(given, shape, table.dtype)
+            rows = (
+                empty_rows(count, table.row_bytes) if given is None else check_out(given, shape, table.dtype)
+            )
             filled[name] = finished(rows, shape, table.dtype, False) if given is None else given
             parts.append(RunPart(self._states[name], wanted, places_of, rows))
         return lambda: filled if isinstance(runs, Mapping) else next(iter(filled.values())), parts
@@ -314,7 +337,8 @@ class Reader:
         e = plan_runs(part.runs, part.places, table.layout, self.budget.extent_bytes_max)
         rows = int((part.runs[:, 1] - part.runs[:, 0]).sum())
         self._counts.add(
-            rows_asked=rows, bytes_asked=rows * table.row_bytes, forecast_seconds=self.model.seconds(e.reads, e.bytes_read),
+            rows_asked=rows, bytes_asked=rows * table.row_bytes,
+            forecast_seconds=self.model.seconds(e.reads, e.bytes_read),
             seconds_planning=time.perf_counter() - begin,
         )  # fmt: skip
         if e.reads == 0:
@@ -329,11 +353,14 @@ class Reader:
             return dict(value)
         if len(self._states) != 1:
             raise IdError(
-                f"this reader has {len(self._states)} tables; say which: {{'{next(iter(self._states), 'table')}': ids}}"
+                f"this reader has {len(self._states)} tables; say which: "
+                f"{{'{next(iter(self._states), 'table')}': ids}}"
             )
         return {next(iter(self._states)): value}
 
-    def _parse(self, ids: Any, out: Any, *, copy: bool, at: Any = None) -> tuple[Callable[[], Any], list[Part]]:
+    def _parse(
+        self, ids: Any, out: Any, *, copy: bool, at: Any = None
+    ) -> tuple[Callable[[], Any], list[Part]]:
         """A request's parts, and what makes its result of them when they are filled."""
         by_table = self._by_table(ids)
         outs = {} if out is None else self._by_table(out)
@@ -362,7 +389,9 @@ class Reader:
 
         def finish() -> Any:
             done = {
-                name: finished(rows, shape, self._states[name].table.dtype, parsed.tensor) if given is None else given
+                name: finished(rows, shape, self._states[name].table.dtype, parsed.tensor)
+                if given is None
+                else given
                 for name, (parsed, shape, rows, given) in given_as.items()
             }
             return done if isinstance(ids, Mapping) else next(iter(done.values()))
@@ -392,14 +421,14 @@ class Reader:
     def _count_piece(self, state: TableState, found: Found, forecast_seconds: float, begin: float) -> None:
         count = len(found.rows)
         self._counts.add(
-            rows_asked=count, bytes_asked=count * state.table.row_bytes, hits=found.hits, forecast_seconds=forecast_seconds,
-            seconds_planning=time.perf_counter() - begin,
+            rows_asked=count, bytes_asked=count * state.table.row_bytes, hits=found.hits,
+            forecast_seconds=forecast_seconds, seconds_planning=time.perf_counter() - begin,
         )  # fmt: skip
 
     def _extents(self, part: Part, found: Found) -> Extents:
         return plan_extents(
-            found.rows, found.positions, found.served, max(len(part.ids), part.out_rows), part.state.table.layout, self.model,
-            self.budget.extent_bytes_max,
+            found.rows, found.positions, found.served, max(len(part.ids), part.out_rows),
+            part.state.table.layout, self.model, self.budget.extent_bytes_max,
         )  # fmt: skip
 
     # The static tier.
@@ -418,14 +447,17 @@ class Reader:
 
     def _static_members(self, static: Static) -> dict[str, NDArray[np.int64]]:
         """Rows (ascending, distinct) to keep of each table, within the budget."""
-        known = {n: s.table for n, s in self._states.items() if s.table.entry.order.rows_by_degree is not None}
+        known = {
+            n: s.table for n, s in self._states.items() if s.table.entry.order.rows_by_degree is not None
+        }
         if static is None or (isinstance(static, str) and static == "auto" and not known):
             return {}
         if isinstance(static, str):
             as_choice(static, "static", ("degree", "auto"), ", None or node ids")
             if not known:
                 raise SourceError(
-                    "static='degree' needs degrees, but the store was packed without a graph: pack with one, or give node ids"
+                    "static='degree' needs degrees, but the store was packed without a graph: pack "
+                    "with one, or give node ids"
                 )
             return highest_degrees(known, self.budget.tier_bytes)
         chosen = {}
@@ -442,7 +474,8 @@ class Reader:
     # Explaining.
 
     def plan(self, ids: Any) -> Plan:
-        """What :meth:`read` would do for these ids: hits, pages, reads, bytes, forecast. Reads nothing. Raises IdError."""
+        """What :meth:`read` would do for these ids: hits, pages, reads, bytes, forecast. Reads nothing.
+        Raises IdError."""
         self._ready()
         tables, forecast = [], 0.0
         for name, value in self._by_table(ids).items():
@@ -466,12 +499,14 @@ class Reader:
             read_bytes += extents.bytes_read
         row_bytes = state.table.row_bytes
         return TablePlan(
-            state.table.name, len(ids), hits, missed, distinct, pages, reads, len(ids) * row_bytes, read_bytes,
-            read_bytes / (len(ids) * row_bytes) if len(ids) else 0.0, self.model.seconds(reads, read_bytes), self.model.gap_pages_max,
+            state.table.name, len(ids), hits, missed, distinct, pages, reads, len(ids) * row_bytes,
+            read_bytes, read_bytes / (len(ids) * row_bytes) if len(ids) else 0.0,
+            self.model.seconds(reads, read_bytes), self.model.gap_pages_max,
         )  # fmt: skip
 
     def stats(self) -> ReaderStats:
-        """What has been counted since the reader was opened (the filling of the static tier is not in the requests)."""
+        """What has been counted since the reader was opened (the filling of the static tier is not in the
+        requests)."""
         counted = self._ready().counters()
         histogram = tuple(
             (round(2.0**b * 1.024, 3), int(counted[C.LATENCY + b]))
@@ -479,9 +514,10 @@ class Reader:
             if counted[C.LATENCY + b]
         )
         return self._counts.stats(
-            engine=self.engine.name, access=self.access, reads=int(counted[C.READS]), bytes_read=int(counted[C.BYTES_READ]),
-            short_reads=int(counted[C.SHORT_READS]), seconds_waiting=counted[C.NS_WAIT] / 1e9,
-            seconds_verifying=counted[C.NS_VERIFY] / 1e9, seconds_copying=counted[C.NS_COPY] / 1e9, latency_histogram=histogram,
+            engine=self.engine.name, access=self.access, reads=int(counted[C.READS]),
+            bytes_read=int(counted[C.BYTES_READ]), short_reads=int(counted[C.SHORT_READS]),
+            seconds_waiting=counted[C.NS_WAIT] / 1e9, seconds_verifying=counted[C.NS_VERIFY] / 1e9,
+            seconds_copying=counted[C.NS_COPY] / 1e9, latency_histogram=histogram,
         )  # fmt: skip
 
     def memory(self) -> dict[str, int]:
@@ -489,8 +525,8 @@ class Reader:
         b = self.budget
         tiers = sum(tier.memory_bytes for state in self._states.values() for tier in state.tiers)
         held = {
-            "row_maps": b.row_map_bytes, "page_checksums": b.checksum_bytes, "staging": b.staging_bytes, "scratch": b.scratch_bytes,
-            "tiers": tiers,
+            "row_maps": b.row_map_bytes, "page_checksums": b.checksum_bytes, "staging": b.staging_bytes,
+            "scratch": b.scratch_bytes, "tiers": tiers,
         }  # fmt: skip
         return held | {"unused": b.memory_bytes - sum(held.values())}
 
@@ -521,10 +557,15 @@ class Reader:
         return _reopen, (self.store, self._options)
 
     def __repr__(self) -> str:
-        return f"<Reader of {str(self.store.path)!r} through {self.engine.name}, {self.budget.memory_bytes:,} bytes>"
+        return (
+            f"<Reader of {str(self.store.path)!r} through {self.engine.name}, {self.budget.memory_bytes:,} "
+            "bytes>"
+        )
 
 
-def lane_of(files: TableFiles, extents: Extents, out: NDArray[np.uint8], on_done: Callable[[Lane], None]) -> Lane:
+def lane_of(
+    files: TableFiles, extents: Extents, out: NDArray[np.uint8], on_done: Callable[[Lane], None]
+) -> Lane:
     """The lane that performs a plan."""
     e = extents
     return Lane(files, e.page, e.pages, e.first, e.keys, e.position_bits, out, on_done)

@@ -14,8 +14,9 @@ from featstore.units import format_bytes
 
 @dataclass(frozen=True)
 class TablePlan:
-    """The plan for the ids of one table. ``amplification`` is bytes read over bytes asked for, as in :class:`ReaderStats`:
-    what tiers hold, and what is asked for twice, counts as asked and is not read, so that it may be below 1."""
+    """The plan for the ids of one table. ``amplification`` is bytes read over bytes asked for, as in
+    :class:`ReaderStats`: what tiers hold, and what is asked for twice, counts as asked and is not read, so
+    that it may be below 1."""
 
     table: str
     ids: int
@@ -34,9 +35,9 @@ class TablePlan:
 def _unread(t: TablePlan) -> str:
     """Which bytes asked for need no read of their own."""
     tiers, again = t.ids - t.rows_missed, t.rows_missed - t.distinct_rows
-    parts = [f"{tiers / t.ids:.0%} of them from tiers"] * (tiers > 0) + [f"{again / t.ids:.0%} asked for again"] * (
-        again > 0
-    )
+    parts = [f"{tiers / t.ids:.0%} of them from tiers"] * (tiers > 0) + [
+        f"{again / t.ids:.0%} asked for again"
+    ] * (again > 0)
     return f", {' and '.join(parts)}, without a read" if parts else ""
 
 
@@ -44,7 +45,8 @@ def _unread(t: TablePlan) -> str:
 class Plan:
     """What a request would read, and how long that should take; ``print(plan)`` explains.
 
-    ``forecast_seconds`` is the time of the reads; ``calibrated`` tells whether the device model behind it was measured.
+    ``forecast_seconds`` is the time of the reads; ``calibrated`` tells whether the device model behind it was
+    measured.
     """
 
     tables: tuple[TablePlan, ...]
@@ -83,7 +85,9 @@ class Plan:
             "engine": self.engine,
             "calibrated": self.calibrated,
             "forecast_seconds": self.forecast_seconds,
-            "tables": [{f.name: getattr(t, f.name) for f in fields(t)} | {"hits": dict(t.hits)} for t in self.tables],
+            "tables": [
+                {f.name: getattr(t, f.name) for f in fields(t)} | {"hits": dict(t.hits)} for t in self.tables
+            ],
         }
 
     def __str__(self) -> str:
@@ -91,7 +95,8 @@ class Plan:
         for t in self.tables:
             hits = ", ".join(f"{count:,} from the {tier} tier" for tier, count in t.hits.items()) or "no tier"
             lines.append(
-                f"table {t.table!r}: {t.ids:,} ids ({format_bytes(t.bytes_asked)}); {hits}; {t.rows_missed:,} missed"
+                f"table {t.table!r}: {t.ids:,} ids ({format_bytes(t.bytes_asked)}); {hits}; "
+                f"{t.rows_missed:,} missed"
             )
             if t.reads:
                 lines.append(
@@ -109,8 +114,8 @@ class Plan:
 class ReaderStats:
     """Counts of a reader since it was opened. Times are in seconds, summed over the engine's threads.
 
-    ``latency_histogram``: (upper edge in microseconds, reads) for each power of two that occurred. ``seconds_waiting`` is time in
-    which an engine's thread had nothing to do but wait for the device.
+    ``latency_histogram``: (upper edge in microseconds, reads) for each power of two that occurred.
+    ``seconds_waiting`` is time in which an engine's thread had nothing to do but wait for the device.
     """
 
     engine: str = ""
@@ -150,7 +155,9 @@ class ReaderStats:
                 changed[f.name] = {k: v - then.get(k, 0) for k, v in now.items()}
             elif f.name == "latency_histogram":
                 old = dict(then)
-                changed[f.name] = tuple((edge, n - old.get(edge, 0)) for edge, n in now if n > old.get(edge, 0))
+                changed[f.name] = tuple(
+                    (edge, n - old.get(edge, 0)) for edge, n in now if n > old.get(edge, 0)
+                )
             elif not isinstance(now, str):
                 changed[f.name] = now - then
             else:

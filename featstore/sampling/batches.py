@@ -1,9 +1,10 @@
-"""Mini-batches sampled from a store's graph, to be recorded: by number, so that any of them can be made again alone.
+"""Mini-batches sampled from a store's graph, to be recorded: by number, so that any of them can be made again
+alone.
 
-The training nodes of an epoch are put in an order that follows from (seed, epoch) alone, cut into batches, and each batch is
-sampled with its number. What comes out does not depend on where the graph is: in memory where it fits, else read from disk
-(:class:`~featstore.sampling.stored.StoredSampler`); in both, ``edge_id`` is the position of an edge in the stored
-``GRAPH/sources``.
+The training nodes of an epoch are put in an order that follows from (seed, epoch) alone, cut into batches,
+and each batch is sampled with its number. What comes out does not depend on where the graph is: in memory
+where it fits, else read from disk (:class:`~featstore.sampling.stored.StoredSampler`); in both, ``edge_id``
+is the position of an edge in the stored ``GRAPH/sources``.
 """
 
 from __future__ import annotations
@@ -60,13 +61,14 @@ def bytes_in_memory(graph: StoredGraph) -> int:
 
 
 def open_sampler(
-    store: OpenStore, fanouts: Sequence[int], *, seed: int = 0, graph: str | None = None, memory: int | str = "1GiB",
-    in_memory: bool | None = None,
+    store: OpenStore, fanouts: Sequence[int], *, seed: int = 0, graph: str | None = None,
+    memory: int | str = "1GiB", in_memory: bool | None = None,
 ) -> Sampler:  # fmt: skip
-    """A sampler over a graph in a store: in memory where it fits ``memory``, else from disk within it. ``in_memory`` decides instead.
+    """A sampler over a graph in a store: in memory where it fits ``memory``, else from disk within it.
+    ``in_memory`` decides instead.
 
-    A :class:`~featstore.sampling.stored.StoredSampler` is to be closed. Raises BudgetError, SourceError, KeyError for a graph that
-    is not there, CorruptionError, DeviceError, FormatError.
+    A :class:`~featstore.sampling.stored.StoredSampler` is to be closed. Raises BudgetError, SourceError,
+    KeyError for a graph that is not there, CorruptionError, DeviceError, FormatError.
     """
     chosen, memory_bytes = graph_of(as_store(store), graph), parse_bytes(memory, "memory")
     if bytes_in_memory(chosen) <= memory_bytes if in_memory is None else as_flag(in_memory, "in_memory"):
@@ -77,12 +79,14 @@ def open_sampler(
 class SampledBatches(Sequence[MiniBatch]):
     """The mini-batches of an epoch, made when they are asked for, the same each time. Slices are lists.
 
-    ``train``: int64, the training nodes in the order of this epoch. ``epoch``: by default 0, until :meth:`set_epoch` is
-    called, as loaders do; one that was given stays. A context manager that closes the sampler if it was opened for this.
+    ``train``: int64, the training nodes in the order of this epoch. ``epoch``: by default 0, until
+    :meth:`set_epoch` is called, as loaders do; one that was given stays. A context manager that closes the
+    sampler if it was opened for this.
     """
 
     def __init__(
-        self, sampler: Sampler, train: NDArray[Any], batch_size: int, epoch: int | None = None, *, own: bool = False
+        self, sampler: Sampler, train: NDArray[Any], batch_size: int, epoch: int | None = None, *,
+        own: bool = False
     ) -> None:  # fmt: skip
         self.sampler, self.batch_size = sampler, as_count(batch_size, "batch_size")
         self._nodes, self._own, self._stays = checked_train(train, sampler.node_count), own, epoch is not None
@@ -126,8 +130,8 @@ class SampledBatches(Sequence[MiniBatch]):
 
 
 class RecordedEpochs(Sequence[tuple[NDArray[np.int64], dict[str, Any]]]):
-    """The mini-batches of several epochs as pairs to record: node ids, and {"batch": the mini-batch, "batch_size": number of its
-    seeds, "epoch": number of the epoch}."""
+    """The mini-batches of several epochs as pairs to record: node ids, and {"batch": the mini-batch,
+    "batch_size": number of its seeds, "epoch": number of the epoch}."""
 
     def __init__(self, sampler: Sampler, train: NDArray[Any], batch_size: int, epochs: int) -> None:
         self._sampler, self._train, self._batch_size, self._epochs = sampler, train, batch_size, epochs
@@ -153,58 +157,68 @@ class RecordedEpochs(Sequence[tuple[NDArray[np.int64], dict[str, Any]]]):
 
 
 def sample_batches(
-    store_or_sampler: OpenStore | Sampler, train: NDArray[Any], fanouts: Sequence[int], batch_size: int, seed: int = 0,
-    epoch: int | None = None, *, graph: str | None = None, memory: int | str = "1GiB", in_memory: bool | None = None,
+    store_or_sampler: OpenStore | Sampler, train: NDArray[Any], fanouts: Sequence[int], batch_size: int,
+    seed: int = 0, epoch: int | None = None, *, graph: str | None = None, memory: int | str = "1GiB",
+    in_memory: bool | None = None,
 ) -> SampledBatches:  # fmt: skip
-    """The mini-batches of an epoch of neighbour sampling, to be iterated as often as wanted, or asked for by number.
+    """The mini-batches of an epoch of neighbour sampling, to be iterated as often as wanted, or asked for by
+    number.
 
     Args:
-        store_or_sampler: a store with a graph, or a sampler, whose fan-outs and seed are then to be the same as these.
+        store_or_sampler: a store with a graph, or a sampler, whose fan-outs and seed are then to be the same
+            as these.
         train: training nodes: ids without duplicates, or a mask over all nodes.
         fanouts: neighbours per node and hop; -1 takes all.
         batch_size: training nodes of a mini-batch; the last one may have fewer.
-        seed, epoch: decide the order of the training nodes and which neighbours are picked. Without ``epoch`` it is 0, and a
-            loader that goes through them once an epoch has fresh ones in each.
+        seed, epoch: decide the order of the training nodes and which neighbours are picked. Without ``epoch``
+            it is 0, and a loader that goes through them once an epoch has fresh ones in each.
         graph, memory, in_memory: as for :func:`open_sampler`, where a store is given.
 
     Raises SourceError, IdError, and what :func:`open_sampler` raises.
     """
     if not isinstance(store_or_sampler, NeighborSampler | StoredSampler):
-        opened = open_sampler(store_or_sampler, fanouts, seed=seed, graph=graph, memory=memory, in_memory=in_memory)
+        opened = open_sampler(
+            store_or_sampler, fanouts, seed=seed, graph=graph, memory=memory, in_memory=in_memory
+        )
         return SampledBatches(opened, train, batch_size, epoch, own=True)
     sampler = store_or_sampler
     if as_fanouts(fanouts) != tuple(sampler.fanouts) or seed != sampler.seed:
         raise SourceError(
-            f"the sampler has fan-outs {list(sampler.fanouts)} and seed {sampler.seed}, asked for are {list(fanouts)} and {seed}: make "
-            "one with these"
+            f"the sampler has fan-outs {list(sampler.fanouts)} and seed {sampler.seed}, asked for are "
+            f"{list(fanouts)} and {seed}: make one with these"
         )
     return SampledBatches(sampler, train, batch_size, epoch)
 
 
 def checked_train(train: NDArray[Any], node_count: int) -> NDArray[np.int64]:
-    """Training nodes as int64 ids, in the order given; those of a mask ascend. Raises SourceError, IdError."""
+    """Training nodes as int64 ids, in the order given; those of a mask ascend. Raises SourceError,
+    IdError."""
     given = plain_array(train, "train")
     if given.dtype == bool and given.shape == (node_count,):
         given = np.flatnonzero(given)
     if given.ndim != 1 or given.dtype.kind not in "iu" or len(given) == 0:
         raise ArgumentError(
-            f"training nodes are ids in one dimension, at least one, or a mask of {node_count:,} nodes, not {given.dtype} "
-            f"{list(given.shape)}"
+            f"training nodes are ids in one dimension, at least one, or a mask of {node_count:,} "
+            f"nodes, not {given.dtype} {list(given.shape)}"
         )
     if given.min() < 0 or given.max() >= node_count:
-        raise IdError(f"training nodes go from {given.min()} to {given.max()}, but the graph has {node_count:,} nodes")
+        raise IdError(
+            f"training nodes go from {given.min()} to {given.max()}, but the graph has {node_count:,} nodes"
+        )
     ids = given.astype(np.int64)
     seen = np.zeros(node_count, bool)
     seen[ids] = True
     if int(seen.sum()) != len(ids):
         raise IdError(
-            f"of {len(ids):,} training nodes only {int(seen.sum()):,} are different ones; give each once (np.unique)"
+            f"of {len(ids):,} training nodes only {int(seen.sum()):,} are different ones; give each "
+            "once (np.unique)"
         )
     return ids
 
 
 def shuffled(count: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """A permutation of ``count`` that follows from seed and epoch: positions sorted by their hashes, the same for ever."""
+    """A permutation of ``count`` that follows from seed and epoch: positions sorted by their hashes, the same
+    for ever."""
     key = np.uint64(batch_key(seed, epoch, -1))  # no mini-batch has this number
     words: NDArray[np.uint64] = mix64(key + _GOLDEN * np.arange(1, count + 1, dtype=np.uint64))
     return np.argsort(words, kind="stable")

@@ -1,15 +1,16 @@
-"""What a mini-batch is made of: its node ids by type, and the graph sample. Any sampler's mini-batches, looked at from outside.
+"""What a mini-batch is made of: its node ids by type, and the graph sample. Any sampler's mini-batches,
+looked at from outside.
 
 The rules, the first that fits:
 
 1. ``nodes=`` was given: the ids are what it returns for the mini-batch, the sample is the mini-batch.
 2. An array or tensor: these are the ids, and there is no sample.
 3. A pair whose first is an array, a tensor or a mapping of them: ids and sample. A sample of None is none.
-4. A mapping with ``n_id`` or ``input_nodes``: the ids are there, the sample is the mapping. Another mapping of arrays: ids by
-   node type, and no sample.
+4. A mapping with ``n_id`` or ``input_nodes``: the ids are there, the sample is the mapping. Another mapping
+   of arrays: ids by node type, and no sample.
 5. PyG's ``HeteroData``: each node type's ``n_id``; the sample is the object.
-6. An object with ``n_id`` (PyG's ``Data``), ``node`` (our :class:`~featstore.sampling.neighbors.MiniBatch`) or ``input_nodes``: the ids are
-   there, the sample is the object.
+6. An object with ``n_id`` (PyG's ``Data``), ``node`` (our :class:`~featstore.sampling.neighbors.MiniBatch`)
+   or ``input_nodes``: the ids are there, the sample is the object.
 
 Ids without a type have the type ``""``.
 """
@@ -48,8 +49,8 @@ def split(batch: Any, nodes: Callable[[Any], Any] | None = None) -> tuple[Ids, A
 
 
 def table_of(store: OpenStore, node_type: str, who: str) -> str:
-    """The table of a node type: that of its name; where there is no type, the only table that is no edge table (see
-    :mod:`featstore.storage.relations`). Raises SourceError, in which ``who`` is said."""
+    """The table of a node type: that of its name; where there is no type, the only table that is no edge
+    table (see :mod:`featstore.storage.relations`). Raises SourceError, in which ``who`` is said."""
     if node_type in store.tables:
         return node_type
     known = ", ".join(map(repr, store.tables))
@@ -60,8 +61,8 @@ def table_of(store: OpenStore, node_type: str, who: str) -> str:
         return nodes[0]
     what = "several tables of nodes" if nodes else "tables of edges alone"
     raise SourceError(
-        f"{who} node ids without a type, and the store has {what}: {known}; say which with nodes=, a function from a mini-batch to "
-        "{table: ids}"
+        f"{who} node ids without a type, and the store has {what}: {known}; say which with nodes=, a "
+        f"function from a mini-batch to {{table: ids}}"
     )
 
 
@@ -85,29 +86,30 @@ def _found(batch: Any, nodes: Callable[[Any], Any] | None) -> tuple[Any, Any]:
         if not isinstance(batch, Mapping | tuple | list) and getattr(batch, name, None) is not None:
             return getattr(batch, name), batch
     raise SourceError(
-        f"no node ids were found in a {type(batch).__name__}: pass nodes=, a function from the mini-batch to its node ids or to "
-        "{node type: ids}, or record pairs (node ids, sample)"
+        f"no node ids were found in a {type(batch).__name__}: pass nodes=, a function from the "
+        f"mini-batch to its node ids or to {{node type: ids}}, or record pairs (node ids, sample)"
     )
 
 
 def _check_edges(batch: Any, by_type: dict[str, Any]) -> None:
-    """Raise SourceError for a sampled mini-batch that has lost its edges, and for rows asked for by a sampler's own edge numbers."""
+    """Raise SourceError for a sampled mini-batch that has lost its edges, and for rows asked for by a
+    sampler's own edge numbers."""
     pyg = sys.modules.get("torch_geometric.data")
     sampled = pyg is not None and isinstance(batch, pyg.Data) and "num_sampled_edges" in batch
     if sampled and "edge_index" not in batch and "adj_t" not in batch:
         raise SourceError(
-            "this mini-batch was sampled and has no edge_index, because the Data that the loader was made with "
-            "has none: give that Data one, which may be empty (data.edge_index = torch.empty((2, 0), "
-            "dtype=torch.long)); the sampled edges take its place"
+            "this mini-batch was sampled and has no edge_index, because the Data that the loader was "
+            "made with has none: give that Data one, which may be empty (data.edge_index = "
+            "torch.empty((2, 0), dtype=torch.long)); the sampled edges take its place"
         )
     edge_id = getattr(batch, "edge_id", None)
     name = next((name for name, one in by_type.items() if edge_id is not None and one is edge_id), None)
     if name is not None:
         raise SourceError(
-            f"rows of {name!r} are asked for by edge_id, which counts edges in the sampler's own order: rows of "
-            "other edges would come out. Index an array of your own with it that has your number of each edge in "
-            "the sampler's indices, and give those numbers. The user's own edge numbers come into stores with "
-            "typed graphs, later"
+            f"rows of {name!r} are asked for by edge_id, which counts edges in the sampler's own "
+            "order: rows of other edges would come out. Index an array of your own with it that has "
+            "your number of each edge in the sampler's indices, and give those numbers. The user's "
+            "own edge numbers come into stores with typed graphs, later"
         )
 
 
@@ -127,8 +129,8 @@ def _hetero_ids(batch: Any) -> dict[str, Any]:
             found[name] = store["n_id"]
         elif len(store) and store.num_nodes:
             raise SourceError(
-                f"node type {name!r} of this HeteroData has {store.num_nodes} nodes and no n_id: take a loader that keeps n_id, or "
-                "pass nodes="
+                f"node type {name!r} of this HeteroData has {store.num_nodes} nodes and no n_id: take "
+                "a loader that keeps n_id, or pass nodes="
             )
         else:
             found[name] = np.empty(0, np.int64)
@@ -143,7 +145,9 @@ def _checked(ids: Any, name: str) -> NDArray[Any]:
         return np.empty(0, np.int32)
     if array.ndim != 1 or array.dtype.kind not in "iu":
         found = f"{array.dtype} {list(array.shape)}"
-        raise SourceError(f"{what} must be integers in one dimension, not {found}; pass nodes= to say where they are")
+        raise SourceError(
+            f"{what} must be integers in one dimension, not {found}; pass nodes= to say where they are"
+        )
     low, high = int(array.min()), int(array.max())
     if low < 0 or high > _ID_MAX:
         raise SourceError(f"{what} must be from 0 to 2**63 - 1, but go from {low} to {high}")

@@ -1,24 +1,26 @@
 """Sampler: which neighbours does a mini-batch look at?
 
-Multi-hop uniform neighbour sampling without replacement, as in GraphSAGE (Hamilton et al., NeurIPS 2017), over a
-graph in memory in CSC form: the sources of the edges into node ``v`` are ``indices[indptr[v]:indptr[v + 1]]``. What
-comes out is what PyG's ``NeighborLoader(replace=False)`` gives: hop ``h`` looks only at the nodes that hop ``h - 1``
-found first, edges point from the neighbour (``row``) to the node that asked (``col``), a node stands once in
-``node``, the seeds stand first, and nodes and edges come grouped by hop. PyG's own sampler needs a compiled extension
-(pyg-lib or torch-sparse) that has no wheel on PyPI; this one needs numba alone.
+Multi-hop uniform neighbour sampling without replacement, as in GraphSAGE (Hamilton et al., NeurIPS 2017),
+over a graph in memory in CSC form: the sources of the edges into node ``v`` are
+``indices[indptr[v]:indptr[v + 1]]``. What comes out is what PyG's ``NeighborLoader(replace=False)`` gives:
+hop ``h`` looks only at the nodes that hop ``h - 1`` found first, edges point from the neighbour (``row``) to
+the node that asked (``col``), a node stands once in ``node``, the seeds stand first, and nodes and edges come
+grouped by hop. PyG's own sampler needs a compiled extension (pyg-lib or torch-sparse) that has no wheel on
+PyPI; this one needs numba alone.
 
-**Randomness is counted, not drawn.** There is no generator with a state. The key of a node is a hash (the finaliser
-of SplitMix64: Steele, Lea, Flood, OOPSLA 2014) of seed, epoch, batch index, hop and node id, and the j-th random
-number of that node is a hash of the key and j. A mini-batch thus depends on those alone: not on the worker that made
-it, nor on what was sampled before. Of ``degree`` neighbours ``fanout`` are picked by Floyd's algorithm (CACM 30(9),
-1987), which draws exactly ``fanout`` numbers. A number below n is the upper half of a 64 x 64 bit product, so the
-bias is under n / 2**64.
+**Randomness is counted, not drawn.** There is no generator with a state. The key of a node is a hash (the
+finaliser of SplitMix64: Steele, Lea, Flood, OOPSLA 2014) of seed, epoch, batch index, hop and node id, and
+the j-th random number of that node is a hash of the key and j. A mini-batch thus depends on those alone: not
+on the worker that made it, nor on what was sampled before. Of ``degree`` neighbours ``fanout`` are picked by
+Floyd's algorithm (CACM 30(9), 1987), which draws exactly ``fanout`` numbers. A number below n is the upper
+half of a 64 x 64 bit product, so the bias is under n / 2**64.
 
-**Memory** follows the mini-batch, not the graph: each hop first counts its edges, which bounds the new nodes, and then
-sizes its arrays and the hash table (open addressing, at most half full) that turns node ids into local ids.
+**Memory** follows the mini-batch, not the graph: each hop first counts its edges, which bounds the new nodes,
+and then sizes its arrays and the hash table (open addressing, at most half full) that turns node ids into
+local ids.
 
-**Trust.** The arrays may be a memory map of a file from a stranger. A pass over all of it would cost more than an
-epoch, so the kernels check each offset and each id as they meet it and stop with its position.
+**Trust.** The arrays may be a memory map of a file from a stranger. A pass over all of it would cost more
+than an epoch, so the kernels check each offset and each id as they meet it and stop with its position.
 """
 
 from __future__ import annotations
@@ -42,10 +44,10 @@ from featstore.errors import IdError, SourceError
 class MiniBatch:
     """One sampled mini-batch of ``m`` nodes and ``k`` edges.
 
-    ``node``: int64[m], node ids, seeds first, no duplicates. ``row``, ``col``: int64[k], positions in ``node`` of
-    each edge's source (the neighbour) and target (the node that asked). ``edge_id``: int64[k], position of the edge
-    in the sampler's ``indices``, no number of the user's. ``num_sampled_nodes``: new nodes per hop, the seeds as
-    hop 0 (length hops + 1). ``num_sampled_edges``: edges per hop.
+    ``node``: int64[m], node ids, seeds first, no duplicates. ``row``, ``col``: int64[k], positions in
+    ``node`` of each edge's source (the neighbour) and target (the node that asked). ``edge_id``: int64[k],
+    position of the edge in the sampler's ``indices``, no number of the user's. ``num_sampled_nodes``: new
+    nodes per hop, the seeds as hop 0 (length hops + 1). ``num_sampled_edges``: edges per hop.
     """
 
     node: NDArray[np.int64]
@@ -59,15 +61,17 @@ class MiniBatch:
 class NeighborSampler:
     """Uniform neighbour sampler without replacement over a CSC graph in memory (or a memory map of one).
 
-    ``indptr``: int64[n + 1]. ``indices``: int32 or int64 [e], the sources of the edges into each node. ``fanouts``:
-    neighbours per node and hop, from the seeds outwards; -1 takes all. ``seed``: any integer. Arrays are used as they
-    are, not copied.
+    ``indptr``: int64[n + 1]. ``indices``: int32 or int64 [e], the sources of the edges into each node.
+    ``fanouts``: neighbours per node and hop, from the seeds outwards; -1 takes all. ``seed``: any integer.
+    Arrays are used as they are, not copied.
 
-    Raises SourceError if the graph or the fan-outs cannot be used. Safe to use from several threads: nothing is
-    written.
+    Raises SourceError if the graph or the fan-outs cannot be used. Safe to use from several threads: nothing
+    is written.
     """
 
-    def __init__(self, indptr: NDArray[Any], indices: NDArray[Any], fanouts: Sequence[int], seed: int = 0) -> None:
+    def __init__(
+        self, indptr: NDArray[Any], indices: NDArray[Any], fanouts: Sequence[int], seed: int = 0
+    ) -> None:
         self.indptr, self.indices = graph_arrays(indptr, indices)
         self.fanouts = as_fanouts(fanouts)
         self.seed = as_integer(seed, "seed")
@@ -80,9 +84,9 @@ class NeighborSampler:
     def sample(self, seeds: NDArray[Any], batch_index: int = 0, *, epoch: int = 0) -> MiniBatch:
         """The mini-batch around ``seeds`` (any integer dtype [b], no duplicates).
 
-        The result depends on the graph, the fan-outs, ``seed``, ``epoch``, ``batch_index`` and ``seeds`` alone.
-        Raises IdError for seeds that are no nodes or stand twice, SourceError where the graph's arrays contradict
-        themselves.
+        The result depends on the graph, the fan-outs, ``seed``, ``epoch``, ``batch_index`` and ``seeds``
+        alone. Raises IdError for seeds that are no nodes or stand twice, SourceError where the graph's arrays
+        contradict themselves.
         """
         node = checked_seeds(seeds, self.node_count)
         slots = seed_table(node, node, np.dtype(np.int64))
@@ -122,8 +126,8 @@ class NeighborSampler:
     def _raise_bad_offsets(self, node_id: int) -> None:
         low, high = int(self.indptr[node_id]), int(self.indptr[node_id + 1])
         raise SourceError(
-            f"indptr gives node {node_id} the edges {low:,} to {high:,} of {len(self.indices):,}: offsets must rise "
-            "and stay inside indices; build the CSC arrays again"
+            f"indptr gives node {node_id} the edges {low:,} to {high:,} of {len(self.indices):,}: "
+            "offsets must rise and stay inside indices; build the CSC arrays again"
         )
 
     def _raise_bad_neighbour(self, edge: int) -> None:
@@ -150,7 +154,9 @@ def _graph_array(name: str, array: NDArray[Any], dtypes: tuple[type, ...]) -> ND
     plain = plain_array(array, name)
     if plain.ndim != 1 or plain.dtype not in [np.dtype(dtype) for dtype in dtypes]:
         names = " or ".join(np.dtype(dtype).name for dtype in dtypes)
-        raise SourceError(f"{name} must be a one-dimensional {names} array, not {plain.dtype} of shape {plain.shape}")
+        raise SourceError(
+            f"{name} must be a one-dimensional {names} array, not {plain.dtype} of shape {plain.shape}"
+        )
     return np.ascontiguousarray(plain)
 
 
@@ -160,10 +166,13 @@ def _table_size(entries: int) -> int:
 
 
 def checked_seeds(seeds: NDArray[Any], node_count: int) -> NDArray[np.int64]:
-    """A copy of ``seeds`` as int64 [b]. Raises IdError for seeds that are no nodes of a graph of ``node_count``."""
+    """A copy of ``seeds`` as int64 [b]. Raises IdError for seeds that are no nodes of a graph of
+    ``node_count``."""
     given = as_integers(seeds, "seeds must be a one-dimensional integer array")
     if given.ndim != 1:
-        raise IdError(f"seeds must be a one-dimensional integer array, not {given.dtype} of shape {given.shape}")
+        raise IdError(
+            f"seeds must be a one-dimensional integer array, not {given.dtype} of shape {given.shape}"
+        )
     if len(given) and (int(given.min()) < 0 or int(given.max()) >= node_count):
         bad = given[(given < 0) | (given >= node_count)][0]
         raise IdError(f"seed {bad} is no node: the graph has nodes 0 to {node_count - 1:,}")
@@ -171,11 +180,14 @@ def checked_seeds(seeds: NDArray[Any], node_count: int) -> NDArray[np.int64]:
 
 
 def seed_table(labels: NDArray[np.int64], seeds: NDArray[np.int64], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """A hash table of ``dtype`` that holds the label of each seed. Raises IdError where a seed stands twice."""
+    """A hash table of ``dtype`` that holds the label of each seed. Raises IdError where a seed stands
+    twice."""
     slots = np.full(_table_size(len(labels)), -1, dtype=dtype)
     duplicate = fill_table(slots, labels, len(labels))
     if duplicate >= 0:
-        raise IdError(f"seed {seeds[duplicate]} stands twice in one mini-batch; pass each seed once (np.unique)")
+        raise IdError(
+            f"seed {seeds[duplicate]} stands twice in one mini-batch; pass each seed once (np.unique)"
+        )
     return slots
 
 
@@ -200,7 +212,8 @@ def make_room(
 
 @njit(cache=True, nogil=True)
 def find_or_add(slots: Any, node: Any, count: Any, node_id: Any) -> Any:
-    """Local id of ``node_id``; one that is new becomes ``node[count]`` (so a result equal to ``count`` means: new)."""
+    """Local id of ``node_id``; one that is new becomes ``node[count]`` (so a result equal to ``count`` means:
+    new)."""
     mask = np.uint64(len(slots) - 1)
     slot = mix64(np.uint64(node_id)) & mask
     while True:
@@ -216,7 +229,8 @@ def find_or_add(slots: Any, node: Any, count: Any, node_id: Any) -> Any:
 
 @njit(cache=True, nogil=True)
 def fill_table(slots: Any, node: Any, count: Any) -> Any:
-    """Enter ``node[:count]`` into an empty table. Returns -1, or the position of the first id that stands twice."""
+    """Enter ``node[:count]`` into an empty table. Returns -1, or the position of the first id that stands
+    twice."""
     for position in range(count):
         if find_or_add(slots, node, position, node[position]) != position:
             return position
@@ -225,8 +239,8 @@ def fill_table(slots: Any, node: Any, count: Any) -> Any:
 
 @njit(cache=True, nogil=True)
 def hop_size(indptr: Any, edge_total: Any, node: Any, begin: Any, end: Any, fanout: Any) -> Any:
-    """Edges that ``node[begin:end]`` will sample and their largest degree; (-1 - position, 0) where offsets are
-    wrong."""
+    """Edges that ``node[begin:end]`` will sample and their largest degree; (-1 - position, 0) where offsets
+    are wrong."""
     edge_count = 0
     degree_max = 0
     for position in range(begin, end):
@@ -244,8 +258,8 @@ def hop_size(indptr: Any, edge_total: Any, node: Any, begin: Any, end: Any, fano
 def pick_distinct(key: Any, degree: Any, fanout: Any, picks: Any, stamp: Any, out: Any) -> None:
     """Floyd's algorithm: ``fanout`` distinct numbers below ``degree`` into ``out``, each set equally likely.
 
-    ``picks``: int64[2, power of two], a hash set: row 0 the stamp of who entered the number in row 1, so that the
-    next node with another stamp finds it empty.
+    ``picks``: int64[2, power of two], a hash set: row 0 the stamp of who entered the number in row 1, so that
+    the next node with another stamp finds it empty.
     """
     mask = np.uint64(picks.shape[1] - 1)
     for draw in range(fanout):
@@ -266,8 +280,11 @@ def pick_distinct(key: Any, degree: Any, fanout: Any, picks: Any, stamp: Any, ou
 
 
 @njit(cache=True, nogil=True)
-def pick_edges(key: Any, node_id: Any, low: Any, degree: Any, fanout: Any, picks: Any, stamp: Any, out: Any) -> Any:
-    """The picked ones among the edges ``low`` to ``low + degree`` of a node, into the front of ``out``; returns how many.
+def pick_edges(
+    key: Any, node_id: Any, low: Any, degree: Any, fanout: Any, picks: Any, stamp: Any, out: Any
+) -> Any:
+    """The picked ones among the edges ``low`` to ``low + degree`` of a node, into the front of ``out``;
+    returns how many.
 
     ``key`` is that of the hop; ``picks`` and ``stamp`` are those of :func:`pick_distinct`.
     """
@@ -286,7 +303,8 @@ def sample_hop(
     indptr: Any, indices: Any, node_total: Any, node: Any, begin: Any, end: Any, fanout: Any, key: Any,
     slots: Any, picks: Any, row: Any, col: Any, edge: Any,
 ) -> Any:  # fmt: skip
-    """Sample the neighbours of ``node[begin:end]``, write their edges, and append new nodes from ``node[end]`` on.
+    """Sample the neighbours of ``node[begin:end]``, write their edges, and append new nodes from
+    ``node[end]`` on.
 
     Returns how many nodes there are now, or -1 - e where ``indices[e]`` is no node. Sizes and offsets: see
     :func:`hop_size`.
@@ -315,8 +333,8 @@ def pick_hop(
     offsets: Any, node_of_row: Any, rows: Any, begin: Any, end: Any, fanout: Any, key: Any,
     bits: Any, ranks: Any, starts: Any, lists: Any, picks: Any, row: Any, col: Any, edge: Any,
 ) -> Any:  # fmt: skip
-    """Pick the edges of ``rows[begin:end]``: their positions into ``edge``, who asks into ``col``, and into ``row`` the
-    neighbour where the cache holds it, else -1. Returns how many of ``row`` are negative.
+    """Pick the edges of ``rows[begin:end]``: their positions into ``edge``, who asks into ``col``, and into
+    ``row`` the neighbour where the cache holds it, else -1. Returns how many of ``row`` are negative.
 
     ``node_of_row`` is empty where row = node id; ``bits``, ``ranks``, ``starts`` and ``lists`` are those of
     :class:`featstore.sampling.stored.HubCache`, empty where nothing is cached. Sizes and offsets:
@@ -330,7 +348,9 @@ def pick_hop(
         asking = rows[position]
         low = offsets[asking]
         node_id = asking if identity else np.int64(node_of_row[asking])
-        taken = pick_edges(key, node_id, low, offsets[asking + 1] - low, fanout, picks, position, edge[filled:])
+        taken = pick_edges(
+            key, node_id, low, offsets[asking + 1] - low, fanout, picks, position, edge[filled:]
+        )
         slot = slot_of(asking, bits, ranks) if cached else np.int64(-1)
         for place in range(filled, filled + taken):
             col[place] = position

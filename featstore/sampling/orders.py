@@ -1,16 +1,21 @@
-"""Orders of training nodes as samplers: another order in each epoch, repeatable, resumable, and as shuffled as the labels ask.
+"""Orders of training nodes as samplers: another order in each epoch, repeatable, resumable, and as shuffled
+as the labels ask.
 
-A feature buffer earns a row's read back when the row is wanted again before its slot is needed. In a random order of the training
-nodes that is chance; the orders here let neighbouring mini-batches share rows. Both consist of several **sequences** in which
-neighbours follow each other and from which a mini-batch takes its nodes in turn: the more, the better the order is shuffled, and
-the fewer, the more rows are shared. The number comes from a test on the labels (:mod:`featstore.sampling.shuffling`).
+A feature buffer earns a row's read back when the row is wanted again before its slot is needed. In a random
+order of the training nodes that is chance; the orders here let neighbouring mini-batches share rows. Both
+consist of several **sequences** in which neighbours follow each other and from which a mini-batch takes its
+nodes in turn: the more, the better the order is shuffled, and the fewer, the more rows are shared. The number
+comes from a test on the labels (:mod:`featstore.sampling.shuffling`).
 
-- :class:`featstore.sampling.proximity.ProximityOrder`: sequences as breadth-first searches meet the training nodes;
-- :class:`PartitionOrder`: each sequence a row of partitions. The training nodes of a partition, whose rows lie side by side on
-  disk, follow each other, shuffled; as many partitions as there are sequences are under way at a time.
+- :class:`featstore.sampling.proximity.ProximityOrder`: sequences as breadth-first searches meet the training
+  nodes;
+- :class:`PartitionOrder`: each sequence a row of partitions. The training nodes of a partition, whose rows
+  lie side by side on disk, follow each other, shuffled; as many partitions as there are sequences are under
+  way at a time.
 
-**Repeatable.** Orders follow from (seed, epoch) by hashes, as neighbours do in :mod:`featstore.sampling.neighbors`. So nothing but the
-epoch and a position has to be kept to go on in the middle of an epoch.
+**Repeatable.** Orders follow from (seed, epoch) by hashes, as neighbours do in
+:mod:`featstore.sampling.neighbors`. So nothing but the epoch and a position has to be kept to go on in the
+middle of an epoch.
 """
 
 from __future__ import annotations
@@ -47,22 +52,35 @@ ROOTS, SHIFTS, PARTITIONS, INSIDE = range(-5, -1)
 class TrainingOrder(ABC):
     """An order of training nodes, another in each epoch: a sampler for PyTorch's and PyG's loaders.
 
-    Iterating gives positions in ``train`` (Python ints), each once; then the next epoch is the current one. Give it as
-    ``sampler=`` to ``torch.utils.data.DataLoader`` over the training nodes, or to PyG's ``NeighborLoader`` whose ``input_nodes``
-    are the training nodes. ``train``: int64 [n], node ids as they were given (those of a mask ascend).
+    Iterating gives positions in ``train`` (Python ints), each once; then the next epoch is the current one.
+    Give it as ``sampler=`` to ``torch.utils.data.DataLoader`` over the training nodes, or to PyG's
+    ``NeighborLoader`` whose ``input_nodes`` are the training nodes. ``train``: int64 [n], node ids as they
+    were given (those of a mask ascend).
 
-    ``sequences`` is the number of sequences in use, ``search`` how it was found (None unless from labels). Several trainers
-    take the mini-batches in turn: each makes the same order, and trainer r of M takes mini-batches r, r + M, and so on.
+    ``sequences`` is the number of sequences in use, ``search`` how it was found (None unless from labels).
+    Several trainers take the mini-batches in turn: each makes the same order, and trainer r of M takes
+    mini-batches r, r + M, and so on.
 
     Not for several threads at once. It can be pickled.
     """
 
     def __init__(
-        self, train: NDArray[np.int64], node_count: int, batch_size: int, labels: Any, seed: int, trainers: int
+        self,
+        train: NDArray[np.int64],
+        node_count: int,
+        batch_size: int,
+        labels: Any,
+        seed: int,
+        trainers: int,
     ) -> None:
-        self.batch_size, trainers = as_count(batch_size, "batch_size"), as_count(trainers, "trainers", 1, 2**31 - 1)
+        self.batch_size, trainers = (
+            as_count(batch_size, "batch_size"),
+            as_count(trainers, "trainers", 1, 2**31 - 1),
+        )
         self.train, self.node_count, self.seed = train, node_count, as_integer(seed, "seed")
-        self._labels = None if labels is None else LabelTest(labels, train, self.batch_size, node_count, trainers)
+        self._labels = (
+            None if labels is None else LabelTest(labels, train, self.batch_size, node_count, trainers)
+        )
         self.search: ShufflingSearch | None = None
         self.sequences = 1
         self._epoch = 0
@@ -96,7 +114,8 @@ class TrainingOrder(ABC):
         )
 
     def shuffling_error(self) -> float:
-        """The shuffling error of the current epoch's order; see :mod:`featstore.sampling.shuffling`. Needs labels."""
+        """The shuffling error of the current epoch's order; see :mod:`featstore.sampling.shuffling`. Needs
+        labels."""
         if self._labels is None:
             raise SourceError("the shuffling error is measured on labels: pass labels=")
         return self._labels.error(self.positions())
@@ -124,7 +143,8 @@ class TrainingOrder(ABC):
         return len(self.train)
 
     def __iter__(self) -> Iterator[int]:
-        """Positions of the current epoch, from its start, or from where a state that was just loaded stands."""
+        """Positions of the current epoch, from its start, or from where a state that was just loaded
+        stands."""
         order, start = self.positions(), self._start
         self._iteration += 1
         self._start, self._position = 0, start
@@ -140,8 +160,8 @@ class TrainingOrder(ABC):
             self.set_epoch(epoch + 1)
 
     def set_epoch(self, epoch: int) -> None:
-        """Make this the current epoch; the next iteration begins at its start. If it is the current one already, nothing
-        changes, so that a loop that calls it in each epoch can be resumed."""
+        """Make this the current epoch; the next iteration begins at its start. If it is the current one
+        already, nothing changes, so that a loop that calls it in each epoch can be resumed."""
         epoch = as_count(epoch, "epoch", 0)
         if epoch != self._epoch:
             self._epoch, self._start, self._position = epoch, 0, 0
@@ -150,21 +170,26 @@ class TrainingOrder(ABC):
     def state_dict(self, *, epoch: int | None = None, position: int | None = None) -> dict[str, Any]:
         """Where training stands: small, plain data. What was handed out counts as trained on.
 
-        A loader with workers asks for nodes ahead of training. Then say what has been trained on: ``epoch``, and
-        ``position``, the number of its training nodes (mini-batches done times their size).
+        A loader with workers asks for nodes ahead of training. Then say what has been trained on: ``epoch``,
+        and ``position``, the number of its training nodes (mini-batches done times their size).
         """
         if (epoch is None) != (position is None):
             raise SourceError("give both epoch= and position=, or neither")
         state = self._own_state()
         state["epoch"] = self._epoch if epoch is None else as_count(epoch, "epoch", 0)
-        state["position"] = self._position if position is None else as_count(position, "position", 0, len(self.train))
+        state["position"] = (
+            self._position if position is None else as_count(position, "position", 0, len(self.train))
+        )
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Begin where a state was taken when iterated next. Raises SourceError where it belongs to another order."""
+        """Begin where a state was taken when iterated next. Raises SourceError where it belongs to another
+        order."""
         check_state(state, self._own_state(), "this order")
         epoch = as_count(state.get("epoch"), "epoch of the state", 0)
-        position = as_count(state.get("position"), "position of the state, a training node,", 0, len(self.train))
+        position = as_count(
+            state.get("position"), "position of the state, a training node,", 0, len(self.train)
+        )
         if position == len(self.train):
             epoch, position = epoch + 1, 0
         self.set_epoch(epoch)
@@ -173,8 +198,8 @@ class TrainingOrder(ABC):
 
     def _own_state(self) -> dict[str, Any]:
         return {
-            "version": STATE_VERSION, **self._identity(), "seed": self.seed, "train": zlib.crc32(self.train.tobytes()),
-            "sequences": self.sequences,
+            "version": STATE_VERSION, **self._identity(), "seed": self.seed,
+            "train": zlib.crc32(self.train.tobytes()), "sequences": self.sequences,
         }  # fmt: skip
 
     def _key(self, what: int, epoch: int) -> np.uint64:
@@ -185,18 +210,20 @@ class PartitionOrder(TrainingOrder):
     """Training nodes partition by partition: partitions in random order, shuffled inside, anew in each epoch.
 
     Args:
-        partitions: a table of a store, or a store with one table of nodes, packed in an order with partitions; or the partition of
-            each node, integers [nodes].
+        partitions: a table of a store, or a store with one table of nodes, packed in an order with
+            partitions; or the partition of each node, integers [nodes].
         train: node ids of the training nodes, or a mask of the nodes.
-        sequences: partitions under way at a time. 1: strictly partition by partition. ``"auto"``, ``labels``, ``batch_size``,
-            ``seed``, ``trainers``: as for :class:`featstore.sampling.proximity.ProximityOrder`.
+        sequences: partitions under way at a time. 1: strictly partition by partition. ``"auto"``, ``labels``,
+            ``batch_size``, ``seed``, ``trainers``: as for
+            :class:`featstore.sampling.proximity.ProximityOrder`.
 
-    ``partitions`` is the number of those that hold training nodes. Raises SourceError and IdError, and what reading raises.
+    ``partitions`` is the number of those that hold training nodes. Raises SourceError and IdError, and what
+    reading raises.
     """
 
     def __init__(
-        self, partitions: Any, train: Any, *, sequences: int | str = "auto", labels: Any = None, batch_size: int, seed: int = 0,
-        trainers: int = 1,
+        self, partitions: Any, train: Any, *, sequences: int | str = "auto", labels: Any = None,
+        batch_size: int, seed: int = 0, trainers: int = 1,
     ) -> None:  # fmt: skip
         if isinstance(partitions, OpenStore):
             table = _only_table(partitions)
@@ -205,7 +232,9 @@ class PartitionOrder(TrainingOrder):
         if isinstance(table, Table):
             nodes = checked_train(train, table.rows)
             rows = table.row_of_node()
-            parts = np.searchsorted(table.partition_offsets, nodes if rows is None else rows[nodes], side="right")
+            parts = np.searchsorted(
+                table.partition_offsets, nodes if rows is None else rows[nodes], side="right"
+            )
         else:
             what = "partitions must be a store, a table, or an integer for each node"
             table = as_integers(table, what, ArgumentError)
@@ -248,7 +277,9 @@ def _only_table(store: OpenStore) -> Table:
     nodes = node_tables(store.tables)
     if len(nodes) != 1:
         known = ", ".join(map(repr, store.tables))
-        raise SourceError(f"the store has {len(nodes)} tables of nodes (its tables are {known}): pass one of them")
+        raise SourceError(
+            f"the store has {len(nodes)} tables of nodes (its tables are {known}): pass one of them"
+        )
     return store.tables[nodes[0]]
 
 

@@ -1,23 +1,25 @@
 """BGL's proximity-aware order: training nodes as breadth-first searches meet them.
 
-Liu et al., NSDI 2023, section 3.2.2: where training nodes follow each other as a search of the graph meets them, mini-batches
-close in time look at the same region. Two kinds of randomness keep training what it was: a mini-batch takes its nodes in turn
-from several searches that began at random nodes, and each sequence is shifted round by a random number in each epoch, so that
-neither its beginning nor the small components at its end always stand at the same place. How many sequences:
-:mod:`featstore.sampling.shuffling`.
+Liu et al., NSDI 2023, section 3.2.2: where training nodes follow each other as a search of the graph meets
+them, mini-batches close in time look at the same region. Two kinds of randomness keep training what it was: a
+mini-batch takes its nodes in turn from several searches that began at random nodes, and each sequence is
+shifted round by a random number in each epoch, so that neither its beginning nor the small components at its
+end always stand at the same place. How many sequences: :mod:`featstore.sampling.shuffling`.
 
-**Growing sequences together.** BGL searches the whole graph once per sequence; every training node then stands in every sequence
-and is skipped wherever it comes late, which tears up the ends. Here all sequences grow at the same time and share what they have
-seen: they take turns, and in its turn a sequence searches on until it has met one more training node. Each training node is thus in
-exactly one sequence, lengths differ by one at most, the order in which nodes are met is already the round-robin order, and one
-pass over the graph does for any number of sequences. A sequence with nowhere left to go, walled in by the others or at the
-end of a component, goes on from a random training node that none has met. The search follows ``indices``, from a node
-to the sources of its edges, which is where its features come from when it is sampled.
+**Growing sequences together.** BGL searches the whole graph once per sequence; every training node then
+stands in every sequence and is skipped wherever it comes late, which tears up the ends. Here all sequences
+grow at the same time and share what they have seen: they take turns, and in its turn a sequence searches on
+until it has met one more training node. Each training node is thus in exactly one sequence, lengths differ by
+one at most, the order in which nodes are met is already the round-robin order, and one pass over the graph
+does for any number of sequences. A sequence with nowhere left to go, walled in by the others or at the end of
+a component, goes on from a random training node that none has met. The search follows ``indices``, from a
+node to the sources of its edges, which is where its features come from when it is sampled.
 
-**Memory** while sequences are drawn: 8 bytes a node (16 from 2**31 nodes on) and about 40 a training node, besides the graph;
-between epochs 16 a training node. A graph in memory is used as it is, and of a memory map the system keeps as much as it likes.
-One in a store is read whole for each draw and let go again: 8 bytes a node, and 4 or 8 an edge. ``redraw=False`` draws once and
-then only shifts: 24 bytes a training node, and no more reading.
+**Memory** while sequences are drawn: 8 bytes a node (16 from 2**31 nodes on) and about 40 a training node,
+besides the graph; between epochs 16 a training node. A graph in memory is used as it is, and of a memory map
+the system keeps as much as it likes. One in a store is read whole for each draw and let go again: 8 bytes a
+node, and 4 or 8 an edge. ``redraw=False`` draws once and then only shifts: 24 bytes a training node, and no
+more reading.
 """
 
 from __future__ import annotations
@@ -50,11 +52,12 @@ class ProximityOrder(TrainingOrder):
     """BGL's proximity-aware order; see the module's text.
 
     Args:
-        graph: (indptr int64 [nodes + 1], indices int32 or int64 [edges]), the sources of the edges into each node, arrays or memory
-            maps; or a store's graph (``store.graphs[...]``), or a store with one graph.
+        graph: (indptr int64 [nodes + 1], indices int32 or int64 [edges]), the sources of the edges into each
+            node, arrays or memory maps; or a store's graph (``store.graphs[...]``), or a store with one
+            graph.
         train: node ids of the training nodes, or a mask of the nodes.
-        sequences: how many. ``"auto"``: the smallest number that the labels allow, or without labels 128; never more than
-            ``batch_size``. Fewer share more rows, more shuffle better.
+        sequences: how many. ``"auto"``: the smallest number that the labels allow, or without labels 128;
+            never more than ``batch_size``. Fewer share more rows, more shuffle better.
         labels: integers [nodes], by node id.
         batch_size: of the mini-batches that the order is cut into.
         seed: equal seeds give equal orders.
@@ -65,8 +68,8 @@ class ProximityOrder(TrainingOrder):
     """
 
     def __init__(
-        self, graph: Any, train: Any, *, sequences: int | str = "auto", labels: Any = None, batch_size: int, seed: int = 0,
-        redraw: bool = True, trainers: int = 1,
+        self, graph: Any, train: Any, *, sequences: int | str = "auto", labels: Any = None, batch_size: int,
+        seed: int = 0, redraw: bool = True, trainers: int = 1,
     ) -> None:  # fmt: skip
         self._graph = _graph_given(graph)
         nodes = self._graph.table.rows if isinstance(self._graph, StoredGraph) else len(self._graph[0]) - 1
@@ -107,7 +110,9 @@ class ProximityOrder(TrainingOrder):
         links = np.full(self.node_count, _UNMET, dtype)
         fault, where = grow_sequences(offsets, sources, position_of, roots, sequences, links, met)
         if fault == _BAD_OFFSETS:
-            raise SourceError(f"the offsets of the graph are wrong at {where}: they must not fall, nor pass its edges")
+            raise SourceError(
+                f"the offsets of the graph are wrong at {where}: they must not fall, nor pass its edges"
+            )
         if fault == _BAD_SOURCE:
             raise SourceError(f"edge {where:,} of the graph comes from {sources[where]}, which is no node")
         return met
@@ -144,11 +149,13 @@ def _graph_given(graph: Any) -> StoredGraph | tuple[NDArray[np.int64], NDArray[A
 def grow_sequences(
     offsets: Any, sources: Any, position_of: Any, roots: Any, sequences: Any, links: Any, met: Any
 ) -> Any:
-    """Breadth-first searches that take turns; in its turn each goes on until it has met one training row more.
+    """Breadth-first searches that take turns; in its turn each goes on until it has met one training row
+    more.
 
-    ``position_of``: [rows], the position of a training row, else -1. ``roots``: int64 [n], the training rows, shuffled. ``links``: [rows],
-    all -2; becomes each row's successor in its sequence's queue. ``met``: int64 [n], becomes the positions in the order
-    in which they were met; number i belongs to sequence ``i % sequences``. Returns (0, 0), or the fault and where it is.
+    ``position_of``: [rows], the position of a training row, else -1. ``roots``: int64 [n], the training rows,
+    shuffled. ``links``: [rows], all -2; becomes each row's successor in its sequence's queue. ``met``: int64
+    [n], becomes the positions in the order in which they were met; number i belongs to sequence
+    ``i % sequences``. Returns (0, 0), or the fault and where it is.
     """
     heads = np.full(sequences, -1, np.int64)
     tails = np.full(sequences, -1, np.int64)
@@ -160,7 +167,8 @@ def grow_sequences(
         while position < 0:
             row = heads[s]
             if row < 0:
-                # A training row is met when it is seen, so one that has not been met has not been seen: there is a root.
+                # A training row is met when it is seen, so one that has not been met has not been seen: there
+                # is a root.
                 while links[roots[next_root]] != _UNMET:
                     next_root += 1
                 row = roots[next_root]

@@ -1,27 +1,31 @@
 """Sampling from disk: the neighbours of a mini-batch, read from the graph in the store.
 
 :class:`StoredSampler` gives, for the same seed, epoch, batch and seeds, the very mini-batches that
-:class:`featstore.sampling.neighbors.NeighborSampler` gives over the same graph in memory. It can, because randomness is counted there:
-which places of a list are picked follows from the node and the length of the list, not from what the list holds. So each hop
-first picks the positions of its edges, from offsets in memory, and then reads just those, as single rows of the table
-``GRAPH/sources``, all in one request. The reader merges the positions that share a page, reads through short gaps and keeps
-its queue full; a short list is thus read whole, and of a hub with a million neighbours only the pages of the picked ones.
+:class:`featstore.sampling.neighbors.NeighborSampler` gives over the same graph in memory. It can, because
+randomness is counted there: which places of a list are picked follows from the node and the length of the
+list, not from what the list holds. So each hop first picks the positions of its edges, from offsets in
+memory, and then reads just those, as single rows of the table ``GRAPH/sources``, all in one request. The
+reader merges the positions that share a page, reads through short gaps and keeps its queue full; a short list
+is thus read whole, and of a hub with a million neighbours only the pages of the picked ones.
 
-**Rows inside, node ids outside.** Lists hold rows, so sampling goes from row to row; ``row_of_node`` is asked for the seeds,
-``node_of_row`` for the hash of each node that asks and for the nodes that come out.
+**Rows inside, node ids outside.** Lists hold rows, so sampling goes from row to row; ``row_of_node`` is asked
+for the seeds, ``node_of_row`` for the hash of each node that asks and for the nodes that come out.
 
-**The neighbour cache** holds the lists of the most wanted hubs, which the store has side by side a second time
-(``GRAPH/hubs``): a bitmap with ranks (:mod:`featstore.tiers.static`) tells who is in it, and it is filled by one sequential read.
-(Ginex, VLDB 2022, too keeps the lists that are asked most.) Expect no wonders of it: a hub is asked often, but of its long list
-only ``fanout`` places each time, so on an undirected graph a cache of a tenth of all lists serves about a tenth of the edges,
-and less of large mini-batches, which ask each hub once. Where the fan-out is -1 it serves more than its share.
+**The neighbour cache** holds the lists of the most wanted hubs, which the store has side by side a second
+time (``GRAPH/hubs``): a bitmap with ranks (:mod:`featstore.tiers.static`) tells who is in it, and it is
+filled by one sequential read. (Ginex, VLDB 2022, too keeps the lists that are asked most.) Expect no wonders
+of it: a hub is asked often, but of its long list only ``fanout`` places each time, so on an undirected graph
+a cache of a tenth of all lists serves about a tenth of the edges, and less of large mini-batches, which ask
+each hub once. Where the fan-out is -1 it serves more than its share.
 
-**Memory** is one budget for the offsets (8 bytes a row), the two maps, what the reader takes, the scratch of a mini-batch and
-the cache. What a mini-batch needs is known at each of its hops before it is taken: when it needs more than is left, the least
-wanted hubs leave the cache for good, so the cache ends as large as the largest mini-batch allows; when even that is not
-enough, a BudgetError tells what is. The mini-batch that comes out is the caller's and comes on top.
+**Memory** is one budget for the offsets (8 bytes a row), the two maps, what the reader takes, the scratch of
+a mini-batch and the cache. What a mini-batch needs is known at each of its hops before it is taken: when it
+needs more than is left, the least wanted hubs leave the cache for good, so the cache ends as large as the
+largest mini-batch allows; when even that is not enough, a BudgetError tells what is. The mini-batch that
+comes out is the caller's and comes on top.
 
-Mini-batches are made one at a time, whatever the number of threads that ask: the reads of one hop fill the device's queue.
+Mini-batches are made one at a time, whatever the number of threads that ask: the reads of one hop fill the
+device's queue.
 """
 
 from __future__ import annotations
@@ -86,8 +90,8 @@ os.register_at_fork(after_in_child=_renew_lock)
 
 @dataclass(frozen=True)
 class HubIndex:
-    """Which lists a cache holds and where: ``rows``, the most wanted first; ``bits`` and ``ranks`` find a row among them in
-    ascending order, and the list of the i-th in that order begins at ``starts[i]``."""
+    """Which lists a cache holds and where: ``rows``, the most wanted first; ``bits`` and ``ranks`` find a row
+    among them in ascending order, and the list of the i-th in that order begins at ``starts[i]``."""
 
     rows: NDArray[Any]
     bits: NDArray[np.uint64]
@@ -99,12 +103,14 @@ _NO_HUBS = HubIndex(_NO_MAP, np.empty(0, np.uint64), np.empty(0, np.int32), np.e
 
 
 class HubCache:
-    """The lists of the most wanted hubs, one after the other in ``lists``. It is filled once and can only become smaller."""
+    """The lists of the most wanted hubs, one after the other in ``lists``. It is filled once and can only
+    become smaller."""
 
     def __init__(self, graph: StoredGraph, offsets: NDArray[np.int64]) -> None:
         self._graph = graph
         self._offsets = offsets
-        self._index_bytes = 2 * StaticTier.index_bytes(graph.table.rows)  # while it is made anew, there are two
+        # while it is made anew, there are two
+        self._index_bytes = 2 * StaticTier.index_bytes(graph.table.rows)
         self.lists = np.empty(0, node_dtype(graph.table.rows))
         self.index = _NO_HUBS
 
@@ -115,24 +121,31 @@ class HubCache:
         return self.lists.nbytes + hubs * _HUB_BYTES + self._index_bytes if hubs else 0
 
     def fill(self, reader: Reader, room_bytes: int) -> None:
-        """Take the most wanted hubs, as many as fit into ``room_bytes``. Raises CorruptionError, DeviceError, FormatError."""
+        """Take the most wanted hubs, as many as fit into ``room_bytes``. Raises CorruptionError, DeviceError,
+        FormatError."""
         hubs = self._graph.entry.hubs
         if hubs is None:
             return
         loading_bytes = min(_LOADING_BYTES, 8 * (self._graph.hubs + 1))
-        count_max = min(self._graph.hubs, MEMBERS_MAX, (room_bytes - self._index_bytes - loading_bytes) // _HUB_BYTES)
+        count_max = min(
+            self._graph.hubs, MEMBERS_MAX, (room_bytes - self._index_bytes - loading_bytes) // _HUB_BYTES
+        )
         if count_max <= 0:
             return
         store, name = reader.store, self._graph.name
         ends = store.load(hubs.offsets, count_max + 1)
         if ends[-1] > hubs.sources.rows:
-            raise FormatError(f"the offsets of the hubs of graph {name!r} contradict themselves; pack the store again")
+            raise FormatError(
+                f"the offsets of the hubs of graph {name!r} contradict themselves; pack the store again"
+            )
         check_offsets(ends, 0, int(ends[-1]), f"the offsets of the hubs of graph {name!r} of {store.path}")
         count = self._fitting(ends, room_bytes)
         rows = store.load(hubs.rows, count)
         check_range(rows, self._graph.table.rows, f"a hub of graph {name!r} of {store.path}")
         if not np.array_equal(self._ends(rows), ends[: count + 1]):
-            raise FormatError(f"the hubs of graph {name!r} have lists of another length there; pack the store again")
+            raise FormatError(
+                f"the hubs of graph {name!r} have lists of another length there; pack the store again"
+            )
         ends = ends[: count + 1].copy()
         index = self._index(rows)
         lists = np.empty(ends[-1], self.lists.dtype)
@@ -156,7 +169,8 @@ class HubCache:
         return max(0, int(np.searchsorted(cost, room_bytes - self._index_bytes, side="right")) - 1)
 
     def _ends(self, rows: NDArray[Any]) -> NDArray[np.int64]:
-        """int64 [rows + 1]: where the list of each row begins and ends, when they stand one after the other."""
+        """int64 [rows + 1]: where the list of each row begins and ends, when they stand one after the
+        other."""
         ends = np.zeros(len(rows) + 1, np.int64)
         np.cumsum(self._offsets[rows + 1] - self._offsets[rows], out=ends[1:])
         return ends
@@ -173,10 +187,11 @@ class HubCache:
 
 @dataclass(frozen=True)
 class SamplerStats:
-    """Counts of a sampler since it was opened; its opening is not in them. After a fork, the child counts anew.
+    """Counts of a sampler since it was opened; its opening is not in them. After a fork, the child counts
+    anew.
 
-    ``edges_asked``: edges of the mini-batches. ``edges_cached``: those of them whose neighbour the cache held. ``reads``,
-    ``bytes_read``: what the device was asked for the rest.
+    ``edges_asked``: edges of the mini-batches. ``edges_cached``: those of them whose neighbour the cache
+    held. ``reads``, ``bytes_read``: what the device was asked for the rest.
     """
 
     batches: int = 0
@@ -196,26 +211,29 @@ class SamplerStats:
 
 
 class StoredSampler:
-    """Uniform neighbour sampler without replacement over a graph in a store; made by :meth:`featstore.Store.sampler`.
+    """Uniform neighbour sampler without replacement over a graph in a store; made by
+    :meth:`featstore.Store.sampler`.
 
-    A context manager; safe to use from several threads; survives fork, and reopens when it is pickled, like a reader.
+    A context manager; safe to use from several threads; survives fork, and reopens when it is pickled, like a
+    reader.
 
     Args:
         store: the open store.
         fanouts: neighbours per node and hop, from the seeds outwards; -1 takes all.
-        memory: budget for all that the sampler holds, bytes or ``"2GiB"``. Mini-batches are the caller's and come on top.
+        memory: budget for all that the sampler holds, bytes or ``"2GiB"``. Mini-batches are the caller's and
+            come on top.
         seed: any integer.
-        graph: the name of a graph of the store; needed where it has several, or where a graph may be one relation of several: beside
-            tables of other types of nodes or edges.
+        graph: the name of a graph of the store; needed where it has several, or where a graph may be one
+            relation of several: beside tables of other types of nodes or edges.
         engine, queue_depth, verify: as for :class:`featstore.reader.reader.Reader`.
 
-    Raises BudgetError, CorruptionError, DeviceError, FormatError; SourceError for fan-outs that cannot be used and for a
-    store without a graph; KeyError for a graph that it has not.
+    Raises BudgetError, CorruptionError, DeviceError, FormatError; SourceError for fan-outs that cannot be
+    used and for a store without a graph; KeyError for a graph that it has not.
     """
 
     def __init__(
-        self, store: OpenStore, fanouts: Sequence[int], *, memory: int | str, seed: int = 0, graph: str | None = None,
-        engine: str = "auto", queue_depth: int = QUEUE_DEPTH, verify: bool = True,
+        self, store: OpenStore, fanouts: Sequence[int], *, memory: int | str, seed: int = 0,
+        graph: str | None = None, engine: str = "auto", queue_depth: int = QUEUE_DEPTH, verify: bool = True,
     ) -> None:  # fmt: skip
         self.fanouts = as_fanouts(fanouts)
         self.seed = as_integer(seed, "seed")
@@ -244,7 +262,9 @@ class StoredSampler:
         self._needs = [table_need(store.table(name), verify) for name in names]
         smallest = self._smallest(SCRATCH_BYTES_MIN)
         if self._memory_bytes < smallest:
-            raise BudgetError(smallest, self._memory_bytes, "sample from this graph (offsets, maps, reading, scratch)")
+            raise BudgetError(
+                smallest, self._memory_bytes, "sample from this graph (offsets, maps, reading, scratch)"
+            )
         self._row_of_node: NDArray[Any]
         self._node_of_row: NDArray[Any]
         self._row_of_node, self._node_of_row = table.maps() or (_NO_MAP, _NO_MAP)
@@ -265,14 +285,19 @@ class StoredSampler:
             raise
 
     def _open(self) -> None:
-        """Fill what is held in memory, and load all kernels: a child forked while numba holds its lock could never."""
+        """Fill what is held in memory, and load all kernels: a child forked while numba holds its lock could
+        never."""
         nodes = self.node_count
-        self._free_bytes = self._reader.budget.tier_bytes  # the reader has no tiers: scratch and cache share it
+        # the reader has no tiers: scratch and cache share it
+        self._free_bytes = self._reader.budget.tier_bytes
         self._offsets: NDArray[np.int64] = self._reader.read_runs({self._offsets_table: [(0, nodes + 1)]})[
             self._offsets_table
         ]
         check_offsets(
-            self._offsets, 0, self.graph.edges, f"the offsets of graph {self.graph.name!r} of {self.store.path}"
+            self._offsets,
+            0,
+            self.graph.edges,
+            f"the offsets of graph {self.graph.name!r} of {self.store.path}",
         )
         self._cache = HubCache(self.graph, self._offsets)
         self._cache.fill(self._reader, self._free_bytes - SCRATCH_BYTES_MIN)
@@ -282,7 +307,8 @@ class StoredSampler:
         self._before = self._reader.stats()
 
     def _start_process(self) -> None:
-        """Make what belongs to this process: the lock, and counts from zero, as the reader's are after a fork."""
+        """Make what belongs to this process: the lock, and counts from zero, as the reader's are after a
+        fork."""
         self._lock = threading.Lock()
         self._batches = self._edges_asked = self._edges_cached = 0
         self._before = ReaderStats()
@@ -314,12 +340,13 @@ class StoredSampler:
     def sample(self, seeds: NDArray[Any], batch_index: int = 0, *, epoch: int = 0) -> MiniBatch:
         """The mini-batch around ``seeds`` (node ids, any integer dtype [b], no duplicates).
 
-        The result depends on the graph, the fan-outs, ``seed``, ``epoch``, ``batch_index`` and ``seeds`` alone and is that
-        of a :class:`~featstore.sampling.neighbors.NeighborSampler` over ``store.graphs[...].csc()``, except that ``edge_id`` is the
-        position of the edge in the stored ``GRAPH/sources``, whose lists stand in the order of the rows.
+        The result depends on the graph, the fan-outs, ``seed``, ``epoch``, ``batch_index`` and ``seeds``
+        alone and is that of a :class:`~featstore.sampling.neighbors.NeighborSampler` over
+        ``store.graphs[...].csc()``, except that ``edge_id`` is the position of the edge in the stored
+        ``GRAPH/sources``, whose lists stand in the order of the rows.
 
-        Raises IdError for seeds that are no nodes or stand twice, BudgetError where the mini-batch needs more scratch than
-        the budget leaves, CorruptionError, DeviceError, FormatError, ClosedError.
+        Raises IdError for seeds that are no nodes or stand twice, BudgetError where the mini-batch needs more
+        scratch than the budget leaves, CorruptionError, DeviceError, FormatError, ClosedError.
         """
         node = checked_seeds(seeds, self.node_count)
         if self._closed:
@@ -346,7 +373,9 @@ class StoredSampler:
         walk.slots = _NO_MAP
         rows = walk.rows[:count]
         return MiniBatch(
-            node=rows.copy() if len(self._node_of_row) == 0 else self._node_of_row[rows].astype(np.int64, copy=False),
+            node=rows.copy()
+            if len(self._node_of_row) == 0
+            else self._node_of_row[rows].astype(np.int64, copy=False),
             row=_joined(walk.row),
             col=_joined(walk.col),
             edge_id=_joined(walk.edge),
@@ -355,7 +384,8 @@ class StoredSampler:
         )
 
     def _hop(self, walk: _Walk, begin: int, count: int, hop: int, fanout: int, key: np.uint64) -> int:
-        """Sample the neighbours of ``walk.rows[begin:count]``; returns the number of rows with those that are new."""
+        """Sample the neighbours of ``walk.rows[begin:count]``; returns the number of rows with those that are
+        new."""
         edge_count, degree_max = hop_size(self._offsets, self.graph.edges, walk.rows, begin, count, fanout)
         if edge_count < 0:
             bad = int(walk.rows[-edge_count - 1])
@@ -364,13 +394,19 @@ class StoredSampler:
                 f"the offsets give row {bad} the edges {low:,} to {high:,} of {self.graph.edges:,}"
             )
         bound = min(count + edge_count, self.node_count)
-        self._reserve(self._hop_bytes(walk, count, bound, edge_count, min(fanout, degree_max)), f"sample hop {hop + 1}")
+        self._reserve(
+            self._hop_bytes(walk, count, bound, edge_count, min(fanout, degree_max)), f"sample hop {hop + 1}"
+        )
         walk.rows, walk.slots = make_room(walk.rows, walk.slots, count, bound)
-        row, col, edge = np.empty(edge_count, np.int64), np.empty(edge_count, np.int64), np.empty(edge_count, np.int64)
+        row, col, edge = (
+            np.empty(edge_count, np.int64),
+            np.empty(edge_count, np.int64),
+            np.empty(edge_count, np.int64),
+        )
         hubs = self._cache.index
         misses = pick_hop(
-            self._offsets, self._node_of_row, walk.rows, begin, count, fanout, key, hubs.bits, hubs.ranks, hubs.starts,
-            self._cache.lists, empty_picks(fanout, degree_max), row, col, edge,
+            self._offsets, self._node_of_row, walk.rows, begin, count, fanout, key, hubs.bits, hubs.ranks,
+            hubs.starts, self._cache.lists, empty_picks(fanout, degree_max), row, col, edge,
         )  # fmt: skip
         self._edges_asked += edge_count
         self._edges_cached += edge_count - misses
@@ -378,7 +414,9 @@ class StoredSampler:
         found = int(enter_hop(walk.slots, walk.rows, count, row, self.node_count))
         if found < 0:
             place = -found - 1
-            raise self._contradiction(f"edge {edge[place]:,} comes from row {row[place]} of {self.node_count:,}")
+            raise self._contradiction(
+                f"edge {edge[place]:,} comes from row {row[place]} of {self.node_count:,}"
+            )
         walk.row.append(row)
         walk.col.append(col)
         walk.edge.append(edge)
@@ -400,7 +438,8 @@ class StoredSampler:
         neighbour_bytes = self._cache.lists.itemsize
         # The table and the rows grow into new ones; the old ones go afterwards.
         room_bytes = 8 * (bound + count) + _table_size(bound) * walk.slots.itemsize * 3 // 2
-        # Missing edges: which they are, their positions, what was read. Later the parts of all hops are joined, one by one.
+        # Missing edges: which they are, their positions, what was read. Later the parts of all hops are
+        # joined, one by one.
         reading_bytes = edge_count * (1 + 8 + neighbour_bytes) + 16 * _table_size(max(1, picks))
         joining_bytes = 8 * (edge_count + sum(map(len, walk.edge)))
         return room_bytes + max(reading_bytes, joining_bytes)
@@ -408,7 +447,9 @@ class StoredSampler:
     def _reserve(self, scratch_bytes: int, what: str) -> None:
         """Have so much free of the cache. Raises BudgetError."""
         if scratch_bytes > self._free_bytes:
-            raise BudgetError(self._smallest(scratch_bytes), self._memory_bytes, f"{what} (or pass fewer seeds)")
+            raise BudgetError(
+                self._smallest(scratch_bytes), self._memory_bytes, f"{what} (or pass fewer seeds)"
+            )
         if scratch_bytes + self._cache.memory_bytes > self._free_bytes:
             self._cache.cut(self._free_bytes - scratch_bytes)
 
@@ -423,13 +464,15 @@ class StoredSampler:
         return SamplerStats(self._batches, self._edges_asked, self._edges_cached, read.reads, read.bytes_read)
 
     def memory(self) -> dict[str, int]:
-        """Bytes of the budget, by use: what is held, and ``unused``, of which the scratch of a mini-batch is taken."""
+        """Bytes of the budget, by use: what is held, and ``unused``, of which the scratch of a mini-batch is
+        taken."""
         if self._closed:
             raise ClosedError("the sampler is closed")
         reader = self._reader.memory()
         held = {
-            "offsets": self._offsets.nbytes, "maps": self._map_bytes, "page_checksums": reader["page_checksums"],
-            "staging": reader["staging"], "planning": reader["scratch"], "neighbour_cache": self._cache.memory_bytes,
+            "offsets": self._offsets.nbytes, "maps": self._map_bytes,
+            "page_checksums": reader["page_checksums"], "staging": reader["staging"],
+            "planning": reader["scratch"], "neighbour_cache": self._cache.memory_bytes,
         }  # fmt: skip
         return held | {"unused": self._memory_bytes - sum(held.values())}
 
@@ -452,12 +495,15 @@ class StoredSampler:
         return _reopen, (self.store, self.fanouts, self._options)
 
     def __repr__(self) -> str:
-        return f"<StoredSampler of {self.graph!r}, fanouts {list(self.fanouts)}, {self._memory_bytes:,} bytes>"
+        return (
+            f"<StoredSampler of {self.graph!r}, fanouts {list(self.fanouts)}, {self._memory_bytes:,} bytes>"
+        )
 
 
 @dataclass
 class _Walk:
-    """A mini-batch under way: its rows with room for more, the table that finds them, and the edges of each hop."""
+    """A mini-batch under way: its rows with room for more, the table that finds them, and the edges of each
+    hop."""
 
     rows: NDArray[np.int64]
     slots: NDArray[Any]

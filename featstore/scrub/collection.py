@@ -3,7 +3,8 @@
 Deleted is what featstore has written there and nothing refers to: old generations that no reader holds, what
 killed packs, compilations, loaders and savings have left. Each is proven before, by name, by a lock file that
 nobody else holds, and by its manifest or journal; within a directory, each file by its path
-(:mod:`featstore.storage.belongings`). What is not proven stays, and is named with the reason. No link is followed.
+(:mod:`featstore.storage.belongings`). What is not proven stays, and is named with the reason. No link is
+followed.
 """
 
 from __future__ import annotations
@@ -15,7 +16,16 @@ from pathlib import Path
 from featstore.base.folders import folder, is_file, is_folder, is_taken, real_path
 from featstore.base.system import asking, is_directory, is_there
 from featstore.errors import DeviceError, FeatstoreError, IncompleteStoreError, StoreLockedError
-from featstore.storage.belongings import GENERATION, SPILL, STORE, TEMPORARY, TRACE, Belongings, begins_with, survey
+from featstore.storage.belongings import (
+    GENERATION,
+    SPILL,
+    STORE,
+    TEMPORARY,
+    TRACE,
+    Belongings,
+    begins_with,
+    survey,
+)
 from featstore.storage.disk import Disk
 from featstore.storage.generations import (
     LOCK_NAME,
@@ -46,8 +56,9 @@ _CACHE_TEMPORARY = re.compile(rf"[A-Za-z0-9_][A-Za-z0-9_.\-]*\.cache{TEMPORARY}"
 
 
 class Collection:
-    """One collection. By path relative to the store: ``removed`` and ``stale`` (compiled traces kept because they may be of use again),
-    bytes; ``held`` (in use) and ``unproven`` (not featstore's, as far as can be told), the reason.
+    """One collection. By path relative to the store: ``removed`` and ``stale`` (compiled traces kept because
+    they may be of use again), bytes; ``held`` (in use) and ``unproven`` (not featstore's, as far as can be
+    told), the reason.
 
     ``unfinished``: remove what could be resumed, too. ``stale``: and what was compiled for another state of
     the store. ``dry_run``: remove and write nothing.
@@ -57,7 +68,8 @@ class Collection:
     """
 
     def __init__(
-        self, store: Path, *, unfinished: bool = False, stale: bool = False, dry_run: bool = False, disk: Disk | None = None
+        self, store: Path, *, unfinished: bool = False, stale: bool = False, dry_run: bool = False,
+        disk: Disk | None = None
     ) -> None:  # fmt: skip
         self.store = real_path(store)
         if not is_directory(self.store) or (current(self.store) is None and not names(self.store)):
@@ -97,7 +109,11 @@ class Collection:
 
     def _foreign(self, path: Path, why: str = "") -> None:
         if not why:
-            why = "a symbolic link, which is not followed" if path.is_symlink() else "not what featstore puts there"
+            why = (
+                "a symbolic link, which is not followed"
+                if path.is_symlink()
+                else "not what featstore puts there"
+            )
         self.unproven[self._name(path)] = why
 
     # Generations.
@@ -107,7 +123,8 @@ class Collection:
         for path in foreign(store):
             self._foreign(path)
         planned = {
-            path: self._bytes(path) for path in collect(store, self._disk, unfinished=self._unfinished, dry_run=True)
+            path: self._bytes(path)
+            for path in collect(store, self._disk, unfinished=self._unfinished, dry_run=True)
         }
         if not self._dry_run:
             collect(store, self._disk, unfinished=self._unfinished)
@@ -213,7 +230,12 @@ class Collection:
         if compiled is None and path.suffix == TRACES:
             self._trace(path)
             return
-        if compiled is not None and compiled.compiled and base is not None and compiled.compiled.base_uuid != base.uuid:
+        if (
+            compiled is not None
+            and compiled.compiled
+            and base is not None
+            and compiled.compiled.base_uuid != base.uuid
+        ):
             size = self._whole_bytes(path)
             if self._stale and remove_store(path, self._disk, dry_run=self._dry_run):
                 self.removed[self._name(path)] = size

@@ -1,10 +1,11 @@
 """Scrubbing a graph: what its numbers mean, after every page of them has been found to be as it was written.
 
-Offsets run from 0 to the number of edges and never descend; sources are rows of the table; hubs are distinct rows; and the hubs'
-lists are those that they copy. The first three are one pass each. For the last, hubs are taken by windows: the lists of a window
-are read from the copy in its order and from ``sources`` in the order of rows, both forwards and piece by piece, and each list is
-boiled down to a sum of hashes of (place in the list, source), which must be the same. That a row is a hub only once is seen by
-marking rows, a range of them at a time. So memory is bounded (some 48 MiB) whatever the graph, and no pass is a random one.
+Offsets run from 0 to the number of edges and never descend; sources are rows of the table; hubs are distinct
+rows; and the hubs' lists are those that they copy. The first three are one pass each. For the last, hubs are
+taken by windows: the lists of a window are read from the copy in its order and from ``sources`` in the order
+of rows, both forwards and piece by piece, and each list is boiled down to a sum of hashes of (place in the
+list, source), which must be the same. That a row is a hub only once is seen by marking rows, a range of them
+at a time. So memory is bounded (some 48 MiB) whatever the graph, and no pass is a random one.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ class Scrub(Protocol):
     readable: set[str]
     faulty: set[str]
 
-    def problem(self, what: str, path: str, expected: object, actual: object, offset: int | None = None) -> None: ...
+    def problem(
+        self, what: str, path: str, expected: object, actual: object, offset: int | None = None
+    ) -> None: ...
 
 
 def mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -120,7 +123,9 @@ class _GraphScrub:
             return
         rows, ends = Numbers(self._scrub.store, hubs.rows), Numbers(self._scrub.store, hubs.offsets)
         copy = Numbers(self._scrub.store, hubs.sources)
-        sound = self._ascend(ends, copy.count) & self._in_range(rows, "hubs") & self._in_range(copy, "sources")
+        sound = (
+            self._ascend(ends, copy.count) & self._in_range(rows, "hubs") & self._in_range(copy, "sources")
+        )
         if sound and self._distinct(rows) and lists:
             for first in range(0, rows.count, _WINDOW):
                 self._window(hubs, first, rows.read(first, _WINDOW).astype(np.int64), ends, copy)
@@ -170,7 +175,9 @@ class _GraphScrub:
                 marked[rows] = True
         return True
 
-    def _window(self, hubs: HubsEntry, first: int, rows: NDArray[np.int64], ends: Numbers, copy: Numbers) -> None:
+    def _window(
+        self, hubs: HubsEntry, first: int, rows: NDArray[np.int64], ends: Numbers, copy: Numbers
+    ) -> None:
         """Compare the lists of some hubs, of which ``first`` is the first, with those that they copy."""
         limits = ends.read(first, len(rows) + 1).astype(np.int64)
         copied = _list_digests(copy, limits[:-1], np.diff(limits))
@@ -189,8 +196,11 @@ class _GraphScrub:
                 self._scrub.problem("graph", hubs.sources.path, expected, actual)
 
 
-def _list_digests(numbers: Numbers, begins: NDArray[np.int64], degrees: NDArray[np.int64]) -> NDArray[np.uint64]:
-    """uint64 [lists]: for each list the sum of the hashes of (place in the list, element). ``begins`` ascend."""
+def _list_digests(
+    numbers: Numbers, begins: NDArray[np.int64], degrees: NDArray[np.int64]
+) -> NDArray[np.uint64]:
+    """uint64 [lists]: for each list the sum of the hashes of (place in the list, element). ``begins``
+    ascend."""
     digests = np.zeros(len(begins), np.uint64)
     ends = np.cumsum(degrees)
     for low in range(0, int(ends[-1]) if len(ends) else 0, _PIECE):
@@ -205,6 +215,6 @@ def _list_digests(numbers: Numbers, begins: NDArray[np.int64], degrees: NDArray[
 
 
 def scrub_graph(scrub: Scrub, entry: GraphEntry, rows: int) -> None:
-    """Report what is wrong with a graph over a table of ``rows`` rows; see the module's text. What holds faulty or unreadable
-    files is left out: that has been said, and what follows from it is not known."""
+    """Report what is wrong with a graph over a table of ``rows`` rows; see the module's text. What holds
+    faulty or unreadable files is left out: that has been said, and what follows from it is not known."""
     _GraphScrub(scrub, entry, rows).run()

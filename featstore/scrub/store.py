@@ -1,21 +1,22 @@
 """Scrubbing: every byte of a store read once and held against every promise the manifest makes about it.
 
-A reader checks the pages it reads and stops at the first bad one. A scrub reads all and goes on, so that its report is
-the complete list of what to restore. It needs only a readable manifest. What is held against what:
+A reader checks the pages it reads and stops at the first bad one. A scrub reads all and goes on, so that its
+report is the complete list of what to restore. It needs only a readable manifest. What is held against what:
 
 - the manifest's uuid against its text (a change to any other field shows there);
 - every listed file: a regular file, of its size, with its digest, and not reached through a symbolic link;
-- every page of every chunk against ``page_checksums``; those against the digests of the chunks, which tells a page that
-  went bad from a checksum that did; the padding of the last chunk is zero;
+- every page of every chunk against ``page_checksums``; those against the digests of the chunks, which tells a
+  page that went bad from a checksum that did; the padding of the last chunk is zero;
 - ``zarr.json`` of every array against the manifest;
-- ``row_of_node`` and ``node_of_row`` are inverse permutations, ``rows_by_degree`` is one, partition offsets ascend;
+- ``row_of_node`` and ``node_of_row`` are inverse permutations, ``rows_by_degree`` is one, partition offsets
+  ascend;
 - the tables of graphs as any other, and what their numbers mean (:mod:`featstore.scrub.graph`);
 - ``rows_digest``, from end to end: the digest of (node id, row) that the pack computed over its *source*.
 
-All passes are sequential and hold two blocks of 4 MiB (and twice the largest row); graphs are looked at in pieces,
-too. That two maps are inverse to each other is therefore shown without random access: the pairs (node, row) of both must
-have the same sum of 64-bit hashes. Reads are direct where the file system allows, so that it is the device that is
-verified and not the page cache.
+All passes are sequential and hold two blocks of 4 MiB (and twice the largest row); graphs are looked at in
+pieces, too. That two maps are inverse to each other is therefore shown without random access: the pairs
+(node, row) of both must have the same sum of 64-bit hashes. Reads are direct where the file system allows, so
+that it is the device that is verified and not the page cache.
 """
 
 from __future__ import annotations
@@ -64,7 +65,8 @@ PROBLEMS_MAX = 1000
 _PIECE = 1 << 17  # elements of a map, or rows, looked at together
 _METADATA_BYTES_MAX = 1 << 20
 _OWN_NAMES = re.compile(
-    rf"featstore\.json({TEMPORARY})?|lock|packs|caches|g[0-9]{{6,}}(\.journal({TEMPORARY})?|\.spill|)", re.ASCII
+    rf"featstore\.json({TEMPORARY})?|lock|packs|caches|g[0-9]{{6,}}(\.journal({TEMPORARY})?|\.spill|)",
+    re.ASCII,
 )
 
 
@@ -72,9 +74,10 @@ _OWN_NAMES = re.compile(
 class Problem:
     """Something that is not as it should be.
 
-    ``path`` is relative to the store. ``page`` and ``offset`` (bytes) count from the file's start and are None for a
-    whole file. ``what`` is one of: missing file, file kind, file size, unreadable file, unreadable page, page checksum,
-    stored checksum, file digest, padding, metadata, map, graph, rows digest, manifest uuid.
+    ``path`` is relative to the store. ``page`` and ``offset`` (bytes) count from the file's start and are
+    None for a whole file. ``what`` is one of: missing file, file kind, file size, unreadable file, unreadable
+    page, page checksum, stored checksum, file digest, padding, metadata, map, graph, rows digest, manifest
+    uuid.
     """
 
     path: str
@@ -100,10 +103,12 @@ class Progress:
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """What a scrub saw. ``files``, ``bytes`` and ``pages`` (those compared with a stored checksum) count what was read.
+    """What a scrub saw. ``files``, ``bytes`` and ``pages`` (those compared with a stored checksum) count what
+    was read.
 
-    ``problems`` lists the first 1000 of ``problem_count``. ``unlisted`` names files that the manifest does not: nothing
-    reads them, so they are no problem; the first 1000 of ``unlisted_count``. ``access`` is "direct" or "buffered".
+    ``problems`` lists the first 1000 of ``problem_count``. ``unlisted`` names files that the manifest does
+    not: nothing reads them, so they are no problem; the first 1000 of ``unlisted_count``. ``access`` is
+    "direct" or "buffered".
     """
 
     path: str
@@ -121,28 +126,38 @@ class VerifyReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""
-        return asdict(self) | {"problems": [asdict(p) for p in self.problems], "unlisted": list(self.unlisted)}
+        return asdict(self) | {
+            "problems": [asdict(p) for p in self.problems],
+            "unlisted": list(self.unlisted),
+        }
 
     def __str__(self) -> str:
         seen = f"{self.files:,} files, {format_bytes(self.bytes)}, {self.pages:,} pages with checksums"
         verdict = "sound" if self.ok else f"{self.problem_count:,} problems"
-        unlisted = [f"{self.unlisted_count:,} files are not listed: {self.unlisted[0]} ..."] if self.unlisted else []
+        unlisted = (
+            [f"{self.unlisted_count:,} files are not listed: {self.unlisted[0]} ..."] if self.unlisted else []
+        )
         return "\n".join([f"{self.path}: {verdict} ({seen})", *map(str, self.problems), *unlisted])
 
 
 def verify(
-    path: str | os.PathLike[str], *, progress: Callable[[Progress], None] | None = None, access: Access = "direct"
+    path: str | os.PathLike[str],
+    *,
+    progress: Callable[[Progress], None] | None = None,
+    access: Access = "direct",
 ) -> VerifyReport:
     """Read a whole store and report everything that is not as its manifest promises; see the module's text.
 
     Args:
-        path: the store's directory. It is not written to; its generation is held against ``featstore gc`` meanwhile.
+        path: the store's directory. It is not written to; its generation is held against ``featstore gc``
+            meanwhile.
         progress: called after each block with a :class:`Progress`.
         access: ``"direct"`` to read past the page cache where the file system allows it, or ``"buffered"``.
 
-    Needs some 16 MiB (48 MiB for graphs with hubs), and two rows, of memory beside the manifest. Raises IncompleteStoreError,
-    FormatVersionError and FormatError where there is no manifest to verify against, as ``featstore.open`` does, and ValueError for another
-    access. Whatever is wrong beyond that is in the report.
+    Needs some 16 MiB (48 MiB for graphs with hubs), and two rows, of memory beside the manifest. Raises
+    IncompleteStoreError, FormatVersionError and FormatError where there is no manifest to verify against, as
+    ``featstore.open`` does, and ValueError for another access. Whatever is wrong beyond that is in the
+    report.
     """
     as_choice(access, "access", ("direct", "buffered"))
     if progress is not None:
@@ -151,7 +166,8 @@ def verify(
     manifest, text = read_manifest(store)
     hold = _hold(store, manifest)
     try:
-        while (now := read_manifest(store))[0] != manifest:  # a newer generation was committed before this one was held
+        # a newer generation was committed before this one was held
+        while (now := read_manifest(store))[0] != manifest:
             manifest, text = now
             os.close(hold)
             hold = _hold(store, manifest)
@@ -163,7 +179,8 @@ def verify(
 
 
 def _hold(store: Path, manifest: Manifest) -> int:
-    """A shared lock on a generation's directory, or on the store's where that is not there, as its files will tell."""
+    """A shared lock on a generation's directory, or on the store's where that is not there, as its files will
+    tell."""
     flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
     try:
         descriptor = os.open(store / manifest.generation, flags | os.O_NOFOLLOW)
@@ -206,7 +223,9 @@ class _Scrub:
         self.margin = -(-row_bytes // PAGE_BYTES) * PAGE_BYTES
         self._buffers = [aligned_buffer(self.margin + BLOCK_BYTES) for _ in range(2)]
 
-    def problem(self, what: str, path: str, expected: object, actual: object, offset: int | None = None) -> None:
+    def problem(
+        self, what: str, path: str, expected: object, actual: object, offset: int | None = None
+    ) -> None:
         """Count a problem, and list it if there is room."""
         self.faulty.add(path)
         self.problem_count += 1
@@ -233,9 +252,9 @@ class _Scrub:
             scrub_graph(self, graph, manifest.tables[graph.table].rows)
         unlisted = self._unlisted()
         return VerifyReport(
-            str(self.store), manifest.uuid, manifest.generation, len(self.readable), self._done_bytes, self.pages,
-            self.access, self.problem_count == 0, self.problem_count, tuple(self.problems), len(unlisted),
-            tuple(unlisted[:PROBLEMS_MAX]),
+            str(self.store), manifest.uuid, manifest.generation, len(self.readable), self._done_bytes,
+            self.pages, self.access, self.problem_count == 0, self.problem_count, tuple(self.problems),
+            len(unlisted), tuple(unlisted[:PROBLEMS_MAX]),
         )  # fmt: skip
 
     def _files(self) -> None:
@@ -249,7 +268,9 @@ class _Scrub:
             try:
                 status = os.lstat(self.store / path)
             except OSError as error:
-                self.problem("missing file", path, f"a file of {entry.bytes:,} bytes", os.strerror(error.errno or 0))
+                self.problem(
+                    "missing file", path, f"a file of {entry.bytes:,} bytes", os.strerror(error.errno or 0)
+                )
                 continue
             if not straight[folder]:
                 self.problem("file kind", path, "a file inside the store", "a path through a symbolic link")
@@ -263,7 +284,9 @@ class _Scrub:
     def _unlisted(self) -> list[str]:
         with asking(self.store, "list"):
             found = [name for name in os.listdir(self.store) if not _OWN_NAMES.fullmatch(name)]
-        for folder, folders, files in os.walk(self.store / self.manifest.generation, onerror=self._unlistable):
+        for folder, folders, files in os.walk(
+            self.store / self.manifest.generation, onerror=self._unlistable
+        ):
             files += [name for name in folders if os.path.islink(os.path.join(folder, name))]
             found += [os.path.relpath(os.path.join(folder, name), self.store) for name in files]
         return sorted(set(found) - self.entries.keys())
@@ -272,7 +295,10 @@ class _Scrub:
         folder = os.path.relpath(error.filename or self.store, self.store)
         if error.errno != errno.ENOENT:  # what is not there is told of by its files
             self.problem(
-                "unreadable directory", folder, "a directory that can be listed", os.strerror(error.errno or 0)
+                "unreadable directory",
+                folder,
+                "a directory that can be listed",
+                os.strerror(error.errno or 0),
             )
 
     def _open(self, path: str) -> int | None:
@@ -288,8 +314,11 @@ class _Scrub:
             self.problem("unreadable file", path, "a file that can be opened", os.strerror(error.errno or 0))
         return None
 
-    def _fill(self, descriptor: int, block: NDArray[np.uint8], offset: int, want: int) -> list[tuple[int, str]]:
-        """Read ``want`` bytes; returns offset and reason of each page that cannot be read; it is zero in ``block``."""
+    def _fill(
+        self, descriptor: int, block: NDArray[np.uint8], offset: int, want: int
+    ) -> list[tuple[int, str]]:
+        """Read ``want`` bytes; returns offset and reason of each page that cannot be read; it is zero in
+        ``block``."""
         bad: list[tuple[int, str]] = []
         done, step = 0, BLOCK_BYTES
         while done < want:
@@ -299,7 +328,8 @@ class _Scrub:
                 why = "end of file"
             except OSError as error:
                 flags = fcntl.fcntl(descriptor, fcntl.F_GETFL)
-                if error.errno == errno.EINVAL and flags & os.O_DIRECT:  # or it takes the flag and refuses the read
+                # or it takes the flag and refuses the read
+                if error.errno == errno.EINVAL and flags & os.O_DIRECT:
                     fcntl.fcntl(descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT)
                     self.access = "buffered"
                     continue
@@ -316,7 +346,8 @@ class _Scrub:
         return bad
 
     def _blocks(self, path: str) -> Iterator[tuple[int, NDArray[np.uint8], list[int]]]:
-        """(offset, a buffer that holds the file from ``margin`` on, offsets of unreadable pages), in file order.
+        """(offset, a buffer that holds the file from ``margin`` on, offsets of unreadable pages), in file
+        order.
 
         The next block is read while this one is looked at. Unreadable pages are reported here.
         """
@@ -329,7 +360,9 @@ class _Scrub:
             for turn, offset in enumerate(range(0, size, BLOCK_BYTES)):
                 want = min(BLOCK_BYTES, size - offset)
                 buffer, other = self._buffers[turn % 2], self._buffers[(turn + 1) % 2]
-                bad = future.result() if future else self._fill(descriptor, buffer[self.margin :], offset, want)
+                bad = (
+                    future.result() if future else self._fill(descriptor, buffer[self.margin :], offset, want)
+                )
                 after = offset + BLOCK_BYTES
                 if after < size:
                     rest = min(BLOCK_BYTES, size - after)
@@ -364,7 +397,9 @@ class _Scrub:
             got = os.preadv(file.fileno(), [out.view(np.uint8)], first * out.itemsize)  # type: ignore[list-item]
         return out[: got // out.itemsize]
 
-    def _vector(self, entry: ArrayEntry, start: int = 0, end: int | None = None) -> Iterator[tuple[int, NDArray[Any]]]:
+    def _vector(
+        self, entry: ArrayEntry, start: int = 0, end: int | None = None
+    ) -> Iterator[tuple[int, NDArray[Any]]]:
         end = entry.shape[0] if end is None else end
         for first in range(start, end, _PIECE):
             yield first, self._numbers(entry, first, min(_PIECE, end - first))
@@ -390,7 +425,9 @@ class _Scrub:
         try:
             with asking(self.store / path, "read"), open(self.store / path, "rb") as file:
                 found = json.loads(file.read(_METADATA_BYTES_MAX))
-            codecs = [(c["name"], c.get("configuration", {}).get("endian", "little")) for c in found["codecs"]]
+            codecs = [
+                (c["name"], c.get("configuration", {}).get("endian", "little")) for c in found["codecs"]
+            ]
             for key, value in wanted.items():
                 if found.get(key) != value:
                     self.problem("metadata", path, f"{key} = {json.dumps(value)}", json.dumps(found.get(key)))
@@ -398,12 +435,18 @@ class _Scrub:
             self.problem("metadata", path, "zarr v3 array metadata", f"something else ({error!r})")
             return
         if codecs != [("bytes", "little")]:
-            self.problem("metadata", path, "the codec bytes alone, little-endian", json.dumps(found["codecs"]))
+            self.problem(
+                "metadata", path, "the codec bytes alone, little-endian", json.dumps(found["codecs"])
+            )
 
     def _table(self, table: TableEntry) -> None:
         layout, order, row_shape = table.layout, table.order, table.row_shape
         self._metadata(table.path, [table.rows, *row_shape], [table.rows_per_chunk, *row_shape], table.dtype)
-        maps = [entry for entry in (order.node_of_row, order.row_of_node, order.rows_by_degree) if entry is not None]
+        maps = [
+            entry
+            for entry in (order.node_of_row, order.row_of_node, order.rows_by_degree)
+            if entry is not None
+        ]
         for entry in (table.page_checksums, order.partition_offsets, *maps):
             self._metadata(entry.path, entry.shape, entry.shape, entry.dtype)
         before = self.problem_count
@@ -411,8 +454,11 @@ class _Scrub:
         chunks = {table.chunk_path(chunk): chunk for chunk in range(layout.chunks)}
         total = sum(self._chunk(table, chunk) for path, chunk in chunks.items() if path in self.readable)
         recorded, actual = table.statistics.get("rows_digest"), f"{total % 2**64:016x}"
-        # With a bad page or map the digest is wrong for a known reason; it is there for what nothing else sees.
-        blameless = self.problem_count == before and chunks.keys() <= self.readable and all(map(self._sound, maps))
+        # With a bad page or map the digest is wrong for a known reason; it is there for what nothing else
+        # sees.
+        blameless = (
+            self.problem_count == before and chunks.keys() <= self.readable and all(map(self._sound, maps))
+        )
         if blameless and recorded is not None and recorded != actual:
             self.problem("rows digest", table.path, recorded, actual)
 
@@ -429,7 +475,9 @@ class _Scrub:
             self.problem("map", str(array_chunk(node_of)), "the inverse of row_of_node", "something else")
         # All values against 0, 1, 2 ... as a set: the difference is zero for a permutation.
         if degrees is not None and self._map_digest(degrees, rows, lambda i, v: _sum(v) - _sum(i)):
-            self.problem("map", str(array_chunk(degrees)), f"a permutation of 0 to {rows - 1:,}", "something else")
+            self.problem(
+                "map", str(array_chunk(degrees)), f"a permutation of 0 to {rows - 1:,}", "something else"
+            )
 
     def _partitions(self, entry: ArrayEntry, rows: int) -> None:
         last, ascend = 0, True
@@ -440,7 +488,8 @@ class _Scrub:
             self.problem("map", str(array_chunk(entry)), f"offsets that ascend from 0 to {rows:,}", "others")
 
     def _map_digest(self, entry: ArrayEntry | None, rows: int, digest: Callable[..., int]) -> int | None:
-        """Sum of ``digest(index, values)`` modulo 2**64; None where the map is absent or damaged. Checks the range."""
+        """Sum of ``digest(index, values)`` modulo 2**64; None where the map is absent or damaged. Checks the
+        range."""
         if entry is None or not self._sound(entry):
             return None
         total, path = 0, str(array_chunk(entry))
@@ -458,7 +507,9 @@ class _Scrub:
         sums, first_page = array_chunk(table.page_checksums), chunk * layout.pages_per_chunk
         known = sums in self.readable
         digest, by_checksums = hashlib.sha256(), hashlib.sha256()
-        for _, stored in self._vector(table.page_checksums, first_page, first_page + layout.pages_per_chunk * known):
+        for _, stored in self._vector(
+            table.page_checksums, first_page, first_page + layout.pages_per_chunk * known
+        ):
             by_checksums.update(stored.tobytes())
         trusted = by_checksums.hexdigest() == self.entries[path].digest
         rows = _Rows(self, table, chunk)
@@ -480,7 +531,11 @@ class _Scrub:
             end = max(0, layout.data_bytes - chunk * layout.chunk_bytes - offset)
             if block[end:].any():
                 self.problem("padding", path, "zero bytes after the last row", "others", offset + end)
-        if path in self.readable and path not in self.faulty and digest.hexdigest() != self.entries[path].digest:
+        if (
+            path in self.readable
+            and path not in self.faulty
+            and digest.hexdigest() != self.entries[path].digest
+        ):
             self.problem("file digest", path, self.entries[path].digest, digest.hexdigest())
         return rows.digest
 
@@ -508,7 +563,11 @@ class _Rows:
             return
         for first in range(0, count, _PIECE):
             piece, row = min(_PIECE, count - first), self._row + first
-            nodes = np.empty(0, np.int64) if self._nodes is None else self._scrub._numbers(self._nodes, row, piece)
+            nodes = (
+                np.empty(0, np.int64)
+                if self._nodes is None
+                else self._scrub._numbers(self._nodes, row, piece)
+            )
             if self._nodes is not None and len(nodes) < piece:
                 return
             address = address_of(data) + first * self._row_bytes

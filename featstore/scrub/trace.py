@@ -1,7 +1,8 @@
 """Verifying a trace: every byte read once and held against the checksums.
 
-Head, index and tail are looked at as in opening a trace; then every frame: its own two checksums, those that the index repeats,
-and what the index says of its length and its ids. Between frames there is nothing. It holds one mini-batch.
+Head, index and tail are looked at as in opening a trace; then every frame: its own two checksums, those that
+the index repeats, and what the index says of its length and its ids. Between frames there is nothing. It
+holds one mini-batch.
 """
 
 from __future__ import annotations
@@ -44,8 +45,9 @@ class TraceProblem:
 
 @dataclass(frozen=True)
 class TraceReport:
-    """What was seen. ``problems`` lists the first 1000 of ``problem_count``. ``uuid`` is empty, and no mini-batch was read, where
-    head, index or tail are bad. ``access``: "direct" where the device was asked, "buffered" where the page cache could answer."""
+    """What was seen. ``problems`` lists the first 1000 of ``problem_count``. ``uuid`` is empty, and no
+    mini-batch was read, where head, index or tail are bad. ``access``: "direct" where the device was asked,
+    "buffered" where the page cache could answer."""
 
     path: str
     uuid: str
@@ -68,12 +70,16 @@ class TraceReport:
 
 
 def verify_trace(
-    path: str | os.PathLike[str], *, progress: Callable[[TraceProgress], None] | None = None, access: Access = "direct"
+    path: str | os.PathLike[str],
+    *,
+    progress: Callable[[TraceProgress], None] | None = None,
+    access: Access = "direct",
 ) -> TraceReport:
-    """Read a whole finished trace; see the module's text. ``access``: "direct" has the page cache let go of the file before.
+    """Read a whole finished trace; see the module's text. ``access``: "direct" has the page cache let go of
+    the file before.
 
-    Raises IncompleteStoreError where there is no finished trace, FormatError where it cannot be trusted, DeviceError, and
-    ValueError for another access.
+    Raises IncompleteStoreError where there is no finished trace, FormatError where it cannot be trusted,
+    DeviceError, and ValueError for another access.
     """
     as_choice(access, "access", ("direct", "buffered"))
     if progress is not None:
@@ -136,8 +142,8 @@ def _frame(trace: Trace, number: int, offset: int, id_max: dict[str, int]) -> No
     front, block, sample = read_frame(trace._descriptor, path, offset, end, number, list(trace.node_types))
     found = (front.crc, front.sample_crc, len(block), len(sample), *(len(one) for one in front.ids.values()))
     said = (
-        int(index.front_crcs[number]), int(index.sample_crcs[number]), int(index.front_bytes[number]), int(index.sample_bytes[number]),
-        *index.counts[:, number].tolist(),
+        int(index.front_crcs[number]), int(index.sample_crcs[number]), int(index.front_bytes[number]),
+        int(index.sample_bytes[number]), *index.counts[:, number].tolist(),
     )  # fmt: skip
     if found != said:
         raise CorruptionError(path, offset, f"what the index says, {said}", f"{found}")

@@ -1,15 +1,16 @@
 """The client of a shared buffer: reads rows in any process of the host; see :mod:`featstore.shared.owner`.
 
-A client is little more than an address: it can be pickled, and a forked child may go on using it. Each process connects when it
-first asks for rows, and maps the owner's rows read-only.
+A client is little more than an address: it can be pickled, and a forked child may go on using it. Each
+process connects when it first asks for rows, and maps the owner's rows read-only.
 
-*Asking.* A read asks for rows, waits until the owner says in which slots they lie, copies them out of the shared mapping and says
-that they may go. :meth:`BufferClient.submit` asks ahead: the owner reads, but the rows are this client's only once it wants them
-(:meth:`BufferRequest.result`). Until then the owner may give their slots to others that want rows now, and the client asks again.
-So what a process keeps from others it keeps for the time of a copy, and no order of waiting among processes can deadlock.
+*Asking.* A read asks for rows, waits until the owner says in which slots they lie, copies them out of the
+shared mapping and says that they may go. :meth:`BufferClient.submit` asks ahead: the owner reads, but the
+rows are this client's only once it wants them (:meth:`BufferRequest.result`). Until then the owner may give
+their slots to others that want rows now, and the client asks again. So what a process keeps from others it
+keeps for the time of a copy, and no order of waiting among processes can deadlock.
 
-*Ending.* An exception in the middle of an exchange, an interrupt for instance, closes the connection, upon which the owner frees
-what this process held; the next use connects anew.
+*Ending.* An exception in the middle of an exchange, an interrupt for instance, closes the connection, upon
+which the owner frees what this process held; the next use connects anew.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ class BufferRequest:
         self._cancelled = False
 
     def result(self) -> Any:
-        """Wait for the rows; returns them, or the ``out`` that was given. Raises what went wrong with reading in the owner;
-        ClosedError; CancelledError. May be called again."""
+        """Wait for the rows; returns them, or the ``out`` that was given. Raises what went wrong with reading
+        in the owner; ClosedError; CancelledError. May be called again."""
         if self._cancelled:
             raise CancelledError("the result of a cancelled request was asked for")
         while self._filled < len(self._pieces):
@@ -94,15 +95,19 @@ class BufferRequest:
 
 
 class BufferClient:
-    """Reads rows through the buffer of another process (or of this one); made by :meth:`featstore.SharedBuffer.client`.
+    """Reads rows through the buffer of another process (or of this one); made by
+    :meth:`featstore.SharedBuffer.client`.
 
-    It can be pickled and survives a fork. Threads may share a client, but then wait for each other: give each its own.
+    It can be pickled and survives a fork. Threads may share a client, but then wait for each other: give each
+    its own.
     """
 
     def __init__(self, address: str, key: bytes) -> None:
         self._address, self._key = as_text(address, "address"), key
         if not isinstance(key, bytes):
-            raise ArgumentError(f"key must be bytes, not {shown(key)}; a client is made by SharedBuffer.client()")
+            raise ArgumentError(
+                f"key must be bytes, not {shown(key)}; a client is made by SharedBuffer.client()"
+            )
         self._lock = threading.Lock()
         self._connection: Connection | None = None
         self._about: About | None = None
@@ -116,17 +121,20 @@ class BufferClient:
     def read(self, ids: Any, *, out: Any = None) -> Any:
         """Rows of ``ids``, in the order asked; duplicates are fine.
 
-        ``ids``: node ids, integers of any dtype and shape, NumPy, torch or a list; or ``{table: ids}``, which returns ``{table:
-        rows}``. The result has the shape of the ids followed by that of a row: a NumPy array, or a tensor where the ids were a
-        tensor. ``out``: a C-contiguous array or tensor to fill and return instead.
+        ``ids``: node ids, integers of any dtype and shape, NumPy, torch or a list; or ``{table: ids}``, which
+        returns ``{table: rows}``. The result has the shape of the ids followed by that of a row: a NumPy
+        array, or a tensor where the ids were a tensor. ``out``: a C-contiguous array or tensor to fill and
+        return instead.
 
-        Raises IdError; CorruptionError, DeviceError and what else went wrong in the owner; ClosedError where the owner is gone.
+        Raises IdError; CorruptionError, DeviceError and what else went wrong in the owner; ClosedError where
+        the owner is gone.
         """
         return self._request(ids, out, copy=False).result()
 
     def submit(self, ids: Any, *, out: Any = None) -> BufferRequest:
-        """Ask ahead for rows of which :meth:`BufferRequest.result` waits. ``ids`` may be changed afterwards; ``out`` belongs
-        to the request until its result was taken. Raises ClosedError, IdError for ids that are no integers."""
+        """Ask ahead for rows of which :meth:`BufferRequest.result` waits. ``ids`` may be changed afterwards;
+        ``out`` belongs to the request until its result was taken. Raises ClosedError, IdError for ids that
+        are no integers."""
         request = self._request(ids, out, copy=True)
         request._ask_ahead(0)
         return request
@@ -177,7 +185,8 @@ class BufferClient:
             connection.say(protocol.AHEAD, number, ids)
 
     def _fetch(self, request: BufferRequest, piece: int) -> None:
-        """Wait for the rows of a piece of a request, and copy them out. Raises what went wrong in the owner."""
+        """Wait for the rows of a piece of a request, and copy them out. Raises what went wrong in the
+        owner."""
         number, ids, row_bytes = request._numbers[piece], request._pieces[piece], request._about.row_bytes
         out = address_of(request._rows) + piece * request._about.batch_rows * row_bytes
         error: FeatstoreError | None = None
@@ -222,7 +231,8 @@ class BufferClient:
             self._forgotten.clear()  # a new connection knows of no request
             try:
                 self._about = self._connection.open(self._address, self._key, deadline)
-            except BrokenOffError:  # the owner has ended, which the next try will see, or showed us out in a crowd
+            # the owner has ended, which the next try will see, or showed us out in a crowd
+            except BrokenOffError:
                 self._drop()
                 time.sleep(AGAIN_SECONDS)
         return self._connection
@@ -268,4 +278,7 @@ class BufferClient:
         return BufferClient, (self._address, self._key)
 
     def __repr__(self) -> str:
-        return f"<BufferClient, {'closed' if self._closed else 'connected' if self._connection else 'not connected'}>"
+        return (
+            "<BufferClient, "
+            f"{'closed' if self._closed else 'connected' if self._connection else 'not connected'}>"
+        )

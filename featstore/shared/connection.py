@@ -1,7 +1,9 @@
-"""A client's connection to the owner of a shared buffer: a socket, proofs on both sides, and the owner's rows, mapped read-only.
+"""A client's connection to the owner of a shared buffer: a socket, proofs on both sides, and the owner's
+rows, mapped read-only.
 
-The owner answers at once, so who waits for :data:`CONNECT_SECONDS` waits for one that is stopped, has no descriptors left, or is besieged
-by others, and is told so. A connection that breaks off before it is made is made again by the client.
+The owner answers at once, so who waits for :data:`CONNECT_SECONDS` waits for one that is stopped, has no
+descriptors left, or is besieged by others, and is told so. A connection that breaks off before it is made is
+made again by the client.
 """
 
 from __future__ import annotations
@@ -63,8 +65,8 @@ class Connection:
         self._deadline: float | None = None
 
     def open(self, address: str, key: bytes, deadline: float) -> About:
-        """Connect, prove, be proved to, before ``deadline`` of the monotonic clock. Raises ClosedError; BrokenOffError where the
-        connection ended before that."""
+        """Connect, prove, be proved to, before ``deadline`` of the monotonic clock. Raises ClosedError;
+        BrokenOffError where the connection ended before that."""
         self._deadline = deadline
         self._connect(address)
         about = self._shake_hands(key)
@@ -99,9 +101,13 @@ class Connection:
         kind, length = self._receive_welcome()
         body = self._receive(min(length, _WELCOME_BYTES_MAX))
         if kind != protocol.WELCOME:
-            raise ClosedError("the owner of the shared buffer does not let this client in: its key is another one")
+            raise ClosedError(
+                "the owner of the shared buffer does not let this client in: its key is another one"
+            )
         if not protocol.proves(body[: protocol.PROOF_BYTES], key, b"owner", mine):
-            raise ClosedError("who listens at the shared buffer's address is not its owner: it does not know the key")
+            raise ClosedError(
+                "who listens at the shared buffer's address is not its owner: it does not know the key"
+            )
         if len(self.x) == 0:  # the system leaves out the descriptor that a process has no room for
             raise DeviceError(errno.EMFILE, "the shared buffer", None, "open")
         return About.parse(body[protocol.PROOF_BYTES :])
@@ -188,14 +194,16 @@ class Connection:
 
 def _closed() -> ClosedError:
     return ClosedError(
-        "the shared buffer is gone: the process that owns it has closed it or has died; make another one, and new clients"
+        "the shared buffer is gone: the process that owns it has closed it or has died; make another "
+        "one, and new clients"
     )
 
 
 def _no_answer() -> ClosedError:
     return ClosedError(
-        f"the owner of the shared buffer has not answered for {CONNECT_SECONDS:.0f} seconds: see whether it is stopped, busy, or out "
-        "of descriptors (ulimit -n), or whether another process besieges it with connections; then ask again"
+        f"the owner of the shared buffer has not answered for {CONNECT_SECONDS:.0f} seconds: see "
+        "whether it is stopped, busy, or out of descriptors (ulimit -n), or whether another process "
+        "besieges it with connections; then ask again"
     )
 
 

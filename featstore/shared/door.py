@@ -1,9 +1,11 @@
-"""Where clients of a shared buffer come in, and how long they may stand there without having proved that they know its key.
+"""Where clients of a shared buffer come in, and how long they may stand there without having proved that they
+know its key.
 
-Any process of the host can connect, and each connection takes a descriptor of the owner. So who has not proved anything is a stranger, of
-whom there are :data:`STRANGERS_MAX` at most: the one that has stood there longest goes when another comes, and each after
-:data:`HANDSHAKE_SECONDS`. A client proves itself as soon as it is let in; one that was shown out by a crowd of others comes again. Where
-the owner is out of descriptors, a stranger's is taken for the next; without any, those at the door wait there for a moment.
+Any process of the host can connect, and each connection takes a descriptor of the owner. So who has not
+proved anything is a stranger, of whom there are :data:`STRANGERS_MAX` at most: the one that has stood there
+longest goes when another comes, and each after :data:`HANDSHAKE_SECONDS`. A client proves itself as soon as
+it is let in; one that was shown out by a crowd of others comes again. Where the owner is out of descriptors,
+a stranger's is taken for the next; without any, those at the door wait there for a moment.
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ Guest = TypeVar("Guest")
 
 
 class Door(Generic[Guest]):
-    """A socket that listens in Linux's abstract namespace, known to a selector, and the strangers that it has let in. Made while
-    :data:`featstore.shared.protocol.forking` is held."""
+    """A socket that listens in Linux's abstract namespace, known to a selector, and the strangers that it has
+    let in. Made while :data:`featstore.shared.protocol.forking` is held."""
 
     def __init__(self, selector: selectors.BaseSelector) -> None:
         self._selector = selector
@@ -43,7 +45,8 @@ class Door(Generic[Guest]):
         self._selector.register(self.socket, selectors.EVENT_READ)
 
     def accept(self, see_off: Callable[[Guest], None]) -> socket.socket | None:
-        """Who is next at the door; None where there is nobody, or no descriptor for him: then the oldest stranger is seen off for him."""
+        """Who is next at the door; None where there is nobody, or no descriptor for him: then the oldest
+        stranger is seen off for him."""
         try:
             return self.socket.accept()[0]
         except BlockingIOError:
@@ -82,7 +85,9 @@ class Door(Generic[Guest]):
     def overstayed(self) -> list[Guest]:
         """Who has to go: those whose time is over, and those that are too many."""
         now, surplus = time.monotonic(), len(self._strangers) - STRANGERS_MAX
-        return [guest for n, (guest, until) in enumerate(self._strangers.items()) if n < surplus or until <= now]
+        return [
+            guest for n, (guest, until) in enumerate(self._strangers.items()) if n < surplus or until <= now
+        ]
 
     def close(self) -> None:
         """May be called more than once."""

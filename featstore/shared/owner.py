@@ -1,17 +1,18 @@
 """One feature buffer for all processes of a host, so that the host holds one copy of the cache.
 
-The process that makes a :class:`SharedBuffer` owns it: the reader, the slot map and the policy are its own, as with any
-:class:`~featstore.tiers.buffer.FeatureBuffer`. The rows lie in anonymous shared memory (``memfd_create``), which other processes, the
-workers of a data loader or the ranks of a host, map read-only. They get it from the owner through a Unix socket
-(:class:`~featstore.shared.client.BufferClient`), and then ask for ids and are told slots; rows never pass through the socket.
+The process that makes a :class:`SharedBuffer` owns it: the reader, the slot map and the policy are its own,
+as with any :class:`~featstore.tiers.buffer.FeatureBuffer`. The rows lie in anonymous shared memory
+(``memfd_create``), which other processes, the workers of a data loader or the ranks of a host, map read-only.
+They get it from the owner through a Unix socket (:class:`~featstore.shared.client.BufferClient`), and then
+ask for ids and are told slots; rows never pass through the socket.
 
-Why an owner, and no slot map in shared memory under a lock that processes share: a process that dies in the middle of a change
-would leave it half done, and a lock taken for ever; and reads end in the process that began them. So what a process can leave behind
-is a closed socket, upon which the owner releases what was held through it (:mod:`~featstore.shared.service`). When the owner
-dies, its clients see the same.
+Why an owner, and no slot map in shared memory under a lock that processes share: a process that dies in the
+middle of a change would leave it half done, and a lock taken for ever; and reads end in the process that
+began them. So what a process can leave behind is a closed socket, upon which the owner releases what was held
+through it (:mod:`~featstore.shared.service`). When the owner dies, its clients see the same.
 
-**Memory.** The budget covers the reader, what is known of requests under way, slot map and rows. In system tools the rows count as shared
-memory of the owner and of each client that has touched them.
+**Memory.** The budget covers the reader, what is known of requests under way, slot map and rows. In system
+tools the rows count as shared memory of the owner and of each client that has touched them.
 """
 
 from __future__ import annotations
@@ -53,16 +54,19 @@ _F_SEAL_FUTURE_WRITE = 0x10  # since Linux 5.1; the fcntl module has no name for
 
 
 class SharedBuffer:
-    """A feature buffer that other processes read through; see the module's text. A context manager. Its owner is the process that makes
-    it; make it before the workers start.
+    """A feature buffer that other processes read through; see the module's text. A context manager. Its owner
+    is the process that makes it; make it before the workers start.
 
     Args:
         store: the open store.
-        memory: budget for all that is held, in all processes together, bytes or ``"2GiB"``. Results are the clients' own.
+        memory: budget for all that is held, in all processes together, bytes or ``"2GiB"``. Results are the
+            clients' own.
         policy: a name of :data:`featstore.tiers.slots.layout.POLICIES` but ``"static"`` and ``"min"``.
         table: the table's name; not needed where the store has only one of nodes.
-        batch_rows: how many ids are asked for at once at most; longer reads go in pieces. By default a quarter of the slots, or less.
-        reader: ``engine``, ``queue_depth``, ``verify`` and ``model``, as for :class:`featstore.reader.reader.Reader`.
+        batch_rows: how many ids are asked for at once at most; longer reads go in pieces. By default a
+            quarter of the slots, or less.
+        reader: ``engine``, ``queue_depth``, ``verify`` and ``model``, as for
+            :class:`featstore.reader.reader.Reader`.
 
     Raises BudgetError with the smallest budget that works, SourceError; what opening a reader raises.
     """
@@ -74,7 +78,9 @@ class SharedBuffer:
         self._table = _table_of(as_store(store), table)
         self.memory_bytes, self._pid = parse_bytes(memory, "memory"), os.getpid()
         as_choice(
-            policy, "policy of a shared buffer", [name for name in layout.POLICIES if name not in ("static", "min")]
+            policy,
+            "policy of a shared buffer",
+            [name for name in layout.POLICIES if name not in ("static", "min")],
         )
         check_options(reader, (*options_of(SharedBuffer), *READING), "a shared buffer")
         check_reading(**reader)
@@ -115,8 +121,8 @@ class SharedBuffer:
     # What it does.
 
     def stats(self) -> BufferStats:
-        """What has been counted for all clients. What was asked ahead and had to be asked again counts twice. In the owner alone;
-        elsewhere ask :meth:`BufferClient.stats`. Raises ClosedError."""
+        """What has been counted for all clients. What was asked ahead and had to be asked again counts twice.
+        In the owner alone; elsewhere ask :meth:`BufferClient.stats`. Raises ClosedError."""
         self._check()
         return self._buffer.stats()
 
@@ -127,7 +133,9 @@ class SharedBuffer:
 
     def _check(self) -> None:
         if os.getpid() != self._pid:
-            raise ClosedError("a shared buffer belongs to the process that made it; other processes use a client of it")
+            raise ClosedError(
+                "a shared buffer belongs to the process that made it; other processes use a client of it"
+            )
         if self._service.error is not None:
             raise ClosedError(
                 f"the shared buffer's thread has failed: {self._service.error!r}"
@@ -140,8 +148,8 @@ class SharedBuffer:
     # Ending.
 
     def close(self) -> None:
-        """Give everything back; clients get ClosedError. In other processes than the owner nothing happens. May be called more than
-        once."""
+        """Give everything back; clients get ClosedError. In other processes than the owner nothing happens.
+        May be called more than once."""
         if os.getpid() == self._pid:
             self._opened.close()
 
@@ -159,7 +167,8 @@ class SharedBuffer:
 
 
 def _shared_memory(size: int) -> tuple[int, NDArray[np.uint8]]:
-    """A file in memory and its bytes, which only this process can write to, and which stay as many as they are."""
+    """A file in memory and its bytes, which only this process can write to, and which stay as many as they
+    are."""
     file = -1
     try:
         file = os.memfd_create("featstore-buffer", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -170,7 +179,9 @@ def _shared_memory(size: int) -> tuple[int, NDArray[np.uint8]]:
     except OSError as error:
         if file >= 0:
             os.close(file)
-        raise DeviceError(error.errno or errno.EIO, "shared memory", None, f"make {size:,} bytes of") from error
+        raise DeviceError(
+            error.errno or errno.EIO, "shared memory", None, f"make {size:,} bytes of"
+        ) from error
     return file, block
 
 
@@ -179,8 +190,8 @@ def _table_of(store: OpenStore, name: str | None) -> Table:
         nodes = node_tables(store.tables)
         if len(nodes) != 1:
             raise SourceError(
-                f"the store has {len(store.tables)} tables, {len(nodes)} of them of nodes; say which: table= one of "
-                f"{', '.join(map(repr, store.tables))}"
+                f"the store has {len(store.tables)} tables, {len(nodes)} of them of nodes; say which: "
+                f"table= one of {', '.join(map(repr, store.tables))}"
             )
         name = nodes[0]
     return store.table(name)
@@ -203,10 +214,15 @@ class _Split:
         return b.row_map_bytes + b.checksum_bytes + b.staging_bytes + b.scratch_bytes
 
     def _needed(self, memory_bytes: int, batch_rows: int) -> int:
-        """Bytes without which requests of so many ids cannot be served, beside a reader as in a budget of ``memory_bytes``."""
+        """Bytes without which requests of so many ids cannot be served, beside a reader as in a budget of
+        ``memory_bytes``."""
         slots = min(self._table.rows, batch_rows)
         requests = ROOM_BATCHES * BYTES_PER_ID * batch_rows
-        return self._reader_bytes(memory_bytes) + requests + buffer_bytes(slots, self._table.row_bytes, self._policy)
+        return (
+            self._reader_bytes(memory_bytes)
+            + requests
+            + buffer_bytes(slots, self._table.row_bytes, self._policy)
+        )
 
     def of(self, memory_bytes: int, batch_rows: int | None) -> tuple[int, int, dict[str, int]]:
         """(ids of a request, slots, bytes by use). Raises BudgetError."""

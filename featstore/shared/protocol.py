@@ -1,15 +1,17 @@
-"""What the owner of a shared buffer and its clients say to each other, and what holds of their sockets when a process forks.
+"""What the owner of a shared buffer and its clients say to each other, and what holds of their sockets when a
+process forks.
 
-*Messages.* A header of 16 bytes (kind, number of the request, length) and then, for some, raw arrays: ids as int64, slots as
-int32. Nothing is pickled. Errors travel as JSON: the name of a class of :mod:`featstore.errors` and what it was made of, so that
-they arrive as the same type with the same message.
+*Messages.* A header of 16 bytes (kind, number of the request, length) and then, for some, raw arrays: ids as
+int64, slots as int32. Nothing is pickled. Errors travel as JSON: the name of a class of
+:mod:`featstore.errors` and what it was made of, so that they arrive as the same type with the same message.
 
-*Who may speak.* The socket has a random name in Linux's abstract namespace, which any process of the host can connect to. So both
-sides first prove that they know the buffer's key: each answers the other's random nonce with an HMAC, and the key itself is never
-sent. Who has the key is trusted.
+*Who may speak.* The socket has a random name in Linux's abstract namespace, which any process of the host can
+connect to. So both sides first prove that they know the buffer's key: each answers the other's random nonce
+with an HMAC, and the key itself is never sent. Who has the key is trusted.
 
-*Fork.* A child inherits the descriptors of its parent. Were they left open, the end of the parent would not be seen at the other
-side. So sockets are made under a lock that a fork waits for, and the child closes its copies before it does anything else.
+*Fork.* A child inherits the descriptors of its parent. Were they left open, the end of the parent would not
+be seen at the other side. So sockets are made under a lock that a fork waits for, and the child closes its
+copies before it does anything else.
 """
 
 from __future__ import annotations
@@ -30,11 +32,11 @@ from featstore.errors import FeatstoreError, FormatError
 
 HEADER = struct.Struct("<BxxxIQ")
 
-# From clients: a request of ids whose rows are wanted now, or later; the rows of an earlier request are wanted now; a request is
-# over; what has been counted?
+# From clients: a request of ids whose rows are wanted now, or later; the rows of an earlier request are
+# wanted now; a request is over; what has been counted?
 ASK, AHEAD, WANT, RELEASE, STATS = range(1, 6)
-# From the owner: the handshake's end; rows are in these slots; the request is not known (any more), send it again; an error;
-# what has been counted.
+# From the owner: the handshake's end; rows are in these slots; the request is not known (any more), send it
+# again; an error; what has been counted.
 WELCOME, REFUSED, SLOTS, AGAIN, ERROR, COUNTED = range(16, 22)
 
 NONCE_BYTES = PROOF_BYTES = 32
@@ -50,7 +52,8 @@ def new_nonce() -> bytes:
 
 
 def proof(key: bytes, side: bytes, nonce: bytes) -> bytes:
-    """What only who knows the key can answer to a nonce; ``side`` keeps an answer from being used by the other side."""
+    """What only who knows the key can answer to a nonce; ``side`` keeps an answer from being used by the
+    other side."""
     return hmac.digest(key, side + nonce, "sha256")
 
 
@@ -62,15 +65,21 @@ def proves(answer: bytes, key: bytes, side: bytes, nonce: bytes) -> bool:
 
 
 def encode_error(error: BaseException) -> bytes:
-    """An error as JSON. One that is not of :mod:`featstore.errors` becomes the nearest class that is, its own name in the
-    message."""
+    """An error as JSON. One that is not of :mod:`featstore.errors` becomes the nearest class that is, its own
+    name in the message."""
     name = type(error).__name__
     if name in errors.__all__ and type(error) is getattr(errors, name):
         reduced = error.__reduce__()
         return json.dumps({"type": name, "arguments": list(reduced[1])}, default=str).encode()
-    nearest = next((c.__name__ for c in type(error).__mro__ if c.__name__ in errors.__all__), "FeatstoreError")
+    nearest = next(
+        (c.__name__ for c in type(error).__mro__ if c.__name__ in errors.__all__), "FeatstoreError"
+    )
     if nearest in _OF_MESSAGE:
-        message = f"{error}" if nearest != "FeatstoreError" else f"{name} in the owner of the shared buffer: {error}"
+        message = (
+            f"{error}"
+            if nearest != "FeatstoreError"
+            else f"{name} in the owner of the shared buffer: {error}"
+        )
         return json.dumps({"type": nearest, "arguments": [message]}).encode()
     return json.dumps(
         {"type": "FeatstoreError", "arguments": [f"{name} in the owner of the shared buffer: {error}"]}

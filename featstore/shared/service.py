@@ -1,21 +1,25 @@
 """The owner's side of a shared buffer: one thread that speaks with all clients and waits for none of them.
 
-The thread sleeps until a socket has something to say, a read has ended or slots were given back. Each client's conversation is a
-generator that yields the memory it wants to be filled next, so that it reads like a dialogue and never blocks.
+The thread sleeps until a socket has something to say, a read has ended or slots were given back. Each
+client's conversation is a generator that yields the memory it wants to be filled next, so that it reads like
+a dialogue and never blocks.
 
-*Requests.* A request is wanted now, or asked ahead. Wanted ones get their slots in the order in which they were wanted; when their
-rows are there, the client is told the slots, and they are pinned until it has copied. Requests asked ahead are begun when no wanted
-one waits, with at most half of the slots (:data:`AHEAD_SHARE`); their tickets are given up, the youngest first, where a wanted
-one lacks slots or room, and the client is told so when it wants the rows.
+*Requests.* A request is wanted now, or asked ahead. Wanted ones get their slots in the order in which they
+were wanted; when their rows are there, the client is told the slots, and they are pinned until it has copied.
+Requests asked ahead are begun when no wanted one waits, with at most half of the slots (:data:`AHEAD_SHARE`);
+their tickets are given up, the youngest first, where a wanted one lacks slots or room, and the client is told
+so when it wants the rows.
 
-*No deadlock.* A wanted request waits only for reads under way, for wanted ones before it, and for clients in the middle of a copy; a
-client that dies is a closed socket, and what it held is released. A request has at most ``batch_rows`` ids, which fit the buffer.
+*No deadlock.* A wanted request waits only for reads under way, for wanted ones before it, and for clients in
+the middle of a copy; a client that dies is a closed socket, and what it held is released. A request has at
+most ``batch_rows`` ids, which fit the buffer.
 
-*Room.* What is known of requests takes memory, :data:`BYTES_PER_ID` for each id. Where it is used up, the socket of who wants more is not
-read from until there is room; ids that are asked ahead are let go.
+*Room.* What is known of requests takes memory, :data:`BYTES_PER_ID` for each id. Where it is used up, the
+socket of who wants more is not read from until there is room; ids that are asked ahead are let go.
 
-*Limits.* A client that is stopped (SIGSTOP) in the middle of a copy keeps its slots until it goes on or is killed. The thread needs
-Python's lock, so an owner that computes in Python delays its clients by some milliseconds.
+*Limits.* A client that is stopped (SIGSTOP) in the middle of a copy keeps its slots until it goes on or is
+killed. The thread needs Python's lock, so an owner that computes in Python delays its clients by some
+milliseconds.
 """
 
 from __future__ import annotations
@@ -91,7 +95,8 @@ class Service:
         self._buffer, self._memory, self._key, self._about = buffer, memory, key, about
         self._batch_rows: int = about["batch_rows"]
         self._room: int = ROOM_BATCHES * self._batch_rows  # in ids
-        self._pinned, self._ahead_max = 0, int(AHEAD_SHARE * buffer.slots)  # ids with slots; above that, none ahead
+        # ids with slots; above that, none ahead
+        self._pinned, self._ahead_max = 0, int(AHEAD_SHARE * buffer.slots)
         self._guests: set[_Guest] = set()
         self._held: deque[_Guest] = deque()  # not listened to until there is room
         self._wanted: deque[_Asked] = deque()  # without slots
@@ -272,7 +277,8 @@ class Service:
                 return
 
     def _welcome(self, guest: _Guest, nonce: bytes) -> None:
-        """Let a client have the rows. The message is short, and the first in a socket that nothing else is in."""
+        """Let a client have the rows. The message is short, and the first in a socket that nothing else is
+        in."""
         body = protocol.proof(self._key, b"owner", nonce) + json.dumps(self._about).encode()
         try:
             socket.send_fds(guest.socket, [HEADER.pack(protocol.WELCOME, 0, len(body)), body], [self._memory])
@@ -343,7 +349,9 @@ class Service:
                 return  # who came later must not overtake, or a large request would wait for ever
             self._forget(holding[-1])
         for asked in self._ahead:
-            if not asked.begun and (self._pinned + asked.count > self._ahead_max or not self._try_begin(asked)):
+            if not asked.begun and (
+                self._pinned + asked.count > self._ahead_max or not self._try_begin(asked)
+            ):
                 return
 
     def _try_begin(self, asked: _Asked) -> bool:
@@ -374,7 +382,11 @@ class Service:
                 self._forget(asked)
             else:
                 self._begun.remove(asked)
-                self._say(asked.guest, HEADER.pack(protocol.SLOTS, asked.number, len(slots)), slots.view(np.uint8).data)
+                self._say(
+                    asked.guest,
+                    HEADER.pack(protocol.SLOTS, asked.number, len(slots)),
+                    slots.view(np.uint8).data,
+                )
 
     def _forget(self, asked: _Asked) -> None:
         """A request is over: its slots and its room are free."""

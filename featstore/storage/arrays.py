@@ -20,8 +20,11 @@ from featstore.storage.manifest import ArrayEntry, FileEntry, array_bytes, array
 _BLOCK_BYTES = 4 * 2**20
 
 
-def load_array(root: Path, entry: ArrayEntry, file: FileEntry | None, first: int | None = None) -> NDArray[Any]:
-    """A small array below ``root``, or its ``first`` elements along axis 0. ``file`` is None for an array without elements.
+def load_array(
+    root: Path, entry: ArrayEntry, file: FileEntry | None, first: int | None = None
+) -> NDArray[Any]:
+    """A small array below ``root``, or its ``first`` elements along axis 0. ``file`` is None for an array
+    without elements.
 
     The whole file is read and verified in either case, block by block. Raises BudgetError for what no memory
     of this machine holds, CorruptionError and DeviceError.

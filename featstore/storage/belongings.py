@@ -24,8 +24,8 @@ _NAME = r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,254}"
 _PART = rf"(?:tables|arrays|graphs)(?:/{_NAME})"
 _SCRATCH = "spool|next|rows|host|ahead|moves|misses|packed|shared|found|buckets|resident|device"
 
-#: The end of a name under which :meth:`featstore.storage.disk.Disk.replace_file` writes; older versions had no number
-#: in it.
+#: The end of a name under which :meth:`featstore.storage.disk.Disk.replace_file` writes; older versions had
+#: no number in it.
 TEMPORARY = r"(?:\.[0-9a-f]{16})?\.tmp"
 
 
@@ -73,13 +73,15 @@ def begins_with(path: Path, begin: bytes) -> bool:
 
 
 def is_ours(path: Path, begin: bytes) -> bool:
-    """Whether there is anything of that name; it has to begin as featstore's does. Raises StoreExistsError where
-    it does not, DeviceError."""
+    """Whether there is anything of that name; it has to begin as featstore's does. Raises StoreExistsError
+    where it does not, DeviceError."""
     if not is_taken(path):
         return False
     if begins_with(path, begin):
         return True
-    raise StoreExistsError(f"{path} is not featstore's, and is left alone: move it away, or give another path")
+    raise StoreExistsError(
+        f"{path} is not featstore's, and is left alone: move it away, or give another path"
+    )
 
 
 @dataclass

@@ -1,13 +1,14 @@
 """The one door for writes.
 
-Everything that featstore writes into a store goes through a :class:`Disk`: eight operations, so that a test can record
-them (and replay every crash state) or make the N-th one fail. The real disk turns a full disk into DiskFullError and any other
-failure into DeviceError, writes whole buffers or raises, and treats a failed fsync as fatal: after one, the kernel may have
-dropped the dirty pages and a second fsync would lie, so nothing is retried on that descriptor.
+Everything that featstore writes into a store goes through a :class:`Disk`: eight operations, so that a test
+can record them (and replay every crash state) or make the N-th one fail. The real disk turns a full disk into
+DiskFullError and any other failure into DeviceError, writes whole buffers or raises, and treats a failed
+fsync as fatal: after one, the kernel may have dropped the dirty pages and a second fsync would lie, so
+nothing is retried on that descriptor.
 
-It follows no symbolic link on the way to where it acts (:mod:`featstore.base.folders`): a path that a person has
-given is resolved before. And it removes of a directory what is featstore's own (:mod:`featstore.storage.belongings`),
-and nothing else.
+It follows no symbolic link on the way to where it acts (:mod:`featstore.base.folders`): a path that a person
+has given is resolved before. And it removes of a directory what is featstore's own
+(:mod:`featstore.storage.belongings`), and nothing else.
 """
 
 from __future__ import annotations
@@ -58,14 +59,16 @@ class Disk:
                     raise
 
     def create(self, path: Path, *, keep: bool = False, direct: bool = False) -> File:
-        """Open a file for writing: emptied, or with ``keep`` as it is. ``direct`` asks for direct I/O if the file system has it."""
+        """Open a file for writing: emptied, or with ``keep`` as it is. ``direct`` asks for direct I/O if the
+        file system has it."""
         flags = os.O_RDWR | os.O_CREAT | (0 if keep else os.O_TRUNC)
         with asking(path, "create"):
             if direct:
                 try:
                     return self._open(path, flags | os.O_DIRECT, True)
                 except OSError as error:
-                    if error.errno != errno.EINVAL:  # EINVAL: no direct I/O on this file system; the page cache serves
+                    # EINVAL: no direct I/O on this file system; the page cache serves
+                    if error.errno != errno.EINVAL:
                         raise
             return self._open(path, flags, False)
 
@@ -82,7 +85,8 @@ class Disk:
             return File(path, os.open(path.name, flags, 0o644, dir_fd=above), direct)
 
     def write(self, file: File, offset: int, data: NDArray[np.uint8] | bytes) -> None:
-        """Write all of ``data`` at a byte offset. A direct file takes whole aligned pages directly and the rest through the cache."""
+        """Write all of ``data`` at a byte offset. A direct file takes whole aligned pages directly and the
+        rest through the cache."""
         view = memoryview(data).cast("B")  # type: ignore[arg-type]
         if file.direct and (offset % PAGE_BYTES or len(view) % PAGE_BYTES or _address(data) % PAGE_BYTES):
             self._leave_direct(file)
@@ -92,7 +96,8 @@ class Disk:
                 done += os.pwrite(file.descriptor, view[done:], offset + done)
             except OSError as error:
                 if error.errno == errno.EINVAL and file.direct:
-                    # Where a limit of file sizes cuts a direct write in the middle of a page, this is all the system says.
+                    # Where a limit of file sizes cuts a direct write in the middle of a page, this is all the
+                    # system says.
                     self._leave_direct(file)
                     continue
                 raise refusal(error, file.path, "write", offset + done, len(view) - done) from error
@@ -151,16 +156,20 @@ class Disk:
         with asking(path, "look for free space in"):
             return shutil.disk_usage(path).free
 
-    def write_file(self, path: Path, data: bytes | NDArray[np.uint8] | Iterator[bytes | NDArray[np.uint8]]) -> None:
-        """Create a file whole, of the data or of an iterator's pieces, and make its bytes durable (its name is not, until the
-        directory is fsynced)."""
+    def write_file(
+        self, path: Path, data: bytes | NDArray[np.uint8] | Iterator[bytes | NDArray[np.uint8]]
+    ) -> None:
+        """Create a file whole, of the data or of an iterator's pieces, and make its bytes durable (its name
+        is not, until the directory is fsynced)."""
         file = self.create(path)
         try:
             self._fill(file, data)
         finally:
             self.close(file)
 
-    def _fill(self, file: File, data: bytes | NDArray[np.uint8] | Iterator[bytes | NDArray[np.uint8]]) -> None:
+    def _fill(
+        self, file: File, data: bytes | NDArray[np.uint8] | Iterator[bytes | NDArray[np.uint8]]
+    ) -> None:
         offset = 0
         for piece in data if isinstance(data, Iterator) else (data,):
             self.write(file, offset, piece)
@@ -186,9 +195,10 @@ class Disk:
             self.close(file)
 
     def replace_file(self, path: Path, data: bytes | Iterator[bytes | NDArray[np.uint8]]) -> None:
-        """Write a file under another name, fsync, rename over ``path``, fsync the directory: all or nothing after a crash. What
-        fails leaves nothing under the other name, as far as it can be removed. Nobody else has that name: two
-        that replace one file at once do not write into each other's, and the last one's stands."""
+        """Write a file under another name, fsync, rename over ``path``, fsync the directory: all or nothing
+        after a crash. What fails leaves nothing under the other name, as far as it can be removed. Nobody
+        else has that name: two that replace one file at once do not write into each other's, and the last
+        one's stands."""
         file = self._temporary(path)
         try:
             try:

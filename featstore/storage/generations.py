@@ -1,11 +1,13 @@
 """Generations: where a pack writes, how it commits, and what is collected afterwards.
 
-A store directory holds ``featstore.json`` (the manifest of the committed generation), the directories ``g000001``, ``g000002``, ... and,
-while a pack is under way, a journal and a spill directory beside its generation. One writer at a time holds ``lock``. The
-commit: every file of the generation has been fsynced, then every directory, then the manifest is written under another name,
-fsynced, renamed, and the store's directory fsynced. Before the rename the old store stands, after it the new one.
+A store directory holds ``featstore.json`` (the manifest of the committed generation), the directories
+``g000001``, ``g000002``, ... and, while a pack is under way, a journal and a spill directory beside its
+generation. One writer at a time holds ``lock``. The commit: every file of the generation has been fsynced,
+then every directory, then the manifest is written under another name, fsynced, renamed, and the store's
+directory fsynced. Before the rename the old store stands, after it the new one.
 
-Readers hold a shared lock on the directory of the generation they opened; :func:`collect` removes only what it can lock alone.
+Readers hold a shared lock on the directory of the generation they opened; :func:`collect` removes only what
+it can lock alone.
 
 What has the name of a generation and is none (a link, a file where a directory should be, a directory with
 other files) is not ours: it is neither read, written nor removed, and a new generation gets a greater number.
@@ -34,11 +36,13 @@ _MANIFEST_TEMPORARY = re.compile(re.escape(MANIFEST_NAME) + TEMPORARY, re.ASCII)
 
 @contextmanager
 def writer_lock(store: Path, *, look: bool = False) -> Iterator[None]:
-    """Be the only writer of a store. With ``look``, nothing is written, and a store that has no lock file is not locked. Raises
-    StoreLockedError that names the process which is, FormatError where the file of that name is something
-    else, DeviceError."""
+    """Be the only writer of a store. With ``look``, nothing is written, and a store that has no lock file is
+    not locked. Raises StoreLockedError that names the process which is, FormatError where the file of that
+    name is something else, DeviceError."""
     try:
-        lock = Lock(store / LOCK_NAME, f"{store} is being written", "wait for it to end, or stop it", look=look)
+        lock = Lock(
+            store / LOCK_NAME, f"{store} is being written", "wait for it to end, or stop it", look=look
+        )
     except FileNotFoundError:
         if not look:
             raise
@@ -52,9 +56,9 @@ def writer_lock(store: Path, *, look: bool = False) -> Iterator[None]:
 
 @contextmanager
 def writing(directory: Path, disk: Disk) -> Iterator[None]:
-    """Be the only writer of a directory, which is made with those above it where there are none. What was made for nothing
-    is removed: after an error, the lock, if nothing else has come into the directory, and the directories that are empty.
-    Raises as :func:`writer_lock`."""
+    """Be the only writer of a directory, which is made with those above it where there are none. What was
+    made for nothing is removed: after an error, the lock, if nothing else has come into the directory, and
+    the directories that are empty. Raises as :func:`writer_lock`."""
     made: list[Path] = []
     try:
         for path in [p for p in reversed([directory, *directory.parents]) if not is_there(p)]:
@@ -117,7 +121,9 @@ def current(store: Path) -> Manifest | None:
     path = store / MANIFEST_NAME
     if not is_file(path):
         if is_taken(path):
-            raise FormatError(f"{path} is no regular file, and so no manifest: it is left alone; move it away")
+            raise FormatError(
+                f"{path} is no regular file, and so no manifest: it is left alone; move it away"
+            )
         return None
     return read_manifest(store)[0]
 
@@ -152,15 +158,21 @@ def begin(store: Path, disk: Disk, *, resume: bool, overwrite: bool) -> tuple[Ge
         raise StoreExistsError(f"there is nothing to resume in {store}: its pack was completed")
     if unfinished and not overwrite:
         raise StoreExistsError(
-            f"{store} holds an unfinished pack; go on with --resume (the same input and options), or start anew with --overwrite"
+            f"{store} holds an unfinished pack; go on with --resume (the same input and options), or "
+            "start anew with --overwrite"
         )
     if committed is not None and not overwrite:
-        raise StoreExistsError(f"{store} already holds a store; give another path, or replace it with --overwrite")
+        raise StoreExistsError(
+            f"{store} already holds a store; give another path, or replace it with --overwrite"
+        )
     for name in known:
         if name != done:
             _remove_generation(disk, Generation(store, name), known[name])
     # What stays (a reader holds it, or it is foreign) keeps its number.
-    number = max((int(name[1:]) for name in [*(name for _, name, _ in _named(store)), done] if name), default=0) + 1
+    number = (
+        max((int(name[1:]) for name in [*(name for _, name, _ in _named(store)), done] if name), default=0)
+        + 1
+    )
     return Generation(store, f"g{number:06d}"), False
 
 
@@ -213,8 +225,9 @@ def remove_store(store: Path, disk: Disk, *, dry_run: bool = False, force: bool 
 def _remove_generation(
     disk: Disk, generation: Generation, paths: list[Path], *, dry_run: bool = False, force: bool = False
 ) -> bool:
-    """Remove what belongs to a generation, unless a reader holds it; False if one does. The lock is kept while removing,
-    so that no reader slips in: one that waits for it finds the directory gone and looks at the manifest again."""
+    """Remove what belongs to a generation, unless a reader holds it; False if one does. The lock is kept
+    while removing, so that no reader slips in: one that waits for it finds the directory gone and looks at
+    the manifest again."""
     held = held_alone(generation.directory, directory=True) if generation.directory in paths else None
     if held is None and generation.directory in paths and not force:
         return False

@@ -1,7 +1,7 @@
 """The journal of a pack under way: what is durable already, so that ``--resume`` goes on from there.
 
-It stands beside the generation it describes (``g000001.journal``), is replaced whole at each checkpoint, and starts with the
-pack's fingerprint: options and sources. A resumed pack must ask for the same thing.
+It stands beside the generation it describes (``g000001.journal``), is replaced whole at each checkpoint, and
+starts with the pack's fingerprint: options and sources. A resumed pack must ask for the same thing.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class Journal:
         for key in sorted(set(then) | set(now)):
             if then.get(key) != now.get(key):
                 raise SourceError(
-                    f"cannot resume: the unfinished pack had {key} = {then.get(key)!r}, this one has {now.get(key)!r}; "
-                    "give the same input and options, or start anew with --overwrite"
+                    f"cannot resume: the unfinished pack had {key} = {then.get(key)!r}, this one has "
+                    f"{now.get(key)!r}; give the same input and options, or start anew with --overwrite"
                 )
 
     def table(self, name: str) -> TableProgress:

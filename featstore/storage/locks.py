@@ -28,9 +28,9 @@ class Lock:
     process.
 
     ``path``: of the file, absolute, resolved. ``what``: what one who finds it held is told. ``advice``: what
-    to do then. ``make``: make the file where there is none. ``look``: make none, and write nothing into the one
-    there is. ``marked``: the file names featstore in its content, not a process alone; a fresh one does from
-    :meth:`mark` on.
+    to do then. ``make``: make the file where there is none. ``look``: make none, and write nothing into the
+    one there is. ``marked``: the file names featstore in its content, not a process alone; a fresh one does
+    from :meth:`mark` on.
 
     ``fresh``: whether there was no such file before, or an empty one.
 
@@ -39,7 +39,14 @@ class Lock:
     """
 
     def __init__(
-        self, path: Path, what: str, advice: str, *, make: bool = True, look: bool = False, marked: bool = False
+        self,
+        path: Path,
+        what: str,
+        advice: str,
+        *,
+        make: bool = True,
+        look: bool = False,
+        marked: bool = False,
     ) -> None:
         self.path = path
         self._descriptor, self._look = -1, look
@@ -105,7 +112,8 @@ class Lock:
             try:
                 _write(descriptor, _MARK if marked else b"")
             except OSError as error:
-                if error.errno not in NO_SPACE:  # the number is for messages; one may want to make room on a full disk
+                # the number is for messages; one may want to make room on a full disk
+                if error.errno not in NO_SPACE:
                     raise
 
     def mark(self) -> None:
@@ -118,7 +126,8 @@ class Lock:
 
     def _foreign(self, why: str) -> FormatError:
         return FormatError(
-            f"{self.path} is no lock of featstore's ({why}) and is left alone: move it away, or give another place"
+            f"{self.path} is no lock of featstore's ({why}) and is left alone: move it away, or give "
+            "another place"
         )
 
     def release(self, *, remove: bool = False) -> None:
@@ -161,7 +170,9 @@ def is_lock(path: Path) -> bool:
             mode = mode_of(path.name, above)
             if mode is None or not stat.S_ISREG(mode):
                 return False
-            descriptor = os.open(path.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=above)
+            descriptor = os.open(
+                path.name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=above
+            )
             try:
                 return bool(_CONTENT.fullmatch(os.pread(descriptor, 64, 0)))
             finally:
@@ -171,8 +182,8 @@ def is_lock(path: Path) -> bool:
 
 
 def held_alone(path: Path, *, directory: bool = False) -> int | None:
-    """A descriptor that holds a file or directory alone, reached through no link; None where another process holds it, or it
-    is gone. Raises FormatError for a link on the way, DeviceError."""
+    """A descriptor that holds a file or directory alone, reached through no link; None where another process
+    holds it, or it is gone. Raises FormatError for a link on the way, DeviceError."""
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | (os.O_DIRECTORY if directory else 0)
     with asking(path, "hold"):
         try:

@@ -1,9 +1,11 @@
 """The manifest: what a store consists of, in one JSON file, parsed and checked at the border.
 
-``featstore.json`` names a generation (a directory), its tables and arrays, and every file with size and digest. Replacing it
-by rename is the one commit point of the format (see :mod:`featstore.storage.generations`). It may come from a stranger, so nothing in it is
-used before it has been validated: versions and feature flags, names, that every path is relative and stays inside
-the generation, that tables' layouts are possible, that every file needed is listed and of the size the layout gives.
+``featstore.json`` names a generation (a directory), its tables and arrays, and every file with size and
+digest. Replacing it by rename is the one commit point of the format (see
+:mod:`featstore.storage.generations`). It may come from a stranger, so nothing in it is used before it has
+been validated: versions and feature flags, names, that every path is relative and stays inside the
+generation, that tables' layouts are possible, that every file needed is listed and of the size the layout
+gives.
 
 ``formats/v1/spec.md`` is the normative text, ``formats/v1/manifest.schema.json`` the schema.
 """
@@ -29,7 +31,8 @@ from featstore.layout import TableLayout
 
 MANIFEST_NAME = "featstore.json"
 FORMAT_VERSION = 1
-#: Flags this library understands. An unknown reader feature refuses the store, an unknown writer feature makes it read-only.
+#: Flags this library understands. An unknown reader feature refuses the store, an unknown writer feature
+#: makes it read-only.
 GRAPHS_FEATURE = "graphs"
 COMPILED_FEATURE = "compiled"
 READER_FEATURES: frozenset[str] = frozenset({GRAPHS_FEATURE, COMPILED_FEATURE})
@@ -86,7 +89,8 @@ class OrderEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TableEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A table of rows: a zarr v3 array of ``rows`` by ``row_shape`` in chunks of ``rows_per_chunk``, in the directory ``path``."""
+    """A table of rows: a zarr v3 array of ``rows`` by ``row_shape`` in chunks of ``rows_per_chunk``, in the
+    directory ``path``."""
 
     path: str
     rows: int
@@ -108,8 +112,8 @@ class TableEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class HubsEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A second copy of the lists of some rows: ``sources[offsets[h]:offsets[h + 1]]`` are those of row ``rows[h]``, the most
-    wanted rows first, as ``method`` ranks them."""
+    """A second copy of the lists of some rows: ``sources[offsets[h]:offsets[h + 1]]`` are those of row
+    ``rows[h]``, the most wanted rows first, as ``method`` ranks them."""
 
     method: str
     rows: ArrayEntry
@@ -118,8 +122,8 @@ class HubsEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class GraphEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The topology over a table's rows, CSC of incoming edges in the order of the rows: ``sources[offsets[r]:offsets[r + 1]]`` are
-    the rows that row r gathers from."""
+    """The topology over a table's rows, CSC of incoming edges in the order of the rows:
+    ``sources[offsets[r]:offsets[r + 1]]`` are the rows that row r gathers from."""
 
     table: str
     edges: int
@@ -129,11 +133,13 @@ class GraphEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class CompiledTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a compiled trace has of one table of its base store: names of tables and of an array in the same manifest.
+    """What a compiled trace has of one table of its base store: names of tables and of an array in the same
+    manifest.
 
-    ``packed``: each mini-batch's own rows. ``shared``: rows of groups of mini-batches. ``resident``: what is in memory before the first
-    mini-batch, slot by slot; ``turn``: int32, in which slot that row is after the last one, or -1. ``device``: rows that are on the
-    accelerator for good. ``batch_rows_max``: rows of the largest mini-batch.
+    ``packed``: each mini-batch's own rows. ``shared``: rows of groups of mini-batches. ``resident``: what is
+    in memory before the first mini-batch, slot by slot; ``turn``: int32, in which slot that row is after the
+    last one, or -1. ``device``: rows that are on the accelerator for good. ``batch_rows_max``: rows of the
+    largest mini-batch.
     """
 
     packed: str
@@ -147,9 +153,9 @@ class CompiledTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class CompiledEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A trace compiled for a base store, by the names of the base store's tables. ``records``: a table of bytes;
-    record i is bytes ``offsets[i]`` to ``offsets[i + 1]`` of it, ``offsets`` being an array of this manifest. ``memory_bytes``: the
-    loader's budget."""
+    """A trace compiled for a base store, by the names of the base store's tables. ``records``: a table of
+    bytes; record i is bytes ``offsets[i]`` to ``offsets[i + 1]`` of it, ``offsets`` being an array of this
+    manifest. ``memory_bytes``: the loader's budget."""
 
     base_uuid: str
     trace_uuid: str
@@ -163,7 +169,8 @@ class CompiledEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A store's catalogue; see the module's text. ``graphs`` and ``compiled`` need the reader features of these names."""
+    """A store's catalogue; see the module's text. ``graphs`` and ``compiled`` need the reader features of
+    these names."""
 
     format: Literal["featstore"]
     version: int
@@ -180,7 +187,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
 
     @property
     def all_tables(self) -> dict[str, TableEntry]:
-        """Every table, those that graphs consist of too: ``GRAPH/offsets``, ``GRAPH/sources``, ``GRAPH/hubs``."""
+        """Every table, those that graphs consist of too: ``GRAPH/offsets``, ``GRAPH/sources``,
+        ``GRAPH/hubs``."""
         inner: dict[str, TableEntry] = {}
         for name, graph in self.graphs.items():
             inner |= {f"{name}/offsets": graph.offsets, f"{name}/sources": graph.sources}
@@ -196,7 +204,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
 
 
 def zarr_axes(row_shape: list[int], dtype: str) -> int:
-    """Axes of a table's zarr array after the first: those of a row, and one for the bytes of an opaque dtype."""
+    """Axes of a table's zarr array after the first: those of a row, and one for the bytes of an opaque
+    dtype."""
     return len(row_shape) + dtype.startswith("numpy:")
 
 
@@ -218,7 +227,8 @@ def check_name(name: str, what: str, error: type[FeatstoreError] = FormatError) 
     file or a directory of its own everywhere."""
     if not isinstance(name, str) or not _NAME.fullmatch(name) or name == "zarr.json":
         raise error(
-            f"{what} name {shown(name)} is not allowed: use letters, digits, '_', '.' and '-', at most 128, not starting with '.' or '-'"
+            f"{what} name {shown(name)} is not allowed: use letters, digits, '_', '.' and '-', at most "
+            "128, not starting with '.' or '-'"
         )
 
 
@@ -228,8 +238,9 @@ def encode(manifest: Manifest) -> bytes:
 
 
 def uuid_of(text: bytes, uuid: str) -> str:
-    """The uuid that a manifest's text should carry: the SHA-256 of the text without white space and with an empty uuid,
-    as a UUID of version 8 (RFC 9562). It is what protects the manifest itself against accidents."""
+    """The uuid that a manifest's text should carry: the SHA-256 of the text without white space and with
+    an empty uuid, as a UUID of version 8 (RFC 9562). It is what protects the manifest itself against
+    accidents."""
     compact = msgspec.json.format(text, indent=-1)
     digest = hashlib.sha256(compact.replace(f'"uuid":"{uuid}"'.encode(), b'"uuid":""', 1)).hexdigest()
     variant = "89ab"[int(digest[16], 16) % 4]
@@ -245,8 +256,8 @@ def sealed(manifest: Manifest) -> Manifest:
 def read_manifest(store: Path) -> tuple[Manifest, bytes]:
     """The manifest of a store, validated, and its bytes.
 
-    Raises IncompleteStoreError where there is no committed store, FormatVersionError where it needs a newer featstore and
-    FormatError where it cannot be trusted.
+    Raises IncompleteStoreError where there is no committed store, FormatVersionError where it needs a newer
+    featstore and FormatError where it cannot be trusted.
     """
     path = store / MANIFEST_NAME
     try:
@@ -272,8 +283,8 @@ def _what_is_there(store: Path) -> str:
         entries = list(store.iterdir())
     if any(_GENERATION.fullmatch(entry.name) for entry in entries):
         return (
-            f"{store} holds an unfinished pack and no committed store; run the same `featstore pack` again with --resume, "
-            "or with --overwrite to start anew"
+            f"{store} holds an unfinished pack and no committed store; run the same `featstore pack` "
+            "again with --resume, or with --overwrite to start anew"
         )
     return f"{store} is not a featstore store: it has no {MANIFEST_NAME}"
 
@@ -290,19 +301,22 @@ def parse(text: bytes, path: Path) -> Manifest:
         raise FormatError(f"{path} has no usable format version: {version!r}")
     if version > FORMAT_VERSION:
         raise FormatVersionError(
-            f"{path} has format version {version}; this featstore reads up to {FORMAT_VERSION}: install a newer one"
+            f"{path} has format version {version}; this featstore reads up to {FORMAT_VERSION}: "
+            "install a newer one"
         )
     if isinstance(features, list):
         unknown = sorted({str(f) for f in features} - READER_FEATURES)
         if unknown:
             raise FormatVersionError(
-                f"{path} needs reader features this featstore lacks: {', '.join(unknown)}; install a newer one"
+                f"{path} needs reader features this featstore lacks: {', '.join(unknown)}; install a "
+                "newer one"
             )
     provenance, catalogue = memoryview(parts.provenance).nbytes, len(text) - memoryview(parts.files).nbytes
     if provenance > PROVENANCE_BYTES_MAX or catalogue > CATALOGUE_BYTES_MAX:
         raise FormatError(
-            f"{path} has {provenance:,} bytes of provenance (at most {PROVENANCE_BYTES_MAX:,}) and {catalogue:,} "
-            f"bytes beside its list of files (at most {CATALOGUE_BYTES_MAX:,}); it cannot be a manifest"
+            f"{path} has {provenance:,} bytes of provenance (at most {PROVENANCE_BYTES_MAX:,}) and "
+            f"{catalogue:,} bytes beside its list of files (at most {CATALOGUE_BYTES_MAX:,}); it "
+            "cannot be a manifest"
         )
     try:
         msgspec.json.decode(parts.files, type=list[FileEntry])  # else looking for keys makes much of little
@@ -385,31 +399,46 @@ def _validate(manifest: Manifest) -> None:
 
 def _check_compiled(manifest: Manifest, compiled: CompiledEntry) -> None:
     if COMPILED_FEATURE not in manifest.reader_features:
-        raise FormatError(f"there is a compiled trace, but the reader feature {COMPILED_FEATURE!r} is not named")
+        raise FormatError(
+            f"there is a compiled trace, but the reader feature {COMPILED_FEATURE!r} is not named"
+        )
     records, offsets = manifest.tables.get(compiled.records), manifest.arrays.get(compiled.offsets)
     if records is None or records.dtype != "uint8" or records.row_shape:
         raise FormatError(f"the records of the compiled trace, {compiled.records!r}, are no table of bytes")
-    if offsets is None or offsets.dtype != "int64" or compiled.batches < 0 or offsets.shape != [compiled.batches + 1]:
-        raise FormatError(f"{compiled.offsets!r} is no array of {compiled.batches + 1} offsets of the compiled trace")
+    if (
+        offsets is None
+        or offsets.dtype != "int64"
+        or compiled.batches < 0
+        or offsets.shape != [compiled.batches + 1]
+    ):
+        raise FormatError(
+            f"{compiled.offsets!r} is no array of {compiled.batches + 1} offsets of the compiled trace"
+        )
     if compiled.memory_bytes < 0:
         raise FormatError(f"the compiled trace wants {compiled.memory_bytes} bytes of memory")
     for name, table in compiled.tables.items():
         check_name(name, "table")
-        parts = {part: manifest.tables.get(getattr(table, part)) for part in ("packed", "shared", "resident", "device")}
+        parts = {
+            part: manifest.tables.get(getattr(table, part))
+            for part in ("packed", "shared", "resident", "device")
+        }
         rows = [(p.row_shape, p.dtype) for p in parts.values() if p is not None]
         if len(rows) < len(parts) or any(r != rows[0] for r in rows):
-            raise FormatError(f"the compiled trace's tables of {name!r} are not all there, or not of the same rows")
+            raise FormatError(
+                f"the compiled trace's tables of {name!r} are not all there, or not of the same rows"
+            )
         resident, turn = parts["resident"], manifest.arrays.get(table.turn)
         if resident is None or turn is None or turn.dtype != "int32" or turn.shape != [resident.rows]:
             raise FormatError(f"{table.turn!r} does not say where the resident rows of {name!r} are")
         if not 0 <= table.base_rows <= ROWS_MAX:
             raise FormatError(
-                f"the compiled trace's base table {name!r} has the impossible number of {table.base_rows} rows"
+                f"the compiled trace's base table {name!r} has the impossible number of "
+                f"{table.base_rows} rows"
             )
         if not 0 <= table.batch_rows_max <= records.rows:  # a row's place alone takes four bytes of a record
             raise FormatError(
-                f"the compiled trace's mini-batches of {table.batch_rows_max} rows of {name!r} have no room in "
-                f"{records.rows} bytes of records"
+                f"the compiled trace's mini-batches of {table.batch_rows_max} rows of {name!r} have no "
+                f"room in {records.rows} bytes of records"
             )
 
 
@@ -421,10 +450,14 @@ def _check_graph(name: str, graph: GraphEntry, manifest: Manifest, files: dict[s
 
     def check(part: str, table: TableEntry, rows: int | None, dtypes: tuple[str, ...]) -> None:
         _check_table(f"{name}/{part}", table, manifest.generation, files)
-        if table.row_shape or table.dtype not in dtypes or table.rows != (table.rows if rows is None else rows):
+        if (
+            table.row_shape
+            or table.dtype not in dtypes
+            or table.rows != (table.rows if rows is None else rows)
+        ):
             raise FormatError(
-                f"{what}: {part} should be {rows} numbers of type {' or '.join(dtypes)}, not {table.rows} x {table.row_shape} "
-                f"{table.dtype}"
+                f"{what}: {part} should be {rows} numbers of type {' or '.join(dtypes)}, not "
+                f"{table.rows} x {table.row_shape} {table.dtype}"
             )
         if table.order.row_of_node is not None:
             raise FormatError(f"{what}: {part} are permuted, which they must not be")
@@ -478,12 +511,18 @@ def _check_table(name: str, table: TableEntry, generation: str, files: dict[str,
         or any(not 1 <= n <= ROW_BYTES_MAX for n in table.row_shape)
     ):
         raise FormatError(f"{what} has the impossible shape [{table.rows}, {table.row_shape}]")
-    if table.row_bytes != math.prod(table.row_shape) * item_bytes or not 1 <= table.row_bytes <= ROW_BYTES_MAX:
+    if (
+        table.row_bytes != math.prod(table.row_shape) * item_bytes
+        or not 1 <= table.row_bytes <= ROW_BYTES_MAX
+    ):
         raise FormatError(
-            f"{what} says {table.row_bytes} bytes a row, its shape {table.row_shape} of {table.dtype} says otherwise"
+            f"{what} says {table.row_bytes} bytes a row, its shape {table.row_shape} of {table.dtype} "
+            "says otherwise"
         )
     if table.rows * table.row_bytes >= TABLE_BYTES_MAX:
-        raise FormatError(f"{what} has {table.rows} rows of {table.row_bytes} bytes, more than the format allows")
+        raise FormatError(
+            f"{what} has {table.rows} rows of {table.row_bytes} bytes, more than the format allows"
+        )
     try:
         layout = table.layout
     except ValueError as error:
@@ -520,6 +559,7 @@ def _check_vector(
     allowed = (dtypes,) if isinstance(dtypes, str) else dtypes
     if entry.shape != [length] or entry.dtype not in allowed:
         raise FormatError(
-            f"{what}: expected {length} numbers of type {' or '.join(allowed)}, found {entry.shape} of {entry.dtype}"
+            f"{what}: expected {length} numbers of type {' or '.join(allowed)}, found {entry.shape} of "
+            f"{entry.dtype}"
         )
     _check_array(what, entry, generation, files)

@@ -6,8 +6,8 @@
 - ``NAME.preparing``: a lock, held by :func:`featstore.train_loader` while it records and compiles under that
   name.
 - ``NAME.rolling``: a lock, held by a :class:`featstore.loaders.rolling.RollingLoader` as long as it is open.
-  As long as the file is there, ``NAME-0``, ``NAME-1`` and their traces are the loader's, or, when nobody holds
-  it, what a killed one has left.
+  As long as the file is there, ``NAME-0``, ``NAME-1`` and their traces are the loader's, or, when nobody
+  holds it, what a killed one has left.
 
 What is not proven to be featstore's by name, lock and manifest is neither written nor deleted.
 """
@@ -65,8 +65,9 @@ def check_no_episode(packs: Path, name: str) -> None:
     for episode in () if isinstance(name, Episode) else EPISODES:
         if name.endswith(episode) and is_file(packs / (name.removesuffix(episode) + ROLLING)):
             raise StoreExistsError(
-                f"{packs / name} belongs to the loader of fresh mini-batches {name.removesuffix(episode)!r}, or is left from one "
-                "(`featstore gc` removes it then): give another name"
+                f"{packs / name} belongs to the loader of fresh mini-batches "
+                f"{name.removesuffix(episode)!r}, or is left from one (`featstore gc` removes it "
+                "then): give another name"
             )
 
 
@@ -91,7 +92,8 @@ def left_by_preparing(packs: Path, name: str, *, look: bool = False) -> Lock:
 def _preparing(packs: Path, name: str, *, make: bool, look: bool = False) -> Lock:
     return Lock(
         packs / f"{name}{PREPARING}", f"the compiled trace {name!r} in {packs} is being prepared",
-        "give each process a name= of its own, or wait for it and use reuse=True", make=make, look=look, marked=True,
+        "give each process a name= of its own, or wait for it and use reuse=True", make=make, look=look,
+        marked=True,
     )  # fmt: skip
 
 
@@ -104,7 +106,8 @@ def rolling(packs: Path, name: str) -> Lock:
             for path in _episodes(packs, name):
                 if is_taken(path):
                     raise StoreExistsError(
-                        f"{path} was not made by a loader of fresh mini-batches, which would write there: give another name="
+                        f"{path} was not made by a loader of fresh mini-batches, which would write "
+                        "there: give another name="
                     )
             lock.mark()
         else:
@@ -116,15 +119,17 @@ def rolling(packs: Path, name: str) -> Lock:
 
 
 def left_by_rolling(packs: Path, name: str, *, look: bool = False) -> Lock:
-    """Hold a name to remove what a killed loader of fresh mini-batches has left; ``look`` as for a lock. Raises StoreLockedError
-    where one is alive, FormatError where the file is none of its locks, FileNotFoundError."""
+    """Hold a name to remove what a killed loader of fresh mini-batches has left; ``look`` as for a lock.
+    Raises StoreLockedError where one is alive, FormatError where the file is none of its locks,
+    FileNotFoundError."""
     return _rolling(packs, name, make=False, look=look)
 
 
 def _rolling(packs: Path, name: str, *, make: bool, look: bool = False) -> Lock:
     return Lock(
         packs / f"{name}{ROLLING}", f"the loader of fresh mini-batches {name!r} in {packs} is in use",
-        "give each process and each loader a name= of its own, or close() that one", make=make, look=look, marked=True,
+        "give each process and each loader a name= of its own, or close() that one", make=make, look=look,
+        marked=True,
     )  # fmt: skip
 
 

@@ -1,8 +1,8 @@
 """Which tables of a store are of nodes and which of edges, and which graph is meant where nobody says so.
 
-Format v1 does not tell tables of nodes from tables of edges, but packing names those of edges: a PyG ``Data`` has
-``edge_features`` beside its nodes' ``features``, a ``HeteroData`` has ``src__rel__dst``. Ids of nodes never mean such a
-table unless it is named.
+Format v1 does not tell tables of nodes from tables of edges, but packing names those of edges: a PyG ``Data``
+has ``edge_features`` beside its nodes' ``features``, a ``HeteroData`` has ``src__rel__dst``. Ids of nodes
+never mean such a table unless it is named.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ def node_tables(tables: Collection[str]) -> list[str]:
 
 
 def graph_of(store: OpenStore, name: str | None) -> StoredGraph:
-    """The store's graph of that name; without one, the only graph of a store with one type of nodes and of edges.
+    """The store's graph of that name; without one, the only graph of a store with one type of nodes and of
+    edges.
 
-    Raises SourceError where there is no graph, or several could be meant: one graph beside several types of nodes or
-    edges may be one relation of several. Raises KeyError for a name that no graph has.
+    Raises SourceError where there is no graph, or several could be meant: one graph beside several types of
+    nodes or edges may be one relation of several. Raises KeyError for a name that no graph has.
     """
     known = ", ".join(map(repr, store.graphs))
     if not store.graphs:
@@ -46,14 +47,17 @@ def graph_of(store: OpenStore, name: str | None) -> StoredGraph:
     if name is not None:
         return store.graphs[known_name(name, store.graphs, f"the store {store.path} has no graph")]
     if len(store.graphs) > 1:
-        raise SourceError(f"the store {store.path} holds {len(store.graphs)} graphs; say which: graph= one of {known}")
+        raise SourceError(
+            f"the store {store.path} holds {len(store.graphs)} graphs; say which: graph= one of {known}"
+        )
     only = next(iter(store.graphs.values()))
     nodes = node_tables(store.tables)
     typed = [t for t in store.tables if t not in nodes and t != EDGE_FEATURES]
     if len(nodes) > 1 or typed:
         raise SourceError(
-            f"the store {store.path} has the tables {', '.join(map(repr, store.tables))}, and its graph {only.name!r} "
-            f"joins the nodes of {only.table.name!r} alone, which may be one relation of several: pass "
-            f"graph={only.name!r} (--graph) to use that one; graphs of several types of nodes are not sampled yet"
+            f"the store {store.path} has the tables {', '.join(map(repr, store.tables))}, and its "
+            f"graph {only.name!r} joins the nodes of {only.table.name!r} alone, which may be one "
+            f"relation of several: pass graph={only.name!r} (--graph) to use that one; graphs of "
+            "several types of nodes are not sampled yet"
         )
     return only

@@ -1,8 +1,9 @@
 """A digest of a table's content that does not depend on the order of its rows.
 
-The sum, modulo 2**64, over all rows of ``mix(node id, CRC-32C of the row's bytes)``. It is computed once over the rows as they come
-from the source and once over the rows as they are written, and the two must agree: so a pack proves to itself that the
-permutation, the spill and the memory in between did what they should. Sums of parts add up, so an interrupted pack goes on.
+The sum, modulo 2**64, over all rows of ``mix(node id, CRC-32C of the row's bytes)``. It is computed once over
+the rows as they come from the source and once over the rows as they are written, and the two must agree: so a
+pack proves to itself that the permutation, the spill and the memory in between did what they should. Sums of
+parts add up, so an interrupted pack goes on.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ def _crc_bytes_instruction(address: Any, byte_count: Any) -> Any:
         crc = crc32c_instruction(crc, load_u64(address + offset))
     state = np.uint32(crc)
     for offset in range(whole, byte_count):
-        state = (state >> np.uint32(8)) ^ _TABLE[(state ^ np.uint32(load_u8(address + offset))) & np.uint32(0xFF)]
+        state = (state >> np.uint32(8)) ^ _TABLE[
+            (state ^ np.uint32(load_u8(address + offset))) & np.uint32(0xFF)
+        ]
     return np.uint32(state ^ np.uint32(0xFFFFFFFF))
 
 
@@ -35,7 +38,9 @@ def _crc_bytes_instruction(address: Any, byte_count: Any) -> Any:
 def _crc_bytes_tables(address: Any, byte_count: Any) -> Any:
     state = np.uint32(0xFFFFFFFF)
     for offset in range(byte_count):
-        state = (state >> np.uint32(8)) ^ _TABLE[(state ^ np.uint32(load_u8(address + offset))) & np.uint32(0xFF)]
+        state = (state >> np.uint32(8)) ^ _TABLE[
+            (state ^ np.uint32(load_u8(address + offset))) & np.uint32(0xFF)
+        ]
     return np.uint32(state ^ np.uint32(0xFFFFFFFF))
 
 

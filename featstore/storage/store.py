@@ -1,8 +1,9 @@
 """An open store on disk: the manifest, its small arrays, and what is known of its tables.
 
-Opening parses the manifest, holds its generation against ``featstore gc`` with a shared lock on the generation's directory,
-and checks that every listed file is there with its size. It reads no rows and takes milliseconds. A store can be pickled and
-survives fork: the copy opens the same generation, even if a newer one has been committed since.
+Opening parses the manifest, holds its generation against ``featstore gc`` with a shared lock on the
+generation's directory, and checks that every listed file is there with its size. It reads no rows and takes
+milliseconds. A store can be pickled and survives fork: the copy opens the same generation, even if a newer
+one has been committed since.
 """
 
 from __future__ import annotations
@@ -45,8 +46,9 @@ from featstore.storage.manifest import (
 
 
 class Table:
-    """A table of a store: ``rows`` rows of shape ``row_shape`` and type ``dtype``, ``row_bytes`` each. No array: its rows
-    are read by a reader, and what takes it for one (``np.asarray(table)``, ``table[ids]``) gets NotInMemoryError."""
+    """A table of a store: ``rows`` rows of shape ``row_shape`` and type ``dtype``, ``row_bytes`` each. No
+    array: its rows are read by a reader, and what takes it for one (``np.asarray(table)``, ``table[ids]``)
+    gets NotInMemoryError."""
 
     def __init__(self, store: OpenStore, name: str, entry: TableEntry) -> None:
         self._store = store
@@ -81,9 +83,9 @@ class Table:
 
     def _not_in_memory(self) -> NotInMemoryError:
         return NotInMemoryError(
-            f"table {self.name!r} is on disk ({self.data_bytes:,} bytes) and no array in memory: read rows with "
-            f"store.reader(memory=...), as reader.read({{{self.name!r}: ids}}), and all of them, where they fit, with "
-            f"ids = numpy.arange({self.rows})"
+            f"table {self.name!r} is on disk ({self.data_bytes:,} bytes) and no array in memory: read "
+            f"rows with store.reader(memory=...), as reader.read({{{self.name!r}: ids}}), and all of "
+            f"them, where they fit, with ids = numpy.arange({self.rows})"
         )
 
     @property
@@ -140,12 +142,15 @@ class Table:
         return f"table {self.name!r} of {self._store.path}"
 
     def __repr__(self) -> str:
-        return f"<Table {self.name!r}: {self.rows:,} rows of {self.row_shape} {self.entry.dtype}, {self.row_bytes:,} bytes each>"
+        return (
+            f"<Table {self.name!r}: {self.rows:,} rows of {self.row_shape} {self.entry.dtype}, "
+            f"{self.row_bytes:,} bytes each>"
+        )
 
 
 class StoredGraph:
-    """The topology over a table's rows; see :class:`featstore.storage.manifest.GraphEntry`. ``edges`` are stored edges, ``hubs`` the
-    number of rows whose lists stand in a second, contiguous copy."""
+    """The topology over a table's rows; see :class:`featstore.storage.manifest.GraphEntry`. ``edges`` are
+    stored edges, ``hubs`` the number of rows whose lists stand in a second, contiguous copy."""
 
     def __init__(self, store: OpenStore, name: str, entry: GraphEntry) -> None:
         self.store = store
@@ -156,7 +161,8 @@ class StoredGraph:
         self.hubs = 0 if entry.hubs is None else entry.hubs.rows.shape[0]
 
     def hub_rows(self, count: int | None = None) -> tuple[NDArray[Any], NDArray[np.int64]]:
-        """The ``count`` most wanted hubs (all by default): their rows [hubs], and the offsets of their lists, int64 [hubs + 1]."""
+        """The ``count`` most wanted hubs (all by default): their rows [hubs], and the offsets of their lists,
+        int64 [hubs + 1]."""
         if self.entry.hubs is None:
             return np.empty(0, np.int32), np.zeros(1, np.int64)
         count = self.hubs if count is None else min(as_count(count, "count", 0), self.hubs)
@@ -173,7 +179,10 @@ class StoredGraph:
         return f"graph {self.name!r} of {self.store.path}"
 
     def __repr__(self) -> str:
-        return f"<StoredGraph {self.name!r}: {self.table.rows:,} nodes, {self.edges:,} edges, {self.hubs:,} hubs>"
+        return (
+            f"<StoredGraph {self.name!r}: {self.table.rows:,} nodes, {self.edges:,} edges, {self.hubs:,} "
+            "hubs>"
+        )
 
 
 def rows_to_nodes(
@@ -209,7 +218,8 @@ class _Arrays(Mapping[str, NDArray[Any]]):
 
 
 class OpenStore:
-    """An open store; see :func:`featstore.open`. ``tables``, ``graphs`` and ``arrays`` are mappings by name."""
+    """An open store; see :func:`featstore.open`. ``tables``, ``graphs`` and ``arrays`` are mappings by
+    name."""
 
     _graph_class: ClassVar[type[StoredGraph]] = StoredGraph
 
@@ -220,7 +230,8 @@ class OpenStore:
         self._open(_manifest)
 
     def _open(self, pinned: bytes | None) -> None:
-        # The generation may be replaced and collected between reading the manifest and locking it: then look again.
+        # The generation may be replaced and collected between reading the manifest and locking it: then look
+        # again.
         for _ in range(5):
             if pinned is None:
                 self.manifest, self._text = read_manifest(self.path)
@@ -231,13 +242,17 @@ class OpenStore:
                 break
             if pinned is not None:
                 raise IncompleteStoreError(
-                    f"generation {self.manifest.generation} of {self.path} has been removed; open the store anew"
+                    f"generation {self.manifest.generation} of {self.path} has been removed; open the "
+                    "store anew"
                 )
         else:
-            raise CorruptionError(self.path / self.manifest.generation, None, "the generation's directory", "nothing")
+            raise CorruptionError(
+                self.path / self.manifest.generation, None, "the generation's directory", "nothing"
+            )
         if uuid_of(self._text, self.uuid) != self.uuid:
             raise FormatError(
-                f"{self.path / MANIFEST_NAME} has been changed since it was written: its uuid is not that of its content"
+                f"{self.path / MANIFEST_NAME} has been changed since it was written: its uuid is not "
+                "that of its content"
             )
         self._sizes = {entry.path: entry for entry in self.manifest.files}
         self._check_files()
@@ -298,7 +313,8 @@ class OpenStore:
         return self.manifest.uuid
 
     def table(self, name: str) -> Table:
-        """A table, or one that a graph consists of (``GRAPH/offsets``, ``GRAPH/sources``, ``GRAPH/hubs``). Raises KeyError."""
+        """A table, or one that a graph consists of (``GRAPH/offsets``, ``GRAPH/sources``, ``GRAPH/hubs``).
+        Raises KeyError."""
         if isinstance(name, str) and name in self.tables:
             return self.tables[name]
         known = self.manifest.all_tables
@@ -309,11 +325,12 @@ class OpenStore:
         return self._sizes[known_name(path, self._sizes, "the store has no file")]
 
     def load(self, entry: ArrayEntry, first: int | None = None) -> NDArray[Any]:
-        """A small array, or its ``first`` elements along axis 0. The whole file is verified against its digest in either
-        case, block by block. Raises CorruptionError and DeviceError."""
+        """A small array, or its ``first`` elements along axis 0. The whole file is verified against its
+        digest in either case, block by block. Raises CorruptionError and DeviceError."""
         if not isinstance(entry, ArrayEntry):
             raise ArgumentError(
-                "entry must be an ArrayEntry of the store's manifest; for an array by name: store.arrays[name]"
+                "entry must be an ArrayEntry of the store's manifest; for an array by name: "
+                "store.arrays[name]"
             )
         first = None if first is None else as_count(first, "first", 0)
         chunk = array_chunk(entry)
@@ -326,8 +343,8 @@ class OpenStore:
 
     def __array__(self, dtype: Any = None, copy: Any = None) -> NDArray[Any]:
         raise NotInMemoryError(
-            f"the store {self.path} is on disk and no array in memory: read rows with store.reader(memory=...), and small "
-            "arrays with store.arrays[name]"
+            f"the store {self.path} is on disk and no array in memory: read rows with "
+            "store.reader(memory=...), and small arrays with store.arrays[name]"
         )
 
     def close(self) -> None:
@@ -351,7 +368,10 @@ class OpenStore:
         return type(self), (self.path, self._text)
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} {str(self.path)!r}, {self.manifest.generation}: {', '.join(map(repr, self.tables.values()))}>"
+        return (
+            f"<{type(self).__name__} {str(self.path)!r}, {self.manifest.generation}: "
+            f"{', '.join(map(repr, self.tables.values()))}>"
+        )
 
 
 def as_store(value: Any, name: str = "store") -> OpenStore:

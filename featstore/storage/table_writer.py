@@ -1,10 +1,11 @@
-"""Writing a table's chunk files: pages in row order, their checksums beside them, never more than a few buffers in memory.
+"""Writing a table's chunk files: pages in row order, their checksums beside them, never more than a few
+buffers in memory.
 
-:class:`TableWriter` takes runs of whole pages at page offsets of the table's address space and hands them to two threads, which
-compute the checksums, write through the :class:`~featstore.storage.disk.Disk` with direct I/O, and give the buffer back. A checkpoint
-waits for the threads and fsyncs the files written since the last one; what lies before it survives a crash and is not
-written again by a resumed pack. :func:`write_array` writes a small array as a zarr array of one chunk, :func:`write_vector` a
-table of plain numbers.
+:class:`TableWriter` takes runs of whole pages at page offsets of the table's address space and hands them to
+two threads, which compute the checksums, write through the :class:`~featstore.storage.disk.Disk` with direct
+I/O, and give the buffer back. A checkpoint waits for the threads and fsyncs the files written since the last
+one; what lies before it survives a crash and is not written again by a resumed pack. :func:`write_array`
+writes a small array as a zarr array of one chunk, :func:`write_vector` a table of plain numbers.
 """
 
 from __future__ import annotations
@@ -123,7 +124,8 @@ def write_rows_metadata(catalogue: Catalogue, entry: TableEntry, dtype: np.dtype
 
 
 def catalogue_rows(catalogue: Catalogue, entry: TableEntry) -> None:
-    """Enter a table's chunk files, with digests made from the checksums that were written, and the checksums' own file."""
+    """Enter a table's chunk files, with digests made from the checksums that were written, and the checksums'
+    own file."""
     layout, own = entry.layout, []
     path = array_chunk(entry.page_checksums)
     if path is None:
@@ -141,7 +143,8 @@ def catalogue_rows(catalogue: Catalogue, entry: TableEntry) -> None:
 def write_vector(
     catalogue: Catalogue, base: str, blocks: Iterable[NDArray[Any]], rows: int, dtype: np.dtype[Any]
 ) -> TableEntry:
-    """Write ``rows`` numbers, which come in blocks, as a table in the directory ``base`` (below the store), durably."""
+    """Write ``rows`` numbers, which come in blocks, as a table in the directory ``base`` (below the store),
+    durably."""
     layout = TableLayout.choose(rows, dtype.itemsize)
     catalogue.directory(f"{base}/rows")
     catalogue.directory(f"{base}/page_checksums")
@@ -149,7 +152,8 @@ def write_vector(
     offsets = write_array(catalogue, f"{base}/partition_offsets", np.array([0, rows]))
     entry = TableEntry(
         path=f"{base}/rows", rows=rows, row_shape=[], dtype=dtype_name(dtype), row_bytes=dtype.itemsize,
-        rows_per_chunk=layout.rows_per_chunk, page_checksums=ArrayEntry(f"{base}/page_checksums", [layout.pages], "uint32"),
+        rows_per_chunk=layout.rows_per_chunk,
+        page_checksums=ArrayEntry(f"{base}/page_checksums", [layout.pages], "uint32"),
         order=OrderEntry("given", {}, offsets), statistics={},
     )  # fmt: skip
     write_rows_metadata(catalogue, entry, dtype)
@@ -157,13 +161,18 @@ def write_vector(
     checksums = array_chunk(entry.page_checksums)
     if checksums is not None:
         writer = TableWriter(
-            catalogue.disk, layout, lambda chunk: catalogue.root / entry.chunk_path(chunk), catalogue.root / checksums
+            catalogue.disk,
+            layout,
+            lambda chunk: catalogue.root / entry.chunk_path(chunk),
+            catalogue.root / checksums,
         )
         try:
             appender = Appender(writer, 0, _BLOCK_BYTES // 2)
             for block in blocks:
                 data = np.ascontiguousarray(block, dtype)
-                digest = add(digest, int(digest_rows(address_of(data), dtype.itemsize, _NO_NODES, done, len(data))))
+                digest = add(
+                    digest, int(digest_rows(address_of(data), dtype.itemsize, _NO_NODES, done, len(data)))
+                )
                 appender.append(data.view(np.uint8))
                 done += len(data)
             appender.finish()
@@ -179,12 +188,13 @@ def write_vector(
 class TableWriter:
     """Writes the chunk files and the page checksums of one table; see the module's text.
 
-    ``path`` is the directory of the rows, ``checksum_path`` the file of the checksums, both below ``root``. ``threads``: writes under way
-    at once; short ones need more of them.
+    ``path`` is the directory of the rows, ``checksum_path`` the file of the checksums, both below ``root``.
+    ``threads``: writes under way at once; short ones need more of them.
     """
 
     def __init__(
-        self, disk: Disk, layout: TableLayout, chunk_path: Callable[[int], Path], checksum_path: Path, threads: int = WRITE_THREADS
+        self, disk: Disk, layout: TableLayout, chunk_path: Callable[[int], Path], checksum_path: Path,
+        threads: int = WRITE_THREADS
     ) -> None:  # fmt: skip
         self._disk = disk
         self._layout = layout
@@ -195,13 +205,16 @@ class TableWriter:
         self._pending: list[Future[None]] = []
 
     def write(self, first_page: int, pages: NDArray[np.uint8], on_written: Callable[[], None]) -> None:
-        """Write whole pages at a page offset, soon. ``on_written`` is called when ``pages`` may be used again."""
+        """Write whole pages at a page offset, soon. ``on_written`` is called when ``pages`` may be used
+        again."""
         for future in [f for f in self._pending if f.done()]:
             self._pending.remove(future)
             future.result()
         # Files are opened here, by one thread, so that two writers of one chunk share a descriptor.
         per_file = self._layout.pages_per_chunk
-        for chunk in range(first_page // per_file, (first_page + len(pages) // PAGE_BYTES - 1) // per_file + 1):
+        for chunk in range(
+            first_page // per_file, (first_page + len(pages) // PAGE_BYTES - 1) // per_file + 1
+        ):
             if chunk not in self._files:
                 self._files[chunk] = self._disk.create(self._chunk_path(chunk), keep=True, direct=True)
         self._pending.append(submitted(self._pool, self._write, first_page, pages, on_written))
@@ -215,7 +228,9 @@ class TableWriter:
                 chunk, within = divmod(page, per_file)
                 run = min(per_file - within, first_page + count - page)
                 begin = (page - first_page) * PAGE_BYTES
-                self._disk.write(self._files[chunk], within * PAGE_BYTES, pages[begin : begin + run * PAGE_BYTES])
+                self._disk.write(
+                    self._files[chunk], within * PAGE_BYTES, pages[begin : begin + run * PAGE_BYTES]
+                )
                 page += run
             self._disk.write(self._checksums, 4 * first_page, checksums.view(np.uint8))
         finally:
@@ -260,7 +275,8 @@ class TableWriter:
 
 
 class Appender:
-    """A stream of bytes to whole pages: copies what it is given into aligned buffers and writes each when full."""
+    """A stream of bytes to whole pages: copies what it is given into aligned buffers and writes each when
+    full."""
 
     def __init__(
         self, writer: TableWriter, start_byte: int, buffer_bytes: int, buffers: int = WRITE_THREADS + 1

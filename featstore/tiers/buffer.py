@@ -1,24 +1,27 @@
-"""The feature buffer: rows of mini-batches that are not known beforehand, in a fixed number of slots (after GNNDrive, ICPP'24).
+"""The feature buffer: rows of mini-batches that are not known beforehand, in a fixed number of slots (after
+GNNDrive, ICPP'24).
 
-``ticket = buffer.begin(ids)`` gives each row of a mini-batch a slot of the array ``x`` and starts to read those that are in
-none; ``ticket.result()`` waits until all are there; ``buffer.gather(ticket)`` copies them out; ``ticket.release()`` gives the
-slots back, whose rows can be found until their slot is needed. A row that is in the buffer, or on its way for anybody, is not
-read again. Tickets may be begun, waited for and released by any thread.
+``ticket = buffer.begin(ids)`` gives each row of a mini-batch a slot of the array ``x`` and starts to read
+those that are in none; ``ticket.result()`` waits until all are there; ``buffer.gather(ticket)`` copies them
+out; ``ticket.release()`` gives the slots back, whose rows can be found until their slot is needed. A row that
+is in the buffer, or on its way for anybody, is not read again. Tickets may be begun, waited for and released
+by any thread.
 
-*No deadlock.* A ticket gets all its slots or none, so nobody waits while he holds a part of what he wants. A mini-batch that
-fits the buffer but not beside those in use waits for releases, as long as there is somebody to wait for: a read under way that
-frees slots when it ends, or a ticket whose owner (the thread that began it) is alive and not itself waiting in ``begin``. Where
-all others who hold slots wait, the last who would join them gets a BudgetError instead, and so does a single thread that holds
-everything itself. A ticket that is passed on to another thread for release belongs to nobody (:meth:`Ticket.hand_over`), and is
-waited for.
+*No deadlock.* A ticket gets all its slots or none, so nobody waits while he holds a part of what he wants. A
+mini-batch that fits the buffer but not beside those in use waits for releases, as long as there is somebody
+to wait for: a read under way that frees slots when it ends, or a ticket whose owner (the thread that began
+it) is alive and not itself waiting in ``begin``. Where all others who hold slots wait, the last who would
+join them gets a BudgetError instead, and so does a single thread that holds everything itself. A ticket that
+is passed on to another thread for release belongs to nobody (:meth:`Ticket.hand_over`), and is waited for.
 
-*No lost read.* Slots are changed under one lock, which is held for the time of a kernel. Reads end in threads of the engine,
-which must not wait: they only put the ended read on a list and wake up who waits; the next who holds the lock enters it in the
-slot map. When a read fails or is cancelled, the tickets that wait for its rows read them themselves.
+*No lost read.* Slots are changed under one lock, which is held for the time of a kernel. Reads end in threads
+of the engine, which must not wait: they only put the ended read on a list and wake up who waits; the next who
+holds the lock enters it in the slot map. When a read fails or is cancelled, the tickets that wait for its
+rows read them themselves.
 
-*No torn step.* Slots are taken and reads begun by one thread of the buffer's own, which no signal interrupts; what was done is
-noted by the kernels themselves. Whoever is interrupted gives back what was taken for him. A ticket that is forgotten is
-released when it is collected.
+*No torn step.* Slots are taken and reads begun by one thread of the buffer's own, which no signal interrupts;
+what was done is noted by the kernels themselves. Whoever is interrupted gives back what was taken for him. A
+ticket that is forgotten is released when it is collected.
 """
 
 from __future__ import annotations
@@ -42,7 +45,14 @@ from featstore.base.dtypes import dtype_from_name
 from featstore.base.ids import as_integers, check_out, finished, parse_ids
 from featstore.base.native import address_of
 from featstore.base.threads import Runner, Wake
-from featstore.errors import ArgumentError, BudgetError, CancelledError, ClosedError, IdError, WaitTimeoutError
+from featstore.errors import (
+    ArgumentError,
+    BudgetError,
+    CancelledError,
+    ClosedError,
+    IdError,
+    WaitTimeoutError,
+)
 from featstore.tiers import RowSource
 from featstore.tiers.slots import layout
 from featstore.tiers.slots import slots as sl
@@ -63,10 +73,11 @@ class FeatureBuffer:
     Args:
         reader: reads what is missing; it stays open.
         table: the table's name; not needed where the reader has only one.
-        slots, memory: how many rows fit, or how much memory (bytes or ``"2GiB"``) rows and slot map take; one of the two.
+        slots, memory: how many rows fit, or how much memory (bytes or ``"2GiB"``) rows and slot map take; one
+            of the two.
         policy: a name of :data:`featstore.tiers.slots.layout.POLICIES`.
-        static: node ids of rows to be loaded now and kept for good, beside any policy; or an iterator of pieces of them, all
-            different. They count as slots.
+        static: node ids of rows to be loaded now and kept for good, beside any policy; or an iterator of
+            pieces of them, all different. They count as slots.
         batches: for ``"min"``: the number of mini-batches of the trace.
         policies: names of others that :meth:`switch` may change to, for whose slot maps there shall be room.
         block: uint8, memory to put the rows in, aligned to 64 bytes; made where not given.
@@ -78,13 +89,15 @@ class FeatureBuffer:
     """
 
     def __init__(
-        self, reader: RowSource, table: str | None = None, *, slots: int | None = None, memory: int | str | None = None,
-        policy: str = "lru", static: Any = None, batches: int = 0, policies: Sequence[str] = (),
-        block: NDArray[np.uint8] | None = None, **options: Any,
+        self, reader: RowSource, table: str | None = None, *, slots: int | None = None,
+        memory: int | str | None = None, policy: str = "lru", static: Any = None, batches: int = 0,
+        policies: Sequence[str] = (), block: NDArray[np.uint8] | None = None, **options: Any,
     ) -> None:  # fmt: skip
         names = reader.tables
         if table is None and len(names) != 1:
-            raise ArgumentError(f"this reader has {len(names)} tables; say which: {', '.join(map(repr, names))}")
+            raise ArgumentError(
+                f"this reader has {len(names)} tables; say which: {', '.join(map(repr, names))}"
+            )
         self._reader, self._table = reader, names[0] if table is None else table
         self._rows = reader.store.table(self._table)
         self.policy = layout.POLICIES[as_choice(policy, "policy", layout.POLICIES)]
@@ -95,8 +108,12 @@ class FeatureBuffer:
             slots = slots_for(parse_bytes(memory or 0, "memory"), self._rows.row_bytes, self.policy, batches)
         slots = as_count(slots, "slots", 1, 2**31 - 1)
         others = [layout.POLICIES[as_choice(name, "policies", layout.POLICIES)] for name in policies]
-        self._map_memory = empty_rows(max(layout.slot_map_bytes(slots, p, batches) for p in (self.policy, *others)), 1)
-        self._map = layout.make_slot_map(slots, self.policy, memory=self._map_memory, batches=batches, **options)
+        self._map_memory = empty_rows(
+            max(layout.slot_map_bytes(slots, p, batches) for p in (self.policy, *others)), 1
+        )
+        self._map = layout.make_slot_map(
+            slots, self.policy, memory=self._map_memory, batches=batches, **options
+        )
         self.slots, self.dtype = slots, dtype_from_name(self._rows.entry.dtype)
         x = empty_rows(slots, self._rows.row_bytes) if block is None else self._rows_in(block)
         self.x: NDArray[Any] = x.view(self.dtype).reshape(slots, *self._rows.row_shape)
@@ -151,8 +168,8 @@ class FeatureBuffer:
             next_use: for ``"min"``: for each id the mini-batch that uses it next, or ``NEVER``.
             timeout: seconds to wait for slots that others hold, for ever by default.
 
-        Raises IdError; BudgetError where the buffer is too small for this mini-batch, or for all those that wait for each
-        other; TimeoutError; what the reader's ``submit`` raises.
+        Raises IdError; BudgetError where the buffer is too small for this mini-batch, or for all those that
+        wait for each other; TimeoutError; what the reader's ``submit`` raises.
         """
         self._check_open()
         parsed = parse_ids(ids, copy=True)
@@ -181,7 +198,9 @@ class FeatureBuffer:
     def _check_process(self) -> None:
         """Raise ClosedError in a forked child: the thread and who held the lock stayed in the parent."""
         if self._pid != os.getpid():
-            raise ClosedError("this feature buffer belongs to the process that made it; make one in each process")
+            raise ClosedError(
+                "this feature buffer belongs to the process that made it; make one in each process"
+            )
 
     def check_ids(self, ids: NDArray[np.int64]) -> None:
         """Raise IdError for ids that the table has not."""
@@ -189,7 +208,9 @@ class FeatureBuffer:
             return
         for bad in (ids.min(), ids.max()):
             if not 0 <= bad < self._rows.rows:
-                raise IdError(f"node id {bad} is out of range: table {self._table!r} has {self._rows.rows:,} rows")
+                raise IdError(
+                    f"node id {bad} is out of range: table {self._table!r} has {self._rows.rows:,} rows"
+                )
 
     @staticmethod
     def _parse_uses(next_use: Any) -> NDArray[np.int32]:
@@ -214,7 +235,13 @@ class FeatureBuffer:
             self._enter_ended()
             while short > 0 and not ticket._given_up:
                 short = -sl.acquire(
-                    self._map, ticket.ids, claim.slots, ticket._missed, ticket._waits, ticket._next_use, claim.outcome
+                    self._map,
+                    ticket.ids,
+                    claim.slots,
+                    ticket._missed,
+                    ticket._waits,
+                    ticket._next_use,
+                    claim.outcome,
                 )[0]
                 if short > 0 and not self._enter_ended():
                     self._check_wait(ticket, short)
@@ -235,20 +262,27 @@ class FeatureBuffer:
         """Raise BudgetError where waiting for slots would not help. With the lock."""
         ids = np.unique(ticket.ids)
         if len(ids) > self.slots_unkept:
-            needed = self.slots - self.slots_unkept + len(np.setdiff1d(ids, self._kept_ids(), assume_unique=True))
+            needed = (
+                self.slots - self.slots_unkept + len(np.setdiff1d(ids, self._kept_ids(), assume_unique=True))
+            )
             if needed > self.slots:
                 self._raise_budget(needed, f"hold the {len(ids):,} rows of a mini-batch")
         if self._reading or any(self._ends(claim, ticket._claim.owner) for claim in self._claims):
             return
-        self._raise_budget(self.slots + short, "hold one more mini-batch beside those that are in use, none of which can be released "
-                           "before (release a ticket first, or hand it over to the thread that will)")  # fmt: skip
+        self._raise_budget(
+            self.slots + short,
+            "hold one more mini-batch beside those that are in use, none of which can be released "
+            "before (release a ticket first, or hand it over to the thread that will)",
+        )
 
     def _ends(self, claim: Claim, me: threading.Thread | None) -> bool:
         """Whether another's pins can be expected to be released while this thread waits."""
         if claim in self._kept:
             return False
         who = claim.owner
-        return claim.forgotten or who is None or (who is not me and who not in self._waiting and who.is_alive())
+        return (
+            claim.forgotten or who is None or (who is not me and who not in self._waiting and who.is_alive())
+        )
 
     def _raise_budget(self, slots: int, what: str) -> None:
         row_bytes = self._rows.row_bytes
@@ -302,19 +336,24 @@ class FeatureBuffer:
 
     def _wait(self, wake: Wake, deadline: float | None, what: str) -> None:
         """Wait until something has happened, or for some time."""
-        patience = _PATIENCE_SECONDS if deadline is None else min(_PATIENCE_SECONDS, deadline - time.monotonic())
+        patience = (
+            _PATIENCE_SECONDS if deadline is None else min(_PATIENCE_SECONDS, deadline - time.monotonic())
+        )
         if patience <= 0:
             raise WaitTimeoutError(f"still waiting for {what}")
         wake.wait(patience)
 
     def _enter_ended(self) -> bool:
-        """Enter in the slot map which reads have ended, and release forgotten tickets; whether there were any. With the lock.
+        """Enter in the slot map which reads have ended, and release forgotten tickets; whether there were
+        any. With the lock.
 
         What is entered is taken from its list last, and entered once: an interrupt loses nothing."""
         found = False
         while self._ended:
             read, found = self._ended[0], True
-            sl.unpin(self._map, read.slots, layout.PRESENT if read.error is None else layout.FAILED, read.once)
+            sl.unpin(
+                self._map, read.slots, layout.PRESENT if read.error is None else layout.FAILED, read.once
+            )
             self._reading.discard(read)
             read.request = None
             self._ended.popleft()
@@ -329,7 +368,8 @@ class FeatureBuffer:
         self._claims.discard(claim)
 
     def forget(self, claim: Claim) -> None:
-        """Whoever holds the lock next releases the claim: taking the lock here could be for the second time in this thread."""
+        """Whoever holds the lock next releases the claim: taking the lock here could be for the second time
+        in this thread."""
         self._forgotten.append(claim)
 
     def wait_for(self, ticket: Ticket, timeout: float | None) -> NDArray[np.int32]:
@@ -359,7 +399,8 @@ class FeatureBuffer:
                 return False
 
     def _look_again(self, ticket: Ticket) -> bool:
-        """Whether a ticket still waits for others' reads; reads what they failed to. Runs in the buffer's thread."""
+        """Whether a ticket still waits for others' reads; reads what they failed to. Runs in the buffer's
+        thread."""
         with self._lock:
             self._enter_ended()
             if not ticket._claim.held:
@@ -373,10 +414,11 @@ class FeatureBuffer:
     # Rows out, slots back.
 
     def gather(self, ticket: Ticket, out: Any = None) -> Any:
-        """The rows of a ticket's ids, in their order and shape, copied out of the buffer when they are there; a tensor where
-        the ids were one.
+        """The rows of a ticket's ids, in their order and shape, copied out of the buffer when they are there;
+        a tensor where the ids were one.
 
-        ``out``: a C-contiguous array or tensor to fill and return instead. Raises as :meth:`Ticket.result` does.
+        ``out``: a C-contiguous array or tensor to fill and return instead. Raises as :meth:`Ticket.result`
+        does.
         """
         slots = ticket.result()
         shape, row_bytes = (*ticket._shape, *self._rows.row_shape), self._rows.row_bytes
@@ -399,8 +441,8 @@ class FeatureBuffer:
             return BufferStats(*(int(c[at]) for at in COUNTED))
 
     def load(self, ids: Any, *, uses: int = 1) -> None:
-        """Read rows beforehand, as if they had been asked for so many times, but for the counts. In pieces: what is known of a read takes
-        memory by its rows. Raises what :meth:`begin` raises."""
+        """Read rows beforehand, as if they had been asked for so many times, but for the counts. In pieces:
+        what is known of a read takes memory by its rows. Raises what :meth:`begin` raises."""
         values = parse_ids(ids).values
         with self.uncounted():
             for low in range(0, len(values), _LOADED_AT_ONCE):
@@ -419,10 +461,11 @@ class FeatureBuffer:
                 self._map.counts[COUNTED] = before
 
     def switch(self, policy: str, static: Any = None) -> None:
-        """Go on with another policy, or another set of rows kept for good. The rows stay, what the policy knew of them is forgotten.
+        """Go on with another policy, or another set of rows kept for good. The rows stay, what the policy
+        knew of them is forgotten.
 
-        Waits for reads under way. Raises ArgumentError while tickets hold slots; BudgetError where it is none of ``policies``, and needs a
-        larger slot map; what :meth:`begin` raises.
+        Waits for reads under way. Raises ArgumentError while tickets hold slots; BudgetError where it is none
+        of ``policies``, and needs a larger slot map; what :meth:`begin` raises.
         """
         self._check_open()
         number = layout.POLICIES[as_choice(policy, "policy", layout.POLICIES)]
@@ -448,7 +491,8 @@ class FeatureBuffer:
             return True
 
     def _keep(self, static: Any) -> None:
-        """Have these rows for good: ids, or an iterator of pieces of them, all different. Of each there are only its pins."""
+        """Have these rows for good: ids, or an iterator of pieces of them, all different. Of each there are
+        only its pins."""
         pieces = static if isinstance(static, Iterator) else iter([np.unique(parse_ids(static).values)])
         try:
             with self.uncounted():
@@ -486,8 +530,8 @@ class FeatureBuffer:
         return self.slots - sum(len(claim.slots) for claim in self._kept)
 
     def cached_ids(self) -> NDArray[np.int64]:
-        """int64, the node ids of the rows that are in the buffer, but for those kept for good; what would leave first
-        is at the front, as far as the policy has an order."""
+        """int64, the node ids of the rows that are in the buffer, but for those kept for good; what would
+        leave first is at the front, as far as the policy has an order."""
         self._check_process()
         with self._lock:
             self._enter_ended()
@@ -500,8 +544,9 @@ class FeatureBuffer:
             self._enter_ended()
 
     def cached_pieces(self) -> Iterator[NDArray[np.int64]]:
-        """The ids of :meth:`cached_ids` in pieces, which take no memory by the slots (a byte each where rows are kept for good); reads that
-        have ended since :meth:`settle` are not among them. Nothing may be asked of the buffer meanwhile."""
+        """The ids of :meth:`cached_ids` in pieces, which take no memory by the slots (a byte each where rows
+        are kept for good); reads that have ended since :meth:`settle` are not among them. Nothing may be
+        asked of the buffer meanwhile."""
         kept = np.zeros(self.slots if self._kept else 0, bool)
         for claim in self._kept:
             kept[claim.slots] = True
@@ -517,7 +562,8 @@ class FeatureBuffer:
     # Ending.
 
     def close(self) -> None:
-        """Begin nothing more, stop reads, and wait until none writes into ``x`` any more. May be called more than once."""
+        """Begin nothing more, stop reads, and wait until none writes into ``x`` any more. May be called more
+        than once."""
         if self._pid != os.getpid():
             return
         self._closed = True
@@ -535,4 +581,7 @@ class FeatureBuffer:
         self.close()
 
     def __repr__(self) -> str:
-        return f"<FeatureBuffer of {self.slots:,} rows of {self._table!r}, {self.policy_name}: {asdict(self.stats())}>"
+        return (
+            f"<FeatureBuffer of {self.slots:,} rows of {self._table!r}, {self.policy_name}: "
+            f"{asdict(self.stats())}>"
+        )

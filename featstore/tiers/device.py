@@ -1,17 +1,22 @@
-"""The device level: rows on one or several accelerators, above the host's feature buffer (after BGL, NSDI'23, section 3.2).
+"""The device level: rows on one or several accelerators, above the host's feature buffer (after BGL, NSDI'23,
+section 3.2).
 
-A node's rows belong on the device of its id modulo the number of devices, so no row is on two of them. A mini-batch asks the devices
-first; what they have not comes through the host's buffer, is put on its device, and stays there until its slot is needed. Each device
-has a slot map like the host's (:mod:`featstore.tiers.slots.slots`), in host memory, and any of its policies. What the host's buffer sees is
+A node's rows belong on the device of its id modulo the number of devices, so no row is on two of them. A
+mini-batch asks the devices first; what they have not comes through the host's buffer, is put on its device,
+and stays there until its slot is needed. Each device has a slot map like the host's
+(:mod:`featstore.tiers.slots.slots`), in host memory, and any of its policies. What the host's buffer sees is
 what the devices miss.
 
-*No locks.* One thread does everything: the loader's, which extracts. Slots are filled and read by operations of torch in one stream for
-each device, that of this thread; so a row is there before it is read, and read before its slot has another one.
+*No locks.* One thread does everything: the loader's, which extracts. Slots are filled and read by operations
+of torch in one stream for each device, that of this thread; so a row is there before it is read, and read
+before its slot has another one.
 
-*No deadlock, and no row twice.* A mini-batch gets all its slots on all devices, or changes nothing. A row that an earlier mini-batch
-already brings is waited for. When that mini-batch is given up, the next one that looks brings the row itself.
+*No deadlock, and no row twice.* A mini-batch gets all its slots on all devices, or changes nothing. A row
+that an earlier mini-batch already brings is waited for. When that mini-batch is given up, the next one that
+looks brings the row itself.
 
-Rows are moved as the widest integers that they consist of: what they mean does not matter, and torch cannot index every dtype.
+Rows are moved as the widest integers that they consist of: what they mean does not matter, and torch cannot
+index every dtype.
 """
 
 from __future__ import annotations
@@ -58,8 +63,8 @@ class _Shard:
 
 
 class _Part:
-    """What a mini-batch holds of one shard: ``places`` of its rows in the mini-batch, their ``slots``, pinned while ``outcome[2]`` is 1,
-    and the places of rows that others bring."""
+    """What a mini-batch holds of one shard: ``places`` of its rows in the mini-batch, their ``slots``, pinned
+    while ``outcome[2]`` is 1, and the places of rows that others bring."""
 
     def __init__(self, shard: _Shard, places: NDArray[np.int64], ids: NDArray[np.int64]) -> None:
         self.shard, self.places, self.ids = shard, places, ids
@@ -74,8 +79,8 @@ class _Part:
 
 
 class _Fill:
-    """Rows to be brought to devices: of each part the positions in ``missed``; ``host``: the host's ticket for them, one after the
-    other."""
+    """Rows to be brought to devices: of each part the positions in ``missed``; ``host``: the host's ticket
+    for them, one after the other."""
 
     def __init__(self) -> None:
         self.missed: list[tuple[_Part, NDArray[np.int32]]] = []
@@ -94,7 +99,8 @@ class _Fill:
 
 
 class DeviceTicket:
-    """One mini-batch's claim on a :class:`DeviceBuffer`. ``ids``: int64 [n]; ``asked_of_host``: those that were on no device."""
+    """One mini-batch's claim on a :class:`DeviceBuffer`. ``ids``: int64 [n]; ``asked_of_host``: those that
+    were on no device."""
 
     def __init__(self, buffer: DeviceBuffer, ids: NDArray[np.int64]) -> None:
         self._buffer, self.ids = buffer, ids
@@ -108,7 +114,8 @@ class DeviceTicket:
         return self._buffer._done(self)
 
     def release(self) -> None:
-        """Give the slots back; a host's read under way goes on, but its rows are not put on the devices. May be called more than once."""
+        """Give the slots back; a host's read under way goes on, but its rows are not put on the devices. May
+        be called more than once."""
         self._released = True
         for fill in self._fills:
             fill.end(layout.FAILED)
@@ -132,7 +139,8 @@ class DeviceBuffer:
         slots: how many rows fit on each device.
         policy: a name of :data:`featstore.tiers.slots.layout.POLICIES` but ``"static"`` and ``"min"``.
 
-    Raises TypeError for rows whose dtype torch does not know; what torch raises where a device is not there or too small.
+    Raises TypeError for rows whose dtype torch does not know; what torch raises where a device is not there
+    or too small.
     """
 
     def __init__(self, host: FeatureBuffer, devices: Sequence[Any], *, slots: int, policy: str) -> None:
@@ -145,10 +153,11 @@ class DeviceBuffer:
     # A mini-batch.
 
     def begin(self, ids: Any) -> DeviceTicket | None:
-        """Claim slots for the rows of a mini-batch (node ids, which must stay as they are; duplicates are fine), and start to bring what is
-        missing; None where other tickets hold too many slots.
+        """Claim slots for the rows of a mini-batch (node ids, which must stay as they are; duplicates are
+        fine), and start to bring what is missing; None where other tickets hold too many slots.
 
-        Raises IdError; BudgetError where there are too few slots whoever holds them; what the host's ``begin`` raises.
+        Raises IdError; BudgetError where there are too few slots whoever holds them; what the host's
+        ``begin`` raises.
         """
         values = parse_ids(ids).values
         self._host.check_ids(values)
@@ -203,7 +212,8 @@ class DeviceBuffer:
     def gather(self, ticket: DeviceTicket, staging: NDArray[np.uint8]) -> torch.Tensor:
         """The rows of a ticket that is done, [n, *row shape] on the first device; its slots are given back.
 
-        ``staging``: memory for what comes from the host, which may be used again at once. Raises what went wrong with a read.
+        ``staging``: memory for what comes from the host, which may be used again at once. Raises what went
+        wrong with a read.
         """
         for fill in ticket._fills:
             self._fill(fill, staging)
@@ -214,7 +224,9 @@ class DeviceBuffer:
             shape = (len(ticket.ids), *self._shards[0].x.shape[1:])
             words = torch.empty(shape, dtype=self._shards[0].x.dtype, device=self._shards[0].device)
             for part in parts:
-                words[torch.from_numpy(part.places).to(words.device)] = part.shard.take(part.slots).to(words.device)
+                words[torch.from_numpy(part.places).to(words.device)] = part.shard.take(part.slots).to(
+                    words.device
+                )
         ticket.release()
         words = words.to(self._shards[0].device)
         return words.view(self._dtype).reshape(len(ticket.ids), *self._row_shape)
@@ -259,10 +271,13 @@ class DeviceBuffer:
     @property
     def memory_bytes(self) -> int:
         """Host memory of the slot maps; the rows take that of the devices."""
-        return len(self._shards) * layout.slot_map_bytes(self._shards[0].slots, layout.POLICIES[self.policy_name])
+        return len(self._shards) * layout.slot_map_bytes(
+            self._shards[0].slots, layout.POLICIES[self.policy_name]
+        )
 
     def cached_ids(self) -> NDArray[np.int64]:
-        """int64, the node ids of the rows that are on the devices, of each device those that would leave first at the front."""
+        """int64, the node ids of the rows that are on the devices, of each device those that would leave
+        first at the front."""
         return joined(self.cached_pieces())
 
     def cached_pieces(self) -> Iterator[NDArray[np.int64]]:
@@ -280,8 +295,8 @@ class DeviceBuffer:
     def last_that_fit(
         self, ids: Callable[[], Iterator[NDArray[np.int64]]]
     ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-        """Of each piece of ids those that are for the devices, and the others: of the ids that belong on one device, the last ones are that
-        fit there. ``ids`` is called twice."""
+        """Of each piece of ids those that are for the devices, and the others: of the ids that belong on one
+        device, the last ones are that fit there. ``ids`` is called twice."""
         count = len(self._shards)
         spare = np.full(count, -self._shards[0].slots)  # ids of each device that have no room, the first ones
         for piece in ids():

@@ -12,7 +12,8 @@ from featstore.tiers.static import StaticTier
 
 
 def highest_degrees(tables: Mapping[str, Table], tier_bytes: int) -> dict[str, NDArray[np.int64]]:
-    """The budget for tiers, shared by the tables' sizes; the rows of the highest degrees that fit into each share, ascending."""
+    """The budget for tiers, shared by the tables' sizes; the rows of the highest degrees that fit into each
+    share, ascending."""
     total = sum(t.data_bytes for t in tables.values())
     chosen = {}
     for name, table in tables.items():
@@ -27,5 +28,6 @@ def highest_degrees(tables: Mapping[str, Table], tier_bytes: int) -> dict[str, N
 def members_bytes(members: Mapping[str, NDArray[np.int64]], tables: Mapping[str, Table]) -> int:
     """What tiers of these rows take."""
     return sum(
-        len(rows) * tables[name].row_bytes + StaticTier.index_bytes(tables[name].rows) for name, rows in members.items()
+        len(rows) * tables[name].row_bytes + StaticTier.index_bytes(tables[name].rows)
+        for name, rows in members.items()
     )

@@ -1,16 +1,18 @@
-"""Saved caches: which rows a loader's buffers held, kept with the store in ``caches/NAME.cache``, so that a run can begin warm.
+"""Saved caches: which rows a loader's buffers held, kept with the store in ``caches/NAME.cache``, so that a
+run can begin warm.
 
-A saved cache is advice: it names rows, it holds none. What it names is read from the store again when it is loaded. It may be deleted at
-any time. The file, all numbers little-endian:
+A saved cache is advice: it names rows, it holds none. What it names is read from the store again when it is
+loaded. It may be deleted at any time. The file, all numbers little-endian:
 
 - uint32: the bytes of the header;
-- the header, MessagePack: ``{"format": "featstore-cache-2", "store": uuid, "tables": {name: count}}``, and where policies had
-  been chosen ``"policies": {name: policy}``;
+- the header, MessagePack: ``{"format": "featstore-cache-2", "store": uuid, "tables": {name: count}}``, and
+  where policies had been chosen ``"policies": {name: policy}``;
 - of each table, in that order, ``count`` node ids, int64, the least wanted first;
 - uint32: the CRC-32 of all before it.
 
-A buffer may have so many slots that the budget has no room for their ids a second time. So they are written, checked and read in pieces;
-and a cache is checked whole, in a pass of its own, before the first of its ids is used.
+A buffer may have so many slots that the budget has no room for their ids a second time. So they are written,
+checked and read in pieces; and a cache is checked whole, in a pass of its own, before the first of its ids is
+used.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ _FORMAT = "featstore-cache-2"
 _HEADER_BYTES_MAX = 1 << 24
 _PIECE = 1 << 13  # ids that are read at once
 
-#: As often a row that is loaded counts as used: S3-FIFO would take those used less often for rows that nobody wants again.
+#: As often a row that is loaded counts as used: S3-FIFO would take those used less often for rows that nobody
+#: wants again.
 USES = 3
 
 
@@ -62,12 +65,18 @@ def cache_path(store: OpenStore, name: str) -> Path:
 
 
 def save(
-    store: OpenStore, name: str, tables: Tables, *, policies: Mapping[str, str] | None = None, disk: Disk | None = None
+    store: OpenStore,
+    name: str,
+    tables: Tables,
+    *,
+    policies: Mapping[str, str] | None = None,
+    disk: Disk | None = None,
 ) -> Path:
     """Write down node ids by table; replaces a cache of that name, or leaves it as it is.
 
-    ``tables``: functions that give all ids of a table in pieces, the least wanted first. Each is called twice, because the counts come
-    first in the file. ``policies``: by which the tables' buffers had come to hold these rows, where nobody had said which.
+    ``tables``: functions that give all ids of a table in pieces, the least wanted first. Each is called
+    twice, because the counts come first in the file. ``policies``: by which the tables' buffers had come to
+    hold these rows, where nobody had said which.
 
     Raises SourceError for a name that is none or that something else has, and where a function gave another
     number of ids the second time; what the disk raises.
@@ -79,7 +88,8 @@ def save(
         disk.fsync_dir(target.parent.parent)
     if is_taken(target) and not is_file(target):
         raise SourceError(
-            f"{target} is no file, and so no saved cache: it is left alone; give another name, or move it away"
+            f"{target} is no file, and so no saved cache: it is left alone; give another name, or move "
+            "it away"
         )
     counts = {table: sum(map(len, pieces())) for table, pieces in tables.items()}
     disk.replace_file(target, _encoded(_Header(_FORMAT, store.uuid, counts, dict(policies or {})), tables))
@@ -100,16 +110,20 @@ def _encoded(header: _Header, tables: Tables) -> Iterator[bytes | NDArray[np.uin
             checksum = zlib.crc32(raw.data, checksum)
             yield raw
         if left:
-            raise SourceError(f"the rows of table {table!r} changed while they were written down: save them again")
+            raise SourceError(
+                f"the rows of table {table!r} changed while they were written down: save them again"
+            )
     yield checksum.to_bytes(4, "little")
 
 
 class SavedCache:
-    """A saved cache, open and found good: checksum, header, sizes, and that the store has every row. A context manager.
+    """A saved cache, open and found good: checksum, header, sizes, and that the store has every row. A
+    context manager.
 
     ``counts``: how many ids there are, ``policies``: by which they had come to be held, by table.
 
-    Raises SourceError where there is no such cache, or it is damaged or of another store; DeviceError where it cannot be read.
+    Raises SourceError where there is no such cache, or it is damaged or of another store; DeviceError where
+    it cannot be read.
     """
 
     def __init__(self, store: OpenStore, name: str) -> None:
@@ -168,7 +182,8 @@ class SavedCache:
             raise SourceError(f"{self.path} has the format {header.format!r}, not {_FORMAT!r}: save it again")
         if header.store != self._store.uuid:
             raise SourceError(
-                f"{self.path} is a cache of the store {header.store}, not of {self._store.uuid}: save it again"
+                f"{self.path} is a cache of the store {header.store}, not of {self._store.uuid}: save "
+                "it again"
             )
         if msgspec.msgpack.encode(header) != data:
             raise self._bad("its header is not written as it should be")
@@ -177,7 +192,9 @@ class SavedCache:
             if table not in self._store.tables:
                 raise self._bad(f"the store has no table {table!r}")
             if not 0 <= count <= self._store.tables[table].rows:
-                raise self._bad(f"{count:,} rows of table {table!r}, which has {self._store.tables[table].rows:,}")
+                raise self._bad(
+                    f"{count:,} rows of table {table!r}, which has {self._store.tables[table].rows:,}"
+                )
             begins[table] = end
             end += 8 * count
         if end + 4 != self._size:
@@ -188,7 +205,8 @@ class SavedCache:
         return begins, header.tables, header.policies
 
     def ids(self, table: str) -> Iterator[NDArray[np.int64]]:
-        """int64, the node ids of a table in pieces, the least wanted first; none where the table was not saved."""
+        """int64, the node ids of a table in pieces, the least wanted first; none where the table was not
+        saved."""
         rows = self._store.tables[table].rows
         for low in range(0, self.counts.get(table, 0), _PIECE):
             at, count = self._begins[table] + 8 * low, min(_PIECE, self.counts[table] - low)

@@ -1,9 +1,10 @@
 """The static host tier: a fixed set of rows, kept for good.
 
-Power-law graphs ask for a few nodes again and again; keeping the rows of the nodes with the highest degree (or of any given
-set) is the oldest cache of graph training (PaGraph, SoCC'20; HierBatching's static cache; DiskGNN's host level). The set is a
-bitmap over all rows with a running count for each 64 bits, so a lookup is a bit test and one population count at 0.19 bytes a
-row of the table; a member's slot is its rank, so rows lie in the tier in row order and fill it sequentially.
+Power-law graphs ask for a few nodes again and again; keeping the rows of the nodes with the highest degree
+(or of any given set) is the oldest cache of graph training (PaGraph, SoCC'20; HierBatching's static cache;
+DiskGNN's host level). The set is a bitmap over all rows with a running count for each 64 bits, so a lookup is
+a bit test and one population count at 0.19 bytes a row of the table; a member's slot is its rank, so rows lie
+in the tier in row order and fill it sequentially.
 """
 
 from __future__ import annotations
@@ -44,13 +45,17 @@ def serve_rows(
     row_bytes: int,
     out: int,
 ) -> int:
-    """Copy the members among ``rows`` that are not served yet from ``data`` to ``out`` (addresses; 0: do not copy), and mark them.
+    """Copy the members among ``rows`` that are not served yet from ``data`` to ``out`` (addresses; 0: do not
+    copy), and mark them.
 
-    Slots are looked up a few rows ahead of the copy, and those rows prefetched. Returns the number of rows served.
+    Slots are looked up a few rows ahead of the copy, and those rows prefetched. Returns the number of rows
+    served.
     """
     n = rows.shape[0]
     in_order = positions.shape[0] == 0
-    streaming = n * row_bytes >= _STREAM_BYTES_MIN and row_bytes % STREAM_BYTES == 0 and out % STREAM_BYTES == 0
+    streaming = (
+        n * row_bytes >= _STREAM_BYTES_MIN and row_bytes % STREAM_BYTES == 0 and out % STREAM_BYTES == 0
+    )
     lines = min(row_bytes, _PREFETCH_BYTES) if out != 0 else 0
     slots = np.full(_AHEAD, -1, np.int64)  # of rows i to i + _AHEAD - 1, at i & (_AHEAD - 1)
     count = 0
@@ -77,14 +82,16 @@ def serve_rows(
 def check_members(count: int) -> None:
     """Raise SourceError for more members than ranks, which are int32, can number."""
     if count > MEMBERS_MAX:
-        raise SourceError(f"a set of rows in memory has at most {MEMBERS_MAX:,}, not {count:,}: keep fewer (static=)")
+        raise SourceError(
+            f"a set of rows in memory has at most {MEMBERS_MAX:,}, not {count:,}: keep fewer (static=)"
+        )
 
 
 class StaticTier:
     """A fixed set of rows of one table; see the module's text.
 
-    ``members``: int64, ascending, distinct. The caller fills ``data`` (uint8 [members, row_bytes]) in that order before
-    the tier is asked for the first time.
+    ``members``: int64, ascending, distinct. The caller fills ``data`` (uint8 [members, row_bytes]) in that
+    order before the tier is asked for the first time.
     """
 
     name = "static"
@@ -110,7 +117,13 @@ class StaticTier:
         return self.data.nbytes + self._bits.nbytes + self._ranks.nbytes
 
     def serve(
-        self, rows: NDArray[np.int64], positions: NDArray[np.int32], served: NDArray[np.uint8], out: NDArray[np.uint8]
+        self,
+        rows: NDArray[np.int64],
+        positions: NDArray[np.int32],
+        served: NDArray[np.uint8],
+        out: NDArray[np.uint8],
     ) -> int:
         data, row_bytes = address_of(self.data), self.row_bytes
-        return int(serve_rows(rows, positions, served, self._bits, self._ranks, data, row_bytes, address_of(out)))
+        return int(
+            serve_rows(rows, positions, served, self._bits, self._ranks, data, row_bytes, address_of(out))
+        )

@@ -1,4 +1,5 @@
-"""What a feature buffer knows of one mini-batch: the pins it holds, the reads begun for it, and the ticket that its owner has."""
+"""What a feature buffer knows of one mini-batch: the pins it holds, the reads begun for it, and the ticket
+that its owner has."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class BufferStats:
-    """What a feature buffer has counted: ``hits`` and ``misses`` by occurrence of a row in a mini-batch, ``waits``, the hits of
-    rows that were on their way, ``evictions`` and ``batches``."""
+    """What a feature buffer has counted: ``hits`` and ``misses`` by occurrence of a row in a mini-batch,
+    ``waits``, the hits of rows that were on their way, ``evictions`` and ``batches``."""
 
     hits: int
     misses: int
@@ -47,7 +48,8 @@ class Claim:
 
     def __init__(self, count: int) -> None:
         self.slots = np.empty(count, np.int32)
-        self.outcome = np.zeros(3, np.int64)  # (reads, waits, whether it holds pins), written by kernels alone
+        # (reads, waits, whether it holds pins), written by kernels alone
+        self.outcome = np.zeros(3, np.int64)
         self.owner: threading.Thread | None = threading.current_thread()
         self.forgotten = False
 
@@ -69,10 +71,11 @@ class Holder(Protocol):
 
 
 class Ticket:
-    """One mini-batch's claim on a :class:`FeatureBuffer`; made by :meth:`FeatureBuffer.begin`. A context manager that releases
-    it.
+    """One mini-batch's claim on a :class:`FeatureBuffer`; made by :meth:`FeatureBuffer.begin`. A context
+    manager that releases it.
 
-    ``ids``: int64 [n]. ``slots``: int32 [n], where in ``buffer.x`` the row of each id is, valid until the release.
+    ``ids``: int64 [n]. ``slots``: int32 [n], where in ``buffer.x`` the row of each id is, valid until the
+    release.
     """
 
     def __init__(self, buffer: Holder, ids: Ids, next_use: NDArray[np.int32]) -> None:
@@ -85,8 +88,8 @@ class Ticket:
         self.slots = self._claim.slots
 
     def result(self, timeout: float | None = None) -> NDArray[np.int32]:
-        """Wait until all rows are in their slots; returns ``slots``. Raises what went wrong with a read; TimeoutError;
-        CancelledError where the ticket was released meanwhile. May be called again."""
+        """Wait until all rows are in their slots; returns ``slots``. Raises what went wrong with a read;
+        TimeoutError; CancelledError where the ticket was released meanwhile. May be called again."""
         return self._buffer.wait_for(self, timeout)
 
     def done(self) -> bool:
@@ -97,11 +100,13 @@ class Ticket:
             return True  # result() raises it
 
     def release(self) -> None:
-        """Give the slots back; reads under way go on, for others. May be called more than once, and at any time."""
+        """Give the slots back; reads under way go on, for others. May be called more than once, and at any
+        time."""
         self._buffer.release(self)
 
     def cancel(self) -> None:
-        """Release, and start no more reads for this ticket. Others who wait for its rows read them themselves."""
+        """Release, and start no more reads for this ticket. Others who wait for its rows read them
+        themselves."""
         self._buffer.release(self)
         for read in self._reads:
             request = read.request
@@ -109,7 +114,8 @@ class Ticket:
                 request.cancel()
 
     def hand_over(self) -> None:
-        """Another thread will release this ticket: who needs slots may wait for it, even the thread that began it."""
+        """Another thread will release this ticket: who needs slots may wait for it, even the thread that
+        began it."""
         self._claim.owner = None
 
     def give_away(self) -> Claim:
@@ -126,7 +132,8 @@ class Ticket:
     def __del__(self) -> None:
         claim = getattr(self, "_claim", None)
         if claim is not None and claim.held:
-            # Whoever holds the lock next releases it: taking the lock here could be for the second time in this thread.
+            # Whoever holds the lock next releases it: taking the lock here could be for the second time in
+            # this thread.
             claim.forgotten = True
             self._buffer.forget(claim)
 

@@ -1,13 +1,15 @@
 """The bytes of a trace's log: blocks that are made and checked here, and nowhere read or written.
 
-A log is a head, a frame for each mini-batch, an index of the frames and a tail of fixed size. All begin at multiples of 64
-bytes, and alike: eight bytes that name the kind of block, the CRC-32C of what follows it in the block, a word, the block's
-length. A frame is its *front* (numbers and node ids) and the sample behind it; the front holds the sample's checksum, so that ids are
-read and verified without the sample. ``formats/v1/trace.md`` is the normative text.
+A log is a head, a frame for each mini-batch, an index of the frames and a tail of fixed size. All begin at
+multiples of 64 bytes, and alike: eight bytes that name the kind of block, the CRC-32C of what follows it in
+the block, a word, the block's length. A frame is its *front* (numbers and node ids) and the sample behind it;
+the front holds the sample's checksum, so that ids are read and verified without the sample.
+``formats/v1/trace.md`` is the normative text.
 
-**What binds what.** A front's checksum covers its ids and its sample's checksum. The index repeats all of them, the tail has
-the SHA-256 over the head and the fronts' checksums in order, and the trace's uuid follows from that: so no frame can be
-damaged, lost or put elsewhere unseen, and equal mini-batches with an equal fingerprint make equal files.
+**What binds what.** A front's checksum covers its ids and its sample's checksum. The index repeats all of
+them, the tail has the SHA-256 over the head and the fronts' checksums in order, and the trace's uuid follows
+from that: so no frame can be damaged, lost or put elsewhere unseen, and equal mini-batches with an equal
+fingerprint make equal files.
 """
 
 from __future__ import annotations
@@ -85,10 +87,13 @@ def _crc_in(block: NDArray[np.uint8]) -> int:
 
 
 def start_of(data: NDArray[np.uint8], kind: bytes, path: Path, offset: int) -> tuple[int, int]:
-    """(word, length) of the block that begins with ``data``. Raises CorruptionError where no such block begins there."""
+    """(word, length) of the block that begins with ``data``. Raises CorruptionError where no such block
+    begins there."""
     found, _, word, length = _get(data, 0, _START)
     if found != kind or length < START_BYTES or length % ALIGN_BYTES:
-        raise CorruptionError(path, offset, f"a block {kind.decode()}", f"{found!r} of {length} bytes", _ADVICE)
+        raise CorruptionError(
+            path, offset, f"a block {kind.decode()}", f"{found!r} of {length} bytes", _ADVICE
+        )
     return word, length
 
 
@@ -97,7 +102,9 @@ def check_block(block: NDArray[np.uint8], kind: bytes, path: Path, offset: int) 
     word, length = start_of(block, kind, path, offset)
     stored, actual = _crc_in(block), checksum(block[_CHECKED_FROM:])
     if length != len(block) or stored != actual:
-        raise CorruptionError(path, offset, f"checksum {stored:08x} of {length} bytes", f"{actual:08x}", _ADVICE)
+        raise CorruptionError(
+            path, offset, f"checksum {stored:08x} of {length} bytes", f"{actual:08x}", _ADVICE
+        )
     return word
 
 
@@ -135,7 +142,11 @@ def decode_head(block: NDArray[np.uint8], path: Path) -> Head:
         head = msgspec.json.decode(block[begin : begin + length].data, type=Head)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise FormatError(f"{path} has a malformed head: {error}") from None
-    if word < 1 or not 1 <= len(head.node_types) <= NODE_TYPES_MAX or len(set(head.node_types)) < len(head.node_types):
+    if (
+        word < 1
+        or not 1 <= len(head.node_types) <= NODE_TYPES_MAX
+        or len(set(head.node_types)) < len(head.node_types)
+    ):
         raise FormatError(f"{path} cannot be trusted: version {word}, {len(head.node_types)} node types")
     return head
 
@@ -155,7 +166,8 @@ def front_bytes_of(counts: list[int], widths: list[int]) -> int:
 
 @dataclass(frozen=True)
 class Front:
-    """What a front says. ``ids``: int32 or int64 by node type, views of a front that was read; ``crc``: its own checksum."""
+    """What a front says. ``ids``: int32 or int64 by node type, views of a front that was read; ``crc``: its
+    own checksum."""
 
     ids: Mapping[str, NDArray[Any]]
     sample_bytes: int
@@ -183,7 +195,9 @@ def encode_front(
     return block, Front(ids, len(sample), sample_crc, _crc_in(block))
 
 
-def decode_front(block: NDArray[np.uint8], number: int, node_types: list[str], path: Path, offset: int) -> Front:
+def decode_front(
+    block: NDArray[np.uint8], number: int, node_types: list[str], path: Path, offset: int
+) -> Front:
     """The front of frame ``number``, which begins at ``offset``. Raises CorruptionError."""
     sample_crc = check_block(block, FRAME, path, offset)
     at = START_BYTES + _FRONT.size
@@ -199,22 +213,27 @@ def decode_front(block: NDArray[np.uint8], number: int, node_types: list[str], p
                 ids[name] = block[at : at + count * width].view(f"<i{width}")
                 at = -(-(at + count * width) // 8) * 8
             return Front(ids, sample_bytes, sample_crc, _crc_in(block))
-    raise CorruptionError(path, offset, f"frame {number} of {len(node_types)} node types", "another one", _ADVICE)
+    raise CorruptionError(
+        path, offset, f"frame {number} of {len(node_types)} node types", "another one", _ADVICE
+    )
 
 
 def check_sample(sample: NDArray[np.uint8], crc: int, path: Path, offset: int) -> None:
     """Raise CorruptionError where a sample that begins at ``offset`` has another checksum."""
     actual = checksum(sample)
     if actual != crc:
-        raise CorruptionError(path, offset, f"checksum {crc:08x} of {len(sample)} bytes", f"{actual:08x}", _ADVICE)
+        raise CorruptionError(
+            path, offset, f"checksum {crc:08x} of {len(sample)} bytes", f"{actual:08x}", _ADVICE
+        )
 
 
 @dataclass(frozen=True)
 class FrameIndex:
     """Where each frame is and what is in it. All but ``counts`` and ``id_max`` are by frame.
 
-    ``offsets``: int64 [frames + 1]; ``front_bytes``, ``sample_bytes``: int64; ``front_crcs``, ``sample_crcs``: uint32;
-    ``counts``: int64 [node types, frames]; ``id_max``: int64 [node types], -1 where a type has no ids at all.
+    ``offsets``: int64 [frames + 1]; ``front_bytes``, ``sample_bytes``: int64; ``front_crcs``,
+    ``sample_crcs``: uint32; ``counts``: int64 [node types, frames]; ``id_max``: int64 [node types], -1 where
+    a type has no ids at all.
     """
 
     offsets: NDArray[np.int64]
@@ -230,7 +249,8 @@ class FrameIndex:
 
 
 class IndexBuilder:
-    """Collects the index of a log, frame by frame, and the digest. Holds 24 bytes a frame, and 8 a node type."""
+    """Collects the index of a log, frame by frame, and the digest. Holds 24 bytes a frame, and 8 a node
+    type."""
 
     def __init__(self, head: NDArray[np.uint8], node_types: int) -> None:
         self._digest = hashlib.sha256(head.tobytes())
@@ -275,8 +295,11 @@ class IndexBuilder:
         return _seal(block, INDEX, 0)
 
 
-def decode_index(block: NDArray[np.uint8], frames: int, node_types: int, path: Path, offset: int) -> FrameIndex:
-    """Raises CorruptionError, and FormatError where the index contradicts itself. ``offset``: where it begins in the file."""
+def decode_index(
+    block: NDArray[np.uint8], frames: int, node_types: int, path: Path, offset: int
+) -> FrameIndex:
+    """Raises CorruptionError, and FormatError where the index contradicts itself. ``offset``: where it begins
+    in the file."""
     check_block(block, INDEX, path, offset)
     lengths = [frames + 1, frames, frames, frames * node_types, node_types, frames, frames]
     dtypes = ["<i8", "<i8", "<i8", "<i8", "<i8", "<u4", "<u4"]
@@ -311,7 +334,8 @@ def _counts_fit(index: FrameIndex) -> bool:
 
 
 class Tail(msgspec.Struct, frozen=True):
-    """The end of a finished log: where the index is, counts, ``digest`` over head and fronts, and the uuid."""
+    """The end of a finished log: where the index is, counts, ``digest`` over head and fronts, and the
+    uuid."""
 
     index_offset: int
     index_bytes: int

@@ -1,13 +1,15 @@
 """Writing a trace's log: mini-batch after mini-batch, so that one that is killed at any moment can go on.
 
-A trace is a directory. While it is recorded it holds ``recording.log``, which grows by frames, and ``recording.json``, which
-says how much of it is durable; at the end the index and the tail are appended, everything is fsynced, and the log is renamed
-to ``trace.log``: before that rename there is the old trace or none, after it the new one.
+A trace is a directory. While it is recorded it holds ``recording.log``, which grows by frames, and
+``recording.json``, which says how much of it is durable; at the end the index and the tail are appended,
+everything is fsynced, and the log is renamed to ``trace.log``: before that rename there is the old trace or
+none, after it the new one.
 
-**What can be relied on after a crash.** Frames are written in order, so what is usable is a prefix. Every 64 MiB the log is
-fsynced and then ``recording.json`` replaced; a bad frame before the place it names is damage (CorruptionError), behind it
-it is only torn, and cut off with all that follows. Whole frames behind it are taken, and written once more: after a failed
-fsync the kernel may hold pages that it calls clean and that never reached the disk.
+**What can be relied on after a crash.** Frames are written in order, so what is usable is a prefix. Every 64
+MiB the log is fsynced and then ``recording.json`` replaced; a bad frame before the place it names is damage
+(CorruptionError), behind it it is only torn, and cut off with all that follows. Whole frames behind it are
+taken, and written once more: after a failed fsync the kernel may hold pages that it calls clean and that
+never reached the disk.
 """
 
 from __future__ import annotations
@@ -86,15 +88,24 @@ def read_head(descriptor: int, path: Path, file_bytes: int) -> tuple[Head, NDArr
     start = read_piece(descriptor, path, 0, START_BYTES)
     _, length = start_of(start, HEAD, path, 0)
     if length > min(file_bytes, HEAD_BYTES_MAX):
-        raise CorruptionError(path, 0, f"a head of at most {min(file_bytes, HEAD_BYTES_MAX):,} bytes", f"{length:,}")
+        raise CorruptionError(
+            path, 0, f"a head of at most {min(file_bytes, HEAD_BYTES_MAX):,} bytes", f"{length:,}"
+        )
     block = read_piece(descriptor, path, 0, length)
     return decode_head(block, path), block
 
 
 def read_frame(
-    descriptor: int, path: Path, offset: int, end: int, number: int, node_types: list[str], samples: bool = True
+    descriptor: int,
+    path: Path,
+    offset: int,
+    end: int,
+    number: int,
+    node_types: list[str],
+    samples: bool = True,
 ) -> tuple[Front, NDArray[np.uint8], NDArray[np.uint8]]:
-    """(front, its bytes, the sample) of the frame at ``offset`` of a log that ends at ``end``. Raises CorruptionError unless it is whole.
+    """(front, its bytes, the sample) of the frame at ``offset`` of a log that ends at ``end``. Raises
+    CorruptionError unless it is whole.
 
     Without ``samples`` the sample is neither read nor checked, and comes out empty.
     """
@@ -150,8 +161,8 @@ def load_checkpoint(directory: Path) -> Checkpoint:
 def begin(directory: Path, disk: Disk, *, resume: bool, overwrite: bool) -> bool:
     """Whether there is a recording to go on with. The caller holds the lock.
 
-    Raises StoreExistsError where there is something that neither option allows to touch, IncompleteStoreError where there is
-    nothing to resume.
+    Raises StoreExistsError where there is something that neither option allows to touch, IncompleteStoreError
+    where there is nothing to resume.
     """
     if is_there(directory / MANIFEST_NAME):
         raise StoreExistsError(f"{directory} is a store, not a trace; give another path")
@@ -162,15 +173,18 @@ def begin(directory: Path, disk: Disk, *, resume: bool, overwrite: bool) -> bool
     if resume and finished:
         raise StoreExistsError(f"there is nothing to resume in {directory}: its recording was completed")
     if resume:
-        raise IncompleteStoreError(f"there is nothing to resume in {directory}; record without resume (--resume)")
+        raise IncompleteStoreError(
+            f"there is nothing to resume in {directory}; record without resume (--resume)"
+        )
     if unfinished and not overwrite:
         raise StoreExistsError(
-            f"{directory} holds an unfinished recording; go on with resume (--resume; the same sampler and options), or start anew "
-            "with overwrite (--overwrite)"
+            f"{directory} holds an unfinished recording; go on with resume (--resume; the same sampler "
+            "and options), or start anew with overwrite (--overwrite)"
         )
     if finished and not overwrite:
         raise StoreExistsError(
-            f"{directory} already holds a trace; give another path, or replace it with overwrite (--overwrite)"
+            f"{directory} already holds a trace; give another path, or replace it with overwrite "
+            "(--overwrite)"
         )
     if unfinished or checkpoint:
         # An old checkpoint must never be taken for the new log's: it is gone for good before that begins.
@@ -182,8 +196,8 @@ def begin(directory: Path, disk: Disk, *, resume: bool, overwrite: bool) -> bool
 
 @dataclass(frozen=True)
 class HowFar:
-    """What there is of an unfinished recording: whole mini-batches (the bytes of their samples are not looked at), bytes of the log,
-    fingerprint."""
+    """What there is of an unfinished recording: whole mini-batches (the bytes of their samples are not looked
+    at), bytes of the log, fingerprint."""
 
     batches: int
     bytes: int
@@ -191,14 +205,17 @@ class HowFar:
 
 
 def how_far(directory: Path) -> HowFar:
-    """How far the unfinished recording in a directory is. Raises CorruptionError for damage in what was durable, DeviceError."""
+    """How far the unfinished recording in a directory is. Raises CorruptionError for damage in what was
+    durable, DeviceError."""
     path, checkpoint = directory / LOG_NAME, load_checkpoint(directory)
     with asking(path, "look at"):
         size = path.stat().st_size
     descriptor = open_regular(path, size)
     try:
         head, block = read_head(descriptor, path, size)
-        batches = sum(1 for _ in scan(descriptor, path, head, len(block), size, checkpoint.bytes, samples=False))
+        batches = sum(
+            1 for _ in scan(descriptor, path, head, len(block), size, checkpoint.bytes, samples=False)
+        )
         return HowFar(batches, size, head.fingerprint)
     except CorruptionError:
         if checkpoint.bytes:
@@ -209,9 +226,12 @@ def how_far(directory: Path) -> HowFar:
 
 
 class Recorder:
-    """Appends mini-batches to a log. The file is made with the first one, which says what node types there are."""
+    """Appends mini-batches to a log. The file is made with the first one, which says what node types there
+    are."""
 
-    def __init__(self, disk: Disk, directory: Path, fingerprint: Mapping[str, Any] | None, drop: list[str]) -> None:
+    def __init__(
+        self, disk: Disk, directory: Path, fingerprint: Mapping[str, Any] | None, drop: list[str]
+    ) -> None:
         self._disk = disk
         self._directory = directory
         self._path = directory / LOG_NAME
@@ -235,7 +255,8 @@ class Recorder:
     # Going on.
 
     def resume(self) -> None:
-        """Take up what is whole of the log. Raises CorruptionError for damage, SourceError where it was of something else."""
+        """Take up what is whole of the log. Raises CorruptionError for damage, SourceError where it was of
+        something else."""
         checkpoint = load_checkpoint(self._directory)
         self._file = self._disk.create(self._path, keep=True)
         with asking(self._path, "look at"):
@@ -277,12 +298,14 @@ class Recorder:
             assert now is not None
             if (key in then, then.get(key)) != (key in now, now.get(key)):
                 raise SourceError(
-                    f"cannot resume: the unfinished recording had {key} = {then.get(key)!r}, this one has {now.get(key)!r}; give "
-                    "the same sampler and options, or start anew with overwrite (--overwrite)"
+                    f"cannot resume: the unfinished recording had {key} = {then.get(key)!r}, this one "
+                    f"has {now.get(key)!r}; give the same sampler and options, or start anew with "
+                    "overwrite (--overwrite)"
                 )
         if head.drop != self._drop:
             raise SourceError(
-                f"cannot resume: the unfinished recording had drop = {head.drop!r}, this one has {self._drop!r}"
+                f"cannot resume: the unfinished recording had drop = {head.drop!r}, this one has "
+                f"{self._drop!r}"
             )
 
     def _start(self, head: Head, block: NDArray[np.uint8], durable: int) -> None:
@@ -304,8 +327,9 @@ class Recorder:
         unknown = [name for name in ids if len(ids[name]) and name not in self.head.node_types]
         if unknown:
             raise SourceError(
-                f"there are nodes of type {unknown[0]!r}, which the first mini-batch had not: it had {self.head.node_types}; give every "
-                "node type from the first one on, with no ids where there are none"
+                f"there are nodes of type {unknown[0]!r}, which the first mini-batch had not: it had "
+                f"{self.head.node_types}; give every node type from the first one on, with no ids "
+                "where there are none"
             )
         none = np.empty(0, np.int32)
         ordered = {name: ids.get(name, none) for name in self.head.node_types}
@@ -324,7 +348,8 @@ class Recorder:
         block = encode_head(head)
         if len(block) > HEAD_BYTES_MAX:
             raise SourceError(
-                f"fingerprint and node types take {len(block):,} bytes; at most {HEAD_BYTES_MAX:,} can be kept"
+                f"fingerprint and node types take {len(block):,} bytes; at most {HEAD_BYTES_MAX:,} can "
+                "be kept"
             )
         self._file = self._disk.create(self._path)
         self._disk.fsync_dir(self._directory)
@@ -385,7 +410,8 @@ class Recorder:
         self._disk.unlink(self._directory / CHECKPOINT_NAME)
 
     def save(self) -> None:
-        """After an error that has to be told: write what is held, so that only the mini-batch in hand is lost."""
+        """After an error that has to be told: write what is held, so that only the mini-batch in hand is
+        lost."""
         if self._file is not None:
             with suppress(OSError):
                 self._flush()

@@ -1,17 +1,20 @@
 """Samples: the graph part of a mini-batch as bytes, and back; no pickle.
 
-What a sampler hands out beside node ids is its own business: edges, labels, sizes, nested as it likes. Here such a tree
-becomes one run of bytes: a header that says what it is made of (MessagePack), then the bytes of its arrays, one after the
-other, each from a multiple of 64 bytes on. An array that is decoded is a view of those bytes, writable where they are, so
-that a mini-batch read from disk is ready without a copy. The layout is normative in ``formats/v1/trace.md``.
+What a sampler hands out beside node ids is its own business: edges, labels, sizes, nested as it likes. Here
+such a tree becomes one run of bytes: a header that says what it is made of (MessagePack), then the bytes of
+its arrays, one after the other, each from a multiple of 64 bytes on. An array that is decoded is a view of
+those bytes, writable where they are, so that a mini-batch read from disk is ready without a copy. The layout
+is normative in ``formats/v1/trace.md``.
 
-**What can be in a tree**: dict (keys: text, bytes, numbers, None, and tuples of them), list, tuple, str, bytes, int, float,
-complex, bool, None; NumPy scalars and arrays of any dtype of a fixed size; torch tensors on the CPU; PyG's ``Data`` and
-``HeteroData``; our own :class:`~featstore.sampling.neighbors.MiniBatch`. Types are taken exactly: a subclass would come back as something
-else, so it is refused. torch and PyG are imported only where such an object occurs.
+**What can be in a tree**: dict (keys: text, bytes, numbers, None, and tuples of them), list, tuple, str,
+bytes, int, float, complex, bool, None; NumPy scalars and arrays of any dtype of a fixed size; torch tensors
+on the CPU; PyG's ``Data`` and ``HeteroData``; our own :class:`~featstore.sampling.neighbors.MiniBatch`. Types
+are taken exactly: a subclass would come back as something else, so it is refused. torch and PyG are imported
+only where such an object occurs.
 
-**Trust.** The bytes may come from a stranger. Decoding executes nothing they name; arrays lie one after the other in the
-order of the header, so that no header can make them overlap or add up to more than the bytes there are; depth is limited.
+**Trust.** The bytes may come from a stranger. Decoding executes nothing they name; arrays lie one after the
+other in the order of the header, so that no header can make them overlap or add up to more than the bytes
+there are; depth is limited.
 """
 
 from __future__ import annotations
@@ -46,8 +49,8 @@ _NAME_CHARACTERS_MAX = 1 << 16  # of a dtype's name
 _CLASSES = {"MiniBatch": ("featstore.sampling.neighbors", "MiniBatch")}
 _CLASS_NAMES = {f"{module}.{name}": label for label, (module, name) in _CLASSES.items()}
 _TORCH_DTYPES = frozenset([
-    "bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64", "float16", "bfloat16", "float32", "float64",
-    "complex64", "complex128", "float8_e4m3fn", "float8_e5m2",
+    "bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64", "float16", "bfloat16",
+    "float32", "float64", "complex64", "complex128", "float8_e4m3fn", "float8_e5m2",
 ])  # fmt: skip
 _KEY_TYPES = (str, bytes, int, float, bool, type(None), tuple)
 
@@ -58,28 +61,37 @@ Where = tuple[Any, str] | None
 def encode(sample: object, *, drop: Collection[str] = ()) -> NDArray[np.uint8]:
     """The sample as uint8 [n], n a multiple of 64, starting at an address that is one, too.
 
-    ``drop``: names of attributes of PyG objects to leave out. Raises SourceError, which names the place in the tree
-    (``batch['edge_index'][3]``), for what cannot be encoded.
+    ``drop``: names of attributes of PyG objects to leave out. Raises SourceError, which names the place in
+    the tree (``batch['edge_index'][3]``), for what cannot be encoded.
     """
     encoder = _Encoder(frozenset(drop))
     tree = encoder.node(sample, None, 0)
     try:
         header = msgspec.msgpack.encode(tree)
     except (ValueError, OverflowError) as error:
-        raise SourceError(f"the sample is too large for one header: {error}; keep large values in arrays") from None
+        raise SourceError(
+            f"the sample is too large for one header: {error}; keep large values in arrays"
+        ) from None
     return _assemble(header, encoder.arrays)
 
 
 def decode(data: NDArray[np.uint8]) -> object:
-    """The sample that :func:`encode` made ``data`` (uint8 [n]) of. Arrays and tensors are views of ``data``, writable if it is;
-    tensors of read-only data, and arrays whose address does not suit their dtype, are copies.
+    """The sample that :func:`encode` made ``data`` (uint8 [n]) of. Arrays and tensors are views of ``data``,
+    writable if it is; tensors of read-only data, and arrays whose address does not suit their dtype, are
+    copies.
 
     Raises FormatError for bytes that are no sample.
     """
     raw = data
-    if not isinstance(raw, np.ndarray) or raw.dtype != np.uint8 or raw.ndim != 1 or not raw.flags.c_contiguous:
+    if (
+        not isinstance(raw, np.ndarray)
+        or raw.dtype != np.uint8
+        or raw.ndim != 1
+        or not raw.flags.c_contiguous
+    ):
         raise ArgumentError(
-            "a sample is decoded from a contiguous array, uint8 [n]; for bytes give np.frombuffer(data, np.uint8)"
+            "a sample is decoded from a contiguous array, uint8 [n]; for bytes give "
+            "np.frombuffer(data, np.uint8)"
         )
     if len(raw) < _START or raw[:4].tobytes() != MAGIC:
         raise _bad(f"it begins with {raw[:4].tobytes()!r}, not {MAGIC!r}")
@@ -92,7 +104,8 @@ def decode(data: NDArray[np.uint8]) -> object:
         sample = decoder.value(tree, 0)
     except (FormatError, ImportError):
         raise
-    except Exception as error:  # msgspec, NumPy, torch, PyG: each has errors of its own for what makes no sense
+    # msgspec, NumPy, torch, PyG: each has errors of its own for what makes no sense
+    except Exception as error:
         raise _bad(f"{type(error).__name__}: {error}") from error
     if _up(decoder.at) != len(raw):
         raise _bad(f"its arrays end at byte {decoder.at:,} of {len(raw):,}")
@@ -106,8 +119,9 @@ def _up(at: int) -> int:
 def _assemble(header: bytes, arrays: list[NDArray[np.uint8]]) -> NDArray[np.uint8]:
     if len(header) > _HEADER_BYTES_MAX:
         raise SourceError(
-            f"the sample's values that are in no array take {len(header):,} bytes, and may take {_HEADER_BYTES_MAX:,}: keep large "
-            "ones (lists of numbers, texts) in NumPy arrays or tensors"
+            f"the sample's values that are in no array take {len(header):,} bytes, and may take "
+            f"{_HEADER_BYTES_MAX:,}: keep large ones (lists of numbers, texts) in NumPy arrays or "
+            "tensors"
         )
     end = _START + len(header)
     out = empty_rows(_up(end) + sum(_up(len(a)) for a in arrays), 1)
@@ -153,7 +167,8 @@ class _Encoder:
         self._drop = drop
 
     def node(self, value: Any, where: Where, depth: int) -> Any:
-        """What stands in the header for a value. Lists there begin with a tag; everything else stands for itself."""
+        """What stands in the header for a value. Lists there begin with a tag; everything else stands for
+        itself."""
         kind = type(value)
         if value is None or kind is bool or kind is float or kind is bytes:
             return value
@@ -191,7 +206,8 @@ class _Encoder:
         return ["n", name, list(value.shape)]
 
     def _scalar(self, value: np.generic, where: Where) -> list[Any]:
-        if isinstance(value, np.str_):  # a slice is plain text, and keeps the NULs at its end, which str() cuts off
+        # a slice is plain text, and keeps the NULs at its end, which str() cuts off
+        if isinstance(value, np.str_):
             return ["s", "str", _text(str.__getitem__(value, slice(None)), where)]
         if isinstance(value, np.bytes_):
             return ["s", "bytes", bytes.__getitem__(value, slice(None))]
@@ -230,7 +246,9 @@ class _Encoder:
             return self._hetero(value.to_dict(), where, depth)
         label = _CLASS_NAMES.get(f"{kind.__module__}.{kind.__qualname__}")
         if label is not None:
-            items = [self.node(getattr(value, f.name), (where, f".{f.name}"), depth + 1) for f in fields(value)]
+            items = [
+                self.node(getattr(value, f.name), (where, f".{f.name}"), depth + 1) for f in fields(value)
+            ]
             return ["m", label, *items]
         module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
         raise _refuse(where, f"is a {module}{kind.__qualname__}", _advice(value))
@@ -239,7 +257,9 @@ class _Encoder:
         name = str(value.dtype).removeprefix("torch.")
         if type(value) is not torch.Tensor:
             raise _refuse(
-                where, f"is a {type(value).__name__}", "give the plain tensor: value.as_subclass(torch.Tensor)"
+                where,
+                f"is a {type(value).__name__}",
+                "give the plain tensor: value.as_subclass(torch.Tensor)",
             )
         if value.device.type != "cpu":
             raise _refuse(where, f"is a tensor on {value.device}", "move it to the CPU: value.cpu()")
@@ -297,7 +317,9 @@ def _check_key(key: Any, where: Where) -> None:
             _check_key(part, where)
     elif type(key) not in _KEY_TYPES:
         raise _refuse(
-            where, f"has a key of type {type(key).__name__}", "take text, a number, or a tuple of them for keys"
+            where,
+            f"has a key of type {type(key).__name__}",
+            "take text, a number, or a tuple of them for keys",
         )
 
 
@@ -315,8 +337,8 @@ def _advice(value: Any) -> str:
     if isinstance(value, np.ndarray):
         return "convert it with np.asarray(...)"
     return (
-        "a sample is made of dict, list, tuple, text, numbers, NumPy arrays, torch tensors, PyG's Data and HeteroData; "
-        "convert it, leave it out, or record pairs (node ids, sample)"
+        "a sample is made of dict, list, tuple, text, numbers, NumPy arrays, torch tensors, PyG's Data "
+        "and HeteroData; convert it, leave it out, or record pairs (node ids, sample)"
     )
 
 
@@ -419,7 +441,9 @@ class _Decoder:
         stores: dict[Any, dict[str, Any]] = {}
         for key, attributes in zip(items[::2], items[1::2], strict=True):
             name = self.value(key, depth)
-            if type(name) is not str and not (type(name) is tuple and [type(part) for part in name] == [str] * 3):
+            if type(name) is not str and not (
+                type(name) is tuple and [type(part) for part in name] == [str] * 3
+            ):
                 raise _bad(f"a node or edge type {name!r}")
             stores[name] = self._attributes(attributes, depth)
         return _module("torch_geometric.data").HeteroData.from_dict(stores)
@@ -442,9 +466,9 @@ class _Decoder:
 
 
 _MAKERS = {
-    "d": _Decoder._dict, "l": _Decoder._list, "t": _Decoder._tuple, "i": _Decoder._integer, "c": _Decoder._complex,
-    "n": _Decoder._array, "s": _Decoder._scalar, "x": _Decoder._tensor, "z": _Decoder._size, "m": _Decoder._dataclass,
-    "D": _Decoder._data, "H": _Decoder._hetero,
+    "d": _Decoder._dict, "l": _Decoder._list, "t": _Decoder._tuple, "i": _Decoder._integer,
+    "c": _Decoder._complex, "n": _Decoder._array, "s": _Decoder._scalar, "x": _Decoder._tensor,
+    "z": _Decoder._size, "m": _Decoder._dataclass, "D": _Decoder._data, "H": _Decoder._hetero,
 }  # fmt: skip
 
 

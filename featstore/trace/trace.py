@@ -1,18 +1,19 @@
 """A trace: mini-batches recorded once, to be gone through again.
 
-What a mini-batch of a GNN reads is known as soon as it is sampled, and sampling does not look at features. So mini-batches can
-be drawn beforehand and kept: their node ids, which say what rows they will need, and the graph sample that training wants,
-of which only its sampler and the training loop know what it is (DiskGNN, SIGMOD 2025). A trace is independent of any store:
-node ids are as the user knows them.
+What a mini-batch of a GNN reads is known as soon as it is sampled, and sampling does not look at features. So
+mini-batches can be drawn beforehand and kept: their node ids, which say what rows they will need, and the
+graph sample that training wants, of which only its sampler and the training loop know what it is (DiskGNN,
+SIGMOD 2025). A trace is independent of any store: node ids are as the user knows them.
 
-:meth:`Trace.record` takes any iterable of mini-batches as a black box (:mod:`featstore.sampling.minibatch` says how ids are found
-in one), turns each graph sample into bytes (:mod:`featstore.trace.samples`, no pickle) and appends both to a log, one frame a
-mini-batch (:mod:`featstore.trace.recorder`; the bytes: :mod:`featstore.trace.log_format`). It holds one mini-batch and a small
-buffer. What was killed goes on with ``resume=True``.
+:meth:`Trace.record` takes any iterable of mini-batches as a black box (:mod:`featstore.sampling.minibatch`
+says how ids are found in one), turns each graph sample into bytes (:mod:`featstore.trace.samples`, no pickle)
+and appends both to a log, one frame a mini-batch (:mod:`featstore.trace.recorder`; the bytes:
+:mod:`featstore.trace.log_format`). It holds one mini-batch and a small buffer. What was killed goes on with
+``resume=True``.
 
-A finished trace is opened by its index. Reading a mini-batch is one ``pread`` of its frame (or of the part of it that holds
-the ids, or the sample), held against its checksum. Nothing is mapped; threads may read side by side; a trace survives fork
-and is opened again when it is pickled.
+A finished trace is opened by its index. Reading a mini-batch is one ``pread`` of its frame (or of the part of
+it that holds the ids, or the sample), held against its checksum. Nothing is mapped; threads may read side by
+side; a trace survives fork and is opened again when it is pickled.
 """
 
 from __future__ import annotations
@@ -66,7 +67,8 @@ __all__ = ["Trace", "TraceBatch", "TraceProgress", "is_trace"]
 
 @dataclass(frozen=True)
 class TraceBatch:
-    """A recorded mini-batch. ``ids``: int32 or int64 by node type; ``sample``: None where none was recorded."""
+    """A recorded mini-batch. ``ids``: int32 or int64 by node type; ``sample``: None where none was
+    recorded."""
 
     index: int
     ids: dict[str, NDArray[Any]]
@@ -75,7 +77,8 @@ class TraceBatch:
 
 @dataclass(frozen=True)
 class TraceProgress:
-    """How far a recording is. ``total_batches`` is None where the iterable does not tell; ``bytes`` are those of the log."""
+    """How far a recording is. ``total_batches`` is None where the iterable does not tell; ``bytes`` are those
+    of the log."""
 
     done_batches: int
     total_batches: int | None
@@ -85,10 +88,10 @@ class TraceProgress:
 class Trace:
     """A finished trace; made by :meth:`record`. A context manager.
 
-    ``path``, ``uuid`` (derived from the content), ``fingerprint``, ``node_types`` (``("",)`` for ids without a type), ``drop``
-    (attributes that were left out of PyG's objects), ``bytes`` of the file; ``counts``: int64 [mini-batches], how many ids, by node
-    type; ``id_max``: the largest id by node type, -1 where there is none; ``sample_sizes``: bytes of each mini-batch's sample,
-    0 where there is none.
+    ``path``, ``uuid`` (derived from the content), ``fingerprint``, ``node_types`` (``("",)`` for ids without
+    a type), ``drop`` (attributes that were left out of PyG's objects), ``bytes`` of the file; ``counts``:
+    int64 [mini-batches], how many ids, by node type; ``id_max``: the largest id by node type, -1 where there
+    is none; ``sample_sizes``: bytes of each mini-batch's sample, 0 where there is none.
 
     Raises IncompleteStoreError where there is no finished trace, CorruptionError, FormatError, DeviceError.
     """
@@ -115,7 +118,9 @@ class Trace:
         if self.bytes < len(block) + TAIL_BYTES:
             raise CorruptionError(self._file, None, "a head, an index and a tail", f"{self.bytes:,} bytes")
         tail = decode_tail(
-            read_piece(self._descriptor, self._file, self.bytes - TAIL_BYTES, TAIL_BYTES), self._file, self.bytes
+            read_piece(self._descriptor, self._file, self.bytes - TAIL_BYTES, TAIL_BYTES),
+            self._file,
+            self.bytes,
         )
         piece = read_piece(self._descriptor, self._file, tail.index_offset, tail.index_bytes)
         index = decode_index(piece, tail.frames, len(head.node_types), self._file, tail.index_offset)
@@ -124,7 +129,8 @@ class Trace:
             or digest_of(block, index.front_crcs) != tail.digest
         ):  # fmt: skip
             raise FormatError(
-                f"{self._file} cannot be trusted: head, index and tail contradict each other; record the trace again"
+                f"{self._file} cannot be trusted: head, index and tail contradict each other; record "
+                "the trace again"
             )
         self._head: Head = head
         self._index = index
@@ -145,37 +151,46 @@ class Trace:
 
     @classmethod
     def record(
-        cls, batches: Iterable[Any], path: str | os.PathLike[str], *, nodes: Callable[[Any], Any] | None = None,
-        drop: Collection[str] = ("x",), resume: bool = False, overwrite: bool = False,
-        fingerprint: Mapping[str, Scalar] | None = None, progress: Callable[[TraceProgress], None] | None = None,
-        limit: int | None = None, disk: Disk | None = None,
+        cls, batches: Iterable[Any], path: str | os.PathLike[str], *,
+        nodes: Callable[[Any], Any] | None = None, drop: Collection[str] = ("x",), resume: bool = False,
+        overwrite: bool = False, fingerprint: Mapping[str, Scalar] | None = None,
+        progress: Callable[[TraceProgress], None] | None = None, limit: int | None = None,
+        disk: Disk | None = None,
     ) -> Trace:  # fmt: skip
         """Record mini-batches, and open what was recorded.
 
         Args:
-            batches: any iterable of mini-batches: ours, PyG's, arrays or tensors of node ids, mappings {node type: ids}, pairs
-                (ids or mapping, sample); :mod:`featstore.sampling.minibatch` has the rules. All have the node types of the first.
+            batches: any iterable of mini-batches: ours, PyG's, arrays or tensors of node ids, mappings {node
+                type: ids}, pairs (ids or mapping, sample); :mod:`featstore.sampling.minibatch` has the rules.
+                All have the node types of the first.
             path: the trace's directory.
-            nodes: a function from a mini-batch to its node ids, or to {node type: ids}, where no rule finds them.
-            drop: names of attributes of PyG objects that are not kept: features, which are read from a store again.
-            resume: go on with the recording that was stopped in ``path``. ``batches`` must give the same mini-batches again; those
-                recorded are skipped (not even made, where ``batches`` is a sequence), and the last of them is compared.
+            nodes: a function from a mini-batch to its node ids, or to {node type: ids}, where no rule finds
+                them.
+            drop: names of attributes of PyG objects that are not kept: features, which are read from a store
+                again.
+            resume: go on with the recording that was stopped in ``path``. ``batches`` must give the same
+                mini-batches again; those recorded are skipped (not even made, where ``batches`` is a
+                sequence), and the last of them is compared.
             overwrite: replace what is in ``path``; a finished trace stands until the new one is.
-            fingerprint: what tells this recording from another (sampler, seed, fan-outs ...): text, numbers, booleans, None. It
-                is kept, is part of the uuid, and a resumed recording must have the same.
+            fingerprint: what tells this recording from another (sampler, seed, fan-outs ...): text, numbers,
+                booleans, None. It is kept, is part of the uuid, and a resumed recording must have the same.
             progress: called after each mini-batch with a :class:`TraceProgress`.
             limit: record so many mini-batches at most.
             disk: the door for writes.
 
-        Raises SourceError for what cannot be recorded, StoreExistsError, IncompleteStoreError (nothing to resume), StoreLockedError,
-        CorruptionError (damage in what is to be resumed), DiskFullError, DeviceError.
+        Raises SourceError for what cannot be recorded, StoreExistsError, IncompleteStoreError (nothing to
+        resume), StoreLockedError, CorruptionError (damage in what is to be resumed), DiskFullError,
+        DeviceError.
         """
         if args.as_flag(resume, "resume") & args.as_flag(overwrite, "overwrite"):
             raise SourceError("resume and overwrite contradict each other")
         limit = None if limit is None else args.as_count(limit, "limit")
         nodes, progress = args.as_callback(nodes, "nodes"), args.as_callback(progress, "progress")
         args.as_batches(batches, "batches", functions=False)
-        drop = [args.as_text(name, "a name in drop") for name in args.as_sequence(drop, "drop", "names of attributes")]
+        drop = [
+            args.as_text(name, "a name in drop")
+            for name in args.as_sequence(drop, "drop", "names of attributes")
+        ]
         directory, door = real_path(args.as_path(path, "path")), disk or Disk()
         recorder = Recorder(door, directory, _checked_fingerprint(fingerprint), sorted(set(drop)))
         if not is_directory(directory):
@@ -190,7 +205,8 @@ class Trace:
                 _fill(recorder, batches, nodes, drop, limit, progress)
                 recorder.commit()
             except BaseException as error:
-                if not isinstance(error, OSError):  # an interrupt, a mini-batch that cannot be kept: not the disk
+                # an interrupt, a mini-batch that cannot be kept: not the disk
+                if not isinstance(error, OSError):
                     recorder.save()
                 raise
             finally:
@@ -204,7 +220,8 @@ class Trace:
         return len(self._index)
 
     def ids(self, index: int) -> dict[str, NDArray[Any]]:
-        """Node ids of a mini-batch by node type, int32 or int64, in memory of their own. Reads nothing else of it.
+        """Node ids of a mini-batch by node type, int32 or int64, in memory of their own. Reads nothing else
+        of it.
 
         Raises IndexError, CorruptionError, DeviceError, ClosedError.
         """
@@ -213,7 +230,8 @@ class Trace:
         return dict(self._front(block, number).ids)
 
     def expect(self, index: int) -> None:
-        """Advise the system that the ids of a mini-batch will be read soon. Raises IndexError, ClosedError."""
+        """Advise the system that the ids of a mini-batch will be read soon. Raises IndexError,
+        ClosedError."""
         number = self._number(index)
         if self._descriptor < 0:
             raise _closed()
@@ -222,8 +240,8 @@ class Trace:
             os.posix_fadvise(self._descriptor, offset, length, os.POSIX_FADV_WILLNEED)
 
     def sample_bytes(self, index: int) -> NDArray[np.uint8]:
-        """The encoded sample of a mini-batch, uint8 [n], as :func:`featstore.trace.samples.encode` made it; empty where there is none.
-        Raises as :meth:`ids`."""
+        """The encoded sample of a mini-batch, uint8 [n], as :func:`featstore.trace.samples.encode` made it;
+        empty where there is none. Raises as :meth:`ids`."""
         number = self._number(index)
         offset = int(self._index.offsets[number] + self._index.front_bytes[number])
         sample = self._read(offset, self.sample_sizes[number])
@@ -231,8 +249,8 @@ class Trace:
         return sample
 
     def sample(self, index: int) -> object:
-        """The sample of a mini-batch, None where there is none; arrays are views of one buffer. Raises as :meth:`ids`, and
-        FormatError."""
+        """The sample of a mini-batch, None where there is none; arrays are views of one buffer. Raises as
+        :meth:`ids`, and FormatError."""
         return _decoded(self.sample_bytes(index))
 
     def batch(self, index: int) -> TraceBatch:
@@ -273,7 +291,9 @@ class Trace:
                 )
             if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) <= largest:
                 expected_ids = f"node ids of type {name!r} from 0 to {largest:,}, as the index says"
-                raise CorruptionError(self._file, offset, expected_ids, f"{int(ids.min()):,} to {int(ids.max()):,}")
+                raise CorruptionError(
+                    self._file, offset, expected_ids, f"{int(ids.min()):,} to {int(ids.max()):,}"
+                )
         return front
 
     def close(self) -> None:
@@ -308,10 +328,12 @@ def is_trace(path: str | os.PathLike[str]) -> bool:
 def _what_is_there(path: Path) -> str:
     if is_there(path / LOG_NAME):
         return (
-            f"{path} holds an unfinished recording: go on with resume=True (`featstore sample` with --resume, and the same options), "
-            "or start anew with overwrite"
+            f"{path} holds an unfinished recording: go on with resume=True (`featstore sample` with "
+            "--resume, and the same options), or start anew with overwrite"
         )
-    return f"{path} is not a trace: it has no {TRACE_NAME}" if is_there(path) else f"there is no trace at {path}"
+    return (
+        f"{path} is not a trace: it has no {TRACE_NAME}" if is_there(path) else f"there is no trace at {path}"
+    )
 
 
 def _reopen(path: Path, uuid: str) -> Trace:
@@ -338,7 +360,9 @@ def _checked_fingerprint(fingerprint: Mapping[str, Scalar] | None) -> dict[str, 
         if isinstance(value, int | float):
             good = good and math.isfinite(value) and (isinstance(value, float) or abs(value) < 2**63)
         if not good:
-            raise SourceError(f"a fingerprint is text, finite numbers, booleans and None, not {key!r}: {value!r}")
+            raise SourceError(
+                f"a fingerprint is text, finite numbers, booleans and None, not {key!r}: {value!r}"
+            )
     return dict(sorted(fingerprint.items()))
 
 
@@ -346,16 +370,16 @@ def _checked_fingerprint(fingerprint: Mapping[str, Scalar] | None) -> dict[str, 
 
 
 def _fill(
-    recorder: Recorder, batches: Iterable[Any], nodes: Callable[[Any], Any] | None, drop: Collection[str], limit: int | None,
-    progress: Callable[[TraceProgress], None] | None,
+    recorder: Recorder, batches: Iterable[Any], nodes: Callable[[Any], Any] | None, drop: Collection[str],
+    limit: int | None, progress: Callable[[TraceProgress], None] | None,
 ) -> None:  # fmt: skip
     """Record what is not recorded yet."""
     done = len(recorder)
     total = min((n for n in (_length(batches), limit) if n is not None), default=None)
     if total is not None and done > total:
         raise SourceError(
-            f"the unfinished recording has {done:,} mini-batches already, more than the {total:,} to record; give more, or start anew "
-            "with overwrite"
+            f"the unfinished recording has {done:,} mini-batches already, more than the {total:,} to "
+            "record; give more, or start anew with overwrite"
         )
     source = _after(batches, max(0, done - 1))
     if done:
@@ -371,7 +395,8 @@ def _fill(
             progress(TraceProgress(number + 1, total, recorder.bytes))
     if len(recorder) == 0:
         raise SourceError(
-            "there is nothing to record: the iterable gave no mini-batch (an iterator gives its own only once)"
+            "there is nothing to record: the iterable gave no mini-batch (an iterator gives its own "
+            "only once)"
         )
 
 
@@ -397,6 +422,7 @@ def _compare(recorder: Recorder, batch: Any, nodes: Callable[[Any], Any] | None,
         if now.keys() == then.keys() and all(np.array_equal(now[name], then[name]) for name in now):
             return
     raise SourceError(
-        f"cannot resume: mini-batch {number}, the last one recorded, is not what the iterable has in its place; give the same "
-        "mini-batches in the same order (a sampler with the same seed, and no shuffling of its own), or start anew with overwrite"
+        f"cannot resume: mini-batch {number}, the last one recorded, is not what the iterable has in "
+        "its place; give the same mini-batches in the same order (a sampler with the same seed, and "
+        "no shuffling of its own), or start anew with overwrite"
     )

@@ -1,23 +1,25 @@
-"""Allocation: how many threads each stage of online training gets, and how it reads (after BGL, NSDI'23, section 3.4).
+"""Allocation: how many threads each stage of online training gets, and how it reads (after BGL, NSDI'23,
+section 3.4).
 
-BGL profiles its stages, assumes that CPU work divides evenly among cores, and searches all integer splits of the cores for the one
-whose slowest stage is fastest. Here the stages of one machine share its cores, and each may use what another leaves idle. So the model
-does not cut the cores up; it knows of each stage two numbers for every setting, both measured with nothing else going on:
+BGL profiles its stages, assumes that CPU work divides evenly among cores, and searches all integer splits of
+the cores for the one whose slowest stage is fastest. Here the stages of one machine share its cores, and each
+may use what another leaves idle. So the model does not cut the cores up; it knows of each stage two numbers
+for every setting, both measured with nothing else going on:
 
 - ``seconds`` a mini-batch, which the stage takes however many cores are free;
 - ``cpu_seconds`` a mini-batch, summed over all threads and processes.
 
-All stages work at the same time, each on another mini-batch. So a mini-batch takes as long as the slowest stage, or as long as all cores
-together need for the CPU time of all stages, whichever is longer:
+All stages work at the same time, each on another mini-batch. So a mini-batch takes as long as the slowest
+stage, or as long as all cores together need for the CPU time of all stages, whichever is longer:
 
     seconds = max(seconds of each stage, sum of cpu_seconds / cores)
 
-A second thread for the training, say, makes that stage faster and costs CPU time (threads wait for each other while they hold a core):
-worth it where cores are idle, and not where they are not. The second term says so.
+A second thread for the training, say, makes that stage faster and costs CPU time (threads wait for each other
+while they hold a core): worth it where cores are idle, and not where they are not. The second term says so.
 
-All combinations are tried out: there are few, because each stage has a handful of settings. Among equally fast ones the one that takes the
-least CPU time wins (in hundredths of what the cores have to give: the rest is noise), then the one with fewer workers, fewer threads,
-and then what stands first.
+All combinations are tried out: there are few, because each stage has a handful of settings. Among equally
+fast ones the one that takes the least CPU time wins (in hundredths of what the cores have to give: the rest
+is noise), then the one with fewer workers, fewer threads, and then what stands first.
 """
 
 from __future__ import annotations
@@ -34,14 +36,17 @@ CORES = "all cores"  # what is slowest where no stage is: the cores are busy all
 
 @dataclass(frozen=True)
 class Cost:
-    """What a mini-batch takes in one stage: ``seconds`` while nothing else goes on, and ``cpu_seconds`` of all threads and processes."""
+    """What a mini-batch takes in one stage: ``seconds`` while nothing else goes on, and ``cpu_seconds`` of
+    all threads and processes."""
 
     seconds: float
     cpu_seconds: float
 
     def __post_init__(self) -> None:
         if not (self.seconds >= 0 and self.cpu_seconds >= 0):
-            raise ArgumentError(f"a stage cannot take {self.seconds} seconds and {self.cpu_seconds} of CPU time")
+            raise ArgumentError(
+                f"a stage cannot take {self.seconds} seconds and {self.cpu_seconds} of CPU time"
+            )
 
 
 FREE = Cost(0.0, 0.0)
@@ -49,8 +54,9 @@ FREE = Cost(0.0, 0.0)
 
 @dataclass(frozen=True)
 class Reading:
-    """How missed rows are read: ``engine``, ``queue_depth`` (reads under way); where the loader can be told, ``extracted`` (mini-batches
-    read at once) and ``reader_bytes`` (memory of the reader; the buffer has the rest), else None."""
+    """How missed rows are read: ``engine``, ``queue_depth`` (reads under way); where the loader can be told,
+    ``extracted`` (mini-batches read at once) and ``reader_bytes`` (memory of the reader; the buffer has the
+    rest), else None."""
 
     engine: str
     queue_depth: int
@@ -68,7 +74,8 @@ class Reading:
 
 @dataclass(frozen=True)
 class Choice:
-    """A setting of all stages. ``workers``: processes that sample, 0 for a thread of the loader. ``train_threads``: of the step."""
+    """A setting of all stages. ``workers``: processes that sample, 0 for a thread of the loader.
+    ``train_threads``: of the step."""
 
     workers: int
     train_threads: int
@@ -77,7 +84,8 @@ class Choice:
 
 @dataclass(frozen=True)
 class Profile:
-    """What each stage costs by its setting; of ``read``, with the misses that the memory left to the buffer makes. ``cores``: to use."""
+    """What each stage costs by its setting; of ``read``, with the misses that the memory left to the buffer
+    makes. ``cores``: to use."""
 
     cores: int
     sample: Mapping[int, Cost]
@@ -95,8 +103,8 @@ class Profile:
 
 @dataclass(frozen=True)
 class Forecast:
-    """What a choice comes to: ``seconds`` a mini-batch when all stages work at once, ``stages`` by name, ``cpu_seconds`` of all of
-    them, and the share of the cores' time that is (``busy``)."""
+    """What a choice comes to: ``seconds`` a mini-batch when all stages work at once, ``stages`` by name,
+    ``cpu_seconds`` of all of them, and the share of the cores' time that is (``busy``)."""
 
     choice: Choice
     seconds: float
@@ -112,7 +120,8 @@ class Forecast:
 
 
 def forecast(profile: Profile, choice: Choice) -> Forecast:
-    """What a choice comes to, by the model of the module's text. Raises KeyError for a setting that was not profiled."""
+    """What a choice comes to, by the model of the module's text. Raises KeyError for a setting that was not
+    profiled."""
     costs = (
         profile.sample[choice.workers],
         profile.read[choice.reading],
@@ -126,7 +135,8 @@ def forecast(profile: Profile, choice: Choice) -> Forecast:
 
 
 def ranked(profile: Profile) -> list[Forecast]:
-    """For each pair of workers and training threads the best way to read; the best of all first, and that is the solution."""
+    """For each pair of workers and training threads the best way to read; the best of all first, and that is
+    the solution."""
     place = {reading: k for k, reading in enumerate(profile.read)}
 
     def rank(one: Forecast) -> tuple[float, int, int, int, int]:

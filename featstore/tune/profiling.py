@@ -1,15 +1,16 @@
 """Profiling: what each stage of online training takes here, for this workload, measured by itself.
 
-Nothing else runs while a stage is measured, so that its numbers are its own; what stages do to each other is the business of
-:mod:`featstore.tune.allocation`, and of trying choices out (:mod:`featstore.tune.tuning`).
+Nothing else runs while a stage is measured, so that its numbers are its own; what stages do to each other is
+the business of :mod:`featstore.tune.allocation`, and of trying choices out (:mod:`featstore.tune.tuning`).
 
-*Sampling* is timed mini-batch by mini-batch without workers, which also gives the node ids; with workers it is timed at its steady pace,
-when their queues have filled. CPU time of workers is that of sampling without them; what the own process spends on fetching comes on top.
-*Misses* come from those ids: the slot map goes through them as the buffer would, and the second half counts, when the buffer has
-become warm. Where the ids seen are fewer than the slots, some of these misses are of a buffer that is still filling.
-*Reading* reads exactly the rows missed, as many mini-batches at a time as the loader does.
-*Extraction* is the loader's own path with all rows present: claiming slots, gathering, handing over.
-*Training* is the caller's step on mini-batches of the loader, each number of threads in turn, so that a disturbance hits all of them.
+*Sampling* is timed mini-batch by mini-batch without workers, which also gives the node ids; with workers it
+is timed at its steady pace, when their queues have filled. CPU time of workers is that of sampling without
+them; what the own process spends on fetching comes on top. *Misses* come from those ids: the slot map goes
+through them as the buffer would, and the second half counts, when the buffer has become warm. Where the ids
+seen are fewer than the slots, some of these misses are of a buffer that is still filling. *Reading* reads
+exactly the rows missed, as many mini-batches at a time as the loader does. *Extraction* is the loader's own
+path with all rows present: claiming slots, gathering, handing over. *Training* is the caller's step on
+mini-batches of the loader, each number of threads in turn, so that a disturbance hits all of them.
 """
 
 from __future__ import annotations
@@ -85,8 +86,8 @@ def first(batches: Iterable[Any]) -> None:
 
 @dataclass(frozen=True)
 class Seen:
-    """Mini-batches that were sampled without workers: node ids of each, some of them whole, how many an epoch has (as far as known),
-    whether so few were there that all were seen, and what sampling one takes."""
+    """Mini-batches that were sampled without workers: node ids of each, some of them whole, how many an epoch
+    has (as far as known), whether so few were there that all were seen, and what sampling one takes."""
 
     ids: list[Ids]
     held: list[Any]
@@ -132,8 +133,8 @@ def made(make_batches: MakeBatches, workers: int) -> Iterable[Any]:
     batches = make_batches(workers)
     if not isinstance(batches, Iterable) or isinstance(batches, Iterator):
         raise SourceError(
-            f"make_batches({workers}) returned a {type(batches).__name__}; it must return an iterable of mini-batches that can be "
-            "iterated again and again"
+            f"make_batches({workers}) returned a {type(batches).__name__}; it must return an iterable "
+            "of mini-batches that can be iterated again and again"
         )
     return batches
 
@@ -143,7 +144,8 @@ def _mean(costs: Sequence[Cost]) -> Cost:
 
 
 def pace(batches: Iterable[Any], workers: int, known: int, seconds: float) -> Cost:
-    """What a mini-batch of ``batches`` takes at a steady pace: wall-clock time, and CPU time of this process alone.
+    """What a mini-batch of ``batches`` takes at a steady pace: wall-clock time, and CPU time of this process
+    alone.
 
     ``known``: how many there are about. Raises SourceError where there are too few to tell.
     """
@@ -156,7 +158,9 @@ def pace(batches: Iterable[Any], workers: int, known: int, seconds: float) -> Co
         elif clock.seconds > seconds and found > skip + least_timed(watch, seconds):
             break
     if found <= skip + 1:
-        raise SourceError(f"make_batches({workers}) gave {found} mini-batches, where about {known} were expected")
+        raise SourceError(
+            f"make_batches({workers}) gave {found} mini-batches, where about {known} were expected"
+        )
     return clock.cost(found - skip - 1)
 
 
@@ -164,7 +168,8 @@ def pace(batches: Iterable[Any], workers: int, known: int, seconds: float) -> Co
 
 
 def misses(trace: Sequence[Rows], table: str, slots: int, policy: str) -> list[NDArray[np.int64]]:
-    """What a buffer of so many slots misses of one table, for each mini-batch of the second half of a trace."""
+    """What a buffer of so many slots misses of one table, for each mini-batch of the second half of a
+    trace."""
     warm = len(trace) // 2
     rows = [np.asarray(batch.get(table, ()), np.int64) for batch in trace]
     number = layout.POLICIES[policy]
@@ -257,7 +262,8 @@ def time_reading(
 
 
 def time_extraction(loader: OnlineLoader, batches: Switch, few: Sequence[Any], seconds: float) -> Cost:
-    """What claiming, gathering and handing over take, of ``few`` mini-batches whose rows fit in the buffer."""
+    """What claiming, gathering and handing over take, of ``few`` mini-batches whose rows fit in the
+    buffer."""
     batches.now = [few[k % len(few)] for k in range(max(16, len(few)))]
     for _ in loader:  # afterwards all rows are there
         pass
@@ -342,7 +348,9 @@ def time_training(
                 longest = max(longest, begun.seconds)
             turn += 1
     return {
-        count: Cost(statistics.median(c.seconds for c in all_), statistics.median(c.cpu_seconds for c in all_))
+        count: Cost(
+            statistics.median(c.seconds for c in all_), statistics.median(c.cpu_seconds for c in all_)
+        )
         for count, all_ in spent.items()
         if all_
     }

@@ -1,8 +1,10 @@
-"""The seconds that tuning was given: what each stage has of them, when it has to end, and what had to be left out for it.
+"""The seconds that tuning was given: what each stage has of them, when it has to end, and what had to be left
+out for it.
 
-A stage measures each of its options for a part of its share. Where that is too short for the fewest mini-batches that tell anything, the
-stage ends all the same: the first option, with which the others are compared, is always measured, the others are left out, by name.
-What a stage takes too long or does not use is shared by all that come after it.
+A stage measures each of its options for a part of its share. Where that is too short for the fewest
+mini-batches that tell anything, the stage ends all the same: the first option, with which the others are
+compared, is always measured, the others are left out, by name. What a stage takes too long or does not use is
+shared by all that come after it.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ class Timetable:
         return self.seconds * SHARES[stage] / parts
 
     def left(self, stage: str) -> float:
-        """Seconds until a stage, which begins when this is first asked, has to end; below 0 where it should have."""
+        """Seconds until a stage, which begins when this is first asked, has to end; below 0 where it should
+        have."""
         now = time.perf_counter()
         if stage not in self._ends:
             rest = max(0.0, self._begin + max(self.seconds, LEAST_SECONDS) - now)

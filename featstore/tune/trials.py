@@ -1,4 +1,5 @@
-"""Trying choices out for real: a second or so of an epoch with each, in turns, with a buffer that stays warm."""
+"""Trying choices out for real: a second or so of an epoch with each, in turns, with a buffer that stays
+warm."""
 
 from __future__ import annotations
 
@@ -18,12 +19,15 @@ ROUNDS = 2  # in which choices are tried out in turns
 
 
 def candidates(best: Sequence[Forecast], trials: int, compared: Choice) -> list[Choice]:
-    """What to try out, in the model's order, all with the best way of reading: half of the trials for the best of different numbers of
-    training threads, the rest for the best of all; and what the choice is compared with."""
+    """What to try out, in the model's order, all with the best way of reading: half of the trials for the
+    best of different numbers of training threads, the rest for the best of all; and what the choice is
+    compared with."""
     first_of = {one.choice.train_threads: one for one in reversed(best)}
     different = [one for one in best if first_of[one.choice.train_threads] is one][: -(-trials // 2)]
     rest = [one for one in best if one not in different][: trials - len(different)]
-    chosen = [replace(one.choice, reading=compared.reading) for one in best if one in different or one in rest]
+    chosen = [
+        replace(one.choice, reading=compared.reading) for one in best if one in different or one in rest
+    ]
     return chosen + [compared] * (compared not in chosen)
 
 
@@ -39,13 +43,16 @@ class Trials:
     """
 
     def __init__(
-        self, loader: Callable[[Any, Reading], OnlineLoader], batches: Callable[[int], Iterable[Any]], known: int,
-        step: pf.Step | None, time: Timetable,
+        self, loader: Callable[[Any, Reading], OnlineLoader], batches: Callable[[int], Iterable[Any]],
+        known: int, step: pf.Step | None, time: Timetable,
     ) -> None:  # fmt: skip
         self._loader, self._batches, self._known, self._step, self._time = loader, batches, known, step, time
 
-    def run(self, profile: Profile, best: Sequence[Forecast], before: Choice, trials: int) -> tuple[Trial, ...]:
-        """Try out the best choices and what they are compared with; nothing where there is no time for two of them."""
+    def run(
+        self, profile: Profile, best: Sequence[Forecast], before: Choice, trials: int
+    ) -> tuple[Trial, ...]:
+        """Try out the best choices and what they are compared with; nothing where there is no time for two of
+        them."""
         if trials == 0:
             return ()
         reading = best[0].choice.reading
@@ -56,12 +63,15 @@ class Trials:
             tried and reading != before.reading
         ):  # the profile of reading has been wrong: what is chosen is tried with the other, too
             fastest = min(tried, key=lambda choice: tried[choice])
-            tried |= self._pace(list(dict.fromkeys([replace(fastest, reading=before.reading), before])), seconds)
+            tried |= self._pace(
+                list(dict.fromkeys([replace(fastest, reading=before.reading), before])), seconds
+            )
         return tuple(Trial(choice, forecast(profile, choice).seconds, took) for choice, took in tried.items())
 
     def _pace(self, choices: Sequence[Choice], seconds: float) -> dict[Choice, float]:
-        """What a mini-batch takes by each of these choices, which read alike, the better of two rounds where there is time for two. What
-        comes last, with which the others are compared, is tried first; where there is no time for any other, nothing is."""
+        """What a mini-batch takes by each of these choices, which read alike, the better of two rounds where
+        there is time for two. What comes last, with which the others are compared, is tried first; where
+        there is no time for any other, nothing is."""
         spent: dict[Choice, list[float]] = {choice: [] for choice in choices}
         if self._time.leaves_out("try", f"trying out reading by {choices[0].reading.engine}", 3 * seconds):
             return {}
@@ -106,8 +116,8 @@ class Trials:
                 break
         if counted == 0 or number <= 0:
             raise SourceError(
-                f"make_batches({choice.workers}) gave {number + 1} mini-batches when it was iterated again: return what can be iterated "
-                "more than once"
+                f"make_batches({choice.workers}) gave {number + 1} mini-batches when it was iterated "
+                "again: return what can be iterated more than once"
             )
         return spent / counted
 

@@ -1,4 +1,5 @@
-"""What tuning has found: the choice, what each stage took before and takes now, what was tried out, what other buffers would do."""
+"""What tuning has found: the choice, what each stage took before and takes now, what was tried out, what
+other buffers would do."""
 
 from __future__ import annotations
 
@@ -34,11 +35,12 @@ class Trial:
 class Tuning:
     """What tuning has found.
 
-    ``choice``: workers, training threads, and how to read. ``before``, ``after``: the model's forecast for a loader without options,
-    and for the choice. ``seconds_before``, ``seconds``: of a mini-batch, as tried out, else as forecast. ``epoch_batches``:
-    mini-batches of an epoch, None where nobody knows. ``tried``: in the model's order. ``hit_rate``: expected of the buffer.
-    ``filling``: it was not full when the profile ended, and will do better. ``curve``: what other sizes of the buffer would do.
-    ``memory_bytes``, ``memory``: the loader's budget, and by use. ``left_out``: what there was no time to measure, in words.
+    ``choice``: workers, training threads, and how to read. ``before``, ``after``: the model's forecast for a
+    loader without options, and for the choice. ``seconds_before``, ``seconds``: of a mini-batch, as tried
+    out, else as forecast. ``epoch_batches``: mini-batches of an epoch, None where nobody knows. ``tried``: in
+    the model's order. ``hit_rate``: expected of the buffer. ``filling``: it was not full when the profile
+    ended, and will do better. ``curve``: what other sizes of the buffer would do. ``memory_bytes``,
+    ``memory``: the loader's budget, and by use. ``left_out``: what there was no time to measure, in words.
     """
 
     choice: Choice
@@ -97,14 +99,14 @@ class Tuning:
             for stage in STAGES
         ]
         return {
-            "choice": asdict(self.choice), "loader_options": self.loader_options(), "cores": self.profile.cores, "stages": rows,
-            "slowest_before": self.before.slowest, "slowest": self.after.slowest,
-            "forecast_seconds_before": self.before.seconds, "forecast_seconds": self.after.seconds,
-            "seconds_before": self.seconds_before, "seconds": self.seconds, "epoch_batches": self.epoch_batches,
-            "epoch_seconds": self.epoch_seconds, "tried": [asdict(t) for t in self.tried], "hit_rate": self.hit_rate,
-            "filling": self.filling, "curve": [asdict(p) for p in self.curve], "memory": dict(self.memory), "policy": dict(self.policy),
-            "left_out": list(self.left_out),
-            "profile": {
+            "choice": asdict(self.choice), "loader_options": self.loader_options(),
+            "cores": self.profile.cores, "stages": rows, "slowest_before": self.before.slowest,
+            "slowest": self.after.slowest, "forecast_seconds_before": self.before.seconds,
+            "forecast_seconds": self.after.seconds, "seconds_before": self.seconds_before,
+            "seconds": self.seconds, "epoch_batches": self.epoch_batches, "epoch_seconds": self.epoch_seconds,
+            "tried": [asdict(t) for t in self.tried], "hit_rate": self.hit_rate, "filling": self.filling,
+            "curve": [asdict(p) for p in self.curve], "memory": dict(self.memory),
+            "policy": dict(self.policy), "left_out": list(self.left_out), "profile": {
                 "sample": {str(k): asdict(v) for k, v in self.profile.sample.items()},
                 "train": {str(k): asdict(v) for k, v in self.profile.train.items()},
                 "extract": asdict(self.profile.extract),
@@ -116,7 +118,9 @@ class Tuning:
 def setting_of(choice: Choice, stage: str) -> str:
     """A stage's setting in words."""
     if stage == "sample":
-        return "in the loader" if choice.workers == 0 else f"{choice.workers} worker{'s' * (choice.workers > 1)}"
+        return (
+            "in the loader" if choice.workers == 0 else f"{choice.workers} worker{'s' * (choice.workers > 1)}"
+        )
     if stage == "train":
         return f"{choice.train_threads} thread{'s' * (choice.train_threads > 1)}"
     if stage == "extract":

@@ -1,15 +1,19 @@
-"""Tuning: profile a workload on this machine, solve for the allocation, try the best out, and say what it brings.
+"""Tuning: profile a workload on this machine, solve for the allocation, try the best out, and say what it
+brings.
 
-:func:`tune` measures each stage by itself (:mod:`featstore.tune.profiling`), puts the numbers into the model of
-:mod:`featstore.tune.allocation`, and gets all settings in order. A model of stages that do not disturb each other is good at how to read,
-where the device decides, and less good at workers and threads, which share caches, memory bandwidth and Python's lock. So the few best
-pairs of workers and training threads are tried out for real in turns, each a second or so of an epoch, with a buffer that stays warm; then
-the fastest of them with the way of reading of someone who has chosen nothing, and his setting. What was fastest is the choice; where
-several are as good as equal, the one that the model prefers.
+:func:`tune` measures each stage by itself (:mod:`featstore.tune.profiling`), puts the numbers into the model
+of :mod:`featstore.tune.allocation`, and gets all settings in order. A model of stages that do not disturb
+each other is good at how to read, where the device decides, and less good at workers and threads, which share
+caches, memory bandwidth and Python's lock. So the few best pairs of workers and training threads are tried
+out for real in turns, each a second or so of an epoch, with a buffer that stays warm; then the fastest of
+them with the way of reading of someone who has chosen nothing, and his setting. What was fastest is the
+choice; where several are as good as equal, the one that the model prefers.
 
-It keeps to the seconds it was given (:mod:`featstore.tune.timetable`): where mini-batches are slow, options are left out, and named.
+It keeps to the seconds it was given (:mod:`featstore.tune.timetable`): where mini-batches are slow, options
+are left out, and named.
 
-The training step is called in earnest, some dozens of times: give it a model that may be thrown away, or restore it afterwards.
+The training step is called in earnest, some dozens of times: give it a model that may be thrown away, or
+restore it afterwards.
 """
 
 from __future__ import annotations
@@ -42,7 +46,8 @@ from featstore.units import parse_bytes
 if TYPE_CHECKING:
     from featstore.storage.store import OpenStore
 
-#: What is tried where the caller says nothing. ``mmap`` is no candidate: what it caches is outside every budget.
+#: What is tried where the caller says nothing. ``mmap`` is no candidate: what it caches is outside every
+#: budget.
 ENGINES = ("uring", "threads")
 QUEUE_DEPTHS = (QUEUE_DEPTH, 32, 64, 256)
 EXTRACTED = (2, 4, 6)  # mini-batches read at once, where the loader takes extracted=
@@ -59,24 +64,27 @@ Progress = Callable[[str, int, int], None]
 
 
 def tune(
-    store: OpenStore, make_batches: pf.MakeBatches, step: pf.Step | None = None, *, memory: int | str = "1GiB", cores: int | None = None,
-    workers: Iterable[int] | None = None, engines: Sequence[str] | None = None, queue_depths: Sequence[int] = QUEUE_DEPTHS,
+    store: OpenStore, make_batches: pf.MakeBatches, step: pf.Step | None = None, *,
+    memory: int | str = "1GiB", cores: int | None = None, workers: Iterable[int] | None = None,
+    engines: Sequence[str] | None = None, queue_depths: Sequence[int] = QUEUE_DEPTHS,
     seconds: float = SECONDS, trials: int = 4, progress: Progress | None = None, **loader: Any,
 ) -> Tuning:  # fmt: skip
-    """Find workers, threads and the way of reading by which online training from ``store`` is fastest on this machine.
+    """Find workers, threads and the way of reading by which online training from ``store`` is fastest on this
+    machine.
 
     Args:
         store: the open store.
-        make_batches: a function of a number of workers that makes mini-batches as :class:`featstore.OnlineLoader` takes them,
-            sampled by so many processes, or for 0 where they are iterated. It is called once for each number. Each iteration over
-            what it returns should be another epoch: the same mini-batches again would find all of their rows in the buffer.
+        make_batches: a function of a number of workers that makes mini-batches as
+            :class:`featstore.OnlineLoader` takes them, sampled by so many processes, or for 0 where they are
+            iterated. It is called once for each number. Each iteration over what it returns should be another
+            epoch: the same mini-batches again would find all of their rows in the buffer.
         step: trains on what the loader hands out; None where only loading is to be fast.
         memory: of the loader, bytes or ``"2GiB"``.
         cores: to use; by default those that this process may run on.
         workers: the numbers of workers to consider; by default 0 and up to ``cores``.
         engines, queue_depths: to consider for reading; the first of each is what is compared with.
-        seconds: how long to measure, about: at least some 5 seconds, and once everything is loaded and compiled. What there is no
-            time for is left out, and named in ``left_out``.
+        seconds: how long to measure, about: at least some 5 seconds, and once everything is loaded and
+            compiled. What there is no time for is left out, and named in ``left_out``.
         trials: how many pairs of workers and threads to try out; with 0 the model's word is taken.
         progress: told the stage, and how many of how many steps are done.
         loader: further options of the loader: ``policy``, ``nodes``, ``batch_rows``, ``device`` ...
@@ -85,7 +93,9 @@ def tune(
     """
     as_store(store), args.as_function(make_batches, "make_batches")
     cores = available_cores() if cores is None else args.as_count(cores, "cores", 1, 2**16)
-    given = counts_up_to(cores) if workers is None else args.as_sequence(workers, "workers", "numbers of workers")
+    given = (
+        counts_up_to(cores) if workers is None else args.as_sequence(workers, "workers", "numbers of workers")
+    )
     counts = sorted({0, *(args.as_count(one, "a number of workers", 0, 2**16) for one in given)})
     depths = args.as_sequence(queue_depths, "queue_depths", "numbers")
     depths = [args.as_count(depth, "queue_depths", 1, QUEUE_DEPTH_MAX) for depth in depths]
@@ -94,7 +104,9 @@ def tune(
     _check(depths, step, loader)
     names = _engines(engines)
     with pf.threads_restored():
-        work = _Tuner(store, make_batches, step, parse_bytes(memory, "memory"), cores, counts, seconds, loader, tell)
+        work = _Tuner(
+            store, make_batches, step, parse_bytes(memory, "memory"), cores, counts, seconds, loader, tell
+        )
         return work.run(names, list(dict.fromkeys(depths)), trials)
 
 
@@ -118,7 +130,9 @@ def _check(depths: Sequence[int], step: Any, loader: Mapping[str, Any]) -> None:
 def _engines(wanted: Sequence[str] | None) -> list[str]:
     """The engines to consider, as they are called."""
     if wanted is not None:
-        found = list(dict.fromkeys(choose(name).name for name in args.as_sequence(wanted, "engines", "names")))
+        found = list(
+            dict.fromkeys(choose(name).name for name in args.as_sequence(wanted, "engines", "names"))
+        )
         if not found:
             raise SourceError("engines is empty: give at least one")
         return list(found)
@@ -134,8 +148,8 @@ class _Tuner:
     """One tuning; see :func:`tune`."""
 
     def __init__(
-        self, store: OpenStore, make_batches: pf.MakeBatches, step: pf.Step | None, memory_bytes: int, cores: int, workers: list[int],
-        seconds: float, loader: dict[str, Any], tell: Progress,
+        self, store: OpenStore, make_batches: pf.MakeBatches, step: pf.Step | None, memory_bytes: int,
+        cores: int, workers: list[int], seconds: float, loader: dict[str, Any], tell: Progress,
     ) -> None:  # fmt: skip
         self._store, self._step, self._memory_bytes, self._cores = store, step, memory_bytes, cores
         self._workers, self._time, self._options, self._tell = workers, Timetable(seconds), loader, tell
@@ -190,7 +204,9 @@ class _Tuner:
             if workers == 0:
                 found[0] = alone
                 continue
-            if self._time.leaves_out("workers", f"sampling with {counted(workers, 'worker')}", 3 * alone.seconds):
+            if self._time.leaves_out(
+                "workers", f"sampling with {counted(workers, 'worker')}", 3 * alone.seconds
+            ):
                 continue
             seconds = self._time.part("workers", len(self._workers))
             own = pf.pace(self._batches(workers), workers, self._seen.batches, seconds)
@@ -209,12 +225,16 @@ class _Tuner:
         extraction = loader._extraction
         self._slots = {table: buffer.slots for table, buffer in extraction.buffers.items()}
         of = extraction.table_of
-        self._trace: list[pf.Rows] = [{of[t]: ids for t, ids in batch.items() if t in of} for batch in self._seen.ids]
+        self._trace: list[pf.Rows] = [
+            {of[t]: ids for t, ids in batch.items() if t in of} for batch in self._seen.ids
+        ]
         half = self._trace[len(self._trace) // 2 :]
-        self._asked = sum(len(ids) for batch in half for ids in batch.values()) / len(half)  # rows of a mini-batch
+        # rows of a mini-batch
+        self._asked = sum(len(ids) for batch in half for ids in batch.values()) / len(half)
 
     def _fitting(self) -> list[Any]:
-        """Of the mini-batches that are kept, the first ones whose rows fit in the buffers with room to spare."""
+        """Of the mini-batches that are kept, the first ones whose rows fit in the buffers with room to
+        spare."""
         for count in range(len(self._seen.held), 1, -1):
             asked = {t: sum(len(batch.get(t, ())) for batch in self._trace[:count]) for t in self._slots}
             if all(3 * asked[t] <= slots for t, slots in self._slots.items()):
@@ -222,8 +242,8 @@ class _Tuner:
         return self._seen.held[:1]
 
     def _reading(self, default: Reading, engines: list[str], depths: list[int]) -> dict[Reading, Cost]:
-        """By reading; the one to compare with first: engines and depths, then around the best of these how many mini-batches are read at
-        once, and the reader's memory. What does not fit is left out."""
+        """By reading; the one to compare with first: engines and depths, then around the best of these how
+        many mini-batches are read at once, and the reader's memory. What does not fit is left out."""
         extracted = [None, *(EXTRACTED if _loader_takes("extracted") else ())]
         memory = [None, *(READER_BYTES if _loader_takes("reader_memory") else ())]
         self._missed: dict[int | None, list[pf.Rows]] = {}
@@ -231,16 +251,21 @@ class _Tuner:
             slots = self._slots_with(given)
             if slots is not None:
                 self._missed[given] = pf.missed_rows(self._trace, slots, self._policy)
-        first = [default, *(one for one in (Reading(e, d) for e in engines for d in depths) if one != default)]
+        first = [
+            default,
+            *(one for one in (Reading(e, d) for e in engines for d in depths) if one != default),
+        ]
         found = self._timed(first, 2 * len(first), default)
         best = min(found, key=lambda one: found[one].seconds)
-        others = [replace(best, extracted=n) for n in extracted] + [replace(best, reader_bytes=n) for n in self._missed]
+        others = [replace(best, extracted=n) for n in extracted] + [
+            replace(best, reader_bytes=n) for n in self._missed
+        ]
         others = [one for one in dict.fromkeys(others) if one not in found and self._room_for(one)]
         return found | self._timed(others, 2 * max(1, len(others)), default)
 
     def _timed(self, readings: Sequence[Reading], parts: int, default: Reading) -> dict[Reading, Cost]:
-        """The cost of each, the better of two rounds; each has one of so many parts of the time for reading, and the default its
-        time always."""
+        """The cost of each, the better of two rounds; each has one of so many parts of the time for reading,
+        and the default its time always."""
         found: dict[Reading, list[Cost]] = {one: [] for one in readings}
         for turn in range(_ROUNDS):
             for one in readings:
@@ -256,7 +281,8 @@ class _Tuner:
         return {one: min(costs, key=lambda c: c.seconds) for one, costs in found.items() if costs}
 
     def _slots_with(self, reader_bytes: int | None) -> dict[str, int] | None:
-        """Slots by table where the reader has so much memory; None where there would not be enough of them."""
+        """Slots by table where the reader has so much memory; None where there would not be enough of
+        them."""
         if reader_bytes is None:
             return self._slots
         buffers = {f"buffer of {t}" for t in self._slots}
@@ -270,7 +296,9 @@ class _Tuner:
     def _slots_in(self, table: str, memory_bytes: int) -> int:
         entry = self._store.tables[table]
         try:
-            return min(entry.rows, slots_for(memory_bytes, entry.row_bytes, layout.POLICIES[self._policy[table]]))
+            return min(
+                entry.rows, slots_for(memory_bytes, entry.row_bytes, layout.POLICIES[self._policy[table]])
+            )
         except BudgetError:
             return 0
 
@@ -281,7 +309,8 @@ class _Tuner:
         """Whether the buffer holds as many mini-batches as are to be read at once."""
         slots = self._slots_with(reading.reader_bytes)
         return reading.extracted is None or (
-            slots is not None and all(reading.extracted * self._largest(t) <= _PINNED_SHARE * slots[t] for t in slots)
+            slots is not None
+            and all(reading.extracted * self._largest(t) <= _PINNED_SHARE * slots[t] for t in slots)
         )
 
     def _reader_memory(self, reader_bytes: int | None) -> int:
@@ -316,13 +345,17 @@ class _Tuner:
         distinct = {t: len(pf.frequent([b[t] for b in self._trace if t in b], 2**62)) for t in slots}
         return Tuning(
             after.choice, before, after, seconds_before, seconds, self._seen.epoch_batches, tried,
-            1 - per_batch / max(1.0, self._asked), any(distinct[t] < slots[t] < self._store.tables[t].rows for t in slots),
-            tuple(self._curve(profile, after, slots, per_batch)), self._memory_bytes, self._memory, self._policy, profile,
-            tuple(self._time.left_out),
+            1 - per_batch / max(1.0, self._asked),
+            any(distinct[t] < slots[t] < self._store.tables[t].rows for t in slots),
+            tuple(self._curve(profile, after, slots, per_batch)), self._memory_bytes, self._memory,
+            self._policy, profile, tuple(self._time.left_out),
         )  # fmt: skip
 
-    def _curve(self, profile: Profile, after: Forecast, slots: Mapping[str, int], missed: float) -> list[Point]:
-        """What other sizes of the buffer would do, by the hit rates simulated and the price of a missed row measured."""
+    def _curve(
+        self, profile: Profile, after: Forecast, slots: Mapping[str, int], missed: float
+    ) -> list[Point]:
+        """What other sizes of the buffer would do, by the hit rates simulated and the price of a missed row
+        measured."""
         row = (
             Cost(after.stages["read"].seconds / missed, after.stages["read"].cpu_seconds / missed)
             if missed
@@ -331,14 +364,18 @@ class _Tuner:
         points: list[Point] = []
         for share in CURVE:
             size = {t: min(self._store.tables[t].rows, int(share * count)) for t, count in slots.items()}
-            if any(size[t] < self._largest(t) for t in size) or (points and points[-1].slots == sum(size.values())):
+            if any(size[t] < self._largest(t) for t in size) or (
+                points and points[-1].slots == sum(size.values())
+            ):
                 continue
             rows = sum(self._missed_at(t, count) for t, count in size.items())
             read = Cost(rows * row.seconds, rows * row.cpu_seconds)
             then = forecast(replace(profile, read={after.choice.reading: read}), after.choice)
             memory = sum(count * self._store.tables[t].row_bytes for t, count in size.items())
             points.append(
-                Point(memory, sum(size.values()), 1 - rows / max(1.0, self._asked), read.seconds, then.seconds)
+                Point(
+                    memory, sum(size.values()), 1 - rows / max(1.0, self._asked), read.seconds, then.seconds
+                )
             )
         return points
 

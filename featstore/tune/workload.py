@@ -1,8 +1,10 @@
-"""A workload to tune for: neighbours sampled from a stored graph, by workers if wanted, and a model that stands in for the user's.
+"""A workload to tune for: neighbours sampled from a stored graph, by workers if wanted, and a model that
+stands in for the user's.
 
-Mini-batches are numbered through all epochs, and each follows from its number alone (:mod:`featstore.sampling.batches`), so that it does
-not matter which worker samples it. A mini-batch is a mapping that :func:`featstore.sampling.minibatch.split` understands: ``n_id`` (node
-ids, seeds first), ``row`` and ``col`` (edges, as places in ``n_id``), ``nodes`` and ``edges`` (how many of them each hop has found).
+Mini-batches are numbered through all epochs, and each follows from its number alone
+(:mod:`featstore.sampling.batches`), so that it does not matter which worker samples it. A mini-batch is a
+mapping that :func:`featstore.sampling.minibatch.split` understands: ``n_id`` (node ids, seeds first), ``row``
+and ``col`` (edges, as places in ``n_id``), ``nodes`` and ``edges`` (how many of them each hop has found).
 """
 
 from __future__ import annotations
@@ -69,11 +71,15 @@ def tensors_of(pair: Any) -> dict[str, Any]:
     return found | {name: torch.from_numpy(found[name]) for name in ("n_id", "row", "col")}
 
 
-def neighbour_batches(sampler: Sampler, train: NDArray[Any], batch_size: int) -> Callable[[int], Iterable[Any]]:
-    """A function of the number of workers that makes the mini-batches of neighbour sampling. Each iteration over what it has made is
-    another epoch, whoever iterates: the same mini-batches again would find all of their rows in the buffer.
+def neighbour_batches(
+    sampler: Sampler, train: NDArray[Any], batch_size: int
+) -> Callable[[int], Iterable[Any]]:
+    """A function of the number of workers that makes the mini-batches of neighbour sampling. Each iteration
+    over what it has made is another epoch, whoever iterates: the same mini-batches again would find all of
+    their rows in the buffer.
 
-    Workers need torch, and a graph in memory: of one on disk each of them would hold a cache of its own. Raises SourceError, IdError.
+    Workers need torch, and a graph in memory: of one on disk each of them would hold a cache of its own.
+    Raises SourceError, IdError.
     """
     batches = RecordedEpochs(sampler, train, batch_size, _EPOCHS)
     numbers = Numbers(len(batches) // _EPOCHS)
@@ -103,7 +109,8 @@ def can_have_workers(sampler: Sampler) -> bool:
 
 
 def stand_in(columns: int, fanouts: Sequence[int], hidden: int = 256) -> Callable[[Any], None]:
-    """A training step of GraphSAGE (mean aggregation, a layer for each hop, made-up labels) on what an online loader hands out.
+    """A training step of GraphSAGE (mean aggregation, a layer for each hop, made-up labels) on what an online
+    loader hands out.
 
     ``columns``: numbers of a feature row. Needs torch.
     """

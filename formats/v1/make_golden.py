@@ -2,10 +2,11 @@
 
     python formats/v1/make_golden.py [DIRECTORY]
 
-The stores under ``golden/`` are what every implementation of the format is held against, so they never change: a test
-makes them anew with the code of the day and compares byte for byte. To keep them small *and* of several chunks, chunk
-files aim at a few pages here instead of 64 MiB; to keep them independent of partitioners and of the library's version,
-the order and the writer's name are given. Values come from integer arithmetic, because random generators may change.
+The stores under ``golden/`` are what every implementation of the format is held against, so they never
+change: a test makes them anew with the code of the day and compares byte for byte. To keep them small *and*
+of several chunks, chunk files aim at a few pages here instead of 64 MiB; to keep them independent of
+partitioners and of the library's version, the order and the writer's name are given. Values come from integer
+arithmetic, because random generators may change.
 """
 
 from __future__ import annotations
@@ -38,8 +39,9 @@ CHUNK_BYTES = 8192
 
 @dataclass(frozen=True)
 class Golden:
-    """A golden store: its tables and arrays in node id order, and the options of the pack. ``batches``: (node ids by table, sample) of
-    each mini-batch of a trace that is compiled for it into ``packs/default``, with the options ``compiling``."""
+    """A golden store: its tables and arrays in node id order, and the options of the pack. ``batches``: (node
+    ids by table, sample) of each mini-batch of a trace that is compiled for it into ``packs/default``, with
+    the options ``compiling``."""
 
     tables: Mapping[str, np.ndarray[Any, Any]]
     arrays: Mapping[str, np.ndarray[Any, Any]] = field(default_factory=dict)
@@ -49,14 +51,16 @@ class Golden:
 
 
 def numbers(shape: tuple[int, ...], dtype: Any, step: int = 37) -> np.ndarray[Any, Any]:
-    """Whole numbers from 0 to 100 that every numeric dtype can hold, in an order without a pattern of page size."""
+    """Whole numbers from 0 to 100 that every numeric dtype can hold, in an order without a pattern of page
+    size."""
     count = int(np.prod(shape))
     index = np.arange(count, dtype=np.int64)
     return ((index * step + index * index % 89) % 101).astype(dtype).reshape(shape)
 
 
 def sizes() -> Golden:
-    """Rows of awkward sizes; tables of no row, of one row and of several chunks; arrays of 0, 1, 2 axes and of none."""
+    """Rows of awkward sizes; tables of no row, of one row and of several chunks; arrays of 0, 1, 2 axes and
+    of none."""
     return Golden(
         tables={
             "byte": numbers((20_000,), np.uint8),
@@ -78,7 +82,8 @@ def sizes() -> Golden:
 
 
 def order() -> Golden:
-    """Permuted tables: one with partitions (one of them empty), degrees and five chunks, one of a single chunk."""
+    """Permuted tables: one with partitions (one of them empty), degrees and five chunks, one of a single
+    chunk."""
     index = np.arange(PAPERS)
     edges = np.stack([index * index % PAPERS, (7 * index + 1) % PAPERS])
     return Golden(
@@ -94,7 +99,18 @@ def order() -> Golden:
 
 def dtypes() -> Golden:
     """A table of each dtype that the format names, and of some that it keeps as opaque bytes."""
-    core = ["bool", "int8", "int64", "uint16", "uint32", "uint64", "float16", "float64", "complex64", "complex128"]
+    core = [
+        "bool",
+        "int8",
+        "int64",
+        "uint16",
+        "uint32",
+        "uint64",
+        "float16",
+        "float64",
+        "complex64",
+        "complex128",
+    ]
     tables = {name: numbers((9, 3), np.dtype(name)) for name in core}
     tables["bool"] = numbers((9, 3), np.int64) % 2 == 0
     tables["bfloat16"] = numbers((130, 17), ml_dtypes.bfloat16)
@@ -109,11 +125,13 @@ def dtypes() -> Golden:
 
 
 def graph_edges() -> dict[str, np.ndarray[Any, Any]]:
-    """The edges [2, edges] of `graph`, by table: self-loops and edges that occur twice, nodes without edges."""
+    """The edges [2, edges] of `graph`, by table: self-loops and edges that occur twice, nodes without
+    edges."""
     index = np.arange(5 * USERS)
     sources, targets = index * index % USERS, (13 * index + index // 7) % USERS
     row_of_node = np.argsort(_NODE_OF_ROW[USERS](np.arange(USERS)))
-    kept = (row_of_node[targets] < 60) | (row_of_node[targets] >= 131)  # rows 60 to 130, a partition, gather nothing
+    # rows 60 to 130, a partition, gather nothing
+    kept = (row_of_node[targets] < 60) | (row_of_node[targets] >= 131)
     tags = np.arange(40)
     return {
         "user": np.stack([sources[kept], targets[kept]]),
@@ -123,7 +141,8 @@ def graph_edges() -> dict[str, np.ndarray[Any, Any]]:
 
 
 def graph() -> Golden:
-    """Graphs: over a permuted table with a partition of no rows and one of no edges; in chunks; with hubs; of no edges."""
+    """Graphs: over a permuted table with a partition of no rows and one of no edges; in chunks; with hubs; of
+    no edges."""
     return Golden(
         tables={
             "user": numbers((USERS, 5), np.float32),
@@ -156,8 +175,9 @@ def _descending(group: Any, mask: Any) -> Any:
 
 
 def compiled() -> Golden:
-    """A compiled trace: rows from memory, a device, packed, shared and base tables; rows wanted twice; mini-batches of nothing; two
-    tables, one of them permuted, beside one that no mini-batch wants; chunks; rows that are gone when a round ends."""
+    """A compiled trace: rows from memory, a device, packed, shared and base tables; rows wanted twice;
+    mini-batches of nothing; two tables, one of them permuted, beside one that no mini-batch wants; chunks;
+    rows that are gone when a round ends."""
     batches = []
     for number in range(8):
         index = np.arange(0 if number == 5 else 90 + 9 * number, dtype=np.int64)
@@ -165,7 +185,10 @@ def compiled() -> Golden:
         papers = np.where(index % 3 == 0, near, far) % PAPERS
         authors = (index[: 11 * (number % 4)] * (number + 3) + number) % 70
         batches.append(
-            ({"paper": papers, "author": authors}, {"number": number, "edges": np.stack([index[:9], index[:9] + 1])})
+            (
+                {"paper": papers, "author": authors},
+                {"number": number, "edges": np.stack([index[:9], index[:9] + 1])},
+            )
         )
     return Golden(
         tables={
@@ -194,7 +217,9 @@ def _partitioned(*_: Any, rows: int, permutation: Any = None, **__: Any) -> Orde
     """Stands in for the partitioners: a fixed permutation in four partitions, or the order that was given."""
     if permutation is not None:
         offsets = np.array([0, rows], np.int64)
-        return Order("permutation", np.asarray(permutation, np.int32), offsets, {"chosen_because": "it was asked for"})
+        return Order(
+            "permutation", np.asarray(permutation, np.int32), offsets, {"chosen_because": "it was asked for"}
+        )
     if rows not in _PARTITIONS:
         return Order("given", None, np.array([0, rows], np.int64), {"chosen_because": "it was asked for"})
     node_of_row = _NODE_OF_ROW[rows](np.arange(rows)).astype(np.int32)
@@ -231,7 +256,10 @@ def make(name: str, directory: Path) -> Path:
 
 def _compile(golden: Golden, out: Path) -> None:
     build = sys.modules[featstore.compile_trace.__module__]
-    with tempfile.TemporaryDirectory() as folder, mock.patch.object(build, "load_model", return_value=DEFAULT):
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch.object(build, "load_model", return_value=DEFAULT),
+    ):
         featstore.Trace.record(golden.batches, Path(folder) / "trace").close()
         found = featstore.compile_trace(out, Path(folder) / "trace", **golden.compiling)
     assert isinstance(found, featstore.Store)

@@ -2,8 +2,8 @@
 
     python formats/v1/reader.py STORE
 
-It checks all that the specification says a reader must check, and more; it reads whole tables into memory, and is slow
-on purpose: it is here to be read, and to disagree with featstore where one of the two is wrong.
+It checks all that the specification says a reader must check, and more; it reads whole tables into memory,
+and is slow on purpose: it is here to be read, and to disagree with featstore where one of the two is wrong.
 """
 
 import hashlib
@@ -18,23 +18,72 @@ from itertools import pairwise
 
 import numpy as np
 
-CORE = {"bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", "float16", "float32", "float64",
-        "complex64", "complex128"}  # fmt: skip
+CORE = {
+    "bool",
+    "int8",
+    "int16",
+    "int32",
+    "int64",
+    "uint8",
+    "uint16",
+    "uint32",
+    "uint64",
+    "float16",
+    "float32",
+    "float64",
+    "complex64",
+    "complex128",
+}
 FILE = {"path": str, "bytes": int, "digest": str}
 ARRAY = {"path": str, "shape": list, "dtype": str}
 ORDER = {"method": str, "parameters": dict, "partition_offsets": dict}
 MAPS = ("row_of_node", "node_of_row", "rows_by_degree")
-TABLE = ARRAY | {"rows": int, "row_shape": list, "row_bytes": int, "rows_per_chunk": int, "page_checksums": dict,
-                 "order": dict, "statistics": dict}  # fmt: skip
+TABLE = ARRAY | {
+    "rows": int,
+    "row_shape": list,
+    "row_bytes": int,
+    "rows_per_chunk": int,
+    "page_checksums": dict,
+    "order": dict,
+    "statistics": dict,
+}
 del TABLE["shape"]
 GRAPH = {"table": str, "edges": int, "offsets": dict, "sources": dict}
 HUBS = {"method": str, "rows": dict, "offsets": dict, "sources": dict}
-COMPILED = {"base_uuid": str, "trace_uuid": str, "residency": str, "batches": int, "memory_bytes": int, "records": str,
-            "offsets": str, "tables": dict, "forecast": dict}  # fmt: skip
+COMPILED = {
+    "base_uuid": str,
+    "trace_uuid": str,
+    "residency": str,
+    "batches": int,
+    "memory_bytes": int,
+    "records": str,
+    "offsets": str,
+    "tables": dict,
+    "forecast": dict,
+}
 PARTS = ("packed", "shared", "resident", "device")
-COMPILED_TABLE = dict.fromkeys(PARTS, str) | {"turn": str, "base_rows": int, "batch_rows_max": int, "placement": dict}
-RECORD = ("hit_place", "hit_slot", "packed_place", "shared_place", "shared_row", "base_place", "base_row", "copy_place", "copy_from",
-          "admit_place", "admit_slot", "device_place", "device_slot", "host_place")  # fmt: skip
+COMPILED_TABLE = dict.fromkeys(PARTS, str) | {
+    "turn": str,
+    "base_rows": int,
+    "batch_rows_max": int,
+    "placement": dict,
+}
+RECORD = (
+    "hit_place",
+    "hit_slot",
+    "packed_place",
+    "shared_place",
+    "shared_row",
+    "base_place",
+    "base_row",
+    "copy_place",
+    "copy_from",
+    "admit_place",
+    "admit_slot",
+    "device_place",
+    "device_slot",
+    "host_place",
+)
 MANIFEST = {"format": str, "version": int, "reader_features": list, "writer_features": list, "uuid": str,
             "generation": str, "tables": dict, "arrays": dict, "files": list, "provenance": dict}  # fmt: skip
 
@@ -73,7 +122,10 @@ def unique(pairs):
 
 def fields(value, required, optional=()):
     """An object with these fields of these types, and no others."""
-    need(type(value) is dict and required.keys() <= value.keys() <= required.keys() | set(optional), "wrong fields")
+    need(
+        type(value) is dict and required.keys() <= value.keys() <= required.keys() | set(optional),
+        "wrong fields",
+    )
     need(all(type(value[key]) is kind for key, kind in required.items()), f"wrong types of {list(required)}")
     return value
 
@@ -97,13 +149,17 @@ def element(dtype):
         return np.dtype(stored).newbyteorder("<"), stored, []
     need(dtype.startswith("numpy:"), f"unknown dtype {dtype}")
     made = np.dtype(descriptor(json.loads(dtype[6:])))
-    need(made.itemsize and not made.hasobject and made == made.newbyteorder("<"), f"dtype {dtype} is not allowed")
+    need(
+        made.itemsize and not made.hasobject and made == made.newbyteorder("<"),
+        f"dtype {dtype} is not allowed",
+    )
     return made, "uint8", [made.itemsize]
 
 
 class Store:
-    """An open store: ``tables`` (rows in node id order), ``rows`` (in row order), ``arrays``, ``graphs`` (offsets and sources,
-    both of rows); all by name. ``compiled``: what the manifest says of a compiled trace, or None."""
+    """An open store: ``tables`` (rows in node id order), ``rows`` (in row order), ``arrays``, ``graphs``
+    (offsets and sources, both of rows); all by name. ``compiled``: what the manifest says of a compiled
+    trace, or None."""
 
     def __init__(self, path):
         self.path = path
@@ -111,10 +167,19 @@ class Store:
             text = file.read(2**28 + 1)
         need(len(text) <= 2**28, "the manifest is too large")
         m = self.manifest = json.loads(text, object_pairs_hook=unique)
-        need(type(m) is dict and m.get("format") == "featstore" and m.get("version") == 1, "not a store of version 1")
+        need(
+            type(m) is dict and m.get("format") == "featstore" and m.get("version") == 1,
+            "not a store of version 1",
+        )
         features = m.get("reader_features")
-        need(type(features) is list and set(features) <= {"graphs", "compiled"}, "it needs features this reader lacks")
-        need(re.fullmatch("g[0-9]{6,}", fields(m, MANIFEST, ("graphs", "compiled"))["generation"]), "generation")
+        need(
+            type(features) is list and set(features) <= {"graphs", "compiled"},
+            "it needs features this reader lacks",
+        )
+        need(
+            re.fullmatch("g[0-9]{6,}", fields(m, MANIFEST, ("graphs", "compiled"))["generation"]),
+            "generation",
+        )
         bare = re.sub(rb'("(?:[^"\\]|\\.)*")|\s+', lambda token: token[1] or b"", text)
         h = hashlib.sha256(bare.replace(b'"uuid":"%s"' % m["uuid"].encode(), b'"uuid":""', 1)).hexdigest()
         h = f"{h[:8]}-{h[8:12]}-8{h[13:16]}-{'89ab'[int(h[16], 16) % 4]}{h[17:20]}-{h[20:32]}"
@@ -128,8 +193,12 @@ class Store:
             self.rows[name(n)], self.tables[n] = rows, rows if row_of_node is None else rows[row_of_node]
         need("graphs" in features or not m.get("graphs"), "graphs without the feature of that name")
         need(type(m.get("graphs", {})) is dict, "graphs")
-        self.graphs = {name(n): self.graph(fields(g, GRAPH, ("hubs",))) for n, g in m.get("graphs", {}).items()}
-        need("compiled" in features or "compiled" not in m, "a compiled trace without the feature of that name")
+        self.graphs = {
+            name(n): self.graph(fields(g, GRAPH, ("hubs",))) for n, g in m.get("graphs", {}).items()
+        }
+        need(
+            "compiled" in features or "compiled" not in m, "a compiled trace without the feature of that name"
+        )
         self.compiled = self.checked(fields(m["compiled"], COMPILED)) if "compiled" in m else None
 
     def inside(self, path):
@@ -139,8 +208,13 @@ class Store:
 
     def read(self, path, bytes, digest):
         full = os.path.join(self.path, self.inside(path))
-        need(os.path.realpath(full) == os.path.join(os.path.realpath(self.path), path), f"{path} is behind a link")
-        need(os.path.exists(full) and stat.S_ISREG(os.lstat(full).st_mode), f"{path} is missing or not a file")
+        need(
+            os.path.realpath(full) == os.path.join(os.path.realpath(self.path), path),
+            f"{path} is behind a link",
+        )
+        need(
+            os.path.exists(full) and stat.S_ISREG(os.lstat(full).st_mode), f"{path} is missing or not a file"
+        )
         need(os.path.getsize(full) == bytes, f"{path} has not {bytes} bytes")
         with open(full, "rb") as file:
             data = file.read()
@@ -154,13 +228,26 @@ class Store:
         z = json.loads(self.files[f"{self.inside(path)}/zarr.json"])
         grid = {"name": "regular", "configuration": {"chunk_shape": [max(1, n) for n in chunk_shape] + extra}}
         key = {"name": "default", "configuration": {"separator": "."}}
-        said = z["zarr_format"], z["node_type"], z["shape"], z["data_type"], z["chunk_grid"], z["chunk_key_encoding"]
-        need(said == (3, "array", shape + extra, stored, grid, key), f"{path}/zarr.json contradicts the manifest")
+        said = (
+            z["zarr_format"],
+            z["node_type"],
+            z["shape"],
+            z["data_type"],
+            z["chunk_grid"],
+            z["chunk_key_encoding"],
+        )
+        need(
+            said == (3, "array", shape + extra, stored, grid, key),
+            f"{path}/zarr.json contradicts the manifest",
+        )
         need([codec["name"] for codec in z["codecs"]] == ["bytes"], f"{path} is encoded")
         return made, len(shape + extra)
 
     def chunk(self, path, size):
-        need(path in self.files and len(self.files[path]) == size, f"{path} is not a listed file of {size} bytes")
+        need(
+            path in self.files and len(self.files[path]) == size,
+            f"{path} is not a listed file of {size} bytes",
+        )
         return self.files[path]
 
     def array(self, entry):
@@ -174,9 +261,14 @@ class Store:
     def table(self, t):
         """(rows in row order, row_of_node or None)"""
         rows, shape, per_chunk, row_bytes = t["rows"], t["row_shape"], t["rows_per_chunk"], t["row_bytes"]
-        need(0 <= rows <= 2**40 and all(type(n) is int and n >= 1 for n in shape) and per_chunk >= 1, "table shape")
+        need(
+            0 <= rows <= 2**40 and all(type(n) is int and n >= 1 for n in shape) and per_chunk >= 1,
+            "table shape",
+        )
         dtype, axes = self.zarr(t["path"], [rows, *shape], [per_chunk, *shape], t["dtype"])
-        need(row_bytes == math.prod(shape) * dtype.itemsize <= 2**26 and rows * row_bytes < 2**62, "row bytes")
+        need(
+            row_bytes == math.prod(shape) * dtype.itemsize <= 2**26 and rows * row_bytes < 2**62, "row bytes"
+        )
         chunks, size = -(-rows // per_chunk), per_chunk * row_bytes
         need(chunks <= len(self.files) and (chunks <= 1 or size % 4096 == 0), "chunks")
         data = b"".join(self.chunk(f"{t['path']}/c.{k}" + ".0" * (axes - 1), size) for k in range(chunks))
@@ -195,13 +287,19 @@ class Store:
             need(values.dtype in ("<i4", "<i8") and np.array_equal(np.sort(values), np.arange(rows)), m)
         need(("row_of_node" in maps) == ("node_of_row" in maps), "one map without the other")
         row_of_node = maps.get("row_of_node")
-        need(row_of_node is None or (row_of_node[maps["node_of_row"]] == np.arange(rows)).all(), "maps are not inverse")
+        need(
+            row_of_node is None or (row_of_node[maps["node_of_row"]] == np.arange(rows)).all(),
+            "maps are not inverse",
+        )
         return row_of_node
 
     def numbers(self, t, dtypes):
         """A table of plain numbers, part of a graph."""
         values, row_of_node = self.table(fields(t, TABLE))
-        need(values.ndim == 1 and values.dtype in dtypes and row_of_node is None, "a graph's tables are plain numbers")
+        need(
+            values.ndim == 1 and values.dtype in dtypes and row_of_node is None,
+            "a graph's tables are plain numbers",
+        )
         return values
 
     def graph(self, g):
@@ -210,7 +308,10 @@ class Store:
         rows = len(self.rows[g["table"]])
         offsets, sources = self.numbers(g["offsets"], ["<i8"]), self.numbers(g["sources"], ["<i4", "<i8"])
         need((len(offsets), len(sources)) == (rows + 1, g["edges"]), "a graph's offsets and sources")
-        need(offsets[0] == 0 and offsets[-1] == g["edges"] and (np.diff(offsets) >= 0).all(), "a graph's offsets")
+        need(
+            offsets[0] == 0 and offsets[-1] == g["edges"] and (np.diff(offsets) >= 0).all(),
+            "a graph's offsets",
+        )
         need(((sources >= 0) & (sources < rows)).all(), "a graph's sources are no rows of its table")
         if g.get("hubs") is not None:
             hubs = fields(g["hubs"], HUBS)
@@ -218,10 +319,15 @@ class Store:
             copy = self.numbers(hubs["sources"], ["<i4", "<i8"])
             need(hub_rows.dtype in ("<i4", "<i8") and hub_rows.ndim == 1 and ends.dtype == "<i8", "hubs")
             found = hub_rows.tolist()
-            need(len(set(found)) == len(found) and set(found) <= set(range(rows)), "hubs are not distinct rows")
+            need(
+                len(set(found)) == len(found) and set(found) <= set(range(rows)), "hubs are not distinct rows"
+            )
             lists = [sources[offsets[r] : offsets[r + 1]] for r in found]
             need(ends.tolist() == [0, *np.cumsum([len(x) for x in lists], dtype=int).tolist()], "hub offsets")
-            need(np.array_equal(np.concatenate([*lists, sources[:0]]), copy), "hubs' lists are not the lists they copy")
+            need(
+                np.array_equal(np.concatenate([*lists, sources[:0]]), copy),
+                "hubs' lists are not the lists they copy",
+            )
         return offsets, sources
 
     def checked(self, c):
@@ -232,10 +338,18 @@ class Store:
             "residency, batches or memory",
         )
         need(records is not None and records.ndim == 1 and records.dtype == np.uint8, "records")
-        need(offsets is not None and offsets.dtype == "<i8" and offsets.shape == (c["batches"] + 1,), "offsets")
-        need(offsets[0] == 0 and offsets[-1] == len(records) and (np.diff(offsets) >= 0).all(), "offsets of records")
+        need(
+            offsets is not None and offsets.dtype == "<i8" and offsets.shape == (c["batches"] + 1,), "offsets"
+        )
+        need(
+            offsets[0] == 0 and offsets[-1] == len(records) and (np.diff(offsets) >= 0).all(),
+            "offsets of records",
+        )
         for n, t in c["tables"].items():
-            need(all(fields(t, COMPILED_TABLE)[part] in self.rows for part in PARTS), f"the tables of {name(n)}")
+            need(
+                all(fields(t, COMPILED_TABLE)[part] in self.rows for part in PARTS),
+                f"the tables of {name(n)}",
+            )
             kinds = [self.manifest["tables"][t[part]] for part in PARTS]
             need(
                 len({(*k["row_shape"], k["dtype"]) for k in kinds}) == 1,
@@ -258,14 +372,18 @@ class Store:
     def mini_batches(self, base):
         """Of each mini-batch of a compiled trace: (rows by table of the base store, bytes of the sample)."""
         c, tables = self.compiled, self.compiled["tables"]
-        need(c["base_uuid"] == base.manifest["uuid"], "it was compiled for another base store, or another state of it")
+        need(
+            c["base_uuid"] == base.manifest["uuid"],
+            "it was compiled for another base store, or another state of it",
+        )
         for n, t in tables.items():
             kinds = [
                 (s.manifest["tables"][m]["row_shape"], s.manifest["tables"][m]["dtype"])
                 for s, m in ((self, t["packed"]), (base, n))
             ]
             need(
-                kinds[0] == kinds[1] and len(base.rows[n]) == t["base_rows"], f"table {n} is not that of the base store"
+                kinds[0] == kinds[1] and len(base.rows[n]) == t["base_rows"],
+                f"table {n} is not that of the base store",
             )
         slots = {n: self.rows[t["resident"]].copy() for n, t in tables.items()}
         records, ends = self.rows[c["records"]].tobytes(), self.arrays[c["offsets"]].tolist()
@@ -295,7 +413,8 @@ class Store:
             need(same or not c["batches"], f"the turn of {n}: the rows of the begin are elsewhere")
 
     def assemble(self, a, count, host, first, t, base, slots):
-        """The rows of one table in one mini-batch, after which ``slots`` are as the next mini-batch finds them."""
+        """The rows of one table in one mini-batch, after which ``slots`` are as the next mini-batch finds
+        them."""
         packed, shared, _, device = (self.rows[t[part]] for part in PARTS)
         need(0 <= host <= count <= t["batch_rows_max"], "rows of a mini-batch")
         need(0 <= first <= len(packed) - len(a["packed_place"]), "a run of packed rows")
@@ -303,9 +422,13 @@ class Store:
         filled = [a[f"{way}_place"] for way in ("hit", "packed", "shared", "base")]
         for place, rows, index in (
             (filled[0], slots, a["hit_slot"]), (filled[1], packed, np.arange(first, first + len(filled[1]))),
-            (filled[2], shared, a["shared_row"]), (filled[3], base, a["base_row"]), (a["copy_place"], x, a["copy_from"]),
+            (filled[2], shared, a["shared_row"]), (filled[3], base, a["base_row"]),
+            (a["copy_place"], x, a["copy_from"]),
         ):  # fmt: skip
-            need(len(place) == len(index) and all(0 <= i < len(rows) for i in index.tolist()), "an index into rows")
+            need(
+                len(place) == len(index) and all(0 <= i < len(rows) for i in index.tolist()),
+                "an index into rows",
+            )
             need(all(0 <= p < host for p in place.tolist()), "a place")
             x[place] = rows[index]
         need(
@@ -315,7 +438,8 @@ class Store:
         need(set(a["copy_from"].tolist()) <= set(np.concatenate(filled).tolist()), "a copy of a copy")
         admitted = a["admit_slot"].tolist()
         need(
-            len(set(admitted)) == len(admitted) == len(a["admit_place"]) and set(admitted) <= set(range(len(slots))),
+            len(set(admitted)) == len(admitted) == len(a["admit_place"])
+            and set(admitted) <= set(range(len(slots))),
             "slots",
         )
         need(set(a["admit_place"].tolist()) <= set(range(host)), "a place that is admitted")

@@ -1,4 +1,5 @@
-"""The PyG adapter through PyG's own loader: 0, forked and spawned workers, and the feature store's contract."""
+"""The PyG adapter through PyG's own loader: 0, forked and spawned workers, and the feature store's
+contract."""
 
 from __future__ import annotations
 
@@ -45,13 +46,17 @@ class ArrayReader:
     def __init__(self, **arrays: Any) -> None:
         self.arrays = arrays
         self.requests: list[dict[str, int]] = []
-        self.tables = {name: Table(len(array), array.shape[1:], array.dtype) for name, array in arrays.items()}
+        self.tables = {
+            name: Table(len(array), array.shape[1:], array.dtype) for name, array in arrays.items()
+        }
         self.store = self
 
     def read(self, ids: dict[str, Any]) -> dict[str, Any]:
         self.requests.append({name: len(one) for name, one in ids.items()})
         return {
-            name: self.arrays[name][one] if isinstance(one, np.ndarray) else torch.from_numpy(self.arrays[name])[one]
+            name: self.arrays[name][one]
+            if isinstance(one, np.ndarray)
+            else torch.from_numpy(self.arrays[name])[one]
             for name, one in ids.items()
         }
 
@@ -116,13 +121,19 @@ def test_workers_sample_the_same(graph: Any, features: Any, method: str, workers
     assert len(loader.data[0]._reader.requests) == 2 * len(expected), "rows are read in the main process"
 
 
-@pytest.mark.parametrize(("method", "in_worker"), [(None, False), ("fork", True), ("fork", False), ("spawn", True)])
+@pytest.mark.parametrize(
+    ("method", "in_worker"), [(None, False), ("fork", True), ("fork", False), ("spawn", True)]
+)
 def test_rows_from_a_packed_store(
     graph: Any, features: Any, tmp_path: Any, method: str | None, in_worker: bool
 ) -> None:
     """The real reader under the loader, in the main process and in workers, which open their own engine."""
-    packed = featstore.pack(tmp_path / "store", features, graph=graph, arrays={"labels": np.arange(NODES) % 5})
-    options: dict[str, Any] = {"num_workers": 1, "multiprocessing_context": method, "timeout": 60} if method else {}
+    packed = featstore.pack(
+        tmp_path / "store", features, graph=graph, arrays={"labels": np.arange(NODES) % 5}
+    )
+    options: dict[str, Any] = (
+        {"num_workers": 1, "multiprocessing_context": method, "timeout": 60} if method else {}
+    )
     with packed as store, store.reader(memory="16MiB", static=np.arange(50)) as reader:
         source = FeatstoreFeatures(reader, arrays={(None, "y"): store.arrays["labels"]})
         batches = list(loader_over(graph, source, filter_per_worker=in_worker, **options))
@@ -135,8 +146,13 @@ def test_rows_from_a_packed_store(
     assert here == 2 + (0 if in_worker else sum(len(batch.n_id) for batch in batches))
 
 
-def test_a_pickled_feature_store_opens_its_reader_when_needed(graph: Any, features: Any, tmp_path: Any) -> None:
-    with featstore.pack(tmp_path / "store", features, graph=graph) as store, store.reader(memory="16MiB") as reader:
+def test_a_pickled_feature_store_opens_its_reader_when_needed(
+    graph: Any, features: Any, tmp_path: Any
+) -> None:
+    with (
+        featstore.pack(tmp_path / "store", features, graph=graph) as store,
+        store.reader(memory="16MiB") as reader,
+    ):
         copy = pickle.loads(pickle.dumps(FeatstoreFeatures(reader)))
         assert copy._opened is None
         again = pickle.loads(pickle.dumps(copy))
@@ -147,7 +163,9 @@ def test_a_pickled_feature_store_opens_its_reader_when_needed(graph: Any, featur
 
 
 def test_sampler_is_pickled_with_its_epoch_and_shares_once(graph: Any) -> None:
-    sampler = FeatstoreSampler(NeighborSampler(*graph, [4, -1], seed=2), edge_permutation=torch.arange(NODES * 9))
+    sampler = FeatstoreSampler(
+        NeighborSampler(*graph, [4, -1], seed=2), edge_permutation=torch.arange(NODES * 9)
+    )
     asked = NodeSamplerInput(input_id=None, node=torch.tensor([3, 1, 9], dtype=torch.int32))
     sampler.set_epoch(3)
     before = sampler.sample_from_nodes(asked)
@@ -191,7 +209,9 @@ def test_one_request_for_all_attributes() -> None:
     papers = np.arange(60, dtype=np.float32).reshape(20, 3)
     authors = np.arange(20, dtype=np.int64).reshape(10, 2)
     reader = ArrayReader(paper=papers, author=authors)
-    store = FeatstoreFeatures(reader, {("paper", "x"): "paper", ("paper", "again"): "paper", ("author", "x"): "author"})
+    store = FeatstoreFeatures(
+        reader, {("paper", "x"): "paper", ("paper", "again"): "paper", ("author", "x"): "author"}
+    )
     ids, others = torch.tensor([5, 0, 5]), np.array([9, 1])
     attrs = [
         RowAttr("paper", "x", ids),
@@ -203,7 +223,9 @@ def test_one_request_for_all_attributes() -> None:
     assert reader.requests == [{"paper": 5, "author": 2}]
     assert [type(one) for one in rows] == [torch.Tensor, np.ndarray, torch.Tensor, np.ndarray]
     for attr, one in zip(attrs, rows):
-        np.testing.assert_array_equal(np.asarray(one), (papers if attr.group_name == "paper" else authors)[attr.index])
+        np.testing.assert_array_equal(
+            np.asarray(one), (papers if attr.group_name == "paper" else authors)[attr.index]
+        )
     joined = store.multi_get_tensor([RowAttr("author", "x", others), RowAttr("author", "x", others[::-1])])
     np.testing.assert_array_equal(np.concatenate(joined), authors[[9, 1, 1, 9]])
 
@@ -224,7 +246,9 @@ def test_indices_that_pyg_allows(name: str) -> None:
     mask = np.array([True, False, True, False, False, True])
     for index in (None, slice(1, 5, 2), 3, np.int64(2), torch.tensor([5, 5]), np.array([0, 3]), mask, [1, 2]):
         got = store.get_tensor(None, name, index)
-        expected = table if index is None else table[np.asarray(index) if not isinstance(index, slice) else index]
+        expected = (
+            table if index is None else table[np.asarray(index) if not isinstance(index, slice) else index]
+        )
         np.testing.assert_array_equal(np.asarray(got), expected)
         if not isinstance(index, np.int64):
             assert tuple(store.get_tensor_size(None, name, index)) == expected.shape
@@ -263,7 +287,9 @@ def test_graph_store(graph: Any) -> None:
     np.testing.assert_array_equal(colptr.numpy(), graph[0])
     rows, cols, _ = store.coo()
     np.testing.assert_array_equal(rows[attr.edge_type].numpy(), graph[1])
-    np.testing.assert_array_equal(cols[attr.edge_type].numpy(), np.repeat(np.arange(NODES), np.diff(graph[0])))
+    np.testing.assert_array_equal(
+        cols[attr.edge_type].numpy(), np.repeat(np.arange(NODES), np.diff(graph[0]))
+    )
     with pytest.raises(KeyError, match="not found"):
         store.get_edge_index(EdgeAttr(("node", "other", "node"), "csc"))
     with pytest.raises(SourceError, match="read-only"):
@@ -331,8 +357,9 @@ def test_refusal_comes_out_of_workers(edge_data: EdgeData, workers: int) -> None
     data = edge_data.data(edge_attr=edge_data.values)
     for in_worker in (False, True):
         loader = loader_of(
-            data, FeatstoreSampler(NeighborSampler(*edge_data.csc()[:2], [4, 3])), num_workers=workers, filter_per_worker=in_worker,
-            multiprocessing_context="fork" if workers else None, timeout=60 if workers else 0,
+            data, FeatstoreSampler(NeighborSampler(*edge_data.csc()[:2], [4, 3])), num_workers=workers,
+            filter_per_worker=in_worker, multiprocessing_context="fork" if workers else None,
+            timeout=60 if workers else 0,
         )  # fmt: skip
         with pytest.raises(SourceError, match="data of edges"):
             next(iter(loader))
@@ -340,7 +367,9 @@ def test_refusal_comes_out_of_workers(edge_data: EdgeData, workers: int) -> None
 
 @pytest.mark.parametrize("which", ["in memory", "stored"])
 @pytest.mark.parametrize("name", ["edge_attr", "edge_weight", "edge_time", "colour"])
-def test_data_of_edges_never_comes_by_other_numbers(edge_data: EdgeData, by_place: Any, which: str, name: str) -> None:
+def test_data_of_edges_never_comes_by_other_numbers(
+    edge_data: EdgeData, by_place: Any, which: str, name: str
+) -> None:
     sampler = by_place[which]
     data = edge_data.data(**{name: edge_data.values[:, None] if name == "edge_attr" else edge_data.values})
     for in_worker in (False, True):
@@ -366,7 +395,9 @@ def test_data_of_edges_is_right_where_numbers_are_the_users(edge_data: EdgeData,
     if how == "from_data":
         sampler = FeatstoreSampler.from_data(data, [4, -1], seed=3)
     elif how == "edge_permutation":
-        sampler = FeatstoreSampler(NeighborSampler(indptr, indices, [4, -1]), edge_permutation=torch.from_numpy(order))
+        sampler = FeatstoreSampler(
+            NeighborSampler(indptr, indices, [4, -1]), edge_permutation=torch.from_numpy(order)
+        )
     else:
         values = values[order]
         data = Data(edge_index=edge_data.edges[:, order], num_nodes=NODES)
@@ -375,7 +406,11 @@ def test_data_of_edges_is_right_where_numbers_are_the_users(edge_data: EdgeData,
     data.edge_attr, data.edge_weight, data.edge_time = values[:, None], values.double(), values.numpy()
     seen = 0
     for batch in loader_of(data, sampler):
-        assert [edge_data.wrong(batch, name) for name in ("edge_attr", "edge_weight", "edge_time")] == [0, 0, 0]
+        assert [edge_data.wrong(batch, name) for name in ("edge_attr", "edge_weight", "edge_time")] == [
+            0,
+            0,
+            0,
+        ]
         assert torch.equal(values[batch.e_id], batch.edge_attr[:, 0])
         seen += len(batch.e_id)
     assert seen > edge_data.count / 4
@@ -394,7 +429,12 @@ def test_what_no_sampler_is_made_from(edge_data: EdgeData, graph_store: Any) -> 
             with pytest.raises(SourceError, match="order of its own"):
                 FeatstoreSampler(sampler, edge_permutation=torch.arange(edge_data.count))
     own = NeighborSampler(*edge_data.csc()[:2], [2])
-    for bad in (torch.arange(3), torch.arange(edge_data.count).float(), -torch.ones(edge_data.count).long(), [0]):
+    for bad in (
+        torch.arange(3),
+        torch.arange(edge_data.count).float(),
+        -torch.ones(edge_data.count).long(),
+        [0],
+    ):
         with pytest.raises(SourceError, match="edge_permutation must be an int64 tensor"):
             FeatstoreSampler(own, edge_permutation=bad)
 
@@ -447,7 +487,10 @@ def test_rows_by_a_samplers_own_edge_numbers_are_refused(edge_data: EdgeData, tm
     batches = [sampler.sample(np.arange(5))]
     with featstore.pack(tmp_path / "s", {"features": features, "edge_features": values}) as store:
         both = {"memory": "64MiB", "nodes": lambda b: {"features": b.node, "edge_features": b.edge_id}}
-        with featstore.OnlineLoader(store, batches, **both) as loader, pytest.raises(SourceError, match="by edge_id"):
+        with (
+            featstore.OnlineLoader(store, batches, **both) as loader,
+            pytest.raises(SourceError, match="by edge_id"),
+        ):
             next(iter(loader))
         both["nodes"] = lambda b: {"features": b.node, "edge_features": order[b.edge_id]}
         with featstore.OnlineLoader(store, batches, **both) as loader:
@@ -459,7 +502,9 @@ def test_rows_by_a_samplers_own_edge_numbers_are_refused(edge_data: EdgeData, tm
 
 def test_loaders_of_links_and_of_types_are_refused(edge_data: EdgeData) -> None:
     sampler = FeatstoreSampler.from_data(edge_data.data(), [2])
-    links = LinkLoader(edge_data.data(edge_attr=edge_data.values), sampler, edge_label_index=edge_data.edges[:, :9])
+    links = LinkLoader(
+        edge_data.data(edge_attr=edge_data.values), sampler, edge_label_index=edge_data.edges[:, :9]
+    )
     with pytest.raises(SourceError, match="use NodeLoader, not LinkLoader"):
         next(iter(links))
     typed = HeteroData()
@@ -473,13 +518,17 @@ def test_loaders_of_links_and_of_types_are_refused(edge_data: EdgeData) -> None:
 @pytest.mark.parametrize(
     "index",
     [
-        slice("a", "b"), slice(0, 3, 0), [[1], [2, 3]], object(), "abc", np.array([0.5]), torch.empty(3, device="meta", dtype=torch.int64),
-        torch.empty(3, device="meta", dtype=torch.bool), np.array([-1]), [2**40], [2**70], np.ma.array([1], mask=[True]),
+        slice("a", "b"), slice(0, 3, 0), [[1], [2, 3]], object(), "abc", np.array([0.5]),
+        torch.empty(3, device="meta", dtype=torch.int64), torch.empty(3, device="meta", dtype=torch.bool),
+        np.array([-1]), [2**40], [2**70], np.ma.array([1], mask=[True]),
     ],
     ids=lambda index: re.sub(" at 0x.*", "", repr(index)),
 )  # fmt: skip
 def test_an_index_of_a_tensor_that_is_none_is_refused(tmp_path: Path, index: Any) -> None:
-    with featstore.pack(tmp_path / "s", np.zeros((9, 4), np.float32)) as store, store.reader(memory="32MiB") as reader:
+    with (
+        featstore.pack(tmp_path / "s", np.zeros((9, 4), np.float32)) as store,
+        store.reader(memory="32MiB") as reader,
+    ):
         features = FeatstoreFeatures(reader)
         with pytest.raises(FeatstoreError):
             features.get_tensor(group_name=None, attr_name="x", index=index)

@@ -49,7 +49,8 @@ from featstore.tune.tuning import tune
 
 @dataclass(frozen=True)
 class Call:
-    """A public function, as ``make(world)`` gives it with valid arguments. ``valid``: whether these are tried out here, too."""
+    """A public function, as ``make(world)`` gives it with valid arguments. ``valid``: whether these are tried
+    out here, too."""
 
     make: Callable[[World], tuple[Callable[..., Any], dict[str, Any]]]
     parameters: Mapping[str, Rule | Anything | State]
@@ -116,8 +117,8 @@ def without(state: dict[str, Any], key: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class State:
-    """A state as ``good(world)`` gives it, with something missing or wrong. ``numbers``: keys of numbers of at least 0; ``others``: of
-    what may be None as well."""
+    """A state as ``good(world)`` gives it, with something missing or wrong. ``numbers``: keys of numbers of
+    at least 0; ``others``: of what may be None as well."""
 
     good: Callable[[World], dict[str, Any]]
     numbers: tuple[str, ...]
@@ -181,11 +182,13 @@ ARRAY = Rule(
 CALLS: dict[str, Call] = {
     # Opening.
     "Store": Call(
-        lambda w: (featstore.Store, {"path": w.path}), {"path": PATH, "_manifest": Anything("made by pickling")}
+        lambda w: (featstore.Store, {"path": w.path}),
+        {"path": PATH, "_manifest": Anything("made by pickling")},
     ),
     "Store.table": Call(lambda w: (w.store.table, {"name": "features"}), {"name": NAME.saying("table")}),
     "Store.file_entry": Call(
-        lambda w: (w.store.file_entry, {"path": w.store.manifest.files[0].path}), {"path": NAME.saying("file")}
+        lambda w: (w.store.file_entry, {"path": w.store.manifest.files[0].path}),
+        {"path": NAME.saying("file")},
     ),
     "Store.load": Call(
         lambda w: (w.store.load, {"entry": w.store.manifest.arrays["labels"]}),
@@ -193,7 +196,8 @@ CALLS: dict[str, Call] = {
     ),
     "Store.reader": Call(lambda w: (w.store.reader, {"memory": "64MiB"}), {"options": OPTION}),
     "Store.sampler": Call(
-        lambda w: (w.store.sampler, {"fanouts": [2], "memory": "64MiB"}), {"fanouts": FANOUTS, "options": OPTION}
+        lambda w: (w.store.sampler, {"fanouts": [2], "memory": "64MiB"}),
+        {"fanouts": FANOUTS, "options": OPTION},
     ),
     "Store.mega_batches": Call(lambda w: (w.store.mega_batches, {"memory": "64MiB"}), {"options": OPTION}),
     "Store.compiled": Call(
@@ -217,7 +221,9 @@ CALLS: dict[str, Call] = {
             "store": STORE,
             "memory": MEMORY,
             "static": STATIC,
-            "tables": NAME.optional.but("a tuple").and_also(none=[], twice=["features", "features"]).saying("table"),
+            "tables": NAME.optional.but("a tuple")
+            .and_also(none=[], twice=["features", "features"])
+            .saying("table"),
             "by_row": FLAG,
             **OPTIONS_OF_READING,
         },
@@ -233,7 +239,9 @@ CALLS: dict[str, Call] = {
     "Reader.read_runs": Call(
         lambda w: (w.reader.read_runs, {"runs": [(0, 2), (5, 6)], "out": w.out(3), "at": [1, 0]}),
         {
-            "runs": IDS.and_also(three=[(1, 2, 3)], backwards=[(3, 1)], outside=[(0, NODES + 1)]).saying("run"),
+            "runs": IDS.and_also(three=[(1, 2, 3)], backwards=[(3, 1)], outside=[(0, NODES + 1)]).saying(
+                "run"
+            ),
             "out": bad_out(3),
             "at": bad_at(2),
         },
@@ -244,10 +252,12 @@ CALLS: dict[str, Call] = {
     ),
     "Reader.plan": Call(lambda w: (w.reader.plan, {"ids": [1, 2]}), {"ids": IDS}),
     "Request.result": Call(
-        lambda w: (w.reader.submit([1]).result, {"timeout": 10.0}), {"timeout": number().optional.but("infinity")}
+        lambda w: (w.reader.submit([1]).result, {"timeout": 10.0}),
+        {"timeout": number().optional.but("infinity")},
     ),
     "Request.exception": Call(
-        lambda w: (w.reader.submit([1]).exception, {"timeout": 10.0}), {"timeout": number().optional.but("infinity")}
+        lambda w: (w.reader.submit([1]).exception, {"timeout": 10.0}),
+        {"timeout": number().optional.but("infinity")},
     ),
     "ReaderStats.since": Call(
         lambda w: (w.reader.stats().since, {"before": w.reader.stats()}),
@@ -301,9 +311,15 @@ CALLS: dict[str, Call] = {
     "MegaBatches.set_epoch": Call(lambda w: (w.mega.set_epoch, {"epoch": 0}), {"epoch": count(0)}),
     "MegaBatches.load_state_dict": Call(
         lambda w: (w.mega.load_state_dict, {"state": w.mega.state_dict()}),
-        {"state": State(lambda w: w.mega.state_dict(), ("epoch", "step", "pass", "batch", "batch_size"), ("passes",))},
+        {
+            "state": State(
+                lambda w: w.mega.state_dict(), ("epoch", "step", "pass", "batch", "batch_size"), ("passes",)
+            )
+        },
     ),
-    "MegaBatch.batch_count": Call(lambda w: (w.mega_batch.batch_count, {"batch_size": 10}), {"batch_size": count()}),
+    "MegaBatch.batch_count": Call(
+        lambda w: (w.mega_batch.batch_count, {"batch_size": 10}), {"batch_size": count()}
+    ),
     "MegaBatch.batches": Call(
         lambda w: (w.mega_batch.batches, {"fanouts": [2], "batch_size": 10}),
         {"fanouts": FANOUTS, "batch_size": count(), "weights": FLAG, "tensors": FLAG},
@@ -466,7 +482,11 @@ CALLS: dict[str, Call] = {
             featstore.OnlineLoader,
             {"store": w.store, "batches": w.batches, "memory": "64MiB", "policy": "static"},
         ),
-        {"static": Rule({k: v for k, v in STATIC.wrong.items() if k not in ("negative", "too large")}, STATIC.says)},
+        {
+            "static": Rule(
+                {k: v for k, v in STATIC.wrong.items() if k not in ("negative", "too large")}, STATIC.says
+            )
+        },
     ),
     "OnlineLoader.set_epoch": Call(lambda w: (w.online.set_epoch, {"epoch": 0}), {"epoch": count(0)}),
     "OnlineLoader.load_state_dict": Call(
@@ -480,7 +500,10 @@ CALLS: dict[str, Call] = {
     ),
     **{
         name: Call(
-            lambda w, order=order, first=first: (order, {first: w.store, "train": np.arange(50), "batch_size": 10}),
+            lambda w, order=order, first=first: (
+                order,
+                {first: w.store, "train": np.arange(50), "batch_size": 10},
+            ),
             {
                 first: GRAPH,
                 "train": TRAIN.and_also(nothing=None, a_flag=True),
@@ -499,7 +522,10 @@ CALLS: dict[str, Call] = {
     },
     **{
         f"{name}.{method}": call
-        for name, order in (("PartitionOrder", lambda w: w.by_partition), ("ProximityOrder", lambda w: w.by_proximity))
+        for name, order in (
+            ("PartitionOrder", lambda w: w.by_partition),
+            ("ProximityOrder", lambda w: w.by_proximity),
+        )
         for method, call in (
             ("set_epoch", Call(lambda w, o=order: (o(w).set_epoch, {"epoch": 0}), {"epoch": count(0)})),
             (
@@ -553,13 +579,29 @@ CALLS: dict[str, Call] = {
             "memory": MEMORY,
             "cores": count().optional,
             "workers": Rule(
-                {"a number": 3, "a text": "12", "negative": [-1], "a fraction": [0.5], "True": [True], "huge": [2**70]}
+                {
+                    "a number": 3,
+                    "a text": "12",
+                    "negative": [-1],
+                    "a fraction": [0.5],
+                    "True": [True],
+                    "huge": [2**70],
+                }
             ),
             "engines": Rule(
-                {"a number": 3, "a text": "threads", "another": ["no-such"], "none": [], "numbers": [1]}, "engine"
+                {"a number": 3, "a text": "threads", "another": ["no-such"], "none": [], "numbers": [1]},
+                "engine",
             ),
             "queue_depths": Rule(
-                {"None": None, "a number": 3, "a text": "12", "none": [], "zero": [0], "huge": [2**70], "True": [True]}
+                {
+                    "None": None,
+                    "a number": 3,
+                    "a text": "12",
+                    "none": [],
+                    "zero": [0],
+                    "huge": [2**70],
+                    "True": [True],
+                }
             ),
             "seconds": number().and_also(nothing=0),
             "trials": count(0),
@@ -600,13 +642,17 @@ CALLS: dict[str, Call] = {
             "seed": ANY_INTEGER,
         },
     ),
-    "FeatstoreSampler.set_epoch": Call(lambda w: (w.pyg_sampler.set_epoch, {"epoch": 1}), {"epoch": count(None)}),
+    "FeatstoreSampler.set_epoch": Call(
+        lambda w: (w.pyg_sampler.set_epoch, {"epoch": 1}), {"epoch": count(None)}
+    ),
     "FeatstoreSampler.sample_from_nodes": Call(
         lambda w: (w.pyg_sampler.sample_from_nodes, {"inputs": NodeSamplerInput(None, torch.arange(3))}),
         {"inputs": Rule({**NONSENSE, "None": None, "ids": np.arange(3)})},
     ),
     "FeatstoreSampler.sample_from_edges": Call(
-        lambda w: (w.pyg_sampler.sample_from_edges, {}), {"_": Anything("refused whatever it is given")}, valid=False
+        lambda w: (w.pyg_sampler.sample_from_edges, {}),
+        {"_": Anything("refused whatever it is given")},
+        valid=False,
     ),
     "FeatstoreFeatures": Call(
         lambda w: (FeatstoreFeatures, {"reader": w.reader}),
@@ -659,8 +705,12 @@ CALLS: dict[str, Call] = {
             "dtype": choice().optional,
             "cast": choice().optional.saying("dtype|cast"),
             "raw_dtype": Rule({**NONSENSE, "another": "float64", "none": "no dtype"}, "dtype"),
-            "shape": Rule({**NONSENSE, "another": (49, WIDTH), "a text": "50x8", "a fraction": (2.5,)}, "shape"),
-            "offset": Rule({**NONSENSE, "for an array": 8, "a text": "8", "negative": -1, "a fraction": 1.5}, "offset"),
+            "shape": Rule(
+                {**NONSENSE, "another": (49, WIDTH), "a text": "50x8", "a fraction": (2.5,)}, "shape"
+            ),
+            "offset": Rule(
+                {**NONSENSE, "for an array": 8, "a text": "8", "negative": -1, "a fraction": 1.5}, "offset"
+            ),
             "key": Rule({**NONSENSE, "for an array": "x", "a number": 3}, "key"),
             "columns": Rule({**NONSENSE, "for an array": ["a"], "a number": 3}, "columns"),
             "id": Rule({**NONSENSE, "for an array": "node_id", "a number": 3}, "id"),
@@ -680,7 +730,13 @@ CALLS: dict[str, Call] = {
     "pack with a graph": Call(
         lambda w: (
             featstore.pack,
-            {"out": w.fresh(), "features": w.rows, "graph": (w.indptr, w.indices), "order": "bfs", "partitions": 2},
+            {
+                "out": w.fresh(),
+                "features": w.rows,
+                "graph": (w.indptr, w.indices),
+                "order": "bfs",
+                "partitions": 2,
+            },
         ),
         {
             "train": Rule(

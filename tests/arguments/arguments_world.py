@@ -1,4 +1,5 @@
-"""One small world for all cases: stores, readers, loaders and traces, each made when it is first asked for."""
+"""One small world for all cases: stores, readers, loaders and traces, each made when it is first asked
+for."""
 
 from __future__ import annotations
 
@@ -64,8 +65,8 @@ class World:
     @cached_property
     def path(self) -> Path:
         featstore.pack(
-            self.root / "store", self.rows, graph=(self.indptr, self.indices), arrays={"labels": self.labels}, order="ldg",
-            partitions=4, hubs=0.1, disk=QuickDisk(),
+            self.root / "store", self.rows, graph=(self.indptr, self.indices), arrays={"labels": self.labels},
+            order="ldg", partitions=4, hubs=0.1, disk=QuickDisk(),
         ).close()  # fmt: skip
         return self.root / "store"
 
@@ -99,7 +100,9 @@ class World:
 
     @cached_property
     def compiled(self) -> Compiled:
-        featstore.compile_trace(self.store, self.trace, memory="64MiB", residency="fixed", disk_door=QuickDisk())
+        featstore.compile_trace(
+            self.store, self.trace, memory="64MiB", residency="fixed", disk_door=QuickDisk()
+        )
         return self.open(self.store.compiled())
 
     @cached_property

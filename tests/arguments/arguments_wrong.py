@@ -32,8 +32,8 @@ class Unprintable:
 
 
 NONSENSE: Mapping[str, Any] = {
-    "an object": Unprintable(), "a set": {1, 2}, "a type": int, "a complex number": 1j, "bytes": b"3", "a nested list": [[[3]]],
-    "a meta tensor": torch.empty(3, dtype=torch.int64, device="meta"),
+    "an object": Unprintable(), "a set": {1, 2}, "a type": int, "a complex number": 1j, "bytes": b"3",
+    "a nested list": [[[3]]], "a meta tensor": torch.empty(3, dtype=torch.int64, device="meta"),
     "a nested tensor": torch.nested.nested_tensor([torch.arange(2), torch.arange(3)], layout=torch.jagged),
     "an array of objects": np.array([object(), None]),
 }  # fmt: skip
@@ -41,7 +41,8 @@ NONSENSE: Mapping[str, Any] = {
 
 @dataclass(frozen=True)
 class Rule:
-    """What an argument must refuse; ``says``: a pattern that the message has, by default the argument's name."""
+    """What an argument must refuse; ``says``: a pattern that the message has, by default the argument's
+    name."""
 
     wrong: Mapping[str, Any]
     says: str = ""
@@ -52,7 +53,9 @@ class Rule:
         return Rule({label: value for label, value in self.wrong.items() if label not in labels}, self.says)
 
     def and_also(self, **more: Any) -> Rule:
-        return Rule({**self.wrong, **{label.replace("_", " "): value for label, value in more.items()}}, self.says)
+        return Rule(
+            {**self.wrong, **{label.replace("_", " "): value for label, value in more.items()}}, self.says
+        )
 
     def saying(self, pattern: str) -> Rule:
         return Rule(self.wrong, pattern)
@@ -73,10 +76,12 @@ class Anything:
 
 def count(least: int | None = 1, most: int | None = None) -> Rule:
     wrong = {
-        **NONSENSE, "None": None, "True": True, "a fraction": 3.7, "a whole float": 3.0, "nan": math.nan, "infinity": math.inf,
-        "a text": "3", "an empty text": "", "a list": [3], "an empty list": [], "a mapping": {"a": 3}, "two numbers": np.array([1, 2]),
-        "one number in an array": np.array([1]), "a NumPy float": np.float32(2), "a NumPy bool": np.bool_(True), "huge": HUGE,
-        "far below": -HUGE, "very many digits": 10**5000, "a tensor of floats": torch.tensor(1.5), "a tensor of bools": torch.tensor(True),
+        **NONSENSE, "None": None, "True": True, "a fraction": 3.7, "a whole float": 3.0, "nan": math.nan,
+        "infinity": math.inf, "a text": "3", "an empty text": "", "a list": [3], "an empty list": [],
+        "a mapping": {"a": 3}, "two numbers": np.array([1, 2]), "one number in an array": np.array([1]),
+        "a NumPy float": np.float32(2), "a NumPy bool": np.bool_(True), "huge": HUGE, "far below": -HUGE,
+        "very many digits": 10**5000, "a tensor of floats": torch.tensor(1.5),
+        "a tensor of bools": torch.tensor(True),
     }  # fmt: skip
     if least is not None:
         wrong["too small"] = least - 1
@@ -87,8 +92,9 @@ def count(least: int | None = 1, most: int | None = None) -> Rule:
 
 def number(above: float | None = 0.0) -> Rule:
     wrong = {
-        **NONSENSE, "None": None, "True": True, "nan": math.nan, "infinity": math.inf, "minus infinity": -math.inf, "a text": "3",
-        "a list": [3], "two numbers": np.array([1.0, 2.0]), "digits without end": 10**400,
+        **NONSENSE, "None": None, "True": True, "nan": math.nan, "infinity": math.inf,
+        "minus infinity": -math.inf, "a text": "3", "a list": [3], "two numbers": np.array([1.0, 2.0]),
+        "digits without end": 10**400,
     }  # fmt: skip
     if above is not None:
         wrong["too small"] = above - 1
@@ -109,10 +115,11 @@ FLAG = Rule(
 )
 MEMORY = Rule(
     {
-        **NONSENSE, "None": None, "True": True, "an empty text": "", "a unit alone": "GiB", "an unknown unit": "2 GiBs",
-        "a negative size": "-1GiB", "scientific": "1e9", "two sizes": "1GiB 2GiB", "more than text": "2GiB;", "zero": 0, "nothing": "0",
-        "negative": -1, "nan": math.nan, "infinity": math.inf, "huge": HUGE, "a huge text": "9999999999TiB", "digits": "9" * 5000,
-        "a list": [2**30], "other digits": "٣GiB",
+        **NONSENSE, "None": None, "True": True, "an empty text": "", "a unit alone": "GiB",
+        "an unknown unit": "2 GiBs", "a negative size": "-1GiB", "scientific": "1e9",
+        "two sizes": "1GiB 2GiB", "more than text": "2GiB;", "zero": 0, "nothing": "0", "negative": -1,
+        "nan": math.nan, "infinity": math.inf, "huge": HUGE, "a huge text": "9999999999TiB",
+        "digits": "9" * 5000, "a list": [2**30], "other digits": "٣GiB",
     }
 )  # fmt: skip
 
@@ -120,9 +127,9 @@ MEMORY = Rule(
 def choice() -> Rule:
     return Rule(
         {
-            **NONSENSE, "None": None, "True": True, "zero": 0, "a number": 3, "an empty text": "", "another name": "no-such",
-            "a list": ["auto"],
-            "a long text": "x" * 10_000, "several": np.array(["auto", "none"]),
+            **NONSENSE, "None": None, "True": True, "zero": 0, "a number": 3, "an empty text": "",
+            "another name": "no-such", "a list": ["auto"], "a long text": "x" * 10_000,
+            "several": np.array(["auto", "none"]),
         }
     )  # fmt: skip
 
@@ -148,24 +155,25 @@ STORE = Rule({**NONSENSE, "None": None, "a path": "/nowhere", "a number": 3, "a 
 MAPPING = Rule({**NONSENSE, "None": None, "a text": "abc", "a number": 3, "a list": [1], "pairs": [("a", 1)]})
 
 _IDS: Mapping[str, Any] = {
-    **{label: value for label, value in NONSENSE.items() if label != "a nested list"},
-    "None": None, "True": True, "a fraction": 1.5, "nan": math.nan, "a text": "12",
-    "texts": ["1", "2"], "floats": [1.0, 2.0],
-    "an array of floats": np.zeros(3), "a mask": np.ones(3, bool), "a tensor of bools": torch.ones(3, dtype=torch.bool),
-    "a tensor of floats": torch.zeros(3), "a ragged list": [[1], [2, 3]], "negative": [-1], "too large": [2**40], "beyond 64 bits": [HUGE],
+    **{label: value for label, value in NONSENSE.items() if label != "a nested list"}, "None": None,
+    "True": True, "a fraction": 1.5, "nan": math.nan, "a text": "12", "texts": ["1", "2"],
+    "floats": [1.0, 2.0], "an array of floats": np.zeros(3), "a mask": np.ones(3, bool),
+    "a tensor of bools": torch.ones(3, dtype=torch.bool), "a tensor of floats": torch.zeros(3),
+    "a ragged list": [[1], [2, 3]], "negative": [-1], "too large": [2**40], "beyond 64 bits": [HUGE],
     "beyond int64": np.array([2**64 - 1], np.uint64), "dates": np.array(["2020-01-01"], "datetime64[D]"),
     "structures": np.zeros(2, [("a", "i8")]), "a masked array": np.ma.array([1, 2], mask=[False, True]),
     "a sparse tensor": torch.tensor([0, 1, 2]).to_sparse(), "a list of None": [None, 1],
-    "a complex tensor": torch.zeros(3, dtype=torch.complex64).conj(), "objects that are numbers": np.array([1, 2], object),
-    "a strided nested tensor": NESTED,
+    "a complex tensor": torch.zeros(3, dtype=torch.complex64).conj(),
+    "objects that are numbers": np.array([1, 2], object), "a strided nested tensor": NESTED,
     "a tensor with a gradient": torch.zeros(3, requires_grad=True), "a generator": (one for one in [1, 2]),
 }  # fmt: skip
 IDS = Rule(_IDS, "id|ids")
 FANOUTS = Rule(
     {
-        **NONSENSE, "None": None, "a number": 3, "a text": "12", "empty": [], "zero": [3, 0], "below -1": [-2], "a fraction": [2.5],
-        "whole floats": [3.0], "True": [True], "texts": ["3"], "huge": [HUGE], "far below": [-HUGE], "beyond int32": [2**31],
-        "a mapping": {3: 4}, "lists": [[3], [4]], "None in it": [None],
+        **NONSENSE, "None": None, "a number": 3, "a text": "12", "empty": [], "zero": [3, 0],
+        "below -1": [-2], "a fraction": [2.5], "whole floats": [3.0], "True": [True], "texts": ["3"],
+        "huge": [HUGE], "far below": [-HUGE], "beyond int32": [2**31], "a mapping": {3: 4},
+        "lists": [[3], [4]], "None in it": [None],
     },
     "fanouts",
 )  # fmt: skip

@@ -1,5 +1,5 @@
-"""Every public function, every argument, every kind of wrong value: an error of the package's own that names what is wrong, and nothing
-left behind."""
+"""Every public function, every argument, every kind of wrong value: an error of the package's own that names
+what is wrong, and nothing left behind."""
 
 from __future__ import annotations
 
@@ -20,20 +20,25 @@ from arguments_wrong import Anything, Rule
 import featstore
 from featstore.errors import FeatstoreError
 
-#: What objects of the package are, that are made by its functions. Classes of ``featstore.__all__`` are public anyhow.
+#: What objects of the package are, that are made by its functions. Classes of ``featstore.__all__`` are
+#: public anyhow.
 MADE = [
-    "featstore.storage.store:StoredGraph", "featstore.shared.client:BufferClient", "featstore.loaders.mega.loader:MegaBatches",
-    "featstore.loaders.mega.batch:MegaBatch", "featstore.compiled:Compiled", "featstore.loaders.compiled:CompiledLoader",
-    "featstore.loaders.rolling:RollingLoader", "featstore.sampling.neighbors:NeighborSampler", "featstore.sampling.stored:StoredSampler",
-    "featstore.adapters.pyg:FeatstoreSampler", "featstore.adapters.pyg:FeatstoreFeatures", "featstore.adapters.pyg:FeatstoreGraph",
-    "featstore.tune.tuning:tune", "featstore.measure.calibrate:calibrate", "featstore.measure.calibrate:measure",
+    "featstore.storage.store:StoredGraph", "featstore.shared.client:BufferClient",
+    "featstore.loaders.mega.loader:MegaBatches", "featstore.loaders.mega.batch:MegaBatch",
+    "featstore.compiled:Compiled", "featstore.loaders.compiled:CompiledLoader",
+    "featstore.loaders.rolling:RollingLoader", "featstore.sampling.neighbors:NeighborSampler",
+    "featstore.sampling.stored:StoredSampler", "featstore.adapters.pyg:FeatstoreSampler",
+    "featstore.adapters.pyg:FeatstoreFeatures", "featstore.adapters.pyg:FeatstoreGraph",
+    "featstore.tune.tuning:tune", "featstore.measure.calibrate:calibrate",
+    "featstore.measure.calibrate:measure",
 ]  # fmt: skip
 #: What is public by name alone: records that functions return, and what the package calls itself.
 NOT_CALLED = {
-    "Plan": "a record, made by Reader.plan", "ReaderStats": "a record, made by Reader.stats", "Request": "made by Reader.submit",
-    "Table": "made by a store", "StoredGraph": "made by a store", "MegaBatch": "made by a loader of mega-batches",
-    "Request.open_piece": "called by the reader", "Request.close_piece": "called by the reader",
-    "OnlineLoader.finished": "called by its own walk", "Compiled.open_readers": "called by its loader",
+    "Plan": "a record, made by Reader.plan", "ReaderStats": "a record, made by Reader.stats",
+    "Request": "made by Reader.submit", "Table": "made by a store", "StoredGraph": "made by a store",
+    "MegaBatch": "made by a loader of mega-batches", "Request.open_piece": "called by the reader",
+    "Request.close_piece": "called by the reader", "OnlineLoader.finished": "called by its own walk",
+    "Compiled.open_readers": "called by its loader",
 }  # fmt: skip
 
 
@@ -78,7 +83,9 @@ def test_the_table_is_complete() -> None:
     assert not [name for name in there if name not in CALLS and name not in NOT_CALLED]
     for name, thing in there.items():
         if name not in NOT_CALLED:
-            rows = {p for other, call in CALLS.items() if other.split(" ")[0] == name for p in call.parameters}
+            rows = {
+                p for other, call in CALLS.items() if other.split(" ")[0] == name for p in call.parameters
+            }
             missing = names_of(thing, "." in name) - rows
             assert not missing, f"{name}: {missing}"
 
@@ -86,7 +93,9 @@ def test_the_table_is_complete() -> None:
 def left(root: Path) -> tuple[Any, ...]:
     """What could be left behind: threads, descriptors, files."""
     gc.collect()
-    files = sorted(str(path) for path in root.rglob("*") if path.parent.name != "fresh" and path.name != "lock")
+    files = sorted(
+        str(path) for path in root.rglob("*") if path.parent.name != "fresh" and path.name != "lock"
+    )
     return sorted(t.name for t in threading.enumerate()), len(os.listdir("/proc/self/fd")), files
 
 
@@ -100,7 +109,8 @@ CASES = [
 
 @pytest.mark.parametrize("name", [name for name, call in CALLS.items() if call.valid])
 def test_the_arguments_are_right(world: World, name: str) -> None:
-    """Without the wrong one among them, they are taken: what is refused below is refused for the wrong one alone."""
+    """Without the wrong one among them, they are taken: what is refused below is refused for the wrong one
+    alone."""
     function, arguments = CALLS[name].make(world)
     done = function(**arguments)
     for close in (getattr(done, "close", None),):

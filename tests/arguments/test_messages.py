@@ -1,4 +1,5 @@
-"""What errors of arguments say and are: the nearest name, the built-in that fits, and never the built-in's own way of printing."""
+"""What errors of arguments say and are: the nearest name, the built-in that fits, and never the built-in's
+own way of printing."""
 
 from __future__ import annotations
 
@@ -44,11 +45,14 @@ def test_the_nearest_name_is_said(store: featstore.Store, call: Callable[[Any], 
 @pytest.mark.parametrize(
     ("error", "builtins"),
     [
-        (ArgumentError("x"), (ValueError, TypeError)), (UnknownNameError("x"), (KeyError, ValueError)), (EngineError("x"), (OSError,)),
-        (MissingPackageError("x"), (ImportError,)), (WaitTimeoutError("x"), (TimeoutError,)),
+        (ArgumentError("x"), (ValueError, TypeError)), (UnknownNameError("x"), (KeyError, ValueError)),
+        (EngineError("x"), (OSError,)), (MissingPackageError("x"), (ImportError,)),
+        (WaitTimeoutError("x"), (TimeoutError,)),
     ],
 )  # fmt: skip
-def test_they_are_the_built_in_that_fits(error: FeatstoreError, builtins: tuple[type[Exception], ...]) -> None:
+def test_they_are_the_built_in_that_fits(
+    error: FeatstoreError, builtins: tuple[type[Exception], ...]
+) -> None:
     assert isinstance(error, builtins[0])
     assert isinstance(error, builtins)
     assert str(error) == "x"

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import featstore
 
-#: Where a built-in is right: it is caught on the way out and told in the package's words, or a protocol of Python asks for it.
+#: Where a built-in is right: it is caught on the way out and told in the package's words, or a protocol of
+#: Python asks for it.
 RIGHT = {
     ("featstore/__init__.py", "AttributeError"): "module attributes",
     ("featstore/order/__init__.py", "AttributeError"): "module attributes",
@@ -26,7 +27,11 @@ def test_what_is_raised_is_our_own() -> None:
     found = set()
     for path in root.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and isinstance(node.exc.func, ast.Name):
+            if (
+                isinstance(node, ast.Raise)
+                and isinstance(node.exc, ast.Call)
+                and isinstance(node.exc.func, ast.Name)
+            ):
                 kind = getattr(builtins, node.exc.func.id, None)
                 if isinstance(kind, type) and issubclass(kind, Exception) and kind is not MemoryError:
                     found.add((f"featstore/{path.relative_to(root)}", kind.__name__))

@@ -48,7 +48,9 @@ def compiled(compiled_once: Path, tmp_path: Path) -> Path:
 
 def tree(path: Path) -> dict[str, bytes]:
     return {
-        str(p.relative_to(path)): p.read_bytes() for p in sorted(path.rglob("*")) if p.is_file() and p.name != "lock"
+        str(p.relative_to(path)): p.read_bytes()
+        for p in sorted(path.rglob("*"))
+        if p.is_file() and p.name != "lock"
     }
 
 
@@ -70,9 +72,17 @@ def overwrite(store: Path, inputs: Path) -> None:
 
 
 def test_pack_a_trace(call: Call, own: Path, trace: Path) -> None:
-    text = call("pack", own, "--trace", trace, "--memory", "16MiB", "--disk", "0.5x", "--cache", "20KiB").stdout
-    for part in ("compiled trace 'default': 6 mini-batches", "features", "rows asked", "in the trace's order", "as forecast",
-                 "packed in"):  # fmt: skip
+    text = call(
+        "pack", own, "--trace", trace, "--memory", "16MiB", "--disk", "0.5x", "--cache", "20KiB"
+    ).stdout
+    for part in (
+        "compiled trace 'default': 6 mini-batches",
+        "features",
+        "rows asked",
+        "in the trace's order",
+        "as forecast",
+        "packed in",
+    ):
         assert part in text
     assert re.search(r"0\.[1-5]\dx", text), "the size on disk, in tables"
     with featstore.open(own) as base, base.compiled() as made, made.loader() as loader:
@@ -80,12 +90,43 @@ def test_pack_a_trace(call: Call, own: Path, trace: Path) -> None:
 
 
 def test_pack_a_trace_json(call: Call, own: Path, trace: Path) -> None:
-    options = ["--trace", trace, "--name", "mine", "--memory", "16MiB", "--train-memory", "32MiB", "--cache", "40KB", "--json",
-               "--device-memory", "10KB", "--residency", "fixed", "--disk", "60KB", "--seed", "3"]  # fmt: skip
+    options = [
+        "--trace",
+        trace,
+        "--name",
+        "mine",
+        "--memory",
+        "16MiB",
+        "--train-memory",
+        "32MiB",
+        "--cache",
+        "40KB",
+        "--json",
+        "--device-memory",
+        "10KB",
+        "--residency",
+        "fixed",
+        "--disk",
+        "60KB",
+        "--seed",
+        "3",
+    ]
     data = parsed(call("pack", own, *options))
     assert data["schema"] == "featstore.pack-trace/1"
-    assert set(data) == {"schema", "store", "name", "uuid", "trace_uuid", "residency", "memory_bytes", "files", "segments", "forecast",
-                         "dry_run", "seconds"}  # fmt: skip
+    assert set(data) == {
+        "schema",
+        "store",
+        "name",
+        "uuid",
+        "trace_uuid",
+        "residency",
+        "memory_bytes",
+        "files",
+        "segments",
+        "forecast",
+        "dry_run",
+        "seconds",
+    }
     assert (data["name"], data["residency"], data["memory_bytes"], data["dry_run"]) == (
         "mine",
         "fixed",
@@ -97,8 +138,13 @@ def test_pack_a_trace_json(call: Call, own: Path, trace: Path) -> None:
     assert (segments["resident_rows"], segments["device_rows"]) == (40_000 // 64, 10_000 // 64)
     with featstore.open(own) as base, base.compiled("mine") as made:
         limits = made.limits("features")
-        assert (segments["packed"]["rows"], segments["shared"]["rows"]) == (limits.packed_rows, limits.shared_rows)
-    assert data["files"]["bytes"] == sum(len(v) for k, v in tree(own / "packs/mine").items() if k != "featstore.json")
+        assert (segments["packed"]["rows"], segments["shared"]["rows"]) == (
+            limits.packed_rows,
+            limits.shared_rows,
+        )
+    assert data["files"]["bytes"] == sum(
+        len(v) for k, v in tree(own / "packs/mine").items() if k != "featstore.json"
+    )
 
 
 def test_a_dry_run_says_the_same_and_writes_nothing(call: Call, own: Path, trace: Path) -> None:
@@ -150,9 +196,17 @@ def test_an_interrupted_compilation_says_how_to_go_on(
 
 
 def test_usage_errors(call: Call, own: Path, trace: Path, inputs: Path) -> None:
-    for option in ("--name x", "--disk 3x", "--residency min", "--dry-run", "--cache 1MiB", "--device-memory 1MiB"):
+    for option in (
+        "--name x",
+        "--disk 3x",
+        "--residency min",
+        "--dry-run",
+        "--cache 1MiB",
+        "--device-memory 1MiB",
+    ):
         assert (
-            "goes with --trace" in call("pack", own, "--features", inputs / "rows.npy", *option.split(), code=2).stderr
+            "goes with --trace"
+            in call("pack", own, "--features", inputs / "rows.npy", *option.split(), code=2).stderr
         )
     assert (
         "does not go with --trace"
@@ -172,7 +226,10 @@ def test_errors_name_what_is_wrong(call: Call, own: Path, trace: Path, tmp_path:
     assert "the smallest that works is" in stderr
     assert "is unfinished" not in stderr
     Trace.record([np.array([ROWS])], tmp_path / "outside").close()
-    assert f"node id {ROWS}" in call("pack", own, "--trace", tmp_path / "outside", "--memory", "16MiB", code=1).stderr
+    assert (
+        f"node id {ROWS}"
+        in call("pack", own, "--trace", tmp_path / "outside", "--memory", "16MiB", code=1).stderr
+    )
     assert "is not allowed" in call("pack", own, "--trace", trace, "--name", "a/b", code=1).stderr
     assert not (own / "packs").exists()
 
@@ -195,7 +252,9 @@ def test_inspect_shows_compiled_traces(call: Call, compiled: Path) -> None:
     found = parsed(call("inspect", compiled, "--json"))["compiled"]
     assert [c["name"] for c in found] == ["default"]
     forecast = found[0]["forecast"]["tables"]["features"]
-    total = forecast["hit_rows"] + forecast["packed_rows"] + forecast["shared_reads_rows"] + forecast["base_rows"]
+    total = (
+        forecast["hit_rows"] + forecast["packed_rows"] + forecast["shared_reads_rows"] + forecast["base_rows"]
+    )
     assert total == forecast["asked_rows"]
     assert "table 'records'" in call("inspect", compiled / "packs/default").stdout
 
@@ -225,7 +284,9 @@ def test_verify_reads_compiled_traces(call: Call, compiled: Path) -> None:
     data = parsed(call("verify", compiled, "--json"))
     assert data["ok"] is True
     assert data["unlisted"] == []
-    assert [(c["name"], c["ok"], c["stale"], c["because"]) for c in data["compiled"]] == [("default", True, False, "")]
+    assert [(c["name"], c["ok"], c["stale"], c["because"]) for c in data["compiled"]] == [
+        ("default", True, False, "")
+    ]
     assert data["compiled"][0]["bytes"] == sum(
         len(v) for k, v in tree(compiled / "packs/default").items() if k != "featstore.json"
     )
@@ -277,7 +338,11 @@ def test_gc_removes_old_generations_of_compiled_traces(call: Call, compiled: Pat
     data = parsed(call("gc", compiled, "--json"))
     assert [entry["path"] for entry in data["removed"]] == ["packs/default/g000001"]
     assert data["bytes"] > 0
-    assert sorted(p.name for p in (compiled / "packs/default").iterdir()) == ["featstore.json", "g000002", "lock"]
+    assert sorted(p.name for p in (compiled / "packs/default").iterdir()) == [
+        "featstore.json",
+        "g000002",
+        "lock",
+    ]
     call("verify", compiled)
 
 
@@ -311,7 +376,12 @@ def test_gc_removes_what_killed_compilations_left(call: Call, compiled: Path) ->
     assert gone == ["packs/never", "packs/y.forecast"]
     assert sorted(p.name for p in packs.iterdir()) == ["default", "train.trace", "x"]
     gone = [e["path"] for e in parsed(call("gc", compiled, "--json", "--unfinished"))["removed"]]
-    assert gone == ["packs/train.trace", "packs/x/g000001", "packs/x/g000001.journal", "packs/x/g000001.spill"]
+    assert gone == [
+        "packs/train.trace",
+        "packs/x/g000001",
+        "packs/x/g000001.journal",
+        "packs/x/g000001.spill",
+    ]
     assert [p.name for p in packs.iterdir()] == ["default"]
     call("verify", compiled)
 

@@ -36,9 +36,26 @@ def flip(path: Path, offset: int) -> None:
 
 def test_inspect(call: Call, store: Path) -> None:
     text = call("inspect", store).stdout
-    for part in ("graph 'features'", "12,000 edges between 3,000 rows of table 'features', int32", "30 by degree", "stored twice",
-                 "table 'features'", "3,000 rows of 16 float32", "ldg, because it was asked for", "edge cut", "4: smallest", "CRC-32C",
-                 "0 NaN", "reading here", "access", "default numbers", "writer", "source of features", "rows.npy", "y"):  # fmt: skip
+    for part in (
+        "graph 'features'",
+        "12,000 edges between 3,000 rows of table 'features', int32",
+        "30 by degree",
+        "stored twice",
+        "table 'features'",
+        "3,000 rows of 16 float32",
+        "ldg, because it was asked for",
+        "edge cut",
+        "4: smallest",
+        "CRC-32C",
+        "0 NaN",
+        "reading here",
+        "access",
+        "default numbers",
+        "writer",
+        "source of features",
+        "rows.npy",
+        "y",
+    ):
         assert part in text
     assert "first row" not in text
     assert "first row" in call("inspect", store, "--partitions").stdout
@@ -47,9 +64,21 @@ def test_inspect(call: Call, store: Path) -> None:
 def test_inspect_json(call: Call, store: Path) -> None:
     data = parsed(call("inspect", store, "--json", "--partitions"))
     assert data["schema"] == "featstore.inspect/1"
-    assert set(data) == {"schema", "store", "uuid", "format_version", "generation", "tables", "graphs", "arrays", "files",
-                         "read_only_because",
-                         "provenance", "reading", "compiled"}  # fmt: skip
+    assert set(data) == {
+        "schema",
+        "store",
+        "uuid",
+        "format_version",
+        "generation",
+        "tables",
+        "graphs",
+        "arrays",
+        "files",
+        "read_only_because",
+        "provenance",
+        "reading",
+        "compiled",
+    }
     assert data["files"]["bytes"] == sum(p.stat().st_size for p in store.glob("g*/**/*") if p.is_file())
     assert data["arrays"] == {"y": {"shape": [ROWS], "dtype": "int64"}}
     table = data["tables"]["features"]
@@ -63,7 +92,12 @@ def test_inspect_json(call: Call, store: Path) -> None:
     assert (table["statistics"]["nan"], table["statistics"]["inf"]) == (0, 0)
     graph = data["graphs"]["features"]
     assert set(graph) == {"table", "nodes", "edges", "dtype", "bytes", "edge_cut", "hubs"}
-    assert (graph["table"], graph["nodes"], graph["edges"], graph["dtype"]) == ("features", ROWS, 4 * ROWS, "int32")
+    assert (graph["table"], graph["nodes"], graph["edges"], graph["dtype"]) == (
+        "features",
+        ROWS,
+        4 * ROWS,
+        "int32",
+    )
     assert graph["edge_cut"] == table["order"]["edge_cut"]
     hubs = graph["hubs"]
     with featstore.open(store) as opened:
@@ -174,7 +208,11 @@ def test_verify_names_file_and_page(call: Call, copy: Path) -> None:
     assert line.split()[1] == "2"
     problem = parsed(call("verify", copy, "--json", code=3))["problems"][0]
     assert set(problem) == {"path", "page", "offset", "expected", "actual", "what"}
-    assert (problem["path"], problem["page"], problem["offset"]) == (str(chunk_of(copy).relative_to(copy)), 2, 8192)
+    assert (problem["path"], problem["page"], problem["offset"]) == (
+        str(chunk_of(copy).relative_to(copy)),
+        2,
+        8192,
+    )
     assert "page checksum" in call("verify", copy, "-q", code=3).stdout
     result = call("explain", copy, "--random", ROWS, "--static", "none", "--run", code=3)
     assert "featstore: error: corrupt data in" in result.stderr
@@ -191,7 +229,11 @@ def test_verify_names_pages_of_graphs(call: Call, copy: Path) -> None:
     path = next(copy.glob("g*/graphs/features/sources/rows/c.0*"))
     flip(path, 4096 + 7)
     problem = parsed(call("verify", copy, "--json", code=3))["problems"][0]
-    assert (problem["path"], problem["page"], problem["what"]) == (str(path.relative_to(copy)), 1, "page checksum")
+    assert (problem["path"], problem["page"], problem["what"]) == (
+        str(path.relative_to(copy)),
+        1,
+        "page checksum",
+    )
 
 
 def test_verify_a_missing_file_and_a_broken_manifest(call: Call, copy: Path) -> None:
@@ -225,7 +267,18 @@ def test_explain_and_run(call: Call, store: Path) -> None:
         assert part in text
     data = parsed(
         call(
-            "explain", store, "--random", 50, "--seed", 1, "--static", "none", "--run", "--engine", "threads", "--json"
+            "explain",
+            store,
+            "--random",
+            50,
+            "--seed",
+            1,
+            "--static",
+            "none",
+            "--run",
+            "--engine",
+            "threads",
+            "--json",
         )
     )
     run = data["run"]
@@ -254,7 +307,8 @@ def test_explain_means_one_thing_by_amplification(call: Call, store: Path) -> No
     options = ("--random", 2000, "--static", "none", "--run")
     data = parsed(call("explain", store, *options, "--json"))
     plan, run = data["plan"]["tables"][0], data["run"]["stats"]
-    assert plan["amplification"] == pytest.approx(run["amplification"], rel=0.01)  # the file's last page is not whole
+    # the file's last page is not whole
+    assert plan["amplification"] == pytest.approx(run["amplification"], rel=0.01)
     text = call("explain", store, *options).stdout
     assert text.count("amplification 1.50") == 2
 
@@ -295,7 +349,8 @@ def test_explain_mistakes(call: Call, store: Path, inputs: Path, tmp_path: Path)
 def test_gc(call: Call, copy: Path, inputs: Path) -> None:
     assert call("gc", copy).stdout == "nothing to remove\n"
     with featstore.open(copy):
-        featstore.pack(copy, inputs / "rows.npy", overwrite=True).close()  # an open reader holds the old generation
+        # an open reader holds the old generation
+        featstore.pack(copy, inputs / "rows.npy", overwrite=True).close()
         assert call("gc", copy).stdout == "nothing to remove\n"
     data = parsed(call("gc", copy, "--dry-run", "--json"))
     assert set(data) == {"schema", "store", "dry_run", "removed", "bytes", "stale", "held", "unproven"}

@@ -37,8 +37,16 @@ def test_help_is_quick_and_loads_nothing() -> None:
     for name in _COMMANDS:
         assert f"  {name} " in done.stdout
     assert best < START_SECONDS_MAX
-    look = "import sys, featstore_cli.main; print(*(m for m in ('numpy', 'numba', 'rich', 'featstore', 'msgspec') if m in sys.modules))"
-    assert subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True).stdout.strip() == ""
+    look = (
+        "import sys, featstore_cli.main; print(*(m for m in ('numpy', 'numba', 'rich', 'featstore', "
+        "'msgspec') if m in sys.modules))"
+    )
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", look], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        == ""
+    )
 
 
 def test_a_store_from_the_shell(inputs: Path, tmp_path: Path) -> None:
@@ -46,9 +54,13 @@ def test_a_store_from_the_shell(inputs: Path, tmp_path: Path) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     (tmp_path / "edges.csv").write_text("0,1,5\n1,0,6\n")
     np.save(tmp_path / "two.npy", np.zeros((2, 3)))
-    done = command("pack", tmp_path / "t", "--features", tmp_path / "two.npy", "--graph", tmp_path / "edges.csv", "-q")
+    done = command(
+        "pack", tmp_path / "t", "--features", tmp_path / "two.npy", "--graph", tmp_path / "edges.csv", "-q"
+    )
     assert (done.returncode, done.stdout) == (0, "")
-    assert done.stderr.startswith(f"featstore: warning: {tmp_path / 'edges.csv'}: not stored: column 3. "), done.stderr
+    assert done.stderr.startswith(f"featstore: warning: {tmp_path / 'edges.csv'}: not stored: column 3. "), (
+        done.stderr
+    )
     assert done.stderr.count("\n") == 1, "no line of Python"
     done = command("inspect", tmp_path / "nowhere")
     assert (done.returncode, done.stdout) == (1, "")
@@ -99,7 +111,9 @@ def test_version_and_names(call: Call) -> None:
         (KeyboardInterrupt(), 130, "interrupted"),
     ],
 )
-def test_errors_become_one_message(monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int, text: str) -> None:
+def test_errors_become_one_message(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int, text: str
+) -> None:
     def fail(*_: Any, **__: Any) -> None:
         raise error
 

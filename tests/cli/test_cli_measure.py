@@ -21,7 +21,9 @@ from featstore.plan.cost import load_models, models_path
 def little(monkeypatch: pytest.MonkeyPatch) -> None:
     """Temporary stores of 4 MiB instead of 512."""
     real = featstore.measure.calibrate.measure
-    monkeypatch.setattr(featstore.measure.calibrate, "measure", lambda *a, **k: real(*a, **k, data_bytes_min=4 << 20))
+    monkeypatch.setattr(
+        featstore.measure.calibrate, "measure", lambda *a, **k: real(*a, **k, data_bytes_min=4 << 20)
+    )
 
 
 @pytest.mark.usefixtures("little")
@@ -31,8 +33,19 @@ def test_calibrate(call: Call, store: Path) -> None:
     assert set(data) == {"schema", "saved", "calibrations"}
     assert data["saved"] == str(models_path())
     result = data["calibrations"][0]
-    assert set(result) == {"key", "engine", "access", "access_because", "model", "gap_pages_max", "error", "temporary", "seconds",
-                           "gaps", "samples"}  # fmt: skip
+    assert set(result) == {
+        "key",
+        "engine",
+        "access",
+        "access_because",
+        "model",
+        "gap_pages_max",
+        "error",
+        "temporary",
+        "seconds",
+        "gaps",
+        "samples",
+    }
     assert result["temporary"] is True
     assert [s["extent_bytes"] for s in result["samples"]] == [4096, 16384, 65536, 262144, 524288]
     assert list(load_models()) == [result["key"]]
@@ -54,7 +67,8 @@ def test_calibrate_all_of_a_directory(call: Call, tmp_path: Path) -> None:
 def test_measuring_leaves_nothing_behind(
     call: Call, store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """But for calibrate's file, where it is asked for: not beside the store, not in the temporary directory."""
+    """But for calibrate's file, where it is asked for: not beside the store, not in the temporary
+    directory."""
 
     def around() -> dict[str, int]:
         found = {str(p): p.lstat().st_mtime_ns for p in tmp_path.rglob("*") if not p.is_dir()}
@@ -88,8 +102,18 @@ def test_bench(call: Call, store: Path, engine: str) -> None:
     result = call("bench", store, "--seconds", "0.02", "--engine", engine, "--json")
     data = parsed(result)
     assert data["schema"] == "featstore.bench/1"
-    assert {"store", "table", "engine", "engine_because", "access", "cache_state", "queue_depth", "verified", "calibrated",
-            "cases"} <= set(data)  # fmt: skip
+    assert {
+        "store",
+        "table",
+        "engine",
+        "engine_because",
+        "access",
+        "cache_state",
+        "queue_depth",
+        "verified",
+        "calibrated",
+        "cases",
+    } <= set(data)
     cases = {case["name"]: case for case in data["cases"]}
     assert list(cases) == ["random rows", "half of the pages", "scan", "rows in memory"]
     for name, case in cases.items():
@@ -108,7 +132,10 @@ def test_bench_text(call: Call, two_tables: Path, tmp_path: Path) -> None:
     assert "never calibrated" in result.stderr
     assert "say which with --table" in call("bench", two_tables, code=2).stderr
     assert "no table 'x'" in call("bench", two_tables, "--table", "x", code=2).stderr
-    assert "is not in the range" in call("bench", two_tables, "--table", "author", "--seconds", "-1", code=2).stderr
+    assert (
+        "is not in the range"
+        in call("bench", two_tables, "--table", "author", "--seconds", "-1", code=2).stderr
+    )
 
 
 @pytest.mark.parametrize(
@@ -134,14 +161,36 @@ def test_demo(call: Call, inputs: Path, tmp_path: Path, monkeypatch: pytest.Monk
         return report
 
     monkeypatch.setattr(featstore_demo, "run", run)
-    monkeypatch.setattr(featstore_demo, "render", lambda given: "the report" if given is report else "another")
+    monkeypatch.setattr(
+        featstore_demo, "render", lambda given: "the report" if given is report else "another"
+    )
     data = parsed(
-        call("demo", "--memory", "5MiB", "--data", inputs / "rows.npz", "--epochs", 2, "--engine", "threads", "--json")
+        call(
+            "demo",
+            "--memory",
+            "5MiB",
+            "--data",
+            inputs / "rows.npz",
+            "--epochs",
+            2,
+            "--engine",
+            "threads",
+            "--json",
+        )
     )
     assert data == {"schema": "featstore.demo/1", "steps": 1}
-    options = {k: asked[0][k] for k in ("memory", "data", "epochs", "engine", "workdir", "batch_size", "seed")}
-    assert options == {"memory": 5 << 20, "data": str(inputs / "rows.npz"), "epochs": 2, "engine": "threads", "workdir": None,
-                       "batch_size": None, "seed": 0}  # fmt: skip
+    options = {
+        k: asked[0][k] for k in ("memory", "data", "epochs", "engine", "workdir", "batch_size", "seed")
+    }
+    assert options == {
+        "memory": 5 << 20,
+        "data": str(inputs / "rows.npz"),
+        "epochs": 2,
+        "engine": "threads",
+        "workdir": None,
+        "batch_size": None,
+        "seed": 0,
+    }
     assert call("demo").stdout == "the report\n"
     assert call("demo", "-q").stdout == ""
     assert asked[1]["engine"] is None

@@ -24,10 +24,30 @@ def _read(path: Path, table: str = "features") -> Any:
 
 def test_pack_says_what_was_packed(call: Call, inputs: Path, tmp_path: Path, rows: Any) -> None:
     out = tmp_path / "new" / "s"
-    result = call("pack", out, "--features", inputs / "rows.npy", "--graph", inputs / "edges.npy", "--array", f"y={inputs / 'labels.npy'}",
-                  "--order", "ldg", "--partitions", 4)  # fmt: skip
-    for text in ("3,000 rows of 16 float32, 64 B each", "ldg, because it was asked for", "of the edges join two partitions", "0 NaN",
-                 "range", "4: smallest", "packed in", "B/s"):  # fmt: skip
+    result = call(
+        "pack",
+        out,
+        "--features",
+        inputs / "rows.npy",
+        "--graph",
+        inputs / "edges.npy",
+        "--array",
+        f"y={inputs / 'labels.npy'}",
+        "--order",
+        "ldg",
+        "--partitions",
+        4,
+    )
+    for text in (
+        "3,000 rows of 16 float32, 64 B each",
+        "ldg, because it was asked for",
+        "of the edges join two partitions",
+        "0 NaN",
+        "range",
+        "4: smallest",
+        "packed in",
+        "B/s",
+    ):
         assert text in result.stdout
     assert result.stderr == "", "no progress where stderr is no terminal"
     np.testing.assert_array_equal(_read(out), rows)
@@ -39,9 +59,21 @@ def test_pack_json(call: Call, inputs: Path, tmp_path: Path) -> None:
     options = ["--features", f"paper={inputs / 'rows.npz'}", "--key", "paper=x", "--cast", "float16"]
     data = parsed(call("pack", tmp_path / "s", *options, "--json"))
     assert data["schema"] == "featstore.pack/1"
-    assert set(data) == {"schema", "store", "uuid", "format_version", "generation", "tables", "graphs", "arrays", "files",
-                         "read_only_because",
-                         "provenance", "seconds", "bytes_per_second"}  # fmt: skip
+    assert set(data) == {
+        "schema",
+        "store",
+        "uuid",
+        "format_version",
+        "generation",
+        "tables",
+        "graphs",
+        "arrays",
+        "files",
+        "read_only_because",
+        "provenance",
+        "seconds",
+        "bytes_per_second",
+    }
     table = data["tables"]["paper"]
     assert set(table) == {
         "rows",
@@ -66,17 +98,28 @@ def test_pack_json(call: Call, inputs: Path, tmp_path: Path) -> None:
 
 
 def test_pack_topology(call: Call, inputs: Path, tmp_path: Path) -> None:
-    base = ["--features", inputs / "rows.npy", "--graph", inputs / "edges.npy", "--order", "ldg", "--partitions", 4]
+    base = [
+        "--features",
+        inputs / "rows.npy",
+        "--graph",
+        inputs / "edges.npy",
+        "--order",
+        "ldg",
+        "--partitions",
+        4,
+    ]
     text = call("pack", tmp_path / "a", *base).stdout
     assert "12,000 edges between 3,000 rows" in text
     assert "30 by degree" in text
-    hubs = parsed(call("pack", tmp_path / "b", *base, "--hubs", 0.1, "--hub-rank", "external", "--json"))["graphs"][
-        "features"
-    ]["hubs"]
+    hubs = parsed(call("pack", tmp_path / "b", *base, "--hubs", 0.1, "--hub-rank", "external", "--json"))[
+        "graphs"
+    ]["features"]["hubs"]
     assert (hubs["count"], hubs["method"]) == (300, "external")
     assert 0.05 < hubs["edge_share"] < 0.5
     assert (
-        parsed(call("pack", tmp_path / "c", *base, "--hubs", 0, "--topology", "--json"))["graphs"]["features"]["hubs"]
+        parsed(call("pack", tmp_path / "c", *base, "--hubs", 0, "--topology", "--json"))["graphs"][
+            "features"
+        ]["hubs"]
         is None
     )
     data = parsed(call("pack", tmp_path / "d", *base, "--no-topology", "--json"))
@@ -118,7 +161,9 @@ def test_defaults_are_those_of_the_function() -> None:
         (["--dtype", "float32", "--shape", f"-1,{COLUMNS}", "--offset", 4 * COLUMNS], np.float32),
     ],
 )
-def test_headless_files(call: Call, inputs: Path, tmp_path: Path, rows: Any, options: list[Any], dtype: Any) -> None:
+def test_headless_files(
+    call: Call, inputs: Path, tmp_path: Path, rows: Any, options: list[Any], dtype: Any
+) -> None:
     call("pack", tmp_path / "s", "--features", inputs / "rows.bin", *options, "-q")
     got = _read(tmp_path / "s")
     assert got.dtype == dtype
@@ -138,17 +183,43 @@ def test_overflow_is_remarked(call: Call, tmp_path: Path) -> None:
     assert "8 values do not fit float16" in result.stderr
 
 
-def test_several_tables_with_options_of_their_own(call: Call, inputs: Path, tmp_path: Path, rows: Any) -> None:
-    call("pack", tmp_path / "s", "--features", f"paper={inputs / 'rows.npy'}", "--features", f"author={inputs / 'rows.npz'}",
-         "--key", "author=x", "--graph", f"paper={inputs / 'edges.npz'}", "--graph-key", "paper=e", "--order", "paper=degree",
-         "--permutation", f"author={inputs / 'permutation.npy'}", "--order", "author=permutation", "--cast", "paper=float64")  # fmt: skip
+def test_several_tables_with_options_of_their_own(
+    call: Call, inputs: Path, tmp_path: Path, rows: Any
+) -> None:
+    call(
+        "pack",
+        tmp_path / "s",
+        "--features",
+        f"paper={inputs / 'rows.npy'}",
+        "--features",
+        f"author={inputs / 'rows.npz'}",
+        "--key",
+        "author=x",
+        "--graph",
+        f"paper={inputs / 'edges.npz'}",
+        "--graph-key",
+        "paper=e",
+        "--order",
+        "paper=degree",
+        "--permutation",
+        f"author={inputs / 'permutation.npy'}",
+        "--order",
+        "author=permutation",
+        "--cast",
+        "paper=float64",
+    )
     with featstore.open(tmp_path / "s") as store:
         assert {n: t.entry.order.method for n, t in store.tables.items()} == {
             "paper": "degree",
             "author": "permutation",
         }
-        assert {n: t.entry.dtype for n, t in store.tables.items()} == {"paper": "float64", "author": "float32"}
-        np.testing.assert_array_equal(store.tables["author"].node_of_row(), np.load(inputs / "permutation.npy"))
+        assert {n: t.entry.dtype for n, t in store.tables.items()} == {
+            "paper": "float64",
+            "author": "float32",
+        }
+        np.testing.assert_array_equal(
+            store.tables["author"].node_of_row(), np.load(inputs / "permutation.npy")
+        )
     np.testing.assert_array_equal(_read(tmp_path / "s", "author"), rows)
 
 
@@ -183,7 +254,10 @@ USAGE = [
     (["--features", "{bin}", "--dtype", "float32", "--shape", "wide"], "'wide' is not a shape"),
     (["--features", "{bin}", "--dtype", "float32", "--shape", "10,-1"], "the shape 10,-1 is impossible"),
     (["--features", "{bin}", "--dtype", "float32", "--shape", "0,4"], "the shape 0,4 is impossible"),
-    (["--features", "{bin}", "--dtype", "float32", "--shape", "-1,16", "--offset", "-4"], "'-4' is not a whole number"),
+    (
+        ["--features", "{bin}", "--dtype", "float32", "--shape", "-1,16", "--offset", "-4"],
+        "'-4' is not a whole number",
+    ),
     (["--features", "{rows}", "--features", "{bin}"], "given twice without a table's name"),
     (["--features", "a={rows}", "--features", "{bin}"], "several tables need names"),
     (["--features", "a={rows}", "--features", "a={bin}"], "given twice for table 'a'"),
@@ -250,7 +324,9 @@ def test_what_is_there_already(call: Call, inputs: Path, store: Path, tmp_path: 
         assert again.manifest.generation == "g000002"
 
 
-@pytest.mark.parametrize(("failure", "code"), [(KeyboardInterrupt(), 130), (OSError(28, "No space left on device"), 1)])
+@pytest.mark.parametrize(
+    ("failure", "code"), [(KeyboardInterrupt(), 130), (OSError(28, "No space left on device"), 1)]
+)
 def test_interrupted_then_resumed(
     call: Call,
     inputs: Path,
@@ -288,7 +364,8 @@ def test_shapes() -> None:
 
 
 def test_the_function_has_the_options_of_the_command() -> None:
-    """One name, one meaning: what the command has for packing, ``featstore.pack`` has, and the other way round."""
+    """One name, one meaning: what the command has for packing, ``featstore.pack`` has, and the other way
+    round."""
     import inspect
 
     from featstore_cli.compiled import trace_options
@@ -297,7 +374,11 @@ def test_the_function_has_the_options_of_the_command() -> None:
         pass
 
     of_traces = {option.name for option in trace_options(alone).__click_params__}  # type: ignore[attr-defined]
-    command = {p.name for p in cli.get_command(Context(cli), "pack").params} - of_traces - {"as_json", "quiet", "debug"}
+    command = (
+        {p.name for p in cli.get_command(Context(cli), "pack").params}
+        - of_traces
+        - {"as_json", "quiet", "debug"}
+    )
     function = set(inspect.signature(featstore.pack).parameters) - {"progress", "disk"}
     assert {"array" if name == "arrays" else name for name in function} == command
     documented = inspect.getdoc(featstore.pack) or ""
@@ -329,12 +410,25 @@ def test_columns_and_ids(call: Call, tmp_path: Path) -> None:
     assert "'z'" in call("pack", tmp_path / "v", *base, "--id", "z", code=1).stderr
 
 
-def test_a_graph_by_key_and_shapes_that_are_held_against_files(call: Call, inputs: Path, tmp_path: Path) -> None:
-    call("pack", tmp_path / "s", "--features", inputs / "rows.npy", "--graph", inputs / "edges.npz", "--graph-key", "e")
+def test_a_graph_by_key_and_shapes_that_are_held_against_files(
+    call: Call, inputs: Path, tmp_path: Path
+) -> None:
+    call(
+        "pack",
+        tmp_path / "s",
+        "--features",
+        inputs / "rows.npy",
+        "--graph",
+        inputs / "edges.npz",
+        "--graph-key",
+        "e",
+    )
     with featstore.open(tmp_path / "s") as store:
         assert store.graphs["features"].edges == 4 * ROWS
     call("pack", tmp_path / "t", "--features", inputs / "rows.npy", "--shape", f"-1,{COLUMNS}", "-q")
-    wrong = call("pack", tmp_path / "u", "--features", inputs / "rows.npy", "--shape", f"-1,{COLUMNS + 1}", code=1)
+    wrong = call(
+        "pack", tmp_path / "u", "--features", inputs / "rows.npy", "--shape", f"-1,{COLUMNS + 1}", code=1
+    )
     assert "has shape" in wrong.stderr
 
 

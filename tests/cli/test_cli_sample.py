@@ -53,11 +53,25 @@ def test_sample_json_and_where_the_graph_is(call: Call, store: Path, train: Path
     for where, in_memory in (("--in-memory", True), ("--from-disk", False)):
         out = tmp_path / where
         data = parsed(
-            call("sample", store, "--out", out, *OPTIONS, "--train", train, where, "--memory", "4MiB", "--json")
+            call(
+                "sample", store, "--out", out, *OPTIONS, "--train", train, where, "--memory", "4MiB", "--json"
+            )
         )
         assert data["schema"] == "featstore.sample/1"
-        assert set(data) == {"schema", "trace", "complete", "uuid", "batches", "node_types", "sample_bytes", "bytes", "drop", "fingerprint",
-                             "in_memory", "seconds"}  # fmt: skip
+        assert set(data) == {
+            "schema",
+            "trace",
+            "complete",
+            "uuid",
+            "batches",
+            "node_types",
+            "sample_bytes",
+            "bytes",
+            "drop",
+            "fingerprint",
+            "in_memory",
+            "seconds",
+        }
         assert data["in_memory"] is in_memory
         assert (data["complete"], data["batches"]) == (True, 6)
         ids = data["node_types"][""]
@@ -68,14 +82,20 @@ def test_sample_json_and_where_the_graph_is(call: Call, store: Path, train: Path
     assert logs[0] == logs[1]
 
 
-def test_training_nodes_from_the_store(call: Call, tmp_path: Path, inputs: Path, rows: Any, train: Path) -> None:
+def test_training_nodes_from_the_store(
+    call: Call, tmp_path: Path, inputs: Path, rows: Any, train: Path
+) -> None:
     mask = np.zeros(ROWS, bool)
     mask[::5] = True
     featstore.pack(
         tmp_path / "s", rows, graph=inputs / "edges.npy", arrays={"mask": mask, "y": np.arange(ROWS) % 2}
     ).close()
-    one = parsed(call("sample", tmp_path / "s", "--out", tmp_path / "a", *OPTIONS, "--train", "mask", "--json"))
-    other = parsed(call("sample", tmp_path / "s", "--out", tmp_path / "b", *OPTIONS, "--train", train, "--json"))
+    one = parsed(
+        call("sample", tmp_path / "s", "--out", tmp_path / "a", *OPTIONS, "--train", "mask", "--json")
+    )
+    other = parsed(
+        call("sample", tmp_path / "s", "--out", tmp_path / "b", *OPTIONS, "--train", train, "--json")
+    )
     assert one["uuid"] == other["uuid"]
     text = call("sample", tmp_path / "s", "--out", tmp_path / "c", *OPTIONS, "--train", "y", code=1).stderr
     assert "only 2 are different" in text
@@ -131,7 +151,9 @@ def test_usage(call: Call, store: Path, two_tables: Path, train: Path, tmp_path:
         assert text in call(*start, *options, code=2).stderr
     assert (
         "holds no graph"
-        in call("sample", two_tables, "--out", tmp_path / "t", "--fanouts", "4", "--train", train, code=1).stderr
+        in call(
+            "sample", two_tables, "--out", tmp_path / "t", "--fanouts", "4", "--train", train, code=1
+        ).stderr
     )
     text = call(*start, "--fanouts", "4", "--train", train, "--from-disk", "--memory", "1k", code=1).stderr
     assert "the smallest that works" in text
@@ -149,7 +171,12 @@ def test_inspect_and_verify_a_trace(call: Call, store: Path, train: Path, tmp_pa
         assert part in call("inspect", out).stdout
     report = parsed(call("verify", out, "--json"))
     assert report["schema"] == "featstore.verify-trace/1"
-    assert (report["ok"], report["batches"], report["uuid"], report["access"]) == (True, 6, made["uuid"], "direct")
+    assert (report["ok"], report["batches"], report["uuid"], report["access"]) == (
+        True,
+        6,
+        made["uuid"],
+        "direct",
+    )
     assert "sound (6 mini-batches" in call("verify", out, "--buffered").stdout
     assert call("verify", out, "-q").stdout == ""
     log = out / "trace.log"

@@ -37,8 +37,27 @@ def test_tune(call: Call, store: Path, train: Path, tmp_path: Path, monkeypatch:
     assert sorted(store.parent.rglob("*")) == before, "something was left beside the store, or in it"
     assert not list((tmp_path / "scratch").iterdir())
     assert data["schema"] == "featstore.tune/1"
-    assert {"store", "table", "choice", "loader_options", "cores", "stages", "slowest", "seconds", "seconds_before", "epoch_batches",
-            "epoch_seconds", "tried", "hit_rate", "filling", "curve", "memory", "policy", "left_out", "profile"} <= set(data)  # fmt: skip
+    assert {
+        "store",
+        "table",
+        "choice",
+        "loader_options",
+        "cores",
+        "stages",
+        "slowest",
+        "seconds",
+        "seconds_before",
+        "epoch_batches",
+        "epoch_seconds",
+        "tried",
+        "hit_rate",
+        "filling",
+        "curve",
+        "memory",
+        "policy",
+        "left_out",
+        "profile",
+    } <= set(data)
     assert set(data["profile"]["sample"]) == {"0", "1", "2"}
     assert {row["engine"] for row in data["profile"]["read"]} >= {"threads"}
     assert data["epoch_batches"] == ROWS // 2 // 100

@@ -68,7 +68,8 @@ class Case:
         return None
 
     def check(self, batches: Iterable[Any], expected: Iterable[int]) -> None:
-        """These mini-batches have these numbers, the rows of the source and the sample that was recorded, to the bit."""
+        """These mini-batches have these numbers, the rows of the source and the sample that was recorded, to
+        the bit."""
         numbers = list(expected)
         count = 0
         for batch, number in zip(batches, numbers, strict=True):
@@ -107,19 +108,26 @@ def noise_of(number: int) -> NDArray[np.int32]:
 def with_samples(batches: Iterable[Mapping[str, NDArray[np.int64]]]) -> list[Any]:
     """What is recorded: ids (by node type, but for a single table), and a sample."""
     return [
-        (dict(ids) if len(ids) > 1 else next(iter(ids.values())), {"number": number, "noise": noise_of(number)})
+        (
+            dict(ids) if len(ids) > 1 else next(iter(ids.values())),
+            {"number": number, "noise": noise_of(number)},
+        )
         for number, ids in enumerate(batches)
     ]
 
 
 def make_case(
-    folder: Path, rows: Mapping[str, NDArray[Any]], batches: Sequence[Mapping[str, NDArray[np.int64]]], *, permuted: bool = False
+    folder: Path, rows: Mapping[str, NDArray[Any]], batches: Sequence[Mapping[str, NDArray[np.int64]]], *,
+    permuted: bool = False
 ) -> Case:  # fmt: skip
     """Pack the rows and record the mini-batches."""
     order: dict[str, Any] = {"order": "given"}
     if permuted:
         random = np.random.default_rng(5)
-        order = {"order": "permutation", "permutation": {name: random.permutation(len(r)) for name, r in rows.items()}}
+        order = {
+            "order": "permutation",
+            "permutation": {name: random.permutation(len(r)) for name, r in rows.items()},
+        }
     store = featstore.pack(folder / "base", dict(rows), disk=QuickDisk(), memory="64MiB", **order)
     return Case(store, rows, batches, Trace.record(with_samples(batches), folder / "trace", disk=QuickDisk()))
 
@@ -127,7 +135,8 @@ def make_case(
 def skewed_batches(
     tables: Mapping[str, int], count: int, largest: int, seed: int, *, repeat: bool = True
 ) -> list[dict[str, NDArray[np.int64]]]:
-    """Mini-batches of 0 to ``largest`` ids of each table (of so many rows), some of them wanted far more often than others."""
+    """Mini-batches of 0 to ``largest`` ids of each table (of so many rows), some of them wanted far more
+    often than others."""
     random = np.random.default_rng(seed)
     batches = []
     for _ in range(count):

@@ -1,4 +1,5 @@
-"""Lists of missed rows to place: given ones, and generated ones whose rows' popularity follows a power law."""
+"""Lists of missed rows to place: given ones, and generated ones whose rows' popularity follows a power
+law."""
 
 from __future__ import annotations
 
@@ -28,9 +29,9 @@ def generators() -> st.SearchStrategy[np.random.Generator]:
 def power_law(
     table_rows: int, batches: int, rows_each: int, exponent: float, seed: int = 0, dropped: float = 0.1
 ) -> list[Array]:
-    """For each of ``batches`` mini-batches about ``rows_each`` rows in random order, row i (of a random order) with a chance that
-    falls as ``(i + 20) ** -exponent``. The most popular ones, a share ``dropped`` of them, are in memory and never missed. Exponent 0:
-    all rows alike."""
+    """For each of ``batches`` mini-batches about ``rows_each`` rows in random order, row i (of a random
+    order) with a chance that falls as ``(i + 20) ** -exponent``. The most popular ones, a share ``dropped``
+    of them, are in memory and never missed. Exponent 0: all rows alike."""
     rng = np.random.default_rng(seed)
     popularity = (np.arange(table_rows) + 20.0) ** -exponent
     popularity[: int(table_rows * dropped)] = 0

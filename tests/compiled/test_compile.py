@@ -1,4 +1,5 @@
-"""A compiled trace hands out the rows of the source: for every row size, dtype, placement, residency and engine, to the bit."""
+"""A compiled trace hands out the rows of the source: for every row size, dtype, placement, residency and
+engine, to the bit."""
 
 from __future__ import annotations
 
@@ -24,9 +25,10 @@ from featstore.trace.trace import Trace
 RECORD = np.dtype([("id", "<u4"), ("at", "<f4", (2,)), ("tag", "S3")])  # 15 bytes
 #: (dtype, row shape); the row sizes are 1 B to 40 kB, those that divide a page and those that do not.
 KINDS: list[tuple[Any, tuple[int, ...]]] = [
-    (np.uint8, ()), (np.uint8, (7,)), (np.float16, (20,)), (np.float32, (10, 10)), (np.float32, (100,)), (np.float16, (256,)),
-    (np.float64, (96,)), (ml_dtypes.bfloat16, (768,)), (np.float32, (768,)), (np.complex64, (512,)), (np.float32, (1025,)),
-    (np.float32, (85, 99)), (np.float32, (10_000,)), ("M8[ns]", (3,)), (RECORD, ()), (RECORD, (2, 3)), (np.int64, ()),
+    (np.uint8, ()), (np.uint8, (7,)), (np.float16, (20,)), (np.float32, (10, 10)), (np.float32, (100,)),
+    (np.float16, (256,)), (np.float64, (96,)), (ml_dtypes.bfloat16, (768,)), (np.float32, (768,)),
+    (np.complex64, (512,)), (np.float32, (1025,)), (np.float32, (85, 99)), (np.float32, (10_000,)),
+    ("M8[ns]", (3,)), (RECORD, ()), (RECORD, (2, 3)), (np.int64, ()),
 ]  # fmt: skip
 ROUNDS = 3
 
@@ -38,8 +40,9 @@ def table_rows(kind: tuple[Any, tuple[int, ...]]) -> int:
 
 #: Any way to place rows at all, not only those that a search would find.
 placements = st.builds(
-    Placement, st.integers(1, 6), st.lists(st.sampled_from([int(c) for c in Choice]), min_size=1, max_size=4).map(tuple),
-    st.integers(0, 4), st.sampled_from([0.0, 0.3, 1.0]), st.sampled_from([int(c) for c in Choice]),
+    Placement, st.integers(1, 6),
+    st.lists(st.sampled_from([int(c) for c in Choice]), min_size=1, max_size=4).map(tuple), st.integers(0, 4),
+    st.sampled_from([0.0, 0.3, 1.0]), st.sampled_from([int(c) for c in Choice]),
 )  # fmt: skip
 
 
@@ -62,7 +65,9 @@ def small(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 @given(data=st.data())
 @settings(max_examples=30, deadline=None)
-def test_every_row_is_that_of_the_source(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_every_row_is_that_of_the_source(
+    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     kinds = data.draw(st.lists(st.sampled_from(KINDS), min_size=1, max_size=3), label="kinds")
     seed = data.draw(st.integers(0, 2**32), label="seed")
     rows = {f"t{i}": rows_of(table_rows(kind), kind[1], kind[0], seed + i) for i, kind in enumerate(kinds)}
@@ -78,17 +83,24 @@ def test_every_row_is_that_of_the_source(data: st.DataObject, tmp_path_factory: 
     on_device = data.draw(st.sampled_from([0, 0.1]), label="device")
     cache = data.draw(st.sampled_from([0, 0.05, 0.2, 3]), label="cache")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(featstore.layout.table, "CHUNK_BYTES", data.draw(st.sampled_from([20_000, 2**26]), label="chunk"))
+        patch.setattr(
+            featstore.layout.table, "CHUNK_BYTES", data.draw(st.sampled_from([20_000, 2**26]), label="chunk")
+        )
         patch.setattr(segments, "SLAB_BYTES_MAX", data.draw(st.sampled_from([70_000, 2**24]), label="slab"))
-        patch.setattr(segments, "BUFFER_BYTES_MIN", data.draw(st.sampled_from([2**13, 2**19]), label="buffer"))
+        patch.setattr(
+            segments, "BUFFER_BYTES_MIN", data.draw(st.sampled_from([2**13, 2**19]), label="buffer")
+        )
         folder = tmp_path_factory.mktemp("case")
         case = make_case(folder, rows, batches, permuted=data.draw(st.booleans(), label="permuted"))
-        policy, disk = OURS, data.draw(st.sampled_from(["policy", None, 0, "0x", "0.3x", "1x", "2x"]), label="disk")
+        policy, disk = (
+            OURS,
+            data.draw(st.sampled_from(["policy", None, 0, "0x", "0.3x", "1x", "2x"]), label="disk"),
+        )
         if disk == "policy":
             policy, disk = placed(data.draw(placements, label="placement")), None
         case.compile(
-            disk=disk, residency=residency, policy=policy, cache=int(cache * table_bytes), device_memory=int(on_device * table_bytes),
-            memory="64MiB",
+            disk=disk, residency=residency, policy=policy, cache=int(cache * table_bytes),
+            device_memory=int(on_device * table_bytes), memory="64MiB",
         )  # fmt: skip
         engine = data.draw(st.sampled_from(["uring", "threads", "mmap"]), label="engine")
         plain = all(np.dtype(kind[0]).kind in "uif" or kind[0] is ml_dtypes.bfloat16 for kind in kinds)
@@ -98,19 +110,26 @@ def test_every_row_is_that_of_the_source(data: st.DataObject, tmp_path_factory: 
         order = None
         if residency == "fixed" and data.draw(st.booleans(), label="shuffled"):
             order = np.random.default_rng(seed).permutation(count)
-        with case.store.compiled() as compiled, compiled.loader(engine=engine, device=device, order=order) as loader:
+        with (
+            case.store.compiled() as compiled,
+            compiled.loader(engine=engine, device=device, order=order) as loader,
+        ):
             for _ in range(ROUNDS):
                 case.check(loader, range(count) if order is None else order.tolist())
 
 
 @pytest.mark.parametrize("residency", ["min", "fixed"])
-@pytest.mark.parametrize("kind", [KINDS[0], KINDS[3], KINDS[9], KINDS[11]], ids=["1B", "400B", "4096B", "33660B"])
+@pytest.mark.parametrize(
+    "kind", [KINDS[0], KINDS[3], KINDS[9], KINDS[11]], ids=["1B", "400B", "4096B", "33660B"]
+)
 def test_episodes_buckets_and_chunks(
     kind: tuple[Any, tuple[int, ...]], residency: str, small: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """One table in many of everything, with packed, shared and base rows in one mini-batch."""
     rows = {"t": rows_of(table_rows(kind), kind[1], kind[0], 1)}
-    case = make_case(tmp_path, rows, skewed_batches({"t": len(rows["t"])}, 13, len(rows["t"]) // 2, 3), permuted=True)
+    case = make_case(
+        tmp_path, rows, skewed_batches({"t": len(rows["t"])}, 13, len(rows["t"]) // 2, 3), permuted=True
+    )
     passes: list[int] = []
     whole = segments.plan_packing
 
@@ -142,7 +161,8 @@ def test_episodes_buckets_and_chunks(
 
 @pytest.mark.parametrize("engine", ["uring", "threads", "mmap"])
 def test_engines_agree(engine: str, tmp_path: Path) -> None:
-    """All ways that rows take, through each engine: tables of two dtypes, duplicates, device rows, no limit."""
+    """All ways that rows take, through each engine: tables of two dtypes, duplicates, device rows, no
+    limit."""
     rows = {"paper": rows_of(500, (25,), np.float32, 1), "author": rows_of(300, (3, 7), np.uint8, 2)}
     batches = skewed_batches({"paper": 500, "author": 300}, 9, 150, 4)
     batches[3] = {"paper": np.zeros(0, np.int64), "author": np.zeros(0, np.int64)}
@@ -175,7 +195,8 @@ def one(tmp_path: Path) -> Case:
 
 
 def test_the_default_memory_of_the_loader_is_what_it_was_compiled_for(tmp_path: Path) -> None:
-    """Whatever the compilation accepts, the loader works with: tiny rows, whose records weigh more than they do, and many tables."""
+    """Whatever the compilation accepts, the loader works with: tiny rows, whose records weigh more than they
+    do, and many tables."""
     for names, width in ((["t"], 1), ([f"t{i}" for i in range(24)], 2)):
         rows = {name: rows_of(8_000 // len(names), (width,), np.uint8, 1) for name in names}
         sizes = {name: len(r) for name, r in rows.items()}
@@ -183,13 +204,21 @@ def test_the_default_memory_of_the_loader_is_what_it_was_compiled_for(tmp_path: 
         folder.mkdir()
         ids = skewed_batches(sizes, 4, 8_000 // len(names), 2)
         store = featstore.pack(folder / "s", rows, order="given", disk=QuickDisk(), memory="64MiB")
-        for kind, batches in (("with", with_samples(ids)), ("without", [b if len(b) > 1 else b["t"] for b in ids])):
+        for kind, batches in (
+            ("with", with_samples(ids)),
+            ("without", [b if len(b) > 1 else b["t"] for b in ids]),
+        ):
             trace = Trace.record(batches, folder / kind)
             memory = 1 << 20
             while True:
                 try:
                     found = featstore.compile_trace(
-                        store, trace, memory="64MiB", train_memory=memory, overwrite=True, disk_door=QuickDisk()
+                        store,
+                        trace,
+                        memory="64MiB",
+                        train_memory=memory,
+                        overwrite=True,
+                        disk_door=QuickDisk(),
                     )
                     break
                 except featstore.errors.BudgetError as error:
@@ -222,5 +251,9 @@ def test_equal_inputs_give_equal_bytes(one: Case) -> None:
         for name in ("a", "b"):
             one.compile(name, disk=disk, cache=4000, overwrite=True)
             root = one.store.path / "packs" / name
-            found.append({str(p.relative_to(root)): p.read_bytes() for p in sorted(root.rglob("*")) if p.is_file()})
-        assert {k: v for k, v in found[0].items() if k != "lock"} == {k: v for k, v in found[1].items() if k != "lock"}
+            found.append(
+                {str(p.relative_to(root)): p.read_bytes() for p in sorted(root.rglob("*")) if p.is_file()}
+            )
+        assert {k: v for k, v in found[0].items() if k != "lock"} == {
+            k: v for k, v in found[1].items() if k != "lock"
+        }

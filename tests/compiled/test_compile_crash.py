@@ -1,5 +1,5 @@
-"""Compiling that is killed or fails, at any moment: the base store is as it was, a compiled trace of that name is the old one or the new
-one, and going on gives what an undisturbed compilation gives, to the byte."""
+"""Compiling that is killed or fails, at any moment: the base store is as it was, a compiled trace of that
+name is the old one or the new one, and going on gives what an undisturbed compilation gives, to the byte."""
 
 from __future__ import annotations
 
@@ -79,7 +79,10 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Case:
     """A base store of two tables, with nothing compiled. Not to be written to: take ``case``."""
     rows = {"t": rows_of(600, (24,), np.float32, 1), "u": rows_of(40, (3,), np.uint8, 2)}
     return make_case(
-        tmp_path_factory.mktemp("whole"), rows, skewed_batches({"t": 600, "u": 40}, BATCHES, 150, 3), permuted=True
+        tmp_path_factory.mktemp("whole"),
+        rows,
+        skewed_batches({"t": 600, "u": 40}, BATCHES, 150, 3),
+        permuted=True,
     )
 
 
@@ -96,13 +99,16 @@ def copied(whole: Case, path: Path) -> Iterator[Case]:
 
 def compile_in(case: Case, door: Any = None, **options: Any) -> None:
     case.compile(
-        "x", **({"policy": MIXED, "cache": 1000, "overwrite": False, "disk_door": door or QuickDisk()} | options)
+        "x",
+        **({"policy": MIXED, "cache": 1000, "overwrite": False, "disk_door": door or QuickDisk()} | options),
     )
 
 
 def tree(path: Path) -> dict[str, bytes]:
     return {
-        str(p.relative_to(path)): p.read_bytes() for p in sorted(path.rglob("*")) if p.is_file() and p.name != "lock"
+        str(p.relative_to(path)): p.read_bytes()
+        for p in sorted(path.rglob("*"))
+        if p.is_file() and p.name != "lock"
     }
 
 
@@ -113,7 +119,8 @@ def is_right(case: Case, round_count: int = 1) -> None:
 
 
 def finish(case: Case, over: str = "") -> None:
-    """What a person does after a crash. ``over``: the residency of the compiled trace that was to be replaced."""
+    """What a person does after a crash. ``over``: the residency of the compiled trace that was to be
+    replaced."""
     root = case.store.path / "packs/x"
     try:
         compile_in(case, resume=True)
@@ -185,13 +192,15 @@ def test_every_crash_state_is_old_or_new_and_can_go_on(case: Case, tmp_path: Pat
     wanted = tree(case.store.path / "packs")
     shutil.rmtree(case.store.path / "packs")
     ops = disk.ops
-    committed = max(i for i, op in enumerate(ops) if op.kind == "rename" and op.target.endswith("featstore.json"))
+    committed = max(
+        i for i, op in enumerate(ops) if op.kind == "rename" and op.target.endswith("featstore.json")
+    )
     states = list(crash_states(ops))
     late = [k for k, (label, _) in enumerate(states) if int(label.split(":")[0]) > committed]
     random = np.random.default_rng(1)
-    chosen = np.concatenate([random.permutation(len(states) - len(late))[:12], random.permutation(late)[:4]]).astype(
-        int
-    )
+    chosen = np.concatenate(
+        [random.permutation(len(states) - len(late))[:12], random.permutation(late)[:4]]
+    ).astype(int)
     resumed = opened = 0
     for turn, k in enumerate(chosen):
         label, kept = states[k]
@@ -276,7 +285,9 @@ def test_an_interrupt_can_be_resumed_and_an_early_one_leaves_nothing(case: Case)
     assert tree(case.store.path) == wanted
 
 
-def test_what_is_resumed_must_be_the_same(case: Case, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_is_resumed_must_be_the_same(
+    case: Case, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("FEATSTORE_CACHE", str(tmp_path / "cache"))
     stopped = 0
 
@@ -321,11 +332,10 @@ def test_a_real_kill(case: Case, tmp_path: Path) -> None:
     store = featstore.pack(tmp_path / "base", rows, order="given", disk=QuickDisk())
     Trace.record(ids, tmp_path / "trace").close()
     program = (
-        "import sys, featstore\n"
-        "from featstore.compile import segments\n"
-        "segments.SLAB_BYTES_MAX, segments.CHECKPOINT_BYTES = 200_000, 400_000\n"
-        "featstore.compile_trace(sys.argv[1], sys.argv[2], 'x', memory='64MiB', cache=100_000, resume=sys.argv[3] == '1',\n"
-        "    progress=lambda p: print(p.stage, flush=True)).close()\n"
+        "import sys, featstore\nfrom featstore.compile import segments\nsegments.SLAB_BYTES_MAX, "
+        "segments.CHECKPOINT_BYTES = 200_000, 400_000\nfeatstore.compile_trace(sys.argv[1], "
+        "sys.argv[2], 'x', memory='64MiB', cache=100_000, resume=sys.argv[3] == '1',\n    "
+        "progress=lambda p: print(p.stage, flush=True)).close()\n"
     )
     command = [sys.executable, "-c", program, str(tmp_path / "base"), str(tmp_path / "trace")]
     process = subprocess.Popen([*command, "0"], stdout=subprocess.PIPE, text=True)
@@ -361,7 +371,8 @@ def test_a_dry_run_leaves_nothing(case: Case) -> None:
         assert compiled.entry.forecast["tables"] == forecast.tables
         limits = [compiled.limits(name) for name in ("t", "u")]
         bytes_on_disk = sum(
-            (one.packed_rows + one.shared_rows) * compiled.row_bytes(n) for n, one in zip("tu", limits, strict=True)
+            (one.packed_rows + one.shared_rows) * compiled.row_bytes(n)
+            for n, one in zip("tu", limits, strict=True)
         )
         assert forecast.disk_bytes == bytes_on_disk
     there = tree(case.store.path)

@@ -26,7 +26,8 @@ def word_twin(members: list[int], bits: int) -> int:
 
 
 def key_twin(members: list[int], bits: int) -> tuple[int, ...]:
-    """What a region is ordered by: the first member, how many (up to 4), the others that a word has room for."""
+    """What a region is ordered by: the first member, how many (up to 4), the others that a word has room
+    for."""
     return (members[0], min(len(members), 4), *members[1 : 54 // bits])
 
 
@@ -46,7 +47,8 @@ def test_words_of_lists(rng: np.random.Generator, table_rows: int, size: int) ->
     for member, rows in zip(numbers.tolist(), lists, strict=True):
         known = gr.add_list(rows.astype(np.int32), member, bits, words, address_of(words), touched, known)
     members = {
-        row: [int(n) for n, rows in zip(numbers, lists, strict=True) if row in rows] for row in range(table_rows)
+        row: [int(n) for n, rows in zip(numbers, lists, strict=True) if row in rows]
+        for row in range(table_rows)
     }
     for row in range(table_rows):
         assert int(words[row]) == word_twin(members[row], bits)
@@ -95,7 +97,9 @@ def test_sorting_a_block(rng: np.random.Generator, n: int, varied_bits: int) -> 
     low, high = sorted(rng.integers(0, n + 1, 2).tolist())
     top_bit = int(rng.integers(varied_bits, 65))
     drawn = (
-        rng.integers(0, 2**64, n, np.uint64) >> np.uint64(64 - varied_bits) if varied_bits else np.zeros(n, np.uint64)
+        rng.integers(0, 2**64, n, np.uint64) >> np.uint64(64 - varied_bits)
+        if varied_bits
+        else np.zeros(n, np.uint64)
     )
     keys = drawn << np.uint64(rng.integers(0, top_bit - varied_bits + 1)) if varied_bits else drawn
     rows = rng.integers(0, 2**60, n)
@@ -112,7 +116,9 @@ def test_sorting_a_block(rng: np.random.Generator, n: int, varied_bits: int) -> 
 @settings(max_examples=40)
 def test_blocks(rng: np.random.Generator, n: int, size: int) -> None:
     bits = size.bit_length()
-    keys = np.array([gr.key_of(np.uint64(word_twin(some_members(rng, size), bits)), bits) for _ in range(n)], np.uint64)
+    keys = np.array(
+        [gr.key_of(np.uint64(word_twin(some_members(rng, size), bits)), bits) for _ in range(n)], np.uint64
+    )
     mask = rng.random(n) < rng.choice([0.0, 0.3, 1.0])
     places = np.empty(int(mask.sum()), np.int64)
     starts = gr.scatter_blocks(keys, mask, bits, places)
@@ -125,7 +131,9 @@ def test_blocks(rng: np.random.Generator, n: int, size: int) -> None:
         key_mask, sorted_places = gr.key_mask(size, apart), places.copy()
         spare = np.empty(largest, np.uint64), np.empty(largest, np.uint64), np.empty(largest, np.int64)
         gr.sort_blocks(starts, bits, 10 * np.arange(n), keys, key_mask, sorted_places, *spare)
-        np.testing.assert_array_equal(sorted_places, 10 * chosen[np.argsort(keys[chosen] & key_mask, kind="stable")])
+        np.testing.assert_array_equal(
+            sorted_places, 10 * chosen[np.argsort(keys[chosen] & key_mask, kind="stable")]
+        )
 
 
 @given(
@@ -167,7 +175,9 @@ def test_dense_and_sparse_groups_agree(tmp_path: Path) -> None:
     """Rows are found by sorting or by looking at every word, whichever is quicker; the group is the same."""
     rows = np.random.default_rng(0).permutation(500)[:100]
     misses = written(tmp_path / "misses", [rows, rows[:30]])
-    dense, sparse = (group_of(misses, 0, 2, table_rows, GroupWork(table_rows)) for table_rows in (500, 100_000))
+    dense, sparse = (
+        group_of(misses, 0, 2, table_rows, GroupWork(table_rows)) for table_rows in (500, 100_000)
+    )
     for name in ("rows", "counts", "keys"):
         np.testing.assert_array_equal(getattr(dense, name), getattr(sparse, name))
 

@@ -1,4 +1,5 @@
-"""What is packed into keys and 32-bit numbers fits, or is refused before any work, in tables and mini-batches of any size.
+"""What is packed into keys and 32-bit numbers fits, or is refused before any work, in tables and mini-batches
+of any size.
 
 Tables of 2**40 rows are described, never made; arrays of 2**31 elements are one element, broadcast.
 """
@@ -47,7 +48,9 @@ def test_keys_have_room_for_row_and_place() -> None:
         assert key < 2**64
         assert (key >> bits, key & ((1 << bits) - 1)) == (rows - 1, places - 1)
     for rows, places in ((2**32 + 1, 2**32), (2**40, 2**24 + 1), (2**33 + 1, 2**31)):
-        with pytest.raises(SourceError, match=r"cannot sort: these may be .* at most with a table of .* rows"):
+        with pytest.raises(
+            SourceError, match=r"cannot sort: these may be .* at most with a table of .* rows"
+        ):
             key_bits(rows, places, "sort: these")
 
 
@@ -94,7 +97,9 @@ def test_what_cannot_be_compiled() -> None:
         check_sizes({"t": 100}, {"t": np.array([1])}, BATCHES_MAX + 1)
 
 
-@pytest.mark.parametrize(("name", "message"), [("PLACES_MAX", "4 rows of table"), ("BATCHES_MAX", "trace of 4")])
+@pytest.mark.parametrize(
+    ("name", "message"), [("PLACES_MAX", "4 rows of table"), ("BATCHES_MAX", "trace of 4")]
+)
 def test_it_is_said_before_any_work(
     tmp_path: Path, pack: Any, monkeypatch: pytest.MonkeyPatch, name: str, message: str
 ) -> None:
@@ -155,7 +160,9 @@ def test_mega_batches_number_their_places_by_32_bits() -> None:
     most = 2**31 - 1
     one = fit(needs(most), 2**40, None, None)
     assert one.partition_places == most
-    with pytest.raises(SourceError, match=r"numbers its rows with 32 bits.* 2,147,483,648 places.* more partitions"):
+    with pytest.raises(
+        SourceError, match=r"numbers its rows with 32 bits.* 2,147,483,648 places.* more partitions"
+    ):
         fit(needs(most + 1), 2**40, None, None)
     four = fit(needs(*[2**29] * 4, 1), 2**45, None, None)
     assert (four.resident, four.partition_places) == (1, 2**30), (

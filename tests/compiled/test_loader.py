@@ -1,4 +1,5 @@
-"""The loader: breaking off, resuming, closing, and what it says of itself; and that nothing of it is left behind."""
+"""The loader: breaking off, resuming, closing, and what it says of itself; and that nothing of it is left
+behind."""
 
 from __future__ import annotations
 
@@ -20,7 +21,14 @@ from processes import in_child
 
 import featstore
 from featstore.compile.placement import Choice, Placement
-from featstore.errors import BudgetError, ClosedError, CorruptionError, FeatstoreError, FormatError, SourceError
+from featstore.errors import (
+    BudgetError,
+    ClosedError,
+    CorruptionError,
+    FeatstoreError,
+    FormatError,
+    SourceError,
+)
 from featstore.trace.trace import Trace
 
 BATCHES, ROWS = 11, 400
@@ -33,7 +41,9 @@ MIXED = placed(Placement(3, (BASE, SHARED, PACKED), 1, 0.5, PACKED))
 def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
     """Two tables; compiled traces ``min`` and ``fixed`` with rows from everywhere. Not to be written to."""
     rows = {"paper": rows_of(ROWS, (25,), np.float32, 1), "author": rows_of(150, (600,), np.float16, 2)}
-    made = make_case(tmp_path_factory.mktemp("case"), rows, skewed_batches(SIZES, BATCHES, 120, 3), permuted=True)
+    made = make_case(
+        tmp_path_factory.mktemp("case"), rows, skewed_batches(SIZES, BATCHES, 120, 3), permuted=True
+    )
     for residency in ("min", "fixed"):
         made.compile(residency, residency=residency, policy=MIXED, cache=30_000)
     made.compile("device", policy=MIXED, cache=30_000, device_memory=20_000)
@@ -193,7 +203,12 @@ def test_a_compiled_trace_can_be_pickled(case: Case) -> None:
 
 def test_orders_of_a_fixed_residency(case: Case) -> None:
     with case.store.compiled("fixed") as compiled:
-        for order in (np.random.default_rng(0).permutation(BATCHES), [3, 1, 8], [2, 2, 0], range(BATCHES - 1, -1, -1)):
+        for order in (
+            np.random.default_rng(0).permutation(BATCHES),
+            [3, 1, 8],
+            [2, 2, 0],
+            range(BATCHES - 1, -1, -1),
+        ):
             with compiled.loader(order=order) as loader:
                 assert len(loader) == len(order)
                 for _ in range(2):
@@ -303,8 +318,9 @@ def owner(rows: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 def test_memory_is_used_again_and_never_while_somebody_looks_at_it(case: Case) -> None:
     torch = pytest.importorskip("torch")
     looks = [
-        lambda x: np.asarray(memoryview(x)), lambda x: x[3:9], lambda x: x.T, lambda x: x.reshape(-1).view(np.uint8)[5:], np.from_dlpack,
-        torch.from_numpy, lambda x: torch.from_numpy(x)[2:], lambda x: torch.from_dlpack(x).flatten()[1:], lambda x: x,
+        lambda x: np.asarray(memoryview(x)), lambda x: x[3:9], lambda x: x.T,
+        lambda x: x.reshape(-1).view(np.uint8)[5:], np.from_dlpack, torch.from_numpy,
+        lambda x: torch.from_numpy(x)[2:], lambda x: torch.from_dlpack(x).flatten()[1:], lambda x: x,
     ]  # fmt: skip
     with case.store.compiled("min") as compiled, compiled.loader() as loader:
         for look in looks:
@@ -317,7 +333,9 @@ def test_memory_is_used_again_and_never_while_somebody_looks_at_it(case: Case) -
         owners = [weakref.ref(owner(batch.x["paper"])) for batch in list(loader)]
         case.check(loader, range(BATCHES))
         gc.collect()
-        assert sum(o() is not None for o in owners) <= loader.depth + 2, "what the loop held for once is given back"
+        assert sum(o() is not None for o in owners) <= loader.depth + 2, (
+            "what the loop held for once is given back"
+        )
 
 
 def test_nothing_is_left_after_closing(case: Case) -> None:
@@ -392,7 +410,9 @@ def test_a_report_adds_up(case: Case, name: str) -> None:
             report = loader.report()
         assert report.batches == 2 * BATCHES
         asked = {t: 2 * sum(len(b[t]) for b in case.batches) for t in SIZES}
-        assert sum(report.row_bytes.values()) == sum(n * case.store.tables[t].row_bytes for t, n in asked.items())
+        assert sum(report.row_bytes.values()) == sum(
+            n * case.store.tables[t].row_bytes for t, n in asked.items()
+        )
         forecast = compiled.entry.forecast["tables"]
         for source, key in (
             ("hit", "hit_rows"),
@@ -401,9 +421,9 @@ def test_a_report_adds_up(case: Case, name: str) -> None:
             ("base", "base_rows"),
         ):
             rows = {t: forecast[t][key] for t in SIZES}
-            assert report.row_bytes[source] == 2 * sum(n * case.store.tables[t].row_bytes for t, n in rows.items()), (
-                source
-            )
+            assert report.row_bytes[source] == 2 * sum(
+                n * case.store.tables[t].row_bytes for t, n in rows.items()
+            ), source
         assert (report.row_bytes["device"] > 0) == (name == "device")
         assert report.bytes_read >= report.reads * 4096 > 0
         assert report.forecast_seconds == pytest.approx(2 * compiled.entry.forecast["seconds"])
@@ -437,7 +457,9 @@ def test_graphs_of_pyg_come_back_filled(tmp_path: Path) -> None:
         return torch.from_numpy(random.integers(0, max(1, min(a, b)), (2, 7)))
 
     plain = [
-        pyg.Data(n_id=torch.from_numpy(b["paper"]), x=torch.ones(3), edge_index=edges(9, 9), y=torch.arange(5))
+        pyg.Data(
+            n_id=torch.from_numpy(b["paper"]), x=torch.ones(3), edge_index=edges(9, 9), y=torch.arange(5)
+        )
         for b in ids
     ]
     hetero = []
@@ -450,7 +472,9 @@ def test_graphs_of_pyg_come_back_filled(tmp_path: Path) -> None:
     for name, batches, tables in (("plain", plain, ["paper"]), ("hetero", hetero, ["paper", "author"])):
         folder = tmp_path / name
         folder.mkdir()
-        with featstore.pack(folder / "s", {t: rows[t] for t in tables}, order="given", disk=QuickDisk()) as store:
+        with featstore.pack(
+            folder / "s", {t: rows[t] for t in tables}, order="given", disk=QuickDisk()
+        ) as store:
             trace = Trace.record(batches, folder / "trace")
             featstore.compile_trace(store, trace, memory="16MiB", cache=2000, disk_door=QuickDisk()).close()
             with store.compiled() as compiled, compiled.loader() as loader:
@@ -518,5 +542,9 @@ def test_a_flipped_bit_is_found_wherever_it_is(case: Case, tmp_path: Path) -> No
 
 def go_through(base: Path, name: str, case: Case) -> None:
     device = "cpu" if name == "device" else None
-    with featstore.open(base) as store, store.compiled(name) as compiled, compiled.loader(device=device) as loader:
+    with (
+        featstore.open(base) as store,
+        store.compiled(name) as compiled,
+        compiled.loader(device=device) as loader,
+    ):
         case.check(loader, range(BATCHES))

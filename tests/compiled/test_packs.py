@@ -50,15 +50,23 @@ def rolling(store: featstore.Store, name: str = "train", **options: Any) -> Roll
 
 
 def compiled(store: featstore.Store, name: str) -> None:
-    with featstore.Trace.record(episode(0), store.path.parent / "t", overwrite=True, disk=QuickDisk()) as trace:
-        made = featstore.compile_trace(store, trace, name, memory="64MiB", disk_door=QuickDisk(), overwrite=True)
+    with featstore.Trace.record(
+        episode(0), store.path.parent / "t", overwrite=True, disk=QuickDisk()
+    ) as trace:
+        made = featstore.compile_trace(
+            store, trace, name, memory="64MiB", disk_door=QuickDisk(), overwrite=True
+        )
         assert isinstance(made, featstore.Store)
         made.close()
 
 
 def tree(path: Path) -> dict[str, bytes | str | None]:
     return {
-        str(p.relative_to(path)): os.readlink(p) if p.is_symlink() else p.read_bytes() if p.is_file() else None
+        str(p.relative_to(path)): os.readlink(p)
+        if p.is_symlink()
+        else p.read_bytes()
+        if p.is_file()
+        else None
         for p in path.rglob("*")
         if p.name != "lock"
     }
@@ -88,7 +96,9 @@ BAD_NAMES = [
 
 
 @pytest.mark.parametrize("fresh", [True, False])
-def test_a_name_is_looked_at_before_anything_is_touched(tmp_path: Path, store: featstore.Store, fresh: bool) -> None:
+def test_a_name_is_looked_at_before_anything_is_touched(
+    tmp_path: Path, store: featstore.Store, fresh: bool
+) -> None:
     victims = ["w", "w-0", "w-1", "w-0.trace", "w.trace"]
     for victim in victims:
         (tmp_path / victim).mkdir()
@@ -109,7 +119,9 @@ def test_two_loaders_of_one_name(store: featstore.Store) -> None:
     with rolling(store) as first:
         walk = iter(first)
         next(walk)
-        with pytest.raises(StoreLockedError, match=rf"'train' .* in use by process {os.getpid()} .*name= of its own"):
+        with pytest.raises(
+            StoreLockedError, match=rf"'train' .* in use by process {os.getpid()} .*name= of its own"
+        ):
             rolling(store)
         with pytest.raises(StoreLockedError, match="name= of its own"):
             featstore.train_loader(store, episode, fresh=True, memory="64MiB")
@@ -290,9 +302,24 @@ def test_gc_leaves_what_is_not_proven_and_names_it(tmp_path: Path, store: featst
         done = collected(store, **options)
         assert done.removed == {}
         assert set(done.unproven) == {
-            *("packs/" + n for n in ("photos", "empty", "notes.txt", "link", "old.forecast", "my.trace", "x.rolling", "x-0", "other")),
-            "g000007", "g000008.journal", "caches/notes",
-        }  # fmt: skip
+            *(
+                "packs/" + n
+                for n in (
+                    "photos",
+                    "empty",
+                    "notes.txt",
+                    "link",
+                    "old.forecast",
+                    "my.trace",
+                    "x.rolling",
+                    "x-0",
+                    "other",
+                )
+            ),
+            "g000007",
+            "g000008.journal",
+            "caches/notes",
+        }
         assert all(done.unproven.values())
     assert tree(tmp_path) == before
 
@@ -300,7 +327,8 @@ def test_gc_leaves_what_is_not_proven_and_names_it(tmp_path: Path, store: featst
 def test_gc_leaves_what_is_foreign_within_ours(store: featstore.Store) -> None:
     killed(store)
     mine = [
-        store.path / "packs/train-0" / name for name in ("notes.txt", "g000001/notes.txt", "g000001/tables/notes.txt")
+        store.path / "packs/train-0" / name
+        for name in ("notes.txt", "g000001/notes.txt", "g000001/tables/notes.txt")
     ]
     for path in mine:
         path.write_text("mine")

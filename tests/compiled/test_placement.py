@@ -1,4 +1,5 @@
-"""Placement: kernels against plain twins, forecasts against the planner, and choices against limits and yardsticks."""
+"""Placement: kernels against plain twins, forecasts against the planner, and choices against limits and
+yardsticks."""
 
 from __future__ import annotations
 
@@ -52,7 +53,11 @@ def exactly(placement: Placement, misses: RowLists, table_rows: int, row_bytes: 
 @st.composite
 def placements(draw: st.DrawFn, size: int) -> Placement:
     choice = tuple(draw(st.lists(st.sampled_from([BASE, PACKED, SHARED]), min_size=1, max_size=size)))
-    split = (draw(st.integers(0, size)), draw(st.integers(0, 256)) / 256, draw(st.sampled_from([BASE, PACKED, SHARED])))
+    split = (
+        draw(st.integers(0, size)),
+        draw(st.integers(0, 256)) / 256,
+        draw(st.sampled_from([BASE, PACKED, SHARED])),
+    )
     return Placement(size, choice, *split)
 
 
@@ -154,7 +159,9 @@ def test_parting_a_list(rng: np.random.Generator, table_rows: int) -> None:
 # Forecasts.
 
 
-def forecast_twin(placement: Placement, lists: list[np.ndarray], misses: RowLists, layout: TableLayout) -> Forecast:
+def forecast_twin(
+    placement: Placement, lists: list[np.ndarray], misses: RowLists, layout: TableLayout
+) -> Forecast:
     """Every read of every mini-batch, planned by the reader's own planner."""
     no_positions, unserved = np.empty(0, np.int32), np.empty(0, np.uint8)
     reads = pages = packed = shared = wanted = in_base = 0
@@ -168,7 +175,10 @@ def forecast_twin(placement: Placement, lists: list[np.ndarray], misses: RowList
         of_row = dict(zip(group.rows.tolist(), choices.tolist()))
         shared += len(region)
         for rows in lists[first:last]:
-            own = {choice: [row for row in rows.tolist() if of_row[row] == choice] for choice in (BASE, PACKED, SHARED)}
+            own = {
+                choice: [row for row in rows.tolist() if of_row[row] == choice]
+                for choice in (BASE, PACKED, SHARED)
+            }
             tables = (own[BASE], layout), ([place[row] for row in own[SHARED]], one_file)
             for places, table in tables:
                 extents = plan_extents(
@@ -183,15 +193,19 @@ def forecast_twin(placement: Placement, lists: list[np.ndarray], misses: RowList
                 reads, pages = reads + extents.reads, pages + extents.read_pages
             run = plan_runs(np.array([[packed, packed + len(own[PACKED])]]), None, one_file, EXTENT_BYTES)
             reads, pages = reads + run.reads, pages + run.bytes_read // 4096
-            packed, wanted, in_base = packed + len(own[PACKED]), wanted + len(own[SHARED]), in_base + len(own[BASE])
+            packed, wanted, in_base = (
+                packed + len(own[PACKED]),
+                wanted + len(own[SHARED]),
+                in_base + len(own[BASE]),
+            )
     seconds = reads * DEFAULT.read_seconds + pages * 4096 * DEFAULT.byte_seconds
     disk_bytes = (packed + shared) * layout.row_bytes
     return Forecast(pytest.approx(seconds), packed, shared, wanted, in_base, disk_bytes, pages * 4096, reads)
 
 
 @given(
-    rng=generators(), table_rows=st.integers(1, 300), batches=st.integers(1, 10), row_bytes=st.sampled_from([1, 40, 512, 6000]),
-    placement=st.integers(1, 10).flatmap(placements),
+    rng=generators(), table_rows=st.integers(1, 300), batches=st.integers(1, 10),
+    row_bytes=st.sampled_from([1, 40, 512, 6000]), placement=st.integers(1, 10).flatmap(placements),
 )  # fmt: skip
 @settings(max_examples=60)
 def test_forecasts_are_the_planners(
@@ -209,8 +223,9 @@ def test_forecasts_are_the_planners(
 
 
 @given(
-    rng=generators(), table_rows=st.integers(1, 400), batches=st.integers(1, 14), row_bytes=st.sampled_from([1, 100, 512, 5000]),
-    share=st.floats(0, 1.1), exact_ids=st.sampled_from([0, 1 << 17]),
+    rng=generators(), table_rows=st.integers(1, 400), batches=st.integers(1, 14),
+    row_bytes=st.sampled_from([1, 100, 512, 5000]), share=st.floats(0, 1.1),
+    exact_ids=st.sampled_from([0, 1 << 17]),
 )  # fmt: skip
 @settings(max_examples=60)
 def test_the_limit_holds_and_counts_are_exact(
@@ -253,7 +268,9 @@ def test_nothing_missed_needs_nothing(tmp_path: Path) -> None:
         assert chosen(written(tmp_path / "misses", lists), 10, 512, 0)[1] == Forecast(0, 0, 0, 0, 0, 0, 0, 0)
 
 
-def test_the_same_lists_and_seed_give_the_same_placement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_lists_and_seed_give_the_same_placement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(ch, "EXACT_IDS", 0)
     misses = written(tmp_path / "misses", power_law(3000, 16, 500, 0.8))
     found = [chosen(misses, 3000, 512, 3000 * 512, seed=seed) for seed in (1, 1, 2)]
@@ -299,7 +316,10 @@ def test_close_to_brute_force_and_never_above_the_paper(tmp_path: Path, name: st
         placement, expected = chosen(misses, table_rows, row_bytes, limit)
         assert expected.seconds <= 1.1 * force.best(limit)[1].seconds, (times, placement)
         paper = paper_choice(misses, table_rows, row_bytes, limit)
-        assert expected.seconds <= exactly(paper, misses, table_rows, row_bytes).seconds * (1 + 1e-9), (times, paper)
+        assert expected.seconds <= exactly(paper, misses, table_rows, row_bytes).seconds * (1 + 1e-9), (
+            times,
+            paper,
+        )
         ordered = paper_forecast(paper, misses, table_rows, layout, DEFAULT, **options)
         assert expected.seconds <= ordered.seconds * (1 + 1e-9)
         assert ordered.disk_bytes <= limit
@@ -389,7 +409,8 @@ def test_minhash(
 
 
 def test_brute_force_finds_what_a_few_rows_show(tmp_path: Path) -> None:
-    """Two mini-batches that miss the same rows, room for half of the copies: all shared by both, at the price of packed."""
+    """Two mini-batches that miss the same rows, room for half of the copies: all shared by both, at the price
+    of packed."""
     rows = list(range(0, 400, 4))
     misses = written(tmp_path / "misses", [rows, rows])
     layout = TableLayout.choose(400, 1024)

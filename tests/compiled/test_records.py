@@ -43,11 +43,13 @@ def records(draw: st.DrawFn) -> TableRecord:
     where = rng.permutation(host + device).astype(np.int32)
     small = {"dtype": np.int32}
     return TableRecord(
-        host + device, host, int(rng.integers(0, LIMITS.packed_rows - len(packed) + 1)),
-        hit, rng.integers(0, LIMITS.slots, len(hit), **small), packed, shared, rng.integers(0, LIMITS.shared_rows, len(shared)),
-        base, rng.integers(0, LIMITS.base_rows, len(base)), copy, rng.choice(originals, len(copy)) if len(copy) else copy, admitted,
-        rng.permutation(LIMITS.slots)[: len(admitted)].astype(np.int32), where[host:] if device else where[:0],
-        rng.integers(0, LIMITS.device_slots, device, **small), where[:host] if device else where[:0],
+        host + device, host, int(rng.integers(0, LIMITS.packed_rows - len(packed) + 1)), hit,
+        rng.integers(0, LIMITS.slots, len(hit), **small), packed, shared,
+        rng.integers(0, LIMITS.shared_rows, len(shared)), base, rng.integers(0, LIMITS.base_rows, len(base)),
+        copy, rng.choice(originals, len(copy)) if len(copy) else copy, admitted,
+        rng.permutation(LIMITS.slots)[: len(admitted)].astype(np.int32),
+        where[host:] if device else where[:0], rng.integers(0, LIMITS.device_slots, device, **small),
+        where[:host] if device else where[:0],
     )  # fmt: skip
 
 
@@ -72,7 +74,9 @@ def test_a_record_comes_back_as_it_was_written(parts: list[TableRecord], sample:
 @settings(deadline=None)
 def test_an_index_outside_what_it_points_into_is_refused(part: TableRecord, data: st.DataObject) -> None:
     arrays = [
-        f.name for f in fields(part) if isinstance(getattr(part, f.name), np.ndarray) and len(getattr(part, f.name))
+        f.name
+        for f in fields(part)
+        if isinstance(getattr(part, f.name), np.ndarray) and len(getattr(part, f.name))
     ]
     if not arrays:
         return
@@ -136,12 +140,15 @@ def test_how_long_records_are_is_known_beforehand(batches: list[list[TableRecord
 
     lengths = [
         Lengths(
-            hit=counted(t, "hit_slot"), packed=counted(t, "packed_place"), shared=counted(t, "shared_row"), base=counted(t, "base_row"),
-            copy=counted(t, "copy_from"), admit=counted(t, "admit_slot"), device=counted(t, "device_slot"), host=counted(t, "host_place"),
+            hit=counted(t, "hit_slot"), packed=counted(t, "packed_place"), shared=counted(t, "shared_row"),
+            base=counted(t, "base_row"), copy=counted(t, "copy_from"), admit=counted(t, "admit_slot"),
+            device=counted(t, "device_slot"), host=counted(t, "host_place"),
         )
         for t in range(2)
     ]  # fmt: skip
-    written = [encode_record(parts, np.zeros(size, np.uint8)) for parts, size in zip(batches, samples, strict=False)]
+    written = [
+        encode_record(parts, np.zeros(size, np.uint8)) for parts, size in zip(batches, samples, strict=False)
+    ]
     assert record_offsets(lengths, samples).tolist() == [0, *np.cumsum([len(record) for record in written])]
 
 
@@ -150,9 +157,13 @@ def test_how_long_records_are_is_known_beforehand(batches: list[list[TableRecord
 def test_the_digest_of_bytes_is_that_of_rows(data: bytes, first: int) -> None:
     values = np.frombuffer(data, np.uint8)
     none = np.empty(0, np.int64)
-    assert digest_bytes(values, first, byte_crcs()) == digest_rows(address_of(values), 1, none, first, len(values))
+    assert digest_bytes(values, first, byte_crcs()) == digest_rows(
+        address_of(values), 1, none, first, len(values)
+    )
 
 
 def test_records_of_other_lengths_than_announced_are_a_mistake(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="record 1 has 64 bytes, 128 were announced"):
-        write_records(Catalogue(Disk(), tmp_path), "t", iter([np.zeros(64, np.uint8)] * 2), np.array([0, 64, 192]))
+        write_records(
+            Catalogue(Disk(), tmp_path), "t", iter([np.zeros(64, np.uint8)] * 2), np.array([0, 64, 192])
+        )

@@ -40,7 +40,9 @@ def uses_of(trace: list[list[int]]) -> np.ndarray:
 
 def kept_min(folder: Path, trace: list[list[int]], capacity: int) -> Residency:
     rows = written(folder / "rows", trace)
-    ahead = written(folder / "next", [[next_use_twin(trace, b, r) for r in own] for b, own in enumerate(trace)])
+    ahead = written(
+        folder / "next", [[next_use_twin(trace, b, r) for r in own] for b, own in enumerate(trace)]
+    )
     moves, misses = (RowListsWriter(Disk(), folder / name, np.int32) for name in ("moves", "misses"))
     found = keep_min(rows, ahead, first_uses(trace), capacity, moves, misses)
     rows.close()
@@ -117,7 +119,9 @@ def test_slots_hold_what_the_schedule_says_round_after_round(
         assert slots[place].tolist() == found.start.tolist()
         for batch, wanted in enumerate(trace):
             hit, admit = parted(found.moves[batch])
-            assert found.misses[batch].tolist() == [r for r, slot in zip(wanted, hit.tolist(), strict=True) if slot < 0]
+            assert found.misses[batch].tolist() == [
+                r for r, slot in zip(wanted, hit.tolist(), strict=True) if slot < 0
+            ]
             assert found.admitted[batch] == (admit >= 0).sum()
             for row, slot in zip(wanted, hit.tolist(), strict=True):
                 assert slot < 0 or slots[place[slot]] == row
@@ -140,8 +144,8 @@ def test_slots_hold_what_the_schedule_says_round_after_round(
 def test_a_shorter_first_round_misses_about_as_little(
     trace: list[list[int]], capacity: int, capacities: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Whatever is in memory before the first mini-batch: the rows that a round misses and brings back are at most what is in memory
-    more than after a whole first round."""
+    """Whatever is in memory before the first mini-batch: the rows that a round misses and brings back are at
+    most what is in memory more than after a whole first round."""
     folders = [tmp_path_factory.mktemp("lists") for _ in range(2)]
     whole = kept_min(folders[0], trace, capacity)
     with pytest.MonkeyPatch.context() as patch:
@@ -171,7 +175,9 @@ def test_the_fixed_set_is_the_best_of_its_size(
     for batch, wanted in enumerate(trace):
         slots = found.moves[batch]
         assert found.misses[batch].tolist() == [r for r in wanted if r not in members]
-        assert [found.start[s] if s >= 0 else -1 for s in slots] == [r if r in members else -1 for r in wanted]
+        assert [found.start[s] if s >= 0 else -1 for s in slots] == [
+            r if r in members else -1 for r in wanted
+        ]
     rows.close()
     found.moves.close()
     found.misses.close()

@@ -1,4 +1,5 @@
-"""Rolling episodes: endless, fresh, resumed to the mini-batch, within the disk limit; and the one line that does it all."""
+"""Rolling episodes: endless, fresh, resumed to the mini-batch, within the disk limit; and the one line that
+does it all."""
 
 from __future__ import annotations
 
@@ -258,7 +259,9 @@ def test_an_interrupt_while_waiting(store: featstore.Store) -> None:
         check(iter(loader), 0, BATCHES + 2)
 
 
-def test_both_episodes_are_within_the_disk_limit(store: featstore.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_episodes_are_within_the_disk_limit(
+    store: featstore.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """At every moment, what there is of rows in both episodes' files."""
     limit = FEATURES.nbytes
     most = 0
@@ -266,7 +269,9 @@ def test_both_episodes_are_within_the_disk_limit(store: featstore.Store, monkeyp
     def rows_on_disk() -> int:
         total = 0
         for part in ("packed", "shared"):
-            total += sum(p.stat().st_size for p in (store.path / "packs").glob(f"rolling-*/g*/tables/*.{part}/rows/c*"))
+            total += sum(
+                p.stat().st_size for p in (store.path / "packs").glob(f"rolling-*/g*/tables/*.{part}/rows/c*")
+            )
         return total
 
     class Watching(QuickDisk):
@@ -354,7 +359,9 @@ def test_train_loader_again(store: featstore.Store) -> None:
     with featstore.train_loader(store, never, memory="64MiB", reuse=True) as loader:
         check(iter(loader), 0, BATCHES)
     (store.path / "packs/unfinished").mkdir()
-    with featstore.train_loader(store, batches_of(0), memory="64MiB", reuse=True, name="unfinished") as loader:
+    with featstore.train_loader(
+        store, batches_of(0), memory="64MiB", reuse=True, name="unfinished"
+    ) as loader:
         check(iter(loader), 0, BATCHES)
 
 

@@ -41,7 +41,15 @@ def test_rows_are_parted_as_plain_python_does(
     dtypes = [np.int32, np.int32, np.uint64, np.int32, np.int64, np.int32, np.int64, np.int32, np.int32]
     out = [np.empty(len(w), dtype) for w, dtype in zip(wanted, dtypes, strict=True)]
     none = np.empty(0, np.int32)
-    route_rows(rows, none if identity else place, moves, none if packed else found.astype(np.int32), slots, *out, bits)
+    route_rows(
+        rows,
+        none if identity else place,
+        moves,
+        none if packed else found.astype(np.int32),
+        slots,
+        *out,
+        bits,
+    )
     for own, expected in zip(out, wanted, strict=True):
         assert own.tolist() == list(expected)
 

@@ -22,7 +22,9 @@ def distinct(ids: list[int], row_of: np.ndarray) -> list[int]:
     return list(dict.fromkeys(row_of[ids].tolist()))
 
 
-@given(trace=batches, mapped=st.booleans(), counted=st.booleans(), wide=st.booleans(), seed=st.integers(0, 99))
+@given(
+    trace=batches, mapped=st.booleans(), counted=st.booleans(), wide=st.booleans(), seed=st.integers(0, 99)
+)
 @settings(deadline=None)
 def test_rows_and_uses_are_those_of_plain_python(
     trace: list[list[int]], mapped: bool, counted: bool, wide: bool, seed: int
@@ -37,9 +39,13 @@ def test_rows_and_uses_are_those_of_plain_python(
         count, bad = last_rows(ids, table, ROWS, batch, later, uses, rows, ahead)
         assert bad == -1
         assert rows[:count].tolist() == own[batch]
-        wanted = [next((b for b in range(batch + 1, len(trace)) if r in own[b]), int(NEVER)) for r in own[batch]]
+        wanted = [
+            next((b for b in range(batch + 1, len(trace)) if r in own[b]), int(NEVER)) for r in own[batch]
+        ]
         assert ahead[:count].tolist() == wanted
-    assert later.tolist() == [next((b for b in range(len(trace)) if r in own[b]), int(NEVER)) for r in range(ROWS)]
+    assert later.tolist() == [
+        next((b for b in range(len(trace)) if r in own[b]), int(NEVER)) for r in range(ROWS)
+    ]
     assert uses.tolist() == [sum(r in rows for rows in own) for r in range(ROWS)][: len(uses)]
 
 
@@ -69,7 +75,8 @@ def test_places_and_copies(ids: list[int], seed: int) -> None:
 
 
 @given(
-    lists=st.lists(st.lists(st.integers(0, 2**31 - 1), max_size=30), max_size=12), backward=st.booleans(), spare=st.integers(0, 40)
+    lists=st.lists(st.lists(st.integers(0, 2**31 - 1), max_size=30), max_size=12), backward=st.booleans(),
+    spare=st.integers(0, 40)
 )  # fmt: skip
 @settings(deadline=None, max_examples=50)
 def test_lists_come_back_whichever_came_first(

@@ -1,4 +1,5 @@
-"""The choice for every class under one limit: as good as any, within the limit, and by the price of a byte."""
+"""The choice for every class under one limit: as good as any, within the limit, and by the price of a
+byte."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ rows_by_class = st.lists(st.sampled_from([0, 1, 7, 100, 3000]), min_size=1, max_
 def test_no_choice_of_places_is_better(
     rng: np.random.Generator, rows: list[int], share: float, leave_base: bool
 ) -> None:
-    """Whatever fits takes at least as long as the allotment, but for what a 256th of the class that is split can save."""
+    """Whatever fits takes at least as long as the allotment, but for what a 256th of the class that is split
+    can save."""
     tally, seconds = tally_of(rows, rng), prices(rng, len(rows))
     limit = int(share * sum(count * number for count, number in enumerate(rows, 1)))
     found = allot(tally, seconds, 10, limit * 10 + 9, leave_base)
@@ -86,7 +88,8 @@ def test_no_disk_leaves_all_in_the_base_table() -> None:
 
 
 def test_large_classes_are_shared_and_small_ones_packed_where_sharing_costs_little() -> None:
-    """The first bytes go to rows that many mini-batches share; what is left over packs where that costs the fewest copies."""
+    """The first bytes go to rows that many mini-batches share; what is left over packs where that costs the
+    fewest copies."""
     tally = np.full((5, SPLIT_STEPS), 1)
     tally[0] = 0
     seconds = np.stack([np.full(5, 20.0), np.ones(5), np.full(5, 2.0)])
@@ -99,7 +102,9 @@ def test_large_classes_are_shared_and_small_ones_packed_where_sharing_costs_litt
 
 
 def test_costs_of_small_classes_are_taken_together() -> None:
-    costs = ClassCosts(np.array([0, 50.0, 3, 1, 0]), np.array([0, 100.0, 6, 2, 0]), np.array([0, 1000.0, 50, 40, 5]))
+    costs = ClassCosts(
+        np.array([0, 50.0, 3, 1, 0]), np.array([0, 100.0, 6, 2, 0]), np.array([0, 1000.0, 50, 40, 5])
+    )
     rates = smooth(costs)
     np.testing.assert_allclose(rates.reads[1:], [0.05, 4 / 90, 4 / 90, 4 / 90])
     np.testing.assert_allclose(rates.pages, 2 * rates.reads)

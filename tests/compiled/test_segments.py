@@ -36,7 +36,9 @@ def target_in(folder: Path, rows: int, row_bytes: int) -> Target:
     folder.mkdir(exist_ok=True)
     layout = TableLayout.choose(rows, row_bytes, chunk_bytes=16 * 4096)
     return Target(
-        TableWriter(Disk(), layout, lambda c: folder / f"c{c}", folder / "sums"), layout, lambda c: folder / f"c{c}"
+        TableWriter(Disk(), layout, lambda c: folder / f"c{c}", folder / "sums"),
+        layout,
+        lambda c: folder / f"c{c}",
     )
 
 
@@ -81,7 +83,9 @@ def test_every_segment_has_its_rows_also_after_interruptions(
         np.testing.assert_array_equal(found, np.concatenate([source[rows] for rows in lists]))
 
 
-def run(base: featstore.Store, route: seg.Route, memory: int, row_bytes: int, at: list[int], stop_after: int) -> None:
+def run(
+    base: featstore.Store, route: seg.Route, memory: int, row_bytes: int, at: list[int], stop_after: int
+) -> None:
     plan = seg.plan_packing([route], row_bytes, memory)
     saves = 0
     for earlier in plan.episodes[: at[0]]:
@@ -119,7 +123,9 @@ def test_append_rows_is_the_numpy_copy(lists: list[list[int]], capacity: int, dt
     addresses, fills = np.array([address_of(b) for b in buffers]), np.zeros(len(lists), np.int64)
     out, turn = [b"" for _ in lists], 0
     while turn < len(lists):
-        turn = seg.append_rows(address_of(slab), first, row_bytes, rows, begins, ends, addresses, fills, capacity, turn)
+        turn = seg.append_rows(
+            address_of(slab), first, row_bytes, rows, begins, ends, addresses, fills, capacity, turn
+        )
         assert (fills <= capacity).all()
         if turn < len(lists):
             assert fills[turn] + row_bytes > capacity

@@ -1,4 +1,5 @@
-"""A compiled trace serves the base store that it was made for, wherever that is, and no other; and nothing that contradicts itself."""
+"""A compiled trace serves the base store that it was made for, wherever that is, and no other; and nothing
+that contradicts itself."""
 
 from __future__ import annotations
 
@@ -44,7 +45,9 @@ def go_through(case: Case, base: Path) -> None:
 
 
 def pack(path: Path, case: Case, **options: Any) -> None:
-    featstore.pack(path, dict(case.rows), disk=QuickDisk(), memory="64MiB", **({"order": "given"} | options)).close()
+    featstore.pack(
+        path, dict(case.rows), disk=QuickDisk(), memory="64MiB", **({"order": "given"} | options)
+    ).close()
 
 
 def test_a_copy_elsewhere_works(whole: Case, base: Path) -> None:
@@ -57,10 +60,15 @@ def test_a_base_store_that_has_changed_is_refused(whole: Case, base: Path) -> No
     changed = {name: rows.copy() for name, rows in whole.rows.items()}
     changed["author"][17, 3] ^= 1
     featstore.pack(base, changed, order="given", overwrite=True, disk=QuickDisk(), memory="64MiB").close()
-    with featstore.open(base) as store, pytest.raises(StaleError, match=r"compile the trace again with --overwrite"):
+    with (
+        featstore.open(base) as store,
+        pytest.raises(StaleError, match=r"compile the trace again with --overwrite"),
+    ):
         store.compiled()
     with featstore.open(base) as store:
-        featstore.compile_trace(store, whole.trace, memory="16MiB", overwrite=True, disk_door=QuickDisk()).close()
+        featstore.compile_trace(
+            store, whole.trace, memory="16MiB", overwrite=True, disk_door=QuickDisk()
+        ).close()
         with store.compiled() as compiled, compiled.loader() as loader:
             for number, batch in enumerate(loader):
                 for name, ids in whole.batches[number].items():
@@ -71,7 +79,12 @@ def test_another_order_or_seed_of_the_same_rows_is_another_store(whole: Case, ba
     shutil.rmtree(base / "packs", ignore_errors=True)
     random = np.random.default_rng(0)
     other = base.parent / "other"
-    pack(other, whole, order="permutation", permutation={name: random.permutation(n) for name, n in SIZES.items()})
+    pack(
+        other,
+        whole,
+        order="permutation",
+        permutation={name: random.permutation(n) for name, n in SIZES.items()},
+    )
     shutil.copytree(whole.store.path / "packs", other / "packs")
     with featstore.open(other) as store, pytest.raises(StaleError):
         store.compiled()
@@ -89,7 +102,11 @@ def test_an_open_compiled_trace_outlives_a_new_base_store(whole: Case, base: Pat
         walk = iter(loader)
         whole.check_batch(next(walk), 0)
         featstore.pack(
-            base, {n: r[::-1].copy() for n, r in whole.rows.items()}, order="given", overwrite=True, memory="64MiB"
+            base,
+            {n: r[::-1].copy() for n, r in whole.rows.items()},
+            order="given",
+            overwrite=True,
+            memory="64MiB",
         ).close()
         whole.check(walk, range(1, 5))
         whole.check(loader, range(5))
@@ -110,7 +127,8 @@ def read_only(base: Path) -> Iterator[Path]:
 
 
 def as_nobody(work: Callable[[], None]) -> int:
-    """The exit code of a child that does this without the superuser's rights, for whom nothing is read-only."""
+    """The exit code of a child that does this without the superuser's rights, for whom nothing is
+    read-only."""
     child = os.fork()
     if child == 0:
         code = 1
@@ -188,16 +206,19 @@ def put(*at: Any, to: Any) -> Callable[[dict[str, Any]], None]:
 _C = "compiled"
 _PAPER = (_C, "tables", "paper")
 MUTATIONS: list[tuple[tuple[Any, ...], Any]] = [
-    (("reader_features",), []), (("reader_features",), ["compiled", "holes"]), ((_C,), 5), ((_C, "surplus"), 1),
-    ((_C, "residency"), "lru"), ((_C, "batches"), -1), ((_C, "batches"), 6), ((_C, "batches"), 2**62), ((_C, "batches"), 4.5),
-    ((_C, "memory_bytes"), -1), ((_C, "memory_bytes"), "1GiB"), ((_C, "records"), "paper.packed"), ((_C, "records"), "nothing"),
-    ((_C, "records"), "../records"), ((_C, "offsets"), "paper.turn"), ((_C, "offsets"), ""), ((_C, "tables"), []),
-    ((*_PAPER, "packed"), "author.packed"), ((*_PAPER, "shared"), "records"), ((*_PAPER, "resident"), "author.resident"),
-    ((*_PAPER, "device"), KeyError), ((*_PAPER, "turn"), "author.turn"), ((*_PAPER, "turn"), "offsets"), ((*_PAPER, "base_rows"), -1),
-    ((*_PAPER, "base_rows"), 199), ((*_PAPER, "base_rows"), 2**41), ((*_PAPER, "batch_rows_max"), -1), ((*_PAPER, "batch_rows_max"), None),
-    ((*_PAPER, "batch_rows_max"), 0), ((*_PAPER, "batch_rows_max"), 7),
-    ((*_PAPER, "placement"), []), ((_C, "base_uuid"), None), ((_C, "forecast"), None), ((_C, "trace_uuid"), KeyError),
-    ((_C, "tables", "../x"), {}), ((_C, "tables", "paper"), KeyError), (("tables", "paper.packed"), KeyError),
+    (("reader_features",), []), (("reader_features",), ["compiled", "holes"]), ((_C,), 5),
+    ((_C, "surplus"), 1), ((_C, "residency"), "lru"), ((_C, "batches"), -1), ((_C, "batches"), 6),
+    ((_C, "batches"), 2**62), ((_C, "batches"), 4.5), ((_C, "memory_bytes"), -1),
+    ((_C, "memory_bytes"), "1GiB"), ((_C, "records"), "paper.packed"), ((_C, "records"), "nothing"),
+    ((_C, "records"), "../records"), ((_C, "offsets"), "paper.turn"), ((_C, "offsets"), ""),
+    ((_C, "tables"), []), ((*_PAPER, "packed"), "author.packed"), ((*_PAPER, "shared"), "records"),
+    ((*_PAPER, "resident"), "author.resident"), ((*_PAPER, "device"), KeyError),
+    ((*_PAPER, "turn"), "author.turn"), ((*_PAPER, "turn"), "offsets"), ((*_PAPER, "base_rows"), -1),
+    ((*_PAPER, "base_rows"), 199), ((*_PAPER, "base_rows"), 2**41), ((*_PAPER, "batch_rows_max"), -1),
+    ((*_PAPER, "batch_rows_max"), None), ((*_PAPER, "batch_rows_max"), 0), ((*_PAPER, "batch_rows_max"), 7),
+    ((*_PAPER, "placement"), []), ((_C, "base_uuid"), None), ((_C, "forecast"), None),
+    ((_C, "trace_uuid"), KeyError), ((_C, "tables", "../x"), {}), ((_C, "tables", "paper"), KeyError),
+    (("tables", "paper.packed"), KeyError),
 ]  # fmt: skip
 
 
@@ -226,7 +247,9 @@ def test_a_change_without_a_new_uuid_is_refused(base: Path) -> None:
         store.compiled()
 
 
-@pytest.mark.parametrize("forecast", [{}, {"tables": {}}, {"tables": {"paper": {}}, "seconds": "soon"}, {"tables": 7}])
+@pytest.mark.parametrize(
+    "forecast", [{}, {"tables": {}}, {"tables": {"paper": {}}, "seconds": "soon"}, {"tables": 7}]
+)
 def test_the_forecast_is_advice(whole: Case, base: Path, forecast: Any) -> None:
     """Nothing that a reader does may depend on it."""
     sealed(base, put(_C, "forecast", to=forecast))
@@ -293,20 +316,25 @@ def test_offsets_of_records_that_point_nowhere_are_refused(base: Path, change: t
 
 
 def test_records_of_any_nonsense_are_refused_and_never_obeyed(whole: Case, base: Path) -> None:
-    """Every number in the head of a record, and many elsewhere, set to others: an error, or rows that are right all the same."""
+    """Every number in the head of a record, and many elsewhere, set to others: an error, or rows that are
+    right all the same."""
     path = "g000001/tables/records/rows/c.0"
     good = numbers(base, path, "<u1")
     offsets = numbers(base, "g000001/arrays/offsets/c.0", "<i8")
     random = np.random.default_rng(0)
     head = int(offsets[2])
     places = [(head + 8 * i, "<i8") for i in range(3 + 17 * 2)]
-    places += [(int(head + 8 * 37 + 4 * k), "<i4") for k in random.integers(0, (offsets[3] - head - 8 * 37) // 4, 40)]
+    places += [
+        (int(head + 8 * 37 + 4 * k), "<i4") for k in random.integers(0, (offsets[3] - head - 8 * 37) // 4, 40)
+    ]
     refused = 0
     for number, (place, dtype) in enumerate(places):
         size = np.dtype(dtype).itemsize
         bad = good.copy()
         values = bad[place : place + size].view(dtype)
-        values[0] = [values[0] + 1, values[0] - 1, -1, 2**31 - 1, 2**62 if size == 8 else -(2**31), 0][number % 6]
+        values[0] = [values[0] + 1, values[0] - 1, -1, 2**31 - 1, 2**62 if size == 8 else -(2**31), 0][
+            number % 6
+        ]
         resealed(base, path, bad.tobytes())
         try:
             with featstore.open(base) as store, store.compiled() as compiled, compiled.loader() as loader:

@@ -1,4 +1,5 @@
-"""The survey: every kernel against a plain twin; what it says of all lists is exact where it holds all of them."""
+"""The survey: every kernel against a plain twin; what it says of all lists is exact where it holds all of
+them."""
 
 from __future__ import annotations
 
@@ -76,7 +77,10 @@ def test_all_rows_are_drawn_or_about_the_share() -> None:
 @given(generators(), st.integers(1, 300))
 @settings(max_examples=60)
 def test_pairs_of_marked_rows(rng: np.random.Generator, table_rows: int) -> None:
-    marked, ids = rng.permutation(table_rows)[: table_rows // 3], rng.permutation(table_rows)[: table_rows // 2]
+    marked, ids = (
+        rng.permutation(table_rows)[: table_rows // 3],
+        rng.permutation(table_rows)[: table_rows // 2],
+    )
     bitmap = np.zeros(-(-table_rows // 64), np.uint64)
     assert sv.mark_rows(marked.astype(np.int32), table_rows, bitmap)
     np.testing.assert_array_equal(bitmap, bits_of(marked, table_rows))

@@ -1,8 +1,9 @@
-"""Disks for tests: one that records what a pack does, one that fails at the N-th operation; and crash states of a record.
+"""Disks for tests: one that records what a pack does, one that fails at the N-th operation; and crash states
+of a record.
 
-The crash model (after ALICE, OSDI'14, and CrashMonkey, OSDI'18): a write is durable once its file has been fsynced later,
-a name (create, rename, unlink, mkdir) once its directory has. Whatever is not durable may be there or not, each on its own,
-and a write may be torn at a sector.
+The crash model (after ALICE, OSDI'14, and CrashMonkey, OSDI'18): a write is durable once its file has been
+fsynced later, a name (create, rename, unlink, mkdir) once its directory has. Whatever is not durable may be
+there or not, each on its own, and a write may be torn at a sector.
 """
 
 from __future__ import annotations
@@ -94,8 +95,8 @@ class Lost(OSError):
 
 
 class FailingDisk(Disk):
-    """Fails at operation number ``at`` (from 0). With an errno, that operation fails with it and later ones work; without,
-    it and everything after it raise Lost, as if the process had been killed."""
+    """Fails at operation number ``at`` (from 0). With an errno, that operation fails with it and later ones
+    work; without, it and everything after it raise Lost, as if the process had been killed."""
 
     def __init__(self, at: int, errno: int | None = None) -> None:
         self.left = at
@@ -187,7 +188,8 @@ def loose_ops(ops: list[Op]) -> list[int]:
 
 
 def crash_states(ops: list[Op]) -> Iterator[tuple[str, list[Op]]]:
-    """(label, operations that reached the disk) for every prefix, crossed with what of its loose end was lost or torn."""
+    """(label, operations that reached the disk) for every prefix, crossed with what of its loose end was lost
+    or torn."""
     for n in range(len(ops) + 1):
         done = ops[:n]
         loose = loose_ops(done)
@@ -206,7 +208,8 @@ def crash_states(ops: list[Op]) -> Iterator[tuple[str, list[Op]]]:
 
 
 def materialise(ops: list[Op], root: Path) -> None:
-    """Lay out under ``root`` what these operations leave behind. A write to a name that was never created is lost with it."""
+    """Lay out under ``root`` what these operations leave behind. A write to a name that was never created is
+    lost with it."""
     contents: dict[int, bytearray] = {}
     names: dict[str, int] = {}
     identity: dict[str, int] = {}

@@ -1,5 +1,5 @@
-"""A pack that is killed, at any moment and with whatever the disk had made of it, leaves the old store or the new one;
-and going on from there gives the same store, to the byte."""
+"""A pack that is killed, at any moment and with whatever the disk had made of it, leaves the old store or the
+new one; and going on from there gives the same store, to the byte."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def do_pack(path, disk=None, way="spill", **options):
     order = {"features": "given" if way == "given" else "permutation", "other": "given"}
     permutation = None if way == "given" else {"features": PERMUTATION}
     return featstore.pack(
-        path, {"features": FEATURES, "other": OTHER}, arrays={"labels": LABELS}, order=order, permutation=permutation,
-        memory=memory, disk=disk, **options,
+        path, {"features": FEATURES, "other": OTHER}, arrays={"labels": LABELS}, order=order,
+        permutation=permutation, memory=memory, disk=disk, **options,
     )  # fmt: skip
 
 
@@ -71,7 +71,9 @@ def is_right(path) -> bool:
 
 def tree(path: Path) -> dict[str, bytes]:
     return {
-        str(p.relative_to(path)): p.read_bytes() for p in sorted(path.rglob("*")) if p.is_file() and p.name != "lock"
+        str(p.relative_to(path)): p.read_bytes()
+        for p in sorted(path.rglob("*"))
+        if p.is_file() and p.name != "lock"
     }
 
 
@@ -85,9 +87,13 @@ def test_every_crash_state_is_old_or_new_and_can_go_on(tmp_path, way):
     ops = [op for op in disk.ops if op.path.split("/")[0] in ("recorded", ".")]
     assert len(ops) > 60
     states = list(crash_states(ops))
-    committed = max(i for i, op in enumerate(ops) if op.kind == "rename" and op.target.endswith("featstore.json"))
+    committed = max(
+        i for i, op in enumerate(ops) if op.kind == "rename" and op.target.endswith("featstore.json")
+    )
     late = [k for k, (label, _) in enumerate(states) if int(label.split(":")[0]) > committed]
-    chosen = np.concatenate([np.random.default_rng(1).permutation(len(states) - len(late))[:150], late]).astype(int)
+    chosen = np.concatenate(
+        [np.random.default_rng(1).permutation(len(states) - len(late))[:150], late]
+    ).astype(int)
     resumed = opened = 0
     for turn, k in enumerate(chosen):
         label, kept = states[k]
@@ -173,15 +179,13 @@ def test_a_real_kill_leaves_a_pack_that_resumes(tmp_path):
     import time
 
     program = (
-        "import numpy as np, featstore, sys\n"
-        "from featstore.packing import spill\n"
-        "spill.CHECKPOINT_BYTES = 8 << 20\n"
-        "x = (np.arange(1_000_000, dtype=np.int64).reshape(-1, 1) * np.ones(8, np.int64))\n"
-        "p = np.random.default_rng(0).permutation(len(x))\n"
-        "print('go', flush=True)\n"
-        "featstore.pack(sys.argv[1], x, order='permutation', permutation=p, memory='40MiB', resume=sys.argv[2] == '1',\n"
-        "               progress=lambda e: print(e.stage, flush=True))\n"
-        "print('done', flush=True)\n"
+        "import numpy as np, featstore, sys\nfrom featstore.packing import "
+        "spill\nspill.CHECKPOINT_BYTES = 8 << 20\nx = (np.arange(1_000_000, "
+        "dtype=np.int64).reshape(-1, 1) * np.ones(8, np.int64))\np = "
+        "np.random.default_rng(0).permutation(len(x))\nprint('go', "
+        "flush=True)\nfeatstore.pack(sys.argv[1], x, order='permutation', permutation=p, "
+        "memory='40MiB', resume=sys.argv[2] == '1',\n               progress=lambda e: print(e.stage, "
+        "flush=True))\nprint('done', flush=True)\n"
     )
     path = tmp_path / "store"
     killed = 0
@@ -206,7 +210,9 @@ def test_a_real_kill_leaves_a_pack_that_resumes(tmp_path):
         with pytest.raises(IncompleteStoreError, match="unfinished"):
             featstore.open(path)
     assert killed == 3
-    subprocess.run([sys.executable, "-c", program, str(path), "1"], check=True, stdout=subprocess.DEVNULL, timeout=100)
+    subprocess.run(
+        [sys.executable, "-c", program, str(path), "1"], check=True, stdout=subprocess.DEVNULL, timeout=100
+    )
     with featstore.open(path) as store, store.reader(memory="64MiB") as reader:
         ids = np.random.default_rng(1).integers(0, 1_000_000, 20_000)
         assert (reader.read(ids) == ids[:, None]).all()

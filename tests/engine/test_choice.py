@@ -13,7 +13,9 @@ def test_choices() -> None:
     assert choose("auto") == EngineChoice("uring", "io_uring works here")
     assert choose("uring") == EngineChoice("uring", "asked for")
     assert set(ENGINES) == {"uring", "threads", "mmap"}
-    with pytest.raises(ValueError, match="engine must be one of 'auto', 'uring', 'threads', 'mmap', not 'aio'"):
+    with pytest.raises(
+        ValueError, match="engine must be one of 'auto', 'uring', 'threads', 'mmap', not 'aio'"
+    ):
         choose("aio")
 
 
@@ -22,7 +24,9 @@ def test_a_kernel_that_forbids_io_uring(monkeypatch: pytest.MonkeyPatch) -> None
         raise OSError(1, "io_uring_setup: Operation not permitted")
 
     monkeypatch.setattr(uring._Library, "open_ring", refuse)
-    assert choose("auto") == EngineChoice("threads", "io_uring cannot be used: io_uring_setup: Operation not permitted")
+    assert choose("auto") == EngineChoice(
+        "threads", "io_uring cannot be used: io_uring_setup: Operation not permitted"
+    )
     with pytest.raises(OSError, match="not permitted"):
         choose("uring")
     with pytest.raises(OSError, match="not permitted"):
@@ -44,6 +48,7 @@ def test_without_the_wheel_or_with_another(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_real_refusal() -> None:
-    """More entries than a ring may have: the kernel itself says no, and the engine's constructor raises it."""
+    """More entries than a ring may have: the kernel itself says no, and the engine's constructor raises
+    it."""
     with pytest.raises(OSError, match="io_uring_setup"):
         make("uring", 10**6, 2**20, 2**16)

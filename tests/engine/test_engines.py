@@ -61,8 +61,8 @@ class Bench:
         _benches.append(self)
 
     def lane(
-        self, rows: Sequence[int] | np.ndarray, model: DeviceModel = RANDOM, extent_bytes_max: int = 512 * 1024,
-        then: Callable[[Lane], None] | None = None,
+        self, rows: Sequence[int] | np.ndarray, model: DeviceModel = RANDOM,
+        extent_bytes_max: int = 512 * 1024, then: Callable[[Lane], None] | None = None,
     ) -> Running:  # fmt: skip
         rows = np.asarray(rows, np.int64)
         extents = plan_extents(
@@ -74,7 +74,9 @@ class Bench:
 class Running:
     """A lane with its destination; ``wait`` gives its error."""
 
-    def __init__(self, bench: Bench, rows: np.ndarray, extents: object, then: Callable[[Lane], None] | None) -> None:
+    def __init__(
+        self, bench: Bench, rows: np.ndarray, extents: object, then: Callable[[Lane], None] | None
+    ) -> None:
         self.bench, self.asked, self.extents = bench, rows, extents
         self.out = np.zeros(len(rows) * bench.layout.row_bytes, np.uint8)
         self.done = threading.Event()
@@ -130,7 +132,8 @@ def bench(tmp_path: Path, engine: str) -> Bench:
 
 @pytest.mark.parametrize("verify", [True, False])
 @pytest.mark.parametrize(
-    ("rows", "row_bytes"), [(50_000, 1), (3, 1), (1000, 400), (200, 4096), (100, 5000), (23, 33_660), (7, 40_000)]
+    ("rows", "row_bytes"),
+    [(50_000, 1), (3, 1), (1000, 400), (200, 4096), (100, 5000), (23, 33_660), (7, 40_000)],
 )
 def test_rows_of_any_size(tmp_path: Path, made: Engine, rows: int, row_bytes: int, verify: bool) -> None:
     bench = Bench(tmp_path / "table", rows, row_bytes, made.access, verify=verify)
@@ -179,7 +182,9 @@ def test_extents_up_to_the_longest_and_not_beyond(tmp_path: Path, engine: str) -
     ("depth", "staging_pages", "extent_pages"),
     [(1, 4, 1), (1, 8, 2), (2, 9, 2), (300, 40, 10), (7, 41, 10), (64, 12, 3)],
 )
-def test_any_depth_and_staging(tmp_path: Path, engine: str, depth: int, staging_pages: int, extent_pages: int) -> None:
+def test_any_depth_and_staging(
+    tmp_path: Path, engine: str, depth: int, staging_pages: int, extent_pages: int
+) -> None:
     bench = Bench(tmp_path / "table", 1000, 400 if extent_pages > 1 else 4096, access_of(engine))
     made = make(engine, depth, staging_pages * PAGE, extent_pages * PAGE)  # type: ignore[arg-type]
     rng = np.random.default_rng(0)
@@ -199,7 +204,8 @@ def test_any_depth_and_staging(tmp_path: Path, engine: str, depth: int, staging_
 def test_many_lanes_of_several_tables_from_several_threads(tmp_path: Path, made: Engine) -> None:
     shapes = [(2000, 40), (1000, 400), (60, 9000), (300, 4096)]
     benches = [
-        Bench(tmp_path / str(k), rows, row_bytes, made.access, seed=k) for k, (rows, row_bytes) in enumerate(shapes)
+        Bench(tmp_path / str(k), rows, row_bytes, made.access, seed=k)
+        for k, (rows, row_bytes) in enumerate(shapes)
     ]
     failed: list[BaseException] = []
 
@@ -211,7 +217,8 @@ def test_many_lanes_of_several_tables_from_several_threads(tmp_path: Path, made:
                 bench = benches[rng.integers(len(benches))]
                 lanes.append(
                     bench.lane(
-                        rng.integers(0, len(bench.rows), rng.integers(0, 60)), (RANDOM, MIXED, SCAN)[rng.integers(3)]
+                        rng.integers(0, len(bench.rows), rng.integers(0, 60)),
+                        (RANDOM, MIXED, SCAN)[rng.integers(3)],
                     )
                 )
                 made.start(lanes[-1].lane)
@@ -249,7 +256,9 @@ def test_random_lanes(engine: str, tmp_path_factory: pytest.TempPathFactory, see
     )
     span = -(-(row_bytes - 1) // PAGE) + 1
     extent = int(rng.integers(span, span + 8))
-    made = make(engine, int(rng.integers(1, 40)), int(rng.integers(4 * extent, 4 * extent + 60)) * PAGE, extent * PAGE)  # type: ignore[arg-type]
+    made = make(
+        engine, int(rng.integers(1, 40)), int(rng.integers(4 * extent, 4 * extent + 60)) * PAGE, extent * PAGE
+    )  # type: ignore[arg-type]
     try:
         lanes = [
             bench.lane(rng.integers(0, len(bench.rows), 80), (RANDOM, MIXED, SCAN)[k % 3], extent * PAGE)
@@ -305,7 +314,8 @@ def test_a_flipped_byte_is_found_and_only_where_it_is(bench: Bench, made: Engine
     others = bench.lane(np.setdiff1d(np.arange(1000), touched))
     made.start(others.lane)
     others.check()
-    bridged = bench.lane([touched[0] - 1, touched[-1] + 1], SCAN)  # the page is read, but no wanted row is on it
+    # the page is read, but no wanted row is on it
+    bridged = bench.lane([touched[0] - 1, touched[-1] + 1], SCAN)
     assert bridged.extents.reads == 1
     made.start(bridged.lane)
     bridged.check()
@@ -352,7 +362,11 @@ def test_bad_descriptors_name_the_file_and_the_offset(tmp_path: Path, reads_file
             made.start(lane.lane)
             error = lane.wait()
             assert isinstance(error, DeviceError)
-            assert (error.errno, error.path, error.offset) == (9, str(bench.paths[1]), 40 * 400 // PAGE * PAGE)
+            assert (error.errno, error.path, error.offset) == (
+                9,
+                str(bench.paths[1]),
+                40 * 400 // PAGE * PAGE,
+            )
             good = bench.lane([0, 1, 2])
             made.start(good.lane)
             good.check()

@@ -1,7 +1,7 @@
 """Reads that fail on purpose: the functions that engines call, replaced by ones that fail when told to.
 
-io_uring's completions are changed after the kernel has delivered them, ``pread`` is replaced; both through the tables of
-addresses that the kernels call through, so that the compiled code is the one that always runs.
+io_uring's completions are changed after the kernel has delivered them, ``pread`` is replaced; both through
+the tables of addresses that the kernels call through, so that the compiled code is the one that always runs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ Fate = Callable[[int, int], int]
 
 
 class Faults:
-    """``fate`` decides about every read; ``count`` reads have been looked at. ``enter`` is what io_uring_enter gives instead, if not 0."""
+    """``fate`` decides about every read; ``count`` reads have been looked at. ``enter`` is what
+    io_uring_enter gives instead, if not 0."""
 
     def __init__(self) -> None:
         self.fate: Fate = lambda number, result: result
@@ -47,7 +48,9 @@ def faults(monkeypatch: pytest.MonkeyPatch) -> Iterator[Faults]:
     libc.pread64.restype = ctypes.c_ssize_t
     libc.pread64.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int64]
 
-    @ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int32, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, use_errno=True)
+    @ctypes.CFUNCTYPE(
+        ctypes.c_int64, ctypes.c_int32, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, use_errno=True
+    )
     def pread(descriptor: int, address: int, size: int, offset: int) -> int:
         got = libc.pread64(descriptor, address, size, offset)
         result = made.decide(got if got >= 0 else -ctypes.get_errno())

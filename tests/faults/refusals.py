@@ -1,7 +1,8 @@
-"""The system refuses its N-th call: a stand-in for what a failing device, a full disk or a limit does to a program.
+"""The system refuses its N-th call: a stand-in for what a failing device, a full disk or a limit does to a
+program.
 
-Every function by which Python asks the system for something is replaced by one that counts the calls that concern a directory
-(by path, or by a descriptor or file that was opened in it), and fails one of them.
+Every function by which Python asks the system for something is replaced by one that counts the calls that
+concern a directory (by path, or by a descriptor or file that was opened in it), and fails one of them.
 """
 
 from __future__ import annotations
@@ -22,20 +23,24 @@ import pytest
 
 #: By path, or by the descriptor in the first place.
 FUNCTIONS = (
-    "open", "stat", "lstat", "fstat", "listdir", "scandir", "mkdir", "rmdir", "unlink", "remove", "rename", "replace", "readlink",
-    "preadv", "pread", "pwrite", "pwritev", "read", "write", "fsync", "fdatasync", "ftruncate", "posix_fadvise", "statvfs", "access",
+    "open", "stat", "lstat", "fstat", "listdir", "scandir", "mkdir", "rmdir", "unlink", "remove", "rename",
+    "replace", "readlink", "preadv", "pread", "pwrite", "pwritev", "read", "write", "fsync", "fdatasync",
+    "ftruncate", "posix_fadvise", "statvfs", "access",
 )  # fmt: skip
 _WRITES = {"mkdir", "rename", "replace", "pwrite", "pwritev", "write", "fsync", "ftruncate"}
 
 
 class Refusals:
-    """``at``: the number of the call that fails, from 0, or -1; ``number``: the errno; ``for_good``: all after it that write fail, too."""
+    """``at``: the number of the call that fails, from 0, or -1; ``number``: the errno; ``for_good``: all
+    after it that write fail, too."""
 
     def __init__(self, root: Path) -> None:
         self._root = str(root)
         self.restart(-1)
 
-    def restart(self, at: int, number: int = errno.EIO, *, for_good: bool = False, writes: bool = False) -> None:
+    def restart(
+        self, at: int, number: int = errno.EIO, *, for_good: bool = False, writes: bool = False
+    ) -> None:
         self.at, self.number, self.for_good, self.writes = at, number, for_good, writes
         self.count = 0
         self.failed = ""

@@ -1,4 +1,5 @@
-"""Spoiled chunk files under an open reader: who asks for a bad page is told where it is, everybody else reads on."""
+"""Spoiled chunk files under an open reader: who asks for a bad page is told where it is, everybody else reads
+on."""
 
 from __future__ import annotations
 
@@ -88,7 +89,10 @@ def test_any_flipped_bit_is_found_or_not_asked_for(
             if np.isin(ids, bad).any():
                 with pytest.raises(CorruptionError) as caught:
                     reader.read(ids)
-                assert (caught.value.path, caught.value.offset) == (str(chunk(own, number)), within // PAGE * PAGE)
+                assert (caught.value.path, caught.value.offset) == (
+                    str(chunk(own, number)),
+                    within // PAGE * PAGE,
+                )
             else:
                 np.testing.assert_array_equal(reader.read(ids), features[ids])
     shutil.rmtree(own)

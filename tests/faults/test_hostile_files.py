@@ -99,7 +99,9 @@ def test_offsets_of_a_graph_that_wrap_around(mutant: StoreMutant, use: Callable[
     offsets[100:102] = WRAPPING
     mutant.set_rows(at, offsets)
     mutant.seal()
-    refused(opened(mutant.path, use), "the offsets of .*do not run from .* falls from 4,611,686,018,427,387,904")
+    refused(
+        opened(mutant.path, use), "the offsets of .*do not run from .* falls from 4,611,686,018,427,387,904"
+    )
 
 
 def test_partition_offsets_that_wrap_around(mutant: StoreMutant) -> None:
@@ -142,7 +144,9 @@ def test_a_turn_that_gives_a_slot_twice(own: Path) -> None:
     for bad in (0, 40, -2):
         pack.set_array(("arrays", "features.turn"), np.array([0, bad, *range(2, 40)], np.int32))
         pack.seal()
-        refused(opened(own / corpus.STORE, lambda store: store.compiled("moving").loader()), "the turn of table")
+        refused(
+            opened(own / corpus.STORE, lambda store: store.compiled("moving").loader()), "the turn of table"
+        )
 
 
 # Maps.
@@ -165,7 +169,9 @@ def test_maps_that_are_not_each_others_inverse(mutant: StoreMutant, use: Callabl
     nodes[[4, 9]] = nodes[[9, 4]]
     mutant.set_array(at, nodes)
     mutant.seal()
-    refused(opened(mutant.path, use), "row_of_node and node_of_row of table 'features' .* do not belong together")
+    refused(
+        opened(mutant.path, use), "row_of_node and node_of_row of table 'features' .* do not belong together"
+    )
 
 
 def test_degrees_with_a_row_twice(mutant: StoreMutant) -> None:
@@ -344,7 +350,9 @@ def test_a_trace_with_larger_ids_than_it_says(own: Path) -> None:
         index.id_max[0] = 5
 
     sealed_trace(own / corpus.TRACE / "trace.log", change)
-    refused(lambda: featstore.Trace(own / corpus.TRACE).ids(0), "node ids of type '' from 0 to 5", CorruptionError)
+    refused(
+        lambda: featstore.Trace(own / corpus.TRACE).ids(0), "node ids of type '' from 0 to 5", CorruptionError
+    )
 
 
 def test_a_trace_whose_head_is_no_text(own: Path) -> None:
@@ -371,7 +379,9 @@ def test_a_trace_whose_head_is_no_text(own: Path) -> None:
         (("provenance",), {"sources": {"features": {"name": 1, "dtype": [], "shape": 5}}}),
     ],
 )
-def test_inspect_shows_what_other_writers_say(mutant: StoreMutant, where: tuple[str, ...], value: Any) -> None:
+def test_inspect_shows_what_other_writers_say(
+    mutant: StoreMutant, where: tuple[str, ...], value: Any
+) -> None:
     from click.testing import CliRunner
     from featstore_cli.main import cli
 

@@ -1,4 +1,5 @@
-"""Failing reads: each of the first N in turn, once and for good; short, interrupted and refused ones; a broken ring."""
+"""Failing reads: each of the first N in turn, once and for good; short, interrupted and refused ones; a
+broken ring."""
 
 from __future__ import annotations
 
@@ -34,8 +35,11 @@ def right(reader: Reader, features: np.ndarray, ids: np.ndarray) -> None:
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENODATA, errno.ETIMEDOUT, errno.EOPNOTSUPP])
 @pytest.mark.parametrize("for_good", [False, True])
-def test_the_nth_read_fails(reader: Reader, features: np.ndarray, faults: Any, number: int, for_good: bool) -> None:
-    """N = 0, 1, 2 ... until a request is clean, as SQLite's tests do; nothing is remembered from one request to the next."""
+def test_the_nth_read_fails(
+    reader: Reader, features: np.ndarray, faults: Any, number: int, for_good: bool
+) -> None:
+    """N = 0, 1, 2 ... until a request is clean, as SQLite's tests do; nothing is remembered from one request
+    to the next."""
     ids = np.arange(0, 1000, 60)
     reads = reader.plan(ids).reads
     assert reads > 5
@@ -55,7 +59,9 @@ def test_the_nth_read_fails(reader: Reader, features: np.ndarray, faults: Any, n
 
 
 @pytest.mark.parametrize("number", [errno.EINTR, errno.EAGAIN])
-def test_interrupted_reads_are_repeated(reader: Reader, features: np.ndarray, faults: Any, number: int) -> None:
+def test_interrupted_reads_are_repeated(
+    reader: Reader, features: np.ndarray, faults: Any, number: int
+) -> None:
     faults.restart(lambda k, result: -number if k % 3 == 0 else result)
     right(reader, features, np.arange(0, 1000, 7))
     assert reader.stats().short_reads > 0
@@ -64,7 +70,9 @@ def test_interrupted_reads_are_repeated(reader: Reader, features: np.ndarray, fa
 def test_short_reads_are_completed(reader: Reader, features: np.ndarray, faults: Any) -> None:
     """A read that ends early, at a page or within one, is not the end of the file."""
     for cut in (0.5, 0.9, 1.0):
-        faults.restart(lambda k, result, cut=cut: int(result * cut) if k % 4 == 1 and result > PAGE else result)
+        faults.restart(
+            lambda k, result, cut=cut: int(result * cut) if k % 4 == 1 and result > PAGE else result
+        )
         right(reader, features, np.arange(1000))
     faults.restart(lambda k, result: result // 2 // PAGE * PAGE if k < 8 and result > PAGE else result)
     before = reader.stats().short_reads
@@ -72,7 +80,9 @@ def test_short_reads_are_completed(reader: Reader, features: np.ndarray, faults:
     assert reader.stats().short_reads > before
 
 
-def test_reads_that_never_bring_anything_are_an_error(reader: Reader, features: np.ndarray, faults: Any) -> None:
+def test_reads_that_never_bring_anything_are_an_error(
+    reader: Reader, features: np.ndarray, faults: Any
+) -> None:
     faults.restart(lambda k, result: 0)
     with pytest.raises(CorruptionError, match="before the end of the file") as caught:
         reader.read([5])
@@ -135,7 +145,8 @@ def test_a_broken_ring_fails_what_is_under_way_and_all_that_follows(
                 assert isinstance(error, DeviceError)
                 assert error.errno == errno.EBADF
             faults.enter = 0
-            with pytest.raises(DeviceError, match="io_uring"):  # latched: what the ring holds is not known any more
+            # latched: what the ring holds is not known any more
+            with pytest.raises(DeviceError, match="io_uring"):
                 reader.read([1])
         with store.reader(memory="4MiB", engine="uring", static=None) as reader:
             right(reader, features, np.arange(1000))

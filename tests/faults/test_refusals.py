@@ -1,4 +1,5 @@
-"""Whatever the system refuses, and at whichever call: what leaves is one of this package's errors, and it names the place.
+"""Whatever the system refuses, and at whichever call: what leaves is one of this package's errors, and it
+names the place.
 
 The N-th call that concerns a directory fails, for N = 0, 1, 2 ... until a run is clean, as SQLite's tests do.
 """
@@ -160,7 +161,9 @@ def full(tmp_path: Path) -> Iterator[Refusals]:
         yield refusals
 
 
-def fails_at_some_write(full: Refusals, work: Callable[[], Any], at: int, number: int = errno.ENOSPC) -> DiskFullError:
+def fails_at_some_write(
+    full: Refusals, work: Callable[[], Any], at: int, number: int = errno.ENOSPC
+) -> DiskFullError:
     """From this write on, there is no room."""
     full.restart(at, number, for_good=True, writes=True)
     try:
@@ -199,16 +202,25 @@ def test_in_the_middle_of_a_pack(tmp_path: Path, full: Refusals, x: np.ndarray, 
         with featstore.open(store) as opened, opened.reader(memory="4MiB") as reader:
             np.testing.assert_array_equal(reader.read([49]), x[[49]])
         resume = any(store.glob("g*.journal"))
-        with pack(store, x, overwrite=not resume, resume=resume) as opened, opened.reader(memory="4MiB") as reader:
+        with (
+            pack(store, x, overwrite=not resume, resume=resume) as opened,
+            opened.reader(memory="4MiB") as reader,
+        ):
             np.testing.assert_array_equal(reader.read([299]), x[[299]])
         shutil.rmtree(store)
         pack(store, x[:50]).close()
         old = (store / "featstore.json").read_bytes()
 
 
-def test_in_the_middle_of_an_epoch_that_writes(tmp_path: Path, full: Refusals, x: np.ndarray, pack: Any) -> None:
-    """The episode that trains is whole; the next one's turn raises, the loop does not hang, and goes on when there is room."""
-    with pack(tmp_path / "s", x) as store, featstore.train_loader(store, batches, memory="32MiB", fresh=True) as loader:
+def test_in_the_middle_of_an_epoch_that_writes(
+    tmp_path: Path, full: Refusals, x: np.ndarray, pack: Any
+) -> None:
+    """The episode that trains is whole; the next one's turn raises, the loop does not hang, and goes on when
+    there is room."""
+    with (
+        pack(tmp_path / "s", x) as store,
+        featstore.train_loader(store, batches, memory="32MiB", fresh=True) as loader,
+    ):
         under_way = iter(loader)
         first = next(under_way)  # the next episode is prepared from here on
         np.testing.assert_array_equal(first.x, x[:40])
@@ -217,7 +229,9 @@ def test_in_the_middle_of_an_epoch_that_writes(tmp_path: Path, full: Refusals, x
         seen = [first]
         fails_at_some_write(full, lambda: [seen.append(batch) for batch in under_way], 0)
         assert len(seen) == 10, "two episodes were whole"
-        assert all(np.array_equal(batch.x, x[ids]) for batch, ids in zip(seen, [*batches(), *batches()], strict=True))
+        assert all(
+            np.array_equal(batch.x, x[ids]) for batch, ids in zip(seen, [*batches(), *batches()], strict=True)
+        )
         again = iter(loader)
         assert [np.array_equal(next(again).x, x[ids]) for ids in batches()] == [True] * 5
 
@@ -232,7 +246,9 @@ def test_while_a_trace_is_compiled(tmp_path: Path, full: Refusals, x: np.ndarray
             )
             assert (tmp_path / "s" / "packs" / "a" / "featstore.json").read_bytes() == before
         with featstore.train_loader(store, list(batches()), memory="32MiB", name="a") as loader:
-            assert [np.array_equal(b.x, x[ids]) for b, ids in zip(loader, batches(), strict=True)] == [True] * 5
+            assert [np.array_equal(b.x, x[ids]) for b, ids in zip(loader, batches(), strict=True)] == [
+                True
+            ] * 5
 
 
 def test_while_a_model_or_a_cache_is_saved(
@@ -263,7 +279,9 @@ def test_no_more_threads(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         for engine in ("uring", "threads", "mmap"):
             with monkeypatch.context() as patch:
                 patch.setattr(threading.Thread, "start", refuse)
-                with pytest.raises(DeviceError, match=r"cannot start a thread .* within the limits.*ulimit -u"):
+                with pytest.raises(
+                    DeviceError, match=r"cannot start a thread .* within the limits.*ulimit -u"
+                ):
                     store.reader(memory="4MiB", engine=engine)
         with featstore.OnlineLoader(store, batches, memory="6MiB") as loader, monkeypatch.context() as patch:
             patch.setattr(threading.Thread, "start", refuse)
@@ -314,7 +332,9 @@ def test_a_lost_race_is_no_unfinished_pack(tmp_path: Path, pack: Any, x: np.ndar
     assert "--resume" not in result.stderr
 
 
-def test_the_commands_error_handler_survives_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_commands_error_handler_survives_the_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from click.testing import CliRunner
     from featstore_cli.main import cli
 
@@ -329,7 +349,11 @@ def test_the_commands_error_handler_survives_the_device(tmp_path: Path, monkeypa
 
 
 def test_the_lock_of_another_is_named(tmp_path: Path) -> None:
-    with writer_lock(tmp_path), pytest.raises(StoreLockedError, match=str(os.getpid())), writer_lock(tmp_path):
+    with (
+        writer_lock(tmp_path),
+        pytest.raises(StoreLockedError, match=str(os.getpid())),
+        writer_lock(tmp_path),
+    ):
         pass
 
 
@@ -352,5 +376,8 @@ def test_real_limits_of_a_process(made: Path, tmp_path: Path, pack: Any) -> None
                 del taken  # numbers: they stay open
             store.reader(memory="4MiB")
 
-    assert in_child(lambda: limited(resource.RLIMIT_FSIZE, 10**6, lambda: pack(tmp_path / "s", x), "ulimit -f")) == 0
+    assert (
+        in_child(lambda: limited(resource.RLIMIT_FSIZE, 10**6, lambda: pack(tmp_path / "s", x), "ulimit -f"))
+        == 0
+    )
     assert in_child(lambda: limited(resource.RLIMIT_NOFILE, 1000, read_without_descriptors, "ulimit -n")) == 0

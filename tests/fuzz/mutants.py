@@ -127,7 +127,9 @@ class StoreMutant:
         self.text = (path / MANIFEST_NAME).read_bytes()
         self.document: Any = json.loads(self.text)
         self.places = [
-            p for p in places(self.document) if "files" not in p or p == ("files",) or p[-2] == 3 or p[-1] == 3
+            p
+            for p in places(self.document)
+            if "files" not in p or p == ("files",) or p[-2] == 3 or p[-1] == 3
         ]
         self.arrays, self.tables = arrays_of(self.document), tables_of(self.document)
         self._before: dict[Path, bytes | None] = {}
@@ -176,11 +178,15 @@ class StoreMutant:
         entry["rows"], entry["rows_per_chunk"] = rows, per_chunk
         sums, tail = [], ".0" * len(entry["row_shape"])
         for number in range(-(-rows // per_chunk)):
-            chunk = data[number * per_chunk * entry["row_bytes"] : (number + 1) * per_chunk * entry["row_bytes"]]
+            chunk = data[
+                number * per_chunk * entry["row_bytes"] : (number + 1) * per_chunk * entry["row_bytes"]
+            ]
             chunk += bytes(per_chunk * entry["row_bytes"] - len(chunk))
             self.write(f"{entry['path']}/c.{number}{tail}", chunk)
             sums.append(crc_pages(np.frombuffer(chunk, np.uint8)))
-        self.set_array((*at, "page_checksums"), np.concatenate([np.empty(0, np.uint32), *sums]).astype(np.uint32))
+        self.set_array(
+            (*at, "page_checksums"), np.concatenate([np.empty(0, np.uint32), *sums]).astype(np.uint32)
+        )
         if entry["order"]["partition_offsets"]["shape"] == [2]:
             self.set_array((*at, "order", "partition_offsets"), np.array([0, rows], np.int64))
 
@@ -228,7 +234,9 @@ def tables_of(document: Any) -> list[tuple[Any, ...]]:
     """Places of all entries of tables of numbers or bytes without a shape: offsets, sources, hubs,
     records."""
     found = [
-        p for p in places(document) if isinstance(inside(document, p), dict) and "page_checksums" in inside(document, p)
+        p
+        for p in places(document)
+        if isinstance(inside(document, p), dict) and "page_checksums" in inside(document, p)
     ]
     return [p for p in found if not inside(document, p)["row_shape"]]
 
@@ -296,7 +304,8 @@ def mutate_trace(path: Path, right: bytes, rng: Random) -> str:
     types = len(layout.decode_head(data[:head_bytes], path).node_types)
     index = layout.decode_index(data[index_at:tail_at], frames, types, path, index_at)
     bounds = [
-        (int(a), int(f), int(b)) for a, f, b in zip(index.offsets, index.front_bytes, index.offsets[1:], strict=False)
+        (int(a), int(f), int(b))
+        for a, f, b in zip(index.offsets, index.front_bytes, index.offsets[1:], strict=False)
     ]
     what = []
     for _ in range(rng.integers(1, 3)):
@@ -333,7 +342,9 @@ def mutate_trace(path: Path, right: bytes, rng: Random) -> str:
     digest = layout.digest_of(data[:head_bytes], index.front_crcs)
     if "tail" not in what or rng.random() < 0.7:
         at = tail_at + layout.START_BYTES + struct.calcsize("<QQQQ")
-        data[at : at + 48] = np.frombuffer(digest + bytes.fromhex(layout.uuid_of(digest).replace("-", "")), np.uint8)
+        data[at : at + 48] = np.frombuffer(
+            digest + bytes.fromhex(layout.uuid_of(digest).replace("-", "")), np.uint8
+        )
     layout._seal(data[tail_at:], layout.TAIL, 0)
     path.write_bytes(data.tobytes())
     return "trace " + ", ".join(what)

@@ -101,7 +101,13 @@ class Worker:
         if done:
             self.pid = 0
             code = os.waitstatus_to_exitcode(status)
-            return "" if code == 0 else f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+            return (
+                ""
+                if code == 0
+                else f"signal {signal.Signals(-code).name}"
+                if code < 0
+                else f"exit code {code}"
+            )
         if self.number != self.seen:
             self.seen, self.since = self.number, time.monotonic()
         if time.monotonic() - self.since > HANG_SECONDS:
@@ -143,7 +149,8 @@ class Bench:
         self.seed, self.uses, self.mutants = seed, uses, mutants
         self.store, self.trace = folder / corpus.STORE, folder / corpus.TRACE
         self.stores = {
-            path: mutants.StoreMutant(path) for path in (self.store, *(self.store / "packs" / n for n in corpus.PACKS))
+            path: mutants.StoreMutant(path)
+            for path in (self.store, *(self.store / "packs" / n for n in corpus.PACKS))
         }
         self.log, self.cache = self.trace / "trace.log", self.store / "caches/warm.cache"
         self.right = {path: path.read_bytes() for path in (self.log, self.cache)}
@@ -278,7 +285,9 @@ def fuzz(
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--runs", type=int, default=2**62)
     parser.add_argument("--first", type=int, default=0)
@@ -306,7 +315,9 @@ def main() -> int:
         )  # fmt: skip
     kinds: dict[str, list[Any]] = {}
     for one in result.pop("findings"):
-        key = f"{one['error'].split(':')[0]} at {one['where'][-1] if ':' in (one['where'] or [''])[-1] else ''}"
+        key = (
+            f"{one['error'].split(':')[0]} at {one['where'][-1] if ':' in (one['where'] or [''])[-1] else ''}"
+        )
         kinds.setdefault(key, []).append(one)
     for key, several in sorted(kinds.items(), key=lambda item: -len(item[1])):
         print(f"{len(several)} x {key}")

@@ -107,7 +107,8 @@ def sample(path: Path, truth: Truth, rng: Random, pristine: bool) -> None:
             "the CSC is none",
         )
         hold(
-            (np.sort(indptr) == indptr).all() and (len(indices) == 0 or 0 <= indices.min() <= indices.max() < nodes),
+            (np.sort(indptr) == indptr).all()
+            and (len(indices) == 0 or 0 <= indices.min() <= indices.max() < nodes),
             "the CSC is none",
         )
         seeds = rng.permutation(nodes)[:20]
@@ -177,7 +178,11 @@ def inspect(path: Path, truth: Truth, rng: Random, pristine: bool) -> None:
 def train_compiled(path: Path, truth: Truth, rng: Random, pristine: bool) -> None:
     """``path``: the compiled trace."""
     with featstore.open(path.parents[1]) as base, base.compiled(path.name) as compiled:
-        order = rng.permutation(len(compiled)) if compiled.entry.residency == "fixed" and rng.random() < 0.3 else None
+        order = (
+            rng.permutation(len(compiled))
+            if compiled.entry.residency == "fixed" and rng.random() < 0.3
+            else None
+        )
         with compiled.loader(memory=None if rng.random() < 0.5 else "24MiB", order=order) as loader:
             state = None
             for number, batch in enumerate(loader):

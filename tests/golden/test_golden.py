@@ -143,7 +143,8 @@ def test_featstore_reads_graphs(engine: str) -> None:
 
 
 def test_graph_store_is_awkward() -> None:
-    """What the store is for: a partition without rows, one without edges, several chunks, hubs, a graph of no edges."""
+    """What the store is for: a partition without rows, one without edges, several chunks, hubs, a graph of no
+    edges."""
     with featstore.open(GOLDEN / "graph") as store:
         user, alone = store.graphs["user"], store.graphs["alone"]
         parts, offsets = user.table.partition_offsets, user.offsets()
@@ -242,7 +243,9 @@ def test_order_store_is_permuted() -> None:
 def test_white_space_of_the_manifest_is_free(tmp_path: Path) -> None:
     for name in STORES:
         store = shutil.copytree(GOLDEN / name, tmp_path / name)
-        (store / "featstore.json").write_text(json.dumps(manifest_of(name), indent="\t", separators=(" ,", " : ")))
+        (store / "featstore.json").write_text(
+            json.dumps(manifest_of(name), indent="\t", separators=(" ,", " : "))
+        )
         assert featstore.verify(store).ok
         assert independent.Store(store).manifest["uuid"] == featstore.open(GOLDEN / name).uuid
 
@@ -298,10 +301,17 @@ _USER = "g000001/graphs/user"
 
 @pytest.mark.parametrize(
     ("path", "place", "value"),
-    [(f"{_USER}/sources/rows/c.1", 7, 1009), (f"{_USER}/sources/rows/c.0", 0, -1), (f"{_USER}/offsets/rows/c.0", 0, 1),
-     (f"{_USER}/offsets/rows/c.0", 30, 10**6), (f"{_USER}/hub_rows/c.0", 3, 1009), (f"{_USER}/hub_rows/c.0", 3, None),
-     (f"{_USER}/hub_offsets/c.0", 51, 0), (f"{_USER}/hubs/rows/c.0", 5, None)],
-)  # fmt: skip
+    [
+        (f"{_USER}/sources/rows/c.1", 7, 1009),
+        (f"{_USER}/sources/rows/c.0", 0, -1),
+        (f"{_USER}/offsets/rows/c.0", 0, 1),
+        (f"{_USER}/offsets/rows/c.0", 30, 10**6),
+        (f"{_USER}/hub_rows/c.0", 3, 1009),
+        (f"{_USER}/hub_rows/c.0", 3, None),
+        (f"{_USER}/hub_offsets/c.0", 51, 0),
+        (f"{_USER}/hubs/rows/c.0", 5, None),
+    ],
+)
 def test_a_graph_that_breaks_a_promise(tmp_path: Path, path: str, place: int, value: int | None) -> None:
     """Every checksum fits; what the numbers say does not. ``value`` None: that of the element before."""
     store = shutil.copytree(GOLDEN / "graph", tmp_path / "graph")
@@ -316,7 +326,9 @@ def test_a_graph_that_breaks_a_promise(tmp_path: Path, path: str, place: int, va
 
 # Files from one byte to several pages, of every kind; in each, any bit.
 _FILES = [
-    (s, path) for s in ("order", "graph") for path in ["featstore.json"] + [f["path"] for f in manifest_of(s)["files"]]
+    (s, path)
+    for s in ("order", "graph")
+    for path in ["featstore.json"] + [f["path"] for f in manifest_of(s)["files"]]
 ]
 
 
@@ -362,7 +374,9 @@ _OBJECTS += [("graph", p) for p in _paths(manifest_of("graph")) if p[:2] in (("g
 
 
 @pytest.mark.parametrize(("name", "at"), _OBJECTS, ids=str)
-def test_schema_and_featstore_refuse_unknown_and_missing_fields(name: str, at: tuple[Any, ...], tmp_path: Path) -> None:
+def test_schema_and_featstore_refuse_unknown_and_missing_fields(
+    name: str, at: tuple[Any, ...], tmp_path: Path
+) -> None:
     def refused(manifest: dict[str, Any]) -> None:
         assert not VALIDATOR.is_valid(manifest)
         (tmp_path / "featstore.json").write_text(json.dumps(manifest))
@@ -383,34 +397,39 @@ def test_schema_and_featstore_refuse_unknown_and_missing_fields(name: str, at: t
 
 _TABLE = ("tables", "paper")
 _MUTATIONS = [
-    (("version",), 2), (("version",), "1"), (("format",), "zarr"), (("reader_features",), ["holes"]), (("uuid",), 5),
-    (("generation",), "../g1"), (("generation",), "g1"), (("files", 0, "path"), "/etc/passwd"),
-    (("files", 0, "path"), "g000001/../../x"), (("files", 0, "path"), "g000001"), (("files", 0, "bytes"), -1),
-    (("files", 0, "bytes"), 1.5), (("files", 0, "digest"), "00"), ((*_TABLE, "rows"), -1), ((*_TABLE, "rows"), 2**41),
+    (("version",), 2), (("version",), "1"), (("format",), "zarr"), (("reader_features",), ["holes"]),
+    (("uuid",), 5), (("generation",), "../g1"), (("generation",), "g1"),
+    (("files", 0, "path"), "/etc/passwd"), (("files", 0, "path"), "g000001/../../x"),
+    (("files", 0, "path"), "g000001"), (("files", 0, "bytes"), -1), (("files", 0, "bytes"), 1.5),
+    (("files", 0, "digest"), "00"), ((*_TABLE, "rows"), -1), ((*_TABLE, "rows"), 2**41),
     ((*_TABLE, "row_bytes"), 0), ((*_TABLE, "row_bytes"), 2**27), ((*_TABLE, "row_shape"), [0]),
     ((*_TABLE, "rows_per_chunk"), 0), ((*_TABLE, "dtype"), "float8"), ((*_TABLE, "dtype"), "object"),
     ((*_TABLE, "page_checksums", "dtype"), "int32"), ((*_TABLE, "page_checksums", "shape"), [11, 1]),
-    ((*_TABLE, "order", "partition_offsets", "shape"), [1]), ((*_TABLE, "order", "row_of_node", "dtype"), "uint32"),
-    ((*_TABLE, "order", "method"), None), ((*_TABLE, "statistics", "minimum"), [0]), (("provenance",), []),
+    ((*_TABLE, "order", "partition_offsets", "shape"), [1]),
+    ((*_TABLE, "order", "row_of_node", "dtype"), "uint32"), ((*_TABLE, "order", "method"), None),
+    ((*_TABLE, "statistics", "minimum"), [0]), (("provenance",), []),
 ]  # fmt: skip
 
 
 _GRAPH = ("graphs", "user")
 _MAP = {"path": "g000001/tables/user/row_of_node", "shape": [1009], "dtype": "int32"}
 _GRAPH_MUTATIONS = [
-    (("reader_features",), []), (("reader_features",), ["graphs", "holes"]), (("graphs",), None), (("graphs",), []),
-    ((*_GRAPH, "table"), 3), ((*_GRAPH, "edges"), -1), ((*_GRAPH, "edges"), 1.5), ((*_GRAPH, "edges"), None), ((*_GRAPH, "hubs"), []),
-    ((*_GRAPH, "offsets", "dtype"), "int32"), ((*_GRAPH, "sources", "dtype"), "uint32"), ((*_GRAPH, "offsets", "rows"), 0),
-    ((*_GRAPH, "sources", "row_shape"), [1]), ((*_GRAPH, "hubs", "sources", "dtype"), "float32"), ((*_GRAPH, "hubs", "method"), 1),
-    ((*_GRAPH, "hubs", "rows", "dtype"), "int16"), ((*_GRAPH, "hubs", "rows", "shape"), [51, 1]),
-    ((*_GRAPH, "hubs", "offsets", "shape"), [0]), ((*_GRAPH, "hubs", "offsets", "dtype"), "int32"),
-    ((*_GRAPH, "offsets", "order", "row_of_node"), _MAP),
+    (("reader_features",), []), (("reader_features",), ["graphs", "holes"]), (("graphs",), None),
+    (("graphs",), []), ((*_GRAPH, "table"), 3), ((*_GRAPH, "edges"), -1), ((*_GRAPH, "edges"), 1.5),
+    ((*_GRAPH, "edges"), None), ((*_GRAPH, "hubs"), []), ((*_GRAPH, "offsets", "dtype"), "int32"),
+    ((*_GRAPH, "sources", "dtype"), "uint32"), ((*_GRAPH, "offsets", "rows"), 0),
+    ((*_GRAPH, "sources", "row_shape"), [1]), ((*_GRAPH, "hubs", "sources", "dtype"), "float32"),
+    ((*_GRAPH, "hubs", "method"), 1), ((*_GRAPH, "hubs", "rows", "dtype"), "int16"),
+    ((*_GRAPH, "hubs", "rows", "shape"), [51, 1]), ((*_GRAPH, "hubs", "offsets", "shape"), [0]),
+    ((*_GRAPH, "hubs", "offsets", "dtype"), "int32"), ((*_GRAPH, "offsets", "order", "row_of_node"), _MAP),
 ]  # fmt: skip
 _WRONG = [("order", *m) for m in _MUTATIONS] + [("graph", *m) for m in _GRAPH_MUTATIONS]
 
 
 @pytest.mark.parametrize(("name", "at", "value"), _WRONG, ids=lambda v: str(v)[:60])
-def test_schema_and_featstore_refuse_wrong_values(name: str, at: tuple[Any, ...], value: Any, tmp_path: Path) -> None:
+def test_schema_and_featstore_refuse_wrong_values(
+    name: str, at: tuple[Any, ...], value: Any, tmp_path: Path
+) -> None:
     manifest = manifest_of(name)
     _inner(manifest, at[:-1])[at[-1]] = value
     assert not VALIDATOR.is_valid(manifest)

@@ -1,4 +1,5 @@
-"""The compiled trace among the golden stores, read by featstore and by the reader that was written from the specification alone."""
+"""The compiled trace among the golden stores, read by featstore and by the reader that was written from the
+specification alone."""
 
 from __future__ import annotations
 
@@ -15,7 +16,18 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_golden import GOLDEN, V1, VALIDATOR, _inner, _paths, _reseal, independent, make_golden, manifest_of, same
+from test_golden import (
+    GOLDEN,
+    V1,
+    VALIDATOR,
+    _inner,
+    _paths,
+    _reseal,
+    independent,
+    make_golden,
+    manifest_of,
+    same,
+)
 
 import featstore
 from featstore.errors import CorruptionError, FeatstoreError, FormatError
@@ -28,7 +40,9 @@ TABLES = ("paper", "author")
 def mini_batches() -> list[tuple[dict[str, np.ndarray[Any, Any]], Any]]:
     """What each mini-batch must be: rows by table, and the sample."""
     golden = make_golden.compiled()
-    return [({name: golden.tables[name][ids[name]] for name in TABLES}, sample) for ids, sample in golden.batches]
+    return [
+        ({name: golden.tables[name][ids[name]] for name in TABLES}, sample) for ids, sample in golden.batches
+    ]
 
 
 def same_sample(found: Any, wanted: Any) -> None:
@@ -126,7 +140,11 @@ def test_schema_accepts_the_manifest() -> None:
     VALIDATOR.validate(manifest_of(PACK))
 
 
-_AT = [p for p in _paths(manifest_of(PACK)) if p[:1] == ("compiled",) and "forecast" not in p and "placement" not in p]
+_AT = [
+    p
+    for p in _paths(manifest_of(PACK))
+    if p[:1] == ("compiled",) and "forecast" not in p and "placement" not in p
+]
 
 
 @pytest.mark.parametrize("at", _AT, ids=str)
@@ -150,10 +168,12 @@ def test_unknown_and_missing_fields(at: tuple[Any, ...], tmp_path: Path) -> None
 
 _C, _PAPER = ("compiled",), ("compiled", "tables", "paper")
 _WRONG = [
-    (("reader_features",), []), (("reader_features",), ["compiled", "holes"]), (_C, []), ((*_C, "residency"), "lru"),
-    ((*_C, "batches"), -1), ((*_C, "batches"), 8.5), ((*_C, "memory_bytes"), -1), ((*_C, "records"), 5), ((*_C, "offsets"), None),
-    ((*_C, "forecast"), []), ((*_C, "base_uuid"), 7), ((*_C, "trace_uuid"), None), ((*_PAPER, "packed"), 3), ((*_PAPER, "turn"), []),
-    ((*_PAPER, "base_rows"), -1), ((*_PAPER, "base_rows"), 2**41), ((*_PAPER, "batch_rows_max"), -1), ((*_PAPER, "placement"), "p"),
+    (("reader_features",), []), (("reader_features",), ["compiled", "holes"]), (_C, []),
+    ((*_C, "residency"), "lru"), ((*_C, "batches"), -1), ((*_C, "batches"), 8.5), ((*_C, "memory_bytes"), -1),
+    ((*_C, "records"), 5), ((*_C, "offsets"), None), ((*_C, "forecast"), []), ((*_C, "base_uuid"), 7),
+    ((*_C, "trace_uuid"), None), ((*_PAPER, "packed"), 3), ((*_PAPER, "turn"), []),
+    ((*_PAPER, "base_rows"), -1), ((*_PAPER, "base_rows"), 2**41), ((*_PAPER, "batch_rows_max"), -1),
+    ((*_PAPER, "placement"), "p"),
 ]  # fmt: skip
 
 
@@ -174,12 +194,30 @@ _RECORDS, _OFFSETS, _TURN = (
 
 @pytest.mark.parametrize(
     ("path", "dtype", "place", "value"),
-    [(_OFFSETS, "<i8", 0, 64), (_OFFSETS, "<i8", 3, 0), (_OFFSETS, "<i8", -1, 0), (_TURN, "<i4", 0, 10**6), (_TURN, "<i4", 1, -2),
-     (_TURN, "<i4", 2, None), (_RECORDS, "<i8", 0, 0), (_RECORDS, "<i8", 1, 8), (_RECORDS, "<i8", 2, -1), (_RECORDS, "<i8", 2, 2**62),
-     (_RECORDS, "<i8", 3, 0), (_RECORDS, "<i8", 4, -1), (_RECORDS, "<i8", 5, 10**6), (_RECORDS, "<i8", 6, -1), (_RECORDS, "<i8", 8, 2**60),
-     (_RECORDS, "<i4", 2 * 37, 10**6), (_RECORDS, "<i4", 2 * 37, -1), (_RECORDS, "<i4", 2 * 37 + 1, None)],
-)  # fmt: skip
-def test_numbers_that_break_a_promise(tmp_path: Path, path: str, dtype: str, place: int, value: int | None) -> None:
+    [
+        (_OFFSETS, "<i8", 0, 64),
+        (_OFFSETS, "<i8", 3, 0),
+        (_OFFSETS, "<i8", -1, 0),
+        (_TURN, "<i4", 0, 10**6),
+        (_TURN, "<i4", 1, -2),
+        (_TURN, "<i4", 2, None),
+        (_RECORDS, "<i8", 0, 0),
+        (_RECORDS, "<i8", 1, 8),
+        (_RECORDS, "<i8", 2, -1),
+        (_RECORDS, "<i8", 2, 2**62),
+        (_RECORDS, "<i8", 3, 0),
+        (_RECORDS, "<i8", 4, -1),
+        (_RECORDS, "<i8", 5, 10**6),
+        (_RECORDS, "<i8", 6, -1),
+        (_RECORDS, "<i8", 8, 2**60),
+        (_RECORDS, "<i4", 2 * 37, 10**6),
+        (_RECORDS, "<i4", 2 * 37, -1),
+        (_RECORDS, "<i4", 2 * 37 + 1, None),
+    ],
+)
+def test_numbers_that_break_a_promise(
+    tmp_path: Path, path: str, dtype: str, place: int, value: int | None
+) -> None:
     """Every checksum fits; what the numbers say does not. ``value`` None: that of the element before."""
     base = Path(shutil.copytree(BASE, tmp_path / "compiled"))
     data = np.frombuffer((base / "packs/default" / path).read_bytes(), dtype).copy()
@@ -197,7 +235,8 @@ def read_all(store: featstore.Store) -> None:
 
 
 def test_what_the_independent_reader_follows_featstore_follows(tmp_path: Path) -> None:
-    """Numbers of records set to others: what one of them refuses, the other one does not read as if it were right."""
+    """Numbers of records set to others: what one of them refuses, the other one does not read as if it were
+    right."""
     base = Path(shutil.copytree(BASE, tmp_path / "compiled"))
     good = np.frombuffer((base / "packs/default" / _RECORDS).read_bytes(), "<i4").copy()
     random, refused, independent_base = np.random.default_rng(0), 0, independent.Store(base)

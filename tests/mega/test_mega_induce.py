@@ -1,4 +1,5 @@
-"""The kernels of mega-batches against NumPy and SciPy: the induced subgraph, counts, weights at the border, rows."""
+"""The kernels of mega-batches against NumPy and SciPy: the induced subgraph, counts, weights at the border,
+rows."""
 
 from __future__ import annotations
 
@@ -16,13 +17,21 @@ from featstore.base.native import address_of
 from featstore.errors import BudgetError
 from featstore.loaders.mega import sizes
 from featstore.loaders.mega.batch import gather_rows
-from featstore.loaders.mega.induce import FILLED, TARGET, Places, border_weights, count_by_partition, induce_block
+from featstore.loaders.mega.induce import (
+    FILLED,
+    TARGET,
+    Places,
+    border_weights,
+    count_by_partition,
+    induce_block,
+)
 from featstore.loaders.mega.sizes import Needs, fit, sizes_of
 
 
 @dataclass(frozen=True)
 class World:
-    """A graph over rows in partitions, some of them resident, and hubs. ``lists``: the sources of each row."""
+    """A graph over rows in partitions, some of them resident, and hubs. ``lists``: the sources of each
+    row."""
 
     offsets: np.ndarray
     lists: list[np.ndarray]
@@ -65,8 +74,8 @@ def worlds(draw: st.DrawFn) -> World:
     slots = rng.permutation(len(full) + 2)[: len(resident)]
     dtype = draw(st.sampled_from([np.int32, np.int64]))
     return World(
-        offsets, lists, rng.permutation(rows)[:hubs].astype(dtype), resident.astype(np.int64), hubs + slots * size,
-        hubs + (len(full) + 2) * size, draw(st.integers(1, 40)), dtype,
+        offsets, lists, rng.permutation(rows)[:hubs].astype(dtype), resident.astype(np.int64),
+        hubs + slots * size, hubs + (len(full) + 2) * size, draw(st.integers(1, 40)), dtype,
     )  # fmt: skip
 
 
@@ -75,12 +84,15 @@ def induce(world: World, rows: np.ndarray, wanted: np.ndarray) -> tuple[np.ndarr
     here = Places(world.offsets, world.hub_rows).here(world.resident, world.starts)
     file = np.concatenate([np.empty(0, world.dtype), *(world.lists[row] for row in rows)]).astype(world.dtype)
     first = 1000  # the lists begin somewhere in their file
-    offsets = first + np.concatenate([[0], np.cumsum([len(world.lists[row]) for row in rows])]).astype(np.int64)
+    offsets = first + np.concatenate([[0], np.cumsum([len(world.lists[row]) for row in rows])]).astype(
+        np.int64
+    )
     state, ends = np.zeros(2, np.int64), np.full(len(rows), -7, np.int64)
     indices = np.empty(len(file) + 1, np.int32)
     for low in range(0, max(1, len(file)), world.block_edges):
         bad = induce_block(
-            offsets, file[low : low + world.block_edges], first + low, world.rows, *here, wanted, state, ends, indices,
+            offsets, file[low : low + world.block_edges], first + low, world.rows, *here, wanted, state, ends,
+            indices,
         )  # fmt: skip
         assert bad == -1
     assert state[TARGET] == len(rows)
@@ -91,7 +103,10 @@ def induce(world: World, rows: np.ndarray, wanted: np.ndarray) -> tuple[np.ndarr
 @settings(max_examples=120)
 def test_induced_lists_are_those_of_the_twin(world: World) -> None:
     local_of = world.local_of()
-    for rows in (world.hub_rows.astype(np.int64), *(np.arange(*world.offsets[p : p + 2]) for p in world.resident)):
+    for rows in (
+        world.hub_rows.astype(np.int64),
+        *(np.arange(*world.offsets[p : p + 2]) for p in world.resident),
+    ):
         wanted = np.random.default_rng(len(rows)).random(len(rows)) < 0.8
         ends, indices = induce(world, rows, wanted)
         twin = [
@@ -113,7 +128,9 @@ def test_induced_subgraph_is_scipys(world: World) -> None:
     local = np.array([local_of[row] for row in rows])
     ends, indices = induce(world, rows, np.full(len(rows), True))
     lengths = np.diff(np.concatenate([[0], ends]))
-    found = sp.csc_matrix((np.ones(len(indices)), (indices, np.repeat(local, lengths))), (world.places, world.places))
+    found = sp.csc_matrix(
+        (np.ones(len(indices)), (indices, np.repeat(local, lengths))), (world.places, world.places)
+    )
     assert (found[local][:, local] != whole[rows][:, rows]).nnz == 0
     assert found.sum() == whole[rows][:, rows].sum(), "nothing outside, duplicates kept"
 
@@ -136,7 +153,9 @@ def test_counts_and_places_are_their_twins(world: World) -> None:
     counts = np.arange(len(world.offsets)).astype(np.int64)
     bad = count_by_partition(sources, places.hints, world.offsets, hub_bits, hub_ranks, counts)
     assert bad == -1
-    twin = np.bincount(partition_of[sources], minlength=len(world.offsets) - 1) + np.arange(len(world.offsets) - 1)
+    twin = np.bincount(partition_of[sources], minlength=len(world.offsets) - 1) + np.arange(
+        len(world.offsets) - 1
+    )
     assert counts[:-1].tolist() == twin.tolist()
     assert counts[-1] == len(world.offsets) - 1 + np.isin(sources, world.hub_rows).sum()
 
@@ -149,8 +168,8 @@ def test_sources_that_are_no_rows_are_named_by_position(bad: int) -> None:
     here = places.here(np.array([0]), np.array([2]))
     assert count_by_partition(block, places.hints, offsets, *here[:2], np.zeros(4, np.int64)) == 3
     found = induce_block(
-        np.array([50, 52, 55], np.int64), block, 50, 300, *here, np.full(2, True), np.zeros(2, np.int64), np.empty(2, np.int64),
-        np.empty(6, np.int32),
+        np.array([50, 52, 55], np.int64), block, 50, 300, *here, np.full(2, True), np.zeros(2, np.int64),
+        np.empty(2, np.int64), np.empty(6, np.int32),
     )  # fmt: skip
     assert found == 3
 
@@ -158,7 +177,9 @@ def test_sources_that_are_no_rows_are_named_by_position(bad: int) -> None:
 # Weights.
 
 
-def weigh(row: Any, col: Any, local: Any, hubs: int, slot_rows: int, always: Any, chance: float) -> np.ndarray:
+def weigh(
+    row: Any, col: Any, local: Any, hubs: int, slot_rows: int, always: Any, chance: float
+) -> np.ndarray:
     weights = np.empty(len(row), np.float32)
     as_ids = [np.asarray(one, np.int64) for one in (row, col, local)]
     border_weights(*as_ids, hubs, slot_rows, np.asarray(always, bool), chance, weights)
@@ -188,13 +209,19 @@ def test_border_weights_are_their_twin(data: int, hubs: int, chance: float) -> N
 
 
 def test_weighted_means_are_less_biased() -> None:
-    """A target sees its own partition and the hubs always, others now and then: an unweighted mean leans towards those."""
+    """A target sees its own partition and the hubs always, others now and then: an unweighted mean leans
+    towards those."""
     rng = np.random.default_rng(0)
     partitions, slot_rows, hubs, resident = 12, 10, 6, 4
-    value = np.where(np.arange(partitions * slot_rows) // slot_rows == 0, 5.0, rng.normal(size=partitions * slot_rows))
+    value = np.where(
+        np.arange(partitions * slot_rows) // slot_rows == 0, 5.0, rng.normal(size=partitions * slot_rows)
+    )
     hub_rows = 15 + 10 * np.arange(hubs)  # hubs of value 9, one in each of partitions 1 to 6
     value[hub_rows] = 9.0
-    near, far = rng.integers(1, slot_rows, 5), rng.choice(np.setdiff1d(np.arange(10, 120), hub_rows), 30, replace=False)
+    near, far = (
+        rng.integers(1, slot_rows, 5),
+        rng.choice(np.setdiff1d(np.arange(10, 120), hub_rows), 30, replace=False),
+    )
     neighbours = np.concatenate([near, far, hub_rows])
     exact = value[neighbours].mean()
     plain, weighted = [], []
@@ -252,9 +279,16 @@ def needs_of(rng: np.random.Generator, partitions: int, **changes: Any) -> Needs
     return Needs(**given | changes)
 
 
-@given(st.integers(0, 2**32), st.integers(1, 60), st.one_of(st.none(), st.integers(1, 8)), st.sampled_from([4, 8]))
+@given(
+    st.integers(0, 2**32),
+    st.integers(1, 60),
+    st.one_of(st.none(), st.integers(1, 8)),
+    st.sampled_from([4, 8]),
+)
 @settings(max_examples=80)
-def test_the_largest_that_fits_is_taken(data: int, partitions: int, replaced: int | None, source_bytes: int) -> None:
+def test_the_largest_that_fits_is_taken(
+    data: int, partitions: int, replaced: int | None, source_bytes: int
+) -> None:
     needs = needs_of(np.random.default_rng(data), partitions, source_bytes=source_bytes)
     count = int((needs.partition_rows > 0).sum())
     given_ = [sizes_of(needs, n, replaced or n, sizes.BLOCK_EDGES_MIN) for n in range(1, count + 1)]

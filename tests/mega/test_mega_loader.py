@@ -1,4 +1,5 @@
-"""Mega-batches of real stores: what is in them, that they can be repeated and resumed, and what goes wrong."""
+"""Mega-batches of real stores: what is in them, that they can be repeated and resumed, and what goes
+wrong."""
 
 from __future__ import annotations
 
@@ -40,7 +41,9 @@ def make_graph() -> Any:
     """CSC [sources, targets] of clusters, hubs, loops, and nodes without any edge."""
     rng = np.random.default_rng(0)
     near = np.arange(NODES).repeat(4)
-    source = np.concatenate([near // 60 * 60 + rng.integers(0, 60, len(near)), rng.integers(0, 40, 3000) * 71])
+    source = np.concatenate(
+        [near // 60 * 60 + rng.integers(0, 60, len(near)), rng.integers(0, 40, 3000) * 71]
+    )
     target = np.concatenate([near, rng.integers(0, NODES, 3000)])
     source, target = np.concatenate([source, target]), np.concatenate([target, source])
     kept = (source % 50 != 7) & (target % 50 != 7)
@@ -105,8 +108,14 @@ Seen = tuple[Any, ...]
 
 def drawn(batch: MegaMiniBatch) -> Seen:
     """All of a mini-batch, as what can be compared and written as JSON."""
-    return [batch.node.tolist(), batch.row.tolist(), batch.col.tolist(), batch.batch_size, float(batch.x.sum()),
-            None if batch.weight is None else batch.weight.tolist()]  # type: ignore[return-value]  # fmt: skip
+    return [
+        batch.node.tolist(),
+        batch.row.tolist(),
+        batch.col.tolist(),
+        batch.batch_size,
+        float(batch.x.sum()),
+        None if batch.weight is None else batch.weight.tolist(),
+    ]  # type: ignore[return-value]
 
 
 def batches(loader: MegaBatches, epochs: int = 1, size: int = 90) -> Iterator[Seen]:
@@ -190,7 +199,9 @@ def test_what_is_in_them(open_: Callable[..., MegaBatches], way: str, kind: str)
             assert loaded > FEATURES.nbytes
         if way == "all" and epoch == 1:
             assert loaded == 0, "what fits is read once"
-    assert loader.steps == (1 if way == "all" else 10 if way == "sliding" else -(-PARTITIONS // loader.resident))
+    assert loader.steps == (
+        1 if way == "all" else 10 if way == "sliding" else -(-PARTITIONS // loader.resident)
+    )
 
 
 def test_all_nodes_are_trained_on_by_default(open_: Callable[..., MegaBatches]) -> None:
@@ -232,7 +243,9 @@ def test_resumed_anywhere_the_rest_is_the_same(open_: Callable[..., MegaBatches]
     options = WAYS[way]
     whole = list(batches(open_(**options), epochs=2))
     stopped = open_(**options)
-    for number, (_, state) in enumerate([(b, json.dumps(stopped.state_dict())) for b in batches(stopped, epochs=2)]):
+    for number, (_, state) in enumerate(
+        [(b, json.dumps(stopped.state_dict())) for b in batches(stopped, epochs=2)]
+    ):
         if number % max(1, len(whole) // 6) and number + 1 < len(whole) // 2:
             continue
         if number > len(whole) * 2 // 3:
@@ -249,7 +262,8 @@ RESUME = """
 import json, sys
 import featstore, featstore.loaders.mega.sizes
 featstore.loaders.mega.sizes.BLOCK_EDGES_MAX = featstore.loaders.mega.sizes.BLOCK_EDGES_MIN = 700
-loader = featstore.open(sys.argv[1]).mega_batches(memory="64MiB", train="train", seed=3, **json.loads(sys.argv[2]))
+options = {"memory": "64MiB", "train": "train", "seed": 3, **json.loads(sys.argv[2])}
+loader = featstore.open(sys.argv[1]).mega_batches(**options)
 loader.load_state_dict(json.loads(sys.argv[3]))
 print(json.dumps([b.node.tolist() for mega in loader for b in mega.batches([4, 3], 90)]))
 next(iter(loader))  # neither closed nor through: the process must end all the same
@@ -299,7 +313,9 @@ def test_a_state_of_something_else_is_refused(
         open_(resident=6).load_state_dict(state | {"version": 99})
     graph = (GRAPH.indptr.astype(np.int64), GRAPH.indices)
     with (
-        pack(tmp_path / "other", FEATURES + 1, graph=graph, order="ldg", partitions=PARTITIONS, hubs=0.02) as store,
+        pack(
+            tmp_path / "other", FEATURES + 1, graph=graph, order="ldg", partitions=PARTITIONS, hubs=0.02
+        ) as store,
         store.mega_batches(resident=6, seed=3) as other,
         pytest.raises(ValueError, match="the state has store ="),
     ):
@@ -358,7 +374,10 @@ def test_closed_while_loading(open_: Callable[..., MegaBatches]) -> None:
 
 def test_stores_that_cannot_be_trained_from(tmp_path: Path, pack: Callable[..., featstore.Store]) -> None:
     graph = (GRAPH.indptr.astype(np.int64), GRAPH.indices)
-    with pack(tmp_path / "bare", FEATURES, order="given") as store, pytest.raises(SourceError, match="holds no graph"):
+    with (
+        pack(tmp_path / "bare", FEATURES, order="given") as store,
+        pytest.raises(SourceError, match="holds no graph"),
+    ):
         store.mega_batches()
     with (
         pack(tmp_path / "lost", FEATURES, graph=graph, topology=False) as store,
@@ -378,8 +397,13 @@ def test_stores_that_cannot_be_trained_from(tmp_path: Path, pack: Callable[..., 
 
 
 def test_options_that_cannot_be(open_: Callable[..., MegaBatches]) -> None:
-    for train, what in (([0, NODES], f"node {NODES} is out of range"), ([-1], "-1 is out of range"), ([5, 6, 5], "twice"),
-                        (np.ones(NODES, bool), "mask"), ([0.5], "integers")):  # fmt: skip
+    for train, what in (
+        ([0, NODES], f"node {NODES} is out of range"),
+        ([-1], "-1 is out of range"),
+        ([5, 6, 5], "twice"),
+        (np.ones(NODES, bool), "mask"),
+        ([0.5], "integers"),
+    ):
         with pytest.raises(IdError, match=what):
             open_(train=train)
     with pytest.raises(KeyError):
@@ -403,9 +427,12 @@ def test_options_that_cannot_be(open_: Callable[..., MegaBatches]) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"resident": 9}, {"hubs": 0}, {"hubs": 60}, {"hubs": 9, "resident": 9}, {"hubs": 9, "replaced": 1}]
+    "options",
+    [{}, {"resident": 9}, {"hubs": 0}, {"hubs": 60}, {"hubs": 9, "resident": 9}, {"hubs": 9, "replaced": 1}],
 )
-def test_the_budget_that_the_error_names_works(open_: Callable[..., MegaBatches], options: dict[str, Any]) -> None:
+def test_the_budget_that_the_error_names_works(
+    open_: Callable[..., MegaBatches], options: dict[str, Any]
+) -> None:
     for memory in (1, "1MiB", "4MiB"):
         with pytest.raises(BudgetError, match="too small") as caught:
             open_(memory=memory, **options)

@@ -1,4 +1,5 @@
-"""The schedule of an epoch: everything once, nothing loaded over what is in use, everything by seed and epoch."""
+"""The schedule of an epoch: everything once, nothing loaded over what is in use, everything by seed and
+epoch."""
 
 from __future__ import annotations
 
@@ -22,8 +23,13 @@ def schedules(draw: st.DrawFn) -> dict[str, Any]:
     partitions = np.flatnonzero(np.random.default_rng(draw(st.integers(0, 99))).random(2 * count + 2) < 0.6)
     resident = draw(st.integers(1, 45))
     replaced = draw(st.one_of(st.just(resident), st.integers(1, resident)))
-    return {"partitions": partitions, "resident": resident, "replaced": replaced, "seed": draw(st.integers(0, 2**63)),
-            "epoch": draw(st.integers(0, 1000))}  # fmt: skip
+    return {
+        "partitions": partitions,
+        "resident": resident,
+        "replaced": replaced,
+        "seed": draw(st.integers(0, 2**63)),
+        "epoch": draw(st.integers(0, 1000)),
+    }
 
 
 def steps_of(schedule: Schedule) -> list[Step]:
@@ -42,7 +48,9 @@ def test_every_partition_is_loaded_once_an_epoch(options: dict[str, Any]) -> Non
     assert schedule.steps >= -(-len(options["partitions"]) // options["resident"])
     for step in steps:
         assert 1 <= len(step.partitions) <= schedule.resident
-        assert len(step.partitions) == len(step.slots) == len(step.loaded) == len(set(step.partitions.tolist()))
+        assert (
+            len(step.partitions) == len(step.slots) == len(step.loaded) == len(set(step.partitions.tolist()))
+        )
     for step in steps[:-1]:
         assert len(step.partitions) == schedule.resident
     if options["replaced"] == options["resident"] and steps:
@@ -65,11 +73,15 @@ def test_nothing_is_loaded_into_a_slot_in_use(options: dict[str, Any]) -> None:
     for before, after in pairwise(steps):
         assert not set(after.slots[after.loaded].tolist()) & set(before.slots.tolist())
         was = dict(zip(before.partitions.tolist(), before.slots.tolist()))
-        for partition, slot in zip(after.partitions[~after.loaded].tolist(), after.slots[~after.loaded].tolist()):
+        for partition, slot in zip(
+            after.partitions[~after.loaded].tolist(), after.slots[~after.loaded].tolist()
+        ):
             assert was[partition] == slot, "what stays stays where it is"
     if schedule.steps > 1 and schedule.replaced == schedule.resident:
         first = Schedule(**options | {"epoch": options["epoch"] + 1}).step(0)
-        assert not set(first.slots.tolist()) & set(steps[-1].slots.tolist()), "the next epoch's first step, too"
+        assert not set(first.slots.tolist()) & set(steps[-1].slots.tolist()), (
+            "the next epoch's first step, too"
+        )
 
 
 @given(schedules())

@@ -1,5 +1,5 @@
-"""The slot map in plain Python: dicts and lists, written from the definitions of the policies. Slow, short, and to be
-believed.
+"""The slot map in plain Python: dicts and lists, written from the definitions of the policies. Slow, short,
+and to be believed.
 """
 
 from __future__ import annotations
@@ -226,7 +226,9 @@ class Score(Fifo):
                 if self.slots[slot].pins == 0:
                     self.standby.append(slot)
         places = self.resident_max - len(self.eviction)
-        counts = sorted((number for bucket in self.access.buckets for number, _ in bucket if number), reverse=True)
+        counts = sorted(
+            (number for bucket in self.access.buckets for number, _ in bucket if number), reverse=True
+        )
         if places == 0:
             self.threshold = 255
         else:
@@ -279,20 +281,21 @@ class Min(Fifo):
         self.released.append(slot)
 
     def victim(self) -> int:
-        slot = max(reversed(self.released), key=lambda slot: self.use_of[slot])  # max takes the first of the greatest
+        # max takes the first of the greatest
+        slot = max(reversed(self.released), key=lambda slot: self.use_of[slot])
         self.released.remove(slot)
         return slot
 
 
 _POLICIES: dict[int, type[Fifo]] = {
-    layout.STATIC: Fifo, layout.FIFO: Fifo, layout.LRU: Lru, layout.CLOCK: Clock, layout.SIEVE: Sieve, layout.S3FIFO: S3Fifo,
-    layout.SCORE: Score, layout.MIN: Min,
+    layout.STATIC: Fifo, layout.FIFO: Fifo, layout.LRU: Lru, layout.CLOCK: Clock, layout.SIEVE: Sieve,
+    layout.S3FIFO: S3Fifo, layout.SCORE: Score, layout.MIN: Min,
 }  # fmt: skip
 
 
 class ReferenceMap:
-    """What a slot map does. ``acquire`` returns (slots, positions to read, positions others read), or how many slots are
-    short.
+    """What a slot map does. ``acquire`` returns (slots, positions to read, positions others read), or how
+    many slots are short.
     """
 
     def __init__(self, slots: int, policy: int, **options: float) -> None:

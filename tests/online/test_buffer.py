@@ -1,5 +1,5 @@
-"""The feature buffer: every row is read once while it is in flight or present, whoever asks; nobody waits for ever; errors
-leave it usable.
+"""The feature buffer: every row is read once while it is in flight or present, whoever asks; nobody waits for
+ever; errors leave it usable.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ ROWS = 1000
 
 
 class Watched:
-    """A reader's submit, watched: no row is asked for while it is in flight or present, no slot while it is read into.
+    """A reader's submit, watched: no row is asked for while it is in flight or present, no slot while it is
+    read into.
 
     ``hold``: reads wait until the test ends them with :meth:`end`; otherwise the reader performs them.
     """
@@ -54,7 +55,9 @@ class Watched:
             self._begin(rows.tolist(), slots.tolist())
         if not self.hold:
             request = self.submit_of_reader(ids, out=out, at=at)
-            request._future.add_done_callback(lambda future: self._ended(rows, slots, future.exception() is None))
+            request._future.add_done_callback(
+                lambda future: self._ended(rows, slots, future.exception() is None)
+            )
             return request
         request = Request(lambda: None)
         request.begin()
@@ -128,7 +131,9 @@ def eventually(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
 
 
 @pytest.mark.parametrize("policy", sorted(layout.POLICIES))
-def test_rows_are_those_of_the_store(policy: str, reader: Reader, watched: Watched, features: np.ndarray) -> None:
+def test_rows_are_those_of_the_store(
+    policy: str, reader: Reader, watched: Watched, features: np.ndarray
+) -> None:
     rng = np.random.default_rng(0)
     with FeatureBuffer(reader, slots=150, policy=policy, batches=30 if policy == "min" else 0) as buffer:
         for batch in range(30):
@@ -254,7 +259,9 @@ def test_a_row_that_failed_for_one_who_still_holds_it_is_read_by_the_next(
             first.result()
 
 
-def test_a_released_tickets_rows_arrive_for_others(reader: Reader, held: Watched, features: np.ndarray) -> None:
+def test_a_released_tickets_rows_arrive_for_others(
+    reader: Reader, held: Watched, features: np.ndarray
+) -> None:
     with FeatureBuffer(reader, slots=3) as buffer:
         buffer.begin([1, 2]).release()
         with pytest.raises(TimeoutError):  # two slots are being read into, though nobody wants them
@@ -266,7 +273,9 @@ def test_a_released_tickets_rows_arrive_for_others(reader: Reader, held: Watched
         assert held.rows_read == 3
 
 
-def test_a_failing_submit_leaves_the_buffer_usable(reader: Reader, watched: Watched, features: np.ndarray) -> None:
+def test_a_failing_submit_leaves_the_buffer_usable(
+    reader: Reader, watched: Watched, features: np.ndarray
+) -> None:
     with FeatureBuffer(reader, slots=4) as buffer:
         good = reader.submit
 
@@ -325,7 +334,8 @@ def test_a_ticket_that_was_handed_over_is_waited_for(reader: Reader, watched: Wa
 
 
 def test_two_threads_that_wait_for_each_other(reader: Reader, watched: Watched) -> None:
-    """Both hold a half and want another: one gets an error, and when he has released, the other gets his slots."""
+    """Both hold a half and want another: one gets an error, and when he has released, the other gets his
+    slots."""
     with FeatureBuffer(reader, slots=4) as buffer:
         barrier = threading.Barrier(2)
 
@@ -396,7 +406,8 @@ def test_an_interrupt_leaves_the_buffer_usable(reader: Reader, held: Watched, fe
 
 @pytest.mark.parametrize("policy", ["fifo", "lru", "sieve", "s3-fifo", "score"])
 def test_many_threads(policy: str, reader: Reader, watched: Watched, features: np.ndarray) -> None:
-    """The smallest buffer that works, more threads than fit at once, tickets held, cancelled, forgotten and passed on."""
+    """The smallest buffer that works, more threads than fit at once, tickets held, cancelled, forgotten and
+    passed on."""
 
     def work(seed: int) -> int:
         rng = np.random.default_rng(seed)
@@ -429,8 +440,8 @@ def test_many_threads(policy: str, reader: Reader, watched: Watched, features: n
 
 
 class Consumers(RuleBasedStateMachine):
-    """Consumers begin, wait, cancel and release, reads end in any order, well or not; see :class:`Watched` for what is
-    asserted.
+    """Consumers begin, wait, cancel and release, reads end in any order, well or not; see :class:`Watched`
+    for what is asserted.
     """
 
     reader: Reader
@@ -466,7 +477,8 @@ class Consumers(RuleBasedStateMachine):
         if how != "forget":
             getattr(ticket, how)()
         elif self.raised:
-            ticket.release()  # the traceback of a read's error refers to any ticket until the garbage collector comes
+            # the traceback of a read's error refers to any ticket until the garbage collector comes
+            ticket.release()
 
     @invariant()
     def rows_of_done_tickets_are_right(self) -> None:

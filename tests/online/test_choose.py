@@ -32,11 +32,15 @@ ROWS = 60_000
 Trace = list[NDArray[np.int64]]
 
 
-def zipf(rng: np.random.Generator, batches: int, rows: int = ROWS, size: int = 1000, skew: float = 0.9) -> Trace:
+def zipf(
+    rng: np.random.Generator, batches: int, rows: int = ROWS, size: int = 1000, skew: float = 0.9
+) -> Trace:
     """Rows wanted by a power law, under ids that say nothing."""
     names = np.random.default_rng(99).permutation(rows)
     chances = np.cumsum(np.arange(1, rows + 1) ** -skew)
-    return [names[np.unique(np.searchsorted(chances, chances[-1] * rng.random(size)))] for _ in range(batches)]
+    return [
+        names[np.unique(np.searchsorted(chances, chances[-1] * rng.random(size)))] for _ in range(batches)
+    ]
 
 
 def scanned(rng: np.random.Generator, batches: int) -> Trace:
@@ -89,10 +93,12 @@ def test_the_choice_is_near_the_best_of_a_full_simulation(name: str, slots: int)
     for seen_before in (120, 240):
         chosen = seen(choice, trace[seen_before - 120 : seen_before])
         kept = kept_by(choice)
-        tried = [p for p in CANDIDATES if p != "static" or len(kept)]  # without room for a static set there is none
+        # without room for a static set there is none
+        tried = [p for p in CANDIDATES if p != "static" or len(kept)]
         assert set(choice.hit_rates) == set(tried)
         full = {p: rate_after(trace[: seen_before + 120], seen_before, slots, p, kept) for p in tried}
-        # In a loop all rows are used alike, so what one use less says of the static set is wrong; the second window tells.
+        # In a loop all rows are used alike, so what one use less says of the static set is wrong; the second
+        # window tells.
         if name != "loop" or seen_before > 120:
             assert full[chosen] >= max(full.values()) - 0.03
 
@@ -113,7 +119,10 @@ def test_shadows_hit_as_often_as_the_buffer(name: str, slots: int) -> None:
 
 
 def test_traces_that_differ_need_policies_that_differ() -> None:
-    found = {name: seen(PolicyChoice(6000, ROWS), make(np.random.default_rng(2), 120)) for name, make in TRACES.items()}
+    found = {
+        name: seen(PolicyChoice(6000, ROWS), make(np.random.default_rng(2), 120))
+        for name, make in TRACES.items()
+    }
     assert found["loop"] not in ("fifo", "lru", "clock")  # these never hit in a loop
     assert found["drift"] not in ("static", "sieve", "s3-fifo")  # these keep what is not wanted any more
     assert found["zipf"] in ("static", "sieve", "s3-fifo")
@@ -121,7 +130,8 @@ def test_traces_that_differ_need_policies_that_differ() -> None:
 
 def test_a_static_set_is_not_judged_by_the_uses_it_was_chosen_for() -> None:
     rng = np.random.default_rng(3)
-    trace = [rng.choice(ROWS, 400, replace=False) for _ in range(600)]  # two uses a row in each half, by chance alone
+    # two uses a row in each half, by chance alone
+    trace = [rng.choice(ROWS, 400, replace=False) for _ in range(600)]
     choice = PolicyChoice(6000, ROWS)
     seen(choice, trace[:300])
     in_window = np.isin(np.concatenate(trace[:300]), kept_by(choice)).mean()
@@ -133,7 +143,8 @@ def test_a_static_set_is_not_judged_by_the_uses_it_was_chosen_for() -> None:
 
 def test_a_static_set_that_is_used_alike_in_each_epoch_is_found_in_the_first_one() -> None:
     rng = np.random.default_rng(12)
-    uses = np.repeat(np.arange(ROWS), np.where(np.arange(ROWS) % 10 == 0, 3, 1))  # each epoch in another order
+    # each epoch in another order
+    uses = np.repeat(np.arange(ROWS), np.where(np.arange(ROWS) % 10 == 0, 3, 1))
     epochs = [np.array_split(rng.permutation(uses), 200) for _ in range(2)]
     choice = PolicyChoice(6000 + 1000, ROWS)
     assert seen(choice, epochs[0]) == "static"
@@ -269,7 +280,8 @@ def test_replay_is_the_simulation_of_what_fits(policy: str, batches: list[list[i
     assert replay(m, rows, offsets, NO_NEXT_USE, False) == len(batches)
     cut = [[row for i, row in enumerate(batch) if len({*batch[: i + 1]}) <= slots] for batch in batches]
     fits = []
-    for whole, batch in zip(batches, cut, strict=True):  # a mini-batch is cut at the first row that does not fit
+    # a mini-batch is cut at the first row that does not fit
+    for whole, batch in zip(batches, cut, strict=True):
         end = next((i for i in range(len(whole)) if len({*whole[: i + 1]}) > slots), len(whole))
         fits.append(batch[:end])
     hits, misses = simulate(fits, slots, policy)
@@ -296,7 +308,8 @@ def test_noting_rows(batches: list[list[int]], share: float, room: int) -> None:
     if at >= 0:
         assert uses.tolist() == np.bincount(whole, minlength=50).tolist()
         assert (
-            count_uses(uses)[:10].tolist() == np.bincount(np.bincount(whole, minlength=50), minlength=10)[:10].tolist()
+            count_uses(uses)[:10].tolist()
+            == np.bincount(np.bincount(whole, minlength=50), minlength=10)[:10].tolist()
         )
         halve_uses(uses)
         assert uses.tolist() == (np.bincount(whole, minlength=50) // 2).tolist()

@@ -1,5 +1,5 @@
-"""Rows on devices above the host's buffer: every row is the source's, none is brought twice, and hits are those of the policy. All here on
-the device "cpu", several of which stand for several accelerators."""
+"""Rows on devices above the host's buffer: every row is the source's, none is brought twice, and hits are
+those of the policy. All here on the device "cpu", several of which stand for several accelerators."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ MEMORY = "6MiB"
 
 
 def rows_of(count: int, shape: tuple[int, ...], dtype: Any, seed: int) -> np.ndarray:
-    raw = np.random.default_rng(seed).integers(0, 128, count * int(np.prod(shape)) * np.dtype(dtype).itemsize, np.uint8)
+    raw = np.random.default_rng(seed).integers(
+        0, 128, count * int(np.prod(shape)) * np.dtype(dtype).itemsize, np.uint8
+    )
     return raw.view(dtype).reshape(count, *shape)
 
 
@@ -66,7 +68,11 @@ def check_epoch(loader: Any, x: np.ndarray, epoch: int) -> None:
 @pytest.mark.parametrize("policy", ON_DEVICES)
 @pytest.mark.parametrize("devices", [1, 3])
 def test_every_policy_serves_the_source(store: Any, x: np.ndarray, policy: str, devices: int) -> None:
-    options: dict[str, Any] = {"device": ["cpu"] * devices, "device_memory": 300 * ROW_BYTES, "device_policy": policy}
+    options: dict[str, Any] = {
+        "device": ["cpu"] * devices,
+        "device_memory": 300 * ROW_BYTES,
+        "device_policy": policy,
+    }
     with featstore.OnlineLoader(store, skewed, memory=MEMORY, policy="fifo", **options) as loader:
         for epoch in range(3):
             check_epoch(loader, x, epoch)
@@ -76,19 +82,25 @@ def test_every_policy_serves_the_source(store: Any, x: np.ndarray, policy: str, 
     on_devices, on_host = report.devices["features"], report.buffers["features"]
     asked = sum(len(ids) for epoch in range(3) for ids in skewed(epoch))
     assert on_devices.hits + on_devices.misses == asked
-    assert on_host.hits + on_host.misses == on_devices.misses  # the host is asked for what the devices have not
+    # the host is asked for what the devices have not
+    assert on_host.hits + on_host.misses == on_devices.misses
     assert on_devices.hits > 0
     assert report.hit_rate == pytest.approx(1 - on_host.misses / asked)
 
 
 @given(
     row_shape=st.sampled_from([(), (1,), (3,), (7,), (511,), (513,), (2, 6), (40_000,)]),
-    dtype=st.sampled_from(["uint8", "bool", "float16", "bfloat16", "int32", "float64", "complex64", "uint16"]),
-    devices=st.integers(1, 3), overtake=st.booleans(), seed=st.integers(0, 99),
-)  # fmt: skip
+    dtype=st.sampled_from(
+        ["uint8", "bool", "float16", "bfloat16", "int32", "float64", "complex64", "uint16"]
+    ),
+    devices=st.integers(1, 3),
+    overtake=st.booleans(),
+    seed=st.integers(0, 99),
+)
 @settings(max_examples=25)
 def test_every_row_size_and_dtype(
-    tmp_path_factory: pytest.TempPathFactory, row_shape: tuple[int, ...], dtype: str, devices: int, overtake: bool, seed: int
+    tmp_path_factory: pytest.TempPathFactory, row_shape: tuple[int, ...], dtype: str, devices: int,
+    overtake: bool, seed: int
 ) -> None:  # fmt: skip
     count = 150
     kind = bfloat16() if dtype == "bfloat16" else np.dtype(dtype)
@@ -100,7 +112,12 @@ def test_every_row_size_and_dtype(
     with (
         featstore.pack(tmp_path_factory.mktemp("rows") / "s", source) as store,
         featstore.OnlineLoader(
-            store, batches, memory="40MiB", device=["cpu"] * devices, device_memory=60 * row_bytes, overtake=overtake
+            store,
+            batches,
+            memory="40MiB",
+            device=["cpu"] * devices,
+            device_memory=60 * row_bytes,
+            overtake=overtake,
         ) as loader,
     ):
         for _ in range(2):
@@ -133,8 +150,14 @@ def test_a_saved_cache_fills_both_levels(store: Any, x: np.ndarray) -> None:
 
 @pytest.mark.parametrize("policy", ON_DEVICES)
 def test_a_saved_cache_fills_other_devices_too(store: Any, x: np.ndarray, policy: str) -> None:
-    """Saved on two devices; what is kept on those that are there is what would have left last, and the others' rows are on the host."""
-    options: dict[str, Any] = {"memory": "16MiB", "policy": "fifo", "device_policy": policy, "batch_rows": 150}
+    """Saved on two devices; what is kept on those that are there is what would have left last, and the
+    others' rows are on the host."""
+    options: dict[str, Any] = {
+        "memory": "16MiB",
+        "policy": "fifo",
+        "device_policy": policy,
+        "batch_rows": 150,
+    }
     with featstore.OnlineLoader(
         store, skewed, device=["cpu", "cpu"], device_memory=300 * ROW_BYTES, **options
     ) as loader:
@@ -158,8 +181,8 @@ def test_a_saved_cache_fills_other_devices_too(store: Any, x: np.ndarray, policy
 
 
 @given(
-    ids=st.lists(st.integers(0, ROWS - 1), unique=True, max_size=60), devices=st.integers(1, 3), slots=st.integers(1, 25),
-    cuts=st.lists(st.integers(0, 60), max_size=3),
+    ids=st.lists(st.integers(0, ROWS - 1), unique=True, max_size=60), devices=st.integers(1, 3),
+    slots=st.integers(1, 25), cuts=st.lists(st.integers(0, 60), max_size=3),
 )  # fmt: skip
 def test_the_last_that_fit_go_to_their_device(
     store: Any, ids: list[int], devices: int, slots: int, cuts: list[int]
@@ -175,7 +198,9 @@ def test_the_last_that_fit_go_to_their_device(
         last = [[i for i in ids if i % devices == number][-slots:] for number in range(devices)]
         assert buffer.cached_ids().tolist() == [i for one in last for i in one]
         assert others == [i for i in ids if all(i not in one for one in last)]
-        assert np.flatnonzero(buffer.holds(np.arange(ROWS))).tolist() == sorted(i for one in last for i in one)
+        assert np.flatnonzero(buffer.holds(np.arange(ROWS))).tolist() == sorted(
+            i for one in last for i in one
+        )
 
 
 def test_several_tables(tmp_path: Path) -> None:
@@ -201,7 +226,10 @@ def test_the_memory_it_names_works(store: Any, x: np.ndarray) -> None:
             featstore.OnlineLoader(store, skewed, device_memory=20, **options) as loader,
         ):
             next(iter(loader))
-        for memory, works in ((raised.value.needed_bytes, True), (raised.value.needed_bytes - ROW_BYTES, False)):
+        for memory, works in (
+            (raised.value.needed_bytes, True),
+            (raised.value.needed_bytes - ROW_BYTES, False),
+        ):
             with featstore.OnlineLoader(store, skewed, device_memory=memory, **options) as loader:
                 if works:
                     check_epoch(loader, x, 0)
@@ -214,12 +242,18 @@ def test_the_memory_it_names_works(store: Any, x: np.ndarray) -> None:
     ("options", "error", "match"),
     [
         ({"device_memory": "1MiB"}, SourceError, "say on which, with device="),
-        ({"device": "cpu", "device_memory": "1MiB", "device_policy": "static"}, SourceError, "device_policy must be .* not 'static'"),
+        (
+            {"device": "cpu", "device_memory": "1MiB", "device_policy": "static"},
+            SourceError,
+            "device_policy must be .* not 'static'",
+        ),
         ({"device": "nonsense"}, SourceError, "device='nonsense' cannot be used here"),
         ({"device": "cpu", "tensors": False}, SourceError, "leave out device="),
     ],
-)  # fmt: skip
-def test_bad_input_is_named(store: Any, options: dict[str, Any], error: type[FeatstoreError], match: str) -> None:
+)
+def test_bad_input_is_named(
+    store: Any, options: dict[str, Any], error: type[FeatstoreError], match: str
+) -> None:
     with pytest.raises(error, match=match):
         featstore.OnlineLoader(store, skewed, **options)
 
@@ -251,7 +285,9 @@ def test_a_read_that_fails_holds_no_slots(store: Any, x: np.ndarray, monkeypatch
 def make(store: Any) -> Iterator[Callable[..., DeviceBuffer]]:
     opened: list[Any] = []
 
-    def make(devices: int = 1, slots: int = 200, policy: str = "fifo", host_slots: int = ROWS) -> DeviceBuffer:
+    def make(
+        devices: int = 1, slots: int = 200, policy: str = "fifo", host_slots: int = ROWS
+    ) -> DeviceBuffer:
         reader = store.reader(memory="8MiB", static=None)
         host = FeatureBuffer(reader, slots=host_slots, policy="lru")
         opened.extend([reader, host])
@@ -332,7 +368,8 @@ def test_a_row_that_occurs_twice_is_brought_after_another_gave_up(store: Any, x:
 
 
 class Levels(RuleBasedStateMachine):
-    """Tickets begun, gathered and given up in any order: no deadlock, no wrong row, none asked of the host that is there or on its way."""
+    """Tickets begun, gathered and given up in any order: no deadlock, no wrong row, none asked of the host
+    that is there or on its way."""
 
     store: Any
     x: np.ndarray
@@ -346,7 +383,9 @@ class Levels(RuleBasedStateMachine):
 
     @rule(ids=st.lists(st.integers(0, 59), max_size=12))
     def begin(self, ids: list[int]) -> None:
-        coming = {int(i) for t in self.tickets for i in t.asked_of_host} | set(self.buffer.cached_ids().tolist())
+        coming = {int(i) for t in self.tickets for i in t.asked_of_host} | set(
+            self.buffer.cached_ids().tolist()
+        )
         ticket = self.buffer.begin(np.array(ids, np.int64))
         if ticket is None:
             assert self.tickets
@@ -399,4 +438,6 @@ def test_any_order_of_tickets(store: Any, x: np.ndarray) -> None:
     from hypothesis.stateful import run_state_machine_as_test
 
     Levels.store, Levels.x = store, x
-    run_state_machine_as_test(Levels, settings=settings(max_examples=40, stateful_step_count=25, deadline=None))
+    run_state_machine_as_test(
+        Levels, settings=settings(max_examples=40, stateful_step_count=25, deadline=None)
+    )

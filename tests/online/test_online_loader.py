@@ -1,4 +1,5 @@
-"""The online loader: the rows of every mini-batch are those of the source, whatever the policy, the budget and the interruptions."""
+"""The online loader: the rows of every mini-batch are those of the source, whatever the policy, the budget
+and the interruptions."""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ SMALL = "6MiB"
 
 
 def rows_of(count: int, shape: tuple[int, ...], dtype: Any, seed: int) -> np.ndarray:
-    raw = np.random.default_rng(seed).integers(0, 256, count * int(np.prod(shape)) * np.dtype(dtype).itemsize, np.uint8)
+    raw = np.random.default_rng(seed).integers(
+        0, 256, count * int(np.prod(shape)) * np.dtype(dtype).itemsize, np.uint8
+    )
     return raw.view(dtype).reshape(count, *shape)
 
 
@@ -106,7 +109,9 @@ def test_every_row_size(
     path = tmp_path_factory.mktemp("rows")
     with featstore.pack(path / "s", source) as store:
         batches = list(skewed(seed, 5, 20, count))
-        with featstore.OnlineLoader(store, batches, memory="40MiB", policy=policy, overtake=overtake) as loader:
+        with featstore.OnlineLoader(
+            store, batches, memory="40MiB", policy=policy, overtake=overtake
+        ) as loader:
             found = list(loader)
         assert sorted(b.index for b in found) == list(range(5))
         for batch in found:
@@ -183,7 +188,10 @@ def test_states_of_others_are_refused(store: Any) -> None:
             loader.load_state_dict(state | {"store": "other"})
         with pytest.raises(SourceError, match="next of the state must not be negative"):
             loader.load_state_dict(state | {"next": -1})
-    with featstore.OnlineLoader(store, skewed, overtake=True) as loader, pytest.raises(SourceError, match="overtake"):
+    with (
+        featstore.OnlineLoader(store, skewed, overtake=True) as loader,
+        pytest.raises(SourceError, match="overtake"),
+    ):
         loader.state_dict()
 
 
@@ -237,7 +245,8 @@ def test_a_mini_batch_with_more_rows_than_slots_names_what_works(tmp_path: Path)
     with featstore.pack(tmp_path / "s", source) as store:
         for options in ({}, {"device": "cpu", "device_memory": 16 * 40_000}):
             memory, errors = 4300 << 10, []
-            while len(errors) < 3:  # one for the first mini-batch, one for the second, and then there is memory
+            # one for the first mini-batch, one for the second, and then there is memory
+            while len(errors) < 3:
                 with (
                     featstore.OnlineLoader(store, batches, memory=memory, policy="fifo", **options) as loader,
                     pytest.raises((BudgetError, SourceError)) as raised,
@@ -255,7 +264,9 @@ def test_a_mini_batch_with_more_rows_than_slots_names_what_works(tmp_path: Path)
                     np.testing.assert_array_equal(np.asarray(batch.x), source[ids])
 
 
-def test_a_loader_that_could_not_open_tries_again(store: Any, x: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loader_that_could_not_open_tries_again(
+    store: Any, x: np.ndarray, monkeypatch: pytest.MonkeyPatch
+) -> None:
     original, failing = extraction.Extraction._buffer, [True]
 
     def buffer(self: Any, *arguments: Any) -> Any:
@@ -350,7 +361,9 @@ def test_a_warm_start_is_as_good_as_going_on(store: Any, x: np.ndarray, policy: 
 def test_several_tables(tmp_path: Path) -> None:
     tables = {"paper": rows_of(500, (9,), np.int16, 1), "author": rows_of(200, (33,), np.uint8, 2)}
     rng = np.random.default_rng(5)
-    batches = [{"paper": rng.permutation(500)[:80], "author": rng.permutation(200)[: 2 * n]} for n in range(1, 7)]
+    batches = [
+        {"paper": rng.permutation(500)[:80], "author": rng.permutation(200)[: 2 * n]} for n in range(1, 7)
+    ]
     with featstore.pack(tmp_path / "s", tables) as store:
         with featstore.OnlineLoader(store, batches, memory="32MiB") as loader:
             for batch, ids in zip(loader, batches, strict=True):
@@ -409,16 +422,30 @@ def _none_of_numbers(batch: Any) -> Any:
         (lambda s: featstore.OnlineLoader(s, [np.array([1.5])]), SourceError, "integers"),
         (lambda s: featstore.OnlineLoader(s, [object()]), SourceError, "nodes="),
         (lambda s: featstore.OnlineLoader(s, [object()], nodes=lambda _: {}), SourceError, "no node type"),
-        (lambda s: featstore.OnlineLoader(s, [np.arange(3), 7], nodes=_none_of_numbers), SourceError, "no node type"),
+        (
+            lambda s: featstore.OnlineLoader(s, [np.arange(3), 7], nodes=_none_of_numbers),
+            SourceError,
+            "no node type",
+        ),
         (lambda s: featstore.OnlineLoader(s, [np.arange(3), np.array([ROWS])]), IdError, "mini-batch 1: "),
         (lambda s: featstore.OnlineLoader(s, skewed, batch_rows=0), SourceError, "at least 1, not 0"),
-        (lambda s: featstore.OnlineLoader(s, skewed, batch_rows={"features": "x"}), SourceError, "whole number"),
-        (lambda s: featstore.OnlineLoader(s, skewed, policy="best"), SourceError, "policy must be .* not 'best'"),
+        (
+            lambda s: featstore.OnlineLoader(s, skewed, batch_rows={"features": "x"}),
+            SourceError,
+            "whole number",
+        ),
+        (
+            lambda s: featstore.OnlineLoader(s, skewed, policy="best"),
+            SourceError,
+            "policy must be .* not 'best'",
+        ),
         (lambda s: featstore.OnlineLoader(s, skewed, policy="min"), SourceError, "compile"),
         (lambda s: featstore.OnlineLoader(s, skewed, policy="lru", static=[1]), SourceError, "static="),
     ],
 )
-def test_bad_input_is_named(store: Any, make: Callable[[Any], Any], error: type[FeatstoreError], match: str) -> None:
+def test_bad_input_is_named(
+    store: Any, make: Callable[[Any], Any], error: type[FeatstoreError], match: str
+) -> None:
     with pytest.raises(error, match=match), make(store) as loader:
         list(loader)
     assert own_threads() == []

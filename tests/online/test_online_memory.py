@@ -1,4 +1,5 @@
-"""The online loader stays within its budget: peak memory of a process of its own, large mini-batches and changes of policy included."""
+"""The online loader stays within its budget: peak memory of a process of its own, large mini-batches and
+changes of policy included."""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ PolicyChoice.decide, PolicyChoice.static_ids = decide, static_ids
 rows = 3000
 store = featstore.open(sys.argv[1])
 for policy in ("fifo", "auto"):  # what loads code and compiles is no matter of the budget
-    with featstore.OnlineLoader(store, lambda epoch: [np.arange(9)] * 4, memory="80MiB", policy=policy) as loader:
+    few = lambda epoch: [np.arange(9)] * 4
+    with featstore.OnlineLoader(store, few, memory="80MiB", policy=policy) as loader:
         through(loader)
 del loader
 found = {}

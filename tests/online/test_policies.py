@@ -1,5 +1,5 @@
-"""Every policy does what its reference in plain Python does, to the last slot, on any trace, with rows held, failed and read
-again.
+"""Every policy does what its reference in plain Python does, to the last slot, on any trace, with rows held,
+failed and read again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ from featstore.tiers.slots.simulation import simulate
 NAMES = sorted(layout.POLICIES)
 NEVER = layout.NEVER
 BATCHES = 40
-OPTIONS: dict[str, dict[str, Any]] = {"s3-fifo": {"small": 0.3}, "score": {"resident": 0.6, "gamma": 0.7, "delta": 3}}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "s3-fifo": {"small": 0.3},
+    "score": {"resident": 0.6, "gamma": 0.7, "delta": 3},
+}
 
 
 def ints(values: Any) -> Any:
@@ -47,7 +50,9 @@ class Pair:
 
     def __post_init__(self) -> None:
         policy, options = layout.POLICIES[self.name], OPTIONS.get(self.name, {})
-        self.map = layout.make_slot_map(self.slots, policy, batches=BATCHES if self.name == "min" else 0, **options)
+        self.map = layout.make_slot_map(
+            self.slots, policy, batches=BATCHES if self.name == "min" else 0, **options
+        )
         self.reference = ReferenceMap(self.slots, policy, **options)
 
     def acquire(self, rows: list[int], uses: list[int]) -> None:
@@ -92,9 +97,9 @@ class Pair:
         assert ours["pins"].tolist() == [s.pins for s in held]
         assert ours["status"].tolist() == [s.status for s in held]
         c, r = self.map.counts, self.reference
-        assert c[[layout.HITS, layout.MISSES, layout.WAITS, layout.EVICTIONS, layout.BATCHES, layout.UNPINNED]].tolist() == [
-            r.hits, r.misses, r.waits, r.evictions, r.batches, r.unpinned()
-        ]  # fmt: skip
+        assert c[
+            [layout.HITS, layout.MISSES, layout.WAITS, layout.EVICTIONS, layout.BATCHES, layout.UNPINNED]
+        ].tolist() == [r.hits, r.misses, r.waits, r.evictions, r.batches, r.unpinned()]
 
 
 rows_few = st.lists(st.tuples(st.integers(0, 14), st.integers(0, BATCHES - 1) | st.just(NEVER)), max_size=6)
@@ -158,7 +163,8 @@ def test_skewed_traces_with_rows_held_over_several_batches(name: str, seed: int)
 
 @pytest.mark.parametrize("name", NAMES)
 def test_mini_batches_of_many_groups(name: str) -> None:
-    """Missed rows are given slots in groups; a mini-batch of several, with rows that occur twice, is as if they came one by one."""
+    """Missed rows are given slots in groups; a mini-batch of several, with rows that occur twice, is as if
+    they came one by one."""
     rng = np.random.default_rng(5)
     pair = Pair(1500, name)
     trace = [(rng.power(0.6, 1200) * 4000).astype(int).tolist() for _ in range(5)]
@@ -232,8 +238,9 @@ def test_a_map_in_shared_memory_is_the_same_map() -> None:
 @pytest.mark.parametrize(
     ("policy", "options"),
     [
-        (layout.FIFO, {"slots": 0}), (99, {}), (layout.MIN, {}), (layout.S3FIFO, {"small": 1.0}), (layout.SCORE, {"gamma": 1.0}),
-        (layout.SCORE, {"delta": 0}), (layout.SCORE, {"alpha": 0.0}), (layout.SCORE, {"resident": 0.0}),
+        (layout.FIFO, {"slots": 0}), (99, {}), (layout.MIN, {}), (layout.S3FIFO, {"small": 1.0}),
+        (layout.SCORE, {"gamma": 1.0}), (layout.SCORE, {"delta": 0}), (layout.SCORE, {"alpha": 0.0}),
+        (layout.SCORE, {"resident": 0.0}),
     ],
 )  # fmt: skip
 def test_wrong_options_are_errors(policy: int, options: dict[str, Any]) -> None:

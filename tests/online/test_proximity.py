@@ -1,4 +1,5 @@
-"""Orders of training nodes: a permutation each epoch, breadth-first in each sequence, as random as asked for, resumable."""
+"""Orders of training nodes: a permutation each epoch, breadth-first in each sequence, as random as asked for,
+resumable."""
 
 from __future__ import annotations
 
@@ -26,17 +27,24 @@ def graph_of(edges: Any, nodes: int) -> tuple[Any, Any]:
     """The CSC of (source, target) pairs, sources in the order given."""
     sources, targets = np.array(edges, np.int64).reshape(-1, 2).T
     order = np.argsort(targets, kind="stable")
-    return np.searchsorted(targets[order], np.arange(nodes + 1)).astype(np.int64), sources[order].astype(np.int32)
+    return np.searchsorted(targets[order], np.arange(nodes + 1)).astype(np.int64), sources[order].astype(
+        np.int32
+    )
 
 
-def clustered_graph(nodes: int = NODES, clusters: int = 12, seed: int = 0, lone: int = 20) -> tuple[Any, Any, Any]:
-    """An undirected graph of clusters with few edges between them and some nodes without any, and the nodes' clusters."""
+def clustered_graph(
+    nodes: int = NODES, clusters: int = 12, seed: int = 0, lone: int = 20
+) -> tuple[Any, Any, Any]:
+    """An undirected graph of clusters with few edges between them and some nodes without any, and the nodes'
+    clusters."""
     rng = np.random.default_rng(seed)
     cluster = rng.integers(0, clusters, nodes)
     left = rng.integers(0, nodes - lone, nodes * 3)
     # The neighbour: a node of the same cluster, but now and then any node.
     by_cluster = np.argsort(cluster[: nodes - lone], kind="stable")
-    begin, end = (np.searchsorted(cluster[by_cluster], cluster[left], side=side) for side in ("left", "right"))
+    begin, end = (
+        np.searchsorted(cluster[by_cluster], cluster[left], side=side) for side in ("left", "right")
+    )
     near = by_cluster[rng.integers(begin, end)]
     right = np.where(rng.random(len(left)) < 0.01, rng.integers(0, nodes - lone, len(left)), near)
     pairs = np.stack([left, right], axis=1)
@@ -44,11 +52,13 @@ def clustered_graph(nodes: int = NODES, clusters: int = 12, seed: int = 0, lone:
 
 
 def searches_twin(indptr: Any, indices: Any, train: list[int], roots: list[int], sequences: int) -> Any:
-    """Breadth-first searches in turn, from the definition: (the nodes met, in order; depth of each in its search; its search)."""
+    """Breadth-first searches in turn, from the definition: (the nodes met, in order; depth of each in its
+    search; its search)."""
     seen: set[int] = set()
     wanted = set(train)
     roots_left = deque(roots)
-    queues: list[deque[tuple[int, int]]] = [deque() for _ in range(sequences)]  # (node, depth), the head half done
+    # (node, depth), the head half done
+    queues: list[deque[tuple[int, int]]] = [deque() for _ in range(sequences)]
     edges: list[deque[int]] = [deque() for _ in range(sequences)]  # what is left of the head's list
     searches = [0] * sequences
     met: list[tuple[int, int, int]] = []
@@ -114,10 +124,17 @@ def rotated(values: list[int]) -> set[tuple[int, ...]]:
 
 
 @settings(max_examples=120)
-@given(graph=graphs(), sequences=st.integers(1, 7), seed=st.integers(-(2**70), 2**70), epoch=st.integers(0, 2**40))
+@given(
+    graph=graphs(),
+    sequences=st.integers(1, 7),
+    seed=st.integers(-(2**70), 2**70),
+    epoch=st.integers(0, 2**40),
+)
 def test_sequences_are_breadth_first(graph: Any, sequences: int, seed: int, epoch: int) -> None:
     indptr, indices, train = graph
-    order = ProximityOrder((indptr, indices), train, sequences=min(sequences, len(train)), batch_size=4, seed=seed)
+    order = ProximityOrder(
+        (indptr, indices), train, sequences=min(sequences, len(train)), batch_size=4, seed=seed
+    )
     order.set_epoch(epoch)
     nodes = order.nodes()
     assert nodes.dtype == np.int64
@@ -183,7 +200,9 @@ class TestNumberOfSequences:
 
     def test_labels_without_a_pattern_need_one(self) -> None:
         indptr, indices, _ = clustered_graph()
-        order = ProximityOrder((indptr, indices), np.arange(NODES), labels=np.zeros(NODES, int), batch_size=60)
+        order = ProximityOrder(
+            (indptr, indices), np.arange(NODES), labels=np.zeros(NODES, int), batch_size=60
+        )
         assert order.sequences == 1
 
     def test_floor_of_random_orders(self) -> None:
@@ -197,7 +216,9 @@ class TestNumberOfSequences:
     def test_warns_where_none_is_enough(self) -> None:
         labels = np.arange(100) // 50
         test = LabelTest(labels, np.arange(100), 5, 100)
-        with pytest.warns(UserWarning, match=r"even 4 sequences have a shuffling error of 0\.500.*larger mini-batches"):
+        with pytest.warns(
+            UserWarning, match=r"even 4 sequences have a shuffling error of 0\.500.*larger mini-batches"
+        ):
             search = search_sequences(test, lambda _: np.arange(100), 4, 0)
         assert search.sequences == 4
         assert search.errors == {1: 0.5, 2: 0.5, 4: 0.5}
@@ -353,13 +374,19 @@ class TestGraphs:
         mapped = tuple(np.load(tmp_path / f"{name}.npy", mmap_mode="r") for name in ("indptr", "indices"))
         expected = ProximityOrder((indptr, indices), np.arange(NODES), batch_size=8).nodes()
         for graph in (mapped, (indptr, indices.astype(np.int64))):
-            np.testing.assert_array_equal(ProximityOrder(graph, np.arange(NODES), batch_size=8).nodes(), expected)
+            np.testing.assert_array_equal(
+                ProximityOrder(graph, np.arange(NODES), batch_size=8).nodes(), expected
+            )
 
     @pytest.mark.parametrize("order", ["given", "permutation"])
     def test_a_stored_graph_gives_the_same(self, pack: Any, tmp_path: Path, order: str) -> None:
         indptr, indices, cluster = clustered_graph()
-        options = {"permutation": np.random.default_rng(5).permutation(NODES)} if order == "permutation" else {}
-        store = pack(tmp_path / "s", np.zeros((NODES, 1), np.float32), graph=(indptr, indices), order=order, **options)
+        options = (
+            {"permutation": np.random.default_rng(5).permutation(NODES)} if order == "permutation" else {}
+        )
+        store = pack(
+            tmp_path / "s", np.zeros((NODES, 1), np.float32), graph=(indptr, indices), order=order, **options
+        )
         train = np.arange(0, NODES, 2)
         with store:
             csc = store.graphs["features"].csc()
@@ -421,7 +448,9 @@ class TestPartitions:
         sequences=st.integers(1, 4),
         seed=st.integers(0, 9),
     )
-    def test_partitions_stand_together_in_sequences(self, partition: list[int], sequences: int, seed: int) -> None:
+    def test_partitions_stand_together_in_sequences(
+        self, partition: list[int], sequences: int, seed: int
+    ) -> None:
         part = np.array(partition)
         train = np.flatnonzero(np.random.default_rng(seed).random(len(part)) < 0.7)
         train = train if len(train) else np.array([0])
@@ -450,14 +479,20 @@ class TestPartitions:
         order = PartitionOrder(part, np.arange(NODES), labels=part // 3, batch_size=60)
         assert order.search is not None
         assert 1 < order.sequences <= 12
-        assert order.search.errors[order.sequences] <= order.search.allowed < order.search.errors[order.sequences - 1]
+        assert (
+            order.search.errors[order.sequences]
+            <= order.search.allowed
+            < order.search.errors[order.sequences - 1]
+        )
         assert order.shuffling_error() == order.search.errors[order.sequences]
 
     @pytest.mark.parametrize("packed", ["ldg", "given"])
     def test_a_store(self, pack: Any, tmp_path: Path, packed: str) -> None:
         indptr, indices, _ = clustered_graph()
         options: dict[str, Any] = {"order": "ldg", "partitions": 6} if packed == "ldg" else {}
-        with pack(tmp_path / "s", np.zeros((NODES, 1), np.float32), graph=(indptr, indices), **options) as store:
+        with pack(
+            tmp_path / "s", np.zeros((NODES, 1), np.float32), graph=(indptr, indices), **options
+        ) as store:
             table = store.tables["features"]
             rows = table.row_of_node()
             rows = np.arange(NODES) if rows is None else rows
@@ -466,7 +501,9 @@ class TestPartitions:
             train = np.random.default_rng(3).permutation(NODES)[:200]
             expected = PartitionOrder(part, train, batch_size=10, seed=8).nodes()
             for given_as in (store, table):
-                np.testing.assert_array_equal(PartitionOrder(given_as, train, batch_size=10, seed=8).nodes(), expected)
+                np.testing.assert_array_equal(
+                    PartitionOrder(given_as, train, batch_size=10, seed=8).nodes(), expected
+                )
 
     def test_refusals(self) -> None:
         with pytest.raises(SourceError, match="partitions must be"):
@@ -499,7 +536,9 @@ class TestLoaders:
         twin.set_epoch(3)
         order.load_state_dict(order.state_dict(epoch=3, position=7 * 20))
         loader = torch.utils.data.DataLoader(torch.from_numpy(order.train), batch_size=20, sampler=order)
-        assert [b.tolist() for b in loader] == [twin.nodes()[i : i + 20].tolist() for i in range(140, 401, 20)]
+        assert [b.tolist() for b in loader] == [
+            twin.nodes()[i : i + 20].tolist() for i in range(140, 401, 20)
+        ]
 
     def test_pyg(self, kind: int) -> None:
         pytest.importorskip("torch_geometric")

@@ -1,6 +1,8 @@
-"""The ranks of a host, as torch.distributed makes them, read through one buffer: rank 0 owns it and broadcasts its client.
+"""The ranks of a host, as torch.distributed makes them, read through one buffer: rank 0 owns it and
+broadcasts its client.
 
-All tests share one process group of two ranks, which do what they are sent through a pipe. Nothing waits longer than :data:`SECONDS`.
+All tests share one process group of two ranks, which do what they are sent through a pipe. Nothing waits
+longer than :data:`SECONDS`.
 """
 
 from __future__ import annotations
@@ -104,7 +106,8 @@ class Ranks:
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("GLOO_SOCKET_IFNAME", "lo")  # whatever this host is called, and whether that name leads anywhere
+        # whatever this host is called, and whether that name leads anywhere
+        patch.setenv("GLOO_SOCKET_IFNAME", "lo")
         made = Ranks(tmp_path_factory.mktemp("ranks"))
     try:
         yield made
@@ -124,7 +127,8 @@ def broadcast(shared: SharedBuffer | None) -> BufferClient:
 
 @contextlib.contextmanager
 def one_buffer(rank: int, path: Path, **options: Any) -> Iterator[tuple[BufferClient, SharedBuffer | None]]:
-    """Each rank's client of a buffer that rank 0 owns, and in rank 0 the buffer, which is closed when all are done."""
+    """Each rank's client of a buffer that rank 0 owns, and in rank 0 the buffer, which is closed when all are
+    done."""
     with contextlib.ExitStack() as opened:
         shared = None
         if rank == 0:
@@ -149,7 +153,9 @@ def bits(rows: Any) -> int:
     return int(np.asarray(rows).view(np.uint32).sum(dtype=np.int64))
 
 
-def read_half(rank: int, path: Path, features: np.ndarray, options: dict[str, Any], through: str) -> dict[str, int]:
+def read_half(
+    rank: int, path: Path, features: np.ndarray, options: dict[str, Any], through: str
+) -> dict[str, int]:
     with one_buffer(rank, path, **options) as (client, shared):
         watched = Watched(shared._reader, features) if shared is not None else None
         box = [client]
@@ -175,7 +181,9 @@ def read_half(rank: int, path: Path, features: np.ndarray, options: dict[str, An
 
 
 @pytest.mark.parametrize("through", ["client", "pyg"])
-def test_each_row_is_read_once_for_all_ranks(ranks: Ranks, packed: Path, features: np.ndarray, through: str) -> None:
+def test_each_row_is_read_once_for_all_ranks(
+    ranks: Ranks, packed: Path, features: np.ndarray, through: str
+) -> None:
     if through == "pyg":
         pytest.importorskip("torch_geometric")
     wanted = np.concatenate([ids for rank in range(RANKS) for ids in batches(rank)])
@@ -186,13 +194,17 @@ def test_each_row_is_read_once_for_all_ranks(ranks: Ranks, packed: Path, feature
 
 
 @pytest.mark.parametrize("policy", ["lru", "sieve"])
-def test_no_row_is_read_while_it_is_there(ranks: Ranks, packed: Path, features: np.ndarray, policy: str) -> None:
+def test_no_row_is_read_while_it_is_there(
+    ranks: Ranks, packed: Path, features: np.ndarray, policy: str
+) -> None:
     """In a buffer that has room for a tenth of the rows."""
     options = {"batch_rows": 100, "policy": policy}
     with featstore.open(packed) as store, pytest.raises(BudgetError) as caught:
         SharedBuffer(store, memory=1, **options)  # type: ignore[arg-type]
     wanted = np.concatenate([ids for rank in range(RANKS) for ids in batches(rank)])
-    owner, other = ranks.do(read_half, packed, features, options | {"memory": caught.value.needed_bytes}, "client")
+    owner, other = ranks.do(
+        read_half, packed, features, options | {"memory": caught.value.needed_bytes}, "client"
+    )
     assert owner["wrong"] == other["wrong"] == 0
     assert owner["total"] == other["total"] == bits(features[wanted])
     assert len(np.unique(wanted)) < owner["misses"] == owner["rows read"] < len(wanted)
@@ -209,7 +221,8 @@ def read_for_ever(client: BufferClient, features: np.ndarray) -> None:
 
 
 def close_while_others_read(rank: int, path: Path, features: np.ndarray, stuck: bool) -> bool:
-    """``stuck``: the other's rows are on their way when the owner closes, and do not arrive before it has been told."""
+    """``stuck``: the other's rows are on their way when the owner closes, and do not arrive before it has
+    been told."""
     with contextlib.ExitStack() as opened:
         shared = None
         if rank == 0:
@@ -221,7 +234,11 @@ def close_while_others_read(rank: int, path: Path, features: np.ndarray, stuck: 
         gate = Gate(shared._reader) if shared is not None and stuck else None
         dist.barrier()
         if shared is not None:
-            assert gate.arrived.acquire(timeout=SECONDS) if gate else eventually(lambda: shared.stats().batches > 9)
+            assert (
+                gate.arrived.acquire(timeout=SECONDS)
+                if gate
+                else eventually(lambda: shared.stats().batches > 9)
+            )
             closing = in_thread(shared.close)
             dist.barrier()  # the other has been told
             if gate is not None:
@@ -244,7 +261,8 @@ def test_the_owner_closes_while_another_rank_reads(
     ranks: Ranks, packed: Path, features: np.ndarray, stuck: bool
 ) -> None:
     assert ranks.do(close_while_others_read, packed, features, stuck) == [True, True]
-    found = ranks.do(read_half, packed, features, {"memory": MEMORY}, "client")  # the next buffer is as good as new
+    # the next buffer is as good as new
+    found = ranks.do(read_half, packed, features, {"memory": MEMORY}, "client")
     assert [one["wrong"] for one in found] == [0, 0]
 
 
@@ -273,7 +291,8 @@ def losses(rank: int, source: Any, workers: int) -> list[float]:
     optimiser = torch.optim.SGD(model.parameters(), lr=0.02)
     half = torch.utils.data.DistributedSampler(range(ROWS), num_replicas=RANKS, rank=rank, seed=7)  # type: ignore[arg-type]
     loader = torch.utils.data.DataLoader(
-        range(ROWS), batch_size=50, sampler=half, collate_fn=Collate(source), num_workers=workers,  # type: ignore[arg-type]
+        range(ROWS), batch_size=50, sampler=half, collate_fn=Collate(source), num_workers=workers,
+        # type: ignore[arg-type]
         multiprocessing_context="fork" if workers else None, timeout=SECONDS if workers else 0,
     )  # fmt: skip
     found = []
@@ -309,7 +328,8 @@ def test_data_parallel_training(ranks: Ranks, packed: Path, features: np.ndarray
 
 
 def loaders_warn(rank: int, path: Path) -> tuple[list[str], list[int], list[str]]:
-    """What a rank is warned of by two loaders, the seeds that it gets, and the warnings where a sampler divides."""
+    """What a rank is warned of by two loaders, the seeds that it gets, and the warnings where a sampler
+    divides."""
     with featstore.open(path) as store, warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         for _ in range(2):

@@ -1,5 +1,5 @@
-"""Saved caches: what a slot map holds comes out in the order in which it would leave, what was written down is read again, whatever else
-is in the file is refused, and neither takes memory by the slots."""
+"""Saved caches: what a slot map holds comes out in the order in which it would leave, what was written down
+is read again, whatever else is in the file is refused, and neither takes memory by the slots."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import featstore
-from featstore.errors import DeviceError, DiskFullError, FeatstoreError, SourceError
+from featstore.errors import DiskFullError, FeatstoreError, SourceError
 from featstore.loaders.online import extraction
 from featstore.tiers import saved
 from featstore.tiers.buffer import FeatureBuffer
@@ -59,7 +59,9 @@ def in_order(m: layout.SlotMap) -> list[int]:
 @pytest.mark.parametrize("name", sorted(layout.POLICIES))
 @settings(max_examples=60)
 @given(slots=st.integers(1, 40), piece=st.integers(1, 9), seed=st.integers(0, 10**6), held=st.integers(0, 2))
-def test_rows_come_in_the_order_in_which_they_leave(name: str, slots: int, piece: int, seed: int, held: int) -> None:
+def test_rows_come_in_the_order_in_which_they_leave(
+    name: str, slots: int, piece: int, seed: int, held: int
+) -> None:
     rng, rows = np.random.default_rng(seed), 2 * slots + 3
     m = layout.make_slot_map(slots, layout.POLICIES[name], batches=BATCHES if name == "min" else 0)
     under_way: list[np.ndarray] = []
@@ -67,7 +69,9 @@ def test_rows_come_in_the_order_in_which_they_leave(name: str, slots: int, piece
         patched.setattr(contents, "PIECE", piece)
         for batch in range(BATCHES):
             ids = (rng.random(rng.integers(0, slots // 2 + 2)) ** 2 * rows).astype(np.int64)
-            uses = rng.integers(batch, BATCHES, len(ids)).astype(np.int32) if name == "min" else sl.NO_NEXT_USE
+            uses = (
+                rng.integers(batch, BATCHES, len(ids)).astype(np.int32) if name == "min" else sl.NO_NEXT_USE
+            )
             found, missed, waits = (np.empty(len(ids), np.int32) for _ in range(3))
             reads, _ = sl.acquire(m, ids, found, missed, waits, uses)
             if reads >= 0:
@@ -157,7 +161,10 @@ def sealed(data: bytes) -> bytes:
 
 GOOD: dict[str, Any] = {"format": "featstore-cache-2", "store": "our-uuid", "tables": {"a": 2, "b": 1}}
 TWICE = (
-    b"\x84" + msgspec.msgpack.encode(GOOD)[1:] + msgspec.msgpack.encode("store") + msgspec.msgpack.encode("our-uuid")
+    b"\x84"
+    + msgspec.msgpack.encode(GOOD)[1:]
+    + msgspec.msgpack.encode("store")
+    + msgspec.msgpack.encode("our-uuid")
 )
 ODD = {
     "nothing": b"",
@@ -194,8 +201,10 @@ ODD = {
     "some bytes more": encoded(GOOD, [1, 2, 3], trailing=b"abc"),
     "an id beyond the rows": encoded(GOOD, [1, 2, 5]),
     "a negative id": encoded(GOOD, [1, -1, 3]),
-    "the first format": sealed(msgspec.msgpack.encode({"format": "featstore-cache-1", "store": "our-uuid", "tables": {}})),
-}  # fmt: skip
+    "the first format": sealed(
+        msgspec.msgpack.encode({"format": "featstore-cache-1", "store": "our-uuid", "tables": {}})
+    ),
+}
 
 
 @pytest.mark.parametrize("what", list(ODD))

@@ -1,5 +1,5 @@
-"""One buffer for several processes: the rows are the source's, each is read once for all, whoever dies leaves nothing behind, and
-there is one copy of the cache.
+"""One buffer for several processes: the rows are the source's, each is read once for all, whoever dies leaves
+nothing behind, and there is one copy of the cache.
 """
 
 from __future__ import annotations
@@ -104,7 +104,12 @@ def tight(store: featstore.Store) -> Iterator[SharedBuffer]:
 def test_reads_as_a_reader_does(shared: SharedBuffer, features: np.ndarray) -> None:
     torch = pytest.importorskip("torch")
     with shared.client() as client:
-        assert (client.table, client.rows, client.row_shape, client.dtype) == ("features", ROWS, (100,), np.float32)
+        assert (client.table, client.rows, client.row_shape, client.dtype) == (
+            "features",
+            ROWS,
+            (100,),
+            np.float32,
+        )
         for ids in ([5, 5, 0], 7, [], np.array([[1, 2], [999, 0]], np.uint16), range(10)):
             np.testing.assert_array_equal(client.read(ids), features[np.asarray(ids, np.int64)])
         wanted = torch.tensor([3, 1])
@@ -139,7 +144,10 @@ def test_a_read_of_more_rows_than_fit_goes_in_pieces(tight: SharedBuffer, featur
 @pytest.mark.parametrize("policy", sorted(set(layout.POLICIES) - {"static", "min"}))
 def test_every_policy(store: featstore.Store, features: np.ndarray, policy: str) -> None:
     memory = smallest(store, 50, policy=policy)
-    with SharedBuffer(store, memory=memory, policy=policy, batch_rows=50) as shared, shared.client() as client:
+    with (
+        SharedBuffer(store, memory=memory, policy=policy, batch_rows=50) as shared,
+        shared.client() as client,
+    ):
         for seed in range(5):
             ids = (np.random.default_rng(seed).random(120) ** 2 * ROWS).astype(np.int64)
             np.testing.assert_array_equal(client.read(ids), features[ids])
@@ -149,7 +157,8 @@ def test_every_policy(store: featstore.Store, features: np.ndarray, policy: str)
 
 
 def test_what_is_asked_ahead_gives_way(tight: SharedBuffer, features: np.ndarray) -> None:
-    """A process that asks ahead and then does something else keeps nobody from his rows, and gets its own later."""
+    """A process that asks ahead and then does something else keeps nobody from his rows, and gets its own
+    later."""
     with tight.client() as idle, tight.client() as busy:
         requests = [idle.submit(np.arange(8 * k, 8 * k + 3 + k)) for k in range(5)]
         for begin in range(100, 200, 8):
@@ -194,7 +203,9 @@ def work(client: BufferClient, jobs: Any, results: Any) -> None:
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_workers_read_each_row_once(shared: SharedBuffer, watched: Watched, features: np.ndarray, method: str) -> None:
+def test_workers_read_each_row_once(
+    shared: SharedBuffer, watched: Watched, features: np.ndarray, method: str
+) -> None:
     context = multiprocessing.get_context(method)
     jobs, results = context.SimpleQueue(), context.SimpleQueue()
     client = shared.client()
@@ -236,8 +247,8 @@ def test_in_workers_of_a_data_loader(shared: SharedBuffer, features: np.ndarray,
     torch = pytest.importorskip("torch")
     order = np.random.default_rng(0).permutation(ROWS).tolist()
     loader = torch.utils.data.DataLoader(
-        order, batch_size=100, num_workers=2, collate_fn=Collate(shared.client()), multiprocessing_context=method,
-        persistent_workers=True,
+        order, batch_size=100, num_workers=2, collate_fn=Collate(shared.client()),
+        multiprocessing_context=method, persistent_workers=True,
     )  # fmt: skip
     for _ in range(2):
         seen = []
@@ -285,7 +296,8 @@ def test_as_a_transform_in_workers_of_pyg(shared: SharedBuffer, features: np.nda
 
 
 def test_a_child_forked_in_the_middle_of_everything(shared: SharedBuffer, features: np.ndarray) -> None:
-    """Other threads are connecting and reading while children are forked, which then read and close what they inherited."""
+    """Other threads are connecting and reading while children are forked, which then read and close what they
+    inherited."""
     stop = threading.Event()
 
     def keep_reading() -> int:
@@ -420,7 +432,8 @@ def test_without_descriptors_clients_wait_at_the_door(shared: SharedBuffer, feat
 
 
 def client_waits_at_the_door(shared: SharedBuffer, features: np.ndarray) -> bool:
-    """Leave one descriptor to this process, which a client takes; whether it waited then for one for its connection."""
+    """Leave one descriptor to this process, which a client takes; whether it waited then for one for its
+    connection."""
     gc.collect()
     highest = max(map(int, os.listdir("/proc/self/fd")))
     holes = highest + 1 - len(os.listdir("/proc/self/fd"))  # but for one, that of the listing itself
@@ -639,7 +652,9 @@ def test_other_errors_arrive_as_the_nearest() -> None:
 def test_errors_of_the_owner(shared: SharedBuffer, features: np.ndarray) -> None:
     with shared.client() as client:
         for bad in (ROWS, -1):
-            with pytest.raises(IdError, match=f"node id {bad} is out of range: table 'features' has 1,000 rows"):
+            with pytest.raises(
+                IdError, match=f"node id {bad} is out of range: table 'features' has 1,000 rows"
+            ):
                 client.read([1, bad])
             request = client.submit([bad])
             with pytest.raises(IdError, match="out of range"):
@@ -654,7 +669,11 @@ def test_corruption_arrives_with_its_place(own: Path) -> None:
         data = bytearray(path.read_bytes())
         data[40_000:40_010] = bytes(10)
         path.write_bytes(data)
-    with featstore.open(own) as store, SharedBuffer(store, memory=MEMORY) as shared, shared.client() as client:
+    with (
+        featstore.open(own) as store,
+        SharedBuffer(store, memory=MEMORY) as shared,
+        shared.client() as client,
+    ):
         with pytest.raises(CorruptionError) as found:
             client.read(np.arange(ROWS))
         assert found.value.path in map(str, chunks)
@@ -739,7 +758,9 @@ def test_there_is_one_copy_of_the_cache(tmp_path: Path, pack: Any) -> None:
         assert shared.slots == rows
         shared.client().read([0])
         pipes = [context.Pipe() for _ in range(2)]
-        workers = [context.Process(target=read_everything, args=(shared.client(), rows, there)) for _, there in pipes]
+        workers = [
+            context.Process(target=read_everything, args=(shared.client(), rows, there)) for _, there in pipes
+        ]
         for worker in workers:
             worker.start()
         grown = []
@@ -780,8 +801,8 @@ def test_as_a_feature_store_of_pyg(tmp_path: Path, pack: Any) -> None:
 
 
 class Clients(RuleBasedStateMachine):
-    """Clients ask, ask ahead, cancel, forget, close and vanish in any order, in a buffer of any size; see :class:`Watched` for what
-    is asserted of the reads."""
+    """Clients ask, ask ahead, cancel, forget, close and vanish in any order, in a buffer of any size; see
+    :class:`Watched` for what is asserted of the reads."""
 
     store: featstore.Store
     features: np.ndarray
@@ -790,7 +811,11 @@ class Clients(RuleBasedStateMachine):
     @initialize(batch_rows=st.sampled_from([1, 3, 8]), policy=st.sampled_from(["fifo", "lru", "sieve"]))
     def start(self, batch_rows: int, policy: str) -> None:
         self.shared = SharedBuffer(
-            self.store, memory=self.budgets[batch_rows], batch_rows=batch_rows, policy=policy, engine="threads"
+            self.store,
+            memory=self.budgets[batch_rows],
+            batch_rows=batch_rows,
+            policy=policy,
+            engine="threads",
         )
         self.watched = Watched(self.shared._reader, self.features)
         self.clients = [self.shared.client() for _ in range(3)]
@@ -853,7 +878,8 @@ def test_any_interleaving_of_clients(store: featstore.Store, features: np.ndarra
 
 @pytest.mark.parametrize("policy", ["lru", "s3-fifo"])
 def test_many_clients_at_once(store: featstore.Store, features: np.ndarray, policy: str) -> None:
-    """Threads with a client each, in the smallest buffer: requests ahead, cancelled, forgotten, connections broken off."""
+    """Threads with a client each, in the smallest buffer: requests ahead, cancelled, forgotten, connections
+    broken off."""
 
     def go(seed: int) -> int:
         rng, client, done = np.random.default_rng(seed), shared.client(), 0

@@ -1,4 +1,5 @@
-"""Who comes to the door of a shared buffer without its key: however many, slow or loud they are, clients with the key are served."""
+"""Who comes to the door of a shared buffer without its key: however many, slow or loud they are, clients with
+the key are served."""
 
 from __future__ import annotations
 
@@ -55,7 +56,9 @@ def crowd(shared: SharedBuffer) -> Iterator[list[socket.socket]]:
         one.close()
 
 
-def test_many_that_say_nothing(shared: SharedBuffer, features: np.ndarray, crowd: list[socket.socket]) -> None:
+def test_many_that_say_nothing(
+    shared: SharedBuffer, features: np.ndarray, crowd: list[socket.socket]
+) -> None:
     before = len(shared._service._guests)
     for _ in range(300):
         crowd.append(stranger(shared))
@@ -111,7 +114,8 @@ def test_who_says_nothing_goes_after_a_while(
         assert gone
         assert silent.recv(1) == b""
     assert eventually(lambda: len(shared._service._guests) == 1)
-    np.testing.assert_array_equal(client.read([3]), features[[3]])  # who has the key may be silent as long as it likes
+    # who has the key may be silent as long as it likes
+    np.testing.assert_array_equal(client.read([3]), features[[3]])
 
 
 def test_garbage(shared: SharedBuffer, features: np.ndarray, crowd: list[socket.socket]) -> None:

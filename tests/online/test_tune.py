@@ -1,4 +1,5 @@
-"""Tuning: the solver finds what brute force finds; the profile and the choice are those of the workload it was given."""
+"""Tuning: the solver finds what brute force finds; the profile and the choice are those of the workload it
+was given."""
 
 from __future__ import annotations
 
@@ -92,7 +93,9 @@ def quickly(store: Any, make_batches: Any, step: Any = None, **options: Any) -> 
 
 times = st.integers(0, 20).map(lambda n: n / 8)
 costs = st.builds(Cost, times, times)
-readings = st.sampled_from([Reading(e, q, x) for e in ("uring", "threads") for q in (32, 128) for x in (None, 4)])
+readings = st.sampled_from(
+    [Reading(e, q, x) for e in ("uring", "threads") for q in (32, 128) for x in (None, 4)]
+)
 profiles = st.builds(
     Profile,
     st.integers(1, 8),
@@ -332,10 +335,14 @@ def test_the_seconds_given_are_kept_to(store: Any, monkeypatch: pytest.MonkeyPat
 
     begin = time.perf_counter()
     result = quickly(store, make, step, cores=3, seconds=1.5, trials=4)
-    assert time.perf_counter() - begin < 1.5 * 1.5 + 1.0, "a second for threads and files on a machine that is busy"
+    assert time.perf_counter() - begin < 1.5 * 1.5 + 1.0, (
+        "a second for threads and files on a machine that is busy"
+    )
     assert result.left_out, "what there was no time for"
     assert len(set(result.left_out)) == len(result.left_out)
-    assert {"sample": "sampling with", "train": "train", "workers": "trying out"}[slow] in " ".join(result.left_out)
+    assert {"sample": "sampling with", "train": "train", "workers": "trying out"}[slow] in " ".join(
+        result.left_out
+    )
     assert result.to_dict()["left_out"] == list(result.left_out)
     assert result.seconds > 0
 
@@ -346,7 +353,9 @@ def test_nothing_is_left_out_where_there_is_time(store: Any) -> None:
 
 def test_two_tables(tmp_path: Path, x: np.ndarray) -> None:
     with featstore.pack(tmp_path / "s", {"a": x, "b": x[:, :7].copy()}) as store:
-        result = quickly(store, lambda workers: Skewed(tables=("a", "b")), trials=1, workers=[], memory="10MiB")
+        result = quickly(
+            store, lambda workers: Skewed(tables=("a", "b")), trials=1, workers=[], memory="10MiB"
+        )
         assert set(result.policy) == {"a", "b"}
         assert set(result.profile.sample) == {0}
         assert result.hit_rate > 0
@@ -354,7 +363,9 @@ def test_two_tables(tmp_path: Path, x: np.ndarray) -> None:
 
 def test_everything_in_the_buffer(store: Any) -> None:
     """Nothing is missed any more, and reading is free."""
-    result = quickly(store, lambda workers: Skewed(batches=60), trials=0, workers=[], memory="64MiB", seconds=1)
+    result = quickly(
+        store, lambda workers: Skewed(batches=60), trials=0, workers=[], memory="64MiB", seconds=1
+    )
     assert result.hit_rate > 0.97
     assert not result.filling
     assert result.profile.read[result.choice.reading].seconds < 0.01
@@ -365,7 +376,11 @@ def test_knobs_that_the_loader_may_have(store: Any, monkeypatch: pytest.MonkeyPa
 
     class Knobs(featstore.OnlineLoader):
         def __init__(
-            self, *arguments: Any, extracted: int | None = None, reader_memory: int | None = None, **options: Any
+            self,
+            *arguments: Any,
+            extracted: int | None = None,
+            reader_memory: int | None = None,
+            **options: Any,
         ) -> None:
             given.append({"extracted": extracted, "reader_memory": reader_memory})
             super().__init__(*arguments, **options)
@@ -377,7 +392,8 @@ def test_knobs_that_the_loader_may_have(store: Any, monkeypatch: pytest.MonkeyPa
     assert {one.reader_bytes for one in found} >= {None, 16 << 20}
     assert given[0] == {"extracted": None, "reader_memory": None}
     reading = result.choice.reading
-    assert {"extracted": reading.extracted, "reader_memory": reading.reader_bytes} in given[1:]  # it was tried out
+    # it was tried out
+    assert {"extracted": reading.extracted, "reader_memory": reading.reader_bytes} in given[1:]
     options = result.loader_options()
     assert options.get("extracted") == reading.extracted
     assert options.get("reader_memory") == reading.reader_bytes

@@ -1,4 +1,5 @@
-"""What the tests of orders share: graphs, made up or drawn, and the random numbers of the kernels in plain Python."""
+"""What the tests of orders share: graphs, made up or drawn, and the random numbers of the kernels in plain
+Python."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ class Csc:
 
 
 def csc(nodes: int, sources: Any, targets: Any, dtype: Any = np.int32, *, ascending: bool = True) -> Csc:
-    """The graph of these edges. ``ascending``: each node's sources by number, else in the order of the edges."""
+    """The graph of these edges. ``ascending``: each node's sources by number, else in the order of the
+    edges."""
     sources, targets = np.asarray(sources, np.int64), np.asarray(targets, np.int64)
     by_target = np.lexsort((sources, targets)) if ascending else np.argsort(targets, kind="stable")
     indptr = np.zeros(nodes + 1, np.int64)
@@ -29,7 +31,8 @@ def csc(nodes: int, sources: Any, targets: Any, dtype: Any = np.int32, *, ascend
 
 
 def planted_edges(nodes: int, groups: int, degree: int, inside: float, seed: int) -> tuple[np.ndarray, ...]:
-    """(sources, targets, group of each node): groups are equal, the share ``inside`` of all edges stays in one; shuffled ids."""
+    """(sources, targets, group of each node): groups are equal, the share ``inside`` of all edges stays in
+    one; shuffled ids."""
     rng = np.random.default_rng(seed)
     edges = nodes * degree // 2
     group = rng.permutation(nodes) % groups

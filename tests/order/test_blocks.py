@@ -1,4 +1,5 @@
-"""BFS blocks: every kernel's work against a plain twin, balance, equal results for any block size, promised memory."""
+"""BFS blocks: every kernel's work against a plain twin, balance, equal results for any block size, promised
+memory."""
 
 from __future__ import annotations
 
@@ -103,7 +104,9 @@ class Twin:
                 continue
             most = max(self.limit, int(blocks.MERGED_SHARE * self.limit))
             fits = [
-                (-w, t) for t, w in row.values() if self.sizes[t] >= large and self.sizes[t] + self.sizes[b] <= most
+                (-w, t)
+                for t, w in row.values()
+                if self.sizes[t] >= large and self.sizes[t] + self.sizes[b] <= most
             ]
             if fits:
                 self.move(into, b, min(fits)[1])
@@ -236,7 +239,8 @@ def test_merging_stops_at_its_bound(merged_share: float, monkeypatch: pytest.Mon
 
 
 def test_a_pass_over_full_slots_keeps_the_heavy_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a single set of slots most neighbours of a block find it full; twin and kernel agree on who stays."""
+    """With a single set of slots most neighbours of a block find it full; twin and kernel agree on who
+    stays."""
     monkeypatch.setattr(blocks, "SLOTS_MAX", blocks.WAYS)
     graph = planted(1200, 6, 12, 0.5, seed=1)
     assert bfs_partition(graph, 2, seed=0, block_edges=64).tolist() == Twin(graph, 2, 0, None).part
@@ -244,7 +248,9 @@ def test_a_pass_over_full_slots_keeps_the_heavy_neighbours(monkeypatch: pytest.M
 
 @settings(max_examples=40, deadline=None)
 @given(graphs(90, 300, ascending=False), st.integers(1, 30), st.integers(0, 99), st.integers(1, 50))
-def test_grown_blocks_keep_their_limit_and_their_number(graph: Csc, limit: int, seed: int, block_edges: int) -> None:
+def test_grown_blocks_keep_their_limit_and_their_number(
+    graph: Csc, limit: int, seed: int, block_edges: int
+) -> None:
     nodes = graph.indptr.size - 1
     block_of, sizes = grow_blocks(graph, limit, seed=seed, block_edges=block_edges)
     np.testing.assert_array_equal(np.bincount(block_of, minlength=sizes.size), sizes)
@@ -288,10 +294,14 @@ def test_memory_mapped_edges_give_the_same_parts(tmp_path: Path) -> None:
     graph = planted(600, 6, 8, 0.8, seed=4)
     np.save(tmp_path / "indices.npy", graph.indices)
     mapped = Csc(graph.indptr, np.load(tmp_path / "indices.npy", mmap_mode="r"))
-    np.testing.assert_array_equal(bfs_partition(mapped, 6, seed=1, block_edges=100), bfs_partition(graph, 6, seed=1))
+    np.testing.assert_array_equal(
+        bfs_partition(mapped, 6, seed=1, block_edges=100), bfs_partition(graph, 6, seed=1)
+    )
 
 
-@pytest.mark.parametrize("bad", [{"parts": 0}, {"parts": 2**31}, {"seed": -1}, {"block_edges": 0}, {"train": 3}])
+@pytest.mark.parametrize(
+    "bad", [{"parts": 0}, {"parts": 2**31}, {"seed": -1}, {"block_edges": 0}, {"train": 3}]
+)
 def test_blocks_refuse_arguments_out_of_range(bad: dict[str, Any]) -> None:
     graph = planted(100, 2, 4, 0.8, seed=0)
     if "train" in bad:
@@ -306,7 +316,9 @@ def test_blocks_name_a_bad_edge() -> None:
             bfs_partition(Csc(np.array([0, 2], np.int64), np.array(indices, np.int32)), 1, seed=0)
 
 
-@pytest.mark.parametrize(("nodes", "parts", "block_edges"), [(40000, 4, 50_000), (40000, 900, 5000), (3000, 6000, 100)])
+@pytest.mark.parametrize(
+    ("nodes", "parts", "block_edges"), [(40000, 4, 50_000), (40000, 900, 5000), (3000, 6000, 100)]
+)
 def test_blocks_allocate_no_more_than_they_say(nodes: int, parts: int, block_edges: int) -> None:
     graph = planted(nodes, 20, 10, 0.8, seed=6)
     graph = Csc(graph.indptr, graph.indices.astype(np.int64))

@@ -1,4 +1,5 @@
-"""Partitioners side by side: the stored graph read in runs gives the scores that the graph in memory gives."""
+"""Partitioners side by side: the stored graph read in runs gives the scores that the graph in memory
+gives."""
 
 from __future__ import annotations
 
@@ -25,8 +26,8 @@ def store(tmp_path: Path) -> featstore.Store:
     indptr = np.arange(0, 6 * NODES + 1, 6)
     train = np.sort(rng.choice(NODES, 90, replace=False))
     return featstore.pack(
-        tmp_path / "s", np.zeros((NODES, 4), np.float32), graph=(indptr, np.sort(indices, 1).ravel()), arrays={"train": train},
-        order="ldg", partitions=PARTS, memory="64MiB",
+        tmp_path / "s", np.zeros((NODES, 4), np.float32), graph=(indptr, np.sort(indices, 1).ravel()),
+        arrays={"train": train}, order="ldg", partitions=PARTS, memory="64MiB",
     )  # fmt: skip
 
 
@@ -82,8 +83,8 @@ def test_pack_spreads_training_nodes(tmp_path: Path, store: featstore.Store) -> 
     indptr, indices = store.graphs["features"].csc()
     train = store.arrays["train"]
     made = featstore.pack(
-        tmp_path / "b", np.zeros((NODES, 4), np.float32), graph=(indptr, indices), order="bfs", partitions=PARTS, memory="64MiB",
-        arrays={"train": train}, train="train",
+        tmp_path / "b", np.zeros((NODES, 4), np.float32), graph=(indptr, indices), order="bfs",
+        partitions=PARTS, memory="64MiB", arrays={"train": train}, train="train",
     )  # fmt: skip
     table = made.tables["features"]
     part = np.searchsorted(table.partition_offsets, table.row_of_node()[train], side="right") - 1
@@ -92,5 +93,10 @@ def test_pack_spreads_training_nodes(tmp_path: Path, store: featstore.Store) -> 
         featstore.pack(tmp_path / "c", np.zeros((4, 1)), train="nothing")
     with pytest.raises(SourceError, match="node ids from 0"):
         featstore.pack(
-            tmp_path / "d", np.zeros((NODES, 1)), graph=(indptr, indices), order="bfs", partitions=2, train=[NODES]
+            tmp_path / "d",
+            np.zeros((NODES, 1)),
+            graph=(indptr, indices),
+            order="bfs",
+            partitions=2,
+            train=[NODES],
         )

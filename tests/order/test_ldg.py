@@ -149,7 +149,9 @@ def test_ldg_golden_value_holds_on_every_machine() -> None:
     assert "".join(map(str, part)) == GOLDEN
 
 
-GOLDEN = "0133313023001201001200322120332120023210302211333221331102130110213022003321233201203121300122130311"
+GOLDEN = (
+    "0133313023001201001200322120332120023210302211333221331102130110213022003321233201203121300122130311"
+)
 
 
 @pytest.mark.parametrize("dtype", [np.int32, np.int64])
@@ -157,7 +159,9 @@ def test_memory_mapped_edges_give_the_same_parts(tmp_path: Path, dtype: Any) -> 
     graph, _ = planted(600, 6, 8, 0.8, seed=4)
     np.save(tmp_path / "indices.npy", graph.indices.astype(dtype))
     np.save(tmp_path / "indptr.npy", graph.indptr)
-    mapped = Csc(np.load(tmp_path / "indptr.npy", mmap_mode="r"), np.load(tmp_path / "indices.npy", mmap_mode="r"))
+    mapped = Csc(
+        np.load(tmp_path / "indptr.npy", mmap_mode="r"), np.load(tmp_path / "indices.npy", mmap_mode="r")
+    )
     part = ldg_partition(graph, 6, seed=1)
     np.testing.assert_array_equal(ldg_partition(mapped, 6, seed=1, block_edges=100), part)
     np.testing.assert_array_equal(metis_partition(mapped, 6, 1), metis_partition(graph, 6, 1))
@@ -179,7 +183,10 @@ def test_memory_mapped_edges_give_the_same_parts(tmp_path: Path, dtype: Any) -> 
 @pytest.mark.parametrize("partition", ["ldg", "metis"])
 def test_a_bad_graph_is_named(indptr: Any, indices: Any, message: str, partition: str) -> None:
     graph = Csc(indptr, indices)
-    find_parts = {"ldg": lambda: ldg_partition(graph, 1, seed=0), "metis": lambda: metis_partition(graph, 1, 0)}
+    find_parts = {
+        "ldg": lambda: ldg_partition(graph, 1, seed=0),
+        "metis": lambda: metis_partition(graph, 1, 0),
+    }
     with pytest.raises(SourceError, match=message):
         find_parts[partition]()
 
@@ -225,7 +232,8 @@ def test_ldg_allocates_no_more_than_it_says() -> None:
     assert 4 * 20000 + 8 * 100_000 < peak_bytes <= ldg_memory_bytes(20000, 16, 100_000)
 
 
-# --- METIS ------------------------------------------------------------------------------------------------------------
+# --- METIS
+# ------------------------------------------------------------------------------------------------------------
 
 
 def neighbour_sets(nodes: int, xadj: np.ndarray, adjacency: np.ndarray) -> list[list[int]]:

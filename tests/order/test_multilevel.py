@@ -47,11 +47,19 @@ def capacity(nodes: int, parts: int, slack: float) -> int:
     return max(-(-nodes // parts), int((1 + slack) * nodes / parts))
 
 
-# --- label propagation ------------------------------------------------------------------------------------------------
+# --- label propagation
+# ------------------------------------------------------------------------------------------------
 
 
 def twin_pass(
-    graph: Csc, label: list[int], sizes: list[int], limit: int, heat: float, seed: int, number: int, bins: bool
+    graph: Csc,
+    label: list[int],
+    sizes: list[int],
+    limit: int,
+    heat: float,
+    seed: int,
+    number: int,
+    bins: bool,
 ) -> int:
     """A pass of label propagation as the module describes it, in plain Python."""
     draws, open_bins, moved = Draws(seed, propagate.FIRST_RANDOM + number), {}, 0
@@ -81,15 +89,23 @@ def twin_pass(
 
 
 @settings(max_examples=50, deadline=None)
-@given(graphs(60, 200), st.integers(1, 12), st.integers(0, 2**40), st.sampled_from([0.0, 0.5]), st.integers(1, 50))
-def test_label_propagation_is_its_twin(graph: Csc, limit: int, seed: int, heat: float, block_edges: int) -> None:
+@given(
+    graphs(60, 200),
+    st.integers(1, 12),
+    st.integers(0, 2**40),
+    st.sampled_from([0.0, 0.5]),
+    st.integers(1, 50),
+)
+def test_label_propagation_is_its_twin(
+    graph: Csc, limit: int, seed: int, heat: float, block_edges: int
+) -> None:
     nodes = graph.indptr.size - 1
     label, sizes = np.arange(nodes, dtype=np.int32), np.ones(nodes, np.int32)
     twin_label, twin_sizes = list(range(nodes)), [1] * nodes
     for number in range(3):
         moved = propagate.propagate(
-            graph, graph.indptr, label, sizes, limit=limit, heat=heat, seed=seed, number=number, bins=number == 2,
-            block_edges=block_edges,
+            graph, graph.indptr, label, sizes, limit=limit, heat=heat, seed=seed, number=number,
+            bins=number == 2, block_edges=block_edges,
         )  # fmt: skip
         assert moved == twin_pass(graph, twin_label, twin_sizes, limit, heat, seed, number, number == 2)
         assert label.tolist() == twin_label
@@ -114,14 +130,24 @@ def test_leaves_of_a_full_hub_share_labels_and_so_do_isolated_nodes() -> None:
     label, sizes = np.arange(201, dtype=np.int32), np.ones(201, np.int32)
     for number in range(2):
         propagate.propagate(
-            star, star.indptr, label, sizes, limit=10, heat=0.0, seed=0, number=number, bins=number == 1, block_edges=7
+            star,
+            star.indptr,
+            label,
+            sizes,
+            limit=10,
+            heat=0.0,
+            seed=0,
+            number=number,
+            bins=number == 1,
+            block_edges=7,
         )
     assert sizes.max() == 10
     assert np.unique(label[:101]).size <= 12
     assert np.unique(label[101:]).size == 10
 
 
-# --- contraction ------------------------------------------------------------------------------------------------------
+# --- contraction
+# ------------------------------------------------------------------------------------------------------
 
 
 def coarse_weights(graph: coarsen.CoarseGraph) -> dict[tuple[int, int], int]:
@@ -146,7 +172,9 @@ def true_weights(graph: Csc, label: np.ndarray) -> dict[tuple[int, int], int]:
 
 @settings(max_examples=50, deadline=None)
 @given(graphs(60, 200), st.integers(1, 20), st.integers(1, 60), st.integers(0, 100))
-def test_the_coarse_graph_is_that_of_a_plain_count(graph: Csc, vertices: int, block_edges: int, seed: int) -> None:
+def test_the_coarse_graph_is_that_of_a_plain_count(
+    graph: Csc, vertices: int, block_edges: int, seed: int
+) -> None:
     label = np.random.default_rng(seed).integers(0, vertices, graph.indptr.size - 1).astype(np.int32)
     coarse = coarsen.contract(graph, graph.indptr, label, vertices, pairs_max=1000, block_edges=block_edges)
     assert coarse.dropped == 0
@@ -201,7 +229,9 @@ def test_pairs_heavier_than_any_that_are_told_apart_still_make_room() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=40), st.integers(0, 10))
-def test_clusters_are_numbered_and_packed_no_further_than_need_be(wanted_sizes: list[int], spare: int) -> None:
+def test_clusters_are_numbered_and_packed_no_further_than_need_be(
+    wanted_sizes: list[int], spare: int
+) -> None:
     label = np.repeat(np.arange(len(wanted_sizes)), wanted_sizes).astype(np.int32)
     nodes, limit = label.size, 6
     sizes = np.zeros(max(nodes, len(wanted_sizes)), np.int32)
@@ -246,7 +276,8 @@ def test_a_merging_pass_is_its_twin(graph: Csc, limit: int) -> None:
         assert sizes.tolist() == twin_sizes
 
 
-# --- the whole --------------------------------------------------------------------------------------------------------
+# --- the whole
+# --------------------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=60, deadline=None)
@@ -261,7 +292,9 @@ def test_every_node_has_a_part_and_no_part_too_many(
     graph: Csc, parts: int, seed: int, slack: float, block_edges: int
 ) -> None:
     nodes = graph.indptr.size - 1
-    part = multilevel_partition(graph, parts, seed=seed, memory_bytes=PLENTY, slack=slack, block_edges=block_edges)
+    part = multilevel_partition(
+        graph, parts, seed=seed, memory_bytes=PLENTY, slack=slack, block_edges=block_edges
+    )
     assert part.dtype == np.int32
     assert part.shape == (nodes,)
     sizes = np.bincount(part, minlength=parts)
@@ -279,7 +312,9 @@ def test_another_seed_gives_other_parts() -> None:
 
 def test_a_mesh_is_cut_as_metis_cuts_it_even_in_little_memory() -> None:
     graph = mesh(200)
-    metis, ldg = (edge_cut(graph, part) for part in (metis_partition(graph, 32, 0), ldg_partition(graph, 32, seed=0)))
+    metis, ldg = (
+        edge_cut(graph, part) for part in (metis_partition(graph, 32, 0), ldg_partition(graph, 32, seed=0))
+    )
     least = multilevel_memory_bytes(40_000, 32, 1 << 12)
     roomy = edge_cut(graph, multilevel_partition(graph, 32, seed=0, memory_bytes=PLENTY))
     tight = edge_cut(graph, multilevel_partition(graph, 32, seed=0, memory_bytes=least, block_edges=1 << 12))
@@ -297,7 +332,9 @@ def test_communities_are_cut_no_worse_than_by_metis_or_ldg(size: int, inside: fl
 
 def test_many_small_components_need_no_metis(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is a cluster, so no edges are left to cut."""
-    monkeypatch.setattr(multilevel, "cut_adjacency", lambda *args, **kwargs: pytest.fail("METIS without edges"))
+    monkeypatch.setattr(
+        multilevel, "cut_adjacency", lambda *args, **kwargs: pytest.fail("METIS without edges")
+    )
     node = np.arange(0, 4000, 2)
     graph = both_ways(4000, node, node + 1)
     part = multilevel_partition(graph, 8, seed=0, memory_bytes=PLENTY)
@@ -307,7 +344,18 @@ def test_many_small_components_need_no_metis(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_without_edges_or_with_a_part_a_node_parts_are_ranges() -> None:
     bare = csc(10, [], [])
-    assert multilevel_partition(bare, 3, seed=0, memory_bytes=PLENTY).tolist() == [0, 0, 0, 0, 1, 1, 1, 2, 2, 2]
+    assert multilevel_partition(bare, 3, seed=0, memory_bytes=PLENTY).tolist() == [
+        0,
+        0,
+        0,
+        0,
+        1,
+        1,
+        1,
+        2,
+        2,
+        2,
+    ]
     graph = csc(4, [0, 1], [1, 0])
     assert multilevel_partition(graph, 9, seed=0, memory_bytes=PLENTY).tolist() == [0, 2, 4, 6]
     assert multilevel_partition(graph, 1, seed=0, memory_bytes=PLENTY).tolist() == [0, 0, 0, 0]
@@ -326,11 +374,14 @@ def test_a_bad_edge_is_named(parts: int, bad: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "bad", [{"parts": 0}, {"parts": 2**31}, {"seed": -1}, {"seed": 2**31}, {"slack": -0.1}, {"block_edges": 0}]
+    "bad",
+    [{"parts": 0}, {"parts": 2**31}, {"seed": -1}, {"seed": 2**31}, {"slack": -0.1}, {"block_edges": 0}],
 )
 def test_arguments_out_of_range_are_refused(bad: dict[str, Any]) -> None:
     with pytest.raises(SourceError, match=next(iter(bad))):
-        multilevel_partition(planted(200, 20, 4, 0.8), **{"parts": 2, "seed": 0, "memory_bytes": PLENTY, **bad})
+        multilevel_partition(
+            planted(200, 20, 4, 0.8), **{"parts": 2, "seed": 0, "memory_bytes": PLENTY, **bad}
+        )
 
 
 def test_without_pymetis_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -355,7 +406,8 @@ def test_too_little_memory_says_the_least_that_works_and_the_least_works() -> No
 def test_python_allocates_no_more_than_planned_and_metis_no_more_than_forecast(
     graph: Csc, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """METIS allocates out of sight of tracemalloc, so its forecast is taken off the bound; it has a test of its own."""
+    """METIS allocates out of sight of tracemalloc, so its forecast is taken off the bound; it has a test of
+    its own."""
     nodes = graph.indptr.size - 1
     least = multilevel_memory_bytes(nodes, 16, 4096)
     multilevel_partition(graph, 16, seed=0, memory_bytes=least, block_edges=4096)

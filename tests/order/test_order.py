@@ -55,7 +55,8 @@ def test_given_order_is_the_identity() -> None:
         given_order(-1)
 
 
-# --- permutations -----------------------------------------------------------------------------------------------------
+# --- permutations
+# -----------------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=40, deadline=None)
@@ -83,7 +84,9 @@ def test_a_permutation_is_taken_or_its_first_fault_named(ids: np.ndarray, dtype:
             permutation_order(ids.astype(dtype), rows)
 
 
-def test_a_permutation_is_taken_from_a_file_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_permutation_is_taken_from_a_file_in_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(orders, "_CHECK_ROWS", 10)
     ids = np.random.default_rng(0).permutation(95).astype(np.uint64)
     np.save(tmp_path / "order.npy", ids)
@@ -128,12 +131,15 @@ def test_a_file_that_is_no_permutation_is_refused(tmp_path: Path) -> None:
             permutation_order(tmp_path / name, 5)
 
 
-# --- degrees, parts, cut ----------------------------------------------------------------------------------------------
+# --- degrees, parts, cut
+# ----------------------------------------------------------------------------------------------
 
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(1, 30), st.integers(0, 80), st.integers(0, 1000), st.integers(1, 90))
-def test_degrees_cut_and_order_are_those_of_numpy(nodes: int, edges: int, seed: int, block_edges: int) -> None:
+def test_degrees_cut_and_order_are_those_of_numpy(
+    nodes: int, edges: int, seed: int, block_edges: int
+) -> None:
     graph = random_graph(nodes, edges, seed)
     counts = degree_counts(graph, block_edges=block_edges)
     assert counts.dtype == np.uint32
@@ -222,7 +228,8 @@ def test_default_partitions(rows: int, row_bytes: int, expected: int) -> None:
     assert default_partitions(rows, row_bytes) == expected
 
 
-# --- make_order -------------------------------------------------------------------------------------------------------
+# --- make_order
+# -------------------------------------------------------------------------------------------------------
 
 GRAPH = random_graph(500, 3000, 1, symmetric=True)
 
@@ -267,8 +274,13 @@ def test_auto_chooses_by_what_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     assert chosen() == ("metis", "METIS needs up to 17.5 MiB and the memory budget is 1.0 GiB")
     method, why = chosen(memory_bytes=10 << 20)
     assert method == "ldg"
-    assert why.startswith("METIS may need 16.8 MiB, more than the memory budget of 10.0 MiB, and METIS on clusters 16.")
-    large, why = random_graph(20_000, 400_000, 0), "METIS may need 117.1 MiB, more than the memory budget of 30.0 MiB"
+    assert why.startswith(
+        "METIS may need 16.8 MiB, more than the memory budget of 10.0 MiB, and METIS on clusters 16."
+    )
+    large, why = (
+        random_graph(20_000, 400_000, 0),
+        "METIS may need 117.1 MiB, more than the memory budget of 30.0 MiB",
+    )
     assert chosen(large, rows=20_000, memory_bytes=30 << 20) == ("multilevel", why)
     monkeypatch.setattr(orders, "metis_installed", lambda: False)
     assert chosen() == ("ldg", "pymetis is not installed")
@@ -362,7 +374,9 @@ def test_the_package_imports_its_names_late() -> None:
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         _ = featstore.order.nothing  # type: ignore[attr-defined]
     root = Path(featstore.order.__file__).parents[2]
-    program = "import sys; sys.path.insert(0, sys.argv[1]); import featstore.order; print('numba' in sys.modules)"
+    program = (
+        "import sys; sys.path.insert(0, sys.argv[1]); import featstore.order; print('numba' in sys.modules)"
+    )
     command = [sys.executable, "-c", program, str(root)]
     run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert run.stdout.strip() == "False"

@@ -69,9 +69,28 @@ def stored(path: Path, given: Any, **options: Any) -> NDArray[Any]:
 
 @pytest.mark.parametrize(
     "name",
-    ["id", "ID", "node_id", "nodeId", "NodeID", "nid", "paper_id", "index", "idx", "node", "user_uid", "", " ", "Unnamed: 0",
-     "__index_level_0__", "vertex_index", "paper-id", "nodeid", "key"],
-)  # fmt: skip
+    [
+        "id",
+        "ID",
+        "node_id",
+        "nodeId",
+        "NodeID",
+        "nid",
+        "paper_id",
+        "index",
+        "idx",
+        "node",
+        "user_uid",
+        "",
+        " ",
+        "Unnamed: 0",
+        "__index_level_0__",
+        "vertex_index",
+        "paper-id",
+        "nodeid",
+        "key",
+    ],
+)
 def test_names_of_ids(name: str) -> None:
     assert looks_like_id(name)
 
@@ -204,7 +223,9 @@ def test_columns_and_ids_are_for_tables_with_columns(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("memory", ["64MiB", "small"])
 @pytest.mark.parametrize("order", ["given", "permutation"])
-def test_rows_are_placed_by_ids(tmp_path: Path, order: str, memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_are_placed_by_ids(
+    tmp_path: Path, order: str, memory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = write(tmp_path, "parquet", {"n": IDS, **features()})
     options: dict[str, Any] = {"order": order, "id": "n", "memory": memory}
     if order == "permutation":
@@ -221,7 +242,9 @@ def test_rows_are_placed_by_ids(tmp_path: Path, order: str, memory: str, monkeyp
         assert (source["columns"], source["placed_by"]) == ("a, b, c", "id 'n'")
         digest = store.tables["features"].entry.statistics["rows_digest"]
     with featstore.pack(tmp_path / "t", BY_NODE) as plain:
-        assert plain.tables["features"].entry.statistics["rows_digest"] == digest, "rows are of the nodes they are of"
+        assert plain.tables["features"].entry.statistics["rows_digest"] == digest, (
+            "rows are of the nodes they are of"
+        )
     assert not list((tmp_path / "s").glob("*.spill"))
 
 
@@ -236,7 +259,9 @@ def test_ids_of_text_whose_length_nobody_knows(tmp_path: Path, kind: str) -> Non
 def test_a_graph_and_arrays_speak_of_nodes(tmp_path: Path) -> None:
     path = write(tmp_path, "parquet", {"n": IDS, **features()})
     ring = np.stack([np.arange(ROWS), (np.arange(ROWS) + 1) % ROWS])
-    assert np.array_equal(stored(tmp_path / "s", path, id="n", graph=ring, order="ldg", partitions=4), BY_NODE)
+    assert np.array_equal(
+        stored(tmp_path / "s", path, id="n", graph=ring, order="ldg", partitions=4), BY_NODE
+    )
     with featstore.open(tmp_path / "s") as store:
         indptr, indices = store.graphs["features"].csc()
     assert np.array_equal(indices, (np.arange(ROWS) - 1) % ROWS)
@@ -290,7 +315,9 @@ def test_ids_beyond_the_budget_are_an_error_that_names_one_that_works(tmp_path: 
     memory: Any = 40_000
     for _ in range(8):
         try:
-            assert np.array_equal(stored(tmp_path / "s", path, id="node_id", memory=memory, overwrite=True), BY_NODE)
+            assert np.array_equal(
+                stored(tmp_path / "s", path, id="node_id", memory=memory, overwrite=True), BY_NODE
+            )
             break
         except BudgetError as error:
             assert error.needed_bytes > memory
@@ -322,9 +349,13 @@ def test_a_stopped_pack_by_ids_goes_on(tmp_path: Path, monkeypatch: pytest.Monke
         with pytest.raises(SourceError, match="cannot resume"):
             featstore.pack(out, path, columns=["a", "b", "c"], resume=True)
         assert np.array_equal(stored(out, path, id="n", resume=True), BY_NODE)
-        files = {p.relative_to(out): p.read_bytes() for p in out.rglob("*") if p.is_file() and "lock" not in p.name}
+        files = {
+            p.relative_to(out): p.read_bytes() for p in out.rglob("*") if p.is_file() and "lock" not in p.name
+        }
         assert files == {
-            p.relative_to(whole): p.read_bytes() for p in whole.rglob("*") if p.is_file() and "lock" not in p.name
+            p.relative_to(whole): p.read_bytes()
+            for p in whole.rglob("*")
+            if p.is_file() and "lock" not in p.name
         }
 
 

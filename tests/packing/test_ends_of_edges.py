@@ -1,4 +1,5 @@
-"""Which columns of a file are the ends of an edge: by name, never two others, and never the wrong way round."""
+"""Which columns of a file are the ends of an edge: by name, never two others, and never the wrong way
+round."""
 
 from __future__ import annotations
 
@@ -17,8 +18,14 @@ ENDS = {"a": [0, 1, 1], "b": [2, 2, 0]}
 
 @pytest.mark.parametrize(
     ("first", "second", "turned"),
-    [("dst", "author", True), ("paper", "src", True), ("src", "paper", False), ("author", "dst", False), ("target", "source", True)],
-)  # fmt: skip
+    [
+        ("dst", "author", True),
+        ("paper", "src", True),
+        ("src", "paper", False),
+        ("author", "dst", False),
+        ("target", "source", True),
+    ],
+)
 @pytest.mark.parametrize("kind", ["parquet", "csv"])
 def test_one_name_tells_both_ends(tmp_path: Path, kind: str, first: str, second: str, turned: bool) -> None:
     path = tmp_path / f"edges.{kind}"

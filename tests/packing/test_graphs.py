@@ -1,4 +1,5 @@
-"""Graphs of a pack: every kind of source becomes the same CSC, in memory and on disk, and what is wrong is named."""
+"""Graphs of a pack: every kind of source becomes the same CSC, in memory and on disk, and what is wrong is
+named."""
 
 from __future__ import annotations
 
@@ -87,7 +88,9 @@ def test_on_disk_equals_in_memory(
         patch.setattr(graphs_build, "BLOCK_EDGES_MAX", 8)
         indptr = csc_model(edge_index, nodes)[0]
         memory_bytes = 8 * (nodes + 1) + 96 * 8 + 4 * int(np.diff(indptr).max(initial=0)) + 8 + spare
-        graph = open_graph(edge_index, nodes=nodes if known else None, memory_bytes=memory_bytes, scratch_dir=folder)
+        graph = open_graph(
+            edge_index, nodes=nodes if known else None, memory_bytes=memory_bytes, scratch_dir=folder
+        )
         if nodes:
             check(graph, edge_index, nodes)
         fits = 8 * (nodes + 1) + 96 * 8 + 8 * nodes + 4 * count <= memory_bytes
@@ -143,7 +146,9 @@ def parse_model(text: bytes, a: int, b: int) -> list[tuple[int, int]]:
     end=st.sampled_from(["\n", "\r\n", " \n", "\n# note 1 2\n", "\n\n", "\n%\n"]),
     columns=st.permutations([0, 1, 2]),
 )
-def test_text_kernel_against_python(rows: list[list[int]], between: str, end: str, columns: list[int]) -> None:
+def test_text_kernel_against_python(
+    rows: list[list[int]], between: str, end: str, columns: list[int]
+) -> None:
     text = end.join(between.join(map(str, row)) for row in rows).encode()
     a, b = np.zeros(len(rows) + 1, np.int64), np.zeros(len(rows) + 1, np.int64)
     pairs, bad = parse_pairs(np.frombuffer(text, np.uint8), columns[0], columns[1], a, b)
@@ -151,7 +156,9 @@ def test_text_kernel_against_python(rows: list[list[int]], between: str, end: st
     assert list(zip(a[:pairs].tolist(), b[:pairs].tolist())) == parse_model(text, columns[0], columns[1])
 
 
-@pytest.mark.parametrize("text", ["1", "1,", "1,,2", "x,2", "1,2.5", "1,2x", "1 -", "1,1234567890123456789", '"1","2"'])
+@pytest.mark.parametrize(
+    "text", ["1", "1,", "1,,2", "x,2", "1,2.5", "1,2x", "1 -", "1,1234567890123456789", '"1","2"']
+)
 def test_malformed_text_names_the_line(tmp_path: Path, text: str) -> None:
     path = tmp_path / "edges.csv"
     path.write_text(f"src,dst\n# comment\n0,1\n{text}\n2,3\n")
@@ -186,7 +193,9 @@ def test_text_refused(tmp_path: Path) -> None:
         open_graph(path)
     path = tmp_path / "edges.txt"
     path.write_text("source target\n0 1\n\n# no edge\n5 99\n")
-    with pytest.raises(SourceError, match=r"edges\.txt: line 5 goes from node 5 to 99, but node ids are 0 to 36"):
+    with pytest.raises(
+        SourceError, match=r"edges\.txt: line 5 goes from node 5 to 99, but node ids are 0 to 36"
+    ):
         open_graph(path, nodes=NODES)
     path.write_text("0 -1\n")
     with pytest.raises(SourceError, match="line 1 goes from node 0 to -1"):
@@ -207,7 +216,9 @@ def test_edge_index(tmp_path: Path, dtype: str, order: Any, transposed: bool, ki
         np.save(spec, given)
     elif kind.startswith("npz"):
         spec, key = tmp_path / "x.npz", "edges"
-        (np.savez if kind == "npz" else np.savez_compressed)(spec, edges=given, edge_index=np.zeros((2, 1), int))
+        (np.savez if kind == "npz" else np.savez_compressed)(
+            spec, edges=given, edge_index=np.zeros((2, 1), int)
+        )
     elif kind != "array":
         spec = torch.tensor(given.astype(np.int64))
     if kind == "pt":
@@ -259,7 +270,9 @@ def test_ogb_folder(tmp_path: Path) -> None:
 @pytest.mark.parametrize("compressed", [True, False])
 def test_scipy(tmp_path: Path, layout: str, compressed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     edge_index = np.unique(edges_of(), axis=1)
-    matrix = sp.coo_matrix((np.zeros(edge_index.shape[1]), tuple(edge_index)), shape=(NODES, NODES)).asformat(layout)
+    matrix = sp.coo_matrix((np.zeros(edge_index.shape[1]), tuple(edge_index)), shape=(NODES, NODES)).asformat(
+        layout
+    )
     check(open_graph(matrix, nodes=NODES), edge_index)
     sp.save_npz(tmp_path / "x.npz", matrix, compressed=compressed)
     check(open_graph(tmp_path / "x.npz"), edge_index)
@@ -362,7 +375,9 @@ def test_unusable_files(tmp_path: Path) -> None:
     (tmp_path / "x.npy").write_bytes(b"")
     with pytest.raises(SourceError, match="leave key out"):
         open_graph(tmp_path / "x.npy", key="a")
-    np.savez(tmp_path / "x.npz", row=np.zeros(2, int), col=np.zeros(3, int), format=np.array("coo"), shape=[3, 3])
+    np.savez(
+        tmp_path / "x.npz", row=np.zeros(2, int), col=np.zeros(3, int), format=np.array("coo"), shape=[3, 3]
+    )
     with pytest.raises(SourceError, match="no list of edges"):
         open_graph(tmp_path / "x.npz")
     np.savez(tmp_path / "x.npz", format=np.array("dia"), shape=[3, 3])
@@ -390,7 +405,11 @@ def test_budget_and_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert small.value.needed_bytes > 50_000
     with pytest.raises(BudgetError, match="in-edges of one node") as one:
         open_graph(edge_index, nodes=1, memory_bytes=small.value.needed_bytes, scratch_dir=tmp_path)
-    check(open_graph(edge_index, nodes=1, memory_bytes=one.value.needed_bytes, scratch_dir=tmp_path), edge_index, 1)
+    check(
+        open_graph(edge_index, nodes=1, memory_bytes=one.value.needed_bytes, scratch_dir=tmp_path),
+        edge_index,
+        1,
+    )
     spread = np.stack([np.arange(100_000), np.arange(100_000)])
     with pytest.raises(BudgetError, match="scratch_dir"):
         open_graph(spread, nodes=100_000, memory_bytes=1_200_000)
@@ -437,7 +456,9 @@ def test_dtypes_of_indices() -> None:
         next(graph.blocks(0))
 
 
-def test_failed_scratch_writes_are_typed_and_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_scratch_writes_are_typed_and_leave_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     edge_index = edges_of()
     small_blocks(monkeypatch)
     real, calls = os.pwrite, [0]

@@ -46,7 +46,9 @@ def ring_graph(nodes: int = ROWS) -> tuple[np.ndarray, np.ndarray]:
 
 def tree(path: Path) -> dict[str, bytes]:
     return {
-        str(p.relative_to(path)): p.read_bytes() for p in sorted(path.rglob("*")) if p.is_file() and p.name != "lock"
+        str(p.relative_to(path)): p.read_bytes()
+        for p in sorted(path.rglob("*"))
+        if p.is_file() and p.name != "lock"
     }
 
 
@@ -59,7 +61,13 @@ def rows_of(store: featstore.Store, name: str = "features") -> np.ndarray:
 def test_every_order_keeps_every_row_and_says_what_it_did(tmp_path, order):
     permutation = rng.permutation(ROWS) if order == "permutation" else None
     store = featstore.pack(
-        tmp_path / "s", X, graph=ring_graph(), order=order, permutation=permutation, partitions=4, memory="128MiB"
+        tmp_path / "s",
+        X,
+        graph=ring_graph(),
+        order=order,
+        permutation=permutation,
+        partitions=4,
+        memory="128MiB",
     )
     assert np.array_equal(rows_of(store), X)
     table = store.tables["features"]
@@ -95,12 +103,24 @@ def test_rows_by_degree_rank_rows_by_how_often_they_are_sources(tmp_path):
 def test_equal_input_gives_equal_bytes(tmp_path):
     made = []
     for name in "ab":
-        options = {"graph": ring_graph(), "order": "ldg", "partitions": 4, "seed": 5, "arrays": {"y": np.arange(ROWS)}}
+        options = {
+            "graph": ring_graph(),
+            "order": "ldg",
+            "partitions": 4,
+            "seed": 5,
+            "arrays": {"y": np.arange(ROWS)},
+        }
         featstore.pack(tmp_path / name, X, memory="64MiB" if name == "a" else "128MiB", **options)
         made.append(tree(tmp_path / name))
     assert made[0] == made[1]
     featstore.pack(
-        tmp_path / "c", X, graph=ring_graph(), order="ldg", partitions=4, seed=6, arrays={"y": np.arange(ROWS)}
+        tmp_path / "c",
+        X,
+        graph=ring_graph(),
+        order="ldg",
+        partitions=4,
+        seed=6,
+        arrays={"y": np.arange(ROWS)},
     )
     assert tree(tmp_path / "c") != made[0]
 
@@ -132,7 +152,9 @@ def test_casts_are_numpys_and_are_reported(tmp_path, name, source):
 
 def test_half_range_kernel_against_numpy():
     for dtype, infinity in ((np.dtype(np.float16), 0x7C00), (bfloat16(), 0x7F80)):
-        bits = np.concatenate([np.arange(65536, dtype=np.uint16), rng.integers(0, 65536, 1000).astype(np.uint16)])
+        bits = np.concatenate(
+            [np.arange(65536, dtype=np.uint16), rng.integers(0, 65536, 1000).astype(np.uint16)]
+        )
         out = np.zeros(4, np.int64)
         half_range(bits, infinity, out)
         values = bits.view(dtype).astype(np.float32)
@@ -183,7 +205,9 @@ def test_pyg_objects_bring_graph_and_arrays(tmp_path):
     hetero["paper"].x, hetero["author"].x = torch.from_numpy(X[:4]), torch.ones(3, 2, dtype=torch.bfloat16)
     hetero["author", "writes", "paper"].edge_index = torch.tensor([[0, 1], [1, 2]])
     hetero["author", "writes", "paper"].edge_attr = torch.ones(2, 5)
-    with pytest.warns(FeatstoreWarning, match="'author__writes__paper': row e belongs to column e of edge_index"):
+    with pytest.warns(
+        FeatstoreWarning, match="'author__writes__paper': row e belongs to column e of edge_index"
+    ):
         store = featstore.pack(tmp_path / "b", hetero, graph={})
     assert set(store.tables) == {"paper", "author", "author__writes__paper"}
     assert store.tables["author"].dtype == bfloat16()
@@ -269,7 +293,11 @@ def test_resume_wants_the_same_pack(tmp_path, monkeypatch):
         ({"features": X, "graph": ring_graph(100)}, SourceError, "100"),
         ({"features": X, "order": "random"}, SourceError, "random"),
         ({"features": X, "order": "metis"}, SourceError, "graph"),
-        ({"features": X, "order": "permutation", "permutation": np.zeros(ROWS, int)}, SourceError, "twice|permutation"),
+        (
+            {"features": X, "order": "permutation", "permutation": np.zeros(ROWS, int)},
+            SourceError,
+            "twice|permutation",
+        ),
         ({"features": X, "dtype": "int8"}, SourceError, "int8"),
         ({"features": X.astype("M8[s]"), "dtype": "float32"}, SourceError, "cast"),
         ({"features": np.array([[object()]])}, SourceError, "object"),
@@ -279,7 +307,7 @@ def test_resume_wants_the_same_pack(tmp_path, monkeypatch):
         ({"features": X, "arrays": {"../y": np.arange(3)}}, FormatError, "name"),
         ({"features": "no/such/file.npy"}, SourceError, "no/such/file.npy"),
     ],
-)  # fmt: skip
+)
 def test_bad_input_is_refused_and_nothing_stays(tmp_path, kwargs, error, words):
     with pytest.raises(error, match=words):
         featstore.pack(tmp_path / "s", **kwargs)
@@ -334,7 +362,8 @@ def test_kernels_of_the_spill_against_numpy():
 
 
 def test_peak_memory_stays_within_the_budget(tmp_path):
-    """A permutation of 256 MiB in 64 MiB: the peak of a process of its own is at most the budget and 150 MiB."""
+    """A permutation of 256 MiB in 64 MiB: the peak of a process of its own is at most the budget and 150
+    MiB."""
 
     def written(name: str, rows: int) -> Path:
         big = np.lib.format.open_memmap(tmp_path / name, "w+", np.float32, (rows, 128))
@@ -345,11 +374,10 @@ def test_peak_memory_stays_within_the_budget(tmp_path):
         return tmp_path / name
 
     program = (
-        "import sys, numpy as np, featstore\n"
-        "def peak(): return next(int(l.split()[1]) for l in open('/proc/self/status') if l.startswith('VmHWM')) << 10\n"
-        "p = np.random.default_rng(0).permutation(1 << 19).astype(np.int32)\n"
-        "featstore.pack(sys.argv[1], sys.argv[2], order='permutation', permutation=p, memory='64MiB')\n"
-        "print(peak())\n"
+        "import sys, numpy as np, featstore\ndef peak(): return next(int(l.split()[1]) for l in "
+        "open('/proc/self/status') if l.startswith('VmHWM')) << 10\np = "
+        "np.random.default_rng(0).permutation(1 << 19).astype(np.int32)\nfeatstore.pack(sys.argv[1], "
+        "sys.argv[2], order='permutation', permutation=p, memory='64MiB')\nprint(peak())\n"
     )
     source, small, spills = written("x.npy", 1 << 19), written("small.npy", 1 << 14), []
     with (
@@ -357,7 +385,9 @@ def test_peak_memory_stays_within_the_budget(tmp_path):
     ):  # a compiler takes more memory than a pack: each kernel of a spill is compiled by now
         patch.setattr(spill, "spill_rows", lambda *a, whole=spill.spill_rows: spills.append(1) or whole(*a))
         permutation = rng.permutation(1 << 14).astype(np.int32)
-        featstore.pack(tmp_path / "warm", small, order="permutation", permutation=permutation, memory="4MiB").close()
+        featstore.pack(
+            tmp_path / "warm", small, order="permutation", permutation=permutation, memory="4MiB"
+        ).close()
     assert spills
     shutil.rmtree(tmp_path / "warm")
     for _ in range(2):  # and whatever else the first one has to compile is loaded by the second

@@ -32,7 +32,9 @@ def stages_of(seen: list[Progress]) -> dict[str, list[Progress]]:
 
 def big_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in ("permute", "spill"):
-        monkeypatch.setattr(f"featstore.packing.{module}.{'BLOCK' if module == 'permute' else 'PIECE'}_BYTES", 64 << 10)
+        monkeypatch.setattr(
+            f"featstore.packing.{module}.{'BLOCK' if module == 'permute' else 'PIECE'}_BYTES", 64 << 10
+        )
 
 
 @pytest.mark.parametrize(
@@ -67,7 +69,9 @@ def test_a_spill_is_two_passes_of_the_table(tmp_path: Path, monkeypatch: pytest.
     big_pieces(monkeypatch)
     monkeypatch.setattr("featstore.packing.permute.fits_in_memory", lambda job: False)
     seen: list[Progress] = []
-    featstore.pack(tmp_path / "s", X, order="permutation", permutation=PERMUTATION, progress=seen.append).close()
+    featstore.pack(
+        tmp_path / "s", X, order="permutation", permutation=PERMUTATION, progress=seen.append
+    ).close()
     assert {s: g[0].total_bytes for s, g in stages_of(seen).items()} == {
         "order": None, "spill": X.nbytes, "write": X.nbytes
     }  # fmt: skip
@@ -75,7 +79,9 @@ def test_a_spill_is_two_passes_of_the_table(tmp_path: Path, monkeypatch: pytest.
 
 def test_rows_whose_number_is_unknown_are_counted_first(tmp_path: Path) -> None:
     seen: list[Progress] = []
-    featstore.pack(tmp_path / "s", (X[at : at + 1000] for at in range(0, len(X), 1000)), progress=seen.append).close()
+    featstore.pack(
+        tmp_path / "s", (X[at : at + 1000] for at in range(0, len(X), 1000)), progress=seen.append
+    ).close()
     stages = stages_of(seen)
     assert (stages["count"][0].total_bytes, stages["count"][-1].done_bytes) == (None, X.nbytes)
     assert stages["write"][0].total_bytes == X.nbytes

@@ -88,7 +88,9 @@ def test_a_relation_is_a_graph_of_other_features(tmp_path: Path) -> None:
 
 def test_all_tensors_of_nodes_are_stored_without_a_word(tmp_path: Path) -> None:
     more = {"y": torch.arange(3), "pos": torch.ones(3, 2), "train_mask": torch.tensor([True, False, True])}
-    with featstore.pack(tmp_path / "s", Data(x=torch.ones(3, 2), edge_index=EDGES, num_nodes=3, **more)) as store:
+    with featstore.pack(
+        tmp_path / "s", Data(x=torch.ones(3, 2), edge_index=EDGES, num_nodes=3, **more)
+    ) as store:
         assert set(store.arrays) == set(more)
         for name, value in more.items():
             assert np.array_equal(store.arrays[name], value.numpy())
@@ -105,7 +107,9 @@ def test_all_tensors_of_nodes_are_stored_without_a_word(tmp_path: Path) -> None:
 )
 def test_rows_of_edges_are_stored_and_their_order_is_warned_of(tmp_path: Path, more: Any, named: str) -> None:
     data = Data(x=torch.ones(3, 2), edge_index=EDGES, **more)
-    with pytest.warns(FeatstoreWarning, match=f"{named}: row e belongs to column e of edge_index as it was given"):
+    with pytest.warns(
+        FeatstoreWarning, match=f"{named}: row e belongs to column e of edge_index as it was given"
+    ):
         store = featstore.pack(tmp_path / "s", data)
     stored = {*store.tables, *store.arrays}
     assert stored == {"features"} | {"edge_features" if name == "edge_attr" else name for name in more}
@@ -114,7 +118,9 @@ def test_rows_of_edges_are_stored_and_their_order_is_warned_of(tmp_path: Path, m
 
 def test_what_is_not_stored_is_named(tmp_path: Path) -> None:
     data = Data(x=torch.ones(3, 2), edge_index=EDGES, title="cora", words=["a", "b"], y=torch.arange(3))
-    with pytest.warns(FeatstoreWarning, match=r"not stored of the PyG data: title \(str\), words \(list\).*arrays="):
+    with pytest.warns(
+        FeatstoreWarning, match=r"not stored of the PyG data: title \(str\), words \(list\).*arrays="
+    ):
         featstore.pack(tmp_path / "s", data).close()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -123,7 +129,9 @@ def test_what_is_not_stored_is_named(tmp_path: Path) -> None:
         )
     for more, message in (({}, "adj_t's values"), ({"edge_index": EDGES}, r"adj_t \(edge_index is stored\)")):
         with pytest.warns(FeatstoreWarning, match=message):
-            featstore.pack(tmp_path / "t", Data(x=torch.ones(3, 2), adj_t=matrix, **more), overwrite=True).close()
+            featstore.pack(
+                tmp_path / "t", Data(x=torch.ones(3, 2), adj_t=matrix, **more), overwrite=True
+            ).close()
 
 
 def test_a_graph_without_a_table_of_nodes_is_not_lost(tmp_path: Path) -> None:

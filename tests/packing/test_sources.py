@@ -1,4 +1,5 @@
-"""Row sources: each kind gives back a NumPy model's rows, at any block size and start, and refuses what it must."""
+"""Row sources: each kind gives back a NumPy model's rows, at any block size and start, and refuses what it
+must."""
 
 from __future__ import annotations
 
@@ -24,7 +25,14 @@ from numpy.typing import NDArray
 
 from featstore.errors import DeviceError, FeatstoreWarning, SourceError
 from featstore.packing.sources.base import FileReader
-from featstore.packing.sources.opening import IteratorRows, RowSource, open_rows, pyg_arrays, pyg_graphs, pyg_tables
+from featstore.packing.sources.opening import (
+    IteratorRows,
+    RowSource,
+    open_rows,
+    pyg_arrays,
+    pyg_graphs,
+    pyg_tables,
+)
 
 with warnings.catch_warnings():
     # PyG's own import uses what torch deprecates; not ours to mend.
@@ -173,7 +181,9 @@ def test_empty_table_and_one_column(tmp_path: Path) -> None:
     check(open_rows(np.arange(9)), np.arange(9))
 
 
-@pytest.mark.parametrize("bad", [np.zeros((4, 0)), np.array(3.0), np.array([[None, 1]]), np.array([["a"]], dtype="O")])
+@pytest.mark.parametrize(
+    "bad", [np.zeros((4, 0)), np.array(3.0), np.array([[None, 1]]), np.array([["a"]], dtype="O")]
+)
 def test_unusable_arrays(tmp_path: Path, bad: NDArray[Any]) -> None:
     with pytest.raises(SourceError):
         open_rows(bad)
@@ -309,7 +319,9 @@ def test_npz_keys(tmp_path: Path) -> None:
     path = tmp_path / "x.npz"
     table, other = values((9, 3), "f4"), values((9, 4), "u1")
     np.savez(path, table=table, label=np.arange(9))
-    with pytest.warns(FeatstoreWarning, match=r"'table' is packed, and not 'label' beside it: say key='table'"):
+    with pytest.warns(
+        FeatstoreWarning, match=r"'table' is packed, and not 'label' beside it: say key='table'"
+    ):
         check(open_rows(path), table)
     check(open_rows(path, key="table"), table)
     check(open_rows(path, key="label"), np.arange(9))
@@ -375,7 +387,9 @@ def test_sparse_matrices_become_dense(
 
 
 def test_sparse_duplicates_are_summed() -> None:
-    matrix = sp.csr_matrix((np.array([1.0, 2.0, 4.0]), np.array([1, 1, 0]), np.array([0, 2, 3])), shape=(2, 2))
+    matrix = sp.csr_matrix(
+        (np.array([1.0, 2.0, 4.0]), np.array([1, 1, 0]), np.array([0, 2, 3])), shape=(2, 2)
+    )
     check(open_rows(matrix), matrix.toarray())
 
 
@@ -413,7 +427,9 @@ def test_damaged_sparse_matrices(tmp_path: Path) -> None:
 @pytest.mark.parametrize("version", [2, 3])
 def test_zarr(tmp_path: Path, version: Any) -> None:
     model = values((23, 5), "f4")
-    array = zarr.create_array(tmp_path / "x", shape=model.shape, chunks=(4, 2), dtype="f4", zarr_format=version)
+    array = zarr.create_array(
+        tmp_path / "x", shape=model.shape, chunks=(4, 2), dtype="f4", zarr_format=version
+    )
     array[:] = model
     check(open_rows(tmp_path / "x"), model)
     check(open_rows(array), model)
@@ -457,10 +473,14 @@ def test_columnar_files(tmp_path: Path, suffix: str) -> None:
         open_rows(path)
     with pytest.raises(SourceError, match="no column"):
         open_rows(path, key="z")
-    nested = pa.FixedSizeListArray.from_arrays(pa.FixedSizeListArray.from_arrays(pa.array(np.arange(80)), 2), 2)
+    nested = pa.FixedSizeListArray.from_arrays(
+        pa.FixedSizeListArray.from_arrays(pa.array(np.arange(80)), 2), 2
+    )
     write_table(path, pa.table({"n": nested}))
     check(open_rows(path), np.arange(80).reshape(20, 2, 2))
-    write_table(path, pa.table({c: pa.array(model[:, i]) for i, c in enumerate("abc")} | {"s": pa.array(["t"] * 20)}))
+    write_table(
+        path, pa.table({c: pa.array(model[:, i]) for i, c in enumerate("abc")} | {"s": pa.array(["t"] * 20)})
+    )
     check(open_rows(path, columns=["a", "b", "c"]), model)
     check(open_rows(path, columns=["c", "a"]), model[:, [2, 0]])
     check(open_rows(path, columns=[2, 0]), model[:, [2, 0]])
@@ -519,7 +539,11 @@ def test_torch_files_and_tensors(tmp_path: Path) -> None:
 
 def test_torch_files_refused(tmp_path: Path) -> None:
     path = tmp_path / "x.pt"
-    for thing, message in ((Data(x=torch.ones(2, 2)), "more than plain"), ([1], "a list"), ({"a": 1}, "0 tensors")):
+    for thing, message in (
+        (Data(x=torch.ones(2, 2)), "more than plain"),
+        ([1], "a list"),
+        ({"a": 1}, "0 tensors"),
+    ):
         torch.save(thing, path)
         with pytest.raises(SourceError, match=message):
             open_rows(path)
@@ -547,7 +571,9 @@ def test_ogb_folder(tmp_path: Path, arrow: bool, monkeypatch: pytest.MonkeyPatch
     if not arrow:
         without_arrow(monkeypatch)
     exact = np.random.default_rng(0).standard_normal((50, 4))
-    write_gz(tmp_path / "raw/node-feat.csv.gz", "".join(",".join(map(repr, row)) + "\n" for row in exact.tolist()))
+    write_gz(
+        tmp_path / "raw/node-feat.csv.gz", "".join(",".join(map(repr, row)) + "\n" for row in exact.tolist())
+    )
     check(open_rows(tmp_path), exact.astype(np.float32))
     assert open_rows(tmp_path).rows is None
     check(open_rows(tmp_path / "raw", dtype="float64"), exact)
@@ -566,7 +592,9 @@ def test_csv_text(tmp_path: Path, arrow: bool, monkeypatch: pytest.MonkeyPatch) 
         without_arrow(monkeypatch)
     path = tmp_path / "x.csv"
     path.write_text("a,b\n1,nan\n9007199254740993,4\n")
-    assert_same(rows_of(open_rows(path, dtype="float32")), np.array([[1, np.nan], [9007199254740993, 4]], np.float32))
+    assert_same(
+        rows_of(open_rows(path, dtype="float32")), np.array([[1, np.nan], [9007199254740993, 4]], np.float32)
+    )
     path.write_text("1,2\n9007199254740993,4\n")
     check(open_rows(path, dtype="int64"), np.array([[1, 2], [9007199254740993, 4]]))
     for text in ("1,2\n3\n", "1,2\n3,4,5\n", "1,2\n3,\n", "1,2\nx,4\n", "x,y\nx,y\n", ""):
@@ -661,7 +689,10 @@ def test_blocks_of_arrays_are_views_and_fingerprints_tell_apart(tmp_path: Path) 
 def test_pyg_data() -> None:
     edge_index = torch.tensor([[0, 1, 2, 2], [1, 2, 0, 1]])
     data = Data(
-        x=torch.ones(4, 2, dtype=torch.bfloat16), edge_index=edge_index, edge_attr=torch.ones(4, 1), y=torch.arange(4)
+        x=torch.ones(4, 2, dtype=torch.bfloat16),
+        edge_index=edge_index,
+        edge_attr=torch.ones(4, 1),
+        y=torch.arange(4),
     )
     tables = pyg_tables(data)
     assert {name: (t.shape, str(t.dtype)) for name, t in tables.items()} == {

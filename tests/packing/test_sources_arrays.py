@@ -157,7 +157,9 @@ def test_a_shape_tells_rows_from_blocks_and_counts_them() -> None:
     assert np.array_equal(rows_of(mixed, 1000, shape=(300, 8)), MODEL)
     square = MODEL.reshape(-1, 2, 4)
     assert np.array_equal(rows_of(list(square), shape=(-1, 2, 4)), square)
-    assert np.array_equal(rows_of(list(square)), square.reshape(-1, 4)), "without a shape, two dimensions are a block"
+    assert np.array_equal(rows_of(list(square)), square.reshape(-1, 4)), (
+        "without a shape, two dimensions are a block"
+    )
     assert np.array_equal(rows_of([np.float64(3), np.float64(4)], shape=(-1,)), np.array([3.0, 4.0]))
     for rows, message in ((99, "beyond rows=99"), (101, "ended after 100 rows, 101")):
         with pytest.raises(SourceError, match=message):
@@ -172,8 +174,18 @@ def test_a_shape_tells_rows_from_blocks_and_counts_them() -> None:
 
 
 @pytest.mark.parametrize(
-    "given", [[1.0, 2.0], [[1.0, 2.0], [3.0, 4.0]], [np.float32(1)], {1, 2}, {"a": 1}.keys(), [(np.zeros(2),)], ["ab"], b"ab"]
-)  # fmt: skip
+    "given",
+    [
+        [1.0, 2.0],
+        [[1.0, 2.0], [3.0, 4.0]],
+        [np.float32(1)],
+        {1, 2},
+        {"a": 1}.keys(),
+        [(np.zeros(2),)],
+        ["ab"],
+        b"ab",
+    ],
+)
 def test_what_is_no_array_is_refused(given: Any) -> None:
     with pytest.raises(SourceError, match=r"not an array of rows|cannot read rows"):
         open_rows(given)
@@ -262,9 +274,14 @@ class Stream(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
 
 @pytest.mark.parametrize(
     ("data", "options"),
-    [(Rows, {"shuffle": True}), (Rows, {"drop_last": True}), (Rows, {"sampler": [3, 3, 1]}), (Stream, {"drop_last": True}),
-     (Stream, {"num_workers": 2})],
-)  # fmt: skip
+    [
+        (Rows, {"shuffle": True}),
+        (Rows, {"drop_last": True}),
+        (Rows, {"sampler": [3, 3, 1]}),
+        (Stream, {"drop_last": True}),
+        (Stream, {"num_workers": 2}),
+    ],
+)
 def test_loaders_that_do_not_give_all_in_order_are_refused(data: Any, options: dict[str, Any]) -> None:
     with pytest.raises(SourceError, match=r"row i would not be item i: make it with shuffle=False"):
         open_rows(torch.utils.data.DataLoader(data(), batch_size=4, **options))

@@ -1,4 +1,5 @@
-"""Graphs in the store: what is written is the graph, in the order of the rows, whatever the order, the memory and the hubs."""
+"""Graphs in the store: what is written is the graph, in the order of the rows, whatever the order, the memory
+and the hubs."""
 
 from __future__ import annotations
 
@@ -60,7 +61,8 @@ class Edges:
 
 @st.composite
 def graphs(draw: st.DrawFn) -> Edges:
-    """Small graphs: of one node, without edges, with isolated nodes, self-loops, edges that occur often, stars."""
+    """Small graphs: of one node, without edges, with isolated nodes, self-loops, edges that occur often,
+    stars."""
     nodes = draw(st.integers(1, 60))
     used = draw(st.integers(1, nodes))  # the others are isolated
     count = draw(st.sampled_from([0, 1, 5, 40, 300]))
@@ -137,11 +139,18 @@ def smallest(edges: Edges) -> int:
 @pytest.mark.usefixtures("tiny_chunks")
 @settings(max_examples=40)
 @given(
-    edges=graphs(), order=st.sampled_from(["given", "permutation", "ldg", "degree"]), hubs=st.sampled_from([0.0, 0.07, 1.0]),
-    rank=st.sampled_from(["degree", "external"]), on_disk=st.booleans(), seed=st.integers(0, 99),
+    edges=graphs(), order=st.sampled_from(["given", "permutation", "ldg", "degree"]),
+    hubs=st.sampled_from([0.0, 0.07, 1.0]), rank=st.sampled_from(["degree", "external"]),
+    on_disk=st.booleans(), seed=st.integers(0, 99),
 )  # fmt: skip
 def test_what_is_stored_is_the_graph(
-    tmp_path_factory: pytest.TempPathFactory, edges: Edges, order: str, hubs: float, rank: str, on_disk: bool, seed: int
+    tmp_path_factory: pytest.TempPathFactory,
+    edges: Edges,
+    order: str,
+    hubs: float,
+    rank: str,
+    on_disk: bool,
+    seed: int,
 ) -> None:
     permutation = np.random.default_rng(seed).permutation(edges.nodes) if order == "permutation" else None
     ways: list[bool] = []
@@ -157,7 +166,8 @@ def test_what_is_stored_is_the_graph(
         patch.setattr(topology, "build_csc", squeezed)
         store = featstore.pack(
             path, features(edges.nodes), graph=edges.index, order=order, permutation=permutation,
-            partitions=3 if order == "ldg" and edges.nodes >= 3 else None, hubs=hubs, hub_rank=rank, disk=QuickDisk(),
+            partitions=3 if order == "ldg" and edges.nodes >= 3 else None, hubs=hubs, hub_rank=rank,
+            disk=QuickDisk(),
         )  # fmt: skip
     with store:
         if ways and on_disk and edges.nodes > 1 and len(edges.sources) > edges.nodes:
@@ -171,19 +181,25 @@ def test_what_is_stored_is_the_graph(
 def star(nodes: int = 500, edges: int = 6_000) -> Edges:
     rng = np.random.default_rng(5)
     return Edges(
-        nodes, (rng.random(edges) ** 3 * nodes).astype(np.int64), (rng.random(edges) ** 3 * nodes).astype(np.int64)
+        nodes,
+        (rng.random(edges) ** 3 * nodes).astype(np.int64),
+        (rng.random(edges) ** 3 * nodes).astype(np.int64),
     )
 
 
 def tree(path: Path) -> dict[str, bytes]:
     return {
-        str(p.relative_to(path)): p.read_bytes() for p in sorted(path.rglob("*")) if p.is_file() and p.name != "lock"
+        str(p.relative_to(path)): p.read_bytes()
+        for p in sorted(path.rglob("*"))
+        if p.is_file() and p.name != "lock"
     }
 
 
 @pytest.mark.usefixtures("tiny_chunks")
 @pytest.mark.parametrize("rank", ["degree", "external"])
-def test_equal_packs_are_equal_to_the_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: str) -> None:
+def test_equal_packs_are_equal_to_the_byte(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: str
+) -> None:
     """Twice the same, with another memory, and by way of the disk."""
     edges = star()
     options: dict[str, Any] = {
@@ -198,7 +214,9 @@ def test_equal_packs_are_equal_to_the_byte(tmp_path: Path, monkeypatch: pytest.M
         featstore.pack(tmp_path / name, features(edges.nodes), memory=memory, **options).close()
     build = topology.build_csc
     monkeypatch.setattr(
-        topology, "build_csc", lambda stream, nodes, _, scratch: build(stream, nodes, smallest(edges), scratch)
+        topology,
+        "build_csc",
+        lambda stream, nodes, _, scratch: build(stream, nodes, smallest(edges), scratch),
     )
     monkeypatch.setattr(topology, "_BLOCK_EDGES", 1000)
     featstore.pack(tmp_path / "d", features(edges.nodes), **options).close()
@@ -210,10 +228,17 @@ def test_equal_packs_are_equal_to_the_byte(tmp_path: Path, monkeypatch: pytest.M
 
 def test_lists_of_a_csc_as_given_keep_their_order(tmp_path: Path) -> None:
     indptr, indices = np.array([0, 3, 3, 5]), np.array([2, 0, 1, 1, 0])
-    with featstore.pack(tmp_path / "given", features(3), graph=(indptr, indices), order="given", hubs=1) as store:
+    with featstore.pack(
+        tmp_path / "given", features(3), graph=(indptr, indices), order="given", hubs=1
+    ) as store:
         assert store.graphs["features"].csc()[1].tolist() == [2, 0, 1, 1, 0]
     with featstore.pack(
-        tmp_path / "sorted", features(3), graph=(indptr, indices), order="permutation", permutation=[2, 0, 1], hubs=1
+        tmp_path / "sorted",
+        features(3),
+        graph=(indptr, indices),
+        order="permutation",
+        permutation=[2, 0, 1],
+        hubs=1,
     ) as store:
         assert store.graphs["features"].csc()[0].tolist() == indptr.tolist()
         assert store.graphs["features"].csc()[1].tolist() == [0, 1, 2, 0, 1]
@@ -225,7 +250,9 @@ def test_tables_with_and_without_graphs(tmp_path: Path) -> None:
     edges = star(40, 200)
     tables = {"user": features(40), "item": features(7), "plain": features(3)}
     graph = {"user": edges.index, "item": np.array([[0, 6], [3, 3]])}
-    with featstore.pack(tmp_path / "s", tables, graph=graph, order={"user": "degree", "item": "given"}) as store:
+    with featstore.pack(
+        tmp_path / "s", tables, graph=graph, order={"user": "degree", "item": "given"}
+    ) as store:
         assert set(store.graphs) == {"user", "item"}
         assert store.graphs["item"].csc()[0].tolist() == [0, 0, 0, 0, 2, 2, 2, 2]
         assert store.graphs["item"].csc()[1].tolist() == [0, 6]
@@ -250,9 +277,13 @@ def test_stores_without_topology_are_as_before(tmp_path: Path) -> None:
         assert not list((tmp_path / name).rglob("graphs"))
 
 
-@pytest.mark.parametrize("options", [{"hubs": -0.1}, {"hubs": 1.1}, {"hubs": float("nan")}, {"hub_rank": "pagerank"}])
+@pytest.mark.parametrize(
+    "options", [{"hubs": -0.1}, {"hubs": 1.1}, {"hubs": float("nan")}, {"hub_rank": "pagerank"}]
+)
 def test_options_that_cannot_be(tmp_path: Path, options: dict[str, Any]) -> None:
-    with pytest.raises(SourceError, match=r"hubs must be a number of at least 0|hub_rank must be one of 'degree'"):
+    with pytest.raises(
+        SourceError, match=r"hubs must be a number of at least 0|hub_rank must be one of 'degree'"
+    ):
         featstore.pack(tmp_path / "s", features(4), **options)
     assert not (tmp_path / "s").exists()
 
@@ -286,7 +317,9 @@ def test_count_external_is_its_twin(edges: Edges, parts: int, block: int, seed: 
     row = partition = 0
     for first in range(0, len(sources), block):
         piece = sources[first : first + block]
-        row, partition = topology.count_external(offsets, piece, first, row, partition, partition_offsets, counts)
+        row, partition = topology.count_external(
+            offsets, piece, first, row, partition, partition_offsets, counts
+        )
         assert (row, part[row]) == (target[first + len(piece) - 1], partition + 1)
     assert counts.tolist() == wanted.tolist()
 
@@ -358,7 +391,9 @@ def test_resuming_with_another_topology_is_refused(tmp_path: Path) -> None:
         featstore.pack(tmp_path / "s", features(50), graph=edges.index, order="degree", disk=StoppingDisk(3))
     for other in ({"hubs": 0.5}, {"hub_rank": "external"}, {"topology": False}):
         with pytest.raises(SourceError, match="cannot resume: the unfinished pack had topology"):
-            featstore.pack(tmp_path / "s", features(50), graph=edges.index, order="degree", resume=True, **other)
+            featstore.pack(
+                tmp_path / "s", features(50), graph=edges.index, order="degree", resume=True, **other
+            )
     featstore.pack(tmp_path / "s", features(50), graph=edges.index, order="degree", resume=True).close()
     assert featstore.verify(tmp_path / "s").ok
 
@@ -381,7 +416,9 @@ def test_the_budget_named_works(tmp_path: Path) -> None:
             featstore.pack(tmp_path / name, features(nodes), memory=memory, **options)
         assert memory < caught.value.needed_bytes < 44 << 20
         assert not list((tmp_path / name).glob("g*")), "nothing that another budget could resume"
-    with featstore.pack(tmp_path / "c", features(nodes), memory=caught.value.needed_bytes, **options) as store:
+    with featstore.pack(
+        tmp_path / "c", features(nodes), memory=caught.value.needed_bytes, **options
+    ) as store:
         assert store.graphs["features"].csc()[1].tolist() == indices.tolist()
 
 
@@ -397,7 +434,8 @@ def test_a_full_disk_is_said_before_the_first_byte(tmp_path: Path) -> None:
 
 @pytest.fixture
 def misled(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Packs of this test write other numbers in place of those that ``misled`` names: checksums fit, what they say does not."""
+    """Packs of this test write other numbers in place of those that ``misled`` names: checksums fit, what
+    they say does not."""
     wrong: dict[str, Any] = {}
     write = topology.write_vector
 
@@ -416,7 +454,8 @@ def misled(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("part", "place", "value", "message"),
     [("offsets", 0, 1, "do not run from 0 to 200"), ("offsets", 40, 201, "do not run from 0 to 200"),
-     ("offsets", 7, 10**6, "do not run from 0 to 200"), ("sources", 3, -1, "outside"), ("sources", 3, 40, "outside")],
+     ("offsets", 7, 10**6, "do not run from 0 to 200"), ("sources", 3, -1, "outside"),
+     ("sources", 3, 40, "outside")],
 )  # fmt: skip
 @pytest.mark.parametrize("order", ["given", "degree"])
 def test_a_graph_that_says_the_impossible_is_refused(

@@ -50,11 +50,23 @@ PLACES = [
     "new/g000001",
 ]
 NAMES = [
-    "notes.txt", "g000003", "g000004.journal", "g000005.spill", "g000001.journal", "packs", "caches", "lock", "featstore.json",
-    "train-0", "train-1", "train-0.trace", "train.trace", "train.rolling", "train.preparing", "ours", "ours.forecast", "c.cache",
-    "other", "my.trace", "trace.log", "recording.log", "-rf", "*", "new\nline", "\udcff\udcfe", "ü\u202e", " ", "c.0~", "tables",
+    "notes.txt", "g000003", "g000004.journal", "g000005.spill", "g000001.journal", "packs", "caches", "lock",
+    "featstore.json", "train-0", "train-1", "train-0.trace", "train.trace", "train.rolling",
+    "train.preparing", "ours", "ours.forecast", "c.cache", "other", "my.trace", "trace.log", "recording.log",
+    "-rf", "*", "new\nline", "\udcff\udcfe", "ü\u202e", " ", "c.0~", "tables",
 ]  # fmt: skip
-KINDS = ["file", "lock", "folder", "store", "link to folder", "link to file", "dangling", "loop", "pipe", "socket"]
+KINDS = [
+    "file",
+    "lock",
+    "folder",
+    "store",
+    "link to folder",
+    "link to file",
+    "dangling",
+    "loop",
+    "pipe",
+    "socket",
+]
 
 things = st.tuples(st.sampled_from(PLACES), st.sampled_from(NAMES), st.sampled_from(KINDS), st.booleans())
 
@@ -174,15 +186,35 @@ ACTIONS: dict[str, Callable[[Path], None]] = {
     "pack": command("pack", "{rows}", "{s}", "--overwrite", "--memory", "64MiB"),
     "pack new": command("pack", "{rows}", "{new}", "--memory", "64MiB"),
     "resume": command("pack", "{rows}", "{s}", "--resume", "--memory", "64MiB"),
-    "sample": command("sample", "{s}", "--out", "{asked}/t", "--fanouts", "2", "--batch-size", "30", "--overwrite", "--memory", "64MiB"),
-    "sample inside": command("sample", "{s}", "--out", "{s}/packs/my.trace", "--fanouts", "2", "--batch-size", "30", "--overwrite"),
-    "compile": command("pack", "{s}", "--trace", "{asked}/t0", "--name", "ours", "--overwrite", "--memory", "64MiB"),
-    "forecast": command("pack", "{s}", "--trace", "{asked}/t0", "--name", "ours", "--dry-run", "--memory", "64MiB"),
+    "sample": command(
+        "sample",
+        "{s}",
+        "--out",
+        "{asked}/t",
+        "--fanouts",
+        "2",
+        "--batch-size",
+        "30",
+        "--overwrite",
+        "--memory",
+        "64MiB",
+    ),
+    "sample inside": command(
+        "sample", "{s}", "--out", "{s}/packs/my.trace", "--fanouts", "2", "--batch-size", "30", "--overwrite"
+    ),
+    "compile": command(
+        "pack", "{s}", "--trace", "{asked}/t0", "--name", "ours", "--overwrite", "--memory", "64MiB"
+    ),
+    "forecast": command(
+        "pack", "{s}", "--trace", "{asked}/t0", "--name", "ours", "--dry-run", "--memory", "64MiB"
+    ),
     "train": loader(lambda s: featstore.train_loader(s, episode, memory="64MiB")),
     "fresh": loader(lambda s: featstore.train_loader(s, episode, memory="64MiB", fresh=True)),
-    "fresh elsewhere": loader(lambda s: featstore.train_loader(s, episode, memory="64MiB", fresh=True, name="../../outside/s")),
+    "fresh elsewhere": loader(
+        lambda s: featstore.train_loader(s, episode, memory="64MiB", fresh=True, name="../../outside/s")
+    ),
     "online": loader(lambda s: featstore.OnlineLoader(s, episode(0), memory="64MiB", warm="c")),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -244,7 +276,9 @@ def test_what_is_not_ours_stays_as_it_is(
                 mine[str(path)] = seen(str(path))
                 if not path.is_symlink():
                     mine |= {p: v for p, v in listing(path).items() if kind != "store" or p.endswith("/mine")}
-        around = {k: v for k, v in listing(root).items() if not k.startswith((f"{root}/s/", f"{root}/asked/t/"))}
+        around = {
+            k: v for k, v in listing(root).items() if not k.startswith((f"{root}/s/", f"{root}/asked/t/"))
+        }
         around.pop(f"{root}/asked/t", None)
         for name in actions:
             ACTIONS[name](root)

@@ -1,4 +1,5 @@
-"""Any request against a NumPy model: sizes from none to far beyond a piece, every id type, in every way of asking."""
+"""Any request against a NumPy model: sizes from none to far beyond a piece, every id type, in every way of
+asking."""
 
 from __future__ import annotations
 
@@ -39,7 +40,10 @@ def readers(request: pytest.FixtureRequest, packed: Any) -> Iterator[list[Reader
     """Readers with pieces of 1,024 ids: without a tier, and with one that is given."""
     store = featstore.open(packed)
     static = np.arange(0, 1000, 3)
-    made = [store.reader(memory=m, static=s, engine=request.param) for m, s in (("640KiB", None), ("900KiB", static))]
+    made = [
+        store.reader(memory=m, static=s, engine=request.param)
+        for m, s in (("640KiB", None), ("900KiB", static))
+    ]
     assert [reader.budget.piece_ids_max for reader in made] == [1024, 1024]
     yield made
     for reader in made:

@@ -1,4 +1,5 @@
-"""What goes into a store comes out of it: a NumPy model against pack and read, for any dtype, shape, order and engine."""
+"""What goes into a store comes out of it: a NumPy model against pack and read, for any dtype, shape, order
+and engine."""
 
 from __future__ import annotations
 
@@ -17,9 +18,9 @@ from featstore.errors import BudgetError
 
 ENGINES = ("uring", "threads", "mmap")
 DTYPES = [
-    "bool", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "longdouble", ml_dtypes.bfloat16, "c8", "c16",
-    "clongdouble", "M8[ns]", "M8[D]", "m8[s]", "S1", "S7", "U3", "V1", "V5", ">f4", ">i8",
-    [("a", "<f4"), ("b", "<u2", (3,))], [("x", "S3"), ("y", ">M8[s]")],
+    "bool", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "longdouble",
+    ml_dtypes.bfloat16, "c8", "c16", "clongdouble", "M8[ns]", "M8[D]", "m8[s]", "S1", "S7", "U3", "V1", "V5",
+    ">f4", ">i8", [("a", "<f4"), ("b", "<u2", (3,))], [("x", "S3"), ("y", ">M8[s]")],
 ]  # fmt: skip
 
 
@@ -85,7 +86,11 @@ def test_any_table(
     folder: Any, pack: Any, small_chunks: None, case: tuple[np.ndarray, np.random.Generator], permuted: bool
 ) -> None:
     data, rng = case
-    options = {"order": "permutation", "permutation": rng.permutation(len(data))} if permuted else {"order": "given"}
+    options = (
+        {"order": "permutation", "permutation": rng.permutation(len(data))}
+        if permuted
+        else {"order": "given"}
+    )
     path = folder()
     with pack(path, data, **options) as store:
         check(store, data, rng)
@@ -104,7 +109,8 @@ def test_every_dtype(tmp_path: Path, pack: Any, small_chunks: None, dtype: Any, 
 @given(st.sampled_from([40, 400, 4096, 12_345]), st.integers(0, 2**32 - 1))
 @settings(max_examples=6)
 def test_through_the_spill(folder: Any, pack: Any, small_chunks: None, row_bytes: int, seed: int) -> None:
-    """With hardly more memory than a permutation in two passes needs: each refusal names a larger budget, until one works."""
+    """With hardly more memory than a permutation in two passes needs: each refusal names a larger budget,
+    until one works."""
     rng = np.random.default_rng(seed)
     data = rng.integers(0, 256, (6_000_000 // row_bytes, row_bytes), np.uint8)
     permutation, memory, stages, path = rng.permutation(len(data)), 1, set[str](), folder()
@@ -132,7 +138,9 @@ def test_rows_of_forty_kilobytes_in_many_files(tmp_path: Path, pack: Any, small_
 
 def test_equal_packs_are_equal_to_the_byte(tmp_path: Path, pack: Any, small_chunks: None) -> None:
     data = np.random.default_rng(0).standard_normal((500, 33))
-    stores = [pack(tmp_path / name, data, order="permutation", permutation=np.arange(500)[::-1]) for name in "ab"]
+    stores = [
+        pack(tmp_path / name, data, order="permutation", permutation=np.arange(500)[::-1]) for name in "ab"
+    ]
     files = [
         {p.relative_to(s.path): p.read_bytes() for p in s.path.rglob("*") if p.is_file() and p.name != "lock"}
         for s in stores

@@ -15,15 +15,20 @@ from featstore_cli.output import facts, print_json, progress, rate_text, remark,
 @click.argument("store", type=click.Path(path_type=Path))
 @click.option("--table", "table_name", metavar="NAME", help="The table, where the store has several.")
 @click.option(
-    "--seconds", type=click.FloatRange(0.01, 600), default=2.0, help="About how long to measure each way of reading."
+    "--seconds",
+    type=click.FloatRange(0.01, 600),
+    default=2.0,
+    help="About how long to measure each way of reading.",
 )
 @click.option("--memory", type=SIZE, default="1GiB", help="The reader's memory budget.")
 @engine_option
 @json_option
 @shared_options
-def command(store: Path, table_name: str | None, seconds: float, memory: int, engine: str, as_json: bool) -> None:
-    """Measure how fast rows of STORE are read here: random rows, half of the pages, a scan, rows in memory. Checksums
-    are verified.
+def command(
+    store: Path, table_name: str | None, seconds: float, memory: int, engine: str, as_json: bool
+) -> None:
+    """Measure how fast rows of STORE are read here: random rows, half of the pages, a scan, rows in memory.
+    Checksums are verified.
     """
     import featstore
     from featstore.measure.bench import bench
@@ -36,7 +41,10 @@ def command(store: Path, table_name: str | None, seconds: float, memory: int, en
         return
     _render(report.to_dict())
     if not report.calibrated:
-        remark("featstore: this device was never calibrated, so that forecasts are rough: run `featstore calibrate`")
+        remark(
+            "featstore: this device was never calibrated, so that forecasts are rough: run `featstore "
+            "calibrate`"
+        )
 
 
 def _render(data: dict[str, Any]) -> None:
@@ -63,12 +71,15 @@ def _render(data: dict[str, Any]) -> None:
                 ("store", data["store"]),
                 (
                     "table",
-                    f"{data['table']!r}: {data['rows']:,} rows of {data['row_bytes']:,} B, {format_bytes(data['bytes'])}",
+                    f"{data['table']!r}: {data['rows']:,} rows of {data['row_bytes']:,} B, "
+                    f"{format_bytes(data['bytes'])}",
                 ),
                 ("engine", f"{data['engine']}: {data['engine_because']}"),
                 ("cache state", data["cache_state"]),
                 ("measured for", seconds_text(data["seconds"])),
             ]
         ),
-        table(["", "rows/s", "rows' bytes", "bytes read", "reads/s", "of the limit", "forecast/measured"], rows),
+        table(
+            ["", "rows/s", "rows' bytes", "bytes read", "reads/s", "of the limit", "forecast/measured"], rows
+        ),
     )

@@ -20,15 +20,17 @@ _SPREAD_MAX = 0.5
     default="auto",
     help="The engine to measure with.",
 )
-@click.option("--seconds", type=click.FloatRange(0.1, 600), default=5.0, help="About how long to measure each engine.")
+@click.option(
+    "--seconds", type=click.FloatRange(0.1, 600), default=5.0, help="About how long to measure each engine."
+)
 @click.option("--dry-run", is_flag=True, help="Measure, but keep nothing.")
 @json_option
 @shared_options
 def command(path: Path, engine: str, seconds: float, dry_run: bool, as_json: bool) -> None:
     """Measure the device that holds PATH, a store or a directory, and keep the result for all readers.
 
-    A store with less than 512 MiB of data, or a directory without one, gets a temporary store beside it. Let nothing
-    else use the device meanwhile.
+    A store with less than 512 MiB of data, or a directory without one, gets a temporary store beside it. Let
+    nothing else use the device meanwhile.
     """
     from featstore.engine import ENGINES, choose
     from featstore.measure.calibrate import measure
@@ -93,7 +95,8 @@ def _render(result: object) -> None:
                 ("a request", f"{seconds_text(model.request_seconds)} on top"),
                 (
                     "plans",
-                    f"read through gaps of up to {model.gap_pages_max} pages; model within {result.error:.0%} of every size",
+                    f"read through gaps of up to {model.gap_pages_max} pages; model within "
+                    f"{result.error:.0%} of every size",
                 ),
             ]
         ),

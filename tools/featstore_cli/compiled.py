@@ -1,4 +1,5 @@
-"""``featstore pack STORE --trace``: compile a trace for a store; and what ``inspect`` shows of compiled traces."""
+"""``featstore pack STORE --trace``: compile a trace for a store; and what ``inspect`` shows of compiled
+traces."""
 
 from __future__ import annotations
 
@@ -19,16 +20,43 @@ _OWN = ("name", "disk", "train_memory", "cache", "device_memory", "residency", "
 def trace_options(function: F) -> F:
     """The options that go with ``--trace``."""
     options = [
-        click.option("--trace", type=click.Path(path_type=Path), help="Compile this trace for the store OUT."),
-        click.option("--name", help="With --trace: of the compiled trace.  [default: default]", show_default=False),
-        click.option("--disk", metavar="SIZE|Nx", help="With --trace: limit on the rows written, such as 20GiB or 3x the tables."),
-        click.option("--train-memory", type=SIZE, help="With --trace: memory of training.  [default: as --memory]", show_default=False),
-        click.option("--cache", type=SIZE, help="With --trace: what of it holds rows.  [default: what is left]", show_default=False),
-        click.option("--device-memory", type=SIZE, help="With --trace: rows to keep on the accelerator.", show_default=False),
-        click.option("--residency", type=click.Choice(["min", "fixed"]), show_default=False,
-                     help="With --trace: rows stay by next use, or the most used for good.  [default: min]"),
+        click.option(
+            "--trace", type=click.Path(path_type=Path), help="Compile this trace for the store OUT."
+        ),
+        click.option(
+            "--name", help="With --trace: of the compiled trace.  [default: default]", show_default=False
+        ),
+        click.option(
+            "--disk",
+            metavar="SIZE|Nx",
+            help="With --trace: limit on the rows written, such as 20GiB or 3x the tables.",
+        ),
+        click.option(
+            "--train-memory",
+            type=SIZE,
+            help="With --trace: memory of training.  [default: as --memory]",
+            show_default=False,
+        ),
+        click.option(
+            "--cache",
+            type=SIZE,
+            help="With --trace: what of it holds rows.  [default: what is left]",
+            show_default=False,
+        ),
+        click.option(
+            "--device-memory",
+            type=SIZE,
+            help="With --trace: rows to keep on the accelerator.",
+            show_default=False,
+        ),
+        click.option(
+            "--residency",
+            type=click.Choice(["min", "fixed"]),
+            show_default=False,
+            help="With --trace: rows stay by next use, or the most used for good.  [default: min]",
+        ),
         click.option("--dry-run", is_flag=True, help="With --trace: forecast, and write nothing."),
-    ]  # fmt: skip
+    ]
     for option in reversed(options):
         function = option(function)
     return function
@@ -45,11 +73,14 @@ def check_alone(trace: Path | None, own: dict[str, Any], given: dict[str, Any]) 
         return
     for name, values in given.items():
         if values and not (name == "order" and values == ("auto",)):
-            raise click.UsageError(f"--{name.replace('_', '-')} does not go with --trace: the store is packed already")
+            raise click.UsageError(
+                f"--{name.replace('_', '-')} does not go with --trace: the store is packed already"
+            )
 
 
 def compile_command(
-    store: Path, trace: Path, own: dict[str, Any], *, memory: int, seed: int, resume: bool, overwrite: bool, as_json: bool
+    store: Path, trace: Path, own: dict[str, Any], *, memory: int, seed: int, resume: bool, overwrite: bool,
+    as_json: bool
 ) -> None:  # fmt: skip
     """Compile, and tell what came of it."""
     import featstore
@@ -64,7 +95,8 @@ def compile_command(
             settings().packing, settings().what = packs_directory(base) / name, "the compiled trace"
         with progress("deciding") as tell:
             found = compile_trace(
-                base, recorded, name, memory=memory, seed=seed, resume=resume, overwrite=overwrite, dry_run=dry_run, **options,
+                base, recorded, name, memory=memory, seed=seed, resume=resume, overwrite=overwrite,
+                dry_run=dry_run, **options,
                 progress=lambda p: tell(f"{p.table}: {p.stage}", p.done_bytes, p.total_bytes),
             )  # fmt: skip
         if dry_run:
@@ -138,7 +170,9 @@ def render_compiled(data: dict[str, Any]) -> Any:
         return facts([("compiled trace", f"{data['name']}: {data['because']}")])
     forecast = data["forecast"]
     if "tables" not in forecast:
-        return facts([("compiled trace", f"{data['name']!r}, by a writer that says nothing of what it expects")])
+        return facts(
+            [("compiled trace", f"{data['name']!r}, by a writer that says nothing of what it expects")]
+        )
     rows = []
     for name, t in forecast["tables"].items():
         asked = max(1, t["asked_rows"])
@@ -151,7 +185,8 @@ def render_compiled(data: dict[str, Any]) -> Any:
     columns = ["table", "rows asked", "device", "memory", "packed", "shared", "base", "on disk", "of table"]
     lines = [table(columns, rows, title=title)]
     reading = (
-        f"{seconds_text(forecast['seconds'])} to read {format_bytes(forecast['bytes_read'])} in a round, as forecast"
+        f"{seconds_text(forecast['seconds'])} to read {format_bytes(forecast['bytes_read'])} in a round, "
+        "as forecast"
     )
     more = [("reading", reading), ("records", format_bytes(forecast["record_bytes"]))]
     if "residency" in data:
@@ -159,7 +194,8 @@ def render_compiled(data: dict[str, Any]) -> Any:
         more.append(
             (
                 "residency",
-                f"{data['residency']}: mini-batches {order}; {format_bytes(data['memory_bytes'])} for the loader",
+                f"{data['residency']}: mini-batches {order}; {format_bytes(data['memory_bytes'])} for "
+                "the loader",
             )
         )
         more.append(("files", f"{data['files']['count']:,}, {format_bytes(data['files']['bytes'])}"))

@@ -1,4 +1,5 @@
-"""``featstore demo``: a GNN trained from a store and from memory, to the same bits; or by mega-batches, to about the same accuracy."""
+"""``featstore demo``: a GNN trained from a store and from memory, to the same bits; or by mega-batches, to
+about the same accuracy."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ from featstore_cli.output import print_json, progress, show
     help="Where to keep the store.  [default: nowhere]",
 )
 @click.option("--epochs", type=click.IntRange(1), help="Epochs to train.  [default: by the graph's size]")
-@click.option("--batch-size", type=click.IntRange(1), help="Seeds of a mini-batch.  [default: by the rows' size]")
+@click.option(
+    "--batch-size", type=click.IntRange(1), help="Seeds of a mini-batch.  [default: by the rows' size]"
+)
 @click.option("--seed", type=click.IntRange(0), default=0, help="Seed of graph, sampling and training.")
 @engine_option
 @json_option
@@ -53,12 +56,13 @@ def command(
     engine: str,
     as_json: bool,
 ) -> None:
-    """Pack a graph's features, train GraphSAGE from the store within --memory and again from memory, and compare.
+    """Pack a graph's features, train GraphSAGE from the store within --memory and again from memory, and
+    compare.
 
     Both runs must give the same rows, losses and accuracies to the last bit; exits with 1 where they do not.
 
-    With --mode mega, whole partitions are loaded instead, and mini-batches drawn from what is in memory. Losses differ then;
-    exits with 1 where the test accuracy falls short by more than a few points.
+    With --mode mega, whole partitions are loaded instead, and mini-batches drawn from what is in memory.
+    Losses differ then; exits with 1 where the test accuracy falls short by more than a few points.
     """
     from featstore_demo import render, render_mega, run, run_mega
 

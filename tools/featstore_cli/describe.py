@@ -62,7 +62,8 @@ def describe_table(t: Any) -> dict[str, Any]:
 
 
 def describe_graph(g: Any) -> dict[str, Any]:
-    """One graph as plain data, from the manifest alone. ``bytes`` are those of all its tables, hubs' copies included."""
+    """One graph as plain data, from the manifest alone. ``bytes`` are those of all its tables, hubs' copies
+    included."""
     entry = g.entry
 
     def size(table: Any) -> int:
@@ -97,7 +98,8 @@ def render_graph(name: str, g: dict[str, Any]) -> Any:
     rows = [
         (
             f"graph {name!r}",
-            f"{g['edges']:,} edges between {g['nodes']:,} rows of table {g['table']!r}, {g['dtype']}, {format_bytes(g['bytes'])}",
+            f"{g['edges']:,} edges between {g['nodes']:,} rows of table {g['table']!r}, {g['dtype']}, "
+            f"{format_bytes(g['bytes'])}",
         )
     ]
     rows += _edge_cut(g["edge_cut"])
@@ -105,8 +107,8 @@ def render_graph(name: str, g: dict[str, Any]) -> Any:
         rows.append(
             (
                 "  hubs",
-                f"{hubs['count']:,} by {hubs['method']}: {hubs['edges']:,} edges in their lists ({hubs['edge_share']:.1%}), "
-                f"stored twice, {format_bytes(hubs['bytes'])}",
+                f"{hubs['count']:,} by {hubs['method']}: {hubs['edges']:,} edges in their lists "
+                f"({hubs['edge_share']:.1%}), stored twice, {format_bytes(hubs['bytes'])}",
             )
         )
     return facts(rows)
@@ -121,11 +123,15 @@ def render_table(name: str, t: dict[str, Any], source: dict[str, Any] | None = N
     rows = [
         (
             f"table {name!r}",
-            f"{t['rows']:,} rows of {shape} {t['dtype']}, {t['row_bytes']:,} B each, {format_bytes(t['bytes'])}",
+            f"{t['rows']:,} rows of {shape} {t['dtype']}, {t['row_bytes']:,} B each, "
+            f"{format_bytes(t['bytes'])}",
         ),
         ("  order", _order_text(order)),
         ("  partitions", f"{parts['count']:,}"),
-        ("  chunk files", f"{chunks['count']:,} of {format_bytes(chunks['bytes'])} ({chunks['rows']:,} rows)"),
+        (
+            "  chunk files",
+            f"{chunks['count']:,} of {format_bytes(chunks['bytes'])} ({chunks['rows']:,} rows)",
+        ),
         ("  checksums", f"CRC-32C of {sums['pages']:,} pages of 4 KiB, {format_bytes(sums['bytes'])}"),
     ]
     if parts["count"] > 1:
@@ -153,7 +159,9 @@ def _order_text(order: dict[str, Any]) -> str:
 
 
 def _edge_cut(share: Any) -> list[tuple[str, str]]:
-    return [] if share is None else [("  edge cut", f"{_number(share, '.1%')} of the edges join two partitions")]
+    return (
+        [] if share is None else [("  edge cut", f"{_number(share, '.1%')} of the edges join two partitions")]
+    )
 
 
 def _number(value: Any, form: str) -> str:

@@ -29,9 +29,13 @@ from featstore_cli.output import facts, print_json, rate_text, remark, seconds_t
 @click.option("--seed", type=click.IntRange(0), default=0, help="Seed of --random.")
 @click.option("--table", metavar="NAME", help="The table, where the store has several.")
 @click.option("--memory", type=SIZE, default="1GiB", help="The reader's memory budget.")
-@click.option("--static", type=click.Choice(["auto", "degree", "none"]), default="auto", help="Rows to keep in memory.")
+@click.option(
+    "--static", type=click.Choice(["auto", "degree", "none"]), default="auto", help="Rows to keep in memory."
+)
 @engine_option
-@click.option("--run", "execute", is_flag=True, help="Read the rows, too, and compare the time with the forecast.")
+@click.option(
+    "--run", "execute", is_flag=True, help="Read the rows, too, and compare the time with the forecast."
+)
 @json_option
 @shared_options
 def command(
@@ -46,7 +50,8 @@ def command(
     execute: bool,
     as_json: bool,
 ) -> None:
-    """Show how STORE's reader would serve a request: hits, pages, reads, bytes, and the time it should take."""
+    """Show how STORE's reader would serve a request: hits, pages, reads, bytes, and the time it should
+    take."""
     if ids is not None and count is not None:
         raise click.UsageError("--ids and --random contradict each other")
     import featstore
@@ -63,7 +68,11 @@ def command(
         with opened.reader(**options) as reader:
             plan = reader.plan({target.name: wanted})
             held = {use: size for use, size in reader.memory().items() if size}
-            reading = {"engine": reader.engine.name, "engine_because": reader.engine.because, "access": reader.access}
+            reading = {
+                "engine": reader.engine.name,
+                "engine_because": reader.engine.because,
+                "access": reader.access,
+            }
             run = _run(reader, target, wanted, plan.forecast_seconds) if execute else None
     if as_json:
         print_json(
@@ -76,7 +85,8 @@ def command(
         show("", _render(run))
         if run["access"] != "direct":
             remark(
-                "featstore: these reads go through the page cache; what is in it already comes faster than the forecast"
+                "featstore: these reads go through the page cache; what is in it already comes faster "
+                "than the forecast"
             )
 
 
@@ -117,15 +127,21 @@ def _render(run: dict[str, Any]) -> Any:
     stats = run["stats"]
     return facts(
         [
-            ("measured", f"{seconds_text(run['seconds'])}; the forecast is {run['forecast_ratio']:.2f} of that"),
+            (
+                "measured",
+                f"{seconds_text(run['seconds'])}; the forecast is {run['forecast_ratio']:.2f} of that",
+            ),
             ("rows", f"{run['rows_per_second']:,.0f}/s"),
             (
                 "reads",
-                f"{stats['reads']:,}, {rate_text(run['bytes_read_per_second'])}, amplification {stats['amplification']:.2f} "
-                f"({stats['hit_rate']:.0%} of the rows from tiers)",
+                f"{stats['reads']:,}, {rate_text(run['bytes_read_per_second'])}, amplification "
+                f"{stats['amplification']:.2f} ({stats['hit_rate']:.0%} of the rows from tiers)",
             ),
             ("planning", seconds_text(stats["seconds_planning"])),
-            ("waiting", f"{seconds_text(stats['seconds_waiting'])} for the device, over all of the engine's threads"),
+            (
+                "waiting",
+                f"{seconds_text(stats['seconds_waiting'])} for the device, over all of the engine's threads",
+            ),
             ("verifying", seconds_text(stats["seconds_verifying"])),
             ("copying", seconds_text(stats["seconds_copying"])),
         ]

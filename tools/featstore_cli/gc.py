@@ -51,10 +51,15 @@ def command(store: Path, unfinished: bool, stale: bool, dry_run: bool, as_json: 
         for name, size in done.removed.items():
             show(f"{verb} {name} ({format_bytes(size)})")
         for name, size in done.stale.items():
-            show(f"{name} ({format_bytes(size)}) was compiled for another state of the store; --stale removes it")
+            show(
+                f"{name} ({format_bytes(size)}) was compiled for another state of the store; --stale "
+                "removes it"
+            )
         for name, why in done.unproven.items():
             show(f"left alone {name}: {why}")
-        many = f"{verb} {len(done.removed)} of {store.absolute()}'s files and directories, {format_bytes(total)}"
+        many = (
+            f"{verb} {len(done.removed)} of {store.absolute()}'s files and directories, {format_bytes(total)}"
+        )
         show(many if done.removed else "nothing to remove")
 
 

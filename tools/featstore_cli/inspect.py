@@ -16,7 +16,9 @@ from featstore_cli.output import facts, print_json, seconds_text, show, table
 @click.argument("store", type=click.Path(path_type=Path))
 @click.option("--partitions", is_flag=True, help="List every partition.")
 @click.option(
-    "--orders", is_flag=True, help="Score the store's partitions beside those that each partitioner would make."
+    "--orders",
+    is_flag=True,
+    help="Score the store's partitions beside those that each partitioner would make.",
 )
 @click.option("--train", metavar="ARRAY", help="With --orders: the store's array of training nodes.")
 @click.option("--graph", metavar="NAME", help="With --orders: which graph, where there are several.")
@@ -24,9 +26,16 @@ from featstore_cli.output import facts, print_json, seconds_text, show, table
 @json_option
 @shared_options
 def command(
-    store: Path, partitions: bool, orders: bool, train: str | None, graph: str | None, memory: int, as_json: bool
+    store: Path,
+    partitions: bool,
+    orders: bool,
+    train: str | None,
+    graph: str | None,
+    memory: int,
+    as_json: bool,
 ) -> None:
-    """Show tables, graphs, partitions, statistics and files of STORE, and how it would be read on this machine.
+    """Show tables, graphs, partitions, statistics and files of STORE, and how it would be read on this
+    machine.
 
     Of a trace: its mini-batches, node ids, bytes and fingerprint, and whether it is complete.
     """
@@ -45,7 +54,9 @@ def command(
     with featstore.open(store) as opened:
         if train is not None and train not in opened.arrays:
             known = ", ".join(opened.arrays) or "none"
-            raise click.BadParameter(f"the store has no array {train!r}; it has {known}", param_hint="--train")
+            raise click.BadParameter(
+                f"the store has no array {train!r}; it has {known}", param_hint="--train"
+            )
         data = describe_store(opened) | {"reading": _reading(opened), "compiled": compiled_of(opened)}
         if partitions:
             for name, t in opened.tables.items():
@@ -63,7 +74,12 @@ def _orders(store: Any, graph: str | None, train: str | None, memory: int) -> li
 
     found = compare_orders(store, graph=graph, train=train, memory_bytes=memory)
     return [
-        {"method": c.method, "seconds": c.seconds, "because": c.because, "scores": c.scores and c.scores.to_dict()}
+        {
+            "method": c.method,
+            "seconds": c.seconds,
+            "because": c.because,
+            "scores": c.scores and c.scores.to_dict(),
+        }
         for c in found
     ]
 
@@ -76,7 +92,9 @@ def _reading(store: Any) -> dict[str, Any]:
 
     engine = choose("auto")
     paths = [
-        (store.path / t.entry.chunk_path(0), t.layout.chunk_bytes) for t in store.tables.values() if t.layout.chunks
+        (store.path / t.entry.chunk_path(0), t.layout.chunk_bytes)
+        for t in store.tables.values()
+        if t.layout.chunks
     ]
     refusal = direct_refusal(*paths[0]) if paths else None
     access = "buffered" if refusal else "direct"
@@ -103,7 +121,11 @@ def _render(data: dict[str, Any], partitions: bool) -> None:
 
     reading, files = data["reading"], data["files"]
     model = reading["model"]
-    known = "calibrated" if model["calibrated"] else "default numbers: run `featstore calibrate` for this device's own"
+    known = (
+        "calibrated"
+        if model["calibrated"]
+        else "default numbers: run `featstore calibrate` for this device's own"
+    )
     identity = f"{data['uuid']}, format {data['format_version']}, generation {data['generation']}"
     if data["read_only_because"]:
         identity += f"; read-only: {data['read_only_because']}"
@@ -148,13 +170,18 @@ def _render(data: dict[str, Any], partitions: bool) -> None:
 
 
 def _source(source: Any) -> str:
-    if isinstance(source, dict) and {"name", "dtype", "shape"} <= source.keys() and isinstance(source["shape"], list):
+    if (
+        isinstance(source, dict)
+        and {"name", "dtype", "shape"} <= source.keys()
+        and isinstance(source["shape"], list)
+    ):
         return f"{source['name']}: {'x'.join(map(str, source['shape']))} {source['dtype']}"
     return str(source)
 
 
 def _order_scores(orders: list[dict[str, Any]]) -> Any:
-    """Partitioners side by side; balance is the largest part over the mean, locality the share of neighbours in the own part."""
+    """Partitioners side by side; balance is the largest part over the mean, locality the share of neighbours
+    in the own part."""
     rows = []
     for order in orders:
         scores = order["scores"]

@@ -1,12 +1,12 @@
 """The ``featstore`` command: commands that are loaded when they are called, and errors that become one line.
 
-What every command keeps: data go to stdout, progress and remarks to stderr, progress only to a terminal. Exit codes:
-0 ok; 1 failure; 2 usage; 3 corrupt store; 130 interrupted. An error that featstore (or the operating system) raises
-is one message on stderr, ``featstore: error: ...``; ``--debug`` shows where it came from. Anything else is a mistake
-of ours and keeps its traceback.
+What every command keeps: data go to stdout, progress and remarks to stderr, progress only to a terminal. Exit
+codes: 0 ok; 1 failure; 2 usage; 3 corrupt store; 130 interrupted. An error that featstore (or the operating
+system) raises is one message on stderr, ``featstore: error: ...``; ``--debug`` shows where it came from.
+Anything else is a mistake of ours and keeps its traceback.
 
-``featstore --help`` has to be quick, so that this module imports click alone; rich, NumPy and the library come with
-commands.
+``featstore --help`` has to be quick, so that this module imports click alone; rich, NumPy and the library
+come with commands.
 """
 
 from __future__ import annotations
@@ -128,7 +128,12 @@ def _version(ctx: click.Context, parameter: click.Parameter, value: bool) -> Non
 
 @click.group(cls=CommandGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option(
-    "--version", is_flag=True, is_eager=True, expose_value=False, callback=_version, help="Show the version and exit."
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_version,
+    help="Show the version and exit.",
 )
 @shared_options
 def cli() -> None:

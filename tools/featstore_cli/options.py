@@ -69,17 +69,17 @@ def shared_options(function: F) -> F:
 
 def json_option(function: F) -> F:
     """``--json``."""
-    return click.option("--json", "as_json", is_flag=True, help="Print JSON with a versioned schema instead of text.")(
-        function
-    )
+    return click.option(
+        "--json", "as_json", is_flag=True, help="Print JSON with a versioned schema instead of text."
+    )(function)
 
 
 def engine_option(function: F) -> F:
     """``--engine``."""
     choice = click.Choice(["auto", "uring", "threads", "mmap"])
-    return click.option("--engine", type=choice, default="auto", show_default=True, help="Who performs the reads.")(
-        function
-    )
+    return click.option(
+        "--engine", type=choice, default="auto", show_default=True, help="Who performs the reads."
+    )(function)
 
 
 class Size(click.ParamType):  # type: ignore[type-arg]
@@ -110,7 +110,8 @@ class Shape(click.ParamType):  # type: ignore[type-arg]
             raise ValueError(f"{text!r} is not a shape; write for example -1,128 or 1000000,128") from None
         if any(extent < 1 for extent in shape[1:]) or (shape[0] < 1 and shape[0] != -1):
             raise ValueError(
-                f"the shape {text} is impossible: numbers must be positive, the first may be -1 for as many as the file has"
+                f"the shape {text} is impossible: numbers must be positive, the first may be -1 for as "
+                "many as the file has"
             )
         return shape
 
@@ -120,8 +121,8 @@ SHAPE = Shape()
 
 
 def split_table(text: str, *, is_path: bool = False) -> tuple[str | None, str]:
-    """``TABLE=VALUE`` as (table, value); (None, text) where no table is named. A path that exists as it stands is a
-    path.
+    """``TABLE=VALUE`` as (table, value); (None, text) where no table is named. A path that exists as it
+    stands is a path.
     """
     match = _TABLE.fullmatch(text)
     if match is None or (is_path and os.path.exists(text)):
@@ -163,7 +164,9 @@ def chosen_table(store: Any, name: str | None) -> Any:
     known = ", ".join(map(repr, store.tables)) or "none"
     if name is None:
         if len(store.tables) != 1:
-            raise click.UsageError(f"the store has {len(store.tables)} tables; say which with --table: {known}")
+            raise click.UsageError(
+                f"the store has {len(store.tables)} tables; say which with --table: {known}"
+            )
         return next(iter(store.tables.values()))
     if name not in store.tables:
         raise click.BadParameter(f"the store has no table {name!r}; it has {known}", param_hint="--table")

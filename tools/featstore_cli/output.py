@@ -38,7 +38,8 @@ def remark(text: str) -> None:
 
 
 def show(*renderables: Any) -> None:
-    """Print rich renderables and strings on stdout; for programs as wide as need be, and without trailing blanks."""
+    """Print rich renderables and strings on stdout; for programs as wide as need be, and without trailing
+    blanks."""
     import io
 
     from rich.console import Console
@@ -47,7 +48,12 @@ def show(*renderables: Any) -> None:
         console = Console(markup=False, highlight=False, emoji=False)
     else:
         console = Console(
-            markup=False, highlight=False, emoji=False, color_system=None, width=_WIDTH_PIPED, file=io.StringIO()
+            markup=False,
+            highlight=False,
+            emoji=False,
+            color_system=None,
+            width=_WIDTH_PIPED,
+            file=io.StringIO(),
         )
     for renderable in renderables:
         console.print(renderable, soft_wrap=isinstance(renderable, str))
@@ -67,7 +73,9 @@ def facts(rows: Sequence[tuple[str, str]]) -> Any:
     return grid
 
 
-def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str | None = None, left: int = 1) -> Any:
+def table(
+    columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str | None = None, left: int = 1
+) -> Any:
     """A table whose first ``left`` columns are text and whose others are numbers."""
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
@@ -82,7 +90,8 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[str]], *, title: str |
 
 @contextmanager
 def progress(what: str, *, unit: str = "bytes") -> Iterator[Tell]:
-    """A progress bar on stderr, where that is a terminal and ``-q`` is not given. ``unit``: "bytes" or "steps"."""
+    """A progress bar on stderr, where that is a terminal and ``-q`` is not given. ``unit``: "bytes" or
+    "steps"."""
     if settings().quiet or not sys.stderr.isatty():
         yield lambda stage, done, total: None
         return
@@ -113,7 +122,11 @@ def progress(what: str, *, unit: str = "bytes") -> Iterator[Tell]:
             return self.column.get_table_column()
 
     text = TextColumn("{task.description}", markup=False)
-    amount = (DownloadColumn(binary_units=True), TransferSpeedColumn()) if unit == "bytes" else (MofNCompleteColumn(),)
+    amount = (
+        (DownloadColumn(binary_units=True), TransferSpeedColumn())
+        if unit == "bytes"
+        else (MofNCompleteColumn(),)
+    )
     counted: Any = [Counted(column) for column in (*amount, TimeRemainingColumn())]
     columns = (SpinnerColumn(), text, BarColumn(), *counted[:-1], TimeElapsedColumn(), counted[-1])
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
@@ -122,7 +135,8 @@ def progress(what: str, *, unit: str = "bytes") -> Iterator[Tell]:
 
         def tell(stage: str, done: float, total: float | None) -> None:
             nonlocal last
-            if done < last[0] or total != last[1]:  # another count begins, with a clock and a speed of its own
+            # another count begins, with a clock and a speed of its own
+            if done < last[0] or total != last[1]:
                 bar.reset(task, completed=int(done), total=total)
             bar.update(task, description=stage, completed=done, total=total)
             last = done, total
@@ -141,4 +155,8 @@ def seconds_text(seconds: float) -> str:
 
 def rate_text(bytes_per_second: float) -> str:
     """A rate in decimal units, as devices are sold."""
-    return f"{bytes_per_second / 1e9:.2f} GB/s" if bytes_per_second >= 1e9 else f"{bytes_per_second / 1e6:.1f} MB/s"
+    return (
+        f"{bytes_per_second / 1e9:.2f} GB/s"
+        if bytes_per_second >= 1e9
+        else f"{bytes_per_second / 1e6:.1f} MB/s"
+    )

@@ -10,7 +10,16 @@ from typing import Any
 import click
 
 from featstore_cli.compiled import check_alone, compile_command, trace_options
-from featstore_cli.options import SHAPE, SIZE, by_table, check_tables, json_option, of_table, settings, shared_options
+from featstore_cli.options import (
+    SHAPE,
+    SIZE,
+    by_table,
+    check_tables,
+    json_option,
+    of_table,
+    settings,
+    shared_options,
+)
 from featstore_cli.output import facts, print_json, progress, rate_text, remark, seconds_text, show
 
 _CASTS = ("float16", "bfloat16", "float32", "float64")
@@ -27,7 +36,10 @@ _ORDERS = ("auto", "given", "permutation", "degree", "metis", "multilevel", "ldg
     help="Rows: .npy .npz .zarr .parquet .pt .csv, OGB, raw.",
 )
 @click.option(
-    "--graph", metavar="[TABLE=]PATH", multiple=True, help="The table's graph: .npz .npy .csv .parquet .pt, OGB."
+    "--graph",
+    metavar="[TABLE=]PATH",
+    multiple=True,
+    help="The table's graph: .npz .npy .csv .parquet .pt, OGB.",
 )
 @click.option(
     "--array",
@@ -38,11 +50,18 @@ _ORDERS = ("auto", "given", "permutation", "degree", "metis", "multilevel", "ldg
     help="A small array to keep: .npy, or a member of .npz or .pt.",
 )
 @click.option(
-    "--order", metavar="[TABLE=]METHOD", multiple=True, default=["auto"], help=f"Order of rows: {', '.join(_ORDERS)}."
+    "--order",
+    metavar="[TABLE=]METHOD",
+    multiple=True,
+    default=["auto"],
+    help=f"Order of rows: {', '.join(_ORDERS)}.",
 )
 @click.option("--permutation", metavar="[TABLE=]FILE.npy", multiple=True, help="Node ids in row order.")
 @click.option(
-    "--partitions", metavar="[TABLE=]N", multiple=True, help="Parts that partitioners make.  [default: by size]"
+    "--partitions",
+    metavar="[TABLE=]N",
+    multiple=True,
+    help="Parts that partitioners make.  [default: by size]",
 )
 @click.option(
     "--train",
@@ -58,7 +77,10 @@ _ORDERS = ("auto", "given", "permutation", "degree", "metis", "multilevel", "ldg
 )
 @click.option("--cast", metavar="[TABLE=]DTYPE", multiple=True, help=f"Cast to {', '.join(_CASTS)}.")
 @click.option(
-    "--raw-dtype", metavar="[TABLE=]DTYPE", multiple=True, help="A headless file's own dtype, such as float32 or '>f8'."
+    "--raw-dtype",
+    metavar="[TABLE=]DTYPE",
+    multiple=True,
+    help="A headless file's own dtype, such as float32 or '>f8'.",
 )
 @click.option(
     "--shape",
@@ -75,9 +97,14 @@ _ORDERS = ("auto", "given", "permutation", "degree", "metis", "multilevel", "ldg
     help="The columns of Parquet, Arrow or .csv that are features; * for all.",
 )
 @click.option(
-    "--id", metavar="[TABLE=]COLUMN", multiple=True, help="Their column of node ids, by which rows are placed."
+    "--id",
+    metavar="[TABLE=]COLUMN",
+    multiple=True,
+    help="Their column of node ids, by which rows are placed.",
 )
-@click.option("--graph-key", metavar="[TABLE=]KEY", multiple=True, help="The member or columns with the edges.")
+@click.option(
+    "--graph-key", metavar="[TABLE=]KEY", multiple=True, help="The member or columns with the edges."
+)
 @click.option(
     "--topology/--no-topology",
     default=True,
@@ -98,9 +125,10 @@ _ORDERS = ("auto", "given", "permutation", "degree", "metis", "multilevel", "ldg
 @json_option
 @shared_options
 def command(
-    out: Path, topology: bool, hubs: float, hub_rank: str, memory: int, seed: int, resume: bool, overwrite: bool, as_json: bool,
-    trace: Path | None, name: str | None, disk: str | None, train_memory: int | None, cache: int | None, device_memory: int | None,
-    residency: str | None, dry_run: bool, **given: tuple[str, ...],
+    out: Path, topology: bool, hubs: float, hub_rank: str, memory: int, seed: int, resume: bool,
+    overwrite: bool, as_json: bool, trace: Path | None, name: str | None, disk: str | None,
+    train_memory: int | None, cache: int | None, device_memory: int | None, residency: str | None,
+    dry_run: bool, **given: tuple[str, ...],
 ) -> None:  # fmt: skip
     """Pack features into the store OUT, or with --trace, lay out its rows for the mini-batches of a trace.
 
@@ -111,16 +139,25 @@ def command(
     featstore pack store --features papers.parquet --id paper_id
     featstore pack store --trace mini-batches.trace --memory 1GiB --disk 3x
 
-    Paths may hold a '='; a path that exists as it is written is taken as such. A pack that was stopped goes on with
-    --resume.
+    Paths may hold a '='; a path that exists as it is written is taken as such. A pack that was stopped goes
+    on with --resume.
     """
     if resume and overwrite:
         raise click.UsageError("--resume and --overwrite contradict each other")
-    own = {"name": name, "disk": disk, "train_memory": train_memory, "cache": cache, "device_memory": device_memory,
-           "residency": residency, "dry_run": dry_run}  # fmt: skip
+    own = {
+        "name": name,
+        "disk": disk,
+        "train_memory": train_memory,
+        "cache": cache,
+        "device_memory": device_memory,
+        "residency": residency,
+        "dry_run": dry_run,
+    }
     check_alone(trace, own, given)
     if trace is not None:
-        compile_command(out, trace, own, memory=memory, seed=seed, resume=resume, overwrite=overwrite, as_json=as_json)
+        compile_command(
+            out, trace, own, memory=memory, seed=seed, resume=resume, overwrite=overwrite, as_json=as_json
+        )
         return
     values = {
         name: by_table(texts, _flag(name), is_path=name in ("features", "graph", "permutation"))
@@ -167,7 +204,8 @@ class _Request:
         paths = values["features"]
         if None in paths and len(paths) > 1:
             raise click.BadParameter(
-                "several tables need names: --features paper=p.npy --features author=a.npy", param_hint="--features"
+                "several tables need names: --features paper=p.npy --features author=a.npy",
+                param_hint="--features",
             )
         self.paths = {name or "features": Path(path) for name, path in paths.items()}
 
@@ -186,9 +224,13 @@ class _Request:
             self._parsed(SHAPE.parse, shape, "--shape")
         for text, flag, least in ((partitions, "--partitions", 1), (offset, "--offset", 0)):
             if text is not None and (not text.isdecimal() or int(text) < least):
-                raise click.BadParameter(f"{text!r} is not a whole number of at least {least}", param_hint=flag)
+                raise click.BadParameter(
+                    f"{text!r} is not a whole number of at least {least}", param_hint=flag
+                )
         if order not in (None, *_ORDERS):
-            raise click.BadParameter(f"{order!r} is no order; choose one of {', '.join(_ORDERS)}", param_hint="--order")
+            raise click.BadParameter(
+                f"{order!r} is no order; choose one of {', '.join(_ORDERS)}", param_hint="--order"
+            )
         if self._of("graph_key", table) is not None and self._of("graph", table) is None:
             raise click.UsageError(f"--graph-key is given, but table {table!r} has no --graph")
         if order == "permutation" and self._of("permutation", table) is None:
@@ -196,7 +238,11 @@ class _Request:
         wanted = self._cast(table)
         if wanted not in (None, *_CASTS):
             hint = "--cast" if cast is not None else "--dtype"
-            more = "; for the dtype of a headless file give --shape, too" if hint == "--dtype" and shape is None else ""
+            more = (
+                "; for the dtype of a headless file give --shape, too"
+                if hint == "--dtype" and shape is None
+                else ""
+            )
             raise click.BadParameter(
                 f"cannot cast to {wanted!r}; choose one of {', '.join(_CASTS)}{more}", param_hint=hint
             )
@@ -216,7 +262,9 @@ class _Request:
         from featstore.errors import SourceError
         from featstore.packing.inputs import dtypes_asked
 
-        asked: dict[str, Any] = {name: self._of(name, table) for name in ("raw_dtype", "dtype", "cast", "shape")}
+        asked: dict[str, Any] = {
+            name: self._of(name, table) for name in ("raw_dtype", "dtype", "cast", "shape")
+        }
         try:
             wanted: str | None = dtypes_asked(
                 self.paths[table], table, asked | {"offset": int(self._of("offset", table) or 0)}
@@ -228,8 +276,9 @@ class _Request:
     def options(self) -> dict[str, Any]:
         """Arguments of `featstore.pack`, by table."""
         parse: dict[str, Callable[[str], Any]] = {
-            "graph": str, "graph_key": str, "order": str, "permutation": str, "partitions": int, "dtype": str, "cast": str,
-            "raw_dtype": str, "shape": SHAPE.parse, "offset": int, "key": _names, "columns": _names, "id": str,
+            "graph": str, "graph_key": str, "order": str, "permutation": str, "partitions": int, "dtype": str,
+            "cast": str, "raw_dtype": str, "shape": SHAPE.parse, "offset": int, "key": _names,
+            "columns": _names, "id": str,
         }  # fmt: skip
         return {
             name: {t: read(text) for t in self.paths if (text := self._of(name, t)) is not None} or None
@@ -300,7 +349,8 @@ def _small_array(name: str, text: str) -> Any:
             key = loaded.files[0]
         if key not in loaded.files:
             raise SourceError(
-                f"array {name!r}: {path} holds {', '.join(loaded.files)}; name one: --array {name}={path}:{loaded.files[0]}"
+                f"array {name!r}: {path} holds {', '.join(loaded.files)}; name one: --array "
+                f"{name}={path}:{loaded.files[0]}"
             )
         try:
             return loaded[key]
@@ -328,7 +378,8 @@ def _report(store: Any, seconds: float, as_json: bool) -> None:
             [
                 (
                     "store",
-                    f"{data['store']} ({data['uuid']}), packed in {seconds_text(seconds)} ({rate_text(packed / seconds)})",
+                    f"{data['store']} ({data['uuid']}), packed in {seconds_text(seconds)} "
+                    f"({rate_text(packed / seconds)})",
                 )
             ]
         )
@@ -336,5 +387,6 @@ def _report(store: Any, seconds: float, as_json: bool) -> None:
     for name, t in data["tables"].items():
         if t["statistics"].get("overflowed"):
             remark(
-                f"featstore: table {name!r}: {t['statistics']['overflowed']:,} values do not fit {t['dtype']} and became infinite"
+                f"featstore: table {name!r}: {t['statistics']['overflowed']:,} values do not fit "
+                f"{t['dtype']} and became infinite"
             )

@@ -1,4 +1,5 @@
-"""``featstore sample``: mini-batches sampled from a store's graph into a trace; and what ``inspect`` and ``verify`` say of traces."""
+"""``featstore sample``: mini-batches sampled from a store's graph into a trace; and what ``inspect`` and
+``verify`` say of traces."""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ class Fanouts(click.ParamType):  # type: ignore[type-arg]
 
     name = "fanouts"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[int, ...]:
         try:
             found = tuple(int(part) for part in str(value).split(","))
         except ValueError:
@@ -29,18 +32,35 @@ class Fanouts(click.ParamType):  # type: ignore[type-arg]
 
 @click.command("sample", context_settings={"show_default": True})
 @click.argument("store", type=click.Path(path_type=Path))
-@click.option("--out", metavar="TRACE", type=click.Path(path_type=Path), required=True, help="Where the trace goes.")
 @click.option(
-    "--fanouts", metavar="N,N...", type=Fanouts(), required=True, help="Neighbours per node, hop by hop; -1 takes all."
+    "--out", metavar="TRACE", type=click.Path(path_type=Path), required=True, help="Where the trace goes."
+)
+@click.option(
+    "--fanouts",
+    metavar="N,N...",
+    type=Fanouts(),
+    required=True,
+    help="Neighbours per node, hop by hop; -1 takes all.",
 )
 @click.option("--batch-size", type=click.IntRange(1), default=1024, help="Training nodes of a mini-batch.")
 @click.option(
-    "--train", metavar="NAME|FILE", required=True, help="Training nodes: an array of the store, a .npy file, or text."
+    "--train",
+    metavar="NAME|FILE",
+    required=True,
+    help="Training nodes: an array of the store, a .npy file, or text.",
 )
-@click.option("--epochs", type=click.IntRange(1), default=1, help="Times that all training nodes are gone through.")
-@click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, help="Of their order and of the neighbours.")
-@click.option("--graph", metavar="NAME", help="The graph, where the store has several, or tables of several types.")
-@click.option("--memory", type=SIZE, default="1GiB", help="Memory for the graph, or for reading it from disk.")
+@click.option(
+    "--epochs", type=click.IntRange(1), default=1, help="Times that all training nodes are gone through."
+)
+@click.option(
+    "--seed", type=click.IntRange(0, 2**63 - 1), default=0, help="Of their order and of the neighbours."
+)
+@click.option(
+    "--graph", metavar="NAME", help="The graph, where the store has several, or tables of several types."
+)
+@click.option(
+    "--memory", type=SIZE, default="1GiB", help="Memory for the graph, or for reading it from disk."
+)
 @click.option(
     "--in-memory/--from-disk",
     default=None,
@@ -51,8 +71,8 @@ class Fanouts(click.ParamType):  # type: ignore[type-arg]
 @json_option
 @shared_options
 def command(
-    store: Path, out: Path, fanouts: tuple[int, ...], batch_size: int, train: str, epochs: int, seed: int, graph: str | None,
-    memory: int, in_memory: bool | None, resume: bool, overwrite: bool, as_json: bool,
+    store: Path, out: Path, fanouts: tuple[int, ...], batch_size: int, train: str, epochs: int, seed: int,
+    graph: str | None, memory: int, in_memory: bool | None, resume: bool, overwrite: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Sample mini-batches from the graph in STORE, and record them as a trace.
 
@@ -60,8 +80,8 @@ def command(
     featstore sample store --out store.trace --fanouts 10,5 --batch-size 1024 --train train
     featstore pack store --trace store.trace
 
-    The same seed gives the same trace, to the byte, wherever the graph is. A recording that was stopped goes on with
-    --resume.
+    The same seed gives the same trace, to the byte, wherever the graph is. A recording that was stopped goes
+    on with --resume.
     """
     if resume and overwrite:
         raise click.UsageError("--resume and --overwrite contradict each other")
@@ -73,7 +93,9 @@ def command(
     begin = time.perf_counter()
     with featstore.open(store) as opened, progress("reading the graph", unit="steps") as tell:
         nodes, chosen = _train_nodes(opened, train), _graph(opened, graph)
-        sampler = open_sampler(opened, fanouts, seed=seed, graph=chosen.name, memory=memory, in_memory=in_memory)
+        sampler = open_sampler(
+            opened, fanouts, seed=seed, graph=chosen.name, memory=memory, in_memory=in_memory
+        )
         try:
             settings().packing, settings().what = out, "the recording"
             trace = Trace.record(
@@ -131,7 +153,9 @@ def describe_trace(trace: Any) -> dict[str, Any]:
         "complete": True,
         "uuid": trace.uuid,
         "batches": len(trace),
-        "node_types": {name: _counts(trace.counts[name]) | {"id_max": trace.id_max[name]} for name in trace.node_types},
+        "node_types": {
+            name: _counts(trace.counts[name]) | {"id_max": trace.id_max[name]} for name in trace.node_types
+        },
         "sample_bytes": sum(trace.sample_sizes),
         "bytes": trace.bytes,
         "drop": list(trace.drop),
@@ -144,7 +168,11 @@ def _counts(counts: Any) -> dict[str, Any]:
 
     return {
         "ids": int(counts.sum()),
-        "ids_per_batch": {"min": int(counts.min()), "median": int(np.median(counts)), "max": int(counts.max())},
+        "ids_per_batch": {
+            "min": int(counts.min()),
+            "median": int(np.median(counts)),
+            "max": int(counts.max()),
+        },
     }
 
 
@@ -153,7 +181,11 @@ def render_trace(data: dict[str, Any]) -> Any:
     from featstore.units import format_bytes
 
     rows = [
-        ("trace", data["trace"] + (f" ({data['uuid']})" if data["complete"] else ": unfinished; go on with --resume"))
+        (
+            "trace",
+            data["trace"]
+            + (f" ({data['uuid']})" if data["complete"] else ": unfinished; go on with --resume"),
+        )
     ]
     rows.append(("  mini-batches", f"{data['batches']:,}, {format_bytes(data['bytes'])}"))
     if data["complete"]:
@@ -164,7 +196,8 @@ def render_trace(data: dict[str, Any]) -> Any:
         rows.append(
             (
                 f"  {what}",
-                f"{seen['ids']:,}; in a mini-batch {low} to {high}, median {middle}; largest id {seen['id_max']:,}",
+                f"{seen['ids']:,}; in a mini-batch {low} to {high}, median {middle}; largest id "
+                f"{seen['id_max']:,}",
             )
         )
     if data.get("drop"):
@@ -183,8 +216,14 @@ def inspect_trace(path: Path, as_json: bool) -> None:
             data = describe_trace(trace)
     else:
         far = how_far(path)
-        data = {"trace": str(path.absolute()), "complete": False, "uuid": None, "batches": far.batches, "bytes": far.bytes,
-                "fingerprint": far.fingerprint}  # fmt: skip
+        data = {
+            "trace": str(path.absolute()),
+            "complete": False,
+            "uuid": None,
+            "batches": far.batches,
+            "bytes": far.bytes,
+            "fingerprint": far.fingerprint,
+        }
     if as_json:
         print_json("featstore.inspect-trace/1", data)
     else:
@@ -219,5 +258,7 @@ def verify_trace_at(path: Path, buffered: bool, as_json: bool) -> bool:
         show(table(["mini-batch", "byte", "expected", "found"], rows, left=4))
     if not (settings().quiet and report.ok):
         summary = str(report).splitlines()[0]
-        show(summary, f"in {seconds_text(seconds)}, {rate_text(report.bytes / seconds)}, {report.access} reads")
+        show(
+            summary, f"in {seconds_text(seconds)}, {rate_text(report.bytes / seconds)}, {report.access} reads"
+        )
     return report.ok

@@ -16,7 +16,11 @@ from featstore_cli.sample import Fanouts, _graph, _train_nodes
 @click.command("tune", context_settings={"show_default": True})
 @click.argument("store", type=click.Path(path_type=Path))
 @click.option(
-    "--fanouts", metavar="N,N...", type=Fanouts(), required=True, help="Neighbours per node, hop by hop; -1 takes all."
+    "--fanouts",
+    metavar="N,N...",
+    type=Fanouts(),
+    required=True,
+    help="Neighbours per node, hop by hop; -1 takes all.",
 )
 @click.option("--batch-size", type=click.IntRange(1), default=1024, help="Training nodes of a mini-batch.")
 @click.option("--memory", type=SIZE, default="1GiB", help="The online loader's memory budget.")
@@ -26,19 +30,34 @@ from featstore_cli.sample import Fanouts, _graph, _train_nodes
     help="Training nodes: an array of the store, a .npy file, or text.  [default: all nodes]",
 )
 @click.option(
-    "--step-ms", type=click.FloatRange(0), help="A training step takes so long, elsewhere than on these cores."
+    "--step-ms",
+    type=click.FloatRange(0),
+    help="A training step takes so long, elsewhere than on these cores.",
 )
 @click.option(
-    "--hidden", type=click.IntRange(1), default=256, help="Width of the GraphSAGE that stands in for your model."
+    "--hidden",
+    type=click.IntRange(1),
+    default=256,
+    help="Width of the GraphSAGE that stands in for your model.",
 )
 @click.option("--policy", default="auto", help="Of the feature buffer.")
-@click.option("--cores", type=click.IntRange(1), help="Cores to use.  [default: all that the process may run on]")
+@click.option(
+    "--cores", type=click.IntRange(1), help="Cores to use.  [default: all that the process may run on]"
+)
 @click.option("--seconds", type=click.FloatRange(1, 3600), default=20.0, help="How long to measure, about.")
-@click.option("--trials", type=click.IntRange(0), default=4, help="Choices tried out; with 0 the forecast is trusted.")
-@click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, help="Of the order and of the neighbours.")
+@click.option(
+    "--trials", type=click.IntRange(0), default=4, help="Choices tried out; with 0 the forecast is trusted."
+)
+@click.option(
+    "--seed", type=click.IntRange(0, 2**63 - 1), default=0, help="Of the order and of the neighbours."
+)
 @click.option("--table", "table_name", metavar="NAME", help="The table, where the store has several.")
-@click.option("--graph", metavar="NAME", help="The graph, where the store has several, or tables of several types.")
-@click.option("--graph-memory", type=SIZE, default="1GiB", help="Memory for the graph, or for reading it from disk.")
+@click.option(
+    "--graph", metavar="NAME", help="The graph, where the store has several, or tables of several types."
+)
+@click.option(
+    "--graph-memory", type=SIZE, default="1GiB", help="Memory for the graph, or for reading it from disk."
+)
 @click.option(
     "--in-memory/--from-disk",
     default=None,
@@ -47,17 +66,20 @@ from featstore_cli.sample import Fanouts, _graph, _train_nodes
 @json_option
 @shared_options
 def command(
-    store: Path, fanouts: tuple[int, ...], batch_size: int, memory: int, train: str | None, step_ms: float | None, hidden: int,
-    policy: str, cores: int | None, seconds: float, trials: int, seed: int, table_name: str | None, graph: str | None,
-    graph_memory: int, in_memory: bool | None, as_json: bool,
+    store: Path, fanouts: tuple[int, ...], batch_size: int, memory: int, train: str | None,
+    step_ms: float | None, hidden: int, policy: str, cores: int | None, seconds: float, trials: int,
+    seed: int, table_name: str | None, graph: str | None, graph_memory: int, in_memory: bool | None,
+    as_json: bool,
 ) -> None:  # fmt: skip
-    """Profile online training from STORE on this machine, and choose sampler workers, training threads and how to read.
+    """Profile online training from STORE on this machine, and choose sampler workers, training threads and
+    how to read.
 
     \b
     featstore tune store --fanouts 10,5 --batch-size 1024 --memory 1GiB --train train
     featstore tune store --fanouts 10,5 --train train --step-ms 12
 
-    Without --step-ms a GraphSAGE stands in for the model, on these cores (it needs torch). Let nothing else run meanwhile.
+    Without --step-ms a GraphSAGE stands in for the model, on these cores (it needs torch). Let nothing else
+    run meanwhile.
     """
     import numpy as np
 
@@ -70,13 +92,20 @@ def command(
     with featstore.open(store) as opened, progress("tuning", unit="steps") as tell:
         target, chosen = chosen_table(opened, table_name), _graph(opened, graph)
         nodes = np.arange(chosen.table.rows) if train is None else _train_nodes(opened, train)
-        step = _sleeper(step_ms) if step_ms is not None else stand_in(int(np.prod(target.row_shape)), fanouts, hidden)
-        sampler = open_sampler(opened, fanouts, seed=seed, graph=chosen.name, memory=graph_memory, in_memory=in_memory)
+        step = (
+            _sleeper(step_ms)
+            if step_ms is not None
+            else stand_in(int(np.prod(target.row_shape)), fanouts, hidden)
+        )
+        sampler = open_sampler(
+            opened, fanouts, seed=seed, graph=chosen.name, memory=graph_memory, in_memory=in_memory
+        )
         workers = None if can_have_workers(sampler) else (0,)
         try:
             result = tune(
-                opened, neighbour_batches(sampler, nodes, batch_size), step, memory=memory, cores=cores, workers=workers,
-                seconds=seconds, trials=trials, progress=tell, policy=policy, nodes=lambda batch: {target.name: batch["n_id"]},
+                opened, neighbour_batches(sampler, nodes, batch_size), step, memory=memory, cores=cores,
+                workers=workers, seconds=seconds, trials=trials, progress=tell, policy=policy,
+                nodes=lambda batch: {target.name: batch["n_id"]},
             )  # fmt: skip
         finally:
             if isinstance(sampler, StoredSampler):
@@ -87,10 +116,14 @@ def command(
         return
     _render(data)
     if data["left_out"]:
-        remark(f"featstore: {seconds:g} seconds were too few for {'; '.join(data['left_out'])}: give more --seconds")
+        remark(
+            f"featstore: {seconds:g} seconds were too few for {'; '.join(data['left_out'])}: give more "
+            "--seconds"
+        )
     if data["filling"]:
         remark(
-            "featstore: the buffer was still filling when the profile ended: its hit rate will be better; give more --seconds"
+            "featstore: the buffer was still filling when the profile ended: its hit rate will be "
+            "better; give more --seconds"
         )
     if not workers_were_considered(data):
         remark("featstore: sampling from disk, or without torch, has no workers")
@@ -117,18 +150,31 @@ def _render(data: dict[str, Any]) -> None:
         for one in data["stages"]
     ]  # fmt: skip
     rows.append(
-        ["a mini-batch", data["slowest_before"], data["slowest"], seconds_text(data["forecast_seconds_before"]),
-         seconds_text(data["forecast_seconds"]), "", ""]
-    )  # fmt: skip
+        [
+            "a mini-batch",
+            data["slowest_before"],
+            data["slowest"],
+            seconds_text(data["forecast_seconds_before"]),
+            seconds_text(data["forecast_seconds"]),
+            "",
+            "",
+        ]
+    )
     show(
         table(
-            ["stage", "before", "after", "seconds, before", "after", "CPU, before", "after"], rows, left=3,
-            title="What a mini-batch takes in each stage, measured alone; and of all at once, by the model, with what is slowest",
+            ["stage", "before", "after", "seconds, before", "after", "CPU, before", "after"],
+            rows,
+            left=3,
+            title=(
+                "What a mini-batch takes in each stage, measured alone; and of all at once, by the "
+                "model, with what is slowest"
+            ),
         )
-    )  # fmt: skip
+    )
     if data["tried"]:
         tried = [
-            [_name(t["choice"]), seconds_text(t["forecast_seconds"]), seconds_text(t["seconds"])] for t in data["tried"]
+            [_name(t["choice"]), seconds_text(t["forecast_seconds"]), seconds_text(t["seconds"])]
+            for t in data["tried"]
         ]
         show(table(["tried out", "forecast", "measured"], tried))
     points = [
@@ -147,12 +193,20 @@ def _render(data: dict[str, Any]) -> None:
         facts(
             [
                 ("choice", _name(data["choice"])),
-                ("a mini-batch", f"{seconds_text(data['seconds_before'])} before, {seconds_text(data['seconds'])} after{epoch}"),
+                (
+                    "a mini-batch",
+                    f"{seconds_text(data['seconds_before'])} before, {seconds_text(data['seconds'])} "
+                    f"after{epoch}",
+                ),
                 ("in Python", f"OnlineLoader(store, batches, {options})"),
-                ("", f"DataLoader(num_workers={data['choice']['workers']}), torch.set_num_threads({data['choice']['train_threads']})"),
+                (
+                    "",
+                    f"DataLoader(num_workers={data['choice']['workers']}), "
+                    f"torch.set_num_threads({data['choice']['train_threads']})",
+                ),
             ]
         )
-    )  # fmt: skip
+    )
 
 
 def _name(choice: dict[str, Any]) -> str:

@@ -1,4 +1,5 @@
-"""``featstore verify``: every byte of a store, and of the traces compiled for it, against what their manifests promise."""
+"""``featstore verify``: every byte of a store, and of the traces compiled for it, against what their
+manifests promise."""
 
 from __future__ import annotations
 
@@ -20,16 +21,19 @@ _CORRUPT = 3
 @click.command("verify")
 @click.argument("store", type=click.Path(path_type=Path))
 @click.option(
-    "--buffered", is_flag=True, help="Read through the page cache: faster when warm, but the device is not asked."
+    "--buffered",
+    is_flag=True,
+    help="Read through the page cache: faster when warm, but the device is not asked.",
 )
 @json_option
 @shared_options
 @click.pass_context
 def command(ctx: click.Context, store: Path, buffered: bool, as_json: bool) -> None:
-    """Read all of STORE, a store or a trace, and name every file and page (every mini-batch) that is not as it was written.
+    """Read all of STORE, a store or a trace, and name every file and page (every mini-batch) that is not as
+    it was written.
 
-    Traces that were compiled for the store (packs/) are part of it here. Exits with 0 where all is well, with 3 where something is
-    corrupt, and with 1 where it could not be verified.
+    Traces that were compiled for the store (packs/) are part of it here. Exits with 0 where all is well, with
+    3 where something is corrupt, and with 1 where it could not be verified.
     """
     from featstore.errors import FormatError, FormatVersionError
     from featstore.trace.trace import is_trace
@@ -80,7 +84,8 @@ def _compiled_in(store: Path) -> list[Path]:
 
 
 def _verify_compiled(path: Path, base: VerifyReport, buffered: bool) -> dict[str, Any]:
-    """What became of one: name, ok, stale, because (where there is nothing to verify against) and the report."""
+    """What became of one: name, ok, stale, because (where there is nothing to verify against) and the
+    report."""
     from featstore.errors import FormatError, FormatVersionError, IncompleteStoreError
     from featstore.storage.manifest import read_manifest
 

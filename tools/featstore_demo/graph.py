@@ -1,12 +1,12 @@
 """Demo graph: where do the demo's nodes, edges, labels and feature rows come from?
 
-Either from a file (:func:`load`) or made up (:func:`generate`). The made-up graph is a degree-corrected planted
-partition (Karrer, Newman 2011): each node belongs to one class; its weight is drawn from a Pareto law, so a few nodes
-have very many edges and a cache of those pays; an edge joins two nodes of one class with probability ``homophily``,
-else any two, both picked by weight. A feature row is its class's centre times ``signal``, under noise of variance 1:
-one row says little about the class, the mean of a neighbourhood says much. So a model that were given wrong
-neighbours' rows would show it in its accuracy. Node ids are shuffled: neither class nor degree can be read from an
-id.
+Either from a file (:func:`load`) or made up (:func:`generate`). The made-up graph is a degree-corrected
+planted partition (Karrer, Newman 2011): each node belongs to one class; its weight is drawn from a Pareto
+law, so a few nodes have very many edges and a cache of those pays; an edge joins two nodes of one class with
+probability ``homophily``, else any two, both picked by weight. A feature row is its class's centre times
+``signal``, under noise of variance 1: one row says little about the class, the mean of a neighbourhood says
+much. So a model that were given wrong neighbours' rows would show it in its accuracy. Node ids are shuffled:
+neither class nor degree can be read from an id.
 
 Rows go to a ``.npy`` file in blocks, each from its own random stream, and never stand in memory together.
 """
@@ -49,9 +49,9 @@ class GraphRecipe:
 class DemoGraph:
     """A graph in memory, its rows on disk.
 
-    ``indptr`` int64[n + 1] and ``indices`` int32[e]: CSC of the incoming edges. ``labels`` int64[n], -1 = none.
-    ``train_idx``, ``val_idx``, ``test_idx``: int64 node ids. ``features``: path of a .npy file [n, feature_count]
-    float32, or of the .npz file that the graph came from.
+    ``indptr`` int64[n + 1] and ``indices`` int32[e]: CSC of the incoming edges. ``labels`` int64[n], -1 =
+    none. ``train_idx``, ``val_idx``, ``test_idx``: int64 node ids. ``features``: path of a .npy file [n,
+    feature_count] float32, or of the .npz file that the graph came from.
     """
 
     name: str
@@ -81,8 +81,8 @@ class DemoGraph:
 
 
 def generate(directory: Path, recipe: GraphRecipe) -> DemoGraph:
-    """Make up a graph by ``recipe`` and write its rows to ``directory/features.npy``. The same recipe gives the same
-    bytes."""
+    """Make up a graph by ``recipe`` and write its rows to ``directory/features.npy``. The same recipe gives
+    the same bytes."""
     rng = np.random.default_rng(recipe.seed)
     labels = rng.integers(0, recipe.class_count, recipe.node_count)
     indptr, indices = _edges(recipe, labels, rng)
@@ -114,7 +114,9 @@ def _edges(
     weights = np.minimum(rng.pareto(recipe.pareto_shape, nodes) + 1, nodes**0.5)
     by_class = np.argsort(labels, kind="stable")
     ends = np.cumsum(weights[by_class])
-    class_ends = np.concatenate([[0.0], ends[np.cumsum(np.bincount(labels, minlength=recipe.class_count)) - 1]])
+    class_ends = np.concatenate(
+        [[0.0], ends[np.cumsum(np.bincount(labels, minlength=recipe.class_count)) - 1]]
+    )
     pairs = recipe.edge_count // 2
     source = by_class[np.searchsorted(ends, rng.random(pairs) * ends[-1], side="right").clip(max=nodes - 1)]
     low, high = class_ends[labels[source]], class_ends[labels[source] + 1]
@@ -131,7 +133,9 @@ def _edges(
 def _write_rows(path: Path, recipe: GraphRecipe, labels: NDArray[np.int64]) -> None:
     """``signal`` times the class's centre plus noise, block by block."""
     shape = (recipe.node_count, recipe.feature_count)
-    centres = np.random.default_rng([recipe.seed, 1]).standard_normal((recipe.class_count, shape[1]), dtype=np.float32)
+    centres = np.random.default_rng([recipe.seed, 1]).standard_normal(
+        (recipe.class_count, shape[1]), dtype=np.float32
+    )
     centres *= np.float32(recipe.signal)
     block_rows = max(1, _BLOCK_BYTES // (4 * shape[1]))
     with path.open("wb") as file:
@@ -148,16 +152,19 @@ def _write_rows(path: Path, recipe: GraphRecipe, labels: NDArray[np.int64]) -> N
 def load(path: Path) -> DemoGraph:
     """The graph of an .npz file; its rows stay in the file.
 
-    Keys: ``indptr`` int64, ``indices`` int32 (CSC of incoming edges), ``features`` [n, d] or a SciPy CSR matrix as
-    ``feat_data``, ``feat_indices``, ``feat_indptr``, ``feat_shape``; ``labels`` (-1 = none), ``train_idx``,
-    ``val_idx``, ``test_idx``. Raises SourceError if the file cannot be read or a key is missing.
+    Keys: ``indptr`` int64, ``indices`` int32 (CSC of incoming edges), ``features`` [n, d] or a SciPy CSR
+    matrix as ``feat_data``, ``feat_indices``, ``feat_indptr``, ``feat_shape``; ``labels`` (-1 = none),
+    ``train_idx``, ``val_idx``, ``test_idx``. Raises SourceError if the file cannot be read or a key is
+    missing.
     """
     try:
         with np.load(path, allow_pickle=False) as file:
             missing = [key for key in _TOPOLOGY if key not in file]
             missing += [] if "features" in file or "feat_shape" in file else ["features (or feat_data ...)"]
             if missing:
-                raise SourceError(f"{path} has no {', '.join(missing)}; a graph needs edges, rows, labels and a split")
+                raise SourceError(
+                    f"{path} has no {', '.join(missing)}; a graph needs edges, rows, labels and a split"
+                )
             arrays = {key: file[key] for key in _TOPOLOGY}
             shape = file["feat_shape"] if "feat_shape" in file else _member_shape(path, "features")
     except (OSError, ValueError) as error:
@@ -166,7 +173,9 @@ def load(path: Path) -> DemoGraph:
         raise SourceError(f"cannot read {path} as a demo graph (.npz): {error}") from error
     nodes = len(arrays["indptr"]) - 1
     if int(shape[0]) != nodes or len(arrays["labels"]) != nodes:
-        raise SourceError(f"{path}: {nodes:,} nodes, but {int(shape[0]):,} rows and {len(arrays['labels']):,} labels")
+        raise SourceError(
+            f"{path}: {nodes:,} nodes, but {int(shape[0]):,} rows and {len(arrays['labels']):,} labels"
+        )
     labelled = {key: _labelled(arrays[key], arrays["labels"]) for key in ("train_idx", "val_idx", "test_idx")}
     return DemoGraph(
         name=path.stem,
@@ -193,7 +202,8 @@ def _member_shape(path: Path, key: str) -> tuple[int, ...]:
 
 
 def load_dense(path: Path) -> NDArray[np.float32]:
-    """All rows in memory, float32 [n, d]: what the comparison from memory needs, and the store is there to avoid."""
+    """All rows in memory, float32 [n, d]: what the comparison from memory needs, and the store is there to
+    avoid."""
     rows: NDArray[np.float32]
     if path.suffix == ".npy":
         rows = np.load(path, allow_pickle=False)

@@ -1,9 +1,10 @@
-"""Demo of mega-batches: the same graph and model as in :mod:`featstore_demo.runner`, trained by random collections of
-partitions from the store, and by ordinary neighbour sampling from memory.
+"""Demo of mega-batches: the same graph and model as in :mod:`featstore_demo.runner`, trained by random
+collections of partitions from the store, and by ordinary neighbour sampling from memory.
 
-The two cannot give the same losses: a mega-batch draws its mini-batches from the partitions in memory, and neighbours in
-other partitions are not there, but for the hubs. What is compared is where that leads: the accuracy on the same test nodes,
-with neighbours sampled from the whole graph in both. See :data:`featstore_demo.mega_report.TOLERANCE` for what counts as equal.
+The two cannot give the same losses: a mega-batch draws its mini-batches from the partitions in memory, and
+neighbours in other partitions are not there, but for the hubs. What is compared is where that leads: the
+accuracy on the same test nodes, with neighbours sampled from the whole graph in both. See
+:data:`featstore_demo.mega_report.TOLERANCE` for what counts as equal.
 """
 
 from __future__ import annotations
@@ -19,12 +20,14 @@ from featstore_demo.worker import Progress
 
 __all__ = ["run_mega"]
 
-#: Partitions are so small that about this many would fill the budget (of which half is for those that are loading). Most
-#: partitions are of few classes: it takes many for a mega-batch to have its share of each, without which training suffers.
+#: Partitions are so small that about this many would fill the budget (of which half is for those that are
+#: loading). Most partitions are of few classes: it takes many for a mega-batch to have its share of each,
+#: without which training suffers.
 _PARTITIONS_PER_BUDGET = 512
 _PARTITIONS_MIN = 16
 _PARTITION_NODES_MIN = 50
-#: The made-up graph is random within its classes, so that no order keeps most neighbours together; hubs make up for it.
+#: The made-up graph is random within its classes, so that no order keeps most neighbours together; hubs make
+#: up for it.
 _HUB_SHARE = 0.05
 _EVALUATED_MAX = (1000, 4000)
 
@@ -46,13 +49,15 @@ def run_mega(
 ) -> MegaReport:
     """Pack a graph with its topology, train by mega-batches and from memory, and compare.
 
-    ``memory``: the loader's budget, and then that of the reader that evaluates. ``resident``: partitions in a mega-batch, by
-    default as many as fit. The other arguments are those of :func:`featstore_demo.run`, and so are the errors.
+    ``memory``: the loader's budget, and then that of the reader that evaluates. ``resident``: partitions in a
+    mega-batch, by default as many as fit. The other arguments are those of :func:`featstore_demo.run`, and so
+    are the errors.
     """
     options = {} if resident is None else {"resident": resident}
     with prepared(
-        memory=memory, data=data, workdir=workdir, epochs=epochs, batch_size=batch_size, fanouts=fanouts, hidden=hidden,
-        seed=seed, engine=engine, recipe=recipe, progress=progress, evaluated_max=_EVALUATED_MAX,
+        memory=memory, data=data, workdir=workdir, epochs=epochs, batch_size=batch_size, fanouts=fanouts,
+        hidden=hidden, seed=seed, engine=engine, recipe=recipe, progress=progress,
+        evaluated_max=_EVALUATED_MAX,
     ) as demo:  # fmt: skip
         partitions = _partitions(demo.graph, demo.memory_bytes)
         pack_seconds = demo.pack(topology=True, partitions=partitions, hubs=_HUB_SHARE, seed=seed)
@@ -68,7 +73,8 @@ def _partitions(graph: DemoGraph, memory_bytes: int) -> int:
 
 
 def _probe(demo: Comparison, options: dict[str, Any]) -> tuple[str, float | None]:
-    """Open a loader and a reader here first, for the errors' sake; returns the order of the rows and its edge cut."""
+    """Open a loader and a reader here first, for the errors' sake; returns the order of the rows and its edge
+    cut."""
     import featstore
 
     with featstore.open(demo.store_path) as store:

@@ -1,4 +1,5 @@
-"""Demo report of mega-batches: what was measured, beside training from memory, and whether the accuracies agree."""
+"""Demo report of mega-batches: what was measured, beside training from memory, and whether the accuracies
+agree."""
 
 from __future__ import annotations
 
@@ -16,9 +17,10 @@ if TYPE_CHECKING:
 __all__ = ["TOLERANCE", "MegaReport", "MegaRunReport", "render_mega"]
 
 SCHEMA = "featstore.demo-mega/1"
-#: By how much test accuracy may fall short. On the made-up graph, of which no order keeps most neighbours together, four seeds
-#: gave 0 to 3 points less with the default budget, up to 4.5 with two thirds of it, and seeds alone make runs in memory
-#: differ by 2.5; rows of wrong nodes would cost tens of points (a model without neighbours is 60 points below).
+#: By how much test accuracy may fall short. On the made-up graph, of which no order keeps most neighbours
+#: together, four seeds gave 0 to 3 points less with the default budget, up to 4.5 with two thirds of it, and
+#: seeds alone make runs in memory differ by 2.5; rows of wrong nodes would cost tens of points (a model
+#: without neighbours is 60 points below).
 TOLERANCE = 0.05
 
 
@@ -26,10 +28,10 @@ TOLERANCE = 0.05
 class MegaRunReport(Run):
     """The run by mega-batches. Times in seconds; ``rows``: rows of training mini-batches.
 
-    One number an epoch: ``load_seconds``, of loading beside the training, and ``build_seconds``, of it making the subgraph;
-    ``wait_seconds``, that the training waited for it; ``draw_seconds``, of sampling mini-batches and gathering their rows;
-    ``read_bytes``; ``kept_shares``, of all neighbours of nodes in memory those that were in memory, too. ``io``: what the
-    reader counted, and the loader's sizes.
+    One number an epoch: ``load_seconds``, of loading beside the training, and ``build_seconds``, of it making
+    the subgraph; ``wait_seconds``, that the training waited for it; ``draw_seconds``, of sampling
+    mini-batches and gathering their rows; ``read_bytes``; ``kept_shares``, of all neighbours of nodes in
+    memory those that were in memory, too. ``io``: what the reader counted, and the loader's sizes.
     """
 
     load_seconds: tuple[float, ...]
@@ -47,8 +49,8 @@ class MegaRunReport(Run):
 
 @dataclass(frozen=True)
 class MegaReport(Facts):
-    """What ``featstore demo --mode mega`` found. Sizes in bytes, times in seconds. ``edge_cut``: the share of edges between
-    partitions, where the order of the rows tells it."""
+    """What ``featstore demo --mode mega`` found. Sizes in bytes, times in seconds. ``edge_cut``: the share of
+    edges between partitions, where the order of the rows tells it."""
 
     order: str
     edge_cut: float | None
@@ -90,15 +92,20 @@ def render_mega(report: MegaReport) -> Group:
         lines=_run_lines(report),
         good=report.agrees,
         verdict=close if report.agrees else f"TEST ACCURACY IS {apart.upper()}, more than {most}.",
-        note="Losses are not compared: the two runs draw other mini-batches, and a mega-batch lacks neighbours that are in none of "
-        "its partitions. Both models are tested on the same nodes with neighbours from the whole graph.",
+        note=(
+            "Losses are not compared: the two runs draw other mini-batches, and a mega-batch lacks "
+            "neighbours that are in none of its partitions. Both models are tested on the same nodes with "
+            "neighbours from the whole graph."
+        ),
     )
 
 
 def _mega_batches(report: MegaReport) -> str:
     io = report.mega.io
     cut = "" if report.edge_cut is None else f", {report.edge_cut:.0%} of the edges cross"
-    resident = f"{io['resident']} of {io['partitions']} partitions ({report.order}{cut}) and {io['hubs']:,} hubs"
+    resident = (
+        f"{io['resident']} of {io['partitions']} partitions ({report.order}{cut}) and {io['hubs']:,} hubs"
+    )
     return f"{io['mega_batches']} an epoch, each of {resident}"
 
 

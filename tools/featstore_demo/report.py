@@ -1,7 +1,9 @@
-"""Demo report: what the two runs measured, side by side, for programs (``to_json``) and for people (``render``).
+"""Demo report: what the two runs measured, side by side, for programs (``to_json``) and for people
+(``render``).
 
-What the reports of both modes share is here: :class:`Run`, what any run measured; :class:`Facts`, the graph, the settings and
-the packing; :func:`fact_lines` and :func:`side_by_side`, how they are shown. :mod:`featstore_demo.mega_report` adds the rest.
+What the reports of both modes share is here: :class:`Run`, what any run measured; :class:`Facts`, the graph,
+the settings and the packing; :func:`fact_lines` and :func:`side_by_side`, how they are shown.
+:mod:`featstore_demo.mega_report` adds the rest.
 """
 
 from __future__ import annotations
@@ -25,8 +27,8 @@ SCHEMA = "featstore.demo/1"
 class Run:
     """What any training run measured. Times in seconds; ``losses``: float.hex of each step's loss.
 
-    ``epoch_seconds`` and ``wait_seconds``, of them spent waiting: one number an epoch. ``rows``: rows of all mini-batches. ``io``:
-    what the reader counted (empty in the run from memory).
+    ``epoch_seconds`` and ``wait_seconds``, of them spent waiting: one number an epoch. ``rows``: rows of all
+    mini-batches. ``io``: what the reader counted (empty in the run from memory).
     """
 
     losses: tuple[str, ...]
@@ -53,8 +55,8 @@ class Run:
 class RunReport(Run):
     """One training run with rows for each mini-batch: ``rows`` counts those delivered in all.
 
-    ``digests``: of each request's rows, training first, then evaluation. ``load_seconds``: reading the whole table into
-    memory.
+    ``digests``: of each request's rows, training first, then evaluation. ``load_seconds``: reading the whole
+    table into memory.
     """
 
     digests: tuple[str, ...]
@@ -63,8 +65,9 @@ class RunReport(Run):
 
 @dataclass(frozen=True)
 class Facts:
-    """What reports of both modes tell: graph, sizes, settings, packing, and the run from memory that the other one is
-    held against. Sizes in bytes, times in seconds; ``val_count`` of ``val_total`` nodes were evaluated."""
+    """What reports of both modes tell: graph, sizes, settings, packing, and the run from memory that the
+    other one is held against. Sizes in bytes, times in seconds; ``val_count`` of ``val_total`` nodes were
+    evaluated."""
 
     graph: str
     node_count: int
@@ -147,7 +150,9 @@ def render(report: DemoReport) -> Group:
         headers=(f"from the store, memory {format_bytes(report.memory_bytes)}", "all rows in memory"),
         lines=_run_lines(report),
         good=report.identical,
-        verdict=same if report.identical else f"THE RUNS DIFFER{_where(report)}: please report this as a bug.",
+        verdict=same
+        if report.identical
+        else f"THE RUNS DIFFER{_where(report)}: please report this as a bug.",
     )
 
 
@@ -165,7 +170,8 @@ def _first_difference(left: tuple[str, ...], right: tuple[str, ...]) -> int | No
 
 
 def fact_lines(facts: Facts, io: dict[str, Any], *loading: tuple[str, str]) -> list[tuple[str, str]]:
-    """What was done, as (name, value). ``io``: what the reader counted; ``loading``: lines on what came before mini-batches."""
+    """What was done, as (name, value). ``io``: what the reader counted; ``loading``: lines on what came
+    before mini-batches."""
     lines = [
         ("graph", f"{facts.node_count:,} nodes, {facts.edge_count:,} edges, {facts.class_count} classes"),
         ("feature table", f"{format_bytes(facts.table_bytes)}, {facts.row_bytes:,} B a row (float32)"),
@@ -180,7 +186,10 @@ def fact_lines(facts: Facts, io: dict[str, Any], *loading: tuple[str, str]) -> l
         ("own row alone", f"a perceptron without neighbours: test accuracy {facts.mlp_test_accuracy:.3f}"),
     ]
     if (facts.val_count, facts.test_count) != (facts.val_total, facts.test_total):
-        part = f"{facts.val_count:,} of {facts.val_total:,} and {facts.test_count:,} of {facts.test_total:,} nodes"
+        part = (
+            f"{facts.val_count:,} of {facts.val_total:,} and {facts.test_count:,} of {facts.test_total:,} "
+            "nodes"
+        )
         lines.append(("accuracy on", f"{part} of the validation and test split, drawn at random"))
     if facts.store_path is not None:
         lines.append(("store kept at", facts.store_path))
@@ -198,7 +207,8 @@ def side_by_side(
     verdict: str,
     note: str | None = None,
 ) -> Group:
-    """The facts, the two runs in columns under ``headers`` (``lines``: name, the one, the other), and the verdict."""
+    """The facts, the two runs in columns under ``headers`` (``lines``: name, the one, the other), and the
+    verdict."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -213,7 +223,9 @@ def side_by_side(
     for line in lines:
         runs.add_row(*line)
     notes = [] if note is None else [Text(note)]
-    return Group(done, Text(), runs, Text(), Text(verdict, style="bold green" if good else "bold red"), *notes)
+    return Group(
+        done, Text(), runs, Text(), Text(verdict, style="bold green" if good else "bold red"), *notes
+    )
 
 
 def _run_lines(report: DemoReport) -> list[tuple[str, str, str]]:

@@ -5,7 +5,8 @@
 3. A worker process trains from the store, under the given memory budget.
 4. A second worker trains from memory: only here does the whole table stand in memory.
 
-:mod:`featstore_demo.mega` does 2 and 3 in another way. What both need is a :class:`Comparison`, made by :func:`prepared`.
+:mod:`featstore_demo.mega` does 2 and 3 in another way. What both need is a :class:`Comparison`, made by
+:func:`prepared`.
 
 Each worker is a process of its own, so that its peak memory can be told; see :mod:`featstore_demo.worker`.
 """
@@ -64,17 +65,18 @@ def run(
 
     ``memory``: the reader's budget (bytes, or text such as ``"120MiB"``). ``data``: an .npz file
     (:func:`featstore_demo.graph.load` names the keys), else a graph is made up by ``recipe``. ``workdir``: an
-    existing directory in which the store is kept as ``store``; else all goes to a temporary one, which is removed.
-    ``epochs``, ``batch_size`` and ``fanouts`` (one number a layer) follow from the graph and its row size where not
-    given. ``engine``: name of the I/O engine, else the reader picks. ``progress(stage, done, total)`` is called as
-    things go on.
+    existing directory in which the store is kept as ``store``; else all goes to a temporary one, which is
+    removed. ``epochs``, ``batch_size`` and ``fanouts`` (one number a layer) follow from the graph and its row
+    size where not given. ``engine``: name of the I/O engine, else the reader picks.
+    ``progress(stage, done, total)`` is called as things go on.
 
-    Raises SourceError for a graph that cannot be used, BudgetError for too small a budget, ImportError where PyTorch
-    or PyG is missing, FeatstoreError if a training process fails.
+    Raises SourceError for a graph that cannot be used, BudgetError for too small a budget, ImportError where
+    PyTorch or PyG is missing, FeatstoreError if a training process fails.
     """
     with prepared(
-        memory=memory, data=data, workdir=workdir, epochs=epochs, batch_size=batch_size, fanouts=fanouts, hidden=hidden,
-        seed=seed, engine=engine, recipe=recipe, progress=progress, evaluated_max=_EVALUATED_MAX,
+        memory=memory, data=data, workdir=workdir, epochs=epochs, batch_size=batch_size, fanouts=fanouts,
+        hidden=hidden, seed=seed, engine=engine, recipe=recipe, progress=progress,
+        evaluated_max=_EVALUATED_MAX,
     ) as demo:  # fmt: skip
         pack_seconds = demo.pack()
         _probe(demo)
@@ -84,7 +86,8 @@ def run(
 
 @dataclass(frozen=True)
 class Comparison:
-    """What a demo of either mode works on, and the steps that both take. ``began``: by :func:`time.perf_counter`."""
+    """What a demo of either mode works on, and the steps that both take. ``began``: by
+    :func:`time.perf_counter`."""
 
     graph: DemoGraph
     generate_seconds: float
@@ -105,11 +108,14 @@ class Comparison:
         return _pack(self.graph, self.store_path, self.tell, **more)
 
     def train(self, name: str, mega: dict[str, Any] | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What the workers found that trained from the store, which goes by ``name``, and from memory. ``mega``: see Job."""
+        """What the workers found that trained from the store, which goes by ``name``, and from memory.
+        ``mega``: see Job."""
         features, store = str(self.graph.features.absolute()), str(self.store_path)
         job = Job(self.plan, str(self.scratch), features, store, self.memory_bytes, self.engine, mega)
         from_store = _in_own_process(job, self.scratch, name, self.tell)
-        return from_store, _in_own_process(replace(job, store=None, mega=None), self.scratch, "memory", self.tell)
+        return from_store, _in_own_process(
+            replace(job, store=None, mega=None), self.scratch, "memory", self.tell
+        )
 
     def facts(self, pack_seconds: float, from_memory: dict[str, Any]) -> dict[str, Any]:
         """The fields of :class:`featstore_demo.report.Facts`, at the end of the demo."""
@@ -157,8 +163,8 @@ def prepared(
     progress: Progress | None,
     evaluated_max: tuple[int, int],
 ) -> Iterator[Comparison]:
-    """Everything before the packing. The arguments are those of :func:`run`; ``evaluated_max``: at most so many nodes of the
-    validation and of the test split are evaluated."""
+    """Everything before the packing. The arguments are those of :func:`run`; ``evaluated_max``: at most so
+    many nodes of the validation and of the test split are evaluated."""
     _need_packages()
     memory_bytes = parse_bytes(memory)
     tell = progress if progress is not None else _no_progress
@@ -168,7 +174,9 @@ def prepared(
         store_path = scratch / "store" if workdir is None else Path(workdir) / "store"
         graph, generate_seconds = _prepare(data, recipe, seed, scratch, tell)
         plan = _training_plan(graph, epochs, batch_size, fanouts, hidden, seed, evaluated_max)
-        yield Comparison(graph, generate_seconds, plan, memory_bytes, engine, scratch, store_path, tell, began)
+        yield Comparison(
+            graph, generate_seconds, plan, memory_bytes, engine, scratch, store_path, tell, began
+        )
 
 
 def _no_progress(stage: str, done: int, total: int) -> None:
@@ -216,7 +224,8 @@ def _training_plan(
     seed: int,
     evaluated_max: tuple[int, int],
 ) -> TrainingPlan:
-    """What is trained, sized by the rows: about the same number of steps, and of bytes per step, for any graph."""
+    """What is trained, sized by the rows: about the same number of steps, and of bytes per step, for any
+    graph."""
     shape = next(shape for shape in _SHAPES if shape[0] is None or graph.row_bytes <= shape[0])
     batch_size = shape[1] if batch_size is None else batch_size
     fanouts = shape[2] if fanouts is None else tuple(fanouts)
@@ -245,7 +254,8 @@ def _training_plan(
 
 
 def _pack(graph: DemoGraph, path: Path, tell: Progress, **more: Any) -> float:
-    """Pack the rows and labels as float32; returns the seconds. ``more``: options of :func:`featstore.pack`."""
+    """Pack the rows and labels as float32; returns the seconds. ``more``: options of
+    :func:`featstore.pack`."""
     import numpy as np
 
     import featstore
@@ -256,20 +266,26 @@ def _pack(graph: DemoGraph, path: Path, tell: Progress, **more: Any) -> float:
 
     began = time.perf_counter()
     arrays = {"labels": graph.labels, "train_idx": graph.train_idx}
-    options: dict[str, Any] = {"arrays": arrays, "overwrite": True, "memory": _PACK_MEMORY, "progress": progress} | more
+    options: dict[str, Any] = {
+        "arrays": arrays,
+        "overwrite": True,
+        "memory": _PACK_MEMORY,
+        "progress": progress,
+    } | more
     if graph.features.suffix == ".npy":
         packed = featstore.pack(path, graph.features, graph=(graph.indptr, graph.indices), **options)
     else:
         with np.load(graph.features) as archive:
-            options |= {"key": "features"} if "features" in archive else {}  # else the only SciPy matrix in it
+            # else the only SciPy matrix in it
+            options |= {"key": "features"} if "features" in archive else {}
         packed = featstore.pack(path, graph.features, graph=graph.features, dtype="float32", **options)
     packed.close()
     return time.perf_counter() - began
 
 
 def _probe(demo: Comparison) -> None:
-    """Open a reader here first: a budget or engine that cannot be is an error of its own kind, before any worker
-    starts."""
+    """Open a reader here first: a budget or engine that cannot be is an error of its own kind, before any
+    worker starts."""
     import featstore
 
     with featstore.open(demo.store_path) as store, store.reader(static="degree", **demo.budget()) as reader:

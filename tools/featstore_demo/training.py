@@ -1,16 +1,17 @@
 """Demo training: a three-layer GraphSAGE that does not know where its feature rows come from.
 
-The same function trains from a store and from memory; only the ``rows`` object differs. Everything that could make
-two runs differ is fixed: seeds of the weights, of the shuffle and of the sampler, two threads, deterministic
-algorithms. So the loss of each step must be the same **bits** in both runs. A loss can hide a flipped low bit in one
-of a million values, in rounding; the digest that is kept of each request's rows (SHA-256 over the CRC-32C of its
-pages) cannot.
+The same function trains from a store and from memory; only the ``rows`` object differs. Everything that could
+make two runs differ is fixed: seeds of the weights, of the shuffle and of the sampler, two threads,
+deterministic algorithms. So the loss of each step must be the same **bits** in both runs. A loss can hide a
+flipped low bit in one of a million values, in rounding; the digest that is kept of each request's rows
+(SHA-256 over the CRC-32C of its pages) cannot.
 
-While mini-batch i trains, mini-batch i + 1 is sampled and its rows are on their way: ``submit`` first, then compute,
-then ``result``. The time spent in ``result`` is what the store could not hide.
+While mini-batch i trains, mini-batch i + 1 is sampled and its rows are on their way: ``submit`` first, then
+compute, then ``result``. The time spent in ``result`` is what the store could not hide.
 
-:func:`train_mega` trains the same model by mega-batches. It sees other mini-batches and, at the borders of partitions, fewer
-neighbours: its losses are its own. Both are measured by :func:`evaluate`, with neighbours sampled from the whole graph.
+:func:`train_mega` trains the same model by mega-batches. It sees other mini-batches and, at the borders of
+partitions, fewer neighbours: its losses are its own. Both are measured by :func:`evaluate`, with neighbours
+sampled from the whole graph.
 """
 
 from __future__ import annotations
@@ -59,8 +60,9 @@ class TrainingPlan:
 
 @dataclass
 class Outcome:
-    """What a run measured. ``losses``: float.hex of each step's loss. ``digests``: of the rows of each request, in
-    order, those of the evaluation at the end. ``rows``: rows delivered in all. Times in seconds."""
+    """What a run measured. ``losses``: float.hex of each step's loss. ``digests``: of the rows of each
+    request, in order, those of the evaluation at the end. ``rows``: rows delivered in all. Times in
+    seconds."""
 
     losses: list[str] = field(default_factory=list)
     digests: list[str] = field(default_factory=list)
@@ -76,10 +78,10 @@ class Outcome:
 class MegaOutcome(Outcome):
     """What a run by mega-batches measured besides; one number an epoch.
 
-    ``load_seconds``: bringing mega-batches into memory, beside the training; ``build_seconds``: of it, the subgraph.
-    ``wait_seconds``: what of it the training waited for. ``draw_seconds``: sampling mini-batches and gathering their rows.
-    ``read_bytes``: rows and lists of neighbours. ``kept_shares``: of all neighbours of the nodes in memory, the share
-    that was in memory, too.
+    ``load_seconds``: bringing mega-batches into memory, beside the training; ``build_seconds``: of it, the
+    subgraph. ``wait_seconds``: what of it the training waited for. ``draw_seconds``: sampling mini-batches
+    and gathering their rows. ``read_bytes``: rows and lists of neighbours. ``kept_shares``: of all neighbours
+    of the nodes in memory, the share that was in memory, too.
     """
 
     load_seconds: list[float] = field(default_factory=list)
@@ -132,12 +134,16 @@ class StoreRows:
 
 
 def train(
-    plan: TrainingPlan, topology: dict[str, NDArray[Any]], rows: Rows, progress: Callable[[str, int, int], None]
+    plan: TrainingPlan,
+    topology: dict[str, NDArray[Any]],
+    rows: Rows,
+    progress: Callable[[str, int, int], None],
 ) -> Outcome:
-    """Train ``plan.epochs`` epochs, then measure accuracy on the first nodes of the validation and test split.
+    """Train ``plan.epochs`` epochs, then measure accuracy on the first nodes of the validation and test
+    split.
 
-    ``topology``: ``indptr``, ``indices``, ``labels``, ``train_idx``, ``val_idx``, ``test_idx``. ``progress`` is
-    called with (stage, steps done, steps in all). Raises what ``rows`` raises.
+    ``topology``: ``indptr``, ``indices``, ``labels``, ``train_idx``, ``val_idx``, ``test_idx``. ``progress``
+    is called with (stage, steps done, steps in all). Raises what ``rows`` raises.
     """
     import torch
 
@@ -189,7 +195,8 @@ def evaluate(
 def train_mega(
     plan: TrainingPlan, labels: NDArray[Any], loader: Any, progress: Callable[[str, int, int], None]
 ) -> tuple[Any, MegaOutcome]:
-    """Train ``plan.epochs`` epochs by the mega-batches of ``loader``; returns the model and what was measured so far.
+    """Train ``plan.epochs`` epochs by the mega-batches of ``loader``; returns the model and what was measured
+    so far.
 
     The model, its first weights and the optimiser are those of :func:`train`.
     """
@@ -241,10 +248,14 @@ def _timed(batches: Iterator[Any]) -> Iterator[tuple[Any, float]]:
         yield item, time.perf_counter() - began
 
 
-def mlp_accuracy(plan: TrainingPlan, topology: dict[str, NDArray[Any]], features: NDArray[np.float32]) -> float:
-    """Test accuracy of a two-layer perceptron that sees a node's own row alone, after as many epochs at least.
+def mlp_accuracy(
+    plan: TrainingPlan, topology: dict[str, NDArray[Any]], features: NDArray[np.float32]
+) -> float:
+    """Test accuracy of a two-layer perceptron that sees a node's own row alone, after as many epochs at
+    least.
 
-    Where the labels need the neighbours it stays far below GraphSAGE. From memory: it takes every training row at once.
+    Where the labels need the neighbours it stays far below GraphSAGE. From memory: it takes every training
+    row at once.
     """
     import torch
 
@@ -324,7 +335,8 @@ def _loader(plan: TrainingPlan, topology: dict[str, NDArray[Any]], seeds: NDArra
 
 
 def _with_rows(loader: Any, rows: Rows) -> Iterator[tuple[Any, Any, float]]:
-    """(mini-batch, rows, seconds waited): the next mini-batch's rows are asked for before this one is handed out."""
+    """(mini-batch, rows, seconds waited): the next mini-batch's rows are asked for before this one is handed
+    out."""
     batches = iter(loader)
     batch = next(batches, None)
     ticket = None if batch is None else rows.submit(batch.n_id)

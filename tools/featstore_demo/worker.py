@@ -1,11 +1,13 @@
 """Demo worker: one training run in a process of its own, so that its peak memory is its own.
 
-:func:`serve` reads a job, trains, and writes one JSON object a line on stdout: ``progress`` events as it goes, and
-``done`` with the results at the end. What libraries print goes to stderr. The parent is :mod:`featstore_demo.runner`.
+:func:`serve` reads a job, trains, and writes one JSON object a line on stdout: ``progress`` events as it
+goes, and ``done`` with the results at the end. What libraries print goes to stderr. The parent is
+:mod:`featstore_demo.runner`.
 
-``baseline_rss_bytes`` is what the process held before it touched the first feature row (Python, PyTorch, PyG, the
-topology), ``peak_rss_bytes`` the most it ever held (``VmHWM`` of the Linux kernel). A run by mega-batches loads the topology
-only after the training, to evaluate: there ``peak_rss_bytes`` is that of the training, graph included.
+``baseline_rss_bytes`` is what the process held before it touched the first feature row (Python, PyTorch, PyG,
+the topology), ``peak_rss_bytes`` the most it ever held (``VmHWM`` of the Linux kernel). A run by mega-batches
+loads the topology only after the training, to evaluate: there ``peak_rss_bytes`` is that of the training,
+graph included.
 """
 
 from __future__ import annotations
@@ -38,8 +40,9 @@ Progress = Callable[[str, int, int], None]
 
 @dataclass(frozen=True)
 class Job:
-    """What a worker is to do. ``store``: path of the store, or None to train from memory; ``features``: the rows'
-    file. ``mega``: train by mega-batches, with these options of the loader; None for mini-batches of the whole graph."""
+    """What a worker is to do. ``store``: path of the store, or None to train from memory; ``features``: the
+    rows' file. ``mega``: train by mega-batches, with these options of the loader; None for mini-batches of
+    the whole graph."""
 
     plan: TrainingPlan
     directory: str
@@ -96,14 +99,19 @@ def _warm_up(job: Job, topology: dict[str, Any]) -> None:
 
     from featstore.sampling.neighbors import NeighborSampler
 
-    NeighborSampler(topology["indptr"], topology["indices"], job.plan.fanouts).sample(topology["train_idx"][:2])
+    NeighborSampler(topology["indptr"], topology["indices"], job.plan.fanouts).sample(
+        topology["train_idx"][:2]
+    )
 
 
 def _from_store(job: Job, path: str, topology: dict[str, Any], progress: Progress) -> dict[str, Any]:
     import featstore
 
     options: dict[str, Any] = {} if job.engine is None else {"engine": job.engine}
-    with featstore.open(path) as store, store.reader(memory=job.memory_bytes, static="degree", **options) as reader:
+    with (
+        featstore.open(path) as store,
+        store.reader(memory=job.memory_bytes, static="degree", **options) as reader,
+    ):
         labels = store.arrays["labels"]
         began = time.perf_counter()
         outcome = train(job.plan, topology | {"labels": labels}, StoreRows(reader), progress)
@@ -114,14 +122,17 @@ def _from_store(job: Job, path: str, topology: dict[str, Any], progress: Progres
 
 
 def _by_mega_batches(job: Job, path: str, mega: dict[str, Any], progress: Progress) -> dict[str, Any]:
-    """Rows, graph and training nodes come from the store; only the evaluation takes the topology into memory."""
+    """Rows, graph and training nodes come from the store; only the evaluation takes the topology into
+    memory."""
     import torch_geometric.loader
     import torch_geometric.nn  # noqa: F401
 
     import featstore
 
     engine: dict[str, Any] = {} if job.engine is None else {"engine": job.engine}
-    options: dict[str, Any] = {"memory": job.memory_bytes, "seed": job.plan.seed, "train": "train_idx"} | engine | mega
+    options: dict[str, Any] = (
+        {"memory": job.memory_bytes, "seed": job.plan.seed, "train": "train_idx"} | engine | mega
+    )
     with featstore.open(path) as store:
         labels = store.arrays["labels"]
         baseline = _status_bytes("VmRSS")
@@ -129,8 +140,9 @@ def _by_mega_batches(job: Job, path: str, mega: dict[str, Any], progress: Progre
         with store.mega_batches(**options) as loader:
             model, outcome = train_mega(job.plan, labels, loader, progress)
             io = loader.stats().to_dict() | {
-                "access_because": loader.access_because, "memory": loader.memory(), "partitions": loader.partitions,
-                "resident": loader.resident, "mega_batches": loader.steps, "hubs": len(loader.hub_rows),
+                "access_because": loader.access_because, "memory": loader.memory(),
+                "partitions": loader.partitions, "resident": loader.resident, "mega_batches": loader.steps,
+                "hubs": len(loader.hub_rows),
             }  # fmt: skip
         results = {"seconds": time.perf_counter() - began, "peak_rss_bytes": _status_bytes("VmHWM")}
         topology = read_topology(Path(job.directory)) | {"labels": labels}
@@ -148,7 +160,12 @@ def _from_memory(job: Job, topology: dict[str, Any], progress: Progress) -> dict
     began = time.perf_counter()
     mlp = mlp_accuracy(job.plan, topology, features)
     mlp_seconds = time.perf_counter() - began
-    return results | {"io": {}, "load_seconds": load_seconds, "mlp_test_accuracy": mlp, "mlp_seconds": mlp_seconds}
+    return results | {
+        "io": {},
+        "load_seconds": load_seconds,
+        "mlp_test_accuracy": mlp,
+        "mlp_seconds": mlp_seconds,
+    }
 
 
 def _results(outcome: Outcome, seconds: float) -> dict[str, Any]:

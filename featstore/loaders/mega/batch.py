@@ -36,10 +36,11 @@ def gather_rows(data: int, row_bytes: int, rows: NDArray[np.int64], out: int) ->
 class MegaMiniBatch:
     """One mini-batch of ``m`` nodes and ``k`` edges, sampled inside a mega-batch.
 
-    ``node``: int64 [m], node ids, the ``batch_size`` seeds first. ``x``: [m, *row shape], their rows. ``row``, ``col``: int64 [k],
-    positions in ``node`` of each edge's source and target; nodes and edges are grouped by hop, as their numbers in
-    ``num_sampled_nodes`` and ``num_sampled_edges`` say. ``local``: int64 [m], local ids in the mega-batch. ``weight``: float32 [k] or None;
-    with mean aggregation, multiply each message by it.
+    ``node``: int64 [m], node ids, the ``batch_size`` seeds first. ``x``: [m, *row shape], their rows.
+    ``row``, ``col``: int64 [k], positions in ``node`` of each edge's source and target; nodes and edges are
+    grouped by hop, as their numbers in ``num_sampled_nodes`` and ``num_sampled_edges`` say. ``local``: int64
+    [m], local ids in the mega-batch. ``weight``: float32 [k] or None; with mean aggregation, multiply each
+    message by it.
     """
 
     node: NDArray[np.int64]
@@ -53,14 +54,15 @@ class MegaMiniBatch:
     weight: NDArray[np.float32] | None
 
     def pyg(self) -> Any:
-        """The mini-batch as a PyG ``Data`` with x, edge_index, n_id, batch_size, num_sampled_nodes, num_sampled_edges, and
-        edge_weight where there are weights. Raises ImportError without PyG."""
+        """The mini-batch as a PyG ``Data`` with x, edge_index, n_id, batch_size, num_sampled_nodes,
+        num_sampled_edges, and edge_weight where there are weights. Raises ImportError without PyG."""
         import torch
         from torch_geometric.data import Data
 
         data = Data(
-            x=torch.as_tensor(self.x), edge_index=torch.from_numpy(np.stack([self.row, self.col])), n_id=torch.from_numpy(self.node),
-            batch_size=self.batch_size, num_sampled_nodes=list(self.num_sampled_nodes), num_sampled_edges=list(self.num_sampled_edges),
+            x=torch.as_tensor(self.x), edge_index=torch.from_numpy(np.stack([self.row, self.col])),
+            n_id=torch.from_numpy(self.node), batch_size=self.batch_size,
+            num_sampled_nodes=list(self.num_sampled_nodes), num_sampled_edges=list(self.num_sampled_edges),
         )  # fmt: skip
         if self.weight is not None:
             data.edge_weight = torch.from_numpy(self.weight)
@@ -69,10 +71,12 @@ class MegaMiniBatch:
 
 @dataclass
 class MegaBatch:
-    """Partitions and hubs in memory, with the subgraph that they induce. It lives until the next one is asked for.
+    """Partitions and hubs in memory, with the subgraph that they induce. It lives until the next one is asked
+    for.
 
-    Rows are in one buffer of ``len(x)`` places, the local ids: ``hubs`` hubs first, then a slot of ``slot_rows`` places for each
-    partition. :attr:`places` are those in use; the others, without edges, may be loading already what comes next.
+    Rows are in one buffer of ``len(x)`` places, the local ids: ``hubs`` hubs first, then a slot of
+    ``slot_rows`` places for each partition. :attr:`places` are those in use; the others, without edges, may
+    be loading already what comes next.
 
     Attributes:
         epoch, step, steps: which mega-batch of how many in the epoch.
@@ -80,10 +84,12 @@ class MegaBatch:
         x: [places, *row shape]; node: int64 or int32 [places], node ids.
         indptr, indices: CSC of incoming edges over local ids, int64 [places + 1] and int32 [edges].
         seeds: int64, local ids of the training nodes to be used now, ascending.
-        partitions: int64 [n], the partitions in memory; starts, lengths: the local ids at which they begin, and their rows.
+        partitions: int64 [n], the partitions in memory; starts, lengths: the local ids at which they begin,
+            and their rows.
         hub_copies: int64, local ids of those hubs that are here as members of their partition.
         edges_stored: edges of the lists of these partitions, those lost at the border included.
-        read_bytes, load_seconds, build_seconds: what making it took; wait_seconds: how long the training waited for it.
+        read_bytes, load_seconds, build_seconds: what making it took; wait_seconds: how long the training
+            waited for it.
     """
 
     epoch: int
@@ -115,8 +121,11 @@ class MegaBatch:
 
     @property
     def places(self) -> NDArray[np.int64]:
-        """int64, the local ids that hold a row, ascending; of a hub whose partition is here too, the hub's place has no edges."""
-        runs = [np.arange(start, start + length) for start, length in zip(self.starts, self.lengths, strict=True)]
+        """int64, the local ids that hold a row, ascending; of a hub whose partition is here too, the hub's
+        place has no edges."""
+        runs = [
+            np.arange(start, start + length) for start, length in zip(self.starts, self.lengths, strict=True)
+        ]
         return np.sort(np.concatenate([np.arange(self.hubs), *runs]))
 
     @property
@@ -138,10 +147,10 @@ class MegaBatch:
     ) -> Iterator[MegaMiniBatch]:
         """Mini-batches of ``batch_size`` seeds, in a new random order in each pass; every seed once a pass.
 
-        ``fanouts``: neighbours per node and hop, -1 for all. ``weights``: weigh edges so that neighbours lost at the border do not
-        bias a mean. ``tensors``: ``x`` as a torch tensor. What is drawn depends on seed, epoch, step, pass and number alone; after a
-        resume it begins with the first mini-batch that was not seen. Raises SourceError for bad fan-outs, ClosedError for a
-        mega-batch that has been replaced.
+        ``fanouts``: neighbours per node and hop, -1 for all. ``weights``: weigh edges so that neighbours lost
+        at the border do not bias a mean. ``tensors``: ``x`` as a torch tensor. What is drawn depends on seed,
+        epoch, step, pass and number alone; after a resume it begins with the first mini-batch that was not
+        seen. Raises SourceError for bad fan-outs, ClosedError for a mega-batch that has been replaced.
         """
         batch_size, weights = as_count(batch_size, "batch_size"), as_flag(weights, "weights")
         if as_flag(tensors, "tensors"):
@@ -166,7 +175,9 @@ class MegaBatch:
                 if not self._alive:
                     raise ClosedError("this mega-batch has been replaced by the next one")
                 seeds = order[number * batch_size : (number + 1) * batch_size]
-                batch = self._batch(sampler, seeds, (self.step << 44) | (pass_ << 32) | number, always, tensors)
+                batch = self._batch(
+                    sampler, seeds, (self.step << 44) | (pass_ << 32) | number, always, tensors
+                )
                 self._on_batch(pass_ + (number + 1) // per_pass, (number + 1) % per_pass, batch_size)
                 yield batch
 
@@ -193,8 +204,11 @@ class MegaBatch:
         if always is not None:
             weight = np.empty(len(found.row), np.float32)
             chance = max(1, len(self.partitions) - 1) / max(1, self.partition_count - 1)
-            border_weights(found.row, found.col, found.node, self.hubs, self.slot_rows, always, chance, weight)
+            border_weights(
+                found.row, found.col, found.node, self.hubs, self.slot_rows, always, chance, weight
+            )
         return MegaMiniBatch(
-            self.node[found.node].astype(np.int64), finished(rows, (len(found.node), *self.x.shape[1:]), self.x.dtype, tensors),
-            found.row, found.col, len(seeds), found.num_sampled_nodes, found.num_sampled_edges, found.node, weight,
+            self.node[found.node].astype(np.int64),
+            finished(rows, (len(found.node), *self.x.shape[1:]), self.x.dtype, tensors), found.row, found.col,
+            len(seeds), found.num_sampled_nodes, found.num_sampled_edges, found.node, weight,
         )  # fmt: skip

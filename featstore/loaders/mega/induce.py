@@ -1,8 +1,9 @@
 """The subgraph that a set of partitions and the hubs induce, built from lists of rows as they come from disk.
 
-Local ids are places in the buffer of rows: the hubs first, in the order in which they are wanted, then a slot for each partition.
-Of the rows in memory a bitmap is made for each mega-batch, with the number of members before each word and, by rank, the members' local
-ids: whether a source is there, and where, takes no branch and no hash, and nothing but the bitmaps grows with the graph.
+Local ids are places in the buffer of rows: the hubs first, in the order in which they are wanted, then a slot
+for each partition. Of the rows in memory a bitmap is made for each mega-batch, with the number of members
+before each word and, by rank, the members' local ids: whether a source is there, and where, takes no branch
+and no hash, and nothing but the bitmaps grows with the graph.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ def mark_here(
     ranks: NDArray[np.int32],
     local: NDArray[np.int32],
 ) -> None:
-    """Make the bitmap of the hubs and of the rows of ``partitions``, the ranks, and the local ids by rank. Partition ``partitions[i]``
-    begins at local id ``starts[i]``; a hub in it is found there."""
+    """Make the bitmap of the hubs and of the rows of ``partitions``, the ranks, and the local ids by rank.
+    Partition ``partitions[i]`` begins at local id ``starts[i]``; a hub in it is found there."""
     one = np.uint64(1)
     bits[:] = np.uint64(0)
     for row in hub_rows:
@@ -88,10 +89,10 @@ def induce_block(
 ) -> int:
     """Append the local ids of those sources in a block that are in memory; the first bad position, or -1.
 
-    ``offsets`` int64 [targets + 1]: the lists, as positions in the file, of which the block begins at ``first_edge``.
-    ``ends`` int64 [targets]: where each target's list ends in ``indices``, which has one place more than all of them need.
-    ``bits``, ``ranks``, ``local``: of :func:`mark_here`. ``wanted`` bool [targets]: lists to leave empty are False. ``state``: int64 [2],
-    to go on with.
+    ``offsets`` int64 [targets + 1]: the lists, as positions in the file, of which the block begins at
+    ``first_edge``. ``ends`` int64 [targets]: where each target's list ends in ``indices``, which has one
+    place more than all of them need. ``bits``, ``ranks``, ``local``: of :func:`mark_here`. ``wanted`` bool
+    [targets]: lists to leave empty are False. ``state``: int64 [2], to go on with.
     """
     targets = ends.shape[0]
     one = np.uint64(1)
@@ -123,8 +124,8 @@ def count_by_partition(
     ranks: NDArray[np.int32],
     counts: NDArray[np.int64],
 ) -> int:
-    """Add to ``counts`` int64 [partitions + 1] the block's sources by partition, hubs in the last place besides; the first bad
-    position, or -1."""
+    """Add to ``counts`` int64 [partitions + 1] the block's sources by partition, hubs in the last place
+    besides; the first bad position, or -1."""
     rows = partition_offsets[-1]
     for i in range(block.shape[0]):
         source = np.int64(block[i])
@@ -147,11 +148,13 @@ def border_weights(
     chance: float,
     weights: NDArray[np.float32],
 ) -> None:
-    """Weights of sampled edges (positions ``row`` and ``col`` in ``local``, int64 [nodes]), which stand grouped by target.
+    """Weights of sampled edges (positions ``row`` and ``col`` in ``local``, int64 [nodes]), which stand
+    grouped by target.
 
-    A source in the target's own partition, or a hub, is there whenever the target is; any other only with probability
-    ``chance``, so it stands for 1 / chance of its kind (Horvitz and Thompson, 1952). Weights of a target's edges are scaled to the mean 1.
-    ``always`` bool [places]: which local ids are hubs, in their own place or in that of their partition.
+    A source in the target's own partition, or a hub, is there whenever the target is; any other only with
+    probability ``chance``, so it stands for 1 / chance of its kind (Horvitz and Thompson, 1952). Weights of a
+    target's edges are scaled to the mean 1. ``always`` bool [places]: which local ids are hubs, in their own
+    place or in that of their partition.
     """
     first = 0
     while first < row.shape[0]:
@@ -195,7 +198,8 @@ class Places:
     def here(
         self, partitions: NDArray[np.int64], starts: NDArray[np.int64]
     ) -> tuple[NDArray[np.uint64], NDArray[np.int32], NDArray[np.int32]]:
-        """``induce_block``'s bits, ranks and local ids where ``partitions[i]`` begins at local id ``starts[i]``; until the next call."""
+        """``induce_block``'s bits, ranks and local ids where ``partitions[i]`` begins at local id
+        ``starts[i]``; until the next call."""
         offsets = self.partition_offsets
         most = len(self._hub_rows) + int((offsets[partitions + 1] - offsets[partitions]).sum()) + 1
         if len(self._local) < most:  # one more: the rank after the last, of what is not here

@@ -1,13 +1,15 @@
 """The loader of mega-batches: training from random collections of partitions that fit in memory.
 
-After HierBatching (under review at ICLR 2023): an epoch visits every partition once, in random collections; each is contiguous on disk, so
-that an epoch reads everything once and sequentially. The hubs, which most lists name, stay in memory for good and make up
-for most of the neighbours that a collection of partitions loses. Differences: hubs have their lists too; with fewer partitions
-replaced than resident a mega-batch sees more of the graph in the same memory; edges can be weighed against the bias that is left.
+After HierBatching (under review at ICLR 2023): an epoch visits every partition once, in random collections;
+each is contiguous on disk, so that an epoch reads everything once and sequentially. The hubs, which most
+lists name, stay in memory for good and make up for most of the neighbours that a collection of partitions
+loses. Differences: hubs have their lists too; with fewer partitions replaced than resident a mega-batch sees
+more of the graph in the same memory; edges can be weighed against the bias that is left.
 
-While one mega-batch is trained on, a thread loads the next: features straight into their slots, lists of neighbours in blocks, of
-which a kernel keeps what is in memory (:mod:`featstore.loaders.mega.induce`). Everything is inside one budget
-(:mod:`featstore.loaders.mega.sizes`), but for the mini-batches that the caller holds.
+While one mega-batch is trained on, a thread loads the next: features straight into their slots, lists of
+neighbours in blocks, of which a kernel keeps what is in memory (:mod:`featstore.loaders.mega.induce`).
+Everything is inside one budget (:mod:`featstore.loaders.mega.sizes`), but for the mini-batches that the
+caller holds.
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ PASSES_MAX = 16  # of "auto"
 
 
 class MegaBatches:
-    """Loads the mega-batches of an epoch, one ahead; made by :meth:`featstore.Store.mega_batches`. Iterate it once an epoch.
+    """Loads the mega-batches of an epoch, one ahead; made by :meth:`featstore.Store.mega_batches`. Iterate it
+    once an epoch.
 
     Args:
         store: the open store, packed with a graph and partitions.
@@ -55,17 +58,20 @@ class MegaBatches:
         hubs: how many of the stored hubs to keep in memory; by default all, up to a quarter of the budget.
         resident: partitions in a mega-batch; by default as many as fit.
         replaced: how many of them are exchanged from step to step; by default all.
-        passes: how often each mega-batch is gone through, or ``"auto"``: as often as its successor takes to load.
-        seed: of partitions, mini-batches and neighbours. Equal seeds give equal batches (but for ``passes="auto"``).
+        passes: how often each mega-batch is gone through, or ``"auto"``: as often as its successor takes to
+            load.
+        seed: of partitions, mini-batches and neighbours. Equal seeds give equal batches (but for
+            ``passes="auto"``).
         engine, queue_depth, verify: as for :meth:`featstore.Store.reader`.
 
     Raises SourceError for a store without graph or partitions, IdError, BudgetError, and what reading raises.
     """
 
     def __init__(
-        self, store: OpenStore, *, memory: int | str = "1GiB", train: Any = None, graph: str | None = None, hubs: int | None = None,
-        resident: int | None = None, replaced: int | None = None, passes: int | str = 1, seed: int = 0, engine: str = "auto",
-        queue_depth: int = 128, verify: bool = True,
+        self, store: OpenStore, *, memory: int | str = "1GiB", train: Any = None, graph: str | None = None,
+        hubs: int | None = None, resident: int | None = None, replaced: int | None = None,
+        passes: int | str = 1, seed: int = 0, engine: str = "auto", queue_depth: int = 128,
+        verify: bool = True,
     ) -> None:  # fmt: skip
         if not isinstance(passes, str) or passes != "auto":
             passes = as_count(passes, "passes, unless 'auto',", 1, 2**31 - 1)
@@ -140,7 +146,9 @@ class MegaBatches:
         return self._loading.reader.stats()
 
     def _schedule(self, epoch: int) -> Schedule:
-        return Schedule(self._loading.partitions, self._sizes.resident, self._sizes.replaced, self.seed, epoch)
+        return Schedule(
+            self._loading.partitions, self._sizes.resident, self._sizes.replaced, self.seed, epoch
+        )
 
     # Going through it.
 
@@ -155,14 +163,15 @@ class MegaBatches:
         step, pass_, batch, batch_size = self._position
         train = zlib.crc32(self._loading.train.tobytes())
         return {
-            "version": STATE_VERSION, "store": self.store.uuid, "seed": self.seed, "resident": self._sizes.resident,
-            "replaced": self._sizes.replaced, "hubs": len(self.hub_rows), "train": train, "epoch": self._epoch, "step": step,
-            "pass": pass_, "batch": batch, "batch_size": batch_size, "passes": self._passes_now,
+            "version": STATE_VERSION, "store": self.store.uuid, "seed": self.seed,
+            "resident": self._sizes.resident, "replaced": self._sizes.replaced, "hubs": len(self.hub_rows),
+            "train": train, "epoch": self._epoch, "step": step, "pass": pass_, "batch": batch,
+            "batch_size": batch_size, "passes": self._passes_now,
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where :meth:`state_dict` was taken. Raises ArgumentError, a ValueError, where it belongs to another store, seed or size
-        of mega-batch."""
+        """Go on where :meth:`state_dict` was taken. Raises ArgumentError, a ValueError, where it belongs to
+        another store, seed or size of mega-batch."""
         now = self.state_dict()
         same = ("version", "store", "seed", "resident", "replaced", "hubs", "train")
         check_state(state, {key: now[key] for key in same}, "this loader")
@@ -171,7 +180,9 @@ class MegaBatches:
         passes = state.get("passes")
         passes = None if passes is None else as_count(passes, "passes of the state")
         if position[0] > self.steps:
-            raise ArgumentError(f"the state points to step {position[0]} of epoch {epoch}, which does not exist")
+            raise ArgumentError(
+                f"the state points to step {position[0]} of epoch {epoch}, which does not exist"
+            )
         self._retire()
         self._epoch, self._passes_now = epoch, passes
         self._position = (position[0], position[1], position[2], position[3])
@@ -180,7 +191,8 @@ class MegaBatches:
         return self.steps
 
     def __iter__(self) -> Iterator[MegaBatch]:
-        """The mega-batches of the current epoch, from where training stands; then the next epoch is the current one."""
+        """The mega-batches of the current epoch, from where training stands; then the next epoch is the
+        current one."""
         self._check_open()
         epoch, schedule = self._epoch, self._schedule(self._epoch)
         for index in range(self._position[0], schedule.steps):
@@ -200,7 +212,8 @@ class MegaBatches:
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError("the loader is closed")
-        if self._pid != os.getpid():  # the thread that loads stayed in the parent, and would be waited for in vain
+        # the thread that loads stayed in the parent, and would be waited for in vain
+        if self._pid != os.getpid():
             raise ClosedError("a loader belongs to the process that made it; make another one here")
 
     def _retire(self) -> None:

@@ -1,7 +1,8 @@
 """Loading a mega-batch: its partitions' rows into slots, and the subgraph that they and the hubs induce.
 
-Features go straight into their slots; lists of neighbours come in blocks, of which a kernel keeps what is in memory
-(:mod:`featstore.loaders.mega.induce`). The buffers are made once and their sum is known beforehand (:mod:`featstore.loaders.mega.sizes`).
+Features go straight into their slots; lists of neighbours come in blocks, of which a kernel keeps what is in
+memory (:mod:`featstore.loaders.mega.induce`). The buffers are made once and their sum is known beforehand
+(:mod:`featstore.loaders.mega.sizes`).
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ if TYPE_CHECKING:
     from featstore.reader.reader import Reader
     from featstore.storage.store import OpenStore, StoredGraph
 
-# Nominal budget of the reader beyond what it must hold, of which an eighth is staging; the rest is never taken.
+# Nominal budget of the reader beyond what it must hold, of which an eighth is staging; the rest is never
+# taken.
 _READER_BYTES_MIN, _READER_BYTES_MAX = 32 * 2**20, 128 * 2**20
 _FEATURE_TURNS = 6
 _HUB_SHARE_MAX = 4  # hubs take no more than this part of the budget
@@ -42,8 +44,8 @@ class Loading:
     :class:`featstore.loaders.mega.loader.MegaBatches`."""
 
     def __init__(
-        self, store: OpenStore, graph: StoredGraph, *, memory_bytes: int, train: Any, hubs: int | None, resident: int | None,
-        replaced: int | None, seed: int, **reader: Any,
+        self, store: OpenStore, graph: StoredGraph, *, memory_bytes: int, train: Any, hubs: int | None,
+        resident: int | None, replaced: int | None, seed: int, **reader: Any,
     ) -> None:  # fmt: skip
         self.store, self.graph, self.table, self.seed = store, graph, graph.table, seed
         self.memory_bytes = memory_bytes
@@ -62,8 +64,14 @@ class Loading:
         self.hub_rows, self._hub_offsets = self.graph.hub_rows(count)
         self._hub_partitions = np.searchsorted(self._offsets, self.hub_rows, side="right") - 1
         self._places = Places(self._offsets, self.hub_rows)
-        self.reader: Reader = Reader(store, tables=self._names, memory=budget.memory_bytes, static=None, by_row=True, **reader,
-        )  # fmt: skip
+        self.reader: Reader = Reader(
+            store,
+            tables=self._names,
+            memory=budget.memory_bytes,
+            static=None,
+            by_row=True,
+            **reader,
+        )
         try:
             self.sizes = self._fit(held, resident, replaced)
             self._allocate()
@@ -71,13 +79,15 @@ class Loading:
             self.reader.close()
             if len(self._offsets) == 2:
                 raise SourceError(
-                    f"table {self.table.name!r} is one single partition, for which {error.given_bytes:,} bytes are too little: pack it "
-                    "with partitions (an order such as 'metis' or 'multilevel', partitions=N), or give "
-                    f"{error.needed_bytes:,} bytes to train on all of it at once"
+                    f"table {self.table.name!r} is one single partition, for which "
+                    f"{error.given_bytes:,} bytes are too little: pack it with partitions (an order "
+                    f"such as 'metis' or 'multilevel', partitions=N), or give {error.needed_bytes:,} "
+                    "bytes to train on all of it at once"
                 ) from None
             needed = error.needed_bytes
             if hubs is None and count < self.graph.hubs:
-                # A larger budget would hold more hubs, which take a quarter at most: one that works whatever their number.
+                # A larger budget would hold more hubs, which take a quarter at most: one that works whatever
+                # their number.
                 needed = (needed - count * self.table.row_bytes) * _HUB_SHARE_MAX // (_HUB_SHARE_MAX - 1) + 1
             # It would have a larger reader, too.
             more = _taken_bytes(_reader_budget(2 * needed, needs)) - _taken_bytes(budget)
@@ -113,7 +123,8 @@ class Loading:
         if wanted is not None:
             if wanted > self.graph.hubs:
                 raise SourceError(
-                    f"{wanted:,} hubs were asked for, but the store has the lists of {self.graph.hubs:,}: pack with more hubs"
+                    f"{wanted:,} hubs were asked for, but the store has the lists of "
+                    f"{self.graph.hubs:,}: pack with more hubs"
                 )
             return wanted
         # A hub takes its row, entries of tables, and its list, at most, in both buffers of the subgraph.
@@ -137,8 +148,9 @@ class Loading:
             if bad >= 0:
                 raise self._bad("rows of the table", str(sources[bad]))
         needs = Needs(
-            self.table.rows, self.table.row_bytes, node_dtype(self.table.rows).itemsize, self.graph.entry.sources.row_bytes,
-            np.diff(self._offsets), np.diff(bounds) + counts[:-1], len(self.hub_rows), int(counts[-1]), held_bytes,
+            self.table.rows, self.table.row_bytes, node_dtype(self.table.rows).itemsize,
+            self.graph.entry.sources.row_bytes, np.diff(self._offsets), np.diff(bounds) + counts[:-1],
+            len(self.hub_rows), int(counts[-1]), held_bytes,
         )  # fmt: skip
         return fit(needs, self.memory_bytes, resident, replaced)
 
@@ -156,14 +168,17 @@ class Loading:
         populate(self._x.reshape(-1).view(np.uint8))
         if hubs:
             self.reader.read({self.table.name: self.hub_rows}, out={self.table.name: self._x[:hubs]})
-            self._node[:hubs] = self.hub_rows if self._node_of_row is None else self._node_of_row[self.hub_rows]
+            self._node[:hubs] = (
+                self.hub_rows if self._node_of_row is None else self._node_of_row[self.hub_rows]
+            )
 
     def _bad(self, expected: str, actual: str) -> CorruptionError:
         path = self.store.path / self.graph.entry.offsets.path
         return CorruptionError(path, None, expected, actual, f"run `featstore verify {self.store.path}`")
 
     def load(self, schedule: Schedule, step: Step, whole: bool) -> MegaBatch:
-        """Bring a step's partitions into their slots (``whole``: also those that should be there already), and build its graph."""
+        """Bring a step's partitions into their slots (``whole``: also those that should be there already),
+        and build its graph."""
         begin = time.perf_counter()
         hubs, size = len(self.hub_rows), self.sizes.slot_rows
         starts = hubs + step.slots * size
@@ -178,16 +193,19 @@ class Loading:
             seeds = self._seeds(schedule, step, starts)
             self._name_rows(runs[fresh], starts[fresh])
             built = time.perf_counter()
-            indptr, indices, own_edges, read_edges = self._build(schedule, step, runs, starts, features, asked)
+            indptr, indices, own_edges, read_edges = self._build(
+                schedule, step, runs, starts, features, asked
+            )
             built = time.perf_counter() - built
         finally:
             features.settle()
         features.result()
         mega = MegaBatch(
             schedule.epoch, step.index, schedule.steps, 1, self.seed, self._x, self._node, indptr, indices,
-            seeds, step.partitions, starts, runs[:, 1] - runs[:, 0], len(self.partitions),
-            hubs, self._hub_copies(step, starts), size, int(self._degrees(step)), own_edges,
-            int((runs[fresh, 1] - runs[fresh, 0]).sum()) * self.table.row_bytes + read_edges, time.perf_counter() - begin, built,
+            seeds, step.partitions, starts, runs[:, 1] - runs[:, 0], len(self.partitions), hubs,
+            self._hub_copies(step, starts), size, int(self._degrees(step)), own_edges,
+            int((runs[fresh, 1] - runs[fresh, 0]).sum()) * self.table.row_bytes + read_edges,
+            time.perf_counter() - begin, built,
         )  # fmt: skip
         return mega
 
@@ -205,7 +223,9 @@ class Loading:
     def _name_rows(self, runs: NDArray[np.int64], starts: NDArray[np.int64]) -> None:
         for (low, high), start in zip(runs.tolist(), starts.tolist(), strict=True):
             slot = self._node[start : start + self.sizes.slot_rows]
-            slot[: high - low] = np.arange(low, high) if self._node_of_row is None else self._node_of_row[low:high]
+            slot[: high - low] = (
+                np.arange(low, high) if self._node_of_row is None else self._node_of_row[low:high]
+            )
             slot[high - low :] = -1
 
     def _seeds(self, schedule: Schedule, step: Step, starts: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -237,7 +257,8 @@ class Loading:
         regions: list[tuple[NDArray[np.int64], NDArray[np.bool_], int]] = []
         segments = []
         if hubs:
-            away = ~np.isin(self._hub_partitions, step.partitions)  # the others' lists come with their partition
+            # the others' lists come with their partition
+            away = ~np.isin(self._hub_partitions, step.partitions)
             regions.append((self._hub_offsets, away, 0))
             segments.append((self._names[3], 0, int(self._hub_offsets[-1])))
         at = 0
@@ -275,14 +296,15 @@ class Loading:
     def _list_blocks(
         self, segments: list[tuple[str, int, int]], features: _Features
     ) -> Generator[tuple[int, int, NDArray[Any]], None, None]:
-        """(segment, first edge, block of sources): every segment in one or more blocks. Blocks share two buffers; one is read
-        while the other is looked at, and after each a share of the features is asked for, so that neither waits for all of
-        the other."""
+        """(segment, first edge, block of sources): every segment in one or more blocks. Blocks share two
+        buffers; one is read while the other is looked at, and after each a share of the features is asked
+        for, so that neither waits for all of the other."""
         groups = _grouped(segments, self.sizes.block_edges)
         ahead = self._read_group(segments, groups[0], 0) if groups else None
         try:
             for number, group in enumerate(groups):
-                # One turn of features stays ahead of the lists, so that the device is busy while a block is looked at.
+                # One turn of features stays ahead of the lists, so that the device is busy while a block is
+                # looked at.
                 features.submit((number + 3) / (len(groups) + 2))
                 request, ahead = ahead, None
                 if number + 1 < len(groups):
@@ -297,7 +319,9 @@ class Loading:
             if ahead is not None:
                 ahead.exception()
 
-    def _read_group(self, segments: list[tuple[str, int, int]], group: list[tuple[int, int, int]], number: int) -> Any:
+    def _read_group(
+        self, segments: list[tuple[str, int, int]], group: list[tuple[int, int, int]], number: int
+    ) -> Any:
         table = segments[group[0][0]][0]
         runs = np.array([(low, high) for _, low, high in group])
         out = self._blocks[number % 2][: int((runs[:, 1] - runs[:, 0]).sum())]
@@ -315,13 +339,20 @@ def _taken_bytes(budget: Budget) -> int:
 
 
 class _Features:
-    """The rows of partitions on their way into their slots, asked for in turns, in the order in which they lie on disk."""
+    """The rows of partitions on their way into their slots, asked for in turns, in the order in which they
+    lie on disk."""
 
     def __init__(
         self, reader: Reader, table: str, x: NDArray[Any], runs: NDArray[np.int64], starts: NDArray[np.int64]
     ) -> None:
         sort = np.argsort(runs[:, 0])
-        self._reader, self._table, self._x, self._runs, self._starts = reader, table, x, runs[sort], starts[sort]
+        self._reader, self._table, self._x, self._runs, self._starts = (
+            reader,
+            table,
+            x,
+            runs[sort],
+            starts[sort],
+        )
         self._asked = 0
         self._requests: list[Request] = []
 
@@ -347,7 +378,8 @@ class _Features:
 
 
 def _grouped(segments: list[tuple[str, int, int]], block_edges: int) -> list[list[tuple[int, int, int]]]:
-    """Segments cut and put together to groups of at most ``block_edges`` edges of one table: (segment, low, high)."""
+    """Segments cut and put together to groups of at most ``block_edges`` edges of one table: (segment, low,
+    high)."""
     groups: list[list[tuple[int, int, int]]] = []
     room, before = 0, ""
     for number, (table, low, high) in enumerate(segments):

@@ -1,14 +1,18 @@
-"""The schedule of an epoch: which partitions are in memory when, in which slot, and which training nodes are used then.
+"""The schedule of an epoch: which partitions are in memory when, in which slot, and which training nodes are
+used then.
 
-Partitions are shuffled, and a window slides over the shuffled row: step k has ``resident`` partitions from place ``k * replaced``
-on. With ``replaced = resident`` every step has partitions of its own, which is HierBatching's mega-batch (Algorithm 1); with fewer,
-most of them stay from step to step, as in MariusGNN's COMET (Waleffe et al., 2022): each is still loaded once an epoch, but with the same
-memory a step sees more of the graph, for only ``replaced`` slots are needed to load ahead.
+Partitions are shuffled, and a window slides over the shuffled row: step k has ``resident`` partitions from
+place ``k * replaced`` on. With ``replaced = resident`` every step has partitions of its own, which is
+HierBatching's mega-batch (Algorithm 1); with fewer, most of them stay from step to step, as in MariusGNN's
+COMET (Waleffe et al., 2022): each is still loaded once an epoch, but with the same memory a step sees more of
+the graph, for only ``replaced`` slots are needed to load ahead.
 
-A slot holds one partition. What step k + 1 loads goes into slots that step k does not use, so that loading and training overlap.
-A training node is used in exactly one of the steps in which its partition is in memory, drawn by a hash.
+A slot holds one partition. What step k + 1 loads goes into slots that step k does not use, so that loading
+and training overlap. A training node is used in exactly one of the steps in which its partition is in memory,
+drawn by a hash.
 
-Everything follows from (seed, epoch): a run can be repeated, and resumed at any step without having loaded the ones before.
+Everything follows from (seed, epoch): a run can be repeated, and resumed at any step without having loaded
+the ones before.
 """
 
 from __future__ import annotations
@@ -25,7 +29,8 @@ from featstore.errors import ArgumentError
 
 @dataclass(frozen=True)
 class Step:
-    """One mega-batch: the partitions in memory, int64 [n], their slots, int64 [n], and which of them are to be loaded, bool [n]."""
+    """One mega-batch: the partitions in memory, int64 [n], their slots, int64 [n], and which of them are to
+    be loaded, bool [n]."""
 
     index: int
     partitions: NDArray[np.int64]
@@ -36,9 +41,13 @@ class Step:
 class Schedule:
     """The steps of one epoch; see the module's text. ``partitions``: int64, those that hold any rows."""
 
-    def __init__(self, partitions: NDArray[np.int64], resident: int, replaced: int, seed: int, epoch: int) -> None:
+    def __init__(
+        self, partitions: NDArray[np.int64], resident: int, replaced: int, seed: int, epoch: int
+    ) -> None:
         if not 1 <= replaced <= resident:
-            raise ArgumentError(f"of {resident} resident partitions 1 to {resident} can be replaced, not {replaced}")
+            raise ArgumentError(
+                f"of {resident} resident partitions 1 to {resident} can be replaced, not {replaced}"
+            )
         self.seed, self.epoch = seed, epoch
         count = len(partitions)
         resident = min(resident, count)
@@ -57,8 +66,9 @@ class Schedule:
         return self.resident if self.steps <= 1 else self.resident + self.replaced
 
     def step(self, index: int) -> Step:
-        """Step ``index``. Slots go round: place i of the shuffled row has slot i modulo their number, and an epoch goes on where
-        the one before ended, so that its first step can be loaded beside that one's last."""
+        """Step ``index``. Slots go round: place i of the shuffled row has slot i modulo their number, and
+        an epoch goes on where the one before ended, so that its first step can be loaded beside that one's
+        last."""
         low = index * self.replaced
         high = min(len(self.order), low + self.resident)
         fresh = 0 if index == 0 else low - self.replaced + self.resident
@@ -75,13 +85,19 @@ class Schedule:
     def used_in(self, rows: NDArray[np.int64], partition: NDArray[np.int64], index: int) -> NDArray[np.bool_]:
         """Which of the training ``rows``, int64 [n] of these partitions, step ``index`` uses."""
         first, last = self.steps_of(partition)
-        used: NDArray[np.bool_] = draw_steps(rows, first, last, np.uint64(self.seed), np.uint64(self.epoch)) == index
+        used: NDArray[np.bool_] = (
+            draw_steps(rows, first, last, np.uint64(self.seed), np.uint64(self.epoch)) == index
+        )
         return used
 
 
 @njit(cache=True, nogil=True)
 def draw_steps(
-    rows: NDArray[np.int64], first: NDArray[np.int64], last: NDArray[np.int64], seed: np.uint64, epoch: np.uint64
+    rows: NDArray[np.int64],
+    first: NDArray[np.int64],
+    last: NDArray[np.int64],
+    seed: np.uint64,
+    epoch: np.uint64,
 ) -> NDArray[np.int64]:
     """For each row a step from ``first`` to ``last``, by a hash of seed, epoch and row."""
     steps = np.empty(len(rows), np.int64)

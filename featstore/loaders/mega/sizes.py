@@ -1,4 +1,5 @@
-"""How many partitions fit: the memory of a mega-batch loader, as a sum, and the largest mega-batch within a budget."""
+"""How many partitions fit: the memory of a mega-batch loader, as a sum, and the largest mega-batch within a
+budget."""
 
 from __future__ import annotations
 
@@ -21,8 +22,9 @@ _FIXED_BYTES = 1 << 20
 class Needs:
     """What the sizes of a loader follow from.
 
-    ``partition_rows``, ``partition_edges`` int64 [partitions]: rows of each, and edges that it can bring into the subgraph: its own
-    lists, and those of hubs that come from it. ``hub_edges``: edges between hubs. ``held_bytes``: reader, maps, training nodes.
+    ``partition_rows``, ``partition_edges`` int64 [partitions]: rows of each, and edges that it can bring into
+    the subgraph: its own lists, and those of hubs that come from it. ``hub_edges``: edges between hubs.
+    ``held_bytes``: reader, maps, training nodes.
     """
 
     rows: int
@@ -38,7 +40,8 @@ class Needs:
 
 @dataclass(frozen=True)
 class Sizes:
-    """A loader's buffers: ``slots`` for ``resident`` and ``replaced`` partitions of ``slot_rows`` rows, ``edges_max`` for a subgraph."""
+    """A loader's buffers: ``slots`` for ``resident`` and ``replaced`` partitions of ``slot_rows`` rows,
+    ``edges_max`` for a subgraph."""
 
     resident: int
     replaced: int
@@ -80,8 +83,8 @@ def sizes_of(needs: Needs, resident: int, replaced: int, block_edges: int) -> Si
 def fit(needs: Needs, memory_bytes: int, resident: int | None, replaced: int | None) -> Sizes:
     """The largest mega-batch within ``memory_bytes``, or the one asked for.
 
-    ``replaced``: partitions exchanged from step to step; None for all of them. Raises BudgetError with the smallest budget that works, and
-    SourceError where no budget would do: local ids are int32.
+    ``replaced``: partitions exchanged from step to step; None for all of them. Raises BudgetError with the
+    smallest budget that works, and SourceError where no budget would do: local ids are int32.
     """
     wanted = max(BLOCK_EDGES_MIN, min(BLOCK_EDGES_MAX, memory_bytes // (64 * needs.source_bytes)))
     count = _count(needs)
@@ -97,9 +100,9 @@ def fit(needs: Needs, memory_bytes: int, resident: int | None, replaced: int | N
     numbered = [sizes for sizes in made if _places(needs, sizes) <= PLACES_MAX]
     if not numbered:
         raise SourceError(
-            f"a mega-batch numbers its rows with 32 bits, and the smallest one asked for has {_places(needs, made[0]):,} "
-            f"places, more than {PLACES_MAX:,}: ask for fewer partitions (resident=, replaced=) or hubs, or pack with more "
-            "partitions"
+            "a mega-batch numbers its rows with 32 bits, and the smallest one asked for has "
+            f"{_places(needs, made[0]):,} places, more than {PLACES_MAX:,}: ask for fewer partitions "
+            "(resident=, replaced=) or hubs, or pack with more partitions"
         )
     smallest = min(sizes.memory_bytes for sizes in numbered)
     what = (
@@ -126,7 +129,8 @@ def _exchanged(needs: Needs, resident: int, replaced: int | None, block_edges: i
 def _largest(
     needs: Needs, memory_bytes: int, at_least: int, at_most: int, replaced: int | None, block_edges: int
 ) -> Sizes | None:
-    """The most partitions from ``at_least`` to ``at_most`` with blocks of this size; None where none of that fits."""
+    """The most partitions from ``at_least`` to ``at_most`` with blocks of this size; None where none of that
+    fits."""
 
     def sized(resident: int) -> Sizes | None:
         found = _exchanged(needs, resident, replaced, block_edges)

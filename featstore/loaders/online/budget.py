@@ -1,6 +1,6 @@
-"""How an online loader's budget is divided: the reader, rows of mini-batches handed over, what is known of those under way, and what
-chooses a policy; all the rest is slots, shared by the tables by the bytes that a mini-batch asks of each. The memory of devices is a
-budget of its own, whose slot maps lie in the host's.
+"""How an online loader's budget is divided: the reader, rows of mini-batches handed over, what is known of
+those under way, and what chooses a policy; all the rest is slots, shared by the tables by the bytes that a
+mini-batch asks of each. The memory of devices is a budget of its own, whose slot maps lie in the host's.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ _ROWS_LEAST = 1024  # of a table, for which slots are made whatever the first mi
 
 
 class Shares(NamedTuple):
-    """``slots``, and ``device_slots`` of each device, by table; ``memory``: bytes of the host's budget by what they are for."""
+    """``slots``, and ``device_slots`` of each device, by table; ``memory``: bytes of the host's budget by
+    what they are for."""
 
     slots: dict[str, int]
     device_slots: dict[str, int]
@@ -43,26 +44,35 @@ class Division:
         memory_bytes: the host's budget.
         policy: a name, or ``"auto"``.
         extracted: how many mini-batches are extracted at once.
-        reader_nominal: the reader's budget beyond maps and checksums, of which it takes a quarter; None for the usual.
+        reader_nominal: the reader's budget beyond maps and checksums, of which it takes a quarter; None for
+            the usual.
         verify: whether the reader holds checksums.
-        devices, device_memory, device_policy: how many devices keep rows, in how much memory each, by which policy.
+        devices, device_memory, device_policy: how many devices keep rows, in how much memory each, by which
+            policy.
     """
 
     def __init__(
-        self, store: OpenStore, memory_bytes: int, *, policy: str, extracted: int, reader_nominal: int | None, verify: bool, devices: int,
-        device_memory: int, device_policy: str,
+        self, store: OpenStore, memory_bytes: int, *, policy: str, extracted: int, reader_nominal: int | None,
+        verify: bool, devices: int, device_memory: int, device_policy: str,
     ) -> None:  # fmt: skip
-        self._store, self._memory_bytes, self._policy, self._extracted = store, memory_bytes, policy, extracted
+        self._store, self._memory_bytes, self._policy, self._extracted = (
+            store,
+            memory_bytes,
+            policy,
+            extracted,
+        )
         self._reader_nominal, self._verify = reader_nominal, verify
         self._devices, self._device_memory, self._device_policy = devices, device_memory, device_policy
 
     def _map_bytes(self, table: str, slots: int) -> int:
-        """Memory of a buffer of so many slots; with room for the slot map of any policy that may be chosen."""
+        """Memory of a buffer of so many slots; with room for the slot map of any policy that may be
+        chosen."""
         names = CANDIDATES if self._policy == "auto" else (self._policy,)
         return max(buffer_bytes(slots, self._slot_bytes(table), layout.POLICIES[name]) for name in names)
 
     def _slot_bytes(self, table: str) -> int:
-        """Memory of a slot beside the slot map: the row, and what changing the policy or keeping rows for good takes."""
+        """Memory of a slot beside the slot map: the row, and what changing the policy or keeping rows for
+        good takes."""
         beside = {"auto": SWITCH_BYTES, "static": KEPT_BYTES}.get(self._policy, 0)
         return self._store.tables[table].row_bytes + beside
 
@@ -78,7 +88,8 @@ class Division:
         return [table_need(t, self._verify, by_row=False) for t in tables.values()]
 
     def of(self, tables: Mapping[str, Table], rows: Mapping[str, int]) -> Shares:
-        """The shares, where a mini-batch has so many ``rows`` of each table. Raises BudgetError with the smallest budget that works."""
+        """The shares, where a mini-batch has so many ``rows`` of each table. Raises BudgetError with the
+        smallest budget that works."""
         device_slots = self._of_devices(tables, rows) if self._device_memory else {}
         needs = self._needs(tables)
         # A node type that hardly occurs in the first mini-batch may occur more in others.
@@ -94,13 +105,17 @@ class Division:
                 parts["slot maps of devices"] = sum(map(self._device_map_bytes, device_slots.values()))
             choosing = CHOOSING_BYTES * len(tables)
             if self._policy == "auto" and choosing <= memory_bytes // _CHOOSING_SHARE:
-                parts["choosing a policy"] = choosing + sum(self.uses_bytes(t, memory_bytes) for t in tables.values())
+                parts["choosing a policy"] = choosing + sum(
+                    self.uses_bytes(t, memory_bytes) for t in tables.values()
+                )
             return parts
 
         parts = fixed(self._memory_bytes)
         rest = self._memory_bytes - sum(parts.values())
         total = sum(weights.values())
-        smallest = max(-(-self._map_bytes(n, min(rows[n], t.rows)) * total // weights[n]) for n, t in tables.items())
+        smallest = max(
+            -(-self._map_bytes(n, min(rows[n], t.rows)) * total // weights[n]) for n, t in tables.items()
+        )
         if rest < smallest:
             needed = sum(parts.values()) + smallest
             while sum(fixed(needed).values()) + smallest > needed:  # more memory has a larger reader, too
@@ -114,16 +129,26 @@ class Division:
             table = tables[name]
             slots[name] = min(table.rows, self._slots_within(name, rest * weights[name] // total))
             rest, total = rest - self._map_bytes(name, slots[name]), total - weights[name]
-        return Shares(slots, device_slots, parts | {f"buffer of {n}": self._map_bytes(n, s) for n, s in slots.items()})
+        return Shares(
+            slots, device_slots, parts | {f"buffer of {n}": self._map_bytes(n, s) for n, s in slots.items()}
+        )
 
     def _of_devices(self, tables: Mapping[str, Table], rows: Mapping[str, int]) -> dict[str, int]:
-        """Slots of each device, by table. Raises BudgetError with the smallest memory of a device that works."""
+        """Slots of each device, by table. Raises BudgetError with the smallest memory of a device that
+        works."""
         weights = {name: rows[name] * t.row_bytes for name, t in tables.items()}
-        total, needed = sum(weights.values()), {n: self._device_rows(min(rows[n], t.rows)) for n, t in tables.items()}
-        slots = {name: self._device_memory * weights[name] // total // t.row_bytes for name, t in tables.items()}
+        total, needed = (
+            sum(weights.values()),
+            {n: self._device_rows(min(rows[n], t.rows)) for n, t in tables.items()},
+        )
+        slots = {
+            name: self._device_memory * weights[name] // total // t.row_bytes for name, t in tables.items()
+        }
         if any(slots[name] < needed[name] for name in tables):
             smallest = max(-(-needed[n] * t.row_bytes * total // weights[n]) for n, t in tables.items())
-            raise BudgetError(smallest, self._device_memory, "hold a mini-batch's rows on its devices (device_memory=)")
+            raise BudgetError(
+                smallest, self._device_memory, "hold a mini-batch's rows on its devices (device_memory=)"
+            )
         return {name: min(slots[name], -(-t.rows // self._devices)) for name, t in tables.items()}
 
     def _device_rows(self, batch_rows: int) -> int:
@@ -147,5 +172,6 @@ class Division:
         return -(-rows * self._store.tables[table].row_bytes // ALIGNMENT) * ALIGNMENT
 
     def uses_bytes(self, table: Table, memory_bytes: int) -> int:
-        """Memory in which the uses of each row are counted, where that is a small part of a budget: a static set needs it."""
+        """Memory in which the uses of each row are counted, where that is a small part of a budget: a static
+        set needs it."""
         return 2 * table.rows if 2 * table.rows <= memory_bytes // _CHOOSING_SHARE else 0

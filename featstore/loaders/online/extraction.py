@@ -1,5 +1,5 @@
-"""Extraction: the reader and the feature buffers behind a loader, inside one budget, which is divided by what the first mini-batch asks
-for (:mod:`featstore.loaders.online.budget`).
+"""Extraction: the reader and the feature buffers behind a loader, inside one budget, which is divided by what
+the first mini-batch asks for (:mod:`featstore.loaders.online.budget`).
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ _PINNED_SHARE = 0.75  # of the slots: further mini-batches are extracted beside 
 
 
 class Extraction:
-    """Claims slots and reads for mini-batches; the arguments are those of :class:`featstore.loaders.online.loader.OnlineLoader`."""
+    """Claims slots and reads for mini-batches; the arguments are those of
+    :class:`featstore.loaders.online.loader.OnlineLoader`."""
 
     def __init__(
         self,
@@ -66,11 +67,14 @@ class Extraction:
         known = ["auto", *(name for name in layout.POLICIES if name != "min")]
         if isinstance(policy, str) and policy == "min":
             raise SourceError(
-                "the policy 'min' needs the mini-batches beforehand: record and compile them (featstore.compile_trace)"
+                "the policy 'min' needs the mini-batches beforehand: record and compile them "
+                "(featstore.compile_trace)"
             )
         as_choice(policy, "policy", known)
         if static is not None and policy != "static":
-            raise SourceError(f"static= says which rows the policy 'static' keeps, but the policy is {policy!r}")
+            raise SourceError(
+                f"static= says which rows the policy 'static' keeps, but the policy is {policy!r}"
+            )
         check_reading(**reader)
         as_choice(device_policy, "device_policy", [name for name in known if name not in ("auto", "static")])
         if device_memory and not devices:
@@ -90,7 +94,8 @@ class Extraction:
         self._devices, self._device_policy = devices, device_policy
         self._division = Division(
             store, memory_bytes, policy=policy, extracted=extracted, reader_nominal=reader_memory,
-            verify=reader.get("verify", True), devices=len(devices), device_memory=device_memory, device_policy=device_policy,
+            verify=reader.get("verify", True), devices=len(devices), device_memory=device_memory,
+            device_policy=device_policy,
         )  # fmt: skip
         self._warm = warm
         if warm is not None:
@@ -109,7 +114,9 @@ class Extraction:
     def open(self, first: Ids) -> None:
         """Make reader and buffers, given the first mini-batch's ids by node type."""
         _check_types(first)
-        self.table_of = {node_type: table_of(self.store, node_type, "the mini-batches have") for node_type in first}
+        self.table_of = {
+            node_type: table_of(self.store, node_type, "the mini-batches have") for node_type in first
+        }
         asked = {self.table_of[t]: len(ids) for t, ids in first.items()}
         said = self._batch_rows if isinstance(self._batch_rows, Mapping) else {}
         tables = {name: self.store.table(name) for name in dict.fromkeys([*asked, *said])}
@@ -136,7 +143,8 @@ class Extraction:
             raise
 
     def _rows_expected(self, table: str, first: int) -> int:
-        """Rows of a mini-batch, at most, as was said or as the first one suggests; one that occurs twice counts twice."""
+        """Rows of a mini-batch, at most, as was said or as the first one suggests; one that occurs twice
+        counts twice."""
         given = self._batch_rows.get(table) if isinstance(self._batch_rows, Mapping) else self._batch_rows
         return int(_SPARE * first) + 1 if given is None else max(1, first, given)
 
@@ -149,7 +157,9 @@ class Extraction:
 
             for name, slots in self._device_slots.items():
                 host = self.buffers[name]
-                self.on_devices[name] = DeviceBuffer(host, self._devices, slots=slots, policy=self._device_policy)
+                self.on_devices[name] = DeviceBuffer(
+                    host, self._devices, slots=slots, policy=self._device_policy
+                )
 
     def _buffer(self, table: str, slots: int, batch_rows: int) -> FeatureBuffer:
         assert self._reader is not None
@@ -175,8 +185,8 @@ class Extraction:
         ranked = self.store.tables[table].rows_by_degree(max(0, most))
         if ranked is None:
             raise SourceError(
-                f"the policy 'static' keeps the rows of the highest degree, which table {table!r} does not know: pack with a graph, or "
-                "say which rows with static="
+                f"the policy 'static' keeps the rows of the highest degree, which table {table!r} does "
+                "not know: pack with a graph, or say which rows with static="
             )
         node_of_row = self.store.tables[table].node_of_row()
         return ranked if node_of_row is None else node_of_row[ranked]
@@ -184,7 +194,8 @@ class Extraction:
     # Mini-batches.
 
     def begin(self, ids: Ids, under_way: Sequence[Ids]) -> Tickets | None:
-        """Tickets by table of a mini-batch, given the ids of those whose tickets are held; None where it has to wait for these."""
+        """Tickets by table of a mini-batch, given the ids of those whose tickets are held; None where it has
+        to wait for these."""
         _check_types(ids)
         for node_type, one in ids.items():
             if node_type not in self.table_of:
@@ -217,7 +228,8 @@ class Extraction:
         return tickets
 
     def _check_fits(self, table: str, ids: NDArray[np.int64]) -> None:
-        """Raise BudgetError, or SourceError where the memory would do, for a mini-batch that has no room, whatever else is under way."""
+        """Raise BudgetError, or SourceError where the memory would do, for a mini-batch that has no room,
+        whatever else is under way."""
         free, count = self.buffers[table].slots_unkept, len(self._devices)
         on_devices = self._device_slots.get(table, len(ids))
         if len(ids) <= min(free, on_devices):
@@ -231,17 +243,19 @@ class Extraction:
         self._division.of({name: self.store.tables[name] for name in rows}, rows)
         given = rows if len(rows) > 1 else rows[table]
         raise SourceError(
-            f"a mini-batch has {len(distinct):,} rows of table {table!r}, where slots were made for fewer, judging by the first: give "
-            f"batch_rows={given}, or that of the largest mini-batch"
+            f"a mini-batch has {len(distinct):,} rows of table {table!r}, where slots were made for "
+            f"fewer, judging by the first: give batch_rows={given}, or that of the largest mini-batch"
         )
 
     def _add_type(self, node_type: str) -> None:
-        """A node type that the first mini-batch had not. Raises SourceError where there is no buffer for it."""
+        """A node type that the first mini-batch had not. Raises SourceError where there is no buffer for
+        it."""
         table = table_of(self.store, node_type, "the mini-batches have")
         if table not in self.buffers:
             raise SourceError(
-                f"this mini-batch has nodes of table {table!r}, which the first one had not: give batch_rows={{{table!r}: ...}} with the "
-                "most rows of it that a mini-batch has, and the same of other tables that may be missing from the first"
+                f"this mini-batch has nodes of table {table!r}, which the first one had not: give "
+                f"batch_rows={{{table!r}: ...}} with the most rows of it that a mini-batch has, and "
+                "the same of other tables that may be missing from the first"
             )
         self.table_of[node_type] = table
 
@@ -252,7 +266,8 @@ class Extraction:
 
     @property
     def undecided(self) -> bool:
-        """A policy is to be chosen, now that enough has been seen for the first time; no mini-batch may be under way."""
+        """A policy is to be chosen, now that enough has been seen for the first time; no mini-batch may be
+        under way."""
         return not self._decided and any(choice.full for choice in self._choices.values())
 
     def decide(self) -> None:
@@ -266,7 +281,8 @@ class Extraction:
             self._decided = self._decided or bool(choice.hit_rates)
 
     def gather(self, tickets: Tickets) -> dict[str, Any]:
-        """The rows of a mini-batch by table, copied out: arrays, or tensors on a device that keeps rows. Its slots are given back."""
+        """The rows of a mini-batch by table, copied out: arrays, or tensors on a device that keeps rows. Its
+        slots are given back."""
         try:
             return self._gather(tickets)
         except BaseException:
@@ -276,7 +292,9 @@ class Extraction:
     def _gather(self, tickets: Tickets) -> dict[str, Any]:
         out: dict[str, Any] = {}
         at = 0
-        raw = self._outputs.take(self._division.bytes_of({name: len(ticket.ids) for name, ticket in tickets.items()}))
+        raw = self._outputs.take(
+            self._division.bytes_of({name: len(ticket.ids) for name, ticket in tickets.items()})
+        )
         for name, ticket in tickets.items():
             table, buffer = self.store.tables[name], self.buffers[name]
             end = at + len(ticket.ids) * table.row_bytes
@@ -306,8 +324,9 @@ class Extraction:
         found = {self.table_of[t]: len(one) for t, one in ids.items()}
         rows = next(iter(found.values())) if len(found) == 1 else found
         return SourceError(
-            f"mini-batch {index} has rows of {self._batch_bytes(ids):,} bytes, where room was made for {self._piece_bytes:,}, "
-            f"judging by the first: give batch_rows={rows}, or that of the largest mini-batch"
+            f"mini-batch {index} has rows of {self._batch_bytes(ids):,} bytes, where room was made for "
+            f"{self._piece_bytes:,}, judging by the first: give batch_rows={rows}, or that of the "
+            "largest mini-batch"
         )
 
     # Caches on disk.
@@ -318,13 +337,15 @@ class Extraction:
             raise SourceError("there is nothing to save before the first mini-batch")
         for buffer in self.buffers.values():
             buffer.settle()
-        policies = {t: buffer.policy_name for t, buffer in self.buffers.items()} if self.policy == "auto" else {}
+        policies = (
+            {t: buffer.policy_name for t, buffer in self.buffers.items()} if self.policy == "auto" else {}
+        )
         pieces = {table: partial(self._cached_pieces, table) for table in self.buffers}
         saved.save(self.store, name, pieces, policies=policies)
 
     def _cached_pieces(self, table: str) -> Iterator[NDArray[np.int64]]:
-        """Those kept for good at the end, and those on devices last: they are wanted most. Where the caller has said what is to be kept,
-        that is loaded anyway."""
+        """Those kept for good at the end, and those on devices last: they are wanted most. Where the caller
+        has said what is to be kept, that is loaded anyway."""
         above, buffer = self.on_devices.get(table), self.buffers[table]
         for ids in chain(buffer.cached_pieces(), buffer.kept_pieces() if self.policy == "auto" else ()):
             yield ids if above is None else ids[~above.holds(ids)]
@@ -332,8 +353,8 @@ class Extraction:
             yield from above.cached_pieces()
 
     def _load(self, name: str) -> None:
-        """Read the rows that were saved into the buffers: the last ones, as many as fit, and of those that do not fit on devices the last
-        ones into the host's buffer."""
+        """Read the rows that were saved into the buffers: the last ones, as many as fit, and of those that do
+        not fit on devices the last ones into the host's buffer."""
         with saved.SavedCache(self.store, name) as cache:
             for table, buffer in self.buffers.items():
                 ids, left = partial(cache.ids, table), cache.counts.get(table, 0)
@@ -353,7 +374,8 @@ class Extraction:
                     spare -= min(spare, len(piece))
 
     def _go_on(self, table: str, cache: saved.SavedCache) -> bool:
-        """Begin with the policy that had been chosen when the cache was saved; whether all rows were loaded with that."""
+        """Begin with the policy that had been chosen when the cache was saved; whether all rows were loaded
+        with that."""
         policy, buffer = cache.policies.get(table), self.buffers[table]
         if policy not in CANDIDATES:
             return False

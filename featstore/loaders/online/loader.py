@@ -1,15 +1,19 @@
-"""Training from mini-batches that nobody knows beforehand: sampled, their rows extracted through feature buffers, handed over.
+"""Training from mini-batches that nobody knows beforehand: sampled, their rows extracted through feature
+buffers, handed over.
 
-The stages of GNNDrive (Jiang et al., ICPP 2024): *samplers* (a thread that goes through the given iterable, whose own workers may sample
-in parallel), *extractors* (claim slots in the feature buffer, start the reads of what is in none), the *trainer* (the loop), and
-the *releaser* (rows are copied out of the buffer when they are there, and their slots given back). Several mini-batches are extracted
-at once, so that the device has reads while others are assembled and trained on; all queues are bounded.
+The stages of GNNDrive (Jiang et al., ICPP 2024): *samplers* (a thread that goes through the given iterable,
+whose own workers may sample in parallel), *extractors* (claim slots in the feature buffer, start the reads of
+what is in none), the *trainer* (the loop), and the *releaser* (rows are copied out of the buffer when they
+are there, and their slots given back). Several mini-batches are extracted at once, so that the device has
+reads while others are assembled and trained on; all queues are bounded.
 
-**Memory.** One budget covers the readers, the rows handed over, and, with all the rest, the buffers' slots. How large mini-batches are is
-seen from the first one. A later one may be larger: it then waits until others are gone.
+**Memory.** One budget covers the readers, the rows handed over, and, with all the rest, the buffers' slots.
+How large mini-batches are is seen from the first one. A later one may be larger: it then waits until others
+are gone.
 
-**Order.** Mini-batches are handed over as they were sampled, so that a run can be repeated; with ``overtake=True`` whichever has its rows
-first. What is in the buffer never changes what a mini-batch holds, only how long it takes.
+**Order.** Mini-batches are handed over as they were sampled, so that a run can be repeated; with
+``overtake=True`` whichever has its rows first. What is in the buffer never changes what a mini-batch holds,
+only how long it takes.
 """
 
 from __future__ import annotations
@@ -45,9 +49,9 @@ STATE_VERSION = 1
 
 @dataclass(frozen=True)
 class OnlineBatch:
-    """A mini-batch that is no PyG object. ``index``: its number in the epoch. ``n_id``: node ids, ``x``: their rows, an array or tensor, or
-    dicts of them by table where there are several. ``sample``: the mini-batch itself, or its second part
-    (see :mod:`featstore.sampling.minibatch`)."""
+    """A mini-batch that is no PyG object. ``index``: its number in the epoch. ``n_id``: node ids, ``x``:
+    their rows, an array or tensor, or dicts of them by table where there are several. ``sample``: the
+    mini-batch itself, or its second part (see :mod:`featstore.sampling.minibatch`)."""
 
     index: int
     n_id: Any
@@ -56,51 +60,59 @@ class OnlineBatch:
 
 
 class OnlineLoader(WalkingLoader):
-    """Iterates over a sampler's mini-batches with the rows of their nodes; see the module's text. A context manager.
+    """Iterates over a sampler's mini-batches with the rows of their nodes; see the module's text. A context
+    manager.
 
-    Each iteration is an epoch. Break off in the middle, and the next iteration begins the next epoch. There is one iteration at a time: a
-    new one ends the one before. A loader belongs to the process that made it.
+    Each iteration is an epoch. Break off in the middle, and the next iteration begins the next epoch. There
+    is one iteration at a time: a new one ends the one before. A loader belongs to the process that made it.
 
     Args:
         store: the open store.
-        batches: mini-batches as :meth:`featstore.Trace.record` takes them (PyG's, ours, arrays of node ids, pairs of ids and sample
-            ...): an iterable that can be gone through once an epoch, or a function of the epoch's number that makes one. Where it
-            has a ``set_epoch``, or its samplers or data set have one, that is called, so that fixed seeds get fresh neighbours.
-            (A copy of a data set in workers that persist does not hear of it.) It should not fetch features itself.
+        batches: mini-batches as :meth:`featstore.Trace.record` takes them (PyG's, ours, arrays of node ids,
+            pairs of ids and sample ...): an iterable that can be gone through once an epoch, or a function of
+            the epoch's number that makes one. Where it has a ``set_epoch``, or its samplers or data set have
+            one, that is called, so that fixed seeds get fresh neighbours. (A copy of a data set in workers
+            that persist does not hear of it.) It should not fetch features itself.
         memory: budget for all that is held here, in this process, bytes or ``"2GiB"``.
-        policy: of the feature buffers: a name of :data:`featstore.tiers.slots.layout.POLICIES` but ``"min"``; or ``"auto"`` for that which
-            would have hit most so far (:mod:`featstore.tiers.slots.choose`), looked at once enough has been seen, and between epochs. In
-            budgets below about 75 MiB that is ``"s3-fifo"`` throughout.
-        static: for policy ``"static"``: node ids (or a mapping of tables to them) of the rows to keep; by default those of the highest
-            degree, where the store knows degrees.
-        warm: the name of a saved cache (:meth:`save_cache`) whose rows are loaded before the first mini-batch.
-        batch_rows: how many rows a mini-batch has at most (or a mapping of tables to that); by default a quarter more than the first. Up
-            to half as many more get through, slowly.
+        policy: of the feature buffers: a name of :data:`featstore.tiers.slots.layout.POLICIES` but ``"min"``;
+            or ``"auto"`` for that which would have hit most so far (:mod:`featstore.tiers.slots.choose`),
+            looked at once enough has been seen, and between epochs. In budgets below about 75 MiB that is
+            ``"s3-fifo"`` throughout.
+        static: for policy ``"static"``: node ids (or a mapping of tables to them) of the rows to keep; by
+            default those of the highest degree, where the store knows degrees.
+        warm: the name of a saved cache (:meth:`save_cache`) whose rows are loaded before the first
+            mini-batch.
+        batch_rows: how many rows a mini-batch has at most (or a mapping of tables to that); by default a
+            quarter more than the first. Up to half as many more get through, slowly.
         overtake: hand over whichever mini-batch has its rows first.
         nodes: a function from a mini-batch to its node ids, or to {table: ids}, where no rule finds them.
-        device: where tensors go, in its default stream; None for host memory. Several devices may be given as a list: they share the
-            rows kept on them, and mini-batches go to the first.
-        device_memory: for rows kept on each device (:mod:`featstore.tiers.device`), bytes or ``"2GiB"``, beside ``memory``, which is the
-            host's. The mini-batches themselves take memory there as well.
-        device_policy: of these rows: a name of :data:`featstore.tiers.slots.layout.POLICIES` but ``"static"`` and ``"min"``.
-        tensors: hand out torch tensors; by default where there is a device, or the mini-batches are PyG objects.
-        extracted: how many mini-batches are extracted at once, at most: fewer where they would pin most of the slots.
-        reader_memory: the reader's nominal budget beyond maps and checksums, of which it takes a quarter; by default half of the budget,
-            128 MiB at most. See :mod:`featstore.tune.tuning`.
+        device: where tensors go, in its default stream; None for host memory. Several devices may be given as
+            a list: they share the rows kept on them, and mini-batches go to the first.
+        device_memory: for rows kept on each device (:mod:`featstore.tiers.device`), bytes or ``"2GiB"``,
+            beside ``memory``, which is the host's. The mini-batches themselves take memory there as well.
+        device_policy: of these rows: a name of :data:`featstore.tiers.slots.layout.POLICIES` but ``"static"``
+            and ``"min"``.
+        tensors: hand out torch tensors; by default where there is a device, or the mini-batches are PyG
+            objects.
+        extracted: how many mini-batches are extracted at once, at most: fewer where they would pin most of
+            the slots.
+        reader_memory: the reader's nominal budget beyond maps and checksums, of which it takes a quarter; by
+            default half of the budget, 128 MiB at most. See :mod:`featstore.tune.tuning`.
         engine, queue_depth, verify: as for :class:`featstore.reader.reader.Reader`.
 
-    Raises SourceError, IdError; BudgetError (when the first mini-batch, or a larger one, has been sampled); what sampling and
-    reading raise.
+    Raises SourceError, IdError; BudgetError (when the first mini-batch, or a larger one, has been sampled);
+    what sampling and reading raise.
     """
 
     report_stages: OnlineStages
 
     def __init__(
-        self, store: OpenStore, batches: Sampler, *, memory: int | str = "1GiB", policy: str = "auto", static: Any = None,
-        warm: str | None = None, batch_rows: int | Mapping[str, int] | None = None, overtake: bool = False,
-        nodes: Callable[[Any], Any] | None = None, device: Any = None, device_memory: int | str | None = None,
-        device_policy: str = FIRST_POLICY, tensors: bool | None = None, extracted: int = EXTRACTED,
-        reader_memory: int | str | None = None, **reader: Any,
+        self, store: OpenStore, batches: Sampler, *, memory: int | str = "1GiB", policy: str = "auto",
+        static: Any = None, warm: str | None = None, batch_rows: int | Mapping[str, int] | None = None,
+        overtake: bool = False, nodes: Callable[[Any], Any] | None = None, device: Any = None,
+        device_memory: int | str | None = None, device_policy: str = FIRST_POLICY,
+        tensors: bool | None = None, extracted: int = EXTRACTED, reader_memory: int | str | None = None,
+        **reader: Any,
     ) -> None:  # fmt: skip
         super().__init__(OnlineStages())
         self.store, self._batches = as_store(store), args.as_batches(batches, "batches")
@@ -167,18 +179,22 @@ class OnlineLoader(WalkingLoader):
             self._epoch, self._next, self._begun = epoch, 0, False
 
     def state_dict(self) -> dict[str, Any]:
-        """Where training stands: the epoch, and the mini-batches of it that were handed out. It belongs to the same ``batches``, which
-        must give the same mini-batches in the same epoch."""
+        """Where training stands: the epoch, and the mini-batches of it that were handed out. It belongs to
+        the same ``batches``, which must give the same mini-batches in the same epoch."""
         if self.overtake:
             raise SourceError(
-                "with overtake=True mini-batches have no order that could be gone on with: save between epochs"
+                "with overtake=True mini-batches have no order that could be gone on with: save "
+                "between epochs"
             )
         return {"version": STATE_VERSION, "store": self.store.uuid, "epoch": self._epoch, "next": self._next}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where ``state`` was taken: mini-batches handed out then are sampled again and let go, without reading their rows."""
+        """Go on where ``state`` was taken: mini-batches handed out then are sampled again and let go, without
+        reading their rows."""
         args.check_state(state, {"version": STATE_VERSION, "store": self.store.uuid}, "this loader")
-        epoch, after = (args.as_count(state.get(name), f"{name} of the state", 0) for name in ("epoch", "next"))
+        epoch, after = (
+            args.as_count(state.get(name), f"{name} of the state", 0) for name in ("epoch", "next")
+        )
         with self._alone("a state has been loaded since this iteration began"):
             self._epoch, self._next, self._begun = epoch, after, False
 
@@ -256,7 +272,9 @@ class _Sampled:
 class _Walk(Walk):
     """One epoch: a thread samples, another extracts and hands over."""
 
-    def __init__(self, loader: OnlineLoader, extraction: Extraction, batches: Iterable[Any], skip: int) -> None:
+    def __init__(
+        self, loader: OnlineLoader, extraction: Extraction, batches: Iterable[Any], skip: int
+    ) -> None:
         super().__init__(loader.check_process, loader.report_stages, ROOM, LARGEST, "featstore-extract")
         self._loader, self._extraction, self._batches, self._skip = loader, extraction, batches, skip
         self._sampled: deque[_Sampled] = deque()
@@ -290,7 +308,8 @@ class _Walk(Walk):
                 if index < self._skip:
                     continue
                 given, sample = split(batch, self._loader._nodes)
-                ids = {node_type: one.copy() for node_type, one in given.items()}  # a sampler may use its memory again
+                # a sampler may use its memory again
+                ids = {node_type: one.copy() for node_type, one in given.items()}
                 del batch, given
                 stages.add("sample", time.perf_counter() - last)
                 while len(self._sampled) >= SAMPLED and not self._stop:

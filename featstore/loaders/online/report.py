@@ -12,9 +12,10 @@ from featstore.tiers.tickets import BufferStats
 
 @dataclass(frozen=True)
 class OnlineReport:
-    """Seconds by stage (``sample``, ``claim``, ``gather``, ``hand over``: busy; ``read``: the rows of at least one mini-batch are on
-    their way; ``train``: the loop is at work; ``wait``: the loop waits), what each table's buffer has counted (``buffers``), and the
-    devices above it (``devices``), reads and bytes read from disk."""
+    """Seconds by stage (``sample``, ``claim``, ``gather``, ``hand over``: busy; ``read``: the rows of at
+    least one mini-batch are on their way; ``train``: the loop is at work; ``wait``: the loop waits), what
+    each table's buffer has counted (``buffers``), and the devices above it (``devices``), reads and bytes
+    read from disk."""
 
     batches: int
     seconds: dict[str, float]
@@ -38,9 +39,11 @@ class OnlineReport:
 
     def to_dict(self) -> dict[str, Any]:
         return {
-            "batches": self.batches, "seconds": self.seconds, "slowest": self.slowest, "hit_rate": round(self.hit_rate, 6),
+            "batches": self.batches, "seconds": self.seconds, "slowest": self.slowest,
+            "hit_rate": round(self.hit_rate, 6),
             "buffers": {name: asdict(b) for name, b in self.buffers.items()},
-            "devices": {name: asdict(b) for name, b in self.devices.items()}, "bytes_read": self.bytes_read, "reads": self.reads,
+            "devices": {name: asdict(b) for name, b in self.devices.items()}, "bytes_read": self.bytes_read,
+            "reads": self.reads,
         }  # fmt: skip
 
 

@@ -11,7 +11,15 @@ from numpy.typing import NDArray
 from featstore.errors import BudgetError, SourceError
 from featstore.packing.graphs.build import EdgeStream, ScratchFile, build_csc
 from featstore.packing.graphs.columns import left_out
-from featstore.packing.graphs.csc import CHECK_ITEMS, Graph, checked_indptr, csc_graph, index_dtype, square, wrong_nodes
+from featstore.packing.graphs.csc import (
+    CHECK_ITEMS,
+    Graph,
+    checked_indptr,
+    csc_graph,
+    index_dtype,
+    square,
+    wrong_nodes,
+)
 from featstore.packing.graphs.edges import CsrEdges, NpzEdges, require_integers
 from featstore.packing.sources.base import file_fingerprint
 from featstore.packing.sources.npz import MemberReader, member_names, read_member
@@ -37,7 +45,9 @@ def open_npz(
         if layout not in ("csr", "coo"):
             raise SourceError(f"{path}: a sparse matrix in {layout!r} layout; save it as csc, csr or coo")
         nodes = size
-        stream = NpzEdges(path, ("row", "col")) if layout == "coo" else _csr_npz(path, "", nodes, memory_bytes)
+        stream = (
+            NpzEdges(path, ("row", "col")) if layout == "coo" else _csr_npz(path, "", nodes, memory_bytes)
+        )
     elif key is None and {"indptr", "indices"} <= keys:
         return _csc_npz(path, "", nodes, memory_bytes, scratch_dir, source)
     elif key is not None and key in keys:
@@ -49,9 +59,8 @@ def open_npz(
         stream, nodes = matrix, matrix.nodes
     else:
         raise SourceError(
-            f"{path}: no graph {key or ''} in it (indptr and indices, edge_index, adj_indptr, or a SciPy matrix); give "
-            "key=, "
-            f"one of: {', '.join(sorted(keys))}"
+            f"{path}: no graph {key or ''} in it (indptr and indices, edge_index, adj_indptr, or a "
+            f"SciPy matrix); give key=, one of: {', '.join(sorted(keys))}"
         )
     return Graph(*build_csc(stream, nodes, memory_bytes, scratch_dir), source)
 
@@ -84,7 +93,8 @@ def _csc_npz(
     scratch_dir: Path | None,
     source: dict[str, str | int],
 ) -> Graph:
-    """CSC members of an archive; indices that are larger than a quarter of the memory go to a scratch file."""
+    """CSC members of an archive; indices that are larger than a quarter of the memory go to a scratch
+    file."""
     indptr, _ = _indptr_npz(path, prefix, nodes, memory_bytes, copies=2)
     with MemberReader(path, prefix + "indices") as reader:
         head = reader.header
@@ -93,7 +103,9 @@ def _csc_npz(
             indices = reader.read(head.values)
         elif scratch_dir is None:
             raise BudgetError(
-                4 * head.data_bytes, memory_bytes, "hold the graph in memory; give scratch_dir to hold it on disk"
+                4 * head.data_bytes,
+                memory_bytes,
+                "hold the graph in memory; give scratch_dir to hold it on disk",
             )
         else:
             dtype = index_dtype(head.dtype)

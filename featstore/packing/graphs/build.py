@@ -1,11 +1,12 @@
 """From a stream of edges to CSC: in memory when it fits, by way of buckets on disk when it does not.
 
-Both ways begin with one pass that counts in-degrees, so every edge's place is known to within its target before any
-edge is stored. In memory a second pass puts each source where its target's run stands, and each run is sorted. Out of
-core the nodes are cut into ranges whose edges fit into memory (a distribution sort, as in the partitioning step of
-GraphChi's sharder); since the counts are known, the ranges' regions in one scratch file are exact, and no range can
-turn out too large however skewed the degrees are. The second pass appends each edge to its range's region; then one
-range after another is read, placed, sorted and appended to the file of indices, which is mapped read-only at the end.
+Both ways begin with one pass that counts in-degrees, so every edge's place is known to within its target
+before any edge is stored. In memory a second pass puts each source where its target's run stands, and each
+run is sorted. Out of core the nodes are cut into ranges whose edges fit into memory (a distribution sort, as
+in the partitioning step of GraphChi's sharder); since the counts are known, the ranges' regions in one
+scratch file are exact, and no range can turn out too large however skewed the degrees are. The second pass
+appends each edge to its range's region; then one range after another is read, placed, sorted and appended to
+the file of indices, which is mapped read-only at the end.
 
 The two give the same result, bit by bit: sources ascend within each target, duplicates and self-loops stay.
 """
@@ -35,7 +36,8 @@ __all__ = ["EdgeStream", "ScratchFile", "build_csc", "count_targets", "place_sou
 
 BLOCK_EDGES_MAX = 1 << 18
 BLOCK_EDGES_MIN = 1 << 10
-# Working memory for one edge of a block: int64 source and target, as read and as sorted by range, and the order.
+# Working memory for one edge of a block: int64 source and target, as read and as sorted by range, and the
+# order.
 BLOCK_EDGE_BYTES = 96
 
 
@@ -57,7 +59,8 @@ class EdgeStream(Protocol):
 def count_targets(
     sources: NDArray[np.int64], targets: NDArray[np.int64], nodes: int, degrees: NDArray[np.int64]
 ) -> int:
-    """Add one to ``degrees[target]`` per edge. Returns the place of the first edge with an id out of range, or -1."""
+    """Add one to ``degrees[target]`` per edge. Returns the place of the first edge with an id out of range,
+    or -1."""
     for edge in range(targets.size):
         source, target = sources[edge], targets[edge]
         if source < 0 or source >= nodes or target < 0 or target >= nodes:
@@ -76,7 +79,8 @@ def place_sources(
 ) -> bool:
     """Put each source at its target's cursor (of ``target - first_node``) and move the cursor on.
 
-    Returns False, having stopped, when an edge has no place: the stream gave other edges than when it was counted.
+    Returns False, having stopped, when an edge has no place: the stream gave other edges than when it was
+    counted.
     """
     for edge in range(targets.size):
         node = targets[edge] - first_node
@@ -89,7 +93,8 @@ def place_sources(
 
 @njit(cache=True, nogil=True)
 def sort_runs(indptr: NDArray[np.int64], base: int, indices: NDArray[Any]) -> None:
-    """Sort ``indices[indptr[v] - base : indptr[v + 1] - base]`` for each v; runs that ascend already are left alone."""
+    """Sort ``indices[indptr[v] - base : indptr[v + 1] - base]`` for each v; runs that ascend already are left
+    alone."""
     for node in range(indptr.size - 1):
         low, high = indptr[node] - base, indptr[node + 1] - base
         for place in range(low + 1, high):
@@ -99,7 +104,8 @@ def sort_runs(indptr: NDArray[np.int64], base: int, indices: NDArray[Any]) -> No
 
 
 class ScratchFile:
-    """A temporary file that is written in order or by regions, with this project's errors. Unlinked when not kept."""
+    """A temporary file that is written in order or by regions, with this project's errors. Unlinked when not
+    kept."""
 
     def __init__(self, folder: Path, prefix: str, *, keep: bool) -> None:
         self.folder = folder
@@ -139,13 +145,15 @@ class ScratchFile:
 def build_csc(
     stream: EdgeStream, nodes: int | None, memory_bytes: int | None, scratch_dir: Path | None
 ) -> tuple[NDArray[np.int64], NDArray[Any]]:
-    """``(indptr, indices)`` of incoming edges: int64 ``[nodes + 1]``, int32 (int64 beyond 2^31 nodes) ``[edges]``.
+    """``(indptr, indices)`` of incoming edges: int64 ``[nodes + 1]``, int32 (int64 beyond 2^31 nodes)
+    ``[edges]``.
 
-    ``nodes`` None: one more than the greatest id, which costs another pass. ``memory_bytes`` None: as much as it takes.
-    Indices that do not fit are a read-only `np.memmap` of a file in ``scratch_dir``, which the caller removes.
+    ``nodes`` None: one more than the greatest id, which costs another pass. ``memory_bytes`` None: as much as
+    it takes. Indices that do not fit are a read-only `np.memmap` of a file in ``scratch_dir``, which the
+    caller removes.
 
-    Raises SourceError (an id out of range, a stream that changes between passes), BudgetError, DiskFullError and
-    DeviceError.
+    Raises SourceError (an id out of range, a stream that changes between passes), BudgetError, DiskFullError
+    and DeviceError.
     """
     block_edges = BLOCK_EDGES_MAX
     if memory_bytes is not None:
@@ -170,12 +178,15 @@ def build_csc(
         return indptr, indices
     if scratch_dir is None:
         needed = fixed_bytes + 8 * nodes + dtype.itemsize * edges
-        raise BudgetError(needed, memory_bytes, "build a graph in memory; give scratch_dir to build it on disk")
+        raise BudgetError(
+            needed, memory_bytes, "build a graph in memory; give scratch_dir to build it on disk"
+        )
     return indptr, _build_on_disk(stream, indptr, dtype, block_edges, memory_bytes, scratch_dir)
 
 
 def smallest_bytes(held_bytes: int) -> int:
-    """The budget that leaves ``held_bytes`` beside a block of edges, which grows to an eighth of the budget."""
+    """The budget that leaves ``held_bytes`` beside a block of edges, which grows to an eighth of the
+    budget."""
     block_bytes_min, block_bytes_max = BLOCK_EDGE_BYTES * BLOCK_EDGES_MIN, BLOCK_EDGE_BYTES * BLOCK_EDGES_MAX
     return max(held_bytes + block_bytes_min, min(-(-8 * held_bytes // 7), held_bytes + block_bytes_max))
 
@@ -187,8 +198,9 @@ def _count(stream: EdgeStream, nodes: int, block_edges: int) -> NDArray[np.int64
         bad = int(count_targets(sources, targets, nodes, indptr[1:]))
         if bad >= 0:
             raise SourceError(
-                f"{stream.name}: {stream.where(done + bad)} goes from node {int(sources[bad])} to {int(targets[bad])}, "
-                f"but node ids are 0 to {nodes - 1}; check that features and graph belong together"
+                f"{stream.name}: {stream.where(done + bad)} goes from node {int(sources[bad])} to "
+                f"{int(targets[bad])}, but node ids are 0 to {nodes - 1}; check that features and "
+                "graph belong together"
             )
         done += targets.size
     np.cumsum(indptr, out=indptr)
@@ -203,7 +215,8 @@ def _placed(good: bool, stream: EdgeStream) -> None:
 
 
 def range_bounds(indptr: NDArray[np.int64], itemsize: int, available_bytes: int) -> list[int] | None:
-    """First node of each range, and the end; each range fits the memory. None when the edges of one node do not."""
+    """First node of each range, and the end; each range fits the memory. None when the edges of one node do
+    not."""
 
     def cost(node: int) -> int:
         return int(indptr[node]) * itemsize + 8 * node
@@ -230,7 +243,10 @@ def _build_on_disk(
     fixed_bytes = indptr.nbytes + BLOCK_EDGE_BYTES * block_edges
     bounds = range_bounds(indptr, dtype.itemsize, memory_bytes - fixed_bytes)
     if bounds is None:
-        most = max(int(np.diff(indptr[i : i + block_edges + 1]).max()) for i in range(0, indptr.size - 1, block_edges))
+        most = max(
+            int(np.diff(indptr[i : i + block_edges + 1]).max())
+            for i in range(0, indptr.size - 1, block_edges)
+        )
         needed = smallest_bytes(indptr.nbytes + dtype.itemsize * most + 8)
         raise BudgetError(needed, memory_bytes, "hold the in-edges of one node")
     edges = int(indptr[-1])

@@ -16,14 +16,14 @@ def left_out(name: str, what: Sequence[str]) -> None:
     """Warn of data of edges that are not stored."""
     if what:
         warn(
-            f"{name}: not stored: {', '.join(what)}. A stored graph has no data of its edges yet: pack what is needed as a "
-            "table of its own, in the order of your edges",
+            f"{name}: not stored: {', '.join(what)}. A stored graph has no data of its edges yet: pack "
+            "what is needed as a table of its own, in the order of your edges",
         )
 
 
 def ends_of(names: Sequence[str]) -> tuple[int, int] | None:
-    """Which of some columns are the source and the target of an edge: by name, or the only two, in their order unless one
-    is named. None where that would be a guess."""
+    """Which of some columns are the source and the target of an edge: by name, or the only two, in their
+    order unless one is named. None where that would be a guess."""
     lower = [name.lower() for name in names]
     source, target = (
         next((i for i, n in enumerate(lower) if n in known), None) for known in (SOURCE_NAMES, TARGET_NAMES)

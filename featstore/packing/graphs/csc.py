@@ -23,7 +23,8 @@ class Graph:
 
     Attributes:
         indptr: int64 ``[nodes + 1]``, in memory.
-        indices: int32 or int64 ``[edges]``, in memory, or a read-only `np.memmap` of a scratch file: read it in order.
+        indices: int32 or int64 ``[edges]``, in memory, or a read-only `np.memmap` of a scratch file: read it
+            in order.
         source: what identifies the graph when a killed pack resumes.
     """
 
@@ -46,8 +47,9 @@ class Graph:
     ) -> Iterator[tuple[int, NDArray[np.int64], NDArray[np.int32] | NDArray[np.int64]]]:
         """Runs of whole nodes in order: first node, index pointers of the run (from 0), and its indices.
 
-        A run has at most ``block_edges`` edges and at most ``block_edges`` nodes, but at least one node: a node with
-        more edges comes alone. Pages of a mapped file are given back when the next run is asked for.
+        A run has at most ``block_edges`` edges and at most ``block_edges`` nodes, but at least one node: a
+        node with more edges comes alone. Pages of a mapped file are given back when the next run is asked
+        for.
         """
         if block_edges < 1:
             raise ArgumentError(f"block_edges must be at least 1, not {block_edges}")
@@ -64,7 +66,8 @@ class Graph:
 
 
 def release(array: NDArray[Any], low: int, high: int) -> None:
-    """Give back the pages of ``array[low:high]``, if it is a read-only mapping of a file: they count as resident."""
+    """Give back the pages of ``array[low:high]``, if it is a read-only mapping of a file: they count as
+    resident."""
     mapped = getattr(array, "_mmap", None)
     if not isinstance(array, np.memmap) or mapped is None or array.mode != "r" or array.offset or high <= low:
         return
@@ -124,19 +127,26 @@ def checked_indptr(indptr: NDArray[Any], edges: int, nodes: int | None, name: st
         run = checked[low : low + CHECK_ITEMS + 1]
         falls = np.flatnonzero(run[1:] < run[:-1])  # a difference might wrap around
         if falls.size:
-            raise SourceError(f"{name}: index pointers fall after node {low + int(falls[0]):,}; they must ascend")
+            raise SourceError(
+                f"{name}: index pointers fall after node {low + int(falls[0]):,}; they must ascend"
+            )
     if int(checked[-1]) != edges:
-        raise SourceError(f"{name}: index pointers end at {int(checked[-1]):,}, but there are {edges:,} indices")
+        raise SourceError(
+            f"{name}: index pointers end at {int(checked[-1]):,}, but there are {edges:,} indices"
+        )
     return checked
 
 
 def square(shape: tuple[int, ...], name: str) -> int:
     if len(shape) != 2 or shape[0] != shape[1]:
-        raise SourceError(f"{name}: an adjacency matrix is square, not {shape}; both sides are the nodes of one table")
+        raise SourceError(
+            f"{name}: an adjacency matrix is square, not {shape}; both sides are the nodes of one table"
+        )
     return int(shape[0])
 
 
 def wrong_nodes(name: str, found: int, wanted: int) -> SourceError:
     return SourceError(
-        f"{name}: a graph of {found:,} nodes, but the features have {wanted:,} rows; they must be the same nodes"
+        f"{name}: a graph of {found:,} nodes, but the features have {wanted:,} rows; they must be the "
+        "same nodes"
     )

@@ -1,11 +1,12 @@
 """Edge lists as streams: arrays, ``.npy`` and ``.npz`` members, CSR matrices, text and Parquet.
 
-Each stream can be passed over again and again and gives the same runs of ``(sources, targets)`` in int64, so that a
-graph is built in two passes without the edges ever being in memory as a list.
+Each stream can be passed over again and again and gives the same runs of ``(sources, targets)`` in int64, so
+that a graph is built in two passes without the edges ever being in memory as a list.
 
-Text is parsed by a kernel on the bytes themselves: columns parted by comma, semicolon, tab or blanks; lines that begin
-with ``#`` or ``%`` are comments; columns beyond the two are passed over. A first line that does not begin with a number
-is a header, and if it names ``src``/``source``/``from`` and ``dst``/``target``/``to`` these columns are taken.
+Text is parsed by a kernel on the bytes themselves: columns parted by comma, semicolon, tab or blanks; lines
+that begin with ``#`` or ``%`` are comments; columns beyond the two are passed over. A first line that does
+not begin with a number is a header, and if it names ``src``/``source``/``from`` and ``dst``/``target``/``to``
+these columns are taken.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ TEXT_LINE_BYTES_MAX = 64 << 20
 def parse_pairs(
     text: NDArray[np.uint8], column_a: int, column_b: int, a: NDArray[np.int64], b: NDArray[np.int64]
 ) -> tuple[int, int]:
-    """Integers of two columns of whole lines. Returns ``(pairs, -1)``, or ``(pairs, byte)`` at a malformed line."""
+    """Integers of two columns of whole lines. Returns ``(pairs, -1)``, or ``(pairs, byte)`` at a malformed
+    line."""
     pairs, at, size = 0, 0, text.size
     while at < size:
         while at < size and (text[at] == 32 or text[at] == 9 or text[at] == 13):
@@ -97,7 +99,9 @@ class ArrayEdges:
         for array in (sources, targets):
             require_integers(array.dtype, name)
         if sources.ndim != 1 or sources.shape != targets.shape:
-            raise SourceError(f"{name}: {sources.shape} sources and {targets.shape} targets are no list of edges")
+            raise SourceError(
+                f"{name}: {sources.shape} sources and {targets.shape} targets are no list of edges"
+            )
         self.name = name
         self._sources = sources
         self._targets = targets
@@ -145,7 +149,8 @@ class NpyEdges:
 
 
 class NpzEdges:
-    """Edges of an archive: one member ``[2, edges]`` or ``[edges, 2]``, or one member of sources and one of targets."""
+    """Edges of an archive: one member ``[2, edges]`` or ``[edges, 2]``, or one member of sources and one of
+    targets."""
 
     def __init__(self, path: Path, members: Sequence[str]) -> None:
         self.name = f"{path}[{', '.join(members)}]"
@@ -160,7 +165,9 @@ class NpzEdges:
         if len(heads) == 2:
             self._edges, self._interleaved = heads[0].values, False
             if len(heads[0].shape) != 1 or heads[0].shape != heads[1].shape:
-                raise SourceError(f"{self.name}: shapes {heads[0].shape} and {heads[1].shape} are no list of edges")
+                raise SourceError(
+                    f"{self.name}: shapes {heads[0].shape} and {heads[1].shape} are no list of edges"
+                )
         else:
             self._edges, self._interleaved = edge_layout(heads[0], self.name)
 
@@ -187,9 +194,12 @@ class NpzEdges:
 
 
 class CsrEdges:
-    """Edges of a CSR matrix ``A[source, target]``: index pointers in memory, column indices there or in an archive."""
+    """Edges of a CSR matrix ``A[source, target]``: index pointers in memory, column indices there or in an
+    archive."""
 
-    def __init__(self, indptr: NDArray[np.int64], indices: NDArray[Any] | tuple[Path, str], name: str) -> None:
+    def __init__(
+        self, indptr: NDArray[np.int64], indices: NDArray[Any] | tuple[Path, str], name: str
+    ) -> None:
         self.name = name
         self.nodes = indptr.size - 1
         self._indptr = indptr
@@ -238,15 +248,19 @@ class TextEdges:
                 continue
             if not re.match(rb"-?[0-9]", text):
                 self._header_lines = number + 1
-                names = [cell.strip(" \"'").lower() for cell in re.split(r"[,;\t ]+", text.decode("utf-8", "replace"))]
+                names = [
+                    cell.strip(" \"'").lower()
+                    for cell in re.split(r"[,;\t ]+", text.decode("utf-8", "replace"))
+                ]
                 ends = ends_of(names)
                 if ends is not None:
                     self._columns = ends
                     left_out(self.name, [name for k, name in enumerate(names) if k not in ends])
                 elif len(names) > 2:
                     raise SourceError(
-                        f"{self.name}: which of the columns {', '.join(names)} are the ends of an edge? Call them source and "
-                        "target in the first line, or leave that line out where they are the first two"
+                        f"{self.name}: which of the columns {', '.join(names)} are the ends of an "
+                        "edge? Call them source and target in the first line, or leave that line out "
+                        "where they are the first two"
                     )
                 return
             cells = len([cell for cell in re.split(r"[,;\t ]+", text.decode("utf-8", "replace")) if cell])
@@ -273,7 +287,9 @@ class TextEdges:
                 if rest:
                     yield rest, line
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise SourceError(f"{self.name}: cannot be decompressed ({error}); it is damaged or cut off") from error
+            raise SourceError(
+                f"{self.name}: cannot be decompressed ({error}); it is damaged or cut off"
+            ) from error
 
     def blocks(self, block_edges: int) -> Iterator[Edges]:
         """Runs of edges; see `EdgeStream`."""
@@ -289,8 +305,9 @@ class TextEdges:
                 number = first_line + chunk.count(b"\n", 0, start + bad) + 1
                 line = chunk.split(b"\n")[number - first_line - 1][:80].decode("utf-8", "replace")
                 raise SourceError(
-                    f"{self.name}: line {number:,} ({line!r}) has no integers in columns {self._columns[0] + 1} and "
-                    f"{self._columns[1] + 1}; write one edge a line, as source and target"
+                    f"{self.name}: line {number:,} ({line!r}) has no integers in columns "
+                    f"{self._columns[0] + 1} and {self._columns[1] + 1}; write one edge a line, as "
+                    "source and target"
                 )
             for low in range(0, pairs, block_edges):
                 high = min(pairs, low + block_edges)
@@ -322,7 +339,10 @@ class ParquetEdges:
         if key is not None:
             chosen = [part.strip() for part in key.split(",")] if isinstance(key, str) else list(key)
         else:  # ends that are text must not make ends of two other columns
-            named = {*integers, *(field.name for field in schema if field.name.lower() in SOURCE_NAMES + TARGET_NAMES)}
+            named = {
+                *integers,
+                *(field.name for field in schema if field.name.lower() in SOURCE_NAMES + TARGET_NAMES),
+            }
             held = [field.name for field in schema if field.name in named]
             chosen = [held[k] for k in ends_of(held) or ()]
         if len(chosen) != 2 or not set(chosen) <= set(integers):
@@ -340,10 +360,14 @@ class ParquetEdges:
         done = 0
         try:
             with parquet_file(self._path) as file:
-                for batch in file.iter_batches(batch_size=block_edges, columns=self._columns, use_threads=False):
+                for batch in file.iter_batches(
+                    batch_size=block_edges, columns=self._columns, use_threads=False
+                ):
                     pair = [batch.column(batch.schema.get_field_index(name)) for name in self._columns]
                     if any(column.null_count for column in pair):
-                        raise SourceError(f"{self.name}: a null among edges {done:,} to {done + batch.num_rows - 1:,}")
+                        raise SourceError(
+                            f"{self.name}: a null among edges {done:,} to {done + batch.num_rows - 1:,}"
+                        )
                     if batch.num_rows:
                         yield as_ids(pair[0].to_numpy()), as_ids(pair[1].to_numpy())
                     done += batch.num_rows
@@ -367,7 +391,8 @@ def require_integers(dtype: np.dtype[Any], name: str) -> None:
 
 
 def edge_layout(header: NpyHeader, name: str) -> tuple[int, bool]:
-    """Number of edges of ``[2, edges]`` or ``[edges, 2]``, and whether the two ends stand side by side in the file."""
+    """Number of edges of ``[2, edges]`` or ``[edges, 2]``, and whether the two ends stand side by side in the
+    file."""
     require_integers(header.dtype, name)
     rows_are_ends = edge_axis(header.shape, name) == 0
     return header.values // 2, rows_are_ends == header.fortran_order

@@ -1,24 +1,23 @@
 """The graph of a pack: CSC of incoming edges, from whatever a user has it in.
 
-===============================  ================================================================================
-what is given                    how it is understood
-===============================  ================================================================================
-``.npz`` of `scipy.sparse`       ``A[source, target]``, in csc, csr or coo layout
-``.npz`` with indptr, indices    CSC of incoming edges already: the sources of v are indices[indptr[v]:indptr[v+1]]
-``.npz`` with adj_indptr ...     CSR of ``A[source, target]`` (``adj_indptr, adj_indices``; ``key`` names another)
-``.npz``, ``.npy`` edge list     ``edge_index``, or the member ``key``: [2, edges] or [edges, 2]; 2 x 2 is [2, edges]
-``.csv .tsv .txt .el`` (.gz)     two integer columns; see `featstore.packing.graphs.edges`
-``.parquet``                     columns src and dst (source, target ...), or the only two of integers
-folder of OGB                    its ``edge.csv.gz``
-``.pt``                          a tensor [2, edges], or the one under ``key``
-array, tensor, PyG `Data`        ``edge_index``
-``(indptr, indices)``            CSC of incoming edges
-SciPy sparse matrix              ``A[source, target]``
-===============================  ================================================================================
+===============================
+================================================================================ what is given
+how it is understood ===============================
+================================================================================ ``.npz`` of `scipy.sparse`
+``A[source, target]``, in csc, csr or coo layout ``.npz`` with indptr, indices    CSC of incoming edges
+already: the sources of v are indices[indptr[v]:indptr[v+1]] ``.npz`` with adj_indptr ...     CSR of
+``A[source, target]`` (``adj_indptr, adj_indices``; ``key`` names another) ``.npz``, ``.npy`` edge list
+``edge_index``, or the member ``key``: [2, edges] or [edges, 2]; 2 x 2 is [2, edges] ``.csv .tsv .txt .el``
+(.gz)     two integer columns; see `featstore.packing.graphs.edges` ``.parquet``                     columns
+src and dst (source, target ...), or the only two of integers folder of OGB                    its
+``edge.csv.gz`` ``.pt``                          a tensor [2, edges], or the one under ``key`` array, tensor,
+PyG `Data`        ``edge_index`` ``(indptr, indices)``            CSC of incoming edges SciPy sparse matrix
+``A[source, target]`` ===============================
+================================================================================
 
-``edge_index[0]`` are sources, ``edge_index[1]`` targets. Values of a matrix are not looked at: a stored zero is an
-edge. Nothing is symmetrised, duplicates and self-loops stay. Edge lists become CSC with sources ascending within each
-target (`featstore.packing.graphs.build`); what is CSC already keeps its order.
+``edge_index[0]`` are sources, ``edge_index[1]`` targets. Values of a matrix are not looked at: a stored zero
+is an edge. Nothing is symmetrised, duplicates and self-loops stay. Edge lists become CSC with sources
+ascending within each target (`featstore.packing.graphs.build`); what is CSC already keeps its order.
 """
 
 from __future__ import annotations
@@ -75,13 +74,15 @@ def open_graph(
 
     Args:
         spec: a path, array, tensor, pair, sparse matrix or PyG `Data`.
-        nodes: number of nodes, if known (the rows of the features). Edge lists without it end at the greatest id.
+        nodes: number of nodes, if known (the rows of the features). Edge lists without it end at the greatest
+            id.
         memory_bytes: bound on what is allocated here, index pointers included; None: as much as it takes.
-        scratch_dir: where indices that take more than their share of it go; the caller removes it after the pack.
+        scratch_dir: where indices that take more than their share of it go; the caller removes it after the
+            pack.
         key: member of an archive, or ``"source,target"`` columns of a Parquet file.
 
-    Raises SourceError (unreadable, ids out of range, index pointers that do not ascend, another number of nodes),
-    BudgetError, DiskFullError, DeviceError.
+    Raises SourceError (unreadable, ids out of range, index pointers that do not ascend, another number of
+    nodes), BudgetError, DiskFullError, DeviceError.
     """
     scratch_dir = None if scratch_dir is None else real_path(scratch_dir)
     if isinstance(spec, (str, os.PathLike)):
@@ -91,7 +92,9 @@ def open_graph(
     if isinstance(spec, tuple):
         if len(spec) != 2:
             raise SourceError(f"a graph as a tuple is (indptr, indices), not {len(spec)} things")
-        indptr, indices = (part if isinstance(part, np.ndarray) else _array_of(part, "graph") for part in spec)
+        indptr, indices = (
+            part if isinstance(part, np.ndarray) else _array_of(part, "graph") for part in spec
+        )
         return csc_graph(indptr, indices, nodes, array_source("csc", indptr, indices), "<indptr, indices>")
     if hasattr(spec, "tocsc") and type(spec).__module__.partition(".")[0] == "scipy":
         return _from_scipy(spec, nodes, memory_bytes, scratch_dir)
@@ -120,9 +123,8 @@ def _array_of(spec: Any, name: str) -> NDArray[Any]:
     if hasattr(spec, "untyped_storage"):
         return tensor_to_numpy(spec, name)
     raise SourceError(
-        f"cannot read a graph from a {type(spec).__name__}; give a path, an edge_index [2, edges], (indptr, indices), "
-        "a "
-        "SciPy matrix or a PyG Data"
+        f"cannot read a graph from a {type(spec).__name__}; give a path, an edge_index [2, edges], "
+        "(indptr, indices), a SciPy matrix or a PyG Data"
     )
 
 
@@ -135,7 +137,9 @@ def _from_scipy(matrix: Any, nodes: int | None, memory_bytes: int | None, scratc
     if any((values[low : low + CHECK_ITEMS] != 1).any() for low in range(0, len(values), CHECK_ITEMS)):
         left_out(name, ["its values"])
     if matrix.format == "csc":
-        return csc_graph(matrix.indptr, matrix.indices, size, array_source("csc", matrix.indptr, matrix.indices), name)
+        return csc_graph(
+            matrix.indptr, matrix.indices, size, array_source("csc", matrix.indptr, matrix.indices), name
+        )
     if matrix.format == "csr":
         indptr = checked_indptr(matrix.indptr, matrix.indices.size, size, name)
         stream: EdgeStream = CsrEdges(indptr, matrix.indices, name)
@@ -154,7 +158,9 @@ def _open_path(
     if is_directory(path):
         folder = ogb_folder(path, "edge.csv.gz")
         if folder is None:
-            raise SourceError(f"{path}: no edge.csv.gz in it or in its raw folder; give the file with the edges")
+            raise SourceError(
+                f"{path}: no edge.csv.gz in it or in its raw folder; give the file with the edges"
+            )
         return _open_ogb(folder, nodes, memory_bytes, scratch_dir)
     plain = path.with_suffix("") if path.suffix == ".gz" else path
     suffix = plain.suffix.lower()
@@ -171,14 +177,17 @@ def _open_path(
         axis = edge_axis(edge_index.shape, str(path))
         stream = ArrayEdges(edge_index.take(0, axis), edge_index.take(1, axis), str(path))
     elif key is not None:
-        raise SourceError(f"{path}: a {suffix or 'plain'} file holds one list of edges, no {key!r}; leave key out")
+        raise SourceError(
+            f"{path}: a {suffix or 'plain'} file holds one list of edges, no {key!r}; leave key out"
+        )
     elif suffix == ".npy":
         stream = NpyEdges(path)
     elif suffix in TEXT_SUFFIXES:
         stream = TextEdges(path)
     else:
         raise SourceError(
-            f"{path}: {suffix or 'no suffix'} is no known kind of graph; give .npz, .npy, .csv, .tsv or .parquet"
+            f"{path}: {suffix or 'no suffix'} is no known kind of graph; give .npz, .npy, .csv, .tsv "
+            "or .parquet"
         )
     source = file_fingerprint(suffix[1:], path, key=key or "")
     return Graph(*build_csc(stream, nodes, memory_bytes, scratch_dir), source)
@@ -189,7 +198,9 @@ def _open_ogb(folder: Path, nodes: int | None, memory_bytes: int | None, scratch
     if is_regular(counts):
         sizes = np.concatenate([block[:, 0].copy() for block in CsvRows(counts, dtype=np.int64).blocks()])
         if sizes.size != 1:
-            raise SourceError(f"{folder}: holds {sizes.size} graphs, each with ids of its own; a pack takes one graph")
+            raise SourceError(
+                f"{folder}: holds {sizes.size} graphs, each with ids of its own; a pack takes one graph"
+            )
         if nodes is not None and nodes != int(sizes[0]):
             raise wrong_nodes(str(counts), int(sizes[0]), nodes)
         nodes = int(sizes[0])
@@ -197,7 +208,9 @@ def _open_ogb(folder: Path, nodes: int | None, memory_bytes: int | None, scratch
     return Graph(*build_csc(TextEdges(path), nodes, memory_bytes, scratch_dir), file_fingerprint("ogb", path))
 
 
-def pyg_graphs(data: Any, *, memory_bytes: int | None = None, scratch_dir: Path | None = None) -> dict[str, Graph]:
+def pyg_graphs(
+    data: Any, *, memory_bytes: int | None = None, scratch_dir: Path | None = None
+) -> dict[str, Graph]:
     """Table name -> graph. ``memory_bytes`` None: as much memory as it takes.
 
     Raises SourceError for a `HeteroData` with more than a relation of a type with itself: a table keeps one

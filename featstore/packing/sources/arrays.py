@@ -78,14 +78,16 @@ def array_of(thing: Any, name: str) -> NDArray[Any] | None:
 
 
 def _is_plain_series(thing: Any) -> bool:
-    """Whether something is one column with an index of its own that says no more than the places: 0, 1, 2, ..."""
+    """Whether something is one column with an index of its own that says no more than the places: 0, 1, 2,
+    ..."""
     index = getattr(thing, "index", None)
     plain = (getattr(index, "start", None), getattr(index, "step", None)) == (0, 1)
     return hasattr(thing, "iloc") and getattr(thing, "ndim", 0) == 1 and plain
 
 
 def dense_tensor(tensor: Any, name: str) -> Any:
-    """The tensor itself. Raises SourceError when it is sparse, nested, quantised or without values (``meta``)."""
+    """The tensor itself. Raises SourceError when it is sparse, nested, quantised or without values
+    (``meta``)."""
     import torch
 
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_nested or tensor.is_meta:
@@ -128,14 +130,17 @@ class SlicedRows(RowSource):
             shape = tuple(int(extent) for extent in array.shape)
         except (TypeError, ValueError) as error:
             raise SourceError(
-                f"{name}: its shape {array.shape!r} is no tuple of numbers; all rows of a table have one shape"
+                f"{name}: its shape {array.shape!r} is no tuple of numbers; all rows of a table have "
+                "one shape"
             ) from error
         if not shape:
             raise SourceError(f"{name}: a single value (0-d) is no table; give an array of rows")
         self.name = name
         self._array = array
         chunks = getattr(array, "chunks", None)
-        chunked = isinstance(chunks, tuple) and bool(chunks) and all(isinstance(extent, int) for extent in chunks)
+        chunked = (
+            isinstance(chunks, tuple) and bool(chunks) and all(isinstance(extent, int) for extent in chunks)
+        )
         self._chunk_rows = max(1, chunks[0]) if isinstance(chunks, tuple) and chunked else 1
         probe = self._slice(0, min(1, shape[0]), shape[1:], None)
         row_bytes = int(np.prod(shape[1:], dtype=np.int64)) * probe.dtype.itemsize
@@ -152,7 +157,9 @@ class SlicedRows(RowSource):
             "sample_crc32": sample_crc32(_Slices(self)),  # type: ignore[arg-type]
         }
 
-    def _slice(self, first: int, end: int, row_shape: tuple[int, ...], dtype: np.dtype[Any] | None) -> NDArray[Any]:
+    def _slice(
+        self, first: int, end: int, row_shape: tuple[int, ...], dtype: np.dtype[Any] | None
+    ) -> NDArray[Any]:
         """Rows ``first`` to ``end``; what comes must be what the array said it is."""
         where = f"{self.name}: rows {first:,} to {end:,}"
         try:
@@ -166,9 +173,13 @@ class SlicedRows(RowSource):
             ) from error
         if block is None or block.shape != (end - first, *row_shape):
             got = f"a {type(self._array).__name__}" if block is None else f"shape {block.shape}"
-            raise SourceError(f"{where} should have shape {(end - first, *row_shape)}, but a slice gives {got}")
+            raise SourceError(
+                f"{where} should have shape {(end - first, *row_shape)}, but a slice gives {got}"
+            )
         if dtype is not None and native_dtype(block.dtype, self.name) != dtype:
-            raise SourceError(f"{where} have dtype {block.dtype}, the rows before {dtype}; a table has one dtype")
+            raise SourceError(
+                f"{where} have dtype {block.dtype}, the rows before {dtype}; a table has one dtype"
+            )
         return block
 
     def _blocks(self, start: int, block_rows: int) -> Iterator[NDArray[Any]]:

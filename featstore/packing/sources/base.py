@@ -1,12 +1,13 @@
 """What every source of a pack has in common: the `RowSource` contract, sequential file reads, fingerprints.
 
-A pack never asks a source for a row by its number. It makes passes: rows in the user's order, a block at a time, into
-as little memory as one block. So a source may be a compressed stream, a text file or an iterator, and a table that is
-far larger than memory costs no more than a small one.
+A pack never asks a source for a row by its number. It makes passes: rows in the user's order, a block at a
+time, into as little memory as one block. So a source may be a compressed stream, a text file or an iterator,
+and a table that is far larger than memory costs no more than a small one.
 
-Files are read with plain `preadv` into a buffer that is used again, never mapped: pages of a mapping count in the
-resident set, and a promise about peak memory could not be kept. `POSIX_FADV_DONTNEED` follows the read position, so
-that a pass over a large file does not fill the page cache either (inside a memory cgroup the cache counts as well).
+Files are read with plain `preadv` into a buffer that is used again, never mapped: pages of a mapping count in
+the resident set, and a promise about peak memory could not be kept. `POSIX_FADV_DONTNEED` follows the read
+position, so that a pass over a large file does not fill the page cache either (inside a memory cgroup the
+cache counts as well).
 """
 
 from __future__ import annotations
@@ -72,7 +73,8 @@ class RowSource(abc.ABC):
 
     Attributes:
         name: for messages: a path, or ``<array>`` and the like.
-        rows: number of rows, or None where it is not known before the end (iterators, ``.csv.gz`` without a count).
+        rows: number of rows, or None where it is not known before the end (iterators, ``.csv.gz`` without a
+            count).
         row_shape: shape of one row, ``()`` for a 1-D source.
         dtype: native little-endian dtype of the blocks (``ml_dtypes.bfloat16`` is allowed).
         held_bytes: memory held during a pass beside the block itself (a decompressed row group, for example).
@@ -113,13 +115,16 @@ class RowSource(abc.ABC):
         return self.row_values * self.dtype.itemsize
 
     def blocks(self, start: int = 0, block_rows: int = 65536) -> Iterator[NDArray[Any]]:
-        """Rows ``start``, ``start + 1``, ... as C-contiguous ``[n, *row_shape]`` arrays, ``1 <= n <= block_rows``.
+        """Rows ``start``, ``start + 1``, ... as C-contiguous ``[n, *row_shape]`` arrays,
+        ``1 <= n <= block_rows``.
 
-        A block is only lent: it may be a view of the user's own array (do not write to it) or of a buffer that the
-        next block overwrites (copy what is kept). Blocks may be shorter than ``block_rows`` anywhere in the pass.
+        A block is only lent: it may be a view of the user's own array (do not write to it) or of a buffer
+        that the next block overwrites (copy what is kept). Blocks may be shorter than ``block_rows`` anywhere
+        in the pass.
 
-        Raises SourceError for input that cannot be used, also in the middle of a pass, and DeviceError for a failed
-        read. ``start`` beyond the last row is a SourceError where the number of rows is known or comes to be known.
+        Raises SourceError for input that cannot be used, also in the middle of a pass, and DeviceError for a
+        failed read. ``start`` beyond the last row is a SourceError where the number of rows is known or comes
+        to be known.
         """
         if block_rows < 1:
             raise ArgumentError(f"block_rows must be at least 1, not {block_rows}")
@@ -139,10 +144,12 @@ class RowSource(abc.ABC):
 
     @abc.abstractmethod
     def fingerprint(self) -> dict[str, str | int]:
-        """What identifies the source when a killed pack resumes: kind, path, size and mtime, or shape and dtype."""
+        """What identifies the source when a killed pack resumes: kind, path, size and mtime, or shape and
+        dtype."""
 
     def _empty(self, rows: int) -> NDArray[Any]:
-        """A new block: zeros, because padding inside structured values must not carry what was in memory before."""
+        """A new block: zeros, because padding inside structured values must not carry what was in memory
+        before."""
         return np.zeros((rows, *self.row_shape), dtype=self.dtype)
 
     def _block_rows_used(self, start: int, block_rows: int) -> int:
@@ -151,21 +158,27 @@ class RowSource(abc.ABC):
 
 
 def native_dtype(dtype: np.dtype[Any], name: str) -> np.dtype[Any]:
-    """The little-endian form of a dtype. Raises SourceError for what has no fixed size or holds Python objects."""
+    """The little-endian form of a dtype. Raises SourceError for what has no fixed size or holds Python
+    objects."""
     if dtype.hasobject or dtype.kind in "OT":
         raise SourceError(
-            f"{name}: dtype {dtype} holds Python objects, which have no fixed size and could only be read with pickle; "
-            "convert it to a numeric or fixed-width dtype first"
+            f"{name}: dtype {dtype} holds Python objects, which have no fixed size and could only be "
+            "read with pickle; convert it to a numeric or fixed-width dtype first"
         )
     if dtype.itemsize == 0:
-        raise SourceError(f"{name}: values of dtype {dtype} have zero bytes; give at least one byte per value")
+        raise SourceError(
+            f"{name}: values of dtype {dtype} have zero bytes; give at least one byte per value"
+        )
     if (added := added_type(dtype)) is not None:
-        raise SourceError(f"{name}: dtype {added} is not NumPy's own and would come back as bytes; {CONVERT_ADDED}")
+        raise SourceError(
+            f"{name}: dtype {added} is not NumPy's own and would come back as bytes; {CONVERT_ADDED}"
+        )
     return dtype.newbyteorder("<")
 
 
 def named_dtype(dtype: Any, name: str) -> np.dtype[Any]:
-    """A NumPy dtype from whatever names one, ``"bfloat16"`` included. Raises SourceError for anything else."""
+    """A NumPy dtype from whatever names one, ``"bfloat16"`` included. Raises SourceError for anything
+    else."""
     try:
         if isinstance(dtype, str) and dtype == "bfloat16":
             import ml_dtypes
@@ -187,7 +200,8 @@ def dtype_text(dtype: np.dtype[Any]) -> str:
 
 
 def to_native(block: NDArray[Any], dtype: np.dtype[Any], *, owned: bool) -> NDArray[Any]:
-    """``block`` as C-contiguous values of the native ``dtype``; swapped in place when the buffer is ours (``owned``).
+    """``block`` as C-contiguous values of the native ``dtype``; swapped in place when the buffer is ours
+    (``owned``).
 
     Values are never cast: only the order of bytes changes. Padding in structured values becomes zeros.
     """
@@ -201,9 +215,11 @@ def to_native(block: NDArray[Any], dtype: np.dtype[Any], *, owned: bool) -> NDAr
 
 
 def read_native(out: NDArray[Any], stored: np.dtype[Any], read: Callable[[NDArray[Any], int], None]) -> None:
-    """Fill ``out`` with values that are stored as ``stored``; ``read(buffer, row)`` gives the bytes of a run of rows.
+    """Fill ``out`` with values that are stored as ``stored``; ``read(buffer, row)`` gives the bytes of a run
+    of rows.
 
-    Plain values are swapped in place. Structured ones go through pieces, as their fields are swapped one by one.
+    Plain values are swapped in place. Structured ones go through pieces, as their fields are swapped one by
+    one.
     """
     if stored == out.dtype:
         read(out, 0)
@@ -220,12 +236,14 @@ def read_native(out: NDArray[Any], stored: np.dtype[Any], read: Callable[[NDArra
 
 
 def bytes_of(array: NDArray[Any]) -> NDArray[np.uint8]:
-    """The bytes of a C-contiguous array as a flat uint8 view (every dtype, bfloat16 and datetimes included)."""
+    """The bytes of a C-contiguous array as a flat uint8 view (every dtype, bfloat16 and datetimes
+    included)."""
     return array.reshape(-1).view(np.uint8)
 
 
 def sample_crc32(array: NDArray[Any], samples: int = 64) -> int:
-    """CRC-32 of rows spread evenly over an array: tells two arrays of one shape apart without reading all of them."""
+    """CRC-32 of rows spread evenly over an array: tells two arrays of one shape apart without reading all of
+    them."""
     crc = 0
     if array.shape[0]:
         for row in np.linspace(0, array.shape[0] - 1, num=min(samples, array.shape[0])).astype(np.int64):
@@ -267,7 +285,8 @@ def open_binary(path: Path) -> io.BufferedReader:
 
 
 class FileReader:
-    """Sequential reads of one file into buffers of the caller, leaving nothing in the page cache behind them."""
+    """Sequential reads of one file into buffers of the caller, leaving nothing in the page cache behind
+    them."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -291,7 +310,8 @@ class FileReader:
         os.close(self._fd)
 
     def read_into(self, buffer: NDArray[Any], offset: int) -> None:
-        """Fill a C-contiguous array from byte ``offset`` on. Raises SourceError where the file ends too early."""
+        """Fill a C-contiguous array from byte ``offset`` on. Raises SourceError where the file ends too
+        early."""
         view = memoryview(bytes_of(buffer))  # type: ignore[arg-type]
         done = 0
         while done < len(view):
@@ -301,8 +321,9 @@ class FileReader:
                 raise refusal(error, self.path, "read", offset + done) from error
             if got == 0:
                 raise SourceError(
-                    f"{self.path} is truncated: bytes {offset:,} to {offset + len(view):,} were expected, "
-                    f"the file ends at byte {offset + done:,}; it changed during the pack or was not copied whole"
+                    f"{self.path} is truncated: bytes {offset:,} to {offset + len(view):,} were "
+                    f"expected, the file ends at byte {offset + done:,}; it changed during the pack or "
+                    "was not copied whole"
                 )
             done += got
         if offset != self._read_end:
@@ -313,7 +334,8 @@ class FileReader:
             self._drop()
 
     def _drop(self) -> None:
-        """Give back the pages of the run read last; short runs share theirs with neighbours that are still to come."""
+        """Give back the pages of the run read last; short runs share theirs with neighbours that are still to
+        come."""
         if self._read_end - self._read_start >= DROP_RUN_BYTES:
             self._advise(self._read_start, self._read_end - self._read_start, "POSIX_FADV_DONTNEED")
         self._read_start = self._read_end

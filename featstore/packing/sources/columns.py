@@ -132,19 +132,20 @@ def choose_columns(
 
 
 def check_beside(shapes: Mapping[str, tuple[int, ...]], taken: str, name: str) -> None:
-    """What is beside the array that is ``taken`` unasked: raises SourceError for one with the name of ids and one value for each of
-    its rows; warns, as FeatstoreWarning, of others, which are not packed."""
+    """What is beside the array that is ``taken`` unasked: raises SourceError for one with the name of ids and
+    one value for each of its rows; warns, as FeatstoreWarning, of others, which are not packed."""
     for key, shape in shapes.items():
         if key != taken and shape == shapes[taken][:1] and looks_like_id(key.rpartition("/")[2]):
             raise SourceError(
-                f"{name}: {key!r} looks like the ids of the rows of {taken!r}, which would stay in the order of the file: place "
-                f"the rows by them first, rows[ids] = x; or say key={taken!r} where row i is node i"
+                f"{name}: {key!r} looks like the ids of the rows of {taken!r}, which would stay in the "
+                f"order of the file: place the rows by them first, rows[ids] = x; or say key={taken!r} "
+                "where row i is node i"
             )
     others = sorted(key for key in shapes if key != taken)
     if others:
         warn(
-            f"{name}: {taken!r} is packed, and not {', '.join(map(repr, others))} beside it: say key={taken!r}, and give small "
-            f"arrays that are to be kept as arrays={{{others[0]!r}: ...}}",
+            f"{name}: {taken!r} is packed, and not {', '.join(map(repr, others))} beside it: say "
+            f"key={taken!r}, and give small arrays that are to be kept as arrays={{{others[0]!r}: ...}}",
         )
 
 
@@ -153,12 +154,20 @@ def refuse_id_values(values: NDArray[Any], names: Sequence[str], name: str) -> N
     if values.shape[1] < 2 or values.shape[0] < 2 or values.dtype.kind not in "iuf":
         return
     with np.errstate(invalid="ignore"):
-        whole = [k for k in range(values.shape[1]) if not np.any(values[:, k] % 1) and np.isfinite(values[:, k]).all()]
-    distinct = [k for k in whole if np.unique(values[:, k]).size == values.shape[0] and values[:, k].min() >= 0]
+        whole = [
+            k
+            for k in range(values.shape[1])
+            if not np.any(values[:, k] % 1) and np.isfinite(values[:, k]).all()
+        ]
+    distinct = [
+        k for k in whole if np.unique(values[:, k]).size == values.shape[0] and values[:, k].min() >= 0
+    ]
     if len(distinct) != 1:
         return
     column = values[:, distinct[0]]
-    counted = column[0] in (0, 1) and bool(np.all(np.diff(column) == 1)) and (len(whole) == 1 or len(column) > 2)
+    counted = (
+        column[0] in (0, 1) and bool(np.all(np.diff(column) == 1)) and (len(whole) == 1 or len(column) > 2)
+    )
     if counted or len(column) >= SAMPLE_ROWS_MIN:
         raise id_error(
             name,

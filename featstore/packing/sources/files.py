@@ -1,13 +1,13 @@
 """Row sources in plain files: ``.npy`` in either order, and headless binary.
 
-A C-ordered file is one sequential read. In a Fortran-ordered one the values of a row lie a whole column apart: for each
-block of rows the slice of each column is read on its own, which costs as many reads as a row has values, of
-``block_rows * itemsize`` bytes each. With blocks of many thousand rows these reads are large and the pass stays close
-to sequential speed; with small blocks it does not, so give such a source big blocks. Columns are turned into rows a
-tile at a time, so that no second block is held.
+A C-ordered file is one sequential read. In a Fortran-ordered one the values of a row lie a whole column
+apart: for each block of rows the slice of each column is read on its own, which costs as many reads as a row
+has values, of ``block_rows * itemsize`` bytes each. With blocks of many thousand rows these reads are large
+and the pass stays close to sequential speed; with small blocks it does not, so give such a source big blocks.
+Columns are turned into rows a tile at a time, so that no second block is held.
 
-The ``.npy`` header is parsed here, with a limit on its size and no pickle: NumPy keeps its own parser for format 3.0
-private, and the header may come from a stranger.
+The ``.npy`` header is parsed here, with a limit on its size and no pickle: NumPy keeps its own parser for
+format 3.0 private, and the header may come from a stranger.
 """
 
 from __future__ import annotations
@@ -36,7 +36,15 @@ from featstore.packing.sources.base import (
     stat_of,
 )
 
-__all__ = ["NPY_MAGIC", "FileRows", "NpyHeader", "npy_rows", "parse_npy_header", "raw_rows", "read_npy_header"]
+__all__ = [
+    "NPY_MAGIC",
+    "FileRows",
+    "NpyHeader",
+    "npy_rows",
+    "parse_npy_header",
+    "raw_rows",
+    "read_npy_header",
+]
 
 NPY_MAGIC = b"\x93NUMPY"
 HEADER_BYTES_MAX = 1 << 20
@@ -79,22 +87,30 @@ def parse_npy_header(stream: _Readable, name: str) -> NpyHeader:
         raise SourceError(f"{name}: no .npy magic at its start, so it is headless; give --dtype and --shape")
     version = (lead[6], lead[7])
     if version not in ((1, 0), (2, 0), (3, 0)):
-        raise SourceError(f"{name}: .npy version {version[0]}.{version[1]} is unknown; save it with numpy.save again")
+        raise SourceError(
+            f"{name}: .npy version {version[0]}.{version[1]} is unknown; save it with numpy.save again"
+        )
     width = 2 if version == (1, 0) else 4
     (text_bytes,) = struct.unpack("<H" if width == 2 else "<I", _read_exactly(stream, width, name))
     if text_bytes > HEADER_BYTES_MAX:
-        raise SourceError(f"{name}: a .npy header of {text_bytes:,} bytes is over the limit of {HEADER_BYTES_MAX:,}")
+        raise SourceError(
+            f"{name}: a .npy header of {text_bytes:,} bytes is over the limit of {HEADER_BYTES_MAX:,}"
+        )
     text = _read_exactly(stream, text_bytes, name)
     try:
         fields = ast.literal_eval(text.decode("utf-8" if version == (3, 0) else "latin1").strip())
         if not isinstance(fields, dict) or set(fields) != {"descr", "fortran_order", "shape"}:
-            raise ValueError(f"keys {sorted(map(str, fields))}" if isinstance(fields, dict) else "not a dictionary")
+            raise ValueError(
+                f"keys {sorted(map(str, fields))}" if isinstance(fields, dict) else "not a dictionary"
+            )
         shape = fields["shape"]
         if not isinstance(shape, tuple) or not all(isinstance(n, int) and n >= 0 for n in shape):
             raise ValueError(f"shape {shape!r}")
         dtype = np.lib.format.descr_to_dtype(fields["descr"])
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError, KeyError, IndexError) as error:
-        raise SourceError(f"{name}: malformed .npy header ({error}); save it with numpy.save again") from error
+        raise SourceError(
+            f"{name}: malformed .npy header ({error}); save it with numpy.save again"
+        ) from error
     native_dtype(dtype, name)
     return NpyHeader(shape, dtype, bool(fields["fortran_order"]), 8 + width + text_bytes)
 
@@ -106,8 +122,9 @@ def read_npy_header(path: Path) -> NpyHeader:
         header = parse_npy_header(stream, str(path))
     if size_bytes < header.offset + header.data_bytes:
         raise SourceError(
-            f"{path} is truncated: shape {header.shape} of {header.dtype} needs {header.offset + header.data_bytes:,} "
-            f"bytes with the header, the file has {size_bytes:,}; copy it again"
+            f"{path} is truncated: shape {header.shape} of {header.dtype} needs "
+            f"{header.offset + header.data_bytes:,} bytes with the header, the file has "
+            f"{size_bytes:,}; copy it again"
         )
     return header
 
@@ -175,7 +192,8 @@ class FileRows(RowSource):
         """Rows ``first ...`` of a Fortran-ordered file: slices of columns, read and turned over by tiles."""
         assert self.rows is not None
         count = out.shape[0]
-        # Fortran order of [n, a, b] is C order of [b, a, n]: the columns come with the first axis of a row fastest.
+        # Fortran order of [n, a, b] is C order of [b, a, n]: the columns come with the first axis of a row
+        # fastest.
         columns = np.moveaxis(out, 0, -1).transpose(*range(out.ndim - 2, -1, -1), out.ndim - 1)
         tile_columns = max(1, min(self.row_values, PIECE_BYTES // (count * self.dtype.itemsize)))
         tile = np.zeros((tile_columns, count), dtype=self._file_dtype)
@@ -194,17 +212,22 @@ def npy_rows(
 ) -> FileRows:
     """Rows of a ``.npy`` file ``[rows, ...]`` of any non-object dtype, byte order and memory order.
 
-    ``dtype`` may name what NumPy could not: a file of 2-byte voids (``<V2``, what `numpy.save` makes of bfloat16) with
-    ``dtype="bfloat16"``. Any other ``dtype`` or ``shape`` that contradicts the header is a SourceError.
+    ``dtype`` may name what NumPy could not: a file of 2-byte voids (``<V2``, what `numpy.save` makes of
+    bfloat16) with ``dtype="bfloat16"``. Any other ``dtype`` or ``shape`` that contradicts the header is a
+    SourceError.
     """
     label = name or str(path)
     header = read_npy_header(path)
     stored = agreed_dtype(header.dtype, dtype, label)
     agreed_shape(header.shape, shape, label)
-    return FileRows(path, header.shape, stored, offset=header.offset, fortran_order=header.fortran_order, name=name)
+    return FileRows(
+        path, header.shape, stored, offset=header.offset, fortran_order=header.fortran_order, name=name
+    )
 
 
-def raw_rows(path: Path, dtype: Any, shape: tuple[int, ...], *, offset: int = 0, name: str | None = None) -> FileRows:
+def raw_rows(
+    path: Path, dtype: Any, shape: tuple[int, ...], *, offset: int = 0, name: str | None = None
+) -> FileRows:
     """Rows of a headless file of exactly ``offset + prod(shape) * itemsize`` bytes; ``shape[0]`` may be -1.
 
     Raises SourceError when size, shape and dtype do not fit together.
@@ -231,14 +254,15 @@ def raw_rows(path: Path, dtype: Any, shape: tuple[int, ...], *, offset: int = 0,
     wanted = offset + shape[0] * row_bytes
     if offset < 0 or size_bytes != wanted:
         raise SourceError(
-            f"{label}: {size_bytes:,} bytes, but shape {shape} of {stored} at offset {offset:,} is {wanted:,} bytes; "
-            "check dtype, shape and offset"
+            f"{label}: {size_bytes:,} bytes, but shape {shape} of {stored} at offset {offset:,} is "
+            f"{wanted:,} bytes; check dtype, shape and offset"
         )
     return FileRows(path, shape, stored, offset=offset, kind="raw", name=name)
 
 
 def agreed_dtype(stored: np.dtype[Any], wanted: Any, name: str) -> np.dtype[Any]:
-    """The dtype to read with: the stored one, or ``wanted`` where the stored one is untyped bytes of the same size."""
+    """The dtype to read with: the stored one, or ``wanted`` where the stored one is untyped bytes of the same
+    size."""
     if wanted is None:
         return stored
     given = named_dtype(wanted, name)
@@ -247,8 +271,8 @@ def agreed_dtype(stored: np.dtype[Any], wanted: Any, name: str) -> np.dtype[Any]
     if stored.kind == "V" and stored.names is None and stored.itemsize == given.itemsize:
         return given
     raise SourceError(
-        f"{name}: holds {stored}, not {given}; sources are read as they are, so leave dtype out (and let the pack "
-        "convert)"
+        f"{name}: holds {stored}, not {given}; sources are read as they are, so leave dtype out (and "
+        "let the pack convert)"
     )
 
 
@@ -257,4 +281,6 @@ def agreed_shape(stored: tuple[int, ...], wanted: tuple[int, ...] | None, name: 
     if wanted is None:
         return
     if len(wanted) != len(stored) or any(w not in (-1, s) for w, s in zip(wanted, stored)):
-        raise SourceError(f"{name}: has shape {stored}, not {tuple(wanted)}; leave shape out, the file names its own")
+        raise SourceError(
+            f"{name}: has shape {stored}, not {tuple(wanted)}; leave shape out, the file names its own"
+        )

@@ -28,7 +28,8 @@ ZARR_CONCURRENCY = 10
 class ZarrRows(SlicedRows):
     """Rows of a zarr array (v2 or v3), read in bands of whole chunks so that each chunk is decoded once.
 
-    zarr itself reads a chunk that is missing as its fill value, without a word; that cannot be told from data here.
+    zarr itself reads a chunk that is missing as its fill value, without a word; that cannot be told from data
+    here.
     """
 
     def __init__(self, array: Any, *, name: str = "<zarr array>", path: Path | None = None) -> None:
@@ -41,9 +42,14 @@ class ZarrRows(SlicedRows):
         self._path = path
 
     def fingerprint(self) -> dict[str, str | int]:
-        """Path, and a CRC over name, size and time of change of each file below it; shape and dtype otherwise."""
+        """Path, and a CRC over name, size and time of change of each file below it; shape and dtype
+        otherwise."""
         shape = ",".join(map(str, self._array.shape))
-        more: dict[str, str | int] = {"shape": shape, "dtype": dtype_text(self.dtype), "key": str(self._array.path)}
+        more: dict[str, str | int] = {
+            "shape": shape,
+            "dtype": dtype_text(self.dtype),
+            "key": str(self._array.path),
+        }
         if self._path is None:
             return {"kind": "zarr", "store": str(self._array.store), **more}
         crc, size_bytes = 0, 0
@@ -63,7 +69,8 @@ class ZarrRows(SlicedRows):
 
 
 def zarr_rows(path: Path, key: str | None = None, name: str | None = None) -> ZarrRows:
-    """Rows of an array in a zarr directory; ``key`` picks one in a group. Raises SourceError that lists the arrays."""
+    """Rows of an array in a zarr directory; ``key`` picks one in a group. Raises SourceError that lists the
+    arrays."""
     label = name or (f"{path}[{key}]" if key else str(path))
     zarr = import_extra("zarr", "zarr", label)
     try:
@@ -74,12 +81,15 @@ def zarr_rows(path: Path, key: str | None = None, name: str | None = None) -> Za
         if key is not None:
             raise SourceError(f"{label}: is an array itself, not a group; leave key out")
         return ZarrRows(node, name=label, path=path)
-    arrays = {member: found for member, found in node.members(max_depth=None) if isinstance(found, zarr.Array)}
+    arrays = {
+        member: found for member, found in node.members(max_depth=None) if isinstance(found, zarr.Array)
+    }
     if key is None:
         tables = [member for member, found in arrays.items() if found.ndim >= 2] or list(arrays)
         if len(tables) != 1:
             raise SourceError(
-                f"{label}: {len(tables)} arrays could be the table; give key=, one of: {', '.join(sorted(arrays))}"
+                f"{label}: {len(tables)} arrays could be the table; give key=, one of: "
+                f"{', '.join(sorted(arrays))}"
             )
         key = tables[0]
         check_beside({member: tuple(found.shape) for member, found in arrays.items()}, key, label)
@@ -98,7 +108,8 @@ class TorchFileRows(TensorRows):
         self._identity = file_fingerprint("torch", path, key=key or "", dtype=dtype_text(self.dtype))
 
     def _blocks(self, start: int, block_rows: int) -> Iterator[NDArray[Any]]:
-        # A private mapping of ours that is never written: its pages can be dropped, they come back from the file.
+        # A private mapping of ours that is never written: its pages can be dropped, they come back from the
+        # file.
         storage = self._tensor.untyped_storage()
         page = mmap.PAGESIZE
         low = -(-storage.data_ptr() // page) * page
@@ -111,7 +122,8 @@ class TorchFileRows(TensorRows):
 
 
 def load_tensor(path: Path, key: str | None) -> tuple[Any, str | None]:
-    """A tensor of a ``.pt`` file (``weights_only``: no pickled code runs), mapped, and its key if it is in a dict."""
+    """A tensor of a ``.pt`` file (``weights_only``: no pickled code runs), mapped, and its key if it is in a
+    dict."""
     torch = import_extra("torch", "torch", str(path))
     import pickle
 
@@ -121,15 +133,18 @@ def load_tensor(path: Path, key: str | None) -> tuple[Any, str | None]:
     except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError) as error:
         reason = str(error).partition("\n")[0]
         raise SourceError(
-            f"{path}: holds more than plain tensors, or is no torch.save file of today's format ({reason}); save the "
-            "tensor alone with torch.save(tensor, path), or load the file yourself and give the tensor"
+            f"{path}: holds more than plain tensors, or is no torch.save file of today's format "
+            f"({reason}); save the tensor alone with torch.save(tensor, path), or load the file "
+            "yourself and give the tensor"
         ) from error
     if isinstance(loaded, torch.Tensor):
         if key is not None:
             raise SourceError(f"{path}: holds one tensor, no dictionary with a key {key!r}; leave key out")
         return loaded, None
     if not isinstance(loaded, dict):
-        raise SourceError(f"{path}: holds a {type(loaded).__name__}; save a tensor or a dictionary of tensors")
+        raise SourceError(
+            f"{path}: holds a {type(loaded).__name__}; save a tensor or a dictionary of tensors"
+        )
     tensors = {str(k): v for k, v in loaded.items() if isinstance(v, torch.Tensor)}
     if key is None:
         tables = [k for k, v in tensors.items() if v.ndim >= 2] or list(tensors)

@@ -1,9 +1,10 @@
 """Row sources that are in memory already, or come from the caller block by block.
 
-Arrays, tensors and CSR matrices are cut into blocks; a sparse block is made dense when it is asked for, so a matrix
-of 3 MB that is a gigabyte as rows never becomes one. An iterator of blocks is the way in for everything this package
-does not read: its first block is taken at once (it says the shape and dtype of the rows) and each later one is held
-against it. Arrays of other libraries are read by `featstore.packing.sources.arrays`.
+Arrays, tensors and CSR matrices are cut into blocks; a sparse block is made dense when it is asked for, so a
+matrix of 3 MB that is a gigabyte as rows never becomes one. An iterator of blocks is the way in for
+everything this package does not read: its first block is taken at once (it says the shape and dtype of the
+rows) and each later one is held against it. Arrays of other libraries are read by
+`featstore.packing.sources.arrays`.
 """
 
 from __future__ import annotations
@@ -29,17 +30,24 @@ GATHER_BYTES = 1 << 20
 
 
 def add_sparse(
-    rows: NDArray[Any], row_of: NDArray[Any], columns: NDArray[Any], values: NDArray[Any], *, name: str, first: int
+    rows: NDArray[Any],
+    row_of: NDArray[Any],
+    columns: NDArray[Any],
+    values: NDArray[Any],
+    *,
+    name: str,
+    first: int,
 ) -> None:
-    """Add ``values`` at ``rows[row_of, columns]``, in place. Raises SourceError for a column outside the matrix."""
+    """Add ``values`` at ``rows[row_of, columns]``, in place. Raises SourceError for a column outside the
+    matrix."""
     if columns.size == 0:
         return
     bad = np.flatnonzero((columns < 0) | (columns >= rows.shape[1]))
     if bad.size:
         at = int(bad[0])
         raise SourceError(
-            f"{name}: column {int(columns[at])} in row {first + int(row_of[at]):,} is outside 0..{rows.shape[1] - 1}; "
-            "the sparse matrix is damaged"
+            f"{name}: column {int(columns[at])} in row {first + int(row_of[at]):,} is outside "
+            f"0..{rows.shape[1] - 1}; the sparse matrix is damaged"
         )
     flat = rows.reshape(-1)
     where = row_of.astype(np.int64) * rows.shape[1] + columns.astype(np.int64)
@@ -47,7 +55,8 @@ def add_sparse(
 
 
 class ArrayRows(RowSource):
-    """Rows of a NumPy array in memory, of any strides and byte order. Blocks are views where that is possible."""
+    """Rows of a NumPy array in memory, of any strides and byte order. Blocks are views where that is
+    possible."""
 
     def __init__(
         self,
@@ -59,12 +68,15 @@ class ArrayRows(RowSource):
     ) -> None:
         if array.ndim == 0:
             raise SourceError(f"{name}: a single value (0-d) is no table; give an array of rows")
-        super().__init__(name, array.shape[0], array.shape[1:], array.dtype, held_bytes=array.nbytes if held else 0)
+        super().__init__(
+            name, array.shape[0], array.shape[1:], array.dtype, held_bytes=array.nbytes if held else 0
+        )
         self._array = array
         self._identity = identity
 
     def fingerprint(self) -> dict[str, str | int]:
-        """Shape, dtype and a CRC of some rows: an array has no name that would be the same in another process."""
+        """Shape, dtype and a CRC of some rows: an array has no name that would be the same in another
+        process."""
         if self._identity is not None:
             return self._identity
         shape = ",".join(map(str, self._array.shape))
@@ -83,7 +95,9 @@ class ArrayRows(RowSource):
 class TensorRows(RowSource):
     """Rows of a torch tensor on any device; each block is brought to the CPU on its own."""
 
-    def __init__(self, tensor: Any, *, name: str = "<tensor>", identity: dict[str, str | int] | None = None) -> None:
+    def __init__(
+        self, tensor: Any, *, name: str = "<tensor>", identity: dict[str, str | int] | None = None
+    ) -> None:
         if tensor.ndim == 0:
             raise SourceError(f"{name}: a single value (0-d) is no table; give a tensor of rows")
         dtype = tensor_to_numpy(dense_tensor(tensor, name)[:0], name).dtype
@@ -106,14 +120,19 @@ class TensorRows(RowSource):
 
 
 class SparseRows(RowSource):
-    """Rows of a SciPy sparse matrix, made dense block by block. Anything but CSR is converted to it once, and held."""
+    """Rows of a SciPy sparse matrix, made dense block by block. Anything but CSR is converted to it once, and
+    held."""
 
     def __init__(self, matrix: Any, *, name: str = "<sparse matrix>") -> None:
         if matrix.ndim != 2:
-            raise SourceError(f"{name}: a sparse matrix of shape {matrix.shape} is no table; give two dimensions")
+            raise SourceError(
+                f"{name}: a sparse matrix of shape {matrix.shape} is no table; give two dimensions"
+            )
         csr = matrix.tocsr()
         held = 0 if csr is matrix else csr.data.nbytes + csr.indices.nbytes + csr.indptr.nbytes
-        super().__init__(name, int(csr.shape[0]), (int(csr.shape[1]),), csr.dtype, held_bytes=held + 40 * CHUNK)
+        super().__init__(
+            name, int(csr.shape[0]), (int(csr.shape[1]),), csr.dtype, held_bytes=held + 40 * CHUNK
+        )
         self._csr = csr
 
     def fingerprint(self) -> dict[str, str | int]:
@@ -148,7 +167,8 @@ class SparseRows(RowSource):
 
 
 def _check_whole_and_in_order(blocks: Any, name: str) -> None:
-    """Raise SourceError for a torch ``DataLoader`` that shuffles, samples, drops or repeats: row i would not be item i."""
+    """Raise SourceError for a torch ``DataLoader`` that shuffles, samples, drops or repeats: row i would not
+    be item i."""
     data = sys.modules.get("torch.utils.data")
     if data is None or not isinstance(blocks, data.DataLoader):
         return
@@ -160,9 +180,10 @@ def _check_whole_and_in_order(blocks: Any, name: str) -> None:
         or blocks.drop_last
     ):
         raise SourceError(
-            f"{name}: a DataLoader with a {type(sampler).__name__}, drop_last={blocks.drop_last} and {blocks.num_workers} "
-            "workers does not give each item once and in order, so row i would not be item i: make it with shuffle=False, "
-            "no sampler of its own, drop_last=False, and at most one worker for an IterableDataset"
+            f"{name}: a DataLoader with a {type(sampler).__name__}, drop_last={blocks.drop_last} and "
+            f"{blocks.num_workers} workers does not give each item once and in order, so row i would "
+            "not be item i: make it with shuffle=False, no sampler of its own, drop_last=False, and "
+            "at most one worker for an IterableDataset"
         )
 
 
@@ -172,10 +193,11 @@ class IteratorRows(RowSource):
     Where ``row_shape`` is given, an item of that shape is a single row. Without it, an item of one dimension
     could be a row or a block of rows of one value each, so it is a SourceError that asks.
 
-    A one-shot iterator (a generator) can be passed over once: a second `blocks` is a SourceError. A list of blocks, or
-    an object whose ``__iter__`` starts afresh each time, is replayable. Blocks larger than asked for are cut,
-    single rows gathered, other blocks handed on as they are. A block of another row shape or dtype than the
-    first is a SourceError that names it, and so is an end that does not match ``rows``, where that is given.
+    A one-shot iterator (a generator) can be passed over once: a second `blocks` is a SourceError. A list of
+    blocks, or an object whose ``__iter__`` starts afresh each time, is replayable. Blocks larger than asked
+    for are cut, single rows gathered, other blocks handed on as they are. A block of another row shape or
+    dtype than the first is a SourceError that names it, and so is an end that does not match ``rows``, where
+    that is given.
     """
 
     def __init__(
@@ -215,7 +237,8 @@ class IteratorRows(RowSource):
         """As `RowSource.blocks`; SourceError when a one-shot iterator has been used already."""
         if not self.replayable and self._pending is None:
             raise SourceError(
-                f"{self.name}: a one-shot iterator was read already; give a list or an object that can iterate again"
+                f"{self.name}: a one-shot iterator was read already; give a list or an object that can "
+                "iterate again"
             )
         return super().blocks(start, block_rows)
 
@@ -234,8 +257,8 @@ class IteratorRows(RowSource):
             done += block.shape[0]
         if done < start or (self.rows is not None and done != self.rows):
             raise SourceError(
-                f"{self.name}: ended after {done:,} rows, {self.rows if self.rows is not None else start:,} were "
-                "promised"
+                f"{self.name}: ended after {done:,} rows, "
+                f"{self.rows if self.rows is not None else start:,} were promised"
             )
 
     def _gathered(self, given: Iterator[Any], block_rows: int) -> Iterator[NDArray[Any]]:
@@ -252,7 +275,9 @@ class IteratorRows(RowSource):
                 )
             done += block.shape[0]
             if self.rows is not None and done > self.rows:
-                raise SourceError(f"{self.name}: block {number} ends at row {done:,}, beyond rows={self.rows:,}")
+                raise SourceError(
+                    f"{self.name}: block {number} ends at row {done:,}, beyond rows={self.rows:,}"
+                )
             if gathered is not None and held and (not single or held == limit):
                 yield gathered[:held]
                 held = 0
@@ -267,8 +292,11 @@ class IteratorRows(RowSource):
             yield gathered[:held]
 
 
-def _block_of(item: Any, number: int, row_shape: tuple[int, ...] | None, name: str) -> tuple[NDArray[Any], bool]:
-    """An item of an iterable as rows ``[n, ...]``, and whether it is one row. ``row_shape`` None: not told."""
+def _block_of(
+    item: Any, number: int, row_shape: tuple[int, ...] | None, name: str
+) -> tuple[NDArray[Any], bool]:
+    """An item of an iterable as rows ``[n, ...]``, and whether it is one row. ``row_shape`` None: not
+    told."""
     array = array_of(item, f"{name} block {number}")
     if array is None or (array.ndim == 0 and row_shape != ()):
         raise SourceError(

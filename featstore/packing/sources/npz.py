@@ -1,14 +1,15 @@
 """Row sources in ``.npz`` archives: an array by its key, or a sparse matrix made dense as it streams by.
 
-Members are never loaded whole: each is a ``.npy`` stream inside a zip, and a pass reads it from front to back through
-its own file handle (a sparse matrix has three of them open: index pointers, column indices, values). The zip's CRC is
-checked on the way, which is also why a pass that starts late reads, and drops, what comes before. Two layouts of sparse
-matrices are known: `scipy.sparse.save_npz` (``indptr, indices, data, shape, format``), and the flat habit of graph
-data sets, in which a dense table called ``name`` is replaced by ``name_data, name_indices, name_indptr, name_shape``
-(CSR; also ``attr_...`` and ``feat_...``).
+Members are never loaded whole: each is a ``.npy`` stream inside a zip, and a pass reads it from front to back
+through its own file handle (a sparse matrix has three of them open: index pointers, column indices, values).
+The zip's CRC is checked on the way, which is also why a pass that starts late reads, and drops, what comes
+before. Two layouts of sparse matrices are known: `scipy.sparse.save_npz`
+(``indptr, indices, data, shape, format``), and the flat habit of graph data sets, in which a dense table
+called ``name`` is replaced by ``name_data, name_indices, name_indptr, name_shape`` (CSR; also ``attr_...``
+and ``feat_...``).
 
-A Fortran-ordered member can only be turned over with random access: an uncompressed one is read in place, a compressed
-one is held in memory as a whole, and says so in ``held_bytes``.
+A Fortran-ordered member can only be turned over with random access: an uncompressed one is read in place, a
+compressed one is held in memory as a whole, and says so in ``held_bytes``.
 """
 
 from __future__ import annotations
@@ -66,11 +67,15 @@ class MemberReader:
             if info.file_size < self.header.offset + self.header.data_bytes:
                 raise SourceError(
                     f"{self.name} is truncated: {self.header.shape} of {self.header.dtype} needs "
-                    f"{self.header.offset + self.header.data_bytes:,} bytes, the member has {info.file_size:,}"
+                    f"{self.header.offset + self.header.data_bytes:,} bytes, the member has "
+                    f"{info.file_size:,}"
                 )
             # The local header repeats the name, but may have another extra field than the central directory.
             local = os.pread(self._file.fileno(), 30, info.header_offset)
-            name_bytes, extra_bytes = int.from_bytes(local[26:28], "little"), int.from_bytes(local[28:30], "little")
+            name_bytes, extra_bytes = (
+                int.from_bytes(local[26:28], "little"),
+                int.from_bytes(local[28:30], "little"),
+            )
             self.data_offset = info.header_offset + 30 + name_bytes + extra_bytes + self.header.offset
         except BaseException as error:
             self._stack.close()
@@ -119,7 +124,9 @@ class MemberReader:
             raise SourceError(f"{self.name} is truncated: it ends before its last value; copy the file again")
         position = self._file.tell()
         if position - self._dropped >= DROP_STEP_BYTES and hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self._file.fileno(), self._dropped, position - self._dropped, os.POSIX_FADV_DONTNEED)
+            os.posix_fadvise(
+                self._file.fileno(), self._dropped, position - self._dropped, os.POSIX_FADV_DONTNEED
+            )
             self._dropped = position
         return chunk
 
@@ -129,7 +136,9 @@ class MemberReader:
                 f"{self.name}: not a readable .npz archive ({error}); it is damaged or cut off, copy it again"
             )
         if isinstance(error, KeyError):
-            return SourceError(f"{self.name}: no such array; the archive holds {', '.join(member_names(self.path))}")
+            return SourceError(
+                f"{self.name}: no such array; the archive holds {', '.join(member_names(self.path))}"
+            )
         if isinstance(error, OSError) and not isinstance(error, DeviceError):
             return refusal(error, self.path, "read")
         return error
@@ -141,11 +150,14 @@ def member_names(path: Path) -> list[str]:
         with open_binary(path) as file, zipfile.ZipFile(file) as archive:
             return [name.removesuffix(".npy") for name in archive.namelist() if name.endswith(".npy")]
     except zipfile.BadZipFile as error:
-        raise SourceError(f"{path}: not an .npz archive ({error}); it is damaged or cut off, copy it again") from error
+        raise SourceError(
+            f"{path}: not an .npz archive ({error}); it is damaged or cut off, copy it again"
+        ) from error
 
 
 def member_headers(path: Path) -> dict[str, NpyHeader | SourceError]:
-    """Header of each array of an archive; for an array that cannot be read (objects), the error that says why."""
+    """Header of each array of an archive; for an array that cannot be read (objects), the error that says
+    why."""
     headers: dict[str, NpyHeader | SourceError] = {}
     for member in member_names(path):
         try:
@@ -160,7 +172,9 @@ def read_member(path: Path, member: str) -> NDArray[Any]:
     """One whole array in native byte order; for small members (a shape, index pointers)."""
     with MemberReader(path, member) as reader:
         values, shape = reader.read(reader.header.values), reader.header.shape
-        return values.reshape(shape[::-1]).transpose() if reader.header.fortran_order else values.reshape(shape)
+        return (
+            values.reshape(shape[::-1]).transpose() if reader.header.fortran_order else values.reshape(shape)
+        )
 
 
 class NpzRows(RowSource):
@@ -172,7 +186,9 @@ class NpzRows(RowSource):
         if not header.shape:
             raise SourceError(f"{path}[{member}]: a single value (0-d) is no table; choose another key")
         held = 2 * CHUNK_BYTES
-        super().__init__(name or f"{path}[{member}]", header.shape[0], header.shape[1:], dtype, held_bytes=held)
+        super().__init__(
+            name or f"{path}[{member}]", header.shape[0], header.shape[1:], dtype, held_bytes=held
+        )
         self.path = path
         self._member = member
         self._file_dtype = dtype
@@ -216,7 +232,8 @@ class NpzCsrRows(RowSource):
             raise SourceError(f"{label}: the values of a sparse matrix are numbers, not {dtype}")
         if pointers != int(shape[0]) + 1:
             raise SourceError(
-                f"{label}: {pointers:,} index pointers do not fit {int(shape[0]):,} rows; one more than rows is needed"
+                f"{label}: {pointers:,} index pointers do not fit {int(shape[0]):,} rows; one more "
+                "than rows is needed"
             )
         self.path = path
         self._prefix = prefix
@@ -242,7 +259,9 @@ class NpzCsrRows(RowSource):
             indptr.skip(start)
             at = int(indptr.read(1)[0])
             if not 0 <= at <= self._nonzeros or (start == 0 and at != 0):
-                raise SourceError(f"{self.name}: index pointer {at} of row {start} is outside 0..{self._nonzeros:,}")
+                raise SourceError(
+                    f"{self.name}: index pointer {at} of row {start} is outside 0..{self._nonzeros:,}"
+                )
             indices.skip(at)
             data.skip(at)
             for first in range(start, self.rows, block_rows):
@@ -252,7 +271,13 @@ class NpzCsrRows(RowSource):
                 yield out
 
     def _fill(
-        self, out: NDArray[Any], first: int, at: int, indptr: MemberReader, indices: MemberReader, data: MemberReader
+        self,
+        out: NDArray[Any],
+        first: int,
+        at: int,
+        indptr: MemberReader,
+        indices: MemberReader,
+        data: MemberReader,
     ) -> int:
         """Spread the non-zeros of rows ``first ...``, a chunk of rows and of non-zeros at a time."""
         for low in range(0, out.shape[0], SPARSE_CHUNK):
@@ -261,7 +286,8 @@ class NpzCsrRows(RowSource):
             bad = np.flatnonzero((ends[1:] < ends[:-1]) | (ends[1:] > self._nonzeros))
             if bad.size:
                 raise SourceError(
-                    f"{self.name}: index pointers of row {first + low + int(bad[0]):,} do not ascend or pass the end"
+                    f"{self.name}: index pointers of row {first + low + int(bad[0]):,} do not ascend "
+                    "or pass the end"
                 )
             while at < ends[-1]:
                 count = min(SPARSE_CHUNK, int(ends[-1]) - at)
@@ -282,8 +308,9 @@ def npz_rows(
 ) -> RowSource:
     """Rows of an array or CSR matrix in an ``.npz``. Without ``key`` there must be one candidate only.
 
-    Candidates are arrays of two or more dimensions, matrices of `scipy.sparse.save_npz` and flat CSR groups; in an
-    archive with none of these, 1-D arrays. Raises SourceError that lists the keys when the choice is open.
+    Candidates are arrays of two or more dimensions, matrices of `scipy.sparse.save_npz` and flat CSR groups;
+    in an archive with none of these, 1-D arrays. Raises SourceError that lists the keys when the choice is
+    open.
     """
     headers = member_headers(path)
     groups = sparse_groups(path, set(headers))
@@ -295,7 +322,9 @@ def npz_rows(
         agreed_shape((source.rows or 0, *source.row_shape), shape, source.name)
         return source
     if key not in headers:
-        raise SourceError(f"{path}: no array {key!r}; keys are {', '.join(sorted({*headers, *filter(None, groups)}))}")
+        raise SourceError(
+            f"{path}: no array {key!r}; keys are {', '.join(sorted({*headers, *filter(None, groups)}))}"
+        )
     header = headers[key]
     if isinstance(header, SourceError):
         raise header
@@ -307,7 +336,13 @@ def npz_rows(
         label = name or reader.name
         if not reader.compressed:
             return FileRows(
-                path, header.shape, stored, offset=reader.data_offset, fortran_order=True, kind="npz", name=label
+                path,
+                header.shape,
+                stored,
+                offset=reader.data_offset,
+                fortran_order=True,
+                kind="npz",
+                name=label,
             )
     values = read_member(path, key)
     print_of = file_fingerprint("npz", path, key=key, dtype=dtype_text(stored))
@@ -317,7 +352,8 @@ def npz_rows(
 
 
 def sparse_groups(path: Path, keys: set[str]) -> dict[str, str]:
-    """Sparse matrices of an archive: key as the user writes it -> prefix of its members. CSC and COO are refused."""
+    """Sparse matrices of an archive: key as the user writes it -> prefix of its members. CSC and COO are
+    refused."""
     groups = {}
     for key in keys:
         if key.endswith("indptr"):
@@ -336,7 +372,9 @@ def sparse_groups(path: Path, keys: set[str]) -> dict[str, str]:
 
 def _only_candidate(path: Path, headers: dict[str, NpyHeader | SourceError], groups: dict[str, str]) -> str:
     members = {prefix + part for prefix in groups.values() for part in ("data", "indices", "indptr", "shape")}
-    arrays = {key: head for key, head in headers.items() if key not in members and isinstance(head, NpyHeader)}
+    arrays = {
+        key: head for key, head in headers.items() if key not in members and isinstance(head, NpyHeader)
+    }
     tables = [key for key, head in arrays.items() if len(head.shape) >= 2] + list(groups)
     candidates = tables or [key for key, head in arrays.items() if len(head.shape) == 1]
     if len(candidates) == 1:

@@ -1,23 +1,24 @@
 """Feature sources of a pack: one door, `open_rows`, for every kind of table that featstore reads.
 
-===========================  ====================================================================================
-what is given                how it is read
-===========================  ====================================================================================
-``x.npy``                    sequential reads; either memory order, either byte order, every dtype without objects
-any other file               headless binary, with ``dtype`` and ``shape`` (first number may be -1) and ``offset``
-``x.npz``                    one member (``key``) as a stream; CSR matrices become dense block by block
-``x.zarr/`` (zarr.json ...)  bands of whole chunks, through zarr; ``key`` for an array in a group
-``.parquet .arrow .feather`` record batches, through pyarrow; a column of equal lists, or columns of numbers
-``.pt .pth``                 a tensor or a dictionary of tensors (``key``), ``weights_only``
-``.csv .csv.gz``, OGB raw/   text by blocks; the number of rows from ``num-node-list.csv.gz``
-np.ndarray, torch.Tensor     views; an ``np.memmap`` is read through its file, so that its pages are not kept
-SciPy sparse                 dense block by block
-zarr, h5py, other arrays     by slices ``[a:b]`` where it has a ``shape``; else whole: ``__array__``, DLPack, buffers
-iterable of blocks           `IteratorRows`; with ``shape``, of single rows as well
-===========================  ====================================================================================
+===========================
+==================================================================================== what is given
+how it is read ===========================
+==================================================================================== ``x.npy``
+sequential reads; either memory order, either byte order, every dtype without objects any other file
+headless binary, with ``dtype`` and ``shape`` (first number may be -1) and ``offset`` ``x.npz``
+one member (``key``) as a stream; CSR matrices become dense block by block ``x.zarr/`` (zarr.json ...)  bands
+of whole chunks, through zarr; ``key`` for an array in a group ``.parquet .arrow .feather`` record batches,
+through pyarrow; a column of equal lists, or columns of numbers ``.pt .pth``                 a tensor or a
+dictionary of tensors (``key``), ``weights_only`` ``.csv .csv.gz``, OGB raw/   text by blocks; the number of
+rows from ``num-node-list.csv.gz`` np.ndarray, torch.Tensor     views; an ``np.memmap`` is read through its
+file, so that its pages are not kept SciPy sparse                 dense block by block zarr, h5py, other
+arrays     by slices ``[a:b]`` where it has a ``shape``; else whole: ``__array__``, DLPack, buffers iterable
+of blocks           `IteratorRows`; with ``shape``, of single rows as well ===========================
+====================================================================================
 
 The kind is found by the file itself where that is possible (an ``.npy`` magic, a zarr folder) and by its name
-otherwise. Nothing is cast here: a source has the dtype that it has, in native byte order. No pickle is ever loaded.
+otherwise. Nothing is cast here: a source has the dtype that it has, in native byte order. No pickle is ever
+loaded.
 """
 
 from __future__ import annotations
@@ -36,11 +37,27 @@ from featstore.errors import SourceError
 from featstore.packing.graphs.opening import pyg_graphs
 from featstore.packing.sources.arrays import FRAME_PROTOCOLS, SlicedRows, array_of, is_sliced
 from featstore.packing.sources.base import RowSource, open_binary, stat_of
-from featstore.packing.sources.files import NPY_MAGIC, FileRows, agreed_dtype, agreed_shape, npy_rows, raw_rows
+from featstore.packing.sources.files import (
+    NPY_MAGIC,
+    FileRows,
+    agreed_dtype,
+    agreed_shape,
+    npy_rows,
+    raw_rows,
+)
 from featstore.packing.sources.memory import ArrayRows, IteratorRows, SparseRows, TensorRows
 from featstore.packing.sources.pyg import pyg_arrays, pyg_tables
 
-__all__ = ["IteratorRows", "RowSource", "is_headless", "is_text", "open_rows", "pyg_arrays", "pyg_graphs", "pyg_tables"]
+__all__ = [
+    "IteratorRows",
+    "RowSource",
+    "is_headless",
+    "is_text",
+    "open_rows",
+    "pyg_arrays",
+    "pyg_graphs",
+    "pyg_tables",
+]
 
 ARROW_SUFFIXES = (".parquet", ".arrow", ".feather", ".ipc")
 # Files that name their own dtype and shape, by suffix; of the others, only .npy files do, which have a magic
@@ -85,10 +102,10 @@ def open_rows(
 
     Args:
         spec: a path, an array, tensor, sparse matrix or zarr array, or an iterable of row blocks.
-        dtype, shape, offset: for headless files; ``dtype`` also says what text becomes. For a source that names its
-            own they must agree with it: nothing is cast here. ``shape`` is that of the whole table, ``(rows,
-            ...)``, the first number -1 for as many as there are; for an iterable it tells rows (items of
-            ``shape[1:]``) from blocks.
+        dtype, shape, offset: for headless files; ``dtype`` also says what text becomes. For a source that
+            names its own they must agree with it: nothing is cast here. ``shape`` is that of the whole table,
+            ``(rows, ...)``, the first number -1 for as many as there are; for an iterable it tells rows
+            (items of ``shape[1:]``) from blocks.
         key: the array of an ``.npz``, zarr group or ``.pt`` dictionary. For a table with named columns, as
             ``columns``.
         columns: of Parquet, Arrow and text, the columns that are features, by name or position; ``"*"`` for
@@ -105,7 +122,9 @@ def open_rows(
     label = name or (os.fspath(spec) if isinstance(spec, str | os.PathLike) else f"<{type(spec).__name__}>")
     wanted = _shape(shape, label)
     if isinstance(offset, bool) or not isinstance(offset, int | np.integer) or offset < 0:
-        raise SourceError(f"{label}: offset is a number of bytes from the start of a file, not {shown(offset)}")
+        raise SourceError(
+            f"{label}: offset is a number of bytes from the start of a file, not {shown(offset)}"
+        )
     if isinstance(spec, (str, os.PathLike)):
         source = _open_path(Path(spec), dtype, wanted, key, columns, id, offset, name)
     else:
@@ -114,7 +133,9 @@ def open_rows(
         source = _open_object(spec, rows, wanted, name)
         for what, value in (("key", key), ("columns", columns), ("id", id), ("offset", offset or None)):
             if value is not None:
-                raise SourceError(f"{source.name}: {what}= is for files; this is a {type(spec).__name__}: leave it out")
+                raise SourceError(
+                    f"{source.name}: {what}= is for files; this is a {type(spec).__name__}: leave it out"
+                )
     if dtype is not None:
         agreed_dtype(source.dtype, dtype, source.name)
     if source.rows is None:  # text, a stream: the pass holds its rows against what was told
@@ -130,7 +151,11 @@ def open_rows(
 def _shape(shape: Sequence[int] | None, name: str) -> tuple[int, ...] | None:
     if shape is None:
         return None
-    given = list(shape) if isinstance(shape, Sequence | np.ndarray) and not isinstance(shape, str | bytes) else [None]
+    given = (
+        list(shape)
+        if isinstance(shape, Sequence | np.ndarray) and not isinstance(shape, str | bytes)
+        else [None]
+    )
     if any(isinstance(n, bool) or not isinstance(n, int | np.integer) for n in given):
         raise SourceError(f"{name}: shape is that of the whole table, such as (-1, 128), not {shown(shape)}")
     return tuple(int(n) for n in given)  # type: ignore[arg-type]
@@ -159,7 +184,9 @@ def _open_path(
         return _open_columns(path, dtype, key if columns is None else columns, id, name)
     for what, value in (("columns", columns), ("id", id)):
         if value is not None:
-            raise SourceError(f"{path}: {what}= is for tables with named columns (Parquet, Arrow, .csv); leave it out")
+            raise SourceError(
+                f"{path}: {what}= is for tables with named columns (Parquet, Arrow, .csv); leave it out"
+            )
     if is_directory(path):
         return _open_folder(path, dtype, key, name)
     single = _single_key(key, path)
@@ -184,13 +211,18 @@ def _open_path(
             else f"{suffix or 'no suffix'} is no known kind, so"
         )
         raise SourceError(
-            f"{path}: {what} headless; give --dtype and --shape (dtype= and shape=, the first number may be -1)"
+            f"{path}: {what} headless; give --dtype and --shape (dtype= and shape=, the first number "
+            "may be -1)"
         )
     return raw_rows(path, dtype, shape, offset=offset, name=name)
 
 
 def _open_columns(
-    path: Path, dtype: Any, columns: str | int | Sequence[str | int] | None, id: str | int | None, name: str | None
+    path: Path,
+    dtype: Any,
+    columns: str | int | Sequence[str | int] | None,
+    id: str | int | None,
+    name: str | None,
 ) -> RowSource:
     if path.suffix.lower() in ARROW_SUFFIXES:
         from featstore.packing.sources.tables import arrow_rows
@@ -212,8 +244,8 @@ def _open_folder(path: Path, dtype: Any, key: str | Sequence[str] | None, name: 
     if raw is not None:
         return ogb_rows(raw, dtype=dtype, name=name)
     raise SourceError(
-        f"{path}: neither a zarr array or group (zarr.json, .zarray) nor an OGB raw folder (node-feat.csv.gz); "
-        "give a file, or the folder that holds one of these"
+        f"{path}: neither a zarr array or group (zarr.json, .zarray) nor an OGB raw folder "
+        "(node-feat.csv.gz); give a file, or the folder that holds one of these"
     )
 
 
@@ -250,25 +282,37 @@ def _open_object(spec: Any, rows: int | None, shape: tuple[int, ...] | None, nam
     if isinstance(spec, Iterable) and not isinstance(spec, (bytes, bytearray, Mapping, Set)):
         if shape == ():
             raise SourceError(f"{label}: shape () is no table; give (-1,) for rows of one value each")
-        return IteratorRows(spec, rows=rows, row_shape=None if shape is None else shape[1:], name=name or "<iterator>")
+        return IteratorRows(
+            spec, rows=rows, row_shape=None if shape is None else shape[1:], name=name or "<iterator>"
+        )
     raise SourceError(
-        f"{name or 'source'}: cannot read rows from a {type(spec).__name__}; give a path, an array or tensor, a SciPy "
-        "matrix, a zarr array, or an iterable of row blocks"
+        f"{name or 'source'}: cannot read rows from a {type(spec).__name__}; give a path, an array or "
+        "tensor, a SciPy matrix, a zarr array, or an iterable of row blocks"
     )
 
 
 def _memmap_file(array: np.memmap[Any, Any], name: str | None) -> RowSource | None:
     """The file behind a memory-mapped array, when it has the array's values in one of the two plain orders.
 
-    None otherwise: a private copy (mode ``c``) may differ from the file, a strided view is in no plain order, and a
-    result computed from a memmap is one by class alone.
+    None otherwise: a private copy (mode ``c``) may differ from the file, a strided view is in no plain order,
+    and a result computed from a memmap is one by class alone.
     """
     mapped = getattr(array, "_mmap", None)
     plain = array.flags.c_contiguous or array.flags.f_contiguous
-    if array.filename is None or mapped is None or array.mode == "c" or not plain or array.ndim == 0 or array.size == 0:
+    if (
+        array.filename is None
+        or mapped is None
+        or array.mode == "c"
+        or not plain
+        or array.ndim == 0
+        or array.size == 0
+    ):
         return None
     mapping_start = array.offset - array.offset % mmap.ALLOCATIONGRANULARITY
-    into = array.__array_interface__["data"][0] - np.frombuffer(mapped, dtype=np.uint8).__array_interface__["data"][0]
+    into = (
+        array.__array_interface__["data"][0]
+        - np.frombuffer(mapped, dtype=np.uint8).__array_interface__["data"][0]
+    )
     if not 0 <= into <= len(mapped) - array.nbytes:
         return None
     path = Path(array.filename)

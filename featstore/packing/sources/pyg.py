@@ -1,8 +1,9 @@
-"""PyG's `Data` and `HeteroData` taken apart: tables to pack, graphs to order them by, small arrays to keep beside them.
+"""PyG's `Data` and `HeteroData` taken apart: tables to pack, graphs to order them by, small arrays to keep
+beside them.
 
-A homogeneous `Data` gives the table ``features`` (``x``) and, if it has ``edge_attr``, ``edge_features``, whose row e
-belongs to column e of ``edge_index``. A `HeteroData` gives a table for each node type, under its name, and one for each
-edge type with ``edge_attr``, called ``src__rel__dst``. Tensors are shared, not copied.
+A homogeneous `Data` gives the table ``features`` (``x``) and, if it has ``edge_attr``, ``edge_features``,
+whose row e belongs to column e of ``edge_index``. A `HeteroData` gives a table for each node type, under its
+name, and one for each edge type with ``edge_attr``, called ``src__rel__dst``. Tensors are shared, not copied.
 
 A table has one graph, without types, between its own nodes. A `HeteroData` whose relations are more than that
 is refused unless the user names the relations to keep. What is not stored, and rows of edges that no stored
@@ -32,11 +33,14 @@ TAKEN = ("x", "edge_index", "edge_attr", "adj_t")
 
 def is_pyg(data: Any) -> bool:
     """Whether an object is a PyG `Data` or `HeteroData` (without importing PyG)."""
-    return any(c.__module__.startswith("torch_geometric.data") for c in type(data).__mro__) and hasattr(data, "stores")
+    return any(c.__module__.startswith("torch_geometric.data") for c in type(data).__mro__) and hasattr(
+        data, "stores"
+    )
 
 
 def pyg_tables(data: Any) -> dict[str, NDArray[Any]]:
-    """Tables of a `Data` or `HeteroData`: name -> ``[rows, ...]``. Raises SourceError when there is no feature."""
+    """Tables of a `Data` or `HeteroData`: name -> ``[rows, ...]``. Raises SourceError when there is no
+    feature."""
     nodes, edges = _stores(data)
     tables = {}
     for stores, attribute, plain in ((nodes, "x", "features"), (edges, "edge_attr", "edge_features")):
@@ -50,7 +54,8 @@ def pyg_tables(data: Any) -> dict[str, NDArray[Any]]:
 
 
 def pyg_arrays(data: Any) -> dict[str, NDArray[Any]]:
-    """All else that is an array (``y``, ``train_mask`` ...): ``y``, or ``paper.y`` for the node type ``paper``."""
+    """All else that is an array (``y``, ``train_mask`` ...): ``y``, or ``paper.y`` for the node type
+    ``paper``."""
     arrays = {}
     for kind, store in _all_stores(data):
         for key, value in store.items():
@@ -165,7 +170,8 @@ def edges_of_relation(spec: Any, table: str | None) -> Any:
 
 
 def edge_index_of(store: Any, name: str) -> NDArray[Any] | None:
-    """``edge_index`` of a PyG store, ``[2, edges]``; from ``adj_t`` (torch sparse CSR) if it has that instead."""
+    """``edge_index`` of a PyG store, ``[2, edges]``; from ``adj_t`` (torch sparse CSR) if it has that
+    instead."""
     import torch
 
     edge_index = store.get("edge_index")
@@ -188,7 +194,8 @@ def _is_hetero(data: Any) -> bool:
 
 
 def _stores(data: Any) -> tuple[list[tuple[str, Any]], list[tuple[str, Any]]]:
-    """Node and edge stores with the names of their tables; a homogeneous `Data` has a single store, without name."""
+    """Node and edge stores with the names of their tables; a homogeneous `Data` has a single store, without
+    name."""
     if not is_pyg(data):
         raise SourceError(f"a {type(data).__name__} is no PyG Data or HeteroData")
     if not _is_hetero(data):

@@ -1,10 +1,10 @@
 """Row sources in columnar files: Parquet and Arrow IPC (Feather).
 
-Rows are either one column of lists that all have the same length (``FixedSizeList``, or ``List`` as most writers leave
-it) or several numeric columns of one type, which side by side make the row. They are read a record batch at a time;
-what the format forces into memory at once is ``held_bytes``. For Parquet these are pages, not row groups, because
-columns are read through small buffers and in batches of about a mebibyte. An Arrow record batch comes whole; its size
-is taken from the first one, which writers make the largest.
+Rows are either one column of lists that all have the same length (``FixedSizeList``, or ``List`` as most
+writers leave it) or several numeric columns of one type, which side by side make the row. They are read a
+record batch at a time; what the format forces into memory at once is ``held_bytes``. For Parquet these are
+pages, not row groups, because columns are read through small buffers and in batches of about a mebibyte. An
+Arrow record batch comes whole; its size is taken from the first one, which writers make the largest.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from featstore.packing.sources.columns import (
 __all__ = ["ArrowRows", "arrow_rows", "parquet_file"]
 
 
-# Read buffer of a Parquet column, the size of a batch that pyarrow builds, and the page size that writers aim at.
+# Read buffer of a Parquet column, the size of a batch that pyarrow builds, and the page size that writers aim
+# at.
 READ_BUFFER_BYTES = 256 << 10
 BATCH_BYTES = 1 << 20
 ID_BATCH_ROWS = 1 << 16
@@ -48,7 +49,8 @@ def parquet_file(path: Path) -> Any:
 
 
 class ArrowRows(RowSource):
-    """Rows of a Parquet or Arrow IPC file (file or stream format). Nulls are refused: a feature has no such value."""
+    """Rows of a Parquet or Arrow IPC file (file or stream format). Nulls are refused: a feature has no such
+    value."""
 
     def __init__(
         self,
@@ -134,12 +136,15 @@ class ArrowRows(RowSource):
             raise SourceError(f"{self.name}: cannot start at row {start}; it has {at} rows")
 
     def _numbered(self, start: int, block_rows: int) -> Iterator[tuple[Any, int]]:
-        """Record batches with the number of their first row; whole Parquet row groups before ``start`` are not read."""
+        """Record batches with the number of their first row; whole Parquet row groups before ``start`` are
+        not read."""
         first, group = 0, 0
         if self._is_parquet:
             with self._opened() as file:
                 for group in range(file.metadata.num_row_groups + 1):
-                    rows = file.metadata.row_group(group).num_rows if group < file.metadata.num_row_groups else 0
+                    rows = (
+                        file.metadata.row_group(group).num_rows if group < file.metadata.num_row_groups else 0
+                    )
                     if group == file.metadata.num_row_groups or first + rows > start:
                         break
                     first += rows
@@ -177,9 +182,13 @@ class ArrowRows(RowSource):
             file = arrow.OSFile(str(self.path), "rb")
             lead = file.read(6)
             file.seek(0)
-            return (arrow.ipc.open_file if lead == b"ARROW1" else arrow.ipc.open_stream)(file, options=options)
+            return (arrow.ipc.open_file if lead == b"ARROW1" else arrow.ipc.open_stream)(
+                file, options=options
+            )
         except (arrow.ArrowException, OSError) as error:
-            raise SourceError(f"{self.path}: not a readable Arrow file ({error}); copy or write it again") from error
+            raise SourceError(
+                f"{self.path}: not a readable Arrow file ({error}); copy or write it again"
+            ) from error
 
     def _count_rows(self) -> int | None:
         """Rows by the batches' metadata; None for the stream format, which has no directory of batches."""
@@ -190,7 +199,8 @@ class ArrowRows(RowSource):
         return int(dataset.dataset(self.path, format="ipc").count_rows())
 
     def _parquet_held_bytes(self, row_bytes: int) -> int:
-        """Pages and read buffers of each column, and the batch as pyarrow builds it (levels, values, a copy)."""
+        """Pages and read buffers of each column, and the batch as pyarrow builds it (levels, values, a
+        copy)."""
         pages_bytes = 0
         with self._opened() as file:
             for group in range(file.metadata.num_row_groups):
@@ -208,7 +218,11 @@ class ArrowRows(RowSource):
             widths: list[int] = []
             while _is_list(column.type):
                 self._refuse_nulls(column, name, first)
-                width = None if row_shape is None else (row_shape[len(widths)] if len(widths) < len(row_shape) else 0)
+                width = (
+                    None
+                    if row_shape is None
+                    else (row_shape[len(widths)] if len(widths) < len(row_shape) else 0)
+                )
                 widths.append(self._width(column, width, name, first))
                 column = column.flatten()
             self._refuse_nulls(column, name, first)
@@ -226,9 +240,8 @@ class ArrowRows(RowSource):
         bad = np.flatnonzero(lengths != width)
         if bad.size:
             raise SourceError(
-                f"{self.name}: the list in column {name!r}, row {first + int(bad[0]):,}, has {int(lengths[bad[0]])} "
-                "values, "
-                f"row 0 has {width}; all rows of a table have one shape"
+                f"{self.name}: the list in column {name!r}, row {first + int(bad[0]):,}, has "
+                f"{int(lengths[bad[0]])} values, row 0 has {width}; all rows of a table have one shape"
             )
         return width
 
@@ -236,8 +249,8 @@ class ArrowRows(RowSource):
         if column.null_count:
             at = np.flatnonzero(column.is_null().to_numpy(zero_copy_only=False))[0]
             raise SourceError(
-                f"{self.name}: column {name!r} holds a null in the {column.type} values from row {first:,} on "
-                f"(number {int(at)} there); fill nulls before the pack"
+                f"{self.name}: column {name!r} holds a null in the {column.type} values from row "
+                f"{first:,} on (number {int(at)} there); fill nulls before the pack"
             )
 
 
@@ -245,7 +258,9 @@ def _is_list(arrow_type: Any) -> bool:
     import pyarrow as arrow
 
     types = arrow.types
-    return bool(types.is_fixed_size_list(arrow_type) or types.is_list(arrow_type) or types.is_large_list(arrow_type))
+    return bool(
+        types.is_fixed_size_list(arrow_type) or types.is_list(arrow_type) or types.is_large_list(arrow_type)
+    )
 
 
 def _is_number(arrow_type: Any) -> bool:
@@ -272,5 +287,6 @@ def arrow_rows(
     *,
     id: str | int | None = None,
 ) -> ArrowRows:
-    """Rows of a Parquet or Arrow IPC file; for ``columns`` and ``id`` see `featstore.packing.sources.columns`."""
+    """Rows of a Parquet or Arrow IPC file; for ``columns`` and ``id`` see
+    `featstore.packing.sources.columns`."""
     return ArrowRows(path, columns, name, id=id)

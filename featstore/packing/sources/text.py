@@ -3,7 +3,8 @@
 The first line may name the columns; which are taken says `featstore.packing.sources.columns`. Text is parsed
 as float64, or int64 for integer dtypes, and only then brought to the dtype asked for (float32 unless told),
 so that pyarrow's parser and NumPy's, which serves where pyarrow is missing, give the same bits. What that
-dtype has no room for is an error, and so are large integers that float32, which nobody asked for, would round.
+dtype has no room for is an error, and so are large integers that float32, which nobody asked for, would
+round.
 """
 
 from __future__ import annotations
@@ -60,13 +61,16 @@ def ogb_folder(path: Path, member: str) -> Path | None:
 
 
 def ogb_rows(folder: Path, *, dtype: Any = None, name: str | None = None) -> CsvRows:
-    """Node features of an OGB raw folder; ``num-node-list.csv.gz`` gives the number of rows, if it is there."""
+    """Node features of an OGB raw folder; ``num-node-list.csv.gz`` gives the number of rows, if it is
+    there."""
     counts = folder / "num-node-list.csv.gz"
     rows = None
     if is_regular(counts):
         source = CsvRows(counts, dtype=np.int64)
         rows = sum(int(block.sum()) for block in source.blocks())
-    return CsvRows(folder / "node-feat.csv.gz", dtype=dtype, rows=rows, name=name, columns=ALL_COLUMNS, header=False)
+    return CsvRows(
+        folder / "node-feat.csv.gz", dtype=dtype, rows=rows, name=name, columns=ALL_COLUMNS, header=False
+    )
 
 
 class CsvRows(RowSource):
@@ -89,7 +93,9 @@ class CsvRows(RowSource):
         label = name or str(path)
         wanted = named_dtype("float32" if dtype is None else dtype, label)
         if wanted.kind not in "biuf" and wanted.name != "bfloat16":
-            raise SourceError(f"{label}: text is read as numbers, not as {wanted}; give a float or integer dtype")
+            raise SourceError(
+                f"{label}: text is read as numbers, not as {wanted}; give a float or integer dtype"
+            )
         self.path = path
         self._parsed = np.dtype(np.int64 if wanted.kind in "iub" else np.float64)
         self._dtype_told = dtype is not None
@@ -130,13 +136,18 @@ class CsvRows(RowSource):
         return file_fingerprint("csv", self.path, **more)
 
     def _sample(self) -> NDArray[Any]:
-        """The first thousands of rows of the columns taken; none where text is no number: the pass says where."""
+        """The first thousands of rows of the columns taken; none where text is no number: the pass says
+        where."""
         assert self.chosen is not None
         try:
             with open_text(self.path) as file:
-                lines = file.readlines(min(CSV_BLOCK_BYTES, self._block_bytes))[self._skipped : SAMPLE_ROWS_MAX]
+                lines = file.readlines(min(CSV_BLOCK_BYTES, self._block_bytes))[
+                    self._skipped : SAMPLE_ROWS_MAX
+                ]
             kept = [line.decode("utf-8-sig", "replace") for line in lines[:-1] or lines if line.strip()]
-            return np.loadtxt(kept, delimiter=",", ndmin=2, comments=None, quotechar='"', usecols=self.chosen.taken)
+            return np.loadtxt(
+                kept, delimiter=",", ndmin=2, comments=None, quotechar='"', usecols=self.chosen.taken
+            )
         except (ValueError, EOFError, zlib.error, gzip.BadGzipFile):
             return np.empty((0, len(self.chosen.taken)))
 
@@ -153,18 +164,21 @@ class CsvRows(RowSource):
         done = 0
         for values in self._values(self.chosen.taken, self._parsed):
             if self.rows is not None and done + values.shape[0] > self.rows:
-                raise SourceError(f"{self.name}: has more than the {self.rows:,} rows that were counted before")
+                raise SourceError(
+                    f"{self.name}: has more than the {self.rows:,} rows that were counted before"
+                )
             for low in range(max(0, start - done), values.shape[0], block_rows):
                 yield self._as_dtype(values[low : low + block_rows], done + low)
             done += values.shape[0]
         if done < (start if self.rows is None else self.rows):
             raise SourceError(
-                f"{self.name}: has {done:,} rows, {start if self.rows is None else self.rows:,} were expected; it may "
-                "be cut off"
+                f"{self.name}: has {done:,} rows, {start if self.rows is None else self.rows:,} were "
+                "expected; it may be cut off"
             )
 
     def _as_dtype(self, values: NDArray[Any], first: int) -> NDArray[Any]:
-        """Parsed ``values`` [n, columns] of rows ``first`` and on in the table's dtype. Raises SourceError for what it has no room for."""
+        """Parsed ``values`` [n, columns] of rows ``first`` and on in the table's dtype. Raises SourceError
+        for what it has no room for."""
         with np.errstate(over="ignore"):
             kept = np.ascontiguousarray(values.astype(self.dtype))
         advice = f"say a wider dtype, or leave the column out with columns= ({_SAY_DTYPE})"
@@ -175,14 +189,17 @@ class CsvRows(RowSource):
             if not self._dtype_told:
                 rounded = (kept != values) | (np.abs(values) >= _FLOAT64_WHOLE_MAX)
                 lost |= rounded & (values == np.floor(values)) & np.isfinite(values)
-                advice = f"say {_SAY_DTYPE} of 'int64' or 'float64', or of 'float32' for the nearest number that it has"
+                advice = (
+                    f"say {_SAY_DTYPE} of 'int64' or 'float64', or of 'float32' for the nearest number "
+                    "that it has"
+                )
         if lost.any():
             assert self.chosen is not None
             row, at = (int(k[0]) for k in np.nonzero(lost))
             column = self.chosen.names[self.chosen.taken[at]]
             raise SourceError(
-                f"{self.name}: {values[row, at]:.17g} in row {first + row:,}, column {column!r}, would not be itself as "
-                f"{self.dtype.name}: {advice}"
+                f"{self.name}: {values[row, at]:.17g} in row {first + row:,}, column {column!r}, would "
+                f"not be itself as {self.dtype.name}: {advice}"
             )
         return kept
 
@@ -193,7 +210,8 @@ class CsvRows(RowSource):
         names = [str(k) for k in range(self._width)]
         wanted = [names[k] for k in columns]
         kind = arrow.int64() if dtype.kind == "i" else arrow.float64()
-        # Only an empty cell would be a null, and for numbers that is an error below; "nan" and "NA" are not nulls here.
+        # Only an empty cell would be a null, and for numbers that is an error below; "nan" and "NA" are not
+        # nulls here.
         convert = arrow_csv.ConvertOptions(
             column_types=dict.fromkeys(wanted, kind), null_values=[""], include_columns=wanted
         )
@@ -208,7 +226,8 @@ class CsvRows(RowSource):
                     for column in batch.columns:
                         if column.null_count:
                             raise SourceError(
-                                f"{self.name}: an empty cell in rows {done:,} to {done + batch.num_rows - 1:,}"
+                                f"{self.name}: an empty cell in rows {done:,} to "
+                                f"{done + batch.num_rows - 1:,}"
                             )
                     yield np.stack([column.to_numpy() for column in batch.columns], axis=1)
                     done += batch.num_rows
@@ -226,12 +245,19 @@ class CsvRows(RowSource):
                     if not kept:
                         continue
                     wrong = next(
-                        (line for line in kept if '"' not in line and line.count(",") + 1 != self._width), None
+                        (line for line in kept if '"' not in line and line.count(",") + 1 != self._width),
+                        None,
                     )
                     if wrong is not None:
                         raise ValueError(f"{wrong.count(',') + 1} columns, {self._width} expected")
                     yield np.loadtxt(
-                        kept, delimiter=",", dtype=dtype, ndmin=2, comments=None, quotechar='"', usecols=columns
+                        kept,
+                        delimiter=",",
+                        dtype=dtype,
+                        ndmin=2,
+                        comments=None,
+                        quotechar='"',
+                        usecols=columns,
                     )
                     done += len(kept)
         except SourceError:
@@ -278,7 +304,9 @@ def _described(lines: list[bytes], header: bool, name: str) -> tuple[list[Column
             f"{name}: the first line names {len(first)} columns, the second has {len(second)} cells; mend "
             "the line of names"
         )
-    return [Column(n, "number", "number") if ok else Column(n, "other", "text") for n, ok in zip(first, after)], 1
+    return [
+        Column(n, "number", "number") if ok else Column(n, "other", "text") for n, ok in zip(first, after)
+    ], 1
 
 
 def _is_number(cell: str) -> bool:

@@ -1,11 +1,11 @@
 """How rows are found in a slot map: a hash with chains, and the map as kernels hold it.
 
-A chain begins in ``heads`` and goes on by the ``next`` of each slot's record; -1 ends it. While :func:`featstore.tiers.slots.slots.acquire`
-is at work, a chain may also hold a missed row that has no slot yet, as -2 - its position in the mini-batch; what comes after it is
-kept in an array beside (``follow``).
+A chain begins in ``heads`` and goes on by the ``next`` of each slot's record; -1 ends it. While
+:func:`featstore.tiers.slots.slots.acquire` is at work, a chain may also hold a missed row that has no slot
+yet, as -2 - its position in the mini-batch; what comes after it is kept in an array beside (``follow``).
 
-Lookups are latency, not work: whoever goes through many rows asks for the chains of those to come well before they are needed, and
-then, when their beginnings are there, for the first record of each.
+Lookups are latency, not work: whoever goes through many rows asks for the chains of those to come well before
+they are needed, and then, when their beginnings are there, for the first record of each.
 """
 
 from __future__ import annotations
@@ -40,10 +40,15 @@ def _borrow(typingctx: Any, array: Any) -> Any:
 
 @njit(**INLINED)
 def borrowed(m: SlotMap) -> SlotMap:
-    """The same map, as arrays that nobody owns: numba counts the references to owned ones, and each count is a barrier to the
-    memory accesses around it, which should overlap."""
+    """The same map, as arrays that nobody owns: numba counts the references to owned ones, and each count is
+    a barrier to the memory accesses around it, which should overlap."""
     return SlotMap(
-        _borrow(m.counts), _borrow(m.heads), _borrow(m.slots), _borrow(m.log), _borrow(m.ghosts), _borrow(m.table)
+        _borrow(m.counts),
+        _borrow(m.heads),
+        _borrow(m.slots),
+        _borrow(m.log),
+        _borrow(m.ghosts),
+        _borrow(m.table),
     )
 
 
@@ -61,7 +66,8 @@ def prefetch_chain(heads: int, chain: int) -> None:
 
 @njit(**INLINED)
 def prefetch_first(m: SlotMap, chain: int, records: int) -> None:
-    """The first record of a chain will be looked at, its beginning is there; ``records``: the address of the slots."""
+    """The first record of a chain will be looked at, its beginning is there; ``records``: the address of the
+    slots."""
     prefetch(records + RECORD_BYTES * max(np.int64(m.heads[chain]), np.int64(0)))
 
 

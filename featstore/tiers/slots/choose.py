@@ -1,28 +1,31 @@
 """The choice of a policy: small shadows of the feature buffer try all of them on a sample of the rows.
 
-Which policy hits most depends on graph, sampler, order and size, and the differences are large; so they are tried. A sample of the
-*rows*, chosen by a hash (spatial sampling, SHARDS: Waldspurger et al., FAST'15), sees every use of the rows that are in it, so a
-buffer scaled down by the same factor hits about as often as the whole one (ATC'17, by the same, for any policy). The shadows have
-``SHADOW_SLOTS`` slots, whatever the size of the buffer, and lie in the CPU's cache.
+Which policy hits most depends on graph, sampler, order and size, and the differences are large; so they are
+tried. A sample of the *rows*, chosen by a hash (spatial sampling, SHARDS: Waldspurger et al., FAST'15), sees
+every use of the rows that are in it, so a buffer scaled down by the same factor hits about as often as the
+whole one (ATC'17, by the same, for any policy). The shadows have ``SHADOW_SLOTS`` slots, whatever the size of
+the buffer, and lie in the CPU's cache.
 
-*Mini-batches stay mini-batches.* What is sampled of one is acquired at once, and released before the next; rows in use pin slots in
-a shadow as in the buffer. By chance a sampled mini-batch may have a few rows more than the shadow has slots. They are left out, and
-count as misses, for each policy alike.
+*Mini-batches stay mini-batches.* What is sampled of one is acquired at once, and released before the next;
+rows in use pin slots in a shadow as in the buffer. By chance a sampled mini-batch may have a few rows more
+than the shadow has slots. They are left out, and count as misses, for each policy alike.
 
-*A window* is what is seen between two decisions, an epoch for instance, or its beginning: ``LOG_ROWS`` sampled rows, which bounds
-the cost. :meth:`PolicyChoice.observe` only notes them; :meth:`PolicyChoice.decide` replays them. Shadows keep their rows from
-window to window. In the first window only the second half counts, and nothing before the shadows are full, so that a cold start
-says nothing.
+*A window* is what is seen between two decisions, an epoch for instance, or its beginning: ``LOG_ROWS``
+sampled rows, which bounds the cost. :meth:`PolicyChoice.observe` only notes them; :meth:`PolicyChoice.decide`
+replays them. Shadows keep their rows from window to window. In the first window only the second half counts,
+and nothing before the shadows are full, so that a cold start says nothing.
 
-*The static set* is the rows that were used most, of all rows, not of the sample (16 bits a row; halved after each window, so that
-they follow a drift), or given beforehand. A window tries the set that was chosen from the windows before it, so a set that is out
-of date by then is found out. In the first window there is none; and a set chosen by a window hits better in this very window than
-it will in the next. If uses came by chance alone, they had to be judged by the uses of their row *without them* (leave one out: a row
-with one use less than the set asks for counts as a miss); if they were the same each time, as they were seen. They are something
-in between (a seed is one in each epoch, and a fan-out takes most of a short list): what counts is the mean of the two.
+*The static set* is the rows that were used most, of all rows, not of the sample (16 bits a row; halved after
+each window, so that they follow a drift), or given beforehand. A window tries the set that was chosen from
+the windows before it, so a set that is out of date by then is found out. In the first window there is none;
+and a set chosen by a window hits better in this very window than it will in the next. If uses came by chance
+alone, they had to be judged by the uses of their row *without them* (leave one out: a row with one use less
+than the set asks for counts as a miss); if they were the same each time, as they were seen. They are
+something in between (a seed is one in each epoch, and a fan-out takes most of a short list): what counts is
+the mean of the two.
 
-*Hysteresis.* Another policy has to be better by ``MARGIN`` than the one in use. The sample is the same rows in each window, so its
-error is the same, too, and does not make the choice go to and fro.
+*Hysteresis.* Another policy has to be better by ``MARGIN`` than the one in use. The sample is the same rows
+in each window, so its error is the same, too, and does not make the choice go to and fro.
 
 Not for several threads at once. Equal seeds and mini-batches give equal choices.
 """
@@ -72,11 +75,12 @@ _SEARCHED = 1 << 17  # rows in which a piece of a static set is looked for
 def replay(
     m: SlotMap, rows: NDArray[np.int64], offsets: NDArray[np.int64], next_use: NDArray[np.int32], evict: bool
 ) -> Any:
-    """Pass mini-batches through a slot map, each acquired, read and released before the next. Nothing is read.
+    """Pass mini-batches through a slot map, each acquired, read and released before the next. Nothing is
+    read.
 
-    ``rows``: int64 [n], those of mini-batch b are ``rows[offsets[b]:offsets[b + 1]]``. ``next_use``: int32 [n] for MIN, else
-    empty. ``evict``: stop after the mini-batch that evicted first. Rows at the end of a mini-batch that do not fit beside the others
-    count as misses. Returns how many mini-batches were replayed.
+    ``rows``: int64 [n], those of mini-batch b are ``rows[offsets[b]:offsets[b + 1]]``. ``next_use``: int32
+    [n] for MIN, else empty. ``evict``: stop after the mini-batch that evicted first. Rows at the end of a
+    mini-batch that do not fit beside the others count as misses. Returns how many mini-batches were replayed.
     """
     room = np.int64(0)
     for b in range(offsets.shape[0] - 1):
@@ -105,12 +109,14 @@ def replay(
 
 @njit(cache=True, nogil=True)
 def note_rows(
-    ids: NDArray[np.int64], row_count: int, key: Any, threshold: Any, uses: NDArray[np.uint16], log: NDArray[np.int64], at: Any
+    ids: NDArray[np.int64], row_count: int, key: Any, threshold: Any, uses: NDArray[np.uint16],
+    log: NDArray[np.int64], at: Any
 ) -> Any:  # fmt: skip
     """Count the uses of a mini-batch's rows, and write those of the sample into ``log`` from ``at`` on.
 
-    ``uses``: uint16 [row_count], or empty. A row is in the sample where its hash is at most ``threshold`` (uint64). Returns where
-    the log ends now; -1 where it is too small; or -2 - position of the first id that is no row, and then nothing was counted.
+    ``uses``: uint16 [row_count], or empty. A row is in the sample where its hash is at most ``threshold``
+    (uint64). Returns where the log ends now; -1 where it is too small; or -2 - position of the first id that
+    is no row, and then nothing was counted.
     """
     for i in range(ids.shape[0]):
         if ids[i] < 0 or ids[i] >= row_count:
@@ -149,11 +155,11 @@ def halve_uses(uses: NDArray[np.uint16]) -> None:
 def find_wanted(
     uses: NDArray[np.uint16], first: int, above: int, tie_key: Any, ties: Any, key: Any, threshold: Any
 ) -> NDArray[np.int64]:
-    """Rows with more than ``above`` uses; of those with just as many (but not none), where the hash under ``tie_key`` is at most
-    ``ties``.
+    """Rows with more than ``above`` uses; of those with just as many (but not none), where the hash under
+    ``tie_key`` is at most ``ties``.
 
-    ``first``: the row of ``uses[0]``. Only rows whose hash under ``key`` is at most ``threshold`` (uint64, as keys and ``ties``).
-    Returns int64, ascending.
+    ``first``: the row of ``uses[0]``. Only rows whose hash under ``key`` is at most ``threshold`` (uint64, as
+    keys and ``ties``). Returns int64, ascending.
     """
     found = np.empty(1024, np.int64)
     count = 0
@@ -179,8 +185,10 @@ class PolicyChoice:
         row_count: rows of the table.
         seed: of the sample.
         policy: what the buffer begins with.
-        static_ids: rows from the most wanted down (integers [n]), for the policy "static"; by default uses are counted, if memory allows.
-        memory_bytes: limit, which only says whether uses are counted (2 bytes a row) beside about 2 MiB that are always needed.
+        static_ids: rows from the most wanted down (integers [n]), for the policy "static"; by default uses
+            are counted, if memory allows.
+        memory_bytes: limit, which only says whether uses are counted (2 bytes a row) beside about 2 MiB that
+            are always needed.
 
     Raises BudgetError where the limit is below what is always needed, ValueError for an unknown policy.
     """
@@ -199,7 +207,9 @@ class PolicyChoice:
         self._threshold = _share_of_hashes(self._rate)
         self._key, self._tie_key = (np.uint64(batch_key(seed, 0, use)) for use in range(2))
         self._given = None if static_ids is None else np.array(static_ids[: self.slots], np.int64)
-        self._maps = {name: make_slot_map(self.shadow_slots, POLICIES[name]) for name in CANDIDATES if name != "static"}
+        self._maps = {
+            name: make_slot_map(self.shadow_slots, POLICIES[name]) for name in CANDIDATES if name != "static"
+        }
         self._log = np.empty(LOG_ROWS, np.int64)
         self._offsets = np.zeros(LOG_ROWS // _ROWS_PER_BATCH + 1, np.int64)
         fixed_bytes = self._fixed_bytes()
@@ -227,7 +237,8 @@ class PolicyChoice:
         mix64(np.empty(0, np.uint64))
 
     def _fixed_bytes(self) -> int:
-        maps = sum(slot_map_bytes(self.shadow_slots, POLICIES[name]) for name in CANDIDATES)  # one comes and goes
+        # one comes and goes
+        maps = sum(slot_map_bytes(self.shadow_slots, POLICIES[name]) for name in CANDIDATES)
         given = 0 if self._given is None else self._given.nbytes
         kept = 2 * 8 * self.shadow_slots  # static rows in the sample, which are as many only in the mean
         return maps + kept + self._log.nbytes + self._offsets.nbytes + given
@@ -238,7 +249,8 @@ class PolicyChoice:
         return self._fixed_bytes() + self._uses.nbytes
 
     def observe(self, ids: NDArray[Any]) -> None:
-        """Note a mini-batch, integers [n]: the rows that the buffer is asked for. Raises IdError for what is no row."""
+        """Note a mini-batch, integers [n]: the rows that the buffer is asked for. Raises IdError for what is
+        no row."""
         if self._decided:
             halve_uses(self._uses)
             self._at = self._batches = self._batch_rows_max = 0
@@ -262,7 +274,8 @@ class PolicyChoice:
         return not self._noting
 
     def decide(self) -> str:
-        """The policy to go on with, from what was seen since the last decision; a new window begins with the next mini-batch."""
+        """The policy to go on with, from what was seen since the last decision; a new window begins with the
+        next mini-batch."""
         if not self._decided:
             self._decided = True
             self.hit_rates = self._try_all() if self.slots < self.row_count else {}
@@ -275,7 +288,8 @@ class PolicyChoice:
         return self.policy
 
     def static_ids(self) -> Iterator[NDArray[np.int64]]:
-        """The rows that the policy "static" keeps, in pieces, all different. Call it after :meth:`decide`, before the next mini-batch."""
+        """The rows that the policy "static" keeps, in pieces, all different. Call it after :meth:`decide`,
+        before the next mini-batch."""
         count = self._static_rows()
         if self._given is not None or count == 0:
             yield self._wanted(count, _share_of_hashes(1.0))
@@ -311,7 +325,8 @@ class PolicyChoice:
         return found
 
     def _asked_for(self, count: int) -> tuple[int, float]:
-        """A set of so many rows has those with more uses than the first number, and this share of those with just as many."""
+        """A set of so many rows has those with more uses than the first number, and this share of those with
+        just as many."""
         rows_of = count_uses(self._uses)
         at_least = np.cumsum(rows_of[::-1])[::-1]
         uses = int(np.flatnonzero(at_least >= count)[-1])
@@ -349,7 +364,8 @@ class PolicyChoice:
         return float(m.counts[HITS]) / float(offsets[-1] - offsets[0])
 
     def _static_maps(self, before: NDArray[np.int64]) -> Iterator[SlotMap]:
-        """Shadows that hold a static set, and have seen the mini-batches ``before``: none, one, or two whose mean counts."""
+        """Shadows that hold a static set, and have seen the mini-batches ``before``: none, one, or two whose
+        mean counts."""
         count = self._kept_rows or self._static_rows()
         if count == 0:
             return

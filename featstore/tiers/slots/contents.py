@@ -1,12 +1,13 @@
-"""What is in a slot map: the rows that are there, in the order in which they would leave, as far as the policy has an order.
+"""What is in a slot map: the rows that are there, in the order in which they would leave, as far as the
+policy has an order.
 
-All come in pieces, because a map may have very many slots: whoever goes through them needs memory for one piece. Nothing may be changed
-in the map meanwhile, or a row may be found twice or not at all.
+All come in pieces, because a map may have very many slots: whoever goes through them needs memory for one
+piece. Nothing may be changed in the map meanwhile, or a row may be found twice or not at all.
 
-The order is that of the hand where one goes over the slots, and that of the queues where there are some, the small one before the main
-one; SIEVE's hand goes over a queue, and what is behind it has survived. A queue is a log, of which only those entries count that their
-slots name (:mod:`featstore.tiers.slots.policies_queues`), so it is gone through as it lies. Slots that are in no queue come last: with LRU
-those in use.
+The order is that of the hand where one goes over the slots, and that of the queues where there are some, the
+small one before the main one; SIEVE's hand goes over a queue, and what is behind it has survived. A queue is
+a log, of which only those entries count that their slots name (:mod:`featstore.tiers.slots.policies_queues`),
+so it is gone through as it lies. Slots that are in no queue come last: with LRU those in use.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ PIECE = 1 << 13  # slots that are looked at together
 
 
 def present_slots(m: layout.SlotMap) -> Iterator[NDArray[np.int64]]:
-    """int64, the slots whose rows are there, in pieces of at most :data:`PIECE`, none empty; those that would leave first come first."""
+    """int64, the slots whose rows are there, in pieces of at most :data:`PIECE`, none empty; those that would
+    leave first come first."""
     for slots in _in_order(m):
         there = (m.slots["status"][slots] == layout.PRESENT) & (m.slots["row"][slots] >= 0)
         if there.any():

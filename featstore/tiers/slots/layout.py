@@ -1,19 +1,19 @@
 """The slot map's memory: what a feature buffer remembers of its slots, as plain arrays in one block.
 
-A slot map says which row is in which slot. It costs memory by slots, not by nodes: rows are found through a hash with chains
-(``heads``, ``next``; multiply-shift after Dietzfelbinger et al., J. Algorithms 25(1), 1997), and what is known of one slot lies
-together in a record of 32 bytes, half a cache line, because a lookup costs what its cache misses cost; for the same reason
-there are at least three chains for each slot. Everything lies in one block of memory and holds no address, so the block may be
-shared by processes: one makes the map in it (:func:`make_slot_map`), the others attach (:func:`attach_slot_map`). Whoever
-changes it holds a lock.
+A slot map says which row is in which slot. It costs memory by slots, not by nodes: rows are found through a
+hash with chains (``heads``, ``next``; multiply-shift after Dietzfelbinger et al., J. Algorithms 25(1), 1997),
+and what is known of one slot lies together in a record of 32 bytes, half a cache line, because a lookup costs
+what its cache misses cost; for the same reason there are at least three chains for each slot. Everything lies
+in one block of memory and holds no address, so the block may be shared by processes: one makes the map in it
+(:func:`make_slot_map`), the others attach (:func:`attach_slot_map`). Whoever changes it holds a lock.
 
-A slot is EMPTY; IN_FLIGHT while its row is being read; PRESENT; or FAILED, when the read failed while others than the reader
-counted on it (see :mod:`featstore.tiers.slots.slots`). ``pins`` counts those who use the row, a read under way included. A slot
-without pins may be given to another row.
+A slot is EMPTY; IN_FLIGHT while its row is being read; PRESENT; or FAILED, when the read failed while others
+than the reader counted on it (see :mod:`featstore.tiers.slots.slots`). ``pins`` counts those who use the row,
+a read under way included. A slot without pins may be given to another row.
 
-Fields of a record: ``row`` int64 (-1: none), ``next`` int32 (the next slot of the chain, or of the free ones), ``pins`` int32,
-then what policies need: ``place`` int32 (in a queue), ``last_use`` and ``due`` int32 (scores), in the place of ``due``
-``stamp`` (MIN: the next use); ``status``, ``mark`` and ``queue`` uint8.
+Fields of a record: ``row`` int64 (-1: none), ``next`` int32 (the next slot of the chain, or of the free
+ones), ``pins`` int32, then what policies need: ``place`` int32 (in a queue), ``last_use`` and ``due`` int32
+(scores), in the place of ``due`` ``stamp`` (MIN: the next use); ``status``, ``mark`` and ``queue`` uint8.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ EMPTY, IN_FLIGHT, PRESENT, FAILED = 0, 1, 2, 3
 STATIC, FIFO, LRU, CLOCK, SIEVE, S3FIFO, SCORE, MIN = range(8)
 #: Policies by name; see :mod:`featstore.tiers.slots.policies`.
 POLICIES: Mapping[str, int] = {
-    "static": STATIC, "fifo": FIFO, "lru": LRU, "clock": CLOCK, "sieve": SIEVE, "s3-fifo": S3FIFO, "score": SCORE, "min": MIN,
+    "static": STATIC, "fifo": FIFO, "lru": LRU, "clock": CLOCK, "sieve": SIEVE, "s3-fifo": S3FIFO,
+    "score": SCORE, "min": MIN,
 }  # fmt: skip
 
 #: The next use of a row that is not used again.
@@ -65,14 +66,16 @@ RECORD_BYTES = 32
 
 
 class SlotMap(NamedTuple):
-    """The arrays of a slot map; see the module's text. ``counts`` holds counters and scalars, at the places named above."""
+    """The arrays of a slot map; see the module's text. ``counts`` holds counters and scalars, at the places
+    named above."""
 
     counts: NDArray[np.int64]  # [32]
     heads: NDArray[np.int32]  # [2^k >= 3 * slots], the first slot of each chain or -1
     slots: NDArray[Any]  # [slots] of RECORD
     log: NDArray[np.int32]  # queues of slots, see :mod:`featstore.tiers.slots.policies_queues`
     ghosts: NDArray[np.int64]  # S3-FIFO and SCORE: buckets of fingerprints
-    table: NDArray[np.int32]  # MIN: the first slot for each next use; SCORE: batches until a score is below alpha
+    # MIN: the first slot for each next use; SCORE: batches until a score is below alpha
+    table: NDArray[np.int32]
 
 
 def _power_of_two(least: int) -> int:
@@ -90,9 +93,10 @@ def _parts(slots: int, policy: int, batches: int) -> list[tuple[str, np.dtype[An
     queues = 2 if policy in (S3FIFO, MIN) else 1 if policy in (LRU, SIEVE, SCORE) else 0
     table = batches + 1 if policy == MIN else COUNT_MAX + 1 if policy == SCORE else 0
     return [
-        ("counts", np.dtype(np.int64), _COUNTS), ("heads", np.dtype(np.int32), max(4, _power_of_two(3 * slots))),
-        ("slots", RECORD, slots), ("log", np.dtype(np.int32), queues * queue_capacity(slots)),
-        ("ghosts", np.dtype(np.int64), ghosts), ("table", np.dtype(np.int32), table),
+        ("counts", np.dtype(np.int64), _COUNTS),
+        ("heads", np.dtype(np.int32), max(4, _power_of_two(3 * slots))), ("slots", RECORD, slots),
+        ("log", np.dtype(np.int32), queues * queue_capacity(slots)), ("ghosts", np.dtype(np.int64), ghosts),
+        ("table", np.dtype(np.int32), table),
     ]  # fmt: skip
 
 
@@ -106,10 +110,12 @@ def _check(slots: int, policy: int, batches: int) -> None:
 
 
 def slot_map_bytes(slots: int, policy: int, batches: int = 0) -> int:
-    """Memory of a slot map in bytes: 44 to 56 a slot; 8 more for a queue, 16 for two, 8 to 16 for fingerprints;
-    for MIN 4 more for each mini-batch."""
+    """Memory of a slot map in bytes: 44 to 56 a slot; 8 more for a queue, 16 for two, 8 to 16 for
+    fingerprints; for MIN 4 more for each mini-batch."""
     _check(slots, policy, batches)
-    return sum(-(-dtype.itemsize * n // _ALIGNMENT) * _ALIGNMENT for _, dtype, n in _parts(slots, policy, batches))
+    return sum(
+        -(-dtype.itemsize * n // _ALIGNMENT) * _ALIGNMENT for _, dtype, n in _parts(slots, policy, batches)
+    )
 
 
 def _views(memory: NDArray[np.uint8], slots: int, policy: int, batches: int) -> SlotMap:
@@ -131,11 +137,14 @@ def make_slot_map(
     Args:
         slots: how many rows fit in the buffer.
         policy: one of :data:`POLICIES`.
-        memory: uint8 of at least :func:`slot_map_bytes`, aligned to 64 bytes, to put the map in; made where not given.
+        memory: uint8 of at least :func:`slot_map_bytes`, aligned to 64 bytes, to put the map in; made where
+            not given.
         batches: MIN: the mini-batches of the trace; next uses are below that, or NEVER.
         small: S3-FIFO: the share of slots of the small queue.
-        resident: SCORE: the share of slots for rows that are kept by their score; misses pass through the others.
-        gamma, delta, alpha: SCORE: decay, period in mini-batches and threshold; alpha is gamma ** delta where not given.
+        resident: SCORE: the share of slots for rows that are kept by their score; misses pass through the
+            others.
+        gamma, delta, alpha: SCORE: decay, period in mini-batches and threshold; alpha is gamma ** delta where
+            not given.
 
     Raises ArgumentError for what is out of range, BudgetError where the memory is too small.
     """
@@ -173,8 +182,11 @@ def make_slot_map(
 
 
 def attach_slot_map(memory: NDArray[np.uint8]) -> SlotMap:
-    """The slot map that another process made in a block of shared memory. Raises ArgumentError where there is none."""
-    counts = memory[: 8 * _COUNTS].view(np.int64) if len(memory) >= 8 * _COUNTS else np.zeros(_COUNTS, np.int64)
+    """The slot map that another process made in a block of shared memory. Raises ArgumentError where there is
+    none."""
+    counts = (
+        memory[: 8 * _COUNTS].view(np.int64) if len(memory) >= 8 * _COUNTS else np.zeros(_COUNTS, np.int64)
+    )
     slots, policy, batches = int(counts[SLOTS]), int(counts[POLICY]), int(counts[BATCHES_MAX])
     if counts[MAGIC] != _MAGIC or len(memory) < slot_map_bytes(slots, policy, batches):
         raise ArgumentError("this memory holds no slot map; make_slot_map makes one")
@@ -187,8 +199,8 @@ def _check_share(share: float, name: str) -> None:
 
 
 def lifetimes(gamma: float, delta: int, alpha: float | None = None) -> NDArray[np.int32]:
-    """In how many mini-batches without use a score falls below alpha, for each score from 0 to COUNT_MAX. int32 [COUNT_MAX +
-    1].
+    """In how many mini-batches without use a score falls below alpha, for each score from 0 to COUNT_MAX.
+    int32 [COUNT_MAX + 1].
 
     So a slot needs no score that decays in every mini-batch, but the mini-batch in which it is due.
     """

@@ -1,23 +1,24 @@
 """Policies: which row leaves the buffer when another needs its slot?
 
 A policy is a number in the slot map and a few branches in the functions below, which the kernels of
-:mod:`featstore.tiers.slots.slots` call: the branch goes the same way every time and costs nothing beside a cache miss, and one
-compiled kernel serves all policies. A policy is told of
+:mod:`featstore.tiers.slots.slots` call: the branch goes the same way every time and costs nothing beside a
+cache miss, and one compiled kernel serves all policies. A policy is told of
 
-- ``on_batch``: a mini-batch begins; its rows will be told of one by one, first all that are found, then all that are read;
+- ``on_batch``: a mini-batch begins; its rows will be told of one by one, first all that are found, then all
+  that are read;
 - ``on_hit``: a row was asked for and needs no read, once for each time it occurs;
 - ``on_pin``: a row that nobody used comes into use (before ``on_hit``);
 - ``on_insert``: a row was given a slot (it is pinned, and its read about to begin);
 - ``on_idle``: a row's last pin has gone;
 - ``on_remove``: a row that nobody uses is dropped because it could not be read.
 
-``victim`` picks a slot without pins that holds a row, and forgets it. There is always one when it is called, and never an empty
-slot left.
+``victim`` picks a slot without pins that holds a row, and forgets it. There is always one when it is called,
+and never an empty slot left.
 
-Here are FIFO and CLOCK, which need a hand alone: it goes round over the slots and passes by those that are pinned.
-*FIFO* takes the next slot; BGL's choice (NSDI'23, section 3.2.3), because it costs least.
-*STATIC* is FIFO; the rows of a static set are pinned for good, so the hand always passes them by.
-*CLOCK* takes marks away, which hits set, and the first slot without one (second chance; a new row has no mark).
+Here are FIFO and CLOCK, which need a hand alone: it goes round over the slots and passes by those that are
+pinned. *FIFO* takes the next slot; BGL's choice (NSDI'23, section 3.2.3), because it costs least. *STATIC* is
+FIFO; the rows of a static set are pinned for good, so the hand always passes them by. *CLOCK* takes marks
+away, which hits set, and the first slot without one (second chance; a new row has no mark).
 """
 
 from __future__ import annotations
@@ -27,7 +28,19 @@ import numpy as np
 from featstore.base.compilation import njit
 from featstore.base.native import INLINED
 from featstore.tiers.slots import policies_ghosts as ghosts
-from featstore.tiers.slots.layout import CLOCK, HAND, IDLE, LENGTH, LRU, MIN, S3FIFO, SCORE, SIEVE, SLOTS, SlotMap
+from featstore.tiers.slots.layout import (
+    CLOCK,
+    HAND,
+    IDLE,
+    LENGTH,
+    LRU,
+    MIN,
+    S3FIFO,
+    SCORE,
+    SIEVE,
+    SLOTS,
+    SlotMap,
+)
 from featstore.tiers.slots.policies_min import min_idle, min_victim
 from featstore.tiers.slots.policies_queues import (
     FREQUENCY_MAX,

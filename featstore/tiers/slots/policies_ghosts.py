@@ -1,8 +1,10 @@
-"""Fingerprints of rows that are not in the buffer: S3-FIFO's ghosts and the access scores of MassiveGNN, in memory by slots.
+"""Fingerprints of rows that are not in the buffer: S3-FIFO's ghosts and the access scores of MassiveGNN, in
+memory by slots.
 
-A row belongs to one bucket of four entries, an int64 each: an odd fingerprint of 24 bits below a number, 0 for an empty entry.
-A full bucket gives up the entry with the smallest number. So a lookup is one cache miss; a row is taken for another once in
-some two million lookups, which costs a wrong guess about a row's future and nothing else.
+A row belongs to one bucket of four entries, an int64 each: an odd fingerprint of 24 bits below a number, 0
+for an empty entry. A full bucket gives up the entry with the smallest number. So a lookup is one cache miss;
+a row is taken for another once in some two million lookups, which costs a wrong guess about a row's future
+and nothing else.
 """
 
 from __future__ import annotations

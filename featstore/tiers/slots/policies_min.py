@@ -1,9 +1,11 @@
-"""MIN (Belady, IBM Systems Journal 5(2), 1966): with the next use of each row known, the row with the farthest next use goes.
+"""MIN (Belady, IBM Systems Journal 5(2), 1966): with the next use of each row known, the row with the
+farthest next use goes.
 
-Rows that nobody uses lie in one list for each next use, the row that was released last first. All lists are in one log, as the
-queues are (:mod:`featstore.tiers.slots.policies_queues`): rows are appended, an entry is valid as long as its slot's ``place`` names
-it, and each entry names the one before it in its list. A pointer to the last list that may not be empty (FAR) moves down when
-rows leave, and up only when a row is put farther away, so no heap is needed.
+Rows that nobody uses lie in one list for each next use, the row that was released last first. All lists are
+in one log, as the queues are (:mod:`featstore.tiers.slots.policies_queues`): rows are appended, an entry is
+valid as long as its slot's ``place`` names it, and each entry names the one before it in its list. A pointer
+to the last list that may not be empty (FAR) moves down when rows leave, and up only when a row is put farther
+away, so no heap is needed.
 """
 
 from __future__ import annotations

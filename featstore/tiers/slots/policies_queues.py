@@ -1,22 +1,25 @@
 """Policies that keep slots in queues: LRU with a standby list, SIEVE and S3-FIFO.
 
-A queue is a log: slots are appended at its end, and an entry is valid as long as its slot's ``place`` names it. Taking a slot
-out of the middle is so one store into a record that is in the cache anyway, where a linked list would touch two others; and as
-entries lie in order, the records of those to come can be prefetched. Stale entries are skipped, and squeezed out when the log
-is full, which is at most once for as many entries as there are slots. SIEVE's rows leave where the hand stands, so there the
-entry itself is made stale (-1), and no record is looked at to find that out.
+A queue is a log: slots are appended at its end, and an entry is valid as long as its slot's ``place`` names
+it. Taking a slot out of the middle is so one store into a record that is in the cache anyway, where a linked
+list would touch two others; and as entries lie in order, the records of those to come can be prefetched.
+Stale entries are skipped, and squeezed out when the log is full, which is at most once for as many entries as
+there are slots. SIEVE's rows leave where the hand stands, so there the entry itself is made stale (-1), and
+no record is looked at to find that out.
 
-*LRU* (GNNDrive, ICPP'24, section 4.2): the queue holds the slots that nobody uses, the *standby list*. A row that is asked for
-leaves it, a row whose last pin goes joins its end, the victim is its first. Pinned slots are never looked at.
+*LRU* (GNNDrive, ICPP'24, section 4.2): the queue holds the slots that nobody uses, the *standby list*. A row
+that is asked for leaves it, a row whose last pin goes joins its end, the victim is its first. Pinned slots
+are never looked at.
 
-*SIEVE* (Zhang et al., NSDI'24): all rows in the order in which they came. A hit marks. The hand moves from the oldest towards
-the newest, takes marks away, and evicts the first row without one; unlike CLOCK's it leaves survivors where they are. Pinned
-rows are passed by as they are.
+*SIEVE* (Zhang et al., NSDI'24): all rows in the order in which they came. A hit marks. The hand moves from
+the oldest towards the newest, takes marks away, and evicts the first row without one; unlike CLOCK's it
+leaves survivors where they are. Pinned rows are passed by as they are.
 
-*S3-FIFO* (Yang et al., SOSP'23): a new row enters a small queue; one that is hit at least twice there moves on to the main
-queue, the others leave for the list of ghosts; a row that comes back while it is a ghost enters the main queue at once. In the
-main queue a row goes round once more for each of up to three hits. Rows in use cannot leave, which the paper need not say: a
-pinned row at the head of a queue goes to its end, and a queue of pinned rows alone is not asked. Ghosts are fingerprints
+*S3-FIFO* (Yang et al., SOSP'23): a new row enters a small queue; one that is hit at least twice there moves
+on to the main queue, the others leave for the list of ghosts; a row that comes back while it is a ghost
+enters the main queue at once. In the main queue a row goes round once more for each of up to three hits. Rows
+in use cannot leave, which the paper need not say: a pinned row at the head of a queue goes to its end, and a
+queue of pinned rows alone is not asked. Ghosts are fingerprints
 (:mod:`featstore.tiers.slots.policies_ghosts`).
 """
 
@@ -92,9 +95,10 @@ def pop(m: SlotMap, q: int, records: int) -> np.int64:
     return found
 
 
-# SIEVE. CURSOR is the entry that the hand looks at next, of a row that is there, or -1 for the oldest. ``place`` names
-# the entry; it is -1 for a slot that was emptied since a row came last, and LENGTH counts these: their entries are blotted out,
-# all at once, when the next row comes, which is put into one of these slots.
+# SIEVE. CURSOR is the entry that the hand looks at next, of a row that is there, or -1 for the oldest.
+# ``place`` names the entry; it is -1 for a slot that was emptied since a row came last, and LENGTH counts
+# these: their entries are blotted out, all at once, when the next row comes, which is put into one of these
+# slots.
 
 
 @njit(**INLINED)
@@ -168,7 +172,8 @@ def sieve_victim(m: SlotMap, records: int) -> np.int64:
     return slot
 
 
-# S3-FIFO. ``mark`` is how often a row was hit, up to three; LENGTH + q and IDLE + q count a queue's slots and those without pins.
+# S3-FIFO. ``mark`` is how often a row was hit, up to three; LENGTH + q and IDLE + q count a queue's slots and
+# those without pins.
 
 
 @njit(**INLINED)
@@ -186,7 +191,11 @@ def s3_victim(m: SlotMap, records: int) -> np.int64:
     c = m.counts
     entries = m.ghosts.ctypes.data
     while True:
-        q = SMALL if c[IDLE + MAIN] == 0 or (c[LENGTH + SMALL] >= c[SMALL_MAX] and c[IDLE + SMALL] > 0) else MAIN
+        q = (
+            SMALL
+            if c[IDLE + MAIN] == 0 or (c[LENGTH + SMALL] >= c[SMALL_MAX] and c[IDLE + SMALL] > 0)
+            else MAIN
+        )
         if q == SMALL:  # the record is there by now
             soon = m.log[min(c[BEGIN + q] + _AHEAD // 2, c[END + q] - 1)]
             ghosts.prefetch_bucket(entries, m.ghosts, m.slots[soon].row)

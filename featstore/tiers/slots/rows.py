@@ -45,19 +45,25 @@ def slots_for(memory_bytes: int, row_bytes: int, policy: int, batches: int = 0) 
         else:
             high = middle - 1
     if low == 0:
-        raise BudgetError(buffer_bytes(1, row_bytes, policy, batches), memory_bytes, "make a feature buffer of one row")
+        raise BudgetError(
+            buffer_bytes(1, row_bytes, policy, batches), memory_bytes, "make a feature buffer of one row"
+        )
     return low
 
 
 def move_rows(
     x: NDArray[Any], old: layout.SlotMap, policy: int, memory: NDArray[np.uint8], row_bytes: int
 ) -> layout.SlotMap:
-    """A slot map of another policy in the same memory, with the rows that are there, which move in ``x`` to their new slots. The old map
-    is gone, and nobody may use its slots; what its policy knew of the rows and what was counted is forgotten.
+    """A slot map of another policy in the same memory, with the rows that are there, which move in ``x`` to
+    their new slots. The old map is gone, and nobody may use its slots; what its policy knew of the rows and
+    what was counted is forgotten.
 
-    In pieces, because what is known of rows takes memory. Slots are given away from the first on, so rows only move towards it.
+    In pieces, because what is known of rows takes memory. Slots are given away from the first on, so rows
+    only move towards it.
     """
-    present = np.flatnonzero((old.slots["status"] == layout.PRESENT) & (old.slots["row"] >= 0)).astype(np.int32)
+    present = np.flatnonzero((old.slots["status"] == layout.PRESENT) & (old.slots["row"] >= 0)).astype(
+        np.int32
+    )
     rows = old.slots["row"][present]
     m = layout.make_slot_map(len(x), policy, memory=memory)
     step = max(1, _MOVED_BYTES // max(16, row_bytes))

@@ -1,4 +1,5 @@
-"""Hits and misses of a trace under a policy, without a buffer: a slot map alone, through which the trace passes."""
+"""Hits and misses of a trace under a policy, without a buffer: a slot map alone, through which the trace
+passes."""
 
 from __future__ import annotations
 
@@ -15,23 +16,28 @@ from featstore.tiers.slots.slots import NO_NEXT_USE, acquire, complete, release
 
 
 def simulate(
-    rows_by_batch: Iterable[NDArray[Any]], slots: int, policy: int | str, *, next_uses: Sequence[NDArray[Any]] | None = None,
-    static: NDArray[Any] | None = None, **options: Any,
+    rows_by_batch: Iterable[NDArray[Any]], slots: int, policy: int | str, *,
+    next_uses: Sequence[NDArray[Any]] | None = None, static: NDArray[Any] | None = None, **options: Any,
 ) -> tuple[int, int]:  # fmt: skip
-    """Hits and misses of a trace: each mini-batch is acquired, read and released before the next. Nothing is read.
+    """Hits and misses of a trace: each mini-batch is acquired, read and released before the next. Nothing is
+    read.
 
     Args:
         rows_by_batch: the rows of each mini-batch, integers.
         slots: how many rows the buffer holds.
         policy: one of :data:`~featstore.tiers.slots.layout.POLICIES`, or its name.
-        next_uses: for MIN: for each mini-batch the next use of its rows, as :func:`~featstore.tiers.slots.slots.acquire` takes it.
-        static: for STATIC: the rows that are in the buffer from the start and for good; loading them is not counted.
+        next_uses: for MIN: for each mini-batch the next use of its rows, as
+            :func:`~featstore.tiers.slots.slots.acquire` takes it.
+        static: for STATIC: the rows that are in the buffer from the start and for good; loading them is not
+            counted.
         options: of :func:`~featstore.tiers.slots.layout.make_slot_map`.
 
     Raises BudgetError (in rows of one byte) where a mini-batch has more rows than slots.
     """
     number = (
-        POLICIES[as_choice(policy, "policy", POLICIES)] if isinstance(policy, str) else as_count(policy, "policy", 0)
+        POLICIES[as_choice(policy, "policy", POLICIES)]
+        if isinstance(policy, str)
+        else as_count(policy, "policy", 0)
     )
     slots = as_count(slots, "slots", 1, 2**31 - 1)
     if next_uses is not None:
@@ -47,7 +53,9 @@ def simulate(
         reads, _ = acquire(m, rows, of_row, missed, waits, uses)
         if reads < 0:
             raise BudgetError(
-                slots - reads, slots, f"hold the {len(rows):,} rows of mini-batch {batch - len(hold)} at one byte a row"
+                slots - reads,
+                slots,
+                f"hold the {len(rows):,} rows of mini-batch {batch - len(hold)} at one byte a row",
             )
         complete(m, of_row[missed[:reads]])
         if batch < len(hold):
