@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from featstore.base import hashing
 from featstore.errors import IdError, SourceError
-from featstore.sampling import neighbors as sampling
+from featstore.sampling import picking
 from featstore.sampling.neighbors import MiniBatch, NeighborSampler
 
 GOLDEN, MIX_A, MIX_B, WORD = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 2**64
@@ -118,7 +118,7 @@ def test_kernel_equals_twin(
 @given(word=st.integers(0, WORD - 1), limit=st.integers(1, 2**32 - 1))
 def test_words(word: int, limit: int) -> None:
     assert int(hashing.mix64(np.uint64(word))) == mix_twin(word) == hashing._mix(word)
-    assert int(sampling.draw_below(np.uint64(word), np.uint64(limit))) == word * limit >> 64
+    assert int(hashing.draw_below(np.uint64(word), np.uint64(limit))) == word * limit >> 64
 
 
 @settings(max_examples=30, deadline=None)
@@ -140,34 +140,34 @@ def test_fold_ids_equals_twin(ids: list[int]) -> None:
 )
 def test_pick_distinct_equals_twin(key: int, degree: int, fanout: int, stamp: int) -> None:
     fanout = min(fanout, degree)
-    picks = np.full((2, sampling._table_size(fanout)), -1, dtype=np.int64)
+    picks = np.full((2, picking.table_size(fanout)), -1, dtype=np.int64)
     out = np.empty(fanout, dtype=np.int64)
-    sampling.pick_distinct(np.uint64(key), degree, fanout, picks, stamp, out)
+    picking.pick_distinct(np.uint64(key), degree, fanout, picks, stamp, out)
     assert out.tolist() == floyd_twin(key, degree, fanout)
     assert len(set(out.tolist())) == fanout
     # Another stamp finds the set empty again.
-    sampling.pick_distinct(np.uint64(key), degree, fanout, picks, stamp + 1, out)
+    picking.pick_distinct(np.uint64(key), degree, fanout, picks, stamp + 1, out)
     assert out.tolist() == floyd_twin(key, degree, fanout)
 
 
 def test_table_finds_adds_and_names_duplicates() -> None:
     ids = np.random.default_rng(1).permutation(5000)[:1000].astype(np.int64)
-    slots = np.full(sampling._table_size(1000), -1, dtype=np.int64)
-    assert sampling.fill_table(slots, ids, 1000) == -1
+    slots = np.full(picking.table_size(1000), -1, dtype=np.int64)
+    assert picking.fill_table(slots, ids, 1000) == -1
     room = np.append(ids, -1)
-    assert [sampling.find_or_add(slots, room, 1000, one) for one in ids] == list(range(1000))
-    assert sampling.find_or_add(slots, room, 1000, 5001) == 1000
+    assert [picking.find_or_add(slots, room, 1000, one) for one in ids] == list(range(1000))
+    assert picking.find_or_add(slots, room, 1000, 5001) == 1000
     assert room[1000] == 5001
     twice = np.array([4, 9, 4], dtype=np.int64)
-    assert sampling.fill_table(np.full(16, -1, dtype=np.int64), twice, 3) == 2
+    assert picking.fill_table(np.full(16, -1, dtype=np.int64), twice, 3) == 2
 
 
 def test_hop_size_equals_twin() -> None:
     indptr, indices = random_graph(100, 900, 3)
     node = np.arange(100, dtype=np.int64)
     degrees = np.diff(indptr)[20:70]
-    assert sampling.hop_size(indptr, 900, node, 20, 70, 4) == (np.minimum(degrees, 4).sum(), degrees.max())
-    assert sampling.hop_size(indptr, 900, node, 20, 70, -1) == (degrees.sum(), degrees.max())
+    assert picking.hop_size(indptr, 900, node, 20, 70, 4) == (np.minimum(degrees, 4).sum(), degrees.max())
+    assert picking.hop_size(indptr, 900, node, 20, 70, -1) == (degrees.sum(), degrees.max())
     assert len(indices) == 900
 
 

@@ -20,7 +20,7 @@ from test_sampling import floyd_twin, mix_twin, random_graph
 
 import featstore
 from featstore.errors import BudgetError, ClosedError, CorruptionError, FormatError, IdError, SourceError
-from featstore.sampling import neighbors as sampling
+from featstore.sampling import picking
 from featstore.sampling.neighbors import MiniBatch, NeighborSampler
 from featstore.sampling.stored import StoredSampler
 
@@ -207,12 +207,12 @@ def test_pick_hop_equals_twin(nodes: int, fanout: int, seed: int, hubs: int) -> 
             else range(degree)
         )
         expected += [(int(sources[low + p]) if row in cached else -1, position, low + p) for p in picks]
-    size, degree_max = sampling.hop_size(offsets, len(sources), rows, begin, nodes, fanout)
+    size, degree_max = picking.hop_size(offsets, len(sources), rows, begin, nodes, fanout)
     assert size == len(expected)
     out = [np.empty(size, np.int64) for _ in range(3)]
-    misses = sampling.pick_hop(
+    misses = picking.pick_hop(
         offsets, node_of_row, rows, begin, nodes, fanout, np.uint64(seed), bits, ranks, ends[:-1][order],
-        lists, sampling.empty_picks(fanout, degree_max), *out,
+        lists, picking.empty_picks(fanout, degree_max), *out,
     )  # fmt: skip
     np.testing.assert_array_equal(np.stack(out, axis=1), np.array(expected, np.int64).reshape(-1, 3))
     assert misses == sum(neighbour < 0 for neighbour, _, _ in expected)
@@ -223,9 +223,9 @@ def test_pick_hop_equals_twin(nodes: int, fanout: int, seed: int, hubs: int) -> 
 def test_enter_hop_equals_twin(known: int, neighbours: list[int]) -> None:
     rows = np.concatenate([np.arange(known), np.full(60, -1)]).astype(np.int64)
     slots = np.full(256, -1, np.int32)
-    assert sampling.fill_table(slots, rows, known) == -1
+    assert picking.fill_table(slots, rows, known) == -1
     row = np.array(neighbours, np.int64)
-    found = sampling.enter_hop(slots, rows, known, row, 40)
+    found = picking.enter_hop(slots, rows, known, row, 40)
     places = {r: r for r in range(known)}
     for place, neighbour in enumerate(neighbours):
         if not 0 <= neighbour < 40:
