@@ -21,7 +21,8 @@ from hypothesis.extra import numpy as npst
 from featstore.errors import FormatError, SourceError
 from featstore.sampling.neighbors import MiniBatch
 from featstore.trace import samples
-from featstore.trace.samples import decode, encode
+from featstore.trace.sample_decoder import decode
+from featstore.trace.sample_encoder import encode
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # of torch, when PyG scripts its own classes
@@ -173,7 +174,7 @@ def test_data_at_an_odd_address() -> None:
     assert same(decode(room[1:]), decode(data))
 
 
-@pytest.mark.parametrize("name", sorted(samples._TORCH_DTYPES))
+@pytest.mark.parametrize("name", sorted(samples.TORCH_DTYPES))
 def test_tensors(name: str) -> None:
     dtype = getattr(torch, name)
     flat = torch.arange(24, dtype=torch.uint8).repeat(dtype.itemsize)
@@ -235,7 +236,8 @@ def test_our_own_mini_batch() -> None:
 
 def test_torch_is_loaded_by_torch_alone() -> None:
     code = (
-        "import sys, numpy as np\nfrom featstore.trace.samples import encode, decode\n"
+        "import sys, numpy as np\nfrom featstore.trace.sample_decoder import decode\n"
+        "from featstore.trace.sample_encoder import encode\n"
         "from featstore.sampling.neighbors import MiniBatch\na = np.arange(3)\n"
         "decode(encode({'a': a, ('p', 'to', 'q'): [1, MiniBatch(a, a, a, a, (1,), (1,))]}))\n"
         "print([m for m in ('torch', 'torch_geometric') if m in sys.modules])\n"

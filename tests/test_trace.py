@@ -34,8 +34,9 @@ from featstore.errors import (
 from featstore.sampling.neighbors import NeighborSampler
 from featstore.scrub.trace import verify_trace
 from featstore.trace import recorder
-from featstore.trace.recorder import how_far
-from featstore.trace.trace import Trace, TraceProgress
+from featstore.trace.filling import TraceProgress
+from featstore.trace.log_file import how_far
+from featstore.trace.trace import Trace
 
 sys.path.insert(0, str(Path(__file__).parent / "crash"))
 from disks import RecordingDisk

@@ -27,7 +27,7 @@ from featstore.errors import (
 from featstore.storage.disk import Disk
 from featstore.storage.generations import writer_lock
 from featstore.trace import recorder
-from featstore.trace.recorder import how_far
+from featstore.trace.log_file import how_far
 from featstore.trace.trace import Trace
 
 sys.path.insert(0, str(Path(__file__).parent / "crash"))

@@ -65,7 +65,7 @@ from featstore.storage.packs import (
 )
 from featstore.storage.store import OpenStore
 from featstore.storage.table_writer import Catalogue, write_array, zarr_group_json
-from featstore.trace.samples import encode
+from featstore.trace.sample_encoder import encode
 from featstore.trace.trace import Trace
 from featstore.units import EXTENT_BYTES_MAX, parse_bytes
 
@@ -247,7 +247,8 @@ class _Compiling:
         self.disk.fsync_dir(self.generation.store)
         entry = CompiledEntry(
             self.base.uuid, self.trace.uuid, self.options.residency,  # type: ignore[arg-type]
-            len(self.trace), self.options.train_bytes, "records", "offsets", compiled, msgspec.to_builtins(forecast),
+            len(self.trace), self.options.train_bytes, "records", "offsets", compiled,
+            msgspec.to_builtins(forecast),
         )  # fmt: skip
         manifest = sealed(
             Manifest(

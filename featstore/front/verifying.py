@@ -25,7 +25,7 @@ def verify(
     Args:
         path: of the store or trace. It is not written to.
         progress: called now and then, for a store with :class:`featstore.scrub.store.Progress`, for a trace
-            with :class:`featstore.trace.trace.TraceProgress`.
+            with :class:`featstore.trace.filling.TraceProgress`.
         access: ``"direct"`` to read past the page cache where the file system allows it, or ``"buffered"``.
 
     Raises as :func:`featstore.scrub.store.verify` and :func:`featstore.scrub.trace.verify_trace` do where

@@ -122,7 +122,7 @@ def record_offsets(tables: list[Lengths], sample_bytes: NDArray[np.int64]) -> ND
 
 def encode_record(tables: list[TableRecord], sample: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """The bytes of a record, a multiple of 64 of them. ``sample``: uint8 [n], as
-    :func:`featstore.trace.samples.encode` makes it."""
+    :func:`featstore.trace.sample_encoder.encode` makes it."""
     head = np.zeros(_HEAD + _NUMBERS * len(tables), "<i8")
     pieces: list[tuple[int, NDArray[np.uint8]]] = [(0, head.view(np.uint8))]
     at = head.nbytes

@@ -33,7 +33,7 @@ from featstore.layout.records import TableRecord, check_record, decode_record
 from featstore.loaders.compiled_options import check_loader_options
 from featstore.loaders.compiled_report import CompiledStages, LoaderReport
 from featstore.loaders.walk import Walk, WalkingLoader
-from featstore.trace.samples import decode
+from featstore.trace.sample_decoder import decode
 from featstore.units import parse_bytes
 
 if TYPE_CHECKING:

@@ -20,8 +20,9 @@ from featstore.arguments import as_choice, as_function
 from featstore.base.system import asking
 from featstore.engine.files import Access
 from featstore.errors import CorruptionError, DeviceError
-from featstore.trace.recorder import TRACE_NAME, read_frame
-from featstore.trace.trace import Trace, TraceProgress
+from featstore.trace.filling import TraceProgress
+from featstore.trace.log_file import TRACE_NAME, read_frame
+from featstore.trace.trace import Trace
 from featstore.units import format_bytes
 
 #: So many problems are listed; all are counted.

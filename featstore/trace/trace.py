@@ -18,11 +18,9 @@ side; a trace survives fork and is opened again when it is pickled.
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,9 +41,10 @@ from featstore.errors import (
     SourceError,
     StaleError,
 )
-from featstore.sampling.minibatch import Ids, split
 from featstore.storage.disk import Disk
 from featstore.storage.generations import writing
+from featstore.trace.filling import TraceProgress, checked_fingerprint, fill
+from featstore.trace.log_file import LOG_NAME, TRACE_NAME, read_head, read_piece
 from featstore.trace.log_format import (
     TAIL_BYTES,
     Front,
@@ -56,8 +55,8 @@ from featstore.trace.log_format import (
     decode_tail,
     digest_of,
 )
-from featstore.trace.recorder import LOG_NAME, TRACE_NAME, Recorder, begin, read_head, read_piece
-from featstore.trace.samples import decode, encode
+from featstore.trace.recorder import Recorder, begin
+from featstore.trace.sample_decoder import decode
 
 if TYPE_CHECKING:
     pass
@@ -73,16 +72,6 @@ class TraceBatch:
     index: int
     ids: dict[str, NDArray[Any]]
     sample: object
-
-
-@dataclass(frozen=True)
-class TraceProgress:
-    """How far a recording is. ``total_batches`` is None where the iterable does not tell; ``bytes`` are those
-    of the log."""
-
-    done_batches: int
-    total_batches: int | None
-    bytes: int
 
 
 class Trace:
@@ -192,7 +181,7 @@ class Trace:
             for name in args.as_sequence(drop, "drop", "names of attributes")
         ]
         directory, door = real_path(args.as_path(path, "path")), disk or Disk()
-        recorder = Recorder(door, directory, _checked_fingerprint(fingerprint), sorted(set(drop)))
+        recorder = Recorder(door, directory, checked_fingerprint(fingerprint), sorted(set(drop)))
         if not is_directory(directory):
             if resume:
                 raise IncompleteStoreError(f"there is nothing to resume: {directory} is not there")
@@ -202,7 +191,7 @@ class Trace:
             try:
                 if begin(directory, door, resume=resume, overwrite=overwrite):
                     recorder.resume()
-                _fill(recorder, batches, nodes, drop, limit, progress)
+                fill(recorder, batches, nodes, drop, limit, progress)
                 recorder.commit()
             except BaseException as error:
                 # an interrupt, a mini-batch that cannot be kept: not the disk
@@ -240,8 +229,8 @@ class Trace:
             os.posix_fadvise(self._descriptor, offset, length, os.POSIX_FADV_WILLNEED)
 
     def sample_bytes(self, index: int) -> NDArray[np.uint8]:
-        """The encoded sample of a mini-batch, uint8 [n], as :func:`featstore.trace.samples.encode` made it;
-        empty where there is none. Raises as :meth:`ids`."""
+        """The encoded sample of a mini-batch, uint8 [n], as :func:`featstore.trace.sample_encoder.encode`
+        made it; empty where there is none. Raises as :meth:`ids`."""
         number = self._number(index)
         offset = int(self._index.offsets[number] + self._index.front_bytes[number])
         sample = self._read(offset, self.sample_sizes[number])
@@ -352,77 +341,4 @@ def _decoded(sample: NDArray[np.uint8]) -> object:
     return decode(sample) if len(sample) else None
 
 
-def _checked_fingerprint(fingerprint: Mapping[str, Scalar] | None) -> dict[str, Scalar] | None:
-    if fingerprint is None:
-        return None
-    for key, value in args.as_mapping(fingerprint, "fingerprint", "names to values").items():
-        good = type(key) is str and type(value) in (str, int, float, bool, type(None))
-        if isinstance(value, int | float):
-            good = good and math.isfinite(value) and (isinstance(value, float) or abs(value) < 2**63)
-        if not good:
-            raise SourceError(
-                f"a fingerprint is text, finite numbers, booleans and None, not {key!r}: {value!r}"
-            )
-    return dict(sorted(fingerprint.items()))
-
-
 # Filling a recording.
-
-
-def _fill(
-    recorder: Recorder, batches: Iterable[Any], nodes: Callable[[Any], Any] | None, drop: Collection[str],
-    limit: int | None, progress: Callable[[TraceProgress], None] | None,
-) -> None:  # fmt: skip
-    """Record what is not recorded yet."""
-    done = len(recorder)
-    total = min((n for n in (_length(batches), limit) if n is not None), default=None)
-    if total is not None and done > total:
-        raise SourceError(
-            f"the unfinished recording has {done:,} mini-batches already, more than the {total:,} to "
-            "record; give more, or start anew with overwrite"
-        )
-    source = _after(batches, max(0, done - 1))
-    if done:
-        _compare(recorder, next(source, None), nodes, done - 1)
-    for number, batch in enumerate(islice(source, None if limit is None else limit - done), done):
-        try:
-            ids, sample = split(batch, nodes)
-            data = np.empty(0, np.uint8) if sample is None else encode(sample, drop=drop)
-            recorder.append(ids, data)
-        except SourceError as error:
-            raise SourceError(f"mini-batch {number}: {error}") from None
-        if progress is not None:
-            progress(TraceProgress(number + 1, total, recorder.bytes))
-    if len(recorder) == 0:
-        raise SourceError(
-            "there is nothing to record: the iterable gave no mini-batch (an iterator gives its own "
-            "only once)"
-        )
-
-
-def _length(batches: Iterable[Any]) -> int | None:
-    try:
-        return len(batches) if isinstance(batches, Sized) else None
-    except TypeError:  # so says a PyTorch DataLoader over data of unknown length
-        return None
-
-
-def _after(batches: Iterable[Any], skip: int) -> Iterator[Any]:
-    """The mini-batches from number ``skip`` on; of a sequence, the earlier ones are not made."""
-    if isinstance(batches, Sequence):
-        return map(batches.__getitem__, range(skip, len(batches)))
-    return islice(batches, skip, None)
-
-
-def _compare(recorder: Recorder, batch: Any, nodes: Callable[[Any], Any] | None, number: int) -> None:
-    """Raise SourceError where the mini-batch recorded last is not what the iterable has in its place."""
-    if batch is not None:
-        now: Ids = {name: one for name, one in split(batch, nodes)[0].items() if len(one)}
-        then = {name: one for name, one in recorder.last_ids.items() if len(one)}
-        if now.keys() == then.keys() and all(np.array_equal(now[name], then[name]) for name in now):
-            return
-    raise SourceError(
-        f"cannot resume: mini-batch {number}, the last one recorded, is not what the iterable has in "
-        "its place; give the same mini-batches in the same order (a sampler with the same seed, and "
-        "no shuffling of its own), or start anew with overwrite"
-    )

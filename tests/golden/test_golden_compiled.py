@@ -31,7 +31,7 @@ from test_golden import (
 
 import featstore
 from featstore.errors import CorruptionError, FeatstoreError, FormatError
-from featstore.trace.samples import decode
+from featstore.trace.sample_decoder import decode
 
 BASE, PACK = GOLDEN / "compiled", "compiled/packs/default"
 TABLES = ("paper", "author")

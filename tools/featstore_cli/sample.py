@@ -208,7 +208,7 @@ def render_trace(data: dict[str, Any]) -> Any:
 
 def inspect_trace(path: Path, as_json: bool) -> None:
     """What ``inspect`` shows of a trace, finished or not."""
-    from featstore.trace.recorder import TRACE_NAME, how_far
+    from featstore.trace.log_file import TRACE_NAME, how_far
     from featstore.trace.trace import Trace
 
     if (path / TRACE_NAME).exists():
