@@ -14,19 +14,17 @@ import selectors
 import socket
 import time
 from collections.abc import Callable
-from typing import Generic, TypeVar
 
 from featstore.shared import protocol
+from featstore.shared.guests import Guest
 
 STRANGERS_MAX = 64
 HANDSHAKE_SECONDS = 10.0
 _BACKLOG = 128
 _SHUT_SECONDS = 0.2  # for which nobody is let in where descriptors have run out
 
-Guest = TypeVar("Guest")
 
-
-class Door(Generic[Guest]):
+class Door:
     """A socket that listens in Linux's abstract namespace, known to a selector, and the strangers that it has
     let in. Made while :data:`featstore.shared.protocol.forking` is held."""
 

@@ -35,7 +35,8 @@ from featstore.reader.options import READING, check_reading
 from featstore.reader.reader import Reader
 from featstore.shared import protocol
 from featstore.shared.client import BufferClient
-from featstore.shared.service import BYTES_PER_ID, ROOM_BATCHES, Service
+from featstore.shared.guests import BYTES_PER_ID
+from featstore.shared.service import ROOM_BATCHES, Service
 from featstore.storage.relations import node_tables
 from featstore.storage.store import as_store
 from featstore.tiers.buffer import FeatureBuffer

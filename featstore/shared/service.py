@@ -30,62 +30,22 @@ import selectors
 import socket
 import threading
 from collections import deque
-from collections.abc import Generator
 from dataclasses import asdict
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from featstore.base.system import asking, started
 from featstore.shared import protocol
 from featstore.shared.door import Door
+from featstore.shared.guests import Asked, Guest, Session
 from featstore.shared.protocol import ANSWER_BYTES, HEADER, NONCE_BYTES, PROOF_BYTES
 from featstore.tiers.buffer import FeatureBuffer
-from featstore.tiers.tickets import Ticket
 
-BYTES_PER_ID = 48  # of a request: ids as they arrive, and what the buffer's ticket and read hold
 ROOM_BATCHES = 4  # requests of the largest size that there is room for
 AHEAD_SHARE = 0.5  # of the slots
 _TURN = 16  # receives from one client before the next has its turn
 _SCRATCH_BYTES = 64 * 1024
-
-Session = Generator[memoryview | None, None, None]
-
-
-class _Asked:
-    """A client's request."""
-
-    def __init__(self, guest: _Guest, number: int, count: int) -> None:
-        self.guest, self.number, self.count = guest, number, count
-        self.ids: NDArray[np.int64] | None = np.empty(count, np.int64)  # None when its ticket has them
-        self.ticket: Ticket | None = None
-        self.error: BaseException | None = None
-
-    @property
-    def begun(self) -> bool:
-        """Whether it has slots, or cannot have any."""
-        return self.ticket is not None or self.error is not None
-
-    def result(self) -> NDArray[np.int32]:
-        """The slots of its rows. Raises TimeoutError while they are on their way; what went wrong."""
-        if self.error is not None:
-            raise self.error
-        assert self.ticket is not None
-        return self.ticket.result(0)
-
-
-class _Guest:
-    """A client's connection. ``wants``: what is to be filled next; None while it is not listened to."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        self.socket = connection
-        self.session: Session | None = None
-        self.wants: memoryview | None = None
-        self.outgoing: deque[memoryview] = deque()
-        self.asked: dict[int, _Asked] = {}
-        self.events = 0  # that the selector waits for
-        self.gone = False
 
 
 class Service:
@@ -97,18 +57,18 @@ class Service:
         self._room: int = ROOM_BATCHES * self._batch_rows  # in ids
         # ids with slots; above that, none ahead
         self._pinned, self._ahead_max = 0, int(AHEAD_SHARE * buffer.slots)
-        self._guests: set[_Guest] = set()
-        self._held: deque[_Guest] = deque()  # not listened to until there is room
-        self._wanted: deque[_Asked] = deque()  # without slots
-        self._begun: list[_Asked] = []  # wanted, their rows on their way
-        self._ahead: list[_Asked] = []  # not wanted yet, the oldest first
+        self._guests: set[Guest] = set()
+        self._held: deque[Guest] = deque()  # not listened to until there is room
+        self._wanted: deque[Asked] = deque()  # without slots
+        self._begun: list[Asked] = []  # wanted, their rows on their way
+        self._ahead: list[Asked] = []  # not wanted yet, the oldest first
         self._stop = False
         self.error: BaseException | None = None  # what has ended the thread before its time
         self._bell_lock = threading.Lock()
         with protocol.forking, asking("the shared buffer", "make the sockets of"):
             self._selector = selectors.DefaultSelector()
             self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-            self._door = Door[_Guest](self._selector)
+            self._door = Door(self._selector)
         self.address = self._door.address
         protocol.register(self)
         self._door.open()
@@ -151,7 +111,7 @@ class Service:
             connection = self._door.accept(self._see_off)
             if connection is None:
                 return
-            guest = _Guest(connection)
+            guest = Guest(connection, self._selector)
             self._guests.add(guest)
         self._door.meet(guest)
         connection.setblocking(False)
@@ -161,9 +121,9 @@ class Service:
         except OSError:  # the system does not let this process listen to so many
             self._see_off(guest)
 
-    def _attend(self, guest: _Guest, events: int) -> None:
+    def _attend(self, guest: Guest, events: int) -> None:
         if events & selectors.EVENT_WRITE:
-            self._flush(guest)
+            guest.flush()
         if not events & selectors.EVENT_READ:
             return
         for _ in range(_TURN):
@@ -182,7 +142,7 @@ class Service:
             if len(guest.wants) == 0:
                 self._go_on(guest)
 
-    def _go_on(self, guest: _Guest) -> None:
+    def _go_on(self, guest: Guest) -> None:
         """Let a client's session go on to where it wants something."""
         assert guest.session is not None
         for wants in guest.session:
@@ -190,32 +150,17 @@ class Service:
                 guest.wants = wants
                 if wants is None and guest not in self._held:
                     self._held.append(guest)
-                self._listen(guest)
+                guest.listen()
                 return
         self._see_off(guest)  # it has broken the rules, or could not prove that it knows the key
 
-    def _listen(self, guest: _Guest) -> None:
-        """Wait for what is of interest of a client."""
-        events = selectors.EVENT_READ if guest.wants is not None else 0
-        if guest.outgoing:
-            events |= selectors.EVENT_WRITE
-        if events and not guest.events:
-            self._selector.register(guest.socket, events, guest)
-        elif events != guest.events:
-            if events:
-                self._selector.modify(guest.socket, events, guest)
-            else:
-                self._selector.unregister(guest.socket)
-        guest.events = events
-
-    def _see_off(self, guest: _Guest) -> None:
+    def _see_off(self, guest: Guest) -> None:
         """A client is gone: so is what it asked for."""
         if guest.gone:
             return
         guest.gone = True
         self._door.know(guest)
-        if guest.events:
-            self._selector.unregister(guest.socket)
+        guest.ignore()
         if guest in self._held:
             self._held.remove(guest)
         if guest.session is not None:
@@ -225,34 +170,16 @@ class Service:
         for asked in list(guest.asked.values()):
             self._forget(asked)
 
-    def _say(self, guest: _Guest, *parts: bytes | memoryview) -> None:
-        guest.outgoing.extend(memoryview(part) for part in parts if len(part))
-        self._flush(guest)
-
-    def _flush(self, guest: _Guest) -> None:
-        try:
-            while guest.outgoing:
-                sent = guest.socket.send(guest.outgoing[0])
-                if sent < len(guest.outgoing[0]):
-                    guest.outgoing[0] = guest.outgoing[0][sent:]
-                else:
-                    guest.outgoing.popleft()
-        except BlockingIOError:
-            pass
-        except OSError:
-            guest.outgoing.clear()  # it is gone, as will be seen when it is read from
-        self._listen(guest)
-
     # What clients say.
 
-    def _talk(self, guest: _Guest) -> Session:
+    def _talk(self, guest: Guest) -> Session:
         """A client's session; it ends where the client breaks the rules."""
         nonce = protocol.new_nonce()
-        self._say(guest, nonce)
+        guest.say(nonce)
         answer = bytearray(ANSWER_BYTES)
         yield memoryview(answer)
         if not protocol.proves(bytes(answer[:PROOF_BYTES]), self._key, b"client", nonce):
-            self._say(guest, HEADER.pack(protocol.REFUSED, 0, 0))
+            guest.say(HEADER.pack(protocol.REFUSED, 0, 0))
             return
         self._door.know(guest)
         self._welcome(guest, bytes(answer[-NONCE_BYTES:]))
@@ -272,20 +199,20 @@ class Service:
                     self._forget(guest.asked[number])
             elif kind == protocol.STATS:
                 text = json.dumps(asdict(self._buffer.stats())).encode()
-                self._say(guest, HEADER.pack(protocol.COUNTED, 0, len(text)), text)
+                guest.say(HEADER.pack(protocol.COUNTED, 0, len(text)), text)
             else:
                 return
 
-    def _welcome(self, guest: _Guest, nonce: bytes) -> None:
+    def _welcome(self, guest: Guest, nonce: bytes) -> None:
         """Let a client have the rows. The message is short, and the first in a socket that nothing else is
         in."""
         body = protocol.proof(self._key, b"owner", nonce) + json.dumps(self._about).encode()
         try:
             socket.send_fds(guest.socket, [HEADER.pack(protocol.WELCOME, 0, len(body)), body], [self._memory])
         except OSError:
-            guest.outgoing.clear()  # as in _flush
+            guest.outgoing.clear()  # as in Guest.flush
 
-    def _take_ids(self, guest: _Guest, number: int, count: int, wanted: bool) -> Session:
+    def _take_ids(self, guest: Guest, number: int, count: int, wanted: bool) -> Session:
         """Receive a request, where there is room for it."""
         while not self._has_room(guest, count, wanted):
             if not wanted:  # it will be asked for again
@@ -295,13 +222,13 @@ class Service:
                     left -= min(left, len(scratch))
                 return
             yield None
-        asked = guest.asked[number] = _Asked(guest, number, count)
+        asked = guest.asked[number] = Asked(guest, number, count)
         self._room -= count
         assert asked.ids is not None
         yield asked.ids.view(np.uint8).data
         (self._wanted if wanted else self._ahead).append(asked)
 
-    def _has_room(self, guest: _Guest, count: int, wanted: bool) -> bool:
+    def _has_room(self, guest: Guest, count: int, wanted: bool) -> bool:
         """Whether there is room for a request; what others asked ahead makes room for a wanted one."""
         if self._held and self._held[0] is not guest:
             return False
@@ -309,11 +236,11 @@ class Service:
             self._forget(self._ahead[-1])
         return self._room >= count
 
-    def _want(self, guest: _Guest, number: int) -> bool:
+    def _want(self, guest: Guest, number: int) -> bool:
         """What was asked ahead is wanted now; False where it already was."""
         asked = guest.asked.get(number)
         if asked is None:
-            self._say(guest, HEADER.pack(protocol.AGAIN, number, 0))
+            guest.say(HEADER.pack(protocol.AGAIN, number, 0))
             return True
         if asked not in self._ahead:
             return False
@@ -354,7 +281,7 @@ class Service:
             ):
                 return
 
-    def _try_begin(self, asked: _Asked) -> bool:
+    def _try_begin(self, asked: Asked) -> bool:
         """Claim slots for a request; False where it would have to wait for them."""
         assert asked.ids is not None
         try:
@@ -378,17 +305,16 @@ class Service:
                 continue
             except Exception as error:
                 text = protocol.encode_error(error)
-                self._say(asked.guest, HEADER.pack(protocol.ERROR, asked.number, len(text)), text)
+                asked.guest.say(HEADER.pack(protocol.ERROR, asked.number, len(text)), text)
                 self._forget(asked)
             else:
                 self._begun.remove(asked)
-                self._say(
-                    asked.guest,
+                asked.guest.say(
                     HEADER.pack(protocol.SLOTS, asked.number, len(slots)),
                     slots.view(np.uint8).data,
                 )
 
-    def _forget(self, asked: _Asked) -> None:
+    def _forget(self, asked: Asked) -> None:
         """A request is over: its slots and its room are free."""
         del asked.guest.asked[asked.number]
         self._room += asked.count
