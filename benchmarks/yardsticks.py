@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from featstore.base.compilation import njit
+from featstore.compile.allotment import most_wanted, smallest_fit
 from featstore.compile.groups import GROUP_SIZE_MAX, Group, GroupWork, group_of
 from featstore.compile.placement import (
     SPLIT_STEPS,
@@ -38,7 +39,7 @@ from featstore.compile.placement import (
     tally_classes,
 )
 from featstore.compile.row_lists import RowLists
-from featstore.compile.search import PAPER, most_wanted, smallest_fit
+from featstore.compile.search import PAPER
 from featstore.layout import TableLayout
 from featstore.plan.cost import DeviceModel
 

@@ -24,15 +24,8 @@ from featstore.errors import CorruptionError, DiskFullError, FeatstoreWarning, S
 from featstore.layout import TableLayout
 from featstore.measure import bench as bench_module
 from featstore.measure.bench import bench
-from featstore.measure.calibrate import (
-    EXTENT_SIZES,
-    LaneBench,
-    Sample,
-    calibrate,
-    drop_cached,
-    fit_model,
-    measure,
-)
+from featstore.measure.calibrate import EXTENT_SIZES, Sample, calibrate, fit_model, measure
+from featstore.measure.lane_bench import LaneBench, drop_cached
 from featstore.measure.scratch import scratch_store
 from featstore.plan.cost import DeviceModel, load_model, models_path
 from featstore.store import Store

@@ -24,7 +24,8 @@ from featstore.errors import (
     FormatVersionError,
     IncompleteStoreError,
 )
-from featstore.storage.manifest import MANIFEST_NAME, encode, read_manifest, sealed, uuid_of
+from featstore.storage.manifest import MANIFEST_NAME, encode, sealed, uuid_of
+from featstore.storage.manifest_reading import read_manifest
 
 
 def load(store: Path) -> dict[str, Any]:

@@ -316,7 +316,7 @@ def test_the_engine_says_why(
     def refuse() -> None:
         raise OSError(1, "Operation not permitted")
 
-    monkeypatch.setattr("featstore.engine.uring.probe", refuse)
+    monkeypatch.setattr("featstore.engine.liburing.probe", refuse)
     with store.reader(memory=MEMORY) as reader:
         assert reader.engine.name == "threads"
         assert "Operation not permitted" in reader.engine.because
@@ -405,7 +405,7 @@ def test_an_engine_that_cannot_run_tells_whoever_waits(
         raise RuntimeError("cannot load")
 
     with store.reader(memory=MEMORY, engine=engine) as reader:
-        monkeypatch.setattr(uring, "_drive", broken)
+        monkeypatch.setattr(uring, "drive", broken)
         monkeypatch.setattr(pool, "_work", broken)
         for _ in range(2):
             with pytest.raises((DeviceError, ClosedError, RuntimeError)):

@@ -3,11 +3,12 @@
 PyG's loaders ask three objects, and each has its class here:
 
 * :class:`FeatstoreSampler`, a ``BaseSampler``: which nodes and edges make a mini-batch. It wraps
-:class:`featstore.sampling.neighbors.NeighborSampler` and needs neither pyg-lib nor torch-sparse. *
-:class:`FeatstoreFeatures`, a ``FeatureStore``: the rows of those nodes. ``NodeLoader`` calls
-``multi_get_tensor`` once a mini-batch with all attributes, which becomes one ``reader.read`` with all tables.
+  :class:`featstore.sampling.neighbors.NeighborSampler` and needs neither pyg-lib nor torch-sparse.
+* :class:`FeatstoreFeatures`, a ``FeatureStore``: the rows of those nodes. ``NodeLoader`` calls
+  ``multi_get_tensor`` once a mini-batch with all attributes, which becomes one ``reader.read`` with all
+  tables.
 * :class:`FeatstoreGraph`, a ``GraphStore``: the topology, for those who ask for it whole (``NodeLoader`` does
-not).
+  not).
 
 **Which batch is this?** ``NodeLoader`` tells its sampler the seeds, not the number of the mini-batch. A
 fingerprint of the seeds takes its place, so that the same seeds in the same epoch give the same neighbours in
@@ -30,132 +31,30 @@ store for rows of nodes only.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from featstore.adapters.edge_numbers import UnnumberedEdges, check_permutation, csc_of
-from featstore.adapters.indices import attribute_tensor, join, like_ids, row_ids, shaped, to_shared
-from featstore.arguments import COUNT_MAX, as_integer, as_mapping, known_name, shown
-from featstore.base.hashing import fold_ids
-from featstore.base.ids import as_integers
+from featstore.adapters.indices import attribute_tensor, join, like_ids, row_ids, shaped
+from featstore.adapters.pyg_sampler import FeatstoreSampler
+from featstore.arguments import as_mapping, known_name, shown
 from featstore.errors import ArgumentError, MissingPackageError, SourceError, UnknownNameError
-from featstore.sampling.neighbors import NeighborSampler, graph_arrays
-from featstore.sampling.stored import StoredSampler
+from featstore.sampling.neighbors import graph_arrays
 from featstore.storage.relations import is_edge_table, node_tables
 
 try:
     import torch
-    from torch_geometric.data import Data, FeatureStore, GraphStore
+    from torch_geometric.data import FeatureStore, GraphStore
     from torch_geometric.data.feature_store import TensorAttr
     from torch_geometric.data.graph_store import EdgeAttr, EdgeLayout
-    from torch_geometric.sampler import BaseSampler, NodeSamplerInput, SamplerOutput
 except ImportError as error:
     raise MissingPackageError(f"the PyG adapter needs {error.name}: pip install 'featstore[pyg]'") from error
 
 __all__ = ["FeatstoreFeatures", "FeatstoreGraph", "FeatstoreSampler", "RowAttr"]
 
 AttrKey = tuple[str | None, str]
-
-
-class FeatstoreSampler(BaseSampler):  # type: ignore[misc]
-    """A PyG sampler for homogeneous graphs, for ``torch_geometric.loader.NodeLoader`` with 0, fork or spawn
-    workers.
-
-    ``sampler``: the graph, fan-outs and seed: in memory, or on disk (``store.sampler(...)``; each worker then
-    takes its budget once more). ``edge_permutation``: int64[e], the user's number of each edge of the CSC
-    arrays, its column in ``edge_index``; ``torch.arange(e)`` where they are in the order of the user's data
-    of edges. Without it mini-batches have no ``e_id``, and a loader over data of edges raises SourceError.
-    The loader's ``Data`` is to have an ``edge_index``, which may be empty: PyG leaves it out of mini-batches
-    of a ``Data`` without one.
-
-    Raises SourceError for a permutation that is not a number, from 0, for each edge, and for one of a stored
-    graph.
-    """
-
-    def __init__(
-        self, sampler: NeighborSampler | StoredSampler, *, edge_permutation: torch.Tensor | None = None
-    ) -> None:
-        if not isinstance(sampler, NeighborSampler | StoredSampler):
-            raise ArgumentError(
-                f"sampler must be a NeighborSampler or a store's sampler, not {shown(sampler)}"
-            )
-        if edge_permutation is not None:
-            check_permutation(edge_permutation, sampler)
-        self.sampler = sampler
-        self._edge_permutation = edge_permutation
-        self._epoch = to_shared(np.zeros(1, dtype=np.int64))
-        self._shared: tuple[torch.Tensor, torch.Tensor] | None = None
-
-    @classmethod
-    def from_data(cls, data: Data, fanouts: Sequence[int], *, seed: int = 0) -> FeatstoreSampler:
-        """A sampler over the ``edge_index`` (int64 [2, e]) of a PyG ``Data``, in memory (24 bytes an edge),
-        whose ``e_id`` are columns of it. Raises SourceError for data without one, and for ids that are no
-        nodes."""
-        indptr, indices, numbers = csc_of(data)
-        return cls(NeighborSampler(indptr, indices, fanouts, seed), edge_permutation=numbers)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Fresh neighbours for the same seeds from now on, in all workers. Call it before iterating the
-        loader."""
-        self._epoch[0] = as_integer(epoch, "epoch", -COUNT_MAX, COUNT_MAX)
-
-    def sample_from_nodes(self, inputs: NodeSamplerInput, **_: Any) -> SamplerOutput:
-        """The mini-batch around ``inputs.node`` (int64[b], no duplicates).
-
-        Raises IdError for seeds that are no nodes or stand twice, SourceError for typed or timed seeds.
-        """
-        if not isinstance(inputs, NodeSamplerInput):
-            raise ArgumentError(f"inputs must be PyG's NodeSamplerInput, not {shown(inputs)}")
-        if inputs.input_type is not None or inputs.time is not None:
-            raise SourceError(
-                "FeatstoreSampler samples homogeneous graphs without time stamps; pass input_nodes as "
-                "a tensor and no input_time, and a Data, not a HeteroData: typed graphs come later"
-            )
-        seeds = np.ascontiguousarray(as_integers(inputs.node, "seeds must be integers"), dtype=np.int64)
-        batch = self.sampler.sample(seeds, int(fold_ids(seeds)), epoch=int(self._epoch[0]))
-        return SamplerOutput(
-            node=torch.from_numpy(batch.node),
-            row=torch.from_numpy(batch.row),
-            col=torch.from_numpy(batch.col),
-            edge=UnnumberedEdges() if self._edge_permutation is None else torch.from_numpy(batch.edge_id),
-            batch=None,
-            num_sampled_nodes=list(batch.num_sampled_nodes),
-            num_sampled_edges=list(batch.num_sampled_edges),
-            metadata=(inputs.input_id, inputs.time),
-        )
-
-    def sample_from_edges(self, *_: Any, **__: Any) -> SamplerOutput:
-        """Link-level sampling is not offered: raises SourceError."""
-        raise SourceError("FeatstoreSampler samples around nodes: use NodeLoader, not LinkLoader")
-
-    @property
-    def edge_permutation(self) -> torch.Tensor | None:
-        """The user's number of each CSC edge, or None where nobody told."""
-        return self._edge_permutation
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Pickled for a spawned worker, the topology goes as handles of shared memory, into which it moves
-        once."""
-        if not isinstance(self.sampler, NeighborSampler):
-            return self.__dict__
-        if self._shared is None:
-            self._shared = to_shared(self.sampler.indptr), to_shared(self.sampler.indices)
-            self.sampler = self._over(self._shared, self.sampler.fanouts, self.sampler.seed)
-        return self.__dict__ | {"sampler": (self.sampler.fanouts, self.sampler.seed)}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        if isinstance(state["sampler"], tuple):
-            self.sampler = self._over(state["_shared"], *state["sampler"])
-
-    @staticmethod
-    def _over(
-        shared: tuple[torch.Tensor, torch.Tensor], fanouts: tuple[int, ...], seed: int
-    ) -> NeighborSampler:
-        return NeighborSampler(shared[0].numpy(), shared[1].numpy(), fanouts, seed)
 
 
 class RowAttr(TensorAttr):  # type: ignore[misc]

@@ -35,10 +35,10 @@ def choose(wanted: str = "auto") -> EngineChoice:
     as_choice(wanted, "engine", ("auto", *ENGINES))
     if wanted in ("threads", "mmap"):
         return EngineChoice(cast(EngineName, wanted), "asked for")
-    from featstore.engine import uring
+    from featstore.engine import liburing
 
     try:
-        uring.probe()
+        liburing.probe()
     except OSError as error:
         if wanted == "uring":
             raise EngineError(

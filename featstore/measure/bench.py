@@ -9,7 +9,7 @@ Four ways of reading, each a run of requests of one reader for about a given tim
 - *rows in memory*: random rows of a static tier, no read at all.
 
 Each is held against a limit measured in the same run: reads against the same engine's bare rate of single
-pages or of longest reads (:class:`featstore.measure.calibrate.LaneBench`: no planning, no requests), rows in
+pages or of longest reads (:class:`featstore.measure.lane_bench.LaneBench`: no planning, no requests), rows in
 memory against NumPy's ``take``; and against the planner's forecast. Random rows may beat their limit, which
 is one read a row: neighbours share reads. With direct I/O the page cache is not involved; otherwise the files
 are dropped from it before each request.
@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from featstore.errors import SourceError
-from featstore.measure.calibrate import LaneBench, drop_cached
+from featstore.measure.lane_bench import LaneBench, drop_cached
 from featstore.reader.reader import Reader
 from featstore.storage.store import OpenStore, Table
 from featstore.units import EXTENT_BYTES_MAX, PAGE_BYTES, parse_bytes

@@ -4,8 +4,9 @@ Sampling asks for nodes that are near each other in the graph, and a disk reads 
 so rows that are asked for together should stand together. This package turns a graph into such an
 :class:`Order`:
 
-- :mod:`featstore.order.orders`: the :class:`Order` itself, the simple ones (as given, permutation, degree),
-  the choice;
+- :mod:`featstore.order.permutation`: the :class:`Order` itself, and the simple ones (as given, permutation,
+  degree);
+- :mod:`featstore.order.orders`: the choice;
 - :mod:`featstore.order.metis`: METIS, the best partitions for graphs that fit in memory several times over;
 - :mod:`featstore.order.multilevel`: as good in a fraction of the memory, from METIS on a small graph of
   clusters, which :mod:`featstore.order.propagate` finds and :mod:`featstore.order.coarsen` contracts;
@@ -27,15 +28,9 @@ if TYPE_CHECKING:
     from featstore.order.ldg import ldg_memory_bytes, ldg_partition
     from featstore.order.metis import metis_memory_bytes, metis_partition
     from featstore.order.multilevel import multilevel_memory_bytes, multilevel_partition
-    from featstore.order.orders import (
-        Order,
-        default_partitions,
-        degree_order,
-        given_order,
-        make_order,
-        permutation_order,
-    )
+    from featstore.order.orders import default_partitions, make_order
     from featstore.order.parts import order_of_parts
+    from featstore.order.permutation import Order, degree_order, given_order, permutation_order
     from featstore.order.stream import GraphLike, degree_counts, edge_cut
 
 __all__ = [
@@ -72,6 +67,10 @@ _MODULE_OF = {
     "multilevel_memory_bytes": "multilevel",
     "multilevel_partition": "multilevel",
     "order_of_parts": "parts",
+    "Order": "permutation",
+    "degree_order": "permutation",
+    "given_order": "permutation",
+    "permutation_order": "permutation",
 }
 
 

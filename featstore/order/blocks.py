@@ -37,6 +37,8 @@ from numpy.typing import NDArray
 
 from featstore.base.compilation import njit
 from featstore.errors import SourceError
+from featstore.order.block_assignment import assign_blocks, uncoarsen
+from featstore.order.block_growth import ROUNDS, grow_blocks, most_blocks
 from featstore.order.ldg import SLACK, next_random, part_capacity, random_of_pass
 from featstore.order.stream import (
     BLOCK_EDGES,
@@ -50,11 +52,6 @@ from featstore.order.stream import (
 BLOCKS_PER_PART = 16
 BLOCK_NODES_MAX = 100_000  # BGL's threshold
 
-ROUNDS = 3
-LEVELS = 8
-PASSES_PER_ROUND = 16
-QUIET_SHARE = 1e-3  # a round ends with a pass that gives a block to at most this share of all nodes
-
 LARGE_SHARE = 0.1
 SMALL_SHARE = 0.25  # of the limit: up to here a block is small
 MERGED_SHARE = 1.5  # of the limit: merging makes none larger
@@ -63,109 +60,10 @@ WAYS = 8
 SLOTS_MIN = 16
 SLOTS_MAX = 128
 
-# Positions in the state of a growing pass, int64: what it must remember when edges end inside a node's.
-NODE, TOUCHED, GROWN, BLOCKS, BIN = range(5)
-STATE_SIZE = 5
-
-# Positions in a part's room, int64 [3]: how many nodes, training nodes and others it may hold.
-ALL, TRAIN, OTHER = range(3)
-
 _WEIGHT_MAX = 2**31 - 1
 _BLOCK_BYTES = 64
 _PART_BYTES = 32
 _FIXED_BYTES = 1 << 18
-
-
-@njit(cache=True, nogil=True)
-def draw_sources(indptr: Any, block_of: Any, sizes: Any, first: int, limit: int, random: Any) -> int:
-    """Sources for one in ``limit`` nodes with edges and no block (Knuth's selection sampling, 3.4.2 S). The
-    next block."""
-    left = 0
-    for node in range(block_of.size):
-        left += block_of[node] < 0 and indptr[node + 1] > indptr[node]
-    end = first + (left + limit - 1) // limit
-    for node in range(block_of.size):
-        if first < end and block_of[node] < 0 and indptr[node + 1] > indptr[node]:
-            if np.int64((next_random(random) >> np.uint64(20)) % np.uint64(left)) < end - first:
-                block_of[node] = first
-                sizes[first] = 1
-                first += 1
-            left -= 1
-    return int(first)
-
-
-@njit(cache=True, nogil=True)
-def chosen_block(sizes: Any, counts: Any, touched: Any, touched_count: int, limit: int) -> int:
-    """The open block most counted (ties: the smaller, then the lower number), or -1; clears ``counts``."""
-    best = np.int64(-1)
-    best_count = 0
-    for i in range(touched_count):
-        b = np.int64(touched[i])
-        count = counts[b]
-        counts[b] = 0
-        if sizes[b] >= limit or count < best_count:
-            continue
-        if count > best_count or sizes[b] < sizes[best] or (sizes[b] == sizes[best] and b < best):
-            best = b
-            best_count = count
-    return int(best)
-
-
-@njit(cache=True, nogil=True)
-def grow_block(
-    indptr: Any, block: Any, first_edge: int, block_of: Any, sizes: Any, counts: Any, touched: Any,
-    state: Any, limit: int, at_once: bool, last: bool,
-) -> int:  # fmt: skip
-    """One block of edges of a growing pass. The first bad position among the edges looked at, or -1.
-
-    ``block_of`` int32 [nodes]: -1 = none, -2 - b = block b from the next pass on; ``sizes``, ``counts``,
-    ``touched`` int32 [blocks]; ``state`` int64 [STATE_SIZE]. ``at_once``: new blocks count in this pass;
-    ``last``: all get one.
-    """
-    nodes = block_of.size
-    end_edge = first_edge + block.size
-    node = state[NODE]
-    touched_count = state[TOUCHED]
-    while node < nodes:
-        if block_of[node] == -1:
-            for edge in range(max(indptr[node], first_edge), min(indptr[node + 1], end_edge)):
-                source = block[edge - first_edge]
-                if source < 0 or source >= nodes:
-                    return edge - first_edge
-                b = block_of[source]
-                if b < 0:
-                    continue
-                if counts[b] == 0:
-                    touched[touched_count] = b
-                    touched_count += 1
-                counts[b] += 1
-        if indptr[node + 1] > end_edge:
-            break
-        if block_of[node] == -1:
-            new = np.int64(chosen_block(sizes, counts, touched, touched_count, limit))
-            touched_count = 0
-            if new < 0 and last:
-                # A new one once this is half full, so that neighbours can follow.
-                if state[BIN] < 0 or sizes[state[BIN]] * 2 >= limit:
-                    state[BIN] = state[BLOCKS]
-                    state[BLOCKS] += 1
-                new = state[BIN]
-            if new >= 0:
-                sizes[new] += 1
-                block_of[node] = new if at_once else -2 - new
-                state[GROWN] += 1
-        node += 1
-    state[NODE] = node
-    state[TOUCHED] = touched_count
-    return -1
-
-
-@njit(cache=True, nogil=True)
-def settle(block_of: Any) -> None:
-    """End of a pass: what it assigned counts from now on."""
-    for node in range(block_of.size):
-        if block_of[node] < -1:
-            block_of[node] = -2 - block_of[node]
 
 
 @njit(cache=True, nogil=True)
@@ -274,180 +172,15 @@ def relabel(block_of: Any, into: Any, train: Any, trains: Any) -> None:
             trains[block_of[node]] += 1
 
 
-@njit(cache=True, nogil=True)
-def has_room(p: int, size: int, train: int, sizes: Any, trains: Any, room: Any) -> bool:
-    """Whether ``size`` more nodes, ``train`` of them for training, fit into part ``p``; ``room`` int64
-    [3]."""
-    if sizes[p] + size > room[ALL]:
-        return False
-    if room[TRAIN] == 0:
-        return True
-    return bool(trains[p] + train <= room[TRAIN] and sizes[p] - trains[p] + size - train <= room[OTHER])
-
-
-@njit(cache=True, nogil=True)
-def least_loaded(size: int, train: int, sizes: Any, trains: Any, room: Any) -> int:
-    """The part with room that is least full of nodes and training nodes together, or -1."""
-    best = -1
-    least = 3.0
-    for p in range(sizes.size):
-        load = sizes[p] / room[ALL] + (trains[p] / room[TRAIN] if room[TRAIN] > 0 else 0.0)
-        if load < least and has_room(p, size, train, sizes, trains, room):
-            best = p
-            least = load
-    return best
-
-
-@njit(cache=True, nogil=True)
-def add_share(p: int, share: float, score: Any, touched: Any, count: int) -> int:
-    """Add to the score of part ``p`` (-1: none yet) and note each part once; how many are noted."""
-    if p < 0:
-        return count
-    if score[p] == 0.0:
-        touched[count] = p
-        count += 1
-    score[p] += share
-    return count
-
-
-@njit(cache=True, nogil=True)
-def drawn_score(
-    block: int, keys: Any, weights: Any, totals: Any, part_of: Any, score: Any, touched: Any
-) -> int:
-    """Where walks of one and two steps from a block end: shares in ``score`` float64 [parts]; how many
-    ``touched``."""
-    count = 0
-    for slot in range(keys.shape[1]):
-        if weights[block, slot] == 0:
-            continue
-        near = keys[block, slot]
-        share = weights[block, slot] / totals[block]
-        count = add_share(part_of[near], share, score, touched, count)
-        for step in range(keys.shape[1]):
-            if weights[near, step] > 0:
-                walk = share * (weights[near, step] / totals[near])
-                count = add_share(part_of[keys[near, step]], walk, score, touched, count)
-    return count
-
-
-@njit(cache=True, nogil=True)
-def assign_blocks(
-    order: Any, block_sizes: Any, block_trains: Any, keys: Any, weights: Any, totals: Any, part_of: Any,
-    sizes: Any, trains: Any, room: Any, score: Any, touched: Any,
-) -> None:  # fmt: skip
-    """Fill ``part_of`` int32 [blocks], given as -1, block after block in ``order``; -1 stays where none has
-    room.
-
-    ``sizes``, ``trains`` int64 [parts]: nodes and training nodes in each part; ``room`` int64 [3]. The first
-    blocks, one for each part, seed the parts: else every block is drawn, however weakly, by the few parts
-    begun.
-    """
-    for i in range(order.size):
-        block = order[i]
-        size, train = block_sizes[block], block_trains[block]
-        best = np.int64(-1)
-        best_score = 0.0
-        for j in range(drawn_score(block, keys, weights, totals, part_of, score, touched)):
-            p = np.int64(touched[j])
-            value = score[p] * (1.0 - sizes[p] / room[ALL])
-            score[p] = 0.0
-            if not has_room(p, size, train, sizes, trains, room):
-                continue
-            if room[TRAIN] > 0:
-                value *= 1.0 - trains[p] / room[TRAIN]
-            if value > best_score or (value == best_score and p < best):
-                best = p
-                best_score = value
-        if i < sizes.size:
-            best = np.int64(i if has_room(i, size, train, sizes, trains, room) else -1)
-        elif best < 0:
-            best = np.int64(least_loaded(size, train, sizes, trains, room))
-        if best >= 0:
-            part_of[block] = best
-            sizes[best] += size
-            trains[best] += train
-
-
-@njit(cache=True, nogil=True)
-def uncoarsen(block_of: Any, train: Any, part_of: Any, sizes: Any, trains: Any, room: Any) -> None:
-    """Replace each node's block by its part; nodes of split blocks fill what room is left, part by part.
-
-    ``train`` bool [nodes], or of size 0 for none; the rest as in :func:`assign_blocks`.
-    """
-    # The next part with room for a node, for a training node, and, where neither is left, for any.
-    cursors = np.zeros(3, np.int64)
-    for node in range(block_of.size):
-        p = np.int64(part_of[block_of[node]])
-        if p < 0:
-            kind = np.int64(train.size > 0 and train[node])
-            while cursors[kind] < sizes.size and not has_room(cursors[kind], 1, kind, sizes, trains, room):
-                cursors[kind] += 1
-            while cursors[kind] == sizes.size and sizes[cursors[2]] >= room[ALL]:
-                cursors[2] += 1
-            p = cursors[kind if cursors[kind] < sizes.size else 2]
-            sizes[p] += 1
-            trains[p] += kind
-        block_of[node] = p
-
-
 def block_limit(nodes: int, parts: int) -> int:
     """The most nodes a growing block may have: small enough for parts to balance."""
     return max(1, min(nodes // (parts * BLOCKS_PER_PART), BLOCK_NODES_MAX))
-
-
-def most_blocks(nodes: int, limit: int) -> int:
-    """The most blocks that can come about: a source for each ``limit`` nodes left in each round, and
-    half-full rest."""
-    return min(nodes, (ROUNDS + 2) * -(-nodes // limit) + 1)
 
 
 def slots_of(limit: int) -> int:
     """Slots for a block's neighbours: half as many as it has nodes, so that the block graph stays in
     proportion."""
     return min(max(SLOTS_MIN, 1 << (limit // 2).bit_length()), SLOTS_MAX)
-
-
-def grow_blocks(
-    graph: GraphLike, limit: int, *, seed: int, block_edges: int = BLOCK_EDGES
-) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """(block of each node int32 [nodes], size of each block int32 [blocks]) by BFS; none has more than
-    ``limit`` nodes.
-
-    Every node has a block and no block is empty. Raises SourceError for a bad graph, as far as it looks at
-    edges.
-    """
-    indptr = checked_indptr(graph)
-    nodes = node_count(graph)
-    most = most_blocks(nodes, limit)
-    block_of = np.full(nodes, -1, np.int32)
-    sizes, counts = np.zeros(most, np.int32), np.zeros(most, np.int32)
-    touched = np.empty(most, np.int32)
-    state = np.zeros(STATE_SIZE, np.int64)
-    state[BIN] = -1
-
-    def run_pass(at_once: bool, last: bool) -> int:
-        """Returns how many nodes got a block. A function, so that its edges are gone before the next pass has
-        some."""
-        state[NODE] = state[TOUCHED] = state[GROWN] = 0
-        for first, block in edge_blocks(graph, block_edges):
-            bad = grow_block(
-                indptr, block, first, block_of, sizes, counts, touched, state, limit, at_once or last, last
-            )
-            if bad >= 0:
-                raise bad_edge_error(graph, first + bad)
-        settle(block_of)
-        return int(state[GROWN])
-
-    for number in range(ROUNDS):
-        blocks = int(state[BLOCKS])
-        state[BLOCKS] = draw_sources(indptr, block_of, sizes, blocks, limit, random_of_pass(seed, number))
-        if state[BLOCKS] == blocks:
-            break
-        for level in range(PASSES_PER_ROUND):
-            if run_pass(level >= LEVELS, False) <= QUIET_SHARE * nodes:
-                break
-    run_pass(True, True)
-    return block_of, sizes[: int(state[BLOCKS])]
 
 
 def _link_blocks(

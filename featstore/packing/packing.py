@@ -27,7 +27,7 @@ from featstore.base.warning import warn
 from featstore.errors import BudgetError, CorruptionError, DiskFullError, FeatstoreError, SourceError
 from featstore.layout import TableLayout
 from featstore.order import Order, make_order
-from featstore.order.orders import degree_memory_bytes, degree_order
+from featstore.order.permutation import degree_memory_bytes, degree_order
 from featstore.packing import permute, spill
 from featstore.packing.convert import ValueReport, target_dtype
 from featstore.packing.graphs.csc import Graph

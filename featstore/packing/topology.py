@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from featstore.base.compilation import njit
 from featstore.base.dtypes import node_dtype
 from featstore.errors import BudgetError, DiskFullError, SourceError
-from featstore.order.orders import check_rankable, ranked_by_count
+from featstore.order.permutation import check_rankable, ranked_by_count
 from featstore.packing.graphs.build import build_csc, smallest_bytes
 from featstore.packing.graphs.csc import Graph, release
 from featstore.packing.graphs.edges import CsrEdges

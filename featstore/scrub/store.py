@@ -47,15 +47,8 @@ from featstore.base.system import asking, open_plain, submitted
 from featstore.engine.files import Access
 from featstore.scrub.graph import mix, scrub_graph
 from featstore.storage.belongings import TEMPORARY
-from featstore.storage.manifest import (
-    MANIFEST_NAME,
-    ArrayEntry,
-    Manifest,
-    TableEntry,
-    array_chunk,
-    read_manifest,
-    uuid_of,
-)
+from featstore.storage.manifest import MANIFEST_NAME, ArrayEntry, Manifest, TableEntry, array_chunk, uuid_of
+from featstore.storage.manifest_reading import read_manifest
 from featstore.storage.rows_digest import add, digest_rows
 from featstore.units import PAGE_BYTES, format_bytes
 

@@ -27,7 +27,8 @@ from featstore.errors import FeatstoreError, FormatError, IncompleteStoreError, 
 from featstore.storage.belongings import GENERATION, NOTHING, SPILL, STORE, TEMPORARY, begins_with
 from featstore.storage.disk import Disk
 from featstore.storage.locks import Lock, held_alone
-from featstore.storage.manifest import MANIFEST_NAME, Manifest, encode, read_manifest
+from featstore.storage.manifest import MANIFEST_NAME, Manifest, encode
+from featstore.storage.manifest_reading import read_manifest
 
 LOCK_NAME = "lock"
 _GENERATION = re.compile(rf"(g[0-9]{{6,18}})(?:(\.journal)({TEMPORARY})?|(\.spill)|)", re.ASCII)

@@ -39,10 +39,9 @@ from featstore.storage.manifest import (
     GraphEntry,
     TableEntry,
     array_chunk,
-    parse,
-    read_manifest,
     uuid_of,
 )
+from featstore.storage.manifest_reading import parse, read_manifest
 
 
 class Table:

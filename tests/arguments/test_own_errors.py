@@ -14,11 +14,11 @@ RIGHT = {
     ("featstore/__init__.py", "AttributeError"): "module attributes",
     ("featstore/order/__init__.py", "AttributeError"): "module attributes",
     ("featstore/compile/row_lists.py", "IndexError"): "iterating by index ends so",
-    ("featstore/storage/manifest.py", "ValueError"): "becomes FormatError",
+    ("featstore/storage/manifest_reading.py", "ValueError"): "becomes FormatError",
     ("featstore/packing/sources/files.py", "ValueError"): "becomes SourceError",
     ("featstore/packing/sources/text.py", "ValueError"): "becomes SourceError",
-    ("featstore/engine/uring.py", "OSError"): "becomes EngineError, or why another engine serves",
-    ("featstore/order/orders.py", "AssertionError"): "cannot be: what is looked for was found before",
+    ("featstore/engine/liburing.py", "OSError"): "becomes EngineError, or why another engine serves",
+    ("featstore/order/permutation.py", "AssertionError"): "cannot be: what is looked for was found before",
 }  # fmt: skip
 
 

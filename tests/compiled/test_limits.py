@@ -25,7 +25,7 @@ from featstore.compile.write_table import _Buckets, bucket_rows
 from featstore.errors import IdError, SourceError
 from featstore.layout import TableLayout
 from featstore.loaders.mega.sizes import Needs, fit
-from featstore.order.orders import check_rankable, ranked_by_count
+from featstore.order.permutation import check_rankable, ranked_by_count
 from featstore.plan.extents import key_bits, plan_extents
 from featstore.storage.manifest import ROWS_MAX
 from featstore.tiers.slots import slots

@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from lists_support import generators
 
+from featstore.compile.allotment import allot
 from featstore.compile.placement import SPLIT_STEPS, Choice, Placement, class_rows, disk_rows
 from featstore.compile.probes import ClassCosts
-from featstore.compile.search import Rates, after, allot, smooth
+from featstore.compile.search import Rates, after, smooth
 
 
 def tally_of(rows: list[int], rng: np.random.Generator) -> np.ndarray:

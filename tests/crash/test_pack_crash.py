@@ -14,7 +14,7 @@ import pytest
 import featstore
 from featstore.errors import DeviceError, DiskFullError, FeatstoreError, IncompleteStoreError
 from featstore.layout import table as table_module
-from featstore.packing import permute, spill
+from featstore.packing import permute, spill, spill_files
 
 sys.path.insert(0, str(Path(__file__).parent))
 from disks import FailingDisk, Lost, RecordingDisk, crash_states, materialise
@@ -35,9 +35,9 @@ def small_sizes(monkeypatch):
     monkeypatch.setattr(table_module.TableLayout.choose.__func__, "__defaults__", (16 * 1024,))
     monkeypatch.setattr(permute, "BLOCK_BYTES", 4096)
     monkeypatch.setattr(spill, "PIECE_BYTES", 4096)
-    monkeypatch.setattr(spill, "FLUSH_BYTES_MAX", 4096)
-    monkeypatch.setattr(spill, "FLUSH_BYTES_MIN", 4096)
-    for module in (permute, spill):
+    monkeypatch.setattr(spill_files, "FLUSH_BYTES_MAX", 4096)
+    monkeypatch.setattr(spill_files, "FLUSH_BYTES_MIN", 4096)
+    for module in (permute, spill, spill_files):
         monkeypatch.setattr(module, "CHECKPOINT_BYTES", 20_000)
 
 
@@ -179,8 +179,8 @@ def test_a_real_kill_leaves_a_pack_that_resumes(tmp_path):
     import time
 
     program = (
-        "import numpy as np, featstore, sys\nfrom featstore.packing import "
-        "spill\nspill.CHECKPOINT_BYTES = 8 << 20\nx = (np.arange(1_000_000, "
+        "import numpy as np, featstore, sys\nfrom featstore.packing import spill, spill_files\n"
+        "spill.CHECKPOINT_BYTES = spill_files.CHECKPOINT_BYTES = 8 << 20\nx = (np.arange(1_000_000, "
         "dtype=np.int64).reshape(-1, 1) * np.ones(8, np.int64))\np = "
         "np.random.default_rng(0).permutation(len(x))\nprint('go', "
         "flush=True)\nfeatstore.pack(sys.argv[1], x, order='permutation', permutation=p, "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from featstore.engine import ENGINES, EngineChoice, choose, make, uring
+from featstore.engine import ENGINES, EngineChoice, choose, liburing, make
 
 
 def test_choices() -> None:
@@ -23,7 +23,7 @@ def test_a_kernel_that_forbids_io_uring(monkeypatch: pytest.MonkeyPatch) -> None
     def refuse(self: object, entries: int) -> None:
         raise OSError(1, "io_uring_setup: Operation not permitted")
 
-    monkeypatch.setattr(uring._Library, "open_ring", refuse)
+    monkeypatch.setattr(liburing._Library, "open_ring", refuse)
     assert choose("auto") == EngineChoice(
         "threads", "io_uring cannot be used: io_uring_setup: Operation not permitted"
     )
@@ -34,14 +34,14 @@ def test_a_kernel_that_forbids_io_uring(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_without_the_wheel_or_with_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(uring, "_library", None)
-    monkeypatch.setattr(uring, "_library_path", lambda: None)
+    monkeypatch.setattr(liburing, "_library", None)
+    monkeypatch.setattr(liburing, "_library_path", lambda: None)
     choice = choose("auto")
     assert choice.name == "threads"
     assert "'liburing' is not installed" in choice.because
     monkeypatch.undo()
-    monkeypatch.setattr(uring, "_library", None)
-    monkeypatch.setattr(uring, "_FUNCTIONS", (*uring._FUNCTIONS, "io_uring_of_the_future"))
+    monkeypatch.setattr(liburing, "_library", None)
+    monkeypatch.setattr(liburing, "_FUNCTIONS", (*liburing._FUNCTIONS, "io_uring_of_the_future"))
     choice = choose("auto")
     assert choice.name == "threads"
     assert "lacks io_uring_of_the_future" in choice.because

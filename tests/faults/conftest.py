@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from featstore.engine import pool, uring
+from featstore.engine import liburing, pool
 
 #: What becomes of a read: given its number (from 0) and its result, the result to report.
 Fate = Callable[[int, int], int]
@@ -59,7 +59,7 @@ def faults(monkeypatch: pytest.MonkeyPatch) -> Iterator[Faults]:
             return -1
         return result
 
-    library = uring._Library()
+    library = liburing._Library()
     real_peek = library.handle.io_uring_peek_batch_cqe
     real_wait = library.handle.io_uring_submit_and_wait
 
@@ -75,9 +75,9 @@ def faults(monkeypatch: pytest.MonkeyPatch) -> Iterator[Faults]:
     def submit_and_wait(ring: int, count: int) -> int:
         return made.enter or int(real_wait(ctypes.c_void_p(ring), ctypes.c_uint(count)))
 
-    library.functions[uring._PEEK_BATCH] = ctypes.cast(peek, ctypes.c_void_p).value
-    library.functions[uring._SUBMIT_AND_WAIT] = ctypes.cast(submit_and_wait, ctypes.c_void_p).value
-    monkeypatch.setattr(uring, "_library", library)
+    library.functions[liburing.PEEK_BATCH] = ctypes.cast(peek, ctypes.c_void_p).value
+    library.functions[liburing.SUBMIT_AND_WAIT] = ctypes.cast(submit_and_wait, ctypes.c_void_p).value
+    monkeypatch.setattr(liburing, "_library", library)
     monkeypatch.setattr(pool, "_PREAD", ctypes.cast(pread, ctypes.c_void_p).value)
     yield made
     del pread, peek, submit_and_wait

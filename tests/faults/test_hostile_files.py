@@ -18,7 +18,8 @@ import pytest
 
 import featstore
 from featstore.errors import BudgetError, CorruptionError, FeatstoreError, FormatError
-from featstore.storage.manifest import MANIFEST_NAME, parse, uuid_of
+from featstore.storage.manifest import MANIFEST_NAME, uuid_of
+from featstore.storage.manifest_reading import parse
 from featstore.trace import log_format as layout
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "fuzz"))

@@ -14,19 +14,11 @@ from numpy.typing import NDArray
 
 from featstore.base.hashing import mix64
 from featstore.errors import BudgetError, IdError
-from featstore.tiers.slots.choose import (
-    CANDIDATES,
-    LOG_ROWS,
-    MARGIN,
-    PolicyChoice,
-    count_uses,
-    halve_uses,
-    note_rows,
-    replay,
-)
+from featstore.tiers.slots.choose import CANDIDATES, LOG_ROWS, MARGIN, PolicyChoice, replay
 from featstore.tiers.slots.layout import HITS, MISSES, POLICIES, make_slot_map
 from featstore.tiers.slots.simulation import simulate
 from featstore.tiers.slots.slots import NO_NEXT_USE
+from featstore.tiers.slots.uses import count_uses, halve_uses, note_rows
 
 ROWS = 60_000
 Trace = list[NDArray[np.int64]]

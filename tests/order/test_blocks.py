@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from order_support import MASK, Csc, Draws, csc, graphs, planted_edges
 
 from featstore.errors import SourceError
-from featstore.order import blocks, edge_cut
-from featstore.order.blocks import bfs_memory_bytes, bfs_partition, grow_blocks
+from featstore.order import block_growth, blocks, edge_cut
+from featstore.order.block_growth import grow_blocks
+from featstore.order.blocks import bfs_memory_bytes, bfs_partition
 
 
 def planted(nodes: int, groups: int, degree: int, inside: float, seed: int) -> Csc:
@@ -35,13 +36,13 @@ class Twin:
         self.grow(edges, seed)
         self.grown = list(self.block_of)
         if self.sizes:
-            self.merge(self.link(edges), Draws(seed, blocks.ROUNDS))
+            self.merge(self.link(edges), Draws(seed, block_growth.ROUNDS))
         self.train = [] if train is None else train.tolist()
         self.part = self.assign(self.link(edges))
 
     def grow(self, edges: list[list[int]], seed: int) -> None:
         self.block_of, self.sizes = [-1] * self.nodes, []
-        for number in range(blocks.ROUNDS):
+        for number in range(block_growth.ROUNDS):
             left = [v for v in range(self.nodes) if self.block_of[v] < 0 and edges[v]]
             if not left:
                 break
@@ -51,8 +52,11 @@ class Twin:
                     self.block_of[v] = len(self.sizes)
                     self.sizes.append(1)
                     wanted -= 1
-            for level in range(blocks.PASSES_PER_ROUND):
-                if self.grow_pass(edges, level >= blocks.LEVELS, False) <= blocks.QUIET_SHARE * self.nodes:
+            for level in range(block_growth.PASSES_PER_ROUND):
+                if (
+                    self.grow_pass(edges, level >= block_growth.LEVELS, False)
+                    <= block_growth.QUIET_SHARE * self.nodes
+                ):
                     break
         self.grow_pass(edges, True, True)
 
@@ -254,7 +258,7 @@ def test_grown_blocks_keep_their_limit_and_their_number(
     nodes = graph.indptr.size - 1
     block_of, sizes = grow_blocks(graph, limit, seed=seed, block_edges=block_edges)
     np.testing.assert_array_equal(np.bincount(block_of, minlength=sizes.size), sizes)
-    assert sizes.size <= blocks.most_blocks(nodes, limit)
+    assert sizes.size <= block_growth.most_blocks(nodes, limit)
     assert ((sizes >= 1) & (sizes <= limit)).all()
 
 

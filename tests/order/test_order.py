@@ -30,6 +30,7 @@ from featstore.order import (
     order_of_parts,
     orders,
     parts,
+    permutation,
     permutation_order,
     stream,
 )
@@ -87,7 +88,7 @@ def test_a_permutation_is_taken_or_its_first_fault_named(ids: np.ndarray, dtype:
 def test_a_permutation_is_taken_from_a_file_in_blocks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(orders, "_CHECK_ROWS", 10)
+    monkeypatch.setattr(permutation, "CHECK_ROWS", 10)
     ids = np.random.default_rng(0).permutation(95).astype(np.uint64)
     np.save(tmp_path / "order.npy", ids)
     order = permutation_order(tmp_path / "order.npy", 95)

@@ -25,8 +25,9 @@ from featstore.errors import BudgetError, DeviceError, DiskFullError, FeatstoreW
 from featstore.packing.graphs import build as graphs_build
 from featstore.packing.graphs.build import build_csc, count_targets, place_sources, range_bounds, sort_runs
 from featstore.packing.graphs.csc import Graph
-from featstore.packing.graphs.edges import ArrayEdges, parse_pairs
+from featstore.packing.graphs.edges import ArrayEdges
 from featstore.packing.graphs.opening import open_graph
+from featstore.packing.graphs.text_edges import parse_pairs
 
 NODES = 37
 
@@ -169,7 +170,7 @@ def test_malformed_text_names_the_line(tmp_path: Path, text: str) -> None:
 @pytest.mark.parametrize("suffix", [".csv", ".tsv", ".txt", ".el", ".csv.gz", ".txt.gz"])
 @pytest.mark.parametrize("header", ["", "src{0}dst\n", "# from to\n\n", "id{0}target{0}source\n", "a{0}b\n"])
 def test_text(tmp_path: Path, suffix: str, header: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("featstore.packing.graphs.edges.TEXT_CHUNK_BYTES", 100)
+    monkeypatch.setattr("featstore.packing.graphs.text_edges.TEXT_CHUNK_BYTES", 100)
     edge_index = edges_of()
     between = "," if "csv" in suffix else "\t"
     if "id" in header:

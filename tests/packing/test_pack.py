@@ -25,7 +25,7 @@ from featstore.errors import (
     StoreExistsError,
     StoreLockedError,
 )
-from featstore.packing import spill
+from featstore.packing import spill_files
 from featstore.packing.convert import half_range
 from featstore.storage.disk import Disk
 
@@ -346,7 +346,7 @@ def test_kernels_of_the_spill_against_numpy():
     addresses = np.array([b.ctypes.data for b in buffers], np.int64)
     fill, skip = np.zeros(buckets, np.int64), np.zeros(buckets, np.int64)
     skip[2] = 5
-    end = spill.spill_rows(
+    end = spill_files.spill_rows(
         data.ctypes.data, 0, rows, 0, row_bytes, row_of_node, per_bucket, skip, fill, addresses, 10**9
     )
     assert end == rows
@@ -355,7 +355,7 @@ def test_kernels_of_the_spill_against_numpy():
         assert np.array_equal(buffers[b, : fill[b]].reshape(-1, row_bytes), data[mine])
     wanted = np.array([np.sum(row_of_node // per_bucket == b) for b in range(buckets)]) // 2
     restart = np.zeros(1, np.int64)
-    spill.arrivals(row_of_node, per_bucket, wanted, restart, skip)
+    spill_files.arrivals(row_of_node, per_bucket, wanted, restart, skip)
     first = min(np.flatnonzero(row_of_node // per_bucket == b)[wanted[b]] for b in range(buckets))
     assert restart[0] == first
     assert all(skip[b] == wanted[b] - np.sum(row_of_node[:first] // per_bucket == b) for b in range(buckets))
@@ -383,7 +383,9 @@ def test_peak_memory_stays_within_the_budget(tmp_path):
     with (
         pytest.MonkeyPatch.context() as patch
     ):  # a compiler takes more memory than a pack: each kernel of a spill is compiled by now
-        patch.setattr(spill, "spill_rows", lambda *a, whole=spill.spill_rows: spills.append(1) or whole(*a))
+        patch.setattr(
+            spill_files, "spill_rows", lambda *a, whole=spill_files.spill_rows: spills.append(1) or whole(*a)
+        )
         permutation = rng.permutation(1 << 14).astype(np.int32)
         featstore.pack(
             tmp_path / "warm", small, order="permutation", permutation=permutation, memory="4MiB"

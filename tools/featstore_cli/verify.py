@@ -87,7 +87,7 @@ def _verify_compiled(path: Path, base: VerifyReport, buffered: bool) -> dict[str
     """What became of one: name, ok, stale, because (where there is nothing to verify against) and the
     report."""
     from featstore.errors import FormatError, FormatVersionError, IncompleteStoreError
-    from featstore.storage.manifest import read_manifest
+    from featstore.storage.manifest_reading import read_manifest
 
     found: dict[str, Any] = {"name": path.name, "ok": False, "stale": False, "because": "", "report": None}
     try:

@@ -44,14 +44,8 @@ from featstore.packing.graphs.csc import (
     square,
     wrong_nodes,
 )
-from featstore.packing.graphs.edges import (
-    ArrayEdges,
-    CsrEdges,
-    NpyEdges,
-    ParquetEdges,
-    TextEdges,
-    edge_axis,
-)
+from featstore.packing.graphs.edges import ArrayEdges, CsrEdges, NpyEdges, ParquetEdges, edge_axis
+from featstore.packing.graphs.text_edges import TextEdges
 from featstore.packing.sources.arrays import tensor_to_numpy
 from featstore.packing.sources.base import file_fingerprint, stat_of
 from featstore.packing.sources.pyg import _own_edges, _stores, pyg_tables

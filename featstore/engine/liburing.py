@@ -1,0 +1,96 @@
+"""liburing's functions, from the PyPI wheel ``liburing``, whose shared object exports them.
+
+They are called through a table of addresses, each probed. Ring flags: SINGLE_ISSUER and DEFER_TASKRUN where
+the kernel knows them (Linux 6.1), else none.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import os
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from featstore.base.native import function_address
+
+_RING_BYTES = 512  # room for struct io_uring (216 bytes in liburing 2.9)
+_SETUP_FLAGS = (1 << 12) | (1 << 13)  # IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN
+
+# The table of functions.
+_FUNCTIONS = (
+    "io_uring_get_sqe",
+    "io_uring_prep_read",
+    "io_uring_sqe_set_data64",
+    "io_uring_submit_and_wait",
+    "io_uring_peek_batch_cqe",
+    "io_uring_cq_advance",
+    "io_uring_submit",
+)
+GET_SQE, PREP_READ, SET_DATA, SUBMIT_AND_WAIT, PEEK_BATCH, CQ_ADVANCE, SUBMIT = range(len(_FUNCTIONS))
+_SETUP = ("io_uring_queue_init", "io_uring_queue_exit")
+
+
+def _library_path() -> Path | None:
+    try:
+        spec = importlib.util.find_spec("liburing")
+    except (ImportError, ValueError):
+        return None
+    if spec is None or spec.origin is None:
+        return None
+    path = Path(spec.origin).parent / "liburing.so"
+    return path if path.exists() else None
+
+
+class _Library:
+    """liburing, loaded, with the addresses of the functions that the kernel calls."""
+
+    def __init__(self) -> None:
+        path = _library_path()
+        if path is None:
+            raise OSError("the package 'liburing' is not installed (it has wheels for x86-64 glibc Linux)")
+        self.handle = ctypes.CDLL(str(path))
+        self.functions = np.array([function_address(self.handle, name) for name in _FUNCTIONS], np.int64)
+        missing = [n for n, a in zip(_FUNCTIONS, self.functions, strict=True) if a == 0]
+        missing += [name for name in _SETUP if function_address(self.handle, name) == 0]
+        if missing:
+            raise OSError(
+                f"the installed liburing lacks {', '.join(missing)}; install the version featstore asks for"
+            )
+
+    def open_ring(self, entries: int) -> NDArray[np.uint8]:
+        """A ring; raises OSError with the kernel's reason."""
+        ring = np.zeros(_RING_BYTES, np.uint8)
+        for flags in (_SETUP_FLAGS, 0):
+            r = int(
+                self.handle.io_uring_queue_init(
+                    ctypes.c_uint(entries), ctypes.c_void_p(ring.ctypes.data), ctypes.c_uint(flags)
+                )
+            )
+            if r == 0:
+                return ring
+            if r != -22:  # EINVAL: the kernel does not know the flags
+                break
+        raise OSError(-r, f"io_uring_setup: {os.strerror(-r)}")
+
+    def close_ring(self, ring: NDArray[np.uint8]) -> None:
+        self.handle.io_uring_queue_exit(ctypes.c_void_p(ring.ctypes.data))
+
+
+_library: _Library | None = None
+
+
+def library() -> _Library:
+    """liburing, loaded once a process. Raises OSError where it cannot be."""
+    global _library
+    if _library is None:
+        _library = _Library()
+    return _library
+
+
+def probe() -> None:
+    """Open a small ring and close it again. Raises OSError with the reason where io_uring cannot be used."""
+    lib = library()
+    lib.close_ring(lib.open_ring(4))

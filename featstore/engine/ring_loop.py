@@ -1,0 +1,250 @@
+"""The loop of the io_uring engine, one kernel: reads queued, completions looked at, pages verified and
+delivered.
+
+The arena is a ring buffer in pages: room is taken at the head, and given back at the tail once the oldest
+read has ended. There are more slots than reads under way, so that one slow read does not hold up the others
+behind it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from featstore.base.compilation import njit
+from featstore.base.native import (
+    call_i32_i64,
+    call_i32_i64_u32,
+    call_i64_i64,
+    call_prep_read,
+    call_u32_i64_i64_u32,
+    call_void_i64_u32,
+    call_void_i64_u64,
+    load_i32,
+    load_i64,
+    memzero,
+    store_i64,
+)
+from featstore.engine import counters as C
+from featstore.engine import lane as L
+from featstore.engine.deliver import count_read, deliver, now_ns, report_error
+from featstore.engine.liburing import (
+    CQ_ADVANCE,
+    GET_SQE,
+    PEEK_BATCH,
+    PREP_READ,
+    SET_DATA,
+    SUBMIT,
+    SUBMIT_AND_WAIT,
+)
+from featstore.units import PAGE_BYTES
+
+LANES_MAX = 16
+
+# Fields of the ring's state between two runs of the kernel.
+IN_FLIGHT, SLOT_HEAD, SLOT_TAIL, ARENA_HEAD, ARENA_TAIL = range(5)
+# Fields of a slot.
+_S_LANE, _S_EXTENT, _S_PAGE, _S_BEGIN, _S_OPEN, _S_TRIES = range(6)
+_TRIES_MAX = 8
+
+_EINTR, _EAGAIN, _EBUSY = -4, -11, -16
+
+
+@njit(nogil=True)
+def _room(state: Any, slots: Any, pages: Any, arena_pages: Any) -> Any:
+    """First page of free room in the arena, or -1."""
+    if state[SLOT_HEAD] == state[SLOT_TAIL]:
+        state[ARENA_HEAD] = 0
+        state[ARENA_TAIL] = 0
+        return 0 if pages <= arena_pages else -1
+    if state[SLOT_HEAD] - state[SLOT_TAIL] >= slots.shape[0]:
+        return -1
+    head, tail = state[ARENA_HEAD], state[ARENA_TAIL]
+    if head > tail:
+        if arena_pages - head >= pages:
+            return head
+        return 0 if tail > pages else -1
+    return head if tail - head > pages else -1
+
+
+@njit(nogil=True)
+def _queue_read(functions: Any, ring: Any, lane: Any, extent: Any, address: Any, slot: Any) -> Any:
+    """Queue the read of an extent. Returns False where the submission queue is full."""
+    sqe = call_i64_i64(functions[GET_SQE], ring)
+    if sqe == 0:
+        return False
+    page = load_i64(load_i64(lane + L.EXTENT_PAGE * 8) + 8 * extent)
+    pages = load_i32(load_i64(lane + L.EXTENT_PAGES * 8) + 4 * extent)
+    pages_per_file = load_i64(lane + L.PAGES_PER_FILE * 8)
+    file = page // pages_per_file
+    handle = load_i64(load_i64(lane + L.FILE_HANDLE * 8) + 8 * file)
+    offset = (page - file * pages_per_file) * PAGE_BYTES
+    call_prep_read(
+        functions[PREP_READ],
+        sqe,
+        np.int32(handle),
+        address,
+        np.uint32(np.int64(pages) * PAGE_BYTES),
+        np.uint64(offset),
+    )
+    call_void_i64_u64(functions[SET_DATA], sqe, np.uint64(slot))
+    return True
+
+
+@njit(nogil=True)
+def _stopped(lane: Any) -> Any:
+    return load_i64(lane + L.CANCEL * 8) != 0 or load_i64(lane + L.ERROR_CLAIM * 8) != 0
+
+
+@njit(nogil=True)
+def _fill(
+    functions: Any,
+    ring: Any,
+    depth: Any,
+    lanes: Any,
+    state: Any,
+    slots: Any,
+    arena: Any,
+    arena_pages: Any,
+    now: Any,
+) -> Any:
+    """Start reads until the queue, the arena or the work is exhausted. Returns whether work is left."""
+    for i in range(lanes.shape[0]):
+        lane = lanes[i]
+        next_extent = load_i64(lane + L.NEXT * 8)
+        extents = load_i64(lane + L.EXTENTS * 8)
+        while next_extent < extents and not _stopped(lane):
+            if state[IN_FLIGHT] >= depth:
+                return True
+            pages = np.int64(load_i32(load_i64(lane + L.EXTENT_PAGES * 8) + 4 * next_extent))
+            page = _room(state, slots, pages, arena_pages)
+            if page < 0:
+                return True
+            slot = state[SLOT_HEAD] % slots.shape[0]
+            if not _queue_read(functions, ring, lane, next_extent, arena + page * PAGE_BYTES, slot):
+                return True
+            slots[slot, _S_LANE] = lane
+            slots[slot, _S_EXTENT] = next_extent
+            slots[slot, _S_PAGE] = page
+            slots[slot, _S_BEGIN] = now
+            slots[slot, _S_OPEN] = 1
+            slots[slot, _S_TRIES] = 0
+            state[SLOT_HEAD] += 1
+            state[ARENA_HEAD] = page + pages
+            state[IN_FLIGHT] += 1
+            next_extent += 1
+            _set(lane, L.NEXT, next_extent)
+    return False
+
+
+@njit(nogil=True)
+def _set(lane: Any, field: Any, value: Any) -> None:
+    store_i64(lane + field * 8, value)
+
+
+@njit(nogil=True)
+def _complete(
+    functions: Any,
+    ring: Any,
+    slots: Any,
+    slot: Any,
+    result: Any,
+    arena: Any,
+    now: Any,
+    clock: Any,
+    scratch: Any,
+    counters: Any,
+) -> Any:
+    """Look at a completion. Returns 1 when the slot's read has ended, 0 when it was issued again."""
+    lane, extent = slots[slot, _S_LANE], slots[slot, _S_EXTENT]
+    page = load_i64(load_i64(lane + L.EXTENT_PAGE * 8) + 8 * extent)
+    pages = np.int64(load_i32(load_i64(lane + L.EXTENT_PAGES * 8) + 4 * extent))
+    pages_per_file = load_i64(lane + L.PAGES_PER_FILE * 8)
+    expected = min(pages * PAGE_BYTES, load_i64(lane + L.FILE_BYTES * 8) - page % pages_per_file * PAGE_BYTES)
+    data = arena + slots[slot, _S_PAGE] * PAGE_BYTES
+    ended = True
+    if result == expected:
+        count_read(counters, expected, now - slots[slot, _S_BEGIN])
+        if not _stopped(lane):
+            memzero(data + expected, pages * PAGE_BYTES - expected)
+            deliver(lane, extent, data, clock, scratch, counters)
+    elif (result >= 0 or result == _EINTR or result == _EAGAIN) and slots[slot, _S_TRIES] < _TRIES_MAX:
+        # Cut short or asked to repeat: read the extent again from its start, which keeps direct I/O aligned.
+        counters[C.SHORT_READS] += 1
+        slots[slot, _S_TRIES] += 1
+        ended = not _queue_read(functions, ring, lane, extent, data, slot)
+        if ended:
+            report_error(lane, np.int64(_EBUSY), page, 0, 0)
+    elif result >= 0:
+        report_error(lane, np.int64(L.ERROR_TRUNCATED), page, expected, np.int64(result))
+    else:
+        report_error(lane, np.int64(result), page, 0, 0)
+    if ended:
+        slots[slot, _S_OPEN] = 0
+        _set(lane, L.DONE, load_i64(lane + L.DONE * 8) + 1)
+        return 1
+    return 0
+
+
+@njit(nogil=True)
+def _ended(lane: Any) -> Any:
+    started = load_i64(lane + L.NEXT * 8)
+    if load_i64(lane + L.DONE * 8) < started:
+        return False
+    return started >= load_i64(lane + L.EXTENTS * 8) or _stopped(lane)
+
+
+@njit(cache=True, nogil=True)
+def drive(
+    functions: NDArray[np.int64],
+    ring: int,
+    depth: int,
+    lanes: NDArray[np.int64],
+    waiting: int,
+    state: NDArray[np.int64],
+    slots: NDArray[np.int64],
+    arena: int,
+    arena_pages: int,
+    completions: NDArray[np.int64],
+    clock: int,
+    scratch: int,
+    counters: NDArray[np.int64],
+) -> int:
+    """Run the ring until Python is needed: see the module's text. Returns 0, or a negative errno of the ring
+    itself.
+
+    ``waiting`` is the address of an int64 that is not 0 while a further lane waits to be opened;
+    ``completions`` int64 [depth] is scratch.
+    """
+    while True:
+        now = now_ns(clock, scratch)
+        more = _fill(functions, ring, depth, lanes, state, slots, arena, arena_pages, now)
+        ended = state[IN_FLIGHT] == 0
+        for i in range(lanes.shape[0]):
+            ended = ended or _ended(lanes[i])
+        if ended or (not more and load_i64(waiting) != 0 and lanes.shape[0] < LANES_MAX):
+            r = call_i32_i64(functions[SUBMIT], ring)
+            return int(r) if r < 0 and r != _EINTR and r != _EAGAIN and r != _EBUSY else 0
+        # Wake for an eighth of what is under way: fewer switches, and the queue stays seven eighths full.
+        r = call_i32_i64_u32(functions[SUBMIT_AND_WAIT], ring, np.uint32(max(1, state[IN_FLIGHT] // 8)))
+        if r < 0 and r != _EINTR and r != _EAGAIN and r != _EBUSY:
+            return int(r)
+        begin = now
+        now = now_ns(clock, scratch)
+        counters[C.NS_WAIT] += now - begin
+        got = call_u32_i64_i64_u32(
+            functions[PEEK_BATCH], ring, completions.ctypes.data, np.uint32(completions.shape[0])
+        )
+        for k in range(np.int64(got)):
+            # struct io_uring_cqe { u64 user_data; s32 res; u32 flags; }
+            slot, result = load_i64(completions[k]), np.int64(load_i32(completions[k] + 8))
+            state[IN_FLIGHT] -= _complete(
+                functions, ring, slots, slot, result, arena, now, clock, scratch, counters
+            )
+        call_void_i64_u32(functions[CQ_ADVANCE], ring, np.uint32(got))
+        while state[SLOT_TAIL] < state[SLOT_HEAD] and slots[state[SLOT_TAIL] % slots.shape[0], _S_OPEN] == 0:
+            state[SLOT_TAIL] += 1
+        if state[SLOT_TAIL] < state[SLOT_HEAD]:
+            state[ARENA_TAIL] = slots[state[SLOT_TAIL] % slots.shape[0], _S_PAGE]

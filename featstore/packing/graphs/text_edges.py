@@ -1,0 +1,179 @@
+"""Edge lists in text, as streams like those of :mod:`featstore.packing.graphs.edges`.
+
+Text is parsed by a kernel on the bytes themselves: columns parted by comma, semicolon, tab or blanks; lines
+that begin with ``#`` or ``%`` are comments; columns beyond the two are passed over. A first line that does
+not begin with a number is a header, and if it names ``src``/``source``/``from`` and ``dst``/``target``/``to``
+these columns are taken.
+"""
+
+from __future__ import annotations
+
+import gzip
+import re
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from featstore.base.compilation import njit
+from featstore.errors import SourceError
+from featstore.packing.graphs.columns import ends_of, left_out
+from featstore.packing.graphs.edges import Edges
+from featstore.packing.sources.text import open_text
+
+TEXT_CHUNK_BYTES = 1 << 20
+TEXT_LINE_BYTES_MAX = 64 << 20
+
+
+@njit(cache=True, nogil=True)
+def parse_pairs(
+    text: NDArray[np.uint8], column_a: int, column_b: int, a: NDArray[np.int64], b: NDArray[np.int64]
+) -> tuple[int, int]:
+    """Integers of two columns of whole lines. Returns ``(pairs, -1)``, or ``(pairs, byte)`` at a malformed
+    line."""
+    pairs, at, size = 0, 0, text.size
+    while at < size:
+        while at < size and (text[at] == 32 or text[at] == 9 or text[at] == 13):
+            at += 1
+        if at < size and (text[at] == 35 or text[at] == 37 or text[at] == 10):
+            while at < size and text[at] != 10:
+                at += 1
+            at += 1
+            continue
+        if at >= size:
+            break
+        found, column = 0, 0
+        while True:
+            if column in (column_a, column_b):
+                negative = at < size and text[at] == 45
+                at += int(negative)
+                first, value = at, 0
+                while at < size and 48 <= text[at] <= 57:
+                    value = value * 10 + (text[at] - 48)
+                    at += 1
+                if at == first or at - first > 18:
+                    return pairs, first
+                if at < size and text[at] not in (9, 10, 13, 32, 44, 59):
+                    return pairs, at
+                if column == column_a:
+                    a[pairs] = -value if negative else value
+                if column == column_b:
+                    b[pairs] = -value if negative else value
+                found += 1
+            else:
+                while at < size and text[at] not in (9, 10, 13, 32, 44, 59):
+                    at += 1
+            while at < size and (text[at] == 32 or text[at] == 9 or text[at] == 13):
+                at += 1
+            if at >= size or text[at] == 10:
+                break
+            if text[at] == 44 or text[at] == 59:
+                at += 1
+                while at < size and (text[at] == 32 or text[at] == 9):
+                    at += 1
+            column += 1
+        if found < 2:
+            return pairs, min(at, size - 1)
+        pairs += 1
+        at += 1
+    return pairs, -1
+
+
+class TextEdges:
+    """Edges of a text file, gzipped or not."""
+
+    def __init__(self, path: Path) -> None:
+        self.name = str(path)
+        self._path = path
+        self._columns = (0, 1)
+        self._header_lines = 0
+        for chunk, _ in self._chunks():
+            self._read_header(chunk)
+            break
+
+    def _read_header(self, chunk: bytes) -> None:
+        lines = chunk.split(b"\n")
+        for number, line in enumerate(lines):
+            text = line.strip()
+            if not text or text[:1] in b"#%":
+                continue
+            if not re.match(rb"-?[0-9]", text):
+                self._header_lines = number + 1
+                names = [
+                    cell.strip(" \"'").lower()
+                    for cell in re.split(r"[,;\t ]+", text.decode("utf-8", "replace"))
+                ]
+                ends = ends_of(names)
+                if ends is not None:
+                    self._columns = ends
+                    left_out(self.name, [name for k, name in enumerate(names) if k not in ends])
+                elif len(names) > 2:
+                    raise SourceError(
+                        f"{self.name}: which of the columns {', '.join(names)} are the ends of an "
+                        "edge? Call them source and target in the first line, or leave that line out "
+                        "where they are the first two"
+                    )
+                return
+            cells = len([cell for cell in re.split(r"[,;\t ]+", text.decode("utf-8", "replace")) if cell])
+            left_out(self.name, [f"column {k + 1}" for k in range(2, cells)])
+            return
+
+    def _chunks(self) -> Iterator[tuple[bytes, int]]:
+        """Whole lines of the file, about a mebibyte at a time, with the number of the first of them."""
+        rest, line = b"", 0
+        try:
+            with open_text(self._path) as file:
+                while data := file.read(TEXT_CHUNK_BYTES):
+                    cut = data.rfind(b"\n") + 1
+                    if cut == 0:
+                        rest += data
+                        if len(rest) > TEXT_LINE_BYTES_MAX:
+                            raise SourceError(
+                                f"{self.name}: line {line + 1:,} has no end; this is no text file of edges"
+                            )
+                        continue
+                    whole, rest = rest + data[:cut], data[cut:]
+                    yield whole, line
+                    line += whole.count(b"\n")
+                if rest:
+                    yield rest, line
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise SourceError(
+                f"{self.name}: cannot be decompressed ({error}); it is damaged or cut off"
+            ) from error
+
+    def blocks(self, block_edges: int) -> Iterator[Edges]:
+        """Runs of edges; see `EdgeStream`."""
+        for chunk, first_line in self._chunks():
+            start = 0
+            for _ in range(max(0, self._header_lines - first_line)):
+                start = chunk.find(b"\n", start) + 1 or len(chunk)
+            lines = chunk.count(b"\n", start) + 1
+            sources, targets = np.empty(lines, dtype=np.int64), np.empty(lines, dtype=np.int64)
+            text = np.frombuffer(chunk, dtype=np.uint8)[start:]
+            pairs, bad = parse_pairs(text, *self._columns, sources, targets)
+            if bad >= 0:
+                number = first_line + chunk.count(b"\n", 0, start + bad) + 1
+                line = chunk.split(b"\n")[number - first_line - 1][:80].decode("utf-8", "replace")
+                raise SourceError(
+                    f"{self.name}: line {number:,} ({line!r}) has no integers in columns "
+                    f"{self._columns[0] + 1} and {self._columns[1] + 1}; write one edge a line, as "
+                    "source and target"
+                )
+            for low in range(0, pairs, block_edges):
+                high = min(pairs, low + block_edges)
+                yield sources[low:high], targets[low:high]
+
+    def where(self, edge: int) -> str:
+        """The line of an edge, found by another pass."""
+        done = 0
+        for chunk, first_line in self._chunks():
+            for number, line in enumerate(chunk.split(b"\n"), start=first_line):
+                text = line.strip()
+                if number >= self._header_lines and text and text[:1] not in b"#%":
+                    if done == edge:
+                        return f"line {number + 1:,}"
+                    done += 1
+        return f"edge {edge:,}"

@@ -1,0 +1,232 @@
+"""What must be so of a manifest before anything in it is used: it may come from a stranger.
+
+Versions and feature flags, names, that every path is relative and stays inside the generation, that tables'
+layouts are possible, that every file needed is listed and of the size the layout gives.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+
+from featstore.base.dtypes import dtype_from_name
+from featstore.errors import FormatError
+from featstore.storage.manifest import (
+    AXES_MAX,
+    COMPILED_FEATURE,
+    GENERATION_NAME,
+    GRAPHS_FEATURE,
+    PARTITIONS_OF_FEW_ROWS,
+    ROW_BYTES_MAX,
+    ROWS_MAX,
+    ArrayEntry,
+    CompiledEntry,
+    FileEntry,
+    GraphEntry,
+    Manifest,
+    TableEntry,
+    array_bytes,
+    array_chunk,
+    check_name,
+)
+
+ELEMENTS_MAX = 2**48
+TABLE_BYTES_MAX = 2**62
+_PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,254}")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+_ROW_DTYPES = ("int32", "int64")
+
+
+def check_manifest(manifest: Manifest) -> None:
+    """Raise FormatError, which says what is wrong, for a manifest that cannot be trusted."""
+    if not GENERATION_NAME.fullmatch(manifest.generation):
+        raise FormatError(f"generation {manifest.generation!r} is not a 'g' and six or more digits")
+    files: dict[str, FileEntry] = {}
+    for entry in manifest.files:
+        _check_path(entry.path, manifest.generation)
+        if entry.bytes < 0 or not _DIGEST.fullmatch(entry.digest):
+            raise FormatError(f"file {entry.path!r} has an impossible size or digest")
+        if entry.path in files:
+            raise FormatError(f"file {entry.path!r} is listed twice")
+        files[entry.path] = entry
+    for name, table in manifest.tables.items():
+        check_name(name, "table")
+        _check_table(name, table, manifest.generation, files)
+    for name, array in manifest.arrays.items():
+        check_name(name, "array")
+        _check_array(f"array {name!r}", array, manifest.generation, files)
+    if manifest.graphs and GRAPHS_FEATURE not in manifest.reader_features:
+        raise FormatError(f"there are graphs, but the reader feature {GRAPHS_FEATURE!r} is not named")
+    for name, graph in manifest.graphs.items():
+        check_name(name, "graph")
+        _check_graph(name, graph, manifest, files)
+    if manifest.compiled is not None:
+        _check_compiled(manifest, manifest.compiled)
+
+
+def _check_compiled(manifest: Manifest, compiled: CompiledEntry) -> None:
+    if COMPILED_FEATURE not in manifest.reader_features:
+        raise FormatError(
+            f"there is a compiled trace, but the reader feature {COMPILED_FEATURE!r} is not named"
+        )
+    records, offsets = manifest.tables.get(compiled.records), manifest.arrays.get(compiled.offsets)
+    if records is None or records.dtype != "uint8" or records.row_shape:
+        raise FormatError(f"the records of the compiled trace, {compiled.records!r}, are no table of bytes")
+    if (
+        offsets is None
+        or offsets.dtype != "int64"
+        or compiled.batches < 0
+        or offsets.shape != [compiled.batches + 1]
+    ):
+        raise FormatError(
+            f"{compiled.offsets!r} is no array of {compiled.batches + 1} offsets of the compiled trace"
+        )
+    if compiled.memory_bytes < 0:
+        raise FormatError(f"the compiled trace wants {compiled.memory_bytes} bytes of memory")
+    for name, table in compiled.tables.items():
+        check_name(name, "table")
+        parts = {
+            part: manifest.tables.get(getattr(table, part))
+            for part in ("packed", "shared", "resident", "device")
+        }
+        rows = [(p.row_shape, p.dtype) for p in parts.values() if p is not None]
+        if len(rows) < len(parts) or any(r != rows[0] for r in rows):
+            raise FormatError(
+                f"the compiled trace's tables of {name!r} are not all there, or not of the same rows"
+            )
+        resident, turn = parts["resident"], manifest.arrays.get(table.turn)
+        if resident is None or turn is None or turn.dtype != "int32" or turn.shape != [resident.rows]:
+            raise FormatError(f"{table.turn!r} does not say where the resident rows of {name!r} are")
+        if not 0 <= table.base_rows <= ROWS_MAX:
+            raise FormatError(
+                f"the compiled trace's base table {name!r} has the impossible number of "
+                f"{table.base_rows} rows"
+            )
+        if not 0 <= table.batch_rows_max <= records.rows:  # a row's place alone takes four bytes of a record
+            raise FormatError(
+                f"the compiled trace's mini-batches of {table.batch_rows_max} rows of {name!r} have no "
+                f"room in {records.rows} bytes of records"
+            )
+
+
+def _check_graph(name: str, graph: GraphEntry, manifest: Manifest, files: dict[str, FileEntry]) -> None:
+    what = f"graph {name!r}"
+    nodes = manifest.tables.get(graph.table)
+    if nodes is None:
+        raise FormatError(f"{what} is over the table {graph.table!r}, which does not exist")
+
+    def check(part: str, table: TableEntry, rows: int | None, dtypes: tuple[str, ...]) -> None:
+        _check_table(f"{name}/{part}", table, manifest.generation, files)
+        if (
+            table.row_shape
+            or table.dtype not in dtypes
+            or table.rows != (table.rows if rows is None else rows)
+        ):
+            raise FormatError(
+                f"{what}: {part} should be {rows} numbers of type {' or '.join(dtypes)}, not "
+                f"{table.rows} x {table.row_shape} {table.dtype}"
+            )
+        if table.order.row_of_node is not None:
+            raise FormatError(f"{what}: {part} are permuted, which they must not be")
+
+    check("offsets", graph.offsets, nodes.rows + 1, ("int64",))
+    check("sources", graph.sources, graph.edges, _ROW_DTYPES)
+    if graph.hubs is None:
+        return
+    check("hubs", graph.hubs.sources, None, _ROW_DTYPES)
+    hubs = graph.hubs.rows.shape[0] if len(graph.hubs.rows.shape) == 1 else -1
+    if not 0 <= hubs <= nodes.rows:
+        raise FormatError(f"{what} has hubs of the impossible shape {graph.hubs.rows.shape}")
+    _check_vector(f"{what}'s hubs", graph.hubs.rows, _ROW_DTYPES, hubs, manifest.generation, files)
+    _check_vector(f"{what}'s hub offsets", graph.hubs.offsets, "int64", hubs + 1, manifest.generation, files)
+
+
+def _check_path(path: str, generation: str) -> None:
+    parts = path.split("/")
+    if parts[0] != generation or len(parts) < 2 or not all(_PART.fullmatch(part) for part in parts):
+        raise FormatError(f"path {path!r} does not stay inside the generation {generation!r}")
+
+
+def _need_file(files: dict[str, FileEntry], path: str, size: int, what: str) -> None:
+    entry = files.get(path)
+    if entry is None:
+        raise FormatError(f"{what} needs the file {path!r}, which is not listed")
+    if entry.bytes != size:
+        raise FormatError(f"{what} needs {size:,} bytes in {path!r}, but {entry.bytes:,} are listed")
+
+
+def _check_array(what: str, array: ArrayEntry, generation: str, files: dict[str, FileEntry]) -> None:
+    _check_path(array.path, generation)
+    if (
+        len(array.shape) > AXES_MAX
+        or any(not 0 <= n <= ELEMENTS_MAX for n in array.shape)
+        or math.prod(n for n in array.shape if n) > ELEMENTS_MAX
+    ):
+        raise FormatError(f"{what} has the impossible shape {array.shape}")
+    chunk = array_chunk(array)
+    if chunk is not None:
+        _need_file(files, chunk, array_bytes(array), what)
+
+
+def _check_table(name: str, table: TableEntry, generation: str, files: dict[str, FileEntry]) -> None:
+    what = f"table {name!r}"
+    _check_path(table.path, generation)
+    item_bytes = dtype_from_name(table.dtype).itemsize
+    if (
+        not 0 <= table.rows <= ROWS_MAX
+        or len(table.row_shape) > AXES_MAX
+        or any(not 1 <= n <= ROW_BYTES_MAX for n in table.row_shape)
+    ):
+        raise FormatError(f"{what} has the impossible shape [{table.rows}, {table.row_shape}]")
+    if (
+        table.row_bytes != math.prod(table.row_shape) * item_bytes
+        or not 1 <= table.row_bytes <= ROW_BYTES_MAX
+    ):
+        raise FormatError(
+            f"{what} says {table.row_bytes} bytes a row, its shape {table.row_shape} of {table.dtype} "
+            "says otherwise"
+        )
+    if table.rows * table.row_bytes >= TABLE_BYTES_MAX:
+        raise FormatError(
+            f"{what} has {table.rows} rows of {table.row_bytes} bytes, more than the format allows"
+        )
+    try:
+        layout = table.layout
+    except ValueError as error:
+        raise FormatError(f"{what}: {error}") from None
+    if layout.chunks > len(files):
+        raise FormatError(f"{what} has {layout.chunks} chunks, but only {len(files)} files are listed in all")
+    for chunk in range(layout.chunks):
+        _need_file(files, table.chunk_path(chunk), layout.chunk_bytes, what)
+    _check_vector(f"{what}'s page checksums", table.page_checksums, "uint32", layout.pages, generation, files)
+    order = table.order
+    if (order.row_of_node is None) != (order.node_of_row is None):
+        raise FormatError(f"{what} has one of the maps row_of_node and node_of_row, but not the other")
+    for label, entry in (
+        ("row_of_node", order.row_of_node),
+        ("node_of_row", order.node_of_row),
+        ("rows_by_degree", order.rows_by_degree),
+    ):
+        if entry is not None:
+            _check_vector(f"{what}'s {label}", entry, _ROW_DTYPES, table.rows, generation, files)
+    offsets = order.partition_offsets
+    if len(offsets.shape) != 1 or not 2 <= offsets.shape[0] <= max(table.rows, PARTITIONS_OF_FEW_ROWS) + 1:
+        raise FormatError(f"{what}'s partition offsets have the impossible shape {offsets.shape}")
+    _check_vector(f"{what}'s partition offsets", offsets, "int64", offsets.shape[0], generation, files)
+
+
+def _check_vector(
+    what: str,
+    entry: ArrayEntry,
+    dtypes: str | tuple[str, ...],
+    length: int,
+    generation: str,
+    files: dict[str, FileEntry],
+) -> None:
+    allowed = (dtypes,) if isinstance(dtypes, str) else dtypes
+    if entry.shape != [length] or entry.dtype not in allowed:
+        raise FormatError(
+            f"{what}: expected {length} numbers of type {' or '.join(allowed)}, found {entry.shape} of "
+            f"{entry.dtype}"
+        )
+    _check_array(what, entry, generation, files)

@@ -1,0 +1,150 @@
+"""A manifest from its file: parsed and checked at the border.
+
+It may come from a stranger, so its size is bounded and its versions are looked at before anything is made of
+the rest.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from featstore.base.system import asking, is_there, refusal
+from featstore.errors import FormatError, FormatVersionError, IncompleteStoreError
+from featstore.storage.manifest import (
+    CATALOGUE_BYTES_MAX,
+    FORMAT_VERSION,
+    GENERATION_NAME,
+    MANIFEST_BYTES_MAX,
+    MANIFEST_NAME,
+    PROVENANCE_BYTES_MAX,
+    READER_FEATURES,
+    FileEntry,
+    Manifest,
+)
+from featstore.storage.manifest_checks import check_manifest
+
+_SHORT_BYTES = 2**16  # of a field that is looked at before the others
+
+
+def read_manifest(store: Path) -> tuple[Manifest, bytes]:
+    """The manifest of a store, validated, and its bytes.
+
+    Raises IncompleteStoreError where there is no committed store, FormatVersionError where it needs a newer
+    featstore and FormatError where it cannot be trusted.
+    """
+    path = store / MANIFEST_NAME
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise FormatError(f"{path} is not a regular file")
+        with open(path, "rb") as file:
+            text = file.read(
+                min(os.fstat(file.fileno()).st_size, MANIFEST_BYTES_MAX) + 1
+            )  # reading takes room for all it asks
+    except FileNotFoundError:
+        raise IncompleteStoreError(_what_is_there(store)) from None
+    except NotADirectoryError:
+        raise IncompleteStoreError(f"{store} is a file, not a featstore store (a directory)") from None
+    except OSError as error:
+        raise refusal(error, path, "read") from error
+    return parse(text, path), text
+
+
+def _what_is_there(store: Path) -> str:
+    if not is_there(store):
+        return f"there is no store at {store}"
+    with asking(store, "list"):
+        entries = list(store.iterdir())
+    if any(GENERATION_NAME.fullmatch(entry.name) for entry in entries):
+        return (
+            f"{store} holds an unfinished pack and no committed store; run the same `featstore pack` "
+            "again with --resume, or with --overwrite to start anew"
+        )
+    return f"{store} is not a featstore store: it has no {MANIFEST_NAME}"
+
+
+def parse(text: bytes, path: Path) -> Manifest:
+    """A manifest from its bytes, validated; errors name ``path``."""
+    if len(text) > MANIFEST_BYTES_MAX:
+        raise FormatError(f"{path} is larger than {MANIFEST_BYTES_MAX:,} bytes; it cannot be a manifest")
+    parts = _parts(text, path)
+    if _plain(parts.format) != "featstore":
+        raise FormatError(f"{path} is not a featstore manifest")
+    version, features = _plain(parts.version), _plain(parts.reader_features)
+    if not isinstance(version, int) or isinstance(version, bool) or version < 1:
+        raise FormatError(f"{path} has no usable format version: {version!r}")
+    if version > FORMAT_VERSION:
+        raise FormatVersionError(
+            f"{path} has format version {version}; this featstore reads up to {FORMAT_VERSION}: "
+            "install a newer one"
+        )
+    if isinstance(features, list):
+        unknown = sorted({str(f) for f in features} - READER_FEATURES)
+        if unknown:
+            raise FormatVersionError(
+                f"{path} needs reader features this featstore lacks: {', '.join(unknown)}; install a "
+                "newer one"
+            )
+    provenance, catalogue = memoryview(parts.provenance).nbytes, len(text) - memoryview(parts.files).nbytes
+    if provenance > PROVENANCE_BYTES_MAX or catalogue > CATALOGUE_BYTES_MAX:
+        raise FormatError(
+            f"{path} has {provenance:,} bytes of provenance (at most {PROVENANCE_BYTES_MAX:,}) and "
+            f"{catalogue:,} bytes beside its list of files (at most {CATALOGUE_BYTES_MAX:,}); it "
+            "cannot be a manifest"
+        )
+    try:
+        msgspec.json.decode(parts.files, type=list[FileEntry])  # else looking for keys makes much of little
+        _check_keys(text, path)
+        manifest = msgspec.json.decode(text, type=Manifest)
+        check_manifest(manifest)
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise FormatError(f"{path} is malformed: {error}") from None
+    except FormatError as error:
+        raise FormatError(f"{path} cannot be trusted: {error}") from None
+    return manifest
+
+
+class _Parts(msgspec.Struct):
+    """The texts of a manifest's fields: what tells which reader it needs, and what may be long."""
+
+    format: msgspec.Raw = msgspec.Raw(b"null")
+    version: msgspec.Raw = msgspec.Raw(b"null")
+    reader_features: msgspec.Raw = msgspec.Raw(b"null")
+    provenance: msgspec.Raw = msgspec.Raw(b"null")
+    files: msgspec.Raw = msgspec.Raw(b"[]")
+
+
+def _parts(text: bytes, path: Path) -> _Parts:
+    """The parts of a manifest that is JSON; nothing is made of what they say."""
+    try:
+        return msgspec.json.decode(text, type=_Parts)
+    except msgspec.ValidationError:
+        raise FormatError(f"{path} is not JSON of one object, and so not a featstore manifest") from None
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise FormatError(f"{path} is not JSON: {error}") from None
+
+
+def _check_keys(text: bytes, path: Path) -> None:
+    """Raise FormatError where an object has a key twice."""
+    try:
+        json.loads(text, object_pairs_hook=_without_duplicates)
+    except (ValueError, RecursionError) as error:
+        raise FormatError(f"{path} is not JSON: {error}") from None
+
+
+def _plain(raw: msgspec.Raw) -> Any:
+    """A short field's value; None for one that is not short."""
+    try:
+        return json.loads(bytes(raw)) if memoryview(raw).nbytes <= _SHORT_BYTES else None
+    except (ValueError, RecursionError):  # a number of too many digits, say
+        return None
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> None:
+    if len(pairs) > 1 and len({key for key, _ in pairs}) != len(pairs):
+        raise ValueError("a key occurs twice in one object")
