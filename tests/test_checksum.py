@@ -32,7 +32,7 @@ def _bytes_by_tables(address, count):
 
 @njit
 def _bytes_by_default(address, count):
-    return rows_digest._crc_bytes(address, count)
+    return rows_digest.crc_bytes(address, count)
 
 
 def twin(data: bytes) -> list[int]:

@@ -1,131 +1,102 @@
-"""The layers: who may import whom. Imports inside functions and for types alone count like any other."""
+"""The house rules as numbers: none may grow, and each measure finds what is planted for it."""
 
 from __future__ import annotations
 
-import ast
-from collections.abc import Iterator
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-import featstore
+sys.path.append(str(Path(__file__).parents[1] / "tools"))
+import house
 
-#: From top to bottom. A room may import those in the lines below its own, and nothing else.
-LAYERS = (
-    {"adapters", "front", "measure", "tune"},
-    {"store"},
-    {"compiled"},
-    {"loaders"},
-    {"compile", "scrub"},
-    {"trace"},
-    {"packing", "sampling", "shared"},
-    {"reader"},
-    {"tiers"},
-    {"engine", "order", "plan"},
-    {"storage"},
-    {"base", "layout"},
-    {"units"},
-    {"arguments"},
-    {"_version", "errors"},
-)
-
-ROOT = Path(featstore.__file__).parent
+FILES = house.sources()
 
 
-def modules() -> dict[str, str]:
-    """Source of each module by its dotted name."""
-    found = {}
-    for path in ROOT.rglob("*.py"):
-        parts = ["featstore", *path.relative_to(ROOT).with_suffix("").parts]
-        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path.read_text()
-    return found
+@pytest.mark.parametrize("name", house.MEASURES)
+def test_no_number_grows(name: str) -> None:
+    measure = house.MEASURES[name]
+    findings = measure.findings(FILES)
+    assert len(findings) <= measure.ceiling, "\n".join(findings)
 
 
-def imported(source: str, known: set[str]) -> Iterator[tuple[str, int]]:
-    """(module, line) of what a module imports from the package."""
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            whole = [f"{node.module}.{alias.name}" for alias in node.names]
-            names = [name if name in known else node.module for name in whole]
-        else:
-            continue
-        for name in names:
-            if name.split(".")[0] == "featstore":
-                yield name, node.lineno
-
-
-def room_of(module: str) -> str:
-    return module.split(".")[1]
-
-
-def climbs(sources: dict[str, str]) -> list[str]:
-    """Imports that do not go downwards, in words."""
-    level = {room: number for number, layer in enumerate(LAYERS) for room in layer}
-    wrong = []
-    for module, source in sources.items():
-        if module == "featstore":
-            continue
-        for name, line in imported(source, set(sources)):
-            if name == "featstore":
-                wrong.append(f"{module}:{line} imports the package itself")
-            elif room_of(name) != room_of(module) and level[room_of(name)] <= level[room_of(module)]:
-                wrong.append(f"{module}:{line} imports {name}, which does not lie below it")
-    return wrong
-
-
-def circles(sources: dict[str, str]) -> list[str]:
-    """Modules that import themselves through others."""
-    reach = {
-        module: {name for name, _ in imported(source, set(sources))} for module, source in sources.items()
-    }
-    reach.pop("featstore", None)
-    wrong = []
-    for start in reach:
-        seen: set[str] = set()
-        todo = list(reach[start])
-        while todo:
-            name = todo.pop()
-            if name not in seen:
-                seen.add(name)
-                todo.extend(reach.get(name, ()))
-        if start in seen:
-            wrong.append(start)
-    return wrong
+def test_the_median_module_is_short() -> None:
+    assert house.median_lines(FILES) <= house.MEDIAN_LINES_MAX
 
 
 def test_every_room_has_its_layer() -> None:
-    assert {room_of(module) for module in modules() if module != "featstore"} == set().union(*LAYERS)
+    modules = map(house.module_of, house.library(FILES))
+    rooms = {house.room_of(module) for module in modules if module != "featstore"}
+    assert rooms == set().union(*house.LAYERS)
 
 
-def test_imports_go_downwards() -> None:
-    assert climbs(modules()) == []
+def test_the_top_level_holds_what_is_known() -> None:
+    if not (house.ROOT / ".git").exists():
+        pytest.skip("not a checkout")
+    known = {
+        "featstore", "formats", "tools", "tests", "benchmarks", "docs", "pyproject.toml", "README.md",
+        "CHANGELOG.md", "LICENSE", "constraints.txt", "justfile",
+    }  # fmt: skip
+    listed = subprocess.run(["git", "ls-files"], cwd=house.ROOT, check=True, capture_output=True, text=True)
+    names = {path.split("/")[0] for path in listed.stdout.splitlines()}
+    assert {name for name in names if name[0] != "."} <= known
 
 
-def test_there_are_no_circles() -> None:
-    assert circles(modules()) == []
+COST = "featstore/plan/cost.py"
+TALL = "\n".join(["x = 1"] * 500)
+PLANTED = [
+    ("climbs", COST, "from featstore.loaders.walk import Stages"),
+    ("climbs", COST, "def later():\n    from featstore.loaders import walk"),
+    (
+        "climbs",
+        COST,
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from featstore.tiers.static import Static",
+    ),
+    ("climbs", COST, "import featstore"),
+    ("modules", COST, TALL),
+    ("functions", COST, "def long():\n" + "    x = 1\n" * 61),
+    ("functions", "tools/featstore_cli/tune.py", "def long():\n" + "    x = 1\n" * 61),
+    ("batches", COST, "class TenthBatch:\n    pass"),
+    ("loaders", "featstore/loaders/walk.py", "class TenthLoader:\n    pass"),
+    ("reports", "featstore/loaders/walk.py", "class TenthReport:\n    pass"),
+    (
+        "states",
+        COST,
+        "class Tenth:\n    def state_dict(self):\n        return {'tenth': 10}",
+    ),
+    ("privates", COST, "from featstore.base.checksum import _hidden"),
+    ("privates", COST, "def touch(reader):\n    return reader._feeder"),
+    ("doubles", COST, "class Request:\n    pass"),
+    ("doubles", COST, "PAGE_BYTES: int = 1"),
+    ("errors", COST, "def fail():\n    raise ValueError('no')"),
+    ("lines", "benchmarks/run.py", "x = '" + "x" * 110 + "'"),
+    ("lines", COST, "x = '" + "x" * 110 + "'  # fmt: skip"),
+]
 
 
-@pytest.mark.parametrize(
-    "planted",
-    [
-        "from featstore.loaders.walk import Stages\n",
-        "def later():\n    from featstore.loaders import walk\n",
-        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from featstore.tiers.static import "
-        "StaticTier\n",
-        "import featstore\n",
-    ],
-)
-def test_an_import_upwards_is_found(planted: str) -> None:
-    sources = modules()
-    sources["featstore.plan.cost"] += planted
-    assert len(climbs(sources)) == 1
+@pytest.mark.parametrize(("name", "path", "planted"), PLANTED)
+def test_what_is_planted_is_found(name: str, path: str, planted: str) -> None:
+    count = house.MEASURES[name].findings
+    files = FILES | {path: f"{FILES[path]}\n\n{planted}\n"}
+    assert len(count(files)) == len(count(FILES)) + 1
 
 
 def test_a_circle_is_found() -> None:
-    sources = modules()
-    sources["featstore.compile.placement"] += (
-        "def later():\n    from featstore.compile.search import Search\n"
-    )
-    assert "featstore.compile.placement" in circles(sources)
+    path = "featstore/compile/placement.py"
+    planted = "def later():\n    from featstore.compile.search import Search\n"
+    assert "featstore.compile.placement" in house.circles(FILES | {path: FILES[path] + planted})
+
+
+@pytest.mark.parametrize(
+    ("name", "allowed"),
+    [
+        ("functions", "def long():\n    '''" + "Text.\n" * 70 + "'''\n    return 1"),
+        ("privates", "class C:\n    def set(self):\n        self._own = 1\n\ndef f(c):\n    return c._own"),
+        ("errors", "def fail():\n    raise MemoryError('no')"),
+        ("lines", "x = 1  # type: ignore[attr-defined] " + "x" * 110),
+    ],
+)  # fmt: skip
+def test_what_is_allowed_is_not_found(name: str, allowed: str) -> None:
+    count = house.MEASURES[name].findings
+    assert len(count(FILES | {COST: f"{FILES[COST]}\n\n{allowed}\n"})) == len(count(FILES))

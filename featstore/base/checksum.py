@@ -26,7 +26,7 @@ _POLYNOMIAL = 0x82F63B78
 _STREAM_BYTES = PAGE_BYTES // 4
 
 
-def _byte_table() -> NDArray[np.uint32]:
+def byte_table() -> NDArray[np.uint32]:
     table = np.arange(256, dtype=np.uint32)
     for _ in range(8):
         table = np.where(table & 1, (table >> 1) ^ np.uint32(_POLYNOMIAL), table >> 1).astype(np.uint32)
@@ -35,7 +35,7 @@ def _byte_table() -> NDArray[np.uint32]:
 
 def _slicing_tables() -> NDArray[np.uint32]:
     tables = np.empty((8, 256), np.uint32)
-    tables[0] = _byte_table()
+    tables[0] = byte_table()
     for k in range(1, 8):
         tables[k] = (tables[k - 1] >> 8) ^ tables[0][tables[k - 1] & 0xFF]
     return tables
@@ -44,7 +44,7 @@ def _slicing_tables() -> NDArray[np.uint32]:
 def _shift_tables() -> NDArray[np.uint32]:
     """[3, 4, 256]: what a state becomes after 1, 2 and 3 KiB of zero bytes, by the state's four bytes."""
     bits = (np.uint32(1) << np.arange(32, dtype=np.uint32)).astype(np.uint32)
-    table = _byte_table()
+    table = byte_table()
     shifted = np.empty((3, 4, 256), np.uint32)
     values = np.arange(256, dtype=np.uint32)
     for k in range(3):

@@ -8,7 +8,7 @@ import numpy as np
 
 from featstore.base.compilation import njit
 
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 _MIX_A = np.uint64(0xBF58476D1CE4E5B9)
@@ -39,7 +39,7 @@ def batch_key(seed: int, epoch: int, batch_index: int) -> int:
     nothing."""
     key = 0
     for word in (seed, epoch, batch_index):
-        key = _mix(key + int(_GOLDEN) + word)
+        key = _mix(key + int(GOLDEN) + word)
     return key
 
 
@@ -60,9 +60,9 @@ def mix64(word: Any) -> Any:
 def fold_ids(ids: Any) -> Any:
     """A 63-bit fingerprint of int64 ids and their order: the batch index of a loader that does not tell its
     own."""
-    key = _GOLDEN
+    key = GOLDEN
     for position in range(len(ids)):
-        key = mix64(key ^ np.uint64(ids[position])) + _GOLDEN
+        key = mix64(key ^ np.uint64(ids[position])) + GOLDEN
     return np.int64(mix64(key) >> np.uint64(1))
 
 

@@ -48,7 +48,8 @@ GENERATION = Belongings.of(
 )
 #: Of a spill directory.
 SPILL = Belongings.of(
-    rf"{_NAME}\.(?:[0-9]+|ids|{_SCRATCH})|graph-(?:indices|edges)-[a-z0-9_]+\.bin|{_NAME}\.spill/(?:c[0-9]+|checksums)",
+    rf"{_NAME}\.(?:[0-9]+|ids|{_SCRATCH})|graph-(?:indices|edges)-[a-z0-9_]+\.bin"
+    rf"|{_NAME}\.spill/(?:c[0-9]+|checksums)",
     rf"{_NAME}\.spill",
 )
 #: Of a trace's directory.

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from featstore.base.checksum import _byte_table
+from featstore.base.checksum import byte_table
 from featstore.base.compilation import njit
 from featstore.base.native import HAS_CRC_INSTRUCTION, crc32c_instruction, load_u8, load_u64
 
-_TABLE = _byte_table()
+_TABLE = byte_table()
 
 
 @njit(nogil=True)
@@ -44,7 +44,7 @@ def _crc_bytes_tables(address: Any, byte_count: Any) -> Any:
     return np.uint32(state ^ np.uint32(0xFFFFFFFF))
 
 
-_crc_bytes = _crc_bytes_instruction if HAS_CRC_INSTRUCTION else _crc_bytes_tables
+crc_bytes = _crc_bytes_instruction if HAS_CRC_INSTRUCTION else _crc_bytes_tables
 
 
 @njit(cache=True, nogil=True)
@@ -56,7 +56,7 @@ def digest_rows(address: int, row_bytes: int, nodes: NDArray[Any], first_node: i
     total = np.uint64(0)
     for i in range(count):
         node = np.uint64(nodes[i]) if nodes.shape[0] > 0 else np.uint64(first_node + i)
-        crc = np.uint64(_crc_bytes(address + i * row_bytes, row_bytes))
+        crc = np.uint64(crc_bytes(address + i * row_bytes, row_bytes))
         # splitmix64's finaliser over the pair (Steele, Lea and Flood, OOPSLA'14).
         x = (node << np.uint64(32) ^ node >> np.uint64(32)) ^ crc
         x = (x + np.uint64(0x9E3779B97F4A7C15)) & np.uint64(0xFFFFFFFFFFFFFFFF)

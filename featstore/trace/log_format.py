@@ -31,7 +31,7 @@ from featstore.base.compilation import njit
 from featstore.base.dtypes import Scalar
 from featstore.base.native import address_of
 from featstore.errors import CorruptionError, FormatError, FormatVersionError
-from featstore.storage.rows_digest import _crc_bytes
+from featstore.storage.rows_digest import crc_bytes
 
 VERSION = 1
 ALIGN_BYTES = 64
@@ -53,7 +53,7 @@ _INT32_MAX = 2**31 - 1
 @njit(cache=True, nogil=True)
 def crc_of(address: int, byte_count: int) -> Any:
     """CRC-32C of the bytes at an address."""
-    return _crc_bytes(address, byte_count)
+    return crc_bytes(address, byte_count)
 
 
 def checksum(data: NDArray[np.uint8]) -> int:

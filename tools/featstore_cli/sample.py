@@ -92,7 +92,7 @@ def command(
 
     begin = time.perf_counter()
     with featstore.open(store) as opened, progress("reading the graph", unit="steps") as tell:
-        nodes, chosen = _train_nodes(opened, train), _graph(opened, graph)
+        nodes, chosen = train_nodes(opened, train), chosen_graph(opened, graph)
         sampler = open_sampler(
             opened, fanouts, seed=seed, graph=chosen.name, memory=memory, in_memory=in_memory
         )
@@ -121,7 +121,7 @@ def command(
         show(render_trace(data), f"sampled in {seconds_text(seconds)} ({rate_text(data['bytes'] / seconds)})")
 
 
-def _train_nodes(store: Any, text: str) -> Any:
+def train_nodes(store: Any, text: str) -> Any:
     if text in store.arrays:
         return store.arrays[text]
     if Path(text).is_file():
@@ -132,7 +132,7 @@ def _train_nodes(store: Any, text: str) -> Any:
     )
 
 
-def _graph(store: Any, name: str | None) -> Any:
+def chosen_graph(store: Any, name: str | None) -> Any:
     known = ", ".join(map(repr, store.graphs)) or "none"
     if name is not None and name not in store.graphs:
         raise click.BadParameter(f"the store has no graph {name!r}; it has {known}", param_hint="--graph")

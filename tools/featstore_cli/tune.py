@@ -10,7 +10,7 @@ import click
 
 from featstore_cli.options import SIZE, chosen_table, json_option, shared_options
 from featstore_cli.output import facts, print_json, progress, remark, seconds_text, show, table
-from featstore_cli.sample import Fanouts, _graph, _train_nodes
+from featstore_cli.sample import Fanouts, chosen_graph, train_nodes
 
 
 @click.command("tune", context_settings={"show_default": True})
@@ -90,8 +90,8 @@ def command(
     from featstore.tune.workload import can_have_workers, neighbour_batches, stand_in
 
     with featstore.open(store) as opened, progress("tuning", unit="steps") as tell:
-        target, chosen = chosen_table(opened, table_name), _graph(opened, graph)
-        nodes = np.arange(chosen.table.rows) if train is None else _train_nodes(opened, train)
+        target, chosen = chosen_table(opened, table_name), chosen_graph(opened, graph)
+        nodes = np.arange(chosen.table.rows) if train is None else train_nodes(opened, train)
         step = (
             _sleeper(step_ms)
             if step_ms is not None
@@ -139,8 +139,6 @@ def _sleeper(milliseconds: float) -> Any:
 
 
 def _render(data: dict[str, Any]) -> None:
-    from featstore.units import format_bytes
-
     rows = [
         [
             one["stage"], one["setting_before"], one["setting"],
@@ -177,6 +175,12 @@ def _render(data: dict[str, Any]) -> None:
             for t in data["tried"]
         ]
         show(table(["tried out", "forecast", "measured"], tried))
+    _render_choice(data)
+
+
+def _render_choice(data: dict[str, Any]) -> None:
+    from featstore.units import format_bytes
+
     points = [
         [
             format_bytes(p["buffer_bytes"]),
