@@ -43,6 +43,16 @@ def test_the_top_level_holds_what_is_known() -> None:
     assert {name for name in names if name[0] != "."} <= known
 
 
+def test_recipes_are_plain_commands_that_are_told() -> None:
+    told = (house.ROOT / "docs/CONTRIBUTING.md").read_text()
+    recipes = (house.ROOT / "justfile").read_text()
+    commands = [line.strip() for line in recipes.splitlines() if line.startswith("    ")]
+    assert len(commands) > 8
+    for command in commands:
+        begin = command.replace("{{bin}}", ".venv/bin").split("{{")[0].strip()
+        assert begin in told, command
+
+
 COST = "featstore/plan/cost.py"
 TALL = "\n".join(["x = 1"] * 500)
 PLANTED = [
