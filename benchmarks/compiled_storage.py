@@ -50,7 +50,7 @@ from tables import remove
 import featstore
 from featstore.base.buffers import aligned_buffer
 from featstore.compile.build import packs_directory
-from featstore.compile.choose import choose
+from featstore.compile.choose import choose_placement
 from featstore.compile.row_lists import RowListsWriter
 from featstore.layout import TableLayout
 from featstore.measure.calibrate import measure
@@ -419,7 +419,7 @@ def small_case(model: DeviceModel) -> dict[str, Any]:
         for share in (0.2, 0.4, 0.6, 0.8):
             limit = int(share * misses.total * row_bytes)
             best = force.best(limit)[1].seconds
-            ours = choose(
+            ours = choose_placement(
                 misses,
                 table_rows,
                 row_bytes,

@@ -28,7 +28,7 @@ import featstore
 from featstore.engine import choose
 from featstore.sampling.batches import open_sampler
 from featstore.tune.allocation import Choice, Reading
-from featstore.tune.profiling import MakeBatches, Step, Switch, set_threads, threads_restored
+from featstore.tune.profiling import MakeBatches, Switch, TrainStep, set_threads, threads_restored
 from featstore.tune.tuning import Tuning, available_cores, tune
 from featstore.tune.workload import neighbour_batches, stand_in
 from featstore.units import format_bytes, parse_bytes
@@ -84,7 +84,9 @@ def check(loader: Any, files: GraphFiles) -> None:
             raise click.ClickException("the loader handed out rows that are not those of the source")
 
 
-def piece(loader: Any, switch: Switch, batches: Any, choice: Choice, step: Step, seconds: float) -> Sample:
+def piece(
+    loader: Any, switch: Switch, batches: Any, choice: Choice, step: TrainStep, seconds: float
+) -> Sample:
     """Train for so long with a choice."""
     switch.now = batches
     set_threads(choice.train_threads)
@@ -111,7 +113,7 @@ def piece(loader: Any, switch: Switch, batches: Any, choice: Choice, step: Step,
 def sweep(
     store: featstore.Store,
     make: MakeBatches,
-    step: Step,
+    step: TrainStep,
     choices: list[Choice],
     memory: int,
     files: GraphFiles,
@@ -184,7 +186,7 @@ def main(settings: Settings, memory: str | None, step_ms: float) -> None:
     given = parse_bytes(memory) if memory else max(64 * 2**20, settings.size_bytes // 4)
     cores = available_cores()
     choices = space(cores)
-    steps: dict[str, Step] = {
+    steps: dict[str, TrainStep] = {
         "GraphSAGE on the same cores": stand_in(COLUMNS, FANOUTS),
         f"a step of {step_ms:g} ms elsewhere": lambda batch: time.sleep(step_ms / 1000),
     }

@@ -29,11 +29,11 @@ from featstore.compile.allotment import most_wanted, smallest_fit
 from featstore.compile.groups import GROUP_SIZE_MAX, Group, GroupWork, group_of
 from featstore.compile.placement import (
     SPLIT_STEPS,
-    Choice,
     Forecast,
-    Order,
+    Location,
     Placement,
     Reads,
+    RegionOrder,
     disk_rows,
     forecast,
     tally_classes,
@@ -47,7 +47,7 @@ from featstore.plan.cost import DeviceModel
 def paper_choice(misses: RowLists, table_rows: int, row_bytes: int, disk_bytes: int | None) -> Placement:
     """DiskGNN's placement under a limit of packed and shared rows; distinct rows are counted exactly."""
     limit = misses.total if disk_bytes is None else disk_bytes // row_bytes
-    packed = Placement(1, (int(Choice.PACKED),))
+    packed = Placement(1, (int(Location.PACKED),))
     if misses.total <= limit:
         return packed
     largest = min(len(misses), GROUP_SIZE_MAX)
@@ -76,7 +76,7 @@ def take_minima(
         minima_second[row] = min(minima_second[row], second)
 
 
-def minhash_order(misses: RowLists, table_rows: int, seed: int = 0) -> Order:
+def minhash_order(misses: RowLists, table_rows: int, seed: int = 0) -> RegionOrder:
     """DiskGNN's order of a region: by the two MinHash values of a row's mini-batches (rows of equal values
     ascending)."""
     batches = len(misses)
@@ -134,12 +134,12 @@ class BruteForce:
         """Every choice of places for up to three ranges of classes; a row that one mini-batch misses is not
         shared."""
         top = int(np.flatnonzero(self._tallies[size].sum(axis=1)).max(initial=1))
-        places = [int(place) for place in Choice]
+        places = [int(place) for place in Location]
         choices = set()
         for first, second in itertools.combinations_with_replacement(range(top + 1), 2):
             for low, middle, high in itertools.permutations(places):
                 choice = (low,) * first + (middle,) * (second - first) + (high,) * (top - second)
-                if choice[0] != Choice.SHARED:
+                if choice[0] != Location.SHARED:
                     choices.add(choice)
         return [Placement(size, choice) for choice in sorted(choices)]
 
@@ -164,8 +164,8 @@ class BruteForce:
     def _splits(self, placement: Placement, limit: int) -> list[Placement]:
         """A part of each class, as large as fits, given each other place."""
         tally, splits = self._tallies[placement.group_size], []
-        for count, place in itertools.product(range(1, len(tally)), Choice):
-            if count > 1 or place != Choice.SHARED:
+        for count, place in itertools.product(range(1, len(tally)), Location):
+            if count > 1 or place != Location.SHARED:
                 for steps in range(SPLIT_STEPS, 0, -1):
                     split = replace(
                         placement,

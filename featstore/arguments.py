@@ -19,7 +19,7 @@ from typing import Any
 from featstore.errors import ArgumentError, MissingPackageError, UnknownNameError
 
 #: Beyond this no count or size makes sense, and 64 bits would not hold it with a sign.
-COUNT_MAX = 2**63 - 1
+INT64_MAX = 2**63 - 1
 
 
 def shown(value: Any) -> str:
@@ -69,7 +69,7 @@ def _is_number(value: Any) -> bool:
     return dtype is None or ("bool" not in str(dtype) and tuple(getattr(value, "shape", ())) == ())
 
 
-def as_count(value: Any, name: str, least: int = 1, most: int = COUNT_MAX) -> int:
+def as_count(value: Any, name: str, least: int = 1, most: int = INT64_MAX) -> int:
     """How many: a whole number, by default at least 1."""
     return as_integer(value, name, least, most)
 

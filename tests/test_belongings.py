@@ -14,7 +14,7 @@ import pytest
 import featstore
 from featstore.errors import DeviceError, FeatstoreError, FormatError, StoreExistsError, StoreLockedError
 from featstore.storage import belongings
-from featstore.storage.belongings import GENERATION, NOTHING, SPILL, TRACE, Belongings, Found, survey
+from featstore.storage.belongings import GENERATION, NOTHING, SPILL, TRACE, Belongings, Surveyed, survey
 from featstore.storage.disk import Disk
 from featstore.storage.locks import Lock
 
@@ -32,7 +32,7 @@ class Watching(Disk):
     def fsync_dir(self, path: Path) -> None:
         pass
 
-    def rmtree(self, path: Path, own: Belongings) -> Found:
+    def rmtree(self, path: Path, own: Belongings) -> Surveyed:
         found = super().rmtree(path, own)
         self.foreign += found.foreign if own is not NOTHING else []
         self.removed += found.files
@@ -127,7 +127,7 @@ def test_all_that_is_ours_goes(tmp_path: Path) -> None:
     found = Disk().rmtree(path, GENERATION)
     assert (found.files, found.bytes, found.foreign) == (4, 16, [])
     assert not path.exists()
-    assert Disk().rmtree(path, GENERATION) == Found()
+    assert Disk().rmtree(path, GENERATION) == Surveyed()
 
 
 @pytest.mark.parametrize("where", ["tables", "tables/x"])

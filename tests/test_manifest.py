@@ -24,7 +24,7 @@ from featstore.errors import (
     FormatVersionError,
     IncompleteStoreError,
 )
-from featstore.storage.manifest import MANIFEST_NAME, encode, sealed, uuid_of
+from featstore.storage.manifest import MANIFEST_NAME, encode_manifest, sealed, uuid_of
 from featstore.storage.manifest_reading import read_manifest
 
 
@@ -71,7 +71,7 @@ def change(document: Any, at: tuple[Any, ...], how: str, value: Any) -> Any:
 
 def test_what_is_written_is_read(packed: Path) -> None:
     manifest, text = read_manifest(packed)
-    assert encode(manifest) == text
+    assert encode_manifest(manifest) == text
     assert sealed(manifest) == manifest
     save(packed / "..", load(packed))  # sealing by another JSON writer gives the same
     assert load(packed / "..")["uuid"] != ""

@@ -97,7 +97,7 @@ def interrupted(path: Path, whole: list[Any], after: int, **options: Any) -> Non
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Buffers and checkpoints of a few frames."""
     monkeypatch.setattr(recorder, "_HOLD_BYTES", 1500)
-    monkeypatch.setattr(recorder, "CHECKPOINT_BYTES", 4000)
+    monkeypatch.setattr(recorder, "LOG_CHECKPOINT_BYTES", 4000)
 
 
 @pytest.mark.usefixtures("small")

@@ -323,8 +323,8 @@ MEASURES = {
     "loaders": Measure("loader bases", loader_bases, 1, 3),
     "reports": Measure("report classes of loaders", classes_named("Report", "featstore/loaders/"), 1, 2),
     "states": Measure("shapes of state_dict", state_shapes, 1, 4),
-    "privates": Measure("private names touched from another module", foreign_privates, 10, 53),
-    "doubles": Measure("public names that stand in two or more modules", double_names, 30, 77),
+    "privates": Measure("private names touched from another module", foreign_privates, 10, 51),
+    "doubles": Measure("public names that stand in two or more modules", double_names, 30, 30),
     "errors": Measure("built-in errors raised on purpose", builtin_errors, 0, 0),
     "lines": Measure(f"lines over {COLUMNS_MAX} columns", long_lines, 0, 0),
 }

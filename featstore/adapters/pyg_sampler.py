@@ -10,7 +10,7 @@ import numpy as np
 
 from featstore.adapters.edge_numbers import UnnumberedEdges, check_permutation, csc_of
 from featstore.adapters.indices import to_shared
-from featstore.arguments import COUNT_MAX, as_integer, shown
+from featstore.arguments import INT64_MAX, as_integer, shown
 from featstore.base.hashing import fold_ids
 from featstore.base.ids import as_integers
 from featstore.errors import ArgumentError, MissingPackageError, SourceError
@@ -65,7 +65,7 @@ class FeatstoreSampler(BaseSampler):  # type: ignore[misc]
     def set_epoch(self, epoch: int) -> None:
         """Fresh neighbours for the same seeds from now on, in all workers. Call it before iterating the
         loader."""
-        self._epoch[0] = as_integer(epoch, "epoch", -COUNT_MAX, COUNT_MAX)
+        self._epoch[0] = as_integer(epoch, "epoch", -INT64_MAX, INT64_MAX)
 
     def sample_from_nodes(self, inputs: NodeSamplerInput, **_: Any) -> SamplerOutput:
         """The mini-batch around ``inputs.node`` (int64[b], no duplicates).

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from featstore.compile.placement import SPLIT_STEPS, Choice, Placement, Tally, disk_rows
+from featstore.compile.placement import SPLIT_STEPS, Location, Placement, Tally, disk_rows
 
 Floats = NDArray[np.float64]
 
@@ -23,16 +23,16 @@ def allot(
     """The placement that takes the least time under a limit on disk.
 
     ``tally``: rows by class and split step, see :func:`~featstore.compile.placement.tally_classes`.
-    ``seconds``: for each time that a row of a class is read, float64 [3, G + 1], by Choice. Without
+    ``seconds``: for each time that a row of a class is read, float64 [3, G + 1], by Location. Without
     ``leave_base``, no row stays in the base table; None if the limit is too small for that. Classes without
     rows go where the class before goes.
     """
     rows, size = tally.sum(axis=1), len(tally) - 1
     counts = np.arange(size + 1)
-    choice = np.full(size + 1, Choice.BASE, np.uint8)
+    choice = np.full(size + 1, Location.BASE, np.uint8)
     limit = disk_bytes // row_bytes
     if not leave_base:
-        choice[1:] = np.where(counts[1:] >= 2, Choice.SHARED, Choice.PACKED)
+        choice[1:] = np.where(counts[1:] >= 2, Location.SHARED, Location.PACKED)
         limit -= rows[1:].sum()
         if limit < 0:
             return None
@@ -46,14 +46,14 @@ def allot(
     placement = Placement(size, _trim(choice[1:].tolist()))
     if fit == len(taken):
         return placement
-    return split(placement, tally, disk_bytes // row_bytes, int(taken[fit]), Choice(int(places[fit])))
+    return split_class(placement, tally, disk_bytes // row_bytes, int(taken[fit]), Location(int(places[fit])))
 
 
-def split(placement: Placement, tally: Tally, limit: int, count: int, place: Choice) -> Placement:
+def split_class(placement: Placement, tally: Tally, limit: int, count: int, place: Location) -> Placement:
     """The placement with as large a part of class ``count`` at ``place`` as a limit of rows on disk
     allows."""
-    copies = {Choice.BASE: 0, Choice.PACKED: count, Choice.SHARED: 1}
-    before = Choice(placement.choice[min(count, len(placement.choice)) - 1])
+    copies = {Location.BASE: 0, Location.PACKED: count, Location.SHARED: 1}
+    before = Location(placement.choice[min(count, len(placement.choice)) - 1])
     parts = np.cumsum(tally[count]) * (copies[place] - copies[before])
     left = limit - disk_rows(placement, tally)
     steps = int(np.count_nonzero(parts <= left))
@@ -74,14 +74,14 @@ def _steps(
     counts = np.arange(len(rows))
     several, apart = counts >= 2, np.maximum(counts - 1, 1)
     to_packed = several & (packed < shared)
-    steps = [(to_packed, Choice.PACKED, (shared - packed) / apart, apart)]
+    steps = [(to_packed, Location.PACKED, (shared - packed) / apart, apart)]
     if leave_base:
         to_shared = several & (shared < base) & (base - shared > (shared - packed) / apart)
         past_shared = ~to_shared & (packed < base)
         steps = [
-            (to_shared, Choice.SHARED, base - shared, np.ones_like(counts)),
-            (to_shared & to_packed, Choice.PACKED, (shared - packed) / apart, apart),
-            (past_shared, Choice.PACKED, (base - packed) / np.maximum(counts, 1), counts),
+            (to_shared, Location.SHARED, base - shared, np.ones_like(counts)),
+            (to_shared & to_packed, Location.PACKED, (shared - packed) / apart, apart),
+            (past_shared, Location.PACKED, (base - packed) / np.maximum(counts, 1), counts),
         ]
     at = [np.flatnonzero(mask & (rows > 0)) for mask, _, _, _ in steps]
     order = np.argsort(
@@ -118,13 +118,15 @@ def most_wanted(tally: Tally, limit: int) -> Placement:
     rows = tally.sum(axis=1)
     several = np.cumsum(rows[::-1])[::-1]  # rows that so many or more mini-batches miss
     fewest = int(np.searchsorted(-several[1:], -limit)) + 1  # of those that are shared whole
-    choice = [Choice.BASE] * (fewest - 1) + [
-        Choice.SHARED if c > 1 else Choice.PACKED for c in range(fewest, len(tally))
+    choice = [Location.BASE] * (fewest - 1) + [
+        Location.SHARED if c > 1 else Location.PACKED for c in range(fewest, len(tally))
     ]
     placement = Placement(len(tally) - 1, _trim([int(place) for place in choice]))
     if fewest == 1:
         return placement
-    return split(placement, tally, limit, fewest - 1, Choice.SHARED if fewest > 2 else Choice.PACKED)
+    return split_class(
+        placement, tally, limit, fewest - 1, Location.SHARED if fewest > 2 else Location.PACKED
+    )
 
 
 def _trim(choice: Sequence[int]) -> tuple[int, ...]:

@@ -30,13 +30,13 @@ from featstore._version import __version__
 from featstore.arguments import as_choice, as_count, as_flag, as_function, as_path, shown
 from featstore.base.system import asking
 from featstore.compile.budget import LoaderBudget, parse_disk
-from featstore.compile.decide import OURS, Policy, TableOptions, TablePlan, plan_table
+from featstore.compile.decide import OURS, Policy, TableDecision, TableOptions, plan_table
 from featstore.compile.limits import check_sizes
 from featstore.compile.record_table import write_records
 from featstore.compile.routing import Routes
 from featstore.compile.row_lists import RowLists
 from featstore.compile.scan import tables_of
-from featstore.compile.write_table import PARTS, TablePacking, needed_bytes
+from featstore.compile.write_table import PARTS, TablePacking, table_needed_bytes
 from featstore.errors import ArgumentError, BudgetError, DiskFullError, FeatstoreError
 from featstore.layout.records import encode_record, record_offsets
 from featstore.packing.packing import Progress
@@ -224,7 +224,7 @@ class _Compiling:
         self._progress = progress
         self._done_bytes = self._total_bytes = 0
         self._journal: Journal | None = None
-        self._plans: list[TablePlan] = []
+        self._plans: list[TableDecision] = []
         self._segments: dict[str, tuple[RowLists, RowLists]] = {}  # by table: of mini-batches, of groups
         self._tables: dict[str, TableEntry] = {}
         self._arrays: dict[str, ArrayEntry] = {}
@@ -314,7 +314,7 @@ class _Compiling:
         o = self.options
         rows = [t.rows for t in tables.values()]
         state = _MAP_BYTES * sum(rows) + _STATE_BYTES * max(rows, default=0)
-        needed = max(state + 2 * _BLOCK_BYTES, *(needed_bytes(t.row_bytes) for t in tables.values()))
+        needed = max(state + 2 * _BLOCK_BYTES, *(table_needed_bytes(t.row_bytes) for t in tables.values()))
         try:
             budget = LoaderBudget.split(
                 o.train_bytes, o.cache_bytes, o.device_bytes, o.disk_bytes, self.trace, tables
@@ -403,7 +403,7 @@ class _Compiling:
 
     # Rows.
 
-    def _pack(self, plan: TablePlan) -> CompiledTable:
+    def _pack(self, plan: TableDecision) -> CompiledTable:
         """Pack all segments of one table."""
         name, journal = plan.table.name, self._journal
         assert journal is not None
@@ -432,7 +432,7 @@ class _Compiling:
             self._progress(Progress(stage, table, self._done_bytes, max(self._total_bytes, self._done_bytes)))
 
 
-def _described(plan: TablePlan) -> dict[str, Any]:
+def _described(plan: TableDecision) -> dict[str, Any]:
     r = plan.residency
     found: dict[str, Any] = msgspec.to_builtins(plan.forecast)
     return found | {

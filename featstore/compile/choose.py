@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from featstore.compile.groups import GROUP_BYTES_PER_ROW, GroupWork
-from featstore.compile.placement import Choice, Forecast, Placement, Reads, forecast, tally_classes
+from featstore.compile.placement import Forecast, Location, Placement, Reads, forecast, tally_classes
 from featstore.compile.row_lists import RowLists
 from featstore.compile.search import Search, estimate
 from featstore.compile.survey import BYTES_PER_PAIR, PAIRS_MAX, Survey
@@ -36,7 +36,7 @@ _LIST_BYTES_PER_ID = 24 + PLANNING_BYTES_PER_ID
 _SPARE_BYTES = 1 << 20
 
 
-def choose(
+def choose_placement(
     misses: RowLists, table_rows: int, row_bytes: int, base_layout: TableLayout, model: DeviceModel,
     disk_bytes: int | None, *, extent_bytes_max: int, memory_bytes: int, seed: int = 0,
 ) -> tuple[Placement, Forecast]:  # fmt: skip
@@ -57,7 +57,7 @@ def choose(
         reads = Reads(base_layout, model, extent_bytes_max)
         for length in misses.lengths().tolist():
             reads.run(length)
-        return Placement(1, (int(Choice.PACKED),)), reads.forecast()
+        return Placement(1, (int(Location.PACKED),)), reads.forecast()
     survey = Survey(
         misses, table_rows, seed, min(PAIRS_MAX, (memory_bytes - table_rows // 4) // BYTES_PER_PAIR)
     )

@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 
 from featstore.base.compilation import njit
 from featstore.base.dtypes import node_dtype
-from featstore.compile.choose import choose
+from featstore.compile.choose import choose_placement
 from featstore.compile.groups import Group, shared_order
 from featstore.compile.placement import Forecast, Placement
-from featstore.compile.residency import NEVER, Residency, keep_fixed, keep_min, most_used
+from featstore.compile.residency import NO_NEXT_BATCH, Residency, keep_fixed, keep_min, most_used
 from featstore.compile.row_lists import RowLists, RowListsWriter
 from featstore.compile.scan import NodeRows, scan
 from featstore.plan.cost import DeviceModel
@@ -34,7 +34,7 @@ class Policy:
     """Who decides what is packed, and who orders the regions of shared rows: ours, or another design to
     compare it with.
 
-    ``choose`` and ``order`` are called as :func:`featstore.compile.choose.choose` and
+    ``choose`` and ``order`` are called as :func:`featstore.compile.choose.choose_placement` and
     :func:`featstore.compile.groups.shared_order` are.
     """
 
@@ -43,7 +43,7 @@ class Policy:
     order: Callable[[Group, NDArray[np.bool_]], NDArray[np.int64]]
 
 
-OURS = Policy("modelled time", choose, shared_order)
+OURS = Policy("modelled time", choose_placement, shared_order)
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class TableOptions:
 
 
 @dataclass(frozen=True)
-class TablePlan:
+class TableDecision:
     """What was decided for one table, its lists being in scratch files."""
 
     table: Table
@@ -109,7 +109,7 @@ def drop_rows(
 def plan_table(
     trace: Trace, node_type: str, table: Table, options: TableOptions, model: DeviceModel, disk: Disk,
     scratch: Path
-) -> TablePlan:  # fmt: skip
+) -> TableDecision:  # fmt: skip
     """Decide everything about one table. Raises IdError, BudgetError, DeviceError, DiskFullError."""
     dtype, ids = node_dtype(table.rows), int(trace.counts[node_type].sum())
 
@@ -122,9 +122,9 @@ def plan_table(
     rows, next_use, first_use = scan(trace, node_type, nodes, uses, writer("rows", most=ids), ahead)
     device, host = most_used(uses, options.device_slots), rows
     if len(device):
-        uses[device], first_use[device] = 0, NEVER
+        uses[device], first_use[device] = 0, NO_NEXT_BATCH
         left = writer("host"), None if fixed else writer("ahead", np.int32)
-        host, next_use = _without(rows, next_use, slots_of(table.rows, device), *left)
+        host, next_use = _without(rows, next_use, host_slots(table.rows, device), *left)
     moves, misses = writer("moves", np.int32), writer("misses")
     if next_use is None:
         residency = keep_fixed(host, uses, options.slots, moves, misses)
@@ -143,13 +143,13 @@ def plan_table(
     slot_of_slot[slot_of_slot < 0] = np.arange(len(order), len(slot_of_slot), dtype=np.int32)
     turn = residency.turn[order]
     turn = np.where(turn >= 0, slot_of_slot[turn], turn).astype(np.int32)
-    return TablePlan(
+    return TableDecision(
         table, node_type, nodes, rows, host, device, residency, residency.start[order], turn, slot_of_slot,
         placement, forecast, options.policy,
     )  # fmt: skip
 
 
-def slots_of(table_rows: int, members: NDArray[np.int64]) -> NDArray[np.int32]:
+def host_slots(table_rows: int, members: NDArray[np.int64]) -> NDArray[np.int32]:
     """int32 [table_rows]: the slot of each of the members, in their order; -1 for all others."""
     slot_of_row = np.full(table_rows, -1, np.int32)
     slot_of_row[members] = np.arange(len(members), dtype=np.int32)

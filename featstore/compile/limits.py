@@ -15,13 +15,13 @@ from numpy.typing import NDArray
 from featstore.errors import SourceError
 from featstore.plan.extents import key_bits
 
-__all__ = ["BATCHES_MAX", "PLACES_MAX", "SLOTS_MAX", "check_sizes"]
+__all__ = ["RECORD_PLACES_MAX", "SLOTS_MAX", "TRACE_BATCHES_MAX", "check_sizes"]
 
 #: Of a mini-batch: its places are int32.
-PLACES_MAX = 2**31 - 1
+RECORD_PLACES_MAX = 2**31 - 1
 #: Of a trace: a next use is a mini-batch of this round or the next one, int32, and the largest number means
 #: never.
-BATCHES_MAX = 2**30 - 1
+TRACE_BATCHES_MAX = 2**30 - 1
 #: Rows kept in memory, or on a device: -2 - slot is int32, and so is slot + 1.
 SLOTS_MAX = 2**31 - 2
 
@@ -31,16 +31,16 @@ def check_sizes(table_rows: Mapping[str, int], counts: Mapping[str, NDArray[np.i
 
     ``table_rows``: of each table. ``counts``: int64 [mini-batches], how many of its ids each asks for.
     """
-    if batches > BATCHES_MAX:
+    if batches > TRACE_BATCHES_MAX:
         raise SourceError(
-            f"a trace of {batches:,} mini-batches cannot be compiled, {BATCHES_MAX:,} can: record "
+            f"a trace of {batches:,} mini-batches cannot be compiled, {TRACE_BATCHES_MAX:,} can: record "
             "fewer epochs, or make several traces"
         )
     for table, rows in table_rows.items():
         most = int(counts[table].max(initial=0))
-        if most > PLACES_MAX:
+        if most > RECORD_PLACES_MAX:
             raise SourceError(
-                f"a mini-batch asks for {most:,} rows of table {table!r}, at most {PLACES_MAX:,} can "
+                f"a mini-batch asks for {most:,} rows of table {table!r}, at most {RECORD_PLACES_MAX:,} can "
                 "be compiled: make mini-batches smaller"
             )
         key_bits(rows, most, f"compile mini-batches for table {table!r}: their ids")

@@ -51,10 +51,10 @@ _EMPTY_SERVED = np.empty(0, np.uint8)
 #: Rows by class and split step, counted or estimated: [G + 1, SPLIT_STEPS].
 Tally = NDArray[np.int64] | NDArray[np.float64]
 
-Order = Callable[[Group, NDArray[np.bool_]], NDArray[np.int64]]
+RegionOrder = Callable[[Group, NDArray[np.bool_]], NDArray[np.int64]]
 
 
-class Choice(IntEnum):
+class Location(IntEnum):
     """Where a missed row is read from."""
 
     BASE = 0
@@ -75,15 +75,15 @@ class Placement:
     choice: tuple[int, ...]
     split_count: int = 0
     split_fraction: float = 0.0
-    split_choice: int = int(Choice.BASE)
+    split_choice: int = int(Location.BASE)
 
     @property
     def all_packed(self) -> bool:
         """Whether every missed row is packed."""
-        return self.choice == (int(Choice.PACKED),) and self.split_count == 0
+        return self.choice == (int(Location.PACKED),) and self.split_count == 0
 
     def choices(self, rows: NDArray[np.int64], counts: NDArray[np.uint16]) -> NDArray[np.uint8]:
-        """The Choice of each row, given how many mini-batches of the group miss it."""
+        """The Location of each row, given how many mini-batches of the group miss it."""
         out = np.empty(len(rows), np.uint8)
         steps = round(self.split_fraction * SPLIT_STEPS)
         decide(rows, counts, np.array(self.choice, np.uint8), self.split_count, steps, self.split_choice, out)
@@ -200,11 +200,11 @@ def tally_classes(misses: RowLists, group_size: int, table_rows: int) -> NDArray
 
 
 def class_rows(placement: Placement, tally: Tally) -> Tally:
-    """Rows by Choice and count, [3, G + 1], from :func:`tally_classes` or an estimate of it."""
+    """Rows by Location and count, [3, G + 1], from :func:`tally_classes` or an estimate of it."""
     counts: Any = tally.sum(axis=1)
     place = np.resize(np.array(placement.choice, np.uint8)[-1:], len(tally))
     place[1 : len(placement.choice) + 1] = placement.choice[: len(tally) - 1]
-    rows: Any = np.zeros((len(Choice), len(tally)), tally.dtype)
+    rows: Any = np.zeros((len(Location), len(tally)), tally.dtype)
     rows[place[1:], np.arange(1, len(tally))] = counts[1:]
     split = placement.split_count
     if 0 < split < len(tally):
@@ -218,7 +218,7 @@ def class_rows(placement: Placement, tally: Tally) -> Tally:
 def disk_rows(placement: Placement, tally: Tally) -> int:
     """Rows that a placement has on disk: packed for each mini-batch, shared for each group."""
     rows: Any = class_rows(placement, tally)
-    return int(rows[Choice.PACKED] @ np.arange(len(tally)) + rows[Choice.SHARED].sum())
+    return int(rows[Location.PACKED] @ np.arange(len(tally)) + rows[Location.SHARED].sum())
 
 
 # Reads, exactly.
@@ -274,12 +274,12 @@ class Reads:
 
     def add(
         self, group: Group, lists: Iterable[NDArray[Any]], placement: Placement, work: GroupWork,
-        order: Order = shared_order
+        order: RegionOrder = shared_order
     ) -> None:  # fmt: skip
         """A group, whose mini-batches miss ``lists``. ``order`` gives the rows of its region (of those in a
         mask) in order."""
         choices = placement.choices(group.rows, group.counts)
-        region = order(group, choices == Choice.SHARED)
+        region = order(group, choices == Location.SHARED)
         publish(group.rows, choices, work.words)
         publish_region(region, self._shared_rows, work.words)
         self._shared_rows += len(region)
@@ -323,7 +323,7 @@ class Reads:
 
 def forecast(
     placement: Placement, misses: RowLists, table_rows: int, base_layout: TableLayout, model: DeviceModel, *,
-    extent_bytes_max: int, order: Order = shared_order,
+    extent_bytes_max: int, order: RegionOrder = shared_order,
 ) -> Forecast:  # fmt: skip
     """Plan every read of every mini-batch: exact, but for reads that end where a file of the packed or shared
     table ends."""

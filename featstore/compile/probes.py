@@ -42,7 +42,7 @@ _ONE_FILE = 1 << 40  # pages: blocks lie in no file yet
 
 
 @njit(cache=True, nogil=True)
-def look_up(
+def look_up_probe(
     starts: NDArray[np.int64],
     members: NDArray[np.int32],
     probe: int,
@@ -144,7 +144,7 @@ def plan_block(
     rows: NDArray[np.float64],
 ) -> None:
     """Plan what the ``size`` mini-batches of a group read of a block, whose rows in order are ``places`` in
-    ``counts`` and ``begins`` (see :func:`look_up`)."""
+    ``counts`` and ``begins`` (see :func:`look_up_probe`)."""
     n = places.shape[0]
     ends = np.zeros(size + 1, np.int64)
     for k in range(n):
@@ -207,7 +207,7 @@ class Lists:
 @dataclass(frozen=True)
 class Probe:
     """A probe's rows, ascending, as its group ``[first, last)`` sees them; ``counts``, ``keys``, ``begins``
-    and ``block``: see :func:`look_up`. ``weight``: how often its block counts.
+    and ``block``: see :func:`look_up_probe`. ``weight``: how often its block counts.
     """
 
     first: int
@@ -236,7 +236,7 @@ def look_at(lists: Lists, probe: int, first: int, last: int, weight: float) -> P
     n = len(lists.rows)
     counts, keys, begins = np.empty(n, np.uint16), np.empty(n, np.uint64), np.empty(n, np.int64)
     block = np.empty(len(lists.members), np.uint16)
-    look_up(lists.starts, lists.members, probe, first, last, counts, keys, begins, block)
+    look_up_probe(lists.starts, lists.members, probe, first, last, counts, keys, begins, block)
     return Probe(first, last, weight, lists.rows, counts, keys, begins, block)
 
 

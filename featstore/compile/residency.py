@@ -38,7 +38,7 @@ from featstore.base.compilation import njit
 from featstore.compile.row_lists import RowLists, RowListsWriter
 
 #: The next use of a row that is not used again.
-NEVER = np.int32(2**31 - 1)
+NO_NEXT_BATCH = np.int32(2**31 - 1)
 _NONE = np.int32(-1)
 #: How often the first round asks for as many rows as memory holds, before the second one begins.
 ROUND_CAPACITIES = 32
@@ -51,7 +51,7 @@ def wrap_uses(
     """The next use of a row that is not used again in this round is its first use in the next one,
     ``batches`` mini-batches on."""
     for i in range(rows.shape[0]):
-        if next_use[i] == NEVER:
+        if next_use[i] == NO_NEXT_BATCH:
             next_use[i] = first_use[np.uint64(rows[i])] + batches
 
 
@@ -83,7 +83,7 @@ def min_step(
         if slot >= 0:
             hits += 1
             use = next_use[i]
-            if use == NEVER:
+            if use == NO_NEXT_BATCH:
                 slot_of_row[rows[i]] = -1
                 row_of_slot[slot] = -1
                 after[slot] = free
@@ -94,7 +94,7 @@ def min_step(
                 far = max(far, use)
     for i in range(rows.shape[0]):
         use = next_use[i]
-        if moves[i] >= 0 or use == NEVER:
+        if moves[i] >= 0 or use == NO_NEXT_BATCH:
             continue
         if free >= 0:
             slot = free
@@ -261,7 +261,7 @@ def keep_min(
     """Keep by next use, for a trace that is gone through again and again. ``next_use`` and ``first_use``: see
     :func:`featstore.compile.scan.scan`."""
     batches = len(rows)
-    capacity_rows = min(capacity_rows, int((first_use != NEVER).sum()))
+    capacity_rows = min(capacity_rows, int((first_use != NO_NEXT_BATCH).sum()))
     cache = MinCache(len(first_use), capacity_rows, 2 * batches)
     admitted = np.zeros(batches, np.int64)
 

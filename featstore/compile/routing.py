@@ -19,11 +19,11 @@ from numpy.typing import NDArray
 
 from featstore.base.compilation import njit
 from featstore.base.sort import radix_sort
-from featstore.compile.decide import TablePlan, slots_of
+from featstore.compile.decide import TableDecision, host_slots
 from featstore.compile.groups import GroupWork, group_of
-from featstore.compile.placement import Choice
+from featstore.compile.placement import Location
 from featstore.compile.row_lists import RowLists, RowListsWriter
-from featstore.compile.scan import Places
+from featstore.compile.scan import DistinctRows
 from featstore.layout.records import Lengths, TableRecord
 from featstore.plan.extents import key_bits
 from featstore.storage.disk import Disk
@@ -33,7 +33,7 @@ _BASE, _PACKED = -1, -2
 
 
 @njit(cache=True, nogil=True)
-def look_up(rows: NDArray[Any], where: NDArray[Any], found: NDArray[Any]) -> tuple[int, int]:
+def look_up_places(rows: NDArray[Any], where: NDArray[Any], found: NDArray[Any]) -> tuple[int, int]:
     """found[i] = where[rows[i]]. Returns how many of them are packed, and how many in the base table."""
     packed = base = 0
     for i in range(rows.shape[0]):
@@ -102,13 +102,13 @@ class Routes:
     ``lengths``: see :class:`~featstore.layout.records.Lengths`.
     """
 
-    def __init__(self, plan: TablePlan, trace: Trace, disk: Disk, scratch: Path) -> None:
+    def __init__(self, plan: TableDecision, trace: Trace, disk: Disk, scratch: Path) -> None:
         self._plan, self._trace = plan, trace
         most = int(trace.counts[plan.node_type].max(initial=0))
         self._place_bits = key_bits(plan.table.rows, most, "compile mini-batches: their ids")
         self._packed = RowListsWriter(disk, scratch / f"{plan.table.name}.packed", plan.host.dtype)
         shared = RowListsWriter(disk, scratch / f"{plan.table.name}.shared", plan.host.dtype)
-        self._device_slot = slots_of(plan.table.rows, plan.device) if len(plan.device) else None
+        self._device_slot = host_slots(plan.table.rows, plan.device) if len(plan.device) else None
         self._found: RowLists | None = None
         misses = plan.residency.misses
         packed, base = misses.lengths(), np.zeros(len(misses), np.int64)
@@ -135,15 +135,15 @@ class Routes:
             last = min(first + size, len(misses))
             group = group_of(misses, first, last, rows, work)
             choices = plan.placement.choices(group.rows, group.counts)
-            region = plan.policy.order(group, choices == Choice.SHARED)
-            where[group.rows] = np.where(choices == Choice.PACKED, _PACKED, _BASE)
+            region = plan.policy.order(group, choices == Location.SHARED)
+            where[group.rows] = np.where(choices == Location.PACKED, _PACKED, _BASE)
             where[region] = np.arange(shared_first, shared_first + len(region))
             shared.append(region)
             shared_first += len(region)
             for batch in range(first, last):
                 values = misses[batch]
                 there = np.empty(len(values), found.dtype)
-                packed[batch], base[batch] = look_up(values, where, there)
+                packed[batch], base[batch] = look_up_places(values, where, there)
                 found.append(there)
         return found.finish()
 
@@ -162,16 +162,16 @@ class Routes:
             admit=plan.residency.admitted, device=device, host=host_place,
         )  # fmt: skip
 
-    def _places(self, batch: int) -> Places:
+    def _places(self, batch: int) -> DistinctRows:
         """The places of a mini-batch's rows."""
         plan = self._plan
         rows = plan.rows[batch]
         if len(rows) < int(self._trace.counts[plan.node_type][batch]):
             return plan.nodes.places(self._trace.ids(batch)[plan.node_type], batch)
         none = np.empty(0, np.int32)
-        return Places(rows, none, none, none)
+        return DistinctRows(rows, none, none, none)
 
-    def _placed(self, batch: int, device_slot: NDArray[np.int32]) -> tuple[Places, OnDevice]:
+    def _placed(self, batch: int, device_slot: NDArray[np.int32]) -> tuple[DistinctRows, OnDevice]:
         """What of a mini-batch passes through host memory, places counted among those alone, and what is on
         the accelerator."""
         p, count = self._places(batch), int(self._trace.counts[self._plan.node_type][batch])
@@ -183,7 +183,9 @@ class Routes:
         there = slot >= 0
         rank = (np.cumsum(~there) - 1).astype(np.int32)
         own, copies = ~there[place], ~there[p.copy_place]
-        host = Places(p.rows[own], rank[place[own]], rank[p.copy_place[copies]], rank[p.copy_from[copies]])
+        host = DistinctRows(
+            p.rows[own], rank[place[own]], rank[p.copy_place[copies]], rank[p.copy_from[copies]]
+        )
         device_place = np.flatnonzero(there).astype(np.int32)
         return host, OnDevice(device_place, slot[device_place], np.flatnonzero(~there).astype(np.int32))
 
@@ -204,7 +206,9 @@ class Routes:
             packed_first += len(packed)
             yield record
 
-    def _record(self, batch: int, p: Places, packed_first: int) -> tuple[TableRecord, NDArray[np.uint64]]:
+    def _record(
+        self, batch: int, p: DistinctRows, packed_first: int
+    ) -> tuple[TableRecord, NDArray[np.uint64]]:
         """A mini-batch's part of its record, but for the accelerator, and the rows of its own segment,
         ascending."""
         plan, lengths = self._plan, self.lengths

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from featstore.base.compilation import njit
-from featstore.compile.residency import NEVER
+from featstore.compile.residency import NO_NEXT_BATCH
 from featstore.compile.row_lists import RowLists, RowListsWriter
 from featstore.errors import IdError
 from featstore.sampling.minibatch import table_of
@@ -102,7 +102,7 @@ def last_rows(
 
 
 @dataclass(frozen=True)
-class Places:
+class DistinctRows:
     """A mini-batch's distinct rows, int64, where each stands first, and the copies; places are int32."""
 
     rows: NDArray[np.int64]
@@ -138,7 +138,7 @@ class NodeRows:
             f"has {self.table.rows:,} rows: the trace was sampled from another graph"
         )
 
-    def places(self, ids: NDArray[Any], batch: int) -> Places:
+    def places(self, ids: NDArray[Any], batch: int) -> DistinctRows:
         """Raises IdError for an id that the table does not have."""
         if self._place_of_row is None:
             self._place_of_row = np.full(self.table.rows, -1, np.int32)
@@ -150,7 +150,7 @@ class NodeRows:
         )
         if count < 0:
             raise self._bad(ids, copies, batch)
-        return Places(rows[:count], place[:count], copy_place[:copies], copy_from[:copies])
+        return DistinctRows(rows[:count], place[:count], copy_place[:copies], copy_from[:copies])
 
 
 def tables_of(store: OpenStore, trace: Trace) -> dict[str, str]:
@@ -168,7 +168,7 @@ def scan(
     The second are NEVER where a row is not used again, the third (int32 [rows of the table]) where it is not
     used at all. ``uses``, from 0 on, are counted, unless it is empty. Both writers take the last list first.
     """
-    later = np.full(nodes.table.rows, NEVER, np.int32)
+    later = np.full(nodes.table.rows, NO_NEXT_BATCH, np.int32)
     for batch in range(len(trace) - 1, -1, -1):
         if batch:
             trace.expect(batch - 1)  # nobody reads ahead of one who goes backward

@@ -34,12 +34,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from featstore.compile.allotment import Floats, allot, most_wanted, smallest_fit, split
+from featstore.compile.allotment import Floats, allot, most_wanted, smallest_fit, split_class
 from featstore.compile.groups import counts_apart
 from featstore.compile.placement import (
     SPLIT_STEPS,
-    Choice,
     Forecast,
+    Location,
     Placement,
     Tally,
     class_rows,
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from featstore.plan.cost import DeviceModel
 
 #: DiskGNN's choice: rows of one mini-batch are packed, all others shared.
-PAPER = (int(Choice.PACKED), int(Choice.SHARED))
+PAPER = (int(Location.PACKED), int(Location.SHARED))
 
 _ROUNDS = 3
 _VIEWS = 6  # group sizes of which what the probes see is held
@@ -75,7 +75,7 @@ class Rates:
 
 @dataclass(frozen=True)
 class Costs:
-    """Rates of the three places, by Choice."""
+    """Rates of the three places, by Location."""
 
     of: tuple[Rates, Rates, Rates]
 
@@ -128,10 +128,14 @@ def estimate(
     rows = class_rows(placement, tally)
     counts = np.arange(len(tally))
     wanted = rows * counts
-    reads = sum(float(wanted[place] @ costs.of[place].reads) for place in Choice)
-    pages = sum(float(wanted[place] @ costs.of[place].pages) for place in Choice)
-    packed, shared, base = (int(wanted[place].sum()) for place in (Choice.PACKED, Choice.SHARED, Choice.BASE))
-    return make_forecast(reads, pages, packed, int(rows[Choice.SHARED].sum()), shared, base, row_bytes, model)
+    reads = sum(float(wanted[place] @ costs.of[place].reads) for place in Location)
+    pages = sum(float(wanted[place] @ costs.of[place].pages) for place in Location)
+    packed, shared, base = (
+        int(wanted[place].sum()) for place in (Location.PACKED, Location.SHARED, Location.BASE)
+    )
+    return make_forecast(
+        reads, pages, packed, int(rows[Location.SHARED].sum()), shared, base, row_bytes, model
+    )
 
 
 @dataclass(frozen=True)
@@ -194,7 +198,7 @@ class Search:
             return Costs((smooth(in_base), self._packed(size), smooth(in_shared)))
         of = reference.of
         return Costs(
-            (after(of[Choice.BASE], in_base), of[Choice.PACKED], after(of[Choice.SHARED], in_shared))
+            (after(of[Location.BASE], in_base), of[Location.PACKED], after(of[Location.SHARED], in_shared))
         )
 
     def _seconds(self, placement: Placement, costs: Costs) -> float:
@@ -212,7 +216,7 @@ class Search:
                 del self._views[next(iter(self._views))]
             looks = self._survey.look(size)
             everything, several = [look.counts >= 1 for look in looks], [look.counts >= 2 for look in looks]
-            rows = self._rows(Placement(size, PAPER))[Choice.SHARED]
+            rows = self._rows(Placement(size, PAPER))[Location.SHARED]
             self._views[size] = looks, self._measure(looks, everything, several, rows, None)
         return self._views[size]
 
@@ -220,8 +224,8 @@ class Search:
         """A placement as a candidate: its costs measured with the rows that it chooses."""
         looks, reference = self._view(placement.group_size)
         choices = [placement.choices(look.rows, look.counts) for look in looks]
-        base, shared = [c == Choice.BASE for c in choices], [c == Choice.SHARED for c in choices]
-        costs = self._measure(looks, base, shared, self._rows(placement)[Choice.SHARED], reference)
+        base, shared = [c == Location.BASE for c in choices], [c == Location.SHARED for c in choices]
+        costs = self._measure(looks, base, shared, self._rows(placement)[Location.SHARED], reference)
         return Candidate(self._seconds(placement, costs), placement, costs, leave_base, given)
 
     def at(self, size: int, rounds: int = 1) -> list[Candidate]:
@@ -282,7 +286,7 @@ class Search:
         for size in sizes:
             self.at(size)
         found = [candidate for candidates in self._found.values() for candidate in candidates]
-        found.append(self.measured(Placement(best, (int(Choice.BASE),)), leave_base=True, given=True))
+        found.append(self.measured(Placement(best, (int(Location.BASE),)), leave_base=True, given=True))
         paper = most_wanted(self.tally(start), limit)
         if fit:
             paper = Placement(fit, PAPER[:fit])
@@ -293,10 +297,10 @@ class Search:
         """The candidate's placement, chosen again for exact counts, so that the limit holds."""
         row_bytes, limit, costs = self._layout.row_bytes, self._disk_bytes, candidate.costs
         given, rows = candidate.placement, limit // row_bytes
-        bare = replace(given, split_count=0, split_fraction=0.0, split_choice=int(Choice.BASE))
+        bare = replace(given, split_count=0, split_fraction=0.0, split_choice=int(Location.BASE))
         if candidate.given and disk_rows(bare, tally) <= rows:
             return (
-                split(bare, tally, rows, given.split_count, Choice(given.split_choice))
+                split_class(bare, tally, rows, given.split_count, Location(given.split_choice))
                 if given.split_count
                 else bare
             )

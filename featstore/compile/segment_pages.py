@@ -25,8 +25,8 @@ from featstore.layout import TableLayout
 from featstore.storage.table_writer import TableWriter
 from featstore.units import PAGE_BYTES
 
-WRITE_THREADS = 4  # segments' buffers are short, and their writes wait for the device one by one
-_WRITES_AHEAD = 4 * WRITE_THREADS
+PAGE_WRITE_THREADS = 4  # segments' buffers are short, and their writes wait for the device one by one
+_WRITES_AHEAD = 4 * PAGE_WRITE_THREADS
 
 
 def page_buffers(count: int, byte_count: int) -> list[NDArray[np.uint8]]:

@@ -25,7 +25,7 @@ from featstore.base.buffers import aligned_buffer
 from featstore.base.compilation import njit
 from featstore.base.native import address_of, memcpy
 from featstore.compile.row_lists import RowLists
-from featstore.compile.segment_pages import WRITE_THREADS, Target, page_buffers
+from featstore.compile.segment_pages import PAGE_WRITE_THREADS, Target, page_buffers
 from featstore.errors import BudgetError
 from featstore.reader.reader import Reader
 from featstore.units import PAGE_BYTES
@@ -34,8 +34,8 @@ BUFFER_BYTES_MAX = 2**20
 BUFFER_BYTES_MIN = 64 * 2**10
 SLAB_BYTES_MAX = 16 * 2**20
 INDEX_ROWS = 2**15  # row numbers that are held at once
-CHECKPOINT_BYTES = 2 * 2**30  # written between two
-_SPARE_BUFFERS = WRITE_THREADS + 2  # being written while others fill
+SEGMENTS_CHECKPOINT_BYTES = 2 * 2**30  # written between two
+_SPARE_BUFFERS = PAGE_WRITE_THREADS + 2  # being written while others fill
 
 
 @njit(cache=True, nogil=True)
@@ -206,7 +206,7 @@ class Route:
 
 
 @dataclass(frozen=True)
-class Plan:
+class SegmentPlan:
     """How to pack: rows a slab, the size of a buffer, and episodes, each a list of (route, list) numbers."""
 
     slab_rows: int
@@ -225,7 +225,7 @@ def needed_bytes(row_bytes: int) -> int:
     return ((_SPARE_BUFFERS + 1) * (_smallest_buffer(row_bytes) + PAGE_BYTES) + 2 * row_bytes) * 4 // 3 + 1
 
 
-def plan_packing(routes: list[Route], row_bytes: int, memory_bytes: int) -> Plan:
+def plan_packing(routes: list[Route], row_bytes: int, memory_bytes: int) -> SegmentPlan:
     """Buffers as large as the memory allows, in as few episodes. Raises BudgetError."""
     slab_rows = max(1, min(SLAB_BYTES_MAX, memory_bytes // 8) // row_bytes)
     left = memory_bytes - 2 * slab_rows * row_bytes
@@ -243,7 +243,7 @@ def plan_packing(routes: list[Route], row_bytes: int, memory_bytes: int) -> Plan
     each = left // max(1, per_episode + _SPARE_BUFFERS) - PAGE_BYTES
     size = max(smallest, min(BUFFER_BYTES_MAX, each) // PAGE_BYTES * PAGE_BYTES)
     cut = tuple(tuple(segments[at : at + per_episode]) for at in range(0, len(segments), max(1, per_episode)))
-    return Plan(slab_rows, size, per_episode + _SPARE_BUFFERS, cut)
+    return SegmentPlan(slab_rows, size, per_episode + _SPARE_BUFFERS, cut)
 
 
 def bounds_of(route: Route, segments: list[int], starts: NDArray[np.int64]) -> NDArray[Any]:
@@ -262,7 +262,7 @@ def bounds_dtype(longest: int) -> np.dtype[Any]:
 
 
 def pack_episode(
-    reader: Reader, table: str, routes: list[Route], plan: Plan, episode: int, begin_slab: int,
+    reader: Reader, table: str, routes: list[Route], plan: SegmentPlan, episode: int, begin_slab: int,
     save: Callable[[int], None], tick: Callable[[str, int], None],
 ) -> None:  # fmt: skip
     """Pack one episode's segments, from slab ``begin_slab`` of the base table on. ``save(slab)`` is called
@@ -287,7 +287,7 @@ def pack_episode(
         written = int((bounds[:, slab + 1] - bounds[:, slab]).sum()) * row_bytes
         tick("write", written)
         since += written
-        if since >= CHECKPOINT_BYTES or slab == wanted[-1]:
+        if since >= SEGMENTS_CHECKPOINT_BYTES or slab == wanted[-1]:
             since = 0
             for segment in segments:
                 packing.flush(segment)

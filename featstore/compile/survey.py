@@ -34,7 +34,7 @@ from featstore.compile.row_lists import RowLists
 #: less than a third of that.
 DRAWN_IDS = 1 << 17
 PROBE_IDS = 150_000
-SAMPLED = 160
+SAMPLED_IDS = 160
 #: Small lists make for many probes of little use.
 PROBES_MAX = 64
 #: All ids kept, at most, and their memory: pairs and their copy while they are sorted, then rows, offsets,
@@ -179,7 +179,7 @@ def _weight(k: int, count: int) -> float:
 
 def _sample(most: int, total: int) -> int:
     """How many of ``total`` ids to look at."""
-    return max(most // 3, min(most, total // SAMPLED))
+    return max(most // 3, min(most, total // SAMPLED_IDS))
 
 
 class Survey:

@@ -18,9 +18,9 @@ from featstore.base.buffers import aligned_buffer
 from featstore.base.native import address_of
 from featstore.base.sort import radix_sort
 from featstore.compile import segments
-from featstore.compile.decide import TablePlan
+from featstore.compile.decide import TableDecision
 from featstore.compile.row_lists import RowLists, RowListsWriter
-from featstore.compile.segment_pages import WRITE_THREADS, Target, page_buffers
+from featstore.compile.segment_pages import PAGE_WRITE_THREADS, Target, page_buffers
 from featstore.compile.segments import Route, pack_episode, plan_packing, segment_of
 from featstore.compile.write_records import chunk_path, new_table, table_writer
 from featstore.layout import TableLayout
@@ -41,7 +41,7 @@ PARTS = ("packed", "shared", "resident", "device")
 _PIECE_PAGES = 1024  # that are written at once
 
 
-def needed_bytes(row_bytes: int) -> int:
+def table_needed_bytes(row_bytes: int) -> int:
     """The smallest budget of compiling in which rows of this size can be packed, the base table's reader
     included."""
     inner = memory = segments.needed_bytes(row_bytes)
@@ -56,7 +56,7 @@ class TablePacking:
     ``tick(stage, bytes)`` is told what has been done."""
 
     def __init__(
-        self, disk: Disk, base: OpenStore, plan: TablePlan, catalogue: Catalogue, generation: Generation,
+        self, disk: Disk, base: OpenStore, plan: TableDecision, catalogue: Catalogue, generation: Generation,
         segments: tuple[RowLists, RowLists], memory_bytes: int, progress: TableProgress,
         save: Callable[[], None], tick: Callable[[str, int], None],
     ) -> None:  # fmt: skip
@@ -108,7 +108,7 @@ class TablePacking:
         return entries
 
     def _target(self, entry: TableEntry) -> Target:
-        writer = table_writer(self._catalogue, entry, WRITE_THREADS)
+        writer = table_writer(self._catalogue, entry, PAGE_WRITE_THREADS)
         return Target(writer, entry.layout, lambda chunk: chunk_path(self._catalogue, entry, chunk))
 
     def _spill(self) -> Target:
@@ -117,7 +117,9 @@ class TablePacking:
         self._disk.fsync_dir(spill.parent)  # what the journal calls done must be found again after a crash
         layout = TableLayout.choose(self._shared.total, self._row_bytes)
         return Target(
-            TableWriter(self._disk, layout, lambda c: spill / f"c{c}", spill / "checksums", WRITE_THREADS),
+            TableWriter(
+                self._disk, layout, lambda c: spill / f"c{c}", spill / "checksums", PAGE_WRITE_THREADS
+            ),
             layout,
             lambda c: spill / f"c{c}",
         )
@@ -178,7 +180,7 @@ class TablePacking:
         row_bytes, largest = self._row_bytes, min(self._buckets.rows_each, entry.rows)
         (spilled,) = page_buffers(1, spill.pages_bytes(largest))
         ordered = [_Ordered(one) for one in page_buffers(2, spill.pages_bytes(largest))]
-        writer = table_writer(self._catalogue, entry, WRITE_THREADS)
+        writer = table_writer(self._catalogue, entry, PAGE_WRITE_THREADS)
         try:
             carried = spilled[:0]  # of the last page, which goes on with the next bucket
             for turn, (first, rank) in enumerate(self._buckets.ranks()):

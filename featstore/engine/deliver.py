@@ -30,7 +30,7 @@ from featstore.engine import counters as C
 from featstore.engine import lane as L
 from featstore.units import PAGE_BYTES
 
-CLOCK = function_address(libc(), "clock_gettime")
+CLOCK_GETTIME = function_address(libc(), "clock_gettime")
 _CLOCK_MONOTONIC = 1
 
 _EXTENT_PAGE, _EXTENT_FIRST, _KEYS, _POSITION_BITS = (

@@ -39,7 +39,7 @@ from featstore.base.threads import shut_down
 from featstore.engine import counters as C
 from featstore.engine import lane as L
 from featstore.engine.base import Engine, new_counters
-from featstore.engine.deliver import CLOCK, count_read, deliver, now_ns, report_error
+from featstore.engine.deliver import CLOCK_GETTIME, count_read, deliver, now_ns, report_error
 from featstore.engine.files import Access
 from featstore.engine.lane import Lane
 from featstore.errors import ClosedError, CorruptionError
@@ -188,7 +188,7 @@ class PoolEngine(Engine):
                 staging,
                 _PREAD,
                 _ERRNO,
-                CLOCK,
+                CLOCK_GETTIME,
                 address_of(self._scratch[k]),
                 self._counters[k],
             )

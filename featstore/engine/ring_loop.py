@@ -44,7 +44,7 @@ from featstore.units import PAGE_BYTES
 LANES_MAX = 16
 
 # Fields of the ring's state between two runs of the kernel.
-IN_FLIGHT, SLOT_HEAD, SLOT_TAIL, ARENA_HEAD, ARENA_TAIL = range(5)
+READS_IN_FLIGHT, SLOT_HEAD, SLOT_TAIL, ARENA_HEAD, ARENA_TAIL = range(5)
 # Fields of a slot.
 _S_LANE, _S_EXTENT, _S_PAGE, _S_BEGIN, _S_OPEN, _S_TRIES = range(6)
 _TRIES_MAX = 8
@@ -116,7 +116,7 @@ def _fill(
         next_extent = load_i64(lane + L.NEXT * 8)
         extents = load_i64(lane + L.EXTENTS * 8)
         while next_extent < extents and not _stopped(lane):
-            if state[IN_FLIGHT] >= depth:
+            if state[READS_IN_FLIGHT] >= depth:
                 return True
             pages = np.int64(load_i32(load_i64(lane + L.EXTENT_PAGES * 8) + 4 * next_extent))
             page = _room(state, slots, pages, arena_pages)
@@ -133,7 +133,7 @@ def _fill(
             slots[slot, _S_TRIES] = 0
             state[SLOT_HEAD] += 1
             state[ARENA_HEAD] = page + pages
-            state[IN_FLIGHT] += 1
+            state[READS_IN_FLIGHT] += 1
             next_extent += 1
             _set(lane, L.NEXT, next_extent)
     return False
@@ -221,14 +221,14 @@ def drive(
     while True:
         now = now_ns(clock, scratch)
         more = _fill(functions, ring, depth, lanes, state, slots, arena, arena_pages, now)
-        ended = state[IN_FLIGHT] == 0
+        ended = state[READS_IN_FLIGHT] == 0
         for i in range(lanes.shape[0]):
             ended = ended or _ended(lanes[i])
         if ended or (not more and load_i64(waiting) != 0 and lanes.shape[0] < LANES_MAX):
             r = call_i32_i64(functions[SUBMIT], ring)
             return int(r) if r < 0 and r != _EINTR and r != _EAGAIN and r != _EBUSY else 0
         # Wake for an eighth of what is under way: fewer switches, and the queue stays seven eighths full.
-        r = call_i32_i64_u32(functions[SUBMIT_AND_WAIT], ring, np.uint32(max(1, state[IN_FLIGHT] // 8)))
+        r = call_i32_i64_u32(functions[SUBMIT_AND_WAIT], ring, np.uint32(max(1, state[READS_IN_FLIGHT] // 8)))
         if r < 0 and r != _EINTR and r != _EAGAIN and r != _EBUSY:
             return int(r)
         begin = now
@@ -240,7 +240,7 @@ def drive(
         for k in range(np.int64(got)):
             # struct io_uring_cqe { u64 user_data; s32 res; u32 flags; }
             slot, result = load_i64(completions[k]), np.int64(load_i32(completions[k] + 8))
-            state[IN_FLIGHT] -= _complete(
+            state[READS_IN_FLIGHT] -= _complete(
                 functions, ring, slots, slot, result, arena, now, clock, scratch, counters
             )
         call_void_i64_u32(functions[CQ_ADVANCE], ring, np.uint32(got))

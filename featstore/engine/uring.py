@@ -28,7 +28,7 @@ from featstore.base.native import (
 from featstore.base.system import refusal, started
 from featstore.engine import lane as L
 from featstore.engine.base import Engine, new_counters
-from featstore.engine.deliver import CLOCK
+from featstore.engine.deliver import CLOCK_GETTIME
 from featstore.engine.files import Access
 from featstore.engine.lane import Lane
 from featstore.engine.liburing import (
@@ -121,7 +121,7 @@ class UringEngine(Engine):
                 address_of(self._arena),
                 self.staging_bytes // PAGE_BYTES,
                 completions,
-                CLOCK,
+                CLOCK_GETTIME,
                 address_of(scratch),
                 self._counters[0],
             )

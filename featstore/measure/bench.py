@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from featstore.base.progress import OnStep
 from featstore.errors import SourceError
 from featstore.measure.lane_bench import LaneBench, drop_cached
 from featstore.reader.reader import Reader
@@ -38,9 +39,6 @@ _REGION_BYTES = 64 * 2**20
 _OUT_BYTES_MAX = 256 * 2**20
 _LIMIT_BYTES = 192 * 2**20  # read to find a limit, in reads of ...
 _LIMIT_READS_MAX = 16_384
-
-#: Told the stage, and how many of how many steps are done.
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
@@ -98,7 +96,7 @@ def bench(
     engine: str = "auto",
     seconds: float = 2.0,
     memory: int | str = "1GiB",
-    progress: Progress | None = None,
+    progress: OnStep | None = None,
 ) -> BenchReport:
     """Measure the four ways of reading ``table``, about ``seconds`` each, within a reader's ``memory``.
 

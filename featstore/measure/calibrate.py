@@ -19,7 +19,7 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +31,7 @@ from numpy.typing import NDArray
 
 from featstore.arguments import as_count, as_function, as_number, as_path
 from featstore.base.folders import real_path
+from featstore.base.progress import OnStep
 from featstore.base.system import asking, is_directory, is_there
 from featstore.engine import EngineName, choose
 from featstore.engine.files import Access
@@ -47,7 +48,7 @@ from featstore.units import EXTENT_BYTES_MAX, PAGE_BYTES, parse_bytes
 EXTENT_SIZES = (PAGE_BYTES, 16 * 1024, 64 * 1024, 256 * 1024, EXTENT_BYTES_MAX)
 #: A store with less data than this is measured on a temporary store beside it.
 DATA_BYTES_MIN = 512 * 2**20
-ROUNDS = 5
+CALIBRATION_ROUNDS = 5
 SECONDS = 6.0
 #: Longest gaps tried on the dense pattern, in pages; and its size.
 GAPS = (2, 3, 4, 6, 8)
@@ -59,9 +60,6 @@ _PILOT_READS = 256
 _REQUESTS = 101
 _READER_BYTES = 64 * 2**20
 _SECONDS_MIN = 1e-12  # a model's numbers stay positive: a device may well be too fast for one of them to show
-
-#: Told the stage, and how many of how many steps are done.
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
@@ -176,7 +174,7 @@ def measure(
     *,
     seconds: float = SECONDS,
     data_bytes_min: int = DATA_BYTES_MIN,
-    progress: Progress | None = None,
+    progress: OnStep | None = None,
 ) -> Calibration:
     """Measure, and keep nothing.
 
@@ -238,12 +236,12 @@ def fit_model(samples: tuple[Sample, ...], gaps: tuple[GapSample, ...] = ()) -> 
     return DeviceModel(max(float(read), _SECONDS_MIN), max(float(byte), _SECONDS_MIN), 0.0, gap)
 
 
-def _samples(bench: LaneBench, seconds: float, tell: Progress) -> tuple[Sample, ...]:
+def _samples(bench: LaneBench, seconds: float, tell: OnStep) -> tuple[Sample, ...]:
     sizes = [size for size in EXTENT_SIZES if bench.places(size) >= 1]
-    each = seconds / (len(sizes) * (ROUNDS + 1))
+    each = seconds / (len(sizes) * (CALIBRATION_ROUNDS + 1))
     reads: dict[int, int] = {}
     times: dict[int, list[float]] = {}
-    steps, step = len(sizes) * (ROUNDS + 1), 0
+    steps, step = len(sizes) * (CALIBRATION_ROUNDS + 1), 0
     # find how many reads fill the time; the first run also compiles and wakes what there is
     for size in sizes:
         pilot = min(_PILOT_READS, bench.places(size))
@@ -252,14 +250,14 @@ def _samples(bench: LaneBench, seconds: float, tell: Progress) -> tuple[Sample, 
         reads[size] = max(1, min(bench.places(size), int(rate * each)))
         times[size] = []
         tell("measure", step := step + 1, steps)
-    for _ in range(ROUNDS):
+    for _ in range(CALIBRATION_ROUNDS):
         for size in sizes:
             times[size].append(bench.run(size, reads[size]) / reads[size])
             tell("measure", step := step + 1, steps)
     return tuple(Sample(size, reads[size], tuple(times[size])) for size in sizes)
 
 
-def _gaps(bench: LaneBench, tell: Progress) -> tuple[GapSample, ...]:
+def _gaps(bench: LaneBench, tell: OnStep) -> tuple[GapSample, ...]:
     """The dense pattern with each longest gap, in turns."""
     times: dict[int, list[float]] = {gap: [] for gap in GAPS}
     counts: dict[int, tuple[int, int]] = {}
@@ -297,7 +295,7 @@ def _with_request_seconds(
 
 
 @contextmanager
-def _store_to_measure(path: Path, data_bytes_min: int, tell: Progress) -> Iterator[tuple[OpenStore, bool]]:
+def _store_to_measure(path: Path, data_bytes_min: int, tell: OnStep) -> Iterator[tuple[OpenStore, bool]]:
     """The store at ``path`` if it has data enough, else a temporary one on the same device; and whether it is
     temporary.
     """
@@ -339,7 +337,7 @@ def _check_writable(directory: Path, path: Path, data_bytes: int) -> None:
         raise DiskFullError(directory, needed, free)
 
 
-def _temporary_store(path: Path, data_bytes: int, tell: Progress) -> OpenStore:
+def _temporary_store(path: Path, data_bytes: int, tell: OnStep) -> OpenStore:
     from featstore.packing.packing import pack
 
     block = np.random.default_rng(0).integers(0, 2**32, (2048, 128), dtype=np.uint32)  # 1 MiB

@@ -22,8 +22,8 @@ from featstore.plan.extents import plan_extents
 from featstore.storage.store import OpenStore, Table
 from featstore.units import EXTENT_BYTES_MAX, PAGE_BYTES
 
-QUEUE_DEPTH = 128
-STAGING_BYTES = 16 * 2**20
+BENCH_QUEUE_DEPTH = 128
+BENCH_STAGING_BYTES = 16 * 2**20
 _OUT_ROWS = 2048
 _ROW_BYTES_MAX = 512
 _UNSERVED = np.empty(0, np.uint8)
@@ -38,7 +38,7 @@ class LaneBench:
     """
 
     def __init__(
-        self, store: OpenStore, table: Table, engine: EngineName, queue_depth: int = QUEUE_DEPTH
+        self, store: OpenStore, table: Table, engine: EngineName, queue_depth: int = BENCH_QUEUE_DEPTH
     ) -> None:
         layout = table.layout
         self.row_bytes = gcd(layout.chunk_bytes, _ROW_BYTES_MAX)
@@ -53,7 +53,7 @@ class LaneBench:
         files = self._open()
         self.access, self.access_because = files.access, files.buffered_because
         files.close()
-        self._engine: Engine = make(engine, queue_depth, STAGING_BYTES, EXTENT_BYTES_MAX)
+        self._engine: Engine = make(engine, queue_depth, BENCH_STAGING_BYTES, EXTENT_BYTES_MAX)
         self._out = np.zeros(_OUT_ROWS * self.row_bytes, np.uint8)
         self._random = np.random.default_rng(0)
 

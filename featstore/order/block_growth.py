@@ -27,8 +27,8 @@ PASSES_PER_ROUND = 16
 QUIET_SHARE = 1e-3  # a round ends with a pass that gives a block to at most this share of all nodes
 
 # Positions in the state of a growing pass, int64: what it must remember when edges end inside a node's.
-NODE, TOUCHED, GROWN, BLOCKS, BIN = range(5)
-STATE_SIZE = 5
+_NODE, _TOUCHED, _GROWN, _BLOCKS, _BIN = range(5)
+_STATE_SIZE = 5
 
 
 @njit(cache=True, nogil=True)
@@ -79,8 +79,8 @@ def grow_block(
     """
     nodes = block_of.size
     end_edge = first_edge + block.size
-    node = state[NODE]
-    touched_count = state[TOUCHED]
+    node = state[_NODE]
+    touched_count = state[_TOUCHED]
     while node < nodes:
         if block_of[node] == -1:
             for edge in range(max(indptr[node], first_edge), min(indptr[node + 1], end_edge)):
@@ -101,17 +101,17 @@ def grow_block(
             touched_count = 0
             if new < 0 and last:
                 # A new one once this is half full, so that neighbours can follow.
-                if state[BIN] < 0 or sizes[state[BIN]] * 2 >= limit:
-                    state[BIN] = state[BLOCKS]
-                    state[BLOCKS] += 1
-                new = state[BIN]
+                if state[_BIN] < 0 or sizes[state[_BIN]] * 2 >= limit:
+                    state[_BIN] = state[_BLOCKS]
+                    state[_BLOCKS] += 1
+                new = state[_BIN]
             if new >= 0:
                 sizes[new] += 1
                 block_of[node] = new if at_once else -2 - new
-                state[GROWN] += 1
+                state[_GROWN] += 1
         node += 1
-    state[NODE] = node
-    state[TOUCHED] = touched_count
+    state[_NODE] = node
+    state[_TOUCHED] = touched_count
     return -1
 
 
@@ -144,13 +144,13 @@ def grow_blocks(
     block_of = np.full(nodes, -1, np.int32)
     sizes, counts = np.zeros(most, np.int32), np.zeros(most, np.int32)
     touched = np.empty(most, np.int32)
-    state = np.zeros(STATE_SIZE, np.int64)
-    state[BIN] = -1
+    state = np.zeros(_STATE_SIZE, np.int64)
+    state[_BIN] = -1
 
     def run_pass(at_once: bool, last: bool) -> int:
         """Returns how many nodes got a block. A function, so that its edges are gone before the next pass has
         some."""
-        state[NODE] = state[TOUCHED] = state[GROWN] = 0
+        state[_NODE] = state[_TOUCHED] = state[_GROWN] = 0
         for first, block in edge_blocks(graph, block_edges):
             bad = grow_block(
                 indptr, block, first, block_of, sizes, counts, touched, state, limit, at_once or last, last
@@ -158,15 +158,15 @@ def grow_blocks(
             if bad >= 0:
                 raise bad_edge_error(graph, first + bad)
         settle(block_of)
-        return int(state[GROWN])
+        return int(state[_GROWN])
 
     for number in range(ROUNDS):
-        blocks = int(state[BLOCKS])
-        state[BLOCKS] = draw_sources(indptr, block_of, sizes, blocks, limit, random_of_pass(seed, number))
-        if state[BLOCKS] == blocks:
+        blocks = int(state[_BLOCKS])
+        state[_BLOCKS] = draw_sources(indptr, block_of, sizes, blocks, limit, random_of_pass(seed, number))
+        if state[_BLOCKS] == blocks:
             break
         for level in range(PASSES_PER_ROUND):
             if run_pass(level >= LEVELS, False) <= QUIET_SHARE * nodes:
                 break
     run_pass(True, True)
-    return block_of, sizes[: int(state[BLOCKS])]
+    return block_of, sizes[: int(state[_BLOCKS])]

@@ -10,7 +10,7 @@ brings blocks together that are one or two steps apart, and balances training no
    are drawn among the nodes left, ``ROUNDS`` times. A last pass puts the rest, isolated nodes and small
    components, many to one block.
 2. *Block graph.* One pass counts each block's edges from other blocks. A block has a fixed number of slots,
-   in sets of ``WAYS``: a neighbour is counted in the set of its hash, and where that is full it takes one
+   in sets of ``SET_WAYS``: a neighbour is counted in the set of its hash, and where that is full it takes one
    from the lightest (Misra & Gries 1982). So heavy neighbours stay, and memory is bounded whatever the graph.
 3. *Merging*, BGL's multi-level step. A small block goes into the large neighbour (large: the top 10 % by
    size) from which it has most edges; small blocks without one are merged at random. The block graph is then
@@ -56,9 +56,9 @@ LARGE_SHARE = 0.1
 SMALL_SHARE = 0.25  # of the limit: up to here a block is small
 MERGED_SHARE = 1.5  # of the limit: merging makes none larger
 
-WAYS = 8
-SLOTS_MIN = 16
-SLOTS_MAX = 128
+SET_WAYS = 8
+NEIGHBOR_SLOTS_MIN = 16
+NEIGHBOR_SLOTS_MAX = 128
 
 _WEIGHT_MAX = 2**31 - 1
 _BLOCK_BYTES = 64
@@ -74,7 +74,7 @@ def link_block(
 
     ``keys``, ``weights`` int32 [blocks, slots]; a slot of weight 0 is free.
     """
-    sets = np.uint64(keys.shape[1] // WAYS)
+    sets = np.uint64(keys.shape[1] // SET_WAYS)
     for i in range(block.size):
         while indptr[node + 1] <= first_edge + i:
             node += 1
@@ -85,9 +85,11 @@ def link_block(
         key = block_of[source]
         if row == key:
             continue
-        begin = np.int64(((np.uint64(key) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(32)) % sets) * WAYS
+        begin = (
+            np.int64(((np.uint64(key) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(32)) % sets) * SET_WAYS
+        )
         best = begin
-        for way in range(WAYS):
+        for way in range(SET_WAYS):
             slot = begin + way
             if weights[row, slot] > 0 and keys[row, slot] == key:
                 best = slot
@@ -180,7 +182,7 @@ def block_limit(nodes: int, parts: int) -> int:
 def slots_of(limit: int) -> int:
     """Slots for a block's neighbours: half as many as it has nodes, so that the block graph stays in
     proportion."""
-    return min(max(SLOTS_MIN, 1 << (limit // 2).bit_length()), SLOTS_MAX)
+    return min(max(NEIGHBOR_SLOTS_MIN, 1 << (limit // 2).bit_length()), NEIGHBOR_SLOTS_MAX)
 
 
 def _link_blocks(

@@ -36,7 +36,7 @@ MERGE_PASSES = 5
 MERGE_VERTEX_BYTES = 20
 
 # Positions in the kernel's state, int64.
-NODE, PAIRS, BAD = range(3)
+_NODE, _PAIRS, _BAD = range(3)
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,13 +138,13 @@ def count_pairs(
 
     ``keys`` int64 [slots], -1 = free; ``counts`` int32 [slots]; ``state`` int64 [3].
     """
-    node = state[NODE]
+    node = state[_NODE]
     mask = keys.size - 1
     for i in range(begin, block.size):
         while indptr[node + 1] <= first_edge + i:
             node += 1
         if block[i] < 0 or block[i] >= label.size:
-            state[BAD] = 1
+            state[_BAD] = 1
             return i
         a, b = np.int64(label[block[i]]), np.int64(label[node])
         if a == b:
@@ -154,15 +154,15 @@ def count_pairs(
         while keys[slot] != key and keys[slot] >= 0:
             slot = (slot + 1) & mask
         if keys[slot] < 0:
-            if state[PAIRS] >= pairs_max:
-                state[NODE] = node
+            if state[_PAIRS] >= pairs_max:
+                state[_NODE] = node
                 return i
             keys[slot] = key
             counts[slot] = 0
-            state[PAIRS] += 1
+            state[_PAIRS] += 1
         if counts[slot] < 2147483647:
             counts[slot] += 1
-    state[NODE] = node
+    state[_NODE] = node
     return -1
 
 
@@ -306,7 +306,7 @@ def merge_vertices(coarse: CoarseGraph, limit: int, wanted: int) -> tuple[NDArra
     return label, number_clusters(label, sizes, limit, vertices)
 
 
-def slots_of(pairs: int) -> int:
+def pair_slots(pairs: int) -> int:
     """Slots of a table for so many pairs: a power of two, filled to three quarters at most."""
     slots = SLOTS_FIRST
     while 3 * slots < 4 * pairs:
@@ -341,7 +341,7 @@ def contract(
             begin = count_pairs(indptr, block, first, begin, label, vertices, keys, counts, state, room)
             if begin < 0:
                 break
-            if state[BAD]:
+            if state[_BAD]:
                 raise bad_edge_error(graph, first + begin)
             if room < pairs_max:
                 new_keys, new_counts = np.full(2 * keys.size, -1, np.int64), np.zeros(2 * keys.size, np.int32)
@@ -351,7 +351,7 @@ def contract(
                 continue
             weight = lightest_weights(keys, counts, histogram)
             pairs, gone = drop_pairs(keys, counts, weight, turn, HISTOGRAM_SIZE - 1)
-            state[PAIRS] -= pairs
+            state[_PAIRS] -= pairs
             dropped += int(gone)
             turn += 1
     del block
@@ -379,7 +379,7 @@ def count_nodes(label: Any, sizes: Any) -> None:
 
 def contract_bytes(vertices: int, pairs_max: int, block_edges: int) -> int:
     """The most :func:`contract` allocates, in bytes, result and all, beside the labels."""
-    table = PAIR_BYTES * slots_of(pairs_max)
+    table = PAIR_BYTES * pair_slots(pairs_max)
     return (
         max(8 * block_edges + table + table // 2, table + 32 * pairs_max)
         + 24 * (vertices + 1)

@@ -57,8 +57,8 @@ DRAWS = 8
 """A node that no neighbour draws anywhere goes to the emptiest of this many random parts."""
 
 # Positions in the kernel's state, int64: what it must remember when a block ends inside a node's edges.
-NODE, TOUCHED, CURSOR, MOVED = range(4)
-STATE_SIZE = 4
+_NODE, _TOUCHED, _CURSOR, _MOVED = range(4)
+_STATE_SIZE = 4
 
 _FIXED_BYTES = 1 << 18
 
@@ -110,9 +110,9 @@ def part_with_room(sizes: Any, random: Any, capacity: int, state: Any) -> Any:
             best_size = sizes[p]
     if best_size < capacity:
         return best
-    while sizes[state[CURSOR]] >= capacity:
-        state[CURSOR] = (state[CURSOR] + 1) % sizes.size
-    return np.int64(state[CURSOR])
+    while sizes[state[_CURSOR]] >= capacity:
+        state[_CURSOR] = (state[_CURSOR] + 1) % sizes.size
+    return np.int64(state[_CURSOR])
 
 
 @njit(cache=True, nogil=True)
@@ -139,8 +139,8 @@ def ldg_block(
     """
     nodes = part.size
     end_edge = first_edge + block.size
-    node = state[NODE]
-    touched_count = state[TOUCHED]
+    node = state[_NODE]
+    touched_count = state[_TOUCHED]
     while node < nodes:
         for edge in range(max(indptr[node], first_edge), min(indptr[node + 1], end_edge)):
             source = block[edge - first_edge]
@@ -167,10 +167,10 @@ def ldg_block(
         sizes[new] += 1
         part[node] = new
         if new != old:
-            state[MOVED] += 1
+            state[_MOVED] += 1
         node += 1
-    state[NODE] = node
-    state[TOUCHED] = touched_count
+    state[_NODE] = node
+    state[_TOUCHED] = touched_count
     return -1
 
 
@@ -263,7 +263,7 @@ def ldg_partition(
     def run_pass(number: int, warmth: float) -> int:
         """Returns how many nodes moved. A function, so that its block is gone before the next pass makes
         another."""
-        state = np.zeros(STATE_SIZE, np.int64)
+        state = np.zeros(_STATE_SIZE, np.int64)
         random = random_of_pass(seed, number)
         for first, block in edge_blocks(graph, block_edges):
             bad = ldg_block(
@@ -271,7 +271,7 @@ def ldg_partition(
             )
             if bad >= 0:
                 raise bad_edge_error(graph, first + bad)
-        return int(state[MOVED])
+        return int(state[_MOVED])
 
     for number in range(passes):
         warmth = heat_of_pass(number, passes, heat)

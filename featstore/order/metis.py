@@ -40,11 +40,11 @@ EDGE_BYTES = 130
 FIXED_BYTES = 16 << 20
 
 # Positions in the survey's state, int64.
-NODE, PREVIOUS, LOOPS, DISORDER = range(4)
+_NODE, _PREVIOUS, _LOOPS, _DISORDER = range(4)
 
 
 @dataclass(frozen=True)
-class Survey:
+class GraphSurvey:
     """What METIS needs to know of a graph: is it symmetric, are its rows strictly ascending, how many
     self-loops."""
 
@@ -77,21 +77,21 @@ def edge_hash(u: int, v: int) -> Any:
 @njit(cache=True, nogil=True)
 def survey_block(indptr: Any, block: Any, first_edge: int, state: Any, sums: Any) -> int:
     """Add a block to ``state`` int64 [4] and ``sums`` uint64 [2]; the first bad position, or -1."""
-    node = state[NODE]
+    node = state[_NODE]
     for i in range(block.size):
         while indptr[node + 1] <= first_edge + i:
             node += 1
         source = np.int64(block[i])
         if source < 0 or source >= indptr.size - 1:
             return i
-        if first_edge + i > indptr[node] and source <= state[PREVIOUS]:
-            state[DISORDER] += 1
+        if first_edge + i > indptr[node] and source <= state[_PREVIOUS]:
+            state[_DISORDER] += 1
         if source == node:
-            state[LOOPS] += 1
+            state[_LOOPS] += 1
         sums[0] += edge_hash(source, node)
         sums[1] += edge_hash(node, source)
-        state[PREVIOUS] = source
-    state[NODE] = node
+        state[_PREVIOUS] = source
+    state[_NODE] = node
     return -1
 
 
@@ -146,7 +146,7 @@ def drop_duplicates(offsets: Any, adjacency: Any, marks: Any) -> int:
     return kept
 
 
-def survey_graph(graph: GraphLike, *, block_edges: int = BLOCK_EDGES) -> Survey:
+def survey_graph(graph: GraphLike, *, block_edges: int = BLOCK_EDGES) -> GraphSurvey:
     """What the graph lacks for METIS. One sequential pass; holds one block. Raises SourceError for a bad
     graph."""
     indptr = checked_indptr(graph)
@@ -156,7 +156,7 @@ def survey_graph(graph: GraphLike, *, block_edges: int = BLOCK_EDGES) -> Survey:
         bad = survey_block(indptr, block, first, state, sums)
         if bad >= 0:
             raise bad_edge_error(graph, first + bad)
-    return Survey(bool(sums[0] == sums[1]), int(state[DISORDER]) == 0, int(state[LOOPS]))
+    return GraphSurvey(bool(sums[0] == sums[1]), int(state[_DISORDER]) == 0, int(state[_LOOPS]))
 
 
 def metis_adjacency(graph: GraphLike, dtype: Any) -> tuple[NDArray[Any], NDArray[Any]]:

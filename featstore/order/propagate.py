@@ -7,8 +7,8 @@ and a small limit, a few passes find clusters: dense places, which a good partit
 
 All state is a label for each node and a size for each label. Edges are passed over in the order in which they
 are stored and never held. The labels around one node are counted in a hash table that is no larger than the
-node needs, so that it stays in the fastest cache, and never larger than :data:`SLOTS_MAX`: of a hub with
-neighbours in more than half as many labels the first so many count.
+node needs, so that it stays in the fastest cache, and never larger than :data:`TABLE_SLOTS_MAX`: of a hub
+with neighbours in more than half as many labels the first so many count.
 
 Leaves of a full hub can join nobody and would stay alone in their thousands. In the last pass of clustering a
 node that is still alone is therefore put together with others that would have liked the same label ("two-hop
@@ -28,24 +28,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from featstore.base.compilation import njit
-from featstore.order.ldg import next_random, random_of_pass
+from featstore.order.ldg import STAY_BONUS, next_random, random_of_pass
 from featstore.order.stream import GraphLike, bad_edge_error, edge_blocks
 
-SLOTS_MAX = 1 << 16
+TABLE_SLOTS_MAX = 1 << 16
 """Slots of the table of labels around a node; at most half are used."""
 
-STAY_BONUS = 1e-3
 """Added to the score of the label a node has: between equals it stays."""
 
 # Positions in the kernel's state, int64: what it must remember when a block ends inside a node's edges.
-NODE, TOUCHED, MOVED = range(3)
-STATE_SIZE = 3
+_NODE, _TOUCHED, _MOVED = range(3)
+_STATE_SIZE = 3
 
 FIRST_RANDOM = 1 << 20
 """Passes are numbered from here for the generator, so that no pass of LDG with the same seed draws the
 same."""
 
-TABLE_BYTES = (4 + 8 + 4) * SLOTS_MAX
+TABLE_BYTES = (4 + 8 + 4) * TABLE_SLOTS_MAX
 
 
 @njit(cache=True, nogil=True)
@@ -130,8 +129,8 @@ def propagate_block(
     keys, touched = table[0], table[1]
     nodes = label.size
     end_edge = first_edge + block.size
-    node = state[NODE]
-    touched_count = state[TOUCHED]
+    node = state[_NODE]
+    touched_count = state[_TOUCHED]
     while node < nodes:
         bits = slot_bits(indptr[node + 1] - indptr[node])
         mask = (1 << bits) - 1
@@ -166,10 +165,10 @@ def propagate_block(
         sizes[new] += 1
         label[node] = new
         if new != old:
-            state[MOVED] += 1
+            state[_MOVED] += 1
         node += 1
-    state[NODE] = node
-    state[TOUCHED] = touched_count
+    state[_NODE] = node
+    state[_TOUCHED] = touched_count
     return -1
 
 
@@ -192,10 +191,10 @@ def propagate(
     No label comes to have more than ``limit`` nodes. Holds one block, :data:`TABLE_BYTES`,
     and with ``bins`` 4 bytes a label. Raises SourceError for an edge to a node that does not exist.
     """
-    state = np.zeros(STATE_SIZE, np.int64)
+    state = np.zeros(_STATE_SIZE, np.int64)
     random = random_of_pass(seed, FIRST_RANDOM + number)
-    table = np.full((2, SLOTS_MAX), -1, np.int32)
-    counts = np.zeros(SLOTS_MAX, np.int64)
+    table = np.full((2, TABLE_SLOTS_MAX), -1, np.int32)
+    counts = np.zeros(TABLE_SLOTS_MAX, np.int64)
     open_bins = np.full(sizes.size + 1 if bins else 0, -1, np.int32)
     for first, block in edge_blocks(graph, block_edges):
         bad = propagate_block(
@@ -203,4 +202,4 @@ def propagate(
         )
         if bad >= 0:
             raise bad_edge_error(graph, first + bad)
-    return int(state[MOVED])
+    return int(state[_MOVED])

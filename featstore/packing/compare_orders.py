@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from featstore.reader.reader import Reader
     from featstore.storage.store import OpenStore
 
-METHODS = ("metis", "multilevel", "ldg", "bfs")
+COMPARED_METHODS = ("metis", "multilevel", "ldg", "bfs")
 STORED = "as stored"
 
 
@@ -78,7 +78,7 @@ def compare_orders(
     store: OpenStore,
     *,
     graph: str | None = None,
-    methods: Sequence[str] = METHODS,
+    methods: Sequence[str] = COMPARED_METHODS,
     parts: int | None = None,
     train: Any = None,
     memory_bytes: int = 2**30,

@@ -13,9 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from featstore.base.compilation import njit
-from featstore.base.dtypes import bfloat16, is_bfloat16
+from featstore.base.dtypes import Scalar, bfloat16, is_bfloat16
 from featstore.errors import SourceError
-from featstore.storage.manifest import Scalar
 
 CASTS = ("float16", "bfloat16", "float32", "float64")
 

@@ -17,7 +17,7 @@ from featstore.base.dtypes import dtype_name
 from featstore.base.ids import plain_array
 from featstore.base.system import is_regular
 from featstore.errors import SourceError
-from featstore.packing.graphs.csc import Graph
+from featstore.packing.graphs.csc import CscGraph
 from featstore.packing.sources.arrays import array_of
 from featstore.packing.sources.base import file_fingerprint, sample_crc32
 from featstore.packing.sources.opening import RowSource, is_headless, is_text, open_rows
@@ -29,7 +29,7 @@ DEFAULT_TABLE = "features"
 
 
 #: Arguments of a pack that say how a table is read, each given once for all tables or by table.
-READING = ("raw_dtype", "dtype", "cast", "shape", "offset", "key", "columns", "id")
+INPUT_OPTIONS = ("raw_dtype", "dtype", "cast", "shape", "offset", "key", "columns", "id")
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ def parse_inputs(
     # What is asked for by name replaces what the data bring: naming some relations leaves out the others.
     graphs = own_graphs if graph is None else by_table(graph, features, "graph")
     graphs = {name: edges_of_relation(spec, name if is_pyg(data) else None) for name, spec in graphs.items()}
-    given = {what: by_table(reading.get(what), features, what) for what in READING}
+    given = {what: by_table(reading.get(what), features, what) for what in INPUT_OPTIONS}
     tables, casts = {}, {}
     for name, spec in features.items():
         asked = {what: values[name] for what, values in given.items() if values.get(name) is not None}
@@ -167,7 +167,7 @@ def node_mask(nodes: Any, rows: int) -> NDArray[np.bool_]:
 
 def identity(value: Any) -> dict[str, Any]:
     """What tells a graph, permutation or array from another one of the same name, when a pack is resumed."""
-    if isinstance(value, Graph):
+    if isinstance(value, CscGraph):
         return dict(value.source)
     if isinstance(value, str | os.PathLike):
         path = Path(value)

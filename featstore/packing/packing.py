@@ -30,15 +30,15 @@ from featstore.order import Order, make_order
 from featstore.order.permutation import degree_memory_bytes, degree_order
 from featstore.packing import permute, spill
 from featstore.packing.convert import ValueReport, target_dtype
-from featstore.packing.graphs.csc import Graph
+from featstore.packing.graphs.csc import CscGraph
 from featstore.packing.graphs.opening import open_graph
 from featstore.packing.inputs import described, identity, node_mask, parse_inputs
-from featstore.packing.progress import Progress, Stages
+from featstore.packing.progress import PackStages, Progress
 from featstore.packing.request import Options, check_pack, with_slack
 from featstore.packing.row_ids import inverse, read_ids, write_ids
 from featstore.packing.sources.opening import RowSource
 from featstore.packing.topology import HUB_SHARE, topology_memory_bytes, write_topology
-from featstore.packing.topology import Job as TopologyJob
+from featstore.packing.topology import TopologyJob as TopologyJob
 from featstore.storage.arrays import load_array
 from featstore.storage.belongings import GENERATION, SPILL
 from featstore.storage.disk import Disk
@@ -211,7 +211,7 @@ class _Packing:
         self.graphs = graphs
         self.options = options
         self.catalogue = Catalogue(disk, generation.store)
-        self._stages = Stages(progress)
+        self._stages = PackStages(progress)
         self._ids: dict[str, Path] = {}  # of tables whose rows are placed by ids
         self._journal: Journal | None = None
         self._arrays: dict[str, NDArray[Any]] = {}
@@ -376,7 +376,7 @@ class _Packing:
         statistics = report.result() | {"rows_digest": f"{progress.written_digest:016x}"}
         return msgspec.structs.replace(entry, statistics=statistics)
 
-    def _job(self, name: str, entry: TableEntry, report: ValueReport) -> permute.Job:
+    def _job(self, name: str, entry: TableEntry, report: ValueReport) -> permute.PermuteJob:
         ids = None
         if name in self._ids:
             width = node_dtype(entry.rows).itemsize
@@ -390,7 +390,7 @@ class _Packing:
             self._load(entry.order.row_of_node), self._load(entry.order.node_of_row), ids
         )
         held = maps.held_bytes
-        return permute.Job(
+        return permute.PermuteJob(
             self.disk, name, self.tables[name], entry.layout, report, maps, self.generation.spill,
             lambda chunk: self.generation.store / entry.chunk_path(chunk), self.options.memory_bytes - held,
             held, self.journal, self.journal.table(name), self._stages,
@@ -433,7 +433,7 @@ class _Packing:
             self._stages.begin("topology", name)
             self._write_topology(name, graph, progress)
 
-    def _write_topology(self, name: str, graph: Graph, progress: TableProgress) -> None:
+    def _write_topology(self, name: str, graph: CscGraph, progress: TableProgress) -> None:
         order = progress.order
         assert order is not None
         row_of_node, by_degree = self._load(order.row_of_node), self._load(order.rows_by_degree)
@@ -456,7 +456,7 @@ class _Packing:
         self.journal.save()
 
     def _make_order(
-        self, name: str, base: str, layout: TableLayout, progress: TableProgress, graph: Graph | None
+        self, name: str, base: str, layout: TableLayout, progress: TableProgress, graph: CscGraph | None
     ) -> None:
         """Find the table's order, and its rows by descending degree where there is a graph; write both,
         durably."""
@@ -499,11 +499,11 @@ class _Packing:
             )
         return node_mask(self._arrays[given] if isinstance(given, str) else given, rows)
 
-    def _graph(self, name: str, rows: int) -> Graph | None:
+    def _graph(self, name: str, rows: int) -> CscGraph | None:
         if name not in self.graphs:
             return None
         spec = self.graphs[name]
-        if isinstance(spec, Graph):
+        if isinstance(spec, CscGraph):
             if spec.nodes != rows:
                 raise SourceError(
                     f"the graph of table {name!r} has {spec.nodes:,} nodes, its features {rows:,} rows"
@@ -531,7 +531,7 @@ class _Packing:
             rows_by_degree=maybe("rows_by_degree", by_degree),
         )
 
-    def _write_rows(self, job: permute.Job, checksum_path: Path) -> None:
+    def _write_rows(self, job: permute.PermuteJob, checksum_path: Path) -> None:
         """Write the chunk files and the checksums; what was read must be what was written."""
         writer = TableWriter(self.disk, job.layout, job.chunk_path, checksum_path)
         try:
@@ -554,4 +554,4 @@ class _Packing:
                 "pack anew with --overwrite",
             )
         job.progress.done = True
-        permute.save(job)
+        permute.save_progress(job)

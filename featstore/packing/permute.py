@@ -30,7 +30,7 @@ from featstore.base.system import started
 from featstore.errors import BudgetError, SourceError
 from featstore.layout import TableLayout
 from featstore.packing.convert import ValueReport
-from featstore.packing.progress import Stages
+from featstore.packing.progress import PackStages
 from featstore.packing.row_ids import inverse
 from featstore.packing.sources.opening import RowSource
 from featstore.storage.disk import Disk
@@ -39,9 +39,7 @@ from featstore.storage.rows_digest import add, digest_rows
 from featstore.storage.table_writer import Appender, TableWriter
 from featstore.units import PAGE_BYTES
 
-BLOCK_BYTES = 8 * 2**20
-FLUSH_BYTES_MAX = 4 * 2**20
-FLUSH_BYTES_MIN = 64 * 2**10
+SOURCE_BLOCK_BYTES = 8 * 2**20
 CHECKPOINT_BYTES = 2 * 2**30
 _BLOCKS_HELD = 5  # of a source: its own, one being kept, one waiting, one in use, its cast copy
 _BUCKET_INDEX_BYTES = 24  # a row's node id, its rank, and the sort's work space
@@ -98,7 +96,7 @@ _NO_NODES = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True)
-class Job:
+class PermuteJob:
     """What one table's pass needs to know."""
 
     disk: Disk
@@ -113,7 +111,7 @@ class Job:
     fixed_bytes: int  # the maps
     journal: Journal
     progress: TableProgress
-    stages: Stages
+    stages: PackStages
 
     def begin(self, stage: str, done_bytes: int = 0) -> None:
         """A pass over the table's rows begins, with what of it is done already."""
@@ -121,7 +119,7 @@ class Job:
 
     @property
     def block_rows(self) -> int:
-        return max(1, min(BLOCK_BYTES, self.memory_bytes // 16) // self.layout.row_bytes)
+        return max(1, min(SOURCE_BLOCK_BYTES, self.memory_bytes // 16) // self.layout.row_bytes)
 
     @property
     def source_bytes(self) -> int:
@@ -188,7 +186,7 @@ def _kept(blocks: Iterator[NDArray[Any]], block_rows: int) -> Iterator[NDArray[A
         yield kept
 
 
-def source_blocks(job: Job, start: int) -> Iterator[tuple[int, NDArray[np.uint8]]]:
+def source_blocks(job: PermuteJob, start: int) -> Iterator[tuple[int, NDArray[np.uint8]]]:
     """(number of the first row, rows as uint8 [n, row_bytes]) from ``start`` on, cast, counted and
     checked."""
     row = start
@@ -222,15 +220,15 @@ def source_blocks(job: Job, start: int) -> Iterator[tuple[int, NDArray[np.uint8]
         raise SourceError(f"{job.source.name} ended after {row:,} rows; {job.layout.rows:,} were expected")
 
 
-def save(job: Job) -> None:
+def save_progress(job: PermuteJob) -> None:
     job.progress.report = job.report.state()
     job.journal.save()
 
 
-def as_given(job: Job, writer: TableWriter) -> None:
+def as_given(job: PermuteJob, writer: TableWriter) -> None:
     """Append the source's rows as they come."""
     start_byte = job.progress.written_bytes
-    buffer = min(BLOCK_BYTES, max(PAGE_BYTES, (job.memory_bytes - job.source_bytes) // 4))
+    buffer = min(SOURCE_BLOCK_BYTES, max(PAGE_BYTES, (job.memory_bytes - job.source_bytes) // 4))
     _check_memory(job)
     appender = Appender(writer, start_byte, buffer)
     row = start_byte // job.layout.row_bytes
@@ -246,18 +244,18 @@ def as_given(job: Job, writer: TableWriter) -> None:
         if since >= CHECKPOINT_BYTES:
             writer.checkpoint()
             job.progress.written_bytes = appender.page * PAGE_BYTES
-            save(job)
+            save_progress(job)
             since = 0
     appender.finish()
     job.progress.written_digest = job.progress.source_digest
 
 
-def fits_in_memory(job: Job) -> bool:
+def fits_in_memory(job: PermuteJob) -> bool:
     """Whether the table can be scattered whole."""
     return job.source_bytes + job.layout.data_bytes + 2 * PAGE_BYTES <= job.memory_bytes
 
 
-def in_memory(job: Job, writer: TableWriter) -> None:
+def in_memory(job: PermuteJob, writer: TableWriter) -> None:
     """Scatter the whole table in memory, then write it."""
     row_of_source = job.maps.row_of_source
     assert row_of_source is not None
@@ -274,12 +272,12 @@ def in_memory(job: Job, writer: TableWriter) -> None:
     nodes = job.maps.nodes_of_rows(0, layout.rows)
     progress.written_digest = int(digest_rows(address_of(table), layout.row_bytes, nodes, 0, layout.rows))
     job.begin("write")
-    for at in range(0, size, BLOCK_BYTES):
-        piece = table[at : min(at + BLOCK_BYTES, size)]
+    for at in range(0, size, SOURCE_BLOCK_BYTES):
+        piece = table[at : min(at + SOURCE_BLOCK_BYTES, size)]
         writer.write(at // PAGE_BYTES, piece, partial(job.stages.add, len(piece)))
 
 
-def _check_memory(job: Job) -> None:
+def _check_memory(job: PermuteJob) -> None:
     """Raise BudgetError, with the smallest budget that works, where rows cannot even be streamed: blocks grow
     with the budget."""
     needed = job.memory_bytes
@@ -291,14 +289,16 @@ def _check_memory(job: Job) -> None:
         )
 
 
-def spool(source: RowSource, disk: Disk, path: Path, memory_bytes: int, stages: Stages) -> RowSource:
+def spool(source: RowSource, disk: Disk, path: Path, memory_bytes: int, stages: PackStages) -> RowSource:
     """Write a source whose length is not known to a plain file, and return that as the source."""
     from featstore.packing.sources.files import raw_rows
 
     rows = 0
     file = disk.create(path)
     try:
-        for block in source.blocks(0, max(1, min(BLOCK_BYTES, memory_bytes // 16) // source.row_bytes)):
+        for block in source.blocks(
+            0, max(1, min(SOURCE_BLOCK_BYTES, memory_bytes // 16) // source.row_bytes)
+        ):
             data = np.ascontiguousarray(block).reshape(-1).view(np.uint8)
             disk.write(file, rows * source.row_bytes, data)
             rows += len(block)

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-__all__ = ["Progress", "Stages"]
+__all__ = ["PackStages", "Progress"]
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class Progress:
     total_bytes: int | None
 
 
-class Stages:
+class PackStages:
     """Tells a listener of one stage after the other. Safe from any thread."""
 
     def __init__(self, listener: Callable[[Progress], None] | None) -> None:

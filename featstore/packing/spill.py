@@ -26,7 +26,7 @@ from featstore.base.files import direct_refusal
 from featstore.base.native import address_of
 from featstore.base.system import asking
 from featstore.errors import CorruptionError
-from featstore.packing.permute import CHECKPOINT_BYTES, Job, ahead, save, scatter_rows
+from featstore.packing.permute import CHECKPOINT_BYTES, PermuteJob, ahead, save_progress, scatter_rows
 from featstore.packing.spill_files import SpillPlan, spill_pass, spill_path
 from featstore.storage.rows_digest import add, digest_rows
 from featstore.storage.table_writer import TableWriter
@@ -35,7 +35,7 @@ from featstore.units import PAGE_BYTES
 PIECE_BYTES = 8 * 2**20  # of a bucket, handed to the writer at once
 
 
-def spill(job: Job, writer: TableWriter) -> None:
+def spill(job: PermuteJob, writer: TableWriter) -> None:
     """Permute through spill files; see the module's text."""
     plan = SpillPlan.choose(job)
     if not job.progress.spilled:
@@ -43,7 +43,7 @@ def spill(job: Job, writer: TableWriter) -> None:
     _bucket_pass(job, plan, writer)
 
 
-def _bucket_pass(job: Job, plan: SpillPlan, writer: TableWriter) -> None:
+def _bucket_pass(job: PermuteJob, plan: SpillPlan, writer: TableWriter) -> None:
     """Read bucket after bucket, scatter, write; a page that two buckets share is carried from one to the
     next."""
     source_of_row = job.maps.source_of_row
@@ -89,7 +89,7 @@ def _bucket_pass(job: Job, plan: SpillPlan, writer: TableWriter) -> None:
 
 
 def _bucket_checkpoint(
-    job: Job, writer: TableWriter, bucket: int, carry: NDArray[np.uint8], page: int
+    job: PermuteJob, writer: TableWriter, bucket: int, carry: NDArray[np.uint8], page: int
 ) -> None:
     """Make all buckets up to this one durable, the page shared with the next one too, and drop their spill
     files."""
@@ -101,13 +101,13 @@ def _bucket_checkpoint(
     writer.checkpoint()
     before = job.progress.buckets_written
     job.progress.buckets_written = bucket + 1
-    save(job)
+    save_progress(job)
     for old in range(before, bucket + 1):
         job.disk.unlink(spill_path(job, old))
 
 
 def _write_whole(
-    job: Job,
+    job: PermuteJob,
     writer: TableWriter,
     buffer: NDArray[np.uint8],
     size: int,
@@ -132,7 +132,7 @@ def _write_whole(
         writer.write(first_page + at // PAGE_BYTES, piece, partial(written, len(piece)))
 
 
-def _carried(job: Job, byte: int) -> NDArray[np.uint8]:
+def _carried(job: PermuteJob, byte: int) -> NDArray[np.uint8]:
     """The bytes before ``byte`` of the page that holds it, from the table: what the bucket before it left
     there."""
     page = byte // PAGE_BYTES
@@ -154,7 +154,7 @@ def _carried(job: Job, byte: int) -> NDArray[np.uint8]:
     return np.frombuffer(data, np.uint8)
 
 
-def _slabs(job: Job, plan: SpillPlan, first_bucket: int) -> Iterator[NDArray[np.uint8]]:
+def _slabs(job: PermuteJob, plan: SpillPlan, first_bucket: int) -> Iterator[NDArray[np.uint8]]:
     """The rows of the spill files from one bucket on, in order, as bytes; a slab never spans two buckets.
 
     Three buffers take turns: one is being read, one waits, one is in use.

@@ -20,7 +20,7 @@ from featstore.base.compilation import njit
 from featstore.base.native import address_of, memcpy
 from featstore.base.system import asking, submitted
 from featstore.errors import BudgetError, SourceError
-from featstore.packing.permute import CHECKPOINT_BYTES, Job, save, source_blocks
+from featstore.packing.permute import CHECKPOINT_BYTES, PermuteJob, save_progress, source_blocks
 from featstore.storage.disk import File
 from featstore.units import PAGE_BYTES
 
@@ -91,7 +91,7 @@ class SpillPlan:
     flush_bytes: int
 
     @classmethod
-    def fitting(cls, job: Job, memory_bytes: int) -> SpillPlan | None:
+    def fitting(cls, job: PermuteJob, memory_bytes: int) -> SpillPlan | None:
         """The fewest buckets that this memory allows; None where two passes do not do."""
         job = replace(job, memory_bytes=memory_bytes)
         layout, row_bytes = job.layout, job.layout.row_bytes
@@ -110,7 +110,7 @@ class SpillPlan:
         return cls(buckets, rows_per_bucket, flush)
 
     @classmethod
-    def choose(cls, job: Job) -> SpillPlan:
+    def choose(cls, job: PermuteJob) -> SpillPlan:
         """The plan for the job's budget. Raises BudgetError that names the smallest budget that works (within
         1 %)."""
         plan = cls.fitting(job, job.memory_bytes)
@@ -129,14 +129,14 @@ class SpillPlan:
         )
 
 
-def spill_path(job: Job, bucket: int) -> Path:
+def spill_path(job: PermuteJob, bucket: int) -> Path:
     return job.spill_directory / f"{job.name}.{bucket}"
 
 
 class _SpillFiles:
     """The buckets' spill files and their buffers, written by two threads."""
 
-    def __init__(self, job: Job, plan: SpillPlan) -> None:
+    def __init__(self, job: PermuteJob, plan: SpillPlan) -> None:
         self.job, self.plan = job, plan
         done = job.progress.spill_bytes or [0] * plan.buckets
         if len(done) != plan.buckets:
@@ -216,7 +216,7 @@ class _SpillFiles:
             self.job.disk.close(file)
 
 
-def spill_pass(job: Job, plan: SpillPlan) -> None:
+def spill_pass(job: PermuteJob, plan: SpillPlan) -> None:
     row_of_source = job.maps.row_of_source
     assert row_of_source is not None
     files = _SpillFiles(job, plan)
@@ -239,7 +239,7 @@ def spill_pass(job: Job, plan: SpillPlan) -> None:
             since += rows.nbytes
             if since >= CHECKPOINT_BYTES:
                 files.checkpoint()
-                save(job)
+                save_progress(job)
                 since = 0
         for bucket in range(plan.buckets):
             size = -(-int(files.fill[bucket]) // PAGE_BYTES) * PAGE_BYTES
@@ -247,6 +247,6 @@ def spill_pass(job: Job, plan: SpillPlan) -> None:
                 files.flush(bucket, size)
         files.checkpoint()
         job.progress.spilled = True
-        save(job)
+        save_progress(job)
     finally:
         files.close()

@@ -31,7 +31,7 @@ from featstore.base.dtypes import node_dtype
 from featstore.errors import BudgetError, DiskFullError, SourceError
 from featstore.order.permutation import check_rankable, ranked_by_count
 from featstore.packing.graphs.build import build_csc, smallest_bytes
-from featstore.packing.graphs.csc import Graph, release
+from featstore.packing.graphs.csc import CscGraph, release_pages
 from featstore.packing.graphs.edges import CsrEdges
 from featstore.storage.manifest import GraphEntry, HubsEntry
 from featstore.storage.table_writer import Catalogue, write_array, write_vector
@@ -44,14 +44,14 @@ _BLOCK_EDGE_BYTES = 96  # what the buffers between source and disk take for one 
 
 
 @dataclass(frozen=True)
-class Job:
+class TopologyJob:
     """A graph to write: in ``scratch_dir`` within ``memory_bytes`` beyond the graph and the maps, under
     ``base``."""
 
     catalogue: Catalogue
     base: str
     table: str
-    graph: Graph
+    graph: CscGraph
     row_of_node: NDArray[Any] | None
     partition_offsets: NDArray[np.int64]
     rows_by_degree: NDArray[Any]
@@ -96,7 +96,7 @@ def count_external(
 class _ListsByRow:
     """The edges of a graph, each target as the row that it stands in: an `EdgeStream`."""
 
-    def __init__(self, graph: Graph, row_of_node: NDArray[Any]) -> None:
+    def __init__(self, graph: CscGraph, row_of_node: NDArray[Any]) -> None:
         self.name = "the graph"
         self._graph = graph
         self._row_of_node = row_of_node
@@ -106,14 +106,14 @@ class _ListsByRow:
         done = 0
         for targets, sources in self._edges.blocks(block_edges):
             yield sources, self._row_of_node[targets].astype(np.int64, copy=False)
-            release(self._graph.indices, done, done + len(sources))
+            release_pages(self._graph.indices, done, done + len(sources))
             done += len(sources)
 
     def where(self, edge: int) -> str:
         return self._edges.where(edge)
 
 
-def write_topology(job: Job) -> GraphEntry:
+def write_topology(job: TopologyJob) -> GraphEntry:
     """Write the graph's tables, durably, and return its entry.
 
     Raises SourceError for a bad share or rank of hubs, BudgetError, DiskFullError, DeviceError.
@@ -149,7 +149,7 @@ def _steps(count: int) -> range:
     return range(0, count, _BLOCK_EDGES)
 
 
-def _in_row_order(job: Job) -> tuple[NDArray[np.int64], NDArray[Any]]:
+def _in_row_order(job: TopologyJob) -> tuple[NDArray[np.int64], NDArray[Any]]:
     """(offsets int64 [rows + 1], sources as node ids [edges]): the lists in the order of the rows."""
     if job.row_of_node is None:
         return job.graph.indptr, job.graph.indices
@@ -162,18 +162,20 @@ def _in_row_order(job: Job) -> tuple[NDArray[np.int64], NDArray[Any]]:
         ) from None
 
 
-def _as_rows(job: Job, lists: NDArray[Any], low: int = 0, high: int | None = None) -> Iterator[NDArray[Any]]:
+def _as_rows(
+    job: TopologyJob, lists: NDArray[Any], low: int = 0, high: int | None = None
+) -> Iterator[NDArray[Any]]:
     """Blocks of ``lists[low:high]``, as rows in the dtype they are stored in."""
     end = len(lists) if high is None else high
     dtype = node_dtype(job.graph.nodes)
     for begin in range(low, end, job.block_edges):
         block = np.asarray(lists[begin : min(begin + job.block_edges, end)])
         yield (block if job.row_of_node is None else job.row_of_node[block]).astype(dtype, copy=False)
-        release(lists, begin, min(begin + job.block_edges, end))
+        release_pages(lists, begin, min(begin + job.block_edges, end))
 
 
 def _write_hubs(
-    job: Job, offsets: NDArray[np.int64], lists: NDArray[Any], dtype: np.dtype[Any]
+    job: TopologyJob, offsets: NDArray[np.int64], lists: NDArray[Any], dtype: np.dtype[Any]
 ) -> HubsEntry | None:
     count = int(np.ceil(job.hub_share * job.graph.nodes))
     if count == 0:
@@ -201,7 +203,7 @@ def _write_hubs(
 
 
 def _hub_lists(
-    job: Job, rows: NDArray[Any], offsets: NDArray[np.int64], lists: NDArray[Any]
+    job: TopologyJob, rows: NDArray[Any], offsets: NDArray[np.int64], lists: NDArray[Any]
 ) -> Iterator[NDArray[Any]]:
     held: list[NDArray[Any]] = []
     held_edges = 0
@@ -216,7 +218,7 @@ def _hub_lists(
         yield np.concatenate(held)
 
 
-def _rank_external(job: Job, offsets: NDArray[np.int64], lists: NDArray[Any]) -> NDArray[Any]:
+def _rank_external(job: TopologyJob, offsets: NDArray[np.int64], lists: NDArray[Any]) -> NDArray[Any]:
     """Rows by falling number of occurrences as a source in another partition; ties by row."""
     check_rankable(job.graph.nodes)
     counts = np.zeros(job.graph.nodes, np.uint32)

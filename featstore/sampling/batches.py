@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 _FIXED_BYTES = 32 * 2**20  # of a reader while the graph is read
 
-Sampler = NeighborSampler | StoredSampler
+GraphSampler = NeighborSampler | StoredSampler
 
 
 class GraphInMemory(NeighborSampler):
@@ -62,7 +62,7 @@ def bytes_in_memory(graph: StoredGraph) -> int:
 def open_sampler(
     store: OpenStore, fanouts: Sequence[int], *, seed: int = 0, graph: str | None = None,
     memory: int | str = "1GiB", in_memory: bool | None = None,
-) -> Sampler:  # fmt: skip
+) -> GraphSampler:  # fmt: skip
     """A sampler over a graph in a store: in memory where it fits ``memory``, else from disk within it.
     ``in_memory`` decides instead.
 
@@ -84,7 +84,7 @@ class SampledBatches(Sequence[MiniBatch]):
     """
 
     def __init__(
-        self, sampler: Sampler, train: NDArray[Any], batch_size: int, epoch: int | None = None, *,
+        self, sampler: GraphSampler, train: NDArray[Any], batch_size: int, epoch: int | None = None, *,
         own: bool = False
     ) -> None:  # fmt: skip
         self.sampler, self.batch_size = sampler, as_count(batch_size, "batch_size")
@@ -132,7 +132,7 @@ class RecordedEpochs(Sequence[tuple[NDArray[np.int64], dict[str, Any]]]):
     """The mini-batches of several epochs as pairs to record: node ids, and {"batch": the mini-batch,
     "batch_size": number of its seeds, "epoch": number of the epoch}."""
 
-    def __init__(self, sampler: Sampler, train: NDArray[Any], batch_size: int, epochs: int) -> None:
+    def __init__(self, sampler: GraphSampler, train: NDArray[Any], batch_size: int, epochs: int) -> None:
         self._sampler, self._train, self._batch_size, self._epochs = sampler, train, batch_size, epochs
         self._current = SampledBatches(sampler, train, batch_size, 0)
 
@@ -156,7 +156,7 @@ class RecordedEpochs(Sequence[tuple[NDArray[np.int64], dict[str, Any]]]):
 
 
 def sample_batches(
-    store_or_sampler: OpenStore | Sampler, train: NDArray[Any], fanouts: Sequence[int], batch_size: int,
+    store_or_sampler: OpenStore | GraphSampler, train: NDArray[Any], fanouts: Sequence[int], batch_size: int,
     seed: int = 0, epoch: int | None = None, *, graph: str | None = None, memory: int | str = "1GiB",
     in_memory: bool | None = None,
 ) -> SampledBatches:  # fmt: skip
@@ -224,7 +224,12 @@ def shuffled(count: int, seed: int, epoch: int) -> NDArray[np.int64]:
 
 
 def fingerprint_of(
-    store: OpenStore, graph: StoredGraph, sampler: Sampler, train: NDArray[Any], batch_size: int, epochs: int
+    store: OpenStore,
+    graph: StoredGraph,
+    sampler: GraphSampler,
+    train: NDArray[Any],
+    batch_size: int,
+    epochs: int,
 ) -> dict[str, Scalar]:
     """What tells the recording of these mini-batches from any other."""
     nodes = checked_train(train, sampler.node_count)

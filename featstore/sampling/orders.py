@@ -39,7 +39,7 @@ from featstore.storage.store import OpenStore, Table
 
 __all__ = ["PartitionOrder", "TrainingOrder"]
 
-STATE_VERSION = 1
+ORDER_STATE_VERSION = 1
 #: Sequences where there are no labels to ask, or the size of a mini-batch if that is smaller.
 DEFAULT_SEQUENCES = 128
 
@@ -197,7 +197,7 @@ class TrainingOrder(ABC):
 
     def _own_state(self) -> dict[str, Any]:
         return {
-            "version": STATE_VERSION, **self._identity(), "seed": self.seed,
+            "version": ORDER_STATE_VERSION, **self._identity(), "seed": self.seed,
             "train": zlib.crc32(self.train.tobytes()), "sequences": self.sequences,
         }  # fmt: skip
 

@@ -199,7 +199,7 @@ class BufferClient:
             if kind == protocol.AGAIN:
                 connection.say(protocol.ASK, number, ids)
                 kind, slots, text = connection.hear()
-            if kind == protocol.ERROR:
+            if kind == protocol.ANSWER_ERROR:
                 error = protocol.decode_error(text)
             else:
                 copy_slots(slots, address_of(connection.x), row_bytes, out)

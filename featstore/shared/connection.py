@@ -149,8 +149,8 @@ class Connection:
     def hear(self) -> tuple[int, NDArray[np.int32], bytes]:
         """The kind of the answer, and the slots or the text that come with it."""
         kind, _, length = HEADER.unpack(self._receive(HEADER.size))
-        slots = np.empty(length if kind == protocol.SLOTS else 0, np.int32)
-        if kind == protocol.SLOTS:
+        slots = np.empty(length if kind == protocol.ANSWER_SLOTS else 0, np.int32)
+        if kind == protocol.ANSWER_SLOTS:
             self._fill(slots.view(np.uint8).data)
             return kind, slots, b""
         return kind, slots, self._receive(length)

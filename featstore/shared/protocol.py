@@ -37,7 +37,7 @@ HEADER = struct.Struct("<BxxxIQ")
 ASK, AHEAD, WANT, RELEASE, STATS = range(1, 6)
 # From the owner: the handshake's end; rows are in these slots; the request is not known (any more), send it
 # again; an error; what has been counted.
-WELCOME, REFUSED, SLOTS, AGAIN, ERROR, COUNTED = range(16, 22)
+WELCOME, REFUSED, ANSWER_SLOTS, AGAIN, ANSWER_ERROR, ANSWER_STATS = range(16, 22)
 
 NONCE_BYTES = PROOF_BYTES = 32
 ANSWER_BYTES = PROOF_BYTES + NONCE_BYTES

@@ -199,7 +199,7 @@ class Service:
                     self._forget(guest.asked[number])
             elif kind == protocol.STATS:
                 text = json.dumps(asdict(self._buffer.stats())).encode()
-                guest.say(HEADER.pack(protocol.COUNTED, 0, len(text)), text)
+                guest.say(HEADER.pack(protocol.ANSWER_STATS, 0, len(text)), text)
             else:
                 return
 
@@ -305,12 +305,12 @@ class Service:
                 continue
             except Exception as error:
                 text = protocol.encode_error(error)
-                asked.guest.say(HEADER.pack(protocol.ERROR, asked.number, len(text)), text)
+                asked.guest.say(HEADER.pack(protocol.ANSWER_ERROR, asked.number, len(text)), text)
                 self._forget(asked)
             else:
                 self._begun.remove(asked)
                 asked.guest.say(
-                    HEADER.pack(protocol.SLOTS, asked.number, len(slots)),
+                    HEADER.pack(protocol.ANSWER_SLOTS, asked.number, len(slots)),
                     slots.view(np.uint8).data,
                 )
 

@@ -86,7 +86,7 @@ def is_ours(path: Path, begin: bytes) -> bool:
 
 
 @dataclass
-class Found:
+class Surveyed:
     """What there is in a directory: bytes and number of its own files, and what is foreign."""
 
     bytes: int = 0
@@ -94,10 +94,10 @@ class Found:
     foreign: list[Path] = field(default_factory=list)
 
 
-def survey(path: Path, own: Belongings) -> Found:
+def survey(path: Path, own: Belongings) -> Surveyed:
     """What of a directory is featstore's, and what is not. Raises FormatError for a link on the way,
     DeviceError."""
-    found = Found()
+    found = Surveyed()
     try:
         with folder(path, listed=True) as descriptor:
             _walk(path, descriptor, "", own, found, remove=False)
@@ -108,10 +108,10 @@ def survey(path: Path, own: Belongings) -> Found:
     return found
 
 
-def remove(path: Path, own: Belongings) -> Found:
+def remove(path: Path, own: Belongings) -> Surveyed:
     """Remove from a directory what is featstore's, and it, too, if nothing is left. One that is not there is
     fine. Returns what was removed and what stays. Raises FormatError for a link on the way, OSError."""
-    found = Found()
+    found = Surveyed()
     try:
         with folder(path, listed=True) as descriptor:
             _walk(path, descriptor, "", own, found, remove=True)
@@ -123,7 +123,9 @@ def remove(path: Path, own: Belongings) -> Found:
     return found
 
 
-def _walk(root: Path, descriptor: int, prefix: str, own: Belongings, found: Found, *, remove: bool) -> None:
+def _walk(
+    root: Path, descriptor: int, prefix: str, own: Belongings, found: Surveyed, *, remove: bool
+) -> None:
     for name in sorted(os.listdir(descriptor)):
         path = prefix + name
         try:
@@ -141,7 +143,7 @@ def _walk(root: Path, descriptor: int, prefix: str, own: Belongings, found: Foun
             found.foreign.append(root / path)
 
 
-def _folder(root: Path, above: int, path: str, own: Belongings, found: Found, *, remove: bool) -> None:
+def _folder(root: Path, above: int, path: str, own: Belongings, found: Surveyed, *, remove: bool) -> None:
     name, before = path.rpartition("/")[2], len(found.foreign)
     try:
         descriptor = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=above)
@@ -158,7 +160,7 @@ def _folder(root: Path, above: int, path: str, own: Belongings, found: Found, *,
         _rmdir(root / path, name, above, found)
 
 
-def _rmdir(path: Path, name: str, above: int, found: Found) -> None:
+def _rmdir(path: Path, name: str, above: int, found: Surveyed) -> None:
     try:
         os.rmdir(name, dir_fd=above)
     except FileNotFoundError:

@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from featstore.base.folders import a_link, folder, mode_of
 from featstore.base.system import asking, refusal
 from featstore.errors import FeatstoreError, FormatError
-from featstore.storage.belongings import Belongings, Found, remove
+from featstore.storage.belongings import Belongings, Surveyed, remove
 from featstore.units import PAGE_BYTES
 
 
@@ -144,7 +144,7 @@ class Disk:
         except OSError as error:
             raise refusal(error, path, "remove") from error
 
-    def rmtree(self, path: Path, own: Belongings) -> Found:
+    def rmtree(self, path: Path, own: Belongings) -> Surveyed:
         """Remove from a directory what is featstore's own (what an unfinished pack left, an old generation),
         and the directory if it is empty then. One that is not there is fine. Returns what was removed, and
         what is foreign and stays."""

@@ -27,7 +27,7 @@ from featstore.errors import FeatstoreError, FormatError, IncompleteStoreError, 
 from featstore.storage.belongings import GENERATION, NOTHING, SPILL, STORE, TEMPORARY, begins_with
 from featstore.storage.disk import Disk
 from featstore.storage.locks import Lock, held_alone
-from featstore.storage.manifest import MANIFEST_NAME, Manifest, encode
+from featstore.storage.manifest import MANIFEST_NAME, Manifest, encode_manifest
 from featstore.storage.manifest_reading import read_manifest
 
 LOCK_NAME = "lock"
@@ -179,7 +179,7 @@ def begin(store: Path, disk: Disk, *, resume: bool, overwrite: bool) -> tuple[Ge
 
 def commit(store: Path, disk: Disk, manifest: Manifest) -> None:
     """Make a generation, all of whose files and directories are durable, the store's content."""
-    disk.replace_file(store / MANIFEST_NAME, encode(manifest))
+    disk.replace_file(store / MANIFEST_NAME, encode_manifest(manifest))
 
 
 def collect(store: Path, disk: Disk, *, unfinished: bool = False, dry_run: bool = False) -> list[Path]:

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import msgspec
 
 from featstore.arguments import shown
-from featstore.base.dtypes import dtype_from_name
+from featstore.base.dtypes import Scalar, dtype_from_name
 from featstore.errors import FeatstoreError, FormatError
 from featstore.layout import TableLayout
 
@@ -43,8 +43,6 @@ ROWS_MAX = 2**40
 AXES_MAX = 31
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,127}")
 GENERATION_NAME = re.compile(r"g[0-9]{6,}")
-
-Scalar = str | int | float | bool | None
 
 
 class FileEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -218,7 +216,7 @@ def check_name(name: str, what: str, error: type[FeatstoreError] = FormatError) 
         )
 
 
-def encode(manifest: Manifest) -> bytes:
+def encode_manifest(manifest: Manifest) -> bytes:
     """The manifest as it stands on disk: JSON, two spaces, keys in the order of the fields."""
     return msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n"
 

@@ -98,7 +98,7 @@ def read_frame(
     return front, block, sample
 
 
-def scan(
+def scan_frames(
     descriptor: int, path: Path, head: Head, begin: int, end: int, durable: int, samples: bool = True
 ) -> Iterator[tuple[Front, NDArray[np.uint8], NDArray[np.uint8]]]:
     """The whole frames of an unfinished log, in order, up to the first that is torn.
@@ -151,7 +151,7 @@ def how_far(directory: Path) -> HowFar:
     try:
         head, block = read_head(descriptor, path, size)
         batches = sum(
-            1 for _ in scan(descriptor, path, head, len(block), size, checkpoint.bytes, samples=False)
+            1 for _ in scan_frames(descriptor, path, head, len(block), size, checkpoint.bytes, samples=False)
         )
         return HowFar(batches, size, head.fingerprint)
     except CorruptionError:

@@ -349,7 +349,7 @@ def encode_tail(index: IndexBuilder, index_bytes: int) -> tuple[NDArray[np.uint8
     """(the tail, the uuid)."""
     block = np.zeros(TAIL_BYTES, np.uint8)
     digest = index.digest()
-    uuid = uuid_of(digest)
+    uuid = trace_uuid(digest)
     _put(
         block,
         START_BYTES,
@@ -373,10 +373,10 @@ def decode_tail(block: NDArray[np.uint8], path: Path, file_bytes: int) -> Tail:
         offset + length != at
         or length < START_BYTES
         or offset % ALIGN_BYTES
-        or uuid.hex() != uuid_of(digest).replace("-", "")
+        or uuid.hex() != trace_uuid(digest).replace("-", "")
     ):
         raise FormatError(f"{path} cannot be trusted: its tail contradicts itself; record the trace again")
-    return Tail(offset, length, frames, ids, digest, uuid_of(digest))
+    return Tail(offset, length, frames, ids, digest, trace_uuid(digest))
 
 
 def digest_of(head: NDArray[np.uint8], front_crcs: NDArray[np.uint32]) -> bytes:
@@ -384,7 +384,7 @@ def digest_of(head: NDArray[np.uint8], front_crcs: NDArray[np.uint32]) -> bytes:
     return hashlib.sha256(head.tobytes() + front_crcs.astype("<u4").tobytes()).digest()
 
 
-def uuid_of(digest: bytes) -> str:
+def trace_uuid(digest: bytes) -> str:
     """The uuid of a trace with this digest: its first bytes as a UUID of version 8 (RFC 9562)."""
     value = bytearray(digest[:16])
     value[6] = value[6] & 0x0F | 0x80

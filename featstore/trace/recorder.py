@@ -41,7 +41,7 @@ from featstore.trace.log_file import (
     Checkpoint,
     load_checkpoint,
     read_head,
-    scan,
+    scan_frames,
 )
 from featstore.trace.log_format import (
     HEAD,
@@ -55,11 +55,11 @@ from featstore.trace.log_format import (
 )
 
 BEGINS = {TRACE_NAME: HEAD, LOG_NAME: HEAD, CHECKPOINT_NAME: b'{"'}
-CHECKPOINT_BYTES = 64 * 2**20
+LOG_CHECKPOINT_BYTES = 64 * 2**20
 _HOLD_BYTES = 2**20
 
 
-def begin(directory: Path, disk: Disk, *, resume: bool, overwrite: bool) -> bool:
+def begin_recording(directory: Path, disk: Disk, *, resume: bool, overwrite: bool) -> bool:
     """Whether there is a recording to go on with. The caller holds the lock.
 
     Raises StoreExistsError where there is something that neither option allows to touch, IncompleteStoreError
@@ -144,7 +144,7 @@ class Recorder:
         self._check(head)
         self._start(head, block, checkpoint.bytes)
         assert self._index is not None
-        for front, front_block, sample in scan(
+        for front, front_block, sample in scan_frames(
             self._file.descriptor, self._path, head, len(block), end, checkpoint.bytes
         ):
             for piece in (front_block, sample) if self._index.end >= checkpoint.bytes else ():
@@ -208,7 +208,7 @@ class Recorder:
         self._put(sample)
         self._index.add(len(block), front)
         self._flush_some()
-        if self._index.end - self._durable >= CHECKPOINT_BYTES:
+        if self._index.end - self._durable >= LOG_CHECKPOINT_BYTES:
             self._checkpoint()
 
     def _begin(self, node_types: list[str]) -> None:

@@ -14,16 +14,16 @@ from numpy.typing import NDArray
 
 from featstore.base.dtypes import dtype_from_name
 from featstore.errors import ArgumentError, FormatError, MissingPackageError
+from featstore.trace.log_format import up
 from featstore.trace.samples import (
-    AXES_KEPT,
     DEPTH_MAX,
     DTYPE_CHARACTERS_MAX,
     HEADER_AT,
-    MAGIC,
+    SAMPLE_AXES_MAX,
     SAMPLE_CLASSES,
     SAMPLE_HEADER_BYTES_MAX,
+    SAMPLE_MAGIC,
     TORCH_DTYPES,
-    aligned_up,
     is_pyg_attribute,
 )
 
@@ -46,8 +46,8 @@ def decode(data: NDArray[np.uint8]) -> object:
             "a sample is decoded from a contiguous array, uint8 [n]; for bytes give "
             "np.frombuffer(data, np.uint8)"
         )
-    if len(raw) < HEADER_AT or raw[:4].tobytes() != MAGIC:
-        raise _bad(f"it begins with {raw[:4].tobytes()!r}, not {MAGIC!r}")
+    if len(raw) < HEADER_AT or raw[:4].tobytes() != SAMPLE_MAGIC:
+        raise _bad(f"it begins with {raw[:4].tobytes()!r}, not {SAMPLE_MAGIC!r}")
     end = HEADER_AT + int.from_bytes(raw[4:HEADER_AT].tobytes(), "little")
     if end > len(raw) or end - HEADER_AT > SAMPLE_HEADER_BYTES_MAX:
         raise _bad(
@@ -62,7 +62,7 @@ def decode(data: NDArray[np.uint8]) -> object:
     # msgspec, NumPy, torch, PyG: each has errors of its own for what makes no sense
     except Exception as error:
         raise _bad(f"{type(error).__name__}: {error}") from error
-    if aligned_up(decoder.at) != len(raw):
+    if up(decoder.at) != len(raw):
         raise _bad(f"its arrays end at byte {decoder.at:,} of {len(raw):,}")
     return sample
 
@@ -112,10 +112,10 @@ class _Decoder:
     def _take(self, shape: Any, item_bytes: int) -> tuple[tuple[int, ...], NDArray[np.uint8]]:
         """(shape, the bytes of the next array). The shape is not trusted."""
         extents = tuple(_typed(extent, int) for extent in _typed(shape, list))
-        if len(extents) > AXES_KEPT or min(extents, default=0) < 0:
-            raise _bad(f"an array of the shape {extents[:AXES_KEPT]}")
+        if len(extents) > SAMPLE_AXES_MAX or min(extents, default=0) < 0:
+            raise _bad(f"an array of the shape {extents[:SAMPLE_AXES_MAX]}")
         size = math.prod(extents) * item_bytes
-        begin = aligned_up(self.at) if size else self.at
+        begin = up(self.at) if size else self.at
         if size > len(self._raw) - begin:
             raise _bad(f"an array of {size:,} bytes from byte {begin:,} of {len(self._raw):,}")
         self.at = begin + size

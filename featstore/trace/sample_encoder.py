@@ -15,16 +15,16 @@ from numpy.typing import NDArray
 from featstore.base.buffers import empty_rows
 from featstore.base.dtypes import dtype_from_name, dtype_name
 from featstore.errors import SourceError
+from featstore.trace.log_format import up
 from featstore.trace.samples import (
-    AXES_KEPT,
     DEPTH_MAX,
     DTYPE_CHARACTERS_MAX,
     HEADER_AT,
-    MAGIC,
+    SAMPLE_AXES_MAX,
     SAMPLE_CLASSES,
     SAMPLE_HEADER_BYTES_MAX,
+    SAMPLE_MAGIC,
     TORCH_DTYPES,
-    aligned_up,
     is_pyg_attribute,
 )
 
@@ -60,11 +60,11 @@ def _assemble(header: bytes, arrays: list[NDArray[np.uint8]]) -> NDArray[np.uint
             "tensors"
         )
     end = HEADER_AT + len(header)
-    out = empty_rows(aligned_up(end) + sum(aligned_up(len(a)) for a in arrays), 1)
-    out[:HEADER_AT] = np.frombuffer(MAGIC + len(header).to_bytes(4, "little"), np.uint8)
+    out = empty_rows(up(end) + sum(up(len(a)) for a in arrays), 1)
+    out[:HEADER_AT] = np.frombuffer(SAMPLE_MAGIC + len(header).to_bytes(4, "little"), np.uint8)
     out[HEADER_AT:end] = np.frombuffer(header, np.uint8)
     for array in arrays:
-        begin = aligned_up(end)
+        begin = up(end)
         out[end:begin] = 0
         end = begin + len(array)
         out[begin:end] = array
@@ -152,8 +152,9 @@ class _Encoder:
 
     def _bytes_of(self, value: NDArray[Any], where: Where) -> tuple[str, NDArray[np.uint8]]:
         """The dtype's name and the bytes, little-endian, in C order."""
-        if value.ndim > AXES_KEPT:
-            raise _refuse(where, f"is an array of {value.ndim} axes", f"reshape it to {AXES_KEPT} or fewer")
+        if value.ndim > SAMPLE_AXES_MAX:
+            advice = f"reshape it to {SAMPLE_AXES_MAX} or fewer"
+            raise _refuse(where, f"is an array of {value.ndim} axes", advice)
         try:
             name, dtype = _stored_dtype(value.dtype)
         except SourceError:
@@ -201,8 +202,9 @@ class _Encoder:
             raise _refuse(where, f"is a tensor on {value.device}", "move it to the CPU: value.cpu()")
         if value.requires_grad:
             raise _refuse(where, "is a tensor that requires grad", "give its data: value.detach()")
-        if value.dim() > AXES_KEPT:
-            raise _refuse(where, f"is a tensor of {value.dim()} axes", f"reshape it to {AXES_KEPT} or fewer")
+        if value.dim() > SAMPLE_AXES_MAX:
+            advice = f"reshape it to {SAMPLE_AXES_MAX} or fewer"
+            raise _refuse(where, f"is a tensor of {value.dim()} axes", advice)
         if value.layout != torch.strided or value.is_quantized or name not in TORCH_DTYPES:
             advice = "give its parts (row, column, values) as dense tensors, or leave it out"
             raise _refuse(where, f"is a tensor of {value.dtype} in the layout {value.layout}", advice)

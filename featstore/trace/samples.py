@@ -24,12 +24,11 @@ from __future__ import annotations
 
 from typing import Any
 
-ALIGN_BYTES = 64
-MAGIC = b"fss1"
+SAMPLE_MAGIC = b"fss1"
 DEPTH_MAX = 64
 HEADER_AT = 8  # of the header: after the magic and its length
 SAMPLE_HEADER_BYTES_MAX = 8 * 2**20  # decoded, little lists take seventy times their bytes
-AXES_KEPT = 32
+SAMPLE_AXES_MAX = 32
 DTYPE_CHARACTERS_MAX = 1 << 16  # of a dtype's name
 
 #: Frozen dataclasses of ours, by the name that stands in the header: module and class.
@@ -38,10 +37,6 @@ TORCH_DTYPES = frozenset([
     "bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64", "float16", "bfloat16",
     "float32", "float64", "complex64", "complex128", "float8_e4m3fn", "float8_e5m2",
 ])  # fmt: skip
-
-
-def aligned_up(at: int) -> int:
-    return -(-at // ALIGN_BYTES) * ALIGN_BYTES
 
 
 def is_pyg_attribute(key: Any) -> bool:

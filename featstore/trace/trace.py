@@ -55,7 +55,7 @@ from featstore.trace.log_format import (
     decode_tail,
     digest_of,
 )
-from featstore.trace.recorder import Recorder, begin
+from featstore.trace.recorder import Recorder, begin_recording
 from featstore.trace.sample_decoder import decode
 
 if TYPE_CHECKING:
@@ -189,7 +189,7 @@ class Trace:
                 raise SourceError(f"{directory} is a file; give the path of a directory to make")
         with writing(directory, door):
             try:
-                if begin(directory, door, resume=resume, overwrite=overwrite):
+                if begin_recording(directory, door, resume=resume, overwrite=overwrite):
                     recorder.resume()
                 fill(recorder, batches, nodes, drop, limit, progress)
                 recorder.commit()

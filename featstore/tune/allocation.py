@@ -49,7 +49,7 @@ class Cost:
             )
 
 
-FREE = Cost(0.0, 0.0)
+NOTHING_SPENT = Cost(0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Profile:
 
 
 @dataclass(frozen=True)
-class Forecast:
+class LoaderForecast:
     """What a choice comes to: ``seconds`` a mini-batch when all stages work at once, ``stages`` by name,
     ``cpu_seconds`` of all of them, and the share of the cores' time that is (``busy``)."""
 
@@ -119,7 +119,7 @@ class Forecast:
         return stage if self.stages[stage].seconds >= self.seconds else CORES
 
 
-def forecast(profile: Profile, choice: Choice) -> Forecast:
+def forecast_loader(profile: Profile, choice: Choice) -> LoaderForecast:
     """What a choice comes to, by the model of the module's text. Raises KeyError for a setting that was not
     profiled."""
     costs = (
@@ -131,20 +131,23 @@ def forecast(profile: Profile, choice: Choice) -> Forecast:
     cpu_seconds = sum(cost.cpu_seconds for cost in costs)
     seconds = max(*(cost.seconds for cost in costs), cpu_seconds / profile.cores)
     busy = cpu_seconds / (profile.cores * seconds) if seconds else 0.0
-    return Forecast(choice, seconds, cpu_seconds, busy, dict(zip(STAGES, costs, strict=True)))
+    return LoaderForecast(choice, seconds, cpu_seconds, busy, dict(zip(STAGES, costs, strict=True)))
 
 
-def ranked(profile: Profile) -> list[Forecast]:
+def ranked(profile: Profile) -> list[LoaderForecast]:
     """For each pair of workers and training threads the best way to read; the best of all first, and that is
     the solution."""
     place = {reading: k for k, reading in enumerate(profile.read)}
 
-    def rank(one: Forecast) -> tuple[float, int, int, int, int]:
+    def rank(one: LoaderForecast) -> tuple[float, int, int, int, int]:
         choice = one.choice
         return one.seconds, round(100 * one.busy), choice.workers, choice.train_threads, place[choice.reading]
 
     found = [
-        min((forecast(profile, Choice(workers, threads, reading)) for reading in profile.read), key=rank)
+        min(
+            (forecast_loader(profile, Choice(workers, threads, reading)) for reading in profile.read),
+            key=rank,
+        )
         for workers in profile.sample
         for threads in profile.train
     ]

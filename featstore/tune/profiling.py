@@ -34,7 +34,7 @@ from featstore.reader.reader import Reader
 from featstore.sampling.minibatch import Ids, split
 from featstore.tiers.slots import layout
 from featstore.tiers.slots import slots as sl
-from featstore.tune.allocation import FREE, Cost, Reading
+from featstore.tune.allocation import NOTHING_SPENT, Cost, Reading
 from featstore.tune.timetable import Timetable, counted
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 #: Makes mini-batches with so many workers, 0 for none; each iteration is another epoch.
 MakeBatches = Callable[[int], Iterable[Any]]
-Step = Callable[[Any], object]
+TrainStep = Callable[[Any], object]
 Rows = dict[str, NDArray[np.int64]]  # node ids by table
 
 _IDS_MAX = 4_000_000  # seen, at most: 32 MB
@@ -51,7 +51,7 @@ _BATCHES_MIN = 8  # seen, at least, where there are so many
 HELD = 4  # mini-batches kept whole
 TIMED_MIN = 4
 _UNDER_WAY = 3  # mini-batches whose rows the loader reads at once, where it says nothing else
-PASSES = 20
+PROFILE_PASSES_MAX = 20
 _LATE = 2.0  # times as long as it should have taken: then the least that tells anything does
 
 
@@ -108,7 +108,7 @@ def see(make_batches: MakeBatches, nodes: Callable[[Any], Any] | None, seconds: 
     costs: list[Cost] = []
     count, watch = 0, Clock()
     epoch = len(batches) if isinstance(batches, Sized) else None
-    for _ in range(PASSES):
+    for _ in range(PROFILE_PASSES_MAX):
         before, clock = len(ids), Clock()
         for batch in batches:
             found, _sample = split(batch, nodes)
@@ -217,7 +217,7 @@ def time_reading(
     work = [{t: rows for t, rows in batch.items() if len(rows)} for batch in missed]
     work = [batch for batch in work if batch]
     if not work:
-        return FREE
+        return NOTHING_SPENT
     width = reading.extracted or _UNDER_WAY
     most = {t: max(len(batch.get(t, ())) for batch in work) for t in missed[0]}
     tables = {t: store.tables[t] for t, count in most.items() if count}
@@ -269,7 +269,7 @@ def time_extraction(loader: OnlineLoader, batches: Switch, few: Sequence[Any], s
         pass
     spent: list[Cost] = []
     watch = Clock()
-    while not spent or (watch.seconds < seconds and len(spent) < PASSES):
+    while not spent or (watch.seconds < seconds and len(spent) < PROFILE_PASSES_MAX):
         counted, clock = 0, Clock()
         for number, _batch in enumerate(loader):
             counted, clock = (0, Clock()) if number == 0 else (number, clock)
@@ -312,17 +312,17 @@ def set_threads(count: int) -> None:
 
 
 def time_training(
-    step: Step | None, batches: Sequence[Any], threads: Sequence[int], table: Timetable
+    step: TrainStep | None, batches: Sequence[Any], threads: Sequence[int], table: Timetable
 ) -> dict[int, Cost]:
     """What a training step takes with each number of threads; the first is never left out."""
     if step is None:
-        return dict.fromkeys(threads, FREE)
+        return dict.fromkeys(threads, NOTHING_SPENT)
     spent: dict[int, list[Cost]] = {count: [] for count in threads}
     with threads_restored():
         step(batches[0])  # the first makes what others find
         watch, turn = Clock(), 0
         seconds, longest = table.part("train"), 0.0
-        while turn < 2 or (watch.seconds < seconds and turn < PASSES):
+        while turn < 2 or (watch.seconds < seconds and turn < PROFILE_PASSES_MAX):
             if turn and table.left("train") < longest:
                 break
             for count in threads:

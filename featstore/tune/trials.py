@@ -11,14 +11,14 @@ from typing import Any
 from featstore.errors import SourceError
 from featstore.loaders.online.loader import OnlineLoader
 from featstore.tune import profiling as pf
-from featstore.tune.allocation import Choice, Forecast, Profile, Reading, forecast
+from featstore.tune.allocation import Choice, LoaderForecast, Profile, Reading, forecast_loader
 from featstore.tune.timetable import Timetable, counted
 from featstore.tune.tuned import Trial
 
-ROUNDS = 2  # in which choices are tried out in turns
+TRIAL_ROUNDS = 2  # in which choices are tried out in turns
 
 
-def candidates(best: Sequence[Forecast], trials: int, compared: Choice) -> list[Choice]:
+def candidates(best: Sequence[LoaderForecast], trials: int, compared: Choice) -> list[Choice]:
     """What to try out, in the model's order, all with the best way of reading: half of the trials for the
     best of different numbers of training threads, the rest for the best of all; and what the choice is
     compared with."""
@@ -44,12 +44,12 @@ class Trials:
 
     def __init__(
         self, loader: Callable[[Any, Reading], OnlineLoader], batches: Callable[[int], Iterable[Any]],
-        known: int, step: pf.Step | None, time: Timetable,
+        known: int, step: pf.TrainStep | None, time: Timetable,
     ) -> None:  # fmt: skip
         self._loader, self._batches, self._known, self._step, self._time = loader, batches, known, step, time
 
     def run(
-        self, profile: Profile, best: Sequence[Forecast], before: Choice, trials: int
+        self, profile: Profile, best: Sequence[LoaderForecast], before: Choice, trials: int
     ) -> tuple[Trial, ...]:
         """Try out the best choices and what they are compared with; nothing where there is no time for two of
         them."""
@@ -57,7 +57,7 @@ class Trials:
             return ()
         reading = best[0].choice.reading
         chosen = candidates(best, trials, replace(before, reading=reading))
-        seconds = self._time.part("try", (ROUNDS + 1) * (len(chosen) + 2))
+        seconds = self._time.part("try", (TRIAL_ROUNDS + 1) * (len(chosen) + 2))
         tried = self._pace(chosen, seconds)
         if (
             tried and reading != before.reading
@@ -66,7 +66,9 @@ class Trials:
             tried |= self._pace(
                 list(dict.fromkeys([replace(fastest, reading=before.reading), before])), seconds
             )
-        return tuple(Trial(choice, forecast(profile, choice).seconds, took) for choice, took in tried.items())
+        return tuple(
+            Trial(choice, forecast_loader(profile, choice).seconds, took) for choice, took in tried.items()
+        )
 
     def _pace(self, choices: Sequence[Choice], seconds: float) -> dict[Choice, float]:
         """What a mini-batch takes by each of these choices, which read alike, the better of two rounds where
@@ -80,7 +82,7 @@ class Trials:
             clock = pf.Clock()
             self._try_one(loader, switch, choices[0], 2 * seconds)  # warms the buffer
             longest = clock.seconds
-            for turn in range(ROUNDS):
+            for turn in range(TRIAL_ROUNDS):
                 for choice in choices if turn else [*choices[-1:], *choices[:-1]]:
                     if turn and self._time.left("try") < longest:
                         break
@@ -98,7 +100,7 @@ class Trials:
         pf.set_threads(choice.train_threads)
         skip = min(3 + 2 * choice.workers, (self._known - 1) // 2)
         counted, spent, watch = 0, 0.0, pf.Clock()
-        for _ in range(pf.PASSES):
+        for _ in range(pf.PROFILE_PASSES_MAX):
             number, begun, begin = -1, -1, pf.Clock()
             walk: Any = iter(loader)
             with closing(walk):

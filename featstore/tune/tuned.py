@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from featstore.tune import profiling as pf
-from featstore.tune.allocation import STAGES, Choice, Forecast, Profile
+from featstore.tune.allocation import STAGES, Choice, LoaderForecast, Profile
 
 
 @dataclass(frozen=True)
@@ -44,8 +44,8 @@ class Tuning:
     """
 
     choice: Choice
-    before: Forecast
-    after: Forecast
+    before: LoaderForecast
+    after: LoaderForecast
     seconds_before: float
     seconds: float
     epoch_batches: int | None

@@ -18,13 +18,13 @@ restore it afterwards.
 
 from __future__ import annotations
 
-import inspect
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from featstore import arguments as args
+from featstore.base.progress import OnStep
 from featstore.engine import choose
 from featstore.errors import BudgetError, SourceError
 from featstore.loaders.online.loader import OnlineLoader
@@ -37,7 +37,16 @@ from featstore.tiers.slots import layout
 from featstore.tiers.slots.rows import slots_for
 from featstore.tiers.slots.simulation import simulate
 from featstore.tune import profiling as pf
-from featstore.tune.allocation import Choice, Cost, Forecast, Profile, Reading, counts_up_to, forecast, ranked
+from featstore.tune.allocation import (
+    Choice,
+    Cost,
+    LoaderForecast,
+    Profile,
+    Reading,
+    counts_up_to,
+    forecast_loader,
+    ranked,
+)
 from featstore.tune.timetable import Timetable, counted
 from featstore.tune.trials import Trials
 from featstore.tune.tuned import Point, Trial, Tuning
@@ -48,26 +57,23 @@ if TYPE_CHECKING:
 
 #: What is tried where the caller says nothing. ``mmap`` is no candidate: what it caches is outside every
 #: budget.
-ENGINES = ("uring", "threads")
+ENGINES_TRIED = ("uring", "threads")
 QUEUE_DEPTHS = (QUEUE_DEPTH, 32, 64, 256)
-EXTRACTED = (2, 4, 6)  # mini-batches read at once, where the loader takes extracted=
-READER_BYTES = (16 * 2**20, 32 * 2**20, 64 * 2**20, 128 * 2**20)  # where it takes reader_memory=
+EXTRACTED_TRIED = (2, 4, 6)  # mini-batches read at once
+READER_BYTES = (16 * 2**20, 32 * 2**20, 64 * 2**20, 128 * 2**20)  # of the loader's reader
 CURVE = (0.25, 0.5, 1.0, 2.0, 4.0)  # of the buffer's memory
-SECONDS = 20.0
+TUNING_SECONDS = 20.0
 _ROUNDS = 2  # of reading
 _EQUAL = 1.02  # as good as equal
 _PINNED_SHARE = 0.75  # of the slots, for mini-batches read at once
 _OURS = ("batches", "memory", "engine", "queue_depth", "extracted", "reader_memory", "warm")
 
-#: Told what is being measured, and how many of how many steps are done.
-Progress = Callable[[str, int, int], None]
-
 
 def tune(
-    store: OpenStore, make_batches: pf.MakeBatches, step: pf.Step | None = None, *,
+    store: OpenStore, make_batches: pf.MakeBatches, step: pf.TrainStep | None = None, *,
     memory: int | str = "1GiB", cores: int | None = None, workers: Iterable[int] | None = None,
     engines: Sequence[str] | None = None, queue_depths: Sequence[int] = QUEUE_DEPTHS,
-    seconds: float = SECONDS, trials: int = 4, progress: Progress | None = None, **loader: Any,
+    seconds: float = TUNING_SECONDS, trials: int = 4, progress: OnStep | None = None, **loader: Any,
 ) -> Tuning:  # fmt: skip
     """Find workers, threads and the way of reading by which online training from ``store`` is fastest on this
     machine.
@@ -137,19 +143,15 @@ def _engines(wanted: Sequence[str] | None) -> list[str]:
             raise SourceError("engines is empty: give at least one")
         return list(found)
     first = choose("auto").name
-    return [first, *(name for name in ENGINES if name != first and name != "uring")]
-
-
-def _loader_takes(name: str) -> bool:
-    return name in inspect.signature(OnlineLoader.__init__).parameters
+    return [first, *(name for name in ENGINES_TRIED if name != first and name != "uring")]
 
 
 class _Tuner:
     """One tuning; see :func:`tune`."""
 
     def __init__(
-        self, store: OpenStore, make_batches: pf.MakeBatches, step: pf.Step | None, memory_bytes: int,
-        cores: int, workers: list[int], seconds: float, loader: dict[str, Any], tell: Progress,
+        self, store: OpenStore, make_batches: pf.MakeBatches, step: pf.TrainStep | None, memory_bytes: int,
+        cores: int, workers: list[int], seconds: float, loader: dict[str, Any], tell: OnStep,
     ) -> None:  # fmt: skip
         self._store, self._step, self._memory_bytes, self._cores = store, step, memory_bytes, cores
         self._workers, self._time, self._options, self._tell = workers, Timetable(seconds), loader, tell
@@ -188,7 +190,7 @@ class _Tuner:
         train = pf.time_training(self._step, kept, threads, self._time)
         del kept
         profile = Profile(self._cores, sample, read, extract, train)
-        before = forecast(profile, Choice(0, threads[0], default))
+        before = forecast_loader(profile, Choice(0, threads[0], default))
         best = ranked(profile)
         self._say("trying out")
         trial = Trials(self._loader, self._batches, self._seen.batches, self._step, self._time)
@@ -244,8 +246,8 @@ class _Tuner:
     def _reading(self, default: Reading, engines: list[str], depths: list[int]) -> dict[Reading, Cost]:
         """By reading; the one to compare with first: engines and depths, then around the best of these how
         many mini-batches are read at once, and the reader's memory. What does not fit is left out."""
-        extracted = [None, *(EXTRACTED if _loader_takes("extracted") else ())]
-        memory = [None, *(READER_BYTES if _loader_takes("reader_memory") else ())]
+        extracted = [None, *EXTRACTED_TRIED]
+        memory = [None, *READER_BYTES]
         self._missed: dict[int | None, list[pf.Rows]] = {}
         for given in memory:
             slots = self._slots_with(given)
@@ -331,12 +333,14 @@ class _Tuner:
 
     # What came out.
 
-    def _tuning(self, profile: Profile, best: Forecast, before: Forecast, tried: tuple[Trial, ...]) -> Tuning:
+    def _tuning(
+        self, profile: Profile, best: LoaderForecast, before: LoaderForecast, tried: tuple[Trial, ...]
+    ) -> Tuning:
         after, seconds, seconds_before = best, best.seconds, before.seconds
         if tried:
             limit = _EQUAL * min(trial.seconds for trial in tried)
             first = next(trial for trial in tried if trial.seconds <= limit)
-            after, seconds = forecast(profile, first.choice), first.seconds
+            after, seconds = forecast_loader(profile, first.choice), first.seconds
             clocked = [trial.seconds for trial in tried if trial.choice == before.choice]
             seconds_before = clocked[0] if clocked else before.seconds
         missed = self._missed[after.choice.reading.reader_bytes]
@@ -352,7 +356,7 @@ class _Tuner:
         )  # fmt: skip
 
     def _curve(
-        self, profile: Profile, after: Forecast, slots: Mapping[str, int], missed: float
+        self, profile: Profile, after: LoaderForecast, slots: Mapping[str, int], missed: float
     ) -> list[Point]:
         """What other sizes of the buffer would do, by the hit rates simulated and the price of a missed row
         measured."""
@@ -370,7 +374,7 @@ class _Tuner:
                 continue
             rows = sum(self._missed_at(t, count) for t, count in size.items())
             read = Cost(rows * row.seconds, rows * row.cpu_seconds)
-            then = forecast(replace(profile, read={after.choice.reading: read}), after.choice)
+            then = forecast_loader(replace(profile, read={after.choice.reading: read}), after.choice)
             memory = sum(count * self._store.tables[t].row_bytes for t, count in size.items())
             points.append(
                 Point(

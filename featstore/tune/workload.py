@@ -15,14 +15,14 @@ from typing import Any
 
 from numpy.typing import NDArray
 
-from featstore.sampling.batches import RecordedEpochs, Sampler
+from featstore.sampling.batches import GraphSampler, RecordedEpochs
 from featstore.sampling.stored import StoredSampler
 
 _EPOCHS = 1 << 20  # an end that nobody reaches
 CLASSES = 16
 
 
-class Numbers:
+class EpochNumbers:
     """The numbers of an epoch's mini-batches; each iteration is the next epoch, whoever iterates."""
 
     def __init__(self, per_epoch: int) -> None:
@@ -40,7 +40,7 @@ class Numbers:
 class Epochs:
     """Mini-batches that are sampled where they are iterated."""
 
-    def __init__(self, batches: RecordedEpochs, numbers: Numbers) -> None:
+    def __init__(self, batches: RecordedEpochs, numbers: EpochNumbers) -> None:
         self._batches, self._numbers = batches, numbers
 
     def __len__(self) -> int:
@@ -72,7 +72,7 @@ def tensors_of(pair: Any) -> dict[str, Any]:
 
 
 def neighbour_batches(
-    sampler: Sampler, train: NDArray[Any], batch_size: int
+    sampler: GraphSampler, train: NDArray[Any], batch_size: int
 ) -> Callable[[int], Iterable[Any]]:
     """A function of the number of workers that makes the mini-batches of neighbour sampling. Each iteration
     over what it has made is another epoch, whoever iterates: the same mini-batches again would find all of
@@ -82,7 +82,7 @@ def neighbour_batches(
     Raises SourceError, IdError.
     """
     batches = RecordedEpochs(sampler, train, batch_size, _EPOCHS)
-    numbers = Numbers(len(batches) // _EPOCHS)
+    numbers = EpochNumbers(len(batches) // _EPOCHS)
 
     def make(workers: int) -> Iterable[Any]:
         if workers == 0:
@@ -101,7 +101,7 @@ def neighbour_batches(
     return make
 
 
-def can_have_workers(sampler: Sampler) -> bool:
+def can_have_workers(sampler: GraphSampler) -> bool:
     """Whether :func:`neighbour_batches` over this sampler can have workers here."""
     from importlib.util import find_spec
 

@@ -26,7 +26,7 @@ import numpy as np
 
 import featstore
 from featstore.compile.decide import Policy
-from featstore.compile.placement import Choice, Forecast, Placement, forecast
+from featstore.compile.placement import Forecast, Location, Placement, forecast
 from featstore.layout import TableLayout
 from featstore.order import Order
 from featstore.plan.cost import DEFAULT, DeviceModel
@@ -163,7 +163,7 @@ def _some_everywhere(
     misses: Any, table_rows: int, *rest: Any, extent_bytes_max: int, **_: Any
 ) -> tuple[Placement, Forecast]:
     """X mini-batches miss once are packed or, some, left; those missed more often are shared."""
-    placement = Placement(4, (int(Choice.PACKED), int(Choice.SHARED)), 1, 0.25, int(Choice.BASE))
+    placement = Placement(4, (int(Location.PACKED), int(Location.SHARED)), 1, 0.25, int(Location.BASE))
     layout, model = (next(r for r in rest if isinstance(r, kind)) for kind in (TableLayout, DeviceModel))
     expected = forecast(placement, misses, table_rows, layout, model, extent_bytes_max=extent_bytes_max)
     return placement, replace(expected, seconds=0.0, bytes_read=0, reads=0)

@@ -18,7 +18,7 @@ import featstore.layout.table
 from featstore.compile import segments
 from featstore.compile import write_table as packing
 from featstore.compile.decide import OURS
-from featstore.compile.placement import Choice, Placement
+from featstore.compile.placement import Location, Placement
 from featstore.errors import IdError, SourceError
 from featstore.trace.trace import Trace
 
@@ -41,8 +41,8 @@ def table_rows(kind: tuple[Any, tuple[int, ...]]) -> int:
 #: Any way to place rows at all, not only those that a search would find.
 placements = st.builds(
     Placement, st.integers(1, 6),
-    st.lists(st.sampled_from([int(c) for c in Choice]), min_size=1, max_size=4).map(tuple), st.integers(0, 4),
-    st.sampled_from([0.0, 0.3, 1.0]), st.sampled_from([int(c) for c in Choice]),
+    st.lists(st.sampled_from([int(c) for c in Location]), min_size=1, max_size=4).map(tuple),
+    st.integers(0, 4), st.sampled_from([0.0, 0.3, 1.0]), st.sampled_from([int(c) for c in Location]),
 )  # fmt: skip
 
 
@@ -58,7 +58,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     monkeypatch.setattr(packing, "_Buckets", Buckets)
     monkeypatch.setattr(featstore.layout.table, "CHUNK_BYTES", 5 * 4096)
     monkeypatch.setattr(segments, "SLAB_BYTES_MAX", 60_000)
-    monkeypatch.setattr(segments, "CHECKPOINT_BYTES", 50_000)
+    monkeypatch.setattr(segments, "SEGMENTS_CHECKPOINT_BYTES", 50_000)
     monkeypatch.setattr(segments, "BUFFER_BYTES_MIN", 9 * 2**20 // 10)
     return monkeypatch
 
@@ -133,13 +133,13 @@ def test_episodes_buckets_and_chunks(
     passes: list[int] = []
     whole = segments.plan_packing
 
-    def counted(*arguments: Any) -> segments.Plan:
+    def counted(*arguments: Any) -> segments.SegmentPlan:
         plan = whole(*arguments)
         passes.append(len(plan.episodes))
         return plan
 
     small.setattr(packing, "plan_packing", counted)
-    base, packed, shared = (int(c) for c in Choice)
+    base, packed, shared = (int(c) for c in Location)
     policy = placed(Placement(4, (base, shared, packed), 1, 0.5, packed))
     case.compile(policy=policy, residency=residency, cache=rows["t"].nbytes // 12)
     with case.store.compiled() as compiled, compiled.loader() as loader:

@@ -23,7 +23,7 @@ import featstore
 import featstore.layout.table
 from featstore.compile import segments
 from featstore.compile import write_table as packing
-from featstore.compile.placement import Choice, Placement
+from featstore.compile.placement import Location, Placement
 from featstore.errors import (
     BudgetError,
     CorruptionError,
@@ -44,7 +44,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "crash"))
 from disks import FailingDisk, Lost, RecordingDisk, crash_states, materialise
 
 BATCHES = 9
-BASE, PACKED, SHARED = (int(c) for c in Choice)
+BASE, PACKED, SHARED = (int(c) for c in Location)
 MIXED = placed(Placement(4, (PACKED, SHARED, SHARED, BASE), 1, 0.3, SHARED))
 
 
@@ -70,7 +70,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "_Buckets", Buckets)
     monkeypatch.setattr(featstore.layout.table, "CHUNK_BYTES", 8 * 1024)
     monkeypatch.setattr(segments, "SLAB_BYTES_MAX", 12_000)
-    monkeypatch.setattr(segments, "CHECKPOINT_BYTES", 10_000)
+    monkeypatch.setattr(segments, "SEGMENTS_CHECKPOINT_BYTES", 10_000)
     monkeypatch.setattr(segments, "BUFFER_BYTES_MIN", 9 * 2**20 // 10)
 
 
@@ -333,7 +333,7 @@ def test_a_real_kill(case: Case, tmp_path: Path) -> None:
     Trace.record(ids, tmp_path / "trace").close()
     program = (
         "import sys, featstore\nfrom featstore.compile import segments\nsegments.SLAB_BYTES_MAX, "
-        "segments.CHECKPOINT_BYTES = 200_000, 400_000\nfeatstore.compile_trace(sys.argv[1], "
+        "segments.SEGMENTS_CHECKPOINT_BYTES = 200_000, 400_000\nfeatstore.compile_trace(sys.argv[1], "
         "sys.argv[2], 'x', memory='64MiB', cache=100_000, resume=sys.argv[3] == '1',\n    "
         "progress=lambda p: print(p.stage, flush=True)).close()\n"
     )

@@ -18,7 +18,7 @@ import featstore
 from featstore.base.sort import radix_sort
 from featstore.compile import limits
 from featstore.compile.budget import LoaderBudget
-from featstore.compile.limits import BATCHES_MAX, PLACES_MAX, SLOTS_MAX, check_sizes
+from featstore.compile.limits import RECORD_PLACES_MAX, SLOTS_MAX, TRACE_BATCHES_MAX, check_sizes
 from featstore.compile.routing import route_rows
 from featstore.compile.segments import bounds_dtype
 from featstore.compile.write_table import _Buckets, bucket_rows
@@ -81,7 +81,7 @@ def test_shared_rows_beyond_32_bits_go_to_their_places(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_compiled() -> None:
-    many = np.array([5, PLACES_MAX], np.int64)
+    many = np.array([5, RECORD_PLACES_MAX], np.int64)
     check_sizes({"t": 2**33}, {"t": many}, 2)
     check_sizes({"t": ROWS_MAX}, {"t": np.array([2**24])}, 2**24)
     with pytest.raises(SourceError, match=r"2,147,483,648 rows of table 't', at most 2,147,483,647"):
@@ -92,13 +92,13 @@ def test_what_cannot_be_compiled() -> None:
         check_sizes({"t": ROWS_MAX}, {"t": np.array([2**24 + 1])}, 1)
     with pytest.raises(SourceError, match=r"its mini-batches may be 16,777,216 at most"):
         check_sizes({"t": ROWS_MAX}, {"t": np.array([1])}, 2**24 + 1)
-    check_sizes({"t": 100}, {"t": np.array([1])}, BATCHES_MAX)
+    check_sizes({"t": 100}, {"t": np.array([1])}, TRACE_BATCHES_MAX)
     with pytest.raises(SourceError, match=r"1,073,741,824 mini-batches cannot be compiled"):
-        check_sizes({"t": 100}, {"t": np.array([1])}, BATCHES_MAX + 1)
+        check_sizes({"t": 100}, {"t": np.array([1])}, TRACE_BATCHES_MAX + 1)
 
 
 @pytest.mark.parametrize(
-    ("name", "message"), [("PLACES_MAX", "4 rows of table"), ("BATCHES_MAX", "trace of 4")]
+    ("name", "message"), [("RECORD_PLACES_MAX", "4 rows of table"), ("TRACE_BATCHES_MAX", "trace of 4")]
 )
 def test_it_is_said_before_any_work(
     tmp_path: Path, pack: Any, monkeypatch: pytest.MonkeyPatch, name: str, message: str

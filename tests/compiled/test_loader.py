@@ -20,7 +20,7 @@ from compiled_support import Case, QuickDisk, make_case, placed, rows_of, skewed
 from processes import in_child
 
 import featstore
-from featstore.compile.placement import Choice, Placement
+from featstore.compile.placement import Location, Placement
 from featstore.errors import (
     BudgetError,
     ClosedError,
@@ -33,7 +33,7 @@ from featstore.trace.trace import Trace
 
 BATCHES, ROWS = 11, 400
 SIZES = {"paper": ROWS, "author": 150}
-BASE, PACKED, SHARED = (int(c) for c in Choice)
+BASE, PACKED, SHARED = (int(c) for c in Location)
 MIXED = placed(Placement(3, (BASE, SHARED, PACKED), 1, 0.5, PACKED))
 
 

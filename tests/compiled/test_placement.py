@@ -23,9 +23,9 @@ from yardsticks import (
 
 from featstore.compile import choose as ch
 from featstore.compile import placement as pm
-from featstore.compile.choose import choose
+from featstore.compile.choose import choose_placement
 from featstore.compile.groups import GroupWork, group_of, shared_order
-from featstore.compile.placement import Choice, Forecast, Placement, forecast, tally_classes
+from featstore.compile.placement import Forecast, Location, Placement, forecast, tally_classes
 from featstore.compile.row_lists import RowLists
 from featstore.errors import BudgetError
 from featstore.layout import TableLayout
@@ -34,7 +34,7 @@ from featstore.plan.extents import plan_extents, plan_runs
 
 EXTENT_BYTES = 64 * 1024
 MEMORY_BYTES = 1 << 26
-BASE, PACKED, SHARED = map(int, Choice)
+BASE, PACKED, SHARED = map(int, Location)
 
 
 def chosen(
@@ -42,7 +42,7 @@ def chosen(
 ) -> tuple[Placement, Forecast]:
     layout = TableLayout.choose(table_rows, row_bytes)
     options = {"extent_bytes_max": EXTENT_BYTES, "memory_bytes": MEMORY_BYTES} | more
-    return choose(misses, table_rows, row_bytes, layout, DEFAULT, disk_bytes, **options)  # type: ignore[arg-type]
+    return choose_placement(misses, table_rows, row_bytes, layout, DEFAULT, disk_bytes, **options)  # type: ignore[arg-type]
 
 
 def exactly(placement: Placement, misses: RowLists, table_rows: int, row_bytes: int) -> Forecast:
@@ -351,7 +351,7 @@ def test_a_sampled_choice_is_as_good_as_its_forecast_says(
     monkeypatch.setattr(ch, "EXACT_IDS", 0)
     monkeypatch.setattr("featstore.compile.survey.PROBE_IDS", 10_000)
     monkeypatch.setattr("featstore.compile.survey.DRAWN_IDS", 50_000)
-    monkeypatch.setattr("featstore.compile.survey.SAMPLED", 1)
+    monkeypatch.setattr("featstore.compile.survey.SAMPLED_IDS", 1)
     table_rows = 40_000
     misses = written(tmp_path / "misses", power_law(table_rows, 64, 3000, 0.8))
     layout = TableLayout.choose(table_rows, row_bytes)

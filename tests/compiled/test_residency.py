@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from featstore.compile import residency as res
-from featstore.compile.residency import NEVER, MinCache, Residency, keep_fixed, keep_min, most_used
+from featstore.compile.residency import NO_NEXT_BATCH, MinCache, Residency, keep_fixed, keep_min, most_used
 from featstore.compile.row_lists import RowLists, RowListsWriter
 from featstore.storage.disk import Disk
 
@@ -27,7 +27,7 @@ def written(path: Path, trace: list[list[int]]) -> RowLists:
 
 
 def next_use_twin(trace: list[list[int]], batch: int, row: int) -> int:
-    return next((b for b in range(batch + 1, len(trace)) if row in trace[b]), int(NEVER))
+    return next((b for b in range(batch + 1, len(trace)) if row in trace[b]), int(NO_NEXT_BATCH))
 
 
 def first_uses(trace: list[list[int]]) -> np.ndarray:

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from featstore.compile.routing import look_up, route_rows
+from featstore.compile.routing import look_up_places, route_rows
 
 BASE, PACKED = -1, -2
 
@@ -60,5 +60,5 @@ def test_what_becomes_of_rows_is_looked_up(seed: int, count: int) -> None:
     rng = np.random.default_rng(seed)
     where, rows = rng.integers(-2, 9, 50).astype(np.int32), rng.permutation(50)[:count].astype(np.int32)
     found = np.empty(count, np.int32)
-    assert look_up(rows, where, found) == ((where[rows] == PACKED).sum(), (where[rows] == BASE).sum())
+    assert look_up_places(rows, where, found) == ((where[rows] == PACKED).sum(), (where[rows] == BASE).sum())
     assert found.tolist() == where[rows].tolist()

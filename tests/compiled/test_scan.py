@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from featstore.compile.residency import NEVER
+from featstore.compile.residency import NO_NEXT_BATCH
 from featstore.compile.row_lists import RowListsWriter
 from featstore.compile.scan import distinct_rows, last_rows
 from featstore.storage.disk import Disk
@@ -31,7 +31,7 @@ def test_rows_and_uses_are_those_of_plain_python(
 ) -> None:
     row_of = np.random.default_rng(seed).permutation(ROWS) if mapped else np.arange(ROWS)
     own = [distinct(ids, row_of) for ids in trace]
-    later, uses = np.full(ROWS, NEVER, np.int32), np.zeros(ROWS if counted else 0, np.uint32)
+    later, uses = np.full(ROWS, NO_NEXT_BATCH, np.int32), np.zeros(ROWS if counted else 0, np.uint32)
     table = row_of.astype(np.int32)[: ROWS if mapped else 0]
     for batch in range(len(trace) - 1, -1, -1):
         ids = np.array(trace[batch], np.int64 if wide else np.int32)
@@ -40,11 +40,12 @@ def test_rows_and_uses_are_those_of_plain_python(
         assert bad == -1
         assert rows[:count].tolist() == own[batch]
         wanted = [
-            next((b for b in range(batch + 1, len(trace)) if r in own[b]), int(NEVER)) for r in own[batch]
+            next((b for b in range(batch + 1, len(trace)) if r in own[b]), int(NO_NEXT_BATCH))
+            for r in own[batch]
         ]
         assert ahead[:count].tolist() == wanted
     assert later.tolist() == [
-        next((b for b in range(len(trace)) if r in own[b]), int(NEVER)) for r in range(ROWS)
+        next((b for b in range(len(trace)) if r in own[b]), int(NO_NEXT_BATCH)) for r in range(ROWS)
     ]
     assert uses.tolist() == [sum(r in rows for rows in own) for r in range(ROWS)][: len(uses)]
 
@@ -52,10 +53,10 @@ def test_rows_and_uses_are_those_of_plain_python(
 @pytest.mark.parametrize("bad", [-1, ROWS, 2**40])
 def test_ids_that_are_not_there_are_found(bad: int) -> None:
     ids = np.array([3, 5, bad, -7])
-    later, rows, ahead = np.full(ROWS, NEVER, np.int32), np.empty(4, np.int32), np.empty(4, np.int32)
+    later, rows, ahead = np.full(ROWS, NO_NEXT_BATCH, np.int32), np.empty(4, np.int32), np.empty(4, np.int32)
     none = np.empty(0, np.int32)
     assert last_rows(ids, none, ROWS, 0, later, np.empty(0, np.uint32), rows, ahead) == (-1, 2)
-    assert (later == NEVER).all(), "nothing was noted"
+    assert (later == NO_NEXT_BATCH).all(), "nothing was noted"
 
 
 @given(ids=st.lists(st.integers(0, ROWS - 1), max_size=20), seed=st.integers(0, 99))

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from lists_support import generators
 
 from featstore.compile.allotment import allot
-from featstore.compile.placement import SPLIT_STEPS, Choice, Placement, class_rows, disk_rows
+from featstore.compile.placement import SPLIT_STEPS, Location, Placement, class_rows, disk_rows
 from featstore.compile.probes import ClassCosts
 from featstore.compile.search import Rates, after, smooth
 
@@ -46,11 +46,15 @@ def test_no_choice_of_places_is_better(
     tally, seconds = tally_of(rows, rng), prices(rng, len(rows))
     limit = int(share * sum(count * number for count, number in enumerate(rows, 1)))
     found = allot(tally, seconds, 10, limit * 10 + 9, leave_base)
-    places = [Choice.BASE, Choice.PACKED, Choice.SHARED] if leave_base else [Choice.PACKED, Choice.SHARED]
+    places = (
+        [Location.BASE, Location.PACKED, Location.SHARED]
+        if leave_base
+        else [Location.PACKED, Location.SHARED]
+    )
     choices = [
         Placement(len(rows), tuple(map(int, choice)))
         for choice in itertools.product(places, repeat=len(rows))
-        if choice[0] != Choice.SHARED
+        if choice[0] != Location.SHARED
     ]
     fitting = [choice for choice in choices if disk_rows(choice, tally) <= limit]
     if found is None:
@@ -58,7 +62,7 @@ def test_no_choice_of_places_is_better(
         assert not fitting
         return
     assert disk_rows(found, tally) <= limit
-    assert found.choice[0] != Choice.SHARED
+    assert found.choice[0] != Location.SHARED
     best = min(seconds_of(choice, tally, seconds) for choice in fitting)
     count = found.split_count
     step = 0.0 if count == 0 else float(tally[count].max()) * count * 20

@@ -58,7 +58,7 @@ def test_every_segment_has_its_rows_also_after_interruptions(
     memory = data.draw(st.sampled_from([1 << 20, 4 << 20]))
     stop_after = data.draw(st.integers(0, 6))
     with featstore.pack(tmp / "base.fs", {"x": source}) as base, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(seg, "CHECKPOINT_BYTES", data.draw(st.sampled_from([1, 3000, 10**9])))
+        patch.setattr(seg, "SEGMENTS_CHECKPOINT_BYTES", data.draw(st.sampled_from([1, 3000, 10**9])))
         patch.setattr(seg, "SLAB_BYTES_MAX", data.draw(st.sampled_from([5000, 100_000])))
         patch.setattr(seg, "BUFFER_BYTES_MIN", 8192)
         at = [0, 0]

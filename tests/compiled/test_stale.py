@@ -15,12 +15,12 @@ import pytest
 from compiled_support import Case, QuickDisk, make_case, placed, rows_of, skewed_batches
 
 import featstore
-from featstore.compile.placement import Choice, Placement
+from featstore.compile.placement import Location, Placement
 from featstore.errors import CorruptionError, FeatstoreError, FormatError, IncompleteStoreError, StaleError
 from featstore.storage.manifest import uuid_of
 
 SIZES = {"paper": 200, "author": 90}
-BASE, PACKED, SHARED = (int(c) for c in Choice)
+BASE, PACKED, SHARED = (int(c) for c in Location)
 MIXED = placed(Placement(3, (BASE, SHARED, PACKED), 1, 0.5, PACKED))
 
 

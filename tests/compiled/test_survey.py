@@ -148,7 +148,7 @@ def test_a_small_survey_counts_exactly(
 def test_a_large_survey_counts_within_a_few_percent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sv, "DRAWN_IDS", 20_000)
     monkeypatch.setattr(sv, "PROBE_IDS", 4500)
-    monkeypatch.setattr(sv, "SAMPLED", 1)
+    monkeypatch.setattr(sv, "SAMPLED_IDS", 1)
     lists = power_law(20_000, 64, 2000, 0.8)
     survey = Survey(written(tmp_path / "misses", lists), 20_000, 0, PAIRS_MAX)
     members = members_of_all(lists, 20_000)

@@ -33,7 +33,7 @@ def small_sizes(monkeypatch):
     """Several chunks, buckets, flushes and checkpoints in a table of 60 kB."""
     monkeypatch.setattr(table_module, "CHUNK_BYTES", 16 * 1024)
     monkeypatch.setattr(table_module.TableLayout.choose.__func__, "__defaults__", (16 * 1024,))
-    monkeypatch.setattr(permute, "BLOCK_BYTES", 4096)
+    monkeypatch.setattr(permute, "SOURCE_BLOCK_BYTES", 4096)
     monkeypatch.setattr(spill, "PIECE_BYTES", 4096)
     monkeypatch.setattr(spill_files, "FLUSH_BYTES_MAX", 4096)
     monkeypatch.setattr(spill_files, "FLUSH_BYTES_MIN", 4096)

@@ -13,7 +13,7 @@ import featstore
 import featstore.layout.table
 from featstore.compile.decide import Policy
 from featstore.compile.groups import shared_order
-from featstore.compile.placement import Choice, Forecast, Placement, forecast
+from featstore.compile.placement import Forecast, Location, Placement, forecast
 from featstore.layout import TableLayout
 from featstore.plan.cost import DeviceModel
 from featstore.storage.disk import Disk, File
@@ -47,7 +47,7 @@ def edges_of(seed: int) -> np.ndarray[Any, Any]:
 
 def mixed() -> Policy:
     """Rows from everywhere: some stay in the store, some are shared by mini-batches, some packed for one."""
-    base, shared, packed = int(Choice.BASE), int(Choice.SHARED), int(Choice.PACKED)
+    base, shared, packed = int(Location.BASE), int(Location.SHARED), int(Location.PACKED)
     placement = Placement(3, (base, shared, packed), 1, 0.5, packed)
 
     def choose(misses: Any, table_rows: int, *rest: Any, **options: Any) -> tuple[Placement, Forecast]:

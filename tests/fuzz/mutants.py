@@ -343,7 +343,7 @@ def mutate_trace(path: Path, right: bytes, rng: Random) -> str:
     if "tail" not in what or rng.random() < 0.7:
         at = tail_at + layout.START_BYTES + struct.calcsize("<QQQQ")
         data[at : at + 48] = np.frombuffer(
-            digest + bytes.fromhex(layout.uuid_of(digest).replace("-", "")), np.uint8
+            digest + bytes.fromhex(layout.trace_uuid(digest).replace("-", "")), np.uint8
         )
     layout._seal(data[tail_at:], layout.TAIL, 0)
     path.write_bytes(data.tobytes())

@@ -24,14 +24,14 @@ from featstore.tune import profiling as pf
 from featstore.tune import timetable, tuning
 from featstore.tune.allocation import (
     CORES,
-    FREE,
+    NOTHING_SPENT,
     STAGES,
     Choice,
     Cost,
     Profile,
     Reading,
     counts_up_to,
-    forecast,
+    forecast_loader,
     ranked,
 )
 from featstore.tune.timetable import Timetable
@@ -147,19 +147,19 @@ def test_who_is_the_slowest(profile: Profile) -> None:
 def test_threads_only_where_cores_are_idle() -> None:
     train = {1: Cost(3, 3), 2: Cost(2, 4)}
     read = {URING: Cost(1, 0.5)}
-    alone = Profile(4, {0: Cost(1, 1)}, read, FREE, train)
+    alone = Profile(4, {0: Cost(1, 1)}, read, NOTHING_SPENT, train)
     assert ranked(alone)[0].choice.train_threads == 2
-    busy = Profile(2, {0: Cost(2, 2)}, read, FREE, train)
+    busy = Profile(2, {0: Cost(2, 2)}, read, NOTHING_SPENT, train)
     best = ranked(busy)[0]
     assert best.choice.train_threads == 1, "a second thread costs more than it brings"
     assert (best.seconds, best.slowest) == (3, "train")
-    assert forecast(busy, Choice(0, 2, URING)).slowest == CORES
+    assert forecast_loader(busy, Choice(0, 2, URING)).slowest == CORES
 
 
 def test_ties_take_what_costs_less() -> None:
     sample = {0: Cost(1, 1), 1: Cost(1, 1), 2: Cost(0.5, 1.5)}
     read = {URING: Cost(2, 1), SLOW: Cost(2, 0.5)}
-    best = ranked(Profile(8, sample, read, FREE, {2: Cost(1, 1), 1: Cost(1, 1)}))[0]
+    best = ranked(Profile(8, sample, read, NOTHING_SPENT, {2: Cost(1, 1), 1: Cost(1, 1)}))[0]
     assert best.choice == Choice(0, 1, SLOW)
     assert best.seconds == 2
 
@@ -184,11 +184,14 @@ def test_impossible_profiles() -> None:
     with pytest.raises(ValueError, match="cannot take"):
         Cost(float("nan"), 0)
     with pytest.raises(ValueError, match="at least 1 core"):
-        Profile(0, {0: FREE}, {URING: FREE}, FREE, {1: FREE})
+        Profile(0, {0: NOTHING_SPENT}, {URING: NOTHING_SPENT}, NOTHING_SPENT, {1: NOTHING_SPENT})
     with pytest.raises(ValueError, match="'read'"):
-        Profile(1, {0: FREE}, {}, FREE, {1: FREE})
+        Profile(1, {0: NOTHING_SPENT}, {}, NOTHING_SPENT, {1: NOTHING_SPENT})
     with pytest.raises(KeyError):
-        forecast(Profile(1, {0: FREE}, {URING: FREE}, FREE, {1: FREE}), Choice(1, 1, URING))
+        forecast_loader(
+            Profile(1, {0: NOTHING_SPENT}, {URING: NOTHING_SPENT}, NOTHING_SPENT, {1: NOTHING_SPENT}),
+            Choice(1, 1, URING),
+        )
 
 
 @given(st.integers(1, 300))
@@ -255,7 +258,7 @@ def test_training_is_timed_by_threads() -> None:
     assert set(seen) == {before, 1, 2}
     assert found[1].seconds >= 0.04
     assert 0.01 <= found[2].seconds < found[1].seconds
-    assert pf.time_training(None, [], [1, 2], Timetable(1.0)) == {1: FREE, 2: FREE}
+    assert pf.time_training(None, [], [1, 2], Timetable(1.0)) == {1: NOTHING_SPENT, 2: NOTHING_SPENT}
 
 
 # All of it.
@@ -388,7 +391,7 @@ def test_knobs_that_the_loader_may_have(store: Any, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(tuning, "OnlineLoader", Knobs)
     result = quickly(store, lambda workers: Skewed(), trials=1, memory="40MiB", queue_depths=[16])
     found = set(result.profile.read)
-    assert {one.extracted for one in found} == {None, *tuning.EXTRACTED}
+    assert {one.extracted for one in found} == {None, *tuning.EXTRACTED_TRIED}
     assert {one.reader_bytes for one in found} >= {None, 16 << 20}
     assert given[0] == {"extracted": None, "reader_memory": None}
     reading = result.choice.reading

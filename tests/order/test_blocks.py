@@ -84,7 +84,7 @@ class Twin:
 
     def link(self, edges: list[list[int]]) -> list[dict[tuple[int, int], list[int]]]:
         """For each block its slots: {(set, way): [neighbour, weight]}."""
-        ways, sets = blocks.WAYS, blocks.slots_of(self.limit) // blocks.WAYS
+        ways, sets = blocks.SET_WAYS, blocks.slots_of(self.limit) // blocks.SET_WAYS
         rows: list[dict[tuple[int, int], list[int]]] = [{} for _ in self.sizes]
         for v in range(self.nodes):
             for u in edges[v]:
@@ -245,7 +245,7 @@ def test_merging_stops_at_its_bound(merged_share: float, monkeypatch: pytest.Mon
 def test_a_pass_over_full_slots_keeps_the_heavy_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a single set of slots most neighbours of a block find it full; twin and kernel agree on who
     stays."""
-    monkeypatch.setattr(blocks, "SLOTS_MAX", blocks.WAYS)
+    monkeypatch.setattr(blocks, "NEIGHBOR_SLOTS_MAX", blocks.SET_WAYS)
     graph = planted(1200, 6, 12, 0.5, seed=1)
     assert bfs_partition(graph, 2, seed=0, block_edges=64).tolist() == Twin(graph, 2, 0, None).part
 

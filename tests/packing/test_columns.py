@@ -331,7 +331,7 @@ def test_a_stopped_pack_by_ids_goes_on(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr("featstore.packing.permute.fits_in_memory", lambda job: False)
     monkeypatch.setattr("featstore.packing.spill.CHECKPOINT_BYTES", 4096)
     monkeypatch.setattr("featstore.packing.spill_files.CHECKPOINT_BYTES", 4096)
-    monkeypatch.setattr("featstore.packing.permute.BLOCK_BYTES", 4096)
+    monkeypatch.setattr("featstore.packing.permute.SOURCE_BLOCK_BYTES", 4096)
     monkeypatch.setattr("featstore.packing.spill.PIECE_BYTES", 4096)
     whole = tmp_path / "whole"
     assert np.array_equal(stored(whole, path, id="n"), BY_NODE)

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from featstore.errors import BudgetError, DeviceError, DiskFullError, FeatstoreWarning, SourceError
 from featstore.packing.graphs import build as graphs_build
 from featstore.packing.graphs.build import build_csc, count_targets, place_sources, range_bounds, sort_runs
-from featstore.packing.graphs.csc import Graph
+from featstore.packing.graphs.csc import CscGraph
 from featstore.packing.graphs.edges import ArrayEdges
 from featstore.packing.graphs.opening import open_graph
 from featstore.packing.graphs.text_edges import parse_pairs
@@ -48,7 +48,7 @@ def csc_model(edge_index: NDArray[np.int64], nodes: int) -> tuple[NDArray[np.int
     return indptr, edge_index[0][order]
 
 
-def check(graph: Graph, edge_index: NDArray[np.int64], nodes: int = NODES) -> None:
+def check(graph: CscGraph, edge_index: NDArray[np.int64], nodes: int = NODES) -> None:
     indptr, indices = csc_model(edge_index, nodes)
     np.testing.assert_array_equal(graph.indptr, indptr)
     np.testing.assert_array_equal(graph.indices, indices)
@@ -85,8 +85,8 @@ def test_on_disk_equals_in_memory(
         nodes = int(edge_index.max(initial=-1)) + 1
     folder = tmp_path_factory.mktemp("scratch")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(graphs_build, "BLOCK_EDGES_MIN", 8)
-        patch.setattr(graphs_build, "BLOCK_EDGES_MAX", 8)
+        patch.setattr(graphs_build, "SORTED_EDGES_MIN", 8)
+        patch.setattr(graphs_build, "SORTED_EDGES_MAX", 8)
         indptr = csc_model(edge_index, nodes)[0]
         memory_bytes = 8 * (nodes + 1) + 96 * 8 + 4 * int(np.diff(indptr).max(initial=0)) + 8 + spare
         graph = open_graph(
@@ -104,8 +104,8 @@ def test_on_disk_equals_in_memory(
 
 def small_blocks(patch: pytest.MonkeyPatch) -> None:
     """So small that 2,600 bytes of memory are enough to build 400 edges, but only on disk."""
-    patch.setattr(graphs_build, "BLOCK_EDGES_MIN", 16)
-    patch.setattr(graphs_build, "BLOCK_EDGES_MAX", 16)
+    patch.setattr(graphs_build, "SORTED_EDGES_MIN", 16)
+    patch.setattr(graphs_build, "SORTED_EDGES_MAX", 16)
 
 
 def test_kernels_against_numpy() -> None:

@@ -31,10 +31,8 @@ def stages_of(seen: list[Progress]) -> dict[str, list[Progress]]:
 
 
 def big_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("permute", "spill"):
-        monkeypatch.setattr(
-            f"featstore.packing.{module}.{'BLOCK' if module == 'permute' else 'PIECE'}_BYTES", 64 << 10
-        )
+    for name in ("permute.SOURCE_BLOCK_BYTES", "spill.PIECE_BYTES"):
+        monkeypatch.setattr(f"featstore.packing.{name}", 64 << 10)
 
 
 @pytest.mark.parametrize(

@@ -148,14 +148,14 @@ def test_npy_and_npz_of_every_dtype_and_order(
 
 
 def test_fortran_order_in_many_tiles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("featstore.packing.sources.files.PIECE_BYTES", 64)
+    monkeypatch.setattr("featstore.packing.sources.files.READ_PIECE_BYTES", 64)
     model = np.asfortranarray(values((50, 3, 5), ">f4"))
     np.save(tmp_path / "x.npy", model)
     check(open_rows(tmp_path / "x.npy"), model)
 
 
 def test_big_endian_structures_in_many_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("featstore.packing.sources.base.PIECE_BYTES", 64)
+    monkeypatch.setattr("featstore.packing.sources.base.READ_PIECE_BYTES", 64)
     model = values((50, 2), [("a", ">f4"), ("b", ">i2")])
     np.save(tmp_path / "x.npy", model)
     check(open_rows(tmp_path / "x.npy"), model)

@@ -17,8 +17,8 @@ import featstore
 import featstore.layout.table
 from featstore.errors import BudgetError, DeviceError, DiskFullError, FormatError, SourceError
 from featstore.packing import topology
-from featstore.packing.graphs.build import BLOCK_EDGE_BYTES, BLOCK_EDGES_MIN
-from featstore.packing.graphs.csc import Graph
+from featstore.packing.graphs.build import BLOCK_EDGE_BYTES, SORTED_EDGES_MIN
+from featstore.packing.graphs.csc import CscGraph
 from featstore.storage.disk import Disk, File
 from featstore.storage.table_writer import Catalogue
 
@@ -133,7 +133,7 @@ def tiny_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 def smallest(edges: Edges) -> int:
     """The memory in which a graph just goes into row order on disk."""
     most = int(np.bincount(edges.targets, minlength=1).max())
-    return 8 * (edges.nodes + 1) + BLOCK_EDGE_BYTES * BLOCK_EDGES_MIN + 4 * most + 8
+    return 8 * (edges.nodes + 1) + BLOCK_EDGE_BYTES * SORTED_EDGES_MIN + 4 * most + 8
 
 
 @pytest.mark.usefixtures("tiny_chunks")
@@ -488,7 +488,7 @@ def test_graphs_are_given_as_they_are_held(tmp_path: Path) -> None:
     file = tmp_path / "indices.bin"
     indices.astype(np.int32).tofile(file)
     mapped = np.memmap(file, np.int32, mode="r", shape=(500,))
-    graph = Graph(indptr, mapped, {"kind": "test"})
+    graph = CscGraph(indptr, mapped, {"kind": "test"})
     for order in ("given", "degree"):
         with featstore.pack(tmp_path / order, features(60), graph=graph, order=order, hubs=0.1) as store:
             assert store.graphs["features"].csc()[1].tolist() == edges.csc[1].tolist()

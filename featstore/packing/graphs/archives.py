@@ -13,9 +13,9 @@ from featstore.packing.graphs.build import EdgeStream, ScratchFile, build_csc
 from featstore.packing.graphs.columns import left_out
 from featstore.packing.graphs.csc import (
     CHECK_ITEMS,
-    Graph,
-    checked_indptr,
+    CscGraph,
     csc_graph,
+    csc_indptr,
     index_dtype,
     square,
     wrong_nodes,
@@ -27,7 +27,7 @@ from featstore.packing.sources.npz import MemberReader, member_names, read_membe
 
 def open_npz(
     path: Path, nodes: int | None, memory_bytes: int | None, scratch_dir: Path | None, key: str | None
-) -> Graph:
+) -> CscGraph:
     keys = set(member_names(path))
     stream: EdgeStream
     source = file_fingerprint("npz", path, key=key or "")
@@ -62,7 +62,7 @@ def open_npz(
             f"{path}: no graph {key or ''} in it (indptr and indices, edge_index, adj_indptr, or a "
             f"SciPy matrix); give key=, one of: {', '.join(sorted(keys))}"
         )
-    return Graph(*build_csc(stream, nodes, memory_bytes, scratch_dir), source)
+    return CscGraph(*build_csc(stream, nodes, memory_bytes, scratch_dir), source)
 
 
 def _has_values(path: Path) -> bool:
@@ -81,7 +81,7 @@ def _csr_npz(path: Path, prefix: str, nodes: int | None, memory_bytes: int | Non
     indptr, edges = _indptr_npz(path, prefix, nodes, memory_bytes, copies=3)
     with MemberReader(path, prefix + "indices") as reader:
         require_integers(reader.header.dtype, reader.name)
-    checked = checked_indptr(indptr, edges, nodes, str(path))
+    checked = csc_indptr(indptr, edges, nodes, str(path))
     return CsrEdges(checked, (path, prefix + "indices"), str(path))
 
 
@@ -92,7 +92,7 @@ def _csc_npz(
     memory_bytes: int | None,
     scratch_dir: Path | None,
     source: dict[str, str | int],
-) -> Graph:
+) -> CscGraph:
     """CSC members of an archive; indices that are larger than a quarter of the memory go to a scratch
     file."""
     indptr, _ = _indptr_npz(path, prefix, nodes, memory_bytes, copies=2)

@@ -34,8 +34,8 @@ from featstore.storage.disk import Disk
 
 __all__ = ["EdgeStream", "ScratchFile", "build_csc", "count_targets", "place_sources", "sort_runs"]
 
-BLOCK_EDGES_MAX = 1 << 18
-BLOCK_EDGES_MIN = 1 << 10
+SORTED_EDGES_MAX = 1 << 18
+SORTED_EDGES_MIN = 1 << 10
 # Working memory for one edge of a block: int64 source and target, as read and as sorted by range, and the
 # order.
 BLOCK_EDGE_BYTES = 96
@@ -155,9 +155,9 @@ def build_csc(
     Raises SourceError (an id out of range, a stream that changes between passes), BudgetError, DiskFullError
     and DeviceError.
     """
-    block_edges = BLOCK_EDGES_MAX
+    block_edges = SORTED_EDGES_MAX
     if memory_bytes is not None:
-        block_edges = max(BLOCK_EDGES_MIN, min(BLOCK_EDGES_MAX, memory_bytes // (8 * BLOCK_EDGE_BYTES)))
+        block_edges = max(SORTED_EDGES_MIN, min(SORTED_EDGES_MAX, memory_bytes // (8 * BLOCK_EDGE_BYTES)))
     if nodes is None:
         nodes = 0
         for sources, targets in stream.blocks(block_edges):
@@ -187,7 +187,10 @@ def build_csc(
 def smallest_bytes(held_bytes: int) -> int:
     """The budget that leaves ``held_bytes`` beside a block of edges, which grows to an eighth of the
     budget."""
-    block_bytes_min, block_bytes_max = BLOCK_EDGE_BYTES * BLOCK_EDGES_MIN, BLOCK_EDGE_BYTES * BLOCK_EDGES_MAX
+    block_bytes_min, block_bytes_max = (
+        BLOCK_EDGE_BYTES * SORTED_EDGES_MIN,
+        BLOCK_EDGE_BYTES * SORTED_EDGES_MAX,
+    )
     return max(held_bytes + block_bytes_min, min(-(-8 * held_bytes // 7), held_bytes + block_bytes_max))
 
 

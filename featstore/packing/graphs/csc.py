@@ -18,7 +18,7 @@ CHECK_ITEMS = 1 << 20
 
 
 @dataclass(frozen=True)
-class Graph:
+class CscGraph:
     """CSC of incoming edges: the sources of v's in-edges are ``indices[indptr[v]:indptr[v + 1]]``.
 
     Attributes:
@@ -61,11 +61,11 @@ class Graph:
             low, high = int(self.indptr[node]), int(self.indptr[end])
             run: NDArray[Any] = np.asarray(self.indices[low:high])
             yield node, self.indptr[node : end + 1] - low, run
-            release(self.indices, low, high)
+            release_pages(self.indices, low, high)
             node = end
 
 
-def release(array: NDArray[Any], low: int, high: int) -> None:
+def release_pages(array: NDArray[Any], low: int, high: int) -> None:
     """Give back the pages of ``array[low:high]``, if it is a read-only mapping of a file: they count as
     resident."""
     mapped = getattr(array, "_mmap", None)
@@ -93,11 +93,11 @@ def index_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 def csc_graph(
     indptr: NDArray[Any], indices: NDArray[Any], nodes: int | None, source: dict[str, str | int], name: str
-) -> Graph:
+) -> CscGraph:
     require_integers(indices.dtype, name)
     if indices.ndim != 1:
         raise SourceError(f"{name}: indices have shape {indices.shape}; one dimension is needed")
-    checked = checked_indptr(indptr, indices.size, nodes, name)
+    checked = csc_indptr(indptr, indices.size, nodes, name)
     wanted = index_dtype(indices.dtype)
     held: NDArray[Any] = indices if indices.dtype == wanted else indices.astype(wanted)
     for low in range(0, held.size, CHECK_ITEMS):
@@ -109,11 +109,11 @@ def csc_graph(
                 f"{name}: edge {place:,} goes from node {int(held[place])} to {target}, but node ids are "
                 f"0 to {checked.size - 2}; check that features and graph belong together"
             )
-        release(held, low, low + part.size)
-    return Graph(checked, held, source)
+        release_pages(held, low, low + part.size)
+    return CscGraph(checked, held, source)
 
 
-def checked_indptr(indptr: NDArray[Any], edges: int, nodes: int | None, name: str) -> NDArray[np.int64]:
+def csc_indptr(indptr: NDArray[Any], edges: int, nodes: int | None, name: str) -> NDArray[np.int64]:
     """Index pointers as int64, found to start at 0, to ascend, and to end at the number of edges."""
     require_integers(indptr.dtype, name)
     if indptr.ndim != 1 or indptr.size == 0:

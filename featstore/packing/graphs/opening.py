@@ -37,10 +37,10 @@ from featstore.packing.graphs.build import EdgeStream, build_csc
 from featstore.packing.graphs.columns import left_out
 from featstore.packing.graphs.csc import (
     CHECK_ITEMS,
-    Graph,
+    CscGraph,
     array_source,
-    checked_indptr,
     csc_graph,
+    csc_indptr,
     square,
     wrong_nodes,
 )
@@ -48,10 +48,10 @@ from featstore.packing.graphs.edges import ArrayEdges, CsrEdges, NpyEdges, Parqu
 from featstore.packing.graphs.text_edges import TextEdges
 from featstore.packing.sources.arrays import tensor_to_numpy
 from featstore.packing.sources.base import file_fingerprint, stat_of
-from featstore.packing.sources.pyg import _own_edges, _stores, pyg_tables
+from featstore.packing.sources.pyg import edges_by_relation, node_and_edge_stores, pyg_tables
 from featstore.packing.sources.text import CsvRows, ogb_folder
 
-__all__ = ["Graph", "open_graph"]
+__all__ = ["CscGraph", "open_graph"]
 
 TEXT_SUFFIXES = (".csv", ".tsv", ".txt", ".el")
 
@@ -63,7 +63,7 @@ def open_graph(
     memory_bytes: int | None = None,
     scratch_dir: Path | None = None,
     key: str | None = None,
-) -> Graph:
+) -> CscGraph:
     """The graph that ``spec`` describes (see the module's table), validated.
 
     Args:
@@ -97,7 +97,7 @@ def open_graph(
     sources, targets = (edge_index[0], edge_index[1]) if axis == 0 else (edge_index[:, 0], edge_index[:, 1])
     stream = ArrayEdges(sources, targets, "<edge_index>")
     source = array_source("edge_index", np.moveaxis(edge_index, axis, 1))
-    return Graph(*build_csc(stream, nodes, memory_bytes, scratch_dir), source)
+    return CscGraph(*build_csc(stream, nodes, memory_bytes, scratch_dir), source)
 
 
 def _array_of(spec: Any, name: str) -> NDArray[Any]:
@@ -122,7 +122,9 @@ def _array_of(spec: Any, name: str) -> NDArray[Any]:
     )
 
 
-def _from_scipy(matrix: Any, nodes: int | None, memory_bytes: int | None, scratch_dir: Path | None) -> Graph:
+def _from_scipy(
+    matrix: Any, nodes: int | None, memory_bytes: int | None, scratch_dir: Path | None
+) -> CscGraph:
     name = "<sparse matrix>"
     size = square(matrix.shape, name)
     if nodes is not None and nodes != size:
@@ -135,19 +137,19 @@ def _from_scipy(matrix: Any, nodes: int | None, memory_bytes: int | None, scratc
             matrix.indptr, matrix.indices, size, array_source("csc", matrix.indptr, matrix.indices), name
         )
     if matrix.format == "csr":
-        indptr = checked_indptr(matrix.indptr, matrix.indices.size, size, name)
+        indptr = csc_indptr(matrix.indptr, matrix.indices.size, size, name)
         stream: EdgeStream = CsrEdges(indptr, matrix.indices, name)
         source = array_source("csr", matrix.indptr, matrix.indices)
     else:
         coo = matrix.tocoo()
         stream = ArrayEdges(coo.row, coo.col, name)
         source = array_source("coo", coo.row, coo.col)
-    return Graph(*build_csc(stream, size, memory_bytes, scratch_dir), source)
+    return CscGraph(*build_csc(stream, size, memory_bytes, scratch_dir), source)
 
 
 def _open_path(
     path: Path, nodes: int | None, memory_bytes: int | None, scratch_dir: Path | None, key: str | None
-) -> Graph:
+) -> CscGraph:
     stat_of(path)
     if is_directory(path):
         folder = ogb_folder(path, "edge.csv.gz")
@@ -184,10 +186,12 @@ def _open_path(
             "or .parquet"
         )
     source = file_fingerprint(suffix[1:], path, key=key or "")
-    return Graph(*build_csc(stream, nodes, memory_bytes, scratch_dir), source)
+    return CscGraph(*build_csc(stream, nodes, memory_bytes, scratch_dir), source)
 
 
-def _open_ogb(folder: Path, nodes: int | None, memory_bytes: int | None, scratch_dir: Path | None) -> Graph:
+def _open_ogb(
+    folder: Path, nodes: int | None, memory_bytes: int | None, scratch_dir: Path | None
+) -> CscGraph:
     counts = folder / "num-node-list.csv.gz"
     if is_regular(counts):
         sizes = np.concatenate([block[:, 0].copy() for block in CsvRows(counts, dtype=np.int64).blocks()])
@@ -199,18 +203,20 @@ def _open_ogb(folder: Path, nodes: int | None, memory_bytes: int | None, scratch
             raise wrong_nodes(str(counts), int(sizes[0]), nodes)
         nodes = int(sizes[0])
     path = folder / "edge.csv.gz"
-    return Graph(*build_csc(TextEdges(path), nodes, memory_bytes, scratch_dir), file_fingerprint("ogb", path))
+    return CscGraph(
+        *build_csc(TextEdges(path), nodes, memory_bytes, scratch_dir), file_fingerprint("ogb", path)
+    )
 
 
 def pyg_graphs(
     data: Any, *, memory_bytes: int | None = None, scratch_dir: Path | None = None
-) -> dict[str, Graph]:
+) -> dict[str, CscGraph]:
     """Table name -> graph. ``memory_bytes`` None: as much memory as it takes.
 
     Raises SourceError for a `HeteroData` with more than a relation of a type with itself: a table keeps one
     graph, untyped.
     """
-    nodes = {kind or "features": store.num_nodes for kind, store in _stores(data)[0]}
+    nodes = {kind or "features": store.num_nodes for kind, store in node_and_edge_stores(data)[0]}
     return {
         name: open_graph(
             edges,
@@ -218,5 +224,5 @@ def pyg_graphs(
             memory_bytes=memory_bytes,
             scratch_dir=scratch_dir,
         )
-        for name, edges in _own_edges(data, pyg_tables(data)).items()
+        for name, edges in edges_by_relation(data, pyg_tables(data)).items()
     }

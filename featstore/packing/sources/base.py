@@ -30,7 +30,7 @@ from featstore.arguments import shown
 from featstore.base.dtypes import CONVERT_ADDED, added_type
 from featstore.base.system import asking, refusal
 from featstore.errors import ArgumentError, SourceError
-from featstore.packing.sources.columns import Choice
+from featstore.packing.sources.columns import ChosenColumns
 
 __all__ = [
     "FileReader",
@@ -52,7 +52,7 @@ __all__ = [
 DROP_STEP_BYTES = 8 << 20
 DROP_RUN_BYTES = 256 << 10
 # Conversions that cannot be done in place work through pieces of about this size.
-PIECE_BYTES = 1 << 20
+READ_PIECE_BYTES = 1 << 20
 # Of a longer row, `sample_crc32` takes values spread over it.
 SAMPLE_ROW_BYTES = 1 << 20
 
@@ -83,7 +83,7 @@ class RowSource(abc.ABC):
             if there is one.
     """
 
-    chosen: Choice | None = None
+    chosen: ChosenColumns | None = None
 
     def __init__(
         self,
@@ -228,7 +228,7 @@ def read_native(out: NDArray[Any], stored: np.dtype[Any], read: Callable[[NDArra
         read(raw, 0)
         raw.byteswap(inplace=True)
     else:
-        piece_rows = max(1, PIECE_BYTES // max(1, out[:1].nbytes))
+        piece_rows = max(1, READ_PIECE_BYTES // max(1, out[:1].nbytes))
         for row in range(0, out.shape[0], piece_rows):
             piece = np.zeros(out[row : row + piece_rows].shape, dtype=stored)
             read(piece, row)

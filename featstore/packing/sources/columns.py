@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from featstore.base.warning import warn
 from featstore.errors import SourceError
 
-__all__ = ["ALL_COLUMNS", "Choice", "Column", "choose_columns", "refuse_id_values", "whole_ids"]
+__all__ = ["ALL_COLUMNS", "ChosenColumns", "Column", "choose_columns", "refuse_id_values", "whole_ids"]
 
 #: ``columns`` of this takes every column as a feature, whatever it looks like.
 ALL_COLUMNS = "*"
@@ -52,7 +52,7 @@ class Column:
 
 
 @dataclass(frozen=True)
-class Choice:
+class ChosenColumns:
     """Positions of the columns taken as features, in order, of the column of ids (or None), and all names."""
 
     taken: tuple[int, ...]
@@ -88,7 +88,7 @@ def looks_like_id(name: str) -> bool:
 
 def choose_columns(
     columns: Sequence[Column], wanted: str | int | Sequence[str | int] | None, id: str | int | None, name: str
-) -> Choice:
+) -> ChosenColumns:
     """The columns to take; see the module's text. Raises SourceError that names columns and what to do."""
     names = tuple(column.name for column in columns)
     placed_by = None if id is None else _position(names, id, "id", name)
@@ -128,7 +128,7 @@ def choose_columns(
             f"row, their types are {', '.join(sorted(types))}; name columns of one type with columns=, and "
             "the one that holds ids with id=, or convert them first"
         )
-    return Choice(tuple(taken), placed_by, names)
+    return ChosenColumns(tuple(taken), placed_by, names)
 
 
 def check_beside(shapes: Mapping[str, tuple[int, ...]], taken: str, name: str) -> None:

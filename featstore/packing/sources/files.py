@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from featstore.errors import SourceError
 from featstore.packing.sources.base import (
-    PIECE_BYTES,
+    READ_PIECE_BYTES,
     FileReader,
     RowSource,
     dtype_text,
@@ -153,7 +153,7 @@ class FileRows(RowSource):
         if not shape:
             raise SourceError(f"{name or path}: a single value (0-d) is no table; give an array of rows")
         fortran_order = fortran_order and len(shape) > 1
-        held = 2 * PIECE_BYTES if fortran_order or dtype.names is not None else 0
+        held = 2 * READ_PIECE_BYTES if fortran_order or dtype.names is not None else 0
         super().__init__(name or str(path), shape[0], shape[1:], dtype, held_bytes=held)
         self.path = path
         self._file_dtype = dtype
@@ -195,7 +195,7 @@ class FileRows(RowSource):
         # Fortran order of [n, a, b] is C order of [b, a, n]: the columns come with the first axis of a row
         # fastest.
         columns = np.moveaxis(out, 0, -1).transpose(*range(out.ndim - 2, -1, -1), out.ndim - 1)
-        tile_columns = max(1, min(self.row_values, PIECE_BYTES // (count * self.dtype.itemsize)))
+        tile_columns = max(1, min(self.row_values, READ_PIECE_BYTES // (count * self.dtype.itemsize)))
         tile = np.zeros((tile_columns, count), dtype=self._file_dtype)
         extents = columns.shape[:-1]
         for low in range(0, self.row_values, tile_columns):

@@ -44,7 +44,7 @@ from featstore.packing.sources.memory import ArrayRows, add_sparse
 
 __all__ = ["MemberReader", "NpzCsrRows", "NpzRows", "member_headers", "npz_rows", "read_member"]
 
-CHUNK_BYTES = 1 << 20
+INFLATED_BYTES = 1 << 20
 # Non-zeros of a sparse matrix that are spread at a time: 64 Ki of them need under 3 MiB of scratch.
 SPARSE_CHUNK = 1 << 16
 
@@ -94,7 +94,7 @@ class MemberReader:
         view = memoryview(bytes_of(out))  # type: ignore[arg-type]
         done = 0
         while done < len(view):
-            chunk = self._read(min(CHUNK_BYTES, len(view) - done))
+            chunk = self._read(min(INFLATED_BYTES, len(view) - done))
             view[done : done + len(chunk)] = chunk
             done += len(chunk)
 
@@ -113,7 +113,7 @@ class MemberReader:
         """Pass over ``count`` values."""
         left = count * self.header.dtype.itemsize
         while left:
-            left -= len(self._read(min(CHUNK_BYTES, left)))
+            left -= len(self._read(min(INFLATED_BYTES, left)))
 
     def _read(self, size: int) -> bytes:
         try:
@@ -185,7 +185,7 @@ class NpzRows(RowSource):
     ) -> None:
         if not header.shape:
             raise SourceError(f"{path}[{member}]: a single value (0-d) is no table; choose another key")
-        held = 2 * CHUNK_BYTES
+        held = 2 * INFLATED_BYTES
         super().__init__(
             name or f"{path}[{member}]", header.shape[0], header.shape[1:], dtype, held_bytes=held
         )
@@ -226,7 +226,7 @@ class NpzCsrRows(RowSource):
             int(shape[0]),
             (int(shape[1]),),
             dtype,
-            held_bytes=6 * CHUNK_BYTES + SPARSE_CHUNK * (40 + 3 * dtype.itemsize),
+            held_bytes=6 * INFLATED_BYTES + SPARSE_CHUNK * (40 + 3 * dtype.itemsize),
         )
         if dtype.kind not in "biufc":
             raise SourceError(f"{label}: the values of a sparse matrix are numbers, not {dtype}")

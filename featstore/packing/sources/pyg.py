@@ -41,7 +41,7 @@ def is_pyg(data: Any) -> bool:
 def pyg_tables(data: Any) -> dict[str, NDArray[Any]]:
     """Tables of a `Data` or `HeteroData`: name -> ``[rows, ...]``. Raises SourceError when there is no
     feature."""
-    nodes, edges = _stores(data)
+    nodes, edges = node_and_edge_stores(data)
     tables = {}
     for stores, attribute, plain in ((nodes, "x", "features"), (edges, "edge_attr", "edge_features")):
         for kind, store in stores:
@@ -73,11 +73,11 @@ def pyg_inputs(
     Raises SourceError, which names them, for relations that the store would not have.
     """
     tables, arrays = pyg_tables(data), pyg_arrays(data)
-    edges = {} if graph_given else _own_edges(data, tables)
+    edges = {} if graph_given else edges_by_relation(data, tables)
     return tables, edges, arrays, [*_not_stored(data), *_edge_rows(data, tables, arrays)]
 
 
-def _own_edges(data: Any, tables: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
+def edges_by_relation(data: Any, tables: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
     """The edges of each table of nodes, ``[2, edges]``, where nothing is lost by keeping just these."""
     if not _is_hetero(data):
         edges = edge_index_of(data._store, "edge_index")
@@ -193,7 +193,7 @@ def _is_hetero(data: Any) -> bool:
     return hasattr(data, "node_types") and hasattr(data, "_global_store")
 
 
-def _stores(data: Any) -> tuple[list[tuple[str, Any]], list[tuple[str, Any]]]:
+def node_and_edge_stores(data: Any) -> tuple[list[tuple[str, Any]], list[tuple[str, Any]]]:
     """Node and edge stores with the names of their tables; a homogeneous `Data` has a single store, without
     name."""
     if not is_pyg(data):
@@ -206,7 +206,7 @@ def _stores(data: Any) -> tuple[list[tuple[str, Any]], list[tuple[str, Any]]]:
 
 def _all_stores(data: Any) -> list[tuple[str, Any]]:
     """Every store once, with the prefix of its arrays."""
-    nodes, edges = _stores(data)
+    nodes, edges = node_and_edge_stores(data)
     return [("", data._global_store), *nodes, *edges] if _is_hetero(data) else nodes
 
 
