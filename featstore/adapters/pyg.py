@@ -3,11 +3,12 @@
 PyG's loaders ask three objects, and each has its class here:
 
 * :class:`FeatstoreSampler`, a ``BaseSampler``: which nodes and edges make a mini-batch. It wraps
-:class:`featstore.sampling.neighbors.NeighborSampler` and needs neither pyg-lib nor torch-sparse. *
-:class:`FeatstoreFeatures`, a ``FeatureStore``: the rows of those nodes. ``NodeLoader`` calls
-``multi_get_tensor`` once a mini-batch with all attributes, which becomes one ``reader.read`` with all tables.
+  :class:`featstore.sampling.neighbors.NeighborSampler` and needs neither pyg-lib nor torch-sparse.
+* :class:`FeatstoreFeatures`, a ``FeatureStore``: the rows of those nodes. ``NodeLoader`` calls
+  ``multi_get_tensor`` once a mini-batch with all attributes, which becomes one ``reader.read`` with all
+  tables.
 * :class:`FeatstoreGraph`, a ``GraphStore``: the topology, for those who ask for it whole (``NodeLoader`` does
-not).
+  not).
 
 **Which batch is this?** ``NodeLoader`` tells its sampler the seeds, not the number of the mini-batch. A
 fingerprint of the seeds takes its place, so that the same seeds in the same epoch give the same neighbours in
@@ -36,7 +37,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from featstore.adapters.edge_numbers import UnnumberedEdges, check_permutation, csc_of
 from featstore.adapters.indices import attribute_tensor, join, like_ids, row_ids, shaped, to_shared
 from featstore.arguments import COUNT_MAX, as_integer, as_mapping, known_name, shown
 from featstore.base.hashing import fold_ids
@@ -51,7 +51,10 @@ try:
     from torch_geometric.data import Data, FeatureStore, GraphStore
     from torch_geometric.data.feature_store import TensorAttr
     from torch_geometric.data.graph_store import EdgeAttr, EdgeLayout
-    from torch_geometric.sampler import BaseSampler, NodeSamplerInput, SamplerOutput
+    from torch_geometric.sampler import BaseSampler, NodeSamplerInput
+
+    from featstore.adapters.edge_numbers import UnnumberedEdges, check_permutation, csc_of
+    from featstore.adapters.sampled import SampledNodes
 except ImportError as error:
     raise MissingPackageError(f"the PyG adapter needs {error.name}: pip install 'featstore[pyg]'") from error
 
@@ -69,7 +72,7 @@ class FeatstoreSampler(BaseSampler):  # type: ignore[misc]
     arrays, its column in ``edge_index``; ``torch.arange(e)`` where they are in the order of the user's data
     of edges. Without it mini-batches have no ``e_id``, and a loader over data of edges raises SourceError.
     The loader's ``Data`` is to have an ``edge_index``, which may be empty: PyG leaves it out of mini-batches
-    of a ``Data`` without one.
+    of a ``Data`` without one, which is a SourceError (:mod:`featstore.adapters.sampled`).
 
     Raises SourceError for a permutation that is not a number, from 0, for each edge, and for one of a stored
     graph.
@@ -102,7 +105,7 @@ class FeatstoreSampler(BaseSampler):  # type: ignore[misc]
         loader."""
         self._epoch[0] = as_integer(epoch, "epoch", -COUNT_MAX, COUNT_MAX)
 
-    def sample_from_nodes(self, inputs: NodeSamplerInput, **_: Any) -> SamplerOutput:
+    def sample_from_nodes(self, inputs: NodeSamplerInput, **_: Any) -> SampledNodes:
         """The mini-batch around ``inputs.node`` (int64[b], no duplicates).
 
         Raises IdError for seeds that are no nodes or stand twice, SourceError for typed or timed seeds.
@@ -116,7 +119,7 @@ class FeatstoreSampler(BaseSampler):  # type: ignore[misc]
             )
         seeds = np.ascontiguousarray(as_integers(inputs.node, "seeds must be integers"), dtype=np.int64)
         batch = self.sampler.sample(seeds, int(fold_ids(seeds)), epoch=int(self._epoch[0]))
-        return SamplerOutput(
+        return SampledNodes(
             node=torch.from_numpy(batch.node),
             row=torch.from_numpy(batch.row),
             col=torch.from_numpy(batch.col),
@@ -127,7 +130,7 @@ class FeatstoreSampler(BaseSampler):  # type: ignore[misc]
             metadata=(inputs.input_id, inputs.time),
         )
 
-    def sample_from_edges(self, *_: Any, **__: Any) -> SamplerOutput:
+    def sample_from_edges(self, *_: Any, **__: Any) -> SampledNodes:
         """Link-level sampling is not offered: raises SourceError."""
         raise SourceError("FeatstoreSampler samples around nodes: use NodeLoader, not LinkLoader")
 
