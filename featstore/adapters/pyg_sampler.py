@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from featstore.adapters.edge_numbers import UnnumberedEdges, check_permutation, csc_of
 from featstore.adapters.indices import to_shared
 from featstore.arguments import INT64_MAX, as_integer, shown
 from featstore.base.hashing import fold_ids
@@ -20,7 +19,10 @@ from featstore.sampling.stored import StoredSampler
 try:
     import torch
     from torch_geometric.data import Data
-    from torch_geometric.sampler import BaseSampler, NodeSamplerInput, SamplerOutput
+    from torch_geometric.sampler import BaseSampler, NodeSamplerInput
+
+    from featstore.adapters.edge_numbers import UnnumberedEdges, check_permutation, csc_of
+    from featstore.adapters.sampled import SampledNodes
 except ImportError as error:
     raise MissingPackageError(f"the PyG adapter needs {error.name}: pip install 'featstore[pyg]'") from error
 
@@ -34,7 +36,7 @@ class FeatstoreSampler(BaseSampler):  # type: ignore[misc]
     arrays, its column in ``edge_index``; ``torch.arange(e)`` where they are in the order of the user's data
     of edges. Without it mini-batches have no ``e_id``, and a loader over data of edges raises SourceError.
     The loader's ``Data`` is to have an ``edge_index``, which may be empty: PyG leaves it out of mini-batches
-    of a ``Data`` without one.
+    of a ``Data`` without one, which is a SourceError (:mod:`featstore.adapters.sampled`).
 
     Raises SourceError for a permutation that is not a number, from 0, for each edge, and for one of a stored
     graph.
@@ -67,7 +69,7 @@ class FeatstoreSampler(BaseSampler):  # type: ignore[misc]
         loader."""
         self._epoch[0] = as_integer(epoch, "epoch", -INT64_MAX, INT64_MAX)
 
-    def sample_from_nodes(self, inputs: NodeSamplerInput, **_: Any) -> SamplerOutput:
+    def sample_from_nodes(self, inputs: NodeSamplerInput, **_: Any) -> SampledNodes:
         """The mini-batch around ``inputs.node`` (int64[b], no duplicates).
 
         Raises IdError for seeds that are no nodes or stand twice, SourceError for typed or timed seeds.
@@ -81,7 +83,7 @@ class FeatstoreSampler(BaseSampler):  # type: ignore[misc]
             )
         seeds = np.ascontiguousarray(as_integers(inputs.node, "seeds must be integers"), dtype=np.int64)
         batch = self.sampler.sample(seeds, int(fold_ids(seeds)), epoch=int(self._epoch[0]))
-        return SamplerOutput(
+        return SampledNodes(
             node=torch.from_numpy(batch.node),
             row=torch.from_numpy(batch.row),
             col=torch.from_numpy(batch.col),
@@ -92,7 +94,7 @@ class FeatstoreSampler(BaseSampler):  # type: ignore[misc]
             metadata=(inputs.input_id, inputs.time),
         )
 
-    def sample_from_edges(self, *_: Any, **__: Any) -> SamplerOutput:
+    def sample_from_edges(self, *_: Any, **__: Any) -> SampledNodes:
         """Link-level sampling is not offered: raises SourceError."""
         raise SourceError("FeatstoreSampler samples around nodes: use NodeLoader, not LinkLoader")
 

@@ -79,15 +79,17 @@ def _remove_left(directory: Path) -> None:
 def _remove(path: Path) -> None:
     """Remove a scratch directory that the caller holds, and of what is in it what is featstore's."""
     store, disk = path / STORE_NAME, Disk()
-    if is_folder(store):
-        with asking(store, "list"), folder(store, listed=True) as descriptor:
-            empty = not os.listdir(descriptor)
-        if empty:
-            disk.rmtree(store, NOTHING)
-        elif is_lock(store / LOCK_NAME):
-            with writer_lock(store):
-                remove_store(store, disk, force=True)
-    found = disk.rmtree(path, NOTHING)
+    try:
+        if is_folder(store):
+            with asking(store, "list"), folder(store, listed=True) as descriptor:
+                empty = not os.listdir(descriptor)
+            if empty:
+                disk.rmtree(store, NOTHING)
+            elif is_lock(store / LOCK_NAME):
+                with writer_lock(store):
+                    remove_store(store, disk, force=True)
+    finally:  # on a full disk a store may be gone that could not be said to be gone for good
+        found = disk.rmtree(path, NOTHING)
     if found.foreign:
         _leave(path, f"{found.foreign[0].name} in it is not proven to be featstore's")
 

@@ -133,9 +133,10 @@ def pack(
         offset: byte of a headless file at which its rows begin.
         key: the member of an ``.npz``, zarr group or ``.pt`` file; of a table with named columns the same as
             ``columns``.
-        columns: the columns that are features of a table that names them (Parquet, Arrow, ``.csv``), by name
-            or position; ``"*"`` for all. Without it all are, and a table with one that cannot be or that
-            looks like ids is refused.
+        columns: the columns that are features of a table that names them (Parquet, Arrow, ``.csv``, fields of
+            structured arrays), by name or position; ``"*"`` for all. Without it all are, and a table with one
+            that cannot be or that looks like ids is refused. Fields without it, and of ``"*"`` alone, stay
+            together: rows are records.
         id: the column of such a table that says whose row it is: node ids 0 to n-1, each once; rows are
             placed by it. Without it row i is node i. Ids take 12 bytes a row of ``memory``, 16 where the
             number of rows is unknown, 20 where the order is another than by id.

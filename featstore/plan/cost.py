@@ -111,7 +111,7 @@ def load_model(key: str) -> DeviceModel:
 
 def save_model(key: str, model: DeviceModel) -> Path:
     """Keep a model; returns the file. Other keys stay as they are. Raises DiskFullError, DeviceError: then
-    the file is as before."""
+    the file is as before, or the new one, whole, whose name alone may not outlast a power cut."""
     path = models_path()
     with asking(path.parent, "create directory"):
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -39,10 +39,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from featstore.arguments import as_choice, as_count
+from featstore.arguments import (
+    as_choice,
+    as_count,
+    as_number,
+    as_sequence,
+    check_options,
+    known_name,
+    shown,
+)
 from featstore.base.buffers import ALIGNMENT, empty_rows
 from featstore.base.dtypes import dtype_from_name
-from featstore.base.ids import as_integers, check_out, finished, parse_ids
+from featstore.base.ids import check_out, finished, parse_ids
 from featstore.base.native import address_of
 from featstore.base.threads import Runner, Wake
 from featstore.errors import (
@@ -57,7 +65,14 @@ from featstore.tiers import RowSource
 from featstore.tiers.slots import layout
 from featstore.tiers.slots import slots as sl
 from featstore.tiers.slots.contents import joined, present_slots
-from featstore.tiers.slots.rows import buffer_bytes, copy_slots, move_rows, slots_for
+from featstore.tiers.slots.rows import (
+    buffer_bytes,
+    check_memory,
+    copy_slots,
+    move_rows,
+    parse_uses,
+    slots_for,
+)
 from featstore.tiers.tickets import BufferStats, Claim, Read, Ticket
 from featstore.units import parse_bytes
 
@@ -65,6 +80,10 @@ _PATIENCE_SECONDS = 1.0  # who waits looks this often whether those he waits for
 _LOADED_AT_ONCE = 1 << 15  # rows that are read at once beforehand
 #: Where a slot map counts what :class:`BufferStats` has, in that order.
 COUNTED = [layout.HITS, layout.MISSES, layout.WAITS, layout.EVICTIONS, layout.BATCHES]
+
+
+def _deadline(timeout: float | None) -> float | None:
+    return None if timeout is None else time.monotonic() + as_number(timeout, "timeout")
 
 
 class FeatureBuffer:
@@ -93,21 +112,33 @@ class FeatureBuffer:
         memory: int | str | None = None, policy: str = "lru", static: Any = None, batches: int = 0,
         policies: Sequence[str] = (), block: NDArray[np.uint8] | None = None, **options: Any,
     ) -> None:  # fmt: skip
+        if any(not hasattr(reader, one) for one in ("store", "tables", "submit")):
+            raise ArgumentError(f"reader must be a store's reader, not {shown(reader)}")
+        check_options(options, layout.OPTIONS, "a feature buffer")
         names = reader.tables
         if table is None and len(names) != 1:
             raise ArgumentError(
                 f"this reader has {len(names)} tables; say which: {', '.join(map(repr, names))}"
             )
-        self._reader, self._table = reader, names[0] if table is None else table
+        self._reader = reader
+        self._table = names[0] if table is None else known_name(table, names, "the reader has no table")
         self._rows = reader.store.table(self._table)
         self.policy = layout.POLICIES[as_choice(policy, "policy", layout.POLICIES)]
         self._batches = batches = as_count(batches, "batches", 0, layout.NEVER)
         if (slots is None) == (memory is None):
             raise ArgumentError("say either slots or memory")
         if slots is None:
-            slots = slots_for(parse_bytes(memory or 0, "memory"), self._rows.row_bytes, self.policy, batches)
+            slots = slots_for(
+                parse_bytes(0 if memory is None else memory, "memory"),
+                self._rows.row_bytes,
+                self.policy,
+                batches,
+            )
         slots = as_count(slots, "slots", 1, 2**31 - 1)
-        others = [layout.POLICIES[as_choice(name, "policies", layout.POLICIES)] for name in policies]
+        others = [
+            layout.POLICIES[as_choice(name, "policies", layout.POLICIES)]
+            for name in as_sequence(policies, "policies", "names of policies")
+        ]
         self._map_memory = empty_rows(
             max(layout.slot_map_bytes(slots, p, batches) for p in (self.policy, *others)), 1
         )
@@ -120,6 +151,7 @@ class FeatureBuffer:
         self._start(static)
 
     def _rows_in(self, block: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        check_memory(block, "block")
         needed = self.slots * self._rows.row_bytes
         if len(block) < needed:
             raise BudgetError(needed, len(block), f"hold {self.slots:,} rows in the block given")
@@ -175,7 +207,7 @@ class FeatureBuffer:
         parsed = parse_ids(ids, copy=True)
         self.check_ids(parsed.values)
         ticket = Ticket(self, parsed, self._parse_uses(next_use))
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = _deadline(timeout)
         me = threading.current_thread()
         try:
             with self._awaited() as wake:
@@ -212,14 +244,8 @@ class FeatureBuffer:
                     f"node id {bad} is out of range: table {self._table!r} has {self._rows.rows:,} rows"
                 )
 
-    @staticmethod
-    def _parse_uses(next_use: Any) -> NDArray[np.int32]:
-        if next_use is None:
-            return sl.NO_NEXT_USE
-        uses = as_integers(next_use, "next uses must be integers", ArgumentError).reshape(-1)
-        if len(uses) and not 0 <= uses.min() <= uses.max() <= layout.NEVER:
-            raise ArgumentError("next uses must be integers, numbers of mini-batches or NEVER")
-        return uses.astype(np.int32)
+    def _parse_uses(self, next_use: Any) -> NDArray[np.int32]:
+        return sl.NO_NEXT_USE if next_use is None else parse_uses(next_use, self._batches)
 
     def _run(self, step: Callable[..., bool], *arguments: Any) -> bool:
         """Take a step in the buffer's own thread, where no signal interrupts it."""
@@ -373,7 +399,7 @@ class FeatureBuffer:
         self._forgotten.append(claim)
 
     def wait_for(self, ticket: Ticket, timeout: float | None) -> NDArray[np.int32]:
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = _deadline(timeout)
         with self._awaited() as wake:
             while not self.arrived(ticket):
                 self._wait(wake, deadline, "rows to be read")
@@ -420,13 +446,21 @@ class FeatureBuffer:
         ``out``: a C-contiguous array or tensor to fill and return instead. Raises as :meth:`Ticket.result`
         does.
         """
+        self._check_own(ticket)
         slots = ticket.result()
         shape, row_bytes = (*ticket._shape, *self._rows.row_shape), self._rows.row_bytes
         rows = empty_rows(len(slots), row_bytes) if out is None else check_out(out, shape, self.dtype)
         copy_slots(slots, address_of(self.x), row_bytes, address_of(rows))
         return finished(rows, shape, self.dtype, ticket._tensor) if out is None else out
 
+    def _check_own(self, ticket: Ticket) -> None:
+        """Raise ArgumentError for a ticket of another buffer: its slots hold other rows here."""
+        if not isinstance(ticket, Ticket) or ticket._buffer is not self:
+            of = "of another buffer" if isinstance(ticket, Ticket) else f"but {shown(ticket)}"
+            raise ArgumentError(f"ticket must be one that this buffer's begin() gave, not one {of}")
+
     def release(self, ticket: Ticket) -> None:
+        self._check_own(ticket)
         if self._pid != os.getpid():
             return  # the slots are the parent's, and so is the ticket
         with self._lock:
@@ -444,6 +478,7 @@ class FeatureBuffer:
         """Read rows beforehand, as if they had been asked for so many times, but for the counts. In pieces:
         what is known of a read takes memory by its rows. Raises what :meth:`begin` raises."""
         values = parse_ids(ids).values
+        as_count(uses, "uses", 1, layout.COUNT_MAX)
         with self.uncounted():
             for low in range(0, len(values), _LOADED_AT_ONCE):
                 for _ in range(uses):

@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from featstore.arguments import as_choice, as_count, as_device, as_function, as_sequence, shown
 from featstore.base.ids import parse_ids
 from featstore.base.tensors import as_tensor, to_device
 from featstore.errors import ArgumentError, BudgetError, CancelledError
@@ -35,6 +36,7 @@ from featstore.tiers.buffer import COUNTED, FeatureBuffer
 from featstore.tiers.slots import layout
 from featstore.tiers.slots import slots as sl
 from featstore.tiers.slots.contents import are_present, joined, present_ids
+from featstore.tiers.slots.rows import check_memory
 from featstore.tiers.tickets import BufferStats, Ticket
 
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
@@ -139,11 +141,18 @@ class DeviceBuffer:
         slots: how many rows fit on each device.
         policy: a name of :data:`featstore.tiers.slots.layout.POLICIES` but ``"static"`` and ``"min"``.
 
-    Raises TypeError for rows whose dtype torch does not know; what torch raises where a device is not there
-    or too small.
+    Raises ArgumentError, also for a device that is not there; TypeError for rows whose dtype torch does not
+    know; what torch raises where a device is too small.
     """
 
     def __init__(self, host: FeatureBuffer, devices: Sequence[Any], *, slots: int, policy: str) -> None:
+        if not isinstance(host, FeatureBuffer):
+            raise ArgumentError(f"host must be a feature buffer, not {shown(host)}")
+        slots = as_count(slots, "slots", 1, 2**31 - 1)
+        as_choice(policy, "policy", [name for name in layout.POLICIES if name not in ("static", "min")])
+        devices = [as_device(one, "devices") for one in as_sequence(devices, "devices", "devices")]
+        if not devices:
+            raise ArgumentError("devices must be at least one, as torch takes them")
         self._host, self.policy_name = host, policy
         self._row_shape, self._row_bytes = host.x.shape[1:], host.x.nbytes // host.slots
         self._dtype = as_tensor(host.x[:0]).dtype
@@ -212,9 +221,18 @@ class DeviceBuffer:
     def gather(self, ticket: DeviceTicket, staging: NDArray[np.uint8]) -> torch.Tensor:
         """The rows of a ticket that is done, [n, *row shape] on the first device; its slots are given back.
 
-        ``staging``: memory for what comes from the host, which may be used again at once. Raises what went
-        wrong with a read.
+        ``staging``: uint8, memory for what comes from the host, which may be used again at once. Raises what
+        went wrong with a read; CancelledError for a ticket that was released; ArgumentError for one of
+        another buffer or whose rows are not there yet.
         """
+        if not isinstance(ticket, DeviceTicket) or ticket._buffer is not self:
+            raise ArgumentError(f"ticket must be one that this buffer's begin() gave, not {shown(ticket)}")
+        if ticket._released:
+            raise CancelledError("the ticket was released: its slots may hold other rows")
+        missed = max((len(fill.host.ids) for fill in ticket._fills if fill.host is not None), default=0)
+        self._check_staging(staging, missed)
+        if any(len(part.waits) for part in ticket._parts) and not self._done(ticket):
+            raise ArgumentError("ticket: its rows are not all there; gather when done() is True")
         for fill in ticket._fills:
             self._fill(fill, staging)
         parts = [part for part in ticket._parts if len(part.ids)]
@@ -230,6 +248,13 @@ class DeviceBuffer:
         ticket.release()
         words = words.to(self._shards[0].device)
         return words.view(self._dtype).reshape(len(ticket.ids), *self._row_shape)
+
+    def _check_staging(self, staging: NDArray[np.uint8], rows: int) -> None:
+        if len(check_memory(staging, "staging")) < rows * self._row_bytes:
+            raise ArgumentError(
+                f"staging has {len(staging):,} bytes, and {rows:,} rows from the host take "
+                f"{rows * self._row_bytes:,}"
+            )
 
     def _fill(self, fill: _Fill, staging: NDArray[np.uint8]) -> None:
         """Put rows that the host has on their devices."""
@@ -249,6 +274,10 @@ class DeviceBuffer:
 
     def load(self, ids: NDArray[np.int64], staging: NDArray[np.uint8], *, uses: int = 1) -> None:
         """Bring rows beforehand that fit, as if they had been asked for so many times, but for the counts."""
+        ids = parse_ids(ids).values
+        self._host.check_ids(ids)
+        self._check_staging(staging, 1)
+        as_count(uses, "uses", 1, layout.COUNT_MAX)
         before = [shard.map.counts[COUNTED].copy() for shard in self._shards]
         at_once = max(1, min(len(staging) // self._row_bytes, self._host.slots_unkept))
         with self._host.uncounted():
@@ -287,6 +316,8 @@ class DeviceBuffer:
 
     def holds(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
         """bool [n], which of these rows are on the devices."""
+        ids = parse_ids(ids).values
+        self._host.check_ids(ids)
         found, of_shard = np.empty(len(ids), bool), ids % len(self._shards)
         for number, shard in enumerate(self._shards):
             found[of_shard == number] = are_present(shard.map, ids[of_shard == number])
@@ -297,6 +328,7 @@ class DeviceBuffer:
     ) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
         """Of each piece of ids those that are for the devices, and the others: of the ids that belong on one
         device, the last ones are that fit there. ``ids`` is called twice."""
+        as_function(ids, "ids")
         count = len(self._shards)
         spare = np.full(count, -self._shards[0].slots)  # ids of each device that have no room, the first ones
         for piece in ids():

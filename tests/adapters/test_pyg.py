@@ -480,6 +480,46 @@ def test_a_mini_batch_without_its_edges_is_refused(graph_store: Any, by_place: A
         assert next(iter(loader)).edge_index.shape[1] > 100
 
 
+@pytest.mark.parametrize("options", [{}, {"filter_per_worker": True}])
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_loader_that_leaves_out_edges_is_refused(
+    edge_data: EdgeData, by_place: Any, options: dict[str, Any], workers: int
+) -> None:
+    options = options | {"num_workers": workers, "timeout": 60 * workers}
+    for bare in (Data(num_nodes=NODES), Data(x=torch.zeros(NODES, 2), y=torch.arange(NODES))):
+        with pytest.raises(SourceError, match="has no edge_index"):
+            next(iter(loader_of(bare, by_place["stored"], **options)))
+    seen: list[Any] = []
+    hook = {"transform_sampler_output": lambda out: seen.append((out.batch, out.row.numel())) or out}
+    with pytest.raises(SourceError, match="has no edge_index"):  # to look at it is not to take it
+        next(iter(loader_of(bare, by_place["stored"], **hook, **options)))
+    edges = edge_data.data()
+    empty = Data(edge_index=torch.empty((2, 0), dtype=torch.long), num_nodes=NODES)
+    for data in (edges, empty):
+        batch = next(iter(loader_of(data, by_place["stored"], **options)))
+        assert type(batch.edge_index) is torch.Tensor
+        source, target = batch.n_id[batch.edge_index]
+        assert np.isin((source * NODES + target).numpy(), edge_data.values.numpy()).all()
+        assert len(source) > 100
+
+
+def test_a_sampled_mini_batch_is_pygs(edge_data: EdgeData) -> None:
+    sampler = FeatstoreSampler.from_data(edge_data.data(), [4, 2])
+    inputs = NodeSamplerInput(input_id=torch.arange(9), node=torch.arange(9))
+    out = sampler.sample_from_nodes(inputs)
+    both = out.to_bidirectional(keep_orig_edges=True)
+    assert len(both.orig_row) == len(out.row)
+    assert len(both.row) > len(out.row)
+    again = pickle.loads(pickle.dumps(out))
+    for name in ("node", "row", "col", "edge"):
+        one = getattr(again, name)
+        assert torch.equal(one, getattr(out, name))
+        assert type(one + 0) is type(one[:1]) is type(one.to("cpu")) is torch.Tensor
+    assert again.num_sampled_edges == out.num_sampled_edges
+    assert again.orig_row is again.orig_col is None
+    assert f"num_sampled_nodes={out.num_sampled_nodes}" in repr(again)
+
+
 def test_rows_by_a_samplers_own_edge_numbers_are_refused(edge_data: EdgeData, tmp_path: Any) -> None:
     features, values = np.zeros((NODES, 2), np.float32), edge_data.values.numpy()[:, None]
     indptr, indices, order = edge_data.csc()

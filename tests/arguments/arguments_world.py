@@ -23,6 +23,8 @@ from featstore.sampling.neighbors import NeighborSampler
 from featstore.sampling.stored import StoredSampler
 from featstore.shared.client import BufferClient
 from featstore.storage.disk import Disk, File
+from featstore.tiers.buffer import FeatureBuffer
+from featstore.tiers.device import DeviceBuffer, DeviceTicket
 
 NODES, WIDTH = 400, 8
 
@@ -47,6 +49,7 @@ class World:
         self.indptr = np.concatenate([[0], np.cumsum(self.degrees)]).astype(np.int64)
         self.indices = rng.integers(0, NODES, int(self.indptr[-1]))
         self.labels = rng.integers(0, 4, NODES)
+        self.staging = np.zeros(1 << 16, np.uint8)
         self.batches = [np.arange(first, first + 20) for first in range(0, 100, 20)]
         self._fresh = 0
 
@@ -126,6 +129,27 @@ class World:
         client = self.open(self.buffer.client())
         client.read([0])  # so that it is connected
         return client
+
+    @cached_property
+    def features(self) -> FeatureBuffer:
+        return self.open(FeatureBuffer(self.reader, slots=50))
+
+    @cached_property
+    def by_next_use(self) -> FeatureBuffer:
+        return self.open(FeatureBuffer(self.reader, slots=50, policy="min", batches=3))
+
+    @cached_property
+    def on_device(self) -> DeviceBuffer:
+        return DeviceBuffer(self.features, ["cpu"], slots=20, policy="lru")
+
+    def device_ticket(self, ids: list[int]) -> DeviceTicket:
+        """A ticket that is done."""
+        ticket = self.on_device.begin(ids)
+        assert ticket is not None
+        for fill in ticket._fills:
+            if fill.host is not None:
+                fill.host.result()
+        return ticket
 
     @cached_property
     def by_partition(self) -> featstore.PartitionOrder:

@@ -13,12 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from arguments_buffers import BUFFERS
 from arguments_calls import CALLS, Call, State
 from arguments_world import World
 from arguments_wrong import Anything, Rule
 
 import featstore
 from featstore.errors import FeatstoreError
+
+CALLS = CALLS | BUFFERS
 
 #: What objects of the package are, that are made by its functions. Classes of ``featstore.__all__`` are
 #: public anyhow.
@@ -30,7 +33,9 @@ MADE = [
     "featstore.sampling.stored:StoredSampler", "featstore.adapters.pyg:FeatstoreSampler",
     "featstore.adapters.pyg:FeatstoreFeatures", "featstore.adapters.pyg:FeatstoreGraph",
     "featstore.tune.tuning:tune", "featstore.measure.calibrate:calibrate",
-    "featstore.measure.calibrate:measure",
+    "featstore.measure.calibrate:measure", "featstore.tiers.buffer:FeatureBuffer",
+    "featstore.tiers.tickets:Ticket", "featstore.tiers.device:DeviceBuffer",
+    "featstore.tiers.device:DeviceTicket", "featstore.tiers.slots.simulation:simulate",
 ]  # fmt: skip
 #: What is public by name alone: records that functions return, and what the package calls itself.
 NOT_CALLED = {
@@ -38,7 +43,9 @@ NOT_CALLED = {
     "Request": "made by Reader.submit", "Table": "made by a store", "StoredGraph": "made by a store",
     "MegaBatch": "made by a loader of mega-batches", "Request.open_piece": "called by the reader",
     "Request.close_piece": "called by the reader", "OnlineLoader.finished": "called by its own walk",
-    "Compiled.open_readers": "called by its loader",
+    "Compiled.open_readers": "called by its loader", "Ticket": "made by FeatureBuffer.begin",
+    "DeviceTicket": "made by DeviceBuffer.begin", "FeatureBuffer.forget": "called by tickets",
+    "FeatureBuffer.arrived": "called by tickets", "FeatureBuffer.wait_for": "called by tickets",
 }  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
 from processes import in_child
 from refusals import Refusals, refusing
 
@@ -109,7 +110,31 @@ def model(root: Path, disk: Disk) -> None:
     assert load_models() == {"key": DEFAULT}
 
 
-WORK = [read, sample, mega, online, verify, record, pack_anew, save_cache, model]
+def calibrate(root: Path, disk: Disk) -> None:
+    from featstore.measure.calibrate import measure
+
+    result = measure(root / "new", "threads", seconds=0.02, data_bytes_min=1 << 20)
+    save_model(result.key, result.model)
+    assert [path.name for path in (root / "new").iterdir()] == ["devices.json"]
+
+
+def bench(root: Path, disk: Disk) -> None:
+    from featstore.measure.bench import bench
+
+    with featstore.open(root / "s") as store:
+        bench(store, "features", seconds=0.02, memory="32MiB")
+
+
+def tune(root: Path, disk: Disk) -> None:
+    from featstore.tune.tuning import tune
+
+    with featstore.open(root / "s") as store:
+        tune(
+            store, lambda workers: list(batches()), memory="8MiB", workers=[0], cores=1, seconds=0.2, trials=1
+        )
+
+
+WORK = [read, sample, mega, online, verify, record, pack_anew, save_cache, model, calibrate, bench, tune]
 
 
 @pytest.mark.parametrize("work", WORK, ids=lambda work: work.__name__)
@@ -266,6 +291,60 @@ def test_while_a_model_or_a_cache_is_saved(
         fails_at_some_write(full, lambda: loader.save_cache("c"), 1)
         assert (tmp_path / "s" / "caches" / "c.cache").read_bytes() == before
         assert len(list(loader)) == 5, "training goes on"
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_while_a_device_is_measured(
+    tmp_path: Path, full: Refusals, pack: Any, x: np.ndarray, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """What was measured before stays, and nothing is left beside the store."""
+    import featstore.measure.calibrate as measuring
+
+    monkeypatch.setenv("FEATSTORE_CACHE", str(tmp_path / "models"))
+    monkeypatch.setattr(measuring, "DATA_BYTES_MIN", 1 << 20)
+    (tmp_path / "store").mkdir()
+    pack(tmp_path / "store" / "s", x).close()
+    save_model("key", DEFAULT)
+    real = measuring.measure
+    monkeypatch.setattr(measuring, "measure", lambda *a, **k: real(*a, **k | {"data_bytes_min": 1 << 20}))
+
+    def calibrate() -> None:
+        measuring.calibrate(tmp_path / "store" / "s", "threads", seconds=0.02)
+
+    full.restart(10**9, writes=True)
+    calibrate()
+    writes = full.count
+    full.restart(-1)
+    save_model("key", DEFAULT)
+    before = (tmp_path / "models" / "devices.json").read_bytes()
+    assert writes > 20
+    for at in [*range(0, writes - 5, 7), *range(writes - 5, writes)]:
+        fails_at_some_write(full, calibrate, at, number)
+        if at < writes - 1:  # the last makes the new file's name durable
+            assert (tmp_path / "models" / "devices.json").read_bytes() == before
+        assert load_models()["key"] == DEFAULT
+        assert [p.name for p in (tmp_path / "models").iterdir()] == ["devices.json"]
+        assert [p.name for p in (tmp_path / "store").iterdir()] == ["s"], "the temporary store is gone"
+    cli = pytest.importorskip("featstore_cli.main").cli
+    full.restart(writes // 2, number, for_good=True, writes=True)
+    given = ["calibrate", str(tmp_path / "store" / "s"), "--engine", "threads", "--seconds", "0.1"]
+    result = CliRunner().invoke(cli, given)
+    full.restart(-1)
+    assert result.exit_code == 1
+    assert "disk space" in result.stderr or "quota" in result.stderr, result.stderr
+    assert "Traceback" not in result.stderr
+    calibrate()
+
+
+@pytest.mark.parametrize("work", [bench, tune], ids=lambda work: work.__name__)
+def test_what_only_reads_needs_no_room(
+    made: Path, monkeypatch: pytest.MonkeyPatch, work: Callable[[Path, Any], None]
+) -> None:
+    monkeypatch.setenv("FEATSTORE_CACHE", str(made / "models"))
+    with refusing(made) as refusals:
+        refusals.restart(0, errno.ENOSPC, for_good=True, writes=True)
+        work(made, None)
+        assert not refusals.failed
 
 
 # Limits of the process, and what is not what it was.

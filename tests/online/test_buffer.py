@@ -21,7 +21,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 import featstore
 from featstore.engine.request import Request
-from featstore.errors import BudgetError, CancelledError, ClosedError, DeviceError, IdError
+from featstore.errors import ArgumentError, BudgetError, CancelledError, ClosedError, DeviceError, IdError
 from featstore.reader.reader import Reader
 from featstore.tiers.buffer import FeatureBuffer
 from featstore.tiers.slots import layout
@@ -204,6 +204,23 @@ def test_wrong_use(reader: Reader) -> None:
         assert buffer.begin([1]).slots.shape == (1,)
     with pytest.raises(ClosedError):
         buffer.begin([1])
+
+
+def test_a_ticket_of_another_buffer_is_refused(reader: Reader, features: np.ndarray) -> None:
+    """Its slots hold other rows here."""
+    with FeatureBuffer(reader, slots=9) as buffer, FeatureBuffer(reader, slots=9) as other:
+        other.load([7, 8])
+        ticket = buffer.begin([1, 2])
+        for use in (other.gather, other.release):
+            with pytest.raises(ArgumentError, match="of another buffer"):
+                use(ticket)
+        np.testing.assert_array_equal(buffer.gather(ticket), features[[1, 2]])
+
+
+def test_options_of_policies_are_refused_before_anything_is_made(reader: Reader) -> None:
+    for options in ({"gama": 0.9}, {"memory_bytes": 3}, {"delta": 2**40}):
+        with pytest.raises(ArgumentError, match=next(iter(options))):
+            FeatureBuffer(reader, slots=9, policy="score", **options)
 
 
 # Waiting for others' reads.

@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 
 import featstore
 from featstore.base.dtypes import bfloat16
-from featstore.errors import BudgetError, CancelledError, FeatstoreError, IdError, SourceError
+from featstore.errors import ArgumentError, BudgetError, CancelledError, FeatstoreError, IdError, SourceError
 from featstore.tiers.buffer import FeatureBuffer
 from featstore.tiers.saved import SavedCache
 from featstore.tiers.slots.layout import POLICIES
@@ -365,6 +365,25 @@ def test_a_row_that_occurs_twice_is_brought_after_another_gave_up(store: Any, x:
             assert time.monotonic() < limit
         rows = buffer.gather(second, np.empty(5 * ROW_BYTES, np.uint8))
         np.testing.assert_array_equal(rows.numpy(), x[[3, 3, 5, 4, 3]])
+
+
+def test_only_tickets_with_rows_are_gathered(store: Any, x: np.ndarray) -> None:
+    staging = np.empty(5 * ROW_BYTES, np.uint8)
+    with store.reader() as reader, FeatureBuffer(reader, slots=100) as host:
+        buffer, other = (DeviceBuffer(host, ["cpu"], slots=20, policy="fifo") for _ in range(2))
+        first, second = buffer.begin([3, 4]), buffer.begin([4, 5])
+        assert first is not None
+        assert second is not None
+        with pytest.raises(ArgumentError, match="one that this buffer"):
+            other.gather(first, staging)
+        with pytest.raises(ArgumentError, match="not all there"):  # row 4 comes with the first
+            buffer.gather(second, staging)
+        with pytest.raises(ArgumentError, match="staging has 20 bytes, and 2 rows"):
+            buffer.gather(first, staging[:ROW_BYTES])
+        np.testing.assert_array_equal(gathered(buffer, first), x[[3, 4]])
+        with pytest.raises(CancelledError, match="released"):
+            buffer.gather(first, staging)
+        np.testing.assert_array_equal(gathered(buffer, second), x[[4, 5]])
 
 
 class Levels(RuleBasedStateMachine):

@@ -20,6 +20,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import click
 import numpy as np
 import pytest
 from click.testing import CliRunner
@@ -288,6 +289,94 @@ def test_what_is_not_ours_stays_as_it_is(
         now = {k: v for k, v in there.items() if not k.startswith((f"{root}/s/", f"{root}/asked/t/"))}
         now.pop(f"{root}/asked/t", None)
         assert now == around, actions
+
+
+def demo_graph(path: Path) -> None:
+    """The smallest graph that a demo trains on."""
+    rng, nodes = np.random.default_rng(0), 120
+    targets, split = np.sort(rng.integers(0, nodes, nodes * 5)), rng.permutation(nodes)
+    np.savez(
+        path, indptr=np.searchsorted(targets, np.arange(nodes + 1)), labels=rng.integers(0, 3, nodes),
+        indices=rng.integers(0, nodes, nodes * 5).astype(np.int32),
+        features=rng.standard_normal((nodes, 8)).astype(np.float32),
+        train_idx=split[:40], val_idx=split[40:80], test_idx=split[80:],
+    )  # fmt: skip
+
+
+DEMO = ("demo", "--data", "{root}/graph.npz", "--epochs", 1, "--batch-size", 40)
+#: Commands that measure or train, and what they may write beside the store: nothing but what they are asked
+#: to keep.
+LONGER: dict[str, tuple[tuple[Any, ...], set[str]]] = {
+    "bench": (("bench", "{s}", "--seconds", "0.02"), set()),
+    "calibrate": (("calibrate", "{s}", "--seconds", "0.1"), {"cache/devices.json"}),
+    "calibrate a directory": (("calibrate", "{root}", "--seconds", "0.1", "--dry-run"), set()),
+    "tune": (
+        ("tune", "{root}/graph", "--fanouts", 2, "--batch-size", 20, "--memory", "16MiB", "--seconds", 1,
+         "--trials", 1, "--step-ms", 1),
+        set(),
+    ),
+    "demo": (DEMO, set()),
+    "demo kept": ((*DEMO, "--mode", "mega", "--workdir", "{asked}"), {"asked/store"}),
+}  # fmt: skip
+
+
+def test_every_command_runs_here() -> None:
+    """A new command needs its row."""
+    longer = {str(arguments[0]) for arguments, _ in LONGER.values()}
+    short = {"gc", "inspect", "verify", "explain", "pack", "sample"}
+    assert short <= {name.split()[0] for name in ACTIONS}
+    assert longer | short == set(cli.list_commands(click.Context(cli)))
+
+
+@pytest.mark.usefixtures("_quick")
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] if "demo" in n else []) for n in LONGER]
+)
+def test_what_measures_or_trains_leaves_nothing(
+    template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    import featstore.measure.calibrate
+
+    real = featstore.measure.calibrate.measure
+    monkeypatch.setattr(
+        featstore.measure.calibrate, "measure", lambda *a, **k: real(*a, **k, data_bytes_min=4 << 20)
+    )
+    root = tmp_path / "root"
+    surrounded(template, root)
+    demo_graph(root / "graph.npz")
+    edges = np.random.default_rng(0).integers(0, ROWS, (2, 200))
+    featstore.pack(root / "graph", FEATURES, graph=edges, topology=True).close()
+    for place in ("s", "outside/s", "asked", "cache", "tmp", "."):
+        (root / place / "notes.txt").write_text("mine")
+        (root / place / ".featstore-calibrate-mine").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(root / "tmp"))
+    monkeypatch.setenv("TMPDIR", str(root / "tmp"))
+    monkeypatch.setenv("FEATSTORE_CACHE", str(root / "cache"))
+    arguments, kept = LONGER[name]
+    before = listing(root)
+    given = [str(a).format(root=root, s=root / "s", asked=root / "asked") for a in arguments]
+    result = CliRunner().invoke(cli, given, prog_name="featstore")
+    assert result.exit_code == 0, result.stderr
+    after = {
+        path: what
+        for path, what in listing(root).items()
+        if not any(f"{path}/".startswith(f"{root}/{one}/") for one in kept)
+    }
+    assert after == before
+    assert all(os.path.lexists(root / one) for one in kept), "it did what it was asked for"
+
+
+def test_a_demo_leaves_a_store_alone(template: Path, tmp_path: Path) -> None:
+    surrounded(template, tmp_path)
+    demo_graph(tmp_path / "graph.npz")
+    (tmp_path / "s").rename(tmp_path / "store")
+    before = listing(tmp_path)
+    for mode in ("batch", "mega"):
+        given = [str(a).format(root=tmp_path) for a in DEMO]
+        result = CliRunner().invoke(cli, [*given, "--mode", mode, "--workdir", str(tmp_path)])
+        assert result.exit_code == 1
+        assert "would write its own store there" in result.stderr
+    assert listing(tmp_path) == before
 
 
 def aside(path: Path) -> None:

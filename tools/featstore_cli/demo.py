@@ -33,7 +33,7 @@ from featstore_cli.output import print_json, progress, show
 @click.option(
     "--workdir",
     type=click.Path(exists=True, file_okay=False, path_type=Path),
-    help="Where to keep the store.  [default: nowhere]",
+    help="Where to keep the store, as 'store'.  [default: nowhere]",
 )
 @click.option("--epochs", type=click.IntRange(1), help="Epochs to train.  [default: by the graph's size]")
 @click.option(

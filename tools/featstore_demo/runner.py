@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from featstore.errors import FeatstoreError, MissingPackageError, SourceError
+from featstore.errors import FeatstoreError, MissingPackageError, SourceError, StoreExistsError
 from featstore.units import parse_bytes
 from featstore_demo.graph import DemoGraph, GraphRecipe, generate, load, write_topology
 from featstore_demo.report import DemoReport, RunReport
@@ -65,13 +65,14 @@ def run(
 
     ``memory``: the reader's budget (bytes, or text such as ``"120MiB"``). ``data``: an .npz file
     (:func:`featstore_demo.graph.load` names the keys), else a graph is made up by ``recipe``. ``workdir``: an
-    existing directory in which the store is kept as ``store``; else all goes to a temporary one, which is
-    removed. ``epochs``, ``batch_size`` and ``fanouts`` (one number a layer) follow from the graph and its row
-    size where not given. ``engine``: name of the I/O engine, else the reader picks.
+    existing directory in which the store is kept as ``store``, which must not be there yet; else all goes to
+    a temporary one, which is removed. ``epochs``, ``batch_size`` and ``fanouts`` (one number a layer) follow
+    from the graph and its row size where not given. ``engine``: name of the I/O engine, else the reader
+    picks.
     ``progress(stage, done, total)`` is called as things go on.
 
-    Raises SourceError for a graph that cannot be used, BudgetError for too small a budget, ImportError where
-    PyTorch or PyG is missing, FeatstoreError if a training process fails.
+    Raises SourceError for a graph that cannot be used, StoreExistsError, BudgetError for too small a
+    budget, ImportError where PyTorch or PyG is missing, FeatstoreError if a training process fails.
     """
     with prepared(
         memory=memory, data=data, workdir=workdir, epochs=epochs, batch_size=batch_size, fanouts=fanouts,
@@ -172,6 +173,11 @@ def prepared(
     with tempfile.TemporaryDirectory(prefix="featstore-demo-", dir=_parent(workdir)) as folder:
         scratch = Path(folder)
         store_path = scratch / "store" if workdir is None else Path(workdir) / "store"
+        if os.path.lexists(store_path):
+            raise StoreExistsError(
+                f"{store_path} exists, and the demo would write its own store there: move it away, or give "
+                "another directory"
+            )
         graph, generate_seconds = _prepare(data, recipe, seed, scratch, tell)
         plan = _training_plan(graph, epochs, batch_size, fanouts, hidden, seed, evaluated_max)
         yield Comparison(
@@ -268,7 +274,6 @@ def _pack(graph: DemoGraph, path: Path, tell: Progress, **more: Any) -> float:
     arrays = {"labels": graph.labels, "train_idx": graph.train_idx}
     options: dict[str, Any] = {
         "arrays": arrays,
-        "overwrite": True,
         "memory": _PACK_MEMORY,
         "progress": progress,
     } | more
@@ -298,9 +303,13 @@ def _in_own_process(job: Job, scratch: Path, name: str, tell: Progress) -> dict[
     job.write(path)
     search = json.dumps([os.path.abspath(part) for part in sys.path])
     results = None
+    # PyG writes modules into the directory for temporary files, and leaves them there.
+    environment = os.environ | {"TMPDIR": str(scratch)}
     with (scratch / f"{name}.stderr").open("w+") as errors:
         command = [sys.executable, "-P", "-c", _START_WORKER, str(path), search]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as process:
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment
+        ) as process:
             assert process.stdout is not None
             try:
                 for text in process.stdout:

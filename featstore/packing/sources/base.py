@@ -135,6 +135,10 @@ class RowSource(abc.ABC):
     @abc.abstractmethod
     def _blocks(self, start: int, block_rows: int) -> Iterator[NDArray[Any]]: ...
 
+    def sample(self, rows: int) -> NDArray[Any]:
+        """Up to ``rows`` of the first rows, lent as a block is, for a look at them before the pass."""
+        return next(self.blocks(0, rows), np.zeros((0, *self.row_shape), self.dtype))
+
     def ids(self) -> Iterator[NDArray[Any]]:
         """Node ids of the rows, in their order: runs of int64 ``[n]``. Of sources with ``chosen.id`` alone.
 

@@ -242,6 +242,15 @@ class IteratorRows(RowSource):
             )
         return super().blocks(start, block_rows)
 
+    def sample(self, rows: int) -> NDArray[Any]:
+        """As `RowSource.sample`; what a one-shot iterator gave for it, it gives in the pass again."""
+        if self.replayable or self._pending is None:
+            return super().sample(rows)
+        first = next(self._pending)
+        self._pending = itertools.chain([first], self._pending)
+        block, _ = _block_of(first, 0, self._given_row_shape, self.name)
+        return to_native(block[:rows], self.dtype, owned=False)
+
     def _blocks(self, start: int, block_rows: int) -> Iterator[NDArray[Any]]:
         if self.replayable:
             return self._cut(iter(self._blocks_given), start, block_rows)

@@ -1,20 +1,22 @@
 """Feature sources of a pack: one door, `open_rows`, for every kind of table that featstore reads.
 
-===========================
-==================================================================================== what is given
-how it is read ===========================
-==================================================================================== ``x.npy``
-sequential reads; either memory order, either byte order, every dtype without objects any other file
-headless binary, with ``dtype`` and ``shape`` (first number may be -1) and ``offset`` ``x.npz``
-one member (``key``) as a stream; CSR matrices become dense block by block ``x.zarr/`` (zarr.json ...)  bands
-of whole chunks, through zarr; ``key`` for an array in a group ``.parquet .arrow .feather`` record batches,
-through pyarrow; a column of equal lists, or columns of numbers ``.pt .pth``                 a tensor or a
-dictionary of tensors (``key``), ``weights_only`` ``.csv .csv.gz``, OGB raw/   text by blocks; the number of
-rows from ``num-node-list.csv.gz`` np.ndarray, torch.Tensor     views; an ``np.memmap`` is read through its
-file, so that its pages are not kept SciPy sparse                 dense block by block zarr, h5py, other
-arrays     by slices ``[a:b]`` where it has a ``shape``; else whole: ``__array__``, DLPack, buffers iterable
-of blocks           `IteratorRows`; with ``shape``, of single rows as well ===========================
-====================================================================================
+What is given, and how it is read:
+
+- ``x.npy``: sequential reads; either memory order, either byte order, every dtype without objects
+- any other file: headless binary, with ``dtype`` and ``shape`` (first number may be -1) and ``offset``
+- ``x.npz``: one member (``key``) as a stream; CSR matrices become dense block by block
+- ``x.zarr/`` (zarr.json ...): bands of whole chunks, through zarr; ``key`` for an array in a group
+- ``.parquet .arrow .feather``: record batches, through pyarrow; a column of equal lists, or columns of
+  numbers
+- ``.pt .pth``: a tensor or a dictionary of tensors (``key``), ``weights_only``
+- ``.csv .csv.gz``, OGB raw/: text by blocks; the number of rows from ``num-node-list.csv.gz``
+- np.ndarray, torch.Tensor: views; an ``np.memmap`` is read through its file, so that its pages are not kept
+- SciPy sparse: dense block by block
+- zarr, h5py, other arrays: by slices ``[a:b]`` where it has a ``shape``; else whole: ``__array__``, DLPack,
+  buffers
+- iterable of blocks: `IteratorRows`; with ``shape``, of single rows as well
+
+Where rows are records (a structured dtype), their fields are columns: `featstore.packing.sources.fields`.
 
 The kind is found by the file itself where that is possible (an ``.npy`` magic, a zarr folder) and by its name
 otherwise. Nothing is cast here: a source has the dtype that it has, in native byte order. No pickle is ever
@@ -37,6 +39,7 @@ from featstore.errors import SourceError
 from featstore.packing.graphs.opening import pyg_graphs
 from featstore.packing.sources.arrays import FRAME_PROTOCOLS, SlicedRows, array_of, is_sliced
 from featstore.packing.sources.base import RowSource, open_binary, stat_of
+from featstore.packing.sources.fields import with_fields
 from featstore.packing.sources.files import (
     NPY_MAGIC,
     FileRows,
@@ -110,10 +113,9 @@ def open_rows(
             ``columns``.
         columns: of Parquet, Arrow and text, the columns that are features, by name or position; ``"*"`` for
             all, whatever they look like. Without it all are, and a table with a column that cannot be one or
-            looks like ids is refused.
-        id: of Parquet, Arrow and text, the column that says whose row it is, by name or position: 0 to n-1,
-            each once. It is no feature, and the caller places the rows by `RowSource.ids`. Without it, row i
-            is node i.
+            looks like ids is refused. Of structured arrays, fields, see `featstore.packing.sources.fields`.
+        id: of the same, the column that says whose row it is, by name or position: 0 to n-1, each once. It is
+            no feature, and the caller places the rows by `RowSource.ids`. Without it, row i is node i.
         rows: number of rows that an iterable of blocks will give, if it is known.
         name: what messages call the source; a path is its own name.
 
@@ -131,7 +133,7 @@ def open_rows(
         if rows is None and wanted and wanted[0] >= 0:
             rows = wanted[0]
         source = _open_object(spec, rows, wanted, name)
-        for what, value in (("key", key), ("columns", columns), ("id", id), ("offset", offset or None)):
+        for what, value in (("key", key), ("offset", offset or None)):
             if value is not None:
                 raise SourceError(
                     f"{source.name}: {what}= is for files; this is a {type(spec).__name__}: leave it out"
@@ -145,7 +147,15 @@ def open_rows(
         agreed_shape((source.rows, *source.row_shape), wanted, source.name)
     if rows is not None and rows != source.rows:
         raise SourceError(f"{source.name}: has {source.rows:,} rows, not {rows:,}")
-    return source
+    return source if _has_columns(spec) else with_fields(source, columns, id)
+
+
+def _has_columns(spec: Any) -> bool:
+    """Whether something is a file of columns that have names: Parquet, Arrow, text."""
+    if not isinstance(spec, str | os.PathLike):
+        return False
+    name = Path(spec).name.lower()
+    return name.endswith((".csv", ".csv.gz", *ARROW_SUFFIXES)) and not is_directory(Path(spec))
 
 
 def _shape(shape: Sequence[int] | None, name: str) -> tuple[int, ...] | None:
@@ -173,20 +183,12 @@ def _open_path(
 ) -> RowSource:
     stat_of(path)
     suffix = path.suffix.lower()
-    named = not is_directory(path) and (
-        suffix in ARROW_SUFFIXES or suffix == ".csv" or path.name.lower().endswith(".csv.gz")
-    )
-    if named:
+    if _has_columns(path):
         if key is not None and columns is not None:
             raise SourceError(f"{path}: key= and columns= both name columns; give columns= alone")
         if offset:
             raise SourceError(f"{path}: offset= is for headless files; leave it out")
         return _open_columns(path, dtype, key if columns is None else columns, id, name)
-    for what, value in (("columns", columns), ("id", id)):
-        if value is not None:
-            raise SourceError(
-                f"{path}: {what}= is for tables with named columns (Parquet, Arrow, .csv); leave it out"
-            )
     if is_directory(path):
         return _open_folder(path, dtype, key, name)
     single = _single_key(key, path)

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from featstore.arguments import as_count, as_number
 from featstore.errors import ArgumentError, BudgetError
 
 EMPTY, IN_FLIGHT, PRESENT, FAILED = 0, 1, 2, 3
@@ -34,6 +35,10 @@ POLICIES: Mapping[str, int] = {
     "static": STATIC, "fifo": FIFO, "lru": LRU, "clock": CLOCK, "sieve": SIEVE, "s3-fifo": S3FIFO,
     "score": SCORE, "min": MIN,
 }  # fmt: skip
+
+#: What :func:`make_slot_map` takes of policies.
+OPTIONS = ("small", "resident", "gamma", "delta", "alpha")
+DELTA_MAX = 2**20
 
 #: The next use of a row that is not used again.
 NEVER = 2**31 - 1
@@ -172,8 +177,8 @@ def make_slot_map(
         c[GHOST_MAX] = slots - c[SMALL_MAX]
     elif policy == SCORE:
         _check_share(resident, "resident")
-        c[RESIDENT_MAX], c[DELTA], c[THRESHOLD] = int(slots * resident), delta, 1
         m.table[:] = lifetimes(gamma, delta, alpha)
+        c[RESIDENT_MAX], c[DELTA], c[THRESHOLD] = int(slots * resident), delta, 1
     elif policy == MIN:
         m.table[:] = -1
     c[BATCHES_MAX] = batches
@@ -194,7 +199,7 @@ def attach_slot_map(memory: NDArray[np.uint8]) -> SlotMap:
 
 
 def _check_share(share: float, name: str) -> None:
-    if not 0 < share < 1:
+    if not 0 < as_number(share, name, 0, 1) < 1:
         raise ArgumentError(f"{name} is a share of the slots, more than 0 and less than 1, not {share}")
 
 
@@ -204,13 +209,14 @@ def lifetimes(gamma: float, delta: int, alpha: float | None = None) -> NDArray[n
 
     So a slot needs no score that decays in every mini-batch, but the mini-batch in which it is due.
     """
-    if not 0 < gamma < 1 or delta < 1:
-        raise ArgumentError(f"gamma must be between 0 and 1, delta at least 1; not {gamma} and {delta}")
+    as_count(delta, "delta", 1, DELTA_MAX)
+    if not 0 < as_number(gamma, "gamma", 0, 1) < 1:
+        raise ArgumentError(f"gamma must be between 0 and 1, not {gamma}")
     if alpha is None:
         alpha = 1.0
         for _ in range(delta):
             alpha *= gamma
-    if alpha <= 0:
+    if as_number(alpha, "alpha") <= 0:
         raise ArgumentError(f"alpha must be more than 0, not {alpha}: no score would ever fall below")
     scores = np.arange(COUNT_MAX + 1, dtype=np.float64)
     found = np.zeros(COUNT_MAX + 1, np.int32)

@@ -7,9 +7,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from featstore.arguments import shown
 from featstore.base.compilation import njit
+from featstore.base.ids import as_integers
 from featstore.base.native import memcpy, prefetch
-from featstore.errors import BudgetError
+from featstore.errors import ArgumentError, BudgetError
 from featstore.tiers.slots import layout
 from featstore.tiers.slots import slots as sl
 
@@ -28,6 +30,31 @@ def copy_slots(slots: NDArray[np.int32], data: int, row_bytes: int, out: int) ->
             for line in range(0, lines, 64):
                 prefetch(data + np.int64(slots[i + _AHEAD]) * row_bytes + line)
         memcpy(out + i * row_bytes, data + np.int64(slots[i]) * row_bytes, row_bytes)
+
+
+def check_memory(memory: Any, name: str) -> NDArray[np.uint8]:
+    """Memory that rows can be put in. Raises ArgumentError."""
+    plain = type(memory) is np.ndarray and memory.dtype == np.uint8 and memory.ndim == 1
+    if not plain or not memory.flags.c_contiguous or not memory.flags.writeable:
+        raise ArgumentError(
+            f"{name} must be a NumPy array of uint8, one-dimensional, contiguous and writable, not "
+            f"{shown(memory)}"
+        )
+    found: NDArray[np.uint8] = memory
+    return found
+
+
+def parse_uses(next_use: Any, batches: int) -> NDArray[np.int32]:
+    """For MIN the mini-batch of a trace that uses each row next, int32. Raises ArgumentError for what is
+    neither the number of one nor NEVER."""
+    uses = as_integers(next_use, "next uses must be integers", ArgumentError).reshape(-1)
+    wrong = (uses < 0) | ((uses >= max(1, batches)) & (uses != layout.NEVER))
+    if wrong.any():
+        raise ArgumentError(
+            f"a next use is the number of a mini-batch, up to {batches - 1:,}, or NEVER, not "
+            f"{uses[np.argmax(wrong)]}"
+        )
+    return uses.astype(np.int32)
 
 
 def buffer_bytes(slots: int, row_bytes: int, policy: int, batches: int = 0) -> int:

@@ -9,9 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from featstore.arguments import as_choice, as_count
-from featstore.errors import ArgumentError, BudgetError
-from featstore.tiers.slots.layout import HITS, MISSES, POLICIES, STATIC, make_slot_map
+from featstore.arguments import as_batches, as_choice, as_count, as_sequence, check_options
+from featstore.base.ids import parse_ids
+from featstore.errors import ArgumentError, BudgetError, IdError
+from featstore.tiers.slots.layout import HITS, MIN, MISSES, OPTIONS, POLICIES, STATIC, make_slot_map
+from featstore.tiers.slots.rows import parse_uses
 from featstore.tiers.slots.slots import NO_NEXT_USE, acquire, complete, release
 
 
@@ -32,7 +34,8 @@ def simulate(
             counted.
         options: of :func:`~featstore.tiers.slots.layout.make_slot_map`.
 
-    Raises BudgetError (in rows of one byte) where a mini-batch has more rows than slots.
+    Raises ArgumentError; IdError for rows that are none; BudgetError (in rows of one byte) where a mini-batch
+    has more rows than slots.
     """
     number = (
         POLICIES[as_choice(policy, "policy", POLICIES)]
@@ -40,15 +43,28 @@ def simulate(
         else as_count(policy, "policy", 0)
     )
     slots = as_count(slots, "slots", 1, 2**31 - 1)
-    if next_uses is not None:
-        options["batches"] = len(next_uses)
-    m = make_slot_map(slots, number, **options)
+    check_options(options, OPTIONS, "a simulated buffer")
+    as_batches(rows_by_batch, "rows_by_batch", functions=False)
+    uses_of = (
+        None if next_uses is None else as_sequence(next_uses, "next_uses", "next uses, one a mini-batch")
+    )
+    if (uses_of is not None) != (number == MIN):
+        raise ArgumentError("next_uses= is for the policy min, which needs it; other policies take none")
+    m = make_slot_map(slots, number, batches=len(uses_of or ()), **options)
     if (static is not None) != (number == STATIC):
         raise ArgumentError("static= says which rows the policy static keeps; other policies keep none")
-    hold = [] if static is None else [static]
+    hold = [] if static is None else [parse_ids(static).values]
+    batch = -1
     for batch, given in enumerate([*hold, *rows_by_batch] if hold else rows_by_batch):
-        rows = np.array(given, np.int64)
-        uses = NO_NEXT_USE if next_uses is None else np.array(next_uses[batch], np.int32)
+        rows = parse_ids(given, copy=True).values
+        if len(rows) and rows.min() < 0:
+            whose = f"rows of mini-batch {batch - len(hold)}" if batch >= len(hold) else "static"
+            raise IdError(f"{whose}: there is no row {rows.min()}")
+        uses = NO_NEXT_USE
+        if uses_of is not None:
+            if batch == len(uses_of):
+                break
+            uses = parse_uses(uses_of[batch], len(uses_of))
         of_row, missed, waits = (np.empty(len(rows), np.int32) for _ in range(3))
         reads, _ = acquire(m, rows, of_row, missed, waits, uses)
         if reads < 0:
@@ -62,4 +78,9 @@ def simulate(
             m.counts[[HITS, MISSES]] = 0
         else:
             release(m, of_row)
+    if uses_of is not None and batch + 1 != len(uses_of):
+        raise ArgumentError(
+            f"next_uses has those of {len(uses_of):,} mini-batches, rows_by_batch has "
+            f"{'more' if batch == len(uses_of) else f'{batch + 1:,}'}"
+        )
     return int(m.counts[HITS]), int(m.counts[MISSES])
