@@ -26,6 +26,7 @@ from featstore.base.folders import real_path
 from featstore.base.system import asking
 from featstore.errors import ArgumentError, FormatError
 from featstore.storage.disk import Disk
+from featstore.storage.manifest import NOT_JSON
 from featstore.units import PAGE_BYTES
 
 
@@ -98,7 +99,7 @@ def load_models() -> dict[str, DeviceModel]:
             return {}
     try:
         return msgspec.json.decode(text, type=dict[str, DeviceModel])
-    except msgspec.DecodeError as error:
+    except NOT_JSON as error:
         raise FormatError(
             f"{path} is not a list of device models ({error}); remove it and run `featstore calibrate`"
         ) from None

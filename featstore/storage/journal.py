@@ -13,7 +13,7 @@ import msgspec
 
 from featstore.errors import FormatError, SourceError
 from featstore.storage.disk import Disk
-from featstore.storage.manifest import FileEntry, GraphEntry, OrderEntry
+from featstore.storage.manifest import NOT_JSON, FileEntry, GraphEntry, OrderEntry
 
 
 class TableProgress(msgspec.Struct, forbid_unknown_fields=True):
@@ -56,7 +56,7 @@ class Journal:
         """The journal of an unfinished pack. Raises FormatError where it cannot be read."""
         try:
             return cls(disk, path, msgspec.json.decode(path.read_bytes(), type=State))
-        except (OSError, msgspec.DecodeError) as error:
+        except (OSError, *NOT_JSON) as error:
             raise FormatError(f"cannot resume from {path}: {error}; start anew with --overwrite") from error
 
     def check(self, fingerprint: dict[str, Any]) -> None:

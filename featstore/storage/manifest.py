@@ -50,8 +50,11 @@ ROWS_MAX = 2**40
 ELEMENTS_MAX = 2**48
 TABLE_BYTES_MAX = 2**62
 AXES_MAX = 31
+#: What decoding raises for bytes that are not JSON of what was asked for.
+NOT_JSON = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,127}")
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,254}")
+_PATH = re.compile(rf"{_PART.pattern}(?:/{_PART.pattern})+")
 _GENERATION = re.compile(r"g[0-9]{6,}")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 
@@ -323,7 +326,7 @@ def parse(text: bytes, path: Path) -> Manifest:
         _check_keys(text, path)
         manifest = msgspec.json.decode(text, type=Manifest)
         _validate(manifest)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+    except NOT_JSON as error:
         raise FormatError(f"{path} is malformed: {error}") from None
     except FormatError as error:
         raise FormatError(f"{path} cannot be trusted: {error}") from None
@@ -346,7 +349,7 @@ def _parts(text: bytes, path: Path) -> _Parts:
         return msgspec.json.decode(text, type=_Parts)
     except msgspec.ValidationError:
         raise FormatError(f"{path} is not JSON of one object, and so not a featstore manifest") from None
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+    except NOT_JSON as error:
         raise FormatError(f"{path} is not JSON: {error}") from None
 
 
@@ -475,8 +478,7 @@ def _check_graph(name: str, graph: GraphEntry, manifest: Manifest, files: dict[s
 
 
 def _check_path(path: str, generation: str) -> None:
-    parts = path.split("/")
-    if parts[0] != generation or len(parts) < 2 or not all(_PART.fullmatch(part) for part in parts):
+    if not path.startswith(f"{generation}/") or not _PATH.fullmatch(path):
         raise FormatError(f"path {path!r} does not stay inside the generation {generation!r}")
 
 

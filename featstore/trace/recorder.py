@@ -38,7 +38,7 @@ from featstore.errors import (
 )
 from featstore.storage.belongings import is_ours
 from featstore.storage.disk import Disk, File
-from featstore.storage.manifest import MANIFEST_NAME
+from featstore.storage.manifest import MANIFEST_NAME, NOT_JSON
 from featstore.trace.log_format import (
     FRAME,
     HEAD,
@@ -154,7 +154,7 @@ def load_checkpoint(directory: Path) -> Checkpoint:
         return Checkpoint(0, 0)
     except OSError as error:
         raise refusal(error, path, "read") from error
-    except msgspec.DecodeError as error:
+    except NOT_JSON as error:
         raise FormatError(f"cannot read {path}: {error}; start anew with overwrite (--overwrite)") from None
 
 

@@ -6,7 +6,7 @@ import gc
 import os
 import shutil
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ FILES = (
     "journal", "unfinished", "recording",
 )  # fmt: skip
 USES = 4  # of one mutant, at most
-WITH_THREADS = 1 / 24  # of the mutants are used with all threads and the ring
+WITH_THREADS = 1 / 60  # of the mutants are used with all threads and the ring
 
 #: What is counted: of a mutant [kind of file, 0] one, of a use [kind of file, 1 + use, 0] one, and [..., 1] if it
 #: ended in one of featstore's errors.
@@ -42,32 +42,34 @@ SHAPE = (len(FILES), 1 + len(uses.NAMES), 2)
 class Bench:
     """Makes mutants of one copy of the corpus, and tries them.
 
-    ``counts``: int64 of :data:`SHAPE`; ``say`` is told what comes next.
+    ``counts``: int64 of :data:`SHAPE`; ``say`` is told what comes next; ``kinds``: only these, of :data:`KINDS`.
     """
 
     def __init__(
-        self, folder: Path, seed: int, counts: NDArray[np.int64], say: Callable[[str], object]
-    ) -> None:
+        self, folder: Path, seed: int, counts: NDArray[np.int64], say: Callable[[str], object],
+        kinds: Sequence[str] = (),
+    ) -> None:  # fmt: skip
         os.environ["FEATSTORE_CACHE"] = str(folder)
         self.folder, self.seed, self.counts, self.say = folder, seed, counts, say
-        store, trace = folder / corpus.STORE, folder / corpus.TRACE
+        store, base, trace = (folder / name for name in (corpus.STORE, corpus.BASE, corpus.TRACE))
         corpus.save_models(folder)
-        self._base = featstore.open(store)
-        packs = [store / "packs" / name for name in corpus.PACKS]
+        self._base = featstore.open(base)
+        packs = [base / "packs" / name for name in corpus.PACKS]
         self._stores = {path: mutants.StoreMutant(path) for path in (store, *packs)}
-        half = store / "packs" / corpus.HALF
+        half = base / "packs" / corpus.HALF
         self._folders = {
             path: files.Folder(path)
             for path in (*(folder / way for way in corpus.UNFINISHED), half, folder / corpus.RECORDING)
         }
-        plain = {"trace": trace / "trace.log", "cache": store / "caches/warm.cache", "models": models_path()}
+        plain = {"trace": trace / "trace.log", "cache": base / "caches/warm.cache", "models": models_path()}
         self._plain = {kind: (path, path.read_bytes()) for kind, path in plain.items()}
         self._trace = files.TraceMutants(*self._plain["trace"])
         self._targets = {
             path: uses.Target(path, seed, base=self._base)
-            for path in (store, *packs, trace, *self._folders)
+            for path in (store, base, *packs, trace, *self._folders)
         }
-        self._kinds, self._shares = list(KINDS), np.cumsum(list(KINDS.values()))
+        self._kinds = list(kinds or KINDS)
+        self._shares = np.cumsum([KINDS[kind] for kind in self._kinds])
 
     def run(self, number: int) -> dict[str, Any] | None:
         """Make a mutant and use it; what must not be, or None. Leaves the corpus as it was."""
@@ -78,14 +80,15 @@ class Bench:
         what = use = ""
         self.say(kind)
         try:
-            file, what = self._mutate(kind, target.path, rng)
+            kinds, what = self._mutate(kind, target.path, rng)
             if kind == "store":
                 target.pristine = not any(p in what for p in ("manifest", "_node", "node_of", "checksums", "graphs/"))
-            counts = self.counts[FILES.index(file)]
+            counts = self.counts[FILES.index(kinds[0])]
             counts[0, 0] += 1
-            chosen = uses.OF[kind]
-            turns = rng.exponential(size=len(chosen)) / np.array(list(chosen.values()))
-            for one in np.argsort(turns)[:USES]:
+            chosen = uses.concerned(kind, kinds)
+            wanted = rng.random(len(chosen)) / np.array(list(chosen.values()))
+            order = np.argsort(wanted)
+            for one in order[: max(1, min(USES, int((wanted < 1).sum())))]:
                 made = list(chosen)[one]
                 use = made.__name__
                 if target.refused and made in uses.OF_OPEN:
@@ -112,31 +115,32 @@ class Bench:
             self._restore(kind, target.path)
 
     def _path(self, kind: str, rng: mutants.Random) -> Path:
-        store = self.folder / corpus.STORE
+        store, base = self.folder / corpus.STORE, self.folder / corpus.BASE
         if kind == "pack":
-            return store / "packs" / corpus.PACKS[rng.integers(len(corpus.PACKS))]
+            return base / "packs" / corpus.PACKS[rng.integers(len(corpus.PACKS))]
         if kind == "unfinished":
             return self.folder / corpus.UNFINISHED[rng.integers(len(corpus.UNFINISHED))]
         return {
             "trace": self.folder / corpus.TRACE,
-            "half": store / "packs" / corpus.HALF,
+            "half": base / "packs" / corpus.HALF,
             "recording": self.folder / corpus.RECORDING,
-        }.get(kind, store)
+            "store": store,
+        }.get(kind, base)
 
-    def _mutate(self, kind: str, path: Path, rng: mutants.Random) -> tuple[str, str]:
-        """Change something; which kind of file, and what."""
+    def _mutate(self, kind: str, path: Path, rng: mutants.Random) -> tuple[list[str], str]:
+        """Change something; which kinds of files, and what."""
         if kind in ("store", "pack"):
             return mutants.mutate_store(self._stores[path], rng)
         if kind in ("unfinished", "half"):
             return files.mutate_unfinished(self._folders[path], rng)
         if kind == "recording":
-            return kind, self._trace.recording(self._folders[path], rng)
+            return [kind], self._trace.recording(self._folders[path], rng)
         if kind == "trace":
-            return kind, self._trace.trace(self._plain[kind][0], rng)
+            return [kind], self._trace.trace(self._plain[kind][0], rng)
         if kind == "state":
-            return kind, kind
+            return [kind], kind
         mutate = files.mutate_cache if kind == "cache" else files.mutate_models
-        return kind, mutate(*self._plain[kind], rng)
+        return [kind], mutate(*self._plain[kind], rng)
 
     def _restore(self, kind: str, path: Path) -> None:
         if path in self._stores and kind in ("store", "pack"):
@@ -206,4 +210,5 @@ def fits(kind: str, path: Path) -> bool:
         "half": name == corpus.HALF,
         "recording": name == corpus.RECORDING,
         "trace": name == corpus.TRACE,
-    }.get(kind, name == corpus.STORE)
+        "store": name == corpus.STORE,
+    }.get(kind, name == corpus.BASE)

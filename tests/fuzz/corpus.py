@@ -3,6 +3,7 @@ a compilation and a recording that were stopped in the middle; measured device m
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -26,12 +27,13 @@ from featstore.tiers import saved
 from featstore.trace import recorder
 
 ROWS, WIDTH, PARTITIONS, EDGES = 130, 40, 4, 700
-STORE, TRACE, RECORDING = "store", "trace", "recording"
+#: The store, and the same again with what was made for it: packs, a saved cache.
+STORE, BASE, TRACE, RECORDING = "store", "base", "trace", "recording"
 PACKS = ("moving", "fixed")
 #: Packs that were stopped, by how their rows find their places; a compilation that was, in the store.
 UNFINISHED = ("graph", "spill", "buckets", "given")
 HALF = "half"
-_BATCHES = 7
+_BATCHES = 5
 _POLICY: list[Policy] = []
 
 
@@ -176,7 +178,9 @@ def make(folder: Path, seed: int = 0) -> None:
         )  # fmt: skip
     batches = batches_of(seed)
     trace = do_record(folder / TRACE, seed, batches)
-    with store, trace:
+    store.close()
+    shutil.copytree(folder / STORE, folder / BASE)
+    with featstore.open(folder / BASE) as store, trace:
         for name, residency in zip(PACKS, ("min", "fixed"), strict=True):
             options: dict[str, Any] = {"memory": "16MiB", "cache": 20 * WIDTH * 4, "residency": residency}
             options |= {"policy": mixed()} if name == PACKS[0] else {"device_memory": 9 * WIDTH * 4}
@@ -194,7 +198,7 @@ def make(folder: Path, seed: int = 0) -> None:
         _stopped(lambda: do_pack(folder / way, way, seed, StoppingDisk(journals)))  # noqa: B023
 
     def some() -> Iterator[Any]:
-        yield from batches[:5]
+        yield from batches[:4]
         raise Stopped
 
     _stopped(lambda: do_record(folder / RECORDING, seed, some()))

@@ -174,7 +174,7 @@ def mutate_cache(path: Path, right: bytes, rng: Random) -> str:
 # Packs that were stopped.
 
 
-def mutate_unfinished(folder: Folder, rng: Random) -> tuple[str, str]:
+def mutate_unfinished(folder: Folder, rng: Random) -> tuple[list[str], str]:
     """Change the journal of a pack or of a compilation, an array that it names (and what it says of it), or
     another file; says which kind of file, and what."""
     name = next(path for path in folder.files if path.suffix == ".journal")
@@ -212,7 +212,7 @@ def mutate_unfinished(folder: Folder, rng: Random) -> tuple[str, str]:
             kinds.append("unfinished")
             what.append(str(path))
     (folder.path / name).write_bytes(spoil_text(encoded(document), rng))
-    return kinds[0], ", ".join(what)
+    return kinds, ", ".join(what)
 
 
 def _of_journal(document: Any, rng: Random) -> list[tuple[Any, ...]]:

@@ -59,6 +59,15 @@ def install() -> None:
     def choose_here(wanted: str = "auto") -> engines.EngineChoice:
         return choose("threads" if wanted == "auto" and not threads else wanted)
 
+    from featstore.reader.reader import Reader
+
+    load = Reader._load_kernels
+
+    def load_kernels(reader: Reader) -> None:
+        if threads:  # else they are loaded, and nobody forks
+            load(reader)
+
+    Reader._load_kernels = load_kernels  # type: ignore[method-assign]
     for name, module in list(sys.modules.items()):
         if name.startswith("featstore"):
             if hasattr(module, "ThreadPoolExecutor"):

@@ -247,9 +247,9 @@ def tables_of(document: Any) -> list[tuple[Any, ...]]:
     return [p for p in found if not inside(document, p)["row_shape"]]
 
 
-def mutate_store(store: StoreMutant, rng: Random) -> tuple[str, str]:
-    """Change something of a store and seal it; says which kind of file (one of
-    :data:`bench.FILES`) was changed first, and what."""
+def mutate_store(store: StoreMutant, rng: Random) -> tuple[list[str], str]:
+    """Change something of a store and seal it; says which kinds of files (of :data:`bench.FILES`) were changed,
+    and what."""
     what: list[str] = []
     kinds: list[str] = []
     arrays, tables, candidates = store.arrays, store.tables, store.places
@@ -292,7 +292,7 @@ def mutate_store(store: StoreMutant, rng: Random) -> tuple[str, str]:
             if not isinstance(document, dict) or not isinstance(document.get("files"), list):
                 break
     store.seal()
-    return kinds[0] if kinds else "checksums", ", ".join(what)
+    return kinds or ["checksums"], ", ".join(what)
 
 
 def kind_of(at: tuple[Any, ...]) -> str:

@@ -1,7 +1,7 @@
 """The fuzzer: whatever featstore reads back, as a stranger might make it, with digests and uuid that fit.
 
     python tests/fuzz/run.py [--seconds 60] [--runs N] [--seed S] [--dir DIR] [--processes P] [--memory MIB]
-        [--guard] [--bounds] [--both]
+        [--guard] [--bounds] [--both] [--kinds KIND ...]
 
 Each run changes something in a small corpus (corpus.py), seals it again (mutants.py, files.py) and does with it
 up to four things that users do (uses.py), in a child that was forked when all kernels had been compiled. What a
@@ -27,6 +27,7 @@ import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ _ROOM_BYTES = 512 * 2**20
 
 def fuzz(
     folder: Path, *, seed: int = 0, seconds: float = 60, runs: int = 2**62, processes: int = 1,
-    memory_bytes: int = 2**30, first: int = 0, guard_pages: bool = False,
+    memory_bytes: int = 2**30, first: int = 0, guard_pages: bool = False, kinds: Sequence[str] = (),
 ) -> dict[str, Any]:  # fmt: skip
     """Try mutants until ``seconds`` or ``runs`` are over; what was done and found."""
     from bench import prepare
@@ -47,7 +48,7 @@ def fuzz(
     workers = []
     for k in range(processes):
         (folder / f"worker{k}").mkdir()
-        workers.append(Worker(folder / f"worker{k}", seed, memory_bytes))
+        workers.append(Worker(folder / f"worker{k}", seed, memory_bytes, kinds))
     begin = told = time.monotonic()
     found: list[dict[str, Any]] = []
     nexts, end = [first + k for k in range(processes)], first + runs
@@ -126,6 +127,7 @@ def both(given: argparse.Namespace) -> int:
         command = [sys.executable, __file__, "--seed", str(given.seed), "--memory", str(given.memory)]
         command += ["--seconds", str(given.seconds * share), "--runs", str(int(given.runs * share))]
         command += ["--processes", str(given.processes), *(["--dir", str(given.dir)] if given.dir else [])]
+        command += ["--kinds", *given.kinds] if given.kinds else []
         command += ["--guard"] * given.guard + ["--bounds"] * bounds
         codes.append(subprocess.run(command, check=False).returncode)
     return max(codes)
@@ -146,6 +148,7 @@ def main() -> int:
     parser.add_argument("--bounds", action="store_true")
     parser.add_argument("--both", action="store_true")
     parser.add_argument("--replay", type=int)
+    parser.add_argument("--kinds", nargs="*", default=(), help="of mutants; all by default")
     given = parser.parse_args()
     if given.both:
         return both(given)
@@ -160,7 +163,7 @@ def main() -> int:
             return replay(Path(name), given)
         result = fuzz(
             Path(name), seed=given.seed, seconds=given.seconds, runs=given.runs, processes=given.processes,
-            first=given.first, memory_bytes=given.memory * 2**20, guard_pages=given.guard,
+            first=given.first, memory_bytes=given.memory * 2**20, guard_pages=given.guard, kinds=given.kinds,
         )  # fmt: skip
     found = result.pop("found")
     for part in ("by file", "by use"):
@@ -182,7 +185,7 @@ def replay(folder: Path, given: argparse.Namespace) -> int:
     from bench import SHAPE, Bench, prepare
 
     prepare(folder, given.seed, given.guard)
-    finding = Bench(folder / "corpus", given.seed, np.zeros(SHAPE, np.int64), print).run(given.replay)
+    finding = Bench(folder / "corpus", given.seed, np.zeros(SHAPE, np.int64), print, given.kinds).run(given.replay)
     print(json.dumps(finding, indent=1) if finding else "nothing found")
     return int(finding is not None)
 

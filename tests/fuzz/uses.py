@@ -360,18 +360,34 @@ def sweep(target: Target, rng: Random) -> None:
 
 Use = Callable[[Target, Random], None]
 
-#: By kind of mutant: what is done with it, and how often (of four).
+#: By kind of mutant: what is done with it, and how often.
 OF: dict[str, dict[Use, float]] = {
-    "store": {look: 1, read: 1, sample: 1, mega: 0.7, orders: 1, verify: 0.5, inspect: 0.5},
-    "pack": {train_compiled: 1, look: 0.6, verify: 0.25, inspect: 0.4},
-    "trace": {follow_trace: 1, compile_trace: 0.5, inspect: 0.3},
+    "store": {look: 0.9, read: 0.6, sample: 0.6, mega: 0.5, orders: 0.6, verify: 0.12, inspect: 0.12},
+    "pack": {train_compiled: 0.8, look: 0.8, verify: 0.12, inspect: 0.12},
+    "trace": {follow_trace: 1, compile_trace: 0.5, inspect: 0.2},
     "cache": {warm: 1},
     "models": {plan: 1, plan_trace: 0.3, keep_model: 1},
-    "state": {resume_compiled: 0.4, resume_online: 1, resume_mega: 1, resume_order: 1},
-    "unfinished": {resume_pack: 1, unfinished: 0.3, verify: 0.1, sweep: 0.1},
-    "half": {resume_compiling: 1, unfinished: 0.3, sweep: 0.1},
-    "recording": {resume_recording: 1, unfinished: 0.6},
+    "state": {resume_compiled: 0.3, resume_online: 1, resume_mega: 0.5, resume_order: 1},
+    "unfinished": {resume_pack: 1, unfinished: 0.2, verify: 0.1, sweep: 0.1},
+    "half": {resume_compiling: 1, unfinished: 0.2, sweep: 0.1},
+    "recording": {resume_recording: 1, unfinished: 0.5},
 }
+#: By kind of file: uses that do not look at it, and are left out where nothing else was changed.
+NOT_OF: dict[str, frozenset[Use]] = {
+    "array": frozenset({read, sample}),
+    "graph": frozenset({read}),
+    "metadata": frozenset({look, read, sample, mega, orders, train_compiled}),
+    "checksums": frozenset({orders}),
+    "records": frozenset({look}),
+}
+
+
+def concerned(kind: str, files: list[str]) -> dict[Use, float]:
+    """What is done with a mutant of a kind in which these kinds of files were changed, and how often."""
+    idle = frozenset.intersection(*(NOT_OF.get(file, frozenset()) for file in files))
+    return {use: share for use, share in OF[kind].items() if use not in idle}
+
+
 #: Uses that look at the mutant through the one open store.
 OF_OPEN = frozenset({look, read, sample, mega, orders})
 NAMES = sorted({use.__name__ for uses in OF.values() for use in uses})

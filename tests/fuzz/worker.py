@@ -13,6 +13,7 @@ import shutil
 import signal
 import time
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,8 @@ class Worker:
     """One copy of the corpus, and children that try mutants of it, one after the other. What they have done
     is in memory that they share with their parent: the number of the run under way, what it does, counts."""
 
-    def __init__(self, folder: Path, seed: int, memory_bytes: int) -> None:
-        self.folder, self.seed, self.memory_bytes = folder, seed, memory_bytes
+    def __init__(self, folder: Path, seed: int, memory_bytes: int, kinds: Sequence[str]) -> None:
+        self.folder, self.seed, self.memory_bytes, self.kinds = folder, seed, memory_bytes, kinds
         size = int(np.prod(bench.SHAPE))
         self._shared = mmap.mmap(-1, 8 + _SAID + 8 * size)
         self._number = np.frombuffer(self._shared, np.int64, 1)
@@ -121,7 +122,7 @@ class Worker:
         faulthandler.enable(log, all_threads=False)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
-        own = bench.Bench(self.folder / "corpus", self.seed, self.counts, self.say)
+        own = bench.Bench(self.folder / "corpus", self.seed, self.counts, self.say, self.kinds)
         for number in numbers:
             self._number[0] = number
             finding = own.run(number)
