@@ -29,6 +29,8 @@ from featstore.storage.disk import Disk
 from featstore.storage.manifest import NOT_JSON
 from featstore.units import PAGE_BYTES
 
+GAP_PAGES_MAX = 2**31
+
 
 class DeviceModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Cost of reads on one device through one engine, in seconds."""
@@ -44,7 +46,7 @@ class DeviceModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             self.read_seconds >= 0
             and self.byte_seconds > 0
             and self.request_seconds >= 0
-            and (self.gap_pages or 0) >= 0
+            and 0 <= (self.gap_pages or 0) <= GAP_PAGES_MAX
         ):
             raise ArgumentError(f"impossible device model: {self}")
 
@@ -54,7 +56,7 @@ class DeviceModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         the two prices."""
         if self.gap_pages is not None:
             return self.gap_pages
-        return int(min(self.read_seconds / (self.byte_seconds * PAGE_BYTES), 2**31))
+        return int(min(self.read_seconds / (self.byte_seconds * PAGE_BYTES), GAP_PAGES_MAX))
 
     def seconds(self, reads: int, bytes_read: int) -> float:
         """Forecast for a request of so many reads and bytes; 0 for a request that reads nothing."""

@@ -534,7 +534,13 @@ def _check_table(name: str, table: TableEntry, generation: str, files: dict[str,
     for chunk in range(layout.chunks):
         _need_file(files, table.chunk_path(chunk), layout.chunk_bytes, what)
     _check_vector(f"{what}'s page checksums", table.page_checksums, "uint32", layout.pages, generation, files)
-    order = table.order
+    check_order(what, table.order, table.rows, generation, files)
+
+
+def check_order(
+    what: str, order: OrderEntry, rows: int, generation: str, files: dict[str, FileEntry]
+) -> None:
+    """Raise FormatError unless an order's arrays are listed, and have the shapes of one for ``rows`` rows."""
     if (order.row_of_node is None) != (order.node_of_row is None):
         raise FormatError(f"{what} has one of the maps row_of_node and node_of_row, but not the other")
     for label, entry in (
@@ -543,9 +549,9 @@ def _check_table(name: str, table: TableEntry, generation: str, files: dict[str,
         ("rows_by_degree", order.rows_by_degree),
     ):
         if entry is not None:
-            _check_vector(f"{what}'s {label}", entry, _ROW_DTYPES, table.rows, generation, files)
+            _check_vector(f"{what}'s {label}", entry, _ROW_DTYPES, rows, generation, files)
     offsets = order.partition_offsets
-    if len(offsets.shape) != 1 or not 2 <= offsets.shape[0] <= max(table.rows, PARTITIONS_OF_FEW_ROWS) + 1:
+    if len(offsets.shape) != 1 or not 2 <= offsets.shape[0] <= max(rows, PARTITIONS_OF_FEW_ROWS) + 1:
         raise FormatError(f"{what}'s partition offsets have the impossible shape {offsets.shape}")
     _check_vector(f"{what}'s partition offsets", offsets, "int64", offsets.shape[0], generation, files)
 

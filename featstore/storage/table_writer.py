@@ -25,7 +25,7 @@ from featstore.base.checksum import crc_pages, digest_of_checksums
 from featstore.base.dtypes import dtype_name, zarr_storage
 from featstore.base.native import address_of
 from featstore.base.system import asking, submitted
-from featstore.errors import ArgumentError
+from featstore.errors import ArgumentError, CorruptionError
 from featstore.layout import TableLayout
 from featstore.storage.disk import Disk, File
 from featstore.storage.manifest import ArrayEntry, FileEntry, OrderEntry, TableEntry, array_chunk
@@ -235,6 +235,22 @@ class TableWriter:
             self._disk.write(self._checksums, 4 * first_page, checksums.view(np.uint8))
         finally:
             on_written()
+
+    def check_written(self, first_page: int, pages: NDArray[np.uint8], path: Path, offset: int) -> None:
+        """Raise CorruptionError unless whole pages, read back from ``path`` at ``offset``, are what was
+        written there; nothing may have been written since."""
+        found = crc_pages(pages)
+        with asking(self._checksums.path, "read"), open(self._checksums.path, "rb") as file:
+            file.seek(4 * first_page)
+            data = file.read(4 * len(found))
+        expected = np.frombuffer(data + bytes(4 * len(found) - len(data)), "<u4")
+        wrong = np.flatnonzero(found != expected)
+        if len(wrong):
+            bad, advice = int(wrong[0]), "start anew with --overwrite"
+            raise CorruptionError(
+                path, offset + bad * PAGE_BYTES, f"checksum {expected[bad]:08x} of the 4 KiB page",
+                f"{found[bad]:08x}", advice,
+            )  # fmt: skip
 
     def checkpoint(self) -> None:
         """Wait until all that was written is durable."""
