@@ -28,21 +28,22 @@ KINDS = {
 }  # fmt: skip
 #: Kinds of files, by what is changed.
 FILES = (
-    "manifest", "map", "array", "graph", "records", "checksums", "metadata", "trace", "cache", "models", "state",
-    "journal", "unfinished", "recording",
+    "manifest", "map", "array", "graph", "records", "checksums", "metadata", "trace", "cache", "models",
+    "state", "journal", "unfinished", "recording",
 )  # fmt: skip
 USES = 4  # of one mutant, at most
 WITH_THREADS = 1 / 60  # of the mutants are used with all threads and the ring
 
-#: What is counted: of a mutant [kind of file, 0] one, of a use [kind of file, 1 + use, 0] one, and [..., 1] if it
-#: ended in one of featstore's errors.
+#: What is counted: of a mutant [kind of file, 0] one, of a use [kind of file, 1 + use, 0] one, and [..., 1]
+#: if it ended in one of featstore's errors.
 SHAPE = (len(FILES), 1 + len(uses.NAMES), 2)
 
 
 class Bench:
     """Makes mutants of one copy of the corpus, and tries them.
 
-    ``counts``: int64 of :data:`SHAPE`; ``say`` is told what comes next; ``kinds``: only these, of :data:`KINDS`.
+    ``counts``: int64 of :data:`SHAPE`; ``say`` is told what comes next; ``kinds``: only these, of
+    :data:`KINDS`.
     """
 
     def __init__(
@@ -81,8 +82,12 @@ class Bench:
         self.say(kind)
         try:
             kinds, what = self._mutate(kind, target.path, rng)
+            if kind == "half":  # what was stopped reads its unfinished pages back as they are
+                target.pristine = not any(p in what for p in ("/rows/", ".spill/"))
             if kind == "store":
-                target.pristine = not any(p in what for p in ("manifest", "_node", "node_of", "checksums", "graphs/"))
+                target.pristine = not any(
+                    p in what for p in ("manifest", "_node", "node_of", "checksums", "graphs/")
+                )
             counts = self.counts[FILES.index(kinds[0])]
             counts[0, 0] += 1
             chosen = uses.concerned(kind, kinds)
@@ -197,7 +202,8 @@ def prepare(folder: Path, seed: int, guard_pages: bool) -> None:
 
 #: States are changed, and what was stopped is no store: that is refused.
 MAY_FAIL = {
-    uses.resume_compiled, uses.resume_online, uses.resume_mega, uses.resume_order, uses.verify, uses.unfinished
+    uses.resume_compiled, uses.resume_online, uses.resume_mega, uses.resume_order, uses.verify,
+    uses.unfinished,
 }  # fmt: skip
 
 

@@ -1,5 +1,6 @@
-"""The corpus of the fuzzer: a small store of everything, a trace, the trace compiled twice, a saved cache; packs,
-a compilation and a recording that were stopped in the middle; measured device models. Made from a seed."""
+"""The corpus of the fuzzer: a small store of everything, a trace, the trace compiled twice, a saved cache;
+packs, a compilation and a recording that were stopped in the middle; measured device models. Made from a
+seed."""
 
 from __future__ import annotations
 
@@ -108,7 +109,7 @@ def small_pieces() -> Iterator[None]:
             "PIECE_BYTES": 4096, "FLUSH_BYTES_MAX": 4096, "FLUSH_BYTES_MIN": 4096, "CHECKPOINT_BYTES": 60_000,
         },
         segments: {"CHECKPOINT_BYTES": 3000},
-        recorder: {"_HOLD_BYTES": 500, "CHECKPOINT_BYTES": 1500},
+        recorder: {"_HOLD_BYTES": 300, "CHECKPOINT_BYTES": 900},
     }  # fmt: skip
     with ExitStack() as stack:
         for module, sizes in values.items():
@@ -148,9 +149,7 @@ def do_compile(store: featstore.Store, trace: featstore.Trace, name: str, disk: 
 
 def do_record(path: Path, seed: int, batches: Any, **options: Any) -> featstore.Trace:
     with small_pieces():
-        return featstore.Trace.record(
-            batches, path, fingerprint={"seed": seed}, disk=QuickDisk(), **options
-        )
+        return featstore.Trace.record(batches, path, fingerprint={"seed": seed}, disk=QuickDisk(), **options)
 
 
 def _stopped(work: Callable[[], Any]) -> None:

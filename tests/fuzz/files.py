@@ -1,5 +1,5 @@
-"""Mutants of what stands by itself: traces, saved caches, recordings and packs that were stopped, measured device
-models, the states of loaders; checksums made anew."""
+"""Mutants of what stands by itself: traces, saved caches, recordings and packs that were stopped, measured
+device models, the states of loaders; checksums made anew."""
 
 from __future__ import annotations
 
@@ -87,7 +87,9 @@ class TraceMutants:
                 blocks = [(0, self._head_bytes), *((a, a + f) for a, f, _ in bounds)]
                 begin, end = blocks[rng.integers(len(blocks))]
                 at = begin + (12 if rng.random() < 0.3 else 16)
-                words = data[at : begin + 24 if at > begin + 12 else at + 4].view("<i8" if at > begin + 12 else "<i4")
+                words = data[at : begin + 24 if at > begin + 12 else at + 4].view(
+                    "<i8" if at > begin + 12 else "<i4"
+                )
                 words[:] = np.resize(spoil(words, rng), 1)
                 crc = layout.checksum(data[begin + 12 : end])
                 data[begin + 8 : begin + 12] = np.frombuffer(crc.to_bytes(4, "little"), np.uint8)
@@ -136,7 +138,21 @@ class TraceMutants:
             if how in (0, 2) or rng.random() < 0.15:  # text, MessagePack
                 at = low + start + int(rng.integers(high - low - start))
                 data[at] = rng.choice(
-                    [0, 1, 0x7F, 0x80, 0x90, 0x9F, 0xC0, 0xCF, 0xDD, 0xDF, 0xFF, data[at] ^ 1, rng.integers(256)]
+                    [
+                        0,
+                        1,
+                        0x7F,
+                        0x80,
+                        0x90,
+                        0x9F,
+                        0xC0,
+                        0xCF,
+                        0xDD,
+                        0xDF,
+                        0xFF,
+                        data[at] ^ 1,
+                        rng.integers(256),
+                    ]
                 )
             else:
                 words = data[low + start : high].view("<i8")

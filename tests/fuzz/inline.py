@@ -1,8 +1,9 @@
-"""What the library does in threads, done at once in the thread that asks: handing work over costs several times
-what the work does, where tables have a few pages.
+"""What the library does in threads, done at once in the thread that asks: where tables have a few pages,
+handing work over costs several times what the work does.
 
-Engines read with the kernel of the threads engine, where a lane is started; executors run what they are given.
-Where one thread goes ahead of another (walks) there are threads as ever, and so where :data:`threads` is set.
+Engines read with the kernel of the threads engine, where a lane is started; executors run what they are
+given. Where one thread goes ahead of another (walks) there are threads as ever, and so where :data:`threads`
+is set.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Mutants: a store or a compiled trace with some of what it says replaced, and every digest, checksum and uuid
-made anew, as somebody would who wants them to be believed."""
+"""Mutants: a store or a compiled trace with some of what it says replaced, and every digest, checksum and
+uuid made anew, as somebody would who wants them to be believed."""
 
 from __future__ import annotations
 
@@ -248,8 +248,8 @@ def tables_of(document: Any) -> list[tuple[Any, ...]]:
 
 
 def mutate_store(store: StoreMutant, rng: Random) -> tuple[list[str], str]:
-    """Change something of a store and seal it; says which kinds of files (of :data:`bench.FILES`) were changed,
-    and what."""
+    """Change something of a store and seal it; says which kinds of files (of :data:`bench.FILES`) were
+    changed, and what."""
     what: list[str] = []
     kinds: list[str] = []
     arrays, tables, candidates = store.arrays, store.tables, store.places

@@ -3,17 +3,18 @@
     python tests/fuzz/run.py [--seconds 60] [--runs N] [--seed S] [--dir DIR] [--processes P] [--memory MIB]
         [--guard] [--bounds] [--both] [--kinds KIND ...]
 
-Each run changes something in a small corpus (corpus.py), seals it again (mutants.py, files.py) and does with it
-up to four things that users do (uses.py), in a child that was forked when all kernels had been compiled. What a
-run must not do: die of a signal, hang, take more memory than the bound, raise anything but featstore's errors,
-or give wrong rows. Each such run is a finding, told at once; its number, with the same seed, repeats it:
-``--replay NUMBER``. ``--guard``: memory that kernels reach by address lies between pages that nobody may touch.
-``--bounds``: with kernels that check the bounds of arrays (NUMBA_BOUNDSCHECK), compiled anew. ``--both``: a tenth
-of the time with ``--bounds``, the rest without.
+Each run changes something in a small corpus (corpus.py), seals it again (mutants.py, files.py) and does with
+it up to four things that users do (uses.py), in a child that was forked when all kernels had been compiled.
+What a run must not do: die of a signal, hang, take more memory than the bound, raise anything but featstore's
+errors, or give wrong rows. Each such run is a finding, told at once; its number, with the same options,
+repeats it: ``--replay NUMBER``. ``--guard``: memory that kernels reach by address lies between pages that
+nobody may touch. ``--bounds``: with kernels that check the bounds of arrays (NUMBA_BOUNDSCHECK), compiled
+anew. ``--both``: a tenth of the time with ``--bounds``, the rest without.
 
 Takes one core a process, the memory bound for each, and a few MiB: in /dev/shm where that is a file system in
-memory with room, else below DIR. Ends with 1 where there are findings. The last line counts, as JSON: runs, uses,
-those refused (that ended in one of featstore's errors), by kind of file and by kind of use.
+memory with room, else below DIR. Ends with 1 where there are findings. At the end, and each minute, it counts
+runs, uses, and those that were refused (ended in one of featstore's errors); at the end by kind of file and
+by kind of use, too.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from pathlib import Path
 from typing import Any
 
 TELL_SECONDS = 60
-_MEMORY = Path("/dev/shm")  # noqa: S108
+_MEMORY = Path("/dev/shm")
 _ROOM_BYTES = 512 * 2**20
 
 
@@ -94,7 +95,11 @@ def counted(workers: list[Any], seconds: float, found: list[Any]) -> dict[str, A
     total, refused = (int(n) for n in used.sum(axis=(0, 1)))
     return {
         "by file": {
-            name: {"mutants": int(mutants[k]), "uses": int(used[k, :, 0].sum()), "refused": int(used[k, :, 1].sum())}
+            name: {
+                "mutants": int(mutants[k]),
+                "uses": int(used[k, :, 0].sum()),
+                "refused": int(used[k, :, 1].sum()),
+            }
             for k, name in enumerate(FILES)
         },
         "by use": {
@@ -102,11 +107,15 @@ def counted(workers: list[Any], seconds: float, found: list[Any]) -> dict[str, A
             for k, name in enumerate(uses.NAMES)
         },
         "in all": {
-            "mutants": int(mutants.sum()), "uses": total, "refused": refused, "findings": len(found),
-            "seconds": round(seconds, 1), "mutants_per_second": round(mutants.sum() / seconds, 1),
+            "mutants": int(mutants.sum()),
+            "uses": total,
+            "refused": refused,
+            "findings": len(found),
+            "seconds": round(seconds, 1),
+            "mutants_per_second": round(mutants.sum() / seconds, 1),
             "uses_per_second": round(total / seconds, 1),
         },
-    }  # fmt: skip
+    }
 
 
 def memory_folder(given: Path | None) -> Path | None:
@@ -185,7 +194,9 @@ def replay(folder: Path, given: argparse.Namespace) -> int:
     from bench import SHAPE, Bench, prepare
 
     prepare(folder, given.seed, given.guard)
-    finding = Bench(folder / "corpus", given.seed, np.zeros(SHAPE, np.int64), print, given.kinds).run(given.replay)
+    finding = Bench(folder / "corpus", given.seed, np.zeros(SHAPE, np.int64), print, given.kinds).run(
+        given.replay
+    )
     print(json.dumps(finding, indent=1) if finding else "nothing found")
     return int(finding is not None)
 

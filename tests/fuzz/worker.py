@@ -1,5 +1,5 @@
-"""A process that tries mutants: forked when all kernels have been compiled, watched, and forked anew when it has
-died or tried enough."""
+"""A process that tries mutants: forked when all kernels have been compiled, watched, and forked anew when it
+has died or tried enough."""
 
 from __future__ import annotations
 
