@@ -24,7 +24,7 @@ from featstore.base.buffers import aligned_buffer
 from featstore.base.checksum import crc_pages, digest_of_checksums
 from featstore.base.dtypes import dtype_name, zarr_storage
 from featstore.base.native import address_of
-from featstore.base.system import asking, submitted
+from featstore.base.system import asking, status_of, submitted
 from featstore.errors import ArgumentError, CorruptionError
 from featstore.layout import TableLayout
 from featstore.storage.disk import Disk, File
@@ -125,11 +125,18 @@ def write_rows_metadata(catalogue: Catalogue, entry: TableEntry, dtype: np.dtype
 
 def catalogue_rows(catalogue: Catalogue, entry: TableEntry) -> None:
     """Enter a table's chunk files, with digests made from the checksums that were written, and the checksums'
-    own file."""
+    own file. Raises CorruptionError where one is not there, whole: a journal may call done what is not."""
     layout, own = entry.layout, []
     path = array_chunk(entry.page_checksums)
     if path is None:
         return
+    sizes = {entry.chunk_path(chunk): layout.chunk_bytes for chunk in range(layout.chunks)}
+    for name, size in (sizes | {path: 4 * layout.pages}).items():
+        status = status_of(catalogue.root / name)
+        if status is None or status.st_size != size:
+            found = "no file" if status is None else f"{status.st_size:,} bytes"
+            advice = "start anew with --overwrite"
+            raise CorruptionError(catalogue.root / name, None, f"a file of {size:,} bytes", found, advice)
     with asking(catalogue.root / path, "read"), open(catalogue.root / path, "rb") as file:
         for chunk in range(layout.chunks):
             checksums = np.frombuffer(file.read(4 * layout.pages_per_chunk), "<u4")

@@ -123,6 +123,13 @@ def test_more_progress_than_there_can_be(stopped: Callable[[str], Path], progres
     refused(path, "what it says of them is impossible")
 
 
+@pytest.mark.parametrize("way", ["given", "spill"])
+def test_what_is_called_done_and_is_not(stopped: Callable[[str], Path], way: str) -> None:
+    path = stopped(way)
+    change(path, lambda table: table.update(done=True))
+    refused(path, "expected a file of .* bytes, found .*; start anew with --overwrite")
+
+
 @pytest.mark.parametrize("count", ["written_bytes", "buckets_written", "rows_counted", "slab", "episode"])
 def test_less_progress_than_none(stopped: Callable[[str], Path], count: str) -> None:
     path = stopped("given")
