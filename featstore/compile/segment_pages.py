@@ -152,7 +152,7 @@ class Target:
     def rows_written(
         self, first: int, count: int, buffer: NDArray[np.uint8] | None = None
     ) -> NDArray[np.uint8]:
-        """The bytes of rows that have been written, in ``buffer``, which starts at a page and has
+        """The bytes of rows of a table that is finished, in ``buffer``, which starts at a page and has
         :meth:`pages_bytes` for them.
 
         Raises CorruptionError, DeviceError.
@@ -165,10 +165,13 @@ class Target:
             chunk, within = divmod(at, chunk_bytes)
             path, wanted = self._chunk_path(chunk), min(end - at, chunk_bytes - within)
             pages = out[at - low : at - low - (-wanted // PAGE_BYTES * PAGE_BYTES)]
-            if _read_pages(path, pages, within) < wanted:
+            got = _read_pages(path, pages, within)
+            if got < wanted:
                 raise CorruptionError(
                     path, within, f"{wanted} bytes", "fewer", "start the pack anew with --overwrite"
                 )
+            pages[got:] = 0
+            self.writer.check_written(at // PAGE_BYTES, pages, path, within)
             at += wanted
         return out[begin - low : end - low]
 

@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from featstore.arguments import shown
 from featstore.base.compilation import njit
 from featstore.base.dtypes import Scalar, bfloat16, is_bfloat16
-from featstore.errors import SourceError
+from featstore.errors import FormatError, SourceError
 
 CASTS = ("float16", "bfloat16", "float32", "float64")
 
@@ -136,6 +137,16 @@ class ValueReport:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
+        """Go on counting from a :meth:`state`. Raises FormatError for what is none."""
+        ends = [state.get("minimum"), state.get("maximum")]
+        counts = [value for key, value in state.items() if key not in ("minimum", "maximum")]
+        if (
+            not state.keys() <= self.state().keys()
+            or not all(type(value) is int and 0 <= value < 2**63 for value in counts)
+            or not (ends == [None, None] or all(isinstance(end, int | float) for end in ends))
+            or any(isinstance(end, int) and abs(end) > 2**64 for end in ends)
+        ):
+            raise FormatError(f"these are no counts of a table's values: {shown(state)}")
         for key, value in state.items():
             setattr(self, key, value)
 

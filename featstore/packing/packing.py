@@ -9,8 +9,8 @@ equal input and seed give equal bytes.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +20,19 @@ from numpy.typing import NDArray
 
 from featstore._version import __version__
 from featstore.arguments import as_path
+from featstore.base.checks import check_distinct, check_inverse, check_offsets
 from featstore.base.dtypes import dtype_name, node_dtype
 from featstore.base.folders import real_path
 from featstore.base.system import asking, is_directory, is_there
 from featstore.base.warning import warn
-from featstore.errors import BudgetError, CorruptionError, DiskFullError, FeatstoreError, SourceError
+from featstore.errors import (
+    BudgetError,
+    CorruptionError,
+    DiskFullError,
+    FeatstoreError,
+    FormatError,
+    SourceError,
+)
 from featstore.layout import TableLayout
 from featstore.order import Order, make_order
 from featstore.order.permutation import degree_memory_bytes, degree_order
@@ -52,8 +60,11 @@ from featstore.storage.manifest import (
     OrderEntry,
     TableEntry,
     array_chunk,
+    encode_manifest,
     sealed,
 )
+from featstore.storage.manifest_checks import check_order
+from featstore.storage.manifest_reading import parse
 from featstore.storage.table_writer import (
     Catalogue,
     TableWriter,
@@ -253,6 +264,9 @@ class _Packing:
                 graphs=graphs,
             )
         )  # fmt: skip
+        if resumed:
+            with self._resuming():
+                parse(encode_manifest(manifest), self.generation.journal)
         commit(self.generation.store, self.disk, manifest)
         self.disk.unlink(self.generation.journal)
         self.disk.rmtree(self.generation.spill, SPILL)
@@ -354,6 +368,8 @@ class _Packing:
         assert source.rows is not None
         layout = TableLayout.choose(source.rows, source.row_values * dtype.itemsize)
         self.catalogue.write(f"{base}/zarr.json", zarr_group_json())
+        if progress.order is not None:
+            self._check_order(name, layout.rows, progress)
         if progress.order is None or (progress.graph is None and self.options.topology):
             self._order_and_topology(name, base, layout, progress)
         order = progress.order
@@ -361,7 +377,8 @@ class _Packing:
         for file in progress.order_files + progress.graph_files:
             self.catalogue.add(file.path, file.bytes, file.digest)
         report = ValueReport(source.dtype, dtype)
-        report.restore(progress.report)
+        with self._resuming():
+            report.restore(progress.report)
         entry = TableEntry(
             path=f"{base}/rows", rows=layout.rows, row_shape=list(source.row_shape), dtype=dtype_name(dtype),
             row_bytes=layout.row_bytes, rows_per_chunk=layout.rows_per_chunk,
@@ -376,6 +393,38 @@ class _Packing:
             catalogue_rows(self.catalogue, entry)
         statistics = report.result() | {"rows_digest": f"{progress.written_digest:016x}"}
         return msgspec.structs.replace(entry, statistics=statistics)
+
+    @contextmanager
+    def _resuming(self) -> Iterator[None]:
+        """What is inside looks at what the journal says: raises FormatError that says what to do."""
+        try:
+            yield
+        except FormatError as error:
+            raise FormatError(
+                f"cannot resume from {self.generation.journal}: {error}; start anew with --overwrite"
+            ) from error
+
+    def _check_order(self, name: str, rows: int, progress: TableProgress) -> None:
+        """Raise FormatError, CorruptionError unless the order in the journal is one: kernels follow it."""
+        order, what = progress.order, f"table {name!r}"
+        assert order is not None
+        files = {file.path: file for file in progress.order_files}
+        with self._resuming():
+            check_order(what, order, rows, self.generation.name, files)
+            if name in self.graphs and order.rows_by_degree is None:
+                raise FormatError(f"{what} has a graph, and its rows by degree are not listed")
+            for file in files.values():
+                self.catalogue.add(file.path, file.bytes, file.digest)
+            offsets = self._load(order.partition_offsets)
+            assert offsets is not None
+            check_offsets(offsets, 0, rows, f"the partition offsets of {what}")
+            by_degree = self._load(order.rows_by_degree)
+            if by_degree is not None:
+                check_distinct(by_degree, rows, f"rows_by_degree of {what}")
+            del by_degree  # the budget is for two maps
+            row_of_node, node_of_row = self._load(order.row_of_node), self._load(order.node_of_row)
+            if row_of_node is not None and node_of_row is not None:
+                check_inverse(row_of_node, node_of_row, f"row_of_node and node_of_row of {what}")
 
     def _job(self, name: str, entry: TableEntry, report: ValueReport) -> permute.PermuteJob:
         ids = None
@@ -534,6 +583,8 @@ class _Packing:
 
     def _write_rows(self, job: permute.PermuteJob, checksum_path: Path) -> None:
         """Write the chunk files and the checksums; what was read must be what was written."""
+        with self._resuming():
+            permute.check_progress(job)
         writer = TableWriter(self.disk, job.layout, job.chunk_path, checksum_path)
         try:
             if job.maps.row_of_source is None:

@@ -27,7 +27,7 @@ from featstore.base.buffers import aligned_buffer
 from featstore.base.compilation import njit
 from featstore.base.native import address_of, memcpy
 from featstore.base.system import started
-from featstore.errors import BudgetError, SourceError
+from featstore.errors import BudgetError, FormatError, SourceError
 from featstore.layout import TableLayout
 from featstore.packing.convert import ValueReport
 from featstore.packing.progress import PackStages
@@ -223,6 +223,23 @@ def source_blocks(job: PermuteJob, start: int) -> Iterator[tuple[int, NDArray[np
 def save_progress(job: PermuteJob) -> None:
     job.progress.report = job.report.state()
     job.journal.save()
+
+
+def check_progress(job: PermuteJob) -> None:
+    """Raise FormatError where a journal says more of a table than there can be."""
+    progress, layout = job.progress, job.layout
+    table_bytes = -(-layout.data_bytes // PAGE_BYTES) * PAGE_BYTES
+    if (
+        progress.rows_counted > layout.rows
+        or progress.written_bytes > table_bytes
+        or progress.written_bytes % PAGE_BYTES
+        or progress.buckets_written > layout.rows
+        or sum(progress.spill_bytes) > table_bytes + PAGE_BYTES * len(progress.spill_bytes)
+    ):
+        raise FormatError(
+            f"table {job.name!r} has {layout.rows:,} rows of {layout.row_bytes:,} bytes: what it says of "
+            "them is impossible"
+        )
 
 
 def as_given(job: PermuteJob, writer: TableWriter) -> None:

@@ -26,7 +26,10 @@ from featstore.base.folders import real_path
 from featstore.base.system import asking
 from featstore.errors import ArgumentError, FormatError
 from featstore.storage.disk import Disk
+from featstore.storage.manifest import NOT_JSON
 from featstore.units import PAGE_BYTES
+
+GAP_PAGES_MAX = 2**31
 
 
 class DeviceModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -43,7 +46,7 @@ class DeviceModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             self.read_seconds >= 0
             and self.byte_seconds > 0
             and self.request_seconds >= 0
-            and (self.gap_pages or 0) >= 0
+            and 0 <= (self.gap_pages or 0) <= GAP_PAGES_MAX
         ):
             raise ArgumentError(f"impossible device model: {self}")
 
@@ -53,7 +56,7 @@ class DeviceModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         the two prices."""
         if self.gap_pages is not None:
             return self.gap_pages
-        return int(min(self.read_seconds / (self.byte_seconds * PAGE_BYTES), 2**31))
+        return int(min(self.read_seconds / (self.byte_seconds * PAGE_BYTES), GAP_PAGES_MAX))
 
     def seconds(self, reads: int, bytes_read: int) -> float:
         """Forecast for a request of so many reads and bytes; 0 for a request that reads nothing."""
@@ -98,7 +101,7 @@ def load_models() -> dict[str, DeviceModel]:
             return {}
     try:
         return msgspec.json.decode(text, type=dict[str, DeviceModel])
-    except msgspec.DecodeError as error:
+    except NOT_JSON as error:
         raise FormatError(
             f"{path} is not a list of device models ({error}); remove it and run `featstore calibrate`"
         ) from None

@@ -7,13 +7,15 @@ starts with the pack's fingerprint: options and sources. A resumed pack must ask
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from featstore.errors import FormatError, SourceError
 from featstore.storage.disk import Disk
-from featstore.storage.manifest import FileEntry, GraphEntry, OrderEntry
+from featstore.storage.manifest import NOT_JSON, FileEntry, GraphEntry, OrderEntry
+
+_Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
 
 class TableProgress(msgspec.Struct, forbid_unknown_fields=True):
@@ -23,17 +25,19 @@ class TableProgress(msgspec.Struct, forbid_unknown_fields=True):
     order_files: list[FileEntry] = msgspec.field(default_factory=list)
     graph: GraphEntry | None = None  # its tables are written, and these are their files:
     graph_files: list[FileEntry] = msgspec.field(default_factory=list)
-    rows_counted: int = 0  # rows of the source in the value report and the digest
+    rows_counted: _Count = 0  # rows of the source in the value report and the digest
     report: dict[str, Any] = msgspec.field(default_factory=dict)
-    source_digest: int = 0
-    spill_bytes: list[int] = msgspec.field(default_factory=list)  # durable bytes of each bucket's spill file
+    source_digest: Annotated[int, msgspec.Meta(ge=0)] = 0
+    spill_bytes: list[_Count] = msgspec.field(
+        default_factory=list
+    )  # durable bytes of each bucket's spill file
     spilled: bool = False
-    written_bytes: int = 0  # durable bytes of the table, from its start, whole pages
-    buckets_written: int = 0
-    written_digest: int = 0  # over the rows of the buckets written
+    written_bytes: _Count = 0  # durable bytes of the table, from its start, whole pages
+    buckets_written: _Count = 0
+    written_digest: Annotated[int, msgspec.Meta(ge=0)] = 0  # over the rows of the buckets written
     done: bool = False
-    episode: int = 0  # of batched packing: this one is under way,
-    slab: int = 0  # and from this slab of the base table on its segments have nothing
+    episode: _Count = 0  # of batched packing: this one is under way,
+    slab: _Count = 0  # and from this slab of the base table on its segments have nothing
 
 
 class State(msgspec.Struct, forbid_unknown_fields=True):
@@ -56,7 +60,7 @@ class Journal:
         """The journal of an unfinished pack. Raises FormatError where it cannot be read."""
         try:
             return cls(disk, path, msgspec.json.decode(path.read_bytes(), type=State))
-        except (OSError, msgspec.DecodeError) as error:
+        except (OSError, *NOT_JSON) as error:
             raise FormatError(f"cannot resume from {path}: {error}; start anew with --overwrite") from error
 
     def check(self, fingerprint: dict[str, Any]) -> None:

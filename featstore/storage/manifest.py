@@ -41,6 +41,8 @@ PARTITIONS_OF_FEW_ROWS = 2**20
 ROW_BYTES_MAX = 64 * 2**20
 ROWS_MAX = 2**40
 AXES_MAX = 31
+#: What decoding raises for bytes that are not JSON of what was asked for.
+NOT_JSON = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,127}")
 GENERATION_NAME = re.compile(r"g[0-9]{6,}")
 

@@ -24,6 +24,7 @@ from featstore.storage.manifest import (
     FileEntry,
     GraphEntry,
     Manifest,
+    OrderEntry,
     TableEntry,
     array_bytes,
     array_chunk,
@@ -33,6 +34,7 @@ from featstore.storage.manifest import (
 ELEMENTS_MAX = 2**48
 TABLE_BYTES_MAX = 2**62
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,254}")
+_PATH = re.compile(rf"{_PART.pattern}(?:/{_PART.pattern})+")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _ROW_DTYPES = ("int32", "int64")
 
@@ -142,8 +144,7 @@ def _check_graph(name: str, graph: GraphEntry, manifest: Manifest, files: dict[s
 
 
 def _check_path(path: str, generation: str) -> None:
-    parts = path.split("/")
-    if parts[0] != generation or len(parts) < 2 or not all(_PART.fullmatch(part) for part in parts):
+    if not path.startswith(f"{generation}/") or not _PATH.fullmatch(path):
         raise FormatError(f"path {path!r} does not stay inside the generation {generation!r}")
 
 
@@ -199,7 +200,13 @@ def _check_table(name: str, table: TableEntry, generation: str, files: dict[str,
     for chunk in range(layout.chunks):
         _need_file(files, table.chunk_path(chunk), layout.chunk_bytes, what)
     _check_vector(f"{what}'s page checksums", table.page_checksums, "uint32", layout.pages, generation, files)
-    order = table.order
+    check_order(what, table.order, table.rows, generation, files)
+
+
+def check_order(
+    what: str, order: OrderEntry, rows: int, generation: str, files: dict[str, FileEntry]
+) -> None:
+    """Raise FormatError unless an order's arrays are listed, and have the shapes of one for ``rows`` rows."""
     if (order.row_of_node is None) != (order.node_of_row is None):
         raise FormatError(f"{what} has one of the maps row_of_node and node_of_row, but not the other")
     for label, entry in (
@@ -208,9 +215,9 @@ def _check_table(name: str, table: TableEntry, generation: str, files: dict[str,
         ("rows_by_degree", order.rows_by_degree),
     ):
         if entry is not None:
-            _check_vector(f"{what}'s {label}", entry, _ROW_DTYPES, table.rows, generation, files)
+            _check_vector(f"{what}'s {label}", entry, _ROW_DTYPES, rows, generation, files)
     offsets = order.partition_offsets
-    if len(offsets.shape) != 1 or not 2 <= offsets.shape[0] <= max(table.rows, PARTITIONS_OF_FEW_ROWS) + 1:
+    if len(offsets.shape) != 1 or not 2 <= offsets.shape[0] <= max(rows, PARTITIONS_OF_FEW_ROWS) + 1:
         raise FormatError(f"{what}'s partition offsets have the impossible shape {offsets.shape}")
     _check_vector(f"{what}'s partition offsets", offsets, "int64", offsets.shape[0], generation, files)
 

@@ -22,6 +22,7 @@ from featstore.storage.manifest import (
     GENERATION_NAME,
     MANIFEST_BYTES_MAX,
     MANIFEST_NAME,
+    NOT_JSON,
     PROVENANCE_BYTES_MAX,
     READER_FEATURES,
     FileEntry,
@@ -102,7 +103,7 @@ def parse(text: bytes, path: Path) -> Manifest:
         _check_keys(text, path)
         manifest = msgspec.json.decode(text, type=Manifest)
         check_manifest(manifest)
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+    except NOT_JSON as error:
         raise FormatError(f"{path} is malformed: {error}") from None
     except FormatError as error:
         raise FormatError(f"{path} cannot be trusted: {error}") from None
@@ -125,7 +126,7 @@ def _parts(text: bytes, path: Path) -> _Parts:
         return msgspec.json.decode(text, type=_Parts)
     except msgspec.ValidationError:
         raise FormatError(f"{path} is not JSON of one object, and so not a featstore manifest") from None
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+    except NOT_JSON as error:
         raise FormatError(f"{path} is not JSON: {error}") from None
 
 

@@ -24,8 +24,8 @@ from featstore.base.buffers import aligned_buffer
 from featstore.base.checksum import crc_pages, digest_of_checksums
 from featstore.base.dtypes import dtype_name, zarr_storage
 from featstore.base.native import address_of
-from featstore.base.system import asking, submitted
-from featstore.errors import ArgumentError
+from featstore.base.system import asking, status_of, submitted
+from featstore.errors import ArgumentError, CorruptionError
 from featstore.layout import TableLayout
 from featstore.storage.disk import Disk, File
 from featstore.storage.manifest import ArrayEntry, FileEntry, OrderEntry, TableEntry, array_chunk
@@ -125,11 +125,18 @@ def write_rows_metadata(catalogue: Catalogue, entry: TableEntry, dtype: np.dtype
 
 def catalogue_rows(catalogue: Catalogue, entry: TableEntry) -> None:
     """Enter a table's chunk files, with digests made from the checksums that were written, and the checksums'
-    own file."""
+    own file. Raises CorruptionError where one is not there, whole: a journal may call done what is not."""
     layout, own = entry.layout, []
     path = array_chunk(entry.page_checksums)
     if path is None:
         return
+    sizes = {entry.chunk_path(chunk): layout.chunk_bytes for chunk in range(layout.chunks)}
+    for name, size in (sizes | {path: 4 * layout.pages}).items():
+        status = status_of(catalogue.root / name)
+        if status is None or status.st_size != size:
+            found = "no file" if status is None else f"{status.st_size:,} bytes"
+            advice = "start anew with --overwrite"
+            raise CorruptionError(catalogue.root / name, None, f"a file of {size:,} bytes", found, advice)
     with asking(catalogue.root / path, "read"), open(catalogue.root / path, "rb") as file:
         for chunk in range(layout.chunks):
             checksums = np.frombuffer(file.read(4 * layout.pages_per_chunk), "<u4")
@@ -235,6 +242,22 @@ class TableWriter:
             self._disk.write(self._checksums, 4 * first_page, checksums.view(np.uint8))
         finally:
             on_written()
+
+    def check_written(self, first_page: int, pages: NDArray[np.uint8], path: Path, offset: int) -> None:
+        """Raise CorruptionError unless whole pages, read back from ``path`` at ``offset``, are what was
+        written there; nothing may have been written since."""
+        found = crc_pages(pages)
+        with asking(self._checksums.path, "read"), open(self._checksums.path, "rb") as file:
+            file.seek(4 * first_page)
+            data = file.read(4 * len(found))
+        expected = np.frombuffer(data + bytes(4 * len(found) - len(data)), "<u4")
+        wrong = np.flatnonzero(found != expected)
+        if len(wrong):
+            bad, advice = int(wrong[0]), "start anew with --overwrite"
+            raise CorruptionError(
+                path, offset + bad * PAGE_BYTES, f"checksum {expected[bad]:08x} of the 4 KiB page",
+                f"{found[bad]:08x}", advice,
+            )  # fmt: skip
 
     def checkpoint(self) -> None:
         """Wait until all that was written is durable."""

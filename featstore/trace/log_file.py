@@ -20,6 +20,7 @@ from featstore.base.files import open_regular, read_fully
 from featstore.base.memory import check_machine
 from featstore.base.system import asking, refusal
 from featstore.errors import CorruptionError, FormatError
+from featstore.storage.manifest import NOT_JSON
 from featstore.trace.log_format import (
     FRAME,
     HEAD,
@@ -127,7 +128,7 @@ def load_checkpoint(directory: Path) -> Checkpoint:
         return Checkpoint(0, 0)
     except OSError as error:
         raise refusal(error, path, "read") from error
-    except msgspec.DecodeError as error:
+    except NOT_JSON as error:
         raise FormatError(f"cannot read {path}: {error}; start anew with overwrite (--overwrite)") from None
 
 

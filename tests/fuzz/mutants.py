@@ -1,12 +1,10 @@
-"""Mutants: a store, a compiled trace, a trace or a saved cache with some of what it says replaced, and every
-digest, checksum and uuid made anew, as somebody would who wants them to be believed."""
+"""Mutants: a store or a compiled trace with some of what it says replaced, and every digest, checksum and
+uuid made anew, as somebody would who wants them to be believed."""
 
 from __future__ import annotations
 
 import copy
 import json
-import struct
-import zlib
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +15,17 @@ from numpy.typing import NDArray
 from featstore.base.checksum import crc_pages, digest_of_checksums
 from featstore.base.dtypes import dtype_from_name
 from featstore.storage.manifest import MANIFEST_NAME, uuid_of
-from featstore.trace import log_format as layout
 
 Random = np.random.Generator
 
 EXTREMES = [
-    0, 1, 2, 3, 63, 64, 96, 255, 259, 260, 261, 1500, 4096, 2**24, 2**31 - 1, 2**31, 2**32, 2**39, 2**40,
-    2**47, 2**48, 2**61, 2**62, 2**63 - 1, -1, -2, -260, -(2**31), -(2**62), -(2**63),
+    0, 1, 2, 3, 63, 64, 96, 129, 130, 131, 255, 260, 700, 4096, 2**24, 2**31 - 1, 2**31, 2**32, 2**39, 2**40,
+    2**47, 2**48, 2**61, 2**62, 2**63 - 1, -1, -2, -130, -(2**31), -(2**62), -(2**63),
 ]  # fmt: skip
 VALUES: list[Any] = [
     *EXTREMES, 2**63, 2**64, 2**100, 1.5, -0.0, 1e300, None, True, False, "", "x", "../x", "float32", "int32",
     "int64", "uint8", 'numpy:"<M8[s]"', 'numpy:[["a","<i4"]]', "features", "g000001", "g000001/tables",
-    "0" * 64, [], {}, [0], [260], [2**47, 2**47, 0], [1, 1], [[]],
+    "0" * 64, [], {}, [0], [130], [2**47, 2**47, 0], [1, 1], [[]],
 ]  # fmt: skip
 
 
@@ -132,6 +129,7 @@ class StoreMutant:
             if "files" not in p or p == ("files",) or p[-2] == 3 or p[-1] == 3
         ]
         self.arrays, self.tables = arrays_of(self.document), tables_of(self.document)
+        self.metadata = [f["path"] for f in self.document["files"] if f["path"].endswith("zarr.json")]
         self._before: dict[Path, bytes | None] = {}
 
     def write(self, relative: str, data: bytes) -> None:
@@ -202,8 +200,8 @@ class StoreMutant:
         document = self.document
         if isinstance(document, dict) and isinstance(document.get("uuid"), str):
             document = document | {"uuid": ""}
-            document["uuid"] = uuid_of(json.dumps(document).encode(), "")
-        (self.path / MANIFEST_NAME).write_text(json.dumps(document))
+            document["uuid"] = uuid_of(encoded(document), "")
+        (self.path / MANIFEST_NAME).write_bytes(encoded(document))
 
     def restore(self) -> None:
         for path, data in self._before.items():
@@ -213,7 +211,15 @@ class StoreMutant:
                 path.write_bytes(data)
         self._before.clear()
         (self.path / MANIFEST_NAME).write_bytes(self.text)
-        self.document = json.loads(self.text)
+        self.document = msgspec.json.decode(self.text)
+
+
+def encoded(document: Any) -> bytes:
+    """JSON, also with numbers that have more than 64 bits."""
+    try:
+        return msgspec.json.encode(document)
+    except OverflowError:
+        return json.dumps(document).encode()
 
 
 def chunk_of(entry: dict[str, Any]) -> str:
@@ -241,24 +247,27 @@ def tables_of(document: Any) -> list[tuple[Any, ...]]:
     return [p for p in found if not inside(document, p)["row_shape"]]
 
 
-def mutate_store(store: StoreMutant, rng: Random) -> str:
-    """Change something of a store and seal it; says what."""
-    what, document = [], store.document
+def mutate_store(store: StoreMutant, rng: Random) -> tuple[list[str], str]:
+    """Change something of a store and seal it; says which kinds of files (of :data:`bench.FILES`) were
+    changed, and what."""
+    what: list[str] = []
+    kinds: list[str] = []
     arrays, tables, candidates = store.arrays, store.tables, store.places
     for turn in range(1 if rng.random() < 0.7 else 2):
-        how = rng.integers(8)
-        if turn and "manifest" in what:  # what it says of files may be anything
-            how, candidates = 7, places(document)
-        if how <= 2 and arrays:
+        how, document = rng.integers(17), store.document
+        if turn and "manifest" in kinds:  # what it says of files may be anything
+            how, candidates = 16, places(document)
+        if how < 6:
             at = arrays[rng.integers(len(arrays))]
-            if at[-1] == "page_checksums" and rng.random() < 0.9:
+            if at[-1] == "page_checksums" and rng.random() < 0.8:
                 continue
             values = store.read(inside(document, at))
             if values.dtype.kind in "iu" and rng.random() < 0.2:
                 values = values.astype(np.int32 if values.dtype == np.int64 else np.int64)
             store.set_array(at, spoil(values, rng), shape=rng.random() < 0.9)
+            kinds.append(kind_of(at))
             what.append("array " + "/".join(map(str, at)))
-        elif how <= 5 and tables:
+        elif how < 11 and tables:
             at = tables[rng.integers(len(tables))]
             entry = inside(document, at)
             if entry["dtype"] == "uint8":
@@ -267,14 +276,40 @@ def mutate_store(store: StoreMutant, rng: Random) -> str:
                 store.set_rows(at, spoil(store.rows(at).view(dtype_from_name(entry["dtype"])), rng))
                 if at[-1] == "sources" and at[0] == "graphs" and rng.random() < 0.8:
                     inside(document, at[:-1])["edges"] = entry["rows"]
+            kinds.append(kind_of(at))
             what.append("table " + "/".join(map(str, at)))
+        elif how == 11:
+            path = store.metadata[rng.integers(len(store.metadata))]
+            text = (store.path / path).read_bytes()
+            found = json.loads(text)
+            store.write(path, spoil_text(encoded(change(found, rng, places(found))), rng))
+            kinds.append("metadata")
+            what.append(path)
         else:
             document = store.document = change(document, rng, candidates)
+            kinds.append("manifest")
             what.append("manifest")
             if not isinstance(document, dict) or not isinstance(document.get("files"), list):
                 break
     store.seal()
-    return ", ".join(what)
+    return kinds or ["checksums"], ", ".join(what)
+
+
+def kind_of(at: tuple[Any, ...]) -> str:
+    """The kind of file in which the array or table of an entry is."""
+    if at[-1] == "page_checksums":
+        return "checksums"
+    if at[0] == "graphs":
+        return "graph"
+    return "map" if "order" in at else "array" if at[0] == "arrays" else "records"
+
+
+def spoil_text(text: bytes, rng: Random) -> bytes:
+    """Now and then no longer what it was the text of: cut short, or with another byte."""
+    if len(text) == 0 or rng.random() < 0.85:
+        return text
+    at = int(rng.integers(len(text)))
+    return text[:at] if rng.random() < 0.4 else text[:at] + rng.bytes(1) + text[at + 1 :]
 
 
 def spoil_records(data: NDArray[np.uint8], rng: Random) -> NDArray[np.uint8]:
@@ -290,87 +325,3 @@ def spoil_records(data: NDArray[np.uint8], rng: Random) -> NDArray[np.uint8]:
         at = int(small[rng.integers(len(small))]) if len(small) else 0
         words[at] = np.resize(spoil(words[at : at + 1], rng), 1)[0] if width > 1 else rng.integers(0, 256)
     return out
-
-
-# Traces.
-
-
-def mutate_trace(path: Path, right: bytes, rng: Random) -> str:
-    """Write a trace with something changed, its blocks sealed again; says what."""
-    data = np.frombuffer(right, np.uint8).copy()
-    tail_at = len(data) - layout.TAIL_BYTES
-    index_at, _, frames, _, _, _ = layout._get(data[tail_at:], layout.START_BYTES, layout._TAIL)
-    head_bytes = int(layout._get(data, 0, layout._START)[3])
-    types = len(layout.decode_head(data[:head_bytes], path).node_types)
-    index = layout.decode_index(data[index_at:tail_at], frames, types, path, index_at)
-    bounds = [
-        (int(a), int(f), int(b))
-        for a, f, b in zip(index.offsets, index.front_bytes, index.offsets[1:], strict=False)
-    ]
-    what = []
-    for _ in range(rng.integers(1, 3)):
-        how, (begin, front, end) = rng.integers(6), bounds[rng.integers(len(bounds))]
-        low, high = [
-            (0, head_bytes),
-            (begin, begin + front),
-            (begin + front, end),
-            (index_at, tail_at),
-            (index_at, tail_at),
-            (tail_at, len(data)),
-        ][how]
-        what.append(["head", "front", "sample", "index", "index", "tail"][how])
-        start = 0 if how == 2 else layout.START_BYTES
-        if high - low <= start:
-            continue
-        if how in (0, 2) or rng.random() < 0.15:  # text, MessagePack
-            at = low + start + int(rng.integers(high - low - start))
-            data[at] = rng.choice(
-                [0, 1, 0x7F, 0x80, 0x90, 0x9F, 0xC0, 0xCF, 0xDD, 0xDF, 0xFF, data[at] ^ 1, rng.integers(256)]
-            )
-        else:
-            words = data[low + start : high].view("<i8")
-            at = int(rng.integers(len(words)))
-            words[at] = np.resize(spoil(words[at : at + 1], rng), 1)[0]
-    data[:head_bytes] = layout._seal(data[:head_bytes], layout.HEAD, layout.VERSION)
-    for number, (begin, front, end) in enumerate(bounds):
-        sample_crc = layout.checksum(data[begin + front : end])
-        layout._seal(data[begin : begin + front], layout.FRAME, sample_crc)
-        if "index" not in what:
-            index.sample_crcs[number] = sample_crc
-            index.front_crcs[number] = layout._crc_in(data[begin : begin + front])
-    layout._seal(data[index_at:tail_at], layout.INDEX, 0)
-    digest = layout.digest_of(data[:head_bytes], index.front_crcs)
-    if "tail" not in what or rng.random() < 0.7:
-        at = tail_at + layout.START_BYTES + struct.calcsize("<QQQQ")
-        data[at : at + 48] = np.frombuffer(
-            digest + bytes.fromhex(layout.trace_uuid(digest).replace("-", "")), np.uint8
-        )
-    layout._seal(data[tail_at:], layout.TAIL, 0)
-    path.write_bytes(data.tobytes())
-    return "trace " + ", ".join(what)
-
-
-# Saved caches.
-
-
-def mutate_cache(path: Path, right: bytes, rng: Random) -> str:
-    """Write a saved cache with something changed, and its checksum; says what."""
-    size = int.from_bytes(right[:4], "little")
-    header, ids = msgspec.msgpack.decode(right[4 : 4 + size]), np.frombuffer(right[4 + size : -4], np.uint8)
-    what = "ids"
-    if rng.random() < 0.5:
-        changed = spoil(ids.view("<i8"), rng)
-        if rng.random() < 0.8:
-            header["tables"]["features"] = len(changed)
-        ids = changed.view(np.uint8)
-    else:
-        what, header = "header", change(header, rng, places(header))
-    try:
-        data = msgspec.msgpack.encode(header)
-    except (OverflowError, TypeError):  # no number of MessagePack
-        data = right[4 : 4 + size]
-    if rng.random() < 0.1:
-        data = data[: rng.integers(len(data) + 1)]
-    body = len(data).to_bytes(4, "little") + data + ids.tobytes()
-    path.write_bytes(body + zlib.crc32(body).to_bytes(4, "little"))
-    return f"saved cache {what}"

@@ -6,6 +6,7 @@ import ctypes
 import faulthandler
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -23,25 +24,18 @@ RUN = Path(__file__).parent / "run.py"
 
 
 def test_a_short_run_finds_nothing(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        str(RUN),
-        "--runs",
-        "40",
-        "--seconds",
-        "90",
-        "--seed",
-        "3",
-        "--guard",
-        "--dir",
-        str(tmp_path),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110)
+    command = [sys.executable, str(RUN), "--runs", "400", "--seconds", "90", "--seed", "3", "--guard"]
+    done = subprocess.run(
+        [*command, "--dir", str(tmp_path)], capture_output=True, text=True, timeout=110, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     told = json.loads(done.stdout.splitlines()[-1])
-    assert told["runs"] == 40
+    assert told["mutants"] == 400
     assert told["findings"] == 0
-    assert told["refused"] > 40
+    changed = re.findall(r"by file: (\w+) +mutants +(\d+)", done.stdout)
+    assert len(changed) == 14
+    assert [name for name, count in changed if count == "0"] == []
+    assert 50 < told["refused"] < told["uses"]
     assert [path.name for path in tmp_path.iterdir()] == []
 
 
@@ -50,7 +44,7 @@ import sys, json, warnings
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
 warnings.simplefilter("ignore")
-import run, mutants, uses
+import run, mutants, uses, worker
 import featstore.base.checks
 for name in ("check_offsets", "check_distinct", "check_inverse"):
     setattr(featstore.base.checks, name, lambda *arguments: None)
@@ -60,11 +54,11 @@ def change(store, rng):
     offsets[100:102] = [2**62, -(2**62) - 2**61]
     store.set_rows(at, offsets)
     store.seal()
-    return "offsets that wrap around"
+    return ["graph"], "offsets that wrap around"
 mutants.mutate_store = change
-run.KINDS, run.HANG_SECONDS = ("store",), 10
-uses.OF_STORES = (uses.sample,)
-print(json.dumps(run.fuzz(Path(sys.argv[2]), runs=2, seconds=60)["findings"]))
+worker.HANG_SECONDS = 10
+uses.OF["store"] = {uses.sample: 1}
+print(json.dumps(run.fuzz(Path(sys.argv[2]), runs=2, seconds=60, kinds=["store"])["found"]))
 """
 
 

@@ -73,7 +73,7 @@ class Schedule:
         high = min(len(self.order), low + self.resident)
         fresh = 0 if index == 0 else low - self.replaced + self.resident
         places = np.arange(low, high)
-        past = self.epoch * self.steps * self.resident
+        past = self.epoch * self.steps * self.resident % max(1, self.slots)
         return Step(index, self.order[low:high], (past + places) % max(1, self.slots), places >= fresh)
 
     def steps_of(self, partitions: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

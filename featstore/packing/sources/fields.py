@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from featstore.errors import SourceError
-from featstore.packing.sources.base import PIECE_BYTES, RowSource
+from featstore.packing.sources.base import READ_PIECE_BYTES, RowSource
 from featstore.packing.sources.columns import (
     ALL_COLUMNS,
     SAMPLE_ROWS_MAX,
@@ -60,7 +60,7 @@ def _refuse_ids(source: RowSource, fields: tuple[str, ...]) -> None:
         raise id_error(source.name, suspect, "by its name")
     numbers = [name for name in fields if source.dtype[name].kind in "iuf"]
     if len(fields) > 1 and numbers:
-        rows = min(SAMPLE_ROWS_MAX, max(_SAMPLE_ROWS_MIN, PIECE_BYTES // source.row_bytes))
+        rows = min(SAMPLE_ROWS_MAX, max(_SAMPLE_ROWS_MIN, READ_PIECE_BYTES // source.row_bytes))
         sample = source.sample(rows).reshape(-1)
         # A field of another kind is no number, so it is none of those that repeat or have fractions.
         others = [np.full(len(sample), 0.5)] * (len(numbers) == 1)
@@ -107,7 +107,7 @@ class FieldRows(RowSource):
         self._taken = [fields[k] for k in self.chosen.taken]
         self._source = source
         kind = source.dtype[self._taken[0]]
-        self._piece_rows = max(1, PIECE_BYTES // source.row_bytes)
+        self._piece_rows = max(1, READ_PIECE_BYTES // source.row_bytes)
         super().__init__(
             source.name, source.rows, (len(self._taken),) if len(self._taken) > 1 else kind.shape, kind.base,
             held_bytes=source.held_bytes + self._piece_rows * source.row_bytes, replayable=source.replayable,

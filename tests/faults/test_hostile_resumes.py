@@ -1,0 +1,178 @@
+"""Packs, compilations and recordings that were stopped, and device models, as strangers might have left them:
+an error that says what is wrong. What the fuzzer (tests/fuzz) has found."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from featstore.base.checksum import crc_pages, digest_of_checksums
+from featstore.compile.segment_pages import Target
+from featstore.errors import CorruptionError, FeatstoreError, FormatError
+from featstore.layout import TableLayout
+from featstore.plan.cost import load_models, models_path
+from featstore.storage.disk import Disk
+from featstore.storage.table_writer import TableWriter
+from featstore.trace.recorder import load_checkpoint
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "fuzz"))
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import corpus
+from processes import in_child
+
+WAYS = ("graph", "spill", "buckets")
+NO_TEXT = b'{"\xff": 1}'
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("corpus")
+    corpus.make(folder)
+    return folder
+
+
+@pytest.fixture
+def stopped(made: Path, tmp_path: Path) -> Callable[[str], Path]:
+    """A copy of a pack that was stopped."""
+
+    def copy(way: str) -> Path:
+        return Path(shutil.copytree(made / way, tmp_path / way))
+
+    return copy
+
+
+def change(path: Path, work: Callable[[dict[str, Any]], None]) -> None:
+    """Change what the journal of a pack says of its table."""
+    journal = path / "g000001.journal"
+    state = json.loads(journal.read_text())
+    work(state["tables"]["features"])
+    journal.write_text(json.dumps(state))
+
+
+def refused(path: Path, text: str) -> None:
+    """Going on with a pack is refused, and does not end the process."""
+
+    def go_on() -> bool:
+        with pytest.raises(FeatstoreError, match=text):
+            corpus.do_pack(path, path.name, 0, corpus.QuickDisk(), resume=True)
+        return True
+
+    assert in_child(go_on) == 0
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("value", [2**31 - 1, -(2**31), 5])
+@pytest.mark.parametrize("which", ["row_of_node", "node_of_row"])
+def test_an_order_that_is_none(stopped: Callable[[str], Path], way: str, value: int, which: str) -> None:
+    path = stopped(way)
+
+    def spoil(table: dict[str, Any]) -> None:
+        name = table["order"][which]["path"] + "/c.0"
+        values = np.frombuffer((path / name).read_bytes(), np.int32).copy()
+        values[7] = value if value != values[7] else 6
+        (path / name).write_bytes(values.tobytes())
+        entry = next(file for file in table["order_files"] if file["path"] == name)
+        entry["digest"] = digest_of_checksums(crc_pages(values.view(np.uint8)))
+
+    change(path, spoil)
+    refused(path, "cannot resume from .*journal: .*(points outside the 130 rows|do not belong together)")
+
+
+def test_an_order_whose_files_are_not_listed(stopped: Callable[[str], Path]) -> None:
+    path = stopped("spill")
+    change(path, lambda table: table["order_files"].clear())
+    refused(path, "cannot resume from .* needs the file .* which is not listed; start anew with --overwrite")
+
+
+def test_a_graph_without_rows_by_degree(stopped: Callable[[str], Path]) -> None:
+    path = stopped("graph")
+    change(path, lambda table: table.update(graph=None) or table["order"].update(rows_by_degree=None))
+    refused(path, "its rows by degree are not listed")
+
+
+def test_a_graph_that_is_none(stopped: Callable[[str], Path]) -> None:
+    path = stopped("graph")
+    change(path, lambda table: table["graph"].update(edges=5))
+    refused(path, "cannot resume from .*sources should be 5 numbers")
+    assert not (path / "featstore.json").exists()
+
+
+@pytest.mark.parametrize(
+    "report", [{"minimum": "x", "maximum": 1.0}, {"minimum": 1.0}, {"nan": None}, {"convert": 1}]
+)
+def test_a_report_that_is_none(stopped: Callable[[str], Path], report: dict[str, Any]) -> None:
+    path = stopped("given")
+    change(path, lambda table: table.update(report=report))
+    refused(path, "cannot resume from .*no counts of a table's values")
+
+
+@pytest.mark.parametrize(
+    "progress",
+    [{"written_bytes": 2**40}, {"written_bytes": 100}, {"rows_counted": 131}, {"spill_bytes": [2**40] * 7}],
+)
+def test_more_progress_than_there_can_be(stopped: Callable[[str], Path], progress: dict[str, Any]) -> None:
+    path = stopped("buckets" if "spill_bytes" in progress else "given")
+    change(path, lambda table: table.update(progress))
+    refused(path, "what it says of them is impossible")
+
+
+@pytest.mark.parametrize("way", ["given", "spill"])
+def test_what_is_called_done_and_is_not(stopped: Callable[[str], Path], way: str) -> None:
+    path = stopped(way)
+    change(path, lambda table: table.update(done=True))
+    refused(path, "expected a file of .* bytes, found .*; start anew with --overwrite")
+
+
+@pytest.mark.parametrize("count", ["written_bytes", "buckets_written", "rows_counted", "slab", "episode"])
+def test_less_progress_than_none(stopped: Callable[[str], Path], count: str) -> None:
+    path = stopped("given")
+    change(path, lambda table: table.update({count: -4096}))
+    refused(path, "cannot resume from .*Expected `int` >= 0")
+
+
+def test_what_is_no_text(
+    stopped: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = stopped("given")
+    (path / "g000001.journal").write_bytes(NO_TEXT)
+    refused(path, "cannot resume from .*journal: .*utf-8")
+    (tmp_path / "recording.json").write_bytes(NO_TEXT)
+    with pytest.raises(FormatError, match=r"cannot read .*recording.json: .*utf-8"):
+        load_checkpoint(tmp_path)
+    monkeypatch.setenv("FEATSTORE_CACHE", str(tmp_path))
+    models_path().write_bytes(NO_TEXT)
+    with pytest.raises(FormatError, match=r"devices.json is not a list of device models .*utf-8"):
+        load_models()
+
+
+def test_a_gap_that_no_device_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FEATSTORE_CACHE", str(tmp_path))
+    model = {"read_seconds": 1e-5, "byte_seconds": 1e-9, "request_seconds": 0, "gap_pages": 2**62}
+    models_path().write_text(json.dumps({"0:1/uring/direct": model}))
+    with pytest.raises(FormatError, match="impossible device model"):
+        load_models()
+
+
+def test_spilled_rows_that_were_changed(tmp_path: Path) -> None:
+    layout = TableLayout.choose(100, 100)
+    writer = TableWriter(Disk(), layout, lambda chunk: tmp_path / f"c{chunk}", tmp_path / "checksums")
+    target = Target(writer, layout, lambda chunk: tmp_path / f"c{chunk}")
+    pages = np.zeros(12288, np.uint8)
+    pages[:10_000] = np.random.default_rng(1).integers(0, 256, 10_000)
+    writer.write(0, pages, lambda: None)
+    writer.finish(3)
+    writer.close()
+    assert np.array_equal(target.rows_written(45, 55), pages[4500:10_000])
+    raw = bytearray((tmp_path / "c0").read_bytes())
+    raw[5000] ^= 1
+    (tmp_path / "c0").write_bytes(raw)
+    assert np.array_equal(target.rows_written(0, 10), pages[:1000])
+    with pytest.raises(CorruptionError, match=r"byte 4,?096"):
+        target.rows_written(45, 55)
