@@ -63,7 +63,7 @@ from featstore.sampling.neighbors import (
 )
 from featstore.storage.relations import graph_of
 from featstore.storage.store import as_store
-from featstore.tiers.static import MEMBERS_MAX, StaticTier
+from featstore.tiers.static import MEMBERS_MAX, StaticRows
 from featstore.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -110,7 +110,7 @@ class HubCache:
         self._graph = graph
         self._offsets = offsets
         # while it is made anew, there are two
-        self._index_bytes = 2 * StaticTier.index_bytes(graph.table.rows)
+        self._index_bytes = 2 * StaticRows.index_bytes(graph.table.rows)
         self.lists = np.empty(0, node_dtype(graph.table.rows))
         self.index = _NO_HUBS
 

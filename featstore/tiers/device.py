@@ -22,7 +22,8 @@ index every dtype.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -31,11 +32,11 @@ from numpy.typing import NDArray
 from featstore.base.ids import parse_ids
 from featstore.base.tensors import as_tensor, to_device
 from featstore.errors import ArgumentError, BudgetError, CancelledError
-from featstore.tiers.buffer import COUNTED, FeatureBuffer
+from featstore.tiers.buffer import COUNTED
 from featstore.tiers.slots import layout
 from featstore.tiers.slots import slots as sl
 from featstore.tiers.slots.contents import are_present, joined, present_ids
-from featstore.tiers.tickets import BufferStats, Ticket
+from featstore.tiers.tickets import BufferStats
 
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
@@ -43,6 +44,43 @@ _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 def word_of(row_bytes: int) -> torch.dtype:
     """The widest integers that rows of so many bytes consist of."""
     return next(dtype for size, dtype in _WORDS.items() if row_bytes % size == 0)
+
+
+class HostTicket(Protocol):
+    """Rows that were asked of the host."""
+
+    @property
+    def ids(self) -> NDArray[np.int64]: ...
+
+    def done(self) -> bool: ...
+
+    def cancel(self) -> object: ...
+
+    def release(self) -> object: ...
+
+
+class Host(Protocol):
+    """What brings rows to host memory: a feature buffer, or anything else."""
+
+    @property
+    def dtype(self) -> np.dtype[Any]: ...
+
+    @property
+    def row_shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def row_bytes(self) -> int: ...
+
+    @property
+    def slots_unkept(self) -> int: ...
+
+    def check_ids(self, ids: NDArray[np.int64]) -> None: ...
+
+    def begin(self, ids: NDArray[np.int64]) -> HostTicket: ...
+
+    def gather(self, ticket: Any, out: NDArray[Any]) -> object: ...
+
+    def uncounted(self) -> AbstractContextManager[None]: ...
 
 
 class _Shard:
@@ -84,7 +122,7 @@ class _Fill:
 
     def __init__(self) -> None:
         self.missed: list[tuple[_Part, NDArray[np.int32]]] = []
-        self.host: Ticket | None = None
+        self.host: HostTicket | None = None
 
     def ids(self) -> NDArray[np.int64]:
         return np.concatenate([part.ids[positions] for part, positions in self.missed])
@@ -134,7 +172,8 @@ class DeviceBuffer:
     """Rows of one table on devices, above the host's buffer; see the module's text.
 
     Args:
-        host: the feature buffer below; it stays open. Its slots bound what a mini-batch may miss here.
+        host: what brings the rows below, a feature buffer for example; it stays open. Its slots bound what
+            a mini-batch may miss here.
         devices: as torch takes them; mini-batches are put together on the first.
         slots: how many rows fit on each device.
         policy: a name of :data:`featstore.tiers.slots.layout.POLICIES` but ``"static"`` and ``"min"``.
@@ -143,10 +182,10 @@ class DeviceBuffer:
     or too small.
     """
 
-    def __init__(self, host: FeatureBuffer, devices: Sequence[Any], *, slots: int, policy: str) -> None:
+    def __init__(self, host: Host, devices: Sequence[Any], *, slots: int, policy: str) -> None:
         self._host, self.policy_name = host, policy
-        self._row_shape, self._row_bytes = host.x.shape[1:], host.x.nbytes // host.slots
-        self._dtype = as_tensor(host.x[:0]).dtype
+        self._row_shape, self._row_bytes = host.row_shape, host.row_bytes
+        self._dtype = as_tensor(np.empty(0, host.dtype)).dtype
         self._shards = [_Shard(torch.device(device), slots, self._row_bytes, policy) for device in devices]
         self.slots = slots * len(self._shards)
 
