@@ -144,6 +144,8 @@ def _bytes(rows: Any, at: NDArray[np.int32] | None) -> bytes:
     if is_tensor(rows):
         import torch
 
+        if rows.numel() == 0:
+            return b""
         rows = rows.cpu().contiguous().reshape(len(rows), -1).view(torch.uint8).numpy()
     return bytes((rows if at is None else rows[at]).tobytes())
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from featstore.arguments import known_name, shown
+from featstore.arguments import as_table_names, check_options, known_name, options_of, shown
 from featstore.base.dtypes import dtype_from_name
 from featstore.base.ids import Ids, check_out, finished, is_tensor, parse_ids, parse_row_places, rows_of
 from featstore.engine.request import Request, after
@@ -57,6 +57,8 @@ class TieredReader:
         self._disk: Reader | None = None
         self._pid = os.getpid()
         self.store, self.memory_bytes = as_store(store), parse_bytes(memory, "memory")
+        if not isinstance(tiers, list | tuple):
+            raise ArgumentError(f"tiers must be a list of tiers, not {shown(tiers)}")
         specs = list(tiers)
         for spec in specs:
             if not callable(getattr(spec, "over", None)) or not callable(getattr(spec, "host_bytes", None)):
@@ -74,7 +76,9 @@ class TieredReader:
         self._before = self._hits()
 
     def _open(self, specs: list[TierSpec], options: dict[str, Any]) -> None:
-        names = list(self.store.tables) if options.get("tables") is None else list(options["tables"])
+        check_options(options, [*options_of(Reader), "tiers"], "a reader of tiers")
+        given_names = options.get("tables")
+        names = list(self.store.tables) if given_names is None else as_table_names(given_names, "tables")
         if options.get("by_row"):
             raise ArgumentError("by_row is of a reader without tiers over it: these know rows by node ids")
         tables = [self.store.table(name) for name in names]
@@ -188,8 +192,8 @@ class TieredReader:
         """A caller's ``out`` as [rows, *row shape]."""
         table = self.store.table(name)
         dtype = dtype_from_name(table.entry.dtype)
-        if is_tensor(out) and out.device.type != "cpu":
-            return out.reshape(-1, *table.row_shape) if at is None else out
+        if is_tensor(out) and out.device.type != "cpu" and out.device == getattr(self._top, "device", None):
+            return out  # the tier looks at it
         count = len(parsed.values) if at is None else rows_of(out)
         shape = (*parsed.shape, *table.row_shape) if at is None else (count, *table.row_shape)
         return check_out(out, shape, dtype).view(dtype).reshape(count, *table.row_shape)

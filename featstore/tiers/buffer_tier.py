@@ -1,26 +1,28 @@
 """Feature buffers as a tier: rows that were asked for lately stay, as a cache policy decides.
 
 A request takes slots of a :class:`~featstore.tiers.buffer.FeatureBuffer` for its rows, waits for those that
-are read into them, and copies all of them out. Where all are there already that is done by whoever asks;
-otherwise by one of a few threads. A request of more rows than there are slots is served in pieces.
+are read into them, and copies all of them out. Where all are there already that is done by whoever asks. A
+request of more rows than there are slots is served in pieces, for which one thread takes slots in turn;
+others, which wait for nothing but reads, copy out and give the slots back. So slots always come back.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from featstore.arguments import as_choice
+from featstore.arguments import as_choice, check_options
 from featstore.base.system import submitted
 from featstore.base.threads import shut_down
 from featstore.engine.request import Request
-from featstore.errors import BudgetError, ClosedError
+from featstore.errors import BudgetError, CancelledError, ClosedError
 from featstore.storage.store import OpenStore, Table
 from featstore.tiers import RowSource, Tier
 from featstore.tiers.buffer import FeatureBuffer
@@ -32,6 +34,8 @@ from featstore.units import parse_bytes
 
 #: Policies that need neither a trace nor to be told what to keep.
 POLICIES = tuple(name for name in layout.POLICIES if name not in ("min", "static"))
+#: What a policy can be told, see :func:`featstore.tiers.slots.layout.make_slot_map`.
+OPTIONS = {"s3-fifo": ("small",), "score": ("resident", "gamma", "delta", "alpha")}
 _THREADS = 8  # requests that wait for rows at once
 _PIECE_IDS_MIN, _PIECE_IDS_MAX = 256, 1 << 16
 _TICKET_BYTES = 40  # of an id that is under way: ids, slots, what was missed
@@ -42,15 +46,18 @@ class Buffer:
     """Rows that were asked for lately.
 
     ``policy``: one of :data:`POLICIES`. ``memory``: bytes or a size; a share of what is left over by default.
-    ``options``: of the policy, see :func:`featstore.tiers.slots.layout.make_slot_map`.
+    ``options``: of the policy, those of :data:`OPTIONS`. Raises ArgumentError.
     """
 
     def __init__(self, policy: str = "s3-fifo", memory: int | str | None = None, **options: Any) -> None:
         self.policy = as_choice(policy, "policy", POLICIES)
-        self.memory, self.options = memory, options
+        self.memory = None if memory is None else parse_bytes(memory, "memory")
+        check_options(options, OPTIONS.get(self.policy, ()), f"a buffer by {self.policy!r}")
+        layout.make_slot_map(16, layout.POLICIES[self.policy], **options)  # which looks at their values
+        self.options = options
 
     def host_bytes(self, tables: Sequence[Table]) -> int | None:
-        return None if self.memory is None else parse_bytes(self.memory, "memory of Buffer")
+        return self.memory
 
     def over(self, below: RowSource, memory_bytes: int) -> Tier:
         return BufferTier(below, memory_bytes, self.policy, **self.options)
@@ -69,25 +76,24 @@ class _Job:
         self._ids, self._out, self._at = ids, out, at
         self._ticket: Ticket | None = None
         self._cancelled = False
+        self.on_end: Callable[[], None] = lambda: None
 
     def begin(self) -> bool:
         """Take slots; whether all rows are there."""
-        self._ticket = self._buffer.begin(self._ids)
-        return self._ticket.done()
+        if self._cancelled:
+            raise CancelledError("the request was cancelled")
+        ticket = self._ticket = self._buffer.begin(self._ids)
+        ticket.hand_over()
+        if self._cancelled:
+            ticket.cancel()
+        return ticket.done()
 
-    def hand_over(self) -> None:
-        if self._ticket is not None:
-            self._ticket.hand_over()
-
-    def run(self) -> None:
+    def copy_out(self) -> None:
         """Wait for the rows, and copy them out."""
+        assert self._ticket is not None
         error: BaseException | None = None
         try:
-            if not self._cancelled:
-                ticket = self._ticket = self._ticket or self._buffer.begin(self._ids)
-                if self._cancelled:
-                    ticket.cancel()
-                self._buffer.gather(ticket, self._out, at=self._at)
+            self._buffer.gather(self._ticket, self._out, at=self._at)
         except BaseException as failure:
             error = failure
         self.end(error)
@@ -95,6 +101,7 @@ class _Job:
     def end(self, error: BaseException | None) -> None:
         if self._ticket is not None:
             self._ticket.release()
+        self.on_end()
         self._request.close_piece(self, error)
 
     def cancel(self) -> None:
@@ -114,14 +121,16 @@ class BufferTier:
     name = "buffer"
 
     def __init__(self, below: RowSource, memory_bytes: int, policy: str = "s3-fifo", **options: Any) -> None:
-        self._below, self.policy = below, policy
+        self._below, self.policy = below, as_choice(policy, "policy", POLICIES)
         self._buffers: dict[str, FeatureBuffer] = {}
         tickets = memory_bytes // _TICKETS_SHARE
         ids = tickets // (_THREADS * _TICKET_BYTES)
         self._piece_ids = max(_PIECE_IDS_MIN, min(_PIECE_IDS_MAX, ids))
         self._ticket_bytes = self._piece_ids * _THREADS * _TICKET_BYTES
         slots = self._slots(memory_bytes - self._ticket_bytes, memory_bytes)
-        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="featstore-buffer-tier")
+        self._taking = ThreadPoolExecutor(1, thread_name_prefix="featstore-take-slots")
+        self._copying = ThreadPoolExecutor(_THREADS, thread_name_prefix="featstore-copy-out")
+        self._tickets = threading.BoundedSemaphore(_THREADS)
         self._under_way = threading.BoundedSemaphore(2 * _THREADS)
         self._pid = os.getpid()
         self._closed = False
@@ -181,29 +190,31 @@ class BufferTier:
         for job in jobs:
             request.open_piece(job)
         if len(jobs) == 1:
-            self._alone(jobs[0])
+            self._take(jobs[0], here=True)
         else:
             for job in jobs:
-                self._hand_over(job)
+                self._submitted(self._taking, partial(self._take, job), job)
         request.close_piece(None, None)
         return request
 
-    def _alone(self, job: _Job) -> None:
-        """Take slots at once, and where all rows are there, copy them out here."""
+    def _take(self, job: _Job, here: bool = False) -> None:
+        """Take slots, and have the rows copied out when they are there: by whoever asks (``here``), if they
+        are there now."""
+        self._tickets.acquire()
+        job.on_end = self._tickets.release
         try:
             ready = job.begin()
         except BaseException as error:
             job.end(error)
             return
-        if ready:
-            job.run()
+        if ready and here:
+            job.copy_out()
         else:
-            self._hand_over(job)
+            self._submitted(self._copying, job.copy_out, job)
 
-    def _hand_over(self, job: _Job) -> None:
-        job.hand_over()
+    def _submitted(self, pool: ThreadPoolExecutor, step: Callable[[], None], job: _Job) -> None:
         try:
-            submitted(self._pool, job.run)
+            submitted(pool, step)
         except RuntimeError:  # the pool takes nothing any more
             job.end(ClosedError("the buffer is closed"))
         except BaseException as error:
@@ -230,7 +241,8 @@ class BufferTier:
         if self._pid != os.getpid():
             return
         self._closed = True
-        shut_down(self._pool)
+        shut_down(self._taking)
+        shut_down(self._copying)
         for buffer in self._buffers.values():
             buffer.close()
 

@@ -113,6 +113,9 @@ class _Part:
         """How many slots are short, or 0."""
         sl.acquire(self.shard.map, self.ids, self.slots, self.missed, self.waits, outcome=self.outcome)
         self.waits = self.waits[: max(0, self.outcome[1])]
+        if len(self.waits):  # a row that has failed before and occurs twice: this ticket brings it itself
+            own = self.slots[self.missed[: max(0, self.outcome[0])]]
+            self.waits = self.waits[~np.isin(self.slots[self.waits], own)]
         return max(0, -int(self.outcome[0]))
 
 

@@ -52,7 +52,7 @@ class Device:
             raise ArgumentError("device must be a device, or a list of at least one, not an empty list")
         for one in self.devices:
             as_device(one, "device")
-        self.device_bytes = parse_bytes(memory, "memory of Device")
+        self.device_bytes = parse_bytes(memory, "memory")
         self.policy = as_choice(policy, "policy", POLICIES)
 
     def _slots(self, tables: Sequence[Table]) -> dict[str, int]:
@@ -231,28 +231,30 @@ class DeviceTier:
         """A caller's out as a tensor of the rows' dtype."""
         level = self._levels[name]
         if is_tensor(out) and out.device == self.device and out.device.type != "cpu":
-            shape = tuple(out.shape[1:])
-            if out.dtype == level._dtype and shape == tuple(level._row_shape) and out.is_contiguous():
-                return out  # type: ignore[no-any-return]
+            rows = out.reshape(-1, *level._row_shape) if out.is_contiguous() else out
+            if out.dtype == level._dtype and tuple(rows.shape[1:]) == tuple(level._row_shape):
+                return rows  # type: ignore[no-any-return]
         table = self.store.table(name)
         dtype = dtype_from_name(table.entry.dtype)
         shape = (len(out) if getattr(out, "ndim", 0) else 0, *table.row_shape)
-        raw = torch.from_numpy(check_out(out, shape, dtype))
-        return raw.view(level._dtype).reshape(shape)
+        raw = check_out(out, shape, dtype)
+        if len(raw) == 0:
+            return torch.empty(shape, dtype=level._dtype)
+        return torch.from_numpy(raw).view(level._dtype).reshape(shape)
 
     # The thread of the devices.
 
     def _run(self) -> None:
         begun: deque[tuple[_Job, Any]] = deque()
         while not (self._closed and not self._todo and not begun):
-            if self._todo and len(begun) < _DEPTH and self._begin(self._todo[0][0], begun):
+            if self._todo and len(begun) < _DEPTH and self._begin(self._todo[0][0]):
                 begun.append(self._todo.popleft())
             elif begun:
                 self._finish(*begun.popleft())
             else:
                 self._wake.wait(1.0)
 
-    def _begin(self, job: _Job, begun: deque[tuple[_Job, Any]]) -> bool:
+    def _begin(self, job: _Job) -> bool:
         """Take slots; False where others under way hold too many."""
         if not job.cancelled:
             try:

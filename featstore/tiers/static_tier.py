@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from featstore.arguments import as_choice, known_name
 from featstore.base.buffers import empty_rows
 from featstore.base.dtypes import dtype_from_name
 from featstore.base.ids import check_out, parse_ids
 from featstore.engine.request import Request, after, answered
-from featstore.errors import ArgumentError, BudgetError, SourceError
+from featstore.errors import ArgumentError, BudgetError, IdError, SourceError
 from featstore.storage.store import OpenStore, Table
 from featstore.tiers import RowSource, Tier, table_shares, tables_of
 from featstore.tiers.static import StaticRows
@@ -33,14 +34,24 @@ class Static:
     """Rows kept for good.
 
     ``rows``: ``"degree"`` for those of the highest degree, as many as there is memory for; node ids; or a
-    mapping of tables to these. ``memory``: bytes or a size; a share of what is left over by default.
+    mapping of tables to these. ``memory``: bytes or a size; a share of what is left over by default. Raises
+    ArgumentError, IdError.
     """
 
     rows: Any = "degree"
     memory: int | str | None = None
 
+    def __post_init__(self) -> None:
+        if isinstance(self.rows, str):
+            as_choice(self.rows, "rows", ("degree",), " or node ids")
+        else:
+            for ids in self.rows.values() if isinstance(self.rows, Mapping) else [self.rows]:
+                parse_ids(ids)
+        if self.memory is not None:
+            parse_bytes(self.memory, "memory")
+
     def host_bytes(self, tables: Sequence[Table]) -> int | None:
-        return None if self.memory is None else parse_bytes(self.memory, "memory of Static")
+        return None if self.memory is None else parse_bytes(self.memory, "memory")
 
     def over(self, below: RowSource, memory_bytes: int) -> Tier:
         return StaticTier(below, self._members(below, memory_bytes), memory_bytes)
@@ -53,6 +64,8 @@ class Static:
                 if len(below.tables) != 1:
                     raise ArgumentError(f"Static: of which table? give {{'{below.tables[0]}': ids}}")
                 by_table = {below.tables[0]: self.rows}
+            for name in by_table:
+                known_name(name, below.tables, "Static: there is no table")
             return {name: np.unique(parse_ids(ids).values) for name, ids in by_table.items()}
         chosen = {}
         for name, share in shares.items():
@@ -91,6 +104,11 @@ class StaticTier:
         self._rows: dict[str, StaticRows] = {}
         for name, ids in members.items():
             table = tables[name]
+            for bad in (ids.min(), ids.max()) if len(ids) else ():
+                if not 0 <= bad < table.rows:
+                    raise IdError(
+                        f"Static: node id {bad} is out of range: table {name!r} has {table.rows:,} rows"
+                    )
             held = StaticRows(ids, table.rows, table.row_bytes)
             shape, dtype = (len(ids), *table.row_shape), dtype_from_name(table.entry.dtype)
             rows = held.data.reshape(-1).view(dtype).reshape(shape)

@@ -13,13 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from arguments_calls import CALLS, Call, State
+from arguments_calls import CALLS as OTHERS
+from arguments_calls import Call, State
+from arguments_tiers import TIERS
 from arguments_world import World
 from arguments_wrong import Anything, Rule
 
 import featstore
 from featstore.errors import FeatstoreError
 
+CALLS = OTHERS | TIERS
 #: What objects of the package are, that are made by its functions. Classes of ``featstore.__all__`` are
 #: public anyhow.
 MADE = [
@@ -38,7 +41,10 @@ NOT_CALLED = {
     "Request": "made by Reader.submit", "Table": "made by a store", "StoredGraph": "made by a store",
     "MegaBatch": "made by a loader of mega-batches", "Request.open_piece": "called by the reader",
     "Request.close_piece": "called by the reader", "OnlineLoader.finished": "called by its own walk",
-    "Compiled.open_readers": "called by its loader",
+    "Compiled.open_readers": "called by its loader", "Buffer.host_bytes": "called by the reader",
+    "Buffer.over": "called by the reader", "Static.host_bytes": "called by the reader",
+    "Static.over": "called by the reader", "Device.host_bytes": "called by the reader",
+    "Device.over": "called by the reader",
 }  # fmt: skip
 
 

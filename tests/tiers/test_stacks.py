@@ -317,6 +317,9 @@ def test_a_reader_of_tiers_is_made_anew_from_a_pickle(store: featstore.Store, tm
         ({"policy": "lru", "device_policy": "lru"}, ArgumentError, "device="),
         ({"device": "cpu", "device_memory": 10}, BudgetError, "one row of each table"),
         ({"tiers": [featstore.Buffer("lru", "1GiB")], "memory": "64MiB"}, BudgetError, "these tiers"),
+        ({"tiers": [featstore.Static({"floats": [ROWS]}), featstore.Buffer()]}, IdError, "out of range"),
+        ({"tiers": [featstore.Static({"floats": [-1]})]}, IdError, "out of range"),
+        ({"tiers": [featstore.Static({"float": [1]}), featstore.Buffer()]}, KeyError, "no table"),
         ({"policy": "lru", "memory": "1MiB"}, BudgetError, "smallest that works"),
         (
             {"tiers": [featstore.Static({"floats": range(3000)}, "1KiB"), featstore.Buffer()]},
