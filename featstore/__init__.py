@@ -20,11 +20,15 @@ if TYPE_CHECKING:
     from featstore.loaders.train import train_loader
     from featstore.reader.reader import Reader
     from featstore.reader.report import Plan, ReaderStats
+    from featstore.reader.tiered import TieredReader
     from featstore.sampling.orders import PartitionOrder
     from featstore.sampling.proximity import ProximityOrder
     from featstore.shared.owner import SharedBuffer
     from featstore.store import Store, Table
     from featstore.store import Store as open
+    from featstore.tiers.buffer_tier import Buffer
+    from featstore.tiers.device_tier import Device
+    from featstore.tiers.static_tier import Static
     from featstore.trace.trace import Trace
 
 
@@ -33,6 +37,10 @@ _WHERE = {
     "SharedBuffer": ("featstore.shared.owner", "SharedBuffer"),
     "Store": ("featstore.store", "Store"),
     "Table": ("featstore.store", "Table"),
+    "Buffer": ("featstore.tiers.buffer_tier", "Buffer"),
+    "Device": ("featstore.tiers.device_tier", "Device"),
+    "Static": ("featstore.tiers.static_tier", "Static"),
+    "TieredReader": ("featstore.reader.tiered", "TieredReader"),
     "OnlineLoader": ("featstore.loaders.online.loader", "OnlineLoader"),
     "PartitionOrder": ("featstore.sampling.orders", "PartitionOrder"),
     "ProximityOrder": ("featstore.sampling.proximity", "ProximityOrder"),
@@ -48,9 +56,9 @@ _WHERE = {
 }
 
 __all__ = [
-    "OnlineLoader", "PartitionOrder", "Plan", "ProximityOrder", "Reader", "ReaderStats", "Request",
-    "SharedBuffer", "Store", "Table", "Trace", "__version__", "compile_trace", "open", "pack", "train_loader",
-    "verify",
+    "Buffer", "Device", "OnlineLoader", "PartitionOrder", "Plan", "ProximityOrder", "Reader", "ReaderStats",
+    "Request", "SharedBuffer", "Static", "Store", "Table", "TieredReader", "Trace", "__version__",
+    "compile_trace", "open", "pack", "train_loader", "verify",
 ]  # fmt: skip
 
 

@@ -6,7 +6,7 @@ What reads and trains is loaded when it is asked for, so that opening a store ta
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,9 +19,13 @@ if TYPE_CHECKING:
     from featstore.compiled import Compiled
     from featstore.loaders.mega.loader import MegaBatches
     from featstore.reader.reader import Reader
+    from featstore.reader.tiered import TieredReader
     from featstore.sampling.stored import StoredSampler
+    from featstore.tiers import TierSpec
 
 __all__ = ["Graph", "Store", "Table"]
+
+_SHORT = ("tiers", "policy", "device", "device_memory", "device_policy")
 
 
 class Graph(StoredGraph):
@@ -51,13 +55,52 @@ class Store(OpenStore):
     graphs: Mapping[str, Graph]
     _graph_class: ClassVar[type[StoredGraph]] = Graph
 
-    def reader(self, **options: Any) -> Reader:
-        """A reader over this store's tables; the options are those of :class:`featstore.Reader`."""
+    @overload
+    def reader(self, *, tiers: Sequence[TierSpec], **options: Any) -> TieredReader: ...
+
+    @overload
+    def reader(self, *, policy: str, **options: Any) -> TieredReader: ...
+
+    @overload
+    def reader(self, *, device_memory: int | str, **options: Any) -> TieredReader: ...
+
+    @overload
+    def reader(self, **options: Any) -> Reader: ...
+
+    def reader(
+        self, *, tiers: Sequence[TierSpec] | None = None, policy: str | None = None, device: Any = None,
+        device_memory: int | str | None = None, device_policy: str | None = None, **options: Any,
+    ) -> Reader | TieredReader:  # fmt: skip
+        """A reader over this store's tables.
+
+        ``tiers``: what keeps rows in memory over the disk, the fastest first, for example
+        ``[featstore.Device("cuda", "4GiB"), featstore.Buffer("s3-fifo"), featstore.Static("degree")]``; or in
+        short, in that order: ``device=`` with ``device_memory=`` and ``device_policy=``, ``policy=`` for a
+        buffer of rows that were asked for lately, and ``static=`` (see :class:`featstore.Reader`).
+
+        The other options are those of :class:`featstore.Reader`; ``memory`` is the budget of all of this.
+        """
         from featstore.reader.reader import Reader
 
         self.check_open()
-        check_options(options, options_of(Reader), "a reader")
-        return Reader(self, **options)
+        check_options(options, (*options_of(Reader), *_SHORT), "a reader")
+        if tiers is None and policy is None and device is None:
+            if device_memory is not None or device_policy is not None:
+                raise ArgumentError(
+                    "device_memory= and device_policy= are of a device: say which, with device="
+                )
+            return Reader(self, **options)
+        from featstore.reader.tiered import TieredReader, short
+
+        if tiers is None:
+            tiers = short(self, policy, device, device_memory, device_policy, options)
+        elif (policy, device, device_memory, device_policy) != (None,) * 4 or "static" in options:
+            raise ArgumentError(f"give tiers= or its short forms ({', '.join(_SHORT[1:])}, static), not both")
+        if "static_memory" in options:
+            raise ArgumentError(
+                "static_memory= is of a reader without tiers over it: Static(rows, memory=) says it"
+            )
+        return TieredReader(self, tiers, **options)
 
     def sampler(self, fanouts: Sequence[int], **options: Any) -> StoredSampler:
         """A neighbour sampler over a graph in this store; the options are those of

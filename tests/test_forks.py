@@ -78,7 +78,7 @@ def test_a_request_that_was_done_is_done_in_the_child(reader: Reader, features: 
     request, failed = reader.submit(np.arange(10)), reader.submit([1000])
     request.result(10)
     assert isinstance(failed.exception(10), featstore.errors.IdError)
-    with request._future._condition:  # as if another thread looked at it while this one forks
+    with request._condition:  # as if another thread looked at it while this one forks
         done = threading.Event()
         pid: list[int] = []
 

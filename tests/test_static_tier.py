@@ -14,7 +14,7 @@ import featstore
 from featstore.base.bitmap import set_bits
 from featstore.base.native import address_of
 from featstore.errors import BudgetError, IdError, SourceError
-from featstore.tiers.static import StaticTier, serve_rows
+from featstore.tiers.static import StaticRows, serve_rows
 
 IN_ORDER = np.empty(0, np.int32)
 
@@ -80,7 +80,7 @@ def test_large_results_are_streamed_and_right(row_bytes: int, offset: int) -> No
     """Past the size from which results bypass the caches, aligned or not."""
     rng = np.random.default_rng(1)
     count = 9 * 2**20 // row_bytes
-    tier = StaticTier(np.arange(0, 2000, 2), 2000, row_bytes)
+    tier = StaticRows(np.arange(0, 2000, 2), 2000, row_bytes)
     tier.data[:] = rng.integers(0, 256, tier.data.shape, np.uint8)
     rows, served = rng.integers(0, 2000, count), np.zeros(count, np.uint8)
     memory = np.zeros(count * row_bytes + 128, np.uint8)
@@ -104,7 +104,7 @@ def test_two_tiers_serve_each_row_once(case: tuple[int, np.ndarray, np.random.Ge
     rows, out, served = rng.integers(0, table_rows, 50), np.zeros((50, 12), np.uint8), np.zeros(50, np.uint8)
     hits = []
     for held in (members, others):
-        tier = StaticTier(held, table_rows, 12)
+        tier = StaticRows(held, table_rows, 12)
         tier.data[:] = data[held]
         hits.append(tier.serve(rows, IN_ORDER, served, out.reshape(-1)))
     first, second = np.isin(rows, members), np.isin(rows, others)
@@ -115,15 +115,15 @@ def test_two_tiers_serve_each_row_once(case: tuple[int, np.ndarray, np.random.Ge
 
 def test_members_must_be_distinct() -> None:
     with pytest.raises(ValueError, match="distinct"):
-        StaticTier(np.array([1, 1]), 10, 4)
+        StaticRows(np.array([1, 1]), 10, 4)
 
 
 @pytest.mark.parametrize("table_rows", [1, 64, 512, 513, 100_000])
 def test_memory_is_what_is_held(table_rows: int) -> None:
-    tier = StaticTier(np.arange(0, table_rows, 7), table_rows, 40)
+    tier = StaticRows(np.arange(0, table_rows, 7), table_rows, 40)
     held = sum(a.nbytes for a in (tier.data, tier._bits, tier._ranks))
-    assert tier.memory_bytes == held == tier.data.nbytes + StaticTier.index_bytes(table_rows)
-    assert StaticTier.index_bytes(table_rows) <= 0.19 * table_rows + 16
+    assert tier.memory_bytes == held == tier.data.nbytes + StaticRows.index_bytes(table_rows)
+    assert StaticRows.index_bytes(table_rows) <= 0.19 * table_rows + 16
 
 
 # In a reader.
@@ -159,7 +159,7 @@ def test_degree_keeps_the_rows_of_the_highest_degree(graph_store: Any, engine: s
         np.testing.assert_array_equal(reader.read(np.arange(nodes)), features)
         hits = reader.stats().since(before).hits["static"]
         assert 0 < hits < nodes
-        assert held == hits * 200 + StaticTier.index_bytes(nodes)
+        assert held == hits * 200 + StaticRows.index_bytes(nodes)
         in_tier = [v for v in range(nodes) if reader.plan([v]).hits["static"]]
         assert in_tier == list(range(nodes - hits, nodes))
 

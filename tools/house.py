@@ -23,7 +23,7 @@ Sources = dict[str, str]
 
 #: From top to bottom. A room may import those in the lines below its own, and nothing else.
 LAYERS = (
-    {"adapters", "front", "measure", "tune"},
+    {"adapters", "front", "measure", "testing", "tune"},
     {"store"},
     {"compiled"},
     {"loaders"},

@@ -7,18 +7,33 @@ import os
 import threading
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from featstore.arguments import as_number
 from featstore.errors import CancelledError, ClosedError, WaitTimeoutError
 
-if TYPE_CHECKING:
-    from featstore.engine.lane import Lane
+
+def _pass(request: Request, to: Future[Any]) -> None:
+    """Hand over how a request ended."""
+    if not to.set_running_or_notify_cancel():
+        return
+    error = request.exception()
+    if error is None:
+        to.set_result(request.result())
+    else:
+        to.set_exception(error)
 
 
-class Request:
-    """Rows on their way. ``result()`` waits for them; ``done()``, ``cancel()`` and ``await request`` are what
-    they are for :class:`concurrent.futures.Future`.
+class Piece(Protocol):
+    """What a request has under way: a lane, or what a tier asked of another."""
+
+    def cancel(self) -> object:
+        """Start no more reads."""
+
+
+class Request(Future[Any]):
+    """Rows on their way: a :class:`concurrent.futures.Future`, which :func:`concurrent.futures.wait` and
+    :func:`asyncio.wrap_future` take, and which can be awaited.
 
     Until it is done, a request's ``out`` belongs to it. After ``cancel()`` the request is done when its reads
     under way have ended; ``out`` then holds some rows and not others.
@@ -28,16 +43,16 @@ class Request:
     """
 
     def __init__(self, finish: Callable[[], Any]) -> None:
-        self._future: Future[Any] = Future()
-        # only close_piece ends it: reads under way still write into the rows
-        self._future.set_running_or_notify_cancel()
         self._pid = os.getpid()
+        super().__init__()
+        # only close_piece ends it: reads under way still write into the rows
+        self.set_running_or_notify_cancel()
         self._finish = finish  # makes the result of the filled arrays
         self._lock = threading.Lock()
         # whether planning has begun, after which only the request's own pieces may end it
         self._begun = False
         self._open = 1  # pieces under way, and one for the planning
-        self._lanes: set[Lane] = set()
+        self._pieces: set[Piece] = set()
         self._error: BaseException | None = None
         self._cancelled = False
 
@@ -45,24 +60,18 @@ class Request:
         """The rows. Raises what went wrong; WaitTimeoutError, a TimeoutError, after ``timeout`` seconds;
         CancelledError after a cancel; ClosedError for rows that were on their way when this process was
         forked."""
-        future = self._here()
-        return future.result() if timeout is None else self._within(timeout, future.result)
-
-    def done(self) -> bool:
-        """Whether the rows are there, or the request has failed or been cancelled."""
-        return self._here().done()
+        return super().result() if timeout is None else self._within(timeout, super().result)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """What went wrong, or None; waits like :meth:`result`."""
-        future = self._here()
-        return future.exception() if timeout is None else self._within(timeout, future.exception)
+        return super().exception() if timeout is None else self._within(timeout, super().exception)
 
     def _within(self, timeout: float, wait: Callable[[float], Any]) -> Any:
         seconds = min(as_number(timeout, "timeout"), threading.TIMEOUT_MAX)
         try:
             return wait(seconds)
         except TimeoutError:
-            if self._future.done():
+            if self.done():
                 return wait(0)  # it came at the last moment, or this is how it ended
             raise WaitTimeoutError(
                 f"the rows have not come within {seconds:g} seconds; ask again, or cancel"
@@ -70,43 +79,49 @@ class Request:
 
     def cancel(self) -> bool:
         """Start no more reads for this request. Returns False if it was done already."""
-        if self._here().done():
+        if self.done():
             return False
         with self._lock:
-            if self._future.done():
+            if self.done():
                 return False
             self._cancelled = True
-            for lane in self._lanes:
-                lane.cancel()
+            pieces = list(self._pieces)
+        for piece in pieces:
+            piece.cancel()
         return True
 
     def cancelled(self) -> bool:
         """Whether the request ended by being cancelled."""
-        future = self._here()
-        return future.done() and isinstance(future.exception(), CancelledError)
+        return self.done() and isinstance(super().exception(), CancelledError)
 
-    def _here(self) -> Future[Any]:
-        """The future, as this process has it. After a fork nobody here will end it, and a thread of the
-        parent may have held its lock."""
-        if self._pid == os.getpid():
-            return self._future
-        inherited, own = self._future, Future[Any]()
-        if inherited._state != "FINISHED":  # which is set last
-            own.set_exception(
-                ClosedError(
-                    "this request was made before a fork, by the parent process; make it in this process"
-                )
+    @property
+    def _condition(self) -> threading.Condition:  # type: ignore[override]
+        """All that a Future does, and all who wait for it, take this lock first."""
+        if self._pid != os.getpid():
+            self._after_fork()
+        return self._own_condition
+
+    @_condition.setter
+    def _condition(self, condition: threading.Condition) -> None:
+        self._own_condition = condition
+
+    def _after_fork(self) -> None:
+        """Nobody in this process will end it, and a thread of the parent may have held its locks."""
+        self._own_condition, self._lock = threading.Condition(), threading.Lock()
+        self._waiters: list[Any] = []
+        self._done_callbacks: list[Any] = []
+        if self._state != "FINISHED":  # which is set last
+            self._exception = ClosedError(
+                "this request was made before a fork, by the parent process; make it in this process"
             )
-        elif inherited._exception is not None:
-            own.set_exception(inherited._exception)
-        else:
-            own.set_result(inherited._result)
-        self._future, self._lock, self._pid = own, threading.Lock(), os.getpid()
-        return own
+            self._state = "FINISHED"
+        self._pid = os.getpid()
 
     def __await__(self) -> Generator[Any, None, Any]:
+        passed: Future[Any] = Future()  # for asyncio would take our CancelledError for its own
+        self.add_done_callback(lambda _: _pass(self, passed))
         try:
-            return (yield from asyncio.wrap_future(self._here()).__await__())
+            return (yield from asyncio.wrap_future(passed).__await__())
         except asyncio.CancelledError:  # a timeout, or a cancelled task
             self.cancel()
             raise
@@ -116,7 +131,7 @@ class Request:
     def begin(self) -> bool:
         """Planning begins; False where the request was abandoned before."""
         with self._lock:
-            if self._future.done():
+            if self.done():
                 return False
             self._begun = True
             return True
@@ -124,15 +139,15 @@ class Request:
     def abandon(self) -> None:
         """The caller is leaving with an exception: cancel, and come back only when nothing writes into
         ``out`` any more."""
-        if self._here().done():
+        if self.done():
             return
         with self._lock:
-            if not self._begun and not self._future.done():
-                self._future.set_exception(CancelledError("the request was abandoned"))
+            if not self._begun and not self.done():
+                self.set_exception(CancelledError("the request was abandoned"))
         self.cancel()
-        while not self._future.done():
+        while not self.done():
             try:
-                self._future.exception()
+                super().exception()
             except KeyboardInterrupt:
                 continue  # the first interrupt is on its way to the caller
 
@@ -141,19 +156,20 @@ class Request:
         with self._lock:
             return self._cancelled or self._error is not None
 
-    def open_piece(self, lane: Lane) -> None:
+    def open_piece(self, piece: Piece) -> None:
         with self._lock:
             self._open += 1
-            self._lanes.add(lane)
-            if self._cancelled:
-                lane.cancel()
+            self._pieces.add(piece)
+            cancelled = self._cancelled
+        if cancelled:
+            piece.cancel()
 
-    def close_piece(self, lane: Lane | None, error: BaseException | None) -> None:
-        """A piece, or with ``lane`` None the planning, has ended; the last one completes the request."""
+    def close_piece(self, piece: Piece | None, error: BaseException | None) -> None:
+        """A piece, or with None the planning, has ended; the last one completes the request."""
         with self._lock:
             self._open -= 1
-            if lane is not None:
-                self._lanes.discard(lane)
+            if piece is not None:
+                self._pieces.discard(piece)
             if error is not None and self._error is None:
                 self._error = error
             if self._open:
@@ -161,9 +177,27 @@ class Request:
         if self._error is None and self._cancelled:
             self._error = CancelledError("the request was cancelled")
         if self._error is not None:
-            self._future.set_exception(self._error)
+            self.set_exception(self._error)
             return
         try:
-            self._future.set_result(self._finish())
+            self.set_result(self._finish())
         except Exception as failure:
-            self._future.set_exception(failure)
+            self.set_exception(failure)
+
+
+def answered(result: Any) -> Request:
+    """A request that is done."""
+    request = Request(lambda: result)
+    request.begin()
+    request.close_piece(None, None)
+    return request
+
+
+def after(below: Request, finish: Callable[[], Any]) -> Request:
+    """A request that is done when another is, or fails as it does; with a result of its own."""
+    request = Request(finish)
+    request.begin()
+    request.open_piece(below)
+    below.add_done_callback(lambda _: request.close_piece(below, below.exception()))
+    request.close_piece(None, None)
+    return request

@@ -469,7 +469,7 @@ class _Walk(Walk):
                 while asked and self._take_room(arrived):
                     loader._ask_rows(asked[0])
                     for read in asked[0].requests:
-                        read._future.add_done_callback(lambda _: self._changed.set())
+                        read.add_done_callback(lambda _: self._changed.set())
                     under_way.append(asked.popleft())
                     if waiting:
                         loader._ask_record(waiting[0])

@@ -286,7 +286,7 @@ class Stages:
     def reading(self, request: Request) -> None:
         """A read of rows has begun; its end is noticed by itself."""
         self.read_begins()
-        request._future.add_done_callback(lambda _: self.read_ends())
+        request.add_done_callback(lambda _: self.read_ends())
 
     def read_begins(self) -> None:
         with self._lock:

@@ -53,20 +53,28 @@ class Budget:
     tier_bytes: int
 
     @classmethod
-    def split(cls, memory_bytes: int, tables: Sequence[TableNeed]) -> Budget:
-        """Split ``memory_bytes``. Raises BudgetError with the smallest budget that works."""
+    def split(cls, memory_bytes: int, tables: Sequence[TableNeed], static_bytes: int | None = None) -> Budget:
+        """Split ``memory_bytes``. ``static_bytes``: what static rows get, all the rest is the reader's own;
+        None for what is left when staging has had an eighth and planning a tenth.
+
+        Raises BudgetError with the smallest budget that works.
+        """
         maps = sum(t.row_map_bytes for t in tables)
         checksums = sum(t.checksum_bytes for t in tables)
         span = max((t.row_span_bytes for t in tables), default=PAGE_BYTES)
         staging_min = max(_STAGING_BYTES_MIN, 4 * span)
         scratch_min = _PIECE_IDS_MIN * _SCRATCH_BYTES_PER_ID
-        needed = maps + checksums + staging_min + scratch_min
+        needed = maps + checksums + staging_min + scratch_min + (static_bytes or 0)
         if memory_bytes < needed:
             raise BudgetError(
                 needed, memory_bytes, "read these tables (row maps, checksums, staging, scratch)"
             )
-        free = memory_bytes - maps - checksums
-        staging = max(staging_min, min(STAGING_BYTES, free // 8)) // PAGE_BYTES * PAGE_BYTES
+        free = memory_bytes - maps - checksums - (static_bytes or 0)
+        # Without static rows staging and planning share the whole as they would share a larger budget.
+        staging_wanted, scratch_wanted = (free // 8, free // 10) if static_bytes is None else (
+            free * 5 // 9, free * 4 // 9
+        )  # fmt: skip
+        staging = max(staging_min, min(STAGING_BYTES, staging_wanted)) // PAGE_BYTES * PAGE_BYTES
         extent = max(
             span,
             min(
@@ -74,12 +82,12 @@ class Budget:
             ),
         )
         piece_ids = max(
-            _PIECE_IDS_MIN, min(_PIECE_IDS_MAX, min(free // 10, free - staging) // _SCRATCH_BYTES_PER_ID)
+            _PIECE_IDS_MIN,
+            min(_PIECE_IDS_MAX, min(scratch_wanted, free - staging) // _SCRATCH_BYTES_PER_ID),
         )
         scratch = piece_ids * _SCRATCH_BYTES_PER_ID
-        return cls(
-            memory_bytes, maps, checksums, staging, extent, scratch, piece_ids, free - staging - scratch
-        )
+        tiers = free - staging - scratch if static_bytes is None else static_bytes
+        return cls(memory_bytes, maps, checksums, staging, extent, scratch, piece_ids, tiers)
 
     @classmethod
     def smallest(cls, tables: Sequence[TableNeed], tier_bytes: int) -> int:
@@ -95,6 +103,15 @@ class Budget:
                 (low, middle) if cls.split(middle, tables).tier_bytes >= tier_bytes else (middle + 1, high)
             )
         return high
+
+
+def own_bytes(memory_bytes: int, tables: Sequence[TableNeed]) -> int:
+    """What a reader takes that keeps no rows, beside others in a budget."""
+    maps = sum(t.row_map_bytes + t.checksum_bytes for t in tables)
+    try:
+        return Budget.split(maps + reader_bytes(memory_bytes), tables, 0).memory_bytes
+    except BudgetError as error:
+        return error.needed_bytes
 
 
 def reader_bytes(memory_bytes: int) -> int:

@@ -54,7 +54,7 @@ class Feeder:
             return
         with self._idle:
             self._open_requests += 1
-        request._future.add_done_callback(self._end)
+        request.add_done_callback(self._end)
         self._counts.add(requests=1)
         error: BaseException | None = None
         try:

@@ -23,7 +23,7 @@ from featstore.errors import IdError
 from featstore.plan.budget import TableNeed
 from featstore.plan.extents import RANGE_BINS, RowRange, cut_ranges, row_histogram, rows_of_ids, select_rows
 from featstore.storage.store import Table
-from featstore.tiers import Tier
+from featstore.tiers.static import StaticRows
 
 _ALONE_BYTES = 2 * 2**20  # from here on, looking up and copying are shared with the helper threads,
 _SHARE_BYTES, _SHARES_PER_THREAD = 2**18, 4  # in such shares
@@ -57,7 +57,7 @@ class TableState:
         checksums = store.load(table.entry.page_checksums) if verify else None
         paths = [store.path / table.entry.chunk_path(chunk) for chunk in range(table.layout.chunks)]
         self.files = TableFiles(paths, table.layout, checksums, access)
-        self.tiers: list[Tier] = []
+        self.tiers: list[StaticRows] = []
 
     def load_kernels(self) -> None:
         """Run every kernel of a lookup on nothing, so that numba loads (or compiles) it now and not in the

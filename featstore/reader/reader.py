@@ -67,7 +67,7 @@ from featstore.reader.options import check_reading
 from featstore.reader.report import Counts, Plan, ReaderStats, TablePlan
 from featstore.storage.store import OpenStore, as_store
 from featstore.tiers.members import highest_degrees, members_bytes
-from featstore.tiers.static import StaticTier
+from featstore.tiers.static import StaticRows
 from featstore.units import parse_bytes
 
 _NO_FIRST, _NO_KEYS = np.empty(0, np.int32), np.empty(0, np.uint64)
@@ -111,6 +111,8 @@ class Reader:
         static: rows to keep in memory: ``"degree"`` for those of the highest degree, as many as the budget
             allows; node ids (or a mapping of table names to node ids); None for no static tier; ``"auto"``
             for ``"degree"`` where the store knows degrees.
+        static_memory: for these rows, of ``memory``, bytes or a size; 0 for a reader without any. By default
+            what is left over.
         tables: the names of the tables to read; all by default.
         engine: ``"uring"``, ``"threads"``, ``"mmap"``, or ``"auto"`` for the first that works.
         queue_depth: reads under way at most.
@@ -124,12 +126,14 @@ class Reader:
 
     def __init__(
         self, store: OpenStore, *, memory: int | str = "1GiB", static: Static = "auto",
-        tables: Sequence[str] | None = None, engine: str = "auto", queue_depth: int = QUEUE_DEPTH,
-        verify: bool = True, model: DeviceModel | None = None, by_row: bool = False,
+        static_memory: int | str | None = None, tables: Sequence[str] | None = None, engine: str = "auto",
+        queue_depth: int = QUEUE_DEPTH, verify: bool = True, model: DeviceModel | None = None,
+        by_row: bool = False,
     ) -> None:  # fmt: skip
         self._options = {
-            "memory": memory, "static": static, "tables": tables, "engine": engine,
-            "queue_depth": queue_depth, "verify": verify, "model": model, "by_row": by_row,
+            "memory": memory, "static": static, "static_memory": static_memory, "tables": tables,
+            "engine": engine, "queue_depth": queue_depth, "verify": verify, "model": model,
+            "by_row": by_row,
         }  # fmt: skip
         self._states: dict[str, TableState] = {}  # first: closing what was never opened looks here
         check_reading(engine, queue_depth, verify, model)
@@ -141,7 +145,7 @@ class Reader:
         for name in names:
             store.table(name)
         self._needs = [table_need(store.table(n), verify, by_row) for n in names]
-        self.budget = Budget.split(parse_bytes(memory, "memory"), self._needs)
+        self.budget = Budget.split(parse_bytes(memory, "memory"), self._needs, _static_bytes(static_memory))
         announce_compilation(cut_extents)
         self.engine = choose(engine)
         access: Access = "mapped" if self.engine.name == "mmap" else "direct"
@@ -257,7 +261,7 @@ class Reader:
     def _submit(self, request: Request, pieces: Iterator[MakeLane]) -> Request:
         limit = self._requests
         limit.acquire()
-        request._future.add_done_callback(lambda _: limit.release())
+        request.add_done_callback(lambda _: limit.release())
         try:
             self._feeder.feed(request, pieces)
         except BaseException:
@@ -439,7 +443,7 @@ class Reader:
             state = self._states[name]
             if len(rows) == 0:
                 continue
-            tier = StaticTier(rows, state.table.rows, state.table.row_bytes)
+            tier = StaticRows(rows, state.table.rows, state.table.row_bytes)
             request = Request(lambda: None)
             self._feeder.feed(request, self._pieces([Part(state, rows, NONE, tier.data.reshape(-1))]))
             request.result()
@@ -467,6 +471,8 @@ class Reader:
             chosen[name] = np.unique(find(Piece(part, None), self._helpers, deliver=False).rows)
         needed = members_bytes(chosen, {name: self._states[name].table for name in chosen})
         if needed > self.budget.tier_bytes:
+            if self._options["static_memory"] is not None:
+                raise BudgetError(needed, self.budget.tier_bytes, "hold the static rows (static_memory=)")
             smallest = Budget.smallest(self._needs, needed)
             raise BudgetError(smallest, self.budget.memory_bytes, "hold the static rows asked for")
         return chosen
@@ -561,6 +567,12 @@ class Reader:
             f"<Reader of {str(self.store.path)!r} through {self.engine.name}, {self.budget.memory_bytes:,} "
             "bytes>"
         )
+
+
+def _static_bytes(given: int | str | None) -> int | None:
+    if given is None or (type(given) is int and given == 0):  # True is no number, False no size
+        return given  # type: ignore[return-value]
+    return parse_bytes(given, "static_memory")
 
 
 def lane_of(

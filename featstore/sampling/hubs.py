@@ -20,7 +20,7 @@ from featstore.base.checks import check_offsets, check_range
 from featstore.base.dtypes import node_dtype
 from featstore.errors import FormatError
 from featstore.reader.reader import Reader
-from featstore.tiers.static import MEMBERS_MAX, StaticTier
+from featstore.tiers.static import MEMBERS_MAX, StaticRows
 
 if TYPE_CHECKING:
     from featstore.storage.store import StoredGraph
@@ -52,7 +52,7 @@ class HubCache:
         self._graph = graph
         self._offsets = offsets
         # while it is made anew, there are two
-        self._index_bytes = 2 * StaticTier.index_bytes(graph.table.rows)
+        self._index_bytes = 2 * StaticRows.index_bytes(graph.table.rows)
         self.lists = np.empty(0, node_dtype(graph.table.rows))
         self.index = _NO_HUBS
 

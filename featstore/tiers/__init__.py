@@ -1,24 +1,30 @@
-"""Tiers: who already holds a row in memory?
+"""Tiers: rows that are already in memory, each tier over another source of rows.
 
-A tier is asked for a vector of rows and serves what it holds: it copies those rows to where they are wanted
-and marks them served. The reader asks its tiers in turn, from the fastest on, each for what is still missing;
-what none of them holds is planned and read from disk.
+Everything that gives rows is a :class:`RowSource`: the reader, which reads the disk, and whatever stands
+over it. A :class:`Tier` is a source over another one, which it asks for what it does not hold. So tiers can
+be stacked in any order: rows on a device (:mod:`featstore.tiers.device_tier`) over a buffer that a cache
+policy rules (:mod:`featstore.tiers.buffer_tier`) over a fixed set of rows
+(:mod:`featstore.tiers.static_tier`) over the disk; a double in a test.
+
+How a tier is wanted is said by a :class:`TierSpec`, which puts it over what lies below:
+:meth:`featstore.Store.reader` takes a list of them, the fastest first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from featstore.engine.request import Request
-from featstore.storage.store import OpenStore
+from featstore.errors import BudgetError
+from featstore.storage.store import OpenStore, Table
 
 
 class RowSource(Protocol):
-    """What gives rows of some tables of a store: a reader, or anything that stands for one."""
+    """What gives rows of some tables of a store."""
 
     @property
     def store(self) -> OpenStore:
@@ -28,29 +34,59 @@ class RowSource(Protocol):
     def tables(self) -> list[str]:
         """Names of the tables."""
 
-    def submit(self, ids: Mapping[str, Any], *, out: Mapping[str, Any], at: Mapping[str, Any]) -> Request:
-        """Begin to put the rows of ``ids[table]`` at rows ``at[table]`` of ``out[table]``."""
+    def submit(
+        self, ids: Mapping[str, Any], *, out: Mapping[str, Any] | None, at: Mapping[str, Any] | None = None
+    ) -> Request:
+        """Begin to put the row of ``ids[table][i]`` (int64 [n], node ids; duplicates are fine) at row
+        ``at[table][i]`` of ``out[table]``, [rows, *row shape], or at row i where there is no ``at``.
+
+        The result is ``out``; where that is None, new arrays (on a device: tensors there), by table. The ids
+        are not changed by anybody until the request is done, and ``out`` belongs to it until then.
+        """
+
+    def close(self) -> None:
+        """Wait for what is under way and give everything back, but not what lies below. May be called more
+        than once."""
 
 
-class Tier(Protocol):
-    """Rows of one table held in memory. ``serve`` may be called from several threads at once."""
+class Tier(RowSource, Protocol):
+    """Rows in memory, over another source."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """What plans, statistics and budgets call it."""
 
     @property
     def memory_bytes(self) -> int:
-        """All the memory it holds: rows and the structures that find them."""
+        """Bytes of host memory that it holds."""
 
-    def serve(
-        self,
-        rows: NDArray[np.int64],
-        positions: NDArray[np.int32],
-        served: NDArray[np.uint8],
-        out: NDArray[np.uint8],
-    ) -> int:
-        """Copy those of ``rows`` that this tier holds and nobody has ``served`` yet, and mark them served.
-        Returns how many.
+    def holds(self, table: str, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """bool [n], which of these rows it would give now without asking below."""
 
-        rows[i] goes to row positions[i] of ``out`` (uint8, rows end to end), or to row i where ``positions``
-        is empty. An empty ``out`` asks only which rows would be served.
-        """
+    def hits(self) -> int:
+        """Rows that it has given without asking below."""
+
+
+class TierSpec(Protocol):
+    """How a tier is wanted."""
+
+    def host_bytes(self, tables: Sequence[Table]) -> int | None:
+        """Bytes of host memory that it is to have for these; None for a share of what is left over."""
+
+    def over(self, below: RowSource, memory_bytes: int) -> Tier:
+        """The tier, in so much host memory. Raises BudgetError where that is too little."""
+
+
+def tables_of(source: RowSource) -> list[Table]:
+    """The tables of a source."""
+    return [source.store.table(name) for name in source.tables]
+
+
+def table_shares(tables: Sequence[Table], memory_bytes: int) -> dict[str, int]:
+    """Memory by table: a row of each, and the rest in proportion to the tables' sizes. Raises BudgetError
+    where there is too little for the rows."""
+    needed, total = sum(t.row_bytes for t in tables), sum(max(1, t.data_bytes) for t in tables)
+    if memory_bytes < needed:
+        raise BudgetError(needed, memory_bytes, "keep one row of each table")
+    rest = memory_bytes - needed
+    return {t.name: t.row_bytes + rest * max(1, t.data_bytes) // total for t in tables}

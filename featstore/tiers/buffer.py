@@ -50,7 +50,7 @@ from featstore.arguments import (
 )
 from featstore.base.buffers import ALIGNMENT, empty_rows
 from featstore.base.dtypes import dtype_from_name
-from featstore.base.ids import check_out, finished, parse_ids
+from featstore.base.ids import check_out, finished, parse_ids, parse_row_places, rows_of
 from featstore.base.native import address_of
 from featstore.base.threads import Runner, Wake
 from featstore.errors import (
@@ -64,13 +64,14 @@ from featstore.errors import (
 from featstore.tiers import RowSource
 from featstore.tiers.slots import layout
 from featstore.tiers.slots import slots as sl
-from featstore.tiers.slots.contents import joined, present_slots
+from featstore.tiers.slots.contents import are_present, joined, present_slots
 from featstore.tiers.slots.rows import (
     buffer_bytes,
     check_memory,
     copy_slots,
     move_rows,
     parse_uses,
+    scatter_slots,
     slots_for,
 )
 from featstore.tiers.tickets import BufferStats, Claim, Read, Ticket
@@ -174,6 +175,7 @@ class FeatureBuffer:
         self._runner = Runner("featstore-buffer")
         sl.load_kernels(self._map)
         copy_slots(self._no_slots(), 0, 0, 0)
+        scatter_slots(self._no_slots(), 0, 0, 0, self._no_slots())
         if static is not None:
             try:
                 self._keep(static)
@@ -184,6 +186,14 @@ class FeatureBuffer:
     @staticmethod
     def _no_slots() -> NDArray[np.int32]:
         return np.empty(0, np.int32)
+
+    @property
+    def row_shape(self) -> tuple[int, ...]:
+        return self._rows.row_shape
+
+    @property
+    def row_bytes(self) -> int:
+        return self._rows.row_bytes
 
     @property
     def memory_bytes(self) -> int:
@@ -334,7 +344,7 @@ class FeatureBuffer:
             self._end(read, error)
             raise
         read.request = request
-        request._future.add_done_callback(lambda future: self._end(read, future.exception()))
+        request.add_done_callback(lambda done: self._end(read, done.exception()))
 
     def _end(self, read: Read, error: BaseException | None) -> None:
         """A read has ended. Called by the engine's threads."""
@@ -439,14 +449,16 @@ class FeatureBuffer:
 
     # Rows out, slots back.
 
-    def gather(self, ticket: Ticket, out: Any = None) -> Any:
+    def gather(self, ticket: Ticket, out: Any = None, *, at: Any = None) -> Any:
         """The rows of a ticket's ids, in their order and shape, copied out of the buffer when they are there;
         a tensor where the ids were one.
 
-        ``out``: a C-contiguous array or tensor to fill and return instead. Raises as :meth:`Ticket.result`
-        does.
+        ``out``: a C-contiguous array or tensor to fill and return instead; with ``at``, integers as many as
+        ids, row i goes to ``out[at[i]]``, and ``out`` may be longer. Raises as :meth:`Ticket.result` does.
         """
         self._check_own(ticket)
+        if at is not None:
+            return self._scatter(ticket, out, parse_row_places(at, len(ticket.ids), rows_of(out)))
         slots = ticket.result()
         shape, row_bytes = (*ticket._shape, *self._rows.row_shape), self._rows.row_bytes
         rows = empty_rows(len(slots), row_bytes) if out is None else check_out(out, shape, self.dtype)
@@ -458,6 +470,19 @@ class FeatureBuffer:
         if not isinstance(ticket, Ticket) or ticket._buffer is not self:
             of = "of another buffer" if isinstance(ticket, Ticket) else f"but {shown(ticket)}"
             raise ArgumentError(f"ticket must be one that this buffer's begin() gave, not one {of}")
+
+    def _scatter(self, ticket: Ticket, out: Any, places: NDArray[np.int32]) -> Any:
+        raw = check_out(out, (rows_of(out), *self._rows.row_shape), self.dtype)
+        slots, row_bytes = ticket.result(), self._rows.row_bytes
+        scatter_slots(slots, address_of(self.x), row_bytes, address_of(raw), places)
+        return out
+
+    def holds(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """bool [n], which of these rows (int64 [n], node ids of the table) are there."""
+        self._check_process()
+        with self._lock:
+            self._enter_ended()
+            return are_present(self._map, ids)
 
     def release(self, ticket: Ticket) -> None:
         self._check_own(ticket)

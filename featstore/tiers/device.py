@@ -22,7 +22,8 @@ index every dtype.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -32,12 +33,12 @@ from featstore.arguments import as_choice, as_count, as_device, as_function, as_
 from featstore.base.ids import parse_ids
 from featstore.base.tensors import as_tensor, to_device
 from featstore.errors import ArgumentError, BudgetError, CancelledError
-from featstore.tiers.buffer import COUNTED, FeatureBuffer
+from featstore.tiers.buffer import COUNTED
 from featstore.tiers.slots import layout
 from featstore.tiers.slots import slots as sl
 from featstore.tiers.slots.contents import are_present, joined, present_ids
 from featstore.tiers.slots.rows import check_memory
-from featstore.tiers.tickets import BufferStats, Ticket
+from featstore.tiers.tickets import BufferStats
 
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
@@ -45,6 +46,43 @@ _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 def word_of(row_bytes: int) -> torch.dtype:
     """The widest integers that rows of so many bytes consist of."""
     return next(dtype for size, dtype in _WORDS.items() if row_bytes % size == 0)
+
+
+class HostTicket(Protocol):
+    """Rows that were asked of the host."""
+
+    @property
+    def ids(self) -> NDArray[np.int64]: ...
+
+    def done(self) -> bool: ...
+
+    def cancel(self) -> object: ...
+
+    def release(self) -> object: ...
+
+
+class Host(Protocol):
+    """What brings rows to host memory: a feature buffer, or anything else."""
+
+    @property
+    def dtype(self) -> np.dtype[Any]: ...
+
+    @property
+    def row_shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def row_bytes(self) -> int: ...
+
+    @property
+    def slots_unkept(self) -> int: ...
+
+    def check_ids(self, ids: NDArray[np.int64]) -> None: ...
+
+    def begin(self, ids: NDArray[np.int64]) -> HostTicket: ...
+
+    def gather(self, ticket: Any, out: NDArray[Any]) -> object: ...
+
+    def uncounted(self) -> AbstractContextManager[None]: ...
 
 
 class _Shard:
@@ -77,6 +115,9 @@ class _Part:
         """How many slots are short, or 0."""
         sl.acquire(self.shard.map, self.ids, self.slots, self.missed, self.waits, outcome=self.outcome)
         self.waits = self.waits[: max(0, self.outcome[1])]
+        if len(self.waits):  # a row that has failed before and occurs twice: this ticket brings it itself
+            own = self.slots[self.missed[: max(0, self.outcome[0])]]
+            self.waits = self.waits[~np.isin(self.slots[self.waits], own)]
         return max(0, -int(self.outcome[0]))
 
 
@@ -86,7 +127,7 @@ class _Fill:
 
     def __init__(self) -> None:
         self.missed: list[tuple[_Part, NDArray[np.int32]]] = []
-        self.host: Ticket | None = None
+        self.host: HostTicket | None = None
 
     def ids(self) -> NDArray[np.int64]:
         return np.concatenate([part.ids[positions] for part, positions in self.missed])
@@ -115,6 +156,10 @@ class DeviceTicket:
         """Whether :meth:`DeviceBuffer.gather` would not wait. Raises what the host's buffer raises."""
         return self._buffer._done(self)
 
+    def asked(self) -> Iterator[HostTicket]:
+        """What was asked of the host."""
+        return (fill.host for fill in self._fills if fill.host is not None)
+
     def release(self) -> None:
         """Give the slots back; a host's read under way goes on, but its rows are not put on the devices. May
         be called more than once."""
@@ -136,7 +181,8 @@ class DeviceBuffer:
     """Rows of one table on devices, above the host's buffer; see the module's text.
 
     Args:
-        host: the feature buffer below; it stays open. Its slots bound what a mini-batch may miss here.
+        host: what brings the rows below, a feature buffer for example; it stays open. Its slots bound what
+            a mini-batch may miss here.
         devices: as torch takes them; mini-batches are put together on the first.
         slots: how many rows fit on each device.
         policy: a name of :data:`featstore.tiers.slots.layout.POLICIES` but ``"static"`` and ``"min"``.
@@ -145,17 +191,17 @@ class DeviceBuffer:
     know; what torch raises where a device is too small.
     """
 
-    def __init__(self, host: FeatureBuffer, devices: Sequence[Any], *, slots: int, policy: str) -> None:
-        if not isinstance(host, FeatureBuffer):
-            raise ArgumentError(f"host must be a feature buffer, not {shown(host)}")
+    def __init__(self, host: Host, devices: Sequence[Any], *, slots: int, policy: str) -> None:
+        if not all(callable(getattr(host, name, None)) for name in ("begin", "gather", "check_ids")):
+            raise ArgumentError(f"host must be a feature buffer or what does the same, not {shown(host)}")
         slots = as_count(slots, "slots", 1, 2**31 - 1)
         as_choice(policy, "policy", [name for name in layout.POLICIES if name not in ("static", "min")])
         devices = [as_device(one, "devices") for one in as_sequence(devices, "devices", "devices")]
         if not devices:
             raise ArgumentError("devices must be at least one, as torch takes them")
         self._host, self.policy_name = host, policy
-        self._row_shape, self._row_bytes = host.x.shape[1:], host.x.nbytes // host.slots
-        self._dtype = as_tensor(host.x[:0]).dtype
+        self.row_shape, self._row_bytes = host.row_shape, host.row_bytes
+        self.dtype = as_tensor(np.empty(0, host.dtype)).dtype
         self._shards = [_Shard(torch.device(device), slots, self._row_bytes, policy) for device in devices]
         self.slots = slots * len(self._shards)
 
@@ -247,7 +293,7 @@ class DeviceBuffer:
                 )
         ticket.release()
         words = words.to(self._shards[0].device)
-        return words.view(self._dtype).reshape(len(ticket.ids), *self._row_shape)
+        return words.view(self.dtype).reshape(len(ticket.ids), *self.row_shape)
 
     def _check_staging(self, staging: NDArray[np.uint8], rows: int) -> None:
         if len(check_memory(staging, "staging")) < rows * self._row_bytes:
@@ -262,7 +308,7 @@ class DeviceBuffer:
             return
         count = len(fill.host.ids)
         rows = staging[: count * self._row_bytes].reshape(count, self._row_bytes)
-        self._host.gather(fill.host, rows.view(self._host.dtype).reshape(count, *self._row_shape))
+        self._host.gather(fill.host, rows.view(self._host.dtype).reshape(count, *self.row_shape))
         words = torch.from_numpy(rows).view(self._shards[0].x.dtype)
         low = 0
         for part, missed in fill.missed:

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from featstore.storage.store import Table
-from featstore.tiers.static import StaticTier
+from featstore.tiers.static import StaticRows
 
 
 def highest_degrees(tables: Mapping[str, Table], tier_bytes: int) -> dict[str, NDArray[np.int64]]:
@@ -17,7 +17,7 @@ def highest_degrees(tables: Mapping[str, Table], tier_bytes: int) -> dict[str, N
     total = sum(t.data_bytes for t in tables.values())
     chosen = {}
     for name, table in tables.items():
-        share = tier_bytes * table.data_bytes // max(1, total) - StaticTier.index_bytes(table.rows)
+        share = tier_bytes * table.data_bytes // max(1, total) - StaticRows.index_bytes(table.rows)
         # While it is filled, a member costs its row id besides; before, what ranks it.
         count = max(0, min(table.rows, share // max(table.row_bytes + 8, 24)))
         ranked = table.rows_by_degree(count) if count else None
@@ -28,6 +28,6 @@ def highest_degrees(tables: Mapping[str, Table], tier_bytes: int) -> dict[str, N
 def members_bytes(members: Mapping[str, NDArray[np.int64]], tables: Mapping[str, Table]) -> int:
     """What tiers of these rows take."""
     return sum(
-        len(rows) * tables[name].row_bytes + StaticTier.index_bytes(tables[name].rows)
+        len(rows) * tables[name].row_bytes + StaticRows.index_bytes(tables[name].rows)
         for name, rows in members.items()
     )

@@ -87,7 +87,7 @@ def check_members(count: int) -> None:
         )
 
 
-class StaticTier:
+class StaticRows:
     """A fixed set of rows of one table; see the module's text.
 
     ``members``: int64, ascending, distinct. The caller fills ``data`` (uint8 [members, row_bytes]) in that

@@ -221,6 +221,7 @@ CALLS: dict[str, Call] = {
             "store": STORE,
             "memory": MEMORY,
             "static": STATIC,
+            "static_memory": MEMORY.optional.but("zero"),
             "tables": NAME.optional.but("a tuple")
             .and_also(none=[], twice=["features", "features"])
             .saying("table"),

@@ -82,6 +82,10 @@ class World:
         return self.open(self.store.reader(engine="threads", memory="64MiB"))
 
     @cached_property
+    def tiered(self) -> featstore.TieredReader:
+        return self.open(self.store.reader(policy="lru", engine="threads", memory="64MiB"))
+
+    @cached_property
     def sampler(self) -> StoredSampler:
         return self.open(self.store.sampler([2], memory="64MiB", engine="threads"))
 

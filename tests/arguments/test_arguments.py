@@ -14,14 +14,16 @@ from typing import Any
 
 import pytest
 from arguments_buffers import BUFFERS
-from arguments_calls import CALLS, Call, State
+from arguments_calls import CALLS as OTHERS
+from arguments_calls import Call, State
+from arguments_tiers import TIERS
 from arguments_world import World
 from arguments_wrong import Anything, Rule
 
 import featstore
 from featstore.errors import FeatstoreError
 
-CALLS = CALLS | BUFFERS
+CALLS = OTHERS | BUFFERS | TIERS
 
 #: What objects of the package are, that are made by its functions. Classes of ``featstore.__all__`` are
 #: public anyhow.
@@ -46,6 +48,9 @@ NOT_CALLED = {
     "Compiled.open_readers": "called by its loader", "Ticket": "made by FeatureBuffer.begin",
     "DeviceTicket": "made by DeviceBuffer.begin", "FeatureBuffer.forget": "called by tickets",
     "FeatureBuffer.arrived": "called by tickets", "FeatureBuffer.wait_for": "called by tickets",
+    "Buffer.host_bytes": "called by the reader", "Buffer.over": "called by the reader",
+    "Static.host_bytes": "called by the reader", "Static.over": "called by the reader",
+    "Device.host_bytes": "called by the reader", "Device.over": "called by the reader",
 }  # fmt: skip
 
 

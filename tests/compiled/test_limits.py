@@ -29,7 +29,7 @@ from featstore.order.permutation import check_rankable, ranked_by_count
 from featstore.plan.extents import key_bits, plan_extents
 from featstore.storage.manifest import ROWS_MAX
 from featstore.tiers.slots import slots
-from featstore.tiers.static import StaticTier, check_members
+from featstore.tiers.static import StaticRows, check_members
 
 WIDE = np.array(
     [2**40 - 1, 3, 2**32 + 3, 2**32, 2**33 + 3, 0, 2**39]
@@ -123,7 +123,7 @@ def test_slots_are_numbered_by_32_bits() -> None:
     assert budget.slots == budget.device_slots == {"": SLOTS_MAX}
     assert np.iinfo(np.int32).min == -2 - SLOTS_MAX
     with pytest.raises(SourceError, match=r"at most 2,147,483,647, not 2,147,483,648"):
-        StaticTier(broadcast(2**31, np.int64), 2**33, 4)
+        StaticRows(broadcast(2**31, np.int64), 2**33, 4)
     check_members(2**31 - 1)
     m: Any = None
     with pytest.raises(IdError, match="2,147,483,648 rows of a table"):

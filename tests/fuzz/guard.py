@@ -77,11 +77,11 @@ def install() -> None:
             return guarded(size).view(dtype).reshape(shape) if size else real(shape, dtype)
 
     arrays.np = Guarding()  # type: ignore[attr-defined]
-    make = static.StaticTier.__init__
+    make = static.StaticRows.__init__
 
-    def make_tier(tier: static.StaticTier, *arguments: Any) -> None:
+    def make_tier(tier: static.StaticRows, *arguments: Any) -> None:
         make(tier, *arguments)
         if tier.data.nbytes:
             tier.data = guarded(tier.data.nbytes).reshape(tier.data.shape)
 
-    static.StaticTier.__init__ = make_tier  # type: ignore[method-assign]
+    static.StaticRows.__init__ = make_tier  # type: ignore[method-assign]

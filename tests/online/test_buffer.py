@@ -55,9 +55,7 @@ class Watched:
             self._begin(rows.tolist(), slots.tolist())
         if not self.hold:
             request = self.submit_of_reader(ids, out=out, at=at)
-            request._future.add_done_callback(
-                lambda future: self._ended(rows, slots, future.exception() is None)
-            )
+            request.add_done_callback(lambda done: self._ended(rows, slots, done.exception() is None))
             return request
         request = Request(lambda: None)
         request.begin()

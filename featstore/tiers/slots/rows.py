@@ -57,6 +57,19 @@ def parse_uses(next_use: Any, batches: int) -> NDArray[np.int32]:
     return uses.astype(np.int32)
 
 
+@njit(cache=True, nogil=True)
+def scatter_slots(
+    slots: NDArray[np.int32], data: int, row_bytes: int, out: int, places: NDArray[np.int32]
+) -> None:
+    """Copy rows of so many bytes from their slots at address ``data`` to rows ``places`` of ``out``."""
+    lines = min(row_bytes, _PREFETCH_BYTES)
+    for i in range(slots.shape[0]):
+        if i + _AHEAD < slots.shape[0]:
+            for line in range(0, lines, 64):
+                prefetch(data + np.int64(slots[i + _AHEAD]) * row_bytes + line)
+        memcpy(out + np.int64(places[i]) * row_bytes, data + np.int64(slots[i]) * row_bytes, row_bytes)
+
+
 def buffer_bytes(slots: int, row_bytes: int, policy: int, batches: int = 0) -> int:
     """Memory of a feature buffer: the rows and the slot map."""
     return slots * row_bytes + layout.slot_map_bytes(slots, policy, batches)

@@ -1,0 +1,326 @@
+"""A reader of several tiers: each over the next, and the disk under all of them.
+
+A request goes to the fastest tier, which asks the one below for what it does not hold, and so on down to the
+:class:`~featstore.reader.reader.Reader`, which reads the disk. One budget covers all of them: the reader has
+what it needs, tiers that name their memory have that, and the others share what is left evenly.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from featstore.arguments import as_table_names, check_options, known_name, options_of, shown
+from featstore.base.dtypes import dtype_from_name
+from featstore.base.ids import Ids, check_out, finished, is_tensor, parse_ids, parse_row_places, rows_of
+from featstore.engine.request import Request, after
+from featstore.errors import ArgumentError, BudgetError, ClosedError, IdError, NotInMemoryError
+from featstore.plan.budget import own_bytes
+from featstore.reader.lookup import table_need
+from featstore.reader.reader import Reader
+from featstore.reader.report import Plan, ReaderStats, TablePlan
+from featstore.storage.store import OpenStore, as_store
+from featstore.tiers import RowSource, Tier, TierSpec
+from featstore.tiers.buffer_tier import Buffer
+from featstore.tiers.static_tier import Static
+from featstore.units import parse_bytes
+
+
+class TieredReader:
+    """Reads rows through a stack of tiers; made by :meth:`featstore.Store.reader`. A context manager.
+
+    Args:
+        store: the open store.
+        tiers: what stands over the disk, the fastest first: :class:`~featstore.tiers.device_tier.Device`,
+            :class:`~featstore.tiers.buffer_tier.Buffer`, :class:`~featstore.tiers.static_tier.Static`, or
+            anything else that is a :class:`~featstore.tiers.TierSpec`.
+        memory: budget of host memory for all that is held, bytes or ``"2GiB"``. Results are the caller's and
+            come on top; what devices hold is said by each.
+        reader: further options of :class:`featstore.Reader`, which reads the disk.
+
+    It belongs to the process that made it; when pickled it is made anew from its store and options.
+
+    Raises what :class:`featstore.Reader` and the tiers raise; ArgumentError for two tiers of one name.
+    """
+
+    def __init__(
+        self, store: OpenStore, tiers: Sequence[TierSpec], *, memory: int | str = "1GiB", **reader: Any
+    ) -> None:
+        self._options = {"tiers": tiers, "memory": memory, **reader}
+        self.tiers: tuple[Tier, ...] = ()
+        self._disk: Reader | None = None
+        self._pid = os.getpid()
+        self.store, self.memory_bytes = as_store(store), parse_bytes(memory, "memory")
+        if not isinstance(tiers, list | tuple):
+            raise ArgumentError(f"tiers must be a list of tiers, not {shown(tiers)}")
+        specs = list(tiers)
+        for spec in specs:
+            if not callable(getattr(spec, "over", None)) or not callable(getattr(spec, "host_bytes", None)):
+                raise ArgumentError(
+                    "tiers must be a list of tiers (Static, Buffer, Device of featstore.tiers), not "
+                    f"{shown(spec)}"
+                )
+        try:
+            self._open(specs, reader)
+        except BaseException:
+            self.close()
+            raise
+        self._counting = threading.Lock()
+        self._requests = self._rows_asked = self._bytes_asked = 0
+        self._before = self._hits()
+
+    def _open(self, specs: list[TierSpec], options: dict[str, Any]) -> None:
+        check_options(options, [*options_of(Reader), "tiers"], "a reader of tiers")
+        given_names = options.get("tables")
+        names = list(self.store.tables) if given_names is None else as_table_names(given_names, "tables")
+        if options.get("by_row"):
+            raise ArgumentError("by_row is of a reader without tiers over it: these know rows by node ids")
+        tables = [self.store.table(name) for name in names]
+        wanted = [spec.host_bytes(tables) for spec in specs]
+        needs = [table_need(table, options.get("verify", True)) for table in tables]
+        own = own_bytes(self.memory_bytes, needs)
+        rest, sharing = self.memory_bytes - own - sum(n or 0 for n in wanted), wanted.count(None)
+        if rest < sharing:
+            needed = self.memory_bytes - rest + sharing
+            raise BudgetError(needed, self.memory_bytes, "hold the reader and these tiers")
+        given = [rest // sharing if n is None else n for n in wanted]
+        static, static_bytes = None, 0
+        if specs and isinstance(specs[-1], Static):  # over the disk, the reader keeps it itself
+            static, static_bytes = specs[-1].rows, given.pop()
+            specs.pop()
+        self._disk = Reader(
+            self.store, memory=own + static_bytes, static=static, static_memory=static_bytes, **options
+        )
+        top: RowSource = self._disk
+        for spec, memory_bytes in reversed(list(zip(specs, given, strict=True))):
+            tier = spec.over(top, memory_bytes)
+            if tier.name in [other.name for other in self.tiers]:
+                tier.close()
+                raise ArgumentError(
+                    f"two tiers are called {tier.name!r}: plans and statistics tell them by name"
+                )
+            self.tiers = (tier, *self.tiers)
+            top = tier
+        self._top = top
+
+    def _check_open(self) -> Reader:
+        if self._disk is None:
+            raise ClosedError("the reader is closed")
+        if self._pid != os.getpid():
+            raise ClosedError(
+                "a reader of several tiers belongs to the process that made it; make one in each"
+            )
+        return self._disk
+
+    # Reading.
+
+    @property
+    def tables(self) -> list[str]:
+        """Names of the tables that it reads."""
+        return self._check_open().tables
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> NDArray[Any]:
+        raise NotInMemoryError("a reader is no array in memory: read rows with reader.read(ids)")
+
+    def read(self, ids: Any, *, out: Any = None) -> Any:
+        """Rows of ``ids``, in the order asked; duplicates are fine. As :meth:`featstore.Reader.read`; but
+        where the first tier is on a device, the rows are a tensor there (``out`` may be in host memory all
+        the same).
+
+        Raises IdError, CorruptionError, DeviceError, ClosedError.
+        """
+        request = self._submit(ids, out, None, copy=False)
+        try:
+            return request.result()
+        except BaseException:
+            request.abandon()
+            raise
+
+    def submit(self, ids: Any, *, out: Any = None, at: Any = None) -> Request:
+        """Like :meth:`read`, but returns at once with a :class:`~featstore.engine.request.Request`; as
+        :meth:`featstore.Reader.submit`."""
+        return self._submit(ids, out, at, copy=True)
+
+    def _submit(self, ids: Any, out: Any, at: Any, copy: bool) -> Request:
+        self._check_open()
+        by_table = {name: parse_ids(value, copy=copy) for name, value in self._by_table(ids).items()}
+        outs = {} if out is None else self._by_table(out)
+        places = {} if at is None else self._by_table(at)
+        for name in (*outs, *places):
+            if name not in by_table:
+                raise ArgumentError(f"out or at is given for table {name!r}, ids are not")
+        if (out is not None and len(outs) < len(by_table)) or (
+            at is not None and len(places) < len(by_table)
+        ):
+            raise ArgumentError("out and at, where given, are given for every table that ids are given for")
+        if at is not None and out is None:
+            raise ArgumentError("at says where in out rows go; give out too")
+        rows = 0
+        for name, parsed in by_table.items():
+            self._check_ids(name, parsed.values)
+            rows += len(parsed.values)
+        flat = {name: self._flat(name, outs[name], parsed, at) for name, parsed in by_table.items() if outs}
+        to = {
+            name: parse_row_places(places[name], len(parsed.values), rows_of(flat[name]))
+            for name, parsed in by_table.items()
+            if places
+        }
+        below = self._top.submit(
+            {name: parsed.values for name, parsed in by_table.items()}, out=flat or None, at=to or None
+        )
+        row_bytes = {name: self.store.table(name).row_bytes for name in by_table}
+        with self._counting:
+            self._requests += 1
+            self._rows_asked += rows
+            self._bytes_asked += sum(len(p.values) * row_bytes[n] for n, p in by_table.items())
+
+        def finish() -> Any:
+            made = outs or {
+                name: self._shaped(name, below.result()[name], by_table[name]) for name in by_table
+            }
+            return made if isinstance(ids, Mapping) else next(iter(made.values()))
+
+        return after(below, finish)
+
+    def _flat(self, name: str, out: Any, parsed: Ids, at: Any) -> Any:
+        """A caller's ``out`` as [rows, *row shape]."""
+        table = self.store.table(name)
+        dtype = dtype_from_name(table.entry.dtype)
+        if is_tensor(out) and out.device.type != "cpu" and out.device == getattr(self._top, "device", None):
+            return out  # the tier looks at it
+        count = len(parsed.values) if at is None else rows_of(out)
+        shape = (*parsed.shape, *table.row_shape) if at is None else (count, *table.row_shape)
+        return check_out(out, shape, dtype).view(dtype).reshape(count, *table.row_shape)
+
+    def _shaped(self, name: str, rows: Any, parsed: Ids) -> Any:
+        """Rows as the ids were given: their shape, and a tensor for a tensor."""
+        table = self.store.table(name)
+        shape = (*parsed.shape, *table.row_shape)
+        if is_tensor(rows):
+            return rows.reshape(shape)
+        return finished(rows.reshape(-1).view(np.uint8), shape, rows.dtype, parsed.tensor)
+
+    def _check_ids(self, name: str, ids: NDArray[np.int64]) -> None:
+        rows = self.store.table(name).rows
+        for bad in (ids.min(), ids.max()) if len(ids) else ():
+            if not 0 <= bad < rows:
+                raise IdError(f"node id {bad} is out of range: table {name!r} has {rows:,} rows")
+
+    def _by_table(self, value: Any) -> dict[str, Any]:
+        names = self.tables
+        if isinstance(value, Mapping):
+            for name in value:
+                if name not in names:
+                    known_name(name, names, "this reader has no table")
+            return dict(value)
+        if len(names) != 1:
+            raise IdError(f"this reader has {len(names)} tables; say which: {{'{names[0]}': ids}}")
+        return {names[0]: value}
+
+    # Explaining.
+
+    def plan(self, ids: Any) -> Plan:
+        """What :meth:`read` would do for these ids now: hits of each tier, and pages, reads, bytes and
+        forecast for what comes from the disk. Reads nothing. Raises IdError."""
+        disk = self._check_open()
+        tables, forecast = [], 0.0
+        for name, value in self._by_table(ids).items():
+            left = parse_ids(value).values
+            self._check_ids(name, left)
+            asked, hits = len(left), {}
+            for tier in self.tiers:
+                held = tier.holds(name, left)
+                hits[tier.name] = int(held.sum())
+                left = left[~held]
+            below = disk.plan({name: left})
+            forecast += below.forecast_seconds
+            tables.append(self._over(below.tables[0], asked, hits))
+        return Plan(tuple(tables), disk.engine.name, disk.model.calibrated, forecast)
+
+    def _over(self, plan: TablePlan, asked: int, hits: dict[str, int]) -> TablePlan:
+        """A plan of the reader's with what the tiers over it hold."""
+        bytes_asked = asked * self.store.table(plan.table).row_bytes
+        return replace(
+            plan, ids=asked, hits=hits | dict(plan.hits), bytes_asked=bytes_asked,
+            amplification=plan.bytes_read / bytes_asked if bytes_asked else 0.0,
+        )  # fmt: skip
+
+    def stats(self) -> ReaderStats:
+        """What has been counted since the reader was opened; hits by tier."""
+        below = self._check_open().stats()
+        hits = {name: count - self._before.get(name, 0) for name, count in self._hits().items()}
+        with self._counting:
+            return replace(
+                below, hits=hits | dict(below.hits), requests=self._requests, rows_asked=self._rows_asked,
+                bytes_asked=self._bytes_asked,
+            )  # fmt: skip
+
+    def _hits(self) -> dict[str, int]:
+        return {tier.name: tier.hits() for tier in self.tiers}
+
+    def memory(self) -> dict[str, int]:
+        """Bytes of the budget, by use: what is held, and ``unused``."""
+        held = self._check_open().memory()
+        held.pop("unused")
+        held |= {f"{tier.name} tier": tier.memory_bytes for tier in self.tiers}
+        return held | {"unused": self.memory_bytes - sum(held.values())}
+
+    # Ending.
+
+    def close(self) -> None:
+        """Wait for what is under way, then give everything back. May be called more than once."""
+        if self._pid != os.getpid():
+            return
+        for tier in self.tiers:
+            tier.close()
+        if self._disk is not None:
+            self._disk.close()
+        self._disk = None
+
+    def __enter__(self) -> TieredReader:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _reopen, (self.store, self._options)
+
+    def __repr__(self) -> str:
+        names = " over ".join([*(tier.name for tier in self.tiers), "disk"])
+        return f"<TieredReader of {str(self.store.path)!r}, {names}, {self.memory_bytes:,} bytes>"
+
+
+def short(
+    store: OpenStore, policy: str | None, device: Any, device_memory: int | str | None,
+    device_policy: str | None, options: dict[str, Any],
+) -> list[TierSpec]:  # fmt: skip
+    """The tiers that the short forms of :meth:`featstore.Store.reader` ask for; takes ``static`` out of the
+    options."""
+    tiers: list[TierSpec] = []
+    if device is not None:
+        from featstore.tiers.device_tier import Device
+
+        if device_memory is None:
+            raise ArgumentError("device= keeps rows there: say in how much memory, with device_memory=")
+        tiers.append(
+            Device(device, device_memory, **({} if device_policy is None else {"policy": device_policy}))
+        )
+    elif device_memory is not None or device_policy is not None:
+        raise ArgumentError("device_memory= and device_policy= are of a device: say which, with device=")
+    if policy is not None:
+        tiers.append(Buffer(policy))
+    static = options.pop("static", None)
+    if static is not None and not (isinstance(static, str) and static == "auto"):
+        tiers.append(Static(static))
+    return tiers
+
+
+def _reopen(store: OpenStore, options: dict[str, Any]) -> TieredReader:
+    return TieredReader(store, **options)

@@ -1,0 +1,201 @@
+"""For those who write tiers of their own: what a source of rows must do, as checks, and a double to stand
+over.
+
+A tier of one's own is a class with the methods of :class:`featstore.tiers.Tier`, and one with those of
+:class:`featstore.tiers.TierSpec` that makes it; :func:`check_tier` tries both. Everything here raises
+AssertionError, and works under any test runner.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from featstore.base.dtypes import dtype_from_name
+from featstore.base.ids import is_tensor
+from featstore.engine.request import Request
+from featstore.errors import CancelledError
+from featstore.storage.store import OpenStore
+from featstore.tiers import RowSource, TierSpec, tables_of
+
+SECONDS = 60.0  # in which any request must have ended
+
+
+class ArraySource:
+    """Rows from arrays, by table: stands for the disk. ``asked`` counts the rows asked for; while ``error``
+    is set, requests fail with it; while ``held`` is, none ends before :meth:`let_go`."""
+
+    def __init__(self, store: OpenStore, arrays: Mapping[str, NDArray[Any]]) -> None:
+        self.store, self.tables, self._arrays = store, list(arrays), arrays
+        self.asked, self.held = 0, False
+        self.error: BaseException | None = None
+        self._open: list[tuple[Request, Any, Any, Any]] = []
+        self._lock = threading.Lock()
+
+    def submit(
+        self, ids: Mapping[str, Any], *, out: Mapping[str, Any] | None, at: Mapping[str, Any] | None = None
+    ) -> Request:
+        with self._lock:
+            self.asked += sum(map(len, ids.values()))
+        empty = {name: np.empty((len(one), *self._arrays[name].shape[1:]), self._arrays[name].dtype)
+                 for name, one in ids.items()}  # fmt: skip
+        filled = empty if out is None else out
+        request = Request(lambda: filled)
+        request.begin()
+        self._open.append((request, ids, filled, at))
+        if not self.held:
+            self.let_go()
+        return request
+
+    def let_go(self) -> None:
+        """End what is under way."""
+        while self._open:
+            request, ids, filled, at = self._open.pop()
+            if self.error is None and not request.stopped():
+                for name, one in ids.items():
+                    filled[name][slice(len(one)) if at is None else at[name]] = self._arrays[name][one]
+            request.close_piece(None, self.error)
+
+    def close(self) -> None:
+        self.let_go()
+
+
+def check_source(
+    source: RowSource,
+    arrays: Mapping[str, NDArray[Any]],
+    *,
+    seed: int = 0,
+    requests: int = 20,
+    threads: int = 3,
+    ids_max: int = 500,
+) -> None:
+    """Ask a source for rows of ``arrays`` by table, of which it must give the same bytes: several tables at
+    once, duplicates, no ids at all, with and without ``out`` and ``at``, from several threads, with some
+    requests cancelled."""
+    with ThreadPoolExecutor(threads) as pool:
+        work = [
+            pool.submit(_ask, source, arrays, np.random.default_rng([seed, n]), requests, ids_max)
+            for n in range(threads)
+        ]
+        for one in work:
+            one.result(SECONDS * requests)
+
+
+def _ask(
+    source: RowSource,
+    arrays: Mapping[str, NDArray[Any]],
+    rng: np.random.Generator,
+    requests: int,
+    ids_max: int,
+) -> None:
+    waiting = []
+    for _ in range(requests):
+        names = list(rng.permutation(list(arrays))[: rng.integers(1, len(arrays) + 1)])
+        ids, out, at = {}, {}, {}
+        for name in names:
+            array = arrays[name]
+            ids[name] = rng.integers(0, len(array), rng.integers(0, ids_max)) if len(array) else _none()
+            room = len(ids[name]) + int(rng.integers(0, 9))
+            out[name] = np.full((room, *array.shape[1:]), 1).astype(array.dtype)
+            at[name] = rng.permutation(room)[: len(ids[name])].astype(np.int32)
+        kind = rng.integers(3)
+        if kind == 0:
+            request = source.submit(ids, out=None)
+        elif kind == 1:
+            out = {name: rows[: len(ids[name])] for name, rows in out.items()}
+            request = source.submit(ids, out=out)
+        else:
+            request = source.submit(ids, out=out, at=at)
+        cancelled = rng.random() < 0.2 and request.cancel()
+        waiting.append((request, ids, out if kind else None, at if kind == 2 else None, cancelled))
+        if rng.random() < 0.3:
+            _check_all(waiting, arrays)
+    _check_all(waiting, arrays)
+
+
+def _none() -> NDArray[np.int64]:
+    return np.empty(0, np.int64)
+
+
+def _check_all(waiting: list[Any], arrays: Mapping[str, NDArray[Any]]) -> None:
+    """Each request ends, as it should."""
+    _, late = wait([one[0] for one in waiting], timeout=SECONDS)
+    assert not late, f"{len(late)} requests have not ended within {SECONDS:g} s"
+    for request, ids, out, at, cancelled in waiting:
+        if cancelled and isinstance(request.exception(), CancelledError):
+            continue  # some rows may have arrived and others not
+        given = request.result()
+        for name, one in ids.items():
+            rows = given[name] if out is None else out[name]
+            wanted = arrays[name][one]
+            assert _bytes(rows, None if at is None else at[name]) == wanted.tobytes(), (
+                f"wrong rows of table {name!r}"
+            )
+    waiting.clear()
+
+
+def _bytes(rows: Any, at: NDArray[np.int32] | None) -> bytes:
+    """Rows of an array or tensor, those at given places where there are some, as bytes."""
+    if is_tensor(rows):
+        import torch
+
+        if rows.numel() == 0:
+            return b""
+        rows = rows.cpu().contiguous().reshape(len(rows), -1).view(torch.uint8).numpy()
+    return bytes((rows if at is None else rows[at]).tobytes())
+
+
+def check_tier(
+    spec: TierSpec, store: OpenStore, arrays: Mapping[str, NDArray[Any]], memory_bytes: int, *, seed: int = 0
+) -> None:
+    """Try a tier over an :class:`ArraySource`: right rows, honest counts, no more memory than given, errors
+    from below handed up and forgotten."""
+    below = ArraySource(store, arrays)
+    tier = spec.over(below, spec.host_bytes(tables_of(below)) or memory_bytes)
+    try:
+        assert list(tier.tables) == list(arrays)
+        assert tier.memory_bytes <= memory_bytes, f"it holds {tier.memory_bytes:,} bytes of {memory_bytes:,}"
+        check_source(tier, arrays, seed=seed)
+        asked, hits = below.asked, tier.hits()
+        name = max(arrays, key=lambda n: len(arrays[n]))
+        ids = np.arange(min(5, len(arrays[name])))
+        held = tier.holds(name, ids)
+        assert held.dtype == bool
+        assert held.shape == ids.shape
+        tier.submit({name: ids}, out=None).result(SECONDS)
+        assert below.asked - asked <= int((~held).sum()), "it asked below for rows that it said it holds"
+        assert tier.hits() - hits == len(ids) - (below.asked - asked), "hits and misses do not add up"
+        _check_errors(tier, below, arrays, name)
+    finally:
+        tier.close()
+        tier.close()
+
+
+def _check_errors(tier: RowSource, below: ArraySource, arrays: Mapping[str, NDArray[Any]], name: str) -> None:
+    below.error = OSError(5, "the device fails")
+    everything: Sequence[int] = range(len(arrays[name]))
+    asked = below.asked
+    error = tier.submit({name: np.array(everything)}, out=None).exception(SECONDS)
+    if below.asked > asked:
+        assert error is below.error, f"an error from below came up as {error!r}"
+    below.error = None
+    check_source(tier, arrays, requests=5)
+
+
+def arrays_of(store: OpenStore) -> dict[str, NDArray[Any]]:
+    """All rows of a store by table, in the order of node ids: what its sources must give. For small
+    stores."""
+    from featstore.reader.reader import Reader
+
+    with Reader(store, static=None) as reader:
+        made = {}
+        for name in reader.tables:
+            table = store.table(name)
+            rows = reader.read({name: np.arange(table.rows)})[name]
+            made[name] = rows.view(dtype_from_name(table.entry.dtype))
+        return made

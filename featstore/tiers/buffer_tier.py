@@ -1,0 +1,250 @@
+"""Feature buffers as a tier: rows that were asked for lately stay, as a cache policy decides.
+
+A request takes slots of a :class:`~featstore.tiers.buffer.FeatureBuffer` for its rows, waits for those that
+are read into them, and copies all of them out. Where all are there already that is done by whoever asks. A
+request of more rows than there are slots is served in pieces, for which one thread takes slots in turn;
+others, which wait for nothing but reads, copy out and give the slots back. So slots always come back.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from featstore.arguments import as_choice, check_options
+from featstore.base.system import submitted
+from featstore.base.threads import shut_down
+from featstore.engine.request import Request
+from featstore.errors import BudgetError, CancelledError, ClosedError
+from featstore.storage.store import OpenStore, Table
+from featstore.tiers import RowSource, Tier
+from featstore.tiers.buffer import FeatureBuffer
+from featstore.tiers.slots import layout
+from featstore.tiers.slots.rows import buffer_bytes, slots_for
+from featstore.tiers.static_tier import new_rows
+from featstore.tiers.tickets import Ticket
+from featstore.units import parse_bytes
+
+#: Policies that need neither a trace nor to be told what to keep.
+POLICIES = tuple(name for name in layout.POLICIES if name not in ("min", "static"))
+#: What a policy can be told, see :func:`featstore.tiers.slots.layout.make_slot_map`.
+OPTIONS = {"s3-fifo": ("small",), "score": ("resident", "gamma", "delta", "alpha")}
+_THREADS = 8  # requests that wait for rows at once
+_PIECE_IDS_MIN, _PIECE_IDS_MAX = 256, 1 << 16
+_TICKET_BYTES = 40  # of an id that is under way: ids, slots, what was missed
+_TICKETS_SHARE = 16  # of the memory, at most, is for these
+
+
+class Buffer:
+    """Rows that were asked for lately.
+
+    ``policy``: one of :data:`POLICIES`. ``memory``: bytes or a size; a share of what is left over by default.
+    ``options``: of the policy, those of :data:`OPTIONS`. Raises ArgumentError.
+    """
+
+    def __init__(self, policy: str = "s3-fifo", memory: int | str | None = None, **options: Any) -> None:
+        self.policy = as_choice(policy, "policy", POLICIES)
+        self.memory = None if memory is None else parse_bytes(memory, "memory")
+        check_options(options, OPTIONS.get(self.policy, ()), f"a buffer by {self.policy!r}")
+        layout.make_slot_map(16, layout.POLICIES[self.policy], **options)  # which looks at their values
+        self.options = options
+
+    def host_bytes(self, tables: Sequence[Table]) -> int | None:
+        return self.memory
+
+    def over(self, below: RowSource, memory_bytes: int) -> Tier:
+        return BufferTier(below, memory_bytes, self.policy, **self.options)
+
+    def __repr__(self) -> str:
+        return f"Buffer({self.policy!r}, memory={self.memory!r}, **{self.options!r})"
+
+
+class _Job:
+    """A piece of a request: rows that are in slots at once."""
+
+    def __init__(
+        self, request: Request, buffer: FeatureBuffer, ids: NDArray[np.int64], out: Any, at: Any
+    ) -> None:
+        self._request, self._buffer = request, buffer
+        self._ids, self._out, self._at = ids, out, at
+        self._ticket: Ticket | None = None
+        self._cancelled = False
+        self.on_end: Callable[[], None] = lambda: None
+
+    def begin(self) -> bool:
+        """Take slots; whether all rows are there."""
+        if self._cancelled:
+            raise CancelledError("the request was cancelled")
+        ticket = self._ticket = self._buffer.begin(self._ids)
+        ticket.hand_over()
+        if self._cancelled:
+            ticket.cancel()
+        return ticket.done()
+
+    def copy_out(self) -> None:
+        """Wait for the rows, and copy them out."""
+        assert self._ticket is not None
+        error: BaseException | None = None
+        try:
+            self._buffer.gather(self._ticket, self._out, at=self._at)
+        except BaseException as failure:
+            error = failure
+        self.end(error)
+
+    def end(self, error: BaseException | None) -> None:
+        if self._ticket is not None:
+            self._ticket.release()
+        self.on_end()
+        self._request.close_piece(self, error)
+
+    def cancel(self) -> None:
+        self._cancelled = True
+        ticket = self._ticket
+        if ticket is not None:
+            ticket.cancel()
+
+
+class BufferTier:
+    """A buffer for each table over ``below``, in so much memory, which they share by the tables' sizes. It
+    belongs to one process.
+
+    Raises BudgetError.
+    """
+
+    name = "buffer"
+
+    def __init__(self, below: RowSource, memory_bytes: int, policy: str = "s3-fifo", **options: Any) -> None:
+        self._below, self.policy = below, as_choice(policy, "policy", POLICIES)
+        self._buffers: dict[str, FeatureBuffer] = {}
+        tickets = memory_bytes // _TICKETS_SHARE
+        ids = tickets // (_THREADS * _TICKET_BYTES)
+        self._piece_ids = max(_PIECE_IDS_MIN, min(_PIECE_IDS_MAX, ids))
+        self._ticket_bytes = self._piece_ids * _THREADS * _TICKET_BYTES
+        slots = self._slots(memory_bytes - self._ticket_bytes, memory_bytes)
+        self._taking = ThreadPoolExecutor(1, thread_name_prefix="featstore-take-slots")
+        self._copying = ThreadPoolExecutor(_THREADS, thread_name_prefix="featstore-copy-out")
+        self._tickets = threading.BoundedSemaphore(_THREADS)
+        self._under_way = threading.BoundedSemaphore(2 * _THREADS)
+        self._pid = os.getpid()
+        self._closed = False
+        try:
+            for name, count in slots.items():
+                self._buffers[name] = FeatureBuffer(below, name, slots=count, policy=policy, **options)
+        except BaseException:
+            self.close()
+            raise
+
+    def _slots(self, rest_bytes: int, memory_bytes: int) -> dict[str, int]:
+        """Slots by table; what a table that fits whole leaves over is for the others."""
+        number = layout.POLICIES[self.policy]
+        tables = {name: self._below.store.table(name) for name in self._below.tables}
+        least = sum(buffer_bytes(1, t.row_bytes, number) for t in tables.values())
+        if rest_bytes < least:
+            needed = least + self._ticket_bytes
+            raise BudgetError(needed, memory_bytes, "make a buffer of one row of each table")
+        slots = {}
+        names = sorted(tables, key=lambda name: tables[name].data_bytes)
+        for at, name in enumerate(names):
+            table, later = tables[name], names[at + 1 :]
+            total = sum(max(1, tables[n].data_bytes) for n in names[at:])
+            share = rest_bytes * max(1, table.data_bytes) // total
+            kept = sum(buffer_bytes(1, tables[n].row_bytes, number) for n in later)
+            share = min(max(share, buffer_bytes(1, table.row_bytes, number)), rest_bytes - kept)
+            slots[name] = max(1, min(table.rows, slots_for(share, table.row_bytes, number)))
+            rest_bytes -= buffer_bytes(slots[name], table.row_bytes, number)
+        return slots
+
+    @property
+    def store(self) -> OpenStore:
+        return self._below.store
+
+    @property
+    def tables(self) -> list[str]:
+        return self._below.tables
+
+    @property
+    def memory_bytes(self) -> int:
+        return self._ticket_bytes + sum(buffer.memory_bytes for buffer in self._buffers.values())
+
+    def submit(
+        self, ids: Mapping[str, Any], *, out: Mapping[str, Any] | None, at: Mapping[str, Any] | None = None
+    ) -> Request:
+        self._check_open()
+        filled = new_rows(self, ids) if out is None else dict(out)
+        request, limit = Request(lambda: filled), self._under_way
+        limit.acquire()
+        request.add_done_callback(lambda _: limit.release())
+        request.begin()
+        jobs = []
+        for name, wanted in ids.items():
+            for part in self._parts(name, len(wanted)):
+                rows, to = (filled[name][part], None) if at is None else (filled[name], at[name][part])
+                jobs.append(_Job(request, self._buffers[name], wanted[part], rows, to))
+        for job in jobs:
+            request.open_piece(job)
+        if len(jobs) == 1:
+            self._take(jobs[0], here=True)
+        else:
+            for job in jobs:
+                self._submitted(self._taking, partial(self._take, job), job)
+        request.close_piece(None, None)
+        return request
+
+    def _take(self, job: _Job, here: bool = False) -> None:
+        """Take slots, and have the rows copied out when they are there: by whoever asks (``here``), if they
+        are there now."""
+        self._tickets.acquire()
+        job.on_end = self._tickets.release
+        try:
+            ready = job.begin()
+        except BaseException as error:
+            job.end(error)
+            return
+        if ready and here:
+            job.copy_out()
+        else:
+            self._submitted(self._copying, job.copy_out, job)
+
+    def _submitted(self, pool: ThreadPoolExecutor, step: Callable[[], None], job: _Job) -> None:
+        try:
+            submitted(pool, step)
+        except RuntimeError:  # the pool takes nothing any more
+            job.end(ClosedError("the buffer is closed"))
+        except BaseException as error:
+            job.end(error)
+
+    def _parts(self, name: str, count: int) -> list[slice]:
+        """A request's ids in pieces whose rows can be in slots at once."""
+        step = max(1, min(self._piece_ids, self._buffers[name].slots))
+        return [slice(low, min(low + step, count)) for low in range(0, count, step)]
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("the buffer is closed")
+        if self._pid != os.getpid():
+            raise ClosedError("this buffer belongs to the process that made it; make one in each process")
+
+    def holds(self, table: str, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
+        return self._buffers[table].holds(ids)
+
+    def hits(self) -> int:
+        return sum(buffer.stats().hits for buffer in self._buffers.values())
+
+    def close(self) -> None:
+        if self._pid != os.getpid():
+            return
+        self._closed = True
+        shut_down(self._taking)
+        shut_down(self._copying)
+        for buffer in self._buffers.values():
+            buffer.close()
+
+    def __repr__(self) -> str:
+        return f"<BufferTier of {self.tables}, {self.policy}, {self.memory_bytes:,} bytes>"

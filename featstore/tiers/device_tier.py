@@ -1,0 +1,322 @@
+"""Rows on one or several devices as a tier over any other source (:mod:`featstore.tiers.device`).
+
+One thread does all that concerns the devices, request after request: it takes slots for a few of them, so
+that what they miss is on its way from below, and puts the oldest together. A request of more rows than a
+device has slots for is served in pieces. Rows from below land in host memory of their own until they are
+copied.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from featstore.arguments import as_choice, as_device
+from featstore.base.buffers import empty_rows
+from featstore.base.dtypes import dtype_from_name
+from featstore.base.ids import check_out, is_tensor
+from featstore.base.threads import Wake, Worker
+from featstore.engine.request import Request
+from featstore.errors import ArgumentError, CancelledError, ClosedError, IdError
+from featstore.storage.store import OpenStore, Table
+from featstore.tiers import RowSource, Tier, table_shares, tables_of
+from featstore.tiers.buffer_tier import POLICIES
+from featstore.tiers.device import DeviceBuffer, DeviceTicket
+from featstore.tiers.slots import layout
+from featstore.units import parse_bytes
+
+_DEPTH = 3  # pieces that are under way at once
+_LANDING_BYTES = 16 * 2**20  # of rows from below for one piece, at most, unless one row is larger
+_WAITING = 16  # requests that wait or are under way; a further one blocks
+
+
+class Device:
+    """Rows on a device.
+
+    ``device``: as torch takes it, or a list of several, which share the rows by node id; results are on the
+    first. ``memory``: for rows on each device, bytes or a size. ``policy``: one of
+    :data:`featstore.tiers.buffer_tier.POLICIES`.
+    """
+
+    def __init__(self, device: Any, memory: int | str, policy: str = "s3-fifo") -> None:
+        self.devices = list(device) if isinstance(device, list | tuple) else [device]
+        if not self.devices:
+            raise ArgumentError("device must be a device, or a list of at least one, not an empty list")
+        for one in self.devices:
+            as_device(one, "device")
+        self.device_bytes = parse_bytes(memory, "memory")
+        self.policy = as_choice(policy, "policy", POLICIES)
+
+    def _slots(self, tables: Sequence[Table]) -> dict[str, int]:
+        slots, shares = {}, table_shares(tables, self.device_bytes)
+        for table in tables:
+            fit = shares[table.name] // max(1, table.row_bytes)
+            slots[table.name] = max(1, min(-(-table.rows // len(self.devices)), fit))
+        return slots
+
+    def host_bytes(self, tables: Sequence[Table]) -> int | None:
+        maps = sum(
+            len(self.devices) * layout.slot_map_bytes(count, layout.POLICIES[self.policy])
+            for count in self._slots(tables).values()
+        )
+        return maps + (_DEPTH + 1) * max(map(_landing_bytes, tables), default=0)
+
+    def over(self, below: RowSource, memory_bytes: int) -> Tier:
+        return DeviceTier(below, self.devices, self._slots(tables_of(below)), self.policy)
+
+    def __repr__(self) -> str:
+        return f"Device({self.devices!r}, {self.device_bytes!r}, {self.policy!r})"
+
+
+def _landing_bytes(table: Table) -> int:
+    return max(min(_LANDING_BYTES, table.data_bytes), table.row_bytes)
+
+
+class _Landed:
+    """Rows that were asked of the source below, and the memory in which they land."""
+
+    def __init__(self, request: Request, ids: NDArray[np.int64], rows: NDArray[Any]) -> None:
+        self.request, self.ids, self.rows = request, ids, rows
+
+    def done(self) -> bool:
+        return self.request.done()
+
+    def cancel(self) -> None:
+        self.request.cancel()
+
+    def release(self) -> None:
+        """Nothing is held but memory, which goes when the read has ended."""
+
+
+class _Below:
+    """One table of the source below, as a :class:`~featstore.tiers.device.Host`."""
+
+    slots_unkept = 2**31 - 1
+
+    def __init__(self, below: RowSource, name: str) -> None:
+        self._source, self._table = below, below.store.table(name)
+        self.dtype = dtype_from_name(self._table.entry.dtype)
+        self.row_shape, self.row_bytes = self._table.row_shape, self._table.row_bytes
+
+    def check_ids(self, ids: NDArray[np.int64]) -> None:
+        if len(ids) and not 0 <= ids.min() <= ids.max() < self._table.rows:
+            raise IdError(
+                f"a node id is out of range: table {self._table.name!r} has {self._table.rows:,} rows"
+            )
+
+    def begin(self, ids: NDArray[np.int64]) -> _Landed:
+        raw = empty_rows(len(ids), self.row_bytes)
+        rows = raw.view(self.dtype).reshape(len(ids), *self.row_shape)
+        name = self._table.name
+        return _Landed(self._source.submit({name: ids}, out={name: rows}), ids, rows)
+
+    def gather(self, ticket: _Landed, out: NDArray[Any]) -> None:
+        ticket.request.result()
+        out[...] = ticket.rows
+
+    @contextmanager
+    def uncounted(self) -> Iterator[None]:
+        yield
+
+
+class _Job:
+    """A piece of a request: rows that are on the devices at once."""
+
+    def __init__(self, request: Request, table: str, ids: NDArray[np.int64], places: Any) -> None:
+        self.request, self.table, self.ids, self.places = request, table, ids, places
+        self.ticket: DeviceTicket | None = None
+        self.error: BaseException | None = None
+        self.cancelled = False
+
+    def cancel(self) -> None:
+        self.cancelled = True
+
+    def landed(self) -> Iterator[Request]:
+        """What was asked of the source below."""
+        for landed in self.ticket.asked() if self.ticket is not None else ():
+            assert isinstance(landed, _Landed)
+            yield landed.request
+
+
+class DeviceTier:
+    """Rows on ``devices``, so many ``slots`` of each table on each, over ``below``. Results are tensors on
+    the first device; ``out``: tensors there, or arrays or tensors in host memory. It belongs to one process.
+
+    Raises ArgumentError for rows whose dtype torch does not know; what torch raises where a device is not
+    there or too small.
+    """
+
+    name = "device"
+
+    def __init__(
+        self, below: RowSource, devices: Sequence[Any], slots: Mapping[str, int], policy: str = "s3-fifo"
+    ) -> None:
+        self._below, self.device = below, torch.device(devices[0])
+        self._levels = {
+            name: DeviceBuffer(_Below(below, name), devices, slots=count, policy=policy)
+            for name, count in slots.items()
+        }
+        self._step: dict[str, int] = {}
+        self._landing = 0
+        for name, count in slots.items():
+            table = below.store.table(name)
+            self._step[name] = max(1, min(count, _landing_bytes(table) // max(1, table.row_bytes)))
+            self._landing = max(self._landing, self._step[name] * table.row_bytes)
+        self._staging = empty_rows(self._landing, 1)
+        self._todo: deque[tuple[_Job, Any]] = deque()
+        self._under_way = threading.BoundedSemaphore(_WAITING)
+        self._wake = Wake()
+        self._closed, self._pid = False, os.getpid()
+        self._worker = Worker(self._run, "featstore-device-tier")
+        self._worker.start()
+
+    @property
+    def store(self) -> OpenStore:
+        return self._below.store
+
+    @property
+    def tables(self) -> list[str]:
+        return self._below.tables
+
+    @property
+    def memory_bytes(self) -> int:
+        return sum(level.memory_bytes for level in self._levels.values()) + (_DEPTH + 1) * self._landing
+
+    def submit(
+        self, ids: Mapping[str, Any], *, out: Mapping[str, Any] | None, at: Mapping[str, Any] | None = None
+    ) -> Request:
+        self._check_open()
+        filled = self._new_rows(ids) if out is None else dict(out)
+        request, limit = Request(lambda: filled), self._under_way
+        jobs = []
+        for name, wanted in ids.items():
+            step, target = self._step[name], self._target(filled[name], name)
+            for low in range(0, len(wanted), step):
+                part = slice(low, min(low + step, len(wanted)))
+                jobs.append(
+                    (_Job(request, name, wanted[part], part if at is None else at[name][part]), target)
+                )
+        limit.acquire()
+        request.add_done_callback(lambda _: limit.release())
+        request.begin()
+        for job, target in jobs:
+            request.open_piece(job)
+            self._todo.append((job, target))
+        request.close_piece(None, None)
+        self._wake.set()
+        if self._closed:
+            self._refuse()
+        return request
+
+    def _new_rows(self, ids: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+        return {
+            name: torch.empty(
+                (len(wanted), *self._levels[name].row_shape),
+                dtype=self._levels[name].dtype,
+                device=self.device,
+            )
+            for name, wanted in ids.items()
+        }
+
+    def _target(self, out: Any, name: str) -> torch.Tensor:
+        """A caller's out as a tensor of the rows' dtype."""
+        level = self._levels[name]
+        if is_tensor(out) and out.device == self.device and out.device.type != "cpu":
+            rows = out.reshape(-1, *level.row_shape) if out.is_contiguous() else out
+            if out.dtype == level.dtype and tuple(rows.shape[1:]) == tuple(level.row_shape):
+                return rows  # type: ignore[no-any-return]
+        table = self.store.table(name)
+        dtype = dtype_from_name(table.entry.dtype)
+        shape = (len(out) if getattr(out, "ndim", 0) else 0, *table.row_shape)
+        raw = check_out(out, shape, dtype)
+        if len(raw) == 0:
+            return torch.empty(shape, dtype=level.dtype)
+        return torch.from_numpy(raw).view(level.dtype).reshape(shape)
+
+    # The thread of the devices.
+
+    def _run(self) -> None:
+        begun: deque[tuple[_Job, Any]] = deque()
+        while not (self._closed and not self._todo and not begun):
+            if self._todo and len(begun) < _DEPTH and self._begin(self._todo[0][0]):
+                begun.append(self._todo.popleft())
+            elif begun:
+                self._finish(*begun.popleft())
+            else:
+                self._wake.wait(1.0)
+
+    def _begin(self, job: _Job) -> bool:
+        """Take slots; False where others under way hold too many."""
+        if not job.cancelled:
+            try:
+                job.ticket = self._levels[job.table].begin(job.ids)
+            except BaseException as error:
+                job.error = error
+        return job.cancelled or job.error is not None or job.ticket is not None
+
+    def _finish(self, job: _Job, target: torch.Tensor) -> None:
+        """Wait for the rows of a piece, put them together and hand them over."""
+        try:
+            if job.error is not None:
+                raise job.error
+            if job.ticket is None:
+                raise CancelledError("the request was cancelled")
+            self._put_together(job, job.ticket, target)
+        except BaseException as error:
+            if job.ticket is not None:
+                job.ticket.cancel()
+            job.error = error
+        job.request.close_piece(job, job.error)
+
+    def _put_together(self, job: _Job, ticket: DeviceTicket, target: torch.Tensor) -> None:
+        level = self._levels[job.table]
+        while not ticket.done():  # a row that another piece was to bring may be asked for anew
+            for request in job.landed():
+                request.exception()
+        if job.cancelled:
+            raise CancelledError("the request was cancelled")
+        rows = level.gather(ticket, self._staging).to(target.device)
+        if isinstance(job.places, slice):
+            target[job.places] = rows
+        else:
+            target[torch.from_numpy(np.asarray(job.places, np.int64)).to(target.device)] = rows
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
+    def _refuse(self) -> None:
+        """Requests that came while this was closed."""
+        self._worker.end()
+        while self._todo:
+            job, _ = self._todo.popleft()
+            job.request.close_piece(job, ClosedError("the device tier is closed"))
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("the device tier is closed")
+        if self._pid != os.getpid():
+            raise ClosedError("this tier belongs to the process that made it; make one in each process")
+
+    def holds(self, table: str, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
+        return self._levels[table].holds(ids)
+
+    def hits(self) -> int:
+        return sum(level.stats().hits for level in self._levels.values())
+
+    def close(self) -> None:
+        if self._pid != os.getpid():
+            return
+        self._closed = True
+        self._wake.set()
+        self._refuse()
+        self._levels = {}
+
+    def __repr__(self) -> str:
+        return f"<DeviceTier on {self.device}, {self.memory_bytes:,} bytes in host memory>"
