@@ -79,36 +79,36 @@ class Ticket:
     """
 
     def __init__(self, buffer: Holder, ids: Ids, next_use: NDArray[np.int32]) -> None:
-        self._buffer = buffer
-        self.ids, self._shape, self._tensor, self._next_use = ids.values, ids.shape, ids.tensor, next_use
-        self._missed, self._waits = np.empty(len(self.ids), np.int32), np.empty(len(self.ids), np.int32)
-        self._reads: list[Read] = []
-        self._given_up = False
-        self._claim = Claim(len(self.ids))
-        self.slots = self._claim.slots
+        self.holder = buffer
+        self.ids, self.shape, self.tensor, self.next_use = ids.values, ids.shape, ids.tensor, next_use
+        self.missed, self.waits = np.empty(len(self.ids), np.int32), np.empty(len(self.ids), np.int32)
+        self.reads: list[Read] = []
+        self.given_up = False
+        self.claim = Claim(len(self.ids))
+        self.slots = self.claim.slots
 
     def result(self, timeout: float | None = None) -> NDArray[np.int32]:
         """Wait until all rows are in their slots; returns ``slots``. Raises what went wrong with a read;
         TimeoutError; CancelledError where the ticket was released meanwhile. May be called again."""
-        return self._buffer.wait_for(self, timeout)
+        return self.holder.wait_for(self, timeout)
 
     def done(self) -> bool:
         """Whether :meth:`result` would not wait."""
         try:
-            return self._buffer.arrived(self)
+            return self.holder.arrived(self)
         except Exception:
             return True  # result() raises it
 
     def release(self) -> None:
         """Give the slots back; reads under way go on, for others. May be called more than once, and at any
         time."""
-        self._buffer.release(self)
+        self.holder.release(self)
 
     def cancel(self) -> None:
         """Release, and start no more reads for this ticket. Others who wait for its rows read them
         themselves."""
-        self._buffer.release(self)
-        for read in self._reads:
+        self.holder.release(self)
+        for read in self.reads:
             request = read.request
             if request is not None:
                 request.cancel()
@@ -116,11 +116,11 @@ class Ticket:
     def hand_over(self) -> None:
         """Another thread will release this ticket: who needs slots may wait for it, even the thread that
         began it."""
-        self._claim.owner = None
+        self.claim.owner = None
 
     def give_away(self) -> Claim:
         """The ticket's pins, which are another's to release from now on. Each row's once."""
-        claim, self._claim = self._claim, Claim(0)
+        claim, self.claim = self.claim, Claim(0)
         return claim
 
     def __enter__(self) -> Ticket:
@@ -130,12 +130,12 @@ class Ticket:
         self.release()
 
     def __del__(self) -> None:
-        claim = getattr(self, "_claim", None)
+        claim = getattr(self, "claim", None)
         if claim is not None and claim.held:
             # Whoever holds the lock next releases it: taking the lock here could be for the second time in
             # this thread.
             claim.forgotten = True
-            self._buffer.forget(claim)
+            self.holder.forget(claim)
 
     def __repr__(self) -> str:
-        return f"<Ticket for {len(self.ids):,} rows, {'holding' if self._claim.held else 'without'} slots>"
+        return f"<Ticket for {len(self.ids):,} rows, {'holding' if self.claim.held else 'without'} slots>"
