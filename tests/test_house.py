@@ -129,3 +129,25 @@ def test_a_circle_is_found() -> None:
         "def later():\n    from featstore.compile.search import Search\n"
     )
     assert "featstore.compile.placement" in circles(sources)
+
+
+#: What a concept that has one place is known by, and that place.
+HASH_NUMBERS = {0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB}
+
+
+def hashes(sources: dict[str, str]) -> list[str]:
+    """Modules with numbers of SplitMix64, which stand in base.hashing."""
+    return [
+        f"{module}:{node.lineno}"
+        for module, source in sources.items()
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Constant) and type(node.value) is int and node.value in HASH_NUMBERS
+    ]
+
+
+def test_there_is_one_hash() -> None:
+    sources = modules()
+    del sources["featstore.base.hashing"]
+    assert hashes(sources) == []
+    sources["featstore.order.metis"] += "GOLDEN = 0x9E3779B97F4A7C15\n"
+    assert len(hashes(sources)) == 1

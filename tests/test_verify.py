@@ -580,16 +580,3 @@ def test_the_generation_is_held_meanwhile(store: Path) -> None:
     verify(store, progress=look)
     assert held
     assert all(held)
-
-
-@settings(max_examples=20)
-@given(values=st.lists(st.integers(0, 2**64 - 1), max_size=20))
-def test_mix_is_splitmix64(values: list[int]) -> None:
-    def reference(x: int) -> int:
-        mask = 2**64 - 1
-        x = (x + 0x9E3779B97F4A7C15) & mask
-        x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & mask
-        x = (x ^ (x >> 27)) * 0x94D049BB133111EB & mask
-        return x ^ (x >> 31)
-
-    assert module.mix(np.array(values, np.uint64)).tolist() == [reference(v) for v in values]

@@ -247,7 +247,8 @@ class _Compiling:
         self.disk.fsync_dir(self.generation.store)
         entry = CompiledEntry(
             self.base.uuid, self.trace.uuid, self.options.residency,  # type: ignore[arg-type]
-            len(self.trace), self.options.train_bytes, "records", "offsets", compiled, msgspec.to_builtins(forecast),
+            len(self.trace), self.options.train_bytes, "records", "offsets", compiled,
+            msgspec.to_builtins(forecast),
         )  # fmt: skip
         manifest = sealed(
             Manifest(

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from featstore.arguments import as_count, as_fanouts, as_flag, as_integer
-from featstore.base.hashing import batch_key, mix64
+from featstore.base.hashing import batch_key, random_words
 from featstore.base.ids import plain_array
 from featstore.errors import ArgumentError, IdError, SourceError
 from featstore.reader.graphs import read_csc, read_offsets
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from featstore.base.dtypes import Scalar
     from featstore.storage.store import OpenStore, StoredGraph
 
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _FIXED_BYTES = 32 * 2**20  # of a reader while the graph is read
 
 Sampler = NeighborSampler | StoredSampler
@@ -220,8 +219,7 @@ def shuffled(count: int, seed: int, epoch: int) -> NDArray[np.int64]:
     """A permutation of ``count`` that follows from seed and epoch: positions sorted by their hashes, the same
     for ever."""
     key = np.uint64(batch_key(seed, epoch, -1))  # no mini-batch has this number
-    words: NDArray[np.uint64] = mix64(key + _GOLDEN * np.arange(1, count + 1, dtype=np.uint64))
-    return np.argsort(words, kind="stable")
+    return np.argsort(random_words(key, count), kind="stable")
 
 
 def fingerprint_of(

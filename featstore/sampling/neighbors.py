@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 from featstore.arguments import as_fanouts, as_integer
 from featstore.base.bitmap import slot_of
 from featstore.base.compilation import njit
-from featstore.base.hashing import _GOLDEN, batch_key, draw_below, hop_key, mix64
+from featstore.base.hashing import GOLDEN, batch_key, draw_below, hop_key, mix64
 from featstore.base.ids import as_integers, plain_array
 from featstore.errors import IdError, SourceError
 
@@ -264,7 +264,7 @@ def pick_distinct(key: Any, degree: Any, fanout: Any, picks: Any, stamp: Any, ou
     mask = np.uint64(picks.shape[1] - 1)
     for draw in range(fanout):
         top = degree - fanout + draw
-        word = mix64(key + np.uint64(draw + 1) * _GOLDEN)
+        word = mix64(key + np.uint64(draw + 1) * GOLDEN)
         pick = np.int64(draw_below(word, np.uint64(top + 1)))
         slot = mix64(np.uint64(pick)) & mask
         while picks[0, slot] == stamp:

@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from featstore.arguments import as_count, as_integer, check_state
-from featstore.base.hashing import batch_key, mix64
+from featstore.base.hashing import batch_key, random_words
 from featstore.base.ids import as_integers
 from featstore.errors import ArgumentError, SourceError
 from featstore.sampling.batches import checked_train
@@ -43,7 +43,6 @@ STATE_VERSION = 1
 #: Sequences where there are no labels to ask, or the size of a mini-batch if that is smaller.
 DEFAULT_SEQUENCES = 128
 
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _BLOCK = 1 << 14
 #: Numbers that no mini-batch has, so that each use of random words has a key of its own.
 ROOTS, SHIFTS, PARTITIONS, INSIDE = range(-5, -1)
@@ -286,9 +285,3 @@ def _only_table(store: OpenStore) -> Table:
 def lengths_of(count: int, sequences: int) -> list[int]:
     """Lengths of the sequences that take turns in an order of ``count`` nodes."""
     return [len(range(number, count, sequences)) for number in range(sequences)]
-
-
-def random_words(key: np.uint64, count: int) -> NDArray[np.uint64]:
-    """``count`` random words, uint64, that follow from the key."""
-    words: NDArray[np.uint64] = mix64(key + _GOLDEN * np.arange(1, count + 1, dtype=np.uint64))
-    return words

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from featstore.base.checks import find_fall
 from featstore.base.dtypes import dtype_from_name
+from featstore.base.hashing import mix64
 from featstore.base.system import asking, open_plain
 from featstore.errors import CorruptionError
 from featstore.storage.manifest import ArrayEntry, GraphEntry, HubsEntry, TableEntry, array_chunk
@@ -40,14 +41,6 @@ class Scrub(Protocol):
     def problem(
         self, what: str, path: str, expected: object, actual: object, offset: int | None = None
     ) -> None: ...
-
-
-def mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """splitmix64's finaliser (Steele, Lea and Flood, OOPSLA'14), element by element."""
-    x = values + np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
 
 
 class Numbers:
@@ -208,7 +201,7 @@ def _list_digests(
         which = np.searchsorted(ends, index, side="right")
         within = index - (ends[which] - degrees[which])
         values = numbers.take(begins[which] + within)
-        hashes = mix(mix(within.astype(np.uint64)) + values.astype(np.uint64))
+        hashes = mix64(mix64(within.astype(np.uint64)) + values.astype(np.uint64))
         starts = np.flatnonzero(np.diff(which, prepend=-1))
         digests[which[starts]] += np.add.reduceat(hashes, starts)
     return digests

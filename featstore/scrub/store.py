@@ -42,10 +42,11 @@ from featstore.base.buffers import aligned_buffer
 from featstore.base.checks import find_fall
 from featstore.base.checksum import crc_pages
 from featstore.base.dtypes import dtype_from_name, zarr_storage
+from featstore.base.hashing import mix64
 from featstore.base.native import address_of
 from featstore.base.system import asking, open_plain, submitted
 from featstore.engine.files import Access
-from featstore.scrub.graph import mix, scrub_graph
+from featstore.scrub.graph import scrub_graph
 from featstore.storage.belongings import TEMPORARY
 from featstore.storage.manifest import (
     MANIFEST_NAME,
@@ -198,7 +199,7 @@ def _hold(store: Path, manifest: Manifest) -> int:
 
 def _sum(values: NDArray[np.uint64]) -> int:
     """Sum of the values' hashes, modulo 2**64: equal for equal sets, whatever their order."""
-    return int(mix(values).sum(dtype=np.uint64))
+    return int(mix64(values).sum(dtype=np.uint64))
 
 
 class _Scrub:
@@ -469,8 +470,8 @@ class _Scrub:
         if (order.row_of_node is None) != (order.node_of_row is None):
             self.problem("map", table.path, "both row_of_node and node_of_row, or neither", "one of them")
         row_of, node_of, degrees = order.row_of_node, order.node_of_row, order.rows_by_degree
-        by_row = self._map_digest(row_of, rows, lambda nodes, rows: _sum(mix(nodes) + rows))
-        by_node = self._map_digest(node_of, rows, lambda rows, nodes: _sum(mix(nodes) + rows))
+        by_row = self._map_digest(row_of, rows, lambda nodes, rows: _sum(mix64(nodes) + rows))
+        by_node = self._map_digest(node_of, rows, lambda rows, nodes: _sum(mix64(nodes) + rows))
         if node_of is not None and by_row is not None and by_node is not None and by_row != by_node:
             self.problem("map", str(array_chunk(node_of)), "the inverse of row_of_node", "something else")
         # All values against 0, 1, 2 ... as a set: the difference is zero for a permutation.
