@@ -29,9 +29,10 @@ from featstore.base.buffers import aligned_buffer
 from featstore.base.compilation import njit
 from featstore.base.files import direct_refusal
 from featstore.base.native import address_of, memcpy
+from featstore.base.rows import IN_ORDER, move_rows
 from featstore.base.system import asking, submitted
 from featstore.errors import BudgetError, CorruptionError, SourceError
-from featstore.packing.permute import Job, ahead, save, scatter_rows, source_blocks
+from featstore.packing.permute import Job, ahead, save, source_blocks
 from featstore.storage.disk import File
 from featstore.storage.rows_digest import add, digest_rows
 from featstore.storage.table_writer import TableWriter
@@ -304,8 +305,9 @@ def _bucket_pass(job: Job, plan: SpillPlan, writer: TableWriter) -> None:
         at = 0
         while at < end_row - begin_row:
             slab = next(slabs)
-            scatter_rows(address_of(slab), len(slab) // row_bytes, row_bytes, rank, at, 0, out)
-            at += len(slab) // row_bytes
+            count = len(slab) // row_bytes
+            move_rows(address_of(slab), IN_ORDER, out, rank[at : at + count], row_bytes)
+            at += count
         part = digest_rows(out, row_bytes, nodes, begin_row, end_row - begin_row)
         progress.written_digest = add(progress.written_digest, int(part))
         # All whole pages go out now; the page in which the next bucket begins waits for it.
