@@ -32,6 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from featstore.arguments import as_count, as_function, as_number, as_path
+from featstore.base.files import RegularFile
 from featstore.base.folders import real_path
 from featstore.base.system import asking, is_directory, is_there
 from featstore.engine import EngineName, choose, make
@@ -354,12 +355,8 @@ class LaneBench:
 
 def drop_cached(path: Path) -> None:
     """Ask the system to drop a file's clean pages from the page cache."""
-    with asking(path, "open"):
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(descriptor)
+    with RegularFile(path) as file:
+        file.advise(os.POSIX_FADV_DONTNEED)
 
 
 def _samples(bench: LaneBench, seconds: float, tell: Progress) -> tuple[Sample, ...]:

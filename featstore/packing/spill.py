@@ -12,7 +12,6 @@ the earliest of them, and each bucket skips those it already has.
 
 from __future__ import annotations
 
-import os
 import queue
 import threading
 from collections.abc import Iterator
@@ -27,11 +26,11 @@ from numpy.typing import NDArray
 
 from featstore.base.buffers import aligned_buffer
 from featstore.base.compilation import njit
-from featstore.base.files import direct_refusal
+from featstore.base.files import RegularFile
 from featstore.base.native import address_of, memcpy
 from featstore.base.rows import IN_ORDER, move_rows
-from featstore.base.system import asking, submitted
-from featstore.errors import BudgetError, CorruptionError, SourceError
+from featstore.base.system import submitted
+from featstore.errors import BudgetError, SourceError
 from featstore.packing.permute import Job, ahead, save, source_blocks
 from featstore.storage.disk import File
 from featstore.storage.rows_digest import add, digest_rows
@@ -43,6 +42,7 @@ CHECKPOINT_BYTES = 2 * 2**30
 PIECE_BYTES = 8 * 2**20
 FLUSH_BYTES_MAX = 4 * 2**20
 FLUSH_BYTES_MIN = 64 * 2**10
+_ANEW = "start the pack anew with --overwrite"
 _BUCKET_INDEX_BYTES = 24  # a row's node id, its rank, and the sort's work space
 
 
@@ -197,10 +197,8 @@ class _SpillFiles:
             page = whole // PAGE_BYTES * PAGE_BYTES
             self.fill[bucket] = whole - page
             if whole > page:
-                with asking(file.path, "read"), open(file.path, "rb") as old:
-                    old.seek(page)
-                    head = old.read(whole - page)
-                self._buffers[bucket][: len(head)] = np.frombuffer(head, np.uint8)
+                with RegularFile(file.path, advice=_ANEW) as old:
+                    old.read_into(self._buffers[bucket][: whole - page], page)
             self.offset[bucket] = page
 
     def flush(self, bucket: int, size: int) -> None:
@@ -375,18 +373,8 @@ def _carried(job: Job, byte: int) -> NDArray[np.uint8]:
     if size == 0:
         return np.empty(0, np.uint8)
     chunk, within = divmod(page, job.layout.pages_per_chunk)
-    with asking(job.chunk_path(chunk), "read"), open(job.chunk_path(chunk), "rb") as file:
-        file.seek(within * PAGE_BYTES)
-        data = file.read(size)
-    if len(data) != size:
-        raise CorruptionError(
-            job.chunk_path(chunk),
-            within * PAGE_BYTES,
-            f"{size} bytes",
-            f"{len(data)}",
-            "start the pack anew with --overwrite",
-        )
-    return np.frombuffer(data, np.uint8)
+    with RegularFile(job.chunk_path(chunk), advice=_ANEW) as file:
+        return file.read_at(within * PAGE_BYTES, size)
 
 
 def _slabs(job: Job, plan: SpillPlan, first_bucket: int) -> Iterator[NDArray[np.uint8]]:
@@ -402,27 +390,12 @@ def _slabs(job: Job, plan: SpillPlan, first_bucket: int) -> Iterator[NDArray[np.
     turn = 0
     for bucket in range(first_bucket, plan.buckets):
         rows = min(plan.rows_per_bucket, job.layout.rows - bucket * plan.rows_per_bucket)
-        path = spill_path(job, bucket)
-        with asking(path, "open"):
-            refusal = direct_refusal(path, path.stat().st_size)
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | (0 if refusal else os.O_DIRECT))
-        try:
+        with RegularFile(spill_path(job, bucket), direct=True, advice=_ANEW) as file:
             for at in range(0, rows, job.block_rows):
                 count = min(job.block_rows, rows - at) * row_bytes
                 begin = at * row_bytes // PAGE_BYTES * PAGE_BYTES
                 inside = at * row_bytes - begin
                 buffer = buffers[turn % 3][: -(-(inside + count) // PAGE_BYTES) * PAGE_BYTES]
-                with asking(path, "read", begin):
-                    got = os.preadv(descriptor, [buffer], begin)  # type: ignore[list-item]
-                if got < inside + count:
-                    raise CorruptionError(
-                        path,
-                        begin,
-                        f"{inside + count} bytes",
-                        f"{got} bytes",
-                        "start the pack anew with --overwrite",
-                    )
+                file.read_into(buffer, begin, inside + count)
                 turn += 1
                 yield buffer[inside : inside + count]
-        finally:
-            os.close(descriptor)

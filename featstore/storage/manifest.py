@@ -12,12 +12,11 @@ gives.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import math
-import os
 import re
-import stat
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,8 +24,15 @@ import msgspec
 
 from featstore.arguments import shown
 from featstore.base.dtypes import dtype_from_name
-from featstore.base.system import asking, is_there, refusal
-from featstore.errors import FeatstoreError, FormatError, FormatVersionError, IncompleteStoreError
+from featstore.base.files import read_small
+from featstore.base.system import asking, is_there
+from featstore.errors import (
+    DeviceError,
+    FeatstoreError,
+    FormatError,
+    FormatVersionError,
+    IncompleteStoreError,
+)
 from featstore.layout import TableLayout
 
 MANIFEST_NAME = "featstore.json"
@@ -261,18 +267,13 @@ def read_manifest(store: Path) -> tuple[Manifest, bytes]:
     """
     path = store / MANIFEST_NAME
     try:
-        if not stat.S_ISREG(os.stat(path).st_mode):
-            raise FormatError(f"{path} is not a regular file")
-        with open(path, "rb") as file:
-            text = file.read(
-                min(os.fstat(file.fileno()).st_size, MANIFEST_BYTES_MAX) + 1
-            )  # reading takes room for all it asks
+        text = read_small(path, MANIFEST_BYTES_MAX)
     except FileNotFoundError:
         raise IncompleteStoreError(_what_is_there(store)) from None
-    except NotADirectoryError:
+    except DeviceError as error:
+        if error.errno != errno.ENOTDIR:
+            raise
         raise IncompleteStoreError(f"{store} is a file, not a featstore store (a directory)") from None
-    except OSError as error:
-        raise refusal(error, path, "read") from error
     return parse(text, path), text
 
 
