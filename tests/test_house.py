@@ -151,3 +151,38 @@ def test_there_is_one_hash() -> None:
     assert hashes(sources) == []
     sources["featstore.order.metis"] += "GOLDEN = 0x9E3779B97F4A7C15\n"
     assert len(hashes(sources)) == 1
+
+
+#: Who opens and reads files by itself; everybody else comes through these.
+DOORS = ("base", "engine", "storage.disk", "storage.locks")
+READS = ("open", "os.open", "os.pread", "os.preadv", "np.fromfile")
+
+
+def reads(sources: dict[str, str]) -> list[str]:
+    """Calls by which a module opens or reads a file past the doors."""
+    found = []
+    for module, source in sources.items():
+        inner = module.removeprefix("featstore.")
+        if any(inner == door or inner.startswith(f"{door}.") for door in DOORS):
+            continue
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.Call):
+                name = ast.unparse(node.func)
+                if name in READS or name.endswith((".read_bytes", ".read_text")):
+                    found.append(f"{module}:{node.lineno} {name}")
+    return found
+
+
+def test_files_are_read_through_their_doors() -> None:
+    assert reads(modules()) == []
+
+
+@pytest.mark.parametrize(
+    "planted",
+    ["os.open(p, 0)", "os.preadv(d, [b], 0)", "open(p, 'rb')", "np.fromfile(p)", "path.read_bytes()"],
+)
+def test_a_read_past_the_doors_is_found(planted: str) -> None:
+    sources = modules()
+    before = len(reads(sources))
+    sources["featstore.plan.cost"] += f"def later():\n    {planted}\n"
+    assert len(reads(sources)) == before + 1

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from featstore._version import __version__
 from featstore.arguments import as_path
 from featstore.base.dtypes import dtype_name, node_dtype
+from featstore.base.files import RegularFile
 from featstore.base.folders import real_path
 from featstore.base.system import asking, is_directory, is_there
 from featstore.base.warning import warn
@@ -385,7 +386,9 @@ class _Packing:
                 raise BudgetError(
                     needed, self.options.memory_bytes, f"place the rows of table {name!r} by their ids"
                 )
-            ids = np.fromfile(self._ids[name], node_dtype(entry.rows))
+            ids = np.empty(entry.rows, node_dtype(entry.rows))
+            with RegularFile(self._ids[name], ids.nbytes) as file:
+                file.read_into(ids, 0)
         maps = permute.RowMaps.of(
             self._load(entry.order.row_of_node), self._load(entry.order.node_of_row), ids
         )
