@@ -186,3 +186,29 @@ def test_a_read_past_the_doors_is_found(planted: str) -> None:
     before = len(reads(sources))
     sources["featstore.plan.cost"] += f"def later():\n    {planted}\n"
     assert len(reads(sources)) == before + 1
+
+
+#: Modules that raise one and catch it themselves.
+CAUGHT_BESIDE = {
+    "engine.uring OSError",  # of opening a ring; caught by whoever asked for it
+    "storage.manifest ValueError",  # in the middle of json.loads, and caught around it
+}
+BUILT_IN = {"Exception", "KeyError", "OSError", "RuntimeError", "TypeError", "ValueError"}
+
+
+def built_in_errors(sources: dict[str, str]) -> set[str]:
+    """Built-in errors that are raised where featstore.errors promises its own."""
+    return {
+        f"{module.removeprefix('featstore.')} {node.exc.func.id}"
+        for module, source in sources.items()
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Raise)
+        and isinstance(node.exc, ast.Call)
+        and isinstance(node.exc.func, ast.Name)
+        and node.exc.func.id in BUILT_IN
+    }
+
+
+def test_errors_are_our_own() -> None:
+    assert built_in_errors(modules()) == CAUGHT_BESIDE
+    assert built_in_errors({"featstore.x": "raise KeyError(name)\n"}) == {"x KeyError"}

@@ -47,7 +47,7 @@ class RowLists:
     def __getitem__(self, index: int) -> NDArray[Any]:
         """List ``index``, in memory of its own."""
         if not 0 <= index < len(self):
-            raise IndexError(index)
+            raise IndexError(index)  # a sequence ends so when it is iterated over
         return self.part(int(self.offsets[index]), int(self.offsets[index + 1]))
 
     def part(self, begin: int, end: int) -> NDArray[Any]:

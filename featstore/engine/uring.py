@@ -53,7 +53,7 @@ from featstore.engine.base import Engine, new_counters
 from featstore.engine.deliver import CLOCK, count_read, deliver, now_ns, report_error
 from featstore.engine.files import Access
 from featstore.engine.lane import Lane
-from featstore.errors import ClosedError, DeviceError
+from featstore.errors import ClosedError, DeviceError, EngineError
 from featstore.units import PAGE_BYTES
 
 LANES_MAX = 16
@@ -99,13 +99,15 @@ class _Library:
     def __init__(self) -> None:
         path = _library_path()
         if path is None:
-            raise OSError("the package 'liburing' is not installed (it has wheels for x86-64 glibc Linux)")
+            raise EngineError(
+                "the package 'liburing' is not installed (it has wheels for x86-64 glibc Linux)"
+            )
         self.handle = ctypes.CDLL(str(path))
         self.functions = np.array([function_address(self.handle, name) for name in _FUNCTIONS], np.int64)
         missing = [n for n, a in zip(_FUNCTIONS, self.functions, strict=True) if a == 0]
         missing += [name for name in _SETUP if function_address(self.handle, name) == 0]
         if missing:
-            raise OSError(
+            raise EngineError(
                 f"the installed liburing lacks {', '.join(missing)}; install the version featstore asks for"
             )
 
@@ -122,6 +124,7 @@ class _Library:
                 return ring
             if r != -22:  # EINVAL: the kernel does not know the flags
                 break
+        # Whoever asked for a ring makes an error of ours of it, and says what it was for.
         raise OSError(-r, f"io_uring_setup: {os.strerror(-r)}")
 
     def close_ring(self, ring: NDArray[np.uint8]) -> None:

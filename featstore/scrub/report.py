@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -66,7 +67,7 @@ class Progress:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class Report(ABC):
     """What a scrub saw. ``bytes`` counts what was read; ``problems`` lists the first 1000 of
     ``problem_count``. ``access``: "direct" where the device was asked, "buffered" where the page cache could
     answer."""
@@ -83,8 +84,8 @@ class Report:
         """Plain data, for JSON."""
         return asdict(self) | {"problems": [asdict(problem) for problem in self.problems]}
 
-    def _seen(self) -> str:
-        raise NotImplementedError
+    @abstractmethod
+    def _seen(self) -> str: ...
 
     def __str__(self) -> str:
         verdict = "sound" if self.ok else f"{self.problem_count:,} problems"

@@ -369,7 +369,7 @@ def _plain(raw: msgspec.Raw) -> Any:
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> None:
     if len(pairs) > 1 and len({key for key, _ in pairs}) != len(pairs):
-        raise ValueError("a key occurs twice in one object")
+        raise ValueError("a key occurs twice in one object")  # caught around json.loads: a FormatError
 
 
 def _validate(manifest: Manifest) -> None:
