@@ -23,8 +23,9 @@ from numpy.typing import NDArray
 from featstore.base.buffers import aligned_buffer
 from featstore.base.checksum import crc_pages, digest_of_checksums
 from featstore.base.dtypes import dtype_name, zarr_storage
+from featstore.base.files import RegularFile
 from featstore.base.native import address_of
-from featstore.base.system import asking, submitted
+from featstore.base.system import submitted
 from featstore.errors import ArgumentError
 from featstore.layout import TableLayout
 from featstore.storage.disk import Disk, File
@@ -130,14 +131,15 @@ def catalogue_rows(catalogue: Catalogue, entry: TableEntry) -> None:
     path = array_chunk(entry.page_checksums)
     if path is None:
         return
-    with asking(catalogue.root / path, "read"), open(catalogue.root / path, "rb") as file:
+    size, chunk_bytes = 4 * layout.pages, 4 * layout.pages_per_chunk
+    with RegularFile(catalogue.root / path, size) as file:
         for chunk in range(layout.chunks):
-            checksums = np.frombuffer(file.read(4 * layout.pages_per_chunk), "<u4")
-            catalogue.add(entry.chunk_path(chunk), layout.chunk_bytes, digest_of_checksums(checksums))
-        file.seek(0)
-        while block := file.read(_BLOCK_BYTES):
-            own.append(crc_pages(np.frombuffer(block, np.uint8)))
-    catalogue.add(path, 4 * layout.pages, digest_of_checksums(np.concatenate(own)))
+            checksums = file.read_at(chunk * chunk_bytes, min(chunk_bytes, size - chunk * chunk_bytes))
+            digest = digest_of_checksums(checksums.view("<u4"))
+            catalogue.add(entry.chunk_path(chunk), layout.chunk_bytes, digest)
+        for at in range(0, size, _BLOCK_BYTES):
+            own.append(crc_pages(file.read_at(at, min(_BLOCK_BYTES, size - at))))
+    catalogue.add(path, size, digest_of_checksums(np.concatenate(own)))
 
 
 def write_vector(

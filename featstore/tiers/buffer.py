@@ -44,6 +44,7 @@ from featstore.base.buffers import ALIGNMENT, empty_rows
 from featstore.base.dtypes import dtype_from_name
 from featstore.base.ids import as_integers, check_out, finished, parse_ids
 from featstore.base.native import address_of
+from featstore.base.rows import IN_ORDER, move_rows
 from featstore.base.threads import Runner, Wake
 from featstore.errors import (
     ArgumentError,
@@ -57,7 +58,7 @@ from featstore.tiers import RowSource
 from featstore.tiers.slots import layout
 from featstore.tiers.slots import slots as sl
 from featstore.tiers.slots.contents import joined, present_slots
-from featstore.tiers.slots.rows import buffer_bytes, copy_slots, move_rows, slots_for
+from featstore.tiers.slots.rows import buffer_bytes, slots_for, switch_policy
 from featstore.tiers.tickets import BufferStats, Claim, Read, Ticket
 from featstore.units import parse_bytes
 
@@ -141,7 +142,7 @@ class FeatureBuffer:
         self._kept: set[Claim] = set()  # of rows kept for good
         self._runner = Runner("featstore-buffer")
         sl.load_kernels(self._map)
-        copy_slots(self._no_slots(), 0, 0, 0)
+        move_rows(0, self._no_slots(), 0, IN_ORDER, 0)
         if static is not None:
             try:
                 self._keep(static)
@@ -423,7 +424,7 @@ class FeatureBuffer:
         slots = ticket.result()
         shape, row_bytes = (*ticket._shape, *self._rows.row_shape), self._rows.row_bytes
         rows = empty_rows(len(slots), row_bytes) if out is None else check_out(out, shape, self.dtype)
-        copy_slots(slots, address_of(self.x), row_bytes, address_of(rows))
+        move_rows(address_of(self.x), slots, address_of(rows), IN_ORDER, row_bytes)
         return finished(rows, shape, self.dtype, ticket._tensor) if out is None else out
 
     def release(self, ticket: Ticket) -> None:
@@ -485,7 +486,7 @@ class FeatureBuffer:
                 return False
             self._unkeep()
             counted = self._map.counts[COUNTED].copy()
-            self._map = move_rows(self.x, self._map, policy, self._map_memory, self._rows.row_bytes)
+            self._map = switch_policy(self.x, self._map, policy, self._map_memory, self._rows.row_bytes)
             self._map.counts[COUNTED] = counted
             self.policy = policy
             return True
