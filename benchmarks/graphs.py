@@ -19,7 +19,7 @@ from harness import ROOT  # noqa: F401  (makes featstore importable)
 from numba import njit
 from numpy.typing import NDArray
 
-from featstore.base.hashing import mix64
+from featstore.base.hashing import GOLDEN, mix64
 
 CLASSES = 16
 _COMMUNITY_ROWS = 1000
@@ -50,7 +50,7 @@ def _draw(nodes: int, pairs: int, seed: int, shuffled: Any, source: Any, target:
     communities = max(1, nodes // _COMMUNITY_ROWS)
     size = nodes // communities
     for i in range(pairs):
-        word = mix64(np.uint64(seed) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(3 * i))
+        word = mix64(np.uint64(seed) * GOLDEN + np.uint64(3 * i))
         other = mix64(word + np.uint64(1))
         u = np.float64(other >> np.uint64(11)) / 9007199254740992.0
         kind = np.float64(word >> np.uint64(11)) / 9007199254740992.0

@@ -121,6 +121,15 @@ def test_words(word: int, limit: int) -> None:
     assert int(hashing.draw_below(np.uint64(word), np.uint64(limit))) == word * limit >> 64
 
 
+@settings(max_examples=20, deadline=None)
+@given(words=st.lists(st.integers(0, WORD - 1), max_size=20), key=st.integers(0, WORD - 1))
+def test_arrays_of_words(words: list[int], key: int) -> None:
+    assert hashing.mix64(np.array(words, np.uint64)).tolist() == [mix_twin(word) for word in words]
+    assert hashing.random_words(np.uint64(key), len(words)).tolist() == [
+        mix_twin((key + k * GOLDEN) % WORD) for k in range(1, len(words) + 1)
+    ]
+
+
 @settings(max_examples=30, deadline=None)
 @given(ids=st.lists(st.integers(0, 2**63 - 1), max_size=20))
 def test_fold_ids_equals_twin(ids: list[int]) -> None:

@@ -32,6 +32,7 @@ from featstore.errors import (
     StaleError,
 )
 from featstore.sampling.neighbors import NeighborSampler
+from featstore.scrub.report import Progress
 from featstore.scrub.trace import verify_trace
 from featstore.trace import recorder
 from featstore.trace.filling import TraceProgress
@@ -487,6 +488,16 @@ def test_a_bad_mini_batch_is_named_and_the_others_are_served(trace: Trace) -> No
     assert [p.batch for p in report.problems] == [7]
     assert "mini-batch 7 (byte" in str(report)
     assert json.loads(json.dumps(report.to_dict()))["problem_count"] == 1
+
+
+def test_verifying_tells_how_many_bytes_are_done(trace: Trace) -> None:
+    seen: list[Progress] = []
+    assert featstore.verify(trace.path, progress=seen.append).ok
+    done = [p.done_bytes for p in seen]
+    assert len(done) == 12
+    assert done == sorted(set(done))
+    assert {(p.path, p.total_bytes) for p in seen} == {("trace.log", trace.bytes)}
+    assert done[-1] < trace.bytes, "index and tail come after the last mini-batch"
 
 
 def test_frames_in_another_order_are_found(tmp_path: Path) -> None:

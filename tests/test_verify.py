@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 import featstore
 from featstore.errors import FormatError, FormatVersionError, IncompleteStoreError
 from featstore.layout import TableLayout
+from featstore.scrub.numbers import Numbers
 
 # By the public name: a test that imports the module of the same name would hide the function.
 verify = featstore.verify
@@ -128,8 +129,8 @@ def test_rows_larger_than_a_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     tables = {"wide": values.reshape(40, 5000), "odd": values[: 17 * 3000].reshape(3000, 17)}
     order = {name: np.arange(len(rows))[::-1].copy() for name, rows in tables.items()}
     featstore.pack(tmp_path / "s", tables, permutation=order).close()
-    monkeypatch.setattr(module, "BLOCK_BYTES", 4096)
-    monkeypatch.setattr(module, "_PIECE", 100)
+    monkeypatch.setattr("featstore.scrub.blocks.BLOCK_BYTES", 4096)
+    monkeypatch.setattr(Numbers, "PIECE", 100)
     assert verify(tmp_path / "s").ok
 
 
@@ -245,7 +246,7 @@ def test_foreign_files_are_named_and_no_problem(store: Path) -> None:
 def test_problems_are_capped_in_the_list_and_all_counted(
     store: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "PROBLEMS_MAX", 2)
+    monkeypatch.setattr("featstore.scrub.report.PROBLEMS_MAX", 2)
     for chunk in range(5):
         flip(store / f"g000001/tables/nodes/rows/c.{chunk}.0", 0)
     report = verify(store)
@@ -396,7 +397,8 @@ def swap(a: int, b: int) -> Callable[[Any], None]:
 def _pieces(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     graphs = sys.modules[module.scrub_graph.__module__]
     if request.param == "tiny pieces":
-        for name, value in (("_PIECE", 7), ("_WINDOW", 2), ("_MARKS", 100)):
+        monkeypatch.setattr(Numbers, "PIECE", 7)
+        for name, value in (("_WINDOW", 2), ("_MARKS", 100)):
             monkeypatch.setattr(graphs, name, value)
 
 
@@ -497,13 +499,12 @@ def test_zarr_metadata_of_a_graph(store: Path, path: str) -> None:
 @settings(max_examples=40)
 @given(data=st.data())
 def test_numbers_are_taken_as_numpy_takes_them(clean: Path, data: st.DataObject) -> None:
-    graphs = sys.modules[module.scrub_graph.__module__]
     with featstore.open(clean) as opened:
         entry = opened.manifest.all_tables[data.draw(st.sampled_from(["nodes/offsets", "nodes/sources"]))]
-    numbers = graphs.Numbers(clean, entry)
+    numbers = Numbers(clean, entry)
     whole = np.concatenate([np.fromfile(clean / path, numbers.dtype) for path in numbers.paths])[: entry.rows]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(graphs, "_PIECE", data.draw(st.integers(1, 400)))
+        patch.setattr(Numbers, "PIECE", data.draw(st.integers(1, 400)))
         wanted = np.array(sorted(data.draw(st.sets(st.integers(0, entry.rows - 1), max_size=50))), np.int64)
         assert numbers.take(wanted).tolist() == whole[wanted].tolist()
         assert np.concatenate([values for _, values in numbers.pieces()]).tolist() == whole.tolist()
@@ -580,16 +581,3 @@ def test_the_generation_is_held_meanwhile(store: Path) -> None:
     verify(store, progress=look)
     assert held
     assert all(held)
-
-
-@settings(max_examples=20)
-@given(values=st.lists(st.integers(0, 2**64 - 1), max_size=20))
-def test_mix_is_splitmix64(values: list[int]) -> None:
-    def reference(x: int) -> int:
-        mask = 2**64 - 1
-        x = (x + 0x9E3779B97F4A7C15) & mask
-        x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & mask
-        x = (x ^ (x >> 27)) * 0x94D049BB133111EB & mask
-        return x ^ (x >> 31)
-
-    assert module.mix(np.array(values, np.uint64)).tolist() == [reference(v) for v in values]

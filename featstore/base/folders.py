@@ -54,6 +54,12 @@ def folder(path: Path, *, listed: bool = False) -> Iterator[int]:
         os.close(descriptor)
 
 
+def open_folder(name: str, above: int) -> int:
+    """A descriptor of a directory in an open one, to list and fsync it; the caller closes it. Raises OSError,
+    NotADirectoryError for a link."""
+    return os.open(name, os.O_RDONLY | _STEP, dir_fd=above)
+
+
 def a_link(path: Path) -> FormatError:
     """What is said where a link stands in the way."""
     return FormatError(

@@ -1,35 +1,34 @@
-"""Keys and draws from counters: SplitMix64, so that equal seeds give equal samples anywhere."""
+"""One hash: SplitMix64's finaliser (Steele, Lea and Flood, OOPSLA'14), and the keys and draws that are made
+of it. What is drawn follows from counters, so that equal seeds give equal samples anywhere.
+
+Digests on disk and orders of rows are made of it, too: what it gives never changes.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from featstore.base.compilation import njit
 
+#: 2**64 over the golden ratio, odd: SplitMix64's step from word to word, and the multiplier of Fibonacci
+#: hashing (Knuth, The Art of Computer Programming 3, 6.4), whose upper bits tell neighbouring keys apart.
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
-
-_MIX_A = np.uint64(0xBF58476D1CE4E5B9)
-
-
+#: The first multiplier of the finaliser.
+MIX_A = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_B = np.uint64(0x94D049BB133111EB)
-
-
 _HALF = np.uint64(32)
-
-
 _LOW = np.uint64(0xFFFFFFFF)
-
-
 _WORD = 2**64
 
 
 def _mix(word: int) -> int:
     """The finaliser of SplitMix64 on Python integers (modulo 2**64)."""
     word %= _WORD
-    word = (word ^ (word >> 30)) * int(_MIX_A) % _WORD
+    word = (word ^ (word >> 30)) * int(MIX_A) % _WORD
     word = (word ^ (word >> 27)) * int(_MIX_B) % _WORD
     return word ^ (word >> 31)
 
@@ -50,10 +49,16 @@ def hop_key(key: int, hop: int) -> np.uint64:
 
 @njit(cache=True, nogil=True)
 def mix64(word: Any) -> Any:
-    """The finaliser of SplitMix64 (uint64 to uint64, a bijection)."""
-    word = (word ^ (word >> np.uint64(30))) * _MIX_A
+    """The finaliser of SplitMix64: uint64 to uint64, a bijection; of an array, element by element."""
+    word = (word ^ (word >> np.uint64(30))) * MIX_A
     word = (word ^ (word >> np.uint64(27))) * _MIX_B
     return word ^ (word >> np.uint64(31))
+
+
+def random_words(key: np.uint64, count: int) -> NDArray[np.uint64]:
+    """``count`` random words, uint64, that follow from the key."""
+    words: NDArray[np.uint64] = mix64(key + GOLDEN * np.arange(1, count + 1, dtype=np.uint64))
+    return words
 
 
 @njit(cache=True, nogil=True)

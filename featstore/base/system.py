@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, TypeVar
 
 from featstore.errors import DeviceError, DiskFullError, FeatstoreError
 
@@ -83,11 +83,6 @@ def is_regular(path: Path) -> bool:
     """Whether there is a regular file at a path. Raises DeviceError where the device cannot tell."""
     status = status_of(path)
     return status is not None and stat.S_ISREG(status.st_mode)
-
-
-def open_plain(path: Path) -> BinaryIO:
-    """``open(path, "rb", buffering=0)`` that follows no link."""
-    return open(path, "rb", buffering=0, opener=lambda p, flags: os.open(p, flags | os.O_NOFOLLOW))
 
 
 def started(thread: threading.Thread) -> threading.Thread:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,35 +26,31 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from featstore._version import __version__
 from featstore.arguments import as_choice, as_count, as_flag, as_function, as_path, shown
-from featstore.base.system import asking
 from featstore.compile.budget import LoaderBudget, parse_disk
 from featstore.compile.decide import OURS, Policy, TableDecision, TableOptions, plan_table
+from featstore.compile.forecast import CompileForecast, described
 from featstore.compile.limits import check_sizes
 from featstore.compile.record_table import write_records
 from featstore.compile.routing import Routes
 from featstore.compile.row_lists import RowLists
 from featstore.compile.scan import tables_of
 from featstore.compile.write_table import PARTS, TablePacking, table_needed_bytes
-from featstore.errors import ArgumentError, BudgetError, DiskFullError, FeatstoreError
+from featstore.errors import ArgumentError, BudgetError, FeatstoreError
 from featstore.layout.records import encode_record, record_offsets
 from featstore.packing.packing import Progress
 from featstore.plan.cost import device_key, load_model
-from featstore.storage.belongings import GENERATION, NOTHING, SPILL, STORE
+from featstore.storage.belongings import NOTHING, STORE
 from featstore.storage.disk import Disk
-from featstore.storage.generations import Generation, begin, collect, commit, current, names, writer_lock
-from featstore.storage.journal import Journal, State
+from featstore.storage.generations import current, names, writer_lock
+from featstore.storage.journal import TableProgress
 from featstore.storage.manifest import (
     COMPILED_FEATURE,
-    FORMAT_VERSION,
     ArrayEntry,
     CompiledEntry,
     CompiledTable,
-    Manifest,
     TableEntry,
     check_name,
-    sealed,
 )
 from featstore.storage.packs import (
     FORECAST,
@@ -64,7 +60,8 @@ from featstore.storage.packs import (
     packs_to_write,
 )
 from featstore.storage.store import OpenStore
-from featstore.storage.table_writer import Catalogue, write_array, zarr_group_json
+from featstore.storage.table_writer import write_array
+from featstore.storage.transaction import Transaction, write_generation
 from featstore.trace.sample_encoder import encode
 from featstore.trace.trace import Trace
 from featstore.units import EXTENT_BYTES_MAX, parse_bytes
@@ -74,23 +71,6 @@ _DISK_SLACK_BYTES = 1 << 20
 # Of deciding, for each row: the map and places of every table; uses and slots, or keys and places in regions,
 # of one table.
 _MAP_BYTES, _STATE_BYTES = 8, 16
-
-
-@dataclass(frozen=True)
-class CompileForecast:
-    """What compiling a trace will give, before anything is written. Seconds: of reading all mini-batches
-    once.
-
-    ``tables``: by table, what its rows cost (see :class:`featstore.compile.placement.Forecast`) and how they
-    are spread.
-    """
-
-    batches: int
-    seconds: float
-    bytes_read: int
-    disk_bytes: int
-    record_bytes: int
-    tables: dict[str, dict[str, Any]]
 
 
 def _size(given: int | str, name: str) -> int:
@@ -170,26 +150,26 @@ def compile_trace(
     with writer_lock(root):
         try:
             check_no_episode(root.parent, name)  # such a loader may have begun since
-            generation, resumed = begin(
-                root, door, resume=resume and not dry_run, overwrite=overwrite or dry_run
-            )
-            compiling = _Compiling(door, base, recorded, generation, options, policy, progress)
-            try:
+            with (
+                write_generation(
+                    root, door, resume=resume and not dry_run, overwrite=overwrite or dry_run, worth=_worth
+                ) as transaction,
+                closing(_Compiling(transaction, base, recorded, options, policy, progress)) as compiling,
+            ):
                 if dry_run:
                     return compiling.forecast()
-                compiling.run(resumed)
-            except BaseException:
-                compiling.abandon(resumed)
-                raise
-            finally:
-                compiling.close()
-            collect(root, door)
+                compiling.run()
         finally:
             if current(root) is None and not names(root):  # nothing was achieved, or asked for
                 with suppress(FeatstoreError, OSError):
                     door.rmtree(root, STORE)
                     door.rmtree(root.parent, NOTHING)
     return packs_directory(base) / name
+
+
+def _worth(progress: TableProgress, error: BaseException) -> bool:
+    """What was packed stays for ``--resume``."""
+    return bool(progress.slab or progress.episode or progress.done)
 
 
 @dataclass(frozen=True)
@@ -208,22 +188,15 @@ class _Compiling:
     """One compilation: the state that its steps share."""
 
     def __init__(
-        self, disk: Disk, base: OpenStore, trace: Trace, generation: Generation, options: _Options,
-        policy: Policy, progress: Callable[[Progress], None] | None,
+        self, transaction: Transaction, base: OpenStore, trace: Trace, options: _Options, policy: Policy,
+        progress: Callable[[Progress], None] | None,
     ) -> None:  # fmt: skip
-        self.disk, self.base, self.trace, self.generation, self.options = (
-            disk,
-            base,
-            trace,
-            generation,
-            options,
-        )
-        self.policy = policy
+        self.base, self.trace, self.options, self.policy = base, trace, options, policy
+        self.transaction, self.disk, self.catalogue = transaction, transaction.disk, transaction.catalogue
+        self.generation = transaction.generation
         self.model = load_model(device_key(base.path, "uring", "direct"))
-        self.catalogue = Catalogue(disk, generation.store)
         self._progress = progress
         self._done_bytes = self._total_bytes = 0
-        self._journal: Journal | None = None
         self._plans: list[TableDecision] = []
         self._segments: dict[str, tuple[RowLists, RowLists]] = {}  # by table: of mini-batches, of groups
         self._tables: dict[str, TableEntry] = {}
@@ -233,53 +206,32 @@ class _Compiling:
     def scratch(self) -> Path:
         return self.generation.spill
 
-    def run(self, resumed: bool) -> None:
-        self._start(resumed)
+    def run(self) -> None:
+        known = {"base": self.base.uuid, "trace": self.trace.uuid, "device model": self.model}
+        self.transaction.start(msgspec.to_builtins(known) | msgspec.to_builtins(self.options))
         forecast = self.decide()
         self._check_space(forecast)
         name = self.generation.name
         offsets = self._write_records()
         compiled = {p.table.name: self._pack(p) for p in self._plans}
         self._arrays["offsets"] = write_array(self.catalogue, f"{name}/arrays/offsets", offsets)
-        for group in [name, f"{name}/tables", f"{name}/arrays"]:
-            self.catalogue.write(f"{group}/zarr.json", zarr_group_json())
-        self.catalogue.fsync_directories()
-        self.disk.fsync_dir(self.generation.store)
         entry = CompiledEntry(
             self.base.uuid, self.trace.uuid, self.options.residency,  # type: ignore[arg-type]
             len(self.trace), self.options.train_bytes, "records", "offsets", compiled,
             msgspec.to_builtins(forecast),
         )  # fmt: skip
-        manifest = sealed(
-            Manifest(
-                format="featstore", version=FORMAT_VERSION, reader_features=[COMPILED_FEATURE],
-                writer_features=[], uuid="", generation=name, tables=self._tables, arrays=self._arrays,
-                files=sorted(self.catalogue.files.values(), key=lambda f: f.path),
-                provenance={"writer": f"featstore {__version__}", "seed": self.options.seed,
-                            "trace": self.trace.fingerprint},
-                compiled=entry,
-            )
+        self.transaction.commit(
+            ["arrays"], tables=self._tables, arrays=self._arrays, features=[COMPILED_FEATURE], compiled=entry,
+            provenance={"seed": self.options.seed, "trace": self.trace.fingerprint},
         )  # fmt: skip
-        commit(self.generation.store, self.disk, manifest)
-        self.disk.unlink(self.generation.journal)
-        self.disk.rmtree(self.scratch, SPILL)
 
     def forecast(self) -> CompileForecast:
         """Decide, and leave nothing."""
         try:
             return self.decide()
         finally:
-            self.abandon(resumed=False)
-
-    def abandon(self, resumed: bool) -> None:
-        """After an error: what was packed stays for --resume; where nothing was, nothing stays."""
-        progress = self._journal.state.tables.values() if self._journal else ()
-        if resumed or any(t.slab or t.episode or t.done for t in progress):
-            return
-        with suppress(FeatstoreError, OSError):  # the error that brought us here is the one to tell
-            self.disk.unlink(self.generation.journal)
-            self.disk.rmtree(self.scratch, SPILL)
-            self.disk.rmtree(self.generation.directory, GENERATION)
+            with suppress(FeatstoreError, OSError):  # an error that brought us here is the one to tell
+                self.transaction.discard()
 
     def close(self) -> None:
         """Let the scratch files go."""
@@ -288,17 +240,6 @@ class _Compiling:
         for lists in self._segments.values():
             for one in lists:
                 one.close()
-
-    def _start(self, resumed: bool) -> None:
-        known = {"base": self.base.uuid, "trace": self.trace.uuid, "device model": self.model}
-        fingerprint: dict[str, Any] = msgspec.to_builtins(known) | msgspec.to_builtins(self.options)
-        if resumed:
-            self._journal = Journal.load(self.disk, self.generation.journal)
-            self._journal.check(fingerprint)
-        else:
-            self.catalogue.directory(f"{self.generation.name}/tables")
-            self._journal = Journal(self.disk, self.generation.journal, State(fingerprint))
-            self._journal.save()
 
     # Deciding.
 
@@ -347,7 +288,7 @@ class _Compiling:
         return {t: limit * asked[t] // max(1, sum(asked.values())) for t in tables}
 
     def _forecast(self) -> CompileForecast:
-        tables = {p.table.name: _described(p) for p in self._plans}
+        tables = {p.table.name: described(p) for p in self._plans}
         samples = int(np.sum(self.trace.sample_sizes))
         record = samples + sum(12 * p.rows.total for p in self._plans)
         return CompileForecast(
@@ -368,11 +309,7 @@ class _Compiling:
             + 2 * forecast.record_bytes
             + _DISK_SLACK_BYTES
         )
-        with asking(self.generation.directory, "look at the files of"):
-            there = sum(p.stat().st_blocks * 512 for p in self.generation.directory.rglob("*") if p.is_file())
-        free = self.disk.free_bytes(self.generation.store)
-        if needed - there > free:
-            raise DiskFullError(self.generation.store, needed - there, free)
+        self.transaction.check_space(needed - self.transaction.bytes_there(self.generation.directory))
 
     # Records.
 
@@ -405,8 +342,7 @@ class _Compiling:
 
     def _pack(self, plan: TableDecision) -> CompiledTable:
         """Pack all segments of one table."""
-        name, journal = plan.table.name, self._journal
-        assert journal is not None
+        name, journal = plan.table.name, self.transaction.journal
         progress = journal.table(name)
         packing = TablePacking(
             self.disk, self.base, plan, self.catalogue, self.generation, self._segments[name],
@@ -430,13 +366,3 @@ class _Compiling:
         self._done_bytes += count
         if self._progress is not None:
             self._progress(Progress(stage, table, self._done_bytes, max(self._total_bytes, self._done_bytes)))
-
-
-def _described(plan: TableDecision) -> dict[str, Any]:
-    r = plan.residency
-    found: dict[str, Any] = msgspec.to_builtins(plan.forecast)
-    return found | {
-        "asked_rows": plan.asked_rows, "hit_rows": r.hit_rows, "missed_rows": r.missed_rows,
-        "restored_rows": r.restored_rows, "resident_rows": len(plan.start), "device_rows": len(plan.device),
-        "row_bytes": plan.table.row_bytes, "table_bytes": plan.table.data_bytes,
-    }  # fmt: skip

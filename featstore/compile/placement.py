@@ -33,6 +33,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from featstore.base.compilation import njit
+from featstore.base.hashing import GOLDEN
 from featstore.compile.groups import Group, GroupWork, group_of, shared_order
 from featstore.compile.row_lists import RowLists
 from featstore.errors import ArgumentError
@@ -124,7 +125,7 @@ def make_forecast(
 @njit(cache=True, nogil=True)
 def split_step(row: Any) -> Any:
     """The 256th of its class that a row belongs to (Fibonacci hashing: neighbours lie far apart)."""
-    return np.uint64(row) * np.uint64(0x9E3779B97F4A7C15) >> np.uint64(56)
+    return np.uint64(row) * GOLDEN >> np.uint64(56)
 
 
 @njit(cache=True, nogil=True)

@@ -14,7 +14,7 @@ from featstore.base.compilation import njit
 from featstore.compile.write_records import new_table, table_writer
 from featstore.errors import ArgumentError
 from featstore.storage.manifest import TableEntry
-from featstore.storage.rows_digest import add
+from featstore.storage.rows_digest import add, mix_row
 from featstore.storage.table_writer import Appender, Catalogue, catalogue_rows
 from featstore.trace.log_format import checksum
 from featstore.units import PAGE_BYTES
@@ -30,11 +30,7 @@ def digest_bytes(data: NDArray[np.uint8], first: int, byte_crc: NDArray[np.uint6
     total = np.uint64(0)
     for i in range(data.shape[0]):
         row = np.uint64(first + i)
-        x = (row << np.uint64(32) ^ row >> np.uint64(32)) ^ byte_crc[data[i]]
-        x = x + np.uint64(0x9E3779B97F4A7C15)
-        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        total += x ^ (x >> np.uint64(31))
+        total += mix_row(row, byte_crc[data[i]])
     return total
 
 

@@ -7,15 +7,13 @@ read through descriptors, and never mapped, so that what is in memory is what wa
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from featstore.base.system import asking, refusal
-from featstore.errors import CorruptionError
+from featstore.base.files import RegularFile
 from featstore.storage.disk import Disk, File
 
 _HOLD_BYTES = 1 << 20
@@ -33,8 +31,7 @@ class RowLists:
         self.dtype = np.dtype(dtype)
         self.offsets = offsets
         self._first = first
-        with asking(path, "open"):
-            self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._file = RegularFile(path)
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -50,7 +47,7 @@ class RowLists:
     def __getitem__(self, index: int) -> NDArray[Any]:
         """List ``index``, in memory of its own."""
         if not 0 <= index < len(self):
-            raise IndexError(index)
+            raise IndexError(index)  # a sequence ends so when it is iterated over
         return self.part(int(self.offsets[index]), int(self.offsets[index + 1]))
 
     def part(self, begin: int, end: int) -> NDArray[Any]:
@@ -61,27 +58,10 @@ class RowLists:
 
     def read(self, begin: int, out: NDArray[Any]) -> None:
         """Fill ``out``, of this dtype, with the elements from ``begin`` on. Raises as :meth:`part`."""
-        view = memoryview(out).cast("B")  # type: ignore[arg-type]
-        at, done = (self._first + begin) * self.dtype.itemsize, 0
-        while done < len(view):
-            try:
-                got = os.preadv(self._descriptor, [view[done:]], at + done)
-            except OSError as error:
-                raise refusal(error, self.path, "read", at + done) from error
-            if got == 0:
-                raise CorruptionError(
-                    self.path, at + done, f"{len(view) - done} bytes more", "the end of the file"
-                )
-            done += got
+        self._file.read_into(out, (self._first + begin) * self.dtype.itemsize)
 
     def close(self) -> None:
-        if self._descriptor >= 0:
-            os.close(self._descriptor)
-            self._descriptor = -1
-
-    def __del__(self) -> None:
-        if getattr(self, "_descriptor", -1) >= 0:  # an error came between
-            self.close()
+        self._file.close()
 
 
 class RowListsWriter:

@@ -7,70 +7,28 @@ back from the files.
 
 from __future__ import annotations
 
-import errno
-import os
 import queue
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from io import BufferedReader
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from featstore.base.buffers import aligned_buffer
-from featstore.base.system import refusal
-from featstore.errors import CorruptionError
+from featstore.base.files import RegularFile
 from featstore.layout import TableLayout
 from featstore.storage.table_writer import TableWriter
 from featstore.units import PAGE_BYTES
 
 PAGE_WRITE_THREADS = 4  # segments' buffers are short, and their writes wait for the device one by one
 _WRITES_AHEAD = 4 * PAGE_WRITE_THREADS
+_ANEW = "start the pack anew with --overwrite"
 
 
 def page_buffers(count: int, byte_count: int) -> list[NDArray[np.uint8]]:
     """Buffers of whole pages, one after the other, so that large pages serve small ones, too."""
     whole = aligned_buffer(count * byte_count)
     return [whole[i * byte_count : (i + 1) * byte_count] for i in range(count)]
-
-
-@contextmanager
-def _reading(path: Path) -> Iterator[BufferedReader]:
-    """A file that is being written, to read back. Raises CorruptionError where it is gone, DeviceError."""
-    try:
-        with open(path, "rb") as file:
-            yield file
-    except FileNotFoundError:
-        raise CorruptionError(path, None, "a file", "none", "start the pack anew with --overwrite") from None
-    except OSError as error:
-        raise refusal(error, path, "read") from error
-
-
-def _read_pages(path: Path, out: NDArray[np.uint8], offset: int) -> int:
-    """Read whole pages past the page cache, where the file system has that: they are read once. Returns how
-    many bytes there were."""
-    flags, done = os.O_RDONLY | os.O_CLOEXEC, 0
-    try:
-        try:
-            descriptor = os.open(path, flags | os.O_DIRECT)
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-            descriptor = os.open(path, flags)
-        try:
-            while done < len(out):
-                got = os.preadv(descriptor, [out[done:].data], offset + done)
-                done += got
-                if got == 0 or done % PAGE_BYTES:  # the end of the file
-                    break
-        finally:
-            os.close(descriptor)
-    except FileNotFoundError:
-        raise CorruptionError(path, None, "a file", "none", "start the pack anew with --overwrite") from None
-    except OSError as error:
-        raise refusal(error, path, "read", offset + done) from error
-    return done
 
 
 class Target:
@@ -137,16 +95,9 @@ class Target:
         """A page as a checkpoint left it. Raises CorruptionError."""
         chunk, within = divmod(page, self.layout.pages_per_chunk)
         path = self._chunk_path(chunk)
-        with _reading(path) as file:
-            file.seek(within * PAGE_BYTES)
-            data = file.read(PAGE_BYTES)
-        if len(data) < self.page_bytes(page):
-            wanted = f"{self.page_bytes(page)} bytes"
-            raise CorruptionError(
-                path, within * PAGE_BYTES, wanted, f"{len(data)}", "start the pack anew with --overwrite"
-            )
         out = aligned_buffer(PAGE_BYTES)
-        out[: len(data)] = np.frombuffer(data, np.uint8)
+        with RegularFile(path, advice=_ANEW) as file:
+            file.read_into(out, within * PAGE_BYTES, self.page_bytes(page))
         return out
 
     def rows_written(
@@ -165,11 +116,8 @@ class Target:
             chunk, within = divmod(at, chunk_bytes)
             path, wanted = self._chunk_path(chunk), min(end - at, chunk_bytes - within)
             pages = out[at - low : at - low - (-wanted // PAGE_BYTES * PAGE_BYTES)]
-            got = _read_pages(path, pages, within)
-            if got < wanted:
-                raise CorruptionError(
-                    path, within, f"{wanted} bytes", "fewer", "start the pack anew with --overwrite"
-                )
+            with RegularFile(path, direct=True, advice=_ANEW) as file:  # past the page cache: read once
+                got = file.read_into(pages, within, wanted)
             pages[got:] = 0
             self.writer.check_written(at // PAGE_BYTES, pages, path, within)
             at += wanted

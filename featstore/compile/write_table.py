@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from featstore.base.buffers import aligned_buffer
 from featstore.base.native import address_of
+from featstore.base.rows import IN_ORDER, move_rows
 from featstore.base.sort import radix_sort
 from featstore.compile import segments
 from featstore.compile.decide import TableDecision
@@ -24,7 +25,6 @@ from featstore.compile.segment_pages import PAGE_WRITE_THREADS, Target, page_buf
 from featstore.compile.segments import Route, pack_episode, plan_packing, segment_of
 from featstore.compile.write_records import chunk_path, new_table, table_writer
 from featstore.layout import TableLayout
-from featstore.packing.permute import scatter_rows
 from featstore.plan.budget import nominal_bytes, reader_bytes
 from featstore.plan.extents import key_bits
 from featstore.reader.reader import Reader
@@ -188,7 +188,7 @@ class TablePacking:
                 out.wait()
                 head = len(carried)
                 out.data[:head] = carried
-                scatter_rows(address_of(data), len(rank), row_bytes, rank, 0, 0, address_of(out.data[head:]))
+                move_rows(address_of(data), IN_ORDER, address_of(out.data[head:]), rank, row_bytes)
                 end = head + len(data)
                 last = first + len(rank) == entry.rows
                 if last:

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from featstore.base.native import function_address
+from featstore.errors import EngineError
 
 _RING_BYTES = 512  # room for struct io_uring (216 bytes in liburing 2.9)
 _SETUP_FLAGS = (1 << 12) | (1 << 13)  # IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN
@@ -50,13 +51,15 @@ class _Library:
     def __init__(self) -> None:
         path = _library_path()
         if path is None:
-            raise OSError("the package 'liburing' is not installed (it has wheels for x86-64 glibc Linux)")
+            raise EngineError(
+                "the package 'liburing' is not installed (it has wheels for x86-64 glibc Linux)"
+            )
         self.handle = ctypes.CDLL(str(path))
         self.functions = np.array([function_address(self.handle, name) for name in _FUNCTIONS], np.int64)
         missing = [n for n, a in zip(_FUNCTIONS, self.functions, strict=True) if a == 0]
         missing += [name for name in _SETUP if function_address(self.handle, name) == 0]
         if missing:
-            raise OSError(
+            raise EngineError(
                 f"the installed liburing lacks {', '.join(missing)}; install the version featstore asks for"
             )
 
@@ -73,6 +76,7 @@ class _Library:
                 return ring
             if r != -22:  # EINVAL: the kernel does not know the flags
                 break
+        # Whoever asked for a ring makes an error of ours of it, and says what it was for.
         raise OSError(-r, f"io_uring_setup: {os.strerror(-r)}")
 
     def close_ring(self, ring: NDArray[np.uint8]) -> None:

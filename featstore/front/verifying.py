@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Any
 
 from featstore.arguments import as_path
 from featstore.engine.files import Access
 from featstore.scrub import store as stores
 from featstore.scrub import trace as traces
-from featstore.scrub.store import VerifyReport
-from featstore.scrub.trace import TraceReport
+from featstore.scrub.report import Progress, TraceReport, VerifyReport
 from featstore.trace.trace import is_trace
 
 __all__ = ["verify"]
 
 
 def verify(
-    path: str | os.PathLike[str], *, progress: Callable[[Any], None] | None = None, access: Access = "direct"
+    path: str | os.PathLike[str],
+    *,
+    progress: Callable[[Progress], None] | None = None,
+    access: Access = "direct",
 ) -> VerifyReport | TraceReport:
     """Read a whole store, compiled trace or trace, and report everything that is not as it was written.
 
     Args:
         path: of the store or trace. It is not written to.
-        progress: called now and then, for a store with :class:`featstore.scrub.store.Progress`, for a trace
-            with :class:`featstore.trace.filling.TraceProgress`.
+        progress: called now and then with a :class:`featstore.scrub.report.Progress`.
         access: ``"direct"`` to read past the page cache where the file system allows it, or ``"buffered"``.
 
     Raises as :func:`featstore.scrub.store.verify` and :func:`featstore.scrub.trace.verify_trace` do where

@@ -24,10 +24,10 @@ from numpy.typing import NDArray
 
 from featstore import arguments as args
 from featstore.base.buffers import Outputs, empty_rows
-from featstore.base.compilation import njit
 from featstore.base.ids import as_integers
 from featstore.base.memory import check_machine
-from featstore.base.native import address_of, memcpy, prefetch
+from featstore.base.native import address_of
+from featstore.base.rows import move_rows
 from featstore.errors import ArgumentError, BudgetError, CorruptionError, SourceError
 from featstore.layout.records import TableRecord, check_record, decode_record
 from featstore.loaders.compiled_options import check_loader_options
@@ -39,28 +39,6 @@ from featstore.units import parse_bytes
 if TYPE_CHECKING:
     from featstore.engine.request import Request
     from featstore.loaders.compiled_trace import CompiledTrace
-
-_AHEAD = 8
-_PREFETCH_BYTES = 512
-
-
-@njit(cache=True, nogil=True)
-def move_rows(
-    source: int, source_rows: NDArray[np.int32], target: int, target_rows: NDArray[np.int32], row_bytes: int
-) -> None:
-    """target[target_rows[i]] = source[source_rows[i]], rows of ``row_bytes`` at two addresses."""
-    n = source_rows.shape[0]
-    lines = min(row_bytes, _PREFETCH_BYTES)
-    for i in range(n):
-        if i + _AHEAD < n:
-            ahead = source + np.int64(source_rows[i + _AHEAD]) * row_bytes
-            for line in range(0, lines, 64):
-                prefetch(ahead + line)
-        memcpy(
-            target + np.int64(target_rows[i]) * row_bytes,
-            source + np.int64(source_rows[i]) * row_bytes,
-            row_bytes,
-        )
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from featstore.base.system import asking
+from featstore.base.files import RegularFile
 from featstore.engine import EngineName, make
 from featstore.engine.base import Engine
 from featstore.engine.files import Access, TableFiles
@@ -135,9 +135,5 @@ class LaneBench:
 
 def drop_cached(path: Path) -> None:
     """Ask the system to drop a file's clean pages from the page cache."""
-    with asking(path, "open"):
-        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(descriptor)
+    with RegularFile(path) as file:
+        file.advise(os.POSIX_FADV_DONTNEED)

@@ -36,6 +36,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from featstore.base.compilation import njit
+from featstore.base.hashing import GOLDEN
 from featstore.errors import SourceError
 from featstore.order.block_assignment import assign_blocks, uncoarsen
 from featstore.order.block_growth import ROUNDS, grow_blocks, most_blocks
@@ -85,9 +86,7 @@ def link_block(
         key = block_of[source]
         if row == key:
             continue
-        begin = (
-            np.int64(((np.uint64(key) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(32)) % sets) * SET_WAYS
-        )
+        begin = np.int64(((np.uint64(key) * GOLDEN) >> np.uint64(32)) % sets) * SET_WAYS
         best = begin
         for way in range(SET_WAYS):
             slot = begin + way

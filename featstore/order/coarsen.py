@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from featstore.base.compilation import njit
+from featstore.base.hashing import mix64
 from featstore.order.stream import GraphLike, bad_edge_error, edge_blocks
 
 PAIR_BYTES = 12
@@ -120,11 +121,8 @@ def number_clusters(label: NDArray[np.int32], sizes: NDArray[np.int32], limit: i
 
 @njit(cache=True, nogil=True)
 def home_slot(key: int, slots: int) -> Any:
-    """Where a pair belongs, if that slot is free (SplitMix64's finisher); ``slots`` is a power of two."""
-    h = np.uint64(key)
-    h = (h ^ (h >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    h = (h ^ (h >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return np.int64((h ^ (h >> np.uint64(31))) & np.uint64(slots - 1))
+    """Where a pair belongs, if that slot is free; ``slots`` is a power of two."""
+    return np.int64(mix64(np.uint64(key)) & np.uint64(slots - 1))
 
 
 @njit(cache=True, nogil=True)

@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from featstore.base.compilation import njit
+from featstore.base.hashing import GOLDEN, MIX_A, mix64
 from featstore.errors import SourceError
 from featstore.order.stream import (
     BLOCK_EDGES,
@@ -65,13 +66,11 @@ def metis_installed() -> bool:
 
 @njit(cache=True, nogil=True)
 def edge_hash(u: int, v: int) -> Any:
-    """A hash of the ordered pair, uint64 (SplitMix64's finisher, Steele et al. 2014, applied twice)."""
-    h = np.uint64(u) + np.uint64(0x9E3779B97F4A7C15)
+    """A hash of the ordered pair, uint64."""
+    h = np.uint64(u) + GOLDEN
     for _ in range(2):
-        h = (h ^ (h >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        h = (h ^ (h >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        h = (h ^ (h >> np.uint64(31))) + np.uint64(v)
-    return (h ^ (h >> np.uint64(32))) * np.uint64(0xBF58476D1CE4E5B9)
+        h = mix64(h) + np.uint64(v)
+    return (h ^ (h >> np.uint64(32))) * MIX_A
 
 
 @njit(cache=True, nogil=True)

@@ -28,6 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from featstore.base.compilation import njit
+from featstore.base.hashing import GOLDEN
 from featstore.order.ldg import STAY_BONUS, next_random, random_of_pass
 from featstore.order.stream import GraphLike, bad_edge_error, edge_blocks
 
@@ -142,7 +143,7 @@ def propagate_block(
             if source == node:
                 continue
             name = label[source]
-            slot = np.int64((np.uint64(name) * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(64 - bits))
+            slot = np.int64((np.uint64(name) * GOLDEN) >> np.uint64(64 - bits))
             while keys[slot] != name and keys[slot] >= 0:
                 slot = (slot + 1) & mask
             if keys[slot] < 0:

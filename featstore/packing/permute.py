@@ -24,8 +24,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from featstore.base.buffers import aligned_buffer
-from featstore.base.compilation import njit
-from featstore.base.native import address_of, memcpy
+from featstore.base.native import address_of
+from featstore.base.rows import IN_ORDER, move_rows
 from featstore.base.system import started
 from featstore.errors import BudgetError, FormatError, SourceError
 from featstore.layout import TableLayout
@@ -43,15 +43,6 @@ SOURCE_BLOCK_BYTES = 8 * 2**20
 CHECKPOINT_BYTES = 2 * 2**30
 _BLOCKS_HELD = 5  # of a source: its own, one being kept, one waiting, one in use, its cast copy
 _BUCKET_INDEX_BYTES = 24  # a row's node id, its rank, and the sort's work space
-
-
-@njit(cache=True, nogil=True)
-def scatter_rows(
-    block: int, count: int, row_bytes: int, target: NDArray[Any], first: int, base: int, out: int
-) -> None:
-    """Copy row i of a block to position target[first + i] - base of ``out``; both are addresses."""
-    for i in range(count):
-        memcpy(out + (np.int64(target[first + i]) - base) * row_bytes, block + i * row_bytes, row_bytes)
 
 
 @dataclass(frozen=True)
@@ -282,9 +273,8 @@ def in_memory(job: PermuteJob, writer: TableWriter) -> None:
     progress.rows_counted, progress.source_digest = 0, 0
     job.begin("read")
     for first, rows in source_blocks(job, 0):
-        scatter_rows(
-            address_of(rows), len(rows), layout.row_bytes, row_of_source, first, 0, address_of(table)
-        )
+        to = row_of_source[first : first + len(rows)]
+        move_rows(address_of(rows), IN_ORDER, address_of(table), to, layout.row_bytes)
         job.stages.add(rows.nbytes)
     nodes = job.maps.nodes_of_rows(0, layout.rows)
     progress.written_digest = int(digest_rows(address_of(table), layout.row_bytes, nodes, 0, layout.rows))

@@ -12,7 +12,6 @@ the earliest of them, and each bucket skips those it already has.
 
 from __future__ import annotations
 
-import os
 import queue
 import threading
 from collections.abc import Iterator
@@ -22,12 +21,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from featstore.base.buffers import aligned_buffer
-from featstore.base.files import direct_refusal
+from featstore.base.files import RegularFile
 from featstore.base.native import address_of
-from featstore.base.system import asking
-from featstore.errors import CorruptionError
-from featstore.packing.permute import CHECKPOINT_BYTES, PermuteJob, ahead, save_progress, scatter_rows
-from featstore.packing.spill_files import SpillPlan, spill_pass, spill_path
+from featstore.base.rows import IN_ORDER, move_rows
+from featstore.packing.permute import CHECKPOINT_BYTES, PermuteJob, ahead, save_progress
+from featstore.packing.spill_files import ANEW, SpillPlan, spill_pass, spill_path
 from featstore.storage.rows_digest import add, digest_rows
 from featstore.storage.table_writer import TableWriter
 from featstore.units import PAGE_BYTES
@@ -71,8 +69,9 @@ def _bucket_pass(job: PermuteJob, plan: SpillPlan, writer: TableWriter) -> None:
         at = 0
         while at < end_row - begin_row:
             slab = next(slabs)
-            scatter_rows(address_of(slab), len(slab) // row_bytes, row_bytes, rank, at, 0, out)
-            at += len(slab) // row_bytes
+            count = len(slab) // row_bytes
+            move_rows(address_of(slab), IN_ORDER, out, rank[at : at + count], row_bytes)
+            at += count
         part = digest_rows(out, row_bytes, nodes, begin_row, end_row - begin_row)
         progress.written_digest = add(progress.written_digest, int(part))
         # All whole pages go out now; the page in which the next bucket begins waits for it.
@@ -140,18 +139,8 @@ def _carried(job: PermuteJob, byte: int) -> NDArray[np.uint8]:
     if size == 0:
         return np.empty(0, np.uint8)
     chunk, within = divmod(page, job.layout.pages_per_chunk)
-    with asking(job.chunk_path(chunk), "read"), open(job.chunk_path(chunk), "rb") as file:
-        file.seek(within * PAGE_BYTES)
-        data = file.read(size)
-    if len(data) != size:
-        raise CorruptionError(
-            job.chunk_path(chunk),
-            within * PAGE_BYTES,
-            f"{size} bytes",
-            f"{len(data)}",
-            "start the pack anew with --overwrite",
-        )
-    return np.frombuffer(data, np.uint8)
+    with RegularFile(job.chunk_path(chunk), advice=ANEW) as file:
+        return file.read_at(within * PAGE_BYTES, size)
 
 
 def _slabs(job: PermuteJob, plan: SpillPlan, first_bucket: int) -> Iterator[NDArray[np.uint8]]:
@@ -167,27 +156,12 @@ def _slabs(job: PermuteJob, plan: SpillPlan, first_bucket: int) -> Iterator[NDAr
     turn = 0
     for bucket in range(first_bucket, plan.buckets):
         rows = min(plan.rows_per_bucket, job.layout.rows - bucket * plan.rows_per_bucket)
-        path = spill_path(job, bucket)
-        with asking(path, "open"):
-            refusal = direct_refusal(path, path.stat().st_size)
-            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | (0 if refusal else os.O_DIRECT))
-        try:
+        with RegularFile(spill_path(job, bucket), direct=True, advice=ANEW) as file:
             for at in range(0, rows, job.block_rows):
                 count = min(job.block_rows, rows - at) * row_bytes
                 begin = at * row_bytes // PAGE_BYTES * PAGE_BYTES
                 inside = at * row_bytes - begin
                 buffer = buffers[turn % 3][: -(-(inside + count) // PAGE_BYTES) * PAGE_BYTES]
-                with asking(path, "read", begin):
-                    got = os.preadv(descriptor, [buffer], begin)  # type: ignore[list-item]
-                if got < inside + count:
-                    raise CorruptionError(
-                        path,
-                        begin,
-                        f"{inside + count} bytes",
-                        f"{got} bytes",
-                        "start the pack anew with --overwrite",
-                    )
+                file.read_into(buffer, begin, inside + count)
                 turn += 1
                 yield buffer[inside : inside + count]
-        finally:
-            os.close(descriptor)

@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 
 from featstore.base.buffers import aligned_buffer
 from featstore.base.compilation import njit
+from featstore.base.files import RegularFile
 from featstore.base.native import address_of, memcpy
-from featstore.base.system import asking, submitted
+from featstore.base.system import submitted
 from featstore.errors import BudgetError, SourceError
 from featstore.packing.permute import CHECKPOINT_BYTES, PermuteJob, save_progress, source_blocks
 from featstore.storage.disk import File
@@ -26,6 +27,7 @@ from featstore.units import PAGE_BYTES
 
 FLUSH_BYTES_MAX = 4 * 2**20
 FLUSH_BYTES_MIN = 64 * 2**10
+ANEW = "start the pack anew with --overwrite"  # after damage to files of an unfinished pack
 _BUCKET_INDEX_BYTES = 24  # a row's node id, its rank, and the sort's work space
 
 
@@ -172,10 +174,8 @@ class _SpillFiles:
             page = whole // PAGE_BYTES * PAGE_BYTES
             self.fill[bucket] = whole - page
             if whole > page:
-                with asking(file.path, "read"), open(file.path, "rb") as old:
-                    old.seek(page)
-                    head = old.read(whole - page)
-                self._buffers[bucket][: len(head)] = np.frombuffer(head, np.uint8)
+                with RegularFile(file.path, advice=ANEW) as old:
+                    old.read_into(self._buffers[bucket][: whole - page], page)
             self.offset[bucket] = page
 
     def flush(self, bucket: int, size: int) -> None:

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import msgspec
 
+from featstore.base.files import read_small
 from featstore.base.folders import real_path
 from featstore.base.system import asking
 from featstore.errors import ArgumentError, FormatError
@@ -94,11 +95,10 @@ def device_key(path: str | os.PathLike[str], engine: str, access: str) -> str:
 def load_models() -> dict[str, DeviceModel]:
     """All calibrated models, by key. A file that cannot be read as such raises FormatError with its path."""
     path = models_path()
-    with asking(path, "read"):
-        try:
-            text = path.read_bytes()
-        except FileNotFoundError:
-            return {}
+    try:
+        text = read_small(path, 2**20)
+    except FileNotFoundError:
+        return {}
     try:
         return msgspec.json.decode(text, type=dict[str, DeviceModel])
     except NOT_JSON as error:

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from featstore.arguments import as_count, as_fanouts, as_flag, as_integer
-from featstore.base.hashing import GOLDEN, batch_key, mix64
+from featstore.base.hashing import batch_key, random_words
 from featstore.base.ids import plain_array
 from featstore.errors import ArgumentError, IdError, SourceError
 from featstore.reader.graphs import read_csc, read_offsets
@@ -219,8 +219,7 @@ def shuffled(count: int, seed: int, epoch: int) -> NDArray[np.int64]:
     """A permutation of ``count`` that follows from seed and epoch: positions sorted by their hashes, the same
     for ever."""
     key = np.uint64(batch_key(seed, epoch, -1))  # no mini-batch has this number
-    words: NDArray[np.uint64] = mix64(key + GOLDEN * np.arange(1, count + 1, dtype=np.uint64))
-    return np.argsort(words, kind="stable")
+    return np.argsort(random_words(key, count), kind="stable")
 
 
 def fingerprint_of(

@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from featstore.arguments import as_count, as_integer, check_state
-from featstore.base.hashing import GOLDEN, batch_key, mix64
+from featstore.base.hashing import batch_key, random_words
 from featstore.base.ids import as_integers
 from featstore.errors import ArgumentError, SourceError
 from featstore.sampling.batches import checked_train
@@ -285,9 +285,3 @@ def _only_table(store: OpenStore) -> Table:
 def lengths_of(count: int, sequences: int) -> list[int]:
     """Lengths of the sequences that take turns in an order of ``count`` nodes."""
     return [len(range(number, count, sequences)) for number in range(sequences)]
-
-
-def random_words(key: np.uint64, count: int) -> NDArray[np.uint64]:
-    """``count`` random words, uint64, that follow from the key."""
-    words: NDArray[np.uint64] = mix64(key + GOLDEN * np.arange(1, count + 1, dtype=np.uint64))
-    return words

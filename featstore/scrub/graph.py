@@ -10,119 +10,36 @@ at a time. So memory is bounded (some 48 MiB) whatever the graph, and no pass is
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator
-from itertools import pairwise
-from pathlib import Path
-from typing import Any, Protocol
-
 import numpy as np
 from numpy.typing import NDArray
 
 from featstore.base.checks import find_fall
-from featstore.base.dtypes import dtype_from_name
-from featstore.base.system import asking, open_plain
-from featstore.errors import CorruptionError
-from featstore.storage.manifest import ArrayEntry, GraphEntry, HubsEntry, TableEntry, array_chunk
+from featstore.base.hashing import mix64
+from featstore.scrub.numbers import Numbers
+from featstore.scrub.report import Findings
+from featstore.storage.manifest import GraphEntry, HubsEntry
 
-_PIECE = 1 << 17  # numbers looked at together
 _WINDOW = 1 << 19  # hubs compared in one go
 _MARKS = 1 << 24  # rows marked in one go
-
-
-class Scrub(Protocol):
-    """What is needed of the scrub that this is part of."""
-
-    store: Path
-    readable: set[str]
-    faulty: set[str]
-
-    def problem(
-        self, what: str, path: str, expected: object, actual: object, offset: int | None = None
-    ) -> None: ...
-
-
-def mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """splitmix64's finaliser (Steele, Lea and Flood, OOPSLA'14), element by element."""
-    x = values + np.uint64(0x9E3779B97F4A7C15)
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
-
-
-class Numbers:
-    """A vector on disk, a table of numbers or a small array, read by runs of elements."""
-
-    def __init__(self, store: Path, entry: TableEntry | ArrayEntry) -> None:
-        self.dtype = dtype_from_name(entry.dtype)
-        self._store = store
-        if isinstance(entry, TableEntry):
-            self.count, self._per_file = entry.rows, entry.rows_per_chunk
-            self.paths = [entry.chunk_path(chunk) for chunk in range(entry.layout.chunks)]
-        else:
-            self.count, self._per_file = entry.shape[0], max(1, entry.shape[0])
-            self.paths = [path for path in [array_chunk(entry)] if path is not None]
-
-    def place(self, index: int) -> tuple[str, int]:
-        """The file and the byte of an element."""
-        file, within = divmod(index, self._per_file)
-        return self.paths[file], within * self.dtype.itemsize
-
-    def read(self, first: int, count: int) -> NDArray[Any]:
-        """Elements [first, first + count), or as many of them as there are."""
-        count = min(count, self.count - first)
-        out = np.empty(max(0, count), self.dtype)
-        done = 0
-        while done < count:
-            path, offset = self.place(first + done)
-            run = min(count - done, self._per_file - (first + done) % self._per_file)
-            with asking(self._store / path, "read", offset), open_plain(self._store / path) as file:
-                view = memoryview(out[done : done + run].view(np.uint8))  # type: ignore[arg-type]
-                got = os.preadv(file.fileno(), [view], offset)
-            if got != len(view):
-                raise CorruptionError(
-                    self._store / path,
-                    offset,
-                    f"{len(view):,} bytes",
-                    f"{got:,}",
-                    "it was changed meanwhile; verify again",
-                )
-            done += run
-        return out
-
-    def pieces(self) -> Iterator[tuple[int, NDArray[Any]]]:
-        """(first element, elements), in order."""
-        for first in range(0, self.count, _PIECE):
-            yield first, self.read(first, _PIECE)
-
-    def take(self, ascending: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The elements of these numbers, which ascend: the pieces that hold any are read once, in order."""
-        out = np.empty(len(ascending), np.int64)
-        piece = ascending // _PIECE
-        starts = np.flatnonzero(np.diff(piece, prepend=-1)).tolist()
-        for low, high in pairwise([*starts, len(piece)]):
-            first, last = int(ascending[low]), int(ascending[high - 1])
-            out[low:high] = self.read(first, last - first + 1)[ascending[low:high] - first]
-        return out
 
 
 class _GraphScrub:
     """The checks of one graph."""
 
-    def __init__(self, scrub: Scrub, entry: GraphEntry, rows: int) -> None:
-        self._scrub = scrub
+    def __init__(self, findings: Findings, entry: GraphEntry, rows: int) -> None:
+        self._findings = findings
         self._rows = rows
         self._entry = entry
-        self._offsets = Numbers(scrub.store, entry.offsets)
-        self._sources = Numbers(scrub.store, entry.sources)
+        self._offsets = Numbers(findings.store, entry.offsets)
+        self._sources = Numbers(findings.store, entry.sources)
 
     def run(self) -> None:
         lists = self._ascend(self._offsets, self._entry.edges) & self._in_range(self._sources, "sources")
         hubs = self._entry.hubs
         if hubs is None:
             return
-        rows, ends = Numbers(self._scrub.store, hubs.rows), Numbers(self._scrub.store, hubs.offsets)
-        copy = Numbers(self._scrub.store, hubs.sources)
+        rows, ends = Numbers(self._findings.store, hubs.rows), Numbers(self._findings.store, hubs.offsets)
+        copy = Numbers(self._findings.store, hubs.sources)
         sound = (
             self._ascend(ends, copy.count) & self._in_range(rows, "hubs") & self._in_range(copy, "sources")
         )
@@ -131,11 +48,11 @@ class _GraphScrub:
                 self._window(hubs, first, rows.read(first, _WINDOW).astype(np.int64), ends, copy)
 
     def _intact(self, numbers: Numbers) -> bool:
-        return all(p in self._scrub.readable and p not in self._scrub.faulty for p in numbers.paths)
+        return all(map(self._findings.intact, numbers.paths))
 
     def _say(self, numbers: Numbers, index: int, expected: str, actual: object) -> bool:
         path, offset = numbers.place(index)
-        self._scrub.problem("graph", path, expected, actual, offset)
+        self._findings.problem("graph", path, expected, actual, offset)
         return False
 
     def _ascend(self, numbers: Numbers, end: int) -> bool:
@@ -193,7 +110,7 @@ class _GraphScrub:
             if limits[h] < copy.count:
                 self._say(copy, int(limits[h]), expected, actual)
             else:
-                self._scrub.problem("graph", hubs.sources.path, expected, actual)
+                self._findings.problem("graph", hubs.sources.path, expected, actual)
 
 
 def _list_digests(
@@ -203,18 +120,18 @@ def _list_digests(
     ascend."""
     digests = np.zeros(len(begins), np.uint64)
     ends = np.cumsum(degrees)
-    for low in range(0, int(ends[-1]) if len(ends) else 0, _PIECE):
-        index = np.arange(low, min(low + _PIECE, int(ends[-1])))
+    for low in range(0, int(ends[-1]) if len(ends) else 0, Numbers.PIECE):
+        index = np.arange(low, min(low + Numbers.PIECE, int(ends[-1])))
         which = np.searchsorted(ends, index, side="right")
         within = index - (ends[which] - degrees[which])
         values = numbers.take(begins[which] + within)
-        hashes = mix(mix(within.astype(np.uint64)) + values.astype(np.uint64))
+        hashes = mix64(mix64(within.astype(np.uint64)) + values.astype(np.uint64))
         starts = np.flatnonzero(np.diff(which, prepend=-1))
         digests[which[starts]] += np.add.reduceat(hashes, starts)
     return digests
 
 
-def scrub_graph(scrub: Scrub, entry: GraphEntry, rows: int) -> None:
+def scrub_graph(findings: Findings, entry: GraphEntry, rows: int) -> None:
     """Report what is wrong with a graph over a table of ``rows`` rows; see the module's text. What holds
     faulty or unreadable files is left out: that has been said, and what follows from it is not known."""
-    _GraphScrub(scrub, entry, rows).run()
+    _GraphScrub(findings, entry, rows).run()

@@ -10,9 +10,7 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -20,67 +18,23 @@ from featstore.arguments import as_choice, as_function
 from featstore.base.system import asking
 from featstore.engine.files import Access
 from featstore.errors import CorruptionError, DeviceError
-from featstore.trace.filling import TraceProgress
+from featstore.scrub.report import Progress, TraceProblem, TraceReport, listed
 from featstore.trace.log_file import TRACE_NAME, read_frame
 from featstore.trace.trace import Trace
-from featstore.units import format_bytes
-
-#: So many problems are listed; all are counted.
-PROBLEMS_MAX = 1000
-
-
-@dataclass(frozen=True)
-class TraceProblem:
-    """Something that is not as it should be. ``batch``: the mini-batch, or None for head, index and tail."""
-
-    batch: int | None
-    offset: int | None
-    expected: str
-    actual: str
-
-    def __str__(self) -> str:
-        where = "the file" if self.batch is None else f"mini-batch {self.batch}"
-        at = "" if self.offset is None else f" (byte {self.offset:,})"
-        return f"{where}{at}: expected {self.expected}, found {self.actual}"
-
-
-@dataclass(frozen=True)
-class TraceReport:
-    """What was seen. ``problems`` lists the first 1000 of ``problem_count``. ``uuid`` is empty, and no
-    mini-batch was read, where head, index or tail are bad. ``access``: "direct" where the device was asked,
-    "buffered" where the page cache could answer."""
-
-    path: str
-    uuid: str
-    batches: int
-    ids: int
-    bytes: int
-    access: Access
-    ok: bool
-    problem_count: int
-    problems: tuple[TraceProblem, ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data, for JSON."""
-        return asdict(self) | {"problems": [asdict(p) for p in self.problems]}
-
-    def __str__(self) -> str:
-        verdict = "sound" if self.ok else f"{self.problem_count:,} problems"
-        seen = f"{self.batches:,} mini-batches, {self.ids:,} node ids, {format_bytes(self.bytes)}"
-        return "\n".join([f"{self.path}: {verdict} ({seen})", *map(str, self.problems)])
+from featstore.units import PAGE_BYTES
 
 
 def verify_trace(
     path: str | os.PathLike[str],
     *,
-    progress: Callable[[TraceProgress], None] | None = None,
+    progress: Callable[[Progress], None] | None = None,
     access: Access = "direct",
 ) -> TraceReport:
     """Read a whole finished trace; see the module's text. ``access``: "direct" has the page cache let go of
     the file before.
 
     Raises IncompleteStoreError where there is no finished trace, FormatError where it cannot be trusted,
-    DeviceError, and ValueError for another access.
+    DeviceError, and ArgumentError for another access.
     """
     as_choice(access, "access", ("direct", "buffered"))
     if progress is not None:
@@ -91,32 +45,31 @@ def verify_trace(
     except CorruptionError as error:
         with asking(where / TRACE_NAME, "look at"):
             size = (where / TRACE_NAME).stat().st_size
-        return _report(
-            str(where),
-            "",
-            0,
-            0,
-            size,
-            access,
-            [TraceProblem(None, error.offset, str(error.expected), str(error.actual))],
-        )
+        bad = _problem(None, error.offset, error.expected, error.actual)
+        return _report(where, "", 0, 0, size, access, [bad])
     with trace:
         if access == "direct":
             os.posix_fadvise(trace._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         problems = _frames(trace, progress)
         ids = sum(int(counts.sum()) for counts in trace.counts.values())
-        return _report(str(where), trace.uuid, len(trace), ids, trace.bytes, access, problems)
+        return _report(where, trace.uuid, len(trace), ids, trace.bytes, access, problems)
 
 
 def _report(
-    path: str, uuid: str, batches: int, ids: int, size: int, access: Access, problems: list[TraceProblem]
+    path: Path, uuid: str, batches: int, ids: int, size: int, access: Access, problems: list[TraceProblem]
 ) -> TraceReport:
     return TraceReport(
-        path, uuid, batches, ids, size, access, not problems, len(problems), tuple(problems[:PROBLEMS_MAX])
-    )
+        path=str(path), uuid=uuid, batches=batches, ids=ids, bytes=size, access=access, ok=not problems,
+        problem_count=len(problems), problems=listed(problems),
+    )  # fmt: skip
 
 
-def _frames(trace: Trace, progress: Callable[[TraceProgress], None] | None) -> list[TraceProblem]:
+def _problem(batch: int | None, offset: int | None, expected: object, actual: object) -> TraceProblem:
+    page = None if offset is None else offset // PAGE_BYTES
+    return TraceProblem(TRACE_NAME, page, offset, str(expected), str(actual), "trace", batch)
+
+
+def _frames(trace: Trace, progress: Callable[[Progress], None] | None) -> list[TraceProblem]:
     problems: list[TraceProblem] = []
     id_max = dict.fromkeys(trace.node_types, -1)
     for number in range(len(trace)):
@@ -124,15 +77,15 @@ def _frames(trace: Trace, progress: Callable[[TraceProgress], None] | None) -> l
         try:
             _frame(trace, number, offset, id_max)
         except CorruptionError as error:
-            problems.append(TraceProblem(number, error.offset, str(error.expected), str(error.actual)))
+            problems.append(_problem(number, error.offset, error.expected, error.actual))
         except DeviceError as error:
             if error.errno != errno.EIO:
                 raise
-            problems.append(TraceProblem(number, error.offset, "readable bytes", "an error of the device"))
+            problems.append(_problem(number, error.offset, "readable bytes", "an error of the device"))
         if progress is not None:
-            progress(TraceProgress(number + 1, len(trace), int(trace._index.offsets[number + 1])))
+            progress(Progress(TRACE_NAME, int(trace._index.offsets[number + 1]), trace.bytes))
     if not problems and id_max != trace.id_max:
-        problems.append(TraceProblem(None, None, f"the largest ids {trace.id_max}", f"{id_max}"))
+        problems.append(_problem(None, None, f"the largest ids {trace.id_max}", id_max))
     return problems
 
 

@@ -31,10 +31,10 @@ from featstore.arguments import as_text, shown
 from featstore.base.buffers import empty_rows
 from featstore.base.ids import Ids, check_out, finished, parse_ids
 from featstore.base.native import address_of
+from featstore.base.rows import IN_ORDER, move_rows
 from featstore.errors import ArgumentError, CancelledError, ClosedError, FeatstoreError, UnknownNameError
 from featstore.shared import protocol
 from featstore.shared.connection import AGAIN_SECONDS, CONNECT_SECONDS, About, BrokenOffError, Connection
-from featstore.tiers.slots.rows import copy_slots
 from featstore.tiers.tickets import BufferStats
 
 _NUMBERS = 2**32  # of requests; then they are used again
@@ -202,7 +202,7 @@ class BufferClient:
             if kind == protocol.ANSWER_ERROR:
                 error = protocol.decode_error(text)
             else:
-                copy_slots(slots, address_of(connection.x), row_bytes, out)
+                move_rows(address_of(connection.x), slots, out, IN_ORDER, row_bytes)
                 connection.say(protocol.RELEASE, number)
         if error is not None:
             raise error

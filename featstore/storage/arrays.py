@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import os
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from featstore.base.dtypes import dtype_from_name
-from featstore.base.files import open_regular, read_fully
+from featstore.base.files import RegularFile
 from featstore.base.memory import check_machine
 from featstore.errors import CorruptionError
 from featstore.storage.manifest import ArrayEntry, FileEntry, array_bytes, array_chunk
@@ -47,20 +46,12 @@ def _load_file(path: Path, size: int, digest: str, out: NDArray[np.uint8]) -> No
 
     found = hashlib.sha256()
     block = np.empty(min(_BLOCK_BYTES, size), np.uint8)
-    descriptor = open_regular(path, size)
-    try:
-        done = 0
-        while done < size:
-            want = min(len(block), size - done)
-            got = read_fully(descriptor, block[:want], done, path)
-            if got < want:
-                raise CorruptionError(path, done + got, f"{size:,} bytes", f"{done + got:,} bytes")
+    with RegularFile(path, size) as file:
+        for done in range(0, size, len(block)):
+            got = file.read_into(block[: size - done], done)
             found.update(crc_pages(block[:got]).astype("<u4", copy=False).tobytes())
             keep = min(got, max(0, out.nbytes - done))
             out[done : done + keep] = block[:keep]
-            done += got
-    finally:
-        os.close(descriptor)
     actual = found.hexdigest()
     if actual != digest:
         raise CorruptionError(path, None, f"digest {digest}", actual)

@@ -16,7 +16,10 @@ import stat
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from featstore.base.folders import folder, is_file, is_taken
+import numpy as np
+
+from featstore.base.files import RegularFile
+from featstore.base.folders import folder, is_file, is_taken, open_folder
 from featstore.base.system import refusal
 from featstore.errors import StoreExistsError
 
@@ -65,11 +68,9 @@ def begins_with(path: Path, begin: bytes) -> bool:
     bytes, or zeros). Raises DeviceError."""
     if not is_file(path):
         return False
-    try:
-        with path.open("rb") as file:
-            data = file.read(len(begin))
-    except OSError as error:
-        raise refusal(error, path, "read") from error
+    block = np.empty(len(begin), np.uint8)
+    with RegularFile(path) as file:
+        data = block[: file.read_into(block, 0, 0)].tobytes()
     return data in (begin[: len(data)], bytes(len(data)))
 
 
@@ -146,7 +147,7 @@ def _walk(
 def _folder(root: Path, above: int, path: str, own: Belongings, found: Surveyed, *, remove: bool) -> None:
     name, before = path.rpartition("/")[2], len(found.foreign)
     try:
-        descriptor = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=above)
+        descriptor = open_folder(name, above)
     except NotADirectoryError:  # it was swapped for a link
         found.foreign.append(root / path)
         return

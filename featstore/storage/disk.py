@@ -72,8 +72,13 @@ class Disk:
                         raise
             return self._open(path, flags, False)
 
+    def create_scratch(self, path: Path) -> File:
+        """A new file, which nobody else may open."""
+        with asking(path, "create"):
+            return self._open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, False, 0o600)
+
     @staticmethod
-    def _open(path: Path, flags: int, direct: bool) -> File:
+    def _open(path: Path, flags: int, direct: bool, mode_bits: int = 0o644) -> File:
         """A regular file, opened for writing and reached through no link."""
         with folder(path.parent) as above:
             mode = mode_of(path.name, above)
@@ -82,7 +87,7 @@ class Disk:
             if mode is not None and not stat.S_ISREG(mode):
                 raise FormatError(f"{path} is no regular file, and is left alone: move it away")
             flags |= os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-            return File(path, os.open(path.name, flags, 0o644, dir_fd=above), direct)
+            return File(path, os.open(path.name, flags, mode_bits, dir_fd=above), direct)
 
     def write(self, file: File, offset: int, data: NDArray[np.uint8] | bytes) -> None:
         """Write all of ``data`` at a byte offset. A direct file takes whole aligned pages directly and the

@@ -11,9 +11,10 @@ from typing import Annotated, Any
 
 import msgspec
 
+from featstore.base.files import read_small
 from featstore.errors import FormatError, SourceError
 from featstore.storage.disk import Disk
-from featstore.storage.manifest import NOT_JSON, FileEntry, GraphEntry, OrderEntry
+from featstore.storage.manifest import MANIFEST_BYTES_MAX, NOT_JSON, FileEntry, GraphEntry, OrderEntry
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 
@@ -59,7 +60,7 @@ class Journal:
     def load(cls, disk: Disk, path: Path) -> Journal:
         """The journal of an unfinished pack. Raises FormatError where it cannot be read."""
         try:
-            return cls(disk, path, msgspec.json.decode(path.read_bytes(), type=State))
+            return cls(disk, path, msgspec.json.decode(read_small(path, MANIFEST_BYTES_MAX), type=State))
         except (OSError, *NOT_JSON) as error:
             raise FormatError(f"cannot resume from {path}: {error}; start anew with --overwrite") from error
 

@@ -15,8 +15,8 @@ import stat
 from pathlib import Path
 
 from featstore.base.folders import a_link, folder, mode_of
-from featstore.base.system import NO_SPACE, asking, refusal
-from featstore.errors import DeviceError, FormatError, StoreLockedError
+from featstore.base.system import NO_SPACE, asking, is_there, refusal
+from featstore.errors import CorruptionError, DeviceError, FormatError, StoreLockedError
 
 _CONTENT = re.compile(rb"(featstore )?([0-9]*)[0-9\n]*")
 _MARK = b"featstore "
@@ -179,6 +179,30 @@ def is_lock(path: Path) -> bool:
                 os.close(descriptor)
     except OSError as error:
         raise refusal(error, path, "look at") from error
+
+
+def held_with_others(directory: Path) -> int | None:
+    """A descriptor that holds a directory (no link to one) against collecting, beside others that hold it so;
+    None where it is gone, or goes meanwhile. Raises CorruptionError where it is none, DeviceError."""
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW
+    try:
+        descriptor = os.open(directory, flags)
+    except FileNotFoundError:
+        return None
+    except NotADirectoryError:
+        raise CorruptionError(directory, None, "the generation's directory", "something else") from None
+    except OSError as error:
+        raise refusal(error, directory, "open") from error
+    try:
+        with asking(directory, "hold"):
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
+            if is_there(directory) and os.path.samestat(os.fstat(descriptor), os.stat(directory)):
+                return descriptor
+    except BaseException:
+        os.close(descriptor)
+        raise
+    os.close(descriptor)
+    return None
 
 
 def held_alone(path: Path, *, directory: bool = False) -> int | None:

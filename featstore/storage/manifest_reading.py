@@ -6,16 +6,16 @@ the rest.
 
 from __future__ import annotations
 
+import errno
 import json
-import os
-import stat
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from featstore.base.system import asking, is_there, refusal
-from featstore.errors import FormatError, FormatVersionError, IncompleteStoreError
+from featstore.base.files import read_small
+from featstore.base.system import asking, is_there
+from featstore.errors import DeviceError, FormatError, FormatVersionError, IncompleteStoreError
 from featstore.storage.manifest import (
     CATALOGUE_BYTES_MAX,
     FORMAT_VERSION,
@@ -41,18 +41,13 @@ def read_manifest(store: Path) -> tuple[Manifest, bytes]:
     """
     path = store / MANIFEST_NAME
     try:
-        if not stat.S_ISREG(os.stat(path).st_mode):
-            raise FormatError(f"{path} is not a regular file")
-        with open(path, "rb") as file:
-            text = file.read(
-                min(os.fstat(file.fileno()).st_size, MANIFEST_BYTES_MAX) + 1
-            )  # reading takes room for all it asks
+        text = read_small(path, MANIFEST_BYTES_MAX)
     except FileNotFoundError:
         raise IncompleteStoreError(_what_is_there(store)) from None
-    except NotADirectoryError:
+    except DeviceError as error:
+        if error.errno != errno.ENOTDIR:
+            raise
         raise IncompleteStoreError(f"{store} is a file, not a featstore store (a directory)") from None
-    except OSError as error:
-        raise refusal(error, path, "read") from error
     return parse(text, path), text
 
 
@@ -148,4 +143,4 @@ def _plain(raw: msgspec.Raw) -> Any:
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> None:
     if len(pairs) > 1 and len({key for key, _ in pairs}) != len(pairs):
-        raise ValueError("a key occurs twice in one object")
+        raise ValueError("a key occurs twice in one object")  # caught around json.loads: a FormatError

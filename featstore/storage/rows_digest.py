@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from featstore.base.checksum import byte_table
 from featstore.base.compilation import njit
-from featstore.base.native import HAS_CRC_INSTRUCTION, crc32c_instruction, load_u8, load_u64
+from featstore.base.hashing import GOLDEN, mix64
+from featstore.base.native import HAS_CRC_INSTRUCTION, INLINED, crc32c_instruction, load_u8, load_u64
 
 _TABLE = byte_table()
 
@@ -47,6 +48,12 @@ def _crc_bytes_tables(address: Any, byte_count: Any) -> Any:
 crc_bytes = _crc_bytes_instruction if HAS_CRC_INSTRUCTION else _crc_bytes_tables
 
 
+@njit(**INLINED)
+def mix_row(node: Any, crc: Any) -> Any:
+    """What one row adds to the sum: a hash of its node id and the CRC-32C of its bytes, both uint64."""
+    return mix64(((node << np.uint64(32) ^ node >> np.uint64(32)) ^ crc) + GOLDEN)
+
+
 @njit(cache=True, nogil=True)
 def digest_rows(address: int, row_bytes: int, nodes: NDArray[Any], first_node: int, count: int) -> np.uint64:
     """The sum over ``count`` rows that lie at an address one after the other.
@@ -57,12 +64,7 @@ def digest_rows(address: int, row_bytes: int, nodes: NDArray[Any], first_node: i
     for i in range(count):
         node = np.uint64(nodes[i]) if nodes.shape[0] > 0 else np.uint64(first_node + i)
         crc = np.uint64(crc_bytes(address + i * row_bytes, row_bytes))
-        # splitmix64's finaliser over the pair (Steele, Lea and Flood, OOPSLA'14).
-        x = (node << np.uint64(32) ^ node >> np.uint64(32)) ^ crc
-        x = (x + np.uint64(0x9E3779B97F4A7C15)) & np.uint64(0xFFFFFFFFFFFFFFFF)
-        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        total += x ^ (x >> np.uint64(31))
+        total += mix_row(node, crc)
     return total
 
 

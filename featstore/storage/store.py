@@ -8,7 +8,6 @@ one has been committed since.
 
 from __future__ import annotations
 
-import fcntl
 import os
 import stat
 import threading
@@ -21,7 +20,7 @@ from numpy.typing import NDArray
 
 from featstore.arguments import as_count, as_path, known_name, shown
 from featstore.base.dtypes import dtype_from_name
-from featstore.base.system import asking, is_there, refusal
+from featstore.base.system import refusal
 from featstore.errors import (
     ArgumentError,
     ClosedError,
@@ -32,6 +31,7 @@ from featstore.errors import (
 )
 from featstore.layout import TableLayout
 from featstore.storage.arrays import load_array
+from featstore.storage.locks import held_with_others
 from featstore.storage.manifest import (
     MANIFEST_NAME,
     ArrayEntry,
@@ -236,7 +236,7 @@ class OpenStore:
                 self.manifest, self._text = read_manifest(self.path)
             else:
                 self.manifest, self._text = parse(pinned, self.path), pinned
-            self._lock = self._hold()
+            self._lock = held_with_others(self.path / self.manifest.generation)
             if self._lock is not None:
                 break
             if pinned is not None:
@@ -260,28 +260,6 @@ class OpenStore:
             n: self._graph_class(self, n, e) for n, e in self.manifest.graphs.items()
         }
         self.arrays: Mapping[str, NDArray[Any]] = _Arrays(self)
-
-    def _hold(self) -> int | None:
-        """A descriptor of the generation's directory with a shared lock; None if the directory is gone."""
-        directory = self.path / self.manifest.generation
-        try:
-            descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except FileNotFoundError:
-            return None
-        except NotADirectoryError:
-            raise CorruptionError(directory, None, "the generation's directory", "something else") from None
-        except OSError as error:
-            raise refusal(error, directory, "open") from error
-        try:
-            with asking(directory, "hold"):
-                fcntl.flock(descriptor, fcntl.LOCK_SH)
-                if is_there(directory) and os.path.samestat(os.fstat(descriptor), os.stat(directory)):
-                    return descriptor
-        except BaseException:
-            os.close(descriptor)
-            raise
-        os.close(descriptor)
-        return None
 
     def _check_files(self) -> None:
         root, folders = str(self.path), set()

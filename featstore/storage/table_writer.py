@@ -23,8 +23,9 @@ from numpy.typing import NDArray
 from featstore.base.buffers import aligned_buffer
 from featstore.base.checksum import crc_pages, digest_of_checksums
 from featstore.base.dtypes import dtype_name, zarr_storage
+from featstore.base.files import RegularFile
 from featstore.base.native import address_of
-from featstore.base.system import asking, status_of, submitted
+from featstore.base.system import status_of, submitted
 from featstore.errors import ArgumentError, CorruptionError
 from featstore.layout import TableLayout
 from featstore.storage.disk import Disk, File
@@ -130,21 +131,22 @@ def catalogue_rows(catalogue: Catalogue, entry: TableEntry) -> None:
     path = array_chunk(entry.page_checksums)
     if path is None:
         return
+    size, chunk_bytes = 4 * layout.pages, 4 * layout.pages_per_chunk
     sizes = {entry.chunk_path(chunk): layout.chunk_bytes for chunk in range(layout.chunks)}
-    for name, size in (sizes | {path: 4 * layout.pages}).items():
+    for name, expected in (sizes | {path: size}).items():
         status = status_of(catalogue.root / name)
-        if status is None or status.st_size != size:
+        if status is None or status.st_size != expected:
             found = "no file" if status is None else f"{status.st_size:,} bytes"
             advice = "start anew with --overwrite"
-            raise CorruptionError(catalogue.root / name, None, f"a file of {size:,} bytes", found, advice)
-    with asking(catalogue.root / path, "read"), open(catalogue.root / path, "rb") as file:
+            raise CorruptionError(catalogue.root / name, None, f"a file of {expected:,} bytes", found, advice)
+    with RegularFile(catalogue.root / path, size) as file:
         for chunk in range(layout.chunks):
-            checksums = np.frombuffer(file.read(4 * layout.pages_per_chunk), "<u4")
-            catalogue.add(entry.chunk_path(chunk), layout.chunk_bytes, digest_of_checksums(checksums))
-        file.seek(0)
-        while block := file.read(_BLOCK_BYTES):
-            own.append(crc_pages(np.frombuffer(block, np.uint8)))
-    catalogue.add(path, 4 * layout.pages, digest_of_checksums(np.concatenate(own)))
+            checksums = file.read_at(chunk * chunk_bytes, min(chunk_bytes, size - chunk * chunk_bytes))
+            digest = digest_of_checksums(checksums.view("<u4"))
+            catalogue.add(entry.chunk_path(chunk), layout.chunk_bytes, digest)
+        for at in range(0, size, _BLOCK_BYTES):
+            own.append(crc_pages(file.read_at(at, min(_BLOCK_BYTES, size - at))))
+    catalogue.add(path, size, digest_of_checksums(np.concatenate(own)))
 
 
 def write_vector(
@@ -247,10 +249,8 @@ class TableWriter:
         """Raise CorruptionError unless whole pages, read back from ``path`` at ``offset``, are what was
         written there; nothing may have been written since."""
         found = crc_pages(pages)
-        with asking(self._checksums.path, "read"), open(self._checksums.path, "rb") as file:
-            file.seek(4 * first_page)
-            data = file.read(4 * len(found))
-        expected = np.frombuffer(data + bytes(4 * len(found) - len(data)), "<u4")
+        with RegularFile(self._checksums.path) as file:
+            expected = file.read_at(4 * first_page, 4 * len(found)).view("<u4")
         wrong = np.flatnonzero(found != expected)
         if len(wrong):
             bad, advice = int(wrong[0]), "start anew with --overwrite"

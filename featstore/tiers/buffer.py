@@ -33,6 +33,7 @@ from featstore.base.buffers import ALIGNMENT, empty_rows
 from featstore.base.dtypes import dtype_from_name
 from featstore.base.ids import check_out, finished, parse_ids, parse_row_places, rows_of
 from featstore.base.native import address_of
+from featstore.base.rows import IN_ORDER, move_rows
 from featstore.errors import (
     ArgumentError,
     BudgetError,
@@ -42,13 +43,7 @@ from featstore.tiers.claims import Claims
 from featstore.tiers.slots import layout
 from featstore.tiers.slots import slots as sl
 from featstore.tiers.slots.contents import are_present, joined, present_slots
-from featstore.tiers.slots.rows import (
-    check_memory,
-    copy_slots,
-    move_rows,
-    scatter_slots,
-    slots_for,
-)
+from featstore.tiers.slots.rows import check_memory, slots_for, switch_policy
 from featstore.tiers.tickets import BufferStats, Ticket
 from featstore.units import parse_bytes
 
@@ -133,8 +128,7 @@ class FeatureBuffer(Claims):
     def _start(self, static: Any) -> None:
         self._start_claims()
         sl.load_kernels(self._map)
-        copy_slots(self._no_slots(), 0, 0, 0)
-        scatter_slots(self._no_slots(), 0, 0, 0, self._no_slots())
+        move_rows(0, self._no_slots(), 0, IN_ORDER, 0)
         if static is not None:
             try:
                 self._keep(static)
@@ -174,13 +168,13 @@ class FeatureBuffer(Claims):
         slots = ticket.result()
         shape, row_bytes = (*ticket.shape, *self._rows.row_shape), self._rows.row_bytes
         rows = empty_rows(len(slots), row_bytes) if out is None else check_out(out, shape, self.dtype)
-        copy_slots(slots, address_of(self.x), row_bytes, address_of(rows))
+        move_rows(address_of(self.x), slots, address_of(rows), IN_ORDER, row_bytes)
         return finished(rows, shape, self.dtype, ticket.tensor) if out is None else out
 
     def _scatter(self, ticket: Ticket, out: Any, places: NDArray[np.int32]) -> Any:
         raw = check_out(out, (rows_of(out), *self._rows.row_shape), self.dtype)
         slots, row_bytes = ticket.result(), self._rows.row_bytes
-        scatter_slots(slots, address_of(self.x), row_bytes, address_of(raw), places)
+        move_rows(address_of(self.x), slots, address_of(raw), places, row_bytes)
         return out
 
     def holds(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
@@ -243,7 +237,7 @@ class FeatureBuffer(Claims):
                 return False
             self._unkeep()
             counted = self._map.counts[COUNTED].copy()
-            self._map = move_rows(self.x, self._map, policy, self._map_memory, self._rows.row_bytes)
+            self._map = switch_policy(self.x, self._map, policy, self._map_memory, self._rows.row_bytes)
             self._map.counts[COUNTED] = counted
             self.policy = policy
             return True

@@ -17,20 +17,20 @@ used.
 
 from __future__ import annotations
 
-import os
 import stat
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, Self
+from typing import TYPE_CHECKING, Self
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from featstore.base.files import RegularFile
 from featstore.base.folders import is_file, is_taken, real_path
-from featstore.base.system import asking, is_there, refusal
-from featstore.errors import SourceError
+from featstore.base.system import is_there, refusal
+from featstore.errors import CorruptionError, SourceError
 from featstore.storage.disk import Disk
 from featstore.storage.manifest import check_name
 from featstore.tiers.slots import layout
@@ -131,14 +131,16 @@ class SavedCache:
         try:
             if not stat.S_ISREG(self.path.stat().st_mode):
                 raise self._bad("it is no file")
-            self._file: BinaryIO = self.path.open("rb")
         except FileNotFoundError:
             raise SourceError(f"{self.path} is not there: save it first, with save_cache({name!r})") from None
         except OSError as error:
-            raise refusal(error, self.path, "open") from error
+            raise refusal(error, self.path, "look at") from error
         try:
-            with asking(self.path, "look at"):
-                self._size = os.fstat(self._file.fileno()).st_size
+            self._file = RegularFile(self.path)
+        except CorruptionError as error:
+            raise self._bad(f"it is {error.actual}") from error
+        try:
+            self._size = self._file.size_bytes
             self._check_checksum()
             self._begins, self.counts, self.policies = self._header()
             for table in self.counts:
@@ -153,13 +155,9 @@ class SavedCache:
 
     def _read(self, at: int, size: int) -> bytes:
         try:
-            self._file.seek(at)
-            data = self._file.read(size)
-        except OSError as error:
-            raise refusal(error, self.path, "read", at) from error
-        if len(data) < size:
-            raise self._bad(f"it ends at byte {at + len(data):,}")
-        return data
+            return self._file.read_at(at, size).tobytes()
+        except CorruptionError as error:
+            raise self._bad(f"it ends at byte {error.offset:,}") from error
 
     def _check_checksum(self) -> None:
         checksum, end = 0, self._size - 4

@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from featstore.base.buffers import empty_rows
-from featstore.base.files import open_regular, read_fully
+from featstore.base.files import open_regular, read_fully, read_small
 from featstore.base.memory import check_machine
-from featstore.base.system import asking, refusal
+from featstore.base.system import asking
 from featstore.errors import CorruptionError, FormatError
 from featstore.storage.manifest import NOT_JSON
 from featstore.trace.log_format import (
@@ -123,11 +123,9 @@ def load_checkpoint(directory: Path) -> Checkpoint:
     """How much of a directory's log is durable; nothing where no checkpoint was reached."""
     path = directory / CHECKPOINT_NAME
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Checkpoint)
+        return msgspec.json.decode(read_small(path, 2**10), type=Checkpoint)
     except FileNotFoundError:
         return Checkpoint(0, 0)
-    except OSError as error:
-        raise refusal(error, path, "read") from error
     except NOT_JSON as error:
         raise FormatError(f"cannot read {path}: {error}; start anew with overwrite (--overwrite)") from None
 

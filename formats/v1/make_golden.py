@@ -239,11 +239,9 @@ def make(name: str, directory: Path) -> Path:
     if out.exists():
         shutil.rmtree(out)
     choose = TableLayout.choose
-    packing = sys.modules[featstore.pack.__module__]
     with ExitStack() as patches:
-        patches.enter_context(mock.patch("featstore.packing.packing.__version__", "golden"))
-        patches.enter_context(mock.patch("featstore.compile.build.__version__", "golden"))
-        patches.enter_context(mock.patch.object(packing, "make_order", _partitioned))
+        patches.enter_context(mock.patch("featstore.storage.transaction.__version__", "golden"))
+        patches.enter_context(mock.patch("featstore.packing.ordering.make_order", _partitioned))
         small = staticmethod(lambda rows, row_bytes: choose(rows, row_bytes, chunk_bytes=CHUNK_BYTES))
         patches.enter_context(mock.patch.object(TableLayout, "choose", small))
         featstore.pack(out, golden.tables, arrays=golden.arrays, **golden.options).close()

@@ -13,10 +13,8 @@ import scipy.sparse as sp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from featstore.base.native import address_of
 from featstore.errors import BudgetError
 from featstore.loaders.mega import sizes
-from featstore.loaders.mega.batch import gather_rows
 from featstore.loaders.mega.induce import (
     FILLED,
     TARGET,
@@ -249,21 +247,6 @@ def test_weighted_means_are_less_biased() -> None:
     bias_plain, bias_weighted = abs(np.mean(plain) - exact), abs(np.mean(weighted) - exact)
     assert bias_plain > 1.0
     assert bias_weighted < 0.15 * bias_plain
-
-
-# Rows.
-
-
-@given(st.integers(1, 3000), st.integers(0, 60), st.integers(0, 99))
-@settings(max_examples=40)
-def test_gather_rows_is_indexing(row_bytes: int, count: int, data: int) -> None:
-    rng = np.random.default_rng(data)
-    table = rng.integers(0, 256, (50, row_bytes)).astype(np.uint8)
-    rows = rng.integers(0, 50, count)
-    out = np.full((count + 1, row_bytes), 77, np.uint8)
-    gather_rows(address_of(table), row_bytes, rows, address_of(out))
-    np.testing.assert_array_equal(out[:count], table[rows])
-    assert (out[count] == 77).all()
 
 
 # Sizes.

@@ -15,8 +15,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from featstore.base.hashing import random_words
 from featstore.errors import IdError, SourceError
-from featstore.sampling.orders import DEFAULT_SEQUENCES, ROOTS, PartitionOrder, TrainingOrder, random_words
+from featstore.sampling.orders import DEFAULT_SEQUENCES, ROOTS, PartitionOrder, TrainingOrder
 from featstore.sampling.proximity import ProximityOrder
 from featstore.sampling.shuffling import RANDOM_MARGIN, LabelTest, batch_errors, search_sequences
 

@@ -340,7 +340,7 @@ def hang_in_copy(client: BufferClient, holding: int, ids: list[int]) -> None:
         os.write(holding, b"!")
         time.sleep(100)
 
-    shared_client.copy_slots = never  # type: ignore[assignment]
+    shared_client.move_rows = never  # type: ignore[assignment]
     client.read(ids)
 
 

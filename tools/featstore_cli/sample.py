@@ -235,10 +235,10 @@ def verify_trace_at(path: Path, buffered: bool, as_json: bool) -> bool:
     from featstore.scrub.trace import verify_trace
 
     begin = time.perf_counter()
-    with progress("verifying", unit="steps") as tell:
+    with progress("verifying") as tell:
         report = verify_trace(
             path,
-            progress=lambda p: tell("verifying", p.done_batches, p.total_batches),
+            progress=lambda p: tell("verifying", p.done_bytes, p.total_bytes),
             access="buffered" if buffered else "direct",
         )
     seconds = time.perf_counter() - begin

@@ -13,7 +13,7 @@ from featstore_cli.options import json_option, settings, shared_options
 from featstore_cli.output import print_json, progress, rate_text, remark, seconds_text, show, table
 
 if TYPE_CHECKING:
-    from featstore.scrub.store import VerifyReport
+    from featstore.scrub.report import VerifyReport
 
 _CORRUPT = 3
 

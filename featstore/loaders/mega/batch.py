@@ -11,25 +11,12 @@ from numpy.typing import NDArray
 
 from featstore.arguments import as_count, as_flag
 from featstore.base.buffers import empty_rows
-from featstore.base.compilation import njit
 from featstore.base.ids import finished
-from featstore.base.native import address_of, memcpy, prefetch
+from featstore.base.native import address_of
+from featstore.base.rows import IN_ORDER, move_rows
 from featstore.errors import ArgumentError, ClosedError
 from featstore.loaders.mega.induce import border_weights
 from featstore.sampling.neighbors import NeighborSampler
-
-_AHEAD = 8
-
-
-@njit(cache=True, nogil=True)
-def gather_rows(data: int, row_bytes: int, rows: NDArray[np.int64], out: int) -> None:
-    """Copy rows of ``data`` to ``out`` (addresses), the lines of those to come prefetched."""
-    lines = min(row_bytes, 1024)
-    for i in range(rows.shape[0]):
-        if i + _AHEAD < rows.shape[0]:
-            for line in range(0, lines, 64):
-                prefetch(data + rows[i + _AHEAD] * row_bytes + line)
-        memcpy(out + i * row_bytes, data + rows[i] * row_bytes, row_bytes)
 
 
 @dataclass(frozen=True)
@@ -199,7 +186,7 @@ class MegaBatch:
         found = sampler.sample(seeds, key, epoch=self.epoch)
         row_bytes = self.x.dtype.itemsize * int(np.prod(self.x.shape[1:], dtype=np.int64))
         rows = empty_rows(len(found.node), row_bytes)
-        gather_rows(address_of(self.x), row_bytes, found.node, address_of(rows))
+        move_rows(address_of(self.x), found.node, address_of(rows), IN_ORDER, row_bytes)
         weight = None
         if always is not None:
             weight = np.empty(len(found.row), np.float32)

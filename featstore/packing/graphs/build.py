@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import bisect
 import itertools
-import os
 import secrets
 import shutil
 from collections.abc import Iterator
@@ -26,7 +25,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from featstore.base.compilation import njit
-from featstore.base.folders import folder as opened_folder
 from featstore.base.system import asking, refusal
 from featstore.errors import BudgetError, DiskFullError, SourceError
 from featstore.packing.sources.base import FileReader, bytes_of
@@ -111,12 +109,11 @@ class ScratchFile:
         self.folder = folder
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self.path = folder / f"{prefix}{secrets.token_hex(8)}.bin"
-            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
-            with opened_folder(folder) as above:
-                self._fd = os.open(self.path.name, flags, 0o600, dir_fd=above)
         except OSError as error:
             raise refusal(error, folder, "create a scratch file in") from error
+        self.path = folder / f"{prefix}{secrets.token_hex(8)}.bin"
+        self._disk = Disk()
+        self._file = self._disk.create_scratch(self.path)
         self._keep = keep
         self._end = 0
 
@@ -124,22 +121,17 @@ class ScratchFile:
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        os.close(self._fd)
+        self._disk.close(self._file)
         if not self._keep or kind is not None:
-            Disk().unlink(self.path)
+            self._disk.unlink(self.path)
 
     def write(self, values: NDArray[Any], offset: int | None = None) -> None:
         """Write an array at a byte offset, or behind what `write` without offset wrote before."""
         at = self._end if offset is None else offset
-        view = memoryview(bytes_of(np.ascontiguousarray(values)))  # type: ignore[arg-type]
-        done = 0
-        while done < len(view):
-            try:
-                done += os.pwrite(self._fd, view[done:], at + done)
-            except OSError as error:
-                raise refusal(error, self.path, "write", at + done, len(view) - done) from error
+        data = bytes_of(np.ascontiguousarray(values))
+        self._disk.write(self._file, at, data)
         if offset is None:
-            self._end += len(view)
+            self._end += len(data)
 
 
 def build_csc(

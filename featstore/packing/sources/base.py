@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 
 from featstore.arguments import shown
 from featstore.base.dtypes import CONVERT_ADDED, added_type
+from featstore.base.files import open_given, open_stream, read_fully
 from featstore.base.system import asking, refusal
 from featstore.errors import ArgumentError, SourceError
 from featstore.packing.sources.columns import ChosenColumns
@@ -280,12 +281,10 @@ def stat_of(path: Path) -> os.stat_result:
 
 
 def open_binary(path: Path) -> io.BufferedReader:
-    """``open(path, "rb")`` with this project's errors."""
+    """A user's file, for a library that reads from file objects. Raises SourceError where there is none,
+    DeviceError."""
     stat_of(path)
-    try:
-        return path.open("rb")
-    except OSError as error:
-        raise refusal(error, path, "open") from error
+    return open_stream(path)
 
 
 class FileReader:
@@ -295,10 +294,7 @@ class FileReader:
     def __init__(self, path: Path) -> None:
         self.path = path
         stat_of(path)
-        try:
-            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            raise refusal(error, path, "open") from error
+        self._fd = open_given(path)
         with asking(path, "look at"):
             self.size_bytes = os.fstat(self._fd).st_size
         self._read_start = 0
@@ -316,20 +312,13 @@ class FileReader:
     def read_into(self, buffer: NDArray[Any], offset: int) -> None:
         """Fill a C-contiguous array from byte ``offset`` on. Raises SourceError where the file ends too
         early."""
-        view = memoryview(bytes_of(buffer))  # type: ignore[arg-type]
-        done = 0
-        while done < len(view):
-            try:
-                got = os.preadv(self._fd, [view[done:]], offset + done)
-            except OSError as error:
-                raise refusal(error, self.path, "read", offset + done) from error
-            if got == 0:
-                raise SourceError(
-                    f"{self.path} is truncated: bytes {offset:,} to {offset + len(view):,} were "
-                    f"expected, the file ends at byte {offset + done:,}; it changed during the pack or "
-                    "was not copied whole"
-                )
-            done += got
+        view = bytes_of(buffer)
+        done = read_fully(self._fd, view, offset, self.path)
+        if done < len(view):
+            raise SourceError(
+                f"{self.path} is truncated: bytes {offset:,} to {offset + len(view):,} were expected, the "
+                f"file ends at byte {offset + done:,}; it changed during the pack or was not copied whole"
+            )
         if offset != self._read_end:
             self._drop()
             self._read_start = offset

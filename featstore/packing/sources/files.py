@@ -100,19 +100,20 @@ def parse_npy_header(stream: _Readable, name: str) -> NpyHeader:
     try:
         fields = ast.literal_eval(text.decode("utf-8" if version == (3, 0) else "latin1").strip())
         if not isinstance(fields, dict) or set(fields) != {"descr", "fortran_order", "shape"}:
-            raise ValueError(
-                f"keys {sorted(map(str, fields))}" if isinstance(fields, dict) else "not a dictionary"
-            )
+            why = f"keys {sorted(map(str, fields))}" if isinstance(fields, dict) else "not a dictionary"
+            raise _malformed(name, why)
         shape = fields["shape"]
         if not isinstance(shape, tuple) or not all(isinstance(n, int) and n >= 0 for n in shape):
-            raise ValueError(f"shape {shape!r}")
+            raise _malformed(name, f"shape {shape!r}")
         dtype = np.lib.format.descr_to_dtype(fields["descr"])
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError, KeyError, IndexError) as error:
-        raise SourceError(
-            f"{name}: malformed .npy header ({error}); save it with numpy.save again"
-        ) from error
+        raise _malformed(name, error) from error
     native_dtype(dtype, name)
     return NpyHeader(shape, dtype, bool(fields["fortran_order"]), 8 + width + text_bytes)
+
+
+def _malformed(name: str, why: Exception | str) -> SourceError:
+    return SourceError(f"{name}: malformed .npy header ({why}); save it with numpy.save again")
 
 
 def read_npy_header(path: Path) -> NpyHeader:

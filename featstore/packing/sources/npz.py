@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from featstore.base.files import read_fully
 from featstore.base.system import refusal
 from featstore.errors import DeviceError, SourceError
 from featstore.packing.sources.base import (
@@ -71,11 +72,9 @@ class MemberReader:
                     f"{info.file_size:,}"
                 )
             # The local header repeats the name, but may have another extra field than the central directory.
-            local = os.pread(self._file.fileno(), 30, info.header_offset)
-            name_bytes, extra_bytes = (
-                int.from_bytes(local[26:28], "little"),
-                int.from_bytes(local[28:30], "little"),
-            )
+            local = np.zeros(30, np.uint8)
+            read_fully(self._file.fileno(), local, info.header_offset, path)
+            name_bytes, extra_bytes = local[26:].view("<u2").tolist()
             self.data_offset = info.header_offset + 30 + name_bytes + extra_bytes + self.header.offset
         except BaseException as error:
             self._stack.close()

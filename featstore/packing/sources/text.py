@@ -249,7 +249,8 @@ class CsvRows(RowSource):
                         None,
                     )
                     if wrong is not None:
-                        raise ValueError(f"{wrong.count(',') + 1} columns, {self._width} expected")
+                        why = f"{wrong.count(',') + 1} columns, {self._width} expected"
+                        raise _bad_text(f"{self.name} after row {done:,}", why)
                     yield np.loadtxt(
                         kept,
                         delimiter=",",
@@ -317,7 +318,7 @@ def _is_number(cell: str) -> bool:
     return True
 
 
-def _bad_text(where: str, error: Exception) -> SourceError:
+def _bad_text(where: str, why: Exception | str) -> SourceError:
     return SourceError(
-        f"{where}: not comma-separated numbers ({error}); the file is damaged, cut off or of another kind"
+        f"{where}: not comma-separated numbers ({why}); the file is damaged, cut off or of another kind"
     )

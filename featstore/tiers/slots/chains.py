@@ -18,10 +18,10 @@ from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from featstore.base.compilation import njit
+from featstore.base.hashing import GOLDEN
 from featstore.base.native import INLINED, prefetch
 from featstore.tiers.slots.layout import RECORD_BYTES, SlotMap
 
-_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 _HEAD_BYTES = 4
 
 
@@ -55,7 +55,7 @@ def borrowed(m: SlotMap) -> SlotMap:
 @njit(**INLINED)
 def chain_of(row: Any, shift: Any) -> Any:
     """The place in ``heads`` of a row's chain; ``shift``: the map's SHIFT."""
-    return np.int64((np.uint64(row) * _MULTIPLIER) >> np.uint64(shift))
+    return np.int64((np.uint64(row) * GOLDEN) >> np.uint64(shift))
 
 
 @njit(**INLINED)

@@ -1,4 +1,4 @@
-"""Rows in slots: how much memory they take, copying them out, and moving them to the slots of another map."""
+"""Rows in slots: how much memory they take, and moving them to the slots of another map."""
 
 from __future__ import annotations
 
@@ -8,28 +8,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from featstore.arguments import shown
-from featstore.base.compilation import njit
 from featstore.base.ids import as_integers
-from featstore.base.native import memcpy, prefetch
 from featstore.errors import ArgumentError, BudgetError
 from featstore.tiers.slots import layout
 from featstore.tiers.slots import slots as sl
 
-_AHEAD, _PREFETCH_BYTES = 8, 1024
 _MOVED_BYTES = 1 << 20  # of rows moved at once
-#: What :func:`move_rows` takes of memory for each slot while it works; and what rows kept for good take.
+#: What :func:`switch_policy` takes of memory for each slot while it works; and what rows kept for good take.
 SWITCH_BYTES, KEPT_BYTES = 12, 4
-
-
-@njit(cache=True, nogil=True)
-def copy_slots(slots: NDArray[np.int32], data: int, row_bytes: int, out: int) -> None:
-    """Copy rows of so many bytes from their slots at address ``data`` to ``out``, one after the other."""
-    lines = min(row_bytes, _PREFETCH_BYTES)
-    for i in range(slots.shape[0]):
-        if i + _AHEAD < slots.shape[0]:
-            for line in range(0, lines, 64):
-                prefetch(data + np.int64(slots[i + _AHEAD]) * row_bytes + line)
-        memcpy(out + i * row_bytes, data + np.int64(slots[i]) * row_bytes, row_bytes)
 
 
 def check_memory(memory: Any, name: str) -> NDArray[np.uint8]:
@@ -57,19 +43,6 @@ def parse_uses(next_use: Any, batches: int) -> NDArray[np.int32]:
     return uses.astype(np.int32)
 
 
-@njit(cache=True, nogil=True)
-def scatter_slots(
-    slots: NDArray[np.int32], data: int, row_bytes: int, out: int, places: NDArray[np.int32]
-) -> None:
-    """Copy rows of so many bytes from their slots at address ``data`` to rows ``places`` of ``out``."""
-    lines = min(row_bytes, _PREFETCH_BYTES)
-    for i in range(slots.shape[0]):
-        if i + _AHEAD < slots.shape[0]:
-            for line in range(0, lines, 64):
-                prefetch(data + np.int64(slots[i + _AHEAD]) * row_bytes + line)
-        memcpy(out + np.int64(places[i]) * row_bytes, data + np.int64(slots[i]) * row_bytes, row_bytes)
-
-
 def buffer_bytes(slots: int, row_bytes: int, policy: int, batches: int = 0) -> int:
     """Memory of a feature buffer: the rows and the slot map."""
     return slots * row_bytes + layout.slot_map_bytes(slots, policy, batches)
@@ -91,7 +64,7 @@ def slots_for(memory_bytes: int, row_bytes: int, policy: int, batches: int = 0) 
     return low
 
 
-def move_rows(
+def switch_policy(
     x: NDArray[Any], old: layout.SlotMap, policy: int, memory: NDArray[np.uint8], row_bytes: int
 ) -> layout.SlotMap:
     """A slot map of another policy in the same memory, with the rows that are there, which move in ``x`` to

@@ -1,0 +1,63 @@
+"""Rows from one place in memory to another: the one kernel that gathers, scatters and moves them.
+
+Rows lie anywhere, so that each costs the latency of memory unless it was asked for before: those a few places
+ahead are prefetched. Of long rows only the beginning is, for the processor follows once it reads on.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from featstore.base.compilation import njit
+from featstore.base.native import memcpy, prefetch
+
+#: Instead of places of rows: they lie one after the other.
+IN_ORDER = np.empty(0, np.int32)
+
+_AHEAD = 12  # rows
+_PREFETCH_BYTES = 1024  # of each
+_LINE_BYTES = 64
+
+
+@njit(nogil=True, inline="always")
+def _expect(row: int, lines: int) -> None:
+    """So many bytes of the row at an address will be read soon."""
+    prefetch(row)
+    at = _LINE_BYTES
+    while at < lines:
+        prefetch(row + at)
+        at += _LINE_BYTES
+
+
+@njit(cache=True, nogil=True)
+def move_rows(
+    source: int, source_rows: NDArray[Any], target: int, target_rows: NDArray[Any], row_bytes: int
+) -> None:
+    """target[target_rows[i]] = source[source_rows[i]] for each i in turn; rows of ``row_bytes`` at two
+    addresses.
+
+    ``source_rows``, ``target_rows``: integers [rows]; :data:`IN_ORDER`, or any that are empty, on a side
+    where rows lie one after the other. Where both are empty, there are none.
+    """
+    lines = min(row_bytes, _PREFETCH_BYTES)
+    # Three loops, and in none of them a test that comes out the same for each row: short rows would feel it.
+    if source_rows.shape[0] == 0:
+        for i in range(target_rows.shape[0]):
+            memcpy(target + np.int64(target_rows[i]) * row_bytes, source + i * row_bytes, row_bytes)
+    elif target_rows.shape[0] == 0:
+        for i in range(source_rows.shape[0]):
+            if i + _AHEAD < source_rows.shape[0]:
+                _expect(source + np.int64(source_rows[i + _AHEAD]) * row_bytes, lines)
+            memcpy(target + i * row_bytes, source + np.int64(source_rows[i]) * row_bytes, row_bytes)
+    else:
+        for i in range(source_rows.shape[0]):
+            if i + _AHEAD < source_rows.shape[0]:
+                _expect(source + np.int64(source_rows[i + _AHEAD]) * row_bytes, lines)
+            memcpy(
+                target + np.int64(target_rows[i]) * row_bytes,
+                source + np.int64(source_rows[i]) * row_bytes,
+                row_bytes,
+            )

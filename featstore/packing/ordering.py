@@ -1,0 +1,190 @@
+"""What a pack makes of a table's graph: the order of its rows, and the graph in that order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from featstore.base.checks import check_distinct, check_inverse, check_offsets
+from featstore.base.dtypes import node_dtype
+from featstore.errors import BudgetError, FormatError, SourceError
+from featstore.layout import TableLayout
+from featstore.order import Order, make_order
+from featstore.order.permutation import degree_memory_bytes, degree_order
+from featstore.packing.graphs.csc import CscGraph
+from featstore.packing.graphs.opening import open_graph
+from featstore.packing.inputs import node_mask
+from featstore.packing.progress import PackStages
+from featstore.packing.request import Options
+from featstore.packing.row_ids import inverse
+from featstore.packing.topology import TopologyJob, topology_memory_bytes, write_topology
+from featstore.storage.arrays import load_array
+from featstore.storage.journal import TableProgress
+from featstore.storage.manifest import ArrayEntry, OrderEntry, array_chunk
+from featstore.storage.manifest_checks import check_order
+from featstore.storage.table_writer import Catalogue, write_array
+from featstore.storage.transaction import Transaction
+
+
+def load(catalogue: Catalogue, entry: ArrayEntry | None) -> NDArray[Any] | None:
+    """A small array that has just been written; None for none."""
+    if entry is None:
+        return None
+    chunk = array_chunk(entry)
+    return load_array(catalogue.root, entry, None if chunk is None else catalogue.files[chunk])
+
+
+class Orders:
+    """Makes the orders of a pack's tables, and writes them and the graphs, durably.
+
+    ``graphs``: by table; ``arrays``: the small arrays, which may name training nodes.
+    """
+
+    def __init__(
+        self, transaction: Transaction, graphs: dict[str, Any], arrays: dict[str, NDArray[Any]],
+        options: Options, stages: PackStages,
+    ) -> None:  # fmt: skip
+        self.transaction, self.catalogue = transaction, transaction.catalogue
+        self.generation = transaction.generation
+        self.graphs = graphs
+        self.options = options
+        self._arrays = arrays
+        self._stages = stages
+
+    def check(self, name: str, rows: int, progress: TableProgress) -> None:
+        """Raise FormatError, CorruptionError unless the order in the journal is one: kernels follow it."""
+        order, what = progress.order, f"table {name!r}"
+        assert order is not None
+        files = {file.path: file for file in progress.order_files}
+        with self.transaction.resuming():
+            check_order(what, order, rows, self.generation.name, files)
+            if name in self.graphs and order.rows_by_degree is None:
+                raise FormatError(f"{what} has a graph, and its rows by degree are not listed")
+            for file in files.values():
+                self.catalogue.add(file.path, file.bytes, file.digest)
+            offsets = load(self.catalogue, order.partition_offsets)
+            assert offsets is not None
+            check_offsets(offsets, 0, rows, f"the partition offsets of {what}")
+            by_degree = load(self.catalogue, order.rows_by_degree)
+            if by_degree is not None:
+                check_distinct(by_degree, rows, f"rows_by_degree of {what}")
+            del by_degree  # the budget is for two maps
+            row_of_node = load(self.catalogue, order.row_of_node)
+            node_of_row = load(self.catalogue, order.node_of_row)
+            if row_of_node is not None and node_of_row is not None:
+                check_inverse(row_of_node, node_of_row, f"row_of_node and node_of_row of {what}")
+
+    def make(self, name: str, base: str, layout: TableLayout, progress: TableProgress) -> None:
+        """What is made of the table's graph, which is gone again before its rows are written."""
+        self._stages.begin("graph" if name in self.graphs else "order", name)
+        graph = self._graph(name, layout.rows)
+        if progress.order is None:
+            self._stages.begin("order", name)
+            self._make_order(name, base, layout, progress, graph)
+        else:
+            for file in progress.order_files:
+                self.catalogue.add(file.path, file.bytes, file.digest)
+        if graph is not None and self.options.topology:
+            self._stages.begin("topology", name)
+            self._write_topology(name, graph, progress)
+
+    def _write_topology(self, name: str, graph: CscGraph, progress: TableProgress) -> None:
+        order = progress.order
+        assert order is not None
+        row_of_node = load(self.catalogue, order.row_of_node)
+        by_degree = load(self.catalogue, order.rows_by_degree)
+        offsets = load(self.catalogue, order.partition_offsets)
+        assert offsets is not None and by_degree is not None  # noqa: PT018
+        held = graph.indptr.nbytes + (0 if isinstance(graph.indices, np.memmap) else graph.indices.nbytes)
+        held += by_degree.nbytes + (0 if row_of_node is None else row_of_node.nbytes)
+        before = set(self.catalogue.files)
+        job = TopologyJob(
+            self.catalogue, f"{self.generation.name}/graphs/{name}", name, graph, row_of_node, offsets,
+            by_degree, self.options.hubs, self.options.hub_rank, self.options.memory_bytes - held,
+            self.generation.spill,
+        )  # fmt: skip
+        try:
+            progress.graph = write_topology(job)
+        except BudgetError as error:
+            raise BudgetError(error.needed_bytes + held, self.options.memory_bytes, error.what) from None
+        progress.graph_files = [f for path, f in self.catalogue.files.items() if path not in before]
+        self.catalogue.fsync_directories()
+        self.transaction.journal.save()
+
+    def _make_order(
+        self, name: str, base: str, layout: TableLayout, progress: TableProgress, graph: CscGraph | None
+    ) -> None:
+        """Find the table's order, and its rows by descending degree where there is a graph; write both,
+        durably."""
+        memory = self.options.memory_bytes
+        if graph is not None:
+            held = graph.indptr.nbytes + (0 if isinstance(graph.indices, np.memmap) else graph.indices.nbytes)
+            needed = held + degree_memory_bytes(layout.rows)
+            if self.options.topology:  # what comes next must not find the order made for nothing
+                maps = 2 * node_dtype(layout.rows).itemsize * layout.rows
+                least = topology_memory_bytes(layout.rows, self.options.hub_rank, permuted=True)
+                needed = max(needed, held + maps + least)
+            if needed > memory:
+                raise BudgetError(needed, memory, f"hold the graph of table {name!r} and rank its nodes")
+            memory -= held
+        order = make_order(
+            self.options.order[name], graph, rows=layout.rows, row_bytes=layout.row_bytes,
+            parts=self.options.partitions.get(name), permutation=self.options.permutation.get(name),
+            seed=self.options.seed, memory_bytes=memory, train=self._train(name, layout.rows),
+        )  # fmt: skip
+        before = set(self.catalogue.files)
+        row_of_node = None if order.node_of_row is None else inverse(order.node_of_row)
+        by_degree = None
+        if graph is not None:
+            nodes = degree_order(graph).node_of_row
+            by_degree = nodes if row_of_node is None or nodes is None else row_of_node[nodes]
+        progress.order = self._write_order(base, order, row_of_node, by_degree)
+        progress.order_files = [f for path, f in self.catalogue.files.items() if path not in before]
+        self.catalogue.fsync_directories()
+        self.transaction.journal.save()
+
+    def _train(self, name: str, rows: int) -> NDArray[np.bool_] | None:
+        """The training nodes of a table as a mask, bool [rows]."""
+        given = self.options.train.get(name)
+        if given is None:
+            return None
+        if isinstance(given, str) and given not in self._arrays:
+            raise SourceError(
+                f"train names the array {given!r}, which is not among those given: "
+                f"{', '.join(map(repr, self._arrays)) or 'none'}"
+            )
+        return node_mask(self._arrays[given] if isinstance(given, str) else given, rows)
+
+    def _graph(self, name: str, rows: int) -> CscGraph | None:
+        if name not in self.graphs:
+            return None
+        spec = self.graphs[name]
+        if isinstance(spec, CscGraph):
+            if spec.nodes != rows:
+                raise SourceError(
+                    f"the graph of table {name!r} has {spec.nodes:,} nodes, its features {rows:,} rows"
+                )
+            return spec
+        return open_graph(
+            spec, nodes=rows, memory_bytes=self.options.memory_bytes // 2, scratch_dir=self.generation.spill,
+            key=self.options.graph_key.get(name),
+        )  # fmt: skip
+
+    def _write_order(
+        self, base: str, order: Order, row_of_node: NDArray[Any] | None, by_degree: NDArray[Any] | None
+    ) -> OrderEntry:
+        def maybe(name: str, values: NDArray[Any] | None) -> ArrayEntry | None:
+            return None if values is None else write_array(self.catalogue, f"{base}/{name}", values)
+
+        return OrderEntry(
+            method=order.method,
+            parameters=dict(order.parameters),
+            partition_offsets=write_array(
+                self.catalogue, f"{base}/partition_offsets", order.partition_offsets
+            ),
+            row_of_node=maybe("row_of_node", row_of_node),
+            node_of_row=maybe("node_of_row", order.node_of_row),
+            rows_by_degree=maybe("rows_by_degree", by_degree),
+        )

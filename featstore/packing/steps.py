@@ -1,0 +1,229 @@
+"""The steps of a pack, which share its state: each table's order, maps and rows, and then the commit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from featstore.base.dtypes import dtype_name, node_dtype
+from featstore.base.files import RegularFile
+from featstore.errors import BudgetError, CorruptionError
+from featstore.layout import TableLayout
+from featstore.packing import permute, spill
+from featstore.packing.convert import ValueReport, target_dtype
+from featstore.packing.inputs import described, identity
+from featstore.packing.ordering import Orders, load
+from featstore.packing.progress import PackStages, Progress
+from featstore.packing.request import Options
+from featstore.packing.row_ids import read_ids, write_ids
+from featstore.packing.sources.opening import RowSource
+from featstore.storage.manifest import GRAPHS_FEATURE, ArrayEntry, TableEntry, array_chunk
+from featstore.storage.table_writer import (
+    TableWriter,
+    catalogue_rows,
+    write_array,
+    write_rows_metadata,
+    zarr_group_json,
+)
+from featstore.storage.transaction import Transaction
+from featstore.units import PAGE_BYTES
+
+_DISK_SLACK_BYTES = 1 << 20
+
+
+class Packing:
+    """One run of a pack: the state that its steps share."""
+
+    def __init__(
+        self, transaction: Transaction, tables: dict[str, RowSource], graphs: dict[str, Any],
+        options: Options, progress: Callable[[Progress], None] | None,
+    ) -> None:  # fmt: skip
+        self.transaction, self.disk, self.catalogue = transaction, transaction.disk, transaction.catalogue
+        self.generation = transaction.generation
+        self.tables = tables
+        self.graphs = graphs
+        self.options = options
+        self._stages = PackStages(progress)
+        self._ids: dict[str, Path] = {}  # of tables whose rows are placed by ids
+
+    def run(self, arrays: dict[str, NDArray[Any]]) -> None:
+        self.transaction.start(self._fingerprint(arrays))
+        self.disk.mkdir(self.generation.spill)
+        for table in self.tables:
+            self._read_ids(table)
+        self._check_space()
+        orders = Orders(self.transaction, self.graphs, arrays, self.options, self._stages)
+        entries, graphs = {}, {}
+        for table in self.tables:
+            entries[table] = self._table(table, orders)
+            found = self.transaction.journal.table(table).graph
+            if found is not None:
+                graphs[table] = found
+        root = f"{self.generation.name}/arrays"
+        array_entries = {n: write_array(self.catalogue, f"{root}/{n}", a) for n, a in arrays.items()}
+        groups = ["arrays"] if arrays else []
+        groups += ["graphs", *(f"graphs/{g}" for g in graphs)] if graphs else []
+        sources = {n: described(s) for n, s in self.tables.items()}
+        self.transaction.commit(
+            groups, tables=entries, arrays=array_entries, features=[GRAPHS_FEATURE] if graphs else [],
+            provenance={"seed": self.options.seed, "sources": sources}, graphs=graphs,
+        )  # fmt: skip
+
+    def _fingerprint(self, arrays: dict[str, NDArray[Any]]) -> dict[str, Any]:
+        """What a resumed pack must be equal in."""
+        return {
+            "tables": {n: s.fingerprint() for n, s in self.tables.items()}, "order": dict(self.options.order),
+            "partitions": dict(self.options.partitions), "dtype": dict(self.options.dtype),
+            "seed": self.options.seed, "memory": self.options.memory_bytes,
+            "topology": [self.options.topology, self.options.hubs, self.options.hub_rank],
+            "train": {n: identity(t) if not isinstance(t, str) else t for n, t in self.options.train.items()},
+            "arrays": {n: identity(a) for n, a in arrays.items()},
+            "graphs": {n: identity(g) for n, g in self.graphs.items()},
+            "graph_key": dict(self.options.graph_key),
+            "permutation": {n: identity(p) for n, p in self.options.permutation.items()},
+        }  # fmt: skip
+
+    def _check_space(self) -> None:
+        """Raise DiskFullError before the first byte if the disk cannot hold the store and the largest
+        spill."""
+        needed, largest = _DISK_SLACK_BYTES, 0
+        for name, source in self.tables.items():
+            rows = source.rows or 0
+            size = rows * self._row_bytes(name)
+            permuted = (
+                name in self.graphs or self.options.order[name] not in ("auto", "given") or name in self._ids
+            )
+            needed += size + size // 1024 + rows * (24 if permuted else 0)
+            spills = permuted and size > self.options.memory_bytes // 2
+            largest = max(largest, size if spills else 0)
+        needed += largest
+        if self.transaction.resumed:
+            there = self.transaction.bytes_there(self.generation.directory, self.generation.spill)
+            needed = max(_DISK_SLACK_BYTES, needed - there)
+        self.transaction.check_space(needed)
+
+    def _row_bytes(self, name: str) -> int:
+        source = self.tables[name]
+        return source.row_values * target_dtype(source.dtype, self.options.dtype.get(name)).itemsize
+
+    def _read_ids(self, name: str) -> None:
+        """Read the ids of a table's rows, if it has a column of them, and keep them beside the spill."""
+        source = self.tables[name]
+        if source.chosen is None or source.chosen.id is None:
+            return
+        total = None if source.rows is None else 8 * source.rows
+        self._stages.begin("ids", name, total)
+        memory = self.options.memory_bytes - source.held_bytes
+        try:
+            ids = read_ids(source, memory, lambda count: self._stages.add(8 * count))
+        except BudgetError as error:
+            raise BudgetError(
+                error.needed_bytes + source.held_bytes, self.options.memory_bytes, error.what
+            ) from None
+        if ids is not None:
+            self._ids[name] = self.generation.spill / f"{name}.ids"
+            write_ids(ids, self.disk, self._ids[name])
+
+    def _table(self, name: str, orders: Orders) -> TableEntry:
+        """Write one table whole; returns its entry."""
+        source, progress = self._counted(name), self.transaction.journal.table(name)
+        base = f"{self.generation.name}/tables/{name}"
+        self.catalogue.directory(f"{base}/rows")
+        dtype = target_dtype(source.dtype, self.options.dtype.get(name))
+        assert source.rows is not None
+        layout = TableLayout.choose(source.rows, source.row_values * dtype.itemsize)
+        self.catalogue.write(f"{base}/zarr.json", zarr_group_json())
+        if progress.order is not None:
+            orders.check(name, layout.rows, progress)
+        if progress.order is None or (progress.graph is None and self.options.topology):
+            orders.make(name, base, layout, progress)
+        order = progress.order
+        assert order is not None
+        for file in progress.order_files + progress.graph_files:
+            self.catalogue.add(file.path, file.bytes, file.digest)
+        report = ValueReport(source.dtype, dtype)
+        with self.transaction.resuming():
+            report.restore(progress.report)
+        entry = TableEntry(
+            path=f"{base}/rows", rows=layout.rows, row_shape=list(source.row_shape), dtype=dtype_name(dtype),
+            row_bytes=layout.row_bytes, rows_per_chunk=layout.rows_per_chunk,
+            page_checksums=ArrayEntry(f"{base}/page_checksums", [layout.pages], "uint32"), order=order,
+            statistics={},
+        )  # fmt: skip
+        write_rows_metadata(self.catalogue, entry, dtype)
+        if layout.rows:
+            checksum_path = self.generation.store / str(array_chunk(entry.page_checksums))
+            if not progress.done:
+                self._write_rows(self._job(name, entry, report), checksum_path)
+            catalogue_rows(self.catalogue, entry)
+        statistics = report.result() | {"rows_digest": f"{progress.written_digest:016x}"}
+        return msgspec.structs.replace(entry, statistics=statistics)
+
+    def _job(self, name: str, entry: TableEntry, report: ValueReport) -> permute.PermuteJob:
+        ids = None
+        if name in self._ids:
+            width = node_dtype(entry.rows).itemsize
+            needed = entry.rows * width * (3 if entry.order.row_of_node is None else 5)
+            if needed > self.options.memory_bytes:
+                raise BudgetError(
+                    needed, self.options.memory_bytes, f"place the rows of table {name!r} by their ids"
+                )
+            ids = np.empty(entry.rows, node_dtype(entry.rows))
+            with RegularFile(self._ids[name], ids.nbytes) as file:
+                file.read_into(ids, 0)
+        maps = permute.RowMaps.of(
+            load(self.catalogue, entry.order.row_of_node), load(self.catalogue, entry.order.node_of_row), ids
+        )
+        held = maps.held_bytes
+        return permute.PermuteJob(
+            self.disk, name, self.tables[name], entry.layout, report, maps, self.generation.spill,
+            lambda chunk: self.generation.store / entry.chunk_path(chunk), self.options.memory_bytes - held,
+            held, self.transaction.journal, self.transaction.journal.table(name), self._stages,
+        )  # fmt: skip
+
+    def _counted(self, name: str) -> RowSource:
+        """The table's source with a known number of rows: an iterator's rows are spooled to the disk if need
+        be."""
+        source = self.tables[name]
+        if source.rows is None:
+            self._stages.begin("count", name)
+            self.tables[name] = source = permute.spool(
+                source,
+                self.disk,
+                self.generation.spill / f"{name}.spool",
+                self.options.memory_bytes,
+                self._stages,
+            )
+        return source
+
+    def _write_rows(self, job: permute.PermuteJob, checksum_path: Path) -> None:
+        """Write the chunk files and the checksums; what was read must be what was written."""
+        with self.transaction.resuming():
+            permute.check_progress(job)
+        writer = TableWriter(self.disk, job.layout, job.chunk_path, checksum_path)
+        try:
+            if job.maps.row_of_source is None:
+                permute.as_given(job, writer)
+            elif permute.fits_in_memory(job):
+                permute.in_memory(job, writer)
+            else:
+                spill.spill(job, writer)
+            writer.finish(-(-job.layout.data_bytes // PAGE_BYTES))
+        finally:
+            writer.close()
+        if job.progress.written_digest != job.progress.source_digest:
+            raise CorruptionError(
+                job.name,
+                None,
+                f"rows of digest {job.progress.source_digest:016x}",
+                f"{job.progress.written_digest:016x}",
+                "the rows changed between the source and the store: check the memory and the disk, and "
+                "pack anew with --overwrite",
+            )
+        job.progress.done = True
+        permute.save_progress(job)
