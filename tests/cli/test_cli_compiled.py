@@ -173,19 +173,19 @@ def test_pack_a_trace_again(call: Call, compiled: Path, trace: Path) -> None:
 def test_an_interrupted_compilation_says_how_to_go_on(
     call: Call, own: Path, trace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from featstore.compile import build
+    from featstore.storage import transaction
 
     whole = tree(own)
     options = ["pack", own, "--trace", trace, "--memory", "16MiB", "-q"]
-    own_commit = build.commit
+    own_commit = transaction.commit
 
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(build, "commit", interrupted)
+    monkeypatch.setattr(transaction, "commit", interrupted)
     assert "run the same command again with --resume" in call(*options, code=130).stderr
     assert any((own / "packs/default").glob("g*.journal"))
-    monkeypatch.setattr(build, "commit", own_commit)
+    monkeypatch.setattr(transaction, "commit", own_commit)
     assert "unfinished" in call("inspect", own).stdout
     assert "--resume" in call(*options, code=1).stderr
     assert call("gc", own).stdout == "nothing to remove\n"
