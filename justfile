@@ -19,7 +19,7 @@ test:
 
 # What takes a minute: units, errors, the manifest, the planner, the rules of the house.
 quick:
-    {{bin}}/pytest tests/test_house.py tests/test_units_errors.py tests/test_dtypes.py tests/test_manifest.py tests/test_cost.py tests/test_plan.py
+    {{bin}}/pytest tests/test_house.py tests/test_units_errors.py tests/base/test_dtypes.py tests/storage/test_manifest.py tests/plan/test_cost.py tests/plan/test_plan.py
 
 # Files as strangers make them.
 fuzz seconds="60" dir="/tmp/featstore-fuzz":

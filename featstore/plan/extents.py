@@ -7,7 +7,7 @@ the last wanted page joins the extent (see :mod:`featstore.plan.cost` for why th
 unless the extent would grow beyond ``extent_pages_max`` or leave its chunk file. Duplicates, page merging,
 gap bridging and the turn into a scan are all this one rule.
 
-Every kernel has a NumPy twin in ``tests/test_plan.py``.
+Every kernel has a NumPy twin in ``tests/plan/test_plan.py``.
 """
 
 from __future__ import annotations

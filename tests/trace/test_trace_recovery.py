@@ -30,7 +30,7 @@ from featstore.trace import recorder
 from featstore.trace.log_file import how_far
 from featstore.trace.trace import Trace
 
-sys.path.insert(0, str(Path(__file__).parent / "crash"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "crash"))
 from disks import FailingDisk, Lost, RecordingDisk, crash_states, materialise
 
 # Overwriting, locking, resuming.

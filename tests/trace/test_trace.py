@@ -39,7 +39,7 @@ from featstore.trace.filling import TraceProgress
 from featstore.trace.log_file import how_far
 from featstore.trace.trace import Trace
 
-sys.path.insert(0, str(Path(__file__).parent / "crash"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "crash"))
 from disks import RecordingDisk
 
 with warnings.catch_warnings():
