@@ -20,7 +20,7 @@ from featstore.layout import TableLayout
 from featstore.plan.cost import load_models, models_path
 from featstore.storage.disk import Disk
 from featstore.storage.table_writer import TableWriter
-from featstore.trace.recorder import load_checkpoint
+from featstore.trace.log_file import load_checkpoint
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "fuzz"))
 sys.path.insert(0, str(Path(__file__).parents[1]))

@@ -23,7 +23,7 @@ import featstore
 from featstore.compile.build import compile_trace as compile_to_path
 from featstore.errors import FeatstoreError
 from featstore.plan.cost import DEFAULT, load_models, save_model
-from featstore.trace.recorder import LOG_NAME, how_far
+from featstore.trace.log_file import LOG_NAME, how_far
 
 Random = np.random.Generator
 MEMORY = "6MiB"
