@@ -21,7 +21,7 @@ from featstore.compile.groups import shared_order
 from featstore.compile.placement import Forecast, Location, Placement, forecast
 from featstore.engine import ENGINES
 from featstore.layout import TableLayout
-from featstore.packing import permute, spill
+from featstore.packing import permute, spill, spill_files
 from featstore.plan.cost import DEFAULT, DeviceModel, device_key, save_model
 from featstore.storage.disk import Disk, File
 from featstore.tiers import saved
@@ -104,12 +104,11 @@ def small_pieces() -> Iterator[None]:
     """Several chunks, buckets, flushes and checkpoints in a table of some pages."""
     values: dict[Any, dict[str, int]] = {
         featstore.layout.table: {"CHUNK_BYTES": 8192},
-        permute: {"BLOCK_BYTES": 4096, "CHECKPOINT_BYTES": 6000},
-        spill: {
-            "PIECE_BYTES": 4096, "FLUSH_BYTES_MAX": 4096, "FLUSH_BYTES_MIN": 4096, "CHECKPOINT_BYTES": 60_000,
-        },
-        segments: {"CHECKPOINT_BYTES": 3000},
-        recorder: {"_HOLD_BYTES": 300, "CHECKPOINT_BYTES": 900},
+        permute: {"SOURCE_BLOCK_BYTES": 4096, "CHECKPOINT_BYTES": 6000},
+        spill: {"PIECE_BYTES": 4096, "CHECKPOINT_BYTES": 60_000},
+        spill_files: {"FLUSH_BYTES_MAX": 4096, "FLUSH_BYTES_MIN": 4096, "CHECKPOINT_BYTES": 60_000},
+        segments: {"SEGMENTS_CHECKPOINT_BYTES": 3000},
+        recorder: {"_HOLD_BYTES": 300, "LOG_CHECKPOINT_BYTES": 900},
     }  # fmt: skip
     with ExitStack() as stack:
         for module, sizes in values.items():
