@@ -21,9 +21,9 @@ from featstore.base.ids import is_tensor
 from featstore.engine.request import Request
 from featstore.errors import CancelledError
 from featstore.storage.store import OpenStore
-from featstore.tiers import RowSource, TierSpec, tables_of
+from featstore.tiers import RowSource, TierSpec, source_tables
 
-SECONDS = 60.0  # in which any request must have ended
+WAIT_SECONDS = 60.0  # in which any request must have ended
 
 
 class ArraySource:
@@ -83,7 +83,7 @@ def check_source(
             for n in range(threads)
         ]
         for one in work:
-            one.result(SECONDS * requests)
+            one.result(WAIT_SECONDS * requests)
 
 
 def _ask(
@@ -124,8 +124,8 @@ def _none() -> NDArray[np.int64]:
 
 def _check_all(waiting: list[Any], arrays: Mapping[str, NDArray[Any]]) -> None:
     """Each request ends, as it should."""
-    _, late = wait([one[0] for one in waiting], timeout=SECONDS)
-    assert not late, f"{len(late)} requests have not ended within {SECONDS:g} s"
+    _, late = wait([one[0] for one in waiting], timeout=WAIT_SECONDS)
+    assert not late, f"{len(late)} requests have not ended within {WAIT_SECONDS:g} s"
     for request, ids, out, at, cancelled in waiting:
         if cancelled and isinstance(request.exception(), CancelledError):
             continue  # some rows may have arrived and others not
@@ -156,7 +156,7 @@ def check_tier(
     """Try a tier over an :class:`ArraySource`: right rows, honest counts, no more memory than given, errors
     from below handed up and forgotten."""
     below = ArraySource(store, arrays)
-    tier = spec.over(below, spec.host_bytes(tables_of(below)) or memory_bytes)
+    tier = spec.over(below, spec.host_bytes(source_tables(below)) or memory_bytes)
     try:
         assert list(tier.tables) == list(arrays)
         assert tier.memory_bytes <= memory_bytes, f"it holds {tier.memory_bytes:,} bytes of {memory_bytes:,}"
@@ -167,7 +167,7 @@ def check_tier(
         held = tier.holds(name, ids)
         assert held.dtype == bool
         assert held.shape == ids.shape
-        tier.submit({name: ids}, out=None).result(SECONDS)
+        tier.submit({name: ids}, out=None).result(WAIT_SECONDS)
         assert below.asked - asked <= int((~held).sum()), "it asked below for rows that it said it holds"
         assert tier.hits() - hits == len(ids) - (below.asked - asked), "hits and misses do not add up"
         _check_errors(tier, below, arrays, name)
@@ -180,7 +180,7 @@ def _check_errors(tier: RowSource, below: ArraySource, arrays: Mapping[str, NDAr
     below.error = OSError(5, "the device fails")
     everything: Sequence[int] = range(len(arrays[name]))
     asked = below.asked
-    error = tier.submit({name: np.array(everything)}, out=None).exception(SECONDS)
+    error = tier.submit({name: np.array(everything)}, out=None).exception(WAIT_SECONDS)
     if below.asked > asked:
         assert error is below.error, f"an error from below came up as {error!r}"
     below.error = None

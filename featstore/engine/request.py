@@ -24,7 +24,7 @@ def _pass(request: Request, to: Future[Any]) -> None:
         to.set_exception(error)
 
 
-class Piece(Protocol):
+class UnderWay(Protocol):
     """What a request has under way: a lane, or what a tier asked of another."""
 
     def cancel(self) -> object:
@@ -52,7 +52,7 @@ class Request(Future[Any]):
         # whether planning has begun, after which only the request's own pieces may end it
         self._begun = False
         self._open = 1  # pieces under way, and one for the planning
-        self._pieces: set[Piece] = set()
+        self._pieces: set[UnderWay] = set()
         self._error: BaseException | None = None
         self._cancelled = False
 
@@ -156,7 +156,7 @@ class Request(Future[Any]):
         with self._lock:
             return self._cancelled or self._error is not None
 
-    def open_piece(self, piece: Piece) -> None:
+    def open_piece(self, piece: UnderWay) -> None:
         with self._lock:
             self._open += 1
             self._pieces.add(piece)
@@ -164,7 +164,7 @@ class Request(Future[Any]):
         if cancelled:
             piece.cancel()
 
-    def close_piece(self, piece: Piece | None, error: BaseException | None) -> None:
+    def close_piece(self, piece: UnderWay | None, error: BaseException | None) -> None:
         """A piece, or with None the planning, has ended; the last one completes the request."""
         with self._lock:
             self._open -= 1
@@ -193,7 +193,7 @@ def answered(result: Any) -> Request:
     return request
 
 
-def after(below: Request, finish: Callable[[], Any]) -> Request:
+def chained(below: Request, finish: Callable[[], Any]) -> Request:
     """A request that is done when another is, or fails as it does; with a result of its own."""
     request = Request(finish)
     request.begin()

@@ -18,55 +18,43 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from featstore.arguments import as_choice, as_flag, as_table_names, known_name
-from featstore.base.buffers import empty_rows, populate
+from featstore.arguments import as_flag, as_table_names
+from featstore.base.buffers import populate
 from featstore.base.compilation import announce_compilation
 from featstore.base.ids import (
-    Ids,
-    check_out,
-    finished,
     parse_ids,
-    parse_places,
-    parse_row_places,
-    parse_runs,
-    rows_of,
 )
 from featstore.base.threads import shut_down
 from featstore.engine import choose, make
 from featstore.engine import counters as C
 from featstore.engine.base import Engine
-from featstore.engine.files import Access, TableFiles
-from featstore.engine.lane import Lane
+from featstore.engine.files import Access
 from featstore.engine.request import Request
-from featstore.errors import ArgumentError, BudgetError, ClosedError, IdError, NotInMemoryError, SourceError
+from featstore.errors import ClosedError, NotInMemoryError
 from featstore.plan.budget import Budget
 from featstore.plan.cost import DeviceModel, device_key, load_model
-from featstore.plan.extents import Extents, cut_extents, plan_extents, plan_runs
+from featstore.plan.extents import cut_extents, plan_extents
 from featstore.reader.feeder import Feeder, MakeLane
 from featstore.reader.lookup import (
     NONE,
-    Found,
     Part,
-    Piece,
-    RunPart,
     TableState,
-    find,
     find_small,
-    pieces_of,
     table_need,
 )
 from featstore.reader.options import check_reading
-from featstore.reader.report import Counts, Plan, ReaderStats, TablePlan
+from featstore.reader.planner import Planner, lane_of
+from featstore.reader.report import Counts, Plan, ReaderStats
+from featstore.reader.requests import as_tables, parse_request, parse_run_request
+from featstore.reader.static_rows import StaticIds, static_members
 from featstore.storage.store import OpenStore, as_store
-from featstore.tiers.members import highest_degrees, members_bytes
 from featstore.tiers.static import StaticRows
 from featstore.units import parse_bytes
 
@@ -98,8 +86,6 @@ def _renew_lock() -> None:
 
 os.register_at_fork(after_in_child=_renew_lock)
 
-Static = str | None | Mapping[str, Any] | NDArray[Any] | Sequence[int]
-
 
 class Reader:
     """Reads rows of a store's tables; made by :meth:`featstore.Store.reader`. A context manager.
@@ -125,7 +111,7 @@ class Reader:
     """
 
     def __init__(
-        self, store: OpenStore, *, memory: int | str = "1GiB", static: Static = "auto",
+        self, store: OpenStore, *, memory: int | str = "1GiB", static: StaticIds = "auto",
         static_memory: int | str | None = None, tables: Sequence[str] | None = None, engine: str = "auto",
         queue_depth: int = QUEUE_DEPTH, verify: bool = True, model: DeviceModel | None = None,
         by_row: bool = False,
@@ -180,6 +166,7 @@ class Reader:
         self._helpers = ThreadPoolExecutor(
             max(1, min(4, os.cpu_count() or 1) - 1), thread_name_prefix="featstore-copy"
         )
+        self._planner = Planner(self.model, self.budget, self._counts, self._helpers)
         self._requests = threading.BoundedSemaphore(IN_FLIGHT_MAX)
         self._pid = os.getpid()
 
@@ -229,11 +216,13 @@ class Reader:
         Raises IdError, CorruptionError, DeviceError, ClosedError.
         """
         self._ready()
-        finish, parts = self._parse(ids, out, copy=False)
+        finish, parts = parse_request(self._states, ids, out, copy=False)
         if self._from_tiers(parts):
             return finish()
         return self._wait(
-            Request(finish), self._pieces(parts), [] if out is not None else [part.out for part in parts]
+            Request(finish),
+            self._planner.pieces(parts),
+            [] if out is not None else [part.out for part in parts],
         )
 
     def _wait(self, request: Request, pieces: Iterator[MakeLane], fresh: list[NDArray[np.uint8]]) -> Any:
@@ -255,8 +244,8 @@ class Reader:
         With ``at``, integers as many as ids (or a mapping of such), row i goes to ``out[at[i]]``, and ``out``
         may be longer: so several tables can fill one array. Two ids must not go to the same place."""
         self._ready()
-        finish, parts = self._parse(ids, out, copy=True, at=at)
-        return self._submit(Request(finish), self._pieces(parts))
+        finish, parts = parse_request(self._states, ids, out, copy=True, at=at)
+        return self._submit(Request(finish), self._planner.pieces(parts))
 
     def _submit(self, request: Request, pieces: Iterator[MakeLane]) -> Request:
         limit = self._requests
@@ -277,7 +266,7 @@ class Reader:
             return False
         for part in parts:
             assert part.found is not None
-            self._count_piece(part.state, part.found, 0.0, begin)
+            self._planner.count_piece(part.state, part.found, 0.0, begin)
             begin = time.perf_counter()
         self._counts.add(requests=1)
         return True
@@ -292,190 +281,34 @@ class Reader:
         CorruptionError, DeviceError, ClosedError.
         """
         self._ready()
-        finish, parts = self._parse_runs(runs, out, at)
+        finish, parts = parse_run_request(self._states, runs, out, at)
         return self._wait(
-            Request(finish), self._run_pieces(parts), [] if out is not None else [part.out for part in parts]
+            Request(finish),
+            self._planner.run_pieces(parts),
+            [] if out is not None else [part.out for part in parts],
         )
 
     def submit_runs(self, runs: Any, *, out: Any = None, at: Any = None) -> Request:
         """Like :meth:`read_runs`, but returns at once; ``out`` belongs to the request until it is done.
         Blocks while too many requests are under way."""
         self._ready()
-        finish, parts = self._parse_runs(runs, out, at)
-        return self._submit(Request(finish), self._run_pieces(parts))
-
-    def _parse_runs(self, runs: Any, out: Any, at: Any) -> tuple[Callable[[], Any], list[RunPart]]:
-        """The parts of a request for runs, and what makes its result."""
-        outs = {} if out is None else self._by_table(out)
-        places = {} if at is None else self._by_table(at)
-        filled: dict[str, Any] = {}
-        parts = []
-        by_table = self._by_table(runs)
-        for name in (*outs, *places):
-            if name not in by_table:
-                raise ArgumentError(f"out or at is given for table {name!r}, runs are not")
-        for name, value in by_table.items():
-            table = self._states[name].table
-            wanted, given = parse_runs(value, table.rows, name), outs.get(name)
-            count, places_of = int((wanted[:, 1] - wanted[:, 0]).sum()), None
-            if name in places:
-                if given is None:
-                    raise ArgumentError("at says where in out runs go; give out too")
-                count = rows_of(given)
-                places_of = parse_places(places[name], wanted, count)
-            shape = (count, *table.row_shape)
-            rows = (
-                empty_rows(count, table.row_bytes) if given is None else check_out(given, shape, table.dtype)
-            )
-            filled[name] = finished(rows, shape, table.dtype, False) if given is None else given
-            parts.append(RunPart(self._states[name], wanted, places_of, rows))
-        return lambda: filled if isinstance(runs, Mapping) else next(iter(filled.values())), parts
-
-    def _run_pieces(self, parts: list[RunPart]) -> Iterator[MakeLane]:
-        return (partial(self._plan_runs, part) for part in parts)
-
-    def _plan_runs(self, part: RunPart, on_done: Callable[[Lane], None]) -> Lane | None:
-        """The lane that reads the runs of one table."""
-        begin = time.perf_counter()
-        table = part.state.table
-        e = plan_runs(part.runs, part.places, table.layout, self.budget.extent_bytes_max)
-        rows = int((part.runs[:, 1] - part.runs[:, 0]).sum())
-        self._counts.add(
-            rows_asked=rows, bytes_asked=rows * table.row_bytes,
-            forecast_seconds=self.model.seconds(e.reads, e.bytes_read),
-            seconds_planning=time.perf_counter() - begin,
-        )  # fmt: skip
-        if e.reads == 0:
-            return None
-        return Lane(part.state.files, e.page, e.pages, _NO_FIRST, _NO_KEYS, 1, part.out, on_done, e.spans)
-
-    def _by_table(self, value: Any) -> dict[str, Any]:
-        if isinstance(value, Mapping):
-            for name in value:
-                if name not in self._states:
-                    known_name(name, self._states, "this reader has no table")
-            return dict(value)
-        if len(self._states) != 1:
-            raise IdError(
-                f"this reader has {len(self._states)} tables; say which: "
-                f"{{'{next(iter(self._states), 'table')}': ids}}"
-            )
-        return {next(iter(self._states)): value}
-
-    def _parse(
-        self, ids: Any, out: Any, *, copy: bool, at: Any = None
-    ) -> tuple[Callable[[], Any], list[Part]]:
-        """A request's parts, and what makes its result of them when they are filled."""
-        by_table = self._by_table(ids)
-        outs = {} if out is None else self._by_table(out)
-        places = {} if at is None else self._by_table(at)
-        for name in (*outs, *places):
-            if name not in by_table:
-                raise ArgumentError(f"out or at is given for table {name!r}, ids are not")
-        given_as: dict[str, tuple[Ids, tuple[int, ...], NDArray[np.uint8], Any]] = {}
-        parts: list[Part] = []
-        for name, value in by_table.items():
-            table, parsed = self._states[name].table, parse_ids(value, copy=copy)
-            shape = (*parsed.shape, *table.row_shape)
-            given, to = outs.get(name), NONE
-            if name in places:
-                if given is None:
-                    raise ArgumentError("at says where in out rows go; give out too")
-                shape = (rows_of(given), *table.row_shape)
-                to = parse_row_places(places[name], len(parsed.values), shape[0])
-            rows = (
-                empty_rows(len(parsed.values), table.row_bytes)
-                if given is None
-                else check_out(given, shape, table.dtype)
-            )
-            given_as[name] = (parsed, shape, rows, given)
-            parts.append(Part(self._states[name], parsed.values, self._states[name].row_map, rows, to))
-
-        def finish() -> Any:
-            done = {
-                name: finished(rows, shape, self._states[name].table.dtype, parsed.tensor)
-                if given is None
-                else given
-                for name, (parsed, shape, rows, given) in given_as.items()
-            }
-            return done if isinstance(ids, Mapping) else next(iter(done.values()))
-
-        return finish, parts
-
-    def _pieces(self, parts: list[Part]) -> Iterator[MakeLane]:
-        """The pieces of a request for ids."""
-        for part in parts:
-            for piece in pieces_of(part, self.budget.piece_ids_max):
-                yield partial(self._plan_piece, piece)
-
-    def _plan_piece(self, piece: Piece, on_done: Callable[[Lane], None]) -> Lane | None:
-        """Deliver what the tiers hold; the lane that reads the rest, or None if nothing is missing."""
-        begin = time.perf_counter()
-        part = piece.part
-        found = find(piece, self._helpers, deliver=True)
-        lane = None
-        forecast = 0.0
-        if sum(found.hits.values()) < piece.count:
-            extents = self._extents(part, found)
-            forecast = self.model.seconds(extents.reads, extents.bytes_read)
-            lane = lane_of(part.state.files, extents, part.out, on_done)
-        self._count_piece(part.state, found, forecast, begin)
-        return lane
-
-    def _count_piece(self, state: TableState, found: Found, forecast_seconds: float, begin: float) -> None:
-        count = len(found.rows)
-        self._counts.add(
-            rows_asked=count, bytes_asked=count * state.table.row_bytes, hits=found.hits,
-            forecast_seconds=forecast_seconds, seconds_planning=time.perf_counter() - begin,
-        )  # fmt: skip
-
-    def _extents(self, part: Part, found: Found) -> Extents:
-        return plan_extents(
-            found.rows, found.positions, found.served, max(len(part.ids), part.out_rows),
-            part.state.table.layout, self.model, self.budget.extent_bytes_max,
-        )  # fmt: skip
+        finish, parts = parse_run_request(self._states, runs, out, at)
+        return self._submit(Request(finish), self._planner.run_pieces(parts))
 
     # The static tier.
 
-    def _fill_static(self, static: Static) -> None:
-        members = self._static_members(static)
+    def _fill_static(self, static: StaticIds) -> None:
+        given = self._options["static_memory"] is not None
+        members = static_members(self._states, static, self.budget, self._needs, given, self._helpers)
         for name, rows in members.items():
             state = self._states[name]
             if len(rows) == 0:
                 continue
             tier = StaticRows(rows, state.table.rows, state.table.row_bytes)
             request = Request(lambda: None)
-            self._feeder.feed(request, self._pieces([Part(state, rows, NONE, tier.data.reshape(-1))]))
+            self._feeder.feed(request, self._planner.pieces([Part(state, rows, NONE, tier.data.reshape(-1))]))
             request.result()
             state.tiers.append(tier)
-
-    def _static_members(self, static: Static) -> dict[str, NDArray[np.int64]]:
-        """Rows (ascending, distinct) to keep of each table, within the budget."""
-        known = {
-            n: s.table for n, s in self._states.items() if s.table.entry.order.rows_by_degree is not None
-        }
-        if static is None or (isinstance(static, str) and static == "auto" and not known):
-            return {}
-        if isinstance(static, str):
-            as_choice(static, "static", ("degree", "auto"), ", None or node ids")
-            if not known:
-                raise SourceError(
-                    "static='degree' needs degrees, but the store was packed without a graph: pack "
-                    "with one, or give node ids"
-                )
-            return highest_degrees(known, self.budget.tier_bytes)
-        chosen = {}
-        for name, ids in self._by_table(static).items():
-            state, parsed = self._states[name], parse_ids(ids)
-            part = Part(state, parsed.values, state.row_map, np.empty(0, np.uint8))
-            chosen[name] = np.unique(find(Piece(part, None), self._helpers, deliver=False).rows)
-        needed = members_bytes(chosen, {name: self._states[name].table for name in chosen})
-        if needed > self.budget.tier_bytes:
-            if self._options["static_memory"] is not None:
-                raise BudgetError(needed, self.budget.tier_bytes, "hold the static rows (static_memory=)")
-            smallest = Budget.smallest(self._needs, needed)
-            raise BudgetError(smallest, self.budget.memory_bytes, "hold the static rows asked for")
-        return chosen
 
     # Explaining.
 
@@ -484,31 +317,11 @@ class Reader:
         Raises IdError."""
         self._ready()
         tables, forecast = [], 0.0
-        for name, value in self._by_table(ids).items():
+        for name, value in as_tables(self._states, ids).items():
             state, parsed = self._states[name], parse_ids(value)
-            tables.append(self._plan_table(state, parsed.values))
+            tables.append(self._planner.plan_table(state, parsed.values))
             forecast += tables[-1].forecast_seconds
         return Plan(tuple(tables), self.engine.name, self.model.calibrated, forecast)
-
-    def _plan_table(self, state: TableState, ids: NDArray[np.int64]) -> TablePlan:
-        hits: dict[str, int] = dict.fromkeys((t.name for t in state.tiers), 0)
-        distinct = pages = reads = read_bytes = missed = 0
-        part = Part(state, ids, state.row_map, np.empty(0, np.uint8))
-        for piece in pieces_of(part, self.budget.piece_ids_max):
-            found = find(piece, self._helpers, deliver=False)
-            extents = self._extents(piece.part, found)
-            hits = {k: v + found.hits[k] for k, v in hits.items()}
-            missed += len(extents.keys)
-            distinct += extents.distinct_rows
-            pages += extents.wanted_pages
-            reads += extents.reads
-            read_bytes += extents.bytes_read
-        row_bytes = state.table.row_bytes
-        return TablePlan(
-            state.table.name, len(ids), hits, missed, distinct, pages, reads, len(ids) * row_bytes,
-            read_bytes, read_bytes / (len(ids) * row_bytes) if len(ids) else 0.0,
-            self.model.seconds(reads, read_bytes), self.model.gap_pages_max,
-        )  # fmt: skip
 
     def stats(self) -> ReaderStats:
         """What has been counted since the reader was opened (the filling of the static tier is not in the
@@ -573,14 +386,6 @@ def _static_bytes(given: int | str | None) -> int | None:
     if given is None or (type(given) is int and given == 0):  # True is no number, False no size
         return given  # type: ignore[return-value]
     return parse_bytes(given, "static_memory")
-
-
-def lane_of(
-    files: TableFiles, extents: Extents, out: NDArray[np.uint8], on_done: Callable[[Lane], None]
-) -> Lane:
-    """The lane that performs a plan."""
-    e = extents
-    return Lane(files, e.page, e.pages, e.first, e.keys, e.position_bits, out, on_done)
 
 
 def _reopen(store: OpenStore, options: dict[str, Any]) -> Reader:

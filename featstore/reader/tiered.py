@@ -16,15 +16,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from featstore.arguments import as_table_names, check_options, known_name, options_of, shown
+from featstore.arguments import as_table_names, check_options, options_of, shown
 from featstore.base.dtypes import dtype_from_name
 from featstore.base.ids import Ids, check_out, finished, is_tensor, parse_ids, parse_row_places, rows_of
-from featstore.engine.request import Request, after
+from featstore.engine.request import Request, chained
 from featstore.errors import ArgumentError, BudgetError, ClosedError, IdError, NotInMemoryError
 from featstore.plan.budget import own_bytes
 from featstore.reader.lookup import table_need
 from featstore.reader.reader import Reader
 from featstore.reader.report import Plan, ReaderStats, TablePlan
+from featstore.reader.requests import as_tables
 from featstore.storage.store import OpenStore, as_store
 from featstore.tiers import RowSource, Tier, TierSpec
 from featstore.tiers.buffer_tier import Buffer
@@ -149,44 +150,40 @@ class TieredReader:
 
     def _submit(self, ids: Any, out: Any, at: Any, copy: bool) -> Request:
         self._check_open()
-        by_table = {name: parse_ids(value, copy=copy) for name, value in self._by_table(ids).items()}
-        outs = {} if out is None else self._by_table(out)
-        places = {} if at is None else self._by_table(at)
+        asked = {name: parse_ids(value, copy=copy) for name, value in as_tables(self.tables, ids).items()}
+        outs = {} if out is None else as_tables(self.tables, out)
+        places = {} if at is None else as_tables(self.tables, at)
         for name in (*outs, *places):
-            if name not in by_table:
+            if name not in asked:
                 raise ArgumentError(f"out or at is given for table {name!r}, ids are not")
-        if (out is not None and len(outs) < len(by_table)) or (
-            at is not None and len(places) < len(by_table)
-        ):
+        if (out is not None and len(outs) < len(asked)) or (at is not None and len(places) < len(asked)):
             raise ArgumentError("out and at, where given, are given for every table that ids are given for")
         if at is not None and out is None:
             raise ArgumentError("at says where in out rows go; give out too")
         rows = 0
-        for name, parsed in by_table.items():
+        for name, parsed in asked.items():
             self._check_ids(name, parsed.values)
             rows += len(parsed.values)
-        flat = {name: self._flat(name, outs[name], parsed, at) for name, parsed in by_table.items() if outs}
+        flat = {name: self._flat(name, outs[name], parsed, at) for name, parsed in asked.items() if outs}
         to = {
             name: parse_row_places(places[name], len(parsed.values), rows_of(flat[name]))
-            for name, parsed in by_table.items()
+            for name, parsed in asked.items()
             if places
         }
         below = self._top.submit(
-            {name: parsed.values for name, parsed in by_table.items()}, out=flat or None, at=to or None
+            {name: parsed.values for name, parsed in asked.items()}, out=flat or None, at=to or None
         )
-        row_bytes = {name: self.store.table(name).row_bytes for name in by_table}
+        row_bytes = {name: self.store.table(name).row_bytes for name in asked}
         with self._counting:
             self._requests += 1
             self._rows_asked += rows
-            self._bytes_asked += sum(len(p.values) * row_bytes[n] for n, p in by_table.items())
+            self._bytes_asked += sum(len(p.values) * row_bytes[n] for n, p in asked.items())
 
         def finish() -> Any:
-            made = outs or {
-                name: self._shaped(name, below.result()[name], by_table[name]) for name in by_table
-            }
+            made = outs or {name: self._shaped(name, below.result()[name], asked[name]) for name in asked}
             return made if isinstance(ids, Mapping) else next(iter(made.values()))
 
-        return after(below, finish)
+        return chained(below, finish)
 
     def _flat(self, name: str, out: Any, parsed: Ids, at: Any) -> Any:
         """A caller's ``out`` as [rows, *row shape]."""
@@ -212,17 +209,6 @@ class TieredReader:
             if not 0 <= bad < rows:
                 raise IdError(f"node id {bad} is out of range: table {name!r} has {rows:,} rows")
 
-    def _by_table(self, value: Any) -> dict[str, Any]:
-        names = self.tables
-        if isinstance(value, Mapping):
-            for name in value:
-                if name not in names:
-                    known_name(name, names, "this reader has no table")
-            return dict(value)
-        if len(names) != 1:
-            raise IdError(f"this reader has {len(names)} tables; say which: {{'{names[0]}': ids}}")
-        return {names[0]: value}
-
     # Explaining.
 
     def plan(self, ids: Any) -> Plan:
@@ -230,7 +216,7 @@ class TieredReader:
         forecast for what comes from the disk. Reads nothing. Raises IdError."""
         disk = self._check_open()
         tables, forecast = [], 0.0
-        for name, value in self._by_table(ids).items():
+        for name, value in as_tables(self.tables, ids).items():
             left = parse_ids(value).values
             self._check_ids(name, left)
             asked, hits = len(left), {}

@@ -77,7 +77,7 @@ class TierSpec(Protocol):
         """The tier, in so much host memory. Raises BudgetError where that is too little."""
 
 
-def tables_of(source: RowSource) -> list[Table]:
+def source_tables(source: RowSource) -> list[Table]:
     """The tables of a source."""
     return [source.store.table(name) for name in source.tables]
 

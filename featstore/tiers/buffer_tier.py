@@ -33,9 +33,9 @@ from featstore.tiers.tickets import Ticket
 from featstore.units import parse_bytes
 
 #: Policies that need neither a trace nor to be told what to keep.
-POLICIES = tuple(name for name in layout.POLICIES if name not in ("min", "static"))
+BUFFER_POLICIES = tuple(name for name in layout.POLICIES if name not in ("min", "static"))
 #: What a policy can be told, see :func:`featstore.tiers.slots.layout.make_slot_map`.
-OPTIONS = {"s3-fifo": ("small",), "score": ("resident", "gamma", "delta", "alpha")}
+POLICY_OPTIONS = {"s3-fifo": ("small",), "score": ("resident", "gamma", "delta", "alpha")}
 _THREADS = 8  # requests that wait for rows at once
 _PIECE_IDS_MIN, _PIECE_IDS_MAX = 256, 1 << 16
 _TICKET_BYTES = 40  # of an id that is under way: ids, slots, what was missed
@@ -45,14 +45,14 @@ _TICKETS_SHARE = 16  # of the memory, at most, is for these
 class Buffer:
     """Rows that were asked for lately.
 
-    ``policy``: one of :data:`POLICIES`. ``memory``: bytes or a size; a share of what is left over by default.
-    ``options``: of the policy, those of :data:`OPTIONS`. Raises ArgumentError.
+    ``policy``: one of :data:`BUFFER_POLICIES`. ``memory``: bytes or a size; a share of what is left over by
+    default. ``options``: of the policy, those of :data:`POLICY_OPTIONS`. Raises ArgumentError.
     """
 
     def __init__(self, policy: str = "s3-fifo", memory: int | str | None = None, **options: Any) -> None:
-        self.policy = as_choice(policy, "policy", POLICIES)
+        self.policy = as_choice(policy, "policy", BUFFER_POLICIES)
         self.memory = None if memory is None else parse_bytes(memory, "memory")
-        check_options(options, OPTIONS.get(self.policy, ()), f"a buffer by {self.policy!r}")
+        check_options(options, POLICY_OPTIONS.get(self.policy, ()), f"a buffer by {self.policy!r}")
         layout.make_slot_map(16, layout.POLICIES[self.policy], **options)  # which looks at their values
         self.options = options
 
@@ -121,7 +121,7 @@ class BufferTier:
     name = "buffer"
 
     def __init__(self, below: RowSource, memory_bytes: int, policy: str = "s3-fifo", **options: Any) -> None:
-        self._below, self.policy = below, as_choice(policy, "policy", POLICIES)
+        self._below, self.policy = below, as_choice(policy, "policy", BUFFER_POLICIES)
         self._buffers: dict[str, FeatureBuffer] = {}
         tickets = memory_bytes // _TICKETS_SHARE
         ids = tickets // (_THREADS * _TICKET_BYTES)

@@ -27,8 +27,8 @@ from featstore.base.threads import Wake, Worker
 from featstore.engine.request import Request
 from featstore.errors import ArgumentError, CancelledError, ClosedError, IdError
 from featstore.storage.store import OpenStore, Table
-from featstore.tiers import RowSource, Tier, table_shares, tables_of
-from featstore.tiers.buffer_tier import POLICIES
+from featstore.tiers import RowSource, Tier, source_tables, table_shares
+from featstore.tiers.buffer_tier import BUFFER_POLICIES
 from featstore.tiers.device import DeviceBuffer, DeviceTicket
 from featstore.tiers.slots import layout
 from featstore.units import parse_bytes
@@ -43,7 +43,7 @@ class Device:
 
     ``device``: as torch takes it, or a list of several, which share the rows by node id; results are on the
     first. ``memory``: for rows on each device, bytes or a size. ``policy``: one of
-    :data:`featstore.tiers.buffer_tier.POLICIES`.
+    :data:`featstore.tiers.buffer_tier.BUFFER_POLICIES`.
     """
 
     def __init__(self, device: Any, memory: int | str, policy: str = "s3-fifo") -> None:
@@ -53,7 +53,7 @@ class Device:
         for one in self.devices:
             as_device(one, "device")
         self.device_bytes = parse_bytes(memory, "memory")
-        self.policy = as_choice(policy, "policy", POLICIES)
+        self.policy = as_choice(policy, "policy", BUFFER_POLICIES)
 
     def _slots(self, tables: Sequence[Table]) -> dict[str, int]:
         slots, shares = {}, table_shares(tables, self.device_bytes)
@@ -70,7 +70,7 @@ class Device:
         return maps + (_DEPTH + 1) * max(map(_landing_bytes, tables), default=0)
 
     def over(self, below: RowSource, memory_bytes: int) -> Tier:
-        return DeviceTier(below, self.devices, self._slots(tables_of(below)), self.policy)
+        return DeviceTier(below, self.devices, self._slots(source_tables(below)), self.policy)
 
     def __repr__(self) -> str:
         return f"Device({self.devices!r}, {self.device_bytes!r}, {self.policy!r})"

@@ -18,10 +18,10 @@ from featstore.arguments import as_choice, known_name
 from featstore.base.buffers import empty_rows
 from featstore.base.dtypes import dtype_from_name
 from featstore.base.ids import check_out, parse_ids
-from featstore.engine.request import Request, after, answered
+from featstore.engine.request import Request, answered, chained
 from featstore.errors import ArgumentError, BudgetError, IdError, SourceError
 from featstore.storage.store import OpenStore, Table
-from featstore.tiers import RowSource, Tier, table_shares, tables_of
+from featstore.tiers import RowSource, Tier, source_tables, table_shares
 from featstore.tiers.static import StaticRows
 from featstore.units import parse_bytes
 
@@ -57,7 +57,7 @@ class Static:
         return StaticTier(below, self._members(below, memory_bytes), memory_bytes)
 
     def _members(self, below: RowSource, memory_bytes: int) -> dict[str, NDArray[np.int64]]:
-        shares = table_shares(tables_of(below), memory_bytes)
+        shares = table_shares(source_tables(below), memory_bytes)
         if not (isinstance(self.rows, str) and self.rows == "degree"):
             by_table = self.rows if isinstance(self.rows, Mapping) else None
             if by_table is None:
@@ -151,7 +151,7 @@ class StaticTier:
         if not missing:
             return answered(filled)
         below = self._below.submit(missing, out={name: filled[name] for name in missing}, at=places)
-        return after(below, lambda: filled)
+        return chained(below, lambda: filled)
 
     def holds(self, table: str, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
         served = np.zeros(len(ids), np.uint8)

@@ -22,7 +22,7 @@ from featstore.errors import ArgumentError, BudgetError, ClosedError, IdError
 from featstore.storage.store import Table
 from featstore.testing import ArraySource, check_source, check_tier
 from featstore.tiers import RowSource
-from featstore.tiers.buffer_tier import POLICIES
+from featstore.tiers.buffer_tier import BUFFER_POLICIES
 
 ROWS = 3000
 
@@ -51,7 +51,7 @@ def store(tmp_path_factory: pytest.TempPathFactory, pack: Any, arrays: dict[str,
 
 def buffers() -> st.SearchStrategy[featstore.Buffer]:
     return st.builds(
-        featstore.Buffer, st.sampled_from(POLICIES), st.sampled_from([None, "300KiB", "1MiB", "5MiB"])
+        featstore.Buffer, st.sampled_from(BUFFER_POLICIES), st.sampled_from([None, "300KiB", "1MiB", "5MiB"])
     )
 
 
@@ -67,7 +67,7 @@ def statics() -> st.SearchStrategy[featstore.Static]:
 def devices() -> st.SearchStrategy[featstore.Device]:
     return st.builds(
         featstore.Device, st.sampled_from(["cpu", ["cpu", "cpu"]]), st.sampled_from(["300KiB", "2MiB"]),
-        st.sampled_from(POLICIES),
+        st.sampled_from(BUFFER_POLICIES),
     )  # fmt: skip
 
 
@@ -92,7 +92,7 @@ def test_every_row_is_the_sources(
         assert set(stats.hits) >= {tier.name for tier in reader.tiers}
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", BUFFER_POLICIES)
 def test_a_buffer_over_arrays(store: featstore.Store, arrays: dict[str, np.ndarray], policy: str) -> None:
     check_tier(featstore.Buffer(policy), store, arrays, 2 << 20)
 
