@@ -17,7 +17,9 @@ reader = store.reader(memory="2MiB", engine=sys.argv[2], static=None)
 ids = np.random.default_rng(0).integers(0, len(features), 20_000)
 wanted = features[ids]
 stop = False
+begin = threading.Event()
 def bother():
+    begin.wait()
     while not stop:
         time.sleep(random.uniform(0.0005, 0.01))
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
@@ -25,24 +27,35 @@ thread = threading.Thread(target=bother, daemon=True)
 thread.start()
 interrupted = finished = 0
 end = time.monotonic() + 4
-while time.monotonic() < end:
+def read_once():
+    global interrupted, finished
+    out = np.zeros_like(wanted)
     try:
-        out = np.zeros_like(wanted)
-        try:
-            reader.read(ids, out=out)
-            finished += 1
-        except KeyboardInterrupt:
-            interrupted += 1
-            left = out.copy()
-            time.sleep(0.002)
-            assert np.array_equal(left, out), "written after the read had raised"
+        reader.read(ids, out=out)
+        finished += 1
     except KeyboardInterrupt:
+        interrupted += 1
+        left = out.copy()
+        time.sleep(0.002)
+        assert np.array_equal(left, out), "written after the read had raised"
+def rounds():  # an interrupt anywhere begins them anew
+    global stop
+    begin.set()
+    while time.monotonic() < end:
+        read_once()
+    stop = True
+    while thread.is_alive():
+        time.sleep(0.01)
+done = False
+while not done:
+    try:
+        try:
+            rounds()
+            done = True
+        except KeyboardInterrupt:
+            pass
+    except KeyboardInterrupt:  # while one was handled
         pass
-stop = True
-try:
-    thread.join()
-except KeyboardInterrupt:
-    thread.join()
 assert np.array_equal(reader.read(ids), wanted)
 reader.close()
 print("interrupted" if interrupted else "never", flush=True)

@@ -195,6 +195,13 @@ class Reader:
         assert self._engine is not None
         return self._engine
 
+    def _opened(self) -> dict[str, TableState]:
+        """What a request is made of: closing meanwhile does not change it."""
+        states = self._states
+        if self._closed and not states:
+            raise ClosedError("the reader is closed")
+        return states
+
     # Reading.
 
     @property
@@ -216,7 +223,7 @@ class Reader:
         Raises IdError, CorruptionError, DeviceError, ClosedError.
         """
         self._ready()
-        finish, parts = parse_request(self._states, ids, out, copy=False)
+        finish, parts = parse_request(self._opened(), ids, out, copy=False)
         if self._from_tiers(parts):
             return finish()
         return self._wait(
@@ -244,7 +251,7 @@ class Reader:
         With ``at``, integers as many as ids (or a mapping of such), row i goes to ``out[at[i]]``, and ``out``
         may be longer: so several tables can fill one array. Two ids must not go to the same place."""
         self._ready()
-        finish, parts = parse_request(self._states, ids, out, copy=True, at=at)
+        finish, parts = parse_request(self._opened(), ids, out, copy=True, at=at)
         return self._submit(Request(finish), self._planner.pieces(parts))
 
     def _submit(self, request: Request, pieces: Iterator[MakeLane]) -> Request:
@@ -281,7 +288,7 @@ class Reader:
         CorruptionError, DeviceError, ClosedError.
         """
         self._ready()
-        finish, parts = parse_run_request(self._states, runs, out, at)
+        finish, parts = parse_run_request(self._opened(), runs, out, at)
         return self._wait(
             Request(finish),
             self._planner.run_pieces(parts),
@@ -292,7 +299,7 @@ class Reader:
         """Like :meth:`read_runs`, but returns at once; ``out`` belongs to the request until it is done.
         Blocks while too many requests are under way."""
         self._ready()
-        finish, parts = parse_run_request(self._states, runs, out, at)
+        finish, parts = parse_run_request(self._opened(), runs, out, at)
         return self._submit(Request(finish), self._planner.run_pieces(parts))
 
     # The static tier.
@@ -316,9 +323,9 @@ class Reader:
         """What :meth:`read` would do for these ids: hits, pages, reads, bytes, forecast. Reads nothing.
         Raises IdError."""
         self._ready()
-        tables, forecast = [], 0.0
-        for name, value in as_tables(self._states, ids).items():
-            state, parsed = self._states[name], parse_ids(value)
+        tables, forecast, states = [], 0.0, self._opened()
+        for name, value in as_tables(states, ids).items():
+            state, parsed = states[name], parse_ids(value)
             tables.append(self._planner.plan_table(state, parsed.values))
             forecast += tables[-1].forecast_seconds
         return Plan(tuple(tables), self.engine.name, self.model.calibrated, forecast)

@@ -295,8 +295,9 @@ def short(
 
         if device_memory is None:
             raise ArgumentError("device= keeps rows there: say in how much memory, with device_memory=")
+        device_bytes = parse_bytes(device_memory, "device_memory")
         tiers.append(
-            Device(device, device_memory, **({} if device_policy is None else {"policy": device_policy}))
+            Device(device, device_bytes, **({} if device_policy is None else {"policy": device_policy}))
         )
     elif device_memory is not None or device_policy is not None:
         raise ArgumentError("device_memory= and device_policy= are of a device: say which, with device=")

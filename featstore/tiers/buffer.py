@@ -178,11 +178,13 @@ class FeatureBuffer(Claims):
         return out
 
     def holds(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """bool [n], which of these rows (int64 [n], node ids of the table) are there."""
+        """bool [n], which of these rows (node ids [n]) are there."""
         self._check_process()
+        values = parse_ids(ids).values
+        self.check_ids(values)
         with self._lock:
             self._enter_ended()
-            return are_present(self._map, ids)
+            return are_present(self._map, values)
 
     def stats(self) -> BufferStats:
         """What has been counted so far."""

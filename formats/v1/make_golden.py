@@ -121,7 +121,8 @@ def dtypes() -> Golden:
     record["id"], record["at"] = numbers((9,), np.uint32), numbers((9, 2), np.float32)
     record["tag"] = [f"t{i}".encode() for i in range(9)]
     tables["record"] = record
-    return Golden(tables=tables, arrays={"dates": numbers((4,), np.int64).astype("M8[D]")})
+    dates = numbers((4,), np.int64).astype("M8[D]")
+    return Golden(tables=tables, arrays={"dates": dates}, options={"columns": {"record": "*"}})
 
 
 def graph_edges() -> dict[str, np.ndarray[Any, Any]]:

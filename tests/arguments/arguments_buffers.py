@@ -182,6 +182,7 @@ BUFFERS: dict[str, Call] = {
             "uses": count(1),
         },
     ),
+    "FeatureBuffer.holds": Call(lambda w: (w.features.holds, {"ids": [1, 2]}), {"ids": IDS}),
     "DeviceBuffer.holds": Call(
         lambda w: (w.on_device.holds, {"ids": np.arange(3)}), {"ids": IDS}
     ),
