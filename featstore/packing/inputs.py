@@ -151,17 +151,20 @@ def node_mask(nodes: Any, rows: int) -> NDArray[np.bool_]:
     given = plain_array(nodes, "train")
     if given.dtype == bool and given.shape == (rows,):
         return given
-    if (
-        given.ndim != 1
-        or given.dtype.kind not in "iu"
-        or (len(given) and (given.min() < 0 or given.max() >= rows))
-    ):
-        raise SourceError(
-            f"nodes must be a mask [{rows}] or node ids from 0 to {rows - 1}, not {given.dtype} of "
-            f"shape {given.shape}"
-        )
+    wanted = f"nodes must be a mask, bool [{rows}], or node ids from 0 to {rows - 1}"
+    if given.ndim != 1 or given.dtype.kind not in "iu":
+        raise SourceError(f"{wanted}, not {given.dtype} of shape {given.shape}")
+    bad = np.flatnonzero((given < 0) | (given >= rows))
+    if len(bad):
+        raise SourceError(f"{wanted}: there is no node {given[bad[0]]}")
     mask = np.zeros(rows, bool)
     mask[given] = True
+    if int(mask.sum()) != len(given):
+        numbers = given.shape == (rows,) and given.max() <= 1
+        raise SourceError(
+            f"of {len(given):,} nodes only {int(mask.sum()):,} are different ones: "
+            + ("is it a mask? Give it as one, .astype(bool)" if numbers else "give each once (np.unique)")
+        )
     return mask
 
 

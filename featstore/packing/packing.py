@@ -82,7 +82,8 @@ def pack(
             ``"ldg"``, ``"bfs"``.
         permutation: with order ``"permutation"``: node ids in row order, as an array or the path of a
             ``.npy``.
-        partitions: how many parts partitioners make; by default parts of at least 512 KiB of features, see
+        partitions: how many parts partitioners make (of the orders all but given, permutation and degree);
+            by default parts of at least 512 KiB of features, see
             :func:`featstore.order.orders.default_partitions`.
         dtype: the short form of ``cast``; for a headless file with ``shape`` and no ``raw_dtype``, the short
             form of that.
@@ -111,8 +112,8 @@ def pack(
         hubs: share of the nodes whose lists of neighbours are stored a second time, side by side, for
             mega-batches.
         hub_rank: which nodes those are: ``"degree"``, or ``"external"`` for most edges into other partitions.
-        train: training nodes, which order ``"bfs"`` spreads evenly: node ids, a mask, or the name of one of
-            ``arrays``.
+        train: training nodes, which order ``"bfs"`` spreads evenly, and no other looks at: node ids, each
+            once, a mask, or the name of one of ``arrays``.
         resume: go on with the unfinished pack in ``out``; input and options must be the same.
         overwrite: replace the store in ``out``; it stands until the new one is committed.
         progress: called now and then with a :class:`Progress`, from any thread.
@@ -139,7 +140,7 @@ def pack(
         inputs, memory=memory, order=order, permutation=permutation, partitions=partitions, seed=seed,
         topology=topology, hubs=hubs, hub_rank=hub_rank, train=train, graph_key=graph_key,
     )  # fmt: skip
-    check_pack(options, inputs.arrays, resume=resume, overwrite=overwrite, progress=progress)
+    check_pack(options, inputs, resume=resume, overwrite=overwrite, progress=progress)
     out = as_path(out, "out")
     for text in inputs.warnings:
         warn(text)
@@ -150,10 +151,13 @@ def pack(
         writing(store, door),
         write_generation(store, door, resume=resume, overwrite=overwrite, worth=_worth) as transaction,
     ):
+        packing = Packing(transaction, tables, inputs.graphs, options, progress)
         try:
-            Packing(transaction, tables, inputs.graphs, options, progress).run(inputs.arrays)
+            packing.run(inputs.arrays)
         except BudgetError as error:
             raise BudgetError(with_slack(error.needed_bytes), parse_bytes(memory), error.what) from None
+    for text in packing.warnings:
+        warn(text)
     return Path(out)
 
 

@@ -9,11 +9,11 @@ from typing import Any
 
 from featstore.arguments import as_choice, as_count, as_flag, as_function, as_number, known_name
 from featstore.base.ids import plain_array
-from featstore.errors import SourceError
+from featstore.errors import ArgumentError, SourceError
 from featstore.order.orders import METHODS
 from featstore.packing.convert import CASTS
 from featstore.packing.inputs import Inputs, by_table
-from featstore.packing.topology import HUB_RANKS
+from featstore.packing.topology import HUB_RANKS, HUB_SHARE
 from featstore.units import parse_bytes
 
 __all__ = ["Options", "check_pack", "with_slack", "without_slack"]
@@ -80,11 +80,8 @@ def with_slack(used_bytes: int) -> int:
     return min(2 * used_bytes, max(used_bytes + _SLACK_BYTES, -(-used_bytes * 8 // 7))) + 1
 
 
-def check_pack(
-    options: Options, arrays: Mapping[str, Any], *, resume: Any, overwrite: Any, progress: Any
-) -> None:
-    """Raise ArgumentError for an option that is none. ``arrays``: the small arrays, whose names ``train`` may
-    give."""
+def check_pack(options: Options, inputs: Inputs, *, resume: Any, overwrite: Any, progress: Any) -> None:
+    """Raise ArgumentError for an option that is none, or that has no effect."""
     as_flag(resume, "resume")
     as_flag(overwrite, "overwrite")
     if progress is not None:
@@ -101,4 +98,30 @@ def check_pack(
         as_choice(dtype, "dtype", CASTS, ", or None for rows as they are")
     for train in options.train.values():
         if isinstance(train, str):
-            known_name(train, arrays, "train is a name of one of arrays=, and there is no array")
+            known_name(train, inputs.arrays, "train is a name of one of arrays=, and there is no array")
+    _refuse_without_effect(options, inputs.graphs)
+
+
+def _refuse_without_effect(options: Options, graphs: Mapping[str, Any]) -> None:
+    """Raise ArgumentError for what was asked and would not be done."""
+    for name in options.partitions:
+        method = options.order[name]
+        if method == "auto" and (name in options.permutation or name not in graphs):
+            method = "permutation" if name in options.permutation else "given"
+        if method in ("given", "permutation", "degree"):
+            raise ArgumentError(
+                f"partitions= is given for table {name!r}, whose order is {method!r}, which makes none: "
+                "leave it out, or give a graph and an order that does, such as order='ldg'"
+            )
+    for name, train in options.train.items():
+        if train is not None and options.order[name] != "bfs":
+            raise ArgumentError(
+                f"train= is given for table {name!r}, whose order is {options.order[name]!r}: only "
+                "order='bfs' looks at training nodes; to keep them in the store, give "
+                "arrays={'train': ...}"
+            )
+    stored = options.topology and bool(graphs)
+    if options.hubs not in (0, HUB_SHARE) and not stored:
+        raise ArgumentError("hubs= is for a graph that is stored: give graph=, and topology=True")
+    if options.hub_rank != HUB_RANKS[0] and not stored:
+        raise ArgumentError("hub_rank= is for a graph that is stored: give graph=, and topology=True")

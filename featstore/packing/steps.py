@@ -49,6 +49,7 @@ class Packing:
         self.graphs = graphs
         self.options = options
         self._stages = PackStages(progress)
+        self.warnings: list[str] = []  # what the user is to hear once the store is there
         self._ids: dict[str, Path] = {}  # of tables whose rows are placed by ids
 
     def run(self, arrays: dict[str, NDArray[Any]]) -> None:
@@ -161,6 +162,11 @@ class Packing:
             if not progress.done:
                 self._write_rows(self._job(name, entry, report), checksum_path)
             catalogue_rows(self.catalogue, entry)
+        if report.overflowed:
+            self.warnings.append(
+                f"table {name!r}: {report.overflowed:,} numbers are too large for {dtype_name(dtype)}, and "
+                "are infinite in the store: cast to a wider dtype, such as float32 or bfloat16, or scale them"
+            )
         statistics = report.result() | {"rows_digest": f"{progress.written_digest:016x}"}
         return msgspec.structs.replace(entry, statistics=statistics)
 

@@ -154,7 +154,8 @@ class StoreMutant:
     def read(self, entry: dict[str, Any]) -> NDArray[Any]:
         """The elements of an array's entry, flat."""
         path = self.path / chunk_of(entry)
-        return np.frombuffer(path.read_bytes() if path.exists() else b"", dtype_from_name(entry["dtype"]))
+        data, dtype = path.read_bytes() if path.exists() else b"", dtype_from_name(entry["dtype"])
+        return np.frombuffer(data[: len(data) // dtype.itemsize * dtype.itemsize], dtype)
 
     def set_array(self, at: tuple[Any, ...], values: NDArray[Any], *, shape: bool = True) -> None:
         """Replace the elements of the array whose entry is at ``at``, and its shape and dtype."""

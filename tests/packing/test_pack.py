@@ -8,7 +8,9 @@ import resource
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +18,7 @@ import pytest
 import featstore
 from featstore.base.dtypes import bfloat16
 from featstore.errors import (
+    ArgumentError,
     BudgetError,
     DiskFullError,
     FeatstoreWarning,
@@ -66,7 +69,7 @@ def test_every_order_keeps_every_row_and_says_what_it_did(tmp_path, order):
         graph=ring_graph(),
         order=order,
         permutation=permutation,
-        partitions=4,
+        partitions=None if order in ("given", "degree", "permutation") else 4,
         memory="128MiB",
     )
     assert np.array_equal(rows_of(store), X)
@@ -132,7 +135,9 @@ def test_casts_are_numpys_and_are_reported(tmp_path, name, source):
     if np.issubdtype(source, np.floating):
         values[1] = [np.nan, np.inf, -np.inf, 1e-30]
         values[2] = [1e30, -1e30, 65504, 1e-3]
-    store = featstore.pack(tmp_path / "s", values, dtype=name)
+    large = name == "float16" and np.issubdtype(source, np.floating)
+    with pytest.warns(FeatstoreWarning, match="are too large") if large else nullcontext():
+        store = featstore.pack(tmp_path / "s", values, dtype=name)
     target = bfloat16() if name == "bfloat16" else np.dtype(name)
     with np.errstate(all="ignore"):
         wanted = values.astype(target)
@@ -437,3 +442,60 @@ def test_a_budget_that_was_too_small_leaves_nothing_to_resume(tmp_path):
         featstore.pack(tmp_path / "s", X, memory="1KiB")
     assert not (tmp_path / "s").exists()
     assert np.array_equal(rows_of(featstore.pack(tmp_path / "s", X, memory=caught.value.needed_bytes)), X)
+
+
+# What would have no effect, or would be something else.
+
+EDGES = np.random.default_rng(3).integers(0, 50, (2, 400))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"partitions": 4}, "partitions=.*order is 'given'"),
+        ({"partitions": 4, "graph": EDGES, "order": "degree"}, "partitions=.*order is 'degree'"),
+        ({"partitions": 4, "graph": EDGES, "permutation": np.arange(50)}, "partitions=.*'permutation'"),
+        ({"train": np.arange(9)}, "train=.*only order='bfs'"),
+        (
+            {"train": np.arange(9), "graph": EDGES, "order": "ldg", "partitions": 2},
+            "train=.*only order='bfs'",
+        ),
+        ({"hubs": 0.2}, "hubs= is for a graph"),
+        ({"hubs": 0.2, "graph": EDGES, "topology": False}, "hubs= is for a graph"),
+        ({"hub_rank": "external"}, "hub_rank= is for a graph"),
+        ({"hub_rank": "external", "graph": EDGES, "topology": False}, "hub_rank= is for a graph"),
+    ],
+)
+def test_options_without_effect_are_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    x = np.random.default_rng(0).standard_normal((50, 4)).astype(np.float32)
+    with pytest.raises(ArgumentError, match=message):
+        featstore.pack(tmp_path / "s", x, **options)
+    assert not (tmp_path / "s").exists()
+
+
+@pytest.mark.parametrize(
+    ("train", "message"),
+    [
+        (np.arange(50) % 2, "is it a mask"),
+        ((np.arange(50) % 2).astype(np.uint8), "is it a mask"),
+        ([3, 4, 3], "only 2 are different"),
+        ([3, 50], "there is no node 50"),
+        ([-1], "there is no node -1"),
+    ],
+)
+def test_training_nodes_that_are_none(tmp_path: Path, train: Any, message: str) -> None:
+    x = np.random.default_rng(0).standard_normal((50, 4)).astype(np.float32)
+    with pytest.raises(SourceError, match=message):
+        featstore.pack(tmp_path / "s", x, graph=EDGES, order="bfs", partitions=3, train=train)
+
+
+@pytest.mark.parametrize(("given", "to"), [(1e6, "float16"), (70_000, "float16"), (1e300, "float32")])
+def test_numbers_that_a_cast_makes_infinite_are_told(tmp_path: Path, given: float, to: str) -> None:
+    x = np.ones((30, 3), type(given))
+    x[4, 1] = x[7, 2] = given
+    with pytest.warns(FeatstoreWarning, match=f"'features': 2 numbers are too large for {to}"):
+        store = featstore.pack(tmp_path / "s", x, dtype=to)
+    with store, store.reader(memory="64MiB") as reader:
+        assert np.isinf(reader.read([4, 7])).sum() == 2, "the store is there, as it was asked for"
+    x[4, 1] = x[7, 2] = 3
+    featstore.pack(tmp_path / "t", x, dtype=to).close()

@@ -90,7 +90,8 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     left."""
     path = tmp_path_factory.mktemp("template") / "s"
     edges = np.random.default_rng(0).integers(0, ROWS, (2, 200))
-    with featstore.pack(path, FEATURES, graph=edges, order="degree") as store:
+    train = {"train": np.arange(20)}
+    with featstore.pack(path, FEATURES, graph=edges, order="degree", arrays=train) as store:
         with featstore.Trace.record(episode(0), path.parent / "t") as trace:
             for name in ("ours", "train-0"):
                 made = featstore.compile_trace(store, trace, name, memory="64MiB")
@@ -160,6 +161,7 @@ def command(*arguments: Any) -> Callable[[Path], None]:
         ]
         result = CliRunner().invoke(cli, given, prog_name="featstore")
         assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+        assert result.exit_code != 2, f"no such command: {result.stderr}"
 
     return run
 
@@ -184,24 +186,16 @@ ACTIONS: dict[str, Callable[[Path], None]] = {
     "inspect": command("inspect", "{s}"),
     "verify": command("verify", "{s}"),
     "explain": command("explain", "{s}", "--random", "5"),
-    "pack": command("pack", "{rows}", "{s}", "--overwrite", "--memory", "64MiB"),
-    "pack new": command("pack", "{rows}", "{new}", "--memory", "64MiB"),
-    "resume": command("pack", "{rows}", "{s}", "--resume", "--memory", "64MiB"),
+    "pack": command("pack", "{s}", "--features", "{rows}", "--overwrite", "--memory", "64MiB"),
+    "pack new": command("pack", "{new}", "--features", "{rows}", "--memory", "64MiB"),
+    "resume": command("pack", "{s}", "--features", "{rows}", "--resume", "--memory", "64MiB"),
     "sample": command(
-        "sample",
-        "{s}",
-        "--out",
-        "{asked}/t",
-        "--fanouts",
-        "2",
-        "--batch-size",
-        "30",
-        "--overwrite",
-        "--memory",
-        "64MiB",
+        "sample", "{s}", "--out", "{asked}/t", "--train", "train", "--fanouts", "2", "--batch-size", "30",
+        "--overwrite", "--memory", "64MiB",
     ),
     "sample inside": command(
-        "sample", "{s}", "--out", "{s}/packs/my.trace", "--fanouts", "2", "--batch-size", "30", "--overwrite"
+        "sample", "{s}", "--out", "{s}/packs/my.trace", "--train", "train", "--fanouts", "2",
+        "--batch-size", "30", "--overwrite",
     ),
     "compile": command(
         "pack", "{s}", "--trace", "{asked}/t0", "--name", "ours", "--overwrite", "--memory", "64MiB"
@@ -215,7 +209,7 @@ ACTIONS: dict[str, Callable[[Path], None]] = {
         lambda s: featstore.train_loader(s, episode, memory="64MiB", fresh=True, name="../../outside/s")
     ),
     "online": loader(lambda s: featstore.OnlineLoader(s, episode(0), memory="64MiB", warm="c")),
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

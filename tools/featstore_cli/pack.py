@@ -20,7 +20,7 @@ from featstore_cli.options import (
     settings,
     shared_options,
 )
-from featstore_cli.output import facts, print_json, progress, rate_text, remark, seconds_text, show
+from featstore_cli.output import facts, print_json, progress, rate_text, seconds_text, show
 
 _CASTS = ("float16", "bfloat16", "float32", "float64")
 _HUB_RANKS = ("degree", "external")
@@ -384,9 +384,3 @@ def _report(store: Any, seconds: float, as_json: bool) -> None:
             ]
         )
     )
-    for name, t in data["tables"].items():
-        if t["statistics"].get("overflowed"):
-            remark(
-                f"featstore: table {name!r}: {t['statistics']['overflowed']:,} values do not fit "
-                f"{t['dtype']} and became infinite"
-            )
