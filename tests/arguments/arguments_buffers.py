@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from arguments_calls import BATCHES, POLICY_NAME, Call, bad_out
+from arguments_calls import BATCHES, POLICY_NAME, Call, bad_at, bad_out
 from arguments_wrong import (
     DEVICE,
     FUNCTION,
@@ -134,7 +134,10 @@ BUFFERS: dict[str, Call] = {
     ),
     "FeatureBuffer.gather": Call(
         lambda w: (w.features.gather, {"ticket": w.features.begin([1, 2, 3]), "out": w.out(3)}),
-        {"ticket": TICKET, "out": bad_out(3).but("another table").and_also(a_mapping={"features": 3})},
+        {
+            "ticket": TICKET, "out": bad_out(3).but("another table").and_also(a_mapping={"features": 3}),
+            "at": bad_at(3),
+        },
     ),
     "FeatureBuffer.release": Call(
         lambda w: (w.features.release, {"ticket": w.features.begin([1])}), {"ticket": TICKET}

@@ -161,7 +161,8 @@ def command(*arguments: Any) -> Callable[[Path], None]:
         ]
         result = CliRunner().invoke(cli, given, prog_name="featstore")
         assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-        assert result.exit_code != 2, f"no such command: {result.stderr}"
+        # a pack that has replaced the store has no training nodes
+        assert result.exit_code != 2 or "no array 'train'" in result.stderr, result.stderr
 
     return run
 
@@ -326,9 +327,9 @@ def test_every_command_runs_here() -> None:
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=[pytest.mark.slow] if "demo" in n else []) for n in LONGER]
 )
-def test_what_measures_or_trains_leaves_nothing(
-    template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_longer(template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """What measures or trains leaves nothing, either. (A short name: workers' sockets lie below, and their
+    paths may have 107 bytes.)"""
     import featstore.measure.calibrate
 
     real = featstore.measure.calibrate.measure
