@@ -281,8 +281,10 @@ def mutate_store(store: StoreMutant, rng: Random) -> tuple[list[str], str]:
             what.append("table " + "/".join(map(str, at)))
         elif how == 11:
             path = store.metadata[rng.integers(len(store.metadata))]
-            text = (store.path / path).read_bytes()
-            found = json.loads(text)
+            try:
+                found = json.loads((store.path / path).read_bytes())
+            except ValueError:  # it was spoiled in the turn before
+                continue
             store.write(path, spoil_text(encoded(change(found, rng, places(found))), rng))
             kinds.append("metadata")
             what.append(path)
