@@ -22,7 +22,7 @@ from featstore.compile.placement import Location, Placement
 from featstore.errors import IdError, SourceError
 from featstore.trace.trace import Trace
 
-RECORD = np.dtype([("weight", "<f4"), ("at", "<f4", (2,)), ("tag", "S3")])  # 15 bytes
+RECORD = np.dtype([("kind", "S4"), ("at", "<f4", (2,)), ("tag", "S3")])  # 15 bytes
 #: (dtype, row shape); the row sizes are 1 B to 40 kB, those that divide a page and those that do not.
 KINDS: list[tuple[Any, tuple[int, ...]]] = [
     (np.uint8, ()), (np.uint8, (7,)), (np.float16, (20,)), (np.float32, (10, 10)), (np.float32, (100,)),
