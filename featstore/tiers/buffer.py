@@ -148,11 +148,6 @@ class FeatureBuffer(Claims):
     def row_bytes(self) -> int:
         return self._rows.row_bytes
 
-    @property
-    def memory_bytes(self) -> int:
-        """Memory of rows and slot map."""
-        return self.slots * self._rows.row_bytes + len(self._map_memory)
-
     # Rows out, slots back.
 
     def gather(self, ticket: Ticket, out: Any = None, *, at: Any = None) -> Any:

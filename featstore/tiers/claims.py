@@ -64,6 +64,7 @@ class Claims:
     x: NDArray[Any]
     policy: int
     _map: layout.SlotMap
+    _map_memory: NDArray[np.uint8]
     _rows: Table
     _table: str
     _reader: RowSource
@@ -86,7 +87,7 @@ class Claims:
     @property
     def memory_bytes(self) -> int:
         """Memory of rows and slot map."""
-        raise NotImplementedError
+        return self.slots * self._rows.row_bytes + len(self._map_memory)
 
     def _kept_ids(self) -> NDArray[np.int64]:
         return joined(self.kept_pieces())

@@ -64,7 +64,8 @@ def _refuse_ids(source: RowSource, fields: tuple[str, ...]) -> None:
         sample = source.sample(rows).reshape(-1)
         # A field of another kind is no number, so it is none of those that repeat or have fractions.
         others = [np.full(len(sample), 0.5)] * (len(numbers) == 1)
-        values = np.column_stack([sample[name] for name in numbers] + others)
+        with np.errstate(invalid="ignore"):  # a signalling NaN is told when it is widened
+            values = np.column_stack([sample[name] for name in numbers] + others)
         refuse_id_values(values, numbers, source.name)
 
 
