@@ -21,12 +21,12 @@ from featstore.base.dtypes import dtype_from_name
 from featstore.base.ids import Ids, check_out, finished, is_tensor, parse_ids, parse_row_places, rows_of
 from featstore.engine.request import Request, chained
 from featstore.errors import ArgumentError, BudgetError, ClosedError, IdError, NotInMemoryError
-from featstore.plan.budget import own_bytes
+from featstore.plan.budget import TableNeed, own_bytes
 from featstore.reader.lookup import table_need
 from featstore.reader.reader import Reader
 from featstore.reader.report import Plan, ReaderStats, TablePlan
 from featstore.reader.requests import as_tables
-from featstore.storage.store import OpenStore, as_store
+from featstore.storage.store import OpenStore, Table, as_store
 from featstore.tiers import RowSource, Tier, TierSpec
 from featstore.tiers.buffer_tier import Buffer
 from featstore.tiers.static_tier import Static
@@ -62,7 +62,7 @@ class TieredReader:
             raise ArgumentError(f"tiers must be a list of tiers, not {shown(tiers)}")
         specs = list(tiers)
         for spec in specs:
-            if not callable(getattr(spec, "over", None)) or not callable(getattr(spec, "host_bytes", None)):
+            if not all(callable(getattr(spec, what, None)) for what in ("over", "host_bytes", "least_bytes")):
                 raise ArgumentError(
                     "tiers must be a list of tiers (Static, Buffer, Device of featstore.tiers), not "
                     f"{shown(spec)}"
@@ -83,14 +83,8 @@ class TieredReader:
         if options.get("by_row"):
             raise ArgumentError("by_row is of a reader without tiers over it: these know rows by node ids")
         tables = [self.store.table(name) for name in names]
-        wanted = [spec.host_bytes(tables) for spec in specs]
         needs = [table_need(table, options.get("verify", True)) for table in tables]
-        own = own_bytes(self.memory_bytes, needs)
-        rest, sharing = self.memory_bytes - own - sum(n or 0 for n in wanted), wanted.count(None)
-        if rest < sharing:
-            needed = self.memory_bytes - rest + sharing
-            raise BudgetError(needed, self.memory_bytes, "hold the reader and these tiers")
-        given = [rest // sharing if n is None else n for n in wanted]
+        own, given = self._shares(specs, tables, needs)
         static, static_bytes = None, 0
         if specs and isinstance(specs[-1], Static):  # over the disk, the reader keeps it itself
             static, static_bytes = specs[-1].rows, given.pop()
@@ -109,6 +103,24 @@ class TieredReader:
             self.tiers = (tier, *self.tiers)
             top = tier
         self._top = top
+
+    def _shares(
+        self, specs: list[TierSpec], tables: list[Table], needs: list[TableNeed]
+    ) -> tuple[int, list[int]]:
+        """The reader's memory and that of each tier. Raises BudgetError with the smallest budget that
+        works."""
+        wanted = [spec.host_bytes(tables) for spec in specs]
+        least = [spec.least_bytes(tables) for spec in specs]
+        fixed, sharing = sum(n or 0 for n in wanted), wanted.count(None)
+        share = max((n for n, said in zip(least, wanted, strict=True) if said is None), default=0)
+        own = own_bytes(self.memory_bytes, needs)
+        rest = self.memory_bytes - own - fixed
+        if rest < sharing * share:
+            needed = own + fixed + sharing * share
+            while (more := own_bytes(needed, needs) + fixed + sharing * share) > needed:
+                needed = more  # a larger budget has a larger reader, too
+            raise BudgetError(needed, self.memory_bytes, "hold the reader and these tiers")
+        return own, [rest // sharing if n is None else n for n in wanted]
 
     def _check_open(self) -> Reader:
         if self._disk is None:

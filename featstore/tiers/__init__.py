@@ -73,6 +73,9 @@ class TierSpec(Protocol):
     def host_bytes(self, tables: Sequence[Table]) -> int | None:
         """Bytes of host memory that it is to have for these; None for a share of what is left over."""
 
+    def least_bytes(self, tables: Sequence[Table]) -> int:
+        """Bytes of host memory below which it does not work."""
+
     def over(self, below: RowSource, memory_bytes: int) -> Tier:
         """The tier, in so much host memory. Raises BudgetError where that is too little."""
 

@@ -24,7 +24,7 @@ from featstore.base.threads import shut_down
 from featstore.engine.request import Request
 from featstore.errors import BudgetError, CancelledError, ClosedError
 from featstore.storage.store import OpenStore, Table
-from featstore.tiers import RowSource, Tier
+from featstore.tiers import RowSource, Tier, source_tables
 from featstore.tiers.buffer import FeatureBuffer
 from featstore.tiers.slots import layout
 from featstore.tiers.slots.rows import buffer_bytes, slots_for
@@ -59,11 +59,19 @@ class Buffer:
     def host_bytes(self, tables: Sequence[Table]) -> int | None:
         return self.memory
 
+    def least_bytes(self, tables: Sequence[Table]) -> int:
+        return _least_bytes(tables, self.policy) + _PIECE_IDS_MIN * _THREADS * _TICKET_BYTES
+
     def over(self, below: RowSource, memory_bytes: int) -> Tier:
         return BufferTier(below, memory_bytes, self.policy, **self.options)
 
     def __repr__(self) -> str:
         return f"Buffer({self.policy!r}, memory={self.memory!r}, **{self.options!r})"
+
+
+def _least_bytes(tables: Sequence[Table], policy: str) -> int:
+    """Memory of a buffer of one row of each table."""
+    return sum(buffer_bytes(1, table.row_bytes, layout.POLICIES[policy]) for table in tables)
 
 
 class _Job:
@@ -123,7 +131,8 @@ class BufferTier:
     def __init__(self, below: RowSource, memory_bytes: int, policy: str = "s3-fifo", **options: Any) -> None:
         self._below, self.policy = below, as_choice(policy, "policy", BUFFER_POLICIES)
         self._buffers: dict[str, FeatureBuffer] = {}
-        tickets = memory_bytes // _TICKETS_SHARE
+        tables = source_tables(below)
+        tickets = min(memory_bytes // _TICKETS_SHARE, memory_bytes - _least_bytes(tables, self.policy))
         ids = tickets // (_THREADS * _TICKET_BYTES)
         self._piece_ids = max(_PIECE_IDS_MIN, min(_PIECE_IDS_MAX, ids))
         self._ticket_bytes = self._piece_ids * _THREADS * _TICKET_BYTES
@@ -145,7 +154,7 @@ class BufferTier:
         """Slots by table; what a table that fits whole leaves over is for the others."""
         number = layout.POLICIES[self.policy]
         tables = {name: self._below.store.table(name) for name in self._below.tables}
-        least = sum(buffer_bytes(1, t.row_bytes, number) for t in tables.values())
+        least = _least_bytes(list(tables.values()), self.policy)
         if rest_bytes < least:
             needed = least + self._ticket_bytes
             raise BudgetError(needed, memory_bytes, "make a buffer of one row of each table")

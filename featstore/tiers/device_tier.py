@@ -62,12 +62,15 @@ class Device:
             slots[table.name] = max(1, min(-(-table.rows // len(self.devices)), fit))
         return slots
 
-    def host_bytes(self, tables: Sequence[Table]) -> int | None:
+    def host_bytes(self, tables: Sequence[Table]) -> int:
         maps = sum(
             len(self.devices) * layout.slot_map_bytes(count, layout.POLICIES[self.policy])
             for count in self._slots(tables).values()
         )
         return maps + (_DEPTH + 1) * max(map(_landing_bytes, tables), default=0)
+
+    def least_bytes(self, tables: Sequence[Table]) -> int:
+        return self.host_bytes(tables)
 
     def over(self, below: RowSource, memory_bytes: int) -> Tier:
         return DeviceTier(below, self.devices, self._slots(source_tables(below)), self.policy)

@@ -21,7 +21,8 @@ from featstore.base.ids import check_out, parse_ids
 from featstore.engine.request import Request, answered, chained
 from featstore.errors import ArgumentError, BudgetError, IdError, SourceError
 from featstore.storage.store import OpenStore, Table
-from featstore.tiers import RowSource, Tier, source_tables, table_shares
+from featstore.tiers import RowSource, Tier, source_tables
+from featstore.tiers.members import highest_degrees, members_bytes
 from featstore.tiers.static import StaticRows
 from featstore.units import parse_bytes
 
@@ -53,34 +54,43 @@ class Static:
     def host_bytes(self, tables: Sequence[Table]) -> int | None:
         return None if self.memory is None else parse_bytes(self.memory, "memory")
 
+    def least_bytes(self, tables: Sequence[Table]) -> int:
+        by_name = {table.name: table for table in tables}
+        return members_bytes(self._given(by_name), by_name)
+
     def over(self, below: RowSource, memory_bytes: int) -> Tier:
         return StaticTier(below, self._members(below, memory_bytes), memory_bytes)
 
+    def _given(self, tables: Mapping[str, Table]) -> dict[str, NDArray[np.int64]]:
+        """The rows that were said, by table; none where they go by degree."""
+        if isinstance(self.rows, str):
+            return {}
+        by_table = self.rows if isinstance(self.rows, Mapping) else None
+        if by_table is None:
+            if len(tables) != 1:
+                raise ArgumentError(f"Static: of which table? give {{{next(iter(tables))!r}: ids}}")
+            by_table = {next(iter(tables)): self.rows}
+        for name in by_table:
+            known_name(name, tables, "Static: there is no table")
+        return {name: np.unique(parse_ids(ids).values) for name, ids in by_table.items()}
+
     def _members(self, below: RowSource, memory_bytes: int) -> dict[str, NDArray[np.int64]]:
-        shares = table_shares(source_tables(below), memory_bytes)
-        if not (isinstance(self.rows, str) and self.rows == "degree"):
-            by_table = self.rows if isinstance(self.rows, Mapping) else None
-            if by_table is None:
-                if len(below.tables) != 1:
-                    raise ArgumentError(f"Static: of which table? give {{'{below.tables[0]}': ids}}")
-                by_table = {below.tables[0]: self.rows}
-            for name in by_table:
-                known_name(name, below.tables, "Static: there is no table")
-            return {name: np.unique(parse_ids(ids).values) for name, ids in by_table.items()}
-        chosen = {}
-        for name, share in shares.items():
-            table = below.store.table(name)
-            count = (share - StaticRows.index_bytes(table.rows)) // max(table.row_bytes + 8, 24)
-            ranked = table.rows_by_degree(max(0, min(table.rows, count)))
-            if ranked is not None:
-                node_of_row = table.node_of_row()
-                ids = ranked if node_of_row is None else node_of_row[ranked]
-                chosen[name] = np.sort(ids.astype(np.int64))
-        if not chosen:
+        tables = {table.name: table for table in source_tables(below)}
+        if not isinstance(self.rows, str):
+            return self._given(tables)
+        if all(table.entry.order.rows_by_degree is None for table in tables.values()):
             raise SourceError(
                 "Static('degree') needs degrees, but the store was packed without a graph: pack with one, or "
                 "give node ids"
             )
+        chosen = {}
+        for name, rows in highest_degrees(
+            {n: t for n, t in tables.items() if t.entry.order.rows_by_degree is not None}, memory_bytes
+        ).items():
+            if len(rows):
+                node_of_row = tables[name].node_of_row()
+                ids = rows if node_of_row is None else node_of_row[rows]
+                chosen[name] = np.sort(ids.astype(np.int64))
         return chosen
 
 
@@ -95,10 +105,7 @@ class StaticTier:
     def __init__(self, below: RowSource, members: Mapping[str, NDArray[np.int64]], memory_bytes: int) -> None:
         self._below, self._hits, self._counting = below, 0, threading.Lock()
         tables = {name: below.store.table(name) for name in members}
-        needed = sum(
-            len(ids) * tables[name].row_bytes + StaticRows.index_bytes(tables[name].rows)
-            for name, ids in members.items()
-        )
+        needed = members_bytes(members, tables)
         if needed > memory_bytes:
             raise BudgetError(needed, memory_bytes, "hold the static rows asked for")
         self._rows: dict[str, StaticRows] = {}

@@ -41,17 +41,31 @@ MADE = [
 ]  # fmt: skip
 #: What is public by name alone: records that functions return, and what the package calls itself.
 NOT_CALLED = {
-    "Plan": "a record, made by Reader.plan", "ReaderStats": "a record, made by Reader.stats",
-    "Request": "made by Reader.submit", "Table": "made by a store", "StoredGraph": "made by a store",
-    "MegaBatch": "made by a loader of mega-batches", "Request.open_piece": "called by the reader",
-    "Request.close_piece": "called by the reader", "OnlineLoader.finished": "called by its own walk",
-    "Compiled.open_readers": "called by its loader", "Ticket": "made by FeatureBuffer.begin",
-    "DeviceTicket": "made by DeviceBuffer.begin", "FeatureBuffer.forget": "called by tickets",
-    "FeatureBuffer.arrived": "called by tickets", "FeatureBuffer.wait_for": "called by tickets",
-    "Buffer.host_bytes": "called by the reader", "Buffer.over": "called by the reader",
-    "Static.host_bytes": "called by the reader", "Static.over": "called by the reader",
-    "Device.host_bytes": "called by the reader", "Device.over": "called by the reader",
-}  # fmt: skip
+    "Plan": "a record, made by Reader.plan",
+    "ReaderStats": "a record, made by Reader.stats",
+    "Request": "made by Reader.submit",
+    "Table": "made by a store",
+    "StoredGraph": "made by a store",
+    "MegaBatch": "made by a loader of mega-batches",
+    "Request.open_piece": "called by the reader",
+    "Request.close_piece": "called by the reader",
+    "OnlineLoader.finished": "called by its own walk",
+    "Compiled.open_readers": "called by its loader",
+    "Ticket": "made by FeatureBuffer.begin",
+    "DeviceTicket": "made by DeviceBuffer.begin",
+    "FeatureBuffer.forget": "called by tickets",
+    "FeatureBuffer.arrived": "called by tickets",
+    "FeatureBuffer.wait_for": "called by tickets",
+    "Buffer.host_bytes": "called by the reader",
+    "Buffer.least_bytes": "called by the reader",
+    "Buffer.over": "called by the reader",
+    "Static.host_bytes": "called by the reader",
+    "Static.least_bytes": "called by the reader",
+    "Static.over": "called by the reader",
+    "Device.host_bytes": "called by the reader",
+    "Device.least_bytes": "called by the reader",
+    "Device.over": "called by the reader",
+}
 
 
 def public() -> dict[str, Any]:

@@ -92,6 +92,19 @@ def test_every_row_is_the_sources(
         assert set(stats.hits) >= {tier.name for tier in reader.tiers}
 
 
+@settings(max_examples=15)
+@given(tiers=stacks())
+def test_the_budget_that_an_error_names_works(store: featstore.Store, tiers: list[Any]) -> None:
+    with pytest.raises(BudgetError) as found:
+        store.reader(tiers=tiers, memory=1)
+    needed = found.value.needed_bytes
+    with pytest.raises(BudgetError):
+        store.reader(tiers=tiers, memory=needed - 1)
+    with store.reader(tiers=tiers, memory=needed) as reader:
+        assert reader.memory()["unused"] >= 0
+        assert len(reader.read({"floats": range(ROWS)})["floats"]) == ROWS
+
+
 @pytest.mark.parametrize("policy", BUFFER_POLICIES)
 def test_a_buffer_over_arrays(store: featstore.Store, arrays: dict[str, np.ndarray], policy: str) -> None:
     check_tier(featstore.Buffer(policy), store, arrays, 2 << 20)
@@ -112,6 +125,9 @@ class Double:
     name, memory_bytes, passed = "double", 0, 0
 
     def host_bytes(self, tables: list[Table]) -> int:
+        return 0
+
+    def least_bytes(self, tables: list[Table]) -> int:
         return 0
 
     def over(self, below: RowSource, memory_bytes: int) -> Double:
