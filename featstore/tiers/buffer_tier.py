@@ -8,7 +8,6 @@ others, which wait for nothing but reads, copy out and give the slots back. So s
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,9 +22,10 @@ from featstore.base.system import submitted
 from featstore.base.threads import shut_down
 from featstore.engine.request import Request
 from featstore.errors import BudgetError, CancelledError, ClosedError
-from featstore.storage.store import OpenStore, Table
+from featstore.storage.store import Table
 from featstore.tiers import RowSource, Tier, source_tables
 from featstore.tiers.buffer import FeatureBuffer
+from featstore.tiers.over import OverSource
 from featstore.tiers.slots import layout
 from featstore.tiers.slots.rows import buffer_bytes, slots_for
 from featstore.tiers.static_tier import new_rows
@@ -119,7 +119,7 @@ class _Job:
             ticket.cancel()
 
 
-class BufferTier:
+class BufferTier(OverSource):
     """A buffer for each table over ``below``, in so much memory, which they share by the tables' sizes. It
     belongs to one process.
 
@@ -129,7 +129,8 @@ class BufferTier:
     name = "buffer"
 
     def __init__(self, below: RowSource, memory_bytes: int, policy: str = "s3-fifo", **options: Any) -> None:
-        self._below, self.policy = below, as_choice(policy, "policy", BUFFER_POLICIES)
+        super().__init__(below)
+        self.policy = as_choice(policy, "policy", BUFFER_POLICIES)
         self._buffers: dict[str, FeatureBuffer] = {}
         tables = source_tables(below)
         tickets = min(memory_bytes // _TICKETS_SHARE, memory_bytes - _least_bytes(tables, self.policy))
@@ -141,8 +142,6 @@ class BufferTier:
         self._copying = ThreadPoolExecutor(_THREADS, thread_name_prefix="featstore-copy-out")
         self._tickets = threading.BoundedSemaphore(_THREADS)
         self._under_way = threading.BoundedSemaphore(2 * _THREADS)
-        self._pid = os.getpid()
-        self._closed = False
         try:
             for name, count in slots.items():
                 self._buffers[name] = FeatureBuffer(below, name, slots=count, policy=policy, **options)
@@ -171,21 +170,13 @@ class BufferTier:
         return slots
 
     @property
-    def store(self) -> OpenStore:
-        return self._below.store
-
-    @property
-    def tables(self) -> list[str]:
-        return self._below.tables
-
-    @property
     def memory_bytes(self) -> int:
         return self._ticket_bytes + sum(buffer.memory_bytes for buffer in self._buffers.values())
 
     def submit(
         self, ids: Mapping[str, Any], *, out: Mapping[str, Any] | None, at: Mapping[str, Any] | None = None
     ) -> Request:
-        self._check_open()
+        self.check_open()
         filled = new_rows(self, ids) if out is None else dict(out)
         request, limit = Request(lambda: filled), self._under_way
         limit.acquire()
@@ -225,7 +216,7 @@ class BufferTier:
         try:
             submitted(pool, step)
         except RuntimeError:  # the pool takes nothing any more
-            job.end(ClosedError("the buffer is closed"))
+            job.end(ClosedError("the buffer tier is closed"))
         except BaseException as error:
             job.end(error)
 
@@ -234,12 +225,6 @@ class BufferTier:
         step = max(1, min(self._piece_ids, self._buffers[name].slots))
         return [slice(low, min(low + step, count)) for low in range(0, count, step)]
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise ClosedError("the buffer is closed")
-        if self._pid != os.getpid():
-            raise ClosedError("this buffer belongs to the process that made it; make one in each process")
-
     def holds(self, table: str, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
         return self._buffers[table].holds(ids)
 
@@ -247,7 +232,7 @@ class BufferTier:
         return sum(buffer.stats().hits for buffer in self._buffers.values())
 
     def close(self) -> None:
-        if self._pid != os.getpid():
+        if not self.here:
             return
         self._closed = True
         shut_down(self._taking)

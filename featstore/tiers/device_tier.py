@@ -8,7 +8,6 @@ copied.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,10 +25,11 @@ from featstore.base.ids import check_out, is_tensor
 from featstore.base.threads import Wake, Worker
 from featstore.engine.request import Request
 from featstore.errors import ArgumentError, CancelledError, ClosedError, IdError
-from featstore.storage.store import OpenStore, Table
+from featstore.storage.store import Table
 from featstore.tiers import RowSource, Tier, source_tables, table_shares
 from featstore.tiers.buffer_tier import BUFFER_POLICIES
 from featstore.tiers.device import DeviceBuffer, DeviceTicket
+from featstore.tiers.over import OverSource
 from featstore.tiers.slots import layout
 from featstore.units import parse_bytes
 
@@ -149,7 +149,7 @@ class _Job:
             yield landed.request
 
 
-class DeviceTier:
+class DeviceTier(OverSource):
     """Rows on ``devices``, so many ``slots`` of each table on each, over ``below``. Results are tensors on
     the first device; ``out``: tensors there, or arrays or tensors in host memory. It belongs to one process.
 
@@ -162,7 +162,8 @@ class DeviceTier:
     def __init__(
         self, below: RowSource, devices: Sequence[Any], slots: Mapping[str, int], policy: str = "s3-fifo"
     ) -> None:
-        self._below, self.device = below, torch.device(devices[0])
+        super().__init__(below)
+        self.device = torch.device(devices[0])
         self._levels = {
             name: DeviceBuffer(_Below(below, name), devices, slots=count, policy=policy)
             for name, count in slots.items()
@@ -177,17 +178,8 @@ class DeviceTier:
         self._todo: deque[tuple[_Job, Any]] = deque()
         self._under_way = threading.BoundedSemaphore(_WAITING)
         self._wake = Wake()
-        self._closed, self._pid = False, os.getpid()
         self._worker = Worker(self._run, "featstore-device-tier")
         self._worker.start()
-
-    @property
-    def store(self) -> OpenStore:
-        return self._below.store
-
-    @property
-    def tables(self) -> list[str]:
-        return self._below.tables
 
     @property
     def memory_bytes(self) -> int:
@@ -196,7 +188,7 @@ class DeviceTier:
     def submit(
         self, ids: Mapping[str, Any], *, out: Mapping[str, Any] | None, at: Mapping[str, Any] | None = None
     ) -> Request:
-        self._check_open()
+        self.check_open()
         filled = self._new_rows(ids) if out is None else dict(out)
         request, limit = Request(lambda: filled), self._under_way
         jobs = []
@@ -301,12 +293,6 @@ class DeviceTier:
             job, _ = self._todo.popleft()
             job.request.close_piece(job, ClosedError("the device tier is closed"))
 
-    def _check_open(self) -> None:
-        if self._closed:
-            raise ClosedError("the device tier is closed")
-        if self._pid != os.getpid():
-            raise ClosedError("this tier belongs to the process that made it; make one in each process")
-
     def holds(self, table: str, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
         return self._levels[table].holds(ids)
 
@@ -314,7 +300,7 @@ class DeviceTier:
         return sum(level.stats().hits for level in self._levels.values())
 
     def close(self) -> None:
-        if self._pid != os.getpid():
+        if not self.here:
             return
         self._closed = True
         self._wake.set()

@@ -20,9 +20,10 @@ from featstore.base.dtypes import dtype_from_name
 from featstore.base.ids import check_out, parse_ids
 from featstore.engine.request import Request, answered, chained
 from featstore.errors import ArgumentError, BudgetError, IdError, SourceError
-from featstore.storage.store import OpenStore, Table
+from featstore.storage.store import Table
 from featstore.tiers import RowSource, Tier, source_tables
 from featstore.tiers.members import highest_degrees, members_bytes
+from featstore.tiers.over import OverSource
 from featstore.tiers.static import StaticRows
 from featstore.units import parse_bytes
 
@@ -94,7 +95,7 @@ class Static:
         return chosen
 
 
-class StaticTier:
+class StaticTier(OverSource):
     """The rows of ``members`` (node ids, int64, ascending, by table) over ``below``; they are read now.
 
     Raises BudgetError where they take more than ``memory_bytes``; what reading raises.
@@ -103,7 +104,8 @@ class StaticTier:
     name = "static"
 
     def __init__(self, below: RowSource, members: Mapping[str, NDArray[np.int64]], memory_bytes: int) -> None:
-        self._below, self._hits, self._counting = below, 0, threading.Lock()
+        super().__init__(below)
+        self._hits, self._counting = 0, threading.Lock()
         tables = {name: below.store.table(name) for name in members}
         needed = members_bytes(members, tables)
         if needed > memory_bytes:
@@ -125,20 +127,13 @@ class StaticTier:
             self._rows[name] = held
 
     @property
-    def store(self) -> OpenStore:
-        return self._below.store
-
-    @property
-    def tables(self) -> list[str]:
-        return self._below.tables
-
-    @property
     def memory_bytes(self) -> int:
         return sum(held.memory_bytes for held in self._rows.values())
 
     def submit(
         self, ids: Mapping[str, Any], *, out: Mapping[str, Any] | None, at: Mapping[str, Any] | None = None
     ) -> Request:
+        self.check_open()
         filled = new_rows(self, ids) if out is None else dict(out)
         missing: dict[str, NDArray[np.int64]] = {}
         places: dict[str, NDArray[np.int32]] = {}
@@ -170,7 +165,7 @@ class StaticTier:
         return self._hits
 
     def close(self) -> None:
-        self._rows = {}
+        self._closed, self._rows = True, {}
 
 
 def new_rows(source: RowSource, ids: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
