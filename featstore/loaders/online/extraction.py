@@ -12,17 +12,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from featstore.arguments import as_choice, as_count, known_name
 from featstore.base.buffers import Outputs
-from featstore.base.ids import parse_ids
 from featstore.errors import SourceError
 from featstore.loaders.online.budget import CHOOSING_BYTES, DEPTH, Division
-from featstore.reader.options import check_reading
+from featstore.loaders.online.options import check_extraction
 from featstore.reader.reader import Reader
 from featstore.sampling.minibatch import Ids, table_of
 from featstore.tiers import saved
 from featstore.tiers.buffer import FeatureBuffer
-from featstore.tiers.slots import layout
 from featstore.tiers.slots.choose import CANDIDATES, STATIC_SPARE, PolicyChoice
 from featstore.tiers.tickets import Ticket
 
@@ -64,30 +61,10 @@ class Extraction:
         device_policy: str,
         reader: dict[str, Any],
     ) -> None:
-        known = ["auto", *(name for name in layout.POLICIES if name != "min")]
-        if isinstance(policy, str) and policy == "min":
-            raise SourceError(
-                "the policy 'min' needs the mini-batches beforehand: record and compile them "
-                "(featstore.compile_trace)"
-            )
-        as_choice(policy, "policy", known)
-        if static is not None and policy != "static":
-            raise SourceError(
-                f"static= says which rows the policy 'static' keeps, but the policy is {policy!r}"
-            )
-        check_reading(**reader)
-        as_choice(device_policy, "device_policy", [name for name in known if name not in ("auto", "static")])
-        if device_memory and not devices:
-            raise SourceError("device_memory= keeps rows on a device: say on which, with device=")
-        for option, given in (("batch_rows", batch_rows), ("static", static)):
-            for table in given if isinstance(given, Mapping) else ():
-                known_name(table, store.tables, f"{option}: the store has no table")
-        for rows in batch_rows.values() if isinstance(batch_rows, Mapping) else [batch_rows]:
-            if rows is not None:
-                as_count(rows, "batch_rows")
-        for ids in static.values() if isinstance(static, Mapping) else [static]:
-            if ids is not None:
-                parse_ids(ids)
+        check_extraction(
+            store, policy=policy, static=static, batch_rows=batch_rows, devices=devices,
+            device_memory=device_memory, device_policy=device_policy, reader=reader,
+        )  # fmt: skip
         self.store, self.memory_bytes, self.policy = store, memory_bytes, policy
         self.extracted = extracted
         self._static, self._batch_rows, self._reader_options = static, batch_rows, reader

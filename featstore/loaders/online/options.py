@@ -1,0 +1,43 @@
+"""What may be said to a loader of mini-batches as they come, asked before anything is opened."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from featstore.arguments import as_choice, as_count, known_name
+from featstore.base.ids import parse_ids
+from featstore.errors import SourceError
+from featstore.reader.options import check_reading
+from featstore.storage.store import OpenStore
+from featstore.tiers.slots import layout
+
+
+def check_extraction(
+    store: OpenStore, *, policy: str, static: Any, batch_rows: int | Mapping[str, int] | None,
+    devices: Sequence[Any], device_memory: int, device_policy: str, reader: dict[str, Any],
+) -> None:  # fmt: skip
+    """Raise ArgumentError, SourceError, IdError for options of
+    :class:`featstore.loaders.online.loader.OnlineLoader` that are wrong, or that contradict each other."""
+    known = ["auto", *(name for name in layout.POLICIES if name != "min")]
+    if isinstance(policy, str) and policy == "min":
+        raise SourceError(
+            "the policy 'min' needs the mini-batches beforehand: record and compile them "
+            "(featstore.compile_trace)"
+        )
+    as_choice(policy, "policy", known)
+    if static is not None and policy != "static":
+        raise SourceError(f"static= says which rows the policy 'static' keeps, but the policy is {policy!r}")
+    check_reading(**reader)
+    as_choice(device_policy, "device_policy", [name for name in known if name not in ("auto", "static")])
+    if device_memory and not devices:
+        raise SourceError("device_memory= keeps rows on a device: say on which, with device=")
+    for option, given in (("batch_rows", batch_rows), ("static", static)):
+        for table in given if isinstance(given, Mapping) else ():
+            known_name(table, store.tables, f"{option}: the store has no table")
+    for rows in batch_rows.values() if isinstance(batch_rows, Mapping) else [batch_rows]:
+        if rows is not None:
+            as_count(rows, "batch_rows")
+    for ids in static.values() if isinstance(static, Mapping) else [static]:
+        if ids is not None:
+            parse_ids(ids)
