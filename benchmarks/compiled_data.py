@@ -23,7 +23,7 @@ from featstore.compile.build import CompileForecast, compile_trace, packs_direct
 from featstore.compile.decide import OURS, Policy
 from featstore.compiled import Compiled
 from featstore.errors import BudgetError
-from featstore.loaders.compiled import CompiledLoader
+from featstore.loaders.compiled.loader import CompiledLoader
 from featstore.sampling.batches import SampledBatches
 from featstore.sampling.neighbors import MiniBatch, NeighborSampler
 from featstore.units import PAGE_BYTES

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from featstore.loaders.compiled import CompiledLoader
-from featstore.loaders.compiled_trace import CompiledTrace
+from featstore.loaders.compiled.loader import CompiledLoader
+from featstore.loaders.compiled.trace import CompiledTrace
 from featstore.loaders.ranks import warn_of_ranks
 
 
@@ -14,7 +14,7 @@ class Compiled(CompiledTrace):
 
     def loader(self, **options: Any) -> CompiledLoader:
         """A loader of its mini-batches; the options are those of
-        :class:`featstore.loaders.compiled.CompiledLoader`."""
+        :class:`featstore.loaders.compiled.loader.CompiledLoader`."""
         if options.get("order") is None:
             warn_of_ranks("a loader of a compiled trace")
         return CompiledLoader(self, **options)

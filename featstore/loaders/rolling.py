@@ -23,9 +23,9 @@ from featstore.base.system import submitted
 from featstore.compile.budget import parse_disk
 from featstore.compile.build import compile_trace
 from featstore.errors import ClosedError, SourceError
-from featstore.loaders.compiled import CompiledLoader
-from featstore.loaders.compiled_options import check_loader_options
-from featstore.loaders.compiled_trace import CompiledTrace
+from featstore.loaders.compiled.loader import CompiledLoader
+from featstore.loaders.compiled.options import check_loader_options
+from featstore.loaders.compiled.trace import CompiledTrace
 from featstore.loaders.ranks import warn_of_ranks
 from featstore.loaders.walk import Sampler, check_repeatable, epoch_of
 from featstore.storage.disk import Disk
@@ -61,7 +61,7 @@ class RollingLoader:
             needs one of its own.
         memory: budget of training and preparing together, bytes or a size.
         disk: limit on the rows of both episodes together, as for :func:`featstore.compile_trace`.
-        loader: options of :class:`featstore.loaders.compiled.CompiledLoader`.
+        loader: options of :class:`featstore.loaders.compiled.loader.CompiledLoader`.
         others: options of :func:`featstore.compile_trace`.
 
     What an episode's preparation raises, the iterator raises when that episode's turn comes. Raises

@@ -13,9 +13,9 @@ from featstore.base.system import is_there
 from featstore.compile.budget import parse_disk
 from featstore.compile.build import compile_trace
 from featstore.errors import SourceError
-from featstore.loaders.compiled import CompiledLoader
-from featstore.loaders.compiled_options import check_loader_options
-from featstore.loaders.compiled_trace import CompiledTrace
+from featstore.loaders.compiled.loader import CompiledLoader
+from featstore.loaders.compiled.options import check_loader_options
+from featstore.loaders.compiled.trace import CompiledTrace
 from featstore.loaders.ranks import warn_of_ranks
 from featstore.loaders.rolling import RollingLoader
 from featstore.loaders.walk import Sampler, check_repeatable, epoch_of
@@ -58,7 +58,7 @@ def train_loader(
         epochs: of the trace.
         reuse: use the compiled trace of that name if there is one. It is the caller's word that the sampler
             is the same.
-        loader: options of :class:`featstore.loaders.compiled.CompiledLoader`.
+        loader: options of :class:`featstore.loaders.compiled.loader.CompiledLoader`.
 
     Raises StoreLockedError where another loader has the name, FormatError for a name that is none, and what
     :func:`featstore.pack`, :meth:`featstore.Trace.record` and :func:`featstore.compile_trace` raise.

@@ -36,7 +36,7 @@ from torch_geometric.sampler import NodeSamplerInput
 import featstore
 from featstore.adapters.pyg import FeatstoreFeatures, FeatstoreGraph, FeatstoreSampler
 from featstore.compiled import Compiled
-from featstore.loaders.compiled import CompiledLoader
+from featstore.loaders.compiled.loader import CompiledLoader
 from featstore.loaders.mega.loader import MegaBatches
 from featstore.loaders.rolling import RollingLoader
 from featstore.measure.calibrate import calibrate, measure

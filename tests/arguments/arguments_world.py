@@ -14,7 +14,7 @@ from arguments_wrong import torch
 import featstore
 from featstore.adapters.pyg import FeatstoreFeatures, FeatstoreGraph, FeatstoreSampler
 from featstore.compiled import Compiled
-from featstore.loaders.compiled import CompiledLoader
+from featstore.loaders.compiled.loader import CompiledLoader
 from featstore.loaders.mega.batch import MegaBatch
 from featstore.loaders.mega.loader import MegaBatches
 from featstore.loaders.rolling import RollingLoader

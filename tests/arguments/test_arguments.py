@@ -30,7 +30,7 @@ CALLS = OTHERS | BUFFERS | TIERS
 MADE = [
     "featstore.storage.store:StoredGraph", "featstore.shared.client:BufferClient",
     "featstore.loaders.mega.loader:MegaBatches", "featstore.loaders.mega.batch:MegaBatch",
-    "featstore.compiled:Compiled", "featstore.loaders.compiled:CompiledLoader",
+    "featstore.compiled:Compiled", "featstore.loaders.compiled.loader:CompiledLoader",
     "featstore.loaders.rolling:RollingLoader", "featstore.sampling.neighbors:NeighborSampler",
     "featstore.sampling.stored:StoredSampler", "featstore.adapters.pyg:FeatstoreSampler",
     "featstore.adapters.pyg:FeatstoreFeatures", "featstore.adapters.pyg:FeatstoreGraph",

@@ -20,7 +20,7 @@ from compiled_support import QuickDisk, rows_of
 import featstore
 from featstore.errors import BudgetError, ClosedError, FeatstoreError, SourceError
 from featstore.loaders import rolling as module
-from featstore.loaders.compiled import CompiledLoader
+from featstore.loaders.compiled.loader import CompiledLoader
 from featstore.loaders.rolling import RollingLoader
 
 ROWS, BATCHES = 300, 4

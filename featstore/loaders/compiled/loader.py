@@ -30,15 +30,15 @@ from featstore.base.native import address_of
 from featstore.base.rows import move_rows
 from featstore.errors import ArgumentError, BudgetError, CorruptionError, SourceError
 from featstore.layout.records import TableRecord, check_record, decode_record
-from featstore.loaders.compiled_options import check_loader_options
-from featstore.loaders.compiled_report import CompiledStages, LoaderReport
+from featstore.loaders.compiled.options import check_loader_options
+from featstore.loaders.compiled.report import CompiledStages, LoaderReport
 from featstore.loaders.walk import Walk, WalkingLoader
 from featstore.trace.sample_decoder import decode
 from featstore.units import parse_bytes
 
 if TYPE_CHECKING:
     from featstore.engine.request import Request
-    from featstore.loaders.compiled_trace import CompiledTrace
+    from featstore.loaders.compiled.trace import CompiledTrace
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class _Ahead:
 
 class CompiledLoader(WalkingLoader):
     """Iterates over a compiled trace's mini-batches; made by
-    :meth:`featstore.loaders.compiled_trace.CompiledTrace.loader`. A context manager.
+    :meth:`featstore.loaders.compiled.trace.CompiledTrace.loader`. A context manager.
 
     Each iteration is a round over all of them; iterating again begins the next round. Break off in the
     middle, and the next iteration begins a new round. There is one iteration at a time: a new one ends the

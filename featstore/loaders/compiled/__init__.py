@@ -1,0 +1,1 @@
+"""Mini-batches that are known beforehand, read from what was compiled for them."""
