@@ -400,6 +400,7 @@ CALLS: dict[str, Call] = {
             "order": Rule({k: v for k, v in IDS.wrong.items() if k != "None"}, "order"),
             "device": DEVICE,
             "tensors": FLAG.optional,
+            "buffer": Rule({**NONSENSE, "a policy": "lru", "bytes": 2**20}),
             "reader": OPTION,
             **OPTIONS_OF_READING,
         },

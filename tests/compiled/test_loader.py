@@ -346,7 +346,7 @@ def test_nothing_is_left_after_closing(case: Case) -> None:
         loader = compiled.loader()
         walk = iter(loader)
         rows = weakref.ref(owner(next(walk).x["paper"]))
-        slots = [weakref.ref(s.base) for s in loader._slots]
+        slots = [weakref.ref(s.base) for s in loader._slots.blocks]
         next(walk)
         loader.close()
         loader.close()

@@ -6,10 +6,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from featstore.arguments import as_device, as_flag, check_options, need_torch, options_of
+from featstore.arguments import as_device, as_flag, check_options, need_torch, options_of, shown
 from featstore.base.ids import as_integers
 from featstore.errors import ArgumentError
 from featstore.reader.options import READING, check_reading
+from featstore.tiers.buffer_tier import Buffer
 from featstore.units import parse_bytes
 
 
@@ -25,3 +26,5 @@ def check_loader_options(loader: Callable[..., Any], options: Mapping[str, Any])
         as_device(options["device"], "device")
     if options.get("tensors") is not None and as_flag(options["tensors"], "tensors"):
         need_torch("tensors=True")
+    if not isinstance(options.get("buffer"), Buffer | None):
+        raise ArgumentError(f"buffer must be a featstore.Buffer, not {shown(options['buffer'])}")

@@ -17,8 +17,8 @@ _SOURCES = ("hit", "packed", "shared", "base", "copy", "device")
 class LoaderReport:
     """Seconds by stage (``read``: at least one read of rows under way; ``assemble``, ``graph``,
     ``hand over``: busy; ``train``: the loop is at work; waits: ``read wait``, ``room wait`` of the loader,
-    ``wait`` of the loop), bytes of rows by where they came from, reads and bytes read from disk, forecast
-    seconds of reading."""
+    ``wait`` of the loop), bytes of rows by where they came from, rows of the base store that a buffer over it
+    had, reads and bytes read from disk, forecast seconds of reading."""
 
     batches: int
     seconds: dict[str, float]
@@ -26,6 +26,7 @@ class LoaderReport:
     bytes_read: int
     reads: int
     forecast_seconds: float
+    buffer_hits: int
 
     @property
     def slowest(self) -> str:
@@ -37,8 +38,8 @@ class LoaderReport:
     def to_dict(self) -> dict[str, Any]:
         return {
             "batches": self.batches, "seconds": self.seconds, "row_bytes": self.row_bytes,
-            "bytes_read": self.bytes_read, "reads": self.reads, "forecast_seconds": self.forecast_seconds,
-            "slowest": self.slowest,
+            "bytes_read": self.bytes_read, "reads": self.reads, "buffer_hits": self.buffer_hits,
+            "forecast_seconds": self.forecast_seconds, "slowest": self.slowest,
         }  # fmt: skip
 
 
@@ -50,10 +51,10 @@ class CompiledStages(Stages):
         for source in _SOURCES:
             self.count(source, len(getattr(record, f"{source}_place")) * row_bytes)
 
-    def report(self, stats: list[ReaderStats], forecast_seconds: float) -> LoaderReport:
+    def report(self, stats: list[ReaderStats], forecast_seconds: float, buffer_hits: int = 0) -> LoaderReport:
         """``stats``: of the readers; ``forecast_seconds``: of reading one mini-batch."""
         batches, seconds, row_bytes = self.snapshot()
         return LoaderReport(
             batches, seconds, row_bytes, sum(s.bytes_read for s in stats), sum(s.reads for s in stats),
-            forecast_seconds * batches,
+            forecast_seconds * batches, buffer_hits,
         )  # fmt: skip

@@ -13,12 +13,12 @@ from featstore.base.checks import check_distinct, check_offsets
 from featstore.base.system import is_there
 from featstore.errors import FormatError, IncompleteStoreError, StaleError
 from featstore.layout.records import Limits
-from featstore.plan.budget import nominal_bytes, reader_bytes
+from featstore.plan.budget import reader_bytes
 from featstore.reader.options import READING
 from featstore.reader.reader import Reader
 from featstore.storage.manifest import MANIFEST_NAME, CompiledEntry
 from featstore.storage.packs import packs_directory
-from featstore.storage.store import OpenStore, as_store
+from featstore.storage.store import OpenStore, Table, as_store
 
 
 class CompiledTrace:
@@ -124,9 +124,9 @@ class CompiledTrace:
             + sum(self._checksum_bytes())
         )
 
-    def _base_tables(self) -> list[str]:
+    def base_tables(self) -> list[Table]:
         """The tables of the base store from which rows are read in training."""
-        return [n for n in self.entry.tables if self._base_rows(n) != 0]
+        return [self.base.tables[n] for n in self.entry.tables if self._base_rows(n) != 0]
 
     def _base_rows(self, table: str) -> int | None:
         """How many rows mini-batches read from a table of the base store; None where the manifest does not
@@ -139,20 +139,17 @@ class CompiledTrace:
     def _checksum_bytes(self) -> tuple[int, int]:
         """Page checksums of the compiled trace, and of what is read of the base store."""
         pages = sum(t.layout.pages for t in self.pack.tables.values())
-        return 4 * pages, 4 * sum(self.base.tables[n].layout.pages for n in self._base_tables())
+        return 4 * pages, 4 * sum(t.layout.pages for t in self.base_tables())
 
     def open_readers(self, options: dict[str, Any]) -> tuple[Reader, Reader | None]:
         """Readers of the compiled trace and, where some rows were left there, of the base store."""
         check_options(options, READING, "a reader of a compiled trace")
-        tables, (own, others) = self._base_tables(), self._checksum_bytes()
-        nominal = nominal_bytes(self.memory_bytes) // (2 if tables else 1)
-        pack = Reader(self.pack, memory=nominal + own, static=None, by_row=True, **options)
+        tables, (own, others) = [t.name for t in self.base_tables()], self._checksum_bytes()
+        share = reader_bytes(self.memory_bytes) // (2 if tables else 1)
+        options |= {"static": None, "static_memory": 0, "by_row": True}
+        pack = Reader(self.pack, memory=share + own, **options)
         try:
-            base = (
-                Reader(self.base, tables=tables, memory=nominal + others, static=None, by_row=True, **options)
-                if tables
-                else None
-            )
+            base = Reader(self.base, tables=tables, memory=share + others, **options) if tables else None
         except BaseException:
             pack.close()
             raise

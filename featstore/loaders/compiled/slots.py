@@ -1,0 +1,85 @@
+"""Rows that stay in memory between mini-batches: the slots that the compiled trace's schedule gives away."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from featstore.base.buffers import empty_rows
+from featstore.base.native import address_of
+from featstore.base.rows import move_rows
+from featstore.layout.records import TableRecord
+from featstore.loaders.compiled.sources import CompiledSources, TablePart
+
+
+class ResidentSlots:
+    """The slots of each table, and where each of the schedule's slots lies among them: a round ends with the
+    first rows in other slots, which a map turns round instead of copying."""
+
+    def __init__(self, sources: CompiledSources) -> None:
+        self._sources = sources
+        compiled = sources.compiled
+        self.blocks = [
+            empty_rows(limit.slots, row_bytes)
+            for limit, row_bytes in zip(sources.limits, sources.row_bytes, strict=True)
+        ]
+        self._after_round = [compiled.turn(name) for name, _ in sources.tables]
+        self._slot_of: list[NDArray[Any]] = []  # by table and slot of the schedule
+
+    def _rows(self, number: int) -> NDArray[Any]:
+        return self._sources.shaped(number, self.blocks[number])
+
+    def load(self) -> None:
+        """Bring what is in memory before the first mini-batch, slot by slot."""
+        self._slot_of = [np.arange(limit.slots, dtype=np.int32) for limit in self._sources.limits]
+        for number, (_, table) in enumerate(self._sources.tables):
+            count = self._sources.limits[number].slots
+            if count:
+                out = self._rows(number)
+                self._sources.pack.read_runs({table.resident: [(0, count)]}, out={table.resident: out})
+
+    def begin_round(self) -> None:
+        """After the last mini-batch: find the first rows where they are now, and bring back those that are
+        gone."""
+        for number, (_, table) in enumerate(self._sources.tables):
+            after, held = self._after_round[number], self._slot_of[number]
+            lost = np.flatnonzero(after < 0)
+            taken = np.zeros(len(after), bool)
+            taken[after[after >= 0]] = True
+            begun = after.copy()
+            begun[lost] = np.flatnonzero(~taken)[: len(lost)]
+            self._slot_of[number] = held[begun]
+            if len(lost):
+                self._sources.pack.submit(
+                    {table.resident: lost},
+                    out={table.resident: self._rows(number)},
+                    at={table.resident: self._slot_of[number][lost]},
+                ).result()
+
+    def exchange(self, number: int, record: TableRecord, out: NDArray[np.uint8]) -> None:
+        """Copy what a mini-batch finds here into ``out``, the bytes of its rows, and keep what stays."""
+        rows, block = address_of(out), address_of(self.blocks[number])
+        held, row_bytes = self._slot_of[number], self._sources.row_bytes[number]
+        move_rows(block, held[record.hit_slot], rows, record.hit_place, row_bytes)
+        move_rows(rows, record.admit_place, block, held[record.admit_slot], row_bytes)
+
+    def restore(self, end: int) -> None:
+        """Put here what mini-batches 0 to ``end`` would have left: of each slot its last admission."""
+        last = [np.full(limit.slots, -1, np.int64) for limit in self._sources.limits]
+        for index in range(end):
+            for number, record in enumerate(self._record(index)):
+                last[number][record.admit_slot] = index
+        for index in np.unique(np.concatenate([a[a >= 0] for a in last])) if last else ():
+            parts = []
+            for number, record in enumerate(self._record(int(index))):
+                wanted = last[number][record.admit_slot] == index
+                moved = np.full(record.host_count, -1, np.int32)
+                moved[record.admit_place[wanted]] = record.admit_slot[wanted]
+                parts.append(TablePart(number, record, self._rows(number), moved))
+            for request in self._sources.submit(parts):
+                request.result()
+
+    def _record(self, index: int) -> list[TableRecord]:
+        return self._sources.record(self._sources.submit_record(index))[0]
