@@ -84,7 +84,7 @@ def main() -> None:
             peak = status_bytes("VmHWM") - bare
             for batch in loader:
                 check_rows(batch.n_id, batch.x, len(batch.n_id))
-            buffer = loader._extraction.buffers["features"]
+            buffer = loader.extraction.buffers["features"]
             extent_bytes_max = buffer._reader.budget.extent_bytes_max
             slots, memory = buffer.slots, loader.memory()
         twins = [

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import featstore
+from featstore.loaders.prefetch import epoch_of, pass_epoch
 from featstore.loaders.rolling import RollingLoader
-from featstore.loaders.walk import epoch_of, pass_epoch
 from featstore.sampling.batches import sample_batches
 from featstore.sampling.neighbors import NeighborSampler
 

@@ -56,8 +56,8 @@ def test_recipes_are_plain_commands_that_are_told() -> None:
 COST = "featstore/plan/cost.py"
 TALL = "\n".join(["x = 1"] * 500)
 PLANTED = [
-    ("climbs", COST, "from featstore.loaders.walk import Stages"),
-    ("climbs", COST, "def later():\n    from featstore.loaders import walk"),
+    ("climbs", COST, "from featstore.loaders.prefetch import Stages"),
+    ("climbs", COST, "def later():\n    from featstore.loaders import prefetch"),
     (
         "climbs",
         COST,
@@ -68,8 +68,8 @@ PLANTED = [
     ("functions", COST, "def long():\n" + "    x = 1\n" * 61),
     ("functions", "tools/featstore_cli/tune.py", "def long():\n" + "    x = 1\n" * 61),
     ("batches", COST, "class TenthBatch:\n    pass"),
-    ("loaders", "featstore/loaders/walk.py", "class TenthLoader:\n    pass"),
-    ("reports", "featstore/loaders/walk.py", "class TenthReport:\n    pass"),
+    ("loaders", "featstore/loaders/prefetch.py", "class TenthLoader:\n    pass"),
+    ("reports", "featstore/loaders/prefetch.py", "class TenthReport:\n    pass"),
     (
         "states",
         COST,

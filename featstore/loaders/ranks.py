@@ -5,7 +5,7 @@ A loader goes through all that it is given, in whatever process. Started by ``to
 train on all seeds, which looks like training and is the same epoch so many times over. Until loaders divide
 their epochs themselves, a :class:`featstore.errors.FeatstoreWarning` says so, once a process. It is left out
 where what a loader is given divides itself for all to see: a part of it (see
-:func:`featstore.loaders.walk.parts_of`) has ``num_replicas`` or ``num_processes`` above 1, as torch's
+:func:`featstore.loaders.prefetch.parts_of`) has ``num_replicas`` or ``num_processes`` above 1, as torch's
 ``DistributedSampler`` and Accelerate's samplers have. What cannot be seen is warned of: seeds that were
 divided by hand, an ``IterableDataset`` that divides itself, a function of the epoch, a trace.
 """
@@ -17,7 +17,7 @@ import sys
 from typing import Any
 
 from featstore.base.warning import warn
-from featstore.loaders.walk import parts_of
+from featstore.loaders.prefetch import parts_of
 
 __all__ = ["divides_itself", "warn_of_ranks", "world_size"]
 

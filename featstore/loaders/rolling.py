@@ -26,8 +26,8 @@ from featstore.errors import ClosedError, SourceError
 from featstore.loaders.compiled.loader import CompiledLoader
 from featstore.loaders.compiled.options import check_loader_options
 from featstore.loaders.compiled.trace import CompiledTrace
+from featstore.loaders.prefetch import Sampler, check_repeatable, epoch_of
 from featstore.loaders.ranks import warn_of_ranks
-from featstore.loaders.walk import Sampler, check_repeatable, epoch_of
 from featstore.storage.disk import Disk
 from featstore.storage.packs import (
     EPISODES,

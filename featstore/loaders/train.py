@@ -16,9 +16,9 @@ from featstore.errors import SourceError
 from featstore.loaders.compiled.loader import CompiledLoader
 from featstore.loaders.compiled.options import check_loader_options
 from featstore.loaders.compiled.trace import CompiledTrace
+from featstore.loaders.prefetch import Sampler, check_repeatable, epoch_of
 from featstore.loaders.ranks import warn_of_ranks
 from featstore.loaders.rolling import RollingLoader
-from featstore.loaders.walk import Sampler, check_repeatable, epoch_of
 from featstore.packing.packing import pack
 from featstore.storage.disk import Disk
 from featstore.storage.manifest import MANIFEST_NAME

@@ -148,7 +148,7 @@ class _Bench:
             self.engine, self.engine_because = reader.engine.name, reader.engine.because
             self.access, self.access_because = reader.access, reader.access_because
             self.calibrated = reader.model.calibrated
-            self.queue_depth = reader._queue_depth
+            self.queue_depth = reader.queue_depth
             self._budget = reader.budget
         self._limits: dict[int, float] = {}
 

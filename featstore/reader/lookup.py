@@ -53,7 +53,7 @@ class TableState:
         self.table = table
         row_map = None if by_row else table.row_of_node()
         self.row_map: NDArray[Any] = NONE if row_map is None else row_map
-        store = table._store
+        store = table.store
         checksums = store.load(table.entry.page_checksums) if verify else None
         paths = [store.path / table.entry.chunk_path(chunk) for chunk in range(table.layout.chunks)]
         self.files = TableFiles(paths, table.layout, checksums, access)

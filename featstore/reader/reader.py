@@ -140,7 +140,7 @@ class Reader:
                 self._states[name] = TableState(store.table(name), verify, access, by_row)
             self.access, self.access_because = self._access(access)
             self.model = model or load_model(device_key(store.path, self.engine.name, self.access))
-            self._queue_depth = queue_depth
+            self.queue_depth = queue_depth
             self._start_process()
             self._fill_static(static)
             self._load_kernels()
@@ -160,7 +160,7 @@ class Reader:
         """Open what belongs to this process: the engine, threads, locks."""
         self._counts = Counts()
         self._engine = make(
-            self.engine.name, self._queue_depth, self.budget.staging_bytes, self.budget.extent_bytes_max
+            self.engine.name, self.queue_depth, self.budget.staging_bytes, self.budget.extent_bytes_max
         )
         self._feeder = Feeder(self._engine, self._counts, self.store.path)
         self._helpers = ThreadPoolExecutor(

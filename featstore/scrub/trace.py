@@ -49,7 +49,7 @@ def verify_trace(
         return _report(where, "", 0, 0, size, access, [bad])
     with trace:
         if access == "direct":
-            os.posix_fadvise(trace._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.posix_fadvise(trace.descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         problems = _frames(trace, progress)
         ids = sum(int(counts.sum()) for counts in trace.counts.values())
         return _report(where, trace.uuid, len(trace), ids, trace.bytes, access, problems)
@@ -73,7 +73,7 @@ def _frames(trace: Trace, progress: Callable[[Progress], None] | None) -> list[T
     problems: list[TraceProblem] = []
     id_max = dict.fromkeys(trace.node_types, -1)
     for number in range(len(trace)):
-        offset = int(trace._index.offsets[number])
+        offset = int(trace.index.offsets[number])
         try:
             _frame(trace, number, offset, id_max)
         except CorruptionError as error:
@@ -83,7 +83,7 @@ def _frames(trace: Trace, progress: Callable[[Progress], None] | None) -> list[T
                 raise
             problems.append(_problem(number, error.offset, "readable bytes", "an error of the device"))
         if progress is not None:
-            progress(Progress(TRACE_NAME, int(trace._index.offsets[number + 1]), trace.bytes))
+            progress(Progress(TRACE_NAME, int(trace.index.offsets[number + 1]), trace.bytes))
     if not problems and id_max != trace.id_max:
         problems.append(_problem(None, None, f"the largest ids {trace.id_max}", id_max))
     return problems
@@ -91,9 +91,9 @@ def _frames(trace: Trace, progress: Callable[[Progress], None] | None) -> list[T
 
 def _frame(trace: Trace, number: int, offset: int, id_max: dict[str, int]) -> None:
     """Raise CorruptionError unless a frame is as the index says. Raises the largest ids seen."""
-    index, path = trace._index, trace._file
+    index, path = trace.index, trace.file
     end = int(index.offsets[number + 1])
-    front, block, sample = read_frame(trace._descriptor, path, offset, end, number, list(trace.node_types))
+    front, block, sample = read_frame(trace.descriptor, path, offset, end, number, list(trace.node_types))
     found = (front.crc, front.sample_crc, len(block), len(sample), *(len(one) for one in front.ids.values()))
     said = (
         int(index.front_crcs[number]), int(index.sample_crcs[number]), int(index.front_bytes[number]),

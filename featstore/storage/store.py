@@ -50,7 +50,7 @@ class Table:
     gets NotInMemoryError."""
 
     def __init__(self, store: OpenStore, name: str, entry: TableEntry) -> None:
-        self._store = store
+        self.store = store
         self.name = name
         self.entry = entry
         self.rows = entry.rows
@@ -96,7 +96,7 @@ class Table:
         """int64 [partitions + 1]: partition p is rows offsets[p] to offsets[p + 1]."""
         from featstore.base.checks import check_offsets
 
-        offsets: NDArray[np.int64] = self._store.load(self.entry.order.partition_offsets)
+        offsets: NDArray[np.int64] = self.store.load(self.entry.order.partition_offsets)
         check_offsets(offsets, 0, self.rows, f"the partition offsets of {self._where()}")
         return offsets
 
@@ -118,7 +118,7 @@ class Table:
         order = self.entry.order
         if order.row_of_node is None or order.node_of_row is None:
             return None
-        row_of_node, node_of_row = self._store.load(order.row_of_node), self._store.load(order.node_of_row)
+        row_of_node, node_of_row = self.store.load(order.row_of_node), self.store.load(order.node_of_row)
         check_inverse(row_of_node, node_of_row, f"row_of_node and node_of_row of {self._where()}")
         return row_of_node, node_of_row
 
@@ -133,12 +133,12 @@ class Table:
 
         if entry is None:
             return None
-        values = self._store.load(entry, first)
+        values = self.store.load(entry, first)
         check_distinct(values, self.rows, f"{what} of {self._where()}")
         return values
 
     def _where(self) -> str:
-        return f"table {self.name!r} of {self._store.path}"
+        return f"table {self.name!r} of {self.store.path}"
 
     def __repr__(self) -> str:
         return (

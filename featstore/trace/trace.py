@@ -86,14 +86,14 @@ class Trace:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._descriptor = -1
+        self.descriptor = -1
         self.path = Path(os.path.abspath(args.as_path(path, "path")))
-        self._file = self.path / TRACE_NAME
-        if not is_there(self._file):
+        self.file = self.path / TRACE_NAME
+        if not is_there(self.file):
             raise IncompleteStoreError(_what_is_there(self.path))
-        with asking(self._file, "look at"):
-            size = self._file.stat().st_size
-        self._descriptor = open_regular(self._file, size)
+        with asking(self.file, "look at"):
+            size = self.file.stat().st_size
+        self.descriptor = open_regular(self.file, size)
         try:
             self._open()
         except BaseException:
@@ -101,28 +101,28 @@ class Trace:
             raise
 
     def _open(self) -> None:
-        with asking(self._file, "look at"):
-            self.bytes = os.fstat(self._descriptor).st_size
-        head, block = read_head(self._descriptor, self._file, self.bytes)
+        with asking(self.file, "look at"):
+            self.bytes = os.fstat(self.descriptor).st_size
+        head, block = read_head(self.descriptor, self.file, self.bytes)
         if self.bytes < len(block) + TAIL_BYTES:
-            raise CorruptionError(self._file, None, "a head, an index and a tail", f"{self.bytes:,} bytes")
+            raise CorruptionError(self.file, None, "a head, an index and a tail", f"{self.bytes:,} bytes")
         tail = decode_tail(
-            read_piece(self._descriptor, self._file, self.bytes - TAIL_BYTES, TAIL_BYTES),
-            self._file,
+            read_piece(self.descriptor, self.file, self.bytes - TAIL_BYTES, TAIL_BYTES),
+            self.file,
             self.bytes,
         )
-        piece = read_piece(self._descriptor, self._file, tail.index_offset, tail.index_bytes)
-        index = decode_index(piece, tail.frames, len(head.node_types), self._file, tail.index_offset)
+        piece = read_piece(self.descriptor, self.file, tail.index_offset, tail.index_bytes)
+        index = decode_index(piece, tail.frames, len(head.node_types), self.file, tail.index_offset)
         if (
             index.offsets[0] != len(block) or int(index.counts.sum()) != tail.ids
             or digest_of(block, index.front_crcs) != tail.digest
         ):  # fmt: skip
             raise FormatError(
-                f"{self._file} cannot be trusted: head, index and tail contradict each other; record "
+                f"{self.file} cannot be trusted: head, index and tail contradict each other; record "
                 "the trace again"
             )
         self._head: Head = head
-        self._index = index
+        self.index = index
         self.uuid = tail.uuid
         self.fingerprint: dict[str, Scalar] = head.fingerprint
         self.node_types = tuple(head.node_types)
@@ -206,7 +206,7 @@ class Trace:
 
     def __len__(self) -> int:
         """Number of mini-batches."""
-        return len(self._index)
+        return len(self.index)
 
     def ids(self, index: int) -> dict[str, NDArray[Any]]:
         """Node ids of a mini-batch by node type, int32 or int64, in memory of their own. Reads nothing else
@@ -215,26 +215,26 @@ class Trace:
         Raises IndexError, CorruptionError, DeviceError, ClosedError.
         """
         number = self._number(index)
-        block = self._read(int(self._index.offsets[number]), int(self._index.front_bytes[number]))
+        block = self._read(int(self.index.offsets[number]), int(self.index.front_bytes[number]))
         return dict(self._front(block, number).ids)
 
     def expect(self, index: int) -> None:
         """Advise the system that the ids of a mini-batch will be read soon. Raises IndexError,
         ClosedError."""
         number = self._number(index)
-        if self._descriptor < 0:
+        if self.descriptor < 0:
             raise _closed()
-        offset, length = int(self._index.offsets[number]), int(self._index.front_bytes[number])
-        with asking(self._file, "read ahead", offset):
-            os.posix_fadvise(self._descriptor, offset, length, os.POSIX_FADV_WILLNEED)
+        offset, length = int(self.index.offsets[number]), int(self.index.front_bytes[number])
+        with asking(self.file, "read ahead", offset):
+            os.posix_fadvise(self.descriptor, offset, length, os.POSIX_FADV_WILLNEED)
 
     def sample_bytes(self, index: int) -> NDArray[np.uint8]:
         """The encoded sample of a mini-batch, uint8 [n], as :func:`featstore.trace.sample_encoder.encode`
         made it; empty where there is none. Raises as :meth:`ids`."""
         number = self._number(index)
-        offset = int(self._index.offsets[number] + self._index.front_bytes[number])
+        offset = int(self.index.offsets[number] + self.index.front_bytes[number])
         sample = self._read(offset, self.sample_sizes[number])
-        check_sample(sample, int(self._index.sample_crcs[number]), self._file, offset)
+        check_sample(sample, int(self.index.sample_crcs[number]), self.file, offset)
         return sample
 
     def sample(self, index: int) -> object:
@@ -245,10 +245,10 @@ class Trace:
     def batch(self, index: int) -> TraceBatch:
         """A whole mini-batch, in one read. Raises as :meth:`sample`."""
         number = self._number(index)
-        offset, front_bytes = int(self._index.offsets[number]), int(self._index.front_bytes[number])
+        offset, front_bytes = int(self.index.offsets[number]), int(self.index.front_bytes[number])
         frame = self._read(offset, front_bytes + self.sample_sizes[number])
         front, sample = self._front(frame[:front_bytes], number), frame[front_bytes:]
-        check_sample(sample, int(self._index.sample_crcs[number]), self._file, offset + front_bytes)
+        check_sample(sample, int(self.index.sample_crcs[number]), self.file, offset + front_bytes)
         return TraceBatch(number, dict(front.ids), _decoded(sample))
 
     def __iter__(self) -> Iterator[TraceBatch]:
@@ -261,33 +261,33 @@ class Trace:
         return number
 
     def _read(self, offset: int, length: int) -> NDArray[np.uint8]:
-        if self._descriptor < 0:
+        if self.descriptor < 0:
             raise _closed()
-        return read_piece(self._descriptor, self._file, offset, length)
+        return read_piece(self.descriptor, self.file, offset, length)
 
     def _front(self, block: NDArray[np.uint8], number: int) -> Front:
         """A front that has been read, checked against itself and the index."""
-        offset = int(self._index.offsets[number])
-        front = decode_front(block, number, self._head.node_types, self._file, offset)
-        expected = int(self._index.front_crcs[number])
+        offset = int(self.index.offsets[number])
+        front = decode_front(block, number, self._head.node_types, self.file, offset)
+        expected = int(self.index.front_crcs[number])
         if front.crc != expected:
-            raise CorruptionError(self._file, offset, f"checksum {expected:08x}", f"{front.crc:08x}")
-        for (name, ids), said in zip(front.ids.items(), self._index.counts[:, number].tolist(), strict=True):
+            raise CorruptionError(self.file, offset, f"checksum {expected:08x}", f"{front.crc:08x}")
+        for (name, ids), said in zip(front.ids.items(), self.index.counts[:, number].tolist(), strict=True):
             largest = self.id_max[name]
             if len(ids) != said:
                 raise CorruptionError(
-                    self._file, offset, f"{said:,} ids of type {name!r}, as the index says", f"{len(ids):,}"
+                    self.file, offset, f"{said:,} ids of type {name!r}, as the index says", f"{len(ids):,}"
                 )
             if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) <= largest:
                 expected_ids = f"node ids of type {name!r} from 0 to {largest:,}, as the index says"
                 raise CorruptionError(
-                    self._file, offset, expected_ids, f"{int(ids.min()):,} to {int(ids.max()):,}"
+                    self.file, offset, expected_ids, f"{int(ids.min()):,} to {int(ids.max()):,}"
                 )
         return front
 
     def close(self) -> None:
         """Close the file. May be called more than once."""
-        descriptor, self._descriptor = self._descriptor, -1
+        descriptor, self.descriptor = self.descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
 
@@ -298,7 +298,7 @@ class Trace:
         self.close()
 
     def __del__(self) -> None:
-        if getattr(self, "_descriptor", -1) >= 0:
+        if getattr(self, "descriptor", -1) >= 0:
             self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -224,7 +224,7 @@ class _Tuner:
     def _look_at(self, loader: OnlineLoader) -> None:
         """What a loader has made of the budget."""
         self._memory, self._policy = loader.memory(), loader.policy
-        extraction = loader._extraction
+        extraction = loader.extraction
         self._slots = {table: buffer.slots for table, buffer in extraction.buffers.items()}
         of = extraction.table_of
         self._trace: list[pf.Rows] = [

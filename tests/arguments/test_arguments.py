@@ -49,7 +49,7 @@ NOT_CALLED = {
     "MegaBatch": "made by a loader of mega-batches",
     "Request.open_piece": "called by the reader",
     "Request.close_piece": "called by the reader",
-    "OnlineLoader.finished": "called by its own walk",
+    "OnlineLoader.finished": "called by its own thread",
     "Compiled.open_readers": "called by its loader",
     "Ticket": "made by FeatureBuffer.begin",
     "DeviceTicket": "made by DeviceBuffer.begin",

@@ -2,8 +2,8 @@
 handing work over costs several times what the work does.
 
 Engines read with the kernel of the threads engine, where a lane is started; executors run what they are
-given. Where one thread goes ahead of another (walks) there are threads as ever, and so where :data:`threads`
-is set.
+given. Where one thread goes ahead of another (prefetching) there are threads as ever, and so where
+:data:`threads` is set.
 """
 
 from __future__ import annotations

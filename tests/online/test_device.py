@@ -164,7 +164,7 @@ def test_a_saved_cache_fills_other_devices_too(store: Any, x: np.ndarray, policy
         for epoch in range(2):
             check_epoch(loader, x, epoch)
         loader.save_cache(policy)
-        there = {int(i) for buffer in (loader._extraction.buffers, loader._extraction.on_devices)
+        there = {int(i) for buffer in (loader.extraction.buffers, loader.extraction.on_devices)
                  for i in buffer["features"].cached_ids()}  # fmt: skip
     for devices, slots in ((1, 200), (2, 150), (3, 130)):
         memory = slots * ROW_BYTES

@@ -473,7 +473,7 @@ def test_a_flipped_bit_anywhere_is_found(tmp_path: Path) -> None:
 def test_a_bad_mini_batch_is_named_and_the_others_are_served(trace: Trace) -> None:
     log = trace.path / "trace.log"
     raw = bytearray(log.read_bytes())
-    offset = int(trace._index.offsets[7] + trace._index.front_bytes[7])  # the first byte of a sample
+    offset = int(trace.index.offsets[7] + trace.index.front_bytes[7])  # the first byte of a sample
     raw[offset] ^= 0x10
     with open(log, "r+b") as file:
         file.write(raw)
@@ -505,7 +505,7 @@ def test_frames_in_another_order_are_found(tmp_path: Path) -> None:
     record([(np.array([k]), k) for k in range(3)], tmp_path / "t").close()
     log = tmp_path / "t" / "trace.log"
     with Trace(tmp_path / "t") as trace:
-        a, b, c = (int(x) for x in trace._index.offsets[:3])
+        a, b, c = (int(x) for x in trace.index.offsets[:3])
         raw = log.read_bytes()
         log.write_bytes(raw[:a] + raw[b:c] + raw[a:b] + raw[c:])
         report = featstore.verify(trace.path)

@@ -30,7 +30,7 @@ from featstore.loaders.compiled.options import check_loader_options
 from featstore.loaders.compiled.report import CompiledStages, LoaderReport
 from featstore.loaders.compiled.slots import ResidentSlots
 from featstore.loaders.compiled.sources import CompiledSources
-from featstore.loaders.walk import Walk, WalkingLoader
+from featstore.loaders.prefetch import Prefetch, PrefetchingLoader
 from featstore.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 _HOLD = "hold this compiled trace's slots, two mini-batches and its readers"
 
 
-class CompiledLoader(WalkingLoader):
+class CompiledLoader(PrefetchingLoader):
     """Iterates over a compiled trace's mini-batches; made by
     :meth:`featstore.loaders.compiled.trace.CompiledTrace.loader`. A context manager.
 
@@ -144,19 +144,19 @@ class CompiledLoader(WalkingLoader):
 
     # Iterating.
 
-    def _walked(self, walk: Walk) -> None:
+    def _prefetched(self, prefetch: Prefetch) -> None:
         with self._lock:
-            if self._walk is walk:
+            if self._prefetch is prefetch:
                 self._pending = "begin"
 
-    def _begin_walk(self) -> Walk:
+    def _begin_prefetch(self) -> Prefetch:
         with self._alone("another iteration of this loader has begun"):
             self._prepare()
             order = np.arange(len(self)) if self._order is None else self._order
             self._pending = "restart"
             assert self._assembly is not None
-            walk = self._walk = _Walk(self, self._assembly, order[self._next :])
-            return walk
+            prefetch = self._prefetch = _Prefetch(self, self._assembly, order[self._next :])
+            return prefetch
 
     def _prepare(self) -> None:
         """Have in memory what a round begins with, or the rest of one that is gone on with."""
@@ -210,9 +210,9 @@ class CompiledLoader(WalkingLoader):
         self._closed = True
         if os.getpid() == self._pid:  # in a forked child there is nothing under way
             with self._lock:
-                if self._walk is not None:
-                    self._walk.close()
-                    self._walk = None  # which knows the memory of mini-batches
+                if self._prefetch is not None:
+                    self._prefetch.close()
+                    self._prefetch = None  # which knows the memory of mini-batches
                 if self._report is None:
                     self._report = self._measured()
             if self._buffer is not None:
@@ -229,7 +229,7 @@ class CompiledLoader(WalkingLoader):
         )
 
 
-class _Walk(Walk):
+class _Prefetch(Prefetch):
     """One round."""
 
     def __init__(self, loader: CompiledLoader, assembly: Assembly, order: NDArray[np.int64]) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from featstore.layout.records import TableRecord
-from featstore.loaders.walk import Stages
+from featstore.loaders.prefetch import Stages
 from featstore.reader.report import ReaderStats
 
 _SOURCES = ("hit", "packed", "shared", "base", "copy", "device")

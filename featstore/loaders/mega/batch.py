@@ -106,6 +106,15 @@ class MegaBatch:
     _on_batch: Callable[[int, int, int], None] = field(default=lambda _pass, _batch, _size: None, repr=False)
     _alive: bool = field(default=True, repr=False)
 
+    def begin_at(self, start: tuple[int, int, int], on_batch: Callable[[int, int, int], None]) -> None:
+        """Where to begin, (pass, mini-batch, size of those before), and who is told the next such place with
+        each mini-batch."""
+        self._start, self._on_batch = start, on_batch
+
+    def retire(self) -> None:
+        """Its memory is another's now."""
+        self._alive = False
+
     @property
     def places(self) -> NDArray[np.int64]:
         """int64, the local ids that hold a row, ascending; of a hub whose partition is here too, the hub's

@@ -219,21 +219,21 @@ class MegaBatches:
     def _retire(self) -> None:
         """The mega-batch handed out last is no more: its buffers are needed, or training stands elsewhere."""
         if self._handed is not None:
-            self._handed._alive = False
+            self._handed.retire()
 
     def _begin(self, mega: MegaBatch) -> None:
         """Tell a mega-batch how often it is to be gone through, from where, and whom to tell."""
         step, *start = self._position
         resumed = self._passes_now if step == mega.step else None
         mega.passes = self._choose_passes() if resumed is None else resumed
-        mega._start = (start[0], start[1], start[2])
         self._passes_now = mega.passes
 
         def on_batch(next_pass: int, next_batch: int, batch_size: int) -> None:
             self._position = (mega.step, next_pass, next_batch, batch_size)
 
-        mega._on_batch = on_batch
-        self._position = (mega.step, *mega._start)
+        first = (start[0], start[1], start[2])
+        mega.begin_at(first, on_batch)
+        self._position = (mega.step, *first)
         self._handed = mega
 
     def _choose_passes(self) -> int:

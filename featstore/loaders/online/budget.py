@@ -37,7 +37,7 @@ class Shares(NamedTuple):
     memory: dict[str, int]
 
 
-class Division:
+class BudgetSplit:
     """Divides a budget; see the module's text.
 
     Args:

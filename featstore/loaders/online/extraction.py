@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from featstore.base.buffers import Outputs
 from featstore.errors import SourceError
-from featstore.loaders.online.budget import CHOOSING_BYTES, DEPTH, Division
+from featstore.loaders.online.budget import CHOOSING_BYTES, DEPTH, BudgetSplit
 from featstore.loaders.online.options import check_extraction
 from featstore.reader.reader import Reader
 from featstore.sampling.minibatch import Ids, table_of
@@ -69,7 +69,7 @@ class Extraction:
         self.extracted = extracted
         self._static, self._batch_rows, self._reader_options = static, batch_rows, reader
         self._devices, self._device_policy = devices, device_policy
-        self._division = Division(
+        self._split = BudgetSplit(
             store, memory_bytes, policy=policy, extracted=extracted, reader_nominal=reader_memory,
             verify=reader.get("verify", True), devices=len(devices), device_memory=device_memory,
             device_policy=device_policy,
@@ -98,13 +98,13 @@ class Extraction:
         said = self._batch_rows if isinstance(self._batch_rows, Mapping) else {}
         tables = {name: self.store.table(name) for name in dict.fromkeys([*asked, *said])}
         rows = self._rows = {name: self._rows_expected(name, asked.get(name, 0)) for name in tables}
-        self._piece_bytes = self._division.bytes_of(rows)
-        slots, self._device_slots, self._memory = self._division.of(tables, rows)
+        self._piece_bytes = self._split.bytes_of(rows)
+        slots, self._device_slots, self._memory = self._split.of(tables, rows)
         self._outputs = Outputs(self._piece_bytes, DEPTH)
         self._reader = Reader(
             self.store,
             tables=list(tables),
-            memory=self._division.reader_memory(tables),
+            memory=self._split.reader_memory(tables),
             static=None,
             **self._reader_options,
         )
@@ -149,7 +149,7 @@ class Extraction:
         others = CANDIDATES if self.policy == "auto" else ()
         buffer = FeatureBuffer(self._reader, table, slots=slots, policy=first, policies=others, static=static)
         if "choosing a policy" in self._memory and slots < rows:
-            limit = CHOOSING_BYTES + self._division.uses_bytes(self.store.tables[table], self.memory_bytes)
+            limit = CHOOSING_BYTES + self._split.uses_bytes(self.store.tables[table], self.memory_bytes)
             self._choices[table] = PolicyChoice(slots, rows, policy=first, memory_bytes=limit)
         buffer.on_change = lambda: self.on_change()
         return buffer
@@ -217,7 +217,7 @@ class Extraction:
         ):
             return
         rows = self._rows | {table: len(ids)}
-        self._division.of({name: self.store.tables[name] for name in rows}, rows)
+        self._split.of({name: self.store.tables[name] for name in rows}, rows)
         given = rows if len(rows) > 1 else rows[table]
         raise SourceError(
             f"a mini-batch has {len(distinct):,} rows of table {table!r}, where slots were made for "
@@ -270,7 +270,7 @@ class Extraction:
         out: dict[str, Any] = {}
         at = 0
         raw = self._outputs.take(
-            self._division.bytes_of({name: len(ticket.ids) for name, ticket in tickets.items()})
+            self._split.bytes_of({name: len(ticket.ids) for name, ticket in tickets.items()})
         )
         for name, ticket in tickets.items():
             table, buffer = self.store.tables[name], self.buffers[name]
@@ -279,7 +279,7 @@ class Extraction:
                 out[name] = self._on_host(buffer, ticket, table, raw[at:end])
             else:
                 out[name] = self.on_devices[name].gather(ticket, raw[at:end])
-            at += self._division.padded(name, len(ticket.ids))
+            at += self._split.padded(name, len(ticket.ids))
         return out
 
     @staticmethod
@@ -294,7 +294,7 @@ class Extraction:
         return -(-self._batch_bytes(ids) * _UNITS // self._piece_bytes)
 
     def _batch_bytes(self, ids: Ids) -> int:
-        return self._division.bytes_of({self.table_of[t]: len(one) for t, one in ids.items()})
+        return self._split.bytes_of({self.table_of[t]: len(one) for t, one in ids.items()})
 
     def too_large(self, ids: Ids, index: int) -> SourceError:
         """The error for a mini-batch that has no room even beside one other."""

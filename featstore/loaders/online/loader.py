@@ -33,8 +33,8 @@ from featstore.errors import ArgumentError, IdError, SourceError
 from featstore.loaders.online.budget import SAMPLED
 from featstore.loaders.online.extraction import EXTRACTED, FIRST_POLICY, LARGEST, ROOM, Extraction, Tickets
 from featstore.loaders.online.report import OnlineReport, OnlineStages
+from featstore.loaders.prefetch import Prefetch, PrefetchingLoader, Sampler, check_repeatable, epoch_of
 from featstore.loaders.ranks import warn_of_ranks
-from featstore.loaders.walk import Sampler, Walk, WalkingLoader, check_repeatable, epoch_of
 from featstore.reader.options import READING
 from featstore.sampling.minibatch import Ids, split
 from featstore.storage.store import as_store
@@ -59,7 +59,7 @@ class OnlineBatch:
     sample: Any
 
 
-class OnlineLoader(WalkingLoader):
+class OnlineLoader(PrefetchingLoader):
     """Iterates over a sampler's mini-batches with the rows of their nodes; see the module's text. A context
     manager.
 
@@ -130,7 +130,7 @@ class OnlineLoader(WalkingLoader):
         if tensors is False and devices:
             raise SourceError("tensors=False hands out arrays, which are in host memory: leave out device=")
         args.check_options(reader, (*args.options_of(OnlineLoader), *READING), "OnlineLoader")
-        self._extraction = Extraction(
+        self.extraction = Extraction(
             store,
             parse_bytes(memory, "memory"),
             policy=policy,
@@ -155,15 +155,16 @@ class OnlineLoader(WalkingLoader):
 
     # Iterating.
 
-    def _begin_walk(self) -> Walk:
+    def _begin_prefetch(self) -> Prefetch:
         with self._alone("another iteration of this loader has begun"):
             if self._begun:
                 self._epoch, self._next = self._epoch + 1, 0
             if self._next == 0:
-                self._extraction.decide()
+                self.extraction.decide()
             self._begun = True
-            walk = self._walk = _Walk(self, self._extraction, self._mini_batches(self._epoch), self._next)
-            return walk
+            batches = self._mini_batches(self._epoch)
+            self._prefetch = _Prefetch(self, self.extraction, batches, self._next)
+            return self._prefetch
 
     def _mini_batches(self, epoch: int) -> Iterable[Any]:
         if epoch > 0:
@@ -205,25 +206,25 @@ class OnlineLoader(WalkingLoader):
         return self._report or self._measured()
 
     def _measured(self) -> OnlineReport:
-        held = self._extraction
+        held = self.extraction
         buffers = {name: buffer.stats() for name, buffer in held.buffers.items()}
         devices = {name: level.stats() for name, level in held.on_devices.items()}
         return self.report_stages.report(held.reader_stats(), buffers, devices)
 
     def memory(self) -> dict[str, int]:
         """Bytes of the budget by what they are for; empty before the first mini-batch."""
-        return self._extraction.memory()
+        return self.extraction.memory()
 
     @property
     def policy(self) -> dict[str, str]:
         """The policy of each table's buffer now; empty before the first mini-batch."""
-        return {name: buffer.policy_name for name, buffer in self._extraction.buffers.items()}
+        return {name: buffer.policy_name for name, buffer in self.extraction.buffers.items()}
 
     def save_cache(self, name: str = "cache") -> None:
         """Save with the store which rows are in the buffers now, to be loaded by ``warm=name``."""
         cache_path(self.store, name)
         with self._alone("the cache was saved since this iteration began"):
-            self._extraction.save(name)
+            self.extraction.save(name)
 
     def finished(self, ids: Ids, sample: Any, rows: dict[str, Any], index: int) -> Any:
         """What the training loop gets."""
@@ -239,7 +240,7 @@ class OnlineLoader(WalkingLoader):
             from featstore.loaders.deliver import fill_pyg
 
             return fill_pyg(sample, x, self._device)
-        if len(self._extraction.buffers) == 1:
+        if len(self.extraction.buffers) == 1:
             return OnlineBatch(index, next(iter(ids.values())), next(iter(x.values())), sample)
         return OnlineBatch(index, ids, x, sample)
 
@@ -249,11 +250,11 @@ class OnlineLoader(WalkingLoader):
         self._closed = True
         if os.getpid() == self._pid:
             with self._lock:
-                if self._walk is not None:
-                    self._walk.close()
+                if self._prefetch is not None:
+                    self._prefetch.close()
                 if self._report is None:
                     self._report = self._measured()
-            self._extraction.close()
+            self.extraction.close()
 
     def __repr__(self) -> str:
         return f"<OnlineLoader of {str(self.store.path)!r}, {self.policy or 'before its first mini-batch'}>"
@@ -269,18 +270,18 @@ class _Sampled:
     tickets: Tickets
 
 
-class _Walk(Walk):
+class _Prefetch(Prefetch):
     """One epoch: a thread samples, another extracts and hands over."""
 
     def __init__(
         self, loader: OnlineLoader, extraction: Extraction, batches: Iterable[Any], skip: int
     ) -> None:
         super().__init__(loader.check_process, loader.report_stages, ROOM, LARGEST, "featstore-extract")
-        self._loader, self._extraction, self._batches, self._skip = loader, extraction, batches, skip
+        self._loader, self.extraction, self._batches, self._skip = loader, extraction, batches, skip
         self._sampled: deque[_Sampled] = deque()
         self._sampled_all = False
         self._sampling_error: BaseException | None = None
-        self._taken = Wake()  # there is room for another one to be sampled, or the walk was stopped
+        self._taken = Wake()  # there is room for another one to be sampled, or the prefetch was stopped
         self._sampler = Worker(self._sample, "featstore-sample")
 
     def start(self) -> None:
@@ -328,7 +329,7 @@ class _Walk(Walk):
 
     def _go(self) -> None:
         under_way: deque[_Sampled] = deque()
-        self._extraction.on_change = self._changed.set
+        self.extraction.on_change = self._changed.set
         try:
             while not self._stop:
                 if self._begin_next(under_way) or self._assemble_next(under_way):
@@ -346,18 +347,18 @@ class _Walk(Walk):
 
     def _begin_next(self, under_way: deque[_Sampled]) -> bool:
         """Claim slots for the next mini-batch and start its reads, if there is one, and there are slots."""
-        if not self._sampled or len(under_way) >= self._extraction.extracted:
+        if not self._sampled or len(under_way) >= self.extraction.extracted:
             return False
         first = self._sampled[0]
-        if not self._extraction.buffers:
-            self._extraction.open(first.ids)
-        if self._extraction.undecided:
+        if not self.extraction.buffers:
+            self.extraction.open(first.ids)
+        if self.extraction.undecided:
             if under_way:
                 return False
-            self._extraction.decide()
+            self.extraction.decide()
         begin = time.perf_counter()
         try:
-            tickets = self._extraction.begin(first.ids, [one.ids for one in under_way])
+            tickets = self.extraction.begin(first.ids, [one.ids for one in under_way])
         except IdError as error:
             raise IdError(f"mini-batch {first.index}: {error}") from None
         if tickets is None:
@@ -372,7 +373,7 @@ class _Walk(Walk):
 
     def _assemble_next(self, under_way: deque[_Sampled]) -> bool:
         """Hand over a mini-batch whose rows are there, if there is room for it."""
-        extraction, stages = self._extraction, self._loader.report_stages
+        extraction, stages = self.extraction, self._loader.report_stages
         waiting = under_way if self._loader.overtake else list(under_way)[:1]
         one = next((w for w in waiting if all(t.done() for t in w.tickets.values())), None)
         if one is None:

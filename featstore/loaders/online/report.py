@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from featstore.loaders.walk import Stages
+from featstore.loaders.prefetch import Stages
 from featstore.reader.report import ReaderStats
 from featstore.tiers.tickets import BufferStats
 

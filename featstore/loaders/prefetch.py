@@ -84,33 +84,33 @@ def check_repeatable(sampler: Sampler) -> None:
         )
 
 
-class WalkingLoader(ABC):
+class PrefetchingLoader(ABC):
     """What loaders of mini-batches do alike: one iteration at a time, in the process that made them, until
     they are closed."""
 
     def __init__(self, stages: Stages) -> None:
         self.report_stages = stages
         self._pid, self._lock, self._closed = os.getpid(), threading.RLock(), False
-        self._walk: Walk | None = None  # the iteration under way
+        self._prefetch: Prefetch | None = None  # the iteration under way
         self._next = 0  # mini-batches handed out in it
 
     @abstractmethod
-    def _begin_walk(self) -> Walk:
+    def _begin_prefetch(self) -> Prefetch:
         """Begin an iteration, within :meth:`_alone`."""
 
-    def _walked(self, walk: Walk) -> None:  # noqa: B027 - most have nothing to do then
+    def _prefetched(self, prefetch: Prefetch) -> None:  # noqa: B027 - most have nothing to do then
         """An iteration has come to its end."""
 
     def __iter__(self) -> Iterator[Any]:
-        walk = self._begin_walk()
+        prefetch = self._begin_prefetch()
         try:
-            walk.start()  # in here, so that an interrupt finds the threads with someone who ends them
+            prefetch.start()  # in here, so that an interrupt finds the threads with someone who ends them
             last = time.perf_counter()
-            for batch in walk:
+            for batch in prefetch:
                 now = time.perf_counter()
                 self.report_stages.add("wait", now - last)
                 with self._lock:
-                    walk.check()
+                    prefetch.check()
                     self._next += 1
                 yield batch
                 del batch
@@ -118,9 +118,9 @@ class WalkingLoader(ABC):
                 self.check_process()
                 last = time.perf_counter()
                 self.report_stages.add("train", last - now)
-            self._walked(walk)
+            self._prefetched(prefetch)
         finally:
-            walk.close()
+            prefetch.close()
 
     @contextmanager
     def _alone(self, because: str) -> Iterator[None]:
@@ -129,8 +129,8 @@ class WalkingLoader(ABC):
         with self._lock:
             if self._closed:
                 raise ClosedError("the loader is closed")
-            if self._walk is not None:
-                self._walk.close(because)
+            if self._prefetch is not None:
+                self._prefetch.close(because)
             yield
 
     def check_process(self) -> None:
@@ -150,7 +150,7 @@ class WalkingLoader(ABC):
         self.close()
 
 
-class Walk(ABC):
+class Prefetch(ABC):
     """One iteration of a loader: the thread that goes ahead, and the bounded queue between it and the loop.
 
     Args:
@@ -168,8 +168,8 @@ class Walk(ABC):
         self._ready: queue.SimpleQueue[tuple[Any, int, BaseException | None]] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._free, self._held = room - held, held
-        self._changed = Wake()  # there is room, reads have ended, or the walk was stopped
-        self._stop = ""  # why the walk was stopped
+        self._changed = Wake()  # there is room, reads have ended, or the prefetch was stopped
+        self._stop = ""  # why the prefetch was stopped
         self._worker = Worker(self._run, name)
 
     # The loop's side.
@@ -227,8 +227,8 @@ class Walk(ABC):
 
     @abstractmethod
     def _go(self) -> None:
-        """Make mini-batches and hand them over, in the walk's own thread, until there are no more or the walk
-        is stopped."""
+        """Make mini-batches and hand them over, in the thread that goes ahead, until there are no more or the
+        prefetch is stopped."""
 
     def _run(self) -> None:
         try:
