@@ -159,6 +159,8 @@ def main() -> int:
     parser.add_argument("--replay", type=int)
     parser.add_argument("--kinds", nargs="*", default=(), help="of mutants; all by default")
     given = parser.parse_args()
+    if given.dir is not None:
+        given.dir.mkdir(parents=True, exist_ok=True)
     if given.both:
         return both(given)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by a signal"))
