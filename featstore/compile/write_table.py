@@ -10,6 +10,7 @@ from __future__ import annotations
 import queue
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +26,7 @@ from featstore.compile.segment_pages import PAGE_WRITE_THREADS, Target, page_buf
 from featstore.compile.segments import Route, pack_episode, plan_packing, segment_of
 from featstore.compile.write_records import chunk_path, new_table, table_writer
 from featstore.layout import TableLayout
-from featstore.plan.budget import nominal_bytes, reader_bytes
+from featstore.plan.budget import reader_bytes
 from featstore.plan.extents import key_bits
 from featstore.reader.reader import Reader
 from featstore.storage.disk import Disk
@@ -68,8 +69,8 @@ class TablePacking:
             generation,
         )
         self._packed, self._shared = segments
-        self._reader_bytes = nominal_bytes(memory_bytes)
-        self._memory_bytes = memory_bytes - reader_bytes(memory_bytes)
+        self._reader_bytes = reader_bytes(memory_bytes)
+        self._memory_bytes = memory_bytes - self._reader_bytes
         self._progress, self._save, self._tick = progress, save, tick
         self._row_bytes = plan.table.row_bytes
         self._buckets = _Buckets(
@@ -168,7 +169,8 @@ class TablePacking:
             self._save()
 
         memory = self._reader_bytes + 4 * table.layout.pages
-        with Reader(self._base, tables=[table.name], memory=memory, static=None, by_row=True) as reader:
+        only: dict[str, Any] = {"tables": [table.name], "static": None, "static_memory": 0, "by_row": True}
+        with Reader(self._base, memory=memory, **only) as reader:
             for episode in range(progress.episode, len(packing.episodes)):
                 pack_episode(reader, table.name, routes, packing, episode, progress.slab, save, self._tick)
                 progress.episode, progress.slab = episode + 1, 0

@@ -105,9 +105,15 @@ class Budget:
         return high
 
 
-def own_bytes(memory_bytes: int, tables: Sequence[TableNeed]) -> int:
-    """What a reader takes that keeps no rows, beside others in a budget."""
+def own_bytes(memory_bytes: int, tables: Sequence[TableNeed], beside_bytes: int | None = None) -> int:
+    """What a reader takes that keeps no rows, beside others in a budget: maps, checksums and, for staging and
+    planning, ``beside_bytes``, which are :func:`reader_bytes` by default, or more where rows are large.
+
+    Raises BudgetError where those that are given are too little.
+    """
     maps = sum(t.row_map_bytes + t.checksum_bytes for t in tables)
+    if beside_bytes is not None:
+        return Budget.split(maps + beside_bytes, tables, 0).memory_bytes
     try:
         return Budget.split(maps + reader_bytes(memory_bytes), tables, 0).memory_bytes
     except BudgetError as error:
@@ -115,12 +121,5 @@ def own_bytes(memory_bytes: int, tables: Sequence[TableNeed]) -> int:
 
 
 def reader_bytes(memory_bytes: int) -> int:
-    """What of a loader's budget its readers take, but for page checksums."""
-    return nominal_bytes(memory_bytes) // 4
-
-
-def nominal_bytes(memory_bytes: int) -> int:
-    """The budget that a reader without tiers is given so that it takes at most a quarter of it: staging
-    has an eighth of a reader's budget, planning a tenth, and the rest, which would be its tiers', is never
-    taken."""
-    return max(16 * 2**20, min(128 * 2**20, memory_bytes // 2))
+    """What of a loader's budget its readers take for staging and planning: an eighth, within bounds."""
+    return max(4 * 2**20, min(32 * 2**20, memory_bytes // 8))

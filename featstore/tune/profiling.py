@@ -226,6 +226,7 @@ def time_reading(
         store,
         memory=memory,
         static=None,
+        static_memory=0,
         tables=list(tables),
         engine=reading.engine,
         queue_depth=reading.queue_depth,

@@ -28,7 +28,7 @@ from featstore.base.progress import OnStep
 from featstore.engine import choose
 from featstore.errors import BudgetError, SourceError
 from featstore.loaders.online.loader import OnlineLoader
-from featstore.plan.budget import Budget, TableNeed, nominal_bytes
+from featstore.plan.budget import TableNeed, own_bytes
 from featstore.reader.lookup import table_need
 from featstore.reader.options import QUEUE_DEPTH_MAX, READING
 from featstore.reader.reader import QUEUE_DEPTH
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 ENGINES_TRIED = ("uring", "threads")
 QUEUE_DEPTHS = (QUEUE_DEPTH, 32, 64, 256)
 EXTRACTED_TRIED = (2, 4, 6)  # mini-batches read at once
-READER_BYTES = (16 * 2**20, 32 * 2**20, 64 * 2**20, 128 * 2**20)  # of the loader's reader
+READER_BYTES = (4 * 2**20, 8 * 2**20, 16 * 2**20, 32 * 2**20)  # of the loader's reader
 CURVE = (0.25, 0.5, 1.0, 2.0, 4.0)  # of the buffer's memory
 TUNING_SECONDS = 20.0
 _ROUNDS = 2  # of reading
@@ -290,8 +290,10 @@ class _Tuner:
         buffers = {f"buffer of {t}" for t in self._slots}
         total = sum(self._memory[name] for name in buffers)
         others = sum(size for name, size in self._memory.items() if name not in buffers and name != "reader")
-        split = Budget.split(self._reader_memory(reader_bytes), self._needs())
-        rest = self._memory_bytes - others - (split.memory_bytes - split.tier_bytes)
+        try:
+            rest = self._memory_bytes - others - self._reader_memory(reader_bytes)
+        except BudgetError:  # rows of which so little memory cannot stage one
+            return None
         found = {t: self._slots_in(t, self._memory[f"buffer of {t}"] * rest // total) for t in self._slots}
         return found if all(found[t] >= self._largest(t) for t in found) else None
 
@@ -317,8 +319,7 @@ class _Tuner:
 
     def _reader_memory(self, reader_bytes: int | None) -> int:
         """The budget of a reader as the loader makes it."""
-        maps = sum(n.row_map_bytes + n.checksum_bytes for n in self._needs())
-        return maps + (nominal_bytes(self._memory_bytes) if reader_bytes is None else reader_bytes)
+        return own_bytes(self._memory_bytes, self._needs(), reader_bytes)
 
     def _needs(self) -> list[TableNeed]:
         verify = self._options.get("verify", True)

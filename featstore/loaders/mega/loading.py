@@ -23,7 +23,7 @@ from featstore.loaders.mega.batch import MegaBatch
 from featstore.loaders.mega.induce import FILLED, TARGET, Places, count_by_partition, induce_block
 from featstore.loaders.mega.schedule import Schedule, Step
 from featstore.loaders.mega.sizes import Needs, Sizes, fit
-from featstore.plan.budget import Budget, TableNeed
+from featstore.plan.budget import TableNeed, own_bytes
 from featstore.reader.lookup import table_need
 from featstore.reader.reader import Reader
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 # Nominal budget of the reader beyond what it must hold, of which an eighth is staging; the rest is never
 # taken.
-_READER_BYTES_MIN, _READER_BYTES_MAX = 32 * 2**20, 128 * 2**20
+_READER_BYTES_MIN, _READER_BYTES_MAX = 7 * 2**20, 28 * 2**20
 _FEATURE_TURNS = 6
 _HUB_SHARE_MAX = 4  # hubs take no more than this part of the budget
 
@@ -54,11 +54,11 @@ class Loading:
         parts = ("offsets", "sources", "hubs") if self.graph.hubs else ("offsets", "sources")
         self._names: tuple[str, ...] = (self.table.name, *(f"{self.graph.name}/{part}" for part in parts))
         needs = [table_need(store.table(name), reader["verify"], by_row=True) for name in self._names]
-        budget = _reader_budget(self.memory_bytes, needs)
+        reading = _reader_memory(self.memory_bytes, needs)
         self.train = self._train_rows(train)
         maps = self.table.maps()
         self._node_of_row = None if maps is None else maps[1]
-        held = _taken_bytes(budget) + self.train.nbytes
+        held = reading + self.train.nbytes
         held += 0 if self._node_of_row is None else self._node_of_row.nbytes
         count = self._hub_count(hubs, self.memory_bytes)
         self.hub_rows, self._hub_offsets = self.graph.hub_rows(count)
@@ -67,8 +67,9 @@ class Loading:
         self.reader: Reader = Reader(
             store,
             tables=self._names,
-            memory=budget.memory_bytes,
+            memory=reading,
             static=None,
+            static_memory=0,
             by_row=True,
             **reader,
         )
@@ -90,7 +91,7 @@ class Loading:
                 # their number.
                 needed = (needed - count * self.table.row_bytes) * _HUB_SHARE_MAX // (_HUB_SHARE_MAX - 1) + 1
             # It would have a larger reader, too.
-            more = _taken_bytes(_reader_budget(2 * needed, needs)) - _taken_bytes(budget)
+            more = _reader_memory(2 * needed, needs) - reading
             raise BudgetError(
                 needed + more * _HUB_SHARE_MAX // (_HUB_SHARE_MAX - 1), error.given_bytes, error.what
             ) from None
@@ -328,14 +329,10 @@ class Loading:
         return self.reader.submit_runs({table: runs}, out={table: out})
 
 
-def _reader_budget(memory_bytes: int, needs: Sequence[TableNeed]) -> Budget:
-    """The reader's budget within a loader's: more staging for larger ones, up to 16 MiB."""
-    nominal = max(_READER_BYTES_MIN, min(_READER_BYTES_MAX, memory_bytes * 5 // 8))
-    return Budget.split(sum(n.checksum_bytes for n in needs) + nominal, needs)
-
-
-def _taken_bytes(budget: Budget) -> int:
-    return budget.checksum_bytes + budget.staging_bytes + budget.scratch_bytes
+def _reader_memory(memory_bytes: int, needs: Sequence[TableNeed]) -> int:
+    """The reader's part of a loader's budget: more staging for larger ones, up to 16 MiB."""
+    beside = max(_READER_BYTES_MIN, min(_READER_BYTES_MAX, memory_bytes // 7))
+    return own_bytes(memory_bytes, needs, beside)
 
 
 class _Features:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from featstore.base.buffers import ALIGNMENT
 from featstore.errors import BudgetError
-from featstore.plan.budget import Budget, TableNeed, nominal_bytes
+from featstore.plan.budget import TableNeed, own_bytes
 from featstore.reader.lookup import table_need
 from featstore.tiers.slots import layout
 from featstore.tiers.slots.choose import CANDIDATES
@@ -44,15 +44,14 @@ class BudgetSplit:
         memory_bytes: the host's budget.
         policy: a name, or ``"auto"``.
         extracted: how many mini-batches are extracted at once.
-        reader_nominal: the reader's budget beyond maps and checksums, of which it takes a quarter; None for
-            the usual.
+        reader_bytes: what the reader takes beyond maps and checksums; None for the usual.
         verify: whether the reader holds checksums.
         devices, device_memory, device_policy: how many devices keep rows, in how much memory each, by which
             policy.
     """
 
     def __init__(
-        self, store: OpenStore, memory_bytes: int, *, policy: str, extracted: int, reader_nominal: int | None,
+        self, store: OpenStore, memory_bytes: int, *, policy: str, extracted: int, reader_bytes: int | None,
         verify: bool, devices: int, device_memory: int, device_policy: str,
     ) -> None:  # fmt: skip
         self._store, self._memory_bytes, self._policy, self._extracted = (
@@ -61,7 +60,7 @@ class BudgetSplit:
             policy,
             extracted,
         )
-        self._reader_nominal, self._verify = reader_nominal, verify
+        self._reader_bytes, self._verify = reader_bytes, verify
         self._devices, self._device_memory, self._device_policy = devices, device_memory, device_policy
 
     def _map_bytes(self, table: str, slots: int) -> int:
@@ -77,12 +76,8 @@ class BudgetSplit:
         return self._store.tables[table].row_bytes + beside
 
     def reader_memory(self, tables: Mapping[str, Table]) -> int:
-        needs = self._needs(tables)
-        return sum(n.row_map_bytes + n.checksum_bytes for n in needs) + self._nominal(self._memory_bytes)
-
-    def _nominal(self, memory_bytes: int) -> int:
-        """The reader's budget beyond maps and checksums, of which it takes a quarter."""
-        return nominal_bytes(memory_bytes) if self._reader_nominal is None else self._reader_nominal
+        """The reader's part of the budget."""
+        return own_bytes(self._memory_bytes, self._needs(tables), self._reader_bytes)
 
     def _needs(self, tables: Mapping[str, Table]) -> list[TableNeed]:
         return [table_need(t, self._verify, by_row=False) for t in tables.values()]
@@ -96,9 +91,7 @@ class BudgetSplit:
         weights = {n: max(rows[n], min(t.rows, _ROWS_LEAST)) * t.row_bytes for n, t in tables.items()}
 
         def fixed(memory_bytes: int) -> dict[str, int]:
-            maps = sum(n.row_map_bytes + n.checksum_bytes for n in needs)
-            b = Budget.split(maps + self._nominal(memory_bytes), needs)
-            reader = b.row_map_bytes + b.checksum_bytes + b.staging_bytes + b.scratch_bytes
+            reader = own_bytes(memory_bytes, needs, self._reader_bytes)
             under_way = (SAMPLED + self._extracted) * _BYTES_PER_ID * sum(rows.values())
             parts = {"reader": reader, "handed over": DEPTH * self.bytes_of(rows), "under way": under_way}
             if device_slots:

@@ -70,7 +70,7 @@ class Extraction:
         self._static, self._batch_rows, self._reader_options = static, batch_rows, reader
         self._devices, self._device_policy = devices, device_policy
         self._split = BudgetSplit(
-            store, memory_bytes, policy=policy, extracted=extracted, reader_nominal=reader_memory,
+            store, memory_bytes, policy=policy, extracted=extracted, reader_bytes=reader_memory,
             verify=reader.get("verify", True), devices=len(devices), device_memory=device_memory,
             device_policy=device_policy,
         )  # fmt: skip
@@ -106,6 +106,7 @@ class Extraction:
             tables=list(tables),
             memory=self._split.reader_memory(tables),
             static=None,
+            static_memory=0,
             **self._reader_options,
         )
         try:

@@ -96,8 +96,8 @@ class OnlineLoader(PrefetchingLoader):
             objects.
         extracted: how many mini-batches are extracted at once, at most: fewer where they would pin most of
             the slots.
-        reader_memory: the reader's nominal budget beyond maps and checksums, of which it takes a quarter; by
-            default half of the budget, 128 MiB at most. See :mod:`featstore.tune.tuning`.
+        reader_memory: what of ``memory`` the reader takes beyond maps and checksums, to stage pages and to
+            plan; by default an eighth, 32 MiB at most. See :mod:`featstore.tune.tuning`.
         engine, queue_depth, verify: as for :class:`featstore.reader.reader.Reader`.
 
     Raises SourceError, IdError; BudgetError (when the first mini-batch, or a larger one, has been sampled);
