@@ -105,11 +105,13 @@ class Budget:
         return high
 
 
-def own_bytes(memory_bytes: int, tables: Sequence[TableNeed]) -> int:
-    """What a reader takes that keeps no rows, beside others in a budget."""
+def own_bytes(memory_bytes: int, tables: Sequence[TableNeed], most: int | None = None) -> int:
+    """What a reader takes that keeps no rows, beside others in a budget. ``most``: for staging and planning,
+    where it can do with that."""
     maps = sum(t.row_map_bytes + t.checksum_bytes for t in tables)
+    own = reader_bytes(memory_bytes) if most is None else min(most, reader_bytes(memory_bytes))
     try:
-        return Budget.split(maps + reader_bytes(memory_bytes), tables, 0).memory_bytes
+        return Budget.split(maps + own, tables, 0).memory_bytes
     except BudgetError as error:
         return error.needed_bytes
 
