@@ -164,7 +164,7 @@ class BufferClient:
         Raises IdError; CorruptionError, DeviceError and what else went wrong in the owner; ClosedError where
         the owner is gone.
         """
-        return self._request(ids, out, None, copy=False).result()
+        return self.prepare(ids, out=out).result()
 
     def submit(self, ids: Any, *, out: Any = None, at: Any = None) -> BufferRequest:
         """Ask ahead for rows of which :meth:`BufferRequest.result` waits. ``ids`` may be changed afterwards;
@@ -172,11 +172,13 @@ class BufferClient:
         mapping of such), row i goes to ``out[at[i]]``, and ``out`` may be longer. For futures that end by
         themselves see :class:`featstore.Shared`. Raises ClosedError, ArgumentError, IdError for ids that are
         no integers."""
-        request = self._request(ids, out, at, copy=True)
+        request = self.prepare(ids, out=out, at=at, copy=True)
         request._ask_ahead(0)
         return request
 
-    def _request(self, ids: Any, out: Any, at: Any, *, copy: bool) -> BufferRequest:
+    def prepare(self, ids: Any, *, out: Any = None, at: Any = None, copy: bool = False) -> BufferRequest:
+        """As :meth:`submit`, but nothing is asked before the result is; ``ids`` are not changed before that,
+        unless there is a ``copy`` of them."""
         about = self.about()
         asked = ByTable.parse(about.tables, ids, out, at, copy=copy, who="this shared buffer")
         return BufferRequest(self, about, asked, ids, out)
