@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from featstore.sampling.orders import PartitionOrder
     from featstore.sampling.proximity import ProximityOrder
     from featstore.shared.owner import SharedBuffer
+    from featstore.shared.tier import Shared
     from featstore.store import Store, Table
     from featstore.store import Store as open
     from featstore.tiers.buffer_tier import Buffer
@@ -39,6 +40,7 @@ _WHERE = {
     "Table": ("featstore.store", "Table"),
     "Buffer": ("featstore.tiers.buffer_tier", "Buffer"),
     "Device": ("featstore.tiers.device_tier", "Device"),
+    "Shared": ("featstore.shared.tier", "Shared"),
     "Static": ("featstore.tiers.static_tier", "Static"),
     "TieredReader": ("featstore.reader.tiered", "TieredReader"),
     "OnlineLoader": ("featstore.loaders.online.loader", "OnlineLoader"),
@@ -57,7 +59,7 @@ _WHERE = {
 
 __all__ = [
     "Buffer", "Device", "OnlineLoader", "PartitionOrder", "Plan", "ProximityOrder", "Reader", "ReaderStats",
-    "Request", "SharedBuffer", "Static", "Store", "Table", "TieredReader", "Trace", "__version__",
+    "Request", "Shared", "SharedBuffer", "Static", "Store", "Table", "TieredReader", "Trace", "__version__",
     "compile_trace", "open", "pack", "train_loader", "verify",
 ]  # fmt: skip
 

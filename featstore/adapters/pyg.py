@@ -70,7 +70,9 @@ def _tables_of(reader: Any) -> dict[str, Any]:
     """What a reader has to read, by name, with ``rows`` and ``row_shape``."""
     if reader is None:
         return {}
-    return dict(reader.store.tables) if hasattr(reader, "store") else {reader.table: reader}
+    if hasattr(reader, "store"):
+        return dict(reader.store.tables)
+    return {name: reader.table(name) for name in reader.tables}
 
 
 class FeatstoreFeatures(FeatureStore):  # type: ignore[misc]

@@ -105,17 +105,25 @@ class Budget:
         return high
 
 
-def own_bytes(memory_bytes: int, tables: Sequence[TableNeed], beside_bytes: int | None = None) -> int:
+def own_bytes(
+    memory_bytes: int,
+    tables: Sequence[TableNeed],
+    beside_bytes: int | None = None,
+    *,
+    most: int | None = None,
+) -> int:
     """What a reader takes that keeps no rows, beside others in a budget: maps, checksums and, for staging and
-    planning, ``beside_bytes``, which are :func:`reader_bytes` by default, or more where rows are large.
+    planning, ``beside_bytes``, or by default :func:`reader_bytes`, ``most`` of these at most, or more where
+    rows are large.
 
-    Raises BudgetError where those that are given are too little.
+    Raises BudgetError where ``beside_bytes`` are given and too little.
     """
     maps = sum(t.row_map_bytes + t.checksum_bytes for t in tables)
     if beside_bytes is not None:
         return Budget.split(maps + beside_bytes, tables, 0).memory_bytes
+    own = reader_bytes(memory_bytes) if most is None else min(most, reader_bytes(memory_bytes))
     try:
-        return Budget.split(maps + reader_bytes(memory_bytes), tables, 0).memory_bytes
+        return Budget.split(maps + own, tables, 0).memory_bytes
     except BudgetError as error:
         return error.needed_bytes
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -41,18 +42,24 @@ def _unread(t: TablePlan) -> str:
     return f", {' and '.join(parts)}, without a read" if parts else ""
 
 
+def _known(number: float) -> float | None:
+    return None if math.isnan(number) else number
+
+
 @dataclass(frozen=True)
 class Plan:
     """What a request would read, and how long that should take; ``print(plan)`` explains.
 
     ``forecast_seconds`` is the time of the reads; ``calibrated`` tells whether the device model behind it was
-    measured.
+    measured. ``elsewhere``: what is missed is read by another process, the owner of a shared buffer; then
+    there are no ``reads`` here, and where something is missed the forecast is NaN (None in :meth:`to_dict`).
     """
 
     tables: tuple[TablePlan, ...]
     engine: str
     calibrated: bool
     forecast_seconds: float
+    elsewhere: bool = False
 
     @property
     def reads(self) -> int:
@@ -84,9 +91,11 @@ class Plan:
         return {
             "engine": self.engine,
             "calibrated": self.calibrated,
-            "forecast_seconds": self.forecast_seconds,
+            "forecast_seconds": _known(self.forecast_seconds),
             "tables": [
-                {f.name: getattr(t, f.name) for f in fields(t)} | {"hits": dict(t.hits)} for t in self.tables
+                {f.name: getattr(t, f.name) for f in fields(t)}
+                | {"hits": dict(t.hits), "forecast_seconds": _known(t.forecast_seconds)}
+                for t in self.tables
             ],
         }
 
@@ -105,6 +114,11 @@ class Plan:
                     f"(gaps of up to {t.gap_pages_max} pages are read through)\n"
                     f"  amplification {t.amplification:.2f}: bytes read for each byte asked for{_unread(t)}"
                 )
+        if self.elsewhere:
+            lines.append(
+                "no forecast: what is missed is read by the owner of the shared buffer, in its own process"
+            )
+            return "\n".join(lines)
         model = "calibrated" if self.calibrated else "not calibrated: run `featstore calibrate`"
         lines.append(f"forecast: {self.forecast_seconds * 1e3:.2f} ms through {self.engine} ({model})")
         return "\n".join(lines)

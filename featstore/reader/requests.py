@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -26,18 +27,46 @@ from featstore.reader.lookup import NONE, Part, RunPart, TableState
 States = Mapping[str, TableState]
 
 
-def as_tables(names: Collection[str], value: Any) -> dict[str, Any]:
-    """What is given for tables, by name; of a reader of one table without a mapping, too."""
+def as_tables(names: Collection[str], value: Any, who: str = "this reader") -> dict[str, Any]:
+    """What is given for tables, by name; of a reader of one table without a mapping, too. ``who``: whose
+    tables, for the message."""
     if isinstance(value, Mapping):
         for name in value:
             if name not in names:
-                known_name(name, names, "this reader has no table")
+                known_name(name, names, f"{who} has no table")
         return dict(value)
     if len(names) != 1:
         raise IdError(
-            f"this reader has {len(names)} tables; say which: {{'{next(iter(names), 'table')}': ids}}"
+            f"{who} has {len(names)} tables; say which: {{'{next(iter(names), 'table')}': ids}}; there are "
+            f"{', '.join(map(repr, names))}"
         )
     return {next(iter(names)): value}
+
+
+@dataclass(frozen=True)
+class ByTable:
+    """What was asked of several tables, by name: ids, and where given, where their rows go."""
+
+    ids: dict[str, Ids]
+    out: dict[str, Any]
+    at: dict[str, Any]
+
+    @classmethod
+    def parse(
+        cls, names: Collection[str], ids: Any, out: Any, at: Any, *, copy: bool, who: str = "this reader"
+    ) -> ByTable:
+        """Raises ArgumentError where one is given without the other, IdError, UnknownNameError."""
+        asked = {n: parse_ids(value, copy=copy) for n, value in as_tables(names, ids, who).items()}
+        outs = {} if out is None else as_tables(names, out, who)
+        places = {} if at is None else as_tables(names, at, who)
+        for name in (*outs, *places):
+            if name not in asked:
+                raise ArgumentError(f"out or at is given for table {name!r}, ids are not")
+        if (out is not None and len(outs) < len(asked)) or (at is not None and len(places) < len(asked)):
+            raise ArgumentError("out and at, where given, are given for every table that ids are given for")
+        if at is not None and out is None:
+            raise ArgumentError("at says where in out rows go; give out too")
+        return cls(asked, outs, places)
 
 
 def parse_request(

@@ -1,12 +1,14 @@
 """A reader of several tiers: each over the next, and the disk under all of them.
 
 A request goes to the fastest tier, which asks the one below for what it does not hold, and so on down to the
-:class:`~featstore.reader.reader.Reader`, which reads the disk. One budget covers all of them: the reader has
+:class:`~featstore.reader.reader.Reader`, which reads the disk, or to a shared buffer, whose owner does. One
+budget covers all of them: the reader has
 what it needs, tiers that name their memory have that, and the others share what is left evenly.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from collections.abc import Mapping, Sequence
@@ -25,9 +27,9 @@ from featstore.plan.budget import TableNeed, own_bytes
 from featstore.reader.lookup import table_need
 from featstore.reader.reader import Reader
 from featstore.reader.report import Plan, ReaderStats, TablePlan
-from featstore.reader.requests import as_tables
+from featstore.reader.requests import ByTable, as_tables
 from featstore.storage.store import OpenStore, Table, as_store
-from featstore.tiers import RowSource, Tier, TierSpec
+from featstore.tiers import RowSource, SourceSpec, Tier, TierSpec, is_source_spec
 from featstore.tiers.buffer_tier import Buffer
 from featstore.tiers.static_tier import Static
 from featstore.units import parse_bytes
@@ -40,10 +42,12 @@ class TieredReader:
         store: the open store.
         tiers: what stands over the disk, the fastest first: :class:`~featstore.tiers.device_tier.Device`,
             :class:`~featstore.tiers.buffer_tier.Buffer`, :class:`~featstore.tiers.static_tier.Static`, or
-            anything else that is a :class:`~featstore.tiers.TierSpec`.
+            anything else that is a :class:`~featstore.tiers.TierSpec`. The last may be
+            :class:`~featstore.shared.tier.Shared`: then there is no disk below, but the buffer's owner.
         memory: budget of host memory for all that is held, bytes or ``"2GiB"``. Results are the caller's and
             come on top; what devices hold is said by each.
-        reader: further options of :class:`featstore.Reader`, which reads the disk.
+        reader: further options of :class:`featstore.Reader`, which reads the disk; with ``Shared`` only
+            ``tables``, by default those of the buffer.
 
     It belongs to the process that made it; when pickled it is made anew from its store and options.
 
@@ -55,7 +59,8 @@ class TieredReader:
     ) -> None:
         self._options = {"tiers": tiers, "memory": memory, **reader}
         self.tiers: tuple[Tier, ...] = ()
-        self._disk: Reader | None = None
+        self._disk: Reader | None = None  # none where the last tier has every row
+        self._top: RowSource | None = None
         self._pid = os.getpid()
         self.store, self.memory_bytes = as_store(store), parse_bytes(memory, "memory")
         if not isinstance(tiers, list | tuple):
@@ -78,21 +83,30 @@ class TieredReader:
 
     def _open(self, specs: list[TierSpec], options: dict[str, Any]) -> None:
         check_options(options, [*options_of(Reader), "tiers"], "a reader of tiers")
-        given_names = options.get("tables")
-        names = list(self.store.tables) if given_names is None else as_table_names(given_names, "tables")
         if options.get("by_row"):
             raise ArgumentError("by_row is of a reader without tiers over it: these know rows by node ids")
+        for spec in specs[:-1]:
+            if is_source_spec(spec):
+                raise ArgumentError(
+                    f"{type(spec).__name__} must be the last of tiers=: it has every row, and what stands "
+                    "below it would never be asked"
+                )
+        last = specs[-1] if specs and is_source_spec(specs[-1]) else None
+        given_names, there = options.get("tables"), list(self.store.tables)
+        if last is not None:
+            there = _without_disk(last, self.store, options)
+        names = there if given_names is None else as_table_names(given_names, "tables")
         tables = [self.store.table(name) for name in names]
-        needs = [table_need(table, options.get("verify", True)) for table in tables]
+        verify = options.get("verify", True)
+        needs = None if last is not None else [table_need(table, verify) for table in tables]
         own, given = self._shares(specs, tables, needs)
-        static, static_bytes = None, 0
-        if specs and isinstance(specs[-1], Static):  # over the disk, the reader keeps it itself
-            static, static_bytes = specs[-1].rows, given.pop()
+        top: RowSource
+        if last is not None:
+            tier = last.as_source(self.store, names, given.pop())
             specs.pop()
-        self._disk = Reader(
-            self.store, memory=own + static_bytes, static=static, static_memory=static_bytes, **options
-        )
-        top: RowSource = self._disk
+            self.tiers, top = (tier,), tier
+        else:
+            top = self._open_disk(specs, own, given, options)
         for spec, memory_bytes in reversed(list(zip(specs, given, strict=True))):
             tier = spec.over(top, memory_bytes)
             if tier.name in [other.name for other in self.tiers]:
@@ -104,32 +118,50 @@ class TieredReader:
             top = tier
         self._top = top
 
+    def _open_disk(
+        self, specs: list[TierSpec], own: int, given: list[int], options: dict[str, Any]
+    ) -> RowSource:
+        """The reader of the disk; static rows over it are its own, and leave ``specs`` and ``given``."""
+        static, static_bytes = None, 0
+        if specs and isinstance(specs[-1], Static):
+            static, static_bytes = specs[-1].rows, given.pop()
+            specs.pop()
+        self._disk = Reader(
+            self.store, memory=own + static_bytes, static=static, static_memory=static_bytes, **options
+        )
+        return self._disk
+
     def _shares(
-        self, specs: list[TierSpec], tables: list[Table], needs: list[TableNeed]
+        self, specs: list[TierSpec], tables: list[Table], needs: list[TableNeed] | None
     ) -> tuple[int, list[int]]:
-        """The reader's memory and that of each tier. Raises BudgetError with the smallest budget that
-        works."""
+        """The memory of the reader, which has these ``needs`` (none: there is no reader), and that of each
+        tier. Raises BudgetError with the smallest budget that works."""
+
+        def reader(memory_bytes: int) -> int:
+            return 0 if needs is None else own_bytes(memory_bytes, needs)
+
         wanted = [spec.host_bytes(tables) for spec in specs]
         least = [spec.least_bytes(tables) for spec in specs]
         fixed, sharing = sum(n or 0 for n in wanted), wanted.count(None)
         share = max((n for n, said in zip(least, wanted, strict=True) if said is None), default=0)
-        own = own_bytes(self.memory_bytes, needs)
+        own = reader(self.memory_bytes)
         rest = self.memory_bytes - own - fixed
         if rest < sharing * share:
             needed = own + fixed + sharing * share
-            while (more := own_bytes(needed, needs) + fixed + sharing * share) > needed:
+            while (more := reader(needed) + fixed + sharing * share) > needed:
                 needed = more  # a larger budget has a larger reader, too
             raise BudgetError(needed, self.memory_bytes, "hold the reader and these tiers")
         return own, [rest // sharing if n is None else n for n in wanted]
 
-    def _check_open(self) -> Reader:
-        if self._disk is None:
+    def _check_open(self) -> RowSource:
+        """The first source to be asked."""
+        if self._top is None:
             raise ClosedError("the reader is closed")
         if self._pid != os.getpid():
             raise ClosedError(
                 "a reader of several tiers belongs to the process that made it; make one in each"
             )
-        return self._disk
+        return self._top
 
     # Reading.
 
@@ -161,28 +193,19 @@ class TieredReader:
         return self._submit(ids, out, at, copy=True)
 
     def _submit(self, ids: Any, out: Any, at: Any, copy: bool) -> Request:
-        self._check_open()
-        asked = {name: parse_ids(value, copy=copy) for name, value in as_tables(self.tables, ids).items()}
-        outs = {} if out is None else as_tables(self.tables, out)
-        places = {} if at is None else as_tables(self.tables, at)
-        for name in (*outs, *places):
-            if name not in asked:
-                raise ArgumentError(f"out or at is given for table {name!r}, ids are not")
-        if (out is not None and len(outs) < len(asked)) or (at is not None and len(places) < len(asked)):
-            raise ArgumentError("out and at, where given, are given for every table that ids are given for")
-        if at is not None and out is None:
-            raise ArgumentError("at says where in out rows go; give out too")
+        top = self._check_open()
+        by_table = ByTable.parse(self.tables, ids, out, at, copy=copy)
+        asked, outs = by_table.ids, by_table.out
         rows = 0
         for name, parsed in asked.items():
             self._check_ids(name, parsed.values)
             rows += len(parsed.values)
         flat = {name: self._flat(name, outs[name], parsed, at) for name, parsed in asked.items() if outs}
         to = {
-            name: parse_row_places(places[name], len(parsed.values), rows_of(flat[name]))
-            for name, parsed in asked.items()
-            if places
+            name: parse_row_places(places, len(asked[name].values), rows_of(flat[name]))
+            for name, places in by_table.at.items()
         }
-        below = self._top.submit(
+        below = top.submit(
             {name: parsed.values for name, parsed in asked.items()}, out=flat or None, at=to or None
         )
         row_bytes = {name: self.store.table(name).row_bytes for name in asked}
@@ -225,9 +248,10 @@ class TieredReader:
 
     def plan(self, ids: Any) -> Plan:
         """What :meth:`read` would do for these ids now: hits of each tier, and pages, reads, bytes and
-        forecast for what comes from the disk. Reads nothing. Raises IdError."""
-        disk = self._check_open()
-        tables, forecast = [], 0.0
+        forecast for what comes from the disk; for what the owner of a shared buffer reads, only how many rows
+        that are. Reads nothing. Raises IdError, ClosedError."""
+        self._check_open()
+        tables = []
         for name, value in as_tables(self.tables, ids).items():
             left = parse_ids(value).values
             self._check_ids(name, left)
@@ -236,10 +260,14 @@ class TieredReader:
                 held = tier.holds(name, left)
                 hits[tier.name] = int(held.sum())
                 left = left[~held]
-            below = disk.plan({name: left})
-            forecast += below.forecast_seconds
-            tables.append(self._over(below.tables[0], asked, hits))
-        return Plan(tuple(tables), disk.engine.name, disk.model.calibrated, forecast)
+            below = (
+                _plan_elsewhere(name, left) if self._disk is None else self._disk.plan({name: left}).tables[0]
+            )
+            tables.append(self._over(below, asked, hits))
+        forecast = sum(table.forecast_seconds for table in tables)
+        if self._disk is None:
+            return Plan(tuple(tables), self.tiers[-1].name, False, forecast, elsewhere=True)
+        return Plan(tuple(tables), self._disk.engine.name, self._disk.model.calibrated, forecast)
 
     def _over(self, plan: TablePlan, asked: int, hits: dict[str, int]) -> TablePlan:
         """A plan of the reader's with what the tiers over it hold."""
@@ -250,8 +278,10 @@ class TieredReader:
         )  # fmt: skip
 
     def stats(self) -> ReaderStats:
-        """What has been counted since the reader was opened; hits by tier."""
-        below = self._check_open().stats()
+        """What has been counted since the reader was opened; hits by tier. What the owner of a shared buffer
+        has read is not in it: see :meth:`featstore.SharedBuffer.reader_stats`."""
+        self._check_open()
+        below = ReaderStats(engine=self.tiers[-1].name) if self._disk is None else self._disk.stats()
         hits = {name: count - self._before.get(name, 0) for name, count in self._hits().items()}
         with self._counting:
             return replace(
@@ -264,8 +294,9 @@ class TieredReader:
 
     def memory(self) -> dict[str, int]:
         """Bytes of the budget, by use: what is held, and ``unused``."""
-        held = self._check_open().memory()
-        held.pop("unused")
+        self._check_open()
+        held = {} if self._disk is None else self._disk.memory()
+        held.pop("unused", None)
         held |= {f"{tier.name} tier": tier.memory_bytes for tier in self.tiers}
         return held | {"unused": self.memory_bytes - sum(held.values())}
 
@@ -279,7 +310,7 @@ class TieredReader:
             tier.close()
         if self._disk is not None:
             self._disk.close()
-        self._disk = None
+        self._top = None
 
     def __enter__(self) -> TieredReader:
         return self
@@ -291,8 +322,29 @@ class TieredReader:
         return _reopen, (self.store, self._options)
 
     def __repr__(self) -> str:
-        names = " over ".join([*(tier.name for tier in self.tiers), "disk"])
+        names = " over ".join([tier.name for tier in self.tiers] + ["disk"] * (self._disk is not None))
         return f"<TieredReader of {str(self.store.path)!r}, {names}, {self.memory_bytes:,} bytes>"
+
+
+def _without_disk(last: SourceSpec, store: OpenStore, options: Mapping[str, Any]) -> list[str]:
+    """The tables of a last tier that has every row. Raises ArgumentError for options of a reader of the disk,
+    which is not there."""
+    for name in options:
+        if name != "tables":
+            raise ArgumentError(
+                f"{name}= says how the disk is read, which the owner of the shared buffer does: give it to "
+                "featstore.SharedBuffer"
+            )
+    return last.tables_of(store)
+
+
+def _plan_elsewhere(table: str, missed: NDArray[np.int64]) -> TablePlan:
+    """A plan of rows that another process reads."""
+    return TablePlan(
+        table, ids=len(missed), hits={}, rows_missed=len(missed), distinct_rows=len(np.unique(missed)),
+        pages=0, reads=0, bytes_asked=0, bytes_read=0, amplification=0.0,
+        forecast_seconds=math.nan if len(missed) else 0.0, gap_pages_max=0,
+    )  # fmt: skip
 
 
 def short(

@@ -9,48 +9,34 @@ made again by the client.
 from __future__ import annotations
 
 import errno
-import json
 import mmap
 import os
 import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from featstore.base.dtypes import dtype_from_name
 from featstore.base.system import refusal
 from featstore.errors import ClosedError, DeviceError
 from featstore.shared import protocol
+from featstore.shared.about import About
 from featstore.shared.protocol import HEADER
 
 CONNECT_SECONDS = 30.0
 AGAIN_SECONDS = 0.01  # before a connection that could not be made is tried again
-_WELCOME_BYTES_MAX = 2**16
 
 
-@dataclass(frozen=True)
-class About:
-    """What the owner says of its buffer."""
+class Answer(NamedTuple):
+    """What the owner says: slots, or a text, or bytes."""
 
-    table: str
-    rows: int
-    row_shape: tuple[int, ...]
-    row_bytes: int
-    dtype: np.dtype[Any]
-    batch_rows: int
-
-    @classmethod
-    def parse(cls, text: bytes) -> About:
-        said = json.loads(text)
-        return cls(
-            str(said["table"]), int(said["rows"]), tuple(map(int, said["row_shape"])), int(said["row_bytes"]),
-            dtype_from_name(said["dtype"]), int(said["batch_rows"]),
-        )  # fmt: skip
+    kind: int
+    detail: int
+    slots: NDArray[np.int32]
+    body: bytes
 
 
 class Connection:
@@ -99,18 +85,17 @@ class Connection:
         mine = protocol.new_nonce()
         self._send(protocol.proof(key, b"client", nonce) + mine)
         kind, length = self._receive_welcome()
-        body = self._receive(min(length, _WELCOME_BYTES_MAX))
         if kind != protocol.WELCOME:
             raise ClosedError(
                 "the owner of the shared buffer does not let this client in: its key is another one"
             )
-        if not protocol.proves(body[: protocol.PROOF_BYTES], key, b"owner", mine):
+        if not protocol.proves(self._receive(protocol.PROOF_BYTES), key, b"owner", mine):
             raise ClosedError(
                 "who listens at the shared buffer's address is not its owner: it does not know the key"
             )
         if len(self.x) == 0:  # the system leaves out the descriptor that a process has no room for
             raise DeviceError(errno.EMFILE, "the shared buffer", None, "open")
-        return About.parse(body[protocol.PROOF_BYTES :])
+        return About.parse(self._receive(length))
 
     def _receive_welcome(self) -> tuple[int, int]:
         """The header that ends the handshake, and with it the rows. Returns its kind and length."""
@@ -125,7 +110,7 @@ class Connection:
             self._map(descriptors)
         if len(header) < HEADER.size:
             raise self._ended()
-        kind, _, length = HEADER.unpack(header)
+        kind, _, _, length = HEADER.unpack(header)
         return kind, length
 
     def _map(self, descriptors: list[int]) -> None:
@@ -140,20 +125,22 @@ class Connection:
 
     # Messages.
 
-    def say(self, kind: int, number: int = 0, ids: NDArray[np.int64] | None = None) -> None:
+    def say(
+        self, kind: int, number: int = 0, ids: NDArray[np.int64] | None = None, *, table: int = 0
+    ) -> None:
         count = 0 if ids is None else len(ids)
-        self._send(HEADER.pack(kind, number, count))
+        self._send(HEADER.pack(kind, table, number, count))
         if ids is not None and count:
             self._send(ids.view(np.uint8).data)
 
-    def hear(self) -> tuple[int, NDArray[np.int32], bytes]:
-        """The kind of the answer, and the slots or the text that come with it."""
-        kind, _, length = HEADER.unpack(self._receive(HEADER.size))
+    def hear(self) -> Answer:
+        """The next answer."""
+        kind, detail, _, length = HEADER.unpack(self._receive(HEADER.size))
         slots = np.empty(length if kind == protocol.ANSWER_SLOTS else 0, np.int32)
         if kind == protocol.ANSWER_SLOTS:
             self._fill(slots.view(np.uint8).data)
-            return kind, slots, b""
-        return kind, slots, self._receive(length)
+            return Answer(kind, detail, slots, b"")
+        return Answer(kind, detail, slots, self._receive(length))
 
     def _send(self, data: bytes | memoryview) -> None:
         with self._gone():

@@ -6,10 +6,12 @@ import selectors
 import socket
 from collections import deque
 from collections.abc import Generator
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from featstore.shared.protocol import HEADER
 from featstore.tiers.tickets import Ticket
 
 BYTES_PER_ID = 48  # of a request: ids as they arrive, and what the buffer's ticket and read hold
@@ -17,12 +19,13 @@ Session = Generator[memoryview | None, None, None]
 
 
 class Asked:
-    """A client's request."""
+    """A client's request for rows of one table."""
 
-    def __init__(self, guest: Guest, number: int, count: int) -> None:
-        self.guest, self.number, self.count = guest, number, count
-        self.ids: NDArray[np.int64] | None = np.empty(count, np.int64)  # None when its ticket has them
+    def __init__(self, guest: Guest, table: int, number: int, count: int) -> None:
+        self.guest, self.table, self.number, self.count = guest, table, number, count
+        self.ids: NDArray[np.int64] | None = None  # until they are received; its ticket has them
         self.ticket: Ticket | None = None
+        self.missed = 0  # rows that had to be read when it got its slots
         self.error: BaseException | None = None
 
     @property
@@ -73,6 +76,13 @@ class Guest:
         """Tell the client something, as soon as it takes it."""
         self.outgoing.extend(memoryview(part) for part in parts if len(part))
         self.flush()
+
+    def answer(self, kind: int, number: int = 0, array: NDArray[Any] | None = None, detail: int = 0) -> None:
+        """Tell the client a header, and what comes with it: its length is the array's."""
+        length = 0 if array is None else len(array)
+        self.say(HEADER.pack(kind, detail, number, length))
+        if array is not None and length:
+            self.say(array.view(np.uint8).data)
 
     def flush(self) -> None:
         """Send what the client takes now."""

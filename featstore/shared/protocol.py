@@ -1,9 +1,11 @@
 """What the owner of a shared buffer and its clients say to each other, and what holds of their sockets when a
 process forks.
 
-*Messages.* A header of 16 bytes (kind, number of the request, length) and then, for some, raw arrays: ids as
-int64, slots as int32. Nothing is pickled. Errors travel as JSON: the name of a class of
-:mod:`featstore.errors` and what it was made of, so that they arrive as the same type with the same message.
+*Messages.* A header of 20 bytes (kind, detail, number of the request, length) and then, for some, raw arrays:
+ids as int64, slots as int32, whether rows are held as bool. The detail of a request is the number of its
+table; of an answer with slots, how many rows had to be read for it. Nothing is pickled. Errors travel as
+JSON: the name of a class of :mod:`featstore.errors` and what it was made of, so that they arrive as the same
+type with the same message.
 
 *Who may speak.* The socket has a random name in Linux's abstract namespace, which any process of the host can
 connect to. So both sides first prove that they know the buffer's key: each answers the other's random nonce
@@ -30,14 +32,14 @@ from typing import Protocol
 from featstore import errors
 from featstore.errors import FeatstoreError, FormatError
 
-HEADER = struct.Struct("<BxxxIQ")
+HEADER = struct.Struct("<BxxxIIQ")
 
 # From clients: a request of ids whose rows are wanted now, or later; the rows of an earlier request are
-# wanted now; a request is over; what has been counted?
-ASK, AHEAD, WANT, RELEASE, STATS = range(1, 6)
+# wanted now; a request is over; what has been counted? Which of these rows are there?
+ASK, AHEAD, WANT, RELEASE, STATS, HOLDS = range(1, 7)
 # From the owner: the handshake's end; rows are in these slots; the request is not known (any more), send it
-# again; an error; what has been counted.
-WELCOME, REFUSED, ANSWER_SLOTS, AGAIN, ANSWER_ERROR, ANSWER_STATS = range(16, 22)
+# again; an error; what has been counted; which rows are there.
+WELCOME, REFUSED, ANSWER_SLOTS, AGAIN, ANSWER_ERROR, ANSWER_STATS, ANSWER_HELD = range(16, 23)
 
 NONCE_BYTES = PROOF_BYTES = 32
 ANSWER_BYTES = PROOF_BYTES + NONCE_BYTES

@@ -4,15 +4,17 @@ The thread sleeps until a socket has something to say, a read has ended or slots
 client's conversation is a generator that yields the memory it wants to be filled next, so that it reads like
 a dialogue and never blocks.
 
-*Requests.* A request is wanted now, or asked ahead. Wanted ones get their slots in the order in which they
-were wanted; when their rows are there, the client is told the slots, and they are pinned until it has copied.
-Requests asked ahead are begun when no wanted one waits, with at most half of the slots (:data:`AHEAD_SHARE`);
-their tickets are given up, the youngest first, where a wanted one lacks slots or room, and the client is told
-so when it wants the rows.
+*Requests.* A request is of one table; who wants rows of several asks for one table after the other. It is
+wanted now, or asked ahead. Wanted ones get their slots in the order in which those of a table were wanted;
+when their rows are there, the client is told the slots, and they are pinned until it has copied.
+Requests asked ahead are begun when no wanted one of their table waits, with at most half of its slots
+(:data:`AHEAD_SHARE`); their tickets are given up, the youngest first, where a wanted one lacks slots or room,
+and the client is told so when it wants the rows.
 
-*No deadlock.* A wanted request waits only for reads under way, for wanted ones before it, and for clients in
-the middle of a copy; a client that dies is a closed socket, and what it held is released. A request has at
-most ``batch_rows`` ids, which fit the buffer.
+*No deadlock.* A wanted request waits only for reads under way, for wanted ones of its table before it, and
+for clients in the middle of a copy, who wait for nothing before they give back what they hold; a client that
+dies is a closed socket, and what it held is released. A request has at most ``batch_rows`` ids of its table,
+which fit the table's slots.
 
 *Room.* What is known of requests takes memory, :data:`BYTES_PER_ID` for each id. Where it is used up, the
 socket of who wants more is not read from until there is room; ids that are asked ahead are let go.
@@ -30,13 +32,15 @@ import selectors
 import socket
 import threading
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from featstore.base.system import asking, started
 from featstore.shared import protocol
+from featstore.shared.about import About
 from featstore.shared.door import Door
 from featstore.shared.guests import Asked, Guest, Session
 from featstore.shared.protocol import ANSWER_BYTES, HEADER, NONCE_BYTES, PROOF_BYTES
@@ -49,14 +53,19 @@ _SCRATCH_BYTES = 64 * 1024
 
 
 class Service:
-    """Serves a feature buffer's rows, which lie in the file ``memory``, to clients; see the module's text."""
+    """Serves the rows of feature buffers, one for each table of ``about``, which lie in the file ``memory``,
+    to clients; see the module's text."""
 
-    def __init__(self, buffer: FeatureBuffer, memory: int, key: bytes, about: dict[str, Any]) -> None:
-        self._buffer, self._memory, self._key, self._about = buffer, memory, key, about
-        self._batch_rows: int = about["batch_rows"]
-        self._room: int = ROOM_BATCHES * self._batch_rows  # in ids
-        # ids with slots; above that, none ahead
-        self._pinned, self._ahead_max = 0, int(AHEAD_SHARE * buffer.slots)
+    def __init__(self, buffers: Sequence[FeatureBuffer], memory: int, key: bytes, about: About) -> None:
+        self._buffers, self._memory, self._key, self._about = buffers, memory, key, about
+        self._batch_rows = [table.batch_rows for table in about.tables.values()]
+        self._room: int = ROOM_BATCHES * max(self._batch_rows)  # in ids
+        # ids with slots, by table; above that, none ahead, unless all rows of the table have slots
+        self._pinned = [0 for _ in buffers]
+        self._ahead_max = [
+            int(AHEAD_SHARE * buffer.slots) if buffer.slots < table.rows else self._room
+            for buffer, table in zip(buffers, about.tables.values(), strict=True)
+        ]
         self._guests: set[Guest] = set()
         self._held: deque[Guest] = deque()  # not listened to until there is room
         self._wanted: deque[Asked] = deque()  # without slots
@@ -73,7 +82,8 @@ class Service:
         protocol.register(self)
         self._door.open()
         self._selector.register(self._bell, selectors.EVENT_READ)
-        buffer.on_change = self._ring
+        for buffer in buffers:
+            buffer.on_change = self._ring
         self._thread = started(threading.Thread(target=self._serve, name="featstore-shared", daemon=True))
 
     # The loop.
@@ -179,18 +189,18 @@ class Service:
         answer = bytearray(ANSWER_BYTES)
         yield memoryview(answer)
         if not protocol.proves(bytes(answer[:PROOF_BYTES]), self._key, b"client", nonce):
-            guest.say(HEADER.pack(protocol.REFUSED, 0, 0))
+            guest.answer(protocol.REFUSED)
             return
         self._door.know(guest)
         self._welcome(guest, bytes(answer[-NONCE_BYTES:]))
         header = bytearray(HEADER.size)
         while True:
             yield memoryview(header)
-            kind, number, count = HEADER.unpack(header)
-            if kind in (protocol.ASK, protocol.AHEAD):
-                if count > self._batch_rows or number in guest.asked:
+            kind, table, number, count = HEADER.unpack(header)
+            if kind in (protocol.ASK, protocol.AHEAD, protocol.HOLDS):
+                if table >= len(self._buffers) or count > self._batch_rows[table] or number in guest.asked:
                     return
-                yield from self._take_ids(guest, number, count, kind == protocol.ASK)
+                yield from self._take_ids(guest, Asked(guest, table, number, count), kind)
             elif kind == protocol.WANT:
                 if not self._want(guest, number):
                     return
@@ -198,35 +208,53 @@ class Service:
                 if number in guest.asked:
                     self._forget(guest.asked[number])
             elif kind == protocol.STATS:
-                text = json.dumps(asdict(self._buffer.stats())).encode()
-                guest.say(HEADER.pack(protocol.ANSWER_STATS, 0, len(text)), text)
+                text = json.dumps([asdict(buffer.stats()) for buffer in self._buffers]).encode()
+                guest.answer(protocol.ANSWER_STATS, 0, np.frombuffer(text, np.uint8))
             else:
                 return
 
     def _welcome(self, guest: Guest, nonce: bytes) -> None:
-        """Let a client have the rows. The message is short, and the first in a socket that nothing else is
-        in."""
-        body = protocol.proof(self._key, b"owner", nonce) + json.dumps(self._about).encode()
+        """Let a client have the rows. The first message is short, and the first in a socket that nothing else
+        is in."""
+        about = self._about.encode()
+        header = HEADER.pack(protocol.WELCOME, 0, 0, len(about))
+        proof = protocol.proof(self._key, b"owner", nonce)
         try:
-            socket.send_fds(guest.socket, [HEADER.pack(protocol.WELCOME, 0, len(body)), body], [self._memory])
+            socket.send_fds(guest.socket, [header, proof], [self._memory])
         except OSError:
             guest.outgoing.clear()  # as in Guest.flush
+        else:
+            guest.say(about)
 
-    def _take_ids(self, guest: Guest, number: int, count: int, wanted: bool) -> Session:
+    def _take_ids(self, guest: Guest, asked: Asked, kind: int) -> Session:
         """Receive a request, where there is room for it."""
-        while not self._has_room(guest, count, wanted):
-            if not wanted:  # it will be asked for again
+        ahead, count = kind == protocol.AHEAD, asked.count
+        while not self._has_room(guest, count, not ahead):
+            if ahead:  # it will be asked for again
                 scratch, left = memoryview(bytearray(min(_SCRATCH_BYTES, 8 * count))), 8 * count
                 while left:
                     yield scratch[:left]
                     left -= min(left, len(scratch))
                 return
             yield None
-        asked = guest.asked[number] = Asked(guest, number, count)
+        guest.asked[asked.number] = asked
         self._room -= count
-        assert asked.ids is not None
-        yield asked.ids.view(np.uint8).data
-        (self._wanted if wanted else self._ahead).append(asked)
+        asked.ids = ids = np.empty(count, np.int64)
+        yield ids.view(np.uint8).data
+        if kind == protocol.HOLDS:
+            self._say_held(asked, ids)
+        else:
+            (self._ahead if ahead else self._wanted).append(asked)
+
+    def _say_held(self, asked: Asked, ids: NDArray[np.int64]) -> None:
+        """Tell a client which rows are there."""
+        try:
+            held = self._buffers[asked.table].holds(ids)
+        except Exception as error:
+            self._say_error(asked, error)
+            return
+        asked.guest.answer(protocol.ANSWER_HELD, asked.number, held)
+        self._forget(asked)
 
     def _has_room(self, guest: Guest, count: int, wanted: bool) -> bool:
         """Whether there is room for a request; what others asked ahead makes room for a wanted one."""
@@ -240,7 +268,7 @@ class Service:
         """What was asked ahead is wanted now; False where it already was."""
         asked = guest.asked.get(number)
         if asked is None:
-            guest.say(HEADER.pack(protocol.AGAIN, number, 0))
+            guest.answer(protocol.AGAIN, number)
             return True
         if asked not in self._ahead:
             return False
@@ -267,32 +295,44 @@ class Service:
 
     def _begin(self) -> None:
         """Give slots to requests that have none."""
-        while self._wanted:
-            if self._try_begin(self._wanted[0]):
-                self._begun.append(self._wanted.popleft())
-                continue
-            holding = [asked for asked in self._ahead if asked.ticket is not None]
-            if not holding:
-                return  # who came later must not overtake, or a large request would wait for ever
-            self._forget(holding[-1])
+        short: set[int] = (
+            set()
+        )  # tables: who came later must not overtake, or a large one would wait for ever
+        for asked in list(self._wanted):
+            if asked.table not in short:
+                if self._begin_wanted(asked):
+                    self._wanted.remove(asked)
+                    self._begun.append(asked)
+                else:
+                    short.add(asked.table)
         for asked in self._ahead:
-            if not asked.begun and (
-                self._pinned + asked.count > self._ahead_max or not self._try_begin(asked)
-            ):
-                return
+            full = self._pinned[asked.table] + asked.count > self._ahead_max[asked.table]
+            if not asked.begun and asked.table not in short and (full or not self._try_begin(asked)):
+                short.add(asked.table)
+
+    def _begin_wanted(self, asked: Asked) -> bool:
+        """Claim slots for a request that is wanted, also those of what was asked ahead; False where it has to
+        wait."""
+        while not self._try_begin(asked):
+            holding = [one for one in self._ahead if one.table == asked.table and one.ticket is not None]
+            if not holding:
+                return False
+            self._forget(holding[-1])
+        return True
 
     def _try_begin(self, asked: Asked) -> bool:
         """Claim slots for a request; False where it would have to wait for them."""
         assert asked.ids is not None
         try:
-            asked.ticket = self._buffer.begin(asked.ids, timeout=0)
+            asked.ticket = self._buffers[asked.table].begin(asked.ids, timeout=0)
             asked.ticket.hand_over()  # its client decides when it is released
+            asked.missed = sum(len(read.ids) for read in asked.ticket.reads)
         except TimeoutError:
             return False
         except Exception as error:
             asked.error = error
         else:
-            self._pinned += asked.count
+            self._pinned[asked.table] += asked.count
         asked.ids = None
         return True
 
@@ -304,15 +344,16 @@ class Service:
             except TimeoutError:
                 continue
             except Exception as error:
-                text = protocol.encode_error(error)
-                asked.guest.say(HEADER.pack(protocol.ANSWER_ERROR, asked.number, len(text)), text)
-                self._forget(asked)
+                self._say_error(asked, error)
             else:
                 self._begun.remove(asked)
-                asked.guest.say(
-                    HEADER.pack(protocol.ANSWER_SLOTS, asked.number, len(slots)),
-                    slots.view(np.uint8).data,
-                )
+                asked.guest.answer(protocol.ANSWER_SLOTS, asked.number, slots, asked.missed)
+
+    def _say_error(self, asked: Asked, error: BaseException) -> None:
+        """Tell a client what went wrong, which ends its request."""
+        text = np.frombuffer(protocol.encode_error(error), np.uint8)
+        asked.guest.answer(protocol.ANSWER_ERROR, asked.number, text)
+        self._forget(asked)
 
     def _forget(self, asked: Asked) -> None:
         """A request is over: its slots and its room are free."""
@@ -322,7 +363,7 @@ class Service:
             if asked in waiting:
                 waiting.remove(asked)
         if asked.ticket is not None:
-            self._pinned -= asked.count
+            self._pinned[asked.table] -= asked.count
             asked.ticket.release()
 
     # Ending.
@@ -336,7 +377,8 @@ class Service:
         self._close_selector()
 
     def _close_selector(self) -> None:
-        self._buffer.on_change = None
+        for buffer in self._buffers:
+            buffer.on_change = None
         self._selector.close()
         with self._bell_lock:  # reads that end may ring it
             bell, self._bell = self._bell, -1

@@ -6,14 +6,15 @@ be stacked in any order: rows on a device (:mod:`featstore.tiers.device_tier`) o
 policy rules (:mod:`featstore.tiers.buffer_tier`) over a fixed set of rows
 (:mod:`featstore.tiers.static_tier`) over the disk; a double in a test.
 
-How a tier is wanted is said by a :class:`TierSpec`, which puts it over what lies below:
+How a tier is wanted is said by a :class:`TierSpec`, which puts it over what lies below, or by a
+:class:`SourceSpec`, where nothing does (a shared buffer, whose owner reads the disk):
 :meth:`featstore.Store.reader` takes a list of them, the fastest first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
@@ -78,6 +79,23 @@ class TierSpec(Protocol):
 
     def over(self, below: RowSource, memory_bytes: int) -> Tier:
         """The tier, in so much host memory. Raises BudgetError where that is too little."""
+
+
+class SourceSpec(TierSpec, Protocol):
+    """How a tier is wanted that has every row, and so is the last: nothing stands below it, not even the
+    disk."""
+
+    def tables_of(self, store: OpenStore) -> list[str]:
+        """Names of the tables that it has. Raises ArgumentError where it is of another store."""
+
+    def as_source(self, store: OpenStore, tables: Sequence[str], memory_bytes: int) -> Tier:
+        """The tier, for these tables of a store, in so much host memory. Raises BudgetError where that is too
+        little."""
+
+
+def is_source_spec(spec: TierSpec) -> TypeGuard[SourceSpec]:
+    """Whether a tier is wanted that has every row."""
+    return callable(getattr(spec, "as_source", None)) and callable(getattr(spec, "tables_of", None))
 
 
 def source_tables(source: RowSource) -> list[Table]:

@@ -27,7 +27,7 @@ from featstore.tiers import RowSource, Tier, source_tables
 from featstore.tiers.buffer import FeatureBuffer
 from featstore.tiers.over import OverSource
 from featstore.tiers.slots import layout
-from featstore.tiers.slots.rows import buffer_bytes, slots_for
+from featstore.tiers.slots.rows import least_bytes, share_slots
 from featstore.tiers.static_tier import new_rows
 from featstore.tiers.tickets import Ticket
 from featstore.units import parse_bytes
@@ -60,18 +60,13 @@ class Buffer:
         return self.memory
 
     def least_bytes(self, tables: Sequence[Table]) -> int:
-        return _least_bytes(tables, self.policy) + _PIECE_IDS_MIN * _THREADS * _TICKET_BYTES
+        return least_bytes(tables, layout.POLICIES[self.policy]) + _PIECE_IDS_MIN * _THREADS * _TICKET_BYTES
 
     def over(self, below: RowSource, memory_bytes: int) -> Tier:
         return BufferTier(below, memory_bytes, self.policy, **self.options)
 
     def __repr__(self) -> str:
         return f"Buffer({self.policy!r}, memory={self.memory!r}, **{self.options!r})"
-
-
-def _least_bytes(tables: Sequence[Table], policy: str) -> int:
-    """Memory of a buffer of one row of each table."""
-    return sum(buffer_bytes(1, table.row_bytes, layout.POLICIES[policy]) for table in tables)
 
 
 class _Job:
@@ -132,12 +127,17 @@ class BufferTier(OverSource):
         super().__init__(below)
         self.policy = as_choice(policy, "policy", BUFFER_POLICIES)
         self._buffers: dict[str, FeatureBuffer] = {}
-        tables = source_tables(below)
-        tickets = min(memory_bytes // _TICKETS_SHARE, memory_bytes - _least_bytes(tables, self.policy))
+        tables, number = source_tables(below), layout.POLICIES[self.policy]
+        least = least_bytes(tables, number)
+        tickets = min(memory_bytes // _TICKETS_SHARE, memory_bytes - least)
         ids = tickets // (_THREADS * _TICKET_BYTES)
         self._piece_ids = max(_PIECE_IDS_MIN, min(_PIECE_IDS_MAX, ids))
         self._ticket_bytes = self._piece_ids * _THREADS * _TICKET_BYTES
-        slots = self._slots(memory_bytes - self._ticket_bytes, memory_bytes)
+        if memory_bytes < least + self._ticket_bytes:
+            raise BudgetError(
+                least + self._ticket_bytes, memory_bytes, "make a buffer of one row of each table"
+            )
+        slots = share_slots(tables, memory_bytes - self._ticket_bytes, number)
         self._taking = ThreadPoolExecutor(1, thread_name_prefix="featstore-take-slots")
         self._copying = ThreadPoolExecutor(_THREADS, thread_name_prefix="featstore-copy-out")
         self._tickets = threading.BoundedSemaphore(_THREADS)
@@ -148,26 +148,6 @@ class BufferTier(OverSource):
         except BaseException:
             self.close()
             raise
-
-    def _slots(self, rest_bytes: int, memory_bytes: int) -> dict[str, int]:
-        """Slots by table; what a table that fits whole leaves over is for the others."""
-        number = layout.POLICIES[self.policy]
-        tables = {name: self._below.store.table(name) for name in self._below.tables}
-        least = _least_bytes(list(tables.values()), self.policy)
-        if rest_bytes < least:
-            needed = least + self._ticket_bytes
-            raise BudgetError(needed, memory_bytes, "make a buffer of one row of each table")
-        slots = {}
-        names = sorted(tables, key=lambda name: tables[name].data_bytes)
-        for at, name in enumerate(names):
-            table, later = tables[name], names[at + 1 :]
-            total = sum(max(1, tables[n].data_bytes) for n in names[at:])
-            share = rest_bytes * max(1, table.data_bytes) // total
-            kept = sum(buffer_bytes(1, tables[n].row_bytes, number) for n in later)
-            share = min(max(share, buffer_bytes(1, table.row_bytes, number)), rest_bytes - kept)
-            slots[name] = max(1, min(table.rows, slots_for(share, table.row_bytes, number)))
-            rest_bytes -= buffer_bytes(slots[name], table.row_bytes, number)
-        return slots
 
     @property
     def memory_bytes(self) -> int:

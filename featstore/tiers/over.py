@@ -9,22 +9,13 @@ from featstore.storage.store import OpenStore
 from featstore.tiers import RowSource
 
 
-class OverSource:
-    """Stands over ``below``, whose store and tables it has. It belongs to the process that made it."""
+class OneProcess:
+    """A tier that belongs to the process that made it."""
 
     name: str
 
-    def __init__(self, below: RowSource) -> None:
-        self._below = below
+    def __init__(self) -> None:
         self._closed, self._pid = False, os.getpid()
-
-    @property
-    def store(self) -> OpenStore:
-        return self._below.store
-
-    @property
-    def tables(self) -> list[str]:
-        return self._below.tables
 
     @property
     def here(self) -> bool:
@@ -39,3 +30,19 @@ class OverSource:
             raise ClosedError(
                 f"this {self.name} tier belongs to the process that made it; make one in each process"
             )
+
+
+class OverSource(OneProcess):
+    """Stands over ``below``, whose store and tables it has. It belongs to the process that made it."""
+
+    def __init__(self, below: RowSource) -> None:
+        super().__init__()
+        self._below = below
+
+    @property
+    def store(self) -> OpenStore:
+        return self._below.store
+
+    @property
+    def tables(self) -> list[str]:
+        return self._below.tables

@@ -4,7 +4,8 @@ that its owner has."""
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -26,6 +27,12 @@ class BufferStats:
     waits: int
     evictions: int
     batches: int
+
+    @classmethod
+    def sum(cls, parts: Iterable[BufferStats]) -> BufferStats:
+        """What several buffers have counted together."""
+        counts = [astuple(part) for part in parts]
+        return cls(*map(sum, zip(*counts, strict=True)))
 
     @property
     def hit_rate(self) -> float:

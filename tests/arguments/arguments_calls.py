@@ -552,7 +552,9 @@ CALLS: dict[str, Call] = {
             "store": STORE,
             "memory": MEMORY,
             "policy": POLICY_NAME.and_also(min="min", static="static"),
-            "table": NAME.optional,
+            "tables": NAME.optional.but("a tuple")
+            .and_also(none=[], twice=["features", "features"])
+            .saying("table"),
             "batch_rows": count().optional,
             "reader": OPTION,
             **OPTIONS_OF_READING,
@@ -565,12 +567,21 @@ CALLS: dict[str, Call] = {
             "key": Rule({"None": None, "a text": "key", "a number": 3}),
         },
     ),
-    "BufferClient.read": Call(
-        lambda w: (w.client.read, {"ids": [1, 2, 3]}), {"ids": IDS, "out": bad_out(3).saying("out|rows of")}
-    ),
+    "SharedBuffer.stats": Call(lambda w: (w.buffer.stats, {"table": "features"}), {"table": NAME.optional}),
+    "BufferClient.read": Call(lambda w: (w.client.read, {"ids": [1, 2, 3]}), {"ids": IDS, "out": bad_out(3)}),
     "BufferClient.submit": Call(
-        lambda w: (lambda **given: w.client.submit(**given).result(), {"ids": [1, 2, 3]}),
-        {"ids": IDS, "out": bad_out(3).saying("out|rows of")},
+        lambda w: (
+            lambda **given: w.client.submit(**given).result(),
+            {"ids": [1, 2, 3], "out": w.out(3), "at": [2, 1, 0]},
+        ),
+        {"ids": IDS, "out": bad_out(3).but("another table"), "at": bad_at(3)},
+    ),
+    "BufferClient.holds": Call(
+        lambda w: (w.client.holds, {"table": "features", "ids": [1, 2]}), {"table": NAME, "ids": IDS}
+    ),
+    "BufferClient.stats": Call(lambda w: (w.client.stats, {"table": "features"}), {"table": NAME.optional}),
+    "BufferClient.table": Call(
+        lambda w: (w.client.table, {"name": "features"}), {"name": NAME.saying("table")}
     ),
     "tune": Call(
         lambda w: (tune, {"store": w.store, "make_batches": lambda workers: w.batches, "seconds": 1.0}),

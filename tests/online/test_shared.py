@@ -66,13 +66,14 @@ def smallest(store: featstore.Store, batch_rows: int, **options: Any) -> int:
 
 
 def nothing_is_held(shared: SharedBuffer) -> bool:
-    service, map_ = shared._service, shared._buffer._map
-    shared._buffer.cached_ids()  # enters in the map which reads have ended
+    service = shared._service
+    for buffer in shared._buffers.values():
+        buffer.cached_ids()  # enters in the map which reads have ended
     return (
-        not service._buffer._reading
-        and int(map_.counts[layout.UNPINNED]) == shared.slots
-        and service._room == ROOM_BATCHES * shared.batch_rows
-        and service._pinned == 0
+        not any(buffer._reading for buffer in shared._buffers.values())
+        and all(int(b._map.counts[layout.UNPINNED]) == b.slots for b in shared._buffers.values())
+        and service._room == ROOM_BATCHES * max(shared.batch_rows.values())
+        and not any(service._pinned)
         and not (service._wanted or service._begun or service._ahead or service._held)
     )
 
@@ -94,7 +95,7 @@ def watched(shared: SharedBuffer, features: np.ndarray) -> Iterator[Watched]:
 def tight(store: featstore.Store) -> Iterator[SharedBuffer]:
     """A buffer that holds one request of eight rows."""
     with SharedBuffer(store, memory=smallest(store, 8), batch_rows=8) as made:
-        assert 8 <= made.slots < 16
+        assert 8 <= made.slots["features"] < 16
         yield made
 
 
@@ -104,12 +105,9 @@ def tight(store: featstore.Store) -> Iterator[SharedBuffer]:
 def test_reads_as_a_reader_does(shared: SharedBuffer, features: np.ndarray) -> None:
     torch = pytest.importorskip("torch")
     with shared.client() as client:
-        assert (client.table, client.rows, client.row_shape, client.dtype) == (
-            "features",
-            ROWS,
-            (100,),
-            np.float32,
-        )
+        table = client.table("features")
+        assert client.tables == ["features"]
+        assert (table.rows, table.row_shape, table.dtype) == (ROWS, (100,), np.float32)
         for ids in ([5, 5, 0], 7, [], np.array([[1, 2], [999, 0]], np.uint16), range(10)):
             np.testing.assert_array_equal(client.read(ids), features[np.asarray(ids, np.int64)])
         wanted = torch.tensor([3, 1])
@@ -121,7 +119,7 @@ def test_reads_as_a_reader_does(shared: SharedBuffer, features: np.ndarray) -> N
         np.testing.assert_array_equal(out, features[[8, 9]])
         by_table = client.read({"features": [4]})
         np.testing.assert_array_equal(by_table["features"], features[[4]])
-        with pytest.raises(KeyError, match="'features' alone, not of 'x'"):
+        with pytest.raises(KeyError, match="no table 'x'; it has 'features'"):
             client.read({"x": [4]})
         with pytest.raises(IdError, match="must be integers"):
             client.read([1.5])
@@ -383,7 +381,7 @@ def test_a_client_that_is_gone_in_the_middle_of_a_word(shared: SharedBuffer, fea
     for kind in (shared_protocol.ASK, shared_protocol.AHEAD):
         connection = shared_connection.Connection()
         connection.open(shared._service.address, shared._key, time.monotonic() + 20)
-        connection._send(shared_protocol.HEADER.pack(kind, 1, 1000) + bytes(4000))
+        connection._send(shared_protocol.HEADER.pack(kind, 0, 1, 1000) + bytes(4000))
         assert eventually(lambda: not nothing_is_held(shared))
         connection.close()
         assert eventually(lambda: nothing_is_held(shared))
@@ -570,7 +568,7 @@ def test_who_does_not_know_the_key_is_not_believed() -> None:
                 guest.sendall(shared_protocol.new_nonce())
                 answer = guest.recv(64, socket.MSG_WAITALL)
                 body = shared_protocol.proof(b"guess", b"owner", answer[32:]) + b"{}"
-                guest.sendall(shared_protocol.HEADER.pack(shared_protocol.WELCOME, 0, len(body)) + body)
+                guest.sendall(shared_protocol.HEADER.pack(shared_protocol.WELCOME, 0, 0, 2) + body)
                 return answer
 
         listening = in_thread(impostor)
@@ -583,12 +581,14 @@ def test_who_does_not_know_the_key_is_not_believed() -> None:
 @pytest.mark.parametrize(
     "said",
     [
-        shared_protocol.HEADER.pack(99, 0, 0),
-        shared_protocol.HEADER.pack(shared_protocol.ASK, 0, 2**60),
-        2 * (shared_protocol.HEADER.pack(shared_protocol.AHEAD, 5, 1) + bytes(8)),
-        shared_protocol.HEADER.pack(shared_protocol.ASK, 5, 1)
+        shared_protocol.HEADER.pack(99, 0, 0, 0),
+        shared_protocol.HEADER.pack(shared_protocol.ASK, 0, 0, 2**60),
+        shared_protocol.HEADER.pack(shared_protocol.ASK, 1, 0, 1) + bytes(8),
+        shared_protocol.HEADER.pack(shared_protocol.HOLDS, 0, 0, 2**60),
+        2 * (shared_protocol.HEADER.pack(shared_protocol.AHEAD, 0, 5, 1) + bytes(8)),
+        shared_protocol.HEADER.pack(shared_protocol.ASK, 0, 5, 1)
         + bytes(8)
-        + shared_protocol.HEADER.pack(shared_protocol.WANT, 5, 0),
+        + shared_protocol.HEADER.pack(shared_protocol.WANT, 0, 5, 0),
     ],
 )
 def test_who_breaks_the_rules_is_shown_out(shared: SharedBuffer, features: np.ndarray, said: bytes) -> None:
@@ -694,7 +694,7 @@ def test_the_smallest_budget_works(store: featstore.Store, features: np.ndarray)
             parts = shared.memory()
             assert sum(parts.values()) == needed
             assert min(parts.values()) >= 0
-            assert parts["rows"] == shared.slots * 400
+            assert parts["rows"] == shared.slots["features"] * 400
             ids = np.arange(batch_rows) % ROWS
             np.testing.assert_array_equal(client.read(ids), features[ids])
     with pytest.raises(BudgetError):
@@ -755,7 +755,7 @@ def test_there_is_one_copy_of_the_cache(tmp_path: Path, pack: Any) -> None:
     context = multiprocessing.get_context("spawn")  # a forked child copies what it touches of a large parent
     with SharedBuffer(store, memory="72MiB") as shared:
         cache_bytes = shared.memory()["rows"]
-        assert shared.slots == rows
+        assert shared.slots == {"features": rows}
         shared.client().read([0])
         pipes = [context.Pipe() for _ in range(2)]
         workers = [

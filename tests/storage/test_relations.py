@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import featstore
-from featstore.errors import FeatstoreError, FeatstoreWarning, SourceError
+from featstore.errors import FeatstoreError, FeatstoreWarning, IdError, SourceError
 from featstore.sampling.batches import sample_batches
 from featstore.sampling.minibatch import table_of
 from featstore.storage.relations import graph_of, is_edge_table, node_tables
@@ -91,11 +91,16 @@ def test_ids_without_a_type_are_of_no_table_that_is_not_certain(tmp_path: Path, 
             table_of(store, "book", "the mini-batches have node type")
         with pytest.raises(SourceError, match="2 tables of nodes"):
             featstore.PartitionOrder(store, np.arange(50), batch_size=10)
-        with pytest.raises(SourceError, match="2 of them of nodes; say which: table="):
-            featstore.SharedBuffer(store, memory="16MiB")
+        with featstore.SharedBuffer(store, memory="16MiB") as shared, shared.client() as client:
+            assert client.tables == ["paper", "author"]
+            with pytest.raises(IdError, match="2 tables; say which"):
+                client.read([7])
     edges = pack(tmp_path / "edges", {"edge_features": rows(EDGES, 0)})
-    with edges as store, pytest.raises(SourceError, match="tables of edges alone"):
-        table_of(store, "", "the mini-batches have")
+    with edges as store:
+        with pytest.raises(SourceError, match="tables of edges alone"):
+            table_of(store, "", "the mini-batches have")
+        with pytest.raises(SourceError, match="tables of edges alone"):
+            featstore.SharedBuffer(store, memory="16MiB")
 
 
 @pytest.mark.parametrize("others", [{"author": 70}, {"paper__cites__paper": EDGES}])

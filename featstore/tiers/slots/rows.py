@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ from numpy.typing import NDArray
 from featstore.arguments import shown
 from featstore.base.ids import as_integers
 from featstore.errors import ArgumentError, BudgetError
+from featstore.storage.store import Table
 from featstore.tiers.slots import layout
 from featstore.tiers.slots import slots as sl
 
@@ -62,6 +64,31 @@ def slots_for(memory_bytes: int, row_bytes: int, policy: int, batches: int = 0) 
             buffer_bytes(1, row_bytes, policy, batches), memory_bytes, "make a feature buffer of one row"
         )
     return low
+
+
+def least_slots(table: Table, least: int = 1) -> int:
+    """Slots that a table must have: so many, or as many as it has rows."""
+    return max(1, min(table.rows, least))
+
+
+def least_bytes(tables: Sequence[Table], policy: int, least: int = 1) -> int:
+    """Memory of a buffer of each table that has the slots it must have."""
+    return sum(buffer_bytes(least_slots(table, least), table.row_bytes, policy) for table in tables)
+
+
+def share_slots(tables: Sequence[Table], memory_bytes: int, policy: int, least: int = 1) -> dict[str, int]:
+    """Slots by table, in so much memory as :func:`least_bytes` at least: by the tables' sizes, and what one
+    that fits whole leaves over is for the others."""
+    slots: dict[str, int] = {}
+    ordered = sorted(tables, key=lambda table: table.data_bytes)
+    for at, table in enumerate(ordered):
+        total = sum(max(1, one.data_bytes) for one in ordered[at:])
+        share = memory_bytes * max(1, table.data_bytes) // total
+        kept = least_bytes(ordered[at + 1 :], policy, least)
+        share = min(max(share, least_bytes([table], policy, least)), memory_bytes - kept)
+        slots[table.name] = max(1, min(table.rows, slots_for(share, table.row_bytes, policy)))
+        memory_bytes -= buffer_bytes(slots[table.name], table.row_bytes, policy)
+    return slots
 
 
 def switch_policy(
