@@ -66,6 +66,15 @@ class TableRecord:
     device_slot: NDArray[np.int32] = field(default_factory=_no_places)
     host_place: NDArray[np.int32] = field(default_factory=_no_places)
 
+    def brought_place(self, places: NDArray[np.int32]) -> NDArray[np.int32]:
+        """Where the rows at these places come from: of a copy, the place that it is copied from."""
+        if not len(self.copy_place):
+            return places
+        origin = np.arange(self.host_count, dtype=np.int32)
+        origin[self.copy_place] = self.copy_from
+        found: NDArray[np.int32] = origin[places]
+        return found
+
 
 _ARRAYS = tuple(f.name for f in fields(TableRecord))[3:]
 _NUMBERS = 3 + len(_ARRAYS)  # of a table, in a record's head
@@ -204,6 +213,15 @@ def check_record(record: TableRecord, limits: Limits, path: Path) -> None:
         copied[r.copy_place] = 1
         if copied[r.copy_from].any():
             raise _bad(path, "a copy of a copy")
+    if len(r.admit_place):
+        brought = r.brought_place(r.admit_place)
+        kept = np.zeros(r.host_count, np.uint8)
+        kept[r.hit_place] = 1
+        if kept[brought].any():
+            raise _bad(path, "a row to keep that was in memory already")
+        kept[brought] = 1
+        if int(kept.sum()) != len(r.hit_place) + len(brought):
+            raise _bad(path, "a row to keep in two slots")
     if r.host_count < r.count or len(r.host_place):
         _check_once([r.device_place, r.host_place], r.count, path)
 

@@ -443,6 +443,10 @@ class Store:
             "slots",
         )
         need(set(a["admit_place"].tolist()) <= set(range(host)), "a place that is admitted")
+        origin = dict(zip(a["copy_place"].tolist(), a["copy_from"].tolist(), strict=True))
+        brought = [origin.get(place, place) for place in a["admit_place"].tolist()]
+        need(len(set(brought)) == len(brought), "a row that is admitted twice")
+        need(not set(brought) & set(a["hit_place"].tolist()), "a row that is admitted and was in a slot")
         slots[a["admit_slot"]] = x[a["admit_place"]]
         if len(device) == 0:
             need(

@@ -39,14 +39,18 @@ def records(draw: st.DrawFn) -> TableRecord:
     if len(copy) and host == len(copy):
         copy, hit = copy[:0], copy
     originals = np.concatenate([hit, packed, shared, base])
-    admitted = rng.permutation(host)[: draw(st.integers(0, min(host, LIMITS.slots)))].astype(np.int32)
+    read = np.concatenate([packed, shared, base])
+    origins = rng.permutation(read)[: draw(st.integers(0, min(len(read), LIMITS.slots)))]
+    copied_from = rng.choice(originals, len(copy)) if len(copy) else copy
+    copy_of = dict(zip(copied_from.tolist(), copy.tolist(), strict=True))  # a row to keep may be a copy of it
+    admitted = np.array([copy_of.get(o, o) if rng.random() < 0.5 else o for o in origins.tolist()], np.int32)
     where = rng.permutation(host + device).astype(np.int32)
     small = {"dtype": np.int32}
     return TableRecord(
         host + device, host, int(rng.integers(0, LIMITS.packed_rows - len(packed) + 1)), hit,
         rng.integers(0, LIMITS.slots, len(hit), **small), packed, shared,
         rng.integers(0, LIMITS.shared_rows, len(shared)), base, rng.integers(0, LIMITS.base_rows, len(base)),
-        copy, rng.choice(originals, len(copy)) if len(copy) else copy, admitted,
+        copy, copied_from, admitted,
         rng.permutation(LIMITS.slots)[: len(admitted)].astype(np.int32),
         where[host:] if device else where[:0], rng.integers(0, LIMITS.device_slots, device, **small),
         where[:host] if device else where[:0],
@@ -103,6 +107,23 @@ def test_a_damaged_record_is_an_error_or_points_inside(part: TableRecord, data: 
     assert sorted(np.concatenate(places).tolist()) == list(range(found.host_count))
     assert all((found.hit_slot < LIMITS.slots) & (found.hit_slot >= 0))
     assert all((found.base_row < LIMITS.base_rows) & (found.base_row >= 0))
+
+
+def test_rows_to_keep_that_are_there_or_twice_are_refused() -> None:
+    """Places 0 and 1 are hits, 2 and 3 are read, 4 is a copy of 2, 5 a copy of 1."""
+    place = lambda *values: np.array(values, np.int32)  # noqa: E731
+    good = TableRecord(
+        6, 6, 0, place(0, 1), place(3, 4), place(2, 3), copy_place=place(4, 5), copy_from=place(2, 1),
+        admit_place=place(3, 4), admit_slot=place(0, 1),
+    )  # fmt: skip
+    check_record(good, LIMITS, PATH)
+    assert good.brought_place(good.admit_place).tolist() == [3, 2]
+    for wrong, says in (
+        (place(3, 0), "in memory already"), (place(5, 3), "in memory already"), (place(3, 3), "two slots"),
+        (place(2, 4), "two slots"),
+    ):  # fmt: skip
+        with pytest.raises(CorruptionError, match=says):
+            check_record(replace(good, admit_place=wrong), LIMITS, PATH)
 
 
 def test_places_filled_twice_or_never_are_refused() -> None:

@@ -4,16 +4,14 @@ training loop gets."""
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from featstore.base.buffers import Outputs
-from featstore.base.native import address_of
-from featstore.base.rows import move_rows
 from featstore.layout.records import TableRecord
+from featstore.loaders.batch import Batch, ids_of
 from featstore.loaders.compiled.report import CompiledStages
 from featstore.loaders.compiled.slots import ResidentSlots
 from featstore.loaders.compiled.sources import CompiledSources, TablePart
@@ -21,17 +19,6 @@ from featstore.trace.sample_decoder import decode
 
 if TYPE_CHECKING:
     from featstore.engine.request import Request
-
-
-@dataclass(frozen=True)
-class CompiledBatch:
-    """A mini-batch whose graph sample is no PyG object. ``x``: rows of its nodes, in the order of the trace's
-    ids, an array or tensor, or a dict of them by table where there are several. ``sample``: what was
-    recorded. ``index``: its number in the trace."""
-
-    index: int
-    x: Any
-    sample: Any
 
 
 class Pending:
@@ -102,8 +89,6 @@ class Assembly:
         for number, record in enumerate(pending.tables):
             out, row_bytes = pending.out[number], self._sources.row_bytes[number]
             self._slots.exchange(number, record, out)
-            rows = address_of(out)
-            move_rows(rows, record.copy_from, rows, record.copy_place, row_bytes)
             self._stages.rows(self._sources.tables[number][0], record, row_bytes)
         self._stages.add("read wait", arrived - begin)
         self._stages.add("assemble", time.perf_counter() - arrived)
@@ -127,7 +112,8 @@ class Assembly:
             from featstore.loaders.deliver import fill_pyg
 
             return fill_pyg(pending.sample, x, self._device)
-        return CompiledBatch(pending.index, next(iter(x.values())) if len(x) == 1 else x, pending.sample)
+        rows = next(iter(x.values())) if len(x) == 1 else x
+        return Batch(pending.index, ids_of(pending.sample), rows, pending.sample)
 
 
 class _DeviceRows:

@@ -13,7 +13,6 @@ began: the rows that were in memory at first are there again, or they are read a
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -31,6 +30,7 @@ from featstore.loaders.compiled.report import CompiledStages, LoaderReport
 from featstore.loaders.compiled.slots import ResidentSlots
 from featstore.loaders.compiled.sources import CompiledSources
 from featstore.loaders.prefetch import Prefetch, PrefetchingLoader
+from featstore.loaders.state import loader_state, position_of
 from featstore.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ class CompiledLoader(PrefetchingLoader):
             sources = CompiledSources(compiled, self._pack, self._buffer or self._base)
             self._slots = ResidentSlots(sources)
             self._assembly = Assembly(sources, self._slots, self.report_stages, self.depth, device, tensors)
-            self._round = 0
+            self._epoch = 0
             self._pending = ""  # what must be done before the next round: "begin", "restart", or nothing
             self._slots.load()
         except BaseException:
@@ -163,7 +163,7 @@ class CompiledLoader(PrefetchingLoader):
         assert self._slots is not None
         pending, self._pending = self._pending, "restart"
         if pending == "begin":
-            self._round += 1
+            self._epoch += 1
             self._next = 0
             self._slots.begin_round()
         elif pending == "restart":
@@ -180,21 +180,19 @@ class CompiledLoader(PrefetchingLoader):
     # Resuming.
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loader is: the mini-batches handed out so far of which round, small enough for a
-        checkpoint."""
-        return {"compiled": self.compiled.pack.uuid, "round": self._round, "next": self._next}
+        """Where the loader is: the mini-batches handed out so far of which epoch, small enough for a
+        checkpoint. Its ``store`` is the compiled trace."""
+        return loader_state(self.compiled.pack.uuid, self._epoch, self._next)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where ``state`` was taken: the next iteration begins with the mini-batch after the last one
         handed out then."""
-        args.check_state(state, {"compiled": self.compiled.pack.uuid}, "this loader")
-        after = args.as_count(state.get("next"), "next of the state, a mini-batch,", 0, len(self))
-        number = args.as_count(state.get("round"), "round of the state", 0)
+        epoch, after = position_of(state, self.compiled.pack.uuid, len(self))
         with self._alone("a state has been loaded since this iteration began"):
             assert self._slots is not None
-            self._round, self._next = number, after
+            self._epoch, self._next = epoch, after
             if self._next == len(self):
-                self._round, self._next = self._round + 1, 0
+                self._epoch, self._next = self._epoch + 1, 0
             self._slots.load()
             self._pending = ""
 
@@ -208,7 +206,7 @@ class CompiledLoader(PrefetchingLoader):
 
     def close(self) -> None:
         self._closed = True
-        if os.getpid() == self._pid:  # in a forked child there is nothing under way
+        if self.here:  # in a forked child there is nothing under way
             with self._lock:
                 if self._prefetch is not None:
                     self._prefetch.close()

@@ -59,10 +59,12 @@ class ResidentSlots:
                 ).result()
 
     def exchange(self, number: int, record: TableRecord, out: NDArray[np.uint8]) -> None:
-        """Copy what a mini-batch finds here into ``out``, the bytes of its rows, and keep what stays."""
+        """Copy what a mini-batch finds here into ``out``, the bytes of its rows, fill those that stand there
+        twice, and keep what stays; in this order, in which every row is there before it is copied."""
         rows, block = address_of(out), address_of(self.blocks[number])
         held, row_bytes = self._slot_of[number], self._sources.row_bytes[number]
         move_rows(block, held[record.hit_slot], rows, record.hit_place, row_bytes)
+        move_rows(rows, record.copy_from, rows, record.copy_place, row_bytes)
         move_rows(rows, record.admit_place, block, held[record.admit_slot], row_bytes)
 
     def restore(self, end: int) -> None:
@@ -76,7 +78,7 @@ class ResidentSlots:
             for number, record in enumerate(self._record(int(index))):
                 wanted = last[number][record.admit_slot] == index
                 moved = np.full(record.host_count, -1, np.int32)
-                moved[record.admit_place[wanted]] = record.admit_slot[wanted]
+                moved[record.brought_place(record.admit_place[wanted])] = record.admit_slot[wanted]
                 parts.append(TablePart(number, record, self._rows(number), moved))
             for request in self._sources.submit(parts):
                 request.result()
