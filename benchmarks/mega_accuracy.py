@@ -120,12 +120,14 @@ def with_rows(sample: Any, x: Any) -> Any:
     tensor."""
     import torch
 
-    from featstore.loaders.mega.batch import MegaMiniBatch
+    from featstore.loaders.batch import Batch
+    from featstore.loaders.mega.batch import LocalSample
 
-    return MegaMiniBatch(
-        sample.node, x[torch.from_numpy(sample.node)], sample.row, sample.col, sample.num_sampled_nodes[0],
-        sample.num_sampled_nodes, sample.num_sampled_edges, sample.node, None,
+    local = LocalSample(
+        sample.node, sample.row, sample.col, sample.num_sampled_nodes[0], sample.num_sampled_nodes,
+        sample.num_sampled_edges, sample.node, None,
     )  # fmt: skip
+    return Batch(0, sample.node, x[torch.from_numpy(sample.node)], local)
 
 
 class Memory:

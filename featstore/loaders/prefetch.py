@@ -84,13 +84,48 @@ def check_repeatable(sampler: Sampler) -> None:
         )
 
 
-class PrefetchingLoader(ABC):
-    """What loaders of mini-batches do alike: one iteration at a time, in the process that made them, until
-    they are closed."""
+class LoaderBase(ABC):
+    """What all loaders are: context managers that belong to the process that made them, until they are
+    closed."""
+
+    def __init__(self) -> None:
+        self._pid, self._closed = os.getpid(), False
+
+    @property
+    def here(self) -> bool:
+        """Whether this is the process that made it."""
+        return self._pid == os.getpid()
+
+    def check_process(self) -> None:
+        """Raise ClosedError in any other process than the loader's own: its threads stayed there."""
+        if not self.here:
+            raise ClosedError("a loader belongs to the process that made it; make another one here")
+
+    def check_open(self) -> None:
+        """Raise ClosedError where it is closed, or belongs to another process."""
+        self.check_process()
+        if self._closed:
+            raise ClosedError("the loader is closed")
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give everything back; an iteration under way ends with ClosedError. May be called more than
+        once."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+class PrefetchingLoader(LoaderBase):
+    """A loader with a thread that goes ahead of the loop: one iteration at a time."""
 
     def __init__(self, stages: Stages) -> None:
+        super().__init__()
         self.report_stages = stages
-        self._pid, self._lock, self._closed = os.getpid(), threading.RLock(), False
+        self._lock = threading.RLock()
         self._prefetch: Prefetch | None = None  # the iteration under way
         self._next = 0  # mini-batches handed out in it
 
@@ -98,7 +133,7 @@ class PrefetchingLoader(ABC):
     def _begin_prefetch(self) -> Prefetch:
         """Begin an iteration, within :meth:`_alone`."""
 
-    def _prefetched(self, prefetch: Prefetch) -> None:  # noqa: B027 - most have nothing to do then
+    def _prefetched(self, prefetch: Prefetch) -> None:
         """An iteration has come to its end."""
 
     def __iter__(self) -> Iterator[Any]:
@@ -127,27 +162,10 @@ class PrefetchingLoader(ABC):
         """What an iteration works on is the caller's: one under way has ended, and is told why."""
         self.check_process()
         with self._lock:
-            if self._closed:
-                raise ClosedError("the loader is closed")
+            self.check_open()
             if self._prefetch is not None:
                 self._prefetch.close(because)
             yield
-
-    def check_process(self) -> None:
-        """Raise ClosedError in any other process than the loader's own."""
-        if os.getpid() != self._pid:
-            raise ClosedError("a loader belongs to the process that made it; make another one here")
-
-    @abstractmethod
-    def close(self) -> None:
-        """Give everything back; an iteration under way ends with ClosedError. May be called more than
-        once."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
 
 class Prefetch(ABC):

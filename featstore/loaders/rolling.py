@@ -12,13 +12,12 @@ same mini-batches.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
-from featstore.arguments import as_batches, as_count, as_mapping, check_options, check_state, options_of
+from featstore.arguments import as_batches, as_mapping, check_options, options_of
 from featstore.base.system import submitted
 from featstore.compile.budget import parse_disk
 from featstore.compile.build import compile_trace
@@ -26,8 +25,9 @@ from featstore.errors import ClosedError, SourceError
 from featstore.loaders.compiled.loader import CompiledLoader
 from featstore.loaders.compiled.options import check_loader_options
 from featstore.loaders.compiled.trace import CompiledTrace
-from featstore.loaders.prefetch import Sampler, check_repeatable, epoch_of
+from featstore.loaders.prefetch import LoaderBase, Sampler, check_repeatable, epoch_of
 from featstore.loaders.ranks import warn_of_ranks
+from featstore.loaders.state import loader_state, position_of
 from featstore.storage.disk import Disk
 from featstore.storage.packs import (
     EPISODES,
@@ -47,7 +47,7 @@ from featstore.units import parse_bytes
 _TRAIN_SHARE = 0.7  # of the memory; preparing has the rest
 
 
-class RollingLoader:
+class RollingLoader(LoaderBase):
     """Mini-batches without end, every episode from a fresh sample. A context manager.
 
     Args:
@@ -73,6 +73,7 @@ class RollingLoader:
         self, store: OpenStore, episode: Sampler, *, name: str = "rolling", memory: int | str = "1GiB",
         disk: int | str | None = None, loader: Mapping[str, Any] | None = None, **others: Any,
     ) -> None:  # fmt: skip
+        super().__init__()
         check_pack_name(name)
         as_batches(episode, "episode")
         check_repeatable(episode)
@@ -98,8 +99,6 @@ class RollingLoader:
         self._episodes: dict[int, Future[CompiledTrace]] = {}  # the one that trains, and the one after it
         self._loader: CompiledLoader | None = None
         self._at = (0, 0)  # episode, mini-batches of it handed out
-        self._pid = os.getpid()
-        self._closed = False
         self.preparing_seconds: list[float] = []  # of each episode, in the background
         self.waiting_seconds: list[float] = []  # for each episode, in the loop
 
@@ -141,9 +140,7 @@ class RollingLoader:
 
     def _open(self, number: int, done: int) -> CompiledLoader:
         """The loader of an episode, which waits for it to be prepared; has the one after it prepared."""
-        self._unless_closed()
-        if os.getpid() != self._pid:
-            raise ClosedError("a loader belongs to the process that made it; make another one here")
+        self.check_open()
         if self._loader is not None:
             self._loader.close()
         for earlier in [k for k in self._episodes if k < number]:
@@ -157,7 +154,7 @@ class RollingLoader:
         self.waiting_seconds.append(time.perf_counter() - begin)
         loader = self._loader = CompiledLoader(compiled, **self._loader_options)
         if done:
-            loader.load_state_dict({"compiled": compiled.pack.uuid, "round": 0, "next": done})
+            loader.load_state_dict(loader_state(compiled.pack.uuid, 0, done))
         self._prepared(number + 1)
         return loader
 
@@ -168,22 +165,27 @@ class RollingLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """Where the loader is, small enough for a checkpoint."""
-        return {"base": self._store.uuid, "episode": self._at[0], "next": self._at[1]}
+        return loader_state(self._store.uuid, *self._at)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where ``state`` was taken; before the first iteration."""
-        check_state(state, {"base": self._store.uuid}, "this loader")
-        at = tuple(as_count(state.get(name), f"{name} of the state", 0) for name in ("episode", "next"))
+        at = position_of(state, self._store.uuid)
         if self._episodes:
             raise SourceError("load the state before the first mini-batch is asked for")
-        self._at = at[0], at[1]
+        self._at = at
+
+    def next_episode(self) -> None:
+        """Let the rest of the episode under way go: the next iteration begins with the one after it. Nothing
+        happens at the begin of an episode."""
+        if self._at[1]:
+            self._at = self._at[0] + 1, 0
 
     def close(self) -> None:
         """Stop preparing, and remove the episodes' files. May be called more than once."""
         if self._closed:
             return
         self._closed = True
-        if os.getpid() != self._pid:
+        if not self.here:
             return  # nothing here is a forked child's to remove
         if self._loader is not None:
             self._loader.close()
@@ -197,9 +199,3 @@ class RollingLoader:
             self._lock.release()  # what is left, the next one of this name removes, or `featstore gc`
             raise
         self._lock.release(remove=True)
-
-    def __enter__(self) -> RollingLoader:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()

@@ -89,20 +89,30 @@ def train_loader(
             "residency": residency,
         }
         return RollingLoader(store, sampler, name=name, loader=loader, **options)
-    if not (reuse and is_there(packs_directory(store) / name / MANIFEST_NAME)):
-        packs, door = packs_to_write(store), Disk()
-        door.mkdir(packs)
-        lock = preparing(packs, name)
-        try:
-            with Trace.record(_epochs(sampler, epochs), packs / f"{name}{TRACES}", overwrite=True) as trace:
-                compile_trace(
-                    store, trace, name, memory=memory, disk=disk, device_memory=device_memory,
-                    residency=residency, overwrite=True
-                )  # fmt: skip
-            remove_trace(packs / f"{name}{TRACES}", door)
-        finally:
-            lock.release(remove=True)
+    compiled_once(
+        store, sampler, name, epochs=epochs, reuse=reuse, memory=memory, disk=disk,
+        device_memory=device_memory, residency=residency,
+    )  # fmt: skip
     return CompiledLoader(CompiledTrace(store, name), **loader)
+
+
+def compiled_once(
+    store: OpenStore, sampler: Sampler, name: str, *, epochs: int = 1, reuse: bool = False, **options: Any
+) -> None:
+    """Record the sampler's first epochs and compile them under ``name``, unless ``reuse`` finds that there.
+    ``options``: of :func:`featstore.compile_trace`. Raises StoreLockedError where another loader has the
+    name."""
+    if reuse and is_there(packs_directory(store) / name / MANIFEST_NAME):
+        return
+    packs, door = packs_to_write(store), Disk()
+    door.mkdir(packs)
+    lock = preparing(packs, name)
+    try:
+        with Trace.record(_epochs(sampler, epochs), packs / f"{name}{TRACES}", overwrite=True) as trace:
+            compile_trace(store, trace, name, overwrite=True, **options)
+        remove_trace(packs / f"{name}{TRACES}", door)
+    finally:
+        lock.release(remove=True)
 
 
 def _store_of(dataset: Any, path: str | os.PathLike[str] | None) -> OpenStore:

@@ -314,7 +314,7 @@ CALLS: dict[str, Call] = {
         lambda w: (w.mega.load_state_dict, {"state": w.mega.state_dict()}),
         {
             "state": State(
-                lambda w: w.mega.state_dict(), ("epoch", "step", "pass", "batch", "batch_size"), ("passes",)
+                lambda w: w.mega.state_dict(), ("epoch", "next", "pass", "batch", "batch_size"), ("passes",)
             )
         },
     ),
@@ -407,7 +407,7 @@ CALLS: dict[str, Call] = {
     ),
     "CompiledLoader.load_state_dict": Call(
         lambda w: (w.compiled_loader.load_state_dict, {"state": w.compiled_loader.state_dict()}),
-        {"state": State(lambda w: w.compiled_loader.state_dict(), ("round", "next"))},
+        {"state": State(lambda w: w.compiled_loader.state_dict(), ("epoch", "next"))},
     ),
     "RollingLoader": Call(
         lambda w: (RollingLoader, {"store": w.store, "episode": lambda number: w.batches, "memory": "64MiB"}),
@@ -425,7 +425,7 @@ CALLS: dict[str, Call] = {
     ),
     "RollingLoader.load_state_dict": Call(
         lambda w: (w.rolling.load_state_dict, {"state": w.rolling.state_dict()}),
-        {"state": State(lambda w: w.rolling.state_dict(), ("episode", "next"))},
+        {"state": State(lambda w: w.rolling.state_dict(), ("epoch", "next"))},
     ),
     "train_loader": Call(
         lambda w: (

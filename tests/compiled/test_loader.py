@@ -240,9 +240,9 @@ def test_resuming_at_every_mini_batch(case: Case, name: str, finished_rounds: in
                 loader.load_state_dict(pickle.loads(pickle.dumps(state)))
                 left = range(done, BATCHES) if done < BATCHES else range(BATCHES)
                 case.check(loader, left)
-                assert loader.state_dict()["round"] == finished_rounds + (done >= BATCHES)
+                assert loader.state_dict()["epoch"] == finished_rounds + (done >= BATCHES)
             case.check(loader, range(BATCHES))
-            assert loader.state_dict() == {**states[-1], "round": finished_rounds + 2}
+            assert loader.state_dict() == {**states[-1], "epoch": finished_rounds + 2}
 
 
 def test_resuming_in_the_middle_of_an_order(case: Case) -> None:
@@ -270,8 +270,8 @@ def test_a_state_that_is_loaded_ends_the_iteration(case: Case, loader: Any) -> N
 
 def test_states_that_do_not_fit(case: Case, loader: Any) -> None:
     state = loader.state_dict()
-    with pytest.raises(SourceError, match="the state has compiled = 'nothing'"):
-        loader.load_state_dict(state | {"compiled": "nothing"})
+    with pytest.raises(SourceError, match="the state has store = 'nothing'"):
+        loader.load_state_dict(state | {"store": "nothing"})
     for wrong in (-1, BATCHES + 1):
         with pytest.raises(SourceError, match="next of the state, a mini-batch, must"):
             loader.load_state_dict(state | {"next": wrong})

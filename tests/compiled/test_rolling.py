@@ -146,8 +146,8 @@ def test_resuming_at_any_point(store: featstore.Store) -> None:
 def test_states_that_do_not_fit(store: featstore.Store) -> None:
     with rolling(store) as loader:
         state = loader.state_dict()
-        with pytest.raises(SourceError, match="the state has base = 'nothing'"):
-            loader.load_state_dict(state | {"base": "nothing"})
+        with pytest.raises(SourceError, match="the state has store = 'nothing'"):
+            loader.load_state_dict(state | {"store": "nothing"})
         check(iter(loader), 0, 1)
         with pytest.raises(SourceError, match="before the first mini-batch"):
             loader.load_state_dict(state)

@@ -20,7 +20,8 @@ import featstore
 import featstore.loaders.mega.loader
 import featstore.loaders.mega.sizes
 from featstore.errors import BudgetError, ClosedError, CorruptionError, IdError, SourceError
-from featstore.loaders.mega.batch import MegaBatch, MegaMiniBatch
+from featstore.loaders.batch import Batch
+from featstore.loaders.mega.batch import MegaBatch
 from featstore.loaders.mega.loader import MegaBatches
 
 NODES, PARTITIONS, WIDTH = 3000, 24, 33
@@ -106,7 +107,7 @@ with warnings.catch_warnings():
 Seen = tuple[Any, ...]
 
 
-def drawn(batch: MegaMiniBatch) -> Seen:
+def drawn(batch: Batch) -> Seen:
     """All of a mini-batch, as what can be compared and written as JSON."""
     return [
         batch.node.tolist(),
@@ -148,7 +149,7 @@ def check_mega(mega: MegaBatch, partition_of: Any) -> None:
     assert mega.kept_share == pytest.approx(GRAPH[here][:, inside].nnz / stored)
 
 
-def check_batch(batch: MegaMiniBatch, fanouts: list[int], here: set[int]) -> None:
+def check_batch(batch: Batch, fanouts: list[int], here: set[int]) -> None:
     nodes = batch.node
     assert len(set(nodes.tolist())) == len(nodes)
     assert set(nodes.tolist()) <= here

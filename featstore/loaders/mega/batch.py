@@ -15,23 +15,22 @@ from featstore.base.ids import finished
 from featstore.base.native import address_of
 from featstore.base.rows import IN_ORDER, move_rows
 from featstore.errors import ArgumentError, ClosedError
+from featstore.loaders.batch import Batch
 from featstore.loaders.mega.induce import border_weights
 from featstore.sampling.neighbors import NeighborSampler
 
 
 @dataclass(frozen=True)
-class MegaMiniBatch:
-    """One mini-batch of ``m`` nodes and ``k`` edges, sampled inside a mega-batch.
+class LocalSample:
+    """The graph of one mini-batch of ``m`` nodes and ``k`` edges, sampled inside a mega-batch.
 
-    ``node``: int64 [m], node ids, the ``batch_size`` seeds first. ``x``: [m, *row shape], their rows.
-    ``row``, ``col``: int64 [k], positions in ``node`` of each edge's source and target; nodes and edges are
-    grouped by hop, as their numbers in ``num_sampled_nodes`` and ``num_sampled_edges`` say. ``local``: int64
-    [m], local ids in the mega-batch. ``weight``: float32 [k] or None; with mean aggregation, multiply each
-    message by it.
+    ``node``: int64 [m], node ids, the ``batch_size`` seeds first. ``row``, ``col``: int64 [k], positions in
+    ``node`` of each edge's source and target; nodes and edges are grouped by hop, as their numbers in
+    ``num_sampled_nodes`` and ``num_sampled_edges`` say. ``local``: int64 [m], local ids in the mega-batch.
+    ``weight``: float32 [k] or None; with mean aggregation, multiply each message by it.
     """
 
     node: NDArray[np.int64]
-    x: Any
     row: NDArray[np.int64]
     col: NDArray[np.int64]
     batch_size: int
@@ -39,21 +38,6 @@ class MegaMiniBatch:
     num_sampled_edges: tuple[int, ...]
     local: NDArray[np.int64]
     weight: NDArray[np.float32] | None
-
-    def pyg(self) -> Any:
-        """The mini-batch as a PyG ``Data`` with x, edge_index, n_id, batch_size, num_sampled_nodes,
-        num_sampled_edges, and edge_weight where there are weights. Raises ImportError without PyG."""
-        import torch
-        from torch_geometric.data import Data
-
-        data = Data(
-            x=torch.as_tensor(self.x), edge_index=torch.from_numpy(np.stack([self.row, self.col])),
-            n_id=torch.from_numpy(self.node), batch_size=self.batch_size,
-            num_sampled_nodes=list(self.num_sampled_nodes), num_sampled_edges=list(self.num_sampled_edges),
-        )  # fmt: skip
-        if self.weight is not None:
-            data.edge_weight = torch.from_numpy(self.weight)
-        return data
 
 
 @dataclass
@@ -140,7 +124,7 @@ class MegaBatch:
 
     def batches(
         self, fanouts: Sequence[int], batch_size: int, *, weights: bool = False, tensors: bool = False
-    ) -> Iterator[MegaMiniBatch]:
+    ) -> Iterator[Batch]:
         """Mini-batches of ``batch_size`` seeds, in a new random order in each pass; every seed once a pass.
 
         ``fanouts``: neighbours per node and hop, -1 for all. ``weights``: weigh edges so that neighbours lost
@@ -157,7 +141,7 @@ class MegaBatch:
 
     def _batches(
         self, sampler: NeighborSampler, batch_size: int, weights: bool, tensors: bool
-    ) -> Iterator[MegaMiniBatch]:
+    ) -> Iterator[Batch]:
         per_pass = -(-len(self.seeds) // batch_size)
         always = self._always() if weights else None
         first_pass, first_batch, size_before = self._start
@@ -171,9 +155,7 @@ class MegaBatch:
                 if not self._alive:
                     raise ClosedError("this mega-batch has been replaced by the next one")
                 seeds = order[number * batch_size : (number + 1) * batch_size]
-                batch = self._batch(
-                    sampler, seeds, (self.step << 44) | (pass_ << 32) | number, always, tensors
-                )
+                batch = self._batch(sampler, seeds, pass_, number, always, tensors)
                 self._on_batch(pass_ + (number + 1) // per_pass, (number + 1) % per_pass, batch_size)
                 yield batch
 
@@ -188,10 +170,12 @@ class MegaBatch:
         self,
         sampler: NeighborSampler,
         seeds: NDArray[np.int64],
-        key: int,
+        pass_: int,
+        number: int,
         always: NDArray[np.bool_] | None,
         tensors: bool,
-    ) -> MegaMiniBatch:
+    ) -> Batch:
+        key = (self.step << 44) | (pass_ << 32) | number
         found = sampler.sample(seeds, key, epoch=self.epoch)
         row_bytes = self.x.dtype.itemsize * int(np.prod(self.x.shape[1:], dtype=np.int64))
         rows = empty_rows(len(found.node), row_bytes)
@@ -203,8 +187,9 @@ class MegaBatch:
             border_weights(
                 found.row, found.col, found.node, self.hubs, self.slot_rows, always, chance, weight
             )
-        return MegaMiniBatch(
-            self.node[found.node].astype(np.int64),
-            finished(rows, (len(found.node), *self.x.shape[1:]), self.x.dtype, tensors), found.row, found.col,
-            len(seeds), found.num_sampled_nodes, found.num_sampled_edges, found.node, weight,
+        sample = LocalSample(
+            self.node[found.node].astype(np.int64), found.row, found.col, len(seeds),
+            found.num_sampled_nodes, found.num_sampled_edges, found.node, weight,
         )  # fmt: skip
+        x = finished(rows, (len(found.node), *self.x.shape[1:]), self.x.dtype, tensors)
+        return Batch(number, sample.node, x, sample)

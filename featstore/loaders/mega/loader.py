@@ -14,7 +14,6 @@ caller holds.
 
 from __future__ import annotations
 
-import os
 import time
 import zlib
 from collections.abc import Iterator
@@ -28,11 +27,13 @@ from numpy.typing import NDArray
 from featstore.arguments import as_count, check_state
 from featstore.base.system import submitted
 from featstore.base.threads import shut_down
-from featstore.errors import ArgumentError, ClosedError
+from featstore.errors import ArgumentError
 from featstore.loaders.mega.batch import MegaBatch
 from featstore.loaders.mega.loading import Loading
 from featstore.loaders.mega.schedule import Schedule
+from featstore.loaders.prefetch import LoaderBase
 from featstore.loaders.ranks import warn_of_ranks
+from featstore.loaders.state import loader_state, position_of
 from featstore.reader.options import check_reading
 from featstore.storage.relations import graph_of
 from featstore.storage.store import as_store
@@ -42,11 +43,10 @@ if TYPE_CHECKING:
     from featstore.engine import EngineChoice
     from featstore.storage.store import OpenStore
 
-STATE_VERSION = 1
 PASSES_MAX = 16  # of "auto"
 
 
-class MegaBatches:
+class MegaBatches(LoaderBase):
     """Loads the mega-batches of an epoch, one ahead; made by :meth:`featstore.Store.mega_batches`. Iterate it
     once an epoch.
 
@@ -73,6 +73,7 @@ class MegaBatches:
         passes: int | str = 1, seed: int = 0, engine: str = "auto", queue_depth: int = 128,
         verify: bool = True,
     ) -> None:  # fmt: skip
+        super().__init__()
         if not isinstance(passes, str) or passes != "auto":
             passes = as_count(passes, "passes, unless 'auto',", 1, 2**31 - 1)
         resident = None if resident is None else as_count(resident, "resident")
@@ -98,7 +99,6 @@ class MegaBatches:
         self._ahead: tuple[tuple[int, int], Future[MegaBatch]] | None = None
         self._load_seconds: list[float] = []
         self._pass_seconds: list[float] = []
-        self._closed, self._pid = False, os.getpid()
 
     # What it is.
 
@@ -162,10 +162,10 @@ class MegaBatches:
         """Where training stands: small, plain data. What was handed out counts as seen."""
         step, pass_, batch, batch_size = self._position
         train = zlib.crc32(self._loading.train.tobytes())
-        return {
-            "version": STATE_VERSION, "store": self.store.uuid, "seed": self.seed,
+        return loader_state(self.store.uuid, self._epoch, step) | {
+            "seed": self.seed,
             "resident": self._sizes.resident, "replaced": self._sizes.replaced, "hubs": len(self.hub_rows),
-            "train": train, "epoch": self._epoch, "step": step, "pass": pass_, "batch": batch,
+            "train": train, "pass": pass_, "batch": batch,
             "batch_size": batch_size, "passes": self._passes_now,
         }  # fmt: skip
 
@@ -173,10 +173,11 @@ class MegaBatches:
         """Go on where :meth:`state_dict` was taken. Raises ArgumentError, a ValueError, where it belongs to
         another store, seed or size of mega-batch."""
         now = self.state_dict()
-        same = ("version", "store", "seed", "resident", "replaced", "hubs", "train")
-        check_state(state, {key: now[key] for key in same}, "this loader")
-        where = ("epoch", "step", "pass", "batch", "batch_size")
-        epoch, *position = (as_count(state.get(key), f"{key} of the state", 0) for key in where)
+        same = ("seed", "resident", "replaced", "hubs", "train")
+        epoch, step = position_of(state, self.store.uuid)
+        check_state(state, {key: now[key] for key in same}, "this loader has")
+        where = ("pass", "batch", "batch_size")
+        position = [step, *(as_count(state.get(key), f"{key} of the state", 0) for key in where)]
         passes = state.get("passes")
         passes = None if passes is None else as_count(passes, "passes of the state")
         if position[0] > self.steps:
@@ -193,10 +194,10 @@ class MegaBatches:
     def __iter__(self) -> Iterator[MegaBatch]:
         """The mega-batches of the current epoch, from where training stands; then the next epoch is the
         current one."""
-        self._check_open()
+        self.check_open()
         epoch, schedule = self._epoch, self._schedule(self._epoch)
         for index in range(self._position[0], schedule.steps):
-            self._check_open()
+            self.check_open()
             self._retire()
             begun = time.perf_counter()
             mega = self._take(epoch, index)
@@ -208,13 +209,6 @@ class MegaBatches:
             self._pass_seconds.append((time.perf_counter() - started) / mega.passes)
             self._position, self._passes_now = (index + 1, 0, 0, 0), None
         self._epoch, self._position = epoch + 1, (0, 0, 0, 0)
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise ClosedError("the loader is closed")
-        # the thread that loads stayed in the parent, and would be waited for in vain
-        if self._pid != os.getpid():
-            raise ClosedError("a loader belongs to the process that made it; make another one here")
 
     def _retire(self) -> None:
         """The mega-batch handed out last is no more: its buffers are needed, or training stands elsewhere."""
@@ -287,14 +281,8 @@ class MegaBatches:
         """Let loads under way end and give everything back. May be called more than once."""
         self._closed = True
         ahead, self._ahead = self._ahead, None
-        if self._pid == os.getpid():  # in a forked child there is nothing under way
+        if self.here:  # in a forked child there is nothing under way
             if ahead is not None:
                 self._settle(ahead[1])
             shut_down(self._pool)
         self._loading.reader.close()
-
-    def __enter__(self) -> MegaBatches:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()

@@ -18,7 +18,6 @@ only how long it takes.
 
 from __future__ import annotations
 
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sized
@@ -30,11 +29,13 @@ import numpy as np
 from featstore import arguments as args
 from featstore.base.threads import Wake, Worker
 from featstore.errors import ArgumentError, IdError, SourceError
+from featstore.loaders.batch import Batch
 from featstore.loaders.online.budget import SAMPLED
 from featstore.loaders.online.extraction import EXTRACTED, FIRST_POLICY, LARGEST, ROOM, Extraction, Tickets
 from featstore.loaders.online.report import OnlineReport, OnlineStages
 from featstore.loaders.prefetch import Prefetch, PrefetchingLoader, Sampler, check_repeatable, epoch_of
 from featstore.loaders.ranks import warn_of_ranks
+from featstore.loaders.state import loader_state, position_of
 from featstore.reader.options import READING
 from featstore.sampling.minibatch import Ids, split
 from featstore.storage.store import as_store
@@ -43,20 +44,6 @@ from featstore.units import parse_bytes
 
 if TYPE_CHECKING:
     from featstore.storage.store import OpenStore
-
-STATE_VERSION = 1
-
-
-@dataclass(frozen=True)
-class OnlineBatch:
-    """A mini-batch that is no PyG object. ``index``: its number in the epoch. ``n_id``: node ids, ``x``:
-    their rows, an array or tensor, or dicts of them by table where there are several. ``sample``: the
-    mini-batch itself, or its second part (see :mod:`featstore.sampling.minibatch`)."""
-
-    index: int
-    n_id: Any
-    x: Any
-    sample: Any
 
 
 class OnlineLoader(PrefetchingLoader):
@@ -187,15 +174,12 @@ class OnlineLoader(PrefetchingLoader):
                 "with overtake=True mini-batches have no order that could be gone on with: save "
                 "between epochs"
             )
-        return {"version": STATE_VERSION, "store": self.store.uuid, "epoch": self._epoch, "next": self._next}
+        return loader_state(self.store.uuid, self._epoch, self._next)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where ``state`` was taken: mini-batches handed out then are sampled again and let go, without
         reading their rows."""
-        args.check_state(state, {"version": STATE_VERSION, "store": self.store.uuid}, "this loader")
-        epoch, after = (
-            args.as_count(state.get(name), f"{name} of the state", 0) for name in ("epoch", "next")
-        )
+        epoch, after = position_of(state, self.store.uuid)
         with self._alone("a state has been loaded since this iteration began"):
             self._epoch, self._next, self._begun = epoch, after, False
 
@@ -241,14 +225,14 @@ class OnlineLoader(PrefetchingLoader):
 
             return fill_pyg(sample, x, self._device)
         if len(self.extraction.buffers) == 1:
-            return OnlineBatch(index, next(iter(ids.values())), next(iter(x.values())), sample)
-        return OnlineBatch(index, ids, x, sample)
+            return Batch(index, next(iter(ids.values())), next(iter(x.values())), sample)
+        return Batch(index, ids, x, sample)
 
     # Ending.
 
     def close(self) -> None:
         self._closed = True
-        if os.getpid() == self._pid:
+        if self.here:
             with self._lock:
                 if self._prefetch is not None:
                     self._prefetch.close()

@@ -1,0 +1,142 @@
+"""A mini-batch with the rows of its nodes, the same under every way to train."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from featstore.errors import SourceError
+
+
+class Batch:
+    """What a training loop gets, with PyG's names.
+
+    Attributes:
+        index: its number in the epoch.
+        n_id: node ids, integers [m], as the sampler ordered them: the seeds first. Dictionaries by type where
+            there are several.
+        x: their rows, [m, *row shape], an array or a tensor; dictionaries by type where there are several.
+        sample: the sampler's own mini-batch.
+
+    Everything else is the sampler's: ``row`` and ``col`` or ``edge_index``, ``batch_size``,
+    ``num_sampled_nodes``, ``num_sampled_edges``, and the user's own fields, by their names. Raises
+    AttributeError for what the sampler's mini-batch does not have.
+    """
+
+    def __init__(self, index: int, n_id: Any, x: Any, sample: Any = None) -> None:
+        self.index, self.n_id, self.x, self.sample = index, n_id, x, sample
+
+    # What PyG calls so, of samplers that call it otherwise.
+
+    @property
+    def row(self) -> Any:
+        """int64 [k], of each edge the position of its source in ``n_id``."""
+        found = self._of_sample("row")
+        return self._of_sample("edge_index", need=True)[0] if found is None else found
+
+    @property
+    def col(self) -> Any:
+        """int64 [k], of each edge the position of its target in ``n_id``."""
+        found = self._of_sample("col")
+        return self._of_sample("edge_index", need=True)[1] if found is None else found
+
+    @property
+    def edge_index(self) -> Any:
+        """int64 [2, k]: ``row`` and ``col``; a tensor where they are tensors, or where ``x`` is one."""
+        found = self._of_sample("edge_index")
+        if found is not None:
+            return found
+        both = np.stack([self._of_sample("row", need=True), self._of_sample("col", need=True)])
+        torch = sys.modules.get("torch")
+        if torch is not None and isinstance(_first(self.x), torch.Tensor):
+            return torch.from_numpy(both).to(_first(self.x).device)
+        return both
+
+    @property
+    def batch_size(self) -> int:
+        """Number of seeds, which are the first of ``n_id``."""
+        found = self._of_sample("batch_size")
+        return int(self.num_sampled_nodes[0] if found is None else found)
+
+    @property
+    def num_sampled_nodes(self) -> Any:
+        """New nodes of each hop, the seeds as hop 0."""
+        return self._of_sample("num_sampled_nodes", need=True)
+
+    @property
+    def num_sampled_edges(self) -> Any:
+        """Edges of each hop."""
+        return self._of_sample("num_sampled_edges", need=True)
+
+    @property
+    def e_id(self) -> Any:
+        """The user's numbers of the edges, where the sampler's mini-batch has them."""
+        found = self._of_sample("e_id")
+        if found is None and self._of_sample("edge_id") is not None:
+            raise AttributeError(
+                "this mini-batch has no e_id, the user's edge numbers: its edge_id counts edges in the "
+                "sampler's own order"
+            )
+        return self._of_sample("e_id", need=True)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name in ("index", "n_id", "x", "sample"):  # while it is copied
+            raise AttributeError(name)
+        return self._of_sample(name, need=True)
+
+    def _of_sample(self, name: str, need: bool = False) -> Any:
+        sample = self.sample
+        found = sample.get(name) if isinstance(sample, Mapping) else getattr(sample, name, None)
+        if found is None and need:
+            raise AttributeError(
+                f"this mini-batch has no {name!r}: it has index, n_id, x and what the sampler's "
+                f"{type(sample).__name__} has"
+            )
+        return found
+
+    def pyg(self) -> Any:
+        """PyG's object: the sampler's own where it is one, with the rows as ``x``; else a ``Data`` with x,
+        n_id, edge_index, batch_size, num_sampled_nodes, num_sampled_edges, and edge_weight where there are
+        weights. Raises ImportError without PyG; SourceError for several types of nodes without PyG's sampler.
+        """
+        import torch
+        from torch_geometric.data import Data
+
+        if type(self.sample).__module__.startswith("torch_geometric."):
+            return self.sample
+        if isinstance(self.x, Mapping):
+            raise SourceError(
+                "a mini-batch of several types of nodes becomes a HeteroData only where the sampler made one"
+            )
+        data = Data(
+            x=torch.as_tensor(self.x), edge_index=torch.as_tensor(self.edge_index),
+            n_id=torch.as_tensor(self.n_id), batch_size=self.batch_size,
+            num_sampled_nodes=list(self.num_sampled_nodes), num_sampled_edges=list(self.num_sampled_edges),
+        )  # fmt: skip
+        weight = self._of_sample("weight")
+        if weight is not None:
+            data.edge_weight = torch.as_tensor(weight)
+        return data
+
+    def __repr__(self) -> str:
+        nodes = (
+            {t: len(i) for t, i in self.n_id.items()} if isinstance(self.n_id, Mapping) else len(self.n_id)
+        )
+        return f"<Batch {self.index}: {nodes} nodes>"
+
+
+def ids_of(sample: Any) -> Any:
+    """The node ids that a sampler's mini-batch knows, as :mod:`featstore.sampling.minibatch` finds them; None
+    where it has none."""
+    for name in ("n_id", "node", "input_nodes"):
+        found = sample.get(name) if isinstance(sample, Mapping) else getattr(sample, name, None)
+        if found is not None:
+            return found
+    return None
+
+
+def _first(rows: Any) -> Any:
+    return next(iter(rows.values()), None) if isinstance(rows, Mapping) else rows

@@ -1,0 +1,328 @@
+"""One loader: the same training loop under every mode.
+
+    with store.loader(seeds=train, fanouts=(10, 5), batch_size=1024, memory="2GiB") as loader:
+        for epoch in range(3):
+            for batch in loader:
+                step(batch.x, batch.edge_index, batch.n_id[: batch.batch_size])
+
+What the modes (:mod:`featstore.loaders.modes`) differ in is which rows are wanted when, and what that costs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+from featstore import arguments as args
+from featstore.errors import ArgumentError, SourceError
+from featstore.loaders.batch import Batch
+from featstore.loaders.compiled.loader import CompiledLoader
+from featstore.loaders.compiled.trace import CompiledTrace
+from featstore.loaders.mega.loader import MegaBatches
+from featstore.loaders.modes import (
+    MODES,
+    CompiledMode,
+    Mode,
+    OnlineMode,
+    PartitionsMode,
+    Recorded,
+    RollingMode,
+)
+from featstore.loaders.online.loader import OnlineLoader
+from featstore.loaders.prefetch import LoaderBase, Sampler, check_repeatable
+from featstore.loaders.rolling import RollingLoader
+from featstore.loaders.train import compiled_once
+from featstore.reader.options import check_reading
+from featstore.sampling.batches import SampledBatches, bytes_in_memory, open_sampler
+from featstore.storage.relations import graph_of
+from featstore.storage.store import as_store
+from featstore.units import format_bytes, parse_bytes
+
+if TYPE_CHECKING:
+    from featstore.storage.store import OpenStore
+
+#: Options that not every mode has, and those that have them.
+_OF_MODES = {
+    "nodes": ("online", "compiled", "rolling"),
+    "policy": ("online",),
+    "static": ("online",),
+    "device": ("online", "compiled", "rolling"),
+    "device_memory": ("online", "compiled", "rolling"),
+    "disk": ("compiled", "rolling"),
+    "name": ("compiled", "rolling"),
+    "residency": ("compiled", "rolling"),
+    "reuse": ("compiled",),
+    "hubs": ("partitions",),
+    "resident": ("partitions",),
+    "replaced": ("partitions",),
+    "passes": ("partitions",),
+    "weights": ("partitions",),
+}
+_SAMPLER_SHARE = 4  # of the memory, at most, is for a sampler
+
+
+class Loader(LoaderBase):
+    """Mini-batches with the rows of their nodes; made by :meth:`featstore.Store.loader`. A context manager.
+
+    Each iteration is an epoch of :class:`~featstore.loaders.batch.Batch`. Break off in the middle, and the
+    next iteration begins the next epoch. It belongs to the process that made it.
+
+    Args:
+        store: the open store.
+        batches: mini-batches as :meth:`featstore.Trace.record` takes them (PyG's loaders, arrays of node ids,
+            pairs of ids and sample ...), without features: an iterable that can be gone through once an
+            epoch, or a function of the epoch's number that makes one. Not with ``seeds``.
+        seeds: training nodes, ids or a mask of all nodes, or the name of an array in the store: the store
+            samples itself.
+        fanouts: with ``seeds``: neighbours per node and hop, -1 for all.
+        batch_size: with ``seeds``: seeds of a mini-batch.
+        seed: with ``seeds``: of the order and the neighbours.
+        graph: with ``seeds``: the name of the graph, where the store has several.
+        mode: ``"online"``: rows are read as mini-batches come, through a buffer. ``"compiled"``: the
+            mini-batches of epoch 0 are recorded once, their rows laid out for them, and repeated every epoch.
+            ``"rolling"``: fresh ones every epoch, laid out while the epoch before trains. ``"partitions"``
+            (needs ``seeds``): random collections of partitions are loaded whole, and neighbours outside of
+            them left out. ``"auto"``: ``"online"``, whose mini-batches are as given; ``mode_because`` says
+            so.
+        memory: budget of all of this, bytes or a size; a batch that the loop keeps comes on top.
+        tensors: ``x`` as a torch tensor; by default where there is a device or the samples are PyG's.
+        engine, queue_depth, verify: as for :class:`featstore.Reader`.
+        nodes, policy, static: of mode online (``nodes`` of compiled and rolling, too): see
+            :class:`featstore.OnlineLoader`.
+        device, device_memory: rows and tensors there; not of mode partitions.
+        disk, name, residency: of the modes compiled and rolling: see :func:`featstore.compile_trace`.
+        reuse: of mode compiled: take what was compiled under this ``name``, if it is there.
+        hubs, resident, replaced, passes, weights: of mode partitions: see
+            :class:`featstore.loaders.mega.loader.MegaBatches`.
+
+    Raises ArgumentError for an option that the mode does not have; what sampling, compiling and reading
+    raise.
+    """
+
+    def __init__(
+        self, store: OpenStore, batches: Sampler | None = None, *, seeds: Any = None,
+        fanouts: Sequence[int] | None = None, batch_size: int | None = None, seed: int = 0,
+        graph: str | None = None, mode: str = "auto", memory: int | str = "1GiB",
+        tensors: bool | None = None, engine: str = "auto", queue_depth: int = 128, verify: bool = True,
+        nodes: Callable[[Any], Any] | None = None, policy: str | None = None, static: Any = None,
+        device: Any = None, device_memory: int | str | None = None, disk: int | str | None = None,
+        name: str | None = None, residency: str | None = None, reuse: bool | None = None,
+        hubs: int | None = None, resident: int | None = None, replaced: int | None = None,
+        passes: int | str | None = None, weights: bool | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.store, self.memory_bytes = as_store(store), parse_bytes(memory, "memory")
+        args.as_choice(mode, "mode", (*MODES, "auto"))
+        self.mode = "online" if mode == "auto" else mode
+        self.mode_because = (
+            "mini-batches as they come need nothing prepared and lose no neighbours"
+            if mode == "auto"
+            else "asked for"
+        )
+        optional = {
+            "nodes": nodes, "policy": policy, "static": static, "device": device,
+            "device_memory": device_memory, "disk": disk, "name": name, "residency": residency,
+            "reuse": reuse, "hubs": hubs, "resident": resident, "replaced": replaced, "passes": passes,
+            "weights": weights,
+        }  # fmt: skip
+        own = self._of_mode(optional)
+        check_reading(engine, queue_depth, verify)
+        reading = {"engine": engine, "queue_depth": queue_depth, "verify": verify}
+        if tensors is not None and args.as_flag(tensors, "tensors"):
+            args.need_torch("tensors=True")
+        seed = args.as_integer(seed, "seed")
+        self._opened = ExitStack()
+        try:
+            if batches is None:
+                if seeds is None or fanouts is None:
+                    raise ArgumentError("give batches, or seeds= and fanouts= for the store to sample")
+                size = 1024 if batch_size is None else args.as_count(batch_size, "batch_size")
+                fans = args.as_fanouts(fanouts)
+                if self.mode == "partitions":
+                    self._mode: Mode = self._partitions(seeds, fans, size, seed, graph, tensors, own, reading)
+                else:
+                    batches = self._sampled(seeds, fans, size, seed, graph)
+            else:
+                said = {"seeds": seeds, "fanouts": fanouts, "batch_size": batch_size, "graph": graph}
+                self._given(said, batches)
+            if batches is not None:
+                left = self.memory_bytes - self._sampler_bytes
+                make = {"online": self._online, "compiled": self._compiled, "rolling": self._rolling}
+                self._mode = make[self.mode](batches, left, tensors, own, reading)
+            self._opened.callback(self._mode.close)
+        except BaseException:
+            self._opened.close()
+            raise
+        self._epoch = self._next = 0
+
+    # Which options there are.
+
+    _sampler_bytes = 0
+
+    def _of_mode(self, optional: dict[str, Any]) -> dict[str, Any]:
+        """The options that were given. Raises ArgumentError for those of other modes."""
+        own = {name: value for name, value in optional.items() if value is not None}
+        for name in own:
+            if self.mode not in _OF_MODES[name]:
+                raise ArgumentError(
+                    f"{name}= is of mode {' or '.join(map(repr, _OF_MODES[name]))}, not of {self.mode!r}"
+                )
+        return own
+
+    def _given(self, said: dict[str, Any], batches: Any) -> None:
+        """Mini-batches were given."""
+        for name, value in said.items():
+            if value is not None:
+                raise ArgumentError(f"{name}= is for the store to sample: give batches or seeds, not both")
+        if self.mode == "partitions":
+            raise ArgumentError(
+                "mode='partitions' samples inside the partitions that are in memory: give seeds= and "
+                "fanouts= instead of batches"
+            )
+        args.as_batches(batches, "batches")
+        check_repeatable(batches)
+
+    def _sampled(
+        self, seeds: Any, fanouts: tuple[int, ...], batch_size: int, seed: int, graph: str | None
+    ) -> SampledBatches:
+        """The store's own mini-batches, within a share of the memory."""
+        chosen = graph_of(self.store, graph)
+        share = self.memory_bytes // _SAMPLER_SHARE
+        sampler = open_sampler(self.store, fanouts, seed=seed, graph=chosen.name, memory=share)
+        self._sampler_bytes = min(share, bytes_in_memory(chosen))
+        nodes = self.store.arrays[seeds] if isinstance(seeds, str) else seeds
+        made = SampledBatches(sampler, nodes, batch_size, own=True)
+        self._opened.callback(made.close)
+        return made
+
+    # The modes.
+
+    def _online(
+        self,
+        batches: Sampler,
+        memory: int,
+        tensors: bool | None,
+        own: dict[str, Any],
+        reading: dict[str, Any],
+    ) -> Mode:
+        return OnlineMode(OnlineLoader(self.store, batches, memory=memory, tensors=tensors, **own, **reading))
+
+    def _compiled(
+        self,
+        batches: Sampler,
+        memory: int,
+        tensors: bool | None,
+        own: dict[str, Any],
+        reading: dict[str, Any],
+    ) -> Mode:
+        device, name = own.pop("device", None), own.pop("name", "loader")
+        reuse = args.as_flag(own.pop("reuse", False), "reuse")
+        self._check_device(device, own)
+        recorded = Recorded(batches, own.pop("nodes", None))
+        compiled_once(self.store, recorded.epoch, name, reuse=reuse, memory=memory, **own)
+        trace = CompiledTrace(self.store, name)
+        self._opened.callback(trace.close)
+        return CompiledMode(CompiledLoader(trace, memory=memory, device=device, tensors=tensors, **reading))
+
+    def _rolling(
+        self,
+        batches: Sampler,
+        memory: int,
+        tensors: bool | None,
+        own: dict[str, Any],
+        reading: dict[str, Any],
+    ) -> Mode:
+        device = own.pop("device", None)
+        self._check_device(device, own)
+        recorded = Recorded(batches, own.pop("nodes", None))
+        options = {"device": device, "tensors": tensors, **reading}
+        return RollingMode(
+            RollingLoader(
+                self.store, recorded.epoch, memory=memory, loader=options, name=own.pop("name", "loader"),
+                **own
+            )
+        )  # fmt: skip
+
+    def _partitions(
+        self, seeds: Any, fanouts: tuple[int, ...], batch_size: int, seed: int, graph: str | None,
+        tensors: bool | None, own: dict[str, Any], reading: dict[str, Any],
+    ) -> Mode:  # fmt: skip
+        weights = args.as_flag(own.pop("weights", False), "weights")
+        mega = MegaBatches(
+            self.store, memory=self.memory_bytes, train=seeds, graph=graph, seed=seed, **own, **reading
+        )
+        return PartitionsMode(mega, fanouts, batch_size, weights, bool(tensors))
+
+    def _check_device(self, device: Any, own: Mapping[str, Any]) -> None:
+        if own.get("device_memory") is not None and device is None:
+            raise SourceError("device_memory= keeps rows on a device: say on which, with device=")
+
+    # Going through it.
+
+    def __iter__(self) -> Iterator[Batch]:
+        """The mini-batches of the epoch where training stands; then the next epoch is that."""
+        self.check_open()
+        if self._next and not self._resumed:
+            self._epoch, self._next = self._epoch + 1, 0
+        self._resumed = False
+        for batch in self._mode.epoch():
+            self._next += 1
+            yield batch
+            del batch
+        self._epoch, self._next = self._epoch + 1, 0
+
+    _resumed = False
+
+    @property
+    def epoch(self) -> int:
+        """The epoch under way, or the next one to begin."""
+        return self._epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next iteration is of this epoch, from its beginning. Mode compiled repeats the same
+        mini-batches in every epoch."""
+        self.check_open()
+        epoch = args.as_count(epoch, "epoch", 0)
+        self._mode.set_epoch(epoch)
+        self._epoch, self._next, self._resumed = epoch, 0, False
+
+    # Resuming.
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where training stands: small, plain data for a checkpoint. What was handed out counts as seen. It
+        belongs to the same store and options."""
+        self.check_open()
+        return {"mode": self.mode, "epoch": self._epoch, "next": self._next, "at": self._mode.state()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where :meth:`state_dict` was taken: the next iteration begins with the mini-batch after the
+        last one handed out then. Raises ArgumentError for a state of something else."""
+        self.check_open()
+        args.check_state(state, {"mode": self.mode}, "this loader has")
+        epoch = args.as_count(state.get("epoch"), "epoch of the state", 0)
+        after = args.as_count(state.get("next"), "next of the state, a mini-batch,", 0)
+        self._mode.load_state(
+            args.as_mapping(state.get("at"), "at of the state", "what state_dict() returned")
+        )
+        self._epoch, self._next, self._resumed = epoch, after, True
+
+    # What it does.
+
+    def report(self) -> dict[str, Any]:
+        """What has been measured so far, as plain data: ``mode``, and what that tells of stages, bytes and
+        hits."""
+        return {"mode": self.mode, **self._mode.report()}
+
+    def close(self) -> None:
+        """Give everything back; an iteration under way ends with ClosedError. May be called more than
+        once."""
+        if not self._closed and self.here:
+            self._closed = True
+            self._opened.close()
+
+    def __repr__(self) -> str:
+        return (
+            f"<Loader of {str(self.store.path)!r}, mode {self.mode!r}, {format_bytes(self.memory_bytes)}, "
+            f"epoch {self._epoch}>"
+        )
