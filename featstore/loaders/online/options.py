@@ -59,8 +59,8 @@ def static_rows(static: Any, tables: Mapping[str, Table]) -> dict[str, NDArray[n
     for name in static:
         if name not in tables:
             raise SourceError(
-                f"static= keeps rows of table {name!r}, but the mini-batches have rows of {known} alone: leave "
-                f"it out, or give batch_rows={{{name!r}: ...}} where later ones have some"
+                f"static= keeps rows of table {name!r}, but the mini-batches have rows of {known} alone: "
+                f"leave it out, or give batch_rows={{{name!r}: ...}} where later ones have some"
             )
     found = {name: np.unique(parse_ids(static.get(name, ())).values) for name in tables}
     for name, ids in found.items():
