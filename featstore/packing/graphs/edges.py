@@ -243,7 +243,7 @@ def edge_axis(shape: tuple[int, ...], name: str, *, ends_first: bool = False) ->
     if shape[0] == shape[1] and not ends_first:
         raise SourceError(
             f"{name}: two edges of shape [2, 2] may be [2, edges] or [edges, 2], which are other edges; give "
-            "them as CSC, (indptr, indices), as a SciPy matrix A[source, target], as a PyG Data, or in text or "
+            "them as CSC, (indptr, indices), a SciPy matrix A[source, target], a PyG Data, or in text or "
             "Parquet with columns source and target"
         )
     return 0 if shape[0] == 2 else 1
