@@ -272,7 +272,7 @@ def broken() -> Iterator[np.ndarray[Any, Any]]:
         lambda out: featstore.pack(out, FEW, memory="1KiB"),
         lambda out: featstore.pack(out, FEW, resume=True),
         lambda out: featstore.pack(out, broken()),
-        lambda out: featstore.pack(out, FEW, graph=np.array([[0, 1], [1, 99]])),
+        lambda out: featstore.pack(out, FEW, graph=np.array([[0, 1, 2], [1, 99, 0]])),
         lambda out: featstore.Trace.record([], out),
         lambda out: featstore.Trace.record([object()], out),
         lambda out: featstore.Trace.record([FEW], out, resume=True),
