@@ -14,12 +14,13 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from difflib import get_close_matches
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 from featstore.errors import ArgumentError, MissingPackageError, UnknownNameError
 
 #: Beyond this no count or size makes sense, and 64 bits would not hold it with a sign.
 INT64_MAX = 2**63 - 1
+T = TypeVar("T")
 
 
 def shown(value: Any) -> str:
@@ -226,11 +227,26 @@ def known_name(name: Any, known: Iterable[Any], what: str) -> Any:
     """A name that is there, or UnknownNameError, a KeyError; ``what``: ``the store has no table``."""
     names = list(known)
     if not isinstance(name, str | tuple) or name not in names:
-        there = f"it has {', '.join(map(repr, names))}" if names else "it has none"
-        raise UnknownNameError(
-            f"{what} {shown(name) if not isinstance(name, tuple) else name}; {there}{near(name, names)}"
-        )
+        raise _unknown(name, names, what)
     return name
+
+
+def _unknown(name: Any, names: Sequence[Any], what: str) -> UnknownNameError:
+    there = f"it has {', '.join(map(repr, names))}" if names else "it has none"
+    called = name if isinstance(name, tuple) else shown(name)
+    return UnknownNameError(f"{what} {called}; {there}{near(name, names)}")
+
+
+class Named(dict[str, T]):
+    """What there is by name. Asked for a name that is not there, it raises UnknownNameError, a KeyError,
+    which says the names that are; ``what``: ``the store has no table``."""
+
+    def __init__(self, what: str, items: Mapping[str, T]) -> None:
+        super().__init__(items)
+        self._what = what
+
+    def __missing__(self, name: Any) -> T:
+        raise _unknown(name, list(self), self._what)
 
 
 @cache

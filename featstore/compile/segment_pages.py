@@ -3,6 +3,10 @@
 Segments follow each other without gaps, so the page in which one ends and the next begins belongs to both:
 such pages wait in memory until they are whole. A checkpoint writes them as they are, and what it left is read
 back from the files.
+
+A page that was not whole at a checkpoint may have been made whole between that and the process's end, so its
+checksum is of the bytes alone that it had then, the others counted as zero; the journal keeps it. What was
+whole has the checksum that was written beside it.
 """
 
 from __future__ import annotations
@@ -15,8 +19,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from featstore.base.buffers import aligned_buffer
+from featstore.base.checksum import crc_pages
 from featstore.base.files import RegularFile
+from featstore.errors import CorruptionError
 from featstore.layout import TableLayout
+from featstore.storage.journal import UnfinishedPage
 from featstore.storage.table_writer import TableWriter
 from featstore.units import PAGE_BYTES
 
@@ -31,6 +38,46 @@ def page_buffers(count: int, byte_count: int) -> list[NDArray[np.uint8]]:
     return [whole[i * byte_count : (i + 1) * byte_count] for i in range(count)]
 
 
+def _check_unfinished(known: UnfinishedPage, page: NDArray[np.uint8], path: Path, offset: int) -> None:
+    """Raise CorruptionError unless a page, read back from ``path`` at ``offset``, has what a checkpoint had
+    written of it."""
+    own = np.zeros(PAGE_BYTES, np.uint8)
+    for low, high in zip(known.runs[::2], known.runs[1::2]):
+        own[low:high] = page[low:high]
+    found = int(crc_pages(own)[0])
+    if found != known.checksum:
+        expected = f"checksum {known.checksum:08x} of what was written of the 4 KiB page"
+        raise CorruptionError(path, offset, expected, f"{found:08x}", _ANEW)
+
+
+class _Edge:
+    """A page in the making, uint8 ``buffer``, which has ``held`` bytes so far."""
+
+    def __init__(self) -> None:
+        self.buffer, self.held = aligned_buffer(PAGE_BYTES), 0
+        self._runs: list[tuple[int, int]] = []
+
+    def put(self, offset: int, data: NDArray[np.uint8]) -> None:
+        self.buffer[offset : offset + len(data)] = data
+        self.held += len(data)
+        self._runs.append((offset, offset + len(data)))
+
+    def copy(self) -> _Edge:
+        other = _Edge()
+        other.buffer[:], other.held, other._runs = self.buffer, self.held, list(self._runs)
+        return other
+
+    def described(self, number: int) -> UnfinishedPage:
+        """What a checkpoint has of it."""
+        runs: list[int] = []
+        for low, high in sorted(self._runs):
+            if runs and runs[-1] == low:
+                runs[-1] = high
+            else:
+                runs += [low, high]
+        return UnfinishedPage(number, runs, int(crc_pages(self.buffer)[0]))
+
+
 class Target:
     """A table that segments are written into: its writer, its layout and where its files are (to read pages
     back)."""
@@ -39,7 +86,8 @@ class Target:
         self.writer = writer
         self.layout = layout
         self._chunk_path = chunk_path
-        self._edges: dict[int, tuple[NDArray[np.uint8], int]] = {}
+        self._edges: dict[int, _Edge] = {}
+        self._left: dict[int, UnfinishedPage] = {}
         self._turns: queue.SimpleQueue[None] = queue.SimpleQueue()
         for _ in range(_WRITES_AHEAD):
             self._turns.put(None)
@@ -65,39 +113,46 @@ class Target:
         """Put a piece of a page in its place; the page is written when it is whole."""
         if len(data) == 0:
             return
-        buffer, held = self._edges.pop(page, (None, 0))
-        if buffer is None:
-            buffer = aligned_buffer(PAGE_BYTES)
-        buffer[offset : offset + len(data)] = data
-        held += len(data)
-        if held == self.page_bytes(page):
-            self.write(page, buffer)
+        edge = self._edges.pop(page, None) or _Edge()
+        edge.put(offset, data)
+        if edge.held == self.page_bytes(page):
+            self.write(page, edge.buffer)
         else:
-            self._edges[page] = buffer, held
+            self._edges[page] = edge
 
     def write_unfinished(self, held: Iterable[tuple[int, int, NDArray[np.uint8]]]) -> None:
         """Write the pages that are not whole yet as they are, with what others ``held`` of them, durably.
 
         ``held``: page, byte within it, and the bytes, uint8.
         """
-        pages: dict[int, NDArray[np.uint8]] = {}
-        for number, (buffer, _) in self._edges.items():
-            pages[number] = aligned_buffer(PAGE_BYTES)
-            pages[number][:] = buffer
+        pages = {number: edge.copy() for number, edge in self._edges.items()}
         for number, low, content in held:
-            page = pages.setdefault(number, aligned_buffer(PAGE_BYTES))
-            page[low : low + len(content)] = content
+            pages.setdefault(number, _Edge()).put(low, content)
+        self._left = {number: page.described(number) for number, page in pages.items()}
         for number, page in pages.items():
-            self.write(number, page)
+            self.write(number, page.buffer)
         self.writer.checkpoint()
 
+    @property
+    def unfinished(self) -> list[UnfinishedPage]:
+        """The pages that were not whole at the latest checkpoint, for the journal."""
+        return list(self._left.values())
+
+    def resume(self, unfinished: Iterable[UnfinishedPage]) -> None:
+        """Go on after the checkpoint at which these pages were not whole."""
+        self._left = {page.number: page for page in unfinished}
+
     def page_written(self, page: int) -> NDArray[np.uint8]:
-        """A page as a checkpoint left it. Raises CorruptionError."""
+        """A page as the latest checkpoint left it. Raises CorruptionError."""
         chunk, within = divmod(page, self.layout.pages_per_chunk)
-        path = self._chunk_path(chunk)
+        path, at = self._chunk_path(chunk), within * PAGE_BYTES
         out = aligned_buffer(PAGE_BYTES)
         with RegularFile(path, advice=_ANEW) as file:
-            file.read_into(out, within * PAGE_BYTES, self.page_bytes(page))
+            file.read_into(out, at, self.page_bytes(page))
+        if page in self._left:
+            _check_unfinished(self._left[page], out, path, at)
+        else:
+            self.writer.check_written(page, out, path, at)
         return out
 
     def rows_written(

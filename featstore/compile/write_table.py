@@ -102,7 +102,7 @@ class TablePacking:
         }
         if not self._progress.done:
             self._pack(entries)
-            self._progress.done = True
+            self._progress.done, self._progress.unfinished = True, []
             self._save()
         for entry in entries.values():
             catalogue_rows(self._catalogue, entry)
@@ -158,6 +158,8 @@ class TablePacking:
     def _pack_routes(self, routes: list[Route]) -> None:
         table, progress = self._plan.table, self._progress
         packing = plan_packing(routes, self._row_bytes, self._memory_bytes)
+        for route, unfinished in zip(routes, progress.unfinished):  # none before the first checkpoint
+            route.target.resume(unfinished)
         for earlier in packing.episodes[: progress.episode]:
             for r, i in earlier:
                 segment_of(routes, r, i).resume(
@@ -165,7 +167,7 @@ class TablePacking:
                 )
 
         def save(slab: int) -> None:
-            progress.slab = slab
+            progress.slab, progress.unfinished = slab, [route.target.unfinished for route in routes]
             self._save()
 
         memory = self._reader_bytes + 4 * table.layout.pages

@@ -16,6 +16,7 @@ from featstore.arguments import as_mapping
 from featstore.base.dtypes import dtype_name
 from featstore.base.ids import plain_array
 from featstore.base.system import is_regular
+from featstore.base.training_nodes import checked_train
 from featstore.errors import SourceError
 from featstore.packing.graphs.csc import CscGraph
 from featstore.packing.sources.arrays import array_of
@@ -146,25 +147,10 @@ def small_array(name: str, value: Any) -> NDArray[Any]:
     return array
 
 
-def node_mask(nodes: Any, rows: int) -> NDArray[np.bool_]:
-    """Node ids, or a mask already, as bool [rows]. Raises SourceError for what is neither."""
-    given = plain_array(nodes, "train")
-    if given.dtype == bool and given.shape == (rows,):
-        return given
-    wanted = f"nodes must be a mask, bool [{rows}], or node ids from 0 to {rows - 1}"
-    if given.ndim != 1 or given.dtype.kind not in "iu":
-        raise SourceError(f"{wanted}, not {given.dtype} of shape {given.shape}")
-    bad = np.flatnonzero((given < 0) | (given >= rows))
-    if len(bad):
-        raise SourceError(f"{wanted}: there is no node {given[bad[0]]}")
+def node_mask(train: Any, rows: int) -> NDArray[np.bool_]:
+    """Training nodes, ids or a mask already, as bool [rows]. Raises ArgumentError, IdError."""
     mask = np.zeros(rows, bool)
-    mask[given] = True
-    if int(mask.sum()) != len(given):
-        numbers = given.shape == (rows,) and given.max() <= 1
-        raise SourceError(
-            f"of {len(given):,} nodes only {int(mask.sum()):,} are different ones: "
-            + ("is it a mask? Give it as one, .astype(bool)" if numbers else "give each once (np.unique)")
-        )
+    mask[checked_train(train, rows)] = True
     return mask
 
 

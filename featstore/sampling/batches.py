@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from featstore.arguments import as_count, as_fanouts, as_flag, as_integer
 from featstore.base.hashing import batch_key, random_words
-from featstore.base.ids import plain_array
-from featstore.errors import ArgumentError, IdError, SourceError
+from featstore.base.training_nodes import checked_train
+from featstore.errors import SourceError
 from featstore.reader.graphs import read_csc, read_offsets
 from featstore.sampling.neighbors import MiniBatch, NeighborSampler
 from featstore.sampling.stored import StoredSampler
@@ -187,32 +187,6 @@ def sample_batches(
             f"{list(fanouts)} and {seed}: make one with these"
         )
     return SampledBatches(sampler, train, batch_size, epoch)
-
-
-def checked_train(train: NDArray[Any], node_count: int) -> NDArray[np.int64]:
-    """Training nodes as int64 ids, in the order given; those of a mask ascend. Raises SourceError,
-    IdError."""
-    given = plain_array(train, "train")
-    if given.dtype == bool and given.shape == (node_count,):
-        given = np.flatnonzero(given)
-    if given.ndim != 1 or given.dtype.kind not in "iu" or len(given) == 0:
-        raise ArgumentError(
-            f"training nodes are ids in one dimension, at least one, or a mask of {node_count:,} "
-            f"nodes, not {given.dtype} {list(given.shape)}"
-        )
-    if given.min() < 0 or given.max() >= node_count:
-        raise IdError(
-            f"training nodes go from {given.min()} to {given.max()}, but the graph has {node_count:,} nodes"
-        )
-    ids = given.astype(np.int64)
-    seen = np.zeros(node_count, bool)
-    seen[ids] = True
-    if int(seen.sum()) != len(ids):
-        raise IdError(
-            f"of {len(ids):,} training nodes only {int(seen.sum()):,} are different ones; give each "
-            "once (np.unique)"
-        )
-    return ids
 
 
 def shuffled(count: int, seed: int, epoch: int) -> NDArray[np.int64]:

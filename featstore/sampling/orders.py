@@ -31,8 +31,8 @@ from numpy.typing import NDArray
 from featstore.arguments import as_count, as_integer, check_state
 from featstore.base.hashing import batch_key, random_words
 from featstore.base.ids import as_integers
+from featstore.base.training_nodes import checked_train
 from featstore.errors import ArgumentError, SourceError
-from featstore.sampling.batches import checked_train
 from featstore.sampling.shuffling import LabelTest, ShufflingSearch, search_sequences
 from featstore.storage.relations import node_tables
 from featstore.storage.store import OpenStore, Table

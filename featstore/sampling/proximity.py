@@ -34,9 +34,9 @@ from featstore.arguments import as_flag
 from featstore.base.compilation import njit
 from featstore.base.dtypes import node_dtype
 from featstore.base.hashing import draw_below, random_words
+from featstore.base.training_nodes import checked_train
 from featstore.errors import SourceError
 from featstore.reader.graphs import read_offsets, read_whole
-from featstore.sampling.batches import checked_train
 from featstore.sampling.neighbors import graph_arrays
 from featstore.sampling.orders import ROOTS, SHIFTS, TrainingOrder, lengths_of
 from featstore.storage.relations import graph_of

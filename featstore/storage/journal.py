@@ -15,8 +15,18 @@ from featstore.base.files import read_small
 from featstore.errors import FormatError, SourceError
 from featstore.storage.disk import Disk
 from featstore.storage.manifest import MANIFEST_BYTES_MAX, NOT_JSON, FileEntry, GraphEntry, OrderEntry
+from featstore.units import PAGE_BYTES
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+
+
+class UnfinishedPage(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    """A page that was not whole at a checkpoint of batched packing: the bytes that it had, as runs (their
+    beginnings and ends in turn), and the page's CRC-32C with all others zero."""
+
+    number: _Count
+    runs: list[Annotated[int, msgspec.Meta(ge=0, le=PAGE_BYTES)]]
+    checksum: _Count
 
 
 class TableProgress(msgspec.Struct, forbid_unknown_fields=True):
@@ -38,7 +48,8 @@ class TableProgress(msgspec.Struct, forbid_unknown_fields=True):
     written_digest: Annotated[int, msgspec.Meta(ge=0)] = 0  # over the rows of the buckets written
     done: bool = False
     episode: _Count = 0  # of batched packing: this one is under way,
-    slab: _Count = 0  # and from this slab of the base table on its segments have nothing
+    slab: _Count = 0  # and from this slab of the base table on its segments have nothing;
+    unfinished: list[list[UnfinishedPage]] = msgspec.field(default_factory=list)  # of each table it writes
 
 
 class State(msgspec.Struct, forbid_unknown_fields=True):

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from featstore.arguments import as_count, as_path, known_name, shown
+from featstore.arguments import Named, as_count, as_path, known_name, shown
 from featstore.base.dtypes import dtype_from_name
 from featstore.base.system import refusal
 from featstore.errors import (
@@ -255,10 +255,13 @@ class OpenStore:
             )
         self._sizes = {entry.path: entry for entry in self.manifest.files}
         self._check_files()
-        self.tables: dict[str, Table] = {n: Table(self, n, e) for n, e in self.manifest.tables.items()}
-        self.graphs: Mapping[str, StoredGraph] = {
-            n: self._graph_class(self, n, e) for n, e in self.manifest.graphs.items()
-        }
+        self.tables: dict[str, Table] = Named(
+            "the store has no table", {n: Table(self, n, e) for n, e in self.manifest.tables.items()}
+        )
+        self.graphs: Mapping[str, StoredGraph] = Named(
+            "the store has no graph",
+            {n: self._graph_class(self, n, e) for n, e in self.manifest.graphs.items()},
+        )
         self.arrays: Mapping[str, NDArray[Any]] = _Arrays(self)
 
     def _check_files(self) -> None:

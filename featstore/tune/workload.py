@@ -15,11 +15,14 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+from featstore.errors import WaitTimeoutError
 from featstore.sampling.batches import GraphSampler, RecordedEpochs
 from featstore.sampling.stored import StoredSampler
 
 _EPOCHS = 1 << 20  # an end that nobody reaches
 CLASSES = 16
+#: For a mini-batch from a worker: far longer than any that can be tuned for.
+WORKER_SECONDS_MAX = 120.0
 
 
 class EpochNumbers:
@@ -50,6 +53,29 @@ class Epochs:
         return (mini_batch(self._batches[number]) for number in self._numbers)
 
 
+class WorkedEpochs:
+    """Mini-batches that worker processes sample, each within ``timeout_seconds`` of being waited for."""
+
+    def __init__(self, loader: Any, workers: int, timeout_seconds: float) -> None:
+        self._loader, self._workers, self._timeout_seconds = loader, workers, timeout_seconds
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        try:
+            yield from self._loader
+        except RuntimeError as error:  # torch has no type for it
+            if not str(error).startswith("DataLoader timed out"):
+                raise
+            raise WaitTimeoutError(
+                f"no mini-batch came from {self._workers} sampler workers within "
+                f"{self._timeout_seconds:g} seconds: one of them hangs, or a mini-batch takes longer; give "
+                "smaller mini-batches or fan-outs, more seconds (--seconds), or consider no workers "
+                "(workers=(0,), --from-disk)"
+            ) from error
+
+
 def mini_batch(pair: Any) -> dict[str, Any]:
     """A recorded pair as a mapping of arrays."""
     n_id, sample = pair
@@ -72,14 +98,14 @@ def tensors_of(pair: Any) -> dict[str, Any]:
 
 
 def neighbour_batches(
-    sampler: GraphSampler, train: NDArray[Any], batch_size: int
+    sampler: GraphSampler, train: NDArray[Any], batch_size: int, timeout_seconds: float = WORKER_SECONDS_MAX
 ) -> Callable[[int], Iterable[Any]]:
     """A function of the number of workers that makes the mini-batches of neighbour sampling. Each iteration
     over what it has made is another epoch, whoever iterates: the same mini-batches again would find all of
     their rows in the buffer.
 
-    Workers need torch, and a graph in memory: of one on disk each of them would hold a cache of its own.
-    Raises SourceError, IdError.
+    Workers need torch, and a graph in memory: of one on disk each of them would hold a cache of its own. One
+    that hangs is a WaitTimeoutError of the iteration, after ``timeout_seconds``. Raises SourceError, IdError.
     """
     batches = RecordedEpochs(sampler, train, batch_size, _EPOCHS)
     numbers = EpochNumbers(len(batches) // _EPOCHS)
@@ -89,14 +115,16 @@ def neighbour_batches(
             return Epochs(batches, numbers)
         from torch.utils.data import DataLoader
 
-        return DataLoader(
+        loader: Any = DataLoader(
             batches,  # type: ignore[arg-type]
             batch_size=None,
             sampler=numbers,
             collate_fn=tensors_of,
             num_workers=workers,
             persistent_workers=True,
+            timeout=timeout_seconds,
         )
+        return WorkedEpochs(loader, workers, timeout_seconds)
 
     return make
 

@@ -10,6 +10,12 @@ from click.testing import Result
 
 ROWS, COLUMNS = 3000, 16
 
+#: What the JSON of `inspect` and of `pack` has alike.
+STORE_KEYS = {
+    "schema", "store", "uuid", "format_version", "generation", "tables", "graphs", "arrays", "files",
+    "read_only_because", "provenance",
+}  # fmt: skip
+
 Call = Callable[..., Result]
 
 

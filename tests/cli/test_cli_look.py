@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cli_support import COLUMNS, ROWS, Call, parsed
+from cli_support import COLUMNS, ROWS, STORE_KEYS, Call, parsed
 
 import featstore
 from featstore.engine import choose
@@ -64,21 +64,7 @@ def test_inspect(call: Call, store: Path) -> None:
 def test_inspect_json(call: Call, store: Path) -> None:
     data = parsed(call("inspect", store, "--json", "--partitions"))
     assert data["schema"] == "featstore.inspect/1"
-    assert set(data) == {
-        "schema",
-        "store",
-        "uuid",
-        "format_version",
-        "generation",
-        "tables",
-        "graphs",
-        "arrays",
-        "files",
-        "read_only_because",
-        "provenance",
-        "reading",
-        "compiled",
-    }
+    assert set(data) == STORE_KEYS | {"reading", "compiled"}
     assert data["files"]["bytes"] == sum(p.stat().st_size for p in store.glob("g*/**/*") if p.is_file())
     assert data["arrays"] == {"y": {"shape": [ROWS], "dtype": "int64"}}
     table = data["tables"]["features"]

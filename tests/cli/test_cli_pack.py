@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from cli_support import COLUMNS, ROWS, Call, parsed
+from cli_support import COLUMNS, ROWS, STORE_KEYS, Call, parsed
 from click import Context
 from click.testing import CliRunner
 from featstore_cli.main import cli
@@ -60,21 +60,7 @@ def test_pack_json(call: Call, inputs: Path, tmp_path: Path) -> None:
     options = ["--features", f"paper={inputs / 'rows.npz'}", "--key", "paper=x", "--cast", "float16"]
     data = parsed(call("pack", tmp_path / "s", *options, "--json"))
     assert data["schema"] == "featstore.pack/1"
-    assert set(data) == {
-        "schema",
-        "store",
-        "uuid",
-        "format_version",
-        "generation",
-        "tables",
-        "graphs",
-        "arrays",
-        "files",
-        "read_only_because",
-        "provenance",
-        "seconds",
-        "bytes_per_second",
-    }
+    assert set(data) == STORE_KEYS | {"seconds", "bytes_per_second"}
     table = data["tables"]["paper"]
     assert set(table) == {
         "rows",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -18,6 +19,7 @@ from featstore.compile.segment_pages import Target
 from featstore.errors import BudgetError
 from featstore.layout import TableLayout
 from featstore.storage.disk import Disk
+from featstore.storage.journal import UnfinishedPage
 from featstore.storage.table_writer import TableWriter
 
 
@@ -62,11 +64,13 @@ def test_every_segment_has_its_rows_also_after_interruptions(
         patch.setattr(seg, "SLAB_BYTES_MAX", data.draw(st.sampled_from([5000, 100_000])))
         patch.setattr(seg, "BUFFER_BYTES_MIN", 8192)
         at = [0, 0]
+        left: list[UnfinishedPage] = []
         for _ in range(2):
             target = target_in(tmp / "out", total, row_bytes)
+            target.resume(left)
             route = seg.Route(lists_of(tmp / "lists", lists), np.cumsum([0, *map(len, lists)])[:-1], target)
             try:
-                run(base, route, memory, row_bytes, at, stop_after)
+                run(base, route, memory, row_bytes, at, stop_after, left)
                 stopped = False
             except Stopped:
                 stopped, stop_after = True, 10**9
@@ -84,8 +88,9 @@ def test_every_segment_has_its_rows_also_after_interruptions(
 
 
 def run(
-    base: featstore.Store, route: seg.Route, memory: int, row_bytes: int, at: list[int], stop_after: int
-) -> None:
+    base: featstore.Store, route: seg.Route, memory: int, row_bytes: int, at: list[int], stop_after: int,
+    left: list[UnfinishedPage],
+) -> None:  # fmt: skip
     plan = seg.plan_packing([route], row_bytes, memory)
     saves = 0
     for earlier in plan.episodes[: at[0]]:
@@ -95,6 +100,7 @@ def run(
     def save(slab: int) -> None:
         nonlocal saves
         at[1] = slab
+        left[:] = msgspec.json.decode(msgspec.json.encode(route.target.unfinished), type=list[UnfinishedPage])
         saves += 1
         if saves > stop_after:
             raise Stopped

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import featstore
 from featstore.base.checksum import crc_pages, digest_of_checksums
 from featstore.compile.segment_pages import Target
 from featstore.errors import CorruptionError, FeatstoreError, FormatError
@@ -176,3 +177,77 @@ def test_spilled_rows_that_were_changed(tmp_path: Path) -> None:
     assert np.array_equal(target.rows_written(0, 10), pages[:1000])
     with pytest.raises(CorruptionError, match=r"byte 4,?096"):
         target.rows_written(45, 55)
+
+
+# Pages that a checkpoint of a compilation left unfinished.
+
+
+def go_on_compiling(made: Path, base: Path) -> None:
+    with featstore.open(base) as store, featstore.Trace(made / corpus.TRACE) as trace:
+        corpus.do_compile(store, trace, corpus.HALF, corpus.QuickDisk(), resume=True)
+
+
+def unfinished_pages(base: Path) -> list[tuple[Path, int, list[int]]]:
+    """(file below the store, byte, runs of bytes that were written) of each page that the journal calls
+    unfinished."""
+    root = Path("packs") / corpus.HALF
+    table = json.loads((base / root / "g000001.journal").read_text())["tables"]["features"]
+    return [
+        (root / f"g000001/tables/features.{part}/rows/c.0.0", number * 4096, runs)
+        for part, pages in zip(("packed", "resident"), table["unfinished"], strict=True)
+        for number, runs, _ in pages
+    ]
+
+
+def flip(path: Path, at: int) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[at] ^= 4
+    path.write_bytes(raw)
+
+
+def test_unfinished_pages_that_were_changed(made: Path, tmp_path: Path) -> None:
+    found = unfinished_pages(made / corpus.BASE)
+    assert len({path for path, _, _ in found}) == 2, "of both tables that are written"
+    for number, (path, at, runs) in enumerate(found):
+        for place in (runs[0], runs[-1] - 1):
+            base = shutil.copytree(made / corpus.BASE, tmp_path / f"{number}.{place}")
+            flip(base / path, at + place)
+            with pytest.raises(
+                CorruptionError, match=r"checksum .* of what was written .*--overwrite"
+            ) as refusal:
+                go_on_compiling(made, base)
+            assert refusal.value.offset == at
+    # What the process wrote there after its last checkpoint is none of its promises.
+    base = shutil.copytree(made / corpus.BASE, tmp_path / "later")
+    holes = [(path, at + runs[1]) for path, at, runs in found if runs[1] < 4096]
+    assert holes
+    for path, at in holes:
+        flip(base / path, at)
+    go_on_compiling(made, base)
+    assert featstore.verify(base / "packs" / corpus.HALF).ok
+    base = shutil.copytree(made / corpus.BASE, tmp_path / "undisturbed")
+    go_on_compiling(made, base)
+    for path in {path for path, _, _ in found}:
+        assert (base / path).read_bytes() == (tmp_path / "later" / path).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        ([[[0, [0, 5000], 1]]], "<= 4096"),
+        ([[[-1, [0, 1], 1]]], ">= 0"),
+        ([[[0, [0, 960], 1]]], "checksum 00000001 of what was written"),
+        ([[[0, [960, 0], 2**40]]], "--overwrite"),
+        ([[[0, [0], 1]]], "--overwrite"),
+    ],
+)
+def test_a_journal_whose_unfinished_pages_are_none(
+    made: Path, tmp_path: Path, wrong: list[Any], text: str
+) -> None:
+    base = shutil.copytree(made / corpus.BASE, tmp_path / "base")
+    journal = base / "packs" / corpus.HALF / "g000001.journal"
+    state = json.loads(journal.read_text())
+    state["tables"]["features"]["unfinished"] = wrong
+    journal.write_text(json.dumps(state))
+    with pytest.raises((FormatError, CorruptionError), match=text):
+        go_on_compiling(made, base)

@@ -19,7 +19,7 @@ import scipy.sparse as sp
 import featstore
 import featstore.loaders.mega.loader
 import featstore.loaders.mega.sizes
-from featstore.errors import BudgetError, ClosedError, CorruptionError, IdError, SourceError
+from featstore.errors import ArgumentError, BudgetError, ClosedError, CorruptionError, IdError, SourceError
 from featstore.loaders.batch import Batch
 from featstore.loaders.mega.batch import MegaBatch
 from featstore.loaders.mega.loader import MegaBatches
@@ -72,7 +72,8 @@ def path(tmp_path_factory: pytest.TempPathFactory, pack: Callable[..., featstore
         "hubs": 0.02,
         "memory": "128MiB",
     }
-    pack(made, FEATURES, arrays={"train": TRAIN}, **options).close()
+    arrays = {"train": TRAIN, "train_mask": np.isin(np.arange(NODES), TRAIN)}
+    pack(made, FEATURES, arrays=arrays, **options).close()
     return made
 
 
@@ -211,7 +212,14 @@ def test_all_nodes_are_trained_on_by_default(open_: Callable[..., MegaBatches]) 
     np.testing.assert_array_equal(np.sort(seeds), np.arange(NODES))
     named = open_(resident=8, train="train")
     np.testing.assert_array_equal(np.sort(np.concatenate([m.node[m.seeds] for m in named])), np.sort(TRAIN))
-    assert list(batches(open_(resident=8, train=np.empty(0, np.int64)))) == []
+
+
+def test_training_nodes_may_be_a_mask(open_: Callable[..., MegaBatches]) -> None:
+    mask = np.zeros(NODES, bool)
+    mask[TRAIN] = True
+    for given in (mask, torch.from_numpy(mask), "train_mask"):
+        seeds = np.concatenate([mega.node[mega.seeds] for mega in open_(resident=8, train=given)])
+        np.testing.assert_array_equal(np.sort(seeds), np.sort(TRAIN))
 
 
 def test_tensors_and_pyg(open_: Callable[..., MegaBatches]) -> None:
@@ -402,10 +410,13 @@ def test_options_that_cannot_be(open_: Callable[..., MegaBatches]) -> None:
         ([0, NODES], f"node {NODES} is out of range"),
         ([-1], "-1 is out of range"),
         ([5, 6, 5], "twice"),
-        (np.ones(NODES, bool), "mask"),
+        (np.arange(NODES) % 2, "is it a mask"),
+        ([], "none, so that nothing would be trained on"),
+        (np.zeros(NODES, bool), "none, so that nothing would be trained on"),
+        (np.ones(NODES - 1, bool), rf"a mask of {NODES:,} nodes; .* \[{NODES - 1}\]"),
         ([0.5], "integers"),
     ):
-        with pytest.raises(IdError, match=what):
+        with pytest.raises((IdError, ArgumentError), match=what):
             open_(train=train)
     with pytest.raises(KeyError):
         open_(train="nowhere")

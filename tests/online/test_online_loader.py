@@ -358,6 +358,35 @@ def test_a_warm_start_is_as_good_as_going_on(store: Any, x: np.ndarray, policy: 
 # What comes in, what goes out.
 
 
+def test_static_rows_of_several_tables(tmp_path: Path) -> None:
+    tables = {"paper": rows_of(5000, (90,), np.int16, 1), "author": rows_of(2000, (330,), np.uint8, 2)}
+    batches = [{"paper": np.arange(k, k + 50), "author": np.arange(k, k + 30)} for k in range(6)]
+    only_papers = [{"paper": ids["paper"]} for ids in batches]
+    with featstore.pack(tmp_path / "s", tables) as store:
+
+        def loader(given: Any, static: Any, memory: int) -> featstore.OnlineLoader:
+            return featstore.OnlineLoader(store, given, memory=memory, policy="static", static=static)
+
+        with loader(batches, np.arange(9), 2**23) as one, pytest.raises(SourceError, match="of which table"):
+            list(one)
+        ids = {"author": np.arange(9)}
+        with (
+            loader(only_papers, ids, 2**23) as one,
+            pytest.raises(SourceError, match="table 'author', but the"),
+        ):
+            list(one)
+        author = np.arange(300)
+        with loader(batches, {"author": author}, 1) as one, pytest.raises(BudgetError) as refusal:
+            list(one)
+        memory = refusal.value.needed_bytes
+        with loader(batches, {"author": author}, memory) as one:
+            for batch, ids in zip(one, batches, strict=True):
+                for name, source in tables.items():
+                    np.testing.assert_array_equal(batch.x[name], source[ids[name]])
+            buffers = one._extraction.buffers
+            assert {n: b.slots - b.slots_unkept for n, b in buffers.items()} == {"paper": 0, "author": 300}
+
+
 def test_several_tables(tmp_path: Path) -> None:
     tables = {"paper": rows_of(500, (9,), np.int16, 1), "author": rows_of(200, (33,), np.uint8, 2)}
     rng = np.random.default_rng(5)
@@ -411,6 +440,33 @@ def test_an_unknown_option_is_refused_at_once(store: Any) -> None:
         featstore.OnlineLoader(store, skewed, qdepth=4)
 
 
+def test_static_rows_are_kept_all_or_refused(store: Any, x: np.ndarray) -> None:
+    def loader(memory: int | str, static: Any) -> featstore.OnlineLoader:
+        return featstore.OnlineLoader(store, skewed, memory=memory, policy="static", static=static)
+
+    def smallest(memory: int, static: Any) -> int:
+        with (
+            loader(memory, static) as small,
+            pytest.raises(BudgetError, match="static rows asked for") as refusal,
+        ):
+            list(small)
+        return refusal.value.needed_bytes
+
+    few, some, nearly_all = np.arange(2), np.arange(ROWS // 8), np.arange(ROWS - 1)
+    enough = smallest(1, few)
+    with loader(enough, few) as fits:
+        check_epoch(fits, x, 0)
+    for static in (some, {"features": np.repeat(some, 2)}, nearly_all):
+        needed = smallest(enough, static)
+        assert smallest(needed - 1, static) == needed
+        with loader(needed, static) as fits:
+            check_epoch(fits, x, 0)
+            buffer = fits._extraction.buffers["features"]
+            kept = buffer.slots - buffer.slots_unkept
+            assert kept == (0 if buffer.slots == ROWS else len(some)), "or all rows are there anyway"
+            assert (buffer.slots == ROWS) == (static is nearly_all)
+
+
 def _none_of_numbers(batch: Any) -> Any:
     return {} if isinstance(batch, int) else batch
 
@@ -441,6 +497,11 @@ def _none_of_numbers(batch: Any) -> Any:
         ),
         (lambda s: featstore.OnlineLoader(s, skewed, policy="min"), SourceError, "compile"),
         (lambda s: featstore.OnlineLoader(s, skewed, policy="lru", static=[1]), SourceError, "static="),
+        (
+            lambda s: featstore.OnlineLoader(s, skewed, policy="static", static=[1, ROWS]),
+            IdError,
+            f"static: node id {ROWS} is out of range",
+        ),
     ],
 )
 def test_bad_input_is_named(

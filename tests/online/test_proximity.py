@@ -423,7 +423,7 @@ class TestGraphs:
         graph, train = (indptr, indices), np.arange(NODES)
         for arguments, error, match in (
             ((graph, [0, 0]), IdError, "different"),
-            ((graph, [NODES]), IdError, "nodes go from"),
+            ((graph, [NODES]), IdError, f"node {NODES} is out of range"),
             ((graph, []), SourceError, "at least one"),
             ((indptr, train), SourceError, "graph must be"),
             (((indptr, indices[1:]), train), SourceError, "indptr"),

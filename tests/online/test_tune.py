@@ -17,7 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import featstore
-from featstore.errors import BudgetError, SourceError
+from featstore.errors import BudgetError, SourceError, WaitTimeoutError
+from featstore.sampling.neighbors import MiniBatch, NeighborSampler
 from featstore.tiers.slots.layout import POLICIES
 from featstore.tiers.slots.simulation import simulate
 from featstore.tune import profiling as pf
@@ -37,6 +38,7 @@ from featstore.tune.allocation import (
 from featstore.tune.timetable import Timetable
 from featstore.tune.trials import candidates
 from featstore.tune.tuning import tune
+from featstore.tune.workload import neighbour_batches
 
 ROWS, BATCHES = 3000, 9
 MEMORY = 8 << 20
@@ -443,3 +445,32 @@ def test_errors_of_the_step_come_through(store: Any) -> None:
     with pytest.raises(RuntimeError, match="out of patience"):
         quickly(store, lambda workers: Skewed(), step)
     assert torch.get_num_threads() == before
+
+
+class HangsInWorkers(NeighborSampler):
+    """A sampler that never comes back in a worker process."""
+
+    def sample(self, seeds: Any, batch_index: int = 0, *, epoch: int = 0) -> MiniBatch:
+        if torch.utils.data.get_worker_info() is not None:
+            time.sleep(600)
+        return super().sample(seeds, batch_index, epoch=epoch)
+
+
+@pytest.mark.timeout(60)
+def test_workers_that_hang_end_the_tuning(store: Any) -> None:
+    sampler = HangsInWorkers(np.arange(ROWS + 1), np.arange(ROWS)[::-1].copy(), [1])
+    make = neighbour_batches(sampler, np.arange(90), 10, timeout_seconds=1.0)
+    assert len(list(make(0))) == len(make(1)) == 9  # type: ignore[arg-type]
+    with pytest.raises(WaitTimeoutError, match="no mini-batch came from 1 sampler workers within 1 seconds"):
+        quickly(store, make, workers=[1], nodes=lambda batch: batch["n_id"])
+
+
+def test_what_workers_raise_comes_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("DataLoader timed out of mind")
+
+    sampler = NeighborSampler(np.arange(ROWS + 1), np.arange(ROWS), [1])
+    monkeypatch.setattr(NeighborSampler, "sample", wrong)
+    with pytest.raises(RuntimeError, match="timed out of mind") as raised:
+        list(neighbour_batches(sampler, np.arange(9), 3)(1))
+    assert not isinstance(raised.value, WaitTimeoutError)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import featstore
-from featstore.errors import SourceError
+from featstore.errors import IdError, SourceError
 from featstore.order.scores import score_parts
 from featstore.packing.compare_orders import STORED, StoredLists, compare_orders
 
@@ -91,7 +91,7 @@ def test_pack_spreads_training_nodes(tmp_path: Path, store: featstore.Store) -> 
     assert np.bincount(part, minlength=PARTS).max() <= 1.25 * len(train) / PARTS
     with pytest.raises(SourceError, match="there is no array"):
         featstore.pack(tmp_path / "c", np.zeros((4, 1)), train="nothing")
-    with pytest.raises(SourceError, match="node ids from 0"):
+    with pytest.raises(IdError, match="out of range"):
         featstore.pack(
             tmp_path / "d",
             np.zeros((NODES, 1)),

@@ -228,9 +228,20 @@ def test_edge_index(tmp_path: Path, dtype: str, order: Any, transposed: bool, ki
     check(open_graph(spec, nodes=NODES, key=key), edge_index)
 
 
-def test_two_by_two_is_sources_then_targets(tmp_path: Path) -> None:
-    np.save(tmp_path / "x.npy", np.array([[0, 1], [2, 2]]))
-    assert open_graph(tmp_path / "x.npy").indptr.tolist() == [0, 0, 0, 2]
+def test_two_by_two_may_be_either(tmp_path: Path) -> None:
+    edges = np.array([[0, 1], [2, 2]])
+    np.save(tmp_path / "x.npy", edges)
+    np.savez(tmp_path / "x.npz", edge_index=edges)
+    torch.save(torch.tensor(edges), tmp_path / "x.pt")
+    for spec in (edges, torch.tensor(edges), *(tmp_path / name for name in ("x.npy", "x.npz", "x.pt"))):
+        with pytest.raises(SourceError, match=r"\[2, 2\] may be \[2, edges\] or \[edges, 2\].* PyG Data"):
+            open_graph(spec)
+    (tmp_path / "x.csv").write_text("source,target\n0,2\n1,2\n")
+    (tmp_path / "y.csv").write_text("0,2\n1,2\n")
+    matrix = sp.coo_array((np.ones(2), edges), shape=(3, 3))
+    csc = (np.array([0, 0, 0, 2]), np.array([0, 1]))
+    for spec in (tmp_path / "x.csv", tmp_path / "y.csv", matrix, csc):
+        assert open_graph(spec).indptr.tolist() == [0, 0, 0, 2]
 
 
 @pytest.mark.parametrize("columns", [("src", "dst"), ("target", "source"), ("a", "b")])

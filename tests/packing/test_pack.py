@@ -23,6 +23,7 @@ from featstore.errors import (
     DiskFullError,
     FeatstoreWarning,
     FormatError,
+    IdError,
     IncompleteStoreError,
     SourceError,
     StoreExistsError,
@@ -479,13 +480,16 @@ def test_options_without_effect_are_refused(tmp_path: Path, options: dict[str, A
         (np.arange(50) % 2, "is it a mask"),
         ((np.arange(50) % 2).astype(np.uint8), "is it a mask"),
         ([3, 4, 3], "only 2 are different"),
-        ([3, 50], "there is no node 50"),
-        ([-1], "there is no node -1"),
+        ([3, 50], "node 50 is out of range"),
+        ([-1], "node -1 is out of range"),
+        ([], "none, so that nothing"),
+        (np.zeros(50, bool), "none, so that nothing"),
+        (np.ones(49, bool), r"a mask of 50 nodes; the mask given has the shape \[49\]"),
     ],
 )
 def test_training_nodes_that_are_none(tmp_path: Path, train: Any, message: str) -> None:
     x = np.random.default_rng(0).standard_normal((50, 4)).astype(np.float32)
-    with pytest.raises(SourceError, match=message):
+    with pytest.raises((ArgumentError, IdError), match=message):
         featstore.pack(tmp_path / "s", x, graph=EDGES, order="bfs", partitions=3, train=train)
 
 

@@ -148,3 +148,18 @@ def test_a_given_graph_replaces_that_of_the_data(tmp_path: Path) -> None:
         assert store.graphs["features"].edges == 1
     with featstore.pack(tmp_path / "t", data, graph={}) as store:
         assert not store.graphs
+
+
+def test_two_edges_are_sources_then_targets(tmp_path: Path) -> None:
+    data = Data(x=torch.zeros(3, 1), edge_index=torch.tensor([[0, 1], [2, 2]]))
+    hetero = HeteroData()
+    hetero["a"].x, hetero["a", "to", "a"].edge_index = data.x, data.edge_index
+    relation = hetero["a", "to", "a"]
+    arrays = {"features": np.zeros((3, 1))}
+    ways: list[tuple[Any, Any]] = [
+        (data, None), (hetero, None), ({"a": arrays["features"]}, {"a": relation}), (arrays["features"], data)
+    ]  # fmt: skip
+    for number, (features, graph) in enumerate(ways):
+        with featstore.pack(tmp_path / f"s{number}", features, graph=graph, topology=True) as store:
+            (stored,) = store.graphs.values()
+            assert [part.tolist() for part in stored.csc()] == [[0, 0, 0, 2], [0, 1]]

@@ -249,19 +249,19 @@ def test_lists_of_a_csc_as_given_keep_their_order(tmp_path: Path) -> None:
 def test_tables_with_and_without_graphs(tmp_path: Path) -> None:
     edges = star(40, 200)
     tables = {"user": features(40), "item": features(7), "plain": features(3)}
-    graph = {"user": edges.index, "item": np.array([[0, 6], [3, 3]])}
+    graph = {"user": edges.index, "item": np.array([[0, 6, 6], [3, 3, 0]])}
     with featstore.pack(
         tmp_path / "s", tables, graph=graph, order={"user": "degree", "item": "given"}
     ) as store:
         assert set(store.graphs) == {"user", "item"}
-        assert store.graphs["item"].csc()[0].tolist() == [0, 0, 0, 0, 2, 2, 2, 2]
-        assert store.graphs["item"].csc()[1].tolist() == [0, 6]
+        assert store.graphs["item"].csc()[0].tolist() == [0, 1, 1, 1, 3, 3, 3, 3]
+        assert store.graphs["item"].csc()[1].tolist() == [6, 0, 6]
         assert store.graphs["user"].csc()[1].tolist() == edges.csc[1].tolist()
         assert "40 nodes, 200 edges, 1 hubs" in repr(store.graphs["user"])
         assert set(store.tables) == set(tables), "the tables of graphs are no tables of features"
         with store.reader(memory="16MiB") as reader:
             assert set(reader.read({"plain": [2], "user": [1]})) == {"plain", "user"}
-        assert store.table("item/sources").rows == 2
+        assert store.table("item/sources").rows == 3
         with pytest.raises(KeyError, match="no table 'item/other'; it has 'user'"):
             store.table("item/other")
     assert featstore.verify(tmp_path / "s").ok

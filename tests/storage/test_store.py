@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import pickle
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +21,7 @@ from featstore.errors import (
     IncompleteStoreError,
     SourceError,
     StoreExistsError,
+    UnknownNameError,
 )
 
 
@@ -270,7 +272,7 @@ def broken() -> Iterator[np.ndarray[Any, Any]]:
         lambda out: featstore.pack(out, FEW, memory="1KiB"),
         lambda out: featstore.pack(out, FEW, resume=True),
         lambda out: featstore.pack(out, broken()),
-        lambda out: featstore.pack(out, FEW, graph=np.array([[0, 1], [1, 99]])),
+        lambda out: featstore.pack(out, FEW, graph=np.array([[0, 1, 2], [1, 99, 0]])),
         lambda out: featstore.Trace.record([], out),
         lambda out: featstore.Trace.record([object()], out),
         lambda out: featstore.Trace.record([FEW], out, resume=True),
@@ -297,3 +299,23 @@ def test_a_trace_is_recorded_where_its_parents_are_not(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     with pytest.raises(FeatstoreError, match="is a file; give the path of a directory"):
         featstore.Trace.record([np.arange(3)], tmp_path / "file")
+
+
+def test_names_that_are_not_there(packed: Path) -> None:
+    with featstore.open(packed) as store:
+        for what, mapping in (("table", store.tables), ("graph", store.graphs), ("array", store.arrays)):
+            for wrong in ("featurez", "", 3, ("a", "b"), None):
+                with pytest.raises(UnknownNameError, match=f"the store has no {what} .*; it has ") as unknown:
+                    mapping[wrong]  # type: ignore[index]
+                assert isinstance(unknown.value, KeyError)
+                assert wrong not in mapping
+                assert mapping.get(wrong) is None  # type: ignore[call-overload]
+        with pytest.raises(
+            UnknownNameError, match=r"'featurez'; it has 'features'.*; did you mean 'features'"
+        ):
+            store.tables["featurez"]
+        assert list(store.tables) == list(dict(store.tables))
+        again = pickle.loads(pickle.dumps(store.tables))
+        with pytest.raises(UnknownNameError, match="the store has no table 'z'"):
+            again["z"]
+        assert again["features"].rows == store.tables["features"].rows

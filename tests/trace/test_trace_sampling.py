@@ -99,6 +99,11 @@ def test_training_nodes_that_cannot_be_used(stored: Any) -> None:
     ):
         with pytest.raises(error):
             SampledBatches(sampler, np.array(train), 4)
+    for numbers in (np.int64, np.uint8):
+        with pytest.raises(IdError, match="is it a mask"):
+            SampledBatches(sampler, (np.arange(NODES) % 2).astype(numbers), 4)
+    with pytest.raises(SourceError, match=rf"a mask of {NODES:,} nodes; the mask given has the shape \[7\]"):
+        SampledBatches(sampler, np.ones(7, bool), 4)
     with pytest.raises(SourceError, match="batch_size"):
         SampledBatches(sampler, TRAIN, 0)
     with pytest.raises(SourceError, match="fan-outs"):

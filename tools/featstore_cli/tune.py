@@ -87,7 +87,7 @@ def command(
     from featstore.sampling.batches import open_sampler
     from featstore.sampling.stored import StoredSampler
     from featstore.tune.tuning import tune
-    from featstore.tune.workload import can_have_workers, neighbour_batches, stand_in
+    from featstore.tune.workload import WORKER_SECONDS_MAX, can_have_workers, neighbour_batches, stand_in
 
     with featstore.open(store) as opened, progress("tuning", unit="steps") as tell:
         target, chosen = chosen_table(opened, table_name), chosen_graph(opened, graph)
@@ -101,10 +101,11 @@ def command(
             opened, fanouts, seed=seed, graph=chosen.name, memory=graph_memory, in_memory=in_memory
         )
         workers = None if can_have_workers(sampler) else (0,)
+        batches = neighbour_batches(sampler, nodes, batch_size, max(WORKER_SECONDS_MAX, seconds))
         try:
             result = tune(
-                opened, neighbour_batches(sampler, nodes, batch_size), step, memory=memory, cores=cores,
-                workers=workers, seconds=seconds, trials=trials, progress=tell, policy=policy,
+                opened, batches, step, memory=memory, cores=cores, workers=workers, seconds=seconds,
+                trials=trials, progress=tell, policy=policy,
                 nodes=lambda batch: {target.name: batch["n_id"]},
             )  # fmt: skip
         finally:

@@ -9,14 +9,11 @@ accuracy on the same test nodes, with neighbours sampled from the whole graph in
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
 from typing import Any
 
-from featstore_demo.graph import DemoGraph, GraphRecipe
+from featstore_demo.graph import DemoGraph
 from featstore_demo.mega_report import MegaReport, MegaRunReport
 from featstore_demo.runner import Comparison, prepared
-from featstore_demo.worker import Progress
 
 __all__ = ["run_mega"]
 
@@ -33,36 +30,20 @@ _EVALUATED_MAX = (1000, 4000)
 
 
 def run_mega(
-    *,
-    memory: str | int = "96MiB",
-    data: str | os.PathLike[str] | None = None,
-    workdir: str | os.PathLike[str] | None = None,
-    epochs: int | None = None,
-    batch_size: int | None = None,
-    fanouts: Sequence[int] | None = None,
-    hidden: int = 64,
-    seed: int = 0,
-    engine: str | None = None,
-    recipe: GraphRecipe | None = None,
-    resident: int | None = None,
-    progress: Progress | None = None,
+    *, memory: str | int = "96MiB", seed: int = 0, resident: int | None = None, **options: Any
 ) -> MegaReport:
     """Pack a graph with its topology, train by mega-batches and from memory, and compare.
 
     ``memory``: the loader's budget, and then that of the reader that evaluates. ``resident``: partitions in a
-    mega-batch, by default as many as fit. The other arguments are those of :func:`featstore_demo.run`, and so
-    are the errors.
+    mega-batch, by default as many as fit. The other options are those of
+    :func:`featstore_demo.runner.prepared`, and the errors those of :func:`featstore_demo.run`.
     """
-    options = {} if resident is None else {"resident": resident}
-    with prepared(
-        memory=memory, data=data, workdir=workdir, epochs=epochs, batch_size=batch_size, fanouts=fanouts,
-        hidden=hidden, seed=seed, engine=engine, recipe=recipe, progress=progress,
-        evaluated_max=_EVALUATED_MAX,
-    ) as demo:  # fmt: skip
+    of_loader = {} if resident is None else {"resident": resident}
+    with prepared(memory, _EVALUATED_MAX, seed=seed, **options) as demo:
         partitions = _partitions(demo.graph, demo.memory_bytes)
         pack_seconds = demo.pack(topology=True, partitions=partitions, hubs=_HUB_SHARE, seed=seed)
-        method, edge_cut = _probe(demo, options)
-        by_mega, from_memory = demo.train("mega", options)
+        method, edge_cut = _probe(demo, of_loader)
+        by_mega, from_memory = demo.train("mega", of_loader)
         facts = demo.facts(pack_seconds, from_memory)
         return MegaReport(order=method, edge_cut=edge_cut, mega=MegaRunReport.of(by_mega), **facts)
 

@@ -47,38 +47,16 @@ _EVALUATION_BYTES = 2 << 30
 _EVALUATED_MAX = (4000, 8000)  # nodes of the validation and of the test split
 
 
-def run(
-    *,
-    memory: str | int = "32MiB",
-    data: str | os.PathLike[str] | None = None,
-    workdir: str | os.PathLike[str] | None = None,
-    epochs: int | None = None,
-    batch_size: int | None = None,
-    fanouts: Sequence[int] | None = None,
-    hidden: int = 64,
-    seed: int = 0,
-    engine: str | None = None,
-    recipe: GraphRecipe | None = None,
-    progress: Progress | None = None,
-) -> DemoReport:
+def run(*, memory: str | int = "32MiB", **options: Any) -> DemoReport:
     """Pack a graph's features, train from the store and from memory with the same seeds, and compare.
 
-    ``memory``: the reader's budget (bytes, or text such as ``"120MiB"``). ``data``: an .npz file
-    (:func:`featstore_demo.graph.load` names the keys), else a graph is made up by ``recipe``. ``workdir``: an
-    existing directory in which the store is kept as ``store``, which must not be there yet; else all goes to
-    a temporary one, which is removed. ``epochs``, ``batch_size`` and ``fanouts`` (one number a layer) follow
-    from the graph and its row size where not given. ``engine``: name of the I/O engine, else the reader
-    picks.
-    ``progress(stage, done, total)`` is called as things go on.
+    ``memory``: the reader's budget (bytes, or text such as ``"120MiB"``). The options are those of
+    :func:`prepared`.
 
     Raises SourceError for a graph that cannot be used, StoreExistsError, BudgetError for too small a
     budget, ImportError where PyTorch or PyG is missing, FeatstoreError if a training process fails.
     """
-    with prepared(
-        memory=memory, data=data, workdir=workdir, epochs=epochs, batch_size=batch_size, fanouts=fanouts,
-        hidden=hidden, seed=seed, engine=engine, recipe=recipe, progress=progress,
-        evaluated_max=_EVALUATED_MAX,
-    ) as demo:  # fmt: skip
+    with prepared(memory, _EVALUATED_MAX, **options) as demo:
         pack_seconds = demo.pack()
         _probe(demo)
         from_store, from_memory = demo.train("store")
@@ -150,22 +128,29 @@ class Comparison:
 
 @contextmanager
 def prepared(
-    *,
     memory: str | int,
-    data: str | os.PathLike[str] | None,
-    workdir: str | os.PathLike[str] | None,
-    epochs: int | None,
-    batch_size: int | None,
-    fanouts: Sequence[int] | None,
-    hidden: int,
-    seed: int,
-    engine: str | None,
-    recipe: GraphRecipe | None,
-    progress: Progress | None,
     evaluated_max: tuple[int, int],
+    *,
+    data: str | os.PathLike[str] | None = None,
+    workdir: str | os.PathLike[str] | None = None,
+    epochs: int | None = None,
+    batch_size: int | None = None,
+    fanouts: Sequence[int] | None = None,
+    hidden: int = 64,
+    seed: int = 0,
+    engine: str | None = None,
+    recipe: GraphRecipe | None = None,
+    progress: Progress | None = None,
 ) -> Iterator[Comparison]:
-    """Everything before the packing. The arguments are those of :func:`run`; ``evaluated_max``: at most so
-    many nodes of the validation and of the test split are evaluated."""
+    """Everything before the packing.
+
+    ``evaluated_max``: at most so many nodes of the validation and of the test split are evaluated. ``data``:
+    an .npz file (:func:`featstore_demo.graph.load` names the keys), else a graph is made up by ``recipe``.
+    ``workdir``: an existing directory in which the store is kept as ``store``, which must not be there yet;
+    else all goes to a temporary one, which is removed. ``epochs``, ``batch_size`` and ``fanouts`` (one number
+    a layer) follow from the graph and its row size where not given. ``engine``: name of the I/O engine, else
+    the reader picks. ``progress(stage, done, total)`` is called as things go on.
+    """
     _need_packages()
     memory_bytes = parse_bytes(memory)
     tell = progress if progress is not None else _no_progress

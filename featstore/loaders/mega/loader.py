@@ -53,7 +53,8 @@ class MegaBatches(LoaderBase):
     Args:
         store: the open store, packed with a graph and partitions.
         memory: budget for all that is held here, bytes or ``"2GiB"``.
-        train: node ids of the training nodes, or the name of an array in the store; all nodes by default.
+        train: node ids of the training nodes, or a mask of the nodes, or the name of an array in the store
+            that is one of these; all nodes by default.
         graph: name of the graph, where the store has several, or tables of several types of nodes or edges.
         hubs: how many of the stored hubs to keep in memory; by default all, up to a quarter of the budget.
         resident: partitions in a mega-batch; by default as many as fit.

@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from featstore.base.buffers import populate
 from featstore.base.checks import check_offsets
 from featstore.base.dtypes import node_dtype
-from featstore.base.ids import parse_ids
-from featstore.errors import BudgetError, CorruptionError, IdError, SourceError
+from featstore.base.training_nodes import checked_train
+from featstore.errors import BudgetError, CorruptionError, SourceError
 from featstore.loaders.mega.batch import MegaBatch
 from featstore.loaders.mega.induce import FILLED, TARGET, Places, count_by_partition, induce_block
 from featstore.loaders.mega.schedule import Schedule, Step
@@ -110,15 +110,9 @@ class Loading:
         rows, dtype = self.table.rows, node_dtype(self.table.rows)
         if train is None:
             return np.arange(rows, dtype=dtype)
-        ids = parse_ids(self.store.arrays[train] if isinstance(train, str) else train).values
-        if len(ids) and (ids.min() < 0 or ids.max() >= rows):
-            bad = ids[(ids < 0) | (ids >= rows)][0]
-            raise IdError(f"training node {bad} is out of range: table {self.table.name!r} has {rows:,} rows")
+        ids = checked_train(self.store.arrays[train] if isinstance(train, str) else train, rows)
         row_of_node = self.table.row_of_node()
-        found = np.sort((ids if row_of_node is None else row_of_node[ids]).astype(dtype))
-        if len(found) > 1 and (found[1:] == found[:-1]).any():
-            raise IdError("a training node stands twice among those given; each is used once a pass")
-        return found
+        return np.sort((ids if row_of_node is None else row_of_node[ids]).astype(dtype))
 
     def _hub_count(self, wanted: int | None, memory_bytes: int) -> int:
         if wanted is not None:

@@ -25,6 +25,7 @@ DEPTH = 3  # mini-batches that exist at once with their rows, the loop's own amo
 CHOOSING_BYTES = 6 << 20  # of what tries policies for one table
 _CHOOSING_SHARE = 12  # of the budget that all of these may take
 _BYTES_PER_ID = 40  # of mini-batches under way: ids, slots, what was missed
+BESIDE_KEPT = 2  # mini-batches for which there are slots beside rows kept for good
 _ROWS_LEAST = 1024  # of a table, for which slots are made whatever the first mini-batch has
 
 
@@ -82,9 +83,9 @@ class BudgetSplit:
     def _needs(self, tables: Mapping[str, Table]) -> list[TableNeed]:
         return [table_need(t, self._verify, by_row=False) for t in tables.values()]
 
-    def of(self, tables: Mapping[str, Table], rows: Mapping[str, int]) -> Shares:
-        """The shares, where a mini-batch has so many ``rows`` of each table. Raises BudgetError with the
-        smallest budget that works."""
+    def of(self, tables: Mapping[str, Table], rows: Mapping[str, int], kept: Mapping[str, int]) -> Shares:
+        """The shares, where a mini-batch has so many ``rows`` of each table, and so many as ``kept`` says are
+        kept for good. Raises BudgetError with the smallest budget that works."""
         device_slots = self._of_devices(tables, rows) if self._device_memory else {}
         needs = self._needs(tables)
         # A node type that hardly occurs in the first mini-batch may occur more in others.
@@ -106,15 +107,19 @@ class BudgetSplit:
         parts = fixed(self._memory_bytes)
         rest = self._memory_bytes - sum(parts.values())
         total = sum(weights.values())
+        least = {n: rows[n] + (kept[n] + rows[n] * (BESIDE_KEPT - 1) if kept.get(n) else 0) for n in tables}
         smallest = max(
-            -(-self._map_bytes(n, min(rows[n], t.rows)) * total // weights[n]) for n, t in tables.items()
+            -(-self._map_bytes(n, min(least[n], t.rows)) * total // weights[n]) for n, t in tables.items()
         )
         if rest < smallest:
             needed = sum(parts.values()) + smallest
             while sum(fixed(needed).values()) + smallest > needed:  # more memory has a larger reader, too
                 needed = sum(fixed(needed).values()) + smallest
+            one_more = (
+                f"{BESIDE_KEPT} more and the static rows asked for" if any(kept.values()) else "one more"
+            )
             raise BudgetError(
-                needed, self._memory_bytes, "hold the reader, three mini-batches and a buffer of one more"
+                needed, self._memory_bytes, f"hold the reader, three mini-batches and a buffer of {one_more}"
             )
         slots = {}
         # What a table that fits whole leaves over is for the others.

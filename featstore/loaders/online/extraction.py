@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from featstore.base.buffers import Outputs
 from featstore.errors import SourceError
-from featstore.loaders.online.budget import CHOOSING_BYTES, DEPTH, BudgetSplit
-from featstore.loaders.online.options import check_extraction
+from featstore.loaders.online.budget import BESIDE_KEPT, CHOOSING_BYTES, DEPTH, BudgetSplit
+from featstore.loaders.online.options import check_extraction, static_rows
 from featstore.reader.reader import Reader
 from featstore.sampling.minibatch import Ids, table_of
 from featstore.tiers import saved
@@ -99,7 +99,9 @@ class Extraction:
         tables = {name: self.store.table(name) for name in dict.fromkeys([*asked, *said])}
         rows = self._rows = {name: self._rows_expected(name, asked.get(name, 0)) for name in tables}
         self._piece_bytes = self._split.bytes_of(rows)
-        slots, self._device_slots, self._memory = self._split.of(tables, rows)
+        self._kept = static_rows(self._static, tables)
+        kept = {name: len(ids) for name, ids in self._kept.items()}
+        slots, self._device_slots, self._memory = self._split.of(tables, rows, kept)
         self._outputs = Outputs(self._piece_bytes, DEPTH)
         self._reader = Reader(
             self.store,
@@ -142,7 +144,7 @@ class Extraction:
     def _buffer(self, table: str, slots: int, batch_rows: int) -> FeatureBuffer:
         assert self._reader is not None
         static = (
-            self._static_ids(table, slots - 2 * batch_rows)
+            self._static_ids(table, slots - BESIDE_KEPT * batch_rows)
             if self.policy == "static" and slots < self.store.tables[table].rows
             else None
         )
@@ -156,10 +158,10 @@ class Extraction:
         return buffer
 
     def _static_ids(self, table: str, most: int) -> NDArray[Any] | None:
-        """Node ids of the rows that stay: those given, or of the highest degree."""
+        """Node ids of the rows that stay: those given, for which there are slots, or of the highest
+        degree."""
         if self._static is not None:
-            given = self._static[table] if isinstance(self._static, Mapping) else self._static
-            return np.asarray(given)[: max(0, most)]
+            return self._kept[table]
         ranked = self.store.tables[table].rows_by_degree(max(0, most))
         if ranked is None:
             raise SourceError(
@@ -218,7 +220,8 @@ class Extraction:
         ):
             return
         rows = self._rows | {table: len(ids)}
-        self._split.of({name: self.store.tables[name] for name in rows}, rows)
+        kept = {name: len(ids) for name, ids in self._kept.items()}
+        self._split.of({name: self.store.tables[name] for name in rows}, rows, kept)
         given = rows if len(rows) > 1 else rows[table]
         raise SourceError(
             f"a mini-batch has {len(distinct):,} rows of table {table!r}, where slots were made for "

@@ -65,8 +65,9 @@ class OnlineLoader(PrefetchingLoader):
             or ``"auto"`` for that which would have hit most so far (:mod:`featstore.tiers.slots.choose`),
             looked at once enough has been seen, and between epochs. In budgets below about 75 MiB that is
             ``"s3-fifo"`` throughout.
-        static: for policy ``"static"``: node ids (or a mapping of tables to them) of the rows to keep; by
-            default those of the highest degree, where the store knows degrees.
+        static: for policy ``"static"``: node ids (or a mapping of tables to them) of the rows to keep, all of
+            them or it is a BudgetError; by default those of the highest degree, as many as fit, where the
+            store knows degrees.
         warm: the name of a saved cache (:meth:`save_cache`) whose rows are loaded before the first
             mini-batch.
         batch_rows: how many rows a mini-batch has at most (or a mapping of tables to that); by default a

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from featstore.arguments import as_choice, as_count, known_name
 from featstore.base.ids import parse_ids
-from featstore.errors import SourceError
+from featstore.errors import ArgumentError, IdError, SourceError
 from featstore.reader.options import check_reading
-from featstore.storage.store import OpenStore
+from featstore.storage.store import OpenStore, Table
 from featstore.tiers.slots import layout
 
 
@@ -41,3 +44,29 @@ def check_extraction(
     for ids in static.values() if isinstance(static, Mapping) else [static]:
         if ids is not None:
             parse_ids(ids)
+
+
+def static_rows(static: Any, tables: Mapping[str, Table]) -> dict[str, NDArray[np.int64]]:
+    """The rows that ``static=`` says are to be kept: distinct node ids of each of ``tables``, those of the
+    mini-batches. Empty where nothing is said. Raises ArgumentError, SourceError, IdError."""
+    if static is None:
+        return {}
+    known = ", ".join(map(repr, tables))
+    if not isinstance(static, Mapping):
+        if len(tables) > 1:
+            raise ArgumentError(f"static: of which table ({known})? give {{{next(iter(tables))!r}: ids}}")
+        static = {next(iter(tables)): static}
+    for name in static:
+        if name not in tables:
+            raise SourceError(
+                f"static= keeps rows of table {name!r}, but the mini-batches have rows of {known} alone: "
+                f"leave it out, or give batch_rows={{{name!r}: ...}} where later ones have some"
+            )
+    found = {name: np.unique(parse_ids(static.get(name, ())).values) for name in tables}
+    for name, ids in found.items():
+        for bad in (ids[0], ids[-1]) if len(ids) else ():
+            if not 0 <= bad < tables[name].rows:
+                raise IdError(
+                    f"static: node id {bad} is out of range: table {name!r} has {tables[name].rows:,} rows"
+                )
+    return found

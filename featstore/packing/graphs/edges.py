@@ -235,8 +235,15 @@ def edge_layout(header: NpyHeader, name: str) -> tuple[int, bool]:
     return header.values // 2, rows_are_ends == header.fortran_order
 
 
-def edge_axis(shape: tuple[int, ...], name: str) -> int:
-    """The axis with source and target: 0 for ``[2, edges]`` (also when it is 2 x 2), 1 for ``[edges, 2]``."""
+def edge_axis(shape: tuple[int, ...], name: str, *, ends_first: bool = False) -> int:
+    """The axis with source and target: 0 for ``[2, edges]``, 1 for ``[edges, 2]``. ``ends_first``: it is 0
+    where both would do, as of PyG's objects. Raises SourceError for what is neither, or both."""
     if len(shape) != 2 or 2 not in shape:
         raise SourceError(f"{name}: an edge list has shape [2, edges] or [edges, 2], not {list(shape)}")
+    if shape[0] == shape[1] and not ends_first:
+        raise SourceError(
+            f"{name}: two edges of shape [2, 2] may be [2, edges] or [edges, 2], which are other edges; give "
+            "them as CSC, (indptr, indices), a SciPy matrix A[source, target], a PyG Data, or in text or "
+            "Parquet with columns source and target"
+        )
     return 0 if shape[0] == 2 else 1

@@ -7,7 +7,7 @@ how it is understood ===============================
 ``A[source, target]``, in csc, csr or coo layout ``.npz`` with indptr, indices    CSC of incoming edges
 already: the sources of v are indices[indptr[v]:indptr[v+1]] ``.npz`` with adj_indptr ...     CSR of
 ``A[source, target]`` (``adj_indptr, adj_indices``; ``key`` names another) ``.npz``, ``.npy`` edge list
-``edge_index``, or the member ``key``: [2, edges] or [edges, 2]; 2 x 2 is [2, edges] ``.csv .tsv .txt .el``
+``edge_index``, or the member ``key``: [2, edges] or [edges, 2], but not [2, 2] ``.csv .tsv .txt .el``
 (.gz)     two integer columns; see `featstore.packing.graphs.edges` ``.parquet``                     columns
 src and dst (source, target ...), or the only two of integers folder of OGB                    its
 ``edge.csv.gz`` ``.pt``                          a tensor [2, edges], or the one under ``key`` array, tensor,
@@ -48,7 +48,7 @@ from featstore.packing.graphs.edges import ArrayEdges, CsrEdges, NpyEdges, Parqu
 from featstore.packing.graphs.text_edges import TextEdges
 from featstore.packing.sources.arrays import tensor_to_numpy
 from featstore.packing.sources.base import file_fingerprint, stat_of
-from featstore.packing.sources.pyg import edges_by_relation, node_and_edge_stores, pyg_tables
+from featstore.packing.sources.pyg import PygEdges, edges_by_relation, node_and_edge_stores, pyg_tables
 from featstore.packing.sources.text import CsvRows, ogb_folder
 
 __all__ = ["CscGraph", "open_graph"]
@@ -93,7 +93,7 @@ def open_graph(
     if hasattr(spec, "tocsc") and type(spec).__module__.partition(".")[0] == "scipy":
         return _from_scipy(spec, nodes, memory_bytes, scratch_dir)
     edge_index = _array_of(spec, "edge_index")
-    axis = edge_axis(edge_index.shape, "<edge_index>")
+    axis = edge_axis(edge_index.shape, "<edge_index>", ends_first=isinstance(edge_index, PygEdges))
     sources, targets = (edge_index[0], edge_index[1]) if axis == 0 else (edge_index[:, 0], edge_index[:, 1])
     stream = ArrayEdges(sources, targets, "<edge_index>")
     source = array_source("edge_index", np.moveaxis(edge_index, axis, 1))
@@ -158,7 +158,7 @@ def _open_path(
                 f"{path}: no edge.csv.gz in it or in its raw folder; give the file with the edges"
             )
         return _open_ogb(folder, nodes, memory_bytes, scratch_dir)
-    plain = path.with_suffix("") if path.suffix == ".gz" else path
+    plain = path.with_suffix("") if path.suffix.lower() == ".gz" else path
     suffix = plain.suffix.lower()
     stream: EdgeStream
     if suffix == ".npz":

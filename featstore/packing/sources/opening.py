@@ -63,6 +63,8 @@ __all__ = [
 ]
 
 ARROW_SUFFIXES = (".parquet", ".arrow", ".feather", ".ipc")
+#: Of files that are no raw binary, whatever dtype and shape are given.
+COMPRESSED_SUFFIXES = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip")
 # Files that name their own dtype and shape, by suffix; of the others, only .npy files do, which have a magic
 # number.
 NAMED_SUFFIXES = (".npz", ".pt", ".pth", ".csv", ".csv.gz", *ARROW_SUFFIXES)
@@ -202,6 +204,11 @@ def _open_path(
         return TorchFileRows(path, single, name)
     if single is not None:
         raise SourceError(f"{path}: a {suffix or 'plain'} file holds one array, no {single!r}; leave key out")
+    if suffix in COMPRESSED_SUFFIXES:
+        raise SourceError(
+            f"{path}: a {suffix} file is compressed, and of these only .csv.gz is read: unpack it first, or "
+            "rename it where it is raw binary"
+        )
     with open_binary(path) as file:
         has_magic = file.read(len(NPY_MAGIC)) == NPY_MAGIC
     if has_magic and offset == 0:

@@ -77,6 +77,10 @@ def pyg_inputs(
     return tables, edges, arrays, [*_not_stored(data), *_edge_rows(data, tables, arrays)]
 
 
+class PygEdges(np.ndarray[Any, Any]):
+    """Edges as PyG has them: ``[2, edges]``, also where there are two."""
+
+
 def edges_by_relation(data: Any, tables: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
     """The edges of each table of nodes, ``[2, edges]``, where nothing is lost by keeping just these."""
     if not _is_hetero(data):
@@ -176,7 +180,7 @@ def edge_index_of(store: Any, name: str) -> NDArray[Any] | None:
 
     edge_index = store.get("edge_index")
     if edge_index is not None:
-        return _as_array(edge_index, name)
+        return _as_array(edge_index, name).view(PygEdges)
     adjacency = store.get("adj_t")
     if adjacency is None:
         return None
@@ -186,7 +190,8 @@ def edge_index_of(store: Any, name: str) -> NDArray[Any] | None:
         )
     # adj_t is the transposed adjacency matrix: its rows are targets, its columns sources.
     indptr, sources = adjacency.crow_indices().numpy(), adjacency.col_indices().numpy()
-    return np.stack([sources, np.repeat(np.arange(indptr.size - 1), np.diff(indptr))])
+    targets = np.repeat(np.arange(indptr.size - 1), np.diff(indptr))
+    return np.stack([sources, targets]).view(PygEdges)
 
 
 def _is_hetero(data: Any) -> bool:

@@ -62,7 +62,7 @@ class ArrowRows(RowSource):
     ) -> None:
         label = name or str(path)
         self.path = path
-        self._is_parquet = path.suffix == ".parquet"
+        self._is_parquet = path.suffix.lower() == ".parquet"
         self._arrow = import_extra("pyarrow", "arrow", label)
         with self._opened() as file:
             schema = file.schema_arrow if self._is_parquet else file.schema

@@ -45,7 +45,7 @@ _SAY_DTYPE = "raw_dtype= (--raw-dtype)"
 def open_text(path: Path) -> Iterator[io.BufferedIOBase]:
     """A text file's bytes, decompressed when its name ends in ``.gz``. Errors of gzip come with the reads."""
     with open_binary(path) as file:
-        if path.suffix != ".gz":
+        if path.suffix.lower() != ".gz":
             yield file
             return
         with gzip.GzipFile(fileobj=file, mode="rb") as text:
