@@ -74,7 +74,8 @@ class Store(OpenStore):
         """A reader over this store's tables.
 
         ``tiers``: what keeps rows in memory over the disk, the fastest first, for example
-        ``[featstore.Device("cuda", "4GiB"), featstore.Buffer("s3-fifo"), featstore.Static("degree")]``; or in
+        ``[featstore.Device("cuda", "4GiB"), featstore.Buffer("s3-fifo"), featstore.Static("degree")]``; the
+        last may be ``featstore.Shared(client)``, a buffer of another process, which reads the disk. Or in
         short, in that order: ``device=`` with ``device_memory=`` and ``device_policy=``, ``policy=`` for a
         buffer of rows that were asked for lately, and ``static=`` (see :class:`featstore.Reader`).
 

@@ -205,7 +205,9 @@ class TieredReader:
             name: parse_row_places(places, len(asked[name].values), rows_of(flat[name]))
             for name, places in by_table.at.items()
         }
-        below = top.submit(
+        # a source may serve who waits for it in his own thread, which saves waking up another
+        submit = top.submit if copy else getattr(top, "submit_waiting", top.submit)
+        below: Request = submit(
             {name: parsed.values for name, parsed in asked.items()}, out=flat or None, at=to or None
         )
         row_bytes = {name: self.store.table(name).row_bytes for name in asked}

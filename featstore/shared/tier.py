@@ -2,7 +2,8 @@
 these lack.
 
 A request is served by one of a few threads, each with a client of its own, so that requests end by
-themselves, and one that waits for the disk keeps none back whose rows are there. Pieces of a request are
+themselves, and one that waits for the disk keeps none back whose rows are there; who waits for it anyhow
+serves it himself. Pieces of a request are
 wanted, copied out and given back one after the other, as with any client: no order of requests, in however
 many processes, can deadlock.
 """
@@ -12,7 +13,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -126,43 +127,73 @@ class SharedTier(OneProcess):
         self._idle = deque([copy.copy(client)])
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="featstore-shared-tier")
         self._under_way = threading.BoundedSemaphore(2 * _THREADS)
+        self._serving = threading.BoundedSemaphore(_THREADS)
 
     def submit(
         self, ids: Mapping[str, Any], *, out: Mapping[str, Any] | None, at: Mapping[str, Any] | None = None
     ) -> Request:
-        self.check_open()
-        filled = new_rows(self, ids) if out is None else dict(out)
-        to = filled if at is not None else {name: filled[name][: len(one)] for name, one in ids.items()}
-        request, limit = Request(lambda: filled), self._under_way
+        limit = self._under_way
         limit.acquire()
-        request.add_done_callback(lambda _: limit.release())
-        request.begin()
-        job = _Job(request, ids, to, at)
-        request.open_piece(job)
+        request, job = self._begin(ids, out, at, limit.release)
         try:
             submitted(self._pool, partial(self._serve, job))
         except RuntimeError:  # the pool takes nothing any more
             request.close_piece(job, ClosedError("the shared tier is closed"))
         except BaseException as error:
             request.close_piece(job, error)
-        request.close_piece(None, None)
         return request
+
+    def submit_waiting(
+        self, ids: Mapping[str, Any], *, out: Mapping[str, Any] | None, at: Mapping[str, Any] | None = None
+    ) -> Request:
+        """As :meth:`submit`, for who has nothing else to do meanwhile: the request is done."""
+        request, job = self._begin(ids, out, at, lambda: None)
+        self._serve(job)
+        return request
+
+    def _begin(
+        self, ids: Mapping[str, Any], out: Mapping[str, Any] | None, at: Mapping[str, Any] | None,
+        on_end: Callable[[], object],
+    ) -> tuple[Request, _Job]:  # fmt: skip
+        try:
+            self.check_open()
+            filled = new_rows(self, ids) if out is None else dict(out)
+            to = filled if at is not None else {name: filled[name][: len(one)] for name, one in ids.items()}
+            request = Request(lambda: filled)
+        except BaseException:
+            on_end()
+            raise
+        request.add_done_callback(lambda _: on_end())
+        request.begin()
+        job = _Job(request, ids, to, at)
+        request.open_piece(job)
+        request.close_piece(None, None)
+        return request, job
 
     def _serve(self, job: _Job) -> None:
         """Fill a request, through a client that nobody else uses."""
         error: BaseException | None = None
+        try:
+            with self._serving:
+                self._fill(job)
+        except BaseException as failure:
+            error = failure
+        job.request.close_piece(job, error)
+
+    def _fill(self, job: _Job) -> None:
         try:
             client = self._idle.pop()
         except IndexError:
             client = copy.copy(self._first)
         try:
             hits = job.fill(client)
-            with self._counting:
-                self._hits += hits
-        except BaseException as failure:
-            error = failure
-        self._idle.append(client)
-        job.request.close_piece(job, error)
+        finally:
+            if self._closed:
+                client.close()
+            else:
+                self._idle.append(client)
+        with self._counting:
+            self._hits += hits
 
     def holds(self, table: str, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Rows that are in the owner's buffer now."""
@@ -177,6 +208,9 @@ class SharedTier(OneProcess):
             return
         self._closed = True
         shut_down(self._pool)
+        for _ in range(_THREADS):  # who reads in a thread of his own comes to an end
+            self._serving.acquire()
+        self._serving.release(_THREADS)
         for client in (self._first, *self._idle):
             client.close()
 

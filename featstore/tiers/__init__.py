@@ -25,7 +25,8 @@ from featstore.storage.store import OpenStore, Table
 
 
 class RowSource(Protocol):
-    """What gives rows of some tables of a store."""
+    """What gives rows of some tables of a store. One may have ``submit_waiting`` as well, like ``submit`` but
+    for who waits for the rows at once, in whose thread they may then be put where they go."""
 
     @property
     def store(self) -> OpenStore:

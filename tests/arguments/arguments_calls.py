@@ -576,6 +576,18 @@ CALLS: dict[str, Call] = {
         ),
         {"ids": IDS, "out": bad_out(3).but("another table"), "at": bad_at(3)},
     ),
+    "BufferClient.prepare": Call(
+        lambda w: (
+            lambda **given: w.client.prepare(**given).result(),
+            {"ids": [1, 2, 3], "out": w.out(3), "at": [2, 1, 0]},
+        ),
+        {
+            "ids": IDS,
+            "out": bad_out(3).but("another table"),
+            "at": bad_at(3),
+            "copy": Anything("said by the package's own modules"),
+        },
+    ),
     "BufferClient.holds": Call(
         lambda w: (w.client.holds, {"table": "features", "ids": [1, 2]}), {"table": NAME, "ids": IDS}
     ),

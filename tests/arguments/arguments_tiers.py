@@ -29,6 +29,10 @@ TIERS: dict[str, Call] = {
             "policy": POLICY_NAME,
         },
     ),
+    "Shared": Call(
+        lambda w: (featstore.Shared, {"client": w.client}),
+        {"client": Rule({**NONSENSE, "None": None, "a text": "client", "a number": 3})},
+    ),
     "TieredReader": Call(
         lambda w: (
             featstore.TieredReader,

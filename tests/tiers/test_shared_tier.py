@@ -9,7 +9,7 @@ import os
 import pickle
 import signal
 import time
-from concurrent.futures import wait
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -299,6 +299,30 @@ def test_a_cancelled_request_ends(store: featstore.Store, shared: featstore.Shar
             assert len(request.result()["bytes"]) == 700
         for request in requests[::2]:
             assert request.exception() is None or isinstance(request.exception(), CancelledError)
+
+
+def test_closing_while_threads_read(
+    store: featstore.Store, shared: featstore.SharedBuffer, arrays: dict[str, np.ndarray]
+) -> None:
+    reader = store.reader(tiers=[featstore.Shared(shared.client())], tables=["floats"])
+
+    def read(seed: int) -> int:
+        rng, done = np.random.default_rng(seed), 0
+        try:
+            while True:
+                ids = rng.integers(0, ROWS, 300)
+                assert np.array_equal(reader.read(ids), arrays["floats"][ids])
+                done += 1
+        except ClosedError:
+            return done
+
+    with ThreadPoolExecutor(7) as pool:
+        reading = [pool.submit(read, seed) for seed in range(7)]
+        time.sleep(0.3)
+        pending = [reader.submit(np.arange(ROWS)) for _ in range(5)]
+        reader.close()
+        assert all(len(request.result(SECONDS)) == ROWS for request in pending)
+        assert sum(one.result(SECONDS) for one in reading) > 7
 
 
 def own(store: featstore.Store, pipe: Any) -> None:
