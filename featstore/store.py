@@ -17,7 +17,9 @@ from featstore.storage.store import OpenStore, StoredGraph, Table
 
 if TYPE_CHECKING:
     from featstore.compiled import Compiled
+    from featstore.loaders.loader import Loader
     from featstore.loaders.mega.loader import MegaBatches
+    from featstore.loaders.prefetch import Sampler
     from featstore.reader.reader import Reader
     from featstore.reader.tiered import TieredReader
     from featstore.sampling.stored import StoredSampler
@@ -122,6 +124,21 @@ class Store(OpenStore):
         self.check_open()
         check_options(options, options_of(MegaBatches), "a loader of mega-batches")
         return MegaBatches(self, **options)
+
+    def loader(
+        self, batches: Sampler | None = None, *, seeds: Any = None, fanouts: Sequence[int] | None = None,
+        batch_size: int | None = None, mode: str = "auto", memory: int | str = "1GiB", **options: Any,
+    ) -> Loader:  # fmt: skip
+        """Mini-batches with the rows of their nodes: the same training loop under every ``mode``. All
+        parameters are those of :class:`featstore.loaders.loader.Loader`."""
+        from featstore.loaders.loader import Loader
+
+        self.check_open()
+        check_options(options, options_of(Loader), "a loader")
+        return Loader(
+            self, batches, seeds=seeds, fanouts=fanouts, batch_size=batch_size, mode=mode, memory=memory,
+            **options
+        )  # fmt: skip
 
     def compiled(self, name: str = "default") -> Compiled:
         """A compiled trace of this store; see :class:`featstore.loaders.compiled.trace.Compiled`."""

@@ -74,12 +74,6 @@ class Batch:
     @property
     def e_id(self) -> Any:
         """The user's numbers of the edges, where the sampler's mini-batch has them."""
-        found = self._of_sample("e_id")
-        if found is None and self._of_sample("edge_id") is not None:
-            raise AttributeError(
-                "this mini-batch has no e_id, the user's edge numbers: its edge_id counts edges in the "
-                "sampler's own order"
-            )
         return self._of_sample("e_id", need=True)
 
     def __getattr__(self, name: str) -> Any:
@@ -91,6 +85,11 @@ class Batch:
         sample = self.sample
         found = sample.get(name) if isinstance(sample, Mapping) else getattr(sample, name, None)
         if found is None and need:
+            if name == "e_id" and self._of_sample("edge_id") is not None:
+                raise AttributeError(
+                    "this mini-batch has no e_id, the user's edge numbers: its edge_id counts edges in the "
+                    "sampler's own order"
+                )
             raise AttributeError(
                 f"this mini-batch has no {name!r}: it has index, n_id, x and what the sampler's "
                 f"{type(sample).__name__} has"

@@ -32,6 +32,7 @@ from featstore.loaders.modes import (
 from featstore.loaders.online.loader import OnlineLoader
 from featstore.loaders.prefetch import LoaderBase, Sampler, check_repeatable
 from featstore.loaders.rolling import RollingLoader
+from featstore.loaders.state import loader_state, position_of
 from featstore.loaders.train import compiled_once
 from featstore.reader.options import check_reading
 from featstore.sampling.batches import SampledBatches, bytes_in_memory, open_sampler
@@ -132,6 +133,7 @@ class Loader(LoaderBase):
         if tensors is not None and args.as_flag(tensors, "tensors"):
             args.need_torch("tensors=True")
         seed = args.as_integer(seed, "seed")
+        self._sampler_bytes = 0  # of the memory
         self._opened = ExitStack()
         try:
             if batches is None:
@@ -155,10 +157,9 @@ class Loader(LoaderBase):
             self._opened.close()
             raise
         self._epoch = self._next = 0
+        self._resumed = False  # a state was loaded since the last iteration
 
     # Which options there are.
-
-    _sampler_bytes = 0
 
     def _of_mode(self, optional: dict[str, Any]) -> dict[str, Any]:
         """The options that were given. Raises ArgumentError for those of other modes."""
@@ -272,8 +273,6 @@ class Loader(LoaderBase):
             del batch
         self._epoch, self._next = self._epoch + 1, 0
 
-    _resumed = False
-
     @property
     def epoch(self) -> int:
         """The epoch under way, or the next one to begin."""
@@ -293,18 +292,21 @@ class Loader(LoaderBase):
         """Where training stands: small, plain data for a checkpoint. What was handed out counts as seen. It
         belongs to the same store and options."""
         self.check_open()
-        return {"mode": self.mode, "epoch": self._epoch, "next": self._next, "at": self._mode.state()}
+        at = self._mode.state() if self._next else None
+        return loader_state(self.store.uuid, self._epoch, self._next) | {"mode": self.mode, "at": at}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where :meth:`state_dict` was taken: the next iteration begins with the mini-batch after the
         last one handed out then. Raises ArgumentError for a state of something else."""
         self.check_open()
+        epoch, after = position_of(state, self.store.uuid)
         args.check_state(state, {"mode": self.mode}, "this loader has")
-        epoch = args.as_count(state.get("epoch"), "epoch of the state", 0)
-        after = args.as_count(state.get("next"), "next of the state, a mini-batch,", 0)
-        self._mode.load_state(
-            args.as_mapping(state.get("at"), "at of the state", "what state_dict() returned")
-        )
+        if after:
+            self._mode.load_state(
+                args.as_mapping(state.get("at"), "at of the state", "given by state_dict()")
+            )
+        else:
+            self._mode.set_epoch(epoch)
         self._epoch, self._next, self._resumed = epoch, after, True
 
     # What it does.

@@ -1,0 +1,282 @@
+"""One training loop under every mode: whatever the mode, the rows are the source's, an epoch has every seed
+once, and an interrupted one goes on with the same mini-batches."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import featstore
+from featstore.errors import ArgumentError, BudgetError, ClosedError, SourceError
+from featstore.loaders.batch import Batch
+from featstore.loaders.modes import MODES
+from featstore.sampling.neighbors import NeighborSampler
+
+NODES, WIDTH, BATCH = 3000, 9, 130
+TRAIN = np.arange(1, NODES, 5)
+STEPS = -(-len(TRAIN) // BATCH)
+FEATURES = np.random.default_rng(0).standard_normal((NODES, WIDTH)).astype(np.float32)
+SAMPLED = {"seeds": TRAIN, "fanouts": (4, 3), "batch_size": BATCH, "memory": "64MiB"}
+
+
+@pytest.fixture
+def store(tmp_path: Path, pack: Any) -> Iterator[Any]:
+    edges = np.random.default_rng(1).integers(0, NODES, (2, 25_000))
+    with pack(
+        tmp_path / "s", FEATURES, graph=edges, order="ldg", partitions=12, arrays={"train": TRAIN}
+    ) as made:
+        yield made
+
+
+def epoch_of(loader: Any) -> list[Batch]:
+    return list(loader)
+
+
+def check(batches: list[Batch], seeds: np.ndarray = TRAIN) -> None:
+    """An epoch of the store's own sampling."""
+    for index, batch in enumerate(batches):
+        assert batch.index == index
+        np.testing.assert_array_equal(np.asarray(batch.x), FEATURES[batch.n_id])
+        assert batch.batch_size == batch.num_sampled_nodes[0]
+        assert sum(batch.num_sampled_nodes) == len(batch.n_id)
+        row, col = batch.edge_index
+        assert len(row) == sum(batch.num_sampled_edges)
+        np.testing.assert_array_equal(row, batch.row)
+        np.testing.assert_array_equal(col, batch.col)
+        assert max(row.max(), col.max()) < len(batch.n_id)
+    seen = np.concatenate([batch.n_id[: batch.batch_size] for batch in batches])
+    np.testing.assert_array_equal(np.sort(seen), seeds)
+
+
+def drawn(batch: Batch) -> tuple[Any, ...]:
+    return batch.n_id.tolist(), batch.row.tolist(), batch.col.tolist(), np.asarray(batch.x).sum()
+
+
+@pytest.mark.parametrize("mode", [*MODES, "auto"])
+def test_rows_are_the_source_s(store: Any, mode: str) -> None:
+    with store.loader(mode=mode, **SAMPLED) as loader:
+        epochs = [epoch_of(loader) for _ in range(3)]
+        for epoch in epochs:
+            check(epoch)
+        assert loader.epoch == 3
+        assert loader.report()["mode"] == loader.mode
+        orders = [[batch.n_id[0] for batch in epoch] for epoch in epochs]
+        repeated = loader.mode == "compiled"
+        assert (orders[0] == orders[1] == orders[2]) == repeated, "fresh, but where one epoch is repeated"
+
+
+def test_modes_that_leave_mini_batches_as_they_are_agree(store: Any) -> None:
+    """Online and rolling give the same mini-batches in every epoch; compiled those of epoch 0."""
+    found = {}
+    for mode in ("online", "compiled", "rolling"):
+        with store.loader(mode=mode, **SAMPLED) as loader:
+            found[mode] = [[drawn(batch) for batch in loader] for _ in range(2)]
+    assert found["online"] == found["rolling"]
+    assert found["compiled"] == [found["online"][0]] * 2
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("stop", [0, 1, STEPS - 1])
+def test_it_goes_on_where_it_was(store: Any, mode: str, stop: int) -> None:
+    with store.loader(mode=mode, **SAMPLED) as loader:
+        expected = [[drawn(batch) for batch in loader] for _ in range(3)]
+    with store.loader(mode=mode, **SAMPLED) as loader:
+        assert [drawn(batch) for batch in loader] == expected[0]
+        taken = [drawn(batch) for batch in islice(iter(loader), stop)]
+        assert taken == expected[1][:stop]
+        state = pickle.loads(pickle.dumps(loader.state_dict()))
+        assert (state["epoch"], state["next"]) == (1, stop)
+    with store.loader(mode=mode, **SAMPLED) as loader:
+        loader.load_state_dict(state)
+        assert loader.epoch == 1
+        assert [drawn(batch) for batch in loader] == expected[1][stop:]
+        assert [drawn(batch) for batch in loader] == expected[2]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_breaking_off_begins_the_next_epoch(store: Any, mode: str) -> None:
+    with store.loader(mode=mode, **SAMPLED) as loader:
+        expected = [[drawn(batch) for batch in loader] for _ in range(2)]
+    with store.loader(mode=mode, **SAMPLED) as loader:
+        for batch in loader:
+            assert drawn(batch) == expected[0][0]
+            break
+        assert [drawn(batch) for batch in loader] == expected[1]
+        assert loader.epoch == 2
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_epoch_can_be_set(store: Any, mode: str) -> None:
+    with store.loader(mode=mode, **SAMPLED) as loader:
+        expected = [[drawn(batch) for batch in loader] for _ in range(3)]
+    with store.loader(mode=mode, **SAMPLED) as loader:
+        loader.set_epoch(2)
+        assert [drawn(batch) for batch in loader] == expected[2]
+
+
+class Epochs:
+    """Mini-batches of a user's, which hear of the epoch."""
+
+    def __init__(self, make: Callable[[int, int], Any]) -> None:
+        self._make, self.epoch = make, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return 4
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self._make(self.epoch, index) for index in range(4))
+
+
+def ids_of(epoch: int, index: int) -> np.ndarray:
+    return np.random.default_rng([epoch, index]).integers(0, NODES, 50)
+
+
+@pytest.mark.parametrize("mode", ["online", "compiled", "rolling"])
+def test_a_user_s_mini_batches(store: Any, mode: str) -> None:
+    """Ids alone; ids and fields; a mapping; with ``nodes=``. Duplicates are fine."""
+    kinds: dict[str, Callable[[int, int], Any]] = {
+        "ids": ids_of,
+        "pairs": lambda e, k: (ids_of(e, k), {"label": np.array([e, k]), "batch_size": 7}),
+        "mapping": lambda e, k: {"n_id": ids_of(e, k), "label": np.array([e, k]), "batch_size": 7},
+    }
+    for number, (kind, make) in enumerate(kinds.items()):
+        name = {} if mode == "online" else {"name": f"kind{number}"}
+        with store.loader(Epochs(make), mode=mode, memory="64MiB", **name) as loader:
+            for epoch in range(2):
+                for index, batch in enumerate(loader):
+                    of = 0 if mode == "compiled" else epoch
+                    np.testing.assert_array_equal(batch.n_id, ids_of(of, index))
+                    np.testing.assert_array_equal(batch.x, FEATURES[batch.n_id])
+                    if kind != "ids":
+                        assert batch.label.tolist() == [of, index]
+                        assert batch.batch_size == 7
+                assert index == 3
+    picked = {"nodes": lambda made: made["mine"], "memory": "64MiB"}
+    with store.loader(Epochs(lambda e, k: {"mine": ids_of(e, k)}), mode=mode, **picked) as loader:
+        for batch in loader:
+            np.testing.assert_array_equal(batch.x, FEATURES[batch.n_id])
+
+
+@pytest.mark.parametrize("mode", ["online", "compiled", "rolling"])
+def test_pyg_mini_batches(store: Any, mode: str) -> None:
+    torch = pytest.importorskip("torch")
+    loader_module = pytest.importorskip("torch_geometric.loader")
+    from torch_geometric.data import Data
+
+    graph = Data(edge_index=torch.from_numpy(np.random.default_rng(1).integers(0, NODES, (2, 25_000))))
+    graph.num_nodes = NODES
+    sampler = NeighborSampler(*store.graphs["features"].csc(), (4, 3))
+    neighbours = loader_module.NodeLoader(
+        graph, node_sampler=featstore.adapters.pyg.FeatstoreSampler(sampler), input_nodes=TRAIN,
+        batch_size=BATCH,
+    )  # fmt: skip
+    with store.loader(neighbours, mode=mode, memory="64MiB") as loader:
+        count = 0
+        for batch in loader:
+            data = batch.pyg()
+            assert data is batch.sample
+            assert torch.equal(data.x, torch.from_numpy(FEATURES)[data.n_id])
+            assert torch.equal(batch.x, data.x)
+            assert torch.equal(batch.edge_index, data.edge_index)
+            assert batch.batch_size == data.batch_size
+            count += 1
+        assert count == STEPS
+
+
+def test_pyg_s_object_of_our_own_sampling(store: Any) -> None:
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("torch_geometric")
+    for mode in MODES:
+        with store.loader(mode=mode, tensors=True, **SAMPLED) as loader:
+            batch = next(iter(loader))
+            data = batch.pyg()
+            assert torch.equal(data.x, torch.from_numpy(FEATURES)[data.n_id])
+            assert torch.equal(data.edge_index, torch.as_tensor(batch.edge_index))
+            assert data.batch_size == batch.batch_size
+            assert sum(data.num_sampled_nodes) == len(data.n_id)
+
+
+def test_names_that_a_mini_batch_lacks(store: Any) -> None:
+    with store.loader(mode="online", **SAMPLED) as loader:
+        batch = next(iter(loader))
+        with pytest.raises(AttributeError, match="no 'edge_attr'"):
+            _ = batch.edge_attr
+        with pytest.raises(AttributeError, match="in the sampler's own order"):
+            _ = batch.e_id
+        batch.mine = 3
+        assert batch.mine == 3
+        copied = pickle.loads(pickle.dumps(batch))
+        assert drawn(copied) == drawn(batch)
+
+
+def test_what_is_refused(store: Any) -> None:
+    arrays = [np.arange(5)]
+    for options, says in (
+        ({}, "give batches, or seeds="),
+        ({"seeds": TRAIN}, "seeds= and fanouts="),
+        ({"batches": arrays, "seeds": TRAIN}, "not both"),
+        ({"batches": arrays, "fanouts": (3,)}, "not both"),
+        ({"batches": arrays, "mode": "partitions"}, "give seeds= and fanouts= instead"),
+        ({"batches": arrays, "mode": "compile"}, "mode"),
+        ({"batches": arrays, "mode": "online", "disk": "2x"}, "disk= is of mode"),
+        ({"batches": arrays, "mode": "compiled", "policy": "lru"}, "policy= is of mode 'online'"),
+        ({**SAMPLED, "mode": "partitions", "device": "cpu"}, "device= is of mode"),
+        ({**SAMPLED, "mode": "rolling", "reuse": True}, "reuse= is of mode"),
+        ({**SAMPLED, "bach_size": 3}, "bach_size"),
+        ({**SAMPLED, "batch_size": 0}, "batch_size"),
+    ):
+        with pytest.raises(ArgumentError, match=says):
+            store.loader(**options)
+    with pytest.raises(SourceError, match="only once"):
+        store.loader(iter(arrays), memory="64MiB")
+    for mode in MODES:
+        with (
+            pytest.raises(BudgetError),
+            store.loader(**SAMPLED | {"mode": mode, "memory": "10KiB"}) as loader,
+        ):
+            next(iter(loader))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_states_that_do_not_fit_and_closing(store: Any, mode: str) -> None:
+    loader = store.loader(mode=mode, **SAMPLED)
+    other = next(name for name in MODES if name != mode)
+    begun = iter(loader)
+    next(begun)
+    state = loader.state_dict()
+    begun.close()
+    for wrong in ({"store": "other"}, {"mode": other}, {"at": None}, {"next": -1}, {"epoch": "1"}):
+        with pytest.raises(ArgumentError):
+            loader.load_state_dict(state | wrong)
+    loader.close()
+    loader.close()
+    for use in (lambda: next(iter(loader)), loader.state_dict, lambda: loader.set_epoch(1)):
+        with pytest.raises(ClosedError):
+            use()
+
+
+def test_seeds_by_the_name_of_an_array_and_as_a_mask(store: Any) -> None:
+    mask = np.zeros(NODES, bool)
+    mask[TRAIN] = True
+    for mode in ("online", "partitions"):
+        for seeds in ("train", mask):
+            with store.loader(mode=mode, **SAMPLED | {"seeds": seeds}) as loader:
+                check(epoch_of(loader))
+
+
+def test_a_compiled_one_is_used_again(store: Any) -> None:
+    with store.loader(mode="compiled", name="mine", **SAMPLED) as loader:
+        expected = [drawn(batch) for batch in loader]
+    before = (store.path / "packs" / "mine" / "featstore.json").stat().st_ino
+    with store.loader(mode="compiled", name="mine", reuse=True, **SAMPLED) as loader:
+        assert [drawn(batch) for batch in loader] == expected
+    assert (store.path / "packs" / "mine" / "featstore.json").stat().st_ino == before
