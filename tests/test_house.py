@@ -84,6 +84,8 @@ PLANTED = [
     ("reads", COST, "def later():\n    os.preadv(d, [b], 0)"),
     ("reads", COST, "def later():\n    open(p, 'rb')"),
     ("reads", COST, "def later():\n    np.fromfile(p)"),
+    ("reads", COST, "def later():\n    np.load(p)"),
+    ("reads", COST, "def later():\n    np.memmap(p, mode='r')"),
     ("reads", COST, "def later():\n    path.read_bytes()"),
     ("errors", COST, "def fail():\n    raise ValueError('no')"),
     ("lines", "benchmarks/run.py", "x = '" + "x" * 110 + "'"),

@@ -61,7 +61,7 @@ HASH_MODULE = "featstore/base/hashing.py"
 
 #: Who opens and reads files by itself, and the calls by which one does; everybody else comes through these.
 DOORS = ("featstore/base/", "featstore/engine/", "featstore/storage/disk.py", "featstore/storage/locks.py")
-READS = ("open", "os.open", "os.pread", "os.preadv", "np.fromfile")
+READS = ("open", "os.open", "os.pread", "os.preadv", "np.fromfile", "np.load", "np.memmap")
 
 
 def sources(root: Path = ROOT) -> Sources:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from featstore.arguments import as_mapping
 from featstore.base.dtypes import dtype_name
+from featstore.base.files import load_given
 from featstore.base.ids import plain_array
 from featstore.base.system import is_regular
 from featstore.errors import SourceError
@@ -134,7 +135,7 @@ def by_table(value: Any, tables: Mapping[str, Any], what: str) -> dict[str, Any]
 def small_array(name: str, value: Any) -> NDArray[Any]:
     if isinstance(value, str | os.PathLike):
         try:
-            value = np.load(value, allow_pickle=False)
+            value = load_given(value)
         except (OSError, ValueError) as error:
             raise SourceError(f"cannot read array {name!r} from {os.fspath(value)}: {error}") from None
     found = array_of(value, f"array {name!r}")
