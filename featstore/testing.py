@@ -187,12 +187,12 @@ def _check_least(
     spec: TierSpec, below: ArraySource, arrays: Mapping[str, NDArray[Any]], least: int, seed: int
 ) -> None:
     """The tier works in the memory that it says is the least."""
+    tier, refusal = None, None
     try:
         tier = spec.over(below, least)
     except BudgetError as error:
-        raise AssertionError(
-            f"it cannot be made in the {least:,} bytes of its least_bytes: {error}"
-        ) from error
+        refusal = error
+    assert tier is not None, f"it cannot be made in the {least:,} bytes of its least_bytes: {refusal}"
     try:
         _check_facts(tier, arrays, least)
         check_source(tier, arrays, seed=seed, requests=4, ids_max=40)
