@@ -141,7 +141,7 @@ class Store(OpenStore):
         )  # fmt: skip
 
     def compiled(self, name: str = "default") -> Compiled:
-        """A compiled trace of this store; see :class:`featstore.loaders.compiled.trace.Compiled`."""
+        """A compiled trace of this store; see :class:`featstore.compiled.Compiled`."""
         from featstore.compiled import Compiled
 
         self.check_open()

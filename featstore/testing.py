@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from featstore.base.dtypes import dtype_from_name
 from featstore.base.ids import is_tensor
 from featstore.engine.request import Request
-from featstore.errors import CancelledError
-from featstore.storage.store import OpenStore
-from featstore.tiers import RowSource, TierSpec, source_tables
+from featstore.errors import BudgetError, CancelledError
+from featstore.storage.store import OpenStore, Table
+from featstore.tiers import RowSource, Tier, TierSpec, source_tables
 
 WAIT_SECONDS = 60.0  # in which any request must have ended
 
@@ -154,26 +154,70 @@ def check_tier(
     spec: TierSpec, store: OpenStore, arrays: Mapping[str, NDArray[Any]], memory_bytes: int, *, seed: int = 0
 ) -> None:
     """Try a tier over an :class:`ArraySource`: right rows, honest counts, no more memory than given, errors
-    from below handed up and forgotten."""
+    from below handed up and forgotten; and that it works in the least memory that it says it needs."""
     below = ArraySource(store, arrays)
-    tier = spec.over(below, spec.host_bytes(source_tables(below)) or memory_bytes)
+    tables = source_tables(below)
+    wanted = spec.host_bytes(tables)
+    given = memory_bytes if wanted is None else wanted
+    assert given <= memory_bytes, f"it wants {given:,} bytes of {memory_bytes:,}"
+    least = _least_bytes(spec, tables)
+    assert least <= given, f"it needs {least:,} bytes, more than the {given:,} that it is to have"
+    _check_least(spec, below, arrays, least, seed)
+    tier = spec.over(below, given)
     try:
-        assert list(tier.tables) == list(arrays)
-        assert tier.memory_bytes <= memory_bytes, f"it holds {tier.memory_bytes:,} bytes of {memory_bytes:,}"
+        _check_facts(tier, arrays, memory_bytes)
         check_source(tier, arrays, seed=seed)
-        asked, hits = below.asked, tier.hits()
-        name = max(arrays, key=lambda n: len(arrays[n]))
-        ids = np.arange(min(5, len(arrays[name])))
-        held = tier.holds(name, ids)
-        assert held.dtype == bool
-        assert held.shape == ids.shape
-        tier.submit({name: ids}, out=None).result(WAIT_SECONDS)
-        assert below.asked - asked <= int((~held).sum()), "it asked below for rows that it said it holds"
-        assert tier.hits() - hits == len(ids) - (below.asked - asked), "hits and misses do not add up"
-        _check_errors(tier, below, arrays, name)
+        for name, rows in arrays.items():
+            _check_counts(tier, below, name, np.arange(min(5, len(rows))))
+        _check_errors(tier, below, arrays, max(arrays, key=lambda n: len(arrays[n])))
     finally:
         tier.close()
         tier.close()
+
+
+def _least_bytes(spec: TierSpec, tables: Sequence[Table]) -> int:
+    assert callable(getattr(spec, "least_bytes", None)), "it has no method least_bytes(tables)"
+    least = spec.least_bytes(tables)
+    assert isinstance(least, int), f"least_bytes must give an int, not {least!r}"
+    assert least >= 0, f"least_bytes must give 0 or more, not {least}"
+    return least
+
+
+def _check_least(
+    spec: TierSpec, below: ArraySource, arrays: Mapping[str, NDArray[Any]], least: int, seed: int
+) -> None:
+    """The tier works in the memory that it says is the least."""
+    tier, refusal = None, None
+    try:
+        tier = spec.over(below, least)
+    except BudgetError as error:
+        refusal = error
+    assert tier is not None, f"it cannot be made in the {least:,} bytes of its least_bytes: {refusal}"
+    try:
+        _check_facts(tier, arrays, least)
+        check_source(tier, arrays, seed=seed, requests=4, ids_max=40)
+    finally:
+        tier.close()
+
+
+def _check_facts(tier: Tier, arrays: Mapping[str, NDArray[Any]], memory_bytes: int) -> None:
+    assert isinstance(tier.name, str), f"its name must be a text, not {tier.name!r}"
+    assert tier.name, "its name is empty: plans and statistics could not speak of it"
+    assert list(tier.tables) == list(arrays)
+    assert tier.memory_bytes <= memory_bytes, f"it holds {tier.memory_bytes:,} bytes of {memory_bytes:,}"
+
+
+def _check_counts(tier: Tier, below: ArraySource, name: str, ids: NDArray[np.int64]) -> None:
+    """What it says it holds of a table it does not ask for below, and it counts what it gave."""
+    for some in (ids[:0], ids):
+        asked, hits = below.asked, tier.hits()
+        held = tier.holds(name, some)
+        assert held.dtype == bool, f"what it holds of table {name!r} must be bool, not {held.dtype}"
+        assert held.shape == some.shape, f"what it holds of table {name!r} has the shape {held.shape}"
+        tier.submit({name: some}, out=None).result(WAIT_SECONDS)
+        missed = below.asked - asked
+        assert missed <= int((~held).sum()), f"it asked below for rows of {name!r} that it said it holds"
+        assert tier.hits() - hits == len(some) - missed, f"hits and misses of table {name!r} do not add up"
 
 
 def _check_errors(tier: RowSource, below: ArraySource, arrays: Mapping[str, NDArray[Any]], name: str) -> None:

@@ -15,6 +15,7 @@ from hypothesis import HealthCheck, settings
 
 import featstore
 import featstore.layout.table
+from featstore.engine import ENGINES
 from featstore.storage.disk import Disk, File
 
 settings.register_profile(
@@ -46,7 +47,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(featstore.layout.table, "CHUNK_BYTES", SMALL_CHUNK_BYTES)
 
 
-@pytest.fixture(params=["uring", "threads", "mmap"])
+@pytest.fixture(params=ENGINES)
 def engine(request: pytest.FixtureRequest) -> str:
     """Each engine's name in turn."""
     return str(request.param)

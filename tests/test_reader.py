@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import featstore
+from featstore.engine import ENGINES
 from featstore.errors import BudgetError, ClosedError, DeviceError, IdError
 from featstore.plan.cost import DeviceModel
 from featstore.reader import lookup as lookup_module
@@ -281,7 +282,7 @@ def test_a_file_system_without_direct_reads_is_said(
     monkeypatch.setattr(
         "featstore.engine.files.direct_refusal", lambda path, size: "the file system refuses O_DIRECT"
     )
-    for engine in ("uring", "threads", "mmap"):
+    for engine in ENGINES:
         with store.reader(memory=MEMORY, engine=engine) as reader:
             if engine == "mmap":
                 assert (reader.access, reader.access_because) == ("mapped", "")

@@ -2,7 +2,8 @@
 
 What featstore has written is opened as a :class:`RegularFile`: it is no link, it has the size that is
 promised where one is, and where it ends too early an error names file and byte. What a person has given may
-be anything that a path leads to (:func:`open_given`). Small files are read whole by :func:`read_small`.
+be anything that a path leads to (:func:`open_given`, :func:`load_given` for arrays of NumPy). Small files are
+read whole by :func:`read_small`, scratch files mapped by :func:`map_values`.
 """
 
 from __future__ import annotations
@@ -226,3 +227,17 @@ def read_small(path: Path, bytes_max: int) -> bytes:
         raise
     except OSError as error:
         raise refusal(error, path, "read") from error
+
+
+def load_given(path: str | os.PathLike[str], *, mapped: bool = False) -> Any:
+    """What NumPy reads of a file of arrays that a person gave, without unpickling; ``mapped``: read-only and
+    as it is looked at. An ``.npz`` gives its archive, open. Raises OSError and ValueError, in NumPy's
+    words."""
+    return np.load(path, mmap_mode="r" if mapped else None, allow_pickle=False)
+
+
+def map_values(path: Path, dtype: np.dtype[Any], count: int) -> np.memmap[Any, Any]:
+    """The first values of a scratch file, read-only and as they are looked at; ``count`` is 1 or more.
+    Raises DeviceError."""
+    with asking(path, "map"):
+        return np.memmap(path, dtype=dtype, mode="r", shape=(count,))

@@ -1,12 +1,14 @@
 """Engines: who performs the reads? io_uring, threads, mmap: one contract, picked by probing.
 
-:func:`choose` names the engine that serves and says why; nothing falls back in silence.
+:func:`choose` names the engine that serves and says why; nothing falls back in silence. A further engine is
+one entry of the table below, and its name.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, cast, get_args
+from typing import TYPE_CHECKING, Literal, cast
 
 from featstore.arguments import as_choice
 from featstore.errors import EngineError
@@ -15,7 +17,50 @@ if TYPE_CHECKING:
     from featstore.engine.base import Engine
 
 EngineName = Literal["uring", "threads", "mmap"]
-ENGINES: tuple[str, ...] = get_args(EngineName)
+
+
+def _uring() -> type[Engine]:
+    from featstore.engine.uring import UringEngine
+
+    return UringEngine
+
+
+def _threads() -> type[Engine]:
+    from featstore.engine.pool import ThreadsEngine
+
+    return ThreadsEngine
+
+
+def _mapped() -> type[Engine]:
+    from featstore.engine.pool import MappedEngine
+
+    return MappedEngine
+
+
+def _probe_uring() -> None:
+    from featstore.engine import liburing
+
+    liburing.probe()
+
+
+def _works_anywhere() -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """An engine: its class, imported when it is wanted, and what raises OSError where it cannot work."""
+
+    engine: Callable[[], type[Engine]]
+    probe: Callable[[], None] = _works_anywhere
+
+
+_TABLE: dict[EngineName, _Entry] = {
+    "uring": _Entry(_uring, _probe_uring),
+    "threads": _Entry(_threads),
+    "mmap": _Entry(_mapped),
+}
+ENGINES: tuple[str, ...] = tuple(_TABLE)
 
 
 @dataclass(frozen=True)
@@ -33,30 +78,25 @@ def choose(wanted: str = "auto") -> EngineChoice:
     asked for cannot work here.
     """
     as_choice(wanted, "engine", ("auto", *ENGINES))
-    if wanted in ("threads", "mmap"):
-        return EngineChoice(cast(EngineName, wanted), "asked for")
-    from featstore.engine import liburing
-
+    name = cast(EngineName, "uring" if wanted == "auto" else wanted)
     try:
-        liburing.probe()
+        _TABLE[name].probe()
     except OSError as error:
-        if wanted == "uring":
-            raise EngineError(
-                f"the engine 'uring' cannot be used: {error.strerror or error}; ask for 'threads', or "
-                "'auto' for what works here"
-            ) from error
-        return EngineChoice("threads", f"io_uring cannot be used: {error.strerror or error}")
-    return EngineChoice("uring", "asked for" if wanted == "uring" else "io_uring works here")
+        why = error.strerror or error
+        if wanted == "auto":
+            return EngineChoice("threads", f"io_uring cannot be used: {why}")
+        raise EngineError(
+            f"the engine {name!r} cannot be used: {why}; ask for 'threads', or 'auto' for what works here"
+        ) from error
+    return EngineChoice(name, "io_uring works here" if wanted == "auto" else "asked for")
+
+
+def engine_class(name: EngineName) -> type[Engine]:
+    """The class of an engine. Raises ArgumentError for an unknown name."""
+    return _TABLE[cast(EngineName, as_choice(name, "engine", ENGINES))].engine()
 
 
 def make(name: EngineName, queue_depth: int, staging_bytes: int, extent_bytes_max: int) -> Engine:
-    """An engine of this name, started. Raises OSError where it cannot work here."""
-    if name == "uring":
-        from featstore.engine.uring import UringEngine
-
-        return UringEngine(queue_depth, staging_bytes, extent_bytes_max)
-    from featstore.engine.pool import MappedEngine, ThreadsEngine
-
-    return (ThreadsEngine if name == "threads" else MappedEngine)(
-        queue_depth, staging_bytes, extent_bytes_max
-    )
+    """An engine of this name, started. Raises ArgumentError for an unknown name, and OSError where it cannot
+    work here."""
+    return engine_class(name)(queue_depth, staging_bytes, extent_bytes_max)

@@ -21,7 +21,7 @@ from featstore.loaders.mega.loader import MegaBatches
 from featstore.loaders.online.loader import OnlineLoader
 from featstore.loaders.prefetch import Sampler, epoch_of
 from featstore.loaders.rolling import RollingLoader
-from featstore.loaders.state import loader_state
+from featstore.loaders.state import loader_state, position_of
 from featstore.sampling.minibatch import split
 
 MODES = ("online", "compiled", "rolling", "partitions")
@@ -140,10 +140,13 @@ class CompiledMode:
         self.loader.load_state_dict(loader_state(self.loader.compiled.pack.uuid, epoch, 0))
 
     def state(self) -> dict[str, Any]:
-        return self.loader.state_dict()
+        """That of the recorded trace, whose mini-batches are the same however they are laid out."""
+        return self.loader.state_dict() | {"store": self.loader.compiled.entry.trace_uuid}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        self.loader.load_state_dict(state)
+        compiled = self.loader.compiled
+        epoch, after = position_of(state, compiled.entry.trace_uuid, len(compiled))
+        self.loader.load_state_dict(loader_state(compiled.pack.uuid, epoch, after))
 
     def report(self) -> dict[str, Any]:
         return self.loader.report().to_dict()

@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from featstore.base.files import RegularFile
-from featstore.engine import EngineName, make
+from featstore.engine import EngineName, engine_class, make
 from featstore.engine.base import Engine
-from featstore.engine.files import Access, TableFiles
+from featstore.engine.files import TableFiles
 from featstore.engine.lane import Lane
 from featstore.layout import TableLayout
 from featstore.plan.cost import DeviceModel
@@ -49,7 +49,7 @@ class LaneBench:
         )
         self._checksums = store.load(table.entry.page_checksums)
         self._paths = [store.path / table.entry.chunk_path(chunk) for chunk in range(layout.chunks)]
-        self._wanted: Access = "mapped" if engine == "mmap" else "direct"
+        self._wanted = engine_class(engine).access
         files = self._open()
         self.access, self.access_because = files.access, files.buffered_because
         files.close()

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from featstore.base.compilation import njit
 from featstore.base.dtypes import node_dtype
+from featstore.base.files import load_given
 from featstore.errors import SourceError
 from featstore.order.stream import BLOCK_EDGES, GraphLike, NodeIds, degree_counts, node_count
 
@@ -75,7 +76,7 @@ def find_fault(ids: Any, seen: Any, rows: int) -> int:
 
 def _load_permutation(path: str | os.PathLike[str]) -> NDArray[Any]:
     try:
-        loaded = np.load(path, mmap_mode="r", allow_pickle=False)
+        loaded = load_given(path, mapped=True)
     except (OSError, ValueError) as error:
         raise SourceError(
             f"cannot read a permutation from {os.fspath(path)}: {error}; give a .npy file"

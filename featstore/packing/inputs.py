@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from featstore.arguments import as_mapping
 from featstore.base.dtypes import dtype_name
+from featstore.base.files import load_given
 from featstore.base.ids import plain_array
 from featstore.base.system import is_regular
 from featstore.base.training_nodes import checked_train
@@ -21,7 +22,7 @@ from featstore.errors import SourceError
 from featstore.packing.graphs.csc import CscGraph
 from featstore.packing.sources.arrays import array_of
 from featstore.packing.sources.base import file_fingerprint, sample_crc32
-from featstore.packing.sources.opening import RowSource, is_headless, is_text, open_rows
+from featstore.packing.sources.opening import FeatureSource, is_headless, is_text, open_rows
 from featstore.packing.sources.pyg import edges_of_relation, is_pyg, is_relation, pyg_inputs
 from featstore.storage.manifest import ROW_BYTES_MAX, check_name
 
@@ -38,7 +39,7 @@ class Inputs:
     """What is packed: sources, graphs and arrays by name, dtypes to cast to, and what the user should
     hear."""
 
-    tables: dict[str, RowSource]
+    tables: dict[str, FeatureSource]
     graphs: dict[str, Any]
     arrays: dict[str, NDArray[Any]]
     casts: dict[str, str]
@@ -78,7 +79,7 @@ def parse_inputs(
     return Inputs(tables, graphs, small, casts, warnings)
 
 
-def _opened(name: str, spec: Any, asked: dict[str, Any]) -> tuple[RowSource, str | None]:
+def _opened(name: str, spec: Any, asked: dict[str, Any]) -> tuple[FeatureSource, str | None]:
     """A table's source, and the dtype to cast it to."""
     own, cast = dtypes_asked(spec, name, asked)
     source = open_rows(
@@ -135,7 +136,7 @@ def by_table(value: Any, tables: Mapping[str, Any], what: str) -> dict[str, Any]
 def small_array(name: str, value: Any) -> NDArray[Any]:
     if isinstance(value, str | os.PathLike):
         try:
-            value = np.load(value, allow_pickle=False)
+            value = load_given(value)
         except (OSError, ValueError) as error:
             raise SourceError(f"cannot read array {name!r} from {os.fspath(value)}: {error}") from None
     found = array_of(value, f"array {name!r}")
@@ -176,7 +177,7 @@ def identity(value: Any) -> dict[str, Any]:
     }
 
 
-def described(source: RowSource) -> dict[str, Any]:
+def described(source: FeatureSource) -> dict[str, Any]:
     """What the manifest keeps of a source: nothing that depends on the machine."""
     return {
         "name": os.path.basename(source.name),

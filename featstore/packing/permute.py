@@ -32,7 +32,7 @@ from featstore.layout import TableLayout
 from featstore.packing.convert import ValueReport
 from featstore.packing.progress import PackStages
 from featstore.packing.row_ids import inverse
-from featstore.packing.sources.opening import RowSource
+from featstore.packing.sources.opening import FeatureSource
 from featstore.storage.disk import Disk
 from featstore.storage.journal import Journal, TableProgress
 from featstore.storage.rows_digest import add, digest_rows
@@ -92,7 +92,7 @@ class PermuteJob:
 
     disk: Disk
     name: str
-    source: RowSource
+    source: FeatureSource
     layout: TableLayout
     report: ValueReport
     maps: RowMaps
@@ -296,7 +296,9 @@ def _check_memory(job: PermuteJob) -> None:
         )
 
 
-def spool(source: RowSource, disk: Disk, path: Path, memory_bytes: int, stages: PackStages) -> RowSource:
+def spool(
+    source: FeatureSource, disk: Disk, path: Path, memory_bytes: int, stages: PackStages
+) -> FeatureSource:
     """Write a source whose length is not known to a plain file, and return that as the source."""
     from featstore.packing.sources.files import raw_rows
 

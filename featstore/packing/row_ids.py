@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from featstore.base.dtypes import node_dtype
 from featstore.errors import BudgetError, SourceError
-from featstore.packing.sources.opening import RowSource
+from featstore.packing.sources.opening import FeatureSource
 from featstore.storage.disk import Disk
 
 __all__ = ["inverse", "read_ids", "write_ids"]
@@ -25,7 +25,7 @@ __all__ = ["inverse", "read_ids", "write_ids"]
 _SHOWN = 5
 
 
-def read_ids(source: RowSource, memory_bytes: int, tick: Callable[[int], None]) -> NDArray[Any] | None:
+def read_ids(source: FeatureSource, memory_bytes: int, tick: Callable[[int], None]) -> NDArray[Any] | None:
     """Node ids of a source's rows, [rows]; None where row i is node i. ``tick`` is told how many came.
 
     A source that did not know its number of rows knows it from here on.
@@ -56,7 +56,7 @@ def read_ids(source: RowSource, memory_bytes: int, tick: Callable[[int], None]) 
     return None if bool(np.all(ids[1:] > ids[:-1])) else ids
 
 
-def _counted_ids(source: RowSource, memory_bytes: int, tick: Callable[[int], None]) -> NDArray[Any]:
+def _counted_ids(source: FeatureSource, memory_bytes: int, tick: Callable[[int], None]) -> NDArray[Any]:
     """The ids of a source that does not know its number of rows: kept as they come until they are counted."""
     runs: list[NDArray[np.int64]] = []
     rows, fits = 0, True
@@ -82,12 +82,12 @@ def _needed_bytes(rows: int, more: int) -> int:
     return rows * (2 * node_dtype(rows).itemsize + more)
 
 
-def _check_memory(source: RowSource, rows: int, more: int, memory_bytes: int) -> None:
+def _check_memory(source: FeatureSource, rows: int, more: int, memory_bytes: int) -> None:
     if _needed_bytes(rows, more) > memory_bytes:
         raise BudgetError(_needed_bytes(rows, more), memory_bytes, f"hold the {rows:,} ids of {source.name}")
 
 
-def _check_range(run: NDArray[np.int64], first: int, rows: int, source: RowSource) -> None:
+def _check_range(run: NDArray[np.int64], first: int, rows: int, source: FeatureSource) -> None:
     bad = np.flatnonzero((run < 0) | (run >= rows))
     if bad.size:
         at = int(bad[0])
@@ -98,7 +98,7 @@ def _check_range(run: NDArray[np.int64], first: int, rows: int, source: RowSourc
         )
 
 
-def _check_once(ids: NDArray[Any], place: NDArray[Any], source: RowSource) -> None:
+def _check_once(ids: NDArray[Any], place: NDArray[Any], source: FeatureSource) -> None:
     """Each id once: with as many rows as ids, one that comes twice is also one that is missing."""
     missing = np.flatnonzero(place < 0)
     if not missing.size:
@@ -114,7 +114,7 @@ def _check_once(ids: NDArray[Any], place: NDArray[Any], source: RowSource) -> No
     )
 
 
-def _where(source: RowSource) -> str:
+def _where(source: FeatureSource) -> str:
     assert source.chosen is not None
     assert source.chosen.id is not None
     return f"{source.name}, id={source.chosen.names[source.chosen.id]!r}"

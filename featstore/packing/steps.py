@@ -21,7 +21,7 @@ from featstore.packing.ordering import Orders, load
 from featstore.packing.progress import PackStages, Progress
 from featstore.packing.request import Options
 from featstore.packing.row_ids import read_ids, write_ids
-from featstore.packing.sources.opening import RowSource
+from featstore.packing.sources.opening import FeatureSource
 from featstore.storage.manifest import GRAPHS_FEATURE, ArrayEntry, TableEntry, array_chunk
 from featstore.storage.table_writer import (
     TableWriter,
@@ -40,7 +40,7 @@ class Packing:
     """One run of a pack: the state that its steps share."""
 
     def __init__(
-        self, transaction: Transaction, tables: dict[str, RowSource], graphs: dict[str, Any],
+        self, transaction: Transaction, tables: dict[str, FeatureSource], graphs: dict[str, Any],
         options: Options, progress: Callable[[Progress], None] | None,
     ) -> None:  # fmt: skip
         self.transaction, self.disk, self.catalogue = transaction, transaction.disk, transaction.catalogue
@@ -192,7 +192,7 @@ class Packing:
             held, self.transaction.journal, self.transaction.journal.table(name), self._stages,
         )  # fmt: skip
 
-    def _counted(self, name: str) -> RowSource:
+    def _counted(self, name: str) -> FeatureSource:
         """The table's source with a known number of rows: an iterator's rows are spooled to the disk if need
         be."""
         source = self.tables[name]

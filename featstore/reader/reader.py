@@ -32,7 +32,7 @@ from featstore.base.ids import (
     parse_ids,
 )
 from featstore.base.threads import shut_down
-from featstore.engine import choose, make
+from featstore.engine import choose, engine_class, make
 from featstore.engine import counters as C
 from featstore.engine.base import Engine
 from featstore.engine.files import Access
@@ -134,7 +134,7 @@ class Reader:
         self.budget = Budget.split(parse_bytes(memory, "memory"), self._needs, _static_bytes(static_memory))
         announce_compilation(cut_extents)
         self.engine = choose(engine)
-        access: Access = "mapped" if self.engine.name == "mmap" else "direct"
+        access = engine_class(self.engine.name).access
         try:
             for name in names:
                 self._states[name] = TableState(store.table(name), verify, access, by_row)

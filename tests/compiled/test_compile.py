@@ -19,6 +19,7 @@ from featstore.compile import segments
 from featstore.compile import write_table as packing
 from featstore.compile.decide import OURS
 from featstore.compile.placement import Location, Placement
+from featstore.engine import ENGINES
 from featstore.errors import IdError, SourceError
 from featstore.trace.trace import Trace
 
@@ -102,7 +103,7 @@ def test_every_row_is_that_of_the_source(
             disk=disk, residency=residency, policy=policy, cache=int(cache * table_bytes),
             device_memory=int(on_device * table_bytes), memory="64MiB",
         )  # fmt: skip
-        engine = data.draw(st.sampled_from(["uring", "threads", "mmap"]), label="engine")
+        engine = data.draw(st.sampled_from(ENGINES), label="engine")
         plain = all(np.dtype(kind[0]).kind in "uif" or kind[0] is ml_dtypes.bfloat16 for kind in kinds)
         if on_device and not plain:
             return  # torch has no such dtypes
@@ -159,7 +160,7 @@ def test_episodes_buckets_and_chunks(
     assert max(passes) > 1, "there are episodes"
 
 
-@pytest.mark.parametrize("engine", ["uring", "threads", "mmap"])
+@pytest.mark.parametrize("engine", ENGINES)
 def test_engines_agree(engine: str, tmp_path: Path) -> None:
     """All ways that rows take, through each engine: tables of two dtypes, duplicates, device rows, no
     limit."""

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, get_args
+
+import click
 import pytest
 
-from featstore.engine import ENGINES, EngineChoice, choose, liburing, make
+from featstore import engine
+from featstore.engine import ENGINES, EngineChoice, EngineName, choose, engine_class, liburing, make
+from featstore.errors import ArgumentError, EngineError
 
 
 def test_choices() -> None:
@@ -12,11 +20,51 @@ def test_choices() -> None:
     assert choose("mmap") == EngineChoice("mmap", "asked for")
     assert choose("auto") == EngineChoice("uring", "io_uring works here")
     assert choose("uring") == EngineChoice("uring", "asked for")
-    assert set(ENGINES) == {"uring", "threads", "mmap"}
     with pytest.raises(
         ValueError, match="engine must be one of 'auto', 'uring', 'threads', 'mmap', not 'aio'"
     ):
         choose("aio")
+
+
+def test_every_engine_has_its_name_in_the_table() -> None:
+    assert get_args(EngineName) == ENGINES
+    for name in ENGINES:
+        assert engine_class(name).name == name  # type: ignore[arg-type]
+
+
+def test_the_command_knows_every_engine() -> None:
+    """It spells them out, because importing the package to show its help would take too long."""
+    sys.path.append(str(Path(__file__).parents[2] / "tools"))
+    from featstore_cli import calibrate, options
+
+    def choices(command: Any) -> list[str]:
+        option = next(one for one in command.params if one.name == "engine")
+        return list(option.type.choices)
+
+    assert choices(click.command()(options.engine_option(lambda: None))) == ["auto", *ENGINES]
+    assert choices(calibrate.command) == ["auto", "all", *ENGINES]
+
+
+def test_a_further_engine_is_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither is it taken for another one, nor is its probe passed by."""
+
+    def refuse() -> None:
+        raise OSError(95, "no such thing here")
+
+    entry = engine._TABLE["threads"]
+    monkeypatch.setitem(engine._TABLE, "further", replace(entry, probe=refuse))  # type: ignore[arg-type,misc]
+    monkeypatch.setattr(engine, "ENGINES", (*ENGINES, "further"))
+    with pytest.raises(EngineError, match="the engine 'further' cannot be used: no such thing here; ask for"):
+        choose("further")
+    monkeypatch.setitem(engine._TABLE, "further", entry)  # type: ignore[arg-type,misc]
+    assert choose("further") == EngineChoice("further", "asked for")  # type: ignore[arg-type]
+    assert engine_class("further") is engine_class("threads")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["aio", "auto", None])
+def test_nothing_is_made_for_an_unknown_name(name: Any) -> None:
+    with pytest.raises(ArgumentError, match="engine must be one of 'uring', 'threads', 'mmap', not"):
+        make(name, 8, 2**20, 2**16)
 
 
 def test_a_kernel_that_forbids_io_uring(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ from processes import in_child
 from refusals import Refusals, refusing
 
 import featstore
+from featstore.engine import ENGINES
 from featstore.errors import (
     DeviceError,
     DiskFullError,
@@ -355,7 +356,7 @@ def test_no_more_threads(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         raise RuntimeError("can't start new thread")
 
     with featstore.open(made / "s") as store:
-        for engine in ("uring", "threads", "mmap"):
+        for engine in ENGINES:
             with monkeypatch.context() as patch:
                 patch.setattr(threading.Thread, "start", refuse)
                 with pytest.raises(

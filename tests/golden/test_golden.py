@@ -22,7 +22,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import featstore
-from featstore.engine import choose
+from featstore.engine import ENGINES, choose
 
 V1 = Path(__file__).resolve().parents[2] / "formats" / "v1"
 GOLDEN = V1 / "golden"
@@ -98,7 +98,7 @@ def test_made_anew_to_the_byte(name: str, tmp_path: Path) -> None:
         assert made[path] == kept[path], path
 
 
-@pytest.mark.parametrize("engine", ["uring", "threads", "mmap"])
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("name", STORES)
 def test_featstore(name: str, engine: str) -> None:
     golden = make_golden.STORES[name]()
@@ -120,7 +120,7 @@ def test_featstore(name: str, engine: str) -> None:
                 same(little(np.asarray(found)), little(wanted)[::-1].copy())
 
 
-@pytest.mark.parametrize("engine", ["uring", "threads", "mmap"])
+@pytest.mark.parametrize("engine", ENGINES)
 def test_featstore_reads_graphs(engine: str) -> None:
     with featstore.open(GOLDEN / "graph") as store:
         assert set(store.graphs) == {"user", "tag", "alone"}

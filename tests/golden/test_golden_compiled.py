@@ -30,6 +30,7 @@ from test_golden import (
 )
 
 import featstore
+from featstore.engine import ENGINES
 from featstore.errors import CorruptionError, FeatstoreError, FormatError
 from featstore.trace.sample_decoder import decode
 
@@ -69,7 +70,7 @@ def test_the_compiled_trace_is_awkward() -> None:
         assert any(len(np.unique(i)) < len(i) for i in ids)
 
 
-@pytest.mark.parametrize("engine", ["uring", "threads", "mmap"])
+@pytest.mark.parametrize("engine", ENGINES)
 def test_featstore_reads_it(engine: str) -> None:
     pytest.importorskip("torch")
     with featstore.open(BASE) as store, store.compiled() as compiled:

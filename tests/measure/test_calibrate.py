@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import featstore
-from featstore.engine import choose
+from featstore.engine import ENGINES, choose
 from featstore.engine.lane import Lane
 from featstore.errors import CorruptionError, DiskFullError, FeatstoreWarning, SourceError
 from featstore.layout import TableLayout
@@ -31,7 +31,7 @@ from featstore.plan.cost import DeviceModel, load_model, models_path
 from featstore.store import Store
 
 PAGE = 4096
-ENGINES = ["threads", "mmap"] + (["uring"] if choose("auto").name == "uring" else [])
+HERE = [name for name in ENGINES if name != "uring" or choose("auto").name == "uring"]
 
 
 @pytest.fixture(autouse=True)
@@ -58,7 +58,7 @@ def _lanes(lane: Lane) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     return page, pages
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", HERE)
 @pytest.mark.parametrize("extent_bytes", [PAGE, 4 * PAGE, 32 * PAGE])
 def test_lane_bench_reads_distinct_places_inside_files(
     store: Store, engine: Any, extent_bytes: int, monkeypatch: pytest.MonkeyPatch
@@ -162,7 +162,7 @@ def test_samples_take_turns_and_their_median_counts(store: Store, monkeypatch: p
     assert order[-len(sizes) :] == sizes
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", HERE)
 def test_calibrate_keeps_a_model_that_readers_take(
     store: Store, engine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -274,7 +274,7 @@ def test_dropping_leaves_files_as_they_are(tmp_path: Path) -> None:
     assert (tmp_path / "f").read_bytes() == b"abc"
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", HERE)
 def test_bench_cases(store: Store, engine: str) -> None:
     seen: list[Any] = []
     threads = threading.active_count()

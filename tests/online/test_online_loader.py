@@ -14,13 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import featstore
+from featstore.engine import ENGINES
 from featstore.errors import BudgetError, ClosedError, FeatstoreError, IdError, SourceError
 from featstore.loaders.online import budget as division
 from featstore.loaders.online import extraction
 from featstore.tiers.slots.layout import POLICIES
 
 ROWS, BATCHES = 3000, 9
-ENGINES = ("uring", "threads", "mmap")
 ONLINE = [*sorted(set(POLICIES) - {"min"}), "auto"]
 SMALL = "6MiB"
 

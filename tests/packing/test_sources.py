@@ -26,8 +26,8 @@ from numpy.typing import NDArray
 from featstore.errors import DeviceError, FeatstoreWarning, SourceError
 from featstore.packing.sources.base import FileReader
 from featstore.packing.sources.opening import (
+    FeatureSource,
     IteratorRows,
-    RowSource,
     open_rows,
     pyg_arrays,
     pyg_graphs,
@@ -60,7 +60,7 @@ DTYPES = [
 DTYPES += [[("a", ">f4"), ("b", "<i2")], np.dtype([("a", ">i2"), ("b", ">f8")], align=True)]
 
 
-def rows_of(source: RowSource, start: int = 0, block_rows: int = 7) -> NDArray[Any]:
+def rows_of(source: FeatureSource, start: int = 0, block_rows: int = 7) -> NDArray[Any]:
     """All rows from ``start`` on; holds the contract of `blocks` on the way."""
     parts = []
     for block in source.blocks(start, block_rows):
@@ -82,7 +82,7 @@ def assert_same(got: NDArray[Any], model: NDArray[Any]) -> None:
         np.testing.assert_array_equal(got, model)
 
 
-def check(source: RowSource, model: NDArray[Any]) -> None:
+def check(source: FeatureSource, model: NDArray[Any]) -> None:
     assert source.rows in (None, model.shape[0])
     for block_rows in (1, 3, model.shape[0], 4 * model.shape[0]):
         for start in {0, 1, min(4, model.shape[0]), model.shape[0] - 1, model.shape[0]}:

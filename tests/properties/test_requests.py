@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import featstore
+from featstore.engine import ENGINES
 from featstore.errors import FeatstoreError, IdError
 from featstore.reader.reader import Reader
 
@@ -35,7 +36,7 @@ INT_TYPES = [
 ]
 
 
-@pytest.fixture(scope="module", params=["uring", "threads", "mmap"])
+@pytest.fixture(scope="module", params=ENGINES)
 def readers(request: pytest.FixtureRequest, packed: Any) -> Iterator[list[Reader]]:
     """Readers with pieces of 1,024 ids: without a tier, and with one that is given."""
     store = featstore.open(packed)

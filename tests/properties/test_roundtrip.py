@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import featstore
+from featstore.engine import ENGINES
 from featstore.errors import BudgetError
 
-ENGINES = ("uring", "threads", "mmap")
 DTYPES = [
     "bool", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8", "longdouble",
     ml_dtypes.bfloat16, "c8", "c16", "clongdouble", "M8[ns]", "M8[D]", "m8[s]", "S1", "S7", "U3", "V1", "V5",

@@ -110,8 +110,9 @@ def test_a_buffer_over_arrays(store: featstore.Store, arrays: dict[str, np.ndarr
     check_tier(featstore.Buffer(policy), store, arrays, 2 << 20)
 
 
-def test_static_rows_over_arrays(store: featstore.Store, arrays: dict[str, np.ndarray]) -> None:
-    check_tier(featstore.Static({"floats": np.arange(0, ROWS, 2)}), store, arrays, 1 << 20)
+@pytest.mark.parametrize("rows", [{"floats": np.arange(0, ROWS, 2)}, "degree"], ids=["given", "degree"])
+def test_static_rows_over_arrays(store: featstore.Store, arrays: dict[str, np.ndarray], rows: Any) -> None:
+    check_tier(featstore.Static(rows), store, arrays, 1 << 20)
 
 
 @pytest.mark.parametrize("device", ["cpu", ["cpu", "cpu", "cpu"]])
@@ -179,6 +180,78 @@ def test_the_kit_finds_a_tier_that_says_it_holds_more(
 ) -> None:
     with pytest.raises(AssertionError, match="said it holds"):
         check_tier(Boastful(), store, arrays, 1 << 20)
+
+
+class BoastfulOfOne(Double):
+    def holds(self, table: str, ids: np.ndarray) -> np.ndarray:
+        return np.full(len(ids), table == "bytes")
+
+
+class Unnamed(Double):
+    name = ""
+
+
+class Numbered(Double):
+    name = 7  # type: ignore[assignment]
+
+
+class Silent(Double):
+    least_bytes = None  # type: ignore[assignment]
+
+
+class Vague(Double):
+    def least_bytes(self, tables: list[Table]) -> int:
+        return 0.5  # type: ignore[return-value]
+
+
+class Demanding(Double):
+    """It needs more than it says."""
+
+    def over(self, below: RowSource, memory_bytes: int) -> Double:
+        if memory_bytes < 4096:
+            raise BudgetError(4096, memory_bytes, "work")
+        return super().over(below, memory_bytes)
+
+    def host_bytes(self, tables: list[Table]) -> int:
+        return 8192
+
+
+class Spreading(Demanding):
+    """It holds more than it was given."""
+
+    memory_bytes = 6000
+
+    def least_bytes(self, tables: list[Table]) -> int:
+        return 5000
+
+
+class Immense(Demanding):
+    """It is to have less than it needs."""
+
+    def least_bytes(self, tables: list[Table]) -> int:
+        return 10_000
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        (BoastfulOfOne(), "rows of 'bytes' that it said it holds"),
+        (Unnamed(), "name is empty"),
+        (Numbered(), "must be a text, not 7"),
+        (Silent(), "no method least_bytes"),
+        (Vague(), "must give an int, not 0.5"),
+        (Demanding(), "cannot be made in the 0 bytes of its least_bytes"),
+        (Spreading(), "holds 6,000 bytes of 5,000"),
+        (Immense(), "needs 10,000 bytes, more than the 8,192"),
+    ],
+)
+def test_the_kit_finds(store: featstore.Store, arrays: dict[str, np.ndarray], spec: Any, words: str) -> None:
+    with pytest.raises(AssertionError, match=words):
+        check_tier(spec, store, arrays, 1 << 20)
+
+
+def test_the_kit_takes_a_tier_of_ones_own(store: featstore.Store, arrays: dict[str, np.ndarray]) -> None:
+    check_tier(Double(), store, arrays, 1 << 20)
 
 
 # What a reader of tiers says and takes.

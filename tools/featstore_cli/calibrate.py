@@ -32,13 +32,13 @@ def command(path: Path, engine: str, seconds: float, dry_run: bool, as_json: boo
     A store with less than 512 MiB of data, or a directory without one, gets a temporary store beside it. Let
     nothing else use the device meanwhile.
     """
-    from featstore.engine import ENGINES, choose
+    from featstore.engine import ENGINES
     from featstore.measure.calibrate import measure
     from featstore.plan.cost import models_path, save_model
 
     engines = [engine]
     if engine == "all":
-        engines = [name for name in ENGINES if name != "uring" or choose("auto").name == "uring"]
+        engines = [name for name in ENGINES if _works_here(name)]
     results = []
     for name in engines:
         with progress(f"calibrating {name}", unit="steps") as tell:
@@ -61,6 +61,17 @@ def command(path: Path, engine: str, seconds: float, dry_run: bool, as_json: boo
             )
     if saved and not settings().quiet:
         show(f"kept in {saved}")
+
+
+def _works_here(engine: str) -> bool:
+    from featstore.engine import choose
+    from featstore.errors import EngineError
+
+    try:
+        choose(engine)
+    except EngineError:
+        return False
+    return True
 
 
 def _render(result: object) -> None:

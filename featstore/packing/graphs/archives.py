@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
+from featstore.base.files import map_values
 from featstore.errors import BudgetError, SourceError
 from featstore.packing.graphs.build import EdgeStream, ScratchFile, build_csc
 from featstore.packing.graphs.columns import left_out
@@ -112,7 +112,7 @@ def _csc_npz(
             with ScratchFile(scratch_dir, "graph-indices-", keep=True) as file:
                 for low in range(0, head.values, CHECK_ITEMS):
                     file.write(reader.read(min(CHECK_ITEMS, head.values - low)).astype(dtype))
-            indices = np.memmap(file.path, dtype=dtype, mode="r", shape=(head.values,))
+            indices = map_values(file.path, dtype, head.values)
     return csc_graph(indptr, indices, nodes, source, str(path))
 
 

@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from featstore.base.compilation import njit
+from featstore.base.files import map_values
 from featstore.base.system import asking, refusal
 from featstore.errors import BudgetError, DiskFullError, SourceError
 from featstore.packing.sources.base import FileReader, bytes_of
@@ -258,7 +259,7 @@ def _build_on_disk(
         with FileReader(pairs.path) as reader:
             for low, high in itertools.pairwise(bounds):
                 out.write(_sorted_range(reader, indptr[low : high + 1], low, dtype, block_edges, stream))
-    return np.memmap(out.path, dtype=dtype, mode="r", shape=(edges,)) if edges else np.zeros(0, dtype=dtype)
+    return map_values(out.path, dtype, edges) if edges else np.zeros(0, dtype=dtype)
 
 
 def _distribute(

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from featstore.errors import SourceError
-from featstore.packing.sources.base import RowSource, dtype_text, native_dtype, sample_crc32, to_native
+from featstore.packing.sources.base import FeatureSource, dtype_text, native_dtype, sample_crc32, to_native
 
 __all__ = ["SlicedRows", "array_of", "dense_tensor", "is_sliced", "tensor_to_numpy"]
 
@@ -118,7 +118,7 @@ def tensor_to_numpy(tensor: Any, name: str) -> NDArray[Any]:
     return array
 
 
-class SlicedRows(RowSource):
+class SlicedRows(FeatureSource):
     """Rows of an array of another library, read by slices ``[a:b]`` along its first axis.
 
     Where it says how it is cut into chunks, slices are bands of whole chunks, so that each chunk is decoded

@@ -1,4 +1,4 @@
-"""What every source of a pack has in common: the `RowSource` contract, sequential file reads, fingerprints.
+"""What every source of a pack has in common: the `FeatureSource` contract, sequential reads, fingerprints.
 
 A pack never asks a source for a row by its number. It makes passes: rows in the user's order, a block at a
 time, into as little memory as one block. So a source may be a compressed stream, a text file or an iterator,
@@ -34,8 +34,8 @@ from featstore.errors import ArgumentError, SourceError
 from featstore.packing.sources.columns import ChosenColumns
 
 __all__ = [
+    "FeatureSource",
     "FileReader",
-    "RowSource",
     "bytes_of",
     "dtype_text",
     "file_fingerprint",
@@ -69,7 +69,7 @@ def import_extra(module: str, extra: str, name: str) -> Any:
         ) from error
 
 
-class RowSource(abc.ABC):
+class FeatureSource(abc.ABC):
     """The rows of one table, in the user's order, read by sequential passes.
 
     Attributes:
@@ -260,7 +260,7 @@ def sample_crc32(array: NDArray[Any], samples: int = 64) -> int:
 
 
 def file_fingerprint(kind: str, path: Path, **more: str | int) -> dict[str, str | int]:
-    """Kind, absolute path, size and time of last change of a file, for `RowSource.fingerprint`."""
+    """Kind, absolute path, size and time of last change of a file, for `FeatureSource.fingerprint`."""
     status = stat_of(path)
     identity: dict[str, str | int] = {
         "path": str(path.absolute()),

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from featstore.errors import SourceError
-from featstore.packing.sources.base import READ_PIECE_BYTES, RowSource
+from featstore.packing.sources.base import READ_PIECE_BYTES, FeatureSource
 from featstore.packing.sources.columns import (
     ALL_COLUMNS,
     SAMPLE_ROWS_MAX,
@@ -33,8 +33,8 @@ _SAMPLE_ROWS_MIN = 64
 
 
 def with_fields(
-    source: RowSource, columns: str | int | Sequence[str | int] | None, id: str | int | None
-) -> RowSource:
+    source: FeatureSource, columns: str | int | Sequence[str | int] | None, id: str | int | None
+) -> FeatureSource:
     """The source itself, or of a source of records the fields asked for. Raises SourceError for ``columns``
     and ``id`` of what has no fields, and for a field that looks like ids where neither says what it is."""
     fields = source.dtype.names
@@ -53,7 +53,7 @@ def with_fields(
     return FieldRows(source, fields, columns, id)
 
 
-def _refuse_ids(source: RowSource, fields: tuple[str, ...]) -> None:
+def _refuse_ids(source: FeatureSource, fields: tuple[str, ...]) -> None:
     """Raise SourceError where a field, or one inside a field, looks like the ids of the rows."""
     suspect = next((name for name in _scalars(source.dtype) if looks_like_id(name)), None)
     if suspect is not None:
@@ -83,12 +83,12 @@ def _column(name: str, dtype: np.dtype[Any]) -> Column:
     return Column(name, "other" if not numbers else "list" if dtype.shape else "number", str(dtype))
 
 
-class FieldRows(RowSource):
+class FieldRows(FeatureSource):
     """Fields of a source of records as columns. Records are taken apart a piece at a time."""
 
     def __init__(
         self,
-        source: RowSource,
+        source: FeatureSource,
         fields: tuple[str, ...],
         columns: str | int | Sequence[str | int] | None,
         id: str | int | None,
@@ -115,7 +115,7 @@ class FieldRows(RowSource):
         )  # fmt: skip
 
     def ids(self) -> Iterator[NDArray[Any]]:
-        """As `RowSource.ids`."""
+        """As `FeatureSource.ids`."""
         assert self.chosen is not None
         if self.chosen.id is None:
             yield from super().ids()

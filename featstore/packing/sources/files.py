@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 from featstore.errors import SourceError
 from featstore.packing.sources.base import (
     READ_PIECE_BYTES,
+    FeatureSource,
     FileReader,
-    RowSource,
     dtype_text,
     file_fingerprint,
     named_dtype,
@@ -137,7 +137,7 @@ def _read_exactly(stream: _Readable, size: int, name: str) -> bytes:
     return data
 
 
-class FileRows(RowSource):
+class FileRows(FeatureSource):
     """Rows at a fixed place in a file: the values of a ``.npy`` file, or headless binary."""
 
     def __init__(

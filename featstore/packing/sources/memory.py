@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from featstore.errors import SourceError
 from featstore.packing.sources.arrays import array_of, dense_tensor, tensor_to_numpy
-from featstore.packing.sources.base import RowSource, dtype_text, native_dtype, sample_crc32, to_native
+from featstore.packing.sources.base import FeatureSource, dtype_text, native_dtype, sample_crc32, to_native
 
 __all__ = ["ArrayRows", "IteratorRows", "SparseRows", "TensorRows", "add_sparse"]
 
@@ -54,7 +54,7 @@ def add_sparse(
     (np.logical_or if rows.dtype == np.bool_ else np.add).at(flat, where, values)
 
 
-class ArrayRows(RowSource):
+class ArrayRows(FeatureSource):
     """Rows of a NumPy array in memory, of any strides and byte order. Blocks are views where that is
     possible."""
 
@@ -92,7 +92,7 @@ class ArrayRows(RowSource):
             yield to_native(np.asarray(self._array[first : first + block_rows]), self.dtype, owned=False)
 
 
-class TensorRows(RowSource):
+class TensorRows(FeatureSource):
     """Rows of a torch tensor on any device; each block is brought to the CPU on its own."""
 
     def __init__(
@@ -119,7 +119,7 @@ class TensorRows(RowSource):
             yield np.ascontiguousarray(tensor_to_numpy(self._tensor[first : first + block_rows], self.name))
 
 
-class SparseRows(RowSource):
+class SparseRows(FeatureSource):
     """Rows of a SciPy sparse matrix, made dense block by block. Anything but CSR is converted to it once, and
     held."""
 
@@ -187,7 +187,7 @@ def _check_whole_and_in_order(blocks: Any, name: str) -> None:
         )
 
 
-class IteratorRows(RowSource):
+class IteratorRows(FeatureSource):
     """Rows from an iterable of blocks ``[n, *row_shape]`` (arrays or tensors), each with n of its own.
 
     Where ``row_shape`` is given, an item of that shape is a single row. Without it, an item of one dimension
@@ -234,7 +234,7 @@ class IteratorRows(RowSource):
         }
 
     def blocks(self, start: int = 0, block_rows: int = 65536) -> Iterator[NDArray[Any]]:
-        """As `RowSource.blocks`; SourceError when a one-shot iterator has been used already."""
+        """As `FeatureSource.blocks`; SourceError when a one-shot iterator has been used already."""
         if not self.replayable and self._pending is None:
             raise SourceError(
                 f"{self.name}: a one-shot iterator was read already; give a list or an object that can "
@@ -243,7 +243,7 @@ class IteratorRows(RowSource):
         return super().blocks(start, block_rows)
 
     def sample(self, rows: int) -> NDArray[Any]:
-        """As `RowSource.sample`; what a one-shot iterator gave for it, it gives in the pass again."""
+        """As `FeatureSource.sample`; what a one-shot iterator gave for it, it gives in the pass again."""
         if self.replayable or self._pending is None:
             return super().sample(rows)
         first = next(self._pending)

@@ -31,7 +31,7 @@ from featstore.base.system import refusal
 from featstore.errors import DeviceError, SourceError
 from featstore.packing.sources.base import (
     DROP_STEP_BYTES,
-    RowSource,
+    FeatureSource,
     bytes_of,
     dtype_text,
     file_fingerprint,
@@ -176,7 +176,7 @@ def read_member(path: Path, member: str) -> NDArray[Any]:
         )
 
 
-class NpzRows(RowSource):
+class NpzRows(FeatureSource):
     """Rows of a C-ordered array in an archive, compressed or not."""
 
     def __init__(
@@ -209,7 +209,7 @@ class NpzRows(RowSource):
                 yield out
 
 
-class NpzCsrRows(RowSource):
+class NpzCsrRows(FeatureSource):
     """A CSR matrix in an archive as dense rows; duplicates are summed, as SciPy does."""
 
     def __init__(self, path: Path, prefix: str, name: str | None = None) -> None:
@@ -304,7 +304,7 @@ def npz_rows(
     dtype: Any = None,
     shape: tuple[int, ...] | None = None,
     name: str | None = None,
-) -> RowSource:
+) -> FeatureSource:
     """Rows of an array or CSR matrix in an ``.npz``. Without ``key`` there must be one candidate only.
 
     Candidates are arrays of two or more dimensions, matrices of `scipy.sparse.save_npz` and flat CSR groups;
@@ -316,7 +316,7 @@ def npz_rows(
     if key is None:
         key = _only_candidate(path, headers, groups)
     if key in groups and key not in headers:
-        source: RowSource = NpzCsrRows(path, groups[key], name)
+        source: FeatureSource = NpzCsrRows(path, groups[key], name)
         agreed_dtype(source.dtype, dtype, source.name)
         agreed_shape((source.rows or 0, *source.row_shape), shape, source.name)
         return source

@@ -38,7 +38,7 @@ from featstore.base.system import is_directory, is_regular
 from featstore.errors import SourceError
 from featstore.packing.graphs.opening import pyg_graphs
 from featstore.packing.sources.arrays import FRAME_PROTOCOLS, SlicedRows, array_of, is_sliced
-from featstore.packing.sources.base import RowSource, open_binary, stat_of
+from featstore.packing.sources.base import FeatureSource, open_binary, stat_of
 from featstore.packing.sources.fields import with_fields
 from featstore.packing.sources.files import (
     NPY_MAGIC,
@@ -52,8 +52,8 @@ from featstore.packing.sources.memory import ArrayRows, IteratorRows, SparseRows
 from featstore.packing.sources.pyg import pyg_arrays, pyg_tables
 
 __all__ = [
+    "FeatureSource",
     "IteratorRows",
-    "RowSource",
     "is_headless",
     "is_text",
     "open_rows",
@@ -102,8 +102,8 @@ def open_rows(
     offset: int = 0,
     rows: int | None = None,
     name: str | None = None,
-) -> RowSource:
-    """A `RowSource` for ``spec`` (see the module's table).
+) -> FeatureSource:
+    """A `FeatureSource` for ``spec`` (see the module's table).
 
     Args:
         spec: a path, an array, tensor, sparse matrix or zarr array, or an iterable of row blocks.
@@ -117,7 +117,7 @@ def open_rows(
             all, whatever they look like. Without it all are, and a table with a column that cannot be one or
             looks like ids is refused. Of structured arrays, fields, see `featstore.packing.sources.fields`.
         id: of the same, the column that says whose row it is, by name or position: 0 to n-1, each once. It is
-            no feature, and the caller places the rows by `RowSource.ids`. Without it, row i is node i.
+            no feature, and the caller places the rows by `FeatureSource.ids`. Without it, row i is node i.
         rows: number of rows that an iterable of blocks will give, if it is known.
         name: what messages call the source; a path is its own name.
 
@@ -182,7 +182,7 @@ def _open_path(
     id: str | int | None,
     offset: int,
     name: str | None,
-) -> RowSource:
+) -> FeatureSource:
     stat_of(path)
     suffix = path.suffix.lower()
     if _has_columns(path):
@@ -232,7 +232,7 @@ def _open_columns(
     columns: str | int | Sequence[str | int] | None,
     id: str | int | None,
     name: str | None,
-) -> RowSource:
+) -> FeatureSource:
     if path.suffix.lower() in ARROW_SUFFIXES:
         from featstore.packing.sources.tables import arrow_rows
 
@@ -242,7 +242,7 @@ def _open_columns(
     return CsvRows(path, dtype=dtype, name=name, columns=columns, id=id)
 
 
-def _open_folder(path: Path, dtype: Any, key: str | Sequence[str] | None, name: str | None) -> RowSource:
+def _open_folder(path: Path, dtype: Any, key: str | Sequence[str] | None, name: str | None) -> FeatureSource:
     from featstore.packing.sources.text import ogb_folder, ogb_rows
 
     if any(is_regular(path / meta) for meta in ("zarr.json", ".zarray", ".zgroup")):
@@ -266,9 +266,11 @@ def _single_key(key: str | Sequence[str] | None, path: Path) -> str | None:
     raise SourceError(f"{path}: several keys are for the columns of Parquet, Arrow and .csv files; give one")
 
 
-def _open_object(spec: Any, rows: int | None, shape: tuple[int, ...] | None, name: str | None) -> RowSource:
+def _open_object(
+    spec: Any, rows: int | None, shape: tuple[int, ...] | None, name: str | None
+) -> FeatureSource:
     library = type(spec).__module__.partition(".")[0]
-    if isinstance(spec, RowSource):
+    if isinstance(spec, FeatureSource):
         return spec
     if isinstance(spec, np.memmap):
         return _memmap_file(spec, name) or ArrayRows(spec, name=name or f"<memmap {spec.filename}>")
@@ -300,7 +302,7 @@ def _open_object(spec: Any, rows: int | None, shape: tuple[int, ...] | None, nam
     )
 
 
-def _memmap_file(array: np.memmap[Any, Any], name: str | None) -> RowSource | None:
+def _memmap_file(array: np.memmap[Any, Any], name: str | None) -> FeatureSource | None:
     """The file behind a memory-mapped array, when it has the array's values in one of the two plain orders.
 
     None otherwise: a private copy (mode ``c``) may differ from the file, a strided view is in no plain order,

@@ -17,7 +17,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from featstore.errors import SourceError
-from featstore.packing.sources.base import RowSource, dtype_text, file_fingerprint, import_extra, open_binary
+from featstore.packing.sources.base import (
+    FeatureSource,
+    dtype_text,
+    file_fingerprint,
+    import_extra,
+    open_binary,
+)
 from featstore.packing.sources.columns import (
     SAMPLE_ROWS_MAX,
     Column,
@@ -48,7 +54,7 @@ def parquet_file(path: Path) -> Any:
         raise SourceError(f"{path}: not a readable Parquet file ({error}); copy or write it again") from error
 
 
-class ArrowRows(RowSource):
+class ArrowRows(FeatureSource):
     """Rows of a Parquet or Arrow IPC file (file or stream format). Nulls are refused: a feature has no such
     value."""
 
@@ -98,7 +104,7 @@ class ArrowRows(RowSource):
             raise SourceError(f"{label}: two columns are called {twice!r}; rename one of them")
 
     def ids(self) -> Iterator[NDArray[Any]]:
-        """As `RowSource.ids`."""
+        """As `FeatureSource.ids`."""
         assert self.chosen is not None
         if self.chosen.id is None:
             yield from super().ids()

@@ -23,7 +23,13 @@ from numpy.typing import NDArray
 
 from featstore.base.system import is_regular
 from featstore.errors import SourceError
-from featstore.packing.sources.base import RowSource, dtype_text, file_fingerprint, named_dtype, open_binary
+from featstore.packing.sources.base import (
+    FeatureSource,
+    dtype_text,
+    file_fingerprint,
+    named_dtype,
+    open_binary,
+)
 from featstore.packing.sources.columns import (
     ALL_COLUMNS,
     SAMPLE_ROWS_MAX,
@@ -73,7 +79,7 @@ def ogb_rows(folder: Path, *, dtype: Any = None, name: str | None = None) -> Csv
     )
 
 
-class CsvRows(RowSource):
+class CsvRows(FeatureSource):
     """Rows of comma-separated numbers, gzipped or not. A first line not all of numbers names the columns.
 
     ``header``: False where the file is known to have no names; a line of numbers is then never taken for one.
@@ -115,7 +121,7 @@ class CsvRows(RowSource):
             refuse_id_values(self._sample(), names, label)
 
     def ids(self) -> Iterator[NDArray[Any]]:
-        """As `RowSource.ids`."""
+        """As `FeatureSource.ids`."""
         assert self.chosen is not None
         if self.chosen.id is None:
             yield from super().ids()

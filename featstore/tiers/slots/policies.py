@@ -1,8 +1,9 @@
 """Policies: which row leaves the buffer when another needs its slot?
 
 A policy is a number in the slot map and a few branches in the functions below, which the kernels of
-:mod:`featstore.tiers.slots.slots` call: the branch goes the same way every time and costs nothing beside a
-cache miss, and one compiled kernel serves all policies. A policy is told of
+:mod:`featstore.tiers.slots.acquisition` call, and ``on_idle`` and ``on_remove`` those of
+:mod:`featstore.tiers.slots.slots`: the branch goes the same way every time and costs nothing beside a cache
+miss, and one compiled kernel serves all policies. A policy is told of
 
 - ``on_batch``: a mini-batch begins; its rows will be told of one by one, first all that are found, then all
   that are read;
