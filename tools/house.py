@@ -49,6 +49,7 @@ COLUMNS_MAX = 110
 BUILTIN_ERRORS = {
     ("featstore/__init__.py", "AttributeError"): "module attributes",
     ("featstore/order/__init__.py", "AttributeError"): "module attributes",
+    ("featstore/loaders/batch.py", "AttributeError"): "what a mini-batch lacks, as hasattr asks",
     ("featstore/compile/row_lists.py", "IndexError"): "iterating by index ends so",
     ("featstore/storage/manifest_reading.py", "ValueError"): "becomes FormatError",
     ("featstore/engine/liburing.py", "OSError"): "becomes EngineError, or why another engine serves",

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-import featstore
 from featstore.errors import ArgumentError, BudgetError, ClosedError, SourceError
 from featstore.loaders.batch import Batch
 from featstore.loaders.modes import MODES
@@ -172,11 +171,13 @@ def test_pyg_mini_batches(store: Any, mode: str) -> None:
     loader_module = pytest.importorskip("torch_geometric.loader")
     from torch_geometric.data import Data
 
+    from featstore.adapters.pyg import FeatstoreSampler
+
     graph = Data(edge_index=torch.from_numpy(np.random.default_rng(1).integers(0, NODES, (2, 25_000))))
     graph.num_nodes = NODES
     sampler = NeighborSampler(*store.graphs["features"].csc(), (4, 3))
     neighbours = loader_module.NodeLoader(
-        graph, node_sampler=featstore.adapters.pyg.FeatstoreSampler(sampler), input_nodes=TRAIN,
+        graph, node_sampler=FeatstoreSampler(sampler), input_nodes=TRAIN,
         batch_size=BATCH,
     )  # fmt: skip
     with store.loader(neighbours, mode=mode, memory="64MiB") as loader:
