@@ -222,7 +222,7 @@ def mutate_unfinished(folder: Folder, rng: Random) -> tuple[list[str], str]:
             path = others[rng.integers(len(others))]
             data = np.frombuffer(folder.files[path], np.uint8)
             if rng.random() < 0.15:
-                (folder.path / path).unlink()
+                (folder.path / path).unlink(missing_ok=True)
             else:
                 (folder.path / path).write_bytes(spoil(data.view(_words(len(data))), rng).tobytes())
             kinds.append("unfinished")
