@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from featstore.front.compiling import compile_trace
     from featstore.front.packing import pack
     from featstore.front.verifying import verify
+    from featstore.loaders.batch import Batch
+    from featstore.loaders.loader import Loader
     from featstore.loaders.online.loader import OnlineLoader
     from featstore.loaders.train import train_loader
     from featstore.reader.reader import Reader
@@ -43,6 +45,8 @@ _WHERE = {
     "Shared": ("featstore.shared.tier", "Shared"),
     "Static": ("featstore.tiers.static_tier", "Static"),
     "TieredReader": ("featstore.reader.tiered", "TieredReader"),
+    "Batch": ("featstore.loaders.batch", "Batch"),
+    "Loader": ("featstore.loaders.loader", "Loader"),
     "OnlineLoader": ("featstore.loaders.online.loader", "OnlineLoader"),
     "PartitionOrder": ("featstore.sampling.orders", "PartitionOrder"),
     "ProximityOrder": ("featstore.sampling.proximity", "ProximityOrder"),
@@ -58,8 +62,8 @@ _WHERE = {
 }
 
 __all__ = [
-    "Buffer", "Device", "OnlineLoader", "PartitionOrder", "Plan", "ProximityOrder", "Reader", "ReaderStats",
-    "Request", "Shared", "SharedBuffer", "Static", "Store", "Table", "TieredReader", "Trace", "__version__",
+    "Batch", "Buffer", "Device", "Loader", "OnlineLoader", "PartitionOrder", "Plan", "ProximityOrder",
+    "Reader", "ReaderStats", "Request", "Shared", "SharedBuffer", "Static", "Store", "Table", "TieredReader", "Trace", "__version__",
     "compile_trace", "open", "pack", "train_loader", "verify",
 ]  # fmt: skip
 

@@ -31,11 +31,13 @@ from featstore.loaders.modes import (
 )
 from featstore.loaders.online.loader import OnlineLoader
 from featstore.loaders.prefetch import LoaderBase, Sampler, check_repeatable
+from featstore.loaders.ranks import rank_of
+from featstore.loaders.ranks import world_size as ranks_there
 from featstore.loaders.rolling import RollingLoader
 from featstore.loaders.state import loader_state, position_of
 from featstore.loaders.train import compiled_once
 from featstore.reader.options import check_reading
-from featstore.sampling.batches import SampledBatches, bytes_in_memory, open_sampler
+from featstore.sampling.batches import RankedBatches, bytes_in_memory, open_sampler
 from featstore.storage.relations import graph_of
 from featstore.storage.store import as_store
 from featstore.units import format_bytes, parse_bytes
@@ -79,6 +81,12 @@ class Loader(LoaderBase):
         fanouts: with ``seeds``: neighbours per node and hop, -1 for all.
         batch_size: with ``seeds``: seeds of a mini-batch.
         seed: with ``seeds``: of the order and the neighbours.
+        drop_last: with ``seeds``: leave out what is left over after whole mini-batches of all ranks. Else the
+            last mini-batch may be smaller, and up to ``world_size - 1`` seeds of an epoch stand twice, so
+            that every rank has as many steps. :meth:`report` says how many.
+        rank, world_size: with ``seeds``: which of how many processes that train together; by default as
+            ``torch.distributed`` or ``torchrun`` say. Each has its share of every epoch's order. ``memory``
+            is that of one process. Not in mode partitions yet.
         graph: with ``seeds``: the name of the graph, where the store has several.
         mode: ``"online"``: rows are read as mini-batches come, through a buffer. ``"compiled"``: the
             mini-batches of epoch 0 are recorded once, their rows laid out for them, and repeated every epoch.
@@ -103,7 +111,8 @@ class Loader(LoaderBase):
 
     def __init__(
         self, store: OpenStore, batches: Sampler | None = None, *, seeds: Any = None,
-        fanouts: Sequence[int] | None = None, batch_size: int | None = None, seed: int = 0,
+        fanouts: Sequence[int] | None = None, batch_size: int | None = None, seed: int | None = None,
+        drop_last: bool | None = None, rank: int | None = None, world_size: int | None = None,
         graph: str | None = None, mode: str = "auto", memory: int | str = "1GiB",
         tensors: bool | None = None, engine: str = "auto", queue_depth: int = 128, verify: bool = True,
         nodes: Callable[[Any], Any] | None = None, policy: str | None = None, static: Any = None,
@@ -132,26 +141,28 @@ class Loader(LoaderBase):
         reading = {"engine": engine, "queue_depth": queue_depth, "verify": verify}
         if tensors is not None and args.as_flag(tensors, "tensors"):
             args.need_torch("tensors=True")
-        seed = args.as_integer(seed, "seed")
-        self._sampler_bytes = 0  # of the memory
-        self._opened = ExitStack()
+        said = {
+            "seeds": seeds, "fanouts": fanouts, "batch_size": batch_size, "seed": seed, "graph": graph,
+            "drop_last": drop_last, "rank": rank, "world_size": world_size,
+        }  # fmt: skip
+        self._opened, self._rank = ExitStack(), 0
+        self._sampled: RankedBatches | None = None
         try:
-            if batches is None:
-                if seeds is None or fanouts is None:
-                    raise ArgumentError("give batches, or seeds= and fanouts= for the store to sample")
-                size = 1024 if batch_size is None else args.as_count(batch_size, "batch_size")
-                fans = args.as_fanouts(fanouts)
-                if self.mode == "partitions":
-                    self._mode: Mode = self._partitions(seeds, fans, size, seed, graph, tensors, own, reading)
-                else:
-                    batches = self._sampled(seeds, fans, size, seed, graph)
-            else:
-                said = {"seeds": seeds, "fanouts": fanouts, "batch_size": batch_size, "graph": graph}
-                self._given(said, batches)
+            left = self.memory_bytes
+            made: Any = batches
             if batches is not None:
-                left = self.memory_bytes - self._sampler_bytes
-                make = {"online": self._online, "compiled": self._compiled, "rolling": self._rolling}
-                self._mode = make[self.mode](batches, left, tensors, own, reading)
+                self._given(said, batches)
+            elif seeds is None or fanouts is None:
+                raise ArgumentError("give batches, or seeds= and fanouts= for the store to sample")
+            elif self.mode != "partitions":
+                made = self._sampled = self._sample(said)
+                whole = bytes_in_memory(graph_of(self.store, graph))
+                left -= min(whole, self.memory_bytes // _SAMPLER_SHARE)
+            make = {
+                "online": self._online, "compiled": self._compiled, "rolling": self._rolling,
+                "partitions": lambda *_: self._partitions(said, tensors, own, reading),
+            }[self.mode]  # fmt: skip
+            self._mode: Mode = make(made, left, tensors, own, reading)
             self._opened.callback(self._mode.close)
         except BaseException:
             self._opened.close()
@@ -184,18 +195,35 @@ class Loader(LoaderBase):
         args.as_batches(batches, "batches")
         check_repeatable(batches)
 
-    def _sampled(
-        self, seeds: Any, fanouts: tuple[int, ...], batch_size: int, seed: int, graph: str | None
-    ) -> SampledBatches:
-        """The store's own mini-batches, within a share of the memory."""
-        chosen = graph_of(self.store, graph)
-        share = self.memory_bytes // _SAMPLER_SHARE
-        sampler = open_sampler(self.store, fanouts, seed=seed, graph=chosen.name, memory=share)
-        self._sampler_bytes = min(share, bytes_in_memory(chosen))
-        nodes = self.store.arrays[seeds] if isinstance(seeds, str) else seeds
-        made = SampledBatches(sampler, nodes, batch_size, own=True)
+    def _sample(self, said: dict[str, Any]) -> RankedBatches:
+        """The store's own mini-batches, this rank's share of them, within a share of the memory."""
+        rank, world = said["rank"], said["world_size"]
+        world = ranks_there() if world is None else args.as_count(world, "world_size")
+        if rank is None and world != ranks_there():
+            raise ArgumentError(f"world_size={world} says how many ranks there are: say which this is, rank=")
+        self._rank = rank_of() if rank is None else args.as_count(rank, "rank", 0, world - 1)
+        size = 1024 if said["batch_size"] is None else args.as_count(said["batch_size"], "batch_size")
+        fanouts, last = args.as_fanouts(said["fanouts"]), said["drop_last"]
+        sampler = open_sampler(
+            self.store, fanouts, seed=_seed(said), graph=said["graph"],
+            memory=self.memory_bytes // _SAMPLER_SHARE,
+        )  # fmt: skip
+        seeds = said["seeds"]
+        made = RankedBatches(
+            sampler, self.store.arrays[seeds] if isinstance(seeds, str) else seeds, size, rank=self._rank,
+            num_replicas=world, drop_last=last is not None and args.as_flag(last, "drop_last"), own=True,
+        )  # fmt: skip
         self._opened.callback(made.close)
+        if not len(made):
+            raise ArgumentError(
+                f"drop_last= leaves no mini-batch of {size:,} seeds for {world} ranks: give fewer a batch"
+            )
         return made
+
+    def _name(self, own: dict[str, Any]) -> str:
+        """Under which a compiled trace lies: each rank has its own."""
+        name: str = own.pop("name", "loader")
+        return name if self._ranks() == 1 else f"{name}-rank{self._rank}"
 
     # The modes.
 
@@ -217,7 +245,7 @@ class Loader(LoaderBase):
         own: dict[str, Any],
         reading: dict[str, Any],
     ) -> Mode:
-        device, name = own.pop("device", None), own.pop("name", "loader")
+        device, name = own.pop("device", None), self._name(own)
         reuse = args.as_flag(own.pop("reuse", False), "reuse")
         self._check_device(device, own)
         recorded = Recorded(batches, own.pop("nodes", None))
@@ -240,20 +268,24 @@ class Loader(LoaderBase):
         options = {"device": device, "tensors": tensors, **reading}
         return RollingMode(
             RollingLoader(
-                self.store, recorded.epoch, memory=memory, loader=options, name=own.pop("name", "loader"),
-                **own
+                self.store, recorded.epoch, memory=memory, loader=options, name=self._name(own), **own
             )
         )  # fmt: skip
 
     def _partitions(
-        self, seeds: Any, fanouts: tuple[int, ...], batch_size: int, seed: int, graph: str | None,
-        tensors: bool | None, own: dict[str, Any], reading: dict[str, Any],
-    ) -> Mode:  # fmt: skip
+        self, said: dict[str, Any], tensors: bool | None, own: dict[str, Any], reading: dict[str, Any]
+    ) -> Mode:
+        for name in ("drop_last", "rank", "world_size"):
+            if said[name] is not None:
+                raise ArgumentError(f"{name}= is not for mode 'partitions': its epochs are not divided yet")
         weights = args.as_flag(own.pop("weights", False), "weights")
+        size = 1024 if said["batch_size"] is None else args.as_count(said["batch_size"], "batch_size")
+        fanouts = args.as_fanouts(said["fanouts"])
         mega = MegaBatches(
-            self.store, memory=self.memory_bytes, train=seeds, graph=graph, seed=seed, **own, **reading
-        )
-        return PartitionsMode(mega, fanouts, batch_size, weights, bool(tensors))
+            self.store, memory=self.memory_bytes, train=said["seeds"], graph=said["graph"], seed=_seed(said),
+            **own, **reading
+        )  # fmt: skip
+        return PartitionsMode(mega, fanouts, size, weights, bool(tensors))
 
     def _check_device(self, device: Any, own: Mapping[str, Any]) -> None:
         if own.get("device_memory") is not None and device is None:
@@ -293,14 +325,20 @@ class Loader(LoaderBase):
         belongs to the same store and options."""
         self.check_open()
         at = self._mode.state() if self._next else None
-        return loader_state(self.store.uuid, self._epoch, self._next) | {"mode": self.mode, "at": at}
+        return loader_state(self.store.uuid, self._epoch, self._next) | {
+            "mode": self.mode, "ranks": self._ranks(), "at": at
+        }  # fmt: skip
+
+    def _ranks(self) -> int:
+        return 1 if self._sampled is None else self._sampled.num_replicas
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where :meth:`state_dict` was taken: the next iteration begins with the mini-batch after the
-        last one handed out then. Raises ArgumentError for a state of something else."""
+        last one handed out then. Raises ArgumentError for a state of something else, and of another number of
+        ranks."""
         self.check_open()
         epoch, after = position_of(state, self.store.uuid)
-        args.check_state(state, {"mode": self.mode}, "this loader has")
+        args.check_state(state, {"mode": self.mode, "ranks": self._ranks()}, "this loader has")
         if after:
             self._mode.load_state(
                 args.as_mapping(state.get("at"), "at of the state", "given by state_dict()")
@@ -312,9 +350,12 @@ class Loader(LoaderBase):
     # What it does.
 
     def report(self) -> dict[str, Any]:
-        """What has been measured so far, as plain data: ``mode``, and what that tells of stages, bytes and
-        hits."""
-        return {"mode": self.mode, **self._mode.report()}
+        """What has been measured so far, as plain data: ``mode``; of seeds how many stand twice in an epoch
+        (``padded``) or are left out (``dropped``); and what the mode tells of stages, bytes and hits."""
+        divided = {}
+        if self._sampled is not None:
+            divided = {name: getattr(self._sampled, name) for name in ("padded", "dropped")}
+        return {"mode": self.mode, **divided, **self._mode.report()}
 
     def close(self) -> None:
         """Give everything back; an iteration under way ends with ClosedError. May be called more than
@@ -328,3 +369,7 @@ class Loader(LoaderBase):
             f"<Loader of {str(self.store.path)!r}, mode {self.mode!r}, {format_bytes(self.memory_bytes)}, "
             f"epoch {self._epoch}>"
         )
+
+
+def _seed(said: Mapping[str, Any]) -> int:
+    return 0 if said["seed"] is None else args.as_integer(said["seed"], "seed")

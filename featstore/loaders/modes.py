@@ -55,10 +55,10 @@ class Recorded:
     """Mini-batches that are recorded so that what a training loop gets knows their node ids."""
 
     def __init__(self, batches: Sampler, nodes: Callable[[Any], Any] | None) -> None:
-        self._batches, self._nodes = batches, nodes
+        self.sampler, self._nodes = batches, nodes
 
     def epoch(self, number: int) -> Iterable[Any]:
-        return _Epoch(self._batches, self._nodes, number)
+        return _Epoch(self.sampler, self._nodes, number)
 
 
 class _Epoch:

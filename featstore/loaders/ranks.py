@@ -19,7 +19,7 @@ from typing import Any
 from featstore.base.warning import warn
 from featstore.loaders.prefetch import parts_of
 
-__all__ = ["divides_itself", "warn_of_ranks", "world_size"]
+__all__ = ["divides_itself", "rank_of", "warn_of_ranks", "world_size"]
 
 _said = False
 
@@ -32,6 +32,14 @@ def world_size() -> int:
         return int(dist.get_world_size())
     size = os.environ.get("WORLD_SIZE", "")
     return int(size) if "RANK" in os.environ and size.isdecimal() else 1
+
+
+def rank_of() -> int:
+    """Which of these processes this is: 0 where there is one."""
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_available() and dist.is_initialized():
+        return int(dist.get_rank())
+    return int(os.environ["RANK"]) if world_size() > 1 else 0
 
 
 def divides_itself(batches: Any) -> bool:

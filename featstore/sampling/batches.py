@@ -128,6 +128,36 @@ class SampledBatches(Sequence[MiniBatch]):
         self.close()
 
 
+class RankedBatches(SampledBatches):
+    """The mini-batches of one rank of several: in every epoch each has its share of the same order, as many
+    seeds and so as many mini-batches as any other.
+
+    ``rank``, ``num_replicas``: which of how many. Where the seeds do not divide evenly, the first ones of the
+    epoch's order stand twice (``padded`` of them), as with torch's ``DistributedSampler``; or with
+    ``drop_last`` what is left over after whole mini-batches of all ranks is left out (``dropped`` seeds,
+    other ones in each epoch).
+    """
+
+    def __init__(
+        self, sampler: GraphSampler, train: NDArray[Any], batch_size: int, *, rank: int = 0,
+        num_replicas: int = 1, drop_last: bool = False, own: bool = False
+    ) -> None:  # fmt: skip
+        self.rank, self.num_replicas, self._drop_last = rank, num_replicas, drop_last
+        self.padded = self.dropped = 0
+        super().__init__(sampler, train, batch_size, own=own)
+
+    def _begin(self, epoch: int) -> None:
+        super()._begin(epoch)
+        count, whole = len(self.train), self.batch_size * self.num_replicas
+        if self._drop_last:
+            self.dropped = count % whole
+            order = self.train[: count - self.dropped]
+        else:
+            self.padded = -count % self.num_replicas
+            order = np.resize(self.train, count + self.padded)
+        self.train = order[self.rank :: self.num_replicas]
+
+
 class RecordedEpochs(Sequence[tuple[NDArray[np.int64], dict[str, Any]]]):
     """The mini-batches of several epochs as pairs to record: node ids, and {"batch": the mini-batch,
     "batch_size": number of its seeds, "epoch": number of the epoch}."""

@@ -125,6 +125,10 @@ class World:
         return self.open(featstore.OnlineLoader(self.store, self.batches, memory="64MiB", engine="threads"))
 
     @cached_property
+    def loader(self) -> featstore.Loader:
+        return self.open(featstore.Loader(self.store, self.batches, memory="64MiB", engine="threads"))
+
+    @cached_property
     def buffer(self) -> featstore.SharedBuffer:
         return self.open(featstore.SharedBuffer(self.store, memory="64MiB", engine="threads"))
 

@@ -16,6 +16,7 @@ import pytest
 from arguments_buffers import BUFFERS
 from arguments_calls import CALLS as OTHERS
 from arguments_calls import Call, State
+from arguments_loader import LOADER
 from arguments_tiers import TIERS
 from arguments_world import World
 from arguments_wrong import Anything, Rule
@@ -23,7 +24,7 @@ from arguments_wrong import Anything, Rule
 import featstore
 from featstore.errors import FeatstoreError
 
-CALLS = OTHERS | BUFFERS | TIERS
+CALLS = OTHERS | BUFFERS | TIERS | LOADER
 
 #: What objects of the package are, that are made by its functions. Classes of ``featstore.__all__`` are
 #: public anyhow.
@@ -41,6 +42,8 @@ MADE = [
 ]  # fmt: skip
 #: What is public by name alone: records that functions return, and what the package calls itself.
 NOT_CALLED = {
+    "Batch": "a record, made by loaders",
+    "MegaBatch.begin_at": "called by its loader",
     "Plan": "a record, made by Reader.plan",
     "ReaderStats": "a record, made by Reader.stats",
     "Request": "made by Reader.submit",

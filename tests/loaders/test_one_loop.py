@@ -206,6 +206,47 @@ def test_pyg_s_object_of_our_own_sampling(store: Any) -> None:
             assert sum(data.num_sampled_nodes) == len(data.n_id)
 
 
+@pytest.mark.parametrize("world", [2, 3, 7])
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("mode", ["online", "compiled", "rolling"])
+def test_ranks_share_each_epoch(store: Any, mode: str, drop_last: bool, world: int) -> None:
+    """Equal steps; together every seed once, but for those that the report counts."""
+    options = SAMPLED | {"mode": mode, "batch_size": 40, "drop_last": drop_last, "world_size": world}
+    loaders = [store.loader(rank=rank, **options) for rank in range(world)]
+    for _ in range(2):
+        epochs = [epoch_of(loader) for loader in loaders]
+        assert len({tuple(b.batch_size for b in epoch) for epoch in epochs}) == 1
+        seen = np.concatenate([batch.n_id[: batch.batch_size] for epoch in epochs for batch in epoch])
+        for epoch in epochs:
+            for batch in epoch:
+                np.testing.assert_array_equal(batch.x, FEATURES[batch.n_id])
+        report = loaders[0].report()
+        assert len(seen) == len(TRAIN) + report["padded"] - report["dropped"]
+        assert len(np.unique(seen)) == len(TRAIN) - report["dropped"]
+        assert report["padded"] < world
+        assert report["dropped"] < 40 * world
+        assert not (report["padded"] if drop_last else report["dropped"])
+    state = loaders[0].state_dict()
+    name = {} if mode == "online" else {"name": "other"}
+    with (
+        store.loader(mode=mode, **SAMPLED, **name) as alone,
+        pytest.raises(ArgumentError, match="ranks"),
+    ):
+        alone.load_state_dict(state)
+    for loader in loaders:
+        loader.close()
+
+
+def test_ranks_of_the_environment(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with (
+        store.loader(mode="online", **SAMPLED) as told,
+        store.loader(mode="online", rank=1, world_size=3, **SAMPLED) as said,
+    ):
+        assert [drawn(a) for a in told] == [drawn(b) for b in said]
+
+
 def test_names_that_a_mini_batch_lacks(store: Any) -> None:
     with store.loader(mode="online", **SAMPLED) as loader:
         batch = next(iter(loader))
@@ -234,6 +275,11 @@ def test_what_is_refused(store: Any) -> None:
         ({**SAMPLED, "mode": "rolling", "reuse": True}, "reuse= is of mode"),
         ({**SAMPLED, "bach_size": 3}, "bach_size"),
         ({**SAMPLED, "batch_size": 0}, "batch_size"),
+        ({**SAMPLED, "world_size": 2}, "which this is, rank="),
+        ({**SAMPLED, "world_size": 2, "rank": 2}, "rank"),
+        ({**SAMPLED, "mode": "partitions", "rank": 0, "world_size": 2}, "not divided yet"),
+        ({"batches": arrays, "rank": 0, "world_size": 2}, "not both"),
+        ({**SAMPLED, "batch_size": 500, "drop_last": True, "rank": 0, "world_size": 2}, "no mini-batch"),
     ):
         with pytest.raises(ArgumentError, match=says):
             store.loader(**options)
