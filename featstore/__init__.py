@@ -63,8 +63,8 @@ _WHERE = {
 
 __all__ = [
     "Batch", "Buffer", "Device", "Loader", "OnlineLoader", "PartitionOrder", "Plan", "ProximityOrder",
-    "Reader", "ReaderStats", "Request", "Shared", "SharedBuffer", "Static", "Store", "Table", "TieredReader", "Trace", "__version__",
-    "compile_trace", "open", "pack", "train_loader", "verify",
+    "Reader", "ReaderStats", "Request", "Shared", "SharedBuffer", "Static", "Store", "Table", "TieredReader",
+    "Trace", "__version__", "compile_trace", "open", "pack", "train_loader", "verify",
 ]  # fmt: skip
 
 

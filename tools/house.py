@@ -351,7 +351,7 @@ MEASURES = {
     "functions": Measure(f"functions over {FUNCTION_LINES_MAX} lines of code", long_functions, 0, 0),
     "batches": Measure("batch classes", classes_named("Batch", "featstore/"), 1, 4),
     "loaders": Measure("loader bases", loader_bases, 1, 1),
-    "reports": Measure("report classes of loaders", classes_named("Report", "featstore/loaders/"), 1, 2),
+    "reports": Measure("report classes of loaders", classes_named("Report", "featstore/loaders/"), 1, 1),
     "states": Measure("shapes of state_dict", state_shapes, 1, 2),
     "privates": Measure("private names touched from another module", foreign_privates, 10, 10),
     "doubles": Measure("public names that stand in two or more modules", double_names, 30, 10),

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from featstore import arguments as args
@@ -33,6 +34,7 @@ from featstore.loaders.online.loader import OnlineLoader
 from featstore.loaders.prefetch import LoaderBase, Sampler, check_repeatable
 from featstore.loaders.ranks import rank_of
 from featstore.loaders.ranks import world_size as ranks_there
+from featstore.loaders.report import LoaderReport
 from featstore.loaders.rolling import RollingLoader
 from featstore.loaders.state import loader_state, position_of
 from featstore.loaders.train import compiled_once
@@ -349,13 +351,12 @@ class Loader(LoaderBase):
 
     # What it does.
 
-    def report(self) -> dict[str, Any]:
-        """What has been measured so far, as plain data: ``mode``; of seeds how many stand twice in an epoch
-        (``padded``) or are left out (``dropped``); and what the mode tells of stages, bytes and hits."""
-        divided = {}
-        if self._sampled is not None:
-            divided = {name: getattr(self._sampled, name) for name in ("padded", "dropped")}
-        return {"mode": self.mode, **divided, **self._mode.report()}
+    def report(self) -> LoaderReport:
+        """What has been measured so far."""
+        report = self._mode.report()
+        if self._sampled is None:
+            return report
+        return replace(report, padded=self._sampled.padded, dropped=self._sampled.dropped)
 
     def close(self) -> None:
         """Give everything back; an iteration under way ends with ClosedError. May be called more than

@@ -12,6 +12,7 @@ are wanted when.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, Protocol
 
 from featstore.arguments import as_count
@@ -20,6 +21,7 @@ from featstore.loaders.compiled.loader import CompiledLoader
 from featstore.loaders.mega.loader import MegaBatches
 from featstore.loaders.online.loader import OnlineLoader
 from featstore.loaders.prefetch import Sampler, epoch_of
+from featstore.loaders.report import LoaderReport
 from featstore.loaders.rolling import RollingLoader
 from featstore.loaders.state import loader_state, position_of
 from featstore.sampling.minibatch import split
@@ -44,8 +46,8 @@ class Mode(Protocol):
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Stand there."""
 
-    def report(self) -> dict[str, Any]:
-        """What has been measured, as plain data."""
+    def report(self) -> LoaderReport:
+        """What has been measured."""
 
     def close(self) -> None:
         """Give everything back."""
@@ -118,8 +120,8 @@ class OnlineMode:
     def load_state(self, state: Mapping[str, Any]) -> None:
         self.loader.load_state_dict(state)
 
-    def report(self) -> dict[str, Any]:
-        return self.loader.report().to_dict()
+    def report(self) -> LoaderReport:
+        return self.loader.report()
 
     def close(self) -> None:
         self.loader.close()
@@ -148,8 +150,8 @@ class CompiledMode:
         epoch, after = position_of(state, compiled.entry.trace_uuid, len(compiled))
         self.loader.load_state_dict(loader_state(compiled.pack.uuid, epoch, after))
 
-    def report(self) -> dict[str, Any]:
-        return self.loader.report().to_dict()
+    def report(self) -> LoaderReport:
+        return self.loader.report()
 
     def close(self) -> None:
         self.loader.close()
@@ -189,11 +191,8 @@ class RollingMode:
         self.loader.load_state_dict(state)
         self._begun = False
 
-    def report(self) -> dict[str, Any]:
-        return {
-            "preparing_seconds": list(self.loader.preparing_seconds),
-            "waiting_seconds": list(self.loader.waiting_seconds),
-        }
+    def report(self) -> LoaderReport:
+        return self.loader.report()
 
     def close(self) -> None:
         self.loader.close()
@@ -210,6 +209,7 @@ class PartitionsMode:
             "fanouts": fanouts, "batch_size": batch_size, "weights": weights, "tensors": tensors
         }  # fmt: skip
         self._next, self._epoch, self._begun = 0, 0, False
+        self._handed_out = 0  # since it was made
 
     def epoch(self) -> Iterator[Batch]:
         if self._begun:
@@ -218,6 +218,7 @@ class PartitionsMode:
         for mega in self.loader:
             for made in mega.batches(**self._how):
                 self._next += 1
+                self._handed_out += 1
                 yield as_batch(self._next - 1, made)
                 del made
         self._epoch, self._next, self._begun = self._epoch + 1, 0, False
@@ -234,9 +235,8 @@ class PartitionsMode:
         self.loader.load_state_dict(dict(state))
         self._epoch, self._next, self._begun = int(state["epoch"]), after, False
 
-    def report(self) -> dict[str, Any]:
-        stats = self.loader.stats()
-        return {"bytes_read": stats.bytes_read, "reads": stats.reads}
+    def report(self) -> LoaderReport:
+        return replace(self.loader.report(), batches=self._handed_out)
 
     def close(self) -> None:
         self.loader.close()

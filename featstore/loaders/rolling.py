@@ -15,6 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 from featstore.arguments import as_batches, as_mapping, check_options, options_of
@@ -27,6 +28,7 @@ from featstore.loaders.compiled.options import check_loader_options
 from featstore.loaders.compiled.trace import CompiledTrace
 from featstore.loaders.prefetch import LoaderBase, Sampler, check_repeatable, epoch_of
 from featstore.loaders.ranks import warn_of_ranks
+from featstore.loaders.report import NOTHING_YET, LoaderReport
 from featstore.loaders.state import loader_state, position_of
 from featstore.storage.disk import Disk
 from featstore.storage.packs import (
@@ -98,6 +100,7 @@ class RollingLoader(LoaderBase):
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="featstore-rolling")
         self._episodes: dict[int, Future[CompiledTrace]] = {}  # the one that trains, and the one after it
         self._loader: CompiledLoader | None = None
+        self._done = NOTHING_YET  # of the episodes before the one that trains
         self._at = (0, 0)  # episode, mini-batches of it handed out
         self.preparing_seconds: list[float] = []  # of each episode, in the background
         self.waiting_seconds: list[float] = []  # for each episode, in the loop
@@ -137,6 +140,8 @@ class RollingLoader(LoaderBase):
                     del batch
             finally:
                 loader.close()
+                self._done = self._done.plus(loader.report())
+                self._loader = None
 
     def _open(self, number: int, done: int) -> CompiledLoader:
         """The loader of an episode, which waits for it to be prepared; has the one after it prepared."""
@@ -162,6 +167,14 @@ class RollingLoader(LoaderBase):
         if number not in self._episodes:
             self._episodes[number] = submitted(self._worker, self._prepare, number)
         return self._episodes[number]
+
+    def report(self) -> LoaderReport:
+        """What has been measured in all episodes so far."""
+        report = self._done if self._loader is None else self._done.plus(self._loader.report())
+        preparing = {
+            "prepare": sum(self.preparing_seconds), "episode wait": sum(self.waiting_seconds)
+        }  # fmt: skip
+        return replace(report, seconds={**report.seconds, **preparing})
 
     def state_dict(self) -> dict[str, Any]:
         """Where the loader is, small enough for a checkpoint."""

@@ -64,7 +64,12 @@ def test_rows_are_the_source_s(store: Any, mode: str) -> None:
         for epoch in epochs:
             check(epoch)
         assert loader.epoch == 3
-        assert loader.report()["mode"] == loader.mode
+        report = loader.report()
+        assert report.batches == sum(map(len, epochs))
+        assert report.bytes_read > 0
+        assert report.seconds["train"] > 0
+        assert 0 <= report.hit_rate <= 1
+        assert report.to_dict()["slowest"] == report.slowest
         orders = [[batch.n_id[0] for batch in epoch] for epoch in epochs]
         repeated = loader.mode == "compiled"
         assert (orders[0] == orders[1] == orders[2]) == repeated, "fresh, but where one epoch is repeated"
@@ -221,11 +226,11 @@ def test_ranks_share_each_epoch(store: Any, mode: str, drop_last: bool, world: i
             for batch in epoch:
                 np.testing.assert_array_equal(batch.x, FEATURES[batch.n_id])
         report = loaders[0].report()
-        assert len(seen) == len(TRAIN) + report["padded"] - report["dropped"]
-        assert len(np.unique(seen)) == len(TRAIN) - report["dropped"]
-        assert report["padded"] < world
-        assert report["dropped"] < 40 * world
-        assert not (report["padded"] if drop_last else report["dropped"])
+        assert len(seen) == len(TRAIN) + report.padded - report.dropped
+        assert len(np.unique(seen)) == len(TRAIN) - report.dropped
+        assert report.padded < world
+        assert report.dropped < 40 * world
+        assert not (report.padded if drop_last else report.dropped)
     state = loaders[0].state_dict()
     name = {} if mode == "online" else {"name": "other"}
     with (

@@ -26,10 +26,11 @@ from featstore.base.memory import check_machine
 from featstore.errors import ArgumentError, BudgetError, SourceError
 from featstore.loaders.compiled.assembly import Assembly, Pending
 from featstore.loaders.compiled.options import check_loader_options
-from featstore.loaders.compiled.report import CompiledStages, LoaderReport
+from featstore.loaders.compiled.report import CompiledStages
 from featstore.loaders.compiled.slots import ResidentSlots
 from featstore.loaders.compiled.sources import CompiledSources
 from featstore.loaders.prefetch import Prefetch, PrefetchingLoader
+from featstore.loaders.report import LoaderReport
 from featstore.loaders.state import loader_state, position_of
 from featstore.units import parse_bytes
 

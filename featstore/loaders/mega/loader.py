@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import time
 import zlib
+from collections import defaultdict
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -33,6 +34,7 @@ from featstore.loaders.mega.loading import Loading
 from featstore.loaders.mega.schedule import Schedule
 from featstore.loaders.prefetch import LoaderBase
 from featstore.loaders.ranks import warn_of_ranks
+from featstore.loaders.report import LoaderReport
 from featstore.loaders.state import loader_state, position_of
 from featstore.reader.options import check_reading
 from featstore.storage.relations import graph_of
@@ -99,6 +101,7 @@ class MegaBatches(LoaderBase):
         self._handed: MegaBatch | None = None  # the last one; its buffers are reused
         self._ahead: tuple[tuple[int, int], Future[MegaBatch]] | None = None
         self._load_seconds: list[float] = []
+        self._seconds: defaultdict[str, float] = defaultdict(float)  # by stage
         self._pass_seconds: list[float] = []
 
     # What it is.
@@ -145,6 +148,11 @@ class MegaBatches(LoaderBase):
     def stats(self) -> Any:
         """What the reader behind has counted: bytes, reads, waiting."""
         return self._loading.reader.stats()
+
+    def report(self) -> LoaderReport:
+        """What has been measured so far; ``batches`` are mega-batches here."""
+        stats = self.stats()
+        return LoaderReport(len(self._load_seconds), dict(self._seconds), stats.bytes_read, stats.reads)
 
     def _schedule(self, epoch: int) -> Schedule:
         return Schedule(
@@ -203,11 +211,14 @@ class MegaBatches(LoaderBase):
             begun = time.perf_counter()
             mega = self._take(epoch, index)
             mega.wait_seconds = time.perf_counter() - begun
+            self._seconds["wait"] += mega.wait_seconds
             self._load_ahead(schedule, index)
             self._begin(mega)
             started = time.perf_counter()
             yield mega
-            self._pass_seconds.append((time.perf_counter() - started) / mega.passes)
+            trained = time.perf_counter() - started
+            self._seconds["train"] += trained
+            self._pass_seconds.append(trained / mega.passes)
             self._position, self._passes_now = (index + 1, 0, 0, 0), None
         self._epoch, self._position = epoch + 1, (0, 0, 0, 0)
 
@@ -263,6 +274,8 @@ class MegaBatches(LoaderBase):
         mega = future.result()  # interrupted, it stays what is being loaded ahead
         self._ahead = None
         self._load_seconds.append(mega.load_seconds)
+        self._seconds["load"] += mega.load_seconds
+        self._seconds["build"] += mega.build_seconds
         return mega
 
     @staticmethod

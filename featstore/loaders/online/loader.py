@@ -32,9 +32,10 @@ from featstore.errors import ArgumentError, IdError, SourceError
 from featstore.loaders.batch import Batch
 from featstore.loaders.online.budget import SAMPLED
 from featstore.loaders.online.extraction import EXTRACTED, FIRST_POLICY, LARGEST, ROOM, Extraction, Tickets
-from featstore.loaders.online.report import OnlineReport, OnlineStages
+from featstore.loaders.online.report import OnlineStages
 from featstore.loaders.prefetch import Prefetch, PrefetchingLoader, Sampler, check_repeatable, epoch_of
 from featstore.loaders.ranks import warn_of_ranks
+from featstore.loaders.report import LoaderReport
 from featstore.loaders.state import loader_state, position_of
 from featstore.reader.options import READING
 from featstore.sampling.minibatch import Ids, split
@@ -132,7 +133,7 @@ class OnlineLoader(PrefetchingLoader):
             device_policy=device_policy,
             reader=reader,
         )
-        self._report: OnlineReport | None = None
+        self._report: LoaderReport | None = None
         self._epoch = 0
         self._begun = False  # this epoch was, and its rest is not wanted unless a state says so
 
@@ -186,11 +187,11 @@ class OnlineLoader(PrefetchingLoader):
 
     # What it does.
 
-    def report(self) -> OnlineReport:
+    def report(self) -> LoaderReport:
         """Per stage the time busy and waiting, hits and misses, bytes read."""
         return self._report or self._measured()
 
-    def _measured(self) -> OnlineReport:
+    def _measured(self) -> LoaderReport:
         held = self.extraction
         buffers = {name: buffer.stats() for name, buffer in held.buffers.items()}
         devices = {name: level.stats() for name, level in held.on_devices.items()}
