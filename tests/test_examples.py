@@ -30,8 +30,11 @@ CHECKS = """
 features = np.load("features.npy")
 assert (x == features[ids]).all()
 assert store.tables["features"].rows_by_degree() is not None
-assert mega.kept_share > 0
-assert (batch.x == features[sampler[batch.index]]).all()
+assert (batch.x == features[batch.n_id]).all()
+assert batch.edge_index.shape[0] == 2 and batch.batch_size == len(train_ids)
+with loader:
+    for other in loader:
+        assert (other.x == features[sampler[other.index]]).all()
 assert (store.arrays["labels"] == np.load("labels.npy")).all()
 """
 

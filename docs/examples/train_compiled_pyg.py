@@ -51,7 +51,7 @@ def main(folder: Path) -> float:
     model = GraphSAGE(WIDTH, hidden_channels=32, num_layers=2, out_channels=CLASSES)
     optimiser = torch.optim.Adam(model.parameters(), lr=0.01)
     # Two epochs are sampled, compiled and packed; then they are gone through in that order.
-    with featstore.train_loader(store, mini_batches, memory="8MiB", epochs=2) as loader:
+    with featstore.train_loader(store, mini_batches, memory="7MiB", epochs=2) as loader:
         right = 0
         for step, batch in enumerate(loader):  # PyG's own Data, with the rows of its nodes as x
             right = 0 if step == len(loader) // 2 else right  # the accuracy of the second epoch

@@ -16,6 +16,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from featstore import arguments as args
+from featstore.compile.budget import parse_disk
 from featstore.errors import ArgumentError, SourceError
 from featstore.loaders.batch import Batch
 from featstore.loaders.compiled.loader import CompiledLoader
@@ -40,6 +41,7 @@ from featstore.loaders.state import loader_state, position_of
 from featstore.loaders.train import compiled_once
 from featstore.reader.options import check_reading
 from featstore.sampling.batches import RankedBatches, bytes_in_memory, open_sampler
+from featstore.storage.packs import check_pack_name
 from featstore.storage.relations import graph_of
 from featstore.storage.store import as_store
 from featstore.units import format_bytes, parse_bytes
@@ -132,6 +134,8 @@ class Loader(LoaderBase):
             if mode == "auto"
             else "asked for"
         )
+        if nodes is not None:
+            args.as_function(nodes, "nodes")
         optional = {
             "nodes": nodes, "policy": policy, "static": static, "device": device,
             "device_memory": device_memory, "disk": disk, "name": name, "residency": residency,
@@ -249,7 +253,7 @@ class Loader(LoaderBase):
     ) -> Mode:
         device, name = own.pop("device", None), self._name(own)
         reuse = args.as_flag(own.pop("reuse", False), "reuse")
-        self._check_device(device, own)
+        self._check_compiling(device, name, own)
         recorded = Recorded(batches, own.pop("nodes", None))
         compiled_once(self.store, recorded.epoch, name, reuse=reuse, memory=memory, **own)
         trace = CompiledTrace(self.store, name)
@@ -264,13 +268,13 @@ class Loader(LoaderBase):
         own: dict[str, Any],
         reading: dict[str, Any],
     ) -> Mode:
-        device = own.pop("device", None)
-        self._check_device(device, own)
+        device, name = own.pop("device", None), self._name(own)
+        self._check_compiling(device, name, own)
         recorded = Recorded(batches, own.pop("nodes", None))
         options = {"device": device, "tensors": tensors, **reading}
         return RollingMode(
             RollingLoader(
-                self.store, recorded.epoch, memory=memory, loader=options, name=self._name(own), **own
+                self.store, recorded.epoch, memory=memory, loader=options, name=name, **own
             )
         )  # fmt: skip
 
@@ -289,7 +293,13 @@ class Loader(LoaderBase):
         )  # fmt: skip
         return PartitionsMode(mega, fanouts, size, weights, bool(tensors))
 
-    def _check_device(self, device: Any, own: Mapping[str, Any]) -> None:
+    def _check_compiling(self, device: Any, name: str, own: Mapping[str, Any]) -> None:
+        """Raise for what compiling would refuse, before anything is recorded for it."""
+        check_pack_name(name)
+        parse_disk(own.get("disk"), self.store)
+        args.as_choice(own.get("residency", "min"), "residency", ("min", "fixed"))
+        if device is not None:
+            args.as_device(device, "device")
         if own.get("device_memory") is not None and device is None:
             raise SourceError("device_memory= keeps rows on a device: say on which, with device=")
 
@@ -341,7 +351,7 @@ class Loader(LoaderBase):
         self.check_open()
         epoch, after = position_of(state, self.store.uuid)
         args.check_state(state, {"mode": self.mode, "ranks": self._ranks()}, "this loader has")
-        if after:
+        if after or state.get("at") is not None:
             self._mode.load_state(
                 args.as_mapping(state.get("at"), "at of the state", "given by state_dict()")
             )

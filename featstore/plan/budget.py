@@ -129,5 +129,6 @@ def own_bytes(
 
 
 def reader_bytes(memory_bytes: int) -> int:
-    """What of a loader's budget its readers take for staging and planning: an eighth, within bounds."""
-    return max(4 * 2**20, min(32 * 2**20, memory_bytes // 8))
+    """What of a loader's budget its readers take for staging and planning: a ninth, within bounds that leave
+    2 to 16 MiB for staging (see :meth:`Budget.split`)."""
+    return max(18 * 2**20 // 5, min(144 * 2**20 // 5, memory_bytes // 9))

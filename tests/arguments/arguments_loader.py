@@ -43,7 +43,7 @@ def given(w: World, **more: Any) -> dict[str, Any]:
     return {"store": w.store, "batches": w.batches, "memory": "64MiB"} | more
 
 
-SEEDS = TRAIN.but("a nested list").and_also(another_name="nobody").saying("train|seed|node|id|array")
+SEEDS = TRAIN.and_also(another_name="nobody").saying("train|seed|node|id|array")
 LOADER: dict[str, Call] = {
     "Loader": Call(
         lambda w: (featstore.Loader, seeds(w, mode="online", engine="threads")),

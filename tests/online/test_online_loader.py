@@ -186,7 +186,7 @@ def test_states_of_others_are_refused(store: Any) -> None:
         state = loader.state_dict()
         with pytest.raises(SourceError, match="the state has store = 'other'"):
             loader.load_state_dict(state | {"store": "other"})
-        with pytest.raises(SourceError, match="next of the state must not be negative"):
+        with pytest.raises(SourceError, match="next of the state, a mini-batch, must not be negative"):
             loader.load_state_dict(state | {"next": -1})
     with (
         featstore.OnlineLoader(store, skewed, overtake=True) as loader,
@@ -383,7 +383,7 @@ def test_static_rows_of_several_tables(tmp_path: Path) -> None:
             for batch, ids in zip(one, batches, strict=True):
                 for name, source in tables.items():
                     np.testing.assert_array_equal(batch.x[name], source[ids[name]])
-            buffers = one._extraction.buffers
+            buffers = one.extraction.buffers
             assert {n: b.slots - b.slots_unkept for n, b in buffers.items()} == {"paper": 0, "author": 300}
 
 
@@ -461,7 +461,7 @@ def test_static_rows_are_kept_all_or_refused(store: Any, x: np.ndarray) -> None:
         assert smallest(needed - 1, static) == needed
         with loader(needed, static) as fits:
             check_epoch(fits, x, 0)
-            buffer = fits._extraction.buffers["features"]
+            buffer = fits.extraction.buffers["features"]
             kept = buffer.slots - buffer.slots_unkept
             assert kept == (0 if buffer.slots == ROWS else len(some)), "or all rows are there anyway"
             assert (buffer.slots == ROWS) == (static is nearly_all)

@@ -86,7 +86,7 @@ class OnlineLoader(PrefetchingLoader):
         extracted: how many mini-batches are extracted at once, at most: fewer where they would pin most of
             the slots.
         reader_memory: what of ``memory`` the reader takes beyond maps and checksums, to stage pages and to
-            plan; by default an eighth, 32 MiB at most. See :mod:`featstore.tune.tuning`.
+            plan; by default a ninth, 29 MiB at most. See :mod:`featstore.tune.tuning`.
         engine, queue_depth, verify: as for :class:`featstore.reader.reader.Reader`.
 
     Raises SourceError, IdError; BudgetError (when the first mini-batch, or a larger one, has been sampled);
