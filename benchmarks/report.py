@@ -67,7 +67,10 @@ def block(what: str, results: dict[str, dict[str, Any]]) -> str:
         return f"*Not measured yet: `python benchmarks/run.py {name}`.*"
     result = results[name]
     if part == "claims":
-        source = f"`{result['command']}`, {result['date'][:10]}, commit `{result['commit'][:12]}`"
+        commit = result["commit"][:12] + "+" * result["commit"].endswith("+")
+        load = result["machine"].get("load_average")
+        busy = "" if load is None else f", load {load:.1f} when it began"
+        source = f"`{result['command']}`, {result['date'][:10]}, commit `{commit}`{busy}"
         return f"{source}\n\n{markdown(*claim_cells(result))}"
     texts = [f"{title}:\n\n{markdown(*cells)}" for title, cells in all_cells(result) if title != "Claims"]
     notes = "\n".join(f"- {text}" for text in result["notes"])

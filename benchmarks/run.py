@@ -2,6 +2,7 @@
 
     python benchmarks/run.py --dir /a/directory/on/the/ssd            # all of them
     python benchmarks/run.py --quick gather tier                      # some, small: do they work?
+    python benchmarks/run.py --dir /a/directory --data FOLDER        # those on real graphs, too: hours
 
 Each writes ``benchmarks/results/NAME.json``; ``python benchmarks/report.py`` puts these into
 ``docs/performance.md``. They share their tables, which are removed at the end. The exit status is 1 where a
@@ -34,10 +35,12 @@ NAMES = (
     "row_sizes",
     "tune",
 )
+#: On real graphs, with labels, of a folder that each of them describes.
+ON_GRAPHS = ("hit_rates", "order_accuracy", "mega_accuracy")
 
 
 @click.command()
-@click.argument("names", nargs=-1, type=click.Choice(NAMES))
+@click.argument("names", nargs=-1, type=click.Choice((*NAMES, *ON_GRAPHS)))
 @click.option(
     "--dir",
     "directory",
@@ -50,16 +53,26 @@ NAMES = (
 @click.option("--rounds", type=click.IntRange(1), help="[default: each benchmark's own]")
 @click.option("--quick", is_flag=True, help="Small and short; writes no results.")
 @click.option("--keep", is_flag=True, help="Leave the tables.")
+@click.option(
+    "--data",
+    type=click.Path(path_type=Path, file_okay=False, exists=True),
+    help="A folder of real graphs, for those benchmarks that are on such; without it they are left out.",
+)
 def main(
-    names: tuple[str, ...], directory: Path, size: str | None, rounds: int | None, quick: bool, keep: bool
-) -> None:
+    names: tuple[str, ...], directory: Path, size: str | None, rounds: int | None, quick: bool, keep: bool,
+    data: Path | None,
+) -> None:  # fmt: skip
     """Run all benchmarks, or those NAMEd."""
     options = ["--dir", str(directory), "--keep", *(["--quick"] if quick else [])]
     options += [*(["--size", size] if size else []), *(["--rounds", str(rounds)] if rounds else [])]
     failed = []
-    for name in names or NAMES:
+    if data is None and set(names) & set(ON_GRAPHS):
+        raise click.UsageError(f"{', '.join(ON_GRAPHS)} need --data")
+    for name in names or (*NAMES, *(ON_GRAPHS if data is not None else ())):
         begin = time.perf_counter()
-        if subprocess.run([sys.executable, str(HERE / f"{name}.py"), *options], check=False).returncode:
+        given = ["--data", str(data)] if name in ON_GRAPHS else []
+        command = [sys.executable, str(HERE / f"{name}.py"), *options, *given]
+        if subprocess.run(command, check=False).returncode:
             failed.append(name)
         note(f"{name}: {time.perf_counter() - begin:.0f} s\n")
     if not keep:

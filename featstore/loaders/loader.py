@@ -33,7 +33,7 @@ from featstore.loaders.modes import (
 )
 from featstore.loaders.online.loader import OnlineLoader
 from featstore.loaders.prefetch import LoaderBase, Sampler, check_repeatable
-from featstore.loaders.ranks import rank_of
+from featstore.loaders.ranks import rank_of, warn_of_ranks
 from featstore.loaders.ranks import world_size as ranks_there
 from featstore.loaders.report import LoaderReport
 from featstore.loaders.rolling import RollingLoader
@@ -200,6 +200,7 @@ class Loader(LoaderBase):
             )
         args.as_batches(batches, "batches")
         check_repeatable(batches)
+        warn_of_ranks("a loader of mini-batches that are given", batches)
 
     def _sample(self, said: dict[str, Any]) -> RankedBatches:
         """The store's own mini-batches, this rank's share of them, within a share of the memory."""
