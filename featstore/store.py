@@ -120,9 +120,11 @@ class Store(OpenStore):
         """A loader that trains from random collections of partitions; the options are those of
         :class:`featstore.loaders.mega.loader.MegaBatches`."""
         from featstore.loaders.mega.loader import MegaBatches
+        from featstore.loaders.ranks import warn_of_ranks
 
         self.check_open()
         check_options(options, options_of(MegaBatches), "a loader of mega-batches")
+        warn_of_ranks("a loader of mega-batches")
         return MegaBatches(self, **options)
 
     def loader(

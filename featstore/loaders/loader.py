@@ -90,7 +90,7 @@ class Loader(LoaderBase):
             that every rank has as many steps. :meth:`report` says how many.
         rank, world_size: with ``seeds``: which of how many processes that train together; by default as
             ``torch.distributed`` or ``torchrun`` say. Each has its share of every epoch's order. ``memory``
-            is that of one process. Not in mode partitions yet.
+            is that of one process; in mode partitions every rank loads the same ones.
         graph: with ``seeds``: the name of the graph, where the store has several.
         mode: ``"online"``: rows are read as mini-batches come, through a buffer. ``"compiled"``: the
             mini-batches of epoch 0 are recorded once, their rows laid out for them, and repeated every epoch.
@@ -151,7 +151,7 @@ class Loader(LoaderBase):
             "seeds": seeds, "fanouts": fanouts, "batch_size": batch_size, "seed": seed, "graph": graph,
             "drop_last": drop_last, "rank": rank, "world_size": world_size,
         }  # fmt: skip
-        self._opened, self._rank = ExitStack(), 0
+        self._opened, self._rank, self._ranks = ExitStack(), 0, 1
         self._sampled: RankedBatches | None = None
         try:
             left = self.memory_bytes
@@ -202,35 +202,41 @@ class Loader(LoaderBase):
         check_repeatable(batches)
         warn_of_ranks("a loader of mini-batches that are given", batches)
 
+    def _share(self, said: dict[str, Any]) -> dict[str, Any]:
+        """What is this rank's: its number, of how many, seeds of a mini-batch, and what becomes of the
+        rest."""
+        rank, world, last = said["rank"], said["world_size"], said["drop_last"]
+        size = 1024 if said["batch_size"] is None else args.as_count(said["batch_size"], "batch_size")
+        self._ranks = ranks_there() if world is None else args.as_count(world, "world_size")
+        if rank is None and self._ranks != ranks_there():
+            raise ArgumentError(f"world_size={world} says how many ranks there are: say which this is, rank=")
+        self._rank = rank_of() if rank is None else args.as_count(rank, "rank", 0, self._ranks - 1)
+        return {
+            "rank": self._rank, "world_size": self._ranks, "batch_size": size,
+            "drop_last": last is not None and args.as_flag(last, "drop_last"),
+        }  # fmt: skip
+
     def _sample(self, said: dict[str, Any]) -> RankedBatches:
         """The store's own mini-batches, this rank's share of them, within a share of the memory."""
-        rank, world = said["rank"], said["world_size"]
-        world = ranks_there() if world is None else args.as_count(world, "world_size")
-        if rank is None and world != ranks_there():
-            raise ArgumentError(f"world_size={world} says how many ranks there are: say which this is, rank=")
-        self._rank = rank_of() if rank is None else args.as_count(rank, "rank", 0, world - 1)
-        size = 1024 if said["batch_size"] is None else args.as_count(said["batch_size"], "batch_size")
-        fanouts, last = args.as_fanouts(said["fanouts"]), said["drop_last"]
+        share, seeds = self._share(said), said["seeds"]
         sampler = open_sampler(
-            self.store, fanouts, seed=_seed(said), graph=said["graph"],
+            self.store, args.as_fanouts(said["fanouts"]), seed=_seed(said), graph=said["graph"],
             memory=self.memory_bytes // _SAMPLER_SHARE,
         )  # fmt: skip
-        seeds = said["seeds"]
-        made = RankedBatches(
-            sampler, self.store.arrays[seeds] if isinstance(seeds, str) else seeds, size, rank=self._rank,
-            num_replicas=world, drop_last=last is not None and args.as_flag(last, "drop_last"), own=True,
-        )  # fmt: skip
+        nodes = self.store.arrays[seeds] if isinstance(seeds, str) else seeds
+        made = RankedBatches(sampler, nodes, own=True, **share)
         self._opened.callback(made.close)
         if not len(made):
             raise ArgumentError(
-                f"drop_last= leaves no mini-batch of {size:,} seeds for {world} ranks: give fewer a batch"
+                f"drop_last= leaves no mini-batch of {made.batch_size:,} seeds for {self._ranks} ranks: "
+                "give fewer a batch"
             )
         return made
 
     def _name(self, own: dict[str, Any]) -> str:
         """Under which a compiled trace lies: each rank has its own."""
         name: str = own.pop("name", "loader")
-        return name if self._ranks() == 1 else f"{name}-rank{self._rank}"
+        return name if self._ranks == 1 else f"{name}-rank{self._rank}"
 
     # The modes.
 
@@ -282,17 +288,16 @@ class Loader(LoaderBase):
     def _partitions(
         self, said: dict[str, Any], tensors: bool | None, own: dict[str, Any], reading: dict[str, Any]
     ) -> Mode:
-        for name in ("drop_last", "rank", "world_size"):
-            if said[name] is not None:
-                raise ArgumentError(f"{name}= is not for mode 'partitions': its epochs are not divided yet")
+        share = self._share(said)
+        if isinstance(own.get("passes"), str) and self._ranks > 1:
+            raise ArgumentError("passes='auto' follows each rank's own clock: give ranks a number of passes")
         weights = args.as_flag(own.pop("weights", False), "weights")
-        size = 1024 if said["batch_size"] is None else args.as_count(said["batch_size"], "batch_size")
         fanouts = args.as_fanouts(said["fanouts"])
         mega = MegaBatches(
             self.store, memory=self.memory_bytes, train=said["seeds"], graph=said["graph"], seed=_seed(said),
             **own, **reading
         )  # fmt: skip
-        return PartitionsMode(mega, fanouts, size, weights, bool(tensors))
+        return PartitionsMode(mega, fanouts, weights=weights, tensors=bool(tensors), **share)
 
     def _check_compiling(self, device: Any, name: str, own: Mapping[str, Any]) -> None:
         """Raise for what compiling would refuse, before anything is recorded for it."""
@@ -339,11 +344,8 @@ class Loader(LoaderBase):
         self.check_open()
         at = self._mode.state() if self._next else None
         return loader_state(self.store.uuid, self._epoch, self._next) | {
-            "mode": self.mode, "ranks": self._ranks(), "at": at
+            "mode": self.mode, "ranks": self._ranks, "at": at
         }  # fmt: skip
-
-    def _ranks(self) -> int:
-        return 1 if self._sampled is None else self._sampled.num_replicas
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where :meth:`state_dict` was taken: the next iteration begins with the mini-batch after the
@@ -351,7 +353,7 @@ class Loader(LoaderBase):
         ranks."""
         self.check_open()
         epoch, after = position_of(state, self.store.uuid)
-        args.check_state(state, {"mode": self.mode, "ranks": self._ranks()}, "this loader has")
+        args.check_state(state, {"mode": self.mode, "ranks": self._ranks}, "this loader has")
         if after or state.get("at") is not None:
             self._mode.load_state(
                 args.as_mapping(state.get("at"), "at of the state", "given by state_dict()")

@@ -25,6 +25,7 @@ from featstore.loaders.report import LoaderReport
 from featstore.loaders.rolling import RollingLoader
 from featstore.loaders.state import loader_state, position_of
 from featstore.sampling.minibatch import split
+from featstore.sampling.ranked import share_of
 
 MODES = ("online", "compiled", "rolling", "partitions")
 _IDS = "featstore.n_id"  # under which a recorded mini-batch keeps ids that its sample does not have
@@ -201,13 +202,12 @@ class RollingMode:
 class PartitionsMode:
     """Mini-batches sampled inside random collections of partitions."""
 
-    def __init__(
-        self, loader: MegaBatches, fanouts: Any, batch_size: int, weights: bool, tensors: bool
-    ) -> None:
+    def __init__(self, loader: MegaBatches, fanouts: Any, **how: Any) -> None:
+        """``how``: further arguments of :meth:`featstore.loaders.mega.batch.MegaBatch.batches`."""
         self.loader = loader
-        self._how: dict[str, Any] = {
-            "fanouts": fanouts, "batch_size": batch_size, "weights": weights, "tensors": tensors
-        }  # fmt: skip
+        self._how: dict[str, Any] = {"fanouts": fanouts, **how}
+        self._share = {k: how[k] for k in ("batch_size", "rank", "world_size", "drop_last")}
+        self._uneven = [0, 0]  # seeds of this epoch that stand twice, and that are left out
         self._next, self._epoch, self._begun = 0, 0, False
         self._handed_out = 0  # since it was made
 
@@ -215,7 +215,11 @@ class PartitionsMode:
         if self._begun:
             self.set_epoch(self._epoch + 1)
         self._begun = True
+        self._uneven = [0, 0]
         for mega in self.loader:
+            share = share_of(mega.seeds, **self._share)
+            self._uneven[0] += share.padded * mega.passes
+            self._uneven[1] += share.dropped * mega.passes
             for made in mega.batches(**self._how):
                 self._next += 1
                 self._handed_out += 1
@@ -236,7 +240,8 @@ class PartitionsMode:
         self._epoch, self._next, self._begun = int(state["epoch"]), after, False
 
     def report(self) -> LoaderReport:
-        return replace(self.loader.report(), batches=self._handed_out)
+        padded, dropped = self._uneven
+        return replace(self.loader.report(), batches=self._handed_out, padded=padded, dropped=dropped)
 
     def close(self) -> None:
         self.loader.close()

@@ -140,8 +140,9 @@ class RollingLoader(LoaderBase):
                     del batch
             finally:
                 loader.close()
-                self._done = self._done.plus(loader.report())
-                self._loader = None
+                if self.here:
+                    self._done = self._done.plus(loader.report())
+                    self._loader = None
 
     def _open(self, number: int, done: int) -> CompiledLoader:
         """The loader of an episode, which waits for it to be prepared; has the one after it prepared."""

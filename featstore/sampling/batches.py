@@ -22,6 +22,7 @@ from featstore.base.training_nodes import checked_train
 from featstore.errors import SourceError
 from featstore.reader.graphs import read_csc, read_offsets
 from featstore.sampling.neighbors import MiniBatch, NeighborSampler
+from featstore.sampling.ranked import share_of
 from featstore.sampling.stored import StoredSampler
 from featstore.storage.relations import graph_of
 from featstore.storage.store import as_store
@@ -129,33 +130,23 @@ class SampledBatches(Sequence[MiniBatch]):
 
 
 class RankedBatches(SampledBatches):
-    """The mini-batches of one rank of several: in every epoch each has its share of the same order, as many
-    seeds and so as many mini-batches as any other.
-
-    ``rank``, ``num_replicas``: which of how many. Where the seeds do not divide evenly, the first ones of the
-    epoch's order stand twice (``padded`` of them), as with torch's ``DistributedSampler``; or with
-    ``drop_last`` what is left over after whole mini-batches of all ranks is left out (``dropped`` seeds,
-    other ones in each epoch).
-    """
+    """The mini-batches of one rank of several, ``rank`` of ``world_size``: in every epoch each has its
+    share of the same order, see :func:`featstore.sampling.ranked.share_of`. ``padded`` seeds stand twice in
+    this epoch, ``dropped`` ones, others in each, are left out."""
 
     def __init__(
         self, sampler: GraphSampler, train: NDArray[Any], batch_size: int, *, rank: int = 0,
-        num_replicas: int = 1, drop_last: bool = False, own: bool = False
+        world_size: int = 1, drop_last: bool = False, own: bool = False
     ) -> None:  # fmt: skip
-        self.rank, self.num_replicas, self._drop_last = rank, num_replicas, drop_last
+        self.rank, self.num_replicas, self._drop_last = rank, world_size, drop_last
         self.padded = self.dropped = 0
         super().__init__(sampler, train, batch_size, own=own)
 
     def _begin(self, epoch: int) -> None:
         super()._begin(epoch)
-        count, whole = len(self.train), self.batch_size * self.num_replicas
-        if self._drop_last:
-            self.dropped = count % whole
-            order = self.train[: count - self.dropped]
-        else:
-            self.padded = -count % self.num_replicas
-            order = np.resize(self.train, count + self.padded)
-        self.train = order[self.rank :: self.num_replicas]
+        self.train, self.padded, self.dropped = share_of(
+            self.train, self.batch_size, self.rank, self.num_replicas, self._drop_last
+        )
 
 
 class RecordedEpochs(Sequence[tuple[NDArray[np.int64], dict[str, Any]]]):

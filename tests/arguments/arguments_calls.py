@@ -323,7 +323,15 @@ CALLS: dict[str, Call] = {
     ),
     "MegaBatch.batches": Call(
         lambda w: (w.mega_batch.batches, {"fanouts": [2], "batch_size": 10}),
-        {"fanouts": FANOUTS, "batch_size": count(), "weights": FLAG, "tensors": FLAG},
+        {
+            "fanouts": FANOUTS,
+            "batch_size": count(),
+            "weights": FLAG,
+            "tensors": FLAG,
+            "rank": count(0).and_also(beyond=1),
+            "world_size": count(),
+            "drop_last": FLAG,
+        },
     ),
     # Traces and what is compiled of them.
     "Trace": Call(lambda w: (featstore.Trace, {"path": w.trace.path}), {"path": PATH}),

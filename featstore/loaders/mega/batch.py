@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from featstore.errors import ArgumentError, ClosedError
 from featstore.loaders.batch import Batch
 from featstore.loaders.mega.induce import border_weights
 from featstore.sampling.neighbors import NeighborSampler
+from featstore.sampling.ranked import Share, share_of
 
 
 @dataclass(frozen=True)
@@ -123,26 +125,36 @@ class MegaBatch:
         return self.passes * -(-len(self.seeds) // as_count(batch_size, "batch_size"))
 
     def batches(
-        self, fanouts: Sequence[int], batch_size: int, *, weights: bool = False, tensors: bool = False
-    ) -> Iterator[Batch]:
+        self, fanouts: Sequence[int], batch_size: int, *, weights: bool = False, tensors: bool = False,
+        rank: int = 0, world_size: int = 1, drop_last: bool = False,
+    ) -> Iterator[Batch]:  # fmt: skip
         """Mini-batches of ``batch_size`` seeds, in a new random order in each pass; every seed once a pass.
 
         ``fanouts``: neighbours per node and hop, -1 for all. ``weights``: weigh edges so that neighbours lost
-        at the border do not bias a mean. ``tensors``: ``x`` as a torch tensor. What is drawn depends on seed,
+        at the border do not bias a mean. ``tensors``: ``x`` as a torch tensor. ``rank``, ``world_size``:
+        every rank has loaded the same mega-batch and takes its own of the mini-batches (algorithm 1 of
+        HierBatching, lines 17 to 23), in as many steps as any other, see
+        :func:`featstore.sampling.ranked.share_of`, as ``drop_last`` says. What is drawn depends on seed,
         epoch, step, pass and number alone; after a resume it begins with the first mini-batch that was not
         seen. Raises SourceError for bad fan-outs, ClosedError for a mega-batch that has been replaced.
         """
         batch_size, weights = as_count(batch_size, "batch_size"), as_flag(weights, "weights")
         if as_flag(tensors, "tensors"):
             import torch  # noqa: F401  (what makes rows a tensor finds it loaded)
-        return self._batches(
-            NeighborSampler(self.indptr, self.indices, fanouts, self.seed), batch_size, weights, tensors
-        )
+        world_size = as_count(world_size, "world_size")
+        rank = as_count(rank, "rank", 0, world_size - 1)
+        share = partial(
+            share_of, batch_size=batch_size, rank=rank, world_size=world_size,
+            drop_last=as_flag(drop_last, "drop_last"),
+        )  # fmt: skip
+        sampler = NeighborSampler(self.indptr, self.indices, fanouts, self.seed)
+        return self._batches(sampler, batch_size, share, weights, tensors)
 
     def _batches(
-        self, sampler: NeighborSampler, batch_size: int, weights: bool, tensors: bool
-    ) -> Iterator[Batch]:
-        per_pass = -(-len(self.seeds) // batch_size)
+        self, sampler: NeighborSampler, batch_size: int, share: Callable[[Any], Share], weights: bool,
+        tensors: bool,
+    ) -> Iterator[Batch]:  # fmt: skip
+        per_pass = -(-len(share(self.seeds).seeds) // batch_size)
         always = self._always() if weights else None
         first_pass, first_batch, size_before = self._start
         if first_batch and size_before != batch_size:
@@ -150,7 +162,8 @@ class MegaBatch:
                 f"this pass was begun with mini-batches of {size_before}, it cannot go on with {batch_size}"
             )
         for pass_ in range(first_pass, self.passes):
-            order = np.random.default_rng([self.seed, self.epoch, self.step, pass_]).permutation(self.seeds)
+            rng = np.random.default_rng([self.seed, self.epoch, self.step, pass_])
+            order = share(rng.permutation(self.seeds)).seeds
             for number in range(first_batch if pass_ == first_pass else 0, per_pass):
                 if not self._alive:
                     raise ClosedError("this mega-batch has been replaced by the next one")

@@ -33,7 +33,6 @@ from featstore.loaders.mega.batch import MegaBatch
 from featstore.loaders.mega.loading import Loading
 from featstore.loaders.mega.schedule import Schedule
 from featstore.loaders.prefetch import LoaderBase
-from featstore.loaders.ranks import warn_of_ranks
 from featstore.loaders.report import LoaderReport
 from featstore.loaders.state import loader_state, position_of
 from featstore.reader.options import check_reading
@@ -86,7 +85,6 @@ class MegaBatches(LoaderBase):
         self.memory_bytes = parse_bytes(memory, "memory")
         check_reading(engine, queue_depth, verify)
         self.graph = graph_of(store, graph)
-        warn_of_ranks("a loader of mega-batches")
         self.table = self.graph.table
         self._loading = Loading(
             store, self.graph, memory_bytes=self.memory_bytes, train=train, hubs=hubs, resident=resident,

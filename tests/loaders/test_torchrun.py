@@ -1,0 +1,79 @@
+"""One loop on the ranks of ``torchrun``: gradients are averaged at every step, which would hang if ranks had
+unequal numbers of them."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+
+import featstore
+from featstore.loaders.modes import MODES
+
+RANKS, NODES, BATCH = 3, 900, 40
+TRAIN = np.arange(0, NODES, 4)  # 225: not a multiple of whole mini-batches of all ranks
+SCRIPT = """
+import sys
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+import featstore
+
+torch.set_num_threads(1)
+dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+features = np.load("features.npy")
+store = featstore.open("s")
+for mode in sys.argv[1:]:
+    with store.loader(
+        seeds=np.arange(0, 900, 4), fanouts=(3, 2), batch_size=40, memory="64MiB", mode=mode
+    ) as loader:
+        for epoch in range(2):
+            steps, seeds = 0, torch.zeros(900)
+            for batch in loader:
+                assert (batch.x == features[batch.n_id]).all()
+                seeds[torch.from_numpy(batch.n_id[: batch.batch_size])] += 1
+                dist.all_reduce(torch.ones(1))  # as DistributedDataParallel does at every step
+                steps += 1
+            dist.all_reduce(seeds)
+            if dist.get_rank() == 0:
+                report = loader.report()
+                print(mode, epoch, steps, int(seeds.sum()), int((seeds > 0).sum()), report.padded, flush=True)
+dist.destroy_process_group()
+"""
+
+
+def test_every_mode_divides_its_epochs(tmp_path: Path, pack: Any) -> None:
+    features = np.random.default_rng(0).standard_normal((NODES, 5)).astype(np.float32)
+    np.save(tmp_path / "features.npy", features)
+    edges = np.random.default_rng(1).integers(0, NODES, (2, 6000))
+    pack(tmp_path / "s", features, graph=edges, order="ldg", partitions=6).close()
+    (tmp_path / "train.py").write_text(SCRIPT)
+    root = Path(featstore.__file__).resolve().parent.parent
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={RANKS}"]
+    done = subprocess.run(
+        [*command, "train.py", *MODES], cwd=tmp_path, capture_output=True, text=True, timeout=200,
+        env=os.environ | {
+            "PYTHONPATH": f"{root}{os.pathsep}{os.environ.get('PYTHONPATH', '')}", "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+        },
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "this process is one of" not in done.stderr, "they are divided: there is nothing to warn of"
+    lines = re.findall(r"(\w+) (\d) (\d+) (\d+) (\d+) (\d+)\n", done.stdout)
+    assert [(mode, int(epoch)) for mode, epoch, *_ in lines] == [(m, e) for m in MODES for e in range(2)]
+    for mode, _, steps, seen, different, padded in lines:
+        assert int(different) == len(TRAIN)
+        assert int(seen) == len(TRAIN) + int(padded)
+        assert int(padded) < RANKS * (6 if mode == "partitions" else 1)
+        assert int(steps) >= len(TRAIN) // (BATCH * RANKS)
