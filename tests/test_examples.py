@@ -63,6 +63,7 @@ def test_every_example_is_tested_and_short() -> None:
         "train_compiled_pyg.py",
         "train_mega_pyg.py",
         "train_mega_torch.py",
+        "train_modes_torch.py",
         "train_online_pyg.py",
         "train_pyg.py",
         "train_ranks_torch.py",
@@ -126,6 +127,16 @@ def test_an_online_loader_learns_through_its_buffer(tmp_path: Path) -> None:
     assert float(accuracy.group(1)) > 0.95  # with rows of other nodes it would be 0.25
     assert 50 < int(buffered.group(1)) < 100
     assert int(buffered.group(2).replace(",", "")) >= 10_000 * 32 * 4, "every row at least once"
+
+
+def test_every_mode_learns_by_the_same_loop(tmp_path: Path) -> None:
+    found = re.findall(
+        r"(\w+): accuracy ([\d.]+), ([\d,]+) bytes read", example("train_modes_torch.py", tmp_path)
+    )
+    assert [mode for mode, _, _ in found] == ["online", "compiled", "rolling", "partitions"]
+    for mode, accuracy, read in found:
+        assert float(accuracy) > 0.9, mode  # with rows of other nodes it would be 0.25
+        assert int(read.replace(",", "")) > 0, mode
 
 
 def test_ranks_learn_through_one_buffer(tmp_path: Path) -> None:

@@ -54,10 +54,10 @@ def main(folder: Path) -> float:
 
     model = GraphSAGE(WIDTH, hidden_channels=32, num_layers=2, out_channels=CLASSES)
     optimiser = torch.optim.Adam(model.parameters(), lr=0.01)
-    with featstore.OnlineLoader(store, mini_batches, memory="8MiB") as loader:
+    with store.loader(mini_batches, mode="online", memory="8MiB") as loader:
         for _ in range(2):
             right = 0
-            for batch in loader:  # PyG's own Data, with the rows of its nodes as x
+            for batch in loader:  # x: the rows of its nodes; everything else is PyG's own Data's
                 out = model(batch.x, batch.edge_index)[: batch.batch_size]
                 y = batch.y[: batch.batch_size]
                 loss = torch.nn.functional.cross_entropy(out, y)
