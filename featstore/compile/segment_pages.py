@@ -38,6 +38,11 @@ def page_buffers(count: int, byte_count: int) -> list[NDArray[np.uint8]]:
     return [whole[i * byte_count : (i + 1) * byte_count] for i in range(count)]
 
 
+def _lengths(page: UnfinishedPage) -> list[int]:
+    """Bytes of each run of a page."""
+    return [high - low for low, high in zip(page.runs[::2], page.runs[1::2], strict=False)]
+
+
 def _check_unfinished(known: UnfinishedPage, page: NDArray[np.uint8], path: Path, offset: int) -> None:
     """Raise CorruptionError unless a page, read back from ``path`` at ``offset``, has what a checkpoint had
     written of it."""
@@ -88,6 +93,7 @@ class Target:
         self._chunk_path = chunk_path
         self._edges: dict[int, _Edge] = {}
         self._left: dict[int, UnfinishedPage] = {}
+        self._missing: dict[int, int] = {}  # bytes of these that have not been brought back after a resume
         self._turns: queue.SimpleQueue[None] = queue.SimpleQueue()
         for _ in range(_WRITES_AHEAD):
             self._turns.put(None)
@@ -141,6 +147,25 @@ class Target:
     def resume(self, unfinished: Iterable[UnfinishedPage]) -> None:
         """Go on after the checkpoint at which these pages were not whole."""
         self._left = {page.number: page for page in unfinished}
+        self._missing = {number: sum(_lengths(page)) for number, page in self._left.items()}
+
+    def bring_back(self, page: int, low: int, high: int) -> NDArray[np.uint8]:
+        """Bytes ``low`` to ``high`` of a page as the latest checkpoint left it. Raises CorruptionError."""
+        if page in self._missing:
+            self._missing[page] -= high - low
+        return self.page_written(page)[low:high]
+
+    def check_resumed(self) -> None:
+        """Raise CorruptionError unless all bytes of the pages that were not whole, and no others, have been
+        brought back, now that all segments go on: how far the journal says that these are is then true."""
+        for number, left in self._missing.items():
+            if left:
+                chunk, within = divmod(number, self.layout.pages_per_chunk)
+                raise CorruptionError(
+                    self._chunk_path(chunk), within * PAGE_BYTES, "a page as far as the journal says",
+                    f"one of {abs(left):,} bytes {'more' if left > 0 else 'less'}", _ANEW,
+                )  # fmt: skip
+        self._missing = {}
 
     def page_written(self, page: int) -> NDArray[np.uint8]:
         """A page as the latest checkpoint left it. Raises CorruptionError."""

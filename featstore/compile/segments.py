@@ -108,17 +108,17 @@ class Segment:
         self.page, self.fill = divmod(at, PAGE_BYTES)
         if head:
             high = min(PAGE_BYTES, at - first * PAGE_BYTES)
-            self.target.add(first, head, self.target.page_written(first)[head:high])
+            self.target.add(first, head, self.target.bring_back(first, head, high))
             # what is before is the edge's
             self.begin_byte = max(self.begin_byte, min(at, (first + 1) * PAGE_BYTES))
         if self.fill == 0 or (head and self.page == first):
             return
-        page = self.target.page_written(self.page)
+        content = self.target.bring_back(self.page, 0, self.fill)
         if at == self.end_byte:
-            self.target.add(self.page, 0, page[: self.fill])
+            self.target.add(self.page, 0, content)
         else:
             whole = buffer()
-            whole[: self.fill] = page[: self.fill]
+            whole[: self.fill] = content
             self.hold(whole)
 
 
@@ -278,6 +278,8 @@ def pack_episode(
     )
     for segment, bound in zip(segments, bounds, strict=True):
         segment.resume(int(bound[begin_slab]), packing.buffer)
+    for route in routes:
+        route.target.check_resumed()
     wanted = [s for s in range(begin_slab, slabs) if (bounds[:, s + 1] > bounds[:, s]).any()]
     since = 0
     for slab, data in _slabs(reader, table, starts, wanted, plan.slab_rows * row_bytes):

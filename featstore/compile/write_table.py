@@ -25,6 +25,7 @@ from featstore.compile.row_lists import RowLists, RowListsWriter
 from featstore.compile.segment_pages import PAGE_WRITE_THREADS, Target, page_buffers
 from featstore.compile.segments import Route, pack_episode, plan_packing, segment_of
 from featstore.compile.write_records import chunk_path, new_table, table_writer
+from featstore.errors import CorruptionError
 from featstore.layout import TableLayout
 from featstore.plan.budget import reader_bytes
 from featstore.plan.extents import key_bits
@@ -100,6 +101,11 @@ class TablePacking:
             part: new_table(self._catalogue, f"{base}.{part}", count, plan.table.row_shape, plan.table.dtype)
             for part, count in rows.items()
         }
+        if self._progress.done and self._progress.unfinished:
+            raise CorruptionError(
+                self._generation.journal, None, "no unfinished pages of a table that is done",
+                f"{len(self._progress.unfinished):,}", "start anew with --overwrite",
+            )  # fmt: skip
         if not self._progress.done:
             self._pack(entries)
             self._progress.done, self._progress.unfinished = True, []
@@ -158,6 +164,12 @@ class TablePacking:
     def _pack_routes(self, routes: list[Route]) -> None:
         table, progress = self._plan.table, self._progress
         packing = plan_packing(routes, self._row_bytes, self._memory_bytes)
+        slabs, episodes = -(-table.rows // packing.slab_rows), len(packing.episodes)
+        if progress.episode > episodes or progress.slab > slabs:
+            raise CorruptionError(
+                self._generation.journal, None, f"at most {slabs:,} slabs in {episodes:,} passes done",
+                f"{progress.slab:,} in {progress.episode:,}", "start anew with --overwrite",
+            )  # fmt: skip
         for route, unfinished in zip(routes, progress.unfinished):  # none before the first checkpoint
             route.target.resume(unfinished)
         for earlier in packing.episodes[: progress.episode]:
@@ -177,6 +189,8 @@ class TablePacking:
                 pack_episode(reader, table.name, routes, packing, episode, progress.slab, save, self._tick)
                 progress.episode, progress.slab = episode + 1, 0
                 self._save()
+        for route in routes:
+            route.target.check_resumed()
 
     def _order_shared(self, entry: TableEntry, spill: Target) -> None:
         """Bring the spilled rows into the order of the regions, bucket by bucket: one is read and put in

@@ -251,3 +251,41 @@ def test_a_journal_whose_unfinished_pages_are_none(
     journal.write_text(json.dumps(state))
     with pytest.raises((FormatError, CorruptionError), match=text):
         go_on_compiling(made, base)
+
+
+@pytest.mark.parametrize(
+    ("change_table", "text"),
+    [
+        ({"slab": 2**40}, "at most .* slabs .*--overwrite"),
+        ({"episode": 2**40}, "at most .* slabs .*--overwrite"),
+        ({"done": True}, "no unfinished pages of a table that is done"),
+    ],
+)
+def test_a_journal_that_says_more_than_was_done(
+    made: Path, tmp_path: Path, change_table: dict[str, Any], text: str
+) -> None:
+    base = shutil.copytree(made / corpus.BASE, tmp_path / "base")
+    change_compiling(base, lambda table: table.update(change_table))
+    with pytest.raises(CorruptionError, match=text):
+        go_on_compiling(made, base)
+
+
+def test_a_journal_that_says_another_slab(made: Path, tmp_path: Path) -> None:
+    """More than was done would leave rows out, which nobody had written; fewer contradicts the pages."""
+    before: list[int] = []
+    change_compiling(made / corpus.BASE, lambda table: before.append(table["slab"]))
+    for slab in (before[0] - 1, before[0] + 1):
+        base = shutil.copytree(made / corpus.BASE, tmp_path / f"{slab}")
+        change_compiling(base, lambda table: table.update(slab=slab))  # noqa: B023
+        with pytest.raises(CorruptionError, match="--overwrite"):
+            go_on_compiling(made, base)
+
+
+def change_compiling(base: Path, how: Callable[[dict[str, Any]], object]) -> None:
+    """Change what the journal of the stopped compilation says of its table."""
+    journal = base / "packs" / corpus.HALF / "g000001.journal"
+    state = json.loads(journal.read_text())
+    before = json.dumps(state)
+    how(state["tables"]["features"])
+    if json.dumps(state) != before:
+        journal.write_text(json.dumps(state))
