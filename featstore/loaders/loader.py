@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from featstore import arguments as args
@@ -26,7 +26,6 @@ from featstore.loaders.modes import (
     MODES,
     CompiledMode,
     Mode,
-    OnlineMode,
     PartitionsMode,
     Recorded,
     RollingMode,
@@ -67,6 +66,15 @@ _OF_MODES = {
     "weights": ("partitions",),
 }
 _SAMPLER_SHARE = 4  # of the memory, at most, is for a sampler
+
+
+@dataclass(frozen=True)
+class _How:
+    """Options of any mode, options of the mode, and options of its readers."""
+
+    tensors: bool | None
+    own: dict[str, Any]
+    reading: dict[str, Any]
 
 
 class Loader(LoaderBase):
@@ -142,11 +150,11 @@ class Loader(LoaderBase):
             "reuse": reuse, "hubs": hubs, "resident": resident, "replaced": replaced, "passes": passes,
             "weights": weights,
         }  # fmt: skip
-        own = self._of_mode(optional)
         check_reading(engine, queue_depth, verify)
         reading = {"engine": engine, "queue_depth": queue_depth, "verify": verify}
         if tensors is not None and args.as_flag(tensors, "tensors"):
             args.need_torch("tensors=True")
+        how = _How(tensors, self._of_mode(optional), reading)
         said = {
             "seeds": seeds, "fanouts": fanouts, "batch_size": batch_size, "seed": seed, "graph": graph,
             "drop_last": drop_last, "rank": rank, "world_size": world_size,
@@ -164,11 +172,11 @@ class Loader(LoaderBase):
                 made = self._sampled = self._sample(said)
                 whole = bytes_in_memory(graph_of(self.store, graph))
                 left -= min(whole, self.memory_bytes // _SAMPLER_SHARE)
-            make = {
-                "online": self._online, "compiled": self._compiled, "rolling": self._rolling,
-                "partitions": lambda *_: self._partitions(said, tensors, own, reading),
-            }[self.mode]  # fmt: skip
-            self._mode: Mode = make(made, left, tensors, own, reading)
+            if self.mode == "partitions":
+                self._mode: Mode = self._partitions(said, how)
+            else:
+                make = {"online": self._online, "compiled": self._compiled, "rolling": self._rolling}
+                self._mode = make[self.mode](made, left, how)
             self._opened.callback(self._mode.close)
         except BaseException:
             self._opened.close()
@@ -233,74 +241,49 @@ class Loader(LoaderBase):
             )
         return made
 
-    def _name(self, own: dict[str, Any]) -> str:
-        """Under which a compiled trace lies: each rank has its own."""
-        name: str = own.pop("name", "loader")
-        return name if self._ranks == 1 else f"{name}-rank{self._rank}"
-
     # The modes.
 
-    def _online(
-        self,
-        batches: Sampler,
-        memory: int,
-        tensors: bool | None,
-        own: dict[str, Any],
-        reading: dict[str, Any],
-    ) -> Mode:
-        return OnlineMode(OnlineLoader(self.store, batches, memory=memory, tensors=tensors, **own, **reading))
+    def _online(self, batches: Sampler, memory: int, how: _How) -> Mode:
+        loader = OnlineLoader(
+            self.store, batches, memory=memory, tensors=how.tensors, **how.own, **how.reading
+        )
+        return Mode(loader)
 
-    def _compiled(
-        self,
-        batches: Sampler,
-        memory: int,
-        tensors: bool | None,
-        own: dict[str, Any],
-        reading: dict[str, Any],
-    ) -> Mode:
-        device, name = own.pop("device", None), self._name(own)
+    def _compiled(self, batches: Sampler, memory: int, how: _How) -> Mode:
+        own, (device, name) = how.own, self._check_compiling(how.own)
         reuse = args.as_flag(own.pop("reuse", False), "reuse")
-        self._check_compiling(device, name, own)
         recorded = Recorded(batches, own.pop("nodes", None))
         compiled_once(self.store, recorded.epoch, name, reuse=reuse, memory=memory, **own)
         trace = CompiledTrace(self.store, name)
         self._opened.callback(trace.close)
-        return CompiledMode(CompiledLoader(trace, memory=memory, device=device, tensors=tensors, **reading))
+        loader = CompiledLoader(trace, memory=memory, device=device, tensors=how.tensors, **how.reading)
+        return CompiledMode(loader)
 
-    def _rolling(
-        self,
-        batches: Sampler,
-        memory: int,
-        tensors: bool | None,
-        own: dict[str, Any],
-        reading: dict[str, Any],
-    ) -> Mode:
-        device, name = own.pop("device", None), self._name(own)
-        self._check_compiling(device, name, own)
+    def _rolling(self, batches: Sampler, memory: int, how: _How) -> Mode:
+        own, (device, name) = how.own, self._check_compiling(how.own)
         recorded = Recorded(batches, own.pop("nodes", None))
-        options = {"device": device, "tensors": tensors, **reading}
-        return RollingMode(
-            RollingLoader(
-                self.store, recorded.epoch, memory=memory, loader=options, name=name, **own
-            )
+        options = {"device": device, "tensors": how.tensors, **how.reading}
+        loader = RollingLoader(
+            self.store, recorded.epoch, memory=memory, loader=options, name=name, **own
         )  # fmt: skip
+        return RollingMode(loader)
 
-    def _partitions(
-        self, said: dict[str, Any], tensors: bool | None, own: dict[str, Any], reading: dict[str, Any]
-    ) -> Mode:
-        share = self._share(said)
+    def _partitions(self, said: dict[str, Any], how: _How) -> Mode:
+        share, own = self._share(said), how.own
         if isinstance(own.get("passes"), str) and self._ranks > 1:
             raise ArgumentError("passes='auto' follows each rank's own clock: give ranks a number of passes")
         weights = args.as_flag(own.pop("weights", False), "weights")
         fanouts = args.as_fanouts(said["fanouts"])
         mega = MegaBatches(
             self.store, memory=self.memory_bytes, train=said["seeds"], graph=said["graph"], seed=_seed(said),
-            **own, **reading
+            **own, **how.reading
         )  # fmt: skip
-        return PartitionsMode(mega, fanouts, weights=weights, tensors=bool(tensors), **share)
+        return PartitionsMode(mega, fanouts, weights=weights, tensors=bool(how.tensors), **share)
 
-    def _check_compiling(self, device: Any, name: str, own: Mapping[str, Any]) -> None:
-        """Raise for what compiling would refuse, before anything is recorded for it."""
+    def _check_compiling(self, own: dict[str, Any]) -> tuple[Any, str]:
+        """Take device and name out of the options of compiling; raise for what it would refuse, before
+        anything is recorded for it. Each rank has a name of its own."""
+        device, name = own.pop("device", None), own.pop("name", "loader")
         check_pack_name(name)
         parse_disk(own.get("disk"), self.store)
         args.as_choice(own.get("residency", "min"), "residency", ("min", "fixed"))
@@ -308,16 +291,18 @@ class Loader(LoaderBase):
             args.as_device(device, "device")
         if own.get("device_memory") is not None and device is None:
             raise SourceError("device_memory= keeps rows on a device: say on which, with device=")
+        return device, name if self._ranks == 1 else f"{name}-rank{self._rank}"
 
     # Going through it.
 
     def __iter__(self) -> Iterator[Batch]:
         """The mini-batches of the epoch where training stands; then the next epoch is that."""
         self.check_open()
-        if self._next and not self._resumed:
-            self._epoch, self._next = self._epoch + 1, 0
+        if self._next and not self._resumed:  # the epoch before was broken off
+            self.set_epoch(self._epoch + 1)
         self._resumed = False
         for batch in self._mode.epoch():
+            batch.index = self._next
             self._next += 1
             yield batch
             del batch
@@ -333,7 +318,8 @@ class Loader(LoaderBase):
         mini-batches in every epoch."""
         self.check_open()
         epoch = args.as_count(epoch, "epoch", 0)
-        self._mode.set_epoch(epoch)
+        if (epoch, 0) != (self._epoch, self._next):  # or it stands there already
+            self._mode.set_epoch(epoch)
         self._epoch, self._next, self._resumed = epoch, 0, False
 
     # Resuming.

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Self
 
+from featstore.base.process import OneProcess
 from featstore.base.threads import Wake, Worker
 from featstore.errors import ClosedError, SourceError
 
@@ -84,28 +85,11 @@ def check_repeatable(sampler: Sampler) -> None:
         )
 
 
-class LoaderBase(ABC):
+class LoaderBase(OneProcess, ABC):
     """What all loaders are: context managers that belong to the process that made them, until they are
     closed."""
 
-    def __init__(self) -> None:
-        self._pid, self._closed = os.getpid(), False
-
-    @property
-    def here(self) -> bool:
-        """Whether this is the process that made it."""
-        return self._pid == os.getpid()
-
-    def check_process(self) -> None:
-        """Raise ClosedError in any other process than the loader's own: its threads stayed there."""
-        if not self.here:
-            raise ClosedError("a loader belongs to the process that made it; make another one here")
-
-    def check_open(self) -> None:
-        """Raise ClosedError where it is closed, or belongs to another process."""
-        self.check_process()
-        if self._closed:
-            raise ClosedError("the loader is closed")
+    called = "the loader"
 
     @abstractmethod
     def close(self) -> None:

@@ -188,11 +188,17 @@ class RollingLoader(LoaderBase):
             raise SourceError("load the state before the first mini-batch is asked for")
         self._at = at
 
-    def next_episode(self) -> None:
-        """Let the rest of the episode under way go: the next iteration begins with the one after it. Nothing
-        happens at the begin of an episode."""
-        if self._at[1]:
-            self._at = self._at[0] + 1, 0
+    def seek(self, epoch: int, after: int = 0) -> None:
+        """Stand in an episode, after so many of its mini-batches: the next iteration begins there. What was
+        prepared of others is let go."""
+        self.check_open()
+        if self._loader is not None:
+            self._loader.close()
+        for number in [k for k in self._episodes if k not in (epoch, epoch + 1)]:
+            other = self._episodes.pop(number)
+            if not other.cancel() and other.exception() is None:
+                other.result().close()
+        self._at = epoch, after
 
     def close(self) -> None:
         """Stop preparing, and remove the episodes' files. May be called more than once."""

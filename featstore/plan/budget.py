@@ -106,12 +106,9 @@ class Budget:
 
 
 def own_bytes(
-    memory_bytes: int,
-    tables: Sequence[TableNeed],
-    beside_bytes: int | None = None,
-    *,
+    memory_bytes: int, tables: Sequence[TableNeed], beside_bytes: int | None = None, *,
     most: int | None = None,
-) -> int:
+) -> int:  # fmt: skip
     """What a reader takes that keeps no rows, beside others in a budget: maps, checksums and, for staging and
     planning, ``beside_bytes``, or by default :func:`reader_bytes`, ``most`` of these at most, or more where
     rows are large.

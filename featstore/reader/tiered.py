@@ -2,8 +2,8 @@
 
 A request goes to the fastest tier, which asks the one below for what it does not hold, and so on down to the
 :class:`~featstore.reader.reader.Reader`, which reads the disk, or to a shared buffer, whose owner does. One
-budget covers all of them: the reader has
-what it needs, tiers that name their memory have that, and the others share what is left evenly.
+budget covers all of them: the reader has what it needs, tiers that name their memory have that, and the
+others share what is left evenly.
 """
 
 from __future__ import annotations

@@ -3,9 +3,8 @@ these lack.
 
 A request is served by one of a few threads, each with a client of its own, so that requests end by
 themselves, and one that waits for the disk keeps none back whose rows are there; who waits for it anyhow
-serves it himself. Pieces of a request are
-wanted, copied out and given back one after the other, as with any client: no order of requests, in however
-many processes, can deadlock.
+serves it himself. Pieces of a request are wanted, copied out and given back one after the other, as with any
+client: no order of requests, in however many processes, can deadlock.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from featstore.errors import ArgumentError, BudgetError, CancelledError, ClosedE
 from featstore.shared.client import BufferClient, BufferRequest
 from featstore.storage.store import OpenStore, Table
 from featstore.tiers import RowSource, Tier
-from featstore.tiers.over import OneProcess
+from featstore.tiers.over import OwnedTier
 from featstore.tiers.static_tier import new_rows
 
 _THREADS = 4  # requests that wait for rows at once
@@ -110,7 +109,7 @@ class _Job:
             asked.cancel()
 
 
-class SharedTier(OneProcess):
+class SharedTier(OwnedTier):
     """Rows of these tables of a shared buffer, through clients that are made from one. It belongs to one
     process. Raises ClosedError where the buffer's owner is gone."""
 

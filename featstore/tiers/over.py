@@ -2,37 +2,22 @@
 
 from __future__ import annotations
 
-import os
-
-from featstore.errors import ClosedError
+from featstore.base.process import OneProcess
 from featstore.storage.store import OpenStore
 from featstore.tiers import RowSource
 
 
-class OneProcess:
+class OwnedTier(OneProcess):
     """A tier that belongs to the process that made it."""
 
     name: str
 
-    def __init__(self) -> None:
-        self._closed, self._pid = False, os.getpid()
-
     @property
-    def here(self) -> bool:
-        """Whether this is the process that made it."""
-        return self._pid == os.getpid()
-
-    def check_open(self) -> None:
-        """Raise ClosedError where it is closed, or belongs to another process."""
-        if self._closed:
-            raise ClosedError(f"the {self.name} tier is closed")
-        if not self.here:
-            raise ClosedError(
-                f"this {self.name} tier belongs to the process that made it; make one in each process"
-            )
+    def called(self) -> str:  # type: ignore[override]
+        return f"the {self.name} tier"
 
 
-class OverSource(OneProcess):
+class OverSource(OwnedTier):
     """Stands over ``below``, whose store and tables it has. It belongs to the process that made it."""
 
     def __init__(self, below: RowSource) -> None:

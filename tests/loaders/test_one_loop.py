@@ -335,3 +335,19 @@ def test_a_compiled_one_is_used_again(store: Any) -> None:
     with store.loader(mode="compiled", name="mine", reuse=True, **SAMPLED) as loader:
         assert [drawn(batch) for batch in loader] == expected
     assert (store.path / "packs" / "mine" / "featstore.json").stat().st_ino == before
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_epochs_set_by_a_training_loop(store: Any, mode: str) -> None:
+    """As with samplers of torch, each epoch is said; one that was broken off, or is past, may be said too."""
+    with store.loader(mode=mode, **SAMPLED) as loader:
+        expected = [[drawn(batch) for batch in loader] for _ in range(3)]
+    with store.loader(mode=mode, **SAMPLED) as loader:
+        for epoch in (0, 1, 2, 0):
+            loader.set_epoch(epoch)
+            assert [drawn(batch) for batch in loader] == expected[epoch]
+        loader.set_epoch(1)
+        held = iter(loader)
+        assert drawn(next(held)) == expected[1][0]
+        loader.set_epoch(1)
+        assert [drawn(batch) for batch in loader] == expected[1]
