@@ -21,7 +21,7 @@ from tables import remove
 import featstore
 from featstore.compile.build import CompileForecast, compile_trace, packs_directory
 from featstore.compile.decide import OURS, Policy
-from featstore.compiled import Compiled
+from featstore.loaders.compiled.trace import CompiledTrace
 from featstore.errors import BudgetError
 from featstore.loaders.compiled.loader import CompiledLoader
 from featstore.sampling.batches import SampledBatches
@@ -125,7 +125,7 @@ class Data:
             made.close()
             seconds = time.perf_counter() - begin
             note(f"compiled {name} in {seconds:.1f} s")
-            return Built(Compiled(self.store, name), seconds, memory)
+            return Built(CompiledTrace(self.store, name), seconds, memory)
 
     def forecast(self, trace: featstore.Trace, **options: Any) -> dict[str, Any]:
         """What compiling a trace would give its table."""
@@ -153,7 +153,7 @@ class Data:
 class Built:
     """A compiled trace, the seconds that took and the memory it was given."""
 
-    compiled: Compiled
+    compiled: CompiledTrace
     seconds: float
     memory_bytes: int
 

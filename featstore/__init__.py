@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from featstore.front.verifying import verify
     from featstore.loaders.batch import Batch
     from featstore.loaders.loader import Loader
-    from featstore.loaders.online.loader import OnlineLoader
-    from featstore.loaders.train import train_loader
     from featstore.reader.reader import Reader
     from featstore.reader.report import Plan, ReaderStats
     from featstore.reader.tiered import TieredReader
@@ -47,7 +45,6 @@ _WHERE = {
     "TieredReader": ("featstore.reader.tiered", "TieredReader"),
     "Batch": ("featstore.loaders.batch", "Batch"),
     "Loader": ("featstore.loaders.loader", "Loader"),
-    "OnlineLoader": ("featstore.loaders.online.loader", "OnlineLoader"),
     "PartitionOrder": ("featstore.sampling.orders", "PartitionOrder"),
     "ProximityOrder": ("featstore.sampling.proximity", "ProximityOrder"),
     "Reader": ("featstore.reader.reader", "Reader"),
@@ -56,15 +53,14 @@ _WHERE = {
     "ReaderStats": ("featstore.reader.report", "ReaderStats"),
     "compile_trace": ("featstore.front.compiling", "compile_trace"),
     "pack": ("featstore.front.packing", "pack"),
-    "train_loader": ("featstore.loaders.train", "train_loader"),
     "verify": ("featstore.front.verifying", "verify"),
     "Trace": ("featstore.trace.trace", "Trace"),
 }
 
 __all__ = [
-    "Batch", "Buffer", "Device", "Loader", "OnlineLoader", "PartitionOrder", "Plan", "ProximityOrder",
+    "Batch", "Buffer", "Device", "Loader", "PartitionOrder", "Plan", "ProximityOrder",
     "Reader", "ReaderStats", "Request", "Shared", "SharedBuffer", "Static", "Store", "Table", "TieredReader",
-    "Trace", "__version__", "compile_trace", "open", "pack", "train_loader", "verify",
+    "Trace", "__version__", "compile_trace", "open", "pack", "verify",
 ]  # fmt: skip
 
 

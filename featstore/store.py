@@ -6,7 +6,7 @@ What reads and trains is loaded when it is asked for, so that opening a store ta
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Unpack, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,9 +16,9 @@ from featstore.errors import ArgumentError
 from featstore.storage.store import OpenStore, StoredGraph, Table
 
 if TYPE_CHECKING:
-    from featstore.compiled import Compiled
+    from featstore.loaders.compiled.trace import CompiledTrace
     from featstore.loaders.loader import Loader
-    from featstore.loaders.mega.loader import MegaBatches
+    from featstore.loaders.options import LoaderOptions
     from featstore.loaders.prefetch import Sampler
     from featstore.reader.reader import Reader
     from featstore.reader.tiered import TieredReader
@@ -116,35 +116,22 @@ class Store(OpenStore):
             raise ArgumentError("a sampler needs a budget: give memory=, bytes or a size such as '512MiB'")
         return StoredSampler(self, fanouts, **options)
 
-    def mega_batches(self, **options: Any) -> MegaBatches:
-        """A loader that trains from random collections of partitions; the options are those of
-        :class:`featstore.loaders.mega.loader.MegaBatches`."""
-        from featstore.loaders.mega.loader import MegaBatches
-        from featstore.loaders.ranks import warn_of_ranks
+    def loader(self, batches: Sampler | None = None, **options: Unpack[LoaderOptions]) -> Loader:
+        """Mini-batches with the rows of their nodes: the same training loop under every ``mode``.
 
-        self.check_open()
-        check_options(options, options_of(MegaBatches), "a loader of mega-batches")
-        warn_of_ranks("a loader of mega-batches")
-        return MegaBatches(self, **options)
-
-    def loader(
-        self, batches: Sampler | None = None, *, seeds: Any = None, fanouts: Sequence[int] | None = None,
-        batch_size: int | None = None, mode: str = "auto", memory: int | str = "1GiB", **options: Any,
-    ) -> Loader:  # fmt: skip
-        """Mini-batches with the rows of their nodes: the same training loop under every ``mode``. All
-        parameters are those of :class:`featstore.loaders.loader.Loader`."""
+        ``batches``: mini-batches as :meth:`featstore.Trace.record` takes them, an iterable or a function of
+        the epoch's number; or ``seeds=`` and ``fanouts=``, and the store samples itself. Which mode, how much
+        memory, which rank and all else: :class:`featstore.loaders.options.LoaderOptions`.
+        """
         from featstore.loaders.loader import Loader
 
         self.check_open()
-        check_options(options, options_of(Loader), "a loader")
-        return Loader(
-            self, batches, seeds=seeds, fanouts=fanouts, batch_size=batch_size, mode=mode, memory=memory,
-            **options
-        )  # fmt: skip
+        return Loader(self, batches, **options)
 
-    def compiled(self, name: str = "default") -> Compiled:
-        """A compiled trace of this store; see :class:`featstore.compiled.Compiled`."""
-        from featstore.compiled import Compiled
+    def compiled(self, name: str = "default") -> CompiledTrace:
+        """A compiled trace of this store, to be looked at; ``loader(mode="compiled", name=name, reuse=True)``
+        trains from it. See :class:`featstore.loaders.compiled.trace.CompiledTrace`."""
+        from featstore.loaders.compiled.trace import CompiledTrace
 
         self.check_open()
-        return Compiled(self, name)
+        return CompiledTrace(self, name)

@@ -25,7 +25,6 @@ Sources = dict[str, str]
 LAYERS = (
     {"adapters", "front", "measure", "testing", "tune"},
     {"store"},
-    {"compiled"},
     {"loaders"},
     {"compile", "scrub"},
     {"trace"},

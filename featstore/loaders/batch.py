@@ -21,10 +21,15 @@ class Batch:
         x: their rows, [m, *row shape], an array or a tensor; dictionaries by type where there are several.
         sample: the sampler's own mini-batch.
 
-    Everything else is the sampler's: ``row`` and ``col`` or ``edge_index``, ``batch_size``,
-    ``num_sampled_nodes``, ``num_sampled_edges``, and the user's own fields, by their names. Raises
-    AttributeError for what the sampler's mini-batch does not have.
+        edge_attr: rows of edges, where the loader was told which table, ``edge_table=``.
+
+    Arrays that were asked for, ``attach=``, are here by their names. Everything else is the sampler's:
+    ``row`` and ``col`` or ``edge_index``, ``batch_size``, ``num_sampled_nodes``, ``num_sampled_edges``, and
+    the user's own fields, by their names. Raises AttributeError for what the sampler's mini-batch does not
+    have.
     """
+
+    edge_attr: Any
 
     def __init__(self, index: int, n_id: Any, x: Any, sample: Any = None) -> None:
         self.index, self.n_id, self.x, self.sample = index, n_id, x, sample
@@ -90,6 +95,11 @@ class Batch:
                     "this mini-batch has no e_id, the user's edge numbers: its edge_id counts edges in the "
                     "sampler's own order"
                 )
+            if name == "edge_attr":
+                raise AttributeError(
+                    "this mini-batch has no 'edge_attr': say which table of the store has the rows of edges, "
+                    "store.loader(..., edge_table=)"
+                )
             raise AttributeError(
                 f"this mini-batch has no {name!r}: it has index, n_id, x and what the sampler's "
                 f"{type(sample).__name__} has"
@@ -118,6 +128,9 @@ class Batch:
         weight = self._of_sample("weight")
         if weight is not None:
             data.edge_weight = torch.as_tensor(weight)
+        for name, value in vars(self).items():
+            if name not in ("index", "n_id", "x", "sample"):
+                data[name] = torch.as_tensor(value) if isinstance(value, np.ndarray) else value
         return data
 
     def __repr__(self) -> str:

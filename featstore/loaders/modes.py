@@ -11,68 +11,17 @@ are wanted when.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from featstore.loaders.batch import Batch
+from featstore.errors import ArgumentError
 from featstore.loaders.compiled.loader import CompiledLoader
 from featstore.loaders.mega.loader import MegaBatches
-from featstore.loaders.prefetch import Sampler, epoch_of
 from featstore.loaders.report import LoaderReport
 from featstore.loaders.rolling import RollingLoader
 from featstore.loaders.state import loader_state, position_of
-from featstore.sampling.minibatch import split
 from featstore.sampling.ranked import share_of
-
-MODES = ("online", "compiled", "rolling", "partitions")
-_IDS = "featstore.n_id"  # under which a recorded mini-batch keeps ids that its sample does not have
-
-
-class Recorded:
-    """Mini-batches that are recorded so that what a training loop gets knows their node ids."""
-
-    def __init__(self, batches: Sampler, nodes: Callable[[Any], Any] | None) -> None:
-        self.sampler, self._nodes = batches, nodes
-
-    def epoch(self, number: int) -> Iterable[Any]:
-        return _Epoch(self.sampler, self._nodes, number)
-
-
-class _Epoch:
-    """The mini-batches of one epoch, as pairs of ids and sample."""
-
-    def __init__(self, batches: Sampler, nodes: Callable[[Any], Any] | None, number: int) -> None:
-        self._batches, self._nodes, self._number = batches, nodes, number
-
-    def __iter__(self) -> Iterator[Any]:
-        for one in epoch_of(self._batches, self._number):
-            ids, sample = split(one, self._nodes)
-            known = sample if _knows_ids(sample) else {_IDS: _plain(ids), "sample": sample}
-            yield ids, known
-
-
-def _knows_ids(sample: Any) -> bool:
-    if isinstance(sample, Mapping):
-        return False
-    pyg = type(sample).__module__.startswith("torch_geometric.")
-    return pyg or getattr(sample, "node", None) is not None
-
-
-def _plain(ids: Mapping[str, Any]) -> Any:
-    return ids[""] if list(ids) == [""] else dict(ids)
-
-
-def as_batch(made: Any) -> Batch:
-    """What a loader of any mode has made, as a :class:`Batch`: PyG's objects bring their rows along."""
-    if isinstance(made, Batch):
-        if isinstance(made.sample, Mapping) and _IDS in made.sample:
-            made.n_id, made.sample = made.sample[_IDS], made.sample["sample"]
-        return made
-    if hasattr(made, "node_types"):
-        kinds = [t for t in made.node_types if "n_id" in made[t]]
-        return Batch(0, {t: made[t].n_id for t in kinds}, {t: made[t].x for t in kinds}, made)
-    return Batch(0, made.n_id, made.x, made)
 
 
 class Mode:
@@ -82,15 +31,26 @@ class Mode:
     def __init__(self, loader: Any) -> None:
         self.loader = loader
 
-    def epoch(self) -> Iterator[Batch]:
+    def epoch(self) -> Iterator[Any]:
         """The mini-batches of the epoch where training stands, or what is left of it."""
-        for made in self.loader:
-            yield as_batch(made)
-            del made
+        yield from self.loader
 
     def set_epoch(self, epoch: int) -> None:
         """Stand at the begin of this epoch."""
         self.loader.set_epoch(epoch)
+
+    def go_on(self, epoch: int, share: Any, over: int) -> tuple[int, int]:
+        """Stand in this epoch where another number of ranks has had the first ``over`` of the seeds (or
+        mini-batches) that ``share`` divides. Returns mini-batches of this rank that are over, and how much of
+        the epoch was over before its first. Raises ArgumentError where that cannot be."""
+        self.set_epoch(epoch)
+        share.begin_at(epoch, over)
+        return 0, over
+
+    def length(self, share: Any) -> int:
+        """Mini-batches of an epoch, this rank's. Raises ArgumentError where that is not known."""
+        steps: int = share.steps()
+        return steps
 
     def state(self) -> dict[str, Any]:
         """Where training stands."""
@@ -119,6 +79,21 @@ class CompiledMode(Mode):
     def set_epoch(self, epoch: int) -> None:
         self.loader.load_state_dict(loader_state(self.loader.compiled.pack.uuid, epoch, 0))
 
+    def length(self, share: Any) -> int:
+        return len(self.loader)
+
+    def go_on(self, epoch: int, share: Any, over: int) -> tuple[int, int]:
+        """Its mini-batches are laid out: so many of all ranks' must be over that each has had whole ones."""
+        steps, left = divmod(over, share.per_step)
+        if left:
+            raise ArgumentError(
+                f"the state stands after {over:,} of an epoch's seeds or mini-batches, which are no whole "
+                f"steps of {share.per_step:,} of these ranks, and what is compiled cannot be divided anew: "
+                f"begin the next epoch, set_epoch({epoch + 1}), or go on with as many ranks as before"
+            )
+        self.loader.load_state_dict(loader_state(self.loader.compiled.pack.uuid, epoch, steps))
+        return steps, 0
+
     def state(self) -> dict[str, Any]:
         """That of the recorded trace, whose mini-batches are the same however they are laid out."""
         return super().state() | {"store": self.loader.compiled.entry.trace_uuid}
@@ -138,7 +113,7 @@ class RollingMode(Mode):
 
     loader: RollingLoader
 
-    def epoch(self) -> Iterator[Batch]:
+    def epoch(self) -> Iterator[Any]:
         for batch in super().epoch():  # which has no end
             last = self.loader.state_dict()["next"] == 0
             yield batch
@@ -148,6 +123,11 @@ class RollingMode(Mode):
 
     def set_epoch(self, epoch: int) -> None:
         self.loader.seek(epoch)
+
+    def go_on(self, epoch: int, share: Any, over: int) -> tuple[int, int]:
+        self.loader.seek(epoch, anew=True)
+        share.begin_at(epoch, over)
+        return 0, over
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self.loader.seek(*position_of(state, self.loader.state_dict()["store"]))
@@ -166,7 +146,7 @@ class PartitionsMode(Mode):
         self._padded = self._dropped = 0  # seeds of this epoch that stand twice, and that are left out
         self._handed_out = 0  # since it was made
 
-    def epoch(self) -> Iterator[Batch]:
+    def epoch(self) -> Iterator[Any]:
         self._padded = self._dropped = 0
         for mega in self.loader:
             share = share_of(mega.seeds, **self._share)
@@ -176,6 +156,15 @@ class PartitionsMode(Mode):
                 self._handed_out += 1
                 yield batch
                 del batch
+
+    def length(self, share: Any) -> int:
+        raise ArgumentError("how many mini-batches an epoch of mode 'partitions' has depends on its draw")
+
+    def go_on(self, epoch: int, share: Any, over: int) -> tuple[int, int]:
+        raise ArgumentError(
+            "mode 'partitions' goes on in the middle of an epoch with as many ranks as before alone: begin "
+            f"the next one, set_epoch({epoch + 1})"
+        )
 
     def report(self) -> LoaderReport:
         return replace(super().report(), batches=self._handed_out, padded=self._padded, dropped=self._dropped)

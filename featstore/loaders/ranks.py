@@ -1,30 +1,57 @@
-"""The ranks of a training run (``torchrun``, ``torch.distributed``): nothing is divided among them yet, and
-that is said.
+"""The ranks of a training run (``torchrun``, ``torch.distributed``): which one this process is, of how many.
 
-A loader goes through all that it is given, in whatever process. Started by ``torchrun``, each rank would
-train on all seeds, which looks like training and is the same epoch so many times over. Until loaders divide
-their epochs themselves, a :class:`featstore.errors.FeatstoreWarning` says so, once a process. It is left out
-where what a loader is given divides itself for all to see: a part of it (see
-:func:`featstore.loaders.prefetch.parts_of`) has ``num_replicas`` or ``num_processes`` above 1, as torch's
-``DistributedSampler`` and Accelerate's samplers have. What cannot be seen is warned of: seeds that were
-divided by hand, an ``IterableDataset`` that divides itself, a function of the epoch, a trace.
+Nobody has to say so. Where mini-batches are given, and the number of ranks is known from the environment
+alone, a :class:`featstore.errors.FeatstoreWarning` tells once a process that each rank takes its share of
+them, as whoever divided them by hand would get a share of a share. What divides itself for all to see is left
+as it is: a part of it (see :func:`featstore.loaders.prefetch.parts_of`) has ``num_replicas`` or
+``num_processes`` above 1, as torch's ``DistributedSampler`` and Accelerate's samplers have.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
+from featstore.arguments import as_count
 from featstore.base.warning import warn
+from featstore.errors import ArgumentError
 from featstore.loaders.prefetch import parts_of
 
-__all__ = ["divides_itself", "rank_of", "warn_of_ranks", "world_size"]
+__all__ = ["Ranks"]
 
 _said = False
 
 
-def world_size() -> int:
+@dataclass(frozen=True)
+class Ranks:
+    """This process is ``rank`` of ``world_size``; ``shares``: into how many shares an epoch is divided, 1
+    where what was given is divided already."""
+
+    rank: int
+    world_size: int
+    shares: int
+
+    @classmethod
+    def of(cls, rank: Any, world_size: Any, batches: Any) -> Self:
+        """As the user says, else as the environment does. ``batches``: mini-batches that were given, or None.
+        Raises ArgumentError."""
+        there = _world_size()
+        world = there if world_size is None else as_count(world_size, "world_size")
+        if rank is None and world != there and world > 1:
+            raise ArgumentError(f"world_size={world} says how many ranks there are: say which this is, rank=")
+        if rank is None:
+            own = _rank() if world > 1 else 0
+        else:
+            own = as_count(rank, "rank", 0, world - 1)
+        divided = batches is not None and world_size is None and _divides_itself(batches)
+        if world > 1 and batches is not None and world_size is None and not divided:
+            _tell(world)
+        return cls(own, world, 1 if divided else world)
+
+
+def _world_size() -> int:
     """How many processes train together: those of torch's process group, else what ``torchrun`` says; 1 where
     neither does."""
     dist = sys.modules.get("torch.distributed")
@@ -34,33 +61,32 @@ def world_size() -> int:
     return int(size) if "RANK" in os.environ and size.isdecimal() else 1
 
 
-def rank_of() -> int:
-    """Which of these processes this is: 0 where there is one."""
+def _rank() -> int:
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_available() and dist.is_initialized():
         return int(dist.get_rank())
-    return int(os.environ["RANK"]) if world_size() > 1 else 0
+    rank = os.environ.get("RANK", "")
+    if not rank.isdecimal():
+        raise ArgumentError(f"the environment's RANK is {rank!r}, no number: say which rank this is, rank=")
+    return int(rank)
 
 
-def divides_itself(batches: Any) -> bool:
+def _divides_itself(batches: Any) -> bool:
     """Whether something in a loader of mini-batches says that it gives each rank its own."""
     names = ("num_replicas", "num_processes")
     counts = [getattr(part, name, None) for part in parts_of(batches) for name in names]
     return any(isinstance(count, int) and count > 1 for count in counts)
 
 
-def warn_of_ranks(who: str, batches: Any = None) -> None:
-    """Warn, the first time in this process, that ``who`` gives every rank the same."""
+def _tell(world: int) -> None:
+    """Warn, the first time in this process, that mini-batches that were given are divided."""
     global _said
-    world = world_size()
-    if _said or world < 2 or divides_itself(batches):
+    if _said:
         return
     _said = True
     warn(
-        f"this process is one of {world} ranks, and {who} goes through all that it is given in each of "
-        "them: unless every rank is given its own part, all train on the same. featstore does not "
-        f"divide it yet: give each rank its own training nodes (train[rank::{world}]), or a torch "
-        "DistributedSampler as the loader's sampler. memory= is that of one process: the ranks of a "
-        "host take it once each (featstore.SharedBuffer is one buffer for all of them). Where the "
-        "parts are divided already: warnings.filterwarnings('ignore', 'this process is one of')",
+        f"this process is one of {world} ranks, and each takes every {world}th of the mini-batches that are "
+        "given to a loader, so that together they train on each once. Where every rank was given its own "
+        "part already, say world_size=1; where this is right, rank= and world_size= say so. memory= is that "
+        "of one process: the ranks of a host take it once each",
     )

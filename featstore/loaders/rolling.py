@@ -27,7 +27,6 @@ from featstore.loaders.compiled.loader import CompiledLoader
 from featstore.loaders.compiled.options import check_loader_options
 from featstore.loaders.compiled.trace import CompiledTrace
 from featstore.loaders.prefetch import LoaderBase, Sampler, check_repeatable, epoch_of
-from featstore.loaders.ranks import warn_of_ranks
 from featstore.loaders.report import NOTHING_YET, LoaderReport
 from featstore.loaders.state import loader_state, position_of
 from featstore.storage.disk import Disk
@@ -85,7 +84,6 @@ class RollingLoader(LoaderBase):
         loader = {} if loader is None else as_mapping(loader, "loader", "options of a CompiledLoader")
         check_loader_options(CompiledLoader, loader)
         total = parse_bytes(memory, "memory")
-        warn_of_ranks("a RollingLoader", episode)
         train_bytes = int(total * _TRAIN_SHARE)
         limit = parse_disk(disk, store)
         self._options: dict[str, Any] = {
@@ -188,13 +186,13 @@ class RollingLoader(LoaderBase):
             raise SourceError("load the state before the first mini-batch is asked for")
         self._at = at
 
-    def seek(self, epoch: int, after: int = 0) -> None:
+    def seek(self, epoch: int, after: int = 0, *, anew: bool = False) -> None:
         """Stand in an episode, after so many of its mini-batches: the next iteration begins there. What was
-        prepared of others is let go."""
+        prepared of others is let go, and with ``anew`` all of it: episodes are not what they were."""
         self.check_open()
         if self._loader is not None:
             self._loader.close()
-        for number in [k for k in self._episodes if k not in (epoch, epoch + 1)]:
+        for number in [k for k in self._episodes if anew or k not in (epoch, epoch + 1)]:
             other = self._episodes.pop(number)
             if not other.cancel() and other.exception() is None:
                 other.result().close()

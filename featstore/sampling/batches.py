@@ -140,12 +140,29 @@ class RankedBatches(SampledBatches):
     ) -> None:  # fmt: skip
         self.rank, self.num_replicas, self._drop_last = rank, world_size, drop_last
         self.padded = self.dropped = 0
+        self._begun_at = (0, 0)  # an epoch, and how many seeds of its order are over
         super().__init__(sampler, train, batch_size, own=own)
+
+    @property
+    def per_step(self) -> int:
+        """Seeds of all ranks together that a step goes on by."""
+        return self.batch_size * self.num_replicas
+
+    def steps(self) -> int:
+        """Mini-batches of a whole epoch, as many for any rank."""
+        share = share_of(self._nodes, self.batch_size, self.rank, self.num_replicas, self._drop_last)
+        return -(-len(share.seeds) // self.batch_size)
+
+    def begin_at(self, epoch: int, over: int) -> None:
+        """Of this epoch's order the first ``over`` seeds are over: the others are divided."""
+        self._begun_at = epoch, over
+        self._begin(self.epoch)
 
     def _begin(self, epoch: int) -> None:
         super()._begin(epoch)
+        over = self._begun_at[1] if self._begun_at[0] == epoch else 0
         self.train, self.padded, self.dropped = share_of(
-            self.train, self.batch_size, self.rank, self.num_replicas, self._drop_last
+            self.train[over:], self.batch_size, self.rank, self.num_replicas, self._drop_last
         )
 
 

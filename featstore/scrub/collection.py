@@ -255,7 +255,7 @@ class Collection:
             self._disk.rmtree(path, STORE)
 
     def _trace(self, path: Path) -> None:
-        """A recording of featstore.train_loader, which removes it when it has compiled it."""
+        """A recording of a loader of mode compiled, which removes it when it has compiled it."""
         from featstore.trace.recorder import BEGINS
 
         for name, begin in BEGINS.items():

@@ -2,8 +2,8 @@
 
 - ``NAME``: a compiled trace, a store of its own, with a writer's lock; ``NAME.forecast``: one that is decided
   and never written.
-- ``NAME.trace``: the trace that :func:`featstore.train_loader` compiles from.
-- ``NAME.preparing``: a lock, held by :func:`featstore.train_loader` while it records and compiles under that
+- ``NAME.trace``: the trace that a loader of mode compiled compiles from.
+- ``NAME.preparing``: a lock, held by a loader of mode compiled while it records and compiles under that
   name.
 - ``NAME.rolling``: a lock, held by a :class:`featstore.loaders.rolling.RollingLoader` as long as it is open.
   As long as the file is there, ``NAME-0``, ``NAME-1`` and their traces are the loader's, or, when nobody

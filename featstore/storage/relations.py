@@ -16,7 +16,7 @@ from featstore.errors import SourceError
 if TYPE_CHECKING:
     from featstore.storage.store import OpenStore, StoredGraph
 
-__all__ = ["graph_of", "is_edge_table", "node_tables"]
+__all__ = ["EDGE_FEATURES", "graph_of", "is_edge_table", "node_tables"]
 
 EDGE_FEATURES = "edge_features"
 

@@ -14,7 +14,7 @@ import pytest
 
 from featstore.errors import ArgumentError, BudgetError, ClosedError, SourceError
 from featstore.loaders.batch import Batch
-from featstore.loaders.modes import MODES
+from featstore.loaders.options import MODES
 from featstore.sampling.neighbors import NeighborSampler
 
 NODES, WIDTH, BATCH = 3000, 9, 130

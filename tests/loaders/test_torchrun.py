@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("torch")
 
 import featstore
-from featstore.loaders.modes import MODES
+from featstore.loaders.options import MODES
 
 RANKS, NODES, BATCH = 3, 900, 40
 TRAIN = np.arange(0, NODES, 4)  # 225: not a multiple of whole mini-batches of all ranks

@@ -146,7 +146,7 @@ def describe_compiled(compiled: Any) -> dict[str, Any]:
 
 def compiled_of(store: Any) -> list[dict[str, Any]]:
     """What a store has of compiled traces, stale and broken ones with the reason."""
-    from featstore.compiled import Compiled
+    from featstore.loaders.compiled.trace import CompiledTrace
     from featstore.errors import FeatstoreError
     from featstore.storage.packs import packs_directory
 
@@ -155,7 +155,7 @@ def compiled_of(store: Any) -> list[dict[str, Any]]:
         if not path.is_dir() or path.suffix in (".trace", ".forecast"):
             continue
         try:
-            with Compiled(store, path.name) as compiled:
+            with CompiledTrace(store, path.name) as compiled:
                 found.append(describe_compiled(compiled))
         except FeatstoreError as error:
             found.append({"name": path.name, "because": str(error)})

@@ -34,7 +34,6 @@ from featstore.loaders.online.budget import SAMPLED
 from featstore.loaders.online.extraction import EXTRACTED, FIRST_POLICY, LARGEST, ROOM, Extraction, Tickets
 from featstore.loaders.online.report import OnlineStages
 from featstore.loaders.prefetch import Prefetch, PrefetchingLoader, Sampler, check_repeatable, epoch_of
-from featstore.loaders.ranks import warn_of_ranks
 from featstore.loaders.report import LoaderReport
 from featstore.loaders.state import loader_state, position_of
 from featstore.reader.options import READING
@@ -106,7 +105,6 @@ class OnlineLoader(PrefetchingLoader):
         super().__init__(OnlineStages())
         self.store, self._batches = as_store(store), args.as_batches(batches, "batches")
         self._nodes = None if nodes is None else args.as_function(nodes, "nodes")
-        warn_of_ranks("an OnlineLoader", batches)
         devices = list(device) if isinstance(device, list | tuple) else [] if device is None else [device]
         if device is not None and not devices:
             raise ArgumentError("device must be a device, or a list of at least one, not an empty list")

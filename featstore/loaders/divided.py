@@ -1,0 +1,84 @@
+"""A user's mini-batches divided among the ranks of a training run."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator, Sequence, Sized
+from typing import Any
+
+import numpy as np
+
+from featstore.errors import ArgumentError
+from featstore.loaders.prefetch import Sampler, epoch_of
+from featstore.sampling.ranked import share_of
+
+
+class DividedBatches:
+    """Of the mini-batches of each epoch every ``world_size``-th, from ``rank`` on, in as many steps as any
+    other rank has.
+
+    Where they do not divide evenly, the first ones stand twice; with ``drop_last`` the last ones are left
+    out. ``padded`` and ``dropped`` say how many, of the epoch that was gone through last. Of a sequence only
+    a rank's own are asked for; of anything else each rank goes through all of them, and passes over the
+    others.
+    """
+
+    def __init__(self, batches: Sampler, rank: int = 0, world_size: int = 1, drop_last: bool = False) -> None:
+        self._batches, self._rank, self.num_replicas, self._drop_last = batches, rank, world_size, drop_last
+        self.padded = self.dropped = 0
+        self._begun_at = (0, 0)  # an epoch, and how many mini-batches of it are over
+
+    @property
+    def per_step(self) -> int:
+        """Mini-batches of all ranks together that a step goes on by."""
+        return self.num_replicas
+
+    def begin_at(self, epoch: int, over: int) -> None:
+        """Of this epoch the first ``over`` mini-batches are over: the others are divided."""
+        self._begun_at = epoch, over
+
+    def epoch(self, number: int) -> Iterable[Any]:
+        """This rank's mini-batches of an epoch."""
+        batches = epoch_of(self._batches, number)
+        over = self._begun_at[1] if self._begun_at[0] == number else 0
+        if self.num_replicas == 1 and not over:
+            return batches
+        if isinstance(batches, Sequence):
+            order = np.arange(over, len(batches))
+            mine, self.padded, self.dropped = share_of(
+                order, 1, self._rank, self.num_replicas, self._drop_last
+            )
+            return (batches[int(index)] for index in mine)
+        return self._passing_over(batches, over)
+
+    def _passing_over(self, batches: Iterable[Any], over: int) -> Iterator[Any]:
+        """Every rank's mini-batches come by; a whole round of them has one for each."""
+        first: list[Any] = []  # for what is left over at the end
+        mine, count = None, 0
+        for index, batch in enumerate(batches):
+            if index < over:
+                continue
+            place = count % self.num_replicas
+            if len(first) < self.num_replicas - 1 and not self._drop_last:
+                first.append(copy.deepcopy(batch))  # a sampler may use its memory again
+            if place == self._rank and not self._drop_last:
+                yield batch
+            elif place == self._rank:  # it is dropped where its round does not come to its end
+                mine = batch if place == self.num_replicas - 1 else copy.deepcopy(batch)
+            count += 1
+            if self._drop_last and place == self.num_replicas - 1:
+                yield mine
+        left = count % self.num_replicas
+        self.padded, self.dropped = 0, left if self._drop_last else 0
+        if left and not self._drop_last:
+            self.padded = self.num_replicas - left
+            if self._rank >= left:
+                yield first[(self._rank - left) % len(first)]
+
+    def steps(self) -> int:
+        """Mini-batches of a whole epoch, as many for any rank. Raises ArgumentError where that is not
+        known."""
+        if not isinstance(self._batches, Sized):
+            raise ArgumentError("the mini-batches have no length")
+        rounds, left = divmod(len(self._batches), self.num_replicas)
+        return rounds + bool(left and not self._drop_last)

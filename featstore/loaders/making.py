@@ -1,0 +1,185 @@
+"""How the loader of each mode is made from what was said: ranks and their shares, memory, and the mode's own
+options."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from typing import Any
+
+from featstore import arguments as args
+from featstore.compile.budget import parse_disk
+from featstore.errors import ArgumentError, BudgetError, SourceError
+from featstore.loaders.compiled.loader import CompiledLoader
+from featstore.loaders.compiled.trace import CompiledTrace
+from featstore.loaders.divided import DividedBatches
+from featstore.loaders.mega.loader import MegaBatches
+from featstore.loaders.modes import CompiledMode, Mode, PartitionsMode, RollingMode
+from featstore.loaders.online.loader import OnlineLoader
+from featstore.loaders.options import SAMPLING, Given
+from featstore.loaders.prefetch import Sampler, check_repeatable
+from featstore.loaders.ranks import Ranks
+from featstore.loaders.rolling import RollingLoader
+from featstore.loaders.train import compiled_once
+from featstore.loaders.whole import Wanted, Whole
+from featstore.sampling.batches import RankedBatches, bytes_in_memory, open_sampler
+from featstore.storage.packs import check_pack_name
+from featstore.storage.relations import graph_of
+from featstore.storage.store import OpenStore
+
+_SAMPLER_SHARE = 4  # of the memory, at most, is for a sampler
+_BATCH_SIZE = 1024
+
+
+class Making:
+    """Makes the loader of a mode. ``opened`` closes what was opened for it; ``share``: this rank's
+    mini-batches, None where a mode shares by itself; ``whole``: what makes them whole."""
+
+    def __init__(
+        self, store: OpenStore, batches: Sampler | None, given: Given, memory_bytes: int, opened: ExitStack
+    ) -> None:
+        self.store, self.given, self._opened = store, given, opened
+        self.ranks = Ranks.of(given.get("rank"), given.get("world_size"), batches)
+        self.drop_last = args.as_flag(given.get("drop_last", False), "drop_last")
+        self.whole = Whole(store, given.get("edge_table"), given.get("attach", ()))
+        held = self.whole.held_bytes
+        if held >= memory_bytes:
+            raise BudgetError(held + 1, memory_bytes, "hold the arrays that are attached to mini-batches")
+        self._memory_bytes = memory_bytes - held
+        self.share: RankedBatches | DividedBatches | None = None
+        sampled = given.get("seeds") is not None
+        if batches is not None:
+            self._check_given(batches)
+            self.share = DividedBatches(batches, self.ranks.rank, self.ranks.shares, self.drop_last)
+        elif given.get("fanouts") is None if sampled else not self._compiled_before():
+            raise ArgumentError("give batches, or seeds= and fanouts= for the store to sample")
+        elif sampled and given.mode != "partitions":
+            self.share = self._sample()
+
+    def mode(self) -> Mode:
+        """The mode, over its loader."""
+        make = {
+            "online": self._online, "compiled": self._compiled, "rolling": self._rolling,
+            "partitions": self._partitions,
+        }  # fmt: skip
+        mode = make[self.given.mode](self.given.of_mode())
+        self._opened.callback(mode.close)
+        return mode
+
+    # Whose mini-batches.
+
+    def _check_given(self, batches: Any) -> None:
+        """Mini-batches were given."""
+        for name in SAMPLING:
+            if name in self.given.said:
+                raise ArgumentError(f"{name}= is for the store to sample: give batches or seeds, not both")
+        if self.given.mode == "partitions":
+            raise ArgumentError(
+                "mode='partitions' samples inside the partitions that are in memory: give seeds= and "
+                "fanouts= instead of batches"
+            )
+        args.as_batches(batches, "batches")
+        check_repeatable(batches)
+
+    def _compiled_before(self) -> bool:
+        """There are no mini-batches, and none are needed."""
+        return self.given.mode == "compiled" and bool(self.given.get("reuse"))
+
+    def _sample(self) -> RankedBatches:
+        """The store's own mini-batches, this rank's share of them, within a share of the memory."""
+        given, most = self.given, self._memory_bytes // _SAMPLER_SHARE
+        graph, seeds = given.get("graph"), given.get("seeds")
+        sampler = open_sampler(
+            self.store, args.as_fanouts(given.get("fanouts")), seed=self._seed, graph=graph, memory=most
+        )
+        nodes = self.store.arrays[seeds] if isinstance(seeds, str) else seeds
+        made = RankedBatches(sampler, nodes, own=True, **self._shared())
+        self._opened.callback(made.close)
+        if not len(made):
+            raise ArgumentError(
+                f"drop_last= leaves no mini-batch of {made.batch_size:,} seeds for {self.ranks.shares} "
+                "ranks: give fewer a batch"
+            )
+        self._memory_bytes -= min(bytes_in_memory(graph_of(self.store, graph)), most)
+        return made
+
+    def _shared(self) -> dict[str, Any]:
+        """How seeds are shared."""
+        size = args.as_count(self.given.get("batch_size", _BATCH_SIZE), "batch_size")
+        return {
+            "rank": self.ranks.rank, "world_size": self.ranks.shares, "batch_size": size,
+            "drop_last": self.drop_last,
+        }  # fmt: skip
+
+    @property
+    def _seed(self) -> int:
+        return args.as_integer(self.given.get("seed", 0), "seed")
+
+    def _wanted(self, own: dict[str, Any], recorded: bool) -> Sampler | None:
+        """This rank's mini-batches, as whoever reads their rows takes them."""
+        own.pop("edge_table", None)
+        nodes = own.pop("nodes", None) if recorded or self.whole.edges is not None else None
+        share = self.share
+        batches: Sampler | None = share.epoch if isinstance(share, DividedBatches) else share
+        if batches is None or (not recorded and self.whole.edges is None):
+            return batches
+        return Wanted(batches, nodes, self.whole.edges, recorded).epoch
+
+    # The modes.
+
+    def _online(self, own: dict[str, Any]) -> Mode:
+        batches = self._wanted(own, recorded=False)
+        assert batches is not None
+        loader = OnlineLoader(
+            self.store, batches, memory=self._memory_bytes, tensors=self.given.tensors, **own,
+            **self.given.reading,
+        )  # fmt: skip
+        return Mode(loader)
+
+    def _compiled(self, own: dict[str, Any]) -> Mode:
+        recorded, reuse = self._wanted(own, recorded=True), args.as_flag(own.pop("reuse", False), "reuse")
+        device, name = self._check_compiling(own)
+        buffer = own.pop("buffer", None)
+        if recorded is not None:
+            memory = self._memory_bytes
+            compiled_once(self.store, recorded, name, reuse=reuse, memory=memory, **own)
+        trace = CompiledTrace(self.store, name)
+        self._opened.callback(trace.close)
+        loader = CompiledLoader(
+            trace, memory=self._memory_bytes, device=device, tensors=self.given.tensors, buffer=buffer,
+            **self.given.reading,
+        )  # fmt: skip
+        return CompiledMode(loader)
+
+    def _rolling(self, own: dict[str, Any]) -> Mode:
+        recorded = self._wanted(own, recorded=True)
+        assert recorded is not None
+        device, name = self._check_compiling(own)
+        options = {"device": device, "tensors": self.given.tensors, **self.given.reading}
+        loader = RollingLoader(
+            self.store, recorded, memory=self._memory_bytes, loader=options, name=name, **own
+        )
+        return RollingMode(loader)
+
+    def _partitions(self, own: dict[str, Any]) -> Mode:
+        if isinstance(own.get("passes"), str) and self.ranks.shares > 1:
+            raise ArgumentError("passes='auto' follows each rank's own clock: give ranks a number of passes")
+        weights = args.as_flag(own.pop("weights", False), "weights")
+        shared, fanouts = self._shared(), args.as_fanouts(self.given.get("fanouts"))
+        mega = MegaBatches(
+            self.store, memory=self._memory_bytes, train=self.given.get("seeds"),
+            graph=self.given.get("graph"), seed=self._seed, **own, **self.given.reading,
+        )  # fmt: skip
+        return PartitionsMode(mega, fanouts, weights=weights, tensors=bool(self.given.tensors), **shared)
+
+    def _check_compiling(self, own: dict[str, Any]) -> tuple[Any, str]:
+        """Take device and name out of the options of compiling; raise for what it would refuse, before
+        anything is recorded for it. Each rank has a name of its own."""
+        device, name = own.pop("device", None), own.pop("name", "loader")
+        check_pack_name(name)
+        parse_disk(own.get("disk"), self.store)
+        args.as_choice(own.get("residency", "min"), "residency", ("min", "fixed"))
+        if device is not None:
+            args.as_device(device, "device")
+        if own.get("device_memory") is not None and device is None:
+            raise SourceError("device_memory= keeps rows on a device: say on which, with device=")
+        return device, name if self.ranks.world_size == 1 else f"{name}-rank{self.ranks.rank}"

@@ -1,0 +1,174 @@
+"""What may be said to the loader, typed in one place: what editors complete and mypy checks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypedDict
+
+from featstore import arguments as args
+from featstore.errors import ArgumentError
+from featstore.reader.options import READING, check_reading
+
+if TYPE_CHECKING:
+    from featstore.tiers.buffer_tier import Buffer
+
+MODES = ("online", "compiled", "rolling", "partitions")
+
+
+class LoaderOptions(TypedDict, total=False):
+    """Options of :meth:`featstore.Store.loader`. None is as good as not given.
+
+    Attributes:
+        seeds: training nodes, ids or a mask of all nodes, or the name of an array in the store: the store
+            samples itself.
+        fanouts: with ``seeds``: neighbours per node and hop, -1 for all.
+        batch_size: with ``seeds``: seeds of a mini-batch; by default 1,024.
+        seed: with ``seeds``: of the order and the neighbours; by default 0.
+        graph: with ``seeds``: the name of the graph, where the store has several.
+        rank, world_size: which of how many processes that train together; by default as
+            ``torch.distributed`` or ``torchrun`` say. Each has its share of every epoch: of the seeds, or of
+            the mini-batches that are given every ``world_size``-th (unless a torch ``DistributedSampler`` or
+            the like among them divides already). ``memory`` is that of one process.
+        drop_last: leave out what is left over after whole mini-batches of all ranks. Else the last
+            mini-batch may be smaller, and up to ``world_size - 1`` seeds (or mini-batches) of an epoch stand
+            twice, so that every rank has as many steps. :meth:`Loader.report` says how many.
+        mode: ``"online"``: rows are read as mini-batches come, through a buffer. ``"compiled"``: the
+            mini-batches of epoch 0 are recorded once, their rows laid out for them, and repeated every epoch.
+            ``"rolling"``: fresh ones every epoch, laid out while the epoch before trains. ``"partitions"``
+            (needs ``seeds``): random collections of partitions are loaded whole, and neighbours outside of
+            them left out. ``"auto"``, the default: ``"online"``, whose mini-batches are as given;
+            ``mode_because`` says so.
+        memory: budget of all of this, bytes or a size; by default 1 GiB. A mini-batch that the loop keeps
+            comes on top.
+        validation_memory: of ``memory``, for :meth:`Loader.validation`.
+        attach: names of arrays in the store with a value for each node (labels, for example): each
+            mini-batch has them by these names, the values of its nodes, as arrays or tensors like ``x``.
+        edge_table: name of a table of edges: each mini-batch has its rows as ``edge_attr``, by the ``e_id``
+            that the mini-batch brings, the numbers of edges that the table was packed with.
+        nodes: a function from a mini-batch to its node ids, or to {table: ids}, where no rule finds them.
+        tensors: ``x`` as a torch tensor; by default where there is a device or the samples are PyG's.
+        device: where rows and tensors go; not of mode partitions. In mode online several may be given, as a
+            list: they share the rows kept on them.
+        device_memory: for rows kept on each device, bytes or a size.
+        device_policy: of mode online: of these rows, a name of
+            :data:`featstore.tiers.slots.layout.POLICIES` but ``"static"`` and ``"min"``.
+        engine, queue_depth, verify: as for :class:`featstore.Reader`.
+        policy: of mode online: of the buffer, a name of :data:`featstore.tiers.slots.layout.POLICIES` but
+            ``"min"``, or ``"auto"``, the default, for that which hits most.
+        static: of mode online, for policy ``"static"``: node ids (or a mapping of tables to them) to keep.
+        warm: of mode online: the name of a saved cache (:meth:`Loader.save_cache`) to begin with.
+        overtake: of mode online: hand over whichever mini-batch has its rows first.
+        batch_rows: of mode online: rows of the largest mini-batch (or a mapping of tables to that), where
+            the first is much smaller.
+        extracted: of mode online: how many mini-batches are extracted at once, at most.
+        reader_memory: of mode online: what of ``memory`` stages pages and plans.
+        disk: of the modes compiled and rolling: limit on their rows on disk, bytes, a size or a share of the
+            table, ``"2x"``.
+        name: of the modes compiled and rolling: of what is compiled; each loader needs its own.
+        residency: of the modes compiled and rolling: ``"min"`` or ``"fixed"``, see
+            :func:`featstore.compile_trace`.
+        reuse: of mode compiled: take what was compiled under this ``name``, if it is there. Without
+            mini-batches and seeds it must be there.
+        buffer: of mode compiled: a :class:`featstore.Buffer` over the store, for rows that ``disk=`` left
+            there.
+        hubs, resident, replaced, passes, weights: of mode partitions, see
+            :class:`featstore.loaders.mega.loader.MegaBatches`.
+    """
+
+    seeds: Any
+    fanouts: Sequence[int] | None
+    batch_size: int | None
+    seed: int | None
+    graph: str | None
+    rank: int | None
+    world_size: int | None
+    drop_last: bool | None
+    mode: str
+    memory: int | str
+    validation_memory: int | str | None
+    attach: str | Sequence[str] | None
+    edge_table: str | None
+    nodes: Callable[[Any], Any] | None
+    tensors: bool | None
+    device: Any
+    device_memory: int | str | None
+    device_policy: str | None
+    engine: str
+    queue_depth: int
+    verify: bool
+    policy: str | None
+    static: Any
+    warm: str | None
+    overtake: bool | None
+    batch_rows: int | Mapping[str, int] | None
+    extracted: int | None
+    reader_memory: int | str | None
+    disk: int | str | None
+    name: str | None
+    residency: str | None
+    reuse: bool | None
+    buffer: Buffer | None
+    hubs: int | None
+    resident: int | None
+    replaced: int | None
+    passes: int | str | None
+    weights: bool | None
+
+
+#: Options that not every mode has, and those that have them.
+OF_MODES = {
+    "nodes": ("online", "compiled", "rolling"),
+    "edge_table": ("online", "compiled", "rolling"),
+    "device": ("online", "compiled", "rolling"),
+    "device_memory": ("online", "compiled", "rolling"),
+    **dict.fromkeys(
+        ("policy", "static", "device_policy", "warm", "overtake", "batch_rows", "extracted", "reader_memory"),
+        ("online",),
+    ),
+    "disk": ("compiled", "rolling"),
+    "name": ("compiled", "rolling"),
+    "residency": ("compiled", "rolling"),
+    "reuse": ("compiled",),
+    "buffer": ("compiled",),
+    **dict.fromkeys(("hubs", "resident", "replaced", "passes", "weights"), ("partitions",)),
+}
+#: Options for the store to sample.
+SAMPLING = ("seeds", "fanouts", "batch_size", "seed", "graph")
+
+
+class Given:
+    """The options of a loader as they were given: known, of its mode, and each asked for by what it is for.
+
+    Raises ArgumentError for an option that there is not, or that the mode does not have.
+    """
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        args.check_options(options, list(LoaderOptions.__annotations__), "a loader")
+        self.said = {name: value for name, value in options.items() if value is not None or name in _NEVER}
+        asked = args.as_choice(self.said.get("mode", "auto"), "mode", (*MODES, "auto"))
+        self.auto = asked == "auto"
+        self.mode = "online" if self.auto else asked
+        for name in self.said:
+            if self.mode not in OF_MODES.get(name, MODES):
+                raise ArgumentError(
+                    f"{name}= is of mode {' or '.join(map(repr, OF_MODES[name]))}, not of {self.mode!r}"
+                )
+        self.reading = {name: self.said[name] for name in READING if name in self.said}
+        check_reading(**self.reading)
+        self.tensors: bool | None = self.said.get("tensors")
+        if self.tensors is not None and args.as_flag(self.tensors, "tensors"):
+            args.need_torch("tensors=True")
+        if "nodes" in self.said:
+            args.as_function(self.said["nodes"], "nodes")
+
+    def of_mode(self) -> dict[str, Any]:
+        """Those that not every mode has."""
+        return {name: value for name, value in self.said.items() if name in OF_MODES}
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """One of them, or what it is by default."""
+        return self.said.get(name, default)
+
+
+#: What has no None: it is wrong, and refused where it is looked at.
+_NEVER = ("mode", "memory", "engine", "queue_depth", "verify")

@@ -1,0 +1,162 @@
+"""Whole mini-batches: what a training loop gets beside the rows of the nodes.
+
+Each mini-batch that a sampler makes *wants* rows of nodes, by node ids, and, where a table of edges was
+named, rows of edges, by their numbers (:class:`Wanted`). When the rows are there, they become one
+:class:`~featstore.loaders.batch.Batch`, with arrays of the store that were asked for (:class:`Whole`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from featstore import arguments as args
+from featstore.errors import ArgumentError, SourceError
+from featstore.loaders.batch import Batch
+from featstore.loaders.prefetch import Sampler, epoch_of
+from featstore.sampling.minibatch import Ids, split
+from featstore.storage.relations import EDGE_FEATURES, node_tables
+from featstore.storage.store import OpenStore
+
+_IDS = "featstore.n_id"  # under which a recorded mini-batch keeps ids that its sample does not have
+
+
+class Wanted:
+    """Mini-batches as pairs of the ids wanted by table, and the sample.
+
+    ``nodes``: finds the node ids. ``edges``: (table of nodes, table of edges), or None. ``recorded``: they
+    are recorded, and what a training loop gets must know their node ids.
+    """
+
+    def __init__(
+        self, batches: Sampler, nodes: Callable[[Any], Any] | None, edges: tuple[str, str] | None,
+        recorded: bool,
+    ) -> None:  # fmt: skip
+        self.sampler, self._nodes, self._edges, self._recorded = batches, nodes, edges, recorded
+
+    def epoch(self, number: int) -> Iterable[Any]:
+        return _Epoch(self, number)
+
+    def of(self, made: Any) -> tuple[Ids, Any]:
+        """(ids, sample) of a mini-batch."""
+        ids, sample = split(made, self._nodes)
+        if self._recorded and not _knows_ids(sample):
+            sample = {_IDS: ids[""] if list(ids) == [""] else dict(ids), "sample": sample}
+        if self._edges is None:
+            return ids, sample
+        nodes, edges = self._edges
+        if list(ids) not in ([""], [nodes]):
+            raise SourceError(
+                f"edge_table= is for mini-batches with nodes of one table, {nodes!r}; these have "
+                f"{', '.join(map(repr, ids))}: name the rows of edges by nodes=, {{table: ids}}"
+            )
+        numbers = _field(sample["sample"] if _is_ours(sample) else sample, "e_id")
+        if numbers is None:
+            raise SourceError(
+                f"edge_table={edges!r} is read by e_id, the numbers of edges that it was packed with, which "
+                "these mini-batches do not have: PyG's loaders bring it, and so does "
+                "FeatstoreSampler.from_data(data, fanouts); the store's own sampling does not yet"
+            )
+        return {nodes: next(iter(ids.values())), edges: split(numbers)[0][""]}, sample
+
+
+class _Epoch:
+    """The mini-batches of one epoch."""
+
+    def __init__(self, wanted: Wanted, number: int) -> None:
+        self._wanted, self._number = wanted, number
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self._wanted.of(made) for made in epoch_of(self._wanted.sampler, self._number))
+
+
+class Whole:
+    """Makes what a loader of any mode has made a :class:`~featstore.loaders.batch.Batch`.
+
+    ``edge_table``: whose rows are ``edge_attr``. ``attach``: names of arrays of the store with a value for
+    each node, which are held in memory. Raises ArgumentError, UnknownNameError.
+    """
+
+    def __init__(self, store: OpenStore, edge_table: str | None, attach: Any) -> None:
+        self.edge_table, self.edges = edge_table, None
+        nodes = node_tables(store.tables)
+        if edge_table is not None:
+            args.known_name(edge_table, store.tables, "edge_table: the store has no table")
+            if edge_table in nodes:
+                raise ArgumentError(
+                    f"edge_table: {edge_table!r} is a table of nodes, judging by its name; one of edges is "
+                    f"called {EDGE_FEATURES!r}"
+                )
+            if len(nodes) != 1:
+                raise ArgumentError(
+                    f"edge_table= goes with one table of nodes; the store has {', '.join(map(repr, nodes))}"
+                )
+            self.edges = nodes[0], edge_table
+        self.arrays: dict[str, NDArray[Any]] = {}
+        names = [attach] if isinstance(attach, str) else args.as_sequence(attach, "attach", "names of arrays")
+        for name in names:
+            args.known_name(name, store.manifest.arrays, "attach: the store has no array")
+            rows = store.tables[nodes[0]].rows if len(nodes) == 1 else None
+            shape = store.manifest.arrays[name].shape
+            if rows is None or shape[:1] != [rows]:
+                raise ArgumentError(
+                    f"attach: array {name!r} has the shape {list(shape)}; what is attached has a value for "
+                    f"each of {'one table of nodes' if rows is None else f'{rows:,} nodes'}"
+                )
+            self.arrays[name] = store.arrays[name]
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory of the arrays."""
+        return sum(array.nbytes for array in self.arrays.values())
+
+    def batch(self, made: Any) -> Batch:
+        """One mini-batch; PyG's objects bring their rows along."""
+        batch = _as_batch(made)
+        edges = self.edge_table
+        if edges is not None and isinstance(batch.x, Mapping) and edges in batch.x:
+            edge_attr, (batch.x,) = batch.x[edges], (r for name, r in batch.x.items() if name != edges)
+            batch.edge_attr = edge_attr
+            if isinstance(batch.n_id, Mapping):
+                batch.n_id = next(ids for name, ids in batch.n_id.items() if name != edges)
+        for name, array in self.arrays.items():
+            if hasattr(batch, name):
+                raise ArgumentError(f"attach: these mini-batches have {name!r} already; leave it out")
+            values: Any = array[np.asarray(batch.n_id)]
+            if not isinstance(batch.x, np.ndarray):
+                from featstore.base.tensors import as_tensor, to_device
+
+                values = to_device(as_tensor(values), batch.x.device)
+            setattr(batch, name, values)
+            if type(batch.sample).__module__.startswith("torch_geometric."):
+                setattr(batch.sample, name, values)
+        return batch
+
+
+def _as_batch(made: Any) -> Batch:
+    if isinstance(made, Batch):
+        if _is_ours(made.sample):
+            made.n_id, made.sample = made.sample[_IDS], made.sample["sample"]
+        return made
+    if hasattr(made, "node_types"):
+        kinds = [t for t in made.node_types if "n_id" in made[t]]
+        return Batch(0, {t: made[t].n_id for t in kinds}, {t: made[t].x for t in kinds}, made)
+    return Batch(0, made.n_id, made.x, made)
+
+
+def _is_ours(sample: Any) -> bool:
+    return isinstance(sample, Mapping) and _IDS in sample
+
+
+def _knows_ids(sample: Any) -> bool:
+    if isinstance(sample, Mapping):
+        return False
+    pyg = type(sample).__module__.startswith("torch_geometric.")
+    return pyg or getattr(sample, "node", None) is not None
+
+
+def _field(sample: Any, name: str) -> Any:
+    return sample.get(name) if isinstance(sample, Mapping) else getattr(sample, name, None)
