@@ -154,7 +154,7 @@ class Loader(LoaderBase):
         if not after and at is None:
             after, over = self._begin(epoch, over)
         elif (ranks, step) != (self._ranks.shares, own):
-            after, over = self._begin(epoch, over + after * step)
+            after, over = self._mode.go_on(epoch, self._share, over + after * step)
         else:
             if over or self._over:
                 self._begin(epoch, over)

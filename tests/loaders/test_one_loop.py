@@ -234,13 +234,6 @@ def test_ranks_share_each_epoch(store: Any, mode: str, drop_last: bool, world: i
         assert report.padded < world * times
         assert report.dropped < options["batch_size"] * world * times
         assert not (report.padded if drop_last else report.dropped)
-    state = loaders[0].state_dict()
-    name = {} if mode in ("online", "partitions") else {"name": "other"}
-    with (
-        store.loader(mode=mode, **SAMPLED, **name) as alone,
-        pytest.raises(ArgumentError, match="ranks"),
-    ):
-        alone.load_state_dict(state)
     for loader in loaders:
         loader.close()
 
@@ -286,7 +279,6 @@ def test_what_is_refused(store: Any) -> None:
         ({**SAMPLED, "world_size": 2}, "which this is, rank="),
         ({**SAMPLED, "world_size": 2, "rank": 2}, "rank"),
         ({**SAMPLED, "mode": "partitions", "rank": 0, "world_size": 2, "passes": "auto"}, "own clock"),
-        ({"batches": arrays, "rank": 0, "world_size": 2}, "not both"),
         ({**SAMPLED, "batch_size": 500, "drop_last": True, "rank": 0, "world_size": 2}, "no mini-batch"),
     ):
         with pytest.raises(ArgumentError, match=says):

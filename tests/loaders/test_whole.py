@@ -1,0 +1,213 @@
+"""What mini-batches bring beside rows of nodes; a second loader within the same memory; saved caches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import featstore
+from featstore.errors import ArgumentError, SourceError
+
+NODES, EDGES = 600, 4000
+RNG = np.random.default_rng(0)
+FEATURES = RNG.standard_normal((NODES, 6)).astype(np.float32)
+OF_EDGES = RNG.standard_normal((EDGES, 3)).astype(np.float32)
+LABELS, TRAIN = RNG.integers(0, 7, NODES), np.arange(0, NODES, 3)
+INDEX = RNG.integers(0, NODES, (2, EDGES))
+READ_MODES = ("online", "compiled", "rolling")
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    path = tmp_path_factory.mktemp("whole") / "s"
+    with featstore.pack(
+        path,
+        {"features": FEATURES, "edge_features": OF_EDGES},
+        graph={"features": INDEX},
+        topology=True,
+        order={"features": "ldg", "edge_features": "given"},
+        partitions={"features": 4},
+        arrays={"label": LABELS, "short": LABELS[:5], "train": TRAIN},
+    ) as made:
+        yield made
+
+
+@pytest.mark.parametrize("mode", ["online", "compiled", "rolling", "partitions"])
+@pytest.mark.parametrize("tensors", [False, True])
+def test_labels_come_along(store: Any, mode: str, tensors: bool) -> None:
+    options: dict[str, Any] = {"seeds": "train", "fanouts": (3, 2), "batch_size": 50, "graph": "features"}
+    if tensors:
+        torch = pytest.importorskip("torch")
+        pytest.importorskip("torch_geometric")
+    with store.loader(mode=mode, attach="label", memory="64MiB", tensors=tensors, **options) as loader:
+        for batch in loader:
+            np.testing.assert_array_equal(np.asarray(batch.label), LABELS[batch.n_id])
+            assert not tensors or isinstance(batch.label, torch.Tensor)
+        if tensors:
+            assert torch.equal(batch.pyg().label, batch.label)
+
+
+def test_what_cannot_be_attached(store: Any) -> None:
+    batches = [(np.arange(5), {"label": 3})]
+    for names, says in (
+        ("nobody", "no array 'nobody'"),
+        ("short", "a value for each"),
+        (3, "names of arrays"),
+    ):
+        with pytest.raises(ArgumentError, match=says):
+            store.loader(batches, attach=names, memory="64MiB")
+    with (
+        store.loader(batches, attach=["label"], memory="64MiB") as loader,
+        pytest.raises(ArgumentError, match="have 'label' already"),
+    ):
+        next(iter(loader))
+    with pytest.raises(featstore.errors.BudgetError, match="attached"):
+        store.loader(batches, attach="label", memory=LABELS.nbytes)
+
+
+def sampled(epoch: int) -> list[Any]:
+    """Mini-batches of a sampler that knows the user's numbers of edges."""
+    rng = np.random.default_rng(epoch)
+    return [
+        {"n_id": rng.integers(0, NODES, 30), "e_id": rng.integers(0, EDGES, 50 + k), "k": k} for k in range(5)
+    ]
+
+
+@pytest.mark.parametrize("mode", READ_MODES)
+@pytest.mark.parametrize("pairs", [False, True])
+def test_rows_of_edges_come_by_the_user_s_numbers(store: Any, mode: str, pairs: bool) -> None:
+    def batches(epoch: int) -> list[Any]:
+        return [(one.pop("n_id"), one) for one in sampled(epoch)] if pairs else sampled(epoch)
+
+    options = {"mode": mode, "memory": "64MiB", "edge_table": "edge_features", "attach": "label"}
+    with store.loader(batches, **options) as loader:
+        for epoch in range(2):
+            count = 0
+            for batch, one in zip(loader, sampled(0 if mode == "compiled" else epoch), strict=True):
+                np.testing.assert_array_equal(batch.n_id, one["n_id"])
+                np.testing.assert_array_equal(batch.x, FEATURES[one["n_id"]])
+                np.testing.assert_array_equal(batch.edge_attr, OF_EDGES[one["e_id"]])
+                np.testing.assert_array_equal(batch.label, LABELS[one["n_id"]])
+                assert batch.k == one["k"]
+                count += 1
+            assert count == 5
+
+
+@pytest.mark.parametrize("mode", READ_MODES)
+def test_pyg_s_edge_attr_is_of_its_edges(store: Any, mode: str) -> None:
+    torch = pytest.importorskip("torch")
+    loader_module = pytest.importorskip("torch_geometric.loader")
+    from torch_geometric.data import Data
+
+    from featstore.adapters.pyg import FeatstoreSampler
+
+    graph = Data(edge_index=torch.from_numpy(INDEX), num_nodes=NODES)
+    neighbours = loader_module.NodeLoader(
+        graph, node_sampler=FeatstoreSampler.from_data(graph, (4, 3)), input_nodes=torch.from_numpy(TRAIN),
+        batch_size=60,
+    )  # fmt: skip
+    with store.loader(neighbours, mode=mode, memory="64MiB", edge_table="edge_features") as loader:
+        for batch in loader:
+            data = batch.pyg()
+            assert torch.equal(data.edge_attr, torch.from_numpy(OF_EDGES)[data.e_id])
+            assert torch.equal(batch.edge_attr, data.edge_attr)
+            assert torch.equal(data.x, torch.from_numpy(FEATURES)[data.n_id])
+            ends = torch.from_numpy(INDEX)[:, data.e_id]
+            assert torch.equal(data.n_id[data.edge_index], ends)
+
+
+def test_rows_of_edges_that_cannot_be_told(store: Any) -> None:
+    ids = [np.arange(5)]
+    for options, says in (
+        ({"edge_table": "features"}, "a table of nodes"),
+        ({"edge_table": "nobody"}, "no table"),
+        ({"edge_table": "edge_features", "mode": "partitions"}, "edge_table= is of mode"),
+    ):
+        with pytest.raises(ArgumentError, match=says):
+            store.loader(ids, memory="64MiB", **options)
+    seeds: dict[str, Any] = {"seeds": TRAIN, "fanouts": (3,), "graph": "features"}
+    for made, given in ((ids, {}), (None, seeds)):
+        with (
+            store.loader(made, memory="64MiB", edge_table="edge_features", **given) as loader,
+            pytest.raises(SourceError, match="read by e_id"),
+        ):
+            next(iter(loader))
+    with store.loader(sampled, memory="64MiB") as loader:
+        batch = next(iter(loader))
+        with pytest.raises(AttributeError, match="edge_table="):
+            _ = batch.edge_attr
+
+
+def test_rows_that_pyg_s_object_has_no_place_for(store: Any) -> None:
+    """They went missing without a word."""
+    torch = pytest.importorskip("torch")
+    data_module = pytest.importorskip("torch_geometric.data")
+
+    def batches(_: int) -> list[Any]:
+        data = data_module.HeteroData()
+        data["features"].n_id = torch.arange(4)
+        return [data]
+
+    both = {
+        "memory": "64MiB",
+        "nodes": lambda made: {"features": np.arange(4), "edge_features": np.arange(3)},
+    }
+    with store.loader(batches, **both) as loader, pytest.raises(SourceError, match="'edge_features'"):
+        next(iter(loader))
+
+
+def test_a_loader_to_validate_with_is_within_the_memory(store: Any) -> None:
+    options: dict[str, Any] = {"fanouts": (3, 2), "batch_size": 50, "graph": "features"}
+    with store.loader(seeds=TRAIN, memory="96MiB", validation_memory="32MiB", **options) as loader:
+        held = np.setdiff1d(np.arange(NODES), TRAIN)
+        validation = loader.validation(seeds=held, **options)
+        assert validation.memory_bytes == 32 * 2**20
+        for _ in range(2):
+            assert sum(batch.batch_size for batch in loader) == len(TRAIN)
+            assert sum(batch.batch_size for batch in validation) == len(held)
+        with pytest.raises(ArgumentError, match="once"):
+            loader.validation(seeds=held, **options)
+    with pytest.raises(featstore.errors.ClosedError):
+        next(iter(validation))
+    with (
+        store.loader(seeds=TRAIN, memory="64MiB", **options) as loader,
+        pytest.raises(ArgumentError, match="validation_memory="),
+    ):
+        loader.validation(seeds=TRAIN, **options)
+    with pytest.raises(ArgumentError, match="leaves nothing"):
+        store.loader(seeds=TRAIN, memory="64MiB", validation_memory="64MiB", **options)
+
+
+def test_a_saved_cache_is_begun_with(store: Any, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"seeds": TRAIN, "fanouts": (3, 2), "batch_size": 50, "graph": "features"}
+    with store.loader(memory="64MiB", **options) as loader:
+        list(loader)
+        loader.save_cache("mine")
+    with store.loader(memory="64MiB", warm="mine", **options) as loader:
+        list(loader)
+        assert loader.report().hit_rate == 1
+    with (
+        store.loader(memory="64MiB", mode="rolling", **options) as loader,
+        pytest.raises(ArgumentError, match="of mode 'online'"),
+    ):
+        loader.save_cache()
+    with pytest.raises(ArgumentError, match="warm= is of mode 'online'"):
+        store.loader(memory="64MiB", mode="compiled", warm="mine", **options)
+
+
+def test_what_was_compiled_before_needs_no_mini_batches(store: Any) -> None:
+    options: dict[str, Any] = {"seeds": TRAIN, "fanouts": (3, 2), "batch_size": 50, "graph": "features"}
+    with store.loader(mode="compiled", name="kept", memory="64MiB", **options) as loader:
+        expected = [batch.n_id.tolist() for batch in loader]
+    with store.loader(mode="compiled", name="kept", reuse=True, memory="64MiB", attach="label") as loader:
+        assert len(loader) == len(expected)
+        for batch, ids in zip(loader, expected, strict=True):
+            assert batch.n_id.tolist() == ids
+            np.testing.assert_array_equal(batch.x, FEATURES[batch.n_id])
+            np.testing.assert_array_equal(batch.label, LABELS[batch.n_id])
+    with pytest.raises(featstore.errors.IncompleteStoreError, match="no compiled trace 'other'"):
+        store.loader(mode="compiled", name="other", reuse=True, memory="64MiB")
