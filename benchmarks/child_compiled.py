@@ -27,6 +27,8 @@ import featstore
 import featstore.loaders.train
 from featstore.errors import BudgetError
 from featstore.front.compiling import compile_trace
+from featstore.loaders.compiled.loader import CompiledLoader
+from featstore.loaders.online.loader import OnlineLoader
 
 TINY_ROWS, TINY_BATCHES = 4096, 8
 TOUCHED = 1 << 16  # of a row's bytes one in so many is looked at where nobody trains
@@ -49,10 +51,10 @@ def load_kernels(folder: Path, columns: int) -> None:
             store.reader(memory="16MiB", static=None).close()
             for disk, cache in ((None, TINY_ROWS * 32), ("1x", 0)):
                 compile_trace(store, trace, memory="64MiB", disk=disk, cache=cache, overwrite=True).close()  # type: ignore[union-attr]
-                with store.compiled() as compiled, compiled.loader() as loader:
+                with store.compiled() as compiled, CompiledLoader(compiled) as loader:
                     for batch in loader:
                         del batch
-            with featstore.OnlineLoader(store, batches, memory="64MiB", policy="lru") as online:
+            with OnlineLoader(store, batches, memory="64MiB", policy="lru") as online:
                 for batch in online:
                     del batch
 
@@ -127,7 +129,7 @@ def go_through(batches: Batches, seconds_max: float, training: Any) -> dict[str,
     return {"seconds": time.perf_counter() - begin, "batches": count, "looked": looked}
 
 
-def one_epoch(source: featstore.OnlineLoader, seconds_max: float, training: Any) -> dict[str, Any]:
+def one_epoch(source: OnlineLoader, seconds_max: float, training: Any) -> dict[str, Any]:
     """An epoch of an online loader, with the time of each stage."""
     before = source.report()
     found = go_through(((b.x, b.sample) for b in source), seconds_max, training)
@@ -149,7 +151,7 @@ def epochs(given: dict[str, Any]) -> dict[str, Any]:
     begin = time.perf_counter()
     with featstore.open(given["store"]) as store:
         if given["mode"] == "compiled":
-            with store.compiled(given["name"]) as compiled, compiled.loader(tensors=False) as source:
+            with store.compiled(given["name"]) as compiled, CompiledLoader(compiled, tensors=False) as source:
                 opened = time.perf_counter() - begin
                 for what, trained in (("load", None), ("train", training)):
                     results[what] = go_through(
@@ -159,7 +161,7 @@ def epochs(given: dict[str, Any]) -> dict[str, Any]:
         elif given["mode"] == "online":
             with (
                 featstore.Trace(given["trace"]) as trace,
-                featstore.OnlineLoader(
+                OnlineLoader(
                     store,
                     lambda _: recorded(trace),
                     memory=given["memory_bytes"],

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 import featstore
 import featstore.loaders.mega.loader
+from featstore.loaders.mega.loader import MegaBatches
 from featstore.sampling.neighbors import NeighborSampler
 
 FANOUTS = (10, 5)
@@ -69,7 +70,8 @@ def by_mega_batches(given: dict[str, Any], training: Training) -> dict[str, Any]
     steps = kept = 0
     with (
         featstore.open(given["store"]) as store,
-        store.mega_batches(
+        MegaBatches(
+            store,
             memory=given["memory_bytes"],
             train=train,
             resident=given["resident"],

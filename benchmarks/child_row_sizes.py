@@ -24,6 +24,7 @@ from system import status_bytes
 from tables import check_rows
 
 import featstore
+from featstore.loaders.online.loader import OnlineLoader
 from featstore.plan.cost import DeviceModel
 from featstore.reader.reader import Reader
 
@@ -61,18 +62,14 @@ def main() -> None:
     with featstore.open(given["path"]) as store:
         rows = store.tables["features"].rows
         epochs = [mini_batches(rows, given["batches"], given["batch_rows"], epoch) for epoch in range(3)]
-        with featstore.OnlineLoader(
-            store, epochs[0][:3], memory=given["memory_bytes"], model=model
-        ) as loader:
+        with OnlineLoader(store, epochs[0][:3], memory=given["memory_bytes"], model=model) as loader:
             for _ in loader:
                 pass
         del loader
         gc.collect()
         bare = status_bytes("VmRSS")
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-        with featstore.OnlineLoader(
-            store, lambda k: epochs[k], memory=given["memory_bytes"], model=model
-        ) as loader:
+        with OnlineLoader(store, lambda k: epochs[k], memory=given["memory_bytes"], model=model) as loader:
             for _ in loader:
                 pass
             before, noting = loader.report(), True

@@ -53,6 +53,7 @@ from featstore.compile.build import packs_directory
 from featstore.compile.choose import choose_placement
 from featstore.compile.row_lists import RowListsWriter
 from featstore.layout import TableLayout
+from featstore.loaders.compiled.loader import CompiledLoader
 from featstore.measure.calibrate import measure
 from featstore.plan.cost import DeviceModel, device_key, save_model
 from featstore.storage.disk import Disk
@@ -98,8 +99,8 @@ def measure_bytes(report: Report, data: Data, settings: Settings, folder: Path |
         checked = sum(len(m) for m in missed_by_min(rows, data.nodes, cache // data.row_bytes))
         note(f"rows missed under MIN: {ours.forecast['missed_rows']:,}; by plain NumPy {checked:,}")
         with (
-            ours.compiled.loader(memory=TRAIN_MEMORY, tensors=False) as loader,
-            paper.compiled.loader(memory=TRAIN_MEMORY, tensors=False) as other,
+            CompiledLoader(ours.compiled, memory=TRAIN_MEMORY, tensors=False) as loader,
+            CompiledLoader(paper.compiled, memory=TRAIN_MEMORY, tensors=False) as other,
         ):
             check_epoch(loader, trace, data.files)
             check_epoch(other, trace, data.files)
@@ -375,7 +376,9 @@ def under_limit(data: Data, times: float, rounds: int) -> dict[str, Any]:
             "placement": built[name].compiled.entry.tables[TABLE].placement, "search_seconds": policy.seconds,
             "compile_seconds": built[name].seconds, "forecast_seconds": built[name].forecast_seconds,
         }  # fmt: skip
-    loaders = {name: one.compiled.loader(memory=TRAIN_MEMORY, tensors=False) for name, one in built.items()}
+    loaders = {
+        name: CompiledLoader(one.compiled, memory=TRAIN_MEMORY, tensors=False) for name, one in built.items()
+    }
     count = len(trace) // MEASURED_SHARE
     try:
         for loader in loaders.values():

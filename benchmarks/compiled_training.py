@@ -16,6 +16,7 @@ from harness import HERE, Claim, Report, Settings, note
 from system import drop_caches, free_memory_bytes, memory_group, run_child
 
 import featstore
+from featstore.loaders.compiled.loader import CompiledLoader
 from featstore.loaders.rolling import RollingLoader
 from featstore.units import format_bytes
 
@@ -48,7 +49,7 @@ def measure_training(report: Report, data: Data, settings: Settings) -> None:
         trace, "training", train_memory=TRAIN_MEMORY, cache=int(CACHE_SHARE * data.table_bytes)
     )
     try:
-        with built.compiled.loader(memory=TRAIN_MEMORY, tensors=False) as loader:
+        with CompiledLoader(built.compiled, memory=TRAIN_MEMORY, tensors=False) as loader:
             drop_caches(built.files())
             training = Training(data.files.columns, labels)
             begin = time.perf_counter()

@@ -40,6 +40,7 @@ from system import drop_caches, free_memory_bytes, memory_group, run_child, touc
 from tables import remove
 
 import featstore
+from featstore.loaders.mega.loader import MegaBatches
 from featstore.units import format_bytes, parse_bytes
 
 COLUMNS = 128
@@ -69,7 +70,7 @@ def row_files(store: featstore.Store) -> list[Path]:
 
 def load_epoch(store: featstore.Store, train: Any, options: dict[str, Any]) -> Sample:
     """Load an epoch and check some of what came."""
-    with store.mega_batches(train=train, **options) as loader:
+    with MegaBatches(store, train=train, **options) as loader:
         begin = time.perf_counter()
         read, megas = 0, 0
         for mega in loader:

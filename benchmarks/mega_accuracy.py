@@ -77,9 +77,12 @@ class Stores:
         return self._loader(variant, seed, resident, None)
 
     def _loader(self, variant: Variant, seed: int, resident: int, replaced: int | None) -> Any:
-        return self.store(variant.hub_rank).mega_batches(
-            memory=MEMORY, train=self._data.train, hubs=None if variant.hubs else 0, resident=resident,
-            replaced=replaced, passes=variant.passes, seed=seed,
+        from featstore.loaders.mega.loader import MegaBatches
+
+        return MegaBatches(
+            self.store(variant.hub_rank), memory=MEMORY, train=self._data.train,
+            hubs=None if variant.hubs else 0, resident=resident, replaced=replaced, passes=variant.passes,
+            seed=seed,
         )  # fmt: skip
 
     def _sliding_sizes(self, resident: int) -> tuple[int, int]:

@@ -26,6 +26,7 @@ from harness import paired_ratio as ratio
 
 import featstore
 from featstore.engine import choose
+from featstore.loaders.online.loader import OnlineLoader
 from featstore.sampling.batches import open_sampler
 from featstore.tune.allocation import Choice, Reading
 from featstore.tune.profiling import MakeBatches, Switch, TrainStep, set_threads, threads_restored
@@ -131,7 +132,7 @@ def sweep(
             reading, switch = choice.reading, Switch(make(0))
             given = {} if reading.extracted is None else {"extracted": reading.extracted}
             given |= {} if reading.reader_bytes is None else {"reader_memory": reading.reader_bytes}
-            loader = featstore.OnlineLoader(
+            loader = OnlineLoader(
                 store, switch, memory=memory, engine=reading.engine, queue_depth=reading.queue_depth, **given
             )
             loaders[reading] = stack.enter_context(loader), switch

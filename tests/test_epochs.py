@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from itertools import islice
+from itertools import islice, pairwise
 from typing import Any
 
 import numpy as np
 import pytest
 
 import featstore
+from featstore.loaders.online.loader import OnlineLoader
 from featstore.loaders.prefetch import epoch_of, pass_epoch
 from featstore.loaders.rolling import RollingLoader
 from featstore.sampling.batches import sample_batches
@@ -131,7 +132,7 @@ SAMPLERS = [
 
 @pytest.mark.parametrize("make", SAMPLERS)
 def test_online_epochs_differ_and_can_be_resumed(store: featstore.Store, make: Callable[[Any], Any]) -> None:
-    with featstore.OnlineLoader(store, make(store), memory=MEMORY) as loader:
+    with OnlineLoader(store, make(store), memory=MEMORY) as loader:
         epochs = [[ids_of(batch) for batch in loader] for _ in range(3)]
         assert [len(one) for one in epochs] == [PER_EPOCH] * 3
         for a, b in ((0, 1), (1, 2), (0, 2)):
@@ -143,31 +144,29 @@ def test_online_epochs_differ_and_can_be_resumed(store: featstore.Store, make: C
                 state = loader.state_dict()
                 break
         assert ids_of(next(iter(loader))) == epochs[2][0], "broken off: the next epoch begins"
-    with featstore.OnlineLoader(store, make(store), memory=MEMORY) as again:
+    with OnlineLoader(store, make(store), memory=MEMORY) as again:
         again.load_state_dict(state)
         assert [ids_of(batch) for batch in again] == epochs[1][2:]
         assert [ids_of(batch) for batch in again] == epochs[2]
 
 
-@pytest.mark.parametrize("fresh", [False, True])
-def test_compiled_epochs_differ(store: featstore.Store, fresh: bool) -> None:
-    options: dict[str, Any] = {"fresh": True} if fresh else {"epochs": 3}
-    with featstore.train_loader(
-        store, in_memory(store), memory=MEMORY, name=f"e{fresh}", **options
-    ) as loader:
-        found = [ids_of(batch) for batch in islice(loader, 3 * PER_EPOCH)]
+@pytest.mark.parametrize("mode", ["compiled", "rolling"])
+def test_all_modes_have_the_same_epochs(store: featstore.Store, mode: str) -> None:
+    with OnlineLoader(store, in_memory(store), memory=MEMORY) as online:
+        expected = [[ids_of(batch) for batch in online] for _ in range(4)]
+    assert all(one != other for a, b in pairwise(expected) for one, other in zip(a, b, strict=True))
+    if mode == "compiled":
+        expected = expected[:1] * 4  # the first one, again and again
+    with store.loader(in_memory(store), mode=mode, memory=MEMORY, name=mode) as loader:
+        assert [[ids_of(batch) for batch in loader] for _ in range(3)] == expected[:3]
+        under_way = iter(loader)
+        assert ids_of(next(under_way)) == expected[3][0]
         state = loader.state_dict()
-        after = [ids_of(batch) for batch in islice(loader, 2)] if fresh else []
-    with featstore.OnlineLoader(store, in_memory(store), memory=MEMORY) as online:
-        expected = [ids_of(batch) for _ in range(4) for batch in online]
-    assert found == expected[: 3 * PER_EPOCH], "all loaders have the same epochs"
-    assert all(one != other for one, other in zip(found, found[PER_EPOCH:], strict=False))
-    if fresh:
-        assert after == expected[9:11]
-        again = featstore.train_loader(store, in_memory(store), memory=MEMORY, name="again", fresh=True)
-        with again as loader:
-            loader.load_state_dict(state)
-            assert [ids_of(batch) for batch in islice(loader, 2)] == expected[9:11]
+        assert [ids_of(batch) for batch in under_way] == expected[3][1:]
+    options: Any = {"mode": mode, "memory": MEMORY, "name": mode if mode == "compiled" else "again"}
+    with store.loader(in_memory(store), reuse=True if mode == "compiled" else None, **options) as loader:
+        loader.load_state_dict(state)
+        assert [ids_of(batch) for batch in loader] == expected[3][1:]
 
 
 def test_rolling_episodes_are_told(store: featstore.Store) -> None:
@@ -180,7 +179,7 @@ def test_rolling_episodes_are_told(store: featstore.Store) -> None:
 def test_an_epoch_that_was_given_stays(store: featstore.Store) -> None:
     with sample_batches(own(), np.arange(SEEDS), [3, 3], 20, seed=4, epoch=5) as batches:
         expected = [batch.node.tolist() for batch in batches]
-        with featstore.OnlineLoader(store, batches, memory=MEMORY) as loader:
+        with OnlineLoader(store, batches, memory=MEMORY) as loader:
             assert [[ids_of(batch) for batch in loader] for _ in range(2)] == [expected, expected]
 
 

@@ -17,6 +17,11 @@ from processes import child, exit_code
 
 import featstore
 from featstore.errors import ClosedError
+from featstore.loaders.compiled.loader import CompiledLoader
+from featstore.loaders.mega.loader import MegaBatches
+from featstore.loaders.online.loader import OnlineLoader
+from featstore.loaders.rolling import RollingLoader
+from featstore.loaders.train import compiled_once
 from featstore.reader.reader import Reader
 from featstore.tiers.buffer import FeatureBuffer
 
@@ -143,7 +148,7 @@ def goes_on(loader: Any) -> bool:
 
 
 def test_iterators_of_an_online_loader(store: featstore.Store) -> None:
-    with featstore.OnlineLoader(store, batches, memory="6MiB") as loader:
+    with OnlineLoader(store, batches, memory="6MiB") as loader:
         under_way = iter(loader)
         next(under_way)
         loader.report_stages._lock.acquire()  # as above
@@ -156,12 +161,24 @@ def test_iterators_of_an_online_loader(store: featstore.Store) -> None:
 
 def test_iterators_of_compiled_and_rolling_loaders(own: Path) -> None:
     with featstore.open(own) as store:
-        for fresh in (False, True):
-            with featstore.train_loader(store, batches, memory="32MiB", fresh=fresh) as loader:
+        compiled_once(store, batches, "train", memory="32MiB")
+        with store.compiled("train") as compiled:
+            for made in (CompiledLoader(compiled), RollingLoader(store, batches, memory="32MiB")):
+                with made as loader:
+                    under_way = iter(loader)
+                    next(under_way)
+                    assert in_child(lambda: refused(lambda: next(under_way)) and goes_on(loader)) == 0  # noqa: B023
+                    assert len([next(under_way) for _ in range(11)]) == 11
+
+
+def test_iterators_of_the_one_loader(own: Path) -> None:
+    with featstore.open(own) as store:
+        for mode in ("online", "compiled", "rolling"):
+            with store.loader(batches, mode=mode, memory="32MiB") as loader:
                 under_way = iter(loader)
                 next(under_way)
                 assert in_child(lambda: refused(lambda: next(under_way)) and goes_on(loader)) == 0  # noqa: B023
-                assert len([next(under_way) for _ in range(11)]) == 11
+                assert len(list(under_way)) == 11
 
 
 def test_iterators_of_mega_batches(tmp_path: Path, pack: Any) -> None:
@@ -176,7 +193,7 @@ def test_iterators_of_mega_batches(tmp_path: Path, pack: Any) -> None:
     }
     with (
         pack(tmp_path / "s", np.zeros((900, 30), np.float32), **options) as store,
-        store.mega_batches(memory="32MiB", resident=3) as loader,
+        MegaBatches(store, memory="32MiB", resident=3) as loader,
     ):
         under_way = iter(loader)
         next(under_way)

@@ -1,11 +1,11 @@
-"""Ranks that would all train on the same are warned, once a process; those that evidently do not are left
-alone."""
+"""Ranks whose mini-batches were given are told, once a process, that they share them; those that say so, or
+whose mini-batches divide themselves, are left alone."""
 
 from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -14,11 +14,15 @@ import pytest
 import featstore
 from featstore.errors import FeatstoreWarning
 from featstore.loaders import ranks
+from featstore.loaders.compiled.loader import CompiledLoader
+from featstore.loaders.mega.loader import MegaBatches
+from featstore.loaders.online.loader import OnlineLoader
 from featstore.loaders.rolling import RollingLoader
 
 ROWS = 400
-BATCHES = [np.arange(20), np.arange(20, 40)]
-WARNED = r"one of 2 ranks.*train\[rank::2\].*DistributedSampler.*memory= is that of one process"
+BATCHES = [np.arange(20 * k, 20 * k + 20) for k in range(4)]
+WARNED = r"one of 2 ranks.* every 2th of the mini-batches.*world_size=1.*memory= is that of one process"
+MODES = ["online", "compiled", "rolling"]  # that take mini-batches
 
 
 @pytest.fixture(scope="module")
@@ -32,62 +36,62 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[featstore.Store]
 
 @pytest.fixture(autouse=True)
 def two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What torchrun says, in a process that was not warned yet."""
+    """What torchrun says, in a process that was not told yet."""
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr(ranks, "_said", False)
 
 
-def online(store: featstore.Store, batches: Any = BATCHES) -> None:
-    featstore.OnlineLoader(store, batches, memory="64MiB").close()
+def ids_of(store: featstore.Store, batches: Any = BATCHES, **options: Any) -> list[list[int]]:
+    """The ids of each mini-batch of an epoch. A warning that no test expects is an error."""
+    with store.loader(batches, memory="64MiB", **options) as loader:
+        return [np.asarray(batch.n_id).tolist() for batch in loader]
 
 
-def mega(store: featstore.Store) -> None:
-    store.mega_batches(memory="64MiB").close()
+def expected(of: list[np.ndarray]) -> list[list[int]]:
+    return [ids.tolist() for ids in of]
 
 
-def rolling(store: featstore.Store, batches: Any = BATCHES) -> None:
-    RollingLoader(store, batches, memory="64MiB").close()
-
-
-def one_line(store: featstore.Store, batches: Any = BATCHES) -> None:
-    featstore.train_loader(store, batches, memory="64MiB", name="line").close()
-
-
-def one_line_fresh(store: featstore.Store, batches: Any = BATCHES) -> None:
-    featstore.train_loader(store, batches, memory="64MiB", fresh=True, name="fresh").close()
-
-
-def compiled(store: featstore.Store, **options: Any) -> None:
-    with store.compiled("kept") as trace:
-        trace.loader(**options).close()
-
-
-@pytest.fixture(scope="module")
-def kept(store: featstore.Store) -> None:
-    with pytest.MonkeyPatch.context() as alone:
-        alone.delenv("WORLD_SIZE", raising=False)
-        options: Any = {"memory": "64MiB", "name": "kept", "residency": "fixed"}
-        featstore.train_loader(store, BATCHES, **options).close()
-
-
-@pytest.mark.parametrize("make", [online, mega, rolling, one_line, one_line_fresh, compiled])
-def test_each_loader_warns_once(store: featstore.Store, kept: None, make: Callable[..., None]) -> None:
+@pytest.mark.parametrize("mode", MODES)
+def test_ranks_are_told_once_that_they_share(store: featstore.Store, mode: str) -> None:
     with pytest.warns(FeatstoreWarning, match=WARNED) as caught:
-        make(store)
+        loader = store.loader(BATCHES, mode=mode, memory="64MiB")
     assert len(caught) == 1
-    assert caught[0].filename == inspect.getfile(test_each_loader_warns_once), "it points at the user's line"
-    make(store)  # a second warning would be an error here
-    online(store)
+    assert caught[0].filename == inspect.getfile(test_ranks_are_told_once_that_they_share), (
+        "it points at the user's line"
+    )
+    with loader:
+        assert (loader.rank, loader.world_size) == (1, 2)
+        assert [batch.n_id.tolist() for batch in loader] == expected(BATCHES[1::2])
+    for other in MODES:  # a second warning would be an error here
+        assert ids_of(store, mode=other) == expected(BATCHES[1::2])
 
 
-def test_one_process_alone_is_not_warned(store: featstore.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("mode", MODES)
+def test_who_says_so_is_not_told(store: featstore.Store, mode: str) -> None:
+    assert ids_of(store, mode=mode, world_size=1) == expected(BATCHES), "each rank was given its own"
+    assert ids_of(store, mode=mode, rank=1, world_size=2) == expected(BATCHES[1::2])
+    assert ids_of(store, mode=mode, world_size=2) == expected(BATCHES[1::2]), "as the environment says"
+    assert ids_of(store, mode=mode, rank=0, world_size=4) == expected(BATCHES[::4])
+
+
+def test_a_rank_without_how_many_is_told(store: featstore.Store) -> None:
+    with pytest.warns(FeatstoreWarning, match=WARNED):
+        assert ids_of(store, rank=0) == expected(BATCHES[::2])
+
+
+@pytest.mark.parametrize("mode", [*MODES, "partitions"])
+def test_ranks_of_which_the_store_samples_are_not_told(store: featstore.Store, mode: str) -> None:
+    store.loader(seeds=np.arange(40), fanouts=[2], mode=mode, memory="64MiB").close()
+
+
+def test_one_process_alone_is_not_told(store: featstore.Store, monkeypatch: pytest.MonkeyPatch) -> None:
     for size in ("1", "", "two"):
         monkeypatch.setenv("WORLD_SIZE", size)
-        online(store)
+        assert ids_of(store) == expected(BATCHES)
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.delenv("RANK")
-    online(store)
+    assert ids_of(store) == expected(BATCHES)
 
 
 def test_a_process_group_is_seen(store: featstore.Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,21 +99,22 @@ def test_a_process_group_is_seen(store: featstore.Store, monkeypatch: pytest.Mon
     monkeypatch.delenv("WORLD_SIZE")
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
     with pytest.warns(FeatstoreWarning, match=WARNED):
-        online(store)
+        assert ids_of(store) == expected(BATCHES[::2])
 
 
 def distributed(**options: Any) -> Any:
     torch = pytest.importorskip("torch")
-    sampler = torch.utils.data.DistributedSampler(range(ROWS), num_replicas=2, rank=1)
+    sampler = torch.utils.data.DistributedSampler(range(ROWS), num_replicas=2, rank=1, shuffle=False)
     return torch.utils.data.DataLoader(range(ROWS), sampler=sampler, batch_size=20, **options)
 
 
-@pytest.mark.parametrize("make", [online, rolling, one_line, one_line_fresh])
-def test_what_divides_itself_is_not_warned_of(store: featstore.Store, make: Callable[..., None]) -> None:
+@pytest.mark.parametrize("mode", MODES)
+def test_what_divides_itself_is_left_as_it_is(store: featstore.Store, mode: str) -> None:
     loader = distributed()
-    assert ranks.divides_itself(loader)
-    make(store, loader)
+    own = np.arange(1, ROWS, 2).reshape(-1, 20).tolist()
+    assert ids_of(store, loader, mode=mode) == own
 
     class Wrapper:
         def __init__(self, loader: Any) -> None:
@@ -118,27 +123,37 @@ def test_what_divides_itself_is_not_warned_of(store: featstore.Store, make: Call
         def __iter__(self) -> Iterator[Any]:
             return iter(self.loader)
 
-    make(store, Wrapper(loader))
+    assert ids_of(store, Wrapper(loader), mode=mode) == own
 
 
-def test_a_part_of_a_trace_is_not_warned_of(store: featstore.Store, kept: None) -> None:
-    compiled(store, order=[1])
-
-
-def test_a_sampler_of_all_is_warned_of(store: featstore.Store) -> None:
+def test_a_sampler_of_all_is_divided(store: featstore.Store) -> None:
     torch = pytest.importorskip("torch")
-    sampler = torch.utils.data.DistributedSampler(range(ROWS), num_replicas=1, rank=0)
+    sampler = torch.utils.data.DistributedSampler(range(ROWS), num_replicas=1, rank=0, shuffle=False)
     with pytest.warns(FeatstoreWarning, match=WARNED):
-        online(store, torch.utils.data.DataLoader(range(ROWS), sampler=sampler))
+        found = ids_of(store, torch.utils.data.DataLoader(range(ROWS), sampler=sampler, batch_size=20))
+    assert found == np.arange(ROWS).reshape(-1, 20)[1::2].tolist()
+
+
+def test_the_loaders_inside_say_nothing(store: featstore.Store) -> None:
+    """They go through what they are given."""
+    OnlineLoader(store, BATCHES, memory="64MiB").close()
+    RollingLoader(store, BATCHES, memory="64MiB").close()
+    MegaBatches(store, memory="64MiB").close()
+    ids_of(store, mode="compiled", name="kept", world_size=1)
+    with store.compiled("kept") as trace:
+        CompiledLoader(trace).close()
 
 
 def test_it_can_be_silenced_as_it_says(store: featstore.Store) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "this process is one of")
-        online(store)
+        assert ids_of(store) == expected(BATCHES[1::2])
 
 
-def test_a_warning_that_is_an_error_leaves_nothing_behind(store: featstore.Store) -> None:
+@pytest.mark.parametrize("mode", MODES)
+def test_a_warning_that_is_an_error_leaves_nothing_behind(store: featstore.Store, mode: str) -> None:
+    before = sorted(store.path.rglob("*"))
     with pytest.raises(FeatstoreWarning):
-        online(store)
-    online(store)
+        ids_of(store, mode=mode, name=f"e-{mode}" if mode != "online" else None)
+    assert sorted(store.path.rglob("*")) == before
+    assert ids_of(store, mode=mode) == expected(BATCHES[1::2])

@@ -16,6 +16,7 @@ import pytest
 import featstore
 from featstore.base.hashing import fold_ids
 from featstore.errors import FeatstoreError, IdError, SourceError
+from featstore.loaders.online.loader import OnlineLoader
 from featstore.sampling.batches import open_sampler
 from featstore.sampling.neighbors import NeighborSampler
 
@@ -469,14 +470,14 @@ def test_a_mini_batch_without_its_edges_is_refused(graph_store: Any, by_place: A
     sampler = by_place["stored"]
     bare = loader_of(Data(num_nodes=NODES), sampler)
     with (
-        featstore.OnlineLoader(graph_store, bare, memory="32MiB") as loader,
+        OnlineLoader(graph_store, bare, memory="32MiB") as loader,
         pytest.raises(SourceError, match="has no edge_index"),
     ):
         next(iter(loader))
     with pytest.raises(SourceError, match="has no edge_index"):
         featstore.Trace.record(bare, tmp_path / "t")
     data = Data(num_nodes=NODES, edge_index=torch.empty((2, 0), dtype=torch.long))  # as the message says
-    with featstore.OnlineLoader(graph_store, loader_of(data, sampler), memory="32MiB") as loader:
+    with OnlineLoader(graph_store, loader_of(data, sampler), memory="32MiB") as loader:
         assert next(iter(loader)).edge_index.shape[1] > 100
 
 
@@ -528,12 +529,12 @@ def test_rows_by_a_samplers_own_edge_numbers_are_refused(edge_data: EdgeData, tm
     with featstore.pack(tmp_path / "s", {"features": features, "edge_features": values}) as store:
         both = {"memory": "64MiB", "nodes": lambda b: {"features": b.node, "edge_features": b.edge_id}}
         with (
-            featstore.OnlineLoader(store, batches, **both) as loader,
+            OnlineLoader(store, batches, **both) as loader,
             pytest.raises(SourceError, match="by edge_id"),
         ):
             next(iter(loader))
         both["nodes"] = lambda b: {"features": b.node, "edge_features": order[b.edge_id]}
-        with featstore.OnlineLoader(store, batches, **both) as loader:
+        with OnlineLoader(store, batches, **both) as loader:
             (got,) = loader
         batch = batches[0]
         expected = batch.node[batch.row] * NODES + batch.node[batch.col]

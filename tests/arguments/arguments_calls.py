@@ -35,9 +35,10 @@ from torch_geometric.sampler import NodeSamplerInput
 
 import featstore
 from featstore.adapters.pyg import FeatstoreFeatures, FeatstoreGraph, FeatstoreSampler
-from featstore.compiled import Compiled
 from featstore.loaders.compiled.loader import CompiledLoader
+from featstore.loaders.compiled.trace import CompiledTrace
 from featstore.loaders.mega.loader import MegaBatches
+from featstore.loaders.online.loader import OnlineLoader
 from featstore.loaders.rolling import RollingLoader
 from featstore.measure.calibrate import calibrate, measure
 from featstore.reader.reader import Reader
@@ -162,6 +163,10 @@ DEVICE_MEMORY = MEMORY.but("nothing", "zero")
 BATCHES = Rule({**NONSENSE, "None": None, "a text": "abc", "a number": 3, "a mapping": {"a": [1]}}).but(
     "a set", "a nested list", "a meta tensor", "a nested tensor", "an array of objects", "bytes", "a type"
 )
+BATCH_ROWS = (
+    count().optional.but("a mapping").and_also(another_table={"nobody": 3}, wrong_rows={"features": 0})
+)
+BUFFER = Rule({**NONSENSE, "a policy": "lru", "bytes": 2**20})
 BY_TABLE = {"another table": {"nobody": 1}}
 
 ELSEWHERE = Anything("its rules are tested with the adapter")
@@ -199,7 +204,6 @@ CALLS: dict[str, Call] = {
         lambda w: (w.store.sampler, {"fanouts": [2], "memory": "64MiB"}),
         {"fanouts": FANOUTS, "options": OPTION},
     ),
-    "Store.mega_batches": Call(lambda w: (w.store.mega_batches, {"memory": "64MiB"}), {"options": OPTION}),
     "Store.compiled": Call(
         lambda w: (w.compiled.base.compiled, {"name": "default"}),
         {"name": PATH.and_also(another="no-such").saying("name|compiled")},
@@ -391,15 +395,14 @@ CALLS: dict[str, Call] = {
             "policy": Rule({**NONSENSE, "None": None, "a name": "modelled time"}),
         },
     ),
-    "Compiled": Call(
-        lambda w: (Compiled, {"base": w.compiled.base}),
+    "CompiledTrace": Call(
+        lambda w: (CompiledTrace, {"base": w.compiled.base}),
         {"base": STORE, "name": PATH.and_also(another="no-such").saying("name|compiled")},
     ),
-    "Compiled.limits": Call(lambda w: (w.compiled.limits, {"table": "features"}), {"table": NAME}),
-    "Compiled.row_bytes": Call(lambda w: (w.compiled.row_bytes, {"table": "features"}), {"table": NAME}),
-    "Compiled.turn": Call(lambda w: (w.compiled.turn, {"table": "features"}), {"table": NAME}),
-    "Compiled.needed_bytes": Call(lambda w: (w.compiled.needed_bytes, {"depth": 2}), {"depth": count()}),
-    "Compiled.loader": Call(lambda w: (w.compiled.loader, {}), {"options": OPTION}),
+    "CompiledTrace.limits": Call(lambda w: (w.compiled.limits, {"table": "features"}), {"table": NAME}),
+    "CompiledTrace.row_bytes": Call(lambda w: (w.compiled.row_bytes, {"table": "features"}), {"table": NAME}),
+    "CompiledTrace.turn": Call(lambda w: (w.compiled.turn, {"table": "features"}), {"table": NAME}),
+    "CompiledTrace.needed_bytes": Call(lambda w: (w.compiled.needed_bytes, {"depth": 2}), {"depth": count()}),
     "CompiledLoader": Call(
         lambda w: (CompiledLoader, {"compiled": w.compiled, "engine": "threads"}),
         {
@@ -408,7 +411,7 @@ CALLS: dict[str, Call] = {
             "order": Rule({k: v for k, v in IDS.wrong.items() if k != "None"}, "order"),
             "device": DEVICE,
             "tensors": FLAG.optional,
-            "buffer": Rule({**NONSENSE, "a policy": "lru", "bytes": 2**20}),
+            "buffer": BUFFER,
             "reader": OPTION,
             **OPTIONS_OF_READING,
         },
@@ -435,36 +438,9 @@ CALLS: dict[str, Call] = {
         lambda w: (w.rolling.load_state_dict, {"state": w.rolling.state_dict()}),
         {"state": State(lambda w: w.rolling.state_dict(), ("epoch", "next"))},
     ),
-    "train_loader": Call(
-        lambda w: (
-            featstore.train_loader,
-            {"dataset": w.store, "sampler": w.batches, "memory": "64MiB", "name": "quick"},
-        ),
-        {
-            "dataset": STORE.saying("dataset|path|store|"),
-            "sampler": BATCHES,
-            "memory": MEMORY,
-            "disk": DISK,
-            "device_memory": DEVICE_MEMORY,
-            "path": Anything("not looked at where the dataset is a store; see the next"),
-            "name": NAME.but("another name").and_also(outside="../x"),
-            "fresh": FLAG,
-            "epochs": count(),
-            "reuse": FLAG,
-            "residency": choice(),
-            "loader": OPTION,
-        },
-    ),
-    "train_loader of rows": Call(
-        lambda w: (
-            featstore.train_loader,
-            {"dataset": w.rows, "sampler": w.batches, "memory": "64MiB", "path": w.fresh()},
-        ),
-        {"path": PATH},
-    ),
     # Online.
     "OnlineLoader": Call(
-        lambda w: (featstore.OnlineLoader, {"store": w.store, "batches": w.batches, "memory": "64MiB"}),
+        lambda w: (OnlineLoader, {"store": w.store, "batches": w.batches, "memory": "64MiB"}),
         {
             "store": STORE,
             "batches": BATCHES,
@@ -472,9 +448,7 @@ CALLS: dict[str, Call] = {
             "policy": POLICY_NAME.but("a list").and_also(of_traces="min"),
             "static": Anything("goes with policy='static' alone, see the next"),
             "warm": NAME.optional.saying("cache"),
-            "batch_rows": count()
-            .optional.but("a mapping")
-            .and_also(another_table={"nobody": 3}, wrong_rows={"features": 0}),
+            "batch_rows": BATCH_ROWS,
             "overtake": FLAG,
             "nodes": FUNCTION.optional,
             "device": DEVICE.and_also(none_at_all=[]),
@@ -489,7 +463,7 @@ CALLS: dict[str, Call] = {
     ),
     "OnlineLoader of static rows": Call(
         lambda w: (
-            featstore.OnlineLoader,
+            OnlineLoader,
             {"store": w.store, "batches": w.batches, "memory": "64MiB", "policy": "static"},
         ),
         {

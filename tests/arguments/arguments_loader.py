@@ -7,7 +7,9 @@ from typing import Any
 import numpy as np
 from arguments_calls import (
     ANY_INTEGER,
+    BATCH_ROWS,
     BATCHES,
+    BUFFER,
     DISK,
     OPTIONS_OF_READING,
     POLICY_NAME,
@@ -26,11 +28,13 @@ from arguments_wrong import (
     STORE,
     TRAIN,
     Anything,
+    Rule,
     choice,
     count,
 )
 
 import featstore
+from featstore.loaders.options import LoaderOptions
 
 
 def seeds(w: World, **more: Any) -> dict[str, Any]:
@@ -43,6 +47,14 @@ def given(w: World, **more: Any) -> dict[str, Any]:
     return {"store": w.store, "batches": w.batches, "memory": "64MiB"} | more
 
 
+#: Of a function that takes a loader's options.
+PASSED_ON: dict[str, Any] = dict.fromkeys(
+    LoaderOptions.__annotations__, Anything("passed on to Loader, whose rules they are")
+) | {"options": OPTION, "batches": Anything("the rules are Loader's")}
+ATTACH = NAME.optional.saying("attach")
+EDGE_TABLE = NAME.optional.and_also(of_nodes="features").saying("edge_table")
+RANK = count(0).optional.and_also(beyond=1)
+WORLD_SIZE = count().optional.and_also(and_no_rank=2)
 SEEDS = TRAIN.and_also(another_name="nobody").saying("train|seed|node|id|array")
 LOADER: dict[str, Call] = {
     "Loader": Call(
@@ -55,21 +67,32 @@ LOADER: dict[str, Call] = {
             "batch_size": count().optional,
             "seed": ANY_INTEGER.optional,
             "drop_last": FLAG.optional,
-            "rank": count(0).optional.and_also(beyond=1),
-            "world_size": count().optional.and_also(and_no_rank=2),
+            "rank": RANK,
+            "world_size": WORLD_SIZE,
             "graph": NAME.optional,
             "mode": choice(),
             "memory": MEMORY,
+            "validation_memory": MEMORY.optional.and_also(all_of_it="64MiB"),
+            "attach": ATTACH,
+            "edge_table": EDGE_TABLE,
             "tensors": FLAG.optional,
             "nodes": FUNCTION.optional,
             "policy": POLICY_NAME.optional.and_also(of_traces="min"),
             "static": Anything("goes with policy='static' alone; the rules are OnlineLoader's"),
             "device": DEVICE.and_also(none_at_all=[]),
             "device_memory": MEMORY.optional.and_also(without_device="1GiB"),
+            "device_policy": POLICY_NAME.optional.and_also(static="static", auto="auto"),
+            "warm": NAME.optional.saying("cache"),
+            "overtake": FLAG.optional,
+            "batch_rows": BATCH_ROWS,
+            "extracted": count().optional,
+            "reader_memory": MEMORY.optional,
             "disk": Anything("of other modes, see the next"),
             "name": Anything("of other modes, see the next"),
             "residency": Anything("of other modes, see the next"),
             "reuse": Anything("of other modes, see the next"),
+            "buffer": Anything("of another mode, see the next"),
+            "options": OPTION,
             "hubs": Anything("of another mode, see the next"),
             "resident": Anything("of another mode, see the next"),
             "replaced": Anything("of another mode, see the next"),
@@ -86,6 +109,14 @@ LOADER: dict[str, Call] = {
             "name": NAME.but("another name").and_also(outside="../x").optional,
             "residency": choice().optional,
             "reuse": FLAG.optional,
+            "buffer": BUFFER,
+            "rank": RANK,
+            "world_size": WORLD_SIZE,
+            "drop_last": FLAG.optional,
+            "seeds": Anything("not with mini-batches; see the one before"),
+            "attach": ATTACH,
+            "edge_table": EDGE_TABLE,
+            "validation_memory": MEMORY.optional.and_also(all_of_it="64MiB"),
             "nodes": FUNCTION.optional,
             "tensors": FLAG.optional,
         },
@@ -99,6 +130,7 @@ LOADER: dict[str, Call] = {
             "replaced": count().optional,
             "passes": count().optional,
             "weights": FLAG.optional,
+            "attach": ATTACH,
             "fanouts": FANOUTS.but("None"),
             "batch_size": count().optional,
             "graph": NAME.optional,
@@ -109,16 +141,31 @@ LOADER: dict[str, Call] = {
         lambda w: (w.loader.load_state_dict, {"state": w.loader.state_dict()}),
         {"state": State(lambda w: w.loader.state_dict(), ("epoch", "next"), ("at",))},
     ),
+    "Loader.validation": Call(
+        lambda w: (w.validated.validation, {"batches": w.batches}),
+        PASSED_ON
+        | {
+            "batches": BATCHES.but("None"),
+            "mode": choice(),
+            "memory": Rule({"as much as there is": "8MiB", "a number": 2**20}),
+            "seeds": Rule({"beside mini-batches": [1, 2]}),
+        },
+        valid=False,  # it would be in use from then on
+    ),
+    "Loader.save_cache": Call(
+        lambda w: (w.loader.save_cache, {"name": "cache"}),
+        {"name": NAME.but("another name").and_also(outside="../x")},
+        valid=False,
+    ),
     "Store.loader": Call(
         lambda w: (w.store.loader, {k: v for k, v in seeds(w).items() if k != "store"}),
-        {
-            "batches": Anything("not with seeds; the rules are Loader's"),
+        PASSED_ON
+        | {
             "seeds": SEEDS,
             "fanouts": FANOUTS.but("None"),
             "batch_size": count().optional,
             "mode": choice(),
             "memory": MEMORY,
-            "options": OPTION,
         },
     ),
 }

@@ -13,10 +13,11 @@ from arguments_wrong import torch
 
 import featstore
 from featstore.adapters.pyg import FeatstoreFeatures, FeatstoreGraph, FeatstoreSampler
-from featstore.compiled import Compiled
 from featstore.loaders.compiled.loader import CompiledLoader
+from featstore.loaders.compiled.trace import CompiledTrace
 from featstore.loaders.mega.batch import MegaBatch
 from featstore.loaders.mega.loader import MegaBatches
+from featstore.loaders.online.loader import OnlineLoader
 from featstore.loaders.rolling import RollingLoader
 from featstore.reader.reader import Reader
 from featstore.sampling.neighbors import NeighborSampler
@@ -95,7 +96,7 @@ class World:
 
     @cached_property
     def mega(self) -> MegaBatches:
-        return self.open(self.store.mega_batches(memory="64MiB", engine="threads", resident=4))
+        return self.open(MegaBatches(self.store, memory="64MiB", engine="threads", resident=4))
 
     @cached_property
     def mega_batch(self) -> MegaBatch:
@@ -106,7 +107,7 @@ class World:
         return self.open(featstore.Trace.record(self.batches, self.root / "trace", disk=QuickDisk()))
 
     @cached_property
-    def compiled(self) -> Compiled:
+    def compiled(self) -> CompiledTrace:
         featstore.compile_trace(
             self.store, self.trace, memory="64MiB", residency="fixed", disk_door=QuickDisk()
         )
@@ -114,19 +115,26 @@ class World:
 
     @cached_property
     def compiled_loader(self) -> CompiledLoader:
-        return self.open(self.compiled.loader(engine="threads"))
+        return self.open(CompiledLoader(self.compiled, engine="threads"))
 
     @cached_property
     def rolling(self) -> RollingLoader:
         return self.open(RollingLoader(self.store, lambda number: self.batches, memory="64MiB"))
 
     @cached_property
-    def online(self) -> featstore.OnlineLoader:
-        return self.open(featstore.OnlineLoader(self.store, self.batches, memory="64MiB", engine="threads"))
+    def online(self) -> OnlineLoader:
+        return self.open(OnlineLoader(self.store, self.batches, memory="64MiB", engine="threads"))
 
     @cached_property
     def loader(self) -> featstore.Loader:
         return self.open(featstore.Loader(self.store, self.batches, memory="64MiB", engine="threads"))
+
+    @cached_property
+    def validated(self) -> featstore.Loader:
+        """A loader with memory set aside for another."""
+        return self.open(
+            self.store.loader(self.batches, memory="64MiB", validation_memory="32MiB", engine="threads")
+        )
 
     @cached_property
     def buffer(self) -> featstore.SharedBuffer:

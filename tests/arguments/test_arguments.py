@@ -23,6 +23,7 @@ from arguments_wrong import Anything, Rule
 
 import featstore
 from featstore.errors import FeatstoreError
+from featstore.loaders.options import LoaderOptions
 
 CALLS = OTHERS | BUFFERS | TIERS | LOADER
 
@@ -31,8 +32,9 @@ CALLS = OTHERS | BUFFERS | TIERS | LOADER
 MADE = [
     "featstore.storage.store:StoredGraph", "featstore.shared.client:BufferClient",
     "featstore.loaders.mega.loader:MegaBatches", "featstore.loaders.mega.batch:MegaBatch",
-    "featstore.compiled:Compiled", "featstore.loaders.compiled.loader:CompiledLoader",
-    "featstore.loaders.rolling:RollingLoader", "featstore.sampling.neighbors:NeighborSampler",
+    "featstore.loaders.compiled.trace:CompiledTrace", "featstore.loaders.compiled.loader:CompiledLoader",
+    "featstore.loaders.online.loader:OnlineLoader", "featstore.loaders.rolling:RollingLoader",
+    "featstore.sampling.neighbors:NeighborSampler",
     "featstore.sampling.stored:StoredSampler", "featstore.adapters.pyg:FeatstoreSampler",
     "featstore.adapters.pyg:FeatstoreFeatures", "featstore.adapters.pyg:FeatstoreGraph",
     "featstore.tune.tuning:tune", "featstore.measure.calibrate:calibrate",
@@ -55,7 +57,8 @@ NOT_CALLED = {
     "Request.open_piece": "called by the reader",
     "Request.close_piece": "called by the reader",
     "OnlineLoader.finished": "called by its own thread",
-    "Compiled.open_readers": "called by its loader",
+    "CompiledTrace.open_readers": "called by its loader",
+    "RollingLoader.seek": "called by Loader",
     "Ticket": "made by FeatureBuffer.begin",
     "DeviceTicket": "made by DeviceBuffer.begin",
     "FeatureBuffer.forget": "called by tickets",
@@ -99,8 +102,14 @@ def public() -> dict[str, Any]:
 
 
 def names_of(function: Any, method: bool) -> set[str]:
-    names = list(inspect.signature(function).parameters)
-    return {name for name in (names[1:] if method and names[0] == "self" else names) if name.strip("_")}
+    """The names of its arguments; those of a loader's options one by one."""
+    parameters = inspect.signature(function).parameters
+    names = list(parameters)
+    found = {name for name in (names[1:] if method and names[0] == "self" else names) if name.strip("_")}
+    options = parameters.get("options")
+    if options is not None and options.annotation == "Unpack[LoaderOptions]":
+        found |= set(LoaderOptions.__annotations__)
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -124,6 +133,11 @@ def test_the_table_is_complete() -> None:
             }
             missing = names_of(thing, "." in name) - rows
             assert not missing, f"{name}: {missing}"
+
+
+def test_options_of_a_loader_are_seen() -> None:
+    for function in (featstore.Loader, featstore.Store.loader, featstore.Loader.validation):
+        assert {"options", "seeds", "attach", "buffer"} <= names_of(function, True)
 
 
 def left(root: Path) -> tuple[Any, ...]:

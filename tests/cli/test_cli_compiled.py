@@ -12,6 +12,7 @@ import pytest
 from cli_support import ROWS, Call, parsed
 
 import featstore
+from featstore.loaders.compiled.loader import CompiledLoader
 from featstore.trace.trace import Trace
 
 BATCHES = 6
@@ -85,7 +86,7 @@ def test_pack_a_trace(call: Call, own: Path, trace: Path) -> None:
     ):
         assert part in text
     assert re.search(r"0\.[1-5]\dx", text), "the size on disk, in tables"
-    with featstore.open(own) as base, base.compiled() as made, made.loader() as loader:
+    with featstore.open(own) as base, base.compiled() as made, CompiledLoader(made) as loader:
         assert len(list(loader)) == BATCHES
 
 
@@ -190,7 +191,7 @@ def test_an_interrupted_compilation_says_how_to_go_on(
     assert "--resume" in call(*options, code=1).stderr
     assert call("gc", own).stdout == "nothing to remove\n"
     call(*options, "--resume")
-    with featstore.open(own) as base, base.compiled() as made, made.loader() as loader:
+    with featstore.open(own) as base, base.compiled() as made, CompiledLoader(made) as loader:
         assert len(list(loader)) == BATCHES
     assert {k: v for k, v in tree(own).items() if not k.startswith("packs")} == whole
 

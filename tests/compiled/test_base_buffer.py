@@ -11,6 +11,7 @@ from compiled_support import Case, make_case, placed, rows_of, skewed_batches
 import featstore
 from featstore.compile.placement import Location, Placement
 from featstore.errors import ArgumentError, BudgetError
+from featstore.loaders.compiled.loader import CompiledLoader
 
 BATCHES = 9
 SIZES = {"paper": 400, "author": 150}
@@ -40,25 +41,25 @@ def test_rows_are_the_same_and_read_once(case: Case, residency: str, policy: str
     with case.store.compiled(residency) as compiled:
         forecast = compiled.entry.forecast["tables"]
         left = sum(forecast[name]["base_rows"] for name in SIZES)
-        with compiled.loader(buffer=featstore.Buffer(policy, "4MiB"), memory="64MiB") as loader:
+        with CompiledLoader(compiled, buffer=featstore.Buffer(policy, "4MiB"), memory="64MiB") as loader:
             case.check(loader, range(BATCHES))
             first = loader.report().buffer_hits
             for done in (1, 2):
                 case.check(loader, range(BATCHES))
                 assert loader.report().buffer_hits == first + done * left
-        with compiled.loader(memory="64MiB") as loader:
+        with CompiledLoader(compiled, memory="64MiB") as loader:
             case.check(loader, range(BATCHES))
             assert loader.report().buffer_hits == 0
 
 
 def test_resuming_with_a_buffer(case: Case) -> None:
-    with case.store.compiled("min") as compiled, compiled.loader() as loader:
+    with case.store.compiled("min") as compiled, CompiledLoader(compiled) as loader:
         for number, _ in enumerate(loader):
             if number == 4:
                 break
         state = loader.state_dict()
     options = {"buffer": featstore.Buffer("lru", "1MiB"), "memory": "64MiB"}
-    with case.store.compiled("min") as compiled, compiled.loader(**options) as loader:
+    with case.store.compiled("min") as compiled, CompiledLoader(compiled, **options) as loader:
         loader.load_state_dict(state)
         case.check(loader, range(5, BATCHES))
 
@@ -68,17 +69,17 @@ def test_the_smallest_budget_works(case: Case, memory: str | None) -> None:
     buffer = featstore.Buffer("lru", memory)
     with case.store.compiled("min") as compiled:
         with pytest.raises(BudgetError, match="and its buffer") as caught:
-            compiled.loader(buffer=buffer, memory=compiled.needed_bytes(2))
-        with compiled.loader(buffer=buffer, memory=caught.value.needed_bytes) as loader:
+            CompiledLoader(compiled, buffer=buffer, memory=compiled.needed_bytes(2))
+        with CompiledLoader(compiled, buffer=buffer, memory=caught.value.needed_bytes) as loader:
             case.check(loader, range(BATCHES))
 
 
 def test_what_is_refused(case: Case, tmp_path: Path) -> None:
     with case.store.compiled("whole") as compiled, pytest.raises(ArgumentError, match="reads none"):
-        compiled.loader(buffer=featstore.Buffer("lru"))
+        CompiledLoader(compiled, buffer=featstore.Buffer("lru"))
     for wrong in ("lru", 2**20, featstore.Static("degree"), True):
         with (
             case.store.compiled("min") as compiled,
             pytest.raises(ArgumentError, match=r"a featstore\.Buffer"),
         ):
-            compiled.loader(buffer=wrong)
+            CompiledLoader(compiled, buffer=wrong)

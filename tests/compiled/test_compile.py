@@ -21,6 +21,7 @@ from featstore.compile.decide import OURS
 from featstore.compile.placement import Location, Placement
 from featstore.engine import ENGINES
 from featstore.errors import IdError, SourceError
+from featstore.loaders.compiled.loader import CompiledLoader
 from featstore.trace.trace import Trace
 
 RECORD = np.dtype([("kind", "S4"), ("at", "<f4", (2,)), ("tag", "S3")])  # 15 bytes
@@ -113,7 +114,7 @@ def test_every_row_is_that_of_the_source(
             order = np.random.default_rng(seed).permutation(count)
         with (
             case.store.compiled() as compiled,
-            compiled.loader(engine=engine, device=device, order=order) as loader,
+            CompiledLoader(compiled, engine=engine, device=device, order=order) as loader,
         ):
             for _ in range(ROUNDS):
                 case.check(loader, range(count) if order is None else order.tolist())
@@ -143,7 +144,7 @@ def test_episodes_buckets_and_chunks(
     base, packed, shared = (int(c) for c in Location)
     policy = placed(Placement(4, (base, shared, packed), 1, 0.5, packed))
     case.compile(policy=policy, residency=residency, cache=rows["t"].nbytes // 12)
-    with case.store.compiled() as compiled, compiled.loader() as loader:
+    with case.store.compiled() as compiled, CompiledLoader(compiled) as loader:
         limits = compiled.limits("t")
         assert (
             min(
@@ -171,7 +172,10 @@ def test_engines_agree(engine: str, tmp_path: Path) -> None:
     case = make_case(tmp_path, rows, batches, permuted=True)
     for residency, disk in (("min", "0.7x"), ("fixed", "0.7x"), ("min", None)):
         case.compile(residency=residency, disk=disk, cache=8000, device_memory=3000)
-        with case.store.compiled() as compiled, compiled.loader(engine=engine, device="cpu") as loader:
+        with (
+            case.store.compiled() as compiled,
+            CompiledLoader(compiled, engine=engine, device="cpu") as loader,
+        ):
             assert all(compiled.limits(name).device_slots for name in rows)
             for _ in range(ROUNDS):
                 case.check(loader, range(9))
@@ -183,7 +187,7 @@ def test_without_samples_a_mini_batch_has_its_ids(tmp_path: Path) -> None:
     with featstore.pack(tmp_path / "s", rows, order="given", disk=QuickDisk()) as store:
         trace = Trace.record(ids, tmp_path / "trace")
         featstore.compile_trace(store, trace, memory="16MiB", disk_door=QuickDisk()).close()
-        with store.compiled() as compiled, compiled.loader() as loader:
+        with store.compiled() as compiled, CompiledLoader(compiled) as loader:
             for batch, wanted in zip(loader, ids, strict=True):
                 assert batch.sample["node"][""].tolist() == wanted.tolist()
                 assert batch.x.tobytes() == rows[wanted].tobytes()
@@ -227,7 +231,7 @@ def test_the_default_memory_of_the_loader_is_what_it_was_compiled_for(tmp_path: 
                     assert memory == 1 << 20, "what it said works does not"
                     memory = error.needed_bytes
             found.close()
-            with store.compiled() as compiled, compiled.loader() as loader:
+            with store.compiled() as compiled, CompiledLoader(compiled) as loader:
                 assert len(list(loader)) == 4
 
 

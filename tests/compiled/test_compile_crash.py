@@ -36,6 +36,7 @@ from featstore.errors import (
     StoreExistsError,
     StoreLockedError,
 )
+from featstore.loaders.compiled.loader import CompiledLoader
 from featstore.plan.cost import DeviceModel, device_key, models_path, save_model
 from featstore.storage.generations import collect, writer_lock
 from featstore.trace.trace import Trace
@@ -113,7 +114,7 @@ def tree(path: Path) -> dict[str, bytes]:
 
 
 def is_right(case: Case, round_count: int = 1) -> None:
-    with case.store.compiled("x") as compiled, compiled.loader(engine="threads") as loader:
+    with case.store.compiled("x") as compiled, CompiledLoader(compiled, engine="threads") as loader:
         for _ in range(round_count):
             case.check(loader, range(BATCHES))
 
@@ -352,7 +353,7 @@ def test_a_real_kill(case: Case, tmp_path: Path) -> None:
         store.compiled("x")
     assert list((tmp_path / "base/packs/x").glob("*.journal"))
     subprocess.run([*command, "1"], check=True, stdout=subprocess.DEVNULL, timeout=60)
-    with store.compiled("x") as compiled, compiled.loader() as loader:
+    with store.compiled("x") as compiled, CompiledLoader(compiled) as loader:
         for batch, wanted in zip(loader, ids, strict=True):
             assert batch.x.tobytes() == rows[wanted].tobytes()
     store.close()
@@ -475,7 +476,7 @@ def test_one_writer_at_a_time(case: Case) -> None:
         compile_in(case, overwrite=True)
     with pytest.raises(StoreExistsError, match="--overwrite"):
         compile_in(case)
-    with case.store.compiled("x") as compiled, compiled.loader() as loader:
+    with case.store.compiled("x") as compiled, CompiledLoader(compiled) as loader:
         walk = iter(loader)
         case.check_batch(next(walk), 0)
         compile_in(case, overwrite=True, residency="fixed")  # a loader that is open goes on with what it has

@@ -29,6 +29,7 @@ from featstore.errors import (
     FormatError,
     SourceError,
 )
+from featstore.loaders.compiled.loader import CompiledLoader
 from featstore.trace.trace import Trace
 
 BATCHES, ROWS = 11, 400
@@ -52,7 +53,7 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
 
 @pytest.fixture(params=["min", "fixed"])
 def loader(request: pytest.FixtureRequest, case: Case) -> Iterator[Any]:
-    with case.store.compiled(request.param) as compiled, compiled.loader() as opened:
+    with case.store.compiled(request.param) as compiled, CompiledLoader(compiled) as opened:
         yield opened
 
 
@@ -120,12 +121,12 @@ def test_a_second_iteration_ends_the_first(case: Case, loader: Any) -> None:
 
 def test_loaders_side_by_side_and_mini_batches_that_outlive_them(case: Case) -> None:
     with case.store.compiled("min") as compiled:
-        with compiled.loader() as one, compiled.loader(queue_depth=1, verify=False) as other:
+        with CompiledLoader(compiled) as one, CompiledLoader(compiled, queue_depth=1, verify=False) as other:
             kept = list(one)
             for number, (a, b) in enumerate(zip(one, other, strict=True)):
                 case.check_batch(a, number)
                 case.check_batch(b, number)
-        left = compiled.loader(tensors=True)
+        left = CompiledLoader(compiled, tensors=True)
     case.check(kept, range(BATCHES))
     with left:  # the compiled trace was closed, its files are the loader's
         for _ in range(2):
@@ -134,7 +135,7 @@ def test_loaders_side_by_side_and_mini_batches_that_outlive_them(case: Case) -> 
 
 def test_a_read_that_fails_ends_the_round_and_no_more(case: Case, tmp_path: Path) -> None:
     base = Path(shutil.copytree(case.store.path, tmp_path / "base"))
-    with featstore.open(base) as store, store.compiled("min") as compiled, compiled.loader() as loader:
+    with featstore.open(base) as store, store.compiled("min") as compiled, CompiledLoader(compiled) as loader:
         case.check(loader, range(BATCHES))
         path = base / "packs/min" / compiled.pack.tables["paper.packed"].entry.chunk_path(0)
         whole = path.read_bytes()
@@ -184,7 +185,7 @@ def test_a_loader_in_a_forked_child_is_an_error_and_a_compiled_trace_is_not(case
     assert in_child(lambda: use() is None) == 0
 
     def anew() -> None:
-        with loader.compiled.loader() as own:
+        with CompiledLoader(loader.compiled) as own:
             case.check(own, range(BATCHES))
 
     assert in_child(lambda: anew() is None) == 0
@@ -194,7 +195,7 @@ def test_a_loader_in_a_forked_child_is_an_error_and_a_compiled_trace_is_not(case
 def test_a_compiled_trace_can_be_pickled(case: Case) -> None:
     with case.store.compiled("min") as compiled:
         copy = pickle.loads(pickle.dumps(compiled))
-    with copy, copy.loader() as own:
+    with copy, CompiledLoader(copy) as own:
         case.check(own, range(BATCHES))
 
 
@@ -209,15 +210,15 @@ def test_orders_of_a_fixed_residency(case: Case) -> None:
             [2, 2, 0],
             range(BATCHES - 1, -1, -1),
         ):
-            with compiled.loader(order=order) as loader:
+            with CompiledLoader(compiled, order=order) as loader:
                 assert len(loader) == len(order)
                 for _ in range(2):
                     case.check(loader, list(order))
         for wrong in ([BATCHES], [-1], [0.5], [[1, 2]], ["a"]):
             with pytest.raises(SourceError, match="order must be numbers of mini-batches"):
-                compiled.loader(order=wrong)
+                CompiledLoader(compiled, order=wrong)
     with case.store.compiled("min") as compiled, pytest.raises(SourceError, match="residency='fixed'"):
-        compiled.loader(order=range(BATCHES))
+        CompiledLoader(compiled, order=range(BATCHES))
 
 
 # Resuming.
@@ -227,7 +228,7 @@ def test_orders_of_a_fixed_residency(case: Case) -> None:
 def test_resuming_at_every_mini_batch(case: Case, name: str, finished_rounds: int) -> None:
     device = "cpu" if name == "device" else None
     with case.store.compiled(name) as compiled:
-        with compiled.loader(device=device) as loader:
+        with CompiledLoader(compiled, device=device) as loader:
             for _ in range(finished_rounds):
                 case.check(loader, range(BATCHES))
             states = [loader.state_dict()]
@@ -235,7 +236,7 @@ def test_resuming_at_every_mini_batch(case: Case, name: str, finished_rounds: in
                 case.check_batch(batch, number)
                 states.append(loader.state_dict())
             states.append(loader.state_dict())
-        with compiled.loader(device=device) as loader:
+        with CompiledLoader(compiled, device=device) as loader:
             for done, state in enumerate(states):
                 loader.load_state_dict(pickle.loads(pickle.dumps(state)))
                 left = range(done, BATCHES) if done < BATCHES else range(BATCHES)
@@ -247,12 +248,12 @@ def test_resuming_at_every_mini_batch(case: Case, name: str, finished_rounds: in
 
 def test_resuming_in_the_middle_of_an_order(case: Case) -> None:
     order = np.random.default_rng(4).permutation(BATCHES)
-    with case.store.compiled("fixed") as compiled, compiled.loader(order=order) as loader:
+    with case.store.compiled("fixed") as compiled, CompiledLoader(compiled, order=order) as loader:
         walk = iter(loader)
         case.check((next(walk) for _ in range(4)), order[:4].tolist())
         state = loader.state_dict()
         walk.close()
-        with compiled.loader(order=order) as other:
+        with CompiledLoader(compiled, order=order) as other:
             other.load_state_dict(state)
             case.check(other, order[4:].tolist())
 
@@ -283,10 +284,10 @@ def test_states_that_do_not_fit(case: Case, loader: Any) -> None:
 def test_the_smallest_memory_is_said_and_works(case: Case) -> None:
     with case.store.compiled("min") as compiled:
         with pytest.raises(BudgetError) as error:
-            compiled.loader(memory="1MiB")
+            CompiledLoader(compiled, memory="1MiB")
         with pytest.raises(BudgetError):
-            compiled.loader(memory=error.value.needed_bytes - 1)
-        with compiled.loader(memory=error.value.needed_bytes) as loader:
+            CompiledLoader(compiled, memory=error.value.needed_bytes - 1)
+        with CompiledLoader(compiled, memory=error.value.needed_bytes) as loader:
             assert loader.depth == 2
             for _ in range(2):
                 case.check(loader, range(BATCHES))
@@ -297,7 +298,7 @@ def test_a_slow_loop_has_a_bounded_number_of_mini_batches(case: Case, memory: st
     """All rows of all rounds lie in the memory of as many mini-batches as there may be at once."""
     with case.store.compiled("min") as compiled:
         smallest = compiled.needed_bytes(2) if memory == "smallest" else None
-        with compiled.loader(memory=smallest) as loader:
+        with CompiledLoader(compiled, memory=smallest) as loader:
             assert loader.depth == (2 if memory == "smallest" else 3)
             places = set()
             for _ in range(3):
@@ -322,7 +323,7 @@ def test_memory_is_used_again_and_never_while_somebody_looks_at_it(case: Case) -
         lambda x: x.reshape(-1).view(np.uint8)[5:], np.from_dlpack, torch.from_numpy,
         lambda x: torch.from_numpy(x)[2:], lambda x: torch.from_dlpack(x).flatten()[1:], lambda x: x,
     ]  # fmt: skip
-    with case.store.compiled("min") as compiled, compiled.loader() as loader:
+    with case.store.compiled("min") as compiled, CompiledLoader(compiled) as loader:
         for look in looks:
             kept = [(look(batch.x["paper"]), batch.index) for batch in loader]
             gc.collect()
@@ -343,7 +344,7 @@ def test_nothing_is_left_after_closing(case: Case) -> None:
     threads = own_threads()
     files = len(os.listdir("/proc/self/fd"))
     with case.store.compiled("min") as compiled:
-        loader = compiled.loader()
+        loader = CompiledLoader(compiled)
         walk = iter(loader)
         rows = weakref.ref(owner(next(walk).x["paper"]))
         slots = [weakref.ref(s.base) for s in loader._slots.blocks]
@@ -371,7 +372,7 @@ def test_closing_in_another_thread_ends_the_loop(case: Case) -> None:
     """Wherever the loader is just then: an error, and never rows that are not right."""
     for turn in range(8):
         with case.store.compiled("min") as compiled:
-            loader = compiled.loader()
+            loader = CompiledLoader(compiled)
             closing = threading.Timer(0.002 * turn, loader.close)
             closing.start()
             with pytest.raises(ClosedError):  # noqa: PT012
@@ -403,7 +404,7 @@ def test_an_interrupt_leaves_nothing_hanging(case: Case, loader: Any) -> None:
 @pytest.mark.parametrize("name", ["min", "fixed", "device"])
 def test_a_report_adds_up(case: Case, name: str) -> None:
     with case.store.compiled(name) as compiled:
-        with compiled.loader(device="cpu" if name == "device" else None) as loader:
+        with CompiledLoader(compiled, device="cpu" if name == "device" else None) as loader:
             for _ in range(2):
                 for _ in loader:
                     time.sleep(0.001)
@@ -437,8 +438,8 @@ def test_a_report_adds_up(case: Case, name: str) -> None:
 def test_rows_on_a_device_need_one(case: Case) -> None:
     with case.store.compiled("device") as compiled:
         with pytest.raises(SourceError, match="device="):
-            compiled.loader()
-        with compiled.loader(device="cpu") as loader:
+            CompiledLoader(compiled)
+        with CompiledLoader(compiled, device="cpu") as loader:
             for _ in range(2):
                 case.check(loader, range(BATCHES))
 
@@ -477,7 +478,7 @@ def test_graphs_of_pyg_come_back_filled(tmp_path: Path) -> None:
         ) as store:
             trace = Trace.record(batches, folder / "trace")
             featstore.compile_trace(store, trace, memory="16MiB", cache=2000, disk_door=QuickDisk()).close()
-            with store.compiled() as compiled, compiled.loader() as loader:
+            with store.compiled() as compiled, CompiledLoader(compiled) as loader:
                 for _ in range(2):
                     for found, was, b in zip(loader, batches, ids, strict=True):
                         assert type(found) is type(was)
@@ -500,11 +501,11 @@ def test_tensors_of_what_torch_does_not_know(tmp_path: Path) -> None:
     case = make_case(tmp_path, rows, skewed_batches({"t": 50}, 3, 20, 1))
     case.compile()
     with case.store.compiled() as compiled:
-        with compiled.loader() as loader:
+        with CompiledLoader(compiled) as loader:
             case.check(loader, range(3))
         with (
             pytest.raises((TypeError, SourceError), match="torch has no dtype"),
-            compiled.loader(tensors=True) as loader,
+            CompiledLoader(compiled, tensors=True) as loader,
         ):
             list(loader)
 
@@ -545,6 +546,6 @@ def go_through(base: Path, name: str, case: Case) -> None:
     with (
         featstore.open(base) as store,
         store.compiled(name) as compiled,
-        compiled.loader(device=device) as loader,
+        CompiledLoader(compiled, device=device) as loader,
     ):
         case.check(loader, range(BATCHES))

@@ -95,9 +95,9 @@ BAD_NAMES = [
 ]
 
 
-@pytest.mark.parametrize("fresh", [True, False])
+@pytest.mark.parametrize("mode", ["rolling", "compiled"])
 def test_a_name_is_looked_at_before_anything_is_touched(
-    tmp_path: Path, store: featstore.Store, fresh: bool
+    tmp_path: Path, store: featstore.Store, mode: str
 ) -> None:
     victims = ["w", "w-0", "w-1", "w-0.trace", "w.trace"]
     for victim in victims:
@@ -105,8 +105,9 @@ def test_a_name_is_looked_at_before_anything_is_touched(
         (tmp_path / victim / "mine").write_text("mine")
     before = tree(tmp_path)
     for name in [*BAD_NAMES, str(tmp_path / "w"), "../../w", None, 7, b"w"]:
-        with pytest.raises(FormatError, match="not allowed"):
-            featstore.train_loader(store, episode, fresh=fresh, memory="64MiB", name=name)
+        if name is not None:  # which is as good as not given
+            with pytest.raises(FormatError, match="not allowed"):
+                store.loader(episode, mode=mode, memory="64MiB", name=name)  # type: ignore[arg-type]
         with pytest.raises(FormatError, match="not allowed"):
             featstore.compile_trace(store, tmp_path / "no trace", name)  # type: ignore[arg-type]
     for name in ["", ".", "../c", "a/b", str(tmp_path / "w"), "x\n", None]:
@@ -124,7 +125,7 @@ def test_two_loaders_of_one_name(store: featstore.Store) -> None:
         ):
             rolling(store)
         with pytest.raises(StoreLockedError, match="name= of its own"):
-            featstore.train_loader(store, episode, fresh=True, memory="64MiB")
+            store.loader(episode, mode="rolling", memory="64MiB", name="train")
         with rolling(store, "other") as second:
             for mine, theirs in zip(islice(walk, 7), islice(second, 1, 8), strict=True):
                 assert mine.x.tobytes() == theirs.x.tobytes()
@@ -163,11 +164,11 @@ def test_one_prepares_a_name_at_a_time(store: featstore.Store) -> None:
     class Sampler:
         def __iter__(self) -> Iterator[Any]:
             with pytest.raises(StoreLockedError, match=r"'train' .* being prepared by process .*reuse=True"):
-                featstore.train_loader(store, episode(0), memory="64MiB")
+                store.loader(episode(0), mode="compiled", memory="64MiB", name="train")
             seen.append("told")
             return iter(episode(0))
 
-    with featstore.train_loader(store, Sampler(), memory="64MiB") as loader:
+    with store.loader(Sampler(), mode="compiled", memory="64MiB", name="train") as loader:
         assert len(list(loader)) == 3
     assert seen == ["told"]
     assert sorted(p.name for p in (store.path / "packs").iterdir()) == ["train"]
@@ -358,9 +359,9 @@ def test_nothing_is_followed(tmp_path: Path, store: featstore.Store, name: str) 
     with pytest.raises(FormatError, match=rf"{name} is a symbolic link"):
         saved.save(store, "d", {}) if name == "caches" else compiled(store, "new")
     if name == "packs":
-        for fresh in (True, False):
+        for mode in ("rolling", "compiled"):
             with pytest.raises(FormatError, match="is a symbolic link"):
-                featstore.train_loader(store, episode, fresh=fresh, memory="64MiB")
+                store.loader(episode, mode=mode, memory="64MiB")
     assert tree(tmp_path / "elsewhere") == before
 
 

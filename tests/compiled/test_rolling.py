@@ -1,5 +1,5 @@
-"""Rolling episodes: endless, fresh, resumed to the mini-batch, within the disk limit; and the one line that
-does it all."""
+"""Rolling episodes: endless, fresh, resumed to the mini-batch, within the disk limit; by themselves, and as
+a mode of the one loader."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from compiled_support import QuickDisk, rows_of
 import featstore
 from featstore.errors import BudgetError, ClosedError, FeatstoreError, SourceError
 from featstore.loaders import rolling as module
-from featstore.loaders.compiled.loader import CompiledLoader
 from featstore.loaders.rolling import RollingLoader
 
 ROWS, BATCHES = 300, 4
@@ -317,55 +316,39 @@ def test_a_forked_child_removes_nothing(store: featstore.Store) -> None:
         check(walk, 1, BATCHES)
 
 
-# The one line.
+# As a mode of the one loader, beside its sibling that is compiled once.
 
 
 def batches_of(episode: int) -> list[Any]:
     return list(sampled(episode))
 
 
-def test_train_loader_of_a_store(store: featstore.Store) -> None:
-    for given in (store, store.path, str(store.path)):
-        with featstore.train_loader(given, batches_of(0), memory="64MiB", disk="2x") as loader:
-            assert isinstance(loader, CompiledLoader)
-            for _ in range(2):
-                check(iter(loader), 0, BATCHES)
-    assert left(store) == ["train"]
-    with featstore.train_loader(store, batches_of, memory="64MiB", epochs=3, name="three") as loader:
-        assert len(loader) == 3 * BATCHES
-        for number, batch in enumerate(loader):
-            episode, index = divmod(number, BATCHES)
-            assert batch.x.tobytes() == FEATURES[ids_of(episode, index)].tobytes()
-
-
-def test_train_loader_of_features(tmp_path: Path) -> None:
-    with pytest.raises(SourceError, match="give path="):
-        featstore.train_loader(FEATURES, batches_of(0), memory="64MiB")
-    for _ in range(2):  # the second time the store is there
-        with featstore.train_loader(FEATURES, batches_of(0), memory="64MiB", path=tmp_path / "new") as loader:
+def test_one_epoch_laid_out_and_repeated(store: featstore.Store) -> None:
+    with store.loader(batches_of, mode="compiled", memory="64MiB", disk="2x", name="once") as loader:
+        assert len(loader) == BATCHES
+        for _ in range(2):
             check(iter(loader), 0, BATCHES)
+    assert left(store) == ["once"]
 
 
-def test_train_loader_afresh(store: featstore.Store) -> None:
-    with featstore.train_loader(store, sampled, memory="64MiB", fresh=True, disk="2x") as loader:
-        assert isinstance(loader, RollingLoader)
-        check(iter(loader), 0, 2 * BATCHES + 1)
+def test_fresh_epochs_laid_out(store: featstore.Store) -> None:
+    with store.loader(sampled, mode="rolling", memory="64MiB", disk="2x") as loader:
+        check((batch for _ in range(3) for batch in loader), 0, 3 * BATCHES)
     assert left(store) == []
 
 
-def test_train_loader_again(store: featstore.Store) -> None:
-    featstore.train_loader(store, batches_of(0), memory="64MiB").close()
-    never: Any = None
-    with featstore.train_loader(store, never, memory="64MiB", reuse=True) as loader:
+def test_what_is_compiled_is_used_again(store: featstore.Store) -> None:
+    options: dict[str, Any] = {"mode": "compiled", "memory": "64MiB", "reuse": True}
+    store.loader(batches_of(0), **(options | {"reuse": False})).close()
+    with store.loader(**options) as loader:
         check(iter(loader), 0, BATCHES)
     (store.path / "packs/unfinished").mkdir()
-    with featstore.train_loader(
-        store, batches_of(0), memory="64MiB", reuse=True, name="unfinished"
-    ) as loader:
+    with store.loader(batches_of(0), name="unfinished", **options) as loader:
         check(iter(loader), 0, BATCHES)
 
 
-def test_a_sampler_that_is_iterable_and_callable_is_gone_through(store: featstore.Store) -> None:
+@pytest.mark.parametrize("mode", ["compiled", "rolling"])
+def test_a_sampler_that_is_iterable_and_callable_is_gone_through(store: featstore.Store, mode: str) -> None:
     """PyG's loaders are both; called, they sample for the nodes they are given."""
 
     class Loader:
@@ -375,30 +358,34 @@ def test_a_sampler_that_is_iterable_and_callable_is_gone_through(store: featstor
         def __call__(self, nodes: Any) -> Any:
             raise AssertionError("called")
 
-    with featstore.train_loader(store, Loader(), memory="64MiB", epochs=2) as loader:
-        assert len(loader) == 2 * BATCHES
+    with store.loader(Loader(), mode=mode, memory="64MiB") as loader:
+        for _ in range(2):
+            check(iter(loader), 0, BATCHES)
 
 
-def test_what_train_loader_refuses(store: featstore.Store) -> None:
-    for options in ({"epochs": 2}, {"fresh": True}):
-        with pytest.raises(SourceError, match="only once"):
-            featstore.train_loader(store, sampled(0), memory="64MiB", **options)
+@pytest.mark.parametrize("mode", ["compiled", "rolling"])
+def test_what_is_refused_leaves_nothing(store: featstore.Store, mode: str) -> None:
+    with pytest.raises(SourceError, match="only once"):
+        store.loader(sampled(0), mode=mode, memory="64MiB")
     with pytest.raises(SourceError, match="device="):
-        featstore.train_loader(store, batches_of(0), memory="64MiB", device_memory=1000)
+        store.loader(batches_of(0), mode=mode, memory="64MiB", device_memory=1000)
     with pytest.raises(FeatstoreError, match="not allowed"):
-        featstore.train_loader(store, batches_of(0), memory="64MiB", name="../x")
+        store.loader(batches_of(0), mode=mode, memory="64MiB", name="../x")
     assert left(store) == []
 
 
-def test_train_loader_of_pyg(tmp_path: Path) -> None:
+def test_mini_batches_of_pyg_are_compiled(tmp_path: Path) -> None:
     pyg = pytest.importorskip("torch_geometric.data")
     torch = pytest.importorskip("torch")
     edges = torch.from_numpy(np.random.default_rng(0).integers(0, ROWS, (2, 900)))
     data = pyg.Data(x=torch.from_numpy(np.nan_to_num(FEATURES)), edge_index=edges, y=torch.arange(ROWS))
     batches = [pyg.Data(n_id=torch.from_numpy(ids_of(0, k)), edge_index=edges[:, :k]) for k in range(BATCHES)]
-    with featstore.train_loader(data, batches, memory="64MiB", path=tmp_path / "s") as loader:
+    with (
+        featstore.pack(tmp_path / "s", data) as store,
+        store.loader(batches, mode="compiled", memory="64MiB") as loader,
+    ):
         for _ in range(2):
             for k, batch in enumerate(loader):
-                assert type(batch) is pyg.Data
+                assert type(batch.sample) is pyg.Data
                 assert torch.equal(batch.x, data.x[batches[k].n_id])
                 assert torch.equal(batch.edge_index, edges[:, :k])

@@ -17,6 +17,7 @@ from compiled_support import Case, QuickDisk, make_case, placed, rows_of, skewed
 import featstore
 from featstore.compile.placement import Location, Placement
 from featstore.errors import CorruptionError, FeatstoreError, FormatError, IncompleteStoreError, StaleError
+from featstore.loaders.compiled.loader import CompiledLoader
 from featstore.storage.manifest import uuid_of
 
 SIZES = {"paper": 200, "author": 90}
@@ -39,7 +40,7 @@ def base(whole: Case, tmp_path: Path) -> Path:
 
 
 def go_through(case: Case, base: Path) -> None:
-    with featstore.open(base) as store, store.compiled() as compiled, compiled.loader() as loader:
+    with featstore.open(base) as store, store.compiled() as compiled, CompiledLoader(compiled) as loader:
         for _ in range(2):
             case.check(loader, range(5))
 
@@ -69,7 +70,7 @@ def test_a_base_store_that_has_changed_is_refused(whole: Case, base: Path) -> No
         featstore.compile_trace(
             store, whole.trace, memory="16MiB", overwrite=True, disk_door=QuickDisk()
         ).close()
-        with store.compiled() as compiled, compiled.loader() as loader:
+        with store.compiled() as compiled, CompiledLoader(compiled) as loader:
             for number, batch in enumerate(loader):
                 for name, ids in whole.batches[number].items():
                     assert batch.x[name].tobytes() == changed[name][ids].tobytes()
@@ -98,7 +99,7 @@ def test_the_same_rows_packed_anew_are_the_same_store(whole: Case, tmp_path: Pat
 
 def test_an_open_compiled_trace_outlives_a_new_base_store(whole: Case, base: Path) -> None:
     """It holds both generations; only who comes later is refused."""
-    with featstore.open(base) as store, store.compiled() as compiled, compiled.loader() as loader:
+    with featstore.open(base) as store, store.compiled() as compiled, CompiledLoader(compiled) as loader:
         walk = iter(loader)
         whole.check_batch(next(walk), 0)
         featstore.pack(
@@ -110,7 +111,7 @@ def test_an_open_compiled_trace_outlives_a_new_base_store(whole: Case, base: Pat
         ).close()
         whole.check(walk, range(1, 5))
         whole.check(loader, range(5))
-        with compiled.loader() as late:
+        with CompiledLoader(compiled) as late:
             whole.check(late, range(5))
     with featstore.open(base) as store, pytest.raises(StaleError):
         store.compiled()
@@ -230,7 +231,7 @@ def test_a_manifest_that_contradicts_itself_is_refused(base: Path, at: tuple[Any
 
 
 def go_and_close(store: featstore.Store) -> None:
-    with store.compiled() as compiled, compiled.loader() as loader:
+    with store.compiled() as compiled, CompiledLoader(compiled) as loader:
         list(loader)
 
 
@@ -254,7 +255,7 @@ def test_the_forecast_is_advice(whole: Case, base: Path, forecast: Any) -> None:
     """Nothing that a reader does may depend on it."""
     sealed(base, put(_C, "forecast", to=forecast))
     go_through(whole, base)
-    with featstore.open(base) as store, store.compiled() as compiled, compiled.loader() as loader:
+    with featstore.open(base) as store, store.compiled() as compiled, CompiledLoader(compiled) as loader:
         list(loader)
         assert loader.report().batches == 5
 
@@ -337,7 +338,11 @@ def test_records_of_any_nonsense_are_refused_and_never_obeyed(whole: Case, base:
         ]
         resealed(base, path, bad.tobytes())
         try:
-            with featstore.open(base) as store, store.compiled() as compiled, compiled.loader() as loader:
+            with (
+                featstore.open(base) as store,
+                store.compiled() as compiled,
+                CompiledLoader(compiled) as loader,
+            ):
                 for batch in loader:
                     assert set(batch.x) == set(SIZES)
         except FeatstoreError:

@@ -18,6 +18,8 @@ import pytest
 
 import featstore
 from featstore.errors import BudgetError, CorruptionError, FeatstoreError, FormatError
+from featstore.loaders.compiled.loader import CompiledLoader
+from featstore.loaders.mega.loader import MegaBatches
 from featstore.storage.manifest import MANIFEST_NAME, uuid_of
 from featstore.storage.manifest_reading import parse
 from featstore.trace import log_format as layout
@@ -73,7 +75,7 @@ def sampled(store: featstore.Store) -> None:
 
 
 def mega(store: featstore.Store) -> None:
-    with store.mega_batches(memory="40MiB", resident=2) as batches:
+    with MegaBatches(store, memory="40MiB", resident=2) as batches:
         list(batches)
 
 
@@ -137,7 +139,10 @@ def test_offsets_of_records_that_wrap_around(own: Path, name: str) -> None:
     offsets[3:5] = WRAPPING
     pack.set_array(("arrays", "offsets"), offsets)
     pack.seal()
-    refused(opened(own / corpus.BASE, lambda store: store.compiled(name).loader()), "offsets of the records")
+    refused(
+        opened(own / corpus.BASE, lambda store: CompiledLoader(store.compiled(name))),
+        "offsets of the records",
+    )
 
 
 def test_a_turn_that_gives_a_slot_twice(own: Path) -> None:
@@ -146,7 +151,8 @@ def test_a_turn_that_gives_a_slot_twice(own: Path) -> None:
         pack.set_array(("arrays", "features.turn"), np.array([0, bad, *range(2, 20)], np.int32))
         pack.seal()
         refused(
-            opened(own / corpus.BASE, lambda store: store.compiled("moving").loader()), "the turn of table"
+            opened(own / corpus.BASE, lambda store: CompiledLoader(store.compiled("moving"))),
+            "the turn of table",
         )
 
 
@@ -305,7 +311,7 @@ def test_a_compiled_trace_that_asks_for_any_memory(own: Path) -> None:
         store.compiled("moving") as compiled,
         pytest.raises(BudgetError, match="hold this compiled trace's slots"),
     ):
-        compiled.loader()
+        CompiledLoader(compiled)
 
 
 # Traces.

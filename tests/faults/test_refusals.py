@@ -33,6 +33,9 @@ from featstore.errors import (
     IncompleteStoreError,
     StoreLockedError,
 )
+from featstore.loaders.mega.loader import MegaBatches
+from featstore.loaders.online.loader import OnlineLoader
+from featstore.loaders.rolling import RollingLoader
 from featstore.order import orders  # noqa: F401  (loaded before anything fails)
 from featstore.plan.cost import DEFAULT, load_models, save_model
 from featstore.storage.disk import Disk
@@ -75,12 +78,12 @@ def sample(root: Path, disk: Disk) -> None:
 
 
 def mega(root: Path, disk: Disk) -> None:
-    with featstore.open(root / "s") as store, store.mega_batches(memory="32MiB") as loader:
+    with featstore.open(root / "s") as store, MegaBatches(store, memory="32MiB") as loader:
         assert len(list(loader)) > 0
 
 
 def online(root: Path, disk: Disk) -> None:
-    with featstore.open(root / "s") as store, featstore.OnlineLoader(store, batches, memory="6MiB") as loader:
+    with featstore.open(root / "s") as store, OnlineLoader(store, batches, memory="6MiB") as loader:
         assert len(list(loader)) == 5
 
 
@@ -245,7 +248,7 @@ def test_in_the_middle_of_an_epoch_that_writes(
     there is room."""
     with (
         pack(tmp_path / "s", x) as store,
-        featstore.train_loader(store, batches, memory="32MiB", fresh=True) as loader,
+        RollingLoader(store, batches, memory="32MiB") as loader,
     ):
         under_way = iter(loader)
         first = next(under_way)  # the next episode is prepared from here on
@@ -264,14 +267,13 @@ def test_in_the_middle_of_an_epoch_that_writes(
 
 def test_while_a_trace_is_compiled(tmp_path: Path, full: Refusals, x: np.ndarray, pack: Any) -> None:
     with pack(tmp_path / "s", x) as store:
-        featstore.train_loader(store, list(batches()), memory="32MiB", name="a").close()
+        options: Any = {"mode": "compiled", "memory": "32MiB", "name": "a"}
+        store.loader(list(batches()), **options).close()
         before = (tmp_path / "s" / "packs" / "a" / "featstore.json").read_bytes()
         for at in (0, 5, 25, 60):
-            fails_at_some_write(
-                full, lambda: featstore.train_loader(store, list(batches()), memory="32MiB", name="a"), at
-            )
+            fails_at_some_write(full, lambda: store.loader(list(batches()), **options), at)
             assert (tmp_path / "s" / "packs" / "a" / "featstore.json").read_bytes() == before
-        with featstore.train_loader(store, list(batches()), memory="32MiB", name="a") as loader:
+        with store.loader(list(batches()), **options) as loader:
             assert [np.array_equal(b.x, x[ids]) for b, ids in zip(loader, batches(), strict=True)] == [
                 True
             ] * 5
@@ -285,7 +287,7 @@ def test_while_a_model_or_a_cache_is_saved(
     fails_at_some_write(full, lambda: save_model("other", DEFAULT), 1)
     assert list(load_models()) == ["key"]
     assert [p.name for p in (tmp_path / "models").iterdir()] == ["devices.json"]
-    with pack(tmp_path / "s", x) as store, featstore.OnlineLoader(store, batches, memory="6MiB") as loader:
+    with pack(tmp_path / "s", x) as store, OnlineLoader(store, batches, memory="6MiB") as loader:
         list(loader)
         loader.save_cache("c")
         before = (tmp_path / "s" / "caches" / "c.cache").read_bytes()
@@ -363,7 +365,7 @@ def test_no_more_threads(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
                     DeviceError, match=r"cannot start a thread .* within the limits.*ulimit -u"
                 ):
                     store.reader(memory="4MiB", engine=engine)
-        with featstore.OnlineLoader(store, batches, memory="6MiB") as loader, monkeypatch.context() as patch:
+        with OnlineLoader(store, batches, memory="6MiB") as loader, monkeypatch.context() as patch:
             patch.setattr(threading.Thread, "start", refuse)
             with pytest.raises(DeviceError, match="start a thread"):
                 next(iter(loader))

@@ -22,6 +22,9 @@ from numpy.typing import NDArray
 import featstore
 from featstore.compile.build import compile_trace as compile_to_path
 from featstore.errors import FeatstoreError
+from featstore.loaders.compiled.loader import CompiledLoader
+from featstore.loaders.mega.loader import MegaBatches
+from featstore.loaders.online.loader import OnlineLoader
 from featstore.plan.cost import DEFAULT, load_models, save_model
 from featstore.trace.log_file import LOG_NAME, how_far
 
@@ -165,7 +168,7 @@ def sample(target: Target, rng: Random) -> None:
 def mega(target: Target, rng: Random) -> None:
     store = target.store
     train: Any = "train" if rng.random() < 0.5 and "train" in store.arrays else None
-    with store.mega_batches(memory="40MiB", train=train, resident=2) as batches:
+    with MegaBatches(store, memory="40MiB", train=train, resident=2) as batches:
         for batch in batches:
             indptr, indices = batch.indptr, batch.indices
             hold(
@@ -218,8 +221,8 @@ def train_compiled(target: Target, rng: Random) -> None:
         fixed = compiled.entry.residency == "fixed"
         order = rng.permutation(len(compiled)) if fixed and rng.random() < 0.3 else None
         device = "cpu" if fixed or rng.random() < 0.1 else None
-        with compiled.loader(
-            memory=None if rng.random() < 0.5 else "24MiB", order=order, device=device
+        with CompiledLoader(
+            compiled, memory=None if rng.random() < 0.5 else "24MiB", order=order, device=device
         ) as loader:
             state = None
             for number, batch in enumerate(loader):
@@ -261,7 +264,7 @@ def warm(target: Target, rng: Random) -> None:
     options: dict[str, Any] = {"memory": int(rng.choice([8, 12])) * 2**20, "policy": policy, "warm": "warm"}
     if rng.random() < 0.2:
         options |= {"device": "cpu", "device_memory": 40 * corpus.WIDTH * 4}
-    with featstore.OnlineLoader(target.base, batches, **options) as loader:
+    with OnlineLoader(target.base, batches, **options) as loader:
         for ids, batch in zip(batches, loader, strict=True):
             target.check(ids, np.asarray(batch.x))
 
@@ -291,7 +294,7 @@ def keep_model(target: Target, rng: Random) -> None:
 
 def resume_compiled(target: Target, rng: Random) -> None:
     name = corpus.PACKS[rng.integers(2)]
-    with target.base.compiled(name) as compiled, compiled.loader(device="cpu") as loader:
+    with target.base.compiled(name) as compiled, CompiledLoader(compiled, device="cpu") as loader:
         loader.load_state_dict(mutate_state(loader.state_dict() | {"next": 3}, rng))
         for batch in loader:
             hold(target.come_from_it(batch.x), "rows of nowhere")
@@ -299,13 +302,13 @@ def resume_compiled(target: Target, rng: Random) -> None:
 
 def resume_online(target: Target, rng: Random) -> None:
     batches = [rng.permutation(corpus.ROWS)[:30] for _ in range(3)]
-    with featstore.OnlineLoader(target.base, batches, memory="8MiB") as loader:
+    with OnlineLoader(target.base, batches, memory="8MiB") as loader:
         loader.load_state_dict(mutate_state(loader.state_dict() | {"next": 1}, rng))
         _some(loader)
 
 
 def resume_mega(target: Target, rng: Random) -> None:
-    with target.base.mega_batches(memory="40MiB", resident=2) as batches:
+    with MegaBatches(target.base, memory="40MiB", resident=2) as batches:
         batches.load_state_dict(mutate_state(batches.state_dict() | {"step": 1}, rng))
         for batch in batches:
             there = batch.places[batch.node[batch.places] >= 0]

@@ -32,6 +32,7 @@ from test_golden import (
 import featstore
 from featstore.engine import ENGINES
 from featstore.errors import CorruptionError, FeatstoreError, FormatError
+from featstore.loaders.compiled.loader import CompiledLoader
 from featstore.trace.sample_decoder import decode
 
 BASE, PACK = GOLDEN / "compiled", "compiled/packs/default"
@@ -75,7 +76,7 @@ def test_featstore_reads_it(engine: str) -> None:
     pytest.importorskip("torch")
     with featstore.open(BASE) as store, store.compiled() as compiled:
         try:
-            loader = compiled.loader(engine=engine, device="cpu", tensors=True)
+            loader = CompiledLoader(compiled, engine=engine, device="cpu", tensors=True)
         except OSError:
             assert engine == "uring", "only io_uring may be missing"
             return
@@ -231,7 +232,7 @@ def test_numbers_that_break_a_promise(
 
 
 def read_all(store: featstore.Store) -> None:
-    with store.compiled() as compiled, compiled.loader(device="cpu") as loader:
+    with store.compiled() as compiled, CompiledLoader(compiled, device="cpu") as loader:
         list(loader)
 
 

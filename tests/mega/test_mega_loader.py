@@ -84,7 +84,7 @@ def open_(path: Path) -> Iterator[Callable[..., MegaBatches]]:
     with featstore.open(path) as store:
 
         def make(**options: Any) -> MegaBatches:
-            opened.append(store.mega_batches(**{"memory": "64MiB", "train": TRAIN, "seed": 3} | options))
+            opened.append(MegaBatches(store, **{"memory": "64MiB", "train": TRAIN, "seed": 3} | options))
             return opened[-1]
 
         yield make
@@ -272,7 +272,7 @@ import json, sys
 import featstore, featstore.loaders.mega.sizes
 featstore.loaders.mega.sizes.BLOCK_EDGES_MAX = featstore.loaders.mega.sizes.BLOCK_EDGES_MIN = 700
 options = {"memory": "64MiB", "train": "train", "seed": 3, **json.loads(sys.argv[2])}
-loader = featstore.open(sys.argv[1]).mega_batches(**options)
+loader = MegaBatches(featstore.open(sys.argv[1]), **options)
 loader.load_state_dict(json.loads(sys.argv[3]))
 print(json.dumps([b.node.tolist() for mega in loader for b in mega.batches([4, 3], 90)]))
 next(iter(loader))  # neither closed nor through: the process must end all the same
@@ -325,7 +325,7 @@ def test_a_state_of_something_else_is_refused(
         pack(
             tmp_path / "other", FEATURES + 1, graph=graph, order="ldg", partitions=PARTITIONS, hubs=0.02
         ) as store,
-        store.mega_batches(resident=6, seed=3) as other,
+        MegaBatches(store, resident=6, seed=3) as other,
         pytest.raises(ValueError, match="the state has store ="),
     ):
         other.load_state_dict(state)
@@ -387,22 +387,22 @@ def test_stores_that_cannot_be_trained_from(tmp_path: Path, pack: Callable[..., 
         pack(tmp_path / "bare", FEATURES, order="given") as store,
         pytest.raises(SourceError, match="holds no graph"),
     ):
-        store.mega_batches()
+        MegaBatches(store)
     with (
         pack(tmp_path / "lost", FEATURES, graph=graph, topology=False) as store,
         pytest.raises(SourceError, match="no graph"),
     ):
-        store.mega_batches()
+        MegaBatches(store)
     with pack(tmp_path / "one", FEATURES, graph=graph, order="given") as store:
         assert len(store.tables["features"].partition_offsets) == 2
         with pytest.raises(SourceError, match="one single partition"):
-            store.mega_batches(memory="1MiB")
-        with store.mega_batches(memory="64MiB") as loader:  # all of it at once
+            MegaBatches(store, memory="1MiB")
+        with MegaBatches(store, memory="64MiB") as loader:  # all of it at once
             assert (loader.steps, loader.resident) == (1, 1)
         with pytest.raises(KeyError, match="no graph 'other'"):
-            store.mega_batches(graph="other")
+            MegaBatches(store, graph="other")
     with pytest.raises(ClosedError):
-        store.mega_batches()
+        MegaBatches(store)
 
 
 def test_options_that_cannot_be(open_: Callable[..., MegaBatches]) -> None:
@@ -465,7 +465,7 @@ def test_lists_of_what_is_no_row_are_found_without_checksums(path: Path, tmp_pat
     good = victim.read_bytes()
     with (
         featstore.open(own) as store,
-        store.mega_batches(memory="64MiB", train=TRAIN, resident=6, verify=False) as loader,
+        MegaBatches(store, memory="64MiB", train=TRAIN, resident=6, verify=False) as loader,
     ):
         whole = list(batches(loader))
         bad = np.frombuffer(good, np.int32).copy()
@@ -495,12 +495,12 @@ def test_bad_pages_are_named_and_nothing_hangs(path: Path, tmp_path: Path, table
 
     with featstore.open(own) as store:
         with pytest.raises(CorruptionError, match=victim.name):  # noqa: SIM117  (opening may find it, too)
-            with store.mega_batches(memory="64MiB", train=TRAIN, resident=6) as loader:
+            with MegaBatches(store, memory="64MiB", train=TRAIN, resident=6) as loader:
                 go_through(loader)
         if table == "tables/features":
-            with store.mega_batches(memory="64MiB", train=TRAIN, resident=6, hubs=0) as loader:
+            with MegaBatches(store, memory="64MiB", train=TRAIN, resident=6, hubs=0) as loader:
                 for _ in range(2):  # the error stays, and the loader can be asked again
                     with pytest.raises(CorruptionError, match=victim.name):
                         go_through(loader)
-            with store.mega_batches(memory="64MiB", train=TRAIN, resident=6, hubs=0, verify=False) as loader:
+            with MegaBatches(store, memory="64MiB", train=TRAIN, resident=6, hubs=0, verify=False) as loader:
                 go_through(loader)

@@ -22,7 +22,7 @@ def held(field):
     return 1024 * int(re.search(field + r":\\s+(\\d+) kB", Path("/proc/self/status").read_text()).group(1))
 
 def epoch(path, **options):
-    with featstore.open(path).mega_batches(**options) as loader:
+    with MegaBatches(featstore.open(path), **options) as loader:
         for mega in loader:
             for batch in mega.batches([3, 2], 200, weights=True):
                 pass

@@ -17,6 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 import featstore
 from featstore.base.dtypes import bfloat16
 from featstore.errors import ArgumentError, BudgetError, CancelledError, FeatstoreError, IdError, SourceError
+from featstore.loaders.online.loader import OnlineLoader
 from featstore.tiers.buffer import FeatureBuffer
 from featstore.tiers.saved import SavedCache
 from featstore.tiers.slots.layout import POLICIES
@@ -73,7 +74,7 @@ def test_every_policy_serves_the_source(store: Any, x: np.ndarray, policy: str, 
         "device_memory": 300 * ROW_BYTES,
         "device_policy": policy,
     }
-    with featstore.OnlineLoader(store, skewed, memory=MEMORY, policy="fifo", **options) as loader:
+    with OnlineLoader(store, skewed, memory=MEMORY, policy="fifo", **options) as loader:
         for epoch in range(3):
             check_epoch(loader, x, epoch)
         report = loader.report()
@@ -111,7 +112,7 @@ def test_every_row_size_and_dtype(
     row_bytes = source.nbytes // count
     with (
         featstore.pack(tmp_path_factory.mktemp("rows") / "s", source) as store,
-        featstore.OnlineLoader(
+        OnlineLoader(
             store,
             batches,
             memory="40MiB",
@@ -136,10 +137,10 @@ def test_a_saved_cache_fills_both_levels(store: Any, x: np.ndarray) -> None:
         "device": ["cpu", "cpu"],
         "device_memory": 200 * ROW_BYTES,
     }
-    with featstore.OnlineLoader(store, skewed, **options) as loader:
+    with OnlineLoader(store, skewed, **options) as loader:
         check_epoch(loader, x, 0)
         loader.save_cache("two")
-    with featstore.OnlineLoader(store, skewed, warm="two", **options) as loader:
+    with OnlineLoader(store, skewed, warm="two", **options) as loader:
         check_epoch(loader, x, 0)
         report = loader.report()
     assert report.buffers["features"].misses == 0
@@ -158,7 +159,7 @@ def test_a_saved_cache_fills_other_devices_too(store: Any, x: np.ndarray, policy
         "device_policy": policy,
         "batch_rows": 150,
     }
-    with featstore.OnlineLoader(
+    with OnlineLoader(
         store, skewed, device=["cpu", "cpu"], device_memory=300 * ROW_BYTES, **options
     ) as loader:
         for epoch in range(2):
@@ -168,7 +169,7 @@ def test_a_saved_cache_fills_other_devices_too(store: Any, x: np.ndarray, policy
                  for i in buffer["features"].cached_ids()}  # fmt: skip
     for devices, slots in ((1, 200), (2, 150), (3, 130)):
         memory = slots * ROW_BYTES
-        with featstore.OnlineLoader(
+        with OnlineLoader(
             store, skewed, device=["cpu"] * devices, device_memory=memory, warm=policy, **options
         ) as loader:
             next(iter(loader))
@@ -210,7 +211,7 @@ def test_several_tables(tmp_path: Path) -> None:
     options: dict[str, Any] = {"device": ["cpu", "cpu"], "device_memory": "8KiB"}
     with (
         featstore.pack(tmp_path / "s", tables) as store,
-        featstore.OnlineLoader(store, batches, memory="32MiB", **options) as loader,
+        OnlineLoader(store, batches, memory="32MiB", **options) as loader,
     ):
         for batch, ids in zip(loader, batches, strict=True):
             for name, source in tables.items():
@@ -223,14 +224,14 @@ def test_the_memory_it_names_works(store: Any, x: np.ndarray) -> None:
         options: dict[str, Any] = {"memory": MEMORY, "device": ["cpu"] * devices}
         with (
             pytest.raises(BudgetError, match="device_memory=") as raised,
-            featstore.OnlineLoader(store, skewed, device_memory=20, **options) as loader,
+            OnlineLoader(store, skewed, device_memory=20, **options) as loader,
         ):
             next(iter(loader))
         for memory, works in (
             (raised.value.needed_bytes, True),
             (raised.value.needed_bytes - ROW_BYTES, False),
         ):
-            with featstore.OnlineLoader(store, skewed, device_memory=memory, **options) as loader:
+            with OnlineLoader(store, skewed, device_memory=memory, **options) as loader:
                 if works:
                     check_epoch(loader, x, 0)
                 else:
@@ -255,7 +256,7 @@ def test_bad_input_is_named(
     store: Any, options: dict[str, Any], error: type[FeatstoreError], match: str
 ) -> None:
     with pytest.raises(error, match=match):
-        featstore.OnlineLoader(store, skewed, **options)
+        OnlineLoader(store, skewed, **options)
 
 
 def test_a_read_that_fails_holds_no_slots(store: Any, x: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,7 +270,7 @@ def test_a_read_that_fails_holds_no_slots(store: Any, x: np.ndarray, monkeypatch
 
     monkeypatch.setattr(FeatureBuffer, "gather", gather)
     options: dict[str, Any] = {"memory": MEMORY, "device": ["cpu", "cpu"], "device_memory": 150 * ROW_BYTES}
-    with featstore.OnlineLoader(store, skewed, **options) as loader:
+    with OnlineLoader(store, skewed, **options) as loader:
         for _ in range(3):
             failing[0] = 3
             with pytest.raises(OSError, match="made up"):

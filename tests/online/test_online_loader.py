@@ -18,6 +18,7 @@ from featstore.engine import ENGINES
 from featstore.errors import BudgetError, ClosedError, FeatstoreError, IdError, SourceError
 from featstore.loaders.online import budget as division
 from featstore.loaders.online import extraction
+from featstore.loaders.online.loader import OnlineLoader
 from featstore.tiers.slots.layout import POLICIES
 
 ROWS, BATCHES = 3000, 9
@@ -70,7 +71,7 @@ def check_epoch(batches: Any, x: np.ndarray, epoch: int, after: int = 0) -> None
 
 @pytest.mark.parametrize("policy", ONLINE)
 def test_every_policy_serves_the_source(store: Any, x: np.ndarray, policy: str) -> None:
-    with featstore.OnlineLoader(store, skewed, memory=SMALL, policy=policy) as loader:
+    with OnlineLoader(store, skewed, memory=SMALL, policy=policy) as loader:
         for epoch in range(3):
             check_epoch(loader, x, epoch)
         report = loader.report()
@@ -84,7 +85,7 @@ def test_every_policy_serves_the_source(store: Any, x: np.ndarray, policy: str) 
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_every_engine(store: Any, x: np.ndarray, engine: str) -> None:
-    with featstore.OnlineLoader(store, skewed, memory=SMALL, policy="fifo", engine=engine) as loader:
+    with OnlineLoader(store, skewed, memory=SMALL, policy="fifo", engine=engine) as loader:
         check_epoch(loader, x, 0)
 
 
@@ -109,9 +110,7 @@ def test_every_row_size(
     path = tmp_path_factory.mktemp("rows")
     with featstore.pack(path / "s", source) as store:
         batches = list(skewed(seed, 5, 20, count))
-        with featstore.OnlineLoader(
-            store, batches, memory="40MiB", policy=policy, overtake=overtake
-        ) as loader:
+        with OnlineLoader(store, batches, memory="40MiB", policy=policy, overtake=overtake) as loader:
             found = list(loader)
         assert sorted(b.index for b in found) == list(range(5))
         for batch in found:
@@ -122,7 +121,7 @@ def test_every_row_size(
 
 
 def test_breaking_off_begins_the_next_epoch(store: Any, x: np.ndarray) -> None:
-    with featstore.OnlineLoader(store, skewed, memory=SMALL) as loader:
+    with OnlineLoader(store, skewed, memory=SMALL) as loader:
         for number, _ in enumerate(loader):
             if number == 3:
                 break
@@ -144,7 +143,7 @@ def test_an_exception_in_the_loop_and_one_in_the_sampler(store: Any, x: np.ndarr
                 raise Mistake("of the sampler")
             yield ids
 
-    with featstore.OnlineLoader(store, broken, memory=SMALL) as loader:
+    with OnlineLoader(store, broken, memory=SMALL) as loader:
         with pytest.raises(Mistake, match="of the loop"):  # noqa: PT012
             for _ in loader:
                 raise Mistake("of the loop")
@@ -158,7 +157,7 @@ def test_an_exception_in_the_loop_and_one_in_the_sampler(store: Any, x: np.ndarr
 
 
 def test_a_second_iteration_ends_the_first(store: Any, x: np.ndarray) -> None:
-    with featstore.OnlineLoader(store, skewed, memory=SMALL) as loader:
+    with OnlineLoader(store, skewed, memory=SMALL) as loader:
         first = iter(loader)
         next(first)
         check_epoch(loader, x, 1)
@@ -168,35 +167,35 @@ def test_a_second_iteration_ends_the_first(store: Any, x: np.ndarray) -> None:
 
 @pytest.mark.parametrize("after", [0, 1, 5, BATCHES])
 def test_going_on_in_the_middle(store: Any, x: np.ndarray, after: int) -> None:
-    with featstore.OnlineLoader(store, skewed, memory=SMALL) as loader:
+    with OnlineLoader(store, skewed, memory=SMALL) as loader:
         loader.set_epoch(3)
         walk = iter(loader)
         for _ in range(after):
             next(walk)
         state = loader.state_dict()
         walk.close()
-    with featstore.OnlineLoader(store, skewed, memory=SMALL) as loader:
+    with OnlineLoader(store, skewed, memory=SMALL) as loader:
         loader.load_state_dict(state)
         check_epoch(loader, x, 3 if after else state["epoch"], after)
         check_epoch(loader, x, 4 if after else state["epoch"] + 1)
 
 
 def test_states_of_others_are_refused(store: Any) -> None:
-    with featstore.OnlineLoader(store, skewed) as loader:
+    with OnlineLoader(store, skewed) as loader:
         state = loader.state_dict()
         with pytest.raises(SourceError, match="the state has store = 'other'"):
             loader.load_state_dict(state | {"store": "other"})
         with pytest.raises(SourceError, match="next of the state, a mini-batch, must not be negative"):
             loader.load_state_dict(state | {"next": -1})
     with (
-        featstore.OnlineLoader(store, skewed, overtake=True) as loader,
+        OnlineLoader(store, skewed, overtake=True) as loader,
         pytest.raises(SourceError, match="overtake"),
     ):
         loader.state_dict()
 
 
 def test_nothing_is_left_after_closing(store: Any) -> None:
-    loader = featstore.OnlineLoader(store, skewed, memory=SMALL)
+    loader = OnlineLoader(store, skewed, memory=SMALL)
     kept = next(iter(loader))
     copy = kept.x.copy()
     loader.close()
@@ -212,12 +211,12 @@ def test_nothing_is_left_after_closing(store: Any) -> None:
 
 
 def test_the_budget_it_names_works(store: Any, x: np.ndarray) -> None:
-    with featstore.OnlineLoader(store, skewed, memory="1MiB") as loader, pytest.raises(BudgetError) as caught:
+    with OnlineLoader(store, skewed, memory="1MiB") as loader, pytest.raises(BudgetError) as caught:
         next(iter(loader))
-    with featstore.OnlineLoader(store, skewed, memory=caught.value.needed_bytes) as loader:
+    with OnlineLoader(store, skewed, memory=caught.value.needed_bytes) as loader:
         check_epoch(loader, x, 0)
     with (
-        featstore.OnlineLoader(store, skewed, memory=caught.value.needed_bytes - 1) as loader,
+        OnlineLoader(store, skewed, memory=caught.value.needed_bytes - 1) as loader,
         pytest.raises(BudgetError),
     ):
         next(iter(loader))
@@ -226,16 +225,16 @@ def test_the_budget_it_names_works(store: Any, x: np.ndarray) -> None:
 def test_larger_mini_batches_come_through_and_too_large_ones_are_named(store: Any, x: np.ndarray) -> None:
     sizes = [100, 90, 180, 185, 189, 20, 0, 100]
     batches = [np.random.default_rng(n).permutation(ROWS)[:size] for n, size in enumerate(sizes)]
-    with featstore.OnlineLoader(store, batches, memory=SMALL) as loader:
+    with OnlineLoader(store, batches, memory=SMALL) as loader:
         for batch, ids in zip(loader, batches, strict=True):
             np.testing.assert_array_equal(batch.x, x[ids])
     batches[3] = np.random.default_rng(3).permutation(ROWS)[:500]
     with (
-        featstore.OnlineLoader(store, batches, memory=SMALL) as loader,
+        OnlineLoader(store, batches, memory=SMALL) as loader,
         pytest.raises(SourceError, match="batch_rows=500"),
     ):
         list(loader)
-    with featstore.OnlineLoader(store, batches, memory=SMALL, batch_rows=500) as loader:
+    with OnlineLoader(store, batches, memory=SMALL, batch_rows=500) as loader:
         assert [len(b.x) for b in loader] == [*sizes[:3], 500, *sizes[4:]]
 
 
@@ -248,7 +247,7 @@ def test_a_mini_batch_with_more_rows_than_slots_names_what_works(tmp_path: Path)
             # one for the first mini-batch, one for the second, and then there is memory
             while len(errors) < 3:
                 with (
-                    featstore.OnlineLoader(store, batches, memory=memory, policy="fifo", **options) as loader,
+                    OnlineLoader(store, batches, memory=memory, policy="fifo", **options) as loader,
                     pytest.raises((BudgetError, SourceError)) as raised,
                 ):
                     list(loader)
@@ -259,7 +258,7 @@ def test_a_mini_batch_with_more_rows_than_slots_names_what_works(tmp_path: Path)
             assert isinstance(errors[-1], SourceError)
             assert "batch_rows=30000" in str(errors[-1])
             given = options | {"batch_rows": 30_000}
-            with featstore.OnlineLoader(store, batches, memory=memory, policy="fifo", **given) as loader:
+            with OnlineLoader(store, batches, memory=memory, policy="fifo", **given) as loader:
                 for batch, ids in zip(loader, batches, strict=True):
                     np.testing.assert_array_equal(np.asarray(batch.x), source[ids])
 
@@ -277,7 +276,7 @@ def test_a_loader_that_could_not_open_tries_again(
         return made
 
     monkeypatch.setattr(extraction.Extraction, "_buffer", buffer)
-    with featstore.OnlineLoader(store, skewed, memory=SMALL) as loader:
+    with OnlineLoader(store, skewed, memory=SMALL) as loader:
         with pytest.raises(OSError, match="made up"):
             list(loader)
         assert loader.report().bytes_read == 0
@@ -293,12 +292,12 @@ def test_a_sampler_may_use_its_memory_again(store: Any, x: np.ndarray) -> None:
             memory[: len(ids)] = ids
             yield memory[: len(ids)]
 
-    with featstore.OnlineLoader(store, batches, memory=SMALL) as loader:
+    with OnlineLoader(store, batches, memory=SMALL) as loader:
         check_epoch(loader, x, 0)
 
 
 def test_the_loop_may_keep_what_it_got(store: Any, x: np.ndarray) -> None:
-    with featstore.OnlineLoader(store, skewed, memory=SMALL) as loader:
+    with OnlineLoader(store, skewed, memory=SMALL) as loader:
         kept = list(loader)
     for batch in kept:
         np.testing.assert_array_equal(batch.x, x[batch.n_id])
@@ -309,10 +308,10 @@ def test_the_loop_may_keep_what_it_got(store: Any, x: np.ndarray) -> None:
 
 def test_a_saved_cache_makes_the_first_epoch_warm(store: Any, x: np.ndarray) -> None:
     options: dict[str, Any] = {"memory": "16MiB", "policy": "fifo"}  # all rows that are asked for fit
-    with featstore.OnlineLoader(store, skewed, **options) as loader:
+    with OnlineLoader(store, skewed, **options) as loader:
         check_epoch(loader, x, 0)
         loader.save_cache("mine")
-    with featstore.OnlineLoader(store, skewed, warm="mine", **options) as loader:
+    with OnlineLoader(store, skewed, warm="mine", **options) as loader:
         check_epoch(loader, x, 0)
         asked = sum(len(ids) for ids in skewed(0))
         buffer = loader.report().buffers["features"]
@@ -324,7 +323,7 @@ def test_a_saved_cache_makes_the_first_epoch_warm(store: Any, x: np.ndarray) -> 
     path.write_bytes(bytes(data))
     for name, what in (("mine", "damaged"), ("other", "not there"), ("../x", "name")):
         with pytest.raises(SourceError, match=what):
-            featstore.OnlineLoader(store, skewed, warm=name)
+            OnlineLoader(store, skewed, warm=name)
 
 
 @pytest.mark.parametrize("policy", sorted(set(ONLINE) - {"static", "auto"}))
@@ -343,12 +342,12 @@ def test_a_warm_start_is_as_good_as_going_on(store: Any, x: np.ndarray, policy: 
         return int(loader.report().buffers["features"].hits)
 
     options: dict[str, Any] = {"memory": "4500KiB", "policy": policy, "extracted": 1}  # about 950 slots
-    with featstore.OnlineLoader(store, batches, **options) as loader:
+    with OnlineLoader(store, batches, **options) as loader:
         cold = hits(loader)
         before = hits(loader)
         loader.save_cache(policy)
         gone_on = hits(loader) - before
-    with featstore.OnlineLoader(store, batches, warm=policy, **options) as loader:
+    with OnlineLoader(store, batches, warm=policy, **options) as loader:
         loader.set_epoch(2)
         warm = hits(loader)
     assert warm >= 0.95 * gone_on
@@ -364,8 +363,8 @@ def test_static_rows_of_several_tables(tmp_path: Path) -> None:
     only_papers = [{"paper": ids["paper"]} for ids in batches]
     with featstore.pack(tmp_path / "s", tables) as store:
 
-        def loader(given: Any, static: Any, memory: int) -> featstore.OnlineLoader:
-            return featstore.OnlineLoader(store, given, memory=memory, policy="static", static=static)
+        def loader(given: Any, static: Any, memory: int) -> OnlineLoader:
+            return OnlineLoader(store, given, memory=memory, policy="static", static=static)
 
         with loader(batches, np.arange(9), 2**23) as one, pytest.raises(SourceError, match="of which table"):
             list(one)
@@ -394,12 +393,12 @@ def test_several_tables(tmp_path: Path) -> None:
         {"paper": rng.permutation(500)[:80], "author": rng.permutation(200)[: 2 * n]} for n in range(1, 7)
     ]
     with featstore.pack(tmp_path / "s", tables) as store:
-        with featstore.OnlineLoader(store, batches, memory="32MiB") as loader:
+        with OnlineLoader(store, batches, memory="32MiB") as loader:
             for batch, ids in zip(loader, batches, strict=True):
                 for name, source in tables.items():
                     np.testing.assert_array_equal(batch.x[name], source[ids[name]])
         with (
-            featstore.OnlineLoader(store, [{"venue": np.arange(3)}]) as loader,
+            OnlineLoader(store, [{"venue": np.arange(3)}]) as loader,
             pytest.raises(SourceError, match="'venue'"),
         ):
             next(iter(loader))
@@ -414,11 +413,11 @@ def test_node_types_may_be_missing_from_mini_batches(tmp_path: Path) -> None:
     ]
     with featstore.pack(tmp_path / "s", tables) as store:
         with (
-            featstore.OnlineLoader(store, batches, memory="32MiB") as loader,
+            OnlineLoader(store, batches, memory="32MiB") as loader,
             pytest.raises(SourceError, match=r"batch_rows=\{'author'"),
         ):
             list(loader)
-        with featstore.OnlineLoader(store, batches, memory="32MiB", batch_rows={"author": 7}) as loader:
+        with OnlineLoader(store, batches, memory="32MiB", batch_rows={"author": 7}) as loader:
             for batch, ids in zip(loader, batches, strict=True):
                 assert set(batch.x) == set(ids)  # a dict, also where there is one table
                 for name in ids:
@@ -430,19 +429,19 @@ def test_more_ids_than_the_table_has_rows(tmp_path: Path) -> None:
     batches = [np.random.default_rng(n).integers(0, 100, 400) for n in range(5)]
     with featstore.pack(tmp_path / "s", source) as store:
         for options in ({}, {"batch_rows": 400}, {"device": "cpu", "device_memory": 1600}):
-            with featstore.OnlineLoader(store, batches, memory="8MiB", **options) as loader:
+            with OnlineLoader(store, batches, memory="8MiB", **options) as loader:
                 for batch, ids in zip(loader, batches, strict=True):
                     np.testing.assert_array_equal(np.asarray(batch.x), source[ids])
 
 
 def test_an_unknown_option_is_refused_at_once(store: Any) -> None:
     with pytest.raises(TypeError, match="no option 'qdepth'"):
-        featstore.OnlineLoader(store, skewed, qdepth=4)
+        OnlineLoader(store, skewed, qdepth=4)
 
 
 def test_static_rows_are_kept_all_or_refused(store: Any, x: np.ndarray) -> None:
-    def loader(memory: int | str, static: Any) -> featstore.OnlineLoader:
-        return featstore.OnlineLoader(store, skewed, memory=memory, policy="static", static=static)
+    def loader(memory: int | str, static: Any) -> OnlineLoader:
+        return OnlineLoader(store, skewed, memory=memory, policy="static", static=static)
 
     def smallest(memory: int, static: Any) -> int:
         with (
@@ -474,31 +473,31 @@ def _none_of_numbers(batch: Any) -> Any:
 @pytest.mark.parametrize(
     ("make", "error", "match"),
     [
-        (lambda s: featstore.OnlineLoader(s, [np.array([ROWS])]), IdError, "out of range"),
-        (lambda s: featstore.OnlineLoader(s, [np.array([1.5])]), SourceError, "integers"),
-        (lambda s: featstore.OnlineLoader(s, [object()]), SourceError, "nodes="),
-        (lambda s: featstore.OnlineLoader(s, [object()], nodes=lambda _: {}), SourceError, "no node type"),
+        (lambda s: OnlineLoader(s, [np.array([ROWS])]), IdError, "out of range"),
+        (lambda s: OnlineLoader(s, [np.array([1.5])]), SourceError, "integers"),
+        (lambda s: OnlineLoader(s, [object()]), SourceError, "nodes="),
+        (lambda s: OnlineLoader(s, [object()], nodes=lambda _: {}), SourceError, "no node type"),
         (
-            lambda s: featstore.OnlineLoader(s, [np.arange(3), 7], nodes=_none_of_numbers),
+            lambda s: OnlineLoader(s, [np.arange(3), 7], nodes=_none_of_numbers),
             SourceError,
             "no node type",
         ),
-        (lambda s: featstore.OnlineLoader(s, [np.arange(3), np.array([ROWS])]), IdError, "mini-batch 1: "),
-        (lambda s: featstore.OnlineLoader(s, skewed, batch_rows=0), SourceError, "at least 1, not 0"),
+        (lambda s: OnlineLoader(s, [np.arange(3), np.array([ROWS])]), IdError, "mini-batch 1: "),
+        (lambda s: OnlineLoader(s, skewed, batch_rows=0), SourceError, "at least 1, not 0"),
         (
-            lambda s: featstore.OnlineLoader(s, skewed, batch_rows={"features": "x"}),
+            lambda s: OnlineLoader(s, skewed, batch_rows={"features": "x"}),
             SourceError,
             "whole number",
         ),
         (
-            lambda s: featstore.OnlineLoader(s, skewed, policy="best"),
+            lambda s: OnlineLoader(s, skewed, policy="best"),
             SourceError,
             "policy must be .* not 'best'",
         ),
-        (lambda s: featstore.OnlineLoader(s, skewed, policy="min"), SourceError, "compile"),
-        (lambda s: featstore.OnlineLoader(s, skewed, policy="lru", static=[1]), SourceError, "static="),
+        (lambda s: OnlineLoader(s, skewed, policy="min"), SourceError, "compile"),
+        (lambda s: OnlineLoader(s, skewed, policy="lru", static=[1]), SourceError, "static="),
         (
-            lambda s: featstore.OnlineLoader(s, skewed, policy="static", static=[1, ROWS]),
+            lambda s: OnlineLoader(s, skewed, policy="static", static=[1, ROWS]),
             IdError,
             f"static: node id {ROWS} is out of range",
         ),
@@ -526,14 +525,14 @@ def test_pyg_objects_and_workers(store: Any, x: np.ndarray) -> None:
 
     for workers in (0, 2):
         sampler = torch.utils.data.DataLoader(Samples(), batch_size=None, num_workers=workers)
-        with featstore.OnlineLoader(store, sampler, memory=SMALL) as loader:
+        with OnlineLoader(store, sampler, memory=SMALL) as loader:
             assert len(loader) == BATCHES
             for _ in range(2):
                 for batch, ids in zip(loader, skewed(7), strict=True):
                     assert isinstance(batch, data.Data)
                     np.testing.assert_array_equal(batch.x.numpy(), x[ids])
                     assert batch.edge_index.shape == (2, 3)
-        with featstore.OnlineLoader(store, sampler, memory=SMALL, device="cpu") as loader:
+        with OnlineLoader(store, sampler, memory=SMALL, device="cpu") as loader:
             assert next(iter(loader)).x.device.type == "cpu"
 
 
@@ -547,9 +546,9 @@ def test_a_set_epoch_is_called(store: Any) -> None:
         def __iter__(self) -> Iterator[np.ndarray]:
             yield np.array([self.epoch])
 
-    with featstore.OnlineLoader(store, Sampler(), memory=SMALL) as loader:
+    with OnlineLoader(store, Sampler(), memory=SMALL) as loader:
         assert [[b.n_id.tolist() for b in loader] for _ in range(3)] == [[[0]], [[1]], [[2]]]
-    with featstore.OnlineLoader(store, iter([np.array([1])]), memory=SMALL) as loader:
+    with OnlineLoader(store, iter([np.array([1])]), memory=SMALL) as loader:
         assert len(list(loader)) == 1
         with pytest.raises(SourceError, match="only once"):
             list(loader)
@@ -565,7 +564,7 @@ def test_auto_goes_on_with_what_hits_most(tmp_path: Path, monkeypatch: pytest.Mo
     source = rows_of(count, (1000,), np.float32, 1).view(np.int32).astype(np.float32)
     loop = [np.arange(low, low + 200) for low in range(0, count, 200)]
     with featstore.pack(tmp_path / "s", source) as store:
-        with featstore.OnlineLoader(store, loop, memory="24MiB") as loader:
+        with OnlineLoader(store, loop, memory="24MiB") as loader:
             found = []
             for _ in range(6):
                 before = loader.report()
@@ -576,11 +575,11 @@ def test_auto_goes_on_with_what_hits_most(tmp_path: Path, monkeypatch: pytest.Mo
                 found.append((loader.policy["features"], hits / count))
             assert loader.memory()["choosing a policy"] > 0
             loader.save_cache("auto")
-        with featstore.OnlineLoader(store, loop, memory="24MiB", warm="auto") as loader:
+        with OnlineLoader(store, loop, memory="24MiB", warm="auto") as loader:
             list(loader)
             warm = loader.report().buffers["features"].hits / count
             assert loader.policy == {"features": found[-1][0]}
-        with featstore.OnlineLoader(store, loop, memory="24MiB", policy="fifo") as loader:
+        with OnlineLoader(store, loop, memory="24MiB", policy="fifo") as loader:
             for _ in range(2):
                 list(loader)
             assert loader.report().buffers["features"].hits == 0

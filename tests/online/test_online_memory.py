@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 import featstore
+from featstore.loaders.online.loader import OnlineLoader
 
 ROWS, COLUMNS = 3000, 10_000  # 120 MB
 MEMORY_MIB = 64
@@ -50,7 +51,7 @@ rows = 3000
 store = featstore.open(sys.argv[1])
 for policy in ("fifo", "auto"):  # what loads code and compiles is no matter of the budget
     few = lambda epoch: [np.arange(9)] * 4
-    with featstore.OnlineLoader(store, few, memory="80MiB", policy=policy) as loader:
+    with OnlineLoader(store, few, memory="80MiB", policy=policy) as loader:
         through(loader)
 del loader
 found = {}
@@ -58,7 +59,7 @@ for policy, memory in (("fifo", int(sys.argv[2])), ("auto", 80)):
     gc.collect()
     open("/proc/self/clear_refs", "w").write("5")
     before = peak()
-    with featstore.OnlineLoader(store, batches, memory=f"{memory}MiB", policy=policy) as loader:
+    with OnlineLoader(store, batches, memory=f"{memory}MiB", policy=policy) as loader:
         through(loader)
         assert sum(loader.memory().values()) <= memory << 20
         assert policy == "fifo" or loader.policy != {"features": "s3-fifo"}, "it was to change"
@@ -74,7 +75,7 @@ def test_peak_memory_stays_within_the_budget(tmp_path: Path) -> None:
     source.flush()
     with (  # what compiling takes of memory it takes here, so that the process finds it done
         featstore.pack(tmp_path / "s", tmp_path / "x.npy") as store,
-        featstore.OnlineLoader(store, [np.arange(9)] * 4, memory="80MiB") as loader,
+        OnlineLoader(store, [np.arange(9)] * 4, memory="80MiB") as loader,
     ):
         list(loader)
     out = subprocess.run(

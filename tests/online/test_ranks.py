@@ -324,7 +324,10 @@ def test_data_parallel_training(ranks: Ranks, packed: Path, features: np.ndarray
         assert misses == ROWS  # of two epochs, all ranks and their workers
 
 
-# Loaders, which do not divide an epoch among the ranks.
+# Mini-batches that are given to a loader are divided among the ranks.
+
+
+BATCHES = [np.arange(10 * k, 10 * k + 10) for k in range(2 * RANKS)]
 
 
 def loaders_warn(rank: int, path: Path) -> tuple[list[str], list[int], list[str]]:
@@ -333,20 +336,22 @@ def loaders_warn(rank: int, path: Path) -> tuple[list[str], list[int], list[str]
     with featstore.open(path) as store, warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         for _ in range(2):
-            with featstore.OnlineLoader(store, [np.arange(40)], memory="64MiB") as loader:
+            with store.loader(BATCHES, memory="64MiB") as loader:
                 seeds = [int(one) for batch in loader for one in batch.n_id]
         said = [str(one.message) for one in found if one.category is FeatstoreWarning]
         found.clear()
         half = torch.utils.data.DistributedSampler(range(ROWS))  # type: ignore[arg-type, var-annotated]
         ranks_module._said = False
         divided = torch.utils.data.DataLoader(range(ROWS), sampler=half, batch_size=50)  # type: ignore[arg-type]
-        featstore.OnlineLoader(store, divided, memory="64MiB").close()
+        with store.loader(divided, memory="64MiB") as loader:
+            assert loader.world_size == RANKS
+            assert len(loader) == len(divided)
         return said, seeds, [str(one.message) for one in found]
 
 
-def test_ranks_that_train_on_the_same_are_warned(ranks: Ranks, packed: Path) -> None:
-    for said, seeds, divided in ranks.do(loaders_warn, packed):
-        assert seeds == list(range(40)), "each rank gets all: when this fails, the warning may go"
+def test_ranks_are_told_that_they_share(ranks: Ranks, packed: Path) -> None:
+    for rank, (said, seeds, divided) in enumerate(ranks.do(loaders_warn, packed)):
+        assert seeds == np.concatenate(BATCHES[rank::RANKS]).tolist(), "each its own"
         assert len(said) == 1
         assert f"one of {RANKS} ranks" in said[0]
         assert divided == []

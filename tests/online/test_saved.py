@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 import featstore
 from featstore.errors import DiskFullError, FeatstoreError, SourceError
 from featstore.loaders.online import extraction
+from featstore.loaders.online.loader import OnlineLoader
 from featstore.tiers import saved
 from featstore.tiers.buffer import FeatureBuffer
 from featstore.tiers.slots import contents, layout
@@ -263,12 +264,12 @@ def test_a_loader_refuses_odd_content_at_once_and_when_it_loads(tmp_path: Path) 
     with featstore.pack(tmp_path / "s", x) as store:
         path = saved.save(store, "c", {"features": cut(np.arange(50), [])})
         good = path.read_bytes()
-        with featstore.OnlineLoader(store, batches, memory="8MiB", warm="c") as loader:
+        with OnlineLoader(store, batches, memory="8MiB", warm="c") as loader:
             path.write_bytes(good[:-9])  # after the loader was made
             with pytest.raises(SourceError, match="save it again"):
                 list(loader)
         with pytest.raises(SourceError, match="save it again"):
-            featstore.OnlineLoader(store, batches, memory="8MiB", warm="c")
+            OnlineLoader(store, batches, memory="8MiB", warm="c")
 
 
 # A save that does not come to its end.
@@ -393,7 +394,7 @@ def test_saving_and_loading_take_memory_of_a_piece(
         with traced() as peak:
             saved.SavedCache(store, "all").close()
             assert peak() < 1 * MIB
-        with featstore.OnlineLoader(store, batches, warm="all", **options) as loader:
+        with OnlineLoader(store, batches, warm="all", **options) as loader:
             for batch in loader:
                 np.testing.assert_array_equal(np.asarray(batch.x), batch.n_id)
             assert loader.report().buffers["features"].misses == 0

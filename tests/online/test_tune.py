@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 import featstore
 from featstore.errors import BudgetError, SourceError, WaitTimeoutError
+from featstore.loaders.online.loader import OnlineLoader
 from featstore.sampling.neighbors import MiniBatch, NeighborSampler
 from featstore.tiers.slots.layout import POLICIES
 from featstore.tiers.slots.simulation import simulate
@@ -290,7 +291,7 @@ def test_a_choice_and_what_it_is_good_for(store: Any, x: np.ndarray) -> None:
     )
     assert [p.hit_rate for p in result.curve] == sorted(p.hit_rate for p in result.curve)
     assert sum(result.memory.values()) <= MEMORY
-    with featstore.OnlineLoader(store, Skewed(), **result.loader_options()) as loader:
+    with OnlineLoader(store, Skewed(), **result.loader_options()) as loader:
         assert all(np.array_equal(batch.x, x[batch.n_id]) for batch in loader)
     result.apply()
     assert torch.get_num_threads() == result.train_threads
@@ -379,7 +380,7 @@ def test_everything_in_the_buffer(store: Any) -> None:
 def test_knobs_that_the_loader_may_have(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[dict[str, Any]] = []
 
-    class Knobs(featstore.OnlineLoader):
+    class Knobs(OnlineLoader):
         def __init__(
             self,
             *arguments: Any,

@@ -97,7 +97,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 made = featstore.compile_trace(store, trace, name, memory="64MiB")
                 assert isinstance(made, featstore.Store)
                 made.close()
-        with featstore.OnlineLoader(store, episode(0), memory="64MiB") as loader:
+        with store.loader(episode(0), mode="online", memory="64MiB") as loader:
             list(loader)
             loader.save_cache("c")
     kept = path / "packs/kept"
@@ -172,7 +172,7 @@ def loader(make: Callable[[featstore.Store], Any]) -> Callable[[Path], None]:
         with suppress(FeatstoreError), featstore.open(root / "s") as store, make(store) as made:
             for _ in islice(made, 3):
                 pass
-            if isinstance(made, featstore.OnlineLoader):
+            if made.mode == "online":
                 made.save_cache("c")
                 made.save_cache("d")
 
@@ -204,12 +204,12 @@ ACTIONS: dict[str, Callable[[Path], None]] = {
     "forecast": command(
         "pack", "{s}", "--trace", "{asked}/t0", "--name", "ours", "--dry-run", "--memory", "64MiB"
     ),
-    "train": loader(lambda s: featstore.train_loader(s, episode, memory="64MiB")),
-    "fresh": loader(lambda s: featstore.train_loader(s, episode, memory="64MiB", fresh=True)),
+    "train": loader(lambda s: s.loader(episode, mode="compiled", memory="64MiB", name="train")),
+    "fresh": loader(lambda s: s.loader(episode, mode="rolling", memory="64MiB", name="train")),
     "fresh elsewhere": loader(
-        lambda s: featstore.train_loader(s, episode, memory="64MiB", fresh=True, name="../../outside/s")
+        lambda s: s.loader(episode, mode="rolling", memory="64MiB", name="../../outside/s")
     ),
-    "online": loader(lambda s: featstore.OnlineLoader(s, episode(0), memory="64MiB", warm="c")),
+    "online": loader(lambda s: s.loader(episode(0), mode="online", memory="64MiB", warm="c")),
 }  # fmt: skip
 
 

@@ -10,6 +10,8 @@ import pytest
 
 import featstore
 from featstore.errors import FeatstoreError, FeatstoreWarning, IdError, SourceError
+from featstore.loaders.mega.loader import MegaBatches
+from featstore.loaders.online.loader import OnlineLoader
 from featstore.sampling.batches import sample_batches
 from featstore.sampling.minibatch import table_of
 from featstore.storage.relations import graph_of, is_edge_table, node_tables
@@ -49,12 +51,10 @@ def test_ids_without_a_type_are_of_the_nodes(tmp_path: Path, pack: Any) -> None:
     x = rows(NODES, 0)
     with packed(pack, tmp_path / "s", features=NODES, edge_features=EDGES) as store:
         batches = [np.arange(5, 40), np.arange(35)]
-        with featstore.OnlineLoader(store, batches, memory="64MiB") as loader:
-            for batch, ids in zip(loader, batches, strict=True):
-                np.testing.assert_array_equal(batch.x, x[ids])
-        with featstore.train_loader(store, batches, memory="64MiB") as loader:
-            for batch, ids in zip(loader, batches, strict=True):
-                np.testing.assert_array_equal(batch.x, x[ids])
+        for mode in ("online", "compiled"):
+            with store.loader(batches, mode=mode, memory="64MiB") as loader:
+                for batch, ids in zip(loader, batches, strict=True):
+                    np.testing.assert_array_equal(batch.x, x[ids])
         with store.sampler([3], memory=SMALL) as sampler:
             assert sampler.graph.name == "features"
         with featstore.SharedBuffer(store, memory="16MiB") as shared, shared.client() as client:
@@ -75,7 +75,7 @@ def test_a_pyg_data_with_features_of_edges(tmp_path: Path, pack: Any) -> None:
         assert set(store.tables) == {"features", "edge_features"}
         with store.sampler([3, 2], memory=SMALL) as sampler:
             batches = [sampler.sample(np.arange(low, low + 20), low) for low in range(0, NODES, 20)]
-        with featstore.OnlineLoader(store, batches, memory="64MiB") as loader:
+        with OnlineLoader(store, batches, memory="64MiB") as loader:
             for batch, sampled in zip(loader, batches, strict=True):
                 np.testing.assert_array_equal(batch.x, x[sampled.node])
 
@@ -110,7 +110,7 @@ def test_one_relation_of_several_is_not_sampled_unasked(
     with packed(pack, tmp_path / "s", paper=NODES, **others) as store:
         asks: list[Any] = [
             lambda **graph: store.sampler([3], memory=SMALL, **graph).close(),
-            lambda **graph: store.mega_batches(memory="64MiB", **graph).close(),
+            lambda **graph: MegaBatches(store, memory="64MiB", **graph).close(),
             lambda **graph: sample_batches(store, np.arange(9), [2], 3, **graph).close(),
         ]
         for ask in asks:
