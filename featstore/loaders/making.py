@@ -10,6 +10,7 @@ from featstore import arguments as args
 from featstore.compile.budget import parse_disk
 from featstore.errors import ArgumentError, BudgetError, SourceError
 from featstore.loaders.compiled.loader import CompiledLoader
+from featstore.loaders.compiled.options import check_loader_options
 from featstore.loaders.compiled.trace import CompiledTrace
 from featstore.loaders.divided import DividedBatches
 from featstore.loaders.mega.loader import MegaBatches
@@ -139,6 +140,7 @@ class Making:
         recorded, reuse = self._wanted(own, recorded=True), args.as_flag(own.pop("reuse", False), "reuse")
         device, name = self._check_compiling(own)
         buffer = own.pop("buffer", None)
+        check_loader_options(CompiledLoader, {"buffer": buffer})
         if recorded is not None:
             memory = self._memory_bytes
             compiled_once(self.store, recorded, name, reuse=reuse, memory=memory, **own)
