@@ -83,7 +83,12 @@ class Making:
 
     def _compiled_before(self) -> bool:
         """There are no mini-batches, and none are needed."""
-        return self.given.mode == "compiled" and bool(self.given.get("reuse"))
+        return self.given.mode == "compiled" and (self._alone or bool(self.given.get("reuse")))
+
+    @property
+    def _alone(self) -> bool:
+        """The store is a compiled trace, opened without the one that it was compiled for."""
+        return self.store.manifest.compiled is not None
 
     def _sample(self) -> RankedBatches:
         """The store's own mini-batches, this rank's share of them, within a share of the memory."""
@@ -138,13 +143,18 @@ class Making:
 
     def _compiled(self, own: dict[str, Any]) -> Mode:
         recorded, reuse = self._wanted(own, recorded=True), args.as_flag(own.pop("reuse", False), "reuse")
+        if self._alone and (recorded is not None or "name" in own):
+            raise ArgumentError(
+                f"{self.store.path} is a compiled trace itself: mini-batches, seeds= and name= are for the "
+                "store that it was compiled for"
+            )
         device, name = self._check_compiling(own)
         buffer = own.pop("buffer", None)
         check_loader_options(CompiledLoader, {"buffer": buffer})
         if recorded is not None:
             memory = self._memory_bytes
             compiled_once(self.store, recorded, name, reuse=reuse, memory=memory, **own)
-        trace = CompiledTrace(self.store, name)
+        trace = CompiledTrace(self.store, None if self._alone else name)
         self._opened.callback(trace.close)
         loader = CompiledLoader(
             trace, memory=self._memory_bytes, device=device, tensors=self.given.tensors, buffer=buffer,

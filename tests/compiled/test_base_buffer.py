@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +11,9 @@ from compiled_support import Case, make_case, placed, rows_of, skewed_batches
 
 import featstore
 from featstore.compile.placement import Location, Placement
-from featstore.errors import ArgumentError, BudgetError
+from featstore.errors import ArgumentError, BudgetError, IncompleteStoreError
 from featstore.loaders.compiled.loader import CompiledLoader
+from featstore.loaders.compiled.trace import CompiledTrace
 
 BATCHES = 9
 SIZES = {"paper": 400, "author": 150}
@@ -83,3 +85,19 @@ def test_what_is_refused(case: Case, tmp_path: Path) -> None:
             pytest.raises(ArgumentError, match=r"a featstore\.Buffer"),
         ):
             CompiledLoader(compiled, buffer=wrong)
+
+
+def test_without_the_base_store_nothing_may_have_been_left_there(case: Case, tmp_path: Path) -> None:
+    for name in ("min", "whole"):
+        shutil.copytree(case.store.path / "packs" / name, tmp_path / name)
+    with (
+        featstore.open(tmp_path / "whole") as alone,
+        CompiledTrace(alone, None) as compiled,
+        CompiledLoader(compiled) as loader,
+    ):
+        case.check(loader, range(BATCHES))
+    with (
+        featstore.open(tmp_path / "min") as alone,
+        pytest.raises(IncompleteStoreError, match="reads rows of"),
+    ):
+        CompiledTrace(alone, None)

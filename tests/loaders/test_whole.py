@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -211,3 +213,21 @@ def test_what_was_compiled_before_needs_no_mini_batches(store: Any) -> None:
             np.testing.assert_array_equal(batch.label, LABELS[batch.n_id])
     with pytest.raises(featstore.errors.IncompleteStoreError, match="no compiled trace 'other'"):
         store.loader(mode="compiled", name="other", reuse=True, memory="64MiB")
+
+
+def test_a_compiled_trace_opens_without_the_store_that_it_was_compiled_for(
+    store: Any, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"seeds": TRAIN, "fanouts": (3, 2), "batch_size": 50, "graph": "features"}
+    with store.loader(mode="compiled", name="all", memory="64MiB", **options) as loader:
+        expected = [batch.n_id.tolist() for batch in loader]
+    shutil.copytree(store.path / "packs" / "all", tmp_path / "all")
+    with featstore.open(tmp_path / "all") as alone:
+        with pickle.loads(pickle.dumps(alone)).loader(mode="compiled", memory="64MiB") as loader:
+            for _ in range(2):
+                for batch, ids in zip(loader, expected, strict=True):
+                    assert batch.n_id.tolist() == ids
+                    np.testing.assert_array_equal(batch.x, FEATURES[batch.n_id])
+        for wrong in ({"name": "all"}, {"batches": [TRAIN]}):
+            with pytest.raises(ArgumentError, match="is a compiled trace itself"):
+                alone.loader(mode="compiled", memory="64MiB", **wrong)

@@ -25,13 +25,16 @@ class CompiledTrace:
     """A compiled trace of a store; made by :meth:`featstore.Store.compiled`. ``pack``: the store that holds
     it, ``entry``: what its manifest says of it. Picklable.
 
-    Raises IncompleteStoreError where there is none of that name, StaleError where the base store has changed
-    since, FormatError.
+    ``base`` may be the compiled trace itself, opened as a store, where its base store is not at hand: then
+    ``name`` is None, and all rows must be in it.
+
+    Raises IncompleteStoreError where there is none of that name, or rows of the base store are needed that is
+    not there; StaleError where the base store has changed since; FormatError.
     """
 
-    def __init__(self, base: OpenStore, name: str | os.PathLike[str] = "default") -> None:
+    def __init__(self, base: OpenStore, name: str | os.PathLike[str] | None = "default") -> None:
         self.base = as_store(base, "base")
-        path = packs_directory(base) / as_path(name, "name")
+        path = base.path if name is None else packs_directory(base) / as_path(name, "name")
         if not is_there(path):
             known = sorted(p.parent.name for p in packs_directory(base).glob(f"*/{MANIFEST_NAME}"))
             raise IncompleteStoreError(
@@ -51,6 +54,14 @@ class CompiledTrace:
         path, base, entry = self.pack.path, self.base, self.pack.manifest.compiled
         if entry is None:
             raise FormatError(f"{path} is a store, but holds no compiled trace")
+        if base.uuid == self.pack.uuid:
+            left = [table for table in entry.tables if self._base_rows(entry, table) != 0]
+            if left:
+                raise IncompleteStoreError(
+                    f"{path} reads rows of {', '.join(map(repr, left))} from the store {entry.base_uuid} "
+                    "that it was compiled for: open that one, and load it by its name"
+                )
+            return entry
         if entry.base_uuid != base.uuid:
             raise StaleError(
                 f"{path} was compiled for the store {entry.base_uuid}, but {base.path} is {base.uuid}: "
@@ -82,7 +93,11 @@ class CompiledTrace:
         return float(seconds) if isinstance(seconds, int | float) else 0.0
 
     def row_bytes(self, table: str) -> int:
-        return self.base.table(table).row_bytes
+        """Of a row of a table of the base store, of which the rows here are copies. Raises KeyError."""
+        known = self.entry.tables
+        return self.pack.tables[
+            known[known_name(table, known, "the compiled trace has no table")].packed
+        ].row_bytes
 
     def limits(self, table: str) -> Limits:
         """What the records' indices point into."""
@@ -126,12 +141,13 @@ class CompiledTrace:
 
     def base_tables(self) -> list[Table]:
         """The tables of the base store from which rows are read in training."""
-        return [self.base.tables[n] for n in self.entry.tables if self._base_rows(n) != 0]
+        return [self.base.tables[n] for n in self.entry.tables if self._base_rows(self.entry, n) != 0]
 
-    def _base_rows(self, table: str) -> int | None:
+    @staticmethod
+    def _base_rows(entry: CompiledEntry, table: str) -> int | None:
         """How many rows mini-batches read from a table of the base store; None where the manifest does not
         say."""
-        inner: Any = self.entry.forecast
+        inner: Any = entry.forecast
         for step in ("tables", table, "base_rows"):
             inner = inner.get(step) if isinstance(inner, dict) else None
         return inner if isinstance(inner, int) else None
@@ -168,7 +184,7 @@ class CompiledTrace:
         self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.base, self.pack.path.name)
+        return type(self), (self.base, None if self.base.uuid == self.pack.uuid else self.pack.path.name)
 
     def __repr__(self) -> str:
         return (
