@@ -13,6 +13,9 @@ comes from a test on the labels (:mod:`featstore.sampling.shuffling`).
   lie side by side on disk, follow each other, shuffled; as many partitions as there are sequences are under
   way at a time.
 
+**Beside the training.** While an epoch's order is gone through, a thread draws that of the next epoch; two
+exist then, of 8 bytes a training node each.
+
 **Repeatable.** Orders follow from (seed, epoch) by hashes, as neighbours do in
 :mod:`featstore.sampling.neighbors`. So nothing but the epoch and a position has to be kept to go on in the
 middle of an epoch.
@@ -23,6 +26,7 @@ from __future__ import annotations
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -31,6 +35,7 @@ from numpy.typing import NDArray
 from featstore.arguments import as_count, as_integer, check_state
 from featstore.base.hashing import batch_key, random_words
 from featstore.base.ids import as_integers
+from featstore.base.threads import Worker
 from featstore.base.training_nodes import checked_train
 from featstore.errors import ArgumentError, SourceError
 from featstore.sampling.shuffling import LabelTest, ShufflingSearch, search_sequences
@@ -46,6 +51,25 @@ DEFAULT_SEQUENCES = 128
 _BLOCK = 1 << 14
 #: Numbers that no mini-batch has, so that each use of random words has a key of its own.
 ROOTS, SHIFTS, PARTITIONS, INSIDE = range(-5, -1)
+
+
+class _Ahead:
+    """The order of an epoch that comes later, drawn in a thread of its own."""
+
+    def __init__(self, draw: Callable[[int], NDArray[np.int64]], epoch: int) -> None:
+        self.epoch, self._draw = epoch, draw
+        self._drawn: NDArray[np.int64] | None = None
+        self._worker = Worker(self._run, "featstore-order")
+        self._worker.start()
+
+    def _run(self) -> None:
+        with suppress(Exception):  # whoever wants the order draws it again, and gets the error
+            self._drawn = self._draw(self.epoch)
+
+    def take(self) -> NDArray[np.int64] | None:
+        """The order, when it is there; None where there is none, as in a forked child."""
+        self._worker.end()
+        return self._drawn
 
 
 class TrainingOrder(ABC):
@@ -87,6 +111,10 @@ class TrainingOrder(ABC):
         self._position = 0  # how many the latest iteration has handed out
         self._iteration = 0
         self._drawn: tuple[int, NDArray[np.int64]] | None = None
+        self._ahead: _Ahead | None = None  # of the epoch after the one that is gone through
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_ahead": None}
 
     @abstractmethod
     def _draw(self, epoch: int) -> NDArray[np.int64]:
@@ -128,7 +156,10 @@ class TrainingOrder(ABC):
         """The current epoch's order, int64 [n]: positions in ``train``. Not to be written to."""
         if self._drawn is None or self._drawn[0] != self._epoch:
             self._drawn = None  # let go before the next one is made
-            order = self._draw(self._epoch)
+            ahead, self._ahead = self._ahead, None
+            order = ahead.take() if ahead is not None and ahead.epoch == self._epoch else None
+            if order is None:
+                order = self._draw(self._epoch)
             order.flags.writeable = False
             self._drawn = (self._epoch, order)
         return self._drawn[1]
@@ -150,6 +181,8 @@ class TrainingOrder(ABC):
         return self._go(order, start, self._epoch, self._iteration)
 
     def _go(self, order: NDArray[np.int64], start: int, epoch: int, iteration: int) -> Iterator[int]:
+        if self._ahead is None and self._iteration == iteration:
+            self._ahead = _Ahead(self._draw, epoch + 1)
         for begin in range(start, len(order), _BLOCK):
             for place, position in enumerate(order[begin : begin + _BLOCK].tolist(), begin + 1):
                 if self._iteration == iteration:

@@ -4,6 +4,7 @@ resumable."""
 from __future__ import annotations
 
 import pickle
+import threading
 import warnings
 from collections import deque
 from itertools import pairwise
@@ -563,3 +564,45 @@ class TestLoaders:
             twin.set_epoch(epoch)
             seeds = [batch.n_id[: batch.batch_size].tolist() for batch in loader]
             assert seeds == [twin.nodes()[i : i + 20].tolist() for i in range(0, 401, 20)]
+
+
+@pytest.mark.parametrize("kind", ["proximity", "partitions"])
+def test_the_next_epoch_s_order_is_drawn_beside(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the same as one that is drawn when it is wanted; an error is told by whoever wants it."""
+
+    def made() -> Any:
+        if kind == "proximity":
+            return ProximityOrder(
+                clustered_graph(300)[:2], np.arange(0, 300, 2), batch_size=10, sequences=5, seed=4
+            )
+        return PartitionOrder(np.arange(300) // 20, np.arange(0, 300, 2), batch_size=10, sequences=5, seed=4)
+
+    expected = []
+    for epoch in range(4):
+        one = made()
+        one.set_epoch(epoch)
+        expected.append(one.positions().tolist())
+    order, threads = made(), []
+    draw = order._draw
+
+    def watched(epoch: int) -> Any:
+        threads.append((epoch, threading.current_thread().name))
+        if epoch == 3 and threads[-1][1] == "featstore-order":
+            raise SourceError("not now")
+        return draw(epoch)
+
+    monkeypatch.setattr(order, "_draw", watched)
+    assert [list(order) for _ in range(2)] == expected[:2]
+    state = order.state_dict()
+    assert list(order) == expected[2]
+    assert list(order) == expected[3], "drawn again, where it is wanted"
+    main = threading.current_thread().name
+    ahead = "featstore-order"
+    assert threads[:4] == [(0, main), (1, ahead), (2, ahead), (3, ahead)]
+    assert (3, main) in threads
+    order.load_state_dict(state)
+    assert list(order) == expected[2]
+    copied = pickle.loads(pickle.dumps(made()))
+    assert list(copied) == expected[0]
+    order.set_epoch(1)  # not the one that is drawn ahead
+    assert list(order) == expected[1]
