@@ -39,7 +39,7 @@ from featstore.compile.write_table import PARTS, TablePacking, table_needed_byte
 from featstore.errors import ArgumentError, BudgetError, FeatstoreError
 from featstore.layout.records import encode_record, record_offsets
 from featstore.packing.packing import Progress
-from featstore.plan.cost import device_key, load_model
+from featstore.plan.cost import DeviceModel, device_key, load_model
 from featstore.storage.belongings import NOTHING, STORE
 from featstore.storage.disk import Disk
 from featstore.storage.generations import current, names, writer_lock
@@ -85,6 +85,7 @@ def compile_trace(
     cache: int | str | None = None, device_memory: int | str = 0, residency: str = "min", seed: int = 0,
     resume: bool = False, overwrite: bool = False, dry_run: bool = False,
     progress: Callable[[Progress], None] | None = None, disk_door: Disk | None = None, policy: Policy = OURS,
+    model: DeviceModel | None = None,
 ) -> Path | CompileForecast:  # fmt: skip
     """Compile a trace for a store, and return the path of what was written (``featstore.compile_trace`` opens
     it); with ``dry_run``, forecast it and write nothing that stays.
@@ -103,6 +104,8 @@ def compile_trace(
             the most used stay, and the order is free.
         seed: of the choice which rows use up the last of the disk limit.
         policy: another design's way of placing rows, to compare with.
+        model: of the device that will be read in training, where it is not the store's; by default the
+            calibrated one of the store's device.
         resume, overwrite, progress: as for :func:`featstore.pack`.
 
     Raises SourceError, IdError, BudgetError, DiskFullError, DeviceError, CorruptionError, StoreExistsError,
@@ -114,34 +117,36 @@ def compile_trace(
         as_function(progress, "progress")
     if not isinstance(policy, Policy):
         raise ArgumentError(f"policy must be a Policy, not {shown(policy)}")
+    if not isinstance(model, DeviceModel | None):
+        raise ArgumentError(f"model must be a DeviceModel or None, not {shown(model)}")
     as_choice(residency, "residency", ("min", "fixed"))
     as_count(seed, "seed", 0)
     check_pack_name(name)
-    if not isinstance(store, OpenStore) or not isinstance(trace, Trace):
-        with ExitStack() as stack:
-            base = (
-                store
-                if isinstance(store, OpenStore)
-                else stack.enter_context(OpenStore(as_path(store, "store")))
-            )
-            recorded = (
-                trace if isinstance(trace, Trace) else stack.enter_context(Trace(as_path(trace, "trace")))
-            )
-            return compile_trace(
-                base, recorded, name, memory=memory, disk=disk, train_memory=train_memory, cache=cache,
-                device_memory=device_memory, residency=residency, seed=seed, resume=resume,
-                overwrite=overwrite, dry_run=dry_run, progress=progress, disk_door=disk_door, policy=policy,
-            )  # fmt: skip
-    base, recorded = store, trace
-    of_type = {t: base.table(n).rows for t, n in tables_of(base, recorded).items()}
-    check_sizes(of_type, recorded.counts, len(recorded))
-    options = _Options(
-        parse_bytes(memory, "memory"), parse_disk(disk, base),
-        parse_bytes(memory, "memory") if train_memory is None else parse_bytes(train_memory, "train_memory"),
-        None if cache is None else _size(cache, "cache"), _size(device_memory, "device_memory"), residency,
-        seed, policy.name,
-    )  # fmt: skip
-    door = disk_door or Disk()
+    with ExitStack() as stack:
+        base = (
+            store if isinstance(store, OpenStore) else stack.enter_context(OpenStore(as_path(store, "store")))
+        )
+        recorded = trace if isinstance(trace, Trace) else stack.enter_context(Trace(as_path(trace, "trace")))
+        of_type = {t: base.table(n).rows for t, n in tables_of(base, recorded).items()}
+        check_sizes(of_type, recorded.counts, len(recorded))
+        options = _Options(
+            parse_bytes(memory, "memory"), parse_disk(disk, base),
+            parse_bytes(memory if train_memory is None else train_memory, "train_memory"),
+            None if cache is None else _size(cache, "cache"), _size(device_memory, "device_memory"),
+            residency, seed, policy.name,
+        )  # fmt: skip
+        return _compile(
+            base, recorded, name, options, policy, model, resume=resume, overwrite=overwrite, dry_run=dry_run,
+            progress=progress, door=disk_door or Disk(),
+        )  # fmt: skip
+
+
+def _compile(
+    base: OpenStore, recorded: Trace, name: str, options: _Options, policy: Policy,
+    model: DeviceModel | None, *, resume: bool, overwrite: bool, dry_run: bool,
+    progress: Callable[[Progress], None] | None, door: Disk,
+) -> Path | CompileForecast:  # fmt: skip
+    """Decide and write, with what was said looked at."""
     root = packs_to_write(base) / (f"{name}{FORECAST}" if dry_run else name)
     check_no_episode(root.parent, name)
     for directory in (root.parent, root):
@@ -154,7 +159,9 @@ def compile_trace(
                 write_generation(
                     root, door, resume=resume and not dry_run, overwrite=overwrite or dry_run, worth=_worth
                 ) as transaction,
-                closing(_Compiling(transaction, base, recorded, options, policy, progress)) as compiling,
+                closing(
+                    _Compiling(transaction, base, recorded, options, policy, model, progress)
+                ) as compiling,
             ):
                 if dry_run:
                     return compiling.forecast()
@@ -189,12 +196,12 @@ class _Compiling:
 
     def __init__(
         self, transaction: Transaction, base: OpenStore, trace: Trace, options: _Options, policy: Policy,
-        progress: Callable[[Progress], None] | None,
+        model: DeviceModel | None, progress: Callable[[Progress], None] | None,
     ) -> None:  # fmt: skip
         self.base, self.trace, self.options, self.policy = base, trace, options, policy
         self.transaction, self.disk, self.catalogue = transaction, transaction.disk, transaction.catalogue
         self.generation = transaction.generation
-        self.model = load_model(device_key(base.path, "uring", "direct"))
+        self.model = model or load_model(device_key(base.path, "uring", "direct"))
         self._progress = progress
         self._done_bytes = self._total_bytes = 0
         self._plans: list[TableDecision] = []

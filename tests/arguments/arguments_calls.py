@@ -393,6 +393,7 @@ CALLS: dict[str, Call] = {
             "progress": PROGRESS,
             "disk_door": DOOR,
             "policy": Rule({**NONSENSE, "None": None, "a name": "modelled time"}),
+            "model": OPTIONS_OF_READING["model"],
         },
     ),
     "CompiledTrace": Call(

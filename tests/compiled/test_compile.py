@@ -22,6 +22,7 @@ from featstore.compile.placement import Location, Placement
 from featstore.engine import ENGINES
 from featstore.errors import IdError, SourceError
 from featstore.loaders.compiled.loader import CompiledLoader
+from featstore.plan.cost import DeviceModel
 from featstore.trace.trace import Trace
 
 RECORD = np.dtype([("kind", "S4"), ("at", "<f4", (2,)), ("tag", "S3")])  # 15 bytes
@@ -262,3 +263,10 @@ def test_equal_inputs_give_equal_bytes(one: Case) -> None:
         assert {k: v for k, v in found[0].items() if k != "lock"} == {
             k: v for k, v in found[1].items() if k != "lock"
         }
+
+
+def test_it_is_laid_out_for_the_device_that_is_said(one: Case) -> None:
+    """Reads of a slow device cost more, and the forecast says so."""
+    fast, slow = DeviceModel(1e-6, 1e-9, 1e-6), DeviceModel(1e-3, 1e-6, 1e-3)
+    forecasts = [one.compile("device", dry_run=True, cache=4000, model=model) for model in (fast, slow)]
+    assert forecasts[1].seconds > 100 * forecasts[0].seconds > 0
