@@ -1,5 +1,5 @@
-"""Train PyTorch Geometric's GraphSAGE by mega-batches: partitions are read whole, nothing is looked up. Runs
-in seconds."""
+"""Train PyTorch Geometric's GraphSAGE inside random collections of partitions, which are read whole: nothing
+is looked up. Runs in seconds."""
 
 import tempfile
 from pathlib import Path
@@ -37,6 +37,7 @@ def main(folder: Path) -> float:
         folder / "toy.fs",
         features,
         graph=(indptr, indices),
+        arrays={"labels": labels},
         order="ldg",
         partitions=100,
         hubs=0.01,
@@ -44,31 +45,37 @@ def main(folder: Path) -> float:
     ).close()
     del features, indptr, indices  # from here on features and graph live on disk
 
-    target = torch.from_numpy(labels)
     with (
         featstore.open(folder / "toy.fs") as store,
-        # The budget says how many partitions are in memory at once; here they are few enough to be told.
-        store.mega_batches(memory="64MiB", train=np.arange(NODES), resident=25, seed=0) as loader,
+        store.loader(
+            seeds=np.arange(NODES),
+            fanouts=(5, 3),
+            batch_size=500,
+            attach="labels",
+            tensors=True,
+            # While the mini-batches of 25 random partitions are trained on, the next 25 are loaded. The
+            # budget says how many are in memory at once; here they are few enough to be told.
+            mode="partitions",
+            resident=25,
+            memory="64MiB",
+        ) as loader,
     ):
         model = GraphSAGE(WIDTH, hidden_channels=32, num_layers=2, out_channels=CLASSES)
         optimiser = torch.optim.Adam(model.parameters(), lr=0.01)
         for epoch in range(2):
-            right = read_bytes = 0
-            # 4 an epoch, of random partitions; while one is trained on, the next is loaded
-            for mega in loader:
-                read_bytes += mega.read_bytes
-                for batch in mega.batches([5, 3], 500, tensors=True):
-                    data = batch.pyg()  # x, edge_index, n_id, batch_size ...
-                    out = model(data.x, data.edge_index)[: data.batch_size]  # the seeds stand first
-                    y = target[data.n_id[: data.batch_size]]
-                    loss = torch.nn.functional.cross_entropy(out, y)
-                    optimiser.zero_grad()
-                    loss.backward()
-                    optimiser.step()
-                    right += int((out.argmax(dim=1) == y).sum())
+            right = 0
+            for batch in loader:
+                data = batch.pyg()  # x, edge_index, n_id, batch_size, labels ...
+                out = model(data.x, data.edge_index)[: data.batch_size]  # the seeds stand first
+                y = data.labels[: data.batch_size]
+                loss = torch.nn.functional.cross_entropy(out, y)
+                optimiser.zero_grad()
+                loss.backward()
+                optimiser.step()
+                right += int((out.argmax(dim=1) == y).sum())
             print(
-                f"epoch {epoch}: loss {loss.item():.3f}, accuracy {right / NODES:.3f}, {read_bytes:,} "
-                f"bytes read, {mega.kept_share:.0%} of the neighbours in memory"
+                f"epoch {epoch}: loss {loss.item():.3f}, accuracy {right / NODES:.3f}, "
+                f"{loader.report().bytes_read:,} bytes read so far"
             )
     return right / NODES
 

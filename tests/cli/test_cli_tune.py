@@ -79,7 +79,7 @@ def test_tune_text(call: Call, store: Path, train: Path) -> None:
         "hit rate",
         "choice",
         "num_workers=",
-        "OnlineLoader(store",
+        'store.loader(batches, mode="online", memory=',
     ):
         assert part in result.stdout
     assert "has no workers" not in result.stderr

@@ -146,8 +146,8 @@ def describe_compiled(compiled: Any) -> dict[str, Any]:
 
 def compiled_of(store: Any) -> list[dict[str, Any]]:
     """What a store has of compiled traces, stale and broken ones with the reason."""
-    from featstore.loaders.compiled.trace import CompiledTrace
     from featstore.errors import FeatstoreError
+    from featstore.loaders.compiled.trace import CompiledTrace
     from featstore.storage.packs import packs_directory
 
     folder, found = packs_directory(store), []

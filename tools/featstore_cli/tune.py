@@ -203,7 +203,7 @@ def _render_choice(data: dict[str, Any]) -> None:
                     f"{seconds_text(data['seconds_before'])} before, {seconds_text(data['seconds'])} "
                     f"after{epoch}",
                 ),
-                ("in Python", f"OnlineLoader(store, batches, {options})"),
+                ("in Python", f'store.loader(batches, mode="online", {options})'),
                 (
                     "",
                     f"DataLoader(num_workers={data['choice']['workers']}), "

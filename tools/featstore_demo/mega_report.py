@@ -30,15 +30,14 @@ class MegaRunReport(Run):
 
     One number an epoch: ``load_seconds``, of loading beside the training, and ``build_seconds``, of it making
     the subgraph; ``wait_seconds``, that the training waited for it; ``draw_seconds``, of sampling
-    mini-batches and gathering their rows; ``read_bytes``; ``kept_shares``, of all neighbours of nodes in
-    memory those that were in memory, too. ``io``: what the reader counted, and the loader's sizes.
+    mini-batches and gathering their rows; ``read_bytes``. ``io``: what the loader reports, and how files are
+    read.
     """
 
     load_seconds: tuple[float, ...]
     build_seconds: tuple[float, ...]
     draw_seconds: tuple[float, ...]
     read_bytes: tuple[int, ...]
-    kept_shares: tuple[float, ...]
 
     @property
     def train_seconds(self) -> tuple[float, ...]:
@@ -50,10 +49,13 @@ class MegaRunReport(Run):
 @dataclass(frozen=True)
 class MegaReport(Facts):
     """What ``featstore demo --mode mega`` found. Sizes in bytes, times in seconds. ``edge_cut``: the share of
-    edges between partitions, where the order of the rows tells it."""
+    edges between partitions, where the order of the rows tells it. ``partitions`` and ``hubs`` of the
+    store."""
 
     order: str
     edge_cut: float | None
+    partitions: int
+    hubs: int
     mega: MegaRunReport
 
     @property
@@ -86,7 +88,7 @@ def render_mega(report: MegaReport) -> Group:
     close = f"Test accuracy is {apart}: within {most}, as it should be."
     return side_by_side(
         report,
-        facts=fact_lines(report, report.mega.io, ("mega-batches", _mega_batches(report))),
+        facts=fact_lines(report, report.mega.io, ("partitions", _partitions(report))),
         trained=f"{report.epochs} epochs",
         headers=(f"mega-batches, memory {format_bytes(report.memory_bytes)}", "neighbour sampling in memory"),
         lines=_run_lines(report),
@@ -100,13 +102,9 @@ def render_mega(report: MegaReport) -> Group:
     )
 
 
-def _mega_batches(report: MegaReport) -> str:
-    io = report.mega.io
+def _partitions(report: MegaReport) -> str:
     cut = "" if report.edge_cut is None else f", {report.edge_cut:.0%} of the edges cross"
-    resident = (
-        f"{io['resident']} of {io['partitions']} partitions ({report.order}{cut}) and {io['hubs']:,} hubs"
-    )
-    return f"{io['mega_batches']} an epoch, each of {resident}"
+    return f"{report.partitions} ({report.order}{cut}) and {report.hubs:,} hubs"
 
 
 def _run_lines(report: MegaReport) -> list[tuple[str, str, str]]:
@@ -123,7 +121,6 @@ def _run_lines(report: MegaReport) -> list[tuple[str, str, str]]:
         both("validation accuracy", lambda run: f"{run.val_accuracy:.4f}"),
         both("test accuracy", lambda run: f"{run.test_accuracy:.4f}"),
         both("training steps", lambda run: f"{len(run.losses):,}"),
-        ("neighbours in memory", f"{median(mega.kept_shares):.1%}", "100.0%"),
         ("read an epoch", f"{format_bytes(read)}, {read / report.table_bytes:.2f} x the feature table", "-"),
         both("time per epoch (median)", lambda run: seconds(run.epoch_seconds)),
         ("  waiting for mega-batches", seconds(mega.wait_seconds), "-"),

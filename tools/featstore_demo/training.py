@@ -20,10 +20,13 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    import featstore
 
 __all__ = [
     "MegaOutcome",
@@ -80,15 +83,13 @@ class MegaOutcome(Outcome):
 
     ``load_seconds``: bringing mega-batches into memory, beside the training; ``build_seconds``: of it, the
     subgraph. ``wait_seconds``: what of it the training waited for. ``draw_seconds``: sampling mini-batches
-    and gathering their rows. ``read_bytes``: rows and lists of neighbours. ``kept_shares``: of all neighbours
-    of the nodes in memory, the share that was in memory, too.
+    and gathering their rows. ``read_bytes``: rows and lists of neighbours.
     """
 
     load_seconds: list[float] = field(default_factory=list)
     build_seconds: list[float] = field(default_factory=list)
     draw_seconds: list[float] = field(default_factory=list)
     read_bytes: list[int] = field(default_factory=list)
-    kept_shares: list[float] = field(default_factory=list)
 
 
 class Rows(Protocol):
@@ -193,10 +194,10 @@ def evaluate(
 
 
 def train_mega(
-    plan: TrainingPlan, labels: NDArray[Any], loader: Any, progress: Callable[[str, int, int], None]
+    plan: TrainingPlan, loader: featstore.Loader, progress: Callable[[str, int, int], None]
 ) -> tuple[Any, MegaOutcome]:
-    """Train ``plan.epochs`` epochs by the mega-batches of ``loader``; returns the model and what was measured
-    so far.
+    """Train ``plan.epochs`` epochs by ``loader``, of mode partitions and with ``labels`` attached; returns
+    the model and what was measured so far.
 
     The model, its first weights and the optimiser are those of :func:`train`.
     """
@@ -205,36 +206,31 @@ def train_mega(
     _fix_everything(plan.seed)
     model = _sage(plan)
     optimiser = torch.optim.Adam(model.parameters(), lr=plan.learning_rate)
-    target = torch.from_numpy(labels)
-    outcome = MegaOutcome()
+    outcome, before = MegaOutcome(), loader.report()
     for epoch in range(plan.epochs):
-        began, waited, loaded, built, drawing, read = time.perf_counter(), 0.0, 0.0, 0.0, 0.0, 0
-        kept = stored = 0
-        for mega in loader:
-            waited += mega.wait_seconds
-            loaded += mega.load_seconds
-            built += mega.build_seconds
-            read += mega.read_bytes
-            kept += mega.partition_edges
-            stored += mega.edges_stored
-            for batch, seconds in _timed(mega.batches(plan.fanouts, plan.batch_size, tensors=True)):
-                drawing += seconds
-                data = batch.pyg()
-                optimiser.zero_grad()
-                logits = model(data.x, data)
-                loss = torch.nn.functional.cross_entropy(logits, target[data.n_id[: data.batch_size]])
-                loss.backward()  # type: ignore[no-untyped-call]
-                optimiser.step()
-                outcome.losses.append(float(loss.item()).hex())
-                outcome.rows += len(data.x)
-            progress("train", epoch * mega.steps + mega.step + 1, plan.epochs * mega.steps)
+        began, drawing = time.perf_counter(), 0.0
+        for batch, seconds in _timed(iter(loader)):
+            drawing += seconds
+            optimiser.zero_grad()
+            logits = model(batch.x, batch)
+            loss = torch.nn.functional.cross_entropy(logits, batch.labels[: batch.batch_size])
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimiser.step()
+            outcome.losses.append(float(loss.item()).hex())
+            outcome.rows += len(batch.x)
         outcome.epoch_seconds.append(time.perf_counter() - began)
+        now = loader.report()
+        waited, loaded, built = (
+            now.seconds[stage] - before.seconds.get(stage, 0.0) for stage in ("wait", "load", "build")
+        )
         for values, value in (
             (outcome.wait_seconds, waited), (outcome.load_seconds, loaded), (outcome.build_seconds, built),
-            (outcome.draw_seconds, drawing), (outcome.kept_shares, kept / max(1, stored)),
+            (outcome.draw_seconds, drawing - waited),
         ):  # fmt: skip
             values.append(value)
-        outcome.read_bytes.append(read)
+        outcome.read_bytes.append(now.bytes_read - before.bytes_read)
+        before = now
+        progress("train", epoch + 1, plan.epochs)
     return model, outcome
 
 

@@ -130,24 +130,24 @@ def _by_mega_batches(job: Job, path: str, mega: dict[str, Any], progress: Progre
     import featstore
 
     engine: dict[str, Any] = {} if job.engine is None else {"engine": job.engine}
-    options: dict[str, Any] = (
-        {"memory": job.memory_bytes, "seed": job.plan.seed, "train": "train_idx"} | engine | mega
-    )
+    plan = job.plan
     with featstore.open(path) as store:
-        labels = store.arrays["labels"]
         baseline = _status_bytes("VmRSS")
         began = time.perf_counter()
-        with store.mega_batches(**options) as loader:
-            model, outcome = train_mega(job.plan, labels, loader, progress)
-            io = loader.stats().to_dict() | {
-                "access_because": loader.access_because, "memory": loader.memory(),
-                "partitions": loader.partitions, "resident": loader.resident, "mega_batches": loader.steps,
-                "hubs": len(loader.hub_rows),
-            }  # fmt: skip
+        with store.loader(
+            mode="partitions", seeds="train_idx", fanouts=plan.fanouts, batch_size=plan.batch_size,
+            seed=plan.seed, attach="labels", tensors=True, memory=job.memory_bytes, **engine, **mega,
+        ) as loader:  # fmt: skip
+            model, outcome = train_mega(plan, loader, progress)
+            io = loader.report().to_dict()
         results = {"seconds": time.perf_counter() - began, "peak_rss_bytes": _status_bytes("VmHWM")}
-        topology = read_topology(Path(job.directory)) | {"labels": labels}
+        topology = read_topology(Path(job.directory)) | {"labels": store.arrays["labels"]}
         with store.reader(memory=job.memory_bytes, static="degree", **engine) as reader:
-            evaluate(model, job.plan, topology, StoreRows(reader), outcome, progress)
+            evaluate(model, plan, topology, StoreRows(reader), outcome, progress)
+            stats = reader.stats().to_dict()  # of the same engine, and the same way to open files
+            io |= {key: stats[key] for key in ("engine", "access")} | {
+                "access_because": reader.access_because
+            }
     return asdict(outcome) | results | {"io": io, "baseline_rss_bytes": baseline}
 
 
