@@ -21,9 +21,9 @@ from tables import remove
 import featstore
 from featstore.compile.build import CompileForecast, compile_trace, packs_directory
 from featstore.compile.decide import OURS, Policy
-from featstore.loaders.compiled.trace import CompiledTrace
 from featstore.errors import BudgetError
 from featstore.loaders.compiled.loader import CompiledLoader
+from featstore.loaders.compiled.trace import CompiledTrace
 from featstore.sampling.batches import SampledBatches
 from featstore.sampling.neighbors import MiniBatch, NeighborSampler
 from featstore.units import PAGE_BYTES

@@ -10,6 +10,7 @@ import pytest
 from cli_support import ROWS, Call, parsed
 
 import featstore
+from featstore.loaders.options import LoaderOptions
 from featstore.tune import timetable
 
 OPTIONS = ["--fanouts", "4,3", "--batch-size", 100, "--memory", "16MiB", "--seconds", 1, "--cores", 2]
@@ -64,6 +65,7 @@ def test_tune(call: Call, store: Path, train: Path, tmp_path: Path, monkeypatch:
     assert data["slowest"] == "train"
     assert data["seconds"] >= 0.03
     assert data["loader_options"]["memory"] == 16 << 20
+    assert set(data["loader_options"]) <= set(LoaderOptions.__annotations__), "what a loader may be told"
     assert featstore.open(store).uuid, "the store is as it was"
 
 

@@ -291,7 +291,7 @@ def test_a_choice_and_what_it_is_good_for(store: Any, x: np.ndarray) -> None:
     )
     assert [p.hit_rate for p in result.curve] == sorted(p.hit_rate for p in result.curve)
     assert sum(result.memory.values()) <= MEMORY
-    with OnlineLoader(store, Skewed(), **result.loader_options()) as loader:
+    with store.loader(Skewed(), mode="online", **result.loader_options()) as loader:
         assert all(np.array_equal(batch.x, x[batch.n_id]) for batch in loader)
     result.apply()
     assert torch.get_num_threads() == result.train_threads
