@@ -270,6 +270,7 @@ def test_resumed_anywhere_the_rest_is_the_same(open_: Callable[..., MegaBatches]
 RESUME = """
 import json, sys
 import featstore, featstore.loaders.mega.sizes
+from featstore.loaders.mega.loader import MegaBatches
 featstore.loaders.mega.sizes.BLOCK_EDGES_MAX = featstore.loaders.mega.sizes.BLOCK_EDGES_MIN = 700
 options = {"memory": "64MiB", "train": "train", "seed": 3, **json.loads(sys.argv[2])}
 loader = MegaBatches(featstore.open(sys.argv[1]), **options)

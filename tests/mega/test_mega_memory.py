@@ -17,6 +17,7 @@ MEASURE = """
 import json, re, sys
 from pathlib import Path
 import featstore
+from featstore.loaders.mega.loader import MegaBatches
 
 def held(field):
     return 1024 * int(re.search(field + r":\\s+(\\d+) kB", Path("/proc/self/status").read_text()).group(1))

@@ -20,6 +20,7 @@ PROGRAM = """
 import gc, json, sys
 import numpy as np
 import featstore
+from featstore.loaders.online.loader import OnlineLoader
 from featstore.tiers.buffer import FeatureBuffer
 from featstore.tiers.slots.choose import PolicyChoice
 
