@@ -4,7 +4,9 @@ A thread of its own goes ahead of the training loop: it reads a mini-batch's rec
 bring its rows straight to their places, copies what is in memory beside them, puts what stays into its slot,
 and hands over (:mod:`~featstore.loaders.compiled.assembly`). While one mini-batch is assembled the reads of
 the next are under way, as far as memory allows: at most ``depth`` mini-batches exist at once, the one that
-the loop works on among them.
+the loop works on among them. Small ones are read in groups of consecutive ones: one request for their
+records, one for their rows, which lie in one piece of memory that is used again when the loop has none of
+them any more.
 
 Slots (:mod:`~featstore.loaders.compiled.slots`) are given away in the order of the mini-batches, so a
 schedule by next use holds for that order alone; a fixed set may be gone through in any. A round ends where it
@@ -23,8 +25,9 @@ from numpy.typing import NDArray
 from featstore import arguments as args
 from featstore.base.ids import as_integers
 from featstore.base.memory import check_machine
+from featstore.compile.budget import ASKED_AHEAD, group_of
 from featstore.errors import ArgumentError, BudgetError, SourceError
-from featstore.loaders.compiled.assembly import Assembly, Pending
+from featstore.loaders.compiled.assembly import Assembly, Group
 from featstore.loaders.compiled.options import check_loader_options
 from featstore.loaders.compiled.report import CompiledStages
 from featstore.loaders.compiled.slots import ResidentSlots
@@ -123,7 +126,7 @@ class CompiledLoader(PrefetchingLoader):
         if needed > self._memory_bytes:
             raise BudgetError(needed, self._memory_bytes, hold)
         check_machine(needed, hold)
-        depth = 3 if self.compiled.needed_bytes(3) + least <= self._memory_bytes else 2
+        depth = self.compiled.depth_within(self._memory_bytes, least)
         return said or self._memory_bytes - self.compiled.needed_bytes(depth), depth
 
     def _checked_order(self, order: Sequence[int] | None) -> NDArray[np.int64] | None:
@@ -232,14 +235,16 @@ class _Prefetch(Prefetch):
     """One round."""
 
     def __init__(self, loader: CompiledLoader, assembly: Assembly, order: NDArray[np.int64]) -> None:
-        super().__init__(loader.check_process, loader.report_stages, loader.depth, 1, "featstore-compiled")
+        self._group = group_of(loader.depth)
+        groups = loader.depth // self._group
+        super().__init__(loader.check_process, loader.report_stages, groups, 1, "featstore-compiled")
         self._assembly, self._order = assembly, order
 
     def _go(self) -> None:
-        assembly = self._assembly
-        waiting = deque(int(index) for index in self._order)
-        asked: deque[Pending] = deque()  # records on their way
-        under_way: deque[Pending] = deque()  # rows on their way
+        assembly, size = self._assembly, self._group
+        waiting = deque(self._order[at : at + size].tolist() for at in range(0, len(self._order), size))
+        asked: deque[Group] = deque()  # records on their way
+        under_way: deque[Group] = deque()  # rows on their way
 
         def arrived() -> bool:
             """The first can be assembled before there is room: the device is to have reads as long as it
@@ -248,21 +253,29 @@ class _Prefetch(Prefetch):
 
         try:
             while waiting or asked or under_way:
-                while waiting and len(asked) < 2:
+                while waiting and len(asked) < ASKED_AHEAD:  # before rows that the device would read first
                     asked.append(assembly.begin(waiting.popleft()))
-                while asked and self._take_room(arrived):
+                if asked and self._take_room(arrived):
+                    assembly.decode(asked[0])
                     assembly.submit_rows(asked[0])
                     for read in asked[0].requests:
                         read.add_done_callback(lambda _: self._changed.set())
                     under_way.append(asked.popleft())
-                    if waiting:
-                        asked.append(assembly.begin(waiting.popleft()))
+                    continue
                 if self._stop:
                     return
                 done = under_way.popleft()
-                assembly.assemble(done)
-                self._hand_over(assembly.finished(done))
+                assembly.wait(done)
+                self._assemble(done)
                 del done  # the rows are the loop's now
         finally:
             for pending in [*asked, *under_way]:  # they write into memory that goes with them
                 pending.abandon()
+
+    def _assemble(self, done: Group) -> None:
+        """Hand over a group's mini-batches one by one; the last takes the group's memory along."""
+        while done.members and not self._stop:
+            member = done.members.pop(0)
+            self._assembly.assemble(member)
+            self._hand_over(self._assembly.finished(member), 0 if done.members else 1)
+            del member

@@ -8,10 +8,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from featstore.base.buffers import empty_rows
+from featstore.base.compilation import njit
 from featstore.base.native import address_of
 from featstore.base.rows import move_rows
 from featstore.layout.records import TableRecord
 from featstore.loaders.compiled.sources import CompiledSources, TablePart
+
+
+@njit(cache=True, nogil=True)
+def exchange_rows(
+    block: int, held: NDArray[Any], rows: int, row_bytes: int, hit_slot: NDArray[Any],
+    hit_place: NDArray[Any], copy_from: NDArray[Any], copy_place: NDArray[Any], admit_place: NDArray[Any],
+    admit_slot: NDArray[Any],
+) -> None:  # fmt: skip
+    """What :meth:`ResidentSlots.exchange` does, of slots and rows at two addresses; in one kernel, for after
+    each there is Python of other threads to wait for. ``held``: where a slot of the schedule lies."""
+    move_rows(block, held[hit_slot], rows, hit_place, row_bytes)
+    move_rows(rows, copy_from, rows, copy_place, row_bytes)
+    move_rows(rows, admit_place, block, held[admit_slot], row_bytes)
 
 
 class ResidentSlots:
@@ -61,11 +75,11 @@ class ResidentSlots:
     def exchange(self, number: int, record: TableRecord, out: NDArray[np.uint8]) -> None:
         """Copy what a mini-batch finds here into ``out``, the bytes of its rows, fill those that stand there
         twice, and keep what stays; in this order, in which every row is there before it is copied."""
-        rows, block = address_of(out), address_of(self.blocks[number])
-        held, row_bytes = self._slot_of[number], self._sources.row_bytes[number]
-        move_rows(block, held[record.hit_slot], rows, record.hit_place, row_bytes)
-        move_rows(rows, record.copy_from, rows, record.copy_place, row_bytes)
-        move_rows(rows, record.admit_place, block, held[record.admit_slot], row_bytes)
+        exchange_rows(
+            address_of(self.blocks[number]), self._slot_of[number], address_of(out),
+            self._sources.row_bytes[number], record.hit_slot, record.hit_place, record.copy_from,
+            record.copy_place, record.admit_place, record.admit_slot,
+        )  # fmt: skip
 
     def restore(self, end: int) -> None:
         """Put here what mini-batches 0 to ``end`` would have left: of each slot its last admission."""
@@ -79,9 +93,10 @@ class ResidentSlots:
                 wanted = last[number][record.admit_slot] == index
                 moved = np.full(record.host_count, -1, np.int32)
                 moved[record.brought_place(record.admit_place[wanted])] = record.admit_slot[wanted]
-                parts.append(TablePart(number, record, self._rows(number), moved))
+                parts.append(TablePart(number, record, self._rows(number), moved=moved))
             for request in self._sources.submit(parts):
                 request.result()
 
     def _record(self, index: int) -> list[TableRecord]:
-        return self._sources.record(self._sources.submit_record(index))[0]
+        ((parts, _),) = self._sources.records([index], self._sources.submit_records([index]))
+        return parts
