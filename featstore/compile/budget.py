@@ -43,7 +43,7 @@ def depths_in_groups(memory_bytes: int, batch_bytes: int) -> range:
     return range(_GROUPS * group, _GROUPS, -_GROUPS)
 
 
-def group_of(depth: int) -> int:
+def read_together(depth: int) -> int:
     """How many mini-batches are read together where so many exist at once."""
     return max(1, depth // _GROUPS)
 
@@ -87,7 +87,7 @@ class LoaderBudget:
             checksums = (pages + memory) // 1024 + _RECORD_BYTES
             return (
                 depth * (batch + record)
-                + group_of(depth) * record
+                + read_together(depth) * record
                 + reader_bytes(memory)
                 + checksums
                 + (cache_bytes or 0)

@@ -19,16 +19,14 @@ from featstore import arguments as args
 from featstore.compile.budget import parse_disk
 from featstore.errors import ArgumentError, SourceError
 from featstore.loaders.batch import Batch
-from featstore.loaders.compiled.loader import CompiledLoader
-from featstore.loaders.compiled.trace import CompiledTrace
 from featstore.loaders.mega.loader import MegaBatches
 from featstore.loaders.modes import (
     MODES,
-    CompiledMode,
     Mode,
     PartitionsMode,
     Recorded,
     RollingMode,
+    compiled_mode,
 )
 from featstore.loaders.online.loader import OnlineLoader
 from featstore.loaders.prefetch import LoaderBase, Sampler, check_repeatable
@@ -37,7 +35,6 @@ from featstore.loaders.ranks import world_size as ranks_there
 from featstore.loaders.report import LoaderReport
 from featstore.loaders.rolling import RollingLoader
 from featstore.loaders.state import loader_state, position_of
-from featstore.loaders.train import compiled_once
 from featstore.reader.options import check_reading
 from featstore.sampling.batches import RankedBatches, bytes_in_memory, open_sampler
 from featstore.storage.packs import check_pack_name
@@ -59,6 +56,8 @@ _OF_MODES = {
     "name": ("compiled", "rolling"),
     "residency": ("compiled", "rolling"),
     "reuse": ("compiled",),
+    "recorded_epochs": ("compiled",),
+    "shuffle": ("compiled",),
     "hubs": ("partitions",),
     "resident": ("partitions",),
     "replaced": ("partitions",),
@@ -101,7 +100,7 @@ class Loader(LoaderBase):
             is that of one process; in mode partitions every rank loads the same ones.
         graph: with ``seeds``: the name of the graph, where the store has several.
         mode: ``"online"``: rows are read as mini-batches come, through a buffer. ``"compiled"``: the
-            mini-batches of epoch 0 are recorded once, their rows laid out for them, and repeated every epoch.
+            mini-batches of the first epochs are recorded once, their rows laid out for them, and repeated.
             ``"rolling"``: fresh ones every epoch, laid out while the epoch before trains. ``"partitions"``
             (needs ``seeds``): random collections of partitions are loaded whole, and neighbours outside of
             them left out. ``"auto"``: ``"online"``, whose mini-batches are as given; ``mode_because`` says
@@ -114,6 +113,10 @@ class Loader(LoaderBase):
         device, device_memory: rows and tensors there; not of mode partitions.
         disk, name, residency: of the modes compiled and rolling: see :func:`featstore.compile_trace`.
         reuse: of mode compiled: take what was compiled under this ``name``, if it is there.
+        recorded_epochs: of mode compiled: how many epochs are recorded, 1 by default. Epoch e repeats the
+            recorded epoch ``e % recorded_epochs``.
+        shuffle: of mode compiled with ``residency="fixed"``: the recorded mini-batches of an epoch come in
+            another order every epoch, by ``seed`` (0 with ``batches``) and the epoch.
         hubs, resident, replaced, passes, weights: of mode partitions: see
             :class:`featstore.loaders.mega.loader.MegaBatches`.
 
@@ -130,6 +133,7 @@ class Loader(LoaderBase):
         nodes: Callable[[Any], Any] | None = None, policy: str | None = None, static: Any = None,
         device: Any = None, device_memory: int | str | None = None, disk: int | str | None = None,
         name: str | None = None, residency: str | None = None, reuse: bool | None = None,
+        recorded_epochs: int | None = None, shuffle: bool | None = None,
         hubs: int | None = None, resident: int | None = None, replaced: int | None = None,
         passes: int | str | None = None, weights: bool | None = None,
     ) -> None:  # fmt: skip
@@ -147,8 +151,8 @@ class Loader(LoaderBase):
         optional = {
             "nodes": nodes, "policy": policy, "static": static, "device": device,
             "device_memory": device_memory, "disk": disk, "name": name, "residency": residency,
-            "reuse": reuse, "hubs": hubs, "resident": resident, "replaced": replaced, "passes": passes,
-            "weights": weights,
+            "reuse": reuse, "recorded_epochs": recorded_epochs, "shuffle": shuffle, "hubs": hubs,
+            "resident": resident, "replaced": replaced, "passes": passes, "weights": weights,
         }  # fmt: skip
         check_reading(engine, queue_depth, verify)
         reading = {"engine": engine, "queue_depth": queue_depth, "verify": verify}
@@ -176,6 +180,7 @@ class Loader(LoaderBase):
                 self._mode: Mode = self._partitions(said, how)
             else:
                 make = {"online": self._online, "compiled": self._compiled, "rolling": self._rolling}
+                self._seed = _seed(said)
                 self._mode = make[self.mode](made, left, how)
             self._opened.callback(self._mode.close)
         except BaseException:
@@ -251,13 +256,11 @@ class Loader(LoaderBase):
 
     def _compiled(self, batches: Sampler, memory: int, how: _How) -> Mode:
         own, (device, name) = how.own, self._check_compiling(how.own)
-        reuse = args.as_flag(own.pop("reuse", False), "reuse")
         recorded = Recorded(batches, own.pop("nodes", None))
-        compiled_once(self.store, recorded.epoch, name, reuse=reuse, memory=memory, **own)
-        trace = CompiledTrace(self.store, name)
-        self._opened.callback(trace.close)
-        loader = CompiledLoader(trace, memory=memory, device=device, tensors=how.tensors, **how.reading)
-        return CompiledMode(loader)
+        options = {"device": device, "tensors": how.tensors, **how.reading}
+        return compiled_mode(
+            self.store, recorded, name, memory=memory, seed=self._seed, loader=options, **own
+        )
 
     def _rolling(self, batches: Sampler, memory: int, how: _How) -> Mode:
         own, (device, name) = how.own, self._check_compiling(how.own)
@@ -314,8 +317,8 @@ class Loader(LoaderBase):
         return self._epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """The next iteration is of this epoch, from its beginning. Mode compiled repeats the same
-        mini-batches in every epoch."""
+        """The next iteration is of this epoch, from its beginning. Mode compiled repeats the recorded
+        epochs."""
         self.check_open()
         epoch = args.as_count(epoch, "epoch", 0)
         if (epoch, 0) != (self._epoch, self._next):  # or it stands there already

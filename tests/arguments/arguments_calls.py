@@ -389,6 +389,7 @@ CALLS: dict[str, Call] = {
             "progress": PROGRESS,
             "disk_door": DOOR,
             "policy": Rule({**NONSENSE, "None": None, "a name": "modelled time"}),
+            "epoch_batches": Rule({**NONSENSE, "too many": [1000], "negative": [-1], "nothing": []}),
         },
     ),
     "Compiled": Call(

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from featstore.base.buffers import ALIGNMENT, Outputs
-from featstore.compile.budget import group_of
+from featstore.compile.budget import read_together
 from featstore.layout.records import TableRecord
 from featstore.loaders.batch import Batch, ids_of
 from featstore.loaders.compiled.report import CompiledStages
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from featstore.engine.request import Request
 
 
-class MiniBatch:
+class Member:
     """A mini-batch of a group: its number and record, the bytes of its rows by table, and its sample."""
 
     def __init__(self, index: int, record: Record) -> None:
@@ -37,13 +37,13 @@ class MiniBatch:
         self.sample = decode(self._sample)
 
 
-class Group:
+class Pending:
     """Mini-batches that are read together, on their way from when their records are asked for."""
 
     def __init__(self, indices: Sequence[int], records: Request) -> None:
         self.indices, self.records = indices, records
         self.requests: list[Request] = []
-        self.members: list[MiniBatch] = []
+        self.members: list[Member] = []
 
     def arrived(self) -> bool:
         """Whether all of the rows that are read are there."""
@@ -65,7 +65,7 @@ class Assembly:
     ) -> None:  # fmt: skip
         self._sources, self._slots, self._stages = sources, slots, stages
         self._device, self._tensors = device, tensors
-        group = group_of(depth)
+        group = read_together(depth)
         # a mini-batch's rows begin aligned, where several lie in one piece of memory
         self._step = [math.lcm(ALIGNMENT, row_bytes) // row_bytes for row_bytes in sources.row_bytes]
         self._outputs = [
@@ -78,11 +78,11 @@ class Assembly:
         """Rows of a table that a mini-batch takes up in a group of so many."""
         return rows if group == 1 else -(-rows // self._step[number]) * self._step[number]
 
-    def begin(self, indices: Sequence[int]) -> Group:
+    def begin(self, indices: Sequence[int]) -> Pending:
         """Ask for mini-batches' records."""
-        return Group(indices, self._sources.submit_records(indices))
+        return Pending(indices, self._sources.submit_records(indices))
 
-    def decode(self, group: Group) -> None:
+    def decode(self, group: Pending) -> None:
         """Look at the records, once."""
         if group.members:
             return
@@ -90,11 +90,11 @@ class Assembly:
         group.records.exception()  # waits
         waited = time.perf_counter()
         found = self._sources.records(group.indices, group.records)
-        group.members = [MiniBatch(*one) for one in zip(group.indices, found, strict=True)]
+        group.members = [Member(*one) for one in zip(group.indices, found, strict=True)]
         self._stages.add("record wait", waited - begin)
         self._stages.add("plan", time.perf_counter() - waited)
 
-    def submit_rows(self, group: Group) -> None:
+    def submit_rows(self, group: Pending) -> None:
         """Start the reads, each row to its place."""
         begin = time.perf_counter()
         parts = []
@@ -115,14 +115,14 @@ class Assembly:
         self._stages.add("graph", time.perf_counter() - decoding)
         self._stages.add("plan", decoding - begin)
 
-    def wait(self, group: Group) -> None:
+    def wait(self, group: Pending) -> None:
         """Wait for the reads."""
         begin = time.perf_counter()
         for request in group.requests:
             request.result()
         self._stages.add("read wait", time.perf_counter() - begin)
 
-    def assemble(self, done: MiniBatch) -> None:
+    def assemble(self, done: Member) -> None:
         """Copy what is in memory, keep what stays."""
         begin = time.perf_counter()
         for number, record in enumerate(done.tables):
@@ -130,7 +130,7 @@ class Assembly:
             self._stages.rows(self._sources.tables[number][0], record, self._sources.row_bytes[number])
         self._stages.add("assemble", time.perf_counter() - begin)
 
-    def finished(self, done: MiniBatch) -> Any:
+    def finished(self, done: Member) -> Any:
         """What the training loop gets."""
         begin = time.perf_counter()
         x: dict[str, Any] = {

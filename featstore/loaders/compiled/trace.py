@@ -11,13 +11,13 @@ from numpy.typing import NDArray
 from featstore.arguments import as_count, as_path, check_options, known_name
 from featstore.base.checks import check_distinct, check_offsets
 from featstore.base.system import is_there
-from featstore.compile.budget import ASKED_AHEAD, DEPTH_MIN, batch_bytes, depths_in_groups, group_of
+from featstore.compile.budget import ASKED_AHEAD, DEPTH_MIN, batch_bytes, depths_in_groups, read_together
 from featstore.errors import FormatError, IncompleteStoreError, StaleError
 from featstore.layout.records import Limits
 from featstore.plan.budget import reader_bytes
 from featstore.reader.options import READING
 from featstore.reader.reader import Reader
-from featstore.storage.manifest import MANIFEST_NAME, CompiledEntry
+from featstore.storage.manifest import EPOCHS, MANIFEST_NAME, CompiledEntry
 from featstore.storage.packs import packs_directory
 from featstore.storage.store import OpenStore, Table, as_store
 
@@ -101,6 +101,18 @@ class CompiledTrace:
         check_offsets(offsets, 0, total, f"the offsets of the records in {self.pack.path}")
         return offsets
 
+    def epochs(self) -> NDArray[np.int64]:
+        """int64 [recorded epochs + 1], checked: with which mini-batch each begins, and where the last one
+        ends."""
+        if EPOCHS not in self.pack.arrays:
+            return np.array([0, len(self)], np.int64)
+        found = self.pack.arrays[EPOCHS]
+        what = f"the epochs of the mini-batches in {self.pack.path}"
+        if found.dtype != np.int64 or found.ndim != 1 or len(found) < 2:
+            raise FormatError(f"{what} are {found.dtype} {found.shape}, not int64 [epochs + 1]")
+        check_offsets(found, 0, len(self), what)
+        return found
+
     def turn(self, table: str) -> NDArray[np.int32]:
         """int32 [slots], checked: in which slot each slot's first row is after the last mini-batch; -1: in
         none."""
@@ -115,7 +127,7 @@ class CompiledTrace:
         """Memory of a loader with ``depth`` mini-batches at once."""
         depth = as_count(depth, "depth")
         slots = sum(self.limits(n).slots * self.row_bytes(n) for n in self.entry.tables)
-        record, group = self._record_bytes(), group_of(depth)
+        record, group = self._record_bytes(), read_together(depth)
         return (
             slots
             + depth * (self._batch_bytes(group) + record)
