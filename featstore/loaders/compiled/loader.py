@@ -105,7 +105,7 @@ class CompiledLoader(PrefetchingLoader):
                 assert self._base is not None
                 self._buffer = buffer.over(self._base, buffer_bytes)
             sources = CompiledSources(compiled, self._pack, self._buffer or self._base)
-            self._slots = ResidentSlots(sources)
+            self._slots = ResidentSlots(sources, read_together(self.depth))
             self._assembly = Assembly(sources, self._slots, self.report_stages, self.depth, device, tensors)
             self._pending = ""  # what must be done before the next round: "begin", "restart", or nothing
             self._slots.load()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,10 +31,11 @@ def exchange_rows(
 
 class ResidentSlots:
     """The slots of each table, and where each of the schedule's slots lies among them: a round ends with the
-    first rows in other slots, which a map turns round instead of copying."""
+    first rows in other slots, which a map turns round instead of copying. ``together``: so many records may
+    be read at once."""
 
-    def __init__(self, sources: CompiledSources) -> None:
-        self._sources = sources
+    def __init__(self, sources: CompiledSources, together: int) -> None:
+        self._sources, self._together = sources, together
         compiled = sources.compiled
         self.blocks = [
             empty_rows(limit.slots, row_bytes)
@@ -84,12 +86,13 @@ class ResidentSlots:
     def restore(self, end: int) -> None:
         """Put here what mini-batches 0 to ``end`` would have left: of each slot its last admission."""
         last = [np.full(limit.slots, -1, np.int64) for limit in self._sources.limits]
-        for index in range(end):
-            for number, record in enumerate(self._record(index)):
+        for index, tables in self._records(range(end)):
+            for number, record in enumerate(tables):
                 last[number][record.admit_slot] = index
-        for index in np.unique(np.concatenate([a[a >= 0] for a in last])) if last else ():
+        needed = np.unique(np.concatenate([a[a >= 0] for a in last])) if last else np.empty(0, np.int64)
+        for index, tables in self._records(needed.tolist()):
             parts = []
-            for number, record in enumerate(self._record(int(index))):
+            for number, record in enumerate(tables):
                 wanted = last[number][record.admit_slot] == index
                 moved = np.full(record.host_count, -1, np.int32)
                 moved[record.brought_place(record.admit_place[wanted])] = record.admit_slot[wanted]
@@ -97,6 +100,9 @@ class ResidentSlots:
             for request in self._sources.submit(parts):
                 request.result()
 
-    def _record(self, index: int) -> list[TableRecord]:
-        ((parts, _),) = self._sources.records([index], self._sources.submit_records([index]))
-        return parts
+    def _records(self, indices: Sequence[int]) -> Iterator[tuple[int, list[TableRecord]]]:
+        """The records of these mini-batches, as many read together as a loader has room for."""
+        for at in range(0, len(indices), self._together):
+            some = indices[at : at + self._together]
+            found = self._sources.records(some, self._sources.submit_records(some))
+            yield from ((index, tables) for index, (tables, _) in zip(some, found, strict=True))
