@@ -19,9 +19,10 @@ from system import cpu_seconds, drop_caches, process_io
 from tables import remove
 
 import featstore
-from featstore.compile.build import CompileForecast, compile_trace, packs_directory
+from featstore.compile.build import CompileForecast, packs_directory
 from featstore.compile.decide import OURS, Policy
 from featstore.errors import BudgetError
+from featstore.front.compiling import compile_trace
 from featstore.loaders.compiled.loader import CompiledLoader
 from featstore.loaders.compiled.trace import CompiledTrace
 from featstore.sampling.batches import SampledBatches

@@ -216,7 +216,7 @@ def train(
             if batch.batch_size < 2:
                 continue
             (first, second), edges = np.cumsum(batch.num_sampled_nodes)[:2], batch.num_sampled_edges[0]
-            weight = batch.weight
+            weight = batch.sample.weight
             hops = [
                 Edges(batch.row, batch.col, int(second), len(batch.node), weight),
                 Edges(

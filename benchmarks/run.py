@@ -29,6 +29,7 @@ NAMES = (
     "mega",
     "sampling",
     "compiled",
+    "compiled_small",
     "policies",
     "online",
     "online_workers",

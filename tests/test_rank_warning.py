@@ -21,7 +21,7 @@ from featstore.loaders.rolling import RollingLoader
 
 ROWS = 400
 BATCHES = [np.arange(20 * k, 20 * k + 20) for k in range(4)]
-WARNED = r"one of 2 ranks.* every 2th of the mini-batches.*world_size=1.*memory= is that of one process"
+WARNED = r"one of 2 ranks.* one in 2 of the mini-batches.*world_size=1.*memory= is that of one process"
 MODES = ["online", "compiled", "rolling"]  # that take mini-batches
 
 

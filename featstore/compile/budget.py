@@ -1,17 +1,20 @@
 """What the loader of a compiled trace holds in memory, decided when the trace is compiled.
 
 In the order of need: mini-batches under way (one that the loop has, one that waits or is being assembled, a
-third where there is room), their records, and the readers; the rest is slots, in which rows stay from
-mini-batch to mini-batch. A loader needs no less, because the slots are part of what was compiled.
+third where there is room; of small ones more, see :func:`depths_in_groups`), their records, and the readers;
+the rest is slots, in which rows stay from mini-batch to mini-batch. A loader needs no less, because the slots
+are part of what was compiled.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
+from featstore.base.buffers import ALIGNMENT
 from featstore.compile.limits import SLOTS_MAX
 from featstore.errors import ArgumentError, BudgetError
 from featstore.plan.budget import reader_bytes
@@ -19,10 +22,30 @@ from featstore.storage.store import OpenStore, Table
 from featstore.trace.trace import Trace
 from featstore.units import parse_bytes
 
-DEPTHS = (3, 2)
 _RECORD_BYTES_PER_ID = 32  # at most: a row of the shared or the base table, its admission, its node id
 _RECORD_BYTES = 8192
+DEPTH_MIN = 2  # mini-batches: the loop's, and one on its way
+ASKED_AHEAD = 2  # groups (of one mini-batch, where they are large) whose records are asked for beforehand
 _THIRD_SHARE = 3  # a third mini-batch is held where all three take at most this part of the budget
+_GROUPS = 4  # the loop's, one that is being assembled, and two on their way
+_GROUP_BYTES, _GROUP_MOST = 12 * 2**20, 64
+_GROUPS_SHARE = 5  # groups take at most this part of the budget
+
+
+def depths_in_groups(memory_bytes: int, batch_bytes: int) -> range:
+    """How many small mini-batches, of ``batch_bytes`` with their records, may exist at once within a budget:
+    the best number first. Empty where they are not small.
+
+    They are read in groups, as many together as keep a disk busy; four groups exist at once.
+    """
+    share = memory_bytes // _GROUPS_SHARE // _GROUPS
+    group = min(_GROUP_MOST, min(_GROUP_BYTES, share) // max(1, batch_bytes))
+    return range(_GROUPS * group, _GROUPS, -_GROUPS)
+
+
+def read_together(depth: int) -> int:
+    """How many mini-batches are read together where so many exist at once."""
+    return max(1, depth // _GROUPS)
 
 
 @dataclass(frozen=True)
@@ -51,7 +74,9 @@ class LoaderBudget:
         """Raises BudgetError with the smallest budget that works."""
         asked = {t: int(trace.counts[t].sum()) * table.row_bytes for t, table in tables.items()}
         total = max(1, sum(asked.values()))
-        batch = sum(int(trace.counts[t].max(initial=0)) * table.row_bytes for t, table in tables.items())
+        batch = sum(
+            batch_bytes(int(trace.counts[t].max(initial=0)), table.row_bytes) for t, table in tables.items()
+        )
         ids = sum((trace.counts[t] for t in tables), np.zeros(len(trace), np.int64))
         samples = np.maximum(np.asarray(trace.sample_sizes), 0)
         record = int((_RECORD_BYTES_PER_ID * ids + samples).max(initial=0)) + _RECORD_BYTES
@@ -60,11 +85,19 @@ class LoaderBudget:
 
         def fixed(depth: int, memory: int) -> int:
             checksums = (pages + memory) // 1024 + _RECORD_BYTES
-            return depth * (batch + record) + record + reader_bytes(memory) + checksums + (cache_bytes or 0)
+            return (
+                depth * (batch + record)
+                + read_together(depth) * record
+                + reader_bytes(memory)
+                + checksums
+                + (cache_bytes or 0)
+            )
 
-        depth = next((d for d in DEPTHS if d * (batch + record) * _THIRD_SHARE <= memory_bytes), DEPTHS[-1])
-        if fixed(depth, memory_bytes) > memory_bytes:
-            depth = needed = DEPTHS[-1]
+        third = [3] if 3 * (batch + record) * _THIRD_SHARE <= memory_bytes else []
+        wanted = [*depths_in_groups(memory_bytes, batch + record), *third, DEPTH_MIN]
+        depth = next((d for d in wanted if fixed(d, memory_bytes) <= memory_bytes), 0)
+        if depth == 0:
+            depth = needed = DEPTH_MIN
             while fixed(depth, needed) > needed:  # more memory has a larger reader, too
                 needed = fixed(depth, needed)
             if needed > memory_bytes:
@@ -81,6 +114,11 @@ class LoaderBudget:
         slots = {t: rows_in(cache, t) for t in tables}
         device = {t: rows_in(device_bytes, t) for t in tables}
         return cls(memory_bytes, depth, batch, record, reader_bytes(memory_bytes), slots, device)
+
+
+def batch_bytes(rows: int, row_bytes: int) -> int:
+    """Memory for the rows of a mini-batch in a group: the next one's begin aligned, too."""
+    return rows * row_bytes + math.lcm(ALIGNMENT, row_bytes)
 
 
 def parse_disk(disk: int | str | None, store: OpenStore) -> int | None:

@@ -16,7 +16,7 @@ that is cut into buckets, each of which fits in memory and is brought into order
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +26,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from featstore.arguments import as_choice, as_count, as_flag, as_function, as_path, shown
+from featstore.arguments import as_choice, as_count, as_flag, as_function, as_path, as_sequence, shown
 from featstore.compile.budget import LoaderBudget, parse_disk
 from featstore.compile.decide import OURS, Policy, TableDecision, TableOptions, plan_table
 from featstore.compile.forecast import CompileForecast, described
@@ -46,6 +46,7 @@ from featstore.storage.generations import current, names, writer_lock
 from featstore.storage.journal import TableProgress
 from featstore.storage.manifest import (
     COMPILED_FEATURE,
+    EPOCHS,
     ArrayEntry,
     CompiledEntry,
     CompiledTable,
@@ -85,7 +86,7 @@ def compile_trace(
     cache: int | str | None = None, device_memory: int | str = 0, residency: str = "min", seed: int = 0,
     resume: bool = False, overwrite: bool = False, dry_run: bool = False,
     progress: Callable[[Progress], None] | None = None, disk_door: Disk | None = None, policy: Policy = OURS,
-    model: DeviceModel | None = None,
+    model: DeviceModel | None = None, epoch_batches: Sequence[int] | None = None,
 ) -> Path | CompileForecast:  # fmt: skip
     """Compile a trace for a store, and return the path of what was written (``featstore.compile_trace`` opens
     it); with ``dry_run``, forecast it and write nothing that stays.
@@ -107,6 +108,8 @@ def compile_trace(
         model: of the device that will be read in training, where it is not the store's; by default the
             calibrated one of the store's device.
         resume, overwrite, progress: as for :func:`featstore.pack`.
+        epoch_batches: how many mini-batches each of the epochs has that were recorded one after the other; by
+            default all of them are one epoch.
 
     Raises SourceError, IdError, BudgetError, DiskFullError, DeviceError, CorruptionError, StoreExistsError,
     StoreLockedError.
@@ -133,7 +136,7 @@ def compile_trace(
             parse_bytes(memory, "memory"), parse_disk(disk, base),
             parse_bytes(memory if train_memory is None else train_memory, "train_memory"),
             None if cache is None else _size(cache, "cache"), _size(device_memory, "device_memory"),
-            residency, seed, policy.name,
+            residency, seed, policy.name, _epochs(epoch_batches, len(recorded)),
         )  # fmt: skip
         return _compile(
             base, recorded, name, options, policy, model, resume=resume, overwrite=overwrite, dry_run=dry_run,
@@ -189,6 +192,20 @@ class _Options:
     residency: str
     seed: int
     policy: str
+    epoch_batches: tuple[int, ...]
+
+
+def _epochs(given: Sequence[int] | None, batches: int) -> tuple[int, ...]:
+    """Mini-batches of each epoch. Raises ArgumentError unless they are those of the trace."""
+    if given is None:
+        return (batches,)
+    counts = as_sequence(given, "epoch_batches", "numbers of mini-batches, one for each epoch")
+    epochs = tuple(as_count(count, "a number of epoch_batches", 0) for count in counts)
+    if not epochs or sum(epochs) != batches:
+        raise ArgumentError(
+            f"epoch_batches are those of {sum(epochs):,} mini-batches, the trace has {batches:,}"
+        )
+    return epochs
 
 
 class _Compiling:
@@ -222,6 +239,9 @@ class _Compiling:
         offsets = self._write_records()
         compiled = {p.table.name: self._pack(p) for p in self._plans}
         self._arrays["offsets"] = write_array(self.catalogue, f"{name}/arrays/offsets", offsets)
+        if len(self.options.epoch_batches) > 1:
+            begins = np.cumsum([0, *self.options.epoch_batches])
+            self._arrays[EPOCHS] = write_array(self.catalogue, f"{name}/arrays/{EPOCHS}", begins)
         entry = CompiledEntry(
             self.base.uuid, self.trace.uuid, self.options.residency,  # type: ignore[arg-type]
             len(self.trace), self.options.train_bytes, "records", "offsets", compiled,

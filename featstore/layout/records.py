@@ -76,12 +76,10 @@ class TableRecord:
         return found
 
 
-_ARRAYS = tuple(f.name for f in fields(TableRecord))[3:]
+_ARRAYS: dict[str, np.dtype[np.int32] | np.dtype[np.int64]] = {
+    f.name: np.dtype("<i8") if f.name in _ROW_FIELDS else np.dtype("<i4") for f in fields(TableRecord)[3:]
+}
 _NUMBERS = 3 + len(_ARRAYS)  # of a table, in a record's head
-
-
-def _dtype(name: str) -> np.dtype[np.int32] | np.dtype[np.int64]:
-    return np.dtype("<i8") if name in _ROW_FIELDS else np.dtype("<i4")
 
 
 @overload
@@ -122,9 +120,9 @@ def record_offsets(tables: list[Lengths], sample_bytes: NDArray[np.int64]) -> ND
     """Where each record begins, and where the last one ends: int64 [mini-batches + 1]."""
     at = np.full(len(sample_bytes), 8 * (_HEAD + _NUMBERS * len(tables)), np.int64)
     for lengths in tables:
-        for name in _ARRAYS:
+        for name, dtype in _ARRAYS.items():
             count: NDArray[np.int64] = getattr(lengths, name.partition("_")[0])
-            at = _up(at + count * _dtype(name).itemsize, _ALIGN)
+            at = _up(at + count * dtype.itemsize, _ALIGN)
     ends = _up(_up(at, _SAMPLE_ALIGN) + sample_bytes, _SAMPLE_ALIGN)
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(ends)])
 
@@ -138,8 +136,8 @@ def encode_record(tables: list[TableRecord], sample: NDArray[np.uint8]) -> NDArr
     for number, table in enumerate(tables):
         base = _HEAD + number * _NUMBERS
         head[base : base + 3] = table.count, table.host_count, table.packed_first
-        for index, name in enumerate(_ARRAYS):
-            data = np.ascontiguousarray(getattr(table, name), _dtype(name))
+        for index, (name, dtype) in enumerate(_ARRAYS.items()):
+            data = np.ascontiguousarray(getattr(table, name), dtype)
             head[base + 3 + index] = len(data)
             pieces.append((at, data.view(np.uint8)))
             at = _up(at + data.nbytes, _ALIGN)
@@ -161,82 +159,29 @@ def decode_record(
     ``path``."""
     size = 8 * (_HEAD + _NUMBERS * tables)
     if len(data) < size:
-        raise _bad(path, f"{len(data)} bytes, too few for one of {tables} tables")
+        raise bad_record(path, f"{len(data)} bytes, too few for one of {tables} tables")
     head = data[:size].view("<i8")
     parts: list[TableRecord] = []
     at = size
     for number in range(tables):
         numbers = head[_HEAD + number * _NUMBERS :][:_NUMBERS].tolist()
         arrays = []
-        for name, length in zip(_ARRAYS, numbers[3:], strict=True):
-            item = _dtype(name)
+        for (name, item), length in zip(_ARRAYS.items(), numbers[3:], strict=True):
             if not 0 <= length <= (len(data) - at) // item.itemsize:
-                raise _bad(path, f"{name} of {length} elements in a record of {len(data)} bytes")
-            arrays.append(data[at : at + length * item.itemsize].view(item))
+                raise bad_record(path, f"{name} of {length} elements in a record of {len(data)} bytes")
+            arrays.append(np.ndarray(length, item, data, at))
             at = _up(at + length * item.itemsize, _ALIGN)
         parts.append(TableRecord(*numbers[:3], *arrays))
     begin, length = int(head[1]), int(head[2])
     if head[0] != len(data) or not at <= begin <= begin + length <= len(data):
-        raise _bad(
+        raise bad_record(
             path, f"{int(head[0])} bytes with a sample at {begin} of {length} bytes, in {len(data)} bytes"
         )
     return parts, data[begin : begin + length]
 
 
-def check_record(record: TableRecord, limits: Limits, path: Path) -> None:
-    """Raise CorruptionError unless every index of a record stays inside what it points into, every row is
-    filled once, and no slot takes two rows."""
-    r = record
-    if not 0 <= r.host_count <= r.count:
-        raise _bad(path, f"{r.host_count} of {r.count} rows through host memory")
-    for values, limit in (
-        (r.hit_slot, limits.slots), (r.admit_slot, limits.slots), (r.shared_row, limits.shared_rows),
-        (r.base_row, limits.base_rows), (r.admit_place, r.host_count), (r.copy_from, r.host_count),
-        (r.device_slot, limits.device_slots),
-    ):  # fmt: skip
-        if len(values) and (values.min() < 0 or values.max() >= limit):
-            raise _bad(path, f"an index of {values.min()} to {values.max()} into {limit}")
-    for one, other in (
-        (r.hit_place, r.hit_slot), (r.shared_place, r.shared_row), (r.base_place, r.base_row),
-        (r.copy_place, r.copy_from), (r.admit_place, r.admit_slot), (r.device_place, r.device_slot),
-    ):  # fmt: skip
-        if len(one) != len(other):
-            raise _bad(path, f"{len(one)} places for {len(other)} rows")
-    admitted = np.sort(r.admit_slot)
-    if (admitted[1:] == admitted[:-1]).any():
-        raise _bad(path, "a slot that takes two rows")
-    if not 0 <= r.packed_first <= limits.packed_rows - len(r.packed_place):
-        raise _bad(path, f"a run from row {r.packed_first} on of {limits.packed_rows} packed rows")
-    _check_once([r.hit_place, r.packed_place, r.shared_place, r.base_place, r.copy_place], r.host_count, path)
-    if len(r.copy_place):
-        copied = np.zeros(r.host_count, np.uint8)
-        copied[r.copy_place] = 1
-        if copied[r.copy_from].any():
-            raise _bad(path, "a copy of a copy")
-    if len(r.admit_place):
-        brought = r.brought_place(r.admit_place)
-        kept = np.zeros(r.host_count, np.uint8)
-        kept[r.hit_place] = 1
-        if kept[brought].any():
-            raise _bad(path, "a row to keep that was in memory already")
-        kept[brought] = 1
-        if int(kept.sum()) != len(r.hit_place) + len(brought):
-            raise _bad(path, "a row to keep in two slots")
-    if r.host_count < r.count or len(r.host_place):
-        _check_once([r.device_place, r.host_place], r.count, path)
-
-
-def _check_once(parts: list[NDArray[np.int32]], count: int, path: Path) -> None:
-    places = np.concatenate(parts)
-    if len(places) == count and (count == 0 or (places.min() >= 0 and places.max() < count)):
-        seen = np.zeros(count, np.uint8)
-        seen[places] = 1
-        if seen.all():
-            return
-    raise _bad(path, f"{len(places)} places that are not each of {count} rows once")
-
-
-def _bad(path: Path, what: str) -> CorruptionError:
+def bad_record(path: Path, what: str) -> CorruptionError:
+    """The error of a record with ``what`` in it."""
     return CorruptionError(
         path, None, "the record of a mini-batch", what, "pack the trace anew with --overwrite"
     )

@@ -114,8 +114,8 @@ class Loader(LoaderBase):
         return self._ranks.world_size
 
     def set_epoch(self, epoch: int) -> None:
-        """The next iteration is of this epoch, from its beginning. Mode compiled repeats the same
-        mini-batches in every epoch."""
+        """The next iteration is of this epoch, from its beginning. Mode compiled repeats the recorded
+        epochs."""
         self.check_open()
         epoch = args.as_count(epoch, "epoch", 0)
         if self._over:

@@ -11,16 +11,14 @@ from featstore.compile.budget import parse_disk
 from featstore.errors import ArgumentError, BudgetError, SourceError
 from featstore.loaders.compiled.loader import CompiledLoader
 from featstore.loaders.compiled.options import check_loader_options
-from featstore.loaders.compiled.trace import CompiledTrace
 from featstore.loaders.divided import DividedBatches
 from featstore.loaders.mega.loader import MegaBatches
-from featstore.loaders.modes import CompiledMode, Mode, PartitionsMode, RollingMode
+from featstore.loaders.modes import Mode, PartitionsMode, RollingMode, compiled_mode
 from featstore.loaders.online.loader import OnlineLoader
 from featstore.loaders.options import SAMPLING, Given
 from featstore.loaders.prefetch import Sampler, check_repeatable
 from featstore.loaders.ranks import Ranks
 from featstore.loaders.rolling import RollingLoader
-from featstore.loaders.train import compiled_once
 from featstore.loaders.whole import Wanted, Whole
 from featstore.sampling.batches import RankedBatches, bytes_in_memory, open_sampler
 from featstore.storage.packs import check_pack_name
@@ -142,25 +140,19 @@ class Making:
         return Mode(loader)
 
     def _compiled(self, own: dict[str, Any]) -> Mode:
-        recorded, reuse = self._wanted(own, recorded=True), args.as_flag(own.pop("reuse", False), "reuse")
+        recorded = self._wanted(own, recorded=True)
         if self._alone and (recorded is not None or "name" in own):
             raise ArgumentError(
                 f"{self.store.path} is a compiled trace itself: mini-batches, seeds= and name= are for the "
                 "store that it was compiled for"
             )
         device, name = self._check_compiling(own)
-        buffer = own.pop("buffer", None)
-        check_loader_options(CompiledLoader, {"buffer": buffer})
-        if recorded is not None:
-            memory = self._memory_bytes
-            compiled_once(self.store, recorded, name, reuse=reuse, memory=memory, **own)
-        trace = CompiledTrace(self.store, None if self._alone else name)
-        self._opened.callback(trace.close)
-        loader = CompiledLoader(
-            trace, memory=self._memory_bytes, device=device, tensors=self.given.tensors, buffer=buffer,
-            **self.given.reading,
+        options = {"device": device, "tensors": self.given.tensors, "buffer": own.pop("buffer", None)}
+        check_loader_options(CompiledLoader, options)
+        return compiled_mode(
+            self.store, recorded, None if self._alone else name, memory=self._memory_bytes, seed=self._seed,
+            loader=options | self.given.reading, **own,
         )  # fmt: skip
-        return CompiledMode(loader)
 
     def _rolling(self, own: dict[str, Any]) -> Mode:
         recorded = self._wanted(own, recorded=True)

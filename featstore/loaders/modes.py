@@ -2,7 +2,7 @@
 are wanted when.
 
 - ``online``: as they come, through a buffer (:mod:`featstore.loaders.online.loader`);
-- ``compiled``: those of epoch 0 again and again, their rows laid out for them
+- ``compiled``: those of the first epochs again and again, their rows laid out for them
   (:mod:`featstore.loaders.compiled.loader`);
 - ``rolling``: fresh ones every epoch, laid out while the epoch before trains
   (:mod:`featstore.loaders.rolling`);
@@ -11,17 +11,26 @@ are wanted when.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
+from featstore.arguments import as_count, as_flag, check_state
 from featstore.errors import ArgumentError
 from featstore.loaders.compiled.loader import CompiledLoader
+from featstore.loaders.compiled.trace import CompiledTrace
 from featstore.loaders.mega.loader import MegaBatches
+from featstore.loaders.prefetch import Sampler
 from featstore.loaders.report import LoaderReport
 from featstore.loaders.rolling import RollingLoader
 from featstore.loaders.state import loader_state, position_of
+from featstore.loaders.train import compiled_once
 from featstore.sampling.ranked import share_of
+from featstore.storage.store import OpenStore
 
 
 class Mode:
@@ -71,16 +80,128 @@ class Mode:
         self.loader.close()
 
 
+def compiled_mode(
+    store: OpenStore, batches: Sampler | None, name: str | None, *, reuse: bool = False,
+    recorded_epochs: int | None = None, shuffle: bool = False, seed: int = 0, memory: int,
+    loader: dict[str, Any], **options: Any,
+) -> CompiledMode:  # fmt: skip
+    """Record and compile mini-batches under ``name``, or take what is there, as
+    :class:`~featstore.loaders.options.LoaderOptions` describes. ``batches``: None where it is to be there;
+    ``name``: None where the store is the compiled trace itself. ``loader``, ``options``: of the loader, and
+    of compiling."""
+    reuse, shuffle = as_flag(reuse, "reuse"), as_flag(shuffle, "shuffle")
+    epochs = None if recorded_epochs is None else as_count(recorded_epochs, "recorded_epochs")
+    if shuffle:
+        _check_shuffled(options.get("residency", "min"))
+    if batches is not None and name is not None:
+        epochs = epochs or 1
+        compiled_once(store, batches, name, epochs=epochs, reuse=reuse, memory=memory, **options)
+    compiled = CompiledTrace(store, name)
+    try:
+        found = len(compiled.epochs()) - 1
+        if epochs not in (None, found):
+            raise ArgumentError(
+                f"reuse= finds {found} recorded epochs under the name {name!r}, not recorded_epochs={epochs}"
+            )
+        if shuffle:
+            _check_shuffled(compiled.entry.residency)
+        return CompiledMode(compiled, seed if shuffle else None, memory=memory, **loader)
+    except BaseException:
+        compiled.close()
+        raise
+
+
+def _check_shuffled(residency: str) -> None:
+    """Raise ArgumentError where another order would ask for rows that are not there."""
+    if residency != "fixed":
+        raise ArgumentError(
+            "shuffle=True needs residency='fixed': with 'min' rows stay in memory by next use, which holds "
+            "for the order in which mini-batches were recorded"
+        )
+
+
 class CompiledMode(Mode):
-    """The recorded mini-batches of one epoch, again and again."""
+    """The recorded mini-batches of some epochs, again and again: a round of the loader is all of them, and
+    the reading of one epoch goes on into the next.
+
+    Args:
+        compiled: the compiled trace; closed with this.
+        shuffle: the seed of an order of its own for every epoch; None for the order in which they were
+            recorded.
+        options: of the loader.
+    """
 
     loader: CompiledLoader
 
+    def __init__(self, compiled: CompiledTrace, shuffle: int | None, **options: Any) -> None:
+        self._begins, self._shuffle = compiled.epochs(), shuffle
+        order = None if shuffle is None else self._shuffled
+        super().__init__(CompiledLoader(compiled, order=order, **options))
+        self._epoch = self._after = 0  # mini-batches of the epoch handed out
+        self._walk: Iterator[Any] | None = None  # a round under way
+        self._broken = False  # it did not come to its end, and nobody has said since where to go on
+
+    @property
+    def _recorded(self) -> int:
+        """How many epochs."""
+        return len(self._begins) - 1
+
+    def _shuffled(self, round_: int) -> NDArray[np.int64]:
+        """The order of a round: of each of its epochs the recorded mini-batches, by seed and epoch."""
+        first = round_ * self._recorded
+        parts = [
+            low + np.random.default_rng([(self._shuffle or 0) % 2**64, first + k]).permutation(high - low)
+            for k, (low, high) in enumerate(pairwise(self._begins.tolist()))
+        ]
+        return np.concatenate(parts)
+
+    def epoch(self) -> Iterator[Any]:
+        length = self._length(self._epoch)
+        if self._broken:
+            self._seek(self._epoch, self._after)
+        if self._walk is None and self._after < length:
+            self._walk = iter(self.loader)
+        walk = self._walk
+        try:
+            while self._after < length:
+                assert walk is not None
+                batch = next(walk)
+                self._after += 1
+                yield batch
+                del batch
+        except BaseException:
+            if self._walk is walk:  # else another iteration has begun, or the next one's place was said
+                self._break_off()
+            raise
+        self._epoch, self._after = self._epoch + 1, 0
+        if self._epoch % self._recorded == 0 and walk is not None:
+            next(walk, None)  # comes to its end, after which the next round can begin
+            self._walk = None
+
+    def _length(self, epoch: int) -> int:
+        """Mini-batches of an epoch."""
+        low, high = self._begins[epoch % self._recorded :][:2].tolist()
+        return int(high - low)
+
+    def _break_off(self) -> None:
+        """End a round under way."""
+        walk, self._walk, self._broken = self._walk, None, True
+        if isinstance(walk, Generator):
+            walk.close()
+
+    def _seek(self, epoch: int, after: int) -> None:
+        self._walk = None  # the loader tells it why it has ended
+        round_, number = divmod(epoch, self._recorded)
+        at = int(self._begins[number]) + after
+        self.loader.load_state_dict(loader_state(self.loader.compiled.pack.uuid, round_, at))
+        self._epoch, self._after, self._broken = epoch, after, False
+
     def set_epoch(self, epoch: int) -> None:
-        self.loader.load_state_dict(loader_state(self.loader.compiled.pack.uuid, epoch, 0))
+        self._seek(epoch, 0)
 
     def length(self, share: Any) -> int:
-        return len(self.loader)
+        """Of the epoch where training stands."""
+        return self._length(self._epoch)
 
     def go_on(self, epoch: int, share: Any, over: int) -> tuple[int, int]:
         """Its mini-batches are laid out: so many of all ranks' must be over that each has had whole ones."""
@@ -91,17 +212,23 @@ class CompiledMode(Mode):
                 f"steps of {share.per_step:,} of these ranks, and what is compiled cannot be divided anew: "
                 f"begin the next epoch, set_epoch({epoch + 1}), or go on with as many ranks as before"
             )
-        self.loader.load_state_dict(loader_state(self.loader.compiled.pack.uuid, epoch, steps))
+        self._seek(epoch, min(steps, self._length(epoch)))
         return steps, 0
 
     def state(self) -> dict[str, Any]:
         """That of the recorded trace, whose mini-batches are the same however they are laid out."""
-        return super().state() | {"store": self.loader.compiled.entry.trace_uuid}
+        made = loader_state(self.loader.compiled.entry.trace_uuid, self._epoch, self._after)
+        return made | {"shuffle": "none" if self._shuffle is None else str(self._shuffle)}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        compiled = self.loader.compiled
-        epoch, after = position_of(state, compiled.entry.trace_uuid, len(compiled))
-        self.loader.load_state_dict(loader_state(compiled.pack.uuid, epoch, after))
+        compiled, shuffle = self.loader.compiled, "none" if self._shuffle is None else str(self._shuffle)
+        epoch, after = position_of(state, compiled.entry.trace_uuid)
+        position_of(state, compiled.entry.trace_uuid, self._length(epoch))
+        check_state(state, {"shuffle": shuffle}, "this loader has")
+        self._seek(epoch, after)
+
+    def report(self) -> LoaderReport:
+        return replace(super().report(), recorded_epochs=self._recorded)
 
     def close(self) -> None:
         super().close()

@@ -69,6 +69,10 @@ class LoaderOptions(TypedDict, total=False):
             :func:`featstore.compile_trace`.
         reuse: of mode compiled: take what was compiled under this ``name``, if it is there. Without
             mini-batches and seeds it must be there.
+        recorded_epochs: of mode compiled: how many epochs are recorded, 1 by default. Epoch e repeats the
+            recorded epoch ``e % recorded_epochs``.
+        shuffle: of mode compiled with ``residency="fixed"``: the recorded mini-batches of an epoch come in
+            another order every time, by ``seed`` and epoch.
         buffer: of mode compiled: a :class:`featstore.Buffer` over the store, for rows that ``disk=`` left
             there.
         hubs, resident, replaced, passes, weights: of mode partitions, see
@@ -107,6 +111,8 @@ class LoaderOptions(TypedDict, total=False):
     name: str | None
     residency: str | None
     reuse: bool | None
+    recorded_epochs: int | None
+    shuffle: bool | None
     buffer: Buffer | None
     hubs: int | None
     resident: int | None
@@ -129,6 +135,8 @@ OF_MODES = {
     "name": ("compiled", "rolling"),
     "residency": ("compiled", "rolling"),
     "reuse": ("compiled",),
+    "recorded_epochs": ("compiled",),
+    "shuffle": ("compiled",),
     "buffer": ("compiled",),
     **dict.fromkeys(("hubs", "resident", "replaced", "passes", "weights"), ("partitions",)),
 }

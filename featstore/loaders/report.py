@@ -30,6 +30,7 @@ class LoaderReport:
         buffers, devices: what buffers in host memory, and on devices above them, have counted by table.
         buffer_hits: rows of the base store that a buffer over it had, of compiled mini-batches.
         forecast_seconds: of reading these mini-batches, where it was forecast.
+        recorded_epochs: how many are repeated, of compiled mini-batches.
         padded, dropped: seeds of an epoch that stand twice, or are left out, so that ranks have equal steps.
     """
 
@@ -42,6 +43,7 @@ class LoaderReport:
     devices: Mapping[str, BufferStats] = field(default_factory=dict)
     buffer_hits: int = 0
     forecast_seconds: float = 0.0
+    recorded_epochs: int = 0
     padded: int = 0
     dropped: int = 0
 

@@ -56,7 +56,7 @@ class RollingLoader(LoaderBase):
         episode: makes the mini-batches of episode k = 0, 1, ...: any iterables that
             :meth:`featstore.Trace.record` takes; or one iterable that can be gone through once an episode.
             Called in another thread, one episode ahead. What has a ``set_epoch`` is told k by it, as an
-            :class:`featstore.OnlineLoader` does.
+            :meth:`featstore.Store.loader` does.
         name: of the compiled traces, ``NAME-0`` and ``NAME-1``, and of their traces beside them. It is held,
             by a lock on the file ``NAME.rolling``, until the loader is closed: each process and each loader
             needs one of its own.

@@ -27,13 +27,18 @@ def compiled_once(
     door.mkdir(packs)
     lock = preparing(packs, name)
     try:
-        with Trace.record(_epochs(sampler, epochs), packs / f"{name}{TRACES}", overwrite=True) as trace:
-            compile_trace(store, trace, name, overwrite=True, **options)
+        counts = [0] * epochs
+        recorded = _epochs(sampler, counts)
+        with Trace.record(recorded, packs / f"{name}{TRACES}", overwrite=True) as trace:
+            compile_trace(store, trace, name, overwrite=True, epoch_batches=counts, **options)
         remove_trace(packs / f"{name}{TRACES}", door)
     finally:
         lock.release(remove=True)
 
 
-def _epochs(sampler: Sampler, epochs: int) -> Iterator[Any]:
-    for number in range(epochs):
-        yield from epoch_of(sampler, number)
+def _epochs(sampler: Sampler, counts: list[int]) -> Iterator[Any]:
+    """The mini-batches of so many epochs, which are counted."""
+    for number in range(len(counts)):
+        for one in epoch_of(sampler, number):
+            counts[number] += 1
+            yield one

@@ -138,6 +138,11 @@ class CompiledTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     placement: dict[str, Any]
 
 
+EPOCHS = (
+    "epochs"  # of a compiled trace: the array that says where recorded epochs begin, if there are several
+)
+
+
 class CompiledEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A trace compiled for a base store, by the names of the base store's tables. ``records``: a table of
     bytes; record i is bytes ``offsets[i]`` to ``offsets[i + 1]`` of it, ``offsets`` being an array of this

@@ -75,7 +75,7 @@ class Tuning:
         return self.choice.train_threads
 
     def loader_options(self) -> dict[str, Any]:
-        """Keywords for :class:`featstore.OnlineLoader`."""
+        """Options of :meth:`featstore.Store.loader`, mode online."""
         reading = self.choice.reading
         found = {"memory": self.memory_bytes, "engine": reading.engine, "queue_depth": reading.queue_depth,
                  "extracted": reading.extracted, "reader_memory": reading.reader_bytes}  # fmt: skip

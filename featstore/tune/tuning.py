@@ -81,7 +81,7 @@ def tune(
     Args:
         store: the open store.
         make_batches: a function of a number of workers that makes mini-batches as
-            :class:`featstore.OnlineLoader` takes them, sampled by so many processes, or for 0 where they are
+            :meth:`featstore.Store.loader` takes them, sampled by so many processes, or for 0 where they are
             iterated. It is called once for each number. Each iteration over what it returns should be another
             epoch: the same mini-batches again would find all of their rows in the buffer.
         step: trains on what the loader hands out; None where only loading is to be fast.

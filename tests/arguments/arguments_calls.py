@@ -394,6 +394,7 @@ CALLS: dict[str, Call] = {
             "disk_door": DOOR,
             "policy": Rule({**NONSENSE, "None": None, "a name": "modelled time"}),
             "model": OPTIONS_OF_READING["model"],
+            "epoch_batches": Rule({**NONSENSE, "too many": [1000], "negative": [-1], "nothing": []}),
         },
     ),
     "CompiledTrace": Call(

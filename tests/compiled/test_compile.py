@@ -20,7 +20,7 @@ from featstore.compile import write_table as packing
 from featstore.compile.decide import OURS
 from featstore.compile.placement import Location, Placement
 from featstore.engine import ENGINES
-from featstore.errors import IdError, SourceError
+from featstore.errors import ArgumentError, IdError, SourceError
 from featstore.loaders.compiled.loader import CompiledLoader
 from featstore.plan.cost import DeviceModel
 from featstore.trace.trace import Trace
@@ -34,6 +34,20 @@ KINDS: list[tuple[Any, tuple[int, ...]]] = [
     ("M8[ns]", (3,)), (RECORD, ()), (RECORD, (2, 3)), (np.int64, ()),
 ]  # fmt: skip
 ROUNDS = 3
+
+
+@pytest.mark.parametrize("counts", [[], [3], [1, 2], [-1, 100], [2.5], 7, "4"])
+def test_epochs_of_another_number_of_mini_batches_are_refused(tmp_path: Path, pack: Any, counts: Any) -> None:
+    with (
+        pack(tmp_path / "s", np.zeros((50, 3), np.float32)) as store,
+        featstore.Trace.record([np.arange(4)] * 4, tmp_path / "t") as trace,
+    ):
+        with pytest.raises(ArgumentError, match="epoch_batches"):
+            featstore.compile_trace(store, trace, memory="64MiB", epoch_batches=counts)
+        assert not (store.path / "packs").exists()
+        featstore.compile_trace(store, trace, memory="64MiB", epoch_batches=[1, 0, 3]).close()
+        with store.compiled() as compiled:
+            assert compiled.epochs().tolist() == [0, 1, 1, 4]
 
 
 def table_rows(kind: tuple[Any, tuple[int, ...]]) -> int:

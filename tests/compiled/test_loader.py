@@ -221,6 +221,48 @@ def test_orders_of_a_fixed_residency(case: Case) -> None:
         CompiledLoader(compiled, order=range(BATCHES))
 
 
+def test_an_order_of_its_own_for_every_round(case: Case) -> None:
+    def order(round_: int) -> Any:
+        return np.random.default_rng(round_).permutation(BATCHES)[: 7 + (round_ == 3)]
+
+    with case.store.compiled("fixed") as compiled, CompiledLoader(compiled, order=order) as loader:
+        assert len(loader) == 7
+        for round_ in range(3):
+            case.check(loader, order(round_).tolist())
+        with pytest.raises(SourceError, match="order gave 8 mini-batches for round 3, 7 for round 0"):
+            list(loader)
+    with case.store.compiled("min") as compiled, pytest.raises(SourceError, match="residency='fixed'"):
+        CompiledLoader(compiled, order=order)
+
+
+def test_small_mini_batches_lie_together_and_begin_aligned(tmp_path: Path) -> None:
+    """Rows of 6 and of 1,000 bytes; a number of mini-batches that no group divides, some of them empty."""
+    rows = {"a": rows_of(300, (3,), np.float16, 1), "b": rows_of(200, (250,), np.float32, 2)}
+    case = make_case(tmp_path, rows, skewed_batches({"a": 300, "b": 200}, 41, 30, 3))
+    for residency in ("min", "fixed"):
+        case.compile(residency, residency=residency, cache=20_000)
+        with case.store.compiled(residency) as compiled, CompiledLoader(compiled) as loader:
+            assert loader.depth > 3
+            owners = set()
+            for _ in range(2):
+                for number, batch in enumerate(loader):
+                    case.check_batch(batch, number)
+                    for x in batch.x.values():
+                        assert x.ctypes.data % 64 == 0 or not x.size
+                    owners.add(owner(batch.x["b"]).ctypes.data)
+                assert number == 40
+            assert len(owners) < 41
+
+
+@pytest.mark.parametrize("epochs", [[[0, 41]], [1, 41], [0, 50, 41], [0.0, 41.0], [0]])
+def test_epochs_that_are_none(case: Case, monkeypatch: pytest.MonkeyPatch, epochs: Any) -> None:
+    with case.store.compiled("min") as compiled:
+        assert compiled.epochs().tolist() == [0, BATCHES]
+        monkeypatch.setattr(compiled.pack, "arrays", {"epochs": np.array(epochs)})
+        with pytest.raises(FormatError, match="epochs of the mini-batches"):
+            compiled.epochs()
+
+
 # Resuming.
 
 
@@ -299,7 +341,9 @@ def test_a_slow_loop_has_a_bounded_number_of_mini_batches(case: Case, memory: st
     with case.store.compiled("min") as compiled:
         smallest = compiled.needed_bytes(2) if memory == "smallest" else None
         with CompiledLoader(compiled, memory=smallest) as loader:
-            assert loader.depth == (2 if memory == "smallest" else 3)
+            groups = {"smallest": 2, "plenty": 4}[memory]
+            assert (loader.depth > 3) == (memory == "plenty")
+            assert compiled.needed_bytes(loader.depth) <= (smallest or compiled.memory_bytes)
             places = set()
             for _ in range(3):
                 for number, batch in enumerate(loader):
@@ -307,7 +351,7 @@ def test_a_slow_loop_has_a_bounded_number_of_mini_batches(case: Case, memory: st
                     places.add(owner(batch.x["paper"]).ctypes.data)
                     case.check_batch(batch, number)
             assert (
-                len(places) <= loader.depth + 2
+                len(places) <= groups + 2
             )  # the loop lets go of one as it takes the next, and keeps one between rounds
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from featstore.base.native import address_of
 from featstore.compile.record_table import byte_crcs, digest_bytes, write_records
@@ -17,11 +19,12 @@ from featstore.layout.records import (
     Lengths,
     Limits,
     TableRecord,
-    check_record,
+    bad_record,
     decode_record,
     encode_record,
     record_offsets,
 )
+from featstore.loaders.compiled.checks import check_record
 from featstore.storage.disk import Disk
 from featstore.storage.rows_digest import digest_rows
 from featstore.storage.table_writer import Catalogue
@@ -59,6 +62,88 @@ def records(draw: st.DrawFn) -> TableRecord:
 
 def same(a: TableRecord, b: TableRecord) -> bool:
     return all(np.array_equal(getattr(a, f.name), getattr(b, f.name)) for f in fields(a))
+
+
+def check_plainly(record: TableRecord, limits: Limits, path: Path) -> None:
+    """What :func:`check_record` does, in NumPy."""
+    r = record
+    if not 0 <= r.host_count <= r.count:
+        raise bad_record(path, f"{r.host_count} of {r.count} rows through host memory")
+    for values, limit in (
+        (r.hit_slot, limits.slots), (r.admit_slot, limits.slots), (r.shared_row, limits.shared_rows),
+        (r.base_row, limits.base_rows), (r.admit_place, r.host_count), (r.copy_from, r.host_count),
+        (r.device_slot, limits.device_slots),
+    ):  # fmt: skip
+        if len(values) and (values.min() < 0 or values.max() >= limit):
+            raise bad_record(path, f"an index of {values.min()} to {values.max()} into {limit}")
+    for one, other in (
+        (r.hit_place, r.hit_slot), (r.shared_place, r.shared_row), (r.base_place, r.base_row),
+        (r.copy_place, r.copy_from), (r.admit_place, r.admit_slot), (r.device_place, r.device_slot),
+    ):  # fmt: skip
+        if len(one) != len(other):
+            raise bad_record(path, f"{len(one)} places for {len(other)} rows")
+    admitted = np.sort(r.admit_slot)
+    if (admitted[1:] == admitted[:-1]).any():
+        raise bad_record(path, "a slot that takes two rows")
+    if not 0 <= r.packed_first <= limits.packed_rows - len(r.packed_place):
+        raise bad_record(path, f"a run from row {r.packed_first} on of {limits.packed_rows} packed rows")
+    check_once([r.hit_place, r.packed_place, r.shared_place, r.base_place, r.copy_place], r.host_count, path)
+    if len(r.copy_place):
+        copied = np.zeros(r.host_count, np.uint8)
+        copied[r.copy_place] = 1
+        if copied[r.copy_from].any():
+            raise bad_record(path, "a copy of a copy")
+    if len(r.admit_place):
+        brought = r.brought_place(r.admit_place)
+        kept = np.zeros(r.host_count, np.uint8)
+        kept[r.hit_place] = 1
+        if kept[brought].any():
+            raise bad_record(path, "a row to keep that was in memory already")
+        kept[brought] = 1
+        if int(kept.sum()) != len(r.hit_place) + len(brought):
+            raise bad_record(path, "a row to keep in two slots")
+    if r.host_count < r.count or len(r.host_place):
+        check_once([r.device_place, r.host_place], r.count, path)
+
+
+def check_once(parts: list[NDArray[np.int32]], count: int, path: Path) -> None:
+    places = np.concatenate(parts)
+    if len(places) == count and (count == 0 or (places.min() >= 0 and places.max() < count)):
+        seen = np.zeros(count, np.uint8)
+        seen[places] = 1
+        if seen.all():
+            return
+    raise bad_record(path, f"{len(places)} places that are not each of {count} rows once")
+
+
+def refused(check: Any, record: TableRecord) -> bool:
+    try:
+        check(record, LIMITS, PATH)
+    except CorruptionError:
+        return True
+    return False
+
+
+@given(part=records(), data=st.data())
+@settings(deadline=None, max_examples=500)
+def test_records_are_looked_at_as_in_numpy(part: TableRecord, data: st.DataObject) -> None:
+    """Damaged in up to two places: an index, or what says how many."""
+    assert not refused(check_record, part)
+    assert not refused(check_plainly, part)
+    names = [f.name for f in fields(part) if f.name not in ("count", "host_count", "packed_first")]
+    for _ in range(data.draw(st.integers(1, 2))):
+        name = data.draw(st.sampled_from([*names, "count", "host_count", "packed_first"]))
+        if name in names:
+            values = getattr(part, name).copy()
+            if data.draw(st.booleans()) or not len(values):
+                values = values[: data.draw(st.integers(0, len(values)))]
+            else:
+                at = data.draw(st.integers(0, len(values) - 1))
+                values[at] = data.draw(st.integers(-1, 60))
+            part = replace(part, **{name: values})
+        else:
+            part = replace(part, **{name: getattr(part, name) + data.draw(st.sampled_from([-1, 1, 40]))})
+    assert refused(check_record, part) == refused(check_plainly, part)
 
 
 @given(parts=st.lists(records(), max_size=3), sample=st.binary(max_size=200))

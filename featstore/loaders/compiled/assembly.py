@@ -3,47 +3,61 @@ training loop gets."""
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from featstore.base.buffers import Outputs
+from featstore.base.buffers import ALIGNMENT, Outputs
+from featstore.compile.budget import read_together
 from featstore.layout.records import TableRecord
 from featstore.loaders.batch import Batch, ids_of
 from featstore.loaders.compiled.report import CompiledStages
 from featstore.loaders.compiled.slots import ResidentSlots
-from featstore.loaders.compiled.sources import CompiledSources, TablePart
+from featstore.loaders.compiled.sources import CompiledSources, Record, TablePart
 from featstore.trace.sample_decoder import decode
 
 if TYPE_CHECKING:
     from featstore.engine.request import Request
 
 
-class Pending:
-    """A mini-batch on its way, from when its record is asked for."""
+class Member:
+    """A mini-batch of a group: its number and record, the bytes of its rows by table, and its sample."""
 
-    def __init__(self, index: int, record: Request) -> None:
-        self.index, self.record = index, record
-        self.requests: list[Request] = []
-        self.tables: list[TableRecord] = []
+    def __init__(self, index: int, record: Record) -> None:
+        self.index = index
+        self.tables, self._sample = record
         self.sample: Any = None
         self.out: list[NDArray[np.uint8]] = []
 
+    def decode(self) -> None:
+        self.sample = decode(self._sample)
+
+
+class Pending:
+    """Mini-batches that are read together, on their way from when their records are asked for."""
+
+    def __init__(self, indices: Sequence[int], records: Request) -> None:
+        self.indices, self.records = indices, records
+        self.requests: list[Request] = []
+        self.members: list[Member] = []
+
     def arrived(self) -> bool:
-        """Whether all of its rows that are read are there."""
+        """Whether all of the rows that are read are there."""
         return all(request.done() for request in self.requests)
 
     def abandon(self) -> None:
         """Nothing writes into its memory any more."""
-        for request in [self.record, *self.requests]:
+        for request in [self.records, *self.requests]:
             request.abandon()
 
 
 class Assembly:
-    """The steps of a mini-batch, in the order in which a loader's thread takes them. At most ``depth``
-    mini-batches exist at once; ``device`` and ``tensors`` as for the loader."""
+    """The steps of a group of mini-batches, in the order in which a loader's thread takes them. At most
+    ``depth`` mini-batches exist at once; ``device`` and ``tensors`` as for the loader."""
 
     def __init__(
         self, sources: CompiledSources, slots: ResidentSlots, stages: CompiledStages, depth: int,
@@ -51,69 +65,92 @@ class Assembly:
     ) -> None:  # fmt: skip
         self._sources, self._slots, self._stages = sources, slots, stages
         self._device, self._tensors = device, tensors
+        group = read_together(depth)
+        # a mini-batch's rows begin aligned, where several lie in one piece of memory
+        self._step = [math.lcm(ALIGNMENT, row_bytes) // row_bytes for row_bytes in sources.row_bytes]
         self._outputs = [
-            Outputs(table.batch_rows_max * row_bytes, depth)
-            for (_, table), row_bytes in zip(sources.tables, sources.row_bytes, strict=True)
+            Outputs(group * self._stepped(n, table.batch_rows_max, group) * row_bytes, depth // group)
+            for n, ((_, table), row_bytes) in enumerate(zip(sources.tables, sources.row_bytes, strict=True))
         ]
         self._device_rows = None if device is None else _DeviceRows(sources, device)
 
-    def begin(self, index: int) -> Pending:
-        """Ask for a mini-batch's record."""
-        return Pending(index, self._sources.submit_record(index))
+    def _stepped(self, number: int, rows: int, group: int) -> int:
+        """Rows of a table that a mini-batch takes up in a group of so many."""
+        return rows if group == 1 else -(-rows // self._step[number]) * self._step[number]
 
-    def submit_rows(self, pending: Pending) -> None:
-        """Decode the record and start the reads, each row to its place."""
+    def begin(self, indices: Sequence[int]) -> Pending:
+        """Ask for mini-batches' records."""
+        return Pending(indices, self._sources.submit_records(indices))
+
+    def decode(self, group: Pending) -> None:
+        """Look at the records, once."""
+        if group.members:
+            return
         begin = time.perf_counter()
-        pending.tables, sample = self._sources.record(pending.record)
+        group.records.exception()  # waits
         waited = time.perf_counter()
+        found = self._sources.records(group.indices, group.records)
+        group.members = [Member(*one) for one in zip(group.indices, found, strict=True)]
+        self._stages.add("record wait", waited - begin)
+        self._stages.add("plan", time.perf_counter() - waited)
+
+    def submit_rows(self, group: Pending) -> None:
+        """Start the reads, each row to its place."""
+        begin = time.perf_counter()
         parts = []
-        for number, record in enumerate(pending.tables):
-            out = self._outputs[number].take(record.host_count * self._sources.row_bytes[number])
-            pending.out.append(out)
-            parts.append(TablePart(number, record, self._sources.shaped(number, out)))
-        pending.requests = self._sources.submit(parts)
-        for request in pending.requests:
+        for number, row_bytes in enumerate(self._sources.row_bytes):
+            records = [member.tables[number] for member in group.members]
+            ends = np.cumsum([self._stepped(number, r.host_count, len(records)) for r in records]).tolist()
+            out = self._outputs[number].take(ends[-1] * row_bytes)
+            rows = self._sources.shaped(number, out)
+            for member, record, first in zip(group.members, records, [0, *ends], strict=False):
+                member.out.append(out[first * row_bytes : (first + record.host_count) * row_bytes])
+                parts.append(TablePart(number, record, rows, first))
+        group.requests = self._sources.submit(parts)
+        for request in group.requests:
             self._stages.reading(request)
         decoding = time.perf_counter()
-        pending.sample = decode(sample)
+        for member in group.members:
+            member.decode()
         self._stages.add("graph", time.perf_counter() - decoding)
-        self._stages.add("record wait", waited - begin)
-        self._stages.add("plan", decoding - waited)
+        self._stages.add("plan", decoding - begin)
 
-    def assemble(self, pending: Pending) -> None:
-        """Wait for the reads, copy what is in memory, keep what stays."""
+    def wait(self, group: Pending) -> None:
+        """Wait for the reads."""
         begin = time.perf_counter()
-        for request in pending.requests:
+        for request in group.requests:
             request.result()
-        arrived = time.perf_counter()
-        for number, record in enumerate(pending.tables):
-            out, row_bytes = pending.out[number], self._sources.row_bytes[number]
-            self._slots.exchange(number, record, out)
-            self._stages.rows(self._sources.tables[number][0], record, row_bytes)
-        self._stages.add("read wait", arrived - begin)
-        self._stages.add("assemble", time.perf_counter() - arrived)
+        self._stages.add("read wait", time.perf_counter() - begin)
 
-    def finished(self, pending: Pending) -> Any:
+    def assemble(self, done: Member) -> None:
+        """Copy what is in memory, keep what stays."""
+        begin = time.perf_counter()
+        for number, record in enumerate(done.tables):
+            self._slots.exchange(number, record, done.out[number])
+            self._stages.rows(self._sources.tables[number][0], record, self._sources.row_bytes[number])
+        self._stages.add("assemble", time.perf_counter() - begin)
+
+    def finished(self, done: Member) -> Any:
         """What the training loop gets."""
         begin = time.perf_counter()
         x: dict[str, Any] = {
-            name: self._sources.shaped(number, pending.out[number])
+            name: self._sources.shaped(number, done.out[number])
             for number, (name, _) in enumerate(self._sources.tables)
         }
-        pyg = type(pending.sample).__module__.startswith("torch_geometric.")
+        pyg = type(done.sample).__module__.startswith("torch_geometric.")
         if self._tensors or (self._tensors is None and (pyg or self._device is not None)):
             from featstore.base.tensors import as_tensor
 
             x = {name: as_tensor(rows) for name, rows in x.items()}
         if self._device_rows is not None:
-            x = self._device_rows.complete(x, pending.tables)
+            x = self._device_rows.complete(x, done.tables)
         self._stages.add("hand over", time.perf_counter() - begin)
         if pyg:
             from featstore.loaders.deliver import fill_pyg
 
-            return fill_pyg(pending.sample, x, self._device)
+            return fill_pyg(done.sample, x, self._device)
         rows = next(iter(x.values())) if len(x) == 1 else x
-        return Batch(pending.index, ids_of(pending.sample), rows, pending.sample)
+        return Batch(done.index, ids_of(done.sample), rows, done.sample)
 
 
 class _DeviceRows:

@@ -4,7 +4,9 @@ A thread of its own goes ahead of the training loop: it reads a mini-batch's rec
 bring its rows straight to their places, copies what is in memory beside them, puts what stays into its slot,
 and hands over (:mod:`~featstore.loaders.compiled.assembly`). While one mini-batch is assembled the reads of
 the next are under way, as far as memory allows: at most ``depth`` mini-batches exist at once, the one that
-the loop works on among them.
+the loop works on among them. Small ones are read in groups of consecutive ones: one request for their
+records, one for their rows, which lie in one piece of memory that is used again when the loop has none of
+them any more.
 
 Slots (:mod:`~featstore.loaders.compiled.slots`) are given away in the order of the mini-batches, so a
 schedule by next use holds for that order alone; a fixed set may be gone through in any. A round ends where it
@@ -14,7 +16,7 @@ began: the rows that were in memory at first are there again, or they are read a
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,6 +25,7 @@ from numpy.typing import NDArray
 from featstore import arguments as args
 from featstore.base.ids import as_integers
 from featstore.base.memory import check_machine
+from featstore.compile.budget import ASKED_AHEAD, read_together
 from featstore.errors import ArgumentError, BudgetError, SourceError
 from featstore.loaders.compiled.assembly import Assembly, Pending
 from featstore.loaders.compiled.options import check_loader_options
@@ -39,12 +42,14 @@ if TYPE_CHECKING:
     from featstore.tiers import Tier
     from featstore.tiers.buffer_tier import Buffer
 
+#: Numbers of mini-batches, or a function of the round's number that gives them.
+Order = Sequence[int] | NDArray[np.int64] | Callable[[int], Sequence[int] | NDArray[np.int64]]
 _HOLD = "hold this compiled trace's slots, two mini-batches and its readers"
 
 
 class CompiledLoader(PrefetchingLoader):
     """Iterates over a compiled trace's mini-batches; made by
-    :meth:`featstore.loaders.compiled.trace.CompiledTrace.loader`. A context manager.
+    :meth:`featstore.Store.loader`, mode compiled. A context manager.
 
     Each iteration is a round over all of them; iterating again begins the next round. Break off in the
     middle, and the next iteration begins a new round. There is one iteration at a time: a new one ends the
@@ -54,8 +59,8 @@ class CompiledLoader(PrefetchingLoader):
         compiled: the compiled trace.
         memory: the loader's budget; by default what it was compiled for. Raises BudgetError where that is too
             small.
-        order: numbers of mini-batches, in the order to go through them (a fixed residency alone allows one);
-            None: as recorded.
+        order: numbers of mini-batches, in the order to go through them (a fixed residency alone allows one),
+            or a function of the round's number that gives as many in every round; None: as recorded.
         device: where tensors go; None for host memory, which will not do where the trace was compiled with
             ``device_memory``.
         tensors: hand out torch tensors; by default where there is a device, or the samples are PyG objects.
@@ -68,7 +73,7 @@ class CompiledLoader(PrefetchingLoader):
     report_stages: CompiledStages
 
     def __init__(
-        self, compiled: CompiledTrace, *, memory: int | str | None = None, order: Sequence[int] | None = None,
+        self, compiled: CompiledTrace, *, memory: int | str | None = None, order: Order | None = None,
         device: Any = None, tensors: bool | None = None, buffer: Buffer | None = None, **reader: Any,
     ) -> None:  # fmt: skip
         super().__init__(CompiledStages())
@@ -81,6 +86,9 @@ class CompiledLoader(PrefetchingLoader):
         self.compiled = compiled
         self._memory_bytes = compiled.memory_bytes if memory is None else parse_bytes(memory, "memory")
         self._order = self._checked_order(order)
+        self._epoch = 0
+        first = self._order(0) if callable(self._order) else self._order
+        self._length = compiled.entry.batches if first is None else len(self._numbers(first))
         self._report: LoaderReport | None = None
         buffer_bytes, self.depth = self._memory_of(buffer)
         if device is None and any(compiled.limits(name).device_slots for name in compiled.entry.tables):
@@ -97,9 +105,8 @@ class CompiledLoader(PrefetchingLoader):
                 assert self._base is not None
                 self._buffer = buffer.over(self._base, buffer_bytes)
             sources = CompiledSources(compiled, self._pack, self._buffer or self._base)
-            self._slots = ResidentSlots(sources)
+            self._slots = ResidentSlots(sources, read_together(self.depth))
             self._assembly = Assembly(sources, self._slots, self.report_stages, self.depth, device, tensors)
-            self._epoch = 0
             self._pending = ""  # what must be done before the next round: "begin", "restart", or nothing
             self._slots.load()
         except BaseException:
@@ -123,10 +130,10 @@ class CompiledLoader(PrefetchingLoader):
         if needed > self._memory_bytes:
             raise BudgetError(needed, self._memory_bytes, hold)
         check_machine(needed, hold)
-        depth = 3 if self.compiled.needed_bytes(3) + least <= self._memory_bytes else 2
+        depth = self.compiled.depth_within(self._memory_bytes, least)
         return said or self._memory_bytes - self.compiled.needed_bytes(depth), depth
 
-    def _checked_order(self, order: Sequence[int] | None) -> NDArray[np.int64] | None:
+    def _checked_order(self, order: Order | None) -> Order | None:
         if order is None:
             return None
         if self.compiled.entry.residency != "fixed":
@@ -134,14 +141,30 @@ class CompiledLoader(PrefetchingLoader):
                 "this trace was compiled with a schedule by next use, which holds for its own order: "
                 "give no order, or compile it with residency='fixed'"
             )
+        return order if callable(order) else self._numbers(order)
+
+    def _numbers(self, order: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
         found = as_integers(order, "order must be numbers of mini-batches", ArgumentError)
         count = self.compiled.entry.batches
         if found.ndim != 1 or (len(found) and (found.min() < 0 or found.max() >= count)):
             raise ArgumentError(f"order must be numbers of mini-batches from 0 to {count - 1}")
         return found.astype(np.int64)
 
+    def _round(self) -> NDArray[np.int64]:
+        """The mini-batches of this round, in their order."""
+        if self._order is None:
+            return np.arange(self.compiled.entry.batches)
+        if not callable(self._order):
+            return np.asarray(self._order)
+        found = self._numbers(self._order(self._epoch))
+        if len(found) != len(self):
+            raise ArgumentError(
+                f"order gave {len(found):,} mini-batches for round {self._epoch}, {len(self):,} for round 0"
+            )
+        return found
+
     def __len__(self) -> int:
-        return self.compiled.entry.batches if self._order is None else len(self._order)
+        return self._length
 
     # Iterating.
 
@@ -153,7 +176,7 @@ class CompiledLoader(PrefetchingLoader):
     def _begin_prefetch(self) -> Prefetch:
         with self._alone("another iteration of this loader has begun"):
             self._prepare()
-            order = np.arange(len(self)) if self._order is None else self._order
+            order = self._round()
             self._pending = "restart"
             assert self._assembly is not None
             prefetch = self._prefetch = _Prefetch(self, self._assembly, order[self._next :])
@@ -232,12 +255,14 @@ class _Prefetch(Prefetch):
     """One round."""
 
     def __init__(self, loader: CompiledLoader, assembly: Assembly, order: NDArray[np.int64]) -> None:
-        super().__init__(loader.check_process, loader.report_stages, loader.depth, 1, "featstore-compiled")
+        self._group = read_together(loader.depth)
+        groups = loader.depth // self._group
+        super().__init__(loader.check_process, loader.report_stages, groups, 1, "featstore-compiled")
         self._assembly, self._order = assembly, order
 
     def _go(self) -> None:
-        assembly = self._assembly
-        waiting = deque(int(index) for index in self._order)
+        assembly, size = self._assembly, self._group
+        waiting = deque(self._order[at : at + size].tolist() for at in range(0, len(self._order), size))
         asked: deque[Pending] = deque()  # records on their way
         under_way: deque[Pending] = deque()  # rows on their way
 
@@ -248,21 +273,29 @@ class _Prefetch(Prefetch):
 
         try:
             while waiting or asked or under_way:
-                while waiting and len(asked) < 2:
+                while waiting and len(asked) < ASKED_AHEAD:  # before rows that the device would read first
                     asked.append(assembly.begin(waiting.popleft()))
-                while asked and self._take_room(arrived):
+                if asked and self._take_room(arrived):
+                    assembly.decode(asked[0])
                     assembly.submit_rows(asked[0])
                     for read in asked[0].requests:
                         read.add_done_callback(lambda _: self._changed.set())
                     under_way.append(asked.popleft())
-                    if waiting:
-                        asked.append(assembly.begin(waiting.popleft()))
+                    continue
                 if self._stop:
                     return
                 done = under_way.popleft()
-                assembly.assemble(done)
-                self._hand_over(assembly.finished(done))
+                assembly.wait(done)
+                self._assemble(done)
                 del done  # the rows are the loop's now
         finally:
             for pending in [*asked, *under_way]:  # they write into memory that goes with them
                 pending.abandon()
+
+    def _assemble(self, done: Pending) -> None:
+        """Hand over a group's mini-batches one by one; the last takes the group's memory along."""
+        while done.members and not self._stop:
+            member = done.members.pop(0)
+            self._assembly.assemble(member)
+            self._hand_over(self._assembly.finished(member), 0 if done.members else 1)
+            del member

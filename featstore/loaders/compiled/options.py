@@ -20,7 +20,7 @@ def check_loader_options(loader: Callable[..., Any], options: Mapping[str, Any])
     check_reading(**{name: options[name] for name in READING if name in options})
     if options.get("memory") is not None:
         parse_bytes(options["memory"], "memory")
-    if options.get("order") is not None:
+    if options.get("order") is not None and not callable(options["order"]):
         as_integers(options["order"], "order must be numbers of mini-batches", ArgumentError)
     if options.get("device") is not None:
         as_device(options["device"], "device")

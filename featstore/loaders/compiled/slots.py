@@ -2,24 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from featstore.base.buffers import empty_rows
+from featstore.base.compilation import njit
 from featstore.base.native import address_of
 from featstore.base.rows import move_rows
 from featstore.layout.records import TableRecord
 from featstore.loaders.compiled.sources import CompiledSources, TablePart
 
 
+@njit(cache=True, nogil=True)
+def exchange_rows(
+    block: int, held: NDArray[Any], rows: int, row_bytes: int, hit_slot: NDArray[Any],
+    hit_place: NDArray[Any], copy_from: NDArray[Any], copy_place: NDArray[Any], admit_place: NDArray[Any],
+    admit_slot: NDArray[Any],
+) -> None:  # fmt: skip
+    """What :meth:`ResidentSlots.exchange` does, of slots and rows at two addresses; in one kernel, for after
+    each there is Python of other threads to wait for. ``held``: where a slot of the schedule lies."""
+    move_rows(block, held[hit_slot], rows, hit_place, row_bytes)
+    move_rows(rows, copy_from, rows, copy_place, row_bytes)
+    move_rows(rows, admit_place, block, held[admit_slot], row_bytes)
+
+
 class ResidentSlots:
     """The slots of each table, and where each of the schedule's slots lies among them: a round ends with the
-    first rows in other slots, which a map turns round instead of copying."""
+    first rows in other slots, which a map turns round instead of copying. ``together``: so many records may
+    be read at once."""
 
-    def __init__(self, sources: CompiledSources) -> None:
-        self._sources = sources
+    def __init__(self, sources: CompiledSources, together: int) -> None:
+        self._sources, self._together = sources, together
         compiled = sources.compiled
         self.blocks = [
             empty_rows(limit.slots, row_bytes)
@@ -61,27 +77,32 @@ class ResidentSlots:
     def exchange(self, number: int, record: TableRecord, out: NDArray[np.uint8]) -> None:
         """Copy what a mini-batch finds here into ``out``, the bytes of its rows, fill those that stand there
         twice, and keep what stays; in this order, in which every row is there before it is copied."""
-        rows, block = address_of(out), address_of(self.blocks[number])
-        held, row_bytes = self._slot_of[number], self._sources.row_bytes[number]
-        move_rows(block, held[record.hit_slot], rows, record.hit_place, row_bytes)
-        move_rows(rows, record.copy_from, rows, record.copy_place, row_bytes)
-        move_rows(rows, record.admit_place, block, held[record.admit_slot], row_bytes)
+        exchange_rows(
+            address_of(self.blocks[number]), self._slot_of[number], address_of(out),
+            self._sources.row_bytes[number], record.hit_slot, record.hit_place, record.copy_from,
+            record.copy_place, record.admit_place, record.admit_slot,
+        )  # fmt: skip
 
     def restore(self, end: int) -> None:
         """Put here what mini-batches 0 to ``end`` would have left: of each slot its last admission."""
         last = [np.full(limit.slots, -1, np.int64) for limit in self._sources.limits]
-        for index in range(end):
-            for number, record in enumerate(self._record(index)):
+        for index, tables in self._records(range(end)):
+            for number, record in enumerate(tables):
                 last[number][record.admit_slot] = index
-        for index in np.unique(np.concatenate([a[a >= 0] for a in last])) if last else ():
+        needed = np.unique(np.concatenate([a[a >= 0] for a in last])) if last else np.empty(0, np.int64)
+        for index, tables in self._records(needed.tolist()):
             parts = []
-            for number, record in enumerate(self._record(int(index))):
+            for number, record in enumerate(tables):
                 wanted = last[number][record.admit_slot] == index
                 moved = np.full(record.host_count, -1, np.int32)
                 moved[record.brought_place(record.admit_place[wanted])] = record.admit_slot[wanted]
-                parts.append(TablePart(number, record, self._rows(number), moved))
+                parts.append(TablePart(number, record, self._rows(number), moved=moved))
             for request in self._sources.submit(parts):
                 request.result()
 
-    def _record(self, index: int) -> list[TableRecord]:
-        return self._sources.record(self._sources.submit_record(index))[0]
+    def _records(self, indices: Sequence[int]) -> Iterator[tuple[int, list[TableRecord]]]:
+        """The records of these mini-batches, as many read together as a loader has room for."""
+        for at in range(0, len(indices), self._together):
+            some = indices[at : at + self._together]
+            found = self._sources.records(some, self._sources.submit_records(some))
+            yield from ((index, tables) for index, (tables, _) in zip(some, found, strict=True))

@@ -3,7 +3,7 @@ store; and the records that say so."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,12 +12,15 @@ from numpy.typing import NDArray
 
 from featstore.engine.request import Request
 from featstore.errors import CorruptionError
-from featstore.layout.records import Limits, TableRecord, check_record, decode_record
+from featstore.layout.records import Limits, TableRecord, decode_record
+from featstore.loaders.compiled.checks import check_record
 
 if TYPE_CHECKING:
     from featstore.loaders.compiled.trace import CompiledTrace
     from featstore.reader.reader import Reader
     from featstore.tiers import RowSource
+
+Record = tuple[list[TableRecord], NDArray[np.uint8]]  # by table, and the encoded sample
 
 _ADVICE = "pack the trace anew with --overwrite"
 
@@ -25,11 +28,12 @@ _ADVICE = "pack the trace anew with --overwrite"
 @dataclass(frozen=True)
 class TablePart:
     """A table's part of a mini-batch: rows that are to be read into ``out``, [rows, *row shape], each at its
-    place; or, with ``moved`` (int32, by place; -1: not at all), at ``moved[place]``."""
+    place from row ``first`` on; or, with ``moved`` (int32, by place; -1: not at all), at ``moved[place]``."""
 
     number: int
     record: TableRecord
     out: NDArray[Any]
+    first: int = 0
     moved: NDArray[np.int32] | None = None
 
 
@@ -46,6 +50,8 @@ class CompiledSources:
         self.limits: list[Limits] = [compiled.limits(name) for name, _ in self.tables]
         self.row_bytes = [compiled.row_bytes(name) for name, _ in self.tables]
         self._offsets = compiled.offsets()
+        self._records = compiled.entry.records
+        self._path = compiled.pack.path / compiled.pack.tables[self._records].entry.path
 
     def shaped(self, number: int, data: NDArray[np.uint8]) -> NDArray[Any]:
         """Bytes as rows of a table."""
@@ -54,58 +60,80 @@ class CompiledSources:
 
     # Records.
 
-    def submit_record(self, index: int) -> Request:
-        """Begin to read a mini-batch's record."""
-        low, high = int(self._offsets[index]), int(self._offsets[index + 1])
-        return self.pack.submit_runs({self.compiled.entry.records: [(low, high)]})
+    def submit_records(self, indices: Sequence[int]) -> Request:
+        """Begin to read these mini-batches' records."""
+        runs = np.stack([self._offsets[indices], self._offsets[np.asarray(indices) + 1]], axis=1)
+        return self.pack.submit_runs({self._records: runs})
 
-    def record(self, request: Request) -> tuple[list[TableRecord], NDArray[np.uint8]]:
-        """Wait for a record: its part for each table, checked, and the encoded sample. Raises
+    def records(self, indices: Sequence[int], request: Request) -> list[Record]:
+        """Wait for records: of each its part for each table, checked, and the encoded sample. Raises
         CorruptionError."""
-        name = self.compiled.entry.records
-        data = request.result()[name]
-        path = self.compiled.pack.path / self.compiled.pack.tables[name].entry.path
-        parts, sample = decode_record(data, len(self.tables), path)
+        data, begin, found = request.result()[self._records], 0, []
+        for index in indices:
+            end = begin + int(self._offsets[index + 1] - self._offsets[index])
+            found.append(self._record(data[begin:end]))
+            begin = end
+        return found
+
+    def _record(self, data: NDArray[np.uint8]) -> Record:
+        parts, sample = decode_record(data, len(self.tables), self._path)
         for part, limits, (_, table) in zip(parts, self.limits, self.tables, strict=True):
-            check_record(part, limits, path)
+            check_record(part, limits, self._path)
             if part.count > table.batch_rows_max:
                 raise CorruptionError(
-                    path, None, f"at most {table.batch_rows_max} rows", f"{part.count}", _ADVICE
+                    self._path, None, f"at most {table.batch_rows_max} rows", f"{part.count}", _ADVICE
                 )
         return parts, sample
 
     # Rows.
 
     def submit(self, parts: Iterable[TablePart]) -> list[Request]:
-        """Begin to read what these parts of one mini-batch name on disk: a request of each store."""
-        packed: dict[str, tuple[NDArray[Any], NDArray[Any], NDArray[Any]]] = {}
-        base: dict[str, tuple[NDArray[Any], NDArray[Any], NDArray[Any]]] = {}
+        """Begin to read what these parts of mini-batches name on disk: a request of each store. Those of one
+        table have the same ``out``."""
+        packed, base = _Wanted(), _Wanted()
         for part in parts:
             name, table = self.tables[part.number]
             record, first = part.record, part.record.packed_first
             run = np.arange(first, first + len(record.packed_place))
-            for wanted, source, rows, places in (
-                (packed, table.packed, run, record.packed_place),
-                (packed, table.shared, record.shared_row, record.shared_place),
-                (base, name, record.base_row, record.base_place),
-            ):
-                at: NDArray[Any] = places
-                if part.moved is not None:
-                    at = part.moved[places]
-                    rows, at = rows[at >= 0], at[at >= 0]
-                if len(rows):
-                    wanted[source] = rows, part.out, at
-        requests = [self._submit(self.pack.submit, packed)] if packed else []
+            packed.add(table.packed, part, run, record.packed_place)
+            packed.add(table.shared, part, record.shared_row, record.shared_place)
+            base.add(name, part, record.base_row, record.base_place)
+        requests = [packed.submit(self.pack.submit)] if packed else []
         if base:
             if self._base is None:
                 raise CorruptionError(
                     self.compiled.pack.path, None, "no rows of the base store, as its manifest says",
                     "a record with some", _ADVICE,
                 )  # fmt: skip
-            requests.append(self._submit(self._base.submit, base))
+            requests.append(base.submit(self._base.submit))
         return requests
 
-    @staticmethod
-    def _submit(submit: Callable[..., Request], wanted: dict[str, tuple[Any, Any, Any]]) -> Request:
-        rows, out, at = ({name: what[i] for name, what in wanted.items()} for i in range(3))
-        return submit(rows, out=out, at=at)
+
+class _Wanted:
+    """Rows of a store's tables, and where they go."""
+
+    def __init__(self) -> None:
+        self._rows: dict[str, list[NDArray[Any]]] = {}
+        self._at: dict[str, list[NDArray[Any]]] = {}
+        self._out: dict[str, NDArray[Any]] = {}
+
+    def add(self, table: str, part: TablePart, rows: NDArray[Any], places: NDArray[np.int32]) -> None:
+        at: NDArray[Any] = places
+        if part.moved is not None:
+            at = part.moved[places]
+            rows, at = rows[at >= 0], at[at >= 0]
+        elif part.first:
+            at = places + np.int32(part.first)
+        if len(rows):
+            self._rows.setdefault(table, []).append(rows)
+            self._at.setdefault(table, []).append(at)
+            self._out[table] = part.out
+
+    def __bool__(self) -> bool:
+        return bool(self._out)
+
+    def submit(self, submit: Callable[..., Request]) -> Request:
+        rows = {table: np.concatenate(some) for table, some in self._rows.items()}
+        return submit(
+            rows, out=self._out, at={table: np.concatenate(some) for table, some in self._at.items()}
+        )

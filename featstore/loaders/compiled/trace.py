@@ -11,12 +11,13 @@ from numpy.typing import NDArray
 from featstore.arguments import as_count, as_path, check_options, known_name
 from featstore.base.checks import check_distinct, check_offsets
 from featstore.base.system import is_there
+from featstore.compile.budget import ASKED_AHEAD, DEPTH_MIN, batch_bytes, depths_in_groups, read_together
 from featstore.errors import FormatError, IncompleteStoreError, StaleError
 from featstore.layout.records import Limits
 from featstore.plan.budget import reader_bytes
 from featstore.reader.options import READING
 from featstore.reader.reader import Reader
-from featstore.storage.manifest import MANIFEST_NAME, CompiledEntry
+from featstore.storage.manifest import EPOCHS, MANIFEST_NAME, CompiledEntry
 from featstore.storage.packs import packs_directory
 from featstore.storage.store import OpenStore, Table, as_store
 
@@ -115,6 +116,18 @@ class CompiledTrace:
         check_offsets(offsets, 0, total, f"the offsets of the records in {self.pack.path}")
         return offsets
 
+    def epochs(self) -> NDArray[np.int64]:
+        """int64 [recorded epochs + 1], checked: with which mini-batch each begins, and where the last one
+        ends."""
+        if EPOCHS not in self.pack.arrays:
+            return np.array([0, len(self)], np.int64)
+        found = self.pack.arrays[EPOCHS]
+        what = f"the epochs of the mini-batches in {self.pack.path}"
+        if found.dtype != np.int64 or found.ndim != 1 or len(found) < 2:
+            raise FormatError(f"{what} are {found.dtype} {found.shape}, not int64 [epochs + 1]")
+        check_offsets(found, 0, len(self), what)
+        return found
+
     def turn(self, table: str) -> NDArray[np.int32]:
         """int32 [slots], checked: in which slot each slot's first row is after the last mini-batch; -1: in
         none."""
@@ -129,15 +142,34 @@ class CompiledTrace:
         """Memory of a loader with ``depth`` mini-batches at once."""
         depth = as_count(depth, "depth")
         slots = sum(self.limits(n).slots * self.row_bytes(n) for n in self.entry.tables)
-        batch = sum(t.batch_rows_max * self.row_bytes(n) for n, t in self.entry.tables.items())
-        record = int(np.diff(self.offsets()).max(initial=0))
+        record, group = self._record_bytes(), read_together(depth)
         return (
             slots
-            + depth * (batch + record)
-            + record
+            + depth * (self._batch_bytes(group) + record)
+            + ASKED_AHEAD * group * record
             + reader_bytes(self.memory_bytes)
             + sum(self._checksum_bytes())
         )
+
+    def _record_bytes(self) -> int:
+        """Of the longest record."""
+        return int(np.diff(self.offsets()).max(initial=0))
+
+    def _batch_bytes(self, group: int = 2) -> int:
+        """Of the rows of the largest mini-batch, in a group of so many."""
+        return sum(
+            t.batch_rows_max * self.row_bytes(n)
+            if group == 1
+            else batch_bytes(t.batch_rows_max, self.row_bytes(n))
+            for n, t in self.entry.tables.items()
+        )
+
+    def depth_within(self, memory_bytes: int, beside_bytes: int = 0) -> int:
+        """How many mini-batches a loader with this budget has at once, with ``beside_bytes`` of it for
+        others; at least two."""
+        small = depths_in_groups(memory_bytes, self._batch_bytes() + self._record_bytes())
+        fits = (d for d in (*small, 3) if self.needed_bytes(d) + beside_bytes <= memory_bytes)
+        return next(fits, DEPTH_MIN)
 
     def base_tables(self) -> list[Table]:
         """The tables of the base store from which rows are read in training."""

@@ -48,8 +48,8 @@ PASSES_MAX = 16  # of "auto"
 
 
 class MegaBatches(LoaderBase):
-    """Loads the mega-batches of an epoch, one ahead; made by :meth:`featstore.Store.mega_batches`. Iterate it
-    once an epoch.
+    """Loads the mega-batches of an epoch, one ahead; made by :meth:`featstore.Store.loader`, mode
+    partitions. Iterate it once an epoch.
 
     Args:
         store: the open store, packed with a graph and partitions.
