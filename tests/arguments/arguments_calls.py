@@ -472,9 +472,6 @@ CALLS: dict[str, Call] = {
             "policy": POLICY_NAME.but("a list").and_also(of_traces="min"),
             "static": Anything("goes with policy='static' alone, see the next"),
             "warm": NAME.optional.saying("cache"),
-            "batch_rows": count()
-            .optional.but("a mapping")
-            .and_also(another_table={"nobody": 3}, wrong_rows={"features": 0}),
             "overtake": FLAG,
             "nodes": FUNCTION.optional,
             "device": DEVICE.and_also(none_at_all=[]),
