@@ -36,6 +36,7 @@ from featstore.loaders.ranks import rank_of, warn_of_ranks
 from featstore.loaders.ranks import world_size as ranks_there
 from featstore.loaders.report import LoaderReport
 from featstore.loaders.rolling import RollingLoader
+from featstore.loaders.shares import MemoryShares
 from featstore.loaders.state import loader_state, position_of
 from featstore.loaders.train import compiled_once
 from featstore.reader.options import check_reading
@@ -65,7 +66,6 @@ _OF_MODES = {
     "passes": ("partitions",),
     "weights": ("partitions",),
 }
-_SAMPLER_SHARE = 4  # of the memory, at most, is for a sampler
 
 
 @dataclass(frozen=True)
@@ -162,21 +162,23 @@ class Loader(LoaderBase):
         self._opened, self._rank, self._ranks = ExitStack(), 0, 1
         self._sampled: RankedBatches | None = None
         try:
-            left = self.memory_bytes
+            self._shares = MemoryShares(self.memory_bytes)
             made: Any = batches
             if batches is not None:
                 self._given(said, batches)
             elif seeds is None or fanouts is None:
                 raise ArgumentError("give batches, or seeds= and fanouts= for the store to sample")
             elif self.mode != "partitions":
-                made = self._sampled = self._sample(said)
                 whole = bytes_in_memory(graph_of(self.store, graph))
-                left -= min(whole, self.memory_bytes // _SAMPLER_SHARE)
+                self._shares = MemoryShares(self.memory_bytes, whole)
+                with self._shares.told_of_all():
+                    made = self._sampled = self._sample(said)
             if self.mode == "partitions":
                 self._mode: Mode = self._partitions(said, how)
             else:
                 make = {"online": self._online, "compiled": self._compiled, "rolling": self._rolling}
-                self._mode = make[self.mode](made, left, how)
+                with self._shares.told_of_all():
+                    self._mode = make[self.mode](made, self._shares.rows_bytes, how)
             self._opened.callback(self._mode.close)
         except BaseException:
             self._opened.close()
@@ -229,7 +231,7 @@ class Loader(LoaderBase):
         share, seeds = self._share(said), said["seeds"]
         sampler = open_sampler(
             self.store, args.as_fanouts(said["fanouts"]), seed=_seed(said), graph=said["graph"],
-            memory=self.memory_bytes // _SAMPLER_SHARE,
+            memory=self._shares.sampler_bytes,
         )  # fmt: skip
         nodes = self.store.arrays[seeds] if isinstance(seeds, str) else seeds
         made = RankedBatches(sampler, nodes, own=True, **share)
@@ -301,11 +303,12 @@ class Loader(LoaderBase):
         if self._next and not self._resumed:  # the epoch before was broken off
             self.set_epoch(self._epoch + 1)
         self._resumed = False
-        for batch in self._mode.epoch():
-            batch.index = self._next
-            self._next += 1
-            yield batch
-            del batch
+        with self._shares.told_of_all():
+            for batch in self._mode.epoch():
+                batch.index = self._next
+                self._next += 1
+                yield batch
+                del batch
         self._epoch, self._next = self._epoch + 1, 0
 
     @property

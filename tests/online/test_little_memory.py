@@ -1,6 +1,6 @@
 """Little memory: the online loader needs its reader and two of the largest mini-batches, whatever sizes they
-come in; for one that finds no room the budget is divided anew, and where that is no help it is refused, at its
-turn, with what it needs."""
+come in; for one that finds no room the budget is divided anew, and where that is no help it is refused, at
+its turn, with what it needs."""
 
 from __future__ import annotations
 

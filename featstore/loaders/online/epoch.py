@@ -179,8 +179,8 @@ class OnlineEpoch(Prefetch):
         return True
 
     def _make_alone(self, one: _Sampled) -> bool:
-        """Read a mini-batch for which there are too few slots, or little room, to where it is handed over, when
-        there is room; no other is under way."""
+        """Read a mini-batch for which there are too few slots, or little room, to where it is handed over; no
+        other is under way."""
         if self.extraction.would_fit(one.ids, one.index, self._held):
             return self._divide_anew(one)
         room = self._room_for(one)

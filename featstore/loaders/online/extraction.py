@@ -233,8 +233,8 @@ class Extraction:
             self._choices[table].observe(asked)
 
     def fits(self, ids: Ids) -> bool:
-        """Whether there are slots for all rows of a mini-batch at once, if no other holds any, and room beside
-        one as large as the largest of late."""
+        """Whether there are slots for all rows of a mini-batch at once, if no other holds any, and room
+        beside one as large as the largest of late."""
         if self._asked_by(ids, self.table_of).row_bytes + self._piece_bytes > self.room_bytes:
             return False
         return all(self._slots_for(self.table_of[t], one) for t, one in ids.items())
