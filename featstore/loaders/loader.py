@@ -67,8 +67,11 @@ class Loader(LoaderBase):
             raise ArgumentError("validation_memory= is a part of memory=, and leaves nothing of it")
         self._opened = ExitStack()
         try:
-            making = Making(self.store, batches, given, self.memory_bytes - self._left, self._opened)
+            making = Making(
+                self.store, batches, given, self.memory_bytes - self._left, self._left, self._opened
+            )
             self._share, self._whole, self._ranks = making.share, making.whole, making.ranks
+            self._shares = making.shares
             self._mode = making.mode()
         except BaseException:
             self._opened.close()
@@ -85,13 +88,14 @@ class Loader(LoaderBase):
         if self._next and not self._resumed:  # the epoch before was broken off
             self.set_epoch(self._epoch + 1)
         self._resumed = False
-        for made in self._mode.epoch():
-            batch = self._whole.batch(made)
-            del made
-            batch.index = self._next
-            self._next += 1
-            yield batch
-            del batch
+        with self._shares.told_of_all():
+            for made in self._mode.epoch():
+                batch = self._whole.batch(made)
+                del made
+                batch.index = self._next
+                self._next += 1
+                yield batch
+                del batch
         self._epoch, self._next, self._over = self._epoch + 1, 0, 0
 
     def __len__(self) -> int:

@@ -4,6 +4,7 @@ options."""
 from __future__ import annotations
 
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 from featstore import arguments as args
@@ -19,22 +20,29 @@ from featstore.loaders.options import SAMPLING, Given
 from featstore.loaders.prefetch import Sampler, check_repeatable
 from featstore.loaders.ranks import Ranks
 from featstore.loaders.rolling import RollingLoader
+from featstore.loaders.shares import MemoryShares
 from featstore.loaders.whole import Wanted, Whole
 from featstore.sampling.batches import RankedBatches, bytes_in_memory, open_sampler
 from featstore.storage.packs import check_pack_name
 from featstore.storage.relations import graph_of
 from featstore.storage.store import OpenStore
 
-_SAMPLER_SHARE = 4  # of the memory, at most, is for a sampler
 _BATCH_SIZE = 1024
 
 
 class Making:
     """Makes the loader of a mode. ``opened`` closes what was opened for it; ``share``: this rank's
-    mini-batches, None where a mode shares by itself; ``whole``: what makes them whole."""
+    mini-batches, None where a mode shares by itself; ``whole``: what makes them whole; ``shares``: of the
+    memory, of which ``aside`` bytes more are for others."""
 
     def __init__(
-        self, store: OpenStore, batches: Sampler | None, given: Given, memory_bytes: int, opened: ExitStack
+        self,
+        store: OpenStore,
+        batches: Sampler | None,
+        given: Given,
+        memory_bytes: int,
+        aside: int,
+        opened: ExitStack,
     ) -> None:
         self.store, self.given, self._opened = store, given, opened
         self.ranks = Ranks.of(given.get("rank"), given.get("world_size"), batches)
@@ -42,8 +50,10 @@ class Making:
         self.whole = Whole(store, given.get("edge_table"), given.get("attach", ()))
         held = self.whole.held_bytes
         if held >= memory_bytes:
-            raise BudgetError(held + 1, memory_bytes, "hold the arrays that are attached to mini-batches")
-        self._memory_bytes = memory_bytes - held
+            raise BudgetError(
+                held + aside + 1, memory_bytes + aside, "hold the arrays that are attached to mini-batches"
+            )
+        self.shares = MemoryShares(memory_bytes - held, 0, held + aside)
         self.share: RankedBatches | DividedBatches | None = None
         sampled = given.get("seeds") is not None
         if batches is not None:
@@ -60,7 +70,8 @@ class Making:
             "online": self._online, "compiled": self._compiled, "rolling": self._rolling,
             "partitions": self._partitions,
         }  # fmt: skip
-        mode = make[self.given.mode](self.given.of_mode())
+        with self.shares.told_of_all():
+            mode = make[self.given.mode](self.given.of_mode())
         self._opened.callback(mode.close)
         return mode
 
@@ -90,11 +101,13 @@ class Making:
 
     def _sample(self) -> RankedBatches:
         """The store's own mini-batches, this rank's share of them, within a share of the memory."""
-        given, most = self.given, self._memory_bytes // _SAMPLER_SHARE
-        graph, seeds = given.get("graph"), given.get("seeds")
-        sampler = open_sampler(
-            self.store, args.as_fanouts(given.get("fanouts")), seed=self._seed, graph=graph, memory=most
-        )
+        given, graph, seeds = self.given, self.given.get("graph"), self.given.get("seeds")
+        self.shares = replace(self.shares, graph_bytes=bytes_in_memory(graph_of(self.store, graph)))
+        with self.shares.told_of_all():
+            sampler = open_sampler(
+                self.store, args.as_fanouts(given.get("fanouts")), seed=self._seed, graph=graph,
+                memory=self.shares.sampler_bytes,
+            )  # fmt: skip
         nodes = self.store.arrays[seeds] if isinstance(seeds, str) else seeds
         made = RankedBatches(sampler, nodes, own=True, **self._shared())
         self._opened.callback(made.close)
@@ -103,7 +116,6 @@ class Making:
                 f"drop_last= leaves no mini-batch of {made.batch_size:,} seeds for {self.ranks.shares} "
                 "ranks: give fewer a batch"
             )
-        self._memory_bytes -= min(bytes_in_memory(graph_of(self.store, graph)), most)
         return made
 
     def _shared(self) -> dict[str, Any]:
@@ -134,7 +146,7 @@ class Making:
         batches = self._wanted(own, recorded=False)
         assert batches is not None
         loader = OnlineLoader(
-            self.store, batches, memory=self._memory_bytes, tensors=self.given.tensors, **own,
+            self.store, batches, memory=self.shares.rows_bytes, tensors=self.given.tensors, **own,
             **self.given.reading,
         )  # fmt: skip
         return Mode(loader)
@@ -150,8 +162,8 @@ class Making:
         options = {"device": device, "tensors": self.given.tensors, "buffer": own.pop("buffer", None)}
         check_loader_options(CompiledLoader, options)
         return compiled_mode(
-            self.store, recorded, None if self._alone else name, memory=self._memory_bytes, seed=self._seed,
-            loader=options | self.given.reading, **own,
+            self.store, recorded, None if self._alone else name, memory=self.shares.rows_bytes,
+            seed=self._seed, loader=options | self.given.reading, **own,
         )  # fmt: skip
 
     def _rolling(self, own: dict[str, Any]) -> Mode:
@@ -160,7 +172,7 @@ class Making:
         device, name = self._check_compiling(own)
         options = {"device": device, "tensors": self.given.tensors, **self.given.reading}
         loader = RollingLoader(
-            self.store, recorded, memory=self._memory_bytes, loader=options, name=name, **own
+            self.store, recorded, memory=self.shares.rows_bytes, loader=options, name=name, **own
         )
         return RollingMode(loader)
 
@@ -170,7 +182,7 @@ class Making:
         weights = args.as_flag(own.pop("weights", False), "weights")
         shared, fanouts = self._shared(), args.as_fanouts(self.given.get("fanouts"))
         mega = MegaBatches(
-            self.store, memory=self._memory_bytes, train=self.given.get("seeds"),
+            self.store, memory=self.shares.rows_bytes, train=self.given.get("seeds"),
             graph=self.given.get("graph"), seed=self._seed, **own, **self.given.reading,
         )  # fmt: skip
         return PartitionsMode(mega, fanouts, weights=weights, tensors=bool(self.given.tensors), **shared)

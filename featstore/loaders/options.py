@@ -58,8 +58,6 @@ class LoaderOptions(TypedDict, total=False):
         static: of mode online, for policy ``"static"``: node ids (or a mapping of tables to them) to keep.
         warm: of mode online: the name of a saved cache (:meth:`Loader.save_cache`) to begin with.
         overtake: of mode online: hand over whichever mini-batch has its rows first.
-        batch_rows: of mode online: rows of the largest mini-batch (or a mapping of tables to that), where
-            the first is much smaller.
         extracted: of mode online: how many mini-batches are extracted at once, at most.
         reader_memory: of mode online: what of ``memory`` stages pages and plans.
         disk: of the modes compiled and rolling: limit on their rows on disk, bytes, a size or a share of the
@@ -104,7 +102,6 @@ class LoaderOptions(TypedDict, total=False):
     static: Any
     warm: str | None
     overtake: bool | None
-    batch_rows: int | Mapping[str, int] | None
     extracted: int | None
     reader_memory: int | str | None
     disk: int | str | None
@@ -128,7 +125,7 @@ OF_MODES = {
     "device": ("online", "compiled", "rolling"),
     "device_memory": ("online", "compiled", "rolling"),
     **dict.fromkeys(
-        ("policy", "static", "device_policy", "warm", "overtake", "batch_rows", "extracted", "reader_memory"),
+        ("policy", "static", "device_policy", "warm", "overtake", "extracted", "reader_memory"),
         ("online",),
     ),
     "disk": ("compiled", "rolling"),

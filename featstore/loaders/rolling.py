@@ -22,7 +22,7 @@ from featstore.arguments import as_batches, as_mapping, check_options, options_o
 from featstore.base.system import submitted
 from featstore.compile.budget import parse_disk
 from featstore.compile.build import compile_trace
-from featstore.errors import ClosedError, SourceError
+from featstore.errors import BudgetError, ClosedError, SourceError
 from featstore.loaders.compiled.loader import CompiledLoader
 from featstore.loaders.compiled.options import check_loader_options
 from featstore.loaders.compiled.trace import CompiledTrace
@@ -45,7 +45,7 @@ from featstore.storage.store import OpenStore, as_store
 from featstore.trace.trace import Trace
 from featstore.units import parse_bytes
 
-_TRAIN_SHARE = 0.7  # of the memory; preparing has the rest
+_TRAIN_SHARE = 0.7  # of the memory; preparing has the rest, unless one of them needs more
 
 
 class RollingLoader(LoaderBase):
@@ -60,7 +60,8 @@ class RollingLoader(LoaderBase):
         name: of the compiled traces, ``NAME-0`` and ``NAME-1``, and of their traces beside them. It is held,
             by a lock on the file ``NAME.rolling``, until the loader is closed: each process and each loader
             needs one of its own.
-        memory: budget of training and preparing together, bytes or a size.
+        memory: budget of training and preparing together, bytes or a size: training has seven tenths, or what
+            the first episode needs.
         disk: limit on the rows of both episodes together, as for :func:`featstore.compile_trace`.
         loader: options of :class:`featstore.loaders.compiled.loader.CompiledLoader`.
         others: options of :func:`featstore.compile_trace`.
@@ -84,10 +85,11 @@ class RollingLoader(LoaderBase):
         loader = {} if loader is None else as_mapping(loader, "loader", "options of a CompiledLoader")
         check_loader_options(CompiledLoader, loader)
         total = parse_bytes(memory, "memory")
-        train_bytes = int(total * _TRAIN_SHARE)
+        train_bytes = max(2, int(total * _TRAIN_SHARE))
         limit = parse_disk(disk, store)
+        self._memory_bytes, self._divided = total, False  # once an episode has been compiled
+        self._parts = {"memory": max(1, total - train_bytes), "train_memory": train_bytes}
         self._options: dict[str, Any] = {
-            "memory": total - train_bytes, "train_memory": train_bytes,
             "disk": None if limit is None else limit // 2, "overwrite": True, "progress": self._unless_closed,
             **others,
         }  # fmt: skip
@@ -110,10 +112,36 @@ class RollingLoader(LoaderBase):
         door, folder = Disk(), self._packs
         remove_pack(folder / name, door)  # the episode before the one that trains: there is room for two
         with Trace.record(self._sampled(number), folder / f"{name}{TRACES}", overwrite=True) as trace:
-            compile_trace(self._store, trace, name, **self._options)
+            self._compile(trace, name)
         remove_trace(trace.path, door)
         self.preparing_seconds.append(time.perf_counter() - begin)
         return CompiledTrace(self._store, name)
+
+    def _compile(self, trace: Trace, name: str) -> None:
+        """Compile an episode. If preparing or training needs more than its part of the memory, the other has
+        the rest; not once an episode is there to train, which has its part already. Raises BudgetError with
+        a memory of both that works, the smallest where it is the first episode."""
+        needs: dict[str, int] = {}
+        while True:
+            try:
+                compile_trace(self._store, trace, name, **{**self._parts, **self._options})
+                self._divided = True
+                return
+            except BudgetError as error:
+                short = next((p for p, given in self._parts.items() if given == error.given_bytes), None)
+                if short is None:  # of a part that the caller has said, or of something else
+                    raise
+                needs[short] = error.needed_bytes
+                (other,) = (part for part in self._parts if part != short)
+                if self._divided:
+                    share = _TRAIN_SHARE if short == "train_memory" else 1 - _TRAIN_SHARE
+                    needed = max(int(needs[short] / share) + 1, needs[short] + self._parts[other])
+                    raise BudgetError(needed, self._memory_bytes, error.what) from None
+                if other in needs and sum(needs.values()) > self._memory_bytes:
+                    raise BudgetError(sum(needs.values()), self._memory_bytes, error.what) from None
+                # What the other needs is said where it has nothing left, before anything is done.
+                left = max(1, self._memory_bytes - needs[short])
+                self._parts = {short: needs[short], other: left - (left == needs[short])}
 
     def _sampled(self, number: int) -> Iterator[Any]:
         for batch in epoch_of(self._episode, number):

@@ -93,7 +93,7 @@ def tune(
             compiled. What there is no time for is left out, and named in ``left_out``.
         trials: how many pairs of workers and threads to try out; with 0 the model's word is taken.
         progress: told the stage, and how many of how many steps are done.
-        loader: further options of the loader: ``policy``, ``nodes``, ``batch_rows``, ``device`` ...
+        loader: further options of the loader: ``policy``, ``nodes``, ``device`` ...
 
     Raises SourceError, BudgetError; what sampling, reading and ``step`` raise.
     """

@@ -450,7 +450,6 @@ CALLS: dict[str, Call] = {
             "policy": POLICY_NAME.but("a list").and_also(of_traces="min"),
             "static": Anything("goes with policy='static' alone, see the next"),
             "warm": NAME.optional.saying("cache"),
-            "batch_rows": BATCH_ROWS,
             "overtake": FLAG,
             "nodes": FUNCTION.optional,
             "device": DEVICE.and_also(none_at_all=[]),

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 from arguments_calls import (
     ANY_INTEGER,
-    BATCH_ROWS,
     BATCHES,
     BUFFER,
     DISK,
@@ -84,7 +83,6 @@ LOADER: dict[str, Call] = {
             "device_policy": POLICY_NAME.optional.and_also(static="static", auto="auto"),
             "warm": NAME.optional.saying("cache"),
             "overtake": FLAG.optional,
-            "batch_rows": BATCH_ROWS,
             "extracted": count().optional,
             "reader_memory": MEMORY.optional,
             "disk": Anything("of other modes, see the next"),

@@ -157,7 +157,6 @@ def test_a_saved_cache_fills_other_devices_too(store: Any, x: np.ndarray, policy
         "memory": "16MiB",
         "policy": "fifo",
         "device_policy": policy,
-        "batch_rows": 150,
     }
     with OnlineLoader(
         store, skewed, device=["cpu", "cpu"], device_memory=300 * ROW_BYTES, **options

@@ -1,5 +1,5 @@
-"""The online loader stays within its budget: peak memory of a process of its own, large mini-batches and
-changes of policy included."""
+"""The online loader stays within its budget: peak memory of a process of its own, large mini-batches,
+changes of policy and the smallest budget included."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PROGRAM = """
 import gc, json, sys
 import numpy as np
 import featstore
-from featstore.loaders.online.loader import OnlineLoader
+from featstore.errors import BudgetError
 from featstore.tiers.buffer import FeatureBuffer
 from featstore.tiers.slots.choose import PolicyChoice
 
@@ -55,17 +55,27 @@ for policy in ("fifo", "auto"):  # what loads code and compiles is no matter of 
     with OnlineLoader(store, few, memory="80MiB", policy=policy) as loader:
         through(loader)
 del loader
+def smallest():
+    memory = 1
+    while True:
+        try:
+            with OnlineLoader(store, batches, memory=memory, policy="fifo") as loader:
+                through(loader)
+            return memory
+        except BudgetError as error:
+            memory = error.needed_bytes
+
 found = {}
-for policy, memory in (("fifo", int(sys.argv[2])), ("auto", 80)):
+for policy, memory in (("fifo", int(sys.argv[2]) << 20), ("auto", 80 << 20), ("the least", smallest())):
     gc.collect()
     open("/proc/self/clear_refs", "w").write("5")
     before = peak()
-    with OnlineLoader(store, batches, memory=f"{memory}MiB", policy=policy) as loader:
+    with OnlineLoader(store, batches, memory=memory, policy=policy.replace("the least", "fifo")) as loader:
         through(loader)
-        assert sum(loader.memory().values()) <= memory << 20
-        assert policy == "fifo" or loader.policy != {"features": "s3-fifo"}, "it was to change"
+        assert sum(loader.memory().values()) <= memory
+        assert policy != "auto" or loader.policy != {"features": "s3-fifo"}, "it was to change"
     del loader
-    found[policy] = (peak() - before) / (memory << 20)
+    found[policy] = (peak() - before) / memory
 print(json.dumps(found))
 """
 
@@ -85,5 +95,5 @@ def test_peak_memory_stays_within_the_budget(tmp_path: Path) -> None:
     )  # fmt: skip
     assert out.returncode == 0, out.stderr
     found = json.loads(out.stdout)
-    for policy in ("fifo", "auto"):
+    for policy in ("fifo", "auto", "the least"):
         assert 0.3 < found[policy] <= 1.0, found

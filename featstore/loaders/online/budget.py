@@ -1,12 +1,17 @@
 """How an online loader's budget is divided: the reader, rows of mini-batches handed over, what is known of
 those under way, and what chooses a policy; all the rest is slots, shared by the tables by the bytes that a
 mini-batch asks of each. The memory of devices is a budget of its own, whose slot maps lie in the host's.
+
+Where there is memory, nearly four of the largest mini-batches so far may be handed over at once, and each has
+its slots all at once. With less there are fewer, with less still they go through few slots in pieces. The
+least is a small reader, room for two mini-batches, the loop's and the one that is being made, and the slots
+of two small pieces.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from featstore.base.buffers import ALIGNMENT
@@ -16,17 +21,42 @@ from featstore.reader.lookup import table_need
 from featstore.tiers.slots import layout
 from featstore.tiers.slots.choose import CANDIDATES
 from featstore.tiers.slots.rows import KEPT_BYTES, SWITCH_BYTES, buffer_bytes, slots_for
+from featstore.units import format_bytes
 
 if TYPE_CHECKING:
     from featstore.storage.store import OpenStore, Table
 
 SAMPLED = 2  # mini-batches that wait to be extracted
-DEPTH = 3  # mini-batches that exist at once with their rows, the loop's own among them
+DEPTH = 3  # mini-batches that exist at once with their rows, at most, the loop's own among them
 CHOOSING_BYTES = 6 << 20  # of what tries policies for one table
 _CHOOSING_SHARE = 12  # of the budget that all of these may take
-_BYTES_PER_ID = 40  # of mini-batches under way: ids, slots, what was missed
+_SPARE = 1.25  # later mini-batches may be larger by so much; where there is memory, it is set aside
+_ROOMS = (DEPTH * _SPARE, 2 * _SPARE)  # in mini-batches, where each has its slots all at once
+_BYTES_PER_ID = 8  # of mini-batches that exist, whether their rows do or not
+_CLAIM_BYTES_PER_ID = 40  # of those under way: ids, slots, what was missed
 BESIDE_KEPT = 2  # mini-batches for which there are slots beside rows kept for good
-_ROWS_LEAST = 1024  # of a table, for which slots are made whatever the first mini-batch has
+_ROWS_LEAST = 1024  # of a table, for which slots are made whatever mini-batches have had of it
+_PIECES_BYTES = 1 << 20  # of slots through which mini-batches go in pieces, at least
+PIECES = 2  # that have slots at once: one is read while the one before is copied out
+
+
+class Asked(NamedTuple):
+    """The most that a mini-batch has asked for: ``rows`` of each table; ``row_bytes`` and ``ids`` of all
+    tables together."""
+
+    rows: dict[str, int]
+    row_bytes: int = 0
+    ids: int = 0
+
+    def or_more(self, other: Asked) -> Asked:
+        """The most of both."""
+        names = dict.fromkeys([*self.rows, *other.rows])
+        rows = {name: max(self.rows.get(name, 0), other.rows.get(name, 0)) for name in names}
+        return Asked(rows, max(self.row_bytes, other.row_bytes), max(self.ids, other.ids))
+
+    def expected(self, table: str) -> int:
+        """Rows of a later mini-batch, at most, as these suggest."""
+        return int(_SPARE * self.rows[table]) + 1
 
 
 class Shares(NamedTuple):
@@ -64,11 +94,19 @@ class BudgetSplit:
         self._reader_bytes, self._verify = reader_bytes, verify
         self._devices, self._device_memory, self._device_policy = devices, device_memory, device_policy
 
-    def _map_bytes(self, table: str, slots: int) -> int:
+    def _map_bytes(self, table: str, slots: int, claim_bytes: int = 0) -> int:
         """Memory of a buffer of so many slots; with room for the slot map of any policy that may be
         chosen."""
-        names = CANDIDATES if self._policy == "auto" else (self._policy,)
-        return max(buffer_bytes(slots, self._slot_bytes(table), layout.POLICIES[name]) for name in names)
+        names, slot_bytes = self._names(), self._slot_bytes(table) + claim_bytes
+        return max(buffer_bytes(slots, slot_bytes, layout.POLICIES[name]) for name in names)
+
+    def _slots_within(self, table: str, memory_bytes: int, claim_bytes: int) -> int:
+        names, slot_bytes = self._names(), self._slot_bytes(table) + claim_bytes
+        return min(slots_for(memory_bytes, slot_bytes, layout.POLICIES[name]) for name in names)
+
+    def _names(self) -> Sequence[str]:
+        """Policies that there may be."""
+        return CANDIDATES if self._policy == "auto" else (self._policy,)
 
     def _slot_bytes(self, table: str) -> int:
         """Memory of a slot beside the slot map: the row, and what changing the policy or keeping rows for
@@ -76,65 +114,106 @@ class BudgetSplit:
         beside = {"auto": SWITCH_BYTES, "static": KEPT_BYTES}.get(self._policy, 0)
         return self._store.tables[table].row_bytes + beside
 
-    def reader_memory(self, tables: Mapping[str, Table]) -> int:
-        """The reader's part of the budget."""
-        return own_bytes(self._memory_bytes, self._needs(tables), self._reader_bytes)
+    def of(
+        self, asked: Asked, kept: Mapping[str, int], *, index: int | None = None, pair_bytes: int = 0
+    ) -> Shares:
+        """The shares, where mini-batches ask for so much, and so many rows as ``kept`` says are kept for
+        good.
+
+        ``index``: the number of a mini-batch that finds no room; of its rows and those that the loop has
+        there are ``pair_bytes``, which will do where there is no room for two of the largest. Raises
+        BudgetError with the smallest budget that has room for two.
+        """
+        tables = {name: self._store.tables[name] for name in asked.rows}
+        devices = self._of_devices(tables, asked.rows, index is None) if self._device_memory else {}
+        whole = {n: self._least_slots(t, asked, kept, asked.expected(n)) for n, t in tables.items()}
+        for room in _ROOMS:
+            parts = self._parts(tables, asked, devices, room, whole=True)
+            if self._left(parts, whole, 0) >= 0:
+                return self._filled(asked, whole, devices, parts, 0)
+        least = {
+            n: self._least_slots(t, asked, kept, max(PIECES, _PIECES_BYTES // t.row_bytes))
+            for n, t in tables.items()
+        }
+        parts = self._parts(tables, asked, devices, 2, whole=False)
+        claim = _CLAIM_BYTES_PER_ID  # what goes in pieces is known while it has slots
+        needed = self._memory_bytes - self._left(parts, least, claim)
+        if pair_bytes and needed > self._memory_bytes:
+            parts["handed over"] = pair_bytes
+        left = self._left(parts, least, claim)
+        if left < 0:
+            raise BudgetError(needed, self._memory_bytes, _held_at_least(asked, index, any(kept.values())))
+        reader = own_bytes(self._memory_bytes, self._needs(tables), self._reader_bytes)
+        parts["reader"] += min(reader - parts["reader"], left // 4)
+        parts["handed over"] += min(asked.row_bytes // 2, left // 4)
+        return self._filled(asked, least, devices, parts, claim)
+
+    def _least_slots(self, table: Table, asked: Asked, kept: Mapping[str, int], rows: int) -> int:
+        """Slots for so many rows of a mini-batch at once, or as many as one has."""
+        rows, keeps = min(rows, asked.expected(table.name)), kept.get(table.name, 0)
+        return min(table.rows, rows + (keeps + rows * (BESIDE_KEPT - 1) if keeps else 0))
 
     def _needs(self, tables: Mapping[str, Table]) -> list[TableNeed]:
         return [table_need(t, self._verify, by_row=False) for t in tables.values()]
 
-    def of(self, tables: Mapping[str, Table], rows: Mapping[str, int], kept: Mapping[str, int]) -> Shares:
-        """The shares, where a mini-batch has so many ``rows`` of each table, and so many as ``kept`` says are
-        kept for good. Raises BudgetError with the smallest budget that works."""
-        device_slots = self._of_devices(tables, rows) if self._device_memory else {}
-        needs = self._needs(tables)
-        # A node type that hardly occurs in the first mini-batch may occur more in others.
-        weights = {n: max(rows[n], min(t.rows, _ROWS_LEAST)) * t.row_bytes for n, t in tables.items()}
+    def _parts(
+        self, tables: Mapping[str, Table], asked: Asked, devices: Mapping[str, int], room: float, *,
+        whole: bool,
+    ) -> dict[str, int]:  # fmt: skip
+        """Bytes of all but the slots, with room for so many mini-batches. Not ``whole``: they go through the
+        slots in pieces; then the reader is as small as can be, and no policy is chosen."""
+        memory_bytes = self._memory_bytes
+        known = (SAMPLED + 1 + DEPTH) * _BYTES_PER_ID + _CLAIM_BYTES_PER_ID * self._extracted * whole
+        parts = {
+            "reader": own_bytes(memory_bytes if whole else 1, self._needs(tables), self._reader_bytes),
+            "handed over": int(room * asked.row_bytes),
+            "under way": int(known * asked.ids * room / 2),  # each may be half as large as all the room
+        }
+        if devices:
+            parts["slot maps of devices"] = sum(map(self._device_map_bytes, devices.values()))
+        choosing = CHOOSING_BYTES * len(tables)
+        if whole and self._policy == "auto" and choosing <= memory_bytes // _CHOOSING_SHARE:
+            parts["choosing a policy"] = choosing + sum(
+                self.uses_bytes(t, memory_bytes) for t in tables.values()
+            )
+        return parts
 
-        def fixed(memory_bytes: int) -> dict[str, int]:
-            reader = own_bytes(memory_bytes, needs, self._reader_bytes)
-            under_way = (SAMPLED + self._extracted) * _BYTES_PER_ID * sum(rows.values())
-            parts = {"reader": reader, "handed over": DEPTH * self.bytes_of(rows), "under way": under_way}
-            if device_slots:
-                parts["slot maps of devices"] = sum(map(self._device_map_bytes, device_slots.values()))
-            choosing = CHOOSING_BYTES * len(tables)
-            if self._policy == "auto" and choosing <= memory_bytes // _CHOOSING_SHARE:
-                parts["choosing a policy"] = choosing + sum(
-                    self.uses_bytes(t, memory_bytes) for t in tables.values()
-                )
-            return parts
+    def _left(self, parts: Mapping[str, int], least: Mapping[str, int], claim_bytes: int) -> int:
+        """Bytes that these parts and so many slots leave over."""
+        slots = sum(self._map_bytes(name, count, claim_bytes) for name, count in least.items())
+        return self._memory_bytes - sum(parts.values()) - slots
 
-        parts = fixed(self._memory_bytes)
+    def _filled(
+        self, asked: Asked, least: Mapping[str, int], devices: dict[str, int], parts: dict[str, int],
+        claim_bytes: int,
+    ) -> Shares:  # fmt: skip
+        """Slots with all the rest, at least so many of each table."""
         rest = self._memory_bytes - sum(parts.values())
-        total = sum(weights.values())
-        least = {n: rows[n] + (kept[n] + rows[n] * (BESIDE_KEPT - 1) if kept.get(n) else 0) for n in tables}
-        smallest = max(
-            -(-self._map_bytes(n, min(least[n], t.rows)) * total // weights[n]) for n, t in tables.items()
-        )
-        if rest < smallest:
-            needed = sum(parts.values()) + smallest
-            while sum(fixed(needed).values()) + smallest > needed:  # more memory has a larger reader, too
-                needed = sum(fixed(needed).values()) + smallest
-            one_more = (
-                f"{BESIDE_KEPT} more and the static rows asked for" if any(kept.values()) else "one more"
-            )
-            raise BudgetError(
-                needed, self._memory_bytes, f"hold the reader, three mini-batches and a buffer of {one_more}"
-            )
-        slots = {}
+        tables = {name: self._store.tables[name] for name in least}
+        # A node type that hardly occurs in the first mini-batch may occur more in others.
+        weights = {
+            n: max(asked.expected(n), min(t.rows, _ROWS_LEAST)) * t.row_bytes for n, t in tables.items()
+        }
+        total, slots = sum(weights.values()), {}
+        others = {name: self._map_bytes(name, count, claim_bytes) for name, count in least.items()}
         # What a table that fits whole leaves over is for the others.
         for name in sorted(tables, key=lambda n: self._map_bytes(n, tables[n].rows) / weights[n]):
-            table = tables[name]
-            slots[name] = min(table.rows, self._slots_within(name, rest * weights[name] // total))
-            rest, total = rest - self._map_bytes(name, slots[name]), total - weights[name]
+            own = others.pop(name)
+            share = min(max(own, rest * weights[name] // total), rest - sum(others.values()))
+            slots[name] = min(tables[name].rows, self._slots_within(name, share, claim_bytes))
+            rest -= self._map_bytes(name, slots[name], claim_bytes)
+            total -= weights[name]
+        parts["under way"] += claim_bytes * sum(slots.values())
         return Shares(
-            slots, device_slots, parts | {f"buffer of {n}": self._map_bytes(n, s) for n, s in slots.items()}
+            slots, devices, parts | {f"buffer of {n}": self._map_bytes(n, s) for n, s in slots.items()}
         )
 
-    def _of_devices(self, tables: Mapping[str, Table], rows: Mapping[str, int]) -> dict[str, int]:
+    def _of_devices(
+        self, tables: Mapping[str, Table], rows: Mapping[str, int], first: bool
+    ) -> dict[str, int]:
         """Slots of each device, by table. Raises BudgetError with the smallest memory of a device that
-        works."""
-        weights = {name: rows[name] * t.row_bytes for name, t in tables.items()}
+        works, for the first mini-batch: later ones may go through in pieces."""
+        weights = {name: max(1, rows[name]) * t.row_bytes for name, t in tables.items()}
         total, needed = (
             sum(weights.values()),
             {n: self._device_rows(min(rows[n], t.rows)) for n, t in tables.items()},
@@ -142,7 +221,8 @@ class BudgetSplit:
         slots = {
             name: self._device_memory * weights[name] // total // t.row_bytes for name, t in tables.items()
         }
-        if any(slots[name] < needed[name] for name in tables):
+        needed = needed if first else dict.fromkeys(tables, PIECES)
+        if any(slots[name] < min(needed[name], t.rows) for name, t in tables.items()):
             smallest = max(-(-needed[n] * t.row_bytes * total // weights[n]) for n, t in tables.items())
             raise BudgetError(
                 smallest, self._device_memory, "hold a mini-batch's rows on its devices (device_memory=)"
@@ -157,10 +237,6 @@ class BudgetSplit:
     def _device_map_bytes(self, slots: int) -> int:
         return self._devices * layout.slot_map_bytes(slots, layout.POLICIES[self._device_policy])
 
-    def _slots_within(self, table: str, memory_bytes: int) -> int:
-        names = CANDIDATES if self._policy == "auto" else (self._policy,)
-        return min(slots_for(memory_bytes, self._slot_bytes(table), layout.POLICIES[name]) for name in names)
-
     def bytes_of(self, rows: Mapping[str, int]) -> int:
         """Bytes of a mini-batch of so many rows by table."""
         return sum(self.padded(name, count) for name, count in rows.items())
@@ -173,3 +249,11 @@ class BudgetSplit:
         """Memory in which the uses of each row are counted, where that is a small part of a budget: a static
         set needs it."""
         return 2 * table.rows if 2 * table.rows <= memory_bytes // _CHOOSING_SHARE else 0
+
+
+def _held_at_least(asked: Asked, index: int | None, kept: bool) -> str:
+    """What the smallest budget is for, in words."""
+    which = "mini-batches" if index is None else f"mini-batches as large as number {index}"
+    rows = f"of {format_bytes(asked.row_bytes)} each" if asked.row_bytes else "without rows"
+    static = " and the static rows asked for" if kept else ""
+    return f"hold the reader, two {which} ({rows}), a few slots{static}"

@@ -1,21 +1,32 @@
 """Extraction: the reader and the feature buffers behind a loader, inside one budget, which is divided by what
-the first mini-batch asks for (:mod:`featstore.loaders.online.budget`).
+mini-batches have asked for so far (:mod:`featstore.loaders.online.budget`): anew for one that finds no room.
+
+A mini-batch has slots for all of its rows at once, so that its reads go on while others are handed over. One
+with more rows than slots goes through them in pieces, straight to where its rows are handed over.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from featstore.base.buffers import Outputs
-from featstore.errors import SourceError
-from featstore.loaders.online.budget import BESIDE_KEPT, CHOOSING_BYTES, DEPTH, BudgetSplit
+from featstore.base.buffers import ALIGNMENT, Outputs
+from featstore.errors import BudgetError, SourceError
+from featstore.loaders.online.budget import (
+    BESIDE_KEPT,
+    CHOOSING_BYTES,
+    DEPTH,
+    Asked,
+    BudgetSplit,
+)
+from featstore.loaders.online.caches import cached_pieces, go_on, load_rows
 from featstore.loaders.online.options import check_extraction, static_rows
+from featstore.loaders.online.pieces import InPieces, Piece
+from featstore.loaders.online.report import Counted
 from featstore.reader.reader import Reader
 from featstore.sampling.minibatch import Ids, table_of
 from featstore.tiers import saved
@@ -25,7 +36,6 @@ from featstore.tiers.tickets import Ticket
 
 if TYPE_CHECKING:
     from featstore.reader.reader import Reader
-    from featstore.reader.report import ReaderStats
     from featstore.storage.store import OpenStore, Table
     from featstore.tiers.device import DeviceBuffer, DeviceTicket
 
@@ -33,10 +43,6 @@ if TYPE_CHECKING:
 Tickets = Mapping[str, "Ticket | DeviceTicket"]
 
 EXTRACTED = 3  # so many are extracted at once, unless said otherwise
-_UNITS = 8  # of room, in which one of the expected size is counted
-ROOM = DEPTH * _UNITS
-LARGEST = ROOM // 2  # of a mini-batch: the loop holds one until it has the next
-_SPARE = 1.25  # a mini-batch may be larger than the first by so much, before it takes the room of two
 FIRST_POLICY = "s3-fifo"  # of "auto", until it is known better; and in small budgets
 _PINNED_SHARE = 0.75  # of the slots: further mini-batches are extracted beside one only up to that
 
@@ -46,28 +52,17 @@ class Extraction:
     :class:`featstore.loaders.online.loader.OnlineLoader`."""
 
     def __init__(
-        self,
-        store: OpenStore,
-        memory_bytes: int,
-        *,
-        policy: str,
-        static: Any,
-        warm: str | None,
-        batch_rows: int | Mapping[str, int] | None,
-        extracted: int,
-        reader_memory: int | None,
-        devices: Sequence[Any],
-        device_memory: int,
-        device_policy: str,
-        reader: dict[str, Any],
-    ) -> None:
+        self, store: OpenStore, memory_bytes: int, *, policy: str, static: Any, warm: str | None,
+        extracted: int, reader_memory: int | None, devices: Sequence[Any], device_memory: int,
+        device_policy: str, reader: dict[str, Any],
+    ) -> None:  # fmt: skip
         check_extraction(
-            store, policy=policy, static=static, batch_rows=batch_rows, devices=devices,
-            device_memory=device_memory, device_policy=device_policy, reader=reader,
+            store, policy=policy, static=static, devices=devices, device_memory=device_memory,
+            device_policy=device_policy, reader=reader,
         )  # fmt: skip
         self.store, self.memory_bytes, self.policy = store, memory_bytes, policy
         self.extracted = extracted
-        self._static, self._batch_rows, self._reader_options = static, batch_rows, reader
+        self._static, self._reader_options = static, reader
         self._devices, self._device_policy = devices, device_policy
         self._split = BudgetSplit(
             store, memory_bytes, policy=policy, extracted=extracted, reader_bytes=reader_memory,
@@ -85,48 +80,79 @@ class Extraction:
         self._decided = False
         self._reader: Reader | None = None
         self._memory: dict[str, int] = {}
+        self._asked = Asked({})
+        self._piece_bytes, self._outputs = 0, Outputs(ALIGNMENT, 0)
+        self._device_slots: dict[str, int] = {}
+        self._kept: Mapping[str, NDArray[np.int64]] | None = None
+        self._before = Counted()  # by reader and buffers that were let go
 
     # Opening.
 
-    def open(self, first: Ids) -> None:
-        """Make reader and buffers, given the first mini-batch's ids by node type."""
-        _check_types(first)
-        self.table_of = {
-            node_type: table_of(self.store, node_type, "the mini-batches have") for node_type in first
-        }
-        asked = {self.table_of[t]: len(ids) for t, ids in first.items()}
-        said = self._batch_rows if isinstance(self._batch_rows, Mapping) else {}
-        tables = {name: self.store.table(name) for name in dict.fromkeys([*asked, *said])}
-        rows = self._rows = {name: self._rows_expected(name, asked.get(name, 0)) for name in tables}
-        self._piece_bytes = self._split.bytes_of(rows)
-        self._kept = static_rows(self._static, tables)
-        kept = {name: len(ids) for name, ids in self._kept.items()}
-        slots, self._device_slots, self._memory = self._split.of(tables, rows, kept)
+    def open(self, ids: Ids, *, index: int | None = None, held_bytes: int = 0) -> None:
+        """Make reader and buffers for mini-batches that ask for as much as those so far, and as this one,
+        given its ids by node type. No ticket may be held.
+
+        ``index``: the number of a mini-batch that finds no room, or whose tables are new, after others, of
+        which the loop has ``held_bytes``. What was there goes, the rows in the buffers and what policies knew
+        of them too. Raises BudgetError, and then nothing has changed.
+        """
+        _check_types(ids)
+        named = {node_type: table_of(self.store, node_type, "the mini-batches have") for node_type in ids}
+        table_of_type = self.table_of | named
+        own = self._asked_by(ids, table_of_type)
+        asked = self._asked.or_more(own).or_more(Asked(dict.fromkeys(self._tables_kept(), 0)))
+        if self._kept is None:
+            self._kept = static_rows(self._static, {name: self.store.table(name) for name in asked.rows})
+        kept = {name: len(rows) for name, rows in self._kept.items()}
+        pair_bytes = 0 if index is None else held_bytes + own.row_bytes
+        shares = self._split.of(asked, kept, index=index, pair_bytes=pair_bytes)
+        self._let_go()
+        self.table_of, self._asked, self._memory = table_of_type, asked, shares.memory
+        self._device_slots, self._piece_bytes = shares.device_slots, own.row_bytes
         self._outputs = Outputs(self._piece_bytes, DEPTH)
-        self._reader = Reader(
-            self.store,
-            tables=list(tables),
-            memory=self._split.reader_memory(tables),
-            static=None,
-            static_memory=0,
-            **self._reader_options,
-        )
         try:
-            for name, count in slots.items():
-                self.buffers[name] = self._buffer(name, count, rows[name])
+            self._reader = Reader(
+                self.store,
+                tables=list(shares.slots),
+                memory=shares.memory["reader"],
+                static=None,
+                static_memory=0,
+                **self._reader_options,
+            )
+            for name, count in shares.slots.items():
+                self.buffers[name] = self._buffer(name, count, asked.expected(name))
             self._open_devices()
-            if self._warm is not None:
+            if self._warm is not None and index is None:
                 self._load(self._warm)
         except BaseException:
-            self.close()
-            self.buffers, self.on_devices, self._choices, self._reader = {}, {}, {}, None
+            self._let_go()
             raise
 
-    def _rows_expected(self, table: str, first: int) -> int:
-        """Rows of a mini-batch, at most, as was said or as the first one suggests; one that occurs twice
-        counts twice."""
-        given = self._batch_rows.get(table) if isinstance(self._batch_rows, Mapping) else self._batch_rows
-        return int(_SPARE * first) + 1 if given is None else max(1, first, given)
+    def _asked_by(self, ids: Ids, table_of_type: Mapping[str, str]) -> Asked:
+        """What a mini-batch asks for; a row that occurs twice counts twice."""
+        rows = {table_of_type[node_type]: len(one) for node_type, one in ids.items()}
+        return Asked(rows, max(ALIGNMENT, self._split.bytes_of(rows)), sum(rows.values()))
+
+    def _tables_kept(self) -> Sequence[str]:
+        return list(self._static) if isinstance(self._static, Mapping) else ()
+
+    def _let_go(self) -> None:
+        """Close reader and buffers, and give back their memory."""
+        before = self._before.plus(self._reader, self.buffers, self.on_devices)
+        self.close()
+        self._before, self.buffers, self.on_devices, self._reader = before, {}, {}, None
+        self._choices, self._decided, self._memory = {}, False, {}
+        self._outputs = Outputs(ALIGNMENT, 0)
+
+    @property
+    def room_bytes(self) -> int:
+        """What mini-batches with their rows may take at once, the loop's among them; 0 before there are
+        any."""
+        return self._memory.get("handed over", 0)
+
+    def knows(self, ids: Ids) -> bool:
+        """Whether there are buffers for all of these node types."""
+        return bool(self.buffers) and all(node_type in self.table_of for node_type in ids)
 
     def _first_policy(self) -> str:
         return FIRST_POLICY if self.policy == "auto" else self.policy
@@ -161,7 +187,7 @@ class Extraction:
         """Node ids of the rows that stay: those given, for which there are slots, or of the highest
         degree."""
         if self._static is not None:
-            return self._kept[table]
+            return (self._kept or {}).get(table, np.empty(0, np.int64))
         ranked = self.store.tables[table].rows_by_degree(max(0, most))
         if ranked is None:
             raise SourceError(
@@ -177,10 +203,6 @@ class Extraction:
         """Tickets by table of a mini-batch, given the ids of those whose tickets are held; None where it has
         to wait for these."""
         _check_types(ids)
-        for node_type, one in ids.items():
-            if node_type not in self.table_of:
-                self._add_type(node_type)
-            self._check_fits(self.table_of[node_type], one)
         if under_way:
             for node_type, one in ids.items():
                 free = self.buffers[self.table_of[node_type]].slots_unkept
@@ -201,44 +223,44 @@ class Extraction:
         if len(tickets) < len(ids):
             self._cancel(tickets)
             return None
-        for table, choice in self._choices.items():
-            if table in tickets:
-                ticket = tickets[table]
-                choice.observe(ticket.ids if isinstance(ticket, Ticket) else ticket.asked_of_host)
+        for table, ticket in tickets.items():
+            self._observe(table, ticket)
         return tickets
 
-    def _check_fits(self, table: str, ids: NDArray[np.int64]) -> None:
-        """Raise BudgetError, or SourceError where the memory would do, for a mini-batch that has no room,
-        whatever else is under way."""
-        free, count = self.buffers[table].slots_unkept, len(self._devices)
-        on_devices = self._device_slots.get(table, len(ids))
-        if len(ids) <= min(free, on_devices):
-            return
-        distinct = np.unique(ids)
-        if len(distinct) <= free and (
-            table not in self._device_slots or np.bincount(distinct % count).max() <= on_devices
-        ):
-            return
-        rows = self._rows | {table: len(ids)}
-        kept = {name: len(ids) for name, ids in self._kept.items()}
-        self._split.of({name: self.store.tables[name] for name in rows}, rows, kept)
-        given = rows if len(rows) > 1 else rows[table]
-        raise SourceError(
-            f"a mini-batch has {len(distinct):,} rows of table {table!r}, where slots were made for "
-            f"fewer, judging by the first: give batch_rows={given}, or that of the largest mini-batch"
-        )
+    def _observe(self, table: str, ticket: Ticket | DeviceTicket) -> None:
+        if table in self._choices:
+            asked = ticket.ids if isinstance(ticket, Ticket) else ticket.asked_of_host
+            self._choices[table].observe(asked)
 
-    def _add_type(self, node_type: str) -> None:
-        """A node type that the first mini-batch had not. Raises SourceError where there is no buffer for
-        it."""
-        table = table_of(self.store, node_type, "the mini-batches have")
-        if table not in self.buffers:
-            raise SourceError(
-                f"this mini-batch has nodes of table {table!r}, which the first one had not: give "
-                f"batch_rows={{{table!r}: ...}} with the most rows of it that a mini-batch has, and "
-                "the same of other tables that may be missing from the first"
-            )
-        self.table_of[node_type] = table
+    def fits(self, ids: Ids) -> bool:
+        """Whether there are slots for all rows of a mini-batch at once, if no other holds any, and room
+        beside one as large as the largest of late."""
+        if self._asked_by(ids, self.table_of).row_bytes + self._piece_bytes > self.room_bytes:
+            return False
+        return all(self._slots_for(self.table_of[t], one) for t, one in ids.items())
+
+    def _slots_for(self, table: str, ids: NDArray[np.int64]) -> bool:
+        if len(ids) > self.buffers[table].slots_unkept:
+            return False
+        slots, count = self._device_slots.get(table, len(ids)), len(self._devices)
+        return len(ids) <= slots or int(np.bincount(ids % count).max()) <= slots
+
+    def would_fit(self, ids: Ids, index: int, held_bytes: int) -> bool:
+        """Whether there would be slots for all rows of a mini-batch, the largest so far, if the budget were
+        divided anew."""
+        own = self._asked_by(ids, self.table_of)
+        asked = self._asked.or_more(own)
+        if asked == self._asked:
+            return False
+        kept = {name: len(rows) for name, rows in (self._kept or {}).items()}
+        try:
+            shares = self._split.of(asked, kept, index=index, pair_bytes=held_bytes + own.row_bytes)
+        except BudgetError:
+            return False  # for now: it is the error of who finds no room
+        return all(
+            shares.slots[n] - kept.get(n, 0) >= count <= shares.device_slots.get(n, count)
+            for n, count in own.rows.items()
+        )
 
     @staticmethod
     def _cancel(tickets: Tickets) -> None:
@@ -272,10 +294,7 @@ class Extraction:
 
     def _gather(self, tickets: Tickets) -> dict[str, Any]:
         out: dict[str, Any] = {}
-        at = 0
-        raw = self._outputs.take(
-            self._split.bytes_of({name: len(ticket.ids) for name, ticket in tickets.items()})
-        )
+        at, raw = 0, self._output({name: len(ticket.ids) for name, ticket in tickets.items()})
         for name, ticket in tickets.items():
             table, buffer = self.store.tables[name], self.buffers[name]
             end = at + len(ticket.ids) * table.row_bytes
@@ -293,22 +312,37 @@ class Extraction:
         ticket.release()
         return rows
 
-    def units(self, ids: Ids) -> int:
-        """How much of ``ROOM`` a mini-batch takes."""
-        return -(-self._batch_bytes(ids) * _UNITS // self._piece_bytes)
+    def gather_in_pieces(self, ids: Ids, arrived: Callable[[Piece], bool]) -> dict[str, Any]:
+        """The rows of a mini-batch by table, as :meth:`gather` gives them, through few slots. No other ticket
+        may be held. ``arrived`` waits for one, and says whether to go on; else there are no rows."""
+        out: dict[str, Any] = {}
+        at, raw = 0, self._output({self.table_of[t]: len(one) for t, one in ids.items()})
+        for node_type, one in ids.items():
+            name = self.table_of[node_type]
+            buffer, device = self.buffers[name], self.on_devices.get(name)
+            end = at + len(one) * buffer.row_bytes
+            slots = min(buffer.slots_unkept, self._device_slots.get(name, buffer.slots))
+            pieces = InPieces(buffer, device, slots, partial(self._observe, name))
+            rows = pieces.gather(one, raw[at:end], arrived)
+            if rows is None:
+                return {}
+            out[name] = rows
+            at += self._split.padded(name, len(one))
+        return out
 
-    def _batch_bytes(self, ids: Ids) -> int:
-        return self._split.bytes_of({self.table_of[t]: len(one) for t, one in ids.items()})
+    def output_bytes(self, ids: Ids, *, alone: bool = False) -> int:
+        """How much of the room a mini-batch takes: as much as the largest of late, whose memory is used
+        again. ``alone``: its own rows, there is no room for more."""
+        own = self._asked_by(ids, self.table_of).row_bytes
+        if alone or own > self._piece_bytes:
+            self._piece_bytes, self._outputs = own, Outputs(own, DEPTH)
+        return self._piece_bytes
 
-    def too_large(self, ids: Ids, index: int) -> SourceError:
-        """The error for a mini-batch that has no room even beside one other."""
-        found = {self.table_of[t]: len(one) for t, one in ids.items()}
-        rows = next(iter(found.values())) if len(found) == 1 else found
-        return SourceError(
-            f"mini-batch {index} has rows of {self._batch_bytes(ids):,} bytes, where room was made for "
-            f"{self._piece_bytes:,}, judging by the first: give batch_rows={rows}, or that of the "
-            "largest mini-batch"
-        )
+    def _output(self, rows: Mapping[str, int]) -> NDArray[np.uint8]:
+        """Memory for so many rows by table."""
+        row_bytes = self._split.bytes_of(rows)
+        self._asked = self._asked.or_more(Asked(dict(rows), row_bytes, sum(rows.values())))
+        return self._outputs.take(row_bytes)
 
     # Caches on disk.
 
@@ -321,59 +355,21 @@ class Extraction:
         policies = (
             {t: buffer.policy_name for t, buffer in self.buffers.items()} if self.policy == "auto" else {}
         )
-        pieces = {table: partial(self._cached_pieces, table) for table in self.buffers}
+        # Where the caller has said what is to be kept, that is loaded anyway.
+        pieces = {
+            table: partial(cached_pieces, buffer, self.on_devices.get(table), self.policy == "auto")
+            for table, buffer in self.buffers.items()
+        }
         saved.save(self.store, name, pieces, policies=policies)
 
-    def _cached_pieces(self, table: str) -> Iterator[NDArray[np.int64]]:
-        """Those kept for good at the end, and those on devices last: they are wanted most. Where the caller
-        has said what is to be kept, that is loaded anyway."""
-        above, buffer = self.on_devices.get(table), self.buffers[table]
-        for ids in chain(buffer.cached_pieces(), buffer.kept_pieces() if self.policy == "auto" else ()):
-            yield ids if above is None else ids[~above.holds(ids)]
-        if above is not None:
-            yield from above.cached_pieces()
-
     def _load(self, name: str) -> None:
-        """Read the rows that were saved into the buffers: the last ones, as many as fit, and of those that do
-        not fit on devices the last ones into the host's buffer."""
+        """Read the rows that were saved, as many as fit."""
         with saved.SavedCache(self.store, name) as cache:
             for table, buffer in self.buffers.items():
-                ids, left = partial(cache.ids, table), cache.counts.get(table, 0)
-                above = self.on_devices.get(table)
-                others = ids()
-                if table in self._choices and above is None and self._go_on(table, cache):
-                    continue
-                if above is not None:
-                    staging = self._outputs.take(self._piece_bytes)
-                    for wanted, _ in above.last_that_fit(ids):
-                        above.load(wanted, staging, uses=saved.USES)
-                        left -= len(wanted)
-                    others = (rest for _, rest in above.last_that_fit(ids))
-                spare = max(0, left - buffer.slots_unkept)
-                for piece in others:
-                    buffer.load(piece[spare:], uses=saved.USES)
-                    spare -= min(spare, len(piece))
-
-    def _go_on(self, table: str, cache: saved.SavedCache) -> bool:
-        """Begin with the policy that had been chosen when the cache was saved; whether all rows were loaded
-        with that."""
-        policy, buffer = cache.policies.get(table), self.buffers[table]
-        if policy not in CANDIDATES:
-            return False
-        self._choices[table].policy = policy
-        if policy != "static":
-            buffer.switch(policy)
-            return False
-        first = max(0, cache.counts[table] - max(0, buffer.slots - STATIC_SPARE * self._rows[table]))
-
-        def kept() -> Iterator[NDArray[np.int64]]:
-            before = first
-            for piece in cache.ids(table):
-                yield piece[before:]
-                before -= min(before, len(piece))
-
-        buffer.switch(policy, kept())
-        return True
+                above, choice = self.on_devices.get(table), self._choices.get(table)
+                spare = STATIC_SPARE * self._asked.expected(table)
+                if choice is None or above is not None or not go_on(cache, table, buffer, choice, spare):
+                    load_rows(cache, table, buffer, above, partial(self._outputs.take, self._piece_bytes))
 
     # The rest.
 
@@ -381,10 +377,12 @@ class Extraction:
         """Bytes of the budget by what they are for."""
         return dict(self._memory)
 
-    def reader_stats(self) -> ReaderStats | None:
-        return None if self._reader is None else self._reader.stats()
+    def counted(self) -> Counted:
+        """What reader and buffers have counted, those that were let go too."""
+        return self._before.plus(self._reader, self.buffers, self.on_devices)
 
     def close(self) -> None:
+        """Begin nothing more."""
         for buffer in self.buffers.values():
             buffer.close()
         if self._reader is not None:

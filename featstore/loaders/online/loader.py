@@ -8,8 +8,12 @@ are there, and their slots given back). Several mini-batches are extracted at on
 reads while others are assembled and trained on; all queues are bounded.
 
 **Memory.** One budget covers the readers, the rows handed over, and, with all the rest, the buffers' slots.
-How large mini-batches are is seen from the first one. A later one may be larger: it then waits until others
-are gone.
+How large mini-batches are is seen from those that come. One that is larger waits until others are gone; where
+there is no room for it beside the loop's, or its table is new, the budget is divided anew, and the buffers
+begin empty. With less memory fewer mini-batches are under way, and with little each goes through few slots in
+pieces, into the memory of the one that the loop has given up. The least is the reader and two of the largest
+mini-batches. One for which that is too little is a BudgetError, at its turn: those before it have been handed
+out, and a state taken then goes on with it.
 
 **Order.** Mini-batches are handed over as they were sampled, so that a run can be repeated; with
 ``overtake=True`` whichever has its rows first. What is in the buffer never changes what a mini-batch holds,
@@ -18,26 +22,22 @@ only how long it takes.
 
 from __future__ import annotations
 
-import time
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sized
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from featstore import arguments as args
-from featstore.base.threads import Wake, Worker
-from featstore.errors import ArgumentError, IdError, SourceError
+from featstore.errors import ArgumentError, SourceError
 from featstore.loaders.batch import Batch
-from featstore.loaders.online.budget import SAMPLED
-from featstore.loaders.online.extraction import EXTRACTED, FIRST_POLICY, LARGEST, ROOM, Extraction, Tickets
+from featstore.loaders.online.epoch import OnlineEpoch
+from featstore.loaders.online.extraction import EXTRACTED, FIRST_POLICY, Extraction
 from featstore.loaders.online.report import OnlineStages
 from featstore.loaders.prefetch import Prefetch, PrefetchingLoader, Sampler, check_repeatable, epoch_of
 from featstore.loaders.report import LoaderReport
 from featstore.loaders.state import loader_state, position_of
 from featstore.reader.options import READING
-from featstore.sampling.minibatch import Ids, split
+from featstore.sampling.minibatch import Ids
 from featstore.storage.store import as_store
 from featstore.tiers.saved import cache_path
 from featstore.units import parse_bytes
@@ -70,8 +70,6 @@ class OnlineLoader(PrefetchingLoader):
             store knows degrees.
         warm: the name of a saved cache (:meth:`save_cache`) whose rows are loaded before the first
             mini-batch.
-        batch_rows: how many rows a mini-batch has at most (or a mapping of tables to that); by default a
-            quarter more than the first. Up to half as many more get through, slowly.
         overtake: hand over whichever mini-batch has its rows first.
         nodes: a function from a mini-batch to its node ids, or to {table: ids}, where no rule finds them.
         device: where tensors go, in its default stream; None for host memory. Several devices may be given as
@@ -83,12 +81,13 @@ class OnlineLoader(PrefetchingLoader):
         tensors: hand out torch tensors; by default where there is a device, or the mini-batches are PyG
             objects.
         extracted: how many mini-batches are extracted at once, at most: fewer where they would pin most of
-            the slots.
+            the slots, and one where it has not slots for all of its rows.
         reader_memory: what of ``memory`` the reader takes beyond maps and checksums, to stage pages and to
-            plan; by default a ninth, 29 MiB at most. See :mod:`featstore.tune.tuning`.
+            plan; by default a ninth, 29 MiB at most, and less where memory is scarce. See
+            :mod:`featstore.tune.tuning`.
         engine, queue_depth, verify: as for :class:`featstore.reader.reader.Reader`.
 
-    Raises SourceError, IdError; BudgetError (when the first mini-batch, or a larger one, has been sampled);
+    Raises SourceError, IdError; BudgetError (at the first mini-batch, or a larger one, that finds no room);
     what sampling and reading raise.
     """
 
@@ -96,15 +95,15 @@ class OnlineLoader(PrefetchingLoader):
 
     def __init__(
         self, store: OpenStore, batches: Sampler, *, memory: int | str = "1GiB", policy: str = "auto",
-        static: Any = None, warm: str | None = None, batch_rows: int | Mapping[str, int] | None = None,
-        overtake: bool = False, nodes: Callable[[Any], Any] | None = None, device: Any = None,
+        static: Any = None, warm: str | None = None, overtake: bool = False,
+        nodes: Callable[[Any], Any] | None = None, device: Any = None,
         device_memory: int | str | None = None, device_policy: str = FIRST_POLICY,
         tensors: bool | None = None, extracted: int = EXTRACTED, reader_memory: int | str | None = None,
         **reader: Any,
     ) -> None:  # fmt: skip
         super().__init__(OnlineStages())
         self.store, self._batches = as_store(store), args.as_batches(batches, "batches")
-        self._nodes = None if nodes is None else args.as_function(nodes, "nodes")
+        self.nodes = None if nodes is None else args.as_function(nodes, "nodes")
         devices = list(device) if isinstance(device, list | tuple) else [] if device is None else [device]
         if device is not None and not devices:
             raise ArgumentError("device must be a device, or a list of at least one, not an empty list")
@@ -123,7 +122,6 @@ class OnlineLoader(PrefetchingLoader):
             policy=policy,
             static=static,
             warm=warm,
-            batch_rows=batch_rows,
             extracted=args.as_count(extracted, "extracted"),
             reader_memory=None if reader_memory is None else parse_bytes(reader_memory, "reader_memory"),
             devices=devices,
@@ -149,8 +147,9 @@ class OnlineLoader(PrefetchingLoader):
             if self._next == 0:
                 self.extraction.decide()
             self._begun = True
-            batches = self._mini_batches(self._epoch)
-            self._prefetch = _Prefetch(self, self.extraction, batches, self._next)
+            batches, before = self._mini_batches(self._epoch), self._prefetch
+            held_bytes = before.held_bytes if isinstance(before, OnlineEpoch) else 0
+            self._prefetch = OnlineEpoch(self, self.extraction, batches, self._next, held_bytes)
             return self._prefetch
 
     def _mini_batches(self, epoch: int) -> Iterable[Any]:
@@ -190,10 +189,7 @@ class OnlineLoader(PrefetchingLoader):
         return self._report or self._measured()
 
     def _measured(self) -> LoaderReport:
-        held = self.extraction
-        buffers = {name: buffer.stats() for name, buffer in held.buffers.items()}
-        devices = {name: level.stats() for name, level in held.on_devices.items()}
-        return self.report_stages.report(held.reader_stats(), buffers, devices)
+        return self.report_stages.report(self.extraction.counted())
 
     def memory(self) -> dict[str, int]:
         """Bytes of the budget by what they are for; empty before the first mini-batch."""
@@ -202,7 +198,7 @@ class OnlineLoader(PrefetchingLoader):
     @property
     def policy(self) -> dict[str, str]:
         """The policy of each table's buffer now; empty before the first mini-batch."""
-        return {name: buffer.policy_name for name, buffer in self.extraction.buffers.items()}
+        return {name: buffer.policy_name for name, buffer in list(self.extraction.buffers.items())}
 
     def save_cache(self, name: str = "cache") -> None:
         """Save with the store which rows are in the buffers now, to be loaded by ``warm=name``."""
@@ -242,140 +238,3 @@ class OnlineLoader(PrefetchingLoader):
 
     def __repr__(self) -> str:
         return f"<OnlineLoader of {str(self.store.path)!r}, {self.policy or 'before its first mini-batch'}>"
-
-
-@dataclass
-class _Sampled:
-    """A mini-batch on its way."""
-
-    index: int
-    ids: Ids
-    sample: Any
-    tickets: Tickets
-
-
-class _Prefetch(Prefetch):
-    """One epoch: a thread samples, another extracts and hands over."""
-
-    def __init__(
-        self, loader: OnlineLoader, extraction: Extraction, batches: Iterable[Any], skip: int
-    ) -> None:
-        super().__init__(loader.check_process, loader.report_stages, ROOM, LARGEST, "featstore-extract")
-        self._loader, self.extraction, self._batches, self._skip = loader, extraction, batches, skip
-        self._sampled: deque[_Sampled] = deque()
-        self._sampled_all = False
-        self._sampling_error: BaseException | None = None
-        self._taken = Wake()  # there is room for another one to be sampled, or the prefetch was stopped
-        self._sampler = Worker(self._sample, "featstore-sample")
-
-    def start(self) -> None:
-        if not self._stop:
-            self._sampler.start()
-        super().start()
-
-    def close(self, because: str = "the loader is closed") -> None:
-        self._stop = self._stop or because
-        self._taken.set()
-        super().close(because)
-
-    def _workers(self) -> list[Worker]:
-        return [self._sampler, self._worker]
-
-    # Sampling.
-
-    def _sample(self) -> None:
-        stages = self._loader.report_stages
-        try:
-            last = time.perf_counter()
-            for index, batch in enumerate(self._batches):
-                if self._stop:
-                    return
-                if index < self._skip:
-                    continue
-                given, sample = split(batch, self._loader._nodes)
-                # a sampler may use its memory again
-                ids = {node_type: one.copy() for node_type, one in given.items()}
-                del batch, given
-                stages.add("sample", time.perf_counter() - last)
-                while len(self._sampled) >= SAMPLED and not self._stop:
-                    self._taken.wait()
-                self._sampled.append(_Sampled(index, ids, sample, {}))
-                del ids, sample
-                self._changed.set()
-                last = time.perf_counter()
-        except BaseException as error:
-            self._sampling_error = error
-        finally:
-            self._sampled_all = True
-            self._changed.set()
-
-    # Extracting.
-
-    def _go(self) -> None:
-        under_way: deque[_Sampled] = deque()
-        self.extraction.on_change = self._changed.set
-        try:
-            while not self._stop:
-                if self._begin_next(under_way) or self._assemble_next(under_way):
-                    continue
-                if not under_way and not self._sampled and self._sampled_all:
-                    break
-                self._changed.wait()
-            if self._sampling_error is not None and not self._stop:
-                raise self._sampling_error
-        finally:
-            for one in under_way:
-                for ticket in one.tickets.values():
-                    ticket.cancel()
-                self._loader.report_stages.ended(one.tickets)
-
-    def _begin_next(self, under_way: deque[_Sampled]) -> bool:
-        """Claim slots for the next mini-batch and start its reads, if there is one, and there are slots."""
-        if not self._sampled or len(under_way) >= self.extraction.extracted:
-            return False
-        first = self._sampled[0]
-        if not self.extraction.buffers:
-            self.extraction.open(first.ids)
-        if self.extraction.undecided:
-            if under_way:
-                return False
-            self.extraction.decide()
-        begin = time.perf_counter()
-        try:
-            tickets = self.extraction.begin(first.ids, [one.ids for one in under_way])
-        except IdError as error:
-            raise IdError(f"mini-batch {first.index}: {error}") from None
-        if tickets is None:
-            return False
-        self._sampled.popleft()
-        self._taken.set()
-        first.tickets = tickets
-        under_way.append(first)
-        self._loader.report_stages.begun(tickets)
-        self._loader.report_stages.add("claim", time.perf_counter() - begin)
-        return True
-
-    def _assemble_next(self, under_way: deque[_Sampled]) -> bool:
-        """Hand over a mini-batch whose rows are there, if there is room for it."""
-        extraction, stages = self.extraction, self._loader.report_stages
-        waiting = under_way if self._loader.overtake else list(under_way)[:1]
-        one = next((w for w in waiting if all(t.done() for t in w.tickets.values())), None)
-        if one is None:
-            return False
-        units = extraction.units(one.ids)
-        if units > LARGEST:
-            raise extraction.too_large(one.ids, one.index)
-        if not self._try_room(units):
-            return False
-        under_way.remove(one)
-        stages.ended(one.tickets)
-        begin = time.perf_counter()
-        rows = extraction.gather(one.tickets)
-        gathered = time.perf_counter()
-        ids = {extraction.table_of[t]: i for t, i in one.ids.items()}
-        batch = self._loader.finished(ids, one.sample, rows, one.index)
-        stages.add("gather", gathered - begin)
-        stages.add("hand over", time.perf_counter() - gathered)
-        del rows, one
-        self._hand_over(batch, units)
-        return True

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from featstore.arguments import as_choice, as_count, known_name
+from featstore.arguments import as_choice, known_name
 from featstore.base.ids import parse_ids
 from featstore.errors import ArgumentError, IdError, SourceError
 from featstore.reader.options import check_reading
@@ -17,8 +17,8 @@ from featstore.tiers.slots import layout
 
 
 def check_extraction(
-    store: OpenStore, *, policy: str, static: Any, batch_rows: int | Mapping[str, int] | None,
-    devices: Sequence[Any], device_memory: int, device_policy: str, reader: dict[str, Any],
+    store: OpenStore, *, policy: str, static: Any, devices: Sequence[Any], device_memory: int,
+    device_policy: str, reader: dict[str, Any],
 ) -> None:  # fmt: skip
     """Raise ArgumentError, SourceError, IdError for options of
     :class:`featstore.loaders.online.loader.OnlineLoader` that are wrong, or that contradict each other."""
@@ -35,12 +35,8 @@ def check_extraction(
     as_choice(device_policy, "device_policy", [name for name in known if name not in ("auto", "static")])
     if device_memory and not devices:
         raise SourceError("device_memory= keeps rows on a device: say on which, with device=")
-    for option, given in (("batch_rows", batch_rows), ("static", static)):
-        for table in given if isinstance(given, Mapping) else ():
-            known_name(table, store.tables, f"{option}: the store has no table")
-    for rows in batch_rows.values() if isinstance(batch_rows, Mapping) else [batch_rows]:
-        if rows is not None:
-            as_count(rows, "batch_rows")
+    for table in static if isinstance(static, Mapping) else ():
+        known_name(table, store.tables, "static: the store has no table")
     for ids in static.values() if isinstance(static, Mapping) else [static]:
         if ids is not None:
             parse_ids(ids)
@@ -48,7 +44,7 @@ def check_extraction(
 
 def static_rows(static: Any, tables: Mapping[str, Table]) -> dict[str, NDArray[np.int64]]:
     """The rows that ``static=`` says are to be kept: distinct node ids of each of ``tables``, those of the
-    mini-batches. Empty where nothing is said. Raises ArgumentError, SourceError, IdError."""
+    first mini-batch and of ``static``. Empty where nothing is said. Raises ArgumentError, IdError."""
     if static is None:
         return {}
     known = ", ".join(map(repr, tables))
@@ -56,12 +52,6 @@ def static_rows(static: Any, tables: Mapping[str, Table]) -> dict[str, NDArray[n
         if len(tables) > 1:
             raise ArgumentError(f"static: of which table ({known})? give {{{next(iter(tables))!r}: ids}}")
         static = {next(iter(tables)): static}
-    for name in static:
-        if name not in tables:
-            raise SourceError(
-                f"static= keeps rows of table {name!r}, but the mini-batches have rows of {known} alone: "
-                f"leave it out, or give batch_rows={{{name!r}: ...}} where later ones have some"
-            )
     found = {name: np.unique(parse_ids(static.get(name, ())).values) for name in tables}
     for name, ids in found.items():
         for bad in (ids[0], ids[-1]) if len(ids) else ():

@@ -1,28 +1,64 @@
-"""What an online loader counts: mini-batches whose reads have begun."""
+"""What an online loader counts: mini-batches whose reads have begun, and what its reader and buffers count,
+also those that were let go when the budget was divided anew."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
 from featstore.loaders.prefetch import Stages
 from featstore.loaders.report import LoaderReport
-from featstore.reader.report import ReaderStats
 from featstore.tiers.tickets import BufferStats
+
+if TYPE_CHECKING:
+    from featstore.reader.reader import Reader
+    from featstore.tiers.buffer import FeatureBuffer
+    from featstore.tiers.device import DeviceBuffer
+
+
+@dataclass(frozen=True)
+class Counted:
+    """Bytes and reads of readers; of buffers in host memory and on devices what they count, by table."""
+
+    bytes_read: int = 0
+    reads: int = 0
+    buffers: Mapping[str, BufferStats] = field(default_factory=dict)
+    devices: Mapping[str, BufferStats] = field(default_factory=dict)
+
+    def plus(
+        self, reader: Reader | None, buffers: Mapping[str, FeatureBuffer], devices: Mapping[str, DeviceBuffer]
+    ) -> Counted:
+        """These, and what these readers and buffers count now."""
+        stats = None if reader is None else reader.stats()
+        return Counted(
+            self.bytes_read + (0 if stats is None else stats.bytes_read),
+            self.reads + (0 if stats is None else stats.reads),
+            _both(self.buffers, {name: one.stats() for name, one in list(buffers.items())}),
+            _both(self.devices, {name: one.stats() for name, one in list(devices.items())}),
+        )
+
+
+def _both(before: Mapping[str, BufferStats], now: Mapping[str, BufferStats]) -> dict[str, BufferStats]:
+    names = dict.fromkeys([*before, *now])
+    return {n: BufferStats.sum(one[n] for one in (before, now) if n in one) for n in names}
 
 
 class OnlineStages(Stages):
     """Counts for a report."""
 
-    def begun(self, tickets: object) -> None:
+    def begun(self) -> None:
         """A mini-batch's reads have begun."""
         self.read_begins()
 
-    def ended(self, tickets: object) -> None:
+    def ended(self) -> None:
         """A mini-batch's rows are there."""
         self.read_ends()
 
-    def report(
-        self, stats: ReaderStats | None, buffers: dict[str, BufferStats], devices: dict[str, BufferStats]
-    ) -> LoaderReport:
-        """``stats``: of the reader; of the buffers and device levels by table."""
+    def report(self, counted: Counted) -> LoaderReport:
+        """``counted``: by reader and buffers."""
         batches, seconds, _ = self.snapshot()
-        read = (0, 0) if stats is None else (stats.bytes_read, stats.reads)
-        return LoaderReport(batches, seconds, *read, buffers=buffers, devices=devices)
+        return LoaderReport(
+            batches, seconds, counted.bytes_read, counted.reads, buffers=counted.buffers,
+            devices=counted.devices,
+        )  # fmt: skip

@@ -1,0 +1,247 @@
+"""One epoch of an online loader: a thread samples, another extracts and hands over.
+
+A mini-batch is begun (slots claimed, reads started) while those before are still under way, and assembled
+when its rows are there and there is room for a copy. One that has not slots for all of its rows waits
+until no other is under way, takes room first, and goes through the slots in pieces. For one that finds no
+room though no rows are left but the loop's, the budget is divided anew
+(:meth:`featstore.loaders.online.extraction.Extraction.open`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from featstore.base.threads import Wake, Worker
+from featstore.errors import IdError
+from featstore.loaders.online.budget import SAMPLED
+from featstore.loaders.online.extraction import Extraction, Tickets
+from featstore.loaders.online.pieces import Piece
+from featstore.loaders.online.report import OnlineStages
+from featstore.loaders.prefetch import Prefetch
+from featstore.sampling.minibatch import Ids, split
+
+
+class Epochs(Protocol):
+    """What an epoch asks of its loader."""
+
+    report_stages: OnlineStages
+    overtake: bool
+    nodes: Callable[[Any], Any] | None
+
+    def check_process(self) -> None: ...
+
+    def finished(self, ids: Ids, sample: Any, rows: dict[str, Any], index: int) -> Any: ...
+
+
+@dataclass
+class _Sampled:
+    """A mini-batch on its way."""
+
+    index: int
+    ids: Ids
+    sample: Any
+    tickets: Tickets
+
+
+class OnlineEpoch(Prefetch):
+    """One epoch; see the module's text. ``skip``: so many mini-batches are sampled and let go;
+    ``held_bytes``: of the mini-batch that the loop has from the epoch before."""
+
+    def __init__(
+        self, loader: Epochs, extraction: Extraction, batches: Iterable[Any], skip: int, held_bytes: int
+    ) -> None:
+        room = extraction.room_bytes
+        super().__init__(loader.check_process, loader.report_stages, room, held_bytes, "featstore-extract")
+        self._loader, self.extraction, self._batches, self._skip = loader, extraction, batches, skip
+        self._sampled: deque[_Sampled] = deque()
+        self._sampled_all = False
+        self._sampling_error: BaseException | None = None
+        self._taken = Wake()  # there is room for another one to be sampled, or the prefetch was stopped
+        self._sampler = Worker(self._sample, "featstore-sample")
+
+    def start(self) -> None:
+        if not self._stop:
+            self._sampler.start()
+        super().start()
+
+    def close(self, because: str = "the loader is closed") -> None:
+        self._stop = self._stop or because
+        self._taken.set()
+        super().close(because)
+
+    def _workers(self) -> list[Worker]:
+        return [self._sampler, self._worker]
+
+    # Sampling.
+
+    def _sample(self) -> None:
+        stages = self._loader.report_stages
+        try:
+            last = time.perf_counter()
+            for index, batch in enumerate(self._batches):
+                if self._stop:
+                    return
+                if index < self._skip:
+                    continue
+                given, sample = split(batch, self._loader.nodes)
+                # a sampler may use its memory again
+                ids = {node_type: one.copy() for node_type, one in given.items()}
+                del batch, given
+                stages.add("sample", time.perf_counter() - last)
+                while len(self._sampled) >= SAMPLED and not self._stop:
+                    self._taken.wait()
+                self._sampled.append(_Sampled(index, ids, sample, {}))
+                del ids, sample
+                self._changed.set()
+                last = time.perf_counter()
+        except BaseException as error:
+            self._sampling_error = error
+        finally:
+            self._sampled_all = True
+            self._changed.set()
+
+    # Extracting.
+
+    def _go(self) -> None:
+        under_way: deque[_Sampled] = deque()
+        self.extraction.on_change = self._changed.set
+        try:
+            while not self._stop:
+                if self._begin_next(under_way) or self._assemble_next(under_way):
+                    continue
+                if not under_way and not self._sampled and self._sampled_all:
+                    break
+                self._changed.wait()
+            if self._sampling_error is not None and not self._stop:
+                raise self._sampling_error
+        finally:
+            self._take_back(under_way)
+
+    def _take_back(self, under_way: deque[_Sampled]) -> None:
+        """Give up the slots of all mini-batches, which are to be begun again."""
+        while under_way:
+            one = under_way.pop()
+            for ticket in one.tickets.values():
+                ticket.cancel()
+            one.tickets = {}
+            self._loader.report_stages.ended()
+            self._sampled.appendleft(one)
+
+    def _begin_next(self, under_way: deque[_Sampled]) -> bool:
+        """Claim slots for the next mini-batch and start its reads, if there is one, and there are slots."""
+        if not self._sampled or len(under_way) >= self.extraction.extracted:
+            return False
+        extraction, first = self.extraction, self._sampled[0]
+        if not extraction.knows(first.ids):
+            return not under_way and self._divide_anew(first)
+        if extraction.undecided:
+            if under_way:
+                return False
+            extraction.decide()
+        begin = time.perf_counter()
+        try:
+            if not extraction.fits(first.ids):
+                return not under_way and self._make_alone(first)
+            tickets = extraction.begin(first.ids, [one.ids for one in under_way])
+        except IdError as error:
+            raise IdError(f"mini-batch {first.index}: {error}") from None
+        if tickets is None:
+            return False
+        self._sampled.popleft()
+        self._taken.set()
+        first.tickets = tickets
+        under_way.append(first)
+        self._loader.report_stages.begun()
+        self._loader.report_stages.add("claim", time.perf_counter() - begin)
+        return True
+
+    def _assemble_next(self, under_way: deque[_Sampled]) -> bool:
+        """Hand over a mini-batch whose rows are there, if there is room for it."""
+        waiting = under_way if self._loader.overtake else list(under_way)[:1]
+        one = next((w for w in waiting if all(t.done() for t in w.tickets.values())), None)
+        if one is None:
+            return False
+        room = self._room_for(one)
+        if not room:
+            if not self._alone():
+                return False
+            self._take_back(under_way)
+            return self._divide_anew(one)
+        under_way.remove(one)
+        self._loader.report_stages.ended()
+        begin = time.perf_counter()
+        rows = self.extraction.gather(one.tickets)
+        self._finish(one, rows, room, begin)
+        return True
+
+    def _make_alone(self, one: _Sampled) -> bool:
+        """Read a mini-batch for which there are too few slots, or little room, to where it is handed over; no
+        other is under way."""
+        if self.extraction.would_fit(one.ids, one.index, self._held):
+            return self._divide_anew(one)
+        room = self._room_for(one)
+        if not room:
+            return self._divide_anew(one)
+        stages, begin = self._loader.report_stages, time.perf_counter()
+        stages.begun()
+        try:
+            rows = self.extraction.gather_in_pieces(one.ids, self._arrived)
+        finally:
+            stages.ended()
+        if not self._stop:
+            self._sampled.popleft()
+            self._taken.set()
+            self._finish(one, rows, room, begin)
+        return True
+
+    def _arrived(self, piece: Piece) -> bool:
+        """Wait for rows; False where the prefetch was stopped."""
+        while not piece.done() and not self._stop:
+            self._changed.wait()
+        return not self._stop
+
+    def _finish(self, one: _Sampled, rows: dict[str, Any], room: int, begin: float) -> None:
+        gathered, stages = time.perf_counter(), self._loader.report_stages
+        ids = {self.extraction.table_of[t]: i for t, i in one.ids.items()}
+        batch = self._loader.finished(ids, one.sample, rows, one.index)
+        stages.add("gather", gathered - begin)
+        stages.add("hand over", time.perf_counter() - gathered)
+        self._hand_over(batch, room)
+
+    # Room.
+
+    @property
+    def held_bytes(self) -> int:
+        """Of the room, what the mini-batch takes that the loop has."""
+        return self._held
+
+    def _alone(self) -> bool:
+        """Whether there are no rows but the loop's: nothing more comes free."""
+        with self._lock:
+            return self._free + self._held == self.extraction.room_bytes
+
+    def _room_for(self, one: _Sampled) -> int:
+        """Take room for a mini-batch's rows; the bytes of it, 0 where there is not enough now."""
+        for alone in (False, True):
+            if alone and not self._alone():
+                return 0
+            room = self.extraction.output_bytes(one.ids, alone=alone)
+            if self._try_room(room):
+                return room
+        return 0
+
+    def _divide_anew(self, one: _Sampled) -> bool:
+        """Make room for a mini-batch, the next one, where none is under way; False where others are to be
+        taken by the loop before."""
+        if not self._alone():
+            return False
+        extraction = self.extraction
+        before, first = extraction.room_bytes, not extraction.buffers
+        extraction.open(one.ids, index=None if first else one.index, held_bytes=self._held)
+        with self._lock:
+            self._free += extraction.room_bytes - before
+        return True

@@ -1,0 +1,79 @@
+"""The smallest memory of each way to train: what a BudgetError names works, and a good deal less does not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import featstore
+from featstore.errors import BudgetError
+
+ROWS, BATCH, ROW_BYTES = 6000, 2000, 4096
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    x = np.zeros((ROWS, ROW_BYTES // 4), np.float32)
+    x[:, 0] = np.arange(ROWS)
+    x[:, -1] = -x[:, 0]
+    sources = np.random.default_rng(0).integers(0, ROWS, ROWS * 4)
+    graph = (np.arange(0, ROWS * 4 + 1, 4), sources)
+    path = tmp_path_factory.mktemp("smallest") / "s"
+    with featstore.pack(path, x, graph=graph, order="ldg", partitions=16) as made:
+        yield made
+
+
+def given(epoch: int) -> Iterator[np.ndarray]:
+    rng = np.random.default_rng(epoch)
+    for _ in range(4):
+        yield rng.permutation(ROWS)[:BATCH]
+
+
+SEEDS = {"seeds": np.arange(ROWS), "fanouts": (2,), "batch_size": 1000}
+WAYS: dict[str, dict[str, Any]] = {
+    "online": {"batches": given, "mode": "online"},
+    "compiled": {"batches": given, "mode": "compiled", "name": "c"},
+    "rolling": {"batches": given, "mode": "rolling", "name": "r"},
+    "partitions": {"mode": "partitions", "hubs": 0, **SEEDS},
+    "online, sampled": {"mode": "online", **SEEDS},
+    "compiled, sampled": {"mode": "compiled", "name": "s", **SEEDS},
+    "online, the second of two ranks": {"mode": "online", **SEEDS, "rank": 1, "world_size": 2},
+    "online, on a device": {"batches": given, "mode": "online", "device": "cpu"},
+}
+
+
+def largest(store: Any, memory: int, way: dict[str, Any]) -> int:
+    """Go through an epoch, and a bit; bytes of the largest mini-batch."""
+    found, steps = 0, 0
+    with store.loader(memory=memory, **way) as loader:
+        for _ in range(2):
+            for batch in loader:
+                ids, x = np.asarray(batch.n_id), np.asarray(batch.x)
+                np.testing.assert_array_equal(x[:, 0], ids)
+                np.testing.assert_array_equal(x[:, -1], -ids.astype(np.float32))
+                found, steps = max(found, x.nbytes), steps + 1
+    assert steps >= 6
+    return found
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_the_memory_that_is_named_works_and_much_less_does_not(store: Any, name: str) -> None:
+    way, memory, named = WAYS[name], 1, 0
+    if "device" in way:
+        pytest.importorskip("torch")
+    while True:
+        try:
+            rows_bytes = largest(store, memory, way)
+            break
+        except BudgetError as error:
+            assert error.given_bytes == memory < error.needed_bytes, "it is of all the memory"
+            memory, named = error.needed_bytes, named + 1
+    # Mini-batches that are given are of one size: the first error knows. Those that are sampled grow.
+    assert named == 1 or "sampled" in name or "ranks" in name
+    with pytest.raises(BudgetError):
+        largest(store, int(0.95 * memory), way)
+    if name in ("online", "compiled", "online, on a device"):
+        assert memory < 2.1 * rows_bytes + 5 * 2**20  # the reader has 3.6 MiB
