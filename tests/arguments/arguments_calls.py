@@ -163,9 +163,6 @@ DEVICE_MEMORY = MEMORY.but("nothing", "zero")
 BATCHES = Rule({**NONSENSE, "None": None, "a text": "abc", "a number": 3, "a mapping": {"a": [1]}}).but(
     "a set", "a nested list", "a meta tensor", "a nested tensor", "an array of objects", "bytes", "a type"
 )
-BATCH_ROWS = (
-    count().optional.but("a mapping").and_also(another_table={"nobody": 3}, wrong_rows={"features": 0})
-)
 BUFFER = Rule({**NONSENSE, "a policy": "lru", "bytes": 2**20})
 BY_TABLE = {"another table": {"nobody": 1}}
 
