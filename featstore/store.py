@@ -18,7 +18,6 @@ from featstore.storage.store import OpenStore, StoredGraph, Table
 if TYPE_CHECKING:
     from featstore.compiled import Compiled
     from featstore.loaders.loader import Loader
-    from featstore.loaders.mega.loader import MegaBatches
     from featstore.loaders.prefetch import Sampler
     from featstore.reader.reader import Reader
     from featstore.reader.tiered import TieredReader
@@ -115,17 +114,6 @@ class Store(OpenStore):
         if "memory" not in options:
             raise ArgumentError("a sampler needs a budget: give memory=, bytes or a size such as '512MiB'")
         return StoredSampler(self, fanouts, **options)
-
-    def mega_batches(self, **options: Any) -> MegaBatches:
-        """A loader that trains from random collections of partitions; the options are those of
-        :class:`featstore.loaders.mega.loader.MegaBatches`."""
-        from featstore.loaders.mega.loader import MegaBatches
-        from featstore.loaders.ranks import warn_of_ranks
-
-        self.check_open()
-        check_options(options, options_of(MegaBatches), "a loader of mega-batches")
-        warn_of_ranks("a loader of mega-batches")
-        return MegaBatches(self, **options)
 
     def loader(
         self, batches: Sampler | None = None, *, seeds: Any = None, fanouts: Sequence[int] | None = None,

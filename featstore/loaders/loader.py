@@ -21,12 +21,11 @@ from featstore.errors import ArgumentError, SourceError
 from featstore.loaders.batch import Batch
 from featstore.loaders.compiled.loader import CompiledLoader
 from featstore.loaders.compiled.trace import CompiledTrace
-from featstore.loaders.mega.loader import MegaBatches
+from featstore.loaders.mega.loader import PartitionsLoader
 from featstore.loaders.modes import (
     MODES,
     CompiledMode,
     Mode,
-    PartitionsMode,
     Recorded,
     RollingMode,
 )
@@ -53,7 +52,7 @@ _OF_MODES = {
     "nodes": ("online", "compiled", "rolling"),
     "policy": ("online",),
     "static": ("online",),
-    "device": ("online", "compiled", "rolling"),
+    "device": ("online", "compiled", "rolling", "partitions"),
     "device_memory": ("online", "compiled", "rolling"),
     "disk": ("compiled", "rolling"),
     "name": ("compiled", "rolling"),
@@ -111,11 +110,11 @@ class Loader(LoaderBase):
         engine, queue_depth, verify: as for :class:`featstore.Reader`.
         nodes, policy, static: of mode online (``nodes`` of compiled and rolling, too): see
             :class:`featstore.OnlineLoader`.
-        device, device_memory: rows and tensors there; not of mode partitions.
+        device, device_memory: tensors there, and rows kept there; the latter not of mode partitions.
         disk, name, residency: of the modes compiled and rolling: see :func:`featstore.compile_trace`.
         reuse: of mode compiled: take what was compiled under this ``name``, if it is there.
         hubs, resident, replaced, passes, weights: of mode partitions: see
-            :class:`featstore.loaders.mega.loader.MegaBatches`.
+            :class:`featstore.loaders.mega.loader.PartitionsLoader`.
 
     Raises ArgumentError for an option that the mode does not have; what sampling, compiling and reading
     raise.
@@ -272,13 +271,11 @@ class Loader(LoaderBase):
         share, own = self._share(said), how.own
         if isinstance(own.get("passes"), str) and self._ranks > 1:
             raise ArgumentError("passes='auto' follows each rank's own clock: give ranks a number of passes")
-        weights = args.as_flag(own.pop("weights", False), "weights")
-        fanouts = args.as_fanouts(said["fanouts"])
-        mega = MegaBatches(
-            self.store, memory=self.memory_bytes, train=said["seeds"], graph=said["graph"], seed=_seed(said),
-            **own, **how.reading
+        loader = PartitionsLoader(
+            self.store, said["fanouts"], memory=self.memory_bytes, train=said["seeds"], graph=said["graph"],
+            seed=_seed(said), tensors=how.tensors, **share, **own, **how.reading
         )  # fmt: skip
-        return PartitionsMode(mega, fanouts, weights=weights, tensors=bool(how.tensors), **share)
+        return Mode(loader)
 
     def _check_compiling(self, own: dict[str, Any]) -> tuple[Any, str]:
         """Take device and name out of the options of compiling; raise for what it would refuse, before

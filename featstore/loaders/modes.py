@@ -12,18 +12,15 @@ are wanted when.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
 from featstore.loaders.batch import Batch
 from featstore.loaders.compiled.loader import CompiledLoader
-from featstore.loaders.mega.loader import MegaBatches
 from featstore.loaders.prefetch import Sampler, epoch_of
 from featstore.loaders.report import LoaderReport
 from featstore.loaders.rolling import RollingLoader
 from featstore.loaders.state import loader_state, position_of
 from featstore.sampling.minibatch import split
-from featstore.sampling.ranked import share_of
 
 MODES = ("online", "compiled", "rolling", "partitions")
 _IDS = "featstore.n_id"  # under which a recorded mini-batch keeps ids that its sample does not have
@@ -76,8 +73,8 @@ def as_batch(made: Any) -> Batch:
 
 
 class Mode:
-    """A way to train, over the loader that does it. This is ``online``; the others differ in what they
-    override."""
+    """A way to train, over the loader that does it. This is ``online`` and ``partitions``; the others differ
+    in what they override."""
 
     def __init__(self, loader: Any) -> None:
         self.loader = loader
@@ -151,31 +148,3 @@ class RollingMode(Mode):
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         self.loader.seek(*position_of(state, self.loader.state_dict()["store"]))
-
-
-class PartitionsMode(Mode):
-    """Mini-batches sampled inside random collections of partitions."""
-
-    loader: MegaBatches
-
-    def __init__(self, loader: MegaBatches, fanouts: Any, **how: Any) -> None:
-        """``how``: further arguments of :meth:`featstore.loaders.mega.batch.MegaBatch.batches`."""
-        super().__init__(loader)
-        self._how: dict[str, Any] = {"fanouts": fanouts, **how}
-        self._share = {k: how[k] for k in ("batch_size", "rank", "world_size", "drop_last")}
-        self._padded = self._dropped = 0  # seeds of this epoch that stand twice, and that are left out
-        self._handed_out = 0  # since it was made
-
-    def epoch(self) -> Iterator[Batch]:
-        self._padded = self._dropped = 0
-        for mega in self.loader:
-            share = share_of(mega.seeds, **self._share)
-            self._padded += share.padded * mega.passes
-            self._dropped += share.dropped * mega.passes
-            for batch in mega.batches(**self._how):
-                self._handed_out += 1
-                yield batch
-                del batch
-
-    def report(self) -> LoaderReport:
-        return replace(super().report(), batches=self._handed_out, padded=self._padded, dropped=self._dropped)

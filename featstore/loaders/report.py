@@ -24,7 +24,7 @@ class LoaderReport:
             read of rows under way), ``claim``, ``gather``, ``assemble``, ``hand over``, ``load`` and
             ``build`` (of collections of partitions), ``prepare`` (of rolling episodes), ``train`` (the loop
             is at work). Waiting: ``wait`` (the loop), ``read wait``, ``record wait``, ``room wait``,
-            ``episode wait`` (the loader).
+            ``load wait``, ``episode wait`` (the loader).
         bytes_read, reads: from disk.
         row_bytes: bytes of rows by where they came from, of compiled mini-batches.
         buffers, devices: what buffers in host memory, and on devices above them, have counted by table.
