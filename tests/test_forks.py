@@ -17,6 +17,7 @@ from processes import child, exit_code
 
 import featstore
 from featstore.errors import ClosedError
+from featstore.loaders.mega.sets import PartitionSets
 from featstore.reader.reader import Reader
 from featstore.tiers.buffer import FeatureBuffer
 
@@ -176,7 +177,7 @@ def test_iterators_of_mega_batches(tmp_path: Path, pack: Any) -> None:
     }
     with (
         pack(tmp_path / "s", np.zeros((900, 30), np.float32), **options) as store,
-        store.mega_batches(memory="32MiB", resident=3) as loader,
+        PartitionSets(store, memory="32MiB", resident=3) as loader,
     ):
         under_way = iter(loader)
         next(under_way)

@@ -42,10 +42,6 @@ def online(store: featstore.Store, batches: Any = BATCHES) -> None:
     featstore.OnlineLoader(store, batches, memory="64MiB").close()
 
 
-def mega(store: featstore.Store) -> None:
-    store.mega_batches(memory="64MiB").close()
-
-
 def rolling(store: featstore.Store, batches: Any = BATCHES) -> None:
     RollingLoader(store, batches, memory="64MiB").close()
 
@@ -71,7 +67,7 @@ def kept(store: featstore.Store) -> None:
         featstore.train_loader(store, BATCHES, **options).close()
 
 
-@pytest.mark.parametrize("make", [online, mega, rolling, one_line, one_line_fresh, compiled])
+@pytest.mark.parametrize("make", [online, rolling, one_line, one_line_fresh, compiled])
 def test_each_loader_warns_once(store: featstore.Store, kept: None, make: Callable[..., None]) -> None:
     with pytest.warns(FeatstoreWarning, match=WARNED) as caught:
         make(store)

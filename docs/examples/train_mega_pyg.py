@@ -48,27 +48,29 @@ def main(folder: Path) -> float:
     with (
         featstore.open(folder / "toy.fs") as store,
         # The budget says how many partitions are in memory at once; here they are few enough to be told.
-        store.mega_batches(memory="64MiB", train=np.arange(NODES), resident=25, seed=0) as loader,
-    ):
+        store.loader(
+            mode="partitions", memory="64MiB", resident=25, seeds=np.arange(NODES), fanouts=[5, 3],
+            batch_size=500, tensors=True,
+        ) as loader,
+    ):  # fmt: skip
         model = GraphSAGE(WIDTH, hidden_channels=32, num_layers=2, out_channels=CLASSES)
         optimiser = torch.optim.Adam(model.parameters(), lr=0.01)
         for epoch in range(2):
-            right = read_bytes = 0
-            # 4 an epoch, of random partitions; while one is trained on, the next is loaded
-            for mega in loader:
-                read_bytes += mega.read_bytes
-                for batch in mega.batches([5, 3], 500, tensors=True):
-                    data = batch.pyg()  # x, edge_index, n_id, batch_size ...
-                    out = model(data.x, data.edge_index)[: data.batch_size]  # the seeds stand first
-                    y = target[data.n_id[: data.batch_size]]
-                    loss = torch.nn.functional.cross_entropy(out, y)
-                    optimiser.zero_grad()
-                    loss.backward()
-                    optimiser.step()
-                    right += int((out.argmax(dim=1) == y).sum())
+            right = 0
+            # From 4 collections of random partitions an epoch; while one is trained on, the next is loaded.
+            for batch in loader:
+                data = batch.pyg()  # x, edge_index, n_id, batch_size ...
+                out = model(data.x, data.edge_index)[: data.batch_size]  # the seeds stand first
+                y = target[data.n_id[: data.batch_size]]
+                loss = torch.nn.functional.cross_entropy(out, y)
+                optimiser.zero_grad()
+                loss.backward()
+                optimiser.step()
+                right += int((out.argmax(dim=1) == y).sum())
+            report = loader.report()
             print(
-                f"epoch {epoch}: loss {loss.item():.3f}, accuracy {right / NODES:.3f}, {read_bytes:,} "
-                f"bytes read, {mega.kept_share:.0%} of the neighbours in memory"
+                f"epoch {epoch}: loss {loss.item():.3f}, accuracy {right / NODES:.3f}, {report.bytes_read:,} "
+                f"bytes read so far, {report.kept_share:.0%} of the neighbours in memory"
             )
     return right / NODES
 

@@ -31,6 +31,8 @@ class LoaderReport:
         buffer_hits: rows of the base store that a buffer over it had, of compiled mini-batches.
         forecast_seconds: of reading these mini-batches, where it was forecast.
         padded, dropped: seeds of an epoch that stand twice, or are left out, so that ranks have equal steps.
+        edges_stored, edges_kept: of the collections of partitions that were trained on, the edges into their
+            nodes, and those of them whose source was in memory, too.
     """
 
     batches: int
@@ -44,6 +46,8 @@ class LoaderReport:
     forecast_seconds: float = 0.0
     padded: int = 0
     dropped: int = 0
+    edges_stored: int = 0
+    edges_kept: int = 0
 
     @property
     def slowest(self) -> str:
@@ -59,6 +63,11 @@ class LoaderReport:
         # Of each table the devices, where there are some, are asked first.
         asked = sum(b.hits + b.misses for b in {**self.buffers, **self.devices}.values())
         return 1 - sum(b.misses for b in self.buffers.values()) / max(1, asked)
+
+    @property
+    def kept_share(self) -> float:
+        """Of the neighbours of nodes in memory, the share that mini-batches could be drawn from."""
+        return self.edges_kept / self.edges_stored if self.edges_stored else 1.0
 
     def plus(self, other: LoaderReport) -> LoaderReport:
         """Both of two loaders, one after the other. Only sums: of no buffers."""

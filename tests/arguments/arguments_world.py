@@ -15,8 +15,6 @@ import featstore
 from featstore.adapters.pyg import FeatstoreFeatures, FeatstoreGraph, FeatstoreSampler
 from featstore.compiled import Compiled
 from featstore.loaders.compiled.loader import CompiledLoader
-from featstore.loaders.mega.batch import MegaBatch
-from featstore.loaders.mega.loader import MegaBatches
 from featstore.loaders.rolling import RollingLoader
 from featstore.reader.reader import Reader
 from featstore.sampling.neighbors import NeighborSampler
@@ -92,14 +90,6 @@ class World:
     @cached_property
     def neighbours(self) -> NeighborSampler:
         return NeighborSampler(self.indptr, self.indices, [2])
-
-    @cached_property
-    def mega(self) -> MegaBatches:
-        return self.open(self.store.mega_batches(memory="64MiB", engine="threads", resident=4))
-
-    @cached_property
-    def mega_batch(self) -> MegaBatch:
-        return next(iter(self.mega))
 
     @cached_property
     def trace(self) -> featstore.Trace:

@@ -33,6 +33,7 @@ from featstore.errors import (
     IncompleteStoreError,
     StoreLockedError,
 )
+from featstore.loaders.mega.sets import PartitionSets
 from featstore.order import orders  # noqa: F401  (loaded before anything fails)
 from featstore.plan.cost import DEFAULT, load_models, save_model
 from featstore.storage.disk import Disk
@@ -75,7 +76,7 @@ def sample(root: Path, disk: Disk) -> None:
 
 
 def mega(root: Path, disk: Disk) -> None:
-    with featstore.open(root / "s") as store, store.mega_batches(memory="32MiB") as loader:
+    with featstore.open(root / "s") as store, PartitionSets(store, memory="32MiB") as loader:
         assert len(list(loader)) > 0
 
 

@@ -10,6 +10,7 @@ import pytest
 
 import featstore
 from featstore.errors import FeatstoreError, FeatstoreWarning, IdError, SourceError
+from featstore.loaders.mega.sets import PartitionSets
 from featstore.sampling.batches import sample_batches
 from featstore.sampling.minibatch import table_of
 from featstore.storage.relations import graph_of, is_edge_table, node_tables
@@ -110,7 +111,7 @@ def test_one_relation_of_several_is_not_sampled_unasked(
     with packed(pack, tmp_path / "s", paper=NODES, **others) as store:
         asks: list[Any] = [
             lambda **graph: store.sampler([3], memory=SMALL, **graph).close(),
-            lambda **graph: store.mega_batches(memory="64MiB", **graph).close(),
+            lambda **graph: PartitionSets(store, memory="64MiB", **graph).close(),
             lambda **graph: sample_batches(store, np.arange(9), [2], 3, **graph).close(),
         ]
         for ask in asks:

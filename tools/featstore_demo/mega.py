@@ -57,9 +57,13 @@ def _probe(demo: Comparison, options: dict[str, Any]) -> tuple[str, float | None
     """Open a loader and a reader here first, for the errors' sake; returns the order of the rows and its edge
     cut."""
     import featstore
+    from featstore.loaders.mega.loader import PartitionsLoader
 
     with featstore.open(demo.store_path) as store:
-        store.mega_batches(train="train_idx", **demo.budget(), **options).close()
+        fanouts, batch_size = demo.plan.fanouts, demo.plan.batch_size
+        PartitionsLoader(
+            store, fanouts, batch_size=batch_size, train="train_idx", **demo.budget(), **options
+        ).close()
         store.reader(static="degree", **demo.budget()).close()
         order = store.tables["features"].entry.order
         cut = order.parameters.get("edge_cut")

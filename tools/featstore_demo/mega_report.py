@@ -29,9 +29,10 @@ class MegaRunReport(Run):
     """The run by mega-batches. Times in seconds; ``rows``: rows of training mini-batches.
 
     One number an epoch: ``load_seconds``, of loading beside the training, and ``build_seconds``, of it making
-    the subgraph; ``wait_seconds``, that the training waited for it; ``draw_seconds``, of sampling
-    mini-batches and gathering their rows; ``read_bytes``; ``kept_shares``, of all neighbours of nodes in
-    memory those that were in memory, too. ``io``: what the reader counted, and the loader's sizes.
+    the subgraph; ``draw_seconds``, of sampling mini-batches and gathering their rows, beside it as well;
+    ``wait_seconds``, that the training waited for all that; ``read_bytes``; ``kept_shares``, of all
+    neighbours of nodes in memory those that were in memory, too. ``io``: what the reader counted, and the
+    loader's sizes.
     """
 
     load_seconds: tuple[float, ...]
@@ -42,9 +43,9 @@ class MegaRunReport(Run):
 
     @property
     def train_seconds(self) -> tuple[float, ...]:
-        """Of each epoch, the time that is neither waiting nor drawing."""
-        parts = zip(self.epoch_seconds, self.wait_seconds, self.draw_seconds, strict=True)
-        return tuple(whole - wait - draw for whole, wait, draw in parts)
+        """Of each epoch, the time that is no waiting."""
+        parts = zip(self.epoch_seconds, self.wait_seconds, strict=True)
+        return tuple(whole - wait for whole, wait in parts)
 
 
 @dataclass(frozen=True)
@@ -126,9 +127,9 @@ def _run_lines(report: MegaReport) -> list[tuple[str, str, str]]:
         ("neighbours in memory", f"{median(mega.kept_shares):.1%}", "100.0%"),
         ("read an epoch", f"{format_bytes(read)}, {read / report.table_bytes:.2f} x the feature table", "-"),
         both("time per epoch (median)", lambda run: seconds(run.epoch_seconds)),
-        ("  waiting for mega-batches", seconds(mega.wait_seconds), "-"),
-        ("  drawing mini-batches", seconds(mega.draw_seconds), "-"),
+        ("  waiting for mini-batches", seconds(mega.wait_seconds), "-"),
         ("  training", seconds(mega.train_seconds), "-"),
+        ("beside it, drawing mini-batches", seconds(mega.draw_seconds), "-"),
         ("beside it, loading mega-batches", seconds(mega.load_seconds), "-"),
         ("  of it, building subgraphs", seconds(mega.build_seconds), "-"),
         both("peak memory of the training", lambda run: format_bytes(run.peak_rss_bytes)),

@@ -20,10 +20,13 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from featstore.loaders.report import LoaderReport
 
 __all__ = [
     "MegaOutcome",
@@ -79,9 +82,9 @@ class MegaOutcome(Outcome):
     """What a run by mega-batches measured besides; one number an epoch.
 
     ``load_seconds``: bringing mega-batches into memory, beside the training; ``build_seconds``: of it, the
-    subgraph. ``wait_seconds``: what of it the training waited for. ``draw_seconds``: sampling mini-batches
-    and gathering their rows. ``read_bytes``: rows and lists of neighbours. ``kept_shares``: of all neighbours
-    of the nodes in memory, the share that was in memory, too.
+    subgraph; ``draw_seconds``: sampling mini-batches and gathering their rows, beside the training, too.
+    ``wait_seconds``: what of all that the training waited for. ``read_bytes``: rows and lists of neighbours.
+    ``kept_shares``: of all neighbours of the nodes in memory, the share that was in memory, too.
     """
 
     load_seconds: list[float] = field(default_factory=list)
@@ -89,6 +92,19 @@ class MegaOutcome(Outcome):
     draw_seconds: list[float] = field(default_factory=list)
     read_bytes: list[int] = field(default_factory=list)
     kept_shares: list[float] = field(default_factory=list)
+
+    def note_epoch(self, before: LoaderReport, after: LoaderReport) -> None:
+        """What the loader reported before and after an epoch."""
+
+        def seconds(*stages: str) -> float:
+            return sum(after.seconds.get(name, 0.0) - before.seconds.get(name, 0.0) for name in stages)
+
+        self.wait_seconds.append(seconds("wait"))
+        self.load_seconds.append(seconds("load"))
+        self.build_seconds.append(seconds("build"))
+        self.draw_seconds.append(seconds("sample", "gather", "hand over"))
+        stored = after.edges_stored - before.edges_stored
+        self.kept_shares.append((after.edges_kept - before.edges_kept) / max(1, stored))
 
 
 class Rows(Protocol):
@@ -195,8 +211,8 @@ def evaluate(
 def train_mega(
     plan: TrainingPlan, labels: NDArray[Any], loader: Any, progress: Callable[[str, int, int], None]
 ) -> tuple[Any, MegaOutcome]:
-    """Train ``plan.epochs`` epochs by the mega-batches of ``loader``; returns the model and what was measured
-    so far.
+    """Train ``plan.epochs`` epochs on what ``loader`` draws from mega-batches; returns the model and what was
+    measured so far.
 
     The model, its first weights and the optimiser are those of :func:`train`.
     """
@@ -206,46 +222,25 @@ def train_mega(
     model = _sage(plan)
     optimiser = torch.optim.Adam(model.parameters(), lr=plan.learning_rate)
     target = torch.from_numpy(labels)
-    outcome = MegaOutcome()
+    outcome, steps = MegaOutcome(), loader.sets.steps
     for epoch in range(plan.epochs):
-        began, waited, loaded, built, drawing, read = time.perf_counter(), 0.0, 0.0, 0.0, 0.0, 0
-        kept = stored = 0
-        for mega in loader:
-            waited += mega.wait_seconds
-            loaded += mega.load_seconds
-            built += mega.build_seconds
-            read += mega.read_bytes
-            kept += mega.partition_edges
-            stored += mega.edges_stored
-            for batch, seconds in _timed(mega.batches(plan.fanouts, plan.batch_size, tensors=True)):
-                drawing += seconds
-                data = batch.pyg()
-                optimiser.zero_grad()
-                logits = model(data.x, data)
-                loss = torch.nn.functional.cross_entropy(logits, target[data.n_id[: data.batch_size]])
-                loss.backward()  # type: ignore[no-untyped-call]
-                optimiser.step()
-                outcome.losses.append(float(loss.item()).hex())
-                outcome.rows += len(data.x)
-            progress("train", epoch * mega.steps + mega.step + 1, plan.epochs * mega.steps)
+        began, before, loaded_bytes = time.perf_counter(), loader.report(), loader.loaded_bytes
+        for batch in loader:
+            data = batch.pyg()
+            optimiser.zero_grad()
+            logits = model(data.x, data)
+            loss = torch.nn.functional.cross_entropy(logits, target[data.n_id[: data.batch_size]])
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimiser.step()
+            outcome.losses.append(float(loss.item()).hex())
+            outcome.rows += len(data.x)
+            # How many mini-batches mega-batches have is seen as they come.
+            progress("train", epoch * steps + loader.state_dict()["next"], plan.epochs * steps)
+        progress("train", (epoch + 1) * steps, plan.epochs * steps)
         outcome.epoch_seconds.append(time.perf_counter() - began)
-        for values, value in (
-            (outcome.wait_seconds, waited), (outcome.load_seconds, loaded), (outcome.build_seconds, built),
-            (outcome.draw_seconds, drawing), (outcome.kept_shares, kept / max(1, stored)),
-        ):  # fmt: skip
-            values.append(value)
-        outcome.read_bytes.append(read)
+        outcome.note_epoch(before, loader.report())
+        outcome.read_bytes.append(loader.loaded_bytes - loaded_bytes)
     return model, outcome
-
-
-def _timed(batches: Iterator[Any]) -> Iterator[tuple[Any, float]]:
-    """Each item, and the seconds that it took to come."""
-    while True:
-        began = time.perf_counter()
-        item = next(batches, None)
-        if item is None:
-            return
-        yield item, time.perf_counter() - began
 
 
 def mlp_accuracy(

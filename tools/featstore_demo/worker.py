@@ -128,21 +128,26 @@ def _by_mega_batches(job: Job, path: str, mega: dict[str, Any], progress: Progre
     import torch_geometric.nn  # noqa: F401
 
     import featstore
+    from featstore.loaders.mega.loader import PartitionsLoader
 
     engine: dict[str, Any] = {} if job.engine is None else {"engine": job.engine}
     options: dict[str, Any] = (
-        {"memory": job.memory_bytes, "seed": job.plan.seed, "train": "train_idx"} | engine | mega
-    )
+        {
+            "memory": job.memory_bytes, "seed": job.plan.seed, "train": "train_idx", "tensors": True,
+            "batch_size": job.plan.batch_size,
+        } | engine | mega
+    )  # fmt: skip
     with featstore.open(path) as store:
         labels = store.arrays["labels"]
         baseline = _status_bytes("VmRSS")
         began = time.perf_counter()
-        with store.mega_batches(**options) as loader:
+        with PartitionsLoader(store, job.plan.fanouts, **options) as loader:
             model, outcome = train_mega(job.plan, labels, loader, progress)
-            io = loader.stats().to_dict() | {
-                "access_because": loader.access_because, "memory": loader.memory(),
-                "partitions": loader.partitions, "resident": loader.resident, "mega_batches": loader.steps,
-                "hubs": len(loader.hub_rows),
+            sets = loader.sets
+            io = sets.stats().to_dict() | {
+                "access_because": sets.access_because, "memory": sets.memory(),
+                "partitions": sets.partitions, "resident": sets.resident, "mega_batches": sets.steps,
+                "hubs": len(sets.hub_rows),
             }  # fmt: skip
         results = {"seconds": time.perf_counter() - began, "peak_rss_bytes": _status_bytes("VmHWM")}
         topology = read_topology(Path(job.directory)) | {"labels": labels}

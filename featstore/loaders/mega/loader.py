@@ -104,6 +104,8 @@ class PartitionsLoader(PrefetchingLoader):
         self._epoch, self._place = 0, Place()
         self._padded = self._dropped = 0  # seeds of this epoch that stand twice, and that are left out
         self._load_seconds: list[float] = []  # of the last mega-batches
+        self._edges_stored = self._edges_kept = 0  # of those that mini-batches were drawn from
+        self.loaded_bytes = 0  # read for these
 
     def memory(self) -> dict[str, int]:
         """Bytes of the budget: ``planned``, by the sum of all that is held, and ``unused``."""
@@ -143,6 +145,9 @@ class PartitionsLoader(PrefetchingLoader):
             self._load_seconds = [*self._load_seconds, mega.load_seconds][-_MEDIAN_OF_LOADS:]
         self.report_stages.add("load", mega.load_seconds)
         self.report_stages.add("build", mega.build_seconds)
+        self.loaded_bytes += mega.read_bytes
+        self._edges_stored += mega.edges_stored
+        self._edges_kept += mega.partition_edges
         drawing = Drawing(self.sets.take(mega.epoch, mega.step), self._options, self._outputs)
         passes = self._choose_passes(drawing.per_pass) if place.passes is None else place.passes
         self._padded += drawing.share.padded * passes
@@ -221,8 +226,9 @@ class PartitionsLoader(PrefetchingLoader):
         batches, seconds, _ = self.report_stages.snapshot()
         stats = self.sets.stats()
         return LoaderReport(
-            batches, seconds, stats.bytes_read, stats.reads, padded=self._padded, dropped=self._dropped
-        )
+            batches, seconds, stats.bytes_read, stats.reads, padded=self._padded, dropped=self._dropped,
+            edges_stored=self._edges_stored, edges_kept=self._edges_kept,
+        )  # fmt: skip
 
     def close(self) -> None:
         self._closed = True
