@@ -187,3 +187,11 @@ def test_iterators_of_mega_batches(tmp_path: Path, pack: Any) -> None:
         finally:
             gate.open()
         assert len(list(under_way)) == 2
+        drawing: Any = {"seeds": np.arange(900), "fanouts": [3], "batch_size": 50, "mode": "partitions"}
+        with store.loader(memory="32MiB", resident=3, **drawing) as loader:
+            count = len(list(loader))
+            under_way = iter(loader)
+            next(under_way)
+            assert in_child(lambda: refused(lambda: next(under_way)) and goes_on(loader)) == 0
+            assert len(list(under_way)) >= 17
+            assert count >= 18

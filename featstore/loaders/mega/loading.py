@@ -57,6 +57,9 @@ class Loading:
         needs = [table_need(store.table(name), reader["verify"], by_row=True) for name in self._names]
         reading = _reader_memory(self.memory_bytes, needs)
         self.train = self._train_rows(train)
+        # Looked up once, in the dtype of the rows: any other would have all of them converted.
+        firsts = np.searchsorted(self.train, self._offsets[:-1].astype(self.train.dtype))
+        self._train_offsets = np.append(firsts, len(self.train))
         maps = self.table.maps()
         self._node_of_row = None if maps is None else maps[1]
         held = reading + self.train.nbytes
@@ -233,7 +236,7 @@ class Loading:
         """Local ids of the training nodes of this step."""
         found = []
         for partition, start in zip(step.partitions.tolist(), starts.tolist(), strict=True):
-            low, high = np.searchsorted(self.train, self._offsets[partition : partition + 2])
+            low, high = self._train_offsets[partition : partition + 2]
             rows = self.train[low:high].astype(np.int64)
             used = schedule.used_in(rows, np.full(len(rows), partition), step.index)
             found.append(rows[used] - self._offsets[partition] + start)

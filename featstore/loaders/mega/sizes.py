@@ -147,6 +147,8 @@ def fit(needs: Needs, memory_bytes: int, resident: int | None, replaced: int | N
         if resident is None
         else f"hold mega-batches of {resident} partitions"
     )
+    if needs.drawn is not None:
+        what += ", and two mini-batches (of fewer seeds or neighbours they need less)"
     raise BudgetError(smallest, memory_bytes, what)
 
 
