@@ -22,8 +22,7 @@ from system import cpu_seconds, process_io, status_bytes
 from torch import Tensor, nn
 
 import featstore
-import featstore.loaders.mega.loader
-from featstore.loaders.mega.loader import MegaBatches
+from featstore.loaders.mega.loader import PartitionsLoader
 from featstore.sampling.neighbors import NeighborSampler
 
 FANOUTS = (10, 5)
@@ -66,32 +65,22 @@ class Training:
 def by_mega_batches(given: dict[str, Any], training: Training) -> dict[str, Any]:
     """An epoch from the store."""
     train = np.load(given["train"])
-    totals = dict.fromkeys(("load_seconds", "build_seconds", "wait_seconds", "read_bytes"), 0.0)
-    steps = kept = 0
+    options = {name: given[name] for name in ("resident", "replaced", "hubs")}
     with (
         featstore.open(given["store"]) as store,
-        MegaBatches(
-            store,
-            memory=given["memory_bytes"],
-            train=train,
-            resident=given["resident"],
-            replaced=given["replaced"],
-            hubs=given["hubs"],
+        PartitionsLoader(
+            store, FANOUTS, batch_size=BATCH, memory=given["memory_bytes"], train=train, **options
         ) as loader,
     ):
         del train
         opened = time.perf_counter()
-        for mega in loader:
-            for name in totals:
-                totals[name] += getattr(mega, name)
-            steps, kept = steps + 1, kept + mega.kept_share
-            for b in mega.batches(FANOUTS, BATCH):
-                training.step(b.node, b.x, b.row, b.col, b.num_sampled_nodes, b.num_sampled_edges)
-                del b
-        seconds = time.perf_counter() - opened
-        return totals | {
-            "seconds": seconds, "steps": steps, "resident": loader.resident, "partitions": loader.partitions,
-            "hubs": len(loader.hub_rows), "kept_share": kept / steps,
+        for b in loader:
+            training.step(b.n_id, b.x, b.row, b.col, b.num_sampled_nodes, b.num_sampled_edges)
+            del b
+        seconds, report, sets = time.perf_counter() - opened, loader.report(), loader.sets
+        return {f"{stage}_seconds": spent for stage, spent in report.seconds.items()} | {
+            "seconds": seconds, "steps": sets.steps, "resident": sets.resident, "partitions": sets.partitions,
+            "hubs": len(sets.hub_rows), "kept_share": report.kept_share, "read_bytes": loader.loaded_bytes,
             "planned_bytes": loader.memory()["planned"],
         }  # fmt: skip
 

@@ -77,12 +77,11 @@ class Stores:
         return self._loader(variant, seed, resident, None)
 
     def _loader(self, variant: Variant, seed: int, resident: int, replaced: int | None) -> Any:
-        from featstore.loaders.mega.loader import MegaBatches
+        from featstore.loaders.mega.sets import PartitionSets
 
-        return MegaBatches(
+        return PartitionSets(
             self.store(variant.hub_rank), memory=MEMORY, train=self._data.train,
-            hubs=None if variant.hubs else 0, resident=resident, replaced=replaced, passes=variant.passes,
-            seed=seed,
+            hubs=None if variant.hubs else 0, resident=resident, replaced=replaced, seed=seed,
         )  # fmt: skip
 
     def _sliding_sizes(self, resident: int) -> tuple[int, int]:
@@ -124,7 +123,7 @@ def with_rows(sample: Any, x: Any) -> Any:
     import torch
 
     from featstore.loaders.batch import Batch
-    from featstore.loaders.mega.batch import LocalSample
+    from featstore.loaders.mega.drawing import LocalSample
 
     local = LocalSample(
         sample.node, sample.row, sample.col, sample.num_sampled_nodes[0], sample.num_sampled_nodes,
@@ -173,13 +172,30 @@ def from_store(
                 continue
             if memory is None:
                 size = evenly(len(mega.seeds), plan.batch_size)
-                yield from mega.batches(plan.fanouts, size, weights=variant.weights, tensors=True)
+                yield from drawn(mega, plan.fanouts, size, variant)
             else:
                 for _ in range(variant.passes):
                     yield from memory.batches(mega.node[mega.seeds].astype(np.int64), next(turns))
 
     while True:
         yield variant.passes, batches()
+
+
+def drawn(mega: Any, fanouts: tuple[int, int], batch_size: int, variant: Variant) -> Iterator[Any]:
+    """The mini-batches of a mega-batch."""
+    import torch
+
+    from featstore.base.buffers import Outputs
+    from featstore.loaders.batch import Batch
+    from featstore.loaders.mega.drawing import Drawing, DrawOptions
+
+    options = DrawOptions(fanouts, batch_size, variant.weights)
+    drawing = Drawing(mega, options, Outputs(mega.x.nbytes, 2))
+    for pass_ in range(variant.passes):
+        order = drawing.order(pass_)
+        for number in range(drawing.per_pass):
+            sample = drawing.sample(order, pass_, number)
+            yield Batch(number, sample.node, torch.from_numpy(drawing.gather(sample)), sample)
 
 
 def check(batch: Any, data: Data) -> None:

@@ -97,14 +97,15 @@ def test_training_loops_learn_from_rows_on_disk(tmp_path: Path, name: str) -> No
 
 @pytest.mark.parametrize(("name", "least"), [("train_mega_torch.py", 0.9), ("train_mega_pyg.py", 0.95)])
 def test_mega_batches_learn_from_partitions_on_disk(tmp_path: Path, name: str, least: float) -> None:
-    line = r"epoch (\d): loss [\d.]+, accuracy ([\d.]+), ([\d,]+) bytes read"
+    line = r"epoch (\d): loss [\d.]+, accuracy ([\d.]+), ([\d,]+) bytes read so far, (\d+)% of the neighbours"
     epochs = re.findall(line, example(name, tmp_path))
     assert [int(epoch) for epoch, *_ in epochs] == [0, 1]
     assert float(epochs[-1][1]) > least  # with rows of other nodes it would be 0.25
-    for _, _, read in epochs:
-        assert 2_560_000 < int(read.replace(",", "")) < 5 * 2_560_000, (
-            "all rows and lists in whole pages, those of hubs more than once"
+    for epoch, _, read, kept in epochs:
+        assert 2_560_000 < int(read.replace(",", "")) / (int(epoch) + 1) < 5 * 2_560_000, (
+            "all rows and lists, in whole pages; those of hubs, and of partitions that stay, more than once"
         )
+        assert 50 < int(kept) < 100
 
 
 def test_a_compiled_trace_learns_from_packed_rows(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from processes import child, exit_code
 import featstore
 from featstore.errors import ClosedError
 from featstore.loaders.compiled.loader import CompiledLoader
-from featstore.loaders.mega.loader import MegaBatches
+from featstore.loaders.mega.sets import PartitionSets
 from featstore.loaders.online.loader import OnlineLoader
 from featstore.loaders.rolling import RollingLoader
 from featstore.loaders.train import compiled_once
@@ -193,7 +193,7 @@ def test_iterators_of_mega_batches(tmp_path: Path, pack: Any) -> None:
     }
     with (
         pack(tmp_path / "s", np.zeros((900, 30), np.float32), **options) as store,
-        MegaBatches(store, memory="32MiB", resident=3) as loader,
+        PartitionSets(store, memory="32MiB", resident=3) as loader,
     ):
         under_way = iter(loader)
         next(under_way)
@@ -203,3 +203,11 @@ def test_iterators_of_mega_batches(tmp_path: Path, pack: Any) -> None:
         finally:
             gate.open()
         assert len(list(under_way)) == 2
+        drawing: Any = {"seeds": np.arange(900), "fanouts": [3], "batch_size": 50, "mode": "partitions"}
+        with store.loader(memory="32MiB", resident=3, **drawing) as loader:
+            count = len(list(loader))
+            under_way = iter(loader)
+            next(under_way)
+            assert in_child(lambda: refused(lambda: next(under_way)) and goes_on(loader)) == 0
+            assert len(list(under_way)) >= 17
+            assert count >= 18

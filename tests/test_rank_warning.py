@@ -15,7 +15,7 @@ import featstore
 from featstore.errors import FeatstoreWarning
 from featstore.loaders import ranks
 from featstore.loaders.compiled.loader import CompiledLoader
-from featstore.loaders.mega.loader import MegaBatches
+from featstore.loaders.mega.sets import PartitionSets
 from featstore.loaders.online.loader import OnlineLoader
 from featstore.loaders.rolling import RollingLoader
 
@@ -138,7 +138,7 @@ def test_the_loaders_inside_say_nothing(store: featstore.Store) -> None:
     """They go through what they are given."""
     OnlineLoader(store, BATCHES, memory="64MiB").close()
     RollingLoader(store, BATCHES, memory="64MiB").close()
-    MegaBatches(store, memory="64MiB").close()
+    PartitionSets(store, memory="64MiB").close()
     ids_of(store, mode="compiled", name="kept", world_size=1)
     with store.compiled("kept") as trace:
         CompiledLoader(trace).close()

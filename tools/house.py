@@ -348,7 +348,7 @@ MEASURES = {
     "climbs": Measure("imports that do not go downwards", climbs, 0, 0),
     "modules": Measure(f"modules over {MODULE_LINES_MAX} lines", long_modules, 0, 0),
     "functions": Measure(f"functions over {FUNCTION_LINES_MAX} lines of code", long_functions, 0, 0),
-    "batches": Measure("batch classes", classes_named("Batch", "featstore/"), 1, 4),
+    "batches": Measure("batch classes", classes_named("Batch", "featstore/"), 1, 3),
     "loaders": Measure("loader bases", loader_bases, 1, 1),
     "reports": Measure("report classes of loaders", classes_named("Report", "featstore/loaders/"), 1, 1),
     "states": Measure("shapes of state_dict", state_shapes, 1, 2),

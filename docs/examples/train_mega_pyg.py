@@ -1,5 +1,5 @@
-"""Train PyTorch Geometric's GraphSAGE inside random collections of partitions, which are read whole: nothing
-is looked up. Runs in seconds."""
+"""Train PyTorch Geometric's GraphSAGE by mega-batches: partitions are read whole, nothing is looked up. Runs
+in seconds."""
 
 import tempfile
 from pathlib import Path
@@ -37,7 +37,6 @@ def main(folder: Path) -> float:
         folder / "toy.fs",
         features,
         graph=(indptr, indices),
-        arrays={"labels": labels},
         order="ldg",
         partitions=100,
         hubs=0.01,
@@ -45,37 +44,33 @@ def main(folder: Path) -> float:
     ).close()
     del features, indptr, indices  # from here on features and graph live on disk
 
+    target = torch.from_numpy(labels)
     with (
         featstore.open(folder / "toy.fs") as store,
+        # The budget says how many partitions are in memory at once; here they are few enough to be told.
         store.loader(
-            seeds=np.arange(NODES),
-            fanouts=(5, 3),
-            batch_size=500,
-            attach="labels",
-            tensors=True,
-            # While the mini-batches of 25 random partitions are trained on, the next 25 are loaded. The
-            # budget says how many are in memory at once; here they are few enough to be told.
-            mode="partitions",
-            resident=25,
-            memory="64MiB",
+            mode="partitions", memory="64MiB", resident=25, seeds=np.arange(NODES), fanouts=[5, 3],
+            batch_size=500, tensors=True,
         ) as loader,
-    ):
+    ):  # fmt: skip
         model = GraphSAGE(WIDTH, hidden_channels=32, num_layers=2, out_channels=CLASSES)
         optimiser = torch.optim.Adam(model.parameters(), lr=0.01)
         for epoch in range(2):
             right = 0
+            # From 4 collections of random partitions an epoch; while one is trained on, the next is loaded.
             for batch in loader:
-                data = batch.pyg()  # x, edge_index, n_id, batch_size, labels ...
+                data = batch.pyg()  # x, edge_index, n_id, batch_size ...
                 out = model(data.x, data.edge_index)[: data.batch_size]  # the seeds stand first
-                y = data.labels[: data.batch_size]
+                y = target[data.n_id[: data.batch_size]]
                 loss = torch.nn.functional.cross_entropy(out, y)
                 optimiser.zero_grad()
                 loss.backward()
                 optimiser.step()
                 right += int((out.argmax(dim=1) == y).sum())
+            report = loader.report()
             print(
-                f"epoch {epoch}: loss {loss.item():.3f}, accuracy {right / NODES:.3f}, "
-                f"{loader.report().bytes_read:,} bytes read so far"
+                f"epoch {epoch}: loss {loss.item():.3f}, accuracy {right / NODES:.3f}, {report.bytes_read:,} "
+                f"bytes read so far, {report.kept_share:.0%} of the neighbours in memory"
             )
     return right / NODES
 

@@ -53,32 +53,38 @@ def main(folder: Path) -> float:
 
     layers = nn.ModuleList([SageLayer(WIDTH, 32), SageLayer(32, CLASSES)])
     optimiser = torch.optim.Adam(layers.parameters(), lr=0.01)
-    # With replaced=5 of 25, five new partitions come with each step and twenty stay.
-    how = {"mode": "partitions", "resident": 25, "replaced": 5, "weights": True, "memory": "64MiB"}
+    # With replaced=5 of 25, five new partitions come with each mega-batch and twenty stay.
+    loading = {"mode": "partitions", "memory": "64MiB", "resident": 25, "replaced": 5}
+    loading |= {"seeds": "train", "fanouts": [5, 3], "batch_size": 500, "weights": True, "tensors": True}
     with featstore.open(folder / "toy.fs") as store:
-        state = None
+        target, state, read_bytes = torch.from_numpy(store.arrays["labels"]), None, 0
         for epoch in range(2):
             # As if the program had been stopped between the epochs, or after any mini-batch.
-            with store.loader(
-                seeds="train", fanouts=(5, 3), batch_size=500, attach="labels", tensors=True, **how
-            ) as loader:
+            with store.loader(**loading) as loader:
                 if state is not None:
                     loader.load_state_dict(json.loads(state))
                 right = 0
                 for batch in loader:
                     # A neighbour in another partition is here only now and then, so it counts for more when
                     # it is.
-                    row, col = batch.edge_index
-                    edges = row, col, torch.from_numpy(batch.weight)
+                    edges = (
+                        torch.from_numpy(batch.row),
+                        torch.from_numpy(batch.col),
+                        torch.from_numpy(batch.weight),
+                    )
                     h = layers[1](layers[0](batch.x, *edges).relu(), *edges)[: batch.batch_size]
-                    y = batch.labels[: batch.batch_size]  # the seeds stand first
+                    y = target[batch.n_id[: batch.batch_size]]  # the seeds stand first
                     loss = nn.functional.cross_entropy(h, y)
                     loss.backward()
                     optimiser.step()
                     optimiser.zero_grad()
                     right += int((h.argmax(dim=1) == y).sum())
-                state, read = json.dumps(loader.state_dict()), loader.report().bytes_read
-            print(f"epoch {epoch}: loss {loss.item():.3f}, accuracy {right / NODES:.3f}, {read:,} bytes read")
+                state, report = json.dumps(loader.state_dict()), loader.report()
+            read_bytes += report.bytes_read
+            print(
+                f"epoch {epoch}: loss {loss.item():.3f}, accuracy {right / NODES:.3f}, {read_bytes:,} "
+                f"bytes read so far, {report.kept_share:.0%} of the neighbours in memory"
+            )
     return right / NODES
 
 

@@ -13,7 +13,7 @@ from featstore.errors import ArgumentError, BudgetError, SourceError
 from featstore.loaders.compiled.loader import CompiledLoader
 from featstore.loaders.compiled.options import check_loader_options
 from featstore.loaders.divided import DividedBatches
-from featstore.loaders.mega.loader import MegaBatches
+from featstore.loaders.mega.loader import PartitionsLoader
 from featstore.loaders.modes import Mode, PartitionsMode, RollingMode, compiled_mode
 from featstore.loaders.online.loader import OnlineLoader
 from featstore.loaders.options import SAMPLING, Given
@@ -179,13 +179,12 @@ class Making:
     def _partitions(self, own: dict[str, Any]) -> Mode:
         if isinstance(own.get("passes"), str) and self.ranks.shares > 1:
             raise ArgumentError("passes='auto' follows each rank's own clock: give ranks a number of passes")
-        weights = args.as_flag(own.pop("weights", False), "weights")
-        shared, fanouts = self._shared(), args.as_fanouts(self.given.get("fanouts"))
-        mega = MegaBatches(
-            self.store, memory=self.shares.rows_bytes, train=self.given.get("seeds"),
-            graph=self.given.get("graph"), seed=self._seed, **own, **self.given.reading,
+        loader = PartitionsLoader(
+            self.store, self.given.get("fanouts"), memory=self.shares.rows_bytes,
+            train=self.given.get("seeds"), graph=self.given.get("graph"), seed=self._seed,
+            tensors=self.given.tensors, **self._shared(), **own, **self.given.reading,
         )  # fmt: skip
-        return PartitionsMode(mega, fanouts, weights=weights, tensors=bool(self.given.tensors), **shared)
+        return PartitionsMode(loader)
 
     def _check_compiling(self, own: dict[str, Any]) -> tuple[Any, str]:
         """Take device and name out of the options of compiling; raise for what it would refuse, before

@@ -23,13 +23,11 @@ from featstore.arguments import as_count, as_flag, check_state
 from featstore.errors import ArgumentError
 from featstore.loaders.compiled.loader import CompiledLoader
 from featstore.loaders.compiled.trace import CompiledTrace
-from featstore.loaders.mega.loader import MegaBatches
 from featstore.loaders.prefetch import Sampler
 from featstore.loaders.report import LoaderReport
 from featstore.loaders.rolling import RollingLoader
 from featstore.loaders.state import loader_state, position_of
 from featstore.loaders.train import compiled_once
-from featstore.sampling.ranked import share_of
 from featstore.storage.store import OpenStore
 
 
@@ -263,27 +261,6 @@ class RollingMode(Mode):
 class PartitionsMode(Mode):
     """Mini-batches sampled inside random collections of partitions."""
 
-    loader: MegaBatches
-
-    def __init__(self, loader: MegaBatches, fanouts: Any, **how: Any) -> None:
-        """``how``: further arguments of :meth:`featstore.loaders.mega.batch.MegaBatch.batches`."""
-        super().__init__(loader)
-        self._how: dict[str, Any] = {"fanouts": fanouts, **how}
-        self._share = {k: how[k] for k in ("batch_size", "rank", "world_size", "drop_last")}
-        self._padded = self._dropped = 0  # seeds of this epoch that stand twice, and that are left out
-        self._handed_out = 0  # since it was made
-
-    def epoch(self) -> Iterator[Any]:
-        self._padded = self._dropped = 0
-        for mega in self.loader:
-            share = share_of(mega.seeds, **self._share)
-            self._padded += share.padded * mega.passes
-            self._dropped += share.dropped * mega.passes
-            for batch in mega.batches(**self._how):
-                self._handed_out += 1
-                yield batch
-                del batch
-
     def length(self, share: Any) -> int:
         raise ArgumentError("how many mini-batches an epoch of mode 'partitions' has depends on its draw")
 
@@ -292,6 +269,3 @@ class PartitionsMode(Mode):
             "mode 'partitions' goes on in the middle of an epoch with as many ranks as before alone: begin "
             f"the next one, set_epoch({epoch + 1})"
         )
-
-    def report(self) -> LoaderReport:
-        return replace(super().report(), batches=self._handed_out, padded=self._padded, dropped=self._dropped)

@@ -47,9 +47,9 @@ class LoaderOptions(TypedDict, total=False):
             that the mini-batch brings, the numbers of edges that the table was packed with.
         nodes: a function from a mini-batch to its node ids, or to {table: ids}, where no rule finds them.
         tensors: ``x`` as a torch tensor; by default where there is a device or the samples are PyG's.
-        device: where rows and tensors go; not of mode partitions. In mode online several may be given, as a
-            list: they share the rows kept on them.
-        device_memory: for rows kept on each device, bytes or a size.
+        device: where tensors go. In mode online several may be given, as a list: they share the rows kept on
+            them.
+        device_memory: for rows kept on each device, bytes or a size; not of mode partitions.
         device_policy: of mode online: of these rows, a name of
             :data:`featstore.tiers.slots.layout.POLICIES` but ``"static"`` and ``"min"``.
         engine, queue_depth, verify: as for :class:`featstore.Reader`.
@@ -74,7 +74,7 @@ class LoaderOptions(TypedDict, total=False):
         buffer: of mode compiled: a :class:`featstore.Buffer` over the store, for rows that ``disk=`` left
             there.
         hubs, resident, replaced, passes, weights: of mode partitions, see
-            :class:`featstore.loaders.mega.loader.MegaBatches`.
+            :class:`featstore.loaders.mega.sets.PartitionSets`.
     """
 
     seeds: Any
@@ -122,7 +122,6 @@ class LoaderOptions(TypedDict, total=False):
 OF_MODES = {
     "nodes": ("online", "compiled", "rolling"),
     "edge_table": ("online", "compiled", "rolling"),
-    "device": ("online", "compiled", "rolling"),
     "device_memory": ("online", "compiled", "rolling"),
     **dict.fromkeys(
         ("policy", "static", "device_policy", "warm", "overtake", "extracted", "reader_memory"),

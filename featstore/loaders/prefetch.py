@@ -117,6 +117,11 @@ class PrefetchingLoader(LoaderBase):
     def _begin_prefetch(self) -> Prefetch:
         """Begin an iteration, within :meth:`_alone`."""
 
+    def _taken(self, made: Any) -> Any:
+        """What the loop gets of what was made, which counts as handed out from here on; within the lock."""
+        self._next += 1
+        return made
+
     def _prefetched(self, prefetch: Prefetch) -> None:
         """An iteration has come to its end."""
 
@@ -130,7 +135,7 @@ class PrefetchingLoader(LoaderBase):
                 self.report_stages.add("wait", now - last)
                 with self._lock:
                     prefetch.check()
-                    self._next += 1
+                    batch = self._taken(batch)
                 yield batch
                 del batch
                 # first: in a forked child, a thread of the parent may have what else is asked

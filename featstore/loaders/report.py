@@ -24,7 +24,7 @@ class LoaderReport:
             read of rows under way), ``claim``, ``gather``, ``assemble``, ``hand over``, ``load`` and
             ``build`` (of collections of partitions), ``prepare`` (of rolling episodes), ``train`` (the loop
             is at work). Waiting: ``wait`` (the loop), ``read wait``, ``record wait``, ``room wait``,
-            ``episode wait`` (the loader).
+            ``load wait``, ``episode wait`` (the loader).
         bytes_read, reads: from disk.
         row_bytes: bytes of rows by where they came from, of compiled mini-batches.
         buffers, devices: what buffers in host memory, and on devices above them, have counted by table.
@@ -32,6 +32,8 @@ class LoaderReport:
         forecast_seconds: of reading these mini-batches, where it was forecast.
         recorded_epochs: how many are repeated, of compiled mini-batches.
         padded, dropped: seeds of an epoch that stand twice, or are left out, so that ranks have equal steps.
+        edges_stored, edges_kept: of the collections of partitions that were trained on, the edges into their
+            nodes, and those of them whose source was in memory, too.
     """
 
     batches: int
@@ -46,6 +48,8 @@ class LoaderReport:
     recorded_epochs: int = 0
     padded: int = 0
     dropped: int = 0
+    edges_stored: int = 0
+    edges_kept: int = 0
 
     @property
     def slowest(self) -> str:
@@ -61,6 +65,11 @@ class LoaderReport:
         # Of each table the devices, where there are some, are asked first.
         asked = sum(b.hits + b.misses for b in {**self.buffers, **self.devices}.values())
         return 1 - sum(b.misses for b in self.buffers.values()) / max(1, asked)
+
+    @property
+    def kept_share(self) -> float:
+        """Of the neighbours of nodes in memory, the share that mini-batches could be drawn from."""
+        return self.edges_kept / self.edges_stored if self.edges_stored else 1.0
 
     def plus(self, other: LoaderReport) -> LoaderReport:
         """Both of two loaders, one after the other. Only sums: of no buffers."""

@@ -37,7 +37,6 @@ import featstore
 from featstore.adapters.pyg import FeatstoreFeatures, FeatstoreGraph, FeatstoreSampler
 from featstore.loaders.compiled.loader import CompiledLoader
 from featstore.loaders.compiled.trace import CompiledTrace
-from featstore.loaders.mega.loader import MegaBatches
 from featstore.loaders.online.loader import OnlineLoader
 from featstore.loaders.rolling import RollingLoader
 from featstore.measure.calibrate import calibrate, measure
@@ -293,46 +292,6 @@ CALLS: dict[str, Call] = {
     "StoredSampler.sample": Call(
         lambda w: (w.sampler.sample, {"seeds": [1, 2]}),
         {"seeds": IDS.saying("seed"), "batch_index": ANY_INTEGER, "epoch": ANY_INTEGER},
-    ),
-    # Mega-batches.
-    "MegaBatches": Call(
-        lambda w: (MegaBatches, {"store": w.store, "memory": "64MiB", "engine": "threads"}),
-        {
-            "store": STORE,
-            "memory": MEMORY,
-            "train": TRAIN.and_also(another_name="nobody").saying("train|id|array"),
-            "graph": NAME.optional,
-            "hubs": count(0).optional.and_also(more_than_there_are=NODES + 1),
-            "resident": count().optional,
-            "replaced": count().optional,
-            "passes": count(),
-            "seed": SEED,
-            **without(OPTIONS_OF_READING, "model"),
-        },
-    ),
-    "MegaBatches.set_epoch": Call(lambda w: (w.mega.set_epoch, {"epoch": 0}), {"epoch": count(0)}),
-    "MegaBatches.load_state_dict": Call(
-        lambda w: (w.mega.load_state_dict, {"state": w.mega.state_dict()}),
-        {
-            "state": State(
-                lambda w: w.mega.state_dict(), ("epoch", "next", "pass", "batch", "batch_size"), ("passes",)
-            )
-        },
-    ),
-    "MegaBatch.batch_count": Call(
-        lambda w: (w.mega_batch.batch_count, {"batch_size": 10}), {"batch_size": count()}
-    ),
-    "MegaBatch.batches": Call(
-        lambda w: (w.mega_batch.batches, {"fanouts": [2], "batch_size": 10}),
-        {
-            "fanouts": FANOUTS,
-            "batch_size": count(),
-            "weights": FLAG,
-            "tensors": FLAG,
-            "rank": count(0).and_also(beyond=1),
-            "world_size": count(),
-            "drop_last": FLAG,
-        },
     ),
     # Traces and what is compiled of them.
     "Trace": Call(lambda w: (featstore.Trace, {"path": w.trace.path}), {"path": PATH}),

@@ -15,8 +15,6 @@ import featstore
 from featstore.adapters.pyg import FeatstoreFeatures, FeatstoreGraph, FeatstoreSampler
 from featstore.loaders.compiled.loader import CompiledLoader
 from featstore.loaders.compiled.trace import CompiledTrace
-from featstore.loaders.mega.batch import MegaBatch
-from featstore.loaders.mega.loader import MegaBatches
 from featstore.loaders.online.loader import OnlineLoader
 from featstore.loaders.rolling import RollingLoader
 from featstore.reader.reader import Reader
@@ -93,14 +91,6 @@ class World:
     @cached_property
     def neighbours(self) -> NeighborSampler:
         return NeighborSampler(self.indptr, self.indices, [2])
-
-    @cached_property
-    def mega(self) -> MegaBatches:
-        return self.open(MegaBatches(self.store, memory="64MiB", engine="threads", resident=4))
-
-    @cached_property
-    def mega_batch(self) -> MegaBatch:
-        return next(iter(self.mega))
 
     @cached_property
     def trace(self) -> featstore.Trace:

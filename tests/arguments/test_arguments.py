@@ -31,7 +31,7 @@ CALLS = OTHERS | BUFFERS | TIERS | LOADER
 #: public anyhow.
 MADE = [
     "featstore.storage.store:StoredGraph", "featstore.shared.client:BufferClient",
-    "featstore.loaders.mega.loader:MegaBatches", "featstore.loaders.mega.batch:MegaBatch",
+
     "featstore.loaders.compiled.trace:CompiledTrace", "featstore.loaders.compiled.loader:CompiledLoader",
     "featstore.loaders.online.loader:OnlineLoader", "featstore.loaders.rolling:RollingLoader",
     "featstore.sampling.neighbors:NeighborSampler",
@@ -47,13 +47,11 @@ GROWING = {"featstore-buffer"}
 #: What is public by name alone: records that functions return, and what the package calls itself.
 NOT_CALLED = {
     "Batch": "a record, made by loaders",
-    "MegaBatch.begin_at": "called by its loader",
     "Plan": "a record, made by Reader.plan",
     "ReaderStats": "a record, made by Reader.stats",
     "Request": "made by Reader.submit",
     "Table": "made by a store",
     "StoredGraph": "made by a store",
-    "MegaBatch": "made by a loader of mega-batches",
     "Request.open_piece": "called by the reader",
     "Request.close_piece": "called by the reader",
     "OnlineLoader.finished": "called by its own thread",

@@ -19,7 +19,7 @@ import pytest
 import featstore
 from featstore.errors import BudgetError, CorruptionError, FeatstoreError, FormatError
 from featstore.loaders.compiled.loader import CompiledLoader
-from featstore.loaders.mega.loader import MegaBatches
+from featstore.loaders.mega.sets import PartitionSets
 from featstore.storage.manifest import MANIFEST_NAME, uuid_of
 from featstore.storage.manifest_reading import parse
 from featstore.trace import log_format as layout
@@ -75,7 +75,7 @@ def sampled(store: featstore.Store) -> None:
 
 
 def mega(store: featstore.Store) -> None:
-    with MegaBatches(store, memory="40MiB", resident=2) as batches:
+    with PartitionSets(store, memory="40MiB", resident=2) as batches:
         list(batches)
 
 

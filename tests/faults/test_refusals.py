@@ -33,7 +33,7 @@ from featstore.errors import (
     IncompleteStoreError,
     StoreLockedError,
 )
-from featstore.loaders.mega.loader import MegaBatches
+from featstore.loaders.mega.sets import PartitionSets
 from featstore.loaders.online.loader import OnlineLoader
 from featstore.loaders.rolling import RollingLoader
 from featstore.order import orders  # noqa: F401  (loaded before anything fails)
@@ -78,7 +78,7 @@ def sample(root: Path, disk: Disk) -> None:
 
 
 def mega(root: Path, disk: Disk) -> None:
-    with featstore.open(root / "s") as store, MegaBatches(store, memory="32MiB") as loader:
+    with featstore.open(root / "s") as store, PartitionSets(store, memory="32MiB") as loader:
         assert len(list(loader)) > 0
 
 

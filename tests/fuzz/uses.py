@@ -23,7 +23,8 @@ import featstore
 from featstore.compile.build import compile_trace as compile_to_path
 from featstore.errors import FeatstoreError
 from featstore.loaders.compiled.loader import CompiledLoader
-from featstore.loaders.mega.loader import MegaBatches
+from featstore.loaders.mega.loader import PartitionsLoader
+from featstore.loaders.mega.sets import PartitionSets
 from featstore.loaders.online.loader import OnlineLoader
 from featstore.plan.cost import DEFAULT, load_models, save_model
 from featstore.trace.log_file import LOG_NAME, how_far
@@ -168,7 +169,7 @@ def sample(target: Target, rng: Random) -> None:
 def mega(target: Target, rng: Random) -> None:
     store = target.store
     train: Any = "train" if rng.random() < 0.5 and "train" in store.arrays else None
-    with MegaBatches(store, memory="40MiB", train=train, resident=2) as batches:
+    with PartitionSets(store, memory="40MiB", train=train, resident=2) as batches:
         for batch in batches:
             indptr, indices = batch.indptr, batch.indices
             hold(
@@ -308,13 +309,10 @@ def resume_online(target: Target, rng: Random) -> None:
 
 
 def resume_mega(target: Target, rng: Random) -> None:
-    with MegaBatches(target.base, memory="40MiB", resident=2) as batches:
-        batches.load_state_dict(mutate_state(batches.state_dict() | {"step": 1}, rng))
-        for batch in batches:
-            there = batch.places[batch.node[batch.places] >= 0]
-            hold(target.come_from_it(batch.x[there]), "rows of nowhere")
-            _some(batch.batches([3], batch_size=20))
-            break
+    with PartitionsLoader(target.base, [3], batch_size=20, memory="40MiB", resident=2) as loader:
+        loader.load_state_dict(mutate_state(loader.state_dict() | {"next": 1}, rng))
+        for batch in itertools.islice(loader, 4):
+            hold(target.come_from_it(batch.x), "rows of nowhere")
 
 
 def resume_order(target: Target, rng: Random) -> None:

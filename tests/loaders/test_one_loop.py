@@ -211,6 +211,20 @@ def test_pyg_s_object_of_our_own_sampling(store: Any) -> None:
             assert sum(data.num_sampled_nodes) == len(data.n_id)
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_tensors_on_a_device(store: Any, mode: str) -> None:
+    """The CPU is one, too; what is in the mini-batches is the same."""
+    torch = pytest.importorskip("torch")
+    with store.loader(mode=mode, **SAMPLED) as loader:
+        expected = [drawn(batch) for batch in loader]
+    name = {} if mode in ("online", "partitions") else {"name": "other"}
+    with store.loader(mode=mode, device="cpu", **SAMPLED, **name) as loader:
+        for batch, wanted in zip(loader, expected, strict=True):
+            assert isinstance(batch.x, torch.Tensor)
+            assert isinstance(batch.edge_index, torch.Tensor)
+            assert drawn(batch) == wanted
+
+
 @pytest.mark.parametrize("world", [3])
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("mode", MODES)
@@ -272,7 +286,7 @@ def test_what_is_refused(store: Any) -> None:
         ({"batches": arrays, "mode": "compile"}, "mode"),
         ({"batches": arrays, "mode": "online", "disk": "2x"}, "disk= is of mode"),
         ({"batches": arrays, "mode": "compiled", "policy": "lru"}, "policy= is of mode 'online'"),
-        ({**SAMPLED, "mode": "partitions", "device": "cpu"}, "device= is of mode"),
+        ({**SAMPLED, "mode": "partitions", "device_memory": "1MiB"}, "device_memory= is of mode"),
         ({**SAMPLED, "mode": "rolling", "reuse": True}, "reuse= is of mode"),
         ({**SAMPLED, "bach_size": 3}, "bach_size"),
         ({**SAMPLED, "batch_size": 0}, "batch_size"),

@@ -7,25 +7,34 @@ import json
 import shutil
 import subprocess
 import sys
+import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
+from itertools import chain, count, islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import scipy.sparse as sp
+from gates import Gate
 
 import featstore
 import featstore.loaders.mega.loader
 import featstore.loaders.mega.sizes
 from featstore.errors import ArgumentError, BudgetError, ClosedError, CorruptionError, IdError, SourceError
 from featstore.loaders.batch import Batch
-from featstore.loaders.mega.batch import MegaBatch
-from featstore.loaders.mega.loader import MegaBatches
+from featstore.loaders.mega.drawing import Drawing
+from featstore.loaders.mega.loader import PartitionsLoader
+from featstore.loaders.mega.loading import Loading
+from featstore.loaders.mega.partition_set import PartitionSet
+from featstore.loaders.mega.sets import PartitionSets
+from featstore.loaders.mega.sizes import LargestDrawn
+from featstore.sampling.neighbors import NeighborSampler
 
 NODES, PARTITIONS, WIDTH = 3000, 24, 33
-#: Arguments of several ways to go through an epoch: (name, options, mega-batches).
+#: Arguments of several ways to go through an epoch, by name.
 WAYS = {
     "full": {"resident": 6},
     "sliding": {"resident": 6, "replaced": 2},
@@ -58,6 +67,9 @@ def make_graph() -> Any:
 GRAPH = make_graph()
 FEATURES = np.random.default_rng(2).standard_normal((NODES, WIDTH), np.float32)
 TRAIN = np.random.default_rng(1).permutation(NODES)[:1100]
+FANOUTS, SIZE = [4, 3], 90
+OF_SETS: dict[str, Any] = {"memory": "64MiB", "train": TRAIN, "seed": 3}
+DRAWN: dict[str, Any] = {"fanouts": FANOUTS, "batch_size": SIZE, "weights": True}
 
 
 @pytest.fixture(scope="module")
@@ -78,18 +90,33 @@ def path(tmp_path_factory: pytest.TempPathFactory, pack: Callable[..., featstore
 
 
 @pytest.fixture
-def open_(path: Path) -> Iterator[Callable[..., MegaBatches]]:
+def open_(path: Path) -> Iterator[Callable[..., PartitionsLoader]]:
     """Opens loaders of the store; all are closed afterwards."""
-    opened: list[MegaBatches] = []
+    opened: list[PartitionsLoader] = []
     with featstore.open(path) as store:
 
-        def make(**options: Any) -> MegaBatches:
-            opened.append(MegaBatches(store, **{"memory": "64MiB", "train": TRAIN, "seed": 3} | options))
+        def make(**options: Any) -> PartitionsLoader:
+            opened.append(PartitionsLoader(store, **DRAWN | OF_SETS | options))
             return opened[-1]
 
         yield make
         for loader in opened:
             loader.close()
+
+
+@pytest.fixture
+def open_sets(path: Path) -> Iterator[Callable[..., PartitionSets]]:
+    """Opens mega-batches of the store, from which nothing is drawn; all are closed afterwards."""
+    opened: list[PartitionSets] = []
+    with featstore.open(path) as store:
+
+        def make(**options: Any) -> PartitionSets:
+            opened.append(PartitionSets(store, **OF_SETS | options))
+            return opened[-1]
+
+        yield make
+        for sets in opened:
+            sets.close()
 
 
 @pytest.fixture(autouse=True)
@@ -116,18 +143,32 @@ def drawn(batch: Batch) -> Seen:
         batch.col.tolist(),
         batch.batch_size,
         float(batch.x.sum()),
-        None if batch.weight is None else batch.weight.tolist(),
+        None if batch.sample.weight is None else batch.sample.weight.tolist(),
     ]  # type: ignore[return-value]
 
 
-def batches(loader: MegaBatches, epochs: int = 1, size: int = 90) -> Iterator[Seen]:
+def batches(loader: PartitionsLoader, epochs: int = 1) -> Iterator[Seen]:
     for _ in range(epochs):
-        for mega in loader:
-            for batch in mega.batches([4, 3], size, weights=True):
-                yield drawn(batch)
+        for batch in loader:
+            yield drawn(batch)
 
 
-def check_mega(mega: MegaBatch, partition_of: Any) -> None:
+def made_in_turns(sets: PartitionSets, epochs: int, passes: int = 1) -> Iterator[Seen]:
+    """The twin of what is drawn: sampled and gathered by one plain loop, unweighted."""
+    for epoch in range(epochs):
+        for mega in sets:
+            sampler = NeighborSampler(mega.indptr, mega.indices, FANOUTS, seed=3)
+            for pass_ in range(passes):
+                order = np.random.default_rng([3, epoch, mega.step, pass_]).permutation(mega.seeds)
+                for number in range(-(-len(order) // SIZE)):
+                    key = (mega.step << 44) + (pass_ << 32) + number
+                    found = sampler.sample(order[number * SIZE :][:SIZE], key, epoch=epoch)
+                    ids, rows = mega.node[found.node], mega.x[found.node]
+                    size = len(order[number * SIZE :][:SIZE])
+                    yield (ids.tolist(), found.row.tolist(), found.col.tolist(), size, rows.tobytes())
+
+
+def check_mega(mega: PartitionSet, partition_of: Any) -> None:
     """Features, ids and subgraph against what was packed."""
     places = mega.places
     np.testing.assert_array_equal(mega.x[places], FEATURES[mega.node[places]])
@@ -176,27 +217,30 @@ def check_batch(batch: Batch, fanouts: list[int], here: set[int]) -> None:
 
 @ways
 @pytest.mark.parametrize("kind", ["uring", "threads"])
-def test_what_is_in_them(open_: Callable[..., MegaBatches], way: str, kind: str) -> None:
-    loader = open_(engine=kind, **WAYS[way])
+def test_what_is_in_them(
+    open_: Callable[..., PartitionsLoader], open_sets: Callable[..., PartitionSets], way: str, kind: str
+) -> None:
+    of_sets = dict(WAYS[way])
+    passes = of_sets.pop("passes", 1)
+    loader, drawing = open_sets(engine=kind, **of_sets), open_(engine=kind, **WAYS[way])
     row_of_node = loader.table.row_of_node()
     assert row_of_node is not None
     partition_of = np.searchsorted(loader.table.partition_offsets, row_of_node, side="right") - 1
     for epoch in range(2):
         seen: list[Any] = []
         loaded = 0
+        drawn = iter(drawing)
         for step, mega in enumerate(loader):
             assert (mega.epoch, mega.step, mega.steps) == (epoch, step, len(loader))
             check_mega(mega, partition_of)
             here = set(mega.node[mega.places].tolist())
-            for number, batch in enumerate(mega.batches([4, 3], 90, weights=True)):
+            for number, batch in enumerate(islice(drawn, passes * -(-len(mega.seeds) // SIZE))):
                 if number % 3 == 0:
-                    check_batch(batch, [4, 3], here)
+                    check_batch(batch, FANOUTS, here)
                 seen.append(batch.node[: batch.batch_size])
-            assert number + 1 == mega.batch_count(90)
             loaded += mega.read_bytes
-        np.testing.assert_array_equal(
-            np.sort(np.concatenate(seen)), np.repeat(np.sort(TRAIN), WAYS[way].get("passes", 1))
-        )
+        assert next(drawn, None) is None
+        np.testing.assert_array_equal(np.sort(np.concatenate(seen)), np.repeat(np.sort(TRAIN), passes))
         if WAYS[way].get("replaced") is None and (way != "all" or epoch == 0):
             assert loaded > FEATURES.nbytes
         if way == "all" and epoch == 1:
@@ -206,26 +250,47 @@ def test_what_is_in_them(open_: Callable[..., MegaBatches], way: str, kind: str)
     )
 
 
-def test_all_nodes_are_trained_on_by_default(open_: Callable[..., MegaBatches]) -> None:
-    loader = open_(resident=8, train=None)
+@ways
+def test_they_are_those_of_one_plain_loop(
+    open_: Callable[..., PartitionsLoader], open_sets: Callable[..., PartitionSets], way: str
+) -> None:
+    """Bit for bit, also while the loop is slow, and the thread beside it as far ahead as it may be."""
+    of_sets = dict(WAYS[way])
+    passes = of_sets.pop("passes", 1)
+    found = []
+    loader = open_(weights=False, **WAYS[way])
+    for number, batch in enumerate(chain(loader, loader)):
+        if number % 5 == 0:
+            time.sleep(0.005)
+        found.append((*drawn(batch)[:4], batch.x.tobytes()))
+        assert batch.sample.weight is None
+        del batch
+    assert found == list(made_in_turns(open_sets(**of_sets), 2, passes))
+
+
+def test_all_nodes_are_trained_on_by_default(open_sets: Callable[..., PartitionSets]) -> None:
+    loader = open_sets(resident=8, train=None)
     seeds = np.concatenate([mega.node[mega.seeds] for mega in loader])
     np.testing.assert_array_equal(np.sort(seeds), np.arange(NODES))
-    named = open_(resident=8, train="train")
+    named = open_sets(resident=8, train="train")
     np.testing.assert_array_equal(np.sort(np.concatenate([m.node[m.seeds] for m in named])), np.sort(TRAIN))
 
 
-def test_training_nodes_may_be_a_mask(open_: Callable[..., MegaBatches]) -> None:
+def test_training_nodes_may_be_a_mask(open_sets: Callable[..., PartitionSets]) -> None:
     mask = np.zeros(NODES, bool)
     mask[TRAIN] = True
     for given in (mask, torch.from_numpy(mask), "train_mask"):
-        seeds = np.concatenate([mega.node[mega.seeds] for mega in open_(resident=8, train=given)])
+        seeds = np.concatenate([mega.node[mega.seeds] for mega in open_sets(resident=8, train=given)])
         np.testing.assert_array_equal(np.sort(seeds), np.sort(TRAIN))
 
 
-def test_tensors_and_pyg(open_: Callable[..., MegaBatches]) -> None:
-    mega = next(iter(open_(resident=8)))
-    one, other = (next(mega.batches([4, 3], 90, weights=True, tensors=tensors)) for tensors in (False, True))
+@pytest.mark.parametrize("how", [{"tensors": True}, {"device": "cpu"}, {"device": "cpu", "tensors": True}])
+def test_tensors_and_pyg(open_: Callable[..., PartitionsLoader], how: dict[str, Any]) -> None:
+    one, other = next(iter(open_(resident=8))), next(iter(open_(resident=8, **how)))
+    assert isinstance(one.x, np.ndarray)
     assert isinstance(other.x, torch.Tensor)
+    assert isinstance(other.edge_index, torch.Tensor)
+    assert other.x.device == other.edge_index.device == torch.device("cpu")
     np.testing.assert_array_equal(one.x, other.x.numpy())
     data = other.pyg()
     assert data.batch_size == 90
@@ -236,19 +301,20 @@ def test_tensors_and_pyg(open_: Callable[..., MegaBatches]) -> None:
 
 
 @ways
-def test_equal_seeds_give_equal_batches(open_: Callable[..., MegaBatches], way: str) -> None:
+def test_equal_seeds_give_equal_batches(open_: Callable[..., PartitionsLoader], way: str) -> None:
     loader = open_(**WAYS[way])
     first, second = list(batches(loader)), list(batches(loader))
     assert first + second == list(batches(open_(**WAYS[way], engine="threads"), epochs=2))
     assert [b[0] for b in first] != [b[0] for b in second], "epochs differ"
     assert first != list(batches(open_(**WAYS[way] | {"seed": 4})))
+    assert [b[5] for b in first] != [b[5] for b in batches(open_(**WAYS[way], weights=False))]
     later = open_(**WAYS[way])
     later.set_epoch(1)
     assert list(batches(later)) == second
 
 
 @ways
-def test_resumed_anywhere_the_rest_is_the_same(open_: Callable[..., MegaBatches], way: str) -> None:
+def test_resumed_anywhere_the_rest_is_the_same(open_: Callable[..., PartitionsLoader], way: str) -> None:
     options = WAYS[way]
     whole = list(batches(open_(**options), epochs=2))
     stopped = open_(**options)
@@ -270,17 +336,17 @@ def test_resumed_anywhere_the_rest_is_the_same(open_: Callable[..., MegaBatches]
 RESUME = """
 import json, sys
 import featstore, featstore.loaders.mega.sizes
-from featstore.loaders.mega.loader import MegaBatches
+from featstore.loaders.mega.loader import PartitionsLoader
 featstore.loaders.mega.sizes.BLOCK_EDGES_MAX = featstore.loaders.mega.sizes.BLOCK_EDGES_MIN = 700
 options = {"memory": "64MiB", "train": "train", "seed": 3, **json.loads(sys.argv[2])}
-loader = MegaBatches(featstore.open(sys.argv[1]), **options)
+loader = PartitionsLoader(featstore.open(sys.argv[1]), [4, 3], batch_size=90, **options)
 loader.load_state_dict(json.loads(sys.argv[3]))
-print(json.dumps([b.node.tolist() for mega in loader for b in mega.batches([4, 3], 90)]))
+print(json.dumps([b.node.tolist() for b in loader]))
 next(iter(loader))  # neither closed nor through: the process must end all the same
 """
 
 
-def test_resumed_in_another_process(open_: Callable[..., MegaBatches], path: Path) -> None:
+def test_resumed_in_another_process(open_: Callable[..., PartitionsLoader], path: Path) -> None:
     options = {"resident": 6, "replaced": 2, "passes": 2}
     loader, seen, state = open_(**options), [], {}
     for number, batch in enumerate(batches(loader)):
@@ -294,7 +360,7 @@ def test_resumed_in_another_process(open_: Callable[..., MegaBatches], path: Pat
     assert json.loads(done.stdout) == seen[12:]
 
 
-def test_going_on_after_a_break(open_: Callable[..., MegaBatches]) -> None:
+def test_going_on_after_a_break(open_: Callable[..., PartitionsLoader]) -> None:
     for options in ({"resident": 6}, {"resident": 6, "replaced": 2, "passes": 2}, {"resident": PARTITIONS}):
         whole = list(batches(open_(**options)))
         loader, seen = open_(**options), []
@@ -307,7 +373,7 @@ def test_going_on_after_a_break(open_: Callable[..., MegaBatches]) -> None:
 
 
 def test_a_state_of_something_else_is_refused(
-    open_: Callable[..., MegaBatches], tmp_path: Path, pack: Callable[..., featstore.Store]
+    open_: Callable[..., PartitionsLoader], tmp_path: Path, pack: Callable[..., featstore.Store]
 ) -> None:
     state = open_(resident=6).state_dict()
     assert json.loads(json.dumps(state)) == state
@@ -326,57 +392,93 @@ def test_a_state_of_something_else_is_refused(
         pack(
             tmp_path / "other", FEATURES + 1, graph=graph, order="ldg", partitions=PARTITIONS, hubs=0.02
         ) as store,
-        MegaBatches(store, resident=6, seed=3) as other,
+        PartitionsLoader(store, FANOUTS, resident=6, seed=3) as other,
         pytest.raises(ValueError, match="the state has store ="),
     ):
         other.load_state_dict(state)
 
 
-def test_a_replaced_mega_batch_is_not_used(open_: Callable[..., MegaBatches]) -> None:
+def test_a_second_iteration_ends_the_first(open_: Callable[..., PartitionsLoader]) -> None:
+    """Nothing is drawn from a mega-batch that the second has replaced; the second goes on where the first
+    was."""
+    whole = list(batches(open_(resident=6)))
     loader = open_(resident=6)
-    iterator = iter(loader)
-    first = next(iterator)
-    drawing = first.batches([4], 10)
-    next(drawing)
-    second = next(iterator)
-    with pytest.raises(ClosedError, match="replaced by the next"):
-        next(drawing)
-    next(second.batches([4], 10))
-    third = next(iter(loader))  # a second iterator, beside the first
-    with pytest.raises(ClosedError, match="replaced by the next"):
-        next(second.batches([4], 10))
-    next(third.batches([4], 10))
+    first = batches(loader)
+    assert [next(first) for _ in range(3)] == whole[:3]
+    second = batches(loader)
+    assert next(second) == whole[3]
+    with pytest.raises(ClosedError, match="another iteration of this loader has begun"):
+        next(first)
+    assert list(second) == whole[4:]
 
 
-def test_passes_by_the_clock(open_: Callable[..., MegaBatches]) -> None:
-    loader = open_(resident=6, passes="auto")
-    assert next(iter(loader)).passes == 1, "nothing is known yet"
-    loader._load_seconds, loader._pass_seconds = [3.5, 3.5, 100.0], [1.0]
+def passes_of_first(loader: PartitionsLoader) -> int:
+    """How often the first mega-batch of epoch 0 is gone through."""
     loader.set_epoch(0)
-    mega = next(iter(loader))
-    assert mega.passes == 3
-    assert len(list(mega.batches([4], 90))) == 3 * -(-len(mega.seeds) // 90)
-    state = loader.state_dict()
-    assert state["passes"] == 3
+    next(iter(loader))
+    passes = loader.state_dict()["passes"]
+    assert isinstance(passes, int)
+    return passes
+
+
+def test_passes_by_the_clock(
+    open_: Callable[..., PartitionsLoader], open_sets: Callable[..., PartitionSets]
+) -> None:
+    loader, sets = open_(resident=6, passes="auto"), open_sets(resident=6)
+    first = next(iter(sets))
+    count = -(-len(first.seeds) // SIZE)
+    assert passes_of_first(loader) == 1, "nothing is known yet"
+    # A pass takes a second of the loop's.
+    loader._load_seconds, loader.report_stages.step_seconds = [3.5, 3.5, 100.0], [1.0 / count]
+    assert passes_of_first(loader) == 3
+    loader._load_seconds, loader.report_stages.step_seconds = [3.5, 3.5, 100.0], [1.0 / count]
+    loader.set_epoch(0)
+    under_way, states = iter(loader), []
+    for _ in range(3 * count):
+        next(under_way)
+        states.append(loader.state_dict())
+    assert [(s["next"], s["pass"], s["batch"], s["passes"]) for s in states] == [
+        (0, (n + 1) // count, (n + 1) % count, 3) for n in range(3 * count)
+    ]
     resumed = open_(resident=6, passes="auto")
-    resumed.load_state_dict(state)
-    assert next(iter(resumed)).passes == 3, "what was chosen holds after a resume"
-    loader._pass_seconds = [1e-9]
-    loader.set_epoch(0)
-    assert next(iter(loader)).passes == featstore.loaders.mega.loader.PASSES_MAX
+    resumed.load_state_dict(states[0])
+    next(iter(resumed))
+    assert resumed.state_dict()["passes"] == 3, "what was chosen holds after a resume"
+    loader.report_stages.step_seconds = [1e-9]
+    assert passes_of_first(loader) == featstore.loaders.mega.loader.PASSES_MAX
+
+
+def test_a_pass_takes_the_seconds_of_the_loop(
+    open_: Callable[..., PartitionsLoader], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither those of the sampler, however slow it is, nor those of waiting for it."""
+    sample = Drawing.sample
+
+    def slow(*given: Any) -> Any:
+        time.sleep(0.05)
+        return sample(*given)
+
+    monkeypatch.setattr(Drawing, "sample", slow)
+    loader = open_(resident=6, passes="auto")
+    for _ in islice(loader, 6):
+        time.sleep(0.002)
+    steps = loader.report_stages.step_seconds
+    assert len(steps) == 5, "the last one was broken off"
+    assert 0.002 <= np.median(steps) < 0.04
+    assert loader.report().seconds["sample"] > 5 * 0.05
 
 
 # What goes wrong.
 
 
-def test_closed_while_loading(open_: Callable[..., MegaBatches]) -> None:
+def test_closed_while_loading(open_: Callable[..., PartitionsLoader]) -> None:
     for options in ({"resident": 6}, {"resident": PARTITIONS}):
         loader = open_(**options)
         iterator = iter(loader)
         next(iterator)
         loader.close()
         loader.close()
-        with pytest.raises(StopIteration if loader.steps == 1 else ClosedError):
+        with pytest.raises(ClosedError):
             next(iterator)
         with pytest.raises(ClosedError, match="closed"):
             next(iter(loader))
@@ -388,25 +490,25 @@ def test_stores_that_cannot_be_trained_from(tmp_path: Path, pack: Callable[..., 
         pack(tmp_path / "bare", FEATURES, order="given") as store,
         pytest.raises(SourceError, match="holds no graph"),
     ):
-        MegaBatches(store)
+        PartitionSets(store)
     with (
         pack(tmp_path / "lost", FEATURES, graph=graph, topology=False) as store,
         pytest.raises(SourceError, match="no graph"),
     ):
-        MegaBatches(store)
+        PartitionSets(store)
     with pack(tmp_path / "one", FEATURES, graph=graph, order="given") as store:
         assert len(store.tables["features"].partition_offsets) == 2
         with pytest.raises(SourceError, match="one single partition"):
-            MegaBatches(store, memory="1MiB")
-        with MegaBatches(store, memory="64MiB") as loader:  # all of it at once
+            PartitionSets(store, memory="1MiB")
+        with PartitionSets(store, memory="64MiB") as loader:  # all of it at once
             assert (loader.steps, loader.resident) == (1, 1)
         with pytest.raises(KeyError, match="no graph 'other'"):
-            MegaBatches(store, graph="other")
+            PartitionSets(store, graph="other")
     with pytest.raises(ClosedError):
-        MegaBatches(store)
+        PartitionSets(store)
 
 
-def test_options_that_cannot_be(open_: Callable[..., MegaBatches]) -> None:
+def test_options_that_cannot_be(open_: Callable[..., PartitionsLoader]) -> None:
     for train, what in (
         ([0, NODES], f"node {NODES} is out of range"),
         ([-1], "-1 is out of range"),
@@ -434,29 +536,40 @@ def test_options_that_cannot_be(open_: Callable[..., MegaBatches]) -> None:
     with pytest.raises(SourceError, match="61 hubs were asked for, but the store has the lists of 60"):
         open_(hubs=61)
     with pytest.raises(ValueError, match="batch_size"):
-        next(next(iter(open_())).batches([2], 0))
-    with pytest.raises(SourceError, match="fanouts"):
-        next(next(iter(open_())).batches([0], 9))
+        open_(batch_size=0)
+    with pytest.raises(ArgumentError, match="fanouts"):
+        open_(fanouts=[0])
+    with pytest.raises(SourceError, match="tensors=False"):
+        open_(tensors=False, device="cpu")
+    with pytest.raises(ArgumentError, match="device='meta' cannot be used here"):
+        open_(device="meta")
 
 
 @pytest.mark.parametrize(
     "options",
     [{}, {"resident": 9}, {"hubs": 0}, {"hubs": 60}, {"hubs": 9, "resident": 9}, {"hubs": 9, "replaced": 1}],
 )
+@pytest.mark.parametrize("fanouts", [[4, 3], [-1, -1], None])
 def test_the_budget_that_the_error_names_works(
-    open_: Callable[..., MegaBatches], options: dict[str, Any]
+    open_: Callable[..., PartitionsLoader],
+    open_sets: Callable[..., PartitionSets],
+    options: dict[str, Any],
+    fanouts: list[int] | None,
 ) -> None:
+    def opened(**more: Any) -> PartitionSets:
+        return open_sets(**more) if fanouts is None else open_(fanouts=fanouts, **more).sets
+
     for memory in (1, "1MiB", "4MiB"):
         with pytest.raises(BudgetError, match="too small") as caught:
-            open_(memory=memory, **options)
+            opened(memory=memory, **options)
         needed = caught.value.needed_bytes
-        loader = open_(memory=needed, **options)
+        loader = opened(memory=needed, **options)
         held = loader.memory()
         assert held["planned"] + held["unused"] == needed
         assert held["unused"] >= 0
         if "hubs" in options:  # otherwise a smaller budget would hold fewer hubs, and may do
             with pytest.raises(BudgetError):
-                open_(memory=needed - 1, **options)
+                opened(memory=needed - 1, **options)
     assert sum(len(mega.seeds) for mega in loader) == len(TRAIN)
 
 
@@ -466,11 +579,11 @@ def test_lists_of_what_is_no_row_are_found_without_checksums(path: Path, tmp_pat
     good = victim.read_bytes()
     with (
         featstore.open(own) as store,
-        MegaBatches(store, memory="64MiB", train=TRAIN, resident=6, verify=False) as loader,
+        PartitionsLoader(store, **DRAWN, **OF_SETS, resident=6, verify=False) as loader,
     ):
         whole = list(batches(loader))
         bad = np.frombuffer(good, np.int32).copy()
-        bad[loader.graph.edges // 2] = NODES
+        bad[loader.sets.graph.edges // 2] = NODES
         victim.write_bytes(bad.tobytes())
         loader.set_epoch(0)
         seen: list[Seen] = []
@@ -490,18 +603,215 @@ def test_bad_pages_are_named_and_nothing_hangs(path: Path, tmp_path: Path, table
     data[len(data) // 2] ^= 1
     victim.write_bytes(bytes(data))
 
-    def go_through(loader: MegaBatches) -> None:
+    def go_through(loader: PartitionsLoader) -> None:
         for _ in range(PARTITIONS):
             list(batches(loader))
 
     with featstore.open(own) as store:
         with pytest.raises(CorruptionError, match=victim.name):  # noqa: SIM117  (opening may find it, too)
-            with MegaBatches(store, memory="64MiB", train=TRAIN, resident=6) as loader:
+            with PartitionsLoader(store, **DRAWN, **OF_SETS, resident=6) as loader:
                 go_through(loader)
         if table == "tables/features":
-            with MegaBatches(store, memory="64MiB", train=TRAIN, resident=6, hubs=0) as loader:
+            with PartitionsLoader(store, **DRAWN, **OF_SETS, resident=6, hubs=0) as loader:
                 for _ in range(2):  # the error stays, and the loader can be asked again
                     with pytest.raises(CorruptionError, match=victim.name):
                         go_through(loader)
-            with MegaBatches(store, memory="64MiB", train=TRAIN, resident=6, hubs=0, verify=False) as loader:
+            with PartitionsLoader(store, **DRAWN, **OF_SETS, resident=6, hubs=0, verify=False) as loader:
                 go_through(loader)
+
+
+# Beside the training.
+
+
+def test_it_is_made_ahead_in_a_thread_of_its_own(
+    open_: Callable[..., PartitionsLoader], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One mini-batch ahead of the one that the loop works on, across the ends of mega-batches, too."""
+    drawn_by: list[Any] = []
+    sample = Drawing.sample
+
+    def noted(*given: Any) -> Any:
+        drawn_by.append(threading.current_thread())
+        return sample(*given)
+
+    monkeypatch.setattr(Drawing, "sample", noted)
+    loader = open_(resident=6)
+    for number, _ in enumerate(loader):
+        end = time.monotonic() + 0.02
+        while time.monotonic() < end and len(drawn_by) < number + 3:
+            time.sleep(0.001)
+        assert len(drawn_by) <= number + 2
+        if number == 0:
+            assert len(drawn_by) == 2, "the next is made while this one is worked on"
+    assert len(set(drawn_by)) == 1
+    assert threading.current_thread() not in drawn_by
+
+
+def test_an_error_of_sampling_is_raised_in_the_loop(
+    open_: Callable[..., PartitionsLoader], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the mini-batches before it; asked again, the loader goes on with the one that failed."""
+    whole = list(batches(open_(resident=6)))
+    loader, sample, turns = open_(resident=6), Drawing.sample, count()
+
+    def failing(*given: Any) -> Any:
+        if next(turns) == 7:
+            raise SourceError("planted")
+        return sample(*given)
+
+    monkeypatch.setattr(Drawing, "sample", failing)
+    seen: list[Seen] = []
+    with pytest.raises(SourceError, match="planted"):
+        seen.extend(batches(loader))
+    assert seen == whole[:7]
+    assert list(batches(loader)) == whole[7:]
+
+
+def test_an_error_of_loading_is_raised_in_the_loop(
+    open_: Callable[..., PartitionsLoader], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = list(batches(open_(resident=6)))
+    loader, load = open_(resident=6), Loading.load
+
+    def failing(self: Any, schedule: Any, step: Any, whole: bool) -> Any:
+        if step.index == 2:
+            raise SourceError("planted")
+        return load(self, schedule, step, whole)
+
+    monkeypatch.setattr(Loading, "load", failing)
+    seen: list[Seen] = []
+    with pytest.raises(SourceError, match="planted"):
+        seen.extend(batches(loader))
+    assert seen == whole[: len(seen)]
+    assert 0 < len(seen) < len(whole), "the mini-batches of two mega-batches"
+    monkeypatch.undo()
+    assert seen + list(batches(loader)) == whole
+
+
+def slowly(made: Iterator[Batch]) -> Iterator[Batch]:
+    """As a loop that trains for 20 ms a mini-batch."""
+    for batch in made:
+        time.sleep(0.02)
+        yield batch
+
+
+@pytest.mark.parametrize("after", [0, 1, 12])
+def test_closed_in_the_middle(
+    open_: Callable[..., PartitionsLoader], path: Path, after: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also from another thread, while the loop waits for a mega-batch that does not come: nothing hangs, no
+    thread is left."""
+    before = set(threading.enumerate())
+    loader = open_(resident=6)
+    gate = Gate(loader.sets._loading.reader)
+    if after:
+        gate.open()
+    under_way = iter(loader)
+    assert len(list(islice(under_way, after))) == after
+    closing = threading.Thread(target=lambda: (time.sleep(0.05), gate.open(), loader.close()))
+    closing.start()
+    with pytest.raises(ClosedError, match="closed"):
+        list(slowly(under_way))
+    closing.join()
+    assert {t for t in threading.enumerate() if "featstore" in t.name} <= before
+
+
+def test_another_epoch_is_set_while_one_is_under_way(open_: Callable[..., PartitionsLoader]) -> None:
+    loader = open_(resident=6)
+    first = batches(loader)
+    next(first)
+    loader.set_epoch(2)
+    with pytest.raises(ClosedError, match="an epoch has been set"):
+        next(first)
+    later = open_(resident=6)
+    later.set_epoch(2)
+    assert list(batches(loader)) == list(batches(later))
+
+
+INTERRUPTED = """
+import json, random, signal, sys, threading, time
+import numpy as np, featstore
+from featstore.loaders.mega.loader import PartitionsLoader
+features = np.load(sys.argv[2])
+loader = PartitionsLoader(
+    featstore.open(sys.argv[1]), [4, 3], batch_size=20, train="train", seed=3, resident=6, memory="64MiB"
+)
+expected = [batch.n_id.tolist() for batch in loader]
+stop, begin, interrupted, seen = False, threading.Event(), 0, {}
+def bother():
+    begin.wait()
+    while not stop:
+        time.sleep(random.uniform(0.001, 0.02))
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+thread = threading.Thread(target=bother, daemon=True)
+thread.start()
+def epoch():
+    for batch in loader:
+        state = loader.state_dict()
+        assert np.array_equal(batch.x, features[batch.n_id])
+        seen[state["epoch"], state["next"], state["pass"], state["batch"]] = batch.n_id.tolist()
+end = time.monotonic() + 4
+def rounds():
+    global interrupted, stop
+    begin.set()
+    while time.monotonic() < end:
+        try:
+            loader.set_epoch(0)
+            epoch()
+        except KeyboardInterrupt:
+            interrupted += 1
+    stop = True
+    while thread.is_alive():
+        time.sleep(0.01)
+done = False
+while not done:
+    try:
+        try:
+            rounds()
+            done = True
+        except KeyboardInterrupt:
+            pass
+    except KeyboardInterrupt:  # while one was handled
+        pass
+loader.set_epoch(0)
+assert [batch.n_id.tolist() for batch in loader] == expected
+assert all(one in expected for one in seen.values())
+loader.close()
+left = [t.name for t in threading.enumerate() if "featstore" in t.name]
+assert not left, left
+print("interrupted" if interrupted else "never", flush=True)
+"""
+
+
+def test_interrupts_leave_the_loader_whole(path: Path, tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", FEATURES)
+    arguments = [sys.executable, "-c", INTERRUPTED, str(path), str(tmp_path / "x.npy")]
+    root = str(Path(featstore.__file__).parent.parent)
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=90, cwd=root, check=False)
+    assert (done.returncode, done.stdout) == (0, "interrupted\n"), done.stderr[-2000:]
+
+
+@pytest.mark.parametrize("fanouts", [[4, 3], [-1], [1, -1], [20, 20, 20]])
+def test_no_mini_batch_is_larger_than_the_budget_says(
+    open_: Callable[..., PartitionsLoader], fanouts: list[int]
+) -> None:
+    loader = open_(resident=6, fanouts=fanouts, passes=2)
+    largest = LargestDrawn(SIZE, tuple(fanouts))
+    nodes, edges = largest.nodes_and_edges(loader.sets.places, loader.sets.sizes.edges_max)
+    sizes = [(len(batch.n_id), len(batch.row)) for batch in loader]
+    assert max(n for n, _ in sizes) <= nodes <= loader.sets.places
+    assert max(k for _, k in sizes) <= edges
+    assert LargestDrawn(4, (3, -1)).nodes_and_edges(100, 30) == (46, 42), "4 seeds, 12 edges, then all 30"
+    assert LargestDrawn(4, (3, -1)).nodes_and_edges(10, 30) == (10, 42)
+
+
+def test_the_budget_has_room_for_two_mini_batches(
+    open_: Callable[..., PartitionsLoader], open_sets: Callable[..., PartitionSets]
+) -> None:
+    drawn_, alone = open_(resident=6), open_sets(resident=6)
+    nodes, _ = LargestDrawn(SIZE, tuple(FANOUTS)).nodes_and_edges(
+        drawn_.sets.places, drawn_.sets.sizes.edges_max
+    )
+    more = drawn_.memory()["planned"] - alone.memory()["planned"]
+    assert more > 2 * nodes * 4 * WIDTH
+    assert drawn_.memory()["unused"] == drawn_.sets.memory_bytes - drawn_.memory()["planned"]

@@ -10,7 +10,7 @@ import pytest
 
 import featstore
 from featstore.errors import FeatstoreError, FeatstoreWarning, IdError, SourceError
-from featstore.loaders.mega.loader import MegaBatches
+from featstore.loaders.mega.sets import PartitionSets
 from featstore.loaders.online.loader import OnlineLoader
 from featstore.sampling.batches import sample_batches
 from featstore.sampling.minibatch import table_of
@@ -110,7 +110,7 @@ def test_one_relation_of_several_is_not_sampled_unasked(
     with packed(pack, tmp_path / "s", paper=NODES, **others) as store:
         asks: list[Any] = [
             lambda **graph: store.sampler([3], memory=SMALL, **graph).close(),
-            lambda **graph: MegaBatches(store, memory="64MiB", **graph).close(),
+            lambda **graph: PartitionSets(store, memory="64MiB", **graph).close(),
             lambda **graph: sample_batches(store, np.arange(9), [2], 3, **graph).close(),
         ]
         for ask in asks:

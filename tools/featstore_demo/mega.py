@@ -42,10 +42,10 @@ def run_mega(
     with prepared(memory, _EVALUATED_MAX, seed=seed, **options) as demo:
         partitions = _partitions(demo.graph, demo.memory_bytes)
         pack_seconds = demo.pack(topology=True, partitions=partitions, hubs=_HUB_SHARE, seed=seed)
-        about = _probe(demo, of_loader)
+        method, edge_cut = _probe(demo, of_loader)
         by_mega, from_memory = demo.train("mega", of_loader)
         facts = demo.facts(pack_seconds, from_memory)
-        return MegaReport(mega=MegaRunReport.of(by_mega), **about, **facts)
+        return MegaReport(order=method, edge_cut=edge_cut, mega=MegaRunReport.of(by_mega), **facts)
 
 
 def _partitions(graph: DemoGraph, memory_bytes: int) -> int:
@@ -53,20 +53,18 @@ def _partitions(graph: DemoGraph, memory_bytes: int) -> int:
     return max(min(_PARTITIONS_MIN, graph.node_count), min(wanted, graph.node_count // _PARTITION_NODES_MIN))
 
 
-def _probe(demo: Comparison, options: dict[str, Any]) -> dict[str, Any]:
-    """Open a loader and a reader here first, for the errors' sake; returns what the report says of the
-    store."""
+def _probe(demo: Comparison, options: dict[str, Any]) -> tuple[str, float | None]:
+    """Open a loader and a reader here first, for the errors' sake; returns the order of the rows and its edge
+    cut."""
     import featstore
+    from featstore.loaders.mega.loader import PartitionsLoader
 
     with featstore.open(demo.store_path) as store:
-        store.loader(
-            mode="partitions", seeds="train_idx", fanouts=demo.plan.fanouts, attach="labels",
-            **demo.budget(), **options,
-        ).close()  # fmt: skip
+        fanouts, batch_size = demo.plan.fanouts, demo.plan.batch_size
+        PartitionsLoader(
+            store, fanouts, batch_size=batch_size, train="train_idx", **demo.budget(), **options
+        ).close()
         store.reader(static="degree", **demo.budget()).close()
         order = store.tables["features"].entry.order
         cut = order.parameters.get("edge_cut")
-        return {
-            "order": order.method, "edge_cut": float(cut) if isinstance(cut, int | float) else None,
-            "partitions": order.partition_offsets.shape[0] - 1, "hubs": store.graphs["features"].hubs,
-        }  # fmt: skip
+        return order.method, float(cut) if isinstance(cut, int | float) else None

@@ -29,33 +29,32 @@ class MegaRunReport(Run):
     """The run by mega-batches. Times in seconds; ``rows``: rows of training mini-batches.
 
     One number an epoch: ``load_seconds``, of loading beside the training, and ``build_seconds``, of it making
-    the subgraph; ``wait_seconds``, that the training waited for it; ``draw_seconds``, of sampling
-    mini-batches and gathering their rows; ``read_bytes``. ``io``: what the loader reports, and how files are
-    read.
+    the subgraph; ``draw_seconds``, of sampling mini-batches and gathering their rows, beside it as well;
+    ``wait_seconds``, that the training waited for all that; ``read_bytes``; ``kept_shares``, of all
+    neighbours of nodes in memory those that were in memory, too. ``io``: what the reader counted, and the
+    loader's sizes.
     """
 
     load_seconds: tuple[float, ...]
     build_seconds: tuple[float, ...]
     draw_seconds: tuple[float, ...]
     read_bytes: tuple[int, ...]
+    kept_shares: tuple[float, ...]
 
     @property
     def train_seconds(self) -> tuple[float, ...]:
-        """Of each epoch, the time that is neither waiting nor drawing."""
-        parts = zip(self.epoch_seconds, self.wait_seconds, self.draw_seconds, strict=True)
-        return tuple(whole - wait - draw for whole, wait, draw in parts)
+        """Of each epoch, the time that is no waiting."""
+        parts = zip(self.epoch_seconds, self.wait_seconds, strict=True)
+        return tuple(whole - wait for whole, wait in parts)
 
 
 @dataclass(frozen=True)
 class MegaReport(Facts):
     """What ``featstore demo --mode mega`` found. Sizes in bytes, times in seconds. ``edge_cut``: the share of
-    edges between partitions, where the order of the rows tells it. ``partitions`` and ``hubs`` of the
-    store."""
+    edges between partitions, where the order of the rows tells it."""
 
     order: str
     edge_cut: float | None
-    partitions: int
-    hubs: int
     mega: MegaRunReport
 
     @property
@@ -88,7 +87,7 @@ def render_mega(report: MegaReport) -> Group:
     close = f"Test accuracy is {apart}: within {most}, as it should be."
     return side_by_side(
         report,
-        facts=fact_lines(report, report.mega.io, ("partitions", _partitions(report))),
+        facts=fact_lines(report, report.mega.io, ("mega-batches", _mega_batches(report))),
         trained=f"{report.epochs} epochs",
         headers=(f"mega-batches, memory {format_bytes(report.memory_bytes)}", "neighbour sampling in memory"),
         lines=_run_lines(report),
@@ -102,9 +101,13 @@ def render_mega(report: MegaReport) -> Group:
     )
 
 
-def _partitions(report: MegaReport) -> str:
+def _mega_batches(report: MegaReport) -> str:
+    io = report.mega.io
     cut = "" if report.edge_cut is None else f", {report.edge_cut:.0%} of the edges cross"
-    return f"{report.partitions} ({report.order}{cut}) and {report.hubs:,} hubs"
+    resident = (
+        f"{io['resident']} of {io['partitions']} partitions ({report.order}{cut}) and {io['hubs']:,} hubs"
+    )
+    return f"{io['mega_batches']} an epoch, each of {resident}"
 
 
 def _run_lines(report: MegaReport) -> list[tuple[str, str, str]]:
@@ -121,11 +124,12 @@ def _run_lines(report: MegaReport) -> list[tuple[str, str, str]]:
         both("validation accuracy", lambda run: f"{run.val_accuracy:.4f}"),
         both("test accuracy", lambda run: f"{run.test_accuracy:.4f}"),
         both("training steps", lambda run: f"{len(run.losses):,}"),
+        ("neighbours in memory", f"{median(mega.kept_shares):.1%}", "100.0%"),
         ("read an epoch", f"{format_bytes(read)}, {read / report.table_bytes:.2f} x the feature table", "-"),
         both("time per epoch (median)", lambda run: seconds(run.epoch_seconds)),
-        ("  waiting for mega-batches", seconds(mega.wait_seconds), "-"),
-        ("  drawing mini-batches", seconds(mega.draw_seconds), "-"),
+        ("  waiting for mini-batches", seconds(mega.wait_seconds), "-"),
         ("  training", seconds(mega.train_seconds), "-"),
+        ("beside it, drawing mini-batches", seconds(mega.draw_seconds), "-"),
         ("beside it, loading mega-batches", seconds(mega.load_seconds), "-"),
         ("  of it, building subgraphs", seconds(mega.build_seconds), "-"),
         both("peak memory of the training", lambda run: format_bytes(run.peak_rss_bytes)),

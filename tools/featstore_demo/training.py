@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    import featstore
+    from featstore.loaders.report import LoaderReport
 
 __all__ = [
     "MegaOutcome",
@@ -82,14 +82,29 @@ class MegaOutcome(Outcome):
     """What a run by mega-batches measured besides; one number an epoch.
 
     ``load_seconds``: bringing mega-batches into memory, beside the training; ``build_seconds``: of it, the
-    subgraph. ``wait_seconds``: what of it the training waited for. ``draw_seconds``: sampling mini-batches
-    and gathering their rows. ``read_bytes``: rows and lists of neighbours.
+    subgraph; ``draw_seconds``: sampling mini-batches and gathering their rows, beside the training, too.
+    ``wait_seconds``: what of all that the training waited for. ``read_bytes``: rows and lists of neighbours.
+    ``kept_shares``: of all neighbours of the nodes in memory, the share that was in memory, too.
     """
 
     load_seconds: list[float] = field(default_factory=list)
     build_seconds: list[float] = field(default_factory=list)
     draw_seconds: list[float] = field(default_factory=list)
     read_bytes: list[int] = field(default_factory=list)
+    kept_shares: list[float] = field(default_factory=list)
+
+    def note_epoch(self, before: LoaderReport, after: LoaderReport) -> None:
+        """What the loader reported before and after an epoch."""
+
+        def seconds(*stages: str) -> float:
+            return sum(after.seconds.get(name, 0.0) - before.seconds.get(name, 0.0) for name in stages)
+
+        self.wait_seconds.append(seconds("wait"))
+        self.load_seconds.append(seconds("load"))
+        self.build_seconds.append(seconds("build"))
+        self.draw_seconds.append(seconds("sample", "gather", "hand over"))
+        stored = after.edges_stored - before.edges_stored
+        self.kept_shares.append((after.edges_kept - before.edges_kept) / max(1, stored))
 
 
 class Rows(Protocol):
@@ -194,10 +209,10 @@ def evaluate(
 
 
 def train_mega(
-    plan: TrainingPlan, loader: featstore.Loader, progress: Callable[[str, int, int], None]
+    plan: TrainingPlan, labels: NDArray[Any], loader: Any, progress: Callable[[str, int, int], None]
 ) -> tuple[Any, MegaOutcome]:
-    """Train ``plan.epochs`` epochs by ``loader``, of mode partitions and with ``labels`` attached; returns
-    the model and what was measured so far.
+    """Train ``plan.epochs`` epochs on what ``loader`` draws from mega-batches; returns the model and what was
+    measured so far.
 
     The model, its first weights and the optimiser are those of :func:`train`.
     """
@@ -206,42 +221,26 @@ def train_mega(
     _fix_everything(plan.seed)
     model = _sage(plan)
     optimiser = torch.optim.Adam(model.parameters(), lr=plan.learning_rate)
-    outcome, before = MegaOutcome(), loader.report()
+    target = torch.from_numpy(labels)
+    outcome, steps = MegaOutcome(), loader.sets.steps
     for epoch in range(plan.epochs):
-        began, drawing = time.perf_counter(), 0.0
-        for batch, seconds in _timed(iter(loader)):
-            drawing += seconds
+        began, before, loaded_bytes = time.perf_counter(), loader.report(), loader.loaded_bytes
+        for batch in loader:
+            data = batch.pyg()
             optimiser.zero_grad()
-            logits = model(batch.x, batch)
-            loss = torch.nn.functional.cross_entropy(logits, batch.labels[: batch.batch_size])
+            logits = model(data.x, data)
+            loss = torch.nn.functional.cross_entropy(logits, target[data.n_id[: data.batch_size]])
             loss.backward()  # type: ignore[no-untyped-call]
             optimiser.step()
             outcome.losses.append(float(loss.item()).hex())
-            outcome.rows += len(batch.x)
+            outcome.rows += len(data.x)
+            # How many mini-batches mega-batches have is seen as they come.
+            progress("train", epoch * steps + loader.state_dict()["next"], plan.epochs * steps)
+        progress("train", (epoch + 1) * steps, plan.epochs * steps)
         outcome.epoch_seconds.append(time.perf_counter() - began)
-        now = loader.report()
-        waited, loaded, built = (
-            now.seconds[stage] - before.seconds.get(stage, 0.0) for stage in ("wait", "load", "build")
-        )
-        for values, value in (
-            (outcome.wait_seconds, waited), (outcome.load_seconds, loaded), (outcome.build_seconds, built),
-            (outcome.draw_seconds, drawing - waited),
-        ):  # fmt: skip
-            values.append(value)
-        outcome.read_bytes.append(now.bytes_read - before.bytes_read)
-        before = now
-        progress("train", epoch + 1, plan.epochs)
+        outcome.note_epoch(before, loader.report())
+        outcome.read_bytes.append(loader.loaded_bytes - loaded_bytes)
     return model, outcome
-
-
-def _timed(batches: Iterator[Any]) -> Iterator[tuple[Any, float]]:
-    """Each item, and the seconds that it took to come."""
-    while True:
-        began = time.perf_counter()
-        item = next(batches, None)
-        if item is None:
-            return
-        yield item, time.perf_counter() - began
 
 
 def mlp_accuracy(

@@ -128,26 +128,31 @@ def _by_mega_batches(job: Job, path: str, mega: dict[str, Any], progress: Progre
     import torch_geometric.nn  # noqa: F401
 
     import featstore
+    from featstore.loaders.mega.loader import PartitionsLoader
 
     engine: dict[str, Any] = {} if job.engine is None else {"engine": job.engine}
-    plan = job.plan
+    options: dict[str, Any] = (
+        {
+            "memory": job.memory_bytes, "seed": job.plan.seed, "train": "train_idx", "tensors": True,
+            "batch_size": job.plan.batch_size,
+        } | engine | mega
+    )  # fmt: skip
     with featstore.open(path) as store:
+        labels = store.arrays["labels"]
         baseline = _status_bytes("VmRSS")
         began = time.perf_counter()
-        with store.loader(
-            mode="partitions", seeds="train_idx", fanouts=plan.fanouts, batch_size=plan.batch_size,
-            seed=plan.seed, attach="labels", tensors=True, memory=job.memory_bytes, **engine, **mega,
-        ) as loader:  # fmt: skip
-            model, outcome = train_mega(plan, loader, progress)
-            io = loader.report().to_dict()
+        with PartitionsLoader(store, job.plan.fanouts, **options) as loader:
+            model, outcome = train_mega(job.plan, labels, loader, progress)
+            sets = loader.sets
+            io = sets.stats().to_dict() | {
+                "access_because": sets.access_because, "memory": sets.memory(),
+                "partitions": sets.partitions, "resident": sets.resident, "mega_batches": sets.steps,
+                "hubs": len(sets.hub_rows),
+            }  # fmt: skip
         results = {"seconds": time.perf_counter() - began, "peak_rss_bytes": _status_bytes("VmHWM")}
-        topology = read_topology(Path(job.directory)) | {"labels": store.arrays["labels"]}
+        topology = read_topology(Path(job.directory)) | {"labels": labels}
         with store.reader(memory=job.memory_bytes, static="degree", **engine) as reader:
-            evaluate(model, plan, topology, StoreRows(reader), outcome, progress)
-            stats = reader.stats().to_dict()  # of the same engine, and the same way to open files
-            io |= {key: stats[key] for key in ("engine", "access")} | {
-                "access_because": reader.access_because
-            }
+            evaluate(model, job.plan, topology, StoreRows(reader), outcome, progress)
     return asdict(outcome) | results | {"io": io, "baseline_rss_bytes": baseline}
 
 

@@ -1,300 +1,301 @@
-"""The loader of mega-batches: training from random collections of partitions that fit in memory.
+"""The loader of mode partitions: mini-batches drawn from random collections of partitions that are in memory
+(:mod:`featstore.loaders.mega.sets`), beside the training.
 
-After HierBatching (under review at ICLR 2023): an epoch visits every partition once, in random collections;
-each is contiguous on disk, so that an epoch reads everything once and sequentially. The hubs, which most
-lists name, stay in memory for good and make up for most of the neighbours that a collection of partitions
-loses. Differences: hubs have their lists too; with fewer partitions replaced than resident a mega-batch sees
-more of the graph in the same memory; edges can be weighed against the bias that is left.
-
-While one mega-batch is trained on, a thread loads the next: features straight into their slots, lists of
-neighbours in blocks, of which a kernel keeps what is in memory (:mod:`featstore.loaders.mega.induce`).
-Everything is inside one budget (:mod:`featstore.loaders.mega.sizes`), but for the mini-batches that the
-caller holds.
+A thread of its own goes ahead of the training loop: it samples a mini-batch inside the mega-batch in
+memory, copies its rows out, and hands over. As soon as it has made the last one of a mega-batch it takes the
+next, and has the one after that loaded over it, whatever the loop still works on. Two mini-batches exist at
+once, the one that the loop works on and the one made ahead, and the budget counts two of the largest
+(:mod:`featstore.loaders.mega.sizes`).
 """
 
 from __future__ import annotations
 
 import time
 import zlib
-from collections import defaultdict
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from featstore.arguments import as_count, check_state
-from featstore.base.system import submitted
-from featstore.base.threads import shut_down
-from featstore.errors import ArgumentError
-from featstore.loaders.mega.batch import MegaBatch
-from featstore.loaders.mega.loading import Loading
-from featstore.loaders.mega.schedule import Schedule
-from featstore.loaders.prefetch import LoaderBase
+from featstore import arguments as args
+from featstore.base.buffers import Outputs
+from featstore.errors import ArgumentError, SourceError
+from featstore.loaders.batch import Batch
+from featstore.loaders.mega.drawing import Drawing, DrawOptions
+from featstore.loaders.mega.partition_set import PartitionSet
+from featstore.loaders.mega.sets import PartitionSets
+from featstore.loaders.mega.sizes import HELD_BATCHES, LargestDrawn
+from featstore.loaders.prefetch import Prefetch, PrefetchingLoader, Stages
 from featstore.loaders.report import LoaderReport
 from featstore.loaders.state import loader_state, position_of
-from featstore.reader.options import check_reading
-from featstore.storage.relations import graph_of
-from featstore.storage.store import as_store
-from featstore.units import parse_bytes
 
 if TYPE_CHECKING:
-    from featstore.engine import EngineChoice
     from featstore.storage.store import OpenStore
 
 PASSES_MAX = 16  # of "auto"
+_MEDIAN_OF_LOADS, _MEDIAN_OF_STEPS = 8, 64
 
 
-class MegaBatches(LoaderBase):
-    """Loads the mega-batches of an epoch, one ahead; made by :meth:`featstore.Store.loader`, mode
-    partitions. Iterate it once an epoch.
+class Place(NamedTuple):
+    """The next mini-batch to be handed out: of which step and pass, its number, the size of those before it
+    in the pass, and how often the mega-batch is gone through (None: to be chosen)."""
+
+    step: int = 0
+    pass_: int = 0
+    number: int = 0
+    batch_size: int = 0
+    passes: int | None = None
+
+
+class PartitionsLoader(PrefetchingLoader):
+    """Iterates over mini-batches sampled inside mega-batches, an epoch at a time; made by
+    :meth:`featstore.Store.loader` in mode ``"partitions"``. A context manager.
+
+    Equal seeds give equal mini-batches (but for ``passes="auto"``). Break off in the middle, and the next
+    iteration goes on there. There is one iteration at a time: a new one ends the one before. A loader belongs
+    to the process that made it.
 
     Args:
         store: the open store, packed with a graph and partitions.
-        memory: budget for all that is held here, bytes or ``"2GiB"``.
-        train: node ids of the training nodes, or a mask of the nodes, or the name of an array in the store
-            that is one of these; all nodes by default.
-        graph: name of the graph, where the store has several, or tables of several types of nodes or edges.
-        hubs: how many of the stored hubs to keep in memory; by default all, up to a quarter of the budget.
-        resident: partitions in a mega-batch; by default as many as fit.
-        replaced: how many of them are exchanged from step to step; by default all.
+        fanouts: neighbours per node and hop, -1 for all.
+        batch_size: seeds of a mini-batch.
         passes: how often each mega-batch is gone through, or ``"auto"``: as often as its successor takes to
             load.
-        seed: of partitions, mini-batches and neighbours. Equal seeds give equal batches (but for
-            ``passes="auto"``).
-        engine, queue_depth, verify: as for :meth:`featstore.Store.reader`.
+        weights: weigh edges so that neighbours lost at the border do not bias a mean.
+        tensors: ``x`` as a torch tensor; by default where there is a device.
+        device: where tensors go; None for host memory.
+        rank, world_size, drop_last: which of the mini-batches are drawn here, see
+            :func:`featstore.sampling.ranked.share_of`.
+        sets: ``memory``, ``train``, ``graph``, ``hubs``, ``resident``, ``replaced``, ``seed``, ``engine``,
+            ``queue_depth`` and ``verify`` of :class:`featstore.loaders.mega.sets.PartitionSets`; ``memory``
+            covers the mini-batches as well.
 
-    Raises SourceError for a store without graph or partitions, IdError, BudgetError, and what reading raises.
+    Raises what PartitionSets raises.
     """
 
+    report_stages: _StepStages
+
     def __init__(
-        self, store: OpenStore, *, memory: int | str = "1GiB", train: Any = None, graph: str | None = None,
-        hubs: int | None = None, resident: int | None = None, replaced: int | None = None,
-        passes: int | str = 1, seed: int = 0, engine: str = "auto", queue_depth: int = 128,
-        verify: bool = True,
+        self, store: OpenStore, fanouts: Any, *, batch_size: int = 1024, passes: int | str = 1,
+        weights: bool = False, tensors: bool | None = None, device: Any = None, rank: int = 0,
+        world_size: int = 1, drop_last: bool = False, **sets: Any,
     ) -> None:  # fmt: skip
-        super().__init__()
+        super().__init__(_StepStages())
         if not isinstance(passes, str) or passes != "auto":
-            passes = as_count(passes, "passes, unless 'auto',", 1, 2**31 - 1)
-        resident = None if resident is None else as_count(resident, "resident")
-        replaced = None if replaced is None else as_count(replaced, "replaced")
-        hubs = None if hubs is None else as_count(hubs, "hubs", 0)
-        self.store, self.seed, self.passes = as_store(store), as_count(seed, "seed", 0), passes
-        self.memory_bytes = parse_bytes(memory, "memory")
-        check_reading(engine, queue_depth, verify)
-        self.graph = graph_of(store, graph)
-        self.table = self.graph.table
-        self._loading = Loading(
-            store, self.graph, memory_bytes=self.memory_bytes, train=train, hubs=hubs, resident=resident,
-            replaced=replaced, seed=self.seed, engine=engine, queue_depth=queue_depth, verify=verify,
+            passes = args.as_count(passes, "passes, unless 'auto',", 1, 2**31 - 1)
+        world_size = args.as_count(world_size, "world_size")
+        self.passes, self._device = passes, None if device is None else args.as_device(device, "device")
+        if tensors is False and device is not None:
+            raise SourceError("tensors=False hands out arrays, which are in host memory: leave out device=")
+        self._tensors = device is not None or (tensors is not None and args.as_flag(tensors, "tensors"))
+        if self._tensors:
+            args.need_torch("tensors=True")
+        self._options = DrawOptions(
+            args.as_fanouts(fanouts), args.as_count(batch_size, "batch_size"),
+            args.as_flag(weights, "weights"), args.as_count(rank, "rank", 0, world_size - 1), world_size,
+            args.as_flag(drop_last, "drop_last"),
         )  # fmt: skip
-        self._sizes = self._loading.sizes
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="featstore-mega")
-        self._epoch = 0
-        self._position = (0, 0, 0, 0)  # step, pass, mini-batch: the next one to be handed out; their size
-        self._passes_now: int | None = None  # of the step under way, after a resume
-        self._only: MegaBatch | None = None
-        self._handed: MegaBatch | None = None  # the last one; its buffers are reused
-        self._ahead: tuple[tuple[int, int], Future[MegaBatch]] | None = None
-        self._load_seconds: list[float] = []
-        self._seconds: defaultdict[str, float] = defaultdict(float)  # by stage
-        self._pass_seconds: list[float] = []
-
-    # What it is.
-
-    @property
-    def partitions(self) -> int:
-        """Partitions that hold any rows."""
-        return len(self._loading.partitions)
-
-    @property
-    def resident(self) -> int:
-        """Partitions in a mega-batch."""
-        return self._schedule(0).resident
-
-    @property
-    def steps(self) -> int:
-        """Mega-batches in an epoch."""
-        return self._schedule(0).steps
-
-    @property
-    def hub_rows(self) -> NDArray[Any]:
-        """Rows of the hubs in memory, the most wanted first."""
-        rows: NDArray[Any] = self._loading.hub_rows
-        return rows
-
-    @property
-    def engine(self) -> EngineChoice:
-        """The engine that reads, and why this one."""
-        return self._loading.reader.engine
-
-    @property
-    def access(self) -> str:
-        """How files are opened; ``access_because`` says why not directly."""
-        return self._loading.reader.access
-
-    @property
-    def access_because(self) -> str:
-        return self._loading.reader.access_because
+        drawn = LargestDrawn(self._options.batch_size, self._options.fanouts)
+        self.sets = PartitionSets(store, drawn=drawn, **sets)
+        nodes, _ = drawn.nodes_and_edges(self.sets.places, self.sets.sizes.edges_max)
+        self._outputs = Outputs(nodes * self.sets.table.row_bytes, HELD_BATCHES)
+        self._epoch, self._place = 0, Place()
+        self._padded = self._dropped = 0  # seeds of this epoch that stand twice, and that are left out
+        self._load_seconds: list[float] = []  # of the last mega-batches
+        self._edges_stored = self._edges_kept = 0  # of those that mini-batches were drawn from
+        self.loaded_bytes = 0  # read for these
 
     def memory(self) -> dict[str, int]:
         """Bytes of the budget: ``planned``, by the sum of all that is held, and ``unused``."""
-        return {"planned": self._sizes.memory_bytes, "unused": self.memory_bytes - self._sizes.memory_bytes}
+        return self.sets.memory()
 
-    def stats(self) -> Any:
-        """What the reader behind has counted: bytes, reads, waiting."""
-        return self._loading.reader.stats()
+    # Iterating.
 
-    def report(self) -> LoaderReport:
-        """What has been measured so far; ``batches`` are mega-batches here."""
-        stats = self.stats()
-        return LoaderReport(len(self._load_seconds), dict(self._seconds), stats.bytes_read, stats.reads)
+    def _begin_prefetch(self) -> Prefetch:
+        with self._alone("another iteration of this loader has begun"):
+            self._check_size()
+            self._padded = self._dropped = 0
+            self._prefetch = _Prefetch(self, self._epoch, self._place)
+            return self._prefetch
 
-    def _schedule(self, epoch: int) -> Schedule:
-        return Schedule(
-            self._loading.partitions, self._sizes.resident, self._sizes.replaced, self.seed, epoch
-        )
+    def _check_size(self) -> None:
+        place, size = self._place, self._options.batch_size
+        if place.number and place.batch_size != size:
+            raise ArgumentError(
+                f"this pass was begun with mini-batches of {place.batch_size}, it cannot go on with {size}"
+            )
 
-    # Going through it.
+    def _taken(self, made: Any) -> Any:
+        batch, self._place = made
+        return batch
+
+    def _prefetched(self, prefetch: Prefetch) -> None:
+        with self._lock:
+            if self._prefetch is prefetch:
+                self._epoch, self._place = self._epoch + 1, Place()
+
+    # What the thread asks for.
+
+    def begin(self, future: Future[PartitionSet], place: Place) -> tuple[Drawing, int]:
+        """The mini-batches of a mega-batch that has been loaded, and how often it is gone through."""
+        mega = future.result()
+        if mega.load_seconds:
+            self._load_seconds = [*self._load_seconds, mega.load_seconds][-_MEDIAN_OF_LOADS:]
+        self.report_stages.add("load", mega.load_seconds)
+        self.report_stages.add("build", mega.build_seconds)
+        self.loaded_bytes += mega.read_bytes
+        self._edges_stored += mega.edges_stored
+        self._edges_kept += mega.partition_edges
+        drawing = Drawing(self.sets.take(mega.epoch, mega.step), self._options, self._outputs)
+        passes = self._choose_passes(drawing.per_pass) if place.passes is None else place.passes
+        self._padded += drawing.share.padded * passes
+        self._dropped += drawing.share.dropped * passes
+        return drawing, passes
+
+    def _choose_passes(self, per_pass: int) -> int:
+        """HierBatching's rule (appendix B): as often as loading takes longer than one pass of training."""
+        if self.passes != "auto":
+            return int(self.passes)
+        steps = self.report_stages.step_seconds
+        if not steps or not self._load_seconds:
+            return 1
+        pass_seconds = float(np.median(steps)) * per_pass
+        return max(1, min(PASSES_MAX, int(np.median(self._load_seconds) / max(1e-9, pass_seconds))))
+
+    def draw(self, drawing: Drawing, order: NDArray[np.int64], pass_: int, number: int) -> Batch:
+        """A mini-batch, as the training loop gets it."""
+        begin = time.perf_counter()
+        sample = drawing.sample(order, pass_, number)
+        sampled = time.perf_counter()
+        x: Any = drawing.gather(sample)
+        gathered = time.perf_counter()
+        if self._tensors:
+            from featstore.base.tensors import as_tensor, to_device
+
+            x = as_tensor(x)
+            x = x if self._device is None else to_device(x, self._device)
+        for stage, low, high in (
+            ("sample", begin, sampled), ("gather", sampled, gathered),
+            ("hand over", gathered, time.perf_counter()),
+        ):  # fmt: skip
+            self.report_stages.add(stage, high - low)
+        return Batch(number, sample.node, x, sample)
+
+    # Resuming.
 
     def set_epoch(self, epoch: int) -> None:
         """Begin at the start of this epoch when iterated next."""
-        epoch = as_count(epoch, "epoch", 0)
-        self._retire()
-        self._epoch, self._position, self._passes_now = epoch, (0, 0, 0, 0), None
+        epoch = args.as_count(epoch, "epoch", 0)
+        with self._alone("an epoch has been set since this iteration began"):
+            self._epoch, self._place = epoch, Place()
 
     def state_dict(self) -> dict[str, Any]:
-        """Where training stands: small, plain data. What was handed out counts as seen."""
-        step, pass_, batch, batch_size = self._position
-        train = zlib.crc32(self._loading.train.tobytes())
-        return loader_state(self.store.uuid, self._epoch, step) | {
-            "seed": self.seed,
-            "resident": self._sizes.resident, "replaced": self._sizes.replaced, "hubs": len(self.hub_rows),
-            "train": train, "pass": pass_, "batch": batch,
-            "batch_size": batch_size, "passes": self._passes_now,
+        """Where training stands: small, plain data. What was handed out counts as seen. Its ``next`` is the
+        mega-batch."""
+        place, sizes = self._place, self.sets.sizes
+        return loader_state(self.sets.store.uuid, self._epoch, place.step) | {
+            "seed": self.sets.seed, "resident": sizes.resident, "replaced": sizes.replaced,
+            "hubs": len(self.sets.hub_rows), "train": zlib.crc32(self.sets.train.tobytes()),
+            "pass": place.pass_, "batch": place.number, "batch_size": place.batch_size,
+            "passes": place.passes,
         }  # fmt: skip
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where :meth:`state_dict` was taken. Raises ArgumentError, a ValueError, where it belongs to
         another store, seed or size of mega-batch."""
         now = self.state_dict()
         same = ("seed", "resident", "replaced", "hubs", "train")
-        epoch, step = position_of(state, self.store.uuid)
-        check_state(state, {key: now[key] for key in same}, "this loader has")
-        where = ("pass", "batch", "batch_size")
-        position = [step, *(as_count(state.get(key), f"{key} of the state", 0) for key in where)]
+        epoch, step = position_of(state, self.sets.store.uuid)
+        args.check_state(state, {key: now[key] for key in same}, "this loader has")
+        pass_, number, size = (
+            args.as_count(state.get(key), f"{key} of the state", 0) for key in ("pass", "batch", "batch_size")
+        )
         passes = state.get("passes")
-        passes = None if passes is None else as_count(passes, "passes of the state")
-        if position[0] > self.steps:
-            raise ArgumentError(
-                f"the state points to step {position[0]} of epoch {epoch}, which does not exist"
-            )
-        self._retire()
-        self._epoch, self._passes_now = epoch, passes
-        self._position = (position[0], position[1], position[2], position[3])
+        passes = None if passes is None else args.as_count(passes, "passes of the state")
+        if step > self.sets.steps:
+            raise ArgumentError(f"the state points to step {step} of epoch {epoch}, which does not exist")
+        with self._alone("a state has been loaded since this iteration began"):
+            self._epoch, self._place = epoch, Place(step, pass_, number, size, passes)
 
-    def __len__(self) -> int:
-        return self.steps
+    # What it does, and ending.
 
-    def __iter__(self) -> Iterator[MegaBatch]:
-        """The mega-batches of the current epoch, from where training stands; then the next epoch is the
-        current one."""
-        self.check_open()
-        epoch, schedule = self._epoch, self._schedule(self._epoch)
-        for index in range(self._position[0], schedule.steps):
-            self.check_open()
-            self._retire()
-            begun = time.perf_counter()
-            mega = self._take(epoch, index)
-            mega.wait_seconds = time.perf_counter() - begun
-            self._seconds["wait"] += mega.wait_seconds
-            self._load_ahead(schedule, index)
-            self._begin(mega)
-            started = time.perf_counter()
-            yield mega
-            trained = time.perf_counter() - started
-            self._seconds["train"] += trained
-            self._pass_seconds.append(trained / mega.passes)
-            self._position, self._passes_now = (index + 1, 0, 0, 0), None
-        self._epoch, self._position = epoch + 1, (0, 0, 0, 0)
-
-    def _retire(self) -> None:
-        """The mega-batch handed out last is no more: its buffers are needed, or training stands elsewhere."""
-        if self._handed is not None:
-            self._handed.retire()
-
-    def _begin(self, mega: MegaBatch) -> None:
-        """Tell a mega-batch how often it is to be gone through, from where, and whom to tell."""
-        step, *start = self._position
-        resumed = self._passes_now if step == mega.step else None
-        mega.passes = self._choose_passes() if resumed is None else resumed
-        self._passes_now = mega.passes
-
-        def on_batch(next_pass: int, next_batch: int, batch_size: int) -> None:
-            self._position = (mega.step, next_pass, next_batch, batch_size)
-
-        first = (start[0], start[1], start[2])
-        mega.begin_at(first, on_batch)
-        self._position = (mega.step, *first)
-        self._handed = mega
-
-    def _choose_passes(self) -> int:
-        """HierBatching's rule (appendix B): as often as loading takes longer than one pass."""
-        if self.passes != "auto":
-            return int(self.passes)
-        if not self._pass_seconds or not self._load_seconds:
-            return 1
-        ratio = float(np.median(self._load_seconds[-8:]) / max(1e-9, np.median(self._pass_seconds[-8:])))
-        return max(1, min(PASSES_MAX, int(ratio)))
-
-    def _take(self, epoch: int, index: int) -> MegaBatch:
-        """The mega-batch of a step: the one loaded ahead, or loaded now."""
-        if self._only is not None:  # everything fits: it was loaded once and stays
-            return replace(self._only, epoch=epoch, read_bytes=0, load_seconds=0.0, build_seconds=0.0)
-        ahead = self._ahead
-        if ahead is not None and (ahead[0] != (epoch, index) or (ahead[1].done() and ahead[1].exception())):
-            self._settle(ahead[1])
-            ahead = None
-        mega = self._wait(self._submit(epoch, index, whole=True) if ahead is None else ahead[1])
-        if mega.steps == 1:
-            self._only = replace(mega)
-        return mega
-
-    def _submit(self, epoch: int, index: int, *, whole: bool) -> Future[MegaBatch]:
-        schedule = self._schedule(epoch)
-        future = submitted(self._pool, self._loading.load, schedule, schedule.step(index), whole)
-        self._ahead = ((epoch, index), future)
-        return future
-
-    def _wait(self, future: Future[MegaBatch]) -> MegaBatch:
-        mega = future.result()  # interrupted, it stays what is being loaded ahead
-        self._ahead = None
-        self._load_seconds.append(mega.load_seconds)
-        self._seconds["load"] += mega.load_seconds
-        self._seconds["build"] += mega.build_seconds
-        return mega
-
-    @staticmethod
-    def _settle(future: Future[MegaBatch]) -> None:
-        """Let a load end that nobody wants any more: it writes into the buffers."""
-        if not future.cancel():
-            future.exception()
-
-    def _load_ahead(self, schedule: Schedule, index: int) -> None:
-        """Load what comes next beside the mega-batch just taken, if it is sure to have other slots."""
-        if index + 1 < schedule.steps:
-            self._submit(schedule.epoch, index + 1, whole=False)
-        elif schedule.steps > 1 and schedule.replaced == schedule.resident:
-            self._submit(schedule.epoch + 1, 0, whole=True)
+    def report(self) -> LoaderReport:
+        """What has been measured so far."""
+        batches, seconds, _ = self.report_stages.snapshot()
+        stats = self.sets.stats()
+        return LoaderReport(
+            batches, seconds, stats.bytes_read, stats.reads, padded=self._padded, dropped=self._dropped,
+            edges_stored=self._edges_stored, edges_kept=self._edges_kept,
+        )  # fmt: skip
 
     def close(self) -> None:
-        """Let loads under way end and give everything back. May be called more than once."""
         self._closed = True
-        ahead, self._ahead = self._ahead, None
-        if self.here:  # in a forked child there is nothing under way
-            if ahead is not None:
-                self._settle(ahead[1])
-            shut_down(self._pool)
-        self._loading.reader.close()
+        if self.here:
+            with self._lock:
+                if self._prefetch is not None:
+                    self._prefetch.close()
+                    self._prefetch = None
+        self.sets.close()
+
+    def __repr__(self) -> str:
+        return (
+            f"<PartitionsLoader of {str(self.sets.store.path)!r}, {self.sets.resident} of "
+            f"{self.sets.partitions} partitions at once>"
+        )
+
+
+class _StepStages(Stages):
+    """Stages that also remember how long the loop's last steps took."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.step_seconds: list[float] = []
+
+    def add(self, stage: str, seconds: float) -> None:
+        super().add(stage, seconds)
+        if stage == "train":
+            self.step_seconds = [*self.step_seconds, seconds][-_MEDIAN_OF_STEPS:]
+
+
+class _Prefetch(Prefetch):
+    """One epoch, from a place on: pairs of a mini-batch and the place after it."""
+
+    def __init__(self, loader: PartitionsLoader, epoch: int, place: Place) -> None:
+        name = "featstore-partitions"
+        super().__init__(loader.check_process, loader.report_stages, HELD_BATCHES, 1, name)
+        self._loader, self._epoch, self._place = loader, epoch, place
+
+    def _go(self) -> None:
+        first, sets = self._place, self._loader.sets
+        for step in range(first.step, sets.steps):
+            place = first if step == first.step else Place(step)
+            future = sets.ask(self._epoch, step)
+            if not self._wait(future):
+                return
+            drawing, passes = self._loader.begin(future, place)
+            for pass_ in range(place.pass_, passes):
+                if not self._draw(drawing, pass_, place.number if pass_ == place.pass_ else 0, passes):
+                    return
+
+    def _wait(self, future: Future[PartitionSet]) -> bool:
+        """Wait for a mega-batch; False after a stop, when nobody waits for it any more."""
+        begin = time.perf_counter()
+        future.add_done_callback(lambda _: self._changed.set())
+        while not (self._stop or future.done()):
+            self._changed.wait()
+        self._stages.add("load wait", time.perf_counter() - begin)
+        return not self._stop
+
+    def _draw(self, drawing: Drawing, pass_: int, begin: int, passes: int) -> bool:
+        """Hand over the mini-batches of a pass; False after a stop."""
+        order, per_pass, size = drawing.order(pass_), drawing.per_pass, drawing.options.batch_size
+        for number in range(begin, per_pass):
+            if not self._take_room(lambda: False):
+                return False
+            after = Place(
+                drawing.mega.step, pass_ + (number + 1) // per_pass, (number + 1) % per_pass, size, passes
+            )
+            self._hand_over((self._loader.draw(drawing, order, pass_, number), after))
+        return True

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Generator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,10 +20,10 @@ from featstore.base.checks import check_offsets
 from featstore.base.dtypes import node_dtype
 from featstore.base.training_nodes import checked_train
 from featstore.errors import BudgetError, CorruptionError, SourceError
-from featstore.loaders.mega.batch import MegaBatch
 from featstore.loaders.mega.induce import FILLED, TARGET, Places, count_by_partition, induce_block
+from featstore.loaders.mega.partition_set import PartitionSet
 from featstore.loaders.mega.schedule import Schedule, Step
-from featstore.loaders.mega.sizes import Needs, Sizes, fit
+from featstore.loaders.mega.sizes import LargestDrawn, Needs, Sizes, budget_that_works, fit
 from featstore.plan.budget import TableNeed, own_bytes
 from featstore.reader.lookup import table_need
 from featstore.reader.reader import Reader
@@ -41,14 +42,14 @@ _HUB_SHARE_MAX = 4  # hubs take no more than this part of the budget
 
 class Loading:
     """The reader and the buffers of a loader of mega-batches; the arguments are those of
-    :class:`featstore.loaders.mega.loader.MegaBatches`."""
+    :class:`featstore.loaders.mega.sets.PartitionSets`."""
 
     def __init__(
         self, store: OpenStore, graph: StoredGraph, *, memory_bytes: int, train: Any, hubs: int | None,
-        resident: int | None, replaced: int | None, seed: int, **reader: Any,
+        resident: int | None, replaced: int | None, seed: int, drawn: LargestDrawn | None, **reader: Any,
     ) -> None:  # fmt: skip
         self.store, self.graph, self.table, self.seed = store, graph, graph.table, seed
-        self.memory_bytes = memory_bytes
+        self.memory_bytes, self._drawn = memory_bytes, drawn
         self._offsets = self.table.partition_offsets
         self._offsets_name = f"the offsets of graph {graph.name!r} of {store.path}"
         parts = ("offsets", "sources", "hubs") if self.graph.hubs else ("offsets", "sources")
@@ -56,6 +57,9 @@ class Loading:
         needs = [table_need(store.table(name), reader["verify"], by_row=True) for name in self._names]
         reading = _reader_memory(self.memory_bytes, needs)
         self.train = self._train_rows(train)
+        # Looked up once, in the dtype of the rows: any other would have all of them converted.
+        firsts = np.searchsorted(self.train, self._offsets[:-1].astype(self.train.dtype))
+        self._train_offsets = np.append(firsts, len(self.train))
         maps = self.table.maps()
         self._node_of_row = None if maps is None else maps[1]
         held = reading + self.train.nbytes
@@ -85,16 +89,14 @@ class Loading:
                     f"such as 'metis' or 'multilevel', partitions=N), or give {error.needed_bytes:,} "
                     "bytes to train on all of it at once"
                 ) from None
-            needed = error.needed_bytes
-            if hubs is None and count < self.graph.hubs:
-                # A larger budget would hold more hubs, which take a quarter at most: one that works whatever
-                # their number.
-                needed = (needed - count * self.table.row_bytes) * _HUB_SHARE_MAX // (_HUB_SHARE_MAX - 1) + 1
-            # It would have a larger reader, too.
-            more = _reader_memory(2 * needed, needs) - reading
-            raise BudgetError(
-                needed + more * _HUB_SHARE_MAX // (_HUB_SHARE_MAX - 1), error.given_bytes, error.what
-            ) from None
+            # A larger budget would hold more hubs, and a larger reader.
+            works = budget_that_works(
+                lambda memory: self._needs_with(
+                    self._hub_count(hubs, memory), _reader_memory(memory, needs) - reading
+                ),
+                error.needed_bytes, resident, replaced,
+            )  # fmt: skip
+            raise BudgetError(works, error.given_bytes, error.what) from None
         except BaseException:
             self.reader.close()
             raise
@@ -142,12 +144,20 @@ class Loading:
             bad = count_by_partition(sources, places.hints, self._offsets, hub_bits, hub_ranks, counts)
             if bad >= 0:
                 raise self._bad("rows of the table", str(sources[bad]))
-        needs = Needs(
+        self._needs = Needs(
             self.table.rows, self.table.row_bytes, node_dtype(self.table.rows).itemsize,
             self.graph.entry.sources.row_bytes, np.diff(self._offsets), np.diff(bounds) + counts[:-1],
-            len(self.hub_rows), int(counts[-1]), held_bytes,
+            len(self.hub_rows), int(counts[-1]), held_bytes, len(self.train), self._drawn,
         )  # fmt: skip
-        return fit(needs, self.memory_bytes, resident, replaced)
+        return fit(self._needs, self.memory_bytes, resident, replaced)
+
+    def _needs_with(self, hubs: int, more_bytes: int) -> Needs:
+        """What would be needed with so many hubs, of which no edge is known to be in memory twice."""
+        needs = replace(self._needs, held_bytes=self._needs.held_bytes + more_bytes)
+        if hubs == needs.hubs:
+            return needs
+        edges = int(self.graph.hub_rows(hubs)[1][-1])
+        return replace(needs, hubs=hubs, hub_edges=needs.hub_edges + edges)
 
     def _allocate(self) -> None:
         sizes, hubs = self.sizes, len(self.hub_rows)
@@ -171,7 +181,7 @@ class Loading:
         path = self.store.path / self.graph.entry.offsets.path
         return CorruptionError(path, None, expected, actual, f"run `featstore verify {self.store.path}`")
 
-    def load(self, schedule: Schedule, step: Step, whole: bool) -> MegaBatch:
+    def load(self, schedule: Schedule, step: Step, whole: bool) -> PartitionSet:
         """Bring a step's partitions into their slots (``whole``: also those that should be there already),
         and build its graph."""
         begin = time.perf_counter()
@@ -195,14 +205,13 @@ class Loading:
         finally:
             features.settle()
         features.result()
-        mega = MegaBatch(
-            schedule.epoch, step.index, schedule.steps, 1, self.seed, self._x, self._node, indptr, indices,
+        return PartitionSet(
+            schedule.epoch, step.index, schedule.steps, self.seed, self._x, self._node, indptr, indices,
             seeds, step.partitions, starts, runs[:, 1] - runs[:, 0], len(self.partitions), hubs,
             self._hub_copies(step, starts), size, int(self._degrees(step)), own_edges,
             int((runs[fresh, 1] - runs[fresh, 0]).sum()) * self.table.row_bytes + read_edges,
             time.perf_counter() - begin, built,
         )  # fmt: skip
-        return mega
 
     def _hub_copies(self, step: Step, starts: NDArray[np.int64]) -> NDArray[np.int64]:
         """Local ids of the hubs that come with a partition of this step."""
@@ -227,7 +236,7 @@ class Loading:
         """Local ids of the training nodes of this step."""
         found = []
         for partition, start in zip(step.partitions.tolist(), starts.tolist(), strict=True):
-            low, high = np.searchsorted(self.train, self._offsets[partition : partition + 2])
+            low, high = self._train_offsets[partition : partition + 2]
             rows = self.train[low:high].astype(np.int64)
             used = schedule.used_in(rows, np.full(len(rows), partition), step.index)
             found.append(rows[used] - self._offsets[partition] + start)

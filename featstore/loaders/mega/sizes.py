@@ -1,8 +1,9 @@
-"""How many partitions fit: the memory of a mega-batch loader, as a sum, and the largest mega-batch within a
-budget."""
+"""How many partitions fit: the memory of mega-batches and of the mini-batches drawn from them, as a sum, and
+the largest mega-batch within a budget."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,12 +11,41 @@ from numpy.typing import NDArray
 
 from featstore.errors import BudgetError, SourceError
 from featstore.loaders.mega.induce import Places
+from featstore.sampling.picking import table_size
 
 BLOCK_EDGES_MAX = 1 << 19
 BLOCK_EDGES_MIN = 1 << 14
 PLACES_MAX = 2**31 - 1  # local ids are int32
 _PARTITION_BYTES = 160  # of tables by partition, those that live for a step included
 _FIXED_BYTES = 1 << 20
+_TURNS = 30  # of taking the least budget that may work for the next to try
+_SEED_BYTES = 48  # of a training node: its local id in two mega-batches and their orders, and to find it
+HELD_BATCHES = 2  # mini-batches that exist at once: the loop's, and the one made ahead of it
+
+
+@dataclass(frozen=True)
+class LargestDrawn:
+    """Mini-batches of ``batch_size`` seeds, with so many neighbours per node and hop (-1: all), as large as
+    they can be."""
+
+    batch_size: int
+    fanouts: tuple[int, ...]
+
+    def nodes_and_edges(self, places: int, edges: int) -> tuple[int, int]:
+        """Its nodes and edges at most, in a mega-batch of so many."""
+        nodes = new = min(self.batch_size, places)
+        drawn = 0
+        for fanout in self.fanouts:
+            of_hop = edges if fanout < 0 else min(edges, new * fanout)
+            drawn, new = drawn + of_hop, min(of_hop, places - nodes)
+            nodes += new
+        return nodes, drawn
+
+    def memory_bytes(self, places: int, edges: int, row_bytes: int) -> int:
+        """Of those that exist at once, and of sampling one."""
+        nodes, drawn = self.nodes_and_edges(places, edges)
+        held = nodes * (row_bytes + 16) + 20 * drawn  # ids twice; edges' ends, and their weights
+        return HELD_BATCHES * held + 24 * nodes + 12 * table_size(nodes) + 48 * drawn
 
 
 @dataclass(frozen=True)
@@ -24,7 +54,8 @@ class Needs:
 
     ``partition_rows``, ``partition_edges`` int64 [partitions]: rows of each, and edges that it can bring into
     the subgraph: its own lists, and those of hubs that come from it. ``hub_edges``: edges between hubs.
-    ``held_bytes``: reader, maps, training nodes.
+    ``held_bytes``: reader, maps, training nodes, of which there are ``train``. ``drawn``: the mini-batches
+    that are drawn, or None where there are none.
     """
 
     rows: int
@@ -36,6 +67,8 @@ class Needs:
     hubs: int
     hub_edges: int
     held_bytes: int
+    train: int = 0
+    drawn: LargestDrawn | None = None
 
 
 @dataclass(frozen=True)
@@ -66,13 +99,17 @@ def sizes_of(needs: Needs, resident: int, replaced: int, block_edges: int) -> Si
     edges = int(np.sort(needs.partition_edges)[::-1][:resident].sum()) + needs.hub_edges
     places = needs.hubs + slots * slot_rows
     buffers = 1 if resident == count else 2  # of the subgraph
+    rows = resident * slot_rows
+    drawn = 0 if needs.drawn is None else needs.drawn.memory_bytes(needs.hubs + rows, edges, needs.row_bytes)
     total = (
         needs.held_bytes
         + places * (needs.row_bytes + needs.node_bytes + 1)  # 1: which are hubs, for weights
         + buffers * (8 * (places + 1) + 4 * (edges + 1))
         + 2 * needs.source_bytes * block_edges
-        + 8 * (resident * (slot_rows + 1))  # offsets of the lists
-        + Places.memory_bytes(needs.rows, needs.hubs, resident * slot_rows)
+        + drawn
+        + _SEED_BYTES * min(needs.train, rows)
+        + 8 * (rows + resident)  # offsets of the lists
+        + Places.memory_bytes(needs.rows, needs.hubs, rows)
         + 9 * needs.hubs
         + _PARTITION_BYTES * len(needs.partition_rows)
         + _FIXED_BYTES
@@ -110,7 +147,23 @@ def fit(needs: Needs, memory_bytes: int, resident: int | None, replaced: int | N
         if resident is None
         else f"hold mega-batches of {resident} partitions"
     )
+    if needs.drawn is not None:
+        what += ", and two mini-batches (of fewer seeds or neighbours they need less)"
     raise BudgetError(smallest, memory_bytes, what)
+
+
+def budget_that_works(
+    needs: Callable[[int], Needs], needed_bytes: int, resident: int | None, replaced: int | None
+) -> int:
+    """A budget that works where what is needed grows with it: tried from ``needed_bytes`` on."""
+    turn = 0
+    while True:
+        try:
+            fit(needs(needed_bytes), needed_bytes, resident, replaced)
+            return needed_bytes
+        except BudgetError as error:
+            turn += 1
+            needed_bytes = error.needed_bytes if turn < _TURNS else needed_bytes * 5 // 4
 
 
 def _count(needs: Needs) -> int:
