@@ -37,7 +37,7 @@ NAMES = (
     "tune",
 )
 #: On real graphs, with labels, of a folder that each of them describes.
-ON_GRAPHS = ("hit_rates", "order_accuracy", "mega_accuracy")
+ON_GRAPHS = ("hit_rates", "order_accuracy", "mega_accuracy", "replay_accuracy")
 
 
 @click.command()

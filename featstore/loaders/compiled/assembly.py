@@ -83,9 +83,7 @@ class Assembly:
         return Pending(indices, self._sources.submit_records(indices))
 
     def decode(self, group: Pending) -> None:
-        """Look at the records, once."""
-        if group.members:
-            return
+        """Wait for the records, and look at them."""
         begin = time.perf_counter()
         group.records.exception()  # waits
         waited = time.perf_counter()

@@ -66,7 +66,7 @@ class CompiledLoader(PrefetchingLoader):
         tensors: hand out torch tensors; by default where there is a device, or the samples are PyG objects.
         buffer: a :class:`featstore.Buffer` over the base store, for rows that were left there (``disk=``)
             and that the schedule does not keep; in the memory that it names, or what is left of ``memory``
-            beside three mini-batches. Raises ArgumentError where no row was left there.
+            beside the mini-batches that may exist at once. Raises ArgumentError where no row was left there.
         engine, queue_depth, verify: as for :class:`featstore.reader.reader.Reader`.
     """
 
