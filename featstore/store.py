@@ -17,6 +17,7 @@ from featstore.storage.store import OpenStore, StoredGraph, Table
 
 if TYPE_CHECKING:
     from featstore.compiled import Compiled
+    from featstore.loaders.costs.result import LoaderCosts
     from featstore.loaders.loader import Loader
     from featstore.loaders.mega.loader import MegaBatches
     from featstore.loaders.prefetch import Sampler
@@ -139,6 +140,22 @@ class Store(OpenStore):
         check_options(options, options_of(Loader), "a loader")
         return Loader(
             self, batches, seeds=seeds, fanouts=fanouts, batch_size=batch_size, mode=mode, memory=memory,
+            **options
+        )  # fmt: skip
+
+    def loader_costs(
+        self, batches: Sampler | None = None, *, seeds: Any = None, fanouts: Sequence[int] | None = None,
+        batch_size: int = 1024, memory: int | str = "1GiB", disk: int | str | None = None, **options: Any,
+    ) -> LoaderCosts:  # fmt: skip
+        """What each mode of :meth:`loader` would cost on this machine, in time, bytes, disk and memory, and
+        which one ``mode="auto"`` takes, and why. All parameters are those of
+        :func:`featstore.loaders.costs.costs.loader_costs`."""
+        from featstore.loaders.costs.costs import loader_costs
+
+        self.check_open()
+        check_options(options, options_of(loader_costs), "loader_costs")
+        return loader_costs(
+            self, batches, seeds=seeds, fanouts=fanouts, batch_size=batch_size, memory=memory, disk=disk,
             **options
         )  # fmt: skip
 

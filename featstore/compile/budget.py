@@ -9,20 +9,33 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from featstore.compile.limits import SLOTS_MAX
 from featstore.errors import ArgumentError, BudgetError
 from featstore.plan.budget import reader_bytes
 from featstore.storage.store import OpenStore, Table
-from featstore.trace.trace import Trace
 from featstore.units import parse_bytes
 
 DEPTHS = (3, 2)
 _RECORD_BYTES_PER_ID = 32  # at most: a row of the shared or the base table, its admission, its node id
 _RECORD_BYTES = 8192
 _THIRD_SHARE = 3  # a third mini-batch is held where all three take at most this part of the budget
+
+
+class Counted(Protocol):
+    """The sizes of mini-batches, as those of a :class:`featstore.trace.trace.Trace`."""
+
+    @property
+    def counts(self) -> Mapping[str, NDArray[np.int64]]: ...
+
+    @property
+    def sample_sizes(self) -> Any: ...
+
+    def __len__(self) -> int: ...
 
 
 @dataclass(frozen=True)
@@ -45,7 +58,7 @@ class LoaderBudget:
         cache_bytes: int | None,
         device_bytes: int,
         disk_bytes: int | None,
-        trace: Trace,
+        trace: Counted,
         tables: Mapping[str, Table],
     ) -> LoaderBudget:
         """Raises BudgetError with the smallest budget that works."""

@@ -46,7 +46,7 @@ from featstore.storage.store import OpenStore, as_store
 from featstore.trace.trace import Trace
 from featstore.units import parse_bytes
 
-_TRAIN_SHARE = 0.7  # of the memory; preparing has the rest
+TRAIN_SHARE = 0.7  # of the memory; preparing has the rest
 
 
 class RollingLoader(LoaderBase):
@@ -86,7 +86,7 @@ class RollingLoader(LoaderBase):
         check_loader_options(CompiledLoader, loader)
         total = parse_bytes(memory, "memory")
         warn_of_ranks("a RollingLoader", episode)
-        train_bytes = int(total * _TRAIN_SHARE)
+        train_bytes = int(total * TRAIN_SHARE)
         limit = parse_disk(disk, store)
         self._options: dict[str, Any] = {
             "memory": total - train_bytes, "train_memory": train_bytes,

@@ -12,6 +12,7 @@ from featstore.arguments import as_batches, as_choice, as_count, as_flag, as_pat
 from featstore.base.system import is_there
 from featstore.compile.budget import parse_disk
 from featstore.compile.build import compile_trace
+from featstore.compile.forecast import CompileForecast
 from featstore.errors import SourceError
 from featstore.loaders.compiled.loader import CompiledLoader
 from featstore.loaders.compiled.options import check_loader_options
@@ -102,15 +103,28 @@ def compiled_once(
     """Record the sampler's first epochs and compile them under ``name``, unless ``reuse`` finds that there.
     ``options``: of :func:`featstore.compile_trace`. Raises StoreLockedError where another loader has the
     name."""
-    if reuse and is_there(packs_directory(store) / name / MANIFEST_NAME):
-        return
+    if not (reuse and is_there(packs_directory(store) / name / MANIFEST_NAME)):
+        _compile(store, sampler, name, epochs, **options)
+
+
+def forecast_once(store: OpenStore, sampler: Sampler, name: str, **options: Any) -> CompileForecast:
+    """What :func:`compiled_once` would make of one epoch; nothing of it stays."""
+    made = _compile(store, sampler, name, 1, dry_run=True, **options)
+    assert isinstance(made, CompileForecast)
+    return made
+
+
+def _compile(
+    store: OpenStore, sampler: Sampler, name: str, epochs: int, **options: Any
+) -> Path | CompileForecast:  # fmt: skip
     packs, door = packs_to_write(store), Disk()
     door.mkdir(packs)
     lock = preparing(packs, name)
     try:
         with Trace.record(_epochs(sampler, epochs), packs / f"{name}{TRACES}", overwrite=True) as trace:
-            compile_trace(store, trace, name, overwrite=True, **options)
+            made = compile_trace(store, trace, name, overwrite=True, **options)
         remove_trace(packs / f"{name}{TRACES}", door)
+        return made
     finally:
         lock.release(remove=True)
 

@@ -36,7 +36,7 @@ EXTRACTED = 3  # so many are extracted at once, unless said otherwise
 _UNITS = 8  # of room, in which one of the expected size is counted
 ROOM = DEPTH * _UNITS
 LARGEST = ROOM // 2  # of a mini-batch: the loop holds one until it has the next
-_SPARE = 1.25  # a mini-batch may be larger than the first by so much, before it takes the room of two
+SPARE = 1.25  # a mini-batch may be larger than the first by so much, before it takes the room of two
 FIRST_POLICY = "s3-fifo"  # of "auto", until it is known better; and in small budgets
 _PINNED_SHARE = 0.75  # of the slots: further mini-batches are extracted beside one only up to that
 
@@ -126,7 +126,7 @@ class Extraction:
         """Rows of a mini-batch, at most, as was said or as the first one suggests; one that occurs twice
         counts twice."""
         given = self._batch_rows.get(table) if isinstance(self._batch_rows, Mapping) else self._batch_rows
-        return int(_SPARE * first) + 1 if given is None else max(1, first, given)
+        return int(SPARE * first) + 1 if given is None else max(1, first, given)
 
     def _first_policy(self) -> str:
         return FIRST_POLICY if self.policy == "auto" else self.policy
