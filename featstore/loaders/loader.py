@@ -21,6 +21,9 @@ from featstore.errors import ArgumentError, SourceError
 from featstore.loaders.batch import Batch
 from featstore.loaders.compiled.loader import CompiledLoader
 from featstore.loaders.compiled.trace import CompiledTrace
+from featstore.loaders.costs.auto import Taken, auto
+from featstore.loaders.costs.partitions import OwnSampling
+from featstore.loaders.costs.world import SAMPLER_SHARE
 from featstore.loaders.mega.loader import MegaBatches
 from featstore.loaders.modes import (
     MODES,
@@ -64,8 +67,12 @@ _OF_MODES = {
     "replaced": ("partitions",),
     "passes": ("partitions",),
     "weights": ("partitions",),
+    "repeat": (),
+    "epochs": (),
+    "train_seconds": (),
 }
-_SAMPLER_SHARE = 4  # of the memory, at most, is for a sampler
+#: Modes that "auto" may take: it has the options of all of them, and some of its own.
+_AUTO = ("online", "compiled", "rolling")
 
 
 @dataclass(frozen=True)
@@ -104,8 +111,9 @@ class Loader(LoaderBase):
             mini-batches of epoch 0 are recorded once, their rows laid out for them, and repeated every epoch.
             ``"rolling"``: fresh ones every epoch, laid out while the epoch before trains. ``"partitions"``
             (needs ``seeds``): random collections of partitions are loaded whole, and neighbours outside of
-            them left out. ``"auto"``: ``"online"``, whose mini-batches are as given; ``mode_because`` says
-            so.
+            them left out. ``"auto"``: what is fastest of those that change nothing of what is learned, and
+            write no more than ``disk=`` offers: see :mod:`featstore.loaders.costs.choose`;
+            ``mode_because`` says why, ``costs`` what each would cost.
         memory: budget of all of this, bytes or a size; a batch that the loop keeps comes on top.
         tensors: ``x`` as a torch tensor; by default where there is a device or the samples are PyG's.
         engine, queue_depth, verify: as for :class:`featstore.Reader`.
@@ -114,6 +122,8 @@ class Loader(LoaderBase):
         device, device_memory: rows and tensors there; not of mode partitions.
         disk, name, residency: of the modes compiled and rolling: see :func:`featstore.compile_trace`.
         reuse: of mode compiled: take what was compiled under this ``name``, if it is there.
+        repeat, epochs, train_seconds: for the choice of ``"auto"``, as for
+            :func:`featstore.loaders.costs.costs.loader_costs`.
         hubs, resident, replaced, passes, weights: of mode partitions: see
             :class:`featstore.loaders.mega.loader.MegaBatches`.
 
@@ -131,24 +141,20 @@ class Loader(LoaderBase):
         device: Any = None, device_memory: int | str | None = None, disk: int | str | None = None,
         name: str | None = None, residency: str | None = None, reuse: bool | None = None,
         hubs: int | None = None, resident: int | None = None, replaced: int | None = None,
-        passes: int | str | None = None, weights: bool | None = None,
+        passes: int | str | None = None, weights: bool | None = None, repeat: bool | None = None,
+        epochs: int | None = None, train_seconds: float | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         self.store, self.memory_bytes = as_store(store), parse_bytes(memory, "memory")
         args.as_choice(mode, "mode", (*MODES, "auto"))
-        self.mode = "online" if mode == "auto" else mode
-        self.mode_because = (
-            "mini-batches as they come need nothing prepared and lose no neighbours"
-            if mode == "auto"
-            else "asked for"
-        )
+        self.mode, self.mode_because, self.costs = Taken(mode, "asked for", None)
         if nodes is not None:
             args.as_function(nodes, "nodes")
         optional = {
             "nodes": nodes, "policy": policy, "static": static, "device": device,
             "device_memory": device_memory, "disk": disk, "name": name, "residency": residency,
             "reuse": reuse, "hubs": hubs, "resident": resident, "replaced": replaced, "passes": passes,
-            "weights": weights,
+            "weights": weights, "repeat": repeat, "epochs": epochs, "train_seconds": train_seconds,
         }  # fmt: skip
         check_reading(engine, queue_depth, verify)
         reading = {"engine": engine, "queue_depth": queue_depth, "verify": verify}
@@ -171,7 +177,9 @@ class Loader(LoaderBase):
             elif self.mode != "partitions":
                 made = self._sampled = self._sample(said)
                 whole = bytes_in_memory(graph_of(self.store, graph))
-                left -= min(whole, self.memory_bytes // _SAMPLER_SHARE)
+                left -= min(whole, self.memory_bytes // SAMPLER_SHARE)
+            if mode == "auto":
+                how = self._auto(made, said, how)
             if self.mode == "partitions":
                 self._mode: Mode = self._partitions(said, how)
             else:
@@ -190,11 +198,24 @@ class Loader(LoaderBase):
         """The options that were given. Raises ArgumentError for those of other modes."""
         own = {name: value for name, value in optional.items() if value is not None}
         for name in own:
-            if self.mode not in _OF_MODES[name]:
-                raise ArgumentError(
-                    f"{name}= is of mode {' or '.join(map(repr, _OF_MODES[name]))}, not of {self.mode!r}"
-                )
+            modes = _OF_MODES[name]
+            if self.mode not in (modes or ("auto",)) and not (self.mode == "auto" and {*modes} & {*_AUTO}):
+                whose = " or ".join(map(repr, modes or ("auto",)))
+                raise ArgumentError(f"{name}= is of mode {whose}, not of {self.mode!r}")
         return own
+
+    def _auto(self, made: Any, said: dict[str, Any], how: _How) -> _How:
+        """Choose a mode; the options that it has."""
+        self._check_compiling(dict(how.own))
+        sampled = None
+        if self._sampled is not None:
+            sampled = OwnSampling(
+                said["seeds"], args.as_fanouts(said["fanouts"]), self._sampled.batch_size, said["graph"]
+            )
+        taken = auto(self.store, made, sampled, self.memory_bytes, how.own, how.reading)
+        self.mode, self.mode_because, self.costs = taken
+        own = {name: value for name, value in how.own.items() if self.mode in _OF_MODES[name]}
+        return replace(how, own=own)
 
     def _given(self, said: dict[str, Any], batches: Any) -> None:
         """Mini-batches were given."""
@@ -229,7 +250,7 @@ class Loader(LoaderBase):
         share, seeds = self._share(said), said["seeds"]
         sampler = open_sampler(
             self.store, args.as_fanouts(said["fanouts"]), seed=_seed(said), graph=said["graph"],
-            memory=self.memory_bytes // _SAMPLER_SHARE,
+            memory=self.memory_bytes // SAMPLER_SHARE,
         )  # fmt: skip
         nodes = self.store.arrays[seeds] if isinstance(seeds, str) else seeds
         made = RankedBatches(sampler, nodes, own=True, **share)

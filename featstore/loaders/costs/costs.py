@@ -11,11 +11,11 @@ from featstore import arguments as args
 from featstore.base.system import free_bytes
 from featstore.compile.budget import parse_disk
 from featstore.compile.forecast import CompileForecast
-from featstore.errors import ArgumentError, FeatstoreError
+from featstore.errors import ArgumentError, BudgetError, FeatstoreError
 from featstore.loaders.costs.choose import choice
 from featstore.loaders.costs.online import online_cost
 from featstore.loaders.costs.packed import compiled_cost, rolling_cost
-from featstore.loaders.costs.partitions import partitions_cost
+from featstore.loaders.costs.partitions import OwnSampling, partitions_cost
 from featstore.loaders.costs.result import LoaderCosts, ModeCost
 from featstore.loaders.costs.seen import Looked, look_at
 from featstore.loaders.costs.world import SAMPLER_SHARE, World
@@ -24,6 +24,7 @@ from featstore.loaders.prefetch import Sampler, check_repeatable
 from featstore.loaders.train import forecast_once
 from featstore.reader.options import check_reading
 from featstore.sampling.batches import SampledBatches, bytes_in_memory, open_sampler
+from featstore.sampling.stored import StoredSampler
 from featstore.storage.relations import graph_of
 from featstore.storage.store import as_store
 from featstore.units import parse_bytes
@@ -37,17 +38,18 @@ _NAME = "costs"  # of the trace that is recorded for a forecast, and removed
 
 @dataclass(frozen=True)
 class Wanted:
-    """What is to be trained on, and how: mini-batches, budgets, ``epochs``, seconds of a training step."""
+    """What is to be trained on, and how: mini-batches, budgets, ``epochs``, seconds of a training step;
+    ``seconds`` to look at them."""
 
     batches: Sampler
     nodes: Callable[[Any], Any] | None
-    seeds: Any  # None where mini-batches were given
-    graph: str | None
+    own: OwnSampling | None  # None where mini-batches were given
     memory_bytes: int
     disk: int | str | None
     repeats: bool
     epochs: int
     train_seconds: float | None
+    seconds: float
     reading: Mapping[str, Any]
 
 
@@ -91,6 +93,7 @@ def loader_costs(
     repeats = isinstance(batches, list | tuple) if repeat is None else args.as_flag(repeat, "repeat")
     nodes = None if nodes is None else args.as_function(nodes, "nodes")
     reading = {"engine": engine, "queue_depth": queue_depth, "verify": verify}
+    own = None
     with ExitStack() as stack:
         if batches is not None:
             if seeds is not None or fanouts is not None:
@@ -100,16 +103,17 @@ def loader_costs(
         elif seeds is None or fanouts is None:
             raise ArgumentError("give batches, or seeds= and fanouts= for the store to sample")
         else:
+            own = OwnSampling(
+                seeds, args.as_fanouts(fanouts), args.as_count(batch_size, "batch_size"), graph
+            )  # fmt: skip
             sampler = open_sampler(
-                store, args.as_fanouts(fanouts), seed=args.as_integer(seed, "seed"), graph=graph,
+                store, own.fanouts, seed=args.as_integer(seed, "seed"), graph=graph,
                 memory=memory_bytes // SAMPLER_SHARE,
             )  # fmt: skip
             train = store.arrays[seeds] if isinstance(seeds, str) else seeds
-            batches = stack.enter_context(
-                SampledBatches(sampler, train, args.as_count(batch_size, "batch_size"), own=True)
-            )
+            batches = stack.enter_context(SampledBatches(sampler, train, own.batch_size, own=True))
         asked = Wanted(
-            batches, nodes, seeds, graph, memory_bytes, disk, repeats, epochs, step, reading
+            batches, nodes, own, memory_bytes, disk, repeats, epochs, step, seconds, reading
         )  # fmt: skip
         seen = look_at(store, batches, nodes, seconds=seconds, share=share, epoch_batches=per_epoch)
         return costs_of(store, asked, seen)
@@ -117,15 +121,15 @@ def loader_costs(
 
 def costs_of(store: OpenStore, asked: Wanted, seen: Looked) -> LoaderCosts:
     """What each mode costs for mini-batches that were looked at."""
-    sampler = 0 if asked.seeds is None else bytes_in_memory(graph_of(store, asked.graph))
+    sampler, least = (0, 0) if asked.own is None else _sampler_memory(store, asked.own)
     world = World(
-        store, seen, asked.memory_bytes - min(sampler, asked.memory_bytes // SAMPLER_SHARE), sampler,
+        store, seen, asked.memory_bytes - min(sampler, asked.memory_bytes // SAMPLER_SHARE), sampler, least,
         parse_disk(asked.disk, store), free_bytes(store.path), asked.train_seconds or 0.0, asked.reading,
     )  # fmt: skip
     exact = _decided(world, asked) if seen.whole else None
     found = {
         "online": online_cost(world), "compiled": compiled_cost(world, exact), "rolling": rolling_cost(world),
-        "partitions": partitions_cost(world, asked.seeds, asked.graph, asked.memory_bytes),
+        "partitions": partitions_cost(world, asked.own, asked.memory_bytes, asked.seconds),
     }  # fmt: skip
     modes: dict[str, ModeCost] = {name: found[name] for name in MODES}
     mode, because = choice(modes, disk=asked.disk is not None, repeats=asked.repeats, epochs=asked.epochs)
@@ -133,6 +137,16 @@ def costs_of(store: OpenStore, asked: Wanted, seen: Looked) -> LoaderCosts:
         mode, because, modes, asked.memory_bytes, world.disk_bytes, asked.epochs, world.batches, seen.batches,
         seen.seconds, asked.repeats, world.model.calibrated, asked.train_seconds,
     )  # fmt: skip
+
+
+def _sampler_memory(store: OpenStore, own: OwnSampling) -> tuple[int, int]:
+    """Bytes that a sampler takes with the graph in memory, and those without which there is none."""
+    whole = bytes_in_memory(graph_of(store, own.graph))
+    try:
+        StoredSampler(store, own.fanouts, memory=1, graph=own.graph).close()
+    except BudgetError as error:
+        return whole, min(whole, error.needed_bytes)
+    return whole, 0
 
 
 def _decided(world: World, asked: Wanted) -> CompileForecast | str:

@@ -11,13 +11,14 @@ from numpy.typing import NDArray
 
 from featstore.compile.residency import NO_NEXT_BATCH, MinCache
 from featstore.loaders.costs.popularity import Popularity, learn, thinned
-from featstore.tiers.slots.choose import CANDIDATES, STATIC_SPARE, replay
+from featstore.tiers.slots.choose import STATIC_SPARE, replay
 from featstore.tiers.slots.layout import HITS, MISSES, POLICIES, make_slot_map
 from featstore.tiers.slots.slots import NO_NEXT_USE
 
 _SLOTS = 4096  # of what is simulated, about
 _BATCH_ROWS = 48  # of a mini-batch in it, at least
 _DRAWN_MAX = 3_000_000  # rows that are drawn for it
+_EPOCHS = 3  # of which the last counts: by then a buffer knows what is wanted often
 
 
 @dataclass(frozen=True)
@@ -51,8 +52,8 @@ class Uses:
         return *self.popularity.draw(self.batches * epochs, rate), rate
 
     def buffer_hit_rate(self, slots: int, policies: Sequence[str]) -> float:
-        """Of the second epoch, by the best of these policies (``"static"`` knows the uses)."""
-        trace, _, rate = self.drawn(slots, 2)
+        """Of the third epoch, by the best of these policies (``"static"`` knows the uses)."""
+        trace, _, rate = self.drawn(slots, _EPOCHS)
         found = [self._replayed(trace, max(1, round(slots * rate)), p) for p in policies if p != "static"]
         if "static" in policies:
             found.append(self._most_wanted(slots - STATIC_SPARE * int(max(map(len, self.ids)))))
@@ -60,8 +61,8 @@ class Uses:
 
     def _replayed(self, trace: list[NDArray[np.int64]], slots: int, policy: str) -> float:
         m = make_slot_map(slots, POLICIES[policy])
-        half = len(trace) // 2
-        for part in (trace[:half], trace[half:]):
+        last = len(trace) // _EPOCHS
+        for part in (trace[:-last], trace[-last:]):
             m.counts[[HITS, MISSES]] = 0
             offsets = np.concatenate([[0], np.cumsum([len(one) for one in part])])
             replay(m, np.concatenate(part), offsets.astype(np.int64), NO_NEXT_USE, False)
@@ -75,8 +76,9 @@ class Uses:
         uses = np.sort(np.unique(np.concatenate(self.ids), return_counts=True)[1])[::-1]
         return float(uses[:slots].sum() / max(1, uses.sum()))
 
-    def scheduled_hit_rate(self, slots: int) -> float:
-        """Of a schedule by next use, for an epoch that is gone through again and again."""
+    def scheduled(self, slots: int) -> tuple[float, float]:
+        """Of a schedule by next use, for an epoch that is gone through again and again: the hit rate, and
+        the share of the slots whose rows are brought back before the next round."""
         trace, rows, rate = self.drawn(slots, 1)
         batches = len(trace)
         ahead = np.full(rows, NO_NEXT_BATCH, np.int32)
@@ -88,15 +90,12 @@ class Uses:
             again = one == NO_NEXT_BATCH
             one[again] = ahead[trace[index]][again] + batches
         cache = MinCache(rows, min(rows, round(slots * rate)), 2 * batches)
-        hits = 0
+        hits, start = 0, np.empty(0, np.int64)
         for turn in range(2):
-            for index in range(batches):
-                hits += cache.step(index, trace[index], next_use[index])[1] if turn else 0
-                if not turn:
-                    cache.step(index, trace[index], next_use[index])
+            found = [cache.step(index, trace[index], next_use[index])[1] for index in range(batches)]
+            hits = sum(found)
             if not turn:
                 cache.turn(batches)
-        return hits / max(1, sum(map(len, trace)))
-
-
-ONLINE_POLICIES = CANDIDATES
+                start = cache.row_of_slot[cache.row_of_slot >= 0]
+        restored = float((cache.slot_of_row[start] < 0).mean()) if len(start) else 0.0
+        return hits / max(1, sum(map(len, trace))), restored

@@ -43,7 +43,7 @@ def online_cost(world: World) -> ModeCost:
         "assemble": count * (world.asked_bytes * world.copy_byte_seconds + planning),
         "train": count * world.train_seconds,
     }
-    cores = stages["sample"] + stages["assemble"] + stages["train"]
+    cores = count * world.seen.batch_cpu_seconds + stages["assemble"] + stages["train"]
     return ModeCost(
         "online", True, "all rows fit: the first epoch reads them once" if whole else "",
         epoch_seconds=world.epoch(stages, cores, stages["read"]), seconds=stages,

@@ -21,11 +21,13 @@ from featstore.compile.forecast import CompileForecast
 from featstore.compile.placement import Reads
 from featstore.compile.segments import packing_sizes
 from featstore.errors import BudgetError
+from featstore.layout import TableLayout
 from featstore.loaders.costs.result import ModeCost
 from featstore.loaders.costs.world import World
 from featstore.loaders.rolling import TRAIN_SHARE
 from featstore.plan.budget import reader_bytes
-from featstore.plan.cost import device_key, load_model
+from featstore.plan.cost import DeviceModel, device_key, load_model
+from featstore.plan.extents import Extents, plan_extents
 from featstore.units import EXTENT_BYTES_MAX, format_bytes
 
 _RECORD_BYTES_PER_ID = 12  # of a row in a record, about
@@ -146,7 +148,7 @@ def _laid(
     found: list[tuple[float, ...]] = []
     for name, table in world.tables.items():
         uses, slots = world.uses[name], budget.slots[name]
-        hit = uses.scheduled_hit_rate(slots) if slots else 0.0
+        hit, back = uses.scheduled(slots) if slots else (0.0, 0.0)
         missed = (1 - hit) * uses.batch_rows
         limit = None if disk_bytes is None else disk_bytes * asked[name] / total
         packed = missed if limit is None else min(missed, limit / table.row_bytes / count)
@@ -155,11 +157,13 @@ def _laid(
             runs.run(int(packed * (number + 1)) - int(packed * number))
         run = runs.forecast()
         left = world.scattered(name, (missed - packed) / max(1.0, uses.batch_rows))
-        resident = min(slots, table.rows) * table.row_bytes
+        held = min(slots, table.rows)
+        again = _restored(held, round(back * held), table.row_bytes, model)
         found.append(
             (
-                run.bytes_read + count * left.bytes_read, run.reads + count * left.reads,
-                packed * count * table.row_bytes, resident, hit * uses.batch_rows * table.row_bytes,
+                run.bytes_read + count * left.bytes_read + again.bytes_read,
+                run.reads + count * left.reads + again.reads,
+                packed * count * table.row_bytes, held * table.row_bytes, hit * uses.batch_rows * table.row_bytes,
                 count * left.plan_seconds, uses.batch_rows * table.row_bytes, left.reads,
             )
         )  # fmt: skip
@@ -191,11 +195,21 @@ def _decided(world: World, exact: CompileForecast) -> Laid:
     resident = sum((t["resident_rows"] + t["device_rows"]) * t["row_bytes"] for t in tables)
     asked = sum(t["asked_rows"] * t["row_bytes"] for t in tables)
     hits = sum(t["hit_rows"] * t["row_bytes"] for t in tables)
-    reads = sum(t["reads"] for t in tables) + exact.batches
+    model = load_model(device_key(world.store.path, "uring", "direct"))
+    back = [_restored(t["resident_rows"], t["restored_rows"], t["row_bytes"], model) for t in tables]
+    reads = sum(t["reads"] for t in tables) + exact.batches + sum(one.reads for one in back)
     return Laid(
-        exact.bytes_read + exact.record_bytes, reads, exact.disk_bytes, resident, exact.record_bytes,
+        exact.bytes_read + exact.record_bytes + sum(one.bytes_read for one in back), reads, exact.disk_bytes, resident, exact.record_bytes,
         hits / max(1, asked), True,
     )  # fmt: skip
+
+
+def _restored(resident: int, restored: int, row_bytes: int, model: DeviceModel) -> Extents:
+    """Reads of the rows that are brought back before an epoch, anywhere among those in memory at first."""
+    rows = np.sort(np.random.default_rng(0).permutation(resident)[:restored]).astype(np.int64)
+    layout = TableLayout(max(1, resident), row_bytes, max(1, resident))
+    nothing = np.empty(0, np.int32), np.empty(0, np.uint8)
+    return plan_extents(rows, *nothing, max(1, len(rows)), layout, model, EXTENT_BYTES_MAX)
 
 
 def _sizes(world: World) -> _Counted:
@@ -248,9 +262,8 @@ def _prepared(world: World, laid: Laid, memory_bytes: int) -> _Prepared:
     sampling = world.batches * world.seen.batch_seconds
     deciding = ids * _DECIDING_SECONDS
     copying = (laid.packed_bytes + laid.record_bytes) * world.copy_byte_seconds
-    return _Prepared(
-        sampling + deciding + max(device, copying), device, sampling + deciding + copying, scanned, written
-    )
+    cores = world.batches * world.seen.batch_cpu_seconds + deciding + copying
+    return _Prepared(sampling + deciding + max(device, copying), device, cores, scanned, written)
 
 
 # What cannot be.

@@ -2,31 +2,49 @@
 
 from __future__ import annotations
 
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
 import numpy as np
 from numpy.typing import NDArray
 
 from featstore.errors import BudgetError, FeatstoreError, SourceError
 from featstore.loaders.costs.result import ModeCost
 from featstore.loaders.costs.world import World
+from featstore.loaders.mega.loader import MegaBatches
 from featstore.loaders.mega.loading import Loading, grouped
 from featstore.loaders.mega.schedule import Schedule
 from featstore.plan.extents import plan_runs
 from featstore.storage.relations import graph_of
-from featstore.units import PAGE_BYTES, format_bytes
+from featstore.units import format_bytes
 
 _CHANGES = "leaves out neighbours outside the partitions in memory"
-_BUILD_SECONDS = 4e-9  # of a core, for each edge that is looked at
+_POPULATE_SECONDS = 0.5e-9  # for a byte of memory that is taken for the first time
+_TIMED = 4  # mini-batches at least, the first of which does not count
+_LISTS = 2  # of what is read of a step, from here on lists of neighbours, in blocks
 
 
-def partitions_cost(world: World, seeds: object, graph: str | None, memory_bytes: int) -> ModeCost:
+class OwnSampling(NamedTuple):
+    """What the mode samples by itself."""
+
+    seeds: Any
+    fanouts: Sequence[int]
+    batch_size: int
+    graph: str | None
+
+
+def partitions_cost(world: World, own: OwnSampling | None, memory_bytes: int, seconds: float) -> ModeCost:
     """The forecast for a loader without options, which samples by itself: ``memory_bytes`` are all its own.
-    ``seeds``: None where mini-batches were given."""
-    if seeds is None:
+    One mega-batch is loaded, and sampled from, where that takes no longer than about ``seconds``. ``own``:
+    None where mini-batches were given."""
+    if own is None:
         return ModeCost(
             "partitions", False, "it samples by itself: give seeds= and fanouts= instead of batches", _CHANGES
         )
     try:
-        loading = _loading(world, seeds, graph, memory_bytes)
+        loading = _loading(world, own, memory_bytes)
     except BudgetError as error:
         needed = error.needed_bytes
         reason = f"needs {format_bytes(needed)} of memory: {error.what}"
@@ -34,21 +52,22 @@ def partitions_cost(world: World, seeds: object, graph: str | None, memory_bytes
     except SourceError as error:
         return ModeCost("partitions", False, str(error), _CHANGES)
     try:
-        return _cost(world, loading, _least(world, seeds, graph))
+        found = _reads(world, loading)
     finally:
         loading.reader.close()
+    return _cost(world, loading, found, own, memory_bytes, seconds)
 
 
-def _loading(world: World, seeds: object, graph: str | None, memory_bytes: int) -> Loading:
+def _loading(world: World, own: OwnSampling, memory_bytes: int) -> Loading:
     return Loading(
-        world.store, graph_of(world.store, graph), memory_bytes=memory_bytes, train=seeds, hubs=None,
+        world.store, graph_of(world.store, own.graph), memory_bytes=memory_bytes, train=own.seeds, hubs=None,
         resident=None, replaced=None, seed=0, allocate=False, **world.reading,
     )  # fmt: skip
 
 
-def _least(world: World, seeds: object, graph: str | None) -> int | None:
+def _least(world: World, own: OwnSampling) -> int | None:
     try:
-        _loading(world, seeds, graph, 1).reader.close()
+        _loading(world, own, 1).reader.close()
     except BudgetError as error:
         return error.needed_bytes
     except FeatstoreError:
@@ -56,40 +75,78 @@ def _least(world: World, seeds: object, graph: str | None) -> int | None:
     return None
 
 
-def _cost(world: World, loading: Loading, least: int | None) -> ModeCost:
-    sizes, table = loading.sizes, loading.table
+class _Reads(NamedTuple):
+    """Of all steps of an epoch."""
+
+    steps: int
+    resident: int
+    reads: int
+    bytes_read: int
+
+
+def _reads(world: World, loading: Loading) -> _Reads:
+    sizes = loading.sizes
     schedule = Schedule(loading.partitions, sizes.resident, sizes.replaced, 0, 0)
-    read = np.zeros(2)  # reads, bytes
-    edges = 0
+    reads = bytes_read = 0
     for index in range(schedule.steps):
-        runs = loading.runs(schedule.step(index))
-        for number, (name, part) in enumerate(runs.items()):
-            lists = number >= 2  # of neighbours: read in blocks
-            edges += int((part[:, 1] - part[:, 0]).sum()) if lists else 0
-            for block in _blocks(part, sizes.block_edges) if lists else [part]:
-                layout = world.store.table(name).layout
+        for number, (name, part) in enumerate(loading.runs(schedule.step(index)).items()):
+            layout = world.store.table(name).layout
+            for block in _blocks(part, sizes.block_edges) if number >= _LISTS else [part]:
                 found = plan_runs(block, None, layout, loading.reader.budget.extent_bytes_max)
-                read += len(found.page), PAGE_BYTES * int(found.pages.sum())
-    hubs = len(loading.hub_rows) * table.row_bytes
-    once = schedule.steps == 1  # all of it fits, and stays
-    count = world.batches
-    sampling = count * (world.seen.batch_seconds + world.asked_bytes * world.copy_byte_seconds)
-    stages = {
-        "read": 0.0 if once else world.busy(*read),
-        "build": 0.0 if once else edges * _BUILD_SECONDS,
-        "sample": sampling,
-        "train": count * world.train_seconds,
-    }
-    cores = stages["build"] + sampling + stages["train"]
-    return ModeCost(
-        "partitions", True, "all partitions fit, and are read once" if once else
-        f"{schedule.resident} of {len(loading.partitions)} partitions in memory at a time",
-        "" if once else _CHANGES, prepare_seconds=world.busy(*read) if once else world.busy(0, hubs),
-        epoch_seconds=world.epoch(stages, cores, stages["read"]), seconds=stages,
-        bytes_read=0 if once else int(read[1]), reads=0 if once else int(read[0]),
-        prepare_bytes_read=hubs + (int(read[1]) if once else 0), memory_needed_bytes=least,
-        extrapolated=False,
+                reads, bytes_read = reads + found.reads, bytes_read + found.bytes_read
+    return _Reads(schedule.steps, schedule.resident, reads, bytes_read)
+
+
+def _cost(
+    world: World, loading: Loading, found: _Reads, own: OwnSampling, memory_bytes: int, seconds: float
+) -> ModeCost:  # fmt: skip
+    once, count = found.steps == 1, world.batches  # once: all of it fits, and stays
+    reading = world.busy(found.reads, found.bytes_read)
+    hubs = len(loading.hub_rows) * loading.table.row_bytes
+    remark = (
+        "all partitions fit, and are read once" if once
+        else f"{found.resident} of {len(loading.partitions)} partitions in memory at a time"
     )  # fmt: skip
+    trial = 2 * reading / found.steps + memory_bytes * _POPULATE_SECONDS
+    if trial <= seconds:
+        build, batch = _tried(world, own, memory_bytes, seconds)
+    else:
+        build, batch = 0.0, world.seen.batch_seconds + world.asked_bytes * world.copy_byte_seconds
+        remark += "; sampling in them takes at most as long as online"
+    stages = {
+        "read": 0.0 if once else reading, "build": 0.0 if once else found.steps * build,
+        "sample": count * batch, "train": count * world.train_seconds,
+    }  # fmt: skip
+    cores = stages["build"] + stages["sample"] + stages["train"]
+    return ModeCost(
+        "partitions", True, remark, "" if once else _CHANGES,
+        prepare_seconds=reading + build if once else world.busy(0, hubs),
+        epoch_seconds=world.epoch(stages, cores, stages["read"]), seconds=stages,
+        bytes_read=0 if once else found.bytes_read, reads=0 if once else found.reads,
+        prepare_bytes_read=hubs + (found.bytes_read if once else 0),
+        memory_needed_bytes=_least(world, own), extrapolated=False,
+    )  # fmt: skip
+
+
+def _tried(world: World, own: OwnSampling, memory_bytes: int, seconds: float) -> tuple[float, float]:
+    """Seconds in which a mega-batch's graph is built, and a mini-batch of it sampled and gathered."""
+    build = each = 0.0
+    with MegaBatches(
+        world.store, memory=memory_bytes, train=own.seeds, graph=own.graph, **world.reading
+    ) as loader:
+        for number, mega in enumerate(loader):
+            build = mega.build_seconds
+            if number:  # the first wakes what there is
+                break
+            times, begin = [], time.perf_counter()
+            last = begin
+            for _ in mega.batches(own.fanouts, own.batch_size):
+                times.append(time.perf_counter() - last)
+                if time.perf_counter() - begin > seconds / 2 and len(times) >= _TIMED:
+                    break
+                last = time.perf_counter()
+            each = statistics.fmean(times[1:] or times) if times else 0.0
+    return build, each
 
 
 def _blocks(runs: NDArray[np.int64], block_edges: int) -> list[NDArray[np.int64]]:

@@ -31,7 +31,8 @@ class Looked:
 
     ``ids``: by table, distinct node ids of each, ascending. ``asked``: by table, ids of each, those that
     stand twice counted twice. ``sample_bytes``: of each, encoded as in a trace. ``epoch_batches``: in an
-    epoch. ``batch_seconds``: of sampling one. ``seconds``: that looking took.
+    epoch. ``batch_seconds``, ``batch_cpu_seconds``: of sampling one, by the clock and of this process's
+    cores. ``seconds``: that looking took.
     """
 
     ids: dict[str, list[NDArray[np.int64]]]
@@ -39,6 +40,7 @@ class Looked:
     sample_bytes: list[int]
     epoch_batches: int
     batch_seconds: float
+    batch_cpu_seconds: float
     seconds: float
 
     @property
@@ -72,20 +74,21 @@ def look_at(
     ids: dict[str, list[NDArray[np.int64]]] = {}
     asked: dict[str, list[int]] = {}
     sizes: list[int] = []
-    times: list[float] = []
-    held, last, ended = 0, time.perf_counter(), False
+    times: list[tuple[float, float]] = []
+    held, last, ended = 0, _clocks(), False
     recorded = iter(Recorded(_Chosen(epoch, most), nodes).epoch(0))
     while most is None or len(sizes) < most:
         one = next(recorded, None)
         if one is None:
             ended = True
             break
-        times.append(time.perf_counter() - last)
+        now = _clocks()
+        times.append((now[0] - last[0], now[1] - last[1]))
         held += _note(store, one, ids, asked, sizes)
         enough = time.perf_counter() - begin > seconds and len(sizes) >= 2
         if enough or held > _IDS_MAX:
             break
-        last = time.perf_counter()
+        last = _clocks()
     if ended or (count is not None and len(sizes) == count):
         count = len(sizes)
     if not sizes:
@@ -98,8 +101,12 @@ def look_at(
     for table, lists in ids.items():  # mini-batches without a row of it
         lists += [np.empty(0, np.int64)] * (len(sizes) - len(lists))
         asked[table] += [0] * (len(sizes) - len(asked[table]))
-    each = statistics.fmean(times[1:] or times)  # the first wakes what there is
-    return Looked(ids, asked, sizes, count, each, time.perf_counter() - begin)
+    each = [statistics.fmean(one) for one in zip(*(times[1:] or times), strict=True)]  # the first wakes
+    return Looked(ids, asked, sizes, count, each[0], each[1], time.perf_counter() - begin)
+
+
+def _clocks() -> tuple[float, float]:
+    return time.perf_counter(), time.process_time()
 
 
 class _Chosen:

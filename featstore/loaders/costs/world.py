@@ -44,13 +44,15 @@ class World:
 
     ``memory_bytes``: of a loader, without the sampler's share. ``disk_bytes``: the limit that was given, None
     for none. ``free_bytes``: that the disk has. ``train_seconds``: of a step, 0 where nobody said.
-    ``sampler_bytes``: of the memory, those that a sampler takes where there is room.
+    ``sampler_bytes``: of the memory, those that a sampler takes where there is room, ``sampler_least``: that
+    one needs; 0 where mini-batches are given.
     """
 
     store: OpenStore
     seen: Looked
     memory_bytes: int
     sampler_bytes: int
+    sampler_least: int
     disk_bytes: int | None
     free_bytes: int
     train_seconds: float
@@ -137,7 +139,10 @@ class World:
         """The smallest ``memory=`` of which a loader gets so many bytes beside a sampler's share."""
         if not self.sampler_bytes:
             return needed_bytes
-        return min(needed_bytes + self.sampler_bytes, -(-needed_bytes * SAMPLER_SHARE // (SAMPLER_SHARE - 1)))
+        beside = min(
+            needed_bytes + self.sampler_bytes, -(-needed_bytes * SAMPLER_SHARE // (SAMPLER_SHARE - 1))
+        )
+        return max(beside, SAMPLER_SHARE * self.sampler_least)
 
 
 SAMPLER_SHARE = 4  # of the memory, at most, is for a sampler

@@ -150,7 +150,11 @@ class MegaBatches(LoaderBase):
     def report(self) -> LoaderReport:
         """What has been measured so far; ``batches`` are mega-batches here."""
         stats = self.stats()
-        return LoaderReport(len(self._load_seconds), dict(self._seconds), stats.bytes_read, stats.reads)
+        forecast = self._loading.reader.model.busy_seconds(stats.reads, stats.bytes_read)
+        return LoaderReport(
+            len(self._load_seconds), dict(self._seconds), stats.bytes_read, stats.reads,
+            forecast_seconds=forecast,
+        )  # fmt: skip
 
     def _schedule(self, epoch: int) -> Schedule:
         return Schedule(

@@ -25,4 +25,7 @@ class OnlineStages(Stages):
         """``stats``: of the reader; of the buffers and device levels by table."""
         batches, seconds, _ = self.snapshot()
         read = (0, 0) if stats is None else (stats.bytes_read, stats.reads)
-        return LoaderReport(batches, seconds, *read, buffers=buffers, devices=devices)
+        forecast = 0.0 if stats is None else stats.forecast_seconds
+        return LoaderReport(
+            batches, seconds, *read, buffers=buffers, devices=devices, forecast_seconds=forecast
+        )
