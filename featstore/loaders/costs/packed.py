@@ -163,7 +163,8 @@ def _laid(
             (
                 run.bytes_read + count * left.bytes_read + again.bytes_read,
                 run.reads + count * left.reads + again.reads,
-                packed * count * table.row_bytes, held * table.row_bytes, hit * uses.batch_rows * table.row_bytes,
+                packed * count * table.row_bytes, held * table.row_bytes,
+                hit * uses.batch_rows * table.row_bytes,
                 count * left.plan_seconds, uses.batch_rows * table.row_bytes, left.reads,
             )
         )  # fmt: skip
@@ -198,8 +199,9 @@ def _decided(world: World, exact: CompileForecast) -> Laid:
     model = load_model(device_key(world.store.path, "uring", "direct"))
     back = [_restored(t["resident_rows"], t["restored_rows"], t["row_bytes"], model) for t in tables]
     reads = sum(t["reads"] for t in tables) + exact.batches + sum(one.reads for one in back)
+    bytes_read = exact.bytes_read + exact.record_bytes + sum(one.bytes_read for one in back)
     return Laid(
-        exact.bytes_read + exact.record_bytes + sum(one.bytes_read for one in back), reads, exact.disk_bytes, resident, exact.record_bytes,
+        bytes_read, reads, exact.disk_bytes, resident, exact.record_bytes,
         hits / max(1, asked), True,
     )  # fmt: skip
 
