@@ -319,7 +319,9 @@ def test_options_of_auto_are_of_auto(store: Any, option: str) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_reports_say_what_reading_should_take(store: Any, mode: str) -> None:
-    with store.loader(mode=mode, memory=ENOUGH, **SAMPLED) as loader:
+    how: Any = SAMPLED if mode == "partitions" else {"batches": batches_of(60)}
+    memory = {"compiled": LITTLE, "rolling": "15MiB"}.get(mode, MEMORY)
+    with store.loader(mode=mode, memory=memory, **how) as loader:
         list(loader)
         assert loader.report().forecast_seconds > 0
 

@@ -40,7 +40,7 @@ def online_cost(world: World) -> ModeCost:
     stages = {
         "sample": count * world.seen.batch_seconds,
         "read": world.busy(count * reads, count * bytes_read),
-        "assemble": count * (world.asked_bytes * world.copy_byte_seconds + planning),
+        "assemble": count * (world.asked_bytes * world.copy_byte_seconds + planning) + world.handing_seconds,
         "train": count * world.train_seconds,
     }
     cores = count * world.seen.batch_cpu_seconds + stages["assemble"] + stages["train"]

@@ -120,7 +120,7 @@ def _reading(world: World, laid: Laid) -> dict[str, float]:
     copied = laid.hit_rate * world.asked_bytes * count + laid.record_bytes
     return {
         "read": world.busy(laid.reads, laid.bytes_read),
-        "assemble": copied * world.copy_byte_seconds + laid.planning,
+        "assemble": copied * world.copy_byte_seconds + laid.planning + world.handing_seconds,
         "train": count * world.train_seconds,
     }
 

@@ -129,6 +129,12 @@ class World:
             times.append(time.perf_counter() - begin)
         return min(times) / out.nbytes
 
+    @property
+    def handing_seconds(self) -> float:
+        """Of a core, for an epoch's mini-batches whatever their size: their requests, and what threads tell
+        each other."""
+        return self.batches * HANDED_REQUESTS * self.model.request_seconds
+
     def epoch(self, stages: Mapping[str, float], cores: float, device: float) -> float:
         """Seconds of an epoch whose stages work beside each other, and ask so many seconds of the cores and
         of the device. A training step is on these cores, too, unless it is elsewhere: then it is little of
@@ -145,6 +151,7 @@ class World:
         return max(beside, SAMPLER_SHARE * self.sampler_least)
 
 
+HANDED_REQUESTS = 4  # that cost as much as handing a mini-batch through a loader
 SAMPLER_SHARE = 4  # of the memory, at most, is for a sampler
 
 
