@@ -25,12 +25,13 @@ from harness import Claim, Contender, Report, Sample, Settings, measure_rounds, 
 from harness import paired_ratio as ratio
 
 import featstore
+from featstore.base.system import available_cores
 from featstore.engine import choose
 from featstore.loaders.online.loader import OnlineLoader
 from featstore.sampling.batches import open_sampler
 from featstore.tune.allocation import Choice, Reading
 from featstore.tune.profiling import MakeBatches, Switch, TrainStep, set_threads, threads_restored
-from featstore.tune.tuning import Tuning, available_cores, tune
+from featstore.tune.tuning import Tuning, tune
 from featstore.tune.workload import neighbour_batches, stand_in
 from featstore.units import format_bytes, parse_bytes
 

@@ -17,6 +17,7 @@ from featstore.storage.store import OpenStore, StoredGraph, Table
 
 if TYPE_CHECKING:
     from featstore.loaders.compiled.trace import CompiledTrace
+    from featstore.loaders.costs.result import LoaderCosts
     from featstore.loaders.loader import Loader
     from featstore.loaders.options import LoaderOptions
     from featstore.loaders.prefetch import Sampler
@@ -123,10 +124,27 @@ class Store(OpenStore):
         the epoch's number; or ``seeds=`` and ``fanouts=``, and the store samples itself. Which mode, how much
         memory, which rank and all else: :class:`featstore.loaders.options.LoaderOptions`.
         """
-        from featstore.loaders.loader import Loader
+        from featstore.loaders.costs.result import LoaderCosts
+    from featstore.loaders.loader import Loader
 
         self.check_open()
         return Loader(self, batches, **options)
+
+    def loader_costs(
+        self, batches: Sampler | None = None, *, seeds: Any = None, fanouts: Sequence[int] | None = None,
+        batch_size: int = 1024, memory: int | str = "1GiB", disk: int | str | None = None, **options: Any,
+    ) -> LoaderCosts:  # fmt: skip
+        """What each mode of :meth:`loader` would cost on this machine, in time, bytes, disk and memory, and
+        which one ``mode="auto"`` takes, and why. All parameters are those of
+        :func:`featstore.loaders.costs.costs.loader_costs`."""
+        from featstore.loaders.costs.costs import loader_costs
+
+        self.check_open()
+        check_options(options, options_of(loader_costs), "loader_costs")
+        return loader_costs(
+            self, batches, seeds=seeds, fanouts=fanouts, batch_size=batch_size, memory=memory, disk=disk,
+            **options
+        )  # fmt: skip
 
     def compiled(self, name: str = "default") -> CompiledTrace:
         """A compiled trace of this store, to be looked at; ``loader(mode="compiled", name=name, reuse=True)``

@@ -58,6 +58,11 @@ def free_bytes(directory: Path) -> int:
         return 0
 
 
+def available_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0))
+
+
 def status_of(path: Path) -> os.stat_result | None:
     """What is at a path, or where a link leads to; None where nothing is. Raises DeviceError where the device
     cannot tell."""

@@ -11,15 +11,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from featstore.base.buffers import ALIGNMENT
 from featstore.compile.limits import SLOTS_MAX
 from featstore.errors import ArgumentError, BudgetError
 from featstore.plan.budget import reader_bytes
 from featstore.storage.store import OpenStore, Table
-from featstore.trace.trace import Trace
 from featstore.units import parse_bytes
 
 _RECORD_BYTES_PER_ID = 32  # at most: a row of the shared or the base table, its admission, its node id
@@ -48,6 +49,18 @@ def read_together(depth: int) -> int:
     return max(1, depth // _GROUPS)
 
 
+class Counted(Protocol):
+    """The sizes of mini-batches, as those of a :class:`featstore.trace.trace.Trace`."""
+
+    @property
+    def counts(self) -> Mapping[str, NDArray[np.int64]]: ...
+
+    @property
+    def sample_sizes(self) -> Any: ...
+
+    def __len__(self) -> int: ...
+
+
 @dataclass(frozen=True)
 class LoaderBudget:
     """The split of a loader's budget, in bytes; slots are rows, by node type. ``depth``: mini-batches under
@@ -68,7 +81,7 @@ class LoaderBudget:
         cache_bytes: int | None,
         device_bytes: int,
         disk_bytes: int | None,
-        trace: Trace,
+        trace: Counted,
         tables: Mapping[str, Table],
     ) -> LoaderBudget:
         """Raises BudgetError with the smallest budget that works."""

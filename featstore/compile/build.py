@@ -16,7 +16,7 @@ that is cut into buckets, each of which fits in memory and is brought into order
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,7 +60,7 @@ from featstore.storage.packs import (
     packs_directory,
     packs_to_write,
 )
-from featstore.storage.store import OpenStore
+from featstore.storage.store import OpenStore, Table
 from featstore.storage.table_writer import write_array
 from featstore.storage.transaction import Transaction, write_generation
 from featstore.trace.sample_encoder import encode
@@ -177,6 +177,13 @@ def _compile(
     return packs_directory(base) / name
 
 
+def deciding_bytes(tables: Mapping[str, Table]) -> int:
+    """The smallest budget of compiling: to decide where the rows of these tables go, and to pack them."""
+    rows = [t.rows for t in tables.values()]
+    state = _MAP_BYTES * sum(rows) + _STATE_BYTES * max(rows, default=0)
+    return max(state + 2 * _BLOCK_BYTES, *(table_needed_bytes(t.row_bytes) for t in tables.values()))
+
+
 def _worth(progress: TableProgress, error: BaseException) -> bool:
     """What was packed stays for ``--resume``."""
     return bool(progress.slab or progress.episode or progress.done)
@@ -280,9 +287,7 @@ class _Compiling:
             for part in PARTS:
                 check_name(f"{table.name}.{part}", "compiled table")
         o = self.options
-        rows = [t.rows for t in tables.values()]
-        state = _MAP_BYTES * sum(rows) + _STATE_BYTES * max(rows, default=0)
-        needed = max(state + 2 * _BLOCK_BYTES, *(table_needed_bytes(t.row_bytes) for t in tables.values()))
+        needed = deciding_bytes(tables)
         try:
             budget = LoaderBudget.split(
                 o.train_bytes, o.cache_bytes, o.device_bytes, o.disk_bytes, self.trace, tables

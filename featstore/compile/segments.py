@@ -16,7 +16,7 @@ from __future__ import annotations
 import queue
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -225,25 +225,42 @@ def needed_bytes(row_bytes: int) -> int:
     return ((_SPARE_BUFFERS + 1) * (_smallest_buffer(row_bytes) + PAGE_BYTES) + 2 * row_bytes) * 4 // 3 + 1
 
 
-def plan_packing(routes: list[Route], row_bytes: int, memory_bytes: int) -> SegmentPlan:
-    """Buffers as large as the memory allows, in as few episodes. Raises BudgetError."""
+class PackingSizes(NamedTuple):
+    """Rows a slab, the size of a buffer, segments that are packed at once, and how often the table is gone
+    through."""
+
+    slab_rows: int
+    buffer_bytes: int
+    per_episode: int
+    episodes: int
+
+
+def packing_sizes(segments: int, row_bytes: int, memory_bytes: int) -> PackingSizes:
+    """Buffers as large as the memory allows, for so many segments in as few episodes. Raises BudgetError."""
     slab_rows = max(1, min(SLAB_BYTES_MAX, memory_bytes // 8) // row_bytes)
     left = memory_bytes - 2 * slab_rows * row_bytes
-    segments = [(r, int(i)) for r, route in enumerate(routes) for i in np.flatnonzero(route.rows.lengths())]
     smallest = _smallest_buffer(row_bytes)
-    at_once = min(len(segments), left // (smallest + PAGE_BYTES) - _SPARE_BUFFERS)
+    at_once = min(segments, left // (smallest + PAGE_BYTES) - _SPARE_BUFFERS)
     if segments and at_once < 1:
         raise BudgetError(
             needed_bytes(row_bytes),
             memory_bytes,
             "hold a slab of the table and a buffer for each of a few segments",
         )
-    episodes = -(-len(segments) // max(1, at_once))
-    per_episode = -(-len(segments) // max(1, episodes))
+    episodes = -(-segments // max(1, at_once))
+    per_episode = -(-segments // max(1, episodes))
     each = left // max(1, per_episode + _SPARE_BUFFERS) - PAGE_BYTES
     size = max(smallest, min(BUFFER_BYTES_MAX, each) // PAGE_BYTES * PAGE_BYTES)
-    cut = tuple(tuple(segments[at : at + per_episode]) for at in range(0, len(segments), max(1, per_episode)))
-    return SegmentPlan(slab_rows, size, per_episode + _SPARE_BUFFERS, cut)
+    return PackingSizes(slab_rows, size, per_episode, episodes)
+
+
+def plan_packing(routes: list[Route], row_bytes: int, memory_bytes: int) -> SegmentPlan:
+    """How to pack all lists of these routes. Raises BudgetError."""
+    segments = [(r, int(i)) for r, route in enumerate(routes) for i in np.flatnonzero(route.rows.lengths())]
+    sizes = packing_sizes(len(segments), row_bytes, memory_bytes)
+    step = max(1, sizes.per_episode)
+    cut = tuple(tuple(segments[at : at + step]) for at in range(0, len(segments), step))
+    return SegmentPlan(sizes.slab_rows, sizes.buffer_bytes, sizes.per_episode + _SPARE_BUFFERS, cut)
 
 
 def bounds_of(route: Route, segments: list[int], starts: NDArray[np.int64]) -> NDArray[Any]:

@@ -55,12 +55,6 @@ class Loader(LoaderBase):
         self.store = as_store(store)
         given = Given(options)
         self.memory_bytes = parse_bytes(given.get("memory", "1GiB"), "memory")
-        self.mode = given.mode
-        self.mode_because = (
-            "mini-batches as they come need nothing prepared and lose no neighbours"
-            if given.auto
-            else "asked for"
-        )
         aside = given.get("validation_memory")
         self._left = 0 if aside is None else parse_bytes(aside, "validation_memory")
         if self._left >= self.memory_bytes:
@@ -72,6 +66,7 @@ class Loader(LoaderBase):
             )
             self._share, self._whole, self._ranks = making.share, making.whole, making.ranks
             self._shares = making.shares
+            self.mode, self.mode_because, self.costs = making.taken
             self._mode = making.mode()
         except BaseException:
             self._opened.close()

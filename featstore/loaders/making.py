@@ -12,6 +12,8 @@ from featstore.compile.budget import parse_disk
 from featstore.errors import ArgumentError, BudgetError, SourceError
 from featstore.loaders.compiled.loader import CompiledLoader
 from featstore.loaders.compiled.options import check_loader_options
+from featstore.loaders.costs.auto import Taken, auto
+from featstore.loaders.costs.partitions import OwnSampling
 from featstore.loaders.divided import DividedBatches
 from featstore.loaders.mega.loader import PartitionsLoader
 from featstore.loaders.modes import Mode, PartitionsMode, RollingMode, compiled_mode
@@ -28,6 +30,7 @@ from featstore.storage.relations import graph_of
 from featstore.storage.store import OpenStore
 
 _BATCH_SIZE = 1024
+_COMPILING = ("device", "name", "disk", "residency", "device_memory")
 
 
 class Making:
@@ -63,6 +66,8 @@ class Making:
             raise ArgumentError("give batches, or seeds= and fanouts= for the store to sample")
         elif sampled and given.mode != "partitions":
             self.share = self._sample()
+        self.taken = self._taken(batches) if given.auto else Taken(given.mode, "asked for", None)
+        given.mode = self.taken.mode
 
     def mode(self) -> Mode:
         """The mode, over its loader."""
@@ -74,6 +79,18 @@ class Making:
             mode = make[self.given.mode](self.given.of_mode())
         self._opened.callback(mode.close)
         return mode
+
+    def _taken(self, batches: Sampler | None) -> Taken:
+        """What ``"auto"`` takes."""
+        given, own = self.given, None
+        self._check_compiling({name: given.said[name] for name in given.said if name in _COMPILING})
+        if isinstance(self.share, RankedBatches):
+            fanouts = args.as_fanouts(given.get("fanouts"))
+            own = OwnSampling(given.get("seeds"), fanouts, self.share.batch_size, given.get("graph"))
+            batches = self.share
+        assert batches is not None
+        memory = self.shares.memory_bytes
+        return auto(self.store, batches, own, memory, given.said, given.reading)
 
     # Whose mini-batches.
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 from featstore import arguments as args
 from featstore.errors import ArgumentError
-from featstore.reader.options import READING, check_reading
+from featstore.reader.options import check_reading
 
 if TYPE_CHECKING:
     from featstore.tiers.buffer_tier import Buffer
@@ -36,8 +36,11 @@ class LoaderOptions(TypedDict, total=False):
             mini-batches of epoch 0 are recorded once, their rows laid out for them, and repeated every epoch.
             ``"rolling"``: fresh ones every epoch, laid out while the epoch before trains. ``"partitions"``
             (needs ``seeds``): random collections of partitions are loaded whole, and neighbours outside of
-            them left out. ``"auto"``, the default: ``"online"``, whose mini-batches are as given;
-            ``mode_because`` says so.
+            them left out. ``"auto"``, the default: what is fastest of those that change nothing of what is
+            learned, and write no more than ``disk=`` offers, see :mod:`featstore.loaders.costs.choose`;
+            ``mode_because`` says why, ``costs`` what each would cost.
+        repeat, epochs, train_seconds: for the choice of ``"auto"``, as for
+            :func:`featstore.loaders.costs.costs.loader_costs`.
         memory: budget of all of this, bytes or a size; by default 1 GiB. A mini-batch that the loop keeps
             comes on top.
         validation_memory: of ``memory``, for :meth:`Loader.validation`.
@@ -86,6 +89,9 @@ class LoaderOptions(TypedDict, total=False):
     world_size: int | None
     drop_last: bool | None
     mode: str
+    repeat: bool | None
+    epochs: int | None
+    train_seconds: float | None
     memory: int | str
     validation_memory: int | str | None
     attach: str | Sequence[str] | None
@@ -136,6 +142,9 @@ OF_MODES = {
     "buffer": ("compiled",),
     **dict.fromkeys(("hubs", "resident", "replaced", "passes", "weights"), ("partitions",)),
 }
+#: Modes that "auto" may take: it has the options of all of them, and some of its own.
+AUTO = ("online", "compiled", "rolling")
+AUTO_OPTIONS = ("repeat", "epochs", "train_seconds")
 #: Options for the store to sample.
 SAMPLING = ("seeds", "fanouts", "batch_size", "seed", "graph")
 
@@ -149,15 +158,16 @@ class Given:
     def __init__(self, options: Mapping[str, Any]) -> None:
         args.check_options(options, list(LoaderOptions.__annotations__), "a loader")
         self.said = {name: value for name, value in options.items() if value is not None or name in _NEVER}
-        asked = args.as_choice(self.said.get("mode", "auto"), "mode", (*MODES, "auto"))
-        self.auto = asked == "auto"
-        self.mode = "online" if self.auto else asked
+        self.mode = args.as_choice(self.said.get("mode", "auto"), "mode", (*MODES, "auto"))
+        self.auto = self.mode == "auto"
         for name in self.said:
-            if self.mode not in OF_MODES.get(name, MODES):
+            modes = ("auto",) if name in AUTO_OPTIONS else OF_MODES.get(name, (*MODES, "auto"))
+            if self.mode not in modes and not (self.auto and {*modes} & {*AUTO}):
                 raise ArgumentError(
-                    f"{name}= is of mode {' or '.join(map(repr, OF_MODES[name]))}, not of {self.mode!r}"
+                    f"{name}= is of mode {' or '.join(map(repr, modes))}, not of {self.mode!r}"
                 )
-        self.reading = {name: self.said[name] for name in READING if name in self.said}
+        self.reading: dict[str, Any] = {"engine": "auto", "queue_depth": 128, "verify": True}
+        self.reading |= {name: value for name, value in self.said.items() if name in self.reading}
         check_reading(**self.reading)
         self.tensors: bool | None = self.said.get("tensors")
         if self.tensors is not None and args.as_flag(self.tensors, "tensors"):
@@ -166,8 +176,8 @@ class Given:
             args.as_function(self.said["nodes"], "nodes")
 
     def of_mode(self) -> dict[str, Any]:
-        """Those that not every mode has."""
-        return {name: value for name, value in self.said.items() if name in OF_MODES}
+        """Those that not every mode has, and this one has."""
+        return {name: value for name, value in self.said.items() if self.mode in OF_MODES.get(name, ())}
 
     def get(self, name: str, default: Any = None) -> Any:
         """One of them, or what it is by default."""

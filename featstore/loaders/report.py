@@ -29,7 +29,8 @@ class LoaderReport:
         row_bytes: bytes of rows by where they came from, of compiled mini-batches.
         buffers, devices: what buffers in host memory, and on devices above them, have counted by table.
         buffer_hits: rows of the base store that a buffer over it had, of compiled mini-batches.
-        forecast_seconds: of reading these mini-batches, where it was forecast.
+        forecast_seconds: of reading, by the device model: of compiled mini-batches as forecast when they were
+            compiled, else for the reads that were planned. To be held against ``read``, or ``load``.
         recorded_epochs: how many are repeated, of compiled mini-batches.
         padded, dropped: seeds of an epoch that stand twice, or are left out, so that ranks have equal steps.
         edges_stored, edges_kept: of the collections of partitions that were trained on, the edges into their

@@ -45,7 +45,7 @@ from featstore.storage.store import OpenStore, as_store
 from featstore.trace.trace import Trace
 from featstore.units import parse_bytes
 
-_TRAIN_SHARE = 0.7  # of the memory; preparing has the rest, unless one of them needs more
+TRAIN_SHARE = 0.7  # of the memory; preparing has the rest, unless one of them needs more
 
 
 class RollingLoader(LoaderBase):
@@ -85,7 +85,7 @@ class RollingLoader(LoaderBase):
         loader = {} if loader is None else as_mapping(loader, "loader", "options of a CompiledLoader")
         check_loader_options(CompiledLoader, loader)
         total = parse_bytes(memory, "memory")
-        train_bytes = max(2, int(total * _TRAIN_SHARE))
+        train_bytes = max(2, int(total * TRAIN_SHARE))
         limit = parse_disk(disk, store)
         self._memory_bytes, self._divided = total, False  # once an episode has been compiled
         self._parts = {"memory": max(1, total - train_bytes), "train_memory": train_bytes}
@@ -134,7 +134,7 @@ class RollingLoader(LoaderBase):
                 needs[short] = error.needed_bytes
                 (other,) = (part for part in self._parts if part != short)
                 if self._divided:
-                    share = _TRAIN_SHARE if short == "train_memory" else 1 - _TRAIN_SHARE
+                    share = TRAIN_SHARE if short == "train_memory" else 1 - TRAIN_SHARE
                     needed = max(int(needs[short] / share) + 1, needs[short] + self._parts[other])
                     raise BudgetError(needed, self._memory_bytes, error.what) from None
                 if other in needs and sum(needs.values()) > self._memory_bytes:

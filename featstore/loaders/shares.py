@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from featstore.errors import BudgetError
 
-_SAMPLER_SHARE = 4  # of the memory, at most, is for a sampler
+SAMPLER_SHARE = 4  # of the memory, at most, is for a sampler
 
 
 @dataclass(frozen=True)
@@ -23,12 +23,12 @@ class MemoryShares:
     @property
     def sampler_bytes(self) -> int:
         """What a sampler may take."""
-        return max(1, self.memory_bytes // _SAMPLER_SHARE)
+        return max(1, self.memory_bytes // SAMPLER_SHARE)
 
     @property
     def rows_bytes(self) -> int:
         """What is left for the rows."""
-        return self.memory_bytes - min(self.graph_bytes, self.memory_bytes // _SAMPLER_SHARE)
+        return self.memory_bytes - min(self.graph_bytes, self.memory_bytes // SAMPLER_SHARE)
 
     @contextmanager
     def told_of_all(self) -> Iterator[None]:
@@ -47,6 +47,6 @@ class MemoryShares:
         if self.graph_bytes == 0:
             return error.needed_bytes if error.given_bytes == self.memory_bytes else None
         if error.given_bytes == self.rows_bytes:
-            share = -(-error.needed_bytes // (_SAMPLER_SHARE - 1))
+            share = -(-error.needed_bytes // (SAMPLER_SHARE - 1))
             return error.needed_bytes + min(self.graph_bytes, share)
-        return _SAMPLER_SHARE * error.needed_bytes if error.given_bytes == self.sampler_bytes else None
+        return SAMPLER_SHARE * error.needed_bytes if error.given_bytes == self.sampler_bytes else None

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from featstore.base.system import is_there
 from featstore.compile.build import compile_trace
+from featstore.compile.forecast import CompileForecast
 from featstore.loaders.prefetch import Sampler, epoch_of
 from featstore.storage.disk import Disk
 from featstore.storage.manifest import MANIFEST_NAME
@@ -21,8 +23,20 @@ def compiled_once(
     """Record the sampler's first epochs and compile them under ``name``, unless ``reuse`` finds that there.
     ``options``: of :func:`featstore.compile_trace`. Raises StoreLockedError where another loader has the
     name."""
-    if reuse and is_there(packs_directory(store) / name / MANIFEST_NAME):
-        return
+    if not (reuse and is_there(packs_directory(store) / name / MANIFEST_NAME)):
+        _compile(store, sampler, name, epochs, **options)
+
+
+def forecast_once(store: OpenStore, sampler: Sampler, name: str, **options: Any) -> CompileForecast:
+    """What :func:`compiled_once` would make of one epoch; nothing of it stays."""
+    made = _compile(store, sampler, name, 1, dry_run=True, **options)
+    assert isinstance(made, CompileForecast)
+    return made
+
+
+def _compile(
+    store: OpenStore, sampler: Sampler, name: str, epochs: int, **options: Any
+) -> Path | CompileForecast:  # fmt: skip
     packs, door = packs_to_write(store), Disk()
     door.mkdir(packs)
     lock = preparing(packs, name)
@@ -30,8 +44,9 @@ def compiled_once(
         counts = [0] * epochs
         recorded = _epochs(sampler, counts)
         with Trace.record(recorded, packs / f"{name}{TRACES}", overwrite=True) as trace:
-            compile_trace(store, trace, name, overwrite=True, epoch_batches=counts, **options)
+            made = compile_trace(store, trace, name, overwrite=True, epoch_batches=counts, **options)
         remove_trace(packs / f"{name}{TRACES}", door)
+        return made
     finally:
         lock.release(remove=True)
 

@@ -9,6 +9,9 @@ through the times of all these runs over reads and bytes, by least squares on th
 may be off by much, however fast. What a request costs besides is the median time of a read of one row through
 a :class:`featstore.reader.reader.Reader`, less that read's cost.
 
+``write_byte_seconds`` is the time in which a small store is packed beside what is measured, over its bytes;
+it is left out where nothing may be written.
+
 Everything is read cold: with direct I/O the page cache is not involved, and for the others the files are
 dropped from it before each run. A store with too little data for that, or a directory without a store, gets a
 temporary store beside it.
@@ -32,7 +35,7 @@ from numpy.typing import NDArray
 from featstore.arguments import as_count, as_function, as_number, as_path
 from featstore.base.folders import real_path
 from featstore.base.progress import OnStep
-from featstore.base.system import asking, is_directory, is_there
+from featstore.base.system import asking, free_bytes, is_directory, is_there
 from featstore.engine import EngineName, choose
 from featstore.engine.files import Access
 from featstore.errors import DiskFullError, SourceError
@@ -49,6 +52,8 @@ EXTENT_SIZES = (PAGE_BYTES, 16 * 1024, 64 * 1024, 256 * 1024, EXTENT_BYTES_MAX)
 #: A store with less data than this is measured on a temporary store beside it.
 DATA_BYTES_MIN = 512 * 2**20
 CALIBRATION_ROUNDS = 5
+#: Of the store that is packed to see what writing costs.
+WRITTEN_BYTES = 128 * 2**20
 SECONDS = 6.0
 #: Longest gaps tried on the dense pattern, in pages; and its size.
 GAPS = (2, 3, 4, 6, 8)
@@ -131,6 +136,7 @@ class Calibration:
                 "read_seconds": m.read_seconds,
                 "byte_seconds": m.byte_seconds,
                 "request_seconds": m.request_seconds,
+                "write_byte_seconds": m.write_byte_seconds,
             },
             "gap_pages_max": m.gap_pages_max,
             "error": self.error,
@@ -203,6 +209,7 @@ def measure(
             bench.close()
         model = fit_model(samples, gaps)
         model = _with_request_seconds(model, store, table, choice.name, seconds * 0.1)
+        model = msgspec.structs.replace(model, write_byte_seconds=_write_byte_seconds(store.path.parent))
         tell("measure", 1, 1)
         key = device_key(store.path, choice.name, bench.access)
         return Calibration(
@@ -292,6 +299,16 @@ def _with_request_seconds(
         plan = reader.plan(ids)
     rest = statistics.median(times) - model.seconds(plan.reads, plan.bytes_read)
     return msgspec.structs.replace(model, request_seconds=max(rest, _SECONDS_MIN))
+
+
+def _write_byte_seconds(directory: Path) -> float | None:
+    """Seconds for a byte of a store that is packed there; None where it cannot be."""
+    if not os.access(directory, os.W_OK | os.X_OK) or free_bytes(directory) < 2 * WRITTEN_BYTES:
+        return None
+    with scratch_store(real_path(directory)) as scratch:
+        begin = time.perf_counter()
+        with _temporary_store(scratch, WRITTEN_BYTES, _nobody):
+            return (time.perf_counter() - begin) / WRITTEN_BYTES
 
 
 @contextmanager

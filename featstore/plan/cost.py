@@ -6,6 +6,7 @@ Reading through a gap of g pages is cheaper than a second read as long as
 ``g * 4096 * byte_seconds < read_seconds``, and because the model is additive, bridging exactly those gaps
 gives the cheapest set of reads for a request, from single pages to a scan of the whole table.
 ``request_seconds`` is what a request costs besides, once (threads woken, first read's latency).
+``write_byte_seconds`` is the price of a byte that is written as packs write, checksums and fsync included.
 
 Both prices come from reads at places far apart. Where pages lie close together, devices that read ahead or in
 blocks larger than a page make a gap cheaper than that, so the longest gap worth bridging is measured by
@@ -41,6 +42,7 @@ class DeviceModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     request_seconds: float
     gap_pages: int | None = None
     calibrated: bool = True
+    write_byte_seconds: float | None = None
 
     def __post_init__(self) -> None:
         if not (
@@ -48,6 +50,7 @@ class DeviceModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             and self.byte_seconds > 0
             and self.request_seconds >= 0
             and 0 <= (self.gap_pages or 0) <= GAP_PAGES_MAX
+            and (self.write_byte_seconds is None or self.write_byte_seconds > 0)
         ):
             raise ArgumentError(f"impossible device model: {self}")
 
@@ -63,7 +66,17 @@ class DeviceModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Forecast for a request of so many reads and bytes; 0 for a request that reads nothing."""
         if reads == 0:
             return 0.0
-        return self.request_seconds + reads * self.read_seconds + bytes_read * self.byte_seconds
+        return self.request_seconds + self.busy_seconds(reads, bytes_read)
+
+    def busy_seconds(self, reads: float, bytes_read: float) -> float:
+        """What so many reads ask of the device alone: of many requests that overlap, all there is to
+        forecast."""
+        return reads * self.read_seconds + bytes_read * self.byte_seconds
+
+    @property
+    def written_byte_seconds(self) -> float:
+        """Of a byte written; where that was not measured, that of a byte read."""
+        return self.byte_seconds if self.write_byte_seconds is None else self.write_byte_seconds
 
 
 #: A SATA-to-NVMe middle ground: about 92k random 4 KiB reads a second, 1.45 GB/s, and a gap that is within a

@@ -18,13 +18,13 @@ restore it afterwards.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from featstore import arguments as args
 from featstore.base.progress import OnStep
+from featstore.base.system import available_cores
 from featstore.engine import choose
 from featstore.errors import BudgetError, SourceError
 from featstore.loaders.online.loader import OnlineLoader
@@ -114,11 +114,6 @@ def tune(
             store, make_batches, step, parse_bytes(memory, "memory"), cores, counts, seconds, loader, tell
         )
         return work.run(names, list(dict.fromkeys(depths)), trials)
-
-
-def available_cores() -> int:
-    """Cores that this process may run on."""
-    return len(os.sched_getaffinity(0))
 
 
 def _check(depths: Sequence[int], step: Any, loader: Mapping[str, Any]) -> None:

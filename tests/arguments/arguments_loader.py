@@ -30,10 +30,14 @@ from arguments_wrong import (
     Rule,
     choice,
     count,
+    number,
 )
 
 import featstore
+from featstore.loaders.costs.costs import loader_costs
 from featstore.loaders.options import LoaderOptions
+
+BY_ITSELF = [np.arange(40), np.arange(20, 60)]
 
 
 def seeds(w: World, **more: Any) -> dict[str, Any]:
@@ -98,6 +102,9 @@ LOADER: dict[str, Call] = {
             "replaced": Anything("of another mode, see the next"),
             "passes": Anything("of another mode, see the next"),
             "weights": Anything("of another mode, see the next"),
+            "repeat": Anything("of mode auto, see Loader by itself"),
+            "epochs": Anything("of mode auto, see Loader by itself"),
+            "train_seconds": Anything("of mode auto, see Loader by itself"),
             **{name: rule for name, rule in OPTIONS_OF_READING.items() if name != "model"},
         },
     ),
@@ -139,6 +146,56 @@ LOADER: dict[str, Call] = {
             "device": DEVICE,
             "tensors": FLAG.optional,
             "drop_last": FLAG.optional,
+        },
+    ),
+    "Loader by itself": Call(
+        lambda w: (
+            featstore.Loader,
+            given(w, batches=BY_ITSELF, mode="auto", disk="64MiB", engine="threads"),
+        ),
+        {
+            "disk": DISK,
+            "repeat": FLAG.optional,
+            "epochs": count().optional,
+            "train_seconds": number().optional,
+        },
+    ),
+    "loader_costs": Call(
+        lambda w: (loader_costs, seeds(w, engine="threads")),
+        {
+            "store": STORE,
+            "batches": Anything("not with seeds; see the next"),
+            "seeds": SEEDS,
+            "fanouts": FANOUTS.but("None"),
+            "batch_size": count(),
+            "seed": ANY_INTEGER,
+            "graph": NAME.optional,
+            "memory": MEMORY,
+            "disk": DISK,
+            "repeat": FLAG.optional,
+            "epochs": count(),
+            "train_seconds": number().optional,
+            "nodes": FUNCTION.optional,
+            "epoch_batches": count().optional,
+            "seconds": number().and_also(nothing=0),
+            "share": number().and_also(nothing=0),
+            **{name: rule for name, rule in OPTIONS_OF_READING.items() if name != "model"},
+        },
+    ),
+    "loader_costs of mini-batches": Call(
+        lambda w: (loader_costs, given(w, batches=BY_ITSELF, engine="threads")),
+        {"batches": BATCHES.but("None")},
+    ),
+    "Store.loader_costs": Call(
+        lambda w: (w.store.loader_costs, {k: v for k, v in seeds(w).items() if k != "store"}),
+        {
+            "batches": Anything("not with seeds; the rules are loader_costs'"),
+            "seeds": SEEDS,
+            "fanouts": FANOUTS.but("None"),
+            "batch_size": count(),
+            "memory": MEMORY,
+            "disk": DISK,
+            "options": OPTION,
         },
     ),
     "Loader.set_epoch": Call(lambda w: (w.loader.set_epoch, {"epoch": 0}), {"epoch": count(0)}),

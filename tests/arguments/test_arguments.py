@@ -41,6 +41,7 @@ MADE = [
     "featstore.measure.calibrate:measure", "featstore.tiers.buffer:FeatureBuffer",
     "featstore.tiers.tickets:Ticket", "featstore.tiers.device:DeviceBuffer",
     "featstore.tiers.device:DeviceTicket", "featstore.tiers.slots.simulation:simulate",
+    "featstore.loaders.costs.costs:loader_costs",
 ]  # fmt: skip
 #: Threads of the world's own pools, which grow while the others are busy; they end with them.
 GROWING = {"featstore-buffer"}

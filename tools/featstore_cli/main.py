@@ -37,6 +37,7 @@ _COMMANDS = {
     "calibrate": "Measure what reads cost on a device.",
     "bench": "Measure how fast a store's rows are read.",
     "tune": "Choose threads and reads for online training here.",
+    "loader-costs": "Forecast what each mode of training costs here.",
     "gc": "Remove what old or unfinished packs have left.",
     "demo": "Train a GNN from a store and from memory, and compare.",
 }
@@ -53,7 +54,7 @@ class CommandGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in _COMMANDS:
             return None
-        module = importlib.import_module(f"featstore_cli.{cmd_name}")
+        module = importlib.import_module(f"featstore_cli.{cmd_name.replace('-', '_')}")
         command: click.Command = module.command
         return command
 

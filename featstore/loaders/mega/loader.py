@@ -105,7 +105,7 @@ class PartitionsLoader(PrefetchingLoader):
         self._padded = self._dropped = 0  # seeds of this epoch that stand twice, and that are left out
         self._load_seconds: list[float] = []  # of the last mega-batches
         self._edges_stored = self._edges_kept = 0  # of those that mini-batches were drawn from
-        self.loaded_bytes = 0  # read for these
+        self.loaded_bytes = self.sets_begun = 0  # bytes read for these, and how many
 
     def memory(self) -> dict[str, int]:
         """Bytes of the budget: ``planned``, by the sum of all that is held, and ``unused``."""
@@ -146,6 +146,7 @@ class PartitionsLoader(PrefetchingLoader):
         self.report_stages.add("load", mega.load_seconds)
         self.report_stages.add("build", mega.build_seconds)
         self.loaded_bytes += mega.read_bytes
+        self.sets_begun += 1
         self._edges_stored += mega.edges_stored
         self._edges_kept += mega.partition_edges
         drawing = Drawing(self.sets.take(mega.epoch, mega.step), self._options, self._outputs)
@@ -227,6 +228,7 @@ class PartitionsLoader(PrefetchingLoader):
         stats = self.sets.stats()
         return LoaderReport(
             batches, seconds, stats.bytes_read, stats.reads, padded=self._padded, dropped=self._dropped,
+            forecast_seconds=self.sets.forecast_seconds(),
             edges_stored=self._edges_stored, edges_kept=self._edges_kept,
         )  # fmt: skip
 

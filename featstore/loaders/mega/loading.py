@@ -46,7 +46,8 @@ class Loading:
 
     def __init__(
         self, store: OpenStore, graph: StoredGraph, *, memory_bytes: int, train: Any, hubs: int | None,
-        resident: int | None, replaced: int | None, seed: int, drawn: LargestDrawn | None, **reader: Any,
+        resident: int | None, replaced: int | None, seed: int, drawn: LargestDrawn | None,
+        allocate: bool = True, **reader: Any,
     ) -> None:  # fmt: skip
         self.store, self.graph, self.table, self.seed = store, graph, graph.table, seed
         self.memory_bytes, self._drawn = memory_bytes, drawn
@@ -79,7 +80,8 @@ class Loading:
         )
         try:
             self.sizes = self._fit(held, resident, replaced)
-            self._allocate()
+            if allocate:
+                self._allocate()
         except BudgetError as error:
             self.reader.close()
             if len(self._offsets) == 2:
@@ -180,6 +182,14 @@ class Loading:
     def _bad(self, expected: str, actual: str) -> CorruptionError:
         path = self.store.path / self.graph.entry.offsets.path
         return CorruptionError(path, None, expected, actual, f"run `featstore verify {self.store.path}`")
+
+    def runs(self, step: Step) -> dict[str, NDArray[np.int64]]:
+        """What :meth:`load` reads of each table: int64 [n, 2]."""
+        ends = np.stack([step.partitions, step.partitions + 1], axis=1)
+        rows, lists = self._offsets[ends], self._bounds[ends]
+        hubs = np.array([[0, self._hub_offsets[-1]]])
+        parts = (rows[step.loaded], rows + np.array([0, 1]), lists, hubs)
+        return dict(zip(self._names, parts, strict=False))
 
     def load(self, schedule: Schedule, step: Step, whole: bool) -> PartitionSet:
         """Bring a step's partitions into their slots (``whole``: also those that should be there already),
@@ -303,7 +313,7 @@ class Loading:
         """(segment, first edge, block of sources): every segment in one or more blocks. Blocks share two
         buffers; one is read while the other is looked at, and after each a share of the features is asked
         for, so that neither waits for all of the other."""
-        groups = _grouped(segments, self.sizes.block_edges)
+        groups = grouped(segments, self.sizes.block_edges)
         ahead = self._read_group(segments, groups[0], 0) if groups else None
         try:
             for number, group in enumerate(groups):
@@ -377,7 +387,7 @@ class _Features:
             request.result()
 
 
-def _grouped(segments: list[tuple[str, int, int]], block_edges: int) -> list[list[tuple[int, int, int]]]:
+def grouped(segments: list[tuple[str, int, int]], block_edges: int) -> list[list[tuple[int, int, int]]]:
     """Segments cut and put together to groups of at most ``block_edges`` edges of one table: (segment, low,
     high)."""
     groups: list[list[tuple[int, int, int]]] = []

@@ -139,6 +139,11 @@ class PartitionSets(LoaderBase):
         """What the reader behind has counted: bytes, reads, waiting."""
         return self._loading.reader.stats()
 
+    def forecast_seconds(self) -> float:
+        """Of what has been read, by the device model."""
+        stats = self.stats()
+        return self._loading.reader.model.busy_seconds(stats.reads, stats.bytes_read)
+
     def _schedule(self, epoch: int) -> Schedule:
         return Schedule(self._loading.partitions, self.sizes.resident, self.sizes.replaced, self.seed, epoch)
 

@@ -23,6 +23,7 @@ class Counted:
 
     bytes_read: int = 0
     reads: int = 0
+    forecast_seconds: float = 0.0
     buffers: Mapping[str, BufferStats] = field(default_factory=dict)
     devices: Mapping[str, BufferStats] = field(default_factory=dict)
 
@@ -34,6 +35,7 @@ class Counted:
         return Counted(
             self.bytes_read + (0 if stats is None else stats.bytes_read),
             self.reads + (0 if stats is None else stats.reads),
+            self.forecast_seconds + (0.0 if stats is None else stats.forecast_seconds),
             _both(self.buffers, {name: one.stats() for name, one in list(buffers.items())}),
             _both(self.devices, {name: one.stats() for name, one in list(devices.items())}),
         )
@@ -60,5 +62,5 @@ class OnlineStages(Stages):
         batches, seconds, _ = self.snapshot()
         return LoaderReport(
             batches, seconds, counted.bytes_read, counted.reads, buffers=counted.buffers,
-            devices=counted.devices,
+            devices=counted.devices, forecast_seconds=counted.forecast_seconds,
         )  # fmt: skip

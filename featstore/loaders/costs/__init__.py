@@ -1,0 +1,1 @@
+"""What each way to train would cost, and which one ``mode="auto"`` takes."""

@@ -1,0 +1,63 @@
+"""The mode that a loader takes by itself, ``mode="auto"``: by the rules of
+:mod:`featstore.loaders.costs.choose`, but without a look at mini-batches where that could change them, or
+nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from featstore import arguments as args
+from featstore.loaders.costs.costs import LOOKED_SECONDS, LOOKED_SHARE, Wanted, costs_of
+from featstore.loaders.costs.partitions import OwnSampling
+from featstore.loaders.costs.result import LoaderCosts
+from featstore.loaders.costs.seen import look_at
+from featstore.loaders.prefetch import Sampler
+from featstore.units import format_bytes
+
+if TYPE_CHECKING:
+    from featstore.storage.store import OpenStore
+
+_OPTIONS = ("repeat", "epochs", "train_seconds")  # for the choice alone
+EPOCHS = 10
+
+
+class Taken(NamedTuple):
+    """The mode, why, and what each would cost; None where the choice did not depend on that."""
+
+    mode: str
+    because: str
+    costs: LoaderCosts | None
+
+
+def auto(
+    store: OpenStore, batches: Sampler, own: OwnSampling | None, memory_bytes: int, given: Mapping[str, Any],
+    reading: Mapping[str, Any],
+) -> Taken:  # fmt: skip
+    """Choose. ``batches``: given, or those of the store's own sampling, which is ``own``; ``given``: options
+    of the loader."""
+    repeat, epochs, step = (given.get(name) for name in _OPTIONS)
+    repeats = isinstance(batches, list | tuple) if repeat is None else args.as_flag(repeat, "repeat")
+    epochs = EPOCHS if epochs is None else args.as_count(epochs, "epochs")
+    step = None if step is None else args.as_number(step, "train_seconds")
+    if given.get("disk") is None:
+        rows = sum(table.data_bytes for table in store.tables.values())
+        return Taken(
+            "online", "nothing is written without disk=, which says how much may be (the store's tables take "
+            f"{format_bytes(rows)}, the memory is {format_bytes(memory_bytes)})", None,
+        )  # fmt: skip
+    for name in ("policy", "static"):
+        if given.get(name) is not None:
+            return Taken("online", f"{name}= is of mode online", None)
+    if own is None and not repeats:
+        return Taken(
+            "online", "mini-batches of another sampler are not gone through beforehand, which could change "
+            "them: loader_costs does, and repeat=True says that they stay the same", None,
+        )  # fmt: skip
+    wanted = Wanted(
+        batches, given.get("nodes"), own, memory_bytes, given["disk"], repeats, epochs, step, LOOKED_SECONDS,
+        reading,
+    )  # fmt: skip
+    seen = look_at(store, batches, wanted.nodes, seconds=LOOKED_SECONDS, share=LOOKED_SHARE)
+    costs = costs_of(store, wanted, seen)
+    return Taken(costs.mode, costs.because, costs)

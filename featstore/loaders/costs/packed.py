@@ -1,0 +1,285 @@
+"""What training from mini-batches laid out beforehand would cost: compiled, once for all epochs, and rolling,
+anew for each.
+
+Where a whole epoch was looked at, it is recorded and :func:`featstore.compile_trace` decides it as it would
+for real (``dry_run``), so that its bytes are exact. Else the rows that a schedule by next use misses are
+counted on mini-batches drawn from what was seen; what of them a disk limit leaves in the store's tables is
+read there, row by row, and that mini-batches may share rows on disk is not counted: the limit is then a bound
+of the time from above.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from featstore.compile.budget import LoaderBudget
+from featstore.compile.build import deciding_bytes
+from featstore.compile.forecast import CompileForecast
+from featstore.compile.placement import Reads
+from featstore.compile.segments import packing_sizes
+from featstore.errors import BudgetError
+from featstore.layout import TableLayout
+from featstore.loaders.costs.result import ModeCost
+from featstore.loaders.costs.world import World
+from featstore.loaders.rolling import TRAIN_SHARE
+from featstore.plan.budget import reader_bytes
+from featstore.plan.cost import DeviceModel, device_key, load_model
+from featstore.plan.extents import Extents, plan_extents
+from featstore.units import EXTENT_BYTES_MAX, format_bytes
+
+_RECORD_BYTES_PER_ID = 12  # of a row in a record, about
+_DECIDING_SECONDS = 60e-9  # of a core for each id: scanning, schedule, placement, records
+
+
+@dataclass(frozen=True)
+class Laid:
+    """An epoch laid out: what reading it takes, and what it takes on disk. ``rows``: that were asked for, by
+    table, ``missed``: of them, those not in memory."""
+
+    bytes_read: float
+    reads: float
+    packed_bytes: float
+    resident_bytes: float
+    record_bytes: float
+    hit_rate: float
+    exact: bool
+    planning: float = 0.0  # seconds of the cores
+    remark: str = ""
+
+    @property
+    def disk_bytes(self) -> float:
+        return self.packed_bytes + self.resident_bytes + self.record_bytes
+
+
+@dataclass(frozen=True)
+class _Counted:
+    """The sizes of an epoch's mini-batches, as those of a trace."""
+
+    counts: dict[str, NDArray[np.int64]]
+    sample_sizes: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.sample_sizes)
+
+
+def compiled_cost(world: World, exact: CompileForecast | str | None) -> ModeCost:
+    """The mini-batches of epoch 0 in every epoch. ``exact``: as decided for a whole epoch, or why it was
+    not."""
+    try:
+        laid = _laid(world, world.memory_bytes, world.disk_bytes, exact)
+    except BudgetError as error:
+        return _too_small("compiled", world, error, world.whole_memory(error.needed_bytes))
+    if laid.disk_bytes > world.free_bytes:
+        return _no_room("compiled", world, laid.disk_bytes, _least(world))
+    stages = _reading(world, laid)
+    prepared = _prepared(world, laid, world.memory_bytes)
+    cores = stages["assemble"] + stages["train"]
+    return ModeCost(
+        "compiled", True, laid.remark, "repeats the mini-batches of epoch 0",
+        prepare_seconds=prepared.seconds, epoch_seconds=world.epoch(stages, cores, stages["read"]),
+        seconds=stages, bytes_read=round(laid.bytes_read), reads=round(laid.reads),
+        prepare_bytes_read=round(prepared.bytes_read), prepare_bytes_written=round(prepared.bytes_written),
+        disk_bytes=round(laid.disk_bytes), memory_needed_bytes=_least(world), hit_rate=laid.hit_rate,
+        extrapolated=not laid.exact,
+    )  # fmt: skip
+
+
+def rolling_cost(world: World) -> ModeCost:
+    """The same, of fresh mini-batches: the next epoch is prepared beside each."""
+    train_bytes = int(world.memory_bytes * TRAIN_SHARE)
+    limit = None if world.disk_bytes is None else world.disk_bytes // 2
+    least = _least(world, TRAIN_SHARE)
+    try:
+        laid = _laid(world, train_bytes, limit, None, world.memory_bytes - train_bytes)
+    except BudgetError as error:
+        return _too_small("rolling", world, error, least)
+    disk = 2 * laid.disk_bytes
+    if disk > world.free_bytes:
+        return _no_room("rolling", world, disk, least)
+    stages = _reading(world, laid)
+    prepared = _prepared(world, laid, world.memory_bytes - train_bytes)
+    stages["prepare"] = prepared.seconds
+    cores = stages["assemble"] + stages["train"] + prepared.cores
+    return ModeCost(
+        "rolling", True, laid.remark, prepare_seconds=prepared.seconds,
+        epoch_seconds=world.epoch(stages, cores, stages["read"] + prepared.device), seconds=stages,
+        bytes_read=round(laid.bytes_read + prepared.bytes_read),
+        reads=round(laid.reads + prepared.bytes_read / EXTENT_BYTES_MAX),
+        bytes_written=round(prepared.bytes_written), prepare_bytes_read=round(prepared.bytes_read),
+        prepare_bytes_written=round(prepared.bytes_written), disk_bytes=round(disk),
+        memory_needed_bytes=least, hit_rate=laid.hit_rate,
+    )  # fmt: skip
+
+
+def _reading(world: World, laid: Laid) -> dict[str, float]:
+    """The stages of an epoch's loading."""
+    count = world.batches
+    copied = laid.hit_rate * world.asked_bytes * count + laid.record_bytes
+    return {
+        "read": world.busy(laid.reads, laid.bytes_read),
+        "assemble": copied * world.copy_byte_seconds + laid.planning + world.handing_seconds,
+        "train": count * world.train_seconds,
+    }
+
+
+# What is read.
+
+
+def _laid(
+    world: World, train_bytes: int, disk_bytes: int | None, exact: CompileForecast | str | None,
+    compile_bytes: int | None = None,
+) -> Laid:  # fmt: skip
+    """An epoch laid out for a loader of ``train_bytes``. Raises BudgetError."""
+    budget = LoaderBudget.split(train_bytes, None, 0, disk_bytes, _sizes(world), world.tables)
+    needed, given = (
+        deciding_bytes(world.tables),
+        world.memory_bytes if compile_bytes is None else compile_bytes,
+    )
+    if needed > given:
+        raise BudgetError(needed, given, "decide where the rows of a trace go, and pack them")
+    if isinstance(exact, CompileForecast):
+        return _decided(world, exact)
+    model = load_model(device_key(world.store.path, "uring", "direct"))
+    asked = {n: world.seen.mean_asked(n) * t.row_bytes for n, t in world.tables.items()}
+    count, total = world.batches, max(1.0, sum(asked.values()))
+    found: list[tuple[float, ...]] = []
+    for name, table in world.tables.items():
+        uses, slots = world.uses[name], budget.slots[name]
+        hit, back = uses.scheduled(slots) if slots else (0.0, 0.0)
+        missed = (1 - hit) * uses.batch_rows
+        limit = None if disk_bytes is None else disk_bytes * asked[name] / total
+        packed = missed if limit is None else min(missed, limit / table.row_bytes / count)
+        runs = Reads(table.layout, model, EXTENT_BYTES_MAX)
+        for number in range(count):
+            runs.run(int(packed * (number + 1)) - int(packed * number))
+        run = runs.forecast()
+        left = world.scattered(name, (missed - packed) / max(1.0, uses.batch_rows))
+        held = min(slots, table.rows)
+        again = _restored(held, round(back * held), table.row_bytes, model)
+        found.append(
+            (
+                run.bytes_read + count * left.bytes_read + again.bytes_read,
+                run.reads + count * left.reads + again.reads,
+                packed * count * table.row_bytes, held * table.row_bytes,
+                hit * uses.batch_rows * table.row_bytes,
+                count * left.plan_seconds, uses.batch_rows * table.row_bytes, left.reads,
+            )
+        )  # fmt: skip
+    bytes_read, reads, packed_bytes, resident_bytes, hits, planning, rows_bytes, based = map(
+        sum, zip(*found, strict=True)
+    )
+    records = _record_bytes(world)
+    left_there = 1 - packed_bytes / max(1.0, count * (rows_bytes - hits))
+    remark = (
+        f"at most: disk= leaves {left_there:.0%} of the rows missed in the store's tables, if mini-batches "
+        "share none"
+        if based
+        else ""
+    )
+    return Laid(
+        bytes_read + records, reads + count, packed_bytes, resident_bytes, records,
+        hits / max(1.0, rows_bytes), False, planning, exact or remark,
+    )  # fmt: skip
+
+
+def _record_bytes(world: World) -> float:
+    ids = sum(world.seen.mean_asked(n) for n in world.tables)
+    return world.batches * (float(np.mean(world.seen.sample_bytes)) + _RECORD_BYTES_PER_ID * ids)
+
+
+def _decided(world: World, exact: CompileForecast) -> Laid:
+    """As :func:`featstore.compile_trace` has decided."""
+    tables = exact.tables.values()
+    resident = sum((t["resident_rows"] + t["device_rows"]) * t["row_bytes"] for t in tables)
+    asked = sum(t["asked_rows"] * t["row_bytes"] for t in tables)
+    hits = sum(t["hit_rows"] * t["row_bytes"] for t in tables)
+    model = load_model(device_key(world.store.path, "uring", "direct"))
+    back = [_restored(t["resident_rows"], t["restored_rows"], t["row_bytes"], model) for t in tables]
+    reads = sum(t["reads"] for t in tables) + exact.batches + sum(one.reads for one in back)
+    bytes_read = exact.bytes_read + exact.record_bytes + sum(one.bytes_read for one in back)
+    return Laid(
+        bytes_read, reads, exact.disk_bytes, resident, exact.record_bytes,
+        hits / max(1, asked), True,
+    )  # fmt: skip
+
+
+def _restored(resident: int, restored: int, row_bytes: int, model: DeviceModel) -> Extents:
+    """Reads of the rows that are brought back before an epoch, anywhere among those in memory at first."""
+    rows = np.sort(np.random.default_rng(0).permutation(resident)[:restored]).astype(np.int64)
+    layout = TableLayout(max(1, resident), row_bytes, max(1, resident))
+    nothing = np.empty(0, np.int32), np.empty(0, np.uint8)
+    return plan_extents(rows, *nothing, max(1, len(rows)), layout, model, EXTENT_BYTES_MAX)
+
+
+def _sizes(world: World) -> _Counted:
+    """Sizes of all mini-batches of an epoch, those looked at again and again."""
+    count = world.batches
+    counts = {n: np.resize(np.array(asked, np.int64), count) for n, asked in world.seen.asked.items()}
+    return _Counted(counts, np.resize(np.array(world.seen.sample_bytes, np.int64), count))
+
+
+def _least(world: World, share: float = 1.0) -> int:
+    """The smallest memory of a loader of mini-batches laid out, which trains in ``share`` of it and prepares
+    in the rest, or in all of it."""
+    train = 1
+    try:
+        LoaderBudget.split(1, None, 0, world.disk_bytes, _sizes(world), world.tables)
+    except BudgetError as error:
+        train = error.needed_bytes
+    deciding = deciding_bytes(world.tables)
+    rest = deciding if share == 1.0 else int(deciding / (1 - share)) + 1
+    return world.whole_memory(max(int(train / share) + 1, rest))
+
+
+# Preparing.
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """Sampling, recording and packing an epoch. ``seconds``: one after the other; of them the ``device``'s
+    and the ``cores``'."""
+
+    seconds: float
+    device: float
+    cores: float
+    bytes_read: float
+    bytes_written: float
+
+
+def _prepared(world: World, laid: Laid, memory_bytes: int) -> _Prepared:
+    inner = memory_bytes - reader_bytes(memory_bytes)
+    asked = {n: world.seen.mean_asked(n) * t.row_bytes for n, t in world.tables.items()}
+    total, scanned, reads = max(1.0, sum(asked.values())), 0.0, 0.0
+    for name, table in world.tables.items():
+        sizes = packing_sizes(world.batches, table.row_bytes, inner)
+        scanned += sizes.episodes * table.data_bytes if asked[name] / total * laid.packed_bytes > 0 else 0
+        reads += scanned / EXTENT_BYTES_MAX
+    ids = world.batches * sum(world.seen.mean_asked(n) for n in world.tables)
+    trace = 8 * ids + world.batches * float(np.mean(world.seen.sample_bytes))
+    written = trace + laid.disk_bytes
+    device = world.busy(reads, scanned) + world.written(written)
+    sampling = world.batches * world.seen.batch_seconds
+    deciding = ids * _DECIDING_SECONDS
+    copying = (laid.packed_bytes + laid.record_bytes) * world.copy_byte_seconds
+    cores = world.batches * world.seen.batch_cpu_seconds + deciding + copying
+    return _Prepared(sampling + deciding + max(device, copying), device, cores, scanned, written)
+
+
+# What cannot be.
+
+
+def _too_small(mode: str, world: World, error: BudgetError, needed: int) -> ModeCost:
+    return ModeCost(
+        mode, False, f"needs {format_bytes(needed)} of memory: {error.what}", memory_needed_bytes=needed
+    )
+
+
+def _no_room(mode: str, world: World, needed: float, memory: int) -> ModeCost:
+    reason = (
+        f"needs {format_bytes(needed)} of disk, where {format_bytes(world.free_bytes)} are free: disk= says "
+        "how much to take"
+    )
+    return ModeCost(mode, False, reason, disk_bytes=round(needed), memory_needed_bytes=memory)

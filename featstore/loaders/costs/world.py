@@ -1,0 +1,163 @@
+"""What the costs of every mode follow from: the mini-batches that were looked at, the tables, the budgets,
+and what the device and the cores of this machine take."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from featstore.base.hashing import mix64
+from featstore.base.system import available_cores
+from featstore.loaders.costs.hits import Uses
+from featstore.loaders.costs.seen import Looked
+from featstore.loaders.shares import SAMPLER_SHARE
+from featstore.plan.budget import Budget
+from featstore.plan.cost import DeviceModel
+from featstore.reader.lookup import table_need
+from featstore.reader.reader import Reader
+
+if TYPE_CHECKING:
+    from featstore.storage.store import OpenStore, Table
+
+_PLANNED = 16  # mini-batches whose reads are planned
+_COPIED_BYTES = 32 << 20
+_PLANNING_BYTES = 64 << 20  # of the reader that plans, beside maps
+
+
+@dataclass(frozen=True)
+class Scattered:
+    """Reads of rows of a table that lie anywhere, of one mini-batch; ``plan_seconds``: of the cores."""
+
+    reads: float
+    bytes_read: float
+    plan_seconds: float
+
+
+@dataclass(frozen=True)
+class World:
+    """See the module's text.
+
+    ``memory_bytes``: of a loader, without the sampler's share. ``disk_bytes``: the limit that was given, None
+    for none. ``free_bytes``: that the disk has. ``train_seconds``: of a step, 0 where nobody said.
+    ``sampler_bytes``: of the memory, those that a sampler takes where there is room, ``sampler_least``: that
+    one needs; 0 where mini-batches are given.
+    """
+
+    store: OpenStore
+    seen: Looked
+    memory_bytes: int
+    sampler_bytes: int
+    sampler_least: int
+    disk_bytes: int | None
+    free_bytes: int
+    train_seconds: float
+    reading: Mapping[str, Any]
+
+    @property
+    def batches(self) -> int:
+        """Mini-batches of an epoch."""
+        return self.seen.epoch_batches
+
+    @cached_property
+    def tables(self) -> dict[str, Table]:
+        return {name: self.store.table(name) for name in self.seen.ids}
+
+    @cached_property
+    def uses(self) -> dict[str, Uses]:
+        """By table."""
+        seen = self.seen.ids.items()
+        return {name: Uses.of(ids, self.batches, self.tables[name].rows) for name, ids in seen}
+
+    @property
+    def asked_bytes(self) -> float:
+        """Bytes of the rows of a mini-batch."""
+        return sum(self.seen.mean_asked(n) * t.row_bytes for n, t in self.tables.items())
+
+    @cached_property
+    def model(self) -> DeviceModel:
+        """Of the device and engine that would read."""
+        with self._reader() as reader:
+            return reader.model
+
+    def _reader(self) -> Reader:
+        needs = [table_need(t, self.reading["verify"], by_row=False) for t in self.tables.values()]
+        memory = Budget.smallest(needs, 0) + _PLANNING_BYTES
+        return Reader(
+            self.store, tables=list(self.tables), memory=memory, static=None, static_memory=0, **self.reading
+        )
+
+    def busy(self, reads: float, bytes_read: float) -> float:
+        """Seconds of the device."""
+        return self.model.busy_seconds(reads, bytes_read)
+
+    def written(self, bytes_written: float) -> float:
+        """Seconds of the device."""
+        return bytes_written * self.model.written_byte_seconds
+
+    def scattered(self, table: str, share: float) -> Scattered:
+        """Reads of the ``share`` of a mini-batch's rows that is wanted least often."""
+        if share <= 0:
+            return Scattered(0, 0, 0)
+        names, uses = np.unique(np.concatenate(self.seen.ids[table]), return_counts=True)
+        reads = bytes_read = 0
+        some = self.seen.ids[table][:: -(-self.seen.batches // _PLANNED)]
+        with self._reader() as reader:
+            reader.plan({table: some[0][:1]})  # kernels come
+            begin = time.perf_counter()
+            for ids in some:
+                plan = reader.plan({table: _least_used(ids, names, uses, share)})
+                reads, bytes_read = reads + plan.reads, bytes_read + plan.bytes_read
+            took = time.perf_counter() - begin
+        return Scattered(reads / len(some), bytes_read / len(some), took / len(some))
+
+    @cached_property
+    def copy_byte_seconds(self) -> float:
+        """Of a core, for a byte of rows that is copied from anywhere in memory."""
+        row_bytes = max(t.row_bytes for t in self.tables.values())
+        rows = np.ones((max(1, _COPIED_BYTES // row_bytes), row_bytes), np.uint8)
+        picked = np.random.default_rng(0).permutation(len(rows))[: max(1, len(rows) // 2)]
+        out = np.ones((len(picked), row_bytes), np.uint8)
+        times = []
+        for _ in range(3):
+            begin = time.perf_counter()
+            np.take(rows, picked, axis=0, out=out, mode="clip")
+            times.append(time.perf_counter() - begin)
+        return min(times) / out.nbytes
+
+    @property
+    def handing_seconds(self) -> float:
+        """Of a core, for an epoch's mini-batches whatever their size: their requests, and what threads tell
+        each other."""
+        return self.batches * HANDED_REQUESTS * self.model.request_seconds
+
+    def epoch(self, stages: Mapping[str, float], cores: float, device: float) -> float:
+        """Seconds of an epoch whose stages work beside each other, and ask so many seconds of the cores and
+        of the device. A training step is on these cores, too, unless it is elsewhere: then it is little of
+        them that it takes."""
+        return max(*stages.values(), cores / available_cores(), device)
+
+    def whole_memory(self, needed_bytes: int) -> int:
+        """The smallest ``memory=`` of which a loader gets so many bytes beside a sampler's share."""
+        if not self.sampler_bytes:
+            return needed_bytes
+        beside = min(
+            needed_bytes + self.sampler_bytes, -(-needed_bytes * SAMPLER_SHARE // (SAMPLER_SHARE - 1))
+        )
+        return max(beside, SAMPLER_SHARE * self.sampler_least)
+
+
+HANDED_REQUESTS = 4  # that cost as much as handing a mini-batch through a loader
+
+
+def _least_used(
+    ids: NDArray[np.int64], names: NDArray[np.int64], uses: NDArray[np.int64], share: float
+) -> NDArray[np.int64]:
+    """The share of the ids that is used least often; of equals, those that a hash says."""
+    order = np.lexsort((mix64(ids.astype(np.uint64)), uses[np.searchsorted(names, ids)]))
+    return np.sort(ids[order[: round(share * len(ids))]])
