@@ -124,8 +124,7 @@ class Store(OpenStore):
         the epoch's number; or ``seeds=`` and ``fanouts=``, and the store samples itself. Which mode, how much
         memory, which rank and all else: :class:`featstore.loaders.options.LoaderOptions`.
         """
-        from featstore.loaders.costs.result import LoaderCosts
-    from featstore.loaders.loader import Loader
+        from featstore.loaders.loader import Loader
 
         self.check_open()
         return Loader(self, batches, **options)

@@ -49,7 +49,7 @@ def read_together(depth: int) -> int:
     return max(1, depth // _GROUPS)
 
 
-class Counted(Protocol):
+class BatchSizes(Protocol):
     """The sizes of mini-batches, as those of a :class:`featstore.trace.trace.Trace`."""
 
     @property
@@ -81,7 +81,7 @@ class LoaderBudget:
         cache_bytes: int | None,
         device_bytes: int,
         disk_bytes: int | None,
-        trace: Counted,
+        trace: BatchSizes,
         tables: Mapping[str, Table],
     ) -> LoaderBudget:
         """Raises BudgetError with the smallest budget that works."""

@@ -23,7 +23,7 @@ from featstore.loaders.prefetch import Sampler, check_repeatable
 from featstore.loaders.ranks import Ranks
 from featstore.loaders.rolling import RollingLoader
 from featstore.loaders.shares import MemoryShares
-from featstore.loaders.whole import Wanted, Whole
+from featstore.loaders.whole import WantedRows, Whole
 from featstore.sampling.batches import RankedBatches, bytes_in_memory, open_sampler
 from featstore.storage.packs import check_pack_name
 from featstore.storage.relations import graph_of
@@ -155,7 +155,7 @@ class Making:
         batches: Sampler | None = share.epoch if isinstance(share, DividedBatches) else share
         if batches is None or (not recorded and self.whole.edges is None):
             return batches
-        return Wanted(batches, nodes, self.whole.edges, recorded).epoch
+        return WantedRows(batches, nodes, self.whole.edges, recorded).epoch
 
     # The modes.
 

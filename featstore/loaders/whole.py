@@ -1,7 +1,7 @@
 """Whole mini-batches: what a training loop gets beside the rows of the nodes.
 
 Each mini-batch that a sampler makes *wants* rows of nodes, by node ids, and, where a table of edges was
-named, rows of edges, by their numbers (:class:`Wanted`). When the rows are there, they become one
+named, rows of edges, by their numbers (:class:`WantedRows`). When the rows are there, they become one
 :class:`~featstore.loaders.batch.Batch`, with arrays of the store that were asked for (:class:`Whole`).
 """
 
@@ -24,7 +24,7 @@ from featstore.storage.store import OpenStore
 _IDS = "featstore.n_id"  # under which a recorded mini-batch keeps ids that its sample does not have
 
 
-class Wanted:
+class WantedRows:
     """Mini-batches as pairs of the ids wanted by table, and the sample.
 
     ``nodes``: finds the node ids. ``edges``: (table of nodes, table of edges), or None. ``recorded``: they
@@ -66,7 +66,7 @@ class Wanted:
 class _Epoch:
     """The mini-batches of one epoch."""
 
-    def __init__(self, wanted: Wanted, number: int) -> None:
+    def __init__(self, wanted: WantedRows, number: int) -> None:
         self._wanted, self._number = wanted, number
 
     def __iter__(self) -> Iterator[Any]:

@@ -295,10 +295,6 @@ class DeviceBuffer:
         words = words.to(self._shards[0].device)
         return words.view(self.dtype).reshape(len(ticket.ids), *self.row_shape)
 
-    def empty(self, count: int) -> torch.Tensor:
-        """Memory for so many rows on the first device, [count, *row shape]; what is in it is not said."""
-        return torch.empty((count, *self.row_shape), dtype=self.dtype, device=self._shards[0].device)
-
     def _check_staging(self, staging: NDArray[np.uint8], rows: int) -> None:
         if len(check_memory(staging, "staging")) < rows * self._row_bytes:
             raise ArgumentError(

@@ -311,7 +311,7 @@ def test_a_warm_start_is_as_good_as_going_on(store: Any, x: np.ndarray, policy: 
             np.testing.assert_array_equal(batch.x, x[batch.n_id])
         return int(loader.report().buffers["features"].hits)
 
-    options: dict[str, Any] = {"memory": "4500KiB", "policy": policy, "extracted": 1}  # about 950 slots
+    options: dict[str, Any] = {"memory": "4510KiB", "policy": policy, "extracted": 1}  # about 950 slots
     with OnlineLoader(store, batches, **options) as loader:
         cold = hits(loader)
         before = hits(loader)

@@ -70,7 +70,8 @@ for policy, memory in (("fifo", int(sys.argv[2]) << 20), ("auto", 80 << 20), ("t
     gc.collect()
     open("/proc/self/clear_refs", "w").write("5")
     before = peak()
-    with OnlineLoader(store, batches, memory=memory, policy=policy.replace("the least", "fifo")) as loader:
+    how = {"memory": memory, "policy": "auto" if policy == "auto" else "fifo"}
+    with OnlineLoader(store, batches, **how) as loader:
         through(loader)
         assert sum(loader.memory().values()) <= memory
         assert policy != "auto" or loader.policy != {"features": "s3-fifo"}, "it was to change"

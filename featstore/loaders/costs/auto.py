@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from featstore import arguments as args
-from featstore.loaders.costs.costs import LOOKED_SECONDS, LOOKED_SHARE, Wanted, costs_of
+from featstore.loaders.costs.costs import LOOKED_SECONDS, LOOKED_SHARE, Training, costs_of
 from featstore.loaders.costs.partitions import OwnSampling
 from featstore.loaders.costs.result import LoaderCosts
-from featstore.loaders.costs.seen import look_at
+from featstore.loaders.costs.seen import look_at_batches
 from featstore.loaders.prefetch import Sampler
 from featstore.units import format_bytes
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from featstore.storage.store import OpenStore
 
 _OPTIONS = ("repeat", "epochs", "train_seconds")  # for the choice alone
-EPOCHS = 10
+EPOCHS_ASSUMED = 10
 
 
 class Taken(NamedTuple):
@@ -38,7 +38,7 @@ def auto(
     of the loader."""
     repeat, epochs, step = (given.get(name) for name in _OPTIONS)
     repeats = isinstance(batches, list | tuple) if repeat is None else args.as_flag(repeat, "repeat")
-    epochs = EPOCHS if epochs is None else args.as_count(epochs, "epochs")
+    epochs = EPOCHS_ASSUMED if epochs is None else args.as_count(epochs, "epochs")
     step = None if step is None else args.as_number(step, "train_seconds")
     if given.get("disk") is None:
         rows = sum(table.data_bytes for table in store.tables.values())
@@ -54,10 +54,10 @@ def auto(
             "online", "mini-batches of another sampler are not gone through beforehand, which could change "
             "them: loader_costs does, and repeat=True says that they stay the same", None,
         )  # fmt: skip
-    wanted = Wanted(
+    wanted = Training(
         batches, given.get("nodes"), own, memory_bytes, given["disk"], repeats, epochs, step, LOOKED_SECONDS,
         reading,
     )  # fmt: skip
-    seen = look_at(store, batches, wanted.nodes, seconds=LOOKED_SECONDS, share=LOOKED_SHARE)
+    seen = look_at_batches(store, batches, wanted.nodes, seconds=LOOKED_SECONDS, share=LOOKED_SHARE)
     costs = costs_of(store, wanted, seen)
     return Taken(costs.mode, costs.because, costs)

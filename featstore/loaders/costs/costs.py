@@ -17,13 +17,13 @@ from featstore.loaders.costs.online import online_cost
 from featstore.loaders.costs.packed import compiled_cost, rolling_cost
 from featstore.loaders.costs.partitions import OwnSampling, partitions_cost
 from featstore.loaders.costs.result import LoaderCosts, ModeCost
-from featstore.loaders.costs.seen import Looked, look_at
+from featstore.loaders.costs.seen import Looked, look_at_batches
 from featstore.loaders.costs.world import World
 from featstore.loaders.options import MODES
 from featstore.loaders.prefetch import Sampler, check_repeatable
 from featstore.loaders.shares import SAMPLER_SHARE
 from featstore.loaders.train import forecast_once
-from featstore.loaders.whole import Wanted as Recorded
+from featstore.loaders.whole import WantedRows
 from featstore.reader.options import check_reading
 from featstore.sampling.batches import SampledBatches, bytes_in_memory, open_sampler
 from featstore.sampling.stored import StoredSampler
@@ -39,7 +39,7 @@ _NAME = "costs"  # of the trace that is recorded for a forecast, and removed
 
 
 @dataclass(frozen=True)
-class Wanted:
+class Training:
     """What is to be trained on, and how: mini-batches, budgets, ``epochs``, seconds of a training step;
     ``seconds`` to look at them."""
 
@@ -114,14 +114,14 @@ def loader_costs(
             )  # fmt: skip
             train = store.arrays[seeds] if isinstance(seeds, str) else seeds
             batches = stack.enter_context(SampledBatches(sampler, train, own.batch_size, own=True))
-        asked = Wanted(
+        asked = Training(
             batches, nodes, own, memory_bytes, disk, repeats, epochs, step, seconds, reading
         )  # fmt: skip
-        seen = look_at(store, batches, nodes, seconds=seconds, share=share, epoch_batches=per_epoch)
+        seen = look_at_batches(store, batches, nodes, seconds=seconds, share=share, epoch_batches=per_epoch)
         return costs_of(store, asked, seen)
 
 
-def costs_of(store: OpenStore, asked: Wanted, seen: Looked) -> LoaderCosts:
+def costs_of(store: OpenStore, asked: Training, seen: Looked) -> LoaderCosts:
     """What each mode costs for mini-batches that were looked at."""
     sampler, least = (0, 0) if asked.own is None else _sampler_memory(store, asked.own)
     world = World(
@@ -151,9 +151,9 @@ def _sampler_memory(store: OpenStore, own: OwnSampling) -> tuple[int, int]:
     return whole, 0
 
 
-def _decided(world: World, asked: Wanted) -> CompileForecast | str:
+def _decided(world: World, asked: Training) -> CompileForecast | str:
     """What compiling the epoch would give, or why nobody can tell."""
-    recorded = Recorded(asked.batches, asked.nodes, None, recorded=True)
+    recorded = WantedRows(asked.batches, asked.nodes, None, recorded=True)
     try:
         return forecast_once(
             world.store, recorded.epoch, _NAME, memory=world.memory_bytes, disk=asked.disk

@@ -5,7 +5,7 @@ from __future__ import annotations
 from featstore.errors import BudgetError
 from featstore.loaders.costs.result import ModeCost
 from featstore.loaders.costs.world import World
-from featstore.loaders.online.budget import Asked, BudgetSplit, Shares
+from featstore.loaders.online.budget import BudgetSplit, Demand, Shares
 from featstore.loaders.online.extraction import EXTRACTED, FIRST_POLICY
 from featstore.tiers.slots.choose import CANDIDATES
 from featstore.units import format_bytes
@@ -58,7 +58,7 @@ def _shares(world: World, memory_bytes: int) -> Shares:
         world.store, memory_bytes, policy="auto", extracted=EXTRACTED, reader_bytes=None,
         verify=world.reading["verify"], devices=0, device_memory=0, device_policy=FIRST_POLICY,
     )  # fmt: skip
-    return split.of(Asked(rows, max(1, split.bytes_of(rows)), sum(rows.values())), {})
+    return split.of(Demand(rows, max(1, split.bytes_of(rows)), sum(rows.values())), {})
 
 
 def _least(world: World) -> int:

@@ -13,8 +13,8 @@ from featstore.errors import BudgetError, FeatstoreError, SourceError
 from featstore.loaders.costs.result import ModeCost
 from featstore.loaders.costs.world import World
 from featstore.loaders.mega.loader import PartitionsLoader
-from featstore.loaders.mega.loading import Loading, grouped
-from featstore.loaders.mega.schedule import Schedule
+from featstore.loaders.mega.loading import Loading
+from featstore.loaders.mega.schedule import Schedule, grouped
 from featstore.loaders.mega.sizes import LargestDrawn
 from featstore.plan.extents import plan_runs
 from featstore.storage.relations import graph_of

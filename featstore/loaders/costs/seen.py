@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from featstore.errors import ArgumentError, SourceError
 from featstore.loaders.prefetch import Sampler, epoch_of
-from featstore.loaders.whole import Wanted
+from featstore.loaders.whole import WantedRows
 from featstore.sampling.minibatch import split, table_of
 from featstore.trace.sample_encoder import encode
 
@@ -57,7 +57,7 @@ class Looked:
         return statistics.fmean(self.asked[table])
 
 
-def look_at(
+def look_at_batches(
     store: OpenStore, batches: Sampler, nodes: Callable[[Any], Any] | None, *, seconds: float, share: float,
     epoch_batches: int | None = None,
 ) -> Looked:  # fmt: skip
@@ -76,7 +76,7 @@ def look_at(
     sizes: list[int] = []
     times: list[tuple[float, float]] = []
     held, last, ended = 0, _clocks(), False
-    recorded = iter(Wanted(_Chosen(epoch, most), nodes, None, recorded=True).epoch(0))
+    recorded = iter(WantedRows(_Chosen(epoch, most), nodes, None, recorded=True).epoch(0))
     while most is None or len(sizes) < most:
         one = next(recorded, None)
         if one is None:

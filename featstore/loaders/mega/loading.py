@@ -22,7 +22,7 @@ from featstore.base.training_nodes import checked_train
 from featstore.errors import BudgetError, CorruptionError, SourceError
 from featstore.loaders.mega.induce import FILLED, TARGET, Places, count_by_partition, induce_block
 from featstore.loaders.mega.partition_set import PartitionSet
-from featstore.loaders.mega.schedule import Schedule, Step
+from featstore.loaders.mega.schedule import Schedule, Step, grouped
 from featstore.loaders.mega.sizes import LargestDrawn, Needs, Sizes, budget_that_works, fit
 from featstore.plan.budget import TableNeed, own_bytes
 from featstore.reader.lookup import table_need
@@ -385,23 +385,3 @@ class _Features:
         self.submit(1.0)
         for request in self._requests:
             request.result()
-
-
-def grouped(segments: list[tuple[str, int, int]], block_edges: int) -> list[list[tuple[int, int, int]]]:
-    """Segments cut and put together to groups of at most ``block_edges`` edges of one table: (segment, low,
-    high)."""
-    groups: list[list[tuple[int, int, int]]] = []
-    room, before = 0, ""
-    for number, (table, low, high) in enumerate(segments):
-        if table != before:
-            room, before = 0, table
-        while True:
-            if room == 0:
-                groups.append([])
-                room = block_edges
-            take = min(room, high - low)
-            groups[-1].append((number, low, low + take))
-            low, room = low + take, room - take
-            if low == high:
-                break
-    return groups

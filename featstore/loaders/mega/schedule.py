@@ -106,3 +106,23 @@ def draw_steps(
         width = np.uint64(last[i] - first[i] + 1)
         steps[i] = first[i] + np.int64((mix64(key ^ mix64(np.uint64(rows[i]))) >> np.uint64(20)) % width)
     return steps
+
+
+def grouped(segments: list[tuple[str, int, int]], block_edges: int) -> list[list[tuple[int, int, int]]]:
+    """Segments cut and put together to groups of at most ``block_edges`` edges of one table: (segment, low,
+    high)."""
+    groups: list[list[tuple[int, int, int]]] = []
+    room, before = 0, ""
+    for number, (table, low, high) in enumerate(segments):
+        if table != before:
+            room, before = 0, table
+        while True:
+            if room == 0:
+                groups.append([])
+                room = block_edges
+            take = min(room, high - low)
+            groups[-1].append((number, low, low + take))
+            low, room = low + take, room - take
+            if low == high:
+                break
+    return groups

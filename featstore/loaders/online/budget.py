@@ -40,7 +40,7 @@ _PIECES_BYTES = 1 << 20  # of slots through which mini-batches go in pieces, at 
 PIECES = 2  # that have slots at once: one is read while the one before is copied out
 
 
-class Asked(NamedTuple):
+class Demand(NamedTuple):
     """The most that a mini-batch has asked for: ``rows`` of each table; ``row_bytes`` and ``ids`` of all
     tables together."""
 
@@ -48,11 +48,11 @@ class Asked(NamedTuple):
     row_bytes: int = 0
     ids: int = 0
 
-    def or_more(self, other: Asked) -> Asked:
+    def or_more(self, other: Demand) -> Demand:
         """The most of both."""
         names = dict.fromkeys([*self.rows, *other.rows])
         rows = {name: max(self.rows.get(name, 0), other.rows.get(name, 0)) for name in names}
-        return Asked(rows, max(self.row_bytes, other.row_bytes), max(self.ids, other.ids))
+        return Demand(rows, max(self.row_bytes, other.row_bytes), max(self.ids, other.ids))
 
     def expected(self, table: str) -> int:
         """Rows of a later mini-batch, at most, as these suggest."""
@@ -115,7 +115,7 @@ class BudgetSplit:
         return self._store.tables[table].row_bytes + beside
 
     def of(
-        self, asked: Asked, kept: Mapping[str, int], *, index: int | None = None, pair_bytes: int = 0
+        self, asked: Demand, kept: Mapping[str, int], *, index: int | None = None, pair_bytes: int = 0
     ) -> Shares:
         """The shares, where mini-batches ask for so much, and so many rows as ``kept`` says are kept for
         good.
@@ -136,7 +136,8 @@ class BudgetSplit:
             for n, t in tables.items()
         }
         parts = self._parts(tables, asked, devices, 2, whole=False)
-        claim = _CLAIM_BYTES_PER_ID  # what goes in pieces is known while it has slots
+        claim = _CLAIM_BYTES_PER_ID  # what goes in pieces is known while it has slots, which none kept has
+        parts["under way"] -= claim * sum(kept.values())
         needed = self._memory_bytes - self._left(parts, least, claim)
         if pair_bytes and needed > self._memory_bytes:
             parts["handed over"] = pair_bytes
@@ -148,7 +149,7 @@ class BudgetSplit:
         parts["handed over"] += min(asked.row_bytes // 2, left // 4)
         return self._filled(asked, least, devices, parts, claim)
 
-    def _least_slots(self, table: Table, asked: Asked, kept: Mapping[str, int], rows: int) -> int:
+    def _least_slots(self, table: Table, asked: Demand, kept: Mapping[str, int], rows: int) -> int:
         """Slots for so many rows of a mini-batch at once, or as many as one has."""
         rows, keeps = min(rows, asked.expected(table.name)), kept.get(table.name, 0)
         return min(table.rows, rows + (keeps + rows * (BESIDE_KEPT - 1) if keeps else 0))
@@ -157,7 +158,7 @@ class BudgetSplit:
         return [table_need(t, self._verify, by_row=False) for t in tables.values()]
 
     def _parts(
-        self, tables: Mapping[str, Table], asked: Asked, devices: Mapping[str, int], room: float, *,
+        self, tables: Mapping[str, Table], asked: Demand, devices: Mapping[str, int], room: float, *,
         whole: bool,
     ) -> dict[str, int]:  # fmt: skip
         """Bytes of all but the slots, with room for so many mini-batches. Not ``whole``: they go through the
@@ -184,7 +185,7 @@ class BudgetSplit:
         return self._memory_bytes - sum(parts.values()) - slots
 
     def _filled(
-        self, asked: Asked, least: Mapping[str, int], devices: dict[str, int], parts: dict[str, int],
+        self, asked: Demand, least: Mapping[str, int], devices: dict[str, int], parts: dict[str, int],
         claim_bytes: int,
     ) -> Shares:  # fmt: skip
         """Slots with all the rest, at least so many of each table."""
@@ -251,7 +252,7 @@ class BudgetSplit:
         return 2 * table.rows if 2 * table.rows <= memory_bytes // _CHOOSING_SHARE else 0
 
 
-def _held_at_least(asked: Asked, index: int | None, kept: bool) -> str:
+def _held_at_least(asked: Demand, index: int | None, kept: bool) -> str:
     """What the smallest budget is for, in words."""
     which = "mini-batches" if index is None else f"mini-batches as large as number {index}"
     rows = f"of {format_bytes(asked.row_bytes)} each" if asked.row_bytes else "without rows"

@@ -19,13 +19,13 @@ from featstore.base.threads import Wake, Worker
 from featstore.errors import IdError
 from featstore.loaders.online.budget import SAMPLED
 from featstore.loaders.online.extraction import Extraction, Tickets
-from featstore.loaders.online.pieces import Piece
+from featstore.loaders.online.pieces import PieceTicket
 from featstore.loaders.online.report import OnlineStages
 from featstore.loaders.prefetch import Prefetch
 from featstore.sampling.minibatch import Ids, split
 
 
-class Epochs(Protocol):
+class EpochLoader(Protocol):
     """What an epoch asks of its loader."""
 
     report_stages: OnlineStages
@@ -52,7 +52,7 @@ class OnlineEpoch(Prefetch):
     ``held_bytes``: of the mini-batch that the loop has from the epoch before."""
 
     def __init__(
-        self, loader: Epochs, extraction: Extraction, batches: Iterable[Any], skip: int, held_bytes: int
+        self, loader: EpochLoader, extraction: Extraction, batches: Iterable[Any], skip: int, held_bytes: int
     ) -> None:
         room = extraction.room_bytes
         super().__init__(loader.check_process, loader.report_stages, room, held_bytes, "featstore-extract")
@@ -198,7 +198,7 @@ class OnlineEpoch(Prefetch):
             self._finish(one, rows, room, begin)
         return True
 
-    def _arrived(self, piece: Piece) -> bool:
+    def _arrived(self, piece: PieceTicket) -> bool:
         """Wait for rows; False where the prefetch was stopped."""
         while not piece.done() and not self._stop:
             self._changed.wait()

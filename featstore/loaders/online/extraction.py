@@ -20,12 +20,12 @@ from featstore.loaders.online.budget import (
     BESIDE_KEPT,
     CHOOSING_BYTES,
     DEPTH,
-    Asked,
     BudgetSplit,
+    Demand,
 )
 from featstore.loaders.online.caches import cached_pieces, go_on, load_rows
 from featstore.loaders.online.options import check_extraction, static_rows
-from featstore.loaders.online.pieces import InPieces, Piece
+from featstore.loaders.online.pieces import InPieces, PieceTicket
 from featstore.loaders.online.report import Counted
 from featstore.reader.reader import Reader
 from featstore.sampling.minibatch import Ids, table_of
@@ -80,7 +80,7 @@ class Extraction:
         self._decided = False
         self._reader: Reader | None = None
         self._memory: dict[str, int] = {}
-        self._asked = Asked({})
+        self._asked = Demand({})
         self._piece_bytes, self._outputs = 0, Outputs(ALIGNMENT, 0)
         self._device_slots: dict[str, int] = {}
         self._kept: Mapping[str, NDArray[np.int64]] | None = None
@@ -100,7 +100,7 @@ class Extraction:
         named = {node_type: table_of(self.store, node_type, "the mini-batches have") for node_type in ids}
         table_of_type = self.table_of | named
         own = self._asked_by(ids, table_of_type)
-        asked = self._asked.or_more(own).or_more(Asked(dict.fromkeys(self._tables_kept(), 0)))
+        asked = self._asked.or_more(own).or_more(Demand(dict.fromkeys(self._tables_kept(), 0)))
         if self._kept is None:
             self._kept = static_rows(self._static, {name: self.store.table(name) for name in asked.rows})
         kept = {name: len(rows) for name, rows in self._kept.items()}
@@ -128,10 +128,10 @@ class Extraction:
             self._let_go()
             raise
 
-    def _asked_by(self, ids: Ids, table_of_type: Mapping[str, str]) -> Asked:
+    def _asked_by(self, ids: Ids, table_of_type: Mapping[str, str]) -> Demand:
         """What a mini-batch asks for; a row that occurs twice counts twice."""
         rows = {table_of_type[node_type]: len(one) for node_type, one in ids.items()}
-        return Asked(rows, max(ALIGNMENT, self._split.bytes_of(rows)), sum(rows.values()))
+        return Demand(rows, max(ALIGNMENT, self._split.bytes_of(rows)), sum(rows.values()))
 
     def _tables_kept(self) -> Sequence[str]:
         return list(self._static) if isinstance(self._static, Mapping) else ()
@@ -312,7 +312,7 @@ class Extraction:
         ticket.release()
         return rows
 
-    def gather_in_pieces(self, ids: Ids, arrived: Callable[[Piece], bool]) -> dict[str, Any]:
+    def gather_in_pieces(self, ids: Ids, arrived: Callable[[PieceTicket], bool]) -> dict[str, Any]:
         """The rows of a mini-batch by table, as :meth:`gather` gives them, through few slots. No other ticket
         may be held. ``arrived`` waits for one, and says whether to go on; else there are no rows."""
         out: dict[str, Any] = {}
@@ -341,7 +341,7 @@ class Extraction:
     def _output(self, rows: Mapping[str, int]) -> NDArray[np.uint8]:
         """Memory for so many rows by table."""
         row_bytes = self._split.bytes_of(rows)
-        self._asked = self._asked.or_more(Asked(dict(rows), row_bytes, sum(rows.values())))
+        self._asked = self._asked.or_more(Demand(dict(rows), row_bytes, sum(rows.values())))
         return self._outputs.take(row_bytes)
 
     # Caches on disk.

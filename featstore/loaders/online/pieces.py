@@ -11,14 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from featstore.loaders.online.budget import PIECES
-from featstore.tiers.tickets import Ticket
 
 if TYPE_CHECKING:
     from featstore.tiers.buffer import FeatureBuffer
     from featstore.tiers.device import DeviceBuffer, DeviceTicket
+    from featstore.tiers.tickets import Ticket
 
 #: A ticket for a part of a mini-batch.
-Piece: TypeAlias = "Ticket | DeviceTicket"
+PieceTicket: TypeAlias = "Ticket | DeviceTicket"
 
 
 class InPieces:
@@ -40,19 +40,24 @@ class InPieces:
         bytes, or a tensor on the first device. ``arrived`` waits for a piece, and says whether to go on;
         None where it says no."""
         rows = raw.view(self._buffer.dtype).reshape(len(ids), *self._buffer.row_shape)
-        out = rows if self._device is None else self._device.empty(len(ids))
-        under_way: deque[Ticket | DeviceTicket] = deque()
+        out: Any = rows if self._device is None else None  # made like the first piece, where that is
+        under_way: deque[Any] = deque()
         done = 0
         try:
-            for low in range(0, len(ids) + self._step * (PIECES - 1), self._step):
-                if low < len(ids):
+            for low in range(0, max(1, len(ids)) + self._step * (PIECES - 1), self._step):
+                if low < len(ids) or low == 0:  # of no rows there is a piece, too
                     under_way.append(self._begin(ids[low : low + self._step]))
                 if low < self._step * (PIECES - 1) or not under_way:
                     continue
                 if not arrived(under_way[0]):
                     return None
                 count = len(under_way[0].ids)
-                self._copy_out(under_way[0], out[done : done + count], raw)
+                if self._device is None:
+                    self._copy_out(under_way[0], rows[done : done + count])
+                else:
+                    piece = self._device.gather(under_way[0], raw)
+                    out = piece.new_empty((len(ids), *piece.shape[1:])) if out is None else out
+                    out[done : done + count] = piece
                 under_way.popleft()
                 done += count
         finally:
@@ -66,10 +71,6 @@ class InPieces:
         self._begun(ticket)
         return ticket
 
-    def _copy_out(self, ticket: Ticket | DeviceTicket, out: Any, raw: NDArray[np.uint8]) -> None:
-        if isinstance(ticket, Ticket):
-            self._buffer.gather(ticket, out)
-            ticket.release()
-        else:
-            assert self._device is not None
-            out[:] = self._device.gather(ticket, raw)
+    def _copy_out(self, ticket: Any, out: NDArray[Any]) -> None:
+        self._buffer.gather(ticket, out)
+        ticket.release()
