@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from featstore import arguments as args
@@ -21,6 +22,8 @@ from featstore.errors import ArgumentError, SourceError
 from featstore.loaders.batch import Batch
 from featstore.loaders.compiled.loader import CompiledLoader
 from featstore.loaders.compiled.trace import CompiledTrace
+from featstore.loaders.host.mode import HostMode
+from featstore.loaders.host.place import place_of
 from featstore.loaders.mega.loader import MegaBatches
 from featstore.loaders.modes import (
     MODES,
@@ -65,6 +68,7 @@ _OF_MODES = {
     "passes": ("partitions",),
     "weights": ("partitions",),
 }
+_SHARE = ("world_size", "batch_size", "drop_last")  # how seeds are divided among ranks
 _SAMPLER_SHARE = 4  # of the memory, at most, is for a sampler
 
 
@@ -99,6 +103,9 @@ class Loader(LoaderBase):
         rank, world_size: with ``seeds``: which of how many processes that train together; by default as
             ``torch.distributed`` or ``torchrun`` say. Each has its share of every epoch's order. ``memory``
             is that of one process; in mode partitions every rank loads the same ones.
+        shared: with ``seeds``: the ranks of this host have one loader between them, which holds the rows
+            once; ``memory`` is then the host's. True under ``torchrun``; else a name that they have in common
+            and no other run has. All make it, and go through it in lock-step: :mod:`featstore.loaders.host`.
         graph: with ``seeds``: the name of the graph, where the store has several.
         mode: ``"online"``: rows are read as mini-batches come, through a buffer. ``"compiled"``: the
             mini-batches of epoch 0 are recorded once, their rows laid out for them, and repeated every epoch.
@@ -125,7 +132,7 @@ class Loader(LoaderBase):
         self, store: OpenStore, batches: Sampler | None = None, *, seeds: Any = None,
         fanouts: Sequence[int] | None = None, batch_size: int | None = None, seed: int | None = None,
         drop_last: bool | None = None, rank: int | None = None, world_size: int | None = None,
-        graph: str | None = None, mode: str = "auto", memory: int | str = "1GiB",
+        shared: bool | str = False, graph: str | None = None, mode: str = "auto", memory: int | str = "1GiB",
         tensors: bool | None = None, engine: str = "auto", queue_depth: int = 128, verify: bool = True,
         nodes: Callable[[Any], Any] | None = None, policy: str | None = None, static: Any = None,
         device: Any = None, device_memory: int | str | None = None, disk: int | str | None = None,
@@ -160,23 +167,21 @@ class Loader(LoaderBase):
             "drop_last": drop_last, "rank": rank, "world_size": world_size,
         }  # fmt: skip
         self._opened, self._rank, self._ranks = ExitStack(), 0, 1
-        self._sampled: RankedBatches | None = None
+        self._here: tuple[int, ...] = (0,)  # the ranks whose mini-batches are made here
+        if batches is not None:
+            self._given(said | {"shared": shared or None}, batches)
+        elif seeds is None or fanouts is None:
+            raise ArgumentError("give batches, or seeds= and fanouts= for the store to sample")
+        else:
+            said |= self._share(said)
+        place = place_of(shared, self._rank, self._ranks, how.own)
         try:
-            left = self.memory_bytes
-            made: Any = batches
-            if batches is not None:
-                self._given(said, batches)
-            elif seeds is None or fanouts is None:
-                raise ArgumentError("give batches, or seeds= and fanouts= for the store to sample")
-            elif self.mode != "partitions":
-                made = self._sampled = self._sample(said)
-                whole = bytes_in_memory(graph_of(self.store, graph))
-                left -= min(whole, self.memory_bytes // _SAMPLER_SHARE)
-            if self.mode == "partitions":
-                self._mode: Mode = self._partitions(said, how)
+            if place is None:
+                self._mode: Mode = self._make(batches, said, how, self.memory_bytes)
             else:
-                make = {"online": self._online, "compiled": self._compiled, "rolling": self._rolling}
-                self._mode = make[self.mode](made, left, how)
+                alike = said | how.own | reading | {"mode": mode, "memory": memory, "store": store.uuid}
+                make = partial(self._for_host, said, how)
+                self._mode = HostMode(place, self._rank, alike, self.memory_bytes, bool(tensors), make)
             self._opened.callback(self._mode.close)
         except BaseException:
             self._opened.close()
@@ -219,20 +224,39 @@ class Loader(LoaderBase):
         if rank is None and self._ranks != ranks_there():
             raise ArgumentError(f"world_size={world} says how many ranks there are: say which this is, rank=")
         self._rank = rank_of() if rank is None else args.as_count(rank, "rank", 0, self._ranks - 1)
+        self._here = (self._rank,)
         return {
-            "rank": self._rank, "world_size": self._ranks, "batch_size": size,
+            "rank": None, "world_size": self._ranks, "batch_size": size,
             "drop_last": last is not None and args.as_flag(last, "drop_last"),
         }  # fmt: skip
 
-    def _sample(self, said: dict[str, Any]) -> RankedBatches:
-        """The store's own mini-batches, this rank's share of them, within a share of the memory."""
-        share, seeds = self._share(said), said["seeds"]
+    def _for_host(self, said: dict[str, Any], how: _How, ranks: tuple[int, ...], memory: int) -> Mode:
+        """The mini-batches of these ranks in turn, for a :class:`HostMode`."""
+        self._here = ranks
+        return self._make(None, said, replace(how, tensors=False), memory)
+
+    def _make(self, batches: Any, said: dict[str, Any], how: _How, memory: int) -> Mode:
+        """The mode, within this memory."""
+        if self.mode == "partitions":
+            return self._partitions(said, how, memory)
+        left = memory
+        if batches is None:
+            batches = self._sample(said, memory)
+            left -= min(bytes_in_memory(graph_of(self.store, said["graph"])), memory // _SAMPLER_SHARE)
+        make = {"online": self._online, "compiled": self._compiled, "rolling": self._rolling}
+        mode = make[self.mode](batches, left, how)
+        mode.sampled = batches if isinstance(batches, RankedBatches) else None
+        return mode
+
+    def _sample(self, said: dict[str, Any], memory: int) -> RankedBatches:
+        """The store's own mini-batches, the share of the ranks here, within a share of the memory."""
+        seeds, share = said["seeds"], {name: said[name] for name in _SHARE}
         sampler = open_sampler(
             self.store, args.as_fanouts(said["fanouts"]), seed=_seed(said), graph=said["graph"],
-            memory=self.memory_bytes // _SAMPLER_SHARE,
+            memory=memory // _SAMPLER_SHARE,
         )  # fmt: skip
         nodes = self.store.arrays[seeds] if isinstance(seeds, str) else seeds
-        made = RankedBatches(sampler, nodes, own=True, **share)
+        made = RankedBatches(sampler, nodes, ranks=self._here, own=True, **share)
         self._opened.callback(made.close)
         if not len(made):
             raise ArgumentError(
@@ -268,21 +292,23 @@ class Loader(LoaderBase):
         )  # fmt: skip
         return RollingMode(loader)
 
-    def _partitions(self, said: dict[str, Any], how: _How) -> Mode:
-        share, own = self._share(said), how.own
+    def _partitions(self, said: dict[str, Any], how: _How, memory: int) -> Mode:
+        own = how.own
         if isinstance(own.get("passes"), str) and self._ranks > 1:
             raise ArgumentError("passes='auto' follows each rank's own clock: give ranks a number of passes")
         weights = args.as_flag(own.pop("weights", False), "weights")
         fanouts = args.as_fanouts(said["fanouts"])
         mega = MegaBatches(
-            self.store, memory=self.memory_bytes, train=said["seeds"], graph=said["graph"], seed=_seed(said),
+            self.store, memory=memory, train=said["seeds"], graph=said["graph"], seed=_seed(said),
             **own, **how.reading
         )  # fmt: skip
-        return PartitionsMode(mega, fanouts, weights=weights, tensors=bool(how.tensors), **share)
+        share = {name: said[name] for name in _SHARE} | {"weights": weights, "tensors": bool(how.tensors)}
+        return PartitionsMode(mega, fanouts, self._here, **share)
 
     def _check_compiling(self, own: dict[str, Any]) -> tuple[Any, str]:
         """Take device and name out of the options of compiling; raise for what it would refuse, before
-        anything is recorded for it. Each rank has a name of its own."""
+        anything is recorded for it. Each rank has a name of its own, and ranks that share a loader have one
+        together."""
         device, name = own.pop("device", None), own.pop("name", "loader")
         check_pack_name(name)
         parse_disk(own.get("disk"), self.store)
@@ -291,6 +317,8 @@ class Loader(LoaderBase):
             args.as_device(device, "device")
         if own.get("device_memory") is not None and device is None:
             raise SourceError("device_memory= keeps rows on a device: say on which, with device=")
+        if len(self._here) > 1:
+            return device, f"{name}-ranks{'_'.join(map(str, self._here))}of{self._ranks}"
         return device, name if self._ranks == 1 else f"{name}-rank{self._rank}"
 
     # Going through it.
@@ -352,10 +380,7 @@ class Loader(LoaderBase):
 
     def report(self) -> LoaderReport:
         """What has been measured so far."""
-        report = self._mode.report()
-        if self._sampled is None:
-            return report
-        return replace(report, padded=self._sampled.padded, dropped=self._sampled.dropped)
+        return self._mode.report()
 
     def close(self) -> None:
         """Give everything back; an iteration under way ends with ClosedError. May be called more than

@@ -11,7 +11,7 @@ are wanted when.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from featstore.loaders.prefetch import Sampler, epoch_of
 from featstore.loaders.report import LoaderReport
 from featstore.loaders.rolling import RollingLoader
 from featstore.loaders.state import loader_state, position_of
+from featstore.sampling.batches import RankedBatches
 from featstore.sampling.minibatch import split
 from featstore.sampling.ranked import share_of
 
@@ -79,10 +80,12 @@ class Mode:
     """A way to train, over the loader that does it. This is ``online``; the others differ in what they
     override."""
 
+    sampled: RankedBatches | None = None  # where the store samples the mini-batches for it
+
     def __init__(self, loader: Any) -> None:
         self.loader = loader
 
-    def epoch(self) -> Iterator[Batch]:
+    def epoch(self) -> Generator[Batch]:
         """The mini-batches of the epoch where training stands, or what is left of it."""
         for made in self.loader:
             yield as_batch(made)
@@ -104,7 +107,9 @@ class Mode:
     def report(self) -> LoaderReport:
         """What has been measured."""
         report: LoaderReport = self.loader.report()
-        return report
+        if self.sampled is None:
+            return report
+        return replace(report, padded=self.sampled.padded, dropped=self.sampled.dropped)
 
     def close(self) -> None:
         """Give everything back."""
@@ -138,7 +143,7 @@ class RollingMode(Mode):
 
     loader: RollingLoader
 
-    def epoch(self) -> Iterator[Batch]:
+    def epoch(self) -> Generator[Batch]:
         for batch in super().epoch():  # which has no end
             last = self.loader.state_dict()["next"] == 0
             yield batch
@@ -158,24 +163,37 @@ class PartitionsMode(Mode):
 
     loader: MegaBatches
 
-    def __init__(self, loader: MegaBatches, fanouts: Any, **how: Any) -> None:
-        """``how``: further arguments of :meth:`featstore.loaders.mega.batch.MegaBatch.batches`."""
+    def __init__(self, loader: MegaBatches, fanouts: Any, ranks: Sequence[int], **how: Any) -> None:
+        """Mini-batches of these ranks in turn. ``how``: further arguments of
+        :meth:`featstore.loaders.mega.batch.MegaBatch.batches`."""
         super().__init__(loader)
+        self._ranks = tuple(ranks)
         self._how: dict[str, Any] = {"fanouts": fanouts, **how}
-        self._share = {k: how[k] for k in ("batch_size", "rank", "world_size", "drop_last")}
+        self._share = {k: how[k] for k in ("batch_size", "world_size", "drop_last")}
         self._padded = self._dropped = 0  # seeds of this epoch that stand twice, and that are left out
         self._handed_out = 0  # since it was made
 
-    def epoch(self) -> Iterator[Batch]:
+    def epoch(self) -> Generator[Batch]:
         self._padded = self._dropped = 0
         for mega in self.loader:
-            share = share_of(mega.seeds, **self._share)
+            share = share_of(mega.seeds, rank=0, **self._share)
             self._padded += share.padded * mega.passes
             self._dropped += share.dropped * mega.passes
-            for batch in mega.batches(**self._how):
+            for batch in _in_turn([mega.batches(**self._how, rank=rank) for rank in self._ranks]):
                 self._handed_out += 1
                 yield batch
                 del batch
 
     def report(self) -> LoaderReport:
         return replace(super().report(), batches=self._handed_out, padded=self._padded, dropped=self._dropped)
+
+
+def _in_turn(ranks: Sequence[Iterator[Batch]]) -> Iterator[Batch]:
+    """The next mini-batch of each, again and again; all have as many."""
+    while True:
+        for batches in ranks:
+            batch = next(batches, None)
+            if batch is None:
+                return
+            yield batch
+            del batch
