@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from featstore import arguments as args
 from featstore.compile.budget import parse_disk
-from featstore.errors import ArgumentError, SourceError
+from featstore.errors import ArgumentError, BudgetError, SourceError
 from featstore.loaders.batch import Batch
 from featstore.loaders.compiled.loader import CompiledLoader
 from featstore.loaders.compiled.trace import CompiledTrace
@@ -227,6 +227,7 @@ class Loader(LoaderBase):
         self._here = (self._rank,)
         return {
             "rank": None, "world_size": self._ranks, "batch_size": size,
+            "seed": 0 if said["seed"] is None else args.as_integer(said["seed"], "seed"),
             "drop_last": last is not None and args.as_flag(last, "drop_last"),
         }  # fmt: skip
 
@@ -251,10 +252,11 @@ class Loader(LoaderBase):
     def _sample(self, said: dict[str, Any], memory: int) -> RankedBatches:
         """The store's own mini-batches, the share of the ranks here, within a share of the memory."""
         seeds, share = said["seeds"], {name: said[name] for name in _SHARE}
-        sampler = open_sampler(
-            self.store, args.as_fanouts(said["fanouts"]), seed=_seed(said), graph=said["graph"],
-            memory=memory // _SAMPLER_SHARE,
-        )  # fmt: skip
+        how = {"seed": said["seed"], "graph": said["graph"], "memory": memory // _SAMPLER_SHARE}
+        try:
+            sampler = open_sampler(self.store, args.as_fanouts(said["fanouts"]), **how)
+        except BudgetError as error:
+            raise BudgetError(error.needed_bytes * _SAMPLER_SHARE, memory, error.what) from error
         nodes = self.store.arrays[seeds] if isinstance(seeds, str) else seeds
         made = RankedBatches(sampler, nodes, ranks=self._here, own=True, **share)
         self._opened.callback(made.close)
@@ -299,7 +301,7 @@ class Loader(LoaderBase):
         weights = args.as_flag(own.pop("weights", False), "weights")
         fanouts = args.as_fanouts(said["fanouts"])
         mega = MegaBatches(
-            self.store, memory=memory, train=said["seeds"], graph=said["graph"], seed=_seed(said),
+            self.store, memory=memory, train=said["seeds"], graph=said["graph"], seed=said["seed"],
             **own, **how.reading
         )  # fmt: skip
         share = {name: said[name] for name in _SHARE} | {"weights": weights, "tensors": bool(how.tensors)}
@@ -394,7 +396,3 @@ class Loader(LoaderBase):
             f"<Loader of {str(self.store.path)!r}, mode {self.mode!r}, {format_bytes(self.memory_bytes)}, "
             f"epoch {self._epoch}>"
         )
-
-
-def _seed(said: Mapping[str, Any]) -> int:
-    return 0 if said["seed"] is None else args.as_integer(said["seed"], "seed")

@@ -56,6 +56,7 @@ LOADER: dict[str, Call] = {
             "seed": ANY_INTEGER.optional,
             "drop_last": FLAG.optional,
             "rank": count(0).optional.and_also(beyond=1),
+            "shared": FLAG.but("a text"),
             "world_size": count().optional.and_also(and_no_rank=2),
             "graph": NAME.optional,
             "mode": choice(),

@@ -20,7 +20,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from featstore.base.system import refusal
-from featstore.errors import ClosedError, StoreLockedError, WaitTimeoutError
+from featstore.errors import ArgumentError, ClosedError, WaitTimeoutError
 from featstore.shared import protocol
 
 MEET_SECONDS = 120.0  # for which ranks wait for each other's loaders to be made
@@ -121,7 +121,7 @@ class Meeting:
             self.socket.listen(128)
         except OSError as error:
             self.socket.close()
-            raise StoreLockedError(
+            raise ArgumentError(
                 f"another loader of this name is being made on this host ({error}): give shared= a name that "
                 "no other run has"
             ) from error

@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
+from featstore.base.process import OneProcess
 from featstore.errors import ClosedError, FeatstoreError
 from featstore.loaders.batch import Batch
 from featstore.loaders.host.line import Line, line_to, pair
@@ -30,7 +31,7 @@ _OWNER_GONE = (
 _OWNER_CLOSED = "local rank 0, which reads for the ranks of this host, has closed its loader"
 
 
-class HostMode(Mode):
+class HostMode(OneProcess, Mode):
     """Mini-batches that local rank 0 makes, whatever its mode is.
 
     ``rank``: of all ranks; ``options``: what has to be the same in all ranks of the host; ``memory_bytes``:
@@ -40,10 +41,13 @@ class HostMode(Mode):
     every rank.
     """
 
+    called = "the loader"
+
     def __init__(
         self, place: Place, rank: int, options: Mapping[str, Any], memory_bytes: int, tensors: bool,
         make: Callable[[tuple[int, ...], int], Mode],
     ) -> None:  # fmt: skip
+        OneProcess.__init__(self)
         self._tensors, self._lock = tensors, threading.Lock()
         self._position: tuple[int, int, Mapping[str, Any] | None] = (0, 0, None)  # epoch, step, mode's state
         self._run = 0  # number of the iteration
@@ -190,6 +194,7 @@ class HostMode(Mode):
 
     def _report(self) -> LoaderReport:
         """The owner's; after its end the last one."""
+        self.check_process()
         with self._lock:
             if self._last_report is None:
                 self._line.say("report")

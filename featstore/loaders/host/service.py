@@ -24,6 +24,7 @@ from featstore.loaders.host.line import MEET_SECONDS, Line, Meeting, heard_from
 from featstore.loaders.host.place import Place, check_same
 from featstore.loaders.host.slots import PER_RANK, Slots
 from featstore.loaders.modes import Mode
+from featstore.loaders.report import LoaderReport
 from featstore.shared.protocol import encode_error
 
 Result = TypeVar("Result")
@@ -110,6 +111,7 @@ class Service:
         self._closing = self._ended = False
         self._between = True  # steps: every rank has as many mini-batches
         self._failed = False
+        self._last_report: LoaderReport | None = None
         self._lock = threading.Lock()  # of what is known of ranks; the two threads' own
         for one in self._ranks:
             about = (self._slots.bytes, self._mode.state())
@@ -241,15 +243,14 @@ class Service:
         """Give a rank its next mini-batch when it has a place for it; to one that has broken off, nothing."""
         while True:
             with self._lock:
-                run = None if one.active is None else one.active.run
-                slot = one.free.pop() if one.free else -1
-            if run is None:
-                return
-            if slot >= 0:
-                break
-            if self._closing:  # the rest of a step goes beyond what is theirs
-                slot = self._slots.take()
-                break
+                if one.active is None:
+                    return
+                run = one.active.run
+                if not one.free and self._closing:  # the rest of a step goes beyond what is theirs
+                    one.free.append(self._slots.take())
+                if one.free:
+                    slot = one.free.pop()
+                    break
             self._changed.wait()
         try:
             sizes = self._slots.write(slot, (batch.n_id, batch.x, batch.sample))
@@ -283,7 +284,9 @@ class Service:
             if not self._ended:
                 self._fail(ClosedError(f"local rank {one.number} of this host has died"))
         elif message[0] == "report":
-            one.line.say("report", self._mode.report())
+            with self._lock:
+                report = self._last_report or self._mode.report()
+            one.line.say("report", report)
         else:
             with self._lock:
                 self._heed(one, *message)
@@ -322,15 +325,18 @@ class Service:
         """End: ranks have as many mini-batches as any other, and are told. May be called more than once."""
         self._closing = True
         self._changed.set()
-        if self._between:  # else the step is brought to its end first
-            self._mode.close()
+        if not self._between:  # a step is brought to its end
+            self._going.end()
+        if not self._failed:
+            with self._lock:
+                self._last_report = self._last_report or self._mode.report()
+        self._mode.close()
         self._going.end()
         if not self._ended:
             self._ended = True
             for one in self._ranks:
                 if not one.closed and not self._failed:
-                    one.line.say("closed", self._mode.report())
+                    one.line.say("closed", self._last_report)
                 one.line.close()
             self._hearing.end()
-            self._mode.close()
             self._slots.close()

@@ -112,6 +112,9 @@ class Slots:
             os.close(self.file)
             del self.file
 
+    def __del__(self) -> None:
+        self.close()
+
 
 class SharedSlots:
     """A rank's side: the file, mapped."""
