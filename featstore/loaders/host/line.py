@@ -169,6 +169,7 @@ def line_to(address: str) -> Line:
             except ConnectionRefusedError:
                 line.close()
             except OSError as error:
+                line.close()
                 raise refusal(error, "the loader of this host", "connect to") from error
             else:
                 break

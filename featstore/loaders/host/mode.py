@@ -62,6 +62,7 @@ class HostMode(OneProcess, Mode):
             if place.local_rank == 0:
                 own, self._line = pair()
                 opened.callback(self._line.close)
+                opened.callback(own.close)
                 service = Service(place, rank, alike, memory_bytes, own, make)
                 opened.callback(service.close)
             else:
@@ -140,6 +141,7 @@ class HostMode(OneProcess, Mode):
     def _next(self, run: int) -> tuple[int, Batch, Any] | None:
         """A mini-batch of this iteration, its number, and the mode's state after it; None at the end."""
         while True:
+            self.check_process()
             if run != self._run:
                 raise ClosedError("another iteration of this loader has begun, or its epoch or state was set")
             with self._lock:
