@@ -40,6 +40,7 @@ for mode in modes:
         seeds=np.arange(0, 900, 4), fanouts=(3, 2), batch_size=40, memory="64MiB", mode=mode,
         shared=shared == "shared", tensors=True,
     ) as loader:
+        assert (type(loader._mode).__name__ == "HostMode") == (shared == "shared")
         for epoch in range(2):
             steps, seeds = 0, torch.zeros(900)
             for batch in loader:

@@ -18,7 +18,7 @@ from featstore.errors import ClosedError, FeatstoreError
 from featstore.loaders.batch import Batch
 from featstore.loaders.host.line import Line, line_to, pair
 from featstore.loaders.host.place import Place, fingerprint
-from featstore.loaders.host.service import Service, error_of
+from featstore.loaders.host.service import HostService, error_of
 from featstore.loaders.host.slots import SharedSlots
 from featstore.loaders.modes import Mode
 from featstore.loaders.report import LoaderReport
@@ -36,7 +36,7 @@ class HostMode(OneProcess, Mode):
 
     ``rank``: of all ranks; ``options``: what has to be the same in all ranks of the host; ``memory_bytes``:
     of the host. ``make``: called in local rank 0 alone, see
-    :class:`featstore.loaders.host.service.Service`. Raises ArgumentError where the ranks do not belong
+    :class:`featstore.loaders.host.service.HostService`. Raises ArgumentError where the ranks do not belong
     together, WaitTimeoutError where one does not come, ClosedError where one dies; what ``make`` raises, in
     every rank.
     """
@@ -63,7 +63,7 @@ class HostMode(OneProcess, Mode):
                 own, self._line = pair()
                 opened.callback(self._line.close)
                 opened.callback(own.close)
-                service = Service(place, rank, alike, memory_bytes, own, make)
+                service = HostService(place, rank, alike, memory_bytes, own, make)
                 opened.callback(service.close)
             else:
                 self._line = line_to(place.address)

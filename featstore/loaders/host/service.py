@@ -27,7 +27,7 @@ from featstore.loaders.modes import Mode
 from featstore.loaders.report import LoaderReport
 from featstore.shared.protocol import encode_error
 
-Result = TypeVar("Result")
+_Got = TypeVar("_Got")
 
 _WHO = "local rank 0, which reads for the ranks of this host"
 
@@ -80,7 +80,7 @@ def error_of(error: BaseException) -> bytes:
     return encode_error(error, _WHO)
 
 
-class Service:
+class HostService:
     """Made by local rank 0, which waits for the others; ``make`` is given their ranks, and the memory that
     is left when places for mini-batches have theirs. ``own``: of the owner's own rank."""
 
@@ -143,7 +143,7 @@ class Service:
         in_order = [found[local] for local in sorted(found)]
         return (rank, *(one for one, _ in in_order)), [line for _, line in in_order]
 
-    def _whole(self, step: Callable[..., Result], *arguments: Any) -> Result:
+    def _whole(self, step: Callable[..., _Got], *arguments: Any) -> _Got:
         """Take a step within the memory that is left, which is told as a part of the whole."""
         try:
             return step(*arguments)
