@@ -13,7 +13,7 @@ from featstore.loaders.prefetch import Sampler, epoch_of
 from featstore.sampling.ranked import share_of
 
 
-class DividedBatches:
+class GivenShare:
     """Of the mini-batches of each epoch every ``world_size``-th, from ``rank`` on, in as many steps as any
     other rank has.
 
@@ -75,7 +75,7 @@ class DividedBatches:
             if self._rank >= left:
                 yield first[(self._rank - left) % len(first)]
 
-    def steps(self) -> int:
+    def epoch_steps(self) -> int:
         """Mini-batches of a whole epoch, as many for any rank. Raises ArgumentError where that is not
         known."""
         if not isinstance(self._batches, Sized):

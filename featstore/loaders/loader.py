@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Unpack
 
 from featstore import arguments as args
@@ -64,10 +63,10 @@ class Loader(LoaderBase):
             making = Making(
                 self.store, batches, given, self.memory_bytes - self._left, self._left, self._opened
             )
-            self._share, self._whole, self._ranks = making.share, making.whole, making.ranks
+            self._whole, self._ranks = making.whole, making.ranks
+            self._mode = making.mode(batches)
             self._shares = making.shares
             self.mode, self.mode_because, self.costs = making.taken
-            self._mode = making.mode()
         except BaseException:
             self._opened.close()
             raise
@@ -95,7 +94,7 @@ class Loader(LoaderBase):
 
     def __len__(self) -> int:
         """Mini-batches of an epoch, this rank's. Raises ArgumentError where that is not known."""
-        return self._mode.length(self._share)
+        return self._mode.length()
 
     @property
     def epoch(self) -> int:
@@ -118,7 +117,7 @@ class Loader(LoaderBase):
         self.check_open()
         epoch = args.as_count(epoch, "epoch", 0)
         if self._over:
-            self._mode.go_on(epoch, self._share, 0)
+            self._mode.go_on(epoch, 0)
         elif (epoch, 0) != (self._epoch, self._next):  # or it stands there already
             self._mode.set_epoch(epoch)
         self._epoch, self._next, self._over, self._resumed = epoch, 0, 0, False
@@ -129,9 +128,8 @@ class Loader(LoaderBase):
         """Where training stands: small, plain data for a checkpoint, the same on every rank but for ``at``.
         What was handed out counts as seen. It belongs to the same store, mini-batches, seed and mode."""
         self.check_open()
-        step = 0 if self._share is None else self._share.per_step
         return loader_state(self.store.uuid, self._epoch, self._next) | {
-            "mode": self.mode, "ranks": self._ranks.shares, "step": step, "over": self._over,
+            "mode": self.mode, "ranks": self._ranks.shares, "step": self._mode.per_step, "over": self._over,
             "at": self._mode.state() if self._next else None,
         }  # fmt: skip
 
@@ -148,12 +146,11 @@ class Loader(LoaderBase):
         args.check_state(state, {"mode": self.mode}, "this loader has")
         step, over = (args.as_count(state.get(name), f"{name} of the state", 0) for name in ("step", "over"))
         ranks = args.as_count(state.get("ranks"), "ranks of the state")
-        own = 0 if self._share is None else self._share.per_step
         at = state.get("at")
         if not after and at is None:
             after, over = self._begin(epoch, over)
-        elif (ranks, step) != (self._ranks.shares, own):
-            after, over = self._mode.go_on(epoch, self._share, over + after * step)
+        elif (ranks, step) != (self._ranks.shares, self._mode.per_step):
+            after, over = self._mode.go_on(epoch, over + after * step)
         else:
             if over or self._over:
                 self._begin(epoch, over)
@@ -163,7 +160,7 @@ class Loader(LoaderBase):
     def _begin(self, epoch: int, over: int) -> tuple[int, int]:
         """Stand in an epoch of which so much is over; see :meth:`featstore.loaders.modes.Mode.go_on`."""
         if over or self._over:
-            return self._mode.go_on(epoch, self._share, over)
+            return self._mode.go_on(epoch, over)
         self._mode.set_epoch(epoch)
         return 0, 0
 
@@ -198,10 +195,7 @@ class Loader(LoaderBase):
 
     def report(self) -> LoaderReport:
         """What has been measured so far."""
-        report = self._mode.report()
-        if self._share is None:
-            return report
-        return replace(report, padded=self._share.padded, dropped=self._share.dropped)
+        return self._mode.report()
 
     def close(self) -> None:
         """Give everything back; an iteration under way ends with ClosedError. May be called more than

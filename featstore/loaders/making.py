@@ -14,7 +14,9 @@ from featstore.loaders.compiled.loader import CompiledLoader
 from featstore.loaders.compiled.options import check_loader_options
 from featstore.loaders.costs.auto import Taken, auto
 from featstore.loaders.costs.partitions import OwnSampling
-from featstore.loaders.divided import DividedBatches
+from featstore.loaders.divided import GivenShare
+from featstore.loaders.host.mode import HostMode
+from featstore.loaders.host.place import place_of
 from featstore.loaders.mega.loader import PartitionsLoader
 from featstore.loaders.modes import Mode, PartitionsMode, RollingMode, compiled_mode
 from featstore.loaders.online.loader import OnlineLoader
@@ -30,13 +32,14 @@ from featstore.storage.relations import graph_of
 from featstore.storage.store import OpenStore
 
 _BATCH_SIZE = 1024
+_OF_A_RANK = ("rank", "attach")  # options that ranks that share a loader may have of their own
 _COMPILING = ("device", "name", "disk", "residency", "device_memory")
 
 
 class Making:
-    """Makes the loader of a mode. ``opened`` closes what was opened for it; ``share``: this rank's
-    mini-batches, None where a mode shares by itself; ``whole``: what makes them whole; ``shares``: of the
-    memory, of which ``aside`` bytes more are for others."""
+    """Makes the loader of a mode. ``opened`` closes what was opened for it; ``whole``: what makes
+    mini-batches whole; ``shares``: of the memory, of which ``aside`` bytes more are for others; ``taken``: which mode, and
+    why."""
 
     def __init__(
         self,
@@ -57,27 +60,58 @@ class Making:
                 held + aside + 1, memory_bytes + aside, "hold the arrays that are attached to mini-batches"
             )
         self.shares = MemoryShares(memory_bytes - held, 0, held + aside)
-        self.share: RankedBatches | DividedBatches | None = None
-        sampled = given.get("seeds") is not None
+        self.share: RankedBatches | GivenShare | None = None
+        self.taken = Taken(given.mode, "asked for", None)
+        self._here: tuple[int, ...] = (self.ranks.rank,)  # the ranks whose mini-batches are made here
+        self._sampled = given.get("seeds") is not None
         if batches is not None:
             self._check_given(batches)
-            self.share = DividedBatches(batches, self.ranks.rank, self.ranks.shares, self.drop_last)
-        elif given.get("fanouts") is None if sampled else not self._compiled_before():
+        elif given.get("fanouts") is None if self._sampled else not self._compiled_before():
             raise ArgumentError("give batches, or seeds= and fanouts= for the store to sample")
-        elif sampled and given.mode != "partitions":
-            self.share = self._sample()
-        self.taken = self._taken(batches) if given.auto else Taken(given.mode, "asked for", None)
-        given.mode = self.taken.mode
 
-    def mode(self) -> Mode:
+    def mode(self, batches: Sampler | None) -> Mode:
         """The mode, over its loader."""
+        given, ranks = self.given, self.ranks
+        place = place_of(given.get("shared", False), ranks.rank, ranks.shares, given.said)
+        if place is None:
+            mode = self._made(batches)
+        else:
+            if given.auto:
+                because = "ranks that share a loader take another mode only where it is asked for"
+                self.taken = Taken("online", because, None)
+                given.mode = "online"
+            alike = {name: value for name, value in given.said.items() if name not in _OF_A_RANK}
+            per_step = ranks.shares * self._seeds_of_a_step()["batch_size"]
+            mode = HostMode(
+                place, ranks.rank, alike | {"store": self.store.uuid}, self.shares.memory_bytes,
+                bool(given.tensors), per_step, self._for_host,
+            )  # fmt: skip
+        self._opened.callback(mode.close)
+        return mode
+
+    def _for_host(self, ranks: tuple[int, ...], memory_bytes: int) -> Mode:
+        """The mini-batches of these ranks in turn, for a :class:`HostMode`."""
+        self._here, self.given.tensors = ranks, False
+        self.shares = MemoryShares(memory_bytes)
+        return self._made(None)
+
+    def _made(self, batches: Sampler | None) -> Mode:
+        """The mode of the ranks here."""
+        given = self.given
+        if batches is not None:
+            self.share = GivenShare(batches, self.ranks.rank, self.ranks.shares, self.drop_last)
+        elif self._sampled and given.mode != "partitions":
+            self.share = self._sample()
+        if given.mode == "auto":
+            self.taken = self._taken(batches)
+            given.mode = self.taken.mode
         make = {
             "online": self._online, "compiled": self._compiled, "rolling": self._rolling,
             "partitions": self._partitions,
         }  # fmt: skip
         with self.shares.told_of_all():
-            mode = make[self.given.mode](self.given.of_mode())
-        self._opened.callback(mode.close)
+            mode = make[given.mode](given.of_mode())
+        mode.share = self.share
         return mode
 
     def _taken(self, batches: Sampler | None) -> Taken:
@@ -96,8 +130,8 @@ class Making:
 
     def _check_given(self, batches: Any) -> None:
         """Mini-batches were given."""
-        for name in SAMPLING:
-            if name in self.given.said:
+        for name in (*SAMPLING, "shared"):
+            if self.given.get(name, False) is not False:
                 raise ArgumentError(f"{name}= is for the store to sample: give batches or seeds, not both")
         if self.given.mode == "partitions":
             raise ArgumentError(
@@ -126,7 +160,7 @@ class Making:
                 memory=self.shares.sampler_bytes,
             )  # fmt: skip
         nodes = self.store.arrays[seeds] if isinstance(seeds, str) else seeds
-        made = RankedBatches(sampler, nodes, own=True, **self._shared())
+        made = RankedBatches(sampler, nodes, own=True, ranks=self._here, **self._seeds_of_a_step())
         self._opened.callback(made.close)
         if not len(made):
             raise ArgumentError(
@@ -135,13 +169,10 @@ class Making:
             )
         return made
 
-    def _shared(self) -> dict[str, Any]:
-        """How seeds are shared."""
+    def _seeds_of_a_step(self) -> dict[str, Any]:
+        """How seeds are divided among ranks."""
         size = args.as_count(self.given.get("batch_size", _BATCH_SIZE), "batch_size")
-        return {
-            "rank": self.ranks.rank, "world_size": self.ranks.shares, "batch_size": size,
-            "drop_last": self.drop_last,
-        }  # fmt: skip
+        return {"world_size": self.ranks.shares, "batch_size": size, "drop_last": self.drop_last}
 
     @property
     def _seed(self) -> int:
@@ -152,7 +183,7 @@ class Making:
         own.pop("edge_table", None)
         nodes = own.pop("nodes", None) if recorded or self.whole.edges is not None else None
         share = self.share
-        batches: Sampler | None = share.epoch if isinstance(share, DividedBatches) else share
+        batches: Sampler | None = share.epoch if isinstance(share, GivenShare) else share
         if batches is None or (not recorded and self.whole.edges is None):
             return batches
         return WantedRows(batches, nodes, self.whole.edges, recorded).epoch
@@ -199,13 +230,15 @@ class Making:
         loader = PartitionsLoader(
             self.store, self.given.get("fanouts"), memory=self.shares.rows_bytes,
             train=self.given.get("seeds"), graph=self.given.get("graph"), seed=self._seed,
-            tensors=self.given.tensors, **self._shared(), **own, **self.given.reading,
+            tensors=self.given.tensors, ranks=self._here, **self._seeds_of_a_step(), **own,
+            **self.given.reading,
         )  # fmt: skip
         return PartitionsMode(loader)
 
     def _check_compiling(self, own: dict[str, Any]) -> tuple[Any, str]:
         """Take device and name out of the options of compiling; raise for what it would refuse, before
-        anything is recorded for it. Each rank has a name of its own."""
+        anything is recorded for it. Each rank has a name of its own, and ranks that share a loader have one
+        together."""
         device, name = own.pop("device", None), own.pop("name", "loader")
         check_pack_name(name)
         parse_disk(own.get("disk"), self.store)
@@ -214,4 +247,6 @@ class Making:
             args.as_device(device, "device")
         if own.get("device_memory") is not None and device is None:
             raise SourceError("device_memory= keeps rows on a device: say on which, with device=")
+        if len(self._here) > 1:
+            return device, f"{name}-ranks{'_'.join(map(str, self._here))}of{self.ranks.shares}"
         return device, name if self.ranks.world_size == 1 else f"{name}-rank{self.ranks.rank}"

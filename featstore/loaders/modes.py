@@ -23,11 +23,13 @@ from featstore.arguments import as_count, as_flag, check_state
 from featstore.errors import ArgumentError
 from featstore.loaders.compiled.loader import CompiledLoader
 from featstore.loaders.compiled.trace import CompiledTrace
+from featstore.loaders.divided import GivenShare
 from featstore.loaders.prefetch import Sampler
 from featstore.loaders.report import LoaderReport
 from featstore.loaders.rolling import RollingLoader
 from featstore.loaders.state import loader_state, position_of
 from featstore.loaders.train import compiled_once
+from featstore.sampling.batches import RankedBatches
 from featstore.storage.store import OpenStore
 
 
@@ -35,10 +37,13 @@ class Mode:
     """A way to train, over the loader that does it. This is ``online``; the others differ in what they
     override."""
 
+    #: What makes this rank's mini-batches, and divides them; None where the mode does by itself.
+    share: RankedBatches | GivenShare | None = None
+
     def __init__(self, loader: Any) -> None:
         self.loader = loader
 
-    def epoch(self) -> Iterator[Any]:
+    def epoch(self) -> Generator[Any]:
         """The mini-batches of the epoch where training stands, or what is left of it."""
         yield from self.loader
 
@@ -46,18 +51,24 @@ class Mode:
         """Stand at the begin of this epoch."""
         self.loader.set_epoch(epoch)
 
-    def go_on(self, epoch: int, share: Any, over: int) -> tuple[int, int]:
+    @property
+    def per_step(self) -> int:
+        """Seeds, or mini-batches that were given, of all ranks together that a step goes on by."""
+        return 0 if self.share is None else self.share.per_step
+
+    def go_on(self, epoch: int, over: int) -> tuple[int, int]:
         """Stand in this epoch where another number of ranks has had the first ``over`` of the seeds (or
-        mini-batches) that ``share`` divides. Returns mini-batches of this rank that are over, and how much of
+        mini-batches) that are divided. Returns mini-batches of this rank that are over, and how much of
         the epoch was over before its first. Raises ArgumentError where that cannot be."""
+        assert self.share is not None
         self.set_epoch(epoch)
-        share.begin_at(epoch, over)
+        self.share.begin_at(epoch, over)
         return 0, over
 
-    def length(self, share: Any) -> int:
+    def length(self) -> int:
         """Mini-batches of an epoch, this rank's. Raises ArgumentError where that is not known."""
-        steps: int = share.steps()
-        return steps
+        assert self.share is not None
+        return self.share.epoch_steps()
 
     def state(self) -> dict[str, Any]:
         """Where training stands."""
@@ -71,7 +82,9 @@ class Mode:
     def report(self) -> LoaderReport:
         """What has been measured."""
         report: LoaderReport = self.loader.report()
-        return report
+        if self.share is None:
+            return report
+        return replace(report, padded=self.share.padded, dropped=self.share.dropped)
 
     def close(self) -> None:
         """Give everything back."""
@@ -153,7 +166,7 @@ class CompiledMode(Mode):
         ]
         return np.concatenate(parts)
 
-    def epoch(self) -> Iterator[Any]:
+    def epoch(self) -> Generator[Any]:
         length = self._length(self._epoch)
         if self._broken:
             self._seek(self._epoch, self._after)
@@ -197,17 +210,17 @@ class CompiledMode(Mode):
     def set_epoch(self, epoch: int) -> None:
         self._seek(epoch, 0)
 
-    def length(self, share: Any) -> int:
+    def length(self) -> int:
         """Of the epoch where training stands."""
         return self._length(self._epoch)
 
-    def go_on(self, epoch: int, share: Any, over: int) -> tuple[int, int]:
+    def go_on(self, epoch: int, over: int) -> tuple[int, int]:
         """Its mini-batches are laid out: so many of all ranks' must be over that each has had whole ones."""
-        steps, left = divmod(over, share.per_step)
+        steps, left = divmod(over, max(1, self.per_step))
         if left:
             raise ArgumentError(
                 f"the state stands after {over:,} of an epoch's seeds or mini-batches, which are no whole "
-                f"steps of {share.per_step:,} of these ranks, and what is compiled cannot be divided anew: "
+                f"steps of {self.per_step:,} of these ranks, and what is compiled cannot be divided anew: "
                 f"begin the next epoch, set_epoch({epoch + 1}), or go on with as many ranks as before"
             )
         self._seek(epoch, min(steps, self._length(epoch)))
@@ -238,7 +251,7 @@ class RollingMode(Mode):
 
     loader: RollingLoader
 
-    def epoch(self) -> Iterator[Any]:
+    def epoch(self) -> Generator[Any]:
         for batch in super().epoch():  # which has no end
             last = self.loader.state_dict()["next"] == 0
             yield batch
@@ -249,9 +262,10 @@ class RollingMode(Mode):
     def set_epoch(self, epoch: int) -> None:
         self.loader.seek(epoch)
 
-    def go_on(self, epoch: int, share: Any, over: int) -> tuple[int, int]:
+    def go_on(self, epoch: int, over: int) -> tuple[int, int]:
+        assert self.share is not None
         self.loader.seek(epoch, anew=True)
-        share.begin_at(epoch, over)
+        self.share.begin_at(epoch, over)
         return 0, over
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -261,10 +275,10 @@ class RollingMode(Mode):
 class PartitionsMode(Mode):
     """Mini-batches sampled inside random collections of partitions."""
 
-    def length(self, share: Any) -> int:
+    def length(self) -> int:
         raise ArgumentError("how many mini-batches an epoch of mode 'partitions' has depends on its draw")
 
-    def go_on(self, epoch: int, share: Any, over: int) -> tuple[int, int]:
+    def go_on(self, epoch: int, over: int) -> tuple[int, int]:
         raise ArgumentError(
             "mode 'partitions' goes on in the middle of an epoch with as many ranks as before alone: begin "
             f"the next one, set_epoch({epoch + 1})"

@@ -29,6 +29,9 @@ class LoaderOptions(TypedDict, total=False):
             ``torch.distributed`` or ``torchrun`` say. Each has its share of every epoch: of the seeds, or of
             the mini-batches that are given every ``world_size``-th (unless a torch ``DistributedSampler`` or
             the like among them divides already). ``memory`` is that of one process.
+        shared: with ``seeds``: the ranks of this host have one loader between them, which holds the rows
+            once; ``memory`` is then the host's. True under ``torchrun``; else a name that they have in common
+            and no other run has. All make it, and go through it in lock-step: :mod:`featstore.loaders.host`.
         drop_last: leave out what is left over after whole mini-batches of all ranks. Else the last
             mini-batch may be smaller, and up to ``world_size - 1`` seeds (or mini-batches) of an epoch stand
             twice, so that every rank has as many steps. :meth:`Loader.report` says how many.
@@ -87,6 +90,7 @@ class LoaderOptions(TypedDict, total=False):
     graph: str | None
     rank: int | None
     world_size: int | None
+    shared: bool | str
     drop_last: bool | None
     mode: str
     repeat: bool | None
@@ -129,6 +133,7 @@ OF_MODES = {
     "nodes": ("online", "compiled", "rolling"),
     "edge_table": ("online", "compiled", "rolling"),
     "device_memory": ("online", "compiled", "rolling"),
+    "device": MODES,
     **dict.fromkeys(
         ("policy", "static", "device_policy", "warm", "overtake", "extracted", "reader_memory"),
         ("online",),
@@ -185,4 +190,4 @@ class Given:
 
 
 #: What has no None: it is wrong, and refused where it is looked at.
-_NEVER = ("mode", "memory", "engine", "queue_depth", "verify")
+_NEVER = ("mode", "memory", "engine", "queue_depth", "verify", "shared")

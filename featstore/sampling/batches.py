@@ -116,7 +116,11 @@ class SampledBatches(Sequence[MiniBatch]):
         numbers = range(len(self))[index]
         if isinstance(numbers, range):
             return [self[number] for number in numbers]
-        return self.sampler.sample(self.seeds(numbers), numbers, epoch=self.epoch)
+        return self.sampler.sample(self.seeds(numbers), self._number(numbers), epoch=self.epoch)
+
+    def _number(self, index: int) -> int:
+        """By which the sampler knows a mini-batch."""
+        return index
 
     def close(self) -> None:
         if self._own and isinstance(self.sampler, StoredSampler):
@@ -130,15 +134,16 @@ class SampledBatches(Sequence[MiniBatch]):
 
 
 class RankedBatches(SampledBatches):
-    """The mini-batches of one rank of several, ``rank`` of ``world_size``: in every epoch each has its
-    share of the same order, see :func:`featstore.sampling.ranked.share_of`. ``padded`` seeds stand twice in
-    this epoch, ``dropped`` ones, others in each, are left out."""
+    """The mini-batches of some ranks of several, ``ranks`` of ``world_size``, in turn: number 0 of each, then
+    number 1 of each. In every epoch each rank has its share of the same order, see
+    :func:`featstore.sampling.ranked.share_of`, and its mini-batches are the same whichever others are here.
+    ``padded`` seeds stand twice in this epoch, ``dropped`` ones, others in each, are left out."""
 
     def __init__(
-        self, sampler: GraphSampler, train: NDArray[Any], batch_size: int, *, rank: int = 0,
+        self, sampler: GraphSampler, train: NDArray[Any], batch_size: int, *, ranks: Sequence[int] = (0,),
         world_size: int = 1, drop_last: bool = False, own: bool = False
     ) -> None:  # fmt: skip
-        self.rank, self.num_replicas, self._drop_last = rank, world_size, drop_last
+        self.ranks, self.num_replicas, self._drop_last = tuple(ranks), world_size, drop_last
         self.padded = self.dropped = 0
         self._begun_at = (0, 0)  # an epoch, and how many seeds of its order are over
         super().__init__(sampler, train, batch_size, own=own)
@@ -148,9 +153,9 @@ class RankedBatches(SampledBatches):
         """Seeds of all ranks together that a step goes on by."""
         return self.batch_size * self.num_replicas
 
-    def steps(self) -> int:
+    def epoch_steps(self) -> int:
         """Mini-batches of a whole epoch, as many for any rank."""
-        share = share_of(self._nodes, self.batch_size, self.rank, self.num_replicas, self._drop_last)
+        share = share_of(self._nodes, self.batch_size, 0, self.num_replicas, self._drop_last)
         return -(-len(share.seeds) // self.batch_size)
 
     def begin_at(self, epoch: int, over: int) -> None:
@@ -161,9 +166,26 @@ class RankedBatches(SampledBatches):
     def _begin(self, epoch: int) -> None:
         super()._begin(epoch)
         over = self._begun_at[1] if self._begun_at[0] == epoch else 0
-        self.train, self.padded, self.dropped = share_of(
-            self.train[over:], self.batch_size, self.rank, self.num_replicas, self._drop_last
-        )
+        how = self.num_replicas, self._drop_last
+        shares = [share_of(self.train[over:], self.batch_size, rank, *how) for rank in self.ranks]
+        self.padded, self.dropped = shares[0].padded, shares[0].dropped
+        self.train = np.stack([share.seeds for share in shares])  # [ranks, seeds of each]
+
+    @property
+    def steps(self) -> int:
+        """Mini-batches of each rank, in this epoch."""
+        seeds: int = self.train.shape[1]
+        return -(-seeds // self.batch_size)
+
+    def __len__(self) -> int:
+        return len(self.ranks) * self.steps
+
+    def seeds(self, index: int) -> NDArray[np.int64]:
+        rank: NDArray[np.int64] = self.train[index % len(self.ranks)]
+        return rank[self._number(index) * self.batch_size :][: self.batch_size]
+
+    def _number(self, index: int) -> int:
+        return index // len(self.ranks)
 
 
 class RecordedEpochs(Sequence[tuple[NDArray[np.int64], dict[str, Any]]]):

@@ -66,9 +66,9 @@ def proves(answer: bytes, key: bytes, side: bytes, nonce: bytes) -> bool:
 # Errors.
 
 
-def encode_error(error: BaseException) -> bytes:
+def encode_error(error: BaseException, where: str = "the owner of the shared buffer") -> bytes:
     """An error as JSON. One that is not of :mod:`featstore.errors` becomes the nearest class that is, its own
-    name in the message."""
+    name in the message, and ``where`` it was raised."""
     name = type(error).__name__
     if name in errors.__all__ and type(error) is getattr(errors, name):
         reduced = error.__reduce__()
@@ -77,15 +77,9 @@ def encode_error(error: BaseException) -> bytes:
         (c.__name__ for c in type(error).__mro__ if c.__name__ in errors.__all__), "FeatstoreError"
     )
     if nearest in _OF_MESSAGE:
-        message = (
-            f"{error}"
-            if nearest != "FeatstoreError"
-            else f"{name} in the owner of the shared buffer: {error}"
-        )
+        message = f"{error}" if nearest != "FeatstoreError" else f"{name} in {where}: {error}"
         return json.dumps({"type": nearest, "arguments": [message]}).encode()
-    return json.dumps(
-        {"type": "FeatstoreError", "arguments": [f"{name} in the owner of the shared buffer: {error}"]}
-    ).encode()
+    return json.dumps({"type": "FeatstoreError", "arguments": [f"{name} in {where}: {error}"]}).encode()
 
 
 _ERRORS = frozenset(name for name in errors.__all__ if issubclass(getattr(errors, name), FeatstoreError))

@@ -360,6 +360,10 @@ CALLS: dict[str, Call] = {
     "CompiledTrace.limits": Call(lambda w: (w.compiled.limits, {"table": "features"}), {"table": NAME}),
     "CompiledTrace.row_bytes": Call(lambda w: (w.compiled.row_bytes, {"table": "features"}), {"table": NAME}),
     "CompiledTrace.turn": Call(lambda w: (w.compiled.turn, {"table": "features"}), {"table": NAME}),
+    "CompiledTrace.depth_within": Call(
+        lambda w: (w.compiled.depth_within, {"memory_bytes": 2**26}),
+        {"memory_bytes": Anything("called by its loader"), "beside_bytes": Anything("called by its loader")},
+    ),
     "CompiledTrace.needed_bytes": Call(lambda w: (w.compiled.needed_bytes, {"depth": 2}), {"depth": count()}),
     "CompiledLoader": Call(
         lambda w: (CompiledLoader, {"compiled": w.compiled, "engine": "threads"}),

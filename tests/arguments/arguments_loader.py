@@ -72,6 +72,7 @@ LOADER: dict[str, Call] = {
             "drop_last": FLAG.optional,
             "rank": RANK,
             "world_size": WORLD_SIZE,
+            "shared": FLAG.but("a text"),
             "graph": NAME.optional,
             "mode": choice(),
             "memory": MEMORY,

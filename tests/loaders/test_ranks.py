@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from featstore.errors import ArgumentError
-from featstore.loaders.divided import DividedBatches
+from featstore.loaders.divided import GivenShare
 
 NODES, EPOCH = 900, 23
 TRAIN = np.arange(0, NODES, 4)  # 225
@@ -53,14 +53,12 @@ def as_stream(epoch: int) -> Iterator[np.ndarray]:
 def test_streams_and_sequences_are_divided_alike(count: int, world: int, over: int, drop_last: bool) -> None:
     shares: dict[str, list[list[int]]] = {}
     for kind, make in (("list", list), ("stream", iter)):
-        divided = [
-            DividedBatches(lambda _, m=make: m(range(count)), k, world, drop_last) for k in range(world)
-        ]  # type: ignore[misc]
+        divided = [GivenShare(lambda _, m=make: m(range(count)), k, world, drop_last) for k in range(world)]  # type: ignore[misc]
         for one in divided:
             one.begin_at(3, over)
         shares[kind] = [list(one.epoch(3)) for one in divided]
         assert [list(one.epoch(4))[:1] for one in divided] == [
-            list(DividedBatches(lambda _: list(range(count)), k, world, drop_last).epoch(4))[:1]
+            list(GivenShare(lambda _: list(range(count)), k, world, drop_last).epoch(4))[:1]
             for k in range(world)
         ], "another epoch is whole"
     assert shares["list"] == shares["stream"]

@@ -1,5 +1,5 @@
 """One loop on the ranks of ``torchrun``: gradients are averaged at every step, which would hang if ranks had
-unequal numbers of them."""
+unequal numbers of them. With loaders of their own, and with one that the ranks of the host share."""
 
 from __future__ import annotations
 
@@ -34,14 +34,17 @@ torch.set_num_threads(1)
 dist.init_process_group("gloo", timeout=timedelta(seconds=60))
 features = np.load("features.npy")
 store = featstore.open("s")
-for mode in sys.argv[1:]:
+shared, *modes = sys.argv[1:]
+for mode in modes:
     with store.loader(
-        seeds=np.arange(0, 900, 4), fanouts=(3, 2), batch_size=40, memory="64MiB", mode=mode
+        seeds=np.arange(0, 900, 4), fanouts=(3, 2), batch_size=40, memory="64MiB", mode=mode,
+        shared=shared == "shared", tensors=True,
     ) as loader:
+        assert (type(loader._mode).__name__ == "HostMode") == (shared == "shared")
         for epoch in range(2):
             steps, seeds = 0, torch.zeros(900)
             for batch in loader:
-                assert (batch.x == features[batch.n_id]).all()
+                assert (batch.x.numpy() == features[batch.n_id]).all()
                 seeds[torch.from_numpy(batch.n_id[: batch.batch_size])] += 1
                 dist.all_reduce(torch.ones(1))  # as DistributedDataParallel does at every step
                 steps += 1
@@ -53,7 +56,8 @@ dist.destroy_process_group()
 """
 
 
-def test_every_mode_divides_its_epochs(tmp_path: Path, pack: Any) -> None:
+@pytest.mark.parametrize("shared", ["shared", "alone"])
+def test_every_mode_divides_its_epochs(tmp_path: Path, pack: Any, shared: str) -> None:
     features = np.random.default_rng(0).standard_normal((NODES, 5)).astype(np.float32)
     np.save(tmp_path / "features.npy", features)
     edges = np.random.default_rng(1).integers(0, NODES, (2, 6000))
@@ -62,7 +66,7 @@ def test_every_mode_divides_its_epochs(tmp_path: Path, pack: Any) -> None:
     root = Path(featstore.__file__).resolve().parent.parent
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={RANKS}"]
     done = subprocess.run(
-        [*command, "train.py", *MODES], cwd=tmp_path, capture_output=True, text=True, timeout=200,
+        [*command, "train.py", shared, *MODES], cwd=tmp_path, capture_output=True, text=True, timeout=200,
         env=os.environ | {
             "PYTHONPATH": f"{root}{os.pathsep}{os.environ.get('PYTHONPATH', '')}", "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": "lo",

@@ -66,7 +66,7 @@ def in_memory(store: Any, repeated: bool, world_size: int) -> Callable[[int], It
 
     sampled = RankedBatches(
         open_sampler(store, SAMPLED["fanouts"], seed=SAMPLED["seed"]), TRAIN, SAMPLED["batch_size"],
-        rank=world_size - 1, world_size=world_size,
+        ranks=[world_size - 1], world_size=world_size,
     )  # fmt: skip
 
     def batches(epoch: int) -> Iterator[Any]:

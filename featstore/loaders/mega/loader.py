@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import time
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -38,7 +39,7 @@ PASSES_MAX = 16  # of "auto"
 _MEDIAN_OF_LOADS, _MEDIAN_OF_STEPS = 8, 64
 
 
-class Place(NamedTuple):
+class Position(NamedTuple):
     """The next mini-batch to be handed out: of which step and pass, its number, the size of those before it
     in the pass, and how often the mega-batch is gone through (None: to be chosen)."""
 
@@ -66,8 +67,9 @@ class PartitionsLoader(PrefetchingLoader):
         weights: weigh edges so that neighbours lost at the border do not bias a mean.
         tensors: ``x`` as a torch tensor; by default where there is a device.
         device: where tensors go; None for host memory.
-        rank, world_size, drop_last: which of the mini-batches are drawn here, see
-            :func:`featstore.sampling.ranked.share_of`.
+        ranks, world_size, drop_last: whose mini-batches are drawn here, see
+            :func:`featstore.sampling.ranked.share_of`: number 0 of each of these ranks, then number 1 of
+            each.
         sets: ``memory``, ``train``, ``graph``, ``hubs``, ``resident``, ``replaced``, ``seed``, ``engine``,
             ``queue_depth`` and ``verify`` of :class:`featstore.loaders.mega.sets.PartitionSets`; ``memory``
             covers the mini-batches as well.
@@ -79,8 +81,8 @@ class PartitionsLoader(PrefetchingLoader):
 
     def __init__(
         self, store: OpenStore, fanouts: Any, *, batch_size: int = 1024, passes: int | str = 1,
-        weights: bool = False, tensors: bool | None = None, device: Any = None, rank: int = 0,
-        world_size: int = 1, drop_last: bool = False, **sets: Any,
+        weights: bool = False, tensors: bool | None = None, device: Any = None,
+        ranks: Sequence[int] = (0,), world_size: int = 1, drop_last: bool = False, **sets: Any,
     ) -> None:  # fmt: skip
         super().__init__(_StepStages())
         if not isinstance(passes, str) or passes != "auto":
@@ -94,14 +96,14 @@ class PartitionsLoader(PrefetchingLoader):
             args.need_torch("tensors=True")
         self._options = DrawOptions(
             args.as_fanouts(fanouts), args.as_count(batch_size, "batch_size"),
-            args.as_flag(weights, "weights"), args.as_count(rank, "rank", 0, world_size - 1), world_size,
-            args.as_flag(drop_last, "drop_last"),
+            args.as_flag(weights, "weights"), 0, world_size, args.as_flag(drop_last, "drop_last"),
         )  # fmt: skip
+        self._ranks = tuple(args.as_count(rank, "rank", 0, world_size - 1) for rank in ranks)
         drawn = LargestDrawn(self._options.batch_size, self._options.fanouts)
         self.sets = PartitionSets(store, drawn=drawn, **sets)
         nodes, _ = drawn.nodes_and_edges(self.sets.places, self.sets.sizes.edges_max)
         self._outputs = Outputs(nodes * self.sets.table.row_bytes, HELD_BATCHES)
-        self._epoch, self._place = 0, Place()
+        self._epoch, self._place = 0, Position()
         self._padded = self._dropped = 0  # seeds of this epoch that stand twice, and that are left out
         self._load_seconds: list[float] = []  # of the last mega-batches
         self._edges_stored = self._edges_kept = 0  # of those that mini-batches were drawn from
@@ -134,12 +136,13 @@ class PartitionsLoader(PrefetchingLoader):
     def _prefetched(self, prefetch: Prefetch) -> None:
         with self._lock:
             if self._prefetch is prefetch:
-                self._epoch, self._place = self._epoch + 1, Place()
+                self._epoch, self._place = self._epoch + 1, Position()
 
     # What the thread asks for.
 
-    def begin(self, future: Future[PartitionSet], place: Place) -> tuple[Drawing, int]:
-        """The mini-batches of a mega-batch that has been loaded, and how often it is gone through."""
+    def begin(self, future: Future[PartitionSet], place: Position) -> tuple[list[Drawing], int]:
+        """The mini-batches of a mega-batch that has been loaded, of each rank, and how often it is gone
+        through."""
         mega = future.result()
         if mega.load_seconds:
             self._load_seconds = [*self._load_seconds, mega.load_seconds][-_MEDIAN_OF_LOADS:]
@@ -149,11 +152,13 @@ class PartitionsLoader(PrefetchingLoader):
         self.sets_begun += 1
         self._edges_stored += mega.edges_stored
         self._edges_kept += mega.partition_edges
-        drawing = Drawing(self.sets.take(mega.epoch, mega.step), self._options, self._outputs)
-        passes = self._choose_passes(drawing.per_pass) if place.passes is None else place.passes
-        self._padded += drawing.share.padded * passes
-        self._dropped += drawing.share.dropped * passes
-        return drawing, passes
+        taken = self.sets.take(mega.epoch, mega.step)
+        drawings = [Drawing(taken, replace(self._options, rank=r), self._outputs) for r in self._ranks]
+        share, per_pass = drawings[0].share, drawings[0].per_pass
+        passes = self._choose_passes(per_pass) if place.passes is None else place.passes
+        self._padded += share.padded * passes
+        self._dropped += share.dropped * passes
+        return drawings, passes
 
     def _choose_passes(self, per_pass: int) -> int:
         """HierBatching's rule (appendix B): as often as loading takes longer than one pass of training."""
@@ -190,7 +195,7 @@ class PartitionsLoader(PrefetchingLoader):
         """Begin at the start of this epoch when iterated next."""
         epoch = args.as_count(epoch, "epoch", 0)
         with self._alone("an epoch has been set since this iteration began"):
-            self._epoch, self._place = epoch, Place()
+            self._epoch, self._place = epoch, Position()
 
     def state_dict(self) -> dict[str, Any]:
         """Where training stands: small, plain data. What was handed out counts as seen. Its ``next`` is the
@@ -218,7 +223,7 @@ class PartitionsLoader(PrefetchingLoader):
         if step > self.sets.steps:
             raise ArgumentError(f"the state points to step {step} of epoch {epoch}, which does not exist")
         with self._alone("a state has been loaded since this iteration began"):
-            self._epoch, self._place = epoch, Place(step, pass_, number, size, passes)
+            self._epoch, self._place = epoch, Position(step, pass_, number, size, passes)
 
     # What it does, and ending.
 
@@ -264,7 +269,7 @@ class _StepStages(Stages):
 class _Prefetch(Prefetch):
     """One epoch, from a place on: pairs of a mini-batch and the place after it."""
 
-    def __init__(self, loader: PartitionsLoader, epoch: int, place: Place) -> None:
+    def __init__(self, loader: PartitionsLoader, epoch: int, place: Position) -> None:
         name = "featstore-partitions"
         super().__init__(loader.check_process, loader.report_stages, HELD_BATCHES, 1, name)
         self._loader, self._epoch, self._place = loader, epoch, place
@@ -272,13 +277,13 @@ class _Prefetch(Prefetch):
     def _go(self) -> None:
         first, sets = self._place, self._loader.sets
         for step in range(first.step, sets.steps):
-            place = first if step == first.step else Place(step)
+            place = first if step == first.step else Position(step)
             future = sets.ask(self._epoch, step)
             if not self._wait(future):
                 return
-            drawing, passes = self._loader.begin(future, place)
+            drawings, passes = self._loader.begin(future, place)
             for pass_ in range(place.pass_, passes):
-                if not self._draw(drawing, pass_, place.number if pass_ == place.pass_ else 0, passes):
+                if not self._draw(drawings, pass_, place.number if pass_ == place.pass_ else 0, passes):
                     return
 
     def _wait(self, future: Future[PartitionSet]) -> bool:
@@ -290,14 +295,17 @@ class _Prefetch(Prefetch):
         self._stages.add("load wait", time.perf_counter() - begin)
         return not self._stop
 
-    def _draw(self, drawing: Drawing, pass_: int, begin: int, passes: int) -> bool:
-        """Hand over the mini-batches of a pass; False after a stop."""
-        order, per_pass, size = drawing.order(pass_), drawing.per_pass, drawing.options.batch_size
-        for number in range(begin, per_pass):
-            if not self._take_room(lambda: False):
-                return False
-            after = Place(
-                drawing.mega.step, pass_ + (number + 1) // per_pass, (number + 1) % per_pass, size, passes
-            )
-            self._hand_over((self._loader.draw(drawing, order, pass_, number), after))
+    def _draw(self, drawings: list[Drawing], pass_: int, begin: int, passes: int) -> bool:
+        """Hand over the mini-batches of a pass, those of the ranks in turn; False after a stop."""
+        orders = [drawing.order(pass_) for drawing in drawings]
+        first = drawings[0]
+        for number in range(begin, first.per_pass):
+            after = Position(
+                first.mega.step, pass_ + (number + 1) // first.per_pass, (number + 1) % first.per_pass,
+                first.options.batch_size, passes,
+            )  # fmt: skip
+            for drawing, order in zip(drawings, orders, strict=True):
+                if not self._take_room(lambda: False):
+                    return False
+                self._hand_over((self._loader.draw(drawing, order, pass_, number), after))
         return True

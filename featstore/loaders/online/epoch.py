@@ -25,7 +25,7 @@ from featstore.loaders.prefetch import Prefetch
 from featstore.sampling.minibatch import Ids, split
 
 
-class EpochLoader(Protocol):
+class ForEpoch(Protocol):
     """What an epoch asks of its loader."""
 
     report_stages: OnlineStages
@@ -52,7 +52,7 @@ class OnlineEpoch(Prefetch):
     ``held_bytes``: of the mini-batch that the loop has from the epoch before."""
 
     def __init__(
-        self, loader: EpochLoader, extraction: Extraction, batches: Iterable[Any], skip: int, held_bytes: int
+        self, loader: ForEpoch, extraction: Extraction, batches: Iterable[Any], skip: int, held_bytes: int
     ) -> None:
         room = extraction.room_bytes
         super().__init__(loader.check_process, loader.report_stages, room, held_bytes, "featstore-extract")

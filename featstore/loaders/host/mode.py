@@ -1,0 +1,247 @@
+"""A rank's side: mini-batches come from the owner, through shared memory; and the way to it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Generator, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+from featstore.base.process import OneProcess
+from featstore.errors import ArgumentError, ClosedError, FeatstoreError
+from featstore.loaders.batch import Batch
+from featstore.loaders.host.line import Line, line_to, pair
+from featstore.loaders.host.place import Place, fingerprint
+from featstore.loaders.host.service import HostService, error_of
+from featstore.loaders.host.slots import SharedSlots
+from featstore.loaders.modes import Mode
+from featstore.loaders.report import LoaderReport
+from featstore.loaders.state import position_of
+from featstore.shared.protocol import decode_error
+
+_OWNER_GONE = (
+    "local rank 0, which reads for the ranks of this host, has died: see why there, and begin all ranks again"
+)
+_OWNER_CLOSED = "local rank 0, which reads for the ranks of this host, has closed its loader"
+
+
+class HostMode(OneProcess, Mode):
+    """Mini-batches that local rank 0 makes, whatever its mode is.
+
+    ``rank``: of all ranks; ``options``: what has to be the same in all ranks of the host; ``memory_bytes``:
+    of the host; ``per_step``: seeds of a step of all ranks. ``make``: called in local rank 0 alone, see
+    :class:`featstore.loaders.host.service.HostService`. Raises ArgumentError where the ranks do not belong
+    together, WaitTimeoutError where one does not come, ClosedError where one dies; what ``make`` raises, in
+    every rank.
+    """
+
+    called = "the loader"
+
+    def __init__(
+        self, place: Place, rank: int, options: Mapping[str, Any], memory_bytes: int, tensors: bool,
+        per_step: int, make: Callable[[tuple[int, ...], int], Mode],
+    ) -> None:  # fmt: skip
+        OneProcess.__init__(self)
+        self._tensors, self._per_step, self._lock = tensors, per_step, threading.Lock()
+        self._position: tuple[int, int, Mapping[str, Any] | None] = (0, 0, None)  # epoch, step, mode's state
+        self._run = 0  # number of the iteration
+        self._alive: dict[int, None] = {}  # mini-batches whose arrays are there, and count
+        self._others: deque[tuple[Any, ...]] = deque()  # heard while something else was waited for
+        self._seconds, self._batches = {"wait": 0.0, "train": 0.0}, 0
+        self._last_report: LoaderReport | None = None
+        self._file = -1  # the shared memory, until it is mapped
+        self._ended = b""  # the error that tells why nothing comes any more
+        alike = fingerprint(options)
+        with ExitStack() as opened:
+            if place.local_rank == 0:
+                own, self._line = pair()
+                opened.callback(self._line.close)
+                opened.callback(own.close)
+                service = HostService(place, rank, alike, memory_bytes, own, make)
+                opened.callback(service.close)
+            else:
+                self._line = line_to(place.address)
+                opened.callback(self._line.close)
+                self._line.say("hello", place.local_rank, rank, alike)
+            _, slot_bytes, self._template = self._heard("welcome")
+            self._slots = SharedSlots(self._file, slot_bytes)
+            # Who ends without having closed, says so as well; who is killed does not.
+            opened.callback(weakref.finalize(self, _say_close, self._line, os.getpid()))
+            self._opened = opened.pop_all()
+
+    # What is heard.
+
+    def _heard(self, *kinds: str) -> tuple[Any, ...]:
+        """What comes with the next message of one of these kinds. Raises what ends everything."""
+        for number, earlier in enumerate(self._others):
+            if earlier[0] in kinds:
+                del self._others[number]
+                return earlier
+        while True:
+            if self._ended:
+                raise decode_error(self._ended)
+            message, descriptors = self._line.hear()
+            if descriptors:
+                self._file = descriptors[0]
+            if message is None:
+                self._ended = error_of(ClosedError(_OWNER_GONE))
+            elif message[0] == "failed":
+                self._ended = message[1]
+            elif message[0] == "closed":
+                self._last_report = message[1]
+                self._ended = error_of(ClosedError(_OWNER_CLOSED))
+            elif message[0] in kinds:
+                return message
+            else:
+                self._others.append(message)
+
+    # Going through it.
+
+    def epoch(self) -> Generator[Batch]:
+        epoch, step, at = self._position
+        self._break_off()
+        run = self._run
+        self._line.say("begin", run, epoch, step, at)
+        over = False
+        last = time.perf_counter()
+        try:
+            while True:
+                found = self._next(run)
+                now = time.perf_counter()
+                self._seconds["wait"] += now - last
+                if found is None:
+                    over = True
+                    self._position = epoch + 1, 0, None
+                    return
+                number, batch, at = found
+                step += 1
+                self._position = epoch, step, at or {**self._template, "epoch": epoch, "next": step}
+                self._batches += 1
+                del found
+                yield batch
+                del batch
+                last = time.perf_counter()
+                self._seconds["train"] += last - now
+                for older in [one for one in list(self._alive) if one < number]:
+                    self._alive.pop(older, None)
+                    self._line.say("kept", older)
+        except Exception:
+            over = True
+            raise
+        finally:
+            if not over and run == self._run:
+                self._line.say("stop", run)
+
+    def _next(self, run: int) -> tuple[int, Batch, Any] | None:
+        """A mini-batch of this iteration, its number, and the mode's state after it; None at the end."""
+        while True:
+            self.check_process()
+            if run != self._run:
+                raise ClosedError("another iteration of this loader has begun, or its epoch or state was set")
+            with self._lock:
+                kind, its_run, *what = self._heard("batch", "end", "error")
+                if kind == "batch":
+                    number, slot, sizes, at = what
+                    self._alive[number] = None
+                    made = self._slots.read(slot, sizes, _Gone(self._line, self._alive, number))
+            if its_run != run:
+                made = None  # of one that was broken off
+                continue
+            if kind == "error":
+                raise decode_error(what[0])
+            if kind == "end":
+                return None
+            n_id, x, sample = made
+            return number, Batch(0, n_id, self._as_asked(x), sample), at
+
+    def _as_asked(self, x: Any) -> Any:
+        if not self._tensors:
+            return x
+        from featstore.base.tensors import as_tensor
+
+        return {k: as_tensor(v) for k, v in x.items()} if isinstance(x, Mapping) else as_tensor(x)
+
+    def _break_off(self) -> None:
+        """An iteration under way ends."""
+        self._line.say("stop", self._run)
+        self._run += 1
+
+    @property
+    def per_step(self) -> int:
+        return self._per_step
+
+    def length(self) -> int:
+        raise ArgumentError("ranks that share a loader do not know how many mini-batches an epoch has")
+
+    def go_on(self, epoch: int, over: int) -> tuple[int, int]:
+        raise ArgumentError(
+            "ranks that share a loader go on in the middle of an epoch with as many ranks, and seeds a "
+            f"mini-batch, as before alone: begin the next one, set_epoch({epoch + 1})"
+        )
+
+    def set_epoch(self, epoch: int) -> None:
+        self._break_off()
+        self._position = epoch, 0, None
+
+    def state(self) -> dict[str, Any]:
+        epoch, step, at = self._position
+        return dict(at or {**self._template, "epoch": epoch, "next": step})
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        # In mode partitions its "next" counts mega-batches: that is the mode's own affair, and the same in
+        # all ranks.
+        epoch, step = position_of(state, self._template["store"])
+        self._break_off()
+        self._position = epoch, step, dict(state)
+
+    # What it does.
+
+    def report(self) -> LoaderReport:
+        """Of the host; mini-batches, waiting and training are this rank's."""
+        report = self._report()
+        return replace(report, batches=self._batches, seconds={**report.seconds, **self._seconds})
+
+    def _report(self) -> LoaderReport:
+        """The owner's; after its end the last one."""
+        self.check_process()
+        with self._lock:
+            if self._last_report is None:
+                self._line.say("report")
+                try:
+                    _, report = self._heard("report")
+                except FeatstoreError:
+                    if self._last_report is None:
+                        raise
+                else:
+                    found: LoaderReport = report
+                    return found
+            return self._last_report
+
+    def close(self) -> None:
+        """Go; the owner ends it for all ranks of the host."""
+        with contextlib.suppress(FeatstoreError):
+            self._last_report = self._report()
+        self._ended = self._ended or error_of(ClosedError("the loader is closed"))
+        self._opened.close()
+
+
+class _Gone:
+    """The arrays of a mini-batch are no more. It is called in whatever thread drops the last."""
+
+    def __init__(self, line: Line, alive: dict[int, None], number: int) -> None:
+        self._line, self._alive, self._number = line, alive, number
+
+    def __call__(self) -> None:
+        self._alive.pop(self._number, None)
+        self._line.mention("gone", self._number)
+
+
+def _say_close(line: Line, process: int) -> None:
+    if process == os.getpid():
+        line.say("close")

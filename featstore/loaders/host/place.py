@@ -1,0 +1,97 @@
+"""Which ranks are of this host, and under which name they find each other.
+
+``torchrun`` says both in the environment. The name is one in Linux's abstract namespace of sockets: it
+leaves no file, and is free again when its owner ends.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from featstore.arguments import as_text
+from featstore.errors import ArgumentError
+
+#: What tells one run of ``torchrun`` from another on the same host.
+_RUN = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "GROUP_RANK")
+
+
+class Place(NamedTuple):
+    """``local_rank`` of the ``ranks`` of this host, and the ``name`` under which they meet."""
+
+    local_rank: int
+    ranks: int
+    name: str
+
+    @property
+    def address(self) -> str:
+        """Of the owner's socket."""
+        named = hashlib.sha256(f"{os.getuid()} {self.name}".encode()).hexdigest()
+        return f"\0featstore-host-{named[:32]}"
+
+
+def place_of(
+    shared: bool | str, rank: int, world_size: int, own: Mapping[str, Any]
+) -> Place | None:  # fmt: skip
+    """The place of a rank among those of its host, as ``LOCAL_RANK`` and ``LOCAL_WORLD_SIZE`` say, else all
+    ranks are of this host; None for one that has a loader of its own. ``own``: options of its mode. Raises
+    ArgumentError where ranks have no name in common, or what the environment says cannot be."""
+    if shared is False:
+        return None
+    for name in ("device", "device_memory"):
+        if name in own:
+            raise ArgumentError(
+                f"{name}= is of one process, and shared= hands out mini-batches in host memory: move them in "
+                "the loop, x.to(device)"
+            )
+    if shared is not True:
+        as_text(shared, "shared, unless True or False,")
+    said = [os.environ.get(name, "") for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE")]
+    local, ranks = (int(one) if one.isdecimal() else -1 for one in said)
+    if local < 0 or ranks < 0:
+        local, ranks = rank, world_size
+    if not 0 <= local < ranks <= world_size:
+        raise ArgumentError(
+            f"LOCAL_RANK={said[0]} and LOCAL_WORLD_SIZE={said[1]} of the environment do not fit rank {rank} "
+            f"of {world_size}"
+        )
+    if ranks == 1:
+        return None
+    if shared is not True:
+        return Place(local, ranks, shared)
+    if not all(os.environ.get(name) for name in _RUN[:2]):
+        raise ArgumentError(
+            "shared=True finds the ranks of this host as torchrun tells of them (MASTER_ADDR, MASTER_PORT); "
+            "started otherwise, give them a name in common that no other run has: shared='my-run'"
+        )
+    return Place(local, ranks, " ".join(os.environ.get(name, "") for name in _RUN))
+
+
+def fingerprint(options: Mapping[str, Any]) -> dict[str, str]:
+    """What tells options of one rank from those of another, by name."""
+    return {name: hashlib.sha256(_bytes_of(value)).hexdigest()[:16] for name, value in options.items()}
+
+
+def _bytes_of(value: Any) -> bytes:
+    if isinstance(value, Mapping):
+        return b"".join(repr(name).encode() + _bytes_of(one) for name, one in value.items())
+    if callable(value):
+        return getattr(value, "__qualname__", "").encode()
+    if hasattr(value, "__array__"):
+        array = np.asarray(value)
+        return f"{array.dtype} {array.shape}".encode() + array.tobytes()
+    return repr(value).encode()
+
+
+def check_same(mine: Mapping[str, str], theirs: Mapping[str, str], local_rank: int) -> None:
+    """Raise ArgumentError where another rank's options are not those of the owner."""
+    other = [name for name in mine if theirs.get(name) != mine[name]]
+    if other:
+        raise ArgumentError(
+            f"ranks that share a loader have the same options: {', '.join(f'{name}=' for name in other)} of "
+            f"local rank {local_rank} differ from those of local rank 0"
+        )

@@ -1,0 +1,343 @@
+"""The owner's side: it goes through one loader for all ranks of its host and hands each its mini-batches.
+
+Two threads. One goes through the loader and hands over; the other hears what the ranks say, and sees them
+die. The owner's own rank is a rank like the others, with a line within the process.
+
+*From ranks:* ``begin`` an epoch, from where; ``gone``, the arrays of a mini-batch are; ``kept``, those of one
+are, though the loop has had its successor; ``stop``, this epoch is broken off; ``report``; ``close``.
+*To ranks:* ``welcome``, with the shared memory; ``batch``; ``end`` of the epoch; ``error``, which ends it;
+``report``; ``closed``, with the last report; ``failed``, for good. What concerns an epoch has the number that
+the rank gave it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
+
+from featstore.base.threads import Wake, Worker
+from featstore.errors import ArgumentError, BudgetError, ClosedError, FeatstoreError
+from featstore.loaders.batch import Batch
+from featstore.loaders.host.line import MEET_SECONDS, Line, Meeting, heard_from
+from featstore.loaders.host.place import Place, check_same
+from featstore.loaders.host.slots import PER_RANK, Slots
+from featstore.loaders.modes import Mode
+from featstore.loaders.report import LoaderReport
+from featstore.sampling.batches import RankedBatches
+from featstore.shared.protocol import encode_error
+
+_Got = TypeVar("_Got")
+
+_WHO = "local rank 0, which reads for the ranks of this host"
+
+
+class Begin(NamedTuple):
+    """A rank's wish: an epoch, from its mini-batch ``step`` on; ``at`` is the mode's state there, or None at
+    the begin of an epoch. ``run``: the number that the rank gives it."""
+
+    run: int
+    epoch: int
+    step: int
+    at: Mapping[str, Any] | None
+
+
+@dataclass
+class _Rank:
+    """A rank of this host, as the owner knows it."""
+
+    number: int
+    line: Line
+    free: list[int]  # slots
+    held: dict[int, int] = field(default_factory=dict)  # slots by numbers of mini-batches
+    kept: dict[int, int] = field(default_factory=dict)
+    sent: int = 0
+    begun: Begin | None = None  # and the epoch has not
+    active: Begin | None = None  # in the epoch under way
+    closed: bool = False
+
+    def begin(self) -> None:
+        """The epoch that it has begun is under way."""
+        self.active, self.begun = self.begun, None
+
+    def end(self, kind: str, *what: Any) -> None:
+        """Its epoch is over."""
+        if self.active is not None:
+            self.line.say(kind, self.active.run, *what)
+        self.active = None
+
+    def leave(self) -> None:
+        """It is gone."""
+        self.closed, self.active, self.begun = True, None, None
+
+
+def _nothing() -> Generator[Batch]:
+    yield from ()
+
+
+def error_of(error: BaseException) -> bytes:
+    """An error on its way to a rank."""
+    return encode_error(error, _WHO)
+
+
+class HostService:
+    """Made by local rank 0, which waits for the others; ``make`` is given their ranks, and the memory that
+    is left when places for mini-batches have theirs. ``own``: of the owner's own rank."""
+
+    def __init__(
+        self, place: Place, rank: int, options: Mapping[str, str], memory_bytes: int, own: Line,
+        make: Callable[[tuple[int, ...], int], Mode],
+    ) -> None:  # fmt: skip
+        meeting = Meeting(place.address)
+        try:
+            lines = meeting.lines(place.ranks - 1)
+        finally:
+            meeting.close()
+        try:
+            ranks, lines = self._introduced(lines, rank, options, place)
+            self._slots = Slots(memory_bytes, place.ranks)
+            self._mode = self._whole(make, ranks, self._slots.left_bytes)
+        except BaseException as error:
+            for line in lines:
+                line.say("failed", error_of(error))
+                line.close()
+            raise
+        self._ranks = [
+            _Rank(number, line, [self._slots.take() for _ in range(PER_RANK)])
+            for number, line in enumerate([own, *lines])
+        ]
+        self._stands: int | None = 0  # at the begin of which epoch the mode does
+        self._changed = Wake()
+        self._closing = self._ended = False
+        self._between = True  # steps: every rank has as many mini-batches
+        self._failed = False
+        self._last_report: LoaderReport | None = None
+        self._lock = threading.Lock()  # of what is known of ranks; the two threads' own
+        for one in self._ranks:
+            about = (self._slots.bytes, self._mode.state())
+            one.line.say("welcome", *about, descriptors=(self._slots.file,))
+        self._hearing = Worker(self._hear, "featstore-host-hear")
+        self._going = Worker(self._go, "featstore-host")
+        self._hearing.start()
+        self._going.start()
+
+    @staticmethod
+    def _introduced(
+        lines: list[Line], rank: int, options: Mapping[str, str], place: Place
+    ) -> tuple[tuple[int, ...], list[Line]]:
+        """The ranks of this host and the lines to them, in their order. Raises ArgumentError where they do
+        not belong together."""
+        found: dict[int, tuple[int, Line]] = {}
+        for line in lines:
+            message, _ = line.hear(MEET_SECONDS)
+            if message is None:
+                raise ClosedError("a rank of this host has ended while the shared loader was made")
+            _, local, its_rank, theirs = message
+            check_same(options, theirs, local)
+            found[local] = its_rank, line
+        if sorted(found) != list(range(1, place.ranks)):
+            raise ArgumentError(
+                f"the ranks of this host call themselves local ranks {sorted([0, *found])}: they have to be "
+                f"0 to {place.ranks - 1}, each once"
+            )
+        in_order = [found[local] for local in sorted(found)]
+        return (rank, *(one for one, _ in in_order)), [line for _, line in in_order]
+
+    def _whole(self, step: Callable[..., _Got], *arguments: Any) -> _Got:
+        """Take a step within the memory that is left, which is told as a part of the whole."""
+        try:
+            return step(*arguments)
+        except BudgetError as error:
+            raise self._slots.whole(error) from error
+
+    # Going through the epochs.
+
+    def _go(self) -> None:
+        try:
+            while (start := self._all_begun()) is not None:
+                self._go_through(start)
+        except BaseException as error:
+            self._fail(error)
+        self._between = True
+
+    def _all_begun(self) -> Begin | None:
+        """Where all ranks begin; None when this is to end."""
+        while not self._closing:
+            with self._lock:
+                waiting = [one for one in self._ranks if one.begun is not None]
+                problem = self._problem_of(waiting)
+                if problem is not None or len(waiting) == len(self._ranks):
+                    for one in waiting:
+                        one.begin()
+                    if problem is None:
+                        return self._ranks[0].active
+                    for one in waiting:
+                        one.end("error", error_of(problem))
+            self._changed.wait()
+        return None
+
+    def _problem_of(self, waiting: list[_Rank]) -> FeatstoreError | None:
+        """Why those who wait for their epoch to begin wait in vain."""
+        closed = [one.number for one in self._ranks if one.closed]
+        if closed and waiting:
+            return ClosedError(
+                f"local rank {closed[0]} has closed its loader: all ranks of a host go through as many epochs"
+            )
+        starts = [one.begun for one in waiting if one.begun is not None]
+        if len(starts) < len(self._ranks) or len({(s.epoch, s.step, repr(s.at)) for s in starts}) == 1:
+            return None
+        where = ", ".join(f"{s.epoch} from mini-batch {s.step} on" for s in starts)
+        return ArgumentError(
+            f"the ranks of this host begin epochs {where}: call set_epoch() and load_state_dict() alike"
+        )
+
+    def _go_through(self, start: Begin) -> None:
+        """One epoch, or what the ranks want of it."""
+        batches: Generator[Batch] | None = None
+        index = start.step * len(self._ranks)
+        try:
+            batches = self._whole(self._from, start)
+            while any(one.active for one in self._ranks):
+                self._between = index % len(self._ranks) == 0
+                if self._closing and self._between:
+                    return
+                batch = self._whole(next, batches, None)
+                if batch is None:
+                    self._stands = start.epoch + 1
+                    self._end_all("end")
+                    return
+                self._hand(self._ranks[index % len(self._ranks)], batch)
+                del batch
+                index += 1
+        except Exception as error:
+            if not self._closing:
+                self._end_all("error", error_of(error))
+        finally:
+            if batches is not None:
+                batches.close()
+
+    def _end_all(self, kind: str, *what: Any) -> None:
+        with self._lock:
+            for one in self._ranks:
+                one.end(kind, *what)
+
+    def _from(self, start: Begin) -> Generator[Batch]:
+        """The mini-batches of an epoch, of all ranks in turn."""
+        mode = self._mode
+        steps = mode.share.steps if isinstance(mode.share, RankedBatches) else None
+        if steps is not None and start.step >= steps:
+            if start.step > steps:
+                raise ArgumentError(f"the state points to mini-batch {start.step} of {steps} of an epoch")
+            return _nothing()
+        if start.at is None:
+            if self._stands != start.epoch:
+                mode.set_epoch(start.epoch)
+        elif steps is None:
+            mode.load_state(start.at)
+        else:  # mini-batches are counted over all ranks there
+            mode.load_state({**start.at, "next": start.step * len(self._ranks)})
+        self._stands = None
+        return mode.epoch()
+
+    def _hand(self, one: _Rank, batch: Batch) -> None:
+        """Give a rank its next mini-batch when it has a place for it; to one that has broken off, nothing."""
+        while True:
+            with self._lock:
+                if one.active is None:
+                    return
+                run = one.active.run
+                if not one.free and self._closing:  # the rest of a step goes beyond what is theirs
+                    one.free.append(self._slots.take())
+                if one.free:
+                    slot = one.free.pop()
+                    break
+            self._changed.wait()
+        try:
+            sizes = self._slots.write(slot, (batch.n_id, batch.x, batch.sample))
+        except BaseException:
+            one.free.append(slot)
+            raise
+        one.sent += 1
+        one.held[one.sent] = slot
+        at = self._mode.state() if self._mode.share is None else None
+        one.line.say("batch", run, one.sent, slot, sizes, at)
+
+    # Hearing.
+
+    def _hear(self) -> None:
+        try:
+            while not self._ended:
+                there = {one.line.socket.fileno(): one for one in self._ranks if not one.closed}
+                if not there or -1 in there:
+                    return
+                for number in heard_from([one.line.socket for one in there.values()]):
+                    self._hear_one(there[number])
+                self._changed.set()
+        except BaseException as error:
+            self._fail(error)
+
+    def _hear_one(self, one: _Rank) -> None:
+        message, _ = one.line.hear()
+        if message is None:
+            with self._lock:
+                one.leave()
+            if not self._ended:
+                self._fail(ClosedError(f"local rank {one.number} of this host has died"))
+        elif message[0] == "report":
+            with self._lock:
+                report = self._last_report or self._mode.report()
+            one.line.say("report", report)
+        else:
+            with self._lock:
+                self._heed(one, *message)
+
+    def _heed(self, one: _Rank, kind: str, *what: Any) -> None:
+        """Do as a rank says."""
+        if kind == "begin":
+            one.begun, one.active = Begin(*what), None
+        elif kind == "stop":
+            one.begun = None if one.begun and one.begun.run == what[0] else one.begun
+            one.active = None if one.active and one.active.run == what[0] else one.active
+        elif kind == "close":
+            one.leave()
+        elif kind == "kept" and what[0] in one.held:  # and not gone meanwhile
+            one.kept[what[0]] = one.held.pop(what[0])
+            one.free.append(self._slots.take())
+        elif kind == "gone" and what[0] in one.held:
+            one.free.append(one.held.pop(what[0]))
+        elif kind == "gone" and what[0] in one.kept:
+            self._slots.empty(one.kept.pop(what[0]))
+
+    # Ending.
+
+    def _fail(self, error: BaseException) -> None:
+        """Nothing can go on: tell everybody why."""
+        if self._failed or self._ended:
+            return
+        self._failed = self._closing = True
+        for one in self._ranks:
+            if not one.closed:
+                one.line.say("failed", error_of(error))
+        self._changed.set()
+        self._mode.close()
+
+    def close(self) -> None:
+        """End: ranks have as many mini-batches as any other, and are told. May be called more than once."""
+        self._closing = True
+        self._changed.set()
+        if not self._between:  # a step is brought to its end
+            self._going.end()
+        if not self._failed:
+            with self._lock:
+                self._last_report = self._last_report or self._mode.report()
+        self._mode.close()
+        self._going.end()
+        if not self._ended:
+            self._ended = True
+            for one in self._ranks:
+                if not one.closed and not self._failed:
+                    one.line.say("closed", self._last_report)
+                one.line.close()
+            self._hearing.end()
+            self._slots.close()

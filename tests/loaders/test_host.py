@@ -1,0 +1,469 @@
+"""One loader for the ranks of a host: each rank gets what a loader of its own would give it, rows are held
+once, and whoever ends, nobody hangs. Ranks are forked processes here; under ``torchrun`` see
+test_torchrun.py."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import signal
+import time
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from processes import in_child
+
+import featstore
+from featstore.base.dtypes import bfloat16
+from featstore.errors import ArgumentError, BudgetError, ClosedError, CorruptionError
+from featstore.loaders.host import line
+from featstore.loaders.host.slots import SharedSlots, Slots
+from featstore.loaders.modes import MODES
+
+NODES, WIDTH, RANKS = 3000, 9, 3
+TRAIN = np.arange(1, NODES, 5)
+FEATURES = np.random.default_rng(0).standard_normal((NODES, WIDTH)).astype(np.float32)
+SAMPLED = {"seeds": TRAIN, "fanouts": (4, 3), "batch_size": 40, "memory": "96MiB"}
+SECONDS = 120.0
+
+
+@pytest.fixture
+def path(tmp_path: Path, pack: Any) -> Path:
+    edges = np.random.default_rng(1).integers(0, NODES, (2, 25_000))
+    pack(tmp_path / "s", FEATURES, graph=edges, order="ldg", partitions=12).close()
+    return tmp_path / "s"
+
+
+def options_of(mode: str, **more: Any) -> dict[str, Any]:
+    return SAMPLED | ({"resident": 4} if mode == "partitions" else {}) | {"mode": mode} | more
+
+
+def drawn(batch: Any) -> tuple[Any, ...]:
+    assert (np.asarray(batch.x) == FEATURES[batch.n_id]).all(), "rows are the source's"
+    return batch.index, batch.n_id.tolist(), batch.row.tolist(), batch.col.tolist(), batch.batch_size
+
+
+class Rank:
+    """A forked process, what it gave or raised, and a way to speak with it."""
+
+    def __init__(self, work: Callable[[int, Any], Any], rank: int) -> None:
+        self.pipe, theirs = multiprocessing.Pipe()
+        self.process = multiprocessing.get_context("fork").Process(
+            target=self._run, args=(work, rank, theirs)
+        )
+        self.process.start()
+        theirs.close()
+
+    @staticmethod
+    def _run(work: Callable[[int, Any], Any], rank: int, pipe: Any) -> None:
+        try:
+            pipe.send(("gave", work(rank, pipe)))
+        except BaseException as error:
+            pipe.send(("raised", error))
+
+    def told(self, seconds: float = SECONDS) -> Any:
+        assert self.pipe.poll(seconds), "it hangs"
+        return self.pipe.recv()
+
+    def end(self) -> None:
+        if self.process.is_alive():
+            self.process.kill()
+        self.process.join()
+        self.pipe.close()
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., list[Rank]]]:
+    """Start ranks that do some work."""
+    begun: list[Rank] = []
+
+    def start(work: Callable[[int, Any], Any], count: int = RANKS) -> list[Rank]:
+        begun.extend(Rank(work, rank) for rank in range(count))
+        return begun
+
+    yield start
+    for one in begun:
+        one.end()
+
+
+def shared_loader(path: Path, rank: int, mode: str, **more: Any) -> Any:
+    options = {"world_size": RANKS, "shared": str(path)} | more
+    return featstore.open(path).loader(rank=rank, **options_of(mode, **options))
+
+
+def alone(path: Path, mode: str, epochs: int) -> list[list[list[Any]]]:
+    """By rank and epoch: what loaders of their own give."""
+    found = []
+    with featstore.open(path) as store:
+        for rank in range(RANKS):
+            with store.loader(rank=rank, world_size=RANKS, **options_of(mode)) as loader:
+                found.append([[drawn(batch) for batch in loader] for _ in range(epochs)])
+    return found
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_each_rank_gets_what_it_would_have_alone(path: Path, start: Any, mode: str) -> None:
+    """Three epochs; then the same once more, from the middle of an epoch. The state is that of a rank with a
+    loader of its own (compiled: but for the trace, which is another)."""
+    stop = 2
+
+    def work(rank: int, pipe: Any) -> Any:
+        with shared_loader(path, rank, mode) as loader:
+            epochs = [[drawn(batch) for batch in loader] for _ in range(3)]
+            report = loader.report()
+            loader.set_epoch(1)
+            begun = iter(loader)
+            again = [drawn(batch) for batch in islice(begun, stop)]
+            state = pickle.loads(pickle.dumps(loader.state_dict()))
+            begun.close()
+        assert mode == "compiled" or state == own_state(path, mode, stop)
+        with shared_loader(path, rank, mode) as loader:
+            loader.load_state_dict(state)
+            rest = [[drawn(batch) for batch in loader] for _ in range(2)]
+        return epochs, report, again + rest[0], rest[1]
+
+    expected = alone(path, mode, 3)
+    bytes_read = set()
+    for rank, one in enumerate(start(work)):
+        kind, found = one.told()
+        assert kind == "gave", found
+        epochs, report, again, after = found
+        assert epochs == expected[rank]
+        assert again == expected[rank][1]
+        assert after == expected[rank][2]
+        assert report.batches == sum(map(len, epochs))
+        assert report.seconds["wait"] > 0
+        assert report.padded == (len(TRAIN) % RANKS if mode != "partitions" else report.padded)
+        bytes_read.add(report.bytes_read)
+    assert len(bytes_read) == 1, "the host's"
+
+
+def own_state(path: Path, mode: str, stop: int) -> dict[str, Any]:
+    """The state of a rank with a loader of its own, in epoch 1; it is the same in every rank."""
+    name = {"name": f"own{os.getpid()}"} if mode == "rolling" else {}
+    with featstore.open(path).loader(rank=1, world_size=RANKS, **options_of(mode, **name)) as loader:
+        loader.set_epoch(1)
+        begun = iter(loader)
+        for _ in range(stop):
+            next(begun)
+        state: dict[str, Any] = loader.state_dict()
+        begun.close()
+        return state
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_breaking_off(path: Path, start: Any, mode: str) -> None:
+    """All ranks at one step, then one of them alone, while the others go on to the end."""
+
+    def work(rank: int, pipe: Any) -> Any:
+        with shared_loader(path, rank, mode) as loader:
+            first = [drawn(batch) for batch in islice(iter(loader), 2)]
+            second = [drawn(batch) for batch in islice(iter(loader), 1 if rank == 1 else None)]
+            third = [drawn(batch) for batch in loader]
+            return first, second, third
+
+    expected = alone(path, mode, 3)
+    for rank, one in enumerate(start(work)):
+        kind, found = one.told()
+        assert kind == "gave", found
+        first, second, third = found
+        assert first == expected[rank][0][:2]
+        assert second == (expected[rank][1][:1] if rank == 1 else expected[rank][1])
+        assert third == expected[rank][2]
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+@pytest.mark.parametrize("mode", MODES)
+def test_one_that_is_killed_ends_the_others(path: Path, start: Any, mode: str, killed: int) -> None:
+    def work(rank: int, pipe: Any) -> Any:
+        with shared_loader(path, rank, mode) as loader:
+            for _ in loader:
+                pipe.send("has one")
+                if rank == killed:
+                    time.sleep(SECONDS)
+            pipe.send("has all")
+            return [drawn(batch) for batch in loader]
+
+    ranks = start(work)
+    assert ranks[killed].told() == "has one"
+    os.kill(ranks[killed].process.pid or 0, signal.SIGKILL)
+    begun = time.monotonic()
+    for rank in {0, 1, 2} - {killed}:
+        said = ranks[rank].told()
+        while said in ("has one", "has all"):
+            said = ranks[rank].told(20)
+        kind, error = said
+        assert kind == "raised"
+        assert type(error) is ClosedError
+        assert f"local rank {killed}" in str(error)
+        assert "died" in str(error)
+    assert time.monotonic() - begun < 20
+
+
+def test_an_error_of_the_loader_reaches_every_rank(path: Path, start: Any) -> None:
+    """Of rows that are corrupt: those before are given, the epoch ends with the error, the next has it
+    again."""
+    data = max(path.glob("**/c/*"), key=lambda file: file.stat().st_size, default=None) or max(
+        (file for file in path.rglob("*") if file.is_file()), key=lambda file: file.stat().st_size
+    )
+    spoiled = bytearray(data.read_bytes())
+    spoiled[::4096] = bytes(b ^ 1 for b in spoiled[::4096])
+    data.write_bytes(spoiled)
+
+    def work(rank: int, pipe: Any) -> Any:
+        with shared_loader(path, rank, "online") as loader:
+            found = []
+            for _ in range(2):
+                with pytest.raises(CorruptionError) as raised:
+                    list(loader)
+                found.append((raised.value.path, raised.value.offset))
+            return found
+
+    for one in start(work):
+        kind, found = one.told()
+        assert kind == "gave", found
+        assert all(name.startswith(str(path)) for name, _ in found)
+
+
+def test_a_budget_that_is_too_small_says_how_much_is_needed(path: Path, start: Any) -> None:
+    """Of the host's memory, whether the loader or a mini-batch handed over needs more; and that works."""
+
+    def work(rank: int, pipe: Any) -> Any:
+        memory, refused = 12 << 20, []
+        while True:
+            try:
+                with shared_loader(path, rank, "online", memory=memory) as loader:
+                    return refused, [drawn(batch) for batch in loader]
+            except BudgetError as error:
+                assert error.given_bytes == memory
+                assert error.needed_bytes > memory
+                refused.append(error.what)
+                memory = error.needed_bytes
+
+    expected = alone(path, "online", 1)
+    for rank, one in enumerate(start(work)):
+        kind, found = one.told()
+        assert kind == "gave", found
+        assert found[1] == expected[rank][0]
+        assert 1 <= len(found[0]) <= 4
+
+
+def all_raise(ranks: list[Rank], kind: type[Exception], says: str) -> None:
+    for one in ranks:
+        how, error = one.told()
+        assert how == "raised", error
+        assert type(error) is kind
+        assert says in str(error)
+
+
+def test_ranks_that_do_not_go_alike_are_told(path: Path, start: Any) -> None:
+    """Other options when it is made; other epochs; one that has closed."""
+
+    def options(rank: int, pipe: Any) -> Any:
+        shared_loader(path, rank, "online", batch_size=41 if rank == 2 else 40, seeds=TRAIN.copy())
+
+    ranks = start(options)
+    all_raise(ranks, ArgumentError, "batch_size= of local rank 2")
+    ranks.clear()
+
+    def epochs(rank: int, pipe: Any) -> Any:
+        with shared_loader(path, rank, "online") as loader:
+            loader.set_epoch(rank)
+            next(iter(loader))
+
+    ranks = start(epochs)
+    all_raise(ranks, ArgumentError, "begin epochs 0 from mini-batch 0 on, 1 from")
+    ranks.clear()
+
+    def closed(rank: int, pipe: Any) -> Any:
+        with shared_loader(path, rank, "online") as loader:
+            if rank == 2:
+                loader.close()
+            next(iter(loader))
+
+    ranks = start(closed)
+    all_raise(ranks[2:], ClosedError, "the loader is closed")
+    all_raise(ranks[:2], ClosedError, "local rank 2 has closed")
+
+
+def test_one_rank_alone_does_not_wait_for_ever(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(line, "MEET_SECONDS", 0.3)
+    with pytest.raises(featstore.errors.WaitTimeoutError, match="of 3 ranks of this host 1 have"):
+        shared_loader(path, 0, "online")
+    with pytest.raises(featstore.errors.WaitTimeoutError, match="local rank 0 has not"):
+        shared_loader(path, 1, "online")
+
+
+def test_the_owner_closes_first(path: Path, start: Any) -> None:
+    """After an epoch: the others have all of it. In the middle of one: they have as many mini-batches as the
+    owner took, and then an error that says why; what they have stays, and so does the last report."""
+
+    def work(rank: int, pipe: Any) -> Any:
+        loader = shared_loader(path, rank, "online")
+        epoch = [drawn(batch) for batch in (loader if rank == 0 else slowly(loader))]
+        begun, taken = iter(loader), []
+        if rank == 0:
+            taken = [next(begun), next(begun)]
+            loader.close()
+        else:
+            with pytest.raises(ClosedError, match=r"local rank 0, which reads .*, has closed"):
+                taken.extend(slowly(begun))
+        report = loader.report()
+        loader.close()
+        return epoch, [drawn(batch) for batch in taken], report
+
+    expected = alone(path, "online", 2)
+    for rank, one in enumerate(start(work)):
+        kind, found = one.told()
+        assert kind == "gave", found
+        epoch, taken, report = found
+        assert epoch == expected[rank][0]
+        assert len(taken) >= 2
+        assert taken == expected[rank][1][: len(taken)]
+        assert report.batches == len(epoch) + len(taken)
+        assert report.bytes_read > 0
+
+
+def slowly(batches: Any) -> Iterator[Any]:
+    for batch in batches:
+        time.sleep(0.05)
+        yield batch
+
+
+def test_mini_batches_may_be_kept_and_written_to(path: Path, start: Any) -> None:
+    def work(rank: int, pipe: Any) -> Any:
+        with shared_loader(path, rank, "online") as loader:
+            kept = [batch for _ in range(3) for batch in loader]
+        found = [drawn(batch) for batch in kept]
+        for batch in kept:
+            batch.x += 1
+            assert (batch.x == FEATURES[batch.n_id] + 1).all()
+        return found
+
+    expected = alone(path, "online", 3)
+    for rank, one in enumerate(start(work)):
+        kind, found = one.told()
+        assert kind == "gave", found
+        assert found == [batch for epoch in expected[rank] for batch in epoch]
+
+
+def test_a_forked_child_has_no_loader(path: Path, start: Any) -> None:
+    """It is told so, and takes nothing away from its parent."""
+
+    def work(rank: int, pipe: Any) -> Any:
+        with shared_loader(path, rank, "online") as loader:
+            begun = iter(loader)
+            next(begun)
+
+            def use() -> bool:
+                for one in (
+                    lambda: next(begun),
+                    lambda: next(iter(loader)),
+                    loader.report,
+                    loader.state_dict,
+                ):
+                    with pytest.raises(ClosedError, match="process that made it"):
+                        one()
+                loader.close()
+                return True
+
+            assert in_child(use) == 0
+            with pytest.raises((TypeError, AttributeError)):
+                pickle.dumps(loader)
+            return len(list(begun))
+
+    for one in start(work):
+        assert one.told() == ("gave", len(TRAIN) // RANKS // 40 - 1)
+
+
+def test_what_is_refused(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = featstore.open(path)
+    for options, says in (
+        ({"shared": True}, "shared='my-run'"),
+        ({"shared": "x", "device": "cpu"}, "device= is of one process"),
+        ({"shared": ""}, "shared"),
+    ):
+        with pytest.raises(ArgumentError, match=says):
+            store.loader(rank=0, world_size=3, **options_of("online", **options))
+    with pytest.raises(ArgumentError, match="shared= is for the store to sample"):
+        store.loader([np.arange(3)], shared="x")
+    monkeypatch.setenv("LOCAL_RANK", "5")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    with pytest.raises(ArgumentError, match="LOCAL_RANK=5"):
+        store.loader(rank=0, world_size=3, shared="x", **options_of("online"))
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    with store.loader(rank=2, world_size=3, shared=True, **options_of("online")) as loader:
+        assert "Host" not in type(loader._mode).__name__, "alone on its host"
+
+
+def test_slots_give_back_what_was_put_in() -> None:
+    """Every dtype and order, empty ones, one object named twice; what is larger says the memory it needs."""
+    slots = Slots(4 << 20, 2)
+    other = SharedSlots(os.dup(slots.file), slots.bytes)
+    rng = np.random.default_rng(0)
+    made: list[Any] = [
+        rng.random((30, 7)).astype(np.float32), rng.random(5).astype("<M8[us]"), np.zeros((0, 3), np.int8),
+        np.asfortranarray(rng.random((4, 9))), rng.random((20, 8))[::2, ::3], np.float16(3), {"a": (1, None)},
+        rng.random(6).astype(bfloat16()), np.ones(3, [("a", "<i4"), ("b", "<f8")]), np.array(["x", None]),
+    ]  # fmt: skip
+    made.append(made[0])
+    gone: list[int] = []
+    slot = slots.take()
+    found = other.read(slot, slots.write(slot, made), lambda: gone.append(1))
+    for mine, theirs in zip(made, found, strict=True):
+        assert type(mine) is type(theirs)
+        if isinstance(mine, np.ndarray):
+            assert (mine.dtype, mine.shape) == (theirs.dtype, theirs.shape)
+            np.testing.assert_array_equal(mine, theirs)
+    assert found[0] is found[-1]
+    last = found[0][3:].T
+    del found, theirs
+    assert not gone
+    del last
+    assert gone == [1]
+    with pytest.raises(BudgetError) as raised:
+        slots.write(slot, np.zeros(slots.bytes, np.uint8))
+    assert Slots(raised.value.needed_bytes, 2).write(slot, np.zeros(slots.bytes, np.uint8))
+    slots.close()
+
+
+@pytest.mark.parametrize("mode", ["online", "partitions"])
+def test_the_rows_are_in_memory_once(tmp_path: Path, pack: Any, start: Any, mode: str) -> None:
+    """What all processes take together (Pss) beyond what they took before stays within ``memory``."""
+    nodes, memory = 60_000, 96 << 20
+    features = np.random.default_rng(0).standard_normal((nodes, 256)).astype(np.float32)  # 59 MiB
+    edges = np.random.default_rng(1).integers(0, nodes, (2, 120_000))
+    pack(tmp_path / "s", features, graph=edges, order="ldg", partitions=12).close()
+    del features
+
+    def work(rank: int, pipe: Any) -> Any:
+        how: dict[str, Any] = {"seeds": np.arange(nodes), "fanouts": (2,), "batch_size": 500, "mode": mode}
+        store = featstore.open(tmp_path / "s")
+        how |= {"rank": rank, "world_size": RANKS, "memory": memory, "shared": str(tmp_path)}
+        with store.loader(**how | {"seeds": np.arange(500)}) as loader:
+            list(loader)  # kernels and libraries are there
+        taken = [pss()]
+        with store.loader(**how) as loader:
+            for number, batch in enumerate(loader):
+                if number % 8 == 7:
+                    taken.append(pss())
+                del batch
+        return taken
+
+    told = [one.told(90) for one in start(work)]
+    assert all(kind == "gave" for kind, _ in told), told
+    more = [max(taken[1:]) - taken[0] for _, taken in told]
+    assert sum(more) < memory * 1.1
+    assert sum(more) > memory * 0.3, "there is something to be held"
+
+
+def pss() -> int:
+    """Bytes of this process, of shared memory its share."""
+    text = Path("/proc/self/smaps_rollup").read_text()
+    return 1024 * int(next(one for one in text.splitlines() if one.startswith("Pss:")).split()[1])
