@@ -38,8 +38,8 @@ _COMPILING = ("device", "name", "disk", "residency", "device_memory")
 
 class Making:
     """Makes the loader of a mode. ``opened`` closes what was opened for it; ``whole``: what makes
-    mini-batches whole; ``shares``: of the memory, of which ``aside`` bytes more are for others; ``taken``: which mode, and
-    why."""
+    mini-batches whole; ``shares``: of the memory, of which ``aside`` bytes more are for others; ``taken``:
+    which mode, and why."""
 
     def __init__(
         self,
@@ -81,7 +81,8 @@ class Making:
                 self.taken = Taken("online", because, None)
                 given.mode = "online"
             alike = {name: value for name, value in given.said.items() if name not in _OF_A_RANK}
-            per_step = ranks.shares * self._seeds_of_a_step()["batch_size"]
+            size = self._seeds_of_a_step()["batch_size"]
+            per_step = 0 if given.mode == "partitions" else ranks.shares * size  # as of a loader of its own
             mode = HostMode(
                 place, ranks.rank, alike | {"store": self.store.uuid}, self.shares.memory_bytes,
                 bool(given.tensors), per_step, self._for_host,

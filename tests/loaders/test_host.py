@@ -23,7 +23,7 @@ from featstore.base.dtypes import bfloat16
 from featstore.errors import ArgumentError, BudgetError, ClosedError, CorruptionError
 from featstore.loaders.host import line
 from featstore.loaders.host.slots import SharedSlots, Slots
-from featstore.loaders.modes import MODES
+from featstore.loaders.options import MODES
 
 NODES, WIDTH, RANKS = 3000, 9, 3
 TRAIN = np.arange(1, NODES, 5)

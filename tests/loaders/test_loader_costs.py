@@ -106,7 +106,8 @@ def test_bytes_of_compiled_are_what_is_read_where_an_epoch_was_seen_whole(
         assert loader.report().hit_rate == pytest.approx(cost.hit_rate, abs=0.001)
     rows = sum(table["bytes_read"] for table in forecast["tables"].values())
     assert rows == forecast["bytes_read"] <= cost.bytes_read
-    assert measured == pytest.approx(cost.bytes_read, rel=0.1), "records and what is brought back about"
+    # Records, and what is brought back, about; mini-batches that are read together share pages of the store.
+    assert 0.85 * cost.bytes_read < measured < 1.1 * cost.bytes_read
 
 
 def test_bytes_extrapolated_are_near(store: Any) -> None:

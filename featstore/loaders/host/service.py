@@ -207,6 +207,7 @@ class HostService:
                     self._stands = start.epoch + 1
                     self._end_all("end")
                     return
+                self._between = False  # before the owner's rank has its own, and may close for it
                 self._hand(self._ranks[index % len(self._ranks)], batch)
                 del batch
                 index += 1
