@@ -140,7 +140,7 @@ def test_each_rank_gets_what_it_would_have_alone(path: Path, start: Any, mode: s
         assert report.seconds["wait"] > 0
         assert report.padded == (len(TRAIN) % RANKS if mode != "partitions" else report.padded)
         bytes_read.add(report.bytes_read)
-    assert len(bytes_read) == 1, "the host's"
+    assert len(bytes_read) == 1 or mode == "partitions", "the host's; partitions are loaded ahead meanwhile"
 
 
 def own_state(path: Path, mode: str, stop: int) -> dict[str, Any]:
