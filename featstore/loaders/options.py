@@ -147,7 +147,8 @@ OF_MODES = {
     "buffer": ("compiled",),
     **dict.fromkeys(("hubs", "resident", "replaced", "passes", "weights"), ("partitions",)),
 }
-#: Modes that "auto" may take: it has the options of all of them, and some of its own.
+#: Modes that "auto" may take. It has some options of its own, those that several of these have, and those of
+#: online alone, which it then takes; what compiled alone has changes what is learned, and is to be asked for.
 AUTO = ("online", "compiled", "rolling")
 AUTO_OPTIONS = ("repeat", "epochs", "train_seconds")
 #: Options for the store to sample.
@@ -167,7 +168,8 @@ class Given:
         self.auto = self.mode == "auto"
         for name in self.said:
             modes = ("auto",) if name in AUTO_OPTIONS else OF_MODES.get(name, (*MODES, "auto"))
-            if self.mode not in modes and not (self.auto and {*modes} & {*AUTO}):
+            conditional = self.auto and {*modes} & {*AUTO} and tuple(modes) != ("compiled",)
+            if self.mode not in modes and not conditional:
                 raise ArgumentError(
                     f"{name}= is of mode {' or '.join(map(repr, modes))}, not of {self.mode!r}"
                 )

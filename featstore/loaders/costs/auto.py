@@ -8,10 +8,12 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from featstore import arguments as args
+from featstore.errors import ArgumentError
 from featstore.loaders.costs.costs import LOOKED_SECONDS, LOOKED_SHARE, Training, costs_of
 from featstore.loaders.costs.partitions import OwnSampling
 from featstore.loaders.costs.result import LoaderCosts
 from featstore.loaders.costs.seen import look_at_batches
+from featstore.loaders.options import OF_MODES
 from featstore.loaders.prefetch import Sampler
 from featstore.units import format_bytes
 
@@ -41,14 +43,20 @@ def auto(
     epochs = EPOCHS_ASSUMED if epochs is None else args.as_count(epochs, "epochs")
     step = None if step is None else args.as_number(step, "train_seconds")
     if given.get("disk") is None:
+        for name in ("name", "residency"):
+            if name in given:
+                raise ArgumentError(
+                    f"{name}= is of what is laid out on disk, and nothing is without disk=, which says how "
+                    "much may be: give it, or say which mode="
+                )
         rows = sum(table.data_bytes for table in store.tables.values())
         return Taken(
             "online", "nothing is written without disk=, which says how much may be (the store's tables take "
             f"{format_bytes(rows)}, the memory is {format_bytes(memory_bytes)})", None,
         )  # fmt: skip
-    for name in ("policy", "static"):
-        if given.get(name) is not None:
-            return Taken("online", f"{name}= is of mode online", None)
+    for name in given:
+        if OF_MODES.get(name) == ("online",):
+            return Taken("online", f"{name}= is of mode online alone", None)
     if own is None and not repeats:
         return Taken(
             "online", "mini-batches of another sampler are not gone through beforehand, which could change "
