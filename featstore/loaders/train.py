@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,13 @@ def compiled_once(
 
 def forecast_once(store: OpenStore, sampler: Sampler, name: str, **options: Any) -> CompileForecast:
     """What :func:`compiled_once` would make of one epoch; nothing of it stays."""
+    packs = packs_to_write(store)
+    there = is_there(packs)
     made = _compile(store, sampler, name, 1, dry_run=True, **options)
     assert isinstance(made, CompileForecast)
+    if not there:
+        with suppress(OSError):  # another has written there meanwhile
+            packs.rmdir()
     return made
 
 

@@ -21,6 +21,7 @@ import gc, json, sys
 import numpy as np
 import featstore
 from featstore.errors import BudgetError
+from featstore.loaders.online.loader import OnlineLoader
 from featstore.tiers.buffer import FeatureBuffer
 from featstore.tiers.slots.choose import PolicyChoice
 

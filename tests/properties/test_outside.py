@@ -310,6 +310,11 @@ LONGER: dict[str, tuple[tuple[Any, ...], set[str]]] = {
          "--trials", 1, "--step-ms", 1),
         set(),
     ),
+    "loader-costs": (
+        ("loader-costs", "{root}/graph", "--fanouts", 2, "--batch-size", 20, "--memory", "16MiB",
+         "--seconds", 1, "--share", 1),
+        set(),
+    ),
     "demo": (DEMO, set()),
     "demo kept": ((*DEMO, "--mode", "mega", "--workdir", "{asked}"), {"asked/store"}),
 }  # fmt: skip
