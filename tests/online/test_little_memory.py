@@ -91,7 +91,8 @@ SIZES = st.lists(
 @given(
     sizes=SIZES, memory=st.sampled_from([1, 5 * MIB, 6 * MIB, 7 * MIB, 9 * MIB, 14 * MIB, 30 * MIB]),
     policy=st.sampled_from(["auto", "lru", "fifo"]), overtake=st.booleans(), seed=st.integers(0, 9),
-    device=st.sampled_from([{}, {}, {"device": ["cpu", "cpu"], "device_memory": 2 * MIB}]),
+    # The first mini-batch has to fit the devices' memory, which is a budget of its own.
+    device=st.sampled_from([{}, {}, {"device": ["cpu", "cpu"], "device_memory": 8 * MIB}]),
 )  # fmt: skip
 @example([(250, 0), (2500, 0), (250, 0), (1, 400), (900, 400)], 6 * MIB, "auto", False, 0, {})
 @example([(250, 0), (900, 0), (30, 5)], 1, "fifo", False, 0, {"device": "cpu", "device_memory": MIB})
