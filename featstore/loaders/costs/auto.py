@@ -13,14 +13,13 @@ from featstore.loaders.costs.costs import LOOKED_SECONDS, LOOKED_SHARE, Training
 from featstore.loaders.costs.partitions import OwnSampling
 from featstore.loaders.costs.result import LoaderCosts
 from featstore.loaders.costs.seen import look_at_batches
-from featstore.loaders.options import OF_MODES
+from featstore.loaders.options import AUTO_OPTIONS, OF_MODES
 from featstore.loaders.prefetch import Sampler
 from featstore.units import format_bytes
 
 if TYPE_CHECKING:
     from featstore.storage.store import OpenStore
 
-_OPTIONS = ("repeat", "epochs", "train_seconds")  # for the choice alone
 EPOCHS_ASSUMED = 10
 
 
@@ -38,7 +37,7 @@ def auto(
 ) -> Taken:  # fmt: skip
     """Choose. ``batches``: given, or those of the store's own sampling, which is ``own``; ``given``: options
     of the loader."""
-    repeat, epochs, step = (given.get(name) for name in _OPTIONS)
+    repeat, epochs, step = (given.get(name) for name in AUTO_OPTIONS)
     repeats = isinstance(batches, list | tuple) if repeat is None else args.as_flag(repeat, "repeat")
     epochs = EPOCHS_ASSUMED if epochs is None else args.as_count(epochs, "epochs")
     step = None if step is None else args.as_number(step, "train_seconds")
