@@ -113,7 +113,8 @@ class HostService:
         self._between = True  # steps: every rank has as many mini-batches
         self._failed = False
         self._last_report: LoaderReport | None = None
-        self._lock = threading.Lock()  # of what is known of ranks; the two threads' own
+        self._lock = threading.RLock()  # of what is known of ranks; the two threads' own
+        self._telling = threading.RLock()  # that it ends: one reason, to all of them
         for one in self._ranks:
             about = (self._slots.bytes, self._mode.state())
             one.line.say("welcome", *about, descriptors=(self._slots.file,))
@@ -281,10 +282,10 @@ class HostService:
     def _hear_one(self, one: _Rank) -> None:
         message, _ = one.line.hear()
         if message is None:
+            # First why, and then that: else the other thread would say that it has closed.
+            self._fail(ClosedError(f"local rank {one.number} of this host has died"))
             with self._lock:
                 one.leave()
-            if not self._ended:
-                self._fail(ClosedError(f"local rank {one.number} of this host has died"))
         elif message[0] == "report":
             with self._lock:
                 report = self._last_report or self._mode.report()
@@ -314,12 +315,13 @@ class HostService:
 
     def _fail(self, error: BaseException) -> None:
         """Nothing can go on: tell everybody why."""
-        if self._failed or self._ended:
-            return
-        self._failed = self._closing = True
-        for one in self._ranks:
-            if not one.closed:
-                one.line.say("failed", error_of(error))
+        with self._telling:
+            if self._failed or self._ended:
+                return
+            self._failed = self._closing = True
+            for one in reversed(self._ranks):  # the owner's own at last: it may end the process then
+                if not one.closed:
+                    one.line.say("failed", error_of(error))
         self._changed.set()
         self._mode.close()
 
@@ -334,11 +336,13 @@ class HostService:
                 self._last_report = self._last_report or self._mode.report()
         self._mode.close()
         self._going.end()
-        if not self._ended:
+        with self._telling:
+            if self._ended:
+                return
             self._ended = True
             for one in self._ranks:
                 if not one.closed and not self._failed:
                     one.line.say("closed", self._last_report)
                 one.line.close()
-            self._hearing.end()
-            self._slots.close()
+        self._hearing.end()
+        self._slots.close()
