@@ -16,7 +16,7 @@ import mmap
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from compiled_model import Training
 from graphs import GraphFiles
-from system import cpu_seconds, process_io, status_bytes
+from system import cpu_seconds, gather_until, process_io, status_bytes
 
 import featstore
 from featstore.loaders.options import MODES
@@ -87,23 +87,32 @@ class Plain:
         for number, begin in enumerate(range(0, len(order), self._size)):
             yield self._sampler.sample(order[begin : begin + self._size], number, epoch=epoch)
 
-    def epoch(self, epoch: int) -> Iterator[tuple[Any, dict[str, Any]]]:
+    def epoch(self, epoch: int, seconds_max: float) -> Generator[tuple[Any, dict[str, Any]], None, float]:
+        """Returns the share of a last mini-batch that there was no time for all of."""
+        end = time.perf_counter() + seconds_max
         for sample in self.samples(epoch):
-            yield self.x[sample.node], sample_of(sample)
+            rows, share = gather_until(self.x, sample.node, end)
+            if share < 1:
+                return share
+            yield rows, sample_of(sample)
+        return 0.0
 
 
 def go_through(batches: Iterator[Any], seconds_max: float, training: Training | None) -> dict[str, Any]:
     """An epoch, or as much of it as the time allows."""
-    begin, cpu, count = time.perf_counter(), cpu_seconds(), 0
-    spent, model = 0.0, training.seconds if training else 0.0
-    for x, sample in batches:
+    begin, cpu, count = time.perf_counter(), cpu_seconds(), 0.0
+    model = training.seconds if training else 0.0
+    while time.perf_counter() - begin <= seconds_max:
+        try:
+            x, sample = next(batches)
+        except StopIteration as over:
+            count += over.value or 0.0
+            break
         if training is not None:
             training.step(x, sample)
         count += 1
         del x, sample
-        spent = time.perf_counter() - begin
-        if spent > seconds_max:
-            break
+    spent = time.perf_counter() - begin
     return {
         "seconds": spent, "batches": count, "cpu_seconds": cpu_seconds() - cpu,
         "model_seconds": training.seconds - model if training else 0.0,
@@ -113,7 +122,10 @@ def go_through(batches: Iterator[Any], seconds_max: float, training: Training | 
 def plain(given: dict[str, Any], training: Training) -> dict[str, Any]:
     loop = Plain(given)
     epochs = range(1 + given["epochs"] if given["mode"] == "memory" else 1)
-    found = [go_through(loop.epoch(epoch), given["seconds_max"], training) for epoch in epochs]
+    found = [
+        go_through(loop.epoch(epoch, given["seconds_max"]), given["seconds_max"], training)
+        for epoch in epochs
+    ]
     return {"epochs": found[1:] or found}
 
 

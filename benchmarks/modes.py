@@ -193,8 +193,8 @@ def tell(report: Report, rounds: list[dict[str, dict[str, Any]]], runs: Runs, ba
         f"The model alone takes {median(model):.1f} s of an epoch of {batches} mini-batches. Within the "
         f"cgroup: {format_bytes(runs.bare_bytes)} of the bare process and "
         f"{format_bytes(runs.allowed_bytes)}, of which a loader has {format_bytes(runs.memory_bytes)}: "
-        f"{of_largest:.1f} of the largest mini-batches. np.memmap is extrapolated from at least {measured} "
-        "mini-batches."
+        f"{of_largest:.1f} of the largest mini-batches. np.memmap is extrapolated from at least "
+        f"{measured:.1f} mini-batches."
     )
 
 
