@@ -1,5 +1,5 @@
-"""Transfers to a device, with an accelerator in its place whose copies are made late: what is copied from must
-not be used for other rows before, and what is held for copies is bounded."""
+"""Transfers to a device, with an accelerator in its place whose copies are made late: what is copied from
+must not be used for other rows before, and what is held for copies is bounded."""
 
 from __future__ import annotations
 
