@@ -24,6 +24,7 @@ from featstore.errors import ArgumentError
 from featstore.loaders.compiled.loader import CompiledLoader
 from featstore.loaders.compiled.trace import CompiledTrace
 from featstore.loaders.divided import GivenShare
+from featstore.loaders.mega.loader import PartitionsLoader
 from featstore.loaders.prefetch import Sampler
 from featstore.loaders.report import LoaderReport
 from featstore.loaders.rolling import RollingLoader
@@ -275,8 +276,10 @@ class RollingMode(Mode):
 class PartitionsMode(Mode):
     """Mini-batches sampled inside random collections of partitions."""
 
+    loader: PartitionsLoader
+
     def length(self) -> int:
-        raise ArgumentError("how many mini-batches an epoch of mode 'partitions' has depends on its draw")
+        return len(self.loader)
 
     def go_on(self, epoch: int, over: int) -> tuple[int, int]:
         raise ArgumentError(

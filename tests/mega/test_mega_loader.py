@@ -251,6 +251,22 @@ def test_what_is_in_them(
 
 
 @ways
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("ranks", [(0,), (1,), (0, 2)])
+def test_their_number_is_known_beforehand(
+    open_: Callable[..., PartitionsLoader], way: str, ranks: tuple[int, ...], drop_last: bool
+) -> None:
+    """In every epoch, and nothing is loaded for it."""
+    loader = open_(**WAYS[way], ranks=ranks, world_size=3, drop_last=drop_last)
+    before = loader.sets.stats().bytes_read
+    expected = len(loader)
+    assert loader.sets.stats().bytes_read == before
+    for _ in range(3):
+        assert len(list(loader)) == expected
+        expected = len(loader)
+
+
+@ways
 def test_they_are_those_of_one_plain_loop(
     open_: Callable[..., PartitionsLoader], open_sets: Callable[..., PartitionSets], way: str
 ) -> None:
@@ -469,6 +485,11 @@ def test_a_pass_takes_the_seconds_of_the_loop(
 
 
 # What goes wrong.
+
+
+def test_by_the_clock_their_number_is_not_known(open_: Callable[..., PartitionsLoader]) -> None:
+    with pytest.raises(ArgumentError, match="known afterwards"):
+        len(open_(passes="auto"))
 
 
 def test_closed_while_loading(open_: Callable[..., PartitionsLoader]) -> None:

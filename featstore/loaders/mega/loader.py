@@ -113,6 +113,15 @@ class PartitionsLoader(PrefetchingLoader):
         """Bytes of the budget: ``planned``, by the sum of all that is held, and ``unused``."""
         return self.sets.memory()
 
+    def __len__(self) -> int:
+        """Mini-batches of the current epoch, of all the ranks that are drawn for here. Raises ArgumentError
+        for ``passes="auto"``."""
+        if self.passes == "auto":
+            raise ArgumentError("how many mini-batches an epoch has with passes='auto' is known afterwards")
+        size, share = self._options.batch_size, self._options.share
+        each = [len(share(np.empty(count, np.int64)).seeds) for count in self.sets.seed_counts(self._epoch)]
+        return len(self._ranks) * int(self.passes) * sum(-(-seeds // size) for seeds in each)
+
     # Iterating.
 
     def _begin_prefetch(self) -> Prefetch:

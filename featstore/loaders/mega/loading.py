@@ -252,6 +252,12 @@ class Loading:
             found.append(rows[used] - self._offsets[partition] + start)
         return np.sort(np.concatenate(found)) if found else np.empty(0, np.int64)
 
+    def seed_counts(self, schedule: Schedule) -> NDArray[np.int64]:
+        """How many training nodes each step uses, int64 [steps]; nothing is loaded for it."""
+        partition = np.repeat(np.arange(len(self._offsets) - 1), np.diff(self._train_offsets))
+        steps = schedule.used_by(self.train.astype(np.int64), partition)
+        return np.bincount(steps, minlength=schedule.steps)
+
     def _build(
         self,
         schedule: Schedule,

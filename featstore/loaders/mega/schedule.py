@@ -84,11 +84,14 @@ class Schedule:
 
     def used_in(self, rows: NDArray[np.int64], partition: NDArray[np.int64], index: int) -> NDArray[np.bool_]:
         """Which of the training ``rows``, int64 [n] of these partitions, step ``index`` uses."""
-        first, last = self.steps_of(partition)
-        used: NDArray[np.bool_] = (
-            draw_steps(rows, first, last, np.uint64(self.seed), np.uint64(self.epoch)) == index
-        )
+        used: NDArray[np.bool_] = self.used_by(rows, partition) == index
         return used
+
+    def used_by(self, rows: NDArray[np.int64], partition: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The step that uses each of these training rows of these partitions, int64 [n]."""
+        first, last = self.steps_of(partition)
+        steps: NDArray[np.int64] = draw_steps(rows, first, last, np.uint64(self.seed), np.uint64(self.epoch))
+        return steps
 
 
 @njit(cache=True, nogil=True)

@@ -18,6 +18,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from featstore.arguments import as_count
@@ -146,6 +147,10 @@ class PartitionSets(LoaderBase):
 
     def _schedule(self, epoch: int) -> Schedule:
         return Schedule(self._loading.partitions, self.sizes.resident, self.sizes.replaced, self.seed, epoch)
+
+    def seed_counts(self, epoch: int) -> NDArray[np.int64]:
+        """How many training nodes each mega-batch of an epoch uses, int64 [steps]."""
+        return self._loading.seed_counts(self._schedule(epoch))
 
     # Going through it.
 
