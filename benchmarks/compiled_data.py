@@ -26,7 +26,7 @@ from featstore.front.compiling import compile_trace
 from featstore.loaders.compiled.loader import CompiledLoader
 from featstore.loaders.compiled.trace import CompiledTrace
 from featstore.sampling.batches import SampledBatches
-from featstore.sampling.neighbors import SampledSubgraph, NeighborSampler
+from featstore.sampling.neighbors import NeighborSampler, SampledSubgraph
 from featstore.units import PAGE_BYTES
 
 COLUMNS = 128

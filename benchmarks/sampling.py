@@ -33,7 +33,7 @@ from system import cpu_seconds
 
 import featstore
 from featstore.errors import BudgetError
-from featstore.sampling.neighbors import SampledSubgraph, NeighborSampler
+from featstore.sampling.neighbors import NeighborSampler, SampledSubgraph
 from featstore.sampling.stored import StoredSampler
 
 FANOUTS = (15, 10, 5)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import featstore
-from featstore.sampling.neighbors import SampledSubgraph, NeighborSampler
+from featstore.sampling.neighbors import NeighborSampler, SampledSubgraph
 
 NODES, WIDTH, CLASSES, DEGREE, BATCH, FANOUTS = 10_000, 32, 4, 8, 500, (5, 3)
 

@@ -21,7 +21,7 @@ from featstore.base.hashing import batch_key, random_words
 from featstore.base.training_nodes import checked_train
 from featstore.errors import SourceError
 from featstore.reader.graphs import read_csc, read_offsets
-from featstore.sampling.neighbors import SampledSubgraph, NeighborSampler
+from featstore.sampling.neighbors import NeighborSampler, SampledSubgraph
 from featstore.sampling.ranked import share_of
 from featstore.sampling.stored import StoredSampler
 from featstore.storage.relations import graph_of

@@ -8,9 +8,9 @@ is normative in ``formats/v1/trace.md``.
 
 **What can be in a tree**: dict (keys: text, bytes, numbers, None, and tuples of them), list, tuple, str,
 bytes, int, float, complex, bool, None; NumPy scalars and arrays of any dtype of a fixed size; torch tensors
-on the CPU; PyG's ``Data`` and ``HeteroData``; our own :class:`~featstore.sampling.neighbors.SampledSubgraph`. Types
-are taken exactly: a subclass would come back as something else, so it is refused. torch and PyG are imported
-only where such an object occurs.
+on the CPU; PyG's ``Data`` and ``HeteroData``; our own
+:class:`~featstore.sampling.neighbors.SampledSubgraph`. Types are taken exactly: a subclass would come back as
+something else, so it is refused. torch and PyG are imported only where such an object occurs.
 
 This module is what both sides share: :mod:`featstore.trace.sample_encoder` and
 :mod:`featstore.trace.sample_decoder`.
@@ -31,7 +31,7 @@ SAMPLE_HEADER_BYTES_MAX = 8 * 2**20  # decoded, little lists take seventy times 
 SAMPLE_AXES_MAX = 32
 DTYPE_CHARACTERS_MAX = 1 << 16  # of a dtype's name
 
-#: Frozen dataclasses of ours, by the name that stands in the header, which the format fixes: module and class.
+#: Frozen dataclasses of ours, by the name that the format gives them in the header: module and class.
 SAMPLE_CLASSES = {"MiniBatch": ("featstore.sampling.neighbors", "SampledSubgraph")}
 TORCH_DTYPES = frozenset([
     "bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64", "float16", "bfloat16",

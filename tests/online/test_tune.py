@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import featstore
 from featstore.errors import BudgetError, SourceError, WaitTimeoutError
 from featstore.loaders.online.loader import OnlineLoader
-from featstore.sampling.neighbors import SampledSubgraph, NeighborSampler
+from featstore.sampling.neighbors import NeighborSampler, SampledSubgraph
 from featstore.tiers.slots.layout import POLICIES
 from featstore.tiers.slots.simulation import simulate
 from featstore.tune import profiling as pf

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from featstore.base import hashing
 from featstore.errors import IdError, SourceError
 from featstore.sampling import picking
-from featstore.sampling.neighbors import SampledSubgraph, NeighborSampler
+from featstore.sampling.neighbors import NeighborSampler, SampledSubgraph
 
 GOLDEN, MIX_A, MIX_B, WORD = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 2**64
 

@@ -21,7 +21,7 @@ from test_sampling import floyd_twin, mix_twin, random_graph
 import featstore
 from featstore.errors import BudgetError, ClosedError, CorruptionError, FormatError, IdError, SourceError
 from featstore.sampling import picking
-from featstore.sampling.neighbors import SampledSubgraph, NeighborSampler
+from featstore.sampling.neighbors import NeighborSampler, SampledSubgraph
 from featstore.sampling.stored import StoredSampler
 
 NODES, EDGES = 3000, 60_000

@@ -106,6 +106,8 @@ def test_a_trace_is_a_list_of_mini_batches(
         report = featstore.verify(trace.path)
         assert report.ok
         assert (report.batches, report.uuid) == (len(model), trace.uuid)
+        with record(trace, path / "of it") as copy:
+            assert copy.uuid == trace.uuid, "a trace gives what can be recorded"
     with record(batches, path / "again") as again:
         assert again.uuid == trace.uuid
         assert (path / "again" / "trace.log").read_bytes() == (path / "t" / "trace.log").read_bytes()
@@ -197,7 +199,8 @@ def test_copies_of_a_trace(trace: Trace) -> None:
     assert all(np.array_equal(f[""], w) for f, w in zip(found, wanted, strict=True))
     results: list[Any] = []
     threads = [
-        threading.Thread(target=lambda: results.append([ids[""].tolist() for ids, _ in trace])) for _ in range(4)
+        threading.Thread(target=lambda: results.append([ids[""].tolist() for ids, _ in trace]))
+        for _ in range(4)
     ]
     for thread in threads:
         thread.start()
