@@ -229,7 +229,9 @@ def test_pyg_hetero_data() -> None:
 
 def test_our_own_mini_batch() -> None:
     batch = SampledSubgraph(*(np.arange(n) for n in (5, 4, 4, 4)), (2, 3), (4,))
-    found: Any = decode(encode({"batch": batch}))
+    encoded = encode({"batch": batch})
+    assert b"MiniBatch" in bytes(encoded), "as formats/v1/trace.md calls it"
+    found: Any = decode(encoded)
     assert type(found["batch"]) is SampledSubgraph
     assert same(vars(found["batch"]), vars(batch))
 
