@@ -15,13 +15,13 @@ import mmap
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from graphs import GraphFiles
-from system import cpu_seconds, process_io, status_bytes
+from system import cpu_seconds, gather_until, process_io, status_bytes
 
 import featstore
 import featstore.loaders.train
@@ -94,7 +94,8 @@ def steps_on_largest(given: dict[str, Any]) -> dict[str, Any]:
         return {"step_bytes": status_bytes("VmHWM") - before, "batch_bytes": x.nbytes}
 
 
-Batches = Iterator[tuple[Any, dict[str, Any]]]
+#: What is returned is the share of a last mini-batch that there was no time for all of.
+Batches = Generator[tuple[Any, dict[str, Any]], None, float]
 
 
 def over_memmap(given: dict[str, Any]) -> Batches:
@@ -102,9 +103,14 @@ def over_memmap(given: dict[str, Any]) -> Batches:
     x = GraphFiles(Path(given["folder"]), given["nodes"], given["columns"]).load("features", mapped=True)
     if given["mode"] == "advised":
         x._mmap.madvise(mmap.MADV_RANDOM)  # type: ignore[attr-defined]
+    end = time.perf_counter() + given["seconds_max"]
     with featstore.Trace(given["trace"]) as trace:
         for ids, sample in trace:
-            yield x[next(iter(ids.values()))], sample  # type: ignore[misc]
+            rows, share = gather_until(x, next(iter(ids.values())), end)
+            if share < 1:
+                return share
+            yield rows, sample  # type: ignore[misc]
+    return 0.0
 
 
 def recorded(trace: featstore.Trace) -> Iterator[tuple[Any, Any]]:
@@ -113,19 +119,22 @@ def recorded(trace: featstore.Trace) -> Iterator[tuple[Any, Any]]:
         yield next(iter(ids.values())), sample
 
 
-def go_through(batches: Batches, seconds_max: float, training: Any) -> dict[str, Any]:
+def go_through(batches: Iterator[Any], seconds_max: float, training: Any) -> dict[str, Any]:
     """An epoch, or as much as the time allows. Without training, the rows are only looked at here and
     there."""
-    begin, count, looked = time.perf_counter(), 0, 0.0
-    for x, sample in batches:
+    begin, count, looked = time.perf_counter(), 0.0, 0.0
+    while time.perf_counter() - begin <= seconds_max:
+        try:
+            x, sample = next(batches)
+        except StopIteration as over:
+            count += over.value or 0.0
+            break
         if training is None:
             looked += float(x.reshape(-1)[::TOUCHED].sum())
         else:
             training.step(x, sample)
         count += 1
         del x, sample
-        if time.perf_counter() - begin > seconds_max:
-            break
     return {"seconds": time.perf_counter() - begin, "batches": count, "looked": looked}
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from graphs import GraphFiles
 from sage import Sage
-from system import cpu_seconds, process_io, status_bytes
+from system import cpu_seconds, gather_until, process_io, status_bytes
 from torch import Tensor, nn
 
 import featstore
@@ -102,11 +102,16 @@ def over_memmap(given: dict[str, Any], training: Training) -> dict[str, Any]:
     few = sampler.sample(order[-2:], 10**6)  # loads the kernels
     del few
     begin = time.perf_counter()
+    end, rest = begin + given["seconds_max"], 0.0
     for b in batches():
-        training.step(b.node, x[b.node], b.row, b.col, b.num_sampled_nodes, b.num_sampled_edges)
-        if time.perf_counter() - begin > given["seconds_max"]:
+        rows, share = gather_until(x, b.node, end)
+        if share < 1:
+            rest = share
             break
-    return {"seconds": time.perf_counter() - begin}
+        training.step(b.node, rows, b.row, b.col, b.num_sampled_nodes, b.num_sampled_edges)
+        if time.perf_counter() > end:
+            break
+    return {"seconds": time.perf_counter() - begin, "batches": training.batches + rest}
 
 
 def main() -> None:
@@ -119,8 +124,9 @@ def main() -> None:
         io, cpu = process_io(), cpu_seconds()
         run = by_mega_batches if given["mode"] == "mega" else over_memmap
         result = run(given, training)
+        result = {"batches": training.batches} | result
         result |= {
-            "model_seconds": training.model_seconds, "batches": training.batches,
+            "model_seconds": training.model_seconds,
             "accuracy": training.right / max(1, training.seen),
             "device_read_bytes": process_io()["read_bytes"] - io["read_bytes"],
             "cpu_seconds": cpu_seconds() - cpu,

@@ -333,7 +333,7 @@ def tell_end(report: Report, points: dict[str, Any], mains: dict[str, Any], batc
                 train,
                 load,
                 point["train"]["model_seconds"] / of * batches,
-                f"{of} of {batches}",
+                f"{of:.1f} of {batches}",
                 before.get(design, 0.0),
                 pays,
                 format_bytes(point["peak_bytes"]),

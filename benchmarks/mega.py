@@ -217,7 +217,7 @@ def tell_training(report: Report, results: dict[str, dict[str, Any]], batches: i
             line(
                 "epoch, seconds",
                 round(mega["seconds"], 1),
-                lambda o: f"{epoch_of(o, batches):,.0f} (from {o['batches']} of {batches} mini-batches)",
+                lambda o: f"{epoch_of(o, batches):,.0f} (from {o['batches']:.1f} of {batches} mini-batches)",
             ),
             line("waiting for mini-batches, seconds", round(mega["wait_seconds"], 1), lambda _: ""),
             line(

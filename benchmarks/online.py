@@ -118,7 +118,8 @@ def tell(report: Report, runs: dict[str, dict[str, Any]], batches: int, end: End
         "peak charged",
     ]
     report.table("An epoch of GraphSAGE", columns, [
-        [name, epoch_seconds(runs[key], "train", batches), f"{runs[key]['train']['batches']} of {batches}",
+        [name, epoch_seconds(runs[key], "train", batches),
+         f"{runs[key]['train']['batches']:.1f} of {batches}",
          runs[key]["train"]["model_seconds"] / runs[key]["train"]["batches"] * batches,
          format_bytes(runs[key]["peak_bytes"]), format_bytes(runs[key]["charged_bytes"])]
         for name, key in (("featstore, online", "online"), (ADVISED, ADVISED), (MEMMAP, MEMMAP))

@@ -33,6 +33,7 @@ NAMES = (
     "policies",
     "online",
     "online_workers",
+    "modes",
     "row_sizes",
     "tune",
 )

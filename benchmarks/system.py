@@ -11,6 +11,7 @@ import os
 import resource
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -18,12 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 _DROP = Path("/proc/sys/vm/drop_caches")
 _CGROUP_V1 = Path("/sys/fs/cgroup/memory")
 _CGROUP_V2 = Path("/sys/fs/cgroup")
 #: A file is cold when no more than this share of its pages is in the page cache.
 RESIDENT_MAX = 0.01
+GATHER_PARTS = 64
 #: An environment in which mini-batches that were freed are given back at once, so that processes hold what
 #: they use.
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
@@ -77,6 +80,18 @@ def warm_cache(paths: Sequence[Path]) -> None:
         with open(path, "rb", buffering=0) as file:
             while file.readinto(buffer):
                 pass
+
+
+def gather_until(x: NDArray[Any], ids: NDArray[np.integer[Any]], end: float) -> tuple[NDArray[Any], float]:
+    """Rows of an array, part by part until a time of ``time.perf_counter`` has come, and the share of ``ids``
+    that these are: in little memory one mini-batch over a memory map may take minutes."""
+    out = np.empty((len(ids), *x.shape[1:]), x.dtype)
+    for low in range(0, len(ids), part := max(1, len(ids) // GATHER_PARTS)):
+        high = min(low + part, len(ids))
+        np.take(x, ids[low:high], axis=0, out=out[low:high], mode="clip")
+        if high < len(ids) and time.perf_counter() > end:
+            return out[:high], high / len(ids)
+    return out, 1.0
 
 
 def touch_memory(size_bytes: int) -> None:

@@ -203,7 +203,7 @@ def main(settings: Settings, memory: str | None, step_ms: float) -> None:
             make = neighbour_batches(sampler, files.load("train"), BATCH)
             begin = time.perf_counter()
             tuning = tune(
-                store, make, step, memory=given, cores=cores, workers={c.workers for c in choices},
+                store, make, step, memory=given, cores=cores, workers=sorted({c.workers for c in choices}),
                 seconds=3.0 if settings.quick else 20.0,
                 engines=list(dict.fromkeys(c.reading.engine for c in choices)), queue_depths=DEPTHS,
             )  # fmt: skip

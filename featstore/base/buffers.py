@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 
 import numpy as np
@@ -70,18 +71,21 @@ class Outputs:
     much as filling it.
 
     Arrays, tensors and other views all hold a reference to the array that owns the memory, so it is free when
-    nobody but this list has one. Of what is free, ``most`` pieces are kept.
+    nobody but this list has one. Of what is free, ``most`` pieces are kept. ``memory``: gives so many bytes,
+    for devices that want memory of their own kind.
     """
 
-    def __init__(self, byte_count: int, most: int) -> None:
-        self._byte_count, self._most = byte_count, most
+    def __init__(
+        self, byte_count: int, most: int, memory: Callable[[int], NDArray[np.uint8]] = aligned_buffer
+    ) -> None:
+        self._byte_count, self._most, self._memory = byte_count, most, memory
         self._owned: list[NDArray[np.uint8]] = []
 
     def take(self, byte_count: int) -> NDArray[np.uint8]:
         """uint8 [byte_count]. One larger than the others is not kept, and those that are free go for it."""
         if byte_count > self._byte_count:
             self._drop()
-            return aligned_buffer(byte_count)
+            return self._memory(byte_count)
         free = [n for n in range(len(self._owned)) if sys.getrefcount(self._owned[n]) == _UNUSED]
         for number in reversed(free[1:]):
             if len(self._owned) > self._most:  # the loop once held more than it does now
@@ -89,7 +93,7 @@ class Outputs:
         if free:
             own = self._owned[free[0]]
         else:
-            own = aligned_buffer(self._byte_count)
+            own = self._memory(self._byte_count)
             populate(own)
             self._owned.append(own)
         return own[:byte_count]

@@ -19,6 +19,7 @@ from featstore.trace.samples import (
     DEPTH_MAX,
     DTYPE_CHARACTERS_MAX,
     HEADER_AT,
+    PYG_BATCH_ABOUT,
     SAMPLE_AXES_MAX,
     SAMPLE_CLASSES,
     SAMPLE_HEADER_BYTES_MAX,
@@ -173,6 +174,24 @@ class _Decoder:
             stores[name] = self._attributes(attributes, depth)
         return _module("torch_geometric.data").HeteroData.from_dict(stores)
 
+    def _batch(self, items: list[Any], depth: int) -> Any:
+        joined, *about = (self.value(item, depth) for item in items)
+        pyg = _module("torch_geometric.data")
+        if type(joined) not in (pyg.Data, pyg.HeteroData) or len(about) != len(PYG_BATCH_ABOUT):
+            raise _bad(f"a Batch of a {type(joined).__name__}")
+        kinds = (int, dict, dict)
+        if any(one is not None and type(one) is not kind for one, kind in zip(about, kinds, strict=True)):
+            raise _bad("a Batch of graphs that are none")
+        out = pyg.Batch(_base_cls=type(joined))
+        for store in joined.stores:
+            own = out if store._key is None else out[store._key]
+            for key, value in store.items():
+                own[key] = value
+        for name, value in zip(PYG_BATCH_ABOUT, about, strict=True):
+            if value is not None:
+                setattr(out, name, value)
+        return out
+
     def _attributes(self, tree: Any, depth: int) -> dict[str, Any]:
         found = self.value(tree, depth)
         if type(found) is not dict or not all(map(is_pyg_attribute, found)):
@@ -194,6 +213,7 @@ _MAKERS = {
     "d": _Decoder._dict, "l": _Decoder._list, "t": _Decoder._tuple, "i": _Decoder._integer,
     "c": _Decoder._complex, "n": _Decoder._array, "s": _Decoder._scalar, "x": _Decoder._tensor,
     "z": _Decoder._size, "m": _Decoder._dataclass, "D": _Decoder._data, "H": _Decoder._hetero,
+    "B": _Decoder._batch,
 }  # fmt: skip
 
 

@@ -20,6 +20,7 @@ from featstore.trace.samples import (
     DEPTH_MAX,
     DTYPE_CHARACTERS_MAX,
     HEADER_AT,
+    PYG_BATCH_ABOUT,
     SAMPLE_AXES_MAX,
     SAMPLE_CLASSES,
     SAMPLE_HEADER_BYTES_MAX,
@@ -181,6 +182,8 @@ class _Encoder:
             return ["D", self._attributes(value.to_dict(), where, depth + 1)]
         if pyg is not None and kind is pyg.HeteroData:
             return self._hetero(value.to_dict(), where, depth)
+        if pyg is not None and isinstance(value, pyg.Batch):
+            return self._batch(pyg, value, where, depth)
         label = _CLASS_NAMES.get(f"{kind.__module__}.{kind.__qualname__}")
         if label is not None:
             items = [
@@ -232,6 +235,20 @@ class _Encoder:
             out += [self.node(key, step, depth + 1), self._attributes(store, step, depth + 1)]
         return out
 
+    def _batch(self, pyg: Any, value: Any, where: Where, depth: int) -> list[Any]:
+        """What PyG made of several graphs: a ``Data`` or ``HeteroData``, and how to take it apart again."""
+        single = type(value).__bases__[-1]
+        if single is pyg.Data:
+            joined = ["D", self._attributes(value.to_dict(), where, depth + 2)]
+        elif single is pyg.HeteroData:
+            joined = self._hetero(value.to_dict(), where, depth + 1)
+        else:
+            raise _refuse(where, f"is a Batch of {single.__name__}", "batch Data or HeteroData instead")
+        about = [
+            self.node(getattr(value, name, None), (where, f".{name}"), depth + 1) for name in PYG_BATCH_ABOUT
+        ]
+        return ["B", joined, *about]
+
 
 def _check_depth(where: Where, depth: int) -> None:
     if depth > DEPTH_MAX:
@@ -270,6 +287,6 @@ def _advice(value: Any) -> str:
     if isinstance(value, np.ndarray):
         return "convert it with np.asarray(...)"
     return (
-        "a sample is made of dict, list, tuple, text, numbers, NumPy arrays, torch tensors, PyG's Data "
-        "and HeteroData; convert it, leave it out, or record pairs (node ids, sample)"
+        "a sample is made of dict, list, tuple, text, numbers, NumPy arrays, torch tensors, PyG's Data, "
+        "HeteroData and Batch; convert it, leave it out, or record pairs (node ids, sample)"
     )

@@ -8,7 +8,7 @@ is normative in ``formats/v1/trace.md``.
 
 **What can be in a tree**: dict (keys: text, bytes, numbers, None, and tuples of them), list, tuple, str,
 bytes, int, float, complex, bool, None; NumPy scalars and arrays of any dtype of a fixed size; torch tensors
-on the CPU; PyG's ``Data`` and ``HeteroData``; our own
+on the CPU; PyG's ``Data``, ``HeteroData`` and ``Batch`` of these; our own
 :class:`~featstore.sampling.neighbors.SampledSubgraph`. Types are taken exactly: a subclass would come back as
 something else, so it is refused. torch and PyG are imported only where such an object occurs.
 
@@ -33,6 +33,9 @@ DTYPE_CHARACTERS_MAX = 1 << 16  # of a dtype's name
 
 #: Frozen dataclasses of ours, by the name that the format gives them in the header: module and class.
 SAMPLE_CLASSES = {"MiniBatch": ("featstore.sampling.neighbors", "SampledSubgraph")}
+#: What PyG's ``Batch`` knows of the graphs that it was made of: how many, where each one's values lie, and
+#: what was added to them.
+PYG_BATCH_ABOUT = ("_num_graphs", "_slice_dict", "_inc_dict")
 TORCH_DTYPES = frozenset([
     "bool", "uint8", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64", "float16", "bfloat16",
     "float32", "float64", "complex64", "complex128", "float8_e4m3fn", "float8_e5m2",

@@ -227,6 +227,31 @@ def test_pyg_hetero_data() -> None:
     assert torch.equal(slim["paper"].n_id, data["paper"].n_id)
 
 
+def test_pyg_batches_of_graphs() -> None:
+    """They come apart again into what they were made of, and say what they were joined from."""
+    graphs = [
+        Data(x=torch.arange(2.0 * n).reshape(n, 2), edge_index=torch.tensor([[0], [n - 1]]), name=f"g{n}")
+        for n in (2, 3, 1)
+    ]
+    joined = Batch.from_data_list(graphs, follow_batch=["x"])
+    found: Any = decode(encode(joined))
+    assert type(found) is type(joined)
+    assert same(found.to_dict(), joined.to_dict())
+    assert found.num_graphs == 3
+    for one, wanted in zip(found.to_data_list(), graphs, strict=True):
+        assert same(one.to_dict(), wanted.to_dict())
+
+    typed = [HeteroData({"a": {"x": torch.ones(n, 1)}, ("a", "to", "a"): {
+        "edge_index": torch.zeros((2, n), dtype=torch.int64)}}) for n in (2, 4)]  # fmt: skip
+    both: Any = decode(encode(Batch.from_data_list(typed)))
+    assert both.num_graphs == 2
+    assert same(both["a"].ptr, torch.tensor([0, 2, 6]))
+    for one, wanted in zip(both.to_data_list(), typed, strict=True):
+        assert same(one.to_dict(), wanted.to_dict())
+    own: Any = decode(encode(Batch(x=torch.ones(2, 1), batch=torch.tensor([0, 1]))))
+    assert same(own.batch, torch.tensor([0, 1])), "one that was not made of a list"
+
+
 def test_our_own_mini_batch() -> None:
     batch = SampledSubgraph(*(np.arange(n) for n in (5, 4, 4, 4)), (2, 3), (4,))
     encoded = encode({"batch": batch})
@@ -257,6 +282,10 @@ class _Mine(dict):  # type: ignore[type-arg]
     pass
 
 
+class _Own(Data):  # type: ignore[misc]
+    """A subclass would come back as something else."""
+
+
 def _cycle() -> list[Any]:
     found: list[Any] = []
     found.append(found)
@@ -280,7 +309,7 @@ def _cycle() -> list[Any]:
         ({"a": "\ud800"}, r"batch\['a'\] is text that is no Unicode", "bytes"),
         (_cycle(), r"batch(\[0\])+ lies more than 64 levels deep", "flatter"),
         (Data(adj=torch.eye(2).to_sparse()), r"batch\.adj is a tensor", "dense"),
-        (Batch.from_data_list([Data(x=torch.ones(1, 1))]), "DataBatch", "convert"),
+        (Batch.from_data_list([_Own(x=torch.ones(1, 1))]), "Batch of _Own", "Data or HeteroData"),
         ([np.zeros((1,) * 33)], "33 axes", "reshape"),
     ],
 )  # fmt: skip
@@ -410,7 +439,8 @@ def crafted(tree: Any, arrays: bytes = b"") -> Any:
         ["s", "str", b"1"], ["s", "int64", "12345678"], ["c", 1, 2], ["i", "1"], ["i"], ["d", 1],
         ["d", ["l"], 1], ["d", 1, 2, 1, 3], ["d", ["n", "int64", [0]], 1], ["z", "a"], ["z", 2**63],
         ["m", "Store", 1], ["m", "MiniBatch", 1], ["m", ["l"], 1], ["m"], ["D", 1], ["D", ["d", "_store", 1]],
-        ["D", ["d", 1, 1]], ["D"], ["H", "a", 1], ["H", ["t", "a"], ["d"]], ["H", 1, ["d"]],
+        ["D", ["d", 1, 1]], ["D"], ["B"], ["B", ["d"], 1, ["d"], ["d"]], ["B", ["D", ["d"]], 1],
+        ["B", ["D", ["d"]], "1", ["d"], ["d"]], ["H", "a", 1], ["H", ["t", "a"], ["d"]], ["H", 1, ["d"]],
         ["H", "a", ["d", "_mapping", 1]], ["H", "a"], [], ["?"], [1], [None], {"d": 1},
         msgspec.msgpack.Ext(1, b"x"), ["l", ["l", {}]],
     ],

@@ -1,0 +1,234 @@
+"""The same loop under every mode, in little memory: GraphSAGE over rows of 4 KiB, in a memory cgroup of the
+bare process and a tenth of the features, against the same model with everything in memory.
+
+    python benchmarks/modes.py --dir /a/directory/on/the/ssd
+
+What is compared with is a plain loop that samples, gathers and trains by turns, all rows and the graph in
+memory, without a cgroup; and that loop over np.memmap in the cgroup. All ways have a process of their own in
+each round, in turns, and the same number of torch's threads; the page cache is dropped before each, and reads
+are direct but for np.memmap's. Of a loader, one epoch does not count (buffers fill, what is compiled is
+compiled), one is loaded and not trained on, and the others are timed. An epoch is held against its slowest
+stage alone, too: loading without training, or the model alone as the plain loop's clock has it. *The
+disk's bound* is what fio would take for as many bytes, in pages at random for online and in sequence for all
+others, in the same run.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import click
+from graphs import GraphFiles, generate
+from harness import HERE, Claim, Report, Settings, note, shared_options
+from peers import fio
+from system import drop_caches, free_memory_bytes, memory_group, run_child, touch_memory
+from tables import remove
+
+import featstore
+from featstore.units import format_bytes
+
+COLUMNS, EDGES_A_NODE = 1024, 15
+FANOUTS, BATCH = (10, 5), 64
+MEMORY_SHARE = 0.1
+PARTITIONS = 512
+QUICK_ALLOWED_BYTES = 96 << 20
+SLACK_BYTES = 6 << 20  # fragments, training nodes and labels
+STAGE_BAR = 1.15
+FIO_SECONDS = 3.0
+MEMORY, MEMMAP, ADVISED = "all in memory", "np.memmap", "np.memmap, MADV_RANDOM"
+#: By name: mode, order of seeds, options, bar of the epoch over that in memory.
+WAYS: dict[str, tuple[str, str, dict[str, Any], float]] = {
+    "compiled": ("compiled", "random", {"disk": "1000x", "name": "bench"}, 1.0),
+    "partitions": ("partitions", "random", {}, 1.0),
+    "rolling": ("rolling", "random", {"disk": "1000x", "name": "bench"}, 1.3),
+    "online, partition order": ("online", "partition", {}, 1.1),
+    "online, random order": ("online", "random", {}, 1.3),
+}
+ENVIRONMENT = {
+    "MALLOC_ARENA_MAX": "2", "MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_MMAP_THRESHOLD_": "1048576",
+}  # fmt: skip
+
+
+class Runs:
+    """Children in cgroups of what the bare process has and a tenth of the features."""
+
+    def __init__(
+        self, files: GraphFiles, store: Path, settings: Settings, threads: int, seconds: float
+    ) -> None:
+        self.files, self.store = files, store
+        self.given: dict[str, Any] = {
+            "workspace": str(settings.workspace), "folder": str(files.folder), "nodes": files.nodes,
+            "columns": files.columns, "labels": str(files.path("labels")), "train": str(files.path("train")),
+            "store": str(store), "threads": threads, "fanouts": FANOUTS, "batch_size": BATCH,
+            "seconds_max": seconds, "epochs": 1 if settings.quick else 2,
+        }  # fmt: skip
+        self.child(None, mode="bare")
+        with memory_group(free_memory_bytes()) as group:
+            self.child(group, mode="bare")
+            self.bare_bytes = group.peak_bytes()
+        self.step = self.child(None, mode="step")
+        self.allowed_bytes = max(
+            int(MEMORY_SHARE * files.nodes * files.row_bytes), QUICK_ALLOWED_BYTES if settings.quick else 0
+        )
+        self.memory_bytes = self.allowed_bytes - self.step["step_bytes"] - SLACK_BYTES
+        note(
+            f"bare {format_bytes(self.bare_bytes)}, beyond it {format_bytes(self.allowed_bytes)}, of which a "
+            f"loader has {format_bytes(self.memory_bytes)}; largest mini-batch "
+            f"{format_bytes(self.step['batch_bytes'])}, a step {format_bytes(self.step['step_bytes'])}"
+        )
+
+    def child(self, group: Any, **given: Any) -> dict[str, Any]:
+        return run_child(HERE / "child_modes.py", self.given | given, group, ENVIRONMENT)
+
+    def measure(self, name: str) -> dict[str, Any]:
+        """A way, once."""
+        mode = {MEMORY: "memory", MEMMAP: "memmap", ADVISED: "advised"}.get(name)
+        given: dict[str, Any] = {"mode": mode}
+        if mode is None:
+            mode, order, options, _ = WAYS[name]
+            given = {"mode": mode, "order": order, "options": options, "memory_bytes": self.memory_bytes}
+        names = ("features", "indptr", "indices")
+        drop_caches([*(self.files.path(one) for one in names), *_row_files(self.store)])
+        self.child(None, mode="bare")  # libraries are in the page cache, as they are for all
+        if mode == "memory":
+            return self.child(None, **given, seconds_max=1e9)
+        with memory_group(self.bare_bytes + self.allowed_bytes) as group:
+            try:
+                found = self.child(group, **given)
+            except subprocess.CalledProcessError as error:
+                return {"failed": f"ended with status {error.returncode}"}
+            return found | {"charged_bytes": group.peak_bytes()}
+
+
+def pack(files: GraphFiles, path: Path) -> None:
+    """The store, where it is not made yet."""
+    if not (path / "featstore.json").exists():
+        note("packing")
+        graph = files.load("indptr", mapped=True), files.load("indices", mapped=True)
+        options: dict[str, Any] = {"order": "ldg", "partitions": PARTITIONS, "memory": "1GiB"}
+        featstore.pack(path, files.path("features"), graph=graph, **options).close()
+
+
+def _row_files(path: Path) -> list[Path]:
+    with featstore.open(path) as store:
+        table = store.tables["features"]
+        return [path / table.entry.chunk_path(chunk) for chunk in range(table.layout.chunks)]
+
+
+def rates(path: Path) -> dict[str, float]:
+    """Bytes a second that fio reads of the rows' files, in sequence and in pages at random."""
+    files = _row_files(path)
+    sequential, random = fio.sequential_read(files), fio.random_read(files, FIO_SECONDS)
+    return {"sequential": sequential.bytes_per_second, "random": random.bytes_per_second}
+
+
+def seconds_of(run: dict[str, Any], batches: int) -> float:
+    """Of an epoch that was trained on; extrapolated where not all of it was."""
+    return float(median(one["seconds"] / one["batches"] for one in run["epochs"]) * batches)
+
+
+def bound(run: dict[str, Any], mode: str, rates: dict[str, float]) -> float:
+    """Seconds that fio takes for as many bytes."""
+    return float(run["bytes_read"] / rates["random" if mode == "online" else "sequential"])
+
+
+def tell(report: Report, rounds: list[dict[str, dict[str, Any]]], runs: Runs, batches: int) -> None:
+    """Claims, each the median over the rounds of a ratio within one; and the table."""
+    model = [median(one["model_seconds"] for one in of[MEMORY]["epochs"]) for of in rounds]
+    rows = []
+    for name in (MEMORY, *WAYS, ADVISED, MEMMAP):
+        found = [of[name] for of in rounds]
+        if any("failed" in one for one in found):
+            report.notes.append(f"{name}: {next(one['failed'] for one in found if 'failed' in one)}")
+            continue
+        seconds = [seconds_of(one, batches) for one in found]
+        ratio = median(s / seconds_of(of[MEMORY], batches) for s, of in zip(seconds, rounds, strict=True))
+        line: list[Any] = [
+            name,
+            median(seconds),
+            ratio,
+            None,
+            None,
+            None,
+            None,
+            format_bytes(max(one["peak_bytes"] for one in found)),
+            None,
+        ]
+        if "charged_bytes" in found[0]:
+            line[-1] = format_bytes(max(one["charged_bytes"] for one in found))
+        if name in WAYS:
+            mode, _, _, bar = WAYS[name]
+            alone = [seconds_of({"epochs": [one["alone"]]}, batches) for one in found]
+            stage = median(s / max(a, m) for s, a, m in zip(seconds, alone, model, strict=True))
+            bounds = [bound(one, mode, of["rates"]) for one, of in zip(found, rounds, strict=True)]
+            line[3:7] = (
+                median(alone),
+                median(bounds),
+                format_bytes(int(median(one["bytes_read"] for one in found))),
+                median(one["open_seconds"] + one["first"]["seconds"] for one in found),
+            )
+            report.claims += [
+                Claim(f"{name}: epoch over that with everything in memory", ratio, bar, "<="),
+                Claim(f"{name}: epoch over its slowest stage alone", stage, STAGE_BAR, "<="),
+            ]
+        rows.append(line)
+    report.table("An epoch of GraphSAGE", [
+        "rows from", "s, training", "over memory", "s, nobody trains", "s, the disk's bound", "bytes read",
+        "s, before the first epoch that counts", "peak RSS", "peak charged",
+    ], rows)  # fmt: skip
+    measured = min(
+        (
+            one["epochs"][0]["batches"]
+            for of in rounds
+            for name, one in of.items()
+            if name in (MEMMAP, ADVISED) and "failed" not in one
+        ),
+        default=0,
+    )
+    of_largest = runs.memory_bytes / runs.step["batch_bytes"]
+    report.notes.append(
+        f"The model alone takes {median(model):.1f} s of an epoch of {batches} mini-batches. Within the "
+        f"cgroup: {format_bytes(runs.bare_bytes)} of the bare process and "
+        f"{format_bytes(runs.allowed_bytes)}, of which a loader has {format_bytes(runs.memory_bytes)}: "
+        f"{of_largest:.1f} of the largest mini-batches. np.memmap is extrapolated from at least "
+        f"{measured:.1f} mini-batches."
+    )
+
+
+@click.command()
+@click.option("--threads", default=2, show_default=True, help="Of torch.")
+@click.option("--seconds", default=20.0, show_default=True, help="Time limit of np.memmap.")
+@shared_options(size="1GiB", quick_size="256MiB", rounds=2)
+def main(settings: Settings, threads: int, seconds: float) -> None:
+    """Every mode in a tenth of the memory, against everything in memory."""
+    nodes = settings.size_bytes // (4 * COLUMNS)
+    files = generate(settings.workspace / f"modes-{nodes}", nodes, nodes * EDGES_A_NODE, COLUMNS)
+    touch_memory(min(free_memory_bytes() // 2, 4 << 30))
+    path = settings.workspace / f"modes-{nodes}.store"
+    pack(files, path)
+    runs = Runs(files, path, settings, threads, seconds)
+    rounds: list[dict[str, dict[str, Any]]] = []
+    names = [MEMORY, *WAYS, ADVISED, MEMMAP]
+    for number in range(settings.rounds):
+        found: dict[str, Any] = {"rates": rates(path)}
+        for place in range(len(names)):
+            name = names[(number + place) % len(names)]
+            found[name] = runs.measure(name)
+            note(f"round {number + 1}/{settings.rounds}: {name}: {found[name]}")
+        rounds.append(found)
+    report = Report("modes", "One loop, every mode, in a tenth of the memory", {
+        "nodes": nodes, "edges_a_node": EDGES_A_NODE, "row_bytes": 4 * COLUMNS, "fanouts": list(FANOUTS),
+        "batch_size": BATCH, "memory_share": MEMORY_SHARE, "threads": threads, "rounds": settings.rounds,
+    }, settings.workspace)  # fmt: skip
+    batches = rounds[0][MEMORY]["epochs"][0]["batches"]
+    tell(report, rounds, runs, batches)
+    if not settings.keep:
+        remove(path)
+    report.save(settings.out, settings.quick)
+
+
+if __name__ == "__main__":
+    main()
