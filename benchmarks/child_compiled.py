@@ -84,13 +84,13 @@ def steps_on_largest(given: dict[str, Any]) -> dict[str, Any]:
 
     with featstore.Trace(given["trace"]) as trace:
         largest = int(np.argmax(next(iter(trace.counts.values()))))
-        found = trace.batch(largest)
-        x = np.ones((len(next(iter(found.ids.values()))), given["columns"]), np.float32)
+        ids, sample = trace.batch(largest)
+        x = np.ones((len(next(iter(ids.values()))), given["columns"]), np.float32)
         training = Training(given["columns"], np.load(given["labels"]))
         before = status_bytes("VmRSS")
         reset_peak()
         for _ in range(3):
-            training.step(x, found.sample)  # type: ignore[arg-type]
+            training.step(x, sample)  # type: ignore[arg-type]
         return {"step_bytes": status_bytes("VmHWM") - before, "batch_bytes": x.nbytes}
 
 
@@ -105,18 +105,18 @@ def over_memmap(given: dict[str, Any]) -> Batches:
         x._mmap.madvise(mmap.MADV_RANDOM)  # type: ignore[attr-defined]
     end = time.perf_counter() + given["seconds_max"]
     with featstore.Trace(given["trace"]) as trace:
-        for batch in trace:
-            rows, share = gather_until(x, next(iter(batch.ids.values())), end)
+        for ids, sample in trace:
+            rows, share = gather_until(x, next(iter(ids.values())), end)
             if share < 1:
                 return share
-            yield rows, batch.sample  # type: ignore[misc]
+            yield rows, sample  # type: ignore[misc]
     return 0.0
 
 
 def recorded(trace: featstore.Trace) -> Iterator[tuple[Any, Any]]:
     """The trace's mini-batches, as a sampler would give them."""
-    for batch in trace:
-        yield next(iter(batch.ids.values())), batch.sample
+    for ids, sample in trace:
+        yield next(iter(ids.values())), sample
 
 
 def go_through(batches: Iterator[Any], seconds_max: float, training: Any) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from featstore.front.compiling import compile_trace
 from featstore.loaders.compiled.loader import CompiledLoader
 from featstore.loaders.compiled.trace import CompiledTrace
 from featstore.sampling.batches import SampledBatches
-from featstore.sampling.neighbors import MiniBatch, NeighborSampler
+from featstore.sampling.neighbors import NeighborSampler, SampledSubgraph
 from featstore.units import PAGE_BYTES
 
 COLUMNS = 128
@@ -41,7 +41,7 @@ TRAIN_MEMORY = 2**30  # of a loader whose cache is given by itself
 COMPILE_MEMORY = 2**30
 
 
-def pairs(batches: Sequence[MiniBatch]) -> Iterator[tuple[NDArray[np.int64], dict[str, Any]]]:
+def pairs(batches: Sequence[SampledSubgraph]) -> Iterator[tuple[NDArray[np.int64], dict[str, Any]]]:
     """Mini-batches to record: node ids, and of the sample what a model needs."""
     for number in range(len(batches)):
         b = batches[number]

@@ -83,8 +83,8 @@ def measure_training(report: Report, data: Data, settings: Settings) -> None:
 def in_memory(data: Data, trace: featstore.Trace, training: Any) -> Any:
     """The same steps with rows from memory."""
     x = data.files.load("features")
-    for batch in trace:
-        training.step(x[next(iter(batch.ids.values()))], batch.sample)
+    for ids, sample in trace:
+        training.step(x[next(iter(ids.values()))], sample)
     return training
 
 

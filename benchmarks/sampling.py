@@ -33,7 +33,7 @@ from system import cpu_seconds
 
 import featstore
 from featstore.errors import BudgetError
-from featstore.sampling.neighbors import MiniBatch, NeighborSampler
+from featstore.sampling.neighbors import NeighborSampler, SampledSubgraph
 from featstore.sampling.stored import StoredSampler
 
 FANOUTS = (15, 10, 5)
@@ -125,7 +125,7 @@ def stored(name: str, sampler: StoredSampler, truth: NeighborSampler) -> Contend
     return Contender(name, "edges/s", "direct I/O", run)
 
 
-def check(batch: MiniBatch, expected: MiniBatch) -> None:
+def check(batch: SampledSubgraph, expected: SampledSubgraph) -> None:
     for part in ("node", "row", "col"):
         if not np.array_equal(getattr(batch, part), getattr(expected, part)):
             raise AssertionError(f"the mini-batch differs in {part}")

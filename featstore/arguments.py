@@ -263,15 +263,3 @@ def check_options(given: Mapping[Any, Any], known: Sequence[str], who: str) -> N
             raise ArgumentError(
                 f"{who} has no option {name!r}; it takes {', '.join(sorted(known))}{near(name, known)}"
             )
-
-
-def check_state(state: Any, expected: Mapping[str, Any], whose: str) -> Mapping[str, Any]:
-    """A state that ``state_dict()`` gave, with these values; ``whose``: of what, for the message."""
-    for name, value in expected.items():
-        found = as_mapping(state, "state", "what state_dict() returned").get(name)
-        if type(found) is not type(value) or found != value:
-            raise ArgumentError(
-                f"the state has {name} = {shown(found)}, {whose} {value!r}: nothing would be repeated"
-            )
-    given: Mapping[str, Any] = state
-    return given

@@ -141,11 +141,11 @@ def test_online_epochs_differ_and_can_be_resumed(store: featstore.Store, make: C
         for number, batch in enumerate(loader):
             assert ids_of(batch) == epochs[1][number]
             if number == 1:
-                state = loader.state_dict()
+                state = loader.state()
                 break
         assert ids_of(next(iter(loader))) == epochs[2][0], "broken off: the next epoch begins"
     with OnlineLoader(store, make(store), memory=MEMORY) as again:
-        again.load_state_dict(state)
+        again.load_state(state)
         assert [ids_of(batch) for batch in again] == epochs[1][2:]
         assert [ids_of(batch) for batch in again] == epochs[2]
 

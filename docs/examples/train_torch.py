@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import featstore
-from featstore.sampling.neighbors import MiniBatch, NeighborSampler
+from featstore.sampling.neighbors import NeighborSampler, SampledSubgraph
 
 NODES, WIDTH, CLASSES, DEGREE, BATCH, FANOUTS = 10_000, 32, 4, 8, 500, (5, 3)
 
@@ -45,7 +45,7 @@ class SageLayer(nn.Module):
 
 def batches(
     reader: featstore.Reader, sampler: NeighborSampler, nodes: np.ndarray, epoch: int
-) -> Iterator[tuple[MiniBatch, Tensor]]:
+) -> Iterator[tuple[SampledSubgraph, Tensor]]:
     """Each mini-batch with its rows. While one is computed on, the next one's rows are on their way."""
     ready = None
     for number, seeds in enumerate(np.array_split(nodes, max(1, len(nodes) // BATCH))):

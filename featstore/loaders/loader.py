@@ -15,13 +15,13 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Unpack
 
 from featstore import arguments as args
+from featstore.base.state import position_of, state_of
 from featstore.errors import ArgumentError
 from featstore.loaders.batch import Batch
 from featstore.loaders.making import Making
 from featstore.loaders.options import Given, LoaderOptions
 from featstore.loaders.prefetch import LoaderBase, Sampler
 from featstore.loaders.report import LoaderReport
-from featstore.loaders.state import loader_state, position_of
 from featstore.storage.store import as_store
 from featstore.units import format_bytes, parse_bytes
 
@@ -124,14 +124,20 @@ class Loader(LoaderBase):
 
     # Resuming.
 
+    @property
+    def _identity(self) -> dict[str, str]:
+        """What a state belongs to."""
+        return {"store": self.store.uuid, "mode": self.mode}
+
     def state_dict(self) -> dict[str, Any]:
         """Where training stands: small, plain data for a checkpoint, the same on every rank but for ``at``.
         What was handed out counts as seen. It belongs to the same store, mini-batches, seed and mode."""
         self.check_open()
-        return loader_state(self.store.uuid, self._epoch, self._next) | {
-            "mode": self.mode, "ranks": self._ranks.shares, "step": self._mode.per_step, "over": self._over,
-            "at": self._mode.state() if self._next else None,
+        at = {
+            "ranks": self._ranks.shares, "step": self._mode.per_step, "over": self._over,
+            "in_mode": self._mode.state() if self._next else None,
         }  # fmt: skip
+        return state_of(self._identity, self._epoch, self._next, at)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where :meth:`state_dict` was taken: the next iteration begins with the mini-batch after the
@@ -142,19 +148,18 @@ class Loader(LoaderBase):
         compiled can do that after whole steps of theirs, mode partitions between epochs. Raises ArgumentError
         for a state of something else, and where it cannot be gone on with."""
         self.check_open()
-        epoch, after = position_of(state, self.store.uuid)
-        args.check_state(state, {"mode": self.mode}, "this loader has")
-        step, over = (args.as_count(state.get(name), f"{name} of the state", 0) for name in ("step", "over"))
-        ranks = args.as_count(state.get("ranks"), "ranks of the state")
-        at = state.get("at")
-        if not after and at is None:
+        names = ("ranks", "step", "over", "in_mode")
+        epoch, after, at = position_of(state, self._identity, names)
+        step, over = (args.as_count(at[name], f"{name} of the state", 0) for name in ("step", "over"))
+        ranks, in_mode = args.as_count(at["ranks"], "ranks of the state"), at["in_mode"]
+        if not after and in_mode is None:
             after, over = self._begin(epoch, over)
         elif (ranks, step) != (self._ranks.shares, self._mode.per_step):
             after, over = self._mode.go_on(epoch, over + after * step)
         else:
             if over or self._over:
                 self._begin(epoch, over)
-            self._mode.load_state(args.as_mapping(at, "at of the state", "given by state_dict()"))
+            self._mode.load_state(in_mode)
         self._epoch, self._next, self._over, self._resumed = epoch, after, over, True
 
     def _begin(self, epoch: int, over: int) -> tuple[int, int]:

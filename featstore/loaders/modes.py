@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from featstore.arguments import as_count, as_flag, check_state
+from featstore.arguments import as_count, as_flag
+from featstore.base.state import position_of, state_of
 from featstore.errors import ArgumentError
 from featstore.loaders.compiled.loader import CompiledLoader
 from featstore.loaders.compiled.trace import CompiledTrace
@@ -28,7 +29,6 @@ from featstore.loaders.mega.loader import PartitionsLoader
 from featstore.loaders.prefetch import Sampler
 from featstore.loaders.report import LoaderReport
 from featstore.loaders.rolling import RollingLoader
-from featstore.loaders.state import loader_state, position_of
 from featstore.loaders.train import compiled_once
 from featstore.sampling.batches import RankedBatches
 from featstore.storage.store import OpenStore
@@ -73,12 +73,12 @@ class Mode:
 
     def state(self) -> dict[str, Any]:
         """Where training stands."""
-        state: dict[str, Any] = self.loader.state_dict()
+        state: dict[str, Any] = self.loader.state()
         return state
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Stand there."""
-        self.loader.load_state_dict(state)
+        self.loader.load_state(state)
 
     def report(self) -> LoaderReport:
         """What has been measured."""
@@ -205,7 +205,7 @@ class CompiledMode(Mode):
         self._walk = None  # the loader tells it why it has ended
         round_, number = divmod(epoch, self._recorded)
         at = int(self._begins[number]) + after
-        self.loader.load_state_dict(loader_state(self.loader.compiled.pack.uuid, round_, at))
+        self.loader.load_state(state_of(self.loader.identity, round_, at))
         self._epoch, self._after, self._broken = epoch, after, False
 
     def set_epoch(self, epoch: int) -> None:
@@ -228,16 +228,17 @@ class CompiledMode(Mode):
         return steps, 0
 
     def state(self) -> dict[str, Any]:
-        """That of the recorded trace, whose mini-batches are the same however they are laid out."""
-        made = loader_state(self.loader.compiled.entry.trace_uuid, self._epoch, self._after)
-        return made | {"shuffle": "none" if self._shuffle is None else str(self._shuffle)}
+        return state_of(self._identity, self._epoch, self._after)
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        compiled, shuffle = self.loader.compiled, "none" if self._shuffle is None else str(self._shuffle)
-        epoch, after = position_of(state, compiled.entry.trace_uuid)
-        position_of(state, compiled.entry.trace_uuid, self._length(epoch))
-        check_state(state, {"shuffle": shuffle}, "this loader has")
-        self._seek(epoch, after)
+        epoch, after, _ = position_of(state, self._identity)
+        self._seek(epoch, as_count(after, "next of the state", 0, self._length(epoch)))
+
+    @property
+    def _identity(self) -> dict[str, str]:
+        """The recorded trace, whose mini-batches are the same however they are laid out, and their order."""
+        trace = self.loader.compiled.entry.trace_uuid
+        return {"trace": trace, "shuffle": "none" if self._shuffle is None else str(self._shuffle)}
 
     def report(self) -> LoaderReport:
         return replace(super().report(), recorded_epochs=self._recorded)
@@ -254,7 +255,7 @@ class RollingMode(Mode):
 
     def epoch(self) -> Generator[Any]:
         for batch in super().epoch():  # which has no end
-            last = self.loader.state_dict()["next"] == 0
+            last = self.loader.state()["next"] == 0
             yield batch
             del batch
             if last:
@@ -268,9 +269,6 @@ class RollingMode(Mode):
         self.loader.seek(epoch, anew=True)
         self.share.begin_at(epoch, over)
         return 0, over
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        self.loader.seek(*position_of(state, self.loader.state_dict()["store"]))
 
 
 class PartitionsMode(Mode):

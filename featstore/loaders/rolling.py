@@ -19,16 +19,16 @@ from dataclasses import replace
 from typing import Any
 
 from featstore.arguments import as_batches, as_mapping, check_options, options_of
+from featstore.base.state import position_of, state_of
 from featstore.base.system import submitted
 from featstore.compile.budget import parse_disk
 from featstore.compile.build import compile_trace
-from featstore.errors import BudgetError, ClosedError, SourceError
+from featstore.errors import BudgetError, ClosedError
 from featstore.loaders.compiled.loader import CompiledLoader
 from featstore.loaders.compiled.options import check_loader_options
 from featstore.loaders.compiled.trace import CompiledTrace
 from featstore.loaders.prefetch import LoaderBase, Sampler, check_repeatable, epoch_of
 from featstore.loaders.report import NOTHING_YET, LoaderReport
-from featstore.loaders.state import loader_state, position_of
 from featstore.storage.disk import Disk
 from featstore.storage.packs import (
     EPISODES,
@@ -186,7 +186,7 @@ class RollingLoader(LoaderBase):
         self.waiting_seconds.append(time.perf_counter() - begin)
         loader = self._loader = CompiledLoader(compiled, **self._loader_options)
         if done:
-            loader.load_state_dict(loader_state(compiled.pack.uuid, 0, done))
+            loader.load_state(state_of(loader.identity, 0, done))
         self._prepared(number + 1)
         return loader
 
@@ -203,16 +203,14 @@ class RollingLoader(LoaderBase):
         }  # fmt: skip
         return replace(report, seconds={**report.seconds, **preparing})
 
-    def state_dict(self) -> dict[str, Any]:
-        """Where the loader is, small enough for a checkpoint."""
-        return loader_state(self._store.uuid, *self._at)
+    def state(self) -> dict[str, Any]:
+        """Where the loader is; its epochs are episodes."""
+        return state_of({"store": self._store.uuid}, *self._at)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where ``state`` was taken; before the first iteration."""
-        at = position_of(state, self._store.uuid)
-        if self._episodes:
-            raise SourceError("load the state before the first mini-batch is asked for")
-        self._at = at
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on where ``state`` was taken."""
+        epoch, after, _ = position_of(state, {"store": self._store.uuid})
+        self.seek(epoch, after)
 
     def seek(self, epoch: int, after: int = 0, *, anew: bool = False) -> None:
         """Stand in an episode, after so many of its mini-batches: the next iteration begins there. What was

@@ -21,7 +21,7 @@ from featstore.base.hashing import batch_key, random_words
 from featstore.base.training_nodes import checked_train
 from featstore.errors import SourceError
 from featstore.reader.graphs import read_csc, read_offsets
-from featstore.sampling.neighbors import MiniBatch, NeighborSampler
+from featstore.sampling.neighbors import NeighborSampler, SampledSubgraph
 from featstore.sampling.ranked import share_of
 from featstore.sampling.stored import StoredSampler
 from featstore.storage.relations import graph_of
@@ -45,7 +45,7 @@ class GraphInMemory(NeighborSampler):
         row_of_node = graph.table.row_of_node()
         self._shift = None if row_of_node is None else read_offsets(graph)[row_of_node] - self.indptr[:-1]
 
-    def sample(self, seeds: NDArray[Any], batch_index: int = 0, *, epoch: int = 0) -> MiniBatch:
+    def sample(self, seeds: NDArray[Any], batch_index: int = 0, *, epoch: int = 0) -> SampledSubgraph:
         batch = super().sample(seeds, batch_index, epoch=epoch)
         if self._shift is not None:
             np.add(batch.edge_id, self._shift[batch.node[batch.col]], out=batch.edge_id)
@@ -76,7 +76,7 @@ def open_sampler(
     return StoredSampler(store, fanouts, memory=memory, seed=seed, graph=chosen.name)
 
 
-class SampledBatches(Sequence[MiniBatch]):
+class SampledBatches(Sequence[SampledSubgraph]):
     """The mini-batches of an epoch, made when they are asked for, the same each time. Slices are lists.
 
     ``train``: int64, the training nodes in the order of this epoch. ``epoch``: by default 0, until
@@ -109,10 +109,10 @@ class SampledBatches(Sequence[MiniBatch]):
         return self.train[index * self.batch_size : (index + 1) * self.batch_size]
 
     @overload
-    def __getitem__(self, index: int) -> MiniBatch: ...
+    def __getitem__(self, index: int) -> SampledSubgraph: ...
     @overload
-    def __getitem__(self, index: slice) -> list[MiniBatch]: ...
-    def __getitem__(self, index: int | slice) -> MiniBatch | list[MiniBatch]:
+    def __getitem__(self, index: slice) -> list[SampledSubgraph]: ...
+    def __getitem__(self, index: int | slice) -> SampledSubgraph | list[SampledSubgraph]:
         numbers = range(len(self))[index]
         if isinstance(numbers, range):
             return [self[number] for number in numbers]

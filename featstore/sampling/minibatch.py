@@ -9,8 +9,9 @@ The rules, the first that fits:
 4. A mapping with ``n_id`` or ``input_nodes``: the ids are there, the sample is the mapping. Another mapping
    of arrays: ids by node type, and no sample.
 5. PyG's ``HeteroData``: each node type's ``n_id``; the sample is the object.
-6. An object with ``n_id`` (PyG's ``Data``), ``node`` (our :class:`~featstore.sampling.neighbors.MiniBatch`)
-   or ``input_nodes``: the ids are there, the sample is the object.
+6. An object with ``n_id`` (PyG's ``Data``), ``node`` (our
+   :class:`~featstore.sampling.neighbors.SampledSubgraph`) or ``input_nodes``: the ids are there, the sample
+   is the object.
 
 Ids without a type have the type ``""``.
 """

@@ -41,8 +41,8 @@ from featstore.sampling.picking import sample_hop, seed_table
 
 
 @dataclass(frozen=True)
-class MiniBatch:
-    """One sampled mini-batch of ``m`` nodes and ``k`` edges.
+class SampledSubgraph:
+    """What a sampler gives for one mini-batch: ``m`` nodes and ``k`` edges, without rows.
 
     ``node``: int64[m], node ids, seeds first, no duplicates. ``row``, ``col``: int64[k], positions in
     ``node`` of each edge's source (the neighbour) and target (the node that asked). ``edge_id``: int64[k],
@@ -81,7 +81,7 @@ class NeighborSampler(HopSampler):
         """Number of nodes of the graph."""
         return len(self.indptr) - 1
 
-    def sample(self, seeds: NDArray[Any], batch_index: int = 0, *, epoch: int = 0) -> MiniBatch:
+    def sample(self, seeds: NDArray[Any], batch_index: int = 0, *, epoch: int = 0) -> SampledSubgraph:
         """The mini-batch around ``seeds`` (any integer dtype [b], no duplicates).
 
         The result depends on the graph, the fan-outs, ``seed``, ``epoch``, ``batch_index`` and ``seeds``
@@ -94,7 +94,7 @@ class NeighborSampler(HopSampler):
         self._go(hops, self.indptr, len(self.indices), key)
         count = sum(hops.counts)
         node = hops.nodes if len(hops.nodes) == count else hops.nodes[:count].copy()
-        return MiniBatch(node=node, **hops.joined())
+        return SampledSubgraph(node=node, **hops.joined())
 
     def _fill(
         self, hops: Hops, begin: int, end: int, fanout: int, key: np.uint64, picks: NDArray[np.int64],

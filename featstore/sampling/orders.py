@@ -32,9 +32,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from featstore.arguments import as_count, as_integer, check_state
+from featstore.arguments import as_count, as_integer
 from featstore.base.hashing import batch_key, random_words
 from featstore.base.ids import as_integers
+from featstore.base.state import position_of, state_of
 from featstore.base.threads import Worker
 from featstore.base.training_nodes import checked_train
 from featstore.errors import ArgumentError, SourceError
@@ -44,7 +45,6 @@ from featstore.storage.store import OpenStore, Table
 
 __all__ = ["PartitionOrder", "TrainingOrder"]
 
-ORDER_STATE_VERSION = 1
 #: Sequences where there are no labels to ask, or the size of a mini-batch if that is smaller.
 DEFAULT_SEQUENCES = 128
 
@@ -124,9 +124,10 @@ class TrainingOrder(ABC):
     def _trials(self) -> Callable[[int], NDArray[np.int64]]:
         """What makes the first epoch's order with so many sequences."""
 
-    @abstractmethod
     def _identity(self) -> dict[str, Any]:
-        """What must be equal for an order to be repeated, besides what all orders have: plain data."""
+        """What must be equal for an order to be repeated: plain data."""
+        train = zlib.crc32(self.train.tobytes())
+        return {"seed": self.seed, "train": train, "sequences": self.sequences}
 
     def _choose(self, sequences: int | str) -> int:
         """The number of sequences."""
@@ -200,39 +201,31 @@ class TrainingOrder(ABC):
             self._iteration += 1
 
     def state_dict(self, *, epoch: int | None = None, position: int | None = None) -> dict[str, Any]:
-        """Where training stands: small, plain data. What was handed out counts as trained on.
+        """Where training stands: small, plain data; ``next`` is a position. What was handed out counts as
+        trained on.
 
         A loader with workers asks for nodes ahead of training. Then say what has been trained on: ``epoch``,
         and ``position``, the number of its training nodes (mini-batches done times their size).
         """
         if (epoch is None) != (position is None):
             raise SourceError("give both epoch= and position=, or neither")
-        state = self._own_state()
-        state["epoch"] = self._epoch if epoch is None else as_count(epoch, "epoch", 0)
-        state["position"] = (
-            self._position if position is None else as_count(position, "position", 0, len(self.train))
+        if epoch is None:
+            return state_of(self._identity(), self._epoch, self._position)
+        return state_of(
+            self._identity(),
+            as_count(epoch, "epoch", 0),
+            as_count(position, "position", 0, len(self.train)),
         )
-        return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Begin where a state was taken when iterated next. Raises SourceError where it belongs to another
         order."""
-        check_state(state, self._own_state(), "this order")
-        epoch = as_count(state.get("epoch"), "epoch of the state", 0)
-        position = as_count(
-            state.get("position"), "position of the state, a training node,", 0, len(self.train)
-        )
+        epoch, position, _ = position_of(state, self._identity(), most=len(self.train))
         if position == len(self.train):
             epoch, position = epoch + 1, 0
         self.set_epoch(epoch)
         self._start = self._position = position
         self._iteration += 1
-
-    def _own_state(self) -> dict[str, Any]:
-        return {
-            "version": ORDER_STATE_VERSION, **self._identity(), "seed": self.seed,
-            "train": zlib.crc32(self.train.tobytes()), "sequences": self.sequences,
-        }  # fmt: skip
 
     def _key(self, what: int, epoch: int) -> np.uint64:
         return np.uint64(batch_key(self.seed, epoch, what))
@@ -301,7 +294,8 @@ class PartitionOrder(TrainingOrder):
         return order
 
     def _identity(self) -> dict[str, Any]:
-        return {"order": "partitions", "partitions": zlib.crc32(self._part.tobytes())}
+        own = {"order": "partitions", "partitions": zlib.crc32(self._part.tobytes())}
+        return own | super()._identity()
 
 
 def _only_table(store: OpenStore) -> Table:

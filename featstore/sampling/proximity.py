@@ -127,7 +127,8 @@ class ProximityOrder(TrainingOrder):
         return order
 
     def _identity(self) -> dict[str, Any]:
-        return {"order": "proximity", "nodes": self.node_count, "redraw": self.redraw}
+        own = {"order": "proximity", "nodes": self.node_count, "redraw": self.redraw}
+        return own | super()._identity()
 
 
 def _graph_given(graph: Any) -> StoredGraph | tuple[NDArray[np.int64], NDArray[Any]]:

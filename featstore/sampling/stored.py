@@ -46,7 +46,7 @@ from featstore.reader.reader import QUEUE_DEPTH, Reader
 from featstore.reader.report import ReaderStats
 from featstore.sampling.hops import Hops, HopSampler
 from featstore.sampling.hubs import NO_MAP, HubCache
-from featstore.sampling.neighbors import MiniBatch, checked_seeds
+from featstore.sampling.neighbors import SampledSubgraph, checked_seeds
 from featstore.sampling.picking import enter_hop, pick_hop, seed_table, table_size
 from featstore.storage.relations import graph_of
 from featstore.storage.store import as_store
@@ -223,7 +223,7 @@ class StoredSampler(HopSampler):
 
     # Sampling.
 
-    def sample(self, seeds: NDArray[Any], batch_index: int = 0, *, epoch: int = 0) -> MiniBatch:
+    def sample(self, seeds: NDArray[Any], batch_index: int = 0, *, epoch: int = 0) -> SampledSubgraph:
         """The mini-batch around ``seeds`` (node ids, any integer dtype [b], no duplicates).
 
         The result depends on the graph, the fan-outs, ``seed``, ``epoch``, ``batch_index`` and ``seeds``
@@ -244,7 +244,7 @@ class StoredSampler(HopSampler):
                 node, batch_key(self.seed, as_integer(epoch, "epoch"), as_integer(batch_index, "batch_index"))
             )
 
-    def _sample(self, seeds: NDArray[np.int64], key: int) -> MiniBatch:
+    def _sample(self, seeds: NDArray[np.int64], key: int) -> SampledSubgraph:
         dtype = node_dtype(self.node_count)
         self._reserve(dtype.itemsize * table_size(len(seeds)) + 16 * len(seeds), "begin this mini-batch")
         rows = seeds if len(self._row_of_node) == 0 else self._row_of_node[seeds].astype(np.int64)
@@ -252,7 +252,7 @@ class StoredSampler(HopSampler):
         self._go(hops, self._offsets, self.graph.edges, key)
         self._batches += 1
         hops.slots, rows = NO_MAP, hops.nodes[: sum(hops.counts)]
-        return MiniBatch(
+        return SampledSubgraph(
             node=rows.copy()
             if len(self._node_of_row) == 0
             else self._node_of_row[rows].astype(np.int64, copy=False),

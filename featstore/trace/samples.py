@@ -9,7 +9,7 @@ is normative in ``formats/v1/trace.md``.
 **What can be in a tree**: dict (keys: text, bytes, numbers, None, and tuples of them), list, tuple, str,
 bytes, int, float, complex, bool, None; NumPy scalars and arrays of any dtype of a fixed size; torch tensors
 on the CPU; PyG's ``Data``, ``HeteroData`` and ``Batch`` of these; our own
-:class:`~featstore.sampling.neighbors.MiniBatch`. Types are taken exactly: a subclass would come back as
+:class:`~featstore.sampling.neighbors.SampledSubgraph`. Types are taken exactly: a subclass would come back as
 something else, so it is refused. torch and PyG are imported only where such an object occurs.
 
 This module is what both sides share: :mod:`featstore.trace.sample_encoder` and
@@ -31,8 +31,8 @@ SAMPLE_HEADER_BYTES_MAX = 8 * 2**20  # decoded, little lists take seventy times 
 SAMPLE_AXES_MAX = 32
 DTYPE_CHARACTERS_MAX = 1 << 16  # of a dtype's name
 
-#: Frozen dataclasses of ours, by the name that stands in the header: module and class.
-SAMPLE_CLASSES = {"MiniBatch": ("featstore.sampling.neighbors", "MiniBatch")}
+#: Frozen dataclasses of ours, by the name that the format gives them in the header: module and class.
+SAMPLE_CLASSES = {"MiniBatch": ("featstore.sampling.neighbors", "SampledSubgraph")}
 #: What PyG's ``Batch`` knows of the graphs that it was made of: how many, where each one's values lie, and
 #: what was added to them.
 PYG_BATCH_ABOUT = ("_num_graphs", "_slice_dict", "_inc_dict")

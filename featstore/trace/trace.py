@@ -20,9 +20,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,20 +57,7 @@ from featstore.trace.log_format import (
 from featstore.trace.recorder import Recorder, begin_recording
 from featstore.trace.sample_decoder import decode
 
-if TYPE_CHECKING:
-    pass
-
-__all__ = ["Trace", "TraceBatch", "TraceProgress", "is_trace"]
-
-
-@dataclass(frozen=True)
-class TraceBatch:
-    """A recorded mini-batch. ``ids``: int32 or int64 by node type; ``sample``: None where none was
-    recorded."""
-
-    index: int
-    ids: dict[str, NDArray[Any]]
-    sample: object
+__all__ = ["Trace", "TraceProgress", "is_trace"]
 
 
 class Trace:
@@ -80,7 +66,8 @@ class Trace:
     ``path``, ``uuid`` (derived from the content), ``fingerprint``, ``node_types`` (``("",)`` for ids without
     a type), ``drop`` (attributes that were left out of PyG's objects), ``bytes`` of the file; ``counts``:
     int64 [mini-batches], how many ids, by node type; ``id_max``: the largest id by node type, -1 where there
-    is none; ``sample_sizes``: bytes of each mini-batch's sample, 0 where there is none.
+    is none; ``sample_sizes``: bytes of each mini-batch's sample, 0 where there is none. Iterating gives its
+    mini-batches in order, as :meth:`batch` does.
 
     Raises IncompleteStoreError where there is no finished trace, CorruptionError, FormatError, DeviceError.
     """
@@ -242,16 +229,17 @@ class Trace:
         :meth:`ids`, and FormatError."""
         return _decoded(self.sample_bytes(index))
 
-    def batch(self, index: int) -> TraceBatch:
-        """A whole mini-batch, in one read. Raises as :meth:`sample`."""
+    def batch(self, index: int) -> tuple[dict[str, NDArray[Any]], object]:
+        """A whole mini-batch, in one read: its ids and its sample, a pair as :meth:`record` takes it. Raises
+        as :meth:`sample`."""
         number = self._number(index)
         offset, front_bytes = int(self.index.offsets[number]), int(self.index.front_bytes[number])
         frame = self._read(offset, front_bytes + self.sample_sizes[number])
         front, sample = self._front(frame[:front_bytes], number), frame[front_bytes:]
         check_sample(sample, int(self.index.sample_crcs[number]), self.file, offset + front_bytes)
-        return TraceBatch(number, dict(front.ids), _decoded(sample))
+        return dict(front.ids), _decoded(sample)
 
-    def __iter__(self) -> Iterator[TraceBatch]:
+    def __iter__(self) -> Iterator[tuple[dict[str, NDArray[Any]], object]]:
         return map(self.batch, range(len(self)))
 
     def _number(self, index: int) -> int:

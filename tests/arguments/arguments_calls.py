@@ -378,9 +378,9 @@ CALLS: dict[str, Call] = {
             **OPTIONS_OF_READING,
         },
     ),
-    "CompiledLoader.load_state_dict": Call(
-        lambda w: (w.compiled_loader.load_state_dict, {"state": w.compiled_loader.state_dict()}),
-        {"state": State(lambda w: w.compiled_loader.state_dict(), ("epoch", "next"))},
+    "CompiledLoader.load_state": Call(
+        lambda w: (w.compiled_loader.load_state, {"state": w.compiled_loader.state()}),
+        {"state": State(lambda w: w.compiled_loader.state(), ("epoch", "next"))},
     ),
     "RollingLoader": Call(
         lambda w: (RollingLoader, {"store": w.store, "episode": lambda number: w.batches, "memory": "64MiB"}),
@@ -396,9 +396,9 @@ CALLS: dict[str, Call] = {
             "others": OPTION.and_also(no_result={"dry_run": True}),
         },
     ),
-    "RollingLoader.load_state_dict": Call(
-        lambda w: (w.rolling.load_state_dict, {"state": w.rolling.state_dict()}),
-        {"state": State(lambda w: w.rolling.state_dict(), ("epoch", "next"))},
+    "RollingLoader.load_state": Call(
+        lambda w: (w.rolling.load_state, {"state": w.rolling.state()}),
+        {"state": State(lambda w: w.rolling.state(), ("epoch", "next"))},
     ),
     # Online.
     "OnlineLoader": Call(
@@ -434,9 +434,9 @@ CALLS: dict[str, Call] = {
         },
     ),
     "OnlineLoader.set_epoch": Call(lambda w: (w.online.set_epoch, {"epoch": 0}), {"epoch": count(0)}),
-    "OnlineLoader.load_state_dict": Call(
-        lambda w: (w.online.load_state_dict, {"state": w.online.state_dict()}),
-        {"state": State(lambda w: w.online.state_dict(), ("epoch", "next"))},
+    "OnlineLoader.load_state": Call(
+        lambda w: (w.online.load_state, {"state": w.online.state()}),
+        {"state": State(lambda w: w.online.state(), ("epoch", "next"))},
     ),
     "OnlineLoader.save_cache": Call(
         lambda w: (w.online.save_cache, {"name": "cache"}),
@@ -484,7 +484,7 @@ CALLS: dict[str, Call] = {
                 "load_state_dict",
                 Call(
                     lambda w, o=order: (o(w).load_state_dict, {"state": o(w).state_dict()}),
-                    {"state": State(lambda w, o=order: o(w).state_dict(), ("epoch", "position"))},
+                    {"state": State(lambda w, o=order: o(w).state_dict(), ("epoch", "next"))},
                 ),
             ),
         )

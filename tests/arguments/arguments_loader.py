@@ -202,7 +202,7 @@ LOADER: dict[str, Call] = {
     "Loader.set_epoch": Call(lambda w: (w.loader.set_epoch, {"epoch": 0}), {"epoch": count(0)}),
     "Loader.load_state_dict": Call(
         lambda w: (w.loader.load_state_dict, {"state": w.loader.state_dict()}),
-        {"state": State(lambda w: w.loader.state_dict(), ("epoch", "next"), ("at",))},
+        {"state": State(lambda w: w.loader.state_dict(), ("epoch", "next"))},
     ),
     "Loader.validation": Call(
         lambda w: (w.validated.validation, {"batches": w.batches}),

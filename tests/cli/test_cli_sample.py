@@ -38,9 +38,9 @@ def test_sample(call: Call, store: Path, train: Path, tmp_path: Path) -> None:
             for epoch in range(2)
             for batch in sampling.sample_batches(opened, np.load(train), [4, 3], 100, seed=7, epoch=epoch)
         ]
-        for number, batch in enumerate(trace):
-            sample: Any = batch.sample
-            assert np.array_equal(batch.ids[""], wanted[number].node)
+        sample: Any
+        for number, (ids, sample) in enumerate(trace):
+            assert np.array_equal(ids[""], wanted[number].node)
             assert np.array_equal(sample["batch"].edge_id, wanted[number].edge_id)
             assert (sample["batch_size"], sample["epoch"]) == (100, number // 6)
         assert trace.fingerprint["store"] == opened.uuid

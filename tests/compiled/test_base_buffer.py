@@ -59,10 +59,10 @@ def test_resuming_with_a_buffer(case: Case) -> None:
         for number, _ in enumerate(loader):
             if number == 4:
                 break
-        state = loader.state_dict()
+        state = loader.state()
     options = {"buffer": featstore.Buffer("lru", "1MiB"), "memory": "64MiB"}
     with case.store.compiled("min") as compiled, CompiledLoader(compiled, **options) as loader:
-        loader.load_state_dict(state)
+        loader.load_state(state)
         case.check(loader, range(5, BATCHES))
 
 

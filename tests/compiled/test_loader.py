@@ -273,19 +273,19 @@ def test_resuming_at_every_mini_batch(case: Case, name: str, finished_rounds: in
         with CompiledLoader(compiled, device=device) as loader:
             for _ in range(finished_rounds):
                 case.check(loader, range(BATCHES))
-            states = [loader.state_dict()]
+            states = [loader.state()]
             for number, batch in enumerate(loader):
                 case.check_batch(batch, number)
-                states.append(loader.state_dict())
-            states.append(loader.state_dict())
+                states.append(loader.state())
+            states.append(loader.state())
         with CompiledLoader(compiled, device=device) as loader:
             for done, state in enumerate(states):
-                loader.load_state_dict(pickle.loads(pickle.dumps(state)))
+                loader.load_state(pickle.loads(pickle.dumps(state)))
                 left = range(done, BATCHES) if done < BATCHES else range(BATCHES)
                 case.check(loader, left)
-                assert loader.state_dict()["epoch"] == finished_rounds + (done >= BATCHES)
+                assert loader.state()["epoch"] == finished_rounds + (done >= BATCHES)
             case.check(loader, range(BATCHES))
-            assert loader.state_dict() == {**states[-1], "epoch": finished_rounds + 2}
+            assert loader.state() == {**states[-1], "epoch": finished_rounds + 2}
 
 
 def test_resuming_in_the_middle_of_an_order(case: Case) -> None:
@@ -293,31 +293,31 @@ def test_resuming_in_the_middle_of_an_order(case: Case) -> None:
     with case.store.compiled("fixed") as compiled, CompiledLoader(compiled, order=order) as loader:
         walk = iter(loader)
         case.check((next(walk) for _ in range(4)), order[:4].tolist())
-        state = loader.state_dict()
+        state = loader.state()
         walk.close()
         with CompiledLoader(compiled, order=order) as other:
-            other.load_state_dict(state)
+            other.load_state(state)
             case.check(other, order[4:].tolist())
 
 
 def test_a_state_that_is_loaded_ends_the_iteration(case: Case, loader: Any) -> None:
     walk = iter(loader)
     next(walk)
-    state = loader.state_dict()
+    state = loader.state()
     next(walk)
-    loader.load_state_dict(state)
+    loader.load_state(state)
     with pytest.raises(FeatstoreError, match=r"another iteration|state"):
         next(walk)
     case.check(loader, range(1, BATCHES))
 
 
 def test_states_that_do_not_fit(case: Case, loader: Any) -> None:
-    state = loader.state_dict()
-    with pytest.raises(SourceError, match="the state has store = 'nothing'"):
-        loader.load_state_dict(state | {"store": "nothing"})
+    state = loader.state()
+    with pytest.raises(SourceError, match="the state has compiled = 'nothing'"):
+        loader.load_state(state | {"of": {"compiled": "nothing"}})
     for wrong in (-1, BATCHES + 1):
-        with pytest.raises(SourceError, match="next of the state, a mini-batch, must"):
-            loader.load_state_dict(state | {"next": wrong})
+        with pytest.raises(SourceError, match="next of the state must"):
+            loader.load_state(state | {"next": wrong})
 
 
 # Memory.
@@ -401,7 +401,7 @@ def test_nothing_is_left_after_closing(case: Case) -> None:
         with pytest.raises(ClosedError):
             next(iter(loader))
         with pytest.raises(ClosedError):
-            loader.load_state_dict(loader.state_dict())
+            loader.load_state(loader.state())
         del walk
         gc.collect()
         assert rows() is None

@@ -131,25 +131,28 @@ def test_a_second_iteration_ends_the_first(store: featstore.Store) -> None:
 def test_resuming_at_any_point(store: featstore.Store) -> None:
     states = []
     with rolling(store) as loader:
-        states.append(loader.state_dict())
+        states.append(loader.state())
         for _ in islice(loader, 2 * BATCHES + 1):
-            states.append(loader.state_dict())
+            states.append(loader.state())
     for done, state in enumerate(states):
         if done in (0, 1, BATCHES - 1, BATCHES, BATCHES + 1, 2 * BATCHES):
             with rolling(store) as loader:
-                loader.load_state_dict(state)
-                assert loader.state_dict() == state
+                loader.load_state(state)
+                assert loader.state() == state
                 check(iter(loader), done, BATCHES)
 
 
 def test_states_that_do_not_fit(store: featstore.Store) -> None:
     with rolling(store) as loader:
-        state = loader.state_dict()
+        state = loader.state()
         with pytest.raises(SourceError, match="the state has store = 'nothing'"):
-            loader.load_state_dict(state | {"store": "nothing"})
-        check(iter(loader), 0, 1)
-        with pytest.raises(SourceError, match="before the first mini-batch"):
-            loader.load_state_dict(state)
+            loader.load_state(state | {"of": {"store": "nothing"}})
+        begun = iter(loader)
+        check(begun, 0, 2)
+        loader.load_state(state)
+        with pytest.raises(ClosedError):
+            next(begun)
+        check(iter(loader), 0, 3)
 
 
 def test_after_a_kill_it_goes_on_over_what_was_left(store: featstore.Store) -> None:
@@ -158,7 +161,7 @@ def test_after_a_kill_it_goes_on_over_what_was_left(store: featstore.Store) -> N
         check(iter(loader), 0, BATCHES + 1)
         loader._episodes[2].result()
         shutil.copytree(store.path / "packs", store.path / "kept")
-        state = loader.state_dict()
+        state = loader.state()
     (store.path / "packs").rmdir()
     shutil.move(store.path / "kept", store.path / "packs")
     assert left(store) == ["rolling-0", "rolling-1", "rolling.rolling"]
@@ -169,7 +172,7 @@ def test_after_a_kill_it_goes_on_over_what_was_left(store: featstore.Store) -> N
     (store.path / "packs/rolling-1.trace").mkdir()
     (store.path / "packs/rolling-1.trace/recording.log").write_bytes(b"\0" * 100)
     with rolling(store) as loader:
-        loader.load_state_dict(state)
+        loader.load_state(state)
         check(iter(loader), BATCHES + 1, BATCHES)
 
 

@@ -228,11 +228,11 @@ def train_compiled(target: Target, rng: Random) -> None:
             state = None
             for number, batch in enumerate(loader):
                 if number == 3:
-                    state = loader.state_dict()
+                    state = loader.state()
                 hold(target.come_from_it(batch.x), "rows of nowhere")
             if rng.random() < 0.3:
                 if state is not None and rng.random() < 0.5:
-                    loader.load_state_dict(state)
+                    loader.load_state(state)
                 sum(len(batch.x) for batch in loader)
 
 
@@ -296,7 +296,7 @@ def keep_model(target: Target, rng: Random) -> None:
 def resume_compiled(target: Target, rng: Random) -> None:
     name = corpus.PACKS[rng.integers(2)]
     with target.base.compiled(name) as compiled, CompiledLoader(compiled, device="cpu") as loader:
-        loader.load_state_dict(mutate_state(loader.state_dict() | {"next": 3}, rng))
+        loader.load_state(mutate_state(loader.state() | {"next": 3}, rng))
         for batch in loader:
             hold(target.come_from_it(batch.x), "rows of nowhere")
 
@@ -304,20 +304,20 @@ def resume_compiled(target: Target, rng: Random) -> None:
 def resume_online(target: Target, rng: Random) -> None:
     batches = [rng.permutation(corpus.ROWS)[:30] for _ in range(3)]
     with OnlineLoader(target.base, batches, memory="8MiB") as loader:
-        loader.load_state_dict(mutate_state(loader.state_dict() | {"next": 1}, rng))
+        loader.load_state(mutate_state(loader.state() | {"next": 1}, rng))
         _some(loader)
 
 
 def resume_mega(target: Target, rng: Random) -> None:
     with PartitionsLoader(target.base, [3], batch_size=20, memory="40MiB", resident=2) as loader:
-        loader.load_state_dict(mutate_state(loader.state_dict() | {"next": 1}, rng))
+        loader.load_state(mutate_state(loader.state() | {"next": 1}, rng))
         for batch in itertools.islice(loader, 4):
             hold(target.come_from_it(batch.x), "rows of nowhere")
 
 
 def resume_order(target: Target, rng: Random) -> None:
     made = featstore.ProximityOrder(target.base, target.base.arrays["train"], batch_size=16, sequences=3)
-    made.load_state_dict(mutate_state(made.state_dict() | {"position": 20}, rng))
+    made.load_state_dict(mutate_state(made.state_dict() | {"next": 20}, rng))
     hold(set(made) <= set(range(len(made.train))), "a training node that is none")
 
 

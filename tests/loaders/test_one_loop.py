@@ -3,6 +3,7 @@ once, and an interrupted one goes on with the same mini-batches."""
 
 from __future__ import annotations
 
+import json
 import pickle
 from collections.abc import Callable, Iterator
 from itertools import islice
@@ -12,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from featstore import PartitionOrder
 from featstore.errors import ArgumentError, BudgetError, ClosedError, SourceError
 from featstore.loaders.batch import Batch
 from featstore.loaders.options import MODES
@@ -311,6 +313,20 @@ def test_what_is_refused(store: Any) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
+def test_states_have_one_shape(store: Any, mode: str) -> None:
+    """The loader's, the mode's within it, and that of an order of training nodes."""
+    shape = ["version", "of", "epoch", "next", "at"]
+    order = PartitionOrder(store, TRAIN, batch_size=BATCH)
+    with store.loader(mode=mode, **SAMPLED) as loader:
+        assert loader.state_dict()["at"]["in_mode"] is None, "an epoch begins as it does"
+        next(iter(loader))
+        state = loader.state_dict()
+        assert list(state) == list(state["at"]["in_mode"]) == list(order.state_dict()) == shape
+        assert json.loads(json.dumps(state)) == state
+        assert state["of"] == {"store": store.uuid, "mode": mode}
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_states_that_do_not_fit_and_closing(store: Any, mode: str) -> None:
     loader = store.loader(mode=mode, **SAMPLED)
     other = next(name for name in MODES if name != mode)
@@ -318,8 +334,13 @@ def test_states_that_do_not_fit_and_closing(store: Any, mode: str) -> None:
     next(begun)
     state = loader.state_dict()
     begun.close()
-    for wrong in ({"store": "other"}, {"mode": other}, {"at": None}, {"next": -1}, {"epoch": "1"}):
-        with pytest.raises(ArgumentError):
+    of, at = state["of"], state["at"]
+    for wrong in (
+        {"of": of | {"store": "other"}}, {"of": of | {"mode": other}}, {"of": of | {"more": 1}}, {"of": None},
+        {"at": None}, {"at": at | {"more": 1}}, {"at": at | {"in_mode": None}}, {"at": at | {"over": -1}},
+        {"next": -1}, {"epoch": "1"}, {"version": 2},
+    ):  # fmt: skip
+        with pytest.raises(ArgumentError, match="state"):
             loader.load_state_dict(state | wrong)
     loader.close()
     loader.close()

@@ -81,9 +81,14 @@ def test_it_goes_on_where_it_was(store: Any, fresh: Any, epoch: int) -> None:
             assert loader.epoch == epoch + 1
             assert drawn(loader) == fresh[(epoch + 1) % RECORDED]
         state = states[2]
-        for wrong in ({"at": state["at"] | {"next": STEPS + 1}}, {"at": state["at"] | {"shuffle": "0"}}):
-            with pytest.raises(ArgumentError, match="state"):
-                loader.load_state_dict(state | wrong)
+        at, in_mode = state["at"], state["at"]["in_mode"]
+        for wrong, says in (
+            ({"next": STEPS + 1}, "next of the state"),
+            ({"of": in_mode["of"] | {"shuffle": "0"}}, "the state has shuffle = '0'"),
+            ({"of": in_mode["of"] | {"trace": "another"}}, "the state has trace = 'another'"),
+        ):
+            with pytest.raises(ArgumentError, match=says):
+                loader.load_state_dict(state | {"at": at | {"in_mode": in_mode | wrong}})
 
 
 def test_an_epoch_that_is_broken_off(store: Any, fresh: Any) -> None:

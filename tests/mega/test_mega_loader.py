@@ -335,15 +335,15 @@ def test_resumed_anywhere_the_rest_is_the_same(open_: Callable[..., PartitionsLo
     whole = list(batches(open_(**options), epochs=2))
     stopped = open_(**options)
     for number, (_, state) in enumerate(
-        [(b, json.dumps(stopped.state_dict())) for b in batches(stopped, epochs=2)]
+        [(b, json.dumps(stopped.state())) for b in batches(stopped, epochs=2)]
     ):
         if number % max(1, len(whole) // 6) and number + 1 < len(whole) // 2:
             continue
         if number > len(whole) * 2 // 3:
             break
         resumed = open_(**options)
-        resumed.load_state_dict(json.loads(state))
-        rest = batches(resumed, epochs=2 - resumed.state_dict()["epoch"])
+        resumed.load_state(json.loads(state))
+        rest = batches(resumed, epochs=2 - resumed.state()["epoch"])
         for wanted in whole[number + 1 : number + 1 + 9]:
             assert next(rest) == wanted, (number, state)
         resumed.close()
@@ -356,7 +356,7 @@ from featstore.loaders.mega.loader import PartitionsLoader
 featstore.loaders.mega.sizes.BLOCK_EDGES_MAX = featstore.loaders.mega.sizes.BLOCK_EDGES_MIN = 700
 options = {"memory": "64MiB", "train": "train", "seed": 3, **json.loads(sys.argv[2])}
 loader = PartitionsLoader(featstore.open(sys.argv[1]), [4, 3], batch_size=90, **options)
-loader.load_state_dict(json.loads(sys.argv[3]))
+loader.load_state(json.loads(sys.argv[3]))
 print(json.dumps([b.node.tolist() for b in loader]))
 next(iter(loader))  # neither closed nor through: the process must end all the same
 """
@@ -367,7 +367,7 @@ def test_resumed_in_another_process(open_: Callable[..., PartitionsLoader], path
     loader, seen, state = open_(**options), [], {}
     for number, batch in enumerate(batches(loader)):
         if number == 11:
-            state = loader.state_dict()
+            state = loader.state()
         seen.append(batch[0])
     arguments = [sys.executable, "-c", RESUME, str(path), json.dumps(options), json.dumps(state)]
     root = str(Path(featstore.__file__).parent.parent)
@@ -391,7 +391,7 @@ def test_going_on_after_a_break(open_: Callable[..., PartitionsLoader]) -> None:
 def test_a_state_of_something_else_is_refused(
     open_: Callable[..., PartitionsLoader], tmp_path: Path, pack: Callable[..., featstore.Store]
 ) -> None:
-    state = open_(resident=6).state_dict()
+    state = open_(resident=6).state()
     assert json.loads(json.dumps(state)) == state
     for key, options in {
         "seed": {"seed": 4},
@@ -400,9 +400,9 @@ def test_a_state_of_something_else_is_refused(
         "hubs": {"hubs": 3},
     }.items():
         with pytest.raises(ValueError, match=f"the state has {key} ="):
-            open_(**{"resident": 6} | options).load_state_dict(state)
+            open_(**{"resident": 6} | options).load_state(state)
     with pytest.raises(ValueError, match="version = 99"):
-        open_(resident=6).load_state_dict(state | {"version": 99})
+        open_(resident=6).load_state(state | {"version": 99})
     graph = (GRAPH.indptr.astype(np.int64), GRAPH.indices)
     with (
         pack(
@@ -411,7 +411,7 @@ def test_a_state_of_something_else_is_refused(
         PartitionsLoader(store, FANOUTS, resident=6, seed=3) as other,
         pytest.raises(ValueError, match="the state has store ="),
     ):
-        other.load_state_dict(state)
+        other.load_state(state)
 
 
 def test_a_second_iteration_ends_the_first(open_: Callable[..., PartitionsLoader]) -> None:
@@ -432,7 +432,7 @@ def passes_of_first(loader: PartitionsLoader) -> int:
     """How often the first mega-batch of epoch 0 is gone through."""
     loader.set_epoch(0)
     next(iter(loader))
-    passes = loader.state_dict()["passes"]
+    passes = loader.state()["at"]["passes"]
     assert isinstance(passes, int)
     return passes
 
@@ -452,14 +452,14 @@ def test_passes_by_the_clock(
     under_way, states = iter(loader), []
     for _ in range(3 * count):
         next(under_way)
-        states.append(loader.state_dict())
-    assert [(s["next"], s["pass"], s["batch"], s["passes"]) for s in states] == [
+        states.append(loader.state())
+    assert [(s["next"], *map(s["at"].get, ("pass", "batch", "passes"))) for s in states] == [
         (0, (n + 1) // count, (n + 1) % count, 3) for n in range(3 * count)
     ]
     resumed = open_(resident=6, passes="auto")
-    resumed.load_state_dict(states[0])
+    resumed.load_state(states[0])
     next(iter(resumed))
-    assert resumed.state_dict()["passes"] == 3, "what was chosen holds after a resume"
+    assert resumed.state()["at"]["passes"] == 3, "what was chosen holds after a resume"
     loader.report_stages.step_seconds = [1e-9]
     assert passes_of_first(loader) == featstore.loaders.mega.loader.PASSES_MAX
 
@@ -768,9 +768,9 @@ thread = threading.Thread(target=bother, daemon=True)
 thread.start()
 def epoch():
     for batch in loader:
-        state = loader.state_dict()
+        state = loader.state()
         assert np.array_equal(batch.x, features[batch.n_id])
-        seen[state["epoch"], state["next"], state["pass"], state["batch"]] = batch.n_id.tolist()
+        seen[state["epoch"], state["next"], state["at"]["pass"], state["at"]["batch"]] = batch.n_id.tolist()
 end = time.monotonic() + 4
 def rounds():
     global interrupted, stop

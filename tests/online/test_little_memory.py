@@ -66,7 +66,7 @@ def through(
     while True:
         with OnlineLoader(store, given, memory=memory, **options) as loader:
             if state is not None:
-                loader.load_state_dict(state)
+                loader.load_state(state)
             try:
                 while done < 2 * len(given):
                     for found in loader:
@@ -79,7 +79,7 @@ def through(
             except BudgetError as error:
                 assert error.given_bytes == memory < error.needed_bytes
                 errors.append(error)
-                state, memory = loader.state_dict(), error.needed_bytes
+                state, memory = loader.state(), error.needed_bytes
 
 
 SIZES = st.lists(
@@ -170,14 +170,14 @@ def test_nothing_is_skipped_by_one_that_is_refused(store: Any, tables: dict[str,
         with pytest.raises(BudgetError, match="as large as number 3") as refused:  # noqa: PT012
             for batch in loader:
                 seen.append(batch.index)
-        state = loader.state_dict()
-        loader.load_state_dict(state)
+        state = loader.state()
+        loader.load_state(state)
         with pytest.raises(BudgetError, match="number 3"):
             next(iter(loader))  # it is still its turn
         loader.set_epoch(1)
         assert next(iter(loader)).index == 0  # and the loader works
     with OnlineLoader(store, batches, memory=refused.value.needed_bytes, **options) as loader:
-        loader.load_state_dict(state)
+        loader.load_state(state)
         for batch in loader:
             check(batch, batches[batch.index], tables)
             seen.append(batch.index)

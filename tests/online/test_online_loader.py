@@ -182,26 +182,26 @@ def test_going_on_in_the_middle(store: Any, x: np.ndarray, after: int) -> None:
         walk = iter(loader)
         for _ in range(after):
             next(walk)
-        state = loader.state_dict()
+        state = loader.state()
         walk.close()
     with OnlineLoader(store, skewed, memory=SMALL) as loader:
-        loader.load_state_dict(state)
+        loader.load_state(state)
         check_epoch(loader, x, 3 if after else state["epoch"], after)
         check_epoch(loader, x, 4 if after else state["epoch"] + 1)
 
 
 def test_states_of_others_are_refused(store: Any) -> None:
     with OnlineLoader(store, skewed) as loader:
-        state = loader.state_dict()
+        state = loader.state()
         with pytest.raises(SourceError, match="the state has store = 'other'"):
-            loader.load_state_dict(state | {"store": "other"})
-        with pytest.raises(SourceError, match="next of the state, a mini-batch, must not be negative"):
-            loader.load_state_dict(state | {"next": -1})
+            loader.load_state(state | {"of": {"store": "other"}})
+        with pytest.raises(SourceError, match="next of the state must not be negative"):
+            loader.load_state(state | {"next": -1})
     with (
         OnlineLoader(store, skewed, overtake=True) as loader,
         pytest.raises(SourceError, match="overtake"),
     ):
-        loader.state_dict()
+        loader.state()
 
 
 def test_nothing_is_left_after_closing(store: Any) -> None:

@@ -300,7 +300,7 @@ class TestEveryOrder:
         first = list(zip(range(10), order))
         assert list(zip(range(10), order)) == first
         assert order.epoch == 0
-        assert order.state_dict()["position"] in (10, 11)  # zip takes one more
+        assert order.state_dict()["next"] in (10, 11)  # zip takes one more
 
     def test_an_abandoned_iterator_moves_nothing(self, kind: int) -> None:
         order = orders()[kind]
@@ -308,19 +308,20 @@ class TestEveryOrder:
         next(old)
         order.set_epoch(4)
         assert len(list(old)) == 400
-        assert order.state_dict()["position"] == 0
+        assert order.state_dict()["next"] == 0
         assert order.epoch == 4
 
     def test_refuses_a_state_of_another(self, kind: int) -> None:
         order = orders()[kind]
         state = order.state_dict()
         for change in (
-            {"seed": 9},
-            {"train": 1},
+            {"of": state["of"] | {"seed": 9}},
+            {"of": state["of"] | {"train": 1}},
             {"version": 2},
-            {"order": "random"},
-            {"position": 402},
+            {"of": state["of"] | {"order": "random"}},
+            {"next": 402},
             {"epoch": -1},
+            {"at": {"position": 3}},
         ):
             with pytest.raises(SourceError, match="the state"):
                 order.load_state_dict({**state, **change})

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import featstore
 from featstore.errors import BudgetError, SourceError, WaitTimeoutError
 from featstore.loaders.online.loader import OnlineLoader
-from featstore.sampling.neighbors import MiniBatch, NeighborSampler
+from featstore.sampling.neighbors import NeighborSampler, SampledSubgraph
 from featstore.tiers.slots.layout import POLICIES
 from featstore.tiers.slots.simulation import simulate
 from featstore.tune import profiling as pf
@@ -451,7 +451,7 @@ def test_errors_of_the_step_come_through(store: Any) -> None:
 class HangsInWorkers(NeighborSampler):
     """A sampler that never comes back in a worker process."""
 
-    def sample(self, seeds: Any, batch_index: int = 0, *, epoch: int = 0) -> MiniBatch:
+    def sample(self, seeds: Any, batch_index: int = 0, *, epoch: int = 0) -> SampledSubgraph:
         if torch.utils.data.get_worker_info() is not None:
             time.sleep(600)
         return super().sample(seeds, batch_index, epoch=epoch)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from featstore.base import hashing
 from featstore.errors import IdError, SourceError
 from featstore.sampling import picking
-from featstore.sampling.neighbors import MiniBatch, NeighborSampler
+from featstore.sampling.neighbors import NeighborSampler, SampledSubgraph
 
 GOLDEN, MIX_A, MIX_B, WORD = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 2**64
 
@@ -37,7 +37,7 @@ def floyd_twin(key: int, degree: int, fanout: int) -> list[int]:
 
 def sample_twin(
     indptr: Any, indices: Any, fanouts: Sequence[int], seed: int, seeds: Any, batch_index: int, epoch: int
-) -> MiniBatch:
+) -> SampledSubgraph:
     key = 0
     for word in (seed, epoch, batch_index):
         key = mix_twin((key + GOLDEN + word) % WORD)
@@ -68,7 +68,7 @@ def sample_twin(
         node_counts.append(end - begin)
         edge_counts.append(len(edge) - edges_before)
     arrays = (np.array(values, dtype=np.int64) for values in (node, row, col, edge))
-    return MiniBatch(*arrays, tuple(node_counts), tuple(edge_counts))
+    return SampledSubgraph(*arrays, tuple(node_counts), tuple(edge_counts))
 
 
 def random_graph(node_count: int, edge_count: int, seed: int, dtype: type = np.int32) -> tuple[Any, Any]:
@@ -79,7 +79,7 @@ def random_graph(node_count: int, edge_count: int, seed: int, dtype: type = np.i
     return indptr, rng.integers(0, node_count, edge_count).astype(dtype)
 
 
-def assert_same(left: MiniBatch, right: MiniBatch) -> None:
+def assert_same(left: SampledSubgraph, right: SampledSubgraph) -> None:
     for name in ("node", "row", "col", "edge_id"):
         ours, theirs = getattr(left, name), getattr(right, name)
         assert ours.dtype == theirs.dtype == np.int64

@@ -21,7 +21,7 @@ from test_sampling import floyd_twin, mix_twin, random_graph
 import featstore
 from featstore.errors import BudgetError, ClosedError, CorruptionError, FormatError, IdError, SourceError
 from featstore.sampling import picking
-from featstore.sampling.neighbors import MiniBatch, NeighborSampler
+from featstore.sampling.neighbors import NeighborSampler, SampledSubgraph
 from featstore.sampling.stored import StoredSampler
 
 NODES, EDGES = 3000, 60_000
@@ -74,7 +74,7 @@ def seeds_of(number: int, count: int = 50, nodes: int = NODES) -> Any:
     return np.random.default_rng(number).permutation(nodes)[:count]
 
 
-def assert_equal(ours: MiniBatch, theirs: MiniBatch) -> None:
+def assert_equal(ours: SampledSubgraph, theirs: SampledSubgraph) -> None:
     """Equal but for ``edge_id``, which counts in another order."""
     for name in ("node", "row", "col"):
         assert getattr(ours, name).dtype == np.int64
@@ -83,7 +83,7 @@ def assert_equal(ours: MiniBatch, theirs: MiniBatch) -> None:
     assert ours.num_sampled_edges == theirs.num_sampled_edges
 
 
-def assert_edges_are_stored_ones(store: featstore.Store, batch: MiniBatch) -> None:
+def assert_edges_are_stored_ones(store: featstore.Store, batch: SampledSubgraph) -> None:
     """``edge_id`` leads to the neighbour in ``GRAPH/sources``, in the list of the node that asked."""
     graph = store.graphs["features"]
     with store.reader(tables="features/sources", memory=MEMORY) as reader:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as npst
 
 from featstore.errors import FormatError, SourceError
-from featstore.sampling.neighbors import MiniBatch
+from featstore.sampling.neighbors import SampledSubgraph
 from featstore.trace import samples
 from featstore.trace.sample_decoder import decode
 from featstore.trace.sample_encoder import encode
@@ -253,9 +253,11 @@ def test_pyg_batches_of_graphs() -> None:
 
 
 def test_our_own_mini_batch() -> None:
-    batch = MiniBatch(*(np.arange(n) for n in (5, 4, 4, 4)), (2, 3), (4,))
-    found: Any = decode(encode({"batch": batch}))
-    assert type(found["batch"]) is MiniBatch
+    batch = SampledSubgraph(*(np.arange(n) for n in (5, 4, 4, 4)), (2, 3), (4,))
+    encoded = encode({"batch": batch})
+    assert b"MiniBatch" in bytes(encoded), "as formats/v1/trace.md calls it"
+    found: Any = decode(encoded)
+    assert type(found["batch"]) is SampledSubgraph
     assert same(vars(found["batch"]), vars(batch))
 
 
@@ -263,8 +265,8 @@ def test_torch_is_loaded_by_torch_alone() -> None:
     code = (
         "import sys, numpy as np\nfrom featstore.trace.sample_decoder import decode\n"
         "from featstore.trace.sample_encoder import encode\n"
-        "from featstore.sampling.neighbors import MiniBatch\na = np.arange(3)\n"
-        "decode(encode({'a': a, ('p', 'to', 'q'): [1, MiniBatch(a, a, a, a, (1,), (1,))]}))\n"
+        "from featstore.sampling.neighbors import SampledSubgraph\na = np.arange(3)\n"
+        "decode(encode({'a': a, ('p', 'to', 'q'): [1, SampledSubgraph(a, a, a, a, (1,), (1,))]}))\n"
         "print([m for m in ('torch', 'torch_geometric') if m in sys.modules])\n"
         "decode(np.frombuffer(bytes.fromhex(sys.argv[1]), np.uint8))\n"
         "print([m for m in ('torch', 'torch_geometric') if m in sys.modules])\n"
@@ -328,7 +330,7 @@ def test_the_deepest_tree() -> None:
     for leaf in (
         Data(a=2**70),
         HeteroData({"p": {"a": 2**70}}),
-        MiniBatch(*[2**70] * 6),
+        SampledSubgraph(*[2**70] * 6),
         np.float32(1),
         {(1, 2): 2**70},
     ):  # type: ignore[arg-type]
@@ -367,7 +369,7 @@ _SEEDS = [
             np.zeros(2, [("a", "u1"), ("b", "<f8")]),
         ]
     ),
-    encode([_SEED_DATA, _SEED_HETERO, MiniBatch(*(np.arange(2) for _ in range(4)), (1,), (1,))]),
+    encode([_SEED_DATA, _SEED_HETERO, SampledSubgraph(*(np.arange(2) for _ in range(4)), (1,), (1,))]),
 ]
 
 

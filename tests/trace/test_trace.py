@@ -95,17 +95,19 @@ def test_a_trace_is_a_list_of_mini_batches(
                 assert found.tolist() == one
                 assert found.dtype == (np.int64 if max(one, default=0) >= 2**31 else np.int32)
         for number, (batch, (_, _, sample)) in enumerate(zip(trace, model, strict=True)):
-            assert batch.index == number
-            assert batch.sample == sample == trace.sample(number)
+            ids, kept = batch
+            assert kept == sample == trace.sample(number)
             assert (trace.sample_sizes[number] == 0) == (sample is None)
             assert len(trace.sample_bytes(number)) == trace.sample_sizes[number]
-            assert {n: ids.tolist() for n, ids in batch.ids.items()} == {
-                n: ids.tolist() for n, ids in trace.ids(number).items()
+            assert {n: one.tolist() for n, one in ids.items()} == {
+                n: one.tolist() for n, one in trace.ids(number).items()
             }
         assert trace.bytes == (path / "t" / "trace.log").stat().st_size
         report = featstore.verify(trace.path)
         assert report.ok
         assert (report.batches, report.uuid) == (len(model), trace.uuid)
+        with record(trace, path / "of it") as copy:
+            assert copy.uuid == trace.uuid, "a trace gives what can be recorded"
     with record(batches, path / "again") as again:
         assert again.uuid == trace.uuid
         assert (path / "again" / "trace.log").read_bytes() == (path / "t" / "trace.log").read_bytes()
@@ -197,7 +199,8 @@ def test_copies_of_a_trace(trace: Trace) -> None:
     assert all(np.array_equal(f[""], w) for f, w in zip(found, wanted, strict=True))
     results: list[Any] = []
     threads = [
-        threading.Thread(target=lambda: results.append([b.ids[""].tolist() for b in trace])) for _ in range(4)
+        threading.Thread(target=lambda: results.append([ids[""].tolist() for ids, _ in trace]))
+        for _ in range(4)
     ]
     for thread in threads:
         thread.start()
@@ -269,7 +272,7 @@ def test_ids_are_found(tmp_path: Path, batch: Any, ids: dict[str, Any], has_samp
 def test_ids_are_found_by_the_callers_function(tmp_path: Path) -> None:
     batches = [{"mine": [3, 1], "more": np.arange(2)}, {"mine": [], "more": np.arange(1)}]
     with record(batches, tmp_path / "t", nodes=lambda b: b["mine"]) as trace:
-        assert [b.ids[""].tolist() for b in trace] == [[3, 1], []]
+        assert [ids[""].tolist() for ids, _ in trace] == [[3, 1], []]
         assert trace.sample(0)["mine"] == [3, 1]  # type: ignore[index]
     with record(batches, tmp_path / "u", nodes=lambda b: {"q": b["more"]}) as trace:
         assert trace.ids(0)["q"].tolist() == [0, 1]
@@ -303,7 +306,7 @@ def test_what_cannot_be_recorded_is_named(tmp_path: Path, batch: Any, text: str)
 
 def test_node_types_are_those_of_the_first(tmp_path: Path) -> None:
     with record([{"a": IDS, "b": IDS}, {"b": IDS}, {"b": IDS, "c": IDS[:0]}], tmp_path / "t") as trace:
-        assert [len(b.ids["a"]) for b in trace] == [3, 0, 0]
+        assert [len(ids["a"]) for ids, _ in trace] == [3, 0, 0]
     with pytest.raises(SourceError, match="mini-batch 1: there are nodes of type 'c'"):
         record([{"a": IDS}, {"c": IDS}], tmp_path / "u")
 
@@ -363,8 +366,9 @@ def test_batches_of_pygs_loader(tmp_path: Path, workers: int) -> None:
     with record(loader(), tmp_path / "t") as trace:
         assert len(trace) == 5
         for kept, batch in zip(trace, loader(), strict=True):
-            assert kept.ids[""].tolist() == batch.n_id.tolist()
-            sample: Any = kept.sample
+            sample: Any
+            ids, sample = kept
+            assert ids[""].tolist() == batch.n_id.tolist()
             assert type(sample) is Data
             assert "x" not in sample
             assert sample.batch_size == batch.batch_size
@@ -407,11 +411,12 @@ def test_hetero_batches_of_pygs_loader(tmp_path: Path) -> None:
         assert set(trace.node_types) == {"paper", "author"}
         assert trace.counts["paper"].tolist() == [16, 16, 8]
         for kept, batch in zip(trace, loader(), strict=True):
-            sample: Any = kept.sample
+            sample: Any
+            ids, sample = kept
             assert type(sample) is HeteroData
             assert "x" not in sample["paper"]
             for name in trace.node_types:
-                assert kept.ids[name].tolist() == batch[name].n_id.tolist() == sample[name].n_id.tolist()
+                assert ids[name].tolist() == batch[name].n_id.tolist() == sample[name].n_id.tolist()
             relation = ("author", "writes", "paper")
             assert torch.equal(sample[relation].edge_index, batch[relation].edge_index)
 
@@ -430,7 +435,7 @@ def test_recording_and_reading_hold_one_mini_batch(tmp_path: Path) -> None:
     try:
         with record(many(), tmp_path / "t") as trace:
             assert featstore.verify(trace.path).ok
-            assert [int(b.ids[""][0]) for b in trace] == list(range(count))
+            assert [int(ids[""][0]) for ids, _ in trace] == list(range(count))
             size = trace.bytes
         peak = tracemalloc.get_traced_memory()[1]
     finally:
@@ -483,7 +488,7 @@ def test_a_bad_mini_batch_is_named_and_the_others_are_served(trace: Trace) -> No
     with pytest.raises(CorruptionError):
         trace.batch(7)
     assert np.array_equal(trace.ids(7)[""], batches_of(12)[7][0]), "ids have a checksum of their own"
-    assert trace.batch(8).sample["number"] == 8  # type: ignore[index]
+    assert trace.batch(8)[1]["number"] == 8  # type: ignore[index]
     report = featstore.verify(trace.path)
     assert [p.batch for p in report.problems] == [7]
     assert "mini-batch 7 (byte" in str(report)

@@ -121,13 +121,13 @@ def test_sampled_mini_batches_make_a_trace(stored: Any, tmp_path: Path) -> None:
     with record(epochs, tmp_path / "t", fingerprint=fingerprint) as trace:
         assert len(trace) == 9 == len(epochs)
         assert trace.fingerprint == fingerprint
-        for number, batch in enumerate(trace):
-            sample: Any = batch.sample
+        sample: Any
+        for number, (ids, sample) in enumerate(trace):
             assert sample["epoch"] == number // 3
             assert sample["batch_size"] == (22 if number % 3 == 2 else 64)
             assert_same_batches(
                 [sample["batch"]], [SampledBatches(sampler, TRAIN, 64, number // 3)[number % 3]]
             )
-            assert np.array_equal(batch.ids[""], sample["batch"].node)
+            assert np.array_equal(ids[""], sample["batch"].node)
     other = fingerprint_of(stored, stored.graphs["features"], sampler, TRAIN[::-1], 64, 3)
     assert other["train_sha256"] != fingerprint["train_sha256"]

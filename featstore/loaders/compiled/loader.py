@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from featstore import arguments as args
 from featstore.base.ids import as_integers
 from featstore.base.memory import check_machine
+from featstore.base.state import position_of, state_of
 from featstore.compile.budget import ASKED_AHEAD, read_together
 from featstore.errors import ArgumentError, BudgetError, SourceError
 from featstore.loaders.compiled.assembly import Assembly, Pending
@@ -34,7 +35,6 @@ from featstore.loaders.compiled.slots import ResidentSlots
 from featstore.loaders.compiled.sources import CompiledSources
 from featstore.loaders.prefetch import Prefetch, PrefetchingLoader
 from featstore.loaders.report import LoaderReport
-from featstore.loaders.state import loader_state, position_of
 from featstore.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -203,15 +203,19 @@ class CompiledLoader(PrefetchingLoader):
 
     # Resuming.
 
-    def state_dict(self) -> dict[str, Any]:
-        """Where the loader is: the mini-batches handed out so far of which epoch, small enough for a
-        checkpoint. Its ``store`` is the compiled trace."""
-        return loader_state(self.compiled.pack.uuid, self._epoch, self._next)
+    @property
+    def identity(self) -> dict[str, str]:
+        """What a state belongs to."""
+        return {"compiled": self.compiled.pack.uuid}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def state(self) -> dict[str, Any]:
+        """Where the loader is: the mini-batches handed out so far of which round."""
+        return state_of(self.identity, self._epoch, self._next)
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on where ``state`` was taken: the next iteration begins with the mini-batch after the last one
         handed out then."""
-        epoch, after = position_of(state, self.compiled.pack.uuid, len(self))
+        epoch, after, _ = position_of(state, self.identity, most=len(self))
         with self._alone("a state has been loaded since this iteration began"):
             assert self._slots is not None
             self._epoch, self._next = epoch, after

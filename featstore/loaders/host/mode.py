@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from featstore.base.process import OneProcess
+from featstore.base.state import position_of
 from featstore.errors import ArgumentError, ClosedError, FeatstoreError
 from featstore.loaders.batch import Batch
 from featstore.loaders.host.line import Line, line_to, pair
@@ -22,7 +23,6 @@ from featstore.loaders.host.service import HostService, error_of
 from featstore.loaders.host.slots import SharedSlots
 from featstore.loaders.modes import Mode
 from featstore.loaders.report import LoaderReport
-from featstore.loaders.state import position_of
 from featstore.shared.protocol import decode_error
 
 _OWNER_GONE = (
@@ -196,7 +196,7 @@ class HostMode(OneProcess, Mode):
     def load_state(self, state: Mapping[str, Any]) -> None:
         # In mode partitions its "next" counts mega-batches: that is the mode's own affair, and the same in
         # all ranks.
-        epoch, step = position_of(state, self._template["store"])
+        epoch, step, _ = position_of(state, self._template["of"], tuple(self._template["at"]))
         self._break_off()
         self._position = epoch, step, dict(state)
 

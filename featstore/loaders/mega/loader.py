@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from featstore import arguments as args
 from featstore.base.buffers import Outputs
+from featstore.base.state import position_of, state_of
 from featstore.errors import ArgumentError, SourceError
 from featstore.loaders.batch import Batch
 from featstore.loaders.mega.drawing import Drawing, DrawOptions
@@ -30,7 +31,6 @@ from featstore.loaders.mega.sets import PartitionSets
 from featstore.loaders.mega.sizes import HELD_BATCHES, LargestDrawn
 from featstore.loaders.prefetch import Prefetch, PrefetchingLoader, Stages
 from featstore.loaders.report import LoaderReport
-from featstore.loaders.state import loader_state, position_of
 
 if TYPE_CHECKING:
     from featstore.storage.store import OpenStore
@@ -48,6 +48,10 @@ class Position(NamedTuple):
     number: int = 0
     batch_size: int = 0
     passes: int | None = None
+
+
+#: What stands in a state of the fields of Position after the first.
+_PLACE = ("pass", "batch", "batch_size", "passes")
 
 
 class PartitionsLoader(PrefetchingLoader):
@@ -206,31 +210,28 @@ class PartitionsLoader(PrefetchingLoader):
         with self._alone("an epoch has been set since this iteration began"):
             self._epoch, self._place = epoch, Position()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Where training stands: small, plain data. What was handed out counts as seen. Its ``next`` is the
-        mega-batch."""
-        place, sizes = self._place, self.sets.sizes
-        return loader_state(self.sets.store.uuid, self._epoch, place.step) | {
-            "seed": self.sets.seed, "resident": sizes.resident, "replaced": sizes.replaced,
-            "hubs": len(self.sets.hub_rows), "train": zlib.crc32(self.sets.train.tobytes()),
-            "pass": place.pass_, "batch": place.number, "batch_size": place.batch_size,
-            "passes": place.passes,
+    @property
+    def _identity(self) -> dict[str, Any]:
+        """What a state belongs to."""
+        sets = self.sets
+        return {
+            "store": sets.store.uuid, "seed": sets.seed, "resident": sets.sizes.resident,
+            "replaced": sets.sizes.replaced, "hubs": len(sets.hub_rows),
+            "train": zlib.crc32(sets.train.tobytes()),
         }  # fmt: skip
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where :meth:`state_dict` was taken. Raises ArgumentError, a ValueError, where it belongs to
+    def state(self) -> dict[str, Any]:
+        """Where training stands. What was handed out counts as seen. Its ``next`` is the mega-batch."""
+        step, *place = self._place
+        return state_of(self._identity, self._epoch, step, dict(zip(_PLACE, place, strict=True)))
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on where :meth:`state` was taken. Raises ArgumentError, a ValueError, where it belongs to
         another store, seed or size of mega-batch."""
-        now = self.state_dict()
-        same = ("seed", "resident", "replaced", "hubs", "train")
-        epoch, step = position_of(state, self.sets.store.uuid)
-        args.check_state(state, {key: now[key] for key in same}, "this loader has")
-        pass_, number, size = (
-            args.as_count(state.get(key), f"{key} of the state", 0) for key in ("pass", "batch", "batch_size")
-        )
-        passes = state.get("passes")
+        epoch, step, at = position_of(state, self._identity, _PLACE, most=self.sets.steps)
+        pass_, number, size = (args.as_count(at[key], f"{key} of the state", 0) for key in _PLACE[:-1])
+        passes = at["passes"]
         passes = None if passes is None else args.as_count(passes, "passes of the state")
-        if step > self.sets.steps:
-            raise ArgumentError(f"the state points to step {step} of epoch {epoch}, which does not exist")
         with self._alone("a state has been loaded since this iteration began"):
             self._epoch, self._place = epoch, Position(step, pass_, number, size, passes)
 

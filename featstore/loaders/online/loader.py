@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from featstore import arguments as args
+from featstore.base.state import position_of, state_of
 from featstore.errors import ArgumentError, SourceError
 from featstore.loaders.batch import Batch
 from featstore.loaders.online.epoch import OnlineEpoch
@@ -35,7 +36,6 @@ from featstore.loaders.online.extraction import EXTRACTED, FIRST_POLICY, Extract
 from featstore.loaders.online.report import OnlineStages
 from featstore.loaders.prefetch import Prefetch, PrefetchingLoader, Sampler, check_repeatable, epoch_of
 from featstore.loaders.report import LoaderReport
-from featstore.loaders.state import loader_state, position_of
 from featstore.reader.options import READING
 from featstore.sampling.minibatch import Ids
 from featstore.storage.store import as_store
@@ -165,7 +165,7 @@ class OnlineLoader(PrefetchingLoader):
         with self._alone("an epoch has been set since this iteration began"):
             self._epoch, self._next, self._begun = epoch, 0, False
 
-    def state_dict(self) -> dict[str, Any]:
+    def state(self) -> dict[str, Any]:
         """Where training stands: the epoch, and the mini-batches of it that were handed out. It belongs to
         the same ``batches``, which must give the same mini-batches in the same epoch."""
         if self.overtake:
@@ -173,12 +173,12 @@ class OnlineLoader(PrefetchingLoader):
                 "with overtake=True mini-batches have no order that could be gone on with: save "
                 "between epochs"
             )
-        return loader_state(self.store.uuid, self._epoch, self._next)
+        return state_of({"store": self.store.uuid}, self._epoch, self._next)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state(self, state: Mapping[str, Any]) -> None:
         """Go on where ``state`` was taken: mini-batches handed out then are sampled again and let go, without
         reading their rows."""
-        epoch, after = position_of(state, self.store.uuid)
+        epoch, after, _ = position_of(state, {"store": self.store.uuid})
         with self._alone("a state has been loaded since this iteration began"):
             self._epoch, self._next, self._begun = epoch, after, False
 
