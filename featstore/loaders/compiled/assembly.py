@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from featstore.base.buffers import ALIGNMENT, Outputs
+from featstore.base.buffers import ALIGNMENT, Outputs, aligned_buffer
 from featstore.compile.budget import read_together
 from featstore.layout.records import TableRecord
 from featstore.loaders.batch import Batch, ids_of
@@ -68,11 +68,12 @@ class Assembly:
         group = read_together(depth)
         # a mini-batch's rows begin aligned, where several lie in one piece of memory
         self._step = [math.lcm(ALIGNMENT, row_bytes) // row_bytes for row_bytes in sources.row_bytes]
+        self._device_rows = None if device is None else _DeviceRows(sources, device)
+        memory = aligned_buffer if self._device_rows is None else self._device_rows.transfer.memory
         self._outputs = [
-            Outputs(group * self._stepped(n, table.batch_rows_max, group) * row_bytes, depth // group)
+            Outputs(group * self._stepped(n, table.batch_rows_max, group) * row_bytes, depth // group, memory)
             for n, ((_, table), row_bytes) in enumerate(zip(sources.tables, sources.row_bytes, strict=True))
         ]
-        self._device_rows = None if device is None else _DeviceRows(sources, device)
 
     def _stepped(self, number: int, rows: int, group: int) -> int:
         """Rows of a table that a mini-batch takes up in a group of so many."""
@@ -150,14 +151,20 @@ class Assembly:
         rows = next(iter(x.values())) if len(x) == 1 else x
         return Batch(done.index, ids_of(done.sample), rows, done.sample)
 
+    def close(self) -> None:
+        """Wait for copies to a device that are under way."""
+        if self._device_rows is not None:
+            self._device_rows.transfer.close()
+
 
 class _DeviceRows:
     """Rows that are on the accelerator for good, and what brings the others beside them."""
 
     def __init__(self, sources: CompiledSources, device: Any) -> None:
         from featstore.base.tensors import as_tensor, to_device
+        from featstore.base.transfers import Transfer
 
-        self._device, self._to_device = device, to_device
+        self.transfer = Transfer(device)
         self._rows = {}
         for (name, table), limits in zip(sources.tables, sources.limits, strict=True):
             rows = sources.pack.read_runs({table.device: [(0, limits.device_slots)]})[table.device]
@@ -167,8 +174,8 @@ class _DeviceRows:
         """All rows of a mini-batch, on the device."""
         from featstore.loaders.deliver import merged
 
-        done = {}
+        done, there = {}, self.transfer(x)
         for (name, resident), record in zip(self._rows.items(), records, strict=True):
-            host = self._to_device(x[name], self._device)
+            host = there[name]
             done[name] = host if record.host_count == record.count else merged(host, resident, record)
         return done

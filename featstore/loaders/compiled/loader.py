@@ -243,6 +243,8 @@ class CompiledLoader(PrefetchingLoader):
                     self._report = self._measured()
             if self._buffer is not None:
                 self._buffer.close()
+            if self._assembly is not None:
+                self._assembly.close()
         for reader in (self._pack, self._base):
             if reader is not None:
                 reader.close()

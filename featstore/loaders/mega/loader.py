@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from featstore import arguments as args
-from featstore.base.buffers import Outputs
+from featstore.base.buffers import Outputs, aligned_buffer
 from featstore.base.state import position_of, state_of
 from featstore.errors import ArgumentError, SourceError
 from featstore.loaders.batch import Batch
@@ -106,7 +106,13 @@ class PartitionsLoader(PrefetchingLoader):
         drawn = LargestDrawn(self._options.batch_size, self._options.fanouts)
         self.sets = PartitionSets(store, drawn=drawn, **sets)
         nodes, _ = drawn.nodes_and_edges(self.sets.places, self.sets.sizes.edges_max)
-        self._outputs = Outputs(nodes * self.sets.table.row_bytes, HELD_BATCHES)
+        self._transfer, memory = None, aligned_buffer
+        if self._device is not None:
+            from featstore.base.transfers import Transfer
+
+            self._transfer = Transfer(self._device)
+            memory = self._transfer.memory
+        self._outputs = Outputs(nodes * self.sets.table.row_bytes, HELD_BATCHES, memory)
         self._epoch, self._place = 0, Position()
         self._padded = self._dropped = 0  # seeds of this epoch that stand twice, and that are left out
         self._load_seconds: list[float] = []  # of the last mega-batches
@@ -191,10 +197,10 @@ class PartitionsLoader(PrefetchingLoader):
         x: Any = drawing.gather(sample)
         gathered = time.perf_counter()
         if self._tensors:
-            from featstore.base.tensors import as_tensor, to_device
+            from featstore.base.tensors import as_tensor
 
             x = as_tensor(x)
-            x = x if self._device is None else to_device(x, self._device)
+            x = x if self._transfer is None else self._transfer({"x": x})["x"]
         for stage, low, high in (
             ("sample", begin, sampled), ("gather", sampled, gathered),
             ("hand over", gathered, time.perf_counter()),
@@ -254,6 +260,8 @@ class PartitionsLoader(PrefetchingLoader):
                 if self._prefetch is not None:
                     self._prefetch.close()
                     self._prefetch = None
+            if self._transfer is not None:
+                self._transfer.close()
         self.sets.close()
 
     def __repr__(self) -> str:

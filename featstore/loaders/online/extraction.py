@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from featstore.base.buffers import ALIGNMENT, Outputs
+from featstore.base.buffers import ALIGNMENT, Outputs, aligned_buffer
 from featstore.errors import BudgetError, SourceError
 from featstore.loaders.online.budget import (
     BESIDE_KEPT,
@@ -64,6 +64,7 @@ class Extraction:
         self.extracted = extracted
         self._static, self._reader_options = static, reader
         self._devices, self._device_policy = devices, device_policy
+        self.output_memory: Callable[[int], NDArray[np.uint8]] = aligned_buffer  # for rows copied out
         self._split = BudgetSplit(
             store, memory_bytes, policy=policy, extracted=extracted, reader_bytes=reader_memory,
             verify=reader.get("verify", True), devices=len(devices), device_memory=device_memory,
@@ -109,7 +110,7 @@ class Extraction:
         self._let_go()
         self.table_of, self._asked, self._memory = table_of_type, asked, shares.memory
         self._device_slots, self._piece_bytes = shares.device_slots, own.row_bytes
-        self._outputs = Outputs(self._piece_bytes, DEPTH)
+        self._outputs = Outputs(self._piece_bytes, DEPTH, self.output_memory)
         try:
             self._reader = Reader(
                 self.store,
@@ -335,7 +336,7 @@ class Extraction:
         again. ``alone``: its own rows, there is no room for more."""
         own = self._asked_by(ids, self.table_of).row_bytes
         if alone or own > self._piece_bytes:
-            self._piece_bytes, self._outputs = own, Outputs(own, DEPTH)
+            self._piece_bytes, self._outputs = own, Outputs(own, DEPTH, self.output_memory)
         return self._piece_bytes
 
     def _output(self, rows: Mapping[str, int]) -> NDArray[np.uint8]:

@@ -43,6 +43,7 @@ from featstore.tiers.saved import cache_path
 from featstore.units import parse_bytes
 
 if TYPE_CHECKING:
+    from featstore.base.transfers import Transfer
     from featstore.storage.store import OpenStore
 
 
@@ -129,6 +130,12 @@ class OnlineLoader(PrefetchingLoader):
             device_policy=device_policy,
             reader=reader,
         )
+        self._transfer: Transfer | None = None
+        if devices:
+            from featstore.base.transfers import Transfer
+
+            self._transfer = Transfer(devices[0])
+            self.extraction.output_memory = self._transfer.memory
         self._report: LoaderReport | None = None
         self._epoch = 0
         self._begun = False  # this epoch was, and its rest is not wanted unless a state says so
@@ -211,11 +218,11 @@ class OnlineLoader(PrefetchingLoader):
         x: dict[str, Any] = dict(rows)
         pyg = type(sample).__module__.startswith("torch_geometric.")
         if self._tensors or (self._tensors is None and (pyg or self._device is not None)):
-            from featstore.base.tensors import as_tensor, to_device
+            from featstore.base.tensors import as_tensor
 
             x = {name: as_tensor(one) if isinstance(one, np.ndarray) else one for name, one in x.items()}
-            if self._device is not None:
-                x = {name: to_device(one, self._device) for name, one in x.items()}
+            if self._transfer is not None:
+                x = self._transfer(x)
         if pyg:
             from featstore.loaders.deliver import fill_pyg
 
@@ -235,6 +242,8 @@ class OnlineLoader(PrefetchingLoader):
                 if self._report is None:
                     self._report = self._measured()
             self.extraction.close()
+            if self._transfer is not None:
+                self._transfer.close()
 
     def __repr__(self) -> str:
         return f"<OnlineLoader of {str(self.store.path)!r}, {self.policy or 'before its first mini-batch'}>"
