@@ -31,7 +31,7 @@ from featstore import arguments as args
 from featstore.errors import ArgumentError, SourceError
 from featstore.loaders.batch import Batch
 from featstore.loaders.online.epoch import OnlineEpoch
-from featstore.loaders.online.extraction import EXTRACTED, FIRST_POLICY, Extraction
+from featstore.loaders.online.extraction import EXTRACTED, Extraction
 from featstore.loaders.online.report import OnlineStages
 from featstore.loaders.prefetch import Prefetch, PrefetchingLoader, Sampler, check_repeatable, epoch_of
 from featstore.loaders.report import LoaderReport
@@ -39,6 +39,7 @@ from featstore.loaders.state import loader_state, position_of
 from featstore.reader.options import READING
 from featstore.sampling.minibatch import Ids
 from featstore.storage.store import as_store
+from featstore.tiers.chosen import FIRST_POLICY
 from featstore.tiers.saved import cache_path
 from featstore.units import parse_bytes
 
