@@ -53,10 +53,10 @@ class LoaderOptions(TypedDict, total=False):
             that the mini-batch brings, the numbers of edges that the table was packed with.
         nodes: a function from a mini-batch to its node ids, or to {table: ids}, where no rule finds them.
         tensors: ``x`` as a torch tensor; by default where there is a device or the samples are PyG's.
-        device: where tensors go. In mode online several may be given, as a list: they share the rows kept on
-            them.
-        device_memory: for rows kept on each device, bytes or a size; not of mode partitions.
-        device_policy: of mode online: of these rows, a name of
+        device: where tensors go. In the modes online and partitions several may be given, as a list: they
+            share the rows kept on them.
+        device_memory: for rows kept on each device, bytes or a size, beside ``memory``.
+        device_policy: of the modes online and partitions: of these rows, a name of
             :data:`featstore.tiers.slots.layout.POLICIES` but ``"static"`` and ``"min"``.
         engine, queue_depth, verify: as for :class:`featstore.Reader`.
         policy: of mode online: of the buffer, a name of :data:`featstore.tiers.slots.layout.POLICIES` but
@@ -132,10 +132,11 @@ class LoaderOptions(TypedDict, total=False):
 OF_MODES = {
     "nodes": ("online", "compiled", "rolling"),
     "edge_table": ("online", "compiled", "rolling"),
-    "device_memory": ("online", "compiled", "rolling"),
+    "device_memory": MODES,
     "device": MODES,
+    "device_policy": ("online", "partitions"),
     **dict.fromkeys(
-        ("policy", "static", "device_policy", "warm", "overtake", "extracted", "reader_memory"),
+        ("policy", "static", "warm", "overtake", "extracted", "reader_memory"),
         ("online",),
     ),
     "disk": ("compiled", "rolling"),

@@ -27,7 +27,8 @@ class LoaderReport:
             ``load wait``, ``episode wait`` (the loader).
         bytes_read, reads: from disk.
         row_bytes: bytes of rows by where they came from, of compiled mini-batches.
-        buffers, devices: what buffers in host memory, and on devices above them, have counted by table.
+        buffers, devices: what buffers in host memory, and on devices above them or above partitions in
+            memory, have counted by table.
         buffer_hits: rows of the base store that a buffer over it had, of compiled mini-batches.
         forecast_seconds: of reading, by the device model: of compiled mini-batches as forecast when they were
             compiled, else for the reads that were planned. To be held against ``read``, or ``load``.

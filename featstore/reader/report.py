@@ -51,7 +51,8 @@ class Plan:
     """What a request would read, and how long that should take; ``print(plan)`` explains.
 
     ``forecast_seconds`` is the time of the reads; ``calibrated`` tells whether the device model behind it was
-    measured. ``elsewhere``: what is missed is read by another process, the owner of a shared buffer; then
+    measured. ``policies``: of tiers that a cache policy rules, by tier and table which one it is now and why.
+    ``elsewhere``: what is missed is read by another process, the owner of a shared buffer; then
     there are no ``reads`` here, and where something is missed the forecast is NaN (None in :meth:`to_dict`).
     """
 
@@ -60,6 +61,7 @@ class Plan:
     calibrated: bool
     forecast_seconds: float
     elsewhere: bool = False
+    policies: Mapping[str, Mapping[str, tuple[str, str]]] = field(default_factory=dict)
 
     @property
     def reads(self) -> int:
@@ -97,6 +99,10 @@ class Plan:
                 | {"hits": dict(t.hits), "forecast_seconds": _known(t.forecast_seconds)}
                 for t in self.tables
             ],
+            "policies": {
+                tier: {table: {"name": name, "because": because} for table, (name, because) in of.items()}
+                for tier, of in self.policies.items()
+            },
         }
 
     def __str__(self) -> str:
@@ -107,6 +113,9 @@ class Plan:
                 f"table {t.table!r}: {t.ids:,} ids ({format_bytes(t.bytes_asked)}); {hits}; "
                 f"{t.rows_missed:,} missed"
             )
+            for tier, of in self.policies.items():
+                if t.table in of:
+                    lines.append(f"  the {tier} tier goes by {': '.join(of[t.table])}")
             if t.reads:
                 lines.append(
                     f"  {t.distinct_rows:,} distinct rows on {t.pages:,} pages -> {t.reads:,} reads of "
@@ -129,6 +138,7 @@ class ReaderStats:
     """Counts of a reader since it was opened. Times are in seconds, summed over the engine's threads.
 
     ``latency_histogram``: (upper edge in microseconds, reads) for each power of two that occurred.
+    ``policies``: of tiers that a cache policy rules, its name now by tier and table.
     ``seconds_waiting`` is time in which an engine's thread had nothing to do but wait for the device.
     """
 
@@ -147,6 +157,7 @@ class ReaderStats:
     seconds_copying: float = 0.0
     forecast_seconds: float = 0.0
     latency_histogram: tuple[tuple[float, int], ...] = ()
+    policies: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     @property
     def hit_rate(self) -> float:
@@ -172,7 +183,7 @@ class ReaderStats:
                 changed[f.name] = tuple(
                     (edge, n - old.get(edge, 0)) for edge, n in now if n > old.get(edge, 0)
                 )
-            elif not isinstance(now, str):
+            elif not isinstance(now, str | Mapping):
                 changed[f.name] = now - then
             else:
                 changed[f.name] = now
@@ -182,6 +193,7 @@ class ReaderStats:
         """Plain data, for JSON."""
         out = {f.name: getattr(self, f.name) for f in fields(self)}
         out["hits"] = dict(self.hits)
+        out["policies"] = {tier: dict(of) for tier, of in self.policies.items()}
         out["latency_histogram"] = [list(pair) for pair in self.latency_histogram]
         return out | {"hit_rate": self.hit_rate, "amplification": self.amplification}
 

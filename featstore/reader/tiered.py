@@ -29,7 +29,7 @@ from featstore.reader.reader import Reader
 from featstore.reader.report import Plan, ReaderStats, TablePlan
 from featstore.reader.requests import ByTable, as_tables
 from featstore.storage.store import OpenStore, Table, as_store
-from featstore.tiers import RowSource, SourceSpec, Tier, TierSpec, is_source_spec
+from featstore.tiers import PolicyNow, RowSource, SourceSpec, Tier, TierSpec, is_source_spec
 from featstore.tiers.buffer_tier import Buffer
 from featstore.tiers.static_tier import Static
 from featstore.units import parse_bytes
@@ -267,9 +267,18 @@ class TieredReader:
             )
             tables.append(self._over(below, asked, hits))
         forecast = sum(table.forecast_seconds for table in tables)
+        policies = self._policies()
         if self._disk is None:
-            return Plan(tuple(tables), self.tiers[-1].name, False, forecast, elsewhere=True)
-        return Plan(tuple(tables), self._disk.engine.name, self._disk.model.calibrated, forecast)
+            return Plan(
+                tuple(tables), self.tiers[-1].name, False, forecast, elsewhere=True, policies=policies
+            )
+        disk = self._disk
+        return Plan(tuple(tables), disk.engine.name, disk.model.calibrated, forecast, policies=policies)
+
+    def _policies(self) -> dict[str, dict[str, PolicyNow]]:
+        """Of tiers that a cache policy rules which one that is, by table."""
+        ruled = {tier.name: getattr(tier, "policies", None) for tier in self.tiers}
+        return {name: policies() for name, policies in ruled.items() if policies is not None}
 
     def _over(self, plan: TablePlan, asked: int, hits: dict[str, int]) -> TablePlan:
         """A plan of the reader's with what the tiers over it hold."""
@@ -285,10 +294,14 @@ class TieredReader:
         self._check_open()
         below = ReaderStats(engine=self.tiers[-1].name) if self._disk is None else self._disk.stats()
         hits = {name: count - self._before.get(name, 0) for name, count in self._hits().items()}
+        policies = {
+            tier: {table: policy.name for table, policy in of.items()}
+            for tier, of in self._policies().items()
+        }
         with self._counting:
             return replace(
                 below, hits=hits | dict(below.hits), requests=self._requests, rows_asked=self._rows_asked,
-                bytes_asked=self._bytes_asked,
+                bytes_asked=self._bytes_asked, policies=policies,
             )  # fmt: skip
 
     def _hits(self) -> dict[str, int]:

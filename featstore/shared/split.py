@@ -14,7 +14,7 @@ from featstore.shared.guests import BYTES_PER_ID
 from featstore.shared.service import ROOM_BATCHES
 from featstore.storage.store import Table
 from featstore.tiers.slots import layout
-from featstore.tiers.slots.rows import least_bytes, share_slots
+from featstore.tiers.slots.rows import SlotCost, least_bytes, share_slots
 
 _READER_SHARE = 2  # of the budget, at most, is for the reader's staging and planning
 _REQUESTS_SHARE = 16  # of the budget, at most, is for what is known of requests,
@@ -40,10 +40,10 @@ class Split:
         cls, tables: Sequence[Table], memory_bytes: int, policy: int, batch_rows: int | None, verify: bool
     ) -> Split:
         """Split so many bytes. Raises BudgetError with the smallest budget that works."""
-        least = 1 if batch_rows is None else batch_rows
+        least, cost = 1 if batch_rows is None else batch_rows, SlotCost([policy])
         needs = [table_need(table, verify) for table in tables]
         padding = ALIGNMENT * (len(tables) - 1)  # between the tables' slots
-        fixed = _REQUEST_BYTES * least + least_bytes(tables, policy, least) + padding
+        fixed = _REQUEST_BYTES * least + least_bytes(tables, cost, least) + padding
         reader = own_bytes(memory_bytes, needs, most=memory_bytes // _READER_SHARE)
         if memory_bytes < reader + fixed:
             needed = memory_bytes
@@ -53,7 +53,7 @@ class Split:
         spare = min(memory_bytes // _REQUESTS_SHARE, (memory_bytes - reader - fixed) // _SPARE_SHARE)
         ids = least + (spare // _REQUEST_BYTES if batch_rows is None else 0)
         requests = _REQUEST_BYTES * ids
-        slots = share_slots(tables, memory_bytes - reader - requests - padding, policy, least)
+        slots = share_slots(tables, memory_bytes - reader - requests - padding, cost, least)
         batches, offsets, size, rows = {}, {}, 0, padding
         for table in tables:
             count = slots[table.name]

@@ -14,7 +14,7 @@ How a tier is wanted is said by a :class:`TierSpec`, which puts it over what lie
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, TypeGuard
+from typing import Any, NamedTuple, Protocol, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,13 @@ from numpy.typing import NDArray
 from featstore.engine.request import Request
 from featstore.errors import BudgetError
 from featstore.storage.store import OpenStore, Table
+
+
+class PolicyNow(NamedTuple):
+    """The policy that decides now which rows of a table stay, and why it is that."""
+
+    name: str
+    because: str
 
 
 class RowSource(Protocol):
@@ -52,7 +59,8 @@ class RowSource(Protocol):
 
 
 class Tier(RowSource, Protocol):
-    """Rows in memory, over another source."""
+    """Rows in memory, over another source. One that a cache policy rules may have ``policies()`` as well, a
+    :class:`PolicyNow` by table: statistics and plans tell it."""
 
     @property
     def name(self) -> str:

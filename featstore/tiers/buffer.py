@@ -38,6 +38,7 @@ from featstore.errors import (
     ArgumentError,
     BudgetError,
 )
+from featstore.storage.store import Table
 from featstore.tiers import RowSource
 from featstore.tiers.claims import Claims
 from featstore.tiers.slots import layout
@@ -141,6 +142,11 @@ class FeatureBuffer(Claims):
         return np.empty(0, np.int32)
 
     @property
+    def table(self) -> Table:
+        """The table whose rows these are."""
+        return self._rows
+
+    @property
     def row_shape(self) -> tuple[int, ...]:
         return self._rows.row_shape
 
@@ -209,28 +215,30 @@ class FeatureBuffer(Claims):
             with self._lock:
                 self._map.counts[COUNTED] = before
 
-    def switch(self, policy: str, static: Any = None) -> None:
+    def switch(self, policy: str, static: Any = None, *, wait: bool = False) -> None:
         """Go on with another policy, or another set of rows kept for good. The rows stay, what the policy
         knew of them is forgotten.
 
-        Waits for reads under way. Raises ArgumentError while tickets hold slots; BudgetError where it is none
+        Waits for reads under way. Raises ArgumentError while tickets hold slots, unless it is to ``wait`` for
+        these, too, and nobody begins others; BudgetError where it is none
         of ``policies``, and needs a larger slot map; what :meth:`begin` raises.
         """
         self._check_open()
         number = layout.POLICIES[as_choice(policy, "policy", layout.POLICIES)]
         with self._awaited() as wake:
-            while not self._run(self._switch_now, number):
+            while not self._run(self._switch_now, number, wait):
                 self._wait(wake, None, "reads to end")
         if static is not None:
             self._keep(static)
 
-    def _switch_now(self, policy: int) -> bool:
-        """Change the policy; False while reads are under way. Runs in the buffer's thread."""
+    def _switch_now(self, policy: int, wait: bool) -> bool:
+        """Change the policy; False while reads are under way, or tickets held that are waited for. Runs in
+        the buffer's thread."""
         with self._lock:
             self._enter_ended()
-            if self._claims - self._kept:
+            if self._claims - self._kept and not wait:
                 raise ArgumentError("the policy cannot change while tickets hold slots: release them first")
-            if self._reading:
+            if self._reading or self._claims - self._kept:
                 return False
             self._unkeep()
             counted = self._map.counts[COUNTED].copy()

@@ -4,6 +4,10 @@ A request takes slots of a :class:`~featstore.tiers.buffer.FeatureBuffer` for it
 are read into them, and copies all of them out. Where all are there already that is done by whoever asks. A
 request of more rows than there are slots is served in pieces, for which one thread takes slots in turn;
 others, which wait for nothing but reads, copy out and give the slots back. So slots always come back.
+
+With ``policy="auto"`` it is as in a loader (:mod:`featstore.tiers.chosen`). When enough has been seen, the
+request that finds it so has the thread that takes slots decide, as a piece of its own; another policy comes
+when those that hold slots have given them back, and until then nobody else takes any.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -23,10 +28,12 @@ from featstore.base.threads import shut_down
 from featstore.engine.request import Request
 from featstore.errors import BudgetError, CancelledError, ClosedError
 from featstore.storage.store import Table
-from featstore.tiers import RowSource, Tier, source_tables
+from featstore.tiers import PolicyNow, RowSource, Tier, source_tables
 from featstore.tiers.buffer import FeatureBuffer
+from featstore.tiers.chosen import FIRST_POLICY, Choices, choosing_bytes, slot_cost
 from featstore.tiers.over import OverSource
 from featstore.tiers.slots import layout
+from featstore.tiers.slots.choose import CANDIDATES
 from featstore.tiers.slots.rows import least_bytes, share_slots
 from featstore.tiers.static_tier import new_rows
 from featstore.tiers.tickets import Ticket
@@ -40,27 +47,33 @@ _THREADS = 8  # requests that wait for rows at once
 _PIECE_IDS_MIN, _PIECE_IDS_MAX = 256, 1 << 16
 _TICKET_BYTES = 40  # of an id that is under way: ids, slots, what was missed
 _TICKETS_SHARE = 16  # of the memory, at most, is for these
+_PIECE_SHARE = 8  # of the slots, for a piece, where some may be taken by rows kept for good
 
 
 class Buffer:
     """Rows that were asked for lately.
 
-    ``policy``: one of :data:`BUFFER_POLICIES`. ``memory``: bytes or a size; a share of what is left over by
+    ``policy``: one of :data:`BUFFER_POLICIES`, or ``"auto"`` for that which would have hit most of late:
+    ``reader.stats().policies`` tells, and ``print(reader.plan(ids))`` with the reason; in less than 72 MiB a
+    table that is ``"s3-fifo"`` throughout. ``memory``: bytes or a size; a share of what is left over by
     default. ``options``: of the policy, those of :data:`POLICY_OPTIONS`. Raises ArgumentError.
     """
 
     def __init__(self, policy: str = "s3-fifo", memory: int | str | None = None, **options: Any) -> None:
-        self.policy = as_choice(policy, "policy", BUFFER_POLICIES)
+        self.policy = as_choice(policy, "policy", (*BUFFER_POLICIES, "auto"))
         self.memory = None if memory is None else parse_bytes(memory, "memory")
         check_options(options, POLICY_OPTIONS.get(self.policy, ()), f"a buffer by {self.policy!r}")
-        layout.make_slot_map(16, layout.POLICIES[self.policy], **options)  # which looks at their values
+        layout.make_slot_map(
+            16, layout.POLICIES[_first(self.policy)], **options
+        )  # which looks at their values
         self.options = options
 
     def host_bytes(self, tables: Sequence[Table]) -> int | None:
         return self.memory
 
     def least_bytes(self, tables: Sequence[Table]) -> int:
-        return least_bytes(tables, layout.POLICIES[self.policy]) + _PIECE_IDS_MIN * _THREADS * _TICKET_BYTES
+        cost = slot_cost(_first(self.policy))  # with so little nothing is chosen
+        return least_bytes(tables, cost) + _PIECE_IDS_MIN * _THREADS * _TICKET_BYTES
 
     def over(self, below: RowSource, memory_bytes: int) -> Tier:
         return BufferTier(below, memory_bytes, self.policy, **self.options)
@@ -69,14 +82,19 @@ class Buffer:
         return f"Buffer({self.policy!r}, memory={self.memory!r}, **{self.options!r})"
 
 
+def _first(policy: str) -> str:
+    """What a buffer begins with."""
+    return FIRST_POLICY if policy == "auto" else policy
+
+
 class _Job:
-    """A piece of a request: rows that are in slots at once."""
+    """A piece of a request: rows of a ``table`` that are in slots at once."""
 
     def __init__(
-        self, request: Request, buffer: FeatureBuffer, ids: NDArray[np.int64], out: Any, at: Any
+        self, request: Request, table: str, buffer: FeatureBuffer, ids: NDArray[np.int64], out: Any, at: Any
     ) -> None:
-        self._request, self._buffer = request, buffer
-        self._ids, self._out, self._at = ids, out, at
+        self._request, self.table, self._buffer = request, table, buffer
+        self.ids, self._out, self._at = ids, out, at
         self._ticket: Ticket | None = None
         self._cancelled = False
         self.on_end: Callable[[], None] = lambda: None
@@ -85,7 +103,7 @@ class _Job:
         """Take slots; whether all rows are there."""
         if self._cancelled:
             raise CancelledError("the request was cancelled")
-        ticket = self._ticket = self._buffer.begin(self._ids)
+        ticket = self._ticket = self._buffer.begin(self.ids)
         ticket.hand_over()
         if self._cancelled:
             ticket.cancel()
@@ -114,21 +132,37 @@ class _Job:
             ticket.cancel()
 
 
+class _Decision:
+    """A piece of a request: the policies to go on with are chosen."""
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+
+    def cancel(self) -> None:
+        """Others go on with them, too."""
+
+    def end(self, error: BaseException | None) -> None:
+        self._request.close_piece(self, error)
+
+
 class BufferTier(OverSource):
     """A buffer for each table over ``below``, in so much memory, which they share by the tables' sizes. It
     belongs to one process.
 
-    Raises BudgetError.
+    Raises BudgetError. What goes wrong while rows are read that a chosen policy is to keep for good, is
+    raised by the request that found the choice due.
     """
 
     name = "buffer"
 
     def __init__(self, below: RowSource, memory_bytes: int, policy: str = "s3-fifo", **options: Any) -> None:
         super().__init__(below)
-        self.policy = as_choice(policy, "policy", BUFFER_POLICIES)
+        self.policy = as_choice(policy, "policy", (*BUFFER_POLICIES, "auto"))
         self._buffers: dict[str, FeatureBuffer] = {}
-        tables, number = source_tables(below), layout.POLICIES[self.policy]
-        least = least_bytes(tables, number)
+        tables, first = source_tables(below), _first(self.policy)
+        choosing = self._choosing(tables, memory_bytes)
+        cost = slot_cost(self.policy if choosing else first)
+        least = least_bytes(tables, cost) + sum(choosing.values())
         tickets = min(memory_bytes // _TICKETS_SHARE, memory_bytes - least)
         ids = tickets // (_THREADS * _TICKET_BYTES)
         self._piece_ids = max(_PIECE_IDS_MIN, min(_PIECE_IDS_MAX, ids))
@@ -137,21 +171,34 @@ class BufferTier(OverSource):
             raise BudgetError(
                 least + self._ticket_bytes, memory_bytes, "make a buffer of one row of each table"
             )
-        slots = share_slots(tables, memory_bytes - self._ticket_bytes, number)
+        slots = share_slots(tables, memory_bytes - self._ticket_bytes - sum(choosing.values()), cost)
+        self._beside_bytes = self._ticket_bytes + sum(choosing.values()) + cost.beside * sum(slots.values())
+        self._choices = Choices()  # empty where nothing is chosen
+        self._taking_slots = threading.Lock()  # of the choices, too
         self._taking = ThreadPoolExecutor(1, thread_name_prefix="featstore-take-slots")
         self._copying = ThreadPoolExecutor(_THREADS, thread_name_prefix="featstore-copy-out")
         self._tickets = threading.BoundedSemaphore(_THREADS)
         self._under_way = threading.BoundedSemaphore(2 * _THREADS)
         try:
             for name, count in slots.items():
-                self._buffers[name] = FeatureBuffer(below, name, slots=count, policy=policy, **options)
+                self._buffers[name] = buffer = FeatureBuffer(
+                    below, name, slots=count, policy=first, policies=CANDIDATES if choosing else (), **options
+                )
+                if choosing:
+                    self._choices.add(name, buffer, choosing[name], self._piece_rows(name))
         except BaseException:
             self.close()
             raise
 
+    def _choosing(self, tables: Sequence[Table], memory_bytes: int) -> dict[str, int]:
+        """What choosing takes of the memory, by table; empty where nothing is chosen."""
+        made = choosing_bytes(tables, memory_bytes) if self.policy == "auto" else {}
+        left = memory_bytes - sum(made.values()) - _PIECE_IDS_MIN * _THREADS * _TICKET_BYTES
+        return made if left >= least_bytes(tables, slot_cost("auto")) else {}
+
     @property
     def memory_bytes(self) -> int:
-        return self._ticket_bytes + sum(buffer.memory_bytes for buffer in self._buffers.values())
+        return self._beside_bytes + sum(buffer.memory_bytes for buffer in self._buffers.values())
 
     def submit(
         self, ids: Mapping[str, Any], *, out: Mapping[str, Any] | None, at: Mapping[str, Any] | None = None
@@ -166,9 +213,13 @@ class BufferTier(OverSource):
         for name, wanted in ids.items():
             for part in self._parts(name, len(wanted)):
                 rows, to = (filled[name][part], None) if at is None else (filled[name], at[name][part])
-                jobs.append(_Job(request, self._buffers[name], wanted[part], rows, to))
+                jobs.append(_Job(request, name, self._buffers[name], wanted[part], rows, to))
         for job in jobs:
             request.open_piece(job)
+        if self._choices.due:
+            decision = _Decision(request)
+            request.open_piece(decision)
+            self._submitted(self._taking, partial(self._decide, decision), decision)
         if len(jobs) == 1:
             self._take(jobs[0], here=True)
         else:
@@ -183,7 +234,9 @@ class BufferTier(OverSource):
         self._tickets.acquire()
         job.on_end = self._tickets.release
         try:
-            ready = job.begin()
+            with self._taking_slots if self.policy == "auto" else nullcontext():
+                ready = job.begin()
+                self._choices.observe(job.table, job.ids)
         except BaseException as error:
             job.end(error)
             return
@@ -192,7 +245,17 @@ class BufferTier(OverSource):
         else:
             self._submitted(self._copying, job.copy_out, job)
 
-    def _submitted(self, pool: ThreadPoolExecutor, step: Callable[[], None], job: _Job) -> None:
+    def _decide(self, decision: _Decision) -> None:
+        error: BaseException | None = None
+        try:
+            with self._taking_slots:
+                if self._choices.due:  # or another request has had it decided
+                    self._choices.decide(wait=True)
+        except BaseException as failure:
+            error = failure
+        decision.end(error)
+
+    def _submitted(self, pool: ThreadPoolExecutor, step: Callable[[], None], job: _Job | _Decision) -> None:
         try:
             submitted(pool, step)
         except RuntimeError:  # the pool takes nothing any more
@@ -202,8 +265,24 @@ class BufferTier(OverSource):
 
     def _parts(self, name: str, count: int) -> list[slice]:
         """A request's ids in pieces whose rows can be in slots at once."""
-        step = max(1, min(self._piece_ids, self._buffers[name].slots))
+        step = self._piece_rows(name)
         return [slice(low, min(low + step, count)) for low in range(0, count, step)]
+
+    def _piece_rows(self, name: str) -> int:
+        buffer = self._buffers[name]
+        whole = self.policy != "auto" or buffer.slots >= buffer.table.rows
+        return max(1, min(self._piece_ids, buffer.slots if whole else buffer.slots // _PIECE_SHARE))
+
+    def policies(self) -> dict[str, PolicyNow]:
+        """The policy of each table's buffer now."""
+        made = {}
+        for name, buffer in list(self._buffers.items()):
+            because = "it was asked for"
+            if self.policy == "auto":
+                whole = buffer.slots >= buffer.table.rows
+                because = "all rows have slots" if whole else "the memory is too little to choose another"
+            made[name] = PolicyNow(buffer.policy_name, because)
+        return made | dict(self._choices.policies())
 
     def holds(self, table: str, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
         return self._buffers[table].holds(ids)

@@ -31,14 +31,15 @@ from numpy.typing import NDArray
 
 from featstore.arguments import as_choice, as_count, as_device, as_function, as_sequence, shown
 from featstore.base.ids import parse_ids
-from featstore.base.tensors import as_tensor, to_device
+from featstore.base.tensors import as_tensor
+from featstore.base.transfers import Transfer
 from featstore.errors import ArgumentError, BudgetError, CancelledError
 from featstore.tiers.buffer import COUNTED
 from featstore.tiers.slots import layout
 from featstore.tiers.slots import slots as sl
 from featstore.tiers.slots.contents import are_present, joined, present_ids
 from featstore.tiers.slots.rows import check_memory
-from featstore.tiers.tickets import BufferStats
+from featstore.tiers.tickets import BufferStats, HostTicket
 
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
@@ -46,19 +47,6 @@ _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 def word_of(row_bytes: int) -> torch.dtype:
     """The widest integers that rows of so many bytes consist of."""
     return next(dtype for size, dtype in _WORDS.items() if row_bytes % size == 0)
-
-
-class HostTicket(Protocol):
-    """Rows that were asked of the host."""
-
-    @property
-    def ids(self) -> NDArray[np.int64]: ...
-
-    def done(self) -> bool: ...
-
-    def cancel(self) -> object: ...
-
-    def release(self) -> object: ...
 
 
 class Host(Protocol):
@@ -90,7 +78,7 @@ class _Shard:
 
     def __init__(self, device: torch.device, slots: int, row_bytes: int, policy: str) -> None:
         word = word_of(row_bytes)
-        self.device, self.slots = device, slots
+        self.device, self.slots, self.transfer = device, slots, Transfer(device)
         self.map = layout.make_slot_map(slots, layout.POLICIES[policy])
         sl.load_kernels(self.map)
         self.x = torch.empty((slots, row_bytes // word.itemsize), dtype=word, device=device)
@@ -216,13 +204,14 @@ class DeviceBuffer:
         """
         values = parse_ids(ids).values
         self._host.check_ids(values)
-        ticket, fill = DeviceTicket(self, values), _Fill()
+        ticket, fill, before = DeviceTicket(self, values), _Fill(), self._counts()
         ticket._fills.append(fill)
         try:
             for part in self._split(values):
                 if part.acquire():
                     self._check_fits(part)
                     ticket.release()
+                    self._uncount(before)
                     return None
                 ticket._parts.append(part)
                 fill.missed.append((part, part.missed[: part.outcome[0]]))
@@ -232,6 +221,14 @@ class DeviceBuffer:
             ticket.cancel()
             raise
         return ticket
+
+    def _counts(self) -> list[NDArray[np.int64]]:
+        return [shard.map.counts[COUNTED].copy() for shard in self._shards]
+
+    def _uncount(self, before: list[NDArray[np.int64]]) -> None:
+        """What was asked since then does not count."""
+        for shard, counts in zip(self._shards, before, strict=True):
+            shard.map.counts[COUNTED] = counts
 
     def _split(self, ids: NDArray[np.int64]) -> list[_Part]:
         if len(self._shards) == 1:
@@ -312,8 +309,11 @@ class DeviceBuffer:
         words = torch.from_numpy(rows).view(self._shards[0].x.dtype)
         low = 0
         for part, missed in fill.missed:
-            part.shard.put(part.slots[missed], to_device(words[low : low + len(missed)], part.shard.device))
+            there = part.shard.transfer({"": words[low : low + len(missed)]})[""]
+            part.shard.put(part.slots[missed], there)
             low += len(missed)
+        for part, _ in fill.missed:
+            part.shard.transfer.close()  # staging is used again
         fill.end(layout.PRESENT)
 
     # Beforehand, and afterwards.
@@ -324,14 +324,13 @@ class DeviceBuffer:
         self._host.check_ids(ids)
         self._check_staging(staging, 1)
         as_count(uses, "uses", 1, layout.COUNT_MAX)
-        before = [shard.map.counts[COUNTED].copy() for shard in self._shards]
+        before = self._counts()
         at_once = max(1, min(len(staging) // self._row_bytes, self._host.slots_unkept))
         with self._host.uncounted():
             for low in range(0, len(ids), at_once):
                 for _ in range(uses):
                     self._load_piece(ids[low : low + at_once], staging)
-        for shard, counts in zip(self._shards, before, strict=True):
-            shard.map.counts[COUNTED] = counts
+        self._uncount(before)
 
     def _load_piece(self, ids: NDArray[np.int64], staging: NDArray[np.uint8]) -> None:
         ticket = self.begin(ids)
@@ -365,8 +364,8 @@ class DeviceBuffer:
         ids = parse_ids(ids).values
         self._host.check_ids(ids)
         found, of_shard = np.empty(len(ids), bool), ids % len(self._shards)
-        for number, shard in enumerate(self._shards):
-            found[of_shard == number] = are_present(shard.map, ids[of_shard == number])
+        for n, shard in enumerate(self._shards):
+            found[of_shard == n] = are_present(shard.map, ids[of_shard == n])
         return found
 
     def last_that_fit(
@@ -390,7 +389,7 @@ class DeviceBuffer:
 
     def stats(self) -> BufferStats:
         """What all devices have counted."""
-        counts = np.stack([shard.map.counts[COUNTED] for shard in self._shards])
+        counts = np.stack(self._counts())
         hits, misses, waits, evictions = (int(n) for n in counts[:, :-1].sum(0))
         return BufferStats(hits, misses, waits, evictions, int(counts[:, -1].max()))
 

@@ -26,11 +26,12 @@ from featstore.base.threads import Wake, Worker
 from featstore.engine.request import Request
 from featstore.errors import ArgumentError, CancelledError, ClosedError, IdError
 from featstore.storage.store import Table
-from featstore.tiers import RowSource, Tier, source_tables, table_shares
+from featstore.tiers import PolicyNow, RowSource, Tier, source_tables, table_shares
 from featstore.tiers.buffer_tier import BUFFER_POLICIES
 from featstore.tiers.device import DeviceBuffer, DeviceTicket
 from featstore.tiers.over import OverSource
 from featstore.tiers.slots import layout
+from featstore.tiers.tickets import BufferStats
 from featstore.units import parse_bytes
 
 _DEPTH = 3  # pieces that are under way at once
@@ -298,6 +299,14 @@ class DeviceTier(OverSource):
 
     def hits(self) -> int:
         return sum(level.stats().hits for level in self._levels.values())
+
+    def stats(self) -> dict[str, BufferStats]:
+        """What the devices have counted, by table."""
+        return {name: level.stats() for name, level in list(self._levels.items())}
+
+    def policies(self) -> dict[str, PolicyNow]:
+        """The policy of each table's rows on the devices."""
+        return {n: PolicyNow(one.policy_name, "it was asked for") for n, one in list(self._levels.items())}
 
     def close(self) -> None:
         if not self.here:

@@ -146,3 +146,16 @@ class Ticket:
 
     def __repr__(self) -> str:
         return f"<Ticket for {len(self.ids):,} rows, {'holding' if self.claim.held else 'without'} slots>"
+
+
+class HostTicket(Protocol):
+    """Rows that a device asked of the host: a :class:`Ticket`, or what does the same."""
+
+    @property
+    def ids(self) -> NDArray[np.int64]: ...
+
+    def done(self) -> bool: ...
+
+    def cancel(self) -> object: ...
+
+    def release(self) -> object: ...

@@ -37,7 +37,7 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
 
 
 @pytest.mark.parametrize("residency", ["min", "fixed"])
-@pytest.mark.parametrize("policy", ["lru", "s3-fifo"])
+@pytest.mark.parametrize("policy", ["lru", "s3-fifo", "auto"])
 def test_rows_are_the_same_and_read_once(case: Case, residency: str, policy: str) -> None:
     """Where the buffer holds all that was left in the base store, later rounds do not read it."""
     with case.store.compiled(residency) as compiled:

@@ -291,7 +291,7 @@ def test_what_is_refused(store: Any) -> None:
         ({"batches": arrays, "reuse": True}, "reuse= is of mode 'compiled', not of 'auto'"),
         ({"batches": arrays, "mode": "online", "disk": "2x"}, "disk= is of mode"),
         ({"batches": arrays, "mode": "compiled", "policy": "lru"}, "policy= is of mode 'online'"),
-        ({**SAMPLED, "mode": "partitions", "device_memory": "1MiB"}, "device_memory= is of mode"),
+        ({**SAMPLED, "mode": "partitions", "device_memory": "1MiB"}, "say on which, with device="),
         ({**SAMPLED, "mode": "rolling", "reuse": True}, "reuse= is of mode"),
         ({**SAMPLED, "bach_size": 3}, "bach_size"),
         ({**SAMPLED, "batch_size": 0}, "batch_size"),

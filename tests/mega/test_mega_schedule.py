@@ -3,6 +3,7 @@ epoch."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from itertools import pairwise
 from typing import Any
 
@@ -173,3 +174,20 @@ def test_collections_are_random() -> None:
 def test_impossible_replacement(resident: int, replaced: int) -> None:
     with pytest.raises(ValueError, match="can be replaced"):
         Schedule(np.arange(9), resident, replaced, 0, 0)
+
+
+@pytest.mark.parametrize(("size", "share"), [(10, 0.006), (20, 0.024)])
+def test_a_buffer_below_partitions_would_hit_little(size: int, share: float) -> None:
+    """The figures of decision 0025: of 100 partitions, each loaded once an epoch, an LRU buffer of so many
+    has this share of the loads."""
+    kept: OrderedDict[int, None] = OrderedDict()
+    hits = loads = 0
+    for epoch in range(200):
+        for step in steps_of(Schedule(np.arange(100), 1, 1, 0, epoch)):
+            (partition,) = step.partitions.tolist()
+            hits, loads = hits + (epoch > 0 and partition in kept), loads + (epoch > 0)
+            kept.pop(partition, None)
+            kept[partition] = None
+            if len(kept) > size:
+                kept.popitem(last=False)
+    assert hits / loads == pytest.approx(share, abs=0.0006)

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 import featstore
 from featstore.engine import ENGINES
 from featstore.errors import BudgetError, ClosedError, FeatstoreError, IdError, SourceError
-from featstore.loaders.online import budget as division
 from featstore.loaders.online import extraction
 from featstore.loaders.online.loader import OnlineLoader
+from featstore.tiers import chosen
 from featstore.tiers.slots.layout import POLICIES
 
 ROWS, BATCHES = 3000, 9
@@ -521,7 +521,7 @@ def test_a_set_epoch_is_called(store: Any) -> None:
 
 def test_auto_goes_on_with_what_hits_most(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Going round and round through more rows than there are slots hits nothing but rows that are kept."""
-    monkeypatch.setattr(division, "_CHOOSING_SHARE", 1)
+    monkeypatch.setattr(chosen, "_CHOOSING_SHARE", 1)
     count = 6000
     source = rows_of(count, (1000,), np.float32, 1).view(np.int32).astype(np.float32)
     loop = [np.arange(low, low + 200) for low in range(0, count, 200)]

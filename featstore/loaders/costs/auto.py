@@ -13,7 +13,7 @@ from featstore.loaders.costs.costs import LOOKED_SECONDS, LOOKED_SHARE, Training
 from featstore.loaders.costs.partitions import OwnSampling
 from featstore.loaders.costs.result import LoaderCosts
 from featstore.loaders.costs.seen import look_at_batches
-from featstore.loaders.options import AUTO_OPTIONS, OF_MODES
+from featstore.loaders.options import AUTO, AUTO_OPTIONS, OF_MODES
 from featstore.loaders.prefetch import Sampler
 from featstore.units import format_bytes
 
@@ -54,7 +54,7 @@ def auto(
             f"{format_bytes(rows)}, the memory is {format_bytes(memory_bytes)})", None,
         )  # fmt: skip
     for name in given:
-        if OF_MODES.get(name) == ("online",):
+        if {*OF_MODES.get(name, AUTO)} & {*AUTO} == {"online"}:
             return Taken("online", f"{name}= is of mode online alone", None)
     if own is None and not repeats:
         return Taken(

@@ -6,7 +6,8 @@ from featstore.errors import BudgetError
 from featstore.loaders.costs.result import ModeCost
 from featstore.loaders.costs.world import World
 from featstore.loaders.online.budget import BudgetSplit, Demand, Shares
-from featstore.loaders.online.extraction import EXTRACTED, FIRST_POLICY
+from featstore.loaders.online.extraction import EXTRACTED
+from featstore.tiers.chosen import FIRST_POLICY
 from featstore.tiers.slots.choose import CANDIDATES
 from featstore.units import format_bytes
 

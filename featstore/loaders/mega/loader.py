@@ -27,13 +27,16 @@ from featstore.errors import ArgumentError, SourceError
 from featstore.loaders.batch import Batch
 from featstore.loaders.mega.drawing import Drawing, DrawOptions
 from featstore.loaders.mega.partition_set import PartitionSet
+from featstore.loaders.mega.resident import OnDevices, device_of
 from featstore.loaders.mega.sets import PartitionSets
 from featstore.loaders.mega.sizes import HELD_BATCHES, LargestDrawn
 from featstore.loaders.prefetch import Prefetch, PrefetchingLoader, Stages
 from featstore.loaders.report import LoaderReport
+from featstore.storage.relations import graph_of
 
 if TYPE_CHECKING:
     from featstore.storage.store import OpenStore
+    from featstore.tiers.device_tier import Device
 
 PASSES_MAX = 16  # of "auto"
 _MEDIAN_OF_LOADS, _MEDIAN_OF_STEPS = 8, 64
@@ -70,7 +73,12 @@ class PartitionsLoader(PrefetchingLoader):
             load.
         weights: weigh edges so that neighbours lost at the border do not bias a mean.
         tensors: ``x`` as a torch tensor; by default where there is a device.
-        device: where tensors go; None for host memory.
+        device: where tensors go; None for host memory. Several may be given as a list with
+            ``device_memory``: they share the rows kept on them, and mini-batches go to the first.
+        device_memory: for rows kept on each device, over the partitions in memory
+            (:mod:`featstore.loaders.mega.resident`), bytes or a size, beside ``memory``, which is the host's.
+            The mini-batches take memory there as well.
+        device_policy: which rows these are, as for :class:`featstore.tiers.device_tier.Device`.
         ranks, world_size, drop_last: whose mini-batches are drawn here, see
             :func:`featstore.sampling.ranked.share_of`: number 0 of each of these ranks, then number 1 of
             each.
@@ -86,12 +94,15 @@ class PartitionsLoader(PrefetchingLoader):
     def __init__(
         self, store: OpenStore, fanouts: Any, *, batch_size: int = 1024, passes: int | str = 1,
         weights: bool = False, tensors: bool | None = None, device: Any = None,
+        device_memory: int | str | None = None, device_policy: str | None = None,
         ranks: Sequence[int] = (0,), world_size: int = 1, drop_last: bool = False, **sets: Any,
     ) -> None:  # fmt: skip
         super().__init__(_StepStages())
         if not isinstance(passes, str) or passes != "auto":
             passes = args.as_count(passes, "passes, unless 'auto',", 1, 2**31 - 1)
         world_size = args.as_count(world_size, "world_size")
+        keeps = device_of(device, device_memory, device_policy)
+        device = keeps.devices[0] if keeps is not None else device
         self.passes, self._device = passes, None if device is None else args.as_device(device, "device")
         if tensors is False and device is not None:
             raise SourceError("tensors=False hands out arrays, which are in host memory: leave out device=")
@@ -103,11 +114,14 @@ class PartitionsLoader(PrefetchingLoader):
             args.as_flag(weights, "weights"), 0, world_size, args.as_flag(drop_last, "drop_last"),
         )  # fmt: skip
         self._ranks = tuple(args.as_count(rank, "rank", 0, world_size - 1) for rank in ranks)
-        drawn = LargestDrawn(self._options.batch_size, self._options.fanouts)
+        graph = graph_of(store, sets.get("graph"))
+        beside = None if keeps is None else OnDevices.host_bytes(keeps, graph.table, graph.hubs)
+        drawn = LargestDrawn(self._options.batch_size, self._options.fanouts, beside)
         self.sets = PartitionSets(store, drawn=drawn, **sets)
+        self._on_devices = None if keeps is None else self._keep(keeps)
         nodes, _ = drawn.nodes_and_edges(self.sets.places, self.sets.sizes.edges_max)
         self._transfer, memory = None, aligned_buffer
-        if self._device is not None:
+        if self._device is not None and keeps is None:
             from featstore.base.transfers import Transfer
 
             self._transfer = Transfer(self._device)
@@ -118,6 +132,14 @@ class PartitionsLoader(PrefetchingLoader):
         self._load_seconds: list[float] = []  # of the last mega-batches
         self._edges_stored = self._edges_kept = 0  # of those that mini-batches were drawn from
         self.loaded_bytes = self.sets_begun = 0  # bytes read for these, and how many
+
+    def _keep(self, device: Device) -> OnDevices:
+        """Rows on devices, over the partitions in memory."""
+        try:
+            return OnDevices(device, self.sets.as_tier(), self.sets.table)
+        except BaseException:
+            self.sets.close()
+            raise
 
     def memory(self) -> dict[str, int]:
         """Bytes of the budget: ``planned``, by the sum of all that is held, and ``unused``."""
@@ -172,6 +194,8 @@ class PartitionsLoader(PrefetchingLoader):
         self._edges_stored += mega.edges_stored
         self._edges_kept += mega.partition_edges
         taken = self.sets.take(mega.epoch, mega.step)
+        if self._on_devices is not None:
+            self._on_devices.resident.hold(taken)
         drawings = [Drawing(taken, replace(self._options, rank=r), self._outputs) for r in self._ranks]
         share, per_pass = drawings[0].share, drawings[0].per_pass
         passes = self._choose_passes(per_pass) if place.passes is None else place.passes
@@ -194,9 +218,10 @@ class PartitionsLoader(PrefetchingLoader):
         begin = time.perf_counter()
         sample = drawing.sample(order, pass_, number)
         sampled = time.perf_counter()
-        x: Any = drawing.gather(sample)
+        on_devices = self._on_devices
+        x: Any = drawing.gather(sample) if on_devices is None else on_devices.gather(sample.local)
         gathered = time.perf_counter()
-        if self._tensors:
+        if self._tensors and on_devices is None:
             from featstore.base.tensors import as_tensor
 
             x = as_tensor(x)
@@ -250,6 +275,7 @@ class PartitionsLoader(PrefetchingLoader):
         return LoaderReport(
             batches, seconds, stats.bytes_read, stats.reads, padded=self._padded, dropped=self._dropped,
             forecast_seconds=self.sets.forecast_seconds(),
+            devices={} if self._on_devices is None else self._on_devices.stats(),
             edges_stored=self._edges_stored, edges_kept=self._edges_kept,
         )  # fmt: skip
 
@@ -262,6 +288,8 @@ class PartitionsLoader(PrefetchingLoader):
                     self._prefetch = None
             if self._transfer is not None:
                 self._transfer.close()
+            if self._on_devices is not None:
+                self._on_devices.close()
         self.sets.close()
 
     def __repr__(self) -> str:

@@ -26,6 +26,7 @@ from featstore.base.system import submitted
 from featstore.base.threads import shut_down
 from featstore.loaders.mega.loading import Loading
 from featstore.loaders.mega.partition_set import PartitionSet
+from featstore.loaders.mega.resident import ResidentTier
 from featstore.loaders.mega.schedule import Schedule
 from featstore.loaders.mega.sizes import LargestDrawn
 from featstore.loaders.prefetch import LoaderBase
@@ -144,6 +145,12 @@ class PartitionSets(LoaderBase):
         """Of what has been read, by the device model."""
         stats = self.stats()
         return self._loading.reader.model.busy_seconds(stats.reads, stats.bytes_read)
+
+    def as_tier(self) -> ResidentTier:
+        """A tier of the rows of mega-batches, which is to be told of each, over the disk."""
+        return ResidentTier(
+            self._loading.reader, self.table, self.table.partition_offsets, self._loading.hub_rows
+        )
 
     def _schedule(self, epoch: int) -> Schedule:
         return Schedule(self._loading.partitions, self.sizes.resident, self.sizes.replaced, self.seed, epoch)

@@ -23,13 +23,18 @@ _SEED_BYTES = 48  # of a training node: its local id in two mega-batches and the
 HELD_BATCHES = 2  # mini-batches that exist at once: the loop's, and the one made ahead of it
 
 
+_DEVICE_NODE_BYTES = 80  # of a node whose row a device tier puts together: its row's number, its slots
+
+
 @dataclass(frozen=True)
 class LargestDrawn:
     """Mini-batches of ``batch_size`` seeds, with so many neighbours per node and hop (-1: all), as large as
-    they can be."""
+    they can be. ``device_bytes``: where a device tier puts their rows together, the host memory that it
+    takes for that; else these are gathered in host memory."""
 
     batch_size: int
     fanouts: tuple[int, ...]
+    device_bytes: int | None = None
 
     def nodes_and_edges(self, places: int, edges: int) -> tuple[int, int]:
         """Its nodes and edges at most, in a mega-batch of so many."""
@@ -44,8 +49,11 @@ class LargestDrawn:
     def memory_bytes(self, places: int, edges: int, row_bytes: int) -> int:
         """Of those that exist at once, and of sampling one."""
         nodes, drawn = self.nodes_and_edges(places, edges)
+        sampling = 24 * nodes + 12 * table_size(nodes) + 48 * drawn
+        if self.device_bytes is not None:
+            row_bytes, sampling = 0, sampling + self.device_bytes + _DEVICE_NODE_BYTES * nodes
         held = nodes * (row_bytes + 16) + 20 * drawn  # ids twice; edges' ends, and their weights
-        return HELD_BATCHES * held + 24 * nodes + 12 * table_size(nodes) + 48 * drawn
+        return HELD_BATCHES * held + sampling
 
 
 @dataclass(frozen=True)

@@ -11,16 +11,15 @@ of two small pieces.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from featstore.base.buffers import ALIGNMENT
 from featstore.errors import BudgetError
 from featstore.plan.budget import TableNeed, own_bytes
 from featstore.reader.lookup import table_need
+from featstore.tiers.chosen import choosing_bytes, slot_cost
 from featstore.tiers.slots import layout
-from featstore.tiers.slots.choose import CANDIDATES
-from featstore.tiers.slots.rows import KEPT_BYTES, SWITCH_BYTES, buffer_bytes, slots_for
 from featstore.units import format_bytes
 
 if TYPE_CHECKING:
@@ -28,8 +27,6 @@ if TYPE_CHECKING:
 
 SAMPLED = 2  # mini-batches that wait to be extracted
 DEPTH = 3  # mini-batches that exist at once with their rows, at most, the loop's own among them
-CHOOSING_BYTES = 6 << 20  # of what tries policies for one table
-_CHOOSING_SHARE = 12  # of the budget that all of these may take
 _SPARE = 1.25  # later mini-batches may be larger by so much; where there is memory, it is set aside
 _ROOMS = (DEPTH * _SPARE, 2 * _SPARE)  # in mini-batches, where each has its slots all at once
 _BYTES_PER_ID = 8  # of mini-batches that exist, whether their rows do or not
@@ -91,28 +88,17 @@ class BudgetSplit:
             policy,
             extracted,
         )
+        self._cost = slot_cost(policy)
         self._reader_bytes, self._verify = reader_bytes, verify
         self._devices, self._device_memory, self._device_policy = devices, device_memory, device_policy
 
     def _map_bytes(self, table: str, slots: int, claim_bytes: int = 0) -> int:
         """Memory of a buffer of so many slots; with room for the slot map of any policy that may be
         chosen."""
-        names, slot_bytes = self._names(), self._slot_bytes(table) + claim_bytes
-        return max(buffer_bytes(slots, slot_bytes, layout.POLICIES[name]) for name in names)
+        return self._cost.bytes_of(slots, self._store.tables[table].row_bytes + claim_bytes)
 
     def _slots_within(self, table: str, memory_bytes: int, claim_bytes: int) -> int:
-        names, slot_bytes = self._names(), self._slot_bytes(table) + claim_bytes
-        return min(slots_for(memory_bytes, slot_bytes, layout.POLICIES[name]) for name in names)
-
-    def _names(self) -> Sequence[str]:
-        """Policies that there may be."""
-        return CANDIDATES if self._policy == "auto" else (self._policy,)
-
-    def _slot_bytes(self, table: str) -> int:
-        """Memory of a slot beside the slot map: the row, and what changing the policy or keeping rows for
-        good takes."""
-        beside = {"auto": SWITCH_BYTES, "static": KEPT_BYTES}.get(self._policy, 0)
-        return self._store.tables[table].row_bytes + beside
+        return self._cost.slots_within(memory_bytes, self._store.tables[table].row_bytes + claim_bytes)
 
     def of(
         self, asked: Demand, kept: Mapping[str, int], *, index: int | None = None, pair_bytes: int = 0
@@ -172,11 +158,9 @@ class BudgetSplit:
         }
         if devices:
             parts["slot maps of devices"] = sum(map(self._device_map_bytes, devices.values()))
-        choosing = CHOOSING_BYTES * len(tables)
-        if whole and self._policy == "auto" and choosing <= memory_bytes // _CHOOSING_SHARE:
-            parts["choosing a policy"] = choosing + sum(
-                self.uses_bytes(t, memory_bytes) for t in tables.values()
-            )
+        choosing = choosing_bytes(list(tables.values()), memory_bytes)
+        if whole and self._policy == "auto" and choosing:
+            parts["choosing a policy"] = sum(choosing.values())
         return parts
 
     def _left(self, parts: Mapping[str, int], least: Mapping[str, int], claim_bytes: int) -> int:
@@ -245,11 +229,6 @@ class BudgetSplit:
     def padded(self, table: str, rows: int) -> int:
         """Bytes of so many rows, and what keeps those of the next table aligned."""
         return -(-rows * self._store.tables[table].row_bytes // ALIGNMENT) * ALIGNMENT
-
-    def uses_bytes(self, table: Table, memory_bytes: int) -> int:
-        """Memory in which the uses of each row are counted, where that is a small part of a budget: a static
-        set needs it."""
-        return 2 * table.rows if 2 * table.rows <= memory_bytes // _CHOOSING_SHARE else 0
 
 
 def _held_at_least(asked: Demand, index: int | None, kept: bool) -> str:

@@ -18,7 +18,6 @@ from featstore.base.buffers import ALIGNMENT, Outputs, aligned_buffer
 from featstore.errors import BudgetError, SourceError
 from featstore.loaders.online.budget import (
     BESIDE_KEPT,
-    CHOOSING_BYTES,
     DEPTH,
     BudgetSplit,
     Demand,
@@ -31,7 +30,8 @@ from featstore.reader.reader import Reader
 from featstore.sampling.minibatch import Ids, table_of
 from featstore.tiers import saved
 from featstore.tiers.buffer import FeatureBuffer
-from featstore.tiers.slots.choose import CANDIDATES, STATIC_SPARE, PolicyChoice
+from featstore.tiers.chosen import FIRST_POLICY, Choices, choosing_bytes
+from featstore.tiers.slots.choose import CANDIDATES, STATIC_SPARE
 from featstore.tiers.tickets import Ticket
 
 if TYPE_CHECKING:
@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 Tickets = Mapping[str, "Ticket | DeviceTicket"]
 
 EXTRACTED = 3  # so many are extracted at once, unless said otherwise
-FIRST_POLICY = "s3-fifo"  # of "auto", until it is known better; and in small budgets
 _PINNED_SHARE = 0.75  # of the slots: further mini-batches are extracted beside one only up to that
 
 
@@ -77,8 +76,7 @@ class Extraction:
         self.on_devices: dict[str, DeviceBuffer] = {}  # levels above these
         self.table_of: dict[str, str] = {}
         self.on_change: Callable[[], None] = lambda: None
-        self._choices: dict[str, PolicyChoice] = {}
-        self._decided = False
+        self._choices = Choices()
         self._reader: Reader | None = None
         self._memory: dict[str, int] = {}
         self._asked = Demand({})
@@ -142,7 +140,7 @@ class Extraction:
         before = self._before.plus(self._reader, self.buffers, self.on_devices)
         self.close()
         self._before, self.buffers, self.on_devices, self._reader = before, {}, {}, None
-        self._choices, self._decided, self._memory = {}, False, {}
+        self._choices, self._memory = Choices(), {}
         self._outputs = Outputs(ALIGNMENT, 0)
 
     @property
@@ -175,12 +173,11 @@ class Extraction:
             if self.policy == "static" and slots < self.store.tables[table].rows
             else None
         )
-        first, rows = self._first_policy(), self.store.tables[table].rows
-        others = CANDIDATES if self.policy == "auto" else ()
+        first, others = self._first_policy(), CANDIDATES if self.policy == "auto" else ()
         buffer = FeatureBuffer(self._reader, table, slots=slots, policy=first, policies=others, static=static)
-        if "choosing a policy" in self._memory and slots < rows:
-            limit = CHOOSING_BYTES + self._split.uses_bytes(self.store.tables[table], self.memory_bytes)
-            self._choices[table] = PolicyChoice(slots, rows, policy=first, memory_bytes=limit)
+        if "choosing a policy" in self._memory:
+            tables = [self.store.tables[name] for name in self._asked.rows]
+            self._choices.add(table, buffer, choosing_bytes(tables, self.memory_bytes)[table])
         buffer.on_change = lambda: self.on_change()
         return buffer
 
@@ -229,9 +226,7 @@ class Extraction:
         return tickets
 
     def _observe(self, table: str, ticket: Ticket | DeviceTicket) -> None:
-        if table in self._choices:
-            asked = ticket.ids if isinstance(ticket, Ticket) else ticket.asked_of_host
-            self._choices[table].observe(asked)
+        self._choices.observe(table, ticket.ids if isinstance(ticket, Ticket) else ticket.asked_of_host)
 
     def fits(self, ids: Ids) -> bool:
         """Whether there are slots for all rows of a mini-batch at once, if no other holds any, and room
@@ -272,17 +267,11 @@ class Extraction:
     def undecided(self) -> bool:
         """A policy is to be chosen, now that enough has been seen for the first time; no mini-batch may be
         under way."""
-        return not self._decided and any(choice.full for choice in self._choices.values())
+        return self._choices.undecided
 
     def decide(self) -> None:
         """Go on with the policies that hit most on what was seen since the last time."""
-        for table, choice in self._choices.items():
-            buffer = self.buffers[table]
-            policy = choice.decide()
-            # Whoever was interrupted while rows were loaded to be kept has none.
-            if policy != buffer.policy_name or (policy == "static" and buffer.slots_unkept == buffer.slots):
-                buffer.switch(policy, choice.static_ids() if policy == "static" else None)
-            self._decided = self._decided or bool(choice.hit_rates)
+        self._choices.decide()
 
     def gather(self, tickets: Tickets) -> dict[str, Any]:
         """The rows of a mini-batch by table, copied out: arrays, or tensors on a device that keeps rows. Its

@@ -32,13 +32,14 @@ from featstore.base.state import position_of, state_of
 from featstore.errors import ArgumentError, SourceError
 from featstore.loaders.batch import Batch
 from featstore.loaders.online.epoch import OnlineEpoch
-from featstore.loaders.online.extraction import EXTRACTED, FIRST_POLICY, Extraction
+from featstore.loaders.online.extraction import EXTRACTED, Extraction
 from featstore.loaders.online.report import OnlineStages
 from featstore.loaders.prefetch import Prefetch, PrefetchingLoader, Sampler, check_repeatable, epoch_of
 from featstore.loaders.report import LoaderReport
 from featstore.reader.options import READING
 from featstore.sampling.minibatch import Ids
 from featstore.storage.store import as_store
+from featstore.tiers.chosen import FIRST_POLICY
 from featstore.tiers.saved import cache_path
 from featstore.units import parse_bytes
 

@@ -118,6 +118,8 @@ class PolicyChoice:
         policy: what the buffer begins with.
         static_ids: rows from the most wanted down (integers [n]), for the policy "static"; by default uses
             are counted, if memory allows.
+        batch_rows: of the largest mini-batch, where it is known beforehand: beside a static set there are
+            slots for two of these, else for two of the largest in the window.
         memory_bytes: limit, which only says whether uses are counted (2 bytes a row) beside about 2 MiB that
             are always needed.
 
@@ -126,7 +128,7 @@ class PolicyChoice:
 
     def __init__(
         self, slots: int, row_count: int, seed: int = 0, *, policy: str = "lru", static_ids: Any = None,
-        memory_bytes: int | None = None,
+        batch_rows: int = 0, memory_bytes: int | None = None,
     ) -> None:  # fmt: skip
         if policy not in CANDIDATES:
             raise ArgumentError(f"no policy {policy!r} to begin with; there are {', '.join(CANDIDATES)}")
@@ -153,8 +155,12 @@ class PolicyChoice:
         self._full = False  # the shadows have been filled, and count
         self._kept = np.empty(0, np.int64)  # the static set of the last decision, what of it is in the sample
         self._kept_rows = 0  # all of it
+        self._batch_rows_least = operator.index(batch_rows)
         self._at = self._batches = self._batch_rows_max = 0
-        self._noting, self._decided = True, False
+        self._noting = True
+        #: Whether :meth:`decide` has been asked since the last mini-batch.
+        self.decided = False
+        self._open_window()
         self._load_kernels()
 
     def _load_kernels(self) -> None:
@@ -182,10 +188,9 @@ class PolicyChoice:
     def observe(self, ids: NDArray[Any]) -> None:
         """Note a mini-batch, integers [n]: the rows that the buffer is asked for. Raises IdError for what is
         no row."""
-        if self._decided:
+        if self.decided:
             halve_uses(self._uses)
-            self._at = self._batches = self._batch_rows_max = 0
-            self._noting, self._decided = True, False
+            self._open_window()
         rows = np.ascontiguousarray(ids, np.int64)
         at = self._at if self._noting else -1
         end = int(note_rows(rows, self.row_count, self._key, self._threshold, self._uses, self._log, at))
@@ -199,6 +204,11 @@ class PolicyChoice:
             self._offsets[self._batches] = end
             self._noting = self._batches < len(self._offsets) - 1
 
+    def _open_window(self) -> None:
+        self._at = self._batches = 0
+        self._batch_rows_max = self._batch_rows_least
+        self._noting, self.decided = True, False
+
     @property
     def full(self) -> bool:
         """The window takes no more: what follows is only counted."""
@@ -207,8 +217,8 @@ class PolicyChoice:
     def decide(self) -> str:
         """The policy to go on with, from what was seen since the last decision; a new window begins with the
         next mini-batch."""
-        if not self._decided:
-            self._decided = True
+        if not self.decided:
+            self.decided = True
             self.hit_rates = self._try_all() if self.slots < self.row_count else {}
             if self.hit_rates:
                 best = max(self.hit_rates, key=lambda name: self.hit_rates[name])  # the cheapest of equals

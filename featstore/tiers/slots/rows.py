@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,17 +66,33 @@ def slots_for(memory_bytes: int, row_bytes: int, policy: int, batches: int = 0) 
     return low
 
 
+class SlotCost(NamedTuple):
+    """What slots take where a buffer may have any of these ``policies``, by number, with so many bytes of
+    each slot ``beside`` row and slot map."""
+
+    policies: Sequence[int]
+    beside: int = 0
+
+    def bytes_of(self, slots: int, row_bytes: int) -> int:
+        """Memory of so many slots."""
+        return max(buffer_bytes(slots, row_bytes + self.beside, policy) for policy in self.policies)
+
+    def slots_within(self, memory_bytes: int, row_bytes: int) -> int:
+        """How many slots fit. Raises BudgetError where none does."""
+        return min(slots_for(memory_bytes, row_bytes + self.beside, policy) for policy in self.policies)
+
+
 def least_slots(table: Table, least: int = 1) -> int:
     """Slots that a table must have: so many, or as many as it has rows."""
     return max(1, min(table.rows, least))
 
 
-def least_bytes(tables: Sequence[Table], policy: int, least: int = 1) -> int:
+def least_bytes(tables: Sequence[Table], cost: SlotCost, least: int = 1) -> int:
     """Memory of a buffer of each table that has the slots it must have."""
-    return sum(buffer_bytes(least_slots(table, least), table.row_bytes, policy) for table in tables)
+    return sum(cost.bytes_of(least_slots(table, least), table.row_bytes) for table in tables)
 
 
-def share_slots(tables: Sequence[Table], memory_bytes: int, policy: int, least: int = 1) -> dict[str, int]:
+def share_slots(tables: Sequence[Table], memory_bytes: int, cost: SlotCost, least: int = 1) -> dict[str, int]:
     """Slots by table, in so much memory as :func:`least_bytes` at least: by the tables' sizes, and what one
     that fits whole leaves over is for the others."""
     slots: dict[str, int] = {}
@@ -84,10 +100,10 @@ def share_slots(tables: Sequence[Table], memory_bytes: int, policy: int, least: 
     for at, table in enumerate(ordered):
         total = sum(max(1, one.data_bytes) for one in ordered[at:])
         share = memory_bytes * max(1, table.data_bytes) // total
-        kept = least_bytes(ordered[at + 1 :], policy, least)
-        share = min(max(share, least_bytes([table], policy, least)), memory_bytes - kept)
-        slots[table.name] = max(1, min(table.rows, slots_for(share, table.row_bytes, policy)))
-        memory_bytes -= buffer_bytes(slots[table.name], table.row_bytes, policy)
+        kept = least_bytes(ordered[at + 1 :], cost, least)
+        share = min(max(share, least_bytes([table], cost, least)), memory_bytes - kept)
+        slots[table.name] = max(1, min(table.rows, cost.slots_within(share, table.row_bytes)))
+        memory_bytes -= cost.bytes_of(slots[table.name], table.row_bytes)
     return slots
 
 
