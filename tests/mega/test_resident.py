@@ -148,10 +148,10 @@ def test_a_state_goes_on_with_and_without_devices(store: featstore.Store) -> Non
         wanted = [all_of(batch) for batch in loader]
     with PartitionsLoader(store, **options, device="cpu", device_memory="20KiB") as loader:
         found = [all_of(batch) for batch in islice(loader, 5)]
-        state = loader.state_dict()
+        state = loader.state()
     for more in ({}, {"device": "cpu", "device_memory": "9KiB"}):
         with PartitionsLoader(store, **options, **more) as loader:
-            loader.load_state_dict(state)
+            loader.load_state(state)
             assert found + [all_of(batch) for batch in loader] == wanted
 
 
