@@ -15,6 +15,7 @@ from featstore.base.system import mapped_memory
 from featstore.units import PAGE_BYTES
 
 _MADV_POPULATE_WRITE = 23
+_MADV_DONTNEED = 4
 _POPULATE_BYTES_MIN = 4 * 2**20
 ALIGNMENT = 64  # what DLPack consumers want for a zero-copy hand-over
 
@@ -76,6 +77,7 @@ class Outputs:
     def __init__(self, byte_count: int, most: int) -> None:
         self._byte_count, self._most = byte_count, most
         self._owned: list[NDArray[np.uint8]] = []
+        self._taken: dict[int, int] = {}  # bytes taken of each last, by address
 
     def take(self, byte_count: int) -> NDArray[np.uint8]:
         """uint8 [byte_count]. One larger than the others is not kept, and those that are free go for it."""
@@ -92,7 +94,17 @@ class Outputs:
             own = aligned_buffer(self._byte_count)
             populate(own)
             self._owned.append(own)
+        self._taken[own.ctypes.data] = byte_count
         return own[:byte_count]
+
+    def shrink(self) -> None:
+        """Give all memory back to the system but what was asked for of it last. It is not to be taken
+        again."""
+        for own in self._owned:
+            taken = -(-self._taken[own.ctypes.data] // PAGE_BYTES) * PAGE_BYTES
+            rest = ctypes.c_size_t(max(0, own.nbytes - taken))
+            libc().madvise(ctypes.c_void_p(own.ctypes.data + taken), rest, _MADV_DONTNEED)
+        self._owned, self._taken = [], {}
 
     def _drop(self) -> None:
         for number in reversed(range(len(self._owned))):
