@@ -16,13 +16,7 @@ from numpy.typing import NDArray
 
 from featstore.base.buffers import ALIGNMENT, Outputs
 from featstore.errors import BudgetError, SourceError
-from featstore.loaders.online.budget import (
-    BESIDE_KEPT,
-    CHOOSING_BYTES,
-    DEPTH,
-    BudgetSplit,
-    Demand,
-)
+from featstore.loaders.online.budget import BESIDE_KEPT, CHOOSING_BYTES, DEPTH, BudgetSplit, Demand
 from featstore.loaders.online.caches import cached_pieces, go_on, load_rows
 from featstore.loaders.online.options import check_extraction, static_rows
 from featstore.loaders.online.pieces import InPieces, PieceTicket
@@ -35,7 +29,6 @@ from featstore.tiers.slots.choose import CANDIDATES, STATIC_SPARE, PolicyChoice
 from featstore.tiers.tickets import Ticket
 
 if TYPE_CHECKING:
-    from featstore.reader.reader import Reader
     from featstore.storage.store import OpenStore, Table
     from featstore.tiers.device import DeviceBuffer, DeviceTicket
 
@@ -112,13 +105,9 @@ class Extraction:
         self._outputs = Outputs(self._piece_bytes, DEPTH)
         try:
             self._reader = Reader(
-                self.store,
-                tables=list(shares.slots),
-                memory=shares.memory["reader"],
-                static=None,
-                static_memory=0,
-                **self._reader_options,
-            )
+                self.store, tables=list(shares.slots), memory=shares.memory["reader"], static=None,
+                static_memory=0, **self._reader_options,
+            )  # fmt: skip
             for name, count in shares.slots.items():
                 self.buffers[name] = self._buffer(name, count, asked.expected(name))
             self._open_devices()
@@ -142,7 +131,6 @@ class Extraction:
         return {node_type: table_of(self.store, node_type, "the mini-batches have") for node_type in ids}
 
     def _asked_by(self, ids: Ids, table_of_type: Mapping[str, str]) -> Demand:
-        """What a mini-batch asks for."""
         return self._split.demand({table_of_type[node_type]: len(one) for node_type, one in ids.items()})
 
     def _tables_kept(self) -> Sequence[str]:
@@ -262,8 +250,7 @@ class Extraction:
         """Whether there would be slots for all rows of a mini-batch, the largest so far, if the budget were
         divided anew."""
         own = self._asked_by(ids, self.table_of)
-        asked = self._asked.or_more(own)
-        if asked == self._asked:
+        if (asked := self._asked.or_more(own)) == self._asked:
             return False
         kept = {name: len(rows) for name, rows in (self._kept or {}).items()}
         try:
@@ -344,8 +331,8 @@ class Extraction:
         return out
 
     def output_room(self, ids: Ids, *, alone: bool = False) -> int:
-        """How much of the room a mini-batch takes: as much as the largest of late, whose memory is used
-        again. ``alone``: its own, there is no room for more."""
+        """The room that a mini-batch takes: that of the largest of late, whose memory is used again, or
+        ``alone`` its own."""
         own = self._asked_by(ids, self.table_of)
         if alone or own.row_bytes > self._piece_bytes:
             self._outputs.shrink()
@@ -359,8 +346,7 @@ class Extraction:
 
     def _output(self, rows: Mapping[str, int]) -> NDArray[np.uint8]:
         """Memory for so many rows by table."""
-        own = self._split.demand(rows)
-        self._asked = self._asked.or_more(own)
+        self._asked = self._asked.or_more(self._split.demand(rows))
         return self._outputs.take(self._split.bytes_of(rows))
 
     # Caches on disk.
