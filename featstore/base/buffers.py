@@ -16,6 +16,7 @@ from featstore.base.system import mapped_memory
 from featstore.units import PAGE_BYTES
 
 _MADV_POPULATE_WRITE = 23
+_MADV_DONTNEED = 4
 _POPULATE_BYTES_MIN = 4 * 2**20
 ALIGNMENT = 64  # what DLPack consumers want for a zero-copy hand-over
 
@@ -80,6 +81,7 @@ class Outputs:
     ) -> None:
         self._byte_count, self._most, self._memory = byte_count, most, memory
         self._owned: list[NDArray[np.uint8]] = []
+        self._taken: dict[int, int] = {}  # bytes taken of each last, by address
 
     def take(self, byte_count: int) -> NDArray[np.uint8]:
         """uint8 [byte_count]. One larger than the others is not kept, and those that are free go for it."""
@@ -96,7 +98,18 @@ class Outputs:
             own = self._memory(self._byte_count)
             populate(own)
             self._owned.append(own)
+        self._taken[own.ctypes.data] = byte_count
         return own[:byte_count]
+
+    def shrink(self) -> None:
+        """Give all memory back to the system but what was asked for of it last. It is not to be taken
+        again. Memory of a device's own kind goes back whole, with its last user: the device would go on with
+        the pages that it had."""
+        for own in self._owned if self._memory is aligned_buffer else ():
+            taken = -(-self._taken[own.ctypes.data] // PAGE_BYTES) * PAGE_BYTES
+            rest = ctypes.c_size_t(max(0, own.nbytes - taken))
+            libc().madvise(ctypes.c_void_p(own.ctypes.data + taken), rest, _MADV_DONTNEED)
+        self._owned, self._taken = [], {}
 
     def _drop(self) -> None:
         for number in reversed(range(len(self._owned))):

@@ -9,8 +9,9 @@ through the times of all these runs over reads and bytes, by least squares on th
 may be off by much, however fast. What a request costs besides is the median time of a read of one row through
 a :class:`featstore.reader.reader.Reader`, less that read's cost.
 
-``write_byte_seconds`` is the time in which a small store is packed beside what is measured, over its bytes;
-it is left out where nothing may be written.
+``write_byte_seconds`` is what a larger store takes longer than a smaller one to be packed beside what is
+measured, over the bytes that it has more: of several, the median; what any pack takes, a few dozen fsyncs,
+is not in it. It is left out where nothing may be written.
 
 Everything is read cold: with direct I/O the page cache is not involved, and for the others the files are
 dropped from it before each run. A store with too little data for that, or a directory without a store, gets a
@@ -52,8 +53,9 @@ EXTENT_SIZES = (PAGE_BYTES, 16 * 1024, 64 * 1024, 256 * 1024, EXTENT_BYTES_MAX)
 #: A store with less data than this is measured on a temporary store beside it.
 DATA_BYTES_MIN = 512 * 2**20
 CALIBRATION_ROUNDS = 5
-#: Of the store that is packed to see what writing costs.
-WRITTEN_BYTES = 128 * 2**20
+#: Of the two stores that are packed to see what writing costs.
+WRITTEN_BYTES = (16 * 2**20, 144 * 2**20)
+_WRITE_ROUNDS = 3
 SECONDS = 6.0
 #: Longest gaps tried on the dense pattern, in pages; and its size.
 GAPS = (2, 3, 4, 6, 8)
@@ -303,12 +305,18 @@ def _with_request_seconds(
 
 def _write_byte_seconds(directory: Path) -> float | None:
     """Seconds for a byte of a store that is packed there; None where it cannot be."""
-    if not os.access(directory, os.W_OK | os.X_OK) or free_bytes(directory) < 2 * WRITTEN_BYTES:
+    if not os.access(directory, os.W_OK | os.X_OK) or free_bytes(directory) < 2 * max(WRITTEN_BYTES):
         return None
-    with scratch_store(real_path(directory)) as scratch:
-        begin = time.perf_counter()
-        with _temporary_store(scratch, WRITTEN_BYTES, _nobody):
-            return (time.perf_counter() - begin) / WRITTEN_BYTES
+    times: dict[int, list[float]] = {size: [] for size in WRITTEN_BYTES}
+    for _ in range(_WRITE_ROUNDS):
+        for size in WRITTEN_BYTES:
+            with scratch_store(real_path(directory)) as scratch:
+                begin = time.perf_counter()
+                with _temporary_store(scratch, size, _nobody):
+                    times[size].append(time.perf_counter() - begin)
+    small, large = WRITTEN_BYTES
+    longer = statistics.median(times[large]) - statistics.median(times[small])
+    return max(longer / (large - small), _SECONDS_MIN)
 
 
 @contextmanager

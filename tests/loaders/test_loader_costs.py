@@ -15,9 +15,11 @@ import pytest
 
 from featstore.errors import ArgumentError, SourceError
 from featstore.loaders.costs import costs as costs_module
+from featstore.loaders.costs import packed as packed_module
 from featstore.loaders.costs.choose import FASTER, choice
 from featstore.loaders.costs.hits import Uses
 from featstore.loaders.costs.popularity import learn
+from featstore.loaders.costs.prices import Pattern, measured, prices
 from featstore.loaders.costs.result import ModeCost
 from featstore.loaders.options import MODES
 from featstore.tiers.slots.simulation import simulate
@@ -146,6 +148,47 @@ def test_memory_that_is_needed_is_what_is_needed(store: Any, mode: str) -> None:
         less = store.loader_costs(**how, memory=int(0.6 * needed)).modes[mode]
         assert not less.possible
         assert "memory" in less.reason
+
+
+# Prices.
+
+
+def test_prices_give_back_what_was_measured() -> None:
+    rows, runs = Pattern(1000, 4_096_000, 0.05, 0.004), Pattern(16, 8_000_000, 0.008, 0.002)
+    found = prices(rows, runs, 1e-4)
+    assert found.busy(rows.reads, rows.bytes_read) == pytest.approx(0.05)
+    assert found.cpu(rows.reads, rows.bytes_read) == pytest.approx(0.004)
+    assert found.busy(0, runs.bytes_read) == pytest.approx(0.008)
+    assert found.cpu(0, runs.bytes_read) == pytest.approx(0.002)
+    no_dearer = prices(rows._replace(seconds=0.001, cpu_seconds=0.0), runs, 1e-4)
+    assert (no_dearer.read_seconds, no_dearer.read_cpu_seconds) == (0, 0), "no price is negative"
+
+
+def test_prices_are_measured_on_the_store(store: Any) -> None:
+    """Also where mini-batches hardly have rows, or a table is smaller than a run."""
+    import featstore
+
+    table = store.table("features")
+    for ids in (batches_of(3), [np.array([7])], [np.empty(0, np.int64), np.arange(2)]):
+        with featstore.Reader(store, memory="32MiB", static=None) as reader:
+            found = measured(reader, table, ids)
+        assert found.byte_seconds > 0
+        assert found.request_cpu_seconds > 0
+        assert min(found) >= 0
+
+
+def test_with_two_mini_batches_at_once_reading_and_assembling_take_turns(
+    store: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    laid = []
+    original = packed_module._epoch
+    monkeypatch.setattr(packed_module, "_epoch", lambda *args: laid.append(args) or original(*args))
+    store.loader_costs(batches_of(20), memory=LITTLE)
+    world, one, stages, _, _ = laid[0]
+    stages = dict.fromkeys(stages, 0.0) | {"read": 3.0, "assemble": 2.0, "bring back": 0.5}
+    assert original(world, replace(one, depth=2), stages, 0.0, 0.0) == 5.5
+    assert original(world, replace(one, depth=3), stages, 0.0, 0.0) == 3.5
+    assert original(world, replace(one, depth=2), stages, 0.0, 9.0) == 12.5, "who prepares reads, too"
 
 
 # What cannot be had.

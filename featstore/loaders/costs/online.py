@@ -5,7 +5,7 @@ from __future__ import annotations
 from featstore.errors import BudgetError
 from featstore.loaders.costs.result import ModeCost
 from featstore.loaders.costs.world import World
-from featstore.loaders.online.budget import BudgetSplit, Demand, Shares
+from featstore.loaders.online.budget import BudgetSplit, Shares
 from featstore.loaders.online.extraction import EXTRACTED
 from featstore.tiers.chosen import FIRST_POLICY
 from featstore.tiers.slots.choose import CANDIDATES
@@ -25,7 +25,7 @@ def online_cost(world: World) -> ModeCost:
             memory_needed_bytes=needed,
         )
     choosing = "choosing a policy" in shares.memory
-    hits = asked = reads = bytes_read = planning = 0.0
+    hits = asked = reads = bytes_read = 0.0
     whole = True
     for name, table in world.tables.items():
         slots, rows = shares.slots[name], world.uses[name].batch_rows
@@ -35,19 +35,19 @@ def online_cost(world: World) -> ModeCost:
             rate = world.uses[name].buffer_hit_rate(slots, CANDIDATES if choosing else (FIRST_POLICY,))
         found = world.scattered(name, 1 - rate)
         reads, bytes_read = reads + found.reads, bytes_read + found.bytes_read
-        planning += found.plan_seconds
         hits, asked = hits + rate * rows * table.row_bytes, asked + rows * table.row_bytes
     count = world.batches
     stages = {
         "sample": count * world.seen.batch_seconds,
         "read": world.busy(count * reads, count * bytes_read),
-        "assemble": count * (world.asked_bytes * world.copy_byte_seconds + planning) + world.handing_seconds,
+        "assemble": count * world.asked_bytes * world.copy_byte_seconds + world.handing_seconds,
         "train": count * world.train_seconds,
     }
-    cores = count * world.seen.batch_cpu_seconds + stages["assemble"] + stages["train"]
+    reading = world.prices.cpu(count * reads, count * bytes_read)
+    cores = count * world.seen.batch_cpu_seconds + reading + stages["assemble"] + stages["train"]
     return ModeCost(
         "online", True, "all rows fit: the first epoch reads them once" if whole else "",
-        epoch_seconds=world.epoch(stages, cores, stages["read"]), seconds=stages,
+        epoch_seconds=world.epoch(stages, cores, stages["read"]), seconds=stages, cpu_seconds=cores,
         bytes_read=round(count * bytes_read), reads=round(count * reads), hit_rate=hits / max(1.0, asked),
         memory_needed_bytes=world.whole_memory(_least(world)), extrapolated=not whole,
     )  # fmt: skip
@@ -59,7 +59,7 @@ def _shares(world: World, memory_bytes: int) -> Shares:
         world.store, memory_bytes, policy="auto", extracted=EXTRACTED, reader_bytes=None,
         verify=world.reading["verify"], devices=0, device_memory=0, device_policy=FIRST_POLICY,
     )  # fmt: skip
-    return split.of(Demand(rows, max(1, split.bytes_of(rows)), sum(rows.values())), {})
+    return split.of(split.demand(rows), {})
 
 
 def _least(world: World) -> int:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from featstore.compile.budget import LoaderBudget
+from featstore.compile.budget import DEPTH_MIN, LoaderBudget
 from featstore.compile.build import deciding_bytes
 from featstore.compile.forecast import CompileForecast
 from featstore.compile.placement import Reads
@@ -37,7 +37,7 @@ _DECIDING_SECONDS = 60e-9  # of a core for each id: scanning, schedule, placemen
 @dataclass(frozen=True)
 class Laid:
     """An epoch laid out: what reading it takes, and what it takes on disk. ``rows``: that were asked for, by
-    table, ``missed``: of them, those not in memory."""
+    table, ``missed``: of them, those not in memory. ``depth``: mini-batches that exist at once."""
 
     bytes_read: float
     reads: float
@@ -46,7 +46,9 @@ class Laid:
     record_bytes: float
     hit_rate: float
     exact: bool
-    planning: float = 0.0  # seconds of the cores
+    depth: int
+    back_reads: float  # of all reads and bytes, those of rows brought back before the first mini-batch
+    back_bytes: float
     remark: str = ""
 
     @property
@@ -76,11 +78,13 @@ def compiled_cost(world: World, exact: CompileForecast | str | None) -> ModeCost
         return _no_room("compiled", world, laid.disk_bytes, _least(world))
     stages = _reading(world, laid)
     prepared = _prepared(world, laid, world.memory_bytes)
-    cores = stages["assemble"] + stages["train"]
+    reading = world.prices.cpu(laid.reads, laid.bytes_read)
+    cores = reading + stages["assemble"] + stages["train"]
     return ModeCost(
         "compiled", True, laid.remark, "repeats the mini-batches of epoch 0",
-        prepare_seconds=prepared.seconds, epoch_seconds=world.epoch(stages, cores, stages["read"]),
-        seconds=stages, bytes_read=round(laid.bytes_read), reads=round(laid.reads),
+        prepare_seconds=prepared.seconds,
+        epoch_seconds=_epoch(world, laid, stages, cores, 0.0),
+        seconds=stages, cpu_seconds=cores, bytes_read=round(laid.bytes_read), reads=round(laid.reads),
         prepare_bytes_read=round(prepared.bytes_read), prepare_bytes_written=round(prepared.bytes_written),
         disk_bytes=round(laid.disk_bytes), memory_needed_bytes=_least(world), hit_rate=laid.hit_rate,
         extrapolated=not laid.exact,
@@ -102,10 +106,12 @@ def rolling_cost(world: World) -> ModeCost:
     stages = _reading(world, laid)
     prepared = _prepared(world, laid, world.memory_bytes - train_bytes)
     stages["prepare"] = prepared.seconds
-    cores = stages["assemble"] + stages["train"] + prepared.cores
+    reading = world.prices.cpu(laid.reads, laid.bytes_read)
+    cores = reading + stages["assemble"] + stages["train"] + prepared.cores
     return ModeCost(
         "rolling", True, laid.remark, prepare_seconds=prepared.seconds,
-        epoch_seconds=world.epoch(stages, cores, stages["read"] + prepared.device), seconds=stages,
+        epoch_seconds=_epoch(world, laid, stages, cores, prepared.device), seconds=stages,
+        cpu_seconds=cores,
         bytes_read=round(laid.bytes_read + prepared.bytes_read),
         reads=round(laid.reads + prepared.bytes_read / EXTENT_BYTES_MAX),
         bytes_written=round(prepared.bytes_written), prepare_bytes_read=round(prepared.bytes_read),
@@ -119,10 +125,20 @@ def _reading(world: World, laid: Laid) -> dict[str, float]:
     count = world.batches
     copied = laid.hit_rate * world.asked_bytes * count + laid.record_bytes
     return {
-        "read": world.busy(laid.reads, laid.bytes_read),
-        "assemble": copied * world.copy_byte_seconds + laid.planning + world.handing_seconds,
+        "bring back": world.busy(laid.back_reads, laid.back_bytes),
+        "read": world.busy(laid.reads - laid.back_reads, laid.bytes_read - laid.back_bytes),
+        "assemble": copied * world.copy_byte_seconds + world.handing_seconds,
         "train": count * world.train_seconds,
     }
+
+
+def _epoch(world: World, laid: Laid, stages: dict[str, float], cores: float, prepared_device: float) -> float:
+    """Seconds of an epoch: rows are brought back before it begins. Where two mini-batches exist at once, the
+    loop's and another, the other is read and then assembled, and nothing is read meanwhile."""
+    work = {n: seconds for n, seconds in stages.items() if n != "bring back"}
+    if laid.depth == DEPTH_MIN:
+        work["read"] += work.pop("assemble")
+    return stages["bring back"] + world.epoch(work, cores, stages["read"] + prepared_device)
 
 
 # What is read.
@@ -141,7 +157,7 @@ def _laid(
     if needed > given:
         raise BudgetError(needed, given, "decide where the rows of a trace go, and pack them")
     if isinstance(exact, CompileForecast):
-        return _decided(world, exact)
+        return _decided(world, exact, budget.depth)
     model = load_model(device_key(world.store.path, "uring", "direct"))
     asked = {n: world.seen.mean_asked(n) * t.row_bytes for n, t in world.tables.items()}
     count, total = world.batches, max(1.0, sum(asked.values()))
@@ -165,10 +181,10 @@ def _laid(
                 run.reads + count * left.reads + again.reads,
                 packed * count * table.row_bytes, held * table.row_bytes,
                 hit * uses.batch_rows * table.row_bytes,
-                count * left.plan_seconds, uses.batch_rows * table.row_bytes, left.reads,
+                uses.batch_rows * table.row_bytes, left.reads, again.reads, again.bytes_read,
             )
         )  # fmt: skip
-    bytes_read, reads, packed_bytes, resident_bytes, hits, planning, rows_bytes, based = map(
+    bytes_read, reads, packed_bytes, resident_bytes, hits, rows_bytes, based, back_reads, back_bytes = map(
         sum, zip(*found, strict=True)
     )
     records = _record_bytes(world)
@@ -181,7 +197,8 @@ def _laid(
     )
     return Laid(
         bytes_read + records, reads + count, packed_bytes, resident_bytes, records,
-        hits / max(1.0, rows_bytes), False, planning, exact or remark,
+        hits / max(1.0, rows_bytes), False, budget.depth, back_reads, back_bytes,
+        exact or remark,
     )  # fmt: skip
 
 
@@ -190,7 +207,7 @@ def _record_bytes(world: World) -> float:
     return world.batches * (float(np.mean(world.seen.sample_bytes)) + _RECORD_BYTES_PER_ID * ids)
 
 
-def _decided(world: World, exact: CompileForecast) -> Laid:
+def _decided(world: World, exact: CompileForecast, depth: int) -> Laid:
     """As :func:`featstore.compile_trace` has decided."""
     tables = exact.tables.values()
     resident = sum((t["resident_rows"] + t["device_rows"]) * t["row_bytes"] for t in tables)
@@ -202,7 +219,8 @@ def _decided(world: World, exact: CompileForecast) -> Laid:
     bytes_read = exact.bytes_read + exact.record_bytes + sum(one.bytes_read for one in back)
     return Laid(
         bytes_read, reads, exact.disk_bytes, resident, exact.record_bytes,
-        hits / max(1, asked), True,
+        hits / max(1, asked), True, depth, sum(one.reads for one in back),
+        sum(one.bytes_read for one in back),
     )  # fmt: skip
 
 
@@ -264,7 +282,8 @@ def _prepared(world: World, laid: Laid, memory_bytes: int) -> _Prepared:
     sampling = world.batches * world.seen.batch_seconds
     deciding = ids * _DECIDING_SECONDS
     copying = (laid.packed_bytes + laid.record_bytes) * world.copy_byte_seconds
-    cores = world.batches * world.seen.batch_cpu_seconds + deciding + copying
+    reading = world.prices.cpu(reads, scanned)
+    cores = world.batches * world.seen.batch_cpu_seconds + reading + deciding + copying
     return _Prepared(sampling + deciding + max(device, copying), device, cores, scanned, written)
 
 

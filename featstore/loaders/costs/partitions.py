@@ -16,6 +16,7 @@ from featstore.loaders.mega.loader import PartitionsLoader
 from featstore.loaders.mega.loading import Loading
 from featstore.loaders.mega.schedule import Schedule, grouped
 from featstore.loaders.mega.sizes import LargestDrawn
+from featstore.loaders.report import NOTHING_YET
 from featstore.plan.extents import plan_runs
 from featstore.storage.relations import graph_of
 from featstore.units import format_bytes
@@ -23,6 +24,7 @@ from featstore.units import format_bytes
 _CHANGES = "leaves out neighbours outside the partitions in memory"
 _POPULATE_SECONDS = 0.5e-9  # for a byte of memory that is taken for the first time
 _TIMED = 4  # mini-batches at least, the first of which does not count
+_STAGES = ("load", "build", "sample", "gather")
 _LISTS = 2  # of what is read of a step, from here on lists of neighbours, in blocks
 
 
@@ -110,7 +112,8 @@ def _cost(
     )  # fmt: skip
     trial = 2 * reading / found.steps + memory_bytes * _POPULATE_SECONDS
     if trial <= seconds:
-        build, batch = _tried(world, own, memory_bytes, seconds)
+        load, build, batch = _tried(world, own, memory_bytes, seconds)
+        reading = reading if load is None else found.steps * load
     else:
         build, batch = 0.0, world.seen.batch_seconds + world.asked_bytes * world.copy_byte_seconds
         remark += "; sampling in them takes at most as long as online"
@@ -119,31 +122,42 @@ def _cost(
         "sample": count * batch, "train": count * world.train_seconds,
     }  # fmt: skip
     cores = stages["build"] + stages["sample"] + stages["train"]
+    cores += 0.0 if once else world.prices.cpu(found.reads, found.bytes_read)
     return ModeCost(
         "partitions", True, remark, "" if once else _CHANGES,
         prepare_seconds=reading + build if once else world.busy(0, hubs),
-        epoch_seconds=world.epoch(stages, cores, stages["read"]), seconds=stages,
+        epoch_seconds=world.epoch(stages, cores, stages["read"]), seconds=stages, cpu_seconds=cores,
         bytes_read=0 if once else found.bytes_read, reads=0 if once else found.reads,
         prepare_bytes_read=hubs + (found.bytes_read if once else 0),
         memory_needed_bytes=_least(world, own), extrapolated=False,
     )  # fmt: skip
 
 
-def _tried(world: World, own: OwnSampling, memory_bytes: int, seconds: float) -> tuple[float, float]:
-    """Seconds in which a mega-batch's graph is built, and a mini-batch of it sampled and gathered."""
-    made, begin = 0, time.perf_counter()
+def _tried(
+    world: World, own: OwnSampling, memory_bytes: int, seconds: float
+) -> tuple[float | None, float, float]:
+    """Seconds in which a mega-batch after the first is loaded (None where there was no time for one), one's
+    graph built, and a mini-batch of it sampled and gathered."""
+    made, begin, first = 0, time.perf_counter(), NOTHING_YET
+    drawn = sets = 0  # in the first mega-batch, in which memory is touched for the first time
     with PartitionsLoader(
         world.store, own.fanouts, batch_size=own.batch_size, memory=memory_bytes, train=own.seeds,
         graph=own.graph, **world.reading,
     ) as loader:  # fmt: skip
         for _ in loader:
             made += 1
+            if loader.sets_begun > 1 and not sets:
+                first, drawn, sets = loader.report(), made, loader.sets_begun
             if time.perf_counter() - begin > seconds / 2 and made >= _TIMED:
                 break
-        spent = loader.report().seconds
-    drawn = made + 1  # one is made ahead
-    each = (spent.get("sample", 0.0) + spent.get("gather", 0.0)) / drawn
-    return spent.get("build", 0.0) / max(1, loader.sets_begun), each
+        spent, begun = loader.report().seconds, loader.sets_begun
+    alone = begun == sets or made == drawn
+    if alone:
+        first, drawn, sets = NOTHING_YET, -1, 0  # one is made ahead
+    took = {name: spent.get(name, 0.0) - first.seconds.get(name, 0.0) for name in _STAGES}
+    sets, drawn = max(1, begun - sets), made - drawn
+    load = None if alone or not took["load"] else took["load"] / sets
+    return load, took["build"] / sets, (took["sample"] + took["gather"]) / drawn
 
 
 def _blocks(runs: NDArray[np.int64], block_edges: int) -> list[NDArray[np.int64]]:

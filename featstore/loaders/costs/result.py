@@ -21,8 +21,10 @@ class ModeCost:
         prepare_seconds: once, before the first mini-batch.
         epoch_seconds: of an epoch: the longest of what works beside each other, or what all of it asks of the
             cores and of the device, whichever is more.
-        seconds: of an epoch by stage: ``read`` (the device alone), ``sample``, ``assemble`` (planning and
-            copying rows), ``prepare`` (rolling: of the next epoch, beside this one), ``train``, where known.
+        seconds: of an epoch by stage: ``read`` (the device alone), ``sample``, ``assemble`` (copying rows and
+            handing over), ``bring back`` (rows that an epoch begins with, read before its first mini-batch),
+            ``prepare`` (rolling: of the next epoch, beside this one), ``train``, where known.
+        cpu_seconds: of the cores, in an epoch.
         bytes_read, reads: from disk, in an epoch, what is prepared beside it included.
         bytes_written: in an epoch.
         prepare_bytes_read, prepare_bytes_written: once.
@@ -40,6 +42,7 @@ class ModeCost:
     prepare_seconds: float = 0.0
     epoch_seconds: float = 0.0
     seconds: Mapping[str, float] = field(default_factory=dict)
+    cpu_seconds: float = 0.0
     bytes_read: int = 0
     reads: int = 0
     bytes_written: int = 0

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from featstore.base.hashing import mix64
 from featstore.base.system import available_cores
 from featstore.loaders.costs.hits import Uses
+from featstore.loaders.costs.prices import Prices, measured
 from featstore.loaders.costs.seen import Looked
 from featstore.loaders.shares import SAMPLER_SHARE
 from featstore.plan.budget import Budget
@@ -32,11 +33,10 @@ _PLANNING_BYTES = 64 << 20  # of the reader that plans, beside maps
 
 @dataclass(frozen=True)
 class Scattered:
-    """Reads of rows of a table that lie anywhere, of one mini-batch; ``plan_seconds``: of the cores."""
+    """Reads of rows of a table that lie anywhere, of one mini-batch."""
 
     reads: float
     bytes_read: float
-    plan_seconds: float
 
 
 @dataclass(frozen=True)
@@ -92,9 +92,16 @@ class World:
             self.store, tables=list(self.tables), memory=memory, static=None, static_memory=0, **self.reading
         )
 
+    @cached_property
+    def prices(self) -> Prices:
+        """Of reads, as the table with the most bytes has them."""
+        name = max(self.tables, key=lambda n: self.seen.mean_asked(n) * self.tables[n].row_bytes)
+        with self._reader() as reader:
+            return measured(reader, self.tables[name], [ids for ids in self.seen.ids[name] if len(ids)])
+
     def busy(self, reads: float, bytes_read: float) -> float:
         """Seconds of the device."""
-        return self.model.busy_seconds(reads, bytes_read)
+        return self.prices.busy(reads, bytes_read)
 
     def written(self, bytes_written: float) -> float:
         """Seconds of the device."""
@@ -103,18 +110,15 @@ class World:
     def scattered(self, table: str, share: float) -> Scattered:
         """Reads of the ``share`` of a mini-batch's rows that is wanted least often."""
         if share <= 0:
-            return Scattered(0, 0, 0)
+            return Scattered(0, 0)
         names, uses = np.unique(np.concatenate(self.seen.ids[table]), return_counts=True)
         reads = bytes_read = 0
         some = self.seen.ids[table][:: -(-self.seen.batches // _PLANNED)]
         with self._reader() as reader:
-            reader.plan({table: some[0][:1]})  # kernels come
-            begin = time.perf_counter()
             for ids in some:
                 plan = reader.plan({table: _least_used(ids, names, uses, share)})
                 reads, bytes_read = reads + plan.reads, bytes_read + plan.bytes_read
-            took = time.perf_counter() - begin
-        return Scattered(reads / len(some), bytes_read / len(some), took / len(some))
+        return Scattered(reads / len(some), bytes_read / len(some))
 
     @cached_property
     def copy_byte_seconds(self) -> float:
@@ -134,7 +138,7 @@ class World:
     def handing_seconds(self) -> float:
         """Of a core, for an epoch's mini-batches whatever their size: their requests, and what threads tell
         each other."""
-        return self.batches * HANDED_REQUESTS * self.model.request_seconds
+        return self.batches * HANDED_REQUESTS * self.prices.request_cpu_seconds
 
     def epoch(self, stages: Mapping[str, float], cores: float, device: float) -> float:
         """Seconds of an epoch whose stages work beside each other, and ask so many seconds of the cores and

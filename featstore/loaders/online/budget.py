@@ -6,6 +6,11 @@ Where there is memory, nearly four of the largest mini-batches so far may be han
 its slots all at once. With less there are fewer, with less still they go through few slots in pieces. The
 least is a small reader, room for two mini-batches, the loop's and the one that is being made, and the slots
 of two small pieces.
+
+What is named as the smallest budget depends on nothing but the largest demand so far. A loader with that
+much is refused none of the mini-batches that were seen, however it went through them; and what is refused
+later depends on the mini-batch and the one before it, never on how the budget happened to be divided. So
+whoever gives what was named, and begins anew, is not refused again.
 """
 
 from __future__ import annotations
@@ -29,7 +34,7 @@ SAMPLED = 2  # mini-batches that wait to be extracted
 DEPTH = 3  # mini-batches that exist at once with their rows, at most, the loop's own among them
 _SPARE = 1.25  # later mini-batches may be larger by so much; where there is memory, it is set aside
 _ROOMS = (DEPTH * _SPARE, 2 * _SPARE)  # in mini-batches, where each has its slots all at once
-_BYTES_PER_ID = 8  # of mini-batches that exist, whether their rows do or not
+_BYTES_PER_ID = 8 * (SAMPLED + 1 + DEPTH) // 2  # of mini-batches that exist; two have all the room there is
 _CLAIM_BYTES_PER_ID = 40  # of those under way: ids, slots, what was missed
 BESIDE_KEPT = 2  # mini-batches for which there are slots beside rows kept for good
 _ROWS_LEAST = 1024  # of a table, for which slots are made whatever mini-batches have had of it
@@ -39,17 +44,19 @@ PIECES = 2  # that have slots at once: one is read while the one before is copie
 
 class Demand(NamedTuple):
     """The most that a mini-batch has asked for: ``rows`` of each table; ``row_bytes`` and ``ids`` of all
-    tables together."""
+    tables together; ``room_bytes``: of both, what it takes of the room for mini-batches."""
 
     rows: dict[str, int]
     row_bytes: int = 0
     ids: int = 0
+    room_bytes: int = 0
 
     def or_more(self, other: Demand) -> Demand:
         """The most of both."""
         names = dict.fromkeys([*self.rows, *other.rows])
         rows = {name: max(self.rows.get(name, 0), other.rows.get(name, 0)) for name in names}
-        return Demand(rows, max(self.row_bytes, other.row_bytes), max(self.ids, other.ids))
+        pairs = zip(self[1:], other[1:], strict=True)
+        return Demand(rows, *(max(one) for one in pairs))
 
     def expected(self, table: str) -> int:
         """Rows of a later mini-batch, at most, as these suggest."""
@@ -106,9 +113,9 @@ class BudgetSplit:
         """The shares, where mini-batches ask for so much, and so many rows as ``kept`` says are kept for
         good.
 
-        ``index``: the number of a mini-batch that finds no room; of its rows and those that the loop has
-        there are ``pair_bytes``, which will do where there is no room for two of the largest. Raises
-        BudgetError with the smallest budget that has room for two.
+        ``index``: the number of a mini-batch that finds no room; it and the one that the loop has take
+        ``pair_bytes`` of room, which will do where there is none for two of the largest, and then tables
+        have slots for a few rows at least. Raises BudgetError with the smallest budget that has room for two.
         """
         tables = {name: self._store.tables[name] for name in asked.rows}
         devices = self._of_devices(tables, asked.rows, index is None) if self._device_memory else {}
@@ -117,28 +124,38 @@ class BudgetSplit:
             parts = self._parts(tables, asked, devices, room, whole=True)
             if self._left(parts, whole, 0) >= 0:
                 return self._filled(asked, whole, devices, parts, 0)
-        least = {
-            n: self._least_slots(t, asked, kept, max(PIECES, _PIECES_BYTES // t.row_bytes))
-            for n, t in tables.items()
-        }
         parts = self._parts(tables, asked, devices, 2, whole=False)
         claim = _CLAIM_BYTES_PER_ID  # what goes in pieces is known while it has slots, which none kept has
         parts["under way"] -= claim * sum(kept.values())
-        needed = self._memory_bytes - self._left(parts, least, claim)
-        if pair_bytes and needed > self._memory_bytes:
-            parts["handed over"] = pair_bytes
+        least = self._piece_slots(tables, asked, kept, _PIECES_BYTES)
         left = self._left(parts, least, claim)
+        needed = self._memory_bytes - left
+        if pair_bytes and left < 0:
+            parts["handed over"] = min(pair_bytes, parts["handed over"])
+            left = self._left(parts, least, claim)
+        if pair_bytes and left < 0:
+            least = self._piece_slots(tables, asked, kept, 0)
+            left = self._left(parts, least, claim)
         if left < 0:
             raise BudgetError(needed, self._memory_bytes, _held_at_least(asked, index, any(kept.values())))
         reader = own_bytes(self._memory_bytes, self._needs(tables), self._reader_bytes)
         parts["reader"] += min(reader - parts["reader"], left // 4)
-        parts["handed over"] += min(asked.row_bytes // 2, left // 4)
+        parts["handed over"] += min(asked.room_bytes // 2, left // 4)
         return self._filled(asked, least, devices, parts, claim)
 
     def _least_slots(self, table: Table, asked: Demand, kept: Mapping[str, int], rows: int) -> int:
         """Slots for so many rows of a mini-batch at once, or as many as one has."""
-        rows, keeps = min(rows, asked.expected(table.name)), kept.get(table.name, 0)
+        rows, keeps = max(PIECES, min(rows, asked.expected(table.name))), kept.get(table.name, 0)
         return min(table.rows, rows + (keeps + rows * (BESIDE_KEPT - 1) if keeps else 0))
+
+    def _piece_slots(
+        self, tables: Mapping[str, Table], asked: Demand, kept: Mapping[str, int], piece_bytes: int
+    ) -> dict[str, int]:
+        """Slots for pieces of so many bytes of each table, or of a row each."""
+        return {
+            n: self._least_slots(t, asked, kept, max(PIECES, piece_bytes // t.row_bytes))
+            for n, t in tables.items()
+        }
 
     def _needs(self, tables: Mapping[str, Table]) -> list[TableNeed]:
         return [table_need(t, self._verify, by_row=False) for t in tables.values()]
@@ -150,11 +167,11 @@ class BudgetSplit:
         """Bytes of all but the slots, with room for so many mini-batches. Not ``whole``: they go through the
         slots in pieces; then the reader is as small as can be, and no policy is chosen."""
         memory_bytes = self._memory_bytes
-        known = (SAMPLED + 1 + DEPTH) * _BYTES_PER_ID + _CLAIM_BYTES_PER_ID * self._extracted * whole
+        claims = _CLAIM_BYTES_PER_ID * self._extracted * whole
         parts = {
             "reader": own_bytes(memory_bytes if whole else 1, self._needs(tables), self._reader_bytes),
-            "handed over": int(room * asked.row_bytes),
-            "under way": int(known * asked.ids * room / 2),  # each may be half as large as all the room
+            "handed over": int(room * asked.room_bytes),
+            "under way": int(claims * asked.ids * room / 2),  # each may be half as large as all the room
         }
         if devices:
             parts["slot maps of devices"] = sum(map(self._device_map_bytes, devices.values()))
@@ -221,6 +238,11 @@ class BudgetSplit:
 
     def _device_map_bytes(self, slots: int) -> int:
         return self._devices * layout.slot_map_bytes(slots, layout.POLICIES[self._device_policy])
+
+    def demand(self, rows: Mapping[str, int]) -> Demand:
+        """Of a mini-batch of so many rows by table; one that occurs twice counts twice."""
+        row_bytes, ids = max(ALIGNMENT, self.bytes_of(rows)), sum(rows.values())
+        return Demand(dict(rows), row_bytes, ids, row_bytes + _BYTES_PER_ID * ids)
 
     def bytes_of(self, rows: Mapping[str, int]) -> int:
         """Bytes of a mini-batch of so many rows by table."""

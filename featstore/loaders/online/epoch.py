@@ -48,15 +48,19 @@ class _Sampled:
 
 
 class OnlineEpoch(Prefetch):
-    """One epoch; see the module's text. ``skip``: so many mini-batches are sampled and let go;
-    ``held_bytes``: of the mini-batch that the loop has from the epoch before."""
+    """One epoch; see the module's text. ``skip``: so many mini-batches are sampled and let go; ``before``:
+    the epoch of which the loop may have a mini-batch."""
 
     def __init__(
-        self, loader: ForEpoch, extraction: Extraction, batches: Iterable[Any], skip: int, held_bytes: int
-    ) -> None:
-        room = extraction.room_bytes
-        super().__init__(loader.check_process, loader.report_stages, room, held_bytes, "featstore-extract")
+        self, loader: ForEpoch, extraction: Extraction, batches: Iterable[Any], skip: int,
+        before: OnlineEpoch | None,
+    ) -> None:  # fmt: skip
+        room, held = extraction.room_bytes, 0 if before is None else before._held
+        super().__init__(loader.check_process, loader.report_stages, room, held, "featstore-extract")
         self._loader, self.extraction, self._batches, self._skip = loader, extraction, batches, skip
+        # What the mini-batch that was handed over last needs of the room, if its memory shrinks to its rows.
+        self._last_room = 0 if before is None else before.held_bytes
+        self._skipped_room: int | None = None  # the same, of the last one skipped
         self._sampled: deque[_Sampled] = deque()
         self._sampled_all = False
         self._sampling_error: BaseException | None = None
@@ -85,9 +89,10 @@ class OnlineEpoch(Prefetch):
             for index, batch in enumerate(self._batches):
                 if self._stop:
                     return
-                if index < self._skip:
-                    continue
                 given, sample = split(batch, self._loader.nodes)
+                if index < self._skip:
+                    self._skipped_room = self.extraction.skip(given)
+                    continue
                 # a sampler may use its memory again
                 ids = {node_type: one.copy() for node_type, one in given.items()}
                 del batch, given
@@ -181,7 +186,7 @@ class OnlineEpoch(Prefetch):
     def _make_alone(self, one: _Sampled) -> bool:
         """Read a mini-batch for which there are too few slots, or little room, to where it is handed over; no
         other is under way."""
-        if self.extraction.would_fit(one.ids, one.index, self._held):
+        if self.extraction.would_fit(one.ids, one.index, self.held_bytes):
             return self._divide_anew(one)
         room = self._room_for(one)
         if not room:
@@ -210,14 +215,16 @@ class OnlineEpoch(Prefetch):
         batch = self._loader.finished(ids, one.sample, rows, one.index)
         stages.add("gather", gathered - begin)
         stages.add("hand over", time.perf_counter() - gathered)
+        self._last_room = self.extraction.own_room(one.ids)
         self._hand_over(batch, room)
 
     # Room.
 
     @property
     def held_bytes(self) -> int:
-        """Of the room, what the mini-batch takes that the loop has."""
-        return self._held
+        """Of the room, what the mini-batch needs that the loop has; all that it takes while there are others
+        after it."""
+        return min(self._held, self._last_room) if self._alone() else self._held
 
     def _alone(self) -> bool:
         """Whether there are no rows but the loop's: nothing more comes free."""
@@ -229,7 +236,7 @@ class OnlineEpoch(Prefetch):
         for alone in (False, True):
             if alone and not self._alone():
                 return 0
-            room = self.extraction.output_bytes(one.ids, alone=alone)
+            room = self.extraction.output_room(one.ids, alone=alone)
             if self._try_room(room):
                 return room
         return 0
@@ -239,9 +246,12 @@ class OnlineEpoch(Prefetch):
         taken by the loop before."""
         if not self._alone():
             return False
-        extraction = self.extraction
-        before, first = extraction.room_bytes, not extraction.buffers
-        extraction.open(one.ids, index=None if first else one.index, held_bytes=self._held)
+        extraction, held = self.extraction, self.held_bytes
+        first = not extraction.buffers
+        if first and self._skipped_room is not None:  # as for one that has gone through those before
+            extraction.open(one.ids, index=one.index, held_bytes=self._skipped_room)
+        else:
+            extraction.open(one.ids, index=None if first else one.index, held_bytes=held)
         with self._lock:
-            self._free += extraction.room_bytes - before
+            self._held, self._free = held, extraction.room_bytes - held
         return True

@@ -16,12 +16,7 @@ from numpy.typing import NDArray
 
 from featstore.base.buffers import ALIGNMENT, Outputs, aligned_buffer
 from featstore.errors import BudgetError, SourceError
-from featstore.loaders.online.budget import (
-    BESIDE_KEPT,
-    DEPTH,
-    BudgetSplit,
-    Demand,
-)
+from featstore.loaders.online.budget import BESIDE_KEPT, DEPTH, BudgetSplit, Demand
 from featstore.loaders.online.caches import cached_pieces, go_on, load_rows
 from featstore.loaders.online.options import check_extraction, static_rows
 from featstore.loaders.online.pieces import InPieces, PieceTicket
@@ -35,7 +30,6 @@ from featstore.tiers.slots.choose import CANDIDATES, STATIC_SPARE
 from featstore.tiers.tickets import Ticket
 
 if TYPE_CHECKING:
-    from featstore.reader.reader import Reader
     from featstore.storage.store import OpenStore, Table
     from featstore.tiers.device import DeviceBuffer, DeviceTicket
 
@@ -80,7 +74,8 @@ class Extraction:
         self._reader: Reader | None = None
         self._memory: dict[str, int] = {}
         self._asked = Demand({})
-        self._piece_bytes, self._outputs = 0, Outputs(ALIGNMENT, 0)
+        self._piece_bytes, self._piece_room, self._outputs = 0, 0, Outputs(ALIGNMENT, 0)
+        self._types: dict[str, str] = {}  # tables of node types that have come, by type
         self._device_slots: dict[str, int] = {}
         self._kept: Mapping[str, NDArray[np.int64]] | None = None
         self._before = Counted()  # by reader and buffers that were let go
@@ -92,32 +87,27 @@ class Extraction:
         given its ids by node type. No ticket may be held.
 
         ``index``: the number of a mini-batch that finds no room, or whose tables are new, after others, of
-        which the loop has ``held_bytes``. What was there goes, the rows in the buffers and what policies knew
-        of them too. Raises BudgetError, and then nothing has changed.
+        which the loop has one that needs ``held_bytes`` of room. What was there goes, the rows in the buffers
+        and what policies knew of them too. Raises BudgetError, and then nothing has changed.
         """
-        _check_types(ids)
-        named = {node_type: table_of(self.store, node_type, "the mini-batches have") for node_type in ids}
-        table_of_type = self.table_of | named
+        table_of_type = self._types | self._named(ids)
         own = self._asked_by(ids, table_of_type)
         asked = self._asked.or_more(own).or_more(Demand(dict.fromkeys(self._tables_kept(), 0)))
         if self._kept is None:
             self._kept = static_rows(self._static, {name: self.store.table(name) for name in asked.rows})
         kept = {name: len(rows) for name, rows in self._kept.items()}
-        pair_bytes = 0 if index is None else held_bytes + own.row_bytes
+        pair_bytes = 0 if index is None else held_bytes + own.room_bytes
         shares = self._split.of(asked, kept, index=index, pair_bytes=pair_bytes)
         self._let_go()
         self.table_of, self._asked, self._memory = table_of_type, asked, shares.memory
-        self._device_slots, self._piece_bytes = shares.device_slots, own.row_bytes
+        self._types, self._device_slots = table_of_type, shares.device_slots
+        self._piece_bytes, self._piece_room = own.row_bytes, own.room_bytes
         self._outputs = Outputs(self._piece_bytes, DEPTH, self.output_memory)
         try:
             self._reader = Reader(
-                self.store,
-                tables=list(shares.slots),
-                memory=shares.memory["reader"],
-                static=None,
-                static_memory=0,
-                **self._reader_options,
-            )
+                self.store, tables=list(shares.slots), memory=shares.memory["reader"], static=None,
+                static_memory=0, **self._reader_options,
+            )  # fmt: skip
             for name, count in shares.slots.items():
                 self.buffers[name] = self._buffer(name, count, asked.expected(name))
             self._open_devices()
@@ -127,10 +117,21 @@ class Extraction:
             self._let_go()
             raise
 
+    def skip(self, ids: Ids) -> int:
+        """Take note of a mini-batch that is let go, so that whoever goes on in the middle of an epoch has
+        seen what one has seen who went through it; how much of the room it would take."""
+        self._types = self._types | self._named(ids)
+        own = self._asked_by(ids, self._types)
+        self._asked = self._asked.or_more(own)
+        return own.room_bytes
+
+    def _named(self, ids: Ids) -> dict[str, str]:
+        """Tables of the node types of a mini-batch."""
+        _check_types(ids)
+        return {node_type: table_of(self.store, node_type, "the mini-batches have") for node_type in ids}
+
     def _asked_by(self, ids: Ids, table_of_type: Mapping[str, str]) -> Demand:
-        """What a mini-batch asks for; a row that occurs twice counts twice."""
-        rows = {table_of_type[node_type]: len(one) for node_type, one in ids.items()}
-        return Demand(rows, max(ALIGNMENT, self._split.bytes_of(rows)), sum(rows.values()))
+        return self._split.demand({table_of_type[node_type]: len(one) for node_type, one in ids.items()})
 
     def _tables_kept(self) -> Sequence[str]:
         return list(self._static) if isinstance(self._static, Mapping) else ()
@@ -141,6 +142,7 @@ class Extraction:
         self.close()
         self._before, self.buffers, self.on_devices, self._reader = before, {}, {}, None
         self._choices, self._memory = Choices(), {}
+        self._outputs.shrink()
         self._outputs = Outputs(ALIGNMENT, 0)
 
     @property
@@ -231,7 +233,7 @@ class Extraction:
     def fits(self, ids: Ids) -> bool:
         """Whether there are slots for all rows of a mini-batch at once, if no other holds any, and room
         beside one as large as the largest of late."""
-        if self._asked_by(ids, self.table_of).row_bytes + self._piece_bytes > self.room_bytes:
+        if self._asked_by(ids, self.table_of).room_bytes + self._piece_room > self.room_bytes:
             return False
         return all(self._slots_for(self.table_of[t], one) for t, one in ids.items())
 
@@ -245,12 +247,11 @@ class Extraction:
         """Whether there would be slots for all rows of a mini-batch, the largest so far, if the budget were
         divided anew."""
         own = self._asked_by(ids, self.table_of)
-        asked = self._asked.or_more(own)
-        if asked == self._asked:
+        if (asked := self._asked.or_more(own)) == self._asked:
             return False
         kept = {name: len(rows) for name, rows in (self._kept or {}).items()}
         try:
-            shares = self._split.of(asked, kept, index=index, pair_bytes=held_bytes + own.row_bytes)
+            shares = self._split.of(asked, kept, index=index, pair_bytes=held_bytes + own.room_bytes)
         except BudgetError:
             return False  # for now: it is the error of who finds no room
         return all(
@@ -320,19 +321,25 @@ class Extraction:
             at += self._split.padded(name, len(one))
         return out
 
-    def output_bytes(self, ids: Ids, *, alone: bool = False) -> int:
-        """How much of the room a mini-batch takes: as much as the largest of late, whose memory is used
-        again. ``alone``: its own rows, there is no room for more."""
-        own = self._asked_by(ids, self.table_of).row_bytes
-        if alone or own > self._piece_bytes:
-            self._piece_bytes, self._outputs = own, Outputs(own, DEPTH, self.output_memory)
-        return self._piece_bytes
+    def output_room(self, ids: Ids, *, alone: bool = False) -> int:
+        """The room that a mini-batch takes: that of the largest of late, whose memory is used again, or
+        ``alone`` its own."""
+        own = self._asked_by(ids, self.table_of)
+        if alone or own.row_bytes > self._piece_bytes:
+            self._outputs.shrink()
+            self._piece_bytes = own.row_bytes
+            self._outputs = Outputs(own.row_bytes, DEPTH, self.output_memory)
+        self._piece_room = own.room_bytes if alone else max(self._piece_room, own.room_bytes)
+        return self._piece_room
+
+    def own_room(self, ids: Ids) -> int:
+        """How much of the room a mini-batch takes where none is left over."""
+        return self._asked_by(ids, self.table_of).room_bytes
 
     def _output(self, rows: Mapping[str, int]) -> NDArray[np.uint8]:
         """Memory for so many rows by table."""
-        row_bytes = self._split.bytes_of(rows)
-        self._asked = self._asked.or_more(Demand(dict(rows), row_bytes, sum(rows.values())))
-        return self._outputs.take(row_bytes)
+        self._asked = self._asked.or_more(self._split.demand(rows))
+        return self._outputs.take(self._split.bytes_of(rows))
 
     # Caches on disk.
 

@@ -156,8 +156,8 @@ class OnlineLoader(PrefetchingLoader):
                 self.extraction.decide()
             self._begun = True
             batches, before = self._mini_batches(self._epoch), self._prefetch
-            held_bytes = before.held_bytes if isinstance(before, OnlineEpoch) else 0
-            self._prefetch = OnlineEpoch(self, self.extraction, batches, self._next, held_bytes)
+            last = before if isinstance(before, OnlineEpoch) else None
+            self._prefetch = OnlineEpoch(self, self.extraction, batches, self._next, last)
             return self._prefetch
 
     def _mini_batches(self, epoch: int) -> Iterable[Any]:
