@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from featstore_cli.main import cli
-from featstore_demo import bounds, runner, worker
+from featstore_demo import bounds, runner, training, worker
 from featstore_demo import graph as demo_graph
 from featstore_demo.graph import GraphRecipe, generate, load, read_topology, write_topology
 from featstore_demo.report import TOLERANCE, WAYS, DemoReport, Way, held_against, render
@@ -44,8 +44,10 @@ def no_progress(stage: str, done: int, total: int) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _restore_torch() -> Any:
-    """Training fixes threads and algorithms for its process; here other tests follow."""
+def _restore_torch(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Training fixes threads and algorithms for its process; here other tests follow. One thread: several
+    wait for each other for long where cores are busy."""
+    monkeypatch.setattr(training, "_THREADS", 1)
     threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     yield
     torch.set_num_threads(threads)
@@ -128,6 +130,9 @@ def test_load_dense_and_sparse_npz(graph: Any, tmp_path: Path) -> None:
     labels = graph.labels.astype(np.int16)
     labels[graph.train_idx[0]] = -1
     common = {key: getattr(graph, key) for key in ("indptr", "indices", "train_idx", "test_idx")}
+    begin, end = graph.indptr[5:7]
+    common["indices"] = graph.indices.copy()
+    common["indices"][begin:end] = graph.indices[begin:end][::-1]
     rows = (np.random.default_rng(1).random((3000, 9)) < 0.3) * np.arange(9, dtype=np.uint8)
     sparse = scipy_sparse.csr_matrix(rows)
     np.savez(tmp_path / "dense.npz", features=rows, labels=labels, **common)
@@ -139,6 +144,7 @@ def test_load_dense_and_sparse_npz(graph: Any, tmp_path: Path) -> None:
         loaded = load(tmp_path / f"{name}.npz", tmp_path)
         assert (loaded.name, loaded.feature_count, loaded.row_bytes) == (name, 9, 36)
         assert len(loaded.train_idx) == 599, "a node without a label is not trained on"
+        np.testing.assert_array_equal(loaded.indices, graph.indices, "in ascending order")
         dense = np.load(loaded.features)
         assert dense.dtype == np.float32
         np.testing.assert_array_equal(dense, rows)
@@ -155,6 +161,9 @@ def test_load_refuses(graph: Any, tmp_path: Path) -> None:
     with pytest.raises(SourceError, match=r"has no labels, train_idx, test_idx, features"):
         load(path, tmp_path)
     arrays = {key: getattr(graph, key) for key in ("indptr", "indices", "labels", "train_idx", "test_idx")}
+    np.savez(path, features=np.zeros((3000, 2)), **arrays | {"indptr": graph.indptr[::-1]})
+    with pytest.raises(SourceError, match="cannot read"):
+        load(path, tmp_path)
     np.savez(path, features=np.zeros((7, 2)), **arrays)
     with pytest.raises(SourceError, match="3,000 nodes, but 7 rows"):
         load(path, tmp_path)
@@ -237,10 +246,10 @@ def test_all_ways(tmp_path: Path) -> None:
     assert {"generate", "pack", *(f"{way}: train" for way in WAYS)} <= set(stages)
     assert set(json.loads(json.dumps(report.to_json()))["ways"]) == set(WAYS)
     text = shown(report)
-    assert all(f"│ {way} " in text for way in WAYS)
+    assert all(f"\n{way} " in text for way in WAYS)
     assert "np.memmap: THE PAGE CACHE WAS NOT BOUNDED: a test" in text
-    assert text.count(f"{memory.test_accuracy:.4f} (=)") == 3
-    assert "other mini-batches" in text
+    assert text.count(f"= {memory.test_accuracy:.4f}") == 3
+    assert " others " in text
     assert "the same bits." in text
     differences_are_told(report)
 
@@ -251,7 +260,7 @@ def differences_are_told(report: DemoReport) -> None:
 
     text = shown(changed("rolling", first_difference=7))
     assert "ROLLING: other losses than from memory, from step 7 on, a bug. Please report" in text
-    assert "DIFFER from step 7 on" in text
+    assert " NOT 7 " in text
     assert "PARTITIONS: rows that are not" in shown(changed("partitions", rows_identical=False))
     assert "ONLINE: other weights at the end" in shown(changed("online", weights_identical=False))
     best = report.ways[0].test_accuracy
@@ -331,8 +340,8 @@ def test_memmap_that_is_ended_is_extrapolated() -> None:
     assert (mapped.steps_compared, mapped.weights_identical) == (1, None)
     text = shown(report)
     assert "ended after 1 of 20 mini-batches (0 s), the rest extrapolated" in text
-    assert "same, the first 1" in text
-    assert f"about {mapped.epoch_seconds[0]:.2f} s" in text
+    assert " first 1 " in text
+    assert f"~{mapped.epoch_seconds[0]:.2f} s" in text
 
 
 def test_a_memory_group_bounds_the_page_cache(tmp_path: Path) -> None:
@@ -354,6 +363,13 @@ def test_a_memory_group_bounds_the_page_cache(tmp_path: Path) -> None:
         found = [(group / name).read_text() for name in names if (group / name).exists()]
         assert all(1 << 20 < int(one) <= limit for one in found)
     assert not group.exists()
+
+
+def test_no_memory_group_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounds, "_ROOT", tmp_path / "none")
+    with bounds.memory_group(1 << 30) as (group, why):
+        assert group is None
+        assert "No such file or directory" in why
 
 
 def write_npz(path: Path, scratch: Path) -> None:

@@ -146,7 +146,8 @@ def _write_rows(path: Path, recipe: GraphRecipe, labels: NDArray[np.int64]) -> N
 
 
 def load(path: Path, directory: Path) -> DemoGraph:
-    """The graph of an .npz file; its rows go to ``directory/features.npy``, as float32.
+    """The graph of an .npz file; its rows go to ``directory/features.npy``, as float32. Neighbours are put in
+    ascending order, as they are in a store: samplers pick them by place.
 
     Keys: ``indptr`` int64, ``indices`` int32 (CSC of incoming edges), ``features`` [n, d] or a SciPy CSR
     matrix as ``feat_data``, ``feat_indices``, ``feat_indptr``, ``feat_shape``; ``labels`` (-1 = none),
@@ -161,6 +162,8 @@ def load(path: Path, directory: Path) -> DemoGraph:
                     f"{path} has no {', '.join(missing)}; a graph needs edges, rows, labels and a split"
                 )
             arrays, rows = {key: file[key] for key in _TOPOLOGY}, _rows(file)
+        targets = np.repeat(np.arange(len(arrays["indptr"]) - 1), np.diff(arrays["indptr"]))
+        order = np.lexsort((arrays["indices"], targets))
     except (OSError, ValueError) as error:
         if isinstance(error, SourceError):
             raise
@@ -173,7 +176,7 @@ def load(path: Path, directory: Path) -> DemoGraph:
     return DemoGraph(
         name=path.stem,
         indptr=arrays["indptr"].astype(np.int64),
-        indices=arrays["indices"].astype(np.int32),
+        indices=arrays["indices"][order].astype(np.int32),
         labels=labels,
         train_idx=train[labels[train] >= 0],
         test_idx=test[labels[test] >= 0],

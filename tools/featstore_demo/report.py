@@ -178,6 +178,7 @@ class DemoReport:
 
 def render(report: DemoReport) -> Group:
     """The report as a rich renderable: what was done, all ways in a table, and the verdict."""
+    from rich.box import SIMPLE_HEAD
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -187,21 +188,25 @@ def render(report: DemoReport) -> Group:
         done.add_row(*fact)
     memory = format_bytes(report.memory_bytes)
     table = Table(
-        title=f"{report.graph}: GraphSAGE, {report.epochs} epochs, memory {memory}", title_justify="left"
+        title=f"{report.graph}: GraphSAGE, {report.epochs} epochs, memory {memory}",
+        title_justify="left",
+        box=SIMPLE_HEAD,
+        collapse_padding=True,
+        pad_edge=False,
+        show_edge=False,
     )
-    table.add_column("")
-    for header in (
-        "prepared", "first epoch", "later epochs", "read in all", "peak memory", "losses", "test accuracy"
-    ):  # fmt: skip
+    table.add_column("", no_wrap=True)
+    for header in ("ready", "epoch 0", "later", "read", "peak", "same losses", "accuracy"):
         table.add_column(header, justify="right")
     for way in report.ways:
         table.add_row(way.way, *_cells(report, way))
     notes = [Text(f"{way.way}: {way.note}") for way in report.ways if way.note]
     notes.append(
         Text(
-            "later epochs: the median. Peak memory: beyond what the process held before the first row, the "
-            "training itself included. Losses: bit by bit against memory; compiled repeats the mini-batches "
-            "of epoch 0, partitions draws others. (=): the same weights."
+            "ready: before epoch 0. later: the median of the epochs after it. read: from disk, in all. "
+            "peak: memory beyond what the process held before the first row, the training itself included. "
+            "same losses: to the bit as from memory, where the mini-batches are the same; compiled repeats those of epoch 0, "
+            "partitions draws others. accuracy: on test nodes; =: the same weights. ~: extrapolated."
         )
     )
     rows = sum(sum(way.row_counts) for way in report.ways)
@@ -235,13 +240,13 @@ def _facts(report: DemoReport) -> list[tuple[str, str]]:
 
 
 def _cells(report: DemoReport, way: Way) -> list[str]:
-    later, read, about = way.later_epoch_seconds, way.read_bytes, "about " if way.extrapolated else ""
+    later, read, about = way.later_epoch_seconds, way.read_bytes, "~" if way.extrapolated else ""
     if read is not None and way.extrapolated:
         read = round(read / len(way.losses) * len(report.ways[0].losses))
     if way.test_accuracy is not None:
         accuracy = f"{way.test_accuracy:.4f}"
     else:
-        accuracy = "-" if not way.weights_identical else f"{report.ways[0].test_accuracy:.4f} (=)"
+        accuracy = "-" if not way.weights_identical else f"= {report.ways[0].test_accuracy:.4f}"
     return [
         f"{way.prepare_seconds:.2f} s",
         f"{'' if len(way.epoch_seconds) > 1 else about}{way.epoch_seconds[0]:.2f} s",
@@ -255,10 +260,10 @@ def _cells(report: DemoReport, way: Way) -> list[str]:
 
 def _losses(report: DemoReport, way: Way) -> str:
     if way is report.ways[0]:
-        return f"{len(way.losses):,}"
+        return "-"
     if way.first_difference is not None:
-        return f"DIFFER from step {way.first_difference} on"
+        return f"NOT {way.first_difference:,}"
     if not way.steps_compared:
-        return "other mini-batches"
+        return "others"
     whole = way.steps_compared == len(report.ways[0].losses)
-    return f"same, {'all' if whole else 'the first'} {way.steps_compared:,}"
+    return f"{'all' if whole else 'first'} {way.steps_compared:,}"

@@ -294,9 +294,13 @@ def _in_own_process(job: Job, tell: Progress) -> dict[str, Any]:
     job.write(path)
     search = json.dumps([os.path.abspath(part) for part in sys.path])
     results = message = None
+    # In all ways: PyTorch's threads that wait for each other leave the cores to whoever reads.
+    environment = os.environ | {"OMP_WAIT_POLICY": "passive"}
     with (scratch / f"{name}.stderr").open("w+") as errors:
         command = [sys.executable, "-P", "-c", _START_WORKER, str(path), search]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True) as process:
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment
+        ) as process:
             assert process.stdout is not None
             try:
                 for text in process.stdout:
