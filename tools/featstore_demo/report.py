@@ -205,8 +205,9 @@ def render(report: DemoReport) -> Group:
         Text(
             "ready: before epoch 0. later: the median of the epochs after it. read: from disk, in all. "
             "peak: memory beyond what the process held before the first row, the training itself included. "
-            "same losses: to the bit as from memory, where the mini-batches are the same; compiled repeats those of epoch 0, "
-            "partitions draws others. accuracy: on test nodes; =: the same weights. ~: extrapolated."
+            "same losses: to the bit as from memory, where mini-batches are the same; compiled repeats those "
+            "of epoch 0, partitions draws others. accuracy: on test nodes; =: the same weights. "
+            "~: extrapolated."
         )
     )
     rows = sum(sum(way.row_counts) for way in report.ways)
