@@ -1,50 +1,41 @@
-"""The demo: its made-up graph, its training, and the whole thing on a tiny graph, where all losses must be
-the same bits; and by mega-batches, where accuracies must agree."""
+"""The demo: its made-up graph, its training, and every way on a tiny graph: the same bits where mini-batches
+are the same, and an error where a row is another."""
 
 from __future__ import annotations
 
 import io
 import json
-import warnings
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from click.testing import CliRunner
+from featstore_cli.main import cli
+from featstore_demo import bounds, runner, training, worker
 from featstore_demo import graph as demo_graph
-from featstore_demo import runner
-from featstore_demo.graph import GraphRecipe, generate, load, load_dense, read_topology, write_topology
-from featstore_demo.mega import _partitions, run_mega
-from featstore_demo.mega_report import TOLERANCE, MegaReport, render_mega
-from featstore_demo.report import DemoReport, render
+from featstore_demo.graph import GraphRecipe, generate, load, read_topology, write_topology
+from featstore_demo.report import TOLERANCE, WAYS, DemoReport, Way, held_against, render
 from featstore_demo.runner import run
-from featstore_demo.training import MemoryRows, Outcome, TrainingPlan, mlp_accuracy, train
+from featstore_demo.training import ArrayLoader, TrainingPlan, accuracy, digest, train
 from featstore_demo.worker import Job, read_job
 from rich.console import Console
 
 import featstore
-from featstore.errors import BudgetError, FeatstoreError, SourceError
+from featstore.errors import ArgumentError, FeatstoreError, SourceError, StoreExistsError
 
-with warnings.catch_warnings():
-    # PyG scripts some of its own classes on import, which newer PyTorch calls deprecated.
-    warnings.simplefilter("ignore", DeprecationWarning)
-    import torch
-    import torch_geometric.loader
-    import torch_geometric.nn  # noqa: F401
+torch = pytest.importorskip("torch")
 
 TINY = GraphRecipe(
     node_count=3000, edge_count=30_000, feature_count=64, class_count=4, signal=0.2, train_share=0.2
 )
-
-
-def tiny_plan(graph: Any, **changes: Any) -> TrainingPlan:
-    plan = TrainingPlan(
-        epochs=2, batch_size=64, fanouts=(5, 4, 3), hidden=16, seed=0, class_count=graph.class_count,
-        feature_count=graph.feature_count, val_count=100, test_count=400,
-    )  # fmt: skip
-    return replace(plan, **changes)
+SMALL: dict[str, Any] = {"memory": "32MiB", "epochs": 2, "batch_size": 64, "fanouts": (5, 4, 3), "hidden": 16}
 
 
 def no_progress(stage: str, done: int, total: int) -> None:
@@ -53,8 +44,10 @@ def no_progress(stage: str, done: int, total: int) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _restore_torch() -> Any:
-    """Training fixes threads and algorithms for its process; here other tests follow."""
+def _restore_torch(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Training fixes threads and algorithms for its process; here other tests follow. One thread: several
+    wait for each other for long where cores are busy."""
+    monkeypatch.setattr(training, "_THREADS", 1)
     threads, deterministic = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     yield
     torch.set_num_threads(threads)
@@ -73,6 +66,26 @@ def topology(graph: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return read_topology(directory)
 
 
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers that train in this process, in no memory cgroup."""
+
+    def perform(job: Job, tell: Any) -> Any:
+        job.write(Path(job.directory) / "job.json")
+        found = worker.perform(
+            read_job(Path(job.directory) / "job.json"), lambda stage, *of: tell(f"{job.way}: {stage}", *of)
+        )
+        return json.loads(json.dumps(found))
+
+    @contextmanager
+    def no_group(limit_bytes: int) -> Iterator[Any]:
+        assert limit_bytes >= 32 << 20
+        yield None, "a test"
+
+    monkeypatch.setattr(runner, "_in_own_process", perform)
+    monkeypatch.setattr(runner, "memory_group", no_group)
+
+
 def test_generated_graph_is_what_it_says(graph: Any, topology: Any) -> None:
     source, target = graph.indices, np.repeat(np.arange(3000), np.diff(graph.indptr))
     keys = np.sort(source.astype(np.int64) * 3000 + target)
@@ -84,9 +97,9 @@ def test_generated_graph_is_what_it_says(graph: Any, topology: Any) -> None:
     assert 0.8 < (graph.labels[source] == graph.labels[target]).mean() < 0.9
     degrees = np.sort(np.diff(graph.indptr))[::-1]
     assert degrees[:300].sum() > 0.35 * degrees.sum(), "a tenth of the nodes has a good part of the edges"
-    split = np.concatenate([graph.train_idx, graph.val_idx, graph.test_idx])
+    split = np.concatenate([graph.train_idx, graph.test_idx])
     np.testing.assert_array_equal(np.sort(split), np.arange(3000))
-    assert (len(graph.train_idx), len(graph.val_idx)) == (600, 150)
+    assert len(graph.train_idx) == 600
     for key, array in topology.items():
         np.testing.assert_array_equal(array, getattr(graph, key))
 
@@ -97,7 +110,7 @@ def test_generated_rows_are_deterministic_and_weak(
     again = generate(tmp_path, TINY)
     assert again.features.read_bytes() == graph.features.read_bytes()
     np.testing.assert_array_equal(again.indices, graph.indices)
-    rows = load_dense(graph.features)
+    rows = np.load(graph.features)
     assert rows.shape == (3000, 64)
     assert rows.dtype == np.float32
     assert abs(rows.std() - 1) < 0.05
@@ -107,7 +120,7 @@ def test_generated_rows_are_deterministic_and_weak(
     assert other.features.read_bytes() != graph.features.read_bytes()
     # Many blocks: none repeats another's noise.
     monkeypatch.setattr(demo_graph, "_BLOCK_BYTES", 64 * 4 * 100)
-    rows = load_dense(generate(tmp_path, replace(TINY, signal=0.0)).features)
+    rows = np.load(generate(tmp_path, replace(TINY, signal=0.0)).features)
     assert len(np.unique(rows[:, 0])) > 2990
 
 
@@ -116,7 +129,10 @@ def test_load_dense_and_sparse_npz(graph: Any, tmp_path: Path) -> None:
 
     labels = graph.labels.astype(np.int16)
     labels[graph.train_idx[0]] = -1
-    common = {key: getattr(graph, key) for key in ("indptr", "indices", "train_idx", "val_idx", "test_idx")}
+    common = {key: getattr(graph, key) for key in ("indptr", "indices", "train_idx", "test_idx")}
+    begin, end = graph.indptr[5:7]
+    common["indices"] = graph.indices.copy()
+    common["indices"][begin:end] = graph.indices[begin:end][::-1]
     rows = (np.random.default_rng(1).random((3000, 9)) < 0.3) * np.arange(9, dtype=np.uint8)
     sparse = scipy_sparse.csr_matrix(rows)
     np.savez(tmp_path / "dense.npz", features=rows, labels=labels, **common)
@@ -125,10 +141,11 @@ def test_load_dense_and_sparse_npz(graph: Any, tmp_path: Path) -> None:
         feat_indptr=sparse.indptr, feat_shape=np.array(sparse.shape), **common,
     )  # fmt: skip
     for name in ("dense", "sparse"):
-        loaded = load(tmp_path / f"{name}.npz")
+        loaded = load(tmp_path / f"{name}.npz", tmp_path)
         assert (loaded.name, loaded.feature_count, loaded.row_bytes) == (name, 9, 36)
         assert len(loaded.train_idx) == 599, "a node without a label is not trained on"
-        dense = load_dense(loaded.features)
+        np.testing.assert_array_equal(loaded.indices, graph.indices, "in ascending order")
+        dense = np.load(loaded.features)
         assert dense.dtype == np.float32
         np.testing.assert_array_equal(dense, rows)
 
@@ -136,259 +153,270 @@ def test_load_dense_and_sparse_npz(graph: Any, tmp_path: Path) -> None:
 def test_load_refuses(graph: Any, tmp_path: Path) -> None:
     path = tmp_path / "graph.npz"
     with pytest.raises(SourceError, match=r"cannot read .*graph\.npz"):
-        load(path)
+        load(path, tmp_path)
     path.write_bytes(b"not a zip")
     with pytest.raises(SourceError, match="cannot read"):
-        load(path)
+        load(path, tmp_path)
     np.savez(path, indptr=graph.indptr, indices=graph.indices)
-    with pytest.raises(SourceError, match=r"has no labels, train_idx, val_idx, test_idx, features"):
-        load(path)
-    arrays = {
-        key: getattr(graph, key)
-        for key in ("indptr", "indices", "labels", "train_idx", "val_idx", "test_idx")
-    }
+    with pytest.raises(SourceError, match=r"has no labels, train_idx, test_idx, features"):
+        load(path, tmp_path)
+    arrays = {key: getattr(graph, key) for key in ("indptr", "indices", "labels", "train_idx", "test_idx")}
+    np.savez(path, features=np.zeros((3000, 2)), **arrays | {"indptr": graph.indptr[::-1]})
+    with pytest.raises(SourceError, match="cannot read"):
+        load(path, tmp_path)
     np.savez(path, features=np.zeros((7, 2)), **arrays)
     with pytest.raises(SourceError, match="3,000 nodes, but 7 rows"):
-        load(path)
+        load(path, tmp_path)
 
 
-class LateRows:
-    """Rows that come late and out of a copy, as a reader's do; wrong ones from request ``wrong_from`` on."""
+class Wrong:
+    """An array of rows whose row 7 is another in its last bit."""
 
-    def __init__(self, features: Any, wrong_from: int = 1 << 30, flip: int = 0) -> None:
-        self.features, self.wrong_from, self.flip = features, wrong_from, flip
-        self.asked: list[Any] = []
-        self.open_tickets = 0
+    def __init__(self, rows: Any, flip: int) -> None:
+        self.rows = rows.copy()
+        self.rows.view(np.uint32)[7, 0] ^= flip
 
-    def submit(self, ids: Any) -> int:
-        self.asked.append(ids.clone())
-        self.open_tickets += 1
-        assert self.open_tickets <= 2
-        return len(self.asked) - 1
-
-    def result(self, ticket: int) -> Any:
-        self.open_tickets -= 1
-        rows = self.features[self.asked[ticket].numpy()].copy()
-        if ticket >= self.wrong_from:
-            rows.view(np.uint32)[0, 0] ^= self.flip
-        return torch.from_numpy(rows)
+    def __getitem__(self, ids: Any) -> Any:
+        return self.rows[ids]
 
 
-def test_training_is_the_same_bits_from_any_source(graph: Any, topology: Any) -> None:
-    features, plan = load_dense(graph.features), tiny_plan(graph)
-    memory = train(plan, topology, MemoryRows(features), no_progress)
-    late = LateRows(features)
-    other = train(plan, topology, late, no_progress)
-    assert memory.losses == other.losses
-    assert memory.digests == other.digests
-    assert len(memory.digests) == len(late.asked)
+def test_training_shows_each_bit(graph: Any, topology: Any) -> None:
+    plan = TrainingPlan(2, 64, (5, 4, 3), 16, 0, 4, 64)
+    rows, seeds = np.load(graph.features), np.append(7, graph.train_idx[graph.train_idx != 7])
+
+    def trained(rows: Any, plan: TrainingPlan = plan) -> tuple[list[float], list[str], Any]:
+        losses: list[float] = []
+        digests: list[str] = []
+
+        def note(batch: Any, loss: float) -> None:
+            losses.append(loss)
+            digests.append(digest(batch.x.numpy()))
+
+        model = train(plan, ArrayLoader(plan, topology, rows, seeds), topology["labels"], note, lambda: None)
+        return losses, digests, model
+
+    memory, again = trained(rows), trained(rows)
+    assert memory[:2] == again[:2]
+    assert len(memory[0]) == 2 * -(-len(seeds) // 64)
+    assert trained(Wrong(rows, 1))[1] != memory[1], "the last bit shows in the digests"
+    assert trained(Wrong(rows, 1 << 23))[0] != memory[0], "a value of twice the size shows in the losses"
+    assert trained(rows, replace(plan, seed=1))[0] != memory[0]
+    tested = ArrayLoader(plan, topology, rows, graph.test_idx)
+    learned = trained(rows, replace(plan, epochs=6))[2]
+    assert accuracy(learned, tested, topology["labels"]) > 0.8
+
+
+def test_an_array_loader_ends_in_time(graph: Any, topology: Any) -> None:
+    plan = TrainingPlan(2, 64, (2,), 16, 0, 4, 64)
+    loader = ArrayLoader(plan, topology, np.load(graph.features), graph.train_idx, seconds_max=0)
+    assert [len(list(loader)) for _ in range(3)] == [1, 0, 0]
+    assert len(loader) == 10
+
+
+@pytest.mark.usefixtures("here")
+def test_all_ways(tmp_path: Path) -> None:
+    stages: list[str] = []
+
+    def note(stage: str, done: int, total: int) -> None:
+        no_progress(stage, done, total)
+        stages.append(stage)
+
+    report = run(recipe=TINY, workdir=tmp_path, progress=note, **SMALL)
+    ways = {way.way: way for way in report.ways}
+    assert tuple(ways) == WAYS
+    assert report.good, [(way.way, report.wrong(way)) for way in report.ways]
+    memory = ways["memory"]
     assert len(memory.losses) == 2 * 10
-    assert (memory.val_accuracy, memory.test_accuracy) == (other.val_accuracy, other.test_accuracy)
-    assert memory.rows == other.rows == sum(map(len, late.asked))
-    assert len(other.epoch_seconds) == len(other.wait_seconds) == 2
-    assert late.open_tickets == 0
-    wrong = train(plan, topology, LateRows(features, wrong_from=3, flip=1 << 23), no_progress)
-    assert (wrong.losses[:3], wrong.digests[:3]) == (memory.losses[:3], memory.digests[:3])
-    assert wrong.losses[3] != memory.losses[3], "one value of twice the size shows in the loss"
-    slightly = train(plan, topology, LateRows(features, wrong_from=3, flip=1), no_progress)
-    assert all(one != two for one, two in zip(slightly.digests[3:], memory.digests[3:])), (
-        "the last bit shows here"
-    )
-    reseeded = train(replace(plan, seed=1), topology, MemoryRows(features), no_progress)
-    assert reseeded.losses != memory.losses
-
-
-def test_labels_need_the_neighbours(graph: Any, topology: Any) -> None:
-    features = load_dense(graph.features)
-    plan = tiny_plan(graph, epochs=6)
-    sage: Outcome = train(plan, topology, MemoryRows(features), no_progress)
-    own = mlp_accuracy(plan, topology, features)
-    assert sage.test_accuracy > 0.8
-    assert sage.test_accuracy > own + 0.15
-
-
-def test_the_whole_demo(tmp_path: Path) -> None:
-    stages: list[str] = []
-
-    def note(stage: str, done: int, total: int) -> None:
-        assert 0 <= done <= total
-        stages.append(stage)
-
-    report = run(
-        recipe=TINY, memory="16MiB", workdir=tmp_path, epochs=2, batch_size=64, hidden=16, progress=note
-    )
-    assert report.identical, (report.first_difference, report.rows_identical)
-    assert report.steps == len(report.store.losses) == 2 * 10
-    assert report.store.io["rows_asked"] == report.store.rows == report.memory.rows
-    assert report.store.io["bytes_asked"] == report.store.rows * 256
-    assert report.memory.io == {}
-    assert report.table_bytes == 3000 * 256
-    assert report.test_count == report.test_total == 2250
-    assert report.memory.test_accuracy > report.mlp_test_accuracy
-    assert 0 < report.store.baseline_rss_bytes <= report.store.peak_rss_bytes
-    # The store is kept where a directory was named, and nothing else is.
-    assert [path.name for path in tmp_path.iterdir()] == ["store"]
+    assert memory.test_accuracy is not None
+    for name in ("np.memmap", "online", "rolling"):
+        assert (ways[name].losses, ways[name].digests) == (memory.losses, memory.digests), name
+        assert ways[name].weights_identical is True
+        assert ways[name].test_accuracy is None
+    compiled, partitions = ways["compiled"], ways["partitions"]
+    assert compiled.losses[:10] == memory.losses[:10]
+    assert compiled.digests == [*memory.digests[:10], *memory.digests[:10]]
+    assert compiled.losses[10:] != memory.losses[10:], "of other mini-batches"
+    assert (compiled.steps_compared, partitions.steps_compared) == (10, 0)
+    assert set(partitions.digests).isdisjoint(memory.digests)
+    assert all(way.epoch_steps[0] > 0 and len(way.epoch_seconds) == 2 for way in report.ways)
+    assert (report.table_bytes, report.test_count, report.test_total) == (3000 * 256, 2400, 2400)
+    assert [path.name for path in tmp_path.iterdir()] == ["store"], "kept where it was asked for, alone"
     with featstore.open(tmp_path / "store") as store:
-        np.testing.assert_array_equal(store.arrays["labels"], generate(tmp_path, TINY).labels)
-    wanted = [
-        "generate",
-        "pack",
-        "store: train",
-        "store: evaluate test",
-        "memory: train",
-        "memory: evaluate test",
-    ]
-    assert [stage for stage in dict.fromkeys(stages) if stage in wanted] == wanted
-    saved = json.loads(json.dumps(report.to_json()))
-    assert saved["schema"] == "featstore.demo/1"
-    assert saved["identical"] is True
-    assert saved["store"]["losses"] == list(report.store.losses)
+        assert store.tables["features"].rows == 3000
+    assert {"generate", "pack", *(f"{way}: train" for way in WAYS)} <= set(stages)
+    assert set(json.loads(json.dumps(report.to_json()))["ways"]) == set(WAYS)
     text = shown(report)
-    assert "All 20 losses and all" in text
-    assert "bit-identical" in text
-    assert f"{report.store.test_accuracy:.4f}" in text
-    differing_reports_say_so(report)
+    assert all(f"\n{way} " in text for way in WAYS)
+    assert "np.memmap: THE PAGE CACHE WAS NOT BOUNDED: a test" in text
+    assert text.count(f"= {memory.test_accuracy:.4f}") == 3
+    assert " others " in text
+    assert "the same bits." in text
+    differences_are_told(report)
 
 
-def differing_reports_say_so(report: DemoReport) -> None:
-    losses = list(report.memory.losses)
-    losses[7] = float.fromhex(losses[7]).__add__(1e-9).hex()
-    other = replace(report, memory=replace(report.memory, losses=tuple(losses)))
-    assert (other.first_difference, other.losses_identical, other.identical) == (7, False, False)
-    assert "THE RUNS DIFFER from step 7 on" in shown(other)
-    shorter = replace(report, memory=replace(report.memory, losses=report.memory.losses[:-1]))
-    assert shorter.first_difference == 19
-    rows = replace(report, store=replace(report.store, digests=("0" * 16, *report.store.digests[1:])))
-    assert (rows.losses_identical, rows.rows_identical, rows.identical) == (True, False, False)
-    assert "in the rows delivered" in shown(rows)
-    better = replace(report, store=replace(report.store, test_accuracy=2.0))
-    assert "in their accuracies" in shown(better)
-    assert not better.identical
+def differences_are_told(report: DemoReport) -> None:
+    def changed(name: str, **changes: Any) -> DemoReport:
+        return replace(report, ways=tuple(replace(w, **changes) if w.way == name else w for w in report.ways))
+
+    text = shown(changed("rolling", first_difference=7))
+    assert "ROLLING: other losses than from memory, from step 7 on, a bug. Please report" in text
+    assert " NOT 7 " in text
+    assert "PARTITIONS: rows that are not" in shown(changed("partitions", rows_identical=False))
+    assert "ONLINE: other weights at the end" in shown(changed("online", weights_identical=False))
+    best = report.ways[0].test_accuracy
+    assert best is not None
+    assert changed("partitions", test_accuracy=best - TOLERANCE + 0.01).good
+    assert not changed("partitions", test_accuracy=best - TOLERANCE - 0.01).good
 
 
-def test_the_demo_by_mega_batches(tmp_path: Path) -> None:
-    stages: list[str] = []
+def measured(losses: str, **more: Any) -> dict[str, Any]:
+    """What a worker might send of two epochs of 2 mini-batches."""
+    return {
+        "losses": list(losses), "digests": list(losses.upper()), "row_counts": [1] * len(losses),
+        "epoch_steps": [2, 2], "epoch_seconds": [1.0, 1.0], "prepare_seconds": 0.0, "read_bytes": None,
+        "baseline_rss_bytes": 1, "peak_rss_bytes": 2, "weights": "w",
+    } | more  # fmt: skip
 
-    def note(stage: str, done: int, total: int) -> None:
-        assert 0 <= done <= total
-        stages.append(stage)
 
-    options: dict[str, Any] = {"epochs": 3, "batch_size": 64, "hidden": 16, "progress": note}
-    report = run_mega(recipe=TINY, memory="32MiB", workdir=tmp_path, resident=8, **options)
-    mega, io_ = report.mega, report.mega.io
-    assert report.agrees, (report.memory.test_accuracy, mega.test_accuracy)
-    assert report.memory.test_accuracy > report.mlp_test_accuracy
-    assert report.table_bytes == 3000 * 256
-    assert (io_["partitions"], io_["resident"], io_["mega_batches"], io_["hubs"]) == (16, 8, 2, 150)
-    assert len(mega.losses) >= report.epochs * 10
-    assert 0 < min(mega.kept_shares) <= max(mega.kept_shares) < 1
-    assert all(report.table_bytes < read < 3 * report.table_bytes for read in mega.read_bytes)
-    for name in (
-        "epoch_seconds",
-        "load_seconds",
-        "build_seconds",
-        "wait_seconds",
-        "draw_seconds",
-        "train_seconds",
-    ):
-        values = getattr(mega, name)
-        assert len(values) == 3
-        assert min(values) > 0, name
-    assert all(build < load for build, load in zip(mega.build_seconds, mega.load_seconds))
-    assert 0 < mega.baseline_rss_bytes <= mega.peak_rss_bytes
-    assert [path.name for path in tmp_path.iterdir()] == ["store"]
-    wanted = [
-        "generate",
-        "pack",
-        "mega: train",
-        "mega: evaluate test",
-        "memory: train",
-        "memory: evaluate test",
-    ]
-    assert [stage for stage in dict.fromkeys(stages) if stage in wanted] == wanted
-    saved = json.loads(json.dumps(report.to_json()))
-    assert saved["schema"] == "featstore.demo-mega/1"
-    assert (saved["agrees"], saved["tolerance"]) == (True, TOLERANCE)
-    assert saved["mega"]["train_seconds"] == list(mega.train_seconds)
-    text = shown(report, render_mega)
-    assert "2 an epoch, each of 8 of 16 partitions" in text
-    assert "within 5 points, as it should be" in text
-    assert "Losses are not compared" in text
-    assert f"{mega.test_accuracy:.4f}" in text
-    worse = replace(report, mega=replace(mega, test_accuracy=report.memory.test_accuracy - TOLERANCE - 0.01))
-    assert not worse.agrees
-    assert "6.0 POINTS BELOW TRAINING IN MEMORY, more than 5" in shown(worse, render_mega)
-    assert "points above training in memory" in shown(
-        replace(report, mega=replace(mega, test_accuracy=2.0)), render_mega
+@pytest.mark.parametrize(
+    ("way", "results", "expected"),
+    [
+        ("online", measured("abcd"), (4, None, True, True)),
+        ("online", measured("abxd"), (4, 2, False, True)),
+        ("rolling", measured("abc"), (4, 3, False, True)),
+        ("online", measured("abcd", weights="v"), (4, None, True, False)),
+        ("online", measured("abcd", digests=["A", "B", "C", "X"]), (4, None, False, True)),
+        ("np.memmap", measured("abc", extrapolated=True), (3, None, True, None)),
+        ("np.memmap", measured("abc"), (4, 3, False, True)),
+        ("np.memmap", measured("axc", extrapolated=True), (3, 1, False, None)),
+        ("compiled", measured("abyz", digests=["A", "B", "A", "B"]), (2, None, True, None)),
+        ("compiled", measured("axyz", digests=["A", "B", "A", "B"]), (2, 1, True, None)),
+        ("compiled", measured("abcd"), (2, None, False, None)),
+        ("partitions", measured("vwxyz"), (0, None, True, None)),
+        ("partitions", measured("vwxy"), (0, None, False, None)),
+    ],
+)
+def test_held_against_memory(way: str, results: dict[str, Any], expected: Any) -> None:
+    drawn = list("VWXYZ") if way == "partitions" else None
+    found = held_against(measured("abcd"), results, way, drawn)
+    assert isinstance(found, Way)
+    same = found.steps_compared, found.first_difference, found.rows_identical, found.weights_identical
+    assert same == expected
+
+
+@pytest.mark.usefixtures("here")
+def test_a_wrong_row_fails_the_demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In its last bit: after the packing one value of the source changes, so that the store gives another."""
+    write_npz(tmp_path / "graph.npz", tmp_path)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    real = runner._pack
+
+    def pack(graph: Any, *arguments: Any) -> float:
+        seconds = real(graph, *arguments)
+        if graph.name == "graph":
+            rows = np.load(graph.features, mmap_mode="r+")
+            rows.view(np.uint32)[graph.train_idx[0], 3] ^= 1
+            rows.flush()
+        return seconds
+
+    arguments = ["demo", "--data", str(tmp_path / "graph.npz"), "--epochs", "4", "--memory", "32MiB", "-q"]
+    arguments += ["--batch-size", "64"]
+    modes = [part for way in ("online", "partitions") for part in ("--mode", way)]
+    assert CliRunner().invoke(cli, [*arguments, *modes]).output == "", "all is well"
+    monkeypatch.setattr(runner, "_pack", pack)
+    result = CliRunner().invoke(cli, [*arguments, *modes])
+    assert result.exit_code == 1
+    # Whether so little shows in a loss depends on rounding.
+    assert "ONLINE: " in result.output
+    assert "PARTITIONS: rows that are not those of the source" in " ".join(result.output.split())
+
+
+@pytest.mark.usefixtures("here")
+def test_memmap_that_is_ended_is_extrapolated() -> None:
+    report = run(recipe=TINY, ways=["np.memmap"], memmap_seconds=0, **SMALL)
+    memory, mapped = report.ways
+    assert (memory.way, mapped.way, report.good) == ("memory", "np.memmap", True)
+    assert (list(mapped.losses), mapped.extrapolated, mapped.bounded) == ([memory.losses[0]], True, False)
+    assert (mapped.steps_compared, mapped.weights_identical) == (1, None)
+    text = shown(report)
+    assert "ended after 1 of 20 mini-batches (0 s), the rest extrapolated" in text
+    assert " first 1 " in text
+    assert f"~{mapped.epoch_seconds[0]:.2f} s" in text
+
+
+def test_a_memory_group_bounds_the_page_cache(tmp_path: Path) -> None:
+    path, limit = tmp_path / "file", 16 << 20
+    path.write_bytes(bytes(64 << 20))
+    bounds.forget(path)
+    code = (
+        "import sys, numpy as np; from pathlib import Path; from featstore_demo.bounds import join; "
+        "join(Path(sys.argv[1])); print(int(np.memmap(sys.argv[2], np.uint8, 'r').sum()))"
     )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    with bounds.memory_group(limit) as (group, why):
+        if group is None:
+            assert why
+            pytest.skip(why)
+        command = [sys.executable, "-c", code, str(group), str(path)]
+        subprocess.run(command, check=True, env=environment, timeout=100)
+        names = ("memory.max_usage_in_bytes", "memory.peak")
+        found = [(group / name).read_text() for name in names if (group / name).exists()]
+        assert all(1 << 20 < int(one) <= limit for one in found)
+    assert not group.exists()
 
 
-def test_the_command_in_mode_mega(monkeypatch: pytest.MonkeyPatch) -> None:
-    import featstore_demo
-    from click.testing import CliRunner
-    from featstore_cli.main import cli
-
-    asked: list[dict[str, Any]] = []
-    report = SimpleNamespace(agrees=True, to_json=lambda: {"schema": "featstore.demo-mega/1", "epochs": 1})
-
-    def run_fake(**options: Any) -> Any:
-        asked.append(options)
-        return report
-
-    monkeypatch.setattr(featstore_demo, "run_mega", run_fake)
-    monkeypatch.setattr(
-        featstore_demo, "render_mega", lambda given: "the report" if given is report else "another"
-    )
-
-    def call(*arguments: str) -> tuple[int, str]:
-        result = CliRunner().invoke(cli, ["demo", "--mode", "mega", *arguments])
-        return result.exit_code, result.stdout
-
-    code, out = call("--memory", "80MiB", "--seed", "3", "--json")
-    assert (code, json.loads(out)) == (0, {"schema": "featstore.demo-mega/1", "epochs": 1})
-    assert (asked[0]["memory"], asked[0]["seed"], asked[0]["engine"]) == (80 << 20, 3, None)
-    assert call() == (0, "the report\n")
-    assert "memory" not in asked[1], "the mode's own default"
-    assert call("-q") == (0, "")
-    report.agrees = False
-    assert call("-q") == (1, "the report\n")
-    assert call("--mode", "other")[0] == 2
+def test_no_memory_group_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bounds, "_ROOT", tmp_path / "none")
+    with bounds.memory_group(1 << 30) as (group, why):
+        assert group is None
+        assert "No such file or directory" in why
 
 
-def test_mega_demo_refusals(graph: Any, tmp_path: Path) -> None:
-    with pytest.raises(BudgetError, match="too small"):
-        run_mega(recipe=TINY, memory="4KiB")
-    with pytest.raises(SourceError, match="does not exist"):
-        run_mega(workdir=tmp_path / "nowhere")
-    assert [_partitions(graph, memory) for memory in (1 << 10, 1 << 23, 1 << 40)] == [60, 46, 16]
-    assert _partitions(replace(graph, indptr=np.zeros(6, np.int64)), 1 << 20) == 5
+def write_npz(path: Path, scratch: Path) -> None:
+    made = generate(scratch, TINY)
+    write_topology(made, scratch)
+    np.savez(path, features=np.load(made.features), **read_topology(scratch))
 
 
-def shown(report: DemoReport | MegaReport, how: Any = render) -> str:
-    console = Console(width=140, file=io.StringIO())
-    console.print(how(report))
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_the_command_has_all_ways(tmp_path: Path) -> None:
+    """As a user runs it, workers and all."""
+    write_npz(tmp_path / "graph.npz", tmp_path)
+    command = [
+        sys.executable, "-m", "featstore_cli", "demo", "--data", str(tmp_path / "graph.npz"), "--json",
+        "--memory", "32MiB", "--epochs", "2",
+    ]  # fmt: skip
+    (tmp_path / "tmp").mkdir()
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(tmp_path / "tmp")}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=390, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["schema"], found["good"]) == ("featstore.demo/2", True)
+    assert tuple(found["ways"]) == WAYS
+    for way in found["ways"].values():
+        assert 0 < way["baseline_rss_bytes"] <= way["peak_rss_bytes"]
+        assert way["later_epoch_seconds"] is None or way["later_epoch_seconds"] > 0
+    mapped = found["ways"]["np.memmap"]
+    with bounds.memory_group(1 << 30) as (group, _):
+        possible = group is not None
+    assert mapped["bounded"] is possible
+    assert mapped["note"].startswith("page cache and" if possible else "THE PAGE CACHE WAS NOT BOUNDED")
+    assert not any((tmp_path / "tmp").iterdir()), "nothing stays"
+
+
+def shown(report: DemoReport) -> str:
+    console = Console(width=200, file=io.StringIO())
+    console.print(render(report))
     file = console.file
     assert isinstance(file, io.StringIO)
     return file.getvalue()
 
 
-def test_npz_rows_become_float32_in_the_store(graph: Any, tmp_path: Path) -> None:
-    rows = (np.random.default_rng(1).random((3000, 9)) < 0.3) * np.arange(9, dtype=np.uint8)
-    common = {
-        key: getattr(graph, key)
-        for key in ("indptr", "indices", "labels", "train_idx", "val_idx", "test_idx")
-    }
-    np.savez(tmp_path / "graph.npz", features=rows, **common)
-    assert runner._pack(load(tmp_path / "graph.npz"), tmp_path / "store", no_progress) > 0
-    with featstore.open(tmp_path / "store") as store, store.reader(memory="16MiB") as reader:
-        assert store.tables["features"].dtype == np.float32
-        np.testing.assert_array_equal(reader.read(np.arange(3000)), rows)
-
-
 @pytest.mark.parametrize(
     ("row_values", "given", "expected"),
     [
-        (64, {}, (5, 256, (5, 4, 3))),
+        (64, {}, (2, 128, (5, 3, 2))),
         (1000, {}, (2, 64, (5, 3, 2))),
         (8415, {}, (2, 32, (4, 3, 2))),
         (64, {"epochs": 1, "batch_size": 7, "fanouts": [2, -1]}, (1, 7, (2, -1))),
@@ -398,31 +426,38 @@ def test_training_is_sized_by_the_rows(
     graph: Any, row_values: int, given: dict[str, Any], expected: Any
 ) -> None:
     options: dict[str, Any] = {"epochs": None, "batch_size": None, "fanouts": None} | given
-    big = replace(graph, feature_count=row_values, train_idx=np.arange(8000))
-    plan = runner._training_plan(big, **options, hidden=4, seed=0, evaluated_max=(4000, 8000))
+    big = replace(graph, feature_count=row_values, train_idx=np.arange(8000), test_idx=np.arange(9000))
+    plan = runner._training_plan(big, **options, hidden=4, seed=0)
     assert (plan.epochs, plan.batch_size, plan.fanouts) == expected
-    assert 250 <= plan.test_count <= 2250
+    tested = runner._tested(big, plan).test_idx
+    assert 256 <= len(tested) <= 4000
+    assert len(np.unique(tested)) == len(tested)
+
+
+def test_partitions_follow_memory(graph: Any) -> None:
+    assert [runner._partitions(graph, memory) for memory in (1 << 10, 1 << 23, 1 << 40)] == [60, 46, 16]
+    assert runner._partitions(replace(graph, indptr=np.zeros(6, np.int64)), 1 << 20) == 5
 
 
 def test_demo_refusals(graph: Any, tmp_path: Path) -> None:
-    with pytest.raises(BudgetError, match="too small"):
-        run(recipe=TINY, memory="4KiB")
+    with pytest.raises(ArgumentError, match=r"the demo knows memory, np\.memmap, .*, not 'mega'"):
+        run(ways=["mega"])
     with pytest.raises(SourceError, match="does not exist"):
         run(workdir=tmp_path / "nowhere")
     with pytest.raises(SourceError, match="at least one epoch"):
         run(recipe=TINY, epochs=0)
     with pytest.raises(ValueError, match="as a size"):
         run(memory="much")
-    unlabelled = replace(graph, val_idx=graph.val_idx[:0])
+    unlabelled = replace(graph, test_idx=graph.test_idx[:0])
     with pytest.raises(SourceError, match="each need a labelled node"):
-        runner._training_plan(unlabelled, None, None, None, 4, 0, (10, 10))
+        runner._training_plan(unlabelled, None, None, None, 4, 0)
+    (tmp_path / "store").mkdir()
+    with pytest.raises(StoreExistsError, match="would write its own store"):
+        run(workdir=tmp_path)
 
 
-def test_a_failing_worker_is_reported(graph: Any, tmp_path: Path) -> None:
-    job = Job(tiny_plan(graph), str(tmp_path / "nowhere"), str(graph.features), None, 1 << 24, None)
-    with pytest.raises(
-        FeatstoreError, match=r"(?s)training process \(memory\) ended with 1:.*nowhere/indptr\.npy"
-    ):
-        runner._in_own_process(job, tmp_path, "memory", no_progress)
-    job.write(tmp_path / "job.json")
-    assert read_job(tmp_path / "job.json") == job
+@pytest.mark.slow
+def test_a_worker_says_what_it_needs() -> None:
+    """Too little memory is known by the first of the ways, in a process of its own."""
+    with pytest.raises(FeatstoreError, match=r"online: .*(?s:.*)memory= gives all ways more"):
+        run(recipe=TINY, memory="64KiB")

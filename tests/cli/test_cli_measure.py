@@ -154,7 +154,7 @@ def test_demo(call: Call, inputs: Path, tmp_path: Path, monkeypatch: pytest.Monk
     import featstore_demo
 
     asked: list[dict[str, Any]] = []
-    report = SimpleNamespace(identical=True, to_json=lambda: {"schema": "featstore.demo/1", "steps": 1})
+    report = SimpleNamespace(good=True, to_json=lambda: {"schema": "featstore.demo/2", "steps": 1})
 
     def run(**options: Any) -> Any:
         asked.append(options)
@@ -175,14 +175,20 @@ def test_demo(call: Call, inputs: Path, tmp_path: Path, monkeypatch: pytest.Monk
             2,
             "--engine",
             "threads",
+            "--mode",
+            "rolling",
+            "--mode",
+            "np.memmap",
             "--json",
         )
     )
-    assert data == {"schema": "featstore.demo/1", "steps": 1}
+    assert data == {"schema": "featstore.demo/2", "steps": 1}
     options = {
-        k: asked[0][k] for k in ("memory", "data", "epochs", "engine", "workdir", "batch_size", "seed")
+        k: asked[0][k]
+        for k in ("ways", "memory", "data", "epochs", "engine", "workdir", "batch_size", "seed")
     }
     assert options == {
+        "ways": ("rolling", "np.memmap"),
         "memory": 5 << 20,
         "data": str(inputs / "rows.npz"),
         "epochs": 2,
@@ -193,10 +199,11 @@ def test_demo(call: Call, inputs: Path, tmp_path: Path, monkeypatch: pytest.Monk
     }
     assert call("demo").stdout == "the report\n"
     assert call("demo", "-q").stdout == ""
-    assert asked[1]["engine"] is None
+    assert (asked[1]["engine"], asked[1]["ways"], asked[1]["memory"]) == (None, (), 96 << 20)
     assert asked[1]["data"] is None
-    report.identical = False
+    report.good = False
     call("demo", "--json", code=1)
     assert call("demo", "-q", code=1).stdout == "the report\n"
     assert "does not exist" in call("demo", "--data", tmp_path / "nowhere.npz", code=2).stderr
     assert "is not in the range" in call("demo", "--epochs", 0, code=2).stderr
+    assert "is not one of" in call("demo", "--mode", "mega", code=2).stderr

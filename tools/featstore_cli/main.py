@@ -39,7 +39,7 @@ _COMMANDS = {
     "tune": "Choose threads and reads for online training here.",
     "loader-costs": "Forecast what each mode of training costs here.",
     "gc": "Remove what old or unfinished packs have left.",
-    "demo": "Train a GNN from a store and from memory, and compare.",
+    "demo": "Train a GNN in every way, from memory and from a store, and compare.",
 }
 
 _shown = warnings.showwarning

@@ -1,20 +1,8 @@
-"""Demo: what ``featstore demo`` runs. A graph is made up or loaded, packed, and a GraphSAGE trained on it
-twice: with rows from the store under a small memory budget, and with all rows in memory. Every loss must be
-the same bits in both. Or, in mode ``mega``, it is trained by mega-batches, whose losses are others, and held
-against training in memory."""
+"""Demo: what ``featstore demo`` runs. A graph is made up or loaded, packed, and a GraphSAGE trained on it in
+every way, by one loop: with all rows in memory, by np.memmap and by each mode of the store's loader within a
+small memory. Where mini-batches are the same, every loss must be the same bits."""
 
-from featstore_demo.mega import run_mega
-from featstore_demo.mega_report import MegaReport, MegaRunReport, render_mega
-from featstore_demo.report import DemoReport, RunReport, render
+from featstore_demo.report import WAYS, DemoReport, Way, render
 from featstore_demo.runner import run
 
-__all__ = [
-    "DemoReport",
-    "MegaReport",
-    "MegaRunReport",
-    "RunReport",
-    "render",
-    "render_mega",
-    "run",
-    "run_mega",
-]
+__all__ = ["WAYS", "DemoReport", "Way", "render", "run"]

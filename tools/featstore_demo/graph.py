@@ -8,12 +8,12 @@ probability ``homophily``, else any two, both picked by weight. A feature row is
 much. So a model that were given wrong neighbours' rows would show it in its accuracy. Node ids are shuffled:
 neither class nor degree can be read from an id.
 
-Rows go to a ``.npy`` file in blocks, each from its own random stream, and never stand in memory together.
+Made-up rows go to a ``.npy`` file in blocks, each from its own random stream, and never stand in memory
+together.
 """
 
 from __future__ import annotations
 
-import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,10 @@ from numpy.typing import NDArray
 
 from featstore.errors import SourceError
 
-__all__ = ["DemoGraph", "GraphRecipe", "generate", "load", "load_dense", "read_topology", "write_topology"]
+__all__ = ["DemoGraph", "GraphRecipe", "generate", "load", "read_topology", "write_topology"]
 
 _BLOCK_BYTES = 8 << 20
-_TOPOLOGY = ("indptr", "indices", "labels", "train_idx", "val_idx", "test_idx")
+_TOPOLOGY = ("indptr", "indices", "labels", "train_idx", "test_idx")
 
 
 @dataclass(frozen=True)
@@ -37,11 +37,10 @@ class GraphRecipe:
     edge_count: int = 2_000_000
     feature_count: int = 256
     class_count: int = 16
-    signal: float = 0.07
+    signal: float = 0.1
     homophily: float = 0.8
     pareto_shape: float = 1.5
-    train_share: float = 0.05
-    val_share: float = 0.05
+    train_share: float = 0.025
     seed: int = 0
 
 
@@ -50,8 +49,8 @@ class DemoGraph:
     """A graph in memory, its rows on disk.
 
     ``indptr`` int64[n + 1] and ``indices`` int32[e]: CSC of the incoming edges. ``labels`` int64[n], -1 =
-    none. ``train_idx``, ``val_idx``, ``test_idx``: int64 node ids. ``features``: path of a .npy file [n,
-    feature_count] float32, or of the .npz file that the graph came from.
+    none. ``train_idx``, ``test_idx``: int64 node ids. ``features``: path of a .npy file [n, feature_count]
+    float32.
     """
 
     name: str
@@ -59,7 +58,6 @@ class DemoGraph:
     indices: NDArray[np.int32]
     labels: NDArray[np.int64]
     train_idx: NDArray[np.int64]
-    val_idx: NDArray[np.int64]
     test_idx: NDArray[np.int64]
     features: Path
     feature_count: int
@@ -88,7 +86,6 @@ def generate(directory: Path, recipe: GraphRecipe) -> DemoGraph:
     indptr, indices = _edges(recipe, labels, rng)
     order = rng.permutation(recipe.node_count)
     train_end = round(recipe.node_count * recipe.train_share)
-    val_end = train_end + round(recipe.node_count * recipe.val_share)
     path = directory / "features.npy"
     _write_rows(path, recipe, labels)
     return DemoGraph(
@@ -97,8 +94,7 @@ def generate(directory: Path, recipe: GraphRecipe) -> DemoGraph:
         indices=indices,
         labels=labels,
         train_idx=order[:train_end],
-        val_idx=order[train_end:val_end],
-        test_idx=order[val_end:],
+        test_idx=order[train_end:],
         features=path,
         feature_count=recipe.feature_count,
     )
@@ -149,13 +145,13 @@ def _write_rows(path: Path, recipe: GraphRecipe, labels: NDArray[np.int64]) -> N
             rows.tofile(file)
 
 
-def load(path: Path) -> DemoGraph:
-    """The graph of an .npz file; its rows stay in the file.
+def load(path: Path, directory: Path) -> DemoGraph:
+    """The graph of an .npz file; its rows go to ``directory/features.npy``, as float32. Neighbours are put in
+    ascending order, as they are in a store: samplers pick them by place.
 
     Keys: ``indptr`` int64, ``indices`` int32 (CSC of incoming edges), ``features`` [n, d] or a SciPy CSR
     matrix as ``feat_data``, ``feat_indices``, ``feat_indptr``, ``feat_shape``; ``labels`` (-1 = none),
-    ``train_idx``, ``val_idx``, ``test_idx``. Raises SourceError if the file cannot be read or a key is
-    missing.
+    ``train_idx``, ``test_idx``. Raises SourceError if the file cannot be read or a key is missing.
     """
     try:
         with np.load(path, allow_pickle=False) as file:
@@ -165,65 +161,49 @@ def load(path: Path) -> DemoGraph:
                 raise SourceError(
                     f"{path} has no {', '.join(missing)}; a graph needs edges, rows, labels and a split"
                 )
-            arrays = {key: file[key] for key in _TOPOLOGY}
-            shape = file["feat_shape"] if "feat_shape" in file else _member_shape(path, "features")
+            arrays, rows = {key: file[key] for key in _TOPOLOGY}, _rows(file)
+        targets = np.repeat(np.arange(len(arrays["indptr"]) - 1), np.diff(arrays["indptr"]))
+        order = np.lexsort((arrays["indices"], targets))
     except (OSError, ValueError) as error:
         if isinstance(error, SourceError):
             raise
         raise SourceError(f"cannot read {path} as a demo graph (.npz): {error}") from error
-    nodes = len(arrays["indptr"]) - 1
-    if int(shape[0]) != nodes or len(arrays["labels"]) != nodes:
-        raise SourceError(
-            f"{path}: {nodes:,} nodes, but {int(shape[0]):,} rows and {len(arrays['labels']):,} labels"
-        )
-    labelled = {key: _labelled(arrays[key], arrays["labels"]) for key in ("train_idx", "val_idx", "test_idx")}
+    nodes, labels = len(arrays["indptr"]) - 1, arrays["labels"].astype(np.int64)
+    if len(rows) != nodes or len(labels) != nodes:
+        raise SourceError(f"{path}: {nodes:,} nodes, but {len(rows):,} rows and {len(labels):,} labels")
+    np.save(directory / "features.npy", rows)
+    train, test = (arrays[key].astype(np.int64) for key in ("train_idx", "test_idx"))
     return DemoGraph(
         name=path.stem,
         indptr=arrays["indptr"].astype(np.int64),
-        indices=arrays["indices"].astype(np.int32),
-        labels=arrays["labels"].astype(np.int64),
-        features=path,
-        feature_count=int(shape[1]),
-        **labelled,
+        indices=arrays["indices"][order].astype(np.int32),
+        labels=labels,
+        train_idx=train[labels[train] >= 0],
+        test_idx=test[labels[test] >= 0],
+        features=directory / "features.npy",
+        feature_count=rows.shape[1],
     )
 
 
-def _labelled(ids: NDArray[Any], labels: NDArray[Any]) -> NDArray[np.int64]:
-    kept: NDArray[np.int64] = ids[labels[ids] >= 0].astype(np.int64)
-    return kept
-
-
-def _member_shape(path: Path, key: str) -> tuple[int, ...]:
-    """Shape of one array of an .npz file, from its header: the array itself may be larger than memory."""
-    with zipfile.ZipFile(path) as archive, archive.open(f"{key}.npy") as member:
-        major, _ = np.lib.format.read_magic(member)
-        read = np.lib.format.read_array_header_1_0 if major == 1 else np.lib.format.read_array_header_2_0
-        return tuple(read(member)[0])
-
-
-def load_dense(path: Path) -> NDArray[np.float32]:
-    """All rows in memory, float32 [n, d]: what the comparison from memory needs, and the store is there to
-    avoid."""
+def _rows(file: Any) -> NDArray[np.float32]:
+    """All rows of an open .npz file, float32 [n, d]."""
     rows: NDArray[np.float32]
-    if path.suffix == ".npy":
-        rows = np.load(path, allow_pickle=False)
+    if "features" in file:
+        rows = file["features"].astype(np.float32)
         return rows
-    with np.load(path, allow_pickle=False) as file:
-        if "features" in file:
-            rows = file["features"].astype(np.float32)
-            return rows
-        shape, ends = tuple(file["feat_shape"]), file["feat_indptr"]
-        dense = np.zeros(shape, dtype=np.float32)
-        dense[np.repeat(np.arange(shape[0]), np.diff(ends)), file["feat_indices"]] = file["feat_data"]
-        return dense
+    rows = np.zeros(tuple(file["feat_shape"]), dtype=np.float32)
+    rows[np.repeat(np.arange(len(rows)), np.diff(file["feat_indptr"])), file["feat_indices"]] = file[
+        "feat_data"
+    ]
+    return rows
 
 
 def write_topology(graph: DemoGraph, directory: Path) -> None:
-    """Everything but the rows, as one .npy file each."""
-    for key in _TOPOLOGY:
-        np.save(directory / f"{key}.npy", getattr(graph, key))
+    """Everything but the rows."""
+    np.savez(directory / "topology.npz", **{key: getattr(graph, key) for key in _TOPOLOGY})
 
 
-def read_topology(directory: Path) -> dict[str, NDArray[Any]]:
-    """What :func:`write_topology` wrote."""
-    return {key: np.load(directory / f"{key}.npy", allow_pickle=False) for key in _TOPOLOGY}
+def read_topology(directory: Path, *names: str) -> dict[str, NDArray[Any]]:
+    """Of what :func:`write_topology` wrote the arrays of these names; all where none is named."""
+    with np.load(directory / "topology.npz", allow_pickle=False) as file:
+        return {key: file[key] for key in names or _TOPOLOGY}

@@ -1,14 +1,9 @@
-"""Demo runner: graph, pack, two training runs, report.
+"""Demo runner: graph, pack, every way to train, report.
 
 1. A graph is made up (:func:`featstore_demo.graph.generate`) or loaded from an .npz file.
-2. Its rows are packed into a store.
-3. A worker process trains from the store, under the given memory budget.
-4. A second worker trains from memory: only here does the whole table stand in memory.
-
-:mod:`featstore_demo.mega` does 2 and 3 in another way. What both need is a :class:`Comparison`, made by
-:func:`prepared`.
-
-Each worker is a process of its own, so that its peak memory can be told; see :mod:`featstore_demo.worker`.
+2. It is packed into a store.
+3. A worker process for each way trains the same model by the same loop: by the modes of the store's loader
+   within the given memory, with all rows in memory, and by np.memmap within the same memory.
 """
 
 from __future__ import annotations
@@ -19,118 +14,52 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from featstore.errors import FeatstoreError, MissingPackageError, SourceError, StoreExistsError
-from featstore.units import parse_bytes
-from featstore_demo.graph import DemoGraph, GraphRecipe, generate, load, write_topology
-from featstore_demo.report import DemoReport, RunReport
-from featstore_demo.training import TrainingPlan
-from featstore_demo.worker import Job, Progress
+import numpy as np
 
-__all__ = ["Comparison", "prepared", "run"]
+from featstore.errors import ArgumentError, FeatstoreError, SourceError, StoreExistsError
+from featstore.units import parse_bytes
+from featstore_demo.bounds import memory_group
+from featstore_demo.graph import DemoGraph, GraphRecipe, generate, load, write_topology
+from featstore_demo.report import WAYS, DemoReport, Way, held_against
+from featstore_demo.training import TrainingPlan, digest
+from featstore_demo.worker import Job, Progress, read_ids, tiny_of
+
+__all__ = ["run"]
 
 # Rows that are read for each seed cost memory and time by their bytes: (largest row, seeds, fan-outs).
-_SHAPES = ((2 << 10, 256, (5, 4, 3)), (8 << 10, 64, (5, 3, 2)), (None, 32, (4, 3, 2)))
+_SHAPES = ((2 << 10, 128, (5, 3, 2)), (8 << 10, 64, (5, 3, 2)), (None, 32, (4, 3, 2)))
 # The worker imports from where its parent does: an installed package, or a checkout.
 _START_WORKER = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[2]); "
     "from featstore_demo.worker import serve; serve(sys.argv[1])"
 )
 _PACK_MEMORY = "512MiB"
-_STEPS_WANTED = 150
-_EVALUATION_BYTES = 2 << 30
-_EVALUATED_MAX = (4000, 8000)  # nodes of the validation and of the test split
+_STEPS_WANTED = 120
+_EVALUATION_BYTES = 1 << 30
+_TESTED_MAX = 4000
+#: np.memmap is given so many seconds to train; what a whole epoch would take is extrapolated then.
+_MEMMAP_SECONDS = 6.0
+#: Partitions are so small that about this many would fill the memory (of which half is for those that are
+#: loading). Most partitions are of few classes: it takes many for a mega-batch to have its share of each,
+#: without which training suffers.
+_PARTITIONS_PER_MEMORY = 512
+_PARTITIONS_MIN = 16
+_PARTITION_NODES_MIN = 50
+#: The made-up graph is random within its classes, so that no order keeps most neighbours together; hubs make
+#: up for it.
+_HUB_SHARE = 0.05
 
 
-def run(*, memory: str | int = "32MiB", **options: Any) -> DemoReport:
-    """Pack a graph's features, train from the store and from memory with the same seeds, and compare.
-
-    ``memory``: the reader's budget (bytes, or text such as ``"120MiB"``). The options are those of
-    :func:`prepared`.
-
-    Raises SourceError for a graph that cannot be used, StoreExistsError, BudgetError for too small a
-    budget, ImportError where PyTorch or PyG is missing, FeatstoreError if a training process fails.
-    """
-    with prepared(memory, _EVALUATED_MAX, **options) as demo:
-        pack_seconds = demo.pack()
-        _probe(demo)
-        from_store, from_memory = demo.train("store")
-        return DemoReport(store=RunReport.of(from_store), **demo.facts(pack_seconds, from_memory))
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """What a demo of either mode works on, and the steps that both take. ``began``: by
-    :func:`time.perf_counter`."""
-
-    graph: DemoGraph
-    generate_seconds: float
-    plan: TrainingPlan
-    memory_bytes: int
-    engine: str | None
-    scratch: Path
-    store_path: Path
-    tell: Progress
-    began: float
-
-    def budget(self) -> dict[str, Any]:
-        """The options that a reader and a loader of mega-batches share."""
-        return {"memory": self.memory_bytes} | ({} if self.engine is None else {"engine": self.engine})
-
-    def pack(self, **more: Any) -> float:
-        """Pack the graph; returns the seconds. ``more``: options of :func:`featstore.pack`."""
-        return _pack(self.graph, self.store_path, self.tell, **more)
-
-    def train(self, name: str, mega: dict[str, Any] | None = None) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What the workers found that trained from the store, which goes by ``name``, and from memory.
-        ``mega``: see Job."""
-        features, store = str(self.graph.features.absolute()), str(self.store_path)
-        job = Job(self.plan, str(self.scratch), features, store, self.memory_bytes, self.engine, mega)
-        from_store = _in_own_process(job, self.scratch, name, self.tell)
-        return from_store, _in_own_process(
-            replace(job, store=None, mega=None), self.scratch, "memory", self.tell
-        )
-
-    def facts(self, pack_seconds: float, from_memory: dict[str, Any]) -> dict[str, Any]:
-        """The fields of :class:`featstore_demo.report.Facts`, at the end of the demo."""
-        graph, plan = self.graph, self.plan
-        return {
-            "graph": graph.name,
-            "node_count": graph.node_count,
-            "edge_count": len(graph.indices),
-            "class_count": graph.class_count,
-            "row_bytes": graph.row_bytes,
-            "table_bytes": graph.row_bytes * graph.node_count,
-            "memory_bytes": self.memory_bytes,
-            "epochs": plan.epochs,
-            "batch_size": plan.batch_size,
-            "fanouts": plan.fanouts,
-            "hidden": plan.hidden,
-            "seed": plan.seed,
-            "generate_seconds": self.generate_seconds,
-            "pack_seconds": pack_seconds,
-            "store_bytes": sum(path.stat().st_size for path in self.store_path.rglob("*") if path.is_file()),
-            "store_path": None if self.store_path.parent == self.scratch else str(self.store_path),
-            "memory": RunReport.of(from_memory),
-            "mlp_test_accuracy": from_memory["mlp_test_accuracy"],
-            "val_count": plan.val_count,
-            "val_total": len(graph.val_idx),
-            "test_count": plan.test_count,
-            "test_total": len(graph.test_idx),
-            "seconds": time.perf_counter() - self.began,
-        }
-
-
-@contextmanager
-def prepared(
-    memory: str | int,
-    evaluated_max: tuple[int, int],
+def run(
     *,
+    ways: Sequence[str] = (),
+    memory: str | int = "96MiB",
     data: str | os.PathLike[str] | None = None,
     workdir: str | os.PathLike[str] | None = None,
     epochs: int | None = None,
@@ -140,18 +69,35 @@ def prepared(
     seed: int = 0,
     engine: str | None = None,
     recipe: GraphRecipe | None = None,
+    memmap_seconds: float = _MEMMAP_SECONDS,
     progress: Progress | None = None,
-) -> Iterator[Comparison]:
-    """Everything before the packing.
+) -> DemoReport:
+    """Pack a graph, train a model on it in several ways with the same seeds, and compare.
 
-    ``evaluated_max``: at most so many nodes of the validation and of the test split are evaluated. ``data``:
-    an .npz file (:func:`featstore_demo.graph.load` names the keys), else a graph is made up by ``recipe``.
-    ``workdir``: an existing directory in which the store is kept as ``store``, which must not be there yet;
-    else all goes to a temporary one, which is removed. ``epochs``, ``batch_size`` and ``fanouts`` (one number
-    a layer) follow from the graph and its row size where not given. ``engine``: name of the I/O engine, else
-    the reader picks. ``progress(stage, done, total)`` is called as things go on.
+    Args:
+        ways: of :data:`featstore_demo.report.WAYS`; all where none is named. Memory, which the others are
+            held against, always is among them.
+        memory: of the loader in each mode, and of np.memmap, bytes or a size.
+        data: an .npz file (:func:`featstore_demo.graph.load` names the keys), else a graph is made up by
+            ``recipe``.
+        workdir: an existing directory in which the store is kept as ``store``, which must not be there yet;
+            else all goes to a temporary one, which is removed.
+        epochs, batch_size, fanouts: (one number a layer) follow from the graph and its row size where not
+            given.
+        engine: name of the I/O engine, else the loaders pick.
+        memmap_seconds: np.memmap ends after so many seconds of training.
+        progress: ``progress(stage, done, total)`` is called as things go on.
+
+    Raises ArgumentError for a way that there is not, SourceError for a graph that cannot be used,
+    StoreExistsError, ImportError where PyTorch is missing, FeatstoreError if a way fails (too little memory,
+    for example).
     """
-    _need_packages()
+    from featstore.arguments import need_torch
+
+    need_torch("the demo")
+    for way in ways:
+        if way not in WAYS:
+            raise ArgumentError(f"the demo knows {', '.join(WAYS)}, not {way!r}")
     memory_bytes = parse_bytes(memory)
     tell = progress if progress is not None else _no_progress
     began = time.perf_counter()
@@ -163,23 +109,40 @@ def prepared(
                 f"{store_path} exists, and the demo would write its own store there: move it away, or give "
                 "another directory"
             )
-        graph, generate_seconds = _prepare(data, recipe, seed, scratch, tell)
-        plan = _training_plan(graph, epochs, batch_size, fanouts, hidden, seed, evaluated_max)
-        yield Comparison(
-            graph, generate_seconds, plan, memory_bytes, engine, scratch, store_path, tell, began
+        graph, generate_seconds = _graph(data, recipe or GraphRecipe(seed=seed), scratch, tell)
+        plan = _training_plan(graph, epochs, batch_size, fanouts, hidden, seed)
+        test_total, graph = len(graph.test_idx), _tested(graph, plan)
+        write_topology(graph, scratch)
+        pack_seconds = _pack(graph, store_path, _partitions(graph, memory_bytes), seed, tell)
+        job = Job(plan, "memory", str(scratch), str(store_path), memory_bytes, engine)
+        _make_tiny(job)
+        trained = _Ways(job, graph, tell).train(ways or WAYS, memmap_seconds)
+        return DemoReport(
+            graph=graph.name,
+            node_count=graph.node_count,
+            edge_count=len(graph.indices),
+            class_count=graph.class_count,
+            row_bytes=graph.row_bytes,
+            table_bytes=graph.row_bytes * graph.node_count,
+            memory_bytes=memory_bytes,
+            epochs=plan.epochs,
+            batch_size=plan.batch_size,
+            fanouts=plan.fanouts,
+            hidden=hidden,
+            seed=seed,
+            generate_seconds=generate_seconds,
+            pack_seconds=pack_seconds,
+            store_bytes=sum(path.stat().st_size for path in store_path.rglob("*") if path.is_file()),
+            store_path=None if workdir is None else str(store_path),
+            test_count=len(graph.test_idx),
+            test_total=test_total,
+            seconds=time.perf_counter() - began,
+            ways=trained,
         )
 
 
 def _no_progress(stage: str, done: int, total: int) -> None:
     """Nobody watches."""
-
-
-def _need_packages() -> None:
-    from importlib.util import find_spec
-
-    missing = [name for name in ("torch", "torch_geometric") if find_spec(name) is None]
-    if missing:
-        raise MissingPackageError(f"the demo needs {' and '.join(missing)}: pip install 'featstore[demo]'")
 
 
 def _parent(workdir: str | os.PathLike[str] | None) -> str | None:
@@ -190,20 +153,17 @@ def _parent(workdir: str | os.PathLike[str] | None) -> str | None:
     return os.fspath(workdir)
 
 
-def _prepare(
-    data: str | os.PathLike[str] | None, recipe: GraphRecipe | None, seed: int, scratch: Path, tell: Progress
+def _graph(
+    data: str | os.PathLike[str] | None, recipe: GraphRecipe, scratch: Path, tell: Progress
 ) -> tuple[DemoGraph, float]:
     """The graph, and the seconds that making it up took (0 if it was loaded)."""
     if data is not None:
-        graph, seconds = load(Path(data)), 0.0
-    else:
-        tell("generate", 0, 1)
-        began = time.perf_counter()
-        graph = generate(scratch, recipe if recipe is not None else GraphRecipe(seed=seed))
-        seconds = time.perf_counter() - began
-        tell("generate", 1, 1)
-    write_topology(graph, scratch)
-    return graph, seconds
+        return load(Path(data), scratch), 0.0
+    tell("generate", 0, 1)
+    began = time.perf_counter()
+    graph = generate(scratch, recipe)
+    tell("generate", 1, 1)
+    return graph, time.perf_counter() - began
 
 
 def _training_plan(
@@ -213,7 +173,6 @@ def _training_plan(
     fanouts: Sequence[int] | None,
     hidden: int,
     seed: int,
-    evaluated_max: tuple[int, int],
 ) -> TrainingPlan:
     """What is trained, sized by the rows: about the same number of steps, and of bytes per step, for any
     graph."""
@@ -222,33 +181,32 @@ def _training_plan(
     fanouts = shape[2] if fanouts is None else tuple(fanouts)
     if batch_size < 1 or not fanouts or (epochs is not None and epochs < 1):
         raise SourceError("the demo needs at least one epoch, one seed a mini-batch and one fan-out")
-    if not (len(graph.train_idx) and len(graph.val_idx) and len(graph.test_idx)):
-        raise SourceError(f"{graph.name}: the training, validation and test split each need a labelled node")
+    if not (len(graph.train_idx) and len(graph.test_idx)):
+        raise SourceError(f"{graph.name}: the training and the test split each need a labelled node")
     if epochs is None:
         steps = -(-len(graph.train_idx) // batch_size)
         epochs = min(10, max(2, round(_STEPS_WANTED / steps)))
+    return TrainingPlan(epochs, batch_size, fanouts, hidden, seed, graph.class_count, graph.feature_count)
+
+
+def _tested(graph: DemoGraph, plan: TrainingPlan) -> DemoGraph:
+    """The graph with only so many test nodes as are tested. A split may be sorted (by year, by class): they
+    are drawn, not cut off."""
     rows_per_seed = 1
-    for fanout in reversed(fanouts):
+    for fanout in reversed(plan.fanouts):
         rows_per_seed = 1 + (fanout if fanout > 0 else 10) * rows_per_seed
-    nodes = max(256, _EVALUATION_BYTES // (rows_per_seed * graph.row_bytes))
-    return TrainingPlan(
-        epochs=epochs,
-        batch_size=batch_size,
-        fanouts=fanouts,
-        hidden=hidden,
-        seed=seed,
-        class_count=graph.class_count,
-        feature_count=graph.feature_count,
-        val_count=min(len(graph.val_idx), nodes // 3, evaluated_max[0]),
-        test_count=min(len(graph.test_idx), nodes, evaluated_max[1]),
-    )
+    count = min(_TESTED_MAX, max(256, _EVALUATION_BYTES // (rows_per_seed * graph.row_bytes)))
+    drawn = np.random.default_rng(plan.seed).permutation(graph.test_idx)[:count]
+    return replace(graph, test_idx=drawn)
 
 
-def _pack(graph: DemoGraph, path: Path, tell: Progress, **more: Any) -> float:
-    """Pack the rows and labels as float32; returns the seconds. ``more``: options of
-    :func:`featstore.pack`."""
-    import numpy as np
+def _partitions(graph: DemoGraph, memory_bytes: int) -> int:
+    wanted = _PARTITIONS_PER_MEMORY * graph.row_bytes * graph.node_count // memory_bytes
+    return max(min(_PARTITIONS_MIN, graph.node_count), min(wanted, graph.node_count // _PARTITION_NODES_MIN))
 
+
+def _pack(graph: DemoGraph, path: Path, partitions: int, seed: int, tell: Progress) -> float:
+    """Pack rows and topology; returns the seconds."""
     import featstore
 
     def progress(step: Any) -> None:
@@ -256,40 +214,88 @@ def _pack(graph: DemoGraph, path: Path, tell: Progress, **more: Any) -> float:
         tell("pack", step.done_bytes if counted else 0, step.total_bytes or 0)
 
     began = time.perf_counter()
-    arrays = {"labels": graph.labels, "train_idx": graph.train_idx}
-    options: dict[str, Any] = {
-        "arrays": arrays,
-        "memory": _PACK_MEMORY,
-        "progress": progress,
-    } | more
-    if graph.features.suffix == ".npy":
-        packed = featstore.pack(path, graph.features, graph=(graph.indptr, graph.indices), **options)
-    else:
-        with np.load(graph.features) as archive:
-            # else the only SciPy matrix in it
-            options |= {"key": "features"} if "features" in archive else {}
-        packed = featstore.pack(path, graph.features, graph=graph.features, dtype="float32", **options)
-    packed.close()
+    featstore.pack(
+        path, graph.features, graph=(graph.indptr, graph.indices), topology=True, partitions=partitions,
+        hubs=_HUB_SHARE, seed=seed, memory=_PACK_MEMORY, progress=progress,
+    ).close()  # fmt: skip
     return time.perf_counter() - began
 
 
-def _probe(demo: Comparison) -> None:
-    """Open a reader here first: a budget or engine that cannot be is an error of its own kind, before any
-    worker starts."""
-    import featstore
+def _make_tiny(job: Job) -> None:
+    """The tiny graph on which workers begin."""
+    tiny = tiny_of(job)
+    directory = Path(tiny.directory)
+    directory.mkdir()
+    recipe = GraphRecipe(600, 6000, job.plan.feature_count, job.plan.class_count, train_share=0.2)
+    graph = generate(directory, recipe)
+    write_topology(graph, directory)
+    _pack(graph, Path(tiny.store), _PARTITIONS_MIN, 0, _no_progress)
 
-    with featstore.open(demo.store_path) as store, store.reader(static="degree", **demo.budget()) as reader:
-        reader.read(demo.graph.train_idx[:8])
+
+@dataclass(frozen=True)
+class _Ways:
+    """Trains in every way. ``job``: that of training in memory."""
+
+    job: Job
+    graph: DemoGraph
+    tell: Progress
+
+    def train(self, wanted: Sequence[str], memmap_seconds: float) -> tuple[Way, ...]:
+        """The ways wanted, and memory, in the order of :data:`WAYS`."""
+        found: dict[str, Any] = {}
+        # Modes first: what they refuse, too little memory, is known soon.
+        for way in (way for way in WAYS[2:] if way in wanted):
+            other = way in ("compiled", "partitions")  # mini-batches, and so another model
+            found[way] = self._done(way, evaluate=other, keep_ids=way == "partitions")
+        memory = found["memory"] = self._done("memory", evaluate=True)
+        if "np.memmap" in wanted:
+            found["np.memmap"] = self._memmap(memory, memmap_seconds)
+        rows = np.load(self.graph.features, mmap_mode="r", allow_pickle=False)
+        return tuple(
+            held_against(memory, found[way], way, self._drawn(found[way], rows, way))
+            for way in WAYS
+            if way in found
+        )
+
+    def _memmap(self, memory: dict[str, Any], seconds: float) -> dict[str, Any]:
+        """np.memmap, in a memory cgroup where there can be one: for rows it has the same memory as the modes,
+        and for training what that took in memory."""
+        taken = memory["peak_rss_bytes"] - memory["baseline_rss_bytes"]
+        training = max(0, taken - self.graph.row_bytes * self.graph.node_count)
+        with ExitStack() as stack:
+            group, why = stack.enter_context(memory_group(self.job.memory_bytes + training))
+            results = self._done(
+                "np.memmap", group=None if group is None else str(group), seconds_max=seconds
+            )
+        note = "page cache and training within the same memory, by a cgroup"
+        if group is None:
+            note = f"THE PAGE CACHE WAS NOT BOUNDED: {why}"
+        if results["extrapolated"]:
+            steps = f"{len(results['losses']):,} of {len(memory['losses']):,}"
+            note += f"; ended after {steps} mini-batches ({seconds:g} s), the rest extrapolated"
+        return results | {"note": note, "bounded": group is not None}
+
+    def _drawn(self, results: dict[str, Any], rows: Any, way: str) -> list[str] | None:
+        """Of mini-batches that memory does not have, the digests of the source's rows."""
+        if way != "partitions":
+            return None
+        ids = read_ids(replace(self.job, way=way), results["row_counts"])
+        return [digest(rows[nodes].view(np.ndarray)) for nodes in ids]
+
+    def _done(self, way: str, **more: Any) -> dict[str, Any]:
+        """What the worker of a way found."""
+        return _in_own_process(replace(self.job, way=way, **more), self.tell)
 
 
-def _in_own_process(job: Job, scratch: Path, name: str, tell: Progress) -> dict[str, Any]:
+def _in_own_process(job: Job, tell: Progress) -> dict[str, Any]:
     """Run a worker, pass its progress on, and return its results."""
+    name, scratch = job.way, Path(job.directory)
     path = scratch / f"{name}.json"
     job.write(path)
     search = json.dumps([os.path.abspath(part) for part in sys.path])
-    results = None
-    # PyG writes modules into the directory for temporary files, and leaves them there.
-    environment = os.environ | {"TMPDIR": str(scratch)}
+    results = message = None
+    # In all ways: PyTorch's threads that wait for each other leave the cores to whoever reads.
+    environment = os.environ | {"OMP_WAIT_POLICY": "passive"}
     with (scratch / f"{name}.stderr").open("w+") as errors:
         command = [sys.executable, "-P", "-c", _START_WORKER, str(path), search]
         with subprocess.Popen(
@@ -299,13 +305,17 @@ def _in_own_process(job: Job, scratch: Path, name: str, tell: Progress) -> dict[
             try:
                 for text in process.stdout:
                     event = json.loads(text)
-                    if event["event"] == "done":
-                        results = event["results"]
-                    else:
+                    if event["event"] == "progress":
                         tell(f"{name}: {event['stage']}", event["done"], event["total"])
+                    else:
+                        results, message = event.get("results"), event.get("message")
             except BaseException:
                 process.kill()
                 raise
+        if message is not None:
+            raise FeatstoreError(
+                f"{name}: {message} (memory= gives all ways more; ways= leaves this one out)"
+            )
         if process.returncode != 0 or results is None:
             errors.seek(0)
             tail = "".join(errors.readlines()[-15:]).strip()

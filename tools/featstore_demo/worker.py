@@ -1,13 +1,8 @@
-"""Demo worker: one training run in a process of its own, so that its peak memory is its own.
+"""Demo worker: one way to train in a process of its own, so that its peak memory is its own.
 
 :func:`serve` reads a job, trains, and writes one JSON object a line on stdout: ``progress`` events as it
-goes, and ``done`` with the results at the end. What libraries print goes to stderr. The parent is
-:mod:`featstore_demo.runner`.
-
-``baseline_rss_bytes`` is what the process held before it touched the first feature row (Python, PyTorch, PyG,
-the topology), ``peak_rss_bytes`` the most it ever held (``VmHWM`` of the Linux kernel). A run by mega-batches
-loads the topology only after the training, to evaluate: there ``peak_rss_bytes`` is that of the training,
-graph included.
+goes, and at the end ``done`` with the results, or ``error``. What libraries print goes to stderr. The parent
+is :mod:`featstore_demo.runner`.
 """
 
 from __future__ import annotations
@@ -16,41 +11,50 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from featstore_demo.graph import load_dense, read_topology
-from featstore_demo.training import (
-    MemoryRows,
-    Outcome,
-    StoreRows,
-    TrainingPlan,
-    evaluate,
-    mlp_accuracy,
-    train,
-    train_mega,
-)
+import numpy as np
 
-__all__ = ["Job", "perform", "read_job", "serve"]
+from featstore.errors import FeatstoreError
+from featstore_demo.bounds import advise_random, forget, join
+from featstore_demo.graph import read_topology
+from featstore_demo.training import ArrayLoader, TrainingPlan, accuracy, digest, train, weights_digest
+
+__all__ = ["Job", "perform", "read_ids", "read_job", "serve", "tiny_of"]
 
 Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
 class Job:
-    """What a worker is to do. ``store``: path of the store, or None to train from memory; ``features``: the
-    rows' file. ``mega``: train by mega-batches, with these options of the loader; None for mini-batches of
-    the whole graph."""
+    """What a worker is to do, all of it plain data.
+
+    Attributes:
+        way: ``"memory"``, ``"np.memmap"``, or a mode of the store's loader.
+        directory: where the topology and ``features.npy`` are, and where node ids go.
+        store: path of the store.
+        memory_bytes: of the loader.
+        engine: of the loader; None for what it takes by itself.
+        evaluate: measure the test accuracy as well.
+        keep_ids: write down the node ids of all mini-batches, see :func:`read_ids`.
+        group: the memory cgroup to join before the first row.
+        seconds_max: of np.memmap: after so many seconds it ends.
+    """
 
     plan: TrainingPlan
+    way: str
     directory: str
-    features: str
-    store: str | None
+    store: str
     memory_bytes: int
-    engine: str | None
-    mega: dict[str, Any] | None = None
+    engine: str | None = None
+    evaluate: bool = False
+    keep_ids: bool = False
+    group: str | None = None
+    seconds_max: float = float("inf")
 
     def write(self, path: Path) -> None:
         """Save for :func:`read_job`."""
@@ -69,112 +73,149 @@ def serve(path: str) -> None:
     with os.fdopen(os.dup(1), "w") as channel:
         os.dup2(2, 1)
 
-        def tell(event: dict[str, Any]) -> None:
+        def tell(**event: Any) -> None:
             print(json.dumps(event), file=channel, flush=True)
 
         def progress(stage: str, done: int, total: int) -> None:
-            tell({"event": "progress", "stage": stage, "done": done, "total": total})
+            tell(event="progress", stage=stage, done=done, total=total)
 
-        tell({"event": "done", "results": perform(read_job(Path(path)), progress)})
+        try:
+            tell(event="done", results=perform(read_job(Path(path)), progress))
+        except FeatstoreError as error:
+            tell(event="error", message=str(error))
 
 
 def perform(job: Job, progress: Progress) -> dict[str, Any]:
-    """Run a job; returns the results as JSON types."""
-    if job.store is not None and job.mega is not None:
-        return _by_mega_batches(job, job.store, job.mega, progress)
-    topology = read_topology(Path(job.directory))
-    _warm_up(job, topology)
-    baseline = _status_bytes("VmRSS")
-    if job.store is None:
-        results = _from_memory(job, topology, progress)
-    else:
-        results = _from_store(job, job.store, topology, progress)
-    return results | {"baseline_rss_bytes": baseline}
+    """Train in the job's way; returns what was measured, as JSON types: the fields of
+    :class:`featstore_demo.report.Way` that are no comparison."""
+    run = _from_array if job.way in ("memory", "np.memmap") else _from_store
+    # Once on a tiny graph: what Python, PyTorch and compiled kernels take is there before it counts.
+    tiny = tiny_of(job)
+    run(tiny, _Measured(tiny, lambda stage, done, total: None))
+    return run(job, _Measured(job, progress))
 
 
-def _warm_up(job: Job, topology: dict[str, Any]) -> None:
-    """Load what both runs need, so that the baseline holds it."""
-    import torch_geometric.loader
-    import torch_geometric.nn  # noqa: F401
-
-    from featstore.sampling.neighbors import NeighborSampler
-
-    NeighborSampler(topology["indptr"], topology["indices"], job.plan.fanouts).sample(
-        topology["train_idx"][:2]
-    )
+def tiny_of(job: Job) -> Job:
+    """The same way on the tiny graph beside the job's own."""
+    directory = Path(job.directory) / "tiny"
+    plan = replace(job.plan, epochs=1)
+    return Job(plan, job.way, str(directory), str(directory / "store"), job.memory_bytes, job.engine)
 
 
-def _from_store(job: Job, path: str, topology: dict[str, Any], progress: Progress) -> dict[str, Any]:
+def _from_array(job: Job, measured: _Measured) -> dict[str, Any]:
+    plan, graph = job.plan, read_topology(Path(job.directory))
+    path, mapped = Path(job.directory) / "features.npy", job.way == "np.memmap"
+    if mapped:
+        forget(path)
+    with measured.training():
+        if job.group is not None:
+            join(Path(job.group))
+        rows = np.load(path, mmap_mode="r" if mapped else None, allow_pickle=False)
+        if mapped:
+            advise_random(rows)
+        batches = ArrayLoader(plan, graph, rows, graph["train_idx"], job.seconds_max)
+        measured.train(batches, graph["labels"])
+    steps, per_epoch = measured.epoch_steps[-1], len(batches)
+    if steps < per_epoch:  # it was ended in the middle of an epoch
+        measured.epoch_seconds[-1] *= per_epoch / steps
+    results = measured.results() | {"extrapolated": len(measured.losses) < plan.epochs * per_epoch}
+    if job.evaluate:
+        found = ArrayLoader(plan, graph, rows, graph["test_idx"])
+        results["test_accuracy"] = accuracy(measured.model, found, graph["labels"])
+    return results
+
+
+def _from_store(job: Job, measured: _Measured) -> dict[str, Any]:
     import featstore
 
+    plan, graph = job.plan, read_topology(Path(job.directory), "labels", "train_idx", "test_idx")
     options: dict[str, Any] = {} if job.engine is None else {"engine": job.engine}
-    with (
-        featstore.open(path) as store,
-        store.reader(memory=job.memory_bytes, static="degree", **options) as reader,
-    ):
-        labels = store.arrays["labels"]
-        began = time.perf_counter()
-        outcome = train(job.plan, topology | {"labels": labels}, StoreRows(reader), progress)
-        seconds = time.perf_counter() - began
-        about = {"access_because": reader.access_because, "memory": reader.memory()}
-        io = reader.stats().to_dict() | about
-    return _results(outcome, seconds) | {"io": io, "load_seconds": 0.0}
+    options |= {"fanouts": plan.fanouts, "batch_size": plan.batch_size, "seed": plan.seed, "tensors": True}
+    options |= {"memory": job.memory_bytes}
+    of_mode: dict[str, Any] = {"name": "demo"} if job.way in ("compiled", "rolling") else {}
+    with featstore.open(job.store) as store:
+        with (
+            measured.training(),
+            store.loader(seeds=graph["train_idx"], mode=job.way, **options, **of_mode) as batches,
+        ):
+            measured.train(batches, graph["labels"])
+            report = batches.report().to_dict()
+        results = measured.results() | {"report": report}
+        if job.evaluate:
+            with store.loader(seeds=graph["test_idx"], mode="online", **options) as batches:
+                results["test_accuracy"] = accuracy(measured.model, batches, graph["labels"])
+    return results
 
 
-def _by_mega_batches(job: Job, path: str, mega: dict[str, Any], progress: Progress) -> dict[str, Any]:
-    """Rows, graph and training nodes come from the store; only the evaluation takes the topology into
-    memory."""
-    import torch_geometric.loader
-    import torch_geometric.nn  # noqa: F401
+class _Measured:
+    """What is measured of a training run, as it goes."""
 
-    import featstore
-    from featstore.loaders.mega.loader import PartitionsLoader
+    def __init__(self, job: Job, progress: Progress) -> None:
+        self._job, self._progress = job, progress
+        self.losses: list[str] = []
+        self.digests: list[str] = []
+        self.row_counts: list[int] = []
+        self.epoch_steps: list[int] = []
+        self.epoch_seconds: list[float] = []
+        self._ids = _ids_path(job).open("wb") if job.keep_ids else None
 
-    engine: dict[str, Any] = {} if job.engine is None else {"engine": job.engine}
-    options: dict[str, Any] = (
-        {
-            "memory": job.memory_bytes, "seed": job.plan.seed, "train": "train_idx", "tensors": True,
-            "batch_size": job.plan.batch_size,
-        } | engine | mega
-    )  # fmt: skip
-    with featstore.open(path) as store:
-        labels = store.arrays["labels"]
-        baseline = _status_bytes("VmRSS")
-        began = time.perf_counter()
-        with PartitionsLoader(store, job.plan.fanouts, **options) as loader:
-            model, outcome = train_mega(job.plan, labels, loader, progress)
-            sets = loader.sets
-            io = sets.stats().to_dict() | {
-                "access_because": sets.access_because, "memory": sets.memory(),
-                "partitions": sets.partitions, "resident": sets.resident, "mega_batches": sets.steps,
-                "hubs": len(sets.hub_rows),
-            }  # fmt: skip
-        results = {"seconds": time.perf_counter() - began, "peak_rss_bytes": _status_bytes("VmHWM")}
-        topology = read_topology(Path(job.directory)) | {"labels": labels}
-        with store.reader(memory=job.memory_bytes, static="degree", **engine) as reader:
-            evaluate(model, job.plan, topology, StoreRows(reader), outcome, progress)
-    return asdict(outcome) | results | {"io": io, "baseline_rss_bytes": baseline}
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """All of it, from before the first row."""
+        self._baseline, self._read, self._began = _status_bytes("VmRSS"), _read_bytes(), time.perf_counter()
+        try:
+            yield
+        finally:
+            if self._ids is not None:
+                self._ids.close()
+
+    def train(self, batches: Any, labels: Any) -> None:
+        """Train, on what is ready by now."""
+        now = time.perf_counter()
+        self._prepare_seconds, self._began = now - self._began, now
+        self.model = train(self._job.plan, batches, labels, self._step, self._epoch)
+        read = _read_bytes()
+        self._results = {
+            "prepare_seconds": self._prepare_seconds,
+            "read_bytes": None if read is None or self._read is None else read - self._read,
+            "baseline_rss_bytes": self._baseline,
+            "peak_rss_bytes": _status_bytes("VmHWM"),
+            "weights": weights_digest(self.model),
+        }
+
+    def _step(self, batch: Any, loss: float) -> None:
+        self.losses.append(loss.hex())
+        self.digests.append(digest(batch.x.numpy()))
+        self.row_counts.append(len(batch.x))
+        if self._ids is not None:
+            np.asarray(batch.n_id, dtype=np.int64).tofile(self._ids)
+        plan = self._job.plan
+        self._progress("train", 1 + len(self.epoch_steps), plan.epochs)
+
+    def _epoch(self) -> None:
+        now, steps = time.perf_counter(), len(self.losses) - sum(self.epoch_steps)
+        if steps:
+            self.epoch_steps.append(steps)
+            self.epoch_seconds.append(now - self._began)
+        self._began = now
+
+    def results(self) -> dict[str, Any]:
+        """As JSON types."""
+        return self._results | {
+            "losses": self.losses, "digests": self.digests, "row_counts": self.row_counts,
+            "epoch_steps": self.epoch_steps, "epoch_seconds": self.epoch_seconds,
+        }  # fmt: skip
 
 
-def _from_memory(job: Job, topology: dict[str, Any], progress: Progress) -> dict[str, Any]:
-    began = time.perf_counter()
-    features = load_dense(Path(job.features))
-    load_seconds = time.perf_counter() - began
-    outcome = train(job.plan, topology, MemoryRows(features), progress)
-    results = _results(outcome, time.perf_counter() - began - load_seconds)
-    began = time.perf_counter()
-    mlp = mlp_accuracy(job.plan, topology, features)
-    mlp_seconds = time.perf_counter() - began
-    return results | {
-        "io": {},
-        "load_seconds": load_seconds,
-        "mlp_test_accuracy": mlp,
-        "mlp_seconds": mlp_seconds,
-    }
+def read_ids(job: Job, row_counts: list[int]) -> Iterator[Any]:
+    """The node ids that a worker wrote down, mini-batch by mini-batch."""
+    with _ids_path(job).open("rb") as file:
+        for count in row_counts:
+            yield np.fromfile(file, np.int64, count)
 
 
-def _results(outcome: Outcome, seconds: float) -> dict[str, Any]:
-    return asdict(outcome) | {"seconds": seconds, "peak_rss_bytes": _status_bytes("VmHWM")}
+def _ids_path(job: Job) -> Path:
+    return Path(job.directory) / f"{job.way}.ids"
 
 
 def _status_bytes(field: str) -> int:
@@ -182,3 +223,13 @@ def _status_bytes(field: str) -> int:
     found = re.search(rf"^{field}:\s+(\d+) kB$", Path("/proc/self/status").read_text(), re.MULTILINE)
     assert found is not None, f"/proc/self/status has no {field}"
     return 1024 * int(found.group(1))
+
+
+def _read_bytes() -> int | None:
+    """What this process has had read from disks, by the kernel's account; None where there is none."""
+    try:
+        text = Path("/proc/self/io").read_text()
+    except OSError:
+        return None
+    found = re.search(r"^read_bytes: (\d+)$", text, re.MULTILINE)
+    return None if found is None else int(found.group(1))
