@@ -55,7 +55,7 @@ DATA_BYTES_MIN = 512 * 2**20
 CALIBRATION_ROUNDS = 5
 #: Of the two stores that are packed to see what writing costs.
 WRITTEN_BYTES = (16 * 2**20, 144 * 2**20)
-_WRITE_ROUNDS = 3
+WRITE_ROUNDS = 3
 SECONDS = 6.0
 #: Longest gaps tried on the dense pattern, in pages; and its size.
 GAPS = (2, 3, 4, 6, 8)
@@ -211,7 +211,8 @@ def measure(
             bench.close()
         model = fit_model(samples, gaps)
         model = _with_request_seconds(model, store, table, choice.name, seconds * 0.1)
-        model = msgspec.structs.replace(model, write_byte_seconds=_write_byte_seconds(store.path.parent))
+        beside = store.path.parent.parent if temporary else store.path.parent
+        model = msgspec.structs.replace(model, write_byte_seconds=_write_byte_seconds(beside))
         tell("measure", 1, 1)
         key = device_key(store.path, choice.name, bench.access)
         return Calibration(
@@ -308,7 +309,7 @@ def _write_byte_seconds(directory: Path) -> float | None:
     if not os.access(directory, os.W_OK | os.X_OK) or free_bytes(directory) < 2 * max(WRITTEN_BYTES):
         return None
     times: dict[int, list[float]] = {size: [] for size in WRITTEN_BYTES}
-    for _ in range(_WRITE_ROUNDS):
+    for _ in range(WRITE_ROUNDS):
         for size in WRITTEN_BYTES:
             with scratch_store(real_path(directory)) as scratch:
                 begin = time.perf_counter()

@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from featstore.arguments import (
     as_choice,
     as_count,
+    as_flag,
     as_sequence,
     check_options,
     known_name,
@@ -225,6 +226,7 @@ class FeatureBuffer(Claims):
         """
         self._check_open()
         number = layout.POLICIES[as_choice(policy, "policy", layout.POLICIES)]
+        wait = as_flag(wait, "wait")
         with self._awaited() as wake:
             while not self._run(self._switch_now, number, wait):
                 self._wait(wake, None, "reads to end")

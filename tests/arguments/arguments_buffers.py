@@ -5,6 +5,7 @@ from __future__ import annotations
 from arguments_calls import BATCHES, POLICY_NAME, Call, bad_at, bad_out
 from arguments_wrong import (
     DEVICE,
+    FLAG,
     FUNCTION,
     HUGE,
     IDS,
@@ -147,7 +148,7 @@ BUFFERS: dict[str, Call] = {
     ),
     "FeatureBuffer.switch": Call(
         lambda w: (w.features.switch, {"policy": "fifo"}),
-        {"policy": POLICY_NAME, "static": kept()},
+        {"policy": POLICY_NAME, "static": kept(), "wait": FLAG},
     ),
     "Ticket.result": Call(
         lambda w: (w.features.begin([1]).result, {"timeout": 10.0}), {"timeout": TIMEOUT}

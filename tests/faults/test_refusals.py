@@ -305,6 +305,8 @@ def test_while_a_device_is_measured(
 
     monkeypatch.setenv("FEATSTORE_CACHE", str(tmp_path / "models"))
     monkeypatch.setattr(measuring, "DATA_BYTES_MIN", 1 << 20)
+    monkeypatch.setattr(measuring, "WRITTEN_BYTES", (1 << 20, 2 << 20))
+    monkeypatch.setattr(measuring, "WRITE_ROUNDS", 1)
     (tmp_path / "store").mkdir()
     pack(tmp_path / "store" / "s", x).close()
     save_model("key", DEFAULT)

@@ -194,10 +194,10 @@ def test_one_that_fits_alone_beside_a_small_one_is_not_refused(
     state = {}
     with OnlineLoader(store, batches, memory=memory, policy="lru") as loader:
         for batch in loader:
-            state[batch.index + 1] = loader.state_dict()
+            state[batch.index + 1] = loader.state()
     for begin in range(1, len(batches)):  # whoever goes on from anywhere needs no more
         with OnlineLoader(store, batches, memory=memory, policy="lru") as loader:
-            loader.load_state_dict(state[begin])
+            loader.load_state(state[begin])
             for batch in loader:
                 check(batch, batches[batch.index], tables)
             assert batch.index == len(batches) - 1
