@@ -5,12 +5,13 @@ bare process and a tenth of the features, against the same model with everything
 
 What is compared with is a plain loop that samples, gathers and trains by turns, all rows and the graph in
 memory, without a cgroup; and that loop over np.memmap in the cgroup. All ways have a process of their own in
-each round, in turns, and the same number of torch's threads; the page cache is dropped before each, and reads
-are direct but for np.memmap's. Of a loader, one epoch does not count (buffers fill, what is compiled is
-compiled), one is loaded and not trained on, and the others are timed. An epoch is held against its slowest
-stage alone, too: loading without training, or the model alone as the plain loop's clock has it. *The
-disk's bound* is what fio would take for as many bytes, in pages at random for online and in sequence for all
-others, in the same run.
+each round, in turns, and the same number of torch's threads (one, so that the loop and what is beside it have
+a core each where there are two; another line has all cores for a loop in memory); the page cache is dropped
+before each, and reads are direct but for np.memmap's. Of a loader, one epoch does not count (buffers fill,
+what is compiled is compiled), one is loaded and not trained on, and the others are timed. An epoch is held
+against its slowest stage alone, too: loading without training, or the model alone as the plain loop's clock
+has it. *The disk's bound* is what fio would take for as many bytes, in pages at random for online and in
+sequence for all others, in the same run.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from system import drop_caches, free_memory_bytes, memory_group, run_child, touc
 from tables import remove
 
 import featstore
+from featstore.base.system import available_cores
 from featstore.units import format_bytes
 
 COLUMNS, EDGES_A_NODE = 1024, 15
@@ -39,6 +41,7 @@ SLACK_BYTES = 6 << 20  # fragments, training nodes and labels
 STAGE_BAR = 1.15
 FIO_SECONDS = 3.0
 MEMORY, MEMMAP, ADVISED = "all in memory", "np.memmap", "np.memmap, MADV_RANDOM"
+ALL_CORES = "all in memory, torch on all cores"
 #: By name: mode, order of seeds, options, bar of the epoch over that in memory.
 WAYS: dict[str, tuple[str, str, dict[str, Any], float]] = {
     "compiled": ("compiled", "random", {"disk": "1000x", "name": "bench"}, 1.0),
@@ -85,8 +88,10 @@ class Runs:
 
     def measure(self, name: str) -> dict[str, Any]:
         """A way, once."""
-        mode = {MEMORY: "memory", MEMMAP: "memmap", ADVISED: "advised"}.get(name)
+        mode = {MEMORY: "memory", ALL_CORES: "memory", MEMMAP: "memmap", ADVISED: "advised"}.get(name)
         given: dict[str, Any] = {"mode": mode}
+        if name == ALL_CORES:
+            given["threads"] = available_cores()
         if mode is None:
             mode, order, options, _ = WAYS[name]
             given = {"mode": mode, "order": order, "options": options, "memory_bytes": self.memory_bytes}
@@ -139,7 +144,7 @@ def tell(report: Report, rounds: list[dict[str, dict[str, Any]]], runs: Runs, ba
     """Claims, each the median over the rounds of a ratio within one; and the table."""
     model = [median(one["model_seconds"] for one in of[MEMORY]["epochs"]) for of in rounds]
     rows = []
-    for name in (MEMORY, *WAYS, ADVISED, MEMMAP):
+    for name in (MEMORY, ALL_CORES, *WAYS, ADVISED, MEMMAP):
         found = [of[name] for of in rounds]
         if any("failed" in one for one in found):
             report.notes.append(f"{name}: {next(one['failed'] for one in found if 'failed' in one)}")
@@ -199,7 +204,7 @@ def tell(report: Report, rounds: list[dict[str, dict[str, Any]]], runs: Runs, ba
 
 
 @click.command()
-@click.option("--threads", default=2, show_default=True, help="Of torch.")
+@click.option("--threads", default=1, show_default=True, help="Of torch.")
 @click.option("--seconds", default=20.0, show_default=True, help="Time limit of np.memmap.")
 @shared_options(size="1GiB", quick_size="256MiB", rounds=2)
 def main(settings: Settings, threads: int, seconds: float) -> None:
@@ -211,7 +216,7 @@ def main(settings: Settings, threads: int, seconds: float) -> None:
     pack(files, path)
     runs = Runs(files, path, settings, threads, seconds)
     rounds: list[dict[str, dict[str, Any]]] = []
-    names = [MEMORY, *WAYS, ADVISED, MEMMAP]
+    names = [MEMORY, ALL_CORES, *WAYS, ADVISED, MEMMAP]
     for number in range(settings.rounds):
         found: dict[str, Any] = {"rates": rates(path)}
         for place in range(len(names)):
