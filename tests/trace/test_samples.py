@@ -369,6 +369,9 @@ _SEEDS = [
             np.zeros(2, [("a", "u1"), ("b", "<f8")]),
         ]
     ),
+    encode(
+        [Batch.from_data_list([_SEED_DATA, _SEED_DATA]), Batch.from_data_list([_SEED_HETERO, _SEED_HETERO])]
+    ),
     encode([_SEED_DATA, _SEED_HETERO, SampledSubgraph(*(np.arange(2) for _ in range(4)), (1,), (1,))]),
 ]
 
