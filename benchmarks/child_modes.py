@@ -10,6 +10,7 @@ one that nobody trains on, then those that are trained on.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import mmap
@@ -177,6 +178,8 @@ def steps(given: dict[str, Any], training: Training) -> dict[str, Any]:
     """What steps on the largest mini-batches of an epoch take, beyond their rows and samples."""
     loop = Plain(given | {"mode": "memmap"})
     largest = sorted(loop.samples(1), key=lambda one: len(one.node))[-STEPS:]
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what sampling has taken is not there for a step
     made = [(np.ones((len(one.node), given["columns"]), np.float32), sample_of(one)) for one in largest]
     before = status_bytes("VmRSS")
     reset_peak()
