@@ -352,6 +352,7 @@ def test_the_deepest_tree() -> None:
 # Bytes from a stranger.
 
 _SEED_DATA = Data(edge_index=torch.tensor([[0, 1], [2, 2]]), y=torch.tensor([1.0]))
+_SEED_GRAPH = Data(x=torch.ones(2, 1), edge_index=torch.tensor([[0, 1], [1, 0]]))
 _SEED_HETERO = HeteroData(
     {"p": {"n_id": torch.arange(3)}, ("p", "t", "p"): {"edge_index": torch.zeros(2, 1)}}
 )
@@ -369,9 +370,7 @@ _SEEDS = [
             np.zeros(2, [("a", "u1"), ("b", "<f8")]),
         ]
     ),
-    encode(
-        [Batch.from_data_list([_SEED_DATA, _SEED_DATA]), Batch.from_data_list([_SEED_HETERO, _SEED_HETERO])]
-    ),
+    encode([Batch.from_data_list([_SEED_GRAPH] * 2), Batch.from_data_list([_SEED_HETERO] * 2)]),
     encode([_SEED_DATA, _SEED_HETERO, SampledSubgraph(*(np.arange(2) for _ in range(4)), (1,), (1,))]),
 ]
 
