@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 from graphs import GraphFiles
-from system import cpu_seconds, gather_until, process_io, status_bytes
+from system import cpu_seconds, gather_until, go_through, process_io, status_bytes
 
 import featstore
 import featstore.loaders.train
@@ -119,29 +119,23 @@ def recorded(trace: featstore.Trace) -> Iterator[tuple[Any, Any]]:
         yield next(iter(ids.values())), sample
 
 
-def go_through(batches: Iterator[Any], seconds_max: float, training: Any) -> dict[str, Any]:
+def epoch_of(batches: Iterator[Any], seconds_max: float, training: Any) -> dict[str, Any]:
     """An epoch, or as much as the time allows. Without training, the rows are only looked at here and
     there."""
-    begin, count, looked = time.perf_counter(), 0.0, 0.0
-    while time.perf_counter() - begin <= seconds_max:
-        try:
-            x, sample = next(batches)
-        except StopIteration as over:
-            count += over.value or 0.0
-            break
-        if training is None:
-            looked += float(x.reshape(-1)[::TOUCHED].sum())
-        else:
-            training.step(x, sample)
-        count += 1
-        del x, sample
-    return {"seconds": time.perf_counter() - begin, "batches": count, "looked": looked}
+    looked = [0.0]
+
+    def look(x: Any, _: Any) -> None:
+        looked[0] += float(x.reshape(-1)[::TOUCHED].sum())
+
+    return go_through(batches, seconds_max, look if training is None else training.step) | {
+        "looked": looked[0]
+    }
 
 
 def one_epoch(source: OnlineLoader, seconds_max: float, training: Any) -> dict[str, Any]:
     """An epoch of an online loader, with the time of each stage."""
     before = source.report()
-    found = go_through(((b.x, b.sample) for b in source), seconds_max, training)
+    found = epoch_of(((b.x, b.sample) for b in source), seconds_max, training)
     after = source.report()
     seconds = {stage: after.seconds[stage] - before.seconds.get(stage, 0.0) for stage in after.seconds}
     hits, misses = (
@@ -163,9 +157,7 @@ def epochs(given: dict[str, Any]) -> dict[str, Any]:
             with store.compiled(given["name"]) as compiled, CompiledLoader(compiled, tensors=False) as source:
                 opened = time.perf_counter() - begin
                 for what, trained in (("load", None), ("train", training)):
-                    results[what] = go_through(
-                        ((b.x, b.sample) for b in source), given["seconds_max"], trained
-                    )
+                    results[what] = epoch_of(((b.x, b.sample) for b in source), given["seconds_max"], trained)
                 results["report"] = source.report().to_dict()
         elif given["mode"] == "online":
             with (
@@ -193,7 +185,7 @@ def epochs(given: dict[str, Any]) -> dict[str, Any]:
                     source.save_cache(given["save"])
         else:
             opened = 0.0
-            results["train"] = go_through(over_memmap(given), given["seconds_max"], training)
+            results["train"] = epoch_of(over_memmap(given), given["seconds_max"], training)
             results["load"] = results["train"] | {"seconds": results["train"]["seconds"] - training.seconds}
     if "train" in results:
         results["train"] |= {"model_seconds": training.seconds, "loss": float(np.mean(training.losses[-20:]))}

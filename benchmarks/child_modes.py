@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from compiled_model import Training
 from graphs import GraphFiles
-from system import cpu_seconds, gather_until, process_io, status_bytes
+from system import cpu_seconds, gather_until, go_through, process_io, status_bytes
 
 import featstore
 from featstore.loaders.options import MODES
@@ -99,24 +99,12 @@ class Plain:
         return 0.0
 
 
-def go_through(batches: Iterator[Any], seconds_max: float, training: Training | None) -> dict[str, Any]:
-    """An epoch, or as much of it as the time allows."""
-    begin, cpu, count = time.perf_counter(), cpu_seconds(), 0.0
-    model = training.seconds if training else 0.0
-    while time.perf_counter() - begin <= seconds_max:
-        try:
-            x, sample = next(batches)
-        except StopIteration as over:
-            count += over.value or 0.0
-            break
-        if training is not None:
-            training.step(x, sample)
-        count += 1
-        del x, sample
-    spent = time.perf_counter() - begin
-    return {
-        "seconds": spent, "batches": count, "cpu_seconds": cpu_seconds() - cpu,
-        "model_seconds": training.seconds - model if training else 0.0,
+def epoch_of(batches: Iterator[Any], seconds_max: float, training: Training | None) -> dict[str, Any]:
+    """An epoch, or as much of it as the time allows, with the time of the cores and of the model."""
+    cpu, model = cpu_seconds(), training.seconds if training else 0.0
+    found = go_through(batches, seconds_max, training.step if training else lambda x, sample: None)
+    return found | {
+        "cpu_seconds": cpu_seconds() - cpu, "model_seconds": training.seconds - model if training else 0.0
     }  # fmt: skip
 
 
@@ -124,8 +112,7 @@ def plain(given: dict[str, Any], training: Training) -> dict[str, Any]:
     loop = Plain(given)
     epochs = range(1 + given["epochs"] if given["mode"] == "memory" else 1)
     found = [
-        go_through(loop.epoch(epoch, given["seconds_max"]), given["seconds_max"], training)
-        for epoch in epochs
+        epoch_of(loop.epoch(epoch, given["seconds_max"]), given["seconds_max"], training) for epoch in epochs
     ]
     return {"epochs": found[1:] or found}
 
@@ -163,11 +150,11 @@ def by_loader(given: dict[str, Any], training: Training) -> dict[str, Any]:
                 for batch in loader:
                     yield batch.x, sample_of(batch)
 
-            first = go_through(epoch(), 1e9, None)
+            first = epoch_of(epoch(), 1e9, None)
             before = loader.report().bytes_read
-            alone = go_through(epoch(), 1e9, None)
+            alone = epoch_of(epoch(), 1e9, None)
             bytes_read = loader.report().bytes_read - before
-            trained = [go_through(epoch(), 1e9, training) for _ in range(given["epochs"])]
+            trained = [epoch_of(epoch(), 1e9, training) for _ in range(given["epochs"])]
             return {
                 "open_seconds": opened, "first": first, "alone": alone, "epochs": trained,
                 "bytes_read": bytes_read, "report": loader.report().to_dict(),

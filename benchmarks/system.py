@@ -12,7 +12,7 @@ import resource
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -92,6 +92,24 @@ def gather_until(x: NDArray[Any], ids: NDArray[np.integer[Any]], end: float) -> 
         if high < len(ids) and time.perf_counter() > end:
             return out[:high], high / len(ids)
     return out, 1.0
+
+
+def go_through(
+    batches: Iterator[tuple[Any, Any]], seconds_max: float, step: Callable[[Any, Any], object]
+) -> dict[str, Any]:
+    """An epoch, or as much of it as the time allows: its seconds and mini-batches. What the iterator returns
+    at its end is the share of a last mini-batch that there was no time for all of."""
+    begin, count = time.perf_counter(), 0.0
+    while time.perf_counter() - begin <= seconds_max:
+        try:
+            x, sample = next(batches)
+        except StopIteration as over:
+            count += over.value or 0.0
+            break
+        step(x, sample)
+        count += 1
+        del x, sample
+    return {"seconds": time.perf_counter() - begin, "batches": count}
 
 
 def touch_memory(size_bytes: int) -> None:

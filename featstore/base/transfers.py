@@ -53,7 +53,9 @@ class Copies:
 class Transfer:
     """Brings tensors to ``device``, as torch takes it; where that is the host's memory they are there.
 
-    ``copies``: what copies, by default the accelerator. Used by one thread, that of the training loop.
+    ``copies``: what copies, by default the accelerator. Used by one thread, which may be one beside the
+    training loop: what is asked of the device's default stream waits for the copies, and who uses another
+    stream has that wait for the default one.
     """
 
     def __init__(self, device: Any, copies: Copies | None = None) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ from featstore.base.system import is_there
 from featstore.compile.build import compile_trace
 from featstore.compile.forecast import CompileForecast
 from featstore.loaders.prefetch import Sampler, epoch_of
+from featstore.storage.belongings import NOTHING
 from featstore.storage.disk import Disk
 from featstore.storage.manifest import MANIFEST_NAME
 from featstore.storage.packs import TRACES, packs_directory, packs_to_write, preparing, remove_trace
@@ -35,8 +35,7 @@ def forecast_once(store: OpenStore, sampler: Sampler, name: str, **options: Any)
     made = _compile(store, sampler, name, 1, dry_run=True, **options)
     assert isinstance(made, CompileForecast)
     if not there:
-        with suppress(OSError):  # another has written there meanwhile
-            packs.rmdir()
+        Disk().rmtree(packs, NOTHING)  # which leaves it where another has written there meanwhile
     return made
 
 

@@ -245,9 +245,20 @@ class _Encoder:
         else:
             raise _refuse(where, f"is a Batch of {single.__name__}", "batch Data or HeteroData instead")
         about = [
-            self.node(getattr(value, name, None), (where, f".{name}"), depth + 1) for name in PYG_BATCH_ABOUT
+            self.node(self._without_dropped(getattr(value, name, None)), (where, f".{name}"), depth + 1)
+            for name in PYG_BATCH_ABOUT
         ]
         return ["B", joined, *about]
+
+    def _without_dropped(self, about: Any) -> Any:
+        """What a batch knows of attributes, by attribute or by type and attribute, but for those to drop:
+        else it could not be taken apart."""
+        if not isinstance(about, dict):
+            return about
+        return {
+            key: self._without_dropped(one) for key, one in about.items()
+            if isinstance(one, dict) or key not in self._drop
+        }  # fmt: skip
 
 
 def _check_depth(where: Where, depth: int) -> None:

@@ -252,6 +252,18 @@ def test_pyg_batches_of_graphs() -> None:
     assert same(own.batch, torch.tensor([0, 1])), "one that was not made of a list"
 
 
+def test_a_pyg_batch_comes_apart_without_what_was_dropped() -> None:
+    graphs = [Data(x=torch.ones(n, 2), y=torch.full((n,), n), num_nodes=n) for n in (2, 3)]
+    found: Any = decode(encode(Batch.from_data_list(graphs), drop=("x",)))
+    assert "x" not in found
+    assert all(same(one.y, wanted.y) for one, wanted in zip(found.to_data_list(), graphs, strict=True))
+    typed = [HeteroData({"x": {"x": torch.ones(n, 1), "y": torch.full((n,), n)}}) for n in (2, 4)]
+    both: Any = decode(encode(Batch.from_data_list(typed), drop=("x",)))
+    for one, wanted in zip(both.to_data_list(), typed, strict=True):
+        assert "x" not in one["x"]
+        assert same(one["x"].y, wanted["x"].y)
+
+
 def test_our_own_mini_batch() -> None:
     batch = SampledSubgraph(*(np.arange(n) for n in (5, 4, 4, 4)), (2, 3), (4,))
     encoded = encode({"batch": batch})
