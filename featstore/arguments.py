@@ -260,6 +260,5 @@ def check_options(given: Mapping[Any, Any], known: Sequence[str], who: str) -> N
     """Raise ArgumentError for an option that is none of those ``known``, and say which is meant."""
     for name in given:
         if name not in known:
-            raise ArgumentError(
-                f"{who} has no option {name!r}; it takes {', '.join(sorted(known))}{near(name, known)}"
-            )
+            takes = ", ".join(sorted(known)) or "none"
+            raise ArgumentError(f"{who} has no option {name!r}; it takes {takes}{near(name, known)}")

@@ -50,5 +50,6 @@ def position_of(
 def _check_same(found: Any, here: Any, name: str) -> None:
     if type(found) is not type(here) or found != here:
         raise ArgumentError(
-            f"the state has {name} = {shown(found)}, here it is {here!r}: nothing would be repeated"
+            f"the state has {name} = {shown(found)}, here it is {here!r}: it is of something else, and other "
+            "mini-batches would follow; load what state_dict() of the same gave"
         )

@@ -42,6 +42,11 @@ def test_the_nearest_name_is_said(store: featstore.Store, call: Callable[[Any], 
         call(store)
 
 
+def test_what_takes_no_options_says_so() -> None:
+    with pytest.raises(ArgumentError, match=r"has no option 'capacity'; it takes none$"):
+        featstore.Buffer("auto", capacity=3)
+
+
 @pytest.mark.parametrize(
     ("error", "builtins"),
     [

@@ -314,7 +314,7 @@ def _in_own_process(job: Job, tell: Progress) -> dict[str, Any]:
                 raise
         if message is not None:
             raise FeatstoreError(
-                f"{name}: {message} (memory= gives all ways more; ways= leaves this one out)"
+                f"{name}: {message} (--memory, memory=, gives all ways more; ways= leaves this one out)"
             )
         if process.returncode != 0 or results is None:
             errors.seek(0)
