@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from featstore.errors import SourceError
+from featstore.sampling import dgl_graphs
 
 
 class Batch:
@@ -114,7 +115,7 @@ class Batch:
         import torch
         from torch_geometric.data import Data
 
-        if type(self.sample).__module__.startswith("torch_geometric."):
+        if of_pyg(self.sample):
             return self.sample
         if isinstance(self.x, Mapping):
             raise SourceError(
@@ -138,6 +139,31 @@ class Batch:
             {t: len(i) for t, i in self.n_id.items()} if isinstance(self.n_id, Mapping) else len(self.n_id)
         )
         return f"<Batch {self.index}: {nodes} nodes>"
+
+
+def of_pyg(sample: Any) -> bool:
+    """Whether a sampler's mini-batch is an object of PyG's."""
+    return type(sample).__module__.startswith("torch_geometric.")
+
+
+def wants_tensors(tensors: bool | None, sample: Any, device: Any = None) -> bool:
+    """Whether rows are handed out as tensors: as was said, or by default where the sampler's mini-batch is
+    PyG's or DGL's, or there is a device."""
+    return device is not None or of_pyg(sample) or dgl_graphs.is_named(sample) if tensors is None else tensors
+
+
+def filled(batch: Batch, x: dict[str, Any], device: Any) -> Any:
+    """What a training loop gets, with the sampler's part of it on the device, too: PyG's object with the rows
+    ``x`` by table, where the sampler gave one, else the ``batch``."""
+    if of_pyg(batch.sample):
+        from featstore.loaders.deliver import fill_pyg
+
+        return fill_pyg(batch.sample, x, device)
+    if dgl_graphs.is_named(batch.sample):
+        if device is not None:
+            batch.sample = dgl_graphs.on_device(batch.sample, device)
+        batch.n_id = batch.sample["input_nodes"]
+    return batch
 
 
 def ids_of(sample: Any) -> Any:

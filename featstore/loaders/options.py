@@ -52,7 +52,8 @@ class LoaderOptions(TypedDict, total=False):
         edge_table: name of a table of edges: each mini-batch has its rows as ``edge_attr``, by the ``e_id``
             that the mini-batch brings, the numbers of edges that the table was packed with.
         nodes: a function from a mini-batch to its node ids, or to {table: ids}, where no rule finds them.
-        tensors: ``x`` as a torch tensor; by default where there is a device or the samples are PyG's.
+        tensors: ``x`` as a torch tensor; by default where there is a device, or the samples are PyG's or
+            DGL's.
         device: where tensors go. In the modes online and partitions several may be given, as a list: they
             share the rows kept on them.
         device_memory: for rows kept on each device, bytes or a size, beside ``memory``.

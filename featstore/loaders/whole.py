@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 
 from featstore import arguments as args
 from featstore.errors import ArgumentError, SourceError
-from featstore.loaders.batch import Batch
+from featstore.loaders.batch import Batch, of_pyg
 from featstore.loaders.prefetch import Sampler, epoch_of
+from featstore.sampling.dgl_graphs import is_named
 from featstore.sampling.minibatch import Ids, split
 from featstore.storage.relations import EDGE_FEATURES, node_tables
 from featstore.storage.store import OpenStore
@@ -131,7 +132,7 @@ class Whole:
 
                 values = to_device(as_tensor(values), batch.x.device)
             setattr(batch, name, values)
-            if type(batch.sample).__module__.startswith("torch_geometric."):
+            if of_pyg(batch.sample):
                 setattr(batch.sample, name, values)
         return batch
 
@@ -153,9 +154,8 @@ def _is_ours(sample: Any) -> bool:
 
 def _knows_ids(sample: Any) -> bool:
     if isinstance(sample, Mapping):
-        return False
-    pyg = type(sample).__module__.startswith("torch_geometric.")
-    return pyg or getattr(sample, "node", None) is not None
+        return is_named(sample)
+    return of_pyg(sample) or getattr(sample, "node", None) is not None
 
 
 def _field(sample: Any, name: str) -> Any:

@@ -5,11 +5,13 @@ The rules, the first that fits:
 
 1. ``nodes=`` was given: the ids are what it returns for the mini-batch, the sample is the mini-batch.
 2. An array or tensor: these are the ids, and there is no sample.
-3. A pair whose first is an array, a tensor or a mapping of them: ids and sample. A sample of None is none.
-4. A mapping with ``n_id`` or ``input_nodes``: the ids are there, the sample is the mapping. Another mapping
+3. What DGL's data loaders give, input nodes first and blocks last: the ids are the input nodes, the sample
+   is a mapping of the parts by DGL's names (:func:`featstore.sampling.dgl_graphs.named`).
+4. A pair whose first is an array, a tensor or a mapping of them: ids and sample. A sample of None is none.
+5. A mapping with ``n_id`` or ``input_nodes``: the ids are there, the sample is the mapping. Another mapping
    of arrays: ids by node type, and no sample.
-5. PyG's ``HeteroData``: each node type's ``n_id``; the sample is the object.
-6. An object with ``n_id`` (PyG's ``Data``), ``node`` (our
+6. PyG's ``HeteroData``: each node type's ``n_id``; the sample is the object.
+7. An object with ``n_id`` (PyG's ``Data``), ``node`` (our
    :class:`~featstore.sampling.neighbors.SampledSubgraph`) or ``input_nodes``: the ids are there, the sample
    is the object.
 
@@ -26,6 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from featstore.errors import SourceError
+from featstore.sampling import dgl_graphs
 from featstore.storage.relations import node_tables
 
 if TYPE_CHECKING:
@@ -72,6 +75,9 @@ def _found(batch: Any, nodes: Callable[[Any], Any] | None) -> tuple[Any, Any]:
         return nodes(batch), batch
     if _is_ids(batch):
         return batch, None
+    dgls = dgl_graphs.named(batch)
+    if dgls is not None:
+        return dgls["input_nodes"], dgls
     if isinstance(batch, tuple | list) and len(batch) == 2 and (_is_ids(batch[0]) or _is_typed(batch[0])):
         return batch[0], batch[1]
     if isinstance(batch, Mapping):

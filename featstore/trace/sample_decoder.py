@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from featstore.base.dtypes import dtype_from_name
 from featstore.errors import ArgumentError, FormatError, MissingPackageError
+from featstore.sampling import dgl_graphs
 from featstore.trace.log_format import up
 from featstore.trace.samples import (
     DEPTH_MAX,
@@ -60,7 +61,7 @@ def decode(data: NDArray[np.uint8]) -> object:
         sample = decoder.value(tree, 0)
     except (FormatError, ImportError):
         raise
-    # msgspec, NumPy, torch, PyG: each has errors of its own for what makes no sense
+    # msgspec, NumPy, torch, PyG, DGL: each has errors of its own for what makes no sense
     except Exception as error:
         raise _bad(f"{type(error).__name__}: {error}") from error
     if up(decoder.at) != len(raw):
@@ -192,6 +193,11 @@ class _Decoder:
                 setattr(out, name, value)
         return out
 
+    def _dgl(self, items: list[Any], depth: int) -> Any:
+        tree = self._list(items, depth)
+        _module("dgl")
+        return dgl_graphs.built(tree)
+
     def _attributes(self, tree: Any, depth: int) -> dict[str, Any]:
         found = self.value(tree, depth)
         if type(found) is not dict or not all(map(is_pyg_attribute, found)):
@@ -213,7 +219,7 @@ _MAKERS = {
     "d": _Decoder._dict, "l": _Decoder._list, "t": _Decoder._tuple, "i": _Decoder._integer,
     "c": _Decoder._complex, "n": _Decoder._array, "s": _Decoder._scalar, "x": _Decoder._tensor,
     "z": _Decoder._size, "m": _Decoder._dataclass, "D": _Decoder._data, "H": _Decoder._hetero,
-    "B": _Decoder._batch,
+    "B": _Decoder._batch, "G": _Decoder._dgl,
 }  # fmt: skip
 
 
@@ -246,11 +252,11 @@ def _aligned(data: NDArray[np.uint8], alignment: int) -> NDArray[np.uint8]:
 
 
 def _module(name: str) -> Any:
-    """torch or PyG, which a sample needs that was made of their objects."""
+    """torch, PyG or DGL, which a sample needs that was made of their objects."""
     try:
         return importlib.import_module(name)
     except ImportError as error:
-        extra = "torch" if name == "torch" else "pyg"
+        extra = name if name in ("torch", "dgl") else "pyg"
         raise MissingPackageError(
             f"this sample holds objects of {name}: pip install 'featstore[{extra}]'", name=name
         ) from error

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from featstore.base.buffers import empty_rows
 from featstore.base.dtypes import dtype_from_name, dtype_name
 from featstore.errors import SourceError
+from featstore.sampling import dgl_graphs
 from featstore.trace.log_format import up
 from featstore.trace.samples import (
     DEPTH_MAX,
@@ -39,8 +40,8 @@ Where = tuple[Any, str] | None
 def encode(sample: object, *, drop: Collection[str] = ()) -> NDArray[np.uint8]:
     """The sample as uint8 [n], n a multiple of 64, starting at an address that is one, too.
 
-    ``drop``: names of attributes of PyG objects to leave out. Raises SourceError, which names the place in
-    the tree (``batch['edge_index'][3]``), for what cannot be encoded.
+    ``drop``: names of attributes of PyG objects, and of data of DGL's graphs, to leave out. Raises
+    SourceError, which names the place in the tree (``batch['edge_index'][3]``), for what cannot be encoded.
     """
     encoder = _Encoder(frozenset(drop))
     tree = encoder.node(sample, None, 0)
@@ -171,13 +172,15 @@ class _Encoder:
             self.arrays.append(data)
 
     def _foreign(self, value: Any, where: Where, depth: int) -> list[Any]:
-        """Objects of torch, PyG and our own. What is not loaded cannot have made one."""
+        """Objects of torch, PyG, DGL and our own. What is not loaded cannot have made one."""
         kind = type(value)
         torch, pyg = sys.modules.get("torch"), sys.modules.get("torch_geometric.data")
         if torch is not None and isinstance(value, torch.Tensor):
             return self._tensor(torch, value, where)
         if torch is not None and kind is torch.Size:
             return ["z", *value]
+        if dgl_graphs.is_graph(value):
+            return self._dgl(value, where, depth)
         if pyg is not None and kind is pyg.Data:
             return ["D", self._attributes(value.to_dict(), where, depth + 1)]
         if pyg is not None and kind is pyg.HeteroData:
@@ -234,6 +237,20 @@ class _Encoder:
             step = where if key == "_global_store" else (where, f"[{key!r}]")
             out += [self.node(key, step, depth + 1), self._attributes(store, step, depth + 1)]
         return out
+
+    def _dgl(self, value: Any, where: Where, depth: int) -> list[Any]:
+        problem = dgl_graphs.problem_of(value)
+        if problem is not None:
+            advice = "give DGL's own graphs and blocks, one by one, on the CPU, with ids of 64 bits"
+            raise _refuse(where, problem, advice)
+        return ["G", *(self.node(self._kept(part), where, depth + 1) for part in dgl_graphs.tree_of(value))]
+
+    def _kept(self, part: Any) -> Any:
+        """Nodes or edges of a graph of DGL's, with their data but for those to drop."""
+        return part and {
+            kind: [*what, {name: one for name, one in data.items() if name not in self._drop}]
+            for kind, (*what, data) in part.items()
+        }
 
     def _batch(self, pyg: Any, value: Any, where: Where, depth: int) -> list[Any]:
         """What PyG made of several graphs: a ``Data`` or ``HeteroData``, and how to take it apart again."""
@@ -299,5 +316,6 @@ def _advice(value: Any) -> str:
         return "convert it with np.asarray(...)"
     return (
         "a sample is made of dict, list, tuple, text, numbers, NumPy arrays, torch tensors, PyG's Data, "
-        "HeteroData and Batch; convert it, leave it out, or record pairs (node ids, sample)"
+        "HeteroData and Batch, DGL's graphs and blocks; convert it, leave it out, or record pairs (node ids, "
+        "sample)"
     )

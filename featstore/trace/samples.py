@@ -8,9 +8,9 @@ is normative in ``formats/v1/trace.md``.
 
 **What can be in a tree**: dict (keys: text, bytes, numbers, None, and tuples of them), list, tuple, str,
 bytes, int, float, complex, bool, None; NumPy scalars and arrays of any dtype of a fixed size; torch tensors
-on the CPU; PyG's ``Data``, ``HeteroData`` and ``Batch`` of these; our own
+on the CPU; PyG's ``Data``, ``HeteroData`` and ``Batch`` of these; DGL's graphs and blocks; our own
 :class:`~featstore.sampling.neighbors.SampledSubgraph`. Types are taken exactly: a subclass would come back as
-something else, so it is refused. torch and PyG are imported only where such an object occurs.
+something else, so it is refused. torch, PyG and DGL are imported only where such an object occurs.
 
 This module is what both sides share: :mod:`featstore.trace.sample_encoder` and
 :mod:`featstore.trace.sample_decoder`.

@@ -136,14 +136,14 @@ class Trace:
         """Record mini-batches, and open what was recorded.
 
         Args:
-            batches: any iterable of mini-batches: ours, PyG's, arrays or tensors of node ids, mappings {node
-                type: ids}, pairs (ids or mapping, sample); :mod:`featstore.sampling.minibatch` has the rules.
-                All have the node types of the first.
+            batches: any iterable of mini-batches: ours, PyG's, DGL's, arrays or tensors of node ids, mappings
+                {node type: ids}, pairs (ids or mapping, sample); :mod:`featstore.sampling.minibatch` has the
+                rules. All have the node types of the first.
             path: the trace's directory.
             nodes: a function from a mini-batch to its node ids, or to {node type: ids}, where no rule finds
                 them.
-            drop: names of attributes of PyG objects that are not kept: features, which are read from a store
-                again.
+            drop: names of attributes of PyG objects, and of the data of DGL's graphs, that are not kept:
+                features, which are read from a store again.
             resume: go on with the recording that was stopped in ``path``. ``batches`` must give the same
                 mini-batches again; those recorded are skipped (not even made, where ``batches`` is a
                 sequence), and the last of them is compared.

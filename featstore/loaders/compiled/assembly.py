@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from featstore.base.buffers import ALIGNMENT, Outputs, aligned_buffer
 from featstore.compile.budget import read_together
 from featstore.layout.records import TableRecord
-from featstore.loaders.batch import Batch, ids_of
+from featstore.loaders.batch import Batch, filled, ids_of, wants_tensors
 from featstore.loaders.compiled.report import CompiledStages
 from featstore.loaders.compiled.slots import ResidentSlots
 from featstore.loaders.compiled.sources import CompiledSources, Record, TablePart
@@ -136,20 +136,15 @@ class Assembly:
             name: self._sources.shaped(number, done.out[number])
             for number, (name, _) in enumerate(self._sources.tables)
         }
-        pyg = type(done.sample).__module__.startswith("torch_geometric.")
-        if self._tensors or (self._tensors is None and (pyg or self._device is not None)):
+        if wants_tensors(self._tensors, done.sample, self._device):
             from featstore.base.tensors import as_tensor
 
             x = {name: as_tensor(rows) for name, rows in x.items()}
         if self._device_rows is not None:
             x = self._device_rows.complete(x, done.tables)
         self._stages.add("hand over", time.perf_counter() - begin)
-        if pyg:
-            from featstore.loaders.deliver import fill_pyg
-
-            return fill_pyg(done.sample, x, self._device)
         rows = next(iter(x.values())) if len(x) == 1 else x
-        return Batch(done.index, ids_of(done.sample), rows, done.sample)
+        return filled(Batch(done.index, ids_of(done.sample), rows, done.sample), x, self._device)
 
     def close(self) -> None:
         """Wait for copies to a device that are under way."""

@@ -63,7 +63,8 @@ class CompiledLoader(PrefetchingLoader):
             or a function of the round's number that gives as many in every round; None: as recorded.
         device: where tensors go; None for host memory, which will not do where the trace was compiled with
             ``device_memory``.
-        tensors: hand out torch tensors; by default where there is a device, or the samples are PyG objects.
+        tensors: hand out torch tensors; by default where there is a device, or the samples are PyG's or
+            DGL's.
         buffer: a :class:`featstore.Buffer` over the base store, for rows that were left there (``disk=``)
             and that the schedule does not keep; in the memory that it names, or what is left of ``memory``
             beside the mini-batches that may exist at once. Raises ArgumentError where no row was left there.

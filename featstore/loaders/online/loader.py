@@ -30,7 +30,7 @@ import numpy as np
 from featstore import arguments as args
 from featstore.base.state import position_of, state_of
 from featstore.errors import ArgumentError, SourceError
-from featstore.loaders.batch import Batch
+from featstore.loaders.batch import Batch, filled, wants_tensors
 from featstore.loaders.online.epoch import OnlineEpoch
 from featstore.loaders.online.extraction import EXTRACTED, Extraction
 from featstore.loaders.online.report import OnlineStages
@@ -217,20 +217,17 @@ class OnlineLoader(PrefetchingLoader):
     def finished(self, ids: Ids, sample: Any, rows: dict[str, Any], index: int) -> Any:
         """What the training loop gets."""
         x: dict[str, Any] = dict(rows)
-        pyg = type(sample).__module__.startswith("torch_geometric.")
-        if self._tensors or (self._tensors is None and (pyg or self._device is not None)):
+        if wants_tensors(self._tensors, sample, self._device):
             from featstore.base.tensors import as_tensor
 
             x = {name: as_tensor(one) if isinstance(one, np.ndarray) else one for name, one in x.items()}
             if self._transfer is not None:
                 x = self._transfer(x)
-        if pyg:
-            from featstore.loaders.deliver import fill_pyg
-
-            return fill_pyg(sample, x, self._device)
         if len(self.extraction.buffers) == 1:
-            return Batch(index, next(iter(ids.values())), next(iter(x.values())), sample)
-        return Batch(index, ids, x, sample)
+            batch = Batch(index, next(iter(ids.values())), next(iter(x.values())), sample)
+        else:
+            batch = Batch(index, ids, x, sample)
+        return filled(batch, x, self._device)
 
     # Ending.
 
