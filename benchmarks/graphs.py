@@ -105,11 +105,32 @@ def generate(
     _place(source, target, cursors, indices)
     _place(target, source, cursors, indices)
     _sort(indptr, indices)
-    np.save(files.path("indptr"), indptr)
-    np.save(files.path("indices"), indices)
     labels = np.empty(nodes, np.uint8)
     labels[shuffled] = np.arange(nodes) // _COMMUNITY_ROWS * 2654435761 % 2**32 % CLASSES
-    np.save(files.path("labels"), labels)
+    _save(files, indptr, indices, labels, train_share, rng)
+    return files
+
+
+def of_file(folder: Path, path: Path, columns: int, train_share: float = 0.1, seed: int = 0) -> GraphFiles:
+    """The same of a graph that there is: an ``.npz`` file with ``indptr``, ``indices`` and ``labels``. Its
+    features are noise with a little of their label's mean, and its training nodes drawn, as those of one that
+    is generated."""
+    found = np.load(path)
+    files = GraphFiles(folder, len(found["indptr"]) - 1, columns)
+    if not files.path("train").exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        labels = (found["labels"] % CLASSES).astype(np.uint8)
+        rng = np.random.default_rng(seed)
+        _save(files, found["indptr"], found["indices"].astype(np.int32), labels, train_share, rng)
+    return files
+
+
+def _save(
+    files: GraphFiles, indptr: Any, indices: Any, labels: Any, train_share: float, rng: np.random.Generator
+) -> None:
+    nodes, columns = files.nodes, files.columns
+    for name, array in (("indptr", indptr), ("indices", indices), ("labels", labels)):
+        np.save(files.path(name), array)
     means = 0.2 * rng.standard_normal((CLASSES, columns), np.float32)
     features = np.lib.format.open_memmap(files.path("features"), "w+", np.float32, (nodes, columns))
     for low in range(0, nodes, _BLOCK_ROWS):
@@ -120,4 +141,3 @@ def generate(
     features.flush()
     del features
     np.save(files.path("train"), np.sort(rng.choice(nodes, int(nodes * train_share), replace=False)))
-    return files

@@ -2,6 +2,7 @@
 bare process and a tenth of the features, against the same model with everything in memory.
 
     python benchmarks/modes.py --dir /a/directory/on/the/ssd
+    python benchmarks/modes.py --graph FILE.npz     # of a real graph: indptr, indices (CSC), labels
 
 What is compared with is a plain loop that samples, gathers and trains by turns, all rows and the graph in
 memory, without a cgroup; and that loop over np.memmap in the cgroup. All ways have a process of their own in
@@ -22,7 +23,7 @@ from statistics import median
 from typing import Any
 
 import click
-from graphs import GraphFiles, generate
+from graphs import GraphFiles, generate, of_file
 from harness import HERE, Claim, Report, Settings, note, shared_options
 from peers import fio
 from system import drop_caches, free_memory_bytes, memory_group, run_child, touch_memory
@@ -206,13 +207,22 @@ def tell(report: Report, rounds: list[dict[str, dict[str, Any]]], runs: Runs, ba
 @click.command()
 @click.option("--threads", default=1, show_default=True, help="Of torch.")
 @click.option("--seconds", default=20.0, show_default=True, help="Time limit of np.memmap.")
+@click.option(
+    "--graph",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="A graph that there is, in place of one that is generated; its features are noise.",
+)
 @shared_options(size="1GiB", quick_size="256MiB", rounds=2)
-def main(settings: Settings, threads: int, seconds: float) -> None:
+def main(settings: Settings, threads: int, seconds: float, graph: Path | None) -> None:
     """Every mode in a tenth of the memory, against everything in memory."""
     nodes = settings.size_bytes // (4 * COLUMNS)
-    files = generate(settings.workspace / f"modes-{nodes}", nodes, nodes * EDGES_A_NODE, COLUMNS)
+    if graph is None:
+        files = generate(settings.workspace / f"modes-{nodes}", nodes, nodes * EDGES_A_NODE, COLUMNS)
+    else:
+        files = of_file(settings.workspace / f"modes-{graph.stem}", graph, COLUMNS)
+        nodes = files.nodes
     touch_memory(min(free_memory_bytes() // 2, 4 << 30))
-    path = settings.workspace / f"modes-{nodes}.store"
+    path = files.folder.with_suffix(".store")
     pack(files, path)
     runs = Runs(files, path, settings, threads, seconds)
     for name in WAYS:  # kernels that are compiled for the first time take memory that no epoch takes
@@ -226,9 +236,11 @@ def main(settings: Settings, threads: int, seconds: float) -> None:
             found[name] = runs.measure(name)
             note(f"round {number + 1}/{settings.rounds}: {name}: {found[name]}")
         rounds.append(found)
-    report = Report("modes", "One loop, every mode, in a tenth of the memory", {
-        "nodes": nodes, "edges_a_node": EDGES_A_NODE, "row_bytes": 4 * COLUMNS, "fanouts": list(FANOUTS),
-        "batch_size": BATCH, "memory_share": MEMORY_SHARE, "threads": threads, "rounds": settings.rounds,
+    name, of = ("modes", "") if graph is None else ("modes_real", f": {graph.stem}")
+    report = Report(name, f"One loop, every mode, in a tenth of the memory{of}", {
+        "nodes": nodes, "edges_a_node": len(files.load("indices", mapped=True)) / nodes,
+        "row_bytes": 4 * COLUMNS, "fanouts": list(FANOUTS), "batch_size": BATCH,
+        "memory_share": MEMORY_SHARE, "threads": threads, "rounds": settings.rounds,
     }, settings.workspace)  # fmt: skip
     batches = rounds[0][MEMORY]["epochs"][0]["batches"]
     tell(report, rounds, runs, batches)

@@ -11,7 +11,7 @@ from contextlib import suppress
 import numpy as np
 from numpy.typing import NDArray
 
-from featstore.base.native import libc
+from featstore.base.native import address_of, libc
 from featstore.base.system import mapped_memory
 from featstore.units import PAGE_BYTES
 
@@ -27,7 +27,7 @@ def empty_rows(count: int, row_bytes: int) -> NDArray[np.uint8]:
         raw = np.empty(count * row_bytes + ALIGNMENT, np.uint8)
     except ValueError:  # more than an address can tell
         raise MemoryError(f"no machine has {count * row_bytes:,} bytes for {count:,} rows") from None
-    start = -raw.ctypes.data % ALIGNMENT
+    start = -address_of(raw) % ALIGNMENT
     return raw[start : start + count * row_bytes]
 
 

@@ -270,4 +270,4 @@ def libc() -> ctypes.CDLL:
 
 def address_of(array: np.ndarray[Any, Any]) -> int:
     """The address of an array's first byte (0 for an empty array). The caller keeps the array alive."""
-    return int(array.ctypes.data) if array.size else 0
+    return int(array.__array_interface__["data"][0]) if array.size else 0  # half the time of array.ctypes

@@ -8,7 +8,8 @@ together. A histogram of the rows gives the ranges; each costs one pass over the
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -16,12 +17,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from featstore.base.buffers import empty_rows
 from featstore.base.dtypes import dtype_from_name
+from featstore.base.ids import check_out, finished, parse_ids
 from featstore.base.system import submitted
 from featstore.engine.files import Access, TableFiles
 from featstore.errors import IdError
 from featstore.plan.budget import TableNeed
 from featstore.plan.extents import RANGE_BINS, RowRange, cut_ranges, row_histogram, rows_of_ids, select_rows
+from featstore.reader.report import Counts
 from featstore.storage.store import Table
 from featstore.tiers.static import StaticRows
 
@@ -72,6 +76,7 @@ class TableState:
         select_rows(part.ids, part.row_map, rows, 0, 0, 0, found.rows, found.positions)
         for tier in self.tiers:
             tier.serve(found.rows, found.positions, found.served, _NOWHERE)
+            tier.serve_ids(part.ids, part.row_map, rows, _NOWHERE)
 
 
 class Part:
@@ -164,6 +169,31 @@ def _check(part: Part, bad: int) -> None:
             f"node id {part.ids[bad]} is out of range: table {table.name!r} has {table.rows:,} rows "
             + (f"(ids 0 to {table.rows - 1:,})" if table.rows else "(none)")
         )
+
+
+def held_rows(states: Mapping[str, TableState], ids: Any, out: Any, ids_max: int, counts: Counts) -> Any:
+    """The rows of a small request of the one table there is, if its one tier has them all: found and copied
+    by the caller's thread in one go. None for any other request. Raises what :func:`parse_ids` and
+    :func:`check_out` do."""
+    begin = time.perf_counter()
+    if len(states) != 1 or isinstance(ids, Mapping) or isinstance(out, Mapping):
+        return None
+    (state,) = states.values()
+    if len(state.tiers) != 1:
+        return None
+    table, parsed = state.table, parse_ids(ids)
+    count = len(parsed.values)
+    if not 0 < count <= min(_SMALL_IDS, ids_max):
+        return None
+    shape = (*parsed.shape, *table.row_shape)
+    rows = empty_rows(count, table.row_bytes) if out is None else check_out(out, shape, table.dtype)
+    if not state.tiers[0].serve_ids(parsed.values, state.row_map, table.rows, rows):
+        return None
+    counts.add(
+        {state.tiers[0].name: count}, requests=1, rows_asked=count, bytes_asked=count * table.row_bytes,
+        seconds_planning=time.perf_counter() - begin,
+    )  # fmt: skip
+    return finished(rows, shape, table.dtype, parsed.tensor) if out is None else out
 
 
 def find_small(part: Part, ids_max: int, helpers: ThreadPoolExecutor) -> bool:

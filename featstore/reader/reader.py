@@ -47,6 +47,7 @@ from featstore.reader.lookup import (
     Part,
     TableState,
     find_small,
+    held_rows,
     table_need,
 )
 from featstore.reader.options import check_reading
@@ -171,8 +172,7 @@ class Reader:
         self._pid = os.getpid()
 
     def _load_kernels(self) -> None:
-        """Load all that a read runs, by reading nothing; see
-        :meth:`featstore.reader.lookup.TableState.load_kernels`."""
+        """Load all that a read runs, by reading nothing; see ``load_kernels`` of ``TableState``."""
         for state in self._states.values():
             state.load_kernels()
             nothing, none = np.empty(0, np.int64), np.empty(0, np.uint8)
@@ -223,14 +223,15 @@ class Reader:
         Raises IdError, CorruptionError, DeviceError, ClosedError.
         """
         self._ready()
-        finish, parts = parse_request(self._opened(), ids, out, copy=False)
+        states = self._opened()
+        rows = held_rows(states, ids, out, self.budget.piece_ids_max, self._counts)
+        if rows is not None:
+            return rows
+        finish, parts = parse_request(states, ids, out, copy=False)
         if self._from_tiers(parts):
             return finish()
-        return self._wait(
-            Request(finish),
-            self._planner.pieces(parts),
-            [] if out is not None else [part.out for part in parts],
-        )
+        fresh = [part.out for part in parts] if out is None else []
+        return self._wait(Request(finish), self._planner.pieces(parts), fresh)
 
     def _wait(self, request: Request, pieces: Iterator[MakeLane], fresh: list[NDArray[np.uint8]]) -> Any:
         """The result of a request; memory that is ``fresh`` is provided by the system meanwhile."""
@@ -266,8 +267,7 @@ class Reader:
         return request
 
     def _from_tiers(self, parts: list[Part]) -> bool:
-        """Answer a small request whose rows are all in the tiers in the caller's thread; nothing is under way
-        afterwards."""
+        """Answer a small request whose rows are all in the tiers in the caller's thread."""
         begin = time.perf_counter()
         if not all(find_small(part, self.budget.piece_ids_max, self._helpers) for part in parts):
             return False

@@ -79,6 +79,39 @@ def serve_rows(
     return count
 
 
+@njit(cache=True, nogil=True)
+def serve_ids(
+    ids: NDArray[np.int64],
+    row_of_node: NDArray[Any],
+    rows: int,
+    bits: NDArray[np.uint64],
+    ranks: NDArray[np.int32],
+    data: int,
+    row_bytes: int,
+    out: int,
+) -> int:
+    """The lookup of ids (an empty ``row_of_node`` is the identity, of so many rows) and their copy in one go,
+    to ``out`` in order, as long as they are members. Returns how many were: fewer than there are ids where
+    one is none, or is not of the table."""
+    n, identity, lines = ids.shape[0], row_of_node.shape[0] == 0, min(row_bytes, _PREFETCH_BYTES)
+    slots = np.full(_AHEAD, -1, np.int64)  # of ids i to i + _AHEAD - 1, at i & (_AHEAD - 1)
+    for step in range(n + _AHEAD):
+        at, i = step & (_AHEAD - 1), step - _AHEAD
+        if i >= 0:
+            if slots[at] < 0:
+                return i
+            memcpy(out + i * row_bytes, data + slots[at] * row_bytes, row_bytes)
+        if step < n:
+            node, slot = ids[step], np.int64(-1)
+            if 0 <= node < rows:
+                slot = slot_of(node if identity else np.int64(row_of_node[node]), bits, ranks)
+            slots[at] = slot
+            if slot >= 0:
+                for line in range(0, lines, 64):
+                    prefetch(data + slot * row_bytes + line)
+    return int(n)
+
+
 def check_members(count: int) -> None:
     """Raise SourceError for more members than ranks, which are int32, can number."""
     if count > MEMBERS_MAX:
@@ -106,6 +139,7 @@ class StaticRows:
             raise ArgumentError("the rows of a static tier must be distinct")
         self.row_bytes = row_bytes
         self.data = np.empty((self.rows, row_bytes), np.uint8)
+        self._address = address_of(self.data)
 
     @staticmethod
     def index_bytes(table_rows: int) -> int:
@@ -123,7 +157,13 @@ class StaticRows:
         served: NDArray[np.uint8],
         out: NDArray[np.uint8],
     ) -> int:
-        data, row_bytes = address_of(self.data), self.row_bytes
-        return int(
-            serve_rows(rows, positions, served, self._bits, self._ranks, data, row_bytes, address_of(out))
-        )
+        members, to = (self._bits, self._ranks, self._address, self.row_bytes), address_of(out)
+        return int(serve_rows(rows, positions, served, *members, to))
+
+    def serve_ids(
+        self, ids: NDArray[np.int64], row_of_node: NDArray[Any], rows: int, out: NDArray[np.uint8]
+    ) -> bool:
+        """Copy the rows of these node ids to ``out``, in order. False where not all of them are members, or
+        of the table: ``out`` is to be filled otherwise then."""
+        members, to = (self._bits, self._ranks, self._address, self.row_bytes), address_of(out)
+        return bool(serve_ids(ids, row_of_node, rows, *members, to) == len(ids))
