@@ -30,7 +30,7 @@ from typing import Any
 
 import click
 import numpy as np
-from harness import RESULTS, Claim, Report, Settings, note, shared_options
+from harness import RESULTS, Claim, Report, Settings, git_commit, note, shared_options
 from mega_plans import PLANS, VARIANTS, Data, Plan, Variant, load, trained_as
 from numpy.typing import NDArray
 
@@ -282,19 +282,56 @@ def run(
 @dataclass
 class AccuracyReport(Report):
     """A report that keeps every run, by set, model, variant and seed, so that an interrupted benchmark can go
-    on."""
+    on. Of what is kept of earlier code, the first seed is trained again, and must learn the same."""
 
     runs: dict[str, dict[str, Any]] = field(default_factory=dict)
+    unproven: set[str] = field(default_factory=set)  # first seeds of earlier code, to be trained again
+    kept: int = 0  # runs of earlier code
 
     def to_dict(self) -> dict[str, Any]:
         return super().to_dict() | {"runs": self.runs}
 
+    def resume(
+        self, out: Path, plans: Mapping[str, Plan], variants: Mapping[str, Any],
+        trained_as: Callable[[Plan, Any], int],
+    ) -> None:  # fmt: skip
+        """Keep the runs of a results file that were trained as they would be now."""
+        self.runs = runs_before(out, plans, variants, trained_as)
+        if self.runs and json.loads(out.read_text())["commit"] != git_commit():
+            self.unproven = {key for key in self.runs if key.endswith("|0")}
+            self.kept = len(self.runs)
+
+    def lacks(self, key: str) -> bool:
+        """Whether a run is still to be trained."""
+        return key not in self.runs or key in self.unproven
+
     def keep(self, key: str, run: dict[str, Any], out: Path | None) -> None:
-        """Add a run, and write all there are to ``out``."""
+        """Add a run, and write all there are to ``out``. Raises ClickException where it is not what the same
+        one was before."""
+        if key in self.unproven and run["curve"] != self.runs[key]["curve"]:
+            raise click.ClickException(
+                f"{key} learned otherwise before, {self.runs[key]['curve']}, than now, {run['curve']}: what "
+                "was kept is of other code; run without --resume"
+            )
+        self.unproven.discard(key)
+        if self.unproven:  # the file stays what it is until all of it has been proven
+            out = None
         self.runs[key] = run
         if out is not None:
             out.parent.mkdir(parents=True, exist_ok=True)
             out.write_text(json.dumps(self.to_dict(), indent=1) + "\n")
+
+    def save(self, out: Path | None, quick: bool = False) -> None:
+        if self.unproven:
+            raise click.ClickException(
+                f"kept runs of earlier code are not proven: {', '.join(sorted(self.unproven))}; run all sets"
+            )
+        if self.kept:
+            self.notes.append(
+                f"{self.kept} runs are kept from an earlier commit; the first seed of each line was trained "
+                "again at this one, and learned the same, to the last bit."
+            )
+        super().save(out, quick)
 
 
 def mean_and_error(values: list[float]) -> tuple[float, float]:
@@ -381,7 +418,7 @@ def measure(
     """All runs of a data set that are not there yet; the file is written after each."""
     from mega_models import WholeGraph
 
-    todo = [(k, v, s) for k, v, s in cells(plan, settings.rounds) if f"{name}|{k}|{v}|{s}" not in report.runs]
+    todo = [(k, v, s) for k, v, s in cells(plan, settings.rounds) if report.lacks(f"{name}|{k}|{v}|{s}")]
     if not todo:
         return
     data = load(folder, plan)
@@ -416,7 +453,9 @@ def runs_before(
 data_option = click.option("--data", "folder", required=True, help="The folder of the data sets.",
                            type=click.Path(path_type=Path, file_okay=False, exists=True))  # fmt: skip
 resume_option = click.option(
-    "--resume", is_flag=True, help="Keep the runs of the results file that were trained alike."
+    "--resume",
+    is_flag=True,
+    help="Keep the runs of the results file that were trained alike; the first of each must learn the same.",
 )
 
 
@@ -440,7 +479,7 @@ def main(settings: Settings, folder: Path, names: tuple[str, ...], resume: bool)
         "variants": {n: asdict(v) for n, v in VARIANTS.items()},
     }, settings.workspace)  # fmt: skip
     if resume and out is not None:
-        report.runs = runs_before(out, PLANS, VARIANTS, trained_as)
+        report.resume(out, PLANS, VARIANTS, trained_as)
     for name in names:
         plan = replace(PLANS[name], rounds=2 * EVERY) if settings.quick else PLANS[name]
         measure(report, name, folder, settings, plan, out)

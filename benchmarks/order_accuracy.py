@@ -36,7 +36,6 @@ from mega_accuracy import (
     found,
     mean_and_error,
     resume_option,
-    runs_before,
     train,
     with_rows,
 )
@@ -173,10 +172,7 @@ def measure(
     from mega_models import WholeGraph
 
     todo = [
-        (key, s)
-        for s in range(settings.rounds)
-        for key in ORDERS
-        if f"{name}|{KIND}|{key}|{s}" not in report.runs
+        (key, s) for s in range(settings.rounds) for key in ORDERS if report.lacks(f"{name}|{KIND}|{key}|{s}")
     ]
     if not todo:
         return
@@ -239,7 +235,7 @@ def main(settings: Settings, folder: Path, names: tuple[str, ...], resume: bool)
         "orders": {n: asdict(o) for n, o in ORDERS.items()},
     }, settings.workspace)  # fmt: skip
     if resume and out is not None:
-        report.runs = runs_before(out, PLANS, ORDERS, trained_as)
+        report.resume(out, PLANS, ORDERS, trained_as)
     plans = {n: replace(p, rounds=EVERY) if settings.quick else p for n, p in PLANS.items()}
     for name in names:
         measure(report, name, plans[name], folder, settings, out)

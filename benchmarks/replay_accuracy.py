@@ -31,7 +31,6 @@ from mega_accuracy import (
     found,
     mean_and_error,
     resume_option,
-    runs_before,
     train,
     with_rows,
 )
@@ -102,7 +101,7 @@ def measure(
     for seed in range(seeds):
         for key, replay in REPLAYS.items():
             run = f"{name}|{KIND}|{key}|{seed}"
-            if run not in report.runs:
+            if report.lacks(run):
                 result = train(KIND, plan, data, epochs(data, plan, replay, seed), whole, seed)
                 report.keep(run, result | {"trained_as": trained_as(plan, replay)}, out)
                 note(f"{name} {key} seed {seed}: {result['test']:.4f}, {result['seconds']:.1f} s")
@@ -151,7 +150,7 @@ def main(settings: Settings, folder: Path, names: tuple[str, ...], resume: bool)
         "replays": {n: asdict(r) for n, r in REPLAYS.items()},
     }, settings.workspace)  # fmt: skip
     if resume and out is not None:
-        report.runs = runs_before(out, plans, REPLAYS, trained_as)
+        report.resume(out, plans, REPLAYS, trained_as)
     for name, plan in plans.items():
         measure(report, name, plan, folder, settings.rounds, out)
     report.notes = [
