@@ -1,10 +1,10 @@
 """Rolling episodes: fresh mini-batches, packed beside the training on those before.
 
 A compiled trace that is trained on epoch after epoch repeats its neighbours, as DiskGNN does. Here a trace
-covers one episode, and while one episode trains, the next is sampled, compiled and packed by a thread of its
-own; the training loop sees one endless iterator. Two episodes exist at once, so each has half of the disk
-limit, and the memory is divided between training and preparing. An episode's files are removed when the next
-one has begun, before those of the one after it are written.
+covers one episode, and while one episode trains, the next is compiled and packed by a thread of its own, and
+the one after that sampled by another; the training loop sees one endless iterator. Two packed episodes exist
+at once, so each has half of the disk limit, and the memory is divided between training and preparing. An
+episode's files are removed when the next one has begun, before those of the one after it are written.
 
 What is sampled for episode k is a function of k alone, so a loop that was stopped anywhere goes on with the
 same mini-batches.
@@ -55,7 +55,7 @@ class RollingLoader(LoaderBase):
         store: the base store.
         episode: makes the mini-batches of episode k = 0, 1, ...: any iterables that
             :meth:`featstore.Trace.record` takes; or one iterable that can be gone through once an episode.
-            Called in another thread, one episode ahead. What has a ``set_epoch`` is told k by it, as an
+            Called in another thread, two episodes ahead. What has a ``set_epoch`` is told k by it, as an
             :meth:`featstore.Store.loader` does.
         name: of the compiled traces, ``NAME-0`` and ``NAME-1``, and of their traces beside them. It is held,
             by a lock on the file ``NAME.rolling``, until the loader is closed: each process and each loader
@@ -97,25 +97,48 @@ class RollingLoader(LoaderBase):
         self._packs = packs_to_write(store)
         Disk().mkdir(self._packs)
         self._lock = rolling(self._packs, name)
+        self._sampler = ThreadPoolExecutor(1, thread_name_prefix="featstore-rolling-sampler")
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="featstore-rolling")
+        self._traces: dict[int, Future[Trace]] = {}  # recorded, or being so, and not compiled yet
         self._episodes: dict[int, Future[CompiledTrace]] = {}  # the one that trains, and the one after it
         self._loader: CompiledLoader | None = None
         self._done = NOTHING_YET  # of the episodes before the one that trains
         self._at = (0, 0)  # episode, mini-batches of it handed out
-        self.preparing_seconds: list[float] = []  # of each episode, in the background
+        self.sampling_seconds: list[float] = []  # of each episode, in the background
+        self.preparing_seconds: list[float] = []  # of each episode once it is sampled, in the background
         self.waiting_seconds: list[float] = []  # for each episode, in the loop
 
-    def _prepare(self, number: int) -> CompiledTrace:
-        """Sample, record, compile and pack an episode."""
+    def _record(self, number: int) -> Trace:
+        """Sample and record an episode."""
         begin = time.perf_counter()
-        name = Episode(f"{self._name}{EPISODES[number % 2]}")
-        door, folder = Disk(), self._packs
-        remove_pack(folder / name, door)  # the episode before the one that trains: there is room for two
-        with Trace.record(self._sampled(number), folder / f"{name}{TRACES}", overwrite=True) as trace:
+        path = self._packs / f"{self._pack(number)}{TRACES}"
+        trace = Trace.record(self._sampled(number), path, overwrite=True)
+        self.sampling_seconds.append(time.perf_counter() - begin)
+        return trace
+
+    def _recorded(self, number: int) -> Future[Trace]:
+        if number not in self._traces:
+            self._traces[number] = submitted(self._sampler, self._record, number)
+        return self._traces[number]
+
+    def _prepare(self, number: int) -> CompiledTrace:
+        """Compile and pack an episode, once it is recorded; the next is recorded beside it."""
+        try:
+            trace = self._recorded(number).result()
+        finally:
+            self._traces.pop(number)
+        with trace:
+            self._unless_closed()
+            begin, name, door = time.perf_counter(), self._pack(number), Disk()
+            self._recorded(number + 1)
+            remove_pack(self._packs / name, door)  # the episode before the one that trains: room for two
             self._compile(trace, name)
         remove_trace(trace.path, door)
         self.preparing_seconds.append(time.perf_counter() - begin)
         return CompiledTrace(self._store, name)
+
+    def _pack(self, number: int) -> Episode:
+        return Episode(f"{self._name}{EPISODES[number % 2]}")
 
     def _compile(self, trace: Trace, name: str) -> None:
         """Compile an episode. If preparing or training needs more than its part of the memory, the other has
@@ -199,7 +222,8 @@ class RollingLoader(LoaderBase):
         """What has been measured in all episodes so far."""
         report = self._done if self._loader is None else self._done.plus(self._loader.report())
         preparing = {
-            "prepare": sum(self.preparing_seconds), "episode wait": sum(self.waiting_seconds)
+            "sample": sum(self.sampling_seconds), "prepare": sum(self.preparing_seconds),
+            "episode wait": sum(self.waiting_seconds),
         }  # fmt: skip
         return replace(report, seconds={**report.seconds, **preparing})
 
@@ -222,6 +246,10 @@ class RollingLoader(LoaderBase):
             other = self._episodes.pop(number)
             if not other.cancel() and other.exception() is None:
                 other.result().close()
+        for number in [k for k in list(self._traces) if anew or k not in (epoch, epoch + 1)]:
+            recorded = self._traces.pop(number)
+            if not recorded.cancel() and recorded.exception() is None:
+                recorded.result().close()
         self._at = epoch, after
 
     def close(self) -> None:
@@ -233,10 +261,12 @@ class RollingLoader(LoaderBase):
             return  # nothing here is a forked child's to remove
         if self._loader is not None:
             self._loader.close()
-        self._worker.shutdown(wait=True, cancel_futures=True)
-        for episode in self._episodes.values():
-            if not episode.cancelled() and episode.exception() is None:
-                episode.result().close()
+        for pool in (self._worker, self._sampler):  # what works may wait for what is sampled
+            pool.shutdown(wait=True, cancel_futures=True)
+        made: list[Future[Any]] = [*self._episodes.values(), *self._traces.values()]
+        for one in made:
+            if not one.cancelled() and one.exception() is None:
+                one.result().close()
         try:
             remove_episodes(self._packs, self._name, Disk())
         except BaseException:

@@ -192,6 +192,7 @@ def killed(store: featstore.Store, name: str = "train") -> None:
     with rolling(store, name) as loader:
         next(iter(loader))
         loader._episodes[1].result()
+        loader._traces[2].result()
         shutil.copytree(store.path / "packs", store.path.parent / "left")
     shutil.copytree(store.path.parent / "left", store.path / "packs", dirs_exist_ok=True)
     shutil.rmtree(store.path.parent / "left")
@@ -200,18 +201,20 @@ def killed(store: featstore.Store, name: str = "train") -> None:
 def test_gc_removes_the_episodes_of_a_killed_run_and_of_no_other(store: featstore.Store) -> None:
     compiled(store, "mine-0")
     killed(store)
-    (store.path / "packs/train-0.trace").mkdir()
+    (store.path / "packs/train-0.trace").mkdir(exist_ok=True)
     with rolling(store, "alive") as alive:
         walk = iter(alive)
         next(walk)
         alive._episodes[1].result()
+        alive._traces[2].result()
         planned = collected(store, dry_run=True)
         assert (store.path / "packs/train-0/featstore.json").exists()
         done = collected(store)
         gone = {"packs/train-0", "packs/train-1", "packs/train-0.trace", "packs/train.rolling"}
         assert set(done.removed) == set(planned.removed) == gone
         assert done.removed["packs/train-0"] > 1000
-        assert set(done.held) == {"packs/alive.rolling", "packs/alive-0", "packs/alive-1"}
+        held = {"packs/alive.rolling", "packs/alive-0", "packs/alive-1", "packs/alive-0.trace"}
+        assert set(done.held) == held
         assert f"process {os.getpid()}" in done.held["packs/alive-0"]
         assert done.unproven == {}
         assert len(list(islice(walk, 8))) == 8

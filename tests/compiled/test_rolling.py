@@ -3,6 +3,7 @@ a mode of the one loader."""
 
 from __future__ import annotations
 
+import functools
 import gc
 import os
 import shutil
@@ -85,7 +86,7 @@ def test_it_never_ends_and_never_repeats(store: featstore.Store, residency: str)
     assert own_threads() == []
 
 
-def test_each_episode_is_sampled_once_and_one_ahead(store: featstore.Store) -> None:
+def test_each_episode_is_sampled_once_and_two_ahead(store: featstore.Store) -> None:
     asked: list[int] = []
 
     def counted(episode: int) -> Iterator[Any]:
@@ -96,13 +97,38 @@ def test_each_episode_is_sampled_once_and_one_ahead(store: featstore.Store) -> N
         walk = iter(loader)
         check(walk, 0, 2)
         loader._episodes[1].result()
-        assert asked == [0, 1]
+        loader._traces[2].result()
+        assert asked == [0, 1, 2]
         check(walk, 2, 3)
         loader._episodes[2].result()
-        assert asked == [0, 1, 2]
+        loader._traces[3].result()
+        assert asked == [0, 1, 2, 3]
         walk.close()
         check(iter(loader), 5, 2 * BATCHES)  # going on samples nothing again
         assert sorted(set(asked)) == asked
+
+
+def test_the_next_episode_is_sampled_beside_packing(
+    store: featstore.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = [threading.Event() for _ in range(8)]
+    real = module.compile_trace
+
+    def told(episode: int) -> Iterator[Any]:
+        asked[episode].set()
+        return sampled(episode)
+
+    @functools.wraps(real)
+    def compile_trace(store: Any, trace: Any, name: str, **options: Any) -> Any:
+        assert asked[int(packed[0]) + 1].wait(20), "the next one is sampled only when this one is packed"
+        packed[0] += 1
+        return real(store, trace, name, **options)
+
+    packed = [0]
+    monkeypatch.setattr(module, "compile_trace", compile_trace)
+    with rolling(store, told) as loader:
+        check(iter(loader), 0, 2 * BATCHES + 1)
+    assert packed[0] >= 3
 
 
 def test_breaking_off_goes_on_where_it_was(store: featstore.Store) -> None:
@@ -160,16 +186,16 @@ def test_after_a_kill_it_goes_on_over_what_was_left(store: featstore.Store) -> N
     with rolling(store) as loader:
         check(iter(loader), 0, BATCHES + 1)
         loader._episodes[2].result()
+        loader._traces[3].result()
         shutil.copytree(store.path / "packs", store.path / "kept")
         state = loader.state()
     (store.path / "packs").rmdir()
     shutil.move(store.path / "kept", store.path / "packs")
-    assert left(store) == ["rolling-0", "rolling-1", "rolling.rolling"]
+    assert left(store) == ["rolling-0", "rolling-1", "rolling-1.trace", "rolling.rolling"]
     for pack in (store.path / "packs").iterdir():  # one whole, one unfinished
         if pack.name.endswith("-0"):
             (pack / "featstore.json").unlink()
             (pack / "g000001.journal").write_text("{}")
-    (store.path / "packs/rolling-1.trace").mkdir()
     (store.path / "packs/rolling-1.trace/recording.log").write_bytes(b"\0" * 100)
     with rolling(store) as loader:
         loader.load_state(state)
