@@ -171,10 +171,12 @@ def _check(part: Part, bad: int) -> None:
         )
 
 
-def held_rows(states: Mapping[str, TableState], ids: Any, out: Any, ids_max: int, counts: Counts) -> Any:
+def held_rows(
+    states: Mapping[str, TableState], ids: Any, out: Any, ids_max: int, counts: Counts,
+    helpers: ThreadPoolExecutor,
+) -> Any:  # fmt: skip
     """The rows of a small request of the one table there is, if its one tier has them all: found and copied
-    by the caller's thread in one go. None for any other request. Raises what :func:`parse_ids` and
-    :func:`check_out` do."""
+    in one go. None for any other request. Raises what :func:`parse_ids` and :func:`check_out` do."""
     begin = time.perf_counter()
     if len(states) != 1 or isinstance(ids, Mapping) or isinstance(out, Mapping):
         return None
@@ -187,7 +189,15 @@ def held_rows(states: Mapping[str, TableState], ids: Any, out: Any, ids_max: int
         return None
     shape = (*parsed.shape, *table.row_shape)
     rows = empty_rows(count, table.row_bytes) if out is None else check_out(out, shape, table.dtype)
-    if not state.tiers[0].serve_ids(parsed.values, state.row_map, table.rows, rows):
+    missed: list[int] = []
+
+    def work(begin: int, end: int) -> None:
+        part = rows[begin * table.row_bytes : end * table.row_bytes]
+        if not state.tiers[0].serve_ids(parsed.values[begin:end], state.row_map, table.rows, part):
+            missed.append(begin)
+
+    _in_parallel(work, count, _ID_BYTES + table.row_bytes, helpers)
+    if missed:
         return None
     counts.add(
         {state.tiers[0].name: count}, requests=1, rows_asked=count, bytes_asked=count * table.row_bytes,

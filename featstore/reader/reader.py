@@ -224,7 +224,7 @@ class Reader:
         """
         self._ready()
         states = self._opened()
-        rows = held_rows(states, ids, out, self.budget.piece_ids_max, self._counts)
+        rows = held_rows(states, ids, out, self.budget.piece_ids_max, self._counts, self._helpers)
         if rows is not None:
             return rows
         finish, parts = parse_request(states, ids, out, copy=False)

@@ -105,7 +105,7 @@ def rolling_cost(world: World) -> ModeCost:
         return _no_room("rolling", world, disk, least)
     stages = _reading(world, laid)
     prepared = _prepared(world, laid, world.memory_bytes - train_bytes)
-    stages["prepare"] = prepared.seconds
+    stages["sample"], stages["prepare"] = prepared.sampling, prepared.seconds - prepared.sampling
     reading = world.prices.cpu(laid.reads, laid.bytes_read)
     cores = reading + stages["assemble"] + stages["train"] + prepared.cores
     return ModeCost(
@@ -257,10 +257,11 @@ def _least(world: World, share: float = 1.0) -> int:
 
 @dataclass(frozen=True)
 class _Prepared:
-    """Sampling, recording and packing an epoch. ``seconds``: one after the other; of them the ``device``'s
-    and the ``cores``'."""
+    """Sampling, recording and packing an epoch. ``seconds``: one after the other, of them ``sampling``; of
+    the ``device`` and the ``cores``."""
 
     seconds: float
+    sampling: float
     device: float
     cores: float
     bytes_read: float
@@ -284,7 +285,8 @@ def _prepared(world: World, laid: Laid, memory_bytes: int) -> _Prepared:
     copying = (laid.packed_bytes + laid.record_bytes) * world.copy_byte_seconds
     reading = world.prices.cpu(reads, scanned)
     cores = world.batches * world.seen.batch_cpu_seconds + reading + deciding + copying
-    return _Prepared(sampling + deciding + max(device, copying), device, cores, scanned, written)
+    seconds = sampling + deciding + max(device, copying)
+    return _Prepared(seconds, sampling, device, cores, scanned, written)
 
 
 # What cannot be.
