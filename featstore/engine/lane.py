@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 # Fields of a lane. Kernels use the numbers; keep the two in step.
 EXTENTS = 0  # number of extents
-NEXT = 1  # next extent to start (taken atomically by the threads engine)
-DONE = 2  # extents finished
+NEXT = 1  # next extent that nobody has taken (atomically; beyond EXTENTS when all are)
+DONE = 2  # extents finished (atomically)
 CANCEL = 3  # not 0: start no more extents
 ERROR = 4  # 0, a negative errno, or one of the codes below
 ERROR_PAGE = 5  # page (of the table) where it happened

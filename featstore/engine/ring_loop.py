@@ -4,6 +4,9 @@ delivered.
 The arena is a ring buffer in pages: room is taken at the head, and given back at the tail once the oldest
 read has ended. There are more slots than reads under way, so that one slow read does not hold up the others
 behind it.
+
+Several rings may work on a lane: each claims some of its extents at a time, by an atomic addition, and that
+is all they share.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from numpy.typing import NDArray
 
 from featstore.base.compilation import njit
 from featstore.base.native import (
+    atomic_add,
     call_i32_i64,
     call_i32_i64_u32,
     call_i64_i64,
@@ -25,7 +29,6 @@ from featstore.base.native import (
     load_i32,
     load_i64,
     memzero,
-    store_i64,
 )
 from featstore.engine import counters as C
 from featstore.engine import lane as L
@@ -45,6 +48,10 @@ LANES_MAX = 16
 
 # Fields of the ring's state between two runs of the kernel.
 READS_IN_FLIGHT, SLOT_HEAD, SLOT_TAIL, ARENA_HEAD, ARENA_TAIL = range(5)
+# Fields of an open lane, of one ring: its address; the extents that this ring has claimed of it and not
+# started yet; how many it claims at once; its reads under way.
+LANE, CLAIMED, CLAIM_END, CHUNK, IN_FLIGHT = range(5)
+OPEN_FIELDS = 5
 # Fields of a slot.
 _S_LANE, _S_EXTENT, _S_PAGE, _S_BEGIN, _S_OPEN, _S_TRIES = range(6)
 _TRIES_MAX = 8
@@ -99,6 +106,21 @@ def _stopped(lane: Any) -> Any:
 
 
 @njit(nogil=True)
+def _claim(open_lane: Any) -> Any:
+    """Take the next extents of a lane for this ring, unless it has some left. Returns whether there are."""
+    if open_lane[CLAIMED] < open_lane[CLAIM_END]:
+        return True
+    lane = open_lane[LANE]
+    extents = load_i64(lane + L.EXTENTS * 8)
+    if load_i64(lane + L.NEXT * 8) >= extents:
+        return False
+    first = atomic_add(lane + L.NEXT * 8, open_lane[CHUNK])
+    open_lane[CLAIMED] = min(first, extents)
+    open_lane[CLAIM_END] = min(first + open_lane[CHUNK], extents)
+    return first < extents
+
+
+@njit(nogil=True)
 def _fill(
     functions: Any,
     ring: Any,
@@ -112,21 +134,20 @@ def _fill(
 ) -> Any:
     """Start reads until the queue, the arena or the work is exhausted. Returns whether work is left."""
     for i in range(lanes.shape[0]):
-        lane = lanes[i]
-        next_extent = load_i64(lane + L.NEXT * 8)
-        extents = load_i64(lane + L.EXTENTS * 8)
-        while next_extent < extents and not _stopped(lane):
+        lane = lanes[i, LANE]
+        while not _stopped(lane) and _claim(lanes[i]):
             if state[READS_IN_FLIGHT] >= depth:
                 return True
-            pages = np.int64(load_i32(load_i64(lane + L.EXTENT_PAGES * 8) + 4 * next_extent))
+            extent = lanes[i, CLAIMED]
+            pages = np.int64(load_i32(load_i64(lane + L.EXTENT_PAGES * 8) + 4 * extent))
             page = _room(state, slots, pages, arena_pages)
             if page < 0:
                 return True
             slot = state[SLOT_HEAD] % slots.shape[0]
-            if not _queue_read(functions, ring, lane, next_extent, arena + page * PAGE_BYTES, slot):
+            if not _queue_read(functions, ring, lane, extent, arena + page * PAGE_BYTES, slot):
                 return True
             slots[slot, _S_LANE] = lane
-            slots[slot, _S_EXTENT] = next_extent
+            slots[slot, _S_EXTENT] = extent
             slots[slot, _S_PAGE] = page
             slots[slot, _S_BEGIN] = now
             slots[slot, _S_OPEN] = 1
@@ -134,20 +155,16 @@ def _fill(
             state[SLOT_HEAD] += 1
             state[ARENA_HEAD] = page + pages
             state[READS_IN_FLIGHT] += 1
-            next_extent += 1
-            _set(lane, L.NEXT, next_extent)
+            lanes[i, CLAIMED] += 1
+            lanes[i, IN_FLIGHT] += 1
     return False
-
-
-@njit(nogil=True)
-def _set(lane: Any, field: Any, value: Any) -> None:
-    store_i64(lane + field * 8, value)
 
 
 @njit(nogil=True)
 def _complete(
     functions: Any,
     ring: Any,
+    lanes: Any,
     slots: Any,
     slot: Any,
     result: Any,
@@ -183,17 +200,24 @@ def _complete(
         report_error(lane, np.int64(result), page, 0, 0)
     if ended:
         slots[slot, _S_OPEN] = 0
-        _set(lane, L.DONE, load_i64(lane + L.DONE * 8) + 1)
+        atomic_add(lane + L.DONE * 8, 1)
+        for i in range(lanes.shape[0]):
+            if lanes[i, LANE] == lane:
+                lanes[i, IN_FLIGHT] -= 1
         return 1
     return 0
 
 
 @njit(nogil=True)
-def _ended(lane: Any) -> Any:
-    started = load_i64(lane + L.NEXT * 8)
-    if load_i64(lane + L.DONE * 8) < started:
+def _left(open_lane: Any) -> Any:
+    """Whether this ring has nothing to do for a lane any more: no read under way, and none to start."""
+    if open_lane[IN_FLIGHT] > 0:
         return False
-    return started >= load_i64(lane + L.EXTENTS * 8) or _stopped(lane)
+    if _stopped(open_lane[LANE]):
+        return True
+    if open_lane[CLAIMED] < open_lane[CLAIM_END]:
+        return False
+    return load_i64(open_lane[LANE] + L.NEXT * 8) >= load_i64(open_lane[LANE] + L.EXTENTS * 8)
 
 
 @njit(cache=True, nogil=True)
@@ -215,15 +239,15 @@ def drive(
     """Run the ring until Python is needed: see the module's text. Returns 0, or a negative errno of the ring
     itself.
 
-    ``waiting`` is the address of an int64 that is not 0 while a further lane waits to be opened;
-    ``completions`` int64 [depth] is scratch.
+    ``lanes``: int64 [open lanes, 5], of this ring alone, see above. ``waiting`` is the address of an int64
+    that is not 0 while a further lane waits to be opened; ``completions`` int64 [depth] is scratch.
     """
     while True:
         now = now_ns(clock, scratch)
         more = _fill(functions, ring, depth, lanes, state, slots, arena, arena_pages, now)
         ended = state[READS_IN_FLIGHT] == 0
         for i in range(lanes.shape[0]):
-            ended = ended or _ended(lanes[i])
+            ended = ended or _left(lanes[i])
         if ended or (not more and load_i64(waiting) != 0 and lanes.shape[0] < LANES_MAX):
             r = call_i32_i64(functions[SUBMIT], ring)
             return int(r) if r < 0 and r != _EINTR and r != _EAGAIN and r != _EBUSY else 0
@@ -241,7 +265,7 @@ def drive(
             # struct io_uring_cqe { u64 user_data; s32 res; u32 flags; }
             slot, result = load_i64(completions[k]), np.int64(load_i32(completions[k] + 8))
             state[READS_IN_FLIGHT] -= _complete(
-                functions, ring, slots, slot, result, arena, now, clock, scratch, counters
+                functions, ring, lanes, slots, slot, result, arena, now, clock, scratch, counters
             )
         call_void_i64_u32(functions[CQ_ADVANCE], ring, np.uint32(got))
         while state[SLOT_TAIL] < state[SLOT_HEAD] and slots[state[SLOT_TAIL] % slots.shape[0], _S_OPEN] == 0:
