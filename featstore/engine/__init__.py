@@ -96,7 +96,10 @@ def engine_class(name: EngineName) -> type[Engine]:
     return _TABLE[cast(EngineName, as_choice(name, "engine", ENGINES))].engine()
 
 
-def make(name: EngineName, queue_depth: int, staging_bytes: int, extent_bytes_max: int) -> Engine:
-    """An engine of this name, started. Raises ArgumentError for an unknown name, and OSError where it cannot
-    work here."""
-    return engine_class(name)(queue_depth, staging_bytes, extent_bytes_max)
+def make(
+    name: EngineName, queue_depth: int, staging_bytes: int, extent_bytes_max: int, threads: int | None = None
+) -> Engine:
+    """An engine of this name, started. ``threads``: as many read at most; by default as many as the engine
+    takes. Raises ArgumentError for an unknown name, and OSError where it cannot work here."""
+    made: Engine = engine_class(name)(queue_depth, staging_bytes, extent_bytes_max, threads)  # type: ignore[arg-type]
+    return made

@@ -20,14 +20,15 @@ class Engine(ABC):
     """Performs planned reads. Belongs to one process; :meth:`start` may be called from any thread of it.
 
     ``queue_depth`` is the largest number of reads under way, ``staging_bytes`` the memory for pages on their
-    way, of which a single read takes up to ``extent_bytes_max``.
+    way, of which a single read takes up to ``extent_bytes_max``. ``threads`` read, verify and deliver.
     """
 
     name: ClassVar[str]
     access: ClassVar[Access]
 
-    def __init__(self, queue_depth: int, staging_bytes: int, extent_bytes_max: int) -> None:
+    def __init__(self, queue_depth: int, staging_bytes: int, extent_bytes_max: int, threads: int) -> None:
         self.queue_depth = queue_depth
+        self.threads = threads
         self.staging_bytes = staging_bytes
         self.extent_bytes_max = extent_bytes_max
 

@@ -134,14 +134,16 @@ def _work(
 
 
 class PoolEngine(Engine):
-    """Threads that read; see the module's text."""
+    """Threads that read, as many as ``threads`` at most; see the module's text."""
 
     mapped: ClassVar[bool]
 
-    def __init__(self, queue_depth: int, staging_bytes: int, extent_bytes_max: int) -> None:
+    def __init__(
+        self, queue_depth: int, staging_bytes: int, extent_bytes_max: int, threads: int | None = None
+    ) -> None:
         limit = MAPPED_THREADS_MAX if self.mapped else min(THREADS_MAX, staging_bytes // extent_bytes_max)
-        self.threads = max(1, min(queue_depth, limit))
-        super().__init__(self.threads, 0 if self.mapped else staging_bytes, extent_bytes_max)
+        count = max(1, min(queue_depth, limit, threads or limit))
+        super().__init__(count, 0 if self.mapped else staging_bytes, extent_bytes_max, count)
         self._staging = aligned_buffer(self.staging_bytes)
         self._counters = new_counters(self.threads)
         self._scratch = np.zeros((self.threads, 8), np.int64)  # a cache line each

@@ -118,24 +118,23 @@ class _Ring:
 
 
 class UringEngine(Engine):
-    """Reads through io_uring; see the module's text. ``rings``: as many as there is depth and staging for.
-    Raises OSError where a ring cannot be opened."""
+    """Reads through io_uring; see the module's text. ``threads``: as many rings at most, one by default, and
+    no more than there is depth and staging for. Raises OSError where a ring cannot be opened."""
 
     name = "uring"
     access: ClassVar[Access] = "direct"
 
-    def __init__(self, queue_depth: int, staging_bytes: int, extent_bytes_max: int, rings: int = 1) -> None:
-        super().__init__(queue_depth, staging_bytes, extent_bytes_max)
+    def __init__(
+        self, queue_depth: int, staging_bytes: int, extent_bytes_max: int, threads: int | None = None
+    ) -> None:
+        room = min(queue_depth // _RING_DEPTH_MIN, staging_bytes // (2 * extent_bytes_max))
+        rings = max(1, min(threads or 1, room))
+        super().__init__(queue_depth, staging_bytes, extent_bytes_max, rings)
         self._library = library()
-        self.rings = max(
-            1, min(rings, queue_depth // _RING_DEPTH_MIN, staging_bytes // (2 * extent_bytes_max))
-        )
         arena = aligned_buffer(staging_bytes)
-        part = staging_bytes // self.rings // PAGE_BYTES * PAGE_BYTES
-        self._rings = [
-            _Ring(k, queue_depth // self.rings, arena[k * part : (k + 1) * part]) for k in range(self.rings)
-        ]
-        self._counters = new_counters(self.rings)
+        part = staging_bytes // rings // PAGE_BYTES * PAGE_BYTES
+        self._rings = [_Ring(k, queue_depth // rings, arena[k * part : (k + 1) * part]) for k in range(rings)]
+        self._counters = new_counters(rings)
         self._queue: list[_Shared] = []  # lanes that further rings may open
         self._condition = threading.Condition()
         self._closing = False
@@ -160,7 +159,7 @@ class UringEngine(Engine):
 
     def start(self, lane: Lane) -> None:
         self.check(lane)
-        shared = _Shared(lane, max(1, min(self.rings, lane.extents // RING_EXTENTS_MIN)))
+        shared = _Shared(lane, max(1, min(self.threads, lane.extents // RING_EXTENTS_MIN)))
         with self._condition:
             if self._closing:
                 raise ClosedError("the engine is closed")

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from featstore.base.checksum import crc_pages
 from featstore.base.files import direct_refusal, open_regular
+from featstore.engine import ENGINES, make, uring
 from featstore.engine import counters as C
-from featstore.engine import make
 from featstore.engine.base import Engine
 from featstore.engine.files import TableFiles
 from featstore.engine.lane import Lane
@@ -107,9 +107,23 @@ def access_of(engine: str) -> str:
     return "mapped" if engine == "mmap" else "direct"
 
 
+@pytest.fixture(params=[*ENGINES, "uring 2", "uring 4"])
+def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Each engine, and with several rings, that all share small lanes, too."""
+    monkeypatch.setattr(uring, "RING_EXTENTS_MIN", 2)
+    name: str = request.param
+    return name
+
+
+def made_of(engine: str, queue_depth: int, staging_bytes: int, extent_bytes_max: int) -> Engine:
+    name, _, rings = engine.partition(" ")
+    made = make(name, queue_depth, staging_bytes, extent_bytes_max, int(rings) if rings else None)  # type: ignore[arg-type]
+    return made
+
+
 @pytest.fixture
 def made(engine: str) -> Iterator[Engine]:
-    engine_ = make(engine, 32, 4 * 2**20, 512 * 1024)  # type: ignore[arg-type]
+    engine_ = made_of(engine, 32, 4 * 2**20, 512 * 1024)
     yield engine_
     engine_.close()
 
@@ -162,7 +176,7 @@ def test_a_lane_without_extents_ends(bench: Bench, made: Engine) -> None:
 
 def test_extents_up_to_the_longest_and_not_beyond(tmp_path: Path, engine: str) -> None:
     bench = Bench(tmp_path / "table", 1000, 400, access_of(engine))
-    made = make(engine, 4, 8 * PAGE, 2 * PAGE)  # type: ignore[arg-type]
+    made = made_of(engine, 4, 8 * PAGE, 2 * PAGE)
     try:
         lane = bench.lane(np.arange(1000), SCAN, 2 * PAGE)
         assert lane.extents.pages.max() == 2
@@ -186,7 +200,7 @@ def test_any_depth_and_staging(
     tmp_path: Path, engine: str, depth: int, staging_pages: int, extent_pages: int
 ) -> None:
     bench = Bench(tmp_path / "table", 1000, 400 if extent_pages > 1 else 4096, access_of(engine))
-    made = make(engine, depth, staging_pages * PAGE, extent_pages * PAGE)  # type: ignore[arg-type]
+    made = made_of(engine, depth, staging_pages * PAGE, extent_pages * PAGE)
     rng = np.random.default_rng(0)
     try:
         lanes = [
@@ -256,9 +270,9 @@ def test_random_lanes(engine: str, tmp_path_factory: pytest.TempPathFactory, see
     )
     span = -(-(row_bytes - 1) // PAGE) + 1
     extent = int(rng.integers(span, span + 8))
-    made = make(
+    made = made_of(
         engine, int(rng.integers(1, 40)), int(rng.integers(4 * extent, 4 * extent + 60)) * PAGE, extent * PAGE
-    )  # type: ignore[arg-type]
+    )
     try:
         lanes = [
             bench.lane(rng.integers(0, len(bench.rows), 80), (RANDOM, MIXED, SCAN)[k % 3], extent * PAGE)
@@ -351,7 +365,7 @@ def test_a_file_cut_after_it_was_opened(bench: Bench, made: Engine, left: int) -
 
 def test_bad_descriptors_name_the_file_and_the_offset(tmp_path: Path, reads_files: str) -> None:
     bench = Bench(tmp_path / "table", 1000, 400, "direct")
-    made = make(reads_files, 16, 2**20, 64 * 1024)  # type: ignore[arg-type]
+    made = made_of(reads_files, 16, 2**20, 64 * 1024)
     write_only = os.open(bench.paths[0], os.O_WRONLY)
     kept = int(bench.files.handles[1])
     row = bench.layout.rows_per_chunk + 40  # in the second file, on its fourth page
@@ -424,7 +438,7 @@ def test_lanes_cancelled_while_they_run(tmp_path: Path, made: Engine) -> None:
 
 
 def test_close_waits_for_lanes_and_may_be_repeated(bench: Bench, engine: str) -> None:
-    made = make(engine, 4, 4 * 64 * 1024, 64 * 1024)  # type: ignore[arg-type]
+    made = made_of(engine, 4, 4 * 64 * 1024, 64 * 1024)
     lanes = [bench.lane(np.arange(1000), RANDOM, 64 * 1024) for _ in range(20)]
     for lane in lanes:
         made.start(lane.lane)
@@ -444,7 +458,7 @@ def test_engines_leave_no_threads_and_no_descriptors(bench: Bench, engine: str) 
     gc.collect()
     before = state()
     for _ in range(3):
-        made = make(engine, 8, 2**20, 64 * 1024)  # type: ignore[arg-type]
+        made = made_of(engine, 8, 2**20, 64 * 1024)
         lane = bench.lane(np.arange(100))
         made.start(lane.lane)
         lane.check()
