@@ -59,7 +59,7 @@ class LoaderOptions(TypedDict, total=False):
         device_memory: for rows kept on each device, bytes or a size, beside ``memory``.
         device_policy: of the modes online and partitions: of these rows, a name of
             :data:`featstore.tiers.slots.layout.POLICIES` but ``"static"`` and ``"min"``.
-        engine, queue_depth, verify: as for :class:`featstore.Reader`.
+        engine, queue_depth, threads, verify: as for :class:`featstore.Reader`.
         policy: of mode online: of the buffer, a name of :data:`featstore.tiers.slots.layout.POLICIES` but
             ``"min"``, or ``"auto"``, the default, for that which hits most.
         static: of mode online, for policy ``"static"``: node ids (or a mapping of tables to them) to keep.
@@ -108,6 +108,7 @@ class LoaderOptions(TypedDict, total=False):
     device_policy: str | None
     engine: str
     queue_depth: int
+    threads: int | None
     verify: bool
     policy: str | None
     static: Any
@@ -175,7 +176,7 @@ class Given:
                 raise ArgumentError(
                     f"{name}= is of mode {' or '.join(map(repr, modes))}, not of {self.mode!r}"
                 )
-        self.reading: dict[str, Any] = {"engine": "auto", "queue_depth": 128, "verify": True}
+        self.reading: dict[str, Any] = {"engine": "auto", "queue_depth": 128, "threads": None, "verify": True}
         self.reading |= {name: value for name, value in self.said.items() if name in self.reading}
         check_reading(**self.reading)
         self.tensors: bool | None = self.said.get("tensors")

@@ -23,7 +23,7 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 from featstore.arguments import as_count, as_function, as_number, as_path
 from featstore.base.folders import real_path
 from featstore.base.progress import OnStep
-from featstore.base.system import asking, free_bytes, is_directory, is_there
+from featstore.base.system import asking, available_cores, free_bytes, is_directory, is_there
 from featstore.engine import EngineName, choose
 from featstore.engine.files import Access
 from featstore.errors import DiskFullError, SourceError
@@ -56,6 +56,9 @@ CALIBRATION_ROUNDS = 5
 #: Of the two stores that are packed to see what writing costs.
 WRITTEN_BYTES = (16 * 2**20, 144 * 2**20)
 WRITE_ROUNDS = 3
+#: Twice as many threads are to be so much faster to be taken: they are training's, too.
+_PAYS = 1.15
+_THREAD_ROUNDS = 3
 SECONDS = 6.0
 #: Longest gaps tried on the dense pattern, in pages; and its size.
 GAPS = (2, 3, 4, 6, 8)
@@ -105,7 +108,8 @@ class GapSample:
 @dataclass(frozen=True)
 class Calibration:
     """A measured device model and what it was made from. ``key`` is what it is kept under
-    (:mod:`featstore.plan.cost`)."""
+    (:mod:`featstore.plan.cost`); ``thread_rates``: reads of a page a second by the number of threads, empty
+    where there is nothing to choose."""
 
     key: str
     engine: EngineName
@@ -114,6 +118,7 @@ class Calibration:
     model: DeviceModel
     samples: tuple[Sample, ...]
     gaps: tuple[GapSample, ...]
+    thread_rates: Mapping[int, float]
     temporary: bool
     seconds: float
 
@@ -139,7 +144,9 @@ class Calibration:
                 "byte_seconds": m.byte_seconds,
                 "request_seconds": m.request_seconds,
                 "write_byte_seconds": m.write_byte_seconds,
+                "threads": m.threads,
             },
+            "thread_rates": {str(count): rate for count, rate in self.thread_rates.items()},
             "gap_pages_max": m.gap_pages_max,
             "error": self.error,
             "temporary": self.temporary,
@@ -203,13 +210,15 @@ def measure(
         temporary,
     ):
         table = max(store.tables.values(), key=lambda t: t.layout.pages)
-        bench = LaneBench(store, table, choice.name)
+        threads, rates = _threads(store, table, choice.name, seconds * 0.2, tell)
+        bench = LaneBench(store, table, choice.name, threads=threads)
         try:
-            samples = _samples(bench, seconds * 0.6, tell)
+            samples = _samples(bench, seconds * 0.5, tell)
             gaps = _gaps(bench, tell)
         finally:
             bench.close()
         model = fit_model(samples, gaps)
+        model = msgspec.structs.replace(model, threads=threads)
         model = _with_request_seconds(model, store, table, choice.name, seconds * 0.1)
         beside = store.path.parent.parent if temporary else store.path.parent
         model = msgspec.structs.replace(model, write_byte_seconds=_write_byte_seconds(beside))
@@ -223,6 +232,7 @@ def measure(
             model,
             samples,
             gaps,
+            rates,
             temporary,
             time.perf_counter() - begin,
         )
@@ -265,6 +275,45 @@ def _samples(bench: LaneBench, seconds: float, tell: OnStep) -> tuple[Sample, ..
             times[size].append(bench.run(size, reads[size]) / reads[size])
             tell("measure", step := step + 1, steps)
     return tuple(Sample(size, reads[size], tuple(times[size])) for size in sizes)
+
+
+def _threads(
+    store: OpenStore, table: Table, engine: EngineName, seconds: float, tell: OnStep
+) -> tuple[int, dict[int, float]]:
+    """How many threads are to read, and reads of a page a second by their number, the best of some rounds in
+    turns. Twice as many are taken where they are faster by more than :data:`_PAYS`."""
+    if engine != "uring":
+        return 1, {}
+    cores = available_cores()
+    counts = [1 << k for k in range(cores.bit_length()) if 1 << k <= cores]
+    if len(counts) == 1:
+        return 1, {}
+    benches = {count: LaneBench(store, table, engine, threads=count) for count in counts}
+    try:
+        reads = min(_PILOT_READS, benches[1].places(PAGE_BYTES))
+        benches[1].run(PAGE_BYTES, reads)  # which compiles and wakes what there is
+        each = seconds / (len(counts) * _THREAD_ROUNDS)
+        reads = int(reads / benches[1].run(PAGE_BYTES, reads) * each)
+        reads = max(1, min(benches[1].places(PAGE_BYTES), reads))
+        rates = dict.fromkeys(counts, 0.0)
+        for turn in range(_THREAD_ROUNDS):
+            for count, bench in benches.items():
+                rates[count] = max(rates[count], reads / bench.run(PAGE_BYTES, reads))
+            tell("measure threads", turn + 1, _THREAD_ROUNDS)
+    finally:
+        for bench in benches.values():
+            bench.close()
+    return chosen_threads(rates), rates
+
+
+def chosen_threads(rates: Mapping[int, float]) -> int:
+    """The number of threads of which twice as many do not pay, by reads a second."""
+    best = 1
+    for count in sorted(rates):
+        if count > 1 and rates[count] < rates[best] * _PAYS:
+            break
+        best = count
+    return best
 
 
 def _gaps(bench: LaneBench, tell: OnStep) -> tuple[GapSample, ...]:

@@ -38,7 +38,12 @@ class LaneBench:
     """
 
     def __init__(
-        self, store: OpenStore, table: Table, engine: EngineName, queue_depth: int = BENCH_QUEUE_DEPTH
+        self,
+        store: OpenStore,
+        table: Table,
+        engine: EngineName,
+        queue_depth: int = BENCH_QUEUE_DEPTH,
+        threads: int | None = None,
     ) -> None:
         layout = table.layout
         self.row_bytes = gcd(layout.chunk_bytes, _ROW_BYTES_MAX)
@@ -53,7 +58,7 @@ class LaneBench:
         files = self._open()
         self.access, self.access_because = files.access, files.buffered_because
         files.close()
-        self._engine: Engine = make(engine, queue_depth, BENCH_STAGING_BYTES, EXTENT_BYTES_MAX)
+        self._engine: Engine = make(engine, queue_depth, BENCH_STAGING_BYTES, EXTENT_BYTES_MAX, threads)
         self._out = np.zeros(_OUT_ROWS * self.row_bytes, np.uint8)
         self._random = np.random.default_rng(0)
 

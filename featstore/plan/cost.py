@@ -12,6 +12,10 @@ Both prices come from reads at places far apart. Where pages lie close together,
 blocks larger than a page make a gap cheaper than that, so the longest gap worth bridging is measured by
 itself where it can be (``gap_pages``), on a pattern that wants half of all pages.
 
+One thread that reads is bound by its core at a few hundred thousand reads a second. ``threads`` is how many
+the engine is given: more than one only where more were measured to be faster, so that on a slow device no
+core is taken from training.
+
 ``featstore calibrate`` measures the numbers for a device and an engine and keeps them in the user's cache
 directory. A device that was never calibrated gets :data:`DEFAULT`, and every plan says so.
 """
@@ -43,6 +47,7 @@ class DeviceModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     gap_pages: int | None = None
     calibrated: bool = True
     write_byte_seconds: float | None = None
+    threads: int = 1
 
     def __post_init__(self) -> None:
         if not (
@@ -51,6 +56,7 @@ class DeviceModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             and self.request_seconds >= 0
             and 0 <= (self.gap_pages or 0) <= GAP_PAGES_MAX
             and (self.write_byte_seconds is None or self.write_byte_seconds > 0)
+            and self.threads >= 1
         ):
             raise ArgumentError(f"impossible device model: {self}")
 

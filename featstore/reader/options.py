@@ -10,18 +10,21 @@ from featstore.errors import ArgumentError
 from featstore.plan.cost import DeviceModel
 
 #: Options of a reader that whoever opens one hands on.
-READING = ("engine", "model", "queue_depth", "verify")
+READING = ("engine", "model", "queue_depth", "threads", "verify")
 
 
 QUEUE_DEPTH_MAX = 4096
+READING_THREADS_MAX = 256
 
 
 def check_reading(
-    engine: Any = "auto", queue_depth: Any = 128, verify: Any = True, model: Any = None
+    engine: Any = "auto", queue_depth: Any = 128, verify: Any = True, model: Any = None, threads: Any = None
 ) -> None:
     """How a reader is to read; see :class:`featstore.reader.reader.Reader`."""
     as_choice(engine, "engine", ("auto", *ENGINES))
     as_count(queue_depth, "queue_depth", 1, QUEUE_DEPTH_MAX)
     as_flag(verify, "verify")
+    if threads is not None:
+        as_count(threads, "threads", 1, READING_THREADS_MAX)
     if not isinstance(model, DeviceModel | None):
         raise ArgumentError(f"model must be a DeviceModel or None, not {shown(model)}")

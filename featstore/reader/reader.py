@@ -103,6 +103,8 @@ class Reader:
         tables: the names of the tables to read; all by default.
         engine: ``"uring"``, ``"threads"``, ``"mmap"``, or ``"auto"`` for the first that works.
         queue_depth: reads under way at most.
+        threads: that read, verify and copy rows, at most; by default as many as the device model says, for
+            engine ``"uring"``, and up to 32 for ``"threads"``. Each reads through a ring of its own.
         verify: check the checksum of every page read.
         model: the device model to plan with; by default the calibrated one of this device.
         by_row: ids are row numbers, positions in the order on disk; no map is held.
@@ -115,15 +117,15 @@ class Reader:
         self, store: OpenStore, *, memory: int | str = "1GiB", static: StaticIds = "auto",
         static_memory: int | str | None = None, tables: Sequence[str] | None = None, engine: str = "auto",
         queue_depth: int = QUEUE_DEPTH, verify: bool = True, model: DeviceModel | None = None,
-        by_row: bool = False,
+        by_row: bool = False, threads: int | None = None,
     ) -> None:  # fmt: skip
         self._options = {
             "memory": memory, "static": static, "static_memory": static_memory, "tables": tables,
             "engine": engine, "queue_depth": queue_depth, "verify": verify, "model": model,
-            "by_row": by_row,
+            "by_row": by_row, "threads": threads,
         }  # fmt: skip
         self._states: dict[str, TableState] = {}  # first: closing what was never opened looks here
-        check_reading(engine, queue_depth, verify, model)
+        check_reading(engine, queue_depth, verify, model, threads)
         queue_depth, verify, by_row = int(queue_depth), bool(verify), as_flag(by_row, "by_row")
         self.store = as_store(store)
         self._closed = False
@@ -141,7 +143,7 @@ class Reader:
                 self._states[name] = TableState(store.table(name), verify, access, by_row)
             self.access, self.access_because = self._access(access)
             self.model = model or load_model(device_key(store.path, self.engine.name, self.access))
-            self.queue_depth = queue_depth
+            self.queue_depth, self._threads = queue_depth, threads
             self._start_process()
             self._fill_static(static)
             self._load_kernels()
@@ -161,8 +163,9 @@ class Reader:
         """Open what belongs to this process: the engine, threads, locks."""
         self._counts = Counts()
         self._engine = make(
-            self.engine.name, self.queue_depth, self.budget.staging_bytes, self.budget.extent_bytes_max
-        )
+            self.engine.name, self.queue_depth, self.budget.staging_bytes, self.budget.extent_bytes_max,
+            self._threads or (self.model.threads if self.engine.name == "uring" else None),
+        )  # fmt: skip
         self._feeder = Feeder(self._engine, self._counts, self.store.path)
         self._helpers = ThreadPoolExecutor(
             max(1, min(4, os.cpu_count() or 1) - 1), thread_name_prefix="featstore-copy"

@@ -111,7 +111,7 @@ class StoredSampler(HopSampler):
         seed: any integer.
         graph: the name of a graph of the store; needed where it has several, or where a graph may be one
             relation of several: beside tables of other types of nodes or edges.
-        engine, queue_depth, verify: as for :class:`featstore.reader.reader.Reader`.
+        engine, queue_depth, threads, verify: as for :class:`featstore.reader.reader.Reader`.
 
     Raises BudgetError, CorruptionError, DeviceError, FormatError; SourceError for fan-outs that cannot be
     used and for a store without a graph; KeyError for a graph that it has not.
@@ -120,11 +120,12 @@ class StoredSampler(HopSampler):
     def __init__(
         self, store: OpenStore, fanouts: Sequence[int], *, memory: int | str, seed: int = 0,
         graph: str | None = None, engine: str = "auto", queue_depth: int = QUEUE_DEPTH, verify: bool = True,
+        threads: int | None = None,
     ) -> None:  # fmt: skip
         self.fanouts = as_fanouts(fanouts)
         self.seed = as_integer(seed, "seed")
         self.store = as_store(store)
-        check_reading(engine, queue_depth, verify)
+        check_reading(engine, queue_depth, verify, threads=threads)
         self.graph = graph_of(store, graph)
         self._options = {
             "memory": memory,
@@ -133,6 +134,7 @@ class StoredSampler(HopSampler):
             "engine": engine,
             "queue_depth": queue_depth,
             "verify": verify,
+            "threads": threads,
         }
         self._sources, self._hubs, self._offsets_table = (
             f"{self.graph.name}/{part}" for part in ("sources", "hubs", "offsets")
@@ -162,6 +164,7 @@ class StoredSampler(HopSampler):
             engine=engine,
             queue_depth=queue_depth,
             verify=verify,
+            threads=threads,
         )
         self._closed = False
         try:

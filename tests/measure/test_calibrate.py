@@ -23,11 +23,19 @@ from featstore.engine.lane import Lane
 from featstore.errors import CorruptionError, DiskFullError, FeatstoreWarning, SourceError
 from featstore.layout import TableLayout
 from featstore.measure import bench as bench_module
+from featstore.measure import calibrate as module
 from featstore.measure.bench import bench
-from featstore.measure.calibrate import EXTENT_SIZES, Sample, calibrate, fit_model, measure
+from featstore.measure.calibrate import (
+    EXTENT_SIZES,
+    Sample,
+    calibrate,
+    chosen_threads,
+    fit_model,
+    measure,
+)
 from featstore.measure.lane_bench import LaneBench, drop_cached
 from featstore.measure.scratch import scratch_store
-from featstore.plan.cost import DeviceModel, load_model, models_path
+from featstore.plan.cost import DeviceModel, load_model, models_path, save_model
 from featstore.store import Store
 
 PAGE = 4096
@@ -316,3 +324,37 @@ def test_bench_reads_in_store_order(tmp_path: Path) -> None:
         assert pages == 64
         assert half.rows == half.requests * 64
     assert not models_path().exists()
+
+
+def test_as_many_threads_as_pay() -> None:
+    assert chosen_threads({1: 90.0, 2: 95.0, 4: 400.0}) == 1, "two are not worth it"
+    assert chosen_threads({1: 90.0, 2: 170.0, 4: 180.0, 8: 900.0}) == 2
+    assert chosen_threads({1: 90.0, 2: 170.0, 4: 300.0}) == 4
+    assert chosen_threads({1: 90.0}) == 1
+
+
+def test_threads_are_measured_kept_and_used(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By rings, where twice as many are faster; a reader that is told takes what it is told."""
+    if "uring" not in HERE:
+        pytest.skip("io_uring does not work here")
+    monkeypatch.setattr(module, "available_cores", lambda: 4)
+    given = []
+    real = LaneBench.run
+
+    def run(self: LaneBench, extent_bytes: int, reads: int) -> float:
+        threads = self._engine.threads
+        given.append(threads)
+        return real(self, extent_bytes, reads) / (1.0 if threads == 1 else 100.0)
+
+    monkeypatch.setattr(LaneBench, "run", run)
+    result = measure(store.path, "uring", seconds=0.05, data_bytes_min=0)
+    assert set(result.thread_rates) == {1, 2, 4}
+    assert set(given) >= {1, 2, 4}
+    assert result.model.threads == 2, "four are as fast as two"
+    save_model(result.key, result.model)
+    with store.reader(engine="uring", static=None) as reader:
+        assert reader._engine is not None
+        assert reader._engine.threads == 2
+    with store.reader(engine="uring", static=None, threads=1) as reader:
+        assert reader._engine is not None
+        assert reader._engine.threads == 1

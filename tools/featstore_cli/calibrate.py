@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from featstore_cli.options import json_option, settings, shared_options
 from featstore_cli.output import facts, print_json, progress, rate_text, remark, seconds_text, show, table
+
+if TYPE_CHECKING:
+    from featstore.measure.calibrate import Calibration
 
 _SPREAD_MAX = 0.5
 
@@ -109,7 +113,14 @@ def _render(result: object) -> None:
                     f"read through gaps of up to {model.gap_pages_max} pages; model within "
                     f"{result.error:.0%} of every size",
                 ),
+                ("threads", _threads(result)),
             ]
         ),
         "",
     )
+
+
+def _threads(result: Calibration) -> str:
+    """How many read, and what was measured of that."""
+    rates = ", ".join(f"{rate:,.0f} with {count}" for count, rate in result.thread_rates.items())
+    return f"{result.model.threads}{f': reads of a page a second, {rates}' if rates else ''}"

@@ -110,6 +110,7 @@ def _reading(store: Any) -> dict[str, Any]:
             "byte_seconds": model.byte_seconds,
             "request_seconds": model.request_seconds,
             "gap_pages_max": model.gap_pages_max,
+            "threads": model.threads,
         },
     }
 
@@ -162,11 +163,20 @@ def _render(data: dict[str, Any], partitions: bool) -> None:
                 ("reading here", f"through {reading['engine']}: {reading['engine_because']}"),
                 ("  access", f"{reading['access']}: {reading['access_because']}"),
                 ("  device model", f"{cost}; gaps of up to {model['gap_pages_max']} pages are read through"),
+                ("  threads", _threads(model)),
                 ("packed", ""),
                 *provenance,
             ]
         ),
     )
+
+
+def _threads(model: dict[str, Any]) -> str:
+    """How many threads read, and why so many."""
+    if not model["calibrated"]:
+        return "1 reads; `featstore calibrate` measures whether more are faster"
+    why = "more were not faster" if model["threads"] == 1 else "as many as were measured to be faster"
+    return f"{model['threads']} read{'s' * (model['threads'] == 1)}: {why}"
 
 
 def _source(source: Any) -> str:

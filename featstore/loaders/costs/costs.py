@@ -62,14 +62,15 @@ def loader_costs(
     train_seconds: float | None = None, nodes: Callable[[Any], Any] | None = None,
     epoch_batches: int | None = None, seconds: float = LOOKED_SECONDS, share: float = LOOKED_SHARE,
     engine: str = "auto", queue_depth: int = 128, verify: bool = True,
+    threads: int | None = None,
 ) -> LoaderCosts:  # fmt: skip
     """What training on these mini-batches would cost in each mode of :meth:`featstore.Store.loader`, on this
     machine; a few of them are sampled for it.
 
     Args:
         store: the open store.
-        batches, seeds, fanouts, batch_size, seed, graph, nodes, memory, disk, engine, queue_depth, verify: as
-            for :class:`featstore.loaders.loader.Loader`. ``batches`` are gone through here, too: what
+        batches, seeds, fanouts, batch_size, seed, graph, nodes, memory, disk, engine, queue_depth, threads,
+            verify: as for :class:`featstore.loaders.loader.Loader`. ``batches`` are gone through here, too: what
             depends on how often that happened (a shuffling data loader without a generator of its own) gives
             others afterwards.
         repeat: mini-batches are the same in every epoch; by default a list or tuple of them is.
@@ -85,7 +86,7 @@ def loader_costs(
     had is no error: its cost says why.
     """
     store, memory_bytes = as_store(store), parse_bytes(memory, "memory")
-    check_reading(engine, queue_depth, verify)
+    check_reading(engine, queue_depth, verify, threads=threads)
     parse_disk(disk, store)
     epochs = args.as_count(epochs, "epochs")
     seconds = args.as_number(seconds, "seconds", above=True)
@@ -94,7 +95,7 @@ def loader_costs(
     per_epoch = None if epoch_batches is None else args.as_count(epoch_batches, "epoch_batches")
     repeats = isinstance(batches, list | tuple) if repeat is None else args.as_flag(repeat, "repeat")
     nodes = None if nodes is None else args.as_function(nodes, "nodes")
-    reading = {"engine": engine, "queue_depth": queue_depth, "verify": verify}
+    reading = {"engine": engine, "queue_depth": queue_depth, "verify": verify, "threads": threads}
     own = None
     with ExitStack() as stack:
         if batches is not None:

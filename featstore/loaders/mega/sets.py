@@ -55,7 +55,7 @@ class PartitionSets(LoaderBase):
         replaced: how many of them are exchanged from step to step; by default all.
         seed: of partitions, and of what is drawn from them.
         drawn: mini-batches that are drawn from these, and whose memory is of this budget, too.
-        engine, queue_depth, verify: as for :meth:`featstore.Store.reader`.
+        engine, queue_depth, threads, verify: as for :meth:`featstore.Store.reader`.
 
     Raises SourceError for a store without graph or partitions, IdError, BudgetError, and what reading raises.
     """
@@ -64,6 +64,7 @@ class PartitionSets(LoaderBase):
         self, store: OpenStore, *, memory: int | str = "1GiB", train: Any = None, graph: str | None = None,
         hubs: int | None = None, resident: int | None = None, replaced: int | None = None, seed: int = 0,
         drawn: LargestDrawn | None = None, engine: str = "auto", queue_depth: int = 128, verify: bool = True,
+        threads: int | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         resident = None if resident is None else as_count(resident, "resident")
@@ -71,13 +72,13 @@ class PartitionSets(LoaderBase):
         hubs = None if hubs is None else as_count(hubs, "hubs", 0)
         self.store, self.seed = as_store(store), as_count(seed, "seed", 0)
         self.memory_bytes = parse_bytes(memory, "memory")
-        check_reading(engine, queue_depth, verify)
+        check_reading(engine, queue_depth, verify, threads=threads)
         self.graph = graph_of(store, graph)
         self.table = self.graph.table
         self._loading = Loading(
             store, self.graph, memory_bytes=self.memory_bytes, train=train, hubs=hubs, resident=resident,
             replaced=replaced, seed=self.seed, drawn=drawn, engine=engine, queue_depth=queue_depth,
-            verify=verify,
+            verify=verify, threads=threads,
         )  # fmt: skip
         self.sizes = self._loading.sizes
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="featstore-mega")
