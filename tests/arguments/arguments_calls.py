@@ -141,6 +141,7 @@ class State:
 OPTIONS_OF_READING: dict[str, Any] = {
     "engine": choice(),
     "queue_depth": count(1, 4096),
+    "threads": count(1, 256).optional,
     "verify": FLAG,
     "model": Rule({**NONSENSE, "a number": 3, "a mapping": {}}),
 }

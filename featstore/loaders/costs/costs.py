@@ -70,9 +70,9 @@ def loader_costs(
     Args:
         store: the open store.
         batches, seeds, fanouts, batch_size, seed, graph, nodes, memory, disk, engine, queue_depth, threads,
-            verify: as for :class:`featstore.loaders.loader.Loader`. ``batches`` are gone through here, too: what
-            depends on how often that happened (a shuffling data loader without a generator of its own) gives
-            others afterwards.
+            verify: as for :class:`featstore.loaders.loader.Loader`. ``batches`` are gone through here, too:
+            what depends on how often that happened (a shuffling data loader without a generator of its own)
+            gives others afterwards.
         repeat: mini-batches are the same in every epoch; by default a list or tuple of them is.
         epochs: how many are trained, over which preparing once is spread.
         train_seconds: of a training step on one mini-batch; by default training costs nothing, and what is
