@@ -69,28 +69,42 @@ def _result(job: dict[str, Any], direction: str) -> FioResult:
     return FioResult(side["total_ios"], side["io_bytes"], seconds, cpu)
 
 
+def _several(processes: int) -> list[str]:
+    return [] if processes == 1 else [f"--numjobs={processes}", "--group_reporting"]
+
+
 def random_read(
-    paths: Sequence[Path], seconds: float, block_bytes: int = 4096, depth: int = 128, seed: int = 1
+    paths: Sequence[Path],
+    seconds: float,
+    block_bytes: int = 4096,
+    depth: int = 128,
+    seed: int = 1,
+    processes: int = 1,
 ) -> FioResult:
-    """Random direct reads of one block over all files for some seconds, any block as often as it comes."""
+    """Random direct reads of one block over all files for some seconds, any block as often as it comes;
+    by so many processes, each with this depth."""
     jobs = _run([
         "--name=random", f"--filename={names(paths)}", "--rw=randread", f"--bs={block_bytes}",
         f"--iodepth={depth}", "--readonly", "--norandommap", "--file_service_type=random", "--time_based",
-        f"--runtime={seconds}", f"--randseed={seed}", "--allow_file_create=0",
+        f"--runtime={seconds}", f"--randseed={seed}", "--allow_file_create=0", *_several(processes),
     ], folder(paths))  # fmt: skip
     return _result(jobs[0], "read")
 
 
 def sequential_read(
-    paths: Sequence[Path], seconds: float | None = None, block_bytes: int = 512 * 1024, depth: int = 32
+    paths: Sequence[Path],
+    seconds: float | None = None,
+    block_bytes: int = 512 * 1024,
+    depth: int = 32,
+    processes: int = 1,
 ) -> FioResult:
     """Direct reads from the first to the last byte, file after file; once, or again and again for some
-    seconds."""
+    seconds; by so many processes, each of all files."""
     limits = [] if seconds is None else ["--time_based", f"--runtime={seconds}"]
     jobs = _run([
         "--name=sequential", f"--filename={names(paths)}", "--rw=read", f"--bs={block_bytes}",
         f"--iodepth={depth}", "--readonly", "--file_service_type=sequential", "--allow_file_create=0",
-        *limits,
+        *limits, *_several(processes),
     ], folder(paths))  # fmt: skip
     return _result(jobs[0], "read")
 

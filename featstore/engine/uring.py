@@ -7,10 +7,15 @@ every result; verify, deliver, free the room; go on. There is no barrier between
 nothing is left to do for a lane, when a new one waits and the open ones have nothing left to start, or when
 the ring itself fails.
 
-One ring in one thread keeps up with a few hundred thousand reads a second. For devices that do more there may
-be several, each with its part of the queue depth and of the arena; pages are verified and delivered by the
+One ring in one thread keeps up with a few hundred thousand reads a second. For devices that do more there are
+several, each with its part of the queue depth and of the arena; pages are verified and delivered by the
 thread whose ring they arrived in. A lane of many extents is opened by several rings, a small one by whichever
 comes first. It is done when the last of those that opened it has left.
+
+How many rings work follows the load: one more where the last of them keeps its core busy all the time that it
+has something to read, one fewer where it is mostly waiting. So a slow device has one, and so has one whose
+cores are wanted by others: a thread that has to wait for its core is not busy. It is changed while no lane is
+open, and lanes wait for that.
 
 liburing's functions come from :mod:`featstore.engine.liburing`.
 """
@@ -20,6 +25,8 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import time
+import warnings
 from typing import ClassVar
 
 import numpy as np
@@ -29,7 +36,7 @@ from featstore.base.buffers import aligned_buffer
 from featstore.base.native import (
     address_of,
 )
-from featstore.base.system import refusal, started
+from featstore.base.system import available_cores, refusal, started
 from featstore.engine import lane as L
 from featstore.engine.base import Engine, new_counters
 from featstore.engine.deliver import CLOCK_GETTIME
@@ -48,12 +55,15 @@ from featstore.engine.ring_loop import (
     OPEN_FIELDS,
     drive,
 )
-from featstore.errors import ClosedError, DeviceError
+from featstore.errors import ClosedError, DeviceError, FeatstoreWarning
 from featstore.units import PAGE_BYTES
 
 RING_EXTENTS_MIN = 32  # a lane has a further ring for so many extents more
 _CHUNK_MAX = 16  # extents that a ring claims at once of a lane that it shares
 _RING_DEPTH_MIN = 8
+_RINGS = 8  # at most, where nobody says how many
+_WINDOW_NS = 5_000_000  # of reading, over which a ring's load is measured
+_BUSY, _SPARE = 0.85, 0.4  # load from which one more ring works, and below which one fewer
 
 
 class _Shared:
@@ -82,17 +92,21 @@ class _Shared:
 
 
 class _Ring:
-    """What belongs to one ring: its thread's memory, and the lanes that it has open."""
+    """What belongs to one ring: its thread and that thread's memory, and the lanes that it has open."""
 
-    def __init__(self, number: int, depth: int, arena: NDArray[np.uint8]) -> None:
-        self.number, self.depth, self.arena = number, depth, arena
+    def __init__(self, number: int, queue_depth: int, lock: threading.Lock) -> None:
+        self.number = number
+        self.thread: threading.Thread | None = None
+        self.wake, self.idle = threading.Condition(lock), False
+        self.depth, self.arena = queue_depth, np.empty(0, np.uint8)  # its part of them
         self.open: list[_Shared] = []
         self.lanes = np.zeros((0, OPEN_FIELDS), np.int64)
         self.waiting = np.zeros(8, np.int64)  # a cache line; the first: lanes that this ring could open
         self.state = np.zeros(8, np.int64)
-        self.slots = np.zeros((4 * depth, 6), np.int64)
-        self.completions = np.zeros(depth, np.int64)
+        self.slots = np.zeros((4 * queue_depth, 6), np.int64)
+        self.completions = np.zeros(queue_depth, np.int64)
         self.scratch = np.zeros(8, np.int64)
+        self.cpu_ns = self.driven_ns = 0  # of the window
 
     def enter(self, shared: _Shared) -> None:
         shared.opened += 1
@@ -118,8 +132,9 @@ class _Ring:
 
 
 class UringEngine(Engine):
-    """Reads through io_uring; see the module's text. ``threads``: as many rings at most, one by default, and
-    no more than there is depth and staging for. Raises OSError where a ring cannot be opened."""
+    """Reads through io_uring; see the module's text. ``threads``: as many rings work at most, by default as
+    many as there are cores, and up to 8; never more than there is depth and staging for. Raises OSError where
+    a ring cannot be opened; a further one that cannot is told by a warning."""
 
     name = "uring"
     access: ClassVar[Access] = "direct"
@@ -128,27 +143,22 @@ class UringEngine(Engine):
         self, queue_depth: int, staging_bytes: int, extent_bytes_max: int, threads: int | None = None
     ) -> None:
         room = min(queue_depth // _RING_DEPTH_MIN, staging_bytes // (2 * extent_bytes_max))
-        rings = max(1, min(threads or 1, room))
+        rings = max(1, min(threads or min(available_cores(), _RINGS), room))
         super().__init__(queue_depth, staging_bytes, extent_bytes_max, rings)
         self._library = library()
-        arena = aligned_buffer(staging_bytes)
-        part = staging_bytes // rings // PAGE_BYTES * PAGE_BYTES
-        self._rings = [_Ring(k, queue_depth // rings, arena[k * part : (k + 1) * part]) for k in range(rings)]
+        self._arena = aligned_buffer(staging_bytes)
+        self._lock = threading.Lock()
+        self._rings = [_Ring(k, queue_depth, self._lock) for k in range(rings)]
         self._counters = new_counters(rings)
-        self._queue: list[_Shared] = []  # lanes that further rings may open
-        self._condition = threading.Condition()
+        self._queue: list[_Shared] = []  # lanes that rings may open
+        self._working = self._wanted = 0  # rings: those that work, and how many are to
         self._closing = False
         self._failure: OSError | None = None
-        opened = threading.Semaphore(0)
-        self._threads: list[threading.Thread] = []
+        self._opened = threading.Event()
         try:
-            for ring in self._rings:
-                thread = threading.Thread(
-                    target=self._run, args=(ring, opened), name=f"featstore-uring-{ring.number}", daemon=True
-                )
-                self._threads.append(started(thread))
-            for _ in self._rings:
-                opened.acquire()
+            with self._lock:
+                self._set_wanted(1)
+            self._opened.wait()
             if self._failure is not None:
                 raise refusal(
                     self._failure, "io_uring", "set up a ring (io_uring_setup) of"
@@ -159,73 +169,156 @@ class UringEngine(Engine):
 
     def start(self, lane: Lane) -> None:
         self.check(lane)
-        shared = _Shared(lane, max(1, min(self.threads, lane.extents // RING_EXTENTS_MIN)))
-        with self._condition:
+        with self._lock:
             if self._closing:
                 raise ClosedError("the engine is closed")
-            self._queue.append(shared)
-            self._told()
-            self._condition.notify(shared.rings)
+            self._queue.append(_Shared(lane, max(1, min(self._working, lane.extents // RING_EXTENTS_MIN))))
+            self._tell()
 
-    def _told(self) -> None:
-        """Tell each ring how many lanes it could open; within the lock."""
+    # How many rings work; all within the lock.
+
+    def _set_wanted(self, wanted: int) -> None:
+        self._wanted = wanted
+        self._tell()
+
+    def _tell(self) -> None:
+        """Tell each ring how many lanes it could open, and wake as many as have something to do."""
+        if self._wanted != self._working and not any(ring.open for ring in self._rings):
+            self._divide()
+        changing = self._wanted != self._working
+        wanted = sum(max(1, one.rings - one.opened) for one in self._queue)
         for ring in self._rings:
-            ring.waiting[0] = sum(one not in ring.open for one in self._queue)
+            able = not changing and ring.number < self._working
+            ring.waiting[0] = sum(one not in ring.open for one in self._queue) if able else 0
+            if ring.idle and (self._closing or (ring.waiting[0] and wanted > 0)):
+                ring.idle = False
+                ring.wake.notify()
+                wanted -= 1
+
+    def _divide(self) -> None:
+        """Have as many rings work as are wanted, each with its part of the depth and of the arena."""
+        for ring in self._rings[: self._wanted]:
+            if ring.thread is None and not self._started(ring):
+                self._wanted = ring.number
+                break
+        self._working = self._wanted
+        part = self.staging_bytes // max(1, self._working) // PAGE_BYTES * PAGE_BYTES
+        for ring in self._rings[: self._working]:
+            ring.depth = self.queue_depth // self._working
+            ring.arena = self._arena[ring.number * part : (ring.number + 1) * part]
+            ring.cpu_ns = ring.driven_ns = 0
+
+    def _started(self, ring: _Ring) -> bool:
+        """Start a ring's thread; a further one that cannot be is done without."""
+        thread = threading.Thread(
+            target=self._run, args=(ring,), name=f"featstore-uring-{ring.number}", daemon=True
+        )
+        try:
+            ring.thread = started(thread)
+        except OSError as error:
+            if ring.number == 0:
+                raise
+            self._do_without(ring, error)
+            return False
+        return True
+
+    def _do_without(self, ring: _Ring, error: OSError) -> None:
+        self.threads = ring.number
+        warnings.warn(
+            f"reading goes on with {ring.number} ring{'s' * (ring.number > 1)} of io_uring: a further one "
+            f"cannot be opened ({error.strerror or error}); threads={ring.number} asks for no more",
+            FeatstoreWarning,
+            stacklevel=2,
+        )
+
+    def _weigh(self, ring: _Ring) -> None:
+        """Look at the load of the last ring that works."""
+        driven = ring.driven_ns  # which another thread may reset
+        if driven < _WINDOW_NS:
+            return
+        load = ring.cpu_ns / driven
+        ring.cpu_ns = ring.driven_ns = 0
+        with self._lock:
+            if self._closing or ring.number != self._working - 1 or self._wanted != self._working:
+                return
+            if load >= _BUSY and self._working < self.threads:
+                self._set_wanted(self._working + 1)
+            elif load < _SPARE and self._working > 1:
+                self._set_wanted(self._working - 1)
 
     # A ring's thread.
 
-    def _run(self, ring: _Ring, opened: threading.Semaphore) -> None:
+    def _run(self, ring: _Ring) -> None:
         try:
-            self._loop(ring, opened)
+            try:
+                made = self._library.open_ring(max(8, self.queue_depth))
+            except OSError as error:
+                if ring.number == 0:
+                    raise
+                with self._lock:
+                    self._do_without(ring, error)
+                    self._set_wanted(min(self._wanted, ring.number))
+                return
+            self._opened.set()
+            self._loop(ring, made)
+            self._library.close_ring(made)
         except BaseException as error:  # whoever waits, for the ring or for rows, must hear of it
             self._break(
                 error
                 if isinstance(error, OSError)
                 else OSError(errno.EIO, f"the reading thread ended: {error!r}")
             )
-            with self._condition:
+            with self._lock:
                 self._closing = True
+                self._tell()
             self._end(ring, [True] * len(ring.open))
             self._refuse()
         finally:
-            opened.release()
+            self._opened.set()
 
-    def _loop(self, ring: _Ring, opened: threading.Semaphore) -> None:
-        made = self._library.open_ring(max(8, ring.depth))
-        opened.release()
+    def _loop(self, ring: _Ring, made: NDArray[np.uint8]) -> None:
         broken = False
-        while True:
-            with self._condition:
-                while not (ring.waiting[0] or ring.open or self._closing):
-                    self._condition.wait()
-                if self._failure is None:
-                    self._enter(ring)
-            if self._failure is not None:
-                self._refuse()
-            if not ring.open:
-                if self._closing:
-                    break
-                continue
+        while self._has_lanes(ring):
             if broken:
                 # The kernel must not run again: it would look at lanes that are gone. Reads still under way
                 # end in the arena.
                 self._end(ring, [True] * len(ring.open))
                 continue
+            cpu, begin = time.thread_time_ns(), time.perf_counter_ns()
             r = drive(
                 self._library.functions, address_of(made), ring.depth, ring.lanes, address_of(ring.waiting),
                 ring.state, ring.slots, address_of(ring.arena), len(ring.arena) // PAGE_BYTES,
                 ring.completions, CLOCK_GETTIME, address_of(ring.scratch), self._counters[ring.number],
             )  # fmt: skip
+            ring.driven_ns += time.perf_counter_ns() - begin
+            ring.cpu_ns += time.thread_time_ns() - cpu
             if r < 0:
                 broken = True
                 self._break(OSError(-r, f"io_uring_enter: {os.strerror(-r)}"))
                 self._end(ring, [True] * len(ring.open))
             else:
                 self._end(ring, ring.nothing_left())
-        self._library.close_ring(made)
+                self._weigh(ring)
+
+    def _has_lanes(self, ring: _Ring) -> bool:
+        """Open lanes that wait, the oldest first; wait for some where there are none. False at the end."""
+        while True:
+            with self._lock:
+                if self._failure is None:
+                    self._enter(ring)
+                if ring.open:
+                    return True
+                if self._failure is None or not self._queue:
+                    if self._closing and not ring.waiting[0]:
+                        return False
+                    ring.idle = True
+                    ring.wake.wait()
+                    continue
+            self._refuse()
 
     def _enter(self, ring: _Ring) -> None:
-        """Open lanes that wait, the oldest first; within the lock."""
+        if not ring.waiting[0]:
+            return
         for shared in [one for one in self._queue if one not in ring.open]:
             if len(ring.open) == LANES_MAX:
                 break
@@ -233,42 +326,44 @@ class UringEngine(Engine):
                 ring.enter(shared)
             if not shared.wants_more:
                 self._queue.remove(shared)
-        self._told()
+        self._tell()
 
     def _end(self, ring: _Ring, gone: list[bool]) -> None:
         """Leave lanes, and call back for those that nobody has open any more: a waiting thread must not keep
         a caller's rows alive."""
         if not any(gone):
             return
-        with self._condition:
+        with self._lock:
             left = ring.leave(gone)
             for shared in left:
                 shared.inside -= 1
                 if shared in self._queue and not shared.wants_more:
                     self._queue.remove(shared)
             done = [one for one in left if not one.inside and one not in self._queue]
-            self._told()
+            self._tell()
         for shared in done:
             shared.lane.on_done(shared.lane)
 
     # A ring that is broken: what is under way and all that comes after it fails with the reason.
 
     def _break(self, failure: OSError) -> None:
-        with self._condition:
+        with self._lock:
             self._failure = self._failure or failure
             for ring in self._rings:
                 for shared in ring.open:
                     self._fail(shared)
-            self._condition.notify_all()
+                if ring.idle:
+                    ring.idle = False
+                    ring.wake.notify()
 
     def _refuse(self) -> None:
         """Fail the lanes that nobody has opened."""
-        with self._condition:
+        with self._lock:
             refused = [one for one in self._queue if not one.inside]
             self._queue = []
             for shared in refused:
                 self._fail(shared)
-            self._told()
+            self._tell()
         for shared in refused:
             shared.lane.on_done(shared.lane)
 
@@ -287,9 +382,9 @@ class UringEngine(Engine):
         return total
 
     def close(self) -> None:
-        with self._condition:
+        with self._lock:
             self._closing = True
-            self._condition.notify_all()
-        for thread in self._threads:
-            if threading.current_thread() is not thread:
-                thread.join()
+            self._set_wanted(self._working)
+        for ring in self._rings:
+            if ring.thread is not None and threading.current_thread() is not ring.thread:
+                ring.thread.join()

@@ -13,8 +13,8 @@ blocks larger than a page make a gap cheaper than that, so the longest gap worth
 itself where it can be (``gap_pages``), on a pattern that wants half of all pages.
 
 One thread that reads is bound by its core at a few hundred thousand reads a second. ``threads`` is how many
-the engine is given: more than one only where more were measured to be faster, so that on a slow device no
-core is taken from training.
+the engine may take, where that was measured: more than one only where more were faster. Without it the engine
+goes by how busy its cores are.
 
 ``featstore calibrate`` measures the numbers for a device and an engine and keeps them in the user's cache
 directory. A device that was never calibrated gets :data:`DEFAULT`, and every plan says so.
@@ -47,7 +47,7 @@ class DeviceModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     gap_pages: int | None = None
     calibrated: bool = True
     write_byte_seconds: float | None = None
-    threads: int = 1
+    threads: int | None = None
 
     def __post_init__(self) -> None:
         if not (
@@ -56,7 +56,7 @@ class DeviceModel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             and self.request_seconds >= 0
             and 0 <= (self.gap_pages or 0) <= GAP_PAGES_MAX
             and (self.write_byte_seconds is None or self.write_byte_seconds > 0)
-            and self.threads >= 1
+            and (self.threads is None or self.threads >= 1)
         ):
             raise ArgumentError(f"impossible device model: {self}")
 

@@ -109,9 +109,14 @@ def access_of(engine: str) -> str:
 
 @pytest.fixture(params=[*ENGINES, "uring 2", "uring 4"])
 def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Each engine, and with several rings, that all share small lanes, too."""
+    """Each engine, and with several rings, that all share small lanes, too, and whose number changes after
+    every lane."""
     monkeypatch.setattr(uring, "RING_EXTENTS_MIN", 2)
     name: str = request.param
+    if " " in name:
+        monkeypatch.setattr(uring, "_WINDOW_NS", 1)
+        monkeypatch.setattr(uring, "_BUSY", -1.0)
+        monkeypatch.setattr(uring, "_SPARE", 1e9)
     return name
 
 

@@ -173,8 +173,8 @@ def _render(data: dict[str, Any], partitions: bool) -> None:
 
 def _threads(model: dict[str, Any]) -> str:
     """How many threads read, and why so many."""
-    if not model["calibrated"]:
-        return "1 reads; `featstore calibrate` measures whether more are faster"
+    if model["threads"] is None:
+        return "as many as are busy; `featstore calibrate` measures how many are faster"
     why = "more were not faster" if model["threads"] == 1 else "as many as were measured to be faster"
     return f"{model['threads']} read{'s' * (model['threads'] == 1)}: {why}"
 

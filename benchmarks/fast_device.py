@@ -1,0 +1,203 @@
+"""A device that outruns a core: random, dense and sequential reads against fio's best over its number of
+processes.
+
+    python benchmarks/fast_device.py --zram                    # a block device of compressed RAM; takes root
+    python benchmarks/fast_device.py --dir /a/directory/on/a/fast/disk
+
+Rows of 512 B, each on a page of its own; the limit is fio, 4 KiB random direct reads from the very files of
+the store, each process with the queue depth that our reader has altogether; and 512 KiB sequential ones.
+Pinned to one core both have one process and one ring. The engine is the one that is picked by itself, not
+calibrated for how many rings it may take: it goes by how busy its cores are. The longest gap to read through
+is calibrated. Checksums are verified.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from statistics import median
+from typing import Any
+
+import click
+import msgspec
+import numpy as np
+from harness import Claim, Contender, Report, Sample, Series, Settings, measure_rounds, note, shared_options
+from peers import fio
+from system import compressed_ram, cpu_seconds, free_memory_bytes, touch_memory
+from tables import COLUMNS, ROW_BYTES, Tables, check_rows, isolated_ids, random_page_ids
+
+import featstore
+from featstore.measure.calibrate import measure
+
+DEPTH = 128
+APART_PAGES = 3
+CACHE = "cold (direct I/O)"
+ROOM = 1.3  # of the device, over the table's size
+
+
+def fio_name(what: str, processes: int) -> str:
+    return f"fio {what}, {processes} process{'es' * (processes > 1)}"
+
+
+class Fast:
+    """The contenders; ``close`` gives back what they hold."""
+
+    def __init__(self, tables: Tables, settings: Settings) -> None:
+        self.tables, self.settings = tables, settings
+        self.count = tables.pages // (2 * APART_PAGES + 4)
+        self.out = np.zeros((tables.pages, COLUMNS), np.float32)
+        self.cores = sorted(os.sched_getaffinity(0))
+        self.processes = [1 << k for k in range(len(self.cores).bit_length()) if 1 << k <= len(self.cores)]
+        self.contenders: list[Contender] = []
+        self._closing = ExitStack()
+        self._store = self._closing.enter_context(featstore.open(tables.store()))
+        model = measure(tables.store(), seconds=settings.seconds).model
+        self.model = msgspec.structs.replace(model, threads=None)
+
+    def reader(self, **options: Any) -> featstore.Reader:
+        reader = self._store.reader(
+            memory="512MiB", static=None, queue_depth=DEPTH, model=self.model, **options
+        )
+        self._closing.callback(reader.close)
+        for _ in range(3):  # compiles, wakes what there is, and lets the rings find their number
+            reader.read(isolated_ids(self.tables, self.count, seed=1, apart_pages=APART_PAGES))
+        return reader
+
+    def add(self, name: str, unit: str, run: Callable[[int], Sample]) -> None:
+        self.contenders.append(Contender(name, unit, CACHE, run))
+
+    def fio(self, processes: int, pinned: bool = False) -> None:
+        files = self.tables.chunk_files()
+
+        def random(number: int) -> Sample:
+            with self.on_one_core(pinned):
+                found = fio.random_read(
+                    files, self.settings.seconds, depth=DEPTH, seed=number + 1, processes=processes
+                )
+            return Sample(found.operations, found.seconds)
+
+        def sequential(_: int) -> Sample:
+            found = fio.sequential_read(files, self.settings.seconds, processes=processes)
+            return Sample(found.bytes / 1e6, found.seconds)
+
+        self.add(fio_name("random" + ", pinned" * pinned, processes), "reads/s", random)
+        if not pinned:
+            self.add(fio_name("sequential", processes), "MB/s", sequential)
+
+    def on_one_core(self, pinned: bool) -> ExitStack:
+        stack = ExitStack()
+        if pinned:
+            os.sched_setaffinity(0, self.cores[:1])
+            stack.callback(os.sched_setaffinity, 0, self.cores)
+        return stack
+
+    def random(self, name: str, pinned: bool = False, **options: Any) -> None:
+        with self.on_one_core(pinned):
+            reader = self.reader(**options)
+
+        def run(number: int) -> Sample:
+            amount, seconds, cpu = 0, 0.0, 0.0
+            with self.on_one_core(pinned):
+                for request in range(3):
+                    seed = 3 * number + request
+                    ids = isolated_ids(self.tables, self.count, seed=seed, apart_pages=APART_PAGES)
+                    out = self.out[: len(ids)]
+                    cpu_begin, begin = cpu_seconds(), time.perf_counter()
+                    reader.read(ids, out=out)
+                    seconds += time.perf_counter() - begin
+                    cpu += cpu_seconds() - cpu_begin
+                    amount += len(ids)
+                    check_rows(ids, out)
+            engine = reader._engine
+            return Sample(amount, seconds, cpu, {"rings": getattr(engine, "_working", None)})
+
+        self.add(name, "reads/s", run)
+
+    def dense(self) -> None:
+        reader = self.reader()
+        for name, share in (("featstore, half of all pages", 0.5), ("featstore, every page", 1.0)):
+
+            def run(number: int, share: float = share) -> Sample:
+                ids = random_page_ids(self.tables, round(self.tables.pages * share), seed=number)
+                out, reads = self.out[: len(ids)], reader.plan(ids).bytes_read
+                cpu, begin = cpu_seconds(), time.perf_counter()
+                reader.read(ids, out=out)
+                seconds = time.perf_counter() - begin
+                check_rows(ids, out)
+                return Sample(reads / 1e6, seconds, cpu_seconds() - cpu)
+
+            self.add(name, "MB/s", run)
+        whole = np.zeros((self.tables.rows, COLUMNS), np.float32)
+
+        def runs(_: int) -> Sample:
+            cpu, begin = cpu_seconds(), time.perf_counter()
+            reader.read_runs({"features": [(0, self.tables.rows)]}, out={"features": whole})
+            seconds = time.perf_counter() - begin
+            check_rows(np.arange(self.tables.rows), whole)
+            return Sample(whole.nbytes / 1e6, seconds, cpu_seconds() - cpu)
+
+        self.add("featstore, all rows in order", "MB/s", runs)
+
+    def close(self) -> None:
+        self._closing.close()
+
+
+def over_best(ours: Series, series: dict[str, Series], names: list[str]) -> float:
+    """Median over the rounds of our rate over the best of the others in the same round."""
+    rounds = range(len(ours.samples))
+    return median(ours.samples[r].rate / max(series[n].samples[r].rate for n in names) for r in rounds)
+
+
+@click.command()
+@shared_options(size="1GiB", quick_size="128MiB", rounds=7)
+@click.option("--zram", is_flag=True, help="Make a block device of compressed RAM for it.")
+def main(settings: Settings, zram: bool) -> None:
+    """Reads from a device that is faster than one core."""
+    with ExitStack() as stack:
+        place = settings.workspace
+        if zram:
+            at = settings.workspace / "zram"
+            place = stack.enter_context(compressed_ram(int(settings.size_bytes * ROOM) + (64 << 20), at))
+        tables = Tables.of_size(place, settings.size_bytes)
+        touch_memory(min(free_memory_bytes() // 2, 2 * settings.size_bytes))
+        fast = Fast(tables, settings)
+        stack.callback(fast.close)
+        note("warming up")
+        for processes in fast.processes:
+            fast.fio(processes)
+        fast.fio(1, pinned=True)
+        fast.random("featstore")
+        fast.random("featstore, one ring", threads=1)
+        fast.random("featstore, engine threads", engine="threads")
+        fast.random("featstore, pinned", pinned=True)
+        fast.dense()
+        report = Report("fast_device", "A device that outruns a core", {
+            "table_bytes": tables.rows * ROW_BYTES, "row_bytes": ROW_BYTES, "rows_per_request": fast.count,
+            "queue_depth": DEPTH, "pages_apart_min": APART_PAGES, "rounds": settings.rounds, "zram": zram,
+            "fio_processes": fast.processes, "checksums": "on",
+        }, place)  # fmt: skip
+        series = measure_rounds(fast.contenders, settings.rounds)
+        report.series = list(series.values())
+        random = [fio_name("random", n) for n in fast.processes]
+        sequential = [fio_name("sequential", n) for n in fast.processes]
+        report.claims = [
+            Claim("random rows/s over fio's reads/s, its best number of processes",
+                  over_best(series["featstore"], series, random), 0.95),
+            Claim("the same with one ring", over_best(series["featstore, one ring"], series, random)),
+            Claim("the same of the engine threads",
+                  over_best(series["featstore, engine threads"], series, random)),
+            Claim("both pinned to one core: rows/s over fio's reads/s",
+                  over_best(series["featstore, pinned"], series, [fio_name("random, pinned", 1)]), 1.0),
+            *(Claim(f"{name.removeprefix('featstore, ')}: bytes/s over fio's sequential, its best",
+                    over_best(series[name], series, sequential), 0.9)
+              for name in series if name.startswith("featstore") and series[name].unit == "MB/s"),
+        ]  # fmt: skip
+        rings = [sample.extra["rings"] for sample in series["featstore"].samples]
+        report.notes = [f"Rings at work in the rounds: {', '.join(map(str, rings))}."]
+        report.save(settings.out, settings.quick)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+"""How many rings of io_uring work: as many as are busy, never more than there is something for."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from test_engines import Bench
+
+from featstore.engine import choose, uring
+from featstore.engine.uring import UringEngine
+from featstore.errors import FeatstoreWarning
+
+pytestmark = pytest.mark.skipif(choose().name != "uring", reason="io_uring does not work here")
+
+
+class Load:
+    """What the threads of rings are told of their processor time: a share of the time that goes by."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, share: float) -> None:
+        self.share, self._cpu, self._seen = share, {}, {}  # type: ignore[var-annotated]
+        monkeypatch.setattr(uring.time, "thread_time_ns", self._time)
+
+    def _time(self) -> int:
+        own, now = threading.get_ident(), time.perf_counter_ns()
+        since = now - self._seen.get(own, now)
+        self._seen[own] = now
+        self._cpu[own] = self._cpu.get(own, 0) + int(since * self.share)
+        return int(self._cpu[own])
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[UringEngine]:
+    monkeypatch.setattr(uring, "available_cores", lambda: 4)
+    monkeypatch.setattr(uring, "_WINDOW_NS", 1)
+    engine = UringEngine(64, 2**20, 64 * 1024)
+    yield engine
+    engine.close()
+
+
+def read_some(bench: Bench, engine: UringEngine, times: int = 1) -> None:
+    for seed in range(times):
+        lane = bench.lane(np.random.default_rng(seed).integers(0, len(bench.rows), 600), extent_bytes_max=64 * 1024)
+        engine.start(lane.lane)
+        lane.check()
+
+
+def test_busy_rings_get_help_and_idle_ones_leave(
+    tmp_path: Path, made: UringEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = Load(monkeypatch, 1.0)
+    bench = Bench(tmp_path / "table", 4000, 400, "direct")
+    assert (made.threads, made._working) == (4, 1)
+    read_some(bench, made, 12)
+    assert made._working == 4
+    counted = (made._counters[:, 0] > 0).sum()
+    assert counted > 1, "and several read"
+    load.share = 0.1
+    deadline = time.monotonic() + 20
+    while made._working > 1 and time.monotonic() < deadline:  # the last one must have a part in a lane
+        read_some(bench, made, 4)
+    assert made._working == 1
+    load.share = 0.6  # between the two nothing changes
+    read_some(bench, made, 4)
+    assert made._working == 1
+
+
+def test_a_ring_that_waits_stays_alone(
+    tmp_path: Path, made: UringEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Load(monkeypatch, 0.5)
+    bench = Bench(tmp_path / "table", 4000, 400, "direct")
+    read_some(bench, made, 10)
+    assert made._working == 1
+    assert [ring.thread is not None for ring in made._rings] == [True, False, False, False]
+
+
+def test_depth_and_staging_are_divided(
+    tmp_path: Path, made: UringEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Together rings never have more than one would, and one alone has all of it."""
+    assert (made._rings[0].depth, len(made._rings[0].arena)) == (64, 2**20)
+    Load(monkeypatch, 1.0)
+    read_some(Bench(tmp_path / "table", 4000, 400, "direct"), made, 12)
+    assert [ring.depth for ring in made._rings] == [16] * 4
+    begins = [ring.arena.ctypes.data - made._arena.ctypes.data for ring in made._rings]
+    assert begins == [0, 2**18, 2**19, 3 * 2**18]
+    assert all(len(ring.arena) == 2**18 for ring in made._rings)
+
+
+@pytest.mark.parametrize(
+    ("given", "rings"), [((64, 2**20, 64 * 1024, 1), 1), ((64, 2**20, 64 * 1024, 3), 3),
+                         ((64, 2**20, 2**18, 4), 2), ((9, 2**20, 4096, 4), 1), ((64, 2**20, 64 * 1024, None), 4)]
+)  # fmt: skip
+def test_never_more_than_asked_for_or_room_for(
+    given: tuple[int, int, int, int | None], rings: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(uring, "available_cores", lambda: 4)
+    engine = UringEngine(*given)
+    assert engine.threads == rings
+    engine.close()
+
+
+def test_a_further_ring_that_cannot_be_is_told(
+    tmp_path: Path, made: UringEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: int) -> Any:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    monkeypatch.setattr(made._library, "open_ring", refuse)
+    Load(monkeypatch, 1.0)
+    told = []
+    monkeypatch.setattr(uring.warnings, "warn", lambda text, kind, **_: told.append((text, kind)))
+    bench = Bench(tmp_path / "table", 4000, 400, "direct")
+    read_some(bench, made, 12)
+    ((text, kind),) = told
+    assert kind is FeatstoreWarning
+    assert text == (
+        "reading goes on with 1 ring of io_uring: a further one cannot be opened (Cannot allocate memory); "
+        "threads=1 asks for no more"
+    )
+    assert (made.threads, made._working) == (1, 1)
+    assert (made._rings[0].depth, len(made._rings[0].arena)) == (64, 2**20)
