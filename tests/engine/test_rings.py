@@ -47,7 +47,8 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[UringEngine]:
 
 def read_some(bench: Bench, engine: UringEngine, times: int = 1) -> None:
     for seed in range(times):
-        lane = bench.lane(np.random.default_rng(seed).integers(0, len(bench.rows), 600), extent_bytes_max=64 * 1024)
+        rows = np.random.default_rng(seed).integers(0, len(bench.rows), 600)
+        lane = bench.lane(rows, extent_bytes_max=64 * 1024)
         engine.start(lane.lane)
         lane.check()
 
@@ -97,7 +98,8 @@ def test_depth_and_staging_are_divided(
 
 @pytest.mark.parametrize(
     ("given", "rings"), [((64, 2**20, 64 * 1024, 1), 1), ((64, 2**20, 64 * 1024, 3), 3),
-                         ((64, 2**20, 2**18, 4), 2), ((9, 2**20, 4096, 4), 1), ((64, 2**20, 64 * 1024, None), 4)]
+                         ((64, 2**20, 2**18, 4), 2), ((9, 2**20, 4096, 4), 1),
+                         ((64, 2**20, 64 * 1024, None), 4)],
 )  # fmt: skip
 def test_never_more_than_asked_for_or_room_for(
     given: tuple[int, int, int, int | None], rings: int, monkeypatch: pytest.MonkeyPatch
