@@ -50,7 +50,7 @@ LANES_MAX = 16
 READS_IN_FLIGHT, SLOT_HEAD, SLOT_TAIL, ARENA_HEAD, ARENA_TAIL = range(5)
 # Fields of an open lane, of one ring: its address; the extents that this ring has claimed of it and not
 # started yet; how many it claims at once; its reads under way.
-LANE, CLAIMED, CLAIM_END, CHUNK, IN_FLIGHT = range(5)
+LANE, CLAIMED, CLAIM_END, AT_ONCE, UNDER_WAY = range(5)
 OPEN_FIELDS = 5
 # Fields of a slot.
 _S_LANE, _S_EXTENT, _S_PAGE, _S_BEGIN, _S_OPEN, _S_TRIES = range(6)
@@ -114,9 +114,9 @@ def _claim(open_lane: Any) -> Any:
     extents = load_i64(lane + L.EXTENTS * 8)
     if load_i64(lane + L.NEXT * 8) >= extents:
         return False
-    first = atomic_add(lane + L.NEXT * 8, open_lane[CHUNK])
+    first = atomic_add(lane + L.NEXT * 8, open_lane[AT_ONCE])
     open_lane[CLAIMED] = min(first, extents)
-    open_lane[CLAIM_END] = min(first + open_lane[CHUNK], extents)
+    open_lane[CLAIM_END] = min(first + open_lane[AT_ONCE], extents)
     return first < extents
 
 
@@ -156,7 +156,7 @@ def _fill(
             state[ARENA_HEAD] = page + pages
             state[READS_IN_FLIGHT] += 1
             lanes[i, CLAIMED] += 1
-            lanes[i, IN_FLIGHT] += 1
+            lanes[i, UNDER_WAY] += 1
     return False
 
 
@@ -203,7 +203,7 @@ def _complete(
         atomic_add(lane + L.DONE * 8, 1)
         for i in range(lanes.shape[0]):
             if lanes[i, LANE] == lane:
-                lanes[i, IN_FLIGHT] -= 1
+                lanes[i, UNDER_WAY] -= 1
         return 1
     return 0
 
@@ -211,7 +211,7 @@ def _complete(
 @njit(nogil=True)
 def _left(open_lane: Any) -> Any:
     """Whether this ring has nothing to do for a lane any more: no read under way, and none to start."""
-    if open_lane[IN_FLIGHT] > 0:
+    if open_lane[UNDER_WAY] > 0:
         return False
     if _stopped(open_lane[LANE]):
         return True

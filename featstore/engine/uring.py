@@ -46,13 +46,13 @@ from featstore.engine.liburing import (
     library,
 )
 from featstore.engine.ring_loop import (
-    CHUNK,
+    AT_ONCE,
     CLAIM_END,
     CLAIMED,
-    IN_FLIGHT,
     LANE,
     LANES_MAX,
     OPEN_FIELDS,
+    UNDER_WAY,
     drive,
 )
 from featstore.errors import ClosedError, DeviceError, FeatstoreWarning
@@ -102,24 +102,27 @@ class _Ring:
         self.open: list[_Shared] = []
         self.lanes = np.zeros((0, OPEN_FIELDS), np.int64)
         self.waiting = np.zeros(8, np.int64)  # a cache line; the first: lanes that this ring could open
+        self.cpu_ns = self.driven_ns = 0  # of the window
+
+    def prepare(self, queue_depth: int) -> None:
+        """Memory for what is under way: a ring that never works has none."""
         self.state = np.zeros(8, np.int64)
         self.slots = np.zeros((4 * queue_depth, 6), np.int64)
         self.completions = np.zeros(queue_depth, np.int64)
         self.scratch = np.zeros(8, np.int64)
-        self.cpu_ns = self.driven_ns = 0  # of the window
 
     def enter(self, shared: _Shared) -> None:
         shared.opened += 1
         shared.inside += 1
         self.open.append(shared)
         row = np.zeros((1, OPEN_FIELDS), np.int64)
-        row[0, LANE], row[0, CHUNK] = shared.lane.address, shared.chunk
+        row[0, LANE], row[0, AT_ONCE] = shared.lane.address, shared.chunk
         self.lanes = np.concatenate([self.lanes, row])
 
     def nothing_left(self) -> list[bool]:
         """Of each open lane, whether there is nothing to do for it here any more."""
         return [
-            not row[IN_FLIGHT] and (one.stopped or (row[CLAIMED] >= row[CLAIM_END] and one.taken))
+            not row[UNDER_WAY] and (one.stopped or (row[CLAIMED] >= row[CLAIM_END] and one.taken))
             for one, row in zip(self.open, self.lanes, strict=True)
         ]
 
@@ -210,6 +213,7 @@ class UringEngine(Engine):
 
     def _started(self, ring: _Ring) -> bool:
         """Start a ring's thread; a further one that cannot be is done without."""
+        ring.prepare(self.queue_depth)
         thread = threading.Thread(
             target=self._run, args=(ring,), name=f"featstore-uring-{ring.number}", daemon=True
         )

@@ -36,12 +36,13 @@ from numpy.typing import NDArray
 from featstore.arguments import as_count, as_function, as_number, as_path
 from featstore.base.folders import real_path
 from featstore.base.progress import OnStep
-from featstore.base.system import asking, available_cores, free_bytes, is_directory, is_there
+from featstore.base.system import asking, free_bytes, is_directory, is_there
 from featstore.engine import EngineName, choose
 from featstore.engine.files import Access
 from featstore.errors import DiskFullError, SourceError
 from featstore.measure.lane_bench import LaneBench, drop_cached
 from featstore.measure.scratch import scratch_store
+from featstore.measure.thread_rates import measure_threads
 from featstore.plan.cost import DeviceModel, device_key, save_model
 from featstore.reader.reader import Reader
 from featstore.storage.manifest import MANIFEST_NAME
@@ -56,9 +57,6 @@ CALIBRATION_ROUNDS = 5
 #: Of the two stores that are packed to see what writing costs.
 WRITTEN_BYTES = (16 * 2**20, 144 * 2**20)
 WRITE_ROUNDS = 3
-#: Twice as many threads are to be so much faster to be taken: they are training's, too.
-_PAYS = 1.15
-_THREAD_ROUNDS = 3
 SECONDS = 6.0
 #: Longest gaps tried on the dense pattern, in pages; and its size.
 GAPS = (2, 3, 4, 6, 8)
@@ -210,7 +208,7 @@ def measure(
         temporary,
     ):
         table = max(store.tables.values(), key=lambda t: t.layout.pages)
-        threads, rates = _threads(store, table, choice.name, seconds * 0.2, tell)
+        threads, rates = measure_threads(store, table, choice.name, seconds * 0.2, tell)
         bench = LaneBench(store, table, choice.name, threads=threads)
         try:
             samples = _samples(bench, seconds * 0.5, tell)
@@ -275,45 +273,6 @@ def _samples(bench: LaneBench, seconds: float, tell: OnStep) -> tuple[Sample, ..
             times[size].append(bench.run(size, reads[size]) / reads[size])
             tell("measure", step := step + 1, steps)
     return tuple(Sample(size, reads[size], tuple(times[size])) for size in sizes)
-
-
-def _threads(
-    store: OpenStore, table: Table, engine: EngineName, seconds: float, tell: OnStep
-) -> tuple[int, dict[int, float]]:
-    """How many threads are to read, and reads of a page a second by their number, the best of some rounds in
-    turns. Twice as many are taken where they are faster by more than :data:`_PAYS`."""
-    if engine != "uring":
-        return 1, {}
-    cores = available_cores()
-    counts = [1 << k for k in range(cores.bit_length()) if 1 << k <= cores]
-    if len(counts) == 1:
-        return 1, {}
-    benches = {count: LaneBench(store, table, engine, threads=count) for count in counts}
-    try:
-        reads = min(_PILOT_READS, benches[1].places(PAGE_BYTES))
-        benches[1].run(PAGE_BYTES, reads)  # which compiles and wakes what there is
-        each = seconds / (len(counts) * _THREAD_ROUNDS)
-        reads = int(reads / benches[1].run(PAGE_BYTES, reads) * each)
-        reads = max(1, min(benches[1].places(PAGE_BYTES), reads))
-        rates = dict.fromkeys(counts, 0.0)
-        for turn in range(_THREAD_ROUNDS):
-            for count, bench in benches.items():
-                rates[count] = max(rates[count], reads / bench.run(PAGE_BYTES, reads))
-            tell("measure threads", turn + 1, _THREAD_ROUNDS)
-    finally:
-        for bench in benches.values():
-            bench.close()
-    return chosen_threads(rates), rates
-
-
-def chosen_threads(rates: Mapping[int, float]) -> int:
-    """The number of threads of which twice as many do not pay, by reads a second."""
-    best = 1
-    for count in sorted(rates):
-        if count > 1 and rates[count] < rates[best] * _PAYS:
-            break
-        best = count
-    return best
 
 
 def _gaps(bench: LaneBench, tell: OnStep) -> tuple[GapSample, ...]:

@@ -162,14 +162,12 @@ class Reader:
     def _start_process(self) -> None:
         """Open what belongs to this process: the engine, threads, locks."""
         self._counts = Counts()
-        self._engine = make(
-            self.engine.name, self.queue_depth, self.budget.staging_bytes, self.budget.extent_bytes_max,
-            self._threads or (self.model.threads if self.engine.name == "uring" else None),
-        )  # fmt: skip
+        threads = self._threads or (self.model.threads if self.engine.name == "uring" else None)
+        sizes = self.queue_depth, self.budget.staging_bytes, self.budget.extent_bytes_max
+        self._engine = make(self.engine.name, *sizes, threads)
         self._feeder = Feeder(self._engine, self._counts, self.store.path)
-        self._helpers = ThreadPoolExecutor(
-            max(1, min(4, os.cpu_count() or 1) - 1), thread_name_prefix="featstore-copy"
-        )
+        helpers = max(1, min(4, os.cpu_count() or 1) - 1)
+        self._helpers = ThreadPoolExecutor(helpers, thread_name_prefix="featstore-copy")
         self._planner = Planner(self.model, self.budget, self._counts, self._helpers)
         self._requests = threading.BoundedSemaphore(IN_FLIGHT_MAX)
         self._pid = os.getpid()

@@ -139,7 +139,6 @@ class StaticRows:
             raise ArgumentError("the rows of a static tier must be distinct")
         self.row_bytes = row_bytes
         self.data = np.empty((self.rows, row_bytes), np.uint8)
-        self._address = address_of(self.data)
 
     @staticmethod
     def index_bytes(table_rows: int) -> int:
@@ -157,7 +156,7 @@ class StaticRows:
         served: NDArray[np.uint8],
         out: NDArray[np.uint8],
     ) -> int:
-        members, to = (self._bits, self._ranks, self._address, self.row_bytes), address_of(out)
+        members, to = (self._bits, self._ranks, address_of(self.data), self.row_bytes), address_of(out)
         return int(serve_rows(rows, positions, served, *members, to))
 
     def serve_ids(
@@ -165,5 +164,5 @@ class StaticRows:
     ) -> bool:
         """Copy the rows of these node ids to ``out``, in order. False where not all of them are members, or
         of the table: ``out`` is to be filled otherwise then."""
-        members, to = (self._bits, self._ranks, self._address, self.row_bytes), address_of(out)
+        members, to = (self._bits, self._ranks, address_of(self.data), self.row_bytes), address_of(out)
         return bool(serve_ids(ids, row_of_node, rows, *members, to) == len(ids))

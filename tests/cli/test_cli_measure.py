@@ -40,6 +40,7 @@ def test_calibrate(call: Call, store: Path) -> None:
         "access_because",
         "model",
         "gap_pages_max",
+        "thread_rates",
         "error",
         "temporary",
         "seconds",

@@ -23,18 +23,18 @@ from featstore.engine.lane import Lane
 from featstore.errors import CorruptionError, DiskFullError, FeatstoreWarning, SourceError
 from featstore.layout import TableLayout
 from featstore.measure import bench as bench_module
-from featstore.measure import calibrate as module
+from featstore.measure import thread_rates as module
 from featstore.measure.bench import bench
 from featstore.measure.calibrate import (
     EXTENT_SIZES,
     Sample,
     calibrate,
-    chosen_threads,
     fit_model,
     measure,
 )
 from featstore.measure.lane_bench import LaneBench, drop_cached
 from featstore.measure.scratch import scratch_store
+from featstore.measure.thread_rates import chosen_threads
 from featstore.plan.cost import DeviceModel, load_model, models_path, save_model
 from featstore.store import Store
 
