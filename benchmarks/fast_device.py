@@ -177,7 +177,7 @@ def main(settings: Settings, zram: bool) -> None:
             "table_bytes": tables.rows * ROW_BYTES, "row_bytes": ROW_BYTES, "rows_per_request": fast.count,
             "queue_depth": DEPTH, "pages_apart_min": APART_PAGES, "rounds": settings.rounds, "zram": zram,
             "fio_processes": fast.processes, "checksums": "on",
-        }, place)  # fmt: skip
+        }, settings.workspace)  # fmt: skip
         series = measure_rounds(fast.contenders, settings.rounds)
         report.series = list(series.values())
         random = [fio_name("random", n) for n in fast.processes]
