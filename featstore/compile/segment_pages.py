@@ -27,8 +27,8 @@ from featstore.storage.journal import UnfinishedPage
 from featstore.storage.table_writer import TableWriter
 from featstore.units import PAGE_BYTES
 
-PAGE_WRITE_THREADS = 16  # segments' buffers are short, and each write waits for the device
-_WRITES_AHEAD = 2 * PAGE_WRITE_THREADS
+PAGE_WRITE_THREADS = 4  # segments' buffers are short, and their writes wait for the device one by one
+_WRITES_AHEAD = 4 * PAGE_WRITE_THREADS
 _ANEW = "start the pack anew with --overwrite"
 
 

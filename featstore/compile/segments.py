@@ -35,7 +35,7 @@ BUFFER_BYTES_MIN = 64 * 2**10
 SLAB_BYTES_MAX = 16 * 2**20
 INDEX_ROWS = 2**15  # row numbers that are held at once
 SEGMENTS_CHECKPOINT_BYTES = 2 * 2**30  # written between two
-_SPARE_BUFFERS_MIN = 6  # being written while others fill; more, one a writing thread, where there is memory
+_SPARE_BUFFERS = PAGE_WRITE_THREADS + 2  # being written while others fill
 
 
 @njit(cache=True, nogil=True)
@@ -222,20 +222,17 @@ def _smallest_buffer(row_bytes: int) -> int:
 def needed_bytes(row_bytes: int) -> int:
     """The memory in which :func:`plan_packing` always finds a way: two slabs take a quarter of it, or are of
     one row each."""
-    return (
-        (_SPARE_BUFFERS_MIN + 1) * (_smallest_buffer(row_bytes) + PAGE_BYTES) + 2 * row_bytes
-    ) * 4 // 3 + 1
+    return ((_SPARE_BUFFERS + 1) * (_smallest_buffer(row_bytes) + PAGE_BYTES) + 2 * row_bytes) * 4 // 3 + 1
 
 
 class PackingSizes(NamedTuple):
-    """Rows a slab, the size of a buffer, segments that are packed at once, how often the table is gone
-    through, and buffers beside those of the segments."""
+    """Rows a slab, the size of a buffer, segments that are packed at once, and how often the table is gone
+    through."""
 
     slab_rows: int
     buffer_bytes: int
     per_episode: int
     episodes: int
-    spare: int
 
 
 def packing_sizes(segments: int, row_bytes: int, memory_bytes: int) -> PackingSizes:
@@ -243,8 +240,7 @@ def packing_sizes(segments: int, row_bytes: int, memory_bytes: int) -> PackingSi
     slab_rows = max(1, min(SLAB_BYTES_MAX, memory_bytes // 8) // row_bytes)
     left = memory_bytes - 2 * slab_rows * row_bytes
     smallest = _smallest_buffer(row_bytes)
-    spare = max(_SPARE_BUFFERS_MIN, min(PAGE_WRITE_THREADS + 2, left // 8 // smallest))
-    at_once = min(segments, left // (smallest + PAGE_BYTES) - spare)
+    at_once = min(segments, left // (smallest + PAGE_BYTES) - _SPARE_BUFFERS)
     if segments and at_once < 1:
         raise BudgetError(
             needed_bytes(row_bytes),
@@ -253,9 +249,9 @@ def packing_sizes(segments: int, row_bytes: int, memory_bytes: int) -> PackingSi
         )
     episodes = -(-segments // max(1, at_once))
     per_episode = -(-segments // max(1, episodes))
-    each = left // max(1, per_episode + spare) - PAGE_BYTES
+    each = left // max(1, per_episode + _SPARE_BUFFERS) - PAGE_BYTES
     size = max(smallest, min(BUFFER_BYTES_MAX, each) // PAGE_BYTES * PAGE_BYTES)
-    return PackingSizes(slab_rows, size, per_episode, episodes, spare)
+    return PackingSizes(slab_rows, size, per_episode, episodes)
 
 
 def plan_packing(routes: list[Route], row_bytes: int, memory_bytes: int) -> SegmentPlan:
@@ -264,7 +260,7 @@ def plan_packing(routes: list[Route], row_bytes: int, memory_bytes: int) -> Segm
     sizes = packing_sizes(len(segments), row_bytes, memory_bytes)
     step = max(1, sizes.per_episode)
     cut = tuple(tuple(segments[at : at + step]) for at in range(0, len(segments), step))
-    return SegmentPlan(sizes.slab_rows, sizes.buffer_bytes, sizes.per_episode + sizes.spare, cut)
+    return SegmentPlan(sizes.slab_rows, sizes.buffer_bytes, sizes.per_episode + _SPARE_BUFFERS, cut)
 
 
 def bounds_of(route: Route, segments: list[int], starts: NDArray[np.int64]) -> NDArray[Any]:

@@ -1,6 +1,6 @@
 """The one door for writes.
 
-Everything that featstore writes into a store goes through a :class:`Disk`: few operations, so that a test
+Everything that featstore writes into a store goes through a :class:`Disk`: eight operations, so that a test
 can record them (and replay every crash state) or make the N-th one fail. The real disk turns a full disk into
 DiskFullError and any other failure into DeviceError, writes whole buffers or raises, and treats a failed
 fsync as fatal: after one, the kernel may have dropped the dirty pages and a second fsync would lie, so
@@ -13,7 +13,6 @@ has given is resolved before. And it removes of a directory what is featstore's 
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import fcntl
 import os
@@ -28,7 +27,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from featstore.base.folders import a_link, folder, mode_of
-from featstore.base.native import libc
 from featstore.base.system import asking, refusal
 from featstore.errors import FeatstoreError, FormatError
 from featstore.storage.belongings import Belongings, Surveyed, remove
@@ -121,18 +119,6 @@ class Disk:
         """Set a file's size; what is added reads as zeros."""
         with asking(file.path, "resize", size_bytes):
             os.ftruncate(file.descriptor, size_bytes)
-
-    def reserve(self, file: File, size_bytes: int) -> None:
-        """Have the file system find room for a file of this size now; what is not written yet reads as zeros.
-        Direct writes in any order wait for the device then, and not one for the other: 16 at once are seven
-        times as fast. This is advice: where the file system has no such thing, nothing happens. Raises
-        DiskFullError, DeviceError."""
-        if libc().fallocate(file.descriptor, 0, ctypes.c_long(0), ctypes.c_long(size_bytes)) == 0:
-            return
-        number = ctypes.get_errno()
-        if number not in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINTR):
-            error = OSError(number, os.strerror(number))
-            raise refusal(error, file.path, "reserve room for", None, size_bytes) from error
 
     def fsync(self, file: File) -> None:
         """Make a file's bytes durable. A failure is fatal for what was written through this descriptor."""

@@ -225,8 +225,7 @@ class TableWriter:
             first_page // per_file, (first_page + len(pages) // PAGE_BYTES - 1) // per_file + 1
         ):
             if chunk not in self._files:
-                file = self._files[chunk] = self._disk.create(self._chunk_path(chunk), keep=True, direct=True)
-                self._disk.reserve(file, self._layout.chunk_bytes)
+                self._files[chunk] = self._disk.create(self._chunk_path(chunk), keep=True, direct=True)
         self._pending.append(submitted(self._pool, self._write, first_page, pages, on_written))
 
     def _write(self, first_page: int, pages: NDArray[np.uint8], on_written: Callable[[], None]) -> None:

@@ -8,7 +8,6 @@ there or not, each on its own, and a write may be torn at a sector.
 
 from __future__ import annotations
 
-import os
 import shutil
 import threading
 from collections.abc import Iterator
@@ -64,12 +63,6 @@ class RecordingDisk(Disk):
     def truncate(self, file, size_bytes):
         super().truncate(file, size_bytes)
         self._note("truncate", file.path, offset=size_bytes)
-
-    def reserve(self, file, size_bytes):
-        before = os.fstat(file.descriptor).st_size
-        super().reserve(file, size_bytes)
-        if size_bytes > before:  # what is new reads as zeros
-            self._note("truncate", file.path, offset=size_bytes)
 
     def fsync(self, file):
         super().fsync(file)
@@ -146,9 +139,6 @@ class FailingDisk(Disk):
 
     def truncate(self, file, size_bytes):
         return self._wrap(file.path, super().truncate, file, size_bytes)
-
-    def reserve(self, file, size_bytes):
-        return self._wrap(file.path, super().reserve, file, size_bytes)
 
     def fsync(self, file):
         return self._wrap(file.path, super().fsync, file)
