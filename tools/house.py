@@ -15,6 +15,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from statistics import median
 
@@ -62,6 +63,8 @@ HASH_MODULE = "featstore/base/hashing.py"
 #: Who opens and reads files by itself, and the calls by which one does; everybody else comes through these.
 DOORS = ("featstore/base/", "featstore/engine/", "featstore/storage/disk.py", "featstore/storage/locks.py")
 READS = ("open", "os.open", "os.pread", "os.preadv", "np.fromfile", "np.load", "np.memmap")
+
+parsed = cache(ast.parse)  # measures look at trees, and change nothing
 
 
 def sources(root: Path = ROOT) -> Sources:
@@ -115,7 +118,7 @@ def climbs(files: Sources) -> list[str]:
     for module, text in modules.items():
         if module == "featstore":
             continue
-        for name, line in imported(ast.parse(text), set(modules)):
+        for name, line in imported(parsed(text), set(modules)):
             if name == "featstore":
                 found.append(f"{module}:{line} imports the package itself")
             elif folder_of(name) != folder_of(module) and level[folder_of(name)] <= level[folder_of(module)]:
@@ -127,8 +130,7 @@ def circles(files: Sources) -> list[str]:
     """Modules that import themselves through others."""
     modules = {module_of(path): text for path, text in library(files).items()}
     reach = {
-        module: {name for name, _ in imported(ast.parse(text), set(modules))}
-        for module, text in modules.items()
+        module: {name for name, _ in imported(parsed(text), set(modules))} for module, text in modules.items()
     }
     reach.pop("featstore", None)
     found = []
@@ -155,7 +157,7 @@ def long_functions(files: Sources) -> list[str]:
     """Functions of more lines of code; the signature and the docstring are not counted."""
     found = []
     for path, text in shipped(files).items():
-        for node in ast.walk(ast.parse(text)):
+        for node in ast.walk(parsed(text)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 body = node.body[ast.get_docstring(node) is not None :]
                 lines = body[-1].end_lineno - body[0].lineno + 1 if body else 0  # type: ignore[operator]
@@ -171,7 +173,7 @@ def classes_named(ending: str, folder: str) -> Callable[[Sources], list[str]]:
         return [
             f"{path}:{node.lineno} {node.name}"
             for path, text in files.items() if path.startswith(folder)
-            for node in ast.parse(text).body
+            for node in parsed(text).body
             if isinstance(node, ast.ClassDef) and node.name.endswith(ending) and node.name[0] != "_"
         ]  # fmt: skip
 
@@ -183,7 +185,7 @@ def loader_bases(files: Sources) -> list[str]:
     classes = [
         (path, node)
         for path, text in library(files).items()
-        for node in ast.parse(text).body
+        for node in parsed(text).body
         if isinstance(node, ast.ClassDef)
     ]
     known = {node.name for _, node in classes}
@@ -199,7 +201,7 @@ def state_shapes(files: Sources) -> list[str]:
     """Sets of keys that methods ``state_dict`` spell out."""
     shapes = defaultdict(list)
     for path, text in library(files).items():
-        for node in ast.walk(ast.parse(text)):
+        for node in ast.walk(parsed(text)):
             if isinstance(node, ast.FunctionDef) and node.name == "state_dict":
                 keys = {
                     key.value
@@ -243,7 +245,7 @@ def foreign_privates(files: Sources) -> list[str]:
     taken for each one's own, and one that a library binds as well for ours. On ``self``, what a class
     inherits is its own business.
     """
-    trees = {path: ast.parse(text) for path, text in shipped(files).items()}
+    trees = {path: parsed(text) for path, text in shipped(files).items()}
     bound = {path: own_names(tree) for path, tree in trees.items()}
     ours = set().union(*bound.values())
     found = []
@@ -277,7 +279,7 @@ def double_names(files: Sources) -> list[str]:
     """Public names that two or more modules of the package bind, each with a meaning of its own."""
     where = defaultdict(list)
     for path, text in library(files).items():
-        for name in set(top_level(ast.parse(text))):
+        for name in set(top_level(parsed(text))):
             where[name].append(path.removeprefix("featstore/"))
     return [f"{name}: {', '.join(paths)}" for name, paths in sorted(where.items()) if len(paths) > 1]
 
@@ -286,7 +288,7 @@ def builtin_errors(files: Sources) -> list[str]:
     """Built-in errors raised where they could leave the package."""
     found = []
     for path, text in library(files).items():
-        for node in ast.walk(ast.parse(text)):
+        for node in ast.walk(parsed(text)):
             called = node.exc if isinstance(node, ast.Raise) else None
             name = (
                 called.func.id if isinstance(called, ast.Call) and isinstance(called.func, ast.Name) else ""
@@ -304,7 +306,7 @@ def hashes(files: Sources) -> list[str]:
     return [
         f"{path}:{node.lineno} {node.value:#x}"
         for path, text in library(files).items() if path != HASH_MODULE
-        for node in ast.walk(ast.parse(text))
+        for node in ast.walk(parsed(text))
         if isinstance(node, ast.Constant) and type(node.value) is int and node.value in HASH_NUMBERS
     ]  # fmt: skip
 
@@ -315,7 +317,7 @@ def reads(files: Sources) -> list[str]:
     for path, text in library(files).items():
         if path.startswith(DOORS):
             continue
-        for node in ast.walk(ast.parse(text)):
+        for node in ast.walk(parsed(text)):
             name = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
             if name in READS or name.endswith((".read_bytes", ".read_text")):
                 found.append(f"{path}:{node.lineno} {name}")  # type: ignore[attr-defined]
@@ -371,7 +373,7 @@ def notes(files: Sources) -> tuple[int, int]:
     """Lines of comment, and assertions, in the package: for those who read, so nothing is asked of them."""
     texts = library(files).values()
     comments = sum(line.lstrip().startswith("#") for text in texts for line in text.splitlines())
-    asserts = sum(isinstance(node, ast.Assert) for text in texts for node in ast.walk(ast.parse(text)))
+    asserts = sum(isinstance(node, ast.Assert) for text in texts for node in ast.walk(parsed(text)))
     return comments, asserts
 
 

@@ -15,7 +15,7 @@ import os
 import queue
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -131,6 +131,16 @@ class Runner:
             raise error
         return result
 
+    def submit(self, step: Callable[[], Any]) -> Future[Any]:
+        """Have ``step`` taken; what it returns or raises, or that it was cancelled before it began.
+
+        A process that ``step`` forks ends as it should. One forked by a thread of a ThreadPoolExecutor ends
+        with an error: on its way out it waits for the pool's threads, of which it is one.
+        """
+        future: Future[Any] = Future()
+        self._steps.put((partial(_settle, future, step), queue.SimpleQueue()))
+        return future
+
     def end(self) -> None:
         """Take the steps asked for so far, and no others."""
         self._steps.put(None)
@@ -152,6 +162,17 @@ def _take_steps(steps: queue.SimpleQueue[_Step | None]) -> None:
     while not steps.empty():
         if (item := steps.get()) is not None:
             item[1].put((ClosedError("closed before this step was taken"), None))
+
+
+def _settle(future: Future[Any], step: Callable[[], Any]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        result = step()
+    except BaseException as error:
+        future.set_exception(error)
+    else:
+        future.set_result(result)
 
 
 def shut_down(pool: ThreadPoolExecutor) -> None:

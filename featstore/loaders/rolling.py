@@ -16,11 +16,13 @@ import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from featstore.arguments import as_batches, as_mapping, check_options, options_of
 from featstore.base.state import position_of, state_of
 from featstore.base.system import submitted
+from featstore.base.threads import Runner
 from featstore.compile.budget import parse_disk
 from featstore.compile.build import compile_trace
 from featstore.errors import BudgetError, ClosedError
@@ -97,7 +99,7 @@ class RollingLoader(LoaderBase):
         self._packs = packs_to_write(store)
         Disk().mkdir(self._packs)
         self._lock = rolling(self._packs, name)
-        self._sampler = ThreadPoolExecutor(1, thread_name_prefix="featstore-rolling-sampler")
+        self._sampler = Runner("featstore-rolling-sampler")  # no pool: a DataLoader forks its workers there
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="featstore-rolling")
         self._traces: dict[int, Future[Trace]] = {}  # recorded, or being so, and not compiled yet
         self._episodes: dict[int, Future[CompiledTrace]] = {}  # the one that trains, and the one after it
@@ -118,7 +120,7 @@ class RollingLoader(LoaderBase):
 
     def _recorded(self, number: int) -> Future[Trace]:
         if number not in self._traces:
-            self._traces[number] = submitted(self._sampler, self._record, number)
+            self._traces[number] = self._sampler.submit(partial(self._record, number))
         return self._traces[number]
 
     def _prepare(self, number: int) -> CompiledTrace:
@@ -261,8 +263,10 @@ class RollingLoader(LoaderBase):
             return  # nothing here is a forked child's to remove
         if self._loader is not None:
             self._loader.close()
-        for pool in (self._worker, self._sampler):  # what works may wait for what is sampled
-            pool.shutdown(wait=True, cancel_futures=True)
+        self._worker.shutdown(wait=True, cancel_futures=True)  # it may wait for what is sampled
+        for recorded in self._traces.values():
+            recorded.cancel()
+        self._sampler.end()
         made: list[Future[Any]] = [*self._episodes.values(), *self._traces.values()]
         for one in made:
             if not one.cancelled() and one.exception() is None:

@@ -46,7 +46,9 @@ class MemoryShares:
         """What is needed of ``memory_bytes``, given what one share needs; None where the error is of none."""
         if self.graph_bytes == 0:
             return error.needed_bytes if error.given_bytes == self.memory_bytes else None
+        if error.given_bytes == self.sampler_bytes:  # first: of a memory of one byte, both are that
+            return SAMPLER_SHARE * error.needed_bytes
         if error.given_bytes == self.rows_bytes:
             share = -(-error.needed_bytes // (SAMPLER_SHARE - 1))
             return error.needed_bytes + min(self.graph_bytes, share)
-        return SAMPLER_SHARE * error.needed_bytes if error.given_bytes == self.sampler_bytes else None
+        return None

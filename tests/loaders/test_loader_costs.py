@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from featstore.errors import ArgumentError, SourceError
+from featstore.errors import ArgumentError, BudgetError, SourceError
 from featstore.loaders.costs import costs as costs_module
 from featstore.loaders.costs import packed as packed_module
 from featstore.loaders.costs.choose import FASTER, choice
@@ -350,6 +350,17 @@ def test_auto_does_not_touch_another_sampler_s_mini_batches(store: Any) -> None:
         assert gone == []
         assert len(list(loader)) == 4
     assert gone == [0]
+
+
+@pytest.mark.parametrize("memory", [1, 2, 1000, "100KB"])
+def test_too_little_memory_to_sample_is_said_as_a_loader_says_it(store: Any, memory: Any) -> None:
+    """Of all the memory, and with as much as is said, it works."""
+    with pytest.raises(BudgetError) as costs:
+        store.loader_costs(**SAMPLED, memory=memory)
+    with pytest.raises(BudgetError) as loader:
+        store.loader(mode="online", **SAMPLED, memory=memory)
+    assert str(costs.value) == str(loader.value)
+    store.loader_costs(**SAMPLED, memory=costs.value.needed_bytes)
 
 
 @pytest.mark.parametrize("option", ["repeat", "epochs", "train_seconds"])

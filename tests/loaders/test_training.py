@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import numpy as np
@@ -101,8 +102,12 @@ def test_losses_are_bit_for_bit_those_of_memory(store: Any, mode: str, world_siz
 @pytest.mark.parametrize(
     ("mode", "context"), [("online", "fork"), ("rolling", "fork"), ("compiled", "fork"), ("online", "spawn")]
 )
-def test_mini_batches_of_workers(store: Any, mode: str, context: str) -> None:
-    """As those of no workers, in the same order."""
+def test_mini_batches_of_workers(
+    store: Any, mode: str, context: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those of no workers, in the same order; and the workers end well."""
+    workers_of, start = [], BaseProcess.start
+    monkeypatch.setattr(BaseProcess, "start", lambda self: (workers_of.append(self), start(self))[1])
     loader_module = pytest.importorskip("torch_geometric.loader")
     from torch_geometric.data import Data
 
@@ -127,3 +132,7 @@ def test_mini_batches_of_workers(store: Any, mode: str, context: str) -> None:
                     epochs.append((batch.n_id.tolist(), batch.edge_index.tolist()))
             found.append(epochs)
     assert found[0] == found[1]
+    assert len(workers_of) >= 2
+    for worker in workers_of:
+        worker.join(20)
+        assert worker.exitcode == 0

@@ -315,7 +315,7 @@ LONGER: dict[str, tuple[tuple[Any, ...], set[str]]] = {
          "--seconds", 1, "--share", 1),
         set(),
     ),
-    "demo": (DEMO, set()),
+    "demo": ((*DEMO, "--mode", "compiled", "--mode", "rolling"), set()),
     "demo kept": ((*DEMO, "--mode", "partitions", "--workdir", "{asked}"), {"asked/store"}),
 }  # fmt: skip
 

@@ -21,7 +21,7 @@ from featstore.loaders.costs.seen import Looked, look_at_batches
 from featstore.loaders.costs.world import World
 from featstore.loaders.options import MODES
 from featstore.loaders.prefetch import Sampler, check_repeatable
-from featstore.loaders.shares import SAMPLER_SHARE
+from featstore.loaders.shares import SAMPLER_SHARE, MemoryShares
 from featstore.loaders.train import forecast_once
 from featstore.loaders.whole import WantedRows
 from featstore.reader.options import check_reading
@@ -109,10 +109,12 @@ def loader_costs(
             own = OwnSampling(
                 seeds, args.as_fanouts(fanouts), args.as_count(batch_size, "batch_size"), graph
             )  # fmt: skip
-            sampler = open_sampler(
-                store, own.fanouts, seed=args.as_integer(seed, "seed"), graph=graph,
-                memory=memory_bytes // SAMPLER_SHARE,
-            )  # fmt: skip
+            shares = MemoryShares(memory_bytes, bytes_in_memory(graph_of(store, graph)))
+            with shares.told_of_all():
+                sampler = open_sampler(
+                    store, own.fanouts, seed=args.as_integer(seed, "seed"), graph=graph,
+                    memory=shares.sampler_bytes,
+                )  # fmt: skip
             train = store.arrays[seeds] if isinstance(seeds, str) else seeds
             batches = stack.enter_context(SampledBatches(sampler, train, own.batch_size, own=True))
         asked = Training(
