@@ -251,7 +251,7 @@ class PaperPolicy:
 
     def _choose(
         self, misses: Any, table_rows: int, *given: Any, extent_bytes_max: int, memory_bytes: int,
-        seed: int = 0
+        seed: int = 0, **_: Any
     ) -> Any:  # fmt: skip
         import yardsticks
 

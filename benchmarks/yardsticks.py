@@ -39,7 +39,7 @@ from featstore.compile.placement import (
     tally_classes,
 )
 from featstore.compile.row_lists import RowLists
-from featstore.compile.search import PAPER
+from featstore.compile.search import PAPER, SHARED_WRITES
 from featstore.layout import TableLayout
 from featstore.plan.cost import DeviceModel
 
@@ -149,17 +149,22 @@ class BruteForce:
             reads.add(group, self._lists[group.first : group.last], placement, self._work)
         return reads.forecast()
 
-    def best(self, disk_bytes: int) -> tuple[Placement, Forecast]:
-        """The placement of the least time within a limit."""
+    def best(self, disk_bytes: int, written_byte_seconds: float = 0.0) -> tuple[Placement, Forecast]:
+        """The placement of the least time, of writing too, within a limit."""
+
+        def worth(tried: tuple[Placement, Forecast]) -> float:
+            rows = tried[1].packed_rows + SHARED_WRITES * tried[1].shared_rows
+            return tried[1].seconds + rows * self._layout.row_bytes * written_byte_seconds
+
         found: list[tuple[Placement, Forecast]] = []
         for size in self._groups:
             fits = [t for t in self._tried if t[0].group_size == size and t[1].disk_bytes <= disk_bytes]
-            placement, expected = min(fits, key=lambda pair: pair[1].seconds)
+            placement, expected = min(fits, key=worth)
             splits = [
                 (p, self._forecast(p)) for p in self._splits(placement, disk_bytes // self._layout.row_bytes)
             ]
-            found.append(min([(placement, expected), *splits], key=lambda pair: pair[1].seconds))
-        return min(found, key=lambda pair: pair[1].seconds)
+            found.append(min([(placement, expected), *splits], key=worth))
+        return min(found, key=worth)
 
     def _splits(self, placement: Placement, limit: int) -> list[Placement]:
         """A part of each class, as large as fits, given each other place."""

@@ -28,8 +28,9 @@ from numpy.typing import NDArray
 
 from featstore.arguments import as_choice, as_count, as_flag, as_function, as_path, as_sequence, shown
 from featstore.compile.budget import LoaderBudget, parse_disk
+from featstore.compile.choose import packed_byte_seconds
 from featstore.compile.decide import OURS, Policy, TableDecision, TableOptions, plan_table
-from featstore.compile.forecast import CompileForecast, described
+from featstore.compile.forecast import CompileForecast
 from featstore.compile.limits import check_sizes
 from featstore.compile.record_table import write_records
 from featstore.compile.routing import Routes
@@ -87,6 +88,7 @@ def compile_trace(
     resume: bool = False, overwrite: bool = False, dry_run: bool = False,
     progress: Callable[[Progress], None] | None = None, disk_door: Disk | None = None, policy: Policy = OURS,
     model: DeviceModel | None = None, epoch_batches: Sequence[int] | None = None,
+    read_times: int | None = None,
 ) -> Path | CompileForecast:  # fmt: skip
     """Compile a trace for a store, and return the path of what was written (``featstore.compile_trace`` opens
     it); with ``dry_run``, forecast it and write nothing that stays.
@@ -110,6 +112,8 @@ def compile_trace(
         resume, overwrite, progress: as for :func:`featstore.pack`.
         epoch_batches: how many mini-batches each of the epochs has that were recorded one after the other; by
             default all of them are one epoch.
+        read_times: how often the mini-batches will be gone through: a row is written only where that takes
+            less time than reading it from the base table so often. By default writing costs nothing.
 
     Raises SourceError, IdError, BudgetError, DiskFullError, DeviceError, CorruptionError, StoreExistsError,
     StoreLockedError.
@@ -137,6 +141,7 @@ def compile_trace(
             parse_bytes(memory if train_memory is None else train_memory, "train_memory"),
             None if cache is None else _size(cache, "cache"), _size(device_memory, "device_memory"),
             residency, seed, policy.name, _epochs(epoch_batches, len(recorded)),
+            None if read_times is None else as_count(read_times, "read_times"),
         )  # fmt: skip
         return _compile(
             base, recorded, name, options, policy, model, resume=resume, overwrite=overwrite, dry_run=dry_run,
@@ -200,6 +205,7 @@ class _Options:
     seed: int
     policy: str
     epoch_batches: tuple[int, ...]
+    read_times: int | None
 
 
 def _epochs(given: Sequence[int] | None, batches: int) -> tuple[int, ...]:
@@ -226,6 +232,8 @@ class _Compiling:
         self.transaction, self.disk, self.catalogue = transaction, transaction.disk, transaction.catalogue
         self.generation = transaction.generation
         self.model = model or load_model(device_key(base.path, "uring", "direct"))
+        times = options.read_times
+        self._written_byte_seconds = 0.0 if times is None else packed_byte_seconds(self.model) / times
         self._progress = progress
         self._done_bytes = self._total_bytes = 0
         self._plans: list[TableDecision] = []
@@ -239,6 +247,7 @@ class _Compiling:
 
     def run(self) -> None:
         known = {"base": self.base.uuid, "trace": self.trace.uuid, "device model": self.model}
+        known["written byte"] = self._written_byte_seconds
         self.transaction.start(msgspec.to_builtins(known) | msgspec.to_builtins(self.options))
         forecast = self.decide()
         self._check_space(forecast)
@@ -303,13 +312,13 @@ class _Compiling:
             options = TableOptions(
                 budget.slots[node_type], budget.device_slots[node_type], limits[node_type],
                 self.options.residency, EXTENT_BYTES_MAX, self.options.memory_bytes, self.options.seed,
-                self.policy,
+                self.policy, self._written_byte_seconds,
             )  # fmt: skip
             self._plans.append(
                 plan_table(self.trace, node_type, table, options, self.model, self.disk, self.scratch)
             )
             self._tell("deciding", table.name, 0)
-        return self._forecast()
+        return CompileForecast.of(self.trace, self._plans)
 
     def _disk_limits(self, tables: dict[str, Any]) -> dict[str, int | None]:
         """The limit on disk space, divided by the bytes that the trace asks of each table."""
@@ -318,16 +327,6 @@ class _Compiling:
             return dict.fromkeys(tables)
         asked = {t: int(self.trace.counts[t].sum()) * table.row_bytes for t, table in tables.items()}
         return {t: limit * asked[t] // max(1, sum(asked.values())) for t in tables}
-
-    def _forecast(self) -> CompileForecast:
-        tables = {p.table.name: described(p) for p in self._plans}
-        samples = int(np.sum(self.trace.sample_sizes))
-        record = samples + sum(12 * p.rows.total for p in self._plans)
-        return CompileForecast(
-            len(self.trace), sum(p.forecast.seconds for p in self._plans),
-            sum(p.forecast.bytes_read for p in self._plans), sum(p.forecast.disk_bytes for p in self._plans),
-            record, tables,
-        )  # fmt: skip
 
     def _check_space(self, forecast: CompileForecast) -> None:
         """Raise DiskFullError before the first row is packed if the disk cannot hold what will be written."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+from featstore.base.system import available_cores
 from featstore.compile.groups import GROUP_BYTES_PER_ROW, GroupWork
 from featstore.compile.placement import Forecast, Location, Placement, Reads, forecast, tally_classes
 from featstore.compile.row_lists import RowLists
@@ -36,15 +37,25 @@ _LIST_BYTES_PER_ID = 24 + PLANNING_BYTES_PER_ID
 _SPARE_BYTES = 1 << 20
 
 
+_PACKING_SECONDS = 2.4e-9  # of a core for each byte: copied to its segment, and written
+
+
+def packed_byte_seconds(model: DeviceModel) -> float:
+    """What packing a byte takes, where a training loop has a core: of the device, and of the other cores."""
+    return model.written_byte_seconds + _PACKING_SECONDS / max(1, available_cores() - 1)
+
+
 def choose_placement(
     misses: RowLists, table_rows: int, row_bytes: int, base_layout: TableLayout, model: DeviceModel,
     disk_bytes: int | None, *, extent_bytes_max: int, memory_bytes: int, seed: int = 0,
+    written_byte_seconds: float = 0.0,
 ) -> tuple[Placement, Forecast]:  # fmt: skip
     """The placement that reads all lists in the least time with packed and shared rows of at most
     ``disk_bytes`` (None: no limit).
 
     ``misses``: for each mini-batch the rows that it must get from disk, distinct, in any order. The group
-    size is kept so small that a group can be built in ``memory_bytes``. Disk use is exact; the time is
+    size is kept so small that a group can be built in ``memory_bytes``. ``written_byte_seconds``: what a byte
+    of these takes to be written, for each time that the lists are read. Disk use is exact; the time is
     estimated from a sample, or exact up to EXACT_IDS ids. Raises BudgetError with the smallest budget that
     works, ValueError for lists with rows that the table does not have.
     """
@@ -53,7 +64,9 @@ def choose_placement(
     if free < longest * GROUP_BYTES_PER_ROW:
         needed = memory_bytes - free + longest * GROUP_BYTES_PER_ROW
         raise BudgetError(needed, memory_bytes, "choose what is packed and what is shared")
-    if disk_bytes is None or misses.total * row_bytes <= disk_bytes:
+    if disk_bytes is None:
+        disk_bytes = misses.total * row_bytes
+    if misses.total * row_bytes <= disk_bytes and not (written_byte_seconds and misses.total):
         reads = Reads(base_layout, model, extent_bytes_max)
         for length in misses.lengths().tolist():
             reads.run(length)
@@ -62,7 +75,10 @@ def choose_placement(
         misses, table_rows, seed, min(PAIRS_MAX, (memory_bytes - table_rows // 4) // BYTES_PER_PAIR)
     )
     size_max = survey.largest_group(free // GROUP_BYTES_PER_ROW)
-    search = Search(survey, len(misses), size_max, base_layout, model, extent_bytes_max, disk_bytes)
+    search = Search(
+        survey, len(misses), size_max, base_layout, model, extent_bytes_max, disk_bytes,
+        written_byte_seconds * row_bytes,
+    )  # fmt: skip
     tallies: dict[int, NDArray[np.int64]] = {}
     found: list[tuple[Placement, Forecast]] = []
     work = misses.total + len(misses) * _IDS_PER_LIST
@@ -80,4 +96,4 @@ def choose_placement(
         else:
             expected = estimate(placement, tallies[size], candidate.costs, row_bytes, model)
         found.append((placement, expected))
-    return min(found, key=lambda pair: pair[1].seconds)
+    return min(found, key=lambda pair: search.worth(pair[1]))

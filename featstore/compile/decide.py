@@ -60,6 +60,7 @@ class TableOptions:
     memory_bytes: int
     seed: int
     policy: Policy
+    written_byte_seconds: float  # what writing takes, for each time that all is read
 
 
 @dataclass(frozen=True)
@@ -135,6 +136,7 @@ def plan_table(
     placement, forecast = options.policy.choose(
         residency.misses, table.rows, table.row_bytes, table.layout, model, options.disk_bytes,
         extent_bytes_max=options.extent_bytes_max, memory_bytes=options.memory_bytes, seed=options.seed,
+        written_byte_seconds=options.written_byte_seconds,
     )  # fmt: skip
     held = np.flatnonzero(residency.start >= 0)
     order = held[np.argsort(residency.start[held])]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from featstore.compile.decide import TableDecision
+from featstore.trace.trace import Trace
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,16 @@ class CompileForecast:
     disk_bytes: int
     record_bytes: int
     tables: dict[str, dict[str, Any]]
+
+    @classmethod
+    def of(cls, trace: Trace, plans: Sequence[TableDecision]) -> CompileForecast:
+        """Of what was decided about each table."""
+        record_bytes = int(np.sum(trace.sample_sizes)) + sum(12 * p.rows.total for p in plans)
+        return cls(
+            len(trace), sum(p.forecast.seconds for p in plans), sum(p.forecast.bytes_read for p in plans),
+            sum(p.forecast.disk_bytes for p in plans), record_bytes,
+            {p.table.name: described(p) for p in plans},
+        )  # fmt: skip
 
 
 def described(plan: TableDecision) -> dict[str, Any]:

@@ -57,6 +57,9 @@ if TYPE_CHECKING:
 #: DiskGNN's choice: rows of one mini-batch are packed, all others shared.
 PAPER = (int(Location.PACKED), int(Location.SHARED))
 
+#: A shared row is written to a spill, read, and written in its region's order: so many times a packed one.
+SHARED_WRITES = 2.5
+
 _ROUNDS = 3
 _VIEWS = 6  # group sizes of which what the probes see is held
 _ROWS_MIN = 200  # sampled reads that a class's cost should rest on
@@ -153,16 +156,18 @@ class Candidate:
 class Search:
     """Measures and compares candidates for one set of lists; see the module's text.
 
-    ``size_max``: the largest group. ``batches``: how many mini-batches there are.
+    ``size_max``: the largest group. ``batches``: how many mini-batches there are. ``written_row_seconds``:
+    what writing a row takes, for each time that all mini-batches will be read.
     """
 
     def __init__(
         self, survey: Survey, batches: int, size_max: int, base_layout: TableLayout, model: DeviceModel,
-        extent_bytes_max: int, disk_bytes: int,
+        extent_bytes_max: int, disk_bytes: int, written_row_seconds: float = 0.0,
     ) -> None:  # fmt: skip
         self._survey, self._layout, self._model = survey, base_layout, model
         self._batches, self._size_max = batches, size_max
         self._extent_bytes_max, self._disk_bytes = extent_bytes_max, disk_bytes
+        self._written_row_seconds = written_row_seconds
         self._tallies: dict[int, Tally] = {}
         self._views: dict[int, tuple[list[Probe], Costs]] = {}
         self._found: dict[int, list[Candidate]] = {}
@@ -201,9 +206,18 @@ class Search:
             (after(of[Location.BASE], in_base), of[Location.PACKED], after(of[Location.SHARED], in_shared))
         )
 
+    def _prices(self, costs: Costs) -> Floats:
+        """Seconds for each time that a row of a class is read, by Location, float64 [3, G + 1], with its part
+        of what writing the row takes: of a shared one, all reads of its group have one."""
+        seconds = costs.seconds(self._model)
+        seconds[Location.PACKED] += self._written_row_seconds
+        copies = np.maximum(1, np.arange(seconds.shape[1]))
+        seconds[Location.SHARED] += self._written_row_seconds * SHARED_WRITES / copies
+        return seconds
+
     def _seconds(self, placement: Placement, costs: Costs) -> float:
         rows = self._rows(placement)
-        return float((rows * np.arange(rows.shape[1]) * costs.seconds(self._model)).sum())
+        return float((rows * np.arange(rows.shape[1]) * self._prices(costs)).sum())
 
     def _rows(self, placement: Placement) -> Floats:
         return class_rows(placement, self.tally(placement.group_size)).astype(np.float64)
@@ -236,9 +250,12 @@ class Search:
             for leave_base in (False, True):
                 costs = self._view(size)[1]
                 for _ in range(rounds):
-                    seconds = costs.seconds(self._model)
                     placement = allot(
-                        self.tally(size), seconds, self._layout.row_bytes, self._disk_bytes, leave_base
+                        self.tally(size),
+                        self._prices(costs),
+                        self._layout.row_bytes,
+                        self._disk_bytes,
+                        leave_base,
                     )
                     if placement is None or placement in found:
                         break
@@ -304,7 +321,7 @@ class Search:
                 if given.split_count
                 else bare
             )
-        seconds = costs.seconds(self._model)
+        seconds = self._prices(costs)
         found = [
             allot(tally, seconds, row_bytes, limit, leave_base)
             for leave_base in {candidate.leave_base, False}
@@ -313,5 +330,11 @@ class Search:
             found = [allot(tally, seconds, row_bytes, limit)]
         fits = [placement for placement in found if placement]
         return min(
-            fits, key=lambda placement: estimate(placement, tally, costs, row_bytes, self._model).seconds
+            fits,
+            key=lambda placement: self.worth(estimate(placement, tally, costs, row_bytes, self._model)),
         )
+
+    def worth(self, forecast: Forecast) -> float:
+        """Seconds of reading and writing, to compare placements by."""
+        written = forecast.packed_rows + forecast.shared_rows * SHARED_WRITES
+        return forecast.seconds + written * self._written_row_seconds

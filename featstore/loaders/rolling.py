@@ -82,7 +82,7 @@ class RollingLoader(LoaderBase):
         as_batches(episode, "episode")
         check_repeatable(episode)
         self._store, self._episode, self._name = as_store(store), episode, name
-        own = ("memory", "disk", "resume", "dry_run")
+        own = ("memory", "disk", "resume", "dry_run", "read_times")
         check_options(others, [o for o in options_of(compile_trace) if o not in own], "a rolling loader")
         loader = {} if loader is None else as_mapping(loader, "loader", "options of a CompiledLoader")
         check_loader_options(CompiledLoader, loader)
@@ -93,7 +93,7 @@ class RollingLoader(LoaderBase):
         self._parts = {"memory": max(1, total - train_bytes), "train_memory": train_bytes}
         self._options: dict[str, Any] = {
             "disk": None if limit is None else limit // 2, "overwrite": True, "progress": self._unless_closed,
-            **others,
+            "read_times": 1, **others,
         }  # fmt: skip
         self._loader_options = dict(loader)
         self._packs = packs_to_write(store)

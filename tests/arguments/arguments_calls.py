@@ -352,6 +352,7 @@ CALLS: dict[str, Call] = {
             "policy": Rule({**NONSENSE, "None": None, "a name": "modelled time"}),
             "model": OPTIONS_OF_READING["model"],
             "epoch_batches": Rule({**NONSENSE, "too many": [1000], "negative": [-1], "nothing": []}),
+            "read_times": count().optional,
         },
     ),
     "CompiledTrace": Call(

@@ -27,6 +27,7 @@ from featstore.compile.choose import choose_placement
 from featstore.compile.groups import GroupWork, group_of, shared_order
 from featstore.compile.placement import Forecast, Location, Placement, forecast, tally_classes
 from featstore.compile.row_lists import RowLists
+from featstore.compile.search import SHARED_WRITES
 from featstore.errors import BudgetError
 from featstore.layout import TableLayout
 from featstore.plan.cost import DEFAULT
@@ -38,7 +39,7 @@ BASE, PACKED, SHARED = map(int, Location)
 
 
 def chosen(
-    misses: RowLists, table_rows: int, row_bytes: int, disk_bytes: int | None, **more: int
+    misses: RowLists, table_rows: int, row_bytes: int, disk_bytes: int | None, **more: float
 ) -> tuple[Placement, Forecast]:
     layout = TableLayout.choose(table_rows, row_bytes)
     options = {"extent_bytes_max": EXTENT_BYTES, "memory_bytes": MEMORY_BYTES} | more
@@ -265,7 +266,9 @@ def test_without_disk_all_stays_in_the_base_table(tmp_path: Path) -> None:
 
 def test_nothing_missed_needs_nothing(tmp_path: Path) -> None:
     for lists in ([], [[], []]):
-        assert chosen(written(tmp_path / "misses", lists), 10, 512, 0)[1] == Forecast(0, 0, 0, 0, 0, 0, 0, 0)
+        for more in ({}, {"written_byte_seconds": 1e-9}):
+            found = chosen(written(tmp_path / "misses", lists), 10, 512, 0, **more)[1]
+            assert found == Forecast(0, 0, 0, 0, 0, 0, 0, 0)
 
 
 def test_the_same_lists_and_seed_give_the_same_placement(
@@ -420,3 +423,33 @@ def test_brute_force_finds_what_a_few_rows_show(tmp_path: Path) -> None:
     assert (found.group_size, found.choice[-1]) == (2, SHARED)
     assert expected == exactly(found, misses, 400, 1024)
     assert (expected.shared_rows, expected.base_rows) == (100, 0)
+
+
+@pytest.mark.parametrize(("name", "row_bytes"), [("power law", 512), ("power law", 4096), ("steep", 1000)])
+@pytest.mark.parametrize("exact_ids", [0, 1 << 17])
+def test_what_is_written_must_pay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, row_bytes: int, exact_ids: int
+) -> None:
+    """With a price of writing, reading and writing together are close to the least that there is."""
+    monkeypatch.setattr(ch, "EXACT_IDS", exact_ids)
+    table_rows, (exponent, dropped) = 1500, TRACES[name]
+    misses = written(tmp_path / "misses", power_law(table_rows, 12, 300, exponent, dropped=dropped))
+    layout = TableLayout.choose(table_rows, row_bytes)
+    force = BruteForce(
+        misses, table_rows, layout, DEFAULT, group_sizes=range(1, 13), extent_bytes_max=EXTENT_BYTES
+    )
+    whole, places = misses.total * row_bytes, []
+    for limit in (None, whole // 2):
+        for price in (1e-10, 1e-9, 3e-9, 1e-8, 1e-5):
+            placement, _ = chosen(misses, table_rows, row_bytes, limit, written_byte_seconds=price)
+            found = exactly(placement, misses, table_rows, row_bytes)
+            best = force.best(limit or whole, price)[1]
+            assert found.disk_bytes <= (limit or whole)
+            both, least = (
+                one.seconds + (one.packed_rows + SHARED_WRITES * one.shared_rows) * row_bytes * price
+                for one in (found, best)
+            )
+            assert both <= 1.1 * least, (limit, price, placement)
+            places.append(found.disk_bytes)
+    assert places[0] > 0, "what costs next to nothing is written"
+    assert places[4] == places[9] == 0, "what never pays is not"

@@ -19,6 +19,7 @@ import pytest
 from compiled_support import QuickDisk, rows_of
 
 import featstore
+from featstore.compile import choose
 from featstore.errors import BudgetError, ClosedError, FeatstoreError, SourceError
 from featstore.loaders import rolling as module
 from featstore.loaders.rolling import RollingLoader
@@ -310,6 +311,28 @@ def test_both_episodes_are_within_the_disk_limit(
     with rolling(store, disk="1x", cache=0, disk_door=Watching()) as loader:
         check(iter(loader), 0, 4 * BATCHES + 1)
     assert 0.5 * limit < most <= limit + 4 * 4096  # the last page of a file is written whole
+
+
+@pytest.mark.parametrize(("columns", "packed"), [(30, True), (2048, False)])
+def test_rows_are_written_where_that_pays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, columns: int, packed: bool
+) -> None:
+    """Small ones, of which a random read brings a page each; not rows of pages, on a machine of few cores."""
+    monkeypatch.setattr(choose, "available_cores", lambda: 2)
+    features = rows_of(4000, (columns,), np.float32, 2)
+    episodes = [[np.random.default_rng([e, k]).integers(0, 4000, 50) for k in range(4)] for e in range(3)]
+    with (
+        featstore.pack(tmp_path / "s", features, disk=QuickDisk()) as store,
+        rolling(store, episodes.__getitem__, cache=0) as loader,
+    ):
+        walk, written = iter(loader), []
+        for number in range(12):
+            batch = next(walk)
+            np.testing.assert_array_equal(batch.x, features[episodes[number // 4][number % 4]])
+            files = [n for at, _, n in os.walk(store.path / "packs") if at.endswith("features.packed/rows")]
+            written.append(sum(name.startswith("c") for names in files for name in names))
+        walk.close()
+    assert (max(written) > 0) is packed
 
 
 def test_no_disk_at_all(store: featstore.Store) -> None:

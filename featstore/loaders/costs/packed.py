@@ -17,8 +17,9 @@ from numpy.typing import NDArray
 
 from featstore.compile.budget import DEPTH_MIN, LoaderBudget
 from featstore.compile.build import deciding_bytes
+from featstore.compile.choose import packed_byte_seconds
 from featstore.compile.forecast import CompileForecast
-from featstore.compile.placement import Reads
+from featstore.compile.placement import Forecast, Reads
 from featstore.compile.segments import packing_sizes
 from featstore.errors import BudgetError
 from featstore.layout import TableLayout
@@ -28,6 +29,7 @@ from featstore.loaders.rolling import TRAIN_SHARE
 from featstore.plan.budget import reader_bytes
 from featstore.plan.cost import DeviceModel, device_key, load_model
 from featstore.plan.extents import Extents, plan_extents
+from featstore.storage.store import Table
 from featstore.units import EXTENT_BYTES_MAX, format_bytes
 
 _RECORD_BYTES_PER_ID = 12  # of a row in a record, about
@@ -97,7 +99,7 @@ def rolling_cost(world: World) -> ModeCost:
     limit = None if world.disk_bytes is None else world.disk_bytes // 2
     least = _least(world, TRAIN_SHARE)
     try:
-        laid = _laid(world, train_bytes, limit, None, world.memory_bytes - train_bytes)
+        laid = _laid(world, train_bytes, limit, None, world.memory_bytes - train_bytes, once=True)
     except BudgetError as error:
         return _too_small("rolling", world, error, least)
     disk = 2 * laid.disk_bytes
@@ -146,9 +148,10 @@ def _epoch(world: World, laid: Laid, stages: dict[str, float], cores: float, pre
 
 def _laid(
     world: World, train_bytes: int, disk_bytes: int | None, exact: CompileForecast | str | None,
-    compile_bytes: int | None = None,
+    compile_bytes: int | None = None, once: bool = False,
 ) -> Laid:  # fmt: skip
-    """An epoch laid out for a loader of ``train_bytes``. Raises BudgetError."""
+    """An epoch laid out for a loader of ``train_bytes``; with ``once``, to be read once, so that rows may
+    stay in the store's tables though there is room. Raises BudgetError."""
     budget = LoaderBudget.split(train_bytes, None, 0, disk_bytes, _sizes(world), world.tables)
     needed, given = (
         deciding_bytes(world.tables),
@@ -168,11 +171,14 @@ def _laid(
         missed = (1 - hit) * uses.batch_rows
         limit = None if disk_bytes is None else disk_bytes * asked[name] / total
         packed = missed if limit is None else min(missed, limit / table.row_bytes / count)
-        runs = Reads(table.layout, model, EXTENT_BYTES_MAX)
-        for number in range(count):
-            runs.run(int(packed * (number + 1)) - int(packed * number))
-        run = runs.forecast()
+        run = _runs(packed, count, table, model)
         left = world.scattered(name, (missed - packed) / max(1.0, uses.batch_rows))
+        if once and packed:
+            scattered = world.scattered(name, missed / max(1.0, uses.batch_rows))
+            written = packed * count * table.row_bytes * packed_byte_seconds(model)
+            kept = model.busy_seconds(count * left.reads, count * left.bytes_read) + run.seconds + written
+            if model.busy_seconds(count * scattered.reads, count * scattered.bytes_read) < kept:
+                packed, run, left = 0.0, _runs(0.0, count, table, model), scattered
         held = min(slots, table.rows)
         again = _restored(held, round(back * held), table.row_bytes, model)
         found.append(
@@ -189,8 +195,9 @@ def _laid(
     )
     records = _record_bytes(world)
     left_there = 1 - packed_bytes / max(1.0, count * (rows_bytes - hits))
+    who = "reading them once, or disk=," if once else "disk="
     remark = (
-        f"at most: disk= leaves {left_there:.0%} of the rows missed in the store's tables, if mini-batches "
+        f"at most: {who} leaves {left_there:.0%} of the rows missed in the store's tables, if mini-batches "
         "share none"
         if based
         else ""
@@ -200,6 +207,14 @@ def _laid(
         hits / max(1.0, rows_bytes), False, budget.depth, back_reads, back_bytes,
         exact or remark,
     )  # fmt: skip
+
+
+def _runs(packed: float, count: int, table: Table, model: DeviceModel) -> Forecast:
+    """Reads of so many packed rows of each mini-batch."""
+    runs = Reads(table.layout, model, EXTENT_BYTES_MAX)
+    for number in range(count):
+        runs.run(int(packed * (number + 1)) - int(packed * number))
+    return runs.forecast()
 
 
 def _record_bytes(world: World) -> float:
