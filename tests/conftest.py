@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import shutil
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,9 @@ settings.register_profile(
     print_blob=True,
 )
 settings.load_profile("featstore")
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts what runs in its background so
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 #: Chunk files of this size make tables of many chunks out of little data.
 SMALL_CHUNK_BYTES = 16 * 1024
