@@ -408,6 +408,7 @@ def test_an_engine_that_cannot_run_tells_whoever_waits(
     with store.reader(memory=MEMORY, engine=engine) as reader:
         monkeypatch.setattr(uring, "drive", broken)
         monkeypatch.setattr(pool, "_work", broken)
+        monkeypatch.setattr(pool, "_take_mapped", broken)
         for _ in range(2):
             with pytest.raises((DeviceError, ClosedError, RuntimeError)):
                 reader.read([1, 2, 3])

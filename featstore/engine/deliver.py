@@ -125,6 +125,23 @@ def _scatter(lane: Any, extent_page: Any, first: Any, last: Any, data: Any) -> N
 
 
 @njit(nogil=True)
+def verify_extent(lane: Any, extent: Any, data: Any) -> Any:
+    """Verify the pages of an extent of keys, which lie at ``data``. Returns False after an error, which is
+    then noted in the lane."""
+    first = np.int64(load_i32(load_i64(lane + _EXTENT_FIRST) + 4 * extent))
+    last = np.int64(load_i32(load_i64(lane + _EXTENT_FIRST) + 4 * extent + 4))
+    return _verify(lane, load_i64(load_i64(lane + _EXTENT_PAGE) + 8 * extent), first, last, data)
+
+
+@njit(nogil=True)
+def copy_extent(lane: Any, extent: Any, data: Any) -> None:
+    """Copy the rows of an extent of keys, which lies at ``data``, to where they are wanted."""
+    first = np.int64(load_i32(load_i64(lane + _EXTENT_FIRST) + 4 * extent))
+    last = np.int64(load_i32(load_i64(lane + _EXTENT_FIRST) + 4 * extent + 4))
+    _scatter(lane, load_i64(load_i64(lane + _EXTENT_PAGE) + 8 * extent), first, last, data)
+
+
+@njit(nogil=True)
 def deliver(lane: Any, extent: Any, data: Any, clock: Any, scratch: Any, counters: Any) -> Any:
     """Verify the pages of one extent, which lie at ``data``, and copy its rows out.
 
@@ -134,13 +151,11 @@ def deliver(lane: Any, extent: Any, data: Any, clock: Any, scratch: Any, counter
     extent_page = load_i64(load_i64(lane + _EXTENT_PAGE) + 8 * extent)
     if load_i64(lane + _SPANS) != 0:
         return _deliver_span(lane, extent, extent_page, data, clock, scratch, counters)
-    first = np.int64(load_i32(load_i64(lane + _EXTENT_FIRST) + 4 * extent))
-    last = np.int64(load_i32(load_i64(lane + _EXTENT_FIRST) + 4 * extent + 4))
     t0 = now_ns(clock, scratch)
-    if load_i64(lane + _CHECKSUMS) != 0 and not _verify(lane, extent_page, first, last, data):
+    if load_i64(lane + _CHECKSUMS) != 0 and not verify_extent(lane, extent, data):
         return False
     t1 = now_ns(clock, scratch)
-    _scatter(lane, extent_page, first, last, data)
+    copy_extent(lane, extent, data)
     counters[C.NS_VERIFY] += t1 - t0
     counters[C.NS_COPY] += now_ns(clock, scratch) - t1
     return True

@@ -39,7 +39,15 @@ from featstore.base.threads import shut_down
 from featstore.engine import counters as C
 from featstore.engine import lane as L
 from featstore.engine.base import Engine, new_counters
-from featstore.engine.deliver import CLOCK_GETTIME, count_read, deliver, now_ns, report_error
+from featstore.engine.deliver import (
+    CLOCK_GETTIME,
+    copy_extent,
+    count_read,
+    deliver,
+    now_ns,
+    report_error,
+    verify_extent,
+)
 from featstore.engine.files import Access
 from featstore.engine.lane import Lane
 from featstore.errors import ClosedError, CorruptionError
@@ -47,6 +55,7 @@ from featstore.units import PAGE_BYTES
 
 THREADS_MAX = 32
 MAPPED_THREADS_MAX = 8
+_AT_ONCE, _SMALL_PAGES = 32, 16  # mapped extents that a thread takes together, and what they have at most
 
 _PREAD = function_address(libc(), "pread64") or function_address(libc(), "pread")
 _ERRNO = function_address(libc(), "__errno_location")
@@ -133,6 +142,48 @@ def _work(
         atomic_add(lane + L.DONE * 8, 1)
 
 
+@njit(nogil=True)
+def _mapped_at(lane: Any, extent: Any) -> Any:
+    """The address of an extent's first page."""
+    page = load_i64(load_i64(lane + L.EXTENT_PAGE * 8) + 8 * extent)
+    pages_per_file = load_i64(lane + L.PAGES_PER_FILE * 8)
+    file = page // pages_per_file
+    return (
+        load_i64(load_i64(lane + L.FILE_HANDLE * 8) + 8 * file) + (page - file * pages_per_file) * PAGE_BYTES
+    )
+
+
+@njit(cache=True, nogil=True)
+def _take_mapped(lane: int, at_once: int, clock: int, scratch: int, counters: NDArray[np.int64]) -> None:
+    """Take small extents of a lane of keys, so many at once, until there are none: what a clock and a counter
+    shared by threads cost is spread over them."""
+    extents = load_i64(lane + L.EXTENTS * 8)
+    checked = load_i64(lane + L.CHECKSUMS * 8) != 0
+    pages_of = load_i64(lane + L.EXTENT_PAGES * 8)
+    first_of = load_i64(lane + L.EXTENT_PAGE * 8)
+    file_pages = load_i64(lane + L.PAGES_PER_FILE * 8)
+    file_bytes = load_i64(lane + L.FILE_BYTES * 8)
+    while load_i64(lane + L.CANCEL * 8) == 0 and load_i64(lane + L.ERROR_CLAIM * 8) == 0:
+        first = atomic_add(lane + L.NEXT * 8, at_once)
+        if first >= extents:
+            return
+        last = min(first + at_once, extents)
+        t0 = now_ns(clock, scratch)
+        if checked:
+            for extent in range(first, last):
+                if not verify_extent(lane, extent, _mapped_at(lane, extent)):
+                    return
+        t1 = now_ns(clock, scratch)
+        for extent in range(first, last):
+            copy_extent(lane, extent, _mapped_at(lane, extent))
+            offset = load_i64(first_of + 8 * extent) % file_pages * PAGE_BYTES
+            pages = np.int64(load_i32(pages_of + 4 * extent))
+            count_read(counters, min(pages * PAGE_BYTES, file_bytes - offset), np.int64(0))
+        counters[C.NS_VERIFY] += t1 - t0
+        counters[C.NS_COPY] += now_ns(clock, scratch) - t1
+        atomic_add(lane + L.DONE * 8, last - first)
+
+
 class PoolEngine(Engine):
     """Threads that read, as many as ``threads`` at most; see the module's text."""
 
@@ -183,17 +234,16 @@ class PoolEngine(Engine):
         with self._lock:
             k = self._free.pop()
         try:
-            staging = address_of(self._staging) + k * self.extent_bytes_max
-            _work(
-                lane.address,
-                self.mapped,
-                staging,
-                _PREAD,
-                _ERRNO,
-                CLOCK_GETTIME,
-                address_of(self._scratch[k]),
-                self._counters[k],
-            )
+            scratch, counters = address_of(self._scratch[k]), self._counters[k]
+            small = self.mapped and not lane.fields[L.SPANS] and lane.extent_pages_max <= _SMALL_PAGES
+            if small:
+                at_once = max(1, min(_AT_ONCE, lane.extents // (4 * self.threads)))
+                _take_mapped(lane.address, at_once, CLOCK_GETTIME, scratch, counters)
+            if not small or not lane.extents:  # what reads nothing loads both
+                staging = address_of(self._staging) + k * self.extent_bytes_max
+                _work(
+                    lane.address, self.mapped, staging, _PREAD, _ERRNO, CLOCK_GETTIME, scratch, counters
+                )  # fmt: skip
         except BaseException as error:  # the kernel could not be run: whoever waits must hear of it
             lane.failure = error if isinstance(error, Exception) else RuntimeError(repr(error))
         finally:

@@ -45,6 +45,7 @@ from featstore.engine.lane import Lane
 from featstore.engine.liburing import (
     library,
 )
+from featstore.engine.ring_count import WINDOW_NS, RingCount
 from featstore.engine.ring_loop import (
     AT_ONCE,
     CLAIM_END,
@@ -62,8 +63,6 @@ RING_EXTENTS_MIN = 32  # a lane has a further ring for so many extents more
 _CHUNK_MAX = 16  # extents that a ring claims at once of a lane that it shares
 _RING_DEPTH_MIN = 8
 _RINGS = 8  # at most, where nobody says how many
-_WINDOW_NS = 5_000_000  # of reading, over which a ring's load is measured
-_BUSY, _SPARE = 0.85, 0.4  # load from which one more ring works, and below which one fewer
 
 
 class _Shared:
@@ -155,6 +154,7 @@ class UringEngine(Engine):
         self._counters = new_counters(rings)
         self._queue: list[_Shared] = []  # lanes that rings may open
         self._working = self._wanted = 0  # rings: those that work, and how many are to
+        self._count = RingCount()
         self._closing = False
         self._failure: OSError | None = None
         self._opened = threading.Event()
@@ -238,17 +238,16 @@ class UringEngine(Engine):
     def _weigh(self, ring: _Ring) -> None:
         """Look at the load of the last ring that works."""
         driven = ring.driven_ns  # which another thread may reset
-        if driven < _WINDOW_NS:
+        if driven < WINDOW_NS:
             return
         load = ring.cpu_ns / driven
         ring.cpu_ns = ring.driven_ns = 0
         with self._lock:
             if self._closing or ring.number != self._working - 1 or self._wanted != self._working:
                 return
-            if load >= _BUSY and self._working < self.threads:
-                self._set_wanted(self._working + 1)
-            elif load < _SPARE and self._working > 1:
-                self._set_wanted(self._working - 1)
+            step = self._count.step(load, driven, self._working, self.threads)
+            if step:
+                self._set_wanted(self._working + step)
 
     # A ring's thread.
 

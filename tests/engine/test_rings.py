@@ -15,6 +15,7 @@ import pytest
 from test_engines import Bench
 
 from featstore.engine import choose, uring
+from featstore.engine.ring_count import PATIENCE_MAX_NS, WINDOW_NS, RingCount
 from featstore.engine.uring import UringEngine
 from featstore.errors import FeatstoreWarning
 
@@ -39,7 +40,7 @@ class Load:
 @pytest.fixture
 def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[UringEngine]:
     monkeypatch.setattr(uring, "available_cores", lambda: 4)
-    monkeypatch.setattr(uring, "_WINDOW_NS", 1)
+    monkeypatch.setattr(uring, "WINDOW_NS", 1)
     engine = UringEngine(64, 2**20, 64 * 1024)
     yield engine
     engine.close()
@@ -130,3 +131,36 @@ def test_a_further_ring_that_cannot_be_is_told(
     )
     assert (made.threads, made._working) == (1, 1)
     assert (made._rings[0].depth, len(made._rings[0].arena)) == (64, 2**20)
+
+
+def test_the_number_settles_where_cores_come_and_go() -> None:
+    """Beside steps that take a core for some milliseconds and give it back, changes become rare; once the
+    load stays, one window is enough again."""
+    count, working, changes = RingCount(), 1, []
+    for number in range(4000):  # 20 seconds of reading
+        step = count.step(1.0 if number // 3 % 2 else 0.1, WINDOW_NS, working, 4)
+        working += step
+        if step:
+            changes.append(number)
+    assert len(changes) <= 12
+    assert working == 1
+    for _ in range(2 * PATIENCE_MAX_NS // WINDOW_NS):
+        assert count.step(0.6, WINDOW_NS, working, 4) == 0
+    assert count.step(1.0, WINDOW_NS, working, 4) == 1
+
+
+def test_rings_come_at_once_and_go_at_once() -> None:
+    count = RingCount()
+    assert [count.step(0.9, WINDOW_NS, working, 4) for working in (1, 2, 3, 4)] == [1, 1, 1, 0]
+    assert [count.step(0.39, WINDOW_NS, working, 4) for working in (4, 3, 2, 1)] == [-1, -1, -1, 0]
+    assert [count.step(load, WINDOW_NS, 2, 4) for load in (0.4, 0.84)] == [0, 0]
+
+
+def test_who_steps_back_again_and_again_waits_at_most_so_long() -> None:
+    count = RingCount()
+    for _ in range(40):
+        count.step(0.1, WINDOW_NS, 2, 4)
+    needed = 1
+    while not count.step(1.0, WINDOW_NS, 1, 4):
+        needed += 1
+    assert needed == PATIENCE_MAX_NS // WINDOW_NS
