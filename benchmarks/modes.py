@@ -11,8 +11,8 @@ a core each where there are two; another line has all cores for a loop in memory
 before each, and reads are direct but for np.memmap's. Of a loader, one epoch does not count (buffers fill,
 what is compiled is compiled), one is loaded and not trained on, and the others are timed. An epoch is held
 against its slowest stage alone, too: loading without training, or the model alone as the plain loop's clock
-has it. *The disk's bound* is what fio would take for as many bytes, in pages at random for online and in
-sequence for all others, in the same run.
+has it. *The disk's bound* is what fio would take for as many bytes, in pages at random for online and
+for rows in the base table, in sequence for all others, in the same run.
 """
 
 from __future__ import annotations
@@ -137,8 +137,11 @@ def seconds_of(run: dict[str, Any], batches: int) -> float:
 
 
 def bound(run: dict[str, Any], mode: str, rates: dict[str, float]) -> float:
-    """Seconds that fio takes for as many bytes."""
-    return float(run["bytes_read"] / rates["random" if mode == "online" else "sequential"])
+    """Seconds that fio takes for as many bytes: at random online, and for what is left in the base table."""
+    rows = run["report"]["row_bytes"]
+    read = sum(rows.get(source, 0) for source in ("packed", "shared", "base"))
+    scattered = 1.0 if mode == "online" else rows.get("base", 0) / max(1, read)
+    return float(run["bytes_read"] * (scattered / rates["random"] + (1 - scattered) / rates["sequential"]))
 
 
 def tell(report: Report, rounds: list[dict[str, dict[str, Any]]], runs: Runs, batches: int) -> None:
