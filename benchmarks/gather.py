@@ -133,9 +133,9 @@ class Gather:
             reads = sum(reader.plan(request).reads for request in wanted)
             before()
             if cache == WARM:  # through this very mapping, as np.memmap's are
-                step = len(self.out)
-                for begin in range(0, store.table().rows, step):
-                    some = np.arange(begin, min(begin + step, store.table().rows))
+                step, rows = len(self.out), store.tables["features"].rows
+                for begin in range(0, rows, step):
+                    some = np.arange(begin, min(begin + step, rows))
                     reader.read(some, out=self.out[: len(some)])
             return timed(wanted, lambda i: reader.read(i, out=self.out), {"reads": reads})
 
