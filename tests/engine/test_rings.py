@@ -41,6 +41,7 @@ class Load:
 def made(monkeypatch: pytest.MonkeyPatch) -> Iterator[UringEngine]:
     monkeypatch.setattr(uring, "available_cores", lambda: 4)
     monkeypatch.setattr(uring, "WINDOW_NS", 1)
+    monkeypatch.setattr(uring, "RING_EXTENTS_MIN", 2)  # each lane is something for all rings
     engine = UringEngine(64, 2**20, 64 * 1024)
     yield engine
     engine.close()
