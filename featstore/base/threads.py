@@ -24,7 +24,8 @@ from featstore.base.system import started
 from featstore.errors import ClosedError
 
 _PATIENCE_SECONDS = 0.2  # who waits looks this often whether there is anybody to wait for
-_Step = tuple[Callable[[], Any], "queue.SimpleQueue[tuple[BaseException | None, Any]]"]
+_Outcome = tuple[BaseException | None, Any]
+_Step = tuple[Callable[[], Any], "queue.SimpleQueue[_Outcome] | _Promise"]
 
 
 class Wake:
@@ -116,9 +117,8 @@ class Runner:
 
         Raises ClosedError after :meth:`end`, and in a forked child.
         """
-        if not self._worker.here:
-            raise ClosedError("the thread that takes steps stayed in the process that forked this one")
-        reply: queue.SimpleQueue[tuple[BaseException | None, Any]] = queue.SimpleQueue()
+        self._check_here()
+        reply: queue.SimpleQueue[_Outcome] = queue.SimpleQueue()
         self._steps.put((step, reply))
         while True:
             try:
@@ -132,19 +132,30 @@ class Runner:
         return result
 
     def submit(self, step: Callable[[], Any]) -> Future[Any]:
-        """Have ``step`` taken; what it returns or raises, or that it was cancelled before it began.
+        """Have ``step`` taken; what it returns or raises, ClosedError where the thread ended before it, or
+        that it was cancelled before it began.
 
         A process that ``step`` forks ends as it should. One forked by a thread of a ThreadPoolExecutor ends
-        with an error: on its way out it waits for the pool's threads, of which it is one.
+        with an error: on its way out it waits for the pool's threads, of which it is one. Raises ClosedError
+        in a forked child.
         """
-        future: Future[Any] = Future()
-        self._steps.put((partial(_settle, future, step), queue.SimpleQueue()))
-        return future
+        self._check_here()
+        promise = _Promise()
+        self._steps.put((partial(promise.take, step), promise))
+        if self._worker.ended:  # nobody else will look
+            _refuse(self._steps)
+        return promise.future
+
+    def _check_here(self) -> None:
+        if not self._worker.here:
+            raise ClosedError("the thread that takes steps stayed in the process that forked this one")
 
     def end(self) -> None:
         """Take the steps asked for so far, and no others."""
         self._steps.put(None)
         self._worker.end()
+        if self._worker.ended:
+            _refuse(self._steps)
 
     def __del__(self) -> None:
         if hasattr(self, "_steps"):
@@ -159,20 +170,36 @@ def _take_steps(steps: queue.SimpleQueue[_Step | None]) -> None:
         except BaseException as error:
             reply.put((error, None))
         del item, step, reply
-    while not steps.empty():
-        if (item := steps.get()) is not None:
-            item[1].put((ClosedError("closed before this step was taken"), None))
+    _refuse(steps)
 
 
-def _settle(future: Future[Any], step: Callable[[], Any]) -> None:
-    if not future.set_running_or_notify_cancel():
-        return
-    try:
-        result = step()
-    except BaseException as error:
-        future.set_exception(error)
-    else:
-        future.set_result(result)
+def _refuse(steps: queue.SimpleQueue[_Step | None]) -> None:
+    """Tell those whose steps nobody will take."""
+    with suppress(queue.Empty):
+        while True:
+            if (item := steps.get_nowait()) is not None:
+                item[1].put((ClosedError("closed before this step was taken"), None))
+
+
+class _Promise:
+    """Where the outcome of a step goes that has a future."""
+
+    def __init__(self) -> None:
+        self.future: Future[Any] = Future()
+
+    def take(self, step: Callable[[], Any]) -> Any:
+        return step() if self.future.set_running_or_notify_cancel() else None
+
+    def put(self, outcome: _Outcome) -> None:
+        error, result = outcome
+        if self.future.cancelled():
+            return
+        if not self.future.running() and not self.future.set_running_or_notify_cancel():
+            return
+        if error is not None:
+            self.future.set_exception(error)
+        else:
+            self.future.set_result(result)
 
 
 def shut_down(pool: ThreadPoolExecutor) -> None:

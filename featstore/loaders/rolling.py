@@ -99,7 +99,11 @@ class RollingLoader(LoaderBase):
         self._packs = packs_to_write(store)
         Disk().mkdir(self._packs)
         self._lock = rolling(self._packs, name)
-        self._sampler = Runner("featstore-rolling-sampler")  # no pool: a DataLoader forks its workers there
+        try:  # no pool: a DataLoader may fork its workers there
+            self._sampler = Runner("featstore-rolling-sampler")
+        except BaseException:
+            self._lock.release(remove=True)
+            raise
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="featstore-rolling")
         self._traces: dict[int, Future[Trace]] = {}  # recorded, or being so, and not compiled yet
         self._episodes: dict[int, Future[CompiledTrace]] = {}  # the one that trains, and the one after it

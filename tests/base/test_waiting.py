@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import signal
 import sys
@@ -181,3 +182,48 @@ def test_a_runner_that_nobody_has_ends_by_itself() -> None:
     while any(t.name == "test-forgotten" for t in threading.enumerate()):
         assert time.monotonic() < deadline
         time.sleep(0.01)
+
+
+def test_a_runner_settles_every_future() -> None:
+    runner, go, ran = Runner("test"), threading.Event(), []
+    first = runner.submit(lambda: go.wait(LIMIT_SECONDS))
+    result, error = runner.submit(lambda: 5), runner.submit(lambda: 1 // 0)
+    cancelled = runner.submit(lambda: ran.append(1))
+    assert cancelled.cancel()
+    go.set()
+    assert first.result(LIMIT_SECONDS) and result.result(LIMIT_SECONDS) == 5
+    assert isinstance(error.exception(LIMIT_SECONDS), ZeroDivisionError)
+    within_limit(runner.end)
+    assert cancelled.cancelled() and ran == []
+    late = runner.submit(lambda: ran.append(1))
+    assert isinstance(late.exception(LIMIT_SECONDS), ClosedError) and ran == []
+
+
+def test_a_runner_that_is_ended_while_it_is_asked_settles_every_future() -> None:
+    def ask(runner: Runner, futures: list[Any]) -> None:
+        futures += [runner.submit(int) for _ in range(50)]
+
+    for _ in range(100):
+        runner, futures = Runner("test"), []
+        asker = threading.Thread(target=ask, args=(runner, futures))
+        asker.start()
+        within_limit(runner.end)
+        asker.join()
+        assert len(futures) == 50
+        for one in futures:
+            assert one.exception(LIMIT_SECONDS) is None or isinstance(one.exception(), ClosedError)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork")
+def test_a_forked_child_cannot_ask_its_parents_runner() -> None:
+    runner = Runner("test")
+    child = os.fork()
+    if child == 0:
+        try:
+            runner.submit(int)
+        except ClosedError:
+            os._exit(7)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    within_limit(runner.end)

@@ -371,6 +371,11 @@ def test_no_more_threads(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             patch.setattr(threading.Thread, "start", refuse)
             with pytest.raises(DeviceError, match="start a thread"):
                 next(iter(loader))
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse)
+            with pytest.raises(DeviceError, match="start a thread"):
+                store.loader(batches, memory="8MiB", mode="rolling", name="again")
+        store.loader(batches, memory="8MiB", mode="rolling", name="again").close()  # the name is free
 
 
 def test_no_more_memory(made: Path, monkeypatch: pytest.MonkeyPatch) -> None:
