@@ -70,6 +70,7 @@ VARIANTS = {
     "hb_16_no_hubs": Variant("a sixteenth resident, without hubs", share=16, hubs=False),
 }
 _THREE = ("ns", "hb", "hb_no_hubs")
+_LARGER = ("hb_4", "hb_2")
 _REST = ("hb_order", "hb_one_pass", "hb_sliding", "hb_external", "hb_weights", "hb_weights_no_hubs")
 _SIXTEENTH = ("hb_16", "hb_16_no_hubs")
 PLANS = {
@@ -81,7 +82,7 @@ PLANS = {
         86,
         24,
         0.005,
-        variants_of_all=(*_THREE, "hb_4", "hb_order"),
+        variants_of_all=(*_THREE, *_LARGER, "hb_order"),
     ),
     "cora": Plan(
         "cora",
@@ -92,7 +93,7 @@ PLANS = {
         30,
         0.005,
         weight_decay=5e-4,
-        variants_of_all=(*_THREE, "hb_4", "hb_order"),
+        variants_of_all=(*_THREE, *_LARGER, "hb_order"),
     ),
     "arxiv": Plan(
         "arxiv, official split",
@@ -102,7 +103,7 @@ PLANS = {
         1024,
         8,
         0.01,
-        variants_of_all=(*_THREE, "hb_4"),
+        variants_of_all=(*_THREE, *_LARGER),
     ),
     "arxiv_tenth": Plan(
         "arxiv, a tenth trains",
@@ -112,7 +113,7 @@ PLANS = {
         512,
         14,
         0.01,
-        variants_of_all=(*_THREE, "hb_4", "hb_2", "hb_order"),
+        variants_of_all=(*_THREE, *_LARGER, "hb_order"),
     ),
     "arxiv_hidden": Plan(
         "arxiv, a tenth trains, the features of nine tenths hidden",
@@ -123,7 +124,7 @@ PLANS = {
         20,
         0.01,
         hidden_share=0.9,
-        variants_of_sage=(*_THREE, *_REST, *_SIXTEENTH),
+        variants_of_sage=(*_THREE, *_LARGER, *_REST, *_SIXTEENTH),
     ),
 }
 
