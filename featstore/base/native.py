@@ -79,6 +79,7 @@ load_i32 = _make_load(I32, types.int32)
 load_u32 = _make_load(I32, types.uint32)
 load_i64 = _make_load(I64, types.int64)
 load_u64 = _make_load(I64, types.uint64)
+store_i32 = _make_store(I32, types.int32)
 store_i64 = _make_store(I64, types.int64)
 
 

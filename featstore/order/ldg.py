@@ -22,8 +22,9 @@ nobody can move, and the first pass decides. In directed graphs a node sees thos
 in-neighbours) and not those that gather from it, for these would need the transposed graph; symmetrise first
 where that matters.
 
-Noise comes from a xorshift generator seeded by (seed, pass): equal seeds give equal parts, whatever the block
-size, on any machine. Ties go to the lower part number.
+Several threads share a pass by chunks of nodes (:mod:`featstore.order.chunks`). Noise comes from xorshift
+generators seeded by (seed, pass, chunk): equal seeds give equal parts, whatever the block size and the number
+of threads, on any machine. Ties go to the lower part number.
 """
 
 from __future__ import annotations
@@ -34,15 +35,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from featstore.base.compilation import njit
+from featstore.base.native import prefetch
 from featstore.errors import SourceError
-from featstore.order.stream import (
-    BLOCK_EDGES,
-    GraphLike,
-    bad_edge_error,
-    checked_indptr,
-    edge_blocks,
-    node_count,
-)
+from featstore.order.chunks import PREFETCH_EDGES, Chunks, batch_nodes, seed_of_chunk
+from featstore.order.stream import BLOCK_EDGES, GraphLike, bad_edge_error, checked_indptr, node_count
 
 PASSES = 40
 SLACK = 0.05
@@ -76,17 +72,19 @@ def next_random(random: Any) -> Any:
 
 @njit(cache=True, nogil=True)
 def best_part(
-    old: int, sizes: Any, counts: Any, touched: Any, touched_count: int, random: Any, capacity: int,
-    heat: float, full: float,
+    old: int, sizes: Any, moved: Any, counts: Any, touched: Any, touched_count: int, random: Any,
+    capacity: int, heat: float, full: float,
 ) -> int:  # fmt: skip
-    """The part with room that scores best among those of a node's neighbours, or -1; clears ``counts``."""
+    """The part with room that scores best among those of a node's neighbours, or -1; clears ``counts``. Part
+    p has ``sizes[p] + moved[p]`` nodes."""
     best = -1
     best_score = 0.0
     for i in range(touched_count):
         p = touched[i]
-        score = counts[p] * (1.0 - sizes[p] / full)
+        size = sizes[p] + moved[p]
+        score = counts[p] * (1.0 - size / full)
         counts[p] = 0
-        if sizes[p] >= capacity:
+        if size >= capacity:
             continue
         if heat > 0.0:
             score += heat * (np.int64(next_random(random) >> np.uint64(40)) / 16777216.0)
@@ -99,54 +97,54 @@ def best_part(
 
 
 @njit(cache=True, nogil=True)
-def part_with_room(sizes: Any, random: Any, capacity: int, state: Any) -> Any:
+def part_with_room(sizes: Any, moved: Any, random: Any, capacity: int, state: Any) -> Any:
     """The emptiest of a few random parts; where all of them are full, the next with room after the cursor."""
     best = np.int64(0)
     best_size = np.int64(capacity)
     for _ in range(DRAWS):
         p = np.int64((next_random(random) >> np.uint64(20)) % np.uint64(sizes.size))
-        if sizes[p] < best_size:
+        if sizes[p] + moved[p] < best_size:
             best = p
-            best_size = sizes[p]
+            best_size = sizes[p] + moved[p]
     if best_size < capacity:
         return best
-    while sizes[state[_CURSOR]] >= capacity:
+    while sizes[state[_CURSOR]] + moved[state[_CURSOR]] >= capacity:
         state[_CURSOR] = (state[_CURSOR] + 1) % sizes.size
     return np.int64(state[_CURSOR])
 
 
 @njit(cache=True, nogil=True)
-def ldg_block(
-    indptr: Any,
-    block: Any,
-    first_edge: int,
-    part: Any,
-    sizes: Any,
-    counts: Any,
-    touched: Any,
-    state: Any,
-    random: Any,
-    capacity: int,
-    heat: float,
+def ldg_chunk(
+    indptr: Any, block: Any, first_edge: int, begin: int, end: int, first_node: int, before: Any, part: Any,
+    sizes: Any, moved: Any, counts: Any, touched: Any, state: Any, random: Any, capacity: int, heat: float,
     full: float,
-) -> int:
-    """One block of a pass: moves every node whose last edge is in it. The first bad position in the block, or
-    -1.
+) -> int:  # fmt: skip
+    """One block of edges of a chunk, nodes ``begin`` to ``end``: moves every node whose last edge is in it.
+    The first bad position in the block, or -1.
 
-    ``part`` int32 [nodes], -1 = not yet; ``sizes``, ``counts`` int64 [parts]; ``touched`` int32 [parts];
-    ``state`` int64 [STATE_SIZE]; ``random`` uint64 [1]. At ``full`` nodes, at least ``capacity``, a part
-    scores nothing. A node in a part that holds too many leaves it, if need be for any other.
+    ``part`` int32 [nodes], -1 = not yet; ``before`` int32 [nodes of the batch], what it was for them, from
+    ``first_node`` on, when the batch began; ``sizes`` int64 [parts], of that time; ``moved``, ``counts``
+    int64 [parts], zeros; ``touched`` int32 [parts]; ``state`` int64 [STATE_SIZE]; ``random`` uint64 [1]. At
+    ``full`` nodes, at least ``capacity``, a part scores nothing. A node in a part that holds too many leaves
+    it, if need be for any other.
     """
     nodes = part.size
+    address = part.ctypes.data
     end_edge = first_edge + block.size
     node = state[_NODE]
     touched_count = state[_TOUCHED]
-    while node < nodes:
+    while node < end:
         for edge in range(max(indptr[node], first_edge), min(indptr[node + 1], end_edge)):
+            if edge + PREFETCH_EDGES < end_edge:
+                prefetch(address + 4 * np.int64(block[edge - first_edge + PREFETCH_EDGES]))
             source = block[edge - first_edge]
             if source < 0 or source >= nodes:
                 return edge - first_edge
-            p = part[source]
+            at = source - first_node
+            if at >= 0 and at < before.size and (source < begin or source >= end):
+                p = before[at]
+            else:
+                p = part[source]
             # A self-loop would hold a node where it is.
             if p < 0 or source == node:
                 continue
@@ -158,20 +156,46 @@ def ldg_block(
             break
         old = np.int64(part[node])
         if old >= 0:
-            sizes[old] -= 1
-        new = best_part(old, sizes, counts, touched, touched_count, random, capacity, heat, full)
+            moved[old] -= 1
+        new = np.int64(
+            best_part(old, sizes, moved, counts, touched, touched_count, random, capacity, heat, full)
+        )
         touched_count = 0
         if new < 0:
-            fits = old >= 0 and sizes[old] < capacity
-            new = old if fits else part_with_room(sizes, random, capacity, state)
-        sizes[new] += 1
+            fits = old >= 0 and sizes[old] + moved[old] < capacity
+            new = old if fits else part_with_room(sizes, moved, random, capacity, state)
+        moved[new] += 1
         part[node] = new
-        if new != old:
-            state[_MOVED] += 1
         node += 1
     state[_NODE] = node
     state[_TOUCHED] = touched_count
+    if node == end:  # the next chunk begins with the sizes of the batch, too
+        for one in range(begin, end):
+            moved[part[one]] = 0
+            if before[one - first_node] >= 0:
+                moved[before[one - first_node]] = 0
     return -1
+
+
+@njit(cache=True, nogil=True)
+def end_batch(
+    first_node: int, before: Any, part: Any, sizes: Any, none: Any, state: Any, random: Any, capacity: int
+) -> None:
+    """Count the moves of a batch in ``sizes``, in the order of the nodes; a part that is full by then takes
+    no more. ``none`` int64 [parts], zeros."""
+    for at in range(before.size):
+        old, new = np.int64(before[at]), np.int64(part[first_node + at])
+        if new == old:
+            continue
+        if old >= 0:
+            sizes[old] -= 1
+        if sizes[new] >= capacity:
+            fits = old >= 0 and sizes[old] < capacity
+            new = old if fits else part_with_room(sizes, none, random, capacity, state)
+            part[first_node + at] = new
+        sizes[new] += 1
+        if new != old:
+            state[_MOVED] += 1
 
 
 def part_capacity(nodes: int, parts: int, slack: float) -> int:
@@ -225,8 +249,10 @@ def ldg_partition(
     start: NDArray[np.int32] | None = None,
     heat: float = HEAT,
     ease: float = 1.0,
+    threads: int = 1,
 ) -> NDArray[np.int32]:
-    """Part of each node, int32 [nodes], from annealed restreamed LDG; deterministic for equal arguments.
+    """Part of each node, int32 [nodes], from annealed restreamed LDG; the same for equal arguments
+    whatever ``threads`` and ``block_edges`` are.
 
     No part holds more than ``max(ceil(nodes / parts), floor((1 + slack) * nodes / parts))`` nodes; with more
     parts than nodes some are empty. Reads the edges ``passes`` times from first to last, ``block_edges`` at
@@ -235,7 +261,7 @@ def ldg_partition(
     ``start`` int32 [nodes] is a partition to go on from, changed in place and returned; parts in it that are
     over the capacity are brought below it. ``heat`` is the first pass's; a low one keeps what is good about a
     start. A part's score vanishes at ``ease`` times the capacity: above 1.0 sizes are pushed less towards the
-    mean.
+    mean. ``threads`` that work at most.
 
     Raises SourceError for a bad graph (an edge to a node that does not exist ...) and for arguments out of
     range. After Stanton & Kliot (KDD'12) and Nishimura & Ugander (KDD'13); the annealing is ours, see the
@@ -257,33 +283,61 @@ def ldg_partition(
     sizes = np.zeros(parts, np.int64)
     if start is not None:
         _check_start(start, nodes, sizes)
-    counts = np.zeros(parts, np.int64)
-    touched = np.empty(parts, np.int32)
+    before = np.empty(batch_nodes(nodes), np.int32)
+    own = [_Scratch(parts) for _ in range(threads)]
+    ending, ending_random = np.zeros(_STATE_SIZE, np.int64), np.zeros(1, np.uint64)
 
-    def run_pass(number: int, warmth: float) -> int:
-        """Returns how many nodes moved. A function, so that its block is gone before the next pass makes
-        another."""
-        state = np.zeros(_STATE_SIZE, np.int64)
-        random = random_of_pass(seed, number)
-        for first, block in edge_blocks(graph, block_edges):
-            bad = ldg_block(
-                indptr, block, first, part, sizes, counts, touched, state, random, capacity, warmth, full
-            )
+    def run_pass(chunks: Chunks, number: int, warmth: float) -> int:
+        """Returns how many nodes moved."""
+        seed_of_pass = random_of_pass(seed, number)[0]
+
+        def work(thread: int, begin: int, end: int, block: NDArray[Any], first_edge: int) -> int:
+            mine = own[thread]
+            if first_edge == indptr[begin]:
+                mine.begin(begin, seed_of_chunk(seed_of_pass, begin // chunks.size))
+            return int(ldg_chunk(
+                indptr, block, first_edge, begin, end, first_node, then, part, sizes, mine.moved, mine.counts,
+                mine.touched, mine.state, mine.random, capacity, warmth, full,
+            ))  # fmt: skip
+
+        ending[:], ending_random[0] = 0, ~seed_of_pass | np.uint64(1)
+        for first_node, last_node in chunks.batches():
+            then = before[: last_node - first_node]
+            np.copyto(then, part[first_node:last_node])
+            bad = chunks.run(first_node, last_node, work)
             if bad >= 0:
-                raise bad_edge_error(graph, first + bad)
-        return int(state[_MOVED])
+                raise bad_edge_error(graph, bad)
+            end_batch(first_node, then, part, sizes, own[0].moved, ending, ending_random, capacity)
+        return int(ending[_MOVED])
 
-    for number in range(passes):
-        warmth = heat_of_pass(number, passes, heat)
-        moved = run_pass(number, warmth)
-        if warmth == 0.0 and moved == 0:
-            # Nothing is left to chance, so later passes would only repeat this one; an idle warm pass proves
-            # nothing.
-            break
+    with Chunks(graph, indptr, block_edges, threads) as chunks:
+        for number in range(passes):
+            warmth = heat_of_pass(number, passes, heat)
+            moved = run_pass(chunks, number, warmth)
+            if warmth == 0.0 and moved == 0:
+                # Nothing is left to chance, so later passes would only repeat this one; an idle warm pass
+                # proves nothing.
+                break
     return part
 
 
-def ldg_memory_bytes(nodes: int, parts: int, block_edges: int = BLOCK_EDGES) -> int:
+class _Scratch:
+    """What a thread has of its own: 20 bytes a part."""
+
+    def __init__(self, parts: int) -> None:
+        self.moved, self.counts = np.zeros(parts, np.int64), np.zeros(parts, np.int64)
+        self.touched = np.empty(parts, np.int32)
+        self.state, self.random = np.zeros(_STATE_SIZE, np.int64), np.zeros(1, np.uint64)
+
+    def begin(self, node: int, random: Any) -> None:
+        """Start a chunk at its first node."""
+        self.state[:] = 0
+        self.state[_NODE] = node
+        self.random[0] = random
+
+
+def ldg_memory_bytes(nodes: int, parts: int, block_edges: int = BLOCK_EDGES, threads: int = 1) -> int:
     """The most :func:`ldg_partition` allocates, in bytes, above the graph itself (machine code is not
     counted)."""
-    return 4 * nodes + (8 + 8 + 4) * parts + 8 * block_edges + _FIXED_BYTES
+    scratch_bytes = (8 + 20 * threads) * parts + 4 * batch_nodes(nodes)
+    return 4 * nodes + scratch_bytes + 8 * block_edges + _FIXED_BYTES

@@ -5,22 +5,23 @@ sees the whole, but holds some 130 bytes an edge. Here METIS sees a small pictur
 the rest:
 
 1. *Coarsen.* Five passes of size-constrained label propagation (:mod:`featstore.order.propagate`) find
-   clusters of at most ``nodes / (parts * 16)`` nodes: small enough for METIS to balance the parts.
-2. *Contract.* One pass counts the edges between clusters (:mod:`featstore.order.coarsen`), in a table for a
-   tenth as many pairs as the graph has edges, fewer if memory is short; the lightest pairs make room for
-   others. A table for a fortieth changed the final cut by less than two percent on the five graphs tried.
-   Where METIS has no room for as many clusters, they are merged along the heaviest of these edges, in memory,
-   and the edges between them are counted once more, three times at most.
+   clusters of at most ``nodes / (parts * 8)`` nodes: small enough for METIS to balance the parts.
+2. *Contract.* One pass counts the edges between clusters (:mod:`featstore.order.coarsen`), in tables for a
+   fortieth as many pairs as the graph has edges, fewer if memory is short; the lightest pairs make room for
+   others. Where METIS has no room for as many clusters, they are merged along the heaviest of these edges, in
+   memory, and the edges between them are counted once more, three times at most.
 3. *Cut* the weighted coarse graph by METIS.
-4. *Refine.* Nodes take the part of their cluster, and thirty passes of LDG, at low heat, move single nodes.
+4. *Refine.* Nodes take the part of their cluster, and ten passes of LDG, at low heat, move single nodes.
    The score of a part is eased (it vanishes a little above the capacity), which lets sizes differ where that
    saves edges. The first pass brings METIS's parts down to the capacity.
 
-All in all 36 passes over the edges (up to 39 where memory is short), fewer than LDG's 40, all of them
-sequential. After Meyerhenke, Sanders & Schulz, "Partitioning complex networks via size-constrained
-clustering" (SEA'14), whose refinement is label propagation too. That cuts ogbn-arxiv as well, but only at a
-heat that tears meshes; LDG's balance term does well on both at one low heat. These constants were chosen on
-the graphs they were measured on, with one seed.
+All in all 16 passes over the edges (up to 19 where memory is short), all of them sequential, and shared by
+threads but for METIS (:mod:`featstore.order.chunks`). After Meyerhenke, Sanders & Schulz, "Partitioning
+complex networks via size-constrained clustering" (SEA'14), whose refinement is label propagation too. That
+cuts ogbn-arxiv as well, but only at a heat that tears meshes; LDG's balance term does well on both at one low
+heat. These constants were chosen on the graphs they were measured on, with one to three seeds. Twice as many
+clusters and four times as many pairs made METIS take three times as long on 4 M nodes, and the cut one
+percent larger; thirty passes of refinement take three times as long as ten, for half a percent.
 
 What it cannot do: on square meshes it stays 7 to 15 % behind METIS. And it uses the slack, parts up to 5 %
 above the mean, where METIS keeps to 3 %, so that a comparison of cuts favours it a little.
@@ -40,6 +41,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from featstore.base.compilation import njit
+from featstore.base.system import available_cores
 from featstore.errors import BudgetError, SourceError
 from featstore.order.coarsen import (
     MERGE_VERTEX_BYTES,
@@ -53,7 +55,7 @@ from featstore.order.coarsen import (
 )
 from featstore.order.ldg import SLACK, ldg_memory_bytes, ldg_partition
 from featstore.order.metis import cut_adjacency, metis_installed, metis_memory_bytes
-from featstore.order.propagate import TABLE_BYTES, propagate
+from featstore.order.propagate import propagate, propagate_bytes
 from featstore.order.stream import (
     BLOCK_EDGES,
     GraphLike,
@@ -65,15 +67,15 @@ from featstore.order.stream import (
     node_count,
 )
 
-CLUSTERS_PER_PART = 16
+CLUSTERS_PER_PART = 8
 COARSEN_PASSES = 5
 TIE_HEAT = 0.5
-REFINE_PASSES = 30
+REFINE_PASSES = 10
 REFINE_HEAT = 0.2
 REFINE_EASE = 1.05
 
 MERGE_LEVELS = 3
-EDGES_PER_PAIR = 10
+EDGES_PER_PAIR = 40
 PAIRS_PER_VERTEX_MIN = 3
 """A table holds at most a pair for each so many edges, but at least so many pairs a vertex."""
 
@@ -93,7 +95,13 @@ def project_parts(label: Any, part: Any) -> None:
 
 
 def _clusters(
-    graph: GraphLike, indptr: NDArray[np.int64], parts: int, seed: int, wanted: int, block_edges: int
+    graph: GraphLike,
+    indptr: NDArray[np.int64],
+    parts: int,
+    seed: int,
+    wanted: int,
+    block_edges: int,
+    threads: int,
 ) -> tuple[NDArray[np.int32], int]:
     """(cluster of each node int32 [nodes], how many there are, at most ``wanted``)."""
     nodes = node_count(graph)
@@ -103,7 +111,7 @@ def _clusters(
         last = number == COARSEN_PASSES - 1
         propagate(
             graph, indptr, label, sizes, limit=limit, heat=0.0 if last else TIE_HEAT, seed=seed,
-            number=number, bins=last, block_edges=block_edges,
+            number=number, bins=last, block_edges=block_edges, threads=threads,
         )  # fmt: skip
     return label, number_clusters(label, sizes, limit, wanted)
 
@@ -118,6 +126,7 @@ def _merge(
     wanted: int,
     memory_bytes: int,
     block_edges: int,
+    threads: int,
 ) -> int:
     """Merge clusters in ``label``, in place, along the edges between them, to at most ``wanted``; how many
     are left."""
@@ -125,7 +134,9 @@ def _merge(
         if vertices <= wanted:
             break
         pairs_max = _pairs_within(_merge_bytes, graph, vertices, memory_bytes, block_edges)
-        coarse = contract(graph, indptr, label, vertices, pairs_max=pairs_max, block_edges=block_edges)
+        coarse = contract(
+            graph, indptr, label, vertices, pairs_max=pairs_max, block_edges=block_edges, threads=threads
+        )
         merged, vertices = merge_vertices(coarse, limit, wanted)
         project_parts(label, merged)
     if vertices <= wanted:
@@ -163,13 +174,14 @@ def multilevel_partition(
     memory_bytes: int,
     slack: float = SLACK,
     block_edges: int = BLOCK_EDGES,
+    threads: int | None = None,
 ) -> NDArray[np.int32]:
     """Part of each node, int32 [nodes], from clusters, METIS and LDG; the same for equal arguments and
-    pymetis.
+    pymetis, whatever ``threads`` is (None: as many as there are cores, and as the memory allows).
 
     No part holds more than ``max(ceil(nodes / parts), floor((1 + slack) * nodes / parts))`` nodes. With as
     many parts as nodes, or more, each node has its own; without edges parts are even ranges of node ids.
-    Reads the edges 36 to 39 times from first to last, ``block_edges`` at once, and allocates at most
+    Reads the edges 16 to 19 times from first to last, ``block_edges`` at once, and allocates at most
     ``memory_bytes``. Results depend on ``memory_bytes`` and ``block_edges`` only where memory is short for
     what they take.
 
@@ -204,20 +216,31 @@ def multilevel_partition(
     mergeable = _most_within(
         lambda most: _merge_bytes(nodes, most, PAIRS_PER_VERTEX_MIN * most, block_edges) <= memory_bytes
     )
-    label, vertices = _clusters(graph, indptr, parts, seed, max(wanted, mergeable), block_edges)
+    most = available_cores() if threads is None else max(1, threads)
+    while most > 1 and _passes_bytes(nodes, parts, block_edges, most) > memory_bytes:
+        most -= 1
+    label, vertices = _clusters(graph, indptr, parts, seed, max(wanted, mergeable), block_edges, most)
     vertices = _merge(
         graph, indptr, label, vertices, limit=cluster_limit(nodes, parts), wanted=wanted,
-        memory_bytes=memory_bytes, block_edges=block_edges,
+        memory_bytes=memory_bytes, block_edges=block_edges, threads=most,
     )  # fmt: skip
     pairs_max = _pairs_within(_coarse_bytes, graph, vertices, memory_bytes, block_edges)
-    coarse = contract(graph, indptr, label, vertices, pairs_max=pairs_max, block_edges=block_edges)
+    coarse = contract(
+        graph, indptr, label, vertices, pairs_max=pairs_max, block_edges=block_edges, threads=most
+    )
     part = _cut(coarse, parts, seed)
     del coarse
     project_parts(label, part)
     return ldg_partition(
         graph, parts, seed=seed, passes=REFINE_PASSES, slack=slack, block_edges=block_edges, start=label,
-        heat=REFINE_HEAT, ease=REFINE_EASE,
+        heat=REFINE_HEAT, ease=REFINE_EASE, threads=most,
     )  # fmt: skip
+
+
+def _passes_bytes(nodes: int, parts: int, block_edges: int, threads: int) -> int:
+    """What the passes hold that find clusters, and those that move single nodes."""
+    clusters_bytes = 12 * nodes + propagate_bytes(nodes, threads) + 8 * block_edges + _FIXED_BYTES
+    return max(clusters_bytes, ldg_memory_bytes(nodes, parts, block_edges, threads))
 
 
 def _ranges(nodes: int, parts: int) -> NDArray[np.int32]:
@@ -284,7 +307,6 @@ def multilevel_memory_bytes(nodes: int, parts: int, block_edges: int = BLOCK_EDG
     Above the graph itself; machine code is not counted. METIS's share is that of :func:`metis_memory_bytes`,
     an upper estimate for a coarse graph of three pairs a vertex.
     """
-    clusters_bytes = 12 * nodes + TABLE_BYTES + 8 * block_edges
     vertices = vertices_max(nodes, cluster_limit(nodes, parts))
     coarse_bytes = _coarse_bytes(nodes, vertices, PAIRS_PER_VERTEX_MIN * vertices, block_edges)
-    return max(clusters_bytes + _FIXED_BYTES, coarse_bytes, ldg_memory_bytes(nodes, parts, block_edges))
+    return max(_passes_bytes(nodes, parts, block_edges, 1), coarse_bytes)

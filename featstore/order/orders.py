@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from featstore.base.system import available_cores
 from featstore.errors import BudgetError, SourceError
 from featstore.order.ldg import PASSES, SLACK, ldg_memory_bytes, ldg_partition
 from featstore.order.metis import metis_installed, metis_memory_bytes, metis_partition, survey_graph
@@ -80,7 +81,10 @@ def _ldg_order(graph: GraphLike, parts: int, seed: int, memory_bytes: int) -> Or
         raise BudgetError(smallest, memory_bytes, f"order {nodes:,} nodes in {parts:,} partitions by LDG")
     spare_edges = (memory_bytes - ldg_memory_bytes(nodes, parts, 0)) // 8
     block_edges = min(spare_edges, BLOCK_EDGES)
-    part = ldg_partition(graph, parts, seed=seed, block_edges=block_edges)
+    threads = available_cores()
+    while threads > 1 and ldg_memory_bytes(nodes, parts, block_edges, threads) > memory_bytes:
+        threads -= 1
+    part = ldg_partition(graph, parts, seed=seed, block_edges=block_edges, threads=threads)
     return _order_of_part(
         "ldg", graph, part, parts, block_edges, {"seed": seed, "passes": PASSES, "slack": SLACK}
     )

@@ -3,11 +3,16 @@ Python."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import strategies as st
+
+from featstore.order import chunks
 
 MASK = 2**64 - 1
 
@@ -52,11 +57,28 @@ def graphs(draw: st.DrawFn, nodes_max: int, edges_max: int, *, ascending: bool =
     return csc(nodes, *ends, draw(st.sampled_from([np.int32, np.int64])), ascending=ascending)
 
 
+def mixed(word: int) -> int:
+    """SplitMix64's finaliser."""
+    word &= MASK
+    word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9 & MASK
+    word = (word ^ (word >> 27)) * 0x94D049BB133111EB & MASK
+    return word ^ (word >> 31)
+
+
 class Draws:
-    """The numbers of a pass: xorshift64, in Python's integers."""
+    """The numbers of a pass: xorshift64, in Python's integers. Each of its chunks has its own."""
 
     def __init__(self, seed: int, number: int) -> None:
-        self._state = int(np.random.SeedSequence([seed, number]).generate_state(1, np.uint64)[0]) | 1
+        self._first = int(np.random.SeedSequence([seed, number]).generate_state(1, np.uint64)[0]) | 1
+        self._state = self._first
+
+    def chunk(self, number: int) -> None:
+        """Start with those of a chunk."""
+        self._state = mixed(self._first + number) | 1 if number else self._first
+
+    def ending(self) -> None:
+        """Start with those for the ends of batches."""
+        self._state = ~self._first & MASK | 1
 
     def _word(self) -> int:
         s = self._state
@@ -73,3 +95,17 @@ class Draws:
     def below(self, bound: int) -> int:
         """From 0 to below ``bound``."""
         return (self._word() >> 20) % bound
+
+
+def ranges(begin: int, end: int, step: int) -> list[range]:
+    """The numbers from ``begin`` to below ``end``, cut."""
+    return [range(low, min(low + step, end)) for low in range(begin, end, step)]
+
+
+@contextmanager
+def cut_into(chunk: int | None) -> Iterator[None]:
+    """Chunks of so many nodes, or as they are."""
+    with pytest.MonkeyPatch.context() as patch:
+        if chunk is not None:
+            patch.setattr(chunks, "chunk_nodes", lambda _: chunk)
+        yield

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from order_support import MASK, Csc, Draws, csc, graphs, planted_edges
+from order_support import MASK, Csc, Draws, csc, cut_into, graphs, planted_edges, ranges
 
 from featstore.errors import SourceError
 from featstore.order import (
+    chunks,
     edge_cut,
     ldg,
     ldg_memory_bytes,
@@ -22,6 +23,7 @@ from featstore.order import (
     metis,
     metis_memory_bytes,
     metis_partition,
+    multilevel,
 )
 
 
@@ -43,20 +45,47 @@ def dense_cut(graph: Csc, part: np.ndarray) -> float:
 
 
 class Twin:
-    """LDG as in the module, in plain Python: no blocks, no kernels."""
+    """LDG as the module describes it, in plain Python: no blocks, no kernels, no threads; chunk after
+    chunk."""
 
-    def __init__(self, graph: Csc, parts: int, seed: int, passes: int, slack: float) -> None:
+    def __init__(
+        self, graph: Csc, parts: int, seed: int, passes: int, slack: float, chunk: int | None = None
+    ) -> None:
         self.graph, self.parts, self.nodes = graph, parts, graph.indptr.size - 1
         self.capacity = max(-(-self.nodes // parts), int((1 + slack) * self.nodes / parts))
         self.part = [-1] * self.nodes
         self.sizes = [0] * parts
+        chunk = chunk or max(1, self.nodes)
         for number in range(passes):
-            self.draws = Draws(seed, number)
-            self.cursor = 0
-            cold = passes < 8
-            self.heat = 0.0 if cold else 1.25 * max(0.0, 1.0 - (number + 1) / passes / 0.95)
-            for node in range(self.nodes):
-                self.move(node)
+            self.draws, ending = Draws(seed, number), Draws(seed, number)
+            ending.ending()
+            self.heat = 0.0 if passes < 8 else 1.25 * max(0.0, 1.0 - (number + 1) / passes / 0.95)
+            end_cursor = 0
+            for batch in ranges(0, self.nodes, 16 * chunk):
+                before, sizes, moves = list(self.part), self.sizes, {}
+                for nodes in ranges(batch.start, batch.stop, chunk):
+                    self.draws.chunk(nodes.start // chunk)
+                    self.part, self.sizes, self.cursor = list(before), list(sizes), 0
+                    for node in nodes:
+                        self.move(node)
+                    moves |= {node: self.part[node] for node in nodes}
+                self.part, self.sizes, self.cursor = before, sizes, end_cursor
+                self.draws, ending = ending, self.draws
+                for node, new in moves.items():
+                    self.end(node, new)
+                self.draws, ending, end_cursor = ending, self.draws, self.cursor
+
+    def end(self, node: int, new: int) -> None:
+        """A move, if there is still room."""
+        old = self.part[node]
+        if old == new:
+            return
+        if old >= 0:
+            self.sizes[old] -= 1
+        if self.sizes[new] >= self.capacity:
+            new = old if old >= 0 and self.sizes[old] < self.capacity else self.any_part()
+        self.sizes[new] += 1
+        self.part[node] = new
 
     def move(self, node: int) -> None:
         counts: dict[int, int] = {}
@@ -89,7 +118,7 @@ class Twin:
         return self.cursor
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     graphs(40, 120),
     st.integers(1, 60),
@@ -97,12 +126,18 @@ class Twin:
     st.sampled_from([1, 2, 9]),
     st.sampled_from([0.0, 0.05, 1.0]),
     st.integers(1, 50),
+    st.sampled_from([None, 1, 2, 7]),
+    st.integers(1, 3),
 )
 def test_ldg_is_its_twin_covers_and_keeps_the_balance(
-    graph: Csc, parts: int, seed: int, passes: int, slack: float, block_edges: int
-) -> None:
-    part = ldg_partition(graph, parts, seed=seed, passes=passes, slack=slack, block_edges=block_edges)
-    twin = Twin(graph, parts, seed, passes, slack)
+    graph: Csc, parts: int, seed: int, passes: int, slack: float, block_edges: int, chunk: int | None,
+    threads: int,
+) -> None:  # fmt: skip
+    with cut_into(chunk):
+        part = ldg_partition(
+            graph, parts, seed=seed, passes=passes, slack=slack, block_edges=block_edges, threads=threads
+        )
+    twin = Twin(graph, parts, seed, passes, slack, chunk)
     nodes = graph.indptr.size - 1
     assert part.dtype == np.int32
     assert part.tolist() == twin.part
@@ -111,10 +146,32 @@ def test_ldg_is_its_twin_covers_and_keeps_the_balance(
     assert sizes.max() <= max(-(-nodes // parts), (1 + slack) * nodes / parts)
 
 
-def test_ldg_twin_on_a_warm_graph_with_many_moves() -> None:
+@pytest.mark.parametrize("chunk", [None, 10])
+def test_ldg_twin_on_a_warm_graph_with_many_moves(chunk: int | None) -> None:
     graph, _ = planted(400, 8, 10, 0.7, seed=5)
-    part = ldg_partition(graph, 8, seed=3, passes=12, block_edges=97)
-    assert part.tolist() == Twin(graph, 8, 3, 12, 0.05).part
+    with cut_into(chunk):
+        part = ldg_partition(graph, 8, seed=3, passes=12, block_edges=97, threads=2)
+    assert part.tolist() == Twin(graph, 8, 3, 12, 0.05, chunk).part
+
+
+@pytest.mark.parametrize("method", ["ldg", "multilevel"])
+def test_threads_and_blocks_change_nothing(method: str) -> None:
+    """With real chunks: one of several batches."""
+    graph, _ = planted(40_000, 16, 10, 0.8, seed=6)
+    assert chunks.chunk_nodes(40_000) * chunks.CHUNKS < 40_000 // 4
+
+    def partition(threads: int, block_edges: int) -> np.ndarray:
+        if method == "ldg":
+            return ldg_partition(graph, 16, seed=1, passes=10, block_edges=block_edges, threads=threads)
+        pytest.importorskip("pymetis")
+        return multilevel.multilevel_partition(
+            graph, 16, seed=1, memory_bytes=1 << 30, block_edges=block_edges, threads=threads
+        )
+
+    alone = partition(1, 1 << 20)
+    for threads, block_edges in ((2, 1 << 20), (5, 1 << 20), (2, 5000), (1, 1000), (16, 20_000)):
+        np.testing.assert_array_equal(partition(threads, block_edges), alone)
+    assert np.bincount(alone).max() <= 1.05 * 40_000 / 16
 
 
 def test_ldg_recovers_planted_groups() -> None:

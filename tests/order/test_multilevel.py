@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from order_support import Csc, Draws, csc, graphs
+from order_support import Csc, Draws, csc, cut_into, graphs, ranges
 
 from featstore.errors import BudgetError, SourceError
 from featstore.order import coarsen, edge_cut, ldg_partition, metis_partition, multilevel, propagate
@@ -52,62 +52,74 @@ def capacity(nodes: int, parts: int, slack: float) -> int:
 
 
 def twin_pass(
-    graph: Csc,
-    label: list[int],
-    sizes: list[int],
-    limit: int,
-    heat: float,
-    seed: int,
-    number: int,
-    bins: bool,
-) -> int:
-    """A pass of label propagation as the module describes it, in plain Python."""
+    graph: Csc, label: list[int], sizes: list[int], limit: int, heat: float, seed: int, number: int,
+    bins: bool, chunk: int | None,
+) -> int:  # fmt: skip
+    """A pass of label propagation as the module describes it, in plain Python, chunk after chunk."""
     draws, open_bins, moved = Draws(seed, propagate.FIRST_RANDOM + number), {}, 0
-    for node in range(len(label)):
-        counts = Counter(label[source] for source in neighbours(graph, node) if source != node)
-        old = new = label[node]
-        sizes[old] -= 1
-        best, top, favourite = 0.0, 0, -1
-        found = False
-        for name, count in counts.items():
-            if count > top:
-                favourite, top = name, count
-            if sizes[name] < limit:
-                score = count + (heat * draws.unit() if heat else 0) + (1e-3 if name == old else 0)
-                if score > best:
-                    best, new, found = score, name, True
-        if not found and bins and sizes[old] == 0:
-            other = open_bins.get(favourite)
-            if other is not None and other != old and 0 < sizes[other] < limit:
-                new = other
-            else:
-                open_bins[favourite] = old
-        sizes[new] += 1
-        label[node] = new
-        moved += new != old
+    chunk = chunk or max(1, len(label))
+    for batch in ranges(0, len(label), 16 * chunk):
+        ends, wishes = list(label), {}
+        for nodes in ranges(batch.start, batch.stop, chunk):
+            draws.chunk(nodes.start // chunk)
+            seen, now = list(label), list(sizes)
+            for node in nodes:
+                counts = Counter(seen[source] for source in neighbours(graph, node) if source != node)
+                old = new = seen[node]
+                now[old] -= 1
+                best, top, favourite = 0.0, 0, -1
+                found = False
+                for name, count in counts.items():
+                    if count > top:
+                        favourite, top = name, count
+                    score = count + (heat * draws.unit() if heat else 0) + (1e-3 if name == old else 0)
+                    if score > best and now[name] < limit:
+                        best, new, found = score, name, True
+                if not found and bins and now[old] == 0:
+                    wishes[node] = favourite
+                now[new] += 1
+                ends[node] = seen[node] = new
+        for node in batch:
+            old, new = label[node], ends[node]
+            sizes[old] -= 1
+            if new != old and sizes[new] >= limit:
+                new = old
+            if node in wishes and new == old and sizes[old] == 0:
+                other = open_bins.get(wishes[node])
+                if other is not None and other != old and 0 < sizes[other] < limit:
+                    new = other
+                else:
+                    open_bins[wishes[node]] = old
+            sizes[new] += 1
+            label[node] = new
+            moved += new != old
     return moved
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     graphs(60, 200),
     st.integers(1, 12),
     st.integers(0, 2**40),
     st.sampled_from([0.0, 0.5]),
     st.integers(1, 50),
+    st.sampled_from([None, 1, 3]),
+    st.integers(1, 3),
 )
 def test_label_propagation_is_its_twin(
-    graph: Csc, limit: int, seed: int, heat: float, block_edges: int
+    graph: Csc, limit: int, seed: int, heat: float, block_edges: int, chunk: int | None, threads: int
 ) -> None:
     nodes = graph.indptr.size - 1
     label, sizes = np.arange(nodes, dtype=np.int32), np.ones(nodes, np.int32)
     twin_label, twin_sizes = list(range(nodes)), [1] * nodes
     for number in range(3):
-        moved = propagate.propagate(
-            graph, graph.indptr, label, sizes, limit=limit, heat=heat, seed=seed, number=number,
-            bins=number == 2, block_edges=block_edges,
-        )  # fmt: skip
-        assert moved == twin_pass(graph, twin_label, twin_sizes, limit, heat, seed, number, number == 2)
+        with cut_into(chunk):
+            moved = propagate.propagate(
+                graph, graph.indptr, label, sizes, limit=limit, heat=heat, seed=seed, number=number,
+                bins=number == 2, block_edges=block_edges, threads=threads,
+            )  # fmt: skip
+        twin = (limit, heat, seed, number, number == 2, chunk)
+        assert moved == twin_pass(graph, twin_label, twin_sizes, *twin)
         assert label.tolist() == twin_label
         assert sizes.tolist() == twin_sizes == np.bincount(label, minlength=nodes).tolist()
         assert sizes.max(initial=0) <= limit

@@ -1,0 +1,143 @@
+"""Passes over a graph by several threads, with one result whatever their number.
+
+A partitioner's pass looks at each node in turn: it counts the labels of its neighbours and moves it. For
+several threads nodes are cut into *chunks* of one size, and :data:`CHUNKS` successive chunks are a *batch*.
+Within a chunk each node sees what those before it did. Of the other chunks of the batch it sees how they were
+when the batch began; of the rest of the graph, how it is. So the chunks of a batch may run at the same time,
+in any order. What they did together is then checked in the order of the nodes by the kernel that ends the
+batch: where two chunks filled one part beyond its capacity, the later node goes back.
+
+Chunks follow from the number of nodes alone, so equal arguments give equal results on any machine. Graphs of
+fewer than :data:`ALONE_NODES` nodes are one chunk, and go through as one thread would take them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from featstore.base.compilation import njit
+from featstore.base.hashing import mix64
+from featstore.errors import SourceError
+from featstore.order.stream import GraphLike, edge_count, node_count
+
+CHUNKS = 16
+CHUNK_NODES_MAX = 8192
+ALONE_NODES = 1 << 14
+_BATCHES_MIN = 8  # so many batches a pass at least, or too much of what a node sees is of before it
+
+PREFETCH_EDGES = 48  # labels are asked for so many edges ahead: without, a pass waits for memory
+
+#: Runs the nodes from ``begin`` to ``end`` whose last edge is in the block; first bad position in it, or -1.
+#: (number of the thread, begin, end, block, its first edge)
+Work = Callable[[int, int, int, NDArray[Any], int], int]
+
+
+def chunk_nodes(nodes: int) -> int:
+    """How many nodes a chunk has."""
+    if nodes < ALONE_NODES:
+        return max(1, nodes)
+    return min(CHUNK_NODES_MAX, -(-nodes // (CHUNKS * _BATCHES_MIN)))
+
+
+def batch_nodes(nodes: int) -> int:
+    """How many nodes a batch has."""
+    return min(nodes, CHUNKS * chunk_nodes(nodes))
+
+
+@njit(cache=True, nogil=True)
+def seed_of_chunk(seed: Any, chunk: int) -> Any:
+    """The state of a chunk's generator: that of the pass for the first, never zero."""
+    if chunk == 0:
+        return seed
+    return mix64(seed + np.uint64(chunk)) | np.uint64(1)
+
+
+class Chunks:
+    """Goes over a graph's nodes batch by batch, by ``threads`` threads; a context manager. Holds one block of
+    at most ``block_edges`` edges. Raises SourceError for a block size below one."""
+
+    def __init__(self, graph: GraphLike, indptr: NDArray[np.int64], block_edges: int, threads: int) -> None:
+        if block_edges < 1:
+            raise SourceError(f"block_edges must be at least 1, not {block_edges}")
+        self._graph, self._indptr = graph, indptr
+        self._nodes = node_count(graph)
+        self.size = chunk_nodes(self._nodes)
+        self._block = np.empty(min(block_edges, edge_count(graph)), graph.indices.dtype)
+        self._threads = max(1, min(threads, -(-self._nodes // self.size), CHUNKS))
+        self._pool = ThreadPoolExecutor(self._threads - 1, "featstore-order") if self._threads > 1 else None
+
+    def __enter__(self) -> Chunks:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(wait=True)
+
+    def batches(self) -> Iterator[tuple[int, int]]:
+        """(first node, node after the last) of each batch; at least one, if need be of no nodes."""
+        step = CHUNKS * self.size
+        for begin in range(0, max(self._nodes, 1), step):
+            yield begin, min(begin + step, self._nodes)
+
+    def run(self, begin: int, end: int, work: Work) -> int:
+        """Have all chunks of a batch worked on. The first bad edge of the graph, or -1."""
+        starts = [*range(begin, end, self.size), end]
+        edges = [int(self._indptr[node]) for node in starts]
+        at = 0
+        while at < len(starts) - 1:
+            last = at + 1
+            while last < len(starts) - 1 and edges[last + 1] - edges[at] <= self._block.size:
+                last += 1
+            if edges[last] - edges[at] > self._block.size:
+                bad = self._streamed(starts[at], starts[last], work)
+            else:
+                bad = self._at_once(starts[at : last + 1], edges[at : last + 1], work)
+            if bad >= 0:
+                return bad
+            at = last
+        return -1
+
+    def _streamed(self, begin: int, end: int, work: Work) -> int:
+        """One chunk that has more edges than a block, block by block."""
+        first, after = int(self._indptr[begin]), int(self._indptr[end])
+        for low in range(first, after, self._block.size):
+            block = self._block[: min(self._block.size, after - low)]
+            np.copyto(block, self._graph.indices[low : low + block.size])
+            bad = work(0, begin, end, block, low)
+            if bad >= 0:
+                return low + bad
+        return -1
+
+    def _at_once(self, starts: list[int], edges: list[int], work: Work) -> int:
+        """Chunks whose edges fit into the block together."""
+        left = iter(range(len(starts) - 1))  # whoever is free takes the next one
+        found: list[int] = []
+
+        def take(thread: int) -> None:
+            for chunk in left:
+                low, high = edges[chunk], edges[chunk + 1]
+                block = self._block[low - edges[0] : high - edges[0]]
+                np.copyto(block, self._graph.indices[low:high])
+                bad = work(thread, starts[chunk], starts[chunk + 1], block, low)
+                if bad >= 0:
+                    found.append(low + bad)
+
+        helpers = min(self._threads, len(starts) - 1) - 1
+        if self._pool is None or helpers < 1:
+            take(0)
+        else:
+            others = [self._pool.submit(take, thread) for thread in range(1, helpers + 1)]
+            try:
+                take(0)
+            finally:
+                for other in others:
+                    other.result()
+        return min(found, default=-1)
