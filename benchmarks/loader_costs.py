@@ -3,12 +3,13 @@
     python benchmarks/loader_costs.py --dir /a/directory/on/the/ssd
 
 A generated store that is larger than the loader's memory. The device is calibrated first (into a cache of its
-own). Then each mode is forecast, gone through in rounds, without a training step, so that what loading takes
+own). Then, in rounds, each mode is forecast, gone through without a training step, so that what loading takes
 is all there is to see, and forecast again: the machine may have changed meanwhile, and the mean of both
-forecasts counts. The first epoch of each, in which buffers fill and kernels load, does not count.
-Bytes are held against the forecast as well: they tell whether the model of what is read is right, whatever
-else the machine does meanwhile. A second table says which part of a forecast was off: its stages and the time
-of the cores, forecast and measured, and what others took of the device and of the cores meanwhile.
+forecasts counts. The first epoch of each, in which buffers fill and kernels load, does not count. A ratio is
+the median of those of the rounds. Bytes are held against the forecast as well: they tell whether the model of
+what is read is right, whatever else the machine does meanwhile. The last column says which part of a forecast
+was off: its stages and the time of the cores, forecast and measured, and what others took of the device and
+of the cores meanwhile.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from typing import Any
 
 import click
 import numpy as np
-from harness import note
+from harness import Claim, Report, Settings, note, shared_options
 
 import featstore
 from featstore.loaders.costs.result import ModeCost
@@ -32,6 +33,9 @@ from featstore.loaders.options import MODES
 from featstore.measure.calibrate import calibrate
 
 BAR = 0.25
+ROW_BYTES = 1024
+DISK = "64GiB"
+EPOCHS = 2  # of each mode in each round
 #: Stages as a forecast has them, and those of a report that they stand for.
 STAGES = {
     "read": ("read", "load"), "sample": ("sample",), "build": ("build",), "prepare": ("prepare",),
@@ -114,7 +118,7 @@ def between(before: ModeCost, after: ModeCost) -> ModeCost:
     )  # fmt: skip
 
 
-def stages_line(mode: str, cost: ModeCost, found: Epochs) -> str:
+def stages_line(cost: ModeCost, found: Epochs) -> str:
     """Forecast/measured of each stage, seconds."""
     cells = [f"cores {cost.cpu_seconds:.2f}/{found.cpu_seconds:.2f}"]
     for stage, parts in STAGES.items():
@@ -123,51 +127,86 @@ def stages_line(mode: str, cost: ModeCost, found: Epochs) -> str:
             cells.append(f"{stage} {cost.seconds.get(stage, 0.0):.2f}/{measured:.2f}")
     waits = [f"{n} {s:.2f}" for n, s in found.stages.items() if n.endswith("wait")]
     others = f"others: {found.others_cores:.2f} cores, {found.others_bytes / 1e6:.0f} MB/s"
-    return f"{mode:12}{', '.join(cells)}; {', '.join(waits)}; {others}"
+    return "; ".join([", ".join(cells), *([", ".join(waits)] if waits else []), others])
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A mode in a round: its forecast, what was measured, and seconds until the loader was there."""
+
+    cost: ModeCost
+    found: Epochs
+    made_seconds: float
+
+    @property
+    def ratio(self) -> float:
+        return self.cost.epoch_seconds / self.found.seconds
+
+    def bytes_ratio(self, mode: str) -> float:
+        # A rolling loader counts what it trains on, not what preparing reads.
+        read = self.cost.bytes_read - (self.cost.prepare_bytes_read if mode == "rolling" else 0)
+        return read / self.found.bytes_read
+
+
+def measured(store: featstore.Store, how: dict[str, Any], rounds: int, device: str) -> dict[str, list[Turn]]:
+    """Every mode that is possible, in turns."""
+    store.loader_costs(**how, disk=DISK)  # kernels load
+    costs = store.loader_costs(**how, disk=DISK)
+    turns: dict[str, list[Turn]] = {mode: [] for mode in MODES if costs.modes[mode].possible}
+    for number in range(rounds):
+        for mode in turns:
+            disk = {} if mode in ("online", "partitions") else {"disk": DISK}
+            begin = time.perf_counter()
+            with store.loader(mode=mode, **how, **disk) as loader:
+                made = time.perf_counter() - begin
+                found = epochs(loader, EPOCHS, device)
+            again = store.loader_costs(**how, disk=DISK)
+            turn = Turn(between(costs.modes[mode], again.modes[mode]), found, made)
+            costs = again
+            turns[mode].append(turn)
+            note(f"round {number + 1}/{rounds}: {mode}: {turn.ratio:.2f}; {stages_line(turn.cost, found)}")
+    return turns
 
 
 @click.command()
-@click.option("--dir", "directory", default=".", type=click.Path(path_type=Path, file_okay=False))
-@click.option("--nodes", default=200_000, show_default=True)
-@click.option("--columns", default=256, show_default=True)
 @click.option("--memory", default="96MiB", show_default=True)
-@click.option("--rounds", default=3, show_default=True)
-def main(directory: Path, nodes: int, columns: int, memory: str, rounds: int) -> None:
-    """Print forecast over measured for each mode."""
+@shared_options(size="150MiB", quick_size="20MiB", rounds=5)
+def main(settings: Settings, memory: str) -> None:
+    """Forecast over measured for each mode."""
     how: dict[str, Any] = {"seeds": "train", "fanouts": (8, 4), "batch_size": 256, "memory": memory}
-    with tempfile.TemporaryDirectory(dir=directory) as folder:
+    nodes = settings.size_bytes // ROW_BYTES
+    report = Report("loader_costs", "Forecasts of a loader", {
+        "nodes": nodes, "row_bytes": ROW_BYTES, "memory": memory, "fanouts": [8, 4], "batch_size": 256,
+        "epochs": EPOCHS, "rounds": settings.rounds,
+    }, settings.workspace)  # fmt: skip
+    with tempfile.TemporaryDirectory(dir=settings.workspace) as folder:
         os.environ["FEATSTORE_CACHE"] = str(Path(folder) / "cache")
         number = os.stat(folder).st_dev
         device = f"{os.major(number)}:{os.minor(number)}"
-        with packed(Path(folder) / "store", nodes, columns) as store:
+        with packed(Path(folder) / "store", nodes, ROW_BYTES // 4) as store:
             note("calibrating")
-            print(calibrate(store.path))
-            store.loader_costs(**how, disk="64GiB")  # kernels load
-            costs = store.loader_costs(**how, disk="64GiB")
-            print(costs)
-            print(f"{'mode':12}{'forecast':>10}{'measured':>10}{'ratio':>8}{'bytes':>8}{'prepare':>9}")
-            missed, parts = [], []
-            for mode in (one for one in MODES if costs.modes[one].possible):
-                note(mode)
-                begin = time.perf_counter()
-                disk = {} if mode in ("online", "partitions") else {"disk": "64GiB"}
-                with store.loader(mode=mode, **how, **disk) as loader:
-                    made = time.perf_counter() - begin
-                    found = epochs(loader, rounds, device)
-                again = store.loader_costs(**how, disk="64GiB")
-                cost, costs = between(costs.modes[mode], again.modes[mode]), again
-                # A rolling loader counts what it trains on, not what preparing reads.
-                read = cost.bytes_read - (cost.prepare_bytes_read if mode == "rolling" else 0)
-                prepared = cost.prepare_seconds / made if mode == "compiled" else float("nan")
-                ratio = cost.epoch_seconds / found.seconds
-                missed += [mode] * (abs(ratio - 1) > BAR)
-                parts.append(stages_line(mode, cost, found))
-                print(
-                    f"{mode:12}{cost.epoch_seconds:9.2f}s{found.seconds:9.2f}s{ratio:8.2f}"
-                    f"{read / found.bytes_read:8.2f}{prepared:9.2f}"
-                )
-            print("seconds of an epoch, forecast/measured:", *parts, sep="\n")
-            print(f"the bar is {BAR:.0%}; missed: {', '.join(missed) or 'none'}")
+            note(str(calibrate(store.path)))
+            found = measured(store, how, settings.rounds, device)
+    rows: list[list[Any]] = []
+    for mode, turns in found.items():
+        middle = sorted(turns, key=lambda turn: turn.ratio)[len(turns) // 2]
+        ratios = [turn.ratio for turn in turns]
+        off = abs(statistics.median(ratios) - 1)
+        report.claims.append(Claim(f"{mode}: forecast of an epoch over measured, off by", off, BAR, "<="))
+        prepare = [t.cost.prepare_seconds / t.made_seconds for t in turns] if mode == "compiled" else [None]
+        rows.append([
+            mode, middle.cost.epoch_seconds, middle.found.seconds, statistics.median(ratios),
+            f"{min(ratios):.2f} to {max(ratios):.2f}",
+            statistics.median(turn.bytes_ratio(mode) for turn in turns),
+            statistics.median(prepare) if prepare[0] is not None else None,
+            stages_line(middle.cost, middle.found),
+        ])  # fmt: skip
+    columns = (
+        "mode", "forecast, s", "measured, s", "forecast over measured", "range", "the same of bytes read",
+        "of preparing", "stages of the middle round: seconds, forecast/measured",
+    )  # fmt: skip
+    report.table("An epoch of loading, forecast and measured", columns, rows)
+    report.save(settings.out, settings.quick)
 
 
 if __name__ == "__main__":

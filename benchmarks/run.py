@@ -34,6 +34,7 @@ NAMES = (
     "online",
     "online_workers",
     "modes",
+    "loader_costs",
     "row_sizes",
     "tune",
 )

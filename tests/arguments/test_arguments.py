@@ -196,5 +196,5 @@ def test_wrong_arguments_are_refused(world: World, name: str, parameter: str) ->
         done = function = arguments = None
     assert not failures, "\n".join(failures)
     if left(world.root) != before:
-        gc.collect()  # what an error's frames hold; looked for only where something is there, as it takes long
+        gc.collect()  # what an error's frames hold: only where there is something, as it takes long
         assert left(world.root) == before

@@ -191,12 +191,15 @@ def test_a_runner_settles_every_future() -> None:
     cancelled = runner.submit(lambda: ran.append(1))
     assert cancelled.cancel()
     go.set()
-    assert first.result(LIMIT_SECONDS) and result.result(LIMIT_SECONDS) == 5
+    assert first.result(LIMIT_SECONDS)
+    assert result.result(LIMIT_SECONDS) == 5
     assert isinstance(error.exception(LIMIT_SECONDS), ZeroDivisionError)
     within_limit(runner.end)
-    assert cancelled.cancelled() and ran == []
+    assert cancelled.cancelled()
+    assert ran == []
     late = runner.submit(lambda: ran.append(1))
-    assert isinstance(late.exception(LIMIT_SECONDS), ClosedError) and ran == []
+    assert isinstance(late.exception(LIMIT_SECONDS), ClosedError)
+    assert ran == []
 
 
 def test_a_runner_that_is_ended_while_it_is_asked_settles_every_future() -> None:

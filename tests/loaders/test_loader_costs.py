@@ -4,6 +4,7 @@ what cannot be had says why; and ``mode="auto"`` takes what its rules say."""
 from __future__ import annotations
 
 import json
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -86,6 +87,23 @@ def test_bytes_of_partitions_are_what_is_read(store: Any) -> None:
         twice = settled(loader)
     assert twice.bytes_read - once.bytes_read == pytest.approx(cost.bytes_read, rel=0.01)
     assert twice.reads - once.reads == pytest.approx(cost.reads, rel=0.02)
+
+
+def test_few_partitions_say_what_half_of_them_take(store: Any) -> None:
+    said = store.loader_costs(**SAMPLED, memory=MEMORY).modes["partitions"].reason
+    found = re.fullmatch(
+        r"(\d+) of (\d+) partitions in memory at a time; less accurate than half of them, "
+        r"which take ([\d,]+) bytes", said
+    )  # fmt: skip
+    assert found, said
+    resident, count, needed = (int(one.replace(",", "")) for one in found.groups())
+    assert resident < count / 2
+    half = -(-count // 2)
+    then = store.loader_costs(**SAMPLED, memory=needed).modes["partitions"].reason
+    # Where all fit there is no mega-batch to be loaded ahead, which may take less than half of them twice.
+    assert then.startswith((f"{half} of {count} partitions", "all partitions fit"))
+    less = store.loader_costs(**SAMPLED, memory=int(0.9 * needed)).modes["partitions"].reason
+    assert int(less.split()[0]) < half
 
 
 @pytest.mark.parametrize("disk", [None, "4MiB"])

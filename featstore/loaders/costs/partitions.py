@@ -60,17 +60,18 @@ def partitions_cost(world: World, own: OwnSampling | None, memory_bytes: int, se
     return _cost(world, loading, found, own, memory_bytes, seconds)
 
 
-def _loading(world: World, own: OwnSampling, memory_bytes: int) -> Loading:
+def _loading(world: World, own: OwnSampling, memory_bytes: int, resident: int | None = None) -> Loading:
     return Loading(
         world.store, graph_of(world.store, own.graph), memory_bytes=memory_bytes, train=own.seeds, hubs=None,
-        resident=None, replaced=None, seed=0, drawn=LargestDrawn(own.batch_size, tuple(own.fanouts)),
+        resident=resident, replaced=None, seed=0, drawn=LargestDrawn(own.batch_size, tuple(own.fanouts)),
         allocate=False, **world.reading,
     )  # fmt: skip
 
 
-def _least(world: World, own: OwnSampling) -> int | None:
+def _least(world: World, own: OwnSampling, resident: int | None = None) -> int | None:
+    """The smallest memory that works; with so many partitions in memory at a time."""
     try:
-        _loading(world, own, 1).reader.close()
+        _loading(world, own, 1, resident).reader.close()
     except BudgetError as error:
         return error.needed_bytes
     except FeatstoreError:
@@ -110,6 +111,9 @@ def _cost(
         "all partitions fit, and are read once" if once
         else f"{found.resident} of {len(loading.partitions)} partitions in memory at a time"
     )  # fmt: skip
+    half = -(-len(loading.partitions) // 2)
+    if found.resident < half and (needed := _least(world, own, half)) is not None:
+        remark += f"; less accurate than half of them, which take {needed:,} bytes"
     trial = 2 * reading / found.steps + memory_bytes * _POPULATE_SECONDS
     if trial <= seconds:
         load, build, batch = _tried(world, own, memory_bytes, seconds)
