@@ -16,6 +16,7 @@ from harness import ROOT  # noqa: F401  (makes featstore importable)
 from numpy.typing import NDArray
 from system import status_bytes
 
+from featstore.base.system import available_cores
 from featstore.order import (
     edge_cut,
     ldg_memory_bytes,
@@ -75,10 +76,12 @@ def partition(method: str, graph: Graph, parts: int, seed: int, passes: int) -> 
     """Run one partitioner; "random" deals the nodes out."""
     if method == "metis":
         return metis_partition(graph, parts, seed)
-    if method == "multilevel":
-        return multilevel_partition(graph, parts, seed=seed, memory_bytes=multilevel_budget(graph, parts))
-    if method == "ldg":
-        return ldg_partition(graph, parts, seed=seed, passes=passes)
+    name, threads = method.split(",")[0], 1 if "one core" in method else available_cores()
+    if name == "multilevel":
+        memory_bytes = multilevel_budget(graph, parts)
+        return multilevel_partition(graph, parts, seed=seed, memory_bytes=memory_bytes, threads=threads)
+    if name == "ldg":
+        return ldg_partition(graph, parts, seed=seed, passes=passes, threads=threads)
     return (np.random.default_rng(seed).permutation(graph.indptr.size - 1) % parts).astype(np.int32)
 
 
@@ -88,7 +91,7 @@ def measure(method: str, path: str, parts: int, seed: int, passes: int) -> dict[
     nodes, edges = graph.indptr.size - 1, graph.indices.size
     tiny = Graph(np.array([0, 1, 2, 3, 4], np.int64), np.array([1, 0, 3, 2], graph.indices.dtype))
     partition(method, tiny, 2, 0, 1)
-    if method == "multilevel":
+    if method.startswith("multilevel"):
         # The tiny graph has no clusters; one of a few hundred nodes runs all the code there is.
         ring = np.arange(600, dtype=graph.indices.dtype)
         both = np.stack([np.roll(ring, 1), np.roll(ring, -1)], axis=1).ravel()
@@ -103,7 +106,7 @@ def measure(method: str, path: str, parts: int, seed: int, passes: int) -> dict[
     promised = {
         "metis": metis_memory_bytes(nodes, edges, symmetric=True),
         "multilevel": multilevel_budget(graph, parts),
-        "ldg": ldg_memory_bytes(nodes, parts),
+        "ldg": ldg_memory_bytes(nodes, parts, threads=1 if "one core" in method else available_cores()),
     }
     return {
         "method": method,
@@ -115,7 +118,7 @@ def measure(method: str, path: str, parts: int, seed: int, passes: int) -> dict[
         "edge_cut": edge_cut(graph, part),
         "peak_bytes": peak_bytes,
         "base_bytes": base_bytes,
-        "promised_bytes": promised.get(method),
+        "promised_bytes": promised.get(method.split(",")[0]),
         "max_over_mean": float(np.bincount(part).max() * parts / nodes),
     }
 

@@ -29,7 +29,8 @@ from featstore.order.stream import GraphLike, edge_count, node_count
 CHUNKS = 16
 CHUNK_NODES_MAX = 8192
 ALONE_NODES = 1 << 14
-_BATCHES_MIN = 8  # so many batches a pass at least, or too much of what a node sees is of before it
+CHUNKS_MIN = 4
+BATCHES = 32  # a pass, of graphs that have no more: else too much of what a node sees is of before its batch
 
 PREFETCH_EDGES = 48  # labels are asked for so many edges ahead: without, a pass waits for memory
 
@@ -42,12 +43,17 @@ def chunk_nodes(nodes: int) -> int:
     """How many nodes a chunk has."""
     if nodes < ALONE_NODES:
         return max(1, nodes)
-    return min(CHUNK_NODES_MAX, -(-nodes // (CHUNKS * _BATCHES_MIN)))
+    return min(CHUNK_NODES_MAX, -(-nodes // (CHUNKS_MIN * BATCHES)))
+
+
+def batch_chunks(nodes: int) -> int:
+    """How many chunks a batch has."""
+    return max(1, min(CHUNKS, nodes // (BATCHES * chunk_nodes(nodes))))
 
 
 def batch_nodes(nodes: int) -> int:
     """How many nodes a batch has."""
-    return min(nodes, CHUNKS * chunk_nodes(nodes))
+    return min(nodes, batch_chunks(nodes) * chunk_nodes(nodes))
 
 
 @njit(cache=True, nogil=True)
@@ -83,7 +89,7 @@ class Chunks:
 
     def batches(self) -> Iterator[tuple[int, int]]:
         """(first node, node after the last) of each batch; at least one, if need be of no nodes."""
-        step = CHUNKS * self.size
+        step = max(1, batch_nodes(self._nodes))
         for begin in range(0, max(self._nodes, 1), step):
             yield begin, min(begin + step, self._nodes)
 

@@ -104,8 +104,9 @@ def ranges(begin: int, end: int, step: int) -> list[range]:
 
 @contextmanager
 def cut_into(chunk: int | None) -> Iterator[None]:
-    """Chunks of so many nodes, or as they are."""
+    """Chunks of so many nodes, 16 a batch, or as they are."""
     with pytest.MonkeyPatch.context() as patch:
         if chunk is not None:
             patch.setattr(chunks, "chunk_nodes", lambda _: chunk)
+            patch.setattr(chunks, "batch_chunks", lambda _: 16)
         yield

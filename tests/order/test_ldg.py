@@ -66,6 +66,7 @@ class Twin:
                 for nodes in ranges(batch.start, batch.stop, chunk):
                     self.draws.chunk(nodes.start // chunk)
                     self.part, self.sizes, self.cursor = list(before), list(sizes), 0
+                    self.then, self.others = sizes, -(-len(batch) // chunk) - 1
                     for node in nodes:
                         self.move(node)
                     moves |= {node: self.part[node] for node in nodes}
@@ -97,8 +98,10 @@ class Twin:
             self.sizes[old] -= 1
         scored = []
         for p, count in counts.items():
-            if self.sizes[p] < self.capacity:
-                score = count * (1.0 - self.sizes[p] / self.capacity)
+            own = self.sizes[p] - self.then[p] + (p == old)
+            size = self.sizes[p] + self.others * own * abs(own) / (abs(own) + 1)
+            if size < self.capacity:
+                score = count * (1.0 - size / self.capacity)
                 if self.heat > 0:
                     score += self.heat * self.draws.unit()
                 scored.append((-(score + (1e-3 if p == old else 0.0)), p))
@@ -158,7 +161,8 @@ def test_ldg_twin_on_a_warm_graph_with_many_moves(chunk: int | None) -> None:
 def test_threads_and_blocks_change_nothing(method: str) -> None:
     """With real chunks: one of several batches."""
     graph, _ = planted(40_000, 16, 10, 0.8, seed=6)
-    assert chunks.chunk_nodes(40_000) * chunks.CHUNKS < 40_000 // 4
+    assert chunks.batch_chunks(40_000) > 1
+    assert chunks.batch_nodes(40_000) < 40_000 // 4
 
     def partition(threads: int, block_edges: int) -> np.ndarray:
         if method == "ldg":

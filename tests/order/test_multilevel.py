@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from order_support import Csc, Draws, csc, cut_into, graphs, ranges
 
 from featstore.errors import BudgetError, SourceError
-from featstore.order import coarsen, edge_cut, ldg_partition, metis_partition, multilevel, propagate
+from featstore.order import coarsen, edge_cut, ldg_partition, metis_partition, multilevel, pairs, propagate
 from featstore.order.multilevel import multilevel_memory_bytes, multilevel_partition
 
 PLENTY = 1 << 30
@@ -225,6 +225,45 @@ def test_a_growing_table_loses_nothing_and_a_full_one_keeps_what_is_heavy() -> N
     assert sum((v, (v + 1) % vertices) in kept for v in range(vertices)) > 0.95 * vertices
     again = coarsen.contract(graph, graph.indptr, label, vertices, pairs_max=8000, block_edges=77)
     assert kept == coarse_weights(again)
+
+
+@pytest.mark.parametrize("pairs_max", [1 << 20, 40_000])
+def test_several_tables_count_as_one_does_whatever_the_threads(pairs_max: int) -> None:
+    rng = np.random.default_rng(3)
+    graph = csc(3000, *rng.integers(0, 3000, (2, 120_000)))
+    label = rng.permutation(3000).astype(np.int32)
+
+    def count(threads: int, block_edges: int) -> coarsen.CoarseGraph:
+        return coarsen.contract(
+            graph, graph.indptr, label, 3000, pairs_max=pairs_max, block_edges=block_edges, threads=threads
+        )
+
+    assert pairs.tables_of(pairs_max) == pairs.PAIR_TABLES
+    one = count(1, 1 << 20)
+    true, kept = true_weights(graph, label), coarse_weights(one)
+    assert (one.dropped > 0) == (pairs_max == 40_000)
+    assert len(kept) <= 2 * pairs_max
+    assert sum(kept.values()) + 2 * one.dropped == sum(true.values())
+    assert one.dropped or kept == true
+    for threads, block_edges in ((2, 1 << 20), (3, 999), (20, 5000)):
+        other = count(threads, block_edges)
+        for name in ("xadj", "adjacency", "edge_weights", "vertex_weights"):
+            np.testing.assert_array_equal(getattr(other, name), getattr(one, name))
+        assert other.dropped == one.dropped
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_bad_edge_is_found_by_every_thread(threads: int) -> None:
+    rng = np.random.default_rng(4)
+    graph = csc(500, *rng.integers(0, 500, (2, 9000)))
+    graph.indices[4321] = 500
+    with pytest.raises(SourceError, match=r"indices\[4321\] is 500"):
+        coarsen.contract(
+            graph, graph.indptr, np.arange(500, dtype=np.int32), 500, pairs_max=1 << 20, block_edges=700,
+            threads=threads,
+        )  # fmt: skip
+    with pytest.raises(SourceError, match=r"indices\[4321\] is 500"), cut_into(50):
+        ldg_partition(graph, 4, seed=0, block_edges=700, threads=threads)
 
 
 def test_pairs_heavier_than_any_that_are_told_apart_still_make_room() -> None:
