@@ -1,6 +1,6 @@
 """The one door for writes.
 
-Everything that featstore writes into a store goes through a :class:`Disk`: eight operations, so that a test
+Everything that featstore writes into a store goes through a :class:`Disk`: nine operations, so that a test
 can record them (and replay every crash state) or make the N-th one fail. The real disk turns a full disk into
 DiskFullError and any other failure into DeviceError, writes whole buffers or raises, and treats a failed
 fsync as fatal: after one, the kernel may have dropped the dirty pages and a second fsync would lie, so
@@ -13,6 +13,7 @@ has given is resolved before. And it removes of a directory what is featstore's 
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import fcntl
 import os
@@ -31,6 +32,9 @@ from featstore.base.system import asking, refusal
 from featstore.errors import FeatstoreError, FormatError
 from featstore.storage.belongings import Belongings, Surveyed, remove
 from featstore.units import PAGE_BYTES
+
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_LIBC.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 
 
 class File:
@@ -114,6 +118,16 @@ class Disk:
             flags = fcntl.fcntl(file.descriptor, fcntl.F_GETFL)
             fcntl.fcntl(file.descriptor, fcntl.F_SETFL, flags & ~os.O_DIRECT)
         file.direct = False
+
+    def allocate(self, file: File, size_bytes: int) -> None:
+        """Give a file's first bytes their place on the disk, where the file system can: those that were not
+        there read as zeros. Direct writes to what is allocated pass each other; others wait in line."""
+        while size_bytes > 0 and _LIBC.fallocate(file.descriptor, 0, 0, size_bytes):
+            error = OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+            if error.errno in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
+                return
+            if error.errno != errno.EINTR:
+                raise refusal(error, file.path, "allocate", 0, size_bytes) from error
 
     def truncate(self, file: File, size_bytes: int) -> None:
         """Set a file's size; what is added reads as zeros."""

@@ -209,6 +209,7 @@ class TableWriter:
         self._layout = layout
         self._chunk_path = chunk_path
         self._files: dict[int, File] = {}
+        self._allocated: set[int] = set()  # chunks whose files have their place on the disk
         self._checksums = disk.create(checksum_path, keep=True)
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="featstore-write")
         self._pending: list[Future[None]] = []
@@ -225,7 +226,11 @@ class TableWriter:
             first_page // per_file, (first_page + len(pages) // PAGE_BYTES - 1) // per_file + 1
         ):
             if chunk not in self._files:
-                self._files[chunk] = self._disk.create(self._chunk_path(chunk), keep=True, direct=True)
+                file = self._files[chunk] = self._disk.create(self._chunk_path(chunk), keep=True, direct=True)
+                if chunk not in self._allocated:
+                    self._allocated.add(chunk)
+                    used = -(-self._layout.data_bytes // PAGE_BYTES) - chunk * per_file
+                    self._disk.allocate(file, min(per_file, used) * PAGE_BYTES)
         self._pending.append(submitted(self._pool, self._write, first_page, pages, on_written))
 
     def _write(self, first_page: int, pages: NDArray[np.uint8], on_written: Callable[[], None]) -> None:

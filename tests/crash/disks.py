@@ -8,6 +8,7 @@ there or not, each on its own, and a write may be torn at a sector.
 
 from __future__ import annotations
 
+import os
 import shutil
 import threading
 from collections.abc import Iterator
@@ -59,6 +60,12 @@ class RecordingDisk(Disk):
         copy = np.frombuffer(memoryview(data).cast("B"), np.uint8).tobytes()
         super().write(file, offset, data)
         self._note("write", file.path, offset=offset, data=copy)
+
+    def allocate(self, file, size_bytes):
+        before = os.fstat(file.descriptor).st_size
+        super().allocate(file, size_bytes)
+        if os.fstat(file.descriptor).st_size != before:  # it only ever grows
+            self._note("truncate", file.path, offset=size_bytes)
 
     def truncate(self, file, size_bytes):
         super().truncate(file, size_bytes)
@@ -136,6 +143,9 @@ class FailingDisk(Disk):
 
     def write(self, file, offset, data):
         return self._wrap(file.path, super().write, file, offset, data)
+
+    def allocate(self, file, size_bytes):
+        return self._wrap(file.path, super().allocate, file, size_bytes)
 
     def truncate(self, file, size_bytes):
         return self._wrap(file.path, super().truncate, file, size_bytes)
