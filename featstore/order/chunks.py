@@ -30,7 +30,9 @@ CHUNKS = 16
 CHUNK_NODES_MAX = 8192
 ALONE_NODES = 1 << 14
 CHUNKS_MIN = 4
-BATCHES = 32  # a pass, of graphs that have no more: else too much of what a node sees is of before its batch
+BATCHES_MIN = (
+    32  # a pass, of graphs that have no more: else too much of what a node sees is of before its batch
+)
 
 PREFETCH_EDGES = 48  # labels are asked for so many edges ahead: without, a pass waits for memory
 
@@ -43,12 +45,12 @@ def chunk_nodes(nodes: int) -> int:
     """How many nodes a chunk has."""
     if nodes < ALONE_NODES:
         return max(1, nodes)
-    return min(CHUNK_NODES_MAX, -(-nodes // (CHUNKS_MIN * BATCHES)))
+    return min(CHUNK_NODES_MAX, -(-nodes // (CHUNKS_MIN * BATCHES_MIN)))
 
 
 def batch_chunks(nodes: int) -> int:
     """How many chunks a batch has."""
-    return max(1, min(CHUNKS, nodes // (BATCHES * chunk_nodes(nodes))))
+    return max(1, min(CHUNKS, nodes // (BATCHES_MIN * chunk_nodes(nodes))))
 
 
 def batch_nodes(nodes: int) -> int:

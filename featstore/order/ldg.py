@@ -184,7 +184,7 @@ def ldg_chunk(
 
 
 @njit(cache=True, nogil=True)
-def end_batch(
+def end_parts_batch(
     first_node: int, before: Any, part: Any, sizes: Any, none: Any, state: Any, random: Any, capacity: int
 ) -> None:
     """Count the moves of a batch in ``sizes``, in the order of the nodes; a part that is full by then takes
@@ -313,7 +313,7 @@ def ldg_partition(
             bad = chunks.run(first_node, last_node, work)
             if bad >= 0:
                 raise bad_edge_error(graph, bad)
-            end_batch(first_node, then, part, sizes, own[0].moved, ending, ending_random, capacity)
+            end_parts_batch(first_node, then, part, sizes, own[0].moved, ending, ending_random, capacity)
         return int(ending[_MOVED])
 
     with Chunks(graph, indptr, block_edges, threads) as chunks:

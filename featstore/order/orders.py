@@ -52,6 +52,7 @@ PARTITION_ROWS_MOST = 4096
 PARTITIONS_FREE = 1024
 """Up to so many partitions are made whatever their rows; beyond that they are of PARTITION_ROWS_MOST."""
 
+METIS_EDGES_MAX = 5_000_000  # stored edges, up to which METIS takes seconds and is chosen by itself
 _BLOCK_EDGES_MIN = 1 << 12
 
 
@@ -192,9 +193,12 @@ def _choose(graph: GraphLike | None, parts: int, permutation: object, memory_byt
         return "ldg", "pymetis is not installed"
     needed_bytes = _metis_needed_bytes(graph, parts, memory_bytes)
     needed, budget = format_bytes(needed_bytes), format_bytes(memory_bytes)
-    if needed_bytes <= memory_bytes:
+    if needed_bytes > memory_bytes:
+        why = f"METIS may need {needed}, more than the memory budget of {budget}"
+    elif edge_count(graph) > METIS_EDGES_MAX:
+        why = f"METIS takes several times as long for {edge_count(graph):,} edges, for about the same cut"
+    else:
         return "metis", f"METIS needs up to {needed} and the memory budget is {budget}"
-    why = f"METIS may need {needed}, more than the memory budget of {budget}"
     least_bytes = _multilevel_needed_bytes(node_count(graph), parts)
     if least_bytes <= memory_bytes:
         return "multilevel", why

@@ -184,14 +184,14 @@ def pair_slots(pairs: int) -> int:
     return slots
 
 
-def tables_of(pairs_max: int) -> int:
+def pair_table_count(pairs_max: int) -> int:
     """How many tables so many pairs are spread over: a power of two."""
     return PAIR_TABLES if pairs_max > _PAIRS_ALONE else 1
 
 
 def pair_tables_bytes(pairs_max: int) -> int:
     """The most that the tables take once they have grown."""
-    count = tables_of(pairs_max)
+    count = pair_table_count(pairs_max)
     return count * PAIR_BYTES * pair_slots(-(-pairs_max // count))
 
 
@@ -232,7 +232,7 @@ class PairCounter:
         self, indptr: NDArray[np.int64], label: NDArray[np.int32], vertices: int, pairs_max: int, threads: int
     ) -> None:
         self._indptr, self._label, self._vertices = indptr, label, vertices
-        count = tables_of(pairs_max)
+        count = pair_table_count(pairs_max)
         self.tables = [PairTable(pairs_max // count) for _ in range(count)]
         self._rows = np.zeros((count, 5), np.int64)
         for table, row in zip(self.tables, self._rows, strict=True):

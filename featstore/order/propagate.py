@@ -203,7 +203,7 @@ def propagate_chunk(
 
 
 @njit(cache=True, nogil=True)
-def end_batch(
+def end_labels_batch(
     first_node: int, before: Any, label: Any, sizes: Any, wishes: Any, bins: Any, limit: int
 ) -> int:
     """Count the moves of a batch in ``sizes``, in the order of the nodes; a label that is full by then takes
@@ -294,5 +294,5 @@ def propagate(
             bad = chunks.run(first_node, last_node, work)
             if bad >= 0:
                 raise bad_edge_error(graph, bad)
-            moved += int(end_batch(first_node, then, label, sizes, wishes, open_bins, limit))
+            moved += int(end_labels_batch(first_node, then, label, sizes, wishes, open_bins, limit))
     return moved

@@ -11,6 +11,7 @@ writes a small array as a zarr array of one chunk, :func:`write_vector` a table 
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -212,14 +213,13 @@ class TableWriter:
         self._allocated: set[int] = set()  # chunks whose files have their place on the disk
         self._checksums = disk.create(checksum_path, keep=True)
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="featstore-write")
-        self._pending: list[Future[None]] = []
+        self._pending: deque[Future[None]] = deque()
 
     def write(self, first_page: int, pages: NDArray[np.uint8], on_written: Callable[[], None]) -> None:
         """Write whole pages at a page offset, soon. ``on_written`` is called when ``pages`` may be used
         again."""
-        for future in [f for f in self._pending if f.done()]:
-            self._pending.remove(future)
-            future.result()
+        while self._pending and self._pending[0].done():
+            self._pending.popleft().result()
         # Files are opened here, by one thread, so that two writers of one chunk share a descriptor.
         per_file = self._layout.pages_per_chunk
         for chunk in range(
@@ -236,17 +236,16 @@ class TableWriter:
     def _write(self, first_page: int, pages: NDArray[np.uint8], on_written: Callable[[], None]) -> None:
         per_file = self._layout.pages_per_chunk
         try:
-            checksums = crc_pages(pages)
             page, count = first_page, len(pages) // PAGE_BYTES
             while page < first_page + count:
                 chunk, within = divmod(page, per_file)
                 run = min(per_file - within, first_page + count - page)
                 begin = (page - first_page) * PAGE_BYTES
-                self._disk.write(
-                    self._files[chunk], within * PAGE_BYTES, pages[begin : begin + run * PAGE_BYTES]
-                )
+                self._disk.write_pages(
+                    self._files[chunk], within * PAGE_BYTES, pages[begin : begin + run * PAGE_BYTES],
+                    self._checksums, 4 * page,
+                )  # fmt: skip
                 page += run
-            self._disk.write(self._checksums, 4 * first_page, checksums.view(np.uint8))
         finally:
             on_written()
 
@@ -266,7 +265,7 @@ class TableWriter:
 
     def checkpoint(self) -> None:
         """Wait until all that was written is durable."""
-        pending, self._pending = self._pending, []
+        pending, self._pending = self._pending, deque()
         for future in pending:
             future.result()
         for chunk, file in list(self._files.items()):  # what is left after an error, close() closes

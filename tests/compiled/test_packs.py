@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 from compiled_support import QuickDisk
+from plain_writes import write_plainly
 
 import featstore
 from featstore.errors import FormatError, SourceError, StoreExistsError, StoreLockedError
@@ -244,6 +245,7 @@ def test_gc_makes_room_on_a_full_disk(store: featstore.Store, monkeypatch: pytes
     def full(descriptor: int, data: bytes, offset: int) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
+    write_plainly(monkeypatch)
     monkeypatch.setattr("os.pwrite", full)
     assert {"packs/train-0", "packs/train-1", "packs/train.rolling"} <= set(collected(store).removed)
     assert list((store.path / "packs").iterdir()) == []

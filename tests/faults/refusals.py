@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from plain_writes import write_plainly
 
 #: By path, or by the descriptor in the first place.
 FUNCTIONS = (
@@ -84,6 +85,7 @@ def refusing(root: Path) -> Iterator[Refusals]:
 
             return call
 
+        write_plainly(patch)
         for name in FUNCTIONS:
             patch.setattr(os, name, wrapped(name, getattr(os, name)))
         opened = wrapped("open", io.open)

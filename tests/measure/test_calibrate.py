@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from plain_writes import write_plainly
 
 import featstore
 from featstore.engine import ENGINES, choose
@@ -255,6 +256,7 @@ def test_a_disk_that_fills_up_in_the_middle_leaves_nothing(
             raise OSError(errno.ENOSPC, "No space left on device")
         return write(descriptor, data, offset)
 
+    write_plainly(monkeypatch)
     monkeypatch.setattr("os.pwrite", full)
     with pytest.raises(DiskFullError):
         measure(tmp_path, "threads", seconds=0.05, data_bytes_min=4 << 20)

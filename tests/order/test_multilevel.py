@@ -238,7 +238,7 @@ def test_several_tables_count_as_one_does_whatever_the_threads(pairs_max: int) -
             graph, graph.indptr, label, 3000, pairs_max=pairs_max, block_edges=block_edges, threads=threads
         )
 
-    assert pairs.tables_of(pairs_max) == pairs.PAIR_TABLES
+    assert pairs.pair_table_count(pairs_max) == pairs.PAIR_TABLES
     one = count(1, 1 << 20)
     true, kept = true_weights(graph, label), coarse_weights(one)
     assert (one.dropped > 0) == (pairs_max == 40_000)

@@ -283,6 +283,10 @@ def test_auto_chooses_by_what_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
         "METIS may need 117.1 MiB, more than the memory budget of 30.0 MiB",
     )
     assert chosen(large, rows=20_000, memory_bytes=30 << 20) == ("multilevel", why)
+    assert chosen(large, rows=20_000)[0] == "metis"
+    monkeypatch.setattr(orders, "METIS_EDGES_MAX", 399_999)
+    why = "METIS takes several times as long for 400,000 edges, for about the same cut"
+    assert chosen(large, rows=20_000) == ("multilevel", why)
     monkeypatch.setattr(orders, "metis_installed", lambda: False)
     assert chosen() == ("ldg", "pymetis is not installed")
 

@@ -47,7 +47,8 @@ def online_cost(world: World) -> ModeCost:
     cores = count * world.seen.batch_cpu_seconds + reading + stages["assemble"] + stages["train"]
     return ModeCost(
         "online", True, "all rows fit: the first epoch reads them once" if whole else "",
-        epoch_seconds=world.epoch(stages, cores, stages["read"]), seconds=stages, cpu_seconds=cores,
+        epoch_seconds=world.epoch(stages, cores, stages["read"] + world.sampling_device), seconds=stages,
+        cpu_seconds=cores,
         bytes_read=round(count * bytes_read), reads=round(count * reads), hit_rate=hits / max(1.0, asked),
         memory_needed_bytes=world.whole_memory(_least(world)), extrapolated=not whole,
     )  # fmt: skip

@@ -112,8 +112,8 @@ def rolling_cost(world: World) -> ModeCost:
     cores = reading + stages["assemble"] + stages["train"] + prepared.cores
     return ModeCost(
         "rolling", True, laid.remark, prepare_seconds=prepared.seconds,
-        epoch_seconds=_epoch(world, laid, stages, cores, prepared.device), seconds=stages,
-        cpu_seconds=cores,
+        epoch_seconds=_epoch(world, laid, stages, cores, prepared.device + world.sampling_device),
+        seconds=stages, cpu_seconds=cores,
         bytes_read=round(laid.bytes_read + prepared.bytes_read),
         reads=round(laid.reads + prepared.bytes_read / EXTENT_BYTES_MAX),
         bytes_written=round(prepared.bytes_written), prepare_bytes_read=round(prepared.bytes_read),

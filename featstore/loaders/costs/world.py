@@ -135,6 +135,13 @@ class World:
         return min(times) / out.nbytes
 
     @property
+    def sampling_device(self) -> float:
+        """Seconds of the device for an epoch's sampling, which shares it with all else that reads: what
+        sampling waited for. 0 where mini-batches are given: nobody knows what they wait for."""
+        waited = self.seen.batch_seconds - self.seen.batch_cpu_seconds
+        return self.batches * max(0.0, waited) if self.sampler_bytes else 0.0
+
+    @property
     def handing_seconds(self) -> float:
         """Of a core, for an epoch's mini-batches whatever their size: their requests, and what threads tell
         each other."""
