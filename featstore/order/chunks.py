@@ -30,9 +30,7 @@ CHUNKS = 16
 CHUNK_NODES_MAX = 8192
 ALONE_NODES = 1 << 14
 CHUNKS_MIN = 4
-BATCHES_MIN = (
-    32  # a pass, of graphs that have no more: else too much of what a node sees is of before its batch
-)
+BATCHES_MIN = 32  # a pass: else too much of what a node sees is of before its batch
 
 PREFETCH_EDGES = 48  # labels are asked for so many edges ahead: without, a pass waits for memory
 
