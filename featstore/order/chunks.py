@@ -28,7 +28,7 @@ from featstore.order.stream import GraphLike, edge_count, node_count
 
 CHUNKS = 16
 CHUNK_NODES_MAX = 8192
-ALONE_NODES = 1 << 14
+ALONE_NODES = 1 << 16  # fewer take less than a second, and have parts of which a batch is too much
 CHUNKS_MIN = 4
 BATCHES_MIN = 32  # a pass: else too much of what a node sees is of before its batch
 

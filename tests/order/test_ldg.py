@@ -158,8 +158,9 @@ def test_ldg_twin_on_a_warm_graph_with_many_moves(chunk: int | None) -> None:
 
 
 @pytest.mark.parametrize("method", ["ldg", "multilevel"])
-def test_threads_and_blocks_change_nothing(method: str) -> None:
+def test_threads_and_blocks_change_nothing(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With real chunks: one of several batches."""
+    monkeypatch.setattr(chunks, "ALONE_NODES", 1 << 14)
     graph, _ = planted(40_000, 16, 10, 0.8, seed=6)
     assert chunks.batch_chunks(40_000) > 1
     assert chunks.batch_nodes(40_000) < 40_000 // 4
