@@ -15,19 +15,25 @@ from featstore.units import PAGE_BYTES
 
 
 def crc_and_write(
-    _: Any, descriptor: int, address: int, pages: int, offset: int, checksums: Any, sums: int, at: int,
-    done: Any,
-) -> None:  # fmt: skip
+    _: Any, memory: int, descriptors: Any, runs: Any, checksums: Any, sums: int, done: Any
+) -> int:  # fmt: skip
     """The twin of :func:`featstore.storage.disk.crc_and_write`."""
-    data = np.ctypeslib.as_array((ctypes.c_uint8 * (pages * PAGE_BYTES)).from_address(address))
-    crc_pages(data, checksums)
-    try:
-        count = os.pwrite(descriptor, data, offset)
-        done[0] = count - count % PAGE_BYTES
-        if done[0] == len(data):
-            done[1] = os.pwrite(sums, checksums.view(np.uint8), at)
-    except OSError as error:
-        done[2] = error.errno
+    first = 0
+    for i, (offset, at, pages, sums_at) in enumerate(runs.tolist()):
+        data = np.ctypeslib.as_array((ctypes.c_uint8 * (pages * PAGE_BYTES)).from_address(memory + at))
+        own = crc_pages(data, checksums[first : first + pages])
+        first += pages
+        try:
+            count = os.pwrite(int(descriptors[i]), data, offset)
+            done[i, 0] = count - count % PAGE_BYTES
+            if done[i, 0] < len(data):
+                return 0
+            done[i, 1] = os.pwrite(sums, own.view(np.uint8), sums_at)
+            if done[i, 1] < own.nbytes:
+                return 0
+        except OSError as error:
+            return error.errno or 0
+    return 0
 
 
 def write_plainly(patch: pytest.MonkeyPatch) -> None:

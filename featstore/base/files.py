@@ -20,6 +20,8 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from featstore.base.compilation import njit
+from featstore.base.native import address_of, call_pread, function_address, libc
 from featstore.base.system import asking, is_there, mapped_memory, refusal
 from featstore.errors import (
     CorruptionError,
@@ -30,7 +32,21 @@ from featstore.errors import (
 )
 from featstore.units import PAGE_BYTES
 
+_PREAD = function_address(libc(), "pread")
 _GENERATION = re.compile(r"g[0-9]{6,}")
+
+
+@njit(cache=True, nogil=True)
+def read_parts(
+    pread: int, descriptor: int, offsets: NDArray[np.int64], byte_counts: NDArray[np.int64], address: int
+) -> int:
+    """Read parts of a file to an address, one after the other, until one is not there as a whole; returns how
+    many were. ``pread``: the function's address."""
+    for i in range(offsets.shape[0]):
+        if call_pread(pread, np.int32(descriptor), address, byte_counts[i], offsets[i]) != byte_counts[i]:
+            return i
+        address += byte_counts[i]
+    return len(offsets)
 
 
 class RegularFile:
@@ -83,6 +99,16 @@ class RegularFile:
             expected, found = f"{least - got:,} bytes more", "the end of the file"
             raise CorruptionError(self.path, offset + got, expected, found, self._advice)
         return got
+
+    def read_parts(
+        self, out: NDArray[Any], offsets: NDArray[np.int64], byte_counts: NDArray[np.int64]
+    ) -> int:
+        """Fill a C-contiguous array with parts of the file, one after the other: ``byte_counts[i]`` bytes
+        from ``offsets[i]`` on. Returns how many could be read whole; where one could not, :meth:`read_into`
+        says why."""
+        assert out.flags.c_contiguous
+        assert out.nbytes == byte_counts.sum()
+        return int(read_parts(_PREAD, self._descriptor, offsets, byte_counts, address_of(out)))
 
     def read_at(self, offset: int, size: int) -> NDArray[np.uint8]:
         """Bytes of the file, in memory of their own. Raises as :meth:`read_into`."""

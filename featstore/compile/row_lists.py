@@ -60,6 +60,18 @@ class RowLists:
         """Fill ``out``, of this dtype, with the elements from ``begin`` on. Raises as :meth:`part`."""
         self._file.read_into(out, (self._first + begin) * self.dtype.itemsize)
 
+    def parts(self, begins: NDArray[np.int64], counts: NDArray[np.int64]) -> NDArray[Any]:
+        """``counts[i]`` elements from ``begins[i]`` on, for each i, one after the other. Raises as
+        :meth:`part`."""
+        out = np.empty(int(counts.sum()), self.dtype)
+        width = self.dtype.itemsize
+        done = self._file.read_parts(out, (self._first + begins) * width, counts * width)
+        at = int(counts[:done].sum())
+        for begin, count in zip(begins[done:].tolist(), counts[done:].tolist(), strict=True):
+            self.read(begin, out[at : at + count])
+            at += count
+        return out
+
     def close(self) -> None:
         self._file.close()
 

@@ -101,15 +101,20 @@ class Target:
     def write(
         self, page: int, pages: NDArray[np.uint8], on_written: Callable[[], None] = lambda: None
     ) -> None:
-        """Write pages soon, as the writer does, but not more than a few ahead: with each write, it looks at
-        all that are under way."""
+        """Write pages soon, as the writer does."""
+        self.write_runs(pages, np.array([[page, 0, len(pages) // PAGE_BYTES]]), on_written)
+
+    def write_runs(
+        self, memory: NDArray[np.uint8], runs: NDArray[np.int64], on_written: Callable[[], None]
+    ) -> None:
+        """Write runs of pages soon, as the writer does, but not more than a few calls ahead."""
 
         def written() -> None:
             on_written()
             self._turns.put(None)
 
         self._turns.get()
-        self.writer.write(page, pages, written)
+        self.writer.write_runs(memory, runs, written)
 
     def page_bytes(self, page: int) -> int:
         """Bytes of rows in a page: all of it, but for the table's last one."""

@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,18 +23,22 @@ from numpy.typing import NDArray
 from featstore.base.buffers import aligned_buffer
 from featstore.base.compilation import njit
 from featstore.base.native import address_of, memcpy
-from featstore.compile.row_lists import RowLists
-from featstore.compile.segment_pages import PAGE_WRITE_THREADS, Target, page_buffers
-from featstore.errors import BudgetError
+from featstore.compile.segment_pages import Target
+from featstore.compile.segment_plan import WRITES_TOGETHER, Route, SegmentPlan
 from featstore.reader.reader import Reader
 from featstore.units import PAGE_BYTES
 
-BUFFER_BYTES_MAX = 2**20
-BUFFER_BYTES_MIN = 64 * 2**10
-SLAB_BYTES_MAX = 16 * 2**20
 INDEX_ROWS = 2**15  # row numbers that are held at once
 SEGMENTS_CHECKPOINT_BYTES = 2 * 2**30  # written between two
-_SPARE_BUFFERS = PAGE_WRITE_THREADS + 2  # being written while others fill
+
+
+#: What is known of a segment while it is made, in an array of int64, [these, segments]: bytes of the target's
+#: address space, the page where its buffer's content begins, how many bytes the buffer has of it, and the
+#: buffer's number (NO_BUFFER before its first row and after its last).
+BEGIN_BYTE, END_BYTE, PAGE, FILL, BUFFER = range(5)
+NO_BUFFER = -1
+#: What append_rows counts: free buffers, and writes that it has made out.
+FREE_BUFFERS, WRITES_MADE = range(2)
 
 
 @njit(cache=True, nogil=True)
@@ -46,221 +49,227 @@ def append_rows(
     rows: NDArray[Any],
     begins: NDArray[np.int64],
     ends: NDArray[np.int64],
-    buffers: NDArray[np.int64],
-    fills: NDArray[np.int64],
+    chosen: NDArray[np.int64],
+    state: NDArray[np.int64],
+    buffers: int,
     capacity: int,
+    free: NDArray[np.int64],
+    writes: NDArray[np.int64],
+    counts: NDArray[np.int64],
     turn: int,
 ) -> int:
-    """Copy rows from a slab of the table that starts with ``first_row`` to the buffers of segments, from
-    segment ``turn`` on: of segment i rows[begins[i]:ends[i]], to buffers[i] + fills[i]. ``begins`` and
-    ``fills`` move on.
+    """Copy rows from a slab of the table that starts with ``first_row`` to the buffers of segments, from turn
+    ``turn`` on: rows[begins[t]:ends[t]] go to segment chosen[t]. ``begins`` and ``state`` move on.
 
-    Stops at a segment whose buffer has no room for another row. Returns its number; after the last one, how
-    many there are.
+    Buffers lie one after the other from an address on, each of ``capacity`` bytes; ``free`` has the numbers
+    of those that are free. One that is full is exchanged for a free one: ``writes`` (int64 [n, 3]) says which
+    page of the target its whole pages begin at, how many there are, and in which buffer; what is left over
+    goes on in the new one.
+
+    Returns the turn at which a buffer is needed that is not there, at which there is no room for another
+    write, or at which a full buffer begins with a page that another segment has a part of; after the last
+    one, how many there are.
     """
-    for i in range(turn, buffers.shape[0]):
-        at, fill = begins[i], fills[i]
-        while at < ends[i] and fill + row_bytes <= capacity:
-            memcpy(buffers[i] + fill, slab + (np.int64(rows[at]) - first_row) * row_bytes, row_bytes)
-            fill += row_bytes
-            at += 1
-        begins[i], fills[i] = at, fill
-        if at < ends[i]:
-            return i
-    return len(buffers)
-
-
-class Segment:
-    """A run of rows of a target, in the making: rows ``first_row`` to ``first_row + rows``, in the order of
-    the base table."""
-
-    def __init__(self, target: Target, first_row: int, rows: int) -> None:
-        self.target = target
-        row_bytes = target.layout.row_bytes
-        self.begin_byte = first_row * row_bytes
-        self.end_byte = (first_row + rows) * row_bytes
-        self.page = self.begin_byte // PAGE_BYTES  # where the buffer's content begins
-        self.fill = self.begin_byte - self.page * PAGE_BYTES
-        self.buffer: NDArray[np.uint8] | None = None
-        self.address = 0
-
-    def hold(self, buffer: NDArray[np.uint8]) -> None:
-        """Fill this buffer from now on."""
-        self.buffer, self.address = buffer, address_of(buffer)
-
-    def begun(self) -> bool:
-        """Whether its buffer has rows of the page under way."""
-        return self.buffer is not None and self.fill > max(0, self.begin_byte - self.page * PAGE_BYTES)
-
-    def unfinished(self) -> tuple[int, int, NDArray[np.uint8]]:
-        """What its buffer has of the page under way: the page, the byte within it, and the bytes, uint8."""
-        assert self.buffer is not None
-        low = max(0, self.begin_byte - self.page * PAGE_BYTES)
-        return self.page, low, self.buffer[low : self.fill]
-
-    def resume(self, rows_done: int, buffer: Callable[[], NDArray[np.uint8]]) -> None:
-        """Go on after ``rows_done`` rows that a checkpoint wrote: bring back what pages that were not whole
-        have of them."""
-        if rows_done == 0:
-            return
-        first, head = divmod(self.begin_byte, PAGE_BYTES)
-        at = self.begin_byte + rows_done * self.target.layout.row_bytes
-        self.page, self.fill = divmod(at, PAGE_BYTES)
-        if head:
-            high = min(PAGE_BYTES, at - first * PAGE_BYTES)
-            self.target.add(first, head, self.target.bring_back(first, head, high))
-            # what is before is the edge's
-            self.begin_byte = max(self.begin_byte, min(at, (first + 1) * PAGE_BYTES))
-        if self.fill == 0 or (head and self.page == first):
-            return
-        content = self.target.bring_back(self.page, 0, self.fill)
-        if at == self.end_byte:
-            self.target.add(self.page, 0, content)
-        else:
-            whole = buffer()
-            whole[: self.fill] = content
-            self.hold(whole)
+    for t in range(turn, chosen.shape[0]):
+        i = chosen[t]
+        while begins[t] < ends[t]:
+            if state[BUFFER, i] == NO_BUFFER:
+                if counts[FREE_BUFFERS] == 0:
+                    return t
+                counts[FREE_BUFFERS] -= 1
+                state[BUFFER, i] = free[counts[FREE_BUFFERS]]
+            at, fill, buffer = begins[t], state[FILL, i], buffers + state[BUFFER, i] * capacity
+            while at < ends[t] and fill + row_bytes <= capacity:
+                memcpy(buffer + fill, slab + (np.int64(rows[at]) - first_row) * row_bytes, row_bytes)
+                fill += row_bytes
+                at += 1
+            begins[t], state[FILL, i] = at, fill
+            if at < ends[t]:
+                if state[PAGE, i] * PAGE_BYTES < state[BEGIN_BYTE, i]:
+                    return t
+                if counts[FREE_BUFFERS] == 0 or counts[WRITES_MADE] == writes.shape[0]:
+                    return t
+                counts[FREE_BUFFERS] -= 1
+                following, pages = free[counts[FREE_BUFFERS]], fill // PAGE_BYTES
+                left = fill - pages * PAGE_BYTES
+                memcpy(buffers + following * capacity, buffer + pages * PAGE_BYTES, left)
+                write = writes[counts[WRITES_MADE]]
+                write[0], write[1], write[2] = state[PAGE, i], pages, state[BUFFER, i]
+                counts[WRITES_MADE] += 1
+                state[PAGE, i] += pages
+                state[FILL, i], state[BUFFER, i] = left, following
+    return len(chosen)
 
 
 class Packing:
-    """Segments that are packed together; see the module's text."""
+    """Segments that are packed together, by turn (see the module's text): the lists ``chosen`` of ``routes``,
+    each a run of rows of its route's target, with so many ``buffers``."""
 
-    def __init__(self, row_bytes: int, buffer_bytes: int, buffers: int) -> None:
-        self._row_bytes = row_bytes
-        self._buffer_bytes = buffer_bytes
-        self._free: queue.SimpleQueue[NDArray[np.uint8]] = queue.SimpleQueue()
-        self._unused = page_buffers(buffers, buffer_bytes)
+    def __init__(
+        self,
+        routes: list[Route],
+        chosen: tuple[tuple[int, int], ...],
+        buffer_bytes: int = 0,
+        buffers: int = 0,
+    ) -> None:
+        self._routes, self._chosen = routes, chosen
+        self._row_bytes = routes[0].target.layout.row_bytes
+        first = np.array([routes[r].first_rows[i] for r, i in chosen], np.int64)
+        lengths = [route.rows.lengths() for route in routes]
+        rows = np.array([lengths[r][i] for r, i in chosen], np.int64)
+        self._state = np.empty((5, len(chosen)), np.int64)
+        self._state[BEGIN_BYTE], self._state[END_BYTE] = (
+            first * self._row_bytes,
+            (first + rows) * self._row_bytes,
+        )
+        self._state[PAGE], self._state[FILL] = np.divmod(self._state[BEGIN_BYTE], PAGE_BYTES)
+        self._state[BUFFER] = NO_BUFFER
+        self._size, self._memory = buffer_bytes, aligned_buffer(buffers * buffer_bytes)
+        self._free = np.arange(buffers, dtype=np.int64)
+        self._writes = np.empty((min(WRITES_TOGETHER, max(1, buffers // 16)), 3), np.int64)
+        self._counts = np.array([buffers, 0], np.int64)
+        self._written: queue.SimpleQueue[NDArray[np.int64]] = (
+            queue.SimpleQueue()
+        )  # buffers that are free again
 
-    def buffer(self) -> NDArray[np.uint8]:
-        """A free buffer; waits for one that is being written."""
-        if self._free.empty() and self._unused:
-            return self._unused.pop()
-        return self._free.get()
+    def _target(self, turn: int) -> Target:
+        return self._routes[self._chosen[turn][0]].target
+
+    def _buffer(self, turn: int) -> NDArray[np.uint8]:
+        """The buffer of a segment that has one, uint8."""
+        number = int(self._state[BUFFER, turn])
+        return self._memory[number * self._size : (number + 1) * self._size]
+
+    def _take(self, turn: int) -> NDArray[np.uint8]:
+        """Give a segment a free buffer; there is one, or one that is being written."""
+        self._take_back(wait=self._counts[FREE_BUFFERS] == 0)
+        self._counts[FREE_BUFFERS] -= 1
+        self._state[BUFFER, turn] = self._free[self._counts[FREE_BUFFERS]]
+        return self._buffer(turn)
+
+    def _take_back(self, wait: bool) -> None:
+        while wait or not self._written.empty():
+            numbers, wait = self._written.get(), False
+            free = int(self._counts[FREE_BUFFERS])
+            self._free[free : free + len(numbers)] = numbers
+            self._counts[FREE_BUFFERS] += len(numbers)
+
+    def _write(self, target: Target, writes: NDArray[np.int64]) -> None:
+        """Write whole pages of buffers, soon. ``writes``, int64 [n, 3]: page of the target, where in the
+        buffers' memory, how many pages."""
+        numbers = writes[:, 1] // self._size
+        target.write_runs(self._memory, writes, lambda: self._written.put(numbers))
+
+    def _hand_over(self, target: Target) -> None:
+        """Have written what append_rows has made out."""
+        count = int(self._counts[WRITES_MADE])
+        if count:
+            page, pages, buffer = self._writes[:count].T
+            self._write(target, np.stack([page, buffer * self._size, pages], axis=1))
+            self._counts[WRITES_MADE] = 0
 
     def append(
-        self, segments: list[Segment], slab: NDArray[np.uint8], first_row: int, rows: NDArray[Any],
+        self, turns: NDArray[np.int64], slab: NDArray[np.uint8], first_row: int, rows: NDArray[Any],
         ends: NDArray[np.int64]
     ) -> None:  # fmt: skip
-        """Append to segment i the next rows up to ``ends[i]`` of ``rows`` (ascending for each, and at least
-        one for each), which lie in a slab of the base table that starts with ``first_row``."""
+        """Append to segment turns[i] the next rows up to ``ends[i]`` of ``rows`` (ascending for each, and at
+        least one for each), which lie in a slab of the base table that starts with ``first_row``. All are of
+        one route."""
         begins = np.concatenate([np.zeros(1, np.int64), ends[:-1]])
-        for segment in segments:
-            if segment.buffer is None:
-                segment.hold(self.buffer())
-        buffers = np.array([segment.address for segment in segments], np.int64)
-        fills = np.array([segment.fill for segment in segments], np.int64)
-        turn, at, row_bytes, capacity = 0, address_of(slab), self._row_bytes, self._buffer_bytes
-        while turn < len(segments):
-            turn = append_rows(at, first_row, row_bytes, rows, begins, ends, buffers, fills, capacity, turn)
-            if turn < len(segments):
-                segment = segments[turn]
-                segment.fill = int(fills[turn])
-                self.flush(segment)
-                buffers[turn], fills[turn] = segment.address, segment.fill
-        for segment, fill in zip(segments, fills.tolist(), strict=True):
-            segment.fill = fill
-            if segment.page * PAGE_BYTES + fill == segment.end_byte:
-                self.flush(segment)
+        target, turn, at, buffers = self._target(int(turns[0])), 0, address_of(slab), address_of(self._memory)
+        while turn < len(turns):
+            self._take_back(wait=False)
+            turn = append_rows(
+                at, first_row, self._row_bytes, rows, begins, ends, turns, self._state, buffers, self._size,
+                self._free, self._writes, self._counts, turn,
+            )  # fmt: skip
+            self._hand_over(target)
+            if turn < len(turns):
+                page, begin = self._state[PAGE, turns[turn]], self._state[BEGIN_BYTE, turns[turn]]
+                if page * PAGE_BYTES < begin and self._state[BUFFER, turns[turn]] != NO_BUFFER:
+                    self.flush(int(turns[turn]))
+                else:
+                    self._take_back(wait=self._counts[FREE_BUFFERS] == 0)
+        state = self._state[:, turns]
+        for turn in turns[state[PAGE] * PAGE_BYTES + state[FILL] == state[END_BYTE]].tolist():
+            self.flush(turn)
 
-    def flush(self, segment: Segment) -> None:
+    def flush(self, turn: int) -> None:
         """Write a segment's whole pages; pages that it shares with others, and at its end the last one,
         become edges."""
-        buffer, target = segment.buffer, segment.target
-        if buffer is None:
+        own, target = self._state[:, turn], self._target(turn)
+        number = int(own[BUFFER])
+        if number == NO_BUFFER:
             return
-        begin, end = segment.page * PAGE_BYTES, segment.page * PAGE_BYTES + segment.fill
-        first = segment.page
-        if begin < segment.begin_byte:  # the first page has another segment's rows too
-            low, high = segment.begin_byte - begin, min(PAGE_BYTES, segment.fill)
-            if high < PAGE_BYTES and end < segment.end_byte:
+        buffer, fill, first = self._buffer(turn), int(own[FILL]), int(own[PAGE])
+        begin, end = first * PAGE_BYTES, first * PAGE_BYTES + fill
+        if begin < own[BEGIN_BYTE]:  # the first page has another segment's rows too
+            low, high = int(own[BEGIN_BYTE]) - begin, min(PAGE_BYTES, fill)
+            if high < PAGE_BYTES and end < own[END_BYTE]:
                 return  # it will have more of this one's
             target.add(first, low, buffer[low:high])
             first += 1
         last = max(first, end // PAGE_BYTES)
-        tail = buffer[(last - segment.page) * PAGE_BYTES : segment.fill]
-        if end == segment.end_byte:
+        tail = buffer[last * PAGE_BYTES - begin : fill]
+        if end == own[END_BYTE]:
             target.add(last, 0, tail)
-            segment.buffer, segment.fill = None, 0
+            own[BUFFER], own[FILL] = NO_BUFFER, 0
         else:
-            following = self.buffer()
-            following[: len(tail)] = tail
-            segment.hold(following)
-            segment.fill = len(tail)
-        low = (first - segment.page) * PAGE_BYTES
-        segment.page = last
+            self._take(turn)[: len(tail)] = tail
+            own[FILL] = len(tail)
+        own[PAGE] = last
         if last > first:
-            pages = buffer[low : low + (last - first) * PAGE_BYTES]
-            target.write(first, pages, lambda: self._free.put(buffer))
+            where = number * self._size + first * PAGE_BYTES - begin
+            self._write(target, np.array([[first, where, last - first]]))
         else:
-            self._free.put(buffer)
+            self._written.put(np.array([number]))
 
+    def checkpoint(self) -> None:
+        """Write all that is whole, and the pages that are not as they are, durably."""
+        for turn in range(len(self._chosen)):
+            self.flush(turn)
+        for route in self._routes:
+            route.target.write_unfinished(
+                self._unfinished(turn)
+                for turn in range(len(self._chosen))
+                if self._target(turn) is route.target and self._begun(turn)
+            )
 
-@dataclass(frozen=True)
-class Route:
-    """What goes to one target: list i of ``rows`` (ascending rows of the base table) is the segment of the
-    target from row ``first_rows[i]`` on."""
+    def _begun(self, turn: int) -> bool:
+        """Whether a segment's buffer has rows of the page under way."""
+        begin, _, page, fill, buffer = self._state[:, turn].tolist()
+        return bool(buffer != NO_BUFFER and fill > max(0, begin - page * PAGE_BYTES))
 
-    rows: RowLists
-    first_rows: NDArray[np.int64]
-    target: Target
+    def _unfinished(self, turn: int) -> tuple[int, int, NDArray[np.uint8]]:
+        """What a segment's buffer has of the page under way: the page, the byte within it, and the bytes,
+        uint8."""
+        begin, _, page, fill, _ = self._state[:, turn].tolist()
+        low = max(0, begin - page * PAGE_BYTES)
+        return page, low, self._buffer(turn)[low:fill]
 
-
-@dataclass(frozen=True)
-class SegmentPlan:
-    """How to pack: rows a slab, the size of a buffer, and episodes, each a list of (route, list) numbers."""
-
-    slab_rows: int
-    buffer_bytes: int
-    buffers: int
-    episodes: tuple[tuple[tuple[int, int], ...], ...]
-
-
-def _smallest_buffer(row_bytes: int) -> int:
-    return -(-max(BUFFER_BYTES_MIN, 2 * row_bytes + PAGE_BYTES) // PAGE_BYTES) * PAGE_BYTES
-
-
-def needed_bytes(row_bytes: int) -> int:
-    """The memory in which :func:`plan_packing` always finds a way: two slabs take a quarter of it, or are of
-    one row each."""
-    return ((_SPARE_BUFFERS + 1) * (_smallest_buffer(row_bytes) + PAGE_BYTES) + 2 * row_bytes) * 4 // 3 + 1
-
-
-class PackingSizes(NamedTuple):
-    """Rows a slab, the size of a buffer, segments that are packed at once, and how often the table is gone
-    through."""
-
-    slab_rows: int
-    buffer_bytes: int
-    per_episode: int
-    episodes: int
-
-
-def packing_sizes(segments: int, row_bytes: int, memory_bytes: int) -> PackingSizes:
-    """Buffers as large as the memory allows, for so many segments in as few episodes. Raises BudgetError."""
-    slab_rows = max(1, min(SLAB_BYTES_MAX, memory_bytes // 8) // row_bytes)
-    left = memory_bytes - 2 * slab_rows * row_bytes
-    smallest = _smallest_buffer(row_bytes)
-    at_once = min(segments, left // (smallest + PAGE_BYTES) - _SPARE_BUFFERS)
-    if segments and at_once < 1:
-        raise BudgetError(
-            needed_bytes(row_bytes),
-            memory_bytes,
-            "hold a slab of the table and a buffer for each of a few segments",
-        )
-    episodes = -(-segments // max(1, at_once))
-    per_episode = -(-segments // max(1, episodes))
-    each = left // max(1, per_episode + _SPARE_BUFFERS) - PAGE_BYTES
-    size = max(smallest, min(BUFFER_BYTES_MAX, each) // PAGE_BYTES * PAGE_BYTES)
-    return PackingSizes(slab_rows, size, per_episode, episodes)
-
-
-def plan_packing(routes: list[Route], row_bytes: int, memory_bytes: int) -> SegmentPlan:
-    """How to pack all lists of these routes. Raises BudgetError."""
-    segments = [(r, int(i)) for r, route in enumerate(routes) for i in np.flatnonzero(route.rows.lengths())]
-    sizes = packing_sizes(len(segments), row_bytes, memory_bytes)
-    step = max(1, sizes.per_episode)
-    cut = tuple(tuple(segments[at : at + step]) for at in range(0, len(segments), step))
-    return SegmentPlan(sizes.slab_rows, sizes.buffer_bytes, sizes.per_episode + _SPARE_BUFFERS, cut)
+    def resume(self, turn: int, rows_done: int | None = None) -> None:
+        """Go on with a segment after ``rows_done`` rows (all) that a checkpoint wrote: bring back what pages
+        that were not whole have of them."""
+        own, target = self._state[:, turn], self._target(turn)
+        begin, end = int(own[BEGIN_BYTE]), int(own[END_BYTE])
+        at = end if rows_done is None else begin + rows_done * self._row_bytes
+        if at == begin:
+            return
+        first, head = divmod(begin, PAGE_BYTES)
+        page, fill = divmod(at, PAGE_BYTES)
+        own[PAGE], own[FILL] = page, fill
+        if head:
+            high = min(PAGE_BYTES, at - first * PAGE_BYTES)
+            target.add(first, head, target.bring_back(first, head, high))
+            # what is before is the edge's
+            own[BEGIN_BYTE] = max(begin, min(at, (first + 1) * PAGE_BYTES))
+        if fill == 0 or (head and page == first):
+            return
+        content = target.bring_back(page, 0, fill)
+        if at == end:
+            target.add(page, 0, content)
+        else:
+            self._take(turn)[:fill] = content
 
 
 def bounds_of(route: Route, segments: list[int], starts: NDArray[np.int64]) -> NDArray[Any]:
@@ -288,63 +297,48 @@ def pack_episode(
     base, row_bytes = reader.store.table(table), routes[0].target.layout.row_bytes
     slabs = -(-base.rows // plan.slab_rows)
     starts = np.minimum(np.arange(slabs + 1, dtype=np.int64) * plan.slab_rows, base.rows)
-    packing, chosen = Packing(row_bytes, plan.buffer_bytes, plan.buffers), plan.episodes[episode]
-    segments = [segment_of(routes, r, i) for r, i in chosen]
+    chosen = plan.episodes[episode]
+    packing = Packing(routes, chosen, plan.buffer_bytes, plan.buffers)
     bounds = np.concatenate(
         [bounds_of(route, [i for q, i in chosen if q == r], starts) for r, route in enumerate(routes)]
     )
-    for segment, bound in zip(segments, bounds, strict=True):
-        segment.resume(int(bound[begin_slab]), packing.buffer)
+    for turn, bound in enumerate(bounds):
+        packing.resume(turn, int(bound[begin_slab]))
     for route in routes:
         route.target.check_resumed()
     wanted = [s for s in range(begin_slab, slabs) if (bounds[:, s + 1] > bounds[:, s]).any()]
+    of_route = np.searchsorted([r for r, _ in chosen], np.arange(len(routes) + 1))
+    offsets = np.array([routes[r].rows.offsets[i] for r, i in chosen], np.int64)
     since = 0
     for slab, data in _slabs(reader, table, starts, wanted, plan.slab_rows * row_bytes):
         tick("read", len(data))
-        for turns, rows, ends in _rows_of_slab(routes, chosen, bounds[:, slab], bounds[:, slab + 1]):
-            packing.append([segments[turn] for turn in turns], data, int(starts[slab]), rows, ends)
-        written = int((bounds[:, slab + 1] - bounds[:, slab]).sum()) * row_bytes
+        counts = (bounds[:, slab + 1] - bounds[:, slab]).astype(np.int64)
+        for r, route in enumerate(routes):
+            turns = np.flatnonzero(counts[of_route[r] : of_route[r + 1]]) + of_route[r]
+            for some, rows, ends in _rows_of(route, turns, offsets + bounds[:, slab], counts):
+                packing.append(some, data, int(starts[slab]), rows, ends)
+        written = int(counts.sum()) * row_bytes
         tick("write", written)
         since += written
         if since >= SEGMENTS_CHECKPOINT_BYTES or slab == wanted[-1]:
             since = 0
-            for segment in segments:
-                packing.flush(segment)
-            for route in routes:
-                route.target.write_unfinished(
-                    s.unfinished() for s in segments if s.target is route.target and s.begun()
-                )
+            packing.checkpoint()
             save(slab + 1)
 
 
-def segment_of(routes: list[Route], route: int, index: int) -> Segment:
-    """The segment of a list."""
-    r = routes[route]
-    return Segment(r.target, int(r.first_rows[index]), int(r.rows.offsets[index + 1] - r.rows.offsets[index]))
-
-
-def _rows_of_slab(
-    routes: list[Route], chosen: tuple[tuple[int, int], ...], lows: NDArray[Any], highs: NDArray[Any]
-) -> Iterator[tuple[list[int], NDArray[Any], NDArray[np.int64]]]:
-    """What of their lists (from ``lows`` to ``highs``) the chosen segments want of a slab, for several of one
-    route at a time, as many as have about INDEX_ROWS: (their numbers, the rows of all, where those of each
-    end)."""
-    counts = (highs - lows).astype(np.int64)
-    for r, route in enumerate(routes):
-        mine = [turn for turn in np.flatnonzero(counts).tolist() if chosen[turn][0] == r]
-        ends = np.cumsum(counts[mine])
-        begin = 0
-        while begin < len(mine):
-            before = int(ends[begin - 1]) if begin else 0
-            end = max(begin + 1, int(np.searchsorted(ends, before + INDEX_ROWS, side="right")))
-            rows = np.empty(int(ends[end - 1]) - before, route.rows.dtype)
-            at = 0
-            for turn in mine[begin:end]:
-                first, count = int(route.rows.offsets[chosen[turn][1]]) + int(lows[turn]), int(counts[turn])
-                route.rows.read(first, rows[at : at + count])
-                at += count
-            yield mine[begin:end], rows, ends[begin:end] - before
-            begin = end
+def _rows_of(
+    route: Route, turns: NDArray[np.int64], firsts: NDArray[np.int64], counts: NDArray[np.int64]
+) -> Iterator[tuple[NDArray[np.int64], NDArray[Any], NDArray[np.int64]]]:
+    """What segments of one route, ``turns``, want of a slab, for several at a time, as many as have about
+    INDEX_ROWS: (their numbers, the rows of all, where those of each end). By turn: ``firsts``, where in the
+    route's lists those of a segment begin, and ``counts``."""
+    ends, begin = np.cumsum(counts[turns]), 0
+    while begin < len(turns):
+        before = int(ends[begin - 1]) if begin else 0
+        end = max(begin + 1, int(np.searchsorted(ends, before + INDEX_ROWS, side="right")))
+        some = turns[begin:end]
+        yield some, route.rows.parts(firsts[some], counts[some]), ends[begin:end] - before
+        begin = end
 
 
 def _slabs(

@@ -15,15 +15,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from featstore.base.buffers import aligned_buffer
 from featstore.base.native import address_of
 from featstore.base.rows import IN_ORDER, move_rows
 from featstore.base.sort import radix_sort
-from featstore.compile import segments
+from featstore.compile import segment_plan
 from featstore.compile.decide import TableDecision
 from featstore.compile.row_lists import RowLists, RowListsWriter
 from featstore.compile.segment_pages import PAGE_WRITE_THREADS, Target, page_buffers
-from featstore.compile.segments import Route, pack_episode, plan_packing, segment_of
+from featstore.compile.segment_plan import Route, plan_packing
+from featstore.compile.segments import Packing, pack_episode
 from featstore.compile.write_records import chunk_path, new_table, table_writer
 from featstore.errors import CorruptionError
 from featstore.layout import TableLayout
@@ -46,7 +46,7 @@ _PIECE_PAGES = 1024  # that are written at once
 def table_needed_bytes(row_bytes: int) -> int:
     """The smallest budget of compiling in which rows of this size can be packed, the base table's reader
     included."""
-    inner = memory = segments.needed_bytes(row_bytes)
+    inner = memory = segment_plan.needed_bytes(row_bytes)
     while memory - reader_bytes(memory) < inner:
         memory = inner + reader_bytes(memory)
     return memory
@@ -173,10 +173,9 @@ class TablePacking:
         for route, unfinished in zip(routes, progress.unfinished):  # none before the first checkpoint
             route.target.resume(unfinished)
         for earlier in packing.episodes[: progress.episode]:
-            for r, i in earlier:
-                segment_of(routes, r, i).resume(
-                    int(routes[r].rows.lengths()[i]), lambda: aligned_buffer(PAGE_BYTES)
-                )
+            whole = Packing(routes, earlier)
+            for turn in range(len(earlier)):
+                whole.resume(turn)
 
         def save(slab: int) -> None:
             progress.slab, progress.unfinished = slab, [route.target.unfinished for route in routes]

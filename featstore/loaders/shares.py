@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 from featstore.errors import BudgetError
 
-SAMPLER_SHARE = 4  # of the memory, at most, is for a sampler
+SAMPLER_SHARE = (
+    3  # of the memory, at most, is for a sampler: a neighbour in memory saves more than a row does
+)
 
 
 @dataclass(frozen=True)

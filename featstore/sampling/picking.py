@@ -174,14 +174,14 @@ def sample_hop(
 @njit(cache=True, nogil=True)
 def pick_hop(
     offsets: Any, node_of_row: Any, rows: Any, begin: Any, end: Any, fanout: Any, key: Any,
-    bits: Any, ranks: Any, starts: Any, lists: Any, picks: Any, row: Any, col: Any, edge: Any,
+    bits: Any, ranks: Any, starts: Any, lists: Any, first: Any, picks: Any, row: Any, col: Any, edge: Any,
 ) -> Any:  # fmt: skip
     """Pick the edges of ``rows[begin:end]``: their positions into ``edge``, who asks into ``col``, and into
     ``row`` the neighbour where the cache holds it, else -1. Returns how many of ``row`` are negative.
 
-    ``node_of_row`` is empty where row = node id; ``bits``, ``ranks``, ``starts`` and ``lists`` are those of
-    :class:`featstore.sampling.hubs.HubCache`, empty where nothing is cached. Sizes and offsets:
-    see :func:`hop_size`.
+    ``node_of_row`` is empty where row = node id; ``bits``, ``ranks``, ``starts``, ``lists`` and ``first`` are
+    those of :class:`featstore.sampling.cache.NeighbourCache`, empty where nothing is cached. Sizes and
+    offsets: see :func:`hop_size`.
     """
     identity = node_of_row.shape[0] == 0
     cached = bits.shape[0] > 0
@@ -197,7 +197,12 @@ def pick_hop(
         slot = slot_of(asking, bits, ranks) if cached else np.int64(-1)
         for place in range(filled, filled + taken):
             col[place] = position
-            row[place] = lists[starts[slot] + edge[place] - low] if slot >= 0 else -1
+            if slot >= 0:
+                row[place] = lists[starts[slot] + edge[place] - low]
+            elif edge[place] < first.shape[0]:
+                row[place] = first[edge[place]]
+            else:
+                row[place] = -1
             misses += row[place] < 0
         filled += taken
     return misses

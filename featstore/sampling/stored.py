@@ -11,12 +11,13 @@ is thus read whole, and of a hub with a million neighbours only the pages of the
 **Rows inside, node ids outside.** Lists hold rows, so sampling goes from row to row; ``row_of_node`` is asked
 for the seeds, ``node_of_row`` for the hash of each node that asks and for the nodes that come out.
 
-**Hubs.** The lists of the most wanted ones are held in memory (:mod:`featstore.sampling.hubs`).
+**Cache.** Neighbours are held in memory as far as there is room: all, or the lists of the most wanted hubs
+and of the first rows (:mod:`featstore.sampling.cache`).
 
 **Memory** is one budget for the offsets (8 bytes a row), the two maps, what the reader takes, the scratch of
 a mini-batch and the cache. What a mini-batch needs is known at each of its hops before it is taken: when it
-needs more than is left, the least wanted hubs leave the cache for good, so the cache ends as large as the
-largest mini-batch allows; when even that is not enough, a BudgetError tells what is. The mini-batch that
+needs more than is left, neighbours leave the cache for good, so the cache ends as large as the largest
+mini-batch allows; when even that is not enough, a BudgetError tells what is. The mini-batch that
 comes out is the caller's and comes on top.
 
 Mini-batches are made one at a time, whatever the number of threads that ask: the reads of one hop fill the
@@ -44,8 +45,8 @@ from featstore.reader.lookup import table_need
 from featstore.reader.options import check_reading
 from featstore.reader.reader import QUEUE_DEPTH, Reader
 from featstore.reader.report import ReaderStats
+from featstore.sampling.cache import NO_MAP, NeighbourCache
 from featstore.sampling.hops import Hops, HopSampler
-from featstore.sampling.hubs import NO_MAP, HubCache
 from featstore.sampling.neighbors import SampledSubgraph, checked_seeds
 from featstore.sampling.picking import enter_hop, pick_hop, seed_table, table_size
 from featstore.storage.relations import graph_of
@@ -156,10 +157,13 @@ class StoredSampler(HopSampler):
         self._row_of_node: NDArray[Any]
         self._node_of_row: NDArray[Any]
         self._row_of_node, self._node_of_row = table.maps() or (NO_MAP, NO_MAP)
+        left = self._memory_bytes - self._smallest(0)  # where all neighbours fit, there is little to read
+        whole = node_dtype(nodes).itemsize * self.graph.edges + SCRATCH_BYTES_MIN <= left
         self._reader = Reader(
             store,
             memory=self._memory_bytes - self._held_bytes,
             static=None,
+            static_memory=left if whole else None,
             tables=names,
             engine=engine,
             queue_depth=queue_depth,
@@ -188,7 +192,7 @@ class StoredSampler(HopSampler):
             self.graph.edges,
             f"the offsets of graph {self.graph.name!r} of {self.store.path}",
         )
-        self._cache = HubCache(self.graph, self._offsets)
+        self._cache = NeighbourCache(self.graph, self._offsets)
         self._cache.fill(self._reader, self._free_bytes - SCRATCH_BYTES_MIN)
         self._start_process()
         self._sample(np.empty(0, np.int64), 0)
@@ -269,7 +273,7 @@ class StoredSampler(HopSampler):
         hubs = self._cache.index
         misses = pick_hop(
             self._offsets, self._node_of_row, hops.nodes, begin, end, fanout, key, hubs.bits, hubs.ranks,
-            hubs.starts, self._cache.lists, picks, row, col, edge,
+            hubs.starts, self._cache.lists, self._cache.first, picks, row, col, edge,
         )  # fmt: skip
         self._edges_asked += len(edge)
         self._edges_cached += len(edge) - misses
@@ -349,7 +353,7 @@ class StoredSampler(HopSampler):
                 self._closed = True
         self._reader.close()
         self._offsets, self._row_of_node, self._node_of_row = np.zeros(1, np.int64), NO_MAP, NO_MAP
-        self._cache = HubCache(self.graph, self._offsets)
+        self._cache = NeighbourCache(self.graph, self._offsets)
 
     def __enter__(self) -> StoredSampler:
         return self

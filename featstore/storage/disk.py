@@ -20,7 +20,7 @@ import os
 import secrets
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -43,29 +43,40 @@ _LIBC.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c
 
 @njit(cache=True, nogil=True)
 def crc_and_write(
-    functions: NDArray[np.int64], descriptor: int, address: int, pages: int, offset: int,
-    checksums: NDArray[np.uint32], sums_descriptor: int, at: int, done: NDArray[np.int64],
-) -> None:  # fmt: skip
-    """Fill in the ``checksums`` of pages at an address, write the pages, and then these. ``done`` int64 [3]:
-    how many bytes of each, whole pages, until the system first wrote less, and the errno where it refused.
-    ``functions`` int64 [2]: the addresses of pwrite and of what says where errno is."""
-    for page in range(pages):
-        checksums[page] = crc_page(address + page * PAGE_BYTES)
-    byte_count = pages * PAGE_BYTES
-    while done[0] < byte_count:
-        # of the same signature: descriptor, buffer, bytes, offset
+    functions: NDArray[np.int64], memory: int, descriptors: NDArray[np.int32], runs: NDArray[np.int64],
+    checksums: NDArray[np.uint32], sums_descriptor: int, done: NDArray[np.int64],
+) -> int:  # fmt: skip
+    """Write runs of pages, one after the other, each with the checksums of its pages after it. ``runs``,
+    int64 [n, 4]: byte of the file ``descriptors[n]``, byte from the address ``memory`` on, pages, byte of the
+    file of checksums; ``checksums``, uint32, has room for those of all pages, and is filled in.
+
+    ``done``, int64 [n, 2], from 0 on: how many bytes of each are written, whole pages. It ends where the
+    system wrote less than was asked for. Returns the errno, 0 where it did not refuse. ``functions``
+    int64 [2]: the addresses of pwrite and of what says where errno is.
+    """
+    first = 0
+    for i in range(runs.shape[0]):
+        address, pages = memory + runs[i, 1], runs[i, 2]
+        for page in range(pages):
+            checksums[first + page] = crc_page(address + page * PAGE_BYTES)
+        byte_count = pages * PAGE_BYTES
+        while done[i, 0] < byte_count:
+            # of the same signature: descriptor, buffer, bytes, offset
+            count = call_pread(
+                functions[0], np.int32(descriptors[i]), address + done[i, 0], byte_count - done[i, 0],
+                runs[i, 0] + done[i, 0],
+            )  # fmt: skip
+            if count < PAGE_BYTES:
+                return load_i32(call_i64(functions[1])) if count < 0 else 0
+            done[i, 0] += count - count % PAGE_BYTES
         count = call_pread(
-            functions[0], np.int32(descriptor), address + done[0], byte_count - done[0], offset + done[0]
+            functions[0], np.int32(sums_descriptor), checksums[first:].ctypes.data, 4 * pages, runs[i, 3]
         )
-        if count < 0:
-            done[2] = load_i32(call_i64(functions[1]))
-        if count < PAGE_BYTES:
-            return
-        done[0] += count - count % PAGE_BYTES
-    count = call_pread(functions[0], np.int32(sums_descriptor), checksums.ctypes.data, 4 * pages, at)
-    if count < 0:
-        done[2] = load_i32(call_i64(functions[1]))
-    done[1] = max(np.int64(0), count)
+        done[i, 1] = max(np.int64(0), count)
+        if count < 4 * pages:
+            return load_i32(call_i64(functions[1])) if count < 0 else 0
+        first += pages
+    return 0
 
 
 class File:
@@ -144,27 +155,38 @@ class Disk:
             if file.direct and done % PAGE_BYTES:
                 done -= done % PAGE_BYTES
 
-    def write_pages(self, file: File, offset: int, pages: NDArray[np.uint8], sums: File, at: int) -> None:
-        """Write whole pages at a byte offset, and the checksum of each, uint32, into ``sums`` at byte ``at``:
-        as two writes, but in one step that holds no lock of the interpreter."""
-        checksums = np.empty(len(pages) // PAGE_BYTES, np.uint32)
-        done = np.zeros(3, np.int64)
-        if type(self).write is not Disk.write or (file.direct and _address(pages) % PAGE_BYTES):
-            crc_pages(pages, checksums)  # who watches writes sees two
-        else:
-            crc_and_write(
-                _FUNCTIONS, file.descriptor, address_of(pages), len(checksums), offset, checksums,
-                sums.descriptor, at, done,
-            )  # fmt: skip
-        first, second, number = done.tolist()
-        if number not in (0, errno.EINTR, errno.EINVAL):
-            where, at_byte = (file, offset + first) if first < len(pages) else (sums, at)
-            left = (len(pages) - first) or checksums.nbytes
-            raise refusal(OSError(number, os.strerror(number)), where.path, "write", at_byte, left)
-        if first < len(pages):  # less was written than was asked for
-            self.write(file, offset + first, pages[first:])
-        if second < checksums.nbytes:
-            self.write(sums, at, checksums.view(np.uint8))
+    def write_pages(
+        self, memory: NDArray[np.uint8], files: Sequence[File], runs: NDArray[np.int64], sums: File
+    ) -> None:
+        """Write runs of whole pages, each into one of ``files``, and the checksum of each page, uint32, into
+        ``sums``: as two writes a run, but all in one step that holds no lock of the interpreter. ``runs``,
+        int64 [n, 4]: byte of the file, byte of ``memory``, pages, byte of ``sums``."""
+        checksums, done = np.empty(int(runs[:, 2].sum()), np.uint32), np.zeros((len(runs), 2), np.int64)
+        number = 0
+        if (
+            type(self).write is Disk.write and not _address(memory) % PAGE_BYTES
+        ):  # who watches sees each write
+            descriptors = np.array([file.descriptor for file in files], np.int32)
+            number = crc_and_write(
+                _FUNCTIONS, address_of(memory), descriptors, runs, checksums, sums.descriptor, done
+            )
+            if number == 0 and done[-1, 1] == 4 * runs[-1, 2]:
+                return
+        first = 0
+        for file, (offset, at, count, sums_at), (bytes_done, sums_done) in zip(
+            files, runs.tolist(), done.tolist(), strict=True
+        ):
+            pages, own = memory[at : at + count * PAGE_BYTES], checksums[first : first + count]
+            first += count
+            if bytes_done == len(pages) and sums_done == own.nbytes:
+                continue
+            if number not in (0, errno.EINTR, errno.EINVAL):
+                where, byte = (file, offset + bytes_done) if bytes_done < len(pages) else (sums, sums_at)
+                left = (len(pages) - bytes_done) or own.nbytes
+                raise refusal(OSError(number, os.strerror(number)), where.path, "write", byte, left)
+            if bytes_done < len(pages):  # less was written than was asked for, or nothing yet
+                self.write(file, offset + bytes_done, pages[bytes_done:])
+            self.write(sums, sums_at, crc_pages(pages, own).view(np.uint8))
 
     def _leave_direct(self, file: File) -> None:
         with asking(file.path, "leave direct writing to"):

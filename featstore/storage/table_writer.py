@@ -218,34 +218,48 @@ class TableWriter:
     def write(self, first_page: int, pages: NDArray[np.uint8], on_written: Callable[[], None]) -> None:
         """Write whole pages at a page offset, soon. ``on_written`` is called when ``pages`` may be used
         again."""
+        self.write_runs(pages, np.array([[first_page, 0, len(pages) // PAGE_BYTES]]), on_written)
+
+    def write_runs(
+        self, memory: NDArray[np.uint8], runs: NDArray[np.int64], on_written: Callable[[], None]
+    ) -> None:
+        """Write runs of whole pages, soon, one after the other. ``runs``, int64 [n, 3]: the page where a run
+        goes, the byte of ``memory`` at which it begins, and its pages. ``on_written`` is called when these
+        bytes may be used again."""
         while self._pending and self._pending[0].done():
             self._pending.popleft().result()
         # Files are opened here, by one thread, so that two writers of one chunk share a descriptor.
-        per_file = self._layout.pages_per_chunk
-        for chunk in range(
-            first_page // per_file, (first_page + len(pages) // PAGE_BYTES - 1) // per_file + 1
-        ):
-            if chunk not in self._files:
-                file = self._files[chunk] = self._disk.create(self._chunk_path(chunk), keep=True, direct=True)
-                if chunk not in self._allocated:
-                    self._allocated.add(chunk)
-                    used = -(-self._layout.data_bytes // PAGE_BYTES) - chunk * per_file
-                    self._disk.allocate(file, min(per_file, used) * PAGE_BYTES)
-        self._pending.append(submitted(self._pool, self._write, first_page, pages, on_written))
+        for page, _, count in runs.tolist():
+            per_file = self._layout.pages_per_chunk
+            for chunk in range(page // per_file, (page + count - 1) // per_file + 1):
+                if chunk not in self._files:
+                    self._open(chunk)
+        self._pending.append(submitted(self._pool, self._write, memory, runs, on_written))
 
-    def _write(self, first_page: int, pages: NDArray[np.uint8], on_written: Callable[[], None]) -> None:
+    def _open(self, chunk: int) -> None:
+        file = self._files[chunk] = self._disk.create(self._chunk_path(chunk), keep=True, direct=True)
+        if chunk not in self._allocated:
+            self._allocated.add(chunk)
+            per_file = self._layout.pages_per_chunk
+            used = -(-self._layout.data_bytes // PAGE_BYTES) - chunk * per_file
+            self._disk.allocate(file, min(per_file, used) * PAGE_BYTES)
+
+    def _write(
+        self, memory: NDArray[np.uint8], runs: NDArray[np.int64], on_written: Callable[[], None]
+    ) -> None:
         per_file = self._layout.pages_per_chunk
+        files: list[File] = []
+        parts: list[tuple[int, int, int, int]] = []
         try:
-            page, count = first_page, len(pages) // PAGE_BYTES
-            while page < first_page + count:
-                chunk, within = divmod(page, per_file)
-                run = min(per_file - within, first_page + count - page)
-                begin = (page - first_page) * PAGE_BYTES
-                self._disk.write_pages(
-                    self._files[chunk], within * PAGE_BYTES, pages[begin : begin + run * PAGE_BYTES],
-                    self._checksums, 4 * page,
-                )  # fmt: skip
-                page += run
+            for page, at, count in runs.tolist():
+                end = page + count
+                while page < end:
+                    chunk, within = divmod(page, per_file)
+                    pages = min(per_file - within, end - page)
+                    files.append(self._files[chunk])
+                    parts.append((within * PAGE_BYTES, at, pages, 4 * page))
+                    page, at = page + pages, at + pages * PAGE_BYTES
+            self._disk.write_pages(memory, files, np.array(parts), self._checksums)
         finally:
             on_written()
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 import featstore
 import featstore.layout.table
-from featstore.compile import segments
+from featstore.compile import segment_plan, segments
 from featstore.compile import write_table as packing
 from featstore.compile.decide import OURS
 from featstore.compile.placement import Location, Placement
@@ -74,9 +74,9 @@ def small(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
     monkeypatch.setattr(packing, "_Buckets", Buckets)
     monkeypatch.setattr(featstore.layout.table, "CHUNK_BYTES", 5 * 4096)
-    monkeypatch.setattr(segments, "SLAB_BYTES_MAX", 60_000)
+    monkeypatch.setattr(segment_plan, "SLAB_BYTES_MAX", 60_000)
     monkeypatch.setattr(segments, "SEGMENTS_CHECKPOINT_BYTES", 50_000)
-    monkeypatch.setattr(segments, "BUFFER_BYTES_MIN", 9 * 2**20 // 10)
+    monkeypatch.setattr(segment_plan, "BUFFER_BYTES_MIN", 9 * 2**20 // 10)
     return monkeypatch
 
 
@@ -103,9 +103,11 @@ def test_every_row_is_that_of_the_source(
         patch.setattr(
             featstore.layout.table, "CHUNK_BYTES", data.draw(st.sampled_from([20_000, 2**26]), label="chunk")
         )
-        patch.setattr(segments, "SLAB_BYTES_MAX", data.draw(st.sampled_from([70_000, 2**24]), label="slab"))
         patch.setattr(
-            segments, "BUFFER_BYTES_MIN", data.draw(st.sampled_from([2**13, 2**19]), label="buffer")
+            segment_plan, "SLAB_BYTES_MAX", data.draw(st.sampled_from([70_000, 2**24]), label="slab")
+        )
+        patch.setattr(
+            segment_plan, "BUFFER_BYTES_MIN", data.draw(st.sampled_from([2**13, 2**19]), label="buffer")
         )
         folder = tmp_path_factory.mktemp("case")
         case = make_case(folder, rows, batches, permuted=data.draw(st.booleans(), label="permuted"))
@@ -148,9 +150,9 @@ def test_episodes_buckets_and_chunks(
         tmp_path, rows, skewed_batches({"t": len(rows["t"])}, 13, len(rows["t"]) // 2, 3), permuted=True
     )
     passes: list[int] = []
-    whole = segments.plan_packing
+    whole = segment_plan.plan_packing
 
-    def counted(*arguments: Any) -> segments.SegmentPlan:
+    def counted(*arguments: Any) -> segment_plan.SegmentPlan:
         plan = whole(*arguments)
         passes.append(len(plan.episodes))
         return plan

@@ -21,7 +21,7 @@ from compiled_support import Case, QuickDisk, make_case, placed, rows_of, skewed
 
 import featstore
 import featstore.layout.table
-from featstore.compile import segments
+from featstore.compile import segment_plan, segments
 from featstore.compile import write_table as packing
 from featstore.compile.placement import Location, Placement
 from featstore.errors import (
@@ -70,9 +70,9 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(packing, "_Buckets", Buckets)
     monkeypatch.setattr(featstore.layout.table, "CHUNK_BYTES", 8 * 1024)
-    monkeypatch.setattr(segments, "SLAB_BYTES_MAX", 12_000)
+    monkeypatch.setattr(segment_plan, "SLAB_BYTES_MAX", 12_000)
     monkeypatch.setattr(segments, "SEGMENTS_CHECKPOINT_BYTES", 10_000)
-    monkeypatch.setattr(segments, "BUFFER_BYTES_MIN", 9 * 2**20 // 10)
+    monkeypatch.setattr(segment_plan, "BUFFER_BYTES_MIN", 9 * 2**20 // 10)
 
 
 @pytest.fixture(scope="module")
@@ -333,8 +333,8 @@ def test_a_real_kill(case: Case, tmp_path: Path) -> None:
     store = featstore.pack(tmp_path / "base", rows, order="given", disk=QuickDisk())
     Trace.record(ids, tmp_path / "trace").close()
     program = (
-        "import sys, featstore\nfrom featstore.compile import segments\nsegments.SLAB_BYTES_MAX, "
-        "segments.SEGMENTS_CHECKPOINT_BYTES = 200_000, 400_000\nfeatstore.compile_trace(sys.argv[1], "
+        "import sys, featstore\nfrom featstore.compile import segment_plan, segments\n"
+        "segment_plan.SLAB_BYTES_MAX, segments.SEGMENTS_CHECKPOINT_BYTES = 200_000, 400_000\nfeatstore.compile_trace(sys.argv[1], "
         "sys.argv[2], 'x', memory='64MiB', cache=100_000, resume=sys.argv[3] == '1',\n    "
         "progress=lambda p: print(p.stage, flush=True)).close()\n"
     )

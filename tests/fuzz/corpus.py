@@ -15,7 +15,7 @@ import numpy as np
 
 import featstore
 import featstore.layout.table
-from featstore.compile import segments
+from featstore.compile import segment_plan, segments
 from featstore.compile.decide import Policy
 from featstore.compile.groups import shared_order
 from featstore.compile.placement import Forecast, Location, Placement, forecast
@@ -107,7 +107,8 @@ def small_pieces() -> Iterator[None]:
         permute: {"SOURCE_BLOCK_BYTES": 4096, "CHECKPOINT_BYTES": 6000},
         spill: {"PIECE_BYTES": 4096, "CHECKPOINT_BYTES": 60_000},
         spill_files: {"FLUSH_BYTES_MAX": 4096, "FLUSH_BYTES_MIN": 4096, "CHECKPOINT_BYTES": 60_000},
-        segments: {"SEGMENTS_CHECKPOINT_BYTES": 3000, "SLAB_BYTES_MAX": 4000},
+        segments: {"SEGMENTS_CHECKPOINT_BYTES": 3000},
+        segment_plan: {"SLAB_BYTES_MAX": 4000},
         recorder: {"_HOLD_BYTES": 300, "LOG_CHECKPOINT_BYTES": 900},
     }  # fmt: skip
     with ExitStack() as stack:

@@ -74,6 +74,13 @@ def seeds_of(number: int, count: int = 50, nodes: int = NODES) -> Any:
     return np.random.default_rng(number).permutation(nodes)[:count]
 
 
+def least(store: featstore.Store, share: float = 0.0) -> int:
+    """The smallest memory of a sampler, and so much of what all neighbours take."""
+    with pytest.raises(BudgetError, match="sample from this graph") as raised:
+        store.sampler(FANOUTS, memory=1)
+    return raised.value.needed_bytes + int(share * 4 * store.graphs["features"].edges)
+
+
 def assert_equal(ours: SampledSubgraph, theirs: SampledSubgraph) -> None:
     """Equal but for ``edge_id``, which counts in another order."""
     for name in ("node", "row", "col"):
@@ -134,14 +141,15 @@ def test_equals_the_sampler_in_memory(
 def test_every_order_and_engine(by_order: Any, engine: str, order: str, hubs: float) -> None:
     store = by_order[order, hubs]
     memory = in_memory(store)
-    with store.sampler(FANOUTS, memory=MEMORY, engine=engine) as sampler:
-        assert sampler.engine == engine
-        for number in range(3):
-            assert_equal(
-                sampler.sample(seeds_of(number), number, epoch=7),
-                memory.sample(seeds_of(number), number, epoch=7),
-            )
-        assert (sampler.stats().edges_cached > 0) == (hubs > 0)
+    for share in (0.0, 0.5, 1.0):  # of the neighbours, in memory
+        with store.sampler(FANOUTS, memory=least(store, share), engine=engine) as sampler:
+            assert sampler.engine == engine
+            for number in range(3):
+                assert_equal(
+                    sampler.sample(seeds_of(number), number, epoch=7),
+                    memory.sample(seeds_of(number), number, epoch=7),
+                )
+            assert (sampler.stats().edges_cached > 0) == (share > 0)
 
 
 def test_small_seeds_and_many(hubs_store: featstore.Store) -> None:
@@ -180,8 +188,9 @@ def test_each_neighbour_is_picked_about_equally_often(pack: Any, tmp_path: Path)
     fanout=st.sampled_from([-1, 1, 3, 30]),
     seed=st.integers(0, 2**32),
     hubs=st.integers(0, 20),
+    first=st.integers(0, 300),
 )
-def test_pick_hop_equals_twin(nodes: int, fanout: int, seed: int, hubs: int) -> None:
+def test_pick_hop_equals_twin(nodes: int, fanout: int, seed: int, hubs: int, first: int) -> None:
     rng = np.random.default_rng(seed)
     offsets, sources = random_graph(nodes, nodes * 6, seed)
     node_of_row = np.empty(0, np.int32) if seed % 2 else rng.permutation(nodes).astype(np.int32)
@@ -206,13 +215,15 @@ def test_pick_hop_equals_twin(nodes: int, fanout: int, seed: int, hubs: int) -> 
             if 0 < fanout < degree
             else range(degree)
         )
-        expected += [(int(sources[low + p]) if row in cached else -1, position, low + p) for p in picks]
+        for place in (low + p for p in picks):  # what is of the first ones shows as such
+            held = int(sources[place]) + nodes if place < first else -1
+            expected.append((int(sources[place]) if row in cached else held, position, place))
     size, degree_max = picking.hop_size(offsets, len(sources), rows, begin, nodes, fanout)
     assert size == len(expected)
     out = [np.empty(size, np.int64) for _ in range(3)]
     misses = picking.pick_hop(
         offsets, node_of_row, rows, begin, nodes, fanout, np.uint64(seed), bits, ranks, ends[:-1][order],
-        lists, picking.empty_picks(fanout, degree_max), *out,
+        lists, sources[:first] + nodes, picking.empty_picks(fanout, degree_max), *out,
     )  # fmt: skip
     np.testing.assert_array_equal(np.stack(out, axis=1), np.array(expected, np.int64).reshape(-1, 3))
     assert misses == sum(neighbour < 0 for neighbour, _, _ in expected)
@@ -240,23 +251,44 @@ def test_enter_hop_equals_twin(known: int, neighbours: list[int]) -> None:
 # The cache, and what is read.
 
 
-def test_the_cache_holds_the_lists_of_the_hubs(hubs_store: featstore.Store) -> None:
-    hubs = hubs_store.graphs["features"].hub_rows()[0]
-    node_of_row = hubs_store.graphs["features"].table.node_of_row()
-    assert node_of_row is not None
+def test_where_there_is_room_all_neighbours_are_held(hubs_store: featstore.Store) -> None:
     with hubs_store.sampler(FANOUTS, memory=MEMORY) as sampler:
-        batch = sampler.sample(seeds_of(1))
+        assert_equal(sampler.sample(seeds_of(1)), in_memory(hubs_store).sample(seeds_of(1)))
         stats = sampler.stats()
-        asked_by_hubs = np.isin(batch.node[batch.col], node_of_row[hubs]).sum()
-        assert (stats.batches, stats.edges_asked, stats.edges_cached) == (1, len(batch.row), asked_by_hubs)
-        assert 0 < stats.hit_rate < 1
-        assert stats.to_dict()["hit_rate"] == stats.hit_rate
-        assert stats.reads > 0
-        assert stats.bytes_read >= stats.reads * 4096
+        assert (stats.reads, stats.bytes_read, stats.hit_rate) == (0, 0, 1.0)
+        assert stats.to_dict()["hit_rate"] == 1.0
+        assert sampler.memory()["neighbour_cache"] == 4 * hubs_store.graphs["features"].edges
+
+
+@pytest.mark.parametrize("share", [0.0, 0.2, 0.6, 0.8])
+def test_the_cache_holds_the_lists_of_the_hubs_and_the_first_edges(
+    pack: Any, tmp_path: Path, share: float
+) -> None:
+    """In what there is room for: hubs first."""
+    hubs_store = packed_graph(pack, tmp_path / "s", random_graph(NODES, 600_000, 3), "permutation", 0.05)
+    graph = hubs_store.graphs["features"]
+    hubs, node_of_row = graph.hub_rows()[0], graph.table.node_of_row()
+    assert node_of_row is not None
+    memory = least(hubs_store, share)
+    with hubs_store.sampler(FANOUTS, memory=memory) as sampler:
+        first, held_hubs = len(sampler._cache.first), sampler._cache.index.rows
+        np.testing.assert_array_equal(held_hubs, hubs[: len(held_hubs)])
         held = sampler.memory()
-        assert held["neighbour_cache"] > 4 * (sampler._offsets[hubs + 1] - sampler._offsets[hubs]).sum()
-        assert sum(held.values()) == 8 * 2**20
+        assert sum(held.values()) == memory
         assert all(value >= 0 for value in held.values())
+        lists = 4 * (sampler._offsets[held_hubs + 1] - sampler._offsets[held_hubs]).sum()
+        assert held["neighbour_cache"] >= lists + 4 * first
+        assert (len(held_hubs) == len(hubs)) >= (first > 0)
+        assert first > 0 or share < 0.6
+        batch = sampler.sample(seeds_of(1))
+        assert_equal(batch, in_memory(hubs_store).sample(seeds_of(1)))
+        if sampler.memory() == held:  # it was not cut for the mini-batch
+            asked = np.isin(batch.node[batch.col], node_of_row[held_hubs]) | (batch.edge_id < first)
+            stats = sampler.stats()
+            assert (stats.batches, stats.edges_asked, stats.edges_cached) == (1, len(batch.row), asked.sum())
+            assert 0 <= stats.hit_rate < 1
+            assert stats.reads > 0
+            assert stats.bytes_read >= stats.reads * 4096
 
 
 def test_what_only_hubs_ask_is_not_read(pack: Any, tmp_path: Path) -> None:
@@ -274,7 +306,10 @@ def test_of_a_hub_only_the_pages_of_the_picks_are_read(pack: Any, tmp_path: Path
     nodes, degree = 1000, 1_000_000
     indptr = np.concatenate([[0], np.full(nodes, degree)]).astype(np.int64)
     graph = indptr, np.random.default_rng(2).integers(0, nodes, degree).astype(np.int32)
-    with packed_graph(pack, tmp_path / "s", graph) as store, store.sampler([10], memory=MEMORY) as sampler:
+    with (
+        packed_graph(pack, tmp_path / "s", graph) as store,
+        store.sampler([10], memory=least(store)) as sampler,
+    ):
         assert_equal(sampler.sample([0], 3), in_memory(store, [10]).sample([0], 3))
         assert 0 < sampler.stats().reads <= 10
         assert sampler.stats().bytes_read <= 10 * 8 * 4096
@@ -282,7 +317,7 @@ def test_of_a_hub_only_the_pages_of_the_picks_are_read(pack: Any, tmp_path: Path
 
 def test_the_cache_makes_room_for_large_mini_batches(pack: Any, tmp_path: Path) -> None:
     nodes = 100_000
-    graph = random_graph(nodes, 800_000, 3)
+    graph = random_graph(nodes, 1_500_000, 3)
     with packed_graph(pack, tmp_path / "s", graph, "permutation", 1.0) as store:
         memory = in_memory(store, [5, 5])
         with store.sampler([5, 5], memory="8MiB") as sampler:
@@ -355,38 +390,39 @@ def overwrite(store: featstore.Store, table: str, at: int, data: bytes) -> None:
 
 
 def test_a_corrupted_page_is_an_error(pack: Any, tmp_path: Path, engine: str) -> None:
-    with packed_graph(pack, tmp_path / "s", random_graph(300, 6000, 3)) as store:
+    with packed_graph(pack, tmp_path / "s", random_graph(300, 150_000, 3)) as store:
         overwrite(store, "features/sources", 5000, b"\xff")
-        with store.sampler([-1], memory=MEMORY, engine=engine) as sampler:
+        with pytest.raises(CorruptionError, match="at byte 4096"):  # where all neighbours are held
+            store.sampler([-1], memory=MEMORY, engine=engine)
+        with store.sampler([-1], memory=least(store), engine=engine) as sampler:
             with pytest.raises(CorruptionError, match="at byte 4096") as raised:
-                sampler.sample(np.arange(300))
+                sampler.sample(np.arange(10))
             assert raised.value.offset == 4096
             with pytest.raises(CorruptionError):  # and it goes on telling so
-                sampler.sample(np.arange(300))
+                sampler.sample(np.arange(10))
 
 
 def test_a_corrupted_hub_or_offset_is_an_error(pack: Any, tmp_path: Path) -> None:
     for table in ("offsets", "hubs"):
-        with packed_graph(pack, tmp_path / table, random_graph(300, 6000, 3), hubs=0.2) as store:
+        with packed_graph(pack, tmp_path / table, random_graph(300, 150_000, 3), hubs=0.2) as store:
             overwrite(store, f"features/{table}", 100, b"\xff\xff")
             with pytest.raises(CorruptionError, match=f"{table}.* at byte 0"):
-                store.sampler([-1], memory=MEMORY)
+                store.sampler([-1], memory=least(store, 0.5))
 
 
 def test_graphs_that_contradict_themselves_are_errors(pack: Any, tmp_path: Path) -> None:
     """What no checksum tells: the sampler never looks outside what it holds."""
     indptr, indices = random_graph(300, 6000, 3)
-    for number, (table, at, value, hubs, message) in enumerate(
+    for number, (table, at, value, message) in enumerate(
         (
-            ("sources", 4 * 70, 300, 0.0, "edge 70 comes from row 300 of 300"),
-            ("sources", 4 * 70, -1, 0.0, "edge 70 comes from row -1 of 300"),
-            ("offsets", 8 * 7, 6001, 0.0, "do not run from 0 to 6,000: number 8 falls from 6,001"),
-            ("offsets", 0, 1, 0.0, "do not run from 0 to 6,000"),
-            ("offsets", 8 * 300, 1, 0.0, "do not run from 0 to 6,000"),
-            ("offsets", 8 * 7, int(indptr[7]) + 1, 1.0, "lists of another length"),
+            ("sources", 4 * 70, 300, "edge 70 comes from row 300 of 300"),
+            ("sources", 4 * 70, -1, "edge 70 comes from row -1 of 300"),
+            ("offsets", 8 * 7, 6001, "do not run from 0 to 6,000: number 8 falls from 6,001"),
+            ("offsets", 0, 1, "do not run from 0 to 6,000"),
+            ("offsets", 8 * 300, 1, "do not run from 0 to 6,000"),
         )
     ):
-        with packed_graph(pack, tmp_path / str(number), (indptr, indices), hubs=hubs) as store:
+        with packed_graph(pack, tmp_path / str(number), (indptr, indices)) as store:
             overwrite(
                 store,
                 f"features/{table}",
@@ -394,12 +430,22 @@ def test_graphs_that_contradict_themselves_are_errors(pack: Any, tmp_path: Path)
                 np.array([value], "<i4" if table == "sources" else "<i8").tobytes(),
             )
 
-            def use(store: featstore.Store = store) -> None:
-                with store.sampler([-1], memory=MEMORY, verify=False) as sampler:
+            def use(memory: int, store: featstore.Store = store) -> None:
+                with store.sampler([-1], memory=memory, verify=False) as sampler:
                     sampler.sample(np.arange(300))
 
-            with pytest.raises(FormatError, match=message):
-                use()
+            for memory in [least(store, share) for share in (0.0, 1.0)]:
+                with pytest.raises(FormatError, match=message):
+                    use(memory)
+
+
+def test_hubs_that_contradict_the_offsets_are_an_error(pack: Any, tmp_path: Path) -> None:
+    indptr, indices = random_graph(300, 150_000, 3)
+    with packed_graph(pack, tmp_path / "s", (indptr, indices), hubs=0.2) as store:
+        hub = int(store.graphs["features"].hub_rows()[0][0])
+        overwrite(store, "features/offsets", 8 * hub + 8, (indptr[hub + 1] - 1).astype("<i8").tobytes())
+        with pytest.raises(FormatError, match="lists of another length"):
+            store.sampler([-1], memory=least(store, 0.5), verify=False)
 
 
 # What is asked wrongly.

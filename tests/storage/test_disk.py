@@ -6,6 +6,7 @@ import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
+from random import Random
 
 import numpy as np
 import plain_writes
@@ -42,29 +43,48 @@ def opened(disk: Disk, folder: Path) -> tuple[File, File]:
     return disk.create(folder / "pages", direct=True), disk.create(folder / "sums")
 
 
+def write(disk: Disk, file: File, sums: File, pages: np.ndarray, offset: int = 0, at: int = 0) -> None:
+    """Write pages as one run."""
+    disk.write_pages(pages, [file], np.array([[offset, 0, len(pages) // PAGE_BYTES, at]]), sums)
+
+
 @settings(max_examples=30, deadline=None)
-@given(st.integers(1, 40), st.integers(0, 9), st.integers(0, 50), st.booleans())
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(0, 9), st.booleans(), st.randoms())
 def test_pages_and_checksums_are_written_as_by_the_twin(
-    tmp_path_factory: pytest.TempPathFactory, count: int, first: int, at: int, aligned: bool
+    tmp_path_factory: pytest.TempPathFactory, counts: list[int], gap: int, aligned: bool, random: Random
 ) -> None:
-    folder = tmp_path_factory.mktemp("disk")
-    pages = pages_of(count, count) if aligned else pages_of(count + 1, count)[8 : 8 + count * PAGE_BYTES]
+    """Runs of one memory, in any order, into two files."""
+    folder, total = tmp_path_factory.mktemp("disk"), sum(counts)
+    pages = pages_of(total, 1) if aligned else pages_of(total + 1, 1)[8 : 8 + total * PAGE_BYTES]
+    runs, into, at = [], [], 0
+    for count in counts:
+        runs.append([(at + gap) * PAGE_BYTES, at * PAGE_BYTES, count, 4 * (at + gap)])
+        into.append(random.randrange(2))
+        at += count
+    order = random.sample(range(len(counts)), len(counts))
     contents = []
     for disk in (Disk(), Watching()):
-        file, sums = opened(disk, folder)
-        disk.write_pages(file, first * PAGE_BYTES, pages, sums, 4 * at)
-        contents.append([(folder / name).read_bytes() for name in ("pages", "sums")])
-        for one in (file, sums):
+        files, sums = [disk.create(folder / name, direct=True) for name in "ab"], disk.create(folder / "sums")
+        disk.write_pages(pages, [files[into[i]] for i in order], np.array(runs)[order], sums)
+        contents.append([(folder / name).read_bytes() for name in ("a", "b", "sums")])
+        for one in (*files, sums):
             disk.close(one)
     assert contents[0] == contents[1]
-    assert contents[0][0] == bytes(first * PAGE_BYTES) + pages.tobytes()
-    assert contents[0][1] == bytes(4 * at) + crc_pages(pages).tobytes()
+    for which, content in enumerate(contents[0][:2]):
+        expected = np.zeros((gap + total, PAGE_BYTES), np.uint8)
+        end = 0
+        for (offset, begin, count, _), file in zip(runs, into, strict=True):
+            if file == which:
+                end = offset // PAGE_BYTES + count
+                expected[end - count : end] = pages[begin : begin + count * PAGE_BYTES].reshape(count, -1)
+        assert content == expected[:end].tobytes()
+    assert contents[0][2] == bytes(4 * gap) + crc_pages(pages).tobytes()
 
 
 def test_who_watches_writes_sees_both(tmp_path: Path) -> None:
     disk = Watching()
     file, sums = opened(disk, tmp_path)
-    disk.write_pages(file, 0, pages_of(3, 0), sums, 8)
+    write(disk, file, sums, pages_of(3, 0), at=8)
     assert disk.seen == [("pages", 0, 3 * PAGE_BYTES), ("sums", 8, 12)]
 
 
@@ -80,7 +100,7 @@ def test_what_the_system_refuses_names_file_and_offset(
     os.close(files[which].descriptor)
     files[which].descriptor = os.open(tmp_path / which, os.O_RDONLY)
     with pytest.raises(DeviceError, match=which) as caught:
-        disk.write_pages(files["pages"], 2 * PAGE_BYTES, pages_of(2, 1), files["sums"], 16)
+        write(disk, files["pages"], files["sums"], pages_of(2, 1), 2 * PAGE_BYTES, 16)
     assert caught.value.errno == errno.EBADF
     assert caught.value.offset == (2 * PAGE_BYTES if which == "pages" else 16)
     assert ((tmp_path / "pages").stat().st_size > 0) == (which == "sums")
@@ -99,7 +119,7 @@ def test_a_short_write_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(os, "pwrite", part(os.pwrite, most))
     disk, pages = Disk(), pages_of(7, 2)
     file, sums = opened(disk, tmp_path)
-    disk.write_pages(file, 0, pages, sums, 0)
+    write(disk, file, sums, pages)
     assert (tmp_path / "pages").read_bytes() == pages.tobytes()
     assert (tmp_path / "sums").read_bytes() == crc_pages(pages).tobytes()
 
@@ -107,7 +127,7 @@ def test_a_short_write_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
 def test_a_file_has_its_place_before_it_is_written(tmp_path: Path) -> None:
     disk = Disk()
     file, sums = opened(disk, tmp_path)
-    disk.write_pages(file, 0, pages_of(1, 3), sums, 0)
+    write(disk, file, sums, pages_of(1, 3))
     before = (tmp_path / "pages").read_bytes()
     disk.allocate(file, 64 * PAGE_BYTES)
     status = (tmp_path / "pages").stat()

@@ -20,7 +20,7 @@ from featstore.compile.build import deciding_bytes
 from featstore.compile.choose import packed_byte_seconds
 from featstore.compile.forecast import CompileForecast
 from featstore.compile.placement import Forecast, Reads
-from featstore.compile.segments import packing_sizes
+from featstore.compile.segment_plan import packing_sizes
 from featstore.errors import BudgetError
 from featstore.layout import TableLayout
 from featstore.loaders.costs.result import ModeCost

@@ -1,10 +1,14 @@
-"""The neighbour cache: the lists of the most wanted hubs, which a store has side by side a second time.
+"""The neighbour cache: all neighbours where there is room for them; else the lists of the most wanted hubs,
+which a store has side by side a second time, and in the rest of the room the lists of the first rows.
 
-A bitmap with ranks (:mod:`featstore.tiers.static`) tells who is in it, and it is filled by one sequential
-read of ``GRAPH/hubs``. (Ginex, VLDB 2022, too keeps the lists that are asked most.) Expect no wonders of it:
-a hub is asked often, but of its long list only ``fanout`` places each time, so on an undirected graph a cache
-of a tenth of all lists serves about a tenth of the edges, and less of large mini-batches, which ask each hub
-once. Where the fan-out is -1 it serves more than its share.
+The table of neighbours has 4 bytes an edge, so it often fits where a graph that is made for sampling in
+memory does not; and where a part of it does, that much less is read, because mini-batches ask all over it.
+
+**Hubs.** A bitmap with ranks (:mod:`featstore.tiers.static`) tells who is in it, and it is filled by one
+sequential read of ``GRAPH/hubs``. (Ginex, VLDB 2022, too keeps the lists that are asked most.) Expect no
+wonders of it: a hub is asked often, but of its long list only ``fanout`` places each time, so on an
+undirected graph a cache of a tenth of all lists serves about a tenth of the edges, and less of large mini-
+batches, which ask each hub once. Where the fan-out is -1 it serves more than its share.
 """
 
 from __future__ import annotations
@@ -44,27 +48,41 @@ class HubIndex:
 _NO_HUBS = HubIndex(NO_MAP, np.empty(0, np.uint64), np.empty(0, np.int32), np.empty(0, np.int64))
 
 
-class HubCache:
-    """The lists of the most wanted hubs, one after the other in ``lists``. It is filled once and can only
-    become smaller."""
+class NeighbourCache:
+    """The neighbours of the first edges, ``first``, and the lists of the most wanted hubs, one after the
+    other in ``lists``. It is filled once and can only become smaller."""
 
     def __init__(self, graph: StoredGraph, offsets: NDArray[np.int64]) -> None:
         self._graph = graph
         self._offsets = offsets
         # while it is made anew, there are two
         self._index_bytes = 2 * StaticRows.index_bytes(graph.table.rows)
-        self.lists = np.empty(0, node_dtype(graph.table.rows))
+        self.first = np.empty(0, node_dtype(graph.table.rows))
+        self.lists = np.empty(0, self.first.dtype)
         self.index = _NO_HUBS
 
     @property
     def memory_bytes(self) -> int:
         """What the cache takes, also while it is being cut."""
+        return self.first.nbytes + self._hubs_bytes
+
+    @property
+    def _hubs_bytes(self) -> int:
         hubs = len(self.index.rows)
         return self.lists.nbytes + hubs * _HUB_BYTES + self._index_bytes if hubs else 0
 
     def fill(self, reader: Reader, room_bytes: int) -> None:
-        """Take the most wanted hubs, as many as fit into ``room_bytes``. Raises CorruptionError, DeviceError,
-        FormatError."""
+        """Take what fits into ``room_bytes``. Raises CorruptionError, DeviceError, FormatError."""
+        if self._graph.edges * self.first.itemsize > room_bytes:
+            self._fill_hubs(reader, room_bytes)
+        count = min(self._graph.edges, max(0, room_bytes - self._hubs_bytes) // self.first.itemsize)
+        first, table = np.empty(count, self.first.dtype), f"{self._graph.name}/sources"
+        if count:
+            reader.read_runs({table: [(0, count)]}, out={table: first})
+        self.first = first
+
+    def _fill_hubs(self, reader: Reader, room_bytes: int) -> None:
+        """Take the most wanted hubs, as many as fit."""
         hubs = self._graph.entry.hubs
         if hubs is None:
             return
@@ -96,7 +114,14 @@ class HubCache:
         self.lists, self.index = lists, index
 
     def cut(self, room_bytes: int) -> None:
-        """Keep the most wanted hubs that fit into ``room_bytes``."""
+        """Keep what fits into ``room_bytes``: the most wanted hubs, and in the rest the first edges."""
+        if self._hubs_bytes > room_bytes:
+            self._cut_hubs(room_bytes)
+        count = max(0, room_bytes - self._hubs_bytes) // self.first.itemsize
+        if count < len(self.first):
+            self.first.resize(count, refcheck=False)
+
+    def _cut_hubs(self, room_bytes: int) -> None:
         rows = self.index.rows
         ends = self._ends(rows)
         count = self._fitting(ends, room_bytes)
