@@ -151,13 +151,19 @@ def by_loader(given: dict[str, Any], training: Training) -> dict[str, Any]:
                     yield batch.x, sample_of(batch)
 
             first = epoch_of(epoch(), 1e9, None)
-            before = loader.report().bytes_read
+            before = loader.report()
             alone = epoch_of(epoch(), 1e9, None)
-            bytes_read = loader.report().bytes_read - before
+            between = loader.report()
             trained = [epoch_of(epoch(), 1e9, training) for _ in range(given["epochs"])]
+            after = loader.report()
+            stages = {
+                stage: (seconds - between.seconds.get(stage, 0.0)) / max(1, given["epochs"])
+                for stage, seconds in after.seconds.items()
+            }
             return {
                 "open_seconds": opened, "first": first, "alone": alone, "epochs": trained,
-                "bytes_read": bytes_read, "report": loader.report().to_dict(),
+                "bytes_read": between.bytes_read - before.bytes_read, "stages": stages,
+                "report": after.to_dict(),
             }  # fmt: skip
 
 

@@ -3,21 +3,26 @@ bare process and a tenth of the features, against the same model with everything
 
     python benchmarks/modes.py --dir /a/directory/on/the/ssd
     python benchmarks/modes.py --graph FILE.npz     # of a real graph: indptr, indices (CSC), labels
+    python benchmarks/modes.py --zram --size 512MiB # on compressed RAM as a block device; takes root
 
 What is compared with is a plain loop that samples, gathers and trains by turns, all rows and the graph in
-memory, without a cgroup; and that loop over np.memmap in the cgroup. All ways have a process of their own in
-each round, in turns, and the same number of torch's threads (one, so that the loop and what is beside it have
-a core each where there are two; another line has all cores for a loop in memory); the page cache is dropped
-before each, and reads are direct but for np.memmap's. Of a loader, one epoch does not count (buffers fill,
-what is compiled is compiled), one is loaded and not trained on, and the others are timed. An epoch is held
-against its slowest stage alone, too: loading without training, or the model alone as the plain loop's clock
-has it. *The disk's bound* is what fio would take for as many bytes, in pages at random for online and
-for rows in the base table, in sequence for all others, in the same run.
+memory, without a cgroup; and that loop over np.memmap in the cgroup. All ways have a process of their own
+in each round, in turns, and the same number of torch's threads (one, so that the loop and what is beside it
+have a core each where there are two; another line has all cores for a loop in memory); the page cache is
+dropped before each, and reads are direct but for np.memmap's. Of a loader, one epoch does not count
+(buffers fill, what is compiled is compiled), one is loaded and not trained on, and the others are timed. An
+epoch is held against its slowest stage alone, too: loading without training, or the model alone as the
+plain loop's clock has it. *The disk's bound* is what fio would take for as many bytes, in pages at random
+for online and for rows in the base table, in sequence for all others, in the same run. *Where the time
+goes*: what stages are busy for, or wait, in an epoch that is trained on, in seconds of all their threads.
 """
 
 from __future__ import annotations
 
+import os
 import subprocess
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -26,11 +31,12 @@ import click
 from graphs import GraphFiles, generate, of_file
 from harness import HERE, Claim, Report, Settings, note, shared_options
 from peers import fio
-from system import drop_caches, free_memory_bytes, memory_group, run_child, touch_memory
+from system import compressed_ram, drop_caches, free_memory_bytes, memory_group, run_child, touch_memory
 from tables import remove
 
 import featstore
 from featstore.base.system import available_cores
+from featstore.measure.calibrate import calibrate
 from featstore.units import format_bytes
 
 COLUMNS, EDGES_A_NODE = 1024, 15
@@ -51,6 +57,15 @@ WAYS: dict[str, tuple[str, str, dict[str, Any], float]] = {
     "online, partition order": ("online", "partition", {}, 1.1),
     "online, random order": ("online", "random", {}, 1.3),
 }
+#: Stages of a report, and what they are called in a table.
+STAGES = {
+    "sample": "sample", "prepare": "prepare an episode", "lookup": "look up and plan",
+    "plan": "plan a mini-batch",
+    "read": "read (any under way)", "load": "load partitions", "check": "check", "copy": "copy",
+    "gather": "gather", "assemble": "assemble", "build": "build", "train": "the loop",
+    "wait": "the loop waits",
+}  # fmt: skip
+ROOM = 24.0  # of a device of compressed RAM, over the rows' size: a compiled epoch, and two rolling ones
 ENVIRONMENT = {
     "MALLOC_ARENA_MAX": "2", "MALLOC_TRIM_THRESHOLD_": "0", "MALLOC_MMAP_THRESHOLD_": "1048576",
 }  # fmt: skip
@@ -159,10 +174,7 @@ def tell(report: Report, rounds: list[dict[str, dict[str, Any]]], runs: Runs, ba
             name,
             median(seconds),
             ratio,
-            None,
-            None,
-            None,
-            None,
+            *[None] * 5,
             format_bytes(max(one["peak_bytes"] for one in found)),
             None,
         ]
@@ -173,9 +185,11 @@ def tell(report: Report, rounds: list[dict[str, dict[str, Any]]], runs: Runs, ba
             alone = [seconds_of({"epochs": [one["alone"]]}, batches) for one in found]
             stage = median(s / max(a, m) for s, a, m in zip(seconds, alone, model, strict=True))
             bounds = [bound(one, mode, of["rates"]) for one, of in zip(found, rounds, strict=True)]
-            line[3:7] = (
+            of_limit = median(b / a for b, a in zip(bounds, alone, strict=True))
+            line[3:8] = (
                 median(alone),
                 median(bounds),
+                of_limit,
                 format_bytes(int(median(one["bytes_read"] for one in found))),
                 median(one["open_seconds"] + one["first"]["seconds"] for one in found),
             )
@@ -185,9 +199,14 @@ def tell(report: Report, rounds: list[dict[str, dict[str, Any]]], runs: Runs, ba
             ]
         rows.append(line)
     report.table("An epoch of GraphSAGE", [
-        "rows from", "s, training", "over memory", "s, nobody trains", "s, the disk's bound", "bytes read",
+        "rows from", "s, training", "over memory", "s, nobody trains", "s, the disk's bound",
+        "of fio's rate, nobody trains", "bytes read",
         "s, before the first epoch that counts", "peak RSS", "peak charged",
     ], rows)  # fmt: skip
+    report.table("Where the time goes, seconds of an epoch", ["rows from", *STAGES.values()], [
+        [name, *(median(of[name]["stages"].get(stage, 0.0) for of in rounds) or None for stage in STAGES)]
+        for name in WAYS if all("failed" not in of[name] for of in rounds)
+    ])  # fmt: skip
     measured = min(
         (
             one["epochs"][0]["batches"]
@@ -215,9 +234,21 @@ def tell(report: Report, rounds: list[dict[str, dict[str, Any]]], runs: Runs, ba
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
     help="A graph that there is, in place of one that is generated; its features are noise.",
 )
+@click.option("--zram", is_flag=True, help="Make a block device of compressed RAM for it.")
 @shared_options(size="1GiB", quick_size="256MiB", rounds=2)
-def main(settings: Settings, threads: int, seconds: float, graph: Path | None) -> None:
+def main(settings: Settings, threads: int, seconds: float, graph: Path | None, zram: bool) -> None:
     """Every mode in a tenth of the memory, against everything in memory."""
+    with ExitStack() as stack:
+        if zram:
+            at = settings.workspace / "zram"
+            at = stack.enter_context(compressed_ram(int(settings.size_bytes * ROOM), at))
+            settings = replace(settings, workspace=at)
+            os.environ["FEATSTORE_CACHE"] = str(at / "cache")  # calibrated for it alone
+        go(settings, threads, seconds, graph, zram)
+
+
+def go(settings: Settings, threads: int, seconds: float, graph: Path | None, zram: bool) -> None:
+    """All of it, in a workspace."""
     nodes = settings.size_bytes // (4 * COLUMNS)
     if graph is None:
         files = generate(settings.workspace / f"modes-{nodes}", nodes, nodes * EDGES_A_NODE, COLUMNS)
@@ -227,6 +258,9 @@ def main(settings: Settings, threads: int, seconds: float, graph: Path | None) -
     touch_memory(min(free_memory_bytes() // 2, 4 << 30))
     path = files.folder.with_suffix(".store")
     pack(files, path)
+    if zram:
+        note("calibrating")
+        calibrate(path)
     runs = Runs(files, path, settings, threads, seconds)
     for name in WAYS:  # kernels that are compiled for the first time take memory that no epoch takes
         runs.measure(name, bounded=False)
@@ -240,10 +274,12 @@ def main(settings: Settings, threads: int, seconds: float, graph: Path | None) -
             note(f"round {number + 1}/{settings.rounds}: {name}: {found[name]}")
         rounds.append(found)
     name, of = ("modes", "") if graph is None else ("modes_real", f": {graph.stem}")
+    if zram:
+        name, of = f"{name}_fast", f"{of}, on compressed RAM"
     report = Report(name, f"One loop, every mode, in a tenth of the memory{of}", {
         "nodes": nodes, "edges_a_node": len(files.load("indices", mapped=True)) / nodes,
         "row_bytes": 4 * COLUMNS, "fanouts": list(FANOUTS), "batch_size": BATCH,
-        "memory_share": MEMORY_SHARE, "threads": threads, "rounds": settings.rounds,
+        "memory_share": MEMORY_SHARE, "threads": threads, "rounds": settings.rounds, "zram": zram,
     }, settings.workspace)  # fmt: skip
     batches = rounds[0][MEMORY]["epochs"][0]["batches"]
     tell(report, rounds, runs, batches)

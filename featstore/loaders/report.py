@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
+from featstore.reader.report import ReaderStats
 from featstore.tiers.tickets import BufferStats
 
 #: Stages that are busy, not waiting.
@@ -23,8 +24,9 @@ class LoaderReport:
         seconds: by stage. Busy: ``sample``, ``graph`` (decoding a recorded sample), ``read`` (at least one
             read of rows under way), ``claim``, ``gather``, ``assemble``, ``hand over``, ``load`` and
             ``build`` (of collections of partitions), ``prepare`` (of rolling episodes), ``train`` (the loop
-            is at work). Waiting: ``wait`` (the loop), ``read wait``, ``record wait``, ``room wait``,
-            ``load wait``, ``episode wait`` (the loader).
+            is at work). Of the reader's threads, a part of those: ``lookup`` (rows looked up, reads planned),
+            ``check`` (checksums) and ``copy`` (rows to where they are wanted). Waiting: ``wait`` (the loop),
+            ``read wait``, ``record wait``, ``room wait``, ``load wait``, ``episode wait`` (the loader).
         bytes_read, reads: from disk.
         row_bytes: bytes of rows by where they came from, of compiled mini-batches.
         buffers, devices: what buffers in host memory, and on devices above them or above partitions in
@@ -91,3 +93,13 @@ class LoaderReport:
 
 
 NOTHING_YET = LoaderReport(0, {}, 0, 0)
+
+
+def reading_seconds(stats: Iterable[ReaderStats]) -> dict[str, float]:
+    """What the threads of readers were busy with, by stage."""
+    found = {"lookup": 0.0, "check": 0.0, "copy": 0.0}
+    for one in stats:
+        found["lookup"] += one.seconds_planning
+        found["check"] += one.seconds_verifying
+        found["copy"] += one.seconds_copying
+    return found

@@ -10,7 +10,8 @@ wanted hub first: the first k of them are one run too.
 telling whether a source is in memory takes a look at its partition. Lists that were brought into another
 order ascend by node id; as given they stay.
 
-The edges are passed over sequentially and sorted by target row out of core
+Lists that fit in memory are taken row by row, by every core (:mod:`featstore.packing.graphs.by_row`); the
+edges of others are passed over sequentially and sorted by target row out of core
 (:mod:`featstore.packing.graphs.build`), all within the memory given. Hubs are ranked by how often they are a
 source ("degree"), or a source in another partition ("external": Eq. 3 of HierBatching, whose expected degree
 inside a mega-batch is the degree inside the own partition and a constant share of the rest).
@@ -19,7 +20,7 @@ inside a mega-batch is the degree inside the own partition and a constant share 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,11 @@ from numpy.typing import NDArray
 
 from featstore.base.compilation import njit
 from featstore.base.dtypes import node_dtype
+from featstore.base.system import available_cores
 from featstore.errors import BudgetError, DiskFullError, SourceError
 from featstore.order.permutation import check_rankable, ranked_by_count
 from featstore.packing.graphs.build import build_csc, smallest_bytes
+from featstore.packing.graphs.by_row import lists_by_row, lists_bytes
 from featstore.packing.graphs.csc import CscGraph, release_pages
 from featstore.packing.graphs.edges import CsrEdges
 from featstore.storage.manifest import GraphEntry, HubsEntry
@@ -130,7 +133,11 @@ def write_topology(job: TopologyJob) -> GraphEntry:
     needed, free = int(dtype.itemsize * job.graph.edges * 2), job.catalogue.disk.free_bytes(job.scratch_dir)
     if needed > free:
         raise DiskFullError(job.scratch_dir, needed, free)
-    offsets, lists = _in_row_order(job)
+    if job.row_of_node is not None and lists_bytes(job.graph) + _block_bytes(job) <= job.memory_bytes:
+        offsets, lists = lists_by_row(job.graph, job.row_of_node, available_cores())
+        job = replace(job, row_of_node=None)  # they are rows already
+    else:
+        offsets, lists = _in_row_order(job)
     written = write_vector(
         job.catalogue,
         f"{job.base}/offsets",
@@ -143,6 +150,10 @@ def write_topology(job: TopologyJob) -> GraphEntry:
     if isinstance(lists, np.memmap) and lists is not job.graph.indices:
         job.catalogue.disk.unlink(Path(str(lists.filename)))
     return GraphEntry(job.table, job.graph.edges, written, sources, hubs)
+
+
+def _block_bytes(job: TopologyJob) -> int:
+    return job.block_edges * _BLOCK_EDGE_BYTES
 
 
 def _steps(count: int) -> range:

@@ -55,13 +55,14 @@ NOTHING_SPENT = Cost(0.0, 0.0)
 @dataclass(frozen=True)
 class Reading:
     """How missed rows are read: ``engine``, ``queue_depth`` (reads under way); where the loader can be told,
-    ``extracted`` (mini-batches read at once) and ``reader_bytes`` (memory of the reader; the buffer has the
-    rest), else None."""
+    ``extracted`` (mini-batches read at once), ``reader_bytes`` (memory of the reader; the buffer has the
+    rest) and ``threads`` (of the reader, at most), else None."""
 
     engine: str
     queue_depth: int
     extracted: int | None = None
     reader_bytes: int | None = None
+    threads: int | None = None
 
     @property
     def words(self) -> str:
@@ -69,6 +70,7 @@ class Reading:
         parts = [f"{self.engine}, {self.queue_depth} deep"]
         parts += [] if self.extracted is None else [f"{self.extracted} mini-batches"]
         parts += [] if self.reader_bytes is None else [f"{self.reader_bytes >> 20} MiB"]
+        parts += [] if self.threads is None else [f"{self.threads} thread{'s' * (self.threads > 1)}"]
         return ", ".join(parts)
 
 

@@ -211,9 +211,11 @@ def missed_rows(trace: Sequence[Rows], slots: Mapping[str, int], policy: Mapping
 
 
 def time_reading(
-    store: OpenStore, missed: Sequence[Rows], reading: Reading, memory: int, verify: bool, seconds: float
-) -> Cost:
-    """What reading the missed rows of a mini-batch takes. ``memory``: of the reader, in bytes."""
+    store: OpenStore, missed: Sequence[Rows], reading: Reading, memory: int, seconds: float,
+    options: Mapping[str, Any]
+) -> Cost:  # fmt: skip
+    """What reading the missed rows of a mini-batch takes. ``memory``: of the reader, in bytes. ``options``:
+    ``verify`` and ``threads`` of it, where these are given."""
     work = [{t: rows for t, rows in batch.items() if len(rows)} for batch in missed]
     work = [batch for batch in work if batch]
     if not work:
@@ -230,7 +232,8 @@ def time_reading(
         tables=list(tables),
         engine=reading.engine,
         queue_depth=reading.queue_depth,
-        verify=verify,
+        verify=options.get("verify", True),
+        threads=reading.threads or options.get("threads"),
     ) as reader:
 
         def begin(number: int, batch: Rows) -> Any:

@@ -78,7 +78,8 @@ class Tuning:
         """Options of :meth:`featstore.Store.loader`, mode online."""
         reading = self.choice.reading
         found = {"memory": self.memory_bytes, "engine": reading.engine, "queue_depth": reading.queue_depth,
-                 "extracted": reading.extracted, "reader_memory": reading.reader_bytes}  # fmt: skip
+                 "extracted": reading.extracted, "reader_memory": reading.reader_bytes,
+                 "threads": reading.threads}  # fmt: skip
         return {key: value for key, value in found.items() if value is not None}
 
     def apply(self) -> None:

@@ -26,6 +26,7 @@ from featstore import arguments as args
 from featstore.base.progress import OnStep
 from featstore.base.system import available_cores
 from featstore.engine import choose
+from featstore.engine.ring_count import BUSY
 from featstore.errors import BudgetError, SourceError
 from featstore.loaders.online.loader import OnlineLoader
 from featstore.plan.budget import TableNeed, own_bytes
@@ -214,6 +215,7 @@ class _Tuner:
         options: dict[str, Any] = {"engine": reading.engine, "queue_depth": reading.queue_depth}
         options |= {} if reading.extracted is None else {"extracted": reading.extracted}
         options |= {} if reading.reader_bytes is None else {"reader_memory": reading.reader_bytes}
+        options |= {} if reading.threads is None else {"threads": reading.threads}
         return OnlineLoader(self._store, batches, memory=self._memory_bytes, **options, **self._options)
 
     def _look_at(self, loader: OnlineLoader) -> None:
@@ -240,7 +242,8 @@ class _Tuner:
 
     def _reading(self, default: Reading, engines: list[str], depths: list[int]) -> dict[Reading, Cost]:
         """By reading; the one to compare with first: engines and depths, then around the best of these how
-        many mini-batches are read at once, and the reader's memory. What does not fit is left out."""
+        many mini-batches are read at once, the reader's memory, and its threads. What does not fit is left
+        out."""
         extracted = [None, *EXTRACTED_TRIED]
         memory = [None, *READER_BYTES]
         self._missed: dict[int | None, list[pf.Rows]] = {}
@@ -257,8 +260,14 @@ class _Tuner:
         others = [replace(best, extracted=n) for n in extracted] + [
             replace(best, reader_bytes=n) for n in self._missed
         ]
+        others += [replace(best, threads=n) for n in self._reader_threads(best, found[best])]
         others = [one for one in dict.fromkeys(others) if one not in found and self._room_for(one)]
         return found | self._timed(others, 2 * max(1, len(others)), default)
+
+    def _reader_threads(self, best: Reading, cost: Cost) -> list[int]:
+        """Numbers of the reader's threads worth trying: it may take cores that another stage needs more."""
+        given = best.engine != "uring" or "threads" in self._options
+        return [] if given or cost.cpu_seconds < BUSY * cost.seconds else counts_up_to(self._cores)
 
     def _timed(self, readings: Sequence[Reading], parts: int, default: Reading) -> dict[Reading, Cost]:
         """The cost of each, the better of two rounds; each has one of so many parts of the time for reading,
@@ -272,7 +281,7 @@ class _Tuner:
                     continue
                 cost = pf.time_reading(
                     self._store, self._missed[one.reader_bytes], one, self._reader_memory(one.reader_bytes),
-                    self._options.get("verify", True), self._time.part("read", _ROUNDS * parts),
+                    self._time.part("read", _ROUNDS * parts), self._options,
                 )  # fmt: skip
                 found[one].append(cost)
         return {one: min(costs, key=lambda c: c.seconds) for one, costs in found.items() if costs}

@@ -335,8 +335,8 @@ def test_a_real_kill(case: Case, tmp_path: Path) -> None:
     program = (
         "import sys, featstore\nfrom featstore.compile import segment_plan, segments\n"
         "segment_plan.SLAB_BYTES_MAX, segments.SEGMENTS_CHECKPOINT_BYTES = 200_000, 400_000\n"
-        "featstore.compile_trace(sys.argv[1], sys.argv[2], 'x', memory='64MiB', cache=100_000, resume=sys.argv[3] == '1',\n    "
-        "progress=lambda p: print(p.stage, flush=True)).close()\n"
+        "featstore.compile_trace(sys.argv[1], sys.argv[2], 'x', memory='64MiB', cache=100_000,\n    "
+        "resume=sys.argv[3] == '1', progress=lambda p: print(p.stage, flush=True)).close()\n"
     )
     command = [sys.executable, "-c", program, str(tmp_path / "base"), str(tmp_path / "trace")]
     process = subprocess.Popen([*command, "0"], stdout=subprocess.PIPE, text=True)

@@ -131,7 +131,7 @@ def test_bytes_of_compiled_are_what_is_read_where_an_epoch_was_seen_whole(
 
 
 def test_bytes_extrapolated_are_near(store: Any) -> None:
-    """Of 50 mini-batches 16 are looked at: online and compiled within a fifth."""
+    """Of 50 mini-batches 16 are looked at: online and compiled within a quarter."""
     costs = store.loader_costs(**SAMPLED, memory=MEMORY, disk="1GiB")
     assert (costs.looked_at, costs.epoch_batches) == (16, STEPS)
     for mode in ("online", "compiled"):
@@ -143,7 +143,7 @@ def test_bytes_extrapolated_are_near(store: Any) -> None:
             measured = (loader.report().bytes_read - before) / 3
         cost = costs.modes[mode]
         assert cost.extrapolated
-        assert cost.bytes_read == pytest.approx(measured, rel=1 / 5), mode
+        assert cost.bytes_read == pytest.approx(measured, rel=1 / 4), mode
 
 
 def test_disk_that_is_forecast_is_what_is_taken(store: Any) -> None:
@@ -391,12 +391,16 @@ def test_options_of_auto_are_of_auto(store: Any, option: str) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_reports_say_what_reading_should_take(store: Any, mode: str) -> None:
+def test_reports_say_what_reading_should_take_and_where_it_went(store: Any, mode: str) -> None:
     how: Any = SAMPLED if mode == "partitions" else {"batches": batches_of(60)}
     memory = {"compiled": LITTLE, "rolling": "15MiB"}.get(mode, MEMORY)
     with store.loader(mode=mode, memory=memory, **how) as loader:
         list(loader)
-        assert loader.report().forecast_seconds > 0
+        report = loader.report()
+        assert report.forecast_seconds > 0
+        assert all(report.seconds[stage] > 0 for stage in ("check", "copy"))
+        assert report.seconds["lookup"] >= 0
+        assert report.slowest not in ("lookup", "check", "copy"), "these are parts of others"
 
 
 # How often rows are wanted.

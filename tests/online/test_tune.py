@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import featstore
+from featstore.engine import choose
 from featstore.errors import BudgetError, SourceError, WaitTimeoutError
 from featstore.loaders.online.loader import OnlineLoader
 from featstore.sampling.neighbors import NeighborSampler, SampledSubgraph
@@ -403,6 +404,33 @@ def test_knobs_that_the_loader_may_have(store: Any, monkeypatch: pytest.MonkeyPa
     options = result.loader_options()
     assert options.get("extracted") == reading.extracted
     assert options.get("reader_memory") == reading.reader_bytes
+
+
+@pytest.mark.skipif(choose().name != "uring", reason="io_uring does not work here")
+@pytest.mark.parametrize(("busy", "own"), [(0.5, {}), (1.6, {}), (1.6, {"threads": 2})])
+def test_cores_are_divided_between_reading_and_the_rest(
+    store: Any, monkeypatch: pytest.MonkeyPatch, busy: float, own: dict[str, Any]
+) -> None:
+    """Threads of the reader are tried where reading takes more than a core, and nobody has said how many; a
+    step that needs the cores gets them."""
+    asked: list[Any] = []
+
+    def timed(_: Any, missed: Any, reading: Reading, memory: int, seconds: float, options: Any) -> Cost:
+        asked.append(reading.threads or options.get("threads"))
+        rings = min(reading.threads or 4, 4)
+        return Cost(0.004 / rings, 0.004 / rings * min(busy, rings))
+
+    monkeypatch.setattr(pf, "time_reading", timed)
+    monkeypatch.setattr(
+        pf, "time_training", lambda _, __, threads, ___: dict.fromkeys(threads, Cost(0.02, 0.02))
+    )
+    result = quickly(store, lambda workers: Skewed(), trials=0, cores=4, engines=["uring"], **own)
+    tried = {one.threads for one in result.profile.read}
+    assert tried == ({None, 1, 2, 3, 4} if busy > 1 and not own else {None})
+    assert set(asked) == (tried if not own else {2})
+    if busy > 1 and not own:
+        assert result.choice.reading.threads == 1  # it is not the slowest stage, and takes the least
+        assert result.loader_options()["threads"] == 1
 
 
 def test_mistakes(store: Any) -> None:

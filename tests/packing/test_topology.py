@@ -4,6 +4,7 @@ and the hubs."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ import featstore
 import featstore.layout.table
 from featstore.errors import BudgetError, DeviceError, DiskFullError, FormatError, SourceError
 from featstore.packing import topology
+from featstore.packing.graphs import by_row
 from featstore.packing.graphs.build import BLOCK_EDGE_BYTES, SORTED_EDGES_MIN
 from featstore.packing.graphs.csc import CscGraph
 from featstore.storage.disk import Disk, File
@@ -141,7 +143,7 @@ def smallest(edges: Edges) -> int:
 @given(
     edges=graphs(), order=st.sampled_from(["given", "permutation", "ldg", "degree"]),
     hubs=st.sampled_from([0.0, 0.07, 1.0]), rank=st.sampled_from(["degree", "external"]),
-    on_disk=st.booleans(), seed=st.integers(0, 99),
+    way=st.sampled_from(["by row", "built", "on disk"]), cores=st.integers(1, 4), seed=st.integers(0, 99),
 )  # fmt: skip
 def test_what_is_stored_is_the_graph(
     tmp_path_factory: pytest.TempPathFactory,
@@ -149,7 +151,8 @@ def test_what_is_stored_is_the_graph(
     order: str,
     hubs: float,
     rank: str,
-    on_disk: bool,
+    way: str,
+    cores: int,
     seed: int,
 ) -> None:
     permutation = np.random.default_rng(seed).permutation(edges.nodes) if order == "permutation" else None
@@ -157,20 +160,24 @@ def test_what_is_stored_is_the_graph(
     build = topology.build_csc
 
     def squeezed(stream: Any, nodes: int, memory: int, scratch: Path) -> Any:
-        made = build(stream, nodes, smallest(edges) if on_disk else memory, scratch)
+        made = build(stream, nodes, smallest(edges) if way == "on disk" else memory, scratch)
         ways.append(isinstance(made[1], np.memmap))
         return made
 
     path = tmp_path_factory.mktemp("topology") / "store"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(topology, "build_csc", squeezed)
+        patch.setattr(topology, "available_cores", lambda: cores)
+        if way != "by row":
+            patch.setattr(topology, "lists_bytes", lambda graph: 2**60)
         store = featstore.pack(
             path, features(edges.nodes), graph=edges.index, order=order, permutation=permutation,
             partitions=3 if order == "ldg" and edges.nodes >= 3 else None, hubs=hubs, hub_rank=rank,
             disk=QuickDisk(),
         )  # fmt: skip
     with store:
-        if ways and on_disk and edges.nodes > 1 and len(edges.sources) > edges.nodes:
+        assert not ways or way != "by row"
+        if ways and way == "on disk" and edges.nodes > 1 and len(edges.sources) > edges.nodes:
             assert ways == [True], "it went by way of the disk"
         check(store, edges, hubs=hubs, rank=rank)
         assert store.manifest.reader_features == ["graphs"]
@@ -213,6 +220,7 @@ def test_equal_packs_are_equal_to_the_byte(
     for name, memory in (("a", "1GiB"), ("b", "1GiB"), ("c", "40MiB")):
         featstore.pack(tmp_path / name, features(edges.nodes), memory=memory, **options).close()
     build = topology.build_csc
+    monkeypatch.setattr(topology, "lists_bytes", lambda graph: 2**60)
     monkeypatch.setattr(
         topology,
         "build_csc",
@@ -290,7 +298,8 @@ def test_options_that_cannot_be(tmp_path: Path, options: dict[str, Any]) -> None
 
 def test_int64_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond 2^31 nodes, sources are int64; here by way of the function that says so."""
-    monkeypatch.setattr(topology, "node_dtype", lambda nodes: np.dtype(np.int64))
+    for module in (topology, by_row):
+        monkeypatch.setattr(module, "node_dtype", lambda nodes: np.dtype(np.int64))
     edges = star(40, 200)
     with featstore.pack(tmp_path / "s", features(40), graph=edges.index, order="degree", hubs=0.1) as store:
         assert store.table("features/sources").dtype == np.int64
@@ -300,6 +309,31 @@ def test_int64_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # Kernels.
+
+
+@settings(max_examples=60)
+@given(
+    edges=graphs(), seed=st.integers(0, 99), dtype=st.sampled_from([np.int32, np.int64]), cut=st.floats(0, 1)
+)
+def test_take_lists_is_its_twin(edges: Edges, seed: int, dtype: type, cut: float) -> None:
+    """Lists in any order, in two runs of rows."""
+    rng = np.random.default_rng(seed)
+    node_of_row = rng.permutation(edges.nodes).astype(np.int32)
+    row_of_node = np.argsort(node_of_row).astype(np.int32)
+    expected = edges.lists(node_of_row)
+    indptr, indices = edges.csc
+    for low, high in pairwise(indptr):
+        rng.shuffle(indices[low:high])
+    offsets = np.cumsum([0, *map(len, expected)])
+    out = np.full(len(indices), -1, dtype)
+    bounds = [0, int(cut * edges.nodes), edges.nodes]
+    arguments = (indptr, indices.astype(dtype), node_of_row, row_of_node, offsets)
+    for first, last in pairwise(bounds):
+        assert by_row.take_lists(*arguments, first, last, out)
+    assert out.tolist() == [row for one in expected for row in one.tolist()]
+    if len(indices):
+        arguments[1][rng.integers(len(indices))] = rng.choice([-1, edges.nodes])
+        assert not by_row.take_lists(*arguments, 0, edges.nodes, out)
 
 
 @settings(max_examples=60)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from featstore.layout.records import TableRecord
 from featstore.loaders.prefetch import Stages
-from featstore.loaders.report import LoaderReport
+from featstore.loaders.report import LoaderReport, reading_seconds
 from featstore.reader.report import ReaderStats
 
 _SOURCES = ("hit", "packed", "shared", "base", "copy", "device")
@@ -22,6 +22,7 @@ class CompiledStages(Stages):
         """``stats``: of the readers; ``forecast_seconds``: of reading one mini-batch."""
         batches, seconds, row_bytes = self.snapshot()
         return LoaderReport(
-            batches, seconds, sum(s.bytes_read for s in stats), sum(s.reads for s in stats),
+            batches, seconds | reading_seconds(stats), sum(s.bytes_read for s in stats),
+            sum(s.reads for s in stats),
             row_bytes=row_bytes, buffer_hits=buffer_hits, forecast_seconds=forecast_seconds * batches,
         )  # fmt: skip

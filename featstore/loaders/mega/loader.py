@@ -31,7 +31,7 @@ from featstore.loaders.mega.resident import OnDevices, device_of
 from featstore.loaders.mega.sets import PartitionSets
 from featstore.loaders.mega.sizes import HELD_BATCHES, LargestDrawn
 from featstore.loaders.prefetch import Prefetch, PrefetchingLoader, Stages
-from featstore.loaders.report import LoaderReport
+from featstore.loaders.report import LoaderReport, reading_seconds
 from featstore.storage.relations import graph_of
 
 if TYPE_CHECKING:
@@ -273,7 +273,8 @@ class PartitionsLoader(PrefetchingLoader):
         batches, seconds, _ = self.report_stages.snapshot()
         stats = self.sets.stats()
         return LoaderReport(
-            batches, seconds, stats.bytes_read, stats.reads, padded=self._padded, dropped=self._dropped,
+            batches, seconds | reading_seconds([stats]), stats.bytes_read, stats.reads, padded=self._padded,
+            dropped=self._dropped,
             forecast_seconds=self.sets.forecast_seconds(),
             devices={} if self._on_devices is None else self._on_devices.stats(),
             edges_stored=self._edges_stored, edges_kept=self._edges_kept,

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from featstore.loaders.prefetch import Stages
-from featstore.loaders.report import LoaderReport
+from featstore.loaders.report import LoaderReport, reading_seconds
+from featstore.reader.report import ReaderStats
 from featstore.tiers.tickets import BufferStats
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ class Counted:
     bytes_read: int = 0
     reads: int = 0
     forecast_seconds: float = 0.0
+    seconds: Mapping[str, float] = field(default_factory=lambda: reading_seconds(()))
     buffers: Mapping[str, BufferStats] = field(default_factory=dict)
     devices: Mapping[str, BufferStats] = field(default_factory=dict)
 
@@ -31,11 +33,13 @@ class Counted:
         self, reader: Reader | None, buffers: Mapping[str, FeatureBuffer], devices: Mapping[str, DeviceBuffer]
     ) -> Counted:
         """These, and what these readers and buffers count now."""
-        stats = None if reader is None else reader.stats()
+        stats = ReaderStats() if reader is None else reader.stats()
+        now = reading_seconds([stats])
         return Counted(
-            self.bytes_read + (0 if stats is None else stats.bytes_read),
-            self.reads + (0 if stats is None else stats.reads),
-            self.forecast_seconds + (0.0 if stats is None else stats.forecast_seconds),
+            self.bytes_read + stats.bytes_read,
+            self.reads + stats.reads,
+            self.forecast_seconds + stats.forecast_seconds,
+            {stage: before + now[stage] for stage, before in self.seconds.items()},
             _both(self.buffers, {name: one.stats() for name, one in list(buffers.items())}),
             _both(self.devices, {name: one.stats() for name, one in list(devices.items())}),
         )
@@ -61,6 +65,6 @@ class OnlineStages(Stages):
         """``counted``: by reader and buffers."""
         batches, seconds, _ = self.snapshot()
         return LoaderReport(
-            batches, seconds, counted.bytes_read, counted.reads, buffers=counted.buffers,
-            devices=counted.devices, forecast_seconds=counted.forecast_seconds,
+            batches, seconds | dict(counted.seconds), counted.bytes_read, counted.reads,
+            buffers=counted.buffers, devices=counted.devices, forecast_seconds=counted.forecast_seconds,
         )  # fmt: skip
