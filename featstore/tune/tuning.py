@@ -241,9 +241,8 @@ class _Tuner:
         return self._seen.held[:1]
 
     def _reading(self, default: Reading, engines: list[str], depths: list[int]) -> dict[Reading, Cost]:
-        """By reading; the one to compare with first: engines and depths, then around the best of these how
-        many mini-batches are read at once, the reader's memory, and its threads. What does not fit is left
-        out."""
+        """By reading; the one to compare with first: engines and depths, then around the best of these mini-
+        batches read at once, the reader's memory and its threads. What does not fit is left out."""
         extracted = [None, *EXTRACTED_TRIED]
         memory = [None, *READER_BYTES]
         self._missed: dict[int | None, list[pf.Rows]] = {}

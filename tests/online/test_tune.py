@@ -418,7 +418,7 @@ def test_cores_are_divided_between_reading_and_the_rest(
     def timed(_: Any, missed: Any, reading: Reading, memory: int, seconds: float, options: Any) -> Cost:
         asked.append(reading.threads or options.get("threads"))
         rings = min(reading.threads or 4, 4)
-        return Cost(0.004 / rings, 0.004 / rings * min(busy, rings))
+        return Cost(0.004 / rings, 0.0005 if busy < 1 else 0.004 * (1 + 0.2 * rings))
 
     monkeypatch.setattr(pf, "time_reading", timed)
     monkeypatch.setattr(
