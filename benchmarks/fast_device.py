@@ -13,6 +13,7 @@ is calibrated. Checksums are verified.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable
@@ -29,11 +30,14 @@ from system import compressed_ram, cpu_seconds, free_memory_bytes, touch_memory
 from tables import COLUMNS, ROW_BYTES, Tables, check_rows, isolated_ids, random_page_ids
 
 import featstore
+from featstore.engine import uring
 from featstore.measure.calibrate import measure
 
 DEPTH = 128
 APART_PAGES = 3
 CACHE = "cold (direct I/O)"
+EXTRAPOLATED_CORES, EXTRAPOLATED_DISKS = (1, 16, 64), (1e5, 1e6, 3e6)
+RINGS = uring._RINGS  # that the engine takes at most where nobody says how many
 ROOM = 2.4  # of the device, over the table's size: rows that are given one by one are written twice
 
 
@@ -110,8 +114,10 @@ class Fast:
                     cpu += cpu_seconds() - cpu_begin
                     amount += len(ids)
                     check_rows(ids, out)
-            engine = reader._engine
-            return Sample(amount, seconds, cpu, {"rings": getattr(engine, "_working", None)})
+            stats = reader.stats()
+            planning = stats.seconds_planning / max(1, stats.rows_asked)
+            rings = getattr(reader._engine, "_working", None)
+            return Sample(amount, seconds, cpu, {"rings": rings, "planning_seconds": planning})
 
         self.add(name, "reads/s", run)
 
@@ -148,6 +154,32 @@ def over_best(ours: Series, series: dict[str, Series], names: list[str]) -> floa
     """Median over the rounds of our rate over the best of the others in the same round."""
     rounds = range(len(ours.samples))
     return median(ours.samples[r].rate / max(series[n].samples[r].rate for n in names) for r in rounds)
+
+
+def extrapolated(series: dict[str, Series]) -> list[list[Any]]:
+    """Rows a second that cores and disks should give, and what would bind: a ring's rate times rings, less
+    what a second ring was short of twice as much, for each doubling; and the one thread that plans."""
+    several, one = series["featstore"], series["featstore, one ring"]
+    rings_measured = median(sample.extra["rings"] for sample in several.samples)
+    ring = median(sample.rate for sample in one.samples)
+    doubling = 1.0
+    if rings_measured > 1:
+        doubling = min(1.0, median(s.rate for s in several.samples) / ring / rings_measured) ** (
+            1 / math.log2(rings_measured)
+        )
+    planning = 1 / median(sample.extra["planning_seconds"] for sample in several.samples)
+    rows = []
+    for cores in EXTRAPOLATED_CORES:
+        rings = min(cores, RINGS)
+        limits = {f"{rings} ring{'s' * (rings > 1)}": ring * rings * doubling ** math.log2(rings)}
+        if cores == 1:
+            limits = {"the core": median(sample.rate for sample in series["featstore, pinned"].samples)}
+        else:
+            limits["planning, on one core"] = planning
+        for disk in EXTRAPOLATED_DISKS:
+            binds, rate = min({**limits, "the disk": disk}.items(), key=lambda limit: limit[1])
+            rows.append([cores, disk, rate, binds])
+    return rows
 
 
 @click.command()
@@ -194,6 +226,9 @@ def main(settings: Settings, zram: bool) -> None:
                     over_best(series[name], series, sequential), 0.9)
               for name in series if name.startswith("featstore") and series[name].unit == "MB/s"),
         ]  # fmt: skip
+        report.table("Extrapolated from these slopes, measured nowhere: rows of 512 B, one on a page", [
+            "cores", "disk, reads/s", "rows/s", "bound by",
+        ], extrapolated(series))  # fmt: skip
         rings = [sample.extra["rings"] for sample in series["featstore"].samples]
         report.notes = [f"Rings at work in the rounds: {', '.join(map(str, rings))}."]
         report.save(settings.out, settings.quick)

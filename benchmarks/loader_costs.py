@@ -1,6 +1,7 @@
 """Does ``store.loader_costs`` forecast what then happens? Every mode, forecast and measured, in one run.
 
     python benchmarks/loader_costs.py --dir /a/directory/on/the/ssd
+    python benchmarks/loader_costs.py --zram        # on compressed RAM as a block device; takes root
 
 A generated store that is larger than the loader's memory. The device is calibrated first (into a cache of its
 own). Then, in rounds, each mode is forecast, gone through without a training step, so that what loading takes
@@ -19,6 +20,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,13 +28,14 @@ from typing import Any
 import click
 import numpy as np
 from harness import Claim, Report, Settings, note, shared_options
+from system import compressed_ram
 
 import featstore
 from featstore.loaders.costs.result import ModeCost
 from featstore.loaders.options import MODES
 from featstore.measure.calibrate import calibrate
 
-BAR = 0.25
+BAR = 0.2
 ROW_BYTES = 1024
 DISK = "64GiB"
 EPOCHS = 2  # of each mode in each round
@@ -170,14 +173,25 @@ def measured(store: featstore.Store, how: dict[str, Any], rounds: int, device: s
 
 @click.command()
 @click.option("--memory", default="96MiB", show_default=True)
+@click.option("--zram", is_flag=True, help="Make a block device of compressed RAM for it.")
 @shared_options(size="150MiB", quick_size="20MiB", rounds=5)
-def main(settings: Settings, memory: str) -> None:
+def main(settings: Settings, memory: str, zram: bool) -> None:
     """Forecast over measured for each mode."""
+    with ExitStack() as stack:
+        if zram:
+            at = stack.enter_context(compressed_ram(8 << 30, settings.workspace / "zram"))
+            settings = replace(settings, workspace=at)
+        go(settings, memory, zram)
+
+
+def go(settings: Settings, memory: str, zram: bool) -> None:
+    """All of it, in a workspace."""
     how: dict[str, Any] = {"seeds": "train", "fanouts": (8, 4), "batch_size": 256, "memory": memory}
     nodes = settings.size_bytes // ROW_BYTES
-    report = Report("loader_costs", "Forecasts of a loader", {
+    name, where = ("loader_costs_fast", ", on compressed RAM") if zram else ("loader_costs", "")
+    report = Report(name, f"Forecasts of a loader{where}", {
         "nodes": nodes, "row_bytes": ROW_BYTES, "memory": memory, "fanouts": [8, 4], "batch_size": 256,
-        "epochs": EPOCHS, "rounds": settings.rounds,
+        "epochs": EPOCHS, "rounds": settings.rounds, "zram": zram,
     }, settings.workspace)  # fmt: skip
     with tempfile.TemporaryDirectory(dir=settings.workspace) as folder:
         os.environ["FEATSTORE_CACHE"] = str(Path(folder) / "cache")
