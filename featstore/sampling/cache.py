@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from featstore.base.bitmap import set_bits
 from featstore.base.checks import check_offsets, check_range
-from featstore.base.dtypes import node_dtype
+from featstore.base.dtypes import dtype_from_name
 from featstore.errors import FormatError
 from featstore.reader.reader import Reader
 from featstore.tiers.static import MEMBERS_MAX, StaticRows
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 _HUB_BYTES = 64  # of the cache for each hub, beside its list, also while the index is made
 _LOADING_BYTES = 5 * 2**20  # what loading an array takes besides the array
+_STEP_EDGES = 2**24  # whose reads are planned at once
 NO_MAP = np.empty(0, np.int32)
 
 
@@ -57,8 +58,9 @@ class NeighbourCache:
         self._offsets = offsets
         # while it is made anew, there are two
         self._index_bytes = 2 * StaticRows.index_bytes(graph.table.rows)
-        self.first = np.empty(0, node_dtype(graph.table.rows))
-        self.lists = np.empty(0, self.first.dtype)
+        entry = graph.entry  # which may have int64 where int32 would do
+        self.first = np.empty(0, dtype_from_name(entry.sources.dtype))
+        self.lists = np.empty(0, dtype_from_name((entry.hubs.sources if entry.hubs else entry.sources).dtype))
         self.index = _NO_HUBS
 
     @property
@@ -77,8 +79,9 @@ class NeighbourCache:
             self._fill_hubs(reader, room_bytes)
         count = min(self._graph.edges, max(0, room_bytes - self._hubs_bytes) // self.first.itemsize)
         first, table = np.empty(count, self.first.dtype), f"{self._graph.name}/sources"
-        if count:
-            reader.read_runs({table: [(0, count)]}, out={table: first})
+        for low in range(0, count, _STEP_EDGES):
+            high = min(low + _STEP_EDGES, count)
+            reader.read_runs({table: [(low, high)]}, out={table: first[low:high]})
         self.first = first
 
     def _fill_hubs(self, reader: Reader, room_bytes: int) -> None:

@@ -157,13 +157,16 @@ class StoredSampler(HopSampler):
         self._row_of_node: NDArray[Any]
         self._node_of_row: NDArray[Any]
         self._row_of_node, self._node_of_row = table.maps() or (NO_MAP, NO_MAP)
-        left = self._memory_bytes - self._smallest(0)  # where all neighbours fit, there is little to read
-        whole = node_dtype(nodes).itemsize * self.graph.edges + SCRATCH_BYTES_MIN <= left
+        # A reader as small as can be, where all neighbours fit beside it and beside no other: unless a large
+        # mini-batch takes their room, there is nothing to read.
+        left = self._memory_bytes - self._smallest(0)
+        usual = Budget.split(self._memory_bytes - self._held_bytes, self._needs).tier_bytes
+        squeezed = usual < self.graph.entry.sources.row_bytes * self.graph.edges + SCRATCH_BYTES_MIN <= left
         self._reader = Reader(
             store,
             memory=self._memory_bytes - self._held_bytes,
             static=None,
-            static_memory=left if whole else None,
+            static_memory=left if squeezed else None,
             tables=names,
             engine=engine,
             queue_depth=queue_depth,
@@ -309,7 +312,7 @@ class StoredSampler(HopSampler):
         room_bytes = 8 * (nodes_max + sum(hops.counts)) + table_size(nodes_max) * hops.slots.itemsize * 3 // 2
         # Missing edges: which they are, their positions, what was read. Later the parts of all hops are
         # joined, one by one.
-        neighbour_bytes = self._cache.lists.itemsize
+        neighbour_bytes = self.graph.entry.sources.row_bytes
         reading_bytes = edges * (1 + 8 + neighbour_bytes) + 16 * table_size(max(1, picks))
         joining_bytes = 8 * (edges + hops.edge_count)
         self._reserve(room_bytes + max(reading_bytes, joining_bytes), f"sample hop {hop + 1}")

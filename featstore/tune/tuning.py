@@ -31,7 +31,7 @@ from featstore.errors import BudgetError, SourceError
 from featstore.loaders.online.loader import OnlineLoader
 from featstore.plan.budget import TableNeed, own_bytes
 from featstore.reader.lookup import table_need
-from featstore.reader.options import QUEUE_DEPTH_MAX, READING
+from featstore.reader.options import QUEUE_DEPTH_MAX, READING, READING_THREADS_MAX
 from featstore.reader.reader import QUEUE_DEPTH
 from featstore.storage.store import as_store
 from featstore.tiers.slots import layout
@@ -241,8 +241,8 @@ class _Tuner:
         return self._seen.held[:1]
 
     def _reading(self, default: Reading, engines: list[str], depths: list[int]) -> dict[Reading, Cost]:
-        """By reading; the one to compare with first: engines and depths, then around the best of these mini-
-        batches read at once, the reader's memory and its threads. What does not fit is left out."""
+        """By reading, the one to compare with first: engines and depths; around the best mini-batches at
+        once, the reader's memory and threads. What does not fit is left out."""
         extracted = [None, *EXTRACTED_TRIED]
         memory = [None, *READER_BYTES]
         self._missed: dict[int | None, list[pf.Rows]] = {}
@@ -265,8 +265,9 @@ class _Tuner:
 
     def _reader_threads(self, best: Reading, cost: Cost) -> list[int]:
         """Numbers of the reader's threads worth trying: it may take cores that another stage needs more."""
-        given = best.engine != "uring" or "threads" in self._options
-        return [] if given or cost.cpu_seconds < BUSY * cost.seconds else counts_up_to(self._cores)
+        one_will_do = best.engine != "uring" or cost.cpu_seconds < BUSY * cost.seconds
+        most = 0 if one_will_do or "threads" in self._options else min(self._cores, READING_THREADS_MAX)
+        return counts_up_to(most) if most else []
 
     def _timed(self, readings: Sequence[Reading], parts: int, default: Reading) -> dict[Reading, Cost]:
         """The cost of each, the better of two rounds; each has one of so many parts of the time for reading,
@@ -302,10 +303,9 @@ class _Tuner:
 
     def _slots_in(self, table: str, memory_bytes: int) -> int:
         entry = self._store.tables[table]
+        policy = layout.POLICIES[self._policy[table]]
         try:
-            return min(
-                entry.rows, slots_for(memory_bytes, entry.row_bytes, layout.POLICIES[self._policy[table]])
-            )
+            return min(entry.rows, slots_for(memory_bytes, entry.row_bytes, policy))
         except BudgetError:
             return 0
 

@@ -21,6 +21,7 @@ from featstore.packing import topology
 from featstore.packing.graphs import by_row
 from featstore.packing.graphs.build import BLOCK_EDGE_BYTES, SORTED_EDGES_MIN
 from featstore.packing.graphs.csc import CscGraph
+from featstore.sampling.neighbors import NeighborSampler
 from featstore.storage.disk import Disk, File
 from featstore.storage.table_writer import Catalogue
 
@@ -305,6 +306,11 @@ def test_int64_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert store.table("features/sources").dtype == np.int64
         assert store.graphs["features"].csc()[1].tolist() == edges.csc[1].tolist()
         assert store.graphs["features"].hub_rows()[0].dtype == np.int64
+        seeds = np.arange(0, 40, 3)
+        expected = NeighborSampler(*store.graphs["features"].csc(), (3, 2), 0).sample(seeds)
+        with store.sampler((3, 2), memory="8MiB") as sampler:
+            assert sampler.sample(seeds).node.tolist() == expected.node.tolist()
+            assert sampler.stats().hit_rate == 1.0
     assert featstore.verify(tmp_path / "s").ok
 
 

@@ -18,6 +18,7 @@ from featstore.base.system import submitted
 from featstore.errors import SourceError
 from featstore.packing.graphs.csc import CscGraph, release_pages
 
+_BLOCK_EDGES = 1 << 20
 _RUNS_PER_THREAD = 4  # so that none ends long before the others
 
 
@@ -54,9 +55,21 @@ def take_lists(
 def lists_bytes(graph: CscGraph) -> int:
     """What :func:`lists_by_row` takes, at most: the lists twice, where the graph's are a mapped file, their
     offsets, and the nodes of the rows."""
-    mapped = graph.indices.nbytes if isinstance(graph.indices, np.memmap) else 0
+    mapped = graph.indices.nbytes + 4 * _BLOCK_EDGES if isinstance(graph.indices, np.memmap) else 0
     itemsize = node_dtype(graph.nodes).itemsize
     return mapped + itemsize * graph.edges + (2 * itemsize + 24) * (graph.nodes + 1)
+
+
+def _in_memory(graph: CscGraph) -> NDArray[Any]:
+    """The graph's indices; of a mapped file read once, in order."""
+    if not isinstance(graph.indices, np.memmap):
+        return graph.indices
+    out = np.empty(graph.edges, graph.indices.dtype)
+    for low in range(0, graph.edges, _BLOCK_EDGES):
+        high = min(low + _BLOCK_EDGES, graph.edges)
+        out[low:high] = graph.indices[low:high]
+        release_pages(graph.indices, low, high)
+    return out
 
 
 def lists_by_row(
@@ -72,11 +85,10 @@ def lists_by_row(
     runs = _RUNS_PER_THREAD * threads if threads > 1 else 1
     cuts = np.searchsorted(offsets, np.linspace(0, graph.edges, runs + 1)[1:-1]).tolist()
     bounds = [0, *cuts, graph.nodes]
-    arguments = (graph.indptr, np.asarray(graph.indices), node_of_row, row_of_node, offsets)
+    arguments = (graph.indptr, _in_memory(graph), node_of_row, row_of_node, offsets)
     with ThreadPoolExecutor(threads, "featstore-topology") as pool:
         done = [submitted(pool, take_lists, *arguments, first, last, out) for first, last in pairwise(bounds)]
         good = all(one.result() for one in done)
-    release_pages(graph.indices, 0, graph.edges)
     if not good:
         raise SourceError("the graph: it changed while it was packed")
     return offsets, out

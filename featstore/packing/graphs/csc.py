@@ -24,7 +24,7 @@ class CscGraph:
     Attributes:
         indptr: int64 ``[nodes + 1]``, in memory.
         indices: int32 or int64 ``[edges]``, in memory, or a read-only `np.memmap` of a scratch file: read it
-            in order.
+            in order, and bring it into memory for anything else.
         source: what identifies the graph when a killed pack resumes.
     """
 
