@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from featstore.storage.store import Table
 
 _ROUNDS = 5
+_SETTLING_SECONDS = 0.1
 _PATTERN_BYTES = 8 << 20  # of rows asked for in a round
 _RUNS = 8
 _REQUESTS = 50
@@ -68,9 +69,17 @@ def measured(reader: Reader, table: Table, ids: Sequence[NDArray[np.int64]]) -> 
     length = min(table.rows // _RUNS, _PATTERN_BYTES // _RUNS // table.row_bytes) + 1
     rows: list[Pattern] = []
     runs: list[Pattern] = []
-    for number in range(_ROUNDS):
+
+    def rows_of(number: int) -> Pattern:
         some = [ids[(number * most + k) % len(ids)] for k in range(min(most, len(ids)))]
-        rows.append(_read(reader, table, [len(one) for one in some], _of(some, reader.submit, table)))
+        return _read(reader, table, [len(one) for one in some], _of(some, reader.submit, table))
+
+    begin, number = time.perf_counter(), 0
+    while time.perf_counter() - begin < _SETTLING_SECONDS:  # as many rings as a fast device keeps busy
+        rows_of(number)
+        number += 1
+    for number in range(_ROUNDS):
+        rows.append(rows_of(number))
         low = random.integers(0, max(1, table.rows - length), _RUNS)
         each = [np.array([[begin, min(begin + length, table.rows)]]) for begin in low]
         counts = [int(one[0, 1] - one[0, 0]) for one in each]
