@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from featstore.storage.store import Table
 
 _ROUNDS = 5
-_SETTLING_SECONDS, _ROUND_SECONDS = 0.1, 0.05
+_SETTLING_SECONDS = 0.1
 _PATTERN_BYTES = 8 << 20  # of rows asked for in a round
 _RUNS = 8
 _REQUESTS = 50
@@ -70,18 +70,17 @@ def measured(reader: Reader, table: Table, ids: Sequence[NDArray[np.int64]]) -> 
     rows: list[Pattern] = []
     runs: list[Pattern] = []
 
-    def rows_of(number: int, count: int) -> Pattern:
-        some = [ids[(number * count + k) % len(ids)] for k in range(count)]
+    def rows_of(number: int) -> Pattern:
+        some = [ids[(number * most + k) % len(ids)] for k in range(min(most, len(ids)))]
         return _read(reader, table, [len(one) for one in some], _of(some, reader.submit, table))
 
-    begin, number, count = time.perf_counter(), 0, min(most, len(ids))
+    begin, number = time.perf_counter(), 0
     while time.perf_counter() - begin < _SETTLING_SECONDS:  # as many rings as a fast device keeps busy
-        rows_of(number, count)
+        rows_of(number)
         number += 1
-    repeats = max(1, round(_ROUND_SECONDS / _SETTLING_SECONDS * number))  # beginnings and ends weigh little
     for number in range(_ROUNDS):
-        rows.append(rows_of(number, count * repeats))
-        low = random.integers(0, max(1, table.rows - length), _RUNS * repeats)
+        rows.append(rows_of(number))
+        low = random.integers(0, max(1, table.rows - length), _RUNS)
         each = [np.array([[begin, min(begin + length, table.rows)]]) for begin in low]
         counts = [int(one[0, 1] - one[0, 0]) for one in each]
         runs.append(_read(reader, table, counts, _of(each, reader.submit_runs, table)))
