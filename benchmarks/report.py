@@ -87,12 +87,14 @@ def machine(results: dict[str, dict[str, Any]]) -> str:
     if not results:
         return "*Nothing has been measured yet.*"
     machines = [r["machine"] for r in results.values()]
-    for key in _SAME:
-        if any(_alike(m[key]) != _alike(machines[0][key]) for m in machines):
+    on_disk = [r["machine"] for r in results.values() if not r["parameters"].get("zram")] or machines
+    for key in _SAME:  # compressed RAM is a device of its own
+        among = on_disk if key == "disk" else machines
+        if any(_alike(m[key]) != _alike(among[0][key]) for m in among):
             raise click.ClickException(
                 f"the results come from machines that differ in {key}; run all benchmarks on one"
             )
-    one = machines[0]
+    one = on_disk[0]
     disk = ", ".join(f"{key.replace('_', ' ')} {value}" for key, value in one["disk"].items() if value)
     packages = ", ".join(f"{name} {version}" for name, version in one["packages"].items())
     kernels = " and ".join(sorted({m["kernel"] for m in machines}))
