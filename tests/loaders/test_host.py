@@ -234,7 +234,7 @@ def test_a_budget_that_is_too_small_says_how_much_is_needed(path: Path, start: A
     """Of the host's memory, whether the loader or a mini-batch handed over needs more; and that works."""
 
     def work(rank: int, pipe: Any) -> Any:
-        memory, refused = 12 << 20, []
+        memory, refused = 8 << 20, []
         while True:
             try:
                 with shared_loader(path, rank, "online", memory=memory) as loader:
