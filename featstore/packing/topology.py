@@ -133,8 +133,10 @@ def write_topology(job: TopologyJob) -> GraphEntry:
     needed, free = int(dtype.itemsize * job.graph.edges * 2), job.catalogue.disk.free_bytes(job.scratch_dir)
     if needed > free:
         raise DiskFullError(job.scratch_dir, needed, free)
-    if job.row_of_node is not None and lists_bytes(job.graph) + _block_bytes(job) <= job.memory_bytes:
-        offsets, lists = lists_by_row(job.graph, job.row_of_node, available_cores())
+    cores = available_cores()  # one sorts edges faster than it takes lists from all over memory
+    fits = lists_bytes(job.graph) + _block_bytes(job) <= job.memory_bytes
+    if job.row_of_node is not None and fits and cores > 1:
+        offsets, lists = lists_by_row(job.graph, job.row_of_node, cores)
         job = replace(job, row_of_node=None)  # they are rows already
     else:
         offsets, lists = _in_row_order(job)

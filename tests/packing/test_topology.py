@@ -177,7 +177,7 @@ def test_what_is_stored_is_the_graph(
             disk=QuickDisk(),
         )  # fmt: skip
     with store:
-        assert not ways or way != "by row"
+        assert not ways or way != "by row" or cores == 1
         if ways and way == "on disk" and edges.nodes > 1 and len(edges.sources) > edges.nodes:
             assert ways == [True], "it went by way of the disk"
         check(store, edges, hubs=hubs, rank=rank)
