@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 import featstore
 import featstore.layout.table
+from featstore.engine import deliver
 from featstore.errors import CancelledError, ClosedError, CorruptionError, FormatError, IdError
 from featstore.layout import TableLayout
 from featstore.plan.extents import plan_runs
@@ -54,6 +55,27 @@ def runs_of(rows: int) -> st.SearchStrategy[Runs]:
         lambda r: (r[0], min(rows, r[0] + r[1]))
     )
     return st.lists(run | short, max_size=12)
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_long_runs_go_past_the_caches_to_wherever_rows_are_wanted(
+    tmp_path: Path, engine: str, verify: bool
+) -> None:
+    """Spans that are long enough for it, from any byte of a page to any byte of memory; nothing beside."""
+    rows = np.random.default_rng(0).integers(0, 256, (40_000, 33), np.uint8)
+    featstore.pack(tmp_path / "s", rows, order="given").close()
+    options: dict[str, Any] = {"memory": "128MiB", "static": None, "engine": engine, "verify": verify}
+    with featstore.open(tmp_path / "s") as store, store.reader(**options) as reader:
+        for shift, low, high in ((0, 0, 40_000), (1, 1, 39_999), (17, 124, 20_001), (31, 30_000, 33_000)):
+            count = high - low
+            assert count * 33 > deliver._STREAMED_MIN
+            memory = np.full(shift + count * 33 + 64, 7, np.uint8)
+            out = memory[shift : shift + count * 33].reshape(count, 33)
+            reader.read_runs({"features": [(low, high)]}, out={"features": out})
+            np.testing.assert_array_equal(out, rows[low:high])
+            assert (memory[:shift] == 7).all()
+            assert (memory[shift + count * 33 :] == 7).all()
+        assert reader.stats().bytes_read / reader.stats().reads > deliver._STREAMED_MIN
 
 
 @pytest.mark.parametrize(

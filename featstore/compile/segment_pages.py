@@ -32,12 +32,6 @@ _WRITES_AHEAD = 4 * PAGE_WRITE_THREADS
 _ANEW = "start the pack anew with --overwrite"
 
 
-def page_buffers(count: int, byte_count: int) -> list[NDArray[np.uint8]]:
-    """Buffers of whole pages, one after the other, so that large pages serve small ones, too."""
-    whole = aligned_buffer(count * byte_count)
-    return [whole[i * byte_count : (i + 1) * byte_count] for i in range(count)]
-
-
 def _lengths(page: UnfinishedPage) -> list[int]:
     """Bytes of each run of a page."""
     return [high - low for low, high in zip(page.runs[::2], page.runs[1::2], strict=False)]
@@ -98,12 +92,6 @@ class Target:
         for _ in range(_WRITES_AHEAD):
             self._turns.put(None)
 
-    def write(
-        self, page: int, pages: NDArray[np.uint8], on_written: Callable[[], None] = lambda: None
-    ) -> None:
-        """Write pages soon, as the writer does."""
-        self.write_runs(pages, np.array([[page, 0, len(pages) // PAGE_BYTES]]), on_written)
-
     def write_runs(
         self, memory: NDArray[np.uint8], runs: NDArray[np.int64], on_written: Callable[[], None]
     ) -> None:
@@ -116,6 +104,9 @@ class Target:
         self._turns.get()
         self.writer.write_runs(memory, runs, written)
 
+    def _write_page(self, number: int, edge: _Edge) -> None:
+        self.write_runs(edge.buffer, np.array([[number, 0, 1]]), lambda: None)
+
     def page_bytes(self, page: int) -> int:
         """Bytes of rows in a page: all of it, but for the table's last one."""
         return min(PAGE_BYTES, self.layout.data_bytes - page * PAGE_BYTES)
@@ -127,7 +118,7 @@ class Target:
         edge = self._edges.pop(page, None) or _Edge()
         edge.put(offset, data)
         if edge.held == self.page_bytes(page):
-            self.write(page, edge.buffer)
+            self._write_page(page, edge)
         else:
             self._edges[page] = edge
 
@@ -141,7 +132,7 @@ class Target:
             pages.setdefault(number, _Edge()).put(low, content)
         self._left = {number: page.described(number) for number, page in pages.items()}
         for number, page in pages.items():
-            self.write(number, page.buffer)
+            self._write_page(number, page)
         self.writer.checkpoint()
 
     @property

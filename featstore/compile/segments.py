@@ -31,7 +31,6 @@ from featstore.units import PAGE_BYTES
 INDEX_ROWS = 2**15  # row numbers that are held at once
 SEGMENTS_CHECKPOINT_BYTES = 2 * 2**30  # written between two
 
-
 #: What is known of a segment while it is made, in an array of int64, [these, segments]: bytes of the target's
 #: address space, the page where its buffer's content begins, how many bytes the buffer has of it, and the
 #: buffer's number (NO_BUFFER before its first row and after its last).
@@ -128,9 +127,8 @@ class Packing:
         self._free = np.arange(buffers, dtype=np.int64)
         self._writes = np.empty((min(WRITES_TOGETHER, max(1, buffers // 16)), 3), np.int64)
         self._counts = np.array([buffers, 0], np.int64)
-        self._written: queue.SimpleQueue[NDArray[np.int64]] = (
-            queue.SimpleQueue()
-        )  # buffers that are free again
+        # Numbers of buffers that are free again.
+        self._written: queue.SimpleQueue[NDArray[np.int64]] = queue.SimpleQueue()
 
     def _target(self, turn: int) -> Target:
         return self._routes[self._chosen[turn][0]].target

@@ -15,13 +15,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from featstore.base.buffers import aligned_buffer
 from featstore.base.native import address_of
 from featstore.base.rows import IN_ORDER, move_rows
 from featstore.base.sort import radix_sort
 from featstore.compile import segment_plan
 from featstore.compile.decide import TableDecision
 from featstore.compile.row_lists import RowLists, RowListsWriter
-from featstore.compile.segment_pages import PAGE_WRITE_THREADS, Target, page_buffers
+from featstore.compile.segment_pages import PAGE_WRITE_THREADS, Target
 from featstore.compile.segment_plan import Route, plan_packing
 from featstore.compile.segments import Packing, pack_episode
 from featstore.compile.write_records import chunk_path, new_table, table_writer
@@ -195,8 +196,9 @@ class TablePacking:
         """Bring the spilled rows into the order of the regions, bucket by bucket: one is read and put in
         order while the one before it is written."""
         row_bytes, largest = self._row_bytes, min(self._buckets.rows_each, entry.rows)
-        (spilled,) = page_buffers(1, spill.pages_bytes(largest))
-        ordered = [_Ordered(one) for one in page_buffers(2, spill.pages_bytes(largest))]
+        room_bytes = spill.pages_bytes(largest)
+        spilled, *others = (aligned_buffer(room_bytes) for _ in range(3))
+        ordered = [_Ordered(one) for one in others]
         writer = table_writer(self._catalogue, entry, PAGE_WRITE_THREADS)
         try:
             carried = spilled[:0]  # of the last page, which goes on with the next bucket

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 from featstore.errors import BudgetError
 
-SAMPLER_SHARE = (
-    3  # of the memory, at most, is for a sampler: a neighbour in memory saves more than a row does
-)
+#: A sampler has one part in so many of the memory, at most: a neighbour in memory saves more than a row does.
+SAMPLER_SHARE = 3
 
 
 @dataclass(frozen=True)

@@ -162,10 +162,8 @@ class Disk:
         ``sums``: as two writes a run, but all in one step that holds no lock of the interpreter. ``runs``,
         int64 [n, 4]: byte of the file, byte of ``memory``, pages, byte of ``sums``."""
         checksums, done = np.empty(int(runs[:, 2].sum()), np.uint32), np.zeros((len(runs), 2), np.int64)
-        number = 0
-        if (
-            type(self).write is Disk.write and not _address(memory) % PAGE_BYTES
-        ):  # who watches sees each write
+        number, watched = 0, type(self).write is not Disk.write  # who watches sees each write
+        if not watched and not _address(memory) % PAGE_BYTES:
             descriptors = np.array([file.descriptor for file in files], np.int32)
             number = crc_and_write(
                 _FUNCTIONS, address_of(memory), descriptors, runs, checksums, sums.descriptor, done
