@@ -343,8 +343,8 @@ class Reader:
         return self._counts.stats(
             engine=self.engine.name, access=self.access, reads=int(counted[C.READS]),
             bytes_read=int(counted[C.BYTES_READ]), short_reads=int(counted[C.SHORT_READS]),
-            seconds_waiting=counted[C.NS_WAIT] / 1e9, seconds_verifying=counted[C.NS_VERIFY] / 1e9,
-            seconds_copying=counted[C.NS_COPY] / 1e9, latency_histogram=histogram,
+            seconds_waiting=int(counted[C.NS_WAIT]) / 1e9, seconds_verifying=int(counted[C.NS_VERIFY]) / 1e9,
+            seconds_copying=int(counted[C.NS_COPY]) / 1e9, latency_histogram=histogram,
         )  # fmt: skip
 
     def memory(self) -> dict[str, int]:

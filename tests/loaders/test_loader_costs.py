@@ -400,6 +400,7 @@ def test_reports_say_what_reading_should_take_and_where_it_went(store: Any, mode
         assert report.forecast_seconds > 0
         assert all(report.seconds[stage] > 0 for stage in ("check", "copy"))
         assert report.seconds["lookup"] >= 0
+        assert {type(seconds) for seconds in report.seconds.values()} == {float}
         assert report.slowest not in ("lookup", "check", "copy"), "these are parts of others"
 
 
