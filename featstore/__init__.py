@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from featstore.front.compiling import compile_trace
     from featstore.front.packing import pack
     from featstore.front.verifying import verify
+    from featstore.hosts.massivegnn import MassiveGNN
+    from featstore.hosts.tier import Hosts
     from featstore.loaders.batch import Batch
     from featstore.loaders.loader import Loader
     from featstore.reader.reader import Reader
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from featstore.sampling.proximity import ProximityOrder
     from featstore.shared.owner import SharedBuffer
     from featstore.shared.tier import Shared
+    from featstore.split_store import SplitStore, open_split
     from featstore.store import Store, Table
     from featstore.store import Store as open
     from featstore.tiers.buffer_tier import Buffer
@@ -35,6 +38,10 @@ if TYPE_CHECKING:
 
 _WHERE = {
     "open": ("featstore.store", "Store"),
+    "open_split": ("featstore.split_store", "open_split"),
+    "SplitStore": ("featstore.split_store", "SplitStore"),
+    "Hosts": ("featstore.hosts.tier", "Hosts"),
+    "MassiveGNN": ("featstore.hosts.massivegnn", "MassiveGNN"),
     "SharedBuffer": ("featstore.shared.owner", "SharedBuffer"),
     "Store": ("featstore.store", "Store"),
     "Table": ("featstore.store", "Table"),
@@ -58,9 +65,9 @@ _WHERE = {
 }
 
 __all__ = [
-    "Batch", "Buffer", "Device", "Loader", "PartitionOrder", "Plan", "ProximityOrder",
-    "Reader", "ReaderStats", "Request", "Shared", "SharedBuffer", "Static", "Store", "Table", "TieredReader",
-    "Trace", "__version__", "compile_trace", "open", "pack", "verify",
+    "Batch", "Buffer", "Device", "Hosts", "Loader", "MassiveGNN", "PartitionOrder", "Plan", "ProximityOrder",
+    "Reader", "ReaderStats", "Request", "Shared", "SharedBuffer", "SplitStore", "Static", "Store", "Table",
+    "TieredReader", "Trace", "__version__", "compile_trace", "open", "open_split", "pack", "verify",
 ]  # fmt: skip
 
 

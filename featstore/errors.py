@@ -28,6 +28,7 @@ __all__ = [
     "IncompleteStoreError",
     "MissingPackageError",
     "NotInMemoryError",
+    "PeerError",
     "SourceError",
     "StaleError",
     "StoreExistsError",
@@ -107,6 +108,23 @@ class ClosedError(FeatstoreError, ValueError):
 
 class NotInMemoryError(FeatstoreError, TypeError):
     """A table of a store was used as if it were an array in memory."""
+
+
+class PeerError(FeatstoreError, ConnectionError):
+    """Another host of a training run is gone, late, or has said what cannot be.
+
+    Attributes: ``host`` (its number in the split store), ``rank`` (its rank in the run), ``what``.
+    """
+
+    def __init__(self, host: int, rank: int, what: str) -> None:
+        self.host, self.rank, self.what = host, rank, what
+        super().__init__(
+            f"host {host} (rank {rank}) {what}; its rows cannot be had any more: start all ranks again, "
+            "from the last state that was saved"
+        )
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.host, self.rank, self.what)
 
 
 class CancelledError(FeatstoreError):

@@ -25,11 +25,12 @@ Sources = dict[str, str]
 #: From top to bottom. A folder may import those in the lines below its own, and nothing else.
 LAYERS = (
     {"adapters", "front", "measure", "testing", "tune"},
+    {"split_store"},
     {"store"},
     {"loaders"},
     {"compile", "scrub"},
     {"trace"},
-    {"packing", "sampling", "shared"},
+    {"hosts", "packing", "sampling", "shared"},
     {"reader"},
     {"tiers"},
     {"engine", "order", "plan"},

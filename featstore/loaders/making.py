@@ -10,16 +10,19 @@ from typing import Any
 from featstore import arguments as args
 from featstore.compile.budget import parse_disk
 from featstore.errors import ArgumentError, BudgetError, SourceError
+from featstore.hosts.places import HostPlace
+from featstore.hosts.split_store import WholeStore
 from featstore.loaders.compiled.loader import CompiledLoader
 from featstore.loaders.compiled.options import check_loader_options
 from featstore.loaders.costs.auto import Taken, auto
 from featstore.loaders.costs.partitions import OwnSampling
 from featstore.loaders.divided import GivenShare
 from featstore.loaders.host.mode import HostMode
-from featstore.loaders.host.place import place_of
+from featstore.loaders.host.place import Place, place_of
 from featstore.loaders.mega.loader import PartitionsLoader
 from featstore.loaders.modes import Mode, PartitionsMode, RollingMode, compiled_mode
 from featstore.loaders.online.loader import OnlineLoader
+from featstore.loaders.online.presampled import most_used
 from featstore.loaders.options import SAMPLING, Given
 from featstore.loaders.prefetch import Sampler, check_repeatable
 from featstore.loaders.ranks import Ranks
@@ -30,6 +33,7 @@ from featstore.sampling.batches import RankedBatches, bytes_in_memory, open_samp
 from featstore.storage.packs import check_pack_name
 from featstore.storage.relations import graph_of
 from featstore.storage.store import OpenStore
+from featstore.units import parse_bytes
 
 _BATCH_SIZE = 1024
 _OF_A_RANK = ("rank", "attach")  # options that ranks that share a loader may have of their own
@@ -51,19 +55,20 @@ class Making:
         opened: ExitStack,
     ) -> None:
         self.store, self.given, self._opened = store, given, opened
+        self.taken = Taken(given.mode, "asked for", None)
+        self._sampled = given.get("seeds") is not None
         self.ranks = Ranks.of(given.get("rank"), given.get("world_size"), batches)
+        if isinstance(store, WholeStore):
+            self._check_hosts(store, batches)
         self.drop_last = args.as_flag(given.get("drop_last", False), "drop_last")
         self.whole = Whole(store, given.get("edge_table"), given.get("attach", ()))
-        held = self.whole.held_bytes
+        held = self.whole.held_bytes + self._halo_bytes()
         if held >= memory_bytes:
-            raise BudgetError(
-                held + aside + 1, memory_bytes + aside, "hold the arrays that are attached to mini-batches"
-            )
+            what = "hold the arrays that are attached to mini-batches, and the halo"
+            raise BudgetError(held + aside + 1, memory_bytes + aside, what)
         self.shares = MemoryShares(memory_bytes - held, 0, held + aside)
         self.share: RankedBatches | GivenShare | None = None
-        self.taken = Taken(given.mode, "asked for", None)
         self._here: tuple[int, ...] = (self.ranks.rank,)  # the ranks whose mini-batches are made here
-        self._sampled = given.get("seeds") is not None
         if batches is not None:
             self._check_given(batches)
         elif given.get("fanouts") is None if self._sampled else not self._compiled_before():
@@ -73,6 +78,8 @@ class Making:
         """The mode, over its loader."""
         given, ranks = self.given, self.ranks
         place = place_of(given.get("shared", False), ranks.rank, ranks.shares, given.said)
+        if isinstance(self.store, WholeStore):
+            place = _on_host(place, self.store.place)
         if place is None:
             mode = self._made(batches)
         else:
@@ -129,6 +136,50 @@ class Making:
 
     # Whose mini-batches.
 
+    def _check_hosts(self, store: WholeStore, batches: Any) -> None:
+        """What a store that is split by hosts has of modes and ranks. Mode auto is online."""
+        given, place = self.given, store.place
+        if given.mode not in ("auto", "online"):
+            raise ArgumentError(
+                f"mode {given.mode!r} is of a store on one disk: rows that other hosts own are read "
+                "online. Each host's own part can be trained on in every mode (store.part)"
+            )
+        if given.auto:
+            self.given.mode, self.given.auto = "online", False
+            self.taken = Taken("online", "rows that other hosts own are read online", None)
+        world = place.hosts * place.ranks
+        if batches is None and self.ranks.world_size != world:
+            raise ArgumentError(
+                f"of a store that is split by {place.hosts} hosts, all {world} ranks of the run train "
+                f"together, not {self.ranks.world_size}"
+            )
+
+    def _halo_bytes(self) -> int:
+        """What the rows kept of other hosts take."""
+        halo = self.given.get("halo")
+        if halo is None:
+            return 0
+        if not isinstance(self.store, WholeStore):
+            raise ArgumentError("halo= keeps rows of other hosts: it is of a store that is split by hosts")
+        needed = ("over", "host_bytes", "least_bytes")
+        if not isinstance(halo, int | str) and not all(callable(getattr(halo, n, None)) for n in needed):
+            raise ArgumentError(
+                f"halo must be featstore.Buffer(...) or featstore.MassiveGNN(...), not {args.shown(halo)}"
+            )
+        if isinstance(halo, int | str):
+            if not self._sampled:
+                raise ArgumentError(
+                    "halo= as a size is for the store to sample (seeds=), which then knows what will be "
+                    "wanted: give featstore.Buffer(memory=) or featstore.MassiveGNN() for mini-batches of "
+                    "your own"
+                )
+            return parse_bytes(halo, "halo")
+        tables = list(self.store.tables.values())
+        found = halo.host_bytes(tables)
+        if found is None:
+            raise ArgumentError(f"halo={halo!r} has no memory of its own: say how much, memory=")
+        return max(found, halo.least_bytes(tables))
+
     def _check_given(self, batches: Any) -> None:
         """Mini-batches were given."""
         for name in (*SAMPLING, "shared"):
@@ -161,7 +212,12 @@ class Making:
                 memory=self.shares.sampler_bytes,
             )  # fmt: skip
         nodes = self.store.arrays[seeds] if isinstance(seeds, str) else seeds
-        made = RankedBatches(sampler, nodes, own=True, ranks=self._here, **self._seeds_of_a_step())
+        owned, here = {}, self._here
+        if isinstance(self.store, WholeStore):
+            here = tuple(self.store.place.share(rank) for rank in here)
+            table = graph_of(self.store, graph).table.name
+            owned = {"owner": self.store.owners[table].hosts, "hosts": self.store.place.hosts}
+        made = RankedBatches(sampler, nodes, own=True, ranks=here, **owned, **self._seeds_of_a_step())
         self._opened.callback(made.close)
         if not len(made):
             raise ArgumentError(
@@ -194,6 +250,11 @@ class Making:
     def _online(self, own: dict[str, Any]) -> Mode:
         batches = self._wanted(own, recorded=False)
         assert batches is not None
+        halo = own.get("halo")
+        if isinstance(halo, int | str) and isinstance(self.share, RankedBatches):
+            assert isinstance(self.store, WholeStore)
+            table = graph_of(self.store, self.given.get("graph")).table.name
+            own["halo"] = most_used(self.store, table, self.share, parse_bytes(halo, "halo"))
         loader = OnlineLoader(
             self.store, batches, memory=self.shares.rows_bytes, tensors=self.given.tensors, **own,
             **self.given.reading,
@@ -251,3 +312,15 @@ class Making:
         if len(self._here) > 1:
             return device, f"{name}-ranks{'_'.join(map(str, self._here))}of{self.ranks.shares}"
         return device, name if self.ranks.world_size == 1 else f"{name}-rank{self.ranks.rank}"
+
+
+def _on_host(place: Place | None, host: HostPlace) -> Place | None:
+    """A rank's place among those of its host, of a store that is split by hosts. Raises ArgumentError."""
+    if host.ranks == 1:
+        return None
+    if place is None:
+        raise ArgumentError(
+            f"each host has {host.ranks} ranks, and local rank 0 has the lines to other hosts: give "
+            "shared=True, and the ranks of a host share a loader"
+        )
+    return Place(host.local_rank, host.ranks, f"{place.name} host {host.host} of {host.hosts}")

@@ -10,6 +10,7 @@ from featstore.errors import ArgumentError
 from featstore.reader.options import check_reading
 
 if TYPE_CHECKING:
+    from featstore.tiers import TierSpec
     from featstore.tiers.buffer_tier import Buffer
 
 MODES = ("online", "compiled", "rolling", "partitions")
@@ -63,6 +64,11 @@ class LoaderOptions(TypedDict, total=False):
         policy: of mode online: of the buffer, a name of :data:`featstore.tiers.slots.layout.POLICIES` but
             ``"min"``, or ``"auto"``, the default, for that which hits most.
         static: of mode online, for policy ``"static"``: node ids (or a mapping of tables to them) to keep.
+        halo: of mode online, for a store that is split by hosts: what keeps rows of other hosts beside the
+            buffer of all rows, in a part of ``memory``. With ``seeds`` bytes or a size, for those that are
+            wanted most (:mod:`featstore.loaders.online.presampled`); or :class:`featstore.Buffer` or
+            :class:`featstore.MassiveGNN`. Nothing by default: the buffer of all rows holds what it has room
+            for.
         warm: of mode online: the name of a saved cache (:meth:`Loader.save_cache`) to begin with.
         overtake: of mode online: hand over whichever mini-batch has its rows first.
         extracted: of mode online: how many mini-batches are extracted at once, at most.
@@ -112,6 +118,7 @@ class LoaderOptions(TypedDict, total=False):
     verify: bool
     policy: str | None
     static: Any
+    halo: TierSpec | int | str | None
     warm: str | None
     overtake: bool | None
     extracted: int | None
@@ -138,7 +145,7 @@ OF_MODES = {
     "device": MODES,
     "device_policy": ("online", "partitions"),
     **dict.fromkeys(
-        ("policy", "static", "warm", "overtake", "extracted", "reader_memory"),
+        ("policy", "static", "halo", "warm", "overtake", "extracted", "reader_memory"),
         ("online",),
     ),
     "disk": ("compiled", "rolling"),

@@ -34,6 +34,7 @@ class LoaderReport:
         buffer_hits: rows of the base store that a buffer over it had, of compiled mini-batches.
         forecast_seconds: of reading, by the device model: of compiled mini-batches as forecast when they were
             compiled, else for the reads that were planned. To be held against ``read``, or ``load``.
+        remote_rows, remote_bytes: rows asked of other hosts, of a store that is split by hosts.
         recorded_epochs: how many are repeated, of compiled mini-batches.
         padded, dropped: seeds of an epoch that stand twice, or are left out, so that ranks have equal steps.
         edges_stored, edges_kept: of the collections of partitions that were trained on, the edges into their
@@ -49,6 +50,8 @@ class LoaderReport:
     devices: Mapping[str, BufferStats] = field(default_factory=dict)
     buffer_hits: int = 0
     forecast_seconds: float = 0.0
+    remote_rows: int = 0
+    remote_bytes: int = 0
     recorded_epochs: int = 0
     padded: int = 0
     dropped: int = 0

@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 from featstore.arguments import as_count, as_fanouts, as_flag, as_integer
 from featstore.base.hashing import batch_key, random_words
 from featstore.base.training_nodes import checked_train
-from featstore.errors import SourceError
+from featstore.errors import ArgumentError, SourceError
 from featstore.reader.graphs import read_csc, read_offsets
 from featstore.sampling.neighbors import NeighborSampler, SampledSubgraph
-from featstore.sampling.ranked import share_of
+from featstore.sampling.ranked import Share, owned_share, share_of
 from featstore.sampling.stored import StoredSampler
 from featstore.storage.relations import graph_of
 from featstore.storage.store import as_store
@@ -137,13 +137,18 @@ class RankedBatches(SampledBatches):
     """The mini-batches of some ranks of several, ``ranks`` of ``world_size``, in turn: number 0 of each, then
     number 1 of each. In every epoch each rank has its share of the same order, see
     :func:`featstore.sampling.ranked.share_of`, and its mini-batches are the same whichever others are here.
-    ``padded`` seeds stand twice in this epoch, ``dropped`` ones, others in each, are left out."""
+    ``padded`` seeds stand twice in this epoch, ``dropped`` ones, others in each, are left out.
+
+    ``owner`` [nodes]: on which of ``hosts`` hosts each node is, whose ranks train on what is there: see
+    :func:`featstore.sampling.ranked.owned_share`. An epoch is then divided as a whole, and not its rest."""
 
     def __init__(
         self, sampler: GraphSampler, train: NDArray[Any], batch_size: int, *, ranks: Sequence[int] = (0,),
-        world_size: int = 1, drop_last: bool = False, own: bool = False
+        world_size: int = 1, drop_last: bool = False, own: bool = False, owner: NDArray[Any] | None = None,
+        hosts: int = 1,
     ) -> None:  # fmt: skip
         self.ranks, self.num_replicas, self._drop_last = tuple(ranks), world_size, drop_last
+        self._owner, self._hosts = owner, hosts
         self.padded = self.dropped = 0
         self._begun_at = (0, 0)  # an epoch, and how many seeds of its order are over
         super().__init__(sampler, train, batch_size, own=own)
@@ -155,19 +160,29 @@ class RankedBatches(SampledBatches):
 
     def epoch_steps(self) -> int:
         """Mini-batches of a whole epoch, as many for any rank."""
-        share = share_of(self._nodes, self.batch_size, 0, self.num_replicas, self._drop_last)
-        return -(-len(share.seeds) // self.batch_size)
+        return -(-len(self._share(self._nodes, 0).seeds) // self.batch_size)
+
+    def _share(self, order: NDArray[Any], rank: int) -> Share:
+        if self._owner is None:
+            return share_of(order, self.batch_size, rank, self.num_replicas, self._drop_last)
+        ranks = self.num_replicas // self._hosts
+        return owned_share(order, self._owner, self.batch_size, rank, ranks, self._hosts, self._drop_last)
 
     def begin_at(self, epoch: int, over: int) -> None:
-        """Of this epoch's order the first ``over`` seeds are over: the others are divided."""
+        """Of this epoch's order the first ``over`` seeds are over: the others are divided. Raises
+        ArgumentError where hosts have seeds of their own, and any are over."""
+        if over and self._owner is not None:
+            raise ArgumentError(
+                "hosts train on the seeds that they own, so the rest of an epoch cannot be divided among "
+                "another number of ranks: go on with as many as then, or save between epochs"
+            )
         self._begun_at = epoch, over
         self._begin(self.epoch)
 
     def _begin(self, epoch: int) -> None:
         super()._begin(epoch)
         over = self._begun_at[1] if self._begun_at[0] == epoch else 0
-        how = self.num_replicas, self._drop_last
-        shares = [share_of(self.train[over:], self.batch_size, rank, *how) for rank in self.ranks]
+        shares = [self._share(self.train[over:], rank) for rank in self.ranks]
         self.padded, self.dropped = shares[0].padded, shares[0].dropped
         self.train = np.stack([share.seeds for share in shares])  # [ranks, seeds of each]
 

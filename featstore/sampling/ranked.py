@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from featstore.errors import ArgumentError
+
 
 class Share(NamedTuple):
     """``seeds`` of one rank; of all ranks together ``padded`` stand twice, ``dropped`` are left out."""
@@ -32,3 +34,30 @@ def share_of(
     if padded:
         order = np.resize(order, len(order) + padded)
     return Share(order[rank::world_size], padded, 0)
+
+
+def owned_share(
+    order: NDArray[Any], owner: NDArray[Any], batch_size: int, rank: int, ranks: int, hosts: int,
+    drop_last: bool = False,
+) -> Share:  # fmt: skip
+    """Of ``order`` what the rank's host owns, every ``ranks``-th of it; ``owner`` [nodes] says which host
+    owns a node, and each of ``hosts`` hosts has ``ranks`` ranks, one after the other.
+
+    Every rank has as many seeds as one of the host that owns most: of others some stand twice; with
+    ``drop_last`` as many whole mini-batches as one of the host that owns fewest. Raises ArgumentError for a
+    host that owns none.
+    """
+    of = owner[order]
+    counts = np.bincount(of, minlength=hosts)
+    if not counts.all():
+        raise ArgumentError(
+            f"host {int(np.argmin(counts))} owns none of the {len(order):,} seeds: split the store with "
+            "train=, which spreads them evenly over the hosts"
+        )
+    host, local = divmod(rank, ranks)
+    own = order[of == host]
+    if drop_last:
+        each = int(counts.min()) // (ranks * batch_size) * batch_size
+        return Share(own[: each * ranks][local::ranks], 0, len(order) - each * ranks * hosts)
+    each = -(-int(counts.max()) // ranks)
+    return Share(np.resize(own, each * ranks)[local::ranks], each * ranks * hosts - len(order), 0)

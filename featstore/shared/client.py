@@ -32,6 +32,7 @@ from featstore.arguments import as_text, known_name, shown
 from featstore.base.buffers import empty_rows
 from featstore.base.ids import check_out, finished, parse_ids, parse_row_places, rows_of
 from featstore.base.native import address_of
+from featstore.base.passed_errors import decode_error
 from featstore.base.rows import IN_ORDER, move_rows
 from featstore.errors import ArgumentError, CancelledError, ClosedError
 from featstore.reader.requests import ByTable
@@ -194,7 +195,7 @@ class BufferClient:
                 connection.say(protocol.HOLDS, self._new_number(), wanted[part], table=one.number)
                 answer = connection.hear()
             if answer.kind == protocol.ANSWER_ERROR:
-                raise protocol.decode_error(answer.body)
+                raise decode_error(answer.body)
             held[part] = np.frombuffer(answer.body, np.bool_)
         return held
 
@@ -256,7 +257,7 @@ class BufferClient:
                 move_rows(slots, answer.slots, piece.out, piece.places, table.row_bytes)
                 connection.say(protocol.RELEASE, piece.number)
         if answer.kind == protocol.ANSWER_ERROR:
-            raise protocol.decode_error(answer.body)
+            raise decode_error(answer.body)
         return len(piece.ids) - answer.detail
 
     @contextmanager

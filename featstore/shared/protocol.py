@@ -3,9 +3,8 @@ process forks.
 
 *Messages.* A header of 20 bytes (kind, detail, number of the request, length) and then, for some, raw arrays:
 ids as int64, slots as int32, whether rows are held as bool. The detail of a request is the number of its
-table; of an answer with slots, how many rows had to be read for it. Nothing is pickled. Errors travel as
-JSON: the name of a class of :mod:`featstore.errors` and what it was made of, so that they arrive as the same
-type with the same message.
+table; of an answer with slots, how many rows had to be read for it. Nothing is pickled; errors travel as
+:mod:`featstore.base.passed_errors` has them.
 
 *Who may speak.* The socket has a random name in Linux's abstract namespace, which any process of the host can
 connect to. So both sides first prove that they know the buffer's key: each answers the other's random nonce
@@ -20,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import hmac
-import json
 import os
 import secrets
 import socket
@@ -28,9 +26,6 @@ import struct
 import threading
 import weakref
 from typing import Protocol
-
-from featstore import errors
-from featstore.errors import FeatstoreError, FormatError
 
 HEADER = struct.Struct("<BxxxIIQ")
 
@@ -61,40 +56,6 @@ def proof(key: bytes, side: bytes, nonce: bytes) -> bytes:
 
 def proves(answer: bytes, key: bytes, side: bytes, nonce: bytes) -> bool:
     return hmac.compare_digest(answer, proof(key, side, nonce))
-
-
-# Errors.
-
-
-def encode_error(error: BaseException, where: str = "the owner of the shared buffer") -> bytes:
-    """An error as JSON. One that is not of :mod:`featstore.errors` becomes the nearest class that is, its own
-    name in the message, and ``where`` it was raised."""
-    name = type(error).__name__
-    if name in errors.__all__ and type(error) is getattr(errors, name):
-        reduced = error.__reduce__()
-        return json.dumps({"type": name, "arguments": list(reduced[1])}, default=str).encode()
-    nearest = next(
-        (c.__name__ for c in type(error).__mro__ if c.__name__ in errors.__all__), "FeatstoreError"
-    )
-    if nearest in _OF_MESSAGE:
-        message = f"{error}" if nearest != "FeatstoreError" else f"{name} in {where}: {error}"
-        return json.dumps({"type": nearest, "arguments": [message]}).encode()
-    return json.dumps({"type": "FeatstoreError", "arguments": [f"{name} in {where}: {error}"]}).encode()
-
-
-_ERRORS = frozenset(name for name in errors.__all__ if issubclass(getattr(errors, name), FeatstoreError))
-
-#: Classes that are made of their message alone.
-_OF_MESSAGE = _ERRORS - {"CorruptionError", "DeviceError", "DiskFullError", "BudgetError"}
-
-
-def decode_error(text: bytes) -> FeatstoreError:
-    """The error that :func:`encode_error` was given."""
-    said = json.loads(text)
-    if said["type"] not in _ERRORS:
-        raise FormatError(f"the owner of the shared buffer speaks of an unknown error {said['type']!r}")
-    error: FeatstoreError = getattr(errors, said["type"])(*said["arguments"])
-    return error
 
 
 # Sockets and forks.

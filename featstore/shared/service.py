@@ -38,6 +38,7 @@ from dataclasses import asdict
 import numpy as np
 from numpy.typing import NDArray
 
+from featstore.base.passed_errors import encode_error
 from featstore.base.system import asking, started
 from featstore.shared import protocol
 from featstore.shared.about import About
@@ -351,7 +352,7 @@ class Service:
 
     def _say_error(self, asked: Asked, error: BaseException) -> None:
         """Tell a client what went wrong, which ends its request."""
-        text = np.frombuffer(protocol.encode_error(error), np.uint8)
+        text = np.frombuffer(encode_error(error, "the owner of the shared buffer"), np.uint8)
         asked.guest.answer(protocol.ANSWER_ERROR, asked.number, text)
         self._forget(asked)
 

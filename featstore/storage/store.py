@@ -92,6 +92,12 @@ class Table:
         return self.rows * self.row_bytes
 
     @property
+    def on_disk(self) -> Table:
+        """The table whose rows are on this machine's disk: this one, or of a table of several hosts the part
+        that is here."""
+        return self
+
+    @property
     def partition_offsets(self) -> NDArray[np.int64]:
         """int64 [partitions + 1]: partition p is rows offsets[p] to offsets[p + 1]."""
         from featstore.base.checks import check_offsets

@@ -34,6 +34,7 @@ from test_buffer import Watched, eventually, in_thread
 
 import featstore
 from featstore import errors
+from featstore.base import passed_errors
 from featstore.errors import (
     BudgetError,
     CancelledError,
@@ -633,7 +634,7 @@ class Odd(IdError):
     ids=lambda error: type(error).__name__,
 )
 def test_errors_arrive_as_they_were(error: FeatstoreError) -> None:
-    arrived = shared_protocol.decode_error(shared_protocol.encode_error(error))
+    arrived = passed_errors.decode_error(passed_errors.encode_error(error, "the owner"))
     assert type(arrived) is type(error)
     assert str(arrived) == str(error)
     for field in ("path", "offset", "errno", "needed_bytes", "given_bytes", "what", "doing"):
@@ -642,11 +643,11 @@ def test_errors_arrive_as_they_were(error: FeatstoreError) -> None:
 
 def test_other_errors_arrive_as_the_nearest() -> None:
     for error, expected in ((Odd("odd"), IdError), (MemoryError("much"), FeatstoreError)):
-        arrived = shared_protocol.decode_error(shared_protocol.encode_error(error))
+        arrived = passed_errors.decode_error(passed_errors.encode_error(error, "the owner"))
         assert type(arrived) is expected
         assert str(error) in str(arrived)
     with pytest.raises(FormatError, match="unknown error"):
-        shared_protocol.decode_error(json.dumps({"type": "SystemExit", "arguments": []}).encode())
+        passed_errors.decode_error(json.dumps({"type": "SystemExit", "arguments": []}).encode())
 
 
 def test_errors_of_the_owner(shared: SharedBuffer, features: np.ndarray) -> None:

@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
+from featstore.base.passed_errors import decode_error
 from featstore.base.process import OneProcess
 from featstore.base.state import position_of
 from featstore.errors import ArgumentError, ClosedError, FeatstoreError
@@ -23,7 +24,6 @@ from featstore.loaders.host.service import HostService, error_of
 from featstore.loaders.host.slots import SharedSlots
 from featstore.loaders.modes import Mode
 from featstore.loaders.report import LoaderReport
-from featstore.shared.protocol import decode_error
 
 _OWNER_GONE = (
     "local rank 0, which reads for the ranks of this host, has died: see why there, and begin all ranks again"

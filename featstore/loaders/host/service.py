@@ -17,6 +17,7 @@ from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
+from featstore.base.passed_errors import encode_error
 from featstore.base.threads import Wake, Worker
 from featstore.errors import ArgumentError, BudgetError, ClosedError, FeatstoreError
 from featstore.loaders.batch import Batch
@@ -26,7 +27,6 @@ from featstore.loaders.host.slots import PER_RANK, Slots
 from featstore.loaders.modes import Mode
 from featstore.loaders.report import LoaderReport
 from featstore.sampling.batches import RankedBatches
-from featstore.shared.protocol import encode_error
 
 _Got = TypeVar("_Got")
 

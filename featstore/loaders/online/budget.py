@@ -158,7 +158,7 @@ class BudgetSplit:
         }
 
     def _needs(self, tables: Mapping[str, Table]) -> list[TableNeed]:
-        return [table_need(t, self._verify, by_row=False) for t in tables.values()]
+        return [table_need(t.on_disk, self._verify, by_row=False) for t in tables.values()]
 
     def _parts(
         self, tables: Mapping[str, Table], asked: Demand, devices: Mapping[str, int], room: float, *,

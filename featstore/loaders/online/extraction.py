@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from featstore.base.buffers import ALIGNMENT, Outputs, aligned_buffer
 from featstore.errors import BudgetError, SourceError
+from featstore.hosts.split_store import HostsRows, reader_of
 from featstore.loaders.online.budget import BESIDE_KEPT, DEPTH, BudgetSplit, Demand
 from featstore.loaders.online.caches import cached_pieces, go_on, load_rows
 from featstore.loaders.online.options import check_extraction, static_rows
@@ -31,6 +32,7 @@ from featstore.tiers.tickets import Ticket
 
 if TYPE_CHECKING:
     from featstore.storage.store import OpenStore, Table
+    from featstore.tiers import TierSpec
     from featstore.tiers.device import DeviceBuffer, DeviceTicket
 
 #: What a mini-batch holds, by table.
@@ -47,7 +49,7 @@ class Extraction:
     def __init__(
         self, store: OpenStore, memory_bytes: int, *, policy: str, static: Any, warm: str | None,
         extracted: int, reader_memory: int | None, devices: Sequence[Any], device_memory: int,
-        device_policy: str, reader: dict[str, Any],
+        device_policy: str, reader: dict[str, Any], halo: TierSpec | None = None,
     ) -> None:  # fmt: skip
         check_extraction(
             store, policy=policy, static=static, devices=devices, device_memory=device_memory,
@@ -56,7 +58,7 @@ class Extraction:
         self.store, self.memory_bytes, self.policy = store, memory_bytes, policy
         self.extracted = extracted
         self._static, self._reader_options = static, reader
-        self._devices, self._device_policy = devices, device_policy
+        self._devices, self._device_policy, self._halo = devices, device_policy, halo
         self.output_memory: Callable[[int], NDArray[np.uint8]] = aligned_buffer  # for rows copied out
         self._split = BudgetSplit(
             store, memory_bytes, policy=policy, extracted=extracted, reader_bytes=reader_memory,
@@ -71,7 +73,7 @@ class Extraction:
         self.table_of: dict[str, str] = {}
         self.on_change: Callable[[], None] = lambda: None
         self._choices = Choices()
-        self._reader: Reader | None = None
+        self._reader: Reader | HostsRows | None = None
         self._memory: dict[str, int] = {}
         self._asked = Demand({})
         self._piece_bytes, self._piece_room, self._outputs = 0, 0, Outputs(ALIGNMENT, 0)
@@ -104,9 +106,9 @@ class Extraction:
         self._piece_bytes, self._piece_room = own.row_bytes, own.room_bytes
         self._outputs = Outputs(self._piece_bytes, DEPTH, self.output_memory)
         try:
-            self._reader = Reader(
+            self._reader = reader_of(
                 self.store, tables=list(shares.slots), memory=shares.memory["reader"], static=None,
-                static_memory=0, **self._reader_options,
+                static_memory=0, halo=self._halo, **self._reader_options,
             )  # fmt: skip
             for name, count in shares.slots.items():
                 self.buffers[name] = self._buffer(name, count, asked.expected(name))

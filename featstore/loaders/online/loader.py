@@ -46,6 +46,7 @@ from featstore.units import parse_bytes
 if TYPE_CHECKING:
     from featstore.base.transfers import Transfer
     from featstore.storage.store import OpenStore
+    from featstore.tiers import TierSpec
 
 
 class OnlineLoader(PrefetchingLoader):
@@ -99,7 +100,8 @@ class OnlineLoader(PrefetchingLoader):
         self, store: OpenStore, batches: Sampler, *, memory: int | str = "1GiB", policy: str = "auto",
         static: Any = None, warm: str | None = None, overtake: bool = False,
         nodes: Callable[[Any], Any] | None = None, device: Any = None,
-        device_memory: int | str | None = None, device_policy: str = FIRST_POLICY,
+        device_memory: int | str | None = None, device_policy: str = FIRST_POLICY, halo: TierSpec | None =
+        None,
         tensors: bool | None = None, extracted: int = EXTRACTED, reader_memory: int | str | None = None,
         **reader: Any,
     ) -> None:  # fmt: skip
@@ -129,6 +131,7 @@ class OnlineLoader(PrefetchingLoader):
             devices=devices,
             device_memory=0 if device_memory is None else parse_bytes(device_memory, "device_memory"),
             device_policy=device_policy,
+            halo=halo,
             reader=reader,
         )
         self._transfer: Transfer | None = None

@@ -13,6 +13,7 @@ from featstore.reader.report import ReaderStats
 from featstore.tiers.tickets import BufferStats
 
 if TYPE_CHECKING:
+    from featstore.hosts.split_store import HostsRows
     from featstore.reader.reader import Reader
     from featstore.tiers.buffer import FeatureBuffer
     from featstore.tiers.device import DeviceBuffer
@@ -25,12 +26,17 @@ class Counted:
     bytes_read: int = 0
     reads: int = 0
     forecast_seconds: float = 0.0
+    remote_rows: int = 0
+    remote_bytes: int = 0
     seconds: Mapping[str, float] = field(default_factory=lambda: reading_seconds(()))
     buffers: Mapping[str, BufferStats] = field(default_factory=dict)
     devices: Mapping[str, BufferStats] = field(default_factory=dict)
 
     def plus(
-        self, reader: Reader | None, buffers: Mapping[str, FeatureBuffer], devices: Mapping[str, DeviceBuffer]
+        self,
+        reader: Reader | HostsRows | None,
+        buffers: Mapping[str, FeatureBuffer],
+        devices: Mapping[str, DeviceBuffer],
     ) -> Counted:
         """These, and what these readers and buffers count now."""
         stats = ReaderStats() if reader is None else reader.stats()
@@ -39,6 +45,8 @@ class Counted:
             self.bytes_read + stats.bytes_read,
             self.reads + stats.reads,
             self.forecast_seconds + stats.forecast_seconds,
+            self.remote_rows + getattr(reader, "remote_rows", 0),
+            self.remote_bytes + getattr(reader, "remote_bytes", 0),
             {stage: before + now[stage] for stage, before in self.seconds.items()},
             _both(self.buffers, {name: one.stats() for name, one in list(buffers.items())}),
             _both(self.devices, {name: one.stats() for name, one in list(devices.items())}),
@@ -67,4 +75,5 @@ class OnlineStages(Stages):
         return LoaderReport(
             batches, seconds | dict(counted.seconds), counted.bytes_read, counted.reads,
             buffers=counted.buffers, devices=counted.devices, forecast_seconds=counted.forecast_seconds,
+            remote_rows=counted.remote_rows, remote_bytes=counted.remote_bytes,
         )  # fmt: skip

@@ -1,0 +1,250 @@
+"""The exchange of rows between hosts: a line to each other host, on which either asks and serves.
+
+A line has two threads, one that sends and one that receives, so that neither waits for the other. Up to
+:data:`featstore.hosts.line.PLACES` asks of a host are under way at once, and the host that is asked has so
+many places to make the
+answers in: no ask ever waits for memory there, so no circle of hosts can wait for each other.
+
+A line that is idle says so a few times in ``timeout_seconds``. A host from which nothing was heard for that
+long, which has not answered for that long, or whose connection is closed, is gone, and with it the exchange:
+on this host everything asked for fails with PeerError, and the others are told which host it was. Hosts that
+end say so, and serve on until all have.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from featstore.base.process import OneProcess
+from featstore.base.threads import Wake, Worker
+from featstore.engine.request import Request
+from featstore.errors import ClosedError, FormatError, PeerError, SourceError
+from featstore.hosts import messages as ms
+from featstore.hosts.asks import Ask, Place
+from featstore.hosts.line import PLACES, SAID_BYTES_MAX, Line, Outgoing, Serve
+from featstore.hosts.wire import Wire
+
+IDS_MAX = 1 << 16  # of an ask
+_GRACE_SECONDS = 1.0  # for the reason to arrive why others have closed
+_VERSION = 1
+
+
+class Exchange(OneProcess):
+    """All lines of this host. It belongs to the process that made it.
+
+    Args:
+        wire: connects the hosts.
+        about: what all hosts must have alike: JSON values by name.
+        tables: how many tables there are.
+        body_bytes, ids_max: of an answer and an ask, as this host has memory; the least of all hosts holds.
+        timeout_seconds: after which a host that is not heard of is given up.
+
+    Raises PeerError where a host does not come, SourceError where ``about`` differs.
+    """
+
+    called = "the exchange of rows between hosts"
+
+    def __init__(
+        self, wire: Wire, about: Mapping[str, Any], *, tables: int, body_bytes: int, ids_max: int,
+        timeout_seconds: float,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.wire, self.tables, self.timeout_seconds = wire, tables, timeout_seconds
+        self.error: PeerError | None = None
+        self.serve: Serve = _nobody
+        self._failing, self._counting = threading.Lock(), threading.Lock()
+        self._changed = Wake()
+        self._rows = self._bytes = 0
+        peers = [host for host in range(wire.hosts) if host != wire.host]
+        agreed = self._agree(peers, dict(about), body_bytes, ids_max)
+        self.body_bytes, self.ids_max = agreed
+        self.lines = {peer: Line(self, peer) for peer in peers}
+        self._watch = Worker(self._watch_all, "featstore-watch-hosts")
+        self._ending = False
+
+    def _agree(
+        self, peers: list[int], about: dict[str, Any], body_bytes: int, ids_max: int
+    ) -> tuple[int, int]:
+        mine = {"version": _VERSION, "body_bytes": body_bytes, "ids_max": ids_max, "about": about}
+        text = np.frombuffer(json.dumps(mine).encode(), np.uint8).copy()
+        telling = [Worker(partial(self._tell, peer, text), f"featstore-tell-{peer}") for peer in peers]
+        for worker in telling:  # who sends may have to wait for who receives
+            worker.start()
+        for peer in peers:
+            theirs = self._hello(peer)
+            if theirs.get("version") != _VERSION or theirs["about"] != about:
+                other = [n for n in about if theirs.get("about", {}).get(n) != about[n]] or ["version"]
+                raise SourceError(
+                    f"host {peer} (rank {self.wire.rank_of(peer)}) does not have what this host has "
+                    f"({', '.join(other)} differ: here {about.get(other[0], _VERSION)!r}, there "
+                    f"{theirs.get('about', {}).get(other[0], theirs.get('version'))!r}): give every host its "
+                    "part of the same split, and the same version of featstore"
+                )
+            body_bytes, ids_max = min(body_bytes, theirs["body_bytes"]), min(ids_max, theirs["ids_max"])
+        for worker in telling:
+            worker.end()
+        return body_bytes, ids_max
+
+    def _tell(self, peer: int, text: NDArray[np.uint8]) -> None:
+        """Say who this is. Who cannot be reached does not come either, which is told there."""
+        with suppress(Exception):
+            self.wire.send(peer, ms.header(ms.HELLO, body=text))
+            self.wire.send(peer, text)
+
+    def _hello(self, peer: int) -> dict[str, Any]:
+        raw = np.empty(ms.HEADER_BYTES, np.uint8)
+        try:
+            self.wire.receive(peer, raw)
+            found = ms.parse_header(raw)
+            if found.kind != ms.HELLO or found.body_bytes > SAID_BYTES_MAX:
+                raise FormatError("has begun with something else than who it is")
+            body = np.empty(found.body_bytes, np.uint8)
+            self.wire.receive(peer, body)
+            ms.check_body(found, body)
+            said: dict[str, Any] = json.loads(body.tobytes())
+            return said
+        except FormatError as error:
+            raise self.peer_error(peer, str(error)) from error
+        except Exception as error:
+            raise self.peer_error(peer, f"has not come ({_first_line(error)})") from error
+
+    def start(self, serve: Serve) -> None:
+        """From now on rows are asked for and served."""
+        self.serve = serve
+        now = time.monotonic()
+        for line in self.lines.values():
+            line.heard = now
+            for worker in line.workers:
+                worker.start()
+        self._watch.start()
+
+    def ask(self, peer: int, ask: Ask) -> None:
+        """Have rows sent; the ask ends with them, or with an error."""
+        self.lines[peer].ask(ask)
+
+    # What is known.
+
+    def received(self, rows: int, byte_count: int) -> None:
+        with self._counting:
+            self._rows += rows
+            self._bytes += byte_count
+
+    def counted(self) -> tuple[int, int]:
+        """Rows that have come from other hosts, and their bytes."""
+        return self._rows, self._bytes
+
+    @staticmethod
+    def held_bytes(hosts: int, body_bytes: int, ids_max: int, tables: int) -> int:
+        """Memory that the lines take."""
+        return (hosts - 1) * ((PLACES + 1) * (body_bytes + 8 * ids_max) + 8 * tables)
+
+    # Failing.
+
+    def peer_error(self, host: int, what: str) -> PeerError:
+        return PeerError(host, self.wire.rank_of(host), what)
+
+    def lost(self, peer: int, error: Exception) -> None:
+        """Something went wrong on the line to a host."""
+        if self.error is not None or self.lines[peer].last:
+            return
+        if isinstance(error, FormatError):
+            self.fail(self.peer_error(peer, str(error)))
+            return
+        # Who gives a host up closes all its lines, and says why on those that still work.
+        deadline = time.monotonic() + _GRACE_SECONDS
+        while self.error is None and time.monotonic() < deadline:
+            self._changed.wait(_GRACE_SECONDS / 20)
+        self.fail(self.peer_error(peer, f"is gone ({_first_line(error)})"))
+
+    def told(self, peer: int, host: int, text: bytes) -> None:
+        """Another host has given up one, perhaps itself."""
+        known = host if 0 <= host < self.wire.hosts else peer
+        said = text.decode(errors="replace")
+        self.fail(self.peer_error(known, said if known == peer else f"{said}, as host {peer} says"))
+
+    def fail(self, error: PeerError) -> None:
+        """A host is gone: nothing more is asked or served."""
+        with self._failing:
+            if self.error is not None:
+                return
+            self.error = error
+        for peer, line in self.lines.items():
+            if peer != error.host:
+                body = np.frombuffer(error.what.encode()[:SAID_BYTES_MAX], np.uint8).copy()
+                line.say(Outgoing(ms.GONE, 0, error.host, body))
+        for line in self.lines.values():
+            line.fail(error)
+        self.changed()
+
+    def _watch_all(self) -> None:
+        pause = self.timeout_seconds / 20
+        woken = Wake()
+        while self.error is None and not self._ending:
+            now = time.monotonic()
+            for peer, line in self.lines.items():
+                why = line.late(now, self.timeout_seconds)
+                if why:
+                    self.fail(self.peer_error(peer, why))
+                    return
+            woken.wait(min(pause, 0.5))
+
+    # Ending.
+
+    def changed(self) -> None:
+        self._changed.set()
+
+    def close(self, because: str = "") -> None:
+        """Wait for what was asked, say that nothing more will be, and serve until the other hosts have said
+        so, too. ``because``: leave at once, and tell the others why. May be called more than once."""
+        if not self.here or self._closed:
+            return
+        self._closed = True
+        if because:
+            self.fail(self.peer_error(self.wire.host, because))
+        elif self.error is None:
+            self._say_goodbye()
+        self._ending = True
+        if self.error is not None:  # receivers may wait for who says nothing: they end with the process
+            self._leave()
+            return
+        self._watch.end()
+        for line in self.lines.values():
+            for worker in line.workers:
+                worker.end()
+        self.wire.close(abort=False)
+
+    def _say_goodbye(self) -> None:
+        lines = list(self.lines.values())
+        while any(line.asking for line in lines) and self.error is None:
+            self._changed.wait(0.05)
+        for line in lines:
+            line.bye_sent = True
+            line.say(Outgoing(ms.BYE))
+        while not all(line.last for line in lines) and self.error is None:
+            self._changed.wait(0.05)
+
+    def _leave(self) -> None:
+        """Let the others be told, as far as they listen."""
+        deadline = time.monotonic() + _GRACE_SECONDS
+        assert self.error is not None
+        for peer, line in self.lines.items():
+            while peer != self.error.host and not line.workers[0].ended and time.monotonic() < deadline:
+                self._changed.wait(0.02)
+        self.wire.close(abort=True)
+
+
+def _nobody(ids: Sequence[NDArray[np.int64]], place: Place) -> tuple[Request, int]:
+    raise ClosedError("rows are not served yet")
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]

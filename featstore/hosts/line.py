@@ -1,0 +1,273 @@
+"""A line between two hosts: on either end, what is asked of the other, and what the other asks."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from featstore.base.buffers import aligned_buffer
+from featstore.base.passed_errors import decode_error, encode_error
+from featstore.base.threads import Wake, Worker
+from featstore.engine.request import Request
+from featstore.errors import FormatError, PeerError
+from featstore.hosts import messages as ms
+from featstore.hosts.asks import Ask, Place
+from featstore.hosts.wire import Wire
+
+PLACES = 4  # asks of a host that are under way at once, at each other
+SAID_BYTES_MAX = 1 << 16  # of a body that is text
+_QUIET_SHARE = 5  # a line says that it is there so often in its time-out
+
+
+class Serve(Protocol):
+    """Reads rows for other hosts."""
+
+    def __call__(self, ids: Sequence[NDArray[np.int64]], place: Place) -> tuple[Request, int]:
+        """Begin to read the rows of these node ids, of each table, into a place; the request, and the bytes
+        that the body will have."""
+
+
+class Outgoing(NamedTuple):
+    """A message to be sent; ``then`` when it is."""
+
+    kind: int
+    number: int = 0
+    detail: int = 0
+    body: NDArray[np.uint8] = ms.NO_BODY
+    then: Callable[[], None] | None = None
+
+
+class OfLines(Protocol):
+    """What a line asks of the exchange that it is of."""
+
+    wire: Wire
+    tables: int
+    body_bytes: int
+    ids_max: int
+    timeout_seconds: float
+    serve: Serve
+
+    @property
+    def error(self) -> PeerError | None:
+        """Why nothing is asked or served any more."""
+
+    def peer_error(self, host: int, what: str) -> PeerError: ...
+
+    def lost(self, peer: int, error: Exception) -> None: ...
+
+    def told(self, peer: int, host: int, text: bytes) -> None: ...
+
+    def received(self, rows: int, byte_count: int) -> None: ...
+
+    def changed(self) -> None: ...
+
+
+class Line:
+    """To one other host. Two threads, one that sends and one that receives, so that neither waits for the
+    other."""
+
+    def __init__(self, exchange: OfLines, peer: int) -> None:
+        self._exchange, self.peer = exchange, peer
+        self.heard = self._said = time.monotonic()
+        self._lock = threading.Lock()
+        self._first: deque[Outgoing] = deque()  # all but asks
+        self._asks: deque[Ask] = deque()
+        self.sent: dict[int, Ask] = {}
+        self._numbers = 0
+        self.bye_sent = self.bye_heard = self.last = False
+        self._wake = Wake()
+        self._places = [Place(exchange.body_bytes, exchange.ids_max) for _ in range(PLACES)]
+        self._rows = aligned_buffer(exchange.body_bytes)
+        self._asked = np.empty(exchange.tables + exchange.ids_max, np.int64)
+        self.workers = [
+            Worker(self._send_all, f"featstore-send-{peer}"),
+            Worker(self._receive_all, f"featstore-receive-{peer}"),
+        ]
+
+    # Asking.
+
+    def ask(self, ask: Ask) -> None:
+        with self._lock:
+            if self._exchange.error is None:
+                self._asks.append(ask)
+                self._wake.set()
+                return
+        ask.end(self._exchange.error)
+
+    def say(self, message: Outgoing) -> None:
+        self._first.append(message)
+        self._wake.set()
+
+    def fail(self, error: BaseException) -> None:
+        """Nothing that was asked will come."""
+        with self._lock:
+            asks = [*self._asks, *self.sent.values()]
+            self._asks.clear()
+            self.sent.clear()
+        for ask in asks:
+            ask.end(error)
+        self._wake.set()
+
+    @property
+    def asking(self) -> bool:
+        """Whether something asked is still to come."""
+        with self._lock:
+            return bool(self._asks or self.sent)
+
+    def late(self, now: float, timeout: float) -> str:
+        """Why the other host is given up; empty where it is not."""
+        if now - self.heard > timeout and not self.last:
+            return f"was not heard of for {timeout:g} seconds"
+        with self._lock:
+            oldest = min((ask.sent_at for ask in self.sent.values()), default=now)
+        return f"has not answered within {timeout:g} seconds" if now - oldest > timeout else ""
+
+    # Sending.
+
+    def _send_all(self) -> None:
+        exchange = self._exchange
+        quiet = exchange.timeout_seconds / _QUIET_SHARE
+        try:
+            while True:
+                message = self._next()
+                if message is not None:
+                    self._send(message)
+                    if message.kind in (ms.END, ms.GONE):
+                        return
+                    continue
+                if exchange.error is not None:
+                    return
+                if time.monotonic() - self._said >= quiet:
+                    self._send(Outgoing(ms.PING))
+                self._wake.wait(quiet)
+        except Exception as error:
+            exchange.lost(self.peer, error)
+
+    def _next(self) -> Outgoing | None:
+        """What is to be sent next."""
+        if self._first:
+            return self._first.popleft()
+        with self._lock:
+            while self._asks and len(self.sent) < PLACES:
+                ask = self._asks.popleft()
+                if ask.over:
+                    continue
+                self._numbers += 1
+                self.sent[self._numbers] = ask
+                ask.sent_at = time.monotonic()
+                return Outgoing(ms.ASK, self._numbers, 0, ask.body())
+        if self.bye_sent and self.bye_heard and len(self._places) == PLACES:
+            return Outgoing(ms.END)
+        return None
+
+    def _send(self, message: Outgoing) -> None:
+        wire = self._exchange.wire
+        wire.send(self.peer, ms.header(message.kind, message.number, message.detail, message.body))
+        if len(message.body):
+            wire.send(self.peer, message.body)
+        self._said = time.monotonic()
+        if message.then is not None:
+            message.then()
+
+    # Receiving.
+
+    def _receive_all(self) -> None:
+        raw = np.empty(ms.HEADER_BYTES, np.uint8)
+        exchange = self._exchange
+        take = {ms.ASK: self._take_ask, ms.ROWS: self._take_rows, ms.ERROR: self._take_error}
+        try:
+            while exchange.error is None:
+                exchange.wire.receive(self.peer, raw)
+                self.heard = time.monotonic()
+                found = ms.parse_header(raw)
+                if found.kind in take:
+                    take[found.kind](found)
+                elif found.kind == ms.GONE:
+                    exchange.told(self.peer, found.detail, self._text(found))
+                    return
+                elif found.kind == ms.BYE:
+                    self.bye_heard = True
+                    self._wake.set()
+                    exchange.changed()
+                elif found.kind == ms.END:
+                    self.last = True
+                    exchange.changed()
+                    return
+        except Exception as error:
+            exchange.lost(self.peer, error)
+
+    def _body(self, found: ms.Header, memory: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        if found.body_bytes > len(memory):
+            raise FormatError(f"has sent {found.body_bytes:,} bytes where {len(memory):,} had been agreed")
+        body = memory[: found.body_bytes]
+        if len(body):
+            self._exchange.wire.receive(self.peer, body)
+            self.heard = time.monotonic()
+        ms.check_body(found, body)
+        return body
+
+    def _text(self, found: ms.Header) -> bytes:
+        return self._body(found, np.empty(SAID_BYTES_MAX, np.uint8)).tobytes()
+
+    def _take_ask(self, found: ms.Header) -> None:
+        asked = self._body(found, self._asked.view(np.uint8)).view(np.int64)
+        tables = self._exchange.tables
+        counts = asked[:tables]
+        if len(asked) < tables or (counts < 0).any() or int(counts.sum()) != len(asked) - tables:
+            raise FormatError("has asked for rows in a way that contradicts itself")
+        if not self._places:
+            raise FormatError(f"has asked for more than {PLACES} messages of rows at once")
+        ids = np.split(asked[tables:], np.cumsum(counts)[:-1])
+        place, number = self._places.pop(), found.number
+        try:
+            request, body_bytes = self._exchange.serve(ids, place)
+        except Exception as error:
+            self._answer(number, place, 0, error)
+            return
+        request.add_done_callback(lambda r: self._answer(number, place, body_bytes, r.exception()))
+
+    def _answer(self, number: int, place: Place, body_bytes: int, error: BaseException | None) -> None:
+        """The rows that were asked for are in their place, or cannot be had."""
+
+        def over() -> None:
+            self._places.append(place)
+            self._wake.set()  # it may have been the last
+
+        kind, body = ms.ROWS, place.body[:body_bytes]
+        if error is not None:
+            text = encode_error(error, f"host {self._exchange.wire.host}")
+            kind, body = ms.ERROR, np.frombuffer(text[:SAID_BYTES_MAX], np.uint8).copy()
+        self.say(Outgoing(kind, number, 0, body, over))
+
+    def _answered(self, found: ms.Header) -> Ask:
+        with self._lock:
+            ask = self.sent.pop(found.number, None)
+        if ask is None and self._exchange.error is None:
+            raise FormatError(f"has answered what was not asked (number {found.number})")
+        assert ask is not None
+        return ask
+
+    def _take_rows(self, found: ms.Header) -> None:
+        body = self._body(found, self._rows)
+        ask = self._answered(found)
+        if len(body) != ask.body_bytes:
+            wrong = FormatError(f"has answered {len(body):,} bytes where {ask.body_bytes:,} were asked for")
+            ask.end(self._exchange.peer_error(self.peer, str(wrong)))
+            raise wrong
+        ask.fill(body)
+        self._exchange.received(ask.rows, len(body))
+        self._wake.set()
+        self._exchange.changed()
+
+    def _take_error(self, found: ms.Header) -> None:
+        error = decode_error(self._text(found))
+        error.add_note(f"on host {self.peer} (rank {self._exchange.wire.rank_of(self.peer)})")
+        self._answered(found).end(error)
+        self._wake.set()
+        self._exchange.changed()

@@ -1,0 +1,163 @@
+"""Which host owns a node's row, and which of that host's rows it is: a byte a node, and 0.19 more for the
+own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from featstore.base.bitmap import slot_of
+from featstore.base.compilation import njit
+from featstore.base.native import popcount
+from featstore.errors import FormatError, IdError
+
+_WORD = 64
+_BLOCK = 1 << 20
+
+
+@njit(cache=True, nogil=True)
+def own_bits(hosts: Any, host: int, first: int, bits: NDArray[np.uint64]) -> None:
+    """Set the bits of the nodes ``first`` and on that are of ``host``; ``hosts`` [n] says of whom each is."""
+    for i in range(hosts.shape[0]):
+        if hosts[i] == host:
+            node = first + i
+            bits[node >> 6] |= np.uint64(1) << np.uint64(node & 63)
+
+
+@njit(cache=True, nogil=True)
+def count_bits(bits: NDArray[np.uint64], ranks: NDArray[np.int32]) -> int:
+    """Set bits before each word; returns how many there are."""
+    total = 0
+    for word in range(bits.shape[0]):
+        ranks[word] = total
+        total += popcount(bits[word])
+    return total
+
+
+@njit(cache=True, nogil=True)
+def by_owner(ids: NDArray[np.int64], hosts: Any, ends: NDArray[np.int64], order: NDArray[np.int32]) -> int:
+    """Positions of ids, those of each host together, in the order in which they are asked.
+
+    ``ends`` int64 [number of hosts], on return where each host's positions end in ``order`` [n]. Returns -1,
+    or the position of an id that is no node.
+    """
+    ends[:] = 0
+    for i in range(ids.shape[0]):
+        if ids[i] < 0 or ids[i] >= hosts.shape[0]:
+            return i
+        ends[hosts[ids[i]]] += 1
+    begin = 0
+    for host in range(ends.shape[0]):  # where each begins, and at last ends
+        count = ends[host]
+        ends[host] = begin
+        begin += count
+    for i in range(ids.shape[0]):
+        host = hosts[ids[i]]
+        order[ends[host]] = i
+        ends[host] += 1
+    return -1
+
+
+@njit(cache=True, nogil=True)
+def own_or_not(
+    ids: NDArray[np.int64], hosts: Any, host: int, ends: NDArray[np.int64], order: NDArray[np.int32]
+) -> int:
+    """As :func:`by_owner` for two kinds of ids, those of ``host`` and all others."""
+    low, high = 0, ids.shape[0]
+    for i in range(ids.shape[0]):
+        if ids[i] < 0 or ids[i] >= hosts.shape[0]:
+            return i
+        if hosts[ids[i]] == host:
+            order[low] = i
+            low += 1
+        else:
+            high -= 1
+            order[high] = i
+    order[high:] = order[high:][::-1].copy()
+    ends[0], ends[1] = low, ids.shape[0]
+    return -1
+
+
+@njit(cache=True, nogil=True)
+def ranks_of(
+    ids: NDArray[np.int64], bits: NDArray[np.uint64], ranks: NDArray[np.int32], out: NDArray[np.int64]
+) -> int:
+    """Which of a host's nodes each id is, in ascending order of ids. Returns -1, or the position of one that
+    is none of them."""
+    for i in range(ids.shape[0]):
+        if ids[i] < 0 or ids[i] >> 6 >= bits.shape[0]:
+            return i
+        out[i] = slot_of(ids[i], bits, ranks)
+        if out[i] < 0:
+            return i
+    return -1
+
+
+class Owners:
+    """Of the nodes of one table: ``hosts`` uint8 or uint16 [nodes], the host of each. ``host``: this one."""
+
+    def __init__(self, table: str, hosts: NDArray[Any], host: int, count: int) -> None:
+        self.table, self.hosts, self.host, self.count = table, hosts, host, count
+        self._bits = np.zeros(-(-len(hosts) // _WORD), np.uint64)
+        self._ranks = np.zeros(len(self._bits), np.int32)
+        for low in range(0, len(hosts), _BLOCK):
+            block = hosts[low : low + _BLOCK]
+            if len(block) and int(block.max()) >= count:
+                raise FormatError(
+                    f"table {table!r} of the split's topology names host {int(block.max())}, of {count}"
+                )
+            own_bits(block, host, low, self._bits)
+        self.rows = int(count_bits(self._bits, self._ranks))
+        self.split(np.empty(0, np.int64))  # so that kernels are there
+        self.own_and_others(np.empty(0, np.int64))
+        self.local(np.empty(0, np.int64))
+
+    @property
+    def held_bytes(self) -> int:
+        return int(self.hosts.nbytes + self._bits.nbytes + self._ranks.nbytes)
+
+    @staticmethod
+    def bytes_for(nodes: int, hosts: int) -> int:
+        """Memory for so many nodes."""
+        return nodes * (1 if hosts <= 256 else 2) + -(-nodes // _WORD) * 12
+
+    def split(self, ids: NDArray[np.int64]) -> list[NDArray[np.int32]]:
+        """Positions of ids by host, int32. Raises IdError."""
+        order, ends = np.empty(len(ids), np.int32), np.zeros(self.count, np.int64)
+        self._check(ids, by_owner(ids, self.hosts, ends, order))
+        return np.split(order, ends[:-1])
+
+    def _check(self, ids: NDArray[np.int64], wrong: int) -> None:
+        if wrong >= 0:
+            raise IdError(
+                f"node id {ids[wrong]} (position {wrong} of the request) is out of range: table "
+                f"{self.table!r} has {len(self.hosts):,} rows"
+            )
+
+    def own_and_others(self, ids: NDArray[np.int64]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """Positions of the ids that are this host's, and of the others, int32. Raises IdError."""
+        order, ends = np.empty(len(ids), np.int32), np.zeros(2, np.int64)
+        self._check(ids, own_or_not(ids, self.hosts, self.host, ends, order))
+        return order[: ends[0]], order[ends[0] :]
+
+    def local(self, ids: NDArray[np.int64], out: NDArray[np.int64] | None = None) -> NDArray[np.int64]:
+        """Node ids of this host as those of its own store. Raises IdError for another's."""
+        out = np.empty(len(ids), np.int64) if out is None else out
+        wrong = int(ranks_of(ids, self._bits, self._ranks, out))
+        if wrong >= 0:
+            raise IdError(f"host {self.host} has no row of node {ids[wrong]} in table {self.table!r}")
+        return out
+
+    def mine(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """bool [n], which of these nodes are this host's."""
+        return np.asarray(self.hosts[ids] == self.host)
+
+    def counts(self, blocks: Iterable[NDArray[Any]]) -> NDArray[np.int64]:
+        """int64 [hosts], how many of the nodes in blocks of ids are of each host."""
+        total = np.zeros(self.count, np.int64)
+        for block in blocks:
+            total += np.bincount(self.hosts[block], minlength=self.count)
+        return total

@@ -1,0 +1,103 @@
+"""Which host of how many a process is on, and the group of one process of each host that lines go through."""
+
+from __future__ import annotations
+
+import os
+import sys
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+from featstore.arguments import as_count
+from featstore.errors import ArgumentError, PeerError, SourceError
+from featstore.hosts.wire import GlooWire
+
+#: A single send or receive may take so many time-outs: hosts that are late are found before.
+_WIRE_PATIENCE = 3
+
+
+class HostPlace(NamedTuple):
+    """``local_rank`` of the ``ranks`` of a machine that is number ``machine`` of the run, of ``hosts``; it
+    has the part ``host``."""
+
+    host: int
+    hosts: int
+    local_rank: int
+    ranks: int
+    machine: int
+
+    @property
+    def leaders(self) -> list[int]:
+        """In the run, the rank of the first process of each machine."""
+        return [machine * self.ranks for machine in range(self.hosts)]
+
+    def share(self, rank: int) -> int:
+        """The number of a rank of this machine among all, where those of part 0 come first."""
+        return self.host * self.ranks + rank % self.ranks
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process has the lines of its host."""
+        return self.local_rank == 0
+
+
+def place_among(hosts: int) -> HostPlace:
+    """This process's place in a run on so many hosts, with the part of its own number, as
+    ``torch.distributed`` says: ranks are numbered host after host, and each host has as many, as
+    ``torchrun`` and Slurm do it. Raises ArgumentError."""
+    dist = sys.modules.get("torch.distributed")
+    if dist is None or not dist.is_available() or not dist.is_initialized():
+        raise ArgumentError(
+            f"rows of a store that is split by {hosts} hosts come over torch.distributed: start a process on "
+            "each with torchrun, and call torch.distributed.init_process_group() before"
+        )
+    rank, world = int(dist.get_rank()), int(dist.get_world_size())
+    if world % hosts:
+        raise ArgumentError(
+            f"{world} ranks cannot be spread evenly over the {hosts} hosts of the split: start as many on "
+            "each"
+        )
+    ranks = world // hosts
+    said = os.environ.get("LOCAL_WORLD_SIZE", "")
+    alone = said == str(world)  # all on one machine, which stands for several hosts
+    if said.isdecimal() and int(said) != ranks and not alone:
+        raise ArgumentError(
+            f"the split is for {hosts} hosts, so of {world} ranks {ranks} are on each, but "
+            f"LOCAL_WORLD_SIZE is {said}: start as many on each host, and on as many hosts as the store "
+            "was split for"
+        )
+    return HostPlace(rank // ranks, hosts, rank % ranks, ranks, rank // ranks)
+
+
+def open_wire(place: HostPlace, timeout_seconds: float) -> GlooWire:
+    """Lines to the other hosts, whichever machine has which part. All leaders call it at the same time.
+    Raises PeerError where some do not come in time, SourceError where two have the same part."""
+    import torch
+    import torch.distributed as dist
+
+    try:
+        group = dist.new_group(
+            place.leaders, timeout=timedelta(seconds=_WIRE_PATIENCE * timeout_seconds), backend="gloo",
+            use_local_synchronization=True,
+        )  # fmt: skip
+        parts = [torch.empty(1, dtype=torch.int64) for _ in range(place.hosts)]
+        dist.all_gather(parts, torch.tensor([place.host]), group=group)
+    except RuntimeError as error:
+        first = next(m for m in range(place.hosts) if m != place.machine)
+        raise PeerError(
+            first, place.leaders[first],
+            f"or another has not come within {timeout_seconds:g} seconds "
+            f"({str(error).splitlines()[0][:200]})",
+        ) from error  # fmt: skip
+    machine_of = {int(part): machine for machine, part in enumerate(parts)}
+    if len(machine_of) < place.hosts:
+        raise SourceError(
+            f"the {place.hosts} machines of this run have the parts {sorted(int(p) for p in parts)}: give "
+            "each one of its own, so that all are there"
+        )
+    order = [machine_of[host] for host in range(place.hosts)]
+    return GlooWire(group, order, place.leaders, _WIRE_PATIENCE * timeout_seconds)
+
+
+def as_timeout(value: Any) -> float:
+    """Seconds after which a host is given up."""
+    return float(as_count(value, "timeout_seconds", 1, 10**6))

@@ -1,0 +1,213 @@
+"""Rows of all hosts, as a source: its own from this host's reader, others' by the exchange.
+
+Other hosts are served through the same reader, so a row that several want is read from the disk once where
+the reader has tiers over it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from featstore.base.dtypes import dtype_from_name
+from featstore.base.ids import check_out, rows_of
+from featstore.base.native import address_of
+from featstore.engine.request import Request
+from featstore.errors import ArgumentError, BudgetError, IdError
+from featstore.hosts.asks import Ask, Part, Place
+from featstore.hosts.exchange import Exchange
+from featstore.hosts.messages import ALIGNMENT, padded
+from featstore.hosts.owners import Owners
+from featstore.storage.store import OpenStore
+from featstore.tiers import RowSource
+from featstore.tiers.over import OwnedTier
+from featstore.tiers.static_tier import new_rows
+
+_NONE = np.empty(0, np.int32)
+
+
+class PeersSource(OwnedTier):
+    """Rows that other hosts own: a :class:`featstore.tiers.RowSource` under node ids of the whole graph, over
+    the lines to them. Raises IdError for ids of this host.
+
+    ``store``: knows the tables as wholes. It does not close the exchange.
+    """
+
+    name = "peers"
+
+    def __init__(self, store: OpenStore, owners: Mapping[str, Owners], exchange: Exchange | None) -> None:
+        super().__init__()
+        self.store, self.tables = store, list(owners)
+        self._owners, self._exchange = owners, exchange
+        self.rows = self.row_bytes = 0  # asked for so far
+
+    def submit(
+        self, ids: Mapping[str, Any], *, out: Mapping[str, Any] | None, at: Mapping[str, Any] | None = None
+    ) -> Request:
+        self.check_open()
+        filled = new_rows(self, ids) if out is None else dict(out)
+        split = {name: self._owners[name].split(wanted) for name, wanted in ids.items()}
+        for name, by_host in split.items():
+            own = by_host[self._owners[name].host]
+            if len(own):
+                raise IdError(f"node {ids[name][own[0]]} of table {name!r} is this host's own, no peer's")
+        request = Request(lambda: filled)
+        request.begin()
+        try:
+            for host in self._exchange.lines if self._exchange is not None else ():
+                self._ask(host, request, ids, split, filled, at)
+        except BaseException as error:
+            request.close_piece(None, error)
+            request.abandon()  # nothing may write into rows that the caller has back
+            raise
+        request.close_piece(None, None)
+        return request
+
+    def _ask(
+        self, host: int, request: Request, ids: Mapping[str, Any], split: Mapping[str, Any],
+        out: Mapping[str, Any], at: Mapping[str, Any] | None,
+    ) -> None:  # fmt: skip
+        """Ask one host for its rows, of all tables in one message where they fit."""
+        exchange = self._exchange
+        assert exchange is not None
+        parts: list[Part] = []
+        room, count = exchange.body_bytes, exchange.ids_max
+        for number, name in enumerate(self.tables):
+            positions = split[name][host] if name in split else _NONE
+            table = self.store.table(name)
+            while len(positions):
+                rows = min(len(positions), count, room // ALIGNMENT * ALIGNMENT // table.row_bytes)
+                if rows <= 0 or any(part.table == number for part in parts):
+                    exchange.ask(host, Ask(request, parts, len(self.tables)))
+                    parts, room, count = [], exchange.body_bytes, exchange.ids_max
+                    continue
+                now, positions = positions[:rows], positions[rows:]
+                shape = (rows_of(out[name]), *table.row_shape)
+                raw = check_out(out[name], shape, dtype_from_name(table.entry.dtype))
+                places = now if at is None else np.ascontiguousarray(at[name][now], np.int32)
+                parts.append(Part(number, ids[name][now], address_of(raw), places, table.row_bytes, raw))
+                room, count = room - parts[-1].body_bytes, count - rows
+                self.rows, self.row_bytes = self.rows + rows, self.row_bytes + rows * table.row_bytes
+        if parts:
+            exchange.ask(host, Ask(request, parts, len(self.tables)))
+
+    def close(self) -> None:
+        self._closed = True
+
+    def __repr__(self) -> str:
+        return f"<PeersSource of {self.tables}>"
+
+
+class HostsSource(OwnedTier):
+    """The rows of all hosts: a :class:`featstore.tiers.RowSource` under node ids of the whole graph.
+
+    ``store``: knows the tables as wholes. ``local``: gives this host's rows, under its own store's ids.
+    ``remote``: gives others', under node ids. Neither is closed.
+    """
+
+    name = "hosts"
+
+    def __init__(
+        self, store: OpenStore, owners: Mapping[str, Owners], local: RowSource, remote: RowSource
+    ) -> None:
+        super().__init__()
+        self.store, self.tables = store, list(owners)
+        self._owners, self._local, self._remote = owners, local, remote
+        self.memory_bytes, self._own_rows = 0, 0
+
+    def submit(
+        self, ids: Mapping[str, Any], *, out: Mapping[str, Any] | None, at: Mapping[str, Any] | None = None
+    ) -> Request:
+        self.check_open()
+        filled = new_rows(self, ids) if out is None else dict(out)
+        own, other = {}, {}
+        for name, wanted in ids.items():
+            own[name], other[name] = self._owners[name].own_and_others(wanted)
+        request = Request(lambda: filled)
+        request.begin()
+        try:
+            # others' first, which take longer
+            self._pass(self._remote, request, {n: ids[n][o] for n, o in other.items()}, other, filled, at)
+            local = {n: self._owners[n].local(ids[n][o]) for n, o in own.items()}
+            self._pass(self._local, request, local, own, filled, at)
+            self._own_rows += sum(map(len, own.values()))
+        except BaseException as error:
+            request.close_piece(None, error)
+            request.abandon()
+            raise
+        request.close_piece(None, None)
+        return request
+
+    @staticmethod
+    def _pass(
+        below: RowSource, request: Request, ids: Mapping[str, NDArray[np.int64]],
+        positions: Mapping[str, NDArray[np.int32]], out: Mapping[str, Any], at: Mapping[str, Any] | None,
+    ) -> None:  # fmt: skip
+        """Ask below for what is at some positions of a request."""
+        wanted = {name: one for name, one in ids.items() if len(one)}
+        if not wanted:
+            return
+        places = {n: positions[n] if at is None else np.asarray(at[n])[positions[n]] for n in wanted}
+        asked = below.submit(wanted, out={name: out[name] for name in wanted}, at=places)
+        request.open_piece(asked)
+        asked.add_done_callback(lambda _: request.close_piece(asked, asked.exception()))
+
+    def holds(self, table: str, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Rows that are this host's own."""
+        self.check_open()
+        return self._owners[table].mine(ids)
+
+    def hits(self) -> int:
+        return self._own_rows
+
+    def close(self) -> None:
+        self._closed = True
+
+    def __repr__(self) -> str:
+        return f"<HostsSource of {self.tables}>"
+
+
+class Serving:
+    """Reads rows for other hosts, into the places of their lines."""
+
+    def __init__(self, store: OpenStore, owners: Mapping[str, Owners], local: RowSource) -> None:
+        self._store, self._owners, self._local = store, owners, local
+
+    def __call__(self, ids: Sequence[NDArray[np.int64]], place: Place) -> tuple[Request, int]:
+        wanted, out, begin, first = {}, {}, 0, 0
+        for (name, owners), asked in zip(self._owners.items(), ids, strict=True):
+            table = self._store.table(name)
+            byte_count = len(asked) * table.row_bytes
+            if begin + padded(byte_count) > len(place.body) or first + len(asked) > len(place.ids):
+                raise ArgumentError(f"{len(asked):,} rows of table {name!r} are more than had been agreed")
+            if len(asked):
+                wanted[name] = owners.local(asked, place.ids[first : first + len(asked)])
+                rows = place.body[begin : begin + byte_count].view(dtype_from_name(table.entry.dtype))
+                out[name] = rows.reshape(len(asked), *table.row_shape)
+                place.body[begin + byte_count : begin + padded(byte_count)] = 0
+            begin, first = begin + padded(byte_count), first + len(asked)
+        return self._local.submit(wanted, out=out), begin
+
+
+def body_bytes_for(store: OpenStore, tables: Sequence[str], memory_bytes: int, hosts: int) -> int:
+    """Bytes of an answer that lines to all hosts have memory for, a row of any table at least. Raises
+    BudgetError."""
+    least = padded(max((store.table(name).row_bytes for name in tables), default=1))
+    for body_bytes in (4 << 20, 2 << 20, 1 << 20, 1 << 19, 1 << 18, 1 << 17, 1 << 16, least):
+        ids = ids_max_for(body_bytes)
+        if body_bytes >= least and Exchange.held_bytes(hosts, body_bytes, ids, len(tables)) <= memory_bytes:
+            return body_bytes
+    raise BudgetError(
+        Exchange.held_bytes(hosts, least, ids_max_for(least), len(tables)), memory_bytes,
+        f"have lines to {hosts - 1} other hosts",
+    )  # fmt: skip
+
+
+def ids_max_for(body_bytes: int) -> int:
+    """Ids of an ask whose answer has so many bytes at most."""
+    from featstore.hosts.exchange import IDS_MAX
+
+    return max(1, min(IDS_MAX, body_bytes // 8))

@@ -1,0 +1,285 @@
+"""A store that is split by hosts, seen as a whole from one of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from featstore.arguments import Named, as_path
+from featstore.base.system import is_directory, is_there
+from featstore.errors import ArgumentError, BudgetError, ClosedError, SourceError
+from featstore.hosts.exchange import Exchange
+from featstore.hosts.owners import Owners
+from featstore.hosts.places import HostPlace, as_timeout, open_wire, place_among
+from featstore.hosts.source import HostsSource, PeersSource, Serving, body_bytes_for, ids_max_for
+from featstore.plan.budget import own_bytes
+from featstore.reader.lookup import table_need
+from featstore.reader.reader import Reader
+from featstore.reader.report import ReaderStats
+from featstore.storage.manifest import MANIFEST_NAME
+from featstore.storage.store import OpenStore, Table
+from featstore.units import parse_bytes
+
+if TYPE_CHECKING:
+    from featstore.storage.manifest import FamilyEntry
+    from featstore.tiers import TierSpec
+
+TOPOLOGY = "topology"
+_LINES_SHARE = 4  # of the memory, at most, is for lines
+_LOADED_AT_ONCE = 1 << 20  # nodes
+
+
+class WholeTable(Table):
+    """A table of all hosts: as many rows as all have, of the type that they have. ``own`` is this host's."""
+
+    def __init__(self, store: OpenStore, name: str, own: Table) -> None:
+        entry = store.manifest.tables[name]
+        typed = own.entry
+        whole = msgspec.structs.replace(
+            entry, dtype=typed.dtype, row_shape=typed.row_shape, row_bytes=typed.row_bytes
+        )
+        super().__init__(store, name, whole)
+        self.own = own
+
+    @property
+    def on_disk(self) -> Table:
+        return self.own
+
+
+class WholeStore(OpenStore):
+    """The topology of a split store, whose tables are those of all hosts. Ids are node ids of the whole
+    graph, on every host. ``part``: this host's own store, whose ids are its own.
+
+    See :func:`featstore.open_split` for the arguments. It belongs to the process that opened it.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str], *, memory: int | str = "256MiB", timeout_seconds: float = 300,
+        topology: str | os.PathLike[str] | None = None, **reader: Any,
+    ) -> None:  # fmt: skip
+        self._lock: int | None = None  # for who is refused
+        given = Path(os.path.abspath(as_path(path, "path")))
+        timeout = as_timeout(timeout_seconds)
+        memory_bytes = parse_bytes(memory, "memory")
+        several = is_directory(given / TOPOLOGY)
+        above = given if several else given.parent
+        whole = above / TOPOLOGY if topology is None else Path(os.path.abspath(as_path(topology, "topology")))
+        if not is_directory(whole):
+            raise SourceError(
+                f"{given} has no {TOPOLOGY} in it or beside it: give the directory that featstore.split "
+                f"made, or the host's part of it with a copy of {TOPOLOGY} beside it, or say where that "
+                "is, topology="
+            )
+        super().__init__(whole)
+        self._exchange: Exchange | None = None
+        self._pid = os.getpid()
+        try:
+            self._join(given, several, memory_bytes, timeout, reader)
+        except BaseException:
+            super().close()
+            raise
+
+    def _join(
+        self, given: Path, several: bool, memory_bytes: int, timeout: float, options: dict[str, Any]
+    ) -> None:
+        family = self.manifest.family
+        if family is None or family.host is not None:
+            raise SourceError(f"{self.path} is not the topology of a split store: featstore.split makes one")
+        self.place = self._place(family.hosts)
+        self.part = OpenStore(self._own_part(given) if several else given)
+        self._check_part(family)
+        names = list(self.part.tables)
+        self.tables = Named(
+            "the store has no table", {n: WholeTable(self, n, self.part.table(n)) for n in names}
+        )
+        self._open_rows(names, memory_bytes, timeout, options)
+
+    @staticmethod
+    def _place(hosts: int) -> HostPlace:
+        return HostPlace(0, 1, 0, 1, 0) if hosts == 1 else place_among(hosts)
+
+    def _check_part(self, family: FamilyEntry) -> None:
+        mine = self.part.manifest.family
+        if mine is None or mine.host is None:
+            raise SourceError(f"{self.part.path} is no host's part of a split store")
+        if mine.uuid != self.uuid:
+            raise SourceError(
+                f"{self.part.path} is of the split {mine.uuid}, but {self.path} of {self.uuid}: copy both "
+                "from the same split"
+            )
+        self.place = self.place._replace(host=mine.host)
+
+    def _own_part(self, parts: Path) -> Path:
+        """The part of this machine: the only one that is there, or where there are several, that of its
+        number."""
+        there = sorted(one for one in parts.glob("host-*") if is_there(one / MANIFEST_NAME))
+        own = parts / f"host-{self.place.machine}"
+        if len(there) == 1:
+            return there[0]
+        if own not in there:
+            raise SourceError(
+                f"{parts} has {', '.join(one.name for one in there) or 'no host-N'}, and this is machine "
+                f"{self.place.machine} of the run: copy its part there, or give the directory of one part"
+            )
+        return own
+
+    def _open_rows(
+        self, names: list[str], memory_bytes: int, timeout: float, options: dict[str, Any]
+    ) -> None:
+        place, tables = self.place, [self.table(name) for name in names]
+        held = sum(Owners.bytes_for(table.rows, place.hosts) for table in tables)
+        lines_bytes = 0
+        if place.leads and place.hosts > 1:
+            share = max(0, memory_bytes - held) // _LINES_SHARE
+            body_bytes = self._body_bytes(names, share, memory_bytes)
+            ids_max = ids_max_for(body_bytes)
+            lines_bytes = Exchange.held_bytes(place.hosts, body_bytes, ids_max, len(names))
+        needs = [table_need(self.part.table(name), options.get("verify", True)) for name in names]
+        needed = held + lines_bytes + own_bytes(1, needs)
+        if memory_bytes < needed:
+            raise BudgetError(needed, memory_bytes, "know the owners of all nodes, and serve other hosts")
+        left = memory_bytes - held
+        self.owners = {
+            t.name: Owners(t.name, self._hosts_of(t, left), place.host, place.hosts) for t in tables
+        }
+        for name, owners in self.owners.items():
+            if owners.rows != self.part.table(name).rows:
+                raise SourceError(
+                    f"table {name!r} of {self.part.path} has {self.part.table(name).rows:,} rows, and its "
+                    f"host owns {owners.rows:,} nodes: copy both from the same split"
+                )
+        self._memory = {"owners": held, "lines": lines_bytes, "reader": memory_bytes - held - lines_bytes}
+        if not place.leads or place.hosts == 1:
+            return
+        about = {"family": self.uuid, "hosts": place.hosts, "tables": names}
+        exchange = Exchange(
+            open_wire(place, timeout), about, tables=len(names), body_bytes=body_bytes, ids_max=ids_max,
+            timeout_seconds=timeout,
+        )  # fmt: skip
+        ranked = self.part.tables[names[0]].entry.order.rows_by_degree is not None
+        options = {"static": "degree" if ranked and len(names) == 1 else None} | options
+        self._serving = Reader(self.part, memory=self._memory["reader"], **options)
+        exchange.start(Serving(self, self.owners, self._serving))
+        self._exchange = exchange
+
+    def _body_bytes(self, names: Sequence[str], share: int, memory_bytes: int) -> int:
+        try:
+            return body_bytes_for(self, names, share, self.place.hosts)
+        except BudgetError as error:
+            needed = memory_bytes + _LINES_SHARE * (error.needed_bytes - share)
+            raise BudgetError(needed, memory_bytes, error.what) from None
+
+    def _hosts_of(self, table: Table, memory_bytes: int) -> NDArray[Any]:
+        """uint8 or uint16 [nodes], the host of each node."""
+        entry = self.manifest.tables[table.name]
+        hosts = np.empty(table.rows, np.dtype(entry.dtype))
+        with (
+            OpenStore(self.path) as plain,
+            Reader(plain, tables=[table.name], memory=memory_bytes, static=None) as reader,
+        ):
+            for low in range(0, table.rows, _LOADED_AT_ONCE):
+                ids = np.arange(low, min(low + _LOADED_AT_ONCE, table.rows))
+                reader.read({table.name: ids}, out={table.name: hosts[low : low + len(ids)]})
+        return hosts
+
+    # Rows.
+
+    def source(
+        self, tables: Sequence[str], *, halo: TierSpec | None = None, halo_memory: int = 0, **options: Any
+    ) -> HostsRows:
+        """Rows of all hosts, this host's through a reader with these ``options`` of its own, others' through
+        a tier, ``halo``, if there is one."""
+        self.check_open()
+        if not self.place.leads:
+            raise ArgumentError(
+                f"the lines to other hosts are those of local rank 0, and this is local rank "
+                f"{self.place.local_rank}: read through a loader that the ranks of a host share, shared=True"
+            )
+        reader = Reader(self.part, tables=list(tables), **options)
+        return HostsRows(self, self.owners, reader, self._exchange, halo, halo_memory)
+
+    def received(self) -> tuple[int, int]:
+        """Rows that have come from other hosts, and their bytes."""
+        return (0, 0) if self._exchange is None else self._exchange.counted()
+
+    def memory(self) -> dict[str, int]:
+        """Bytes of the budget by what they are for."""
+        return dict(self._memory)
+
+    # Ending.
+
+    def close(self, because: str = "") -> None:
+        """Serve other hosts until they have ended, too, and let all go. ``because``: at once, and tell them
+        why."""
+        if getattr(self, "_pid", None) == os.getpid():
+            if self._exchange is not None:
+                self._exchange.close(because)
+                self._serving.close()
+            if hasattr(self, "part"):
+                self.part.close()
+        super().close()
+
+    def __exit__(self, *exception: object) -> None:
+        self.close(f"has ended with {type(exception[1]).__name__}" if exception[1] is not None else "")
+
+    def __del__(self) -> None:
+        if getattr(self, "_lock", None) is not None:
+            super().close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise ClosedError(
+            "a split store belongs to the process that opened it, which has the lines to other hosts: it "
+            "cannot be pickled"
+        )
+
+
+class HostsRows(HostsSource):
+    """Rows of all hosts for one loader or reader, which has a reader of its own for this host's. ``halo``: a
+    tier over the others', in ``halo_memory`` bytes."""
+
+    def __init__(
+        self, store: OpenStore, owners: Mapping[str, Owners], reader: Reader, exchange: Exchange | None,
+        halo: TierSpec | None = None, halo_memory: int = 0,
+    ) -> None:  # fmt: skip
+        self._peers = PeersSource(store, owners, exchange)
+        self.halo = None if halo is None else halo.over(self._peers, halo_memory)
+        super().__init__(store, owners, reader, self._peers if self.halo is None else self.halo)
+        self._reader = reader
+
+    @property
+    def remote_rows(self) -> int:
+        """Rows asked of other hosts so far."""
+        return self._peers.rows
+
+    @property
+    def remote_bytes(self) -> int:
+        """Bytes of these rows."""
+        return self._peers.row_bytes
+
+    def stats(self) -> ReaderStats:
+        """Of this host's own reader."""
+        return self._reader.stats()
+
+    def close(self) -> None:
+        super().close()
+        if self.halo is not None:
+            self.halo.close()
+        self._peers.close()
+        self._reader.close()
+
+
+def reader_of(
+    store: OpenStore, *, tables: Sequence[str], halo: TierSpec | None = None, **options: Any
+) -> Reader | HostsRows:
+    """What reads rows of a store: a reader of its disk, and where it is split by hosts, of all of theirs,
+    with a ``halo`` if there is one."""
+    if isinstance(store, WholeStore):
+        memory = 0 if halo is None else halo.host_bytes(list(store.tables.values()))
+        return store.source(tables, halo=halo, halo_memory=memory or 0, **options)
+    return Reader(store, tables=list(tables), **options)

@@ -1,0 +1,65 @@
+"""Bytes between hosts: in order between any two, by a process group of ``torch.distributed``."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class Wire(Protocol):
+    """Connects hosts. Between any two of them, bytes come in the order in which they were sent. One thread
+    sends to a host, and one receives from it."""
+
+    host: int
+    hosts: int
+
+    def rank_of(self, host: int) -> int:
+        """The rank of a host's process in the run, for messages."""
+
+    def send(self, to: int, data: NDArray[np.uint8]) -> None:
+        """Send bytes; they may be changed when it returns. Raises an Exception where the other is gone."""
+
+    def receive(self, source: int, into: NDArray[np.uint8]) -> None:
+        """Wait for as many bytes as fit. Raises an Exception where the other is gone."""
+
+    def close(self, *, abort: bool) -> None:
+        """Give the connections back; with ``abort`` others may be in the middle of sending."""
+
+
+class GlooWire:
+    """Over a group of ``gloo``, which has one process of each host. Nothing else may use the group.
+
+    ``order``: the members of the group, by host. ``ranks``: of the members in the run. ``timeout_seconds``:
+    of a single send or receive.
+    """
+
+    def __init__(self, group: Any, order: list[int], ranks: list[int], timeout_seconds: float) -> None:
+        self._group, self._order, self._ranks = group, order, ranks
+        self.host, self.hosts = order.index(int(group.rank())), len(order)
+        self._timeout = timedelta(seconds=timeout_seconds)
+
+    def rank_of(self, host: int) -> int:
+        return self._ranks[self._order[host]]
+
+    def send(self, to: int, data: NDArray[np.uint8]) -> None:
+        self._group.send([_tensor(data)], self._order[to], 0).wait(self._timeout)
+
+    def receive(self, source: int, into: NDArray[np.uint8]) -> None:
+        self._group.recv([_tensor(into)], self._order[source], 0).wait(self._timeout)
+
+    def close(self, *, abort: bool) -> None:
+        import torch.distributed as dist
+
+        if abort:
+            self._group.abort()
+        elif dist.is_initialized():
+            dist.destroy_process_group(self._group)
+
+
+def _tensor(data: NDArray[np.uint8]) -> Any:
+    from featstore.base.tensors import as_tensor
+
+    return as_tensor(data)

@@ -1,0 +1,80 @@
+"""The front door of a store that is split by hosts."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from featstore.arguments import check_options
+from featstore.errors import ArgumentError
+from featstore.hosts.split_store import WholeStore
+from featstore.store import Store
+
+if TYPE_CHECKING:
+    from featstore.reader.tiered import TieredReader
+    from featstore.tiers import TierSpec
+
+__all__ = ["SplitStore", "open_split"]
+
+_READER = ("engine", "queue_depth", "threads", "verify")
+
+
+class SplitStore(WholeStore, Store):
+    """A store that is split by hosts, open on one of them; see :func:`open_split`. ``part`` is this host's
+    own part. What other hosts own comes through :meth:`loader` and :meth:`reader`, under the node ids of the
+    whole graph; :meth:`sampler` and ``arrays`` are those of the whole graph."""
+
+    def reader(  # type: ignore[override]
+        self, *, tiers: Sequence[TierSpec] = (), memory: int | str = "1GiB", **options: Any
+    ) -> TieredReader:
+        """A reader of the rows of all hosts. What it does not find in ``tiers`` it reads from this host's
+        disk,
+        or asks of the host that has it, point to point: no other process has to do anything at the same time.
+
+        ``tiers``: what keeps rows in memory, the fastest first (:class:`featstore.Device`,
+        :class:`featstore.Buffer`). ``memory``: of all of this. ``options``: ``tables``, and of the reader of
+        this host's disk ``engine``, ``queue_depth``, ``threads``, ``verify``.
+        """
+        from featstore.hosts.tier import Hosts
+        from featstore.reader.tiered import TieredReader
+
+        self.check_open()
+        check_options(options, ("tables", *_READER), "a reader of a split store")
+        own = {name: options.pop(name) for name in _READER if name in options}
+        return TieredReader(self, [*tiers, Hosts(**own)], memory=memory, **options)
+
+    def compiled(self, name: str = "default") -> Any:
+        raise ArgumentError("compiled traces are of a store on one disk: compile them for each host's part")
+
+    def loader_costs(self, *arguments: Any, **options: Any) -> Any:
+        raise ArgumentError(
+            "loader_costs is of a store on one disk: of a split store there is mode online alone"
+        )
+
+
+def open_split(
+    path: str | os.PathLike[str], *, memory: int | str = "256MiB", timeout_seconds: float = 300,
+    topology: str | os.PathLike[str] | None = None, **reader: Any,
+) -> SplitStore:  # fmt: skip
+    """Open a store that :func:`featstore.split` made, on one of its hosts.
+
+    On more than one, ``torch.distributed`` must be initialised, as it is under ``torchrun`` on as many hosts
+    as the store was split for; all ranks open it at the same time. Closing it waits until all hosts have
+    closed it.
+
+    Args:
+        path: what ``split`` made, of which this host's part is taken; or that part, with ``topology`` beside
+            it.
+        memory: budget, of a process, for what knows the owners of nodes (1.2 bytes a node), for lines to
+            other hosts, and for serving them: rows of high degree are kept in what is left. Loaders have
+            their own.
+        timeout_seconds: a host that is not heard of, or does not answer, for so long is given up: PeerError
+            on all others.
+        topology: the directory of the topology, where it is elsewhere.
+        reader: options of the reader that serves, see :class:`featstore.Reader`.
+
+    Raises ArgumentError; SourceError for parts of different splits; PeerError; BudgetError; what
+    :class:`featstore.Store` raises.
+    """
+    return SplitStore(path, memory=memory, timeout_seconds=timeout_seconds, topology=topology, **reader)

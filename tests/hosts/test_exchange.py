@@ -1,0 +1,383 @@
+"""Rows of other hosts: each is the source's, whoever owns it, and a host that is gone is told, by all, in
+time.
+
+The hosts here are threads of one process, over wires that tests can meddle with; over a network:
+``test_split_training.py``."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from wires import Meddle, Wires
+
+import featstore
+from featstore.errors import (
+    ArgumentError,
+    BudgetError,
+    CancelledError,
+    CorruptionError,
+    FormatError,
+    IdError,
+    PeerError,
+    SourceError,
+)
+from featstore.hosts import messages as ms
+from featstore.hosts.exchange import Exchange
+from featstore.hosts.owners import Owners
+from featstore.hosts.source import HostsSource, PeersSource, Serving, body_bytes_for, ids_max_for
+from featstore.testing import ArraySource, check_source
+
+ROWS = 700
+SECONDS = 20.0
+DTYPES = ["float32", "uint8", "bfloat16", "records"]
+
+
+@pytest.fixture(scope="module")
+def arrays() -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(3)
+    made = {
+        "float32": rng.standard_normal((ROWS, 20), np.float32),
+        "uint8": rng.integers(0, 255, (300, 3), np.uint8),
+        "bfloat16": rng.standard_normal((90, 2, 150)).astype(ml_dtypes.bfloat16),
+        "records": rng.integers(0, 2**30, 200).astype([("a", "<i8")]),
+        "long": rng.integers(0, 255, (40, 40_000), np.uint8),
+    }
+    for one in made.values():
+        one.flags.writeable = False
+    return made
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory, pack: Any, arrays: dict[str, np.ndarray]) -> Any:
+    with pack(tmp_path_factory.mktemp("hosts") / "s", arrays) as made:
+        yield made
+
+
+class Host:
+    """One host: its source of all rows, and the source of its own."""
+
+    def __init__(
+        self, store: Any, arrays: dict[str, np.ndarray], hosts_of: dict[str, np.ndarray], wires: Wires,
+        host: int, body_bytes: int, timeout: float, about: dict[str, Any] | None = None,
+    ) -> None:  # fmt: skip
+        self.owners = {n: Owners(n, one, host, wires.hosts) for n, one in hosts_of.items()}
+        own = {n: arrays[n][np.flatnonzero(one == host)] for n, one in hosts_of.items()}
+        self.local = ArraySource(store, own)
+        self.exchange = Exchange(
+            wires.wire(host), about or {"family": "f"}, tables=len(hosts_of), body_bytes=body_bytes,
+            ids_max=ids_max_for(body_bytes), timeout_seconds=timeout,
+        )  # fmt: skip
+        self.peers = PeersSource(store, self.owners, self.exchange)
+        self.source = HostsSource(store, self.owners, self.local, self.peers)
+        self.exchange.start(Serving(store, self.owners, self.local))
+
+
+@contextmanager
+def hosts(
+    store: Any, arrays: dict[str, np.ndarray], count: int, *, tables: tuple[str, ...] = ("float32",),
+    seed: int = 0, body_bytes: int = 1 << 16, timeout: float = SECONDS, meddle: Meddle | None = None,
+) -> Iterator[tuple[list[Host], Wires]]:  # fmt: skip
+    rng = np.random.default_rng(seed)
+    used = {name: arrays[name] for name in tables}
+    hosts_of = {n: rng.integers(0, count, len(one)).astype(np.uint8) for n, one in used.items()}
+    wires = Wires(count, meddle)
+    with ThreadPoolExecutor(count) as pool:
+        begun = [
+            pool.submit(Host, store, used, hosts_of, wires, h, body_bytes, timeout) for h in range(count)
+        ]
+        made = [one.result(SECONDS) for one in begun]
+        try:
+            yield made, wires
+        finally:
+            for one in [pool.submit(host.exchange.close) for host in made]:
+                one.result(SECONDS)
+
+
+def each(made: list[Host], do: Callable[[Host], Any]) -> list[Any]:
+    """What every host does, all at the same time; errors as results."""
+
+    def tried(host: Host) -> Any:
+        try:
+            return do(host)
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(len(made)) as pool:
+        return [one.result(SECONDS) for one in [pool.submit(tried, host) for host in made]]
+
+
+# Rows.
+
+
+@settings(max_examples=12)
+@given(
+    count=st.integers(1, 4), seed=st.integers(0, 2**30),
+    tables=st.lists(st.sampled_from([*DTYPES, "long"]), min_size=1, max_size=3, unique=True),
+    body_bytes=st.sampled_from([40_000, 65_536, 1 << 20]),
+)  # fmt: skip
+def test_every_row_is_the_sources(
+    store: featstore.Store, arrays: dict[str, np.ndarray], count: int, seed: int, tables: list[str],
+    body_bytes: int,
+) -> None:  # fmt: skip
+    body_bytes = ms.padded(body_bytes)
+    with hosts(store, arrays, count, tables=tuple(tables), seed=seed, body_bytes=body_bytes) as (made, _):
+        used = {name: arrays[name] for name in tables}
+        results = each(
+            made, lambda host: check_source(host.source, used, seed=seed, requests=4, threads=2, ids_max=200)
+        )
+        assert results == [None] * count
+
+
+def test_only_rows_of_others_cross_and_each_once(
+    store: featstore.Store, arrays: dict[str, np.ndarray]
+) -> None:
+    with hosts(store, arrays, 2) as (made, _):
+        ids = np.random.default_rng(1).permutation(ROWS)[:300]
+        rows = made[0].source.submit({"float32": ids}, out=None).result(SECONDS)["float32"]
+        np.testing.assert_array_equal(rows, arrays["float32"][ids])
+        others = int((~made[0].owners["float32"].mine(ids)).sum())
+        assert made[0].exchange.counted()[0] == others
+        assert (made[0].local.asked, made[1].local.asked) == (len(ids) - others, others)
+        assert made[0].source.hits() == len(ids) - others
+
+
+def test_all_tables_of_a_request_cross_in_one_message(
+    store: featstore.Store, arrays: dict[str, np.ndarray]
+) -> None:
+    with hosts(store, arrays, 2, tables=("float32", "uint8", "records")) as (made, wires):
+        ids = {name: np.arange(30) for name in ("float32", "uint8", "records")}
+        before = wires.sent[0, 1]
+        out = made[0].source.submit(ids, out=None).result(SECONDS)
+        assert wires.sent[0, 1] - before == 2  # a header and its body
+        for name, rows in out.items():
+            np.testing.assert_array_equal(rows, arrays[name][:30])
+
+
+def test_nothing_is_written_after_a_cancelled_request_is_done(
+    store: featstore.Store, arrays: dict[str, np.ndarray]
+) -> None:
+    with hosts(store, arrays, 2) as (made, _):
+        made[1].local.held = True
+        ids = np.flatnonzero(~made[0].owners["float32"].mine(np.arange(ROWS)))
+        out = np.zeros((len(ids), 20), np.float32)
+        request = made[0].source.submit({"float32": ids}, out={"float32": out})
+        assert request.cancel()
+        with pytest.raises(CancelledError):
+            request.result(SECONDS)
+        made[1].local.held = False
+        made[1].local.let_go()
+        again = made[0].source.submit({"float32": ids[:5]}, out=None).result(SECONDS)
+        np.testing.assert_array_equal(again["float32"], arrays["float32"][ids[:5]])
+        assert not out.any()
+
+
+def test_hosts_may_ask_for_different_amounts_and_end_at_different_times(
+    store: featstore.Store, arrays: dict[str, np.ndarray]
+) -> None:
+    """Whoever has ended serves on until all have."""
+
+    def work(host: Host) -> int:
+        rng = np.random.default_rng(host.exchange.wire.host)
+        for _ in range(40 * host.exchange.wire.host):
+            ids = rng.integers(0, ROWS, 50)
+            rows = host.source.submit({"float32": ids}, out=None).result(SECONDS)["float32"]
+            np.testing.assert_array_equal(rows, arrays["float32"][ids])
+        host.exchange.close()
+        return 1
+
+    with hosts(store, arrays, 3) as (made, _):
+        assert each(made, work) == [1, 1, 1]
+        assert all(host.exchange.error is None for host in made)
+
+
+def test_ids_that_are_none(store: featstore.Store, arrays: dict[str, np.ndarray]) -> None:
+    with hosts(store, arrays, 2) as (made, _):
+        for wrong in (-1, ROWS):
+            with pytest.raises(IdError, match=f"{wrong}.*out of range"):
+                made[0].source.submit({"float32": np.array([0, wrong])}, out=None)
+        with pytest.raises(ArgumentError, match="out must be"):
+            made[0].source.submit({"float32": np.arange(9)}, out={"float32": np.zeros((9, 3))})
+        rows = made[0].source.submit({"float32": np.arange(9)}, out=None).result(SECONDS)
+        np.testing.assert_array_equal(rows["float32"], arrays["float32"][:9])
+
+
+# Who owns what.
+
+
+@given(data=st.data(), count=st.integers(1, 9), nodes=st.integers(0, 300))
+def test_owners_against_numpy(data: st.DataObject, count: int, nodes: int) -> None:
+    of = np.array(data.draw(st.lists(st.integers(0, count - 1), min_size=nodes, max_size=nodes)), np.uint8)
+    host = data.draw(st.integers(0, count - 1))
+    owners = Owners("t", of, host, count)
+    own = np.flatnonzero(of == host)
+    assert owners.rows == len(own)
+    ids = np.array(data.draw(st.lists(st.integers(0, max(0, nodes - 1)), max_size=40)), np.int64)
+    ids = ids[:0] if nodes == 0 else ids
+    for number, positions in enumerate(owners.split(ids)):
+        np.testing.assert_array_equal(positions, np.flatnonzero(of[ids] == number))
+    here, elsewhere = owners.own_and_others(ids)
+    np.testing.assert_array_equal(here, np.flatnonzero(of[ids] == host))
+    np.testing.assert_array_equal(elsewhere, np.flatnonzero(of[ids] != host))
+    mine = ids[owners.mine(ids)]
+    local = owners.local(mine, np.empty(len(mine), np.int64))
+    np.testing.assert_array_equal(own[local], mine)
+    if len(mine) < len(ids):
+        with pytest.raises(IdError, match="has no row of node"):
+            owners.local(ids, np.empty(len(ids), np.int64))
+    np.testing.assert_array_equal(owners.counts([ids]), np.bincount(of[ids], minlength=count))
+
+
+# What goes wrong.
+
+
+def ask_for_all(host: Host) -> Any:
+    """Ask until something goes wrong."""
+    end = time.monotonic() + SECONDS
+    while time.monotonic() < end:
+        ids = np.arange(ROWS)
+        host.source.submit({"float32": ids}, out=None).result(SECONDS)
+    return "nothing went wrong"
+
+
+@pytest.mark.parametrize("how", ["kill", "freeze"])
+@pytest.mark.parametrize("count", [2, 3])
+def test_a_host_that_is_gone_is_told_by_all_in_time(
+    store: featstore.Store, arrays: dict[str, np.ndarray], how: str, count: int
+) -> None:
+    timeout = 1.5
+    with hosts(store, arrays, count, timeout=timeout) as (made, wires):
+        ended: dict[int, Any] = {}
+
+        def work(number: int) -> None:
+            ended[number] = each([made[number]], ask_for_all)[0], time.monotonic()
+
+        threads = [threading.Thread(target=work, args=(n,)) for n in range(count - 1)]
+        for thread in threads:
+            thread.start()
+        time.sleep(0.2)
+        begin = time.monotonic()
+        getattr(wires, how)(count - 1)
+        for thread in threads:
+            thread.join(SECONDS)
+        for error, at in ended.values():
+            assert isinstance(error, PeerError)
+            assert (error.host, error.rank) == (count - 1, 10 * (count - 1))
+            assert at - begin < 2 * timeout + 1.5
+        with pytest.raises(PeerError):  # and from now on
+            made[0].source.submit({"float32": np.arange(ROWS)}, out=None).result(SECONDS)
+        begin = time.monotonic()
+        each(made, lambda host: host.exchange.close())
+        assert time.monotonic() - begin < 3
+
+
+def test_a_host_that_asks_for_nothing_learns_it_too(
+    store: featstore.Store, arrays: dict[str, np.ndarray]
+) -> None:
+    with hosts(store, arrays, 3, timeout=1.0) as (made, wires):
+        wires.freeze(2)
+        end = time.monotonic() + SECONDS
+        while any(made[n].exchange.error is None for n in (0, 1)) and time.monotonic() < end:
+            time.sleep(0.05)
+        assert [made[n].exchange.error.host for n in (0, 1)] == [2, 2]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("at", range(1, 9))
+@pytest.mark.parametrize("how", ["flip", "cut"])
+def test_damaged_messages_are_found(
+    store: featstore.Store, arrays: dict[str, np.ndarray], at: int, how: str
+) -> None:
+    """Of whatever host 1 sends to host 0, after who it is, one thing is damaged."""
+
+    def meddle(source: int, to: int, number: int, data: np.ndarray) -> np.ndarray:
+        if (source, to) == (1, 0) and number == 1 + at:
+            if how == "cut":
+                return data[: len(data) // 2]
+            data[len(data) // 3] ^= 4
+        return data
+
+    with hosts(store, arrays, 2, timeout=1.0, meddle=meddle) as (made, _):
+        errors = each(made, ask_for_all)
+        assert all(isinstance(error, PeerError) for error in errors)
+        assert errors[0].host == 1
+        if how == "flip":
+            assert "damaged" in str(errors[0])
+
+
+def test_what_goes_wrong_where_rows_are_read_travels(
+    store: featstore.Store, arrays: dict[str, np.ndarray]
+) -> None:
+    """And the lines go on."""
+    with hosts(store, arrays, 2) as (made, _):
+        made[1].local.error = CorruptionError("/there/c.0", 4096, "a checksum", "another")
+        with pytest.raises(CorruptionError, match=r"/there/c\.0 at byte 4096") as found:
+            made[0].source.submit({"float32": np.arange(ROWS)}, out=None).result(SECONDS)
+        assert "on host 1 (rank 10)" in found.value.__notes__
+        made[1].local.error = None
+        rows = made[0].source.submit({"float32": np.arange(ROWS)}, out=None).result(SECONDS)["float32"]
+        np.testing.assert_array_equal(rows, arrays["float32"])
+
+
+def test_hosts_that_have_not_the_same_refuse(store: featstore.Store, arrays: dict[str, np.ndarray]) -> None:
+    wires, used = Wires(2), {"float32": arrays["float32"]}
+    of = {"float32": (np.arange(ROWS) % 2).astype(np.uint8)}
+
+    def come(host: int) -> Any:
+        try:
+            return Host(store, used, of, wires, host, 1 << 16, SECONDS, {"family": f"of {host}"})
+        except Exception as error:
+            return error
+
+    with ThreadPoolExecutor(2) as pool:
+        errors = list(pool.map(come, range(2)))
+    for number, error in enumerate(errors):
+        assert isinstance(error, SourceError)
+        assert f"host {1 - number}" in str(error)
+        assert f"of {number}" in str(error)
+
+
+def test_one_that_leaves_because_of_an_error_says_so(
+    store: featstore.Store, arrays: dict[str, np.ndarray]
+) -> None:
+    with hosts(store, arrays, 3) as (made, _):
+        made[1].exchange.close("ended with ZeroDivisionError")
+        for host in (made[0], made[2]):
+            with pytest.raises(PeerError, match=r"host 1 \(rank 10\) ended with ZeroDivisionError"):
+                ask_for_all(host)
+
+
+# Messages.
+
+
+@given(st.binary(max_size=20_000), st.integers(0, 10**9))
+def test_what_is_changed_in_a_message_is_seen(data: bytes, where: int) -> None:
+    body = np.frombuffer(data, np.uint8).copy()
+    raw = ms.header(ms.ROWS, 7, 3, body)
+    found = ms.parse_header(raw)
+    assert found[:4] == (ms.ROWS, 7, 3, len(body))
+    ms.check_body(found, body)
+    if len(body):
+        body[where % len(body)] ^= 1 << (where % 8)
+        with pytest.raises(FormatError, match="damaged"):
+            ms.check_body(found, body)
+    raw = raw.copy()
+    raw[where % len(raw)] ^= 1 << (where % 8)
+    with pytest.raises(FormatError):
+        ms.parse_header(raw)
+
+
+def test_the_memory_of_lines(store: featstore.Store) -> None:
+    with pytest.raises(BudgetError) as found:
+        body_bytes_for(store, ["long"], 1000, 4)
+    needed = found.value.needed_bytes
+    assert body_bytes_for(store, ["long"], needed, 4) == ms.padded(40_000)
+    assert body_bytes_for(store, ["uint8"], 1 << 30, 2) == 4 << 20

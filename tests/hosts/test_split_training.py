@@ -1,0 +1,121 @@
+"""Hosts as processes, over gloo: the same rows and mini-batches as of one store, equal steps, every rank
+told of a host that is gone, and a restart that goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+
+import featstore
+
+NODES = 1200
+SECONDS = 90
+
+COMMON = """
+import json, os, sys, time
+from datetime import timedelta
+import numpy as np
+import torch
+import torch.distributed as dist
+import featstore
+torch.set_num_threads(1)
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+rank = dist.get_rank()
+features = np.load("features.npy")
+"""
+
+
+def graph_and_rows(path: Path, pack: Any) -> None:
+    """A store of two communities, split by two hosts and by one."""
+    rng = np.random.default_rng(7)
+    features = rng.standard_normal((NODES, 17), np.float32)
+    side = np.arange(NODES) * 2 // NODES
+    target = rng.integers(0, NODES, 9 * NODES)
+    near = rng.integers(0, NODES // 2, 9 * NODES) + side[target] * (NODES // 2)
+    source = np.where(rng.random(9 * NODES) < 0.8, near, rng.integers(0, NODES, 9 * NODES))
+    np.save(path / "features.npy", features)
+    arrays = {"train": np.arange(0, NODES, 3), "label": np.arange(NODES) % 5}
+    graph = np.stack([source, target])
+    pack(path / "s", features, graph=graph, arrays=arrays, order="ldg", partitions=32).close()
+    for hosts in (1, 2, 3):
+        featstore.split(path / "s", hosts, path / f"parts{hosts}", train="train", memory="256MiB")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, pack: Any) -> Path:
+    made = tmp_path_factory.mktemp("training")
+    graph_and_rows(made, pack)
+    return made
+
+
+def torchrun(folder: Path, ranks: int, script: str, *arguments: str, check: bool = True) -> str:
+    """What ``torchrun`` prints."""
+    (folder / "script.py").write_text(COMMON + script)
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}",
+        "script.py", *arguments,
+    ]  # fmt: skip
+    done = subprocess.run(
+        command, cwd=folder, capture_output=True, text=True, timeout=SECONDS, check=False,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+    )  # fmt: skip
+    if check:
+        assert done.returncode == 0, done.stderr[:6000]
+    return done.stdout
+
+
+SAME = """
+hosts = int(sys.argv[1])
+batches = [np.random.default_rng([i]).permutation(1200)[:200] for i in range(12)]
+with featstore.open_split(f"parts{hosts}", memory="16MiB", timeout_seconds=30) as store:
+    own = store.owners["features"].hosts == store.place.host
+    ids = np.random.default_rng(rank).integers(0, 1200, 700)
+    with store.reader(memory="16MiB") as reader:
+        assert (reader.read(ids) == features[ids]).all()
+    with store.reader(tiers=[featstore.Buffer("s3-fifo", "100KiB")], memory="16MiB") as reader:
+        for _ in range(3):
+            assert (reader.read(ids) == features[ids]).all()
+    halo = eval(sys.argv[2])
+    with store.loader(
+        seeds="train", fanouts=(4, 3), batch_size=30, memory="48MiB", attach="label", halo=halo,
+    ) as loader:
+        steps, seen = 0, []
+        for epoch in range(2):
+            for batch in loader:
+                assert (batch.x == features[batch.n_id]).all()
+                assert (batch.label == batch.n_id % 5).all()
+                seeds = batch.n_id[: batch.batch_size]
+                assert own[seeds].all()
+                seen.extend(seeds.tolist())
+                dist.all_reduce(torch.ones(1))
+                steps += 1
+        report = loader.report()
+        assert (report.remote_rows > 0) == (hosts > 1), report
+        told = {"rank": rank, "steps": steps, "padded": report.padded, "seen": seen}
+        print(json.dumps(told), flush=True)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize("halo", ["None", "'20KiB'", "featstore.MassiveGNN(0.25, delta=2)"])
+@pytest.mark.parametrize("hosts", [1, 2, 3])
+def test_rows_and_mini_batches_of_any_number_of_hosts(folder: Path, hosts: int, halo: str) -> None:
+    """Every row is the source's, every seed comes in every epoch, and all ranks have as many steps."""
+    told = [json.loads(line) for line in torchrun(folder, hosts, SAME, str(hosts), halo).splitlines()]
+    assert sorted(one["rank"] for one in told) == list(range(hosts))
+    assert len({one["steps"] for one in told}) == 1
+    seen = Counter(node for one in told for node in one["seen"])
+    assert set(seen) == set(range(0, NODES, 3))
+    assert min(seen.values()) == 2
+    assert sum(seen.values()) == 2 * (NODES // 3) + 2 * told[0]["padded"]
