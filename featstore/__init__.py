@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from featstore.engine.request import Request
     from featstore.front.compiling import compile_trace
     from featstore.front.packing import pack
+    from featstore.front.splitting import split
     from featstore.front.verifying import verify
     from featstore.loaders.batch import Batch
     from featstore.loaders.loader import Loader
@@ -53,6 +54,7 @@ _WHERE = {
     "ReaderStats": ("featstore.reader.report", "ReaderStats"),
     "compile_trace": ("featstore.front.compiling", "compile_trace"),
     "pack": ("featstore.front.packing", "pack"),
+    "split": ("featstore.front.splitting", "split"),
     "verify": ("featstore.front.verifying", "verify"),
     "Trace": ("featstore.trace.trace", "Trace"),
 }
@@ -60,7 +62,7 @@ _WHERE = {
 __all__ = [
     "Batch", "Buffer", "Device", "Loader", "PartitionOrder", "Plan", "ProximityOrder",
     "Reader", "ReaderStats", "Request", "Shared", "SharedBuffer", "Static", "Store", "Table", "TieredReader",
-    "Trace", "__version__", "compile_trace", "open", "pack", "verify",
+    "Trace", "__version__", "compile_trace", "open", "pack", "split", "verify",
 ]  # fmt: skip
 
 
