@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from featstore.engine.request import Request
     from featstore.front.compiling import compile_trace
     from featstore.front.packing import pack
+    from featstore.front.splitting import split
     from featstore.front.verifying import verify
     from featstore.hosts.massivegnn import MassiveGNN
     from featstore.hosts.tier import Hosts
@@ -60,6 +61,7 @@ _WHERE = {
     "ReaderStats": ("featstore.reader.report", "ReaderStats"),
     "compile_trace": ("featstore.front.compiling", "compile_trace"),
     "pack": ("featstore.front.packing", "pack"),
+    "split": ("featstore.front.splitting", "split"),
     "verify": ("featstore.front.verifying", "verify"),
     "Trace": ("featstore.trace.trace", "Trace"),
 }
@@ -67,7 +69,7 @@ _WHERE = {
 __all__ = [
     "Batch", "Buffer", "Device", "Hosts", "Loader", "MassiveGNN", "PartitionOrder", "Plan", "ProximityOrder",
     "Reader", "ReaderStats", "Request", "Shared", "SharedBuffer", "SplitStore", "Static", "Store", "Table",
-    "TieredReader", "Trace", "__version__", "compile_trace", "open", "open_split", "pack", "verify",
+    "TieredReader", "Trace", "__version__", "compile_trace", "open", "open_split", "pack", "split", "verify",
 ]  # fmt: skip
 
 

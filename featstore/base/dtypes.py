@@ -123,3 +123,8 @@ INT32_MAX = 2**31 - 1
 def node_dtype(rows: int) -> np.dtype[Any]:
     """The dtype of node ids: int32 while they fit, then int64."""
     return np.dtype(np.int32 if rows <= INT32_MAX else np.int64)
+
+
+def host_dtype(hosts: int) -> np.dtype[Any]:
+    """The dtype of the numbers of so many hosts: uint8 while they fit, then uint16."""
+    return np.dtype(np.uint8 if hosts <= 256 else np.uint16)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from featstore.packing.progress import PackStages, Progress
 from featstore.packing.request import Options
 from featstore.packing.row_ids import read_ids, write_ids
 from featstore.packing.sources.opening import FeatureSource
-from featstore.storage.manifest import GRAPHS_FEATURE, ArrayEntry, TableEntry, array_chunk
+from featstore.storage.manifest import GRAPHS_FEATURE, ArrayEntry, OrderEntry, TableEntry, array_chunk
 from featstore.storage.table_writer import (
     TableWriter,
     catalogue_rows,
@@ -150,17 +150,11 @@ class Packing:
         report = ValueReport(source.dtype, dtype)
         with self.transaction.resuming():
             report.restore(progress.report)
-        entry = TableEntry(
-            path=f"{base}/rows", rows=layout.rows, row_shape=list(source.row_shape), dtype=dtype_name(dtype),
-            row_bytes=layout.row_bytes, rows_per_chunk=layout.rows_per_chunk,
-            page_checksums=ArrayEntry(f"{base}/page_checksums", [layout.pages], "uint32"), order=order,
-            statistics={},
-        )  # fmt: skip
+        entry = table_entry(base, layout, source.row_shape, dtype, order)
         write_rows_metadata(self.catalogue, entry, dtype)
         if layout.rows:
-            checksum_path = self.generation.store / str(array_chunk(entry.page_checksums))
             if not progress.done:
-                self._write_rows(self._job(name, entry, report), checksum_path)
+                write_rows(self.transaction, self._job(name, entry, report), entry)
             catalogue_rows(self.catalogue, entry)
         if report.overflowed:
             self.warnings.append(
@@ -207,29 +201,43 @@ class Packing:
             )
         return source
 
-    def _write_rows(self, job: permute.PermuteJob, checksum_path: Path) -> None:
-        """Write the chunk files and the checksums; what was read must be what was written."""
-        with self.transaction.resuming():
-            permute.check_progress(job)
-        writer = TableWriter(self.disk, job.layout, job.chunk_path, checksum_path)
-        try:
-            if job.maps.row_of_source is None:
-                permute.as_given(job, writer)
-            elif permute.fits_in_memory(job):
-                permute.in_memory(job, writer)
-            else:
-                spill.spill(job, writer)
-            writer.finish(-(-job.layout.data_bytes // PAGE_BYTES))
-        finally:
-            writer.close()
-        if job.progress.written_digest != job.progress.source_digest:
-            raise CorruptionError(
-                job.name,
-                None,
-                f"rows of digest {job.progress.source_digest:016x}",
-                f"{job.progress.written_digest:016x}",
-                "the rows changed between the source and the store: check the memory and the disk, and "
-                "pack anew with --overwrite",
-            )
-        job.progress.done = True
-        permute.save_progress(job)
+
+def table_entry(
+    base: str, layout: TableLayout, row_shape: Sequence[int], dtype: np.dtype[Any], order: OrderEntry
+) -> TableEntry:
+    """The entry of a table in the directory ``base``, without statistics."""
+    return TableEntry(
+        path=f"{base}/rows", rows=layout.rows, row_shape=list(row_shape), dtype=dtype_name(dtype),
+        row_bytes=layout.row_bytes, rows_per_chunk=layout.rows_per_chunk,
+        page_checksums=ArrayEntry(f"{base}/page_checksums", [layout.pages], "uint32"), order=order,
+        statistics={},
+    )  # fmt: skip
+
+
+def write_rows(transaction: Transaction, job: permute.PermuteJob, entry: TableEntry) -> None:
+    """Write the chunk files and the checksums; what was read must be what was written."""
+    with transaction.resuming():
+        permute.check_progress(job)
+    checksum_path = transaction.generation.store / str(array_chunk(entry.page_checksums))
+    writer = TableWriter(transaction.disk, job.layout, job.chunk_path, checksum_path)
+    try:
+        if job.maps.row_of_source is None:
+            permute.as_given(job, writer)
+        elif permute.fits_in_memory(job):
+            permute.in_memory(job, writer)
+        else:
+            spill.spill(job, writer)
+        writer.finish(-(-job.layout.data_bytes // PAGE_BYTES))
+    finally:
+        writer.close()
+    if job.progress.written_digest != job.progress.source_digest:
+        raise CorruptionError(
+            job.name,
+            None,
+            f"rows of digest {job.progress.source_digest:016x}",
+            f"{job.progress.written_digest:016x}",
+            "the rows changed between the source and the store: check the memory and the disk, and "
+            "pack anew with --overwrite",
+        )
+    job.progress.done = True
+    permute.save_progress(job)

@@ -28,7 +28,8 @@ FORMAT_VERSION = 1
 #: makes it read-only.
 GRAPHS_FEATURE = "graphs"
 COMPILED_FEATURE = "compiled"
-READER_FEATURES: frozenset[str] = frozenset({GRAPHS_FEATURE, COMPILED_FEATURE})
+FAMILY_FEATURE = "family"
+READER_FEATURES: frozenset[str] = frozenset({GRAPHS_FEATURE, COMPILED_FEATURE, FAMILY_FEATURE})
 WRITER_FEATURES: frozenset[str] = frozenset()
 
 MANIFEST_BYTES_MAX = 256 * 2**20
@@ -40,6 +41,8 @@ PROVENANCE_BYTES_MAX = 2**20
 PARTITIONS_OF_FEW_ROWS = 2**20
 ROW_BYTES_MAX = 64 * 2**20
 ROWS_MAX = 2**40
+#: Of a split store: as many as a table of uint16 can number.
+HOSTS_MAX = 2**16
 AXES_MAX = 31
 #: What decoding raises for bytes that are not JSON of what was asked for.
 NOT_JSON = (msgspec.DecodeError, RecursionError, UnicodeDecodeError)
@@ -159,9 +162,26 @@ class CompiledEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     forecast: dict[str, Any]
 
 
+class FamilyEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Of a store that came of a split: a family is one store of topology and one part for each of ``hosts``.
+
+    ``uuid``, ``host``: of a part, the uuid of its family's topology and its own number; of the topology
+    absent. ``base_uuid``: of the store that was split. ``first_rows``: by table, [hosts + 1]: laid end to
+    end, the rows of host h are rows ``first_rows[h]`` to ``first_rows[h + 1]``. ``remote_edges``: by graph,
+    [hosts]: edges of the whole graph that go to a host's nodes from those of others.
+    """
+
+    hosts: int
+    base_uuid: str
+    first_rows: dict[str, list[int]]
+    remote_edges: dict[str, list[int]]
+    uuid: str | None = None
+    host: int | None = None
+
+
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A store's catalogue; see the module's text. ``graphs`` and ``compiled`` need the reader features of
-    these names."""
+    """A store's catalogue; see the module's text. ``graphs``, ``compiled`` and ``family`` need the reader
+    features of these names."""
 
     format: Literal["featstore"]
     version: int
@@ -175,6 +195,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     provenance: dict[str, Any]
     graphs: dict[str, GraphEntry] = msgspec.field(default_factory=dict)
     compiled: CompiledEntry | None = None
+    family: FamilyEntry | None = None
 
     @property
     def all_tables(self) -> dict[str, TableEntry]:

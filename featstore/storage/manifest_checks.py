@@ -9,18 +9,21 @@ from __future__ import annotations
 import math
 import re
 
-from featstore.base.dtypes import dtype_from_name
+from featstore.base.dtypes import dtype_from_name, host_dtype
 from featstore.errors import FormatError
 from featstore.storage.manifest import (
     AXES_MAX,
     COMPILED_FEATURE,
+    FAMILY_FEATURE,
     GENERATION_NAME,
     GRAPHS_FEATURE,
+    HOSTS_MAX,
     PARTITIONS_OF_FEW_ROWS,
     ROW_BYTES_MAX,
     ROWS_MAX,
     ArrayEntry,
     CompiledEntry,
+    FamilyEntry,
     FileEntry,
     GraphEntry,
     Manifest,
@@ -36,6 +39,7 @@ TABLE_BYTES_MAX = 2**62
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,254}")
 _PATH = re.compile(rf"{_PART.pattern}(?:/{_PART.pattern})+")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
+_UUID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-8[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}")
 _ROW_DTYPES = ("int32", "int64")
 
 
@@ -64,6 +68,35 @@ def check_manifest(manifest: Manifest) -> None:
         _check_graph(name, graph, manifest, files)
     if manifest.compiled is not None:
         _check_compiled(manifest, manifest.compiled)
+    if manifest.family is not None:
+        _check_family(manifest, manifest.family)
+
+
+def _check_family(manifest: Manifest, family: FamilyEntry) -> None:
+    if FAMILY_FEATURE not in manifest.reader_features:
+        raise FormatError(f"there is a family, but the reader feature {FAMILY_FEATURE!r} is not named")
+    hosts, host = family.hosts, family.host
+    if not 1 <= hosts <= HOSTS_MAX or not 0 <= (host or 0) < hosts:
+        raise FormatError(f"the store says it is of host {host} of {hosts}")
+    if (host is None) != (family.uuid is None):
+        raise FormatError("a part names the family's topology and its host; topology names neither")
+    if not all(_UUID.fullmatch(u) for u in (family.base_uuid, family.uuid) if u is not None):
+        raise FormatError(f"the family's uuids are none: {family.base_uuid!r}, {family.uuid!r}")
+    if family.first_rows.keys() != manifest.tables.keys():
+        raise FormatError("the family's first rows are of other tables than the store has")
+    for name, table in manifest.tables.items():
+        first = family.first_rows[name]
+        if len(first) != hosts + 1 or first[0] != 0 or first != sorted(first) or first[-1] > ROWS_MAX:
+            raise FormatError(f"the first rows of {hosts} hosts of table {name!r} are impossible")
+        if table.rows != (first[-1] if host is None else first[host + 1] - first[host]):
+            raise FormatError(f"table {name!r} has {table.rows} rows, its family says otherwise")
+        if host is None and (table.row_shape or table.dtype != host_dtype(hosts).name):
+            raise FormatError(f"table {name!r} does not say which of {hosts} hosts owns a row")
+    if family.remote_edges.keys() != manifest.graphs.keys():
+        raise FormatError("the family's remote edges are of other graphs than the store has")
+    for name, counts in family.remote_edges.items():
+        if len(counts) != hosts or any(not 0 <= count <= ROWS_MAX for count in counts):
+            raise FormatError(f"the remote edges of {hosts} hosts of graph {name!r} are impossible")
 
 
 def _check_compiled(manifest: Manifest, compiled: CompiledEntry) -> None:

@@ -29,6 +29,7 @@ from featstore.compile.decide import Policy
 from featstore.compile.placement import Forecast, Location, Placement, forecast
 from featstore.layout import TableLayout
 from featstore.order import Order
+from featstore.packing.split.assignment import Assignment
 from featstore.plan.cost import DEFAULT, DeviceModel
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -41,13 +42,15 @@ CHUNK_BYTES = 8192
 class Golden:
     """A golden store: its tables and arrays in node id order, and the options of the pack. ``batches``: (node
     ids by table, sample) of each mini-batch of a trace that is compiled for it into ``packs/default``, with
-    the options ``compiling``."""
+    the options ``compiling``. ``hosts``: the owners of each table's rows, by which the store is split; then
+    the golden store is a directory of several."""
 
     tables: Mapping[str, np.ndarray[Any, Any]]
     arrays: Mapping[str, np.ndarray[Any, Any]] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
     batches: Sequence[tuple[Mapping[str, np.ndarray[Any, Any]], Any]] = ()
     compiling: Mapping[str, Any] = field(default_factory=dict)
+    hosts: Mapping[str, np.ndarray[Any, Any]] = field(default_factory=dict)
 
 
 def numbers(shape: tuple[int, ...], dtype: Any, step: int = 37) -> np.ndarray[Any, Any]:
@@ -205,7 +208,28 @@ def compiled() -> Golden:
     )  # fmt: skip
 
 
+def split() -> Golden:
+    """A store split by two hosts: a permuted table with a graph, hubs and an empty partition, and one of a
+    single record, which one host alone owns."""
+    index = np.arange(PAPERS)
+    edges = np.stack([(index * index) % PAPERS, (7 * index + index // 5) % PAPERS])
+    record = np.array([(7, b"abc")], np.dtype([("id", "<u4"), ("tag", "S3")]))
+    return Golden(
+        tables={"paper": numbers((PAPERS, 4), ml_dtypes.bfloat16), "note": record},
+        arrays={"labels": numbers((PAPERS,), np.int16)},
+        options={
+            "graph": {"paper": np.concatenate([edges, edges[:, ::3] // 2], axis=1)},
+            "order": {"paper": "ldg", "note": "given"},
+            "hubs": 0.01,
+            "columns": {"note": "*"},
+        },
+        hosts={"paper": (index // 150 + index // 7) % 3 % 2},
+    )
+
+
 STORES = {"sizes": sizes, "order": order, "dtypes": dtypes, "graph": graph, "compiled": compiled}
+#: Golden stores that are directories of several.
+FAMILIES = {"split": split}
 
 _NODE_OF_ROW: Mapping[int, Callable[[Any], Any]] = {
     PAPERS: lambda row: (row * 7 + 3) % PAPERS,
@@ -236,7 +260,7 @@ def _partitioned(*_: Any, rows: int, permutation: Any = None, **__: Any) -> Orde
 
 def make(name: str, directory: Path) -> Path:
     """Make one golden store as ``directory/name``, replacing what is there."""
-    golden, out = STORES[name](), directory / name
+    golden, out = (STORES | FAMILIES)[name](), directory / name
     if out.exists():
         shutil.rmtree(out)
     choose = TableLayout.choose
@@ -245,12 +269,27 @@ def make(name: str, directory: Path) -> Path:
         patches.enter_context(mock.patch("featstore.packing.ordering.make_order", _partitioned))
         small = staticmethod(lambda rows, row_bytes: choose(rows, row_bytes, chunk_bytes=CHUNK_BYTES))
         patches.enter_context(mock.patch.object(TableLayout, "choose", small))
-        featstore.pack(out, golden.tables, arrays=golden.arrays, **golden.options).close()
+        if golden.hosts:
+            _split(golden, out)
+        else:
+            featstore.pack(out, golden.tables, arrays=golden.arrays, **golden.options).close()
         if golden.batches:
             _compile(golden, out)
     for lock in out.rglob("lock"):
         lock.unlink()  # says which process wrote; no part of a store
     return out
+
+
+def _split(golden: Golden, out: Path) -> None:
+    def given(graph: Any, *_: Any, table: str, **__: Any) -> Assignment:
+        return Assignment(golden.hosts[table].astype(np.uint8))
+
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch("featstore.packing.split.plan.assign", given),
+    ):
+        featstore.pack(Path(folder) / "s", golden.tables, arrays=golden.arrays, **golden.options).close()
+        featstore.split(Path(folder) / "s", 2, out)
 
 
 def _compile(golden: Golden, out: Path) -> None:
@@ -266,5 +305,5 @@ def _compile(golden: Golden, out: Path) -> None:
 
 
 if __name__ == "__main__":
-    for each in STORES:
+    for each in STORES | FAMILIES:
         print(make(each, Path(sys.argv[1]) if len(sys.argv) > 1 else GOLDEN))

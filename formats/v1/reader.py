@@ -61,6 +61,7 @@ COMPILED = {
     "tables": dict,
     "forecast": dict,
 }
+FAMILY = {"hosts": int, "base_uuid": str, "first_rows": dict, "remote_edges": dict}
 PARTS = ("packed", "shared", "resident", "device")
 COMPILED_TABLE = dict.fromkeys(PARTS, str) | {
     "turn": str,
@@ -158,8 +159,8 @@ def element(dtype):
 
 class Store:
     """An open store: ``tables`` (rows in node id order), ``rows`` (in row order), ``arrays``, ``graphs``
-    (offsets and sources, both of rows); all by name. ``compiled``: what the manifest says of a compiled
-    trace, or None."""
+    (offsets and sources, both of rows); all by name. ``compiled``, ``family``: what the manifest says of a
+    compiled trace, of a split, or None."""
 
     def __init__(self, path):
         self.path = path
@@ -173,11 +174,11 @@ class Store:
         )
         features = m.get("reader_features")
         need(
-            type(features) is list and set(features) <= {"graphs", "compiled"},
+            type(features) is list and set(features) <= {"graphs", "compiled", "family"},
             "it needs features this reader lacks",
         )
         need(
-            re.fullmatch("g[0-9]{6,}", fields(m, MANIFEST, ("graphs", "compiled"))["generation"]),
+            re.fullmatch("g[0-9]{6,}", fields(m, MANIFEST, ("graphs", "compiled", "family"))["generation"]),
             "generation",
         )
         bare = re.sub(rb'("(?:[^"\\]|\\.)*")|\s+', lambda token: token[1] or b"", text)
@@ -200,6 +201,8 @@ class Store:
             "compiled" in features or "compiled" not in m, "a compiled trace without the feature of that name"
         )
         self.compiled = self.checked(fields(m["compiled"], COMPILED)) if "compiled" in m else None
+        need("family" in features or "family" not in m, "a family without the feature of that name")
+        self.family = self.related(fields(m["family"], FAMILY, ("uuid", "host"))) if "family" in m else None
 
     def inside(self, path):
         part = r"/[A-Za-z0-9_][A-Za-z0-9_.\-]{0,254}"
@@ -369,6 +372,39 @@ class Store:
             need(0 <= t["base_rows"] <= 2**40 and t["batch_rows_max"] >= 0, f"rows of {n}")
         return c
 
+    def related(self, f):
+        """The description of a family, held against the store's tables, graphs and halos."""
+        hosts, host = f["hosts"], f.get("host")
+        need(1 <= hosts <= 2**16 and ("host" in f) == ("uuid" in f), "hosts")
+        need(host is None or (type(host) is int and 0 <= host < hosts), "host")
+        uuid = "[0-9a-f]{8}-[0-9a-f]{4}-8[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}"
+        need(all(re.fullmatch(uuid, f[key]) for key in ("base_uuid", "uuid") if key in f), "uuids")
+        need(f["first_rows"].keys() == self.rows.keys() and f["remote_edges"].keys() == self.graphs.keys(),
+             "a family of other tables or graphs")  # fmt: skip
+        for n, first in f["first_rows"].items():
+            need(len(first) == hosts + 1 and all(type(r) is int and 0 <= r <= 2**40 for r in first), "rows")
+            need(first[0] == 0 and first == sorted(first), f"first rows of {n}")
+            rows = self.rows[n]
+            need(len(rows) == (first[-1] if host is None else first[host + 1] - first[host]), f"rows of {n}")
+            if host is None:
+                need(rows.ndim == 1 and rows.dtype == ("<u1" if hosts <= 256 else "<u2"), f"hosts of {n}")
+                counts = np.bincount(rows, minlength=hosts)
+                need(counts.tolist() == np.diff(first).tolist(), f"hosts of {n} are not as often as is said")
+        for n, edges in f["remote_edges"].items():
+            need(len(edges) == hosts and all(type(e) is int and 0 <= e <= 2**40 for e in edges), "edges")
+            if host is None:
+                owner, (offsets, sources) = self.rows[self.manifest["graphs"][n]["table"]], self.graphs[n]
+                target = np.repeat(owner, np.diff(offsets))
+                found = np.bincount(target[owner[sources] != target], minlength=hosts)
+                need(found.tolist() == edges, f"remote edges of {n} are not as many as is said")
+                continue
+            ids, uses = (self.arrays.get(f"{n}.{what}") for what in ("halo_ids", "halo_uses"))
+            need(ids is not None and ids.dtype in ("<i4", "<i8") and (np.diff(ids) > 0).all(), "halo ids")
+            need(uses is not None and uses.dtype == "<u4" and uses.shape == ids.shape, "uses of a halo")
+            if not (uses == 2**32 - 1).any():
+                need(int(uses.sum(dtype=np.int64)) == edges[host], "uses of a halo")
+        return f
+
     def mini_batches(self, base):
         """Of each mini-batch of a compiled trace: (rows by table of the base store, bytes of the sample)."""
         c, tables = self.compiled, self.compiled["tables"]
@@ -477,5 +513,8 @@ if __name__ == "__main__":
             print(f"{what} {n}: {list(values.shape)} {values.dtype}")
     for n, (offsets, sources) in store.graphs.items():
         print(f"graph {n}: {len(offsets) - 1} rows, {len(sources)} edges")
+    if store.family:
+        of = "the topology" if "host" not in store.family else f"host {store.family['host']}"
+        print(f"{of} of a split of {store.family['hosts']} hosts")
     for n, batches in compiled.items():
         print(f"compiled trace {n}: {batches} mini-batches")

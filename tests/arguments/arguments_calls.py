@@ -328,6 +328,23 @@ CALLS: dict[str, Call] = {
         )
         for name in ("batch", "expect", "ids", "sample", "sample_bytes")
     },
+    "split": Call(
+        lambda w: (featstore.split, {"store": w.path, "hosts": 2, "out": w.fresh(), "memory": "64MiB"}),
+        {
+            "store": PATH.saying("store|split"),
+            "hosts": count(1, 2**16).and_also(more_than_nodes=NODES + 1),
+            "out": PATH,
+            "train": TRAIN.and_also(another_array="label", another_table={"nobody": [1]})
+            .but("a text")
+            .saying("train|node|id|array"),
+            "seed": SEED.and_also(beyond_metis=2**31),
+            "memory": MEMORY,
+            "resume": FLAG,
+            "overwrite": FLAG,
+            "progress": PROGRESS,
+            "disk": DOOR,
+        },
+    ),
     "compile_trace": Call(
         lambda w: (
             featstore.compile_trace,

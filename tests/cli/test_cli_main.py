@@ -97,7 +97,7 @@ def test_version_and_names(call: Call) -> None:
     assert call("--version").stdout == f"featstore {featstore.__version__}\n"
     assert "Usage" in call("-h").stdout
     assert "did you mean 'inspect'?" in call("inspct", code=2).stderr
-    assert "there are pack, inspect" in call("zzz", code=2).stderr
+    assert "there are pack, split, inspect" in call("zzz", code=2).stderr
 
 
 @pytest.mark.parametrize(

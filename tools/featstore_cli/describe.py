@@ -22,7 +22,39 @@ def describe_store(store: Any) -> dict[str, Any]:
         "files": {"count": len(files), "bytes": sum(f.bytes for f in files)},
         "read_only_because": manifest.read_only_because,
         "provenance": manifest.provenance,
+        "family": describe_family(store),
     }
+
+
+def describe_family(store: Any) -> dict[str, Any] | None:
+    """Which part of which split a store is; None for one that is of none."""
+    family = store.manifest.family
+    if family is None:
+        return None
+    return {
+        "uuid": family.uuid or store.uuid,
+        "host": family.host,
+        "hosts": family.hosts,
+        "base_uuid": family.base_uuid,
+        "first_rows": family.first_rows,
+        "remote_edges": family.remote_edges,
+    }
+
+
+def render_family(family: dict[str, Any]) -> list[tuple[str, str]]:
+    """The same, for people."""
+    host, hosts, remote = family["host"], family["hosts"], family["remote_edges"]
+    what = "the topology" if host is None else f"host {host}"
+    rows = [
+        (
+            "split",
+            f"{what} of the split {family['uuid']} of {hosts:,} hosts, of the store {family['base_uuid']}",
+        )
+    ]
+    for name, counts in remote.items():
+        number = sum(counts) if host is None else counts[host]
+        rows.append((f"  graph {name!r}", f"{number:,} edges come from other hosts' nodes"))
+    return rows
 
 
 def describe_table(t: Any) -> dict[str, Any]:

@@ -118,7 +118,7 @@ def _reading(store: Any) -> dict[str, Any]:
 def _render(data: dict[str, Any], partitions: bool) -> None:
     from featstore.units import format_bytes
     from featstore_cli.compiled import render_compiled
-    from featstore_cli.describe import render_arrays, render_graph, render_table
+    from featstore_cli.describe import render_arrays, render_family, render_graph, render_table
 
     reading, files = data["reading"], data["files"]
     model = reading["model"]
@@ -136,6 +136,7 @@ def _render(data: dict[str, Any], partitions: bool) -> None:
                 ("store", data["store"]),
                 ("identity", identity),
                 ("files", f"{files['count']:,}, {format_bytes(files['bytes'])}"),
+                *(render_family(data["family"]) if data["family"] else []),
             ]
         )
     )

@@ -30,6 +30,7 @@ EXIT_INTERRUPTED = 130
 #: Each command's module in this package, and what ``featstore --help`` says of it.
 _COMMANDS = {
     "pack": "Pack features, graphs and arrays into a store.",
+    "split": "Split a store by hosts, for training on several.",
     "inspect": "Show what a store consists of.",
     "verify": "Read a whole store and check every byte.",
     "sample": "Sample mini-batches from a store's graph into a trace.",

@@ -32,7 +32,8 @@ class Settings:
         try:
             if self.packing is None or not self.packing.is_dir():
                 return False
-            return any(self.packing.glob("g*.journal")) or (self.packing / "recording.log").is_file()
+            unfinished = ("g*.journal", "recording.log", "topology/g*.journal", "topology/featstore.json")
+            return any(any(self.packing.glob(name)) for name in unfinished)
         except OSError:  # the device that the error to be told is of
             return False
 

@@ -1,0 +1,245 @@
+"""Which host owns which row of a table.
+
+A table with a graph is cut so that few edges lead from one host to another: its partitions are the vertices
+of a small graph, whose edges weigh as many edges as there are between two of them
+(:func:`featstore.order.coarsen.contract`, one pass over the stored lists), and METIS cuts that. Vertices
+weigh their rows; where training nodes are to be even too, rows and training nodes, each as a share of all.
+What METIS leaves uneven is mended: the partition goes to another host that costs the fewest cut edges for the
+evenness that it brings. Where the table has too few partitions for that, or too coarse ones, it is first cut
+into finer parts. A table without a graph is dealt out in equal runs of ids.
+
+Nothing here depends on the memory or the cores: what does not fit is a BudgetError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from featstore.base.compilation import njit
+from featstore.base.dtypes import host_dtype
+from featstore.base.system import available_cores
+from featstore.errors import BudgetError, SourceError
+from featstore.order.coarsen import CoarseGraph, contract, contract_bytes
+from featstore.order.metis import cut_adjacency, metis_installed, metis_memory_bytes, metis_partition
+from featstore.order.multilevel import multilevel_memory_bytes, multilevel_partition
+from featstore.order.stream import GraphLike, edge_count, node_count
+
+#: A table's own partitions are dealt out where each host gets so many, on average.
+PARTITIONS_PER_HOST = 8
+#: Finer parts, made where they are too few or too uneven.
+FINER_PER_HOST = 32
+#: The most of rows, or of training nodes, that a host may have over the mean.
+BALANCE = 1.05
+_METIS_EDGES_MAX = 1_000_000  # stored edges: METIS makes finer parts of no more, in some 260 MB
+_PAIRS_PER_PARTITION = 64
+_BLOCK_EDGES = 1 << 18
+_BLOCK_ROWS = 1 << 20
+_SHARE = 1_000_000  # a weight of two shares: whole numbers for METIS
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """``host_of_row`` uint8 or uint16 [rows], and what is to be told of it."""
+
+    host_of_row: NDArray[Any]
+    warnings: tuple[str, ...] = ()
+
+
+def equal_runs(node_of_row: NDArray[Any] | None, rows: int, hosts: int) -> NDArray[Any]:
+    """The host of each row, where host h owns the ids from ``rows * h // hosts`` on."""
+    bounds = np.array([rows * host // hosts for host in range(1, hosts)], np.int64)
+    out = np.empty(rows, host_dtype(hosts))
+    for low in range(0, rows, _BLOCK_ROWS):
+        high = min(low + _BLOCK_ROWS, rows)
+        ids = np.arange(low, high) if node_of_row is None else node_of_row[low:high]
+        out[low:high] = np.searchsorted(bounds, ids, side="right")
+    return out
+
+
+def count_hosts(host_of_row: NDArray[Any], hosts: int) -> NDArray[np.int64]:
+    """How many rows each host has, int64 [hosts]."""
+    counts = np.zeros(hosts, np.int64)
+    for low in range(0, len(host_of_row), _BLOCK_ROWS):
+        counts += np.bincount(host_of_row[low : low + _BLOCK_ROWS], minlength=hosts)
+    return counts
+
+
+@njit(cache=True, nogil=True)
+def best_move(
+    xadj: NDArray[np.int64], adjacency: NDArray[np.int64], edge_weights: NDArray[np.int64],
+    weights: NDArray[np.float64], part: NDArray[np.int32], loads: NDArray[np.float64],
+    most: NDArray[np.float64], crowded: int, counts: NDArray[np.int64],
+) -> tuple[int, int]:  # fmt: skip
+    """The vertex of host ``crowded`` and the host to which it should go: of all moves that lower what hosts
+    have beyond ``most`` float64 [kinds], the one of the fewest further cut edges for that; (-1, -1) where
+    none does. ``weights`` float64 [vertices, kinds], ``loads`` float64 [hosts, kinds]; ``counts`` int64
+    [hosts], zeros."""
+    found, target, least = -1, -1, np.inf
+    for v in range(part.size):
+        if part[v] != crowded:
+            continue
+        for i in range(xadj[v], xadj[v + 1]):
+            counts[part[adjacency[i]]] += edge_weights[i]
+        for host in range(loads.shape[0]):
+            if host == crowded:
+                continue
+            relief = 0.0
+            for kind in range(most.size):
+                here, there, weight = loads[crowded, kind], loads[host, kind], weights[v, kind]
+                relief += max(0.0, here - most[kind]) - max(0.0, here - weight - most[kind])
+                relief += max(0.0, there - most[kind]) - max(0.0, there + weight - most[kind])
+            if relief > 1e-9:
+                price = (counts[crowded] - counts[host]) / relief
+                if price < least:
+                    found, target, least = v, host, price
+        for i in range(xadj[v], xadj[v + 1]):
+            counts[part[adjacency[i]]] = 0
+    return found, target
+
+
+def mend(coarse: CoarseGraph, amounts: list[NDArray[np.int64]], part: NDArray[np.int32], hosts: int) -> bool:
+    """Move vertices in ``part``, in place, until no host has more than it may of any kind of ``amounts``
+    int64 [vertices] each (:func:`most_of`); whether that could be done."""
+    means = [max(1, int(amount.sum())) / hosts for amount in amounts]
+    weights = np.stack([amount / mean for amount, mean in zip(amounts, means, strict=True)], axis=1)
+    most = np.array([most_of(int(a.sum()), hosts) / mean for a, mean in zip(amounts, means, strict=True)])
+    loads = np.zeros((hosts, len(amounts)))
+    np.add.at(loads, part, weights)
+    counts = np.zeros(hosts, np.int64)
+    arrays = (coarse.xadj, coarse.adjacency, coarse.edge_weights, weights)
+    for _ in range(4 * part.size):
+        beyond = np.maximum(loads - most, 0.0).sum(axis=1)
+        for crowded in np.argsort(-beyond, kind="stable"):
+            if beyond[crowded] <= 1e-9:
+                return bool(beyond.max() <= 1e-9)
+            vertex, target = best_move(*arrays, part, loads, most, int(crowded), counts)
+            if vertex >= 0:
+                loads[part[vertex]] -= weights[vertex]
+                loads[target] += weights[vertex]
+                part[vertex] = target
+                break
+        else:
+            return False
+    return bool((loads <= most + 1e-9).all())
+
+
+def most_of(total: int, hosts: int) -> float:
+    """What a host may have of so many: :data:`BALANCE` of the mean, or the next number above it."""
+    return max(BALANCE * total / hosts, total // hosts + 1)
+
+
+def assign(
+    graph: GraphLike, partition_offsets: NDArray[np.int64], hosts: int, *, table: str,
+    train: NDArray[np.bool_] | None, seed: int, memory_bytes: int,
+) -> Assignment:  # fmt: skip
+    """The hosts of a table's rows, by its graph over rows; ``train`` bool [rows], the training nodes.
+
+    Within ``memory_bytes`` above the graph's offsets and the training nodes. Raises SourceError where pymetis
+    is missing, and for a bad graph, BudgetError.
+    """
+    rows = node_count(graph)
+    if hosts == 1:
+        return Assignment(np.zeros(rows, np.uint8))
+    if not metis_installed():
+        raise SourceError(
+            f"cutting table {table!r} for {hosts} hosts needs pymetis: pip install 'featstore[metis]'"
+        )
+    warnings: tuple[str, ...] = ()
+    host_of_row = None
+    for label, vertices in _labels(graph, partition_offsets, hosts, table, seed, memory_bytes):
+        part, even = _cut(graph, label, vertices, hosts, table, train, seed, memory_bytes)
+        host_of_row = part.astype(host_dtype(hosts))[label]
+        if even:
+            return Assignment(host_of_row)
+    assert host_of_row is not None
+    shares = [("rows", count_hosts(host_of_row, hosts))]
+    if train is not None:
+        shares.append(("training nodes", count_hosts(host_of_row[train], hosts)))
+    for what, counts in shares:
+        top = int(counts.argmax())
+        if counts[top] > most_of(int(counts.sum()), hosts):
+            warnings += (
+                f"table {table!r}: host {top} has {counts[top]:,} {what}, "
+                f"{counts[top] * hosts / counts.sum():.2f} "
+                f"times the mean of {hosts} hosts, and no cut was found that is within {BALANCE:g}: that "
+                "host "
+                "will be the slowest; take fewer hosts where that matters",
+            )  # fmt: skip
+    return Assignment(host_of_row, warnings)
+
+
+def _labels(
+    graph: GraphLike, offsets: NDArray[np.int64], hosts: int, table: str, seed: int, memory_bytes: int
+) -> Iterator[tuple[NDArray[np.int32], int]]:
+    """(part of each row int32 [rows], how many there are): the table's own partitions, then finer ones."""
+    sizes = np.diff(offsets)
+    own = sizes[sizes > 0]
+    rows = node_count(graph)
+    if 4 * rows > memory_bytes:
+        raise BudgetError(4 * rows, memory_bytes, f"hold the partitions of table {table!r}")
+    enough = len(own) >= PARTITIONS_PER_HOST * hosts
+    if enough:
+        yield np.repeat(np.arange(len(own), dtype=np.int32), own), len(own)
+    if len(own) < rows or not enough:
+        parts = min(rows, FINER_PER_HOST * hosts)
+        yield _finer(graph, parts, seed, memory_bytes, table), parts
+
+
+def _finer(graph: GraphLike, parts: int, seed: int, memory_bytes: int, table: str) -> NDArray[np.int32]:
+    """Parts of nodes, whatever the order of the rows: int32 [rows]."""
+    rows, edges = node_count(graph), edge_count(graph)
+    small = edges <= _METIS_EDGES_MAX
+    needed = 4 * rows + (
+        metis_memory_bytes(rows, edges) if small else multilevel_memory_bytes(rows, parts, _BLOCK_EDGES)
+    )
+    if needed > memory_bytes:
+        raise BudgetError(
+            needed, memory_bytes, f"cut table {table!r}, which has few partitions, into finer ones"
+        )
+    if small:
+        return metis_partition(graph, parts, seed)
+    return multilevel_partition(
+        graph, parts, seed=seed, memory_bytes=needed - 4 * rows, block_edges=_BLOCK_EDGES
+    )
+
+
+def _cut(
+    graph: GraphLike, label: NDArray[np.int32], vertices: int, hosts: int, table: str,
+    train: NDArray[np.bool_] | None, seed: int, memory_bytes: int,
+) -> tuple[NDArray[np.int32], bool]:  # fmt: skip
+    """(host of each part int32 [vertices], whether rows and training nodes are even)."""
+    pairs = max(1, min(vertices * (vertices - 1) // 2, max(_PAIRS_PER_PARTITION * vertices, 1 << 14)))
+    needed = label.nbytes + max(
+        contract_bytes(vertices, pairs, _BLOCK_EDGES),
+        24 * vertices + 32 * pairs + metis_memory_bytes(vertices, 2 * pairs, symmetric=True),
+    )
+    if needed > memory_bytes:
+        raise BudgetError(
+            needed, memory_bytes, f"deal the {vertices:,} partitions of table {table!r} to hosts"
+        )
+    coarse = contract(
+        graph, graph.indptr, label, vertices, pairs_max=pairs, block_edges=_BLOCK_EDGES,
+        threads=available_cores(),
+    )  # fmt: skip
+    counts = [coarse.vertex_weights]
+    vertex_weights = coarse.vertex_weights
+    if train is not None:
+        trained = np.bincount(label[train], minlength=vertices)
+        counts.append(trained)
+        vertex_weights = np.sum([count * _SHARE // int(count.sum()) for count in counts], axis=0) + 1
+    if vertices <= hosts:
+        part = np.arange(vertices, dtype=np.int32)
+    elif coarse.adjacency.size == 0:
+        before = np.cumsum(vertex_weights) - vertex_weights
+        part = (before * hosts // int(vertex_weights.sum())).astype(np.int32)
+    else:
+        part = cut_adjacency(
+            coarse.xadj, coarse.adjacency, hosts, seed, vertex_weights=vertex_weights,
+            edge_weights=coarse.edge_weights,
+        )  # fmt: skip
+    return part, mend(coarse, counts, part, hosts)

@@ -1,0 +1,134 @@
+"""The directory of a split: ``topology``, ``host-0``, ``host-1`` ..., and nothing else.
+
+What stands there and was not made by a split is neither read, written nor removed: then the directory is
+refused.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from featstore.base.folders import is_folder
+from featstore.base.system import asking, is_there
+from featstore.base.warning import warn
+from featstore.errors import IncompleteStoreError, SourceError, StoreExistsError
+from featstore.storage.disk import Disk
+from featstore.storage.generations import LOCK_NAME, current, names, remove_store, writer_lock
+from featstore.storage.manifest import FamilyEntry
+from featstore.storage.store import OpenStore
+
+TOPOLOGY = "topology"
+_MEMBER = re.compile(r"topology|host-(?:0|[1-9][0-9]{0,4})")
+
+
+@dataclass(frozen=True)
+class Standing:
+    """A store of a family as it stands: of which family it is, committed, and whether one is unfinished."""
+
+    family: FamilyEntry | None
+    unfinished: bool
+
+
+def member_name(host: int) -> str:
+    return f"host-{host}"
+
+
+def check_place(out: Path, store: Path) -> None:
+    """Raise SourceError where a split cannot stand: in the store, or where a file is."""
+    if out == store or store in out.parents:
+        raise SourceError(
+            f"out= ({out}) lies inside the store that is split ({store}): give a directory beside it"
+        )
+    if is_there(out) and not is_folder(out):
+        raise SourceError(f"{out} is a file; give the path of a directory to make")
+
+
+def standing(out: Path) -> dict[str, Standing]:
+    """What of a split is in a directory, by name. Raises StoreExistsError for what is none."""
+    if not is_there(out):
+        return {}
+    with asking(out, "list"):
+        entries = sorted(path for path in out.iterdir() if path.name != LOCK_NAME)
+    foreign = [path.name for path in entries if not (_MEMBER.fullmatch(path.name) and is_folder(path))]
+    if foreign:
+        more = f" and {len(foreign) - 3:,} more" if len(foreign) > 3 else ""
+        raise StoreExistsError(
+            f"{out} holds {', '.join(map(repr, foreign[:3]))}{more}, which no split has made, and is left "
+            "alone: "
+            "give an empty or a new directory"
+        )
+    return {path.name: found for path in entries if (found := _standing(path)) is not None}
+
+
+def _standing(path: Path) -> Standing | None:
+    """How a directory of a split's name stands; None where nothing is in it."""
+    committed, known = current(path), names(path)
+    if committed is None:
+        with asking(path, "list"):
+            others = [p.name for p in path.iterdir() if p.name != LOCK_NAME]
+        if known:
+            return Standing(None, any((path / f"{name}.journal") in known[name] for name in known))
+        if not others:
+            return None
+        raise _foreign(path, f"it holds {others[0]!r}")
+    family = committed.family
+    own = path.name == (TOPOLOGY if family is None or family.host is None else member_name(family.host))
+    if family is None or not own:
+        raise _foreign(path, "its store is another one")
+    journals = [n for n in known if n != committed.generation and path / f"{n}.journal" in known[n]]
+    return Standing(family, bool(journals))
+
+
+def _foreign(path: Path, why: str) -> StoreExistsError:
+    return StoreExistsError(
+        f"{path} was not made by a split ({why}), and is left alone: give an empty or a new directory"
+    )
+
+
+def check_standing(out: Path, found: dict[str, Standing], *, resume: bool, overwrite: bool) -> None:
+    """Raise StoreExistsError, IncompleteStoreError where what stands there and what was asked for do not
+    fit."""
+    if found and not (resume or overwrite):
+        raise StoreExistsError(
+            f"{out} already holds a split, or a part of one: give another path, go on with --resume where "
+            "it is "
+            "unfinished, or replace it with --overwrite"
+        )
+    if resume and not found:
+        raise IncompleteStoreError(f"there is nothing to resume in {out}; split without --resume")
+
+
+def check_finished(
+    path: Path, family: FamilyEntry, wanted: FamilyEntry, uuid: str | None, asked: object = None
+) -> None:
+    """Raise StoreExistsError unless a store that is finished is of the family that is being made, and its
+    files are there."""
+    of_it = (family.hosts, family.base_uuid, family.uuid, family.host) == (
+        wanted.hosts, wanted.base_uuid, uuid, wanted.host,
+    )  # fmt: skip
+    with OpenStore(path) as store:
+        then = store.manifest.provenance.get("split")
+    if not of_it or (asked is not None and then != asked):
+        raise StoreExistsError(
+            f"{path} is finished and of another split (of {family.hosts} hosts, of the store "
+            f"{family.base_uuid}, "
+            f"with {then}); give the same store and options, or start anew with --overwrite"
+        )
+
+
+def remove_others(out: Path, found: dict[str, Standing], hosts: int, disk: Disk) -> None:
+    """Remove the parts of an earlier split of more hosts."""
+    for name in found:
+        path = out / name
+        if name == TOPOLOGY or int(name.partition("-")[2]) < hosts:
+            continue
+        with writer_lock(path):
+            removed = remove_store(path, disk)
+        if not removed or is_there(path):
+            warn(
+                f"{path} is of the earlier split, of more hosts, and stays, because it is being read or "
+                "holds "
+                "what no split has made: remove it"
+            )

@@ -1,0 +1,326 @@
+"""Writing the stores of a family: the topology, which knows all nodes and no features, and a part for each
+host.
+
+Rows of a part come from the store in its order, by reads that go through the file once and are verified; what
+was interrupted goes on from the last checkpoint of its rows. All else of a store is small beside them, and is
+written anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from featstore.base.dtypes import node_dtype
+from featstore.layout import TableLayout
+from featstore.packing.convert import ValueReport
+from featstore.packing.permute import PermuteJob, RowMaps
+from featstore.packing.row_ids import inverse
+from featstore.packing.sources.base import FeatureSource
+from featstore.packing.sources.memory import ArrayRows
+from featstore.packing.split.lists import PASS_EDGES, local_lists
+from featstore.packing.split.plan import SplitPlan
+from featstore.packing.steps import table_entry, write_rows
+from featstore.reader.reader import Reader
+from featstore.storage.manifest import (
+    FAMILY_FEATURE,
+    GRAPHS_FEATURE,
+    ArrayEntry,
+    FamilyEntry,
+    GraphEntry,
+    HubsEntry,
+    OrderEntry,
+    TableEntry,
+)
+from featstore.storage.store import StoredGraph, Table
+from featstore.storage.table_writer import (
+    catalogue_rows,
+    write_array,
+    write_rows_metadata,
+    write_vector,
+    zarr_group_json,
+)
+from featstore.storage.transaction import Transaction
+
+HALO_IDS, HALO_USES = "halo_ids", "halo_uses"
+_BECAUSE = {"chosen_because": "it is the order of the store that was split"}
+_OFFSETS_AT_ONCE = 1 << 19
+_NO_USES = np.empty(0, np.uint32)
+
+
+class StoredRows(FeatureSource):
+    """Rows of a table of a store, by their numbers, ascending."""
+
+    def __init__(self, reader: Reader, table: Table, rows: NDArray[np.int64]) -> None:
+        super().__init__(f"table {table.name!r}", len(rows), table.row_shape, table.dtype)
+        self._reader, self._table, self._own = reader, table.name, rows
+
+    def _blocks(self, start: int, block_rows: int) -> Iterator[NDArray[Any]]:
+        block = self._empty(self._block_rows_used(start, block_rows))
+        for first in range(start, len(self._own), block_rows):
+            rows = self._own[first : first + block_rows]
+            yield self._reader.read(rows, out=block[: len(rows)])
+
+    def fingerprint(self) -> dict[str, str | int]:
+        return {"kind": "rows of a store", "uuid": self._reader.store.uuid, "table": self._table}
+
+
+class FamilyStore:
+    """One store of a family, being written; ``name``: its directory, for progress."""
+
+    def __init__(self, plan: SplitPlan, transaction: Transaction, name: str) -> None:
+        self.plan, self.transaction = plan, transaction
+        self.catalogue, self.generation = transaction.catalogue, transaction.generation
+        self._name = name
+
+    def table(
+        self, name: str, source: FeatureSource, order: OrderEntry, node_of_row: NDArray[Any] | None,
+        memory_bytes: int,
+    ) -> TableEntry:  # fmt: skip
+        """Write a table whose rows come in their order."""
+        base = f"{self.generation.name}/tables/{name}"
+        assert source.rows is not None
+        self.catalogue.directory(f"{base}/rows")
+        self.catalogue.directory(f"{base}/page_checksums")
+        self.catalogue.write(f"{base}/zarr.json", zarr_group_json())
+        layout = TableLayout.choose(source.rows, source.row_bytes)
+        entry = table_entry(base, layout, source.row_shape, source.dtype, order)
+        write_rows_metadata(self.catalogue, entry, source.dtype)
+        report, progress = ValueReport(source.dtype, source.dtype), self.transaction.journal.table(name)
+        with self.transaction.resuming():
+            report.restore(progress.report)
+        if layout.rows:
+            if not progress.done:
+                maps = RowMaps(node_of_source=node_of_row, node_of_row=node_of_row)
+                job = PermuteJob(
+                    self.transaction.disk, f"{self._name}: {name}", source, layout, report, maps,
+                    self.generation.spill, lambda chunk: self.generation.store / entry.chunk_path(chunk),
+                    memory_bytes, self.plan.memory_bytes - memory_bytes, self.transaction.journal, progress,
+                    self.plan.stages,
+                )  # fmt: skip
+                write_rows(self.transaction, job, entry)
+            catalogue_rows(self.catalogue, entry)
+        statistics = report.result() | {"rows_digest": f"{progress.written_digest:016x}"}
+        return msgspec.structs.replace(entry, statistics=statistics)
+
+    def order(
+        self, name: str, method: str, parameters: dict[str, Any], offsets: NDArray[np.int64],
+        **maps: NDArray[Any] | None,
+    ) -> OrderEntry:  # fmt: skip
+        base = f"{self.generation.name}/tables/{name}"
+        entries = {
+            what: None if values is None else write_array(self.catalogue, f"{base}/{what}", values)
+            for what, values in maps.items()
+        }
+        partitions = write_array(self.catalogue, f"{base}/partition_offsets", offsets)
+        return OrderEntry(method, parameters, partitions, **entries)
+
+    def vector(
+        self, path: str, blocks: Iterator[NDArray[Any]], rows: int, dtype: np.dtype[Any]
+    ) -> TableEntry:
+        """A table of numbers of a graph, in the directory ``path`` of the generation."""
+        self.plan.stages.begin("topology", f"{self._name}: {path.partition('/')[2]}")
+        return write_vector(self.catalogue, f"{self.generation.name}/{path}", blocks, rows, dtype)
+
+    def array(self, name: str, values: NDArray[Any]) -> ArrayEntry:
+        return write_array(self.catalogue, f"{self.generation.name}/{name}", values)
+
+    def commit(
+        self, tables: dict[str, TableEntry], graphs: dict[str, GraphEntry], arrays: dict[str, ArrayEntry],
+        family: FamilyEntry, provenance: dict[str, Any],
+    ) -> None:  # fmt: skip
+        groups = ["arrays"] if arrays else []
+        groups += ["graphs", *(f"graphs/{name}" for name in graphs)] if graphs else []
+        self.transaction.commit(
+            groups, tables=tables, arrays=arrays, graphs=graphs, family=family, provenance=provenance,
+            features=[GRAPHS_FEATURE, FAMILY_FEATURE] if graphs else [FAMILY_FEATURE],
+        )  # fmt: skip
+
+    def blocks(self, table: Table, step: int) -> Iterator[NDArray[Any]]:
+        """A table's rows as they are, in blocks."""
+        with self.plan.reader(table) as reader:
+            for low in range(0, table.rows, step):
+                yield reader.read_runs([(low, min(low + step, table.rows))])
+
+
+def write_topology_store(plan: SplitPlan, transaction: Transaction, provenance: dict[str, Any]) -> None:
+    """All graphs as they are, over tables that say which host owns a row, and all small arrays."""
+    member = FamilyStore(plan, transaction, "topology")
+    tables = {}
+    for name, table in plan.store.tables.items():
+        width = node_dtype(table.rows).itemsize
+        memory = plan.need(2 * width * table.rows, f"hold the maps of table {name!r}")
+        entry = table.entry.order
+        order = member.order(
+            name, entry.method, dict(entry.parameters), table.partition_offsets,
+            row_of_node=table.row_of_node(), rows_by_degree=table.rows_by_degree(),
+            node_of_row=(node_of_row := table.node_of_row()),
+        )  # fmt: skip
+        source = ArrayRows(plan.host_of_row[name], name=f"the hosts of table {name!r}")
+        tables[name] = member.table(name, source, order, node_of_row, memory)
+    graphs = {name: _copied(member, graph) for name, graph in plan.store.graphs.items()}
+    arrays = {}
+    for name, array in plan.store.manifest.arrays.items():
+        values = plan.store.arrays[name]
+        plan.need(values.nbytes, f"hold the array {name!r}")
+        arrays[name] = member.array(f"arrays/{name}", values)
+        del values, array
+    member.commit(tables, graphs, arrays, plan.family(), provenance)
+
+
+def _copied(member: FamilyStore, graph: StoredGraph) -> GraphEntry:
+    store, entry, base = member.plan.store, graph.entry, f"graphs/{graph.name}"
+
+    def copied(part: str, step: int) -> TableEntry:
+        table = store.table(f"{graph.name}/{part}")
+        return member.vector(f"{base}/{part}", member.blocks(table, step), table.rows, table.dtype)
+
+    offsets, sources = copied("offsets", _OFFSETS_AT_ONCE), copied("sources", PASS_EDGES)
+    hubs = None
+    if entry.hubs is not None:
+        rows, ends = graph.hub_rows()
+        hubs = HubsEntry(
+            entry.hubs.method, member.array(f"{base}/hub_rows", rows),
+            member.array(f"{base}/hub_offsets", ends), copied("hubs", PASS_EDGES),
+        )  # fmt: skip
+    return GraphEntry(entry.table, entry.edges, offsets, sources, hubs)
+
+
+def write_part(
+    plan: SplitPlan, transaction: Transaction, host: int, uuid: str, provenance: dict[str, Any]
+) -> None:
+    """The rows of one host, and the lists among them."""
+    member = FamilyStore(plan, transaction, f"host-{host}")
+    tables, graphs, arrays = {}, {}, {}
+    for name, table in plan.store.tables.items():
+        tables[name] = _own_rows(member, table, host)
+    for name, graph in plan.store.graphs.items():
+        graphs[name], halo_ids, halo_uses = _own_lists(member, graph, host)
+        for what, values in ((HALO_IDS, halo_ids), (HALO_USES, halo_uses)):
+            arrays[f"{name}.{what}"] = member.array(f"arrays/{name}.{what}", values)
+    member.commit(tables, graphs, arrays, plan.family(uuid, host), provenance)
+
+
+def _own_rows(member: FamilyStore, table: Table, host: int) -> TableEntry:
+    plan, name = member.plan, table.name
+    width, own = node_dtype(table.rows).itemsize, plan.rows_of(name, host)
+    needed = table.rows * (2 + width) + own * (16 + 3 * width) + plan.reader_bytes(table)
+    memory = plan.need(needed, f"find the rows of host {host} in table {name!r}")
+    rows = np.flatnonzero(plan.host_of_row[name] == host)
+    row_of_node, node_of_row = _local_maps(table, rows)
+    order = member.order(
+        name, table.entry.order.method, dict(_BECAUSE), _own_partitions(table, rows),
+        row_of_node=row_of_node, node_of_row=node_of_row,
+        rows_by_degree=_own_by_degree(table, rows, plan.host_of_row[name], host),
+    )  # fmt: skip
+    del row_of_node
+    with plan.reader(table) as reader:
+        return member.table(name, StoredRows(reader, table, rows), order, node_of_row, memory)
+
+
+def _local_maps(table: Table, rows: NDArray[np.int64]) -> tuple[NDArray[Any] | None, NDArray[Any] | None]:
+    """(row_of_node, node_of_row) of a host's ``rows``: a node's local id is its rank among them."""
+    node_of_row = table.node_of_row()
+    if node_of_row is None:
+        return None, None
+    row_of_node = np.argsort(node_of_row[rows], kind="stable").astype(node_dtype(len(rows)))
+    return row_of_node, inverse(row_of_node)
+
+
+def _own_partitions(table: Table, rows: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Where partitions begin among a host's ``rows``, those without any left out."""
+    offsets = np.unique(np.searchsorted(rows, table.partition_offsets))
+    return offsets.astype(np.int64) if len(offsets) > 1 else np.array([0, len(rows)], np.int64)
+
+
+def _own_by_degree(
+    table: Table, rows: NDArray[np.int64], host_of_row: NDArray[Any], host: int
+) -> NDArray[Any] | None:
+    ranked = table.rows_by_degree()
+    if ranked is None:
+        return None
+    own: NDArray[Any] = np.searchsorted(rows, ranked[host_of_row[ranked] == host])
+    return own.astype(node_dtype(len(rows)))
+
+
+def _own_lists(
+    member: FamilyStore, graph: StoredGraph, host: int
+) -> tuple[GraphEntry, NDArray[Any], NDArray[np.uint32]]:
+    """(the graph among a host's rows, ids of the nodes of others that its lists name, how often)."""
+    plan, store, total = member.plan, member.plan.store, graph.table.rows
+    host_of_row, lists = plan.host_of_row[graph.entry.table], store.table(f"{graph.name}/sources")
+    own, remote = plan.rows_of(graph.entry.table, host), plan.remote_edges[graph.name][host]
+    dtype, base = node_dtype(own), f"graphs/{graph.name}"
+    needed = total * (4 + 1 + 2 * node_dtype(total).itemsize) + own * 48 + 20 * min(total - own, remote)
+    plan.need(needed + plan.lists_bytes(graph), f"hold the lists of host {host} in graph {graph.name!r}")
+    rows = np.flatnonzero(host_of_row == host)
+    offsets, local_row = plan.offsets(graph), np.zeros(total, dtype)
+    local_row[rows] = np.arange(own, dtype=dtype)
+    degrees, uses = np.zeros(own, np.int64), np.zeros(total, np.uint32)
+    edges = int((offsets[rows + 1] - offsets[rows]).sum()) - remote
+    with plan.reader(lists) as reader:
+        blocks = local_lists(
+            _sources(reader), offsets, rows, host_of_row, local_row, host, host_of_row, local_row, degrees,
+            uses, graph.where(),
+        )  # fmt: skip
+        if edges == 0:  # nothing to write, and yet nodes of others to count
+            for _ in blocks:
+                pass
+        sources = member.vector(f"{base}/sources", blocks, edges, dtype)
+    del offsets, rows
+    ends = np.zeros(own + 1, np.int64)
+    np.cumsum(degrees, out=ends[1:])
+    written = member.vector(f"{base}/offsets", _pieces(ends), own + 1, np.dtype(np.int64))
+    hubs = _own_hubs(member, graph, host, local_row, degrees)
+    halo = np.flatnonzero(uses)
+    uses, node_of_row = uses[halo], graph.table.node_of_row()
+    nodes = halo if node_of_row is None else node_of_row[halo]
+    order = np.argsort(nodes, kind="stable")
+    return (
+        GraphEntry(graph.entry.table, edges, written, sources, hubs),
+        nodes[order].astype(node_dtype(total)),
+        uses[order],
+    )
+
+
+def _sources(reader: Reader) -> Callable[[int, int], NDArray[Any]]:
+    return lambda low, high: reader.read_runs([(low, high)])
+
+
+def _pieces(values: NDArray[Any]) -> Iterator[NDArray[Any]]:
+    for low in range(0, len(values), _OFFSETS_AT_ONCE):
+        yield values[low : low + _OFFSETS_AT_ONCE]
+
+
+def _own_hubs(
+    member: FamilyStore, graph: StoredGraph, host: int, local_row: NDArray[Any], degrees: NDArray[np.int64]
+) -> HubsEntry | None:
+    """The store's hubs that the host owns, with their lists among its rows; None where there are none."""
+    if graph.entry.hubs is None:
+        return None
+    plan, base = member.plan, f"graphs/{graph.name}"
+    host_of_row, copies = plan.host_of_row[graph.entry.table], plan.store.table(f"{graph.name}/hubs")
+    hub_rows, hub_offsets = graph.hub_rows()
+    owner = host_of_row[hub_rows]
+    mine = np.flatnonzero(owner == host)
+    if len(mine) == 0:
+        return None
+    rows = local_row[hub_rows[mine]]
+    ends = np.zeros(len(mine) + 1, np.int64)
+    np.cumsum(degrees[rows], out=ends[1:])
+    place, counted = np.zeros(len(owner), np.int64), np.zeros(len(mine), np.int64)
+    place[mine] = np.arange(len(mine))
+    with plan.reader(copies) as reader:
+        blocks = local_lists(
+            _sources(reader), hub_offsets, mine, owner, place, host, host_of_row, local_row, counted,
+            _NO_USES, f"the hubs of {graph.where()}",
+        )  # fmt: skip
+        sources = member.vector(f"{base}/hubs", blocks, int(ends[-1]), local_row.dtype)
+    return HubsEntry(
+        graph.entry.hubs.method, member.array(f"{base}/hub_rows", rows),
+        member.array(f"{base}/hub_offsets", ends), sources,
+    )  # fmt: skip

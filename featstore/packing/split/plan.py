@@ -1,0 +1,181 @@
+"""What a split is of: the store, how many hosts, and which host owns which row of each table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from featstore.base.checks import check_offsets, check_range
+from featstore.base.dtypes import host_dtype, node_dtype
+from featstore.errors import BudgetError, FormatError
+from featstore.packing.compare_orders import StoredLists, StoredTopology
+from featstore.packing.progress import PackStages
+from featstore.packing.split.assignment import assign, count_hosts, equal_runs
+from featstore.packing.split.lists import PASS_EDGES, count_remote, need_row
+from featstore.reader.reader import Reader
+from featstore.storage.manifest import FamilyEntry
+from featstore.storage.store import OpenStore, StoredGraph, Table
+
+_READER_BYTES_MIN, _READER_BYTES_MAX = 4 * 2**20, 32 * 2**20
+
+
+@dataclass
+class SplitPlan:
+    """A split under way. ``train``: masks of nodes by table. ``memory_bytes``: what is handed out of the
+    budget. ``host_of_row``, ``remote_edges``: as they become known, by table and graph."""
+
+    store: OpenStore
+    hosts: int
+    train: Mapping[str, NDArray[np.bool_]]
+    seed: int
+    memory_bytes: int
+    stages: PackStages
+    host_of_row: dict[str, NDArray[Any]] = field(default_factory=dict)
+    remote_edges: dict[str, list[int]] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+
+    @property
+    def held_bytes(self) -> int:
+        """What the hosts of all tables' rows take."""
+        return sum(table.rows for table in self.store.tables.values()) * host_dtype(self.hosts).itemsize
+
+    def need(self, needed_bytes: int, what: str) -> int:
+        """The memory left when so much is taken beside the hosts of rows. Raises BudgetError."""
+        needed = self.held_bytes + needed_bytes
+        if needed > self.memory_bytes:
+            raise BudgetError(needed, self.memory_bytes, what)
+        return self.memory_bytes - needed
+
+    @contextmanager
+    def reader(self, table: Table) -> Iterator[Reader]:
+        """A reader of a table's rows by their numbers, for sequential passes; see :meth:`reader_bytes`."""
+        with Reader(
+            self.store, tables=[table.name], memory=self.reader_bytes(table), static=None, by_row=True
+        ) as reader:
+            yield reader
+
+    def reader_bytes(self, table: Table) -> int:
+        """Memory of a :meth:`reader`: room for two blocks, and for a row if it is large."""
+        own = max(_READER_BYTES_MIN, min(_READER_BYTES_MAX, self.memory_bytes // 8), 8 * table.row_bytes)
+        return own + 4 * table.layout.pages
+
+    def graphs_of(self, table: str) -> list[StoredGraph]:
+        return [graph for graph in self.store.graphs.values() if graph.entry.table == table]
+
+    def offsets(self, graph: StoredGraph) -> NDArray[np.int64]:
+        """The offsets of a graph's lists, int64 [rows + 1], all of them. Raises FormatError."""
+        table = self.store.table(f"{graph.name}/offsets")
+        with self.reader(table) as reader:
+            offsets: NDArray[np.int64] = reader.read_runs([(0, table.rows)])
+        check_offsets(offsets, 0, graph.edges, f"the offsets of {graph.where()}")
+        return offsets
+
+    def lists_bytes(self, graph: StoredGraph) -> int:
+        """Memory of passing over a graph's lists: the offsets, a reader, and two blocks."""
+        tables = [self.store.table(f"{graph.name}/{part}") for part in ("offsets", "sources")]
+        readers = max(self.reader_bytes(table) for table in tables)
+        return 8 * (graph.table.rows + 1) + readers + 16 * PASS_EDGES
+
+    def first_rows(self, table: str) -> list[int]:
+        """int [hosts + 1]: how many rows the hosts before each have."""
+        return [0, *np.cumsum(count_hosts(self.host_of_row[table], self.hosts)).tolist()]
+
+    def rows_of(self, table: str, host: int) -> int:
+        """How many rows a host has."""
+        first = self.first_rows(table)
+        return first[host + 1] - first[host]
+
+    def family(self, uuid: str | None = None, host: int | None = None) -> FamilyEntry:
+        return FamilyEntry(
+            self.hosts, self.store.uuid, {name: self.first_rows(name) for name in self.store.tables},
+            self.remote_edges, uuid, host,
+        )  # fmt: skip
+
+    # Who owns what.
+
+    def assign(self) -> None:
+        """Find the host of each row of each table, and count edges between hosts."""
+        for name, table in self.store.tables.items():
+            self.stages.begin("hosts", name)
+            graphs = self.graphs_of(name)
+            if graphs:
+                self.host_of_row[name] = self._by_graph(table, max(graphs, key=lambda graph: graph.edges))
+            else:
+                self.need(
+                    2 * node_dtype(table.rows).itemsize * table.rows, f"look up the nodes of table {name!r}"
+                )
+                self.host_of_row[name] = equal_runs(table.node_of_row(), table.rows, self.hosts)
+            if len(graphs) > 1:
+                first = max(graphs, key=lambda graph: graph.edges)
+                self.warnings.append(
+                    f"table {name!r} has {len(graphs)} graphs; its hosts were chosen by {first.name!r}, "
+                    "which "
+                    "has the most edges, and the edges of the others are cut as it comes"
+                )
+        for name, graph in self.store.graphs.items():
+            self.remote_edges[name] = self._count_remote(graph)
+
+    def _by_graph(self, table: Table, graph: StoredGraph) -> NDArray[Any]:
+        lists = self.store.table(f"{graph.name}/sources")
+        train, rows = self.train.get(table.name), table.rows
+        needed = self.lists_bytes(graph)
+        needed += 0 if train is None else 2 * rows + 12 * int(np.count_nonzero(train))
+        self.need(node_dtype(rows).itemsize * rows + needed, f"look up the nodes of table {table.name!r}")
+        memory = self.need(needed, f"hold the offsets of graph {graph.name!r}")
+        if train is not None and (node_of_row := table.node_of_row()) is not None:
+            train = train[node_of_row]
+            del node_of_row
+        with self.reader(lists) as reader:
+            stored: Any = StoredTopology(
+                self.offsets(graph), StoredLists(reader, lists.name, graph.edges, lists.dtype)
+            )
+            try:
+                found = assign(
+                    stored, table.partition_offsets, self.hosts, table=table.name, train=train,
+                    seed=self.seed, memory_bytes=memory,
+                )  # fmt: skip
+            except BudgetError as error:
+                beside = self.memory_bytes - memory
+                raise BudgetError(error.needed_bytes + beside, self.memory_bytes, error.what) from None
+        self.warnings.extend(found.warnings)
+        return found.host_of_row
+
+    def _count_remote(self, graph: StoredGraph) -> list[int]:
+        """Edges to each host's rows from those of other hosts."""
+        lists = self.store.table(f"{graph.name}/sources")
+        self.need(self.lists_bytes(graph), f"hold the offsets of graph {graph.name!r}")
+        self.stages.begin("count", graph.name, lists.data_bytes)
+        remote, row = np.zeros(self.hosts, np.int64), 0
+        offsets, host_of_row = self.offsets(graph), self.host_of_row[graph.entry.table]
+        with self.reader(lists) as reader:
+            for low in range(0, graph.edges, PASS_EDGES):
+                block = reader.read_runs([(low, min(low + PASS_EDGES, graph.edges))])
+                row, bad = count_remote(offsets, block, low, row, host_of_row, remote)
+                need_row(bad, low, graph.where())
+                self.stages.add(block.nbytes)
+        return remote.tolist()
+
+    def read_hosts(self, topology: OpenStore) -> None:
+        """Take over what a finished topology says."""
+        family = topology.manifest.family
+        assert family is not None
+        self.remote_edges = {name: list(counts) for name, counts in family.remote_edges.items()}
+        for name, table in topology.tables.items():
+            self.need(0, f"hold the hosts of table {name!r}")
+            with Reader(
+                topology, tables=[name], memory=self.reader_bytes(table), static=None, by_row=True
+            ) as reader:
+                hosts = reader.read_runs([(0, table.rows)])
+            check_range(hosts, self.hosts, f"the hosts of table {name!r} of {topology.path}")
+            self.host_of_row[name] = hosts
+            if self.first_rows(name) != family.first_rows[name]:
+                raise FormatError(
+                    f"{topology.path} says which host owns a row of table {name!r}, and counts otherwise: "
+                    "run "
+                    "`featstore verify` on it, and split anew with --overwrite"
+                )

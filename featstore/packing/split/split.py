@@ -1,0 +1,280 @@
+"""A store split by hosts, for training on several of them.
+
+First the hosts of all rows are found, and the topology is written, which says them; then one part after the
+other. Each is a store of its own, committed by its own rename, so that an interrupted split leaves whole
+stores and one that nobody can open. A part names the topology's uuid, which is derived from all that is in
+it: parts of two splits are never taken for one.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from featstore.arguments import as_count, as_flag, as_function, as_path, known_name
+from featstore.base.folders import real_path
+from featstore.base.warning import warn
+from featstore.errors import ArgumentError, BudgetError, SourceError, StoreExistsError
+from featstore.packing.inputs import node_mask
+from featstore.packing.progress import PackStages, Progress
+from featstore.packing.request import with_slack, without_slack
+from featstore.packing.split.directory import (
+    TOPOLOGY,
+    Standing,
+    check_finished,
+    check_place,
+    check_standing,
+    member_name,
+    remove_others,
+    standing,
+)
+from featstore.packing.split.members import HALO_IDS, HALO_USES, write_part, write_topology_store
+from featstore.packing.split.plan import SplitPlan
+from featstore.storage.disk import Disk
+from featstore.storage.generations import writing
+from featstore.storage.journal import TableProgress
+from featstore.storage.manifest import HOSTS_MAX, FamilyEntry, check_name
+from featstore.storage.store import OpenStore, as_store
+from featstore.storage.transaction import Transaction, write_generation
+from featstore.units import parse_bytes
+
+__all__ = ["split_store"]
+
+_DISK_SLACK_BYTES = 1 << 20
+
+
+def split_store(
+    store: OpenStore | str | os.PathLike[str],
+    hosts: int,
+    out: str | os.PathLike[str],
+    *,
+    train: Any = None,
+    seed: int = 0,
+    memory: int | str = "1GiB",
+    resume: bool = False,
+    overwrite: bool = False,
+    progress: Callable[[Progress], None] | None = None,
+    disk: Disk | None = None,
+) -> Path:
+    """Split a store by hosts into the directory ``out``, and return its path. ``featstore split`` has the
+    same options.
+
+    ``out/topology`` is a store with a table for each of the store's, of the same name and order, whose rows
+    are the number of the host that owns the node (uint8, uint16 above 256 hosts), all graphs as they are, and
+    all small arrays: each host takes a copy. ``out/host-0`` and so on are stores with the rows of one host
+    each, as they are and in their order, and the lists among them. A node's id in a part is its rank among
+    the nodes of that host. The arrays ``GRAPH.halo_ids`` (ids of the store that was split, int32 or int64,
+    ascending) and ``GRAPH.halo_uses`` (uint32) say which nodes of other hosts the lists of this one name, and
+    how often. The manifests' ``family`` says what belongs together.
+
+    Hosts have rows, and training nodes, within 5 % of the mean, and few edges lead from one to another: whole
+    partitions of the store go to a host, or finer ones where it has few. A table without a graph is dealt out
+    in equal runs of ids. Compiled traces of the store are not taken along.
+
+    Args:
+        store: the store to split, open or its path. It is only read.
+        hosts: how many parts, 1 to 65,536, no more than a table with a graph has nodes.
+        out: the directory; made if it does not exist.
+        train: training nodes to deal out evenly: node ids, each once, a mask, or the name of an array of the
+            store; a mapping of table names to such where there are several tables with a graph.
+        seed: of the partitioners, below 2**31. Equal stores, options and seed give equal bytes, whatever the
+            memory and the cores.
+        memory: budget for all that the split holds beyond the bare process, in bytes or as ``"512MiB"``: some
+            40 bytes a node of the largest table, features never whole.
+        resume: go on with an unfinished split in ``out``, of the same store and options; parts that are
+            finished are left as they are.
+        overwrite: replace the split in ``out``, one store after the other.
+        progress: called now and then with a :class:`featstore.packing.progress.Progress`, from any thread.
+        disk: what performs all writes; for tests.
+
+    Raises ArgumentError, SourceError, IdError, UnknownNameError, BudgetError, DiskFullError, DeviceError,
+    StoreExistsError, StoreLockedError, IncompleteStoreError, CorruptionError. Warns, as FeatstoreWarning,
+    where rows or training nodes could not be dealt out evenly.
+    """
+    hosts, seed = as_count(hosts, "hosts", 1, HOSTS_MAX), as_count(seed, "seed", 0, 2**31 - 1)
+    budget = parse_bytes(memory, "memory")
+    resume, overwrite = as_flag(resume, "resume"), as_flag(overwrite, "overwrite")
+    if resume and overwrite:
+        raise ArgumentError("resume= goes on with a split and overwrite= replaces it: give one of them")
+    if progress is not None:
+        as_function(progress, "progress")
+    place = real_path(as_path(out, "out"))
+    with ExitStack() as opened:
+        if not isinstance(store, OpenStore):
+            store = opened.enter_context(OpenStore(as_path(store, "store")))
+        base = as_store(store)
+        _check_store(base, hosts)
+        check_place(place, real_path(base.path))
+        plan = SplitPlan(
+            base, hosts, _training(base, train), seed, without_slack(budget), PackStages(progress)
+        )
+        found = standing(place)
+        check_standing(place, found, resume=resume, overwrite=overwrite)
+        try:
+            _Split(plan, place, found, disk or Disk(), resume, overwrite).run()
+        except BudgetError as error:
+            raise BudgetError(with_slack(error.needed_bytes), budget, error.what) from None
+    for text in plan.warnings:
+        warn(text)
+    return Path(out)
+
+
+def _check_store(store: OpenStore, hosts: int) -> None:
+    manifest = store.manifest
+    if manifest.family is not None:
+        raise SourceError(f"{store.path} is of a split itself; split the store that it came from")
+    if manifest.compiled is not None:
+        raise SourceError(f"{store.path} is a compiled trace; split the store that it was compiled for")
+    for graph in store.graphs.values():
+        for what in (HALO_IDS, HALO_USES):
+            check_name(f"{graph.name}.{what}", "array", SourceError)
+        if graph.table.rows < hosts:
+            raise ArgumentError(
+                f"hosts must be at most the {graph.table.rows:,} nodes of table {graph.table.name!r}, not "
+                f"{hosts:,}"
+            )
+    most = max((table.rows for table in store.tables.values()), default=0)
+    if most < hosts:
+        raise ArgumentError(
+            f"hosts must be at most the {most:,} rows of the largest table, or some have none, not {hosts:,}"
+        )
+
+
+def _training(store: OpenStore, train: Any) -> dict[str, NDArray[np.bool_]]:
+    """Masks of the training nodes, by table."""
+    if train is None:
+        return {}
+    dealt = sorted({graph.entry.table for graph in store.graphs.values()})
+    if not isinstance(train, Mapping):
+        if len(dealt) > 1:
+            raise ArgumentError(
+                f"train must say whose nodes they are, as {{{dealt[0]!r}: ...}}: there are graphs over "
+                f"{', '.join(map(repr, dealt))}"
+            )
+        train = dict.fromkeys(dealt, train)
+    found = {}
+    for name, given in train.items():
+        known_name(name, store.tables, "train= is given for a table, but the store has no table")
+        if name not in dealt:
+            raise ArgumentError(
+                f"train= is given for table {name!r}, which has no graph and is dealt out in equal runs of "
+                "ids"
+            )
+        found[name] = node_mask(
+            store.arrays[given] if isinstance(given, str) else given, store.tables[name].rows
+        )
+    if not found:
+        raise ArgumentError(
+            "train= is given, and no table has a graph: all are dealt out in equal runs of ids"
+        )
+    return found
+
+
+class _Split:
+    """One run of a split."""
+
+    def __init__(
+        self, plan: SplitPlan, out: Path, found: dict[str, Standing], disk: Disk, resume: bool,
+        overwrite: bool,
+    ) -> None:  # fmt: skip
+        self._plan, self._out, self._found, self._disk = plan, out, found, disk
+        self._resume, self._overwrite = resume, overwrite
+        trained = {
+            name: [int(np.count_nonzero(mask)), zlib.crc32(np.packbits(mask).tobytes())]
+            for name, mask in plan.train.items()
+        }
+        self._asked = {"seed": plan.seed, "train": trained}
+
+    def run(self) -> None:
+        self._check_others()
+        with writing(self._out, self._disk):
+            topology = self._topology()
+            hosts = range(self._plan.hosts)
+            done = [self._part(host, topology) for host in hosts]
+            if self._resume and not any(done):
+                raise StoreExistsError(f"there is nothing to resume in {self._out}: its split was completed")
+            if self._overwrite:
+                remove_others(self._out, self._found, self._plan.hosts, self._disk)
+
+    def _check_others(self) -> None:
+        """Raise StoreExistsError where an earlier split, to be gone on with, was of more hosts."""
+        for name in self._found if self._resume else ():
+            if name != TOPOLOGY and int(name.partition("-")[2]) >= self._plan.hosts:
+                raise StoreExistsError(
+                    f"{self._out} holds {name!r}, so its split was not of {self._plan.hosts} hosts: give "
+                    "the same "
+                    "number, or start anew with --overwrite"
+                )
+
+    def _finished(self, name: str) -> FamilyEntry | None:
+        """The family of a store that is to be left as it is."""
+        there = self._found.get(name)
+        return there.family if there is not None and self._resume and not there.unfinished else None
+
+    def _topology(self) -> str:
+        """The uuid of the topology, which is written unless it is there."""
+        plan, path = self._plan, self._out / TOPOLOGY
+        finished = self._finished(TOPOLOGY)
+        if finished is None:
+            plan.assign()
+            fingerprint = {"base": plan.store.uuid, "hosts": plan.hosts, **self._asked}
+            rows = sum(table.rows for table in plan.store.tables.values())
+            needed = 16 * rows + sum(f.bytes for f in plan.store.manifest.files if "/graphs/" in f.path)
+            self._write(
+                TOPOLOGY, fingerprint, needed, lambda t: write_topology_store(plan, t, self._provenance())
+            )
+        else:
+            wanted = FamilyEntry(plan.hosts, plan.store.uuid, {}, {})
+            check_finished(path, finished, wanted, None, self._asked)
+        with OpenStore(path) as topology:
+            if finished is not None:
+                plan.read_hosts(topology)
+            return topology.uuid
+
+    def _part(self, host: int, topology: str) -> bool:
+        """Write a part unless it is there; whether it was written."""
+        plan, name = self._plan, member_name(host)
+        finished = self._finished(name)
+        if finished is not None:
+            wanted = FamilyEntry(plan.hosts, plan.store.uuid, {}, {}, topology, host)
+            check_finished(self._out / name, finished, wanted, topology)
+            return False
+        tables = plan.store.tables.values()
+        needed = sum(plan.rows_of(t.name, host) * (t.row_bytes + t.row_bytes // 1024 + 16) for t in tables)
+        fingerprint = {"topology": topology, "host": host}
+        self._write(
+            name, fingerprint, needed,
+            lambda transaction: write_part(plan, transaction, host, topology, self._provenance()),
+        )  # fmt: skip
+        return True
+
+    def _provenance(self) -> dict[str, Any]:
+        return {"split": self._asked}
+
+    def _write(
+        self, name: str, fingerprint: dict[str, Any], needed_bytes: int, write: Callable[[Transaction], None]
+    ) -> None:
+        path, there = self._out / name, self._found.get(name)
+        resume = self._resume and there is not None and there.unfinished
+        with (
+            writing(path, self._disk),
+            write_generation(
+                path, self._disk, resume=resume, overwrite=self._overwrite or self._resume, worth=_worth
+            ) as transaction,
+        ):
+            transaction.start(fingerprint)
+            there_bytes = transaction.bytes_there(transaction.generation.directory) if resume else 0
+            transaction.check_space(max(0, needed_bytes - there_bytes) + _DISK_SLACK_BYTES)
+            write(transaction)
+
+
+def _worth(progress: TableProgress, error: BaseException) -> bool:
+    """What took time stays for ``--resume``."""
+    return bool(progress.written_bytes or progress.done)

@@ -1,0 +1,76 @@
+"""``featstore split``, and what ``inspect`` says of what came of it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cli_support import ROWS, Call, parsed
+
+import featstore
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory, store: Path) -> Path:
+    return featstore.split(store, 2, tmp_path_factory.mktemp("split") / "out")
+
+
+def test_a_split_and_its_report(call: Call, store: Path, out: Path, tmp_path: Path) -> None:
+    data = parsed(call("split", store, "--hosts", 2, "--out", tmp_path / "out", "--train", "y", "--json"))
+    assert data["schema"] == "featstore.split/1"
+    assert data["hosts"] == 2
+    assert sum(part["rows"]["features"] for part in data["parts"]) == ROWS
+    edges = data["graphs"]["features"]
+    assert sum(part["edges"]["features"] for part in data["parts"]) == edges["edges"] - edges["remote_edges"]
+    text = call("split", store, "--hosts", 2, "--out", tmp_path / "out", "--overwrite").stdout
+    assert "host-1" in text
+    assert "join two hosts" in text
+    assert call("split", store, "--hosts", 3, "--out", tmp_path / "out", "--overwrite", "-q").stdout == ""
+    assert (tmp_path / "out/host-2").is_dir()
+
+
+def test_inspect_says_of_which_split_a_store_is(call: Call, store: Path, out: Path) -> None:
+    whole = parsed(call("inspect", out / "topology", "--json"))
+    assert whole["family"]["host"] is None
+    part = parsed(call("inspect", out / "host-1", "--json"))
+    assert part["family"]["uuid"] == whole["uuid"]
+    assert (part["family"]["host"], part["family"]["hosts"]) == (1, 2)
+    assert parsed(call("inspect", store, "--json"))["family"] is None
+    assert "host 1 of the split" in call("inspect", out / "host-1").stdout
+    assert "the topology of the split" in call("inspect", out / "topology").stdout
+    assert "split" not in call("inspect", store).stdout
+    call("verify", out / "host-0")
+    call("inspect", out / "host-0", "--orders")
+
+
+def test_a_part_is_sampled_and_compiled(call: Call, out: Path, tmp_path: Path) -> None:
+    part = Path(shutil.copytree(out / "host-0", tmp_path / "part"))
+    with featstore.open(part) as opened:
+        np.save(tmp_path / "ids.npy", np.arange(0, opened.tables["features"].rows, 4))
+    call("sample", part, "--out", tmp_path / "t", "--fanouts", "4,4", "--train", tmp_path / "ids.npy")
+    call("pack", part, "--trace", tmp_path / "t", "--memory", "64MiB")
+    call("verify", part)
+
+
+def test_wrong_usage(call: Call, store: Path, tmp_path: Path) -> None:
+    call("split", store, code=2)
+    call("split", store, "--hosts", 2, "--out", tmp_path / "o", "--train", "nobody=y", code=2)
+    said = call("split", store, "--hosts", 0, "--out", tmp_path / "o", code=1).stderr
+    assert "hosts must be at least 1" in said
+    said = call("split", store, "--hosts", 2, "--out", tmp_path / "o", "--train", "z", code=1).stderr
+    assert "no array 'z'" in said
+    assert not (tmp_path / "o").exists()
+
+
+def test_an_interrupted_split_says_how_to_go_on(call: Call, store: Path, tmp_path: Path) -> None:
+    path = Path(shutil.copytree(store, tmp_path / "s"))
+    chunk = next(path.glob("g*/tables/features/rows/c.0*"))
+    data = chunk.read_bytes()
+    chunk.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    said = call("split", path, "--hosts", 2, "--out", tmp_path / "o", code=3).stderr
+    assert "the split is unfinished; run the same command again with --resume" in said
+    chunk.write_bytes(data)
+    call("split", path, "--hosts", 2, "--out", tmp_path / "o", "--resume")
+    call("verify", tmp_path / "o/host-1")
