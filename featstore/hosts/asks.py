@@ -14,7 +14,7 @@ from featstore.engine.request import Request
 from featstore.hosts.messages import padded
 
 
-class Part(NamedTuple):
+class AskPart(NamedTuple):
     """Rows of one table: ``ids`` int64 [n], node ids of one owner; row i goes to row ``at[i]`` (int32) of
     what lies at ``address``; ``held`` keeps that alive."""
 
@@ -35,7 +35,7 @@ class Ask:
     """Rows that are asked of one host, for a request: at most one part of each table. It ends once: with the
     rows, with an error, or by being cancelled, after which nothing is written to where they were to go."""
 
-    def __init__(self, request: Request, parts: Sequence[Part], tables: int) -> None:
+    def __init__(self, request: Request, parts: Sequence[AskPart], tables: int) -> None:
         self._request, self.parts = request, parts
         self._lock = threading.Lock()
         self._over = False
@@ -90,7 +90,7 @@ class Ask:
         self.end(None)  # the request knows that it was cancelled
 
 
-class Place:
+class AnswerPlace:
     """Where a host makes an answer: its rows, and the ids asked for as those of its own store."""
 
     def __init__(self, body_bytes: int, ids: int) -> None:

@@ -29,8 +29,8 @@ from featstore.base.threads import Wake, Worker
 from featstore.engine.request import Request
 from featstore.errors import ClosedError, FormatError, PeerError, SourceError
 from featstore.hosts import messages as ms
-from featstore.hosts.asks import Ask, Place
-from featstore.hosts.line import PLACES, SAID_BYTES_MAX, Line, Outgoing, Serve
+from featstore.hosts.asks import AnswerPlace, Ask
+from featstore.hosts.line import PLACES, SAID_BYTES_MAX, HostLine, Outgoing, Serve
 from featstore.hosts.wire import Wire
 
 IDS_MAX = 1 << 16  # of an ask
@@ -67,7 +67,7 @@ class Exchange(OneProcess):
         peers = [host for host in range(wire.hosts) if host != wire.host]
         agreed = self._agree(peers, dict(about), body_bytes, ids_max)
         self.body_bytes, self.ids_max = agreed
-        self.lines = {peer: Line(self, peer) for peer in peers}
+        self.lines = {peer: HostLine(self, peer) for peer in peers}
         self._watch = Worker(self._watch_all, "featstore-watch-hosts")
         self._ending = False
 
@@ -97,7 +97,7 @@ class Exchange(OneProcess):
     def _tell(self, peer: int, text: NDArray[np.uint8]) -> None:
         """Say who this is. Who cannot be reached does not come either, which is told there."""
         with suppress(Exception):
-            self.wire.send(peer, ms.header(ms.HELLO, body=text))
+            self.wire.send(peer, ms.header(ms.Kind.HELLO, body=text))
             self.wire.send(peer, text)
 
     def _hello(self, peer: int) -> dict[str, Any]:
@@ -105,7 +105,7 @@ class Exchange(OneProcess):
         try:
             self.wire.receive(peer, raw)
             found = ms.parse_header(raw)
-            if found.kind != ms.HELLO or found.body_bytes > SAID_BYTES_MAX:
+            if found.kind != ms.Kind.HELLO or found.body_bytes > SAID_BYTES_MAX:
                 raise FormatError("has begun with something else than who it is")
             body = np.empty(found.body_bytes, np.uint8)
             self.wire.receive(peer, body)
@@ -180,7 +180,7 @@ class Exchange(OneProcess):
         for peer, line in self.lines.items():
             if peer != error.host:
                 body = np.frombuffer(error.what.encode()[:SAID_BYTES_MAX], np.uint8).copy()
-                line.say(Outgoing(ms.GONE, 0, error.host, body))
+                line.say(Outgoing(ms.Kind.GONE, 0, error.host, body))
         for line in self.lines.values():
             line.fail(error)
         self.changed()
@@ -228,7 +228,7 @@ class Exchange(OneProcess):
             self._changed.wait(0.05)
         for line in lines:
             line.bye_sent = True
-            line.say(Outgoing(ms.BYE))
+            line.say(Outgoing(ms.Kind.BYE))
         while not all(line.last for line in lines) and self.error is None:
             self._changed.wait(0.05)
 
@@ -242,7 +242,7 @@ class Exchange(OneProcess):
         self.wire.close(abort=True)
 
 
-def _nobody(ids: Sequence[NDArray[np.int64]], place: Place) -> tuple[Request, int]:
+def _nobody(ids: Sequence[NDArray[np.int64]], place: AnswerPlace) -> tuple[Request, int]:
     raise ClosedError("rows are not served yet")
 
 

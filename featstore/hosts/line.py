@@ -17,7 +17,7 @@ from featstore.base.threads import Wake, Worker
 from featstore.engine.request import Request
 from featstore.errors import FormatError, PeerError
 from featstore.hosts import messages as ms
-from featstore.hosts.asks import Ask, Place
+from featstore.hosts.asks import AnswerPlace, Ask
 from featstore.hosts.wire import Wire
 
 PLACES = 4  # asks of a host that are under way at once, at each other
@@ -28,7 +28,7 @@ _QUIET_SHARE = 5  # a line says that it is there so often in its time-out
 class Serve(Protocol):
     """Reads rows for other hosts."""
 
-    def __call__(self, ids: Sequence[NDArray[np.int64]], place: Place) -> tuple[Request, int]:
+    def __call__(self, ids: Sequence[NDArray[np.int64]], place: AnswerPlace) -> tuple[Request, int]:
         """Begin to read the rows of these node ids, of each table, into a place; the request, and the bytes
         that the body will have."""
 
@@ -68,7 +68,7 @@ class OfLines(Protocol):
     def changed(self) -> None: ...
 
 
-class Line:
+class HostLine:
     """To one other host. Two threads, one that sends and one that receives, so that neither waits for the
     other."""
 
@@ -82,7 +82,7 @@ class Line:
         self._numbers = 0
         self.bye_sent = self.bye_heard = self.last = False
         self._wake = Wake()
-        self._places = [Place(exchange.body_bytes, exchange.ids_max) for _ in range(PLACES)]
+        self._places = [AnswerPlace(exchange.body_bytes, exchange.ids_max) for _ in range(PLACES)]
         self._rows = aligned_buffer(exchange.body_bytes)
         self._asked = np.empty(exchange.tables + exchange.ids_max, np.int64)
         self.workers = [
@@ -138,13 +138,13 @@ class Line:
                 message = self._next()
                 if message is not None:
                     self._send(message)
-                    if message.kind in (ms.END, ms.GONE):
+                    if message.kind in (ms.Kind.END, ms.Kind.GONE):
                         return
                     continue
                 if exchange.error is not None:
                     return
                 if time.monotonic() - self._said >= quiet:
-                    self._send(Outgoing(ms.PING))
+                    self._send(Outgoing(ms.Kind.PING))
                 self._wake.wait(quiet)
         except Exception as error:
             exchange.lost(self.peer, error)
@@ -161,9 +161,9 @@ class Line:
                 self._numbers += 1
                 self.sent[self._numbers] = ask
                 ask.sent_at = time.monotonic()
-                return Outgoing(ms.ASK, self._numbers, 0, ask.body())
+                return Outgoing(ms.Kind.ASK, self._numbers, 0, ask.body())
         if self.bye_sent and self.bye_heard and len(self._places) == PLACES:
-            return Outgoing(ms.END)
+            return Outgoing(ms.Kind.END)
         return None
 
     def _send(self, message: Outgoing) -> None:
@@ -180,22 +180,22 @@ class Line:
     def _receive_all(self) -> None:
         raw = np.empty(ms.HEADER_BYTES, np.uint8)
         exchange = self._exchange
-        take = {ms.ASK: self._take_ask, ms.ROWS: self._take_rows, ms.ERROR: self._take_error}
+        take = {ms.Kind.ASK: self._take_ask, ms.Kind.ROWS: self._take_rows, ms.Kind.ERROR: self._take_error}
         try:
             while exchange.error is None:
                 exchange.wire.receive(self.peer, raw)
                 self.heard = time.monotonic()
                 found = ms.parse_header(raw)
-                if found.kind in take:
-                    take[found.kind](found)
-                elif found.kind == ms.GONE:
+                if (kind := ms.Kind(found.kind)) in take:
+                    take[kind](found)
+                elif found.kind == ms.Kind.GONE:
                     exchange.told(self.peer, found.detail, self._text(found))
                     return
-                elif found.kind == ms.BYE:
+                elif found.kind == ms.Kind.BYE:
                     self.bye_heard = True
                     self._wake.set()
                     exchange.changed()
-                elif found.kind == ms.END:
+                elif found.kind == ms.Kind.END:
                     self.last = True
                     exchange.changed()
                     return
@@ -232,17 +232,17 @@ class Line:
             return
         request.add_done_callback(lambda r: self._answer(number, place, body_bytes, r.exception()))
 
-    def _answer(self, number: int, place: Place, body_bytes: int, error: BaseException | None) -> None:
+    def _answer(self, number: int, place: AnswerPlace, body_bytes: int, error: BaseException | None) -> None:
         """The rows that were asked for are in their place, or cannot be had."""
 
         def over() -> None:
             self._places.append(place)
             self._wake.set()  # it may have been the last
 
-        kind, body = ms.ROWS, place.body[:body_bytes]
+        kind, body = ms.Kind.ROWS, place.body[:body_bytes]
         if error is not None:
             text = encode_error(error, f"host {self._exchange.wire.host}")
-            kind, body = ms.ERROR, np.frombuffer(text[:SAID_BYTES_MAX], np.uint8).copy()
+            kind, body = ms.Kind.ERROR, np.frombuffer(text[:SAID_BYTES_MAX], np.uint8).copy()
         self.say(Outgoing(kind, number, 0, body, over))
 
     def _answered(self, found: ms.Header) -> Ask:

@@ -126,9 +126,9 @@ class HaloScores:
         if self.step % self.delta:
             self.access[in_halo[(found < 0) & (in_halo >= 0)]] += np.float32(1)
             return np.empty(0, np.int64), np.empty(0, np.int64)
-        return self._replace()
+        return self._swap()
 
-    def _replace(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def _swap(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         leaving = np.flatnonzero(self.stay < self.alpha)
         wanted = np.flatnonzero(self.access > 0)
         order = np.lexsort((self._rank[wanted], -self.access[wanted]))

@@ -20,23 +20,35 @@ END   nothing more is said                    0      0
 
 from __future__ import annotations
 
+from enum import IntEnum
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from featstore.base.buffers import ALIGNMENT
 from featstore.base.checksum import crc_pages
 from featstore.errors import FormatError
 from featstore.units import PAGE_BYTES
 
-HELLO, ASK, ROWS, ERROR, PING, GONE, BYE, END = range(1, 9)
 HEADER_BYTES = 64
-#: Rows of a table begin at multiples of this in a body.
-ALIGNMENT = 64
 _MAGIC = 0x31545358_54414546  # "FEATXST1"
 _CHECKED = slice(0, 7)  # of the header's fields
 
 NO_BODY = np.empty(0, np.uint8)
+
+
+class Kind(IntEnum):
+    """What a message is; see the module's text."""
+
+    HELLO = 1
+    ASK = 2
+    ROWS = 3
+    ERROR = 4
+    PING = 5
+    GONE = 6
+    BYE = 7
+    END = 8
 
 
 class Header(NamedTuple):
@@ -74,7 +86,7 @@ def parse_header(raw: NDArray[np.uint8]) -> Header:
     if int(fields[0]) != _MAGIC or int(fields[7]) != check_of(fields[_CHECKED].view(np.uint8)):
         raise FormatError("has sent a damaged message: its header is not as it was made")
     found = Header(*(int(one) for one in fields[1:6]))
-    if not HELLO <= found.kind <= END or found.body_bytes < 0:
+    if not Kind.HELLO <= found.kind <= Kind.END or found.body_bytes < 0:
         raise FormatError(f"has sent a message of kind {found.kind}, which there is not")
     return found
 
@@ -88,5 +100,5 @@ def check_body(found: Header, body: NDArray[np.uint8]) -> None:
 
 
 def padded(byte_count: int) -> int:
-    """Bytes of a table's rows in a body."""
+    """Bytes of a table's rows in a body: those of the next table begin aligned."""
     return -(-byte_count // ALIGNMENT) * ALIGNMENT

@@ -12,14 +12,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from featstore.base.buffers import ALIGNMENT
 from featstore.base.dtypes import dtype_from_name
 from featstore.base.ids import check_out, rows_of
 from featstore.base.native import address_of
 from featstore.engine.request import Request
 from featstore.errors import ArgumentError, BudgetError, IdError
-from featstore.hosts.asks import Ask, Part, Place
+from featstore.hosts.asks import AnswerPlace, Ask, AskPart
 from featstore.hosts.exchange import Exchange
-from featstore.hosts.messages import ALIGNMENT, padded
+from featstore.hosts.messages import padded
 from featstore.hosts.owners import Owners
 from featstore.storage.store import OpenStore
 from featstore.tiers import RowSource
@@ -73,7 +74,7 @@ class PeersSource(OwnedTier):
         """Ask one host for its rows, of all tables in one message where they fit."""
         exchange = self._exchange
         assert exchange is not None
-        parts: list[Part] = []
+        parts: list[AskPart] = []
         room, count = exchange.body_bytes, exchange.ids_max
         for number, name in enumerate(self.tables):
             positions = split[name][host] if name in split else _NONE
@@ -88,7 +89,7 @@ class PeersSource(OwnedTier):
                 shape = (rows_of(out[name]), *table.row_shape)
                 raw = check_out(out[name], shape, dtype_from_name(table.entry.dtype))
                 places = now if at is None else np.ascontiguousarray(at[name][now], np.int32)
-                parts.append(Part(number, ids[name][now], address_of(raw), places, table.row_bytes, raw))
+                parts.append(AskPart(number, ids[name][now], address_of(raw), places, table.row_bytes, raw))
                 room, count = room - parts[-1].body_bytes, count - rows
                 self.rows, self.row_bytes = self.rows + rows, self.row_bytes + rows * table.row_bytes
         if parts:
@@ -176,7 +177,7 @@ class Serving:
     def __init__(self, store: OpenStore, owners: Mapping[str, Owners], local: RowSource) -> None:
         self._store, self._owners, self._local = store, owners, local
 
-    def __call__(self, ids: Sequence[NDArray[np.int64]], place: Place) -> tuple[Request, int]:
+    def __call__(self, ids: Sequence[NDArray[np.int64]], place: AnswerPlace) -> tuple[Request, int]:
         wanted, out, begin, first = {}, {}, 0, 0
         for (name, owners), asked in zip(self._owners.items(), ids, strict=True):
             table = self._store.table(name)

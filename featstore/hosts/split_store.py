@@ -22,7 +22,7 @@ from featstore.plan.budget import own_bytes
 from featstore.reader.lookup import table_need
 from featstore.reader.reader import Reader
 from featstore.reader.report import ReaderStats
-from featstore.storage.manifest import MANIFEST_NAME
+from featstore.storage.manifest import MANIFEST_NAME, TOPOLOGY
 from featstore.storage.store import OpenStore, Table
 from featstore.units import parse_bytes
 
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from featstore.storage.manifest import FamilyEntry
     from featstore.tiers import TierSpec
 
-TOPOLOGY = "topology"
 _LINES_SHARE = 4  # of the memory, at most, is for lines
 _LOADED_AT_ONCE = 1 << 20  # nodes
 
@@ -113,7 +112,7 @@ class WholeStore(OpenStore):
                 f"{self.part.path} is of the split {mine.uuid}, but {self.path} of {self.uuid}: copy both "
                 "from the same split"
             )
-        self.place = self.place._replace(host=mine.host)
+        self.place = HostPlace(mine.host, *self.place[1:])
 
     def _own_part(self, parts: Path) -> Path:
         """The part of this machine: the only one that is there, or where there are several, that of its

@@ -22,7 +22,7 @@ from featstore.loaders.host.place import Place, place_of
 from featstore.loaders.mega.loader import PartitionsLoader
 from featstore.loaders.modes import Mode, PartitionsMode, RollingMode, compiled_mode
 from featstore.loaders.online.loader import OnlineLoader
-from featstore.loaders.online.presampled import most_used
+from featstore.loaders.online.presampled import presampled_halo
 from featstore.loaders.options import SAMPLING, Given
 from featstore.loaders.prefetch import Sampler, check_repeatable
 from featstore.loaders.ranks import Ranks
@@ -178,7 +178,7 @@ class Making:
         found = halo.host_bytes(tables)
         if found is None:
             raise ArgumentError(f"halo={halo!r} has no memory of its own: say how much, memory=")
-        return max(found, halo.least_bytes(tables))
+        return int(max(found, halo.least_bytes(tables)))
 
     def _check_given(self, batches: Any) -> None:
         """Mini-batches were given."""
@@ -212,7 +212,8 @@ class Making:
                 memory=self.shares.sampler_bytes,
             )  # fmt: skip
         nodes = self.store.arrays[seeds] if isinstance(seeds, str) else seeds
-        owned, here = {}, self._here
+        owned: dict[str, Any] = {}
+        here = self._here
         if isinstance(self.store, WholeStore):
             here = tuple(self.store.place.share(rank) for rank in here)
             table = graph_of(self.store, graph).table.name
@@ -254,7 +255,7 @@ class Making:
         if isinstance(halo, int | str) and isinstance(self.share, RankedBatches):
             assert isinstance(self.store, WholeStore)
             table = graph_of(self.store, self.given.get("graph")).table.name
-            own["halo"] = most_used(self.store, table, self.share, parse_bytes(halo, "halo"))
+            own["halo"] = presampled_halo(self.store, table, self.share, parse_bytes(halo, "halo"))
         loader = OnlineLoader(
             self.store, batches, memory=self.shares.rows_bytes, tensors=self.given.tensors, **own,
             **self.given.reading,

@@ -162,6 +162,10 @@ class CompiledEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     forecast: dict[str, Any]
 
 
+#: Of a family, the store of topology, beside `host-0`, `host-1` and so on.
+TOPOLOGY = "topology"
+
+
 class FamilyEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Of a store that came of a split: a family is one store of topology and one part for each of ``hosts``.
 

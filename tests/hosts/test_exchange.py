@@ -361,9 +361,9 @@ def test_one_that_leaves_because_of_an_error_says_so(
 @given(st.binary(max_size=20_000), st.integers(0, 10**9))
 def test_what_is_changed_in_a_message_is_seen(data: bytes, where: int) -> None:
     body = np.frombuffer(data, np.uint8).copy()
-    raw = ms.header(ms.ROWS, 7, 3, body)
+    raw = ms.header(ms.Kind.ROWS, 7, 3, body)
     found = ms.parse_header(raw)
-    assert found[:4] == (ms.ROWS, 7, 3, len(body))
+    assert found[:4] == (ms.Kind.ROWS, 7, 3, len(body))
     ms.check_body(found, body)
     if len(body):
         body[where % len(body)] ^= 1 << (where % 8)

@@ -25,7 +25,7 @@ STEPS = 200  # mini-batches that are looked at
 _COUNT_MAX = np.iinfo(np.uint8).max
 
 
-def most_used(store: WholeStore, table: str, batches: RankedBatches, memory_bytes: int) -> Static:
+def presampled_halo(store: WholeStore, table: str, batches: RankedBatches, memory_bytes: int) -> Static:
     """The rows of other hosts that are wanted most, as many as ``memory_bytes`` holds: a tier over these
     hosts. Takes a byte a node while it counts. Raises BudgetError for memory that holds none."""
     rows = store.table(table)

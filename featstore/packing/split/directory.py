@@ -16,10 +16,9 @@ from featstore.base.warning import warn
 from featstore.errors import IncompleteStoreError, SourceError, StoreExistsError
 from featstore.storage.disk import Disk
 from featstore.storage.generations import LOCK_NAME, current, names, remove_store, writer_lock
-from featstore.storage.manifest import FamilyEntry
+from featstore.storage.manifest import TOPOLOGY, FamilyEntry
 from featstore.storage.store import OpenStore
 
-TOPOLOGY = "topology"
 _MEMBER = re.compile(r"topology|host-(?:0|[1-9][0-9]{0,4})")
 
 

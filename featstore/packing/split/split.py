@@ -26,7 +26,6 @@ from featstore.packing.inputs import node_mask
 from featstore.packing.progress import PackStages, Progress
 from featstore.packing.request import with_slack, without_slack
 from featstore.packing.split.directory import (
-    TOPOLOGY,
     Standing,
     check_finished,
     check_place,
@@ -40,7 +39,7 @@ from featstore.packing.split.plan import SplitPlan
 from featstore.storage.disk import Disk
 from featstore.storage.generations import writing
 from featstore.storage.journal import TableProgress
-from featstore.storage.manifest import HOSTS_MAX, FamilyEntry, check_name
+from featstore.storage.manifest import HOSTS_MAX, TOPOLOGY, FamilyEntry, check_name
 from featstore.storage.store import OpenStore, as_store
 from featstore.storage.transaction import Transaction, write_generation
 from featstore.units import parse_bytes
