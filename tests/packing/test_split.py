@@ -337,6 +337,16 @@ def test_uneven_hosts_are_a_warning(tmp_path, monkeypatch):
         assert part.tables["features"].rows == 0
 
 
+def test_many_hosts_take_two_bytes():
+    ids = np.random.default_rng(0).permutation(1000)
+    found = assignment.equal_runs(ids, 1000, 300)
+    assert found.dtype == np.uint16
+    assert np.array_equal(assignment.count_hosts(found, 300), np.diff([1000 * h // 300 for h in range(301)]))
+    order = np.argsort(ids)
+    assert (np.diff(found[order].astype(int)) >= 0).all()
+    assert assignment.equal_runs(None, 1000, 256).dtype == np.uint8
+
+
 def test_blocks_do_not_matter(tmp_path, store, monkeypatch):
     featstore.split(store, 3, tmp_path / "a", train="train")
     check_split(store, tmp_path / "a", 3)

@@ -86,7 +86,8 @@ def split_store(
         seed: of the partitioners, below 2**31. Equal stores, options and seed give equal bytes, whatever the
             memory and the cores.
         memory: budget for all that the split holds beyond the bare process, in bytes or as ``"512MiB"``: some
-            40 bytes a node of the largest table, features never whole.
+            40 bytes a node of the largest table, features never whole. A BudgetError names what the step that
+            failed needs; a later one may need more, and ``resume`` goes on with any memory.
         resume: go on with an unfinished split in ``out``, of the same store and options; parts that are
             finished are left as they are.
         overwrite: replace the split in ``out``, one store after the other.
