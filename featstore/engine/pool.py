@@ -57,6 +57,7 @@ from featstore.units import PAGE_BYTES
 THREADS_MAX = 32
 MAPPED_THREADS_MAX = 8
 _AT_ONCE, _SMALL_PAGES = 64, 8  # mapped extents that a thread takes together, and what they have at most
+_SHORT_ROW_BYTES = 1024  # up to here rows are fetched before they are copied
 _EXTENTS_AHEAD = 3  # of which one line is fetched, so that the processor knows by then where the page is
 
 _PREAD = function_address(libc(), "pread64") or function_address(libc(), "pread")
@@ -162,6 +163,7 @@ def _take_mapped(lane: int, at_once: int, clock: int, scratch: int, counters: ND
     are verified or copied."""
     extents = load_i64(lane + L.EXTENTS * 8)
     checked = load_i64(lane + L.CHECKSUMS * 8) != 0
+    short = load_i64(lane + L.ROW_BYTES * 8) <= _SHORT_ROW_BYTES
     pages_of = load_i64(lane + L.EXTENT_PAGES * 8)
     first_of = load_i64(lane + L.EXTENT_PAGE * 8)
     file_pages = load_i64(lane + L.PAGES_PER_FILE * 8)
@@ -181,7 +183,7 @@ def _take_mapped(lane: int, at_once: int, clock: int, scratch: int, counters: ND
                     return
                 data = following
         t1 = now_ns(clock, scratch)
-        keys_end = np.int64(load_i32(load_i64(lane + L.EXTENT_FIRST * 8) + 4 * last))
+        keys_end = np.int64(load_i32(load_i64(lane + L.EXTENT_FIRST * 8) + 4 * last)) if short else 0
         for extent in range(first, last):
             copy_extent(lane, extent, _mapped_at(lane, extent), keys_end)
             offset = load_i64(first_of + 8 * extent) % file_pages * PAGE_BYTES
