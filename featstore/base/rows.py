@@ -23,11 +23,11 @@ _LINE_BYTES = 64
 
 
 @njit(nogil=True, inline="always")
-def _expect(row: int, lines: int) -> None:
-    """So many bytes of the row at an address will be read soon."""
+def expect_row(row: int, row_bytes: int) -> None:
+    """The row at an address will be read soon."""
     prefetch(row)
     at = _LINE_BYTES
-    while at < lines:
+    while at < min(row_bytes, _PREFETCH_BYTES):
         prefetch(row + at)
         at += _LINE_BYTES
 
@@ -42,7 +42,6 @@ def move_rows(
     ``source_rows``, ``target_rows``: integers [rows]; :data:`IN_ORDER`, or any that are empty, on a side
     where rows lie one after the other. Where both are empty, there are none.
     """
-    lines = min(row_bytes, _PREFETCH_BYTES)
     # Three loops, and in none of them a test that comes out the same for each row: short rows would feel it.
     if source_rows.shape[0] == 0:
         for i in range(target_rows.shape[0]):
@@ -50,12 +49,12 @@ def move_rows(
     elif target_rows.shape[0] == 0:
         for i in range(source_rows.shape[0]):
             if i + _AHEAD < source_rows.shape[0]:
-                _expect(source + np.int64(source_rows[i + _AHEAD]) * row_bytes, lines)
+                expect_row(source + np.int64(source_rows[i + _AHEAD]) * row_bytes, row_bytes)
             memcpy(target + i * row_bytes, source + np.int64(source_rows[i]) * row_bytes, row_bytes)
     else:
         for i in range(source_rows.shape[0]):
             if i + _AHEAD < source_rows.shape[0]:
-                _expect(source + np.int64(source_rows[i + _AHEAD]) * row_bytes, lines)
+                expect_row(source + np.int64(source_rows[i + _AHEAD]) * row_bytes, row_bytes)
             memcpy(
                 target + np.int64(target_rows[i]) * row_bytes,
                 source + np.int64(source_rows[i]) * row_bytes,

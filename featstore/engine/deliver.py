@@ -29,6 +29,7 @@ from featstore.base.native import (
     store_i64,
     stream_vector,
 )
+from featstore.base.rows import expect_row
 from featstore.engine import counters as C
 from featstore.engine import lane as L
 from featstore.units import PAGE_BYTES
@@ -37,6 +38,7 @@ CLOCK_GETTIME = function_address(libc(), "clock_gettime")
 _CLOCK_MONOTONIC = 1
 _SPAN_PAGES = 8  # that are verified, and then copied
 _STREAMED_MIN = 64 * 2**10  # bytes of a span that is copied past the caches
+_ROWS_AHEAD = 4  # whose places are fetched into the caches before they are copied
 
 _EXTENT_PAGE, _EXTENT_FIRST, _KEYS, _POSITION_BITS = (
     L.EXTENT_PAGE * 8,
@@ -68,33 +70,33 @@ def report_error(lane: Any, code: Any, page: Any, expected: Any, actual: Any) ->
 
 
 @njit(nogil=True)
-def _verify_pages(lane: Any, page: Any, end: Any, extent_page: Any, data: Any) -> Any:
-    """Check the pages from ``page`` to ``end``. Returns whether all are right."""
-    checksums = load_i64(lane + _CHECKSUMS)
-    while page < end:
-        actual = crc_page(data + (page - extent_page) * PAGE_BYTES)
-        expected = load_u32(checksums + 4 * page)
-        if actual != expected:
-            report_error(lane, np.int64(L.ERROR_CORRUPT), page, np.int64(expected), np.int64(actual))
-            return False
-        page += 1
+def _verify_page(lane: Any, page: Any, data: Any, following: Any) -> Any:
+    """Check the page at ``data`` while the one at ``following`` is fetched. Returns whether it is right."""
+    actual = crc_page(data, following)
+    expected = load_u32(load_i64(lane + _CHECKSUMS) + 4 * page)
+    if actual != expected:
+        report_error(lane, np.int64(L.ERROR_CORRUPT), page, np.int64(expected), np.int64(actual))
+        return False
     return True
 
 
 @njit(nogil=True)
-def _verify(lane: Any, extent_page: Any, first: Any, last: Any, data: Any) -> Any:
+def _verify(lane: Any, extent_page: Any, first: Any, last: Any, data: Any, following: Any) -> Any:
     """Check every page that holds wanted rows. Returns whether all are right."""
     keys = load_i64(lane + _KEYS)
     bits = np.uint64(load_i64(lane + _POSITION_BITS))
     row_bytes = load_i64(lane + _ROW_BYTES)
-    verified = extent_page  # pages before this one are done
+    base = data - extent_page * PAGE_BYTES
+    held = np.int64(-1)  # the page to check as soon as it is known which one follows
     for k in range(first, last):
         begin = np.int64(load_u64(keys + 8 * k) >> bits) * row_bytes
-        end = (begin + row_bytes - 1) // PAGE_BYTES + 1
-        if not _verify_pages(lane, max(verified, begin // PAGE_BYTES), end, extent_page, data):
-            return False
-        verified = max(verified, end)
-    return True
+        page = max(held + 1, begin // PAGE_BYTES)
+        while page <= (begin + row_bytes - 1) // PAGE_BYTES:
+            if held >= 0 and not _verify_page(lane, held, base + held * PAGE_BYTES, base + page * PAGE_BYTES):
+                return False
+            held = page
+            page += 1
+    return held < 0 or _verify_page(lane, held, base + held * PAGE_BYTES, following)
 
 
 @njit(nogil=True)
@@ -121,8 +123,11 @@ def _deliver_span(
     t0 = now_ns(clock, scratch)
     while begin < end:
         pages_end = min(begin // PAGE_BYTES + _SPAN_PAGES, (end - 1) // PAGE_BYTES + 1)
-        if checked and not _verify_pages(lane, begin // PAGE_BYTES, pages_end, extent_page, data):
-            return False
+        if checked:
+            for page in range(begin // PAGE_BYTES, pages_end):
+                at = base + page * PAGE_BYTES
+                if not _verify_page(lane, page, at, at + PAGE_BYTES):
+                    return False
         t1 = now_ns(clock, scratch)
         upto = min(end, pages_end * PAGE_BYTES)
         if streamed:
@@ -139,7 +144,7 @@ def _deliver_span(
 
 
 @njit(nogil=True)
-def _scatter(lane: Any, extent_page: Any, first: Any, last: Any, data: Any) -> None:
+def _scatter(lane: Any, extent_page: Any, first: Any, last: Any, data: Any, keys_end: Any) -> None:
     keys = load_i64(lane + _KEYS)
     bits = np.uint64(load_i64(lane + _POSITION_BITS))
     row_bytes = load_i64(lane + _ROW_BYTES)
@@ -147,25 +152,30 @@ def _scatter(lane: Any, extent_page: Any, first: Any, last: Any, data: Any) -> N
     mask = (np.uint64(1) << bits) - np.uint64(1)
     base = data - extent_page * PAGE_BYTES
     for k in range(first, last):
+        if k + _ROWS_AHEAD < keys_end:
+            key = load_u64(keys + 8 * (k + _ROWS_AHEAD))
+            expect_row(base + np.int64(key >> bits) * row_bytes, row_bytes)
+            expect_row(out + np.int64(key & mask) * row_bytes, row_bytes)
         key = load_u64(keys + 8 * k)
         memcpy(out + np.int64(key & mask) * row_bytes, base + np.int64(key >> bits) * row_bytes, row_bytes)
 
 
 @njit(nogil=True)
-def verify_extent(lane: Any, extent: Any, data: Any) -> Any:
-    """Verify the pages of an extent of keys, which lie at ``data``. Returns False after an error, which is
-    then noted in the lane."""
+def verify_extent(lane: Any, extent: Any, data: Any, following: Any) -> Any:
+    """Verify the pages of an extent of keys, which lie at ``data``; the next page that will be is that at
+    ``following``. Returns False after an error, which is then noted in the lane."""
     first = np.int64(load_i32(load_i64(lane + _EXTENT_FIRST) + 4 * extent))
     last = np.int64(load_i32(load_i64(lane + _EXTENT_FIRST) + 4 * extent + 4))
-    return _verify(lane, load_i64(load_i64(lane + _EXTENT_PAGE) + 8 * extent), first, last, data)
+    return _verify(lane, load_i64(load_i64(lane + _EXTENT_PAGE) + 8 * extent), first, last, data, following)
 
 
 @njit(nogil=True)
-def copy_extent(lane: Any, extent: Any, data: Any) -> None:
-    """Copy the rows of an extent of keys, which lies at ``data``, to where they are wanted."""
+def copy_extent(lane: Any, extent: Any, data: Any, keys_end: Any) -> None:
+    """Copy the rows of an extent of keys, which lies at ``data``, to where they are wanted. Those of keys
+    before ``keys_end`` lie as in the file (0: only this extent does) and are copied next."""
     first = np.int64(load_i32(load_i64(lane + _EXTENT_FIRST) + 4 * extent))
     last = np.int64(load_i32(load_i64(lane + _EXTENT_FIRST) + 4 * extent + 4))
-    _scatter(lane, load_i64(load_i64(lane + _EXTENT_PAGE) + 8 * extent), first, last, data)
+    _scatter(lane, load_i64(load_i64(lane + _EXTENT_PAGE) + 8 * extent), first, last, data, keys_end)
 
 
 @njit(nogil=True)
@@ -179,10 +189,10 @@ def deliver(lane: Any, extent: Any, data: Any, clock: Any, scratch: Any, counter
     if load_i64(lane + _SPANS) != 0:
         return _deliver_span(lane, extent, extent_page, data, clock, scratch, counters)
     t0 = now_ns(clock, scratch)
-    if load_i64(lane + _CHECKSUMS) != 0 and not verify_extent(lane, extent, data):
+    if load_i64(lane + _CHECKSUMS) != 0 and not verify_extent(lane, extent, data, data):
         return False
     t1 = now_ns(clock, scratch)
-    copy_extent(lane, extent, data)
+    copy_extent(lane, extent, data, 0)
     counters[C.NS_VERIFY] += t1 - t0
     counters[C.NS_COPY] += now_ns(clock, scratch) - t1
     return True

@@ -33,6 +33,7 @@ from featstore.base.native import (
     load_i32,
     load_i64,
     memzero,
+    prefetch,
 )
 from featstore.base.system import no_thread, submitted
 from featstore.base.threads import shut_down
@@ -55,7 +56,9 @@ from featstore.units import PAGE_BYTES
 
 THREADS_MAX = 32
 MAPPED_THREADS_MAX = 8
-_AT_ONCE, _SMALL_PAGES = 32, 16  # mapped extents that a thread takes together, and what they have at most
+_AT_ONCE, _SMALL_PAGES = 64, 8  # mapped extents that a thread takes together, and what they have at most
+_SHORT_ROW_BYTES = 1024  # up to here rows are fetched before they are copied
+_EXTENTS_AHEAD = 3  # of which one line is fetched, so that the processor knows by then where the page is
 
 _PREAD = function_address(libc(), "pread64") or function_address(libc(), "pread")
 _ERRNO = function_address(libc(), "__errno_location")
@@ -156,9 +159,11 @@ def _mapped_at(lane: Any, extent: Any) -> Any:
 @njit(cache=True, nogil=True)
 def _take_mapped(lane: int, at_once: int, clock: int, scratch: int, counters: NDArray[np.int64]) -> None:
     """Take small extents of a lane of keys, so many at once, until there are none: what a clock and a counter
-    shared by threads cost is spread over them."""
+    shared by threads cost is spread over them, and each can be fetched into the caches while those before it
+    are verified or copied."""
     extents = load_i64(lane + L.EXTENTS * 8)
     checked = load_i64(lane + L.CHECKSUMS * 8) != 0
+    short = load_i64(lane + L.ROW_BYTES * 8) <= _SHORT_ROW_BYTES
     pages_of = load_i64(lane + L.EXTENT_PAGES * 8)
     first_of = load_i64(lane + L.EXTENT_PAGE * 8)
     file_pages = load_i64(lane + L.PAGES_PER_FILE * 8)
@@ -170,12 +175,17 @@ def _take_mapped(lane: int, at_once: int, clock: int, scratch: int, counters: ND
         last = min(first + at_once, extents)
         t0 = now_ns(clock, scratch)
         if checked:
+            data = _mapped_at(lane, first)
             for extent in range(first, last):
-                if not verify_extent(lane, extent, _mapped_at(lane, extent)):
+                following = _mapped_at(lane, min(extent + 1, last - 1))
+                prefetch(_mapped_at(lane, min(extent + _EXTENTS_AHEAD, last - 1)))
+                if not verify_extent(lane, extent, data, following):
                     return
+                data = following
         t1 = now_ns(clock, scratch)
+        keys_end = np.int64(load_i32(load_i64(lane + L.EXTENT_FIRST * 8) + 4 * last)) if short else 0
         for extent in range(first, last):
-            copy_extent(lane, extent, _mapped_at(lane, extent))
+            copy_extent(lane, extent, _mapped_at(lane, extent), keys_end)
             offset = load_i64(first_of + 8 * extent) % file_pages * PAGE_BYTES
             pages = np.int64(load_i32(pages_of + 4 * extent))
             count_read(counters, min(pages * PAGE_BYTES, file_bytes - offset), np.int64(0))

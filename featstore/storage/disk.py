@@ -58,7 +58,8 @@ def crc_and_write(
     for i in range(runs.shape[0]):
         address, pages = memory + runs[i, 1], runs[i, 2]
         for page in range(pages):
-            checksums[first + page] = crc_page(address + page * PAGE_BYTES)
+            at = address + page * PAGE_BYTES
+            checksums[first + page] = crc_page(at, at + PAGE_BYTES)
         byte_count = pages * PAGE_BYTES
         while done[i, 0] < byte_count:
             # of the same signature: descriptor, buffer, bytes, offset

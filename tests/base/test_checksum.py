@@ -22,7 +22,12 @@ PAGE = 4096
 @njit
 def _by_tables(address, pages, out):
     for page in range(pages):
-        out[page] = checksum._crc_page_tables(address + page * 4096)
+        out[page] = checksum._crc_page_tables(address + page * 4096, address)
+
+
+@njit
+def _by_default(address, following):
+    return checksum.crc_page(address, following)
 
 
 @njit
@@ -73,6 +78,13 @@ def test_tables_are_bit_identical(pages: int, seed: int) -> None:
     out = np.zeros(pages, np.uint32)
     _by_tables(address_of(data), pages, out)
     assert out.tolist() == twin(data.tobytes())
+
+
+@given(following=st.integers(-(2**63), 2**63 - 1), seed=st.integers(0, 2**32 - 1))
+@settings(max_examples=60)
+def test_the_page_that_follows_need_not_be_there(following: int, seed: int) -> None:
+    data = random_bytes(PAGE, seed)
+    assert [_by_default(address_of(data), following)] == twin(data.tobytes())
 
 
 def test_instruction_is_used_where_the_processor_has_it() -> None:

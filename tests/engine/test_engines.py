@@ -340,6 +340,32 @@ def test_a_flipped_byte_is_found_and_only_where_it_is(bench: Bench, made: Engine
     bridged.check()
 
 
+@pytest.mark.parametrize("row_bytes", [512, 4096, 6000])
+def test_a_bad_page_is_found_wherever_it_stands_among_others(
+    tmp_path: Path, made: Engine, row_bytes: int
+) -> None:
+    """Isolated rows, of more extents than are taken together: the first, the last, and those at the seams."""
+    bench = Bench(tmp_path / "table", 300 * PAGE // row_bytes, row_bytes, made.access)
+    apart = -(-2 * PAGE // row_bytes)
+    rows = np.random.default_rng(3).permutation(np.arange(0, len(bench.rows), apart))
+    first = np.unique(rows * row_bytes // PAGE)
+    for page in first[[0, 1, 7, 8, 9, 31, 32, 33, 63, 64, -2, -1]].tolist():
+        file, offset = page // bench.layout.pages_per_chunk, page % bench.layout.pages_per_chunk * PAGE
+        data = np.memmap(bench.paths[file], np.uint8, "r+")
+        data[offset] ^= 128
+        data.flush()
+        lane = bench.lane(rows)
+        made.start(lane.lane)
+        error = lane.wait()
+        assert isinstance(error, CorruptionError)
+        assert (error.path, error.offset) == (str(bench.paths[file]), offset)
+        data[offset] ^= 128
+        data.flush()
+    lane = bench.lane(rows)
+    made.start(lane.lane)
+    lane.check()
+
+
 def test_without_checksums_a_flipped_byte_is_delivered(tmp_path: Path, made: Engine) -> None:
     bench = Bench(tmp_path / "table", 100, 400, made.access, verify=False)
     with open(bench.paths[0], "r+b") as file:
