@@ -83,6 +83,7 @@ class HostLine:
         self.bye_sent = self.bye_heard = self.last = False
         self._wake = Wake()
         self._places = [AnswerPlace(exchange.body_bytes, exchange.ids_max) for _ in range(PLACES)]
+        self._free_places = threading.Semaphore(PLACES)
         self._rows = aligned_buffer(exchange.body_bytes)
         self._asked = np.empty(exchange.tables + exchange.ids_max, np.int64)
         self.workers = [
@@ -221,7 +222,8 @@ class HostLine:
         counts = asked[:tables]
         if len(asked) < tables or (counts < 0).any() or int(counts.sum()) != len(asked) - tables:
             raise FormatError("has asked for rows in a way that contradicts itself")
-        if not self._places:
+        # The last answer may have arrived there before this thread knows that it is sent.
+        if not self._free_places.acquire(timeout=self._exchange.timeout_seconds):
             raise FormatError(f"has asked for more than {PLACES} messages of rows at once")
         ids = np.split(asked[tables:], np.cumsum(counts)[:-1])
         place, number = self._places.pop(), found.number
@@ -237,6 +239,7 @@ class HostLine:
 
         def over() -> None:
             self._places.append(place)
+            self._free_places.release()
             self._wake.set()  # it may have been the last
 
         kind, body = ms.Kind.ROWS, place.body[:body_bytes]
