@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from featstore.base.rows import move_rows
 from featstore.engine.request import Request
-from featstore.hosts.messages import padded
+from featstore.hosts.messages import HEADER_BYTES, message, padded
 
 
 class AskPart(NamedTuple):
@@ -57,13 +57,16 @@ class Ask:
     def rows(self) -> int:
         return sum(len(part.ids) for part in self.parts)
 
-    def body(self) -> NDArray[np.uint8]:
-        """What is sent: the number of ids of each table, and the ids."""
-        counts = np.zeros(self._tables, np.int64)
-        for part in self.parts:
-            counts[part.table] = len(part.ids)
-        in_order = sorted(self.parts, key=lambda part: part.table)
-        return np.concatenate([counts, *(part.ids for part in in_order)]).view(np.uint8)
+    def message(self) -> NDArray[np.uint8]:
+        """What is sent, but for the header: the number of ids of each table, and the ids."""
+        raw = message(8 * (self._tables + self.rows))
+        numbers = raw[HEADER_BYTES:].view(np.int64)
+        end = self._tables
+        for part in sorted(self.parts, key=lambda part: part.table):
+            numbers[part.table] = len(part.ids)
+            numbers[end : end + len(part.ids)] = part.ids
+            end += len(part.ids)
+        return raw
 
     def fill(self, body: NDArray[np.uint8]) -> None:
         """Put the rows where they go."""
@@ -96,5 +99,6 @@ class AnswerPlace:
     def __init__(self, body_bytes: int, ids: int) -> None:
         from featstore.base.buffers import aligned_buffer
 
-        self.body: NDArray[np.uint8] = aligned_buffer(body_bytes)
+        self.message: NDArray[np.uint8] = aligned_buffer(HEADER_BYTES + body_bytes)
+        self.body = self.message[HEADER_BYTES:]
         self.ids = np.empty(ids, np.int64)

@@ -30,7 +30,7 @@ from featstore.engine.request import Request
 from featstore.errors import ClosedError, FormatError, PeerError, SourceError
 from featstore.hosts import messages as ms
 from featstore.hosts.asks import AnswerPlace, Ask
-from featstore.hosts.line import PLACES, SAID_BYTES_MAX, HostLine, Outgoing, Serve
+from featstore.hosts.line import PLACES, HostLine, Outgoing, Serve, received_bytes
 from featstore.hosts.wire import Wire
 
 IDS_MAX = 1 << 16  # of an ask
@@ -75,7 +75,7 @@ class Exchange(OneProcess):
         self, peers: list[int], about: dict[str, Any], body_bytes: int, ids_max: int
     ) -> tuple[int, int]:
         mine = {"version": _VERSION, "body_bytes": body_bytes, "ids_max": ids_max, "about": about}
-        text = np.frombuffer(json.dumps(mine).encode(), np.uint8).copy()
+        text = ms.text_message(ms.Kind.HELLO, json.dumps(mine).encode())
         telling = [Worker(partial(self._tell, peer, text), f"featstore-tell-{peer}") for peer in peers]
         for worker in telling:  # who sends may have to wait for who receives
             worker.start()
@@ -97,19 +97,16 @@ class Exchange(OneProcess):
     def _tell(self, peer: int, text: NDArray[np.uint8]) -> None:
         """Say who this is. Who cannot be reached does not come either, which is told there."""
         with suppress(Exception):
-            self.wire.send(peer, ms.header(ms.Kind.HELLO, body=text))
             self.wire.send(peer, text)
 
     def _hello(self, peer: int) -> dict[str, Any]:
-        raw = np.empty(ms.HEADER_BYTES, np.uint8)
+        raw = ms.message(ms.TEXT_BYTES_MAX)
         try:
-            self.wire.receive(peer, raw)
+            self.wire.take(self.wire.post(peer, raw))
             found = ms.parse_header(raw)
-            if found.kind != ms.Kind.HELLO or found.body_bytes > SAID_BYTES_MAX:
+            if found.kind != ms.Kind.HELLO:
                 raise FormatError("has begun with something else than who it is")
-            body = np.empty(found.body_bytes, np.uint8)
-            self.wire.receive(peer, body)
-            ms.check_body(found, body)
+            body = ms.body_of(found, raw)
             said: dict[str, Any] = json.loads(body.tobytes())
             return said
         except FormatError as error:
@@ -145,7 +142,9 @@ class Exchange(OneProcess):
     @staticmethod
     def held_bytes(hosts: int, body_bytes: int, ids_max: int, tables: int) -> int:
         """Memory that the lines take."""
-        return (hosts - 1) * ((PLACES + 1) * (body_bytes + 8 * ids_max) + 8 * tables)
+        room = received_bytes(body_bytes, ids_max, tables)
+        place = body_bytes + 8 * ids_max
+        return (hosts - 1) * (PLACES * (place + 8 * ids_max) + 2 * room + (PLACES + 3) * ms.HEADER_BYTES)
 
     # Failing.
 
@@ -179,8 +178,8 @@ class Exchange(OneProcess):
             self.error = error
         for peer, line in self.lines.items():
             if peer != error.host:
-                body = np.frombuffer(error.what.encode()[:SAID_BYTES_MAX], np.uint8).copy()
-                line.say(Outgoing(ms.Kind.GONE, 0, error.host, body))
+                text = ms.text_message(ms.Kind.GONE, error.what.encode())
+                line.say(Outgoing(ms.Kind.GONE, 0, error.host, text))
         for line in self.lines.values():
             line.fail(error)
         self.changed()

@@ -21,7 +21,6 @@ from featstore.hosts.asks import AnswerPlace, Ask
 from featstore.hosts.wire import Wire
 
 PLACES = 4  # asks of a host that are under way at once, at each other
-SAID_BYTES_MAX = 1 << 16  # of a body that is text
 _QUIET_SHARE = 5  # a line says that it is there so often in its time-out
 
 
@@ -34,13 +33,18 @@ class Serve(Protocol):
 
 
 class Outgoing(NamedTuple):
-    """A message to be sent; ``then`` when it is."""
+    """A message to be sent, all but its header; ``then`` when it is."""
 
     kind: int
     number: int = 0
     detail: int = 0
-    body: NDArray[np.uint8] = ms.NO_BODY
+    message: NDArray[np.uint8] | None = None  # none: it has no body
     then: Callable[[], None] | None = None
+
+
+def received_bytes(body_bytes: int, ids_max: int, tables: int) -> int:
+    """Of the largest message that may come, but for its header."""
+    return max(body_bytes, 8 * (ids_max + tables), ms.TEXT_BYTES_MAX)
 
 
 class OfLines(Protocol):
@@ -84,8 +88,9 @@ class HostLine:
         self._wake = Wake()
         self._places = [AnswerPlace(exchange.body_bytes, exchange.ids_max) for _ in range(PLACES)]
         self._free_places = threading.Semaphore(PLACES)
-        self._rows = aligned_buffer(exchange.body_bytes)
-        self._asked = np.empty(exchange.tables + exchange.ids_max, np.int64)
+        # two, so that one message can come while another is looked at
+        room = ms.HEADER_BYTES + received_bytes(exchange.body_bytes, exchange.ids_max, exchange.tables)
+        self._received = [aligned_buffer(room) for _ in range(2)]
         self.workers = [
             Worker(self._send_all, f"featstore-send-{peer}"),
             Worker(self._receive_all, f"featstore-receive-{peer}"),
@@ -162,62 +167,60 @@ class HostLine:
                 self._numbers += 1
                 self.sent[self._numbers] = ask
                 ask.sent_at = time.monotonic()
-                return Outgoing(ms.Kind.ASK, self._numbers, 0, ask.body())
+                return Outgoing(ms.Kind.ASK, self._numbers, 0, ask.message())
         if self.bye_sent and self.bye_heard and len(self._places) == PLACES:
             return Outgoing(ms.Kind.END)
         return None
 
-    def _send(self, message: Outgoing) -> None:
-        wire = self._exchange.wire
-        wire.send(self.peer, ms.header(message.kind, message.number, message.detail, message.body))
-        if len(message.body):
-            wire.send(self.peer, message.body)
+    def _send(self, one: Outgoing) -> None:
+        raw = ms.message(0) if one.message is None else one.message
+        ms.seal(raw, one.kind, one.number, one.detail)
+        self._exchange.wire.send(self.peer, raw)
         self._said = time.monotonic()
-        if message.then is not None:
-            message.then()
+        if one.then is not None:
+            one.then()
 
     # Receiving.
 
     def _receive_all(self) -> None:
-        raw = np.empty(ms.HEADER_BYTES, np.uint8)
-        exchange = self._exchange
-        take = {ms.Kind.ASK: self._take_ask, ms.Kind.ROWS: self._take_rows, ms.Kind.ERROR: self._take_error}
+        exchange, turn = self._exchange, 0
+        wire = exchange.wire
+        take = {
+            ms.Kind.ASK: self._take_ask,
+            ms.Kind.ROWS: self._take_rows,
+            ms.Kind.ERROR: self._take_error,
+        }
         try:
+            posted = wire.post(self.peer, self._received[turn])
             while exchange.error is None:
-                exchange.wire.receive(self.peer, raw)
+                wire.take(posted)
                 self.heard = time.monotonic()
+                raw, turn = self._received[turn], 1 - turn
                 found = ms.parse_header(raw)
-                if (kind := ms.Kind(found.kind)) in take:
-                    take[kind](found)
-                elif found.kind == ms.Kind.GONE:
-                    exchange.told(self.peer, found.detail, self._text(found))
-                    return
-                elif found.kind == ms.Kind.BYE:
+                kind = ms.Kind(found.kind)
+                if kind in (ms.Kind.END, ms.Kind.GONE):
+                    break
+                posted = wire.post(self.peer, self._received[turn])
+                if kind in take:
+                    take[kind](found, ms.body_of(found, raw))
+                elif kind == ms.Kind.BYE:
                     self.bye_heard = True
                     self._wake.set()
                     exchange.changed()
-                elif found.kind == ms.Kind.END:
-                    self.last = True
-                    exchange.changed()
-                    return
+            else:
+                return
+            if kind == ms.Kind.GONE:
+                exchange.told(self.peer, found.detail, ms.body_of(found, raw).tobytes())
+            else:
+                self.last = True
+                exchange.changed()
         except Exception as error:
             exchange.lost(self.peer, error)
 
-    def _body(self, found: ms.Header, memory: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        if found.body_bytes > len(memory):
-            raise FormatError(f"has sent {found.body_bytes:,} bytes where {len(memory):,} had been agreed")
-        body = memory[: found.body_bytes]
-        if len(body):
-            self._exchange.wire.receive(self.peer, body)
-            self.heard = time.monotonic()
-        ms.check_body(found, body)
-        return body
-
-    def _text(self, found: ms.Header) -> bytes:
-        return self._body(found, np.empty(SAID_BYTES_MAX, np.uint8)).tobytes()
-
-    def _take_ask(self, found: ms.Header) -> None:
-        asked = self._body(found, self._asked.view(np.uint8)).view(np.int64)
+    def _take_ask(self, found: ms.Header, body: NDArray[np.uint8]) -> None:
+        if len(body) % 8:
+            raise FormatError("has asked for rows in a way that contradicts itself")
+        asked = body.view(np.int64)
         tables = self._exchange.tables
         counts = asked[:tables]
         if len(asked) < tables or (counts < 0).any() or int(counts.sum()) != len(asked) - tables:
@@ -242,11 +245,12 @@ class HostLine:
             self._free_places.release()
             self._wake.set()  # it may have been the last
 
-        kind, body = ms.Kind.ROWS, place.body[:body_bytes]
-        if error is not None:
-            text = encode_error(error, f"host {self._exchange.wire.host}")
-            kind, body = ms.Kind.ERROR, np.frombuffer(text[:SAID_BYTES_MAX], np.uint8).copy()
-        self.say(Outgoing(kind, number, 0, body, over))
+        if error is None:
+            answer = place.message[: ms.HEADER_BYTES + body_bytes]
+            self.say(Outgoing(ms.Kind.ROWS, number, 0, answer, over))
+            return
+        text = encode_error(error, f"host {self._exchange.wire.host}")
+        self.say(Outgoing(ms.Kind.ERROR, number, 0, ms.text_message(ms.Kind.ERROR, text), over))
 
     def _answered(self, found: ms.Header) -> Ask:
         with self._lock:
@@ -256,8 +260,7 @@ class HostLine:
         assert ask is not None
         return ask
 
-    def _take_rows(self, found: ms.Header) -> None:
-        body = self._body(found, self._rows)
+    def _take_rows(self, found: ms.Header, body: NDArray[np.uint8]) -> None:
         ask = self._answered(found)
         if len(body) != ask.body_bytes:
             wrong = FormatError(f"has answered {len(body):,} bytes where {ask.body_bytes:,} were asked for")
@@ -268,8 +271,8 @@ class HostLine:
         self._wake.set()
         self._exchange.changed()
 
-    def _take_error(self, found: ms.Header) -> None:
-        error = decode_error(self._text(found))
+    def _take_error(self, found: ms.Header, body: NDArray[np.uint8]) -> None:
+        error = decode_error(body.tobytes())
         error.add_note(f"on host {self.peer} (rank {self._exchange.wire.rank_of(self.peer)})")
         self._answered(found).end(error)
         self._wake.set()

@@ -1,4 +1,4 @@
-"""What hosts say to each other: a header of 64 bytes, and for some messages a body.
+"""What hosts say to each other: messages of a header of 64 bytes, and for some a body.
 
 The header is eight int64: magic, kind, number, detail, bytes of the body, check of the body, 0, check of what
 comes before. A check is a CRC-32C: of one page its own; of more, that of their CRCs, so that a body of 4 MiB
@@ -35,7 +35,7 @@ HEADER_BYTES = 64
 _MAGIC = 0x31545358_54414546  # "FEATXST1"
 _CHECKED = slice(0, 7)  # of the header's fields
 
-NO_BODY = np.empty(0, np.uint8)
+TEXT_BYTES_MAX = 1 << 16  # of a body that is text
 
 
 class Kind(IntEnum):
@@ -71,32 +71,52 @@ def check_of(body: NDArray[np.uint8]) -> int:
     return 0
 
 
-def header(
-    kind: int, number: int = 0, detail: int = 0, body: NDArray[np.uint8] = NO_BODY
-) -> NDArray[np.uint8]:
-    """uint8 [64], the header of a message."""
-    fields = np.array([_MAGIC, kind, number, detail, len(body), check_of(body), 0, 0], "<i8")
+def message(body_bytes: int) -> NDArray[np.uint8]:
+    """Memory for a message, whose body begins at :data:`HEADER_BYTES`."""
+    return np.zeros(HEADER_BYTES + body_bytes, np.uint8)
+
+
+def seal(raw: NDArray[np.uint8], kind: int, number: int = 0, detail: int = 0) -> None:
+    """Write the header of a message, whose body is in it."""
+    body = raw[HEADER_BYTES:]
+    fields = raw[:HEADER_BYTES].view("<i8")
+    fields[:] = _MAGIC, kind, number, detail, len(body), check_of(body), 0, 0
     fields[7] = check_of(fields[_CHECKED].view(np.uint8))
-    return fields.view(np.uint8)
+
+
+def text_message(kind: int, text: bytes, number: int = 0, detail: int = 0) -> NDArray[np.uint8]:
+    """A message of text, which is cut where it is longer than any may be."""
+    text = text[:TEXT_BYTES_MAX]
+    raw = message(len(text))
+    raw[HEADER_BYTES:] = np.frombuffer(text, np.uint8)
+    seal(raw, kind, number, detail)
+    return raw
 
 
 def parse_header(raw: NDArray[np.uint8]) -> Header:
-    """Raises FormatError for bytes that are no header."""
-    fields = raw.view("<i8")
+    """What the message says of itself that begins in ``raw``. Raises FormatError for what is none, and for
+    one that is larger than ``raw``."""
+    fields = raw[:HEADER_BYTES].view("<i8")
     if int(fields[0]) != _MAGIC or int(fields[7]) != check_of(fields[_CHECKED].view(np.uint8)):
         raise FormatError("has sent a damaged message: its header is not as it was made")
     found = Header(*(int(one) for one in fields[1:6]))
-    if not Kind.HELLO <= found.kind <= Kind.END or found.body_bytes < 0:
+    if found.kind not in set(Kind):
         raise FormatError(f"has sent a message of kind {found.kind}, which there is not")
+    if not 0 <= found.body_bytes <= len(raw) - HEADER_BYTES:
+        raise FormatError(
+            f"has sent {found.body_bytes:,} bytes where {len(raw) - HEADER_BYTES:,} had been agreed"
+        )
     return found
 
 
-def check_body(found: Header, body: NDArray[np.uint8]) -> None:
-    """Raise FormatError for a body that is not the one that was sent."""
+def body_of(found: Header, raw: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """The body of a message. Raises FormatError for one that is not as it was sent."""
+    body = raw[HEADER_BYTES : HEADER_BYTES + found.body_bytes]
     if check_of(body) != found.body_check:
         raise FormatError(
             f"has sent a damaged message: the CRC-32C of its {found.body_bytes:,} bytes is not as it was made"
         )
+    return body
 
 
 def padded(byte_count: int) -> int:

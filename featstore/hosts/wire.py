@@ -1,4 +1,4 @@
-"""Bytes between hosts: in order between any two, by a process group of ``torch.distributed``."""
+"""Messages between hosts: in order between any two, by a process group of ``torch.distributed``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 
 class Wire(Protocol):
-    """Connects hosts. Between any two of them, bytes come in the order in which they were sent. One thread
+    """Connects hosts. Between any two of them, messages come in the order in which they were sent. One thread
     sends to a host, and one receives from it."""
 
     host: int
@@ -20,10 +20,14 @@ class Wire(Protocol):
         """The rank of a host's process in the run, for messages."""
 
     def send(self, to: int, data: NDArray[np.uint8]) -> None:
-        """Send bytes; they may be changed when it returns. Raises an Exception where the other is gone."""
+        """Send a message; it may be changed when this returns. Raises an Exception where the other is
+        gone."""
 
-    def receive(self, source: int, into: NDArray[np.uint8]) -> None:
-        """Wait for as many bytes as fit. Raises an Exception where the other is gone."""
+    def post(self, source: int, into: NDArray[np.uint8]) -> Any:
+        """The next message goes into this memory, and is not longer."""
+
+    def take(self, posted: Any) -> None:
+        """Wait for a message that was posted. Raises an Exception where the other is gone."""
 
     def close(self, *, abort: bool) -> None:
         """Give the connections back; with ``abort`` others may be in the middle of sending."""
@@ -47,8 +51,11 @@ class GlooWire:
     def send(self, to: int, data: NDArray[np.uint8]) -> None:
         self._group.send([_tensor(data)], self._order[to], 0).wait(self._timeout)
 
-    def receive(self, source: int, into: NDArray[np.uint8]) -> None:
-        self._group.recv([_tensor(into)], self._order[source], 0).wait(self._timeout)
+    def post(self, source: int, into: NDArray[np.uint8]) -> Any:
+        return self._group.recv([_tensor(into)], self._order[source], 0)
+
+    def take(self, posted: Any) -> None:
+        posted.wait(self._timeout)
 
     def close(self, *, abort: bool) -> None:
         import torch.distributed as dist

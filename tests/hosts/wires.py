@@ -72,16 +72,20 @@ class OneWire:
             arrives = wires.meddle(self.host, to, number, arrives)
         wires.lines[key].put(arrives)
 
-    def receive(self, source: int, into: np.ndarray) -> None:
+    def post(self, source: int, into: np.ndarray) -> Any:
+        return source, into
+
+    def take(self, posted: Any) -> None:
+        source, into = posted
         for _ in range(int(PATIENCE_SECONDS / 0.02)):
             self._check(source)
             try:
                 data = self._wires.lines[source, self.host].get(timeout=0.02)
             except queue.Empty:
                 continue
-            if len(data) != len(into):
-                raise OSError(f"{len(data)} bytes came where {len(into)} were expected")
-            into[:] = data
+            if len(data) > len(into):
+                raise OSError(f"{len(data)} bytes came where {len(into)} fit")
+            into[: len(data)] = data
             return
         raise TimeoutError("nothing came")
 
