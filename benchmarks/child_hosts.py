@@ -1,0 +1,120 @@
+"""One host of ``hosts.py``, in a process of its own: trains, and says what it took. Not to be run by
+itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import resource
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from harness import ROOT  # noqa: F401  (makes featstore importable)
+from sage import Sage
+
+import featstore
+import featstore.hosts.split_store
+from featstore.hosts.places import HostPlace, open_wire
+from featstore.hosts.wire import GlooWire
+
+
+class SlowWire:
+    """A wire whose messages take ``latency`` seconds more, and share ``bytes_per_second`` out of this
+    host."""
+
+    def __init__(self, wire: GlooWire, latency: float, bytes_per_second: float) -> None:
+        self._wire, self._latency, self._rate = wire, latency, bytes_per_second
+        self.host, self.hosts = wire.host, wire.hosts
+        self.rank_of, self.post, self.take, self.close = wire.rank_of, wire.post, wire.take, wire.close
+        self._lock, self._free_at = threading.Lock(), 0.0
+        self._queues: dict[int, queue.SimpleQueue[Any]] = {}
+
+    def send(self, to: int, data: np.ndarray) -> None:
+        with self._lock:
+            begin = max(time.monotonic(), self._free_at)
+            self._free_at = begin + len(data) / self._rate
+            due = self._free_at + self._latency
+            if to not in self._queues:
+                self._queues[to] = queue.SimpleQueue()
+                threading.Thread(target=self._deliver, args=(to,), daemon=True).start()
+        self._queues[to].put((due, data.copy()))
+        time.sleep(max(0.0, due - self._latency - time.monotonic()))  # as a card that is busy
+
+    def _deliver(self, to: int) -> None:
+        while True:
+            due, data = self._queues[to].get()
+            time.sleep(max(0.0, due - time.monotonic()))
+            self._wire.send(to, data)
+
+
+def mean(h: torch.Tensor, row: torch.Tensor, col: torch.Tensor, targets: int) -> torch.Tensor:
+    total = torch.zeros(targets, h.shape[1]).index_add_(0, col, h[row])
+    return total / torch.bincount(col, minlength=targets).clamp(min=1)[:, None]
+
+
+def main(said: dict[str, Any]) -> dict[str, Any]:
+    slow = said["slow"]
+    if slow is not None:
+
+        def slowed(place: HostPlace, timeout: float) -> SlowWire:
+            return SlowWire(open_wire(place, timeout), *slow)
+
+        featstore.hosts.split_store.open_wire = slowed  # type: ignore[assignment]
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group(
+        "gloo", init_method=f"file://{said['meeting']}", rank=said["rank"], world_size=said["hosts"]
+    )
+    begin = time.perf_counter()
+    halo = said["halo"]
+    if isinstance(halo, dict):
+        halo = featstore.MassiveGNN(**halo)
+    torch.manual_seed(0)
+    with (
+        featstore.open_split(said["parts"], memory=said["serving"], timeout_seconds=120) as store,
+        store.loader(
+            seeds="train", fanouts=said["fanouts"], batch_size=said["batch"], memory=said["memory"],
+            halo=halo, policy="fifo", attach="label", tensors=True, seed=0,
+        ) as loader,
+    ):  # fmt: skip
+        model = Sage(store.table("features").row_shape[0], 64, mean)
+        model = torch.nn.parallel.DistributedDataParallel(model) if said["hosts"] > 1 else model
+        optimiser = torch.optim.Adam(model.parameters(), lr=0.003)
+        epochs, waits, rows, lost = [], [], [], 0.0
+        setup = 0.0
+        for _ in range(said["epochs"]):
+            before, started = loader.report(), time.perf_counter()
+            for batch in loader:
+                setup = setup or time.perf_counter() - begin
+                out = model(
+                    batch.x, torch.as_tensor(batch.row).long(), torch.as_tensor(batch.col).long(),
+                    batch.num_sampled_nodes, batch.num_sampled_edges,
+                )  # fmt: skip
+                loss = torch.nn.functional.cross_entropy(out, batch.label[: batch.batch_size].long())
+                optimiser.zero_grad()
+                loss.backward()
+                optimiser.step()
+                lost = float(loss.detach())
+            after = loader.report()
+            epochs.append(time.perf_counter() - started)
+            waits.append(after.seconds.get("wait", 0.0) - before.seconds.get("wait", 0.0))
+            rows.append(after.remote_rows - before.remote_rows)
+        stages = dict(loader.report().seconds)
+    dist.destroy_process_group()
+    return {
+        "epochs": epochs, "waits": waits, "rows": rows, "loss": lost, "setup": setup, "stages": stages,
+        "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    asked = json.loads(sys.argv[1])
+    told = main(asked)
+    Path(asked["told"]).write_text(json.dumps(told))

@@ -1,0 +1,324 @@
+"""Training on several hosts, and what of other hosts' rows each keeps.
+
+    python benchmarks/hosts.py --dir /a/directory/on/the/ssd
+    python benchmarks/hosts.py --dir /a/directory/on/the/ssd --graph ogbn_arxiv_tape40.npz
+
+Processes of this machine stand for hosts, each with a part of the store, a memory of its own, and lines to
+the others over loopback: bare, and with the latency and bandwidth of a slow network, which the sender adds.
+
+*Kept rows.* Mini-batches are recorded, and for each host it is counted which rows of others it would ask
+for: with no buffer (each mini-batch's remote rows are fetched, as DistDGL does), with MassiveGNN's buffer
+without eviction, at the best of the paper's grid of delta and gamma, with the rows that are wanted most,
+found by sampling (``halo=`` as a size), and with Belady's MIN, which knows the future. All at the same bytes
+a host: with two ranks a host, MassiveGNN has a buffer for each, of half the size. In MassiveGNN's way a rank
+asks by itself; ranks that share a loader ask for a row once a step.
+
+*Training.* The same, run: GraphSAGE with DistributedDataParallel, whose gradients are not slowed down. Rows
+of other hosts come beside the training; "waits" is how long the loop had no mini-batch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import click
+import numpy as np
+from graphs import generate, of_file
+from harness import HERE, Claim, Report, Settings, note, shared_options
+from numpy.typing import NDArray
+
+import featstore
+from featstore.hosts.massivegnn import Halo, HaloScores
+from featstore.hosts.owners import Owners
+from featstore.sampling.batches import RankedBatches, open_sampler
+
+FANOUTS = (10, 5)
+SHARES = (0.15, 0.25, 0.5)
+DELTAS, GAMMAS = (16, 32, 64, 128, 512, 1024), (0.95, 0.995, 0.9995)
+NEVER = 2**20  # mini-batches from one replacement to the next: there is none
+SLOW = (0.001, 125e6)  # a millisecond, and a gigabit a second
+COLUMNS = 128
+
+
+class Recorded(NamedTuple):
+    """Of a host: its halo, and of each rank the remote rows of each mini-batch, ascending."""
+
+    halo: Halo
+    streams: list[list[NDArray[np.int64]]]
+
+    @property
+    def asked(self) -> int:
+        return sum(len(one) for stream in self.streams for one in stream)
+
+
+def record(
+    store: featstore.Store, parts: Path, hosts: int, ranks: int, batch: int, epochs: int
+) -> list[Recorded]:
+    """What each host's mini-batches want of others."""
+    with featstore.open(parts / "topology") as topology, topology.reader(memory="256MiB") as reader:
+        owner = reader.read(np.arange(topology.table("features").rows))
+    degrees = np.diff(store.graphs["features"].csc()[0])
+    sampler = open_sampler(store, FANOUTS, memory="4GiB", in_memory=True)
+    made = []
+    for host in range(hosts):
+        with featstore.open(parts / f"host-{host}") as part:
+            ids = part.arrays["features.halo_ids"].astype(np.int64)
+        own = range(host * ranks, (host + 1) * ranks)
+        batches = RankedBatches(
+            sampler, store.arrays["train"], batch, ranks=tuple(own), world_size=hosts * ranks, owner=owner,
+            hosts=hosts,
+        )  # fmt: skip
+        streams: list[list[NDArray[np.int64]]] = [[] for _ in own]
+        for epoch in range(epochs):
+            batches.set_epoch(epoch)
+            for index in range(len(batches)):
+                nodes = batches[index].node
+                streams[index % ranks].append(np.sort(nodes[owner[nodes] != host]))
+        made.append(Recorded(Halo(ids, degrees[ids]), streams))
+    return made
+
+
+def of_massivegnn(one: Recorded, nodes: int, share: float, gamma: float, delta: int) -> int:
+    """Rows that a host asks for: a buffer for each rank, together of so large a share of the halo."""
+    asked = 0
+    for stream in one.streams:
+        scores = HaloScores(one.halo, nodes, share / len(one.streams), gamma, delta)
+        asked += scores.slots
+        for wanted in stream:
+            in_halo, found = scores.look(wanted)
+            _, coming = scores.score(in_halo, found)
+            extra = np.setdiff1d(one.halo.ids[coming], wanted[found < 0], assume_unique=True)
+            asked += int((found < 0).sum()) + len(extra)
+    return asked
+
+
+def steps_of(one: Recorded) -> list[NDArray[np.int64]]:
+    """What all ranks of a host want in each step."""
+    return [np.unique(np.concatenate(step)) for step in zip(*one.streams, strict=True)]
+
+
+def of_most_used(one: Recorded, nodes: int, slots: int, epochs: int) -> int:
+    """Rows that a host asks for which keeps those that its first epoch wants most."""
+    steps = steps_of(one)
+    counts = np.zeros(nodes, np.int64)
+    for stream in one.streams:
+        for wanted in stream[: len(stream) // epochs]:
+            counts[wanted] += 1
+    kept = np.zeros(nodes, bool)
+    kept[np.argsort(-counts, kind="stable")[:slots]] = True
+    return slots + sum(int((~kept[wanted]).sum()) for wanted in steps)
+
+
+def of_min(one: Recorded, nodes: int, slots: int) -> int:
+    """Rows that a host asks for which knows all that will be wanted: of what is there, what is wanted soonest
+    stays."""
+    steps = steps_of(one)
+    never = len(steps)
+    following, uses = np.full(nodes, never, np.int64), []
+    for step in range(len(steps) - 1, -1, -1):
+        uses.append(following[steps[step]].copy())
+        following[steps[step]] = step
+    due, kept, asked = np.full(nodes, never, np.int64), np.empty(0, np.int64), 0
+    there = np.zeros(nodes, bool)
+    for wanted, following_uses in zip(steps, reversed(uses), strict=True):
+        asked += int((~there[wanted]).sum())
+        due[wanted] = following_uses
+        both = np.union1d(kept, wanted)
+        both = both[due[both] < never]
+        there[kept] = False
+        kept = both[np.argsort(due[both], kind="stable")[:slots]]
+        there[kept] = True
+    return asked
+
+
+class Kept(NamedTuple):
+    """Rows asked of other hosts, of all hosts together, over those without a buffer."""
+
+    no_eviction: float
+    best: float
+    best_of: tuple[int, float]
+    most_used: float
+    least: float
+
+
+def kept(recorded: list[Recorded], nodes: int, share: float, epochs: int) -> Kept:
+    total = sum(one.asked for one in recorded)
+    grid = {
+        (delta, gamma): sum(of_massivegnn(one, nodes, share, gamma, delta) for one in recorded)
+        for delta, gamma in product(DELTAS, GAMMAS)
+    }
+    best = min(grid, key=lambda key: grid[key])
+    slots = [int(share * len(one.halo.ids)) for one in recorded]
+    never = sum(of_massivegnn(one, nodes, share, 0.95, NEVER) for one in recorded)
+    ours = sum(of_most_used(one, nodes, n, epochs) for one, n in zip(recorded, slots, strict=True))
+    least = sum(of_min(one, nodes, n) for one, n in zip(recorded, slots, strict=True))
+    return Kept(never / total, grid[best] / total, best, ours / total, least / total)
+
+
+def train(workspace: Path, parts: Path, hosts: int, **said: Any) -> list[dict[str, Any]]:
+    """Run the hosts; what each tells."""
+    running = []
+    meeting = workspace / "meeting"
+    meeting.unlink(missing_ok=True)
+    for rank in range(hosts):
+        asked = said | {
+            "rank": rank, "hosts": hosts, "parts": str(parts), "meeting": str(meeting),
+            "told": str(workspace / f"told-{rank}.json"),
+        }  # fmt: skip
+        command = [sys.executable, str(HERE / "child_hosts.py"), json.dumps(asked)]
+        running.append(subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, cwd=HERE))
+    try:
+        for process in running:
+            if process.wait(1800):
+                raise RuntimeError("a host has failed, see above")
+    finally:
+        for process in running:
+            process.kill()
+    return [json.loads((workspace / f"told-{rank}.json").read_text()) for rank in range(hosts)]
+
+
+def lookup_nanoseconds(one: Recorded, nodes: int) -> dict[str, float]:
+    """Of an id: finding its owner; MassiveGNN's lookup and scores."""
+    stream = one.streams[0]
+    count = sum(map(len, stream))
+    owners = Owners("features", (np.arange(nodes) % 2).astype(np.uint8), 0, 2)
+    scores = HaloScores(one.halo, nodes, 0.25, 0.995, 64)
+    begin = time.perf_counter()
+    for wanted in stream:
+        owners.own_and_others(wanted)
+    owned = time.perf_counter()
+    for wanted in stream:
+        scores.score(*scores.look(wanted))
+    end = time.perf_counter()
+    return {"owner": (owned - begin) / count * 1e9, "massivegnn": (end - owned) / count * 1e9}
+
+
+@click.command()
+@click.option("--graph", type=click.Path(exists=True, path_type=Path), help="A real graph, .npz.")
+@shared_options("512MiB", "16MiB", rounds=1)
+def main(settings: Settings, graph: Path | None) -> None:
+    workspace, quick = settings.workspace, settings.quick
+    nodes = settings.size_bytes // (4 * COLUMNS)
+    if graph is None:
+        files = generate(workspace / f"hosts-{nodes}", nodes, 12 * nodes, COLUMNS)
+    else:
+        files = of_file(workspace / f"hosts-{graph.stem}", graph, COLUMNS, train_share=0.5)
+    nodes, batch, epochs = files.nodes, 100 if quick else 500, 2 if quick else 4
+    arrays = {"train": files.load("train"), "label": files.load("labels")}
+    store = featstore.pack(
+        workspace / "hosts.fs", files.path("features"), graph=(files.load("indptr"), files.load("indices")),
+        arrays=arrays, memory="4GiB", partitions=256 if not quick else 32, overwrite=True,
+    )  # fmt: skip
+    report = Report(
+        "hosts" if graph is None else "hosts_real",
+        "Several hosts" + ("" if graph is None else f": {graph.stem}"),
+        {"nodes": nodes, "edges": 12 * nodes, "row_bytes": 4 * COLUMNS, "fanouts": FANOUTS, "batch": batch,
+         "epochs": epochs},
+        workspace,
+    )  # fmt: skip
+    found, splits, recorded_two = {}, {}, None
+    for hosts, ranks in product((2,) if quick else (2, 4, 8), (1, 2)):
+        parts = splits.get(hosts)
+        if parts is None:
+            parts = splits[hosts] = workspace / f"hosts-{hosts}.parts"
+            begin = time.perf_counter()
+            featstore.split(store, hosts, parts, train="train", memory="2GiB", overwrite=True)
+            note(f"split by {hosts} in {time.perf_counter() - begin:.1f} s")
+        recorded = record(store, parts, hosts, ranks, batch // ranks, epochs)
+        recorded_two = recorded if (hosts, ranks) == (2, 1) else recorded_two
+        for share in SHARES:
+            found[hosts, ranks, share] = kept(recorded, nodes, share, epochs)
+            note(f"{hosts} hosts, {ranks} ranks, {share}: {found[hosts, ranks, share]}")
+    assert recorded_two is not None
+    report.table(
+        "Rows asked of other hosts, over those without a buffer",
+        ["hosts", "ranks each", "of the halo", "MassiveGNN, no eviction", "MassiveGNN, best of its grid",
+         "its delta, gamma", "the most used", "over MassiveGNN", "MIN", "MIN over MassiveGNN"],
+        [[h, r, f"{f:.0%}", k.no_eviction, k.best, f"{k.best_of[0]}, {k.best_of[1]}", k.most_used,
+          k.most_used / k.best, k.least, k.least / k.best] for (h, r, f), k in found.items()],
+    )  # fmt: skip
+    for ranks in (1, 2):
+        ratio = statistics.median(k.most_used / k.best for (_, r, _), k in found.items() if r == ranks)
+        text = f"rows asked of other hosts, over MassiveGNN at its best, {ranks} ranks a host (median)"
+        report.claims.append(Claim(text, ratio, 0.75, "<="))
+    _training(report, settings, splits[2], recorded_two, found[2, 1, 0.25], nodes, batch)
+    spent = lookup_nanoseconds(recorded_two[0], nodes)
+    report.claims.append(Claim("nanoseconds of an id: its owner", spent["owner"], 40, "<="))
+    report.claims.append(
+        Claim("nanoseconds of an id: MassiveGNN's lookup and scores", spent["massivegnn"], 40, "<=")
+    )
+    report.notes.append(
+        "All hosts are processes of one machine, which share its cores and its disk. Rows of a host are on "
+        "its disk, through the page cache past which featstore reads; MassiveGNN's are in memory."
+    )
+    store.close()
+    report.save(settings.out, quick)
+
+
+def _training(
+    report: Report,
+    settings: Settings,
+    parts: Path,
+    recorded: list[Recorded],
+    best: Kept,
+    nodes: int,
+    batch: int,
+) -> None:
+    """Two hosts train, over loopback and over a slow network."""
+    halo_rows = int(0.25 * min(len(one.halo.ids) for one in recorded))
+    delta, gamma = best.best_of
+    scores = HaloScores.bytes_for(nodes, max(len(one.halo.ids) for one in recorded), halo_rows)
+    halo_bytes = halo_rows * 4 * COLUMNS + scores  # what MassiveGNN takes is what all have
+    base = (16 if settings.quick else 96) << 20
+    contenders: dict[str, tuple[Any, int]] = {
+        "no buffer": (None, base),
+        "MassiveGNN, no eviction": ({"share": 0.25, "delta": NEVER}, base + halo_bytes + (1 << 20)),
+        "MassiveGNN, best of its grid": (
+            {"share": 0.25, "delta": delta, "gamma": gamma}, base + halo_bytes + (1 << 20),
+        ),
+        "the most used": (halo_bytes, base + halo_bytes + (1 << 20)),
+    }  # fmt: skip
+    rows = []
+    seconds: dict[tuple[str, str], float] = {}
+    for net, slow in (("loopback", None), ("1 ms, 1 Gbit/s", SLOW)):
+        for name, (halo, memory) in contenders.items():
+            told = train(
+                settings.workspace, parts, 2, halo=halo, memory=memory, slow=slow, fanouts=FANOUTS,
+                batch=batch, epochs=2 if settings.quick else 4, serving="128MiB",
+            )  # fmt: skip
+            epoch = max(statistics.median(one["epochs"][1:]) for one in told)
+            wait = max(statistics.median(one["waits"][1:]) for one in told)
+            asked = sum(statistics.median(one["rows"][1:]) for one in told)
+            seconds[net, name] = epoch
+            rows.append([
+                net, name, epoch, wait, asked, asked * 4 * COLUMNS / 2**20, max(one["setup"] for one in told),
+                max(one["peak_bytes"] for one in told) / 2**20, told[0]["loss"],
+            ])  # fmt: skip
+            note(f"{net}, {name}: {epoch:.2f} s, waits {wait:.2f}, {asked:,.0f} rows")
+    report.table(
+        "Two hosts train, a quarter of the halo kept: an epoch",
+        ["network", "kept", "seconds", "waits", "rows of others", "MiB of others", "set-up, s", "peak MiB",
+        "loss"], rows,
+    )  # fmt: skip
+    losses = {round(row[-1], 4) for row in rows}
+    if len(losses) > 1:
+        report.notes.append(f"Losses differ: {sorted(losses)}.")
+    for net in ("loopback", "1 ms, 1 Gbit/s"):
+        none = seconds[net, "no buffer"]
+        text = f"{net}: time of an epoch, over no buffer"
+        report.claims.append(
+            Claim(f"{text}: MassiveGNN", seconds[net, "MassiveGNN, best of its grid"] / none)
+        )
+        report.claims.append(Claim(f"{text}: the most used", seconds[net, "the most used"] / none))
+
+
+if __name__ == "__main__":
+    main()
