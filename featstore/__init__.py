@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from featstore.sampling.proximity import ProximityOrder
     from featstore.shared.owner import SharedBuffer
     from featstore.shared.tier import Shared
-    from featstore.split_store import SplitStore, open_split
+    from featstore.split_store import open_split
     from featstore.store import Store, Table
     from featstore.store import Store as open
     from featstore.tiers.buffer_tier import Buffer
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 _WHERE = {
     "open": ("featstore.store", "Store"),
     "open_split": ("featstore.split_store", "open_split"),
-    "SplitStore": ("featstore.split_store", "SplitStore"),
     "Hosts": ("featstore.hosts.tier", "Hosts"),
     "MassiveGNN": ("featstore.hosts.massivegnn", "MassiveGNN"),
     "SharedBuffer": ("featstore.shared.owner", "SharedBuffer"),
@@ -68,7 +67,7 @@ _WHERE = {
 
 __all__ = [
     "Batch", "Buffer", "Device", "Hosts", "Loader", "MassiveGNN", "PartitionOrder", "Plan", "ProximityOrder",
-    "Reader", "ReaderStats", "Request", "Shared", "SharedBuffer", "SplitStore", "Static", "Store", "Table",
+    "Reader", "ReaderStats", "Request", "Shared", "SharedBuffer", "Static", "Store", "Table",
     "TieredReader", "Trace", "__version__", "compile_trace", "open", "open_split", "pack", "split", "verify",
 ]  # fmt: skip
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from featstore.arguments import check_options
 from featstore.errors import ArgumentError
 from featstore.hosts.split_store import WholeStore
+from featstore.reader.options import READING
 from featstore.store import Store
 
 if TYPE_CHECKING:
@@ -16,8 +17,6 @@ if TYPE_CHECKING:
     from featstore.tiers import TierSpec
 
 __all__ = ["SplitStore", "open_split"]
-
-_READER = ("engine", "queue_depth", "threads", "verify")
 
 
 class SplitStore(WholeStore, Store):
@@ -40,8 +39,8 @@ class SplitStore(WholeStore, Store):
         from featstore.reader.tiered import TieredReader
 
         self.check_open()
-        check_options(options, ("tables", *_READER), "a reader of a split store")
-        own = {name: options.pop(name) for name in _READER if name in options}
+        check_options(options, ("tables", *READING), "a reader of a split store")
+        own = {name: options.pop(name) for name in READING if name in options}
         return TieredReader(self, [*tiers, Hosts(**own)], memory=memory, **options)
 
     def compiled(self, name: str = "default") -> Any:

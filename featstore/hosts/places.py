@@ -7,7 +7,7 @@ import sys
 from datetime import timedelta
 from typing import Any, NamedTuple
 
-from featstore.arguments import as_count
+from featstore.arguments import as_number
 from featstore.errors import ArgumentError, PeerError, SourceError
 from featstore.hosts.wire import GlooWire
 
@@ -100,4 +100,4 @@ def open_wire(place: HostPlace, timeout_seconds: float) -> GlooWire:
 
 def as_timeout(value: Any) -> float:
     """Seconds after which a host is given up."""
-    return float(as_count(value, "timeout_seconds", 1, 10**6))
+    return float(as_number(value, "timeout_seconds", 0.1, 10**6))

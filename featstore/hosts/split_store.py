@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from featstore.arguments import Named, as_path
+from featstore.arguments import Named, as_path, check_options
 from featstore.base.system import is_directory, is_there
 from featstore.errors import ArgumentError, BudgetError, ClosedError, SourceError
 from featstore.hosts.exchange import Exchange
@@ -20,6 +20,7 @@ from featstore.hosts.places import HostPlace, as_timeout, open_wire, place_among
 from featstore.hosts.source import HostsSource, PeersSource, Serving, body_bytes_for, ids_max_for
 from featstore.plan.budget import own_bytes
 from featstore.reader.lookup import table_need
+from featstore.reader.options import READING, check_reading
 from featstore.reader.reader import Reader
 from featstore.reader.report import ReaderStats
 from featstore.storage.manifest import MANIFEST_NAME, TOPOLOGY
@@ -63,6 +64,8 @@ class WholeStore(OpenStore):
         topology: str | os.PathLike[str] | None = None, **reader: Any,
     ) -> None:  # fmt: skip
         self._lock: int | None = None  # for who is refused
+        check_options(reader, READING, "open_split")
+        check_reading(**reader)
         given = Path(os.path.abspath(as_path(path, "path")))
         timeout = as_timeout(timeout_seconds)
         memory_bytes = parse_bytes(memory, "memory")

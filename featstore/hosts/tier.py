@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from featstore.arguments import shown
+from featstore.arguments import check_options, shown
 from featstore.errors import ArgumentError, BudgetError
 from featstore.hosts.split_store import HostsRows, WholeStore
 from featstore.plan.budget import own_bytes
 from featstore.reader.lookup import table_need
+from featstore.reader.options import READING, check_reading
 from featstore.storage.store import OpenStore, Table
 from featstore.tiers import RowSource, Tier
 from featstore.units import parse_bytes
@@ -19,10 +20,13 @@ class Hosts:
     """Rows of a store that is split by hosts: this host's from its disk, others' from them.
 
     ``memory``: of the reader of this host's own rows, bytes or a size; a share of what is left over by
-    default. ``options``: of that reader, see :class:`featstore.Reader`.
+    default. ``options``: of that reader, see :class:`featstore.Reader`. Raises
+    ArgumentError.
     """
 
     def __init__(self, memory: int | str | None = None, **options: Any) -> None:
+        check_options(options, READING, "Hosts")
+        check_reading(**options)
         self.memory = None if memory is None else parse_bytes(memory, "memory")
         self.options = options
 

@@ -428,6 +428,7 @@ CALLS: dict[str, Call] = {
             "memory": MEMORY,
             "policy": POLICY_NAME.but("a list").and_also(of_traces="min"),
             "static": Anything("goes with policy='static' alone, see the next"),
+            "halo": Rule({"of other stores": featstore.Buffer("lru", "1MiB"), "a size": "1MiB"}),
             "warm": NAME.optional.saying("cache"),
             "overtake": FLAG,
             "nodes": FUNCTION.optional,

@@ -87,6 +87,7 @@ LOADER: dict[str, Call] = {
             "device_memory": MEMORY.optional.and_also(without_device="1GiB"),
             "device_policy": POLICY_NAME.optional.and_also(static="static", auto="auto"),
             "warm": NAME.optional.saying("cache"),
+            "halo": MEMORY.optional.and_also(a_tier=featstore.Buffer("lru", "1MiB")).saying("halo"),
             "overtake": FLAG.optional,
             "extracted": count().optional,
             "reader_memory": MEMORY.optional,

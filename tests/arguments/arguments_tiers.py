@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from arguments_calls import POLICY_NAME, Call, bad_at, bad_out
-from arguments_wrong import DEVICE, IDS, MEMORY, NONSENSE, OPTION, STORE, Rule
+from arguments_wrong import DEVICE, IDS, MEMORY, NONSENSE, OPTION, PATH, STORE, Rule, count, number
 
 import featstore
 
@@ -32,6 +32,29 @@ TIERS: dict[str, Call] = {
     "Shared": Call(
         lambda w: (featstore.Shared, {"client": w.client}),
         {"client": Rule({**NONSENSE, "None": None, "a text": "client", "a number": 3})},
+    ),
+    "Hosts": Call(
+        lambda w: (featstore.Hosts, {"memory": "8MiB", "engine": "threads"}),
+        {"memory": MEMORY.optional, "options": OPTION},
+    ),
+    "MassiveGNN": Call(
+        lambda w: (featstore.MassiveGNN, {"share": 0.25}),
+        {
+            "share": number().and_also(too_much=1.1),
+            "gamma": number().and_also(too_much=1.1),
+            "delta": count(1, 2**20),
+            "alpha": number().optional.and_also(too_much=1.1),
+        },
+    ),
+    "open_split": Call(
+        lambda w: (featstore.open_split, {"path": w.parts, "memory": "64MiB"}),
+        {
+            "path": PATH,
+            "memory": MEMORY,
+            "timeout_seconds": number().and_also(none_at_all=0),
+            "topology": PATH.optional,
+            "reader": OPTION,
+        },
     ),
     "TieredReader": Call(
         lambda w: (

@@ -73,6 +73,11 @@ class World:
         return self.root / "store"
 
     @cached_property
+    def parts(self) -> Path:
+        featstore.split(self.path, 1, self.root / "parts", memory="64MiB", disk=QuickDisk())
+        return self.root / "parts"
+
+    @cached_property
     def store(self) -> featstore.Store:
         return self.open(featstore.open(self.path))
 

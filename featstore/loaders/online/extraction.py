@@ -53,7 +53,7 @@ class Extraction:
     ) -> None:  # fmt: skip
         check_extraction(
             store, policy=policy, static=static, devices=devices, device_memory=device_memory,
-            device_policy=device_policy, reader=reader,
+            device_policy=device_policy, reader=reader, halo=halo,
         )  # fmt: skip
         self.store, self.memory_bytes, self.policy = store, memory_bytes, policy
         self.extracted = extracted

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from featstore.arguments import as_choice, known_name
 from featstore.base.ids import parse_ids
 from featstore.errors import ArgumentError, IdError, SourceError
+from featstore.hosts.split_store import WholeStore
 from featstore.reader.options import check_reading
 from featstore.storage.store import OpenStore, Table
 from featstore.tiers.slots import layout
@@ -18,7 +19,7 @@ from featstore.tiers.slots import layout
 
 def check_extraction(
     store: OpenStore, *, policy: str, static: Any, devices: Sequence[Any], device_memory: int,
-    device_policy: str, reader: dict[str, Any],
+    device_policy: str, reader: dict[str, Any], halo: Any = None,
 ) -> None:  # fmt: skip
     """Raise ArgumentError, SourceError, IdError for options of
     :class:`featstore.loaders.online.loader.OnlineLoader` that are wrong, or that contradict each other."""
@@ -32,6 +33,8 @@ def check_extraction(
     if static is not None and policy != "static":
         raise SourceError(f"static= says which rows the policy 'static' keeps, but the policy is {policy!r}")
     check_reading(**reader)
+    if halo is not None and not isinstance(store, WholeStore):
+        raise ArgumentError("halo= keeps rows of other hosts: it is of a store that is split by hosts")
     as_choice(device_policy, "device_policy", [name for name in known if name not in ("auto", "static")])
     if device_memory and not devices:
         raise SourceError("device_memory= keeps rows on a device: say on which, with device=")
