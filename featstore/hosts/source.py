@@ -197,7 +197,7 @@ def body_bytes_for(store: OpenStore, tables: Sequence[str], memory_bytes: int, h
     """Bytes of an answer that lines to all hosts have memory for, a row of any table at least. Raises
     BudgetError."""
     least = padded(max((store.table(name).row_bytes for name in tables), default=1))
-    for body_bytes in (4 << 20, 2 << 20, 1 << 20, 1 << 19, 1 << 18, 1 << 17, 1 << 16, least):
+    for body_bytes in (8 << 20, 4 << 20, 2 << 20, 1 << 20, 1 << 19, 1 << 18, 1 << 17, 1 << 16, least):
         ids = ids_max_for(body_bytes)
         if body_bytes >= least and Exchange.held_bytes(hosts, body_bytes, ids, len(tables)) <= memory_bytes:
             return body_bytes

@@ -377,4 +377,4 @@ def test_the_memory_of_lines(store: featstore.Store) -> None:
         body_bytes_for(store, ["long"], 1000, 4)
     needed = found.value.needed_bytes
     assert body_bytes_for(store, ["long"], needed, 4) == ms.padded(40_000)
-    assert body_bytes_for(store, ["uint8"], 1 << 30, 2) == 4 << 20
+    assert body_bytes_for(store, ["uint8"], 1 << 30, 2) == 8 << 20
