@@ -7,6 +7,11 @@ The folder holds ``ogbn_arxiv_tape40.npz`` and ``coauthor_physics.npz``, as ``me
 the training itself is that benchmark's as well: two layers of GraphSAGE, a learning rate that falls linearly,
 evaluation on the whole graph every other epoch.
 
+*By owner* is what ranks of several hosts do (``featstore.split``, ``open_split``): the nodes are split among
+hosts as the command does it, and a step has as many seeds of each host, drawn at random from those that it
+owns; where hosts own unequal numbers, some stand twice. Gradients are averaged over all seeds of a step, as
+DistributedDataParallel does.
+
 Only the order differs in which the training nodes go through the mini-batches. All orders have as many
 mini-batches of as many seeds, whose neighbours are drawn from the whole graph in memory, and the number of
 sequences is found by the test on the labels. What is reported is the test accuracy at the best validation,
@@ -18,6 +23,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import tempfile
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
@@ -42,6 +48,8 @@ from mega_accuracy import (
 from mega_plans import Data, Plan, load
 from numpy.typing import NDArray
 
+from featstore.sampling.ranked import owned_share
+
 KIND = "SAGE"
 WIDEST = 256  # features; of what has more, random projections are trained on
 LOWEST_POINTS = -0.3
@@ -57,23 +65,30 @@ COLUMNS = (
 )
 PLANS = {
     "arxiv": Plan("ogbn_arxiv_tape40", "ogbn_arxiv_tape40", "official", 1024, 1024, 8, 0.01, fanouts=(10, 5)),
+    "computers": Plan(
+        "amazon_computers", "amazon_computers", "official", 512, 86, 24, 0.005, fanouts=(10, 5)
+    ),
     "physics": Plan("coauthor_physics", "coauthor_physics", "official", 256, 64, 8, 0.01, fanouts=(10, 5)),
 }
 
 
 @dataclass(frozen=True)
 class Order:
-    """An order of the training nodes. ``sequences``: 0 for as many as the test on the labels finds."""
+    """An order of the training nodes. ``sequences``: 0 for as many as the test on the labels finds.
+    ``hosts``: of training by owner."""
 
     title: str
     kind: str
     sequences: int = 0
+    hosts: int = 0
 
 
 ORDERS = {
     "random": Order("random", "random"),
     "proximity": Order("proximity", "proximity"),
     "partition": Order("partition", "partition"),
+    "owner_2": Order("by owner, two hosts", "owner", hosts=2),
+    "owner_4": Order("by owner, four hosts", "owner", hosts=4),
 }
 
 
@@ -92,6 +107,9 @@ class Orders:
         data = self._data
         if order.kind == "random":
             return lambda epoch: np.random.default_rng([seed, epoch]).permutation(data.train), 0
+        if order.kind == "owner":
+            owner = self._owners(order.hosts)
+            return lambda epoch: self._by_owner(owner, order.hosts, [seed, epoch]), 0
         given: dict[str, Any] = {"batch_size": self._plan.batch_size, "seed": seed, "labels": data.labels}
         given["sequences"] = order.sequences or "auto"
         made: featstore.ProximityOrder | featstore.PartitionOrder
@@ -105,6 +123,34 @@ class Orders:
             return made.nodes()
 
         return nodes, made.sequences
+
+    def _by_owner(self, owner: NDArray[Any], hosts: int, seed: list[int]) -> NDArray[np.int64]:
+        """The seeds of all hosts, step by step."""
+        shuffled = np.random.default_rng(seed).permutation(self._data.train)
+        each = self._plan.batch_size // hosts
+        shares = [owned_share(shuffled, owner, each, host, 1, hosts).seeds for host in range(hosts)]
+        steps = -(-len(shares[0]) // each)
+        return np.concatenate([share[step * each :][:each] for step in range(steps) for share in shares])
+
+    def _owners(self, hosts: int) -> NDArray[Any]:
+        """The host of each node, as ``featstore.split`` has it."""
+        import featstore
+
+        data = self._data
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder)
+            rows, graph = np.zeros((len(data.indptr) - 1, 1), np.uint8), (data.indptr, data.indices)
+            with featstore.pack(
+                path / "s",
+                rows,
+                graph=graph,
+                partitions=32 * hosts,
+                arrays={"train": data.train},
+                memory="4GiB",
+            ) as store:
+                featstore.split(store, hosts, path / "parts", train="train", memory="4GiB")
+            with featstore.open(path / "parts" / "topology") as topology, topology.reader() as reader:
+                return reader.read(np.arange(len(rows)))
 
     def _of_nodes(self) -> NDArray[np.int32]:
         if self._partitions is None:
@@ -137,8 +183,8 @@ def epochs(
 
     def batches(epoch: int) -> Iterator[Any]:
         order = nodes(epoch)
-        if not np.array_equal(np.sort(order), np.sort(data.train)):
-            raise click.ClickException(f"epoch {epoch} has not every training node once")
+        if not np.array_equal(np.unique(order), np.sort(data.train)):
+            raise click.ClickException(f"epoch {epoch} has not every training node")
         for number, low in enumerate(range(0, len(order), plan.batch_size)):
             sample = sampler.sample(order[low : low + plan.batch_size], number, epoch=epoch)
             rows.append(len(sample.node))
@@ -159,7 +205,8 @@ def run(data: Data, plan: Plan, orders: Orders, order: Order, whole: Any, seed: 
 def trained_as(plan: Plan, order: Order) -> int:
     """A fingerprint of all that a run's result depends on but its seed."""
     given = {
-        "plan": asdict(replace(plan, title="")), "order": asdict(replace(order, title="")), "kind": KIND,
+        "plan": asdict(replace(plan, title="")), "kind": KIND,
+        "order": {k: v for k, v in asdict(replace(order, title="")).items() if k != "hosts" or v},
         "every": EVERY, "widest": WIDEST, "partition_seed": PARTITION_SEED,
     }  # fmt: skip
     return zlib.crc32(json.dumps(given, sort_keys=True).encode())
