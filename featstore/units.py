@@ -67,3 +67,25 @@ def format_bytes(size: float) -> str:
 
 #: The longest single read; bandwidth no longer grows beyond it.
 EXTENT_BYTES_MAX = 512 * 1024
+
+
+def multiple_bytes(value: int | str, whole_bytes: int, name: str) -> int:
+    """A limit in bytes: bytes, a size, 0, or a multiple of ``whole_bytes`` as ``"3x"``. Raises
+    ArgumentError."""
+    if isinstance(value, str) and value.strip().lower().endswith("x"):
+        try:
+            times = float(value.strip()[:-1])
+        except ValueError:
+            times = -1.0
+        if not 0 <= times < 1e9:
+            raise ArgumentError(
+                f"{name} must be a size or a multiple of the tables such as '3x', not {value!r}"
+            )
+        return int(times * whole_bytes)
+    try:
+        nothing = isinstance(value, int | str) and not isinstance(value, bool) and value in (0, "0")
+        return 0 if nothing else parse_bytes(value, name)
+    except ValueError as error:
+        raise ArgumentError(
+            f"{name} must be a size or a multiple of the tables such as '3x': {error}"
+        ) from None

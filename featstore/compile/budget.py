@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 
 from featstore.base.buffers import ALIGNMENT
 from featstore.compile.limits import SLOTS_MAX
-from featstore.errors import ArgumentError, BudgetError
+from featstore.errors import BudgetError
 from featstore.plan.budget import reader_bytes
 from featstore.storage.store import OpenStore, Table
-from featstore.units import parse_bytes
+from featstore.units import multiple_bytes
 
 _RECORD_BYTES_PER_ID = 32  # at most: a row of the shared or the base table, its admission, its node id
 _RECORD_BYTES = 8192
@@ -139,18 +139,4 @@ def parse_disk(disk: int | str | None, store: OpenStore) -> int | None:
     SourceError."""
     if disk is None:
         return None
-    if isinstance(disk, str) and disk.strip().lower().endswith("x"):
-        try:
-            times = float(disk.strip()[:-1])
-        except ValueError:
-            times = -1.0
-        if not 0 <= times < 1e9:
-            raise ArgumentError(f"disk must be a size or a multiple of the tables such as '3x', not {disk!r}")
-        return int(times * sum(t.data_bytes for t in store.tables.values()))
-    try:
-        nothing = isinstance(disk, int | str) and not isinstance(disk, bool) and disk in (0, "0")
-        return 0 if nothing else parse_bytes(disk, "disk")
-    except ValueError as error:
-        raise ArgumentError(
-            f"disk must be a size or a multiple of the tables such as '3x': {error}"
-        ) from None
+    return multiple_bytes(disk, sum(t.data_bytes for t in store.tables.values()), "disk")

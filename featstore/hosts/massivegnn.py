@@ -193,8 +193,8 @@ class MassiveGNN:
 
 def halo_of(table: Table) -> Halo:
     """The halo of this host, of a table of a split store; empty without a graph. Raises ArgumentError."""
-    part = table.on_disk.store
-    if table.on_disk is table:
+    part = table.tables_on_disk[0].store
+    if part is table.store:
         raise ArgumentError(f"a halo is of a store that is split by hosts, not of {shown(table.store.path)}")
     names = [name for name, graph in part.graphs.items() if graph.entry.table == table.name]
     if not names:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from featstore.arguments import Named, as_path, check_options
 from featstore.base.system import is_directory, is_there
 from featstore.errors import ArgumentError, BudgetError, ClosedError, SourceError
+from featstore.hosts.copies import Copies, CopiesTier
 from featstore.hosts.exchange import Exchange
 from featstore.hosts.owners import Owners
 from featstore.hosts.places import HostPlace, as_timeout, open_wire, place_among
@@ -23,33 +24,34 @@ from featstore.reader.lookup import table_need
 from featstore.reader.options import READING, check_reading
 from featstore.reader.reader import Reader
 from featstore.reader.report import ReaderStats
-from featstore.storage.manifest import MANIFEST_NAME, TOPOLOGY
+from featstore.storage.manifest import HALO, HALO_NODES, MANIFEST_NAME, TOPOLOGY
 from featstore.storage.store import OpenStore, Table
 from featstore.units import parse_bytes
 
 if TYPE_CHECKING:
     from featstore.storage.manifest import FamilyEntry
-    from featstore.tiers import TierSpec
+    from featstore.tiers import RowSource, TierSpec
 
 _LINES_SHARE = 4  # of the memory, at most, is for lines
 _LOADED_AT_ONCE = 1 << 20  # nodes
 
 
 class WholeTable(Table):
-    """A table of all hosts: as many rows as all have, of the type that they have. ``own`` is this host's."""
+    """A table of all hosts: as many rows as all have, of the type that they have. ``own`` is this host's,
+    ``copies`` has those of others that it keeps on its disk."""
 
-    def __init__(self, store: OpenStore, name: str, own: Table) -> None:
+    def __init__(self, store: OpenStore, name: str, own: Table, copies: Table | None) -> None:
         entry = store.manifest.tables[name]
         typed = own.entry
         whole = msgspec.structs.replace(
             entry, dtype=typed.dtype, row_shape=typed.row_shape, row_bytes=typed.row_bytes
         )
         super().__init__(store, name, whole)
-        self.own = own
+        self.own, self.copies = own, copies
 
     @property
-    def on_disk(self) -> Table:
-        return self.own
+    def tables_on_disk(self) -> Sequence[Table]:
+        return (self.own,) if self.copies is None else (self.own, self.copies)
 
 
 class WholeStore(OpenStore):
@@ -96,11 +98,15 @@ class WholeStore(OpenStore):
         self.place = self._place(family.hosts)
         self.part = OpenStore(self._own_part(given) if several else given)
         self._check_part(family)
-        names = list(self.part.tables)
+        names = [name for name in self.part.tables if name in self.manifest.tables]
         self.tables = Named(
-            "the store has no table", {n: WholeTable(self, n, self.part.table(n)) for n in names}
+            "the store has no table",
+            {n: WholeTable(self, n, self.part.table(n), self._copies_of(n)) for n in names},
         )
         self._open_rows(names, memory_bytes, timeout, options)
+
+    def _copies_of(self, name: str) -> Table | None:
+        return self.part.tables.get(f"{name}.{HALO}")
 
     @staticmethod
     def _place(hosts: int) -> HostPlace:
@@ -136,6 +142,7 @@ class WholeStore(OpenStore):
     ) -> None:
         place, tables = self.place, [self.table(name) for name in names]
         held = sum(Owners.bytes_for(table.rows, place.hosts) for table in tables)
+        held += sum(Copies.bytes_for(t.rows, c.rows) for t in tables if (c := self._copies_of(t.name)))
         lines_bytes = 0
         if place.leads and place.hosts > 1:
             share = max(0, memory_bytes - held) // _LINES_SHARE
@@ -156,6 +163,11 @@ class WholeStore(OpenStore):
                     f"table {name!r} of {self.part.path} has {self.part.table(name).rows:,} rows, and its "
                     f"host owns {owners.rows:,} nodes: copy both from the same split"
                 )
+        self.copies = {
+            t.name: Copies(self.part.arrays[f"{t.name}.{HALO_NODES}"], t.rows, f"{t.name}.{HALO}")
+            for t in tables
+            if self._copies_of(t.name) is not None
+        }
         self._memory = {"owners": held, "lines": lines_bytes, "reader": memory_bytes - held - lines_bytes}
         if not place.leads or place.hosts == 1:
             return
@@ -203,8 +215,10 @@ class WholeStore(OpenStore):
                 f"the lines to other hosts are those of local rank 0, and this is local rank "
                 f"{self.place.local_rank}: read through a loader that the ranks of a host share, shared=True"
             )
-        reader = Reader(self.part, tables=list(tables), **options)
-        return HostsRows(self, self.owners, reader, self._exchange, halo, halo_memory)
+        copies = {name: self.copies[name] for name in tables if name in self.copies}
+        here = [*tables, *(f"{name}.{HALO}" for name in copies)]
+        reader = Reader(self.part, tables=here, **options)
+        return HostsRows(self, self.owners, copies, reader, self._exchange, halo, halo_memory)
 
     def received(self) -> tuple[int, int]:
         """Rows that have come from other hosts, and their bytes."""
@@ -246,12 +260,13 @@ class HostsRows(HostsSource):
     tier over the others', in ``halo_memory`` bytes."""
 
     def __init__(
-        self, store: OpenStore, owners: Mapping[str, Owners], reader: Reader, exchange: Exchange | None,
-        halo: TierSpec | None = None, halo_memory: int = 0,
+        self, store: OpenStore, owners: Mapping[str, Owners], copies: Mapping[str, Copies], reader: Reader,
+        exchange: Exchange | None, halo: TierSpec | None = None, halo_memory: int = 0,
     ) -> None:  # fmt: skip
         self._peers = PeersSource(store, owners, exchange)
-        self.halo = None if halo is None else halo.over(self._peers, halo_memory)
-        super().__init__(store, owners, reader, self._peers if self.halo is None else self.halo)
+        below: RowSource = CopiesTier(self._peers, copies, reader) if copies else self._peers
+        self.halo = None if halo is None else halo.over(below, halo_memory)
+        super().__init__(store, owners, reader, below if self.halo is None else self.halo)
         self._reader = reader
 
     @property

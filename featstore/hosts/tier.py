@@ -39,7 +39,7 @@ class Hosts:
 
     def least_bytes(self, tables: Sequence[Table]) -> int:
         verify = self.options.get("verify", True)
-        return own_bytes(1, [table_need(table.on_disk, verify) for table in tables])
+        return own_bytes(1, [table_need(one, verify) for table in tables for one in table.tables_on_disk])
 
     def over(self, below: RowSource, memory_bytes: int) -> Tier:
         raise ArgumentError(

@@ -164,6 +164,9 @@ class CompiledEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 #: Of a family, the store of topology, beside `host-0`, `host-1` and so on.
 TOPOLOGY = "topology"
+#: Of a part: table ``TABLE.halo`` of copies of other hosts' rows, arrays ``TABLE.halo_nodes`` of the nodes
+#: that they are of, ``GRAPH.halo_ids`` and ``GRAPH.halo_uses``.
+HALO, HALO_NODES, HALO_IDS, HALO_USES = "halo", "halo_nodes", "halo_ids", "halo_uses"
 
 
 class FamilyEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):

@@ -17,6 +17,8 @@ from featstore.storage.manifest import (
     FAMILY_FEATURE,
     GENERATION_NAME,
     GRAPHS_FEATURE,
+    HALO,
+    HALO_NODES,
     HOSTS_MAX,
     PARTITIONS_OF_FEW_ROWS,
     ROW_BYTES_MAX,
@@ -82,9 +84,18 @@ def _check_family(manifest: Manifest, family: FamilyEntry) -> None:
         raise FormatError("a part names the family's topology and its host; topology names neither")
     if not all(_UUID.fullmatch(u) for u in (family.base_uuid, family.uuid) if u is not None):
         raise FormatError(f"the family's uuids are none: {family.base_uuid!r}, {family.uuid!r}")
-    if family.first_rows.keys() != manifest.tables.keys():
+    copies = (
+        {f"{name}.{HALO}" for name in family.first_rows} - family.first_rows.keys()
+        if host is not None
+        else set()
+    )
+    if manifest.tables.keys() - copies != family.first_rows.keys():
         raise FormatError("the family's first rows are of other tables than the store has")
-    for name, table in manifest.tables.items():
+    for name in copies & manifest.tables.keys():
+        nodes = manifest.arrays.get(f"{name.removesuffix(HALO)}{HALO_NODES}")
+        if nodes is None or nodes.shape != [manifest.tables[name].rows]:
+            raise FormatError(f"there is no array that says of which nodes the rows of table {name!r} are")
+    for name, table in ((name, manifest.tables[name]) for name in family.first_rows):
         first = family.first_rows[name]
         if len(first) != hosts + 1 or first[0] != 0 or first != sorted(first) or first[-1] > ROWS_MAX:
             raise FormatError(f"the first rows of {hosts} hosts of table {name!r} are impossible")

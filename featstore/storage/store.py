@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import stat
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -92,10 +92,10 @@ class Table:
         return self.rows * self.row_bytes
 
     @property
-    def on_disk(self) -> Table:
-        """The table whose rows are on this machine's disk: this one, or of a table of several hosts the part
-        that is here."""
-        return self
+    def tables_on_disk(self) -> Sequence[Table]:
+        """The tables whose rows are on this machine's disk: this one, or of a table of several hosts what is
+        here of it."""
+        return (self,)
 
     @property
     def partition_offsets(self) -> NDArray[np.int64]:

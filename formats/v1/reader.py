@@ -379,8 +379,15 @@ class Store:
         need(host is None or (type(host) is int and 0 <= host < hosts), "host")
         uuid = "[0-9a-f]{8}-[0-9a-f]{4}-8[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}"
         need(all(re.fullmatch(uuid, f[key]) for key in ("base_uuid", "uuid") if key in f), "uuids")
-        need(f["first_rows"].keys() == self.rows.keys() and f["remote_edges"].keys() == self.graphs.keys(),
+        copies = (
+            {n + ".halo" for n in f["first_rows"]} - f["first_rows"].keys() if host is not None else set()
+        )
+        own = self.rows.keys() - copies
+        need(own == f["first_rows"].keys() and f["remote_edges"].keys() == self.graphs.keys(),
              "a family of other tables or graphs")  # fmt: skip
+        for n in copies & self.rows.keys():
+            nodes = self.arrays[n + "_nodes"]
+            need(len(nodes) == len(self.rows[n]) == len(np.unique(nodes)), f"the nodes of {n}")
         for n, first in f["first_rows"].items():
             need(len(first) == hosts + 1 and all(type(r) is int and 0 <= r <= 2**40 for r in first), "rows")
             need(first[0] == 0 and first == sorted(first), f"first rows of {n}")

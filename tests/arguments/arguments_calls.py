@@ -338,6 +338,7 @@ CALLS: dict[str, Call] = {
             .but("a text")
             .saying("train|node|id|array"),
             "seed": SEED.and_also(beyond_metis=2**31),
+            "halo_disk": DISK,
             "memory": MEMORY,
             "resume": FLAG,
             "overwrite": FLAG,

@@ -49,7 +49,8 @@ def graph_and_rows(path: Path, pack: Any) -> None:
     graph = np.stack([source, target])
     pack(path / "s", features, graph=graph, arrays=arrays, order="ldg", partitions=32).close()
     for hosts in (1, 2, 3):
-        featstore.split(path / "s", hosts, path / f"parts{hosts}", train="train", memory="256MiB")
+        copies = "1000x" if hosts == 3 else None  # of the whole halo
+        featstore.split(path / "s", hosts, path / f"parts{hosts}", train="train", halo_disk=copies)
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +105,10 @@ with featstore.open_split(f"parts{hosts}", memory="16MiB", timeout_seconds=30) a
             report = loader.report()
             assert (report.remote_rows > 0) == (hosts > 1), report
             told.append({"rank": rank, "steps": steps, "padded": report.padded, "seen": seen})
+    with store.loader(seeds="train", fanouts=(-1,), batch_size=30, memory="48MiB") as loader:
+        for batch in loader:
+            assert (batch.x == features[batch.n_id]).all()
+        assert (loader.report().remote_rows > 0) == (hosts == 2)  # of 3 each has copies of its halo
     json.dump(told, open(f"told{rank}.json", "w"))
 dist.destroy_process_group()
 """

@@ -260,6 +260,44 @@ def owners(out: Path, name: str) -> np.ndarray:
         return rows_of(topology, name)
 
 
+@pytest.mark.parametrize("limit", ["1000x", "0.3x", "900", "0"])
+def test_copies_are_of_what_lists_name_most(tmp_path: Path, store: featstore.Store, limit: str) -> None:
+    """Of the halo, as many rows as the limit allows, to the bit; and the same again, whatever the memory."""
+    featstore.split(store, 3, tmp_path / "parts", halo_disk=limit)
+    featstore.split(store, 3, tmp_path / "again", halo_disk=limit, memory="96MiB")
+    assert tree(tmp_path / "parts") == tree(tmp_path / "again")
+    name = next(graph.entry.table for graph in store.graphs.values())
+    rows, (indptr, indices) = rows_of(store, name), next(iter(store.graphs.values())).csc()
+    owner, row_bytes = owners(tmp_path / "parts", name), store.tables[name].row_bytes
+    for host in range(3):
+        with featstore.open(tmp_path / "parts" / f"host-{host}") as part:
+            assert featstore.verify(part.path).ok
+            ids, uses = halo(indptr, indices, owner == host)
+            own = int((owner == host).sum()) * row_bytes
+            most = {"1000x": len(ids), "0.3x": int(0.3 * own) // row_bytes, "900": 900 // row_bytes, "0": 0}
+            count = min(len(ids), most[limit])
+            nodes = part.arrays[f"{name}.halo_nodes"]
+            assert len(nodes) == part.tables[f"{name}.halo"].rows == count
+            wanted = ids[np.lexsort((ids, -uses))[:count]]
+            assert set(nodes.tolist()) == set(wanted.tolist())
+            assert rows_of(part, f"{name}.halo").tobytes() == rows[nodes].tobytes()
+
+
+def test_copies_need_a_graph_and_a_name(tmp_path: Path, store: featstore.Store) -> None:
+    with (
+        featstore.pack(tmp_path / "plain", np.zeros((9, 2), np.float32)) as plain,
+        pytest.raises(ArgumentError, match="no graph"),
+    ):
+        featstore.split(plain, 2, tmp_path / "out", halo_disk="1x")
+    graph = (np.arange(10), np.zeros(9, np.int32))
+    tables = {"a": np.zeros((9, 2), np.float32), "a.halo": np.zeros((3, 2), np.float32)}
+    with (
+        featstore.pack(tmp_path / "named", tables, graph={"a": graph}) as named,
+        pytest.raises(SourceError, match=r"a\.halo"),
+    ):
+        featstore.split(named, 2, tmp_path / "out", halo_disk="1x")
+
+
 @pytest.mark.parametrize("order", ["given", "ldg", "metis"])
 def test_few_edges_are_cut_and_hosts_are_even(tmp_path, order):
     indptr, indices = planted(8, 500, 6)

@@ -24,6 +24,11 @@ from featstore_cli.output import facts, print_json, progress, seconds_text, show
     metavar="[TABLE=]ARRAY",
     help="The store's array of training nodes, which are dealt out evenly, too.",
 )
+@click.option(
+    "--halo-disk",
+    metavar="SIZE|Nx",
+    help="Copies of other hosts' rows in each part, at most: a size, or a multiple of the part's own rows.",
+)
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the partitioners.")
 @click.option(
     "--memory", type=SIZE, default="1GiB", show_default=True, help="What the split may hold in memory."
@@ -33,8 +38,8 @@ from featstore_cli.output import facts, print_json, progress, seconds_text, show
 @json_option
 @shared_options
 def command(
-    store: Path, hosts: int, out: Path, train: tuple[str, ...], seed: int, memory: int, resume: bool,
-    overwrite: bool, as_json: bool,
+    store: Path, hosts: int, out: Path, train: tuple[str, ...], halo_disk: str | None, seed: int,
+    memory: int, resume: bool, overwrite: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Split STORE by hosts, for training on several of them.
 
@@ -50,8 +55,8 @@ def command(
         settings().packing, settings().what = out, "the split"
         with progress("splitting") as tell:
             featstore.split(
-                opened, hosts, out, train=given.get(None, given or None), seed=seed, memory=memory,
-                resume=resume, overwrite=overwrite,
+                opened, hosts, out, train=given.get(None, given or None), seed=seed, halo_disk=halo_disk,
+                memory=memory, resume=resume, overwrite=overwrite,
                 progress=lambda p: tell(f"{p.table}: {p.stage}", p.done_bytes, p.total_bytes),
             )  # fmt: skip
         settings().packing = None

@@ -158,7 +158,8 @@ class BudgetSplit:
         }
 
     def _needs(self, tables: Mapping[str, Table]) -> list[TableNeed]:
-        return [table_need(t.on_disk, self._verify, by_row=False) for t in tables.values()]
+        here = [one for table in tables.values() for one in table.tables_on_disk]
+        return [table_need(table, self._verify, by_row=False) for table in here]
 
     def _parts(
         self, tables: Mapping[str, Table], asked: Demand, devices: Mapping[str, int], room: float, *,

@@ -29,6 +29,10 @@ from featstore.reader.reader import Reader
 from featstore.storage.manifest import (
     FAMILY_FEATURE,
     GRAPHS_FEATURE,
+    HALO,
+    HALO_IDS,
+    HALO_NODES,
+    HALO_USES,
     ArrayEntry,
     FamilyEntry,
     GraphEntry,
@@ -46,7 +50,6 @@ from featstore.storage.table_writer import (
 )
 from featstore.storage.transaction import Transaction
 
-HALO_IDS, HALO_USES = "halo_ids", "halo_uses"
 _BECAUSE = {"chosen_because": "it is the order of the store that was split"}
 _OFFSETS_AT_ONCE = 1 << 19
 _NO_USES = np.empty(0, np.uint32)
@@ -198,10 +201,15 @@ def write_part(
     tables, graphs, arrays = {}, {}, {}
     for name, table in plan.store.tables.items():
         tables[name] = _own_rows(member, table, host)
+    named: dict[str, list[tuple[NDArray[Any], NDArray[np.uint32]]]] = {}
     for name, graph in plan.store.graphs.items():
         graphs[name], halo_ids, halo_uses = _own_lists(member, graph, host)
         for what, values in ((HALO_IDS, halo_ids), (HALO_USES, halo_uses)):
             arrays[f"{name}.{what}"] = member.array(f"arrays/{name}.{what}", values)
+        named.setdefault(graph.entry.table, []).append((halo_ids, halo_uses))
+    for name, halos in named.items() if plan.halo_disk is not None else ():
+        tables[f"{name}.{HALO}"], nodes = _copies(member, plan.store.tables[name], host, halos)
+        arrays[f"{name}.{HALO_NODES}"] = member.array(f"arrays/{name}.{HALO_NODES}", nodes)
     member.commit(tables, graphs, arrays, plan.family(uuid, host), provenance)
 
 
@@ -220,6 +228,30 @@ def _own_rows(member: FamilyStore, table: Table, host: int) -> TableEntry:
     del row_of_node
     with plan.reader(table) as reader:
         return member.table(name, StoredRows(reader, table, rows), order, node_of_row, memory)
+
+
+def _copies(
+    member: FamilyStore, table: Table, host: int, halos: list[tuple[NDArray[Any], NDArray[np.uint32]]]
+) -> tuple[TableEntry, NDArray[Any]]:
+    """Rows of other hosts that the host's lists name most often, as many as it may have, in the store's
+    order; and the nodes that they are of."""
+    plan, name = member.plan, f"{table.name}.{HALO}"
+    count = sum(len(ids) for ids, _ in halos)
+    needed = 48 * count + table.rows * node_dtype(table.rows).itemsize + plan.reader_bytes(table)
+    memory = plan.need(needed, f"find the halo of host {host} in table {table.name!r}")
+    nodes, inverse_of = np.unique(np.concatenate([ids for ids, _ in halos]), return_inverse=True)
+    uses = np.bincount(inverse_of, np.concatenate([uses for _, uses in halos]), len(nodes))
+    most = plan.copies_bytes(table, host) // table.row_bytes
+    kept = nodes[np.lexsort((nodes, -uses))[:most]]  # ties by node id
+    row_of_node = table.row_of_node()
+    rows = np.sort(kept if row_of_node is None else row_of_node[kept]).astype(np.int64)
+    del row_of_node
+    order = member.order(name, "given", dict(_BECAUSE), np.array([0, len(rows)], np.int64))
+    with plan.reader(table) as reader:
+        entry = member.table(name, StoredRows(reader, table, rows), order, None, memory)
+    node_of_row = table.node_of_row()
+    own = rows if node_of_row is None else node_of_row[rows]
+    return entry, own.astype(node_dtype(table.rows))
 
 
 def _local_maps(table: Table, rows: NDArray[np.int64]) -> tuple[NDArray[Any] | None, NDArray[Any] | None]:

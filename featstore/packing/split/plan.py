@@ -20,6 +20,7 @@ from featstore.packing.split.lists import PASS_EDGES, count_remote, need_row
 from featstore.reader.reader import Reader
 from featstore.storage.manifest import FamilyEntry
 from featstore.storage.store import OpenStore, StoredGraph, Table
+from featstore.units import multiple_bytes
 
 _READER_BYTES_MIN, _READER_BYTES_MAX = 4 * 2**20, 32 * 2**20
 
@@ -27,7 +28,8 @@ _READER_BYTES_MIN, _READER_BYTES_MAX = 4 * 2**20, 32 * 2**20
 @dataclass
 class SplitPlan:
     """A split under way. ``train``: masks of nodes by table. ``memory_bytes``: what is handed out of the
-    budget. ``host_of_row``, ``remote_edges``: as they become known, by table and graph."""
+    budget. ``halo_disk``: limit on copies of the halo. ``host_of_row``, ``remote_edges``: as they become
+    known, by table and graph."""
 
     store: OpenStore
     hosts: int
@@ -38,6 +40,7 @@ class SplitPlan:
     host_of_row: dict[str, NDArray[Any]] = field(default_factory=dict)
     remote_edges: dict[str, list[int]] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
+    halo_disk: int | str | None = None
 
     @property
     def held_bytes(self) -> int:
@@ -89,6 +92,14 @@ class SplitPlan:
         """How many rows a host has."""
         first = self.first_rows(table)
         return first[host + 1] - first[host]
+
+    def copies_bytes(self, table: Table, host: int) -> int:
+        """How many bytes of copies of other hosts' rows a host may have, of one table."""
+        if self.halo_disk is None:
+            return 0
+        others = table.rows - self.rows_of(table.name, host)
+        own = self.rows_of(table.name, host) * table.row_bytes
+        return min(others * table.row_bytes, multiple_bytes(self.halo_disk, own, "halo_disk"))
 
     def family(self, uuid: str | None = None, host: int | None = None) -> FamilyEntry:
         return FamilyEntry(

@@ -34,15 +34,15 @@ from featstore.packing.split.directory import (
     remove_others,
     standing,
 )
-from featstore.packing.split.members import HALO_IDS, HALO_USES, write_part, write_topology_store
+from featstore.packing.split.members import write_part, write_topology_store
 from featstore.packing.split.plan import SplitPlan
 from featstore.storage.disk import Disk
 from featstore.storage.generations import writing
 from featstore.storage.journal import TableProgress
-from featstore.storage.manifest import HOSTS_MAX, TOPOLOGY, FamilyEntry, check_name
+from featstore.storage.manifest import HALO, HALO_IDS, HALO_USES, HOSTS_MAX, TOPOLOGY, FamilyEntry, check_name
 from featstore.storage.store import OpenStore, as_store
 from featstore.storage.transaction import Transaction, write_generation
-from featstore.units import parse_bytes
+from featstore.units import multiple_bytes, parse_bytes
 
 __all__ = ["split_store"]
 
@@ -56,6 +56,7 @@ def split_store(
     *,
     train: Any = None,
     seed: int = 0,
+    halo_disk: int | str | None = None,
     memory: int | str = "1GiB",
     resume: bool = False,
     overwrite: bool = False,
@@ -85,6 +86,9 @@ def split_store(
             store; a mapping of table names to such where there are several tables with a graph.
         seed: of the partitioners, below 2**31. Equal stores, options and seed give equal bytes, whatever the
             memory and the cores.
+        halo_disk: limit on copies of other hosts' rows in each part, bytes, a size, or a multiple of the
+            part's own rows, ``"2x"``: of the halo, those that the lists name most often. They are a table
+            ``TABLE.halo``, and the array ``TABLE.halo_nodes`` has their node ids. None by default.
         memory: budget for all that the split holds beyond the bare process, in bytes or as ``"512MiB"``: some
             40 bytes a node of the largest table, features never whole. A BudgetError names what the step that
             failed needs; a later one may need more, and ``resume`` goes on with any memory.
@@ -106,15 +110,18 @@ def split_store(
     if progress is not None:
         as_function(progress, "progress")
     place = real_path(as_path(out, "out"))
+    if halo_disk is not None:
+        multiple_bytes(halo_disk, 0, "halo_disk")
     with ExitStack() as opened:
         if not isinstance(store, OpenStore):
             store = opened.enter_context(OpenStore(as_path(store, "store")))
         base = as_store(store)
-        _check_store(base, hosts)
+        _check_store(base, hosts, halo_disk is not None)
         check_place(place, real_path(base.path))
         plan = SplitPlan(
-            base, hosts, _training(base, train), seed, without_slack(budget), PackStages(progress)
-        )
+            base, hosts, _training(base, train), seed, without_slack(budget), PackStages(progress),
+            halo_disk=halo_disk,
+        )  # fmt: skip
         found = standing(place)
         check_standing(place, found, resume=resume, overwrite=overwrite)
         try:
@@ -126,7 +133,7 @@ def split_store(
     return Path(out)
 
 
-def _check_store(store: OpenStore, hosts: int) -> None:
+def _check_store(store: OpenStore, hosts: int, copies: bool) -> None:
     manifest = store.manifest
     if manifest.family is not None:
         raise SourceError(f"{store.path} is of a split itself; split the store that it came from")
@@ -140,6 +147,14 @@ def _check_store(store: OpenStore, hosts: int) -> None:
                 f"hosts must be at most the {graph.table.rows:,} nodes of table {graph.table.name!r}, not "
                 f"{hosts:,}"
             )
+    for name in {graph.entry.table for graph in store.graphs.values()} if copies else ():
+        check_name(f"{name}.{HALO}", "table", SourceError)
+        if f"{name}.{HALO}" in store.tables:
+            raise SourceError(
+                f"halo_disk= makes a table {name}.{HALO}, and {store.path} has one of that name"
+            )
+    if copies and not store.graphs:
+        raise ArgumentError("halo_disk= keeps copies of the halo, and the store has no graph: leave it out")
     most = max((table.rows for table in store.tables.values()), default=0)
     if most < hosts:
         raise ArgumentError(
@@ -190,7 +205,9 @@ class _Split:
             name: [int(np.count_nonzero(mask)), zlib.crc32(np.packbits(mask).tobytes())]
             for name, mask in plan.train.items()
         }
-        self._asked = {"seed": plan.seed, "train": trained}
+        self._asked: dict[str, Any] = {"seed": plan.seed, "train": trained}
+        if plan.halo_disk is not None:
+            self._asked["halo_disk"] = plan.halo_disk
 
     def run(self) -> None:
         self._check_others()
@@ -248,6 +265,7 @@ class _Split:
             return False
         tables = plan.store.tables.values()
         needed = sum(plan.rows_of(t.name, host) * (t.row_bytes + t.row_bytes // 1024 + 16) for t in tables)
+        needed += sum(plan.copies_bytes(t, host) for t in tables if plan.graphs_of(t.name))
         fingerprint = {"topology": topology, "host": host}
         self._write(
             name, fingerprint, needed,

@@ -1,0 +1,116 @@
+"""Copies of other hosts' rows on this host's own disk: of the halo, those that its lists name most often."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from featstore.base.bitmap import set_bits, slot_of
+from featstore.base.checks import check_distinct
+from featstore.base.compilation import njit
+from featstore.engine.request import Request
+from featstore.tiers import RowSource
+from featstore.tiers.over import OverSource
+from featstore.tiers.static_tier import new_rows
+
+
+@njit(cache=True, nogil=True)
+def rows_of_copies(
+    ids: NDArray[np.int64], bits: Any, ranks: Any, row_of_rank: Any, out: NDArray[np.int64]
+) -> None:
+    """The row of each node among the copies, -1 where there is none."""
+    for i in range(ids.shape[0]):
+        rank = slot_of(ids[i], bits, ranks)
+        out[i] = row_of_rank[rank] if rank >= 0 else -1
+
+
+class Copies:
+    """Which row of the table ``name`` of a part has which node: ``nodes`` [rows], distinct, of a table of
+    ``total`` rows. Raises FormatError."""
+
+    def __init__(self, nodes: NDArray[Any], total: int, name: str) -> None:
+        check_distinct(nodes, total, f"the nodes of table {name!r}")
+        self.name, self.rows = name, len(nodes)
+        self._bits = np.zeros(-(-total // 64), np.uint64)
+        self._ranks = np.zeros(len(self._bits), np.int32)
+        set_bits(nodes.astype(np.int64), self._bits, self._ranks)
+        self._row_of_rank = np.argsort(nodes, kind="stable").astype(np.int32)
+        self.find(np.empty(0, np.int64))  # so that the kernel is there
+
+    @staticmethod
+    def bytes_for(total: int, rows: int) -> int:
+        """Memory of so many copies."""
+        return -(-total // 64) * 12 + 4 * rows
+
+    def find(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """int64 [n], the row of each node, -1 where there is none."""
+        found = np.empty(len(ids), np.int64)
+        rows_of_copies(ids, self._bits, self._ranks, self._row_of_rank, found)
+        return found
+
+
+class CopiesTier(OverSource):
+    """Rows of other hosts that are on this one's disk, over the lines to them. ``local``: reads the tables of
+    ``copies``; it is not closed."""
+
+    name = "copies"
+
+    def __init__(self, below: RowSource, copies: Mapping[str, Copies], local: RowSource) -> None:
+        super().__init__(below)
+        self._copies, self._local, self._hits = copies, local, 0
+        self.memory_bytes = 0
+
+    def submit(
+        self, ids: Mapping[str, Any], *, out: Mapping[str, Any] | None, at: Mapping[str, Any] | None = None
+    ) -> Request:
+        self.check_open()
+        filled = new_rows(self, ids) if out is None else dict(out)
+        here: list[dict[str, Any]] = [{}, {}, {}]  # ids, out and places, by table
+        there: list[dict[str, Any]] = [{}, {}, {}]
+        for name, wanted in ids.items():
+            copies = self._copies.get(name)
+            rows = np.full(len(wanted), -1, np.int64) if copies is None else copies.find(wanted)
+            own = name if copies is None else copies.name
+            for part, mine, of, told in ((here, rows >= 0, own, rows), (there, rows < 0, name, wanted)):
+                positions = np.flatnonzero(mine).astype(np.int32)
+                if len(positions):
+                    part[0][of], part[1][of] = told[positions], filled[name]
+                    part[2][of] = positions if at is None else np.asarray(at[name])[positions]
+        self._hits += sum(map(len, here[0].values()))
+        request = Request(lambda: filled)
+        request.begin()
+        try:
+            for source, (wanted, to, places) in ((self._below, there), (self._local, here)):
+                if wanted:
+                    asked = source.submit(wanted, out=to, at=places)
+                    request.open_piece(asked)
+                    asked.add_done_callback(partial(_ended, request))
+        except BaseException as error:
+            request.close_piece(None, error)
+            request.abandon()  # nothing may write into rows that the caller has back
+            raise
+        request.close_piece(None, None)
+        return request
+
+    def holds(self, table: str, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
+        if table not in self._copies:
+            return np.zeros(len(ids), bool)
+        return np.asarray(self._copies[table].find(ids) >= 0)
+
+    def hits(self) -> int:
+        return self._hits
+
+    def close(self) -> None:
+        self._closed = True
+
+    def __repr__(self) -> str:
+        return f"<CopiesTier of {self.tables}>"
+
+
+def _ended(request: Request, asked: Any) -> None:
+    """What was asked below has ended."""
+    request.close_piece(asked, asked.exception())
