@@ -28,7 +28,7 @@ def rows_of_copies(
         out[i] = row_of_rank[rank] if rank >= 0 else -1
 
 
-class Copies:
+class DiskCopies:
     """Which row of the table ``name`` of a part has which node: ``nodes`` [rows], distinct, of a table of
     ``total`` rows. Raises FormatError."""
 
@@ -59,7 +59,7 @@ class CopiesTier(OverSource):
 
     name = "copies"
 
-    def __init__(self, below: RowSource, copies: Mapping[str, Copies], local: RowSource) -> None:
+    def __init__(self, below: RowSource, copies: Mapping[str, DiskCopies], local: RowSource) -> None:
         super().__init__(below)
         self._copies, self._local, self._hits = copies, local, 0
         self.memory_bytes = 0

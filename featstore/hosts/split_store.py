@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from featstore.arguments import Named, as_path, check_options
 from featstore.base.system import is_directory, is_there
 from featstore.errors import ArgumentError, BudgetError, ClosedError, SourceError
-from featstore.hosts.copies import Copies, CopiesTier
+from featstore.hosts.copies import CopiesTier, DiskCopies
 from featstore.hosts.exchange import Exchange
 from featstore.hosts.owners import Owners
 from featstore.hosts.places import HostPlace, as_timeout, open_wire, place_among
@@ -142,7 +142,7 @@ class WholeStore(OpenStore):
     ) -> None:
         place, tables = self.place, [self.table(name) for name in names]
         held = sum(Owners.bytes_for(table.rows, place.hosts) for table in tables)
-        held += sum(Copies.bytes_for(t.rows, c.rows) for t in tables if (c := self._copies_of(t.name)))
+        held += sum(DiskCopies.bytes_for(t.rows, c.rows) for t in tables if (c := self._copies_of(t.name)))
         lines_bytes = 0
         if place.leads and place.hosts > 1:
             share = max(0, memory_bytes - held) // _LINES_SHARE
@@ -164,7 +164,7 @@ class WholeStore(OpenStore):
                     f"host owns {owners.rows:,} nodes: copy both from the same split"
                 )
         self.copies = {
-            t.name: Copies(self.part.arrays[f"{t.name}.{HALO_NODES}"], t.rows, f"{t.name}.{HALO}")
+            t.name: DiskCopies(self.part.arrays[f"{t.name}.{HALO_NODES}"], t.rows, f"{t.name}.{HALO}")
             for t in tables
             if self._copies_of(t.name) is not None
         }
@@ -260,7 +260,7 @@ class HostsRows(HostsSource):
     tier over the others', in ``halo_memory`` bytes."""
 
     def __init__(
-        self, store: OpenStore, owners: Mapping[str, Owners], copies: Mapping[str, Copies], reader: Reader,
+        self, store: OpenStore, owners: Mapping[str, Owners], copies: Mapping[str, DiskCopies], reader: Reader,
         exchange: Exchange | None, halo: TierSpec | None = None, halo_memory: int = 0,
     ) -> None:  # fmt: skip
         self._peers = PeersSource(store, owners, exchange)
