@@ -38,8 +38,9 @@ _waits = True
 
 
 def fsync_unless_quick(descriptor: int) -> None:
-    """fsync, or only what it says of descriptors that are none: no test cuts the power, those of crashes record
-    what is asked of the disk, and where other programs write, each waits for all that they have written."""
+    """fsync, or only what it says of descriptors that are none: no test cuts the power, those of crashes
+    record what is asked of the disk, and where other programs write, each waits for all that they have
+    written."""
     if _waits:
         _fsync(descriptor)
     else:
@@ -66,6 +67,17 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Plans must not depend on what this machine's user has calibrated."""
     patch = pytest.MonkeyPatch()
     patch.setenv("FEATSTORE_CACHE", str(tmp_path_factory.mktemp("cache")))
+    yield
+    patch.undo()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _little_is_written_to_measure() -> Iterator[None]:
+    """A calibration packs stores of these sizes in turns: half a gigabyte each time, as they are."""
+    import featstore.measure.calibrate
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(featstore.measure.calibrate, "WRITTEN_BYTES", (1 << 20, 5 << 20))
     yield
     patch.undo()
 

@@ -294,8 +294,8 @@ def test_a_host_that_asks_for_nothing_learns_it_too(
 
 @pytest.mark.parametrize("how", ["flip", "cut"])
 def test_damaged_messages_are_found(store: featstore.Store, arrays: dict[str, np.ndarray], how: str) -> None:
-    """Of whatever host 1 sends to host 0, after who it is, one thing is damaged: each of the first eight, some
-    at the same time, as most of it is waiting."""
+    """Of whatever host 1 sends to host 0, after who it is, one thing is damaged: each of the first eight,
+    some at the same time, as most of it is waiting."""
 
     def damaged(at: int) -> list[Any]:
         def meddle(source: int, to: int, number: int, data: np.ndarray) -> np.ndarray:
