@@ -4,6 +4,7 @@ read."""
 from __future__ import annotations
 
 import functools
+import os
 import shutil
 import signal
 from collections.abc import Callable, Iterator
@@ -30,6 +31,31 @@ settings.load_profile("featstore")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a shell starts what runs in its background so
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+#: Tests that are about files on a device, where fsync waits for it as ever.
+WAITING = ("engine", "measure", "storage", "test_files.py")
+_fsync, _fstat = os.fsync, os.fstat
+_waits = True
+
+
+def fsync_unless_quick(descriptor: int) -> None:
+    """fsync, or only what it says of descriptors that are none: no test cuts the power, those of crashes
+    record what is asked of the disk, and where other programs write, each waits for all that they have
+    written."""
+    if _waits:
+        _fsync(descriptor)
+    else:
+        _fstat(descriptor)
+
+
+os.fsync = fsync_unless_quick
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    global _waits
+    _waits = item.path.relative_to(Path(__file__).parent).parts[0] in WAITING
+
+
 #: Chunk files of this size make tables of many chunks out of little data.
 SMALL_CHUNK_BYTES = 16 * 1024
 
@@ -41,6 +67,17 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Plans must not depend on what this machine's user has calibrated."""
     patch = pytest.MonkeyPatch()
     patch.setenv("FEATSTORE_CACHE", str(tmp_path_factory.mktemp("cache")))
+    yield
+    patch.undo()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _little_is_written_to_measure() -> Iterator[None]:
+    """A calibration packs stores of these sizes in turns: half a gigabyte each time, as they are."""
+    import featstore.measure.calibrate
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(featstore.measure.calibrate, "WRITTEN_BYTES", (1 << 20, 5 << 20))
     yield
     patch.undo()
 

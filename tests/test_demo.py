@@ -381,11 +381,12 @@ def write_npz(path: Path, scratch: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_the_command_has_the_ways_asked_for(tmp_path: Path) -> None:
-    """As a user runs it, workers and all; those of all ways are in :func:`test_all_ways`."""
+    """As a user runs it, workers and all; those of all ways are in :func:`test_all_ways`, and workers of
+    other ways train in ``properties/test_outside.py``."""
     write_npz(tmp_path / "graph.npz", tmp_path)
     command = [
         sys.executable, "-m", "featstore_cli", "demo", "--data", str(tmp_path / "graph.npz"), "--json",
-        "--memory", "32MiB", "--epochs", "2", "--mode", "np.memmap", "--mode", "partitions",
+        "--memory", "32MiB", "--epochs", "2", "--mode", "np.memmap",
     ]  # fmt: skip
     (tmp_path / "tmp").mkdir()
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(tmp_path / "tmp")}
@@ -393,7 +394,7 @@ def test_the_command_has_the_ways_asked_for(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert (found["schema"], found["good"]) == ("featstore.demo/2", True)
-    assert tuple(found["ways"]) == ("memory", "np.memmap", "partitions")
+    assert tuple(found["ways"]) == ("memory", "np.memmap")
     for way in found["ways"].values():
         assert 0 < way["baseline_rss_bytes"] <= way["peak_rss_bytes"]
         assert way["later_epoch_seconds"] is None or way["later_epoch_seconds"] > 0

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import signal
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -39,22 +43,64 @@ assert (store.arrays["labels"] == np.load("labels.npy")).all()
 """
 
 
-def run(arguments: list[str], folder: Path) -> str:
+#: What examples import of others takes longer than they do. This imports it, and nothing of featstore, and
+#: has each program run in a process of its own, which begins with that.
+LAUNCHER = """
+import json, os, runpy, sys, warnings
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    import numba, numpy, torch, torch._dynamo, torch_geometric
+for line in sys.stdin:
+    folder, package, *arguments = json.loads(line)
+    child = os.fork()
+    if child == 0:
+        os.chdir(folder)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        for number, name in ((1, "stdout"), (2, "stderr")):
+            os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+        sys.path.insert(0, package)
+        sys.argv = arguments
+        runpy.run_path(sys.argv[0], run_name="__main__")
+        break
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+Run = Callable[[list[str], Path], str]
+Example = Callable[[str], str]
+
+
+@pytest.fixture(scope="module")
+def run() -> Iterator[Run]:
     """Run Python in ``folder`` with this very featstore; returns what it printed."""
     package = str(Path(featstore.__file__).resolve().parent.parent)
-    code = (
-        f"import runpy, sys; sys.path.insert(0, {package!r}); sys.argv = sys.argv[1:]; "
-        "runpy.run_path(sys.argv[0], run_name='__main__')"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments], cwd=folder, capture_output=True, text=True, timeout=100
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    with subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        start_new_session=True,
+    ) as launcher:  # fmt: skip
+        assert launcher.stdin is not None
+        assert launcher.stdout is not None
+
+        def run(arguments: list[str], folder: Path) -> str:
+            program = str((folder / arguments[0]).resolve())
+            print(
+                json.dumps([str(folder), package, program, *arguments[1:]]), file=launcher.stdin, flush=True
+            )
+            assert int(launcher.stdout.readline()) == 0, (folder / "stderr").read_text()
+            return (folder / "stdout").read_text()
+
+        try:
+            yield run
+            launcher.stdin.close()
+            assert launcher.wait(20) == 0
+        finally:
+            if launcher.poll() is None:
+                os.killpg(launcher.pid, signal.SIGKILL)
 
 
-def example(name: str, folder: Path) -> str:
-    return run([str(EXAMPLES / name)], folder)
+@pytest.fixture
+def example(run: Run, tmp_path: Path) -> Example:
+    """Run an example; returns what it printed."""
+    return lambda name: run([str(EXAMPLES / name)], tmp_path)
 
 
 def test_every_example_is_tested_and_short() -> None:
@@ -73,8 +119,8 @@ def test_every_example_is_tested_and_short() -> None:
         assert len(path.read_text().splitlines()) <= 100, path
 
 
-def test_gather_numpy(tmp_path: Path) -> None:
-    out = example("gather_numpy.py", tmp_path)
+def test_gather_numpy(example: Example) -> None:
+    out = example("gather_numpy.py")
     counted = re.search(r"([\d,]+) of 2,000 rows are in memory, the rest takes ([\d,]+) reads", out)
     assert counted is not None
     held, reads = (int(number.replace(",", "")) for number in counted.groups())
@@ -85,10 +131,8 @@ def test_gather_numpy(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["train_torch.py", "train_pyg.py"])
-def test_training_loops_learn_from_rows_on_disk(tmp_path: Path, name: str) -> None:
-    epochs = re.findall(
-        r"epoch (\d): loss [\d.]+, accuracy ([\d.]+), ([\d,]+) reads so far", example(name, tmp_path)
-    )
+def test_training_loops_learn_from_rows_on_disk(example: Example, name: str) -> None:
+    epochs = re.findall(r"epoch (\d): loss [\d.]+, accuracy ([\d.]+), ([\d,]+) reads so far", example(name))
     assert [int(epoch) for epoch, _, _ in epochs] == [0, 1]
     assert float(epochs[-1][1]) > 0.98  # with rows of other nodes it would be 0.25
     reads = [int(count.replace(",", "")) for _, _, count in epochs]
@@ -96,9 +140,9 @@ def test_training_loops_learn_from_rows_on_disk(tmp_path: Path, name: str) -> No
 
 
 @pytest.mark.parametrize(("name", "least"), [("train_mega_torch.py", 0.9), ("train_mega_pyg.py", 0.95)])
-def test_mega_batches_learn_from_partitions_on_disk(tmp_path: Path, name: str, least: float) -> None:
+def test_mega_batches_learn_from_partitions_on_disk(example: Example, name: str, least: float) -> None:
     line = r"epoch (\d): loss [\d.]+, accuracy ([\d.]+), ([\d,]+) bytes read so far, (\d+)% of the neighbours"
-    epochs = re.findall(line, example(name, tmp_path))
+    epochs = re.findall(line, example(name))
     assert [int(epoch) for epoch, *_ in epochs] == [0, 1]
     assert float(epochs[-1][1]) > least  # with rows of other nodes it would be 0.25
     for epoch, _, read, kept in epochs:
@@ -108,8 +152,8 @@ def test_mega_batches_learn_from_partitions_on_disk(tmp_path: Path, name: str, l
         assert 50 < int(kept) < 100
 
 
-def test_a_compiled_trace_learns_from_packed_rows(tmp_path: Path) -> None:
-    out = example("train_compiled_pyg.py", tmp_path)
+def test_a_compiled_trace_learns_from_packed_rows(example: Example) -> None:
+    out = example("train_compiled_pyg.py")
     accuracy = re.search(r"second epoch: accuracy ([\d.]+)", out)
     sources = re.search(r"rows from memory ([\d,]+) bytes, packed ([\d,]+) bytes", out)
     assert accuracy is not None and sources is not None  # noqa: PT018
@@ -117,8 +161,8 @@ def test_a_compiled_trace_learns_from_packed_rows(tmp_path: Path) -> None:
     assert all(int(count.replace(",", "")) > 0 for count in sources.groups())
 
 
-def test_an_online_loader_learns_through_its_buffer(tmp_path: Path) -> None:
-    out = example("train_online_pyg.py", tmp_path)
+def test_an_online_loader_learns_through_its_buffer(example: Example) -> None:
+    out = example("train_online_pyg.py")
     accuracy = re.search(r"second epoch: accuracy ([\d.]+)", out)
     buffered = re.search(r"(\d+)% of the rows were in the buffer; ([\d,]+) bytes read", out)
     assert accuracy is not None and buffered is not None  # noqa: PT018
@@ -127,26 +171,22 @@ def test_an_online_loader_learns_through_its_buffer(tmp_path: Path) -> None:
     assert int(buffered.group(2).replace(",", "")) >= 10_000 * 32 * 4, "every row at least once"
 
 
-def test_every_mode_learns_by_the_same_loop(tmp_path: Path) -> None:
-    found = re.findall(
-        r"(\w+): accuracy ([\d.]+), ([\d,]+) bytes read", example("train_modes_torch.py", tmp_path)
-    )
+def test_every_mode_learns_by_the_same_loop(example: Example) -> None:
+    found = re.findall(r"(\w+): accuracy ([\d.]+), ([\d,]+) bytes read", example("train_modes_torch.py"))
     assert [mode for mode, _, _ in found] == ["online", "compiled", "rolling", "partitions"]
     for mode, accuracy, read in found:
         assert float(accuracy) > 0.9, mode  # with rows of other nodes it would be 0.25
         assert int(read.replace(",", "")) > 0, mode
 
 
-def test_ranks_learn_through_one_buffer(tmp_path: Path) -> None:
-    epochs = re.findall(
-        r"epoch (\d): accuracy ([\d.]+), ([\d,]+) rows read", example("train_ranks_torch.py", tmp_path)
-    )
+def test_ranks_learn_through_one_buffer(example: Example) -> None:
+    epochs = re.findall(r"epoch (\d): accuracy ([\d.]+), ([\d,]+) rows read", example("train_ranks_torch.py"))
     assert [int(epoch) for epoch, _, _ in epochs] == [0, 1]
     assert float(epochs[-1][1]) > 0.98  # with rows of other nodes it would be 0.25
     assert [read for _, _, read in epochs] == ["10,000", "10,000"], "each row once, whichever rank asks first"
 
 
-def test_readme_code_runs(tmp_path: Path) -> None:
+def test_readme_code_runs(run: Run, tmp_path: Path) -> None:
     section = (ROOT / "README.md").read_text().partition("## Use it")[2].partition("\n## ")[0]
     blocks = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
     assert blocks

@@ -69,6 +69,16 @@ def is_right(path) -> bool:
     return True
 
 
+def is_the_same(path: Path, wanted: dict[str, bytes]) -> bool:
+    """It opens, and is a store that is right, to the byte. Where something else lies beside what it consists
+    of, it is read as well."""
+    with featstore.open(path):
+        pass
+    found = tree(path)
+    assert {k: v for k, v in found.items() if ".journal" not in k} == wanted
+    return len(found) == len(wanted) or is_right(path)
+
+
 def tree(path: Path) -> dict[str, bytes]:
     return {
         str(p.relative_to(path)): p.read_bytes()
@@ -103,7 +113,8 @@ def test_every_crash_state_is_old_or_new_and_can_go_on(tmp_path, way):
         try:
             with featstore.open(store):
                 pass
-            is_right(store)
+            if tree(store) != wanted:
+                is_right(store)
             opened += 1
             continue
         except IncompleteStoreError:
@@ -116,8 +127,9 @@ def test_every_crash_state_is_old_or_new_and_can_go_on(tmp_path, way):
             except (IncompleteStoreError, FeatstoreError) as error:
                 assert "resume" in str(error), label
                 do_pack(store, way=way, overwrite=True)
-            assert is_right(store)
-            assert tree(store) == wanted, label
+            assert tree(store) == wanted, label  # which is right, to the byte
+            with featstore.open(store):
+                pass
     assert opened > 3
     assert resumed > 5
 
@@ -126,6 +138,7 @@ def test_every_crash_state_is_old_or_new_and_can_go_on(tmp_path, way):
 def test_killed_at_any_operation_then_resumed(tmp_path, way):
     reference = tmp_path / "reference"
     do_pack(reference, way=way)
+    assert is_right(reference)
     wanted = tree(reference)
     at, finished = 0, False
     while not finished:
@@ -141,8 +154,7 @@ def test_killed_at_any_operation_then_resumed(tmp_path, way):
                 do_pack(path, way=way)  # killed before anything worth resuming
             except FeatstoreError as error:
                 assert "nothing to resume" in str(error)  # killed after the commit
-        assert is_right(path)
-        assert {k: v for k, v in tree(path).items() if ".journal" not in k} == wanted
+        assert is_the_same(path, wanted)
         at += 1 if at < 40 else 7
     assert at > 60
 
