@@ -13,9 +13,11 @@ end say so, and serve on until all have.
 
 from __future__ import annotations
 
+import atexit
 import json
 import threading
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -36,6 +38,18 @@ from featstore.hosts.wire import Wire
 IDS_MAX = 1 << 16  # of an ask
 _GRACE_SECONDS = 1.0  # for the reason to arrive why others have closed
 _VERSION = 1
+_started: weakref.WeakSet[Exchange] = weakref.WeakSet()
+
+
+def _leave_all() -> None:
+    """Before the interpreter goes: a thread that came back from the network after that would end the process
+    by SIGABRT, whatever its error and exit code were."""
+    for exchange in list(_started):
+        exchange.close("has ended without closing the store")
+
+
+# before thread pools are shut down, after which rows that others ask for could not be read
+getattr(threading, "_register_atexit", atexit.register)(_leave_all)
 
 
 class Exchange(OneProcess):
@@ -117,6 +131,7 @@ class Exchange(OneProcess):
     def start(self, serve: Serve) -> None:
         """From now on rows are asked for and served."""
         self.serve = serve
+        _started.add(self)
         now = time.monotonic()
         for line in self.lines.values():
             line.heard = now
@@ -203,17 +218,24 @@ class Exchange(OneProcess):
 
     def close(self, because: str = "") -> None:
         """Wait for what was asked, say that nothing more will be, and serve until the other hosts have said
-        so, too. ``because``: leave at once, and tell the others why. May be called more than once."""
+        so, too. ``because``: leave at once, and tell the others why. May be called more than once; an
+        interrupt leaves at once."""
         if not self.here or self._closed:
             return
         self._closed = True
-        if because:
-            self.fail(self.peer_error(self.wire.host, because))
-        elif self.error is None:
-            self._say_goodbye()
-        self._ending = True
-        if self.error is not None:  # receivers may wait for who says nothing: they end with the process
-            self._leave()
+        try:
+            if because:
+                self.fail(self.peer_error(self.wire.host, because))
+            elif self.error is None:
+                self._say_goodbye()
+        except BaseException as error:
+            self.fail(self.peer_error(self.wire.host, f"has ended with {type(error).__name__}"))
+            raise
+        finally:
+            self._ending = True
+            if self.error is not None:
+                self._leave()
+        if self.error is not None:
             return
         self._watch.end()
         for line in self.lines.values():
@@ -223,6 +245,8 @@ class Exchange(OneProcess):
 
     def _say_goodbye(self) -> None:
         lines = list(self.lines.values())
+        for line in lines:
+            line.ask_no_more()
         while any(line.asking for line in lines) and self.error is None:
             self._changed.wait(0.05)
         for line in lines:
@@ -232,13 +256,17 @@ class Exchange(OneProcess):
             self._changed.wait(0.05)
 
     def _leave(self) -> None:
-        """Let the others be told, as far as they listen."""
+        """Let the others be told, as far as they listen, and have the threads come back from the network."""
         deadline = time.monotonic() + _GRACE_SECONDS
         assert self.error is not None
         for peer, line in self.lines.items():
             while peer != self.error.host and not line.workers[0].ended and time.monotonic() < deadline:
                 self._changed.wait(0.02)
         self.wire.close(abort=True)
+        deadline = time.monotonic() + _GRACE_SECONDS
+        workers = [worker for line in self.lines.values() for worker in line.workers]
+        while not all(worker.ended for worker in workers) and time.monotonic() < deadline:
+            self._changed.wait(0.02)
 
 
 def _nobody(ids: Sequence[NDArray[np.int64]], place: AnswerPlace) -> tuple[Request, int]:
