@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import atexit
 import json
+import math
 import threading
 import time
 import weakref
@@ -96,6 +97,7 @@ class Exchange(OneProcess):
         for peer in peers:
             theirs = self._hello(peer)
             if theirs.get("version") != _VERSION or theirs["about"] != about:
+                _wait_for(telling, time.monotonic() + _GRACE_SECONDS)  # it learns why, too
                 other = [n for n in about if theirs.get("about", {}).get(n) != about[n]] or ["version"]
                 raise SourceError(
                     f"host {peer} (rank {self.wire.rank_of(peer)}) does not have what this host has "
@@ -104,8 +106,7 @@ class Exchange(OneProcess):
                     "part of the same split, and the same version of featstore"
                 )
             body_bytes, ids_max = min(body_bytes, theirs["body_bytes"]), min(ids_max, theirs["ids_max"])
-        for worker in telling:
-            worker.end()
+        _wait_for(telling)  # end() would keep one that has not begun from telling
         return body_bytes, ids_max
 
     def _tell(self, peer: int, text: NDArray[np.uint8]) -> None:
@@ -263,14 +264,18 @@ class Exchange(OneProcess):
             while peer != self.error.host and not line.workers[0].ended and time.monotonic() < deadline:
                 self._changed.wait(0.02)
         self.wire.close(abort=True)
-        deadline = time.monotonic() + _GRACE_SECONDS
         workers = [worker for line in self.lines.values() for worker in line.workers]
-        while not all(worker.ended for worker in workers) and time.monotonic() < deadline:
-            self._changed.wait(0.02)
+        _wait_for(workers, time.monotonic() + _GRACE_SECONDS)
 
 
 def _nobody(ids: Sequence[NDArray[np.int64]], place: AnswerPlace) -> tuple[Request, int]:
     raise ClosedError("rows are not served yet")
+
+
+def _wait_for(workers: Sequence[Worker], deadline: float = math.inf) -> None:
+    """Until all that were started have ended, or it is so late."""
+    while not all(worker.ended for worker in workers) and time.monotonic() < deadline:
+        time.sleep(0.01)
 
 
 def _first_line(error: BaseException) -> str:

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from wires import Meddle, Wires
 
 import featstore
+from featstore.base.threads import Worker
 from featstore.errors import (
     ArgumentError,
     BudgetError,
@@ -378,6 +379,23 @@ def test_one_that_is_interrupted_while_it_closes_says_so(
             made[0].exchange.close()
         with pytest.raises(PeerError, match=r"host 0 \(rank 0\) has ended with KeyboardInterrupt"):
             ask_for_all(made[1])
+
+
+def test_a_host_tells_who_it_is_though_all_others_were_faster(
+    store: featstore.Store, arrays: dict[str, np.ndarray], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its thread has not begun when the others' messages are there already."""
+    run = Worker._run
+
+    def late(worker: Worker) -> None:
+        if threading.current_thread().name == "featstore-tell-1":  # of host 0
+            time.sleep(0.2)
+        run(worker)
+
+    monkeypatch.setattr(Worker, "_run", late)
+    with hosts(store, arrays, 2) as (made, _):
+        rows = made[0].source.submit({"float32": np.arange(ROWS)}, out=None).result(SECONDS)["float32"]
+        np.testing.assert_array_equal(rows, arrays["float32"])
 
 
 def test_one_that_leaves_because_of_an_error_says_so(
