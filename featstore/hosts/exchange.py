@@ -13,9 +13,12 @@ end say so, and serve on until all have.
 
 from __future__ import annotations
 
+import atexit
 import json
+import math
 import threading
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -36,6 +39,18 @@ from featstore.hosts.wire import Wire
 IDS_MAX = 1 << 16  # of an ask
 _GRACE_SECONDS = 1.0  # for the reason to arrive why others have closed
 _VERSION = 1
+_started: weakref.WeakSet[Exchange] = weakref.WeakSet()
+
+
+def _leave_all() -> None:
+    """Before the interpreter goes: a thread that came back from the network after that would end the process
+    by SIGABRT, whatever its error and exit code were."""
+    for exchange in list(_started):
+        exchange.close("has ended without closing the store")
+
+
+# before thread pools are shut down, after which rows that others ask for could not be read
+getattr(threading, "_register_atexit", atexit.register)(_leave_all)
 
 
 class Exchange(OneProcess):
@@ -82,6 +97,7 @@ class Exchange(OneProcess):
         for peer in peers:
             theirs = self._hello(peer)
             if theirs.get("version") != _VERSION or theirs["about"] != about:
+                _wait_for(telling, time.monotonic() + _GRACE_SECONDS)  # it learns why, too
                 other = [n for n in about if theirs.get("about", {}).get(n) != about[n]] or ["version"]
                 raise SourceError(
                     f"host {peer} (rank {self.wire.rank_of(peer)}) does not have what this host has "
@@ -90,8 +106,7 @@ class Exchange(OneProcess):
                     "part of the same split, and the same version of featstore"
                 )
             body_bytes, ids_max = min(body_bytes, theirs["body_bytes"]), min(ids_max, theirs["ids_max"])
-        for worker in telling:
-            worker.end()
+        _wait_for(telling)  # end() would keep one that has not begun from telling
         return body_bytes, ids_max
 
     def _tell(self, peer: int, text: NDArray[np.uint8]) -> None:
@@ -117,6 +132,7 @@ class Exchange(OneProcess):
     def start(self, serve: Serve) -> None:
         """From now on rows are asked for and served."""
         self.serve = serve
+        _started.add(self)
         now = time.monotonic()
         for line in self.lines.values():
             line.heard = now
@@ -203,17 +219,24 @@ class Exchange(OneProcess):
 
     def close(self, because: str = "") -> None:
         """Wait for what was asked, say that nothing more will be, and serve until the other hosts have said
-        so, too. ``because``: leave at once, and tell the others why. May be called more than once."""
+        so, too. ``because``: leave at once, and tell the others why. May be called more than once; an
+        interrupt leaves at once."""
         if not self.here or self._closed:
             return
         self._closed = True
-        if because:
-            self.fail(self.peer_error(self.wire.host, because))
-        elif self.error is None:
-            self._say_goodbye()
-        self._ending = True
-        if self.error is not None:  # receivers may wait for who says nothing: they end with the process
-            self._leave()
+        try:
+            if because:
+                self.fail(self.peer_error(self.wire.host, because))
+            elif self.error is None:
+                self._say_goodbye()
+        except BaseException as error:
+            self.fail(self.peer_error(self.wire.host, f"has ended with {type(error).__name__}"))
+            raise
+        finally:
+            self._ending = True
+            if self.error is not None:
+                self._leave()
+        if self.error is not None:
             return
         self._watch.end()
         for line in self.lines.values():
@@ -223,6 +246,8 @@ class Exchange(OneProcess):
 
     def _say_goodbye(self) -> None:
         lines = list(self.lines.values())
+        for line in lines:
+            line.ask_no_more()
         while any(line.asking for line in lines) and self.error is None:
             self._changed.wait(0.05)
         for line in lines:
@@ -232,17 +257,25 @@ class Exchange(OneProcess):
             self._changed.wait(0.05)
 
     def _leave(self) -> None:
-        """Let the others be told, as far as they listen."""
+        """Let the others be told, as far as they listen, and have the threads come back from the network."""
         deadline = time.monotonic() + _GRACE_SECONDS
         assert self.error is not None
         for peer, line in self.lines.items():
             while peer != self.error.host and not line.workers[0].ended and time.monotonic() < deadline:
                 self._changed.wait(0.02)
         self.wire.close(abort=True)
+        workers = [worker for line in self.lines.values() for worker in line.workers]
+        _wait_for(workers, time.monotonic() + _GRACE_SECONDS)
 
 
 def _nobody(ids: Sequence[NDArray[np.int64]], place: AnswerPlace) -> tuple[Request, int]:
     raise ClosedError("rows are not served yet")
+
+
+def _wait_for(workers: Sequence[Worker], deadline: float = math.inf) -> None:
+    """Until all that were started have ended, or it is so late."""
+    while not all(worker.ended for worker in workers) and time.monotonic() < deadline:
+        time.sleep(0.01)
 
 
 def _first_line(error: BaseException) -> str:

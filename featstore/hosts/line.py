@@ -15,7 +15,7 @@ from featstore.base.buffers import aligned_buffer
 from featstore.base.passed_errors import decode_error, encode_error
 from featstore.base.threads import Wake, Worker
 from featstore.engine.request import Request
-from featstore.errors import FormatError, PeerError
+from featstore.errors import ClosedError, FormatError, PeerError
 from featstore.hosts import messages as ms
 from featstore.hosts.asks import AnswerPlace, Ask
 from featstore.hosts.wire import Wire
@@ -83,7 +83,7 @@ class HostLine:
         self._first: deque[Outgoing] = deque()  # all but asks
         self._asks: deque[Ask] = deque()
         self.sent: dict[int, Ask] = {}
-        self._numbers = 0
+        self._numbers, self._asked_all = 0, False
         self.bye_sent = self.bye_heard = self.last = False
         self._wake = Wake()
         self._places = [AnswerPlace(exchange.body_bytes, exchange.ids_max) for _ in range(PLACES)]
@@ -100,11 +100,16 @@ class HostLine:
 
     def ask(self, ask: Ask) -> None:
         with self._lock:
-            if self._exchange.error is None:
+            if self._exchange.error is None and not self._asked_all:
                 self._asks.append(ask)
                 self._wake.set()
                 return
-        ask.end(self._exchange.error)
+        ask.end(self._exchange.error or ClosedError("the split store is closed: open it again to read rows"))
+
+    def ask_no_more(self) -> None:
+        """What is asked from now on fails with ClosedError."""
+        with self._lock:
+            self._asked_all = True
 
     def say(self, message: Outgoing) -> None:
         self._first.append(message)

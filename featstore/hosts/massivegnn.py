@@ -211,7 +211,8 @@ def halo_of(table: Table) -> Halo:
 
 
 class MassiveGNNTier(OverSource):
-    """See :class:`MassiveGNN`. The first request fills the buffer, with one request below."""
+    """See :class:`MassiveGNN`. The first request fills the buffer, with one request below, as does the next
+    one after rows for it have failed to come."""
 
     name = "massivegnn"
 
@@ -235,11 +236,16 @@ class MassiveGNNTier(OverSource):
         filled = new_rows(self, ids) if out is None else dict(out)
         with self._lock:
             if self._coming is not None:
-                self._coming.result()
+                # some that were to come may not have, of a request that failed or was cancelled
+                self._filled = self._filled and self._coming.exception() is None
                 self._coming = None
             if not self._filled:
                 self._fill()
-            return self._step(ids, filled, at)
+            try:
+                return self._step(ids, filled, at)
+            except BaseException:
+                self._filled = False  # slots may have changed hands, and nobody fetches their rows
+                raise
 
     def _fill(self) -> None:
         """The first rows of all tables."""

@@ -171,15 +171,24 @@ class WholeStore(OpenStore):
         self._memory = {"owners": held, "lines": lines_bytes, "reader": memory_bytes - held - lines_bytes}
         if not place.leads or place.hosts == 1:
             return
-        about = {"family": self.uuid, "hosts": place.hosts, "tables": names}
-        exchange = Exchange(
-            open_wire(place, timeout), about, tables=len(names), body_bytes=body_bytes, ids_max=ids_max,
-            timeout_seconds=timeout,
-        )  # fmt: skip
         ranked = self.part.tables[names[0]].entry.order.rows_by_degree is not None
         options = {"static": "degree" if ranked and len(names) == 1 else None} | options
         self._serving = Reader(self.part, memory=self._memory["reader"], **options)
-        exchange.start(Serving(self, self.owners, self._serving))
+        about = {"family": self.uuid, "hosts": place.hosts, "tables": names}
+        try:
+            wire = open_wire(place, timeout)
+            try:
+                exchange = Exchange(
+                    wire, about, tables=len(names), body_bytes=body_bytes, ids_max=ids_max,
+                    timeout_seconds=timeout,
+                )  # fmt: skip
+                exchange.start(Serving(self, self.owners, self._serving))
+            except BaseException:
+                wire.close(abort=True)
+                raise
+        except BaseException:
+            self._serving.close()
+            raise
         self._exchange = exchange
 
     def _body_bytes(self, names: Sequence[str], share: int, memory_bytes: int) -> int:
@@ -234,11 +243,16 @@ class WholeStore(OpenStore):
         """Serve other hosts until they have ended, too, and let all go. ``because``: at once, and tell them
         why."""
         if getattr(self, "_pid", None) == os.getpid():
-            if self._exchange is not None:
-                self._exchange.close(because)
-                self._serving.close()
-            if hasattr(self, "part"):
-                self.part.close()
+            try:
+                if self._exchange is not None:
+                    self._exchange.close(because)
+            finally:
+                if self._exchange is not None:
+                    self._serving.close()
+                if hasattr(self, "part"):
+                    self.part.close()
+                super().close()
+            return
         super().close()
 
     def __exit__(self, *exception: object) -> None:

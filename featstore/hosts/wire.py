@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+_TAG, _NO_TAG = 0, 1  # of all messages, and of none
+_AT_ONCE = timedelta(milliseconds=1)
 
 
 class Wire(Protocol):
@@ -30,7 +34,8 @@ class Wire(Protocol):
         """Wait for a message that was posted. Raises an Exception where the other is gone."""
 
     def close(self, *, abort: bool) -> None:
-        """Give the connections back; with ``abort`` others may be in the middle of sending."""
+        """Give the connections back; with ``abort`` threads may be in the middle of sending and receiving,
+        here and there: they have an Exception."""
 
 
 class GlooWire:
@@ -49,10 +54,10 @@ class GlooWire:
         return self._ranks[self._order[host]]
 
     def send(self, to: int, data: NDArray[np.uint8]) -> None:
-        self._group.send([_tensor(data)], self._order[to], 0).wait(self._timeout)
+        self._group.send([_tensor(data)], self._order[to], _TAG).wait(self._timeout)
 
     def post(self, source: int, into: NDArray[np.uint8]) -> Any:
-        return self._group.recv([_tensor(into)], self._order[source], 0)
+        return self._group.recv([_tensor(into)], self._order[source], _TAG)
 
     def take(self, posted: Any) -> None:
         posted.wait(self._timeout)
@@ -61,7 +66,11 @@ class GlooWire:
         import torch.distributed as dist
 
         if abort:
-            self._group.abort()
+            # A wait that is over closes all connections of a group, and wakes up all who wait for them;
+            # its abort() does nothing.
+            nothing = np.empty(1, np.uint8)
+            with suppress(RuntimeError):
+                self._group.recv([_tensor(nothing)], self._order[self.host - 1], _NO_TAG).wait(_AT_ONCE)
         elif dist.is_initialized():
             dist.destroy_process_group(self._group)
 

@@ -21,10 +21,12 @@ from hypothesis import strategies as st
 from wires import Meddle, Wires
 
 import featstore
+from featstore.base.threads import Worker
 from featstore.errors import (
     ArgumentError,
     BudgetError,
     CancelledError,
+    ClosedError,
     CorruptionError,
     FormatError,
     IdError,
@@ -347,6 +349,56 @@ def test_hosts_that_have_not_the_same_refuse(store: featstore.Store, arrays: dic
         assert isinstance(error, SourceError)
         assert f"host {1 - number}" in str(error)
         assert f"of {number}" in str(error)
+
+
+def test_what_is_asked_after_closing_fails(store: featstore.Store, arrays: dict[str, np.ndarray]) -> None:
+    """Instead of waiting for ever, while others are still served and after."""
+    ids = {"float32": np.arange(ROWS)}
+    with hosts(store, arrays, 2) as (made, _):
+        closing = threading.Thread(target=made[0].exchange.close)
+        closing.start()
+        while not made[1].exchange.lines[0].bye_heard:
+            time.sleep(0.01)
+        with pytest.raises(ClosedError, match="closed"):
+            made[0].source.submit(ids, out=None).result(SECONDS)
+        rows = made[1].source.submit(ids, out=None).result(SECONDS)["float32"]
+        np.testing.assert_array_equal(rows, arrays["float32"])
+        made[1].exchange.close()
+        closing.join(SECONDS)
+        with pytest.raises(ClosedError, match="closed"):
+            made[0].source.submit(ids, out=None).result(SECONDS)
+
+
+def test_one_that_is_interrupted_while_it_closes_says_so(
+    store: featstore.Store, arrays: dict[str, np.ndarray], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with hosts(store, arrays, 2) as (made, _):
+
+        def interrupted(*_: Any) -> None:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(made[0].exchange, "_say_goodbye", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            made[0].exchange.close()
+        with pytest.raises(PeerError, match=r"host 0 \(rank 0\) has ended with KeyboardInterrupt"):
+            ask_for_all(made[1])
+
+
+def test_a_host_tells_who_it_is_though_all_others_were_faster(
+    store: featstore.Store, arrays: dict[str, np.ndarray], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its thread has not begun when the others' messages are there already."""
+    run = Worker._run
+
+    def late(worker: Worker) -> None:
+        if threading.current_thread().name == "featstore-tell-1":  # of host 0
+            time.sleep(0.2)
+        run(worker)
+
+    monkeypatch.setattr(Worker, "_run", late)
+    with hosts(store, arrays, 2) as (made, _):
+        rows = made[0].source.submit({"float32": np.arange(ROWS)}, out=None).result(SECONDS)["float32"]
+        np.testing.assert_array_equal(rows, arrays["float32"])
 
 
 def test_one_that_leaves_because_of_an_error_says_so(

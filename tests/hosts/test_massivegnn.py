@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import featstore
-from featstore.errors import ArgumentError, BudgetError
+from featstore.errors import ArgumentError, BudgetError, PeerError
 from featstore.hosts.massivegnn import Halo, HaloScores, MassiveGNNTier
 from featstore.testing import ArraySource
 
@@ -136,6 +136,45 @@ def test_every_row_is_the_sources_and_none_is_asked_for_twice(
         assert below.asked == asked
         held = tier.holds("features", np.arange(NODES))
         assert set(np.flatnonzero(held).tolist()) == set(plain.stay)
+
+
+@pytest.mark.parametrize("how", ["cancel", "fail", "refuse"])
+def test_rows_that_did_not_come_are_fetched_again(
+    small: Any, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Where a request was cancelled or failed that was to bring rows for the buffer: those after it go on,
+    and get no row that lay in a slot before."""
+    store, rows = small
+    below = ArraySource(store, {"features": rows})
+    tier = tier_over(below, Halo(np.arange(80, dtype=np.int64), np.arange(80)[::-1].copy()), 0.3, 2)
+    misses = np.arange(40, 80)
+
+    def read(ids: np.ndarray) -> np.ndarray:
+        return tier.submit({"features": ids}, out=None).result(10)["features"]
+
+    for _ in range(3):  # the fourth brings others into the buffer
+        np.testing.assert_array_equal(read(misses), rows[misses])
+    held = tier.holds("features", np.arange(NODES))
+    if how == "cancel":
+        below.held = True
+        request = tier.submit({"features": misses}, out=None)
+        assert request.cancel()
+        below.held = False
+        below.let_go()
+        request.exception(10)
+    elif how == "fail":
+        below.error = PeerError(1, 1, "is gone")
+        with pytest.raises(PeerError):
+            read(misses)
+        below.error = None
+    else:
+        with monkeypatch.context() as patched:
+            patched.setattr(below, "submit", lambda *_, **__: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                tier.submit({"features": misses}, out=None)
+    assert not (tier.holds("features", np.arange(NODES)) == held).all()
+    everything = np.arange(NODES)
+    np.testing.assert_array_equal(read(everything), rows)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,147 @@
+"""What hosts do that are processes of their own, until one of them is killed, stopped or cut off."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import stat
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+import featstore
+from featstore.errors import PeerError
+from featstore.hosts import messages as ms
+from featstore.hosts.owners import Owners
+
+SECONDS = 40.0  # after which a host says that nothing has happened
+WRONG_ROWS = 77  # exit code
+
+
+def sockets() -> set[int]:
+    """File descriptors of this process that are sockets."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                found.add(int(name))
+        except OSError:
+            continue
+    return found
+
+
+def cut(lines: set[int], after: float) -> None:
+    """Shut these connections down, as a network does."""
+    time.sleep(after)
+    for number in lines:
+        with socket.socket(fileno=os.dup(number)) as one:
+            try:
+                one.shutdown(socket.SHUT_RDWR)
+            except OSError:
+                continue  # it listens
+
+
+def check(rows: Any, ids: Any, features: Any) -> None:
+    if not (np.asarray(rows) == features[ids]).all():
+        os._exit(WRONG_ROWS)
+
+
+def be_host(rank: int, hosts: int, folder: str, name: str, train: bool, cut_after: float | None) -> None:
+    """Read or train until something goes wrong. ``cut_after``: seconds until this host's lines are cut."""
+    os.chdir(folder)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    features = np.load("features.npy")
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/{name}.meeting", rank=rank, world_size=hosts,
+        timeout=timedelta(seconds=60),
+    )  # fmt: skip
+    Path(f"{name}.begun.{rank}").touch()
+    try:
+        work(rank, hosts, name, train, cut_after, features)
+    except PeerError as error:
+        said = {"host": error.host, "rank": error.rank, "what": error.what, "at": time.time()}
+        Path(f"{name}.told.{rank}").write_text(json.dumps(said))
+        raise
+
+
+def work(rank: int, hosts: int, name: str, train: bool, cut_after: float | None, features: Any) -> None:
+    before, end = sockets(), time.monotonic() + SECONDS  # before: those of the run
+    rng = np.random.default_rng(rank)
+    with featstore.open_split(f"parts{hosts}", memory="16MiB", timeout_seconds=3) as store:
+        if cut_after is not None:
+            threading.Thread(target=cut, args=(sockets() - before, cut_after), daemon=True).start()
+        if not train:
+            with store.reader(memory="16MiB") as reader:
+                while time.monotonic() < end:
+                    ids = rng.integers(0, len(features), 300)
+                    check(reader.read(ids), ids, features)
+                    Path(f"{name}.open.{rank}").touch()
+            return
+        with loader_of(store) as loader, open(f"{name}.log.{rank}", "w") as log:
+            while time.monotonic() < end:
+                for number, batch in enumerate(loader):
+                    check(batch.x, batch.n_id, features)
+                    Path(f"{name}.open.{rank}").touch()
+                    log.write(json.dumps(batch.n_id.tolist()) + "\n")
+                    if number % 4 == 0:
+                        log.flush()
+                        made = json.dumps(loader.state_dict())
+                        Path(f"{name}.state.{rank}.new").write_text(made)
+                        os.replace(f"{name}.state.{rank}.new", f"{name}.state.{rank}")
+
+
+def loader_of(store: Any) -> Any:
+    return store.loader(seeds="train", fanouts=(4, 3), batch_size=10, memory="48MiB")
+
+
+def go_on(rank: int, hosts: int, folder: str, name: str, steps: int) -> None:
+    """From the state that was saved, and from the beginning: that many mini-batches each."""
+    os.chdir(folder)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/{name}.again", rank=rank, world_size=hosts,
+        timeout=timedelta(seconds=60),
+    )  # fmt: skip
+    features = np.load("features.npy")
+    with featstore.open_split(f"parts{hosts}", memory="16MiB", timeout_seconds=20) as store:
+        for what in ("rest", "whole"):
+            made: list[list[int]] = []
+            with loader_of(store) as loader:
+                if what == "rest":
+                    loader.load_state_dict(json.loads(Path(f"{name}.state.{rank}").read_text()))
+                while len(made) < steps:
+                    for batch in loader:
+                        check(batch.x, batch.n_id, features)
+                        made.append(batch.n_id.tolist())
+                        if len(made) == steps:
+                            break
+            Path(f"{name}.{what}.{rank}").write_text(json.dumps(made))
+    dist.destroy_process_group()
+
+
+def warm(folder: str) -> None:
+    """Have all kernels, in the process that others are forked from."""
+    os.chdir(folder)
+    torch.set_num_threads(1)
+    with featstore.open_split("parts1", memory="16MiB") as store:
+        with store.reader(memory="16MiB") as reader:
+            reader.read(np.arange(9))
+        with loader_of(store) as loader:
+            for _ in loader:
+                pass
+    whole = np.zeros(3, np.uint8)
+    Owners("t", whole, 0, 2)
+    ms.seal(ms.message(9), ms.Kind.PING)
+
+
+if "FAULT_HOSTS_WARM" in os.environ:
+    warm(os.environ["FAULT_HOSTS_WARM"])

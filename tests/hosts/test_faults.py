@@ -1,0 +1,197 @@
+"""Hosts as processes, over gloo, of which one is killed, stopped, or cut off at any moment: all others end
+with PeerError, which names it, in time, and never with rows that are not the source's. A restart goes on with
+the mini-batches that were left.
+
+``FEATSTORE_FAULTS``: moments of each kind, 1 by default."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing as mp
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+import fault_hosts
+from test_split_training import graph_and_rows
+
+MOMENTS = int(os.environ.get("FEATSTORE_FAULTS", "1"))
+TIMEOUT_SECONDS, GRACE_SECONDS = 3, 4  # the grace is of a machine that has a few things to do
+START_SECONDS = 40.0
+KINDS = ["SIGKILL", "SIGSTOP", "cut"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, pack: Any) -> Path:
+    made = tmp_path_factory.mktemp("faults")
+    graph_and_rows(made, pack)
+    return made
+
+
+@pytest.fixture(scope="module")
+def context(folder: Path) -> Any:
+    """Processes that begin with all imported, and kernels loaded."""
+    os.environ["FAULT_HOSTS_WARM"] = str(folder)
+    made = mp.get_context("forkserver")
+    made.set_forkserver_preload(["fault_hosts"])
+    return made
+
+
+def wait_for(paths: list[Path]) -> None:
+    end = time.monotonic() + START_SECONDS
+    while not all(path.exists() for path in paths):
+        assert time.monotonic() < end, "hosts have not begun"
+        time.sleep(0.01)
+
+
+def fault(folder: Path, context: Any, kind: str, hosts: int, name: str, *, train: bool, opening: bool) -> Any:
+    """One fault at a moment that follows from its name; (victim, what the others were told, its moment)."""
+    draw = random.Random(name)
+    victim, moment = draw.randrange(hosts), draw.uniform(0, 0.3 if opening else 0.8)
+    cuts = [moment if kind == "cut" and rank == victim else None for rank in range(hosts)]
+    processes = [
+        context.Process(target=fault_hosts.be_host, args=(rank, hosts, str(folder), name, train, cuts[rank]))
+        for rank in range(hosts)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        wait_for([folder / f"{name}.{'begun' if opening else 'open'}.{rank}" for rank in range(hosts)])
+        time.sleep(moment)
+        if kind != "cut":
+            os.kill(processes[victim].pid, getattr(signal, kind))
+        at = time.time()
+        others = [rank for rank in range(hosts) if rank != victim]
+        patience = (3 if opening else 1) * TIMEOUT_SECONDS + GRACE_SECONDS
+        for rank in others:
+            processes[rank].join(max(0.0, at + patience + GRACE_SECONDS - time.time()))
+        codes = [processes[rank].exitcode for rank in others]
+        assert codes == [1] * len(others), (kind, name, codes)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    told = [json.loads((folder / f"{name}.told.{rank}").read_text()) for rank in others]
+    assert all(one["at"] - at < patience for one in told), told
+    return victim, told, moment
+
+
+@pytest.mark.parametrize("moment", range(MOMENTS))
+@pytest.mark.parametrize("hosts", [2, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_others_are_told_of_a_host_that_is_gone(
+    folder: Path, context: Any, kind: str, hosts: int, moment: int
+) -> None:
+    name = f"{kind}{hosts}-{moment}"
+    victim, told, _ = fault(folder, context, kind, hosts, name, train=hosts == 3, opening=False)
+    assert [one["host"] for one in told] == [victim] * (hosts - 1), told
+
+
+@pytest.mark.parametrize("moment", range(MOMENTS))
+@pytest.mark.parametrize("kind", ["SIGKILL", "SIGSTOP"])
+def test_a_host_that_is_gone_while_all_open_the_store(
+    folder: Path, context: Any, kind: str, moment: int
+) -> None:
+    name = f"opening-{kind}-{moment}"
+    victim, told, _ = fault(folder, context, kind, 2, name, train=False, opening=True)
+    assert [one["host"] for one in told] == [victim]
+
+
+@pytest.mark.parametrize("moment", range(MOMENTS))
+def test_a_restart_goes_on_with_the_mini_batches_that_were_left(
+    folder: Path, context: Any, moment: int
+) -> None:
+    """Of each host those before the state that was saved and those after it are those of a run in which
+    nothing happened."""
+    name = f"restart-{moment}"
+    fault(folder, context, "SIGKILL", 2, name, train=True, opening=False)
+    logged = [
+        [json.loads(line) for line in (folder / f"{name}.log.{rank}").read_text().splitlines(True)[:-1]]
+        for rank in range(2)
+    ]
+    again = [
+        context.Process(target=fault_hosts.go_on, args=(rank, 2, str(folder), name, 200)) for rank in range(2)
+    ]
+    for process in again:
+        process.start()
+    for process in again:
+        process.join(START_SECONDS)
+    assert [process.exitcode for process in again] == [0, 0]
+    for rank in range(2):
+        rest, whole = (json.loads((folder / f"{name}.{w}.{rank}").read_text()) for w in ("rest", "whole"))
+        assert logged[rank][:200] == whole[: len(logged[rank])]
+        state = json.loads((folder / f"{name}.state.{rank}").read_text())
+        begin = next(n for n, one in enumerate(whole) if one == rest[0])
+        assert whole[begin:] == rest[: len(whole) - begin]
+        assert begin > 0 or len(logged[rank]) < 2, state
+
+
+ENDS = """
+import os, signal, subprocess, sys
+import numpy as np
+import torch.distributed as dist
+import featstore
+how, rank = sys.argv[1], int(os.environ.get("RANK", sys.argv[-1]))
+if how == "torchrun":
+    dist.init_process_group("gloo")
+else:
+    dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2)
+features = np.load("features.npy")
+store = featstore.open_split("parts2", memory="16MiB", timeout_seconds=3)
+with store.reader(memory="16MiB") as reader:
+    for step in range(10**6):
+        ids = np.random.default_rng([rank, step]).integers(0, 1200, 300)
+        assert (reader.read(ids) == features[ids]).all()
+        if step == 20 and rank == 1:
+            if how == "error":
+                raise ZeroDivisionError("on purpose")
+            if how == "torchrun":  # which ends it only when it goes on
+                subprocess.Popen(["sh", "-c", f"sleep 8; kill -CONT {os.getpid()}"])
+                os.kill(os.getpid(), signal.SIGSTOP)
+            break
+"""
+
+
+@pytest.mark.parametrize(("how", "code"), [("error", 1), ("end", 0)])
+def test_a_process_that_leaves_the_store_open_ends_as_it_would(folder: Path, how: str, code: int) -> None:
+    """Its threads are waiting for the network when the interpreter goes, and do not end it by SIGABRT; others
+    are told."""
+    made = [
+        subprocess.Popen(
+            [sys.executable, "-c", ENDS, how, str(folder / f"{how}.meeting"), str(rank)], cwd=folder,
+            stderr=subprocess.PIPE, text=True,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        said = [one.communicate(timeout=START_SECONDS)[1] for one in made]
+    finally:
+        for one in made:
+            one.kill()
+    assert [one.returncode for one in made] == [1, code], said
+    assert "PeerError: host 1 (rank 1) has ended without closing the store" in said[0]
+    assert ("on purpose" in said[1]) == (how == "error")
+
+
+def test_under_torchrun_it_is_the_error_of_the_process(folder: Path) -> None:
+    """And not a signal: torchrun names the error and exit code 1."""
+    (folder / "ends.py").write_text(ENDS)
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "ends.py",
+         "torchrun"], cwd=folder, capture_output=True, text=True, timeout=2 * START_SECONDS, check=False,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "PeerError: host 1 (rank 1) was not heard of for 3 seconds" in done.stderr
+    assert "exitcode  : 1 " in done.stderr
+    assert "SIGABRT" not in done.stderr
