@@ -274,8 +274,8 @@ class HostsRows(HostsSource):
     tier over the others', in ``halo_memory`` bytes."""
 
     def __init__(
-        self, store: OpenStore, owners: Mapping[str, Owners], copies: Mapping[str, DiskCopies], reader: Reader,
-        exchange: Exchange | None, halo: TierSpec | None = None, halo_memory: int = 0,
+        self, store: OpenStore, owners: Mapping[str, Owners], copies: Mapping[str, DiskCopies],
+        reader: Reader, exchange: Exchange | None, halo: TierSpec | None = None, halo_memory: int = 0,
     ) -> None:  # fmt: skip
         self._peers = PeersSource(store, owners, exchange)
         below: RowSource = CopiesTier(self._peers, copies, reader) if copies else self._peers
