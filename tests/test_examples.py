@@ -106,6 +106,7 @@ def example(run: Run, tmp_path: Path) -> Example:
 def test_every_example_is_tested_and_short() -> None:
     assert {path.name for path in EXAMPLES.iterdir() if path.suffix == ".py"} == {
         "gather_numpy.py",
+        "train_hosts_torch.py",
         "train_compiled_pyg.py",
         "train_mega_pyg.py",
         "train_mega_torch.py",
@@ -184,6 +185,15 @@ def test_ranks_learn_through_one_buffer(example: Example) -> None:
     assert [int(epoch) for epoch, _, _ in epochs] == [0, 1]
     assert float(epochs[-1][1]) > 0.98  # with rows of other nodes it would be 0.25
     assert [read for _, _, read in epochs] == ["10,000", "10,000"], "each row once, whichever rank asks first"
+
+
+def test_hosts_learn_from_parts(example: Example) -> None:
+    epochs = re.findall(
+        r"epoch (\d): accuracy ([\d.]+), ([\d,]+) rows of other hosts", example("train_hosts_torch.py")
+    )
+    assert [int(epoch) for epoch, _, _ in epochs] == [0, 1, 2]
+    assert float(epochs[-1][1]) > 0.9  # with rows of other nodes it would be 0.25
+    assert 0 < int(epochs[0][2].replace(",", "")) < int(epochs[-1][2].replace(",", ""))
 
 
 def test_readme_code_runs(run: Run, tmp_path: Path) -> None:

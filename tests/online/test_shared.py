@@ -45,6 +45,7 @@ from featstore.errors import (
     FeatstoreError,
     FormatError,
     IdError,
+    PeerError,
     SourceError,
 )
 from featstore.shared import client as shared_client
@@ -624,12 +625,13 @@ class Odd(IdError):
 @pytest.mark.parametrize(
     "error",
     [
-        *(getattr(errors, name)("what, where, what to do") for name in sorted(shared_protocol._OF_MESSAGE)),
+        *(getattr(errors, name)("what, where, what to do") for name in sorted(passed_errors._OF_MESSAGE)),
         CorruptionError("/a/file", 4096, 1, 2),
         CorruptionError("/a/file", None, "x", b"y", "do this"),
         DeviceError(5, "/a/file", 512, "read"),
         DiskFullError("/a", 10, 5),
         BudgetError(10, 5, "do it"),
+        PeerError(2, 5, "is gone"),
     ],
     ids=lambda error: type(error).__name__,
 )
@@ -637,7 +639,7 @@ def test_errors_arrive_as_they_were(error: FeatstoreError) -> None:
     arrived = passed_errors.decode_error(passed_errors.encode_error(error, "the owner"))
     assert type(arrived) is type(error)
     assert str(arrived) == str(error)
-    for field in ("path", "offset", "errno", "needed_bytes", "given_bytes", "what", "doing"):
+    for field in ("path", "offset", "errno", "needed_bytes", "given_bytes", "what", "doing", "host", "rank"):
         assert getattr(arrived, field, None) == getattr(error, field, None)
 
 
