@@ -81,7 +81,8 @@ def main(folder: Path) -> None:
     labels = rng.integers(0, CLASSES, NODES)
     of_class = [np.flatnonzero(labels == k) for k in range(CLASSES)]
     target = rng.integers(0, NODES, 8 * NODES)
-    source = np.array([rng.choice(of_class[labels[t]]) for t in target])  # friends are alike
+    source = np.array([rng.choice(of_class[labels[t]]) for t in target])  # most friends are alike
+    source[::10] = rng.integers(0, NODES, len(source[::10]))
     features = rng.standard_normal((NODES, WIDTH)) + 0.5 * rng.standard_normal((CLASSES, WIDTH))[labels]
     arrays = {"label": labels, "train": np.arange(0, NODES, 2)}
     with featstore.pack(

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from featstore.arguments import Named, as_path
+from featstore.arguments import Named, as_path, check_options
 from featstore.base.system import is_directory, is_there
 from featstore.errors import ArgumentError, BudgetError, ClosedError, SourceError
 from featstore.hosts.exchange import Exchange
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from featstore.storage.manifest import FamilyEntry
     from featstore.tiers import TierSpec
 
+SERVING_OPTIONS = ("engine", "queue_depth", "static", "static_memory", "threads", "verify")
 _LINES_SHARE = 4  # of the memory, at most, is for lines
 _LOADED_AT_ONCE = 1 << 20  # nodes
 
@@ -66,6 +67,7 @@ class WholeStore(OpenStore):
         given = Path(os.path.abspath(as_path(path, "path")))
         timeout = as_timeout(timeout_seconds)
         memory_bytes = parse_bytes(memory, "memory")
+        check_options(reader, SERVING_OPTIONS, "open_split")
         several = is_directory(given / TOPOLOGY)
         above = given if several else given.parent
         whole = above / TOPOLOGY if topology is None else Path(os.path.abspath(as_path(topology, "topology")))
@@ -263,7 +265,12 @@ class HostsRows(HostsSource):
         self._peers = PeersSource(store, owners, exchange)
         self.halo = None if halo is None else halo.over(self._peers, halo_memory)
         super().__init__(store, owners, reader, self._peers if self.halo is None else self.halo)
-        self._reader = reader
+        self._reader, self._exchange = reader, exchange
+
+    def check_peers(self) -> None:
+        """Raise PeerError where a host is gone, for who has all rows that it wants, and asks for none."""
+        if self._exchange is not None and self._exchange.error is not None:
+            raise self._exchange.error
 
     @property
     def remote_rows(self) -> int:
