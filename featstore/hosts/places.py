@@ -53,8 +53,8 @@ def place_among(hosts: int) -> HostPlace:
     rank, world = int(dist.get_rank()), int(dist.get_world_size())
     if world % hosts:
         raise ArgumentError(
-            f"{world} ranks cannot be spread evenly over the {hosts} hosts of the split: start as many on "
-            "each"
+            f"{world} ranks cannot be spread evenly over the {hosts} hosts of the split: start {hosts}, or "
+            "a multiple of it, as many on each host"
         )
     ranks = world // hosts
     said = os.environ.get("LOCAL_WORLD_SIZE", "")
@@ -85,7 +85,7 @@ def open_wire(place: HostPlace, timeout_seconds: float) -> GlooWire:
         first = next(m for m in range(place.hosts) if m != place.machine)
         raise PeerError(
             first, place.leaders[first],
-            f"or another has not come within {timeout_seconds:g} seconds "
+            f"or another has not come within {_WIRE_PATIENCE * timeout_seconds:g} seconds "
             f"({str(error).splitlines()[0][:200]})",
         ) from error  # fmt: skip
     machine_of = {int(part): machine for machine, part in enumerate(parts)}

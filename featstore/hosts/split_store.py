@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from featstore.storage.manifest import FamilyEntry
     from featstore.tiers import RowSource, TierSpec
 
+SERVING_OPTIONS = ("engine", "queue_depth", "static", "static_memory", "threads", "verify")
 _LINES_SHARE = 4  # of the memory, at most, is for lines
 _LOADED_AT_ONCE = 1 << 20  # nodes
 
@@ -71,6 +72,7 @@ class WholeStore(OpenStore):
         given = Path(os.path.abspath(as_path(path, "path")))
         timeout = as_timeout(timeout_seconds)
         memory_bytes = parse_bytes(memory, "memory")
+        check_options(reader, SERVING_OPTIONS, "open_split")
         several = is_directory(given / TOPOLOGY)
         above = given if several else given.parent
         whole = above / TOPOLOGY if topology is None else Path(os.path.abspath(as_path(topology, "topology")))
@@ -278,10 +280,21 @@ class HostsRows(HostsSource):
         reader: Reader, exchange: Exchange | None, halo: TierSpec | None = None, halo_memory: int = 0,
     ) -> None:  # fmt: skip
         self._peers = PeersSource(store, owners, exchange)
+<<<<<<< HEAD
         below: RowSource = CopiesTier(self._peers, copies, reader) if copies else self._peers
         self.halo = None if halo is None else halo.over(below, halo_memory)
         super().__init__(store, owners, reader, below if self.halo is None else self.halo)
         self._reader = reader
+=======
+        self.halo = None if halo is None else halo.over(self._peers, halo_memory)
+        super().__init__(store, owners, reader, self._peers if self.halo is None else self.halo)
+        self._reader, self._exchange = reader, exchange
+
+    def check_peers(self) -> None:
+        """Raise PeerError where a host is gone, for who has all rows that it wants, and asks for none."""
+        if self._exchange is not None and self._exchange.error is not None:
+            raise self._exchange.error
+>>>>>>> hosts-review
 
     @property
     def remote_rows(self) -> int:

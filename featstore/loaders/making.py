@@ -164,7 +164,8 @@ class Making:
         needed = ("over", "host_bytes", "least_bytes")
         if not isinstance(halo, int | str) and not all(callable(getattr(halo, n, None)) for n in needed):
             raise ArgumentError(
-                f"halo must be featstore.Buffer(...) or featstore.MassiveGNN(...), not {args.shown(halo)}"
+                "halo must be a size, featstore.Buffer(...) or featstore.MassiveGNN(...), not "
+                f"{args.shown(halo)}"
             )
         if isinstance(halo, int | str):
             if not self._sampled:

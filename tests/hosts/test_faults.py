@@ -53,10 +53,13 @@ def wait_for(paths: list[Path]) -> None:
         time.sleep(0.01)
 
 
-def fault(folder: Path, context: Any, kind: str, hosts: int, name: str, *, train: bool, opening: bool) -> Any:
-    """One fault at a moment that follows from its name; (victim, what the others were told, its moment)."""
+def fault(
+    folder: Path, context: Any, kind: str, hosts: int, name: str, *, train: bool, opening: bool = False,
+    late: float = 0.0,
+) -> Any:  # fmt: skip
+    """One fault at a moment that follows from its name, or ``late``; (victim, what the others were told)."""
     draw = random.Random(name)
-    victim, moment = draw.randrange(hosts), draw.uniform(0, 0.3 if opening else 0.8)
+    victim, moment = draw.randrange(hosts), late + draw.uniform(0, 0.3 if opening else 0.8)
     cuts = [moment if kind == "cut" and rank == victim else None for rank in range(hosts)]
     processes = [
         context.Process(target=fault_hosts.be_host, args=(rank, hosts, str(folder), name, train, cuts[rank]))
@@ -82,7 +85,7 @@ def fault(folder: Path, context: Any, kind: str, hosts: int, name: str, *, train
             process.join()
     told = [json.loads((folder / f"{name}.told.{rank}").read_text()) for rank in others]
     assert all(one["at"] - at < patience for one in told), told
-    return victim, told, moment
+    return victim, told
 
 
 @pytest.mark.parametrize("moment", range(MOMENTS))
@@ -92,8 +95,14 @@ def test_all_others_are_told_of_a_host_that_is_gone(
     folder: Path, context: Any, kind: str, hosts: int, moment: int
 ) -> None:
     name = f"{kind}{hosts}-{moment}"
-    victim, told, _ = fault(folder, context, kind, hosts, name, train=hosts == 3, opening=False)
+    victim, told = fault(folder, context, kind, hosts, name, train=hosts == 3)
     assert [one["host"] for one in told] == [victim] * (hosts - 1), told
+
+
+def test_a_host_that_has_all_rows_that_it_wants_is_told_too(folder: Path, context: Any) -> None:
+    """Its loader asks for none any more, and would go on by itself."""
+    victim, told = fault(folder, context, "SIGKILL", 2, "late", train=True, late=3)
+    assert [one["host"] for one in told] == [victim]
 
 
 @pytest.mark.parametrize("moment", range(MOMENTS))
@@ -102,7 +111,7 @@ def test_a_host_that_is_gone_while_all_open_the_store(
     folder: Path, context: Any, kind: str, moment: int
 ) -> None:
     name = f"opening-{kind}-{moment}"
-    victim, told, _ = fault(folder, context, kind, 2, name, train=False, opening=True)
+    victim, told = fault(folder, context, kind, 2, name, train=False, opening=True)
     assert [one["host"] for one in told] == [victim]
 
 
@@ -113,7 +122,7 @@ def test_a_restart_goes_on_with_the_mini_batches_that_were_left(
     """Of each host those before the state that was saved and those after it are those of a run in which
     nothing happened."""
     name = f"restart-{moment}"
-    fault(folder, context, "SIGKILL", 2, name, train=True, opening=False)
+    fault(folder, context, "SIGKILL", 2, name, train=True)
     logged = [
         [json.loads(line) for line in (folder / f"{name}.log.{rank}").read_text().splitlines(True)[:-1]]
         for rank in range(2)

@@ -17,6 +17,7 @@ import pytest
 pytest.importorskip("torch")
 
 import featstore
+from featstore.errors import ArgumentError, SourceError
 
 NODES = 1200
 SECONDS = 90
@@ -128,3 +129,69 @@ def test_rows_and_mini_batches_of_any_number_of_hosts(folder: Path, hosts: int) 
         assert min(seen.values()) == 2
         assert sum(seen.values()) == 2 * (NODES // 3) + 2 * told[0]["padded"]
     assert len(by_rank[0]) == 3
+
+
+def test_wrong_calls_say_what_to_do(folder: Path) -> None:
+    with pytest.raises(ArgumentError, match=r"open_split has no option 'queue_dept'.*queue_depth"):
+        featstore.open_split(folder / "parts1", queue_dept=4)  # type: ignore[call-arg]
+    with pytest.raises(ArgumentError, match=r"come over torch\.distributed.*init_process_group"):
+        featstore.open_split(folder / "parts2")
+    with pytest.raises(SourceError, match="has no topology in it or beside it"):
+        featstore.open_split(folder / "s")
+    with featstore.open(folder / "s") as plain, pytest.raises(ArgumentError, match="split by hosts"):
+        plain.loader(seeds="train", fanouts=(2,), halo="20KiB")
+    with featstore.open_split(folder / "parts1", memory="16MiB") as store:
+        for options, words in (
+            ({"mode": "compiled"}, "mode 'compiled' is of a store on one disk"),
+            ({"halo": 3.5}, "halo must be a size"),
+            ({"rank": 0, "world_size": 2}, "all 1 ranks of the run train together"),
+        ):
+            with pytest.raises(ArgumentError, match=words):
+                store.loader(seeds="train", fanouts=(2,), memory="48MiB", **options)
+
+
+SHARED = """
+with featstore.open_split("parts2", memory="16MiB", timeout_seconds=30) as store:
+    assert (store.place.host, store.place.local_rank) == divmod(rank, 2)
+    own = store.owners["features"].hosts == rank // 2
+    seeds = {"seeds": "train", "fanouts": (4, 3), "batch_size": 30, "memory": "48MiB", "attach": "label"}
+    told = {"rank": rank, "seen": [], "refused": []}
+    for call in (lambda: store.reader(memory="16MiB").read([0]), lambda: store.loader(**seeds)):
+        try:
+            call()
+        except featstore.errors.ArgumentError as error:
+            told["refused"].append(str(error))
+    before = store.received()[0]
+    with store.loader(**seeds, shared=True) as loader:
+        for epoch in range(2):
+            for batch in loader:
+                assert (batch.x == features[batch.n_id]).all()
+                assert (batch.label == batch.n_id % 5).all()
+                mine = batch.n_id[: batch.batch_size]
+                assert own[mine].all()
+                told["seen"].extend(mine.tolist())
+                dist.all_reduce(torch.ones(1))
+                told["steps"] = told.get("steps", 0) + 1
+        report = loader.report()
+        told |= {"padded": report.padded, "remote_rows": report.remote_rows}
+    told["received"] = store.received()[0] - before
+    json.dump(told, open(f"told{rank}.json", "w"))
+dist.destroy_process_group()
+"""
+
+
+def test_two_ranks_of_each_of_two_hosts_share_a_loader(folder: Path) -> None:
+    """Rows are right, steps equal, every seed comes in every epoch; the first rank of a host has the lines,
+    and reads each row for both."""
+    torchrun(folder, 4, SHARED)
+    told = [json.loads((folder / f"told{rank}.json").read_text()) for rank in range(4)]
+    assert len({one["steps"] for one in told}) == 1
+    seen = Counter(node for one in told for node in one["seen"])
+    assert set(seen) == set(range(0, NODES, 3))
+    assert min(seen.values()) == 2
+    assert sum(seen.values()) == 2 * (NODES // 3) + 2 * told[0]["padded"]
+    # one copy: the second rank of a host has no line and no reader, and the host asks for a row once
+    assert [len(one["refused"]) for one in told] == [1, 2, 1, 2]
+    assert [one["received"] > 0 for one in told] == [True, False, True, False]
+    assert told[0]["received"] == told[0]["remote_rows"] == told[1]["remote_rows"]
+    assert told[0]["received"] + told[2]["received"] <= 2 * NODES, "a row of another host has come twice"
