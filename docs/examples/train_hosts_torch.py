@@ -77,13 +77,8 @@ def main(folder: Path) -> None:
     labels = rng.integers(0, CLASSES, NODES)
     of_class = [np.flatnonzero(labels == k) for k in range(CLASSES)]
     target = rng.integers(0, NODES, 8 * NODES)
-<<<<<<< HEAD
-    source = np.array([rng.choice(of_class[labels[t]]) for t in target])  # friends are alike, but for some
-    source = np.where(rng.random(len(target)) < 0.9, source, rng.integers(0, NODES, len(target)))
-=======
     source = np.array([rng.choice(of_class[labels[t]]) for t in target])  # most friends are alike
     source[::10] = rng.integers(0, NODES, len(source[::10]))
->>>>>>> hosts-review
     features = rng.standard_normal((NODES, WIDTH)) + 0.5 * rng.standard_normal((CLASSES, WIDTH))[labels]
     arrays = {"label": labels, "train": np.arange(0, NODES, 2)}
     with featstore.pack(

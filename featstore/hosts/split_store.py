@@ -280,21 +280,15 @@ class HostsRows(HostsSource):
         reader: Reader, exchange: Exchange | None, halo: TierSpec | None = None, halo_memory: int = 0,
     ) -> None:  # fmt: skip
         self._peers = PeersSource(store, owners, exchange)
-<<<<<<< HEAD
         below: RowSource = CopiesTier(self._peers, copies, reader) if copies else self._peers
         self.halo = None if halo is None else halo.over(below, halo_memory)
         super().__init__(store, owners, reader, below if self.halo is None else self.halo)
-        self._reader = reader
-=======
-        self.halo = None if halo is None else halo.over(self._peers, halo_memory)
-        super().__init__(store, owners, reader, self._peers if self.halo is None else self.halo)
         self._reader, self._exchange = reader, exchange
 
     def check_peers(self) -> None:
         """Raise PeerError where a host is gone, for who has all rows that it wants, and asks for none."""
         if self._exchange is not None and self._exchange.error is not None:
             raise self._exchange.error
->>>>>>> hosts-review
 
     @property
     def remote_rows(self) -> int:
