@@ -77,6 +77,9 @@ def fault(
         patience = (3 if opening else 1) * TIMEOUT_SECONDS + GRACE_SECONDS
         for rank in others:
             processes[rank].join(max(0.0, at + patience + GRACE_SECONDS - time.time()))
+        if kind == "cut":  # who is cut off has lost all others
+            processes[victim].join(GRACE_SECONDS)
+            assert processes[victim].exitcode == 1
         codes = [processes[rank].exitcode for rank in others]
         assert codes == [1] * len(others), (kind, name, codes)
     finally:
