@@ -8,6 +8,7 @@ import socket
 import stat
 import threading
 import time
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -37,15 +38,16 @@ def sockets() -> set[int]:
     return found
 
 
-def cut(lines: set[int], after: float) -> None:
-    """Shut these connections down, as a network does."""
+def cut(lines: set[int], begun: Path, after: float) -> None:
+    """Shut these connections down, as a network does, so many seconds after a file is there."""
+    while not begun.exists():
+        time.sleep(0.01)
     time.sleep(after)
     for number in lines:
         with socket.socket(fileno=os.dup(number)) as one:
-            try:
-                one.shutdown(socket.SHUT_RDWR)
-            except OSError:
-                continue  # it listens
+            if not one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                with suppress(OSError):  # it is closed already
+                    one.shutdown(socket.SHUT_RDWR)
 
 
 def check(rows: Any, ids: Any, features: Any) -> None:
@@ -77,7 +79,8 @@ def work(rank: int, hosts: int, name: str, train: bool, cut_after: float | None,
     rng = np.random.default_rng(rank)
     with featstore.open_split(f"parts{hosts}", memory="16MiB", timeout_seconds=3) as store:
         if cut_after is not None:
-            threading.Thread(target=cut, args=(sockets() - before, cut_after), daemon=True).start()
+            lines, begun = sockets() - before, Path(f"{name}.open.{rank}")
+            threading.Thread(target=cut, args=(lines, begun, cut_after), daemon=True).start()
         if not train:
             with store.reader(memory="16MiB") as reader:
                 while time.monotonic() < end:
