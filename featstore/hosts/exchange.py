@@ -79,6 +79,8 @@ class Exchange(OneProcess):
         self._failing, self._counting = threading.Lock(), threading.Lock()
         self._changed = Wake()
         self._rows = self._bytes = 0
+        self._own: list[int] = []  # digests of loaders' options
+        self._theirs: dict[tuple[int, int], int] = {}
         peers = [host for host in range(wire.hosts) if host != wire.host]
         agreed = self._agree(peers, dict(about), body_bytes, ids_max)
         self.body_bytes, self.ids_max = agreed
@@ -143,6 +145,33 @@ class Exchange(OneProcess):
     def ask(self, peer: int, ask: Ask) -> None:
         """Have rows sent; the ask ends with them, or with an error."""
         self.lines[peer].ask(ask)
+
+    def agree(self, digest: int) -> None:
+        """Say what options the next loader of this host has; where another host's of the same number has
+        others, their steps would not go together, and all fail."""
+        with self._counting:
+            number = len(self._own)
+            self._own.append(digest)
+        for line in self.lines.values():
+            line.say(Outgoing(ms.Kind.SAME, number, digest))
+        for peer in self.lines:
+            self._compare(peer, number)
+
+    def compare(self, peer: int, number: int, digest: int) -> None:
+        """Another host has said what options one of its loaders has."""
+        self._theirs[peer, number] = digest
+        self._compare(peer, number)
+
+    def _compare(self, peer: int, number: int) -> None:
+        theirs = self._theirs.get((peer, number))
+        own = self._own[number] if number < len(self._own) else theirs
+        if theirs is not None and own != theirs:
+            what = (
+                f"makes a loader (its number {number} of this store) of other options than this host: seeds, "
+                "fanouts, batch_size, seed, drop_last and graph must be the same on all, or steps would "
+                "not be"
+            )
+            self.fail(self.peer_error(peer, what))
 
     # What is known.
 

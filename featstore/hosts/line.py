@@ -15,7 +15,7 @@ from featstore.base.buffers import aligned_buffer
 from featstore.base.passed_errors import decode_error, encode_error
 from featstore.base.threads import Wake, Worker
 from featstore.engine.request import Request
-from featstore.errors import ClosedError, FormatError, PeerError
+from featstore.errors import ClosedError, FeatstoreError, FormatError, PeerError
 from featstore.hosts import messages as ms
 from featstore.hosts.asks import AnswerPlace, Ask
 from featstore.hosts.wire import Wire
@@ -70,6 +70,8 @@ class OfLines(Protocol):
     def received(self, rows: int, byte_count: int) -> None: ...
 
     def changed(self) -> None: ...
+
+    def compare(self, peer: int, number: int, digest: int) -> None: ...
 
 
 class HostLine:
@@ -208,6 +210,8 @@ class HostLine:
                 posted = wire.post(self.peer, self._received[turn])
                 if kind in take:
                     take[kind](found, ms.body_of(found, raw))
+                elif kind == ms.Kind.SAME:
+                    exchange.compare(self.peer, found.number, found.detail)
                 elif kind == ms.Kind.BYE:
                     self.bye_heard = True
                     self._wake.set()
@@ -254,7 +258,10 @@ class HostLine:
             answer = place.message[: ms.HEADER_BYTES + body_bytes]
             self.say(Outgoing(ms.Kind.ROWS, number, 0, answer, over))
             return
-        text = encode_error(error, f"host {self._exchange.wire.host}")
+        where = f"host {self._exchange.wire.host}"
+        text = encode_error(error, where)
+        if len(text) > ms.TEXT_BYTES_MAX:  # half of it would be no JSON
+            text = encode_error(FeatstoreError(f"{type(error).__name__}: {str(error)[:1000]} ..."), where)
         self.say(Outgoing(ms.Kind.ERROR, number, 0, ms.text_message(ms.Kind.ERROR, text), over))
 
     def _answered(self, found: ms.Header) -> Ask:

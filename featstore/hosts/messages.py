@@ -14,6 +14,7 @@ ERROR they could not be read                  of ASK 0            JSON, see ``fe
 PING  I am there                              0      0
 GONE  a host is gone, and so am I             0      that host    text
 BYE   I ask for nothing more                  0      0
+SAME  my n-th loader has options of a digest  n      digest
 END   nothing more is said                    0      0
 ===== ======================================= ====== ============ =========================================
 """
@@ -49,6 +50,7 @@ class Kind(IntEnum):
     GONE = 6
     BYE = 7
     END = 8
+    SAME = 9
 
 
 class Header(NamedTuple):

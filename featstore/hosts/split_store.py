@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -230,6 +231,13 @@ class WholeStore(OpenStore):
         here = [*tables, *(f"{name}.{HALO}" for name in copies)]
         reader = Reader(self.part, tables=here, **options)
         return HostsRows(self, self.owners, copies, reader, self._exchange, halo, halo_memory)
+
+    def agree(self, options: Mapping[str, Any]) -> None:
+        """Have all hosts make their next loader of these options; PeerError on all where they do not."""
+        if self._exchange is not None:
+            text = repr(sorted((name, repr(value)) for name, value in options.items()))
+            digest = hashlib.sha256(text.encode()).digest()
+            self._exchange.agree(int.from_bytes(digest[:7], "little"))
 
     def received(self) -> tuple[int, int]:
         """Rows that have come from other hosts, and their bytes."""

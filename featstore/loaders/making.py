@@ -3,11 +3,13 @@ options."""
 
 from __future__ import annotations
 
+import hashlib
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
 from featstore import arguments as args
+from featstore.base.training_nodes import checked_train
 from featstore.compile.budget import parse_disk
 from featstore.errors import ArgumentError, BudgetError, SourceError
 from featstore.hosts.places import HostPlace
@@ -219,6 +221,9 @@ class Making:
             here = tuple(self.store.place.share(rank) for rank in here)
             table = graph_of(self.store, graph).table.name
             owned = {"owner": self.store.owners[table].hosts, "hosts": self.store.place.hosts}
+            digest = hashlib.sha256(checked_train(nodes, sampler.node_count).tobytes()).hexdigest()
+            alike = {"seeds": digest, "fanouts": tuple(sampler.fanouts), "seed": self._seed, "graph": graph}
+            self.store.agree(alike | self._seeds_of_a_step())
         made = RankedBatches(sampler, nodes, own=True, ranks=here, **owned, **self._seeds_of_a_step())
         self._opened.callback(made.close)
         if not len(made):

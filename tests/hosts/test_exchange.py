@@ -411,6 +411,29 @@ def test_one_that_leaves_because_of_an_error_says_so(
                 ask_for_all(host)
 
 
+def test_loaders_of_other_options_are_found(store: featstore.Store, arrays: dict[str, np.ndarray]) -> None:
+    """Whichever host says first what its loader is; and those that are alike go on."""
+    with hosts(store, arrays, 3, timeout=3.0) as (made, _):
+        assert each(made, lambda host: host.exchange.agree(7)) == [None] * 3
+        made[0].exchange.agree(8)
+        made[0].source.submit({"float32": np.arange(ROWS)}, out=None).result(SECONDS)
+        made[1].exchange.agree(9)
+        for error in each(made[:2], ask_for_all):
+            assert isinstance(error, PeerError)
+            assert "of other options" in str(error)
+
+
+def test_an_error_of_many_words_arrives_shorter(
+    store: featstore.Store, arrays: dict[str, np.ndarray]
+) -> None:
+    with hosts(store, arrays, 2) as (made, _):
+        made[1].local.error = CorruptionError("/there", 0, "x" * 100_000, "another")
+        with pytest.raises(featstore.errors.FeatstoreError, match="CorruptionError: corrupt data in /there"):
+            made[0].source.submit({"float32": np.arange(ROWS)}, out=None).result(SECONDS)
+        made[1].local.error = None
+        made[0].source.submit({"float32": np.arange(ROWS)}, out=None).result(SECONDS)
+
+
 # Messages.
 
 

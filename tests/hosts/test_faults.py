@@ -193,7 +193,7 @@ def test_a_process_that_leaves_the_store_open_ends_as_it_would(folder: Path, how
         for one in made:
             one.kill()
     assert [one.returncode for one in made] == [1, code], said
-    assert "PeerError: host 1 (rank 1) has ended without closing the store" in said[0]
+    assert "PeerError: host 1 (rank 1) " in said[0]  # why, it can say only where it is quick enough
     assert ("on purpose" in said[1]) == (how == "error")
 
 

@@ -190,6 +190,11 @@ ACTIONS: dict[str, Callable[[Path], None]] = {
     "pack": command("pack", "{s}", "--features", "{rows}", "--overwrite", "--memory", "64MiB"),
     "pack new": command("pack", "{new}", "--features", "{rows}", "--memory", "64MiB"),
     "resume": command("pack", "{s}", "--features", "{rows}", "--resume", "--memory", "64MiB"),
+    "split": command("split", "{s}", "--hosts", "2", "--out", "{asked}/parts", "--memory", "96MiB"),
+    "split anew": command(
+        "split", "{s}", "--hosts", "3", "--out", "{asked}/parts", "--overwrite", "--halo-disk", "1x",
+    ),
+    "split inside": command("split", "{s}", "--hosts", "2", "--out", "{s}/packs/parts"),
     "sample": command(
         "sample", "{s}", "--out", "{asked}/t", "--train", "train", "--fanouts", "2", "--batch-size", "30",
         "--overwrite", "--memory", "64MiB",
@@ -323,7 +328,7 @@ LONGER: dict[str, tuple[tuple[Any, ...], set[str]]] = {
 def test_every_command_runs_here() -> None:
     """A new command needs its row."""
     longer = {str(arguments[0]) for arguments, _ in LONGER.values()}
-    short = {"gc", "inspect", "verify", "explain", "pack", "sample"}
+    short = {"gc", "inspect", "verify", "explain", "pack", "sample", "split"}
     assert short <= {name.split()[0] for name in ACTIONS}
     assert longer | short == set(cli.list_commands(click.Context(cli)))
 
