@@ -211,7 +211,7 @@ def main(settings: Settings, graph: Path | None) -> None:
         files = generate(workspace / f"hosts-{nodes}", nodes, 12 * nodes, COLUMNS)
     else:
         files = of_file(workspace / f"hosts-{graph.stem}", graph, COLUMNS, train_share=0.5)
-    nodes, batch, epochs = files.nodes, 100 if quick else 500, 2 if quick else 4
+    nodes, batch, epochs = files.nodes, 100 if quick else 500, 2 if quick else 3
     arrays = {"train": files.load("train"), "label": files.load("labels")}
     store = featstore.pack(
         workspace / "hosts.fs", files.path("features"), graph=(files.load("indptr"), files.load("indices")),
@@ -225,7 +225,7 @@ def main(settings: Settings, graph: Path | None) -> None:
         workspace,
     )  # fmt: skip
     found, splits, recorded_two = {}, {}, None
-    for hosts, ranks in product((2,) if quick else (2, 4, 8), (1, 2)):
+    for hosts, ranks in product((2,) if quick else (2, 4), (1, 2)):
         parts = splits.get(hosts)
         if parts is None:
             parts = splits[hosts] = workspace / f"hosts-{hosts}.parts"
@@ -292,7 +292,7 @@ def _training(
         for name, (halo, memory) in contenders.items():
             told = train(
                 settings.workspace, parts, 2, halo=halo, memory=memory, slow=slow, fanouts=FANOUTS,
-                batch=batch, epochs=2 if settings.quick else 4, serving="128MiB",
+                batch=batch, epochs=2 if settings.quick else 3, serving="128MiB",
             )  # fmt: skip
             epoch = max(statistics.median(one["epochs"][1:]) for one in told)
             wait = max(statistics.median(one["waits"][1:]) for one in told)
