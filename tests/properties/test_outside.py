@@ -278,7 +278,9 @@ def test_what_is_not_ours_stays_as_it_is(
                 if not path.is_symlink():
                     mine |= {p: v for p, v in listing(path).items() if kind != "store" or p.endswith("/mine")}
         around = {
-            k: v for k, v in listing(root).items() if not k.startswith((f"{root}/s/", f"{root}/asked/t/"))
+            k: v
+            for k, v in listing(root).items()
+            if not k.startswith((f"{root}/s/", f"{root}/asked/t/", f"{root}/asked/parts"))
         }
         around.pop(f"{root}/asked/t", None)
         for name in actions:
@@ -286,7 +288,11 @@ def test_what_is_not_ours_stays_as_it_is(
         there = listing(root)
         for path, value in mine.items():
             assert there.get(path) == value, (path, actions)
-        now = {k: v for k, v in there.items() if not k.startswith((f"{root}/s/", f"{root}/asked/t/"))}
+        now = {
+            k: v
+            for k, v in there.items()
+            if not k.startswith((f"{root}/s/", f"{root}/asked/t/", f"{root}/asked/parts"))
+        }
         now.pop(f"{root}/asked/t", None)
         assert now == around, actions
 
