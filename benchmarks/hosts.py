@@ -203,7 +203,7 @@ def lookup_nanoseconds(one: Recorded, nodes: int) -> dict[str, float]:
 
 @click.command()
 @click.option("--graph", type=click.Path(exists=True, path_type=Path), help="A real graph, .npz.")
-@shared_options("512MiB", "16MiB", rounds=1)
+@shared_options("128MiB", "16MiB", rounds=1)
 def main(settings: Settings, graph: Path | None) -> None:
     workspace, quick = settings.workspace, settings.quick
     nodes = settings.size_bytes // (4 * COLUMNS)
@@ -277,7 +277,7 @@ def _training(
     delta, gamma = best.best_of
     scores = HaloScores.bytes_for(nodes, max(len(one.halo.ids) for one in recorded), halo_rows)
     halo_bytes = halo_rows * 4 * COLUMNS + scores  # what MassiveGNN takes is what all have
-    base = (16 if settings.quick else 96) << 20
+    base = (16 if settings.quick else 64) << 20
     contenders: dict[str, tuple[Any, int]] = {
         "no buffer": (None, base),
         "MassiveGNN, no eviction": ({"share": 0.25, "delta": NEVER}, base + halo_bytes + (1 << 20)),

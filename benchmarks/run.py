@@ -35,6 +35,7 @@ NAMES = (
     "online_workers",
     "modes",
     "loader_costs",
+    "hosts",
     "row_sizes",
     "tune",
 )

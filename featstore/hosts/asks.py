@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from featstore.base.buffers import aligned_buffer
 from featstore.base.rows import move_rows
 from featstore.engine.request import Request
 from featstore.hosts.messages import HEADER_BYTES, message, padded
@@ -97,8 +98,6 @@ class AnswerPlace:
     """Where a host makes an answer: its rows, and the ids asked for as those of its own store."""
 
     def __init__(self, body_bytes: int, ids: int) -> None:
-        from featstore.base.buffers import aligned_buffer
-
         self.message: NDArray[np.uint8] = aligned_buffer(HEADER_BYTES + body_bytes)
         self.body = self.message[HEADER_BYTES:]
         self.ids = np.empty(ids, np.int64)

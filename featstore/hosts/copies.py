@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,6 +12,7 @@ from featstore.base.bitmap import set_bits, slot_of
 from featstore.base.checks import check_distinct
 from featstore.base.compilation import njit
 from featstore.engine.request import Request
+from featstore.hosts.divided import Divided, submit_divided
 from featstore.tiers import RowSource
 from featstore.tiers.over import OverSource
 from featstore.tiers.static_tier import new_rows
@@ -69,32 +69,15 @@ class CopiesTier(OverSource):
     ) -> Request:
         self.check_open()
         filled = new_rows(self, ids) if out is None else dict(out)
-        here: list[dict[str, Any]] = [{}, {}, {}]  # ids, out and places, by table
-        there: list[dict[str, Any]] = [{}, {}, {}]
+        here, there = {}, {}
         for name, wanted in ids.items():
             copies = self._copies.get(name)
             rows = np.full(len(wanted), -1, np.int64) if copies is None else copies.find(wanted)
-            own = name if copies is None else copies.name
-            for part, mine, of, told in ((here, rows >= 0, own, rows), (there, rows < 0, name, wanted)):
-                positions = np.flatnonzero(mine).astype(np.int32)
-                if len(positions):
-                    part[0][of], part[1][of] = told[positions], filled[name]
-                    part[2][of] = positions if at is None else np.asarray(at[name])[positions]
-        self._hits += sum(map(len, here[0].values()))
-        request = Request(lambda: filled)
-        request.begin()
-        try:
-            for source, (wanted, to, places) in ((self._below, there), (self._local, here)):
-                if wanted:
-                    asked = source.submit(wanted, out=to, at=places)
-                    request.open_piece(asked)
-                    asked.add_done_callback(partial(_ended, request))
-        except BaseException as error:
-            request.close_piece(None, error)
-            request.abandon()  # nothing may write into rows that the caller has back
-            raise
-        request.close_piece(None, None)
-        return request
+            mine, rest = (np.flatnonzero(which).astype(np.int32) for which in (rows >= 0, rows < 0))
+            here[name] = Divided(name if copies is None else copies.name, rows[mine], mine)
+            there[name] = Divided(name, wanted[rest], rest)
+        self._hits += sum(len(share.ids) for share in here.values())
+        return submit_divided([(self._below, there), (self._local, here)], filled, at)
 
     def holds(self, table: str, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
         if table not in self._copies:
@@ -109,8 +92,3 @@ class CopiesTier(OverSource):
 
     def __repr__(self) -> str:
         return f"<CopiesTier of {self.tables}>"
-
-
-def _ended(request: Request, asked: Any) -> None:
-    """What was asked below has ended."""
-    request.close_piece(asked, asked.exception())

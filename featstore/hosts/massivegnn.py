@@ -33,7 +33,9 @@ from featstore.base.native import address_of
 from featstore.base.rows import move_rows
 from featstore.engine.request import Request
 from featstore.errors import ArgumentError, BudgetError
-from featstore.storage.store import Table
+from featstore.reader.graphs import read_offsets
+from featstore.storage.manifest import HALO_IDS
+from featstore.storage.store import OpenStore, Table
 from featstore.tiers import RowSource, Tier, source_tables
 from featstore.tiers.over import OverSource
 from featstore.tiers.static_tier import new_rows
@@ -173,9 +175,9 @@ class MassiveGNN:
     def host_bytes(self, tables: Sequence[Table]) -> int:
         total = 0
         for table in tables:
-            halo = halo_of(table)
-            slots = int(self.share * len(halo.ids))
-            total += HaloScores.bytes_for(table.rows, len(halo.ids), slots) + slots * table.row_bytes
+            halo = len(halo_ids_of(table))
+            slots = int(self.share * halo)
+            total += HaloScores.bytes_for(table.rows, halo, slots) + slots * table.row_bytes
         return total
 
     def least_bytes(self, tables: Sequence[Table]) -> int:
@@ -191,23 +193,29 @@ class MassiveGNN:
         return f"MassiveGNN(share={self.share}, gamma={self.gamma}, delta={self.delta}, alpha={self.alpha})"
 
 
-def halo_of(table: Table) -> Halo:
-    """The halo of this host, of a table of a split store; empty without a graph. Raises ArgumentError."""
+def halo_ids_of(table: Table) -> NDArray[np.int64]:
+    """The nodes of this host's halo, of a table of a split store, ascending; none without a graph. Raises
+    ArgumentError."""
     part = table.tables_on_disk[0].store
     if part is table.store:
         raise ArgumentError(f"a halo is of a store that is split by hosts, not of {shown(table.store.path)}")
-    names = [name for name, graph in part.graphs.items() if graph.entry.table == table.name]
-    if not names:
-        return Halo(np.empty(0, np.int64), np.empty(0, np.int64))
-    ids = np.unique(np.concatenate([part.arrays[f"{name}.halo_ids"] for name in names])).astype(np.int64)
-    degrees = np.zeros(len(ids), np.int64)
-    from featstore.reader.graphs import read_offsets
+    found = [part.arrays[f"{name}.{HALO_IDS}"] for name in _graphs_of(part, table)]
+    return np.unique(np.concatenate([np.empty(0, np.int64), *found]))
 
-    for name in names:
+
+def halo_of(table: Table) -> Halo:
+    """The same with degrees, for which the offsets of the whole graph are read."""
+    ids = halo_ids_of(table)
+    degrees = np.zeros(len(ids), np.int64)
+    for name in _graphs_of(table.tables_on_disk[0].store, table):
         graph = table.store.graphs[name]
         lengths, rows = np.diff(read_offsets(graph)), graph.table.row_of_node()
         degrees += lengths[ids if rows is None else rows[ids]]
     return Halo(ids, degrees)
+
+
+def _graphs_of(part: OpenStore, table: Table) -> list[str]:
+    return [name for name, graph in part.graphs.items() if graph.entry.table == table.name]
 
 
 class MassiveGNNTier(OverSource):

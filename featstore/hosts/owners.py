@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from featstore.base.bitmap import slot_of
+from featstore.base.bitmap import count_bits, slot_of
 from featstore.base.compilation import njit
-from featstore.base.native import popcount
 from featstore.errors import FormatError, IdError
 
 _WORD = 64
@@ -25,16 +24,6 @@ def own_bits(hosts: Any, host: int, first: int, bits: NDArray[np.uint64]) -> Non
         if hosts[i] == host:
             node = first + i
             bits[node >> 6] |= np.uint64(1) << np.uint64(node & 63)
-
-
-@njit(cache=True, nogil=True)
-def count_bits(bits: NDArray[np.uint64], ranks: NDArray[np.int32]) -> int:
-    """Set bits before each word; returns how many there are."""
-    total = 0
-    for word in range(bits.shape[0]):
-        ranks[word] = total
-        total += popcount(bits[word])
-    return total
 
 
 @njit(cache=True, nogil=True)
@@ -114,10 +103,6 @@ class Owners:
         self.split(np.empty(0, np.int64))  # so that kernels are there
         self.own_and_others(np.empty(0, np.int64))
         self.local(np.empty(0, np.int64))
-
-    @property
-    def held_bytes(self) -> int:
-        return int(self.hosts.nbytes + self._bits.nbytes + self._ranks.nbytes)
 
     @staticmethod
     def bytes_for(nodes: int, hosts: int) -> int:

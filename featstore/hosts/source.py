@@ -19,7 +19,8 @@ from featstore.base.native import address_of
 from featstore.engine.request import Request
 from featstore.errors import ArgumentError, BudgetError, IdError
 from featstore.hosts.asks import AnswerPlace, Ask, AskPart
-from featstore.hosts.exchange import Exchange
+from featstore.hosts.divided import Divided, submit_divided
+from featstore.hosts.exchange import IDS_MAX, Exchange
 from featstore.hosts.messages import padded
 from featstore.hosts.owners import Owners
 from featstore.storage.store import OpenStore
@@ -126,35 +127,14 @@ class HostsSource(OwnedTier):
         filled = new_rows(self, ids) if out is None else dict(out)
         own, other = {}, {}
         for name, wanted in ids.items():
-            own[name], other[name] = self._owners[name].own_and_others(wanted)
-        request = Request(lambda: filled)
-        request.begin()
-        try:
-            # others' first, which take longer
-            self._pass(self._remote, request, {n: ids[n][o] for n, o in other.items()}, other, filled, at)
-            local = {n: self._owners[n].local(ids[n][o]) for n, o in own.items()}
-            self._pass(self._local, request, local, own, filled, at)
-            self._own_rows += sum(map(len, own.values()))
-        except BaseException as error:
-            request.close_piece(None, error)
-            request.abandon()
-            raise
-        request.close_piece(None, None)
+            owners = self._owners[name]
+            mine, rest = owners.own_and_others(wanted)
+            own[name] = Divided(name, owners.local(wanted[mine]), mine)
+            other[name] = Divided(name, wanted[rest], rest)
+        # others' first, which take longer
+        request = submit_divided([(self._remote, other), (self._local, own)], filled, at)
+        self._own_rows += sum(len(share.ids) for share in own.values())
         return request
-
-    @staticmethod
-    def _pass(
-        below: RowSource, request: Request, ids: Mapping[str, NDArray[np.int64]],
-        positions: Mapping[str, NDArray[np.int32]], out: Mapping[str, Any], at: Mapping[str, Any] | None,
-    ) -> None:  # fmt: skip
-        """Ask below for what is at some positions of a request."""
-        wanted = {name: one for name, one in ids.items() if len(one)}
-        if not wanted:
-            return
-        places = {n: positions[n] if at is None else np.asarray(at[n])[positions[n]] for n in wanted}
-        asked = below.submit(wanted, out={name: out[name] for name in wanted}, at=places)
-        request.open_piece(asked)
-        asked.add_done_callback(lambda _: request.close_piece(asked, asked.exception()))
 
     def holds(self, table: str, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Rows that are this host's own."""
@@ -209,6 +189,4 @@ def body_bytes_for(store: OpenStore, tables: Sequence[str], memory_bytes: int, h
 
 def ids_max_for(body_bytes: int) -> int:
     """Ids of an ask whose answer has so many bytes at most."""
-    from featstore.hosts.exchange import IDS_MAX
-
     return max(1, min(IDS_MAX, body_bytes // 8))

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from featstore.storage.manifest import FamilyEntry
     from featstore.tiers import RowSource, TierSpec
 
-SERVING_OPTIONS = ("engine", "queue_depth", "static", "static_memory", "threads", "verify")
 _LINES_SHARE = 4  # of the memory, at most, is for lines
 _LOADED_AT_ONCE = 1 << 20  # nodes
 
@@ -73,7 +72,6 @@ class WholeStore(OpenStore):
         given = Path(os.path.abspath(as_path(path, "path")))
         timeout = as_timeout(timeout_seconds)
         memory_bytes = parse_bytes(memory, "memory")
-        check_options(reader, SERVING_OPTIONS, "open_split")
         several = is_directory(given / TOPOLOGY)
         above = given if several else given.parent
         whole = above / TOPOLOGY if topology is None else Path(os.path.abspath(as_path(topology, "topology")))
