@@ -12,6 +12,7 @@ from featstore import arguments as args
 from featstore.base.training_nodes import checked_train
 from featstore.compile.budget import parse_disk
 from featstore.errors import ArgumentError, BudgetError, SourceError
+from featstore.hosts.ahead import Ahead
 from featstore.hosts.places import HostPlace
 from featstore.hosts.split_store import WholeStore
 from featstore.loaders.compiled.loader import CompiledLoader
@@ -24,7 +25,7 @@ from featstore.loaders.host.place import Place, place_of
 from featstore.loaders.mega.loader import PartitionsLoader
 from featstore.loaders.modes import Mode, PartitionsMode, RollingMode, compiled_mode
 from featstore.loaders.online.loader import OnlineLoader
-from featstore.loaders.online.presampled import presampled_halo
+from featstore.loaders.online.lookahead import Lookahead
 from featstore.loaders.options import SAMPLING, Given
 from featstore.loaders.prefetch import Sampler, check_repeatable
 from featstore.loaders.ranks import Ranks
@@ -257,15 +258,19 @@ class Making:
     def _online(self, own: dict[str, Any]) -> Mode:
         batches = self._wanted(own, recorded=False)
         assert batches is not None
-        halo = own.get("halo")
+        halo, looking = own.get("halo"), None
         if isinstance(halo, int | str) and isinstance(self.share, RankedBatches):
             assert isinstance(self.store, WholeStore)
             table = graph_of(self.store, self.given.get("graph")).table.name
-            own["halo"] = presampled_halo(self.store, table, self.share, parse_bytes(halo, "halo"))
+            own["halo"] = ahead = Ahead(self.store.table(table), parse_bytes(halo, "halo"))
+            looking = Lookahead(ahead, self.share, batches, self.store.owners[table])
+            batches = looking.epoch
         loader = OnlineLoader(
             self.store, batches, memory=self.shares.rows_bytes, tensors=self.given.tensors, **own,
             **self.given.reading,
         )  # fmt: skip
+        if looking is not None:
+            loader.on_begin = looking.begin
         return Mode(loader)
 
     def _compiled(self, own: dict[str, Any]) -> Mode:

@@ -66,7 +66,8 @@ class LoaderOptions(TypedDict, total=False):
         static: of mode online, for policy ``"static"``: node ids (or a mapping of tables to them) to keep.
         halo: of mode online, for a store that is split by hosts: what keeps rows of other hosts beside the
             buffer of all rows, in a part of ``memory``. With ``seeds`` bytes or a size, for those that are
-            wanted most (:mod:`featstore.loaders.online.presampled`); or :class:`featstore.Buffer` or
+            wanted soonest, found by sampling ahead (:mod:`featstore.hosts.ahead`); or
+            :class:`featstore.Buffer` or
             :class:`featstore.MassiveGNN`. Nothing by default: the buffer of all rows holds what it has room
             for.
         warm: of mode online: the name of a saved cache (:meth:`Loader.save_cache`) to begin with.

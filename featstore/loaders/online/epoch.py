@@ -34,6 +34,8 @@ class ForEpoch(Protocol):
 
     def check_process(self) -> None: ...
 
+    def beginning(self, index: int) -> None: ...
+
     def finished(self, ids: Ids, sample: Any, rows: dict[str, Any], index: int) -> Any: ...
 
 
@@ -148,6 +150,7 @@ class OnlineEpoch(Prefetch):
                 return False
             extraction.decide()
         begin = time.perf_counter()
+        self._loader.beginning(first.index)
         try:
             if not extraction.fits(first.ids):
                 return not under_way and self._make_alone(first)

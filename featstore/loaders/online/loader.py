@@ -141,6 +141,8 @@ class OnlineLoader(PrefetchingLoader):
             self._transfer = Transfer(devices[0])
             self.extraction.output_memory = self._transfer.memory
         self._report: LoaderReport | None = None
+        #: Told of the epoch and number of each mini-batch before its rows are asked for.
+        self.on_begin: Callable[[int, int], None] = lambda epoch, index: None
         self._epoch = 0
         self._begun = False  # this epoch was, and its rest is not wanted unless a state says so
 
@@ -216,6 +218,10 @@ class OnlineLoader(PrefetchingLoader):
         cache_path(self.store, name)
         with self._alone("the cache was saved since this iteration began"):
             self.extraction.save(name)
+
+    def beginning(self, index: int) -> None:
+        """The rows of this mini-batch are asked for next."""
+        self.on_begin(self._epoch, index)
 
     def finished(self, ids: Ids, sample: Any, rows: dict[str, Any], index: int) -> Any:
         """What the training loop gets."""

@@ -17,6 +17,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
+from featstore.base.compilation import njit
 from featstore.tiers.slots import layout
 from featstore.tiers.slots.chains import chain_of
 
@@ -43,18 +44,23 @@ def joined(pieces: Iterator[NDArray[np.int64]]) -> NDArray[np.int64]:
     return np.concatenate([np.empty(0, np.int64), *pieces])
 
 
+@njit(cache=True, nogil=True)
+def find_present(m: layout.SlotMap, rows: NDArray[np.int64], slots: NDArray[np.int32]) -> None:
+    """The slot of each row (int64 [n], not negative), -1 where it is not there."""
+    shift = m.counts[layout.SHIFT]
+    for i in range(rows.shape[0]):
+        slot = np.int64(m.heads[chain_of(rows[i], shift)])
+        while slot >= 0 and m.slots[slot].row != rows[i]:
+            slot = np.int64(m.slots[slot].next)
+        slots[i] = slot if slot >= 0 and m.slots[slot].status == layout.PRESENT else -1
+
+
 def are_present(m: layout.SlotMap, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
     """bool [n], which of these rows (int64 [n], not negative) are there."""
-    found = np.zeros(len(rows), bool)
-    asked = np.arange(len(rows))  # those whose chains have not ended, and where they have come to
-    slots = m.heads[chain_of.py_func(rows, m.counts[layout.SHIFT])].astype(np.int64)
-    while True:
-        asked, slots = asked[slots >= 0], slots[slots >= 0]
-        if len(asked) == 0:
-            return found
-        here = m.slots["row"][slots] == rows[asked]
-        found[asked] = here & (m.slots["status"][slots] == layout.PRESENT)
-        slots = np.where(here, -1, m.slots["next"][slots])
+    slots = np.empty(len(rows), np.int32)
+    find_present(m, rows, slots)
+    found: NDArray[np.bool_] = slots >= 0
+    return found
 
 
 def _in_order(m: layout.SlotMap) -> Iterator[NDArray[np.int64]]:

@@ -11,6 +11,7 @@ away, so no heap is needed.
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from featstore.base.compilation import njit
 from featstore.base.native import INLINED, PART, prefetch
@@ -47,12 +48,38 @@ def _squeeze(m: SlotMap) -> None:
     m.counts[END] = to
 
 
+@njit(cache=True, nogil=True)
+def count_by_use(m: SlotMap, counts: NDArray[np.int64]) -> None:
+    """How many slots that nobody uses have each next use, ``counts`` int64 [batches + 1], at the end those of
+    rows that are not used again, and the slots that are empty."""
+    counts[:] = 0
+    for slot in range(m.slots.shape[0]):
+        held = m.slots[slot]
+        if held.pins == 0:
+            use = np.int64(held.stamp) if held.row >= 0 else np.int64(counts.shape[0])
+            counts[min(use, counts.shape[0] - 1)] += 1
+
+
 @njit(**INLINED)
 def min_idle(m: SlotMap, slot: int) -> None:
     if m.counts[END] == 2 * m.counts[SLOTS]:
         _squeeze(m)
     _append(m, m.counts[END], slot)
     m.counts[END] += 1
+
+
+@njit(cache=True, nogil=True)
+def note_uses(m: SlotMap, slots: NDArray[np.int32], uses: NDArray[np.int32]) -> None:
+    """Rows in these slots, which nobody uses now, are used next then."""
+    for i in range(slots.shape[0]):
+        m.slots[slots[i]].stamp = uses[i]
+        min_idle(m, np.int64(slots[i]))
+
+
+@njit(cache=True, nogil=True)
+def list_anew(m: SlotMap) -> None:
+    """Next uses have changed of many."""
+    _squeeze(m)
 
 
 @njit(**INLINED)

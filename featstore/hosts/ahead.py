@@ -1,0 +1,251 @@
+"""A buffer of other hosts' rows that knows which mini-batches come: with :mod:`featstore.hosts.next_uses`,
+the row that is wanted farthest away goes (MIN: Belady, IBM Systems Journal 5(2), 1966; after looking ahead,
+as
+Ginex does: Park et al., VLDB'22). A row that would be the first to go is not put there at all, but read to
+where it is wanted.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from featstore.base.buffers import empty_rows
+from featstore.base.dtypes import dtype_from_name
+from featstore.base.ids import check_out, rows_of
+from featstore.base.native import address_of
+from featstore.base.rows import move_rows
+from featstore.engine.request import Request, answered
+from featstore.errors import BudgetError
+from featstore.hosts.next_uses import LEAST_BYTES, USES_MAX, NextUses
+from featstore.storage.store import Table
+from featstore.tiers import RowSource
+from featstore.tiers.over import OverSource
+from featstore.tiers.slots.contents import find_present
+from featstore.tiers.slots.layout import MIN, NEVER, make_slot_map
+from featstore.tiers.slots.policies_min import count_by_use, list_anew, note_uses
+from featstore.tiers.slots.rows import buffer_bytes, slots_for
+from featstore.tiers.slots.slots import acquire, complete, load_kernels, release
+from featstore.tiers.static_tier import new_rows
+
+_AT_ONCE = 1 << 16  # slots that are looked at
+_LOOKING_SHARE = 6  # of the memory, for what is known of mini-batches to come
+
+
+class Ahead:
+    """Rows of ``table`` of other hosts, in ``memory_bytes``. ``uses``: to be told which steps come; what
+    begins is told to :meth:`begin`. Raises BudgetError."""
+
+    def __init__(self, table: Table, memory_bytes: int) -> None:
+        self.table, self._memory_bytes = table.name, memory_bytes
+        least = self.least_bytes([table])
+        if memory_bytes < least:
+            raise BudgetError(least, memory_bytes, "keep rows of other hosts (halo=)")
+        self._looking_bytes = memory_bytes // _LOOKING_SHARE
+        self.uses = NextUses(self._looking_bytes)
+        self._tier: AheadTier | None = None
+
+    def begin(self, step: int) -> None:
+        """The rows that are asked for from now on are of this step."""
+        self.uses.begin(step, None if self._tier is None else self._tier.note_uses)
+
+    def host_bytes(self, tables: Sequence[Table]) -> int:
+        return self._memory_bytes
+
+    def least_bytes(self, tables: Sequence[Table]) -> int:
+        rows = sum(buffer_bytes(1, t.row_bytes, MIN, USES_MAX) for t in tables if t.name == self.table)
+        return max(LEAST_BYTES * _LOOKING_SHARE, -(-rows * _LOOKING_SHARE // (_LOOKING_SHARE - 1)))
+
+    def over(self, below: RowSource, memory_bytes: int) -> AheadTier:
+        self._tier = AheadTier(below, self.table, memory_bytes - self._looking_bytes, self.uses)
+        return self._tier
+
+    def __repr__(self) -> str:
+        return f"Ahead({self.table!r}, {self._memory_bytes:,})"
+
+
+class SoonRows:
+    """Rows of a table in slots, by the step that wants them next. Not for several threads at once. Raises
+    BudgetError."""
+
+    def __init__(self, table: Table, memory_bytes: int) -> None:
+        self._row_bytes = table.row_bytes
+        self.slots = slots_for(memory_bytes, table.row_bytes, MIN, USES_MAX)
+        self._map = make_slot_map(self.slots, MIN, batches=USES_MAX)
+        self._rows = empty_rows(self.slots, table.row_bytes)
+        self._idle = np.zeros(USES_MAX + 1, np.int64)
+        none, no_ids = np.empty(0, np.int32), np.empty(0, np.int64)
+        load_kernels(self._map)
+        for kernel in (find_present, note_uses):
+            kernel(self._map, no_ids if kernel is find_present else none, none)
+        list_anew(self._map)
+        count_by_use(self._map, self._idle)
+        move_rows(0, none, 0, none, 0)
+
+    @property
+    def memory_bytes(self) -> int:
+        return buffer_bytes(self.slots, self._row_bytes, MIN, USES_MAX)
+
+    def find(self, ids: NDArray[np.int64]) -> NDArray[np.int32]:
+        """The slot of each row, -1 where it is not here."""
+        slots = np.empty(len(ids), np.int32)
+        find_present(self._map, ids, slots)
+        return slots
+
+    def copy(
+        self, slots: NDArray[np.int32], uses: NDArray[np.int32], target: int, places: NDArray[Any]
+    ) -> None:
+        """Rows in these slots to these places at an address; they are wanted next in the steps ``uses``."""
+        if len(slots):
+            move_rows(address_of(self._rows), slots, target, places, self._row_bytes)
+            note_uses(self._map, slots, uses)
+
+    def put(self, ids: NDArray[np.int64], uses: NDArray[np.int32], source: int, places: NDArray[Any]) -> None:
+        """Have rows that lie at these places at an address here, those wanted soonest, in place of rows that
+        are wanted later."""
+        chosen = self._chosen(uses)
+        if not len(chosen):
+            return
+        slots, missed, waits = (np.empty(len(chosen), np.int32) for _ in range(3))
+        count, _ = acquire(self._map, ids[chosen], slots, missed, waits, uses[chosen])
+        new = missed[:count]
+        if count:
+            move_rows(source, places[chosen[new]], address_of(self._rows), slots[new], self._row_bytes)
+        complete(self._map, slots[new])
+        release(self._map, slots)
+
+    def _chosen(self, uses: NDArray[np.int32]) -> NDArray[np.int64]:
+        """Positions of rows that come: as many as there are slots of rows wanted later than they."""
+        coming = np.cumsum(np.bincount(np.minimum(uses, USES_MAX), minlength=USES_MAX + 1))[:-1]
+        count_by_use(self._map, self._idle)
+        leaving = np.cumsum(self._idle[::-1])[::-1][1:]
+        soon = int(np.count_nonzero(coming <= leaving))  # the first grow, the others fall
+        chosen = uses < soon
+        if soon < USES_MAX:  # of those wanted in this step as many as there is room for
+            room = int(leaving[soon] - (coming[soon - 1] if soon else 0))
+            chosen[np.flatnonzero(uses == soon)[:room]] = True
+        return np.flatnonzero(chosen)
+
+    def shift(self, shift: int, first: Callable[[NDArray[np.int64]], NDArray[np.int32]]) -> None:
+        """As :data:`featstore.hosts.next_uses.OnBlock`."""
+        slots = self._map.slots
+        for low in range(0, len(slots), _AT_ONCE):
+            some = slots[low : low + _AT_ONCE]
+            some["stamp"] = shifted(some["stamp"], shift)
+            unknown = np.flatnonzero((some["stamp"] == NEVER) & (some["row"] >= 0))
+            some["stamp"][unknown] = first(some["row"][unknown])
+        list_anew(self._map)
+
+
+def shifted(uses: NDArray[np.int32], shift: int) -> NDArray[np.int32]:
+    """Uses that count from ``shift`` steps later; NEVER of those before."""
+    found: NDArray[np.int32] = np.where((uses >= shift) & (uses != NEVER), uses - np.int32(shift), NEVER)
+    return found
+
+
+class _Missed(NamedTuple):
+    """Rows that come from below, some of which may stay."""
+
+    ids: NDArray[np.int64]
+    uses: NDArray[np.int32]
+    places: NDArray[np.int32]
+    steps: int  # how far uses had been shifted
+
+
+class AheadTier(OverSource):
+    """See the module's text. Of other tables than ``table`` it holds nothing. It belongs to one process.
+    Raises BudgetError."""
+
+    name = "ahead"
+
+    def __init__(self, below: RowSource, table: str, memory_bytes: int, uses: NextUses) -> None:
+        super().__init__(below)
+        self._table, self._uses = below.store.table(table), uses
+        self._rows = SoonRows(self._table, memory_bytes)
+        self._lock, self._hits, self._shift = threading.Lock(), 0, 0
+
+    def note_uses(self, shift: int, first: Callable[[NDArray[np.int64]], NDArray[np.int32]]) -> None:
+        """As :data:`featstore.hosts.next_uses.OnBlock`."""
+        with self._lock:
+            self._shift += shift
+            self._rows.shift(shift, first)
+
+    @property
+    def memory_bytes(self) -> int:
+        return self._rows.memory_bytes
+
+    def submit(
+        self, ids: Mapping[str, Any], *, out: Mapping[str, Any] | None, at: Mapping[str, Any] | None = None
+    ) -> Request:
+        self.check_open()
+        filled = new_rows(self, ids) if out is None else dict(out)
+        missing, places, missed = {}, {}, None
+        for name, wanted in ids.items():
+            to = np.arange(len(wanted), dtype=np.int32) if at is None else np.asarray(at[name], np.int32)
+            left = np.arange(len(wanted))
+            if name == self._table.name:
+                left, missed = self._serve(wanted, self._address(filled), to)
+            if len(left):
+                missing[name], places[name] = wanted[left], to[left]
+        if not missing:
+            return answered(filled)
+        request = Request(lambda: filled)
+        request.begin()
+        try:
+            below = self._below.submit(missing, out={name: filled[name] for name in missing}, at=places)
+        except BaseException as error:
+            request.close_piece(None, error)
+            raise
+        request.open_piece(below)
+        below.add_done_callback(lambda _: self._arrived(request, below, missed, filled))
+        request.close_piece(None, None)
+        return request
+
+    def _address(self, filled: Mapping[str, Any]) -> int:
+        out, table = filled[self._table.name], self._table
+        return address_of(
+            check_out(out, (rows_of(out), *table.row_shape), dtype_from_name(table.entry.dtype))
+        )
+
+    def _serve(
+        self, ids: NDArray[np.int64], target: int, to: NDArray[np.int32]
+    ) -> tuple[NDArray[np.int64], _Missed]:
+        """Copy what is here out; positions of the others."""
+        steps, uses = self._shift, self._uses.of(ids)
+        with self._lock:
+            slots = self._rows.find(ids)
+            here, left = np.flatnonzero(slots >= 0), np.flatnonzero(slots < 0)
+            self._rows.copy(slots[here], uses[here], target, to[here])
+            self._hits += len(here)
+        return left, _Missed(ids[left], uses[left], to[left], steps)
+
+    def _arrived(self, request: Request, below: Request, missed: _Missed | None, filled: Any) -> None:
+        error = below.exception()
+        try:
+            if error is None and missed is not None and len(missed.ids):
+                with self._lock:
+                    uses = shifted(missed.uses, self._shift - missed.steps)
+                    self._rows.put(missed.ids, uses, self._address(filled), missed.places)
+        except BaseException as failure:
+            error = failure
+        request.close_piece(below, error)
+
+    def holds(self, table: str, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
+        if table != self._table.name:
+            return np.zeros(len(ids), bool)
+        with self._lock:
+            found: NDArray[np.bool_] = self._rows.find(ids) >= 0
+        return found
+
+    def hits(self) -> int:
+        return self._hits
+
+    def close(self) -> None:
+        self._closed = True
+
+    def __repr__(self) -> str:
+        return f"<AheadTier of {self._table.name!r}, {self.memory_bytes:,} bytes>"

@@ -1,0 +1,202 @@
+"""Rows of other hosts that are wanted soonest stay: what is known of steps to come against plain loops, what
+is asked of other hosts against MIN, and that every row is the source's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+import featstore
+from featstore.errors import BudgetError
+from featstore.hosts.ahead import Ahead, AheadTier
+from featstore.hosts.next_uses import STEPS_MAX, USES_MAX, NextUses
+from featstore.testing import ArraySource, check_source
+from featstore.tiers.slots.layout import NEVER
+
+NODES = 3000
+Steps = list[NDArray[np.int64]]
+
+
+def steps_like(rng: np.random.Generator, count: int, most: int = 60, least: int = 0) -> Steps:
+    """Some nodes are wanted far more often than others."""
+    weights = 1 / np.arange(1, NODES + 1)
+    return [
+        rng.choice(NODES, rng.integers(least, most), replace=False, p=weights / weights.sum())
+        for _ in range(count)
+    ]
+
+
+def look_ahead(uses: NextUses, steps: Steps, step: int) -> None:
+    while uses.added < step + uses.wanted_ahead:
+        uses.add(steps[uses.added] if uses.added < len(steps) else np.empty(0, np.int64))
+
+
+@given(seed=st.integers(0, 2**32 - 1), count=st.integers(1, 150), entries=st.sampled_from([900, 2500, 40000]))
+def test_the_next_use_is_that_of_a_plain_loop(seed: int, count: int, entries: int) -> None:
+    """Of all rows of a step, as far as steps have been looked at; of others there is none."""
+    steps = steps_like(np.random.default_rng(seed), count, 41, 37)
+    sets = [set(one.tolist()) for one in steps]
+    uses = NextUses(36 * entries)
+    assert uses.wanted_ahead == 2 * STEPS_MAX
+    for step, wanted in enumerate(steps):
+        look_ahead(uses, steps, step)
+        uses.begin(step)
+        block = uses.wanted_ahead // 2
+        first = step // block * block
+        known = sets[step + 1 : first + 2 * block]
+        expected = [
+            next((step + 1 + k - first for k, later in enumerate(known) if node in later), NEVER)
+            for node in wanted.tolist()
+        ]
+        np.testing.assert_array_equal(uses.of(wanted), expected)
+        others = np.setdiff1d(np.arange(NODES), wanted)[:50]
+        assert (uses.of(others) == NEVER).all()
+    assert 8 <= block <= STEPS_MAX
+    if entries == 40000:
+        assert block == STEPS_MAX
+
+
+def test_larger_mini_batches_later_are_looked_at_as_far_as_there_is_memory() -> None:
+    """What is said of a row is always true, and nothing is said of what there is no memory for."""
+    rng = np.random.default_rng(0)
+    steps = steps_like(rng, 30, 20) + steps_like(rng, 60, 800)
+    uses, known = NextUses(36 * 400), 0
+    for step, wanted in enumerate(steps):
+        look_ahead(uses, steps, step)
+        uses.begin(step)
+        first = step // (uses.wanted_ahead // 2) * (uses.wanted_ahead // 2)
+        for node, use in zip(wanted, uses.of(wanted), strict=True):
+            known += use != NEVER
+            assert use == NEVER or node in steps[first + use]
+    assert known > 100
+    with pytest.raises(BudgetError, match="look ahead"):
+        NextUses(100)
+
+
+def test_steps_that_nobody_went_to_are_let_go() -> None:
+    """As where an epoch is gone on with in its middle."""
+    steps = steps_like(np.random.default_rng(1), 400)
+    uses = NextUses(36 * 2000)
+    for step in range(301):
+        look_ahead(uses, steps, step)
+    told: list[int] = []
+    uses.begin(300, lambda shift, first: told.append(shift))
+    assert told == [USES_MAX]
+    block = uses.wanted_ahead // 2
+    first = 300 // block * block
+    found = uses.of(steps[300])
+    assert (found != NEVER).any()
+    for node, use in zip(steps[300], found, strict=True):
+        assert use == NEVER or node in steps[first + use]
+    uses.begin(3)  # long over
+    assert (uses.of(steps[3]) == NEVER).all()
+    uses.restart()
+    look_ahead(uses, steps, 0)
+    uses.begin(0)
+    assert (uses.of(steps[0]) != NEVER).any()
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[featstore.Store]:
+    rng = np.random.default_rng(5)
+    path = tmp_path_factory.mktemp("ahead")
+    rows = {"a": rng.standard_normal((NODES, 512)).astype(np.float32), "b": rng.integers(0, 9, (70, 3))}
+    with featstore.pack(path / "s", rows) as made:
+        yield made
+
+
+@pytest.fixture
+def source(store: featstore.Store) -> ArraySource:
+    with store.reader(memory="32MiB") as reader:
+        rows = {n: reader.read({n: np.arange(store.table(n).rows)})[n] for n in ("a", "b")}
+    return ArraySource(store, rows)
+
+
+def least_asked(steps: Steps, slots: int) -> int:
+    """What MIN asks for, that knows everything."""
+    later_sets = [set(one.tolist()) for one in steps]
+    kept: set[int] = set()
+    asked = 0
+    for step, wanted in enumerate(steps):
+        now = set(wanted.tolist())
+        asked += len(now - kept)
+        due = {}
+        for node in now | kept:
+            later = (k for k in range(step + 1, len(steps)) if node in later_sets[k])
+            due[node] = next(later, NEVER)
+        ranked = sorted((one for one in due if due[one] != NEVER), key=lambda node: (due[node], node))
+        kept = set(ranked[:slots])
+    return asked
+
+
+def test_hardly_more_is_asked_for_than_by_min(source: ArraySource) -> None:
+    """And far less than by a buffer of as many slots that does not look ahead."""
+    steps = steps_like(np.random.default_rng(2), 120, 200)
+    ahead = Ahead(source.store.table("a"), 900_000)
+    with closing(ahead.over(source, 900_000)) as tier:
+        slots = tier._rows.slots
+        assert 150 < slots < 500
+        for step, wanted in enumerate(steps):
+            look_ahead(ahead.uses, steps, step)
+            ahead.begin(step)
+            got = tier.submit({"a": wanted}, out=None).result()["a"]
+            np.testing.assert_array_equal(got, source._arrays["a"][wanted])
+        asked, source.asked = source.asked, 0
+        assert asked + tier.hits() == sum(map(len, steps))
+        assert tier.memory_bytes <= 900_000 * 5 // 6
+    with closing(featstore.Buffer("s3-fifo", 900_000).over(source, 900_000)) as other:
+        for wanted in steps:
+            other.submit({"a": wanted}, out=None).result()
+    assert asked < 1.05 * least_asked(steps, slots)
+    assert asked < 0.85 * source.asked
+
+
+@pytest.mark.parametrize("memory", [150_000, 1_500_000])
+def test_every_row_is_the_sources(source: ArraySource, memory: int) -> None:
+    """Whatever is said of steps, in time or not."""
+    rng = np.random.default_rng(3)
+    ahead = Ahead(source.store.table("a"), memory)
+    with closing(ahead.over(source, memory)) as tier:
+        for step, wanted in enumerate(steps_like(rng, 70, 300)):
+            ahead.uses.add(wanted)
+            if step > 20:
+                ahead.begin(step - int(rng.integers(0, 20)))
+                tier.submit({"a": wanted}, out=None).result()
+            if step % 10 == 0:
+                check_source(tier, source._arrays, seed=step, requests=5)
+        assert tier.holds("a", np.arange(NODES)).any()
+        assert not tier.holds("b", np.arange(70)).any()
+
+
+def test_a_request_that_fails_leaves_nothing_wrong(source: ArraySource) -> None:
+    steps = [np.arange(40, dtype=np.int64)] * 40
+    ahead = Ahead(source.store.table("a"), 200_000)
+    with closing(ahead.over(source, 200_000)) as tier:
+        look_ahead(ahead.uses, steps, 0)
+        ahead.begin(0)
+        source.error = OSError("a host is gone")
+        with pytest.raises(OSError, match="a host is gone"):
+            tier.submit({"a": steps[0]}, out=None).result()
+        source.error = None
+        for _ in range(2):
+            got = tier.submit({"a": steps[0]}, out=None).result()["a"]
+            np.testing.assert_array_equal(got, source._arrays["a"][steps[0]])
+        assert tier.hits() > 30
+
+
+def test_too_little_memory_says_how_much_is_needed(source: ArraySource) -> None:
+    table = source.store.table("a")
+    with pytest.raises(BudgetError, match="keep rows of other hosts") as caught:
+        Ahead(table, 1000)
+    needed = caught.value.needed_bytes
+    with pytest.raises(BudgetError):
+        Ahead(table, needed - 1)
+    with closing(Ahead(table, needed).over(source, needed)) as tier:
+        assert isinstance(tier, AheadTier)
+        check_source(tier, source._arrays, requests=3)
