@@ -59,6 +59,31 @@ def mean(h: torch.Tensor, row: torch.Tensor, col: torch.Tensor, targets: int) ->
     return total / torch.bincount(col, minlength=targets).clamp(min=1)[:, None]
 
 
+def exchange(store: featstore.SplitStore, rows: int, rounds: int) -> list[dict[str, float]]:
+    """Seconds of as many rows from the other of two hosts, both at once, and of the same bytes by a bare
+    collective of their own process group, in turns."""
+    group = dist.new_group(backend="gloo")
+    table = store.table("features")
+    others = np.flatnonzero(store.owners["features"].hosts != store.place.host)
+    sent = torch.zeros(rows * table.row_bytes // 4)
+    come = torch.zeros_like(sent)
+    split = [0, len(sent)] if store.place.host == 0 else [len(sent), 0]
+    told, rng = [], np.random.default_rng(store.place.host)
+    with store.reader(memory="64MiB", engine="mmap") as reader:
+        for _ in range(rounds):
+            ids, seconds = rng.choice(others, rows, replace=False), {}
+            dist.barrier(group)
+            begin = time.perf_counter()
+            reader.read(ids)
+            seconds["ours"] = time.perf_counter() - begin
+            dist.barrier(group)
+            begin = time.perf_counter()
+            dist.all_to_all_single(come, sent, split, split, group=group)
+            seconds["bare"] = time.perf_counter() - begin
+            told.append(seconds)
+    return told
+
+
 def main(said: dict[str, Any]) -> dict[str, Any]:
     slow = said["slow"]
     if slow is not None:
@@ -72,16 +97,25 @@ def main(said: dict[str, Any]) -> dict[str, Any]:
     dist.init_process_group(
         "gloo", init_method=f"file://{said['meeting']}", rank=said["rank"], world_size=said["hosts"]
     )
+    if said.get("exchange"):
+        with featstore.open_split(
+            said["parts"], memory=said["serving"], timeout_seconds=120, engine="mmap"
+        ) as store:
+            told = exchange(store, said["exchange"], said["rounds"])
+        dist.destroy_process_group()
+        return {"exchange": told}
     begin = time.perf_counter()
     halo = said["halo"]
     if isinstance(halo, dict):
         halo = featstore.MassiveGNN(**halo)
     torch.manual_seed(0)
     with (
-        featstore.open_split(said["parts"], memory=said["serving"], timeout_seconds=120) as store,
+        featstore.open_split(
+            said["parts"], memory=said["serving"], timeout_seconds=120, engine="mmap"
+        ) as store,
         store.loader(
             seeds="train", fanouts=said["fanouts"], batch_size=said["batch"], memory=said["memory"],
-            halo=halo, policy="fifo", attach="label", tensors=True, seed=0,
+            halo=halo, policy="fifo", attach="label", tensors=True, seed=0, engine="mmap",
         ) as loader,
     ):  # fmt: skip
         model = Sage(store.table("features").row_shape[0], 64, mean)

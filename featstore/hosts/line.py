@@ -82,8 +82,11 @@ class HostLine:
         self._exchange, self.peer = exchange, peer
         self.heard = self._said = time.monotonic()
         self._lock = threading.Lock()
-        self._first: deque[Outgoing] = deque()  # all but asks
+        # What is to be sent: asks before answers, which are far longer, and all else before both. So what
+        # either host asks for comes while it sends what the other has asked for.
+        self._first: deque[Outgoing] = deque()
         self._asks: deque[Ask] = deque()
+        self._answers: deque[Outgoing] = deque()
         self.sent: dict[int, Ask] = {}
         self._numbers, self._asked_all = 0, False
         self.bye_sent = self.bye_heard = self.last = False
@@ -114,7 +117,7 @@ class HostLine:
             self._asked_all = True
 
     def say(self, message: Outgoing) -> None:
-        self._first.append(message)
+        (self._answers if message.kind in (ms.Kind.ROWS, ms.Kind.ERROR) else self._first).append(message)
         self._wake.set()
 
     def fail(self, error: BaseException) -> None:
@@ -175,6 +178,8 @@ class HostLine:
                 self.sent[self._numbers] = ask
                 ask.sent_at = time.monotonic()
                 return Outgoing(ms.Kind.ASK, self._numbers, 0, ask.message())
+        if self._answers:
+            return self._answers.popleft()
         if self.bye_sent and self.bye_heard and len(self._places) == PLACES:
             return Outgoing(ms.Kind.END)
         return None
