@@ -113,6 +113,7 @@ def test_every_example_is_tested_and_short() -> None:
         "train_modes_torch.py",
         "train_online_pyg.py",
         "train_pyg.py",
+        "train_pyg_loader.py",
         "train_ranks_torch.py",
         "train_torch.py",
     }
@@ -129,6 +130,15 @@ def test_gather_numpy(example: Example) -> None:
     assert reads > 0
     assert "table 'papers': 2,000 ids" in out
     assert re.search(r"years of the first papers: \[\d{4} \d{4} \d{4} \d{4} \d{4}\]", out)
+
+
+def test_pygs_usual_loop_learns_from_a_store(example: Example) -> None:
+    out = example("train_pyg_loader.py")
+    assert [int(epoch) for epoch in re.findall(r"epoch (\d): loss", out)] == [0, 1]
+    found = re.search(r"accuracy ([\d.]+) of ([\d,]+) nodes", out)
+    assert found is not None
+    assert float(found[1]) > 0.95  # with rows of other nodes it would be 0.25
+    assert 4000 < int(found[2].replace(",", "")) < 6000
 
 
 @pytest.mark.parametrize("name", ["train_torch.py", "train_pyg.py"])

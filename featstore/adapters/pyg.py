@@ -1,6 +1,7 @@
-"""PyG adapter: a store as PyTorch Geometric's remote backend.
+"""PyG adapter: a store in place of the data of a ``NeighborLoader``, :class:`NeighborLoader`; or as PyTorch
+Geometric's remote backend, for loaders of PyG's own.
 
-PyG's loaders ask three objects, and each has its class here:
+These ask three objects, and each has its class here:
 
 * :class:`FeatstoreSampler`, a ``BaseSampler``: which nodes and edges make a mini-batch. It wraps
   :class:`featstore.sampling.neighbors.NeighborSampler` and needs neither pyg-lib nor torch-sparse.
@@ -38,6 +39,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from featstore.adapters.indices import attribute_tensor, join, like_ids, row_ids, shaped
+from featstore.adapters.pyg_loader import NeighborLoader
 from featstore.adapters.pyg_sampler import FeatstoreSampler
 from featstore.arguments import as_mapping, known_name, shown
 from featstore.errors import ArgumentError, MissingPackageError, SourceError, UnknownNameError
@@ -52,7 +54,7 @@ try:
 except ImportError as error:
     raise MissingPackageError(f"the PyG adapter needs {error.name}: pip install 'featstore[pyg]'") from error
 
-__all__ = ["FeatstoreFeatures", "FeatstoreGraph", "FeatstoreSampler", "RowAttr"]
+__all__ = ["FeatstoreFeatures", "FeatstoreGraph", "FeatstoreSampler", "NeighborLoader", "RowAttr"]
 
 AttrKey = tuple[str | None, str]
 

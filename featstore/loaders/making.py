@@ -217,15 +217,17 @@ class Making:
             )  # fmt: skip
         nodes = self.store.arrays[seeds] if isinstance(seeds, str) else seeds
         owned: dict[str, Any] = {}
-        here = self._here
+        here, in_order = self._here, args.as_flag(given.get("seeds_in_order", False), "seeds_in_order")
         if isinstance(self.store, WholeStore):
             here = tuple(self.store.place.share(rank) for rank in here)
             table = graph_of(self.store, graph).table.name
             owned = {"owner": self.store.owners[table].hosts, "hosts": self.store.place.hosts}
             digest = hashlib.sha256(checked_train(nodes, sampler.node_count).tobytes()).hexdigest()
             alike = {"seeds": digest, "fanouts": tuple(sampler.fanouts), "seed": self._seed, "graph": graph}
-            self.store.agree(alike | self._seeds_of_a_step())
-        made = RankedBatches(sampler, nodes, own=True, ranks=here, **owned, **self._seeds_of_a_step())
+            self.store.agree(alike | self._seeds_of_a_step() | {"in_order": in_order})
+        made = RankedBatches(
+            sampler, nodes, own=True, ranks=here, in_order=in_order, **owned, **self._seeds_of_a_step()
+        )
         self._opened.callback(made.close)
         if not len(made):
             raise ArgumentError(
@@ -299,6 +301,10 @@ class Making:
         return RollingMode(loader)
 
     def _partitions(self, own: dict[str, Any]) -> Mode:
+        if self.given.get("seeds_in_order"):
+            raise ArgumentError(
+                "seeds_in_order= is not of mode 'partitions', where those come together whose partitions do"
+            )
         if isinstance(own.get("passes"), str) and self.ranks.shares > 1:
             raise ArgumentError("passes='auto' follows each rank's own clock: give ranks a number of passes")
         loader = PartitionsLoader(

@@ -25,6 +25,8 @@ class LoaderOptions(TypedDict, total=False):
         fanouts: with ``seeds``: neighbours per node and hop, -1 for all.
         batch_size: with ``seeds``: seeds of a mini-batch; by default 1,024.
         seed: with ``seeds``: of the order and the neighbours; by default 0.
+        seeds_in_order: with ``seeds``: they come as they were given, in every epoch, as for evaluation; else
+            in another order each epoch. Not in mode partitions.
         graph: with ``seeds``: the name of the graph, where the store has several.
         rank, world_size: which of how many processes that train together; by default as
             ``torch.distributed`` or ``torchrun`` say. Each has its share of every epoch: of the seeds, or of
@@ -95,6 +97,7 @@ class LoaderOptions(TypedDict, total=False):
     fanouts: Sequence[int] | None
     batch_size: int | None
     seed: int | None
+    seeds_in_order: bool | None
     graph: str | None
     rank: int | None
     world_size: int | None
@@ -163,7 +166,7 @@ OF_MODES = {
 AUTO = ("online", "compiled", "rolling")
 AUTO_OPTIONS = ("repeat", "epochs", "train_seconds")
 #: Options for the store to sample.
-SAMPLING = ("seeds", "fanouts", "batch_size", "seed", "graph")
+SAMPLING = ("seeds", "fanouts", "batch_size", "seed", "seeds_in_order", "graph")
 
 
 class Given:

@@ -80,21 +80,23 @@ class SampledBatches(Sequence[SampledSubgraph]):
     """The mini-batches of an epoch, made when they are asked for, the same each time. Slices are lists.
 
     ``train``: int64, the training nodes in the order of this epoch. ``epoch``: by default 0, until
-    :meth:`set_epoch` is called, as loaders do; one that was given stays. A context manager that closes the
-    sampler if it was opened for this.
+    :meth:`set_epoch` is called, as loaders do; one that was given stays. ``in_order``: training nodes come as
+    they were given, in every epoch. A context manager that closes the sampler if it was opened for this.
     """
 
     def __init__(
         self, sampler: GraphSampler, train: NDArray[Any], batch_size: int, epoch: int | None = None, *,
-        own: bool = False
+        own: bool = False, in_order: bool = False,
     ) -> None:  # fmt: skip
         self.sampler, self.batch_size = sampler, as_count(batch_size, "batch_size")
+        self._in_order = in_order
         self._nodes, self._own, self._stays = checked_train(train, sampler.node_count), own, epoch is not None
         self._begin(0 if epoch is None else as_integer(epoch, "epoch"))
 
     def _begin(self, epoch: int) -> None:
         self.epoch = epoch
-        self.train = self._nodes[shuffled(len(self._nodes), self.sampler.seed, epoch)]
+        nodes = self._nodes
+        self.train = nodes if self._in_order else nodes[shuffled(len(nodes), self.sampler.seed, epoch)]
 
     def set_epoch(self, epoch: int) -> None:
         """From now on the mini-batches are those of this epoch, unless one was given when this was made."""
@@ -144,14 +146,14 @@ class RankedBatches(SampledBatches):
 
     def __init__(
         self, sampler: GraphSampler, train: NDArray[Any], batch_size: int, *, ranks: Sequence[int] = (0,),
-        world_size: int = 1, drop_last: bool = False, own: bool = False, owner: NDArray[Any] | None = None,
-        hosts: int = 1,
+        world_size: int = 1, drop_last: bool = False, own: bool = False, in_order: bool = False,
+        owner: NDArray[Any] | None = None, hosts: int = 1,
     ) -> None:  # fmt: skip
         self.ranks, self.num_replicas, self._drop_last = tuple(ranks), world_size, drop_last
         self._owner, self._hosts = owner, hosts
         self.padded = self.dropped = 0
         self._begun_at = (0, 0)  # an epoch, and how many seeds of its order are over
-        super().__init__(sampler, train, batch_size, own=own)
+        super().__init__(sampler, train, batch_size, own=own, in_order=in_order)
 
     @property
     def per_step(self) -> int:

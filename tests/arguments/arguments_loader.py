@@ -70,6 +70,7 @@ LOADER: dict[str, Call] = {
             "batch_size": count().optional,
             "seed": ANY_INTEGER.optional,
             "drop_last": FLAG.optional,
+            "seeds_in_order": FLAG.optional,
             "rank": RANK,
             "world_size": WORLD_SIZE,
             "shared": FLAG.but("a text"),

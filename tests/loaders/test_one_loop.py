@@ -358,6 +358,27 @@ def test_seeds_by_the_name_of_an_array_and_as_a_mask(store: Any) -> None:
                 check(epoch_of(loader))
 
 
+@pytest.mark.parametrize("mode", ["online", "compiled", "rolling"])
+def test_seeds_come_in_the_order_given(store: Any, mode: str) -> None:
+    """In every epoch, of one rank or of two together."""
+    given = np.random.default_rng(2).permutation(TRAIN)
+    options = SAMPLED | {"seeds": given, "seeds_in_order": True, "mode": mode}
+    with store.loader(**options) as loader:
+        for _ in range(2):
+            seen = [batch.n_id[: batch.batch_size] for batch in epoch_of(loader)]
+            np.testing.assert_array_equal(np.concatenate(seen), given)
+    seen = []
+    for rank in range(2):
+        with store.loader(**options, rank=rank, world_size=2) as loader:
+            seen.append(np.concatenate([batch.n_id[: batch.batch_size] for batch in epoch_of(loader)]))
+    np.testing.assert_array_equal(np.stack(seen, 1).reshape(-1)[: len(given)], given)
+
+
+def test_partitions_have_no_order_of_seeds(store: Any) -> None:
+    with pytest.raises(ArgumentError, match="seeds_in_order= is not of mode 'partitions'"):
+        store.loader(mode="partitions", **SAMPLED, seeds_in_order=True)
+
+
 def test_a_compiled_one_is_used_again(store: Any) -> None:
     with store.loader(mode="compiled", name="mine", **SAMPLED) as loader:
         expected = [drawn(batch) for batch in loader]

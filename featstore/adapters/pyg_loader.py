@@ -1,0 +1,194 @@
+"""PyG's ``NeighborLoader`` over a store: the same call with a store in place of the data, and neither pyg-lib
+nor torch-sparse. Sampling, reading and what is held are those of :meth:`featstore.Store.loader`.
+
+What PyG's loader can do and this one cannot is an error that says so. What has no meaning here (workers: the
+loader samples and reads in threads of its own) is a warning.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from featstore.arguments import as_fanouts, as_flag, as_function, shown
+from featstore.errors import ArgumentError, FeatstoreWarning, MissingPackageError, SourceError
+from featstore.loaders.loader import Loader
+from featstore.loaders.report import LoaderReport
+from featstore.storage.relations import graph_of, is_edge_table, node_tables
+from featstore.storage.store import OpenStore
+
+try:
+    import torch
+    from torch_geometric.data import Data
+except ImportError as error:
+    raise MissingPackageError(f"the PyG adapter needs {error.name}: pip install 'featstore[pyg]'") from error
+
+#: What PyG's loader takes and this one has one value of.
+_ONLY = {
+    "input_time": None, "replace": False, "subgraph_type": "directional", "disjoint": False,
+    "temporal_strategy": "uniform", "time_attr": None, "weight_attr": None, "transform_sampler_output": None,
+    "neighbor_sampler": None, "directed": True,
+}  # fmt: skip
+#: What torch's loader takes and has no effect here.
+_WITHOUT_EFFECT = (
+    "num_workers", "persistent_workers", "prefetch_factor", "pin_memory", "pin_memory_device",
+    "multiprocessing_context", "filter_per_worker", "is_sorted", "timeout",
+)  # fmt: skip
+
+
+class NeighborLoader:
+    """Mini-batches as PyG's ``torch_geometric.loader.NeighborLoader`` gives them, from a store.
+
+    Each is a ``Data`` with ``x`` [m, *row shape], ``edge_index`` int64 [2, k], ``n_id`` int64 [m] (the seeds
+    first), ``batch_size``, ``input_id`` int64 [b] (places of the seeds in ``input_nodes``),
+    ``num_sampled_nodes`` and ``num_sampled_edges``, and the store's arrays that have a value for each node
+    (``y``, ``train_mask`` ...), of its nodes. There is no ``e_id``, nor ``edge_attr``: stored graphs do not
+    have the user's numbers of edges; where the store has a table of edges, a warning says so.
+
+    Args:
+        data: an open store with one table of nodes and a graph.
+        num_neighbors: neighbours per node and hop, -1 for all.
+        input_nodes: seeds: node ids or a mask (tensor, array or list), the name of an array in the store, or
+            PyG's pair of None and one of these; None for all nodes.
+        transform: is called with each ``Data``, and gives what the loop gets.
+        batch_size, shuffle, drop_last: as of torch's ``DataLoader``.
+        attach: names of the arrays that mini-batches have; by default all that have a value for each node.
+        memory: budget of all of this, see :class:`featstore.loaders.options.LoaderOptions`.
+        options: further ones of :meth:`featstore.Store.loader` (``mode=``, ``seed=``, ``rank=`` ...); and
+            those of PyG's and torch's loaders.
+
+    Each iteration is an epoch. Under ``torchrun`` each rank has its share of the seeds, all as many. It holds
+    threads and memory until :meth:`close`, or until it is collected; a context manager. ``loader`` is the
+    store's loader: its ``report()``, ``state_dict()``.
+
+    Raises ArgumentError, SourceError for what PyG's loader can do and this one cannot; what
+    :meth:`featstore.Store.loader` raises.
+    """
+
+    loader: Loader
+
+    def __init__(
+        self, data: OpenStore, num_neighbors: Sequence[int], input_nodes: Any = None, *,
+        transform: Callable[[Data], Any] | None = None, batch_size: int = 1, shuffle: bool = False,
+        drop_last: bool = False, attach: str | Sequence[str] | None = None, memory: int | str = "1GiB",
+        **options: Any,
+    ) -> None:  # fmt: skip
+        if not isinstance(data, OpenStore):
+            raise ArgumentError(f"data must be an open store, featstore.open(path), not {shown(data)}")
+        if isinstance(num_neighbors, Mapping):
+            raise SourceError("num_neighbors by edge type is of typed graphs, which a store has not yet")
+        self._transform = None if transform is None else as_function(transform, "transform")
+        table = graph_of(data, options.get("graph")).table
+        self._seeds = _seeds(data, input_nodes, table.rows)
+        self._order = np.argsort(self._seeds, kind="stable")
+        _refuse(options)
+        _warn(data, options)
+        names = _of_nodes(data, table.rows) if attach is None else attach
+        self.loader = Loader(
+            data, seeds=self._seeds, fanouts=as_fanouts(num_neighbors), batch_size=batch_size,
+            drop_last=as_flag(drop_last, "drop_last"), seeds_in_order=not as_flag(shuffle, "shuffle"),
+            attach=names, memory=memory, tensors=True, **options,
+        )  # fmt: skip
+
+    def __len__(self) -> int:
+        """Mini-batches of an epoch, this rank's."""
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self.loader:
+            made = batch.pyg()
+            seeds = np.asarray(batch.n_id[: batch.batch_size])
+            places = self._order[np.searchsorted(self._seeds, seeds, sorter=self._order)]
+            made.input_id = torch.from_numpy(places)
+            del batch
+            yield made if self._transform is None else self._transform(made)
+            del made
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next iteration is of this epoch."""
+        self.loader.set_epoch(epoch)
+
+    def report(self) -> LoaderReport:
+        """What has been read, and how long it took."""
+        return self.loader.report()
+
+    def close(self) -> None:
+        """Give everything back. May be called more than once."""
+        if hasattr(self, "loader"):
+            self.loader.close()
+
+    def __enter__(self) -> NeighborLoader:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"NeighborLoader({self.loader!r})"
+
+
+def _seeds(store: OpenStore, given: Any, nodes: int) -> NDArray[np.int64]:
+    """Node ids, in the order given; those of a mask ascend."""
+    if isinstance(given, tuple) and len(given) == 2 and (given[0] is None or isinstance(given[0], str)):
+        kind, given = given
+        if kind is not None and kind not in node_tables(store.tables):
+            raise SourceError(
+                f"input_nodes of type {kind!r}: typed graphs are not in a store yet; give the ids"
+            )
+    if given is None:
+        return np.arange(nodes)
+    if isinstance(given, str):
+        given = store.arrays[given]
+    found = np.asarray(given.cpu() if isinstance(given, torch.Tensor) else given)
+    if found.dtype == bool:
+        if found.shape != (nodes,):
+            raise ArgumentError(
+                f"input_nodes: a mask has a value for each of {nodes:,} nodes, not {found.shape}"
+            )
+        return np.flatnonzero(found)
+    if found.ndim != 1 or found.dtype.kind not in "iu":
+        raise ArgumentError(f"input_nodes must be node ids or a mask, not {shown(given)}")
+    return found.astype(np.int64)
+
+
+def _refuse(options: dict[str, Any]) -> None:
+    """Take what has one value here out of the options; raise SourceError for another."""
+    for name, only in _ONLY.items():
+        given = options.pop(name, only)
+        if getattr(given, "value", given) != only:
+            raise SourceError(
+                f"{name}={shown(given)}: a store's loader samples uniformly and without replacement, as "
+                f"{name}={only!r}; leave it out"
+            )
+
+
+def _warn(store: OpenStore, options: dict[str, Any]) -> None:
+    """Take what has no effect out of the options, and say so; say what mini-batches will not have."""
+    named = [name for name in _WITHOUT_EFFECT if options.pop(name, None)]
+    if named:
+        warnings.warn(
+            f"{', '.join(named)}: no effect, the loader samples and reads in threads of its own; leave it "
+            "out",
+            FeatstoreWarning,
+            stacklevel=3,
+        )
+    edges = [name for name in store.tables if is_edge_table(name, store.tables)]
+    if edges:
+        warnings.warn(
+            f"mini-batches have no edge_attr: table {edges[0]!r} has rows of edges, whose numbers the stored "
+            "graph does not know",
+            FeatstoreWarning,
+            stacklevel=3,
+        )
+
+
+def _of_nodes(store: OpenStore, nodes: int) -> list[str]:
+    """Names of the arrays that have a value for each node."""
+    return [name for name, entry in store.manifest.arrays.items() if entry.shape[:1] == [nodes]]
