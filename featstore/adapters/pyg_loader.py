@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from featstore.arguments import as_fanouts, as_flag, as_function, shown
 from featstore.errors import ArgumentError, FeatstoreWarning, MissingPackageError, SourceError
+from featstore.loaders.batch import Batch
 from featstore.loaders.loader import Loader
 from featstore.loaders.report import LoaderReport
 from featstore.storage.relations import graph_of, is_edge_table, node_tables
@@ -33,6 +34,10 @@ _ONLY = {
     "temporal_strategy": "uniform", "time_attr": None, "weight_attr": None, "transform_sampler_output": None,
     "neighbor_sampler": None, "directed": True,
 }  # fmt: skip
+#: What this one is told by other names, or is given by itself.
+_OWN = ("seeds", "fanouts", "seeds_in_order", "nodes", "edge_table", "tensors", "reuse")
+#: What torch's loader takes, of which None is all that there is here.
+_NONE = ("sampler", "batch_sampler", "collate_fn", "worker_init_fn", "generator", "dataset")
 #: What torch's loader takes and has no effect here.
 _WITHOUT_EFFECT = (
     "num_workers", "persistent_workers", "prefetch_factor", "pin_memory", "pin_memory_device",
@@ -46,8 +51,10 @@ class NeighborLoader:
     Each is a ``Data`` with ``x`` [m, *row shape], ``edge_index`` int64 [2, k], ``n_id`` int64 [m] (the seeds
     first), ``batch_size``, ``input_id`` int64 [b] (places of the seeds in ``input_nodes``),
     ``num_sampled_nodes`` and ``num_sampled_edges``, and the store's arrays that have a value for each node
-    (``y``, ``train_mask`` ...), of its nodes. There is no ``e_id``, nor ``edge_attr``: stored graphs do not
-    have the user's numbers of edges; where the store has a table of edges, a warning says so.
+    (``y``, ``train_mask`` ...), of its nodes; as in PyG, what has as many values as there are nodes is taken
+    for theirs. An array whose name means something else in a ``Data`` is left out, with a warning. There is
+    no ``e_id``, nor ``edge_attr``: stored graphs do not have the user's numbers of edges; where the store
+    has a table of edges, a warning says so.
 
     Args:
         data: an open store with one table of nodes and a graph.
@@ -73,9 +80,9 @@ class NeighborLoader:
 
     def __init__(
         self, data: OpenStore, num_neighbors: Sequence[int], input_nodes: Any = None, *,
-        transform: Callable[[Data], Any] | None = None, batch_size: int = 1, shuffle: bool = False,
-        drop_last: bool = False, attach: str | Sequence[str] | None = None, memory: int | str = "1GiB",
-        **options: Any,
+        transform: Callable[[Data], Any] | None = None, batch_size: int = 1,
+        shuffle: bool | None = False, drop_last: bool | None = False,
+        attach: str | Sequence[str] | None = None, memory: int | str = "1GiB", **options: Any,
     ) -> None:  # fmt: skip
         if not isinstance(data, OpenStore):
             raise ArgumentError(f"data must be an open store, featstore.open(path), not {shown(data)}")
@@ -88,9 +95,13 @@ class NeighborLoader:
         _refuse(options)
         _warn(data, options)
         names = _of_nodes(data, table.rows) if attach is None else attach
+        for name in [names] if isinstance(names, str) else names:
+            if _means_else(name):
+                raise ArgumentError(f"attach: {name!r} means something else in PyG's Data; leave it out")
         self.loader = Loader(
             data, seeds=self._seeds, fanouts=as_fanouts(num_neighbors), batch_size=batch_size,
-            drop_last=as_flag(drop_last, "drop_last"), seeds_in_order=not as_flag(shuffle, "shuffle"),
+            drop_last=as_flag(drop_last or False, "drop_last"),
+            seeds_in_order=not as_flag(shuffle or False, "shuffle"),
             attach=names, memory=memory, tensors=True, **options,
         )  # fmt: skip
 
@@ -102,7 +113,10 @@ class NeighborLoader:
         for batch in self.loader:
             made = batch.pyg()
             seeds = np.asarray(batch.n_id[: batch.batch_size])
-            places = self._order[np.searchsorted(self._seeds, seeds, sorter=self._order)]
+            places = np.searchsorted(self._seeds, seeds, sorter=self._order)
+            places = self._order[np.minimum(places, len(self._order) - 1)]
+            if not np.array_equal(self._seeds[places], seeds):
+                raise SourceError("a mini-batch has seeds that are none of input_nodes")
             made.input_id = torch.from_numpy(places)
             del batch
             yield made if self._transform is None else self._transform(made)
@@ -162,10 +176,20 @@ def _refuse(options: dict[str, Any]) -> None:
     """Take what has one value here out of the options; raise SourceError for another."""
     for name, only in _ONLY.items():
         given = options.pop(name, only)
-        if getattr(given, "value", given) != only:
+        given = getattr(given, "value", given)  # of an enumeration
+        if given is not only and not (isinstance(given, bool | str) and given == only):
             raise SourceError(
                 f"{name}={shown(given)}: a store's loader samples uniformly and without replacement, as "
                 f"{name}={only!r}; leave it out"
+            )
+
+    for name in _OWN:
+        if name in options:
+            raise ArgumentError(f"NeighborLoader has no option {name!r}: that is of store.loader")
+    for name in _NONE:
+        if options.pop(name, None) is not None:
+            raise SourceError(
+                f"{name}= is of torch's DataLoader, and a store's loader draws by itself; leave it out"
             )
 
 
@@ -190,5 +214,29 @@ def _warn(store: OpenStore, options: dict[str, Any]) -> None:
 
 
 def _of_nodes(store: OpenStore, nodes: int) -> list[str]:
-    """Names of the arrays that have a value for each node."""
-    return [name for name, entry in store.manifest.arrays.items() if entry.shape[:1] == [nodes]]
+    """Names of the arrays that have a value for each node; a warning for those that a ``Data`` has no place
+    for."""
+    found = [name for name, entry in store.manifest.arrays.items() if entry.shape[:1] == [nodes]]
+    wrong = [name for name in found if _means_else(name)]
+    if wrong:
+        warnings.warn(
+            f"mini-batches do not have {', '.join(wrong)}: the name means something else in PyG's Data; pack "
+            "it under another one",
+            FeatstoreWarning,
+            stacklevel=3,
+        )
+    return [name for name in found if name not in wrong]
+
+
+#: Names that PyG gives to what is of each node.
+_OF_NODES = ("y", "pos", "time", "z")
+#: Names of what a mini-batch has beside what :class:`Data` and :class:`Batch` call so.
+_TAKEN = ("n_id", "e_id", "input_id", "input_type", "batch", "ptr", "num_nodes", "adj", "adj_t", "face")
+
+
+def _means_else(name: Any) -> bool:
+    """Whether what is called so is no value of each node in a mini-batch of PyG's."""
+    if not isinstance(name, str) or name in _OF_NODES:
+        return False
+    taken = name in _TAKEN or name.startswith(("edge_", "num_", "_")) or name in ("x", "index", "sample")
+    return taken or hasattr(Data, name) or hasattr(Batch, name)

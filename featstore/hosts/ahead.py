@@ -112,6 +112,8 @@ class SoonRows:
             return
         slots, missed, waits = (np.empty(len(chosen), np.int32) for _ in range(3))
         count, _ = acquire(self._map, ids[chosen], slots, missed, waits, uses[chosen])
+        if count < 0:  # no slot was taken, and none may be written to
+            raise AssertionError(f"{len(chosen):,} rows were chosen for {self.slots:,} slots")
         new = missed[:count]
         if count:
             move_rows(source, places[chosen[new]], address_of(self._rows), slots[new], self._row_bytes)
@@ -126,7 +128,7 @@ class SoonRows:
         soon = int(np.count_nonzero(coming <= leaving))  # the first grow, the others fall
         chosen = uses < soon
         if soon < USES_MAX:  # of those wanted in this step as many as there is room for
-            room = int(leaving[soon] - (coming[soon - 1] if soon else 0))
+            room = max(0, int(leaving[soon] - (coming[soon - 1] if soon else 0)))
             chosen[np.flatnonzero(uses == soon)[:room]] = True
         return np.flatnonzero(chosen)
 

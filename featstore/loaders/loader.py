@@ -70,6 +70,7 @@ class Loader(LoaderBase):
         except BaseException:
             self._opened.close()
             raise
+        self._in_order = bool(given.get("seeds_in_order"))
         self._epoch = self._next = 0
         self._over = 0  # seeds, or mini-batches, of this epoch that other numbers of ranks have had
         self._resumed = False  # a state was loaded since the last iteration
@@ -127,7 +128,8 @@ class Loader(LoaderBase):
     @property
     def _identity(self) -> dict[str, str]:
         """What a state belongs to."""
-        return {"store": self.store.uuid, "mode": self.mode}
+        what = {"store": self.store.uuid, "mode": self.mode}
+        return what | {"seeds": "in order"} if self._in_order else what
 
     def state_dict(self) -> dict[str, Any]:
         """Where training stands: small, plain data for a checkpoint, the same on every rank but for ``at``.

@@ -282,6 +282,11 @@ class Making:
                 f"{self.store.path} is a compiled trace itself: mini-batches, seeds= and name= are for the "
                 "store that it was compiled for"
             )
+        if own.get("reuse") and self.given.get("seeds_in_order"):
+            raise ArgumentError(
+                "reuse= takes mini-batches as they were recorded, in whatever order that was: leave out "
+                "seeds_in_order="
+            )
         device, name = self._check_compiling(own)
         options = {"device": device, "tensors": self.given.tensors, "buffer": own.pop("buffer", None)}
         check_loader_options(CompiledLoader, options)

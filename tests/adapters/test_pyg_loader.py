@@ -191,7 +191,11 @@ def test_every_mini_batch_is_the_sources(
         ({"input_nodes": [NODES]}, IdError, "out of range"),
         ({"input_nodes": "tran_mask"}, UnknownNameError, "train_mask"),
         ({"batch_sise": 4}, ArgumentError, "batch_size"),
-        ({"generator": 3}, ArgumentError, "generator"),
+        ({"generator": 3}, SourceError, "generator= is of torch"),
+        ({"seeds": [1]}, ArgumentError, "no option 'seeds'"),
+        ({"mode": "compiled", "reuse": True}, ArgumentError, "no option 'reuse'"),
+        ({"input_time": np.arange(3)}, SourceError, "input_time"),
+        ({"attach": "num_nodes"}, ArgumentError, "'num_nodes' means something else"),
         ({"shuffle": "yes"}, ArgumentError, "shuffle"),
         ({"attach": "some"}, ArgumentError, "each of 300 nodes"),
     ],
@@ -210,8 +214,9 @@ def test_what_has_no_effect_is_told(world: dict[str, Any], tmp_path: Any, pack: 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         NeighborLoader(
-            world["store"], [2], num_workers=0, replace=False, subgraph_type="directional", memory="64MiB"
-        ).close()
+            world["store"], [2], num_workers=0, replace=False, subgraph_type="directional", memory="64MiB",
+            collate_fn=None, generator=None, worker_init_fn=None, shuffle=None, drop_last=None,
+        ).close()  # fmt: skip
     edges = np.array([[0, 1, 2], [1, 2, 0]])
     tables = {"features": np.zeros((3, 2)), "edge_features": np.zeros((3, 1))}
     with (
@@ -219,5 +224,15 @@ def test_what_has_no_effect_is_told(world: dict[str, Any], tmp_path: Any, pack: 
         pytest.warns(FeatstoreWarning, match="no edge_attr: table 'edge_features'"),
     ):
         NeighborLoader(store, [2], memory="64MiB").close()
+    ring = np.array([np.arange(9), (np.arange(9) + 1) % 9])
+    arrays = {name: np.arange(9) for name in ("num_nodes", "edge_weight", "batch", "e_id", "x", "y", "row")}
+    with pack(tmp_path / "n", np.zeros((9, 2)), graph=ring, arrays=arrays) as store:
+        with pytest.warns(FeatstoreWarning, match="do not have num_nodes, edge_weight, batch, e_id, x, row"):
+            loader = NeighborLoader(store, [2], batch_size=4, memory="64MiB")
+        for data in loader:
+            assert data.num_nodes == len(data.n_id)
+            np.testing.assert_array_equal(data.y, data.n_id)
+            assert "edge_weight" not in data
+        loader.close()
     with pytest.raises(ArgumentError, match="data must be an open store"):
         NeighborLoader(Data(), [2])

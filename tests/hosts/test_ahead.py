@@ -17,7 +17,8 @@ from featstore.errors import BudgetError
 from featstore.hosts.ahead import Ahead, AheadTier
 from featstore.hosts.next_uses import STEPS_MAX, USES_MAX, NextUses
 from featstore.testing import ArraySource, check_source
-from featstore.tiers.slots.layout import NEVER
+from featstore.tiers.slots.layout import MIN, NEVER
+from featstore.tiers.slots.rows import buffer_bytes
 
 NODES = 3000
 Steps = list[NDArray[np.int64]]
@@ -172,6 +173,24 @@ def test_every_row_is_the_sources(source: ArraySource, memory: int) -> None:
                 check_source(tier, source._arrays, seed=step, requests=5)
         assert tier.holds("a", np.arange(NODES)).any()
         assert not tier.holds("b", np.arange(70)).any()
+
+
+@given(seed=st.integers(0, 2**32 - 1), slots=st.integers(1, 70), sets=st.integers(1, 5))
+def test_few_mini_batches_again_and_again(source: ArraySource, seed: int, slots: int, sets: int) -> None:
+    """As of short epochs: many rows are wanted next in the same step, and more than there are slots."""
+    rng = np.random.default_rng(seed)
+    common = rng.permutation(NODES)[:300]
+    some = [rng.permutation(common)[: rng.integers(0, 300)] for _ in range(sets)]
+    steps = [some[k] for k in rng.integers(0, sets, 60)]
+    uses = NextUses(36 * 8 * 300)
+    tier = AheadTier(source, "a", buffer_bytes(slots, 2048, MIN, USES_MAX), uses)
+    assert tier._rows.slots == slots
+    with closing(tier):
+        for step, wanted in enumerate(steps):
+            look_ahead(uses, steps, step)
+            uses.begin(step, tier.note_uses)
+            got = tier.submit({"a": wanted}, out=None).result()["a"]
+            np.testing.assert_array_equal(got, source._arrays["a"][wanted])
 
 
 def test_a_request_that_fails_leaves_nothing_wrong(source: ArraySource) -> None:

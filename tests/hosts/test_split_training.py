@@ -162,7 +162,7 @@ with featstore.open_split("parts2", memory="16MiB", timeout_seconds=30) as store
         except featstore.errors.ArgumentError as error:
             told["refused"].append(str(error))
     before = store.received()[0]
-    with store.loader(**seeds, shared=True) as loader:
+    with store.loader(**seeds, shared=True, halo="20KiB") as loader:
         for epoch in range(2):
             for batch in loader:
                 assert (batch.x == features[batch.n_id]).all()

@@ -374,6 +374,20 @@ def test_seeds_come_in_the_order_given(store: Any, mode: str) -> None:
     np.testing.assert_array_equal(np.stack(seen, 1).reshape(-1)[: len(given)], given)
 
 
+def test_a_state_of_another_order_of_seeds_does_not_fit(store: Any) -> None:
+    with store.loader(mode="online", **SAMPLED) as loader:
+        state = loader.state_dict()
+    with store.loader(mode="online", **SAMPLED, seeds_in_order=True) as loader:
+        with pytest.raises(ArgumentError):
+            loader.load_state_dict(state)
+        own = loader.state_dict()
+        loader.load_state_dict(own)
+    with store.loader(mode="online", **SAMPLED) as loader, pytest.raises(ArgumentError):
+        loader.load_state_dict(own)
+    with pytest.raises(ArgumentError, match="reuse= takes mini-batches as they were recorded"):
+        store.loader(mode="compiled", **SAMPLED, seeds_in_order=True, reuse=True)
+
+
 def test_partitions_have_no_order_of_seeds(store: Any) -> None:
     with pytest.raises(ArgumentError, match="seeds_in_order= is not of mode 'partitions'"):
         store.loader(mode="partitions", **SAMPLED, seeds_in_order=True)
