@@ -138,7 +138,7 @@ def least_asked(steps: Steps, slots: int) -> int:
 
 def test_hardly_more_is_asked_for_than_by_min(source: ArraySource) -> None:
     """And far less than by a buffer of as many slots that does not look ahead."""
-    steps = steps_like(np.random.default_rng(2), 120, 200)
+    steps = steps_like(np.random.default_rng(2), 80, 200)
     ahead = Ahead(source.store.table("a"), 900_000)
     with closing(ahead.over(source, 900_000)) as tier:
         slots = tier._rows.slots

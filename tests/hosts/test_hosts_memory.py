@@ -48,7 +48,7 @@ train(12 << 20, 28 << 20, 1 << 20, 1)  # what loads code and compiles is no matt
 gc.collect()
 open("/proc/self/clear_refs", "w").write("5")
 before = peak()
-rows = train(24 << 20, 48 << 20, 8 << 20, 3)
+rows = train(24 << 20, 48 << 20, 8 << 20, 2)
 found = {"share": (peak() - before) / (72 << 20), "rows": rows}
 json.dump(found, open(f"found{dist.get_rank()}.json", "w"))
 dist.destroy_process_group()
@@ -59,7 +59,7 @@ def test_two_hosts_stay_within_what_they_were_given(tmp_path: Path, pack: Any) -
     rng = np.random.default_rng(0)
     rows = np.repeat(np.arange(NODES, dtype=np.float32)[:, None], COLUMNS, 1)
     graph = rng.integers(0, NODES, (2, 8 * NODES))
-    arrays = {"train": np.arange(0, NODES, 8)}
+    arrays = {"train": np.arange(0, NODES, 16)}
     pack(tmp_path / "s", rows, graph=graph, arrays=arrays, order="ldg", partitions=16).close()
     featstore.split(tmp_path / "s", 2, tmp_path / "parts", train="train")
     (tmp_path / "script.py").write_text(PROGRAM)
