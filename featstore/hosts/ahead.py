@@ -112,8 +112,9 @@ class SoonRows:
             return
         slots, missed, waits = (np.empty(len(chosen), np.int32) for _ in range(3))
         count, _ = acquire(self._map, ids[chosen], slots, missed, waits, uses[chosen])
-        if count < 0:  # no slot was taken, and none may be written to
-            raise AssertionError(f"{len(chosen):,} rows were chosen for {self.slots:,} slots")
+        assert count >= 0, (
+            f"{len(chosen):,} rows were chosen for {self.slots:,} slots"
+        )  # none may be written to
         new = missed[:count]
         if count:
             move_rows(source, places[chosen[new]], address_of(self._rows), slots[new], self._row_bytes)

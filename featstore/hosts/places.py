@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 from datetime import timedelta
@@ -13,6 +14,7 @@ from featstore.hosts.wire import GlooWire
 
 #: A single send or receive may take so many time-outs: hosts that are late are found before.
 _WIRE_PATIENCE = 3
+_opened = itertools.count()  # wires so far, of which all processes have opened as many
 
 
 class HostPlace(NamedTuple):
@@ -72,15 +74,16 @@ def open_wire(place: HostPlace, timeout_seconds: float) -> GlooWire:
     """Lines to the other hosts, whichever machine has which part. All leaders call it at the same time.
     Raises PeerError where some do not come in time, SourceError where two have the same part."""
     import torch
-    import torch.distributed as dist
+    import torch.distributed.distributed_c10d as c10d
 
+    # Not by new_group: a second group of the same ranks would meet under the name of the first, once that is
+    # destroyed, at addresses where nobody is any more.
+    meeting = c10d.PrefixStore(f"featstore/hosts/{next(_opened)}", c10d._get_default_store())
     try:
-        group = dist.new_group(
-            place.leaders, timeout=timedelta(seconds=_WIRE_PATIENCE * timeout_seconds), backend="gloo",
-            use_local_synchronization=True,
-        )  # fmt: skip
+        patience = timedelta(seconds=_WIRE_PATIENCE * timeout_seconds)
+        group: Any = c10d.ProcessGroupGloo(meeting, place.machine, place.hosts, patience)
         parts = [torch.empty(1, dtype=torch.int64) for _ in range(place.hosts)]
-        dist.all_gather(parts, torch.tensor([place.host]), group=group)
+        group.allgather([parts], [torch.tensor([place.host])]).wait()
     except RuntimeError as error:
         first = next(m for m in range(place.hosts) if m != place.machine)
         raise PeerError(

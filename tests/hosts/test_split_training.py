@@ -111,6 +111,11 @@ with featstore.open_split(f"parts{hosts}", memory="16MiB", timeout_seconds=30) a
             assert (batch.x == features[batch.n_id]).all()
         assert (loader.report().remote_rows > 0) == (hosts == 2)  # of 3 each has copies of its halo
     json.dump(told, open(f"told{rank}.json", "w"))
+for _ in range(2):  # opened again, each host when it comes to it
+    time.sleep(0.3 * rank)
+    with featstore.open_split(f"parts{hosts}", memory="16MiB", timeout_seconds=30) as store:
+        with store.reader(memory="16MiB") as reader:
+            assert (reader.read(ids) == features[ids]).all()
 dist.destroy_process_group()
 """
 
