@@ -217,7 +217,7 @@ class Making:
             )  # fmt: skip
         nodes = self.store.arrays[seeds] if isinstance(seeds, str) else seeds
         owned: dict[str, Any] = {}
-        here, in_order = self._here, args.as_flag(given.get("seeds_in_order", False), "seeds_in_order")
+        here, in_order = self._here, self._in_order
         if isinstance(self.store, WholeStore):
             here = tuple(self.store.place.share(rank) for rank in here)
             table = graph_of(self.store, graph).table.name
@@ -240,6 +240,10 @@ class Making:
         """How seeds are divided among ranks."""
         size = args.as_count(self.given.get("batch_size", _BATCH_SIZE), "batch_size")
         return {"world_size": self.ranks.shares, "batch_size": size, "drop_last": self.drop_last}
+
+    @property
+    def _in_order(self) -> bool:
+        return args.as_flag(self.given.get("seeds_in_order", False), "seeds_in_order")
 
     @property
     def _seed(self) -> int:
@@ -282,7 +286,7 @@ class Making:
                 f"{self.store.path} is a compiled trace itself: mini-batches, seeds= and name= are for the "
                 "store that it was compiled for"
             )
-        if own.get("reuse") and self.given.get("seeds_in_order"):
+        if self._in_order and args.as_flag(own.get("reuse", False), "reuse"):
             raise ArgumentError(
                 "reuse= takes mini-batches as they were recorded, in whatever order that was: leave out "
                 "seeds_in_order="
@@ -306,7 +310,7 @@ class Making:
         return RollingMode(loader)
 
     def _partitions(self, own: dict[str, Any]) -> Mode:
-        if self.given.get("seeds_in_order"):
+        if self._in_order:
             raise ArgumentError(
                 "seeds_in_order= is not of mode 'partitions', where those come together whose partitions do"
             )
