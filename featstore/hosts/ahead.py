@@ -80,8 +80,8 @@ class SoonRows:
         self._idle = np.zeros(USES_MAX + 1, np.int64)
         none, no_ids = np.empty(0, np.int32), np.empty(0, np.int64)
         load_kernels(self._map)
-        for kernel in (find_present, note_uses):
-            kernel(self._map, no_ids if kernel is find_present else none, none)
+        find_present(self._map, no_ids, none)
+        note_uses(self._map, none, none)
         list_anew(self._map)
         count_by_use(self._map, self._idle)
         move_rows(0, none, 0, none, 0)
@@ -112,9 +112,7 @@ class SoonRows:
             return
         slots, missed, waits = (np.empty(len(chosen), np.int32) for _ in range(3))
         count, _ = acquire(self._map, ids[chosen], slots, missed, waits, uses[chosen])
-        assert count >= 0, (
-            f"{len(chosen):,} rows were chosen for {self.slots:,} slots"
-        )  # none may be written to
+        assert count >= 0, f"{len(chosen):,} rows were chosen for {self.slots:,} slots"
         new = missed[:count]
         if count:
             move_rows(source, places[chosen[new]], address_of(self._rows), slots[new], self._row_bytes)
