@@ -173,7 +173,8 @@ def _seeds(store: OpenStore, given: Any, nodes: int) -> NDArray[np.int64]:
 
 
 def _refuse(options: dict[str, Any]) -> None:
-    """Take what has one value here out of the options; raise SourceError for another."""
+    """Take what has one value here out of the options. Raises SourceError for another, ArgumentError for what
+    is said otherwise here."""
     for name, only in _ONLY.items():
         given = options.pop(name, only)
         given = getattr(given, "value", given)  # of an enumeration
@@ -182,7 +183,6 @@ def _refuse(options: dict[str, Any]) -> None:
                 f"{name}={shown(given)}: a store's loader samples uniformly and without replacement, as "
                 f"{name}={only!r}; leave it out"
             )
-
     for name in _OWN:
         if name in options:
             raise ArgumentError(f"NeighborLoader has no option {name!r}: that is of store.loader")
@@ -231,12 +231,12 @@ def _of_nodes(store: OpenStore, nodes: int) -> list[str]:
 #: Names that PyG gives to what is of each node.
 _OF_NODES = ("y", "pos", "time", "z")
 #: Names of what a mini-batch has beside what :class:`Data` and :class:`Batch` call so.
-_TAKEN = ("n_id", "e_id", "input_id", "input_type", "batch", "ptr", "num_nodes", "adj", "adj_t", "face")
+_TAKEN = ("n_id", "e_id", "input_id", "input_type", "batch", "ptr", "adj", "adj_t", "index", "sample")
 
 
 def _means_else(name: Any) -> bool:
     """Whether what is called so is no value of each node in a mini-batch of PyG's."""
     if not isinstance(name, str) or name in _OF_NODES:
         return False
-    taken = name in _TAKEN or name.startswith(("edge_", "num_", "_")) or name in ("x", "index", "sample")
+    taken = name in _TAKEN or name.startswith(("edge_", "num_", "_"))
     return taken or hasattr(Data, name) or hasattr(Batch, name)

@@ -193,6 +193,22 @@ def answered(result: Any) -> Request:
     return request
 
 
+def in_pieces(result: Any, open_pieces: Callable[[Request], None]) -> Request:
+    """A request that is done when all pieces are that ``open_pieces`` opens. What that raises is raised,
+    after
+    the pieces that were opened have been abandoned: nothing may write into rows that the caller has back."""
+    request = Request(lambda: result)
+    request.begin()
+    try:
+        open_pieces(request)
+    except BaseException as error:
+        request.close_piece(None, error)
+        request.abandon()
+        raise
+    request.close_piece(None, None)
+    return request
+
+
 def chained(below: Request, finish: Callable[[], Any]) -> Request:
     """A request that is done when another is, or fails as it does; with a result of its own."""
     request = Request(finish)

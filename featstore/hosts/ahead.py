@@ -1,8 +1,6 @@
 """A buffer of other hosts' rows that knows which mini-batches come: with :mod:`featstore.hosts.next_uses`,
-the row that is wanted farthest away goes (MIN: Belady, IBM Systems Journal 5(2), 1966; after looking ahead,
-as
-Ginex does: Park et al., VLDB'22). A row that would be the first to go is not put there at all, but read to
-where it is wanted.
+the row that is wanted farthest away goes (MIN: Belady, IBM Systems Journal 5(2), 1966; looking ahead is after
+Ginex: Park et al., VLDB'22). A row that would be the first to go is not put there at all.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from featstore.base.dtypes import dtype_from_name
 from featstore.base.ids import check_out, rows_of
 from featstore.base.native import address_of
 from featstore.base.rows import move_rows
-from featstore.engine.request import Request, answered
+from featstore.engine.request import Request, answered, chained
 from featstore.errors import BudgetError
 from featstore.hosts.next_uses import LEAST_BYTES, USES_MAX, NextUses
 from featstore.storage.store import Table
@@ -194,17 +192,8 @@ class AheadTier(OverSource):
                 missing[name], places[name] = wanted[left], to[left]
         if not missing:
             return answered(filled)
-        request = Request(lambda: filled)
-        request.begin()
-        try:
-            below = self._below.submit(missing, out={name: filled[name] for name in missing}, at=places)
-        except BaseException as error:
-            request.close_piece(None, error)
-            raise
-        request.open_piece(below)
-        below.add_done_callback(lambda _: self._arrived(request, below, missed, filled))
-        request.close_piece(None, None)
-        return request
+        below = self._below.submit(missing, out={name: filled[name] for name in missing}, at=places)
+        return chained(below, lambda: self._arrived(missed, filled))
 
     def _address(self, filled: Mapping[str, Any]) -> int:
         out, table = filled[self._table.name], self._table
@@ -224,16 +213,13 @@ class AheadTier(OverSource):
             self._hits += len(here)
         return left, _Missed(ids[left], uses[left], to[left], steps)
 
-    def _arrived(self, request: Request, below: Request, missed: _Missed | None, filled: Any) -> None:
-        error = below.exception()
-        try:
-            if error is None and missed is not None and len(missed.ids):
-                with self._lock:
-                    uses = shifted(missed.uses, self._shift - missed.steps)
-                    self._rows.put(missed.ids, uses, self._address(filled), missed.places)
-        except BaseException as failure:
-            error = failure
-        request.close_piece(below, error)
+    def _arrived(self, missed: _Missed | None, filled: Any) -> Any:
+        """Keep some of the rows that have come."""
+        if missed is not None and len(missed.ids):
+            with self._lock:
+                uses = shifted(missed.uses, self._shift - missed.steps)
+                self._rows.put(missed.ids, uses, self._address(filled), missed.places)
+        return filled
 
     def holds(self, table: str, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
         if table != self._table.name:

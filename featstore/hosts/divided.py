@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from featstore.engine.request import Request
+from featstore.engine.request import Request, in_pieces
 from featstore.tiers import RowSource
 
 
@@ -30,9 +30,8 @@ def submit_divided(
     """Have each source put its share of each table where it goes; ``out`` and ``at`` as in
     :meth:`featstore.tiers.RowSource.submit`. Nothing is asked of a source for nothing. The first source is
     asked first."""
-    request = Request(lambda: out)
-    request.begin()
-    try:
+
+    def ask(request: Request) -> None:
         for source, by_table in shares:
             some = {name: share for name, share in by_table.items() if len(share.ids)}
             if not some:
@@ -47,12 +46,8 @@ def submit_divided(
             )
             request.open_piece(asked)
             asked.add_done_callback(partial(_ended, request))
-    except BaseException as error:
-        request.close_piece(None, error)
-        request.abandon()  # nothing may write into rows that the caller has back
-        raise
-    request.close_piece(None, None)
-    return request
+
+    return in_pieces(out, ask)
 
 
 def _ended(request: Request, asked: Any) -> None:

@@ -16,7 +16,7 @@ from featstore.base.buffers import ALIGNMENT
 from featstore.base.dtypes import dtype_from_name
 from featstore.base.ids import check_out, rows_of
 from featstore.base.native import address_of
-from featstore.engine.request import Request
+from featstore.engine.request import Request, in_pieces
 from featstore.errors import ArgumentError, BudgetError, IdError
 from featstore.hosts.asks import AnswerPlace, Ask, AskPart
 from featstore.hosts.divided import Divided, submit_divided
@@ -56,17 +56,12 @@ class PeersSource(OwnedTier):
             own = by_host[self._owners[name].host]
             if len(own):
                 raise IdError(f"node {ids[name][own[0]]} of table {name!r} is this host's own, no peer's")
-        request = Request(lambda: filled)
-        request.begin()
-        try:
+
+        def ask(request: Request) -> None:
             for host in self._exchange.lines if self._exchange is not None else ():
                 self._ask(host, request, ids, split, filled, at)
-        except BaseException as error:
-            request.close_piece(None, error)
-            request.abandon()  # nothing may write into rows that the caller has back
-            raise
-        request.close_piece(None, None)
-        return request
+
+        return in_pieces(filled, ask)
 
     def _ask(
         self, host: int, request: Request, ids: Mapping[str, Any], split: Mapping[str, Any],
