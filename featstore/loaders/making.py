@@ -30,12 +30,12 @@ from featstore.loaders.options import SAMPLING, Given
 from featstore.loaders.prefetch import Sampler, check_repeatable
 from featstore.loaders.ranks import Ranks
 from featstore.loaders.rolling import RollingLoader
-from featstore.loaders.shares import MemoryShares
+from featstore.loaders.shares import MemoryShares, rows_at_most, wanted_bytes
 from featstore.loaders.whole import WantedRows, Whole
-from featstore.sampling.batches import RankedBatches, bytes_in_memory, open_sampler
+from featstore.sampling.batches import GraphSampler, RankedBatches, open_sampler, sampler_needs
 from featstore.storage.packs import check_pack_name
 from featstore.storage.relations import graph_of
-from featstore.storage.store import OpenStore
+from featstore.storage.store import OpenStore, Table
 from featstore.units import parse_bytes
 
 _BATCH_SIZE = 1024
@@ -209,21 +209,18 @@ class Making:
     def _sample(self) -> RankedBatches:
         """The store's own mini-batches, this rank's share of them, within a share of the memory."""
         given, graph, seeds = self.given, self.given.get("graph"), self.given.get("seeds")
-        self.shares = replace(self.shares, graph_bytes=bytes_in_memory(graph_of(self.store, graph)))
-        with self.shares.told_of_all():
-            sampler = open_sampler(
-                self.store, args.as_fanouts(given.get("fanouts")), seed=self._seed, graph=graph,
-                memory=self.shares.sampler_bytes,
-            )  # fmt: skip
+        fanouts, table = args.as_fanouts(given.get("fanouts")), graph_of(self.store, graph).table
+        whole, least = sampler_needs(self.store, fanouts, graph)
+        self.shares = replace(self.shares, graph_bytes=whole, least_bytes=least)
+        sampler = self._open_sampler(fanouts)
         nodes = self.store.arrays[seeds] if isinstance(seeds, str) else seeds
         owned: dict[str, Any] = {}
         here, in_order = self._here, self._in_order
         if isinstance(self.store, WholeStore):
             here = tuple(self.store.place.share(rank) for rank in here)
-            table = graph_of(self.store, graph).table.name
-            owned = {"owner": self.store.owners[table].hosts, "hosts": self.store.place.hosts}
+            owned = {"owner": self.store.owners[table.name].hosts, "hosts": self.store.place.hosts}
             digest = hashlib.sha256(checked_train(nodes, sampler.node_count).tobytes()).hexdigest()
-            alike = {"seeds": digest, "fanouts": tuple(sampler.fanouts), "seed": self._seed, "graph": graph}
+            alike = {"seeds": digest, "fanouts": fanouts, "seed": self._seed, "graph": graph}
             self.store.agree(alike | self._seeds_of_a_step() | {"in_order": in_order})
         made = RankedBatches(
             sampler, nodes, own=True, ranks=here, in_order=in_order, **owned, **self._seeds_of_a_step()
@@ -234,7 +231,29 @@ class Making:
                 f"drop_last= leaves no mini-batch of {made.batch_size:,} seeds for {self.ranks.shares} "
                 "ranks: give fewer a batch"
             )
+        self._rows_first(made, table)
         return made
+
+    def _open_sampler(self, fanouts: tuple[int, ...]) -> GraphSampler:
+        """Within its share of the memory."""
+        with self.shares.told_of_all():
+            return open_sampler(
+                self.store, fanouts, seed=self._seed, graph=self.given.get("graph"),
+                memory=self.shares.sampler_bytes,
+            )  # fmt: skip
+
+    def _rows_first(self, made: RankedBatches, table: Table) -> None:
+        """Give the sampler less where its share leaves too little for two mini-batches."""
+        memory, share = self.shares.memory_bytes, self.shares.sampler_bytes
+        most = rows_at_most(made.batch_size, made.sampler.fanouts, table.rows)
+        if wanted_bytes(memory, most, table) <= self.shares.rows_bytes:
+            return
+        with self.shares.told_of_all():
+            rows = len(made[0].node)
+        self.shares = replace(self.shares, rows_wanted_bytes=wanted_bytes(memory, rows, table))
+        if self.shares.sampler_bytes < min(share, self.shares.graph_bytes):
+            made.close()
+            made.sampler = self._open_sampler(made.sampler.fanouts)
 
     def _seeds_of_a_step(self) -> dict[str, Any]:
         """How seeds are divided among ranks."""

@@ -1,35 +1,65 @@
-"""The memory of a loader whose store samples: a share for the sampler, the rest for the rows."""
+"""The memory of a loader whose store samples: a share for the sampler, the rest for the rows.
+
+A neighbour in memory saves more than a row does, so the sampler takes up to a third. Where that leaves too
+little for two mini-batches (of which :func:`wanted_bytes` has an idea, from the first), the rows come first,
+and the sampler has what is left, but no less than it needs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from featstore.compile.build import deciding_bytes
 from featstore.errors import BudgetError
+from featstore.plan.budget import reader_bytes
+from featstore.storage.store import Table
 
-#: A sampler has one part in so many of the memory, at most: a neighbour in memory saves more than a row does.
+#: A sampler has one part in so many of the memory, at most.
 SAMPLER_SHARE = 3
+_BATCHES, _SPARE_BYTES = 2.5, 2**20  # two mini-batches that are a quarter larger than the first; their ids
+
+
+def wanted_bytes(memory_bytes: int, rows: int, table: Table) -> int:
+    """With what every mode goes through mini-batches of about so many rows: two of them, the reader, and what
+    preparing them takes."""
+    batch = rows * (table.row_bytes + 64)
+    fixed = deciding_bytes({table.name: table}) + reader_bytes(memory_bytes) + _SPARE_BYTES
+    return int(_BATCHES * batch) + fixed
+
+
+def rows_at_most(batch_size: int, fanouts: Sequence[int], nodes: int) -> int:
+    """Nodes of a mini-batch, however few its nodes' lists have in common."""
+    rows = wave = min(batch_size, nodes)
+    for fanout in fanouts:
+        wave = nodes if fanout < 0 else min(nodes, wave * fanout)
+        rows = min(nodes, rows + wave)
+    return rows
 
 
 @dataclass(frozen=True)
 class MemoryShares:
     """``memory_bytes`` of sampler and rows; a sampler takes ``graph_bytes`` if that is less than its share, 0
-    where there is none. ``beside_bytes``: what else the loader's memory holds, arrays for instance."""
+    where there is none, and ``least_bytes`` at least. ``rows_wanted_bytes``: what the rows need, about, 0
+    while nobody knows. ``beside_bytes``: what else the loader's memory holds, arrays for instance."""
 
     memory_bytes: int
     graph_bytes: int = 0
     beside_bytes: int = 0
+    least_bytes: int = 0
+    rows_wanted_bytes: int = 0
 
     @property
     def sampler_bytes(self) -> int:
         """What a sampler may take."""
-        return max(1, self.memory_bytes // SAMPLER_SHARE)
+        third, left = self.memory_bytes // SAMPLER_SHARE, self.memory_bytes - self.rows_wanted_bytes
+        return max(1, min(third, max(self.least_bytes, left)))
 
     @property
     def rows_bytes(self) -> int:
         """What is left for the rows."""
-        return self.memory_bytes - min(self.graph_bytes, self.memory_bytes // SAMPLER_SHARE)
+        return max(1, self.memory_bytes - min(self.graph_bytes, self.sampler_bytes))
 
     @contextmanager
     def told_of_all(self) -> Iterator[None]:
@@ -48,8 +78,19 @@ class MemoryShares:
         if self.graph_bytes == 0:
             return error.needed_bytes if error.given_bytes == self.memory_bytes else None
         if error.given_bytes == self.sampler_bytes:  # first: of a memory of one byte, both are that
-            return SAMPLER_SHARE * error.needed_bytes
+            return self.memory_for_sampler(error.needed_bytes)
         if error.given_bytes == self.rows_bytes:
-            share = -(-error.needed_bytes // (SAMPLER_SHARE - 1))
-            return error.needed_bytes + min(self.graph_bytes, share)
+            return self.memory_for_rows(error.needed_bytes)
         return None
+
+    def memory_for_sampler(self, needed_bytes: int) -> int:
+        """The smallest memory of which a sampler may take so much."""
+        after_rows = 0 if needed_bytes <= self.least_bytes else self.rows_wanted_bytes + needed_bytes
+        return max(SAMPLER_SHARE * needed_bytes, after_rows)
+
+    def memory_for_rows(self, needed_bytes: int) -> int:
+        """The smallest memory that leaves so much for the rows."""
+        share = -(-needed_bytes // (SAMPLER_SHARE - 1))
+        if needed_bytes <= self.rows_wanted_bytes:
+            share = min(share, self.least_bytes)
+        return needed_bytes + min(self.graph_bytes, share)

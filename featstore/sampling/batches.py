@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from featstore.arguments import as_count, as_fanouts, as_flag, as_integer
 from featstore.base.hashing import batch_key, random_words
 from featstore.base.training_nodes import checked_train
-from featstore.errors import ArgumentError, SourceError
+from featstore.errors import ArgumentError, BudgetError, SourceError
 from featstore.reader.graphs import read_csc, read_offsets
 from featstore.sampling.neighbors import NeighborSampler, SampledSubgraph
 from featstore.sampling.ranked import Share, owned_share, share_of
@@ -58,6 +58,16 @@ def bytes_in_memory(graph: StoredGraph) -> int:
     if graph.table.entry.order.row_of_node is None:
         return _FIXED_BYTES + 8 * nodes + item * graph.edges
     return _FIXED_BYTES + 48 * nodes + (16 + 3 * item) * graph.edges
+
+
+def sampler_needs(store: OpenStore, fanouts: Sequence[int], graph: str | None) -> tuple[int, int]:
+    """Bytes that a sampler takes with the graph in memory, and those without which there is none."""
+    whole = bytes_in_memory(graph_of(store, graph))
+    try:
+        StoredSampler(store, fanouts, memory=1, graph=graph).close()
+    except BudgetError as error:
+        return whole, min(whole, error.needed_bytes)
+    return whole, 0
 
 
 def open_sampler(

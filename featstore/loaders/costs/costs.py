@@ -11,7 +11,7 @@ from featstore import arguments as args
 from featstore.base.system import free_bytes
 from featstore.compile.budget import parse_disk
 from featstore.compile.forecast import CompileForecast
-from featstore.errors import ArgumentError, BudgetError, FeatstoreError
+from featstore.errors import ArgumentError, FeatstoreError
 from featstore.loaders.costs.choose import choice
 from featstore.loaders.costs.online import online_cost
 from featstore.loaders.costs.packed import compiled_cost, rolling_cost
@@ -21,12 +21,11 @@ from featstore.loaders.costs.seen import Looked, look_at_batches
 from featstore.loaders.costs.world import World
 from featstore.loaders.options import MODES
 from featstore.loaders.prefetch import Sampler, check_repeatable
-from featstore.loaders.shares import SAMPLER_SHARE, MemoryShares
+from featstore.loaders.shares import MemoryShares, wanted_bytes
 from featstore.loaders.train import forecast_once
 from featstore.loaders.whole import WantedRows
 from featstore.reader.options import check_reading
-from featstore.sampling.batches import SampledBatches, bytes_in_memory, open_sampler
-from featstore.sampling.stored import StoredSampler
+from featstore.sampling.batches import SampledBatches, bytes_in_memory, open_sampler, sampler_needs
 from featstore.storage.relations import graph_of
 from featstore.storage.store import as_store
 from featstore.units import parse_bytes
@@ -126,9 +125,8 @@ def loader_costs(
 
 def costs_of(store: OpenStore, asked: Training, seen: Looked) -> LoaderCosts:
     """What each mode costs for mini-batches that were looked at."""
-    sampler, least = (0, 0) if asked.own is None else _sampler_memory(store, asked.own)
     world = World(
-        store, seen, asked.memory_bytes - min(sampler, asked.memory_bytes // SAMPLER_SHARE), sampler, least,
+        store, seen, _shares(store, asked, seen),
         parse_disk(asked.disk, store), free_bytes(store.path), asked.train_seconds or 0.0, asked.reading,
     )  # fmt: skip
     exact = _decided(world, asked) if seen.whole else None
@@ -144,14 +142,15 @@ def costs_of(store: OpenStore, asked: Training, seen: Looked) -> LoaderCosts:
     )  # fmt: skip
 
 
-def _sampler_memory(store: OpenStore, own: OwnSampling) -> tuple[int, int]:
-    """Bytes that a sampler takes with the graph in memory, and those without which there is none."""
-    whole = bytes_in_memory(graph_of(store, own.graph))
-    try:
-        StoredSampler(store, own.fanouts, memory=1, graph=own.graph).close()
-    except BudgetError as error:
-        return whole, min(whole, error.needed_bytes)
-    return whole, 0
+def _shares(store: OpenStore, asked: Training, seen: Looked) -> MemoryShares:
+    """Of sampler and rows, as a loader divides them that looked at the largest of these mini-batches."""
+    if asked.own is None:
+        return MemoryShares(asked.memory_bytes)
+    whole, least = sampler_needs(store, asked.own.fanouts, asked.own.graph)
+    table = graph_of(store, asked.own.graph).table
+    rows = max((len(ids) for ids in seen.ids[table.name]), default=0)
+    wanted = wanted_bytes(asked.memory_bytes, rows, table)
+    return MemoryShares(asked.memory_bytes, whole, 0, least, wanted)
 
 
 def _decided(world: World, asked: Training) -> CompileForecast | str:

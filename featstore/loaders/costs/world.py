@@ -17,7 +17,7 @@ from featstore.base.system import available_cores
 from featstore.loaders.costs.hits import Uses
 from featstore.loaders.costs.prices import Prices, measured
 from featstore.loaders.costs.seen import Looked
-from featstore.loaders.shares import SAMPLER_SHARE
+from featstore.loaders.shares import MemoryShares
 from featstore.plan.budget import Budget
 from featstore.plan.cost import DeviceModel
 from featstore.reader.lookup import table_need
@@ -43,21 +43,22 @@ class Scattered:
 class World:
     """See the module's text.
 
-    ``memory_bytes``: of a loader, without the sampler's share. ``disk_bytes``: the limit that was given, None
+    ``shares``: of a loader's memory. ``disk_bytes``: the limit that was given, None
     for none. ``free_bytes``: that the disk has. ``train_seconds``: of a step, 0 where nobody said.
-    ``sampler_bytes``: of the memory, those that a sampler takes where there is room, ``sampler_least``: that
-    one needs; 0 where mini-batches are given.
     """
 
     store: OpenStore
     seen: Looked
-    memory_bytes: int
-    sampler_bytes: int
-    sampler_least: int
+    shares: MemoryShares
     disk_bytes: int | None
     free_bytes: int
     train_seconds: float
     reading: Mapping[str, Any]
+
+    @property
+    def memory_bytes(self) -> int:
+        """Of a loader, without the sampler's share."""
+        return self.shares.rows_bytes
 
     @property
     def batches(self) -> int:
@@ -139,7 +140,7 @@ class World:
         """Seconds of the device for an epoch's sampling, which shares it with all else that reads: what
         sampling waited for. 0 where mini-batches are given: nobody knows what they wait for."""
         waited = self.seen.batch_seconds - self.seen.batch_cpu_seconds
-        return self.batches * max(0.0, waited) if self.sampler_bytes else 0.0
+        return self.batches * max(0.0, waited) if self.shares.graph_bytes else 0.0
 
     @property
     def handing_seconds(self) -> float:
@@ -155,12 +156,10 @@ class World:
 
     def whole_memory(self, needed_bytes: int) -> int:
         """The smallest ``memory=`` of which a loader gets so many bytes beside a sampler's share."""
-        if not self.sampler_bytes:
+        shares = self.shares
+        if not shares.graph_bytes:
             return needed_bytes
-        beside = min(
-            needed_bytes + self.sampler_bytes, -(-needed_bytes * SAMPLER_SHARE // (SAMPLER_SHARE - 1))
-        )
-        return max(beside, SAMPLER_SHARE * self.sampler_least)
+        return max(shares.memory_for_rows(needed_bytes), shares.memory_for_sampler(shares.least_bytes))
 
 
 HANDED_REQUESTS = 4  # that cost as much as handing a mini-batch through a loader
