@@ -2,9 +2,12 @@
 
     python benchmarks/hosts.py --dir /a/directory/on/the/ssd
     python benchmarks/hosts.py --dir /a/directory/on/the/ssd --graph ogbn_arxiv_tape40.npz
+    python benchmarks/hosts.py --dir /a/directory/on/the/ssd --namespaces   # takes root
 
 Processes of this machine stand for hosts, each with a part of the store, a memory of its own, and lines to
 the others over loopback: bare, and with the latency and bandwidth of a slow network, which the sender adds.
+With ``--namespaces`` each is in a network namespace of its own, and the kernel's token bucket (tbf) bounds
+all that it sends, gradients included; the latency is still the sender's.
 
 *Kept rows.* Mini-batches are recorded, and for each host it is counted which rows of others it would ask
 for: with no buffer (each mini-batch's remote rows are fetched, as DistDGL does), with MassiveGNN's buffer
@@ -13,7 +16,7 @@ with Belady's MIN, which knows all the future. All at the same bytes a host: wit
 MassiveGNN has a buffer for each, of half the size. In MassiveGNN's way a rank asks by itself; ranks that
 share a loader ask for a row once a step.
 
-*Training.* The same, run: GraphSAGE with DistributedDataParallel, whose gradients are not slowed down. Rows
+*Training.* The same, run: GraphSAGE with DistributedDataParallel, whose gradients no sender slows down. Rows
 of other hosts come beside the training; "waits" is how long the loop had no mini-batch. The model takes so
 long on one core that a gigabit a second is not what binds; a tenth of it stands for a model that is ten times
 as fast.
@@ -35,6 +38,7 @@ import click
 import numpy as np
 from graphs import generate, of_file
 from harness import HERE, Claim, Report, Settings, note, shared_options
+from network import INTERFACE, namespaces
 from numpy.typing import NDArray
 
 import featstore
@@ -184,18 +188,34 @@ def kept(recorded: list[Recorded], store: featstore.Store, share: float) -> Kept
     return Kept(never / total, grid[best] / total, best, ours / total, least / total)
 
 
-def train(workspace: Path, parts: Path, hosts: int, **said: Any) -> list[dict[str, Any]]:
-    """Run the hosts; what each tells."""
-    running = []
+def train(
+    workspace: Path, parts: Path, hosts: int, *, slow: tuple[float, float] | None, shaped: bool = False,
+    **said: Any,
+) -> list[dict[str, Any]]:  # fmt: skip
+    """Run the hosts, in a network that is so ``slow``, by namespaces if it is ``shaped``; what each tells."""
+    if not shaped or slow is None:
+        return _run(workspace, parts, [[]] * hosts, {}, slow=slow, **said)
+    with namespaces(hosts, slow[1]) as inside:
+        environment = {"GLOO_SOCKET_IFNAME": INTERFACE}
+        return _run(workspace, parts, inside, environment, slow=(slow[0], float("inf")), **said)
+
+
+def _run(
+    workspace: Path, parts: Path, inside: list[list[str]], environment: dict[str, str], **said: Any
+) -> list[dict[str, Any]]:
+    """A process for each of the words that come before its command."""
+    running, hosts = [], len(inside)
     meeting = workspace / "meeting"
     meeting.unlink(missing_ok=True)
-    for rank in range(hosts):
+    for rank, before in enumerate(inside):
         asked = said | {
             "rank": rank, "hosts": hosts, "parts": str(parts), "meeting": str(meeting),
             "told": str(workspace / f"told-{rank}.json"),
         }  # fmt: skip
-        command = [sys.executable, str(HERE / "child_hosts.py"), json.dumps(asked)]
-        running.append(subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, cwd=HERE))
+        command = [*before, sys.executable, str(HERE / "child_hosts.py"), json.dumps(asked)]
+        running.append(
+            subprocess.Popen(command, env=os.environ | {"OMP_NUM_THREADS": "1"} | environment, cwd=HERE)
+        )
     try:
         for process in running:
             if process.wait(1800):
@@ -232,8 +252,9 @@ def lookup_nanoseconds(one: Recorded, store: featstore.Store) -> dict[str, float
 
 @click.command()
 @click.option("--graph", type=click.Path(exists=True, path_type=Path), help="A real graph, .npz.")
+@click.option("--namespaces", "shaped", is_flag=True, help="A network namespace a host; takes root.")
 @shared_options("128MiB", "16MiB", rounds=1)
-def main(settings: Settings, graph: Path | None) -> None:
+def main(settings: Settings, graph: Path | None, shaped: bool) -> None:
     workspace, quick = settings.workspace, settings.quick
     nodes = settings.size_bytes // (4 * COLUMNS)
     if graph is None:
@@ -250,7 +271,7 @@ def main(settings: Settings, graph: Path | None) -> None:
         "hosts" if graph is None else "hosts_real",
         "Several hosts" + ("" if graph is None else f": {graph.stem}"),
         {"nodes": nodes, "edges": 12 * nodes, "row_bytes": 4 * COLUMNS, "fanouts": FANOUTS, "batch": batch,
-         "epochs": epochs},
+         "epochs": epochs, "namespaces": shaped},
         workspace,
     )  # fmt: skip
     found, splits, recorded_two = {}, {}, None
@@ -278,7 +299,7 @@ def main(settings: Settings, graph: Path | None) -> None:
         ratio = statistics.median(k.ahead / k.best for (_, r, _), k in found.items() if r == ranks)
         text = f"rows asked of other hosts, over MassiveGNN at its best, {ranks} ranks a host (median)"
         report.claims.append(Claim(text, ratio, 0.75, "<="))
-    _training(report, settings, splits[2], recorded_two, found[2, 1, 0.25], nodes, batch)
+    _training(report, settings, splits[2], recorded_two, found[2, 1, 0.25], nodes, batch, shaped)
     told = train(
         workspace, splits[2], 2, exchange=EXCHANGED, rounds=10 if quick else 60, slow=None, serving="512MiB"
     )[0]["exchange"][3:]
@@ -309,6 +330,7 @@ def _training(
     best: Kept,
     nodes: int,
     batch: int,
+    shaped: bool,
 ) -> None:
     """Two hosts train, over loopback and over a slow network."""
     halo_rows = int(0.25 * min(len(one.halo.ids) for one in recorded))
@@ -330,8 +352,8 @@ def _training(
     for net, slow in NETWORKS.items():
         for name, (halo, memory) in contenders.items():
             told = train(
-                settings.workspace, parts, 2, halo=halo, memory=memory, slow=slow, fanouts=FANOUTS,
-                batch=batch, epochs=2 if settings.quick else 3, serving="128MiB",
+                settings.workspace, parts, 2, halo=halo, memory=memory, slow=slow, shaped=shaped,
+                fanouts=FANOUTS, batch=batch, epochs=2 if settings.quick else 3, serving="128MiB",
             )  # fmt: skip
             epoch = max(statistics.median(one["epochs"][1:]) for one in told)
             wait = max(statistics.median(one["waits"][1:]) for one in told)
