@@ -212,6 +212,11 @@ class WholeStore(OpenStore):
                 reader.read({table.name: ids}, out={table.name: hosts[low : low + len(ids)]})
         return hosts
 
+    @property
+    def own_path(self) -> Path:
+        """The host's own part: the topology is the same on all hosts."""
+        return self.part.path
+
     # Rows.
 
     def source(

@@ -298,6 +298,11 @@ class OpenStore:
     def uuid(self) -> str:
         return self.manifest.uuid
 
+    @property
+    def own_path(self) -> Path:
+        """Where what training on this host leaves with the store is kept, saved caches for instance."""
+        return self.path
+
     def table(self, name: str) -> Table:
         """A table, or one that a graph consists of (``GRAPH/offsets``, ``GRAPH/sources``, ``GRAPH/hubs``).
         Raises KeyError."""

@@ -106,6 +106,15 @@ with featstore.open_split(f"parts{hosts}", memory="16MiB", timeout_seconds=30) a
             report = loader.report()
             assert (report.remote_rows > 0) == (hosts > 1), report
             told.append({"rank": rank, "steps": steps, "padded": report.padded, "seen": seen})
+            if halo is None:
+                loader.save_cache("warm")
+    assert (store.part.path / "caches" / "warm.cache").exists(), "each host has its own"
+    with store.loader(seeds="train", fanouts=(4, 3), batch_size=30, memory="48MiB", warm="warm") as loader:
+        for step, batch in enumerate(loader):
+            assert (batch.x == features[batch.n_id]).all()
+            come = loader.report().remote_rows
+            first = come if step == 0 else first
+        assert come <= 1.2 * first, "what was saved is there before the first mini-batch"
     with store.loader(seeds="train", fanouts=(-1,), batch_size=30, memory="48MiB") as loader:
         for batch in loader:
             assert (batch.x == features[batch.n_id]).all()
