@@ -206,6 +206,13 @@ def test_hosts_learn_from_parts(example: Example) -> None:
     assert 0 < int(epochs[0][2].replace(",", "")) < int(epochs[-1][2].replace(",", ""))
 
 
+def test_hosts_learn_from_parts_with_pygs_loader(example: Example) -> None:
+    pytest.importorskip("torch_geometric")
+    epochs = re.findall(r"epoch (\d): accuracy ([\d.]+)", example("train_hosts_pyg.py"))
+    assert [int(epoch) for epoch, _ in epochs] == [0, 1, 2]
+    assert float(epochs[-1][1]) > 0.95  # with rows of other nodes it would be 0.25
+
+
 def test_readme_code_runs(run: Run, tmp_path: Path) -> None:
     section = (ROOT / "README.md").read_text().partition("## Use it")[2].partition("\n## ")[0]
     blocks = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
