@@ -9,6 +9,10 @@ the store, each process with the queue depth that our reader has altogether; and
 Pinned to one core both have one process and one ring. The engine is the one that is picked by itself, not
 calibrated for how many rings it may take: it goes by how busy its cores are. The longest gap to read through
 is calibrated. Checksums are verified.
+
+Where the device's reads are themselves work of the cores, as on compressed RAM, fio's rate leaves none for
+what fio does not do. *The cores' bound* is the rate at which the same cores read as fio does and verify as we
+do, both as timed in this run; what we take beyond is copying rows to where they are wanted.
 """
 
 from __future__ import annotations
@@ -32,6 +36,7 @@ from tables import COLUMNS, ROW_BYTES, Tables, check_rows, isolated_ids, random_
 import featstore
 from featstore.engine import uring
 from featstore.measure.calibrate import measure
+from featstore.reader.report import ReaderStats
 
 DEPTH = 128
 APART_PAGES = 3
@@ -128,26 +133,46 @@ class Fast:
             def run(number: int, share: float = share) -> Sample:
                 ids = random_page_ids(self.tables, round(self.tables.pages * share), seed=number)
                 out, reads = self.out[: len(ids)], reader.plan(ids).bytes_read
-                cpu, begin = cpu_seconds(), time.perf_counter()
+                before, cpu, begin = reader.stats(), cpu_seconds(), time.perf_counter()
                 reader.read(ids, out=out)
                 seconds = time.perf_counter() - begin
                 check_rows(ids, out)
-                return Sample(reads / 1e6, seconds, cpu_seconds() - cpu)
+                spent = cpu_seconds() - cpu
+                return Sample(reads / 1e6, seconds, spent, own_work(before, reader.stats(), reads / 1e6))
 
             self.add(name, "MB/s", run)
         whole = np.ones((self.tables.rows, COLUMNS), np.float32)  # its memory is there
 
         def runs(_: int) -> Sample:
-            cpu, begin = cpu_seconds(), time.perf_counter()
+            before, cpu, begin = reader.stats(), cpu_seconds(), time.perf_counter()
             reader.read_runs({"features": [(0, self.tables.rows)]}, out={"features": whole})
             seconds = time.perf_counter() - begin
             check_rows(np.arange(self.tables.rows), whole)
-            return Sample(whole.nbytes / 1e6, seconds, cpu_seconds() - cpu)
+            amount, spent = whole.nbytes / 1e6, cpu_seconds() - cpu
+            return Sample(amount, seconds, spent, own_work(before, reader.stats(), amount))
 
         self.add("featstore, all rows in order", "MB/s", runs)
 
     def close(self) -> None:
         self._closing.close()
+
+
+def own_work(before: ReaderStats, after: ReaderStats, megabytes: float) -> dict[str, Any]:
+    """Seconds of a core that a megabyte takes us besides reading."""
+    return {
+        "verify": (after.seconds_verifying - before.seconds_verifying) / megabytes,
+        "copy": (after.seconds_copying - before.seconds_copying) / megabytes,
+    }
+
+
+def bounds(ours: Series, series: dict[str, Series], names: list[str], cores: int) -> tuple[float, float]:
+    """Medians over the rounds of what the cores could do, over fio's best: read and verify; and copy."""
+    found = []
+    for number, sample in enumerate(ours.samples):
+        best = max(series[n].samples[number].rate for n in names)
+        verify, copy = (sample.extra[what] / cores for what in ("verify", "copy"))
+        found.append((1 / (1 + best * verify), 1 / (1 + best * (verify + copy))))
+    return median(one for one, _ in found), median(two for _, two in found)
 
 
 def over_best(ours: Series, series: dict[str, Series], names: list[str]) -> float:
@@ -226,6 +251,14 @@ def main(settings: Settings, zram: bool) -> None:
                     over_best(series[name], series, sequential), 0.9)
               for name in series if name.startswith("featstore") and series[name].unit == "MB/s"),
         ]  # fmt: skip
+        if zram:
+            report.table("What bounds reads of runs, over fio's sequential rate", [
+                "reads", "measured", "the cores' bound: read and verify", "read, verify and copy",
+            ], [
+                [name.removeprefix("featstore, "), over_best(one, series, sequential),
+                 *bounds(one, series, sequential, len(fast.cores))]
+                for name, one in series.items() if name.startswith("featstore") and one.unit == "MB/s"
+            ])  # fmt: skip
         report.table("Extrapolated from these slopes, measured nowhere: rows of 512 B, one on a page", [
             "cores", "disk, reads/s", "rows/s", "bound by",
         ], extrapolated(series))  # fmt: skip
