@@ -14,6 +14,7 @@ from featstore._version import __version__
 if TYPE_CHECKING:
     from featstore.engine.request import Request
     from featstore.front.compiling import compile_trace
+    from featstore.front.exporting import export
     from featstore.front.packing import pack
     from featstore.front.splitting import split
     from featstore.front.verifying import verify
@@ -59,6 +60,7 @@ _WHERE = {
     "Plan": ("featstore.reader.report", "Plan"),
     "ReaderStats": ("featstore.reader.report", "ReaderStats"),
     "compile_trace": ("featstore.front.compiling", "compile_trace"),
+    "export": ("featstore.front.exporting", "export"),
     "pack": ("featstore.front.packing", "pack"),
     "split": ("featstore.front.splitting", "split"),
     "verify": ("featstore.front.verifying", "verify"),
@@ -68,7 +70,8 @@ _WHERE = {
 __all__ = [
     "Batch", "Buffer", "Device", "Hosts", "Loader", "MassiveGNN", "PartitionOrder", "Plan", "ProximityOrder",
     "Reader", "ReaderStats", "Request", "Shared", "SharedBuffer", "Static", "Store", "Table",
-    "TieredReader", "Trace", "__version__", "compile_trace", "open", "open_split", "pack", "split", "verify",
+    "TieredReader", "Trace", "__version__", "compile_trace", "export", "open", "open_split", "pack",
+    "split", "verify",
 ]  # fmt: skip
 
 

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Unpack, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from featstore.arguments import check_options, options_of
-from featstore.errors import ArgumentError
+from featstore.arguments import check_options, known_name, options_of
+from featstore.errors import ArgumentError, MissingPackageError
 from featstore.storage.store import OpenStore, StoredGraph, Table
 
 if TYPE_CHECKING:
@@ -105,6 +105,23 @@ class Store(OpenStore):
                 "static_memory= is of a reader without tiers over it: Static(rows, memory=) says it"
             )
         return TieredReader(self, tiers, **options)
+
+    def zarr(self, table: str) -> Any:
+        """A table as the zarr v3 array that it is on disk, read-only: ``zarr.Array`` [rows, ...]. Its rows
+        are in the order on disk (``table.row_of_node()`` says where a node's is, None: at its id), and what
+        it reads is not verified. bfloat16 appears as uint16, records as bytes.
+
+        It is of this store's generation, which stays while the store is open. Raises UnknownNameError;
+        MissingPackageError without zarr.
+        """
+        chosen = self.table(known_name(table, self.tables, "the store has no table"))
+        try:
+            import zarr
+        except ImportError as error:
+            raise MissingPackageError(
+                "this needs zarr; install it with: pip install 'featstore[zarr]'"
+            ) from error
+        return zarr.open_array(str(self.path / chosen.entry.path), mode="r")
 
     def sampler(self, fanouts: Sequence[int], **options: Any) -> StoredSampler:
         """A neighbour sampler over a graph in this store; the options are those of

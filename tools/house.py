@@ -28,7 +28,7 @@ LAYERS = (
     {"split_store"},
     {"store"},
     {"loaders"},
-    {"compile", "scrub"},
+    {"compile", "exporting", "scrub"},
     {"trace"},
     {"hosts", "packing", "sampling", "shared"},
     {"reader"},

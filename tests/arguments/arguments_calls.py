@@ -201,6 +201,7 @@ CALLS: dict[str, Call] = {
         lambda w: (w.store.sampler, {"fanouts": [2], "memory": "64MiB"}),
         {"fanouts": FANOUTS, "options": OPTION},
     ),
+    "Store.zarr": Call(lambda w: (w.store.zarr, {"table": "features"}), {"table": NAME}),
     "Store.compiled": Call(
         lambda w: (w.compiled.base.compiled, {"name": "default"}),
         {"name": PATH.and_also(another="no-such").saying("name|compiled")},
@@ -328,6 +329,40 @@ CALLS: dict[str, Call] = {
         )
         for name in ("batch", "expect", "ids", "sample", "sample_bytes")
     },
+    "export": Call(
+        lambda w: (
+            featstore.export,
+            {
+                "store": w.path,
+                "table": "features",
+                "to": w.fresh().with_suffix(".npy"),
+                "memory": "64MiB",
+                "engine": "threads",
+            },
+        ),
+        {
+            "store": PATH.saying("store"),
+            "table": NAME,
+            "to": PATH.and_also(another_ending="x.csv").saying("to|ending"),
+            "ids": IDS.optional,
+            "columns": Rule(
+                {
+                    **NONSENSE,
+                    "a text": "abc",
+                    "a number": 3,
+                    "beyond": [10**6],
+                    "a fraction": [0.5],
+                    "none": [],
+                },
+                "column",
+            ),
+            "dtype": Rule({**NONSENSE, "a text": "float33", "narrower": "float16"}, "dtype").but("a type"),
+            "memory": MEMORY,
+            "overwrite": FLAG,
+            "progress": PROGRESS,
+            "reader": OPTION,
+        },
+    ),
     "split": Call(
         lambda w: (featstore.split, {"store": w.path, "hosts": 2, "out": w.fresh(), "memory": "64MiB"}),
         {

@@ -34,6 +34,7 @@ _COMMANDS = {
     "inspect": "Show what a store consists of.",
     "verify": "Read a whole store and check every byte.",
     "sample": "Sample mini-batches from a store's graph into a trace.",
+    "export": "Write rows of a table to a .npy, .zarr or .parquet file.",
     "explain": "Show what a request would read, and how long that takes.",
     "calibrate": "Measure what reads cost on a device.",
     "bench": "Measure how fast a store's rows are read.",

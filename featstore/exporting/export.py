@@ -1,0 +1,146 @@
+"""``featstore.export``: rows of a table in the user's order and numbers, block by block within a budget."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from featstore.arguments import (
+    as_callback,
+    as_flag,
+    as_integer,
+    as_path,
+    as_sequence,
+    check_options,
+    known_name,
+    shown,
+)
+from featstore.base.dtypes import dtype_from_name
+from featstore.base.ids import parse_ids
+from featstore.base.progress import OnStep
+from featstore.errors import ArgumentError, BudgetError, IdError
+from featstore.exporting.targets import Exported, target_of
+from featstore.reader.options import READING
+from featstore.reader.reader import Reader
+from featstore.storage.store import OpenStore, as_store
+from featstore.units import parse_bytes
+
+_READER_SHARE = 2  # one part in so many of the memory; the rest is two blocks of rows
+_BLOCKS = 2  # one as read, one as written
+
+
+def export_table(
+    store: OpenStore | str | os.PathLike[str], table: str, to: str | os.PathLike[str], *, ids: Any = None,
+    columns: Sequence[int] | slice | None = None, dtype: str | np.dtype[Any] | None = None,
+    memory: int | str = "1GiB", overwrite: bool = False,
+    progress: OnStep | None = None, **reader: Any,
+) -> Path:  # fmt: skip
+    """Write rows of a table to a file, row i being node i.
+
+    Args:
+        store: an open store, or its path.
+        table: the name of the table.
+        to: the file, which is there whole or not at all: ``.npy``, ``.zarr`` (a zarr v3 array), or
+            ``.parquet`` (a column ``id`` and one with the table's name, of lists where rows have an axis).
+        ids: node ids, integers [n], in the order in which their rows are written; all by default.
+        columns: of rows with one axis, which of their elements, as numbers or a slice; all by default.
+        dtype: to write, where it holds every value of the table's own (float32 for bfloat16, for instance).
+        memory: budget for all that is held, bytes or ``"512MiB"``.
+        overwrite: replace a file that is there already. A directory is never replaced.
+        progress: told "export", the rows written and the rows there are.
+        reader: options of :meth:`featstore.Store.reader`: ``engine``, ``queue_depth``, ``threads``,
+            ``verify``.
+
+    Rows that lie on disk in another order are read in the order of their ids, so that a page with several of
+    them may be read several times: the more memory, the fewer. Returns the path. Raises ArgumentError,
+    UnknownNameError, IdError, StoreExistsError, BudgetError, MissingPackageError, CorruptionError,
+    DeviceError, DiskFullError.
+    """
+    path = Path(os.path.abspath(as_path(to, "to")))
+    write, overwrite = target_of(path), as_flag(overwrite, "overwrite")
+    check_options(reader, READING, "export")
+    tell, memory_bytes = as_callback(progress, "progress"), parse_bytes(memory, "memory")
+    opened = store if isinstance(store, OpenStore) else OpenStore(as_path(store, "store"))
+    try:
+        chosen = as_store(opened).table(known_name(table, opened.tables, "the store has no table"))
+        wanted = None if ids is None else _checked_ids(ids, chosen.rows)
+        stored = dtype_from_name(chosen.entry.dtype)
+        taken = _columns(columns, chosen.row_shape)
+        shape = chosen.row_shape if taken is None else (len(taken),)
+        written = stored if dtype is None else _wider(stored, dtype)
+        rows = chosen.rows if wanted is None else len(wanted)
+        exported = Exported(table, rows, shape, written)
+        own = memory_bytes // _READER_SHARE
+        block = (memory_bytes - own) // max(1, _BLOCKS * max(chosen.row_bytes, exported.row_bytes) + 16)
+        if block < 1:
+            needed = _READER_SHARE * (_BLOCKS * chosen.row_bytes + 17)
+            raise BudgetError(needed, memory_bytes, "hold a row of the table twice beside what reads it")
+
+        def blocks() -> Iterator[tuple[NDArray[np.int64], NDArray[Any]]]:
+            with Reader(opened, tables=[table], memory=own, static=None, **reader) as rows_of:
+                for low in range(0, rows, block):
+                    high = min(rows, low + block)
+                    some = np.arange(low, high) if wanted is None else wanted[low:high]
+                    read = rows_of.read({table: some})[table]
+                    yield some, (read if taken is None else read[:, taken]).astype(written, copy=False)
+                    if tell is not None:
+                        tell("export", high, rows)
+
+        write(path, exported, blocks(), overwrite)
+    finally:
+        if opened is not store:
+            opened.close()
+    return path
+
+
+def _checked_ids(ids: Any, rows: int) -> NDArray[np.int64]:
+    given = parse_ids(ids)
+    if len(given.shape) != 1:
+        raise IdError(f"ids must have one axis, not {len(given.shape)}")
+    wrong = (given.values < 0) | (given.values >= rows)
+    if wrong.any():
+        place = int(wrong.argmax())
+        raise IdError(f"ids[{place}] is {given.values[place]}, and the table has {rows:,} rows")
+    return given.values
+
+
+def _columns(columns: Sequence[int] | slice | None, row_shape: tuple[int, ...]) -> NDArray[np.int64] | None:
+    if columns is None:
+        return None
+    if len(row_shape) != 1:
+        raise ArgumentError(f"columns= is of rows with one axis, and these have {len(row_shape)}")
+    width = row_shape[0]
+    if isinstance(columns, slice):
+        ends = [None if end is None else as_integer(end, "columns") for end in _ends(columns)]
+        taken = list(range(width)[slice(*ends)])
+    else:
+        taken = [
+            as_integer(number, "a number of columns", 0, width - 1)
+            for number in as_sequence(columns, "columns", "numbers of columns")
+        ]
+    if not taken:
+        raise ArgumentError(f"columns={columns} leaves no column of {width}")
+    return np.array(taken, np.int64)
+
+
+def _ends(columns: slice) -> tuple[Any, Any, Any]:
+    if columns.step == 0:
+        raise ArgumentError("columns has a step of 0")
+    return columns.start, columns.stop, columns.step
+
+
+def _wider(stored: np.dtype[Any], wanted: str | np.dtype[Any]) -> np.dtype[Any]:
+    try:
+        target = np.dtype(wanted)
+    except Exception:  # whatever it is that was given
+        raise ArgumentError(f"dtype must be one of NumPy's, not {shown(wanted)}") from None
+    if not np.can_cast(stored, target, "safe"):
+        raise ArgumentError(
+            f"dtype={str(target)!r} does not hold every value of {stored}: nothing is rounded or cut silently"
+        )
+    return target

@@ -1,0 +1,175 @@
+"""The files that rows are exported to. Each kind takes blocks of rows, in order, and is there whole or not at
+all."""
+
+from __future__ import annotations
+
+import io
+import secrets
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from featstore.arguments import as_choice
+from featstore.base.dtypes import is_bfloat16
+from featstore.base.folders import is_file, is_taken
+from featstore.base.system import refusal
+from featstore.errors import ArgumentError, MissingPackageError, StoreExistsError
+from featstore.storage.disk import Disk
+
+#: Bytes of a chunk of a zarr array, and of rows of a group of Parquet, about.
+_CHUNK_BYTES, _GROUP_BYTES = 8 << 20, 64 << 20
+#: Node ids of the rows, int64 [n], and the rows.
+RowBlocks = Iterator[tuple[NDArray[np.int64], NDArray[Any]]]
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What is exported: ``rows`` rows of ``row_shape`` and ``dtype`` of the table ``name``."""
+
+    name: str
+    rows: int
+    row_shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.rows, *self.row_shape)
+
+    @property
+    def row_bytes(self) -> int:
+        return int(np.prod(self.row_shape, dtype=np.int64)) * self.dtype.itemsize
+
+
+def target_of(path: Path) -> Callable[[Path, Exported, RowBlocks, bool], None]:
+    """What writes a file of this name. Raises ArgumentError."""
+    kind = as_choice(path.suffix, "the ending of the file to export to", KINDS)
+    return KINDS[kind]
+
+
+def _to_npy(path: Path, exported: Exported, blocks: RowBlocks, overwrite: bool) -> None:
+    if is_bfloat16(exported.dtype):
+        raise _no_type(path, exported, ".npy files")
+    _check_free(path, overwrite)
+    header = io.BytesIO()
+    described = {
+        "descr": np.lib.format.dtype_to_descr(exported.dtype), "fortran_order": False, "shape": exported.shape
+    }  # fmt: skip
+    np.lib.format.write_array_header_2_0(header, described)
+
+    def pieces() -> Iterator[bytes | NDArray[np.uint8]]:
+        yield header.getvalue()
+        for _, rows in blocks:
+            yield np.ascontiguousarray(rows).reshape(-1).view(np.uint8)
+
+    Disk().replace_file(path, pieces())
+
+
+def _to_zarr(path: Path, exported: Exported, blocks: RowBlocks, overwrite: bool) -> None:
+    if exported.dtype.kind not in "biufc" or is_bfloat16(exported.dtype):
+        raise _no_type(path, exported, "zarr arrays that all implementations read")
+    zarr = _imported("zarr", "zarr", path)
+    if is_taken(path):  # a directory may hold what is not ours to remove
+        raise StoreExistsError(f"{path} is there already: move it away, or export to another name")
+    each = max(1, min(exported.rows or 1, _CHUNK_BYTES // max(1, exported.row_bytes)))
+    with _beside(path) as made:
+        array = zarr.create_array(
+            store=str(made), shape=exported.shape, dtype=exported.dtype, chunks=(each, *exported.row_shape)
+        )
+        array.attrs["featstore"] = {"table": exported.name}
+        at = 0
+        for _, rows in blocks:
+            array[at : at + len(rows)] = rows
+            at += len(rows)
+
+
+def _to_parquet(path: Path, exported: Exported, blocks: RowBlocks, overwrite: bool) -> None:
+    if exported.dtype.kind not in "biuf" or is_bfloat16(exported.dtype):
+        raise _no_type(path, exported, "Parquet")
+    if len(exported.row_shape) > 1:
+        raise ArgumentError(
+            f"{path}: rows of table {exported.name!r} have {len(exported.row_shape)} axes, a column of "
+            "Parquet has one: export to .npy or .zarr"
+        )
+    arrow, parquet = (_imported(name, "arrow", path) for name in ("pyarrow", "pyarrow.parquet"))
+    _check_free(path, overwrite)
+    item = arrow.from_numpy_dtype(exported.dtype)
+    column = arrow.list_(item, exported.row_shape[0]) if exported.row_shape else item
+    schema = arrow.schema([("id", arrow.int64()), (exported.name, column)])
+    group = max(1, _GROUP_BYTES // (exported.row_bytes + 8))
+    with _beside(path) as made, parquet.ParquetWriter(made, schema) as writer:
+        for ids, rows in blocks:
+            values = arrow.array(np.ascontiguousarray(rows).reshape(-1))
+            if exported.row_shape:
+                values = arrow.FixedSizeListArray.from_arrays(values, exported.row_shape[0])
+            writer.write_table(arrow.table([arrow.array(ids), values], schema=schema), row_group_size=group)
+
+
+KINDS: dict[str, Callable[[Path, Exported, RowBlocks, bool], None]] = {
+    ".npy": _to_npy, ".zarr": _to_zarr, ".parquet": _to_parquet,
+}  # fmt: skip
+
+
+def _check_free(path: Path, overwrite: bool) -> None:
+    if is_taken(path) and not (overwrite and is_file(path)):
+        raise StoreExistsError(
+            f"{path} is there already: "
+            + ("give overwrite to replace it" if is_file(path) else "move it away, for it is no file")
+        )
+
+
+def _no_type(path: Path, exported: Exported, what: str) -> ArgumentError:
+    return ArgumentError(
+        f"{path}: {what} have no type for {exported.dtype}: export as another, dtype='float32' for instance"
+    )
+
+
+def _imported(module: str, extra: str, path: Path) -> Any:
+    import importlib
+
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        package = module.partition(".")[0]
+        raise MissingPackageError(
+            f"{path}: writing this needs {package}; install it with: pip install 'featstore[{extra}]'"
+        ) from error
+
+
+@contextmanager
+def _beside(path: Path) -> Iterator[Path]:
+    """A name beside ``path``, which becomes ``path`` when all has been written to it; what fails leaves
+    nothing."""
+    made, disk = path.with_name(f"{path.name}.{secrets.token_hex(8)}.tmp"), Disk()
+    try:
+        yield made
+        _settle(made, disk)
+        disk.rename(made, path)
+        disk.fsync_dir(path.parent)
+    except BaseException as error:
+        if made.is_dir():
+            shutil.rmtree(made, ignore_errors=True)
+        else:
+            disk.unlink(made)
+        if type(error) is OSError:  # of a package that writes by itself
+            raise refusal(error, path, "write") from error
+        raise
+
+
+def _settle(path: Path, disk: Disk) -> None:
+    """Make bytes durable, of a file or of all below a directory."""
+    if path.is_dir():
+        for one in path.iterdir():
+            _settle(one, disk)
+        disk.fsync_dir(path)
+        return
+    file = disk.create(path, keep=True)
+    try:
+        disk.fsync(file)
+    finally:
+        disk.close(file)
