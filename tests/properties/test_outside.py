@@ -195,6 +195,8 @@ ACTIONS: dict[str, Callable[[Path], None]] = {
         "split", "{s}", "--hosts", "3", "--out", "{asked}/parts", "--overwrite", "--halo-disk", "1x",
     ),
     "split inside": command("split", "{s}", "--hosts", "2", "--out", "{s}/packs/parts"),
+    "export": command("export", "{s}", "features", "--to", "{asked}/parts.npy", "--overwrite"),
+    "export inside": command("export", "{s}", "features", "--to", "{s}/packs/parts.zarr"),
     "sample": command(
         "sample", "{s}", "--out", "{asked}/t", "--train", "train", "--fanouts", "2", "--batch-size", "30",
         "--overwrite", "--memory", "64MiB",
@@ -334,7 +336,7 @@ LONGER: dict[str, tuple[tuple[Any, ...], set[str]]] = {
 def test_every_command_runs_here() -> None:
     """A new command needs its row."""
     longer = {str(arguments[0]) for arguments, _ in LONGER.values()}
-    short = {"gc", "inspect", "verify", "explain", "pack", "sample", "split"}
+    short = {"export", "gc", "inspect", "verify", "explain", "pack", "sample", "split"}
     assert short <= {name.split()[0] for name in ACTIONS}
     assert longer | short == set(cli.list_commands(click.Context(cli)))
 
@@ -363,6 +365,7 @@ def test_longer(template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(tempfile, "tempdir", str(root / "tmp"))
     monkeypatch.setenv("TMPDIR", str(root / "tmp"))
     monkeypatch.setenv("FEATSTORE_CACHE", str(root / "cache"))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "torch"))  # which torch makes by itself
     arguments, kept = LONGER[name]
     before = listing(root)
     given = [str(a).format(root=root, s=root / "s", asked=root / "asked") for a in arguments]
