@@ -23,8 +23,16 @@ from featstore.packing.graphs.csc import CscGraph
 from featstore.packing.sources.arrays import array_of
 from featstore.packing.sources.base import file_fingerprint, sample_crc32
 from featstore.packing.sources.opening import FeatureSource, is_headless, is_text, open_rows
-from featstore.packing.sources.pyg import edges_of_relation, is_pyg, is_relation, pyg_inputs
+from featstore.packing.sources.pyg import (
+    edges_of_relation,
+    is_pyg,
+    is_relation,
+    pyg_inputs,
+    relation_of,
+    unnumbered,
+)
 from featstore.storage.manifest import ROW_BYTES_MAX, check_name
+from featstore.storage.relations import is_edge_table
 
 #: What a table is called when no name is given.
 DEFAULT_TABLE = "features"
@@ -36,26 +44,28 @@ INPUT_OPTIONS = ("raw_dtype", "dtype", "cast", "shape", "offset", "key", "column
 
 @dataclass(frozen=True)
 class Inputs:
-    """What is packed: sources, graphs and arrays by name, dtypes to cast to, and what the user should
-    hear."""
+    """What is packed: sources, graphs and arrays by name, dtypes to cast to, what the user should hear, and
+    which tables and arrays are of edges."""
 
     tables: dict[str, FeatureSource]
     graphs: dict[str, Any]
     arrays: dict[str, NDArray[Any]]
     casts: dict[str, str]
     warnings: list[str] = field(default_factory=list)
+    edge_rows: list[str] = field(default_factory=list)
 
 
 def parse_inputs(
-    features: Any, graph: Any, arrays: Mapping[str, Any] | None, reading: Mapping[str, Any]
-) -> Inputs:
-    """Tables, graphs and arrays out of what the user gave; ``reading`` has the arguments of `READING`."""
+    features: Any, graph: Any, arrays: Mapping[str, Any] | None, reading: Mapping[str, Any], *,
+    numbered: bool = True,
+) -> Inputs:  # fmt: skip
+    """Tables, graphs and arrays out of what the user gave; ``reading`` has the arguments of `READING`.
+    ``numbered``: stored graphs may have the ids of their edges."""
     own_graphs: dict[str, Any] = {}
     own_arrays: dict[str, NDArray[Any]] = {}
-    warnings: list[str] = []
-    data = features
-    if is_pyg(data):
-        features, own_graphs, own_arrays, warnings = pyg_inputs(data, graph is not None)
+    data, taken = features, pyg_inputs(features, graph is not None) if is_pyg(features) else None
+    if taken is not None:
+        features, own_graphs, own_arrays = taken.tables, taken.graphs, taken.arrays
     elif not isinstance(features, Mapping):
         features = {DEFAULT_TABLE: features}
     if not features:
@@ -64,6 +74,7 @@ def parse_inputs(
         check_name(name, "table")
     # What is asked for by name replaces what the data bring: naming some relations leaves out the others.
     graphs = own_graphs if graph is None else by_table(graph, features, "graph")
+    relations = ["__".join(relation_of(spec)) for spec in graphs.values() if is_relation(spec)]
     graphs = {name: edges_of_relation(spec, name if is_pyg(data) else None) for name, spec in graphs.items()}
     given = {what: by_table(reading.get(what), features, what) for what in INPUT_OPTIONS}
     tables, casts = {}, {}
@@ -76,7 +87,12 @@ def parse_inputs(
     small = own_arrays | {name: small_array(name, value) for name, value in named.items()}
     for name in small:
         check_name(name, "array")
-    return Inputs(tables, graphs, small, casts, warnings)
+    warnings, edge_rows = [], {name: "" for name in tables if is_edge_table(name, tables)}
+    if taken is not None:
+        edge_rows |= taken.edge_rows
+        kept = [*relations, *taken.relations] if numbered else []
+        warnings = [*taken.warnings, *unnumbered(taken.edge_rows, kept)]
+    return Inputs(tables, graphs, small, casts, warnings, list(edge_rows))
 
 
 def _opened(name: str, spec: Any, asked: dict[str, Any]) -> tuple[FeatureSource, str | None]:

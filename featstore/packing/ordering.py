@@ -24,6 +24,7 @@ from featstore.storage.arrays import load_array
 from featstore.storage.journal import TableProgress
 from featstore.storage.manifest import ArrayEntry, OrderEntry, array_chunk
 from featstore.storage.manifest_checks import check_order
+from featstore.storage.relations import EDGE_FEATURES
 from featstore.storage.table_writer import Catalogue, write_array
 from featstore.storage.transaction import Transaction
 
@@ -36,16 +37,28 @@ def load(catalogue: Catalogue, entry: ArrayEntry | None) -> NDArray[Any] | None:
     return load_array(catalogue.root, entry, None if chunk is None else catalogue.files[chunk])
 
 
+def check_edge_rows(edges: int, rows: int | None) -> None:
+    """Raise SourceError where a graph's edges cannot number the rows of the table of edges."""
+    if rows not in (None, edges):
+        raise SourceError(
+            f"table {EDGE_FEATURES!r} has {rows:,} rows, and the graph {edges:,} edges: row e is to be "
+            "that of edge e. Give the edges that the rows are of; or edge_ids=False, and the numbers of "
+            "edges are not kept"
+        )
+
+
 class Orders:
     """Makes the orders of a pack's tables, and writes them and the graphs, durably.
 
-    ``graphs``: by table; ``arrays``: the small arrays, which may name training nodes.
+    ``graphs``: by table; ``arrays``: the small arrays, which may name training nodes; ``edge_rows``: of the
+    table whose rows the edges of the graph number, None where there is none, or nobody knows yet.
     """
 
     def __init__(
         self, transaction: Transaction, graphs: dict[str, Any], arrays: dict[str, NDArray[Any]],
-        options: Options, stages: PackStages,
+        options: Options, stages: PackStages, edge_rows: int | None = None,
     ) -> None:  # fmt: skip
+        self._edge_rows = edge_rows
         self.transaction, self.catalogue = transaction, transaction.catalogue
         self.generation = transaction.generation
         self.graphs = graphs
@@ -80,6 +93,8 @@ class Orders:
         """What is made of the table's graph, which is gone again before its rows are written."""
         self._stages.begin("graph" if name in self.graphs else "order", name)
         graph = self._graph(name, layout.rows)
+        if graph is not None:
+            check_edge_rows(graph.edges, self._edge_rows)
         if progress.order is None:
             self._stages.begin("order", name)
             self._make_order(name, base, layout, progress, graph)
@@ -97,13 +112,12 @@ class Orders:
         by_degree = load(self.catalogue, order.rows_by_degree)
         offsets = load(self.catalogue, order.partition_offsets)
         assert offsets is not None and by_degree is not None  # noqa: PT018
-        held = graph.indptr.nbytes + (0 if isinstance(graph.indices, np.memmap) else graph.indices.nbytes)
-        held += by_degree.nbytes + (0 if row_of_node is None else row_of_node.nbytes)
+        held = graph.held_bytes + by_degree.nbytes + (0 if row_of_node is None else row_of_node.nbytes)
         before = set(self.catalogue.files)
         job = TopologyJob(
             self.catalogue, f"{self.generation.name}/graphs/{name}", name, graph, row_of_node, offsets,
-            by_degree, self.options.hubs, self.options.hub_rank, self.options.memory_bytes - held,
-            self.generation.spill,
+            by_degree, self.options.hubs, self.options.hub_rank, self.options.edge_ids,
+            self.options.memory_bytes - held, self.generation.spill,
         )  # fmt: skip
         try:
             progress.graph = write_topology(job)
@@ -120,7 +134,7 @@ class Orders:
         durably."""
         memory = self.options.memory_bytes
         if graph is not None:
-            held = graph.indptr.nbytes + (0 if isinstance(graph.indices, np.memmap) else graph.indices.nbytes)
+            held = graph.held_bytes
             needed = held + degree_memory_bytes(layout.rows)
             if self.options.topology:  # what comes next must not find the order made for nothing
                 maps = 2 * node_dtype(layout.rows).itemsize * layout.rows
@@ -169,7 +183,7 @@ class Orders:
             return spec
         return open_graph(
             spec, nodes=rows, memory_bytes=self.options.memory_bytes // 2, scratch_dir=self.generation.spill,
-            key=self.options.graph_key.get(name),
+            key=self.options.graph_key.get(name), edge_ids=self.options.edge_ids,
         )  # fmt: skip
 
     def _write_order(

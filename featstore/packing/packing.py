@@ -55,6 +55,7 @@ def pack(
     topology: bool = True,
     hubs: float = HUB_SHARE,
     hub_rank: str = "degree",
+    edge_ids: bool | None = None,
     train: Any = None,
     resume: bool = False,
     overwrite: bool = False,
@@ -112,6 +113,12 @@ def pack(
         hubs: share of the nodes whose lists of neighbours are stored a second time, side by side, for
             mega-batches.
         hub_rank: which nodes those are: ``"degree"``, or ``"external"`` for most edges into other partitions.
+        edge_ids: keep the number that you know each edge by, beside the graph (4 or 8 bytes an edge): its
+            place in the list of edges, in ``indices``, or among the values of the matrix that was given.
+            Samplers and loaders then say which edges were sampled (``e_id``), and rows of edges can be had by
+            them. By default where the pack has anything of edges: a table ``edge_features`` or
+            ``src__rel__dst``, features or arrays of edges in PyG data. Row e of ``edge_features`` is then to
+            be that of edge e of the only graph.
         train: training nodes, which order ``"bfs"`` spreads evenly, and no other looks at: node ids, each
             once, a mask, or the name of one of ``arrays``.
         resume: go on with the unfinished pack in ``out``; input and options must be the same.
@@ -134,11 +141,13 @@ def pack(
         "columns": columns,
         "id": id,
     }
-    inputs = parse_inputs(features, graph, arrays, reading)
+    inputs = parse_inputs(
+        features, graph, arrays, reading, numbered=topology is not False and edge_ids is not False
+    )
     tables = inputs.tables
     options = Options.of(
         inputs, memory=memory, order=order, permutation=permutation, partitions=partitions, seed=seed,
-        topology=topology, hubs=hubs, hub_rank=hub_rank, train=train, graph_key=graph_key,
+        topology=topology, hubs=hubs, hub_rank=hub_rank, train=train, graph_key=graph_key, edge_ids=edge_ids,
     )  # fmt: skip
     check_pack(options, inputs, resume=resume, overwrite=overwrite, progress=progress)
     out = as_path(out, "out")

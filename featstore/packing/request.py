@@ -38,11 +38,12 @@ class Options:
     hub_rank: str = "degree"
     train: Mapping[str, Any] = field(default_factory=dict)
     graph_key: Mapping[str, str] = field(default_factory=dict)
+    edge_ids: bool = False
 
     @classmethod
     def of(
         cls, inputs: Inputs, *, memory: int | str, order: Any, permutation: Any, partitions: Any, seed: int,
-        topology: bool, hubs: float, hub_rank: str, train: Any, graph_key: Any,
+        topology: bool, hubs: float, hub_rank: str, train: Any, graph_key: Any, edge_ids: bool | None,
     ) -> Options:  # fmt: skip
         """From the arguments of a pack, given once or by table. Raises SourceError."""
         tables = inputs.tables
@@ -67,6 +68,9 @@ class Options:
                 for n, t in by_table(train, tables, "train").items()
             },
             keys,
+            topology is not False and bool(inputs.graphs and inputs.edge_rows)
+            if edge_ids is None
+            else edge_ids,
         )
 
 
@@ -88,6 +92,7 @@ def check_pack(options: Options, inputs: Inputs, *, resume: Any, overwrite: Any,
         as_function(progress, "progress")
     as_count(options.seed, "seed", 0)
     as_flag(options.topology, "topology")
+    as_flag(options.edge_ids, "edge_ids")
     as_number(options.hubs, "hubs", 0, 1)
     as_choice(options.hub_rank, "hub_rank", HUB_RANKS)
     for order in options.order.values():
@@ -123,5 +128,7 @@ def _refuse_without_effect(options: Options, graphs: Mapping[str, Any]) -> None:
     stored = options.topology and bool(graphs)
     if options.hubs not in (0, HUB_SHARE) and not stored:
         raise ArgumentError("hubs= is for a graph that is stored: give graph=, and topology=True")
+    if options.edge_ids and not stored:
+        raise ArgumentError("edge_ids= is for a graph that is stored: give graph=, and topology=True")
     if options.hub_rank != HUB_RANKS[0] and not stored:
         raise ArgumentError("hub_rank= is for a graph that is stored: give graph=, and topology=True")

@@ -17,12 +17,20 @@ from featstore.layout import TableLayout
 from featstore.packing import permute, spill
 from featstore.packing.convert import ValueReport, target_dtype
 from featstore.packing.inputs import described, identity
-from featstore.packing.ordering import Orders, load
+from featstore.packing.ordering import Orders, check_edge_rows, load
 from featstore.packing.progress import PackStages, Progress
 from featstore.packing.request import Options
 from featstore.packing.row_ids import read_ids, write_ids
 from featstore.packing.sources.opening import FeatureSource
-from featstore.storage.manifest import GRAPHS_FEATURE, ArrayEntry, OrderEntry, TableEntry, array_chunk
+from featstore.storage.manifest import (
+    ArrayEntry,
+    GraphEntry,
+    OrderEntry,
+    TableEntry,
+    array_chunk,
+    graph_features,
+)
+from featstore.storage.relations import EDGE_FEATURES
 from featstore.storage.table_writer import (
     TableWriter,
     catalogue_rows,
@@ -58,22 +66,32 @@ class Packing:
         for table in self.tables:
             self._read_ids(table)
         self._check_space()
-        orders = Orders(self.transaction, self.graphs, arrays, self.options, self._stages)
-        entries, graphs = {}, {}
+        edge_source = self._edge_source()
+        rows = None if edge_source is None else edge_source.rows
+        orders = Orders(self.transaction, self.graphs, arrays, self.options, self._stages, rows)
+        entries: dict[str, TableEntry] = {}
+        graphs: dict[str, GraphEntry] = {}
         for table in self.tables:
             entries[table] = self._table(table, orders)
             found = self.transaction.journal.table(table).graph
             if found is not None:
                 graphs[table] = found
+        if edge_source is not None:  # of which nobody may have known the rows before
+            check_edge_rows(next(iter(graphs.values())).edges, entries[EDGE_FEATURES].rows)
         root = f"{self.generation.name}/arrays"
         array_entries = {n: write_array(self.catalogue, f"{root}/{n}", a) for n, a in arrays.items()}
         groups = ["arrays"] if arrays else []
         groups += ["graphs", *(f"graphs/{g}" for g in graphs)] if graphs else []
         sources = {n: described(s) for n, s in self.tables.items()}
         self.transaction.commit(
-            groups, tables=entries, arrays=array_entries, features=[GRAPHS_FEATURE] if graphs else [],
+            groups, tables=entries, arrays=array_entries, features=graph_features(graphs.values()),
             provenance={"seed": self.options.seed, "sources": sources}, graphs=graphs,
         )  # fmt: skip
+
+    def _edge_source(self) -> FeatureSource | None:
+        """The table whose rows the ids of the only graph's edges are to number, if there is one."""
+        alone = self.options.edge_ids and len(self.graphs) == 1
+        return self.tables.get(EDGE_FEATURES) if alone else None
 
     def _fingerprint(self, arrays: dict[str, NDArray[Any]]) -> dict[str, Any]:
         """What a resumed pack must be equal in."""
@@ -87,6 +105,7 @@ class Packing:
             "graphs": {n: identity(g) for n, g in self.graphs.items()},
             "graph_key": dict(self.options.graph_key),
             "permutation": {n: identity(p) for n, p in self.options.permutation.items()},
+            **({"edge_ids": True} if self.options.edge_ids else {}),
         }  # fmt: skip
 
     def _check_space(self) -> None:

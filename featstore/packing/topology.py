@@ -8,7 +8,8 @@ wanted hub first: the first k of them are one run too.
 
 ``sources`` holds rows, not node ids: what lies together in the file then has neighbouring numbers, and
 telling whether a source is in memory takes a look at its partition. Lists that were brought into another
-order ascend by node id; as given they stay.
+order ascend by node id; as given they stay. Beside them stand, where they were asked for, ``edge_ids``: the
+numbers that the user knows the edges by.
 
 Lists that fit in memory are taken row by row, by every core (:mod:`featstore.packing.graphs.by_row`); the
 edges of others are passed over sequentially and sorted by target row out of core
@@ -24,6 +25,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -34,9 +36,9 @@ from featstore.errors import BudgetError, DiskFullError, SourceError
 from featstore.order.permutation import check_rankable, ranked_by_count
 from featstore.packing.graphs.build import build_csc, smallest_bytes
 from featstore.packing.graphs.by_row import lists_by_row, lists_bytes
-from featstore.packing.graphs.csc import CscGraph, release_pages
+from featstore.packing.graphs.csc import NO_IDS, AsGiven, CscGraph, release_pages
 from featstore.packing.graphs.edges import CsrEdges
-from featstore.storage.manifest import GraphEntry, HubsEntry
+from featstore.storage.manifest import GraphEntry, HubsEntry, TableEntry
 from featstore.storage.table_writer import Catalogue, write_array, write_vector
 
 HUB_RANKS = ("degree", "external")
@@ -60,12 +62,23 @@ class TopologyJob:
     rows_by_degree: NDArray[Any]
     hub_share: float
     hub_rank: str
+    edge_ids: bool
     memory_bytes: int
     scratch_dir: Path
 
     @property
     def block_edges(self) -> int:
         return max(_BLOCK_EDGES_MIN, min(_BLOCK_EDGES, self.memory_bytes // (4 * _BLOCK_EDGE_BYTES)))
+
+
+@dataclass(frozen=True)
+class _Lists:
+    """The lists in the order of the rows: ``offsets`` int64 [rows + 1], ``sources`` [edges], as rows or node
+    ids, and the ids of their edges: none, or places where they are as given."""
+
+    offsets: NDArray[np.int64]
+    sources: NDArray[Any]
+    edge_ids: NDArray[Any] | AsGiven
 
 
 @njit(cache=True, nogil=True)
@@ -125,33 +138,50 @@ def write_topology(job: TopologyJob) -> GraphEntry:
         raise SourceError(f"hub_rank must be one of {', '.join(HUB_RANKS)}, not {job.hub_rank!r}")
     if not 0 <= job.hub_share <= 1:
         raise SourceError(f"hubs must be a share of the nodes, from 0 to 1, not {job.hub_share}")
+    if job.edge_ids and job.graph.edge_ids is None:
+        raise SourceError("the graph does not know the ids of its edges: open_graph(..., edge_ids=True)")
     rows = len(job.graph.indptr) - 1
-    dtype = node_dtype(rows)
     least = topology_memory_bytes(rows, job.hub_rank, permuted=job.row_of_node is not None)
     if job.memory_bytes < least:
         raise BudgetError(least, job.memory_bytes, "bring the graph into the order of the rows")
-    needed, free = int(dtype.itemsize * job.graph.edges * 2), job.catalogue.disk.free_bytes(job.scratch_dir)
+    edge_bytes = node_dtype(rows).itemsize + (node_dtype(job.graph.edges).itemsize if job.edge_ids else 0)
+    needed, free = int(edge_bytes * job.graph.edges * 2), job.catalogue.disk.free_bytes(job.scratch_dir)
     if needed > free:
         raise DiskFullError(job.scratch_dir, needed, free)
     cores = available_cores()  # one sorts edges faster than it takes lists from all over memory
-    fits = lists_bytes(job.graph) + _block_bytes(job) <= job.memory_bytes
+    fits = lists_bytes(job.graph, job.edge_ids) + _block_bytes(job) <= job.memory_bytes
     if job.row_of_node is not None and fits and cores > 1:
-        offsets, lists = lists_by_row(job.graph, job.row_of_node, cores)
+        lists = _Lists(*lists_by_row(job.graph, job.row_of_node, cores, job.edge_ids))
         job = replace(job, row_of_node=None)  # they are rows already
     else:
-        offsets, lists = _in_row_order(job)
+        lists = _in_row_order(job)
     written = write_vector(
         job.catalogue,
         f"{job.base}/offsets",
-        (offsets[a : a + _BLOCK_EDGES] for a in _steps(len(offsets))),
+        (lists.offsets[a : a + _BLOCK_EDGES] for a in _steps(len(lists.offsets))),
         rows + 1,
         np.dtype(np.int64),
     )
-    sources = write_vector(job.catalogue, f"{job.base}/sources", _as_rows(job, lists), job.graph.edges, dtype)
-    hubs = _write_hubs(job, offsets, lists, dtype)
-    if isinstance(lists, np.memmap) and lists is not job.graph.indices:
-        job.catalogue.disk.unlink(Path(str(lists.filename)))
-    return GraphEntry(job.table, job.graph.edges, written, sources, hubs)
+    edges = job.graph.edges
+    sources = _written(job, "sources", _as_rows(job, lists.sources, 0, edges), edges)
+    edge_ids = _written_ids(job, "edge_ids", _ids(job, lists, 0, edges), edges)
+    hubs = _write_hubs(job, lists)
+    for made, given in ((lists.sources, job.graph.indices), (lists.edge_ids, job.graph.edge_ids)):
+        if isinstance(made, np.memmap) and made is not given:
+            job.catalogue.disk.unlink(Path(str(made.filename)))
+    return GraphEntry(job.table, edges, written, sources, hubs, edge_ids)
+
+
+def _written(job: TopologyJob, name: str, blocks: Iterator[NDArray[Any]], edges: int) -> TableEntry:
+    return write_vector(job.catalogue, f"{job.base}/{name}", blocks, edges, node_dtype(job.graph.nodes))
+
+
+def _written_ids(
+    job: TopologyJob, name: str, blocks: Iterator[NDArray[Any]], edges: int
+) -> TableEntry | msgspec.UnsetType:
+    if not job.edge_ids:
+        return msgspec.UNSET
+    return write_vector(job.catalogue, f"{job.base}/{name}", blocks, edges, node_dtype(job.graph.edges))
 
 
 def _block_bytes(job: TopologyJob) -> int:
@@ -162,82 +192,90 @@ def _steps(count: int) -> range:
     return range(0, count, _BLOCK_EDGES)
 
 
-def _in_row_order(job: TopologyJob) -> tuple[NDArray[np.int64], NDArray[Any]]:
-    """(offsets int64 [rows + 1], sources as node ids [edges]): the lists in the order of the rows."""
+def _in_row_order(job: TopologyJob) -> _Lists:
+    """The lists in the order of the rows, their sources as node ids."""
+    graph = job.graph
     if job.row_of_node is None:
-        return job.graph.indptr, job.graph.indices
-    stream = _ListsByRow(job.graph, job.row_of_node)
+        return _Lists(graph.indptr, graph.indices, NO_IDS if graph.edge_ids is None else graph.edge_ids)
+    stream = _ListsByRow(graph, job.row_of_node)
+    ids = graph.ids_between if job.edge_ids else None
     try:
-        return build_csc(stream, job.graph.nodes, job.memory_bytes, job.scratch_dir)
+        return _Lists(*build_csc(stream, graph.nodes, job.memory_bytes, job.scratch_dir, ids))
     except BudgetError as error:
         raise BudgetError(
             error.needed_bytes, error.given_bytes, "bring the graph into the order of the rows"
         ) from None
 
 
-def _as_rows(
-    job: TopologyJob, lists: NDArray[Any], low: int = 0, high: int | None = None
-) -> Iterator[NDArray[Any]]:
+def _as_rows(job: TopologyJob, lists: NDArray[Any], low: int, high: int) -> Iterator[NDArray[Any]]:
     """Blocks of ``lists[low:high]``, as rows in the dtype they are stored in."""
-    end = len(lists) if high is None else high
     dtype = node_dtype(job.graph.nodes)
-    for begin in range(low, end, job.block_edges):
-        block = np.asarray(lists[begin : min(begin + job.block_edges, end)])
+    for begin in range(low, high, job.block_edges):
+        end = min(begin + job.block_edges, high)
+        block = np.asarray(lists[begin:end])
         yield (block if job.row_of_node is None else job.row_of_node[block]).astype(dtype, copy=False)
-        release_pages(lists, begin, min(begin + job.block_edges, end))
+        release_pages(lists, begin, end)
 
 
-def _write_hubs(
-    job: TopologyJob, offsets: NDArray[np.int64], lists: NDArray[Any], dtype: np.dtype[Any]
-) -> HubsEntry | None:
+def _ids(job: TopologyJob, lists: _Lists, low: int, high: int) -> Iterator[NDArray[Any]]:
+    """Blocks of the ids of edges ``low`` to ``high``, in the dtype they are stored in."""
+    dtype, ids = node_dtype(job.graph.edges), lists.edge_ids
+    for begin in range(low, high, job.block_edges):
+        end = min(begin + job.block_edges, high)
+        if isinstance(ids, AsGiven):
+            yield np.arange(begin, end, dtype=dtype)
+        else:
+            yield np.asarray(ids[begin:end]).astype(dtype, copy=False)
+            release_pages(ids, begin, end)
+
+
+def _write_hubs(job: TopologyJob, lists: _Lists) -> HubsEntry | None:
     count = int(np.ceil(job.hub_share * job.graph.nodes))
     if count == 0:
         return None
-    rows = (
-        job.rows_by_degree[:count]
-        if job.hub_rank == "degree"
-        else _rank_external(job, offsets, lists)[:count]
-    )
-    degrees = offsets[rows + 1] - offsets[rows]
+    rows = job.rows_by_degree if job.hub_rank == "degree" else _rank_external(job, lists)
+    rows = rows[:count]
     hub_offsets = np.zeros(len(rows) + 1, np.int64)
-    np.cumsum(degrees, out=hub_offsets[1:])
+    np.cumsum(lists.offsets[rows + 1] - lists.offsets[rows], out=hub_offsets[1:])
+    edges = int(hub_offsets[-1])
+
+    def runs() -> Iterator[tuple[int, int]]:
+        return ((int(lists.offsets[row]), int(lists.offsets[row + 1])) for row in rows)
+
+    pieces = (piece for run in runs() for piece in _as_rows(job, lists.sources, *run))
+    ids = (piece for run in runs() for piece in _ids(job, lists, *run))
     return HubsEntry(
         job.hub_rank,
-        write_array(job.catalogue, f"{job.base}/hub_rows", rows.astype(dtype)),
+        write_array(job.catalogue, f"{job.base}/hub_rows", rows.astype(node_dtype(job.graph.nodes))),
         write_array(job.catalogue, f"{job.base}/hub_offsets", hub_offsets),
-        write_vector(
-            job.catalogue,
-            f"{job.base}/hubs",
-            _hub_lists(job, rows, offsets, lists),
-            int(hub_offsets[-1]),
-            dtype,
-        ),
+        _written(job, "hubs", _gathered(pieces, job.block_edges), edges),
+        _written_ids(job, "hub_edge_ids", _gathered(ids, job.block_edges), edges),
     )
 
 
-def _hub_lists(
-    job: TopologyJob, rows: NDArray[Any], offsets: NDArray[np.int64], lists: NDArray[Any]
-) -> Iterator[NDArray[Any]]:
+def _gathered(pieces: Iterator[NDArray[Any]], block_edges: int) -> Iterator[NDArray[Any]]:
+    """The pieces, which may be short, in blocks."""
     held: list[NDArray[Any]] = []
     held_edges = 0
-    for row in rows:
-        for piece in _as_rows(job, lists, int(offsets[row]), int(offsets[row + 1])):
-            held.append(piece)
-            held_edges += len(piece)
-            if held_edges >= job.block_edges:
-                yield np.concatenate(held)
-                held, held_edges = [], 0
+    for piece in pieces:
+        held.append(piece)
+        held_edges += len(piece)
+        if held_edges >= block_edges:
+            yield np.concatenate(held)
+            held, held_edges = [], 0
     if held:
         yield np.concatenate(held)
 
 
-def _rank_external(job: TopologyJob, offsets: NDArray[np.int64], lists: NDArray[Any]) -> NDArray[Any]:
+def _rank_external(job: TopologyJob, lists: _Lists) -> NDArray[Any]:
     """Rows by falling number of occurrences as a source in another partition; ties by row."""
     check_rankable(job.graph.nodes)
     counts = np.zeros(job.graph.nodes, np.uint32)
     first, row, partition = 0, 0, 0
-    for block in _as_rows(job, lists):
-        row, partition = count_external(offsets, block, first, row, partition, job.partition_offsets, counts)
+    for block in _as_rows(job, lists.sources, 0, job.graph.edges):
+        row, partition = count_external(
+            lists.offsets, block, first, row, partition, job.partition_offsets, counts
+        )
         first += len(block)
     return ranked_by_count(counts)
 

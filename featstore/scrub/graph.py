@@ -1,7 +1,9 @@
 """Scrubbing a graph: what its numbers mean, after every page of them has been found to be as it was written.
 
-Offsets run from 0 to the number of edges and never descend; sources are rows of the table; hubs are distinct
-rows; and the hubs' lists are those that they copy. The first three are one pass each. For the last, hubs are
+Offsets run from 0 to the number of edges and never descend; sources are rows of the table; edge ids, where
+there are any, are the numbers from 0 on, each once; hubs are distinct rows; and the hubs' lists, and their
+edges' ids, are those that they copy. All but the last are one pass each; that each edge id is there once is
+seen by the sum of their hashes, which knows no order. For the last, hubs are
 taken by windows: the lists of a window are read from the copy in its order and from ``sources`` in the order
 of rows, both forwards and piece by piece, and each list is boiled down to a sum of hashes of (place in the
 list, source), which must be the same. That a row is a hub only once is seen by marking rows, a range of them
@@ -11,6 +13,7 @@ at a time. So memory is bounded (some 48 MiB) whatever the graph, and no pass is
 from __future__ import annotations
 
 import numpy as np
+from msgspec import UNSET
 from numpy.typing import NDArray
 
 from featstore.base.checks import find_fall
@@ -35,6 +38,7 @@ class _GraphScrub:
 
     def run(self) -> None:
         lists = self._ascend(self._offsets, self._entry.edges) & self._in_range(self._sources, "sources")
+        ids = self._edge_ids()
         hubs = self._entry.hubs
         if hubs is None:
             return
@@ -43,9 +47,16 @@ class _GraphScrub:
         sound = (
             self._ascend(ends, copy.count) & self._in_range(rows, "hubs") & self._in_range(copy, "sources")
         )
-        if sound and self._distinct(rows) and lists:
-            for first in range(0, rows.count, _WINDOW):
-                self._window(hubs, first, rows.read(first, _WINDOW).astype(np.int64), ends, copy)
+        if not (sound and self._distinct(rows) and lists):
+            return
+        copies = [(copy, self._sources, "sources")]
+        if ids is not None and hubs.edge_ids is not UNSET:
+            copied = Numbers(self._findings.store, hubs.edge_ids)
+            copies += [(copied, ids, "edge ids")] * self._intact(copied)
+        for first in range(0, rows.count, _WINDOW):
+            window = rows.read(first, _WINDOW).astype(np.int64)
+            for numbers, own, what in copies:
+                self._window(hubs, first, window, ends, numbers, own, what)
 
     def _intact(self, numbers: Numbers) -> bool:
         return all(map(self._findings.intact, numbers.paths))
@@ -70,13 +81,33 @@ class _GraphScrub:
             last = int(values[-1])
         return last == end or self._say(numbers, numbers.count - 1, f"offsets that end with {end:,}", last)
 
-    def _in_range(self, numbers: Numbers, what: str) -> bool:
+    def _in_range(self, numbers: Numbers, what: str, end: int | None = None) -> bool:
+        end = self._rows if end is None else end
         if not self._intact(numbers):
             return False
         for first, values in numbers.pieces():
-            for at in np.flatnonzero((values < 0) | (values >= self._rows))[:1].tolist():
-                return self._say(numbers, first + at, f"{what} from 0 to {self._rows - 1:,}", values[at])
+            for at in np.flatnonzero((values < 0) | (values >= end))[:1].tolist():
+                return self._say(numbers, first + at, f"{what} from 0 to {end - 1:,}", values[at])
         return True
+
+    def _edge_ids(self) -> Numbers | None:
+        """The edges' ids, where they are what they should be."""
+        if self._entry.edge_ids is UNSET:
+            return None
+        ids = Numbers(self._findings.store, self._entry.edge_ids)
+        if not self._in_range(ids, "edge ids", self._entry.edges):
+            return None
+        left = np.uint64(0)
+        for first, values in ids.pieces():
+            numbers = np.arange(first, first + len(values), dtype=np.uint64)
+            left += mix64(values.astype(np.uint64)).sum() - mix64(numbers).sum()
+        if left != 0:
+            end = f"{self._entry.edges - 1:,}"
+            self._findings.problem(
+                "graph", ids.paths[0], f"edge ids 0 to {end}, each once", "one stands twice"
+            )
+            return None
+        return ids
 
     def _distinct(self, numbers: Numbers) -> bool:
         for low in range(0, self._rows, _MARKS):
@@ -93,20 +124,22 @@ class _GraphScrub:
         return True
 
     def _window(
-        self, hubs: HubsEntry, first: int, rows: NDArray[np.int64], ends: Numbers, copy: Numbers
-    ) -> None:
-        """Compare the lists of some hubs, of which ``first`` is the first, with those that they copy."""
+        self, hubs: HubsEntry, first: int, rows: NDArray[np.int64], ends: Numbers, copy: Numbers,
+        numbers: Numbers, what: str,
+    ) -> None:  # fmt: skip
+        """Compare the lists of some hubs, of which ``first`` is the first, with those of ``numbers`` that
+        they copy."""
         limits = ends.read(first, len(rows) + 1).astype(np.int64)
         copied = _list_digests(copy, limits[:-1], np.diff(limits))
         order = np.argsort(rows)
         begins, stops = self._offsets.take(rows[order]), self._offsets.take(rows[order] + 1)
         own = np.empty_like(copied)
-        own[order] = _list_digests(self._sources, begins, stops - begins)
+        own[order] = _list_digests(numbers, begins, stops - begins)
         degrees = np.empty_like(limits[:-1])
         degrees[order] = stops - begins
         for h in np.flatnonzero((own != copied) | (degrees != np.diff(limits)))[:1].tolist():
-            expected = f"in hub {first + h} the list of row {rows[h]}, {degrees[h]:,} sources"
-            actual = f"another list, {limits[h + 1] - limits[h]:,} sources"
+            expected = f"in hub {first + h} the list of row {rows[h]}, {degrees[h]:,} {what}"
+            actual = f"another list, {limits[h + 1] - limits[h]:,} {what}"
             if limits[h] < copy.count:
                 self._say(copy, int(limits[h]), expected, actual)
             else:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import msgspec
@@ -27,9 +28,12 @@ FORMAT_VERSION = 1
 #: Flags this library understands. An unknown reader feature refuses the store, an unknown writer feature
 #: makes it read-only.
 GRAPHS_FEATURE = "graphs"
+EDGE_IDS_FEATURE = "edge_ids"
 COMPILED_FEATURE = "compiled"
 FAMILY_FEATURE = "family"
-READER_FEATURES: frozenset[str] = frozenset({GRAPHS_FEATURE, COMPILED_FEATURE, FAMILY_FEATURE})
+READER_FEATURES: frozenset[str] = frozenset(
+    {GRAPHS_FEATURE, EDGE_IDS_FEATURE, COMPILED_FEATURE, FAMILY_FEATURE}
+)
 WRITER_FEATURES: frozenset[str] = frozenset()
 
 MANIFEST_BYTES_MAX = 256 * 2**20
@@ -102,23 +106,27 @@ class TableEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class HubsEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A second copy of the lists of some rows: ``sources[offsets[h]:offsets[h + 1]]`` are those of row
-    ``rows[h]``, the most wanted rows first, as ``method`` ranks them."""
+    ``rows[h]``, the most wanted rows first, as ``method`` ranks them; with their ``edge_ids``, where the
+    graph has them."""
 
     method: str
     rows: ArrayEntry
     offsets: ArrayEntry
     sources: TableEntry
+    edge_ids: TableEntry | msgspec.UnsetType = msgspec.UNSET
 
 
 class GraphEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The topology over a table's rows, CSC of incoming edges in the order of the rows:
-    ``sources[offsets[r]:offsets[r + 1]]`` are the rows that row r gathers from."""
+    ``sources[offsets[r]:offsets[r + 1]]`` are the rows that row r gathers from, and ``edge_ids`` of these
+    places the numbers that the user knows the edges by, where they are kept."""
 
     table: str
     edges: int
     offsets: TableEntry
     sources: TableEntry
     hubs: HubsEntry | None = None
+    edge_ids: TableEntry | msgspec.UnsetType = msgspec.UNSET
 
 
 class CompiledTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -187,8 +195,8 @@ class FamilyEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A store's catalogue; see the module's text. ``graphs``, ``compiled`` and ``family`` need the reader
-    features of these names."""
+    """A store's catalogue; see the module's text. ``graphs``, edge ids of any, ``compiled`` and ``family``
+    need the reader features of these names."""
 
     format: Literal["featstore"]
     version: int
@@ -207,12 +215,16 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     @property
     def all_tables(self) -> dict[str, TableEntry]:
         """Every table, those that graphs consist of too: ``GRAPH/offsets``, ``GRAPH/sources``,
-        ``GRAPH/hubs``."""
+        ``GRAPH/hubs``, ``GRAPH/edge_ids``, ``GRAPH/hub_edge_ids``."""
         inner: dict[str, TableEntry] = {}
         for name, graph in self.graphs.items():
             inner |= {f"{name}/offsets": graph.offsets, f"{name}/sources": graph.sources}
+            if graph.edge_ids is not msgspec.UNSET:
+                inner[f"{name}/edge_ids"] = graph.edge_ids
             if graph.hubs is not None:
                 inner[f"{name}/hubs"] = graph.hubs.sources
+                if graph.hubs.edge_ids is not msgspec.UNSET:
+                    inner[f"{name}/hub_edge_ids"] = graph.hubs.edge_ids
         return self.tables | inner
 
     @property
@@ -220,6 +232,13 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
         """Why this library must not write to the store; empty if it may."""
         unknown = sorted(set(self.writer_features) - WRITER_FEATURES)
         return f"it uses writer features this version does not know: {', '.join(unknown)}" if unknown else ""
+
+
+def graph_features(graphs: Iterable[GraphEntry]) -> list[str]:
+    """The reader features that a store of these graphs needs."""
+    found = list(graphs)
+    numbered = any(graph.edge_ids is not msgspec.UNSET for graph in found)
+    return [GRAPHS_FEATURE] * bool(found) + [EDGE_IDS_FEATURE] * numbered
 
 
 def zarr_axes(row_shape: list[int], dtype: str) -> int:

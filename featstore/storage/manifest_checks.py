@@ -9,11 +9,14 @@ from __future__ import annotations
 import math
 import re
 
+from msgspec import UNSET
+
 from featstore.base.dtypes import dtype_from_name, host_dtype
 from featstore.errors import FormatError
 from featstore.storage.manifest import (
     AXES_MAX,
     COMPILED_FEATURE,
+    EDGE_IDS_FEATURE,
     FAMILY_FEATURE,
     GENERATION_NAME,
     GRAPHS_FEATURE,
@@ -177,9 +180,18 @@ def _check_graph(name: str, graph: GraphEntry, manifest: Manifest, files: dict[s
 
     check("offsets", graph.offsets, nodes.rows + 1, ("int64",))
     check("sources", graph.sources, graph.edges, _ROW_DTYPES)
+    numbered = graph.edge_ids is not UNSET
+    if numbered and EDGE_IDS_FEATURE not in manifest.reader_features:
+        raise FormatError(f"{what} has edge ids, but the reader feature {EDGE_IDS_FEATURE!r} is not named")
+    if graph.edge_ids is not UNSET:
+        check("edge ids", graph.edge_ids, graph.edges, _ROW_DTYPES)
     if graph.hubs is None:
         return
     check("hubs", graph.hubs.sources, None, _ROW_DTYPES)
+    if numbered != (graph.hubs.edge_ids is not UNSET):
+        raise FormatError(f"{what}: both the lists and the hubs' lists have edge ids, or neither")
+    if graph.hubs.edge_ids is not UNSET:
+        check("edge ids of hubs", graph.hubs.edge_ids, graph.hubs.sources.rows, _ROW_DTYPES)
     hubs = graph.hubs.rows.shape[0] if len(graph.hubs.rows.shape) == 1 else -1
     if not 0 <= hubs <= nodes.rows:
         raise FormatError(f"{what} has hubs of the impossible shape {graph.hubs.rows.shape}")

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import numpy as np
+from msgspec import UNSET
 from numpy.typing import NDArray
 
 from featstore.arguments import Named, as_count, as_path, known_name, shown
@@ -165,6 +166,11 @@ class StoredGraph:
         self.edges = entry.edges
         self.hubs = 0 if entry.hubs is None else entry.hubs.rows.shape[0]
 
+    @property
+    def has_edge_ids(self) -> bool:
+        """Whether the numbers that the user knows the edges by are kept."""
+        return self.entry.edge_ids is not UNSET
+
     def hub_rows(self, count: int | None = None) -> tuple[NDArray[Any], NDArray[np.int64]]:
         """The ``count`` most wanted hubs (all by default): their rows [hubs], and the offsets of their lists,
         int64 [hubs + 1]."""
@@ -304,8 +310,8 @@ class OpenStore:
         return self.path
 
     def table(self, name: str) -> Table:
-        """A table, or one that a graph consists of (``GRAPH/offsets``, ``GRAPH/sources``, ``GRAPH/hubs``).
-        Raises KeyError."""
+        """A table, or one that a graph consists of (``GRAPH/offsets``, ``GRAPH/sources``, ``GRAPH/hubs``,
+        ``GRAPH/edge_ids``, ``GRAPH/hub_edge_ids``). Raises KeyError."""
         if isinstance(name, str) and name in self.tables:
             return self.tables[name]
         known = self.manifest.all_tables

@@ -163,6 +163,25 @@ def graph() -> Golden:
     )
 
 
+def edges() -> Golden:
+    """A graph that keeps the numbers of its edges: over a permuted table, with hubs, with edges
+    that occur twice; and a table of their rows."""
+    index = np.arange(1200)
+    sources, targets = index * index % PAPERS, (11 * index + index // 5) % 450
+    return Golden(
+        tables={
+            "paper": numbers((PAPERS, 2), np.int16),
+            "edge_features": numbers((1200,), np.uint8),
+        },
+        options={
+            "graph": {"paper": np.stack([np.append(sources[:-50], sources[:50]),
+                                         np.append(targets[:-50], targets[:50])])},
+            "order": {"paper": "ldg", "edge_features": "given"},
+            "hubs": 0.02,
+        },
+    )  # fmt: skip
+
+
 def _some_everywhere(
     misses: Any, table_rows: int, *rest: Any, extent_bytes_max: int, **_: Any
 ) -> tuple[Placement, Forecast]:
@@ -227,7 +246,14 @@ def split() -> Golden:
     )
 
 
-STORES = {"sizes": sizes, "order": order, "dtypes": dtypes, "graph": graph, "compiled": compiled}
+STORES = {
+    "sizes": sizes,
+    "order": order,
+    "dtypes": dtypes,
+    "graph": graph,
+    "edges": edges,
+    "compiled": compiled,
+}
 #: Golden stores that are directories of several.
 FAMILIES = {"split": split}
 

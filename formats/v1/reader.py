@@ -160,7 +160,8 @@ def element(dtype):
 class Store:
     """An open store: ``tables`` (rows in node id order), ``rows`` (in row order), ``arrays``, ``graphs``
     (offsets and sources, both of rows); all by name. ``compiled``, ``family``: what the manifest says of a
-    compiled trace, of a split, or None."""
+    compiled trace, of a split, or None. ``edge_ids``: the numbers of edges by graph, None where there are
+    none."""
 
     def __init__(self, path):
         self.path = path
@@ -174,7 +175,7 @@ class Store:
         )
         features = m.get("reader_features")
         need(
-            type(features) is list and set(features) <= {"graphs", "compiled", "family"},
+            type(features) is list and set(features) <= {"graphs", "edge_ids", "compiled", "family"},
             "it needs features this reader lacks",
         )
         need(
@@ -194,9 +195,14 @@ class Store:
             self.rows[name(n)], self.tables[n] = rows, rows if row_of_node is None else rows[row_of_node]
         need("graphs" in features or not m.get("graphs"), "graphs without the feature of that name")
         need(type(m.get("graphs", {})) is dict, "graphs")
-        self.graphs = {
-            name(n): self.graph(fields(g, GRAPH, ("hubs",))) for n, g in m.get("graphs", {}).items()
+        graphs = {
+            name(n): self.graph(fields(g, GRAPH, ("hubs", "edge_ids")))
+            for n, g in m.get("graphs", {}).items()
         }
+        self.graphs = {n: (offsets, sources) for n, (offsets, sources, _) in graphs.items()}
+        self.edge_ids = {n: ids for n, (_, _, ids) in graphs.items()}
+        numbered = any(ids is not None for ids in self.edge_ids.values())
+        need("edge_ids" in features or not numbered, "edge ids without the feature of that name")
         need(
             "compiled" in features or "compiled" not in m, "a compiled trace without the feature of that name"
         )
@@ -306,7 +312,7 @@ class Store:
         return values
 
     def graph(self, g):
-        """(offsets, sources)"""
+        """(offsets, sources, edge ids or None)"""
         need(g["table"] in self.rows, "a graph without its table")
         rows = len(self.rows[g["table"]])
         offsets, sources = self.numbers(g["offsets"], ["<i8"]), self.numbers(g["sources"], ["<i4", "<i8"])
@@ -316,8 +322,11 @@ class Store:
             "a graph's offsets",
         )
         need(((sources >= 0) & (sources < rows)).all(), "a graph's sources are no rows of its table")
+        ids = self.numbers(g["edge_ids"], ["<i4", "<i8"]) if "edge_ids" in g else None
+        need(ids is None or np.array_equal(np.sort(ids), np.arange(g["edges"])), "a graph's edge ids")
         if g.get("hubs") is not None:
-            hubs = fields(g["hubs"], HUBS)
+            hubs = fields(g["hubs"], HUBS, ("edge_ids",))
+            need(("edge_ids" in hubs) == ("edge_ids" in g), "edge ids of a graph, or of its hubs, alone")
             hub_rows, ends = self.array(hubs["rows"]), self.array(hubs["offsets"])
             copy = self.numbers(hubs["sources"], ["<i4", "<i8"])
             need(hub_rows.dtype in ("<i4", "<i8") and hub_rows.ndim == 1 and ends.dtype == "<i8", "hubs")
@@ -331,7 +340,11 @@ class Store:
                 np.array_equal(np.concatenate([*lists, sources[:0]]), copy),
                 "hubs' lists are not the lists they copy",
             )
-        return offsets, sources
+            if ids is not None:
+                lists = [ids[offsets[r] : offsets[r + 1]] for r in found]
+                copy = self.numbers(hubs["edge_ids"], ["<i4", "<i8"])
+                need(np.array_equal(np.concatenate([*lists, ids[:0]]), copy), "hubs' edge ids are no copy")
+        return offsets, sources, ids
 
     def checked(self, c):
         """The description of a compiled trace; its tables and arrays are there and of the right kind."""

@@ -744,6 +744,7 @@ CALLS: dict[str, Call] = {
             "topology": FLAG,
             "hubs": number(0).and_also(more_than_all=1.5),
             "hub_rank": choice(),
+            "edge_ids": FLAG.optional,
             "train": Anything("with a graph, see the next"),
             "resume": FLAG,
             "overwrite": FLAG,

@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 
 import featstore
 from featstore.engine import ENGINES, choose
+from featstore.reader.graphs import read_whole
 
 V1 = Path(__file__).resolve().parents[2] / "formats" / "v1"
 GOLDEN = V1 / "golden"
@@ -86,7 +87,7 @@ def file_bytes(root: Path) -> dict[str, bytes]:
 
 def test_golden_directories_are_those_that_are_made() -> None:
     assert sorted(p.name for p in GOLDEN.iterdir()) == sorted([*STORES, *make_golden.FAMILIES])
-    assert sum(p.stat().st_size for p in GOLDEN.rglob("*") if p.is_file()) < 750_000
+    assert sum(p.stat().st_size for p in GOLDEN.rglob("*") if p.is_file()) < 800_000
 
 
 @pytest.mark.parametrize("name", STORES)
@@ -140,6 +141,23 @@ def test_featstore_reads_graphs(engine: str) -> None:
                 lists = [sources[offsets[r] : offsets[r + 1]] for r in rows]
                 same(copy, np.concatenate(lists))
                 assert ends.tolist() == np.cumsum([0, *map(len, lists)]).tolist()
+
+
+def test_edge_ids_name_the_edges() -> None:
+    sources, targets = make_golden.edges().options["graph"]["paper"]
+    for opened in (independent.Store(GOLDEN / "edges"), featstore.open(GOLDEN / "edges")):
+        if isinstance(opened, independent.Store):
+            (offsets, found), ids = opened.graphs["paper"], opened.edge_ids["paper"]
+        else:
+            table = opened.graphs["paper"].table
+            ids = read_whole(opened.graphs["paper"], "edge_ids")
+            node_of_row = table.node_of_row()
+    target_row = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
+    same(node_of_row[found], sources[ids].astype(np.int32))
+    same(node_of_row[target_row], targets[ids].astype(np.int32))
+    twice = np.flatnonzero((np.diff(found) == 0) & (np.diff(target_row) == 0))
+    assert len(twice) > 10, "an edge occurs twice"
+    assert (ids[twice] < ids[twice + 1]).all(), "then in the order of ids"
 
 
 def test_graph_store_is_awkward() -> None:
@@ -198,6 +216,8 @@ def _in_row_order(name: str) -> list[tuple[str, np.ndarray]]:
             out += [(graph.entry.offsets.path, offsets), (graph.entry.sources.path, sources)]
             assert graph.entry.hubs is not None
             out += [(graph.entry.hubs.sources.path, hubs), (graph.entry.hubs.offsets.path, ends)]
+            if graph.has_edge_ids:
+                out.append((graph.entry.edge_ids.path, independent.Store(GOLDEN / name).edge_ids[key]))
     return out
 
 
@@ -296,7 +316,7 @@ def _reseal(store: Path, path: str, data: bytes) -> None:
     (store / "featstore.json").write_bytes(text.replace(manifest["uuid"].encode(), uuid.encode(), 1))
 
 
-_USER = "g000001/graphs/user"
+_USER, _PAPER = "g000001/graphs/user", "g000001/graphs/paper"
 
 
 @pytest.mark.parametrize(
@@ -310,11 +330,16 @@ _USER = "g000001/graphs/user"
         (f"{_USER}/hub_rows/c.0", 3, None),
         (f"{_USER}/hub_offsets/c.0", 51, 0),
         (f"{_USER}/hubs/rows/c.0", 5, None),
+        (f"{_PAPER}/edge_ids/rows/c.0", 7, 1200),
+        (f"{_PAPER}/edge_ids/rows/c.0", 7, -1),
+        (f"{_PAPER}/edge_ids/rows/c.0", 7, None),
+        (f"{_PAPER}/hub_edge_ids/rows/c.0", 5, None),
     ],
 )
 def test_a_graph_that_breaks_a_promise(tmp_path: Path, path: str, place: int, value: int | None) -> None:
     """Every checksum fits; what the numbers say does not. ``value`` None: that of the element before."""
-    store = shutil.copytree(GOLDEN / "graph", tmp_path / "graph")
+    name = "edges" if "/paper/" in path else "graph"
+    store = shutil.copytree(GOLDEN / name, tmp_path / name)
     wide = "offsets" in path
     data = np.frombuffer((store / path).read_bytes(), "<i8" if wide else "<i4").copy()
     data[place] = data[place - 1] if value is None else value

@@ -23,10 +23,11 @@ from numpy.typing import NDArray
 
 from featstore.errors import BudgetError, DeviceError, DiskFullError, FeatstoreWarning, SourceError
 from featstore.packing.graphs import build as graphs_build
-from featstore.packing.graphs.build import build_csc, count_targets, place_sources, range_bounds, sort_runs
-from featstore.packing.graphs.csc import CscGraph
+from featstore.packing.graphs.build import build_csc, range_bounds
+from featstore.packing.graphs.csc import NO_IDS, CscGraph
 from featstore.packing.graphs.edges import ArrayEdges
 from featstore.packing.graphs.opening import open_graph
+from featstore.packing.graphs.placing import count_targets, place_sources, sort_runs, sort_with_ids
 from featstore.packing.graphs.text_edges import parse_pairs
 
 NODES = 37
@@ -76,10 +77,12 @@ def check(graph: CscGraph, edge_index: NDArray[np.int64], nodes: int = NODES) ->
     seed=st.integers(0, 999),
     spare=st.integers(0, 900),
     known=st.booleans(),
+    ids=st.booleans(),
 )
 def test_on_disk_equals_in_memory(
-    tmp_path_factory: pytest.TempPathFactory, count: int, nodes: int, seed: int, spare: int, known: bool
-) -> None:
+    tmp_path_factory: pytest.TempPathFactory, count: int, nodes: int, seed: int, spare: int, known: bool,
+    ids: bool,
+) -> None:  # fmt: skip
     edge_index = edges_of(count, nodes, seed)
     if not known:
         nodes = int(edge_index.max(initial=-1)) + 1
@@ -88,16 +91,22 @@ def test_on_disk_equals_in_memory(
         patch.setattr(graphs_build, "SORTED_EDGES_MIN", 8)
         patch.setattr(graphs_build, "SORTED_EDGES_MAX", 8)
         indptr = csc_model(edge_index, nodes)[0]
-        memory_bytes = 8 * (nodes + 1) + 96 * 8 + 4 * int(np.diff(indptr).max(initial=0)) + 8 + spare
+        item = 8 if ids else 4
+        memory_bytes = 8 * (nodes + 1) + 96 * 8 + item * int(np.diff(indptr).max(initial=0)) + 8 + spare
         graph = open_graph(
-            edge_index, nodes=nodes if known else None, memory_bytes=memory_bytes, scratch_dir=folder
-        )
+            edge_index, nodes=nodes if known else None, memory_bytes=memory_bytes, scratch_dir=folder,
+            edge_ids=ids,
+        )  # fmt: skip
         if nodes:
             check(graph, edge_index, nodes)
-        fits = 8 * (nodes + 1) + 96 * 8 + 8 * nodes + 4 * count <= memory_bytes
+        fits = 8 * (nodes + 1) + 96 * 8 + 8 * nodes + item * count <= memory_bytes
         assert isinstance(graph.indices, np.memmap) == (not fits and count > 0)
-        assert len(list(folder.iterdir())) == int(not fits)
+        assert len(list(folder.iterdir())) == (1 + ids) * int(not fits)
         check_same = open_graph(edge_index, nodes=nodes)
+        assert isinstance(graph.edge_ids, np.ndarray) == ids
+        if isinstance(graph.edge_ids, np.ndarray):  # equal edges in their order
+            twin = np.lexsort((np.arange(count), edge_index[0], edge_index[1]))
+            np.testing.assert_array_equal(graph.edge_ids, twin)
     np.testing.assert_array_equal(check_same.indptr, graph.indptr)
     np.testing.assert_array_equal(check_same.indices, graph.indices)
 
@@ -121,13 +130,28 @@ def test_kernels_against_numpy() -> None:
     indptr, indices = csc_model(np.stack([sources, targets]), NODES)
     for dtype in (np.int32, np.int64):
         out, cursors = np.full(sources.size, -1, dtype), indptr[:-1].copy()
-        assert place_sources(sources, targets, 0, cursors, out)
+        assert place_sources(sources, targets, NO_IDS, 0, cursors, out, NO_IDS)
         np.testing.assert_array_equal(out, sources[np.argsort(targets, kind="stable")])
         np.testing.assert_array_equal(cursors, indptr[1:])
-        assert not place_sources(sources[:1], np.array([NODES]), 0, cursors, out)
-        assert not place_sources(sources[:1], np.array([NODES - 1]), 0, cursors, out)
-        sort_runs(indptr, 0, out)
+        assert not place_sources(sources[:1], np.array([NODES]), NO_IDS, 0, cursors, out, NO_IDS)
+        assert not place_sources(sources[:1], np.array([NODES - 1]), NO_IDS, 0, cursors, out, NO_IDS)
+        sort_runs(indptr, 0, out, NO_IDS)
         np.testing.assert_array_equal(out, indices)
+        ids, cursors = np.full(sources.size, -1, dtype), indptr[:-1].copy()
+        assert place_sources(sources, targets, np.arange(sources.size), 0, cursors, out, ids)
+        sort_runs(indptr, 0, out, ids)
+        np.testing.assert_array_equal(out, indices)
+        np.testing.assert_array_equal(ids, np.lexsort((np.arange(sources.size), sources, targets)))
+
+
+@settings(max_examples=60, deadline=None)
+@given(values=st.lists(st.integers(0, 9), max_size=200), seed=st.integers(0, 99))
+def test_sort_with_ids_is_its_twin(values: list[int], seed: int) -> None:
+    ids = np.random.default_rng(seed).permutation(len(values)).astype(np.int32)
+    expected = sorted(zip(values, ids.tolist(), strict=True))
+    array = np.array(values, np.int64)
+    sort_with_ids(array, ids)
+    assert list(zip(array.tolist(), ids.tolist(), strict=True)) == expected
 
 
 def parse_model(text: bytes, a: int, b: int) -> list[tuple[int, int]]:
@@ -530,3 +554,29 @@ def test_data_of_edges_that_is_not_stored_is_warned_of(tmp_path: Path, name: str
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         open_graph(sp.coo_matrix((np.ones(3), ends), (3, 3)), nodes=3)
+
+
+def test_edge_ids_are_places_in_what_was_given(tmp_path: Path) -> None:
+    """In a list of edges, in indices, among the values of a matrix."""
+    edge_index = edges_of(60)
+    sources, targets = edge_index
+    matrix = sp.coo_array((np.ones(60), (sources, targets)), (NODES, NODES))
+    csc = csc_model(edge_index, NODES)
+    np.savez(tmp_path / "csc.npz", indptr=csc[0], indices=csc[1])
+    np.savetxt(tmp_path / "e.csv", edge_index.T, fmt="%d", delimiter=",", header="src,dst")
+    csr, columns = matrix.tocsr(), matrix.tocsc()
+    ways: list[tuple[Any, np.ndarray]] = [
+        (edge_index, edge_index), (tmp_path / "e.csv", edge_index), (matrix, edge_index),
+        (csc, np.stack([csc[1], np.repeat(np.arange(NODES), np.diff(csc[0]))])),
+        (tmp_path / "csc.npz", np.stack([csc[1], np.repeat(np.arange(NODES), np.diff(csc[0]))])),
+        (csr, np.stack([np.repeat(np.arange(NODES), np.diff(csr.indptr)), csr.indices])),
+        (columns, np.stack([columns.indices, np.repeat(np.arange(NODES), np.diff(columns.indptr))])),
+    ]  # fmt: skip
+    for spec, own in ways:
+        graph = open_graph(spec, nodes=NODES, edge_ids=True)
+        ids = graph.ids_between(0, graph.edges)
+        assert sorted(ids.tolist()) == list(range(graph.edges))
+        np.testing.assert_array_equal(own[0][ids], graph.indices)
+        np.testing.assert_array_equal(own[1][ids], np.repeat(np.arange(NODES), np.diff(graph.indptr)))
+    with pytest.raises(SourceError, match="'lil' layout have no order"):
+        open_graph(matrix.tolil(), edge_ids=True)

@@ -105,15 +105,47 @@ def test_all_tensors_of_nodes_are_stored_without_a_word(tmp_path: Path) -> None:
         ({"edge_time": torch.ones(4), "edge_attr": torch.ones(4, 1)}, "'edge_time', 'edge_features'"),
     ],
 )
-def test_rows_of_edges_are_stored_and_their_order_is_warned_of(tmp_path: Path, more: Any, named: str) -> None:
+def test_rows_of_edges_are_stored_with_the_edges_numbers(tmp_path: Path, more: Any, named: str) -> None:
     data = Data(x=torch.ones(3, 2), edge_index=EDGES, **more)
-    with pytest.warns(
-        FeatstoreWarning, match=f"{named}: row e belongs to column e of edge_index as it was given"
-    ):
-        store = featstore.pack(tmp_path / "s", data)
-    stored = {*store.tables, *store.arrays}
-    assert stored == {"features"} | {"edge_features" if name == "edge_attr" else name for name in more}
-    store.close()
+    with featstore.pack(tmp_path / "s", data) as store:
+        stored = {*store.tables, *store.arrays}
+        assert stored == {"features"} | {"edge_features" if name == "edge_attr" else name for name in more}
+        assert store.graphs["features"].has_edge_ids
+    ways: tuple[dict[str, Any], ...] = (
+        {"edge_ids": False}, {"topology": False}, {"graph": {}}, {"graph": {"features": EDGES.flip(0)}},
+    )  # fmt: skip
+    for number, without in enumerate(ways):
+        with pytest.warns(
+            FeatstoreWarning, match=f"{named}: row e belongs to column e of edge_index as it was given"
+        ):
+            featstore.pack(tmp_path / f"s{number}", data, **without).close()
+
+
+def test_numbers_of_a_relation_are_those_of_its_rows(tmp_path: Path) -> None:
+    data = HeteroData()
+    data["a"].x = torch.ones(3, 2)
+    for name in ("r", "s"):
+        data["a", name, "a"].edge_index = EDGES
+        data["a", name, "a"].edge_attr = torch.ones(4, 1)
+    with pytest.warns(FeatstoreWarning, match=r"^'a__s__a': row e belongs"):
+        store = featstore.pack(tmp_path / "s", data, graph={"a": data["a", "r", "a"]})
+    with store:
+        assert store.graphs["a"].has_edge_ids
+
+
+def test_rows_of_edges_are_as_many_as_the_edges(tmp_path: Path) -> None:
+    tables = {"features": np.ones((3, 2), np.float32), "edge_features": np.ones((5, 1), np.float32)}
+    blocks = tables | {"edge_features": iter([tables["edge_features"]])}
+    for features in (tables, blocks):
+        with pytest.raises(
+            SourceError, match=r"'edge_features' has 5 rows, and the graph 4 edges.*edge_ids=F"
+        ):
+            featstore.pack(tmp_path / "s", features, graph={"features": EDGES}, overwrite=True)
+    with featstore.pack(
+        tmp_path / "t", tables, graph={"features": EDGES}, edge_ids=False, overwrite=True
+    ) as store:
+        assert not store.graphs["features"].has_edge_ids
+        assert store.manifest.reader_features == ["graphs"]
 
 
 def test_what_is_not_stored_is_named(tmp_path: Path) -> None:

@@ -153,7 +153,9 @@ def check_topology(store: featstore.Store, topology: featstore.Store) -> None:
             assert np.array_equal(one, two)
         for one, two in zip(graph.hub_rows(), other.hub_rows(), strict=True):
             assert np.array_equal(one, two)
-        for part in ("offsets", "sources", *(["hubs"] if graph.hubs else [])):
+        kept = [p for p in ("edge_ids", "hub_edge_ids") if f"{name}/{p}" in store.manifest.all_tables]
+        assert other.has_edge_ids == graph.has_edge_ids == bool(kept)
+        for part in ("offsets", "sources", *(["hubs"] if graph.hubs else []), *kept):
             table = f"{name}/{part}"
             assert store.table(table).entry.statistics == topology.table(table).entry.statistics
 
@@ -211,6 +213,7 @@ def stores(draw: Callable[..., Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         options["partitions"] = {"paper": draw(st.sampled_from([1, 3, 40]))}
     if with_graph:
         options |= {"graph": {"paper": graph_of(nodes, draw(st.sampled_from([0, 1, 6])), seed)}, "hubs": 0.1}
+        options["edge_ids"] = draw(st.booleans())
     if draw(st.booleans()):
         tables["author"] = values(draw(st.integers(0, 50)), 2, np.dtype(np.int16), seed + 1)
         options["order"]["author"] = "given"

@@ -20,7 +20,7 @@ from featstore.errors import BudgetError, DeviceError, DiskFullError, FormatErro
 from featstore.packing import topology
 from featstore.packing.graphs import by_row
 from featstore.packing.graphs.build import BLOCK_EDGE_BYTES, SORTED_EDGES_MIN
-from featstore.packing.graphs.csc import CscGraph
+from featstore.packing.graphs.csc import NO_IDS, CscGraph
 from featstore.sampling.neighbors import NeighborSampler
 from featstore.storage.disk import Disk, File
 from featstore.storage.table_writer import Catalogue
@@ -125,6 +125,23 @@ def check(store: featstore.Store, edges: Edges, *, hubs: float, rank: str) -> No
     assert (few.tolist(), few_ends.tolist()) == (rows[:1].tolist(), ends[:2].tolist())
 
 
+def check_ids(store: featstore.Store, edges: Edges) -> None:
+    """Edge ids beside the lists, and beside the hubs' lists: of equal sources in their order."""
+    graph = store.graphs["features"]
+    node_of_row = identity_or(graph.table.node_of_row(), edges.nodes)
+    wanted = [np.flatnonzero(edges.targets == v) for v in node_of_row]
+    wanted = [ids[np.argsort(edges.sources[ids], kind="stable")] for ids in wanted]
+    rows, ends = graph.hub_rows()
+    tables = ["features/edge_ids"] + ["features/hub_edge_ids"] * (graph.entry.hubs is not None)
+    with store.reader(tables=tables, static=None, memory="8MiB", engine="threads") as reader:
+        found = reader.read_runs({tables[0]: [[0, graph.edges]]})[tables[0]]
+        assert found.dtype == np.int32
+        assert found.tolist() == [e for one in wanted for e in one.tolist()]
+        if len(tables) > 1:
+            found = reader.read_runs({tables[1]: [[0, int(ends[-1])]]})[tables[1]]
+            assert found.tolist() == [e for row in rows for e in wanted[row].tolist()]
+
+
 @pytest.fixture
 def tiny_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tables of several chunk files, and blocks of a few edges."""
@@ -133,10 +150,10 @@ def tiny_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(topology, "_BLOCK_EDGES_MIN", 1)
 
 
-def smallest(edges: Edges) -> int:
+def smallest(edges: Edges, ids: bool = False) -> int:
     """The memory in which a graph just goes into row order on disk."""
     most = int(np.bincount(edges.targets, minlength=1).max())
-    return 8 * (edges.nodes + 1) + BLOCK_EDGE_BYTES * SORTED_EDGES_MIN + 4 * most + 8
+    return 8 * (edges.nodes + 1) + BLOCK_EDGE_BYTES * SORTED_EDGES_MIN + (8 if ids else 4) * most + 8
 
 
 @pytest.mark.usefixtures("tiny_chunks")
@@ -145,6 +162,7 @@ def smallest(edges: Edges) -> int:
     edges=graphs(), order=st.sampled_from(["given", "permutation", "ldg", "degree"]),
     hubs=st.sampled_from([0.0, 0.07, 1.0]), rank=st.sampled_from(["degree", "external"]),
     way=st.sampled_from(["by row", "built", "on disk"]), cores=st.integers(1, 4), seed=st.integers(0, 99),
+    ids=st.booleans(),
 )  # fmt: skip
 def test_what_is_stored_is_the_graph(
     tmp_path_factory: pytest.TempPathFactory,
@@ -155,13 +173,15 @@ def test_what_is_stored_is_the_graph(
     way: str,
     cores: int,
     seed: int,
+    ids: bool,
 ) -> None:
     permutation = np.random.default_rng(seed).permutation(edges.nodes) if order == "permutation" else None
     ways: list[bool] = []
     build = topology.build_csc
 
-    def squeezed(stream: Any, nodes: int, memory: int, scratch: Path) -> Any:
-        made = build(stream, nodes, smallest(edges) if way == "on disk" else memory, scratch)
+    def squeezed(stream: Any, nodes: int, memory: int, scratch: Path, numbers: Any) -> Any:
+        assert (numbers is not None) == ids
+        made = build(stream, nodes, smallest(edges, ids) if way == "on disk" else memory, scratch, numbers)
         ways.append(isinstance(made[1], np.memmap))
         return made
 
@@ -170,18 +190,20 @@ def test_what_is_stored_is_the_graph(
         patch.setattr(topology, "build_csc", squeezed)
         patch.setattr(topology, "available_cores", lambda: cores)
         if way != "by row":
-            patch.setattr(topology, "lists_bytes", lambda graph: 2**60)
+            patch.setattr(topology, "lists_bytes", lambda graph, ids: 2**60)
         store = featstore.pack(
             path, features(edges.nodes), graph=edges.index, order=order, permutation=permutation,
             partitions=3 if order == "ldg" and edges.nodes >= 3 else None, hubs=hubs, hub_rank=rank,
-            disk=QuickDisk(),
+            edge_ids=ids, disk=QuickDisk(),
         )  # fmt: skip
     with store:
         assert not ways or way != "by row" or cores == 1
         if ways and way == "on disk" and edges.nodes > 1 and len(edges.sources) > edges.nodes:
             assert ways == [True], "it went by way of the disk"
         check(store, edges, hubs=hubs, rank=rank)
-        assert store.manifest.reader_features == ["graphs"]
+        assert store.manifest.reader_features == (["graphs", "edge_ids"] if ids else ["graphs"])
+        if ids:
+            check_ids(store, edges)
     assert featstore.verify(path).ok
     assert not list(path.glob("*.spill"))
 
@@ -216,16 +238,19 @@ def test_equal_packs_are_equal_to_the_byte(
         "partitions": 4,
         "hubs": 0.1,
         "hub_rank": rank,
+        "edge_ids": rank == "external",
         "disk": QuickDisk(),
     }
     for name, memory in (("a", "1GiB"), ("b", "1GiB"), ("c", "40MiB")):
         featstore.pack(tmp_path / name, features(edges.nodes), memory=memory, **options).close()
     build = topology.build_csc
-    monkeypatch.setattr(topology, "lists_bytes", lambda graph: 2**60)
+    monkeypatch.setattr(topology, "lists_bytes", lambda graph, ids: 2**60)
     monkeypatch.setattr(
         topology,
         "build_csc",
-        lambda stream, nodes, _, scratch: build(stream, nodes, smallest(edges), scratch),
+        lambda stream, nodes, _, scratch, ids: build(
+            stream, nodes, smallest(edges, ids is not None), scratch, ids
+        ),
     )
     monkeypatch.setattr(topology, "_BLOCK_EDGES", 1000)
     featstore.pack(tmp_path / "d", features(edges.nodes), **options).close()
@@ -333,13 +358,27 @@ def test_take_lists_is_its_twin(edges: Edges, seed: int, dtype: type, cut: float
     offsets = np.cumsum([0, *map(len, expected)])
     out = np.full(len(indices), -1, dtype)
     bounds = [0, int(cut * edges.nodes), edges.nodes]
-    arguments = (indptr, indices.astype(dtype), node_of_row, row_of_node, offsets)
-    for first, last in pairwise(bounds):
-        assert by_row.take_lists(*arguments, first, last, out)
-    assert out.tolist() == [row for one in expected for row in one.tolist()]
+    ids = rng.permutation(len(indices)).astype(dtype)
+    places = [np.arange(indptr[v], indptr[v + 1]) for v in node_of_row]
+    for kept in (None, ids, NO_IDS):  # no ids, such, or places
+        out_ids = NO_IDS if kept is None else np.full(len(indices), -1, dtype)
+        lists = (indptr, indices.astype(dtype), ids if kept is None else kept)
+        arguments = (*lists, node_of_row, row_of_node, offsets)
+        for first, last in pairwise(bounds):
+            assert by_row.take_lists(*arguments, first, last, out, out_ids)
+        assert out.tolist() == [row for one in expected for row in one.tolist()]
+        if kept is not None:
+            own = kept if len(kept) else np.arange(len(indices))
+            twin = [own[at[np.lexsort((own[at], indices[at]))]] for at in places]
+            # of a list that ascends already, ids stay as they stand
+            twin = [
+                own[at] if (np.diff(indices[at]) >= 0).all() else ids
+                for ids, at in zip(twin, places, strict=True)
+            ]
+            assert out_ids.tolist() == [e for one in twin for e in one.tolist()]
     if len(indices):
-        arguments[1][rng.integers(len(indices))] = rng.choice([-1, edges.nodes])
-        assert not by_row.take_lists(*arguments, 0, edges.nodes, out)
+        lists[1][rng.integers(len(indices))] = rng.choice([-1, edges.nodes])
+        assert not by_row.take_lists(*arguments, 0, edges.nodes, out, out_ids)
 
 
 @settings(max_examples=60)
@@ -374,7 +413,7 @@ def test_counts_of_sources_stop_where_they_end() -> None:
 def test_more_nodes_than_can_be_ranked_are_refused_before_they_are_counted() -> None:
     many = SimpleNamespace(graph=SimpleNamespace(nodes=2**32))
     with pytest.raises(SourceError, match="no hubs"):
-        topology._rank_external(many, np.zeros(1, np.int64), np.zeros(0, np.int64))  # type: ignore[arg-type]
+        topology._rank_external(many, None)  # type: ignore[arg-type]
 
 
 # Trouble.
@@ -405,6 +444,7 @@ def test_a_pack_that_stopped_in_its_graph_goes_on(tmp_path: Path, order: str) ->
         "permutation": permutation,
         "hubs": 0.2,
         "hub_rank": "external",
+        "edge_ids": True,
     }
     whole = tmp_path / "whole"
     featstore.pack(whole, features(200), disk=QuickDisk(), **options).close()
@@ -423,14 +463,19 @@ def test_a_pack_that_stopped_in_its_graph_goes_on(tmp_path: Path, order: str) ->
         at += 3
     assert tree(path) == wanted
     assert stopped >= 8
+    assert any("hub_edge_ids/rows" in path for path in wanted)
 
 
 def test_resuming_with_another_topology_is_refused(tmp_path: Path) -> None:
     edges = star(50, 300)
     with pytest.raises(DeviceError):
         featstore.pack(tmp_path / "s", features(50), graph=edges.index, order="degree", disk=StoppingDisk(3))
-    for other in ({"hubs": 0.5}, {"hub_rank": "external"}, {"topology": False}):
-        with pytest.raises(SourceError, match="cannot resume: the unfinished pack had topology"):
+    others: tuple[dict[str, Any], ...] = (
+        {"hubs": 0.5}, {"hub_rank": "external"}, {"topology": False}, {"edge_ids": True},
+    )  # fmt: skip
+    for other in others:
+        said = "edge_ids" if "edge_ids" in other else "topology"
+        with pytest.raises(SourceError, match=f"cannot resume: the unfinished pack had {said}"):
             featstore.pack(
                 tmp_path / "s", features(50), graph=edges.index, order="degree", resume=True, **other
             )

@@ -109,14 +109,16 @@ def describe_graph(g: Any) -> dict[str, Any]:
             "count": g.hubs,
             "edges": copied,
             "edge_share": copied / g.edges if g.edges else 0.0,
-            "bytes": size(entry.hubs.sources),
+            "bytes": size(entry.hubs.sources) + (size(entry.hubs.edge_ids) if g.has_edge_ids else 0),
         }
+    ids = size(entry.edge_ids) if g.has_edge_ids else 0
     return {
         "table": entry.table,
         "nodes": g.table.rows,
         "edges": g.edges,
         "dtype": entry.sources.dtype,
-        "bytes": size(entry.offsets) + size(entry.sources) + (hubs["bytes"] if hubs else 0),
+        "edge_ids": entry.edge_ids.dtype if g.has_edge_ids else None,
+        "bytes": size(entry.offsets) + size(entry.sources) + ids + (hubs["bytes"] if hubs else 0),
         "edge_cut": g.table.entry.order.parameters.get("edge_cut"),
         "hubs": hubs,
     }
@@ -134,6 +136,8 @@ def render_graph(name: str, g: dict[str, Any]) -> Any:
             f"{format_bytes(g['bytes'])}",
         )
     ]
+    if g["edge_ids"] is not None:
+        rows.append(("  edge ids", f"{g['edge_ids']}: mini-batches know which edges they have (e_id)"))
     rows += _edge_cut(g["edge_cut"])
     if hubs is not None:
         rows.append(

@@ -111,6 +111,11 @@ _ORDERS = ("auto", "given", "permutation", "degree", "metis", "multilevel", "ldg
     help="Store the graphs too: 4 or 8 bytes an edge. Without --graph: nothing.",
 )
 @click.option(
+    "--edge-ids/--no-edge-ids",
+    default=None,
+    help="Keep the number of each edge, too: 4 or 8 bytes.  [default: where there is a table of edges]",
+)
+@click.option(
     "--hubs",
     type=click.FloatRange(0, 1),
     default=0.01,
@@ -125,8 +130,8 @@ _ORDERS = ("auto", "given", "permutation", "degree", "metis", "multilevel", "ldg
 @json_option
 @shared_options
 def command(
-    out: Path, topology: bool, hubs: float, hub_rank: str, memory: int, seed: int, resume: bool,
-    overwrite: bool, as_json: bool, trace: Path | None, name: str | None, disk: str | None,
+    out: Path, topology: bool, edge_ids: bool | None, hubs: float, hub_rank: str, memory: int, seed: int,
+    resume: bool, overwrite: bool, as_json: bool, trace: Path | None, name: str | None, disk: str | None,
     train_memory: int | None, cache: int | None, device_memory: int | None, residency: str | None,
     dry_run: bool, **given: tuple[str, ...],
 ) -> None:  # fmt: skip
@@ -181,6 +186,7 @@ def command(
             seed=seed,
             train=train,
             topology=topology,
+            edge_ids=edge_ids,
             hubs=hubs,
             hub_rank=hub_rank,
             resume=resume,

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from featstore.base.files import map_values
 from featstore.errors import BudgetError, SourceError
-from featstore.packing.graphs.build import EdgeStream, ScratchFile, build_csc
+from featstore.packing.graphs.build import Building, EdgeStream, ScratchFile
 from featstore.packing.graphs.columns import left_out
 from featstore.packing.graphs.csc import (
     CHECK_ITEMS,
@@ -25,11 +25,10 @@ from featstore.packing.sources.base import file_fingerprint
 from featstore.packing.sources.npz import MemberReader, member_names, read_member
 
 
-def open_npz(
-    path: Path, nodes: int | None, memory_bytes: int | None, scratch_dir: Path | None, key: str | None
-) -> CscGraph:
+def open_npz(path: Path, nodes: int | None, building: Building, key: str | None) -> CscGraph:
     keys = set(member_names(path))
     stream: EdgeStream
+    memory_bytes, scratch_dir = building.memory_bytes, building.scratch_dir
     source = file_fingerprint("npz", path, key=key or "")
     if key is None:
         left_out(str(path), sorted(k for k in keys if k.startswith("edge_") and k != "edge_index"))
@@ -62,7 +61,7 @@ def open_npz(
             f"{path}: no graph {key or ''} in it (indptr and indices, edge_index, adj_indptr, or a "
             f"SciPy matrix); give key=, one of: {', '.join(sorted(keys))}"
         )
-    return CscGraph(*build_csc(stream, nodes, memory_bytes, scratch_dir), source)
+    return building.graph(stream, nodes, source)
 
 
 def _has_values(path: Path) -> bool:

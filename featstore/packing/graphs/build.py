@@ -9,6 +9,8 @@ appends each edge to its range's region; then one range after another is read, p
 the file of indices, which is mapped read-only at the end.
 
 The two give the same result, bit by bit: sources ascend within each target, duplicates and self-loops stay.
+Where edge ids are asked for, the numbers that the user knows the edges by, each goes wherever its source
+goes; equal sources stand in the order of their ids.
 """
 
 from __future__ import annotations
@@ -18,24 +20,28 @@ import itertools
 import secrets
 import shutil
 from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from featstore.base.compilation import njit
+from featstore.base.dtypes import node_dtype
 from featstore.base.files import map_values
 from featstore.base.system import asking, refusal
 from featstore.errors import BudgetError, DiskFullError, SourceError
+from featstore.packing.graphs.csc import NO_IDS, CscGraph, EdgeIds, numbers_between
+from featstore.packing.graphs.placing import count_targets, place_sources, sort_runs
 from featstore.packing.sources.base import FileReader, bytes_of
 from featstore.storage.disk import Disk
 
-__all__ = ["EdgeStream", "ScratchFile", "build_csc", "count_targets", "place_sources", "sort_runs"]
+__all__ = ["Building", "EdgeStream", "ScratchFile", "build_csc"]
 
 SORTED_EDGES_MAX = 1 << 18
 SORTED_EDGES_MIN = 1 << 10
-# Working memory for one edge of a block: int64 source and target, as read and as sorted by range, and the
+# Working memory for one edge of a block: int64 source, target and id, as read and as sorted by range, and the
 # order.
 BLOCK_EDGE_BYTES = 96
 
@@ -52,54 +58,6 @@ class EdgeStream(Protocol):
     def where(self, edge: int) -> str:
         """How a message names an edge, for example ``line 17``."""
         ...
-
-
-@njit(cache=True, nogil=True)
-def count_targets(
-    sources: NDArray[np.int64], targets: NDArray[np.int64], nodes: int, degrees: NDArray[np.int64]
-) -> int:
-    """Add one to ``degrees[target]`` per edge. Returns the place of the first edge with an id out of range,
-    or -1."""
-    for edge in range(targets.size):
-        source, target = sources[edge], targets[edge]
-        if source < 0 or source >= nodes or target < 0 or target >= nodes:
-            return edge
-        degrees[target] += 1
-    return -1
-
-
-@njit(cache=True, nogil=True)
-def place_sources(
-    sources: NDArray[np.int64],
-    targets: NDArray[np.int64],
-    first_node: int,
-    cursors: NDArray[np.int64],
-    indices: NDArray[Any],
-) -> bool:
-    """Put each source at its target's cursor (of ``target - first_node``) and move the cursor on.
-
-    Returns False, having stopped, when an edge has no place: the stream gave other edges than when it was
-    counted.
-    """
-    for edge in range(targets.size):
-        node = targets[edge] - first_node
-        if node < 0 or node >= cursors.size or cursors[node] >= indices.size:
-            return False
-        indices[cursors[node]] = sources[edge]
-        cursors[node] += 1
-    return True
-
-
-@njit(cache=True, nogil=True)
-def sort_runs(indptr: NDArray[np.int64], base: int, indices: NDArray[Any]) -> None:
-    """Sort ``indices[indptr[v] - base : indptr[v + 1] - base]`` for each v; runs that ascend already are left
-    alone."""
-    for node in range(indptr.size - 1):
-        low, high = indptr[node] - base, indptr[node + 1] - base
-        for place in range(low + 1, high):
-            if indices[place] < indices[place - 1]:
-                indices[low:high].sort()
-                break
 
 
 class ScratchFile:
@@ -135,15 +93,32 @@ class ScratchFile:
             self._end += len(data)
 
 
+@dataclass(frozen=True)
+class Building:
+    """How a graph is built: within ``memory_bytes`` (None: as much as it takes), what does not fit in
+    ``scratch_dir``; ``edge_ids``: with the places of its edges in the stream."""
+
+    memory_bytes: int | None = None
+    scratch_dir: Path | None = None
+    edge_ids: bool = False
+
+    def graph(self, stream: EdgeStream, nodes: int | None, source: dict[str, str | int]) -> CscGraph:
+        """The graph of a stream of edges."""
+        numbered = numbers_between if self.edge_ids else None
+        indptr, indices, ids = build_csc(stream, nodes, self.memory_bytes, self.scratch_dir, numbered)
+        return CscGraph(indptr, indices, source, ids if self.edge_ids else None)
+
+
 def build_csc(
-    stream: EdgeStream, nodes: int | None, memory_bytes: int | None, scratch_dir: Path | None
-) -> tuple[NDArray[np.int64], NDArray[Any]]:
-    """``(indptr, indices)`` of incoming edges: int64 ``[nodes + 1]``, int32 (int64 beyond 2^31 nodes)
-    ``[edges]``.
+    stream: EdgeStream, nodes: int | None, memory_bytes: int | None, scratch_dir: Path | None,
+    edge_ids: EdgeIds | None = None,
+) -> tuple[NDArray[np.int64], NDArray[Any], NDArray[Any]]:  # fmt: skip
+    """``(indptr, indices, ids)`` of incoming edges: int64 ``[nodes + 1]``, int32 (int64 beyond 2^31 nodes)
+    ``[edges]``, and the same (int64 beyond 2^31 edges) of their ids, empty without ``edge_ids``.
 
     ``nodes`` None: one more than the greatest id, which costs another pass. ``memory_bytes`` None: as much as
-    it takes. Indices that do not fit are a read-only `np.memmap` of a file in ``scratch_dir``, which the
-    caller removes.
+    it takes. ``edge_ids(low, high)`` gives the ids of edges ``low`` to ``high`` of the stream. Indices and
+    ids that do not fit are read-only `np.memmap` of files in ``scratch_dir``, which the caller removes.
 
     Raises SourceError (an id out of range, a stream that changes between passes), BudgetError, DiskFullError
     and DeviceError.
@@ -159,22 +134,63 @@ def build_csc(
     if memory_bytes is not None and fixed_bytes > memory_bytes:
         raise BudgetError(smallest_bytes(8 * (nodes + 1) + 16), memory_bytes, "build a graph")
     indptr = _count(stream, nodes, block_edges)
-    dtype = np.dtype(np.int32 if nodes <= 2**31 else np.int64)
-    edges = int(indptr[-1])
-    if memory_bytes is None or fixed_bytes + 8 * nodes + dtype.itemsize * edges <= memory_bytes:
-        indices = np.empty(edges, dtype=dtype)
+    form = _Form.of(nodes, int(indptr[-1]), edge_ids)
+    if memory_bytes is None or fixed_bytes + 8 * nodes + form.edge_bytes * form.edges <= memory_bytes:
+        indices, ids = form.empty(form.edges)
         cursors = indptr[:-1].copy()
-        for sources, targets in stream.blocks(block_edges):
-            _placed(place_sources(sources, targets, 0, cursors, indices), stream)
+        for sources, targets, given in _with_ids(stream, block_edges, edge_ids):
+            _placed(place_sources(sources, targets, given, 0, cursors, indices, ids), stream)
         _placed(bool((cursors == indptr[1:]).all()), stream)
-        sort_runs(indptr, 0, indices)
-        return indptr, indices
+        sort_runs(indptr, 0, indices, ids)
+        return indptr, indices, ids
     if scratch_dir is None:
-        needed = fixed_bytes + 8 * nodes + dtype.itemsize * edges
+        needed = fixed_bytes + 8 * nodes + form.edge_bytes * form.edges
         raise BudgetError(
             needed, memory_bytes, "build a graph in memory; give scratch_dir to build it on disk"
         )
-    return indptr, _build_on_disk(stream, indptr, dtype, block_edges, memory_bytes, scratch_dir)
+    return indptr, *_build_on_disk(stream, indptr, form, block_edges, memory_bytes, scratch_dir)
+
+
+@dataclass(frozen=True)
+class _Form:
+    """What is kept of each of ``edges``: a source of ``dtype`` and, where they are given, an id of
+    ``id_dtype``."""
+
+    edges: int
+    dtype: np.dtype[Any]
+    edge_ids: EdgeIds | None
+    id_dtype: np.dtype[Any]
+
+    @classmethod
+    def of(cls, nodes: int, edges: int, edge_ids: EdgeIds | None) -> _Form:
+        return cls(edges, np.dtype(np.int32 if nodes <= 2**31 else np.int64), edge_ids, node_dtype(edges))
+
+    @property
+    def edge_bytes(self) -> int:
+        return self.dtype.itemsize + (0 if self.edge_ids is None else self.id_dtype.itemsize)
+
+    @property
+    def unsorted(self) -> tuple[int, np.dtype[Any]]:
+        """Numbers that an edge is on its way to its range, and their dtype: source, target, id."""
+        if self.edge_ids is None:
+            return 2, self.dtype
+        return 3, np.promote_types(self.dtype, self.id_dtype)
+
+    def empty(self, edges: int) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Room for the sources of so many edges, and their ids."""
+        ids = NO_IDS if self.edge_ids is None else np.empty(edges, self.id_dtype)
+        return np.empty(edges, self.dtype), ids
+
+
+def _with_ids(
+    stream: EdgeStream, block_edges: int, edge_ids: EdgeIds | None
+) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]]:
+    """Runs of a stream's edges: sources, targets, and their ids, none where none are given."""
+    done = 0
+    for sources, targets in stream.blocks(block_edges):
+        end = done + targets.size
+        yield sources, targets, NO_IDS if edge_ids is None else np.array(edge_ids(done, end), np.int64)
+        done = end
 
 
 def smallest_bytes(held_bytes: int) -> int:
@@ -231,61 +247,71 @@ def range_bounds(indptr: NDArray[np.int64], itemsize: int, available_bytes: int)
 def _build_on_disk(
     stream: EdgeStream,
     indptr: NDArray[np.int64],
-    dtype: np.dtype[Any],
+    form: _Form,
     block_edges: int,
     memory_bytes: int,
     scratch_dir: Path,
-) -> NDArray[Any]:
+) -> tuple[NDArray[Any], NDArray[Any]]:
     fixed_bytes = indptr.nbytes + BLOCK_EDGE_BYTES * block_edges
-    bounds = range_bounds(indptr, dtype.itemsize, memory_bytes - fixed_bytes)
+    bounds = range_bounds(indptr, form.edge_bytes, memory_bytes - fixed_bytes)
     if bounds is None:
         most = max(
             int(np.diff(indptr[i : i + block_edges + 1]).max())
             for i in range(0, indptr.size - 1, block_edges)
         )
-        needed = smallest_bytes(indptr.nbytes + dtype.itemsize * most + 8)
+        needed = smallest_bytes(indptr.nbytes + form.edge_bytes * most + 8)
         raise BudgetError(needed, memory_bytes, "hold the in-edges of one node")
-    edges = int(indptr[-1])
     with asking(scratch_dir, "make scratch files in"):
         scratch_dir.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(scratch_dir).free
-    if 3 * edges * dtype.itemsize > free:
-        raise DiskFullError(scratch_dir, 3 * edges * dtype.itemsize, free)
-    with (
-        ScratchFile(scratch_dir, "graph-indices-", keep=True) as out,
-        ScratchFile(scratch_dir, "graph-edges-", keep=False) as pairs,
-    ):
-        _distribute(stream, indptr, np.asarray(bounds, dtype=np.int64), dtype, block_edges, pairs)
-        with FileReader(pairs.path) as reader:
+    width, wide = form.unsorted
+    needed = (form.edge_bytes + width * wide.itemsize) * form.edges
+    if needed > free:
+        raise DiskFullError(scratch_dir, needed, free)
+    numbered = form.edge_ids is not None
+    with ExitStack() as stack:
+        out = stack.enter_context(ScratchFile(scratch_dir, "graph-indices-", keep=True))
+        out_ids = stack.enter_context(ScratchFile(scratch_dir, "graph-ids-", keep=True)) if numbered else None
+        unsorted = stack.enter_context(ScratchFile(scratch_dir, "graph-edges-", keep=False))
+        _distribute(stream, indptr, np.asarray(bounds, dtype=np.int64), form, block_edges, unsorted)
+        with FileReader(unsorted.path) as reader:
             for low, high in itertools.pairwise(bounds):
-                out.write(_sorted_range(reader, indptr[low : high + 1], low, dtype, block_edges, stream))
-    return map_values(out.path, dtype, edges) if edges else np.zeros(0, dtype=dtype)
+                indices, ids = _sorted_range(reader, indptr[low : high + 1], low, form, block_edges, stream)
+                out.write(indices)
+                if out_ids is not None:
+                    out_ids.write(ids)
+    if form.edges == 0:
+        return form.empty(0)
+    ids = NO_IDS if out_ids is None else map_values(out_ids.path, form.id_dtype, form.edges)
+    return map_values(out.path, form.dtype, form.edges), ids
 
 
 def _distribute(
     stream: EdgeStream,
     indptr: NDArray[np.int64],
     bounds: NDArray[np.int64],
-    dtype: np.dtype[Any],
+    form: _Form,
     block_edges: int,
     out: ScratchFile,
 ) -> None:
-    """Append each edge, as a pair of source and target, to the region of its target's range."""
+    """Append each edge, as source, target and id, to the region of its target's range."""
+    width, wide = form.unsorted
     ends = indptr[bounds]
     cursors = ends[:-1].copy()
-    for sources, targets in stream.blocks(block_edges):
+    for parts in _with_ids(stream, block_edges, form.edge_ids):
+        targets = parts[1]
         ranges = np.searchsorted(bounds, targets, side="right") - 1
         _placed(bool(((ranges >= 0) & (ranges < cursors.size)).all()), stream)
         order = np.argsort(ranges, kind="stable")
-        pairs = np.empty((targets.size, 2), dtype=dtype)
-        pairs[:, 0] = sources[order]
-        pairs[:, 1] = targets[order]
+        edges = np.empty((targets.size, width), dtype=wide)
+        for column in range(width):
+            edges[:, column] = parts[column][order]
         ranges = ranges[order]
         for low in np.flatnonzero(np.diff(ranges, prepend=-1)):
             number = ranges[low]
             high = np.searchsorted(ranges, number, side="right")
             _placed(bool(cursors[number] + high - low <= ends[number + 1]), stream)
-            out.write(pairs[low:high], int(cursors[number]) * 2 * dtype.itemsize)
+            out.write(edges[low:high], int(cursors[number]) * width * wide.itemsize)
             cursors[number] += high - low
     _placed(bool((cursors == ends[1:]).all()), stream)
 
@@ -294,19 +320,21 @@ def _sorted_range(
     reader: FileReader,
     indptr: NDArray[np.int64],
     first_node: int,
-    dtype: np.dtype[Any],
+    form: _Form,
     block_edges: int,
     stream: EdgeStream,
-) -> NDArray[Any]:
-    """The indices of one range of nodes, from its region of pairs."""
+) -> tuple[NDArray[Any], NDArray[Any]]:
+    """The indices of one range of nodes, and their ids, from its region of edges."""
+    width, wide = form.unsorted
     base, end = int(indptr[0]), int(indptr[-1])
-    indices = np.empty(end - base, dtype=dtype)
+    indices, ids = form.empty(end - base)
     cursors = indptr[:-1] - base
-    pairs = np.empty((min(block_edges, max(1, end - base)), 2), dtype=dtype)
+    edges = np.empty((min(block_edges, max(1, end - base)), width), dtype=wide)
     for low in range(base, end, block_edges):
-        part = pairs[: min(block_edges, end - low)]
-        reader.read_into(part, low * 2 * dtype.itemsize)
+        part = edges[: min(block_edges, end - low)]
+        reader.read_into(part, low * width * wide.itemsize)
         sources, targets = part[:, 0].astype(np.int64), part[:, 1].astype(np.int64)
-        _placed(place_sources(sources, targets, first_node, cursors, indices), stream)
-    sort_runs(indptr, base, indices)
-    return indices
+        given = part[:, 2].astype(np.int64) if width == 3 else NO_IDS
+        _placed(place_sources(sources, targets, given, first_node, cursors, indices, ids), stream)
+    sort_runs(indptr, base, indices, ids)
+    return indices, ids

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,22 @@ from featstore.packing.graphs.edges import require_integers
 from featstore.packing.sources.base import dtype_text, sample_crc32
 
 CHECK_ITEMS = 1 << 20
+NO_IDS = np.empty(0, np.int64)
+
+#: Gives the ids of edges ``low`` to ``high``.
+EdgeIds = Callable[[int, int], NDArray[Any]]
+
+
+def numbers_between(low: int, high: int) -> NDArray[np.int64]:
+    """Ids of edges that are numbered as they come."""
+    return np.arange(low, high)
+
+
+class AsGiven:
+    """Of edges: they are numbered by their places."""
+
+
+AS_GIVEN = AsGiven()
 
 
 @dataclass(frozen=True)
@@ -26,11 +42,14 @@ class CscGraph:
         indices: int32 or int64 ``[edges]``, in memory, or a read-only `np.memmap` of a scratch file: read it
             in order, and bring it into memory for anything else.
         source: what identifies the graph when a killed pack resumes.
+        edge_ids: the numbers that the user knows the edges by, int32 or int64 ``[edges]``, as ``indices``
+            are; `AS_GIVEN` where they are places in ``indices``; None where nobody knows them.
     """
 
     indptr: NDArray[np.int64]
     indices: NDArray[np.int32] | NDArray[np.int64]
     source: dict[str, str | int]
+    edge_ids: NDArray[Any] | AsGiven | None = None
 
     @property
     def nodes(self) -> int:
@@ -41,6 +60,20 @@ class CscGraph:
     def edges(self) -> int:
         """Number of edges."""
         return int(self.indices.size)
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory of its arrays."""
+        held = (a for a in (self.indices, self.edge_ids) if isinstance(a, np.ndarray))
+        return self.indptr.nbytes + sum(a.nbytes for a in held if not isinstance(a, np.memmap))
+
+    def ids_between(self, low: int, high: int) -> NDArray[Any]:
+        """Ids of edges ``low`` to ``high``. Pages of a mapped file before them are given back."""
+        if isinstance(self.edge_ids, AsGiven):
+            return numbers_between(low, high)
+        assert self.edge_ids is not None
+        release_pages(self.edge_ids, max(0, low - CHECK_ITEMS), low)
+        return self.edge_ids[low:high]
 
     def blocks(
         self, block_edges: int
@@ -110,7 +143,7 @@ def csc_graph(
                 f"0 to {checked.size - 2}; check that features and graph belong together"
             )
         release_pages(held, low, low + part.size)
-    return CscGraph(checked, held, source)
+    return CscGraph(checked, held, source, AS_GIVEN)
 
 
 def csc_indptr(indptr: NDArray[Any], edges: int, nodes: int | None, name: str) -> NDArray[np.int64]:

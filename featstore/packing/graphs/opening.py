@@ -33,7 +33,7 @@ from featstore.base.folders import real_path
 from featstore.base.system import is_directory, is_regular
 from featstore.errors import SourceError
 from featstore.packing.graphs.archives import open_npz
-from featstore.packing.graphs.build import EdgeStream, build_csc
+from featstore.packing.graphs.build import Building, EdgeStream
 from featstore.packing.graphs.columns import left_out
 from featstore.packing.graphs.csc import (
     CHECK_ITEMS,
@@ -63,6 +63,7 @@ def open_graph(
     memory_bytes: int | None = None,
     scratch_dir: Path | None = None,
     key: str | None = None,
+    edge_ids: bool = False,
 ) -> CscGraph:
     """The graph that ``spec`` describes (see the module's table), validated.
 
@@ -74,13 +75,15 @@ def open_graph(
         scratch_dir: where indices that take more than their share of it go; the caller removes it after the
             pack.
         key: member of an archive, or ``"source,target"`` columns of a Parquet file.
+        edge_ids: keep the number of each edge: its place in the list of edges, in ``indices``, or among the
+            values of the matrix that ``spec`` is.
 
     Raises SourceError (unreadable, ids out of range, index pointers that do not ascend, another number of
     nodes), BudgetError, DiskFullError, DeviceError.
     """
-    scratch_dir = None if scratch_dir is None else real_path(scratch_dir)
+    building = Building(memory_bytes, None if scratch_dir is None else real_path(scratch_dir), edge_ids)
     if isinstance(spec, (str, os.PathLike)):
-        return _open_path(Path(spec), nodes, memory_bytes, scratch_dir, key)
+        return _open_path(Path(spec), nodes, building, key)
     if key is not None:
         raise SourceError(f"key={key!r} is for files; this is a {type(spec).__name__}")
     if isinstance(spec, tuple):
@@ -91,13 +94,13 @@ def open_graph(
         )
         return csc_graph(indptr, indices, nodes, array_source("csc", indptr, indices), "<indptr, indices>")
     if hasattr(spec, "tocsc") and type(spec).__module__.partition(".")[0] == "scipy":
-        return _from_scipy(spec, nodes, memory_bytes, scratch_dir)
+        return _from_scipy(spec, nodes, building)
     edge_index = _array_of(spec, "edge_index")
     axis = edge_axis(edge_index.shape, "<edge_index>", ends_first=isinstance(edge_index, PygEdges))
     sources, targets = (edge_index[0], edge_index[1]) if axis == 0 else (edge_index[:, 0], edge_index[:, 1])
     stream = ArrayEdges(sources, targets, "<edge_index>")
     source = array_source("edge_index", np.moveaxis(edge_index, axis, 1))
-    return CscGraph(*build_csc(stream, nodes, memory_bytes, scratch_dir), source)
+    return building.graph(stream, nodes, source)
 
 
 def _array_of(spec: Any, name: str) -> NDArray[Any]:
@@ -122,14 +125,18 @@ def _array_of(spec: Any, name: str) -> NDArray[Any]:
     )
 
 
-def _from_scipy(
-    matrix: Any, nodes: int | None, memory_bytes: int | None, scratch_dir: Path | None
-) -> CscGraph:
+def _from_scipy(matrix: Any, nodes: int | None, building: Building) -> CscGraph:
     name = "<sparse matrix>"
     size = square(matrix.shape, name)
     if nodes is not None and nodes != size:
         raise wrong_nodes(name, size, nodes)
-    values = matrix.data if matrix.format in ("csc", "csr", "coo") else matrix.tocoo().data
+    ordered = matrix.format in ("csc", "csr", "coo")
+    if building.edge_ids and not ordered:
+        raise SourceError(
+            f"{name}: the edges of a matrix in {matrix.format!r} layout have no order that could number "
+            "them; give it as csc, csr or coo, or pack without edge ids"
+        )
+    values = matrix.data if ordered else matrix.tocoo().data
     if any((values[low : low + CHECK_ITEMS] != 1).any() for low in range(0, len(values), CHECK_ITEMS)):
         left_out(name, ["its values"])
     if matrix.format == "csc":
@@ -144,12 +151,10 @@ def _from_scipy(
         coo = matrix.tocoo()
         stream = ArrayEdges(coo.row, coo.col, name)
         source = array_source("coo", coo.row, coo.col)
-    return CscGraph(*build_csc(stream, size, memory_bytes, scratch_dir), source)
+    return building.graph(stream, size, source)
 
 
-def _open_path(
-    path: Path, nodes: int | None, memory_bytes: int | None, scratch_dir: Path | None, key: str | None
-) -> CscGraph:
+def _open_path(path: Path, nodes: int | None, building: Building, key: str | None) -> CscGraph:
     stat_of(path)
     if is_directory(path):
         folder = ogb_folder(path, "edge.csv.gz")
@@ -157,12 +162,12 @@ def _open_path(
             raise SourceError(
                 f"{path}: no edge.csv.gz in it or in its raw folder; give the file with the edges"
             )
-        return _open_ogb(folder, nodes, memory_bytes, scratch_dir)
+        return _open_ogb(folder, nodes, building)
     plain = path.with_suffix("") if path.suffix.lower() == ".gz" else path
     suffix = plain.suffix.lower()
     stream: EdgeStream
     if suffix == ".npz":
-        return open_npz(path, nodes, memory_bytes, scratch_dir, key)
+        return open_npz(path, nodes, building, key)
     if suffix == ".parquet":
         stream = ParquetEdges(path, key)
     elif suffix == ".pt":
@@ -186,12 +191,10 @@ def _open_path(
             "or .parquet"
         )
     source = file_fingerprint(suffix[1:], path, key=key or "")
-    return CscGraph(*build_csc(stream, nodes, memory_bytes, scratch_dir), source)
+    return building.graph(stream, nodes, source)
 
 
-def _open_ogb(
-    folder: Path, nodes: int | None, memory_bytes: int | None, scratch_dir: Path | None
-) -> CscGraph:
+def _open_ogb(folder: Path, nodes: int | None, building: Building) -> CscGraph:
     counts = folder / "num-node-list.csv.gz"
     if is_regular(counts):
         sizes = np.concatenate([block[:, 0].copy() for block in CsvRows(counts, dtype=np.int64).blocks()])
@@ -203,9 +206,7 @@ def _open_ogb(
             raise wrong_nodes(str(counts), int(sizes[0]), nodes)
         nodes = int(sizes[0])
     path = folder / "edge.csv.gz"
-    return CscGraph(
-        *build_csc(TextEdges(path), nodes, memory_bytes, scratch_dir), file_fingerprint("ogb", path)
-    )
+    return building.graph(TextEdges(path), nodes, file_fingerprint("ogb", path))
 
 
 def pyg_graphs(

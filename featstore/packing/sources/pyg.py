@@ -12,7 +12,8 @@ graph numbers, are warned of.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,7 +26,8 @@ if TYPE_CHECKING:
     pass
 
 __all__ = [
-    "edges_of_relation", "is_pyg", "is_relation", "pyg_arrays", "pyg_inputs", "pyg_tables",
+    "PygInputs", "edges_of_relation", "is_pyg", "is_relation", "pyg_arrays", "pyg_inputs", "pyg_tables",
+    "relation_of", "unnumbered",
 ]  # fmt: skip
 
 TAKEN = ("x", "edge_index", "edge_attr", "adj_t")
@@ -65,16 +67,30 @@ def pyg_arrays(data: Any) -> dict[str, NDArray[Any]]:
     return arrays
 
 
-def pyg_inputs(
-    data: Any, graph_given: bool
-) -> tuple[dict[str, NDArray[Any]], dict[str, NDArray[Any]], dict[str, NDArray[Any]], list[str]]:
-    """What a pack takes of PyG data: tables, edge lists (none where graphs were given), arrays, warnings.
+@dataclass(frozen=True)
+class PygInputs:
+    """What a pack takes of PyG data: tables, edge lists (none where graphs were given), arrays, warnings;
+    tables and arrays of edges, and of which relation; and the relations of the edge lists."""
 
-    Raises SourceError, which names them, for relations that the store would not have.
-    """
+    tables: dict[str, NDArray[Any]]
+    graphs: dict[str, NDArray[Any]]
+    arrays: dict[str, NDArray[Any]]
+    warnings: list[str]
+    edge_rows: dict[str, str]
+    relations: list[str]
+
+
+def pyg_inputs(data: Any, graph_given: bool) -> PygInputs:
+    """What is taken of PyG data. Raises SourceError, which names them, for relations that the store would not
+    have."""
     tables, arrays = pyg_tables(data), pyg_arrays(data)
     edges = {} if graph_given else edges_by_relation(data, tables)
-    return tables, edges, arrays, [*_not_stored(data), *_edge_rows(data, tables, arrays)]
+    kinds = data.edge_types if _is_hetero(data) else []
+    relations = ["__".join(kind) for kind in kinds if kind[0] == kind[2] and kind[0] in edges]
+    rows = _edge_rows(data, tables, arrays)
+    return PygInputs(
+        tables, edges, arrays, _not_stored(data), rows, relations if kinds else [""] * bool(edges)
+    )
 
 
 class PygEdges(np.ndarray[Any, Any]):
@@ -129,21 +145,26 @@ def _not_stored(data: Any) -> list[str]:
     return found
 
 
-def _edge_rows(data: Any, tables: Mapping[str, Any], arrays: Mapping[str, Any]) -> list[str]:
-    """A warning of features and arrays of edges: they are stored, but no stored graph numbers edges so."""
+def _edge_rows(data: Any, tables: Mapping[str, Any], arrays: Mapping[str, Any]) -> dict[str, str]:
+    """The tables and arrays of edges, and of which relation: ``src__rel__dst``, "" of a `Data`."""
     if _is_hetero(data):
         kinds = ["__".join(kind) for kind in data.edge_types]
-        rows = [name for name in (*tables, *arrays) if name.partition(".")[0] in kinds]
-    else:
-        rows = [name for name in arrays if data.is_edge_attr(name)]
-        rows += ["edge_features"] if "edge_features" in tables else []
+        return {n: n.partition(".")[0] for n in (*tables, *arrays) if n.partition(".")[0] in kinds}
+    names = [name for name in arrays if data.is_edge_attr(name)]
+    return dict.fromkeys(names + ["edge_features"] * ("edge_features" in tables), "")
+
+
+def unnumbered(edge_rows: Mapping[str, str], numbered: Collection[str]) -> list[str]:
+    """A warning of features and arrays of edges that are of none of the ``numbered`` relations: they are
+    stored, but no stored graph numbers edges so."""
+    rows = [name for name, relation in edge_rows.items() if relation not in numbered]
     if not rows:
         return []
     return [
-        f"{', '.join(map(repr, rows))}: row e belongs to column e of edge_index as it was given, and a "
-        "stored graph numbers its edges in another order, by target and in the order of rows. So edge "
-        "numbers of store.sampler and of loaders (e_id) do not name these rows; keep edge_index, and read "
-        "them by its columns' numbers. The user's own edge numbers are not kept yet"
+        f"{', '.join(map(repr, rows))}: row e belongs to column e of edge_index as it was given, and no "
+        "stored graph has these numbers of its edges, so e_id of samplers and loaders does not name these "
+        "rows. Store that graph with the ids of its edges (topology=True, and not edge_ids=False), or keep "
+        "edge_index"
     ]
 
 
@@ -153,6 +174,12 @@ def is_relation(spec: Any) -> bool:
     return ours and isinstance(getattr(spec, "_key", None), tuple)
 
 
+def relation_of(spec: Any) -> tuple[str, str, str]:
+    """Which relation of a `HeteroData` one is: source, relation, target."""
+    kind: tuple[str, str, str] = spec._key
+    return kind
+
+
 def edges_of_relation(spec: Any, table: str | None) -> Any:
     """The edges of one relation, ``data['a', 'r', 'a']``, as ``[2, edges]``; anything else as it is.
 
@@ -160,7 +187,7 @@ def edges_of_relation(spec: Any, table: str | None) -> Any:
     """
     if not is_relation(spec):
         return spec
-    kind = spec._key
+    kind = relation_of(spec)
     if kind[0] != kind[2] or (table is not None and kind[0] != table):
         raise SourceError(
             f"graph: the relation {kind} joins nodes of {kind[0]!r} and {kind[2]!r}, and the graph of a "

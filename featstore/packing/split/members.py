@@ -28,7 +28,6 @@ from featstore.packing.steps import table_entry, write_rows
 from featstore.reader.reader import Reader
 from featstore.storage.manifest import (
     FAMILY_FEATURE,
-    GRAPHS_FEATURE,
     HALO,
     HALO_IDS,
     HALO_NODES,
@@ -39,6 +38,7 @@ from featstore.storage.manifest import (
     HubsEntry,
     OrderEntry,
     TableEntry,
+    graph_features,
 )
 from featstore.storage.store import StoredGraph, Table
 from featstore.storage.table_writer import (
@@ -140,7 +140,7 @@ class FamilyStore:
         groups += ["graphs", *(f"graphs/{name}" for name in graphs)] if graphs else []
         self.transaction.commit(
             groups, tables=tables, arrays=arrays, graphs=graphs, family=family, provenance=provenance,
-            features=[GRAPHS_FEATURE, FAMILY_FEATURE] if graphs else [FAMILY_FEATURE],
+            features=[*graph_features(graphs.values()), FAMILY_FEATURE],
         )  # fmt: skip
 
     def blocks(self, table: Table, step: int) -> Iterator[NDArray[Any]]:
@@ -182,15 +182,20 @@ def _copied(member: FamilyStore, graph: StoredGraph) -> GraphEntry:
         table = store.table(f"{graph.name}/{part}")
         return member.vector(f"{base}/{part}", member.blocks(table, step), table.rows, table.dtype)
 
+    def ids(part: str) -> TableEntry | msgspec.UnsetType:
+        return copied(part, PASS_EDGES) if graph.has_edge_ids else msgspec.UNSET
+
     offsets, sources = copied("offsets", _OFFSETS_AT_ONCE), copied("sources", PASS_EDGES)
+    edge_ids = ids("edge_ids")
     hubs = None
     if entry.hubs is not None:
         rows, ends = graph.hub_rows()
         hubs = HubsEntry(
             entry.hubs.method, member.array(f"{base}/hub_rows", rows),
             member.array(f"{base}/hub_offsets", ends), copied("hubs", PASS_EDGES),
+            ids("hub_edge_ids"),
         )  # fmt: skip
-    return GraphEntry(entry.table, entry.edges, offsets, sources, hubs)
+    return GraphEntry(entry.table, entry.edges, offsets, sources, hubs, edge_ids)
 
 
 def write_part(
