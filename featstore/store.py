@@ -50,6 +50,14 @@ class Graph(StoredGraph):
 
         return read_csc(self)
 
+    def edge_ids(self) -> NDArray[Any]:
+        """The numbers that the user knows the edges by, [edges], in the order of :meth:`csc`: 20 bytes an
+        edge while they are read. Raises SourceError where the store does not keep them; BudgetError,
+        CorruptionError, DeviceError, FormatError."""
+        from featstore.reader.graphs import read_edge_ids
+
+        return read_edge_ids(self, by_node=True)
+
 
 class Store(OpenStore):
     """An open store; see :func:`featstore.open`. ``tables``, ``graphs`` and ``arrays`` are mappings by

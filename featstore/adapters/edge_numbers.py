@@ -3,10 +3,9 @@
 PyG takes ``e_id`` for the number of an edge in the user's ``edge_index``, and picks all data of edges
 (``edge_attr``, ``edge_weight``, ``edge_time`` ...) by it. A sampler's edges are numbered as in the lists that
 it samples from, and those of a store are in the store's order. So a mini-batch has ``e_id`` and data of edges
-only where the sampler was told whose numbers its edges have: by ``edge_permutation``, or by
-``FeatstoreSampler.from_data``, which makes the lists itself. Else there is no ``e_id``, and a loader that
-wants to pick data of edges gets a SourceError. The user's own numbers come into stores with typed graphs,
-later.
+only where the sampler knows whose numbers its edges have: by ``edge_permutation``, by
+``FeatstoreSampler.from_data``, which makes the lists itself, or of a store that keeps the user's numbers
+(``edge_ids``). Else there is no ``e_id``, and a loader that wants to pick data of edges gets a SourceError.
 """
 
 from __future__ import annotations
@@ -48,9 +47,8 @@ class UnnumberedEdges:
             "the loader's data has data of edges (edge_attr, edge_weight, edge_time ...), and the "
             "sampler numbers edges in an order of its own, so that other edges' data would come out: "
             "make the sampler with FeatstoreSampler.from_data(data, fanouts); or give "
-            "edge_permutation=, the column in edge_index of each edge of the CSC arrays; or take the "
-            "data of edges out of the loader's data. The user's own edge numbers come into stores with "
-            "typed graphs, later"
+            "edge_permutation=, the column in edge_index of each edge of the CSC arrays; or pack the store "
+            "with edge_ids=True; or take the data of edges out of the loader's data"
         )
 
 

@@ -52,9 +52,10 @@ class NeighborLoader:
     first), ``batch_size``, ``input_id`` int64 [b] (places of the seeds in ``input_nodes``),
     ``num_sampled_nodes`` and ``num_sampled_edges``, and the store's arrays that have a value for each node
     (``y``, ``train_mask`` ...), of its nodes; as in PyG, what has as many values as there are nodes is taken
-    for theirs. An array whose name means something else in a ``Data`` is left out, with a warning. There is
-    no ``e_id``, nor ``edge_attr``: stored graphs do not have the user's numbers of edges; where the store
-    has a table of edges, a warning says so.
+    for theirs. An array whose name means something else in a ``Data`` is left out, with a warning. Where the
+    graph keeps the numbers of its edges, there is ``e_id`` int64 [k], and ``edge_attr`` [k, *row shape], the
+    rows of the store's only table of edges, if it has one; what of edges mini-batches cannot have, a warning
+    says.
 
     Args:
         data: an open store with one table of nodes and a graph.
@@ -93,7 +94,7 @@ class NeighborLoader:
         self._seeds = _seeds(data, input_nodes, table.rows)
         self._order = np.argsort(self._seeds, kind="stable")
         _refuse(options)
-        _warn(data, options)
+        _warn(options)
         names = _of_nodes(data, table.rows) if attach is None else attach
         for name in [names] if isinstance(names, str) else names:
             if _means_else(name):
@@ -102,7 +103,8 @@ class NeighborLoader:
             data, seeds=self._seeds, fanouts=as_fanouts(num_neighbors), batch_size=batch_size,
             drop_last=as_flag(drop_last or False, "drop_last"),
             seeds_in_order=not as_flag(shuffle or False, "shuffle"),
-            attach=names, memory=memory, tensors=True, **options,
+            attach=names, memory=memory, tensors=True,
+            edge_table=_edge_table(data, options), **options,
         )  # fmt: skip
 
     def __len__(self) -> int:
@@ -193,8 +195,8 @@ def _refuse(options: dict[str, Any]) -> None:
             )
 
 
-def _warn(store: OpenStore, options: dict[str, Any]) -> None:
-    """Take what has no effect out of the options, and say so; say what mini-batches will not have."""
+def _warn(options: dict[str, Any]) -> None:
+    """Take what has no effect out of the options, and say so."""
     named = [name for name in _WITHOUT_EFFECT if options.pop(name, None)]
     if named:
         warnings.warn(
@@ -203,14 +205,29 @@ def _warn(store: OpenStore, options: dict[str, Any]) -> None:
             FeatstoreWarning,
             stacklevel=3,
         )
+
+
+def _edge_table(store: OpenStore, options: Mapping[str, Any]) -> str | None:
+    """The table whose rows are ``edge_attr``: the only one of edges, where the graph's edges number its rows;
+    a warning where there are such tables and none can be had."""
     edges = [name for name in store.tables if is_edge_table(name, store.tables)]
+    found = graph_of(store, options.get("graph"))
+    rows = store.tables[edges[0]].rows if edges else 0
+    sampled = options.get("mode") != "partitions"
+    if len(edges) == 1 and found.has_edge_ids and rows == found.edges and sampled:
+        return edges[0]
     if edges:
-        warnings.warn(
-            f"mini-batches have no edge_attr: table {edges[0]!r} has rows of edges, whose numbers the stored "
-            "graph does not know",
-            FeatstoreWarning,
-            stacklevel=3,
+        why = (
+            "mode 'partitions' does not know the numbers of edges"
+            if not sampled
+            else f"{', '.join(map(repr, edges))} all have rows of edges"
+            if len(edges) > 1
+            else f"table {edges[0]!r} has rows of edges, whose numbers the stored graph does not know"
+            if not found.has_edge_ids
+            else f"table {edges[0]!r} has {rows:,} rows, the graph {found.edges:,} edges"
         )
+        warnings.warn(f"mini-batches have no edge_attr: {why}", FeatstoreWarning, stacklevel=3)
+    return None
 
 
 def _of_nodes(store: OpenStore, nodes: int) -> list[str]:

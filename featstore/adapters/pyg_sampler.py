@@ -13,7 +13,7 @@ from featstore.arguments import INT64_MAX, as_integer, shown
 from featstore.base.hashing import fold_ids
 from featstore.base.ids import as_integers
 from featstore.errors import ArgumentError, MissingPackageError, SourceError
-from featstore.sampling.neighbors import NeighborSampler
+from featstore.sampling.neighbors import NeighborSampler, SampledSubgraph
 from featstore.sampling.stored import StoredSampler
 
 try:
@@ -34,7 +34,8 @@ class FeatstoreSampler(BaseSampler):  # type: ignore[misc]
     ``sampler``: the graph, fan-outs and seed: in memory, or on disk (``store.sampler(...)``; each worker then
     takes its budget once more). ``edge_permutation``: int64[e], the user's number of each edge of the CSC
     arrays, its column in ``edge_index``; ``torch.arange(e)`` where they are in the order of the user's data
-    of edges. Without it mini-batches have no ``e_id``, and a loader over data of edges raises SourceError.
+    of edges. Without it mini-batches have ``e_id`` where the sampler's graph has edge ids; else they have
+    none, and a loader over data of edges raises SourceError.
     The loader's ``Data`` is to have an ``edge_index``, which may be empty: PyG leaves it out of mini-batches
     of a ``Data`` without one, which is a SourceError (:mod:`featstore.adapters.sampled`).
 
@@ -54,7 +55,7 @@ class FeatstoreSampler(BaseSampler):  # type: ignore[misc]
         self.sampler = sampler
         self._edge_permutation = edge_permutation
         self._epoch = to_shared(np.zeros(1, dtype=np.int64))
-        self._shared: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._shared: tuple[torch.Tensor | None, ...] | None = None
 
     @classmethod
     def from_data(cls, data: Data, fanouts: Sequence[int], *, seed: int = 0) -> FeatstoreSampler:
@@ -87,12 +88,18 @@ class FeatstoreSampler(BaseSampler):  # type: ignore[misc]
             node=torch.from_numpy(batch.node),
             row=torch.from_numpy(batch.row),
             col=torch.from_numpy(batch.col),
-            edge=UnnumberedEdges() if self._edge_permutation is None else torch.from_numpy(batch.edge_id),
+            edge=self._edges(batch),
             batch=None,
             num_sampled_nodes=list(batch.num_sampled_nodes),
             num_sampled_edges=list(batch.num_sampled_edges),
             metadata=(inputs.input_id, inputs.time),
         )
+
+    def _edges(self, batch: SampledSubgraph) -> torch.Tensor | UnnumberedEdges:
+        """What PyG looks up in the permutation, where there is one, and takes for ``e_id``."""
+        if self._edge_permutation is not None:
+            return torch.from_numpy(batch.edge_id)
+        return UnnumberedEdges() if batch.e_id is None else torch.from_numpy(batch.e_id)
 
     def sample_from_edges(self, *_: Any, **__: Any) -> SampledNodes:
         """Link-level sampling is not offered: raises SourceError."""
@@ -109,7 +116,9 @@ class FeatstoreSampler(BaseSampler):  # type: ignore[misc]
         if not isinstance(self.sampler, NeighborSampler):
             return self.__dict__
         if self._shared is None:
-            self._shared = to_shared(self.sampler.indptr), to_shared(self.sampler.indices)
+            ids = self.sampler.edge_ids
+            arrays = self.sampler.indptr, self.sampler.indices
+            self._shared = *map(to_shared, arrays), None if ids is None else to_shared(ids)
             self.sampler = self._over(self._shared, self.sampler.fanouts, self.sampler.seed)
         return self.__dict__ | {"sampler": (self.sampler.fanouts, self.sampler.seed)}
 
@@ -120,6 +129,8 @@ class FeatstoreSampler(BaseSampler):  # type: ignore[misc]
 
     @staticmethod
     def _over(
-        shared: tuple[torch.Tensor, torch.Tensor], fanouts: tuple[int, ...], seed: int
+        shared: tuple[torch.Tensor | None, ...], fanouts: tuple[int, ...], seed: int
     ) -> NeighborSampler:
-        return NeighborSampler(shared[0].numpy(), shared[1].numpy(), fanouts, seed)
+        indptr, indices, ids = (None if part is None else part.numpy() for part in shared)
+        assert indptr is not None and indices is not None  # noqa: PT018
+        return NeighborSampler(indptr, indices, fanouts, seed, edge_ids=ids)

@@ -94,7 +94,7 @@ class Batch:
             if name == "e_id" and self._of_sample("edge_id") is not None:
                 raise AttributeError(
                     "this mini-batch has no e_id, the user's edge numbers: its edge_id counts edges in the "
-                    "sampler's own order"
+                    "sampler's own order. A store has them where it was packed with edge_ids=True"
                 )
             if name == "edge_attr":
                 raise AttributeError(
@@ -109,8 +109,9 @@ class Batch:
 
     def pyg(self) -> Any:
         """PyG's object: the sampler's own where it is one, with the rows as ``x``; else a ``Data`` with x,
-        n_id, edge_index, batch_size, num_sampled_nodes, num_sampled_edges, and edge_weight where there are
-        weights. Raises ImportError without PyG; SourceError for several types of nodes without PyG's sampler.
+        n_id, edge_index, batch_size, num_sampled_nodes, num_sampled_edges, e_id where edges have numbers, and
+        edge_weight where they have weights. Raises ImportError without PyG; SourceError for several types of
+        nodes without PyG's sampler.
         """
         import torch
         from torch_geometric.data import Data
@@ -129,6 +130,9 @@ class Batch:
         weight = self._of_sample("weight")
         if weight is not None:
             data.edge_weight = torch.as_tensor(weight)
+        numbers = self._of_sample("e_id")
+        if numbers is not None:
+            data.e_id = torch.as_tensor(numbers)
         for name, value in vars(self).items():
             if name not in ("index", "n_id", "x", "sample"):
                 data[name] = torch.as_tensor(value) if isinstance(value, np.ndarray) else value

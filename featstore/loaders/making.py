@@ -210,6 +210,7 @@ class Making:
         """The store's own mini-batches, this rank's share of them, within a share of the memory."""
         given, graph, seeds = self.given, self.given.get("graph"), self.given.get("seeds")
         fanouts, table = args.as_fanouts(given.get("fanouts")), graph_of(self.store, graph).table
+        self.whole.check_sampled(graph_of(self.store, graph))
         whole, least = sampler_needs(self.store, fanouts, graph)
         self.shares = replace(self.shares, graph_bytes=whole, least_bytes=least)
         sampler = self._open_sampler(fanouts)

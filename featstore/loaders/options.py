@@ -53,7 +53,8 @@ class LoaderOptions(TypedDict, total=False):
         attach: names of arrays in the store with a value for each node (labels, for example): each
             mini-batch has them by these names, the values of its nodes, as arrays or tensors like ``x``.
         edge_table: name of a table of edges: each mini-batch has its rows as ``edge_attr``, by the ``e_id``
-            that the mini-batch brings, the numbers of edges that the table was packed with.
+            that the mini-batch brings, the numbers of edges that the table was packed with. The store's own
+            sampling brings it where the graph was packed with edge ids.
         nodes: a function from a mini-batch to its node ids, or to {table: ids}, where no rule finds them.
         tensors: ``x`` as a torch tensor; by default where there is a device, or the samples are PyG's or
             DGL's.

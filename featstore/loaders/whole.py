@@ -20,7 +20,7 @@ from featstore.loaders.prefetch import Sampler, epoch_of
 from featstore.sampling.dgl_graphs import is_named
 from featstore.sampling.minibatch import Ids, split
 from featstore.storage.relations import EDGE_FEATURES, node_tables
-from featstore.storage.store import OpenStore
+from featstore.storage.store import OpenStore, StoredGraph
 
 _IDS = "featstore.n_id"  # under which a recorded mini-batch keeps ids that its sample does not have
 
@@ -58,8 +58,9 @@ class WantedRows:
         if numbers is None:
             raise SourceError(
                 f"edge_table={edges!r} is read by e_id, the numbers of edges that it was packed with, which "
-                "these mini-batches do not have: PyG's loaders bring it, and so does "
-                "FeatstoreSampler.from_data(data, fanouts); the store's own sampling does not yet"
+                "these mini-batches do not have: PyG's loaders bring it, so does "
+                "FeatstoreSampler.from_data(data, fanouts), and the store's own sampling where edge ids were "
+                "packed"
             )
         return {nodes: next(iter(ids.values())), edges: split(numbers)[0][""]}, sample
 
@@ -108,6 +109,20 @@ class Whole:
                     f"each of {'one table of nodes' if rows is None else f'{rows:,} nodes'}"
                 )
             self.arrays[name] = store.arrays[name]
+
+    def check_sampled(self, graph: StoredGraph) -> None:
+        """Raise SourceError where the store samples from a graph whose edges do not number the rows of
+        edges."""
+        if self.edge_table is None:
+            return
+        rows = graph.store.tables[self.edge_table].rows
+        if not graph.has_edge_ids or rows != graph.edges:
+            why = (
+                f"has {graph.edges:,} edges, and the table {rows:,} rows"
+                if graph.has_edge_ids
+                else "does not keep the numbers of its edges: pack it with edge_ids=True (--edge-ids)"
+            )
+            raise SourceError(f"edge_table={self.edge_table!r} is read by e_id, and {graph.where()} {why}")
 
     @property
     def held_bytes(self) -> int:

@@ -20,7 +20,8 @@ from featstore.arguments import as_count, as_fanouts, as_flag, as_integer
 from featstore.base.hashing import batch_key, random_words
 from featstore.base.training_nodes import checked_train
 from featstore.errors import ArgumentError, BudgetError, SourceError
-from featstore.reader.graphs import read_csc, read_offsets
+from featstore.reader.graphs import read_csc, read_edge_ids, read_offsets
+from featstore.sampling.edge_ids import wants_edge_ids
 from featstore.sampling.neighbors import NeighborSampler, SampledSubgraph
 from featstore.sampling.ranked import Share, owned_share, share_of
 from featstore.sampling.stored import StoredSampler
@@ -38,26 +39,31 @@ GraphSampler = NeighborSampler | StoredSampler
 
 
 class GraphInMemory(NeighborSampler):
-    """A store's graph in memory; its edges have the numbers that they have in the store."""
+    """A store's graph in memory; its edges have the positions that they have in the store, and their
+    numbers."""
 
-    def __init__(self, graph: StoredGraph, fanouts: Sequence[int], seed: int) -> None:
-        super().__init__(*read_csc(graph), fanouts, seed)
+    def __init__(self, graph: StoredGraph, fanouts: Sequence[int], seed: int, edge_ids: bool) -> None:
+        ids = read_edge_ids(graph, by_node=True) if edge_ids else None
+        super().__init__(*read_csc(graph), fanouts, seed, edge_ids=ids)
         row_of_node = graph.table.row_of_node()
         self._shift = None if row_of_node is None else read_offsets(graph)[row_of_node] - self.indptr[:-1]
 
-    def sample(self, seeds: NDArray[Any], batch_index: int = 0, *, epoch: int = 0) -> SampledSubgraph:
-        batch = super().sample(seeds, batch_index, epoch=epoch)
+    def _numbers(
+        self, node: NDArray[np.int64], col: NDArray[np.int64], edge: NDArray[np.int64]
+    ) -> NDArray[np.int64] | None:
+        numbers = super()._numbers(node, col, edge)
         if self._shift is not None:
-            np.add(batch.edge_id, self._shift[batch.node[batch.col]], out=batch.edge_id)
-        return batch
+            np.add(edge, self._shift[node[col]], out=edge)
+        return numbers
 
 
-def bytes_in_memory(graph: StoredGraph) -> int:
+def bytes_in_memory(graph: StoredGraph, edge_ids: bool | None = None) -> int:
     """What it takes to bring a graph into memory by node id, at most."""
     nodes, item = graph.table.rows, graph.entry.sources.row_bytes
+    ids = graph.store.table(f"{graph.name}/edge_ids").row_bytes if wants_edge_ids(graph, edge_ids) else 0
     if graph.table.entry.order.row_of_node is None:
-        return _FIXED_BYTES + 8 * nodes + item * graph.edges
-    return _FIXED_BYTES + 48 * nodes + (16 + 3 * item) * graph.edges
+        return _FIXED_BYTES + 8 * nodes + (item + ids) * graph.edges
+    return _FIXED_BYTES + 48 * nodes + (16 + 3 * item + ids) * graph.edges
 
 
 def sampler_needs(store: OpenStore, fanouts: Sequence[int], graph: str | None) -> tuple[int, int]:
@@ -72,18 +78,21 @@ def sampler_needs(store: OpenStore, fanouts: Sequence[int], graph: str | None) -
 
 def open_sampler(
     store: OpenStore, fanouts: Sequence[int], *, seed: int = 0, graph: str | None = None,
-    memory: int | str = "1GiB", in_memory: bool | None = None,
+    memory: int | str = "1GiB", in_memory: bool | None = None, edge_ids: bool | None = None,
 ) -> GraphSampler:  # fmt: skip
     """A sampler over a graph in a store: in memory where it fits ``memory``, else from disk within it.
-    ``in_memory`` decides instead.
+    ``in_memory`` decides instead. ``edge_ids``: mini-batches have the numbers of their edges, ``e_id``; by
+    default where the store keeps them.
 
     A :class:`~featstore.sampling.stored.StoredSampler` is to be closed. Raises BudgetError, SourceError,
     KeyError for a graph that is not there, CorruptionError, DeviceError, FormatError.
     """
     chosen, memory_bytes = graph_of(as_store(store), graph), parse_bytes(memory, "memory")
-    if bytes_in_memory(chosen) <= memory_bytes if in_memory is None else as_flag(in_memory, "in_memory"):
-        return GraphInMemory(chosen, fanouts, seed)
-    return StoredSampler(store, fanouts, memory=memory, seed=seed, graph=chosen.name)
+    numbered = wants_edge_ids(chosen, edge_ids)
+    fits = bytes_in_memory(chosen, numbered) <= memory_bytes
+    if fits if in_memory is None else as_flag(in_memory, "in_memory"):
+        return GraphInMemory(chosen, fanouts, seed, numbered)
+    return StoredSampler(store, fanouts, memory=memory, seed=seed, graph=chosen.name, edge_ids=numbered)
 
 
 class SampledBatches(Sequence[SampledSubgraph]):

@@ -114,9 +114,9 @@ def _check_edges(batch: Any, by_type: dict[str, Any]) -> None:
     if name is not None:
         raise SourceError(
             f"rows of {name!r} are asked for by edge_id, which counts edges in the sampler's own "
-            "order: rows of other edges would come out. Index an array of your own with it that has "
-            "your number of each edge in the sampler's indices, and give those numbers. The user's "
-            "own edge numbers come into stores with typed graphs, later"
+            "order: rows of other edges would come out. Give e_id, the user's own numbers, which the "
+            "samplers of a store have that was packed with edge_ids=True; or index an array of your own "
+            "with it that has your number of each edge in the sampler's indices"
         )
 
 

@@ -47,7 +47,8 @@ class SampledSubgraph:
     ``node``: int64[m], node ids, seeds first, no duplicates. ``row``, ``col``: int64[k], positions in
     ``node`` of each edge's source (the neighbour) and target (the node that asked). ``edge_id``: int64[k],
     position of the edge in the sampler's ``indices``, no number of the user's. ``num_sampled_nodes``: new
-    nodes per hop, the seeds as hop 0 (length hops + 1). ``num_sampled_edges``: edges per hop.
+    nodes per hop, the seeds as hop 0 (length hops + 1). ``num_sampled_edges``: edges per hop. ``e_id``:
+    int64[k], the user's numbers of the edges, where the sampler knows them.
     """
 
     node: NDArray[np.int64]
@@ -56,6 +57,7 @@ class SampledSubgraph:
     edge_id: NDArray[np.int64]
     num_sampled_nodes: tuple[int, ...]
     num_sampled_edges: tuple[int, ...]
+    e_id: NDArray[np.int64] | None = None
 
 
 class NeighborSampler(HopSampler):
@@ -63,6 +65,7 @@ class NeighborSampler(HopSampler):
 
     ``indptr``: int64[n + 1]. ``indices``: int32 or int64 [e], the sources of the edges into each node.
     ``fanouts``: neighbours per node and hop, from the seeds outwards; -1 takes all. ``seed``: any integer.
+    ``edge_ids``: int32 or int64 [e], the user's number of each edge, for mini-batches that have ``e_id``.
     Arrays are used as they are, not copied.
 
     Raises SourceError if the graph or the fan-outs cannot be used. Safe to use from several threads: nothing
@@ -70,9 +73,18 @@ class NeighborSampler(HopSampler):
     """
 
     def __init__(
-        self, indptr: NDArray[Any], indices: NDArray[Any], fanouts: Sequence[int], seed: int = 0
-    ) -> None:
+        self, indptr: NDArray[Any], indices: NDArray[Any], fanouts: Sequence[int], seed: int = 0, *,
+        edge_ids: NDArray[Any] | None = None,
+    ) -> None:  # fmt: skip
         self.indptr, self.indices = graph_arrays(indptr, indices)
+        self.edge_ids = None
+        if edge_ids is not None:
+            self.edge_ids = _graph_array("edge_ids", edge_ids, (np.int32, np.int64))
+            if len(self.edge_ids) != len(self.indices):
+                raise SourceError(
+                    f"edge_ids must have a number for each of {len(self.indices):,} edges, not "
+                    f"{len(self.edge_ids):,}"
+                )
         self.fanouts = as_fanouts(fanouts)
         self.seed = as_integer(seed, "seed")
 
@@ -94,7 +106,16 @@ class NeighborSampler(HopSampler):
         self._go(hops, self.indptr, len(self.indices), key)
         count = sum(hops.counts)
         node = hops.nodes if len(hops.nodes) == count else hops.nodes[:count].copy()
-        return SampledSubgraph(node=node, **hops.joined())
+        joined = hops.joined()
+        return SampledSubgraph(
+            node=node, **joined, e_id=self._numbers(node, joined["col"], joined["edge_id"])
+        )
+
+    def _numbers(
+        self, node: NDArray[np.int64], col: NDArray[np.int64], edge: NDArray[np.int64]
+    ) -> NDArray[np.int64] | None:
+        """The user's numbers of a mini-batch's edges, at these positions of ``indices``."""
+        return None if self.edge_ids is None else self.edge_ids[edge].astype(np.int64, copy=False)
 
     def _fill(
         self, hops: Hops, begin: int, end: int, fanout: int, key: np.uint64, picks: NDArray[np.int64],

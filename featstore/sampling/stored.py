@@ -46,6 +46,7 @@ from featstore.reader.options import check_reading
 from featstore.reader.reader import QUEUE_DEPTH, Reader
 from featstore.reader.report import ReaderStats
 from featstore.sampling.cache import NO_MAP, NeighbourCache
+from featstore.sampling.edge_ids import FINDING_BYTES, StoredEdgeIds, wants_edge_ids
 from featstore.sampling.hops import Hops, HopSampler
 from featstore.sampling.neighbors import SampledSubgraph, checked_seeds
 from featstore.sampling.picking import enter_hop, pick_hop, seed_table, table_size
@@ -112,6 +113,8 @@ class StoredSampler(HopSampler):
         seed: any integer.
         graph: the name of a graph of the store; needed where it has several, or where a graph may be one
             relation of several: beside tables of other types of nodes or edges.
+        edge_ids: mini-batches have the numbers of their edges, ``e_id``, which takes a read more where these
+            are not in memory; by default where the store keeps them.
         engine, queue_depth, threads, verify: as for :class:`featstore.reader.reader.Reader`.
 
     Raises BudgetError, CorruptionError, DeviceError, FormatError; SourceError for fan-outs that cannot be
@@ -121,7 +124,7 @@ class StoredSampler(HopSampler):
     def __init__(
         self, store: OpenStore, fanouts: Sequence[int], *, memory: int | str, seed: int = 0,
         graph: str | None = None, engine: str = "auto", queue_depth: int = QUEUE_DEPTH, verify: bool = True,
-        threads: int | None = None,
+        threads: int | None = None, edge_ids: bool | None = None,
     ) -> None:  # fmt: skip
         self.fanouts = as_fanouts(fanouts)
         self.seed = as_integer(seed, "seed")
@@ -136,11 +139,14 @@ class StoredSampler(HopSampler):
             "queue_depth": queue_depth,
             "verify": verify,
             "threads": threads,
+            "edge_ids": edge_ids,
         }
+        self._ids = StoredEdgeIds(self.graph) if wants_edge_ids(self.graph, edge_ids) else None
         self._sources, self._hubs, self._offsets_table = (
             f"{self.graph.name}/{part}" for part in ("sources", "hubs", "offsets")
         )
         names = [self._sources, self._offsets_table] + [self._hubs] * (self.graph.entry.hubs is not None)
+        ids = [] if self._ids is None else [self._ids.table]
         table, nodes = self.graph.table, self.graph.table.rows
         self._memory_bytes = parse_bytes(memory, "memory")
         self._map_bytes = sum(
@@ -148,7 +154,7 @@ class StoredSampler(HopSampler):
             for entry in (table.entry.order.row_of_node, table.entry.order.node_of_row)
         )
         self._held_bytes = self._map_bytes + 8 * (nodes + 1)
-        self._needs = [table_need(store.table(name), verify) for name in names]
+        self._needs = [table_need(store.table(name), verify) for name in [*names, *ids]]
         smallest = self._smallest(SCRATCH_BYTES_MIN)
         if self._memory_bytes < smallest:
             raise BudgetError(
@@ -161,13 +167,14 @@ class StoredSampler(HopSampler):
         # mini-batch takes their room, there is nothing to read.
         left = self._memory_bytes - self._smallest(0)
         usual = Budget.split(self._memory_bytes - self._held_bytes, self._needs).tier_bytes
-        squeezed = usual < self.graph.entry.sources.row_bytes * self.graph.edges + SCRATCH_BYTES_MIN <= left
+        edge_bytes = sum(store.table(name).row_bytes for name in (self._sources, *ids))
+        squeezed = usual < edge_bytes * self.graph.edges + SCRATCH_BYTES_MIN <= left
         self._reader = Reader(
             store,
             memory=self._memory_bytes - self._held_bytes,
             static=None,
             static_memory=left if squeezed else None,
-            tables=names,
+            tables=[*names, *ids],
             engine=engine,
             queue_depth=queue_depth,
             verify=verify,
@@ -197,6 +204,9 @@ class StoredSampler(HopSampler):
         )
         self._cache = NeighbourCache(self.graph, self._offsets)
         self._cache.fill(self._reader, self._free_bytes - SCRATCH_BYTES_MIN)
+        if self._ids is not None:
+            room_bytes = self._free_bytes - SCRATCH_BYTES_MIN - self._cache.memory_bytes
+            self._ids.fill(self._reader, room_bytes)
         self._start_process()
         self._sample(np.empty(0, np.int64), 0)
         self._start_process()
@@ -262,12 +272,14 @@ class StoredSampler(HopSampler):
         self._go(hops, self._offsets, self.graph.edges, key)
         self._batches += 1
         hops.slots, rows = NO_MAP, hops.nodes[: sum(hops.counts)]
-        return SampledSubgraph(
-            node=rows.copy()
-            if len(self._node_of_row) == 0
-            else self._node_of_row[rows].astype(np.int64, copy=False),
-            **hops.joined(),
-        )
+        joined, ids = hops.joined(), None
+        if self._ids is not None:
+            edges = joined["edge_id"]
+            self._reserve(FINDING_BYTES * len(edges), "find the numbers of its edges")
+            ids = self._ids.of(self._reader, edges)
+        identity = len(self._node_of_row) == 0
+        node = rows.copy() if identity else self._node_of_row[rows].astype(np.int64, copy=False)
+        return SampledSubgraph(node=node, **joined, e_id=ids)
 
     def _fill(
         self, hops: Hops, begin: int, end: int, fanout: int, key: np.uint64, picks: NDArray[np.int64],
@@ -323,8 +335,11 @@ class StoredSampler(HopSampler):
             raise BudgetError(
                 self._smallest(scratch_bytes), self._memory_bytes, f"{what} (or pass fewer seeds)"
             )
-        if scratch_bytes + self._cache.memory_bytes > self._free_bytes:
-            self._cache.cut(self._free_bytes - scratch_bytes)
+        room_bytes = self._free_bytes - scratch_bytes
+        if self._ids is not None and self._ids.memory_bytes > room_bytes - self._cache.memory_bytes:
+            self._ids.cut(room_bytes - self._cache.memory_bytes)
+        if self._cache.memory_bytes > room_bytes:
+            self._cache.cut(room_bytes)
 
     # Explaining, ending.
 
@@ -346,6 +361,7 @@ class StoredSampler(HopSampler):
             "offsets": self._offsets.nbytes, "maps": self._map_bytes,
             "page_checksums": reader["page_checksums"], "staging": reader["staging"],
             "planning": reader["scratch"], "neighbour_cache": self._cache.memory_bytes,
+            **({} if self._ids is None else {"edge_ids": self._ids.memory_bytes}),
         }  # fmt: skip
         return held | {"unused": self._memory_bytes - sum(held.values())}
 
@@ -357,6 +373,8 @@ class StoredSampler(HopSampler):
         self._reader.close()
         self._offsets, self._row_of_node, self._node_of_row = np.zeros(1, np.int64), NO_MAP, NO_MAP
         self._cache = NeighbourCache(self.graph, self._offsets)
+        if self._ids is not None:
+            self._ids.cut(0)
 
     def __enter__(self) -> StoredSampler:
         return self

@@ -204,11 +204,20 @@ def rows_to_nodes(
     if maps is None:
         return offsets, sources
     row_of_node, node_of_row = maps
+    indptr, place = places_by_node(offsets, row_of_node)
+    return indptr, node_of_row[sources[place]]
+
+
+def places_by_node(
+    offsets: NDArray[np.int64], row_of_node: NDArray[Any]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """(indptr int64 [nodes + 1] by node id, of each edge in that order its place in the order of rows, int64
+    [edges])."""
     degrees = np.diff(offsets)[row_of_node]
     indptr = np.concatenate([np.zeros(1, np.int64), np.cumsum(degrees, dtype=np.int64)])
     place = np.repeat(offsets[row_of_node] - indptr[:-1], degrees)
     place += np.arange(len(place))
-    return indptr, node_of_row[sources[place]]
+    return indptr, place
 
 
 class _Arrays(Mapping[str, NDArray[Any]]):

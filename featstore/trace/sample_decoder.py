@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from functools import lru_cache
 from typing import Any
 
@@ -210,7 +210,8 @@ class _Decoder:
             raise _bad(f"an object of {label!r}")
         module, name = SAMPLE_CLASSES[label]
         own = getattr(importlib.import_module(module), name)
-        if len(values) != len(fields(own)):
+        needed = [f for f in fields(own) if f.default is MISSING]
+        if not len(needed) <= len(values) <= len(fields(own)):
             raise _bad(f"a {label} of {len(values)} values")
         return own(*self._list(values, depth))
 

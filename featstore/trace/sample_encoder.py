@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from functools import lru_cache
 from typing import Any
 
@@ -190,7 +190,9 @@ class _Encoder:
         label = _CLASS_NAMES.get(f"{kind.__module__}.{kind.__qualname__}")
         if label is not None:
             items = [
-                self.node(getattr(value, f.name), (where, f".{f.name}"), depth + 1) for f in fields(value)
+                self.node(getattr(value, f.name), (where, f".{f.name}"), depth + 1)
+                for f in fields(value)
+                if f.default is MISSING or getattr(value, f.name) is not None
             ]
             return ["m", label, *items]
         module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."

@@ -374,7 +374,7 @@ def test_data_of_edges_never_comes_by_other_numbers(
     sampler = by_place[which]
     data = edge_data.data(**{name: edge_data.values[:, None] if name == "edge_attr" else edge_data.values})
     for in_worker in (False, True):
-        with pytest.raises(SourceError, match=r"from_data.*edge_permutation=.*typed graphs, later"):
+        with pytest.raises(SourceError, match=r"from_data.*edge_permutation=.*edge_ids=True"):
             next(iter(loader_of(data, sampler, filter_per_worker=in_worker)))
     plain = next(iter(loader_of(edge_data.data(y=torch.arange(NODES)), sampler)))
     source, target = plain.n_id[plain.edge_index]

@@ -220,7 +220,7 @@ def test_what_has_no_effect_is_told(world: dict[str, Any], tmp_path: Any, pack: 
     edges = np.array([[0, 1, 2], [1, 2, 0]])
     tables = {"features": np.zeros((3, 2)), "edge_features": np.zeros((3, 1))}
     with (
-        pack(tmp_path / "e", tables, graph={"features": edges}) as store,
+        pack(tmp_path / "e", tables, graph={"features": edges}, edge_ids=False) as store,
         pytest.warns(FeatstoreWarning, match="no edge_attr: table 'edge_features'"),
     ):
         NeighborLoader(store, [2], memory="64MiB").close()

@@ -274,6 +274,7 @@ CALLS: dict[str, Call] = {
             "indices": ARRAY,
             "fanouts": FANOUTS,
             "seed": ANY_INTEGER,
+            "edge_ids": ARRAY.optional,
         },
     ),
     "NeighborSampler.sample": Call(
@@ -288,6 +289,7 @@ CALLS: dict[str, Call] = {
             "memory": MEMORY,
             "seed": ANY_INTEGER,
             "graph": NAME.optional,
+            "edge_ids": FLAG.optional,
             **without(OPTIONS_OF_READING, "model"),
         },
     ),

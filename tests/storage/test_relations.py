@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import featstore
-from featstore.errors import FeatstoreError, FeatstoreWarning, IdError, SourceError
+from featstore.errors import FeatstoreError, IdError, SourceError
 from featstore.loaders.mega.sets import PartitionSets
 from featstore.loaders.online.loader import OnlineLoader
 from featstore.sampling.batches import sample_batches
@@ -69,9 +69,7 @@ def test_a_pyg_data_with_features_of_edges(tmp_path: Path, pack: Any) -> None:
 
     x, edges = rows(NODES, 0), torch.from_numpy(edges_of())
     data = Data(x=torch.from_numpy(x), edge_index=edges, edge_attr=torch.from_numpy(rows(EDGES, 1)))
-    with pytest.warns(FeatstoreWarning, match="edge_features"):
-        packed_data = pack(tmp_path / "s", data, topology=True)
-    with packed_data as store:
+    with pack(tmp_path / "s", data, topology=True) as store:
         assert set(store.tables) == {"features", "edge_features"}
         with store.sampler([3, 2], memory=SMALL) as sampler:
             batches = [sampler.sample(np.arange(low, low + 20), low) for low in range(0, NODES, 20)]
