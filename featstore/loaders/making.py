@@ -336,10 +336,12 @@ class Making:
             )
         if isinstance(own.get("passes"), str) and self.ranks.shares > 1:
             raise ArgumentError("passes='auto' follows each rank's own clock: give ranks a number of passes")
+        self.whole.check_sampled(graph_of(self.store, self.given.get("graph")))
         loader = PartitionsLoader(
             self.store, self.given.get("fanouts"), memory=self.shares.rows_bytes,
             train=self.given.get("seeds"), graph=self.given.get("graph"), seed=self._seed,
             tensors=self.given.tensors, ranks=self._here, **self._seeds_of_a_step(), **own,
+            edge_table=self.whole.edge_table,
             **self.given.reading,
         )  # fmt: skip
         return PartitionsMode(loader)

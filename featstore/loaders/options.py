@@ -54,7 +54,8 @@ class LoaderOptions(TypedDict, total=False):
             mini-batch has them by these names, the values of its nodes, as arrays or tensors like ``x``.
         edge_table: name of a table of edges: each mini-batch has its rows as ``edge_attr``, by the ``e_id``
             that the mini-batch brings, the numbers of edges that the table was packed with. The store's own
-            sampling brings it where the graph was packed with edge ids.
+            sampling brings it where the graph was packed with edge ids. In mode partitions, too, these rows
+            are read for each mini-batch.
         nodes: a function from a mini-batch to its node ids, or to {table: ids}, where no rule finds them.
         tensors: ``x`` as a torch tensor; by default where there is a device, or the samples are PyG's or
             DGL's.
@@ -145,7 +146,6 @@ class LoaderOptions(TypedDict, total=False):
 #: Options that not every mode has, and those that have them.
 OF_MODES = {
     "nodes": ("online", "compiled", "rolling"),
-    "edge_table": ("online", "compiled", "rolling"),
     "device_memory": MODES,
     "device": MODES,
     "device_policy": ("online", "partitions"),

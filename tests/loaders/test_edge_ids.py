@@ -139,7 +139,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("mode", READ_MODES)
+@pytest.mark.parametrize("mode", [*READ_MODES, "partitions"])
 def test_edge_attr_is_of_its_edges(world: Any, mode: str, shared: bool) -> None:
     store, index = world
     options: dict[str, Any] = {"seeds": np.arange(0, 500, 3), "fanouts": (3, 2), "batch_size": 40}
@@ -152,7 +152,58 @@ def test_edge_attr_is_of_its_edges(world: Any, mode: str, shared: bool) -> None:
                 check(batch, index)
                 np.testing.assert_array_equal(batch.x[:, 0], batch.n_id)
                 count += 1
-            assert count == 5
+            assert count >= 5
+
+
+def sets_of(store: featstore.Store, **options: Any) -> Any:
+    from featstore.loaders.mega.sets import PartitionSets
+
+    return PartitionSets(store, memory="64MiB", **options)
+
+
+@settings(max_examples=8, deadline=None)
+@given(
+    nodes=st.integers(8, 120), edges=st.integers(0, 900), seed=st.integers(0, 99),
+    hubs=st.sampled_from([0.0, 0.2]), resident=st.integers(1, 3),
+)  # fmt: skip
+def test_partitions_induce_the_users_edges(
+    tmp_path_factory: pytest.TempPathFactory, nodes: int, edges: int, seed: int, hubs: float, resident: int
+) -> None:
+    """Of each mega-batch all edges whose ends are there, each with its number; small blocks of lists."""
+    from featstore.loaders.mega import sizes
+
+    index = multigraph(nodes, edges, seed)
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        packed(tmp_path_factory.mktemp("p") / "s", index, nodes, "ldg", hubs=hubs) as store,
+    ):
+        patch.setattr(sizes, "BLOCK_EDGES_MAX", 64)
+        patch.setattr(sizes, "BLOCK_EDGES_MIN", 32)
+        with sets_of(store, resident=resident) as sets:
+            for mega in sets:
+                here = set(mega.node[mega.places].tolist())
+                targets = np.repeat(np.arange(len(mega.indptr) - 1), np.diff(mega.indptr))
+                ids = mega.edge_ids
+                np.testing.assert_array_equal(index[0, ids], mega.node[mega.indices])
+                np.testing.assert_array_equal(index[1, ids], mega.node[targets])
+                wanted = [e for e in range(edges) if {*index[:, e].tolist()} <= here]
+                assert sorted(ids.tolist()) == wanted
+
+
+def test_rows_of_edges_in_partitions_are_within_the_memory(world: Any) -> None:
+    store, index = world
+    options: dict[str, Any] = {
+        "mode": "partitions", "seeds": np.arange(90), "fanouts": (3,), "edge_table": "edge_features",
+        "tensors": True, "device": "cpu",
+    }  # fmt: skip
+    pytest.importorskip("torch_geometric")
+    with pytest.raises(featstore.errors.BudgetError) as needs:
+        store.loader(memory="1MiB", **options)
+    for more in ({}, {"device_memory": "64KiB", "memory": "64MiB"}):
+        with store.loader(**{"memory": needs.value.needed_bytes} | options | more) as loader:
+            for batch in loader:
+                check(batch, index)
+                np.testing.assert_array_equal(batch.pyg().edge_attr, of_edge(batch.pyg().e_id.numpy()))
 
 
 def test_numbers_come_without_rows(world: Any) -> None:
@@ -197,10 +248,11 @@ def test_pyg(world: Any) -> None:
 
     store, index = world
     with_rows = of_edge(np.arange(4000))
-    for mode in READ_MODES:
+    for mode in (*READ_MODES, "partitions"):
         with NeighborLoader(
-            store, [3, 2], input_nodes=torch.arange(90), batch_size=40, memory="64MiB", mode=mode
-        ) as loader:
+            store, [3, 2], input_nodes=torch.arange(90), batch_size=40, memory="64MiB", mode=mode,
+            shuffle=mode == "partitions",
+        ) as loader:  # fmt: skip
             for data in loader:
                 np.testing.assert_array_equal(data.edge_attr, with_rows[data.e_id])
                 np.testing.assert_array_equal(data.n_id[data.edge_index], index[:, data.e_id])

@@ -127,7 +127,6 @@ def test_rows_of_edges_that_cannot_be_told(store: Any) -> None:
     for options, says in (
         ({"edge_table": "features"}, "a table of nodes"),
         ({"edge_table": "nobody"}, "no table"),
-        ({"edge_table": "edge_features", "mode": "partitions"}, "edge_table= is of mode"),
     ):
         with pytest.raises(ArgumentError, match=says):
             store.loader(ids, memory="64MiB", **options)

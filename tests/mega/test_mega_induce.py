@@ -86,14 +86,20 @@ def induce(world: World, rows: np.ndarray, wanted: np.ndarray) -> tuple[np.ndarr
         np.int64
     )
     state, ends = np.zeros(2, np.int64), np.full(len(rows), -7, np.int64)
-    indices = np.empty(len(file) + 1, np.int32)
+    indices, ids = np.empty(len(file) + 1, np.int32), np.empty(len(file) + 1, np.int64)
     for low in range(0, max(1, len(file)), world.block_edges):
         bad = induce_block(
             offsets, file[low : low + world.block_edges], first + low, world.rows, *here, wanted, state, ends,
-            indices,
+            indices, 7 * np.arange(low, min(low + world.block_edges, len(file))), ids,
         )  # fmt: skip
         assert bad == -1
     assert state[TARGET] == len(rows)
+    places = ids[: state[FILLED]] // 7  # an edge's id is seven times its place in the file
+    at = np.searchsorted(offsets - first, places, side="right") - 1
+    assert (np.diff(places) > 0).all()
+    np.testing.assert_array_equal(np.cumsum(np.bincount(at, minlength=len(rows))), ends)
+    local_of = world.local_of()
+    assert [local_of[int(source)] for source in file[places]] == indices[: state[FILLED]].tolist()
     return ends, indices[: state[FILLED]]
 
 
@@ -167,7 +173,7 @@ def test_sources_that_are_no_rows_are_named_by_position(bad: int) -> None:
     assert count_by_partition(block, places.hints, offsets, *here[:2], np.zeros(4, np.int64)) == 3
     found = induce_block(
         np.array([50, 52, 55], np.int64), block, 50, 300, *here, np.full(2, True), np.zeros(2, np.int64),
-        np.empty(2, np.int64), np.empty(6, np.int32),
+        np.empty(2, np.int64), np.empty(6, np.int32), *np.empty((2, 0), np.int64),
     )  # fmt: skip
     assert found == 3
 

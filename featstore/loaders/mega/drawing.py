@@ -25,7 +25,8 @@ class LocalSample:
     ``node``: int64 [m], node ids, the ``batch_size`` seeds first. ``row``, ``col``: int64 [k], positions in
     ``node`` of each edge's source and target; nodes and edges are grouped by hop, as their numbers in
     ``num_sampled_nodes`` and ``num_sampled_edges`` say. ``local``: int64 [m], local ids in the mega-batch.
-    ``weight``: float32 [k] or None; with mean aggregation, multiply each message by it.
+    ``weight``: float32 [k] or None; with mean aggregation, multiply each message by it. ``e_id``: int64 [k],
+    the user's numbers of the edges, or None.
     """
 
     node: NDArray[np.int64]
@@ -36,6 +37,7 @@ class LocalSample:
     num_sampled_edges: tuple[int, ...]
     local: NDArray[np.int64]
     weight: NDArray[np.float32] | None
+    e_id: NDArray[np.int64] | None = None
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,9 @@ class Drawing:
 
     def __init__(self, mega: PartitionSet, options: DrawOptions, outputs: Outputs) -> None:
         self.mega, self.options, self._outputs = mega, options, outputs
-        self._sampler = NeighborSampler(mega.indptr, mega.indices, options.fanouts, mega.seed)
+        self._sampler = NeighborSampler(
+            mega.indptr, mega.indices, options.fanouts, mega.seed, edge_ids=mega.edge_ids
+        )
         self.share = options.share(mega.seeds)
 
     @property
@@ -93,7 +97,7 @@ class Drawing:
             )
         return LocalSample(
             mega.node[found.node].astype(np.int64), found.row, found.col, len(seeds),
-            found.num_sampled_nodes, found.num_sampled_edges, found.node, weight,
+            found.num_sampled_nodes, found.num_sampled_edges, found.node, weight, found.e_id,
         )  # fmt: skip
 
     @cached_property

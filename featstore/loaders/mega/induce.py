@@ -86,16 +86,20 @@ def induce_block(
     state: NDArray[np.int64],
     ends: NDArray[np.int64],
     indices: NDArray[np.int32],
+    block_ids: NDArray[Any],
+    edge_ids: NDArray[Any],
 ) -> int:
     """Append the local ids of those sources in a block that are in memory; the first bad position, or -1.
 
     ``offsets`` int64 [targets + 1]: the lists, as positions in the file, of which the block begins at
     ``first_edge``. ``ends`` int64 [targets]: where each target's list ends in ``indices``, which has one
-    place more than all of them need. ``bits``, ``ranks``, ``local``: of :func:`mark_here`. ``wanted`` bool
+    place more than all of them need; of ``edge_ids``, where there are any, the same places get the
+    ``block_ids`` of these edges. ``bits``, ``ranks``, ``local``: of :func:`mark_here`. ``wanted`` bool
     [targets]: lists to leave empty are False. ``state``: int64 [2], to go on with.
     """
     targets = ends.shape[0]
     one = np.uint64(1)
+    numbered = edge_ids.shape[0] > 0
     target, filled = state[TARGET], state[FILLED]
     end_edge = first_edge + block.shape[0]
     while target < targets:
@@ -106,6 +110,8 @@ def induce_block(
                     return edge - first_edge
                 word, bit = bits[source >> 6], np.uint64(source & 63)
                 indices[filled] = local[np.int64(ranks[source >> 6]) + popcount(word & ((one << bit) - one))]
+                if numbered:
+                    edge_ids[filled] = block_ids[edge - first_edge]
                 filled += np.int64((word >> bit) & one)  # what is not here is written over
         if offsets[target + 1] > end_edge:
             break

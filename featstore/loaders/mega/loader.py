@@ -22,10 +22,12 @@ from numpy.typing import NDArray
 
 from featstore import arguments as args
 from featstore.base.buffers import Outputs, aligned_buffer
+from featstore.base.checks import check_range
 from featstore.base.state import position_of, state_of
 from featstore.errors import ArgumentError, SourceError
 from featstore.loaders.batch import Batch
 from featstore.loaders.mega.drawing import Drawing, DrawOptions
+from featstore.loaders.mega.edge_rows import EdgeRows
 from featstore.loaders.mega.partition_set import PartitionSet
 from featstore.loaders.mega.resident import OnDevices, device_of
 from featstore.loaders.mega.sets import PartitionSets
@@ -82,6 +84,8 @@ class PartitionsLoader(PrefetchingLoader):
         ranks, world_size, drop_last: whose mini-batches are drawn here, see
             :func:`featstore.sampling.ranked.share_of`: number 0 of each of these ranks, then number 1 of
             each.
+        edge_table: the table whose rows edges have, read by their numbers; each mini-batch has them beside
+            those of its nodes.
         sets: ``memory``, ``train``, ``graph``, ``hubs``, ``resident``, ``replaced``, ``seed``, ``engine``,
             ``queue_depth`` and ``verify`` of :class:`featstore.loaders.mega.sets.PartitionSets`; ``memory``
             covers the mini-batches as well.
@@ -95,7 +99,8 @@ class PartitionsLoader(PrefetchingLoader):
         self, store: OpenStore, fanouts: Any, *, batch_size: int = 1024, passes: int | str = 1,
         weights: bool = False, tensors: bool | None = None, device: Any = None,
         device_memory: int | str | None = None, device_policy: str | None = None,
-        ranks: Sequence[int] = (0,), world_size: int = 1, drop_last: bool = False, **sets: Any,
+        ranks: Sequence[int] = (0,), world_size: int = 1, drop_last: bool = False,
+        edge_table: str | None = None, **sets: Any,
     ) -> None:  # fmt: skip
         super().__init__(_StepStages())
         if not isinstance(passes, str) or passes != "auto":
@@ -117,7 +122,11 @@ class PartitionsLoader(PrefetchingLoader):
         graph = graph_of(store, sets.get("graph"))
         beside = None if keeps is None else OnDevices.host_bytes(keeps, graph.table, graph.hubs)
         drawn = LargestDrawn(self._options.batch_size, self._options.fanouts, beside)
-        self.sets = PartitionSets(store, drawn=drawn, **sets)
+        self._edges = EdgeRows(store, edge_table, **sets) if edge_table is not None else None
+        if self._edges is None:
+            self.sets = PartitionSets(store, drawn=drawn, **sets)
+        else:
+            self.sets = self._edges.beside(drawn, sets)
         self._on_devices = None if keeps is None else self._keep(keeps)
         nodes, _ = drawn.nodes_and_edges(self.sets.places, self.sets.sizes.edges_max)
         self._transfer, memory = None, aligned_buffer
@@ -139,11 +148,14 @@ class PartitionsLoader(PrefetchingLoader):
             return OnDevices(device, self.sets.as_tier(), self.sets.table)
         except BaseException:
             self.sets.close()
+            if self._edges is not None:
+                self._edges.reader.close()
             raise
 
     def memory(self) -> dict[str, int]:
         """Bytes of the budget: ``planned``, by the sum of all that is held, and ``unused``."""
-        return self.sets.memory()
+        memory = self.sets.memory()
+        return memory if self._edges is None else memory | {"edge_rows": self._edges.memory_bytes}
 
     def __len__(self) -> int:
         """Mini-batches of the current epoch, of all the ranks that are drawn for here. Raises ArgumentError
@@ -220,18 +232,24 @@ class PartitionsLoader(PrefetchingLoader):
         sampled = time.perf_counter()
         on_devices = self._on_devices
         x: Any = drawing.gather(sample) if on_devices is None else on_devices.gather(sample.local)
+        if sample.e_id is not None:
+            check_range(sample.e_id, self.sets.graph.edges, f"an edge id of {self.sets.graph.where()}")
+        rows = {self.sets.table.name: x} | ({} if self._edges is None else self._edges.of(sample.e_id))
         gathered = time.perf_counter()
-        if self._tensors and on_devices is None:
-            from featstore.base.tensors import as_tensor
+        if self._tensors:
+            from featstore.base.tensors import as_tensor, to_device
 
-            x = as_tensor(x)
-            x = x if self._transfer is None else self._transfer({"x": x})["x"]
+            rows = {n: as_tensor(one) if isinstance(one, np.ndarray) else one for n, one in rows.items()}
+            if self._transfer is not None:
+                rows = self._transfer(rows)
+            elif on_devices is not None:
+                rows = {name: to_device(one, self._device) for name, one in rows.items()}
         for stage, low, high in (
             ("sample", begin, sampled), ("gather", sampled, gathered),
             ("hand over", gathered, time.perf_counter()),
         ):  # fmt: skip
             self.report_stages.add(stage, high - low)
-        return Batch(number, sample.node, x, sample)
+        return Batch(number, sample.node, rows if len(rows) > 1 else next(iter(rows.values())), sample)
 
     # Resuming.
 
@@ -271,10 +289,10 @@ class PartitionsLoader(PrefetchingLoader):
     def report(self) -> LoaderReport:
         """What has been measured so far."""
         batches, seconds, _ = self.report_stages.snapshot()
-        stats = self.sets.stats()
+        stats = [self.sets.stats()] + ([] if self._edges is None else [self._edges.reader.stats()])
         return LoaderReport(
-            batches, seconds | reading_seconds([stats]), stats.bytes_read, stats.reads, padded=self._padded,
-            dropped=self._dropped,
+            batches, seconds | reading_seconds(stats), sum(one.bytes_read for one in stats),
+            sum(one.reads for one in stats), padded=self._padded, dropped=self._dropped,
             forecast_seconds=self.sets.forecast_seconds(),
             devices={} if self._on_devices is None else self._on_devices.stats(),
             edges_stored=self._edges_stored, edges_kept=self._edges_kept,
@@ -292,6 +310,8 @@ class PartitionsLoader(PrefetchingLoader):
             if self._on_devices is not None:
                 self._on_devices.close()
         self.sets.close()
+        if self._edges is not None:
+            self._edges.reader.close()
 
     def __repr__(self) -> str:
         return (

@@ -20,6 +20,7 @@ from featstore.base.checks import check_offsets
 from featstore.base.dtypes import node_dtype
 from featstore.base.training_nodes import checked_train
 from featstore.errors import BudgetError, CorruptionError, SourceError
+from featstore.loaders.mega.features import Features
 from featstore.loaders.mega.induce import FILLED, TARGET, Places, count_by_partition, induce_block
 from featstore.loaders.mega.partition_set import PartitionSet
 from featstore.loaders.mega.schedule import Schedule, Step, grouped
@@ -55,7 +56,13 @@ class Loading:
         self._offsets_name = f"the offsets of graph {graph.name!r} of {store.path}"
         parts = ("offsets", "sources", "hubs") if self.graph.hubs else ("offsets", "sources")
         self._names: tuple[str, ...] = (self.table.name, *(f"{self.graph.name}/{part}" for part in parts))
-        needs = [table_need(store.table(name), reader["verify"], by_row=True) for name in self._names]
+        self._ids_of: dict[str, str] = {}  # the edges' numbers beside the lists, and beside the hubs' lists
+        if graph.has_edge_ids:
+            ids = (f"{self.graph.name}/{part}" for part in ("edge_ids", "hub_edge_ids"))
+            self._ids_of = dict(zip(self._names[2:], ids, strict=False))
+            self._drawn = None if drawn is None else replace(drawn, edge_bytes=drawn.edge_bytes + 8)
+        tables = (*self._names, *self._ids_of.values())
+        needs = [table_need(store.table(name), reader["verify"], by_row=True) for name in tables]
         reading = _reader_memory(self.memory_bytes, needs)
         self.train = self._train_rows(train)
         # Looked up once, in the dtype of the rows: any other would have all of them converted.
@@ -71,7 +78,7 @@ class Loading:
         self._places = Places(self._offsets, self.hub_rows)
         self.reader: Reader = Reader(
             store,
-            tables=self._names,
+            tables=tables,
             memory=reading,
             static=None,
             static_memory=0,
@@ -108,6 +115,10 @@ class Loading:
         """int64, the partitions that hold any rows."""
         some: NDArray[np.int64] = np.flatnonzero(np.diff(self._offsets) > 0)
         return some
+
+    @property
+    def _id_dtype(self) -> np.dtype[Any]:
+        return self.store.table(self._ids_of[self._names[2]]).dtype if self._ids_of else np.dtype(np.int32)
 
     def _train_rows(self, train: Any) -> NDArray[Any]:
         """The training nodes' rows, ascending, in as few bytes as they need."""
@@ -150,6 +161,7 @@ class Loading:
             self.table.rows, self.table.row_bytes, node_dtype(self.table.rows).itemsize,
             self.graph.entry.sources.row_bytes, np.diff(self._offsets), np.diff(bounds) + counts[:-1],
             len(self.hub_rows), int(counts[-1]), held_bytes, len(self.train), self._drawn,
+            self._id_dtype.itemsize if self._ids_of else 0,
         )  # fmt: skip
         return fit(self._needs, self.memory_bytes, resident, replaced)
 
@@ -167,11 +179,18 @@ class Loading:
         self._x = np.empty((places, *self.table.row_shape), self.table.dtype)
         self._node = np.full(places, -1, node_dtype(self.table.rows))
         buffers = 1 if sizes.slots == sizes.resident else 2
+        edges, block_edges = (sizes.edges_max + 1, sizes.block_edges) if self._ids_of else (0, 0)
         self._graphs = [
-            (np.zeros(places + 1, np.int64), np.empty(sizes.edges_max + 1, np.int32)) for _ in range(buffers)
-        ]
+            (
+                np.zeros(places + 1, np.int64), np.empty(sizes.edges_max + 1, np.int32),
+                np.empty(edges, self._id_dtype),
+            )
+            for _ in range(buffers)
+        ]  # fmt: skip
         dtype = self.store.table(self._names[2]).dtype
-        self._blocks = [np.empty(sizes.block_edges, dtype) for _ in range(2)]
+        self._blocks = [
+            (np.empty(sizes.block_edges, dtype), np.empty(block_edges, self._id_dtype)) for _ in range(2)
+        ]
         populate(self._x.reshape(-1).view(np.uint8))
         if hubs:
             self.reader.read({self.table.name: self.hub_rows}, out={self.table.name: self._x[:hubs]})
@@ -189,7 +208,8 @@ class Loading:
         rows, lists = self._offsets[ends], self._bounds[ends]
         hubs = np.array([[0, self._hub_offsets[-1]]])
         parts = (rows[step.loaded], rows + np.array([0, 1]), lists, hubs)
-        return dict(zip(self._names, parts, strict=False))
+        runs = dict(zip(self._names, parts, strict=False))
+        return runs | {ids: runs[name] for name, ids in self._ids_of.items()}
 
     def load(self, schedule: Schedule, step: Step, whole: bool) -> PartitionSet:
         """Bring a step's partitions into their slots (``whole``: also those that should be there already),
@@ -199,7 +219,7 @@ class Loading:
         starts = hubs + step.slots * size
         fresh = np.full(len(step.loaded), True) if whole else step.loaded
         runs = np.stack([self._offsets[step.partitions], self._offsets[step.partitions + 1]], axis=1)
-        features = _Features(self.reader, self.table.name, self._x, runs[fresh], starts[fresh])
+        features = Features(self.reader, self.table.name, self._x, runs[fresh], starts[fresh])
         try:
             features.submit(1 / _FEATURE_TURNS)
             lists = np.stack([runs[:, 0], runs[:, 1] + 1], axis=1)[np.argsort(starts)]
@@ -208,19 +228,17 @@ class Loading:
             seeds = self._seeds(schedule, step, starts)
             self._name_rows(runs[fresh], starts[fresh])
             built = time.perf_counter()
-            indptr, indices, own_edges, read_edges = self._build(
-                schedule, step, runs, starts, features, asked
-            )
+            graph, own_edges, read_edges = self._build(schedule, step, runs, starts, features, asked)
             built = time.perf_counter() - built
         finally:
             features.settle()
         features.result()
         return PartitionSet(
-            schedule.epoch, step.index, schedule.steps, self.seed, self._x, self._node, indptr, indices,
+            schedule.epoch, step.index, schedule.steps, self.seed, self._x, self._node, *graph[:2],
             seeds, step.partitions, starts, runs[:, 1] - runs[:, 0], len(self.partitions), hubs,
             self._hub_copies(step, starts), size, int(self._degrees(step)), own_edges,
             int((runs[fresh, 1] - runs[fresh, 0]).sum()) * self.table.row_bytes + read_edges,
-            time.perf_counter() - begin, built,
+            time.perf_counter() - begin, built, graph[2] if self._ids_of else None,
         )  # fmt: skip
 
     def _hub_copies(self, step: Step, starts: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -264,12 +282,15 @@ class Loading:
         step: Step,
         runs: NDArray[np.int64],
         starts: NDArray[np.int64],
-        features: _Features,
+        features: Features,
         asked: Request,
-    ) -> tuple[NDArray[np.int64], NDArray[np.int32], int, int]:
-        """(indptr, indices, edges into the partitions' nodes, bytes read) of the subgraph of a step."""
+    ) -> tuple[tuple[NDArray[np.int64], NDArray[np.int32], NDArray[Any]], int, int]:
+        """((indptr, indices, edge ids), edges into the partitions' nodes, bytes read) of the subgraph of a
+        step."""
         hubs = len(self.hub_rows)
-        indptr, indices = self._graphs[(schedule.epoch * schedule.steps + step.index) % len(self._graphs)]
+        indptr, indices, ids = self._graphs[
+            (schedule.epoch * schedule.steps + step.index) % len(self._graphs)
+        ]
         bits, ranks, local = self._places.here(step.partitions, starts)
         state = np.zeros(2, np.int64)
         by_slot = np.argsort(starts)
@@ -293,7 +314,7 @@ class Loading:
             check_offsets(lists, int(first_edge), int(end_edge), self._offsets_name)
         filled_to, hub_edges, before = 0, 0, -1
         blocks = self._list_blocks(segments, features)
-        for region, first, block in blocks:
+        for region, first, block, block_ids in blocks:
             lists, wanted, start = regions[region]
             if region != before:  # places without rows have empty lists
                 indptr[filled_to + 1 : start + 1] = state[FILLED]
@@ -301,6 +322,7 @@ class Loading:
             ends = indptr[start + 1 : start + len(lists)]
             bad = induce_block(
                 lists, block, first, self._places.rows, bits, ranks, local, wanted, state, ends, indices,
+                block_ids, ids,
             )  # fmt: skip
             if bad >= 0:
                 actual = str(block[bad])
@@ -310,15 +332,17 @@ class Loading:
                 state[TARGET], filled_to = 0, start + len(ends)
                 hub_edges = int(state[FILLED]) if hubs and region == 0 else hub_edges
         indptr[filled_to + 1 :] = state[FILLED]
-        read = offsets.nbytes + sum((high - low) for _, low, high in segments) * self._blocks[0].itemsize
-        return indptr, indices[: state[FILLED]], int(state[FILLED]) - hub_edges, read
+        edge_bytes = self._blocks[0][0].itemsize + (self._id_dtype.itemsize if self._ids_of else 0)
+        read = offsets.nbytes + sum((high - low) for _, low, high in segments) * edge_bytes
+        filled = int(state[FILLED])
+        return (indptr, indices[:filled], ids[:filled]), filled - hub_edges, read
 
     def _list_blocks(
-        self, segments: list[tuple[str, int, int]], features: _Features
-    ) -> Generator[tuple[int, int, NDArray[Any]], None, None]:
-        """(segment, first edge, block of sources): every segment in one or more blocks. Blocks share two
-        buffers; one is read while the other is looked at, and after each a share of the features is asked
-        for, so that neither waits for all of the other."""
+        self, segments: list[tuple[str, int, int]], features: Features
+    ) -> Generator[tuple[int, int, NDArray[Any], NDArray[Any]], None, None]:
+        """(segment, first edge, block of sources, and of edge ids): every segment in one or more blocks.
+        Blocks share two buffers; one is read while the other is looked at, and after each a share of the
+        features is asked for, so that neither waits for all of the other."""
         groups = grouped(segments, self.sizes.block_edges)
         ahead = self._read_group(segments, groups[0], 0) if groups else None
         try:
@@ -331,10 +355,11 @@ class Loading:
                     ahead = self._read_group(segments, groups[number + 1], number + 1)
                 assert request is not None
                 request.result()
-                buffer, at = self._blocks[number % 2], 0
+                (buffer, ids), at = self._blocks[number % 2], 0
                 for segment, low, high in group:
-                    yield segment, low, buffer[at : at + high - low]
-                    at += high - low
+                    end = at + high - low
+                    yield segment, low, buffer[at:end], ids[at:end]
+                    at = end
         finally:
             if ahead is not None:
                 ahead.exception()
@@ -344,50 +369,13 @@ class Loading:
     ) -> Any:
         table = segments[group[0][0]][0]
         runs = np.array([(low, high) for _, low, high in group])
-        out = self._blocks[number % 2][: int((runs[:, 1] - runs[:, 0]).sum())]
-        return self.reader.submit_runs({table: runs}, out={table: out})
+        count = int((runs[:, 1] - runs[:, 0]).sum())
+        tables = [table] + ([self._ids_of[table]] if self._ids_of else [])
+        out = dict(zip(tables, (one[:count] for one in self._blocks[number % 2]), strict=False))
+        return self.reader.submit_runs(dict.fromkeys(tables, runs), out=out)
 
 
 def _reader_memory(memory_bytes: int, needs: Sequence[TableNeed]) -> int:
     """The reader's part of a loader's budget: more staging for larger ones, up to 16 MiB."""
     beside = max(_READER_BYTES_MIN, min(_READER_BYTES_MAX, memory_bytes // 7))
     return own_bytes(memory_bytes, needs, beside)
-
-
-class _Features:
-    """The rows of partitions on their way into their slots, asked for in turns, in the order in which they
-    lie on disk."""
-
-    def __init__(
-        self, reader: Reader, table: str, x: NDArray[Any], runs: NDArray[np.int64], starts: NDArray[np.int64]
-    ) -> None:
-        sort = np.argsort(runs[:, 0])
-        self._reader, self._table, self._x, self._runs, self._starts = (
-            reader,
-            table,
-            x,
-            runs[sort],
-            starts[sort],
-        )
-        self._asked = 0
-        self._requests: list[Request] = []
-
-    def submit(self, share: float) -> None:
-        """Ask for more, so that this share of all has been asked for."""
-        end = min(len(self._runs), int(np.ceil(share * len(self._runs))))
-        if end > self._asked:
-            wanted = slice(self._asked, end)
-            out, at = {self._table: self._x}, {self._table: self._starts[wanted]}
-            self._requests.append(self._reader.submit_runs({self._table: self._runs[wanted]}, out=out, at=at))
-            self._asked = end
-
-    def settle(self) -> None:
-        """Wait until nothing writes into the slots any more."""
-        for request in self._requests:
-            request.exception()
-
-    def result(self) -> None:
-        """Wait for all that was asked for, and for what was not yet. Raises what went wrong."""
-        self.submit(1.0)
-        for request in self._requests:
-            request.result()

@@ -28,6 +28,7 @@ class PartitionSet:
         hub_copies: int64, local ids of those hubs that are here as members of their partition.
         edges_stored: edges of the lists of these partitions, those lost at the border included.
         read_bytes, load_seconds, build_seconds: what making it took.
+        edge_ids: int32 or int64 [edges], the user's numbers of the edges, or None.
     """
 
     epoch: int
@@ -51,6 +52,7 @@ class PartitionSet:
     read_bytes: int
     load_seconds: float
     build_seconds: float
+    edge_ids: NDArray[Any] | None = None
 
     @property
     def places(self) -> NDArray[np.int64]:

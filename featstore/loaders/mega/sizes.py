@@ -30,11 +30,13 @@ _DEVICE_NODE_BYTES = 80  # of a node whose row a device tier puts together: its 
 class LargestDrawn:
     """Mini-batches of ``batch_size`` seeds, with so many neighbours per node and hop (-1: all), as large as
     they can be. ``device_bytes``: where a device tier puts their rows together, the host memory that it
-    takes for that; else these are gathered in host memory."""
+    takes for that; else these are gathered in host memory. ``edge_bytes``: of an edge's number and
+    row."""
 
     batch_size: int
     fanouts: tuple[int, ...]
     device_bytes: int | None = None
+    edge_bytes: int = 0
 
     def nodes_and_edges(self, places: int, edges: int) -> tuple[int, int]:
         """Its nodes and edges at most, in a mega-batch of so many."""
@@ -52,7 +54,7 @@ class LargestDrawn:
         sampling = 24 * nodes + 12 * table_size(nodes) + 48 * drawn
         if self.device_bytes is not None:
             row_bytes, sampling = 0, sampling + self.device_bytes + _DEVICE_NODE_BYTES * nodes
-        held = nodes * (row_bytes + 16) + 20 * drawn  # ids twice; edges' ends, and their weights
+        held = nodes * (row_bytes + 16) + (20 + self.edge_bytes) * drawn  # ids twice; ends, and weights
         return HELD_BATCHES * held + sampling
 
 
@@ -63,7 +65,7 @@ class Needs:
     ``partition_rows``, ``partition_edges`` int64 [partitions]: rows of each, and edges that it can bring into
     the subgraph: its own lists, and those of hubs that come from it. ``hub_edges``: edges between hubs.
     ``held_bytes``: reader, maps, training nodes, of which there are ``train``. ``drawn``: the mini-batches
-    that are drawn, or None where there are none.
+    that are drawn, or None where there are none. ``id_bytes``: of an edge's number, 0 where there are none.
     """
 
     rows: int
@@ -77,6 +79,7 @@ class Needs:
     held_bytes: int
     train: int = 0
     drawn: LargestDrawn | None = None
+    id_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -112,8 +115,8 @@ def sizes_of(needs: Needs, resident: int, replaced: int, block_edges: int) -> Si
     total = (
         needs.held_bytes
         + places * (needs.row_bytes + needs.node_bytes + 1)  # 1: which are hubs, for weights
-        + buffers * (8 * (places + 1) + 4 * (edges + 1))
-        + 2 * needs.source_bytes * block_edges
+        + buffers * (8 * (places + 1) + (4 + needs.id_bytes) * (edges + 1))
+        + 2 * (needs.source_bytes + needs.id_bytes) * block_edges
         + drawn
         + _SEED_BYTES * min(needs.train, rows)
         + 8 * (rows + resident)  # offsets of the lists
