@@ -43,12 +43,10 @@ class SplitStore(WholeStore, Store):
         own = {name: options.pop(name) for name in READING if name in options}
         return TieredReader(self, [*tiers, Hosts(**own)], memory=memory, **options)
 
-    def compiled(self, name: str = "default") -> Any:
-        raise ArgumentError("compiled traces are of a store on one disk: compile them for each host's part")
-
     def loader_costs(self, *arguments: Any, **options: Any) -> Any:
         raise ArgumentError(
-            "loader_costs is of a store on one disk: of a split store there is mode online alone"
+            "loader_costs is of a store on one disk: what rows of other hosts take, nobody has measured; try "
+            "the modes that you think of, mode="
         )
 
 

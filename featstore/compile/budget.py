@@ -135,8 +135,8 @@ def batch_bytes(rows: int, row_bytes: int) -> int:
 
 
 def parse_disk(disk: int | str | None, store: OpenStore) -> int | None:
-    """A limit on disk space: bytes, a size, or a multiple of the store's tables as ``"3x"``. Raises
-    SourceError."""
+    """A limit on disk space: bytes, a size, or a multiple of the store's tables on this disk as ``"3x"``.
+    Raises ArgumentError."""
     if disk is None:
         return None
-    return multiple_bytes(disk, sum(t.data_bytes for t in store.tables.values()), "disk")
+    return multiple_bytes(disk, sum(t.data_bytes for t in store.on_disk.tables.values()), "disk")

@@ -18,26 +18,27 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from featstore.arguments import as_choice, as_count, as_flag, as_function, as_path, as_sequence, shown
+from featstore.arguments import as_choice, as_count, as_flag, as_function, as_path, shown
 from featstore.compile.budget import LoaderBudget, parse_disk
 from featstore.compile.choose import packed_byte_seconds
 from featstore.compile.decide import OURS, Policy, TableDecision, TableOptions, plan_table
 from featstore.compile.forecast import CompileForecast
+from featstore.compile.gather import Gathering
 from featstore.compile.limits import check_sizes
+from featstore.compile.options import CompileOptions, batches_of_epochs, size_or_nothing
 from featstore.compile.record_table import write_records
 from featstore.compile.routing import Routes
 from featstore.compile.row_lists import RowLists
 from featstore.compile.scan import tables_of
 from featstore.compile.write_table import PARTS, TablePacking, table_needed_bytes
 from featstore.errors import ArgumentError, BudgetError, FeatstoreError
+from featstore.hosts.split_store import WholeStore
 from featstore.layout.records import encode_record, record_offsets
 from featstore.packing.packing import Progress
 from featstore.plan.cost import DeviceModel, device_key, load_model
@@ -48,6 +49,7 @@ from featstore.storage.journal import TableProgress
 from featstore.storage.manifest import (
     COMPILED_FEATURE,
     EPOCHS,
+    GATHERED_FEATURE,
     ArrayEntry,
     CompiledEntry,
     CompiledTable,
@@ -73,12 +75,6 @@ _DISK_SLACK_BYTES = 1 << 20
 # Of deciding, for each row: the map and places of every table; uses and slots, or keys and places in regions,
 # of one table.
 _MAP_BYTES, _STATE_BYTES = 8, 16
-
-
-def _size(given: int | str, name: str) -> int:
-    """A size that may be nothing."""
-    nothing = isinstance(given, int | str) and not isinstance(given, bool) and given in (0, "0")
-    return 0 if nothing else parse_bytes(given, name)
 
 
 def compile_trace(
@@ -130,17 +126,22 @@ def compile_trace(
     as_count(seed, "seed", 0)
     check_pack_name(name)
     with ExitStack() as stack:
+        if dry_run and isinstance(store, WholeStore):
+            raise ArgumentError(
+                "dry_run= forecasts for a store on one disk, not for one that is split by hosts"
+            )
         base = (
             store if isinstance(store, OpenStore) else stack.enter_context(OpenStore(as_path(store, "store")))
         )
         recorded = trace if isinstance(trace, Trace) else stack.enter_context(Trace(as_path(trace, "trace")))
         of_type = {t: base.table(n).rows for t, n in tables_of(base, recorded).items()}
         check_sizes(of_type, recorded.counts, len(recorded))
-        options = _Options(
+        options = CompileOptions(
             parse_bytes(memory, "memory"), parse_disk(disk, base),
             parse_bytes(memory if train_memory is None else train_memory, "train_memory"),
-            None if cache is None else _size(cache, "cache"), _size(device_memory, "device_memory"),
-            residency, seed, policy.name, _epochs(epoch_batches, len(recorded)),
+            None if cache is None else size_or_nothing(cache, "cache"),
+            size_or_nothing(device_memory, "device_memory"), residency, seed, policy.name,
+            batches_of_epochs(epoch_batches, len(recorded)),
             None if read_times is None else as_count(read_times, "read_times"),
         )  # fmt: skip
         return _compile(
@@ -150,7 +151,7 @@ def compile_trace(
 
 
 def _compile(
-    base: OpenStore, recorded: Trace, name: str, options: _Options, policy: Policy,
+    base: OpenStore, recorded: Trace, name: str, options: CompileOptions, policy: Policy,
     model: DeviceModel | None, *, resume: bool, overwrite: bool, dry_run: bool,
     progress: Callable[[Progress], None] | None, door: Disk,
 ) -> Path | CompileForecast:  # fmt: skip
@@ -194,44 +195,17 @@ def _worth(progress: TableProgress, error: BaseException) -> bool:
     return bool(progress.slab or progress.episode or progress.done)
 
 
-@dataclass(frozen=True)
-class _Options:
-    memory_bytes: int
-    disk_bytes: int | None
-    train_bytes: int
-    cache_bytes: int | None  # 0: nothing stays
-    device_bytes: int
-    residency: str
-    seed: int
-    policy: str
-    epoch_batches: tuple[int, ...]
-    read_times: int | None
-
-
-def _epochs(given: Sequence[int] | None, batches: int) -> tuple[int, ...]:
-    """Mini-batches of each epoch. Raises ArgumentError unless they are those of the trace."""
-    if given is None:
-        return (batches,)
-    counts = as_sequence(given, "epoch_batches", "numbers of mini-batches, one for each epoch")
-    epochs = tuple(as_count(count, "a number of epoch_batches", 0) for count in counts)
-    if not epochs or sum(epochs) != batches:
-        raise ArgumentError(
-            f"epoch_batches are those of {sum(epochs):,} mini-batches, the trace has {batches:,}"
-        )
-    return epochs
-
-
 class _Compiling:
     """One compilation: the state that its steps share."""
 
     def __init__(
-        self, transaction: Transaction, base: OpenStore, trace: Trace, options: _Options, policy: Policy,
-        model: DeviceModel | None, progress: Callable[[Progress], None] | None,
+        self, transaction: Transaction, base: OpenStore, trace: Trace, options: CompileOptions,
+        policy: Policy, model: DeviceModel | None, progress: Callable[[Progress], None] | None,
     ) -> None:  # fmt: skip
         self.base, self.trace, self.options, self.policy = base, trace, options, policy
         self.transaction, self.disk, self.catalogue = transaction, transaction.disk, transaction.catalogue
         self.generation = transaction.generation
-        self.model = model or load_model(device_key(base.path, "uring", "direct"))
+        self.model = model or load_model(device_key(base.on_disk.path, "uring", "direct"))
         times = options.read_times
         self._written_byte_seconds = 0.0 if times is None else packed_byte_seconds(self.model) / times
         self._progress = progress
@@ -239,6 +213,8 @@ class _Compiling:
         self._plans: list[TableDecision] = []
         self._segments: dict[str, tuple[RowLists, RowLists]] = {}  # by table: of mini-batches, of groups
         self._tables: dict[str, TableEntry] = {}
+        self._gathering: Gathering | None = None  # of a store that is split by hosts
+        self._rows = base  # where rows are read
         self._arrays: dict[str, ArrayEntry] = {}
 
     @property
@@ -251,6 +227,8 @@ class _Compiling:
         self.transaction.start(msgspec.to_builtins(known) | msgspec.to_builtins(self.options))
         forecast = self.decide()
         self._check_space(forecast)
+        if self._gathering is not None:
+            self._rows = self._gathering.brought()
         name = self.generation.name
         offsets = self._write_records()
         compiled = {p.table.name: self._pack(p) for p in self._plans}
@@ -258,13 +236,17 @@ class _Compiling:
         if len(self.options.epoch_batches) > 1:
             begins = np.cumsum([0, *self.options.epoch_batches])
             self._arrays[EPOCHS] = write_array(self.catalogue, f"{name}/arrays/{EPOCHS}", begins)
+        foretold, features = msgspec.to_builtins(forecast), [COMPILED_FEATURE]
+        if self._gathering is not None:
+            foretold |= self._gathering.asked
+            features.append(GATHERED_FEATURE)
+            self._tables |= {n: table.entry for n, table in self._gathering.tables.items()}
         entry = CompiledEntry(
-            self.base.uuid, self.trace.uuid, self.options.residency,  # type: ignore[arg-type]
-            len(self.trace), self.options.train_bytes, "records", "offsets", compiled,
-            msgspec.to_builtins(forecast),
+            self.base.on_disk.uuid, self.trace.uuid, self.options.residency,  # type: ignore[arg-type]
+            len(self.trace), self.options.train_bytes, "records", "offsets", compiled, foretold,
         )  # fmt: skip
         self.transaction.commit(
-            ["arrays"], tables=self._tables, arrays=self._arrays, features=[COMPILED_FEATURE], compiled=entry,
+            ["arrays"], tables=self._tables, arrays=self._arrays, features=features, compiled=entry,
             provenance={"seed": self.options.seed, "trace": self.trace.fingerprint},
         )  # fmt: skip
 
@@ -283,6 +265,8 @@ class _Compiling:
         for lists in self._segments.values():
             for one in lists:
                 one.close()
+        if self._rows is not self.base:
+            self._rows.close()
 
     # Deciding.
 
@@ -291,15 +275,14 @@ class _Compiling:
         self.disk.mkdir(self.scratch)
         self.disk.fsync_dir(self.scratch.parent)
         types = tables_of(self.base, self.trace)
-        tables = {t: self.base.table(n) for t, n in types.items()}
-        for table in tables.values():
+        for name in types.values():
             for part in PARTS:
-                check_name(f"{table.name}.{part}", "compiled table")
-        o = self.options
-        needed = deciding_bytes(tables)
+                check_name(f"{name}.{part}", "compiled table")
+        o, tables, disk_bytes = self.options, *self._tables_to_read(types)
+        needed = o.memory_bytes - self._memory_bytes + deciding_bytes(tables)
         try:
             budget = LoaderBudget.split(
-                o.train_bytes, o.cache_bytes, o.device_bytes, o.disk_bytes, self.trace, tables
+                o.train_bytes, o.cache_bytes, o.device_bytes, disk_bytes, self.trace, tables
             )
         except BudgetError as error:
             if o.train_bytes != o.memory_bytes:
@@ -307,12 +290,12 @@ class _Compiling:
             raise BudgetError(max(needed, error.needed_bytes), o.memory_bytes, error.what) from None
         if needed > o.memory_bytes:
             raise BudgetError(needed, o.memory_bytes, "decide where the rows of a trace go, and pack them")
-        limits = self._disk_limits(tables)
+        limits = self._disk_limits(tables, disk_bytes)
         for node_type, table in tables.items():
             options = TableOptions(
                 budget.slots[node_type], budget.device_slots[node_type], limits[node_type],
-                self.options.residency, EXTENT_BYTES_MAX, self.options.memory_bytes, self.options.seed,
-                self.policy, self._written_byte_seconds,
+                o.residency, EXTENT_BYTES_MAX, self._memory_bytes, o.seed, self.policy,
+                self._written_byte_seconds,
             )  # fmt: skip
             self._plans.append(
                 plan_table(self.trace, node_type, table, options, self.model, self.disk, self.scratch)
@@ -320,9 +303,24 @@ class _Compiling:
             self._tell("deciding", table.name, 0)
         return CompileForecast.of(self.trace, self._plans)
 
-    def _disk_limits(self, tables: dict[str, Any]) -> dict[str, int | None]:
-        """The limit on disk space, divided by the bytes that the trace asks of each table."""
+    def _tables_to_read(self, types: Mapping[str, str]) -> tuple[dict[str, Table], int | None]:
+        """The tables whose rows will be read, by node type, and the limit on disk space for what is made of
+        them: rows of several hosts are gathered first."""
         limit = self.options.disk_bytes
+        if not isinstance(self.base, WholeStore):
+            return {t: self.base.table(n) for t, n in types.items()}, limit
+        self._gathering = Gathering(
+            self.base, self.trace, types, self.options.memory_bytes, self.transaction, self._tell
+        )
+        return {t: self._gathering.tables[n] for t, n in types.items()}, self._gathering.disk_left(limit)
+
+    @property
+    def _memory_bytes(self) -> int:
+        """What is left of the memory as long as node ids of several hosts are to be found."""
+        return self.options.memory_bytes - (self._gathering.held_bytes if self._gathering is not None else 0)
+
+    def _disk_limits(self, tables: Mapping[str, Table], limit: int | None) -> dict[str, int | None]:
+        """The limit on disk space, divided by the bytes that the trace asks of each table."""
         if limit is None:
             return dict.fromkeys(tables)
         asked = {t: int(self.trace.counts[t].sum()) * table.row_bytes for t, table in tables.items()}
@@ -332,13 +330,9 @@ class _Compiling:
         """Raise DiskFullError before the first row is packed if the disk cannot hold what will be written."""
         spill = sum(p.forecast.shared_rows * p.table.row_bytes for p in self._plans)
         resident = sum((len(p.start) + len(p.device)) * p.table.row_bytes for p in self._plans)
+        rows_bytes = forecast.disk_bytes + (0 if self._gathering is None else self._gathering.data_bytes)
         needed = (
-            forecast.disk_bytes
-            + forecast.disk_bytes // 1024
-            + spill
-            + resident
-            + 2 * forecast.record_bytes
-            + _DISK_SLACK_BYTES
+            rows_bytes + rows_bytes // 1024 + spill + resident + 2 * forecast.record_bytes + _DISK_SLACK_BYTES
         )
         self.transaction.check_space(needed - self.transaction.bytes_there(self.generation.directory))
 
@@ -376,8 +370,8 @@ class _Compiling:
         name, journal = plan.table.name, self.transaction.journal
         progress = journal.table(name)
         packing = TablePacking(
-            self.disk, self.base, plan, self.catalogue, self.generation, self._segments[name],
-            self.options.memory_bytes, progress, journal.save, lambda stage,
+            self.disk, self._rows, plan, self.catalogue, self.generation, self._segments[name],
+            self._memory_bytes, progress, journal.save, lambda stage,
             count: self._tell(stage, name, count),
         )  # fmt: skip
         self._total_bytes += packing.total_bytes
@@ -394,6 +388,8 @@ class _Compiling:
         )  # fmt: skip
 
     def _tell(self, stage: str, table: str, count: int) -> None:
+        if isinstance(self.base, WholeStore):
+            self.base.check_peers()
         self._done_bytes += count
         if self._progress is not None:
             self._progress(Progress(stage, table, self._done_bytes, max(self._total_bytes, self._done_bytes)))

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from featstore.base.compilation import njit
+from featstore.compile.gather import GatheredTable
 from featstore.compile.residency import NO_NEXT_BATCH
 from featstore.compile.row_lists import RowLists, RowListsWriter
 from featstore.errors import IdError
@@ -117,7 +118,8 @@ class NodeRows:
 
     def __init__(self, table: Table) -> None:
         self.table = table
-        found = table.row_of_node()
+        self._gathered = table if isinstance(table, GatheredTable) else None
+        found = None if self._gathered is not None else table.row_of_node()
         self._row_of_node: NDArray[Any] = np.empty(0, np.int32) if found is None else found
         self._place_of_row: NDArray[np.int32] | None = None
 
@@ -126,6 +128,7 @@ class NodeRows:
         dtype: np.dtype[Any]
     ) -> tuple[NDArray[Any], NDArray[np.int32]]:  # fmt: skip
         """(distinct rows, when each is used next) of a mini-batch; see :func:`last_rows`. Raises IdError."""
+        ids = ids if self._gathered is None else self._gathered.find(ids)
         rows, next_use = np.empty(len(ids), dtype), np.empty(len(ids), np.int32)
         count, bad = last_rows(ids, self._row_of_node, self.table.rows, batch, later, uses, rows, next_use)
         if count < 0:
@@ -140,6 +143,7 @@ class NodeRows:
 
     def places(self, ids: NDArray[Any], batch: int) -> DistinctRows:
         """Raises IdError for an id that the table does not have."""
+        ids = ids if self._gathered is None else self._gathered.find(ids)
         if self._place_of_row is None:
             self._place_of_row = np.full(self.table.rows, -1, np.int32)
         n = len(ids)

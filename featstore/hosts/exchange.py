@@ -81,6 +81,7 @@ class Exchange(OneProcess):
         self._rows = self._bytes = 0
         self._own: list[int] = []  # digests of loaders' options
         self._theirs: dict[tuple[int, int], int] = {}
+        self._steps: dict[tuple[int, int], int] = {}  # by host, and number of an epoch
         peers = [host for host in range(wire.hosts) if host != wire.host]
         agreed = self._agree(peers, dict(about), body_bytes, ids_max)
         self.body_bytes, self.ids_max = agreed
@@ -146,9 +147,9 @@ class Exchange(OneProcess):
         """Have rows sent; the ask ends with them, or with an error."""
         self.lines[peer].ask(ask)
 
-    def agree(self, digest: int) -> None:
-        """Say what options the next loader of this host has; where another host's of the same number has
-        others, their steps would not go together, and all fail."""
+    def agree(self, digest: int) -> int:
+        """Say what options the next loader of this host has, and return its number; where another host's of
+        the same number has others, their steps would not go together, and all fail."""
         with self._counting:
             number = len(self._own)
             self._own.append(digest)
@@ -156,6 +157,7 @@ class Exchange(OneProcess):
             line.say(Outgoing(ms.Kind.SAME, number, digest))
         for peer in self.lines:
             self._compare(peer, number)
+        return number
 
     def compare(self, peer: int, number: int, digest: int) -> None:
         """Another host has said what options one of its loaders has."""
@@ -167,11 +169,39 @@ class Exchange(OneProcess):
         own = self._own[number] if number < len(self._own) else theirs
         if theirs is not None and own != theirs:
             what = (
-                f"makes a loader (its number {number} of this store) of other options than this host: seeds, "
-                "fanouts, batch_size, seed, drop_last and graph must be the same on all, or steps would "
-                "not be"
+                f"makes a loader (its number {number} of this store) of other options than this host: mode, "
+                "seeds, fanouts, batch_size, seed, drop_last and graph must be the same on all, or steps "
+                "would not be"
             )
             self.fail(self.peer_error(peer, what))
+
+    def say_steps(self, number: int, steps: int) -> None:
+        """Tell all hosts how many steps this one has in an epoch of that number; what it has told, it does
+        not tell again."""
+        if (self.wire.host, number) not in self._steps:
+            self._steps[self.wire.host, number] = steps
+            for line in self.lines.values():
+                line.say(Outgoing(ms.Kind.STEPS, number, steps))
+
+    def heard_steps(self, peer: int, number: int, steps: int) -> None:
+        """Another host has said how many it has."""
+        self._steps[peer, number] = steps
+        self.changed()
+
+    def steps_of_all(self, number: int) -> list[int]:
+        """The steps of all hosts in an epoch of that number, in their order, waited for. Raises
+        PeerError."""
+        found: list[int] = []
+        for host in range(self.wire.hosts):
+            while (host, number) not in self._steps:
+                if self.error is not None:
+                    raise self.error
+                if host in self.lines and self.lines[host].bye_heard:
+                    raise self.peer_error(host, "has closed the store, and begins no epoch any more")
+                self.check_process()
+                self._changed.wait(0.05)
+            found.append(self._steps[host, number])
+        return found
 
     # What is known.
 

@@ -73,6 +73,8 @@ class OfLines(Protocol):
 
     def compare(self, peer: int, number: int, digest: int) -> None: ...
 
+    def heard_steps(self, peer: int, number: int, steps: int) -> None: ...
+
 
 class HostLine:
     """To one other host. Two threads, one that sends and one that receives, so that neither waits for the
@@ -217,6 +219,8 @@ class HostLine:
                     take[kind](found, ms.body_of(found, raw))
                 elif kind == ms.Kind.SAME:
                     exchange.compare(self.peer, found.number, found.detail)
+                elif kind == ms.Kind.STEPS:
+                    exchange.heard_steps(self.peer, found.number, found.detail)
                 elif kind == ms.Kind.BYE:
                     self.bye_heard = True
                     self._wake.set()

@@ -15,6 +15,7 @@ PING  I am there                              0      0
 GONE  a host is gone, and so am I             0      that host    text
 BYE   I ask for nothing more                  0      0
 SAME  my n-th loader has options of a digest  n      digest
+STEPS an epoch of one of my loaders has steps which  steps
 END   nothing more is said                    0      0
 ===== ======================================= ====== ============ =========================================
 """
@@ -51,6 +52,7 @@ class Kind(IntEnum):
     BYE = 7
     END = 8
     SAME = 9
+    STEPS = 10
 
 
 class Header(NamedTuple):

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from featstore.base.bitmap import count_bits, slot_of
 from featstore.base.compilation import njit
+from featstore.base.dtypes import node_dtype
 from featstore.errors import FormatError, IdError
 
 _WORD = 64
@@ -135,6 +136,15 @@ class Owners:
         if wrong >= 0:
             raise IdError(f"host {self.host} has no row of node {ids[wrong]} in table {self.table!r}")
         return out
+
+    def nodes(self) -> NDArray[Any]:
+        """[rows], the nodes of this host, ascending: those of its own store, as ids of the whole."""
+        dtype = node_dtype(len(self.hosts))
+        found = [np.empty(0, dtype)]
+        for low in range(0, len(self.hosts), _BLOCK):
+            own = np.flatnonzero(self.hosts[low : low + _BLOCK] == self.host)
+            found.append((own + low).astype(dtype))
+        return np.concatenate(found)
 
     def mine(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
         """bool [n], which of these nodes are this host's."""

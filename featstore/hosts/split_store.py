@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 _LINES_SHARE = 4  # of the memory, at most, is for lines
 _LOADED_AT_ONCE = 1 << 20  # nodes
+_EPOCHS_MAX = 1 << 40  # of a loader
 
 
 class WholeTable(Table):
@@ -213,11 +214,15 @@ class WholeStore(OpenStore):
         return hosts
 
     @property
-    def own_path(self) -> Path:
-        """The host's own part: the topology is the same on all hosts."""
-        return self.part.path
+    def on_disk(self) -> OpenStore:
+        return self.part
 
     # Rows.
+
+    def check_peers(self) -> None:
+        """Raise PeerError where a host is gone, for who has all rows that it wants, and asks for none."""
+        if self._exchange is not None and self._exchange.error is not None:
+            raise self._exchange.error
 
     def source(
         self, tables: Sequence[str], *, halo: TierSpec | None = None, halo_memory: int = 0, **options: Any
@@ -235,12 +240,22 @@ class WholeStore(OpenStore):
         reader = Reader(self.part, tables=here, **options)
         return HostsRows(self, self.owners, copies, reader, self._exchange, halo, halo_memory)
 
-    def agree(self, options: Mapping[str, Any]) -> None:
-        """Have all hosts make their next loader of these options; PeerError on all where they do not."""
+    def agree(self, options: Mapping[str, Any]) -> int:
+        """Have all hosts make their next loader of these options, and return its number; PeerError on all
+        where they do not."""
+        if self._exchange is None:
+            return 0
+        text = repr(sorted((name, repr(value)) for name, value in options.items()))
+        return self._exchange.agree(int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "little"))
+
+    def say_steps(self, loader: int, epoch: int, steps: int) -> None:
+        """Tell all hosts how many steps this one has in an epoch of the loader of that number."""
         if self._exchange is not None:
-            text = repr(sorted((name, repr(value)) for name, value in options.items()))
-            digest = hashlib.sha256(text.encode()).digest()
-            self._exchange.agree(int.from_bytes(digest[:7], "little"))
+            self._exchange.say_steps(loader * _EPOCHS_MAX + epoch, steps)
+
+    def steps_of_all(self, loader: int, epoch: int) -> list[int]:
+        """The steps of all hosts there, waited for; of one host none. Raises PeerError."""
+        return [] if self._exchange is None else self._exchange.steps_of_all(loader * _EPOCHS_MAX + epoch)
 
     def received(self) -> tuple[int, int]:
         """Rows that have come from other hosts, and their bytes."""
@@ -294,12 +309,7 @@ class HostsRows(HostsSource):
         below: RowSource = CopiesTier(self._peers, copies, reader) if copies else self._peers
         self.halo = None if halo is None else halo.over(below, halo_memory)
         super().__init__(store, owners, reader, below if self.halo is None else self.halo)
-        self._reader, self._exchange = reader, exchange
-
-    def check_peers(self) -> None:
-        """Raise PeerError where a host is gone, for who has all rows that it wants, and asks for none."""
-        if self._exchange is not None and self._exchange.error is not None:
-            raise self._exchange.error
+        self._reader = reader
 
     @property
     def remote_rows(self) -> int:

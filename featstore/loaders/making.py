@@ -23,6 +23,7 @@ from featstore.loaders.divided import GivenShare
 from featstore.loaders.host.mode import HostMode
 from featstore.loaders.host.place import Place, place_of
 from featstore.loaders.mega.loader import PartitionsLoader
+from featstore.loaders.mega.owned import owned_partitions
 from featstore.loaders.modes import Mode, PartitionsMode, RollingMode, compiled_mode
 from featstore.loaders.online.loader import OnlineLoader
 from featstore.loaders.online.lookahead import Lookahead
@@ -123,6 +124,8 @@ class Making:
         with self.shares.told_of_all():
             mode = make[given.mode](given.of_mode())
         mode.share = self.share
+        if isinstance(self.store, WholeStore):
+            mode.check = self.store.check_peers
         return mode
 
     def _taken(self, batches: Sampler | None) -> Taken:
@@ -142,14 +145,10 @@ class Making:
     def _check_hosts(self, store: WholeStore, batches: Any) -> None:
         """What a store that is split by hosts has of modes and ranks. Mode auto is online."""
         given, place = self.given, store.place
-        if given.mode not in ("auto", "online"):
-            raise ArgumentError(
-                f"mode {given.mode!r} is of a store on one disk: rows that other hosts own are read "
-                "online. Each host's own part can be trained on in every mode (store.part)"
-            )
         if given.auto:
             self.given.mode, self.given.auto = "online", False
-            self.taken = Taken("online", "rows that other hosts own are read online", None)
+            because = "what rows of other hosts take is not known beforehand: ask for another mode, mode="
+            self.taken = Taken("online", because, None)
         world = place.hosts * place.ranks
         if batches is None and self.ranks.world_size != world:
             raise ArgumentError(
@@ -222,6 +221,7 @@ class Making:
             owned = {"owner": self.store.owners[table.name].hosts, "hosts": self.store.place.hosts}
             digest = hashlib.sha256(checked_train(nodes, sampler.node_count).tobytes()).hexdigest()
             alike = {"seeds": digest, "fanouts": fanouts, "seed": self._seed, "graph": graph}
+            alike["mode"] = given.mode
             self.store.agree(alike | self._seeds_of_a_step() | {"in_order": in_order})
         made = RankedBatches(
             sampler, nodes, own=True, ranks=here, in_order=in_order, **owned, **self._seeds_of_a_step()
@@ -277,7 +277,8 @@ class Making:
         batches: Sampler | None = share.epoch if isinstance(share, GivenShare) else share
         if batches is None or (not recorded and self.whole.edges is None):
             return batches
-        return WantedRows(batches, nodes, self.whole.edges, recorded).epoch
+        check = self.store.check_peers if isinstance(self.store, WholeStore) else None
+        return WantedRows(batches, nodes, self.whole.edges, recorded, check).epoch
 
     # The modes.
 
@@ -314,10 +315,14 @@ class Making:
         device, name = self._check_compiling(own)
         options = {"device": device, "tensors": self.given.tensors, "buffer": own.pop("buffer", None)}
         check_loader_options(CompiledLoader, options)
-        return compiled_mode(
+        mode = compiled_mode(
             self.store, recorded, None if self._alone else name, memory=self.shares.rows_bytes,
             seed=self._seed, loader=options | self.given.reading, **own,
         )  # fmt: skip
+        if isinstance(self.store, WholeStore) and not isinstance(self.share, GivenShare):
+            # what reuse= finds may be of other options on another host
+            self.store.agree({"recorded": mode.loader.compiled.epochs().tolist()})
+        return mode
 
     def _rolling(self, own: dict[str, Any]) -> Mode:
         recorded = self._wanted(own, recorded=True)
@@ -337,14 +342,14 @@ class Making:
         if isinstance(own.get("passes"), str) and self.ranks.shares > 1:
             raise ArgumentError("passes='auto' follows each rank's own clock: give ranks a number of passes")
         self.whole.check_sampled(graph_of(self.store, self.given.get("graph")))
-        loader = PartitionsLoader(
-            self.store, self.given.get("fanouts"), memory=self.shares.rows_bytes,
-            train=self.given.get("seeds"), graph=self.given.get("graph"), seed=self._seed,
-            tensors=self.given.tensors, ranks=self._here, **self._seeds_of_a_step(), **own,
-            edge_table=self.whole.edge_table,
-            **self.given.reading,
-        )  # fmt: skip
-        return PartitionsMode(loader)
+        fanouts, own = self.given.get("fanouts"), own | self.given.reading | self._seeds_of_a_step()
+        own |= {"train": self.given.get("seeds"), "graph": self.given.get("graph"), "seed": self._seed}
+        own |= {"memory": self.shares.rows_bytes, "tensors": self.given.tensors, "ranks": self._here}
+        own["edge_table"] = self.whole.edge_table
+        if isinstance(self.store, WholeStore):
+            del own["world_size"]  # of which this host has its own ranks
+            return owned_partitions(self.store, args.as_fanouts(fanouts), **own)
+        return PartitionsMode(PartitionsLoader(self.store, fanouts, **own))
 
     def _check_compiling(self, own: dict[str, Any]) -> tuple[Any, str]:
         """Take device and name out of the options of compiling; raise for what it would refuse, before
@@ -358,6 +363,9 @@ class Making:
             args.as_device(device, "device")
         if own.get("device_memory") is not None and device is None:
             raise SourceError("device_memory= keeps rows on a device: say on which, with device=")
+        if isinstance(self.store, WholeStore):  # in the part of this host, whichever number it has in the run
+            ranks = self.store.place.ranks
+            return device, name if ranks == 1 else f"{name}-{ranks}ranks"
         if len(self._here) > 1:
             return device, f"{name}-ranks{'_'.join(map(str, self._here))}of{self.ranks.shares}"
         return device, name if self.ranks.world_size == 1 else f"{name}-rank{self.ranks.rank}"

@@ -11,7 +11,8 @@ are wanted when.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import closing
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -38,6 +39,8 @@ class Mode:
     """A way to train, over the loader that does it. This is ``online``; the others differ in what they
     override."""
 
+    #: Called before each mini-batch, and raises where none must come any more: another host is gone.
+    check: Callable[[], None] | None = None
     #: What makes this rank's mini-batches, and divides them; None where the mode does by itself.
     share: RankedBatches | GivenShare | None = None
 
@@ -46,6 +49,14 @@ class Mode:
 
     def epoch(self) -> Generator[Any]:
         """The mini-batches of the epoch where training stands, or what is left of it."""
+        with closing(self._going()) as batches:
+            for batch in batches:
+                if self.check is not None:
+                    self.check()
+                yield batch
+                del batch
+
+    def _going(self) -> Generator[Any]:
         yield from self.loader
 
     def set_epoch(self, epoch: int) -> None:
@@ -167,7 +178,7 @@ class CompiledMode(Mode):
         ]
         return np.concatenate(parts)
 
-    def epoch(self) -> Generator[Any]:
+    def _going(self) -> Generator[Any]:
         length = self._length(self._epoch)
         if self._broken:
             self._seek(self._epoch, self._after)
@@ -253,8 +264,8 @@ class RollingMode(Mode):
 
     loader: RollingLoader
 
-    def epoch(self) -> Generator[Any]:
-        for batch in super().epoch():  # which has no end
+    def _going(self) -> Generator[Any]:
+        for batch in super()._going():  # which has no end
             last = self.loader.state()["next"] == 0
             yield batch
             del batch

@@ -34,9 +34,11 @@ class LoaderReport:
         buffer_hits: rows of the base store that a buffer over it had, of compiled mini-batches.
         forecast_seconds: of reading, by the device model: of compiled mini-batches as forecast when they were
             compiled, else for the reads that were planned. To be held against ``read``, or ``load``.
-        remote_rows, remote_bytes: rows asked of other hosts, of a store that is split by hosts.
+        remote_rows, remote_bytes: rows asked of other hosts, of a store that is split by hosts; of compiled
+            mini-batches those that came when these were compiled.
         recorded_epochs: how many are repeated, of compiled mini-batches.
-        padded, dropped: seeds of an epoch that stand twice, or are left out, so that ranks have equal steps.
+        padded, dropped: seeds of an epoch that stand twice, or are left out, so that ranks have equal steps;
+            in mode partitions of a store that is split by hosts those of this host.
         edges_stored, edges_kept: of the collections of partitions that were trained on, the edges into their
             nodes, and those of them whose source was in memory, too.
     """

@@ -110,6 +110,7 @@ class RollingLoader(LoaderBase):
         self._loader: CompiledLoader | None = None
         self._done = NOTHING_YET  # of the episodes before the one that trains
         self._at = (0, 0)  # episode, mini-batches of it handed out
+        self._remote: list[tuple[int, int]] = []  # rows of other hosts, and bytes, of each episode
         self.sampling_seconds: list[float] = []  # of each episode, in the background
         self.preparing_seconds: list[float] = []  # of each episode once it is sampled, in the background
         self.waiting_seconds: list[float] = []  # for each episode, in the loop
@@ -141,7 +142,9 @@ class RollingLoader(LoaderBase):
             self._compile(trace, name)
         remove_trace(trace.path, door)
         self.preparing_seconds.append(time.perf_counter() - begin)
-        return CompiledTrace(self._store, name)
+        compiled = CompiledTrace(self._store, name)
+        self._remote.append(compiled.remote())
+        return compiled
 
     def _pack(self, number: int) -> Episode:
         return Episode(f"{self._name}{EPISODES[number % 2]}")
@@ -231,7 +234,9 @@ class RollingLoader(LoaderBase):
             "sample": sum(self.sampling_seconds), "prepare": sum(self.preparing_seconds),
             "episode wait": sum(self.waiting_seconds),
         }  # fmt: skip
-        return replace(report, seconds={**report.seconds, **preparing})
+        rows, size = (sum(one) for one in zip((0, 0), *self._remote, strict=True))
+        seconds = {**report.seconds, **preparing}
+        return replace(report, seconds=seconds, remote_rows=rows, remote_bytes=size)
 
     def state(self) -> dict[str, Any]:
         """Where the loader is; its epochs are episodes."""

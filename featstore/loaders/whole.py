@@ -29,20 +29,23 @@ class WantedRows:
     """Mini-batches as pairs of the ids wanted by table, and the sample.
 
     ``nodes``: finds the node ids. ``edges``: (table of nodes, table of edges), or None. ``recorded``: they
-    are recorded, and what a training loop gets must know their node ids.
+    are recorded, and what a training loop gets must know their node ids. ``check`` is called before each.
     """
 
     def __init__(
         self, batches: Sampler, nodes: Callable[[Any], Any] | None, edges: tuple[str, str] | None,
-        recorded: bool,
+        recorded: bool, check: Callable[[], None] | None = None,
     ) -> None:  # fmt: skip
         self.sampler, self._nodes, self._edges, self._recorded = batches, nodes, edges, recorded
+        self._check = check
 
     def epoch(self, number: int) -> Iterable[Any]:
         return _Epoch(self, number)
 
     def of(self, made: Any) -> tuple[Ids, Any]:
         """(ids, sample) of a mini-batch."""
+        if self._check is not None:
+            self._check()
         ids, sample = split(made, self._nodes)
         if self._recorded and not _knows_ids(sample):
             sample = {_IDS: ids[""] if list(ids) == [""] else dict(ids), "sample": sample}

@@ -31,8 +31,9 @@ GRAPHS_FEATURE = "graphs"
 EDGE_IDS_FEATURE = "edge_ids"
 COMPILED_FEATURE = "compiled"
 FAMILY_FEATURE = "family"
+GATHERED_FEATURE = "gathered"
 READER_FEATURES: frozenset[str] = frozenset(
-    {GRAPHS_FEATURE, EDGE_IDS_FEATURE, COMPILED_FEATURE, FAMILY_FEATURE}
+    {GRAPHS_FEATURE, EDGE_IDS_FEATURE, COMPILED_FEATURE, FAMILY_FEATURE, GATHERED_FEATURE}
 )
 WRITER_FEATURES: frozenset[str] = frozenset()
 
@@ -157,7 +158,8 @@ EPOCHS = (
 class CompiledEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A trace compiled for a base store, by the names of the base store's tables. ``records``: a table of
     bytes; record i is bytes ``offsets[i]`` to ``offsets[i + 1]`` of it, ``offsets`` being an array of this
-    manifest. ``memory_bytes``: the loader's budget."""
+    manifest. ``memory_bytes``: the loader's budget. With the reader feature ``gathered`` the rows that were
+    left out are rows of tables of this manifest, which have the names of the base store's."""
 
     base_uuid: str
     trace_uuid: str

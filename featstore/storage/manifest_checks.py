@@ -18,6 +18,7 @@ from featstore.storage.manifest import (
     COMPILED_FEATURE,
     EDGE_IDS_FEATURE,
     FAMILY_FEATURE,
+    GATHERED_FEATURE,
     GENERATION_NAME,
     GRAPHS_FEATURE,
     HALO,
@@ -73,6 +74,10 @@ def check_manifest(manifest: Manifest) -> None:
         _check_graph(name, graph, manifest, files)
     if manifest.compiled is not None:
         _check_compiled(manifest, manifest.compiled)
+    elif GATHERED_FEATURE in manifest.reader_features:
+        raise FormatError(
+            f"the reader feature {GATHERED_FEATURE!r} is of a compiled trace, and there is none"
+        )
     if manifest.family is not None:
         _check_family(manifest, manifest.family)
 
@@ -151,6 +156,10 @@ def _check_compiled(manifest: Manifest, compiled: CompiledEntry) -> None:
                 f"the compiled trace's base table {name!r} has the impossible number of "
                 f"{table.base_rows} rows"
             )
+        if GATHERED_FEATURE in manifest.reader_features:
+            own = manifest.tables.get(name)
+            if own is None or (own.rows, own.row_shape, own.dtype) != (table.base_rows, *rows[0]):
+                raise FormatError(f"the compiled trace has no {table.base_rows} gathered rows of {name!r}")
         if not 0 <= table.batch_rows_max <= records.rows:  # a row's place alone takes four bytes of a record
             raise FormatError(
                 f"the compiled trace's mini-batches of {table.batch_rows_max} rows of {name!r} have no "

@@ -34,13 +34,13 @@ EPISODES = ("-0", "-1")
 
 
 def packs_directory(store: OpenStore) -> Path:
-    """Where the compiled traces of a store are, to read them."""
-    return store.path / PACKS
+    """Where the compiled traces of a store are, to read them: of one that is split by hosts, in its part."""
+    return store.on_disk.path / PACKS
 
 
 def packs_to_write(store: OpenStore) -> Path:
-    """The same to write there: the store's path is resolved, and ``packs`` in it may be no link."""
-    return real_path(store.path) / PACKS
+    """The same to write there: that store's path is resolved, and ``packs`` in it may be no link."""
+    return real_path(store.on_disk.path) / PACKS
 
 
 def check_pack_name(name: str) -> None:

@@ -314,9 +314,10 @@ class OpenStore:
         return self.manifest.uuid
 
     @property
-    def own_path(self) -> Path:
-        """Where what training on this host leaves with the store is kept, saved caches for instance."""
-        return self.path
+    def on_disk(self) -> OpenStore:
+        """The store whose rows are on this machine's disk, and beside which is written what is made of them:
+        this one, or of a store of several hosts this one's part."""
+        return self
 
     def table(self, name: str) -> Table:
         """A table, or one that a graph consists of (``GRAPH/offsets``, ``GRAPH/sources``, ``GRAPH/hubs``,

@@ -61,7 +61,7 @@ class _Header(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
 def cache_path(store: OpenStore, name: str) -> Path:
     """Where a cache of that name is. Raises SourceError for a name that is none."""
     check_name(name, "saved cache", SourceError)
-    return store.own_path / CACHES / f"{name}.cache"
+    return store.on_disk.path / CACHES / f"{name}.cache"
 
 
 def save(
@@ -82,7 +82,7 @@ def save(
     number of ids the second time; what the disk raises.
     """
     path, disk = cache_path(store, name), disk or Disk()
-    target = real_path(store.own_path) / CACHES / path.name
+    target = real_path(store.on_disk.path) / CACHES / path.name
     if not is_there(target.parent):
         disk.mkdir(target.parent)
         disk.fsync_dir(target.parent.parent)

@@ -175,7 +175,7 @@ class Store:
         )
         features = m.get("reader_features")
         need(
-            type(features) is list and set(features) <= {"graphs", "edge_ids", "compiled", "family"},
+            type(features) is list and set(features) <= {"graphs", "edge_ids", "compiled", "family", "gathered"},
             "it needs features this reader lacks",
         )
         need(
@@ -206,6 +206,7 @@ class Store:
         need(
             "compiled" in features or "compiled" not in m, "a compiled trace without the feature of that name"
         )
+        need("compiled" in m or "gathered" not in features, "gathered rows of no compiled trace")
         self.compiled = self.checked(fields(m["compiled"], COMPILED)) if "compiled" in m else None
         need("family" in features or "family" not in m, "a family without the feature of that name")
         self.family = self.related(fields(m["family"], FAMILY, ("uuid", "host"))) if "family" in m else None
@@ -432,6 +433,7 @@ class Store:
             c["base_uuid"] == base.manifest["uuid"],
             "it was compiled for another base store, or another state of it",
         )
+        base = self if "gathered" in self.manifest["reader_features"] else base
         for n, t in tables.items():
             kinds = [
                 (s.manifest["tables"][m]["row_shape"], s.manifest["tables"][m]["dtype"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing as mp
 import os
 import socket
 import stat
@@ -101,8 +102,8 @@ def work(rank: int, hosts: int, name: str, train: bool, cut_after: float | None,
                         os.replace(f"{name}.state.{rank}.new", f"{name}.state.{rank}")
 
 
-def loader_of(store: Any) -> Any:
-    return store.loader(seeds="train", fanouts=(4, 3), batch_size=10, memory="48MiB")
+def loader_of(store: Any, **options: Any) -> Any:
+    return store.loader(seeds="train", fanouts=(4, 3), batch_size=10, memory="48MiB", **options)
 
 
 def go_on(rank: int, hosts: int, folder: str, name: str, steps: int) -> None:
@@ -131,6 +132,18 @@ def go_on(rank: int, hosts: int, folder: str, name: str, steps: int) -> None:
     dist.destroy_process_group()
 
 
+def forked_from(folder: Path) -> Any:
+    """A context of processes that begin with all imported, and kernels loaded: as what is in ``folder`` needs
+    them, where it is the first that asks."""
+    os.environ["FAULT_HOSTS_WARM"] = str(folder)
+    # the server that forks them does not have sys.path, and passes over what it cannot import
+    paths = [str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(path for path in paths if path))
+    made = mp.get_context("forkserver")
+    made.set_forkserver_preload(["fault_hosts", "mode_hosts"])
+    return made
+
+
 def warm(folder: str) -> None:
     """Have all kernels, in the process that others are forked from."""
     os.chdir(folder)
@@ -138,9 +151,10 @@ def warm(folder: str) -> None:
     with featstore.open_split("parts1", memory="16MiB") as store:
         with store.reader(memory="16MiB") as reader:
             reader.read(np.arange(9))
-        with loader_of(store) as loader:
-            for _ in loader:
-                pass
+        for mode in ("online", "compiled", "rolling", "partitions"):
+            with loader_of(store, mode=mode) as loader:
+                for _ in loader:
+                    pass
     whole = np.zeros(3, np.uint8)
     Owners("t", whole, 0, 2)
     ms.seal(ms.message(9), ms.Kind.PING)

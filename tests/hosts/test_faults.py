@@ -7,7 +7,6 @@ the mini-batches that were left.
 from __future__ import annotations
 
 import json
-import multiprocessing as mp
 import os
 import random
 import signal
@@ -39,11 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, pack: Any) -> Path:
 
 @pytest.fixture(scope="module")
 def context(folder: Path) -> Any:
-    """Processes that begin with all imported, and kernels loaded."""
-    os.environ["FAULT_HOSTS_WARM"] = str(folder)
-    made = mp.get_context("forkserver")
-    made.set_forkserver_preload(["fault_hosts"])
-    return made
+    return fault_hosts.forked_from(folder)
 
 
 def wait_for(paths: list[Path]) -> None:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -231,7 +232,8 @@ class CompiledLoader(PrefetchingLoader):
         stats = [reader.stats() for reader in (self._pack, self._base) if reader is not None]
         forecast = self.compiled.forecast_seconds / max(1, self.compiled.entry.batches)
         hits = 0 if self._buffer is None else self._buffer.hits()
-        return self.report_stages.report(stats, forecast, hits)
+        rows, size = self.compiled.remote()
+        return replace(self.report_stages.report(stats, forecast, hits), remote_rows=rows, remote_bytes=size)
 
     def close(self) -> None:
         self._closed = True

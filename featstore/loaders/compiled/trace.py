@@ -17,7 +17,7 @@ from featstore.layout.records import Limits
 from featstore.plan.budget import reader_bytes
 from featstore.reader.options import READING
 from featstore.reader.reader import Reader
-from featstore.storage.manifest import EPOCHS, MANIFEST_NAME, CompiledEntry
+from featstore.storage.manifest import EPOCHS, GATHERED_FEATURE, MANIFEST_NAME, CompiledEntry
 from featstore.storage.packs import packs_directory
 from featstore.storage.store import OpenStore, Table, as_store
 
@@ -25,6 +25,9 @@ from featstore.storage.store import OpenStore, Table, as_store
 class CompiledTrace:
     """A compiled trace of a store; made by :meth:`featstore.Store.compiled`. ``pack``: the store that holds
     it, ``entry``: what its manifest says of it. Picklable.
+
+    Of a store that is split by hosts it is in this host's part, ``base``, and has the rows of all hosts that
+    it names.
 
     ``base`` may be the compiled trace itself, opened as a store, where its base store is not at hand: then
     ``name`` is None, and all rows must be in it.
@@ -34,7 +37,7 @@ class CompiledTrace:
     """
 
     def __init__(self, base: OpenStore, name: str | os.PathLike[str] | None = "default") -> None:
-        self.base = as_store(base, "base")
+        self.base = base = as_store(base, "base").on_disk
         path = base.path if name is None else packs_directory(base) / as_path(name, "name")
         if not is_there(path):
             known = sorted(p.parent.name for p in packs_directory(base).glob(f"*/{MANIFEST_NAME}"))
@@ -56,7 +59,7 @@ class CompiledTrace:
         if entry is None:
             raise FormatError(f"{path} is a store, but holds no compiled trace")
         if base.uuid == self.pack.uuid:
-            left = [table for table in entry.tables if self._base_rows(entry, table) != 0]
+            left = [t for t in entry.tables if not self.gathered and self._base_rows(entry, t) != 0]
             if left:
                 raise IncompleteStoreError(
                     f"{path} reads rows of {', '.join(map(repr, left))} from the store {entry.base_uuid} "
@@ -69,7 +72,7 @@ class CompiledTrace:
                 "compile the trace again with --overwrite"
             )
         for table, compiled in entry.tables.items():
-            own = base.tables.get(table)
+            own = self._below.tables.get(table)
             packed = self.pack.tables[compiled.packed]
             if own is None or (own.rows, own.row_shape, own.dtype) != (
                 compiled.base_rows,
@@ -80,6 +83,21 @@ class CompiledTrace:
                     f"{path} holds rows of a table {table!r} that {base.path} does not have like that"
                 )
         return entry
+
+    @property
+    def gathered(self) -> bool:
+        """Whether it has the rows that it was compiled for, gathered from several hosts."""
+        return GATHERED_FEATURE in self.pack.manifest.reader_features
+
+    @property
+    def _below(self) -> OpenStore:
+        """The store with the rows that were left out of the mini-batches' own."""
+        return self.pack if self.gathered else self.base
+
+    def remote(self) -> tuple[int, int]:
+        """Rows that came from other hosts when it was compiled, and their bytes, as the manifest says."""
+        rows, size = (self.entry.forecast.get(f"remote_{what}", 0) for what in ("rows", "bytes"))
+        return (rows, size) if isinstance(rows, int) and isinstance(size, int) else (0, 0)
 
     @property
     def memory_bytes(self) -> int:
@@ -173,7 +191,11 @@ class CompiledTrace:
 
     def base_tables(self) -> list[Table]:
         """The tables of the base store from which rows are read in training."""
-        return [self.base.tables[n] for n in self.entry.tables if self._base_rows(self.entry, n) != 0]
+        return [self._below.tables[n] for n in self.entry.tables if self._base_rows(self.entry, n) != 0]
+
+    def _own_tables(self) -> list[Table]:
+        """Its tables but those that take the place of the base store's."""
+        return [t for n, t in self.pack.tables.items() if not (self.gathered and n in self.entry.tables)]
 
     @staticmethod
     def _base_rows(entry: CompiledEntry, table: str) -> int | None:
@@ -186,18 +208,19 @@ class CompiledTrace:
 
     def _checksum_bytes(self) -> tuple[int, int]:
         """Page checksums of the compiled trace, and of what is read of the base store."""
-        pages = sum(t.layout.pages for t in self.pack.tables.values())
+        pages = sum(t.layout.pages for t in self._own_tables())
         return 4 * pages, 4 * sum(t.layout.pages for t in self.base_tables())
 
     def open_readers(self, options: dict[str, Any]) -> tuple[Reader, Reader | None]:
         """Readers of the compiled trace and, where some rows were left there, of the base store."""
         check_options(options, READING, "a reader of a compiled trace")
         tables, (own, others) = [t.name for t in self.base_tables()], self._checksum_bytes()
+        named = [t.name for t in self._own_tables()]
         share = reader_bytes(self.memory_bytes) // (2 if tables else 1)
         options |= {"static": None, "static_memory": 0, "by_row": True}
-        pack = Reader(self.pack, memory=share + own, **options)
+        pack = Reader(self.pack, tables=named, memory=share + own, **options)
         try:
-            base = Reader(self.base, tables=tables, memory=share + others, **options) if tables else None
+            base = Reader(self._below, tables=tables, memory=share + others, **options) if tables else None
         except BaseException:
             pack.close()
             raise

@@ -86,9 +86,9 @@ class PartitionsLoader(PrefetchingLoader):
             each.
         edge_table: the table whose rows edges have, read by their numbers; each mini-batch has them beside
             those of its nodes.
-        sets: ``memory``, ``train``, ``graph``, ``hubs``, ``resident``, ``replaced``, ``seed``, ``engine``,
-            ``queue_depth`` and ``verify`` of :class:`featstore.loaders.mega.sets.PartitionSets`; ``memory``
-            covers the mini-batches as well.
+        sets: ``memory``, ``train``, ``graph``, ``hubs``, ``resident``, ``replaced``, ``seed``, ``node_ids``,
+            ``engine``, ``queue_depth`` and ``verify`` of :class:`featstore.loaders.mega.sets.PartitionSets`;
+            ``memory`` covers the mini-batches as well.
 
     Raises what PartitionSets raises.
     """
@@ -118,7 +118,7 @@ class PartitionsLoader(PrefetchingLoader):
             args.as_fanouts(fanouts), args.as_count(batch_size, "batch_size"),
             args.as_flag(weights, "weights"), 0, world_size, args.as_flag(drop_last, "drop_last"),
         )  # fmt: skip
-        self._ranks = tuple(args.as_count(rank, "rank", 0, world_size - 1) for rank in ranks)
+        self.ranks = tuple(args.as_count(rank, "rank", 0, world_size - 1) for rank in ranks)
         graph = graph_of(store, sets.get("graph"))
         beside = None if keeps is None else OnDevices.host_bytes(keeps, graph.table, graph.hubs)
         drawn = LargestDrawn(self._options.batch_size, self._options.fanouts, beside)
@@ -160,11 +160,21 @@ class PartitionsLoader(PrefetchingLoader):
     def __len__(self) -> int:
         """Mini-batches of the current epoch, of all the ranks that are drawn for here. Raises ArgumentError
         for ``passes="auto"``."""
+        return len(self.ranks) * len(self.seeds_of_batches(self._epoch)[0])
+
+    def seeds_of_batches(self, epoch: int) -> tuple[NDArray[np.int64], int, int]:
+        """Seeds of each mini-batch of an epoch, of one rank, int64 [mini-batches]; and how many seeds of all
+        ranks stand twice, and are left out. Raises ArgumentError for ``passes="auto"``."""
         if self.passes == "auto":
             raise ArgumentError("how many mini-batches an epoch has with passes='auto' is known afterwards")
-        size, share = self._options.batch_size, self._options.share
-        each = [len(share(np.empty(count, np.int64)).seeds) for count in self.sets.seed_counts(self._epoch)]
-        return len(self._ranks) * int(self.passes) * sum(-(-seeds // size) for seeds in each)
+        size, passes = self._options.batch_size, int(self.passes)
+        shares = [self._options.share(np.empty(count, np.int64)) for count in self.sets.seed_counts(epoch)]
+        each: list[int] = []
+        for share in shares:
+            whole, rest = divmod(len(share.seeds), size)
+            each += ([size] * whole + [rest] * (rest > 0)) * passes
+        padded, dropped = (passes * sum(counts) for counts in zip(*(s[1:] for s in shares), strict=True))
+        return np.array(each, np.int64), padded, dropped
 
     # Iterating.
 
@@ -208,7 +218,7 @@ class PartitionsLoader(PrefetchingLoader):
         taken = self.sets.take(mega.epoch, mega.step)
         if self._on_devices is not None:
             self._on_devices.resident.hold(taken)
-        drawings = [Drawing(taken, replace(self._options, rank=r), self._outputs) for r in self._ranks]
+        drawings = [Drawing(taken, replace(self._options, rank=r), self._outputs) for r in self.ranks]
         share, per_pass = drawings[0].share, drawings[0].per_pass
         passes = self._choose_passes(per_pass) if place.passes is None else place.passes
         self._padded += share.padded * passes

@@ -48,7 +48,7 @@ class Loading:
     def __init__(
         self, store: OpenStore, graph: StoredGraph, *, memory_bytes: int, train: Any, hubs: int | None,
         resident: int | None, replaced: int | None, seed: int, drawn: LargestDrawn | None,
-        allocate: bool = True, **reader: Any,
+        node_ids: NDArray[Any] | None = None, allocate: bool = True, **reader: Any,
     ) -> None:  # fmt: skip
         self.store, self.graph, self.table, self.seed = store, graph, graph.table, seed
         self.memory_bytes, self._drawn = memory_bytes, drawn
@@ -70,6 +70,9 @@ class Loading:
         self._train_offsets = np.append(firsts, len(self.train))
         maps = self.table.maps()
         self._node_of_row = None if maps is None else maps[1]
+        self._id_dtype = node_dtype(self.table.rows) if node_ids is None else node_ids.dtype
+        if node_ids is not None:
+            self._node_of_row = node_ids if maps is None else node_ids[maps[1]]
         held = reading + self.train.nbytes
         held += 0 if self._node_of_row is None else self._node_of_row.nbytes
         count = self._hub_count(hubs, self.memory_bytes)
@@ -158,7 +161,7 @@ class Loading:
             if bad >= 0:
                 raise self._bad("rows of the table", str(sources[bad]))
         self._needs = Needs(
-            self.table.rows, self.table.row_bytes, node_dtype(self.table.rows).itemsize,
+            self.table.rows, self.table.row_bytes, self._id_dtype.itemsize,
             self.graph.entry.sources.row_bytes, np.diff(self._offsets), np.diff(bounds) + counts[:-1],
             len(self.hub_rows), int(counts[-1]), held_bytes, len(self.train), self._drawn,
             self._id_dtype.itemsize if self._ids_of else 0,
@@ -177,7 +180,7 @@ class Loading:
         sizes, hubs = self.sizes, len(self.hub_rows)
         places = hubs + sizes.partition_places
         self._x = np.empty((places, *self.table.row_shape), self.table.dtype)
-        self._node = np.full(places, -1, node_dtype(self.table.rows))
+        self._node = np.full(places, -1, self._id_dtype)
         buffers = 1 if sizes.slots == sizes.resident else 2
         edges, block_edges = (sizes.edges_max + 1, sizes.block_edges) if self._ids_of else (0, 0)
         self._graphs = [

@@ -55,6 +55,7 @@ class PartitionSets(LoaderBase):
         replaced: how many of them are exchanged from step to step; by default all.
         seed: of partitions, and of what is drawn from them.
         drawn: mini-batches that are drawn from these, and whose memory is of this budget, too.
+        node_ids: [rows], by what other ids the nodes are called in mini-batches; ``train`` is of the store's.
         engine, queue_depth, threads, verify: as for :meth:`featstore.Store.reader`.
 
     Raises SourceError for a store without graph or partitions, IdError, BudgetError, and what reading raises.
@@ -64,7 +65,7 @@ class PartitionSets(LoaderBase):
         self, store: OpenStore, *, memory: int | str = "1GiB", train: Any = None, graph: str | None = None,
         hubs: int | None = None, resident: int | None = None, replaced: int | None = None, seed: int = 0,
         drawn: LargestDrawn | None = None, engine: str = "auto", queue_depth: int = 128, verify: bool = True,
-        threads: int | None = None,
+        threads: int | None = None, node_ids: NDArray[Any] | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         resident = None if resident is None else as_count(resident, "resident")
@@ -77,8 +78,8 @@ class PartitionSets(LoaderBase):
         self.table = self.graph.table
         self._loading = Loading(
             store, self.graph, memory_bytes=self.memory_bytes, train=train, hubs=hubs, resident=resident,
-            replaced=replaced, seed=self.seed, drawn=drawn, engine=engine, queue_depth=queue_depth,
-            verify=verify, threads=threads,
+            replaced=replaced, seed=self.seed, drawn=drawn, node_ids=node_ids, engine=engine,
+            queue_depth=queue_depth, verify=verify, threads=threads,
         )  # fmt: skip
         self.sizes = self._loading.sizes
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="featstore-mega")

@@ -205,8 +205,6 @@ class Extraction:
         """Tickets by table of a mini-batch, given the ids of those whose tickets are held; None where it has
         to wait for these."""
         _check_types(ids)
-        if isinstance(self._reader, HostsRows):
-            self._reader.check_peers()
         if under_way:
             for node_type, one in ids.items():
                 free = self.buffers[self.table_of[node_type]].slots_unkept

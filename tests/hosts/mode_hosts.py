@@ -1,0 +1,175 @@
+"""What hosts do that are processes of their own: they train in every mode, go on from states, and end."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+import featstore
+import featstore.compile.gather as gather
+from featstore.errors import PeerError
+
+NODES = 1200
+MODES = ("compiled", "rolling", "partitions")
+SEEDED: dict[str, Any] = {"seeds": "train", "fanouts": (4, 3), "batch_size": 30, "memory": "48MiB"}
+#: Of mode partitions: so many partitions at once, so that hosts have unequal numbers of mini-batches.
+RESIDENT = (2, 9, 30)
+
+
+def join(rank: int, ranks: int, folder: str, name: str) -> None:
+    os.chdir(folder)
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/{name}.meeting", rank=rank, world_size=ranks,
+        timeout=timedelta(seconds=60),
+    )  # fmt: skip
+
+
+def options_of(mode: str, host: int, ranks: int) -> dict[str, Any]:
+    options: dict[str, Any] = {**SEEDED, "mode": mode, "attach": "label"}
+    if mode == "partitions":
+        options |= {"resident": RESIDENT[host], "hubs": 0}
+    return options | ({"shared": f"{os.getcwd()}/{mode}"} if ranks > 1 else {})
+
+
+def check(batch: Any, features: Any) -> list[int]:
+    """The rows are the source's; the seeds."""
+    assert (np.asarray(batch.x) == features[batch.n_id]).all()
+    assert (batch.label == batch.n_id % 5).all()
+    seeds: list[int] = batch.n_id[: batch.batch_size].tolist()
+    return seeds
+
+
+def be_host(rank: int, hosts: int, ranks: int, folder: str, name: str) -> None:
+    """Train in every mode, from the beginning and from the middle of an epoch on; write down what came."""
+    join(rank, hosts * ranks, folder, name)
+    features = np.load("features.npy")
+    with featstore.open_split(f"parts{hosts}", memory="16MiB", timeout_seconds=30) as store:
+        host = store.place.host
+        own = store.owners["features"].hosts == host
+        told: dict[str, Any] = {"host": host}
+        for mode in MODES:
+            options = options_of(mode, host, ranks)
+            with store.loader(**options) as loader:
+                seen, state = [], None
+                for _ in range(2):
+                    batches = []
+                    for batch in loader:
+                        seeds = check(batch, features)
+                        assert own[seeds].all()
+                        batches.append(batch.n_id.tolist())
+                        if mode == "partitions":
+                            assert own[batch.n_id].all()
+                        seen.append(seeds)
+                        dist.all_reduce(torch.ones(1))
+                        if loader.epoch == 1 and len(batches) == 3:
+                            state = json.loads(json.dumps(loader.state_dict()))
+                report = loader.report()
+                told[mode] = {
+                    "seen": seen, "padded": report.padded, "dropped": report.dropped,
+                    "remote": report.remote_rows, "kept": report.kept_share,
+                }  # fmt: skip
+            with store.loader(**options) as loader:
+                loader.load_state_dict(state)
+                rest = [batch.n_id.tolist() for batch in loader]
+            assert rest == batches[3:], mode
+            packs = store.part.path / "packs"
+            if mode == "rolling" and ranks == 1:
+                assert not list(packs.glob("loader-*")), "episodes are left"
+        if ranks == 1:
+            more(store, hosts, features, told)
+    Path(f"{name}.told.{rank}").write_text(json.dumps(told))
+    dist.destroy_process_group()
+
+
+def more(store: Any, hosts: int, features: Any, told: dict[str, Any]) -> None:
+    """What is left out, and mini-batches over two tables that are the same whatever the hosts."""
+    options = {**options_of("partitions", told["host"], 1), "batch_size": 5, "drop_last": True}
+    with store.loader(**options) as loader:
+        length = len(loader)
+        seen = [check(batch, features) for batch in loader]
+        assert len(seen) == length
+        told["left out"] = {"seen": seen, "dropped": loader.report().dropped}
+    with featstore.open_split(f"two{hosts}", memory="16MiB", timeout_seconds=30) as store:
+        rows = {name: np.load(f"{name}.npy") for name in ("paper", "author")}
+        batches = [
+            {
+                name: np.random.default_rng([step, len(own)]).integers(0, len(own), 90)
+                for name, own in rows.items()
+            }
+            for step in range(6)
+        ]
+        for mode in ("online", "compiled", "rolling"):
+            given = {"mode": mode, "memory": "48MiB", "rank": 0, "world_size": 1}
+            with store.loader(batches, **given) as loader:
+                for ids, batch in zip(batches, loader, strict=True):
+                    for name, values in rows.items():
+                        assert (batch.n_id[name] == ids[name]).all()
+                        assert batch.x[name].dtype == values.dtype
+                        assert batch.x[name].tobytes() == values[ids[name]].tobytes()
+                assert (loader.report().remote_rows > 0) == (hosts > 1)
+
+
+def be_victim_or_not(rank: int, hosts: int, folder: str, name: str, mode: str, when: str, kind: str) -> None:
+    """Train in a mode; host 1 ends in the middle of gathering, or after some mini-batches."""
+    join(rank, hosts, folder, name)
+    features = np.load("features.npy")
+    victim = rank == 1
+
+    def end(*_: Any) -> Any:
+        Path(f"{name}.at").write_text(str(time.time()))
+        os.kill(os.getpid(), getattr(signal, kind))
+        time.sleep(60)
+
+    if victim and when == "gather":
+        gather._blocks = end
+    try:
+        with featstore.open_split(f"parts{hosts}", memory="16MiB", timeout_seconds=3) as store:
+            options = options_of(mode, store.place.host, 1) | {"name": name.replace("/", "-")}
+            if mode == "partitions":
+                del options["name"]
+            with store.loader(**options) as loader:
+                for step in range(10**6):
+                    for batch in loader:
+                        check(batch, features)
+                        if step == 1 and victim:
+                            end()
+                        time.sleep(0.01)
+    except PeerError as error:
+        packs = store.part.path / "packs"
+        left = sorted(p.parent.name for p in packs.glob(f"{name}*/featstore.json"))
+        said = {"host": error.host, "at": time.time(), "left": left}
+        Path(f"{name}.told.{rank}").write_text(json.dumps(said))
+        os._exit(1)
+
+
+def reuse_unlike(rank: int, hosts: int, folder: str, name: str) -> None:
+    """One host finds what was compiled of other options, the others do not."""
+    join(rank, hosts, folder, name)
+    given = {**options_of("compiled", rank, 1), "name": "unlike"}
+    with featstore.open_split(f"parts{hosts}", memory="16MiB", timeout_seconds=30) as store:
+        store.loader(**given).close()
+        if rank:
+            shutil.rmtree(store.part.path / "packs/unlike")
+    try:
+        with (
+            featstore.open_split(f"parts{hosts}", memory="16MiB", timeout_seconds=30) as store,
+            store.loader(**{**given, "batch_size": 20}, reuse=True) as loader,
+        ):
+            while True:
+                for _ in loader:
+                    time.sleep(0.01)
+    except PeerError as error:
+        Path(f"{name}.told.{rank}").write_text(error.what)
+        os._exit(1)
