@@ -156,7 +156,7 @@ def test_wrong_calls_say_what_to_do(folder: Path) -> None:
         plain.loader(seeds="train", fanouts=(2,), halo="20KiB")
     with featstore.open_split(folder / "parts1", memory="16MiB") as store:
         for options, words in (
-            ({"mode": "compiled"}, "mode 'compiled' is of a store on one disk"),
+            ({"halo": "20KiB", "mode": "compiled"}, "halo= is of mode 'online', not of 'compiled'"),
             ({"halo": 3.5}, "halo must be a size"),
             ({"rank": 0, "world_size": 2}, "all 1 ranks of the run train together"),
         ):
