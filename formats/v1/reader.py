@@ -175,7 +175,8 @@ class Store:
         )
         features = m.get("reader_features")
         need(
-            type(features) is list and set(features) <= {"graphs", "edge_ids", "compiled", "family", "gathered"},
+            type(features) is list
+            and set(features) <= {"graphs", "edge_ids", "compiled", "family", "gathered"},
             "it needs features this reader lacks",
         )
         need(

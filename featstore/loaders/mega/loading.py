@@ -68,11 +68,7 @@ class Loading:
         # Looked up once, in the dtype of the rows: any other would have all of them converted.
         firsts = np.searchsorted(self.train, self._offsets[:-1].astype(self.train.dtype))
         self._train_offsets = np.append(firsts, len(self.train))
-        maps = self.table.maps()
-        self._node_of_row = None if maps is None else maps[1]
-        self._id_dtype = node_dtype(self.table.rows) if node_ids is None else node_ids.dtype
-        if node_ids is not None:
-            self._node_of_row = node_ids if maps is None else node_ids[maps[1]]
+        self._node_of_row, self._node_dtype = self._nodes(node_ids)
         held = reading + self.train.nbytes
         held += 0 if self._node_of_row is None else self._node_of_row.nbytes
         count = self._hub_count(hubs, self.memory_bytes)
@@ -119,8 +115,15 @@ class Loading:
         some: NDArray[np.int64] = np.flatnonzero(np.diff(self._offsets) > 0)
         return some
 
+    def _nodes(self, node_ids: NDArray[Any] | None) -> tuple[NDArray[Any] | None, np.dtype[Any]]:
+        """The node of each row, None where that is its number, and the dtype of nodes."""
+        maps = self.table.maps()
+        if node_ids is None:
+            return None if maps is None else maps[1], node_dtype(self.table.rows)
+        return node_ids if maps is None else node_ids[maps[1]], node_ids.dtype
+
     @property
-    def _id_dtype(self) -> np.dtype[Any]:
+    def _edge_id_dtype(self) -> np.dtype[Any]:
         return self.store.table(self._ids_of[self._names[2]]).dtype if self._ids_of else np.dtype(np.int32)
 
     def _train_rows(self, train: Any) -> NDArray[Any]:
@@ -161,10 +164,10 @@ class Loading:
             if bad >= 0:
                 raise self._bad("rows of the table", str(sources[bad]))
         self._needs = Needs(
-            self.table.rows, self.table.row_bytes, self._id_dtype.itemsize,
+            self.table.rows, self.table.row_bytes, self._node_dtype.itemsize,
             self.graph.entry.sources.row_bytes, np.diff(self._offsets), np.diff(bounds) + counts[:-1],
             len(self.hub_rows), int(counts[-1]), held_bytes, len(self.train), self._drawn,
-            self._id_dtype.itemsize if self._ids_of else 0,
+            self._edge_id_dtype.itemsize if self._ids_of else 0,
         )  # fmt: skip
         return fit(self._needs, self.memory_bytes, resident, replaced)
 
@@ -180,19 +183,19 @@ class Loading:
         sizes, hubs = self.sizes, len(self.hub_rows)
         places = hubs + sizes.partition_places
         self._x = np.empty((places, *self.table.row_shape), self.table.dtype)
-        self._node = np.full(places, -1, self._id_dtype)
+        self._node = np.full(places, -1, self._node_dtype)
         buffers = 1 if sizes.slots == sizes.resident else 2
         edges, block_edges = (sizes.edges_max + 1, sizes.block_edges) if self._ids_of else (0, 0)
         self._graphs = [
             (
                 np.zeros(places + 1, np.int64), np.empty(sizes.edges_max + 1, np.int32),
-                np.empty(edges, self._id_dtype),
+                np.empty(edges, self._edge_id_dtype),
             )
             for _ in range(buffers)
         ]  # fmt: skip
         dtype = self.store.table(self._names[2]).dtype
         self._blocks = [
-            (np.empty(sizes.block_edges, dtype), np.empty(block_edges, self._id_dtype)) for _ in range(2)
+            (np.empty(sizes.block_edges, dtype), np.empty(block_edges, self._edge_id_dtype)) for _ in range(2)
         ]
         populate(self._x.reshape(-1).view(np.uint8))
         if hubs:
@@ -335,7 +338,7 @@ class Loading:
                 state[TARGET], filled_to = 0, start + len(ends)
                 hub_edges = int(state[FILLED]) if hubs and region == 0 else hub_edges
         indptr[filled_to + 1 :] = state[FILLED]
-        edge_bytes = self._blocks[0][0].itemsize + (self._id_dtype.itemsize if self._ids_of else 0)
+        edge_bytes = self._blocks[0][0].itemsize + (self._edge_id_dtype.itemsize if self._ids_of else 0)
         read = offsets.nbytes + sum((high - low) for _, low, high in segments) * edge_bytes
         filled = int(state[FILLED])
         return (indptr, indices[:filled], ids[:filled]), filled - hub_edges, read
