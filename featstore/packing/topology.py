@@ -258,7 +258,7 @@ def _gathered(pieces: Iterator[NDArray[Any]], block_edges: int) -> Iterator[NDAr
     held: list[NDArray[Any]] = []
     held_edges = 0
     for piece in pieces:
-        held.append(piece)
+        held.append(piece.copy())  # it may be of a mapped file, whose pages are about to be given back
         held_edges += len(piece)
         if held_edges >= block_edges:
             yield np.concatenate(held)

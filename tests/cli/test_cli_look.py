@@ -365,3 +365,21 @@ def test_gc_while_a_pack_writes(call: Call, copy: Path) -> None:
 
     with writer_lock(copy):
         assert "is being written by process" in call("gc", copy, code=1).stderr
+
+
+def test_a_graph_that_knows_its_edges(call: Call, tmp_path: Path) -> None:
+    """By request, and by itself where there is a table of edges."""
+    edges = np.random.default_rng(0).integers(0, 9, (2, 40))
+    for name, values in {"x": np.ones((9, 2)), "e": np.ones((40, 1)), "edges": edges}.items():
+        np.save(tmp_path / f"{name}.npy", values)
+    rows, graph = f"features={tmp_path / 'x.npy'}", f"features={tmp_path / 'edges.npy'}"
+    of_edges = ["--features", f"edge_features={tmp_path / 'e.npy'}"]
+    for number, (more, kept) in enumerate(
+        [([], None), (["--edge-ids"], "int32"), (of_edges, "int32"), ([*of_edges, "--no-edge-ids"], None)]
+    ):
+        path = tmp_path / f"s{number}"
+        made = parsed(call("pack", path, "--features", rows, "--graph", graph, *more, "--json"))
+        found = made["graphs"]["features"]
+        assert found["edge_ids"] == kept
+        assert found["bytes"] == 8 * 10 + (8 if kept else 4) * (40 + found["hubs"]["edges"])
+        assert ("edge ids" in call("inspect", path).stdout) == (kept is not None)

@@ -7,6 +7,7 @@ import errno
 import gzip
 import itertools
 import os
+import tracemalloc
 import warnings
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from numpy.typing import NDArray
 from featstore.errors import BudgetError, DeviceError, DiskFullError, FeatstoreWarning, SourceError
 from featstore.packing.graphs import build as graphs_build
 from featstore.packing.graphs.build import build_csc, range_bounds
-from featstore.packing.graphs.csc import NO_IDS, CscGraph
+from featstore.packing.graphs.csc import NO_IDS, CscGraph, numbers_between
 from featstore.packing.graphs.edges import ArrayEdges
 from featstore.packing.graphs.opening import open_graph
 from featstore.packing.graphs.placing import count_targets, place_sources, sort_runs, sort_with_ids
@@ -580,3 +581,23 @@ def test_edge_ids_are_places_in_what_was_given(tmp_path: Path) -> None:
         np.testing.assert_array_equal(own[1][ids], np.repeat(np.arange(NODES), np.diff(graph.indptr)))
     with pytest.raises(SourceError, match="'lil' layout have no order"):
         open_graph(matrix.tolil(), edge_ids=True)
+
+
+@pytest.mark.parametrize("ids", [False, True])
+def test_a_graph_built_on_disk_stays_within_the_memory(tmp_path: Path, ids: bool) -> None:
+    """Also where one range of nodes follows another."""
+    edge_index = edges_of(400_000, 20_000)
+    budget = 2 << 20
+    stream = ArrayEdges(*edge_index, "edges")
+    warm = ArrayEdges(*edges_of(100), "edges")
+    for folder, edges, memory in ((tmp_path / "warm", warm, 200_000), (tmp_path / "own", stream, budget)):
+        tracemalloc.start()
+        numbers = numbers_between if ids else None
+        nodes = 20_000 if edges is stream else NODES
+        indptr, indices, found = build_csc(edges, nodes, memory, folder, numbers)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert isinstance(indices, np.memmap)
+    assert isinstance(found, np.memmap) == ids
+    assert len(indptr) == 20_001
+    assert peak < budget + 400_000

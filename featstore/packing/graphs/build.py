@@ -280,6 +280,7 @@ def _build_on_disk(
                 out.write(indices)
                 if out_ids is not None:
                     out_ids.write(ids)
+                del indices, ids  # or there would be two ranges at once
     if form.edges == 0:
         return form.empty(0)
     ids = NO_IDS if out_ids is None else map_values(out_ids.path, form.id_dtype, form.edges)
