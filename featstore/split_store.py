@@ -6,14 +6,16 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from featstore.arguments import check_options
+from featstore.arguments import check_options, options_of
 from featstore.errors import ArgumentError
 from featstore.hosts.split_store import WholeStore
 from featstore.reader.options import READING
 from featstore.store import Store
 
 if TYPE_CHECKING:
+    from featstore.hosts.sampler import HostsSampler
     from featstore.reader.tiered import TieredReader
+    from featstore.sampling.stored import StoredSampler
     from featstore.tiers import TierSpec
 
 __all__ = ["SplitStore", "open_split"]
@@ -43,6 +45,19 @@ class SplitStore(WholeStore, Store):
         own = {name: options.pop(name) for name in READING if name in options}
         return TieredReader(self, [*tiers, Hosts(**own)], memory=memory, **options)
 
+    def sampler(self, fanouts: Sequence[int], **options: Any) -> StoredSampler | HostsSampler:  # type: ignore[override]
+        """A neighbour sampler over a graph of all hosts. Where topology is split, too, it asks other hosts
+        for neighbours, and its options are those of :class:`featstore.hosts.sampler.HostsSampler`; else the
+        whole graph is on this host's disk, and they are those of
+        :class:`featstore.sampling.stored.StoredSampler`."""
+        from featstore.hosts.sampler import HostsSampler
+
+        if not self.splits_topology:
+            return super().sampler(fanouts, **options)
+        self.check_open()
+        check_options(options, options_of(HostsSampler), "a sampler of a split store")
+        return HostsSampler(self, fanouts, **{"memory": "256MiB", **options})
+
     def loader_costs(self, *arguments: Any, **options: Any) -> Any:
         raise ArgumentError(
             "loader_costs is of a store on one disk: what rows of other hosts take, nobody has measured; try "
@@ -64,8 +79,8 @@ def open_split(
         path: what ``split`` made, of which this host's part is taken; or that part, with ``topology`` beside
             it.
         memory: budget, of a process, for what knows the owners of nodes (1.2 bytes a node), for lines to
-            other hosts, and for serving them: rows of high degree are kept in what is left. Loaders have
-            their own.
+            other hosts, and for serving them: rows of high degree are kept in what is left, and where
+            topology is split, too, up to half of it has this host's lists. Loaders have their own.
         timeout_seconds: a host that is not heard of, or does not answer, for so long is given up: PeerError
             on all others.
         topology: the directory of the topology, where it is elsewhere.

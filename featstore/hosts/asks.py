@@ -1,10 +1,12 @@
-"""Rows that one host asks of another: a piece of a request, which fits a message."""
+"""What one host asks of another: a piece of a request, which fits a message. Rows, here; neighbours in
+:mod:`featstore.hosts.lists`."""
 
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +14,7 @@ from numpy.typing import NDArray
 from featstore.base.buffers import aligned_buffer
 from featstore.base.rows import move_rows
 from featstore.engine.request import Request
-from featstore.hosts.messages import HEADER_BYTES, message, padded
+from featstore.hosts.messages import HEADER_BYTES, Kind, message, padded
 
 
 class AskPart(NamedTuple):
@@ -32,22 +34,70 @@ class AskPart(NamedTuple):
         return padded(len(self.ids) * self.row_bytes)
 
 
-class Ask:
-    """Rows that are asked of one host, for a request: at most one part of each table. It ends once: with the
-    rows, with an error, or by being cancelled, after which nothing is written to where they were to go."""
+class Ask(ABC):
+    """What is asked of one host, for a request. It ends once: with what was asked for, with an error, or by
+    being cancelled, after which nothing is written to where it was to go."""
 
-    def __init__(self, request: Request, parts: Sequence[AskPart], tables: int) -> None:
-        self._request, self.parts = request, parts
+    kind: ClassVar[Kind]
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
         self._lock = threading.Lock()
         self._over = False
-        self._tables = tables
         self.sent_at = 0.0  # monotonic seconds
         request.open_piece(self)
 
     @property
     def over(self) -> bool:
-        """Whether the rows are not wanted any more."""
+        """Whether it is not wanted any more."""
         return self._over
+
+    @property
+    @abstractmethod
+    def rows(self) -> int:
+        """Rows, or lists, that are asked for."""
+
+    @abstractmethod
+    def message(self) -> NDArray[np.uint8]:
+        """What is sent, but for the header."""
+
+    @abstractmethod
+    def wrong(self, body: NDArray[np.uint8]) -> str:
+        """Why this is no answer to what was asked; empty where it is one."""
+
+    @abstractmethod
+    def _put(self, body: NDArray[np.uint8]) -> None:
+        """Put what has come where it goes."""
+
+    def fill(self, body: NDArray[np.uint8]) -> None:
+        """Take an answer."""
+        with self._lock:
+            if self._over:
+                return
+            self._over = True
+            self._put(body)
+        self._request.close_piece(self, None)
+
+    def end(self, error: BaseException | None) -> None:
+        """There will be no answer."""
+        with self._lock:
+            if self._over:
+                return
+            self._over = True
+        self._request.close_piece(self, error)
+
+    def cancel(self) -> None:
+        self.end(None)  # the request knows that it was cancelled
+
+
+class RowsAsk(Ask):
+    """Rows of one host, at most one part of each table."""
+
+    kind = Kind.ASK
+
+    def __init__(self, request: Request, parts: Sequence[AskPart], tables: int) -> None:
+        super().__init__(request)
+        self.parts, self._tables = parts, tables
 
     @property
     def body_bytes(self) -> int:
@@ -59,7 +109,7 @@ class Ask:
         return sum(len(part.ids) for part in self.parts)
 
     def message(self) -> NDArray[np.uint8]:
-        """What is sent, but for the header: the number of ids of each table, and the ids."""
+        """The number of ids of each table, and the ids."""
         raw = message(8 * (self._tables + self.rows))
         numbers = raw[HEADER_BYTES:].view(np.int64)
         end = self._tables
@@ -69,29 +119,17 @@ class Ask:
             end += len(part.ids)
         return raw
 
-    def fill(self, body: NDArray[np.uint8]) -> None:
-        """Put the rows where they go."""
-        with self._lock:
-            if self._over:
-                return
-            self._over = True
-            begin = int(body.ctypes.data)
-            for part in sorted(self.parts, key=lambda part: part.table):
-                if len(part.ids):
-                    move_rows(begin, np.empty(0, np.int32), part.address, part.at, part.row_bytes)
-                begin += part.body_bytes
-        self._request.close_piece(self, None)
+    def wrong(self, body: NDArray[np.uint8]) -> str:
+        if len(body) == self.body_bytes:
+            return ""
+        return f"has answered {len(body):,} bytes where {self.body_bytes:,} were asked for"
 
-    def end(self, error: BaseException | None) -> None:
-        """There will be no rows."""
-        with self._lock:
-            if self._over:
-                return
-            self._over = True
-        self._request.close_piece(self, error)
-
-    def cancel(self) -> None:
-        self.end(None)  # the request knows that it was cancelled
+    def _put(self, body: NDArray[np.uint8]) -> None:
+        begin = int(body.ctypes.data)
+        for part in sorted(self.parts, key=lambda part: part.table):
+            if len(part.ids):
+                move_rows(begin, np.empty(0, np.int32), part.address, part.at, part.row_bytes)
+            begin += part.body_bytes
 
 
 class AnswerPlace:

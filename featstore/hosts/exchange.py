@@ -33,12 +33,12 @@ from featstore.engine.request import Request
 from featstore.errors import ClosedError, FormatError, PeerError, SourceError
 from featstore.hosts import messages as ms
 from featstore.hosts.asks import AnswerPlace, Ask
-from featstore.hosts.line import PLACES, HostLine, Outgoing, Serve, received_bytes
+from featstore.hosts.line import PLACES, HostLine, Outgoing, Serve, ServeLists, received_bytes
 from featstore.hosts.wire import Wire
 
 IDS_MAX = 1 << 16  # of an ask
 _GRACE_SECONDS = 1.0  # for the reason to arrive why others have closed
-_VERSION = 1
+_VERSION = 2
 _started: weakref.WeakSet[Exchange] = weakref.WeakSet()
 
 
@@ -76,9 +76,10 @@ class Exchange(OneProcess):
         self.wire, self.tables, self.timeout_seconds = wire, tables, timeout_seconds
         self.error: PeerError | None = None
         self.serve: Serve = _nobody
+        self.serve_lists: ServeLists = _nobody_lists
         self._failing, self._counting = threading.Lock(), threading.Lock()
         self._changed = Wake()
-        self._rows = self._bytes = 0
+        self._received = dict.fromkeys((ms.Kind.ASK, ms.Kind.PICK), (0, 0))
         self._own: list[int] = []  # digests of loaders' options
         self._theirs: dict[tuple[int, int], int] = {}
         self._steps: dict[tuple[int, int], int] = {}  # by host, and number of an epoch
@@ -132,9 +133,11 @@ class Exchange(OneProcess):
         except Exception as error:
             raise self.peer_error(peer, f"has not come ({_first_line(error)})") from error
 
-    def start(self, serve: Serve) -> None:
-        """From now on rows are asked for and served."""
+    def start(self, serve: Serve, serve_lists: ServeLists | None = None) -> None:
+        """From now on rows are asked for and served, and neighbours, where each host has lists of its own."""
         self.serve = serve
+        if serve_lists is not None:
+            self.serve_lists = serve_lists
         _started.add(self)
         now = time.monotonic()
         for line in self.lines.values():
@@ -144,7 +147,7 @@ class Exchange(OneProcess):
         self._watch.start()
 
     def ask(self, peer: int, ask: Ask) -> None:
-        """Have rows sent; the ask ends with them, or with an error."""
+        """Have what is asked for sent; the ask ends with it, or with an error."""
         self.lines[peer].ask(ask)
 
     def agree(self, digest: int) -> int:
@@ -205,14 +208,14 @@ class Exchange(OneProcess):
 
     # What is known.
 
-    def received(self, rows: int, byte_count: int) -> None:
+    def received(self, kind: ms.Kind, rows: int, byte_count: int) -> None:
         with self._counting:
-            self._rows += rows
-            self._bytes += byte_count
+            before = self._received[kind]
+            self._received[kind] = before[0] + rows, before[1] + byte_count
 
-    def counted(self) -> tuple[int, int]:
-        """Rows that have come from other hosts, and their bytes."""
-        return self._rows, self._bytes
+    def counted(self, kind: ms.Kind = ms.Kind.ASK) -> tuple[int, int]:
+        """Rows that have come from other hosts, or nodes whose neighbours have (PICK), and their bytes."""
+        return self._received[kind]
 
     @staticmethod
     def held_bytes(hosts: int, body_bytes: int, ids_max: int, tables: int) -> int:
@@ -329,6 +332,10 @@ class Exchange(OneProcess):
 
 def _nobody(ids: Sequence[NDArray[np.int64]], place: AnswerPlace) -> tuple[Request, int]:
     raise ClosedError("rows are not served yet")
+
+
+def _nobody_lists(asked: NDArray[np.int64], place: AnswerPlace) -> tuple[Request, int]:
+    raise SourceError("neighbours were asked of a host whose topology is not split")
 
 
 def _wait_for(workers: Sequence[Worker], deadline: float = math.inf) -> None:

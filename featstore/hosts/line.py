@@ -32,6 +32,13 @@ class Serve(Protocol):
         that the body will have."""
 
 
+class ServeLists(Protocol):
+    """Samples neighbours for other hosts."""
+
+    def __call__(self, asked: NDArray[np.int64], place: AnswerPlace) -> tuple[Request, int]:
+        """The same for the neighbours that a message asks for."""
+
+
 class Outgoing(NamedTuple):
     """A message to be sent, all but its header; ``then`` when it is."""
 
@@ -56,6 +63,7 @@ class OfLines(Protocol):
     ids_max: int
     timeout_seconds: float
     serve: Serve
+    serve_lists: ServeLists
 
     @property
     def error(self) -> PeerError | None:
@@ -67,7 +75,7 @@ class OfLines(Protocol):
 
     def told(self, peer: int, host: int, text: bytes) -> None: ...
 
-    def received(self, rows: int, byte_count: int) -> None: ...
+    def received(self, kind: ms.Kind, rows: int, byte_count: int) -> None: ...
 
     def changed(self) -> None: ...
 
@@ -179,7 +187,7 @@ class HostLine:
                 self._numbers += 1
                 self.sent[self._numbers] = ask
                 ask.sent_at = time.monotonic()
-                return Outgoing(ms.Kind.ASK, self._numbers, 0, ask.message())
+                return Outgoing(ask.kind, self._numbers, 0, ask.message())
         if self._answers:
             return self._answers.popleft()
         if self.bye_sent and self.bye_heard and len(self._places) == PLACES:
@@ -201,6 +209,7 @@ class HostLine:
         wire = exchange.wire
         take = {
             ms.Kind.ASK: self._take_ask,
+            ms.Kind.PICK: self._take_pick,
             ms.Kind.ROWS: self._take_rows,
             ms.Kind.ERROR: self._take_error,
         }
@@ -236,27 +245,31 @@ class HostLine:
             exchange.lost(self.peer, error)
 
     def _take_ask(self, found: ms.Header, body: NDArray[np.uint8]) -> None:
-        if len(body) % 8:
-            raise FormatError("has asked for rows in a way that contradicts itself")
-        asked = body.view(np.int64)
-        tables = self._exchange.tables
+        asked, tables = _numbers(body), self._exchange.tables
         counts = asked[:tables]
         if len(asked) < tables or (counts < 0).any() or int(counts.sum()) != len(asked) - tables:
-            raise FormatError("has asked for rows in a way that contradicts itself")
+            raise _contradiction()
+        ids = np.split(asked[tables:], np.cumsum(counts)[:-1])
+        self._serve(found.number, lambda place: self._exchange.serve(ids, place))
+
+    def _take_pick(self, found: ms.Header, body: NDArray[np.uint8]) -> None:
+        asked = _numbers(body)
+        self._serve(found.number, lambda place: self._exchange.serve_lists(asked, place))
+
+    def _serve(self, number: int, serve: Callable[[AnswerPlace], tuple[Request, int]]) -> None:
         # The last answer may have arrived there before this thread knows that it is sent.
         if not self._free_places.acquire(timeout=self._exchange.timeout_seconds):
-            raise FormatError(f"has asked for more than {PLACES} messages of rows at once")
-        ids = np.split(asked[tables:], np.cumsum(counts)[:-1])
-        place, number = self._places.pop(), found.number
+            raise FormatError(f"has asked for more than {PLACES} messages at once")
+        place = self._places.pop()
         try:
-            request, body_bytes = self._exchange.serve(ids, place)
+            request, body_bytes = serve(place)
         except Exception as error:
             self._answer(number, place, 0, error)
             return
         request.add_done_callback(lambda r: self._answer(number, place, body_bytes, r.exception()))
 
     def _answer(self, number: int, place: AnswerPlace, body_bytes: int, error: BaseException | None) -> None:
-        """The rows that were asked for are in their place, or cannot be had."""
+        """What was asked for is in its place, or cannot be had."""
 
         def over() -> None:
             self._places.append(place)
@@ -283,12 +296,12 @@ class HostLine:
 
     def _take_rows(self, found: ms.Header, body: NDArray[np.uint8]) -> None:
         ask = self._answered(found)
-        if len(body) != ask.body_bytes:
-            wrong = FormatError(f"has answered {len(body):,} bytes where {ask.body_bytes:,} were asked for")
-            ask.end(self._exchange.peer_error(self.peer, str(wrong)))
-            raise wrong
+        wrong = ask.wrong(body)
+        if wrong:
+            ask.end(self._exchange.peer_error(self.peer, wrong))
+            raise FormatError(wrong)
         ask.fill(body)
-        self._exchange.received(ask.rows, len(body))
+        self._exchange.received(ask.kind, ask.rows, len(body))
         self._wake.set()
         self._exchange.changed()
 
@@ -298,3 +311,13 @@ class HostLine:
         self._answered(found).end(error)
         self._wake.set()
         self._exchange.changed()
+
+
+def _numbers(body: NDArray[np.uint8]) -> NDArray[np.int64]:
+    if len(body) % 8:
+        raise _contradiction()
+    return body.view(np.int64)
+
+
+def _contradiction() -> FormatError:
+    return FormatError("has asked in a way that contradicts itself")

@@ -34,7 +34,7 @@ from featstore.base.rows import move_rows
 from featstore.engine.request import Request
 from featstore.errors import ArgumentError, BudgetError
 from featstore.reader.graphs import read_offsets
-from featstore.storage.manifest import HALO_IDS
+from featstore.storage.manifest import HALO_DEGREES, HALO_IDS
 from featstore.storage.store import OpenStore, Table
 from featstore.tiers import RowSource, Tier, source_tables
 from featstore.tiers.over import OverSource
@@ -204,10 +204,16 @@ def halo_ids_of(table: Table) -> NDArray[np.int64]:
 
 
 def halo_of(table: Table) -> Halo:
-    """The same with degrees, for which the offsets of the whole graph are read."""
+    """The same with degrees, for which the offsets of the whole graph are read; where that is split, too, the
+    part has them."""
     ids = halo_ids_of(table)
     degrees = np.zeros(len(ids), np.int64)
-    for name in _graphs_of(table.tables_on_disk[0].store, table):
+    part = table.tables_on_disk[0].store
+    for name in _graphs_of(part, table):
+        if f"{name}.{HALO_DEGREES}" in part.arrays:
+            here = np.searchsorted(ids, part.arrays[f"{name}.{HALO_IDS}"])
+            degrees[here] += part.arrays[f"{name}.{HALO_DEGREES}"]
+            continue
         graph = table.store.graphs[name]
         lengths, rows = np.diff(read_offsets(graph)), graph.table.row_of_node()
         degrees += lengths[ids if rows is None else rows[ids]]

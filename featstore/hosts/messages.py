@@ -9,9 +9,10 @@ kind  says                                    number detail       body
 ===== ======================================= ====== ============ =========================================
 HELLO what the host is, and agrees to         0      0            JSON
 ASK   send these rows                         its own 0           ids of each table: int64 counts, then ids
-ROWS  here they are                           of ASK 0            rows of each table, padded to 64 bytes
-ERROR they could not be read                  of ASK 0            JSON, see ``featstore.base.passed_errors``
-PING  I am there                              0      0
+PICK  send neighbours of these nodes          its own 0           int64s, see :mod:`featstore.hosts.lists`
+ROWS  here is what was asked for              asked  0            rows of each table, padded to 64 bytes; or
+lists ERROR it could not be read                    asked  0            JSON, see
+``featstore.base.passed_errors`` PING  I am there                              0      0
 GONE  a host is gone, and so am I             0      that host    text
 BYE   I ask for nothing more                  0      0
 SAME  my n-th loader has options of a digest  n      digest
@@ -53,6 +54,7 @@ class Kind(IntEnum):
     END = 8
     SAME = 9
     STEPS = 10
+    PICK = 11
 
 
 class Header(NamedTuple):

@@ -18,7 +18,7 @@ from featstore.base.ids import check_out, rows_of
 from featstore.base.native import address_of
 from featstore.engine.request import Request, in_pieces
 from featstore.errors import ArgumentError, BudgetError, IdError
-from featstore.hosts.asks import AnswerPlace, Ask, AskPart
+from featstore.hosts.asks import AnswerPlace, AskPart, RowsAsk
 from featstore.hosts.divided import Divided, submit_divided
 from featstore.hosts.exchange import IDS_MAX, Exchange
 from featstore.hosts.messages import padded
@@ -78,7 +78,7 @@ class PeersSource(OwnedTier):
             while len(positions):
                 rows = min(len(positions), count, room // ALIGNMENT * ALIGNMENT // table.row_bytes)
                 if rows <= 0 or any(part.table == number for part in parts):
-                    exchange.ask(host, Ask(request, parts, len(self.tables)))
+                    exchange.ask(host, RowsAsk(request, parts, len(self.tables)))
                     parts, room, count = [], exchange.body_bytes, exchange.ids_max
                     continue
                 now, positions = positions[:rows], positions[rows:]
@@ -89,7 +89,7 @@ class PeersSource(OwnedTier):
                 room, count = room - parts[-1].body_bytes, count - rows
                 self.rows, self.row_bytes = self.rows + rows, self.row_bytes + rows * table.row_bytes
         if parts:
-            exchange.ask(host, Ask(request, parts, len(self.tables)))
+            exchange.ask(host, RowsAsk(request, parts, len(self.tables)))
 
     def close(self) -> None:
         self._closed = True

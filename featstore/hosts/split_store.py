@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -16,10 +15,13 @@ from featstore.arguments import Named, as_path, check_options
 from featstore.base.system import is_directory, is_there
 from featstore.errors import ArgumentError, BudgetError, ClosedError, SourceError
 from featstore.hosts.copies import CopiesTier, DiskCopies
-from featstore.hosts.exchange import Exchange
+from featstore.hosts.exchange import IDS_MAX, Exchange
+from featstore.hosts.lists import ListsOfHost, graphs_of
+from featstore.hosts.messages import Kind
 from featstore.hosts.owners import Owners
 from featstore.hosts.places import HostPlace, as_timeout, open_wire, place_among
 from featstore.hosts.source import HostsSource, PeersSource, Serving, body_bytes_for, ids_max_for
+from featstore.hosts.whole_tables import SplitGraph, WholeTable
 from featstore.plan.budget import own_bytes
 from featstore.reader.lookup import table_need
 from featstore.reader.options import READING, check_reading
@@ -36,24 +38,6 @@ if TYPE_CHECKING:
 _LINES_SHARE = 4  # of the memory, at most, is for lines
 _LOADED_AT_ONCE = 1 << 20  # nodes
 _EPOCHS_MAX = 1 << 40  # of a loader
-
-
-class WholeTable(Table):
-    """A table of all hosts: as many rows as all have, of the type that they have. ``own`` is this host's,
-    ``copies`` has those of others that it keeps on its disk."""
-
-    def __init__(self, store: OpenStore, name: str, own: Table, copies: Table | None) -> None:
-        entry = store.manifest.tables[name]
-        typed = own.entry
-        whole = msgspec.structs.replace(
-            entry, dtype=typed.dtype, row_shape=typed.row_shape, row_bytes=typed.row_bytes
-        )
-        super().__init__(store, name, whole)
-        self.own, self.copies = own, copies
-
-    @property
-    def tables_on_disk(self) -> Sequence[Table]:
-        return (self.own,) if self.copies is None else (self.own, self.copies)
 
 
 class WholeStore(OpenStore):
@@ -84,10 +68,13 @@ class WholeStore(OpenStore):
             )
         super().__init__(whole)
         self._exchange: Exchange | None = None
+        self._lists: ListsOfHost | None = None
         self._pid = os.getpid()
         try:
             self._join(given, several, memory_bytes, timeout, reader)
         except BaseException:
+            if self._lists is not None:
+                self._lists.close()
             super().close()
             raise
 
@@ -103,9 +90,26 @@ class WholeStore(OpenStore):
         names = [name for name in self.part.tables if name in self.manifest.tables]
         self.tables = Named(
             "the store has no table",
-            {n: WholeTable(self, n, self.part.table(n), self._copies_of(n)) for n in names},
+            {n: self._whole_table(n, ordered=not family.split_graphs) for n in names},
         )
+        if family.split_graphs:
+            self.graphs = Named(
+                "the store has no graph",
+                {n: SplitGraph(self, n, e, self.part.graphs[n]) for n, e in family.split_graphs.items()},
+            )
         self._open_rows(names, memory_bytes, timeout, options)
+
+    def table(self, name: str) -> Table:
+        graph = self.graphs.get(str(name).rpartition("/")[0])
+        if isinstance(graph, SplitGraph):
+            raise SourceError(
+                f"no host has all lists of graph {graph.name!r}, which is split, too: sample with "
+                "store.loader or store.sampler; this host's lists among its own nodes are those of store.part"
+            )
+        return super().table(name)
+
+    def _whole_table(self, name: str, *, ordered: bool) -> WholeTable:
+        return WholeTable(self, name, self.part.table(name), self._copies_of(name), ordered=ordered)
 
     def _copies_of(self, name: str) -> Table | None:
         return self.part.tables.get(f"{name}.{HALO}")
@@ -152,7 +156,8 @@ class WholeStore(OpenStore):
             ids_max = ids_max_for(body_bytes)
             lines_bytes = Exchange.held_bytes(place.hosts, body_bytes, ids_max, len(names))
         needs = [table_need(self.part.table(name), options.get("verify", True)) for name in names]
-        needed = held + lines_bytes + own_bytes(1, needs)
+        lists_least = self._lists_least(options)
+        needed = held + lines_bytes + own_bytes(1, needs) + lists_least
         if memory_bytes < needed:
             raise BudgetError(needed, memory_bytes, "know the owners of all nodes, and serve other hosts")
         left = memory_bytes - held
@@ -170,7 +175,9 @@ class WholeStore(OpenStore):
             for t in tables
             if self._copies_of(t.name) is not None
         }
-        self._memory = {"owners": held, "lines": lines_bytes, "reader": memory_bytes - held - lines_bytes}
+        lists_bytes = self._open_lists(lists_least, (memory_bytes - needed) // 2, options)
+        rows_bytes = memory_bytes - held - lines_bytes - lists_bytes
+        self._memory = {"owners": held, "lines": lines_bytes, "lists": lists_bytes, "reader": rows_bytes}
         if not place.leads or place.hosts == 1:
             return
         ranked = self.part.tables[names[0]].entry.order.rows_by_degree is not None
@@ -184,7 +191,8 @@ class WholeStore(OpenStore):
                     wire, about, tables=len(names), body_bytes=body_bytes, ids_max=ids_max,
                     timeout_seconds=timeout,
                 )  # fmt: skip
-                exchange.start(Serving(self, self.owners, self._serving))
+                lists = None if self._lists is None else self._lists.serve
+                exchange.start(Serving(self, self.owners, self._serving), lists)
             except BaseException:
                 wire.close(abort=True)
                 raise
@@ -192,6 +200,22 @@ class WholeStore(OpenStore):
             self._serving.close()
             raise
         self._exchange = exchange
+
+    def _lists_least(self, options: Mapping[str, Any]) -> int:
+        """What this host's lists take at least, where topology is split, too."""
+        if not (self.place.leads and graphs_of(self.part)):
+            return 0
+        return ListsOfHost.least_bytes(self.part, verify=options.get("verify", True))
+
+    def _open_lists(self, least: int, more: int, options: Mapping[str, Any]) -> int:
+        """Open this host's lists in as many bytes more as they have a use for; what they have."""
+        if not least:
+            return 0
+        most = ListsOfHost.most_bytes(self.part, verify=options.get("verify", True))
+        memory_bytes = min(max(least, most), least + more)
+        reading = {name: value for name, value in options.items() if name in READING}
+        self._lists = ListsOfHost(self.part, self.owners, memory_bytes, **reading)
+        return memory_bytes
 
     def _body_bytes(self, names: Sequence[str], share: int, memory_bytes: int) -> int:
         try:
@@ -229,16 +253,41 @@ class WholeStore(OpenStore):
     ) -> HostsRows:
         """Rows of all hosts, this host's through a reader with these ``options`` of its own, others' through
         a tier, ``halo``, if there is one."""
+        self._check_leads()
+        copies = {name: self.copies[name] for name in tables if name in self.copies}
+        here = [*tables, *(f"{name}.{HALO}" for name in copies)]
+        reader = Reader(self.part, tables=here, **options)
+        return HostsRows(self, self.owners, copies, reader, self._exchange, halo, halo_memory)
+
+    def _check_leads(self) -> None:
         self.check_open()
         if not self.place.leads:
             raise ArgumentError(
                 f"the lines to other hosts are those of local rank 0, and this is local rank "
                 f"{self.place.local_rank}: read through a loader that the ranks of a host share, shared=True"
             )
-        copies = {name: self.copies[name] for name in tables if name in self.copies}
-        here = [*tables, *(f"{name}.{HALO}" for name in copies)]
-        reader = Reader(self.part, tables=here, **options)
-        return HostsRows(self, self.owners, copies, reader, self._exchange, halo, halo_memory)
+
+    # Neighbours, where topology is split, too.
+
+    @property
+    def splits_topology(self) -> bool:
+        """Whether each host has the lists of its own nodes alone."""
+        return any(isinstance(graph, SplitGraph) for graph in self.graphs.values())
+
+    def lists(self) -> tuple[ListsOfHost, Exchange | None]:
+        """This host's lists, and the lines to those who have the others."""
+        self._check_leads()
+        assert self._lists is not None
+        return self._lists, self._exchange
+
+    def lists_limits(self) -> tuple[int, int]:
+        """How many nodes can be asked about in a message, and how many neighbours an answer has."""
+        ids_max = IDS_MAX if self._exchange is None else self._exchange.ids_max
+        return max(1, ids_max // 4), max(1, ids_max // 2)
+
+    def received_lists(self) -> tuple[int, int]:
+        """Nodes whose neighbours have come from other hosts, and their bytes."""
+        return (0, 0) if self._exchange is None else self._exchange.counted(Kind.PICK)
 
     def agree(self, options: Mapping[str, Any]) -> int:
         """Have all hosts make their next loader of these options, and return its number; PeerError on all
@@ -277,6 +326,8 @@ class WholeStore(OpenStore):
             finally:
                 if self._exchange is not None:
                     self._serving.close()
+                if self._lists is not None:
+                    self._lists.close()
                 if hasattr(self, "part"):
                     self.part.close()
                 super().close()

@@ -14,6 +14,7 @@ from featstore.compile.budget import parse_disk
 from featstore.errors import ArgumentError, BudgetError, SourceError
 from featstore.hosts.ahead import Ahead
 from featstore.hosts.places import HostPlace
+from featstore.hosts.sampler import HostsSampler
 from featstore.hosts.split_store import WholeStore
 from featstore.loaders.compiled.loader import CompiledLoader
 from featstore.loaders.compiled.options import check_loader_options
@@ -208,11 +209,8 @@ class Making:
     def _sample(self) -> RankedBatches:
         """The store's own mini-batches, this rank's share of them, within a share of the memory."""
         given, graph, seeds = self.given, self.given.get("graph"), self.given.get("seeds")
-        fanouts, table = args.as_fanouts(given.get("fanouts")), graph_of(self.store, graph).table
-        self.whole.check_sampled(graph_of(self.store, graph))
-        whole, least = sampler_needs(self.store, fanouts, graph)
-        self.shares = replace(self.shares, graph_bytes=whole, least_bytes=least)
-        sampler = self._open_sampler(fanouts)
+        fanouts = args.as_fanouts(given.get("fanouts"))
+        sampler, table = self._sampler(fanouts)
         nodes = self.store.arrays[seeds] if isinstance(seeds, str) else seeds
         owned: dict[str, Any] = {}
         here, in_order = self._here, self._in_order
@@ -235,6 +233,22 @@ class Making:
         self._rows_first(made, table)
         return made
 
+    def _sampler(self, fanouts: tuple[int, ...]) -> tuple[GraphSampler, Table]:
+        """Over the graph that was asked for, and the table that this is over."""
+        graph = self.given.get("graph")
+        if isinstance(self.store, WholeStore) and self.store.splits_topology:
+            self.shares = replace(self.shares, graph_bytes=self.shares.memory_bytes)
+            with self.shares.told_of_all():
+                split = HostsSampler(
+                    self.store, fanouts, seed=self._seed, graph=graph, memory=self.shares.sampler_bytes
+                )
+            return split, split.graph.table
+        whole = graph_of(self.store, graph)
+        self.whole.check_sampled(whole)
+        graph_bytes, least = sampler_needs(self.store, fanouts, graph)
+        self.shares = replace(self.shares, graph_bytes=graph_bytes, least_bytes=least)
+        return self._open_sampler(fanouts), whole.table
+
     def _open_sampler(self, fanouts: tuple[int, ...]) -> GraphSampler:
         """Within its share of the memory."""
         with self.shares.told_of_all():
@@ -245,6 +259,8 @@ class Making:
 
     def _rows_first(self, made: RankedBatches, table: Table) -> None:
         """Give the sampler less where its share leaves too little for two mini-batches."""
+        if isinstance(made.sampler, HostsSampler):  # its share is of mini-batches, not of a graph
+            return
         memory, share = self.shares.memory_bytes, self.shares.sampler_bytes
         most = rows_at_most(made.batch_size, made.sampler.fanouts, table.rows)
         if wanted_bytes(memory, most, table) <= self.shares.rows_bytes:

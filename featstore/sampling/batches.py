@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, overload
+from typing import TYPE_CHECKING, Any, Protocol, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,7 @@ from featstore.base.training_nodes import checked_train
 from featstore.errors import ArgumentError, BudgetError, SourceError
 from featstore.reader.graphs import read_csc, read_edge_ids, read_offsets
 from featstore.sampling.edge_ids import wants_edge_ids
+from featstore.sampling.hops import HopSampler
 from featstore.sampling.neighbors import NeighborSampler, SampledSubgraph
 from featstore.sampling.ranked import Share, owned_share, share_of
 from featstore.sampling.stored import StoredSampler
@@ -35,7 +36,18 @@ if TYPE_CHECKING:
 
 _FIXED_BYTES = 32 * 2**20  # of a reader while the graph is read
 
-GraphSampler = NeighborSampler | StoredSampler
+
+class GraphSampler(Protocol):
+    """What mini-batches are made by. ``seed``, ``fanouts``, and ``sample`` as those of
+    :class:`~featstore.sampling.neighbors.NeighborSampler`."""
+
+    fanouts: tuple[int, ...]
+    seed: int
+
+    @property
+    def node_count(self) -> int: ...
+
+    def sample(self, seeds: NDArray[Any], batch_index: int = 0, *, epoch: int = 0) -> SampledSubgraph: ...
 
 
 class GraphInMemory(NeighborSampler):
@@ -271,12 +283,12 @@ def sample_batches(
 
     Raises SourceError, IdError, and what :func:`open_sampler` raises.
     """
-    if not isinstance(store_or_sampler, NeighborSampler | StoredSampler):
+    if not isinstance(store_or_sampler, HopSampler):
         opened = open_sampler(
-            store_or_sampler, fanouts, seed=seed, graph=graph, memory=memory, in_memory=in_memory
+            as_store(store_or_sampler), fanouts, seed=seed, graph=graph, memory=memory, in_memory=in_memory
         )
         return SampledBatches(opened, train, batch_size, epoch, own=True)
-    sampler = store_or_sampler
+    sampler: Any = store_or_sampler
     if as_fanouts(fanouts) != tuple(sampler.fanouts) or seed != sampler.seed:
         raise SourceError(
             f"the sampler has fan-outs {list(sampler.fanouts)} and seed {sampler.seed}, asked for are "

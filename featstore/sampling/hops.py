@@ -80,14 +80,25 @@ class HopSampler(ABC):
     def _reserve_hop(self, hops: Hops, hop: int, nodes_max: int, edges: int, picks: int) -> None:
         """Make sure that there is memory for a hop that ends with at most ``nodes_max`` nodes."""
 
+    def _count(
+        self, hops: Hops, offsets: NDArray[np.int64], edge_total: int, begin: int, end: int, fanout: int,
+        key: np.uint64,
+    ) -> tuple[int, int]:  # fmt: skip
+        """How many edges ``hops.nodes[begin:end]`` will have, and the largest degree. By offsets in memory,
+        unless a sampler has them elsewhere."""
+        edges, degree_max = hop_size(offsets, edge_total, hops.nodes, begin, end, fanout)
+        if edges < 0:
+            raise self._bad_offsets(int(hops.nodes[-edges - 1]))
+        return edges, degree_max
+
     def _go(self, hops: Hops, offsets: NDArray[np.int64], edge_total: int, key: int) -> None:
         """Sample all hops of a mini-batch whose ``nodes`` are its seeds; ``key`` is the mini-batch's."""
         begin, count = 0, len(hops.nodes)
         hops.counts.append(count)
         for hop, fanout in enumerate(self.fanouts):
-            edges, degree_max = hop_size(offsets, edge_total, hops.nodes, begin, count, fanout)
-            if edges < 0:
-                raise self._bad_offsets(int(hops.nodes[-edges - 1]))
+            edges, degree_max = self._count(
+                hops, offsets, edge_total, begin, count, fanout, hop_key(key, hop)
+            )
             bound = min(count + edges, self.node_count)
             self._reserve_hop(hops, hop, bound, edges, min(fanout, degree_max))
             hops.nodes, hops.slots = make_room(hops.nodes, hops.slots, count, bound)

@@ -37,6 +37,7 @@ from featstore.scrub.blocks import Blocks
 from featstore.scrub.graph import scrub_graph
 from featstore.scrub.report import Findings, Progress, VerifyReport, listed
 from featstore.scrub.tables import margin_for, scrub_metadata, scrub_table
+from featstore.scrub.whole_lists import scrub_whole_lists
 from featstore.storage.belongings import TEMPORARY
 from featstore.storage.locks import held_with_others
 from featstore.storage.manifest import MANIFEST_NAME, FileEntry, Manifest, uuid_of
@@ -121,6 +122,8 @@ def _scrub(
             for array in () if graph.hubs is None else (graph.hubs.rows, graph.hubs.offsets):
                 scrub_metadata(findings, entries, array.path, array.shape, array.shape, array.dtype)
             scrub_graph(findings, graph, manifest.tables[graph.table].rows)
+        if manifest.family is not None:
+            scrub_whole_lists(findings, entries, manifest.family)
         unlisted = _unlisted(findings, entries, manifest.generation)
         return VerifyReport(
             path=str(store), uuid=manifest.uuid, generation=manifest.generation, files=len(findings.readable),

@@ -32,8 +32,12 @@ EDGE_IDS_FEATURE = "edge_ids"
 COMPILED_FEATURE = "compiled"
 FAMILY_FEATURE = "family"
 GATHERED_FEATURE = "gathered"
+SPLIT_GRAPHS_FEATURE = "split-graphs"
 READER_FEATURES: frozenset[str] = frozenset(
-    {GRAPHS_FEATURE, EDGE_IDS_FEATURE, COMPILED_FEATURE, FAMILY_FEATURE, GATHERED_FEATURE}
+    {
+        GRAPHS_FEATURE, EDGE_IDS_FEATURE, COMPILED_FEATURE, FAMILY_FEATURE, GATHERED_FEATURE,
+        SPLIT_GRAPHS_FEATURE,
+    }  # fmt: skip
 )
 WRITER_FEATURES: frozenset[str] = frozenset()
 
@@ -175,8 +179,39 @@ class CompiledEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 #: Of a family, the store of topology, beside `host-0`, `host-1` and so on.
 TOPOLOGY = "topology"
 #: Of a part: table ``TABLE.halo`` of copies of other hosts' rows, arrays ``TABLE.halo_nodes`` of the nodes
-#: that they are of, ``GRAPH.halo_ids`` and ``GRAPH.halo_uses``.
+#: that they are of, ``GRAPH.halo_ids`` and ``GRAPH.halo_uses``, and where graphs are split, too,
+#: ``GRAPH.halo_degrees``.
 HALO, HALO_NODES, HALO_IDS, HALO_USES = "halo", "halo_nodes", "halo_ids", "halo_uses"
+HALO_DEGREES = "halo_degrees"
+
+
+class WholeListsEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The lists of a host's nodes, whole, whoever owns the sources: ``sources[offsets[r]:offsets[r + 1]]``
+    are the node ids, in the base store, that the part's row r gathers from.
+
+    ``run_rows``, ``run_edges``: int64 [runs]. The rows from ``run_rows[k]`` on, up to the next run's, stand
+    side by side in the base store, and their lists there begin with number ``run_edges[k]`` of its sources.
+    """
+
+    offsets: TableEntry
+    sources: TableEntry
+    run_rows: ArrayEntry
+    run_edges: ArrayEntry
+
+
+class SplitGraphEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A graph over ``table`` of which each host has the lists of its own nodes; ``edges``: of the whole
+    graph. ``lists``: of a part."""
+
+    table: str
+    edges: int
+    lists: WholeListsEntry | None = None
+
+    @property
+    def as_graph(self) -> GraphEntry:
+        """The lists of a part as those of a graph, whose sources are node ids of the base store."""
+        assert self.lists is not None
+        return GraphEntry(self.table, self.lists.sources.rows, self.lists.offsets, self.lists.sources)
 
 
 class FamilyEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -185,7 +220,8 @@ class FamilyEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     ``uuid``, ``host``: of a part, the uuid of its family's topology and its own number; of the topology
     absent. ``base_uuid``: of the store that was split. ``first_rows``: by table, [hosts + 1]: laid end to
     end, the rows of host h are rows ``first_rows[h]`` to ``first_rows[h + 1]``. ``remote_edges``: by graph,
-    [hosts]: edges of the whole graph that go to a host's nodes from those of others.
+    [hosts]: edges of the whole graph that go to a host's nodes from those of others. ``split_graphs``: all
+    graphs, where none is in the topology; needs the reader feature ``split-graphs``.
     """
 
     hosts: int
@@ -194,6 +230,7 @@ class FamilyEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
     remote_edges: dict[str, list[int]]
     uuid: str | None = None
     host: int | None = None
+    split_graphs: dict[str, SplitGraphEntry] = msgspec.field(default_factory=dict)
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -217,7 +254,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     @property
     def all_tables(self) -> dict[str, TableEntry]:
         """Every table, those that graphs consist of too: ``GRAPH/offsets``, ``GRAPH/sources``,
-        ``GRAPH/hubs``, ``GRAPH/edge_ids``, ``GRAPH/hub_edge_ids``."""
+        ``GRAPH/hubs``, ``GRAPH/edge_ids``, ``GRAPH/hub_edge_ids``; and of whole lists ``GRAPH/lists/offsets``,
+        ``GRAPH/lists/sources``."""
         inner: dict[str, TableEntry] = {}
         for name, graph in self.graphs.items():
             inner |= {f"{name}/offsets": graph.offsets, f"{name}/sources": graph.sources}
@@ -227,6 +265,12 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
                 inner[f"{name}/hubs"] = graph.hubs.sources
                 if graph.hubs.edge_ids is not msgspec.UNSET:
                     inner[f"{name}/hub_edge_ids"] = graph.hubs.edge_ids
+        for name, split in self.family.split_graphs.items() if self.family is not None else ():
+            if split.lists is not None:
+                inner |= {
+                    f"{name}/lists/offsets": split.lists.offsets,
+                    f"{name}/lists/sources": split.lists.sources,
+                }
         return self.tables | inner
 
     @property

@@ -22,11 +22,14 @@ from featstore.storage.manifest import (
     GENERATION_NAME,
     GRAPHS_FEATURE,
     HALO,
+    HALO_DEGREES,
+    HALO_IDS,
     HALO_NODES,
     HOSTS_MAX,
     PARTITIONS_OF_FEW_ROWS,
     ROW_BYTES_MAX,
     ROWS_MAX,
+    SPLIT_GRAPHS_FEATURE,
     ArrayEntry,
     CompiledEntry,
     FamilyEntry,
@@ -35,6 +38,7 @@ from featstore.storage.manifest import (
     Manifest,
     OrderEntry,
     TableEntry,
+    WholeListsEntry,
     array_bytes,
     array_chunk,
     check_name,
@@ -80,6 +84,7 @@ def check_manifest(manifest: Manifest) -> None:
         )
     if manifest.family is not None:
         _check_family(manifest, manifest.family)
+        _check_split_graphs(manifest, manifest.family, files)
 
 
 def _check_family(manifest: Manifest, family: FamilyEntry) -> None:
@@ -111,11 +116,57 @@ def _check_family(manifest: Manifest, family: FamilyEntry) -> None:
             raise FormatError(f"table {name!r} has {table.rows} rows, its family says otherwise")
         if host is None and (table.row_shape or table.dtype != host_dtype(hosts).name):
             raise FormatError(f"table {name!r} does not say which of {hosts} hosts owns a row")
-    if family.remote_edges.keys() != manifest.graphs.keys():
+    split = family.split_graphs
+    if family.remote_edges.keys() != (split if split and host is None else manifest.graphs).keys():
         raise FormatError("the family's remote edges are of other graphs than the store has")
     for name, counts in family.remote_edges.items():
         if len(counts) != hosts or any(not 0 <= count <= ROWS_MAX for count in counts):
             raise FormatError(f"the remote edges of {hosts} hosts of graph {name!r} are impossible")
+
+
+def _check_split_graphs(manifest: Manifest, family: FamilyEntry, files: dict[str, FileEntry]) -> None:
+    if not family.split_graphs:
+        return
+    if SPLIT_GRAPHS_FEATURE not in manifest.reader_features:
+        raise FormatError(
+            f"there are graphs that are split, but the reader feature {SPLIT_GRAPHS_FEATURE!r} is not named"
+        )
+    host = family.host
+    if (manifest.graphs.keys() != family.split_graphs.keys()) if host is not None else manifest.graphs:
+        raise FormatError(
+            "graphs that are split are in all parts, each its own lists, and not in the topology"
+        )
+    for name, graph in family.split_graphs.items():
+        check_name(name, "graph")
+        if graph.table not in family.first_rows or not 0 <= graph.edges <= ROWS_MAX:
+            raise FormatError(
+                f"the graph {name!r} that is split is over {graph.table!r}, {graph.edges} edges"
+            )
+        if (graph.lists is None) != (host is None):
+            raise FormatError(
+                f"the lists of the graph {name!r} that is split are in its parts, and only there"
+            )
+        if graph.lists is not None:
+            own = manifest.graphs[name]
+            if own.table != graph.table or not own.edges <= graph.lists.sources.rows <= graph.edges:
+                raise FormatError(f"the lists of graph {name!r} are not those of its table {graph.table!r}")
+            _check_whole_lists(name, graph.table, graph.lists, manifest, files)
+            ids, degrees = (manifest.arrays.get(f"{name}.{what}") for what in (HALO_IDS, HALO_DEGREES))
+            if ids is None or degrees is None or degrees.shape != ids.shape or degrees.dtype != "int64":
+                raise FormatError(f"there is no array of the degrees of the halo of graph {name!r}")
+
+
+def _check_whole_lists(
+    name: str, table: str, lists: WholeListsEntry, manifest: Manifest, files: dict[str, FileEntry]
+) -> None:
+    what, rows = f"graph {name!r}'s whole lists", manifest.tables[table].rows
+    _check_numbers(f"{name}/lists/offsets", lists.offsets, rows + 1, ("int64",), manifest, files)
+    _check_numbers(f"{name}/lists/sources", lists.sources, lists.sources.rows, _ROW_DTYPES, manifest, files)
+    runs = lists.run_rows.shape[0] if len(lists.run_rows.shape) == 1 else -1
+    if not min(rows, 1) <= runs <= rows:
+        raise FormatError(f"{what} have runs of the impossible shape {lists.run_rows.shape}")
+    _check_vector(f"{what}' first rows", lists.run_rows, "int64", runs, manifest.generation, files)
+    _check_vector(f"{what}' first edges", lists.run_edges, "int64", runs, manifest.generation, files)
 
 
 def _check_compiled(manifest: Manifest, compiled: CompiledEntry) -> None:
@@ -173,39 +224,43 @@ def _check_graph(name: str, graph: GraphEntry, manifest: Manifest, files: dict[s
     if nodes is None:
         raise FormatError(f"{what} is over the table {graph.table!r}, which does not exist")
 
-    def check(part: str, table: TableEntry, rows: int | None, dtypes: tuple[str, ...]) -> None:
-        _check_table(f"{name}/{part}", table, manifest.generation, files)
-        if (
-            table.row_shape
-            or table.dtype not in dtypes
-            or table.rows != (table.rows if rows is None else rows)
-        ):
-            raise FormatError(
-                f"{what}: {part} should be {rows} numbers of type {' or '.join(dtypes)}, not "
-                f"{table.rows} x {table.row_shape} {table.dtype}"
-            )
-        if table.order.row_of_node is not None:
-            raise FormatError(f"{what}: {part} are permuted, which they must not be")
+    def check(part: str, table: TableEntry, rows: int) -> None:
+        _check_numbers(f"{name}/{part}", table, rows, _ROW_DTYPES, manifest, files)
 
-    check("offsets", graph.offsets, nodes.rows + 1, ("int64",))
-    check("sources", graph.sources, graph.edges, _ROW_DTYPES)
+    _check_numbers(f"{name}/offsets", graph.offsets, nodes.rows + 1, ("int64",), manifest, files)
+    check("sources", graph.sources, graph.edges)
     numbered = graph.edge_ids is not UNSET
     if numbered and EDGE_IDS_FEATURE not in manifest.reader_features:
         raise FormatError(f"{what} has edge ids, but the reader feature {EDGE_IDS_FEATURE!r} is not named")
     if graph.edge_ids is not UNSET:
-        check("edge ids", graph.edge_ids, graph.edges, _ROW_DTYPES)
+        check("edge_ids", graph.edge_ids, graph.edges)
     if graph.hubs is None:
         return
-    check("hubs", graph.hubs.sources, None, _ROW_DTYPES)
+    check("hubs", graph.hubs.sources, graph.hubs.sources.rows)
     if numbered != (graph.hubs.edge_ids is not UNSET):
         raise FormatError(f"{what}: both the lists and the hubs' lists have edge ids, or neither")
     if graph.hubs.edge_ids is not UNSET:
-        check("edge ids of hubs", graph.hubs.edge_ids, graph.hubs.sources.rows, _ROW_DTYPES)
+        check("hub_edge_ids", graph.hubs.edge_ids, graph.hubs.sources.rows)
     hubs = graph.hubs.rows.shape[0] if len(graph.hubs.rows.shape) == 1 else -1
     if not 0 <= hubs <= nodes.rows:
         raise FormatError(f"{what} has hubs of the impossible shape {graph.hubs.rows.shape}")
     _check_vector(f"{what}'s hubs", graph.hubs.rows, _ROW_DTYPES, hubs, manifest.generation, files)
     _check_vector(f"{what}'s hub offsets", graph.hubs.offsets, "int64", hubs + 1, manifest.generation, files)
+
+
+def _check_numbers(
+    name: str, table: TableEntry, rows: int, dtypes: tuple[str, ...], manifest: Manifest,
+    files: dict[str, FileEntry],
+) -> None:  # fmt: skip
+    """A table of plain numbers, of which a graph consists."""
+    _check_table(name, table, manifest.generation, files)
+    if table.row_shape or table.dtype not in dtypes or table.rows != rows:
+        raise FormatError(
+            f"{name} should be {rows} numbers of type {' or '.join(dtypes)}, not "
+            f"{table.rows} x {table.row_shape} {table.dtype}"
+        )
+    if table.order.row_of_node is not None:
+        raise FormatError(f"{name} are permuted, which they must not be")
 
 
 def _check_path(path: str, generation: str) -> None:

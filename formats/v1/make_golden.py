@@ -43,7 +43,7 @@ class Golden:
     """A golden store: its tables and arrays in node id order, and the options of the pack. ``batches``: (node
     ids by table, sample) of each mini-batch of a trace that is compiled for it into ``packs/default``, with
     the options ``compiling``. ``hosts``: the owners of each table's rows, by which the store is split; then
-    the golden store is a directory of several."""
+    the golden store is a directory of several. ``split_topology``: graphs are split, too."""
 
     tables: Mapping[str, np.ndarray[Any, Any]]
     arrays: Mapping[str, np.ndarray[Any, Any]] = field(default_factory=dict)
@@ -51,6 +51,7 @@ class Golden:
     batches: Sequence[tuple[Mapping[str, np.ndarray[Any, Any]], Any]] = ()
     compiling: Mapping[str, Any] = field(default_factory=dict)
     hosts: Mapping[str, np.ndarray[Any, Any]] = field(default_factory=dict)
+    split_topology: bool = False
 
 
 def numbers(shape: tuple[int, ...], dtype: Any, step: int = 37) -> np.ndarray[Any, Any]:
@@ -255,7 +256,7 @@ STORES = {
     "compiled": compiled,
 }
 #: Golden stores that are directories of several.
-FAMILIES = {"split": split}
+FAMILIES = {"split": split, "split-topology": lambda: replace(split(), split_topology=True)}
 
 _NODE_OF_ROW: Mapping[int, Callable[[Any], Any]] = {
     PAPERS: lambda row: (row * 7 + 3) % PAPERS,
@@ -315,7 +316,7 @@ def _split(golden: Golden, out: Path) -> None:
         mock.patch("featstore.packing.split.plan.assign", given),
     ):
         featstore.pack(Path(folder) / "s", golden.tables, arrays=golden.arrays, **golden.options).close()
-        featstore.split(Path(folder) / "s", 2, out)
+        featstore.split(Path(folder) / "s", 2, out, split_topology=golden.split_topology)
 
 
 def _compile(golden: Golden, out: Path) -> None:

@@ -62,6 +62,9 @@ COMPILED = {
     "forecast": dict,
 }
 FAMILY = {"hosts": int, "base_uuid": str, "first_rows": dict, "remote_edges": dict}
+FAMILY_MAY = ("uuid", "host", "split_graphs")
+SPLIT_GRAPH = {"table": str, "edges": int}
+LISTS = {"offsets": dict, "sources": dict, "run_rows": dict, "run_edges": dict}
 PARTS = ("packed", "shared", "resident", "device")
 COMPILED_TABLE = dict.fromkeys(PARTS, str) | {
     "turn": str,
@@ -161,7 +164,7 @@ class Store:
     """An open store: ``tables`` (rows in node id order), ``rows`` (in row order), ``arrays``, ``graphs``
     (offsets and sources, both of rows); all by name. ``compiled``, ``family``: what the manifest says of a
     compiled trace, of a split, or None. ``edge_ids``: the numbers of edges by graph, None where there are
-    none."""
+    none. ``lists``: of a part whose graphs are split."""
 
     def __init__(self, path):
         self.path = path
@@ -176,7 +179,7 @@ class Store:
         features = m.get("reader_features")
         need(
             type(features) is list
-            and set(features) <= {"graphs", "edge_ids", "compiled", "family", "gathered"},
+            and set(features) <= {"graphs", "edge_ids", "compiled", "family", "gathered", "split-graphs"},
             "it needs features this reader lacks",
         )
         need(
@@ -210,7 +213,8 @@ class Store:
         need("compiled" in m or "gathered" not in features, "gathered rows of no compiled trace")
         self.compiled = self.checked(fields(m["compiled"], COMPILED)) if "compiled" in m else None
         need("family" in features or "family" not in m, "a family without the feature of that name")
-        self.family = self.related(fields(m["family"], FAMILY, ("uuid", "host"))) if "family" in m else None
+        self.lists = {}
+        self.family = self.related(fields(m["family"], FAMILY, FAMILY_MAY)) if "family" in m else None
 
     def inside(self, path):
         part = r"/[A-Za-z0-9_][A-Za-z0-9_.\-]{0,254}"
@@ -398,8 +402,21 @@ class Store:
             {n + ".halo" for n in f["first_rows"]} - f["first_rows"].keys() if host is not None else set()
         )
         own = self.rows.keys() - copies
-        need(own == f["first_rows"].keys() and f["remote_edges"].keys() == self.graphs.keys(),
+        split = f.get("split_graphs", {})
+        need(
+            not split or "split-graphs" in self.manifest["reader_features"],
+            "split graphs without the feature",
+        )
+        graphs = split.keys() if split and host is None else self.graphs.keys()
+        need(own == f["first_rows"].keys() and f["remote_edges"].keys() == graphs,
              "a family of other tables or graphs")  # fmt: skip
+        need(
+            not split or (not self.graphs if host is None else split.keys() == self.graphs.keys()),
+            "split graphs",
+        )
+        self.lists = {
+            name(n): self.whole_lists(n, fields(g, SPLIT_GRAPH, ("lists",)), f) for n, g in split.items()
+        }
         for n in copies & self.rows.keys():
             nodes = self.arrays[n + "_nodes"]
             need(len(nodes) == len(self.rows[n]) == len(np.unique(nodes)), f"the nodes of {n}")
@@ -414,6 +431,9 @@ class Store:
                 need(counts.tolist() == np.diff(first).tolist(), f"hosts of {n} are not as often as is said")
         for n, edges in f["remote_edges"].items():
             need(len(edges) == hosts and all(type(e) is int and 0 <= e <= 2**40 for e in edges), "edges")
+            if host is None and split:
+                need(sum(edges) <= split[n]["edges"], f"remote edges of {n}")
+                continue
             if host is None:
                 owner, (offsets, sources) = self.rows[self.manifest["graphs"][n]["table"]], self.graphs[n]
                 target = np.repeat(owner, np.diff(offsets))
@@ -426,6 +446,37 @@ class Store:
             if not (uses == 2**32 - 1).any():
                 need(int(uses.sum(dtype=np.int64)) == edges[host], "uses of a halo")
         return f
+
+    def whole_lists(self, n, g, f):
+        """(offsets, sources, number in the base store of each list's first edge) of a graph that is split,
+        of a part; None of the topology."""
+        need(g["table"] in f["first_rows"] and 0 <= g["edges"] <= 2**40, f"the split graph {n}")
+        need(("lists" in g) == ("host" in f), f"the lists of {n} are in parts alone")
+        if "lists" not in g:
+            return None
+        lists, rows = fields(g["lists"], LISTS), len(self.rows[g["table"]])
+        need(self.manifest["graphs"][n]["table"] == g["table"], f"the table of {n}")
+        offsets, sources = (
+            self.numbers(lists["offsets"], ["<i8"]),
+            self.numbers(lists["sources"], ["<i4", "<i8"]),
+        )
+        need(
+            len(offsets) == rows + 1 and offsets[0] == 0 and offsets[-1] == len(sources), f"the lists of {n}"
+        )
+        need((np.diff(offsets) >= 0).all() and len(sources) <= g["edges"], f"the lists of {n}")
+        need(
+            ((sources >= 0) & (sources < f["first_rows"][g["table"]][-1])).all(), f"nodes in the lists of {n}"
+        )
+        first, edges = self.array(lists["run_rows"]), self.array(lists["run_edges"])
+        need(first.dtype == edges.dtype == "<i8" and first.shape == edges.shape and first.ndim == 1, "runs")
+        need(rows == 0 or (len(first) and first[0] == 0), "runs")
+        need((np.diff(first) > 0).all() and (first < rows).all(), "runs")
+        need(((edges >= 0) & (edges <= g["edges"])).all(), "runs")
+        run = np.searchsorted(first, np.arange(rows), "right") - 1
+        ids, degrees = (self.arrays.get(f"{n}.{what}") for what in ("halo_ids", "halo_degrees"))
+        need(ids is not None and degrees is not None and degrees.dtype == "<i8", "degrees of a halo")
+        need(degrees.shape == ids.shape and (degrees >= 0).all(), "degrees of a halo")
+        return offsets, sources, edges[run] + offsets[:-1] - offsets[first[run]]
 
     def mini_batches(self, base):
         """Of each mini-batch of a compiled trace: (rows by table of the base store, bytes of the sample)."""

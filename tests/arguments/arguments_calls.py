@@ -376,6 +376,7 @@ CALLS: dict[str, Call] = {
             .saying("train|node|id|array"),
             "seed": SEED.and_also(beyond_metis=2**31),
             "halo_disk": DISK,
+            "split_topology": FLAG,
             "memory": MEMORY,
             "resume": FLAG,
             "overwrite": FLAG,

@@ -45,6 +45,23 @@ def test_inspect_says_of_which_split_a_store_is(call: Call, store: Path, out: Pa
     call("inspect", out / "host-0", "--orders")
 
 
+def test_a_split_with_its_topology(call: Call, store: Path, out: Path, tmp_path: Path) -> None:
+    said = parsed(call("split", store, "--hosts", 2, "--out", tmp_path / "o", "--split-topology", "--json"))
+    assert said["split_topology"]
+    with featstore.open(store) as whole:
+        edges = whole.graphs["features"].edges
+    assert said["graphs"]["features"]["edges"] == edges
+    own = []
+    for name in ("topology", "host-0", "host-1"):
+        call("verify", tmp_path / "o" / name)
+        split = parsed(call("inspect", tmp_path / "o" / name, "--json"))["family"]["split_graphs"]["features"]
+        own.append(split["own_edges"])
+        assert "is split, too" in call("inspect", tmp_path / "o" / name).stdout
+    assert own[0] is None
+    assert sum(own[1:]) == edges
+    assert parsed(call("inspect", out / "host-0", "--json"))["family"]["split_graphs"] == {}
+
+
 def test_a_part_is_sampled_and_compiled(call: Call, out: Path, tmp_path: Path) -> None:
     part = Path(shutil.copytree(out / "host-0", tmp_path / "part"))
     with featstore.open(part) as opened:

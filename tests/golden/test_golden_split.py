@@ -3,9 +3,11 @@ written from the specification alone."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import shutil
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -23,19 +25,23 @@ SPLIT = GOLDEN / "split"
 MEMBERS = ("topology", "host-0", "host-1")
 
 
+TOPOLOGY = GOLDEN / "split-topology"
+
+
 def sealed(manifest: dict[str, Any]) -> bytes:
     """The text of a manifest, with the uuid that fits it."""
     text, uuid = json.dumps(manifest).encode(), manifest["uuid"]
     return text.replace(f'"uuid": "{uuid}"'.encode(), f'"uuid": "{uuid_of(text, uuid)}"'.encode(), 1)
 
 
-def text_of(member: str) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((SPLIT / member / "featstore.json").read_text())
+def text_of(member: str, split: Path = SPLIT) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((split / member / "featstore.json").read_text())
     return found
 
 
-def test_made_anew_to_the_byte(tmp_path: Path) -> None:
-    made, kept = file_bytes(make_golden.make("split", tmp_path)), file_bytes(SPLIT)
+@pytest.mark.parametrize("name", ["split", "split-topology"])
+def test_made_anew_to_the_byte(name: str, tmp_path: Path) -> None:
+    made, kept = file_bytes(make_golden.make(name, tmp_path)), file_bytes(GOLDEN / name)
     assert made.keys() == kept.keys()
     for path in kept:
         assert made[path] == kept[path], path
@@ -44,6 +50,7 @@ def test_made_anew_to_the_byte(tmp_path: Path) -> None:
 @pytest.mark.parametrize("member", MEMBERS)
 def test_manifests_are_what_the_schema_says(member: str) -> None:
     VALIDATOR.validate(text_of(member))
+    VALIDATOR.validate(text_of(member, TOPOLOGY))
 
 
 @pytest.mark.parametrize("member", MEMBERS)
@@ -154,3 +161,106 @@ def test_a_family_needs_its_feature(tmp_path: Path) -> None:
     with pytest.raises(independent.Refused, match="family"):
         independent.Store(tmp_path / "s")
     assert [e for e in VALIDATOR.iter_errors(changed) if re.search("contain", e.message)]
+
+
+# Topology that is split, too.
+
+
+def test_whole_lists_are_the_formulas() -> None:
+    """By the specification's words alone: the lists of a host's nodes, by node id, and the numbers of their
+    edges in the base store, whose lists stand in the order of its rows."""
+    golden = make_golden.FAMILIES["split-topology"]()
+    sources, targets = golden.options["graph"]["paper"]
+    whole, topology = independent.Store(SPLIT / "topology"), independent.Store(TOPOLOGY / "topology")
+    assert not topology.graphs
+    assert topology.lists == {"paper": None}
+    owner = topology.tables["paper"]
+    same(owner, whole.tables["paper"])  # by node id
+    same(topology.rows["paper"], owner)
+    same(topology.arrays["labels"], whole.arrays["labels"])
+    base = whole.array(whole.manifest["tables"]["paper"]["order"]["row_of_node"])
+    begins = whole.graphs["paper"][0][base]
+    for host in (0, 1):
+        part, before = independent.Store(TOPOLOGY / f"host-{host}"), independent.Store(SPLIT / f"host-{host}")
+        same(part.rows["paper"], before.rows["paper"])
+        for one, two in zip(part.graphs["paper"], before.graphs["paper"], strict=True):
+            same(one, two)
+        nodes = np.flatnonzero(owner == host)[
+            part.array(part.manifest["tables"]["paper"]["order"]["node_of_row"])
+        ]
+        offsets, lists, numbers = part.lists["paper"]
+        for row, node in enumerate(nodes):
+            assert (
+                lists[offsets[row] : offsets[row + 1]].tolist() == np.sort(sources[targets == node]).tolist()
+            )
+            assert numbers[row] == begins[node]
+        degrees = np.bincount(targets, minlength=len(owner))
+        assert part.arrays["paper.halo_degrees"].tolist() == degrees[part.arrays["paper.halo_ids"]].tolist()
+        assert featstore.verify(TOPOLOGY / f"host-{host}").ok
+
+
+LIST_CHANGES: list[tuple[str, tuple[str, ...], Any]] = [
+    ("topology", ("split_graphs", "paper", "table"), "other"),
+    ("topology", ("split_graphs", "paper", "edges"), -1),
+    ("host-1", ("split_graphs", "paper", "lists"), None),
+    ("host-1", ("split_graphs", "paper", "edges"), 3),
+    ("host-1", ("split_graphs", "paper", "lists", "run_rows", "dtype"), "int32"),
+    ("host-1", ("split_graphs", "paper", "lists", "offsets", "rows"), 5),
+    ("topology", ("remote_edges",), {}),
+]
+
+
+@pytest.mark.parametrize(("member", "path", "value"), LIST_CHANGES)
+def test_split_graphs_that_contradict_themselves_are_refused(
+    member: str, path: tuple[str, ...], value: Any, tmp_path: Path
+) -> None:
+    shutil.copytree(TOPOLOGY / member, tmp_path / "s")
+    changed = text_of(member, TOPOLOGY)
+    inner = changed["family"]
+    for name in path[:-1]:
+        inner = inner[name]
+    if value is None:
+        del inner[path[-1]]
+    else:
+        inner[path[-1]] = value
+    (tmp_path / "s/featstore.json").write_bytes(sealed(changed))
+    with pytest.raises(FeatstoreError):
+        featstore.open(tmp_path / "s")
+    with pytest.raises((ValueError, KeyError, TypeError, IndexError)):
+        independent.Store(tmp_path / "s")
+
+
+def test_split_graphs_need_their_feature(tmp_path: Path) -> None:
+    """By which a reader that knows nothing of them refuses the store."""
+    shutil.copytree(TOPOLOGY / "host-0", tmp_path / "s")
+    changed = text_of("host-0", TOPOLOGY)
+    changed["reader_features"] = ["graphs", "family"]
+    (tmp_path / "s/featstore.json").write_bytes(sealed(changed))
+    with pytest.raises(FormatError, match="split-graphs"):
+        featstore.open(tmp_path / "s")
+    with pytest.raises(independent.Refused, match="split graphs"):
+        independent.Store(tmp_path / "s")
+    assert [e for e in VALIDATOR.iter_errors(changed) if re.search("contain", e.message)]
+
+
+@pytest.mark.parametrize(("what", "value"), [("run_rows", -1), ("run_edges", 10**6)])
+def test_runs_that_cannot_be_are_found_by_a_scrub(what: str, value: int, tmp_path: Path) -> None:
+    """Though every page and digest is as it should be."""
+    shutil.copytree(TOPOLOGY / "host-0", tmp_path / "s")
+    changed = text_of("host-0", TOPOLOGY)
+    path = changed["family"]["split_graphs"]["paper"]["lists"][what]["path"] + "/c.0"
+    data = np.fromfile(tmp_path / "s" / path, "<i8")
+    data[1] = value
+    data.tofile(tmp_path / "s" / path)
+    entry = next(file for file in changed["files"] if file["path"] == path)
+    entry["digest"] = digest_of(data.tobytes())
+    (tmp_path / "s/featstore.json").write_bytes(sealed(changed))
+    report = featstore.verify(tmp_path / "s")
+    assert [problem.path for problem in report.problems] == [path]
+    with pytest.raises(independent.Refused, match="runs"):
+        independent.Store(tmp_path / "s")
+
+
+def digest_of(data: bytes) -> str:
+    sums = list(independent.page_checksums(data))
+    return hashlib.sha256(struct.pack(f"<{len(sums)}I", *sums)).hexdigest()

@@ -41,6 +41,8 @@ def train(store_memory, memory, halo, epochs):
                 assert (batch.x[:, 0] == batch.n_id).all()
                 del batch
         rows = loader.report().remote_rows
+        assert store.splits_topology
+        assert store.received_lists()[0] > 1000
         assert sum(store.memory().values()) <= store_memory
     return rows
 
@@ -61,7 +63,7 @@ def test_two_hosts_stay_within_what_they_were_given(tmp_path: Path, pack: Any) -
     graph = rng.integers(0, NODES, (2, 8 * NODES))
     arrays = {"train": np.arange(0, NODES, 16)}
     pack(tmp_path / "s", rows, graph=graph, arrays=arrays, order="ldg", partitions=16).close()
-    featstore.split(tmp_path / "s", 2, tmp_path / "parts", train="train")
+    featstore.split(tmp_path / "s", 2, tmp_path / "parts", train="train", split_topology=True)
     (tmp_path / "script.py").write_text(PROGRAM)
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "script.py"],

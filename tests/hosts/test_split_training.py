@@ -38,7 +38,7 @@ features = np.load("features.npy")
 
 
 def graph_and_rows(path: Path, pack: Any) -> None:
-    """A store of two communities, split by two hosts and by one."""
+    """A store of two communities, split by one host, by two, and by three, with its topology."""
     rng = np.random.default_rng(7)
     features = rng.standard_normal((NODES, 17), np.float32)
     side = np.arange(NODES) * 2 // NODES
@@ -51,7 +51,10 @@ def graph_and_rows(path: Path, pack: Any) -> None:
     pack(path / "s", features, graph=graph, arrays=arrays, order="ldg", partitions=32).close()
     for hosts in (1, 2, 3):
         copies = "1000x" if hosts == 3 else None  # of the whole halo
-        featstore.split(path / "s", hosts, path / f"parts{hosts}", train="train", halo_disk=copies)
+        featstore.split(
+            path / "s", hosts, path / f"parts{hosts}", train="train", halo_disk=copies,
+            split_topology=hosts == 3,
+        )  # fmt: skip
 
 
 @pytest.fixture(scope="module")

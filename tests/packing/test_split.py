@@ -33,7 +33,7 @@ from featstore.errors import (
 from featstore.layout import table as table_module
 from featstore.order.stream import edge_cut
 from featstore.packing import permute
-from featstore.packing.split import assignment, lists, members, plan
+from featstore.packing.split import assignment, lists, members, plan, whole_lists
 from featstore.storage.disk import Disk
 
 sys.path.append(str(Path(__file__).parents[1] / "crash"))
@@ -391,12 +391,15 @@ def test_many_hosts_take_two_bytes():
 def test_blocks_do_not_matter(tmp_path, store, monkeypatch):
     featstore.split(store, 3, tmp_path / "a", train="train")
     check_split(store, tmp_path / "a", 3)
-    for module in (lists, plan, members):
+    featstore.split(store, 3, tmp_path / "t", train="train", split_topology=True)
+    for module in (lists, plan, members, whole_lists):
         monkeypatch.setattr(module, "PASS_EDGES", 7)
     monkeypatch.setattr(lists, "GAP_EDGES", 0)
     monkeypatch.setattr(permute, "SOURCE_BLOCK_BYTES", 4096)
     featstore.split(store, 3, tmp_path / "b", train="train")
     assert tree(tmp_path / "a") == tree(tmp_path / "b")
+    featstore.split(store, 3, tmp_path / "u", train="train", split_topology=True)
+    assert tree(tmp_path / "t") == tree(tmp_path / "u")
     featstore.split(store, 3, tmp_path / "c", train="train", seed=1)
     assert tree(tmp_path / "a") != tree(tmp_path / "c")
 
@@ -450,6 +453,35 @@ def test_a_split_that_is_interrupted_goes_on(tmp_path, store, monkeypatch):
         at += 53
     assert stopped >= {0, 1, 2}
     assert at > 300
+
+
+def test_a_split_of_topology_that_is_interrupted_goes_on(tmp_path, store):
+    """The same stores, whenever it was stopped, and never of both kinds."""
+    options: dict[str, Any] = {"train": "train", "split_topology": True}
+    featstore.split(store, 2, tmp_path / "whole", **options)
+    wanted, reached = tree(tmp_path / "whole"), set()
+    for number in range(3):  # before the topology, a part, and the last one is finished
+
+        def stop(progress: Any, number: int = number) -> None:
+            if progress.table == f"{ENDS[number]}: paper":
+                raise KeyboardInterrupt
+
+        out = tmp_path / f"out{number}"
+        with pytest.raises(KeyboardInterrupt):
+            featstore.split(store, 2, out, progress=stop, **options)
+        reached.add(sum((out / name / "featstore.json").exists() for name in ENDS))
+        if number:
+            with pytest.raises(StoreExistsError, match="another split"):
+                featstore.split(store, 2, out, train="train", resume=True)
+        try:
+            featstore.split(store, 2, out, resume=True, **options)
+        except IncompleteStoreError:  # nothing was worth keeping
+            featstore.split(store, 2, out, **options)
+        assert {path: data for path, data in tree(out).items() if ".journal" not in path} == wanted
+    assert reached == {0, 1, 2}
+    rows = np.arange(9, dtype=np.float32)
+    with featstore.pack(tmp_path / "bare", rows) as bare, pytest.raises(ArgumentError, match="has none"):
+        featstore.split(bare, 2, tmp_path / "none", split_topology=True)
 
 
 def test_an_exception_from_progress_stops_it_and_it_goes_on(tmp_path, store):

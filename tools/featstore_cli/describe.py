@@ -38,6 +38,14 @@ def describe_family(store: Any) -> dict[str, Any] | None:
         "base_uuid": family.base_uuid,
         "first_rows": family.first_rows,
         "remote_edges": family.remote_edges,
+        "split_graphs": {
+            name: {
+                "table": graph.table,
+                "edges": graph.edges,
+                "own_edges": graph.lists and graph.lists.sources.rows,
+            }
+            for name, graph in family.split_graphs.items()
+        },
     }
 
 
@@ -54,6 +62,10 @@ def render_family(family: dict[str, Any]) -> list[tuple[str, str]]:
     for name, counts in remote.items():
         number = sum(counts) if host is None else counts[host]
         rows.append((f"  graph {name!r}", f"{number:,} edges come from other hosts' nodes"))
+    for name, graph in family["split_graphs"].items():
+        own, edges = graph["own_edges"], f"{graph['edges']:,} edges"
+        there = "in the parts" if own is None else f"{own:,} of them in whole lists of this host's nodes"
+        rows.append((f"  graph {name!r}", f"is split, too: {edges}, {there}"))
     return rows
 
 

@@ -29,6 +29,11 @@ from featstore_cli.output import facts, print_json, progress, seconds_text, show
     metavar="SIZE|Nx",
     help="Copies of other hosts' rows in each part, at most: a size, or a multiple of the part's own rows.",
 )
+@click.option(
+    "--split-topology",
+    is_flag=True,
+    help="Split graphs, too: each part has the lists of its own nodes, and the topology none.",
+)
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the partitioners.")
 @click.option(
     "--memory", type=SIZE, default="1GiB", show_default=True, help="What the split may hold in memory."
@@ -38,13 +43,13 @@ from featstore_cli.output import facts, print_json, progress, seconds_text, show
 @json_option
 @shared_options
 def command(
-    store: Path, hosts: int, out: Path, train: tuple[str, ...], halo_disk: str | None, seed: int,
-    memory: int, resume: bool, overwrite: bool, as_json: bool,
+    store: Path, hosts: int, out: Path, train: tuple[str, ...], halo_disk: str | None,
+    split_topology: bool, seed: int, memory: int, resume: bool, overwrite: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Split STORE by hosts, for training on several of them.
 
-    OUT/topology has all graphs, small arrays, and for each node the number of its host; OUT/host-0 and so on
-    have the rows of one host each, and the edges among them.
+    OUT/topology has all graphs, unless they are split, small arrays, and for each node the number of its
+    host; OUT/host-0 and so on have the rows of one host each, and the edges among them.
     """
     import featstore
 
@@ -56,7 +61,7 @@ def command(
         with progress("splitting") as tell:
             featstore.split(
                 opened, hosts, out, train=given.get(None, given or None), seed=seed, halo_disk=halo_disk,
-                memory=memory, resume=resume, overwrite=overwrite,
+                split_topology=split_topology, memory=memory, resume=resume, overwrite=overwrite,
                 progress=lambda p: tell(f"{p.table}: {p.stage}", p.done_bytes, p.total_bytes),
             )  # fmt: skip
         settings().packing = None
@@ -74,9 +79,10 @@ def describe_split(out: Path, hosts: int) -> dict[str, Any]:
 
     with featstore.open(out / "topology") as topology:
         family, uuid = topology.manifest.family, topology.uuid
-        edges = {name: graph.edges for name, graph in topology.graphs.items()}
+        assert family is not None
+        whole = family.split_graphs or topology.graphs
+        edges = {name: graph.edges for name, graph in whole.items()}
         topology_bytes = sum(f.bytes for f in topology.manifest.files)
-    assert family is not None
     parts = []
     for host in range(hosts):
         with featstore.open(out / f"host-{host}") as part:
@@ -97,6 +103,7 @@ def describe_split(out: Path, hosts: int) -> dict[str, Any]:
         "base_uuid": family.base_uuid,
         "hosts": hosts,
         "topology_bytes": topology_bytes,
+        "split_topology": bool(family.split_graphs),
         "graphs": {name: {"edges": edges[name], "remote_edges": remote[name]} for name in edges},
         "parts": parts,
     }

@@ -8,7 +8,7 @@ written anew.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -16,147 +16,44 @@ import numpy as np
 from numpy.typing import NDArray
 
 from featstore.base.dtypes import node_dtype
-from featstore.layout import TableLayout
-from featstore.packing.convert import ValueReport
-from featstore.packing.permute import PermuteJob, RowMaps
 from featstore.packing.row_ids import inverse
-from featstore.packing.sources.base import FeatureSource
 from featstore.packing.sources.memory import ArrayRows
+from featstore.packing.split.family_store import FamilyStore, StoredRows, pieces
 from featstore.packing.split.lists import PASS_EDGES, local_lists
 from featstore.packing.split.plan import SplitPlan
-from featstore.packing.steps import table_entry, write_rows
+from featstore.packing.split.whole_lists import write_whole_lists
 from featstore.reader.reader import Reader
 from featstore.storage.manifest import (
-    FAMILY_FEATURE,
     HALO,
+    HALO_DEGREES,
     HALO_IDS,
     HALO_NODES,
     HALO_USES,
-    ArrayEntry,
-    FamilyEntry,
     GraphEntry,
     HubsEntry,
-    OrderEntry,
+    SplitGraphEntry,
     TableEntry,
-    graph_features,
 )
 from featstore.storage.store import StoredGraph, Table
-from featstore.storage.table_writer import (
-    catalogue_rows,
-    write_array,
-    write_rows_metadata,
-    write_vector,
-    zarr_group_json,
-)
 from featstore.storage.transaction import Transaction
 
+_BY_NODE = {"chosen_because": "owners are looked up by node id"}
 _BECAUSE = {"chosen_because": "it is the order of the store that was split"}
 _OFFSETS_AT_ONCE = 1 << 19
 _NO_USES = np.empty(0, np.uint32)
 
 
-class StoredRows(FeatureSource):
-    """Rows of a table of a store, by their numbers, ascending."""
-
-    def __init__(self, reader: Reader, table: Table, rows: NDArray[np.int64]) -> None:
-        super().__init__(f"table {table.name!r}", len(rows), table.row_shape, table.dtype)
-        self._reader, self._table, self._own = reader, table.name, rows
-
-    def _blocks(self, start: int, block_rows: int) -> Iterator[NDArray[Any]]:
-        block = self._empty(self._block_rows_used(start, block_rows))
-        for first in range(start, len(self._own), block_rows):
-            rows = self._own[first : first + block_rows]
-            yield self._reader.read(rows, out=block[: len(rows)])
-
-    def fingerprint(self) -> dict[str, str | int]:
-        return {"kind": "rows of a store", "uuid": self._reader.store.uuid, "table": self._table}
-
-
-class FamilyStore:
-    """One store of a family, being written; ``name``: its directory, for progress."""
-
-    def __init__(self, plan: SplitPlan, transaction: Transaction, name: str) -> None:
-        self.plan, self.transaction = plan, transaction
-        self.catalogue, self.generation = transaction.catalogue, transaction.generation
-        self._name = name
-
-    def table(
-        self, name: str, source: FeatureSource, order: OrderEntry, node_of_row: NDArray[Any] | None,
-        memory_bytes: int,
-    ) -> TableEntry:  # fmt: skip
-        """Write a table whose rows come in their order."""
-        base = f"{self.generation.name}/tables/{name}"
-        assert source.rows is not None
-        self.catalogue.directory(f"{base}/rows")
-        self.catalogue.directory(f"{base}/page_checksums")
-        self.catalogue.write(f"{base}/zarr.json", zarr_group_json())
-        layout = TableLayout.choose(source.rows, source.row_bytes)
-        entry = table_entry(base, layout, source.row_shape, source.dtype, order)
-        write_rows_metadata(self.catalogue, entry, source.dtype)
-        report, progress = ValueReport(source.dtype, source.dtype), self.transaction.journal.table(name)
-        with self.transaction.resuming():
-            report.restore(progress.report)
-        if layout.rows:
-            if not progress.done:
-                maps = RowMaps(node_of_source=node_of_row, node_of_row=node_of_row)
-                job = PermuteJob(
-                    self.transaction.disk, f"{self._name}: {name}", source, layout, report, maps,
-                    self.generation.spill, lambda chunk: self.generation.store / entry.chunk_path(chunk),
-                    memory_bytes, self.plan.memory_bytes - memory_bytes, self.transaction.journal, progress,
-                    self.plan.stages,
-                )  # fmt: skip
-                write_rows(self.transaction, job, entry)
-            catalogue_rows(self.catalogue, entry)
-        statistics = report.result() | {"rows_digest": f"{progress.written_digest:016x}"}
-        return msgspec.structs.replace(entry, statistics=statistics)
-
-    def order(
-        self, name: str, method: str, parameters: dict[str, Any], offsets: NDArray[np.int64],
-        **maps: NDArray[Any] | None,
-    ) -> OrderEntry:  # fmt: skip
-        base = f"{self.generation.name}/tables/{name}"
-        entries = {
-            what: None if values is None else write_array(self.catalogue, f"{base}/{what}", values)
-            for what, values in maps.items()
-        }
-        partitions = write_array(self.catalogue, f"{base}/partition_offsets", offsets)
-        return OrderEntry(method, parameters, partitions, **entries)
-
-    def vector(
-        self, path: str, blocks: Iterator[NDArray[Any]], rows: int, dtype: np.dtype[Any]
-    ) -> TableEntry:
-        """A table of numbers of a graph, in the directory ``path`` of the generation."""
-        self.plan.stages.begin("topology", f"{self._name}: {path.partition('/')[2]}")
-        return write_vector(self.catalogue, f"{self.generation.name}/{path}", blocks, rows, dtype)
-
-    def array(self, name: str, values: NDArray[Any]) -> ArrayEntry:
-        return write_array(self.catalogue, f"{self.generation.name}/{name}", values)
-
-    def commit(
-        self, tables: dict[str, TableEntry], graphs: dict[str, GraphEntry], arrays: dict[str, ArrayEntry],
-        family: FamilyEntry, provenance: dict[str, Any],
-    ) -> None:  # fmt: skip
-        groups = ["arrays"] if arrays else []
-        groups += ["graphs", *(f"graphs/{name}" for name in graphs)] if graphs else []
-        self.transaction.commit(
-            groups, tables=tables, arrays=arrays, graphs=graphs, family=family, provenance=provenance,
-            features=[*graph_features(graphs.values()), FAMILY_FEATURE],
-        )  # fmt: skip
-
-    def blocks(self, table: Table, step: int) -> Iterator[NDArray[Any]]:
-        """A table's rows as they are, in blocks."""
-        with self.plan.reader(table) as reader:
-            for low in range(0, table.rows, step):
-                yield reader.read_runs([(low, min(low + step, table.rows))])
-
-
 def write_topology_store(plan: SplitPlan, transaction: Transaction, provenance: dict[str, Any]) -> None:
-    """All graphs as they are, over tables that say which host owns a row, and all small arrays."""
+    """All graphs as they are, unless they are split, over tables that say which host owns a row, and all
+    small arrays."""
     member = FamilyStore(plan, transaction, "topology")
     tables = {}
     for name, table in plan.store.tables.items():
         width = node_dtype(table.rows).itemsize
         memory = plan.need(2 * width * table.rows, f"hold the maps of table {name!r}")
+        if plan.split_topology:
+            tables[name] = _owners_by_node(member, table, memory)
+            continue
         entry = table.entry.order
         order = member.order(
             name, entry.method, dict(entry.parameters), table.partition_offsets,
@@ -165,14 +62,29 @@ def write_topology_store(plan: SplitPlan, transaction: Transaction, provenance: 
         )  # fmt: skip
         source = ArrayRows(plan.host_of_row[name], name=f"the hosts of table {name!r}")
         tables[name] = member.table(name, source, order, node_of_row, memory)
-    graphs = {name: _copied(member, graph) for name, graph in plan.store.graphs.items()}
+    graphs, split = {}, {}
+    for name, graph in plan.store.graphs.items():
+        if plan.split_topology:
+            split[name] = SplitGraphEntry(graph.entry.table, graph.edges)
+        else:
+            graphs[name] = _copied(member, graph)
     arrays = {}
     for name, array in plan.store.manifest.arrays.items():
         values = plan.store.arrays[name]
         plan.need(values.nbytes, f"hold the array {name!r}")
         arrays[name] = member.array(f"arrays/{name}", values)
         del values, array
-    member.commit(tables, graphs, arrays, plan.family(), provenance)
+    member.commit(tables, graphs, arrays, plan.family(split_graphs=split), provenance)
+
+
+def _owners_by_node(member: FamilyStore, table: Table, memory_bytes: int) -> TableEntry:
+    """Which host owns each node, in the order of node ids: nothing else of all nodes, no map for one."""
+    row_of_node, hosts = table.row_of_node(), member.plan.host_of_row[table.name]
+    if row_of_node is not None:
+        hosts = hosts[row_of_node]
+    order = member.order(table.name, "given", dict(_BY_NODE), np.array([0, table.rows], np.int64))
+    source = ArrayRows(hosts, name=f"the hosts of table {table.name!r}")
+    return member.table(table.name, source, order, None, memory_bytes)
 
 
 def _copied(member: FamilyStore, graph: StoredGraph) -> GraphEntry:
@@ -203,7 +115,7 @@ def write_part(
 ) -> None:
     """The rows of one host, and the lists among them."""
     member = FamilyStore(plan, transaction, f"host-{host}")
-    tables, graphs, arrays = {}, {}, {}
+    tables, graphs, arrays, split = {}, {}, {}, {}
     for name, table in plan.store.tables.items():
         tables[name] = _own_rows(member, table, host)
     named: dict[str, list[tuple[NDArray[Any], NDArray[np.uint32]]]] = {}
@@ -211,11 +123,14 @@ def write_part(
         graphs[name], halo_ids, halo_uses = _own_lists(member, graph, host)
         for what, values in ((HALO_IDS, halo_ids), (HALO_USES, halo_uses)):
             arrays[f"{name}.{what}"] = member.array(f"arrays/{name}.{what}", values)
+        if plan.split_topology:
+            split[name], degrees = write_whole_lists(member, graph, host, halo_ids)
+            arrays[f"{name}.{HALO_DEGREES}"] = member.array(f"arrays/{name}.{HALO_DEGREES}", degrees)
         named.setdefault(graph.entry.table, []).append((halo_ids, halo_uses))
     for name, halos in named.items() if plan.halo_disk is not None else ():
         tables[f"{name}.{HALO}"], nodes = _copies(member, plan.store.tables[name], host, halos)
         arrays[f"{name}.{HALO_NODES}"] = member.array(f"arrays/{name}.{HALO_NODES}", nodes)
-    member.commit(tables, graphs, arrays, plan.family(uuid, host), provenance)
+    member.commit(tables, graphs, arrays, plan.family(uuid, host, split), provenance)
 
 
 def _own_rows(member: FamilyStore, table: Table, host: int) -> TableEntry:
@@ -311,7 +226,7 @@ def _own_lists(
     del offsets, rows
     ends = np.zeros(own + 1, np.int64)
     np.cumsum(degrees, out=ends[1:])
-    written = member.vector(f"{base}/offsets", _pieces(ends), own + 1, np.dtype(np.int64))
+    written = member.vector(f"{base}/offsets", pieces(ends), own + 1, np.dtype(np.int64))
     hubs = _own_hubs(member, graph, host, local_row, degrees)
     halo = np.flatnonzero(uses)
     uses, node_of_row = uses[halo], graph.table.node_of_row()
@@ -326,11 +241,6 @@ def _own_lists(
 
 def _sources(reader: Reader) -> Callable[[int, int], NDArray[Any]]:
     return lambda low, high: reader.read_runs([(low, high)])
-
-
-def _pieces(values: NDArray[Any]) -> Iterator[NDArray[Any]]:
-    for low in range(0, len(values), _OFFSETS_AT_ONCE):
-        yield values[low : low + _OFFSETS_AT_ONCE]
 
 
 def _own_hubs(

@@ -18,7 +18,7 @@ from featstore.packing.progress import PackStages
 from featstore.packing.split.assignment import assign, count_hosts, equal_runs
 from featstore.packing.split.lists import PASS_EDGES, count_remote, need_row
 from featstore.reader.reader import Reader
-from featstore.storage.manifest import FamilyEntry
+from featstore.storage.manifest import FamilyEntry, SplitGraphEntry
 from featstore.storage.store import OpenStore, StoredGraph, Table
 from featstore.units import multiple_bytes
 
@@ -28,8 +28,8 @@ _READER_BYTES_MIN, _READER_BYTES_MAX = 4 * 2**20, 32 * 2**20
 @dataclass
 class SplitPlan:
     """A split under way. ``train``: masks of nodes by table. ``memory_bytes``: what is handed out of the
-    budget. ``halo_disk``: limit on copies of the halo. ``host_of_row``, ``remote_edges``: as they become
-    known, by table and graph."""
+    budget. ``halo_disk``: limit on copies of the halo. ``split_topology``: graphs are split, too.
+    ``host_of_row``, ``remote_edges``: as they become known, by table and graph."""
 
     store: OpenStore
     hosts: int
@@ -41,6 +41,7 @@ class SplitPlan:
     remote_edges: dict[str, list[int]] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
     halo_disk: int | str | None = None
+    split_topology: bool = False
 
     @property
     def held_bytes(self) -> int:
@@ -101,10 +102,13 @@ class SplitPlan:
         own = self.rows_of(table.name, host) * table.row_bytes
         return min(others * table.row_bytes, multiple_bytes(self.halo_disk, own, "halo_disk"))
 
-    def family(self, uuid: str | None = None, host: int | None = None) -> FamilyEntry:
+    def family(
+        self, uuid: str | None = None, host: int | None = None,
+        split_graphs: Mapping[str, SplitGraphEntry] | None = None,
+    ) -> FamilyEntry:  # fmt: skip
         return FamilyEntry(
             self.hosts, self.store.uuid, {name: self.first_rows(name) for name in self.store.tables},
-            self.remote_edges, uuid, host,
+            self.remote_edges, uuid, host, dict(split_graphs or {}),
         )  # fmt: skip
 
     # Who owns what.
@@ -183,6 +187,11 @@ class SplitPlan:
             ) as reader:
                 hosts = reader.read_runs([(0, table.rows)])
             check_range(hosts, self.hosts, f"the hosts of table {name!r} of {topology.path}")
+            if self.split_topology:  # which has them by node
+                width = node_dtype(table.rows).itemsize
+                self.need(width * table.rows, f"look up the nodes of table {name!r}")
+                node_of_row = self.store.tables[name].node_of_row()
+                hosts = hosts if node_of_row is None else hosts[node_of_row]
             self.host_of_row[name] = hosts
             if self.first_rows(name) != family.first_rows[name]:
                 raise FormatError(

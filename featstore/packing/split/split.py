@@ -39,7 +39,16 @@ from featstore.packing.split.plan import SplitPlan
 from featstore.storage.disk import Disk
 from featstore.storage.generations import writing
 from featstore.storage.journal import TableProgress
-from featstore.storage.manifest import HALO, HALO_IDS, HALO_USES, HOSTS_MAX, TOPOLOGY, FamilyEntry, check_name
+from featstore.storage.manifest import (
+    HALO,
+    HALO_DEGREES,
+    HALO_IDS,
+    HALO_USES,
+    HOSTS_MAX,
+    TOPOLOGY,
+    FamilyEntry,
+    check_name,
+)
 from featstore.storage.store import OpenStore, as_store
 from featstore.storage.transaction import Transaction, write_generation
 from featstore.units import multiple_bytes, parse_bytes
@@ -57,6 +66,7 @@ def split_store(
     train: Any = None,
     seed: int = 0,
     halo_disk: int | str | None = None,
+    split_topology: bool = False,
     memory: int | str = "1GiB",
     resume: bool = False,
     overwrite: bool = False,
@@ -72,7 +82,7 @@ def split_store(
     each, as they are and in their order, and the lists among them. A node's id in a part is its rank among
     the nodes of that host. The arrays ``GRAPH.halo_ids`` (ids of the store that was split, int32 or int64,
     ascending) and ``GRAPH.halo_uses`` (uint32) say which nodes of other hosts the lists of this one name, and
-    how often. The manifests' ``family`` says what belongs together.
+    how often. The manifests' ``family`` says what belongs together. Small arrays are never split.
 
     Hosts have rows, and training nodes, within 5 % of the mean, and few edges lead from one to another: whole
     partitions of the store go to a host, or finer ones where it has few. A table without a graph is dealt out
@@ -89,6 +99,10 @@ def split_store(
         halo_disk: limit on copies of other hosts' rows in each part, bytes, a size, or a multiple of the
             part's own rows, ``"2x"``: of the halo, those that the lists name most often. They are a table
             ``TABLE.halo``, and the array ``TABLE.halo_nodes`` has their node ids. None by default.
+        split_topology: each part has the lists of its own nodes, whole, and the topology none, but for each
+            node the number of its host: nothing else grows with all nodes on every host. Neighbours of other
+            hosts' nodes are then asked of these, see :func:`featstore.open_split`. By default the topology
+            has all graphs as they are.
         memory: budget for all that the split holds beyond the bare process, in bytes or as ``"512MiB"``: some
             40 bytes a node of the largest table, features never whole. A BudgetError names what the step that
             failed needs; a later one may need more, and ``resume`` goes on with any memory.
@@ -105,6 +119,7 @@ def split_store(
     hosts, seed = as_count(hosts, "hosts", 1, HOSTS_MAX), as_count(seed, "seed", 0, 2**31 - 1)
     budget = parse_bytes(memory, "memory")
     resume, overwrite = as_flag(resume, "resume"), as_flag(overwrite, "overwrite")
+    split_topology = as_flag(split_topology, "split_topology")
     if resume and overwrite:
         raise ArgumentError("resume= goes on with a split and overwrite= replaces it: give one of them")
     if progress is not None:
@@ -116,11 +131,11 @@ def split_store(
         if not isinstance(store, OpenStore):
             store = opened.enter_context(OpenStore(as_path(store, "store")))
         base = as_store(store)
-        _check_store(base, hosts, halo_disk is not None)
+        _check_store(base, hosts, halo_disk is not None, split_topology)
         check_place(place, real_path(base.path))
         plan = SplitPlan(
             base, hosts, _training(base, train), seed, without_slack(budget), PackStages(progress),
-            halo_disk=halo_disk,
+            halo_disk=halo_disk, split_topology=split_topology,
         )  # fmt: skip
         found = standing(place)
         check_standing(place, found, resume=resume, overwrite=overwrite)
@@ -133,14 +148,14 @@ def split_store(
     return Path(out)
 
 
-def _check_store(store: OpenStore, hosts: int, copies: bool) -> None:
+def _check_store(store: OpenStore, hosts: int, copies: bool, split_topology: bool) -> None:
     manifest = store.manifest
     if manifest.family is not None:
         raise SourceError(f"{store.path} is of a split itself; split the store that it came from")
     if manifest.compiled is not None:
         raise SourceError(f"{store.path} is a compiled trace; split the store that it was compiled for")
     for graph in store.graphs.values():
-        for what in (HALO_IDS, HALO_USES):
+        for what in (HALO_IDS, HALO_USES, *([HALO_DEGREES] if split_topology else [])):
             check_name(f"{graph.name}.{what}", "array", SourceError)
         if graph.table.rows < hosts:
             raise ArgumentError(
@@ -155,6 +170,8 @@ def _check_store(store: OpenStore, hosts: int, copies: bool) -> None:
             )
     if copies and not store.graphs:
         raise ArgumentError("halo_disk= keeps copies of the halo, and the store has no graph: leave it out")
+    if split_topology and not store.graphs:
+        raise ArgumentError("split_topology= is of graphs, and the store has none: leave it out")
     most = max((table.rows for table in store.tables.values()), default=0)
     if most < hosts:
         raise ArgumentError(
@@ -208,6 +225,8 @@ class _Split:
         self._asked: dict[str, Any] = {"seed": plan.seed, "train": trained}
         if plan.halo_disk is not None:
             self._asked["halo_disk"] = plan.halo_disk
+        if plan.split_topology:
+            self._asked["split_topology"] = True
 
     def run(self) -> None:
         self._check_others()
@@ -243,7 +262,7 @@ class _Split:
             plan.assign()
             fingerprint = {"base": plan.store.uuid, "hosts": plan.hosts, **self._asked}
             rows = sum(table.rows for table in plan.store.tables.values())
-            needed = 16 * rows + sum(f.bytes for f in plan.store.manifest.files if "/graphs/" in f.path)
+            needed = 2 * rows if plan.split_topology else 16 * rows + self._graph_bytes
             self._write(
                 TOPOLOGY, fingerprint, needed, lambda t: write_topology_store(plan, t, self._provenance())
             )
@@ -266,12 +285,18 @@ class _Split:
         tables = plan.store.tables.values()
         needed = sum(plan.rows_of(t.name, host) * (t.row_bytes + t.row_bytes // 1024 + 16) for t in tables)
         needed += sum(plan.copies_bytes(t, host) for t in tables if plan.graphs_of(t.name))
+        needed += self._graph_bytes // plan.hosts if plan.split_topology else 0
         fingerprint = {"topology": topology, "host": host}
         self._write(
             name, fingerprint, needed,
             lambda transaction: write_part(plan, transaction, host, topology, self._provenance()),
         )  # fmt: skip
         return True
+
+    @property
+    def _graph_bytes(self) -> int:
+        """Of all graphs as they are."""
+        return sum(f.bytes for f in self._plan.store.manifest.files if "/graphs/" in f.path)
 
     def _provenance(self) -> dict[str, Any]:
         return {"split": self._asked}

@@ -1,0 +1,94 @@
+"""The lists of a host's nodes, whole: what each host has of the topology where that is split, too.
+
+Lists stand in the order of the part's rows, as in the base store, with its node ids in place of its rows:
+what samples from them needs no map of all nodes. An edge keeps the number that it has in the base store,
+which follows from where the runs of rows that stand side by side there begin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from featstore.base.compilation import njit
+from featstore.base.dtypes import node_dtype
+from featstore.packing.split.family_store import FamilyStore, pieces
+from featstore.packing.split.lists import PASS_EDGES, need_row, stretches
+from featstore.storage.manifest import SplitGraphEntry, WholeListsEntry
+from featstore.storage.store import StoredGraph
+
+_NO_MAP = np.empty(0, np.int32)
+
+
+@njit(cache=True, nogil=True)
+def keep_whole(
+    offsets: NDArray[np.int64], block: NDArray[Any], first_edge: int, at: int, host_of_row: NDArray[Any],
+    host: int, node_of_row: NDArray[Any], out: NDArray[Any],
+) -> tuple[int, int, int]:  # fmt: skip
+    """Of a block of sources, those in the lists of the rows of ``host``, as node ids into ``out``.
+    ``node_of_row`` is empty where row = node id; ``at``: the row of the edge before.
+
+    Returns (edges kept, row of the last edge, first position of no row, or -1).
+    """
+    kept = 0
+    for i in range(block.size):
+        while offsets[at + 1] <= first_edge + i:
+            at += 1
+        if host_of_row[at] != host:
+            continue
+        source = block[i]
+        if source < 0 or source >= host_of_row.size:
+            return kept, at, i
+        out[kept] = source if node_of_row.size == 0 else node_of_row[source]
+        kept += 1
+    return kept, at, -1
+
+
+def write_whole_lists(
+    member: FamilyStore, graph: StoredGraph, host: int, halo_ids: NDArray[Any]
+) -> tuple[SplitGraphEntry, NDArray[np.int64]]:
+    """(the lists of a host's rows, how many edges go to each node of its halo)."""
+    plan, total = member.plan, graph.table.rows
+    own = plan.rows_of(graph.entry.table, host)
+    needed = plan.lists_bytes(graph) + total * (2 + 2 * node_dtype(total).itemsize) + 40 * own
+    plan.need(needed + 16 * len(halo_ids), f"hold the whole lists of host {host} in graph {graph.name!r}")
+    host_of_row, offsets = plan.host_of_row[graph.entry.table], plan.offsets(graph)
+    row_of_node = graph.table.row_of_node()
+    halo = halo_ids if row_of_node is None else row_of_node[halo_ids]
+    halo_degrees = offsets[halo + 1] - offsets[halo]
+    del row_of_node, halo
+    rows = np.flatnonzero(host_of_row == host)
+    ends = np.zeros(own + 1, np.int64)
+    np.cumsum(offsets[rows + 1] - offsets[rows], out=ends[1:])
+    runs = np.flatnonzero(np.diff(rows, prepend=-2) != 1)
+    base = f"graphs/{graph.name}/lists"
+    sources = member.vector(
+        f"{base}/sources", _whole(member, graph, rows, offsets, host), int(ends[-1]), node_dtype(total)
+    )
+    lists = WholeListsEntry(
+        member.vector(f"{base}/offsets", pieces(ends), own + 1, np.dtype(np.int64)), sources,
+        member.array(f"{base}/run_rows", runs), member.array(f"{base}/run_edges", offsets[rows[runs]]),
+    )  # fmt: skip
+    return SplitGraphEntry(graph.entry.table, graph.edges, lists), halo_degrees
+
+
+def _whole(
+    member: FamilyStore, graph: StoredGraph, rows: NDArray[np.int64], offsets: NDArray[np.int64], host: int
+) -> Iterator[NDArray[Any]]:
+    """Blocks of the sources of a host's rows, as node ids, each only lent."""
+    plan, node_of_row = member.plan, graph.table.node_of_row()
+    known = _NO_MAP if node_of_row is None else node_of_row
+    out = np.empty(PASS_EDGES, node_dtype(graph.table.rows))
+    with plan.reader(plan.store.table(f"{graph.name}/sources")) as reader:
+        for first, end in stretches(offsets, rows):
+            at = first
+            for low in range(int(offsets[first]), int(offsets[end]), PASS_EDGES):
+                block = reader.read_runs([(low, min(low + PASS_EDGES, int(offsets[end])))])
+                kept, at, bad = keep_whole(
+                    offsets, block, low, at, plan.host_of_row[graph.entry.table], host, known, out
+                )
+                need_row(bad, low, graph.where())
+                yield out[:kept]
