@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from featstore.front.compiling import compile_trace
     from featstore.front.exporting import export
     from featstore.front.packing import pack
-    from featstore.front.splitting import split
+    from featstore.front.splitting import split, split_features
     from featstore.front.verifying import verify
     from featstore.hosts.massivegnn import MassiveGNN
     from featstore.hosts.tier import Hosts
@@ -63,6 +63,7 @@ _WHERE = {
     "export": ("featstore.front.exporting", "export"),
     "pack": ("featstore.front.packing", "pack"),
     "split": ("featstore.front.splitting", "split"),
+    "split_features": ("featstore.front.splitting", "split_features"),
     "verify": ("featstore.front.verifying", "verify"),
     "Trace": ("featstore.trace.trace", "Trace"),
 }
@@ -71,7 +72,7 @@ __all__ = [
     "Batch", "Buffer", "Device", "Hosts", "Loader", "MassiveGNN", "PartitionOrder", "Plan", "ProximityOrder",
     "Reader", "ReaderStats", "Request", "Shared", "SharedBuffer", "Static", "Store", "Table",
     "TieredReader", "Trace", "__version__", "compile_trace", "export", "open", "open_split", "pack",
-    "split", "verify",
+    "split", "split_features", "verify",
 ]  # fmt: skip
 
 

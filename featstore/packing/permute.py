@@ -103,10 +103,11 @@ class PermuteJob:
     journal: Journal
     progress: TableProgress
     stages: PackStages
+    label: str = ""  # what progress calls it, where that is not its name
 
     def begin(self, stage: str, done_bytes: int = 0) -> None:
         """A pass over the table's rows begins, with what of it is done already."""
-        self.stages.begin(stage, self.name, self.layout.data_bytes, done_bytes)
+        self.stages.begin(stage, self.label or self.name, self.layout.data_bytes, done_bytes)
 
     @property
     def block_rows(self) -> int:

@@ -778,3 +778,20 @@ CALLS: dict[str, Call] = {
     ),
     "ReaderStats": Call(lambda w: (featstore.ReaderStats, {}), {}, valid=False),
 }
+
+_OF_PACK = (
+    "features", "graph", "arrays", "order", "partitions", "hubs", "graph_key", "raw_dtype", "shape", "offset",
+    "key", "columns",
+)  # fmt: skip
+_OF_SPLIT = (
+    "hosts", "out", "train", "seed", "halo_disk", "split_topology", "memory", "resume", "overwrite",
+    "progress", "disk",
+)  # fmt: skip
+CALLS["split_features"] = Call(
+    lambda w: (
+        featstore.split_features,
+        {"features": w.rows[:50], "hosts": 2, "out": w.fresh(), "memory": "64MiB"},
+    ),
+    {name: CALLS["pack"].parameters[name] for name in _OF_PACK}
+    | {name: CALLS["split"].parameters[name] for name in _OF_SPLIT},
+)

@@ -62,6 +62,37 @@ def test_a_split_with_its_topology(call: Call, store: Path, out: Path, tmp_path:
     assert parsed(call("inspect", out / "host-0", "--json"))["family"]["split_graphs"] == {}
 
 
+def test_features_are_split_without_a_store(call: Call, tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    np.save(tmp_path / "x.npy", rows := rng.standard_normal((300, 4), np.float32))
+    np.save(tmp_path / "edges.npy", rng.integers(0, 300, (2, 900)))
+    np.save(tmp_path / "y.npy", np.arange(0, 300, 2))
+    said = parsed(
+        call(
+            "split", "--features", tmp_path / "x.npy", "--graph", tmp_path / "edges.npy", "--array",
+            f"y={tmp_path / 'y.npy'}", "--train", "y", "--order", "ldg", "--hosts", 2, "--out",
+            tmp_path / "o", "--json",
+        )
+    )  # fmt: skip
+    assert said["hosts"] == 2
+    assert sum(part["rows"]["features"] for part in said["parts"]) == 300
+    with featstore.open(tmp_path / "o/host-1") as part, part.reader(memory="8MiB", static=None) as reader:
+        found = reader.read(np.arange(part.tables["features"].rows))
+    assert {row.tobytes() for row in found} <= {row.tobytes() for row in rows}
+    call(
+        "split",
+        tmp_path / "s",
+        "--graph",
+        tmp_path / "edges.npy",
+        "--hosts",
+        2,
+        "--out",
+        tmp_path / "p",
+        code=2,
+    )
+    call("split", "--hosts", 2, "--out", tmp_path / "p", code=2)
+
+
 def test_a_part_is_sampled_and_compiled(call: Call, out: Path, tmp_path: Path) -> None:
     part = Path(shutil.copytree(out / "host-0", tmp_path / "part"))
     with featstore.open(part) as opened:

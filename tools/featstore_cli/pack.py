@@ -169,11 +169,11 @@ def command(
         for name, texts in given.items()
     }
     begin = time.perf_counter()
-    plan = _Request(values)
+    plan = PackRequest(values)
     plan.check()
     import featstore
 
-    arrays = {name: _small_array(name, path) for name, path in _array_paths(values["array"]).items()}
+    arrays = {name: array_at(name, path) for name, path in array_paths(values["array"]).items()}
     train = plan.train(arrays)
     with progress("starting") as tell:
         settings().packing = out
@@ -202,7 +202,7 @@ def _flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-class _Request:
+class PackRequest:
     """What is asked for, by table; every mistake that can be seen without reading data is a usage error."""
 
     def __init__(self, values: dict[str, dict[str | None, str]]) -> None:
@@ -319,7 +319,7 @@ def _names(text: str) -> str | list[str]:
     return [name.strip() for name in text.split(",")] if "," in text else text
 
 
-def _array_paths(given: dict[str | None, str]) -> dict[str, str]:
+def array_paths(given: dict[str | None, str]) -> dict[str, str]:
     if None in given:
         raise click.BadParameter(
             f"{given[None]!r} has no name; write for example --array y=labels.npy", param_hint="--array"
@@ -327,7 +327,7 @@ def _array_paths(given: dict[str | None, str]) -> dict[str, str]:
     return {str(name): path for name, path in given.items()}
 
 
-def _small_array(name: str, text: str) -> Any:
+def array_at(name: str, text: str) -> Any:
     """The array that ``PATH`` or ``PATH:KEY`` names."""
     import numpy as np
 

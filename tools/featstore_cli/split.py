@@ -10,10 +10,11 @@ import click
 
 from featstore_cli.options import SIZE, by_table, check_tables, json_option, settings, shared_options
 from featstore_cli.output import facts, print_json, progress, seconds_text, show, table
+from featstore_cli.pack import PackRequest, array_at, array_paths
 
 
 @click.command("split")
-@click.argument("store", type=click.Path(path_type=Path))
+@click.argument("store", type=click.Path(path_type=Path), required=False)
 @click.option("--hosts", type=int, required=True, help="How many parts.")
 @click.option(
     "--out", type=click.Path(path_type=Path), required=True, help="Directory of the parts; made if need be."
@@ -34,6 +35,21 @@ from featstore_cli.output import facts, print_json, progress, seconds_text, show
     is_flag=True,
     help="Split graphs, too: each part has the lists of its own nodes, and the topology none.",
 )
+@click.option(
+    "--features", metavar="[TABLE=]PATH", multiple=True, help="In place of STORE: rows, as of pack."
+)
+@click.option("--graph", metavar="[TABLE=]PATH", multiple=True, help="With --features: the table's graph.")
+@click.option(
+    "--array", metavar="NAME=PATH[:KEY]", multiple=True, help="With --features: a small array to keep."
+)
+@click.option("--order", metavar="[TABLE=]METHOD", multiple=True, help="With --features: order of rows.")
+@click.option("--partitions", metavar="[TABLE=]N", multiple=True, help="With --features: parts of the order.")
+@click.option("--graph-key", metavar="[TABLE=]KEY", multiple=True, help="With --graph: as of pack.")
+@click.option("--raw-dtype", metavar="[TABLE=]DTYPE", multiple=True, help="With --features: as of pack.")
+@click.option("--shape", metavar="[TABLE=]SHAPE", multiple=True, help="With --features: as of pack.")
+@click.option("--offset", metavar="[TABLE=]BYTES", multiple=True, help="With --features: as of pack.")
+@click.option("--key", metavar="[TABLE=]KEY", multiple=True, help="With --features: as of pack.")
+@click.option("--columns", metavar="[TABLE=]A,B,...", multiple=True, help="With --features: as of pack.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the partitioners.")
 @click.option(
     "--memory", type=SIZE, default="1GiB", show_default=True, help="What the split may hold in memory."
@@ -43,34 +59,74 @@ from featstore_cli.output import facts, print_json, progress, seconds_text, show
 @json_option
 @shared_options
 def command(
-    store: Path, hosts: int, out: Path, train: tuple[str, ...], halo_disk: str | None,
-    split_topology: bool, seed: int, memory: int, resume: bool, overwrite: bool, as_json: bool,
+    store: Path | None, hosts: int, out: Path, train: tuple[str, ...], as_json: bool,
+    halo_disk: str | None, split_topology: bool, seed: int, memory: int, resume: bool, overwrite: bool,
+    **given: tuple[str, ...],
 ) -> None:  # fmt: skip
-    """Split STORE by hosts, for training on several of them.
+    """Split STORE by hosts, for training on several of them; or, without a store, --features and --graph.
 
     OUT/topology has all graphs, unless they are split, small arrays, and for each node the number of its
     host; OUT/host-0 and so on have the rows of one host each, and the edges among them.
     """
-    import featstore
-
+    if (store is None) != bool(given["features"]):
+        raise click.UsageError("give a STORE to split, or --features, and not both")
     begin = time.perf_counter()
-    with featstore.open(store) as opened:
-        given: Any = by_table(train, "--train")
-        check_tables(given, opened.tables, "--train")
-        settings().packing, settings().what = out, "the split"
-        with progress("splitting") as tell:
-            featstore.split(
-                opened, hosts, out, train=given.get(None, given or None), seed=seed, halo_disk=halo_disk,
-                split_topology=split_topology, memory=memory, resume=resume, overwrite=overwrite,
-                progress=lambda p: tell(f"{p.table}: {p.stage}", p.done_bytes, p.total_bytes),
-            )  # fmt: skip
-        settings().packing = None
+    options: dict[str, Any] = {
+        "seed": seed, "halo_disk": halo_disk, "split_topology": split_topology, "memory": memory,
+        "resume": resume, "overwrite": overwrite,
+    }  # fmt: skip
+    with progress("splitting") as tell:
+        options["progress"] = lambda p: tell(f"{p.table}: {p.stage}", p.done_bytes, p.total_bytes)
+        if store is None:
+            _split_features(given, by_table(train, "--train"), hosts, out, options)
+        else:
+            for name in (name for name, values in given.items() if values):
+                raise click.UsageError(f"--{name.replace('_', '-')} is of --features, and STORE is given")
+            _split_store(store, by_table(train, "--train"), hosts, out, options)
+    settings().packing = None
     seconds = time.perf_counter() - begin
     data = describe_split(out, hosts) | {"seconds": seconds}
     if as_json:
         print_json("featstore.split/1", data)
     elif not settings().quiet:
         _show(data)
+
+
+def _split_store(
+    store: Path, train: dict[str | None, Any], hosts: int, out: Path, options: dict[str, Any]
+) -> None:
+    import featstore
+
+    with featstore.open(store) as opened:
+        check_tables(train, opened.tables, "--train")
+        settings().packing, settings().what = out, "the split"
+        featstore.split(opened, hosts, out, train=train.get(None, train or None), **options)
+
+
+def _split_features(
+    given: dict[str, tuple[str, ...]], train: dict[str | None, Any], hosts: int, out: Path,
+    options: dict[str, Any],
+) -> None:  # fmt: skip
+    import featstore
+
+    paths = ("features", "graph", "permutation")
+    names = (*given, "permutation", "dtype", "cast", "id", "train")
+    asked = PackRequest(
+        {n: by_table(given.get(n, ()), f"--{n.replace('_', '-')}", is_path=n in paths) for n in names}
+    )
+    asked.check()
+    check_tables(train, asked.paths, "--train")
+    arrays = {name: array_at(name, path) for name, path in array_paths(asked.values["array"]).items()}
+    settings().packing, settings().what = out, "the split"
+    featstore.split_features(
+        asked.paths,
+        hosts,
+        out,
+        arrays=arrays,
+        train=train.get(None, train or None),
+        **asked.options(),
+        **options,
+    )
 
 
 def describe_split(out: Path, hosts: int) -> dict[str, Any]:

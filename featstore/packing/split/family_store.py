@@ -71,10 +71,9 @@ class FamilyStore:
         self._name = name
 
     def table(
-        self, name: str, source: FeatureSource, order: OrderEntry, node_of_row: NDArray[Any] | None,
-        memory_bytes: int,
-    ) -> TableEntry:  # fmt: skip
-        """Write a table whose rows come in their order."""
+        self, name: str, source: FeatureSource, order: OrderEntry, maps: RowMaps, memory_bytes: int
+    ) -> TableEntry:
+        """Write a table; ``maps`` say where the source's rows go, and whose they are."""
         base = f"{self.generation.name}/tables/{name}"
         assert source.rows is not None
         self.catalogue.directory(f"{base}/rows")
@@ -88,12 +87,13 @@ class FamilyStore:
             report.restore(progress.report)
         if layout.rows:
             if not progress.done:
-                maps = RowMaps(node_of_source=node_of_row, node_of_row=node_of_row)
+                if maps.row_of_source is not None:
+                    self.transaction.disk.mkdir(self.generation.spill)
                 job = PermuteJob(
-                    self.transaction.disk, f"{self._name}: {name}", source, layout, report, maps,
+                    self.transaction.disk, name, source, layout, report, maps,
                     self.generation.spill, lambda chunk: self.generation.store / entry.chunk_path(chunk),
                     memory_bytes, self.plan.memory_bytes - memory_bytes, self.transaction.journal, progress,
-                    self.plan.stages,
+                    self.plan.stages, f"{self._name}: {name}",
                 )  # fmt: skip
                 write_rows(self.transaction, job, entry)
             catalogue_rows(self.catalogue, entry)

@@ -16,11 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from featstore.base.dtypes import node_dtype
+from featstore.packing.permute import RowMaps
 from featstore.packing.row_ids import inverse
 from featstore.packing.sources.memory import ArrayRows
 from featstore.packing.split.family_store import FamilyStore, StoredRows, pieces
 from featstore.packing.split.lists import PASS_EDGES, local_lists
 from featstore.packing.split.plan import SplitPlan
+from featstore.packing.split.sources import NodesOfSource, in_order_of
 from featstore.packing.split.whole_lists import write_whole_lists
 from featstore.reader.reader import Reader
 from featstore.storage.manifest import (
@@ -61,7 +63,8 @@ def write_topology_store(plan: SplitPlan, transaction: Transaction, provenance: 
             node_of_row=(node_of_row := table.node_of_row()),
         )  # fmt: skip
         source = ArrayRows(plan.host_of_row[name], name=f"the hosts of table {name!r}")
-        tables[name] = member.table(name, source, order, node_of_row, memory)
+        maps = RowMaps(node_of_source=node_of_row, node_of_row=node_of_row)
+        tables[name] = member.table(name, source, order, maps, memory)
     graphs, split = {}, {}
     for name, graph in plan.store.graphs.items():
         if plan.split_topology:
@@ -84,7 +87,7 @@ def _owners_by_node(member: FamilyStore, table: Table, memory_bytes: int) -> Tab
         hosts = hosts[row_of_node]
     order = member.order(table.name, "given", dict(_BY_NODE), np.array([0, table.rows], np.int64))
     source = ArrayRows(hosts, name=f"the hosts of table {table.name!r}")
-    return member.table(table.name, source, order, None, memory_bytes)
+    return member.table(table.name, source, order, RowMaps(), memory_bytes)
 
 
 def _copied(member: FamilyStore, graph: StoredGraph) -> GraphEntry:
@@ -137,6 +140,7 @@ def _own_rows(member: FamilyStore, table: Table, host: int) -> TableEntry:
     plan, name = member.plan, table.name
     width, own = node_dtype(table.rows).itemsize, plan.rows_of(name, host)
     needed = table.rows * (2 + width) + own * (16 + 3 * width) + plan.reader_bytes(table)
+    needed += 0 if plan.sources is None else 8 * own + plan.sources[name].held_bytes
     memory = plan.need(needed, f"find the rows of host {host} in table {name!r}")
     rows = np.flatnonzero(plan.host_of_row[name] == host)
     row_of_node, node_of_row = _local_maps(table, rows)
@@ -145,9 +149,16 @@ def _own_rows(member: FamilyStore, table: Table, host: int) -> TableEntry:
         row_of_node=row_of_node, node_of_row=node_of_row,
         rows_by_degree=_own_by_degree(table, rows, plan.host_of_row[name], host),
     )  # fmt: skip
+    if plan.sources is not None:
+        all_nodes = table.node_of_row()
+        nodes = rows if all_nodes is None else np.sort(all_nodes[rows])
+        del all_nodes
+        source, maps = NodesOfSource(plan.sources[name], nodes), RowMaps.of(row_of_node, node_of_row, None)
+        return member.table(name, source, order, maps, memory)
     del row_of_node
     with plan.reader(table) as reader:
-        return member.table(name, StoredRows(reader, table, rows), order, node_of_row, memory)
+        maps = RowMaps(node_of_source=node_of_row, node_of_row=node_of_row)
+        return member.table(name, StoredRows(reader, table, rows), order, maps, memory)
 
 
 def _copies(
@@ -161,16 +172,22 @@ def _copies(
     memory = plan.need(needed, f"find the halo of host {host} in table {table.name!r}")
     nodes, inverse_of = np.unique(np.concatenate([ids for ids, _ in halos]), return_inverse=True)
     uses = np.bincount(inverse_of, np.concatenate([uses for _, uses in halos]), len(nodes))
-    most = plan.copies_bytes(table, host) // table.row_bytes
+    most = plan.copies_bytes(table, host) // plan.row_bytes(table)
     kept = nodes[np.lexsort((nodes, -uses))[:most]]  # ties by node id
     row_of_node = table.row_of_node()
     rows = np.sort(kept if row_of_node is None else row_of_node[kept]).astype(np.int64)
     del row_of_node
     order = member.order(name, "given", dict(_BECAUSE), np.array([0, len(rows)], np.int64))
-    with plan.reader(table) as reader:
-        entry = member.table(name, StoredRows(reader, table, rows), order, None, memory)
     node_of_row = table.node_of_row()
-    own = rows if node_of_row is None else node_of_row[rows]
+    own = rows if node_of_row is None else node_of_row[rows].astype(np.int64)
+    del node_of_row
+    if plan.sources is not None:
+        place = np.argsort(own)  # of the copies in the order in which the source has them
+        source = NodesOfSource(plan.sources[table.name], own[place])
+        entry = member.table(name, source, order, in_order_of(place), memory)
+    else:
+        with plan.reader(table) as reader:
+            entry = member.table(name, StoredRows(reader, table, rows), order, RowMaps(), memory)
     return entry, own.astype(node_dtype(table.rows))
 
 

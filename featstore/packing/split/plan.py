@@ -15,6 +15,7 @@ from featstore.base.dtypes import host_dtype, node_dtype
 from featstore.errors import BudgetError, FormatError
 from featstore.packing.compare_orders import StoredLists, StoredTopology
 from featstore.packing.progress import PackStages
+from featstore.packing.sources.base import FeatureSource
 from featstore.packing.split.assignment import assign, count_hosts, equal_runs
 from featstore.packing.split.lists import PASS_EDGES, count_remote, need_row
 from featstore.reader.reader import Reader
@@ -29,7 +30,8 @@ _READER_BYTES_MIN, _READER_BYTES_MAX = 4 * 2**20, 32 * 2**20
 class SplitPlan:
     """A split under way. ``train``: masks of nodes by table. ``memory_bytes``: what is handed out of the
     budget. ``halo_disk``: limit on copies of the halo. ``split_topology``: graphs are split, too.
-    ``host_of_row``, ``remote_edges``: as they become known, by table and graph."""
+    ``sources``: where rows come from, by node, if not from the store. ``host_of_row``, ``remote_edges``: as
+    they become known, by table and graph."""
 
     store: OpenStore
     hosts: int
@@ -42,6 +44,7 @@ class SplitPlan:
     warnings: list[str] = field(default_factory=list)
     halo_disk: int | str | None = None
     split_topology: bool = False
+    sources: Mapping[str, FeatureSource] | None = None
 
     @property
     def held_bytes(self) -> int:
@@ -67,6 +70,10 @@ class SplitPlan:
         """Memory of a :meth:`reader`: room for two blocks, and for a row if it is large."""
         own = max(_READER_BYTES_MIN, min(_READER_BYTES_MAX, self.memory_bytes // 8), 8 * table.row_bytes)
         return own + 4 * table.layout.pages
+
+    def row_bytes(self, table: Table) -> int:
+        """Of a row of the parts."""
+        return table.row_bytes if self.sources is None else self.sources[table.name].row_bytes
 
     def graphs_of(self, table: str) -> list[StoredGraph]:
         return [graph for graph in self.store.graphs.values() if graph.entry.table == table]
@@ -99,8 +106,9 @@ class SplitPlan:
         if self.halo_disk is None:
             return 0
         others = table.rows - self.rows_of(table.name, host)
-        own = self.rows_of(table.name, host) * table.row_bytes
-        return min(others * table.row_bytes, multiple_bytes(self.halo_disk, own, "halo_disk"))
+        row_bytes = self.row_bytes(table)
+        own = self.rows_of(table.name, host) * row_bytes
+        return min(others * row_bytes, multiple_bytes(self.halo_disk, own, "halo_disk"))
 
     def family(
         self, uuid: str | None = None, host: int | None = None,

@@ -12,6 +12,7 @@ import os
 import zlib
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from featstore.errors import ArgumentError, BudgetError, SourceError, StoreExist
 from featstore.packing.inputs import node_mask
 from featstore.packing.progress import PackStages, Progress
 from featstore.packing.request import with_slack, without_slack
+from featstore.packing.sources.base import FeatureSource
 from featstore.packing.split.directory import (
     Standing,
     check_finished,
@@ -49,7 +51,7 @@ from featstore.storage.manifest import (
     FamilyEntry,
     check_name,
 )
-from featstore.storage.store import OpenStore, as_store
+from featstore.storage.store import OpenStore, Table, as_store
 from featstore.storage.transaction import Transaction, write_generation
 from featstore.units import multiple_bytes, parse_bytes
 
@@ -116,36 +118,66 @@ def split_store(
     StoreExistsError, StoreLockedError, IncompleteStoreError, CorruptionError. Warns, as FeatstoreWarning,
     where rows or training nodes could not be dealt out evenly.
     """
-    hosts, seed = as_count(hosts, "hosts", 1, HOSTS_MAX), as_count(seed, "seed", 0, 2**31 - 1)
-    budget = parse_bytes(memory, "memory")
-    resume, overwrite = as_flag(resume, "resume"), as_flag(overwrite, "overwrite")
-    split_topology = as_flag(split_topology, "split_topology")
-    if resume and overwrite:
-        raise ArgumentError("resume= goes on with a split and overwrite= replaces it: give one of them")
-    if progress is not None:
-        as_function(progress, "progress")
-    place = real_path(as_path(out, "out"))
-    if halo_disk is not None:
-        multiple_bytes(halo_disk, 0, "halo_disk")
+    asked = SplitRequest(
+        hosts, out, train, seed, halo_disk, split_topology, memory, resume, overwrite, progress, disk
+    )
     with ExitStack() as opened:
         if not isinstance(store, OpenStore):
             store = opened.enter_context(OpenStore(as_path(store, "store")))
-        base = as_store(store)
-        _check_store(base, hosts, halo_disk is not None, split_topology)
-        check_place(place, real_path(base.path))
-        plan = SplitPlan(
-            base, hosts, _training(base, train), seed, without_slack(budget), PackStages(progress),
-            halo_disk=halo_disk, split_topology=split_topology,
-        )  # fmt: skip
-        found = standing(place)
-        check_standing(place, found, resume=resume, overwrite=overwrite)
-        try:
-            _Split(plan, place, found, disk or Disk(), resume, overwrite).run()
-        except BudgetError as error:
-            raise BudgetError(with_slack(error.needed_bytes), budget, error.what) from None
-    for text in plan.warnings:
-        warn(text)
+        asked.run(as_store(store))
     return Path(out)
+
+
+@dataclass
+class SplitRequest:
+    """What is asked of a split, as :func:`split_store` takes it, looked at. ``sources``: where rows come
+    from, if not from the store; ``beside``: what else parts are made by."""
+
+    hosts: int
+    out: str | os.PathLike[str]
+    train: Any
+    seed: int
+    halo_disk: int | str | None
+    split_topology: bool
+    memory: int | str
+    resume: bool
+    overwrite: bool
+    progress: Callable[[Progress], None] | None
+    disk: Disk | None
+    sources: Mapping[str, FeatureSource] | None = None
+    beside: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.hosts = as_count(self.hosts, "hosts", 1, HOSTS_MAX)
+        self.seed = as_count(self.seed, "seed", 0, 2**31 - 1)
+        self.budget = parse_bytes(self.memory, "memory")
+        self.resume, self.overwrite = as_flag(self.resume, "resume"), as_flag(self.overwrite, "overwrite")
+        self.split_topology = as_flag(self.split_topology, "split_topology")
+        if self.resume and self.overwrite:
+            raise ArgumentError("resume= goes on with a split and overwrite= replaces it: give one of them")
+        if self.progress is not None:
+            as_function(self.progress, "progress")
+        self.place = real_path(as_path(self.out, "out"))
+        if self.halo_disk is not None:
+            multiple_bytes(self.halo_disk, 0, "halo_disk")
+
+    def run(self, base: OpenStore) -> None:
+        """Split a store."""
+        _check_store(base, self.hosts, self.halo_disk is not None, self.split_topology)
+        check_place(self.place, real_path(base.path))
+        plan = SplitPlan(
+            base, self.hosts, _training(base, self.train), self.seed, without_slack(self.budget),
+            PackStages(self.progress), halo_disk=self.halo_disk, split_topology=self.split_topology,
+            sources=self.sources,
+        )  # fmt: skip
+        found = standing(self.place)
+        check_standing(self.place, found, resume=self.resume, overwrite=self.overwrite)
+        try:
+            _Split(plan, self, found).run()
+        except BudgetError as error:
+            raise BudgetError(with_slack(error.needed_bytes), self.budget, error.what) from None
+        for text in plan.warnings:
+            warn(text)
 
 
 def _check_store(store: OpenStore, hosts: int, copies: bool, split_topology: bool) -> None:
@@ -172,6 +204,12 @@ def _check_store(store: OpenStore, hosts: int, copies: bool, split_topology: boo
         raise ArgumentError("halo_disk= keeps copies of the halo, and the store has no graph: leave it out")
     if split_topology and not store.graphs:
         raise ArgumentError("split_topology= is of graphs, and the store has none: leave it out")
+    numbered = next((graph.name for graph in store.graphs.values() if graph.has_edge_ids), None)
+    if split_topology and numbered is not None:
+        raise ArgumentError(
+            f"graph {numbered!r} has the numbers of its edges, which split_topology= would lose: leave it out, "
+            "or pack with edge_ids=False"
+        )
     most = max((table.rows for table in store.tables.values()), default=0)
     if most < hosts:
         raise ArgumentError(
@@ -212,12 +250,9 @@ def _training(store: OpenStore, train: Any) -> dict[str, NDArray[np.bool_]]:
 class _Split:
     """One run of a split."""
 
-    def __init__(
-        self, plan: SplitPlan, out: Path, found: dict[str, Standing], disk: Disk, resume: bool,
-        overwrite: bool,
-    ) -> None:  # fmt: skip
-        self._plan, self._out, self._found, self._disk = plan, out, found, disk
-        self._resume, self._overwrite = resume, overwrite
+    def __init__(self, plan: SplitPlan, asked: SplitRequest, found: dict[str, Standing]) -> None:
+        self._plan, self._out, self._found, self._disk = plan, asked.place, found, asked.disk or Disk()
+        self._resume, self._overwrite = asked.resume, asked.overwrite
         trained = {
             name: [int(np.count_nonzero(mask)), zlib.crc32(np.packbits(mask).tobytes())]
             for name, mask in plan.train.items()
@@ -227,6 +262,7 @@ class _Split:
             self._asked["halo_disk"] = plan.halo_disk
         if plan.split_topology:
             self._asked["split_topology"] = True
+        self._asked |= asked.beside
 
     def run(self) -> None:
         self._check_others()
@@ -283,7 +319,7 @@ class _Split:
             check_finished(self._out / name, finished, wanted, topology)
             return False
         tables = plan.store.tables.values()
-        needed = sum(plan.rows_of(t.name, host) * (t.row_bytes + t.row_bytes // 1024 + 16) for t in tables)
+        needed = sum(self._rows_bytes(table, host) for table in tables)
         needed += sum(plan.copies_bytes(t, host) for t in tables if plan.graphs_of(t.name))
         needed += self._graph_bytes // plan.hosts if plan.split_topology else 0
         fingerprint = {"topology": topology, "host": host}
@@ -292,6 +328,12 @@ class _Split:
             lambda transaction: write_part(plan, transaction, host, topology, self._provenance()),
         )  # fmt: skip
         return True
+
+    def _rows_bytes(self, table: Table, host: int) -> int:
+        """Disk for a host's rows of a table, and for a while as much again where they go through a spill."""
+        row_bytes, rows = self._plan.row_bytes(table), self._plan.rows_of(table.name, host)
+        spills = self._plan.sources is not None and 2 * rows * row_bytes > self._plan.memory_bytes
+        return rows * (row_bytes * (2 if spills else 1) + row_bytes // 1024 + 16)
 
     @property
     def _graph_bytes(self) -> int:
