@@ -35,9 +35,13 @@ GATHERED_FEATURE = "gathered"
 SPLIT_GRAPHS_FEATURE = "split-graphs"
 READER_FEATURES: frozenset[str] = frozenset(
     {
-        GRAPHS_FEATURE, EDGE_IDS_FEATURE, COMPILED_FEATURE, FAMILY_FEATURE, GATHERED_FEATURE,
+        GRAPHS_FEATURE,
+        EDGE_IDS_FEATURE,
+        COMPILED_FEATURE,
+        FAMILY_FEATURE,
+        GATHERED_FEATURE,
         SPLIT_GRAPHS_FEATURE,
-    }  # fmt: skip
+    }
 )
 WRITER_FEATURES: frozenset[str] = frozenset()
 
@@ -254,8 +258,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     @property
     def all_tables(self) -> dict[str, TableEntry]:
         """Every table, those that graphs consist of too: ``GRAPH/offsets``, ``GRAPH/sources``,
-        ``GRAPH/hubs``, ``GRAPH/edge_ids``, ``GRAPH/hub_edge_ids``; and of whole lists ``GRAPH/lists/offsets``,
-        ``GRAPH/lists/sources``."""
+        ``GRAPH/hubs``, ``GRAPH/edge_ids``, ``GRAPH/hub_edge_ids``; and of whole lists
+        ``GRAPH/lists/offsets``, ``GRAPH/lists/sources``."""
         inner: dict[str, TableEntry] = {}
         for name, graph in self.graphs.items():
             inner |= {f"{name}/offsets": graph.offsets, f"{name}/sources": graph.sources}

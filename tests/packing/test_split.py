@@ -484,6 +484,15 @@ def test_a_split_of_topology_that_is_interrupted_goes_on(tmp_path, store):
         featstore.split(bare, 2, tmp_path / "none", split_topology=True)
 
 
+def test_numbers_of_edges_are_not_lost_with_split_topology(tmp_path: Path) -> None:
+    rows, edges = np.ones((8, 2), np.float32), np.array([[0, 1, 2], [1, 2, 3]])
+    with featstore.pack(tmp_path / "s", rows, graph=edges, edge_ids=True) as numbered:
+        with pytest.raises(ArgumentError, match=r"'features' has the numbers of its edges.*edge_ids=False"):
+            featstore.split(numbered, 2, tmp_path / "parts", split_topology=True)
+        assert not (tmp_path / "parts").exists()
+        featstore.split(numbered, 2, tmp_path / "parts")
+
+
 def test_an_exception_from_progress_stops_it_and_it_goes_on(tmp_path, store):
     def stop(progress: Any) -> None:
         if progress.table == "host-1: paper":

@@ -207,8 +207,8 @@ def _check_store(store: OpenStore, hosts: int, copies: bool, split_topology: boo
     numbered = next((graph.name for graph in store.graphs.values() if graph.has_edge_ids), None)
     if split_topology and numbered is not None:
         raise ArgumentError(
-            f"graph {numbered!r} has the numbers of its edges, which split_topology= would lose: leave it out, "
-            "or pack with edge_ids=False"
+            f"graph {numbered!r} has the numbers of its edges, which split_topology= would lose: leave it "
+            "out, or pack with edge_ids=False"
         )
     most = max((table.rows for table in store.tables.values()), default=0)
     if most < hosts:
