@@ -22,7 +22,7 @@ from featstore.storage.disk import Disk, File
 
 settings.register_profile(
     "featstore",
-    max_examples=40,
+    max_examples=25,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
     print_blob=True,

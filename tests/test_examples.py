@@ -106,6 +106,7 @@ def example(run: Run, tmp_path: Path) -> Example:
 def test_every_example_is_tested_and_short() -> None:
     assert {path.name for path in EXAMPLES.iterdir() if path.suffix == ".py"} == {
         "gather_numpy.py",
+        "train_hosts_pyg.py",
         "train_hosts_torch.py",
         "train_compiled_pyg.py",
         "train_mega_pyg.py",

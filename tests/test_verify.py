@@ -134,7 +134,7 @@ def test_rows_larger_than_a_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert verify(tmp_path / "s").ok
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(data=st.data())
 def test_any_flipped_bit_is_found(
     clean: Path, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

@@ -24,7 +24,7 @@ RUN = Path(__file__).parent / "run.py"
 
 
 def test_a_short_run_finds_nothing(tmp_path: Path) -> None:
-    command = [sys.executable, str(RUN), "--runs", "400", "--seconds", "90", "--seed", "3", "--guard"]
+    command = [sys.executable, str(RUN), "--runs", "200", "--seconds", "90", "--seed", "3", "--guard"]
     done = subprocess.run(
         [*command, "--dir", str(tmp_path)], capture_output=True, text=True, timeout=110, check=False
     )

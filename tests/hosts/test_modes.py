@@ -17,6 +17,8 @@ from mode_hosts import MODES, NODES, be_host, be_victim_or_not, reuse_unlike
 from test_gathered import two_tables
 from test_split_training import graph_and_rows
 
+import featstore
+
 SECONDS, TIMEOUT_SECONDS, GRACE_SECONDS = 90.0, 3, 5
 
 
@@ -91,7 +93,7 @@ def test_every_mode_over_hosts(folder: Path, context: Any, hosts: int, ranks: in
 def test_a_host_that_is_gone_is_told_in_every_mode(
     folder: Path, context: Any, mode: str, when: str, kind: str
 ) -> None:
-    """While rows are gathered no compiled trace is left that could be taken for whole."""
+    """While rows are gathered no compiled trace is left that is not whole."""
     name = f"gone-{mode}-{when}"
     hosts = 3 if when == "gather" else 2
     processes = [
@@ -114,7 +116,12 @@ def test_a_host_that_is_gone_is_told_in_every_mode(
         said = json.loads((folder / f"{name}.told.{rank}").read_text())
         assert said["host"] == 1
         assert said["at"] - at < TIMEOUT_SECONDS + GRACE_SECONDS, said["at"] - at
-        assert said["left"] == ([name] if mode == "compiled" and when == "train" else [])
+        if (mode, when) == ("compiled", "gather"):  # whoever had gathered all before has a whole one
+            assert set(said["left"]) <= {name}
+            for one in said["left"]:
+                assert featstore.verify(folder / f"parts{hosts}/host-{rank}/packs/{one}").ok
+        else:
+            assert said["left"] == ([name] if mode == "compiled" else [])
 
 
 def test_what_one_host_finds_again_and_another_does_not(folder: Path, context: Any) -> None:

@@ -103,7 +103,10 @@ def store_of(path: Path, tables: dict[str, int], uuid: str = "our-uuid") -> Any:
     """What a saved cache wants to know of a store: rows by table."""
     path.mkdir(exist_ok=True)
     return SimpleNamespace(
-        path=path, uuid=uuid, tables={name: SimpleNamespace(rows=rows) for name, rows in tables.items()}
+        path=path,
+        on_disk=SimpleNamespace(path=path),
+        uuid=uuid,
+        tables={name: SimpleNamespace(rows=rows) for name, rows in tables.items()},
     )
 
 

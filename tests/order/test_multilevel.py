@@ -96,7 +96,7 @@ def twin_pass(
     return moved
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     graphs(60, 200),
     st.integers(1, 12),

@@ -145,7 +145,7 @@ def test_kernels_against_numpy() -> None:
         np.testing.assert_array_equal(ids, np.lexsort((np.arange(sources.size), sources, targets)))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(values=st.lists(st.integers(0, 9), max_size=200), seed=st.integers(0, 99))
 def test_sort_with_ids_is_its_twin(values: list[int], seed: int) -> None:
     ids = np.random.default_rng(seed).permutation(len(values)).astype(np.int32)
@@ -165,7 +165,7 @@ def parse_model(text: bytes, a: int, b: int) -> list[tuple[int, int]]:
     return pairs
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     rows=st.lists(st.lists(st.integers(-99, 10**17), min_size=3, max_size=5), max_size=12),
     between=st.sampled_from([",", "\t", " ", ";", " , ", "  ", ", "]),

@@ -157,7 +157,7 @@ def smallest(edges: Edges, ids: bool = False) -> int:
 
 
 @pytest.mark.usefixtures("tiny_chunks")
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(
     edges=graphs(), order=st.sampled_from(["given", "permutation", "ldg", "degree"]),
     hubs=st.sampled_from([0.0, 0.07, 1.0]), rank=st.sampled_from(["degree", "external"]),
@@ -342,7 +342,7 @@ def test_int64_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 # Kernels.
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(
     edges=graphs(), seed=st.integers(0, 99), dtype=st.sampled_from([np.int32, np.int64]), cut=st.floats(0, 1)
 )
@@ -381,7 +381,7 @@ def test_take_lists_is_its_twin(edges: Edges, seed: int, dtype: type, cut: float
         assert not by_row.take_lists(*arguments, 0, edges.nodes, out, out_ids)
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(edges=graphs(), parts=st.integers(1, 6), block=st.integers(1, 50), seed=st.integers(0, 99))
 def test_count_external_is_its_twin(edges: Edges, parts: int, block: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
