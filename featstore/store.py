@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 
 from featstore.arguments import check_options, known_name, options_of
 from featstore.errors import ArgumentError, MissingPackageError
-from featstore.storage.store import OpenStore, StoredGraph, Table
+from featstore.storage.manifest import GATHERED_FEATURE
+from featstore.storage.store import OpenStore, StoredGraph, Table, check_on_disk
 
 if TYPE_CHECKING:
     from featstore.loaders.compiled.trace import CompiledTrace
@@ -95,6 +96,11 @@ class Store(OpenStore):
         from featstore.reader.reader import Reader
 
         self.check_open()
+        if GATHERED_FEATURE in self.manifest.reader_features:
+            raise ArgumentError(
+                f"{self.path} is a compiled trace, whose rows are those that its mini-batches want and not "
+                "rows by node id: go through it by loader(mode='compiled')"
+            )
         check_options(options, (*options_of(Reader), *_SHORT), "a reader")
         if tiers is None and policy is None and device is None:
             if device_memory is not None or device_policy is not None:
@@ -123,6 +129,7 @@ class Store(OpenStore):
         MissingPackageError without zarr.
         """
         chosen = self.table(known_name(table, self.tables, "the store has no table"))
+        check_on_disk(chosen)
         try:
             import zarr
         except ImportError as error:

@@ -104,7 +104,7 @@ class NeighborLoader:
             drop_last=as_flag(drop_last or False, "drop_last"),
             seeds_in_order=not as_flag(shuffle or False, "shuffle"),
             attach=names, memory=memory, tensors=True,
-            edge_table=_edge_table(data, options.get("graph")), **options,
+            edge_table=_edge_table(data, options.get("graph"), options.get("mode")), **options,
         )  # fmt: skip
 
     def __len__(self) -> int:
@@ -207,20 +207,24 @@ def _warn(options: dict[str, Any]) -> None:
         )
 
 
-def _edge_table(store: OpenStore, graph: str | None) -> str | None:
+def _edge_table(store: OpenStore, graph: str | None, mode: str | None) -> str | None:
     """The table whose rows are ``edge_attr``: the only one of edges, where the graph's edges number its rows;
     a warning where there are such tables and none can be had."""
     edges = [name for name in store.tables if is_edge_table(name, store.tables)]
     found = graph_of(store, graph)
     rows = store.tables[edges[0]].rows if edges else 0
-    if len(edges) == 1 and found.has_edge_ids and rows == found.edges:
+    numbered = getattr(found, "has_edge_ids", False)  # lists that are split among hosts have none
+    parts = mode == "partitions" and store.on_disk is not store
+    if len(edges) == 1 and numbered and rows == found.edges and not parts:
         return edges[0]
     if edges:
         why = (
             f"{', '.join(map(repr, edges))} all have rows of edges"
             if len(edges) > 1
             else f"table {edges[0]!r} has rows of edges, whose numbers the stored graph does not know"
-            if not found.has_edge_ids
+            if not numbered
+            else "lists of one host, of which mode 'partitions' samples, have no numbers of edges"
+            if parts
             else f"table {edges[0]!r} has {rows:,} rows, the graph {found.edges:,} edges"
         )
         warnings.warn(f"mini-batches have no edge_attr: {why}", FeatstoreWarning, stacklevel=3)

@@ -67,6 +67,7 @@ def export_table(
     tell, memory_bytes = as_callback(progress, "progress"), parse_bytes(memory, "memory")
     opened = store if isinstance(store, OpenStore) else OpenStore(as_path(store, "store"))
     try:
+        _check_exported(opened)
         chosen = as_store(opened).table(known_name(table, opened.tables, "the store has no table"))
         wanted = None if ids is None else _checked_ids(ids, chosen.rows)
         stored = dtype_from_name(chosen.entry.dtype)
@@ -96,6 +97,21 @@ def export_table(
         if opened is not store:
             opened.close()
     return path
+
+
+def _check_exported(store: OpenStore) -> None:
+    """Raise ArgumentError for a store whose tables are not rows by node id."""
+    if store.manifest.compiled is not None:
+        raise ArgumentError(
+            f"{store.path} is a compiled trace, whose tables are laid out for its mini-batches: export from "
+            "the store that it was compiled for"
+        )
+    family = store.manifest.family
+    if family is not None and family.host is None:
+        raise ArgumentError(
+            f"{store.path} is the topology of a split store, whose tables say which host owns a node: export "
+            "from each host's part, whose rows are by its own ids"
+        )
 
 
 def _checked_ids(ids: Any, rows: int) -> NDArray[np.int64]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import hashlib
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import Any
 
 from featstore import arguments as args
@@ -14,7 +13,6 @@ from featstore.compile.budget import parse_disk
 from featstore.errors import ArgumentError, BudgetError, SourceError
 from featstore.hosts.ahead import Ahead
 from featstore.hosts.places import HostPlace
-from featstore.hosts.sampler import HostsSampler
 from featstore.hosts.split_store import WholeStore
 from featstore.loaders.compiled.loader import CompiledLoader
 from featstore.loaders.compiled.options import check_loader_options
@@ -32,12 +30,13 @@ from featstore.loaders.options import SAMPLING, Given
 from featstore.loaders.prefetch import Sampler, check_repeatable
 from featstore.loaders.ranks import Ranks
 from featstore.loaders.rolling import RollingLoader
-from featstore.loaders.shares import MemoryShares, rows_at_most, wanted_bytes
+from featstore.loaders.samplers import rows_first, sampler_within
+from featstore.loaders.shares import MemoryShares
 from featstore.loaders.whole import WantedRows, Whole
-from featstore.sampling.batches import GraphSampler, RankedBatches, open_sampler, sampler_needs
+from featstore.sampling.batches import RankedBatches
 from featstore.storage.packs import check_pack_name
 from featstore.storage.relations import graph_of
-from featstore.storage.store import OpenStore, Table
+from featstore.storage.store import OpenStore
 from featstore.units import parse_bytes
 
 _BATCH_SIZE = 1024
@@ -210,7 +209,9 @@ class Making:
         """The store's own mini-batches, this rank's share of them, within a share of the memory."""
         given, graph, seeds = self.given, self.given.get("graph"), self.given.get("seeds")
         fanouts = args.as_fanouts(given.get("fanouts"))
-        sampler, table = self._sampler(fanouts)
+        sampler, table, self.shares = sampler_within(
+            self.store, fanouts, self.shares, seed=self._seed, graph=graph, check=self.whole.check_sampled
+        )
         nodes = self.store.arrays[seeds] if isinstance(seeds, str) else seeds
         owned: dict[str, Any] = {}
         here, in_order = self._here, self._in_order
@@ -230,47 +231,8 @@ class Making:
                 f"drop_last= leaves no mini-batch of {made.batch_size:,} seeds for {self.ranks.shares} "
                 "ranks: give fewer a batch"
             )
-        self._rows_first(made, table)
+        self.shares = rows_first(made, table, self.shares)
         return made
-
-    def _sampler(self, fanouts: tuple[int, ...]) -> tuple[GraphSampler, Table]:
-        """Over the graph that was asked for, and the table that this is over."""
-        graph = self.given.get("graph")
-        if isinstance(self.store, WholeStore) and self.store.splits_topology:
-            self.shares = replace(self.shares, graph_bytes=self.shares.memory_bytes)
-            with self.shares.told_of_all():
-                split = HostsSampler(
-                    self.store, fanouts, seed=self._seed, graph=graph, memory=self.shares.sampler_bytes
-                )
-            return split, split.graph.table
-        whole = graph_of(self.store, graph)
-        self.whole.check_sampled(whole)
-        graph_bytes, least = sampler_needs(self.store, fanouts, graph)
-        self.shares = replace(self.shares, graph_bytes=graph_bytes, least_bytes=least)
-        return self._open_sampler(fanouts), whole.table
-
-    def _open_sampler(self, fanouts: tuple[int, ...]) -> GraphSampler:
-        """Within its share of the memory."""
-        with self.shares.told_of_all():
-            return open_sampler(
-                self.store, fanouts, seed=self._seed, graph=self.given.get("graph"),
-                memory=self.shares.sampler_bytes,
-            )  # fmt: skip
-
-    def _rows_first(self, made: RankedBatches, table: Table) -> None:
-        """Give the sampler less where its share leaves too little for two mini-batches."""
-        if isinstance(made.sampler, HostsSampler):  # its share is of mini-batches, not of a graph
-            return
-        memory, share = self.shares.memory_bytes, self.shares.sampler_bytes
-        most = rows_at_most(made.batch_size, made.sampler.fanouts, table.rows)
-        if wanted_bytes(memory, most, table) <= self.shares.rows_bytes:
-            return
-        with self.shares.told_of_all():
-            rows = len(made[0].node)
-        self.shares = replace(self.shares, rows_wanted_bytes=wanted_bytes(memory, rows, table))
-        if self.shares.sampler_bytes < min(share, self.shares.graph_bytes):
-            made.close()
-            made.sampler = self._open_sampler(made.sampler.fanouts)
 
     def _seeds_of_a_step(self) -> dict[str, Any]:
         """How seeds are divided among ranks."""
@@ -338,6 +300,11 @@ class Making:
         if isinstance(self.store, WholeStore) and not isinstance(self.share, GivenShare):
             # what reuse= finds may be of other options on another host
             self.store.agree({"recorded": mode.loader.compiled.epochs().tolist()})
+        try:
+            self.whole.check_compiled(mode.loader.compiled.entry.tables, self._sampled)
+        except BaseException:
+            mode.close()
+            raise
         return mode
 
     def _rolling(self, own: dict[str, Any]) -> Mode:

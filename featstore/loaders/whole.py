@@ -7,7 +7,7 @@ named, rows of edges, by their numbers (:class:`WantedRows`). When the rows are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -88,6 +88,7 @@ class Whole:
     def __init__(self, store: OpenStore, edge_table: str | None, attach: Any) -> None:
         self.edge_table, self.edges = edge_table, None
         nodes = node_tables(store.tables)
+        self._edge_tables = [name for name in store.tables if name not in nodes]
         if edge_table is not None:
             args.known_name(edge_table, store.tables, "edge_table: the store has no table")
             if edge_table in nodes:
@@ -119,13 +120,28 @@ class Whole:
         if self.edge_table is None:
             return
         rows = graph.store.tables[self.edge_table].rows
-        if not graph.has_edge_ids or rows != graph.edges:
+        numbered = getattr(graph, "has_edge_ids", False)  # lists that are split among hosts have none
+        if not numbered or rows != graph.edges:
             why = (
                 f"has {graph.edges:,} edges, and the table {rows:,} rows"
-                if graph.has_edge_ids
+                if numbered
                 else "does not keep the numbers of its edges: pack it with edge_ids=True (--edge-ids)"
             )
             raise SourceError(f"edge_table={self.edge_table!r} is read by e_id, and {graph.where()} {why}")
+
+    def check_compiled(self, tables: Container[str], sampled: bool) -> None:
+        """Raise ArgumentError where what was compiled before has no rows of edges that are wanted now, or has
+        some that are not; whoever brings mini-batches may have wanted these by name."""
+        if self.edge_table is not None and self.edge_table not in tables:
+            raise ArgumentError(
+                f"what was compiled has no rows of edge_table={self.edge_table!r}: leave it out, or "
+                "compile anew"
+            )
+        others = [name for name in self._edge_tables if name in tables and name != self.edge_table]
+        if sampled and others:
+            raise ArgumentError(
+                f"what was compiled has rows of edge_table={others[0]!r}: say so again, or compile anew"
+            )
 
     @property
     def held_bytes(self) -> int:

@@ -55,7 +55,7 @@ from featstore.reader.planner import Planner, lane_of
 from featstore.reader.report import Counts, Plan, ReaderStats
 from featstore.reader.requests import as_tables, parse_request, parse_run_request
 from featstore.reader.static_rows import StaticIds, static_members
-from featstore.storage.store import OpenStore, as_store
+from featstore.storage.store import OpenStore, as_store, check_on_disk
 from featstore.tiers.static import StaticRows
 from featstore.units import parse_bytes
 
@@ -132,7 +132,7 @@ class Reader:
         self._engine: Engine | None = None
         names = list(store.tables) if tables is None else as_table_names(tables, "tables")
         for name in names:
-            store.table(name)
+            check_on_disk(store.table(name))
         self._needs = [table_need(store.table(n), verify, by_row) for n in names]
         self.budget = Budget.split(parse_bytes(memory, "memory"), self._needs, _static_bytes(static_memory))
         announce_compilation(cut_extents)

@@ -191,11 +191,11 @@ class StoredSampler(HopSampler):
         """Fill what is held in memory, and load all kernels: a child forked while numba holds its lock could
         never."""
         nodes = self.node_count
+        self._scratch_most = SCRATCH_BYTES_MIN
         # the reader has no tiers: scratch and cache share it
         self._free_bytes = self._reader.budget.tier_bytes
-        self._offsets: NDArray[np.int64] = self._reader.read_runs({self._offsets_table: [(0, nodes + 1)]})[
-            self._offsets_table
-        ]
+        table = self._offsets_table
+        self._offsets: NDArray[np.int64] = self._reader.read_runs({table: [(0, nodes + 1)]})[table]
         check_offsets(
             self._offsets,
             0,
@@ -332,14 +332,19 @@ class StoredSampler(HopSampler):
     def _reserve(self, scratch_bytes: int, what: str) -> None:
         """Have so much free of the cache. Raises BudgetError."""
         if scratch_bytes > self._free_bytes:
-            raise BudgetError(
-                self._smallest(scratch_bytes), self._memory_bytes, f"{what} (or pass fewer seeds)"
-            )
+            needed = self._smallest(scratch_bytes)
+            raise BudgetError(needed, self._memory_bytes, f"{what} (or pass fewer seeds)")
+        self._scratch_most = max(self._scratch_most, scratch_bytes)
         room_bytes = self._free_bytes - scratch_bytes
         if self._ids is not None and self._ids.memory_bytes > room_bytes - self._cache.memory_bytes:
             self._ids.cut(room_bytes - self._cache.memory_bytes)
         if self._cache.memory_bytes > room_bytes:
             self._cache.cut(room_bytes)
+
+    @property
+    def least_bytes(self) -> int:
+        """The budget for mini-batches half as large again as the largest so far."""
+        return self._smallest(self._scratch_most * 3 // 2)
 
     # Explaining, ending.
 

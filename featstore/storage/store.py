@@ -29,6 +29,7 @@ from featstore.errors import (
     FormatError,
     IncompleteStoreError,
     NotInMemoryError,
+    SourceError,
 )
 from featstore.layout import TableLayout
 from featstore.storage.arrays import load_array
@@ -378,6 +379,16 @@ class OpenStore:
         return (
             f"<{type(self).__name__} {str(self.path)!r}, {self.manifest.generation}: "
             f"{', '.join(map(repr, self.tables.values()))}>"
+        )
+
+
+def check_on_disk(table: Table) -> None:
+    """Raise SourceError for a table of several hosts: a file of this store's with its name holds something
+    else."""
+    if any(one is not table for one in table.tables_on_disk):
+        raise SourceError(
+            f"the rows of table {table.name!r} are on several hosts: read them through store.reader(...) or "
+            "store.loader(...) of the split store, or this host's own through store.part"
         )
 
 

@@ -17,7 +17,7 @@ import pytest
 pytest.importorskip("torch")
 
 import featstore
-from featstore.errors import ArgumentError, SourceError
+from featstore.errors import ArgumentError, FeatstoreWarning, SourceError
 
 NODES = 1200
 SECONDS = 90
@@ -165,6 +165,51 @@ def test_wrong_calls_say_what_to_do(folder: Path) -> None:
         ):
             with pytest.raises(ArgumentError, match=words):
                 store.loader(seeds="train", fanouts=(2,), memory="48MiB", **options)
+
+
+def test_files_of_the_topology_are_not_taken_for_rows(tmp_path: Path, pack: Any) -> None:
+    """Labels of a byte and the hosts of their nodes have files of one size."""
+    kind = np.arange(NODES, dtype=np.uint8) % 7 + 3
+    edges = np.random.default_rng(0).integers(0, NODES, (2, 5000))
+    pack(tmp_path / "s", kind, graph=edges, order="ldg", partitions=4).close()
+    featstore.split(tmp_path / "s", 1, tmp_path / "parts")
+    with featstore.open_split(tmp_path / "parts", memory="16MiB") as store:
+        with store.reader(memory="16MiB") as reader:
+            assert (reader.read(np.arange(NODES)) == kind).all()
+        for call in (
+            lambda: featstore.Reader(store, memory="16MiB"),
+            lambda: featstore.SharedBuffer(store, memory="32MiB"),
+            lambda: store.zarr("features"),
+        ):
+            with pytest.raises(SourceError, match=r"'features' are on several hosts.*store\.part"):
+                call()
+        with pytest.raises(ArgumentError, match=r"topology of a split store.*each host's part"):
+            featstore.export(store, "features", tmp_path / "o.npy")
+        featstore.export(store.part, "features", tmp_path / "o.npy")
+        assert (np.load(tmp_path / "o.npy") == kind).all(), "of one host, whose ids are those of all"
+
+
+def test_partitions_of_hosts_say_that_they_have_no_numbers_of_edges(tmp_path: Path, pack: Any) -> None:
+    rows = np.random.default_rng(0).standard_normal((NODES, 4), np.float32)
+    edges = np.random.default_rng(1).integers(0, NODES, (2, 5000))
+    tables = {"features": rows, "edge_features": np.arange(5000, dtype=np.float32)[:, None]}
+    pack(tmp_path / "s", tables, graph={"features": edges}, memory="256MiB").close()
+    featstore.split(tmp_path / "s", 1, tmp_path / "parts")
+    given: Any = {"seeds": np.arange(NODES), "fanouts": (2,), "memory": "48MiB"}
+    with featstore.open_split(tmp_path / "parts", memory="16MiB") as store:
+        with pytest.raises(
+            SourceError, match="read by e_id, which mini-batches of mode 'partitions' have not"
+        ):
+            store.loader(mode="partitions", edge_table="edge_features", **given)
+        with (
+            pytest.warns(FeatstoreWarning, match="have no e_id where rows are on several hosts"),
+            store.loader(mode="partitions", **given) as loader,
+        ):
+            assert not hasattr(next(iter(loader)), "e_id")
+        with store.loader(mode="online", edge_table="edge_features", **given) as loader:
+            for batch in loader:
+                assert (batch.edge_attr[:, 0] == batch.e_id).all()
+                assert (batch.n_id[batch.edge_index] == edges[:, batch.e_id]).all()
 
 
 SHARED = """

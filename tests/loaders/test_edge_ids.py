@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import featstore
-from featstore.errors import SourceError
+from featstore.errors import ArgumentError, SourceError
 from featstore.sampling.batches import open_sampler
 from featstore.sampling.neighbors import NeighborSampler
 
@@ -269,3 +269,18 @@ def test_pyg(world: Any) -> None:
     spawned.__setstate__(sampler.__getstate__())
     seeds = NodeSamplerInput(None, torch.arange(40))
     assert torch.equal(spawned.sample_from_nodes(seeds).edge, sampler.sample_from_nodes(seeds).edge)
+
+
+def test_what_was_compiled_without_rows_of_edges_is_not_taken_for_one_with_them(tmp_path: Path) -> None:
+    rows, edges = np.ones((90, 2), np.float32), np.random.default_rng(0).integers(0, 90, (2, 400))
+    tables = {"features": rows, "edge_features": np.ones((400, 1), np.float32)}
+    given: Any = {"seeds": np.arange(90), "fanouts": (2,), "memory": "64MiB", "mode": "compiled"}
+    with featstore.pack(tmp_path / "s", tables, graph={"features": edges}) as store:
+        store.loader(**given, name="without").close()
+        with pytest.raises(ArgumentError, match=r"has no rows of edge_table='edge_features'.*compile anew"):
+            store.loader(**given, name="without", reuse=True, edge_table="edge_features")
+        store.loader(**given, name="with", edge_table="edge_features").close()
+        with pytest.raises(ArgumentError, match="has rows of edge_table='edge_features': say so again"):
+            store.loader(**given, name="with", reuse=True)
+        with store.loader(**given, name="with", reuse=True, edge_table="edge_features") as loader:
+            assert all(batch.edge_attr.shape == (len(batch.e_id), 1) for batch in loader)

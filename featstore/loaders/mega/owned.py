@@ -22,12 +22,14 @@ import numpy as np
 
 from featstore.arguments import as_count, as_mapping
 from featstore.base.training_nodes import checked_train
-from featstore.errors import ArgumentError
+from featstore.base.warning import warn
+from featstore.errors import ArgumentError, SourceError
 from featstore.hosts.split_store import WholeStore
 from featstore.loaders.mega.loader import PartitionsLoader
 from featstore.loaders.modes import PartitionsMode
 from featstore.loaders.report import LoaderReport
 from featstore.storage.relations import graph_of
+from featstore.storage.store import StoredGraph
 
 _MADE = "made"  # in a state: steps of the epoch
 
@@ -48,22 +50,40 @@ def owned_partitions(
             f"host {place.host} owns none of the {len(nodes):,} seeds: split the store with train=, which "
             "spreads them evenly over the hosts"
         )
+    _check_edges(store, of, options.get("edge_table"))
     digest = hashlib.sha256(nodes.tobytes()).hexdigest()
     alike = {
         "mode": "partitions", "seeds": digest, "fanouts": tuple(fanouts), "graph": of.name, "seed": seed,
         "batch_size": batch_size, "drop_last": drop_last, "passes": passes,
     }  # fmt: skip
-    number = store.agree(alike)
+    # First what may fail here alone, and be tried again: hosts count the loaders that they agree on.
     loader = PartitionsLoader(
         store.part, fanouts, train=owners.local(own), node_ids=owners.nodes(), graph=of.name, seed=seed,
         ranks=[rank % place.ranks for rank in ranks], world_size=place.ranks, batch_size=batch_size,
         drop_last=drop_last, passes=passes, **options,
     )  # fmt: skip
     try:
-        return OwnedPartitionsMode(loader, store, number, drop_last)
+        return OwnedPartitionsMode(loader, store, store.agree(alike), drop_last)
     except BaseException:
         loader.close()
         raise
+
+
+def _check_edges(store: WholeStore, of: StoredGraph, edge_table: str | None) -> None:
+    """A part's lists have no numbers of edges: raise SourceError where rows of edges are wanted by these,
+    warn where mini-batches of other modes would have them."""
+    if store.part.graphs[of.name].has_edge_ids:
+        return
+    if edge_table is not None:
+        raise SourceError(
+            f"edge_table={edge_table!r} is read by e_id, which mini-batches of mode 'partitions' have not "
+            "where rows are on several hosts: take another mode, or leave it out"
+        )
+    if getattr(of, "has_edge_ids", False):
+        warn(
+            f"mini-batches of mode 'partitions' have no e_id where rows are on several hosts, though graph "
+            f"{of.name!r} has the numbers of its edges: take another mode where you want them"
+        )
 
 
 class OwnedPartitionsMode(PartitionsMode):
