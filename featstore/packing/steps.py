@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,23 @@ from featstore.units import PAGE_BYTES
 _DISK_SLACK_BYTES = 1 << 20
 
 
+def pack_fingerprint(
+    tables: Mapping[str, FeatureSource], graphs: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]],
+    options: Options,
+) -> dict[str, Any]:  # fmt: skip
+    """What a resumed pack must be equal in."""
+    return {
+        "tables": {n: s.fingerprint() for n, s in tables.items()}, "order": dict(options.order),
+        "partitions": dict(options.partitions), "dtype": dict(options.dtype), "seed": options.seed,
+        "memory": options.memory_bytes, "topology": [options.topology, options.hubs, options.hub_rank],
+        "train": {n: identity(t) if not isinstance(t, str) else t for n, t in options.train.items()},
+        "arrays": {n: identity(a) for n, a in arrays.items()},
+        "graphs": {n: identity(g) for n, g in graphs.items()}, "graph_key": dict(options.graph_key),
+        "permutation": {n: identity(p) for n, p in options.permutation.items()},
+        **({"edge_ids": True} if options.edge_ids else {}),
+    }  # fmt: skip
+
+
 class Packing:
     """One run of a pack: the state that its steps share."""
 
@@ -61,7 +78,7 @@ class Packing:
         self._ids: dict[str, Path] = {}  # of tables whose rows are placed by ids
 
     def run(self, arrays: dict[str, NDArray[Any]]) -> None:
-        self.transaction.start(self._fingerprint(arrays))
+        self.transaction.start(pack_fingerprint(self.tables, self.graphs, arrays, self.options))
         self.disk.mkdir(self.generation.spill)
         for table in self.tables:
             self._read_ids(table)
@@ -92,21 +109,6 @@ class Packing:
         """The table whose rows the ids of the only graph's edges are to number, if there is one."""
         alone = self.options.edge_ids and len(self.graphs) == 1
         return self.tables.get(EDGE_FEATURES) if alone else None
-
-    def _fingerprint(self, arrays: dict[str, NDArray[Any]]) -> dict[str, Any]:
-        """What a resumed pack must be equal in."""
-        return {
-            "tables": {n: s.fingerprint() for n, s in self.tables.items()}, "order": dict(self.options.order),
-            "partitions": dict(self.options.partitions), "dtype": dict(self.options.dtype),
-            "seed": self.options.seed, "memory": self.options.memory_bytes,
-            "topology": [self.options.topology, self.options.hubs, self.options.hub_rank],
-            "train": {n: identity(t) if not isinstance(t, str) else t for n, t in self.options.train.items()},
-            "arrays": {n: identity(a) for n, a in arrays.items()},
-            "graphs": {n: identity(g) for n, g in self.graphs.items()},
-            "graph_key": dict(self.options.graph_key),
-            "permutation": {n: identity(p) for n, p in self.options.permutation.items()},
-            **({"edge_ids": True} if self.options.edge_ids else {}),
-        }  # fmt: skip
 
     def _check_space(self) -> None:
         """Raise DiskFullError before the first byte if the disk cannot hold the store and the largest

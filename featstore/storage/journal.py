@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import msgspec
 
 from featstore.base.files import read_small
+from featstore.base.system import is_there
 from featstore.errors import FormatError, SourceError
 from featstore.storage.disk import Disk
 from featstore.storage.manifest import MANIFEST_BYTES_MAX, NOT_JSON, FileEntry, GraphEntry, OrderEntry
@@ -63,7 +64,7 @@ class Journal:
     """Reads and replaces the journal's file."""
 
     def __init__(self, disk: Disk, path: Path, state: State) -> None:
-        self._disk = disk
+        self.disk = disk
         self.path = path
         self.state = state
 
@@ -91,4 +92,10 @@ class Journal:
 
     def save(self) -> None:
         """Make the state durable."""
-        self._disk.replace_file(self.path, msgspec.json.encode(self.state))
+        self.disk.replace_file(self.path, msgspec.json.encode(self.state))
+
+    def remove(self) -> None:
+        """Remove the file, where there is one."""
+        if is_there(self.path):
+            self.disk.unlink(self.path)
+            self.disk.fsync_dir(self.path.parent)

@@ -781,7 +781,7 @@ CALLS: dict[str, Call] = {
 
 _OF_PACK = (
     "features", "graph", "arrays", "order", "partitions", "hubs", "graph_key", "raw_dtype", "shape", "offset",
-    "key", "columns",
+    "key", "columns", "edge_ids",
 )  # fmt: skip
 _OF_SPLIT = (
     "hosts", "out", "train", "seed", "halo_disk", "split_topology", "memory", "resume", "overwrite",

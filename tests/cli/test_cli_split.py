@@ -70,12 +70,14 @@ def test_features_are_split_without_a_store(call: Call, tmp_path: Path) -> None:
     said = parsed(
         call(
             "split", "--features", tmp_path / "x.npy", "--graph", tmp_path / "edges.npy", "--array",
-            f"y={tmp_path / 'y.npy'}", "--train", "y", "--order", "ldg", "--hosts", 2, "--out",
+            f"y={tmp_path / 'y.npy'}", "--train", "y", "--edge-ids", "--order", "ldg", "--hosts", 2, "--out",
             tmp_path / "o", "--json",
         )
     )  # fmt: skip
     assert said["hosts"] == 2
     assert sum(part["rows"]["features"] for part in said["parts"]) == 300
+    with featstore.open(tmp_path / "o/topology") as topology:
+        assert topology.graphs["features"].has_edge_ids
     with featstore.open(tmp_path / "o/host-1") as part, part.reader(memory="8MiB", static=None) as reader:
         found = reader.read(np.arange(part.tables["features"].rows))
     assert {row.tobytes() for row in found} <= {row.tobytes() for row in rows}
@@ -91,6 +93,7 @@ def test_features_are_split_without_a_store(call: Call, tmp_path: Path) -> None:
         code=2,
     )
     call("split", "--hosts", 2, "--out", tmp_path / "p", code=2)
+    call("split", tmp_path / "s", "--no-edge-ids", "--hosts", 2, "--out", tmp_path / "p", code=2)
 
 
 def test_a_part_is_sampled_and_compiled(call: Call, out: Path, tmp_path: Path) -> None:

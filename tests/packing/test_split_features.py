@@ -3,6 +3,7 @@ in between."""
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -131,15 +132,26 @@ def test_another_input_is_not_gone_on_with(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         featstore.split_features(hosts=2, out=out, progress=stop, **given)
     assert (tmp_path / "out.order/featstore.json").exists()
-    other = given | {"features": given["features"] | {"paper": given["features"]["paper"] + 1}}
+    paper = given["features"]["paper"].copy()
+    paper[NODES // 2 :] += 1
+    other = given | {"features": given["features"] | {"paper": paper}}
+    changed = {
+        "tables": other, "graphs": given | {"graph": {"paper": graph_of(NODES, 5, 7)}},
+        "partitions": given | {"partitions": {"paper": 8}}, "hubs": given | {"hubs": 0.0},
+        "arrays": given | {"arrays": {"train": np.arange(1, NODES, 3)}},
+    }  # fmt: skip
+    before = tree(tmp_path)
+    for what, inputs_now in changed.items():
+        what = "topology" if what == "hubs" else what
+        with pytest.raises(SourceError, match=f"cannot resume: the unfinished pack had {what} = "):
+            featstore.split_features(hosts=2, out=out, resume=True, **inputs_now)
     with pytest.raises(StoreExistsError, match="another split"):
-        featstore.split_features(hosts=2, out=out, resume=True, **other)
-    with pytest.raises(StoreExistsError, match="another split"):
-        featstore.split_features(hosts=2, out=out, resume=True, **given | {"partitions": {"paper": 8}})
+        featstore.split_features(hosts=2, out=out, resume=True, train="train", **given)
     with pytest.raises(StoreExistsError):
         featstore.split_features(hosts=2, out=out, **given)
+    assert tree(tmp_path) == before
     featstore.split_features(hosts=2, out=out, resume=True, **given)
-    assert not (tmp_path / "out.order").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
     with pytest.raises(IncompleteStoreError, match="completed"):
         featstore.split_features(hosts=2, out=out, resume=True, **given)
     featstore.split_features(hosts=2, out=out, overwrite=True, **other)
@@ -160,3 +172,100 @@ def test_what_cannot_be_split_straight_is_refused(tmp_path: Path) -> None:
         with pytest.raises(StoreExistsError, match="holds another store, which is left alone"):
             featstore.split_features(hosts=2, out=out, **given, **option)
     assert tree(tmp_path / "out.order") == before
+
+
+def interrupted(out: Path, at: str = "host-1: features", **given: Any) -> None:
+    def stop(progress: Any) -> None:
+        if at in (progress.table, progress.stage):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        featstore.split_features(hosts=2, out=out, progress=stop, **given)
+
+
+def test_a_file_that_was_written_anew_is_not_gone_on_with(tmp_path: Path) -> None:
+    """Nor another member of the graph's file; without a store of the order, too, while parts are missing."""
+    out, path, edges = tmp_path / "out", tmp_path / "x.npy", tmp_path / "e.npz"
+    np.save(path, x := values(NODES, 9, DTYPES[0], 1))
+    one, two = (np.random.default_rng(seed).integers(0, NODES, (2, 900)) for seed in (1, 2))
+    np.savez(edges, one=one, two=two)
+    given: dict[str, Any] = {"features": path, "graph": edges, "graph_key": "one", "order": "ldg"}
+    interrupted(out, **given)
+    with pytest.raises(SourceError, match="cannot resume: the unfinished pack had graph_key"):
+        featstore.split_features(hosts=2, out=out, resume=True, **given | {"graph_key": "two"})
+    x[NODES // 2 :] += 1
+    np.save(path, x)
+    stat = path.stat()
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns + 1_000_000_000))
+    with pytest.raises(SourceError, match="cannot resume: the unfinished pack had tables"):
+        featstore.split_features(hosts=2, out=out, resume=True, **given)
+    order = (tmp_path / "out.order").rename(tmp_path / "away")
+    with pytest.raises(SourceError, match="cannot resume: the unfinished pack had tables"):
+        featstore.split_features(hosts=2, out=out, resume=True, **given)
+    order.rename(tmp_path / "out.order")
+    os.rename(tmp_path / "out.order.journal", tmp_path / "away")
+    with pytest.raises(IncompleteStoreError, match="says what the split .* is made of, is gone"):
+        featstore.split_features(hosts=2, out=out, resume=True, **given)
+
+
+def test_what_was_replacing_another_is_not_gone_on_with(tmp_path: Path) -> None:
+    """Its parts and the earlier ones are of one topology where features alone are new."""
+    out, x = tmp_path / "out", values(NODES, 9, DTYPES[0], 1)
+    given: dict[str, Any] = {"graph": graph_of(NODES, 5, 0), "order": "ldg"}
+    featstore.split_features(x, 2, out, **given)
+    other = x.copy()
+    other[NODES // 2 :] += 1
+    interrupted(out, features=other, overwrite=True, **given)
+    with pytest.raises(StoreExistsError, match="was replacing another"):
+        featstore.split_features(other, 2, out, resume=True, **given)
+    featstore.split_features(other, 2, out, overwrite=True, **given)
+    with featstore.open(out / "topology") as topology, featstore.open(out / "host-1") as part:
+        owned = rows_of(topology, "features") == 1
+        assert rows_of(part, "features").tobytes() == other[owned].tobytes()
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_an_unfinished_order_is_of_its_input(tmp_path: Path) -> None:
+    """It is gone on with, or replaced."""
+    out, x = tmp_path / "out", values(NODES, 9, DTYPES[0], 1)
+    given: dict[str, Any] = {"features": x, "graph": graph_of(NODES, 5, 0), "order": "ldg"}
+    other = given | {"graph": graph_of(NODES, 5, 7)}
+    interrupted(out, at="topology", **given)
+    assert not (tmp_path / "out.order/featstore.json").exists()
+    with pytest.raises(SourceError, match="cannot resume: the unfinished pack had graphs"):
+        featstore.split_features(hosts=2, out=out, resume=True, **other)
+    with pytest.raises(StoreExistsError, match="order of an unfinished split"):
+        featstore.split_features(hosts=2, out=out, **other)
+    featstore.split_features(hosts=2, out=out, overwrite=True, **other)
+    featstore.split_features(hosts=2, out=tmp_path / "wanted", **other)
+    assert tree(out) == tree(tmp_path / "wanted")
+
+
+def test_what_stands_beside_a_split_is_left_alone(tmp_path: Path) -> None:
+    out, x = tmp_path / "out", values(NODES, 9, DTYPES[0], 1)
+    given: dict[str, Any] = {"features": x, "graph": graph_of(NODES, 5, 0), "order": "ldg"}
+    journal, order = tmp_path / "out.order.journal", tmp_path / "out.order"
+    order.mkdir()
+    for option in ({}, {"overwrite": True}):
+        with pytest.raises(StoreExistsError, match="is taken"):
+            featstore.split_features(hosts=2, out=out, **given, **option)
+    order.rmdir()
+    journal.write_text("mine")
+    for option in ({}, {"overwrite": True}, {"resume": True}):
+        with pytest.raises(StoreExistsError, match="holds something else, which is left alone"):
+            featstore.split_features(hosts=2, out=out, **given, **option)
+    assert journal.read_text() == "mine"
+
+
+def test_numbers_of_edges_are_left_out_where_topology_is_split(tmp_path: Path) -> None:
+    given = {
+        "features": {"n": values(NODES, 3, DTYPES[0], 1), "edge_features": np.ones((900, 2), np.float32)},
+        "graph": {"n": np.random.default_rng(1).integers(0, NODES, (2, 900))}, "order": {"n": "ldg"},
+    }  # fmt: skip
+    with pytest.raises(ArgumentError, match=r"edge_ids=False .* split_features"):
+        featstore.split_features(hosts=2, out=tmp_path / "out", split_topology=True, **given)
+    assert not list(tmp_path.iterdir())
+    featstore.split_features(hosts=2, out=tmp_path / "out", split_topology=True, edge_ids=False, **given)
+    featstore.split_features(hosts=2, out=tmp_path / "whole", **given)
+    with featstore.open(tmp_path / "whole/topology") as topology:
+        assert topology.graphs["n"].has_edge_ids

@@ -45,6 +45,9 @@ from featstore_cli.pack import PackRequest, array_at, array_paths
 @click.option("--order", metavar="[TABLE=]METHOD", multiple=True, help="With --features: order of rows.")
 @click.option("--partitions", metavar="[TABLE=]N", multiple=True, help="With --features: parts of the order.")
 @click.option("--graph-key", metavar="[TABLE=]KEY", multiple=True, help="With --graph: as of pack.")
+@click.option(
+    "--edge-ids/--no-edge-ids", default=None, help="With --graph: keep the number of each edge, as of pack."
+)
 @click.option("--raw-dtype", metavar="[TABLE=]DTYPE", multiple=True, help="With --features: as of pack.")
 @click.option("--shape", metavar="[TABLE=]SHAPE", multiple=True, help="With --features: as of pack.")
 @click.option("--offset", metavar="[TABLE=]BYTES", multiple=True, help="With --features: as of pack.")
@@ -61,7 +64,7 @@ from featstore_cli.pack import PackRequest, array_at, array_paths
 def command(
     store: Path | None, hosts: int, out: Path, train: tuple[str, ...], as_json: bool,
     halo_disk: str | None, split_topology: bool, seed: int, memory: int, resume: bool, overwrite: bool,
-    **given: tuple[str, ...],
+    edge_ids: bool | None, **given: tuple[str, ...],
 ) -> None:  # fmt: skip
     """Split STORE by hosts, for training on several of them; or, without a store, --features and --graph.
 
@@ -78,10 +81,13 @@ def command(
     with progress("splitting") as tell:
         options["progress"] = lambda p: tell(f"{p.table}: {p.stage}", p.done_bytes, p.total_bytes)
         if store is None:
+            options["edge_ids"] = edge_ids
             _split_features(given, by_table(train, "--train"), hosts, out, options)
         else:
             for name in (name for name, values in given.items() if values):
                 raise click.UsageError(f"--{name.replace('_', '-')} is of --features, and STORE is given")
+            if edge_ids is not None:
+                raise click.UsageError("--edge-ids and --no-edge-ids are of --features, and STORE is given")
             _split_store(store, by_table(train, "--train"), hosts, out, options)
     settings().packing = None
     seconds = time.perf_counter() - begin

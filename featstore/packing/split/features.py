@@ -1,9 +1,11 @@
 """A split straight from features and graph, without a store of all rows before it.
 
 What a split asks of a store is its order and its graph, which are packed first with one byte a row: a store
-``OUT.order`` beside the split, removed when that is complete. Then each part is written from the features
-themselves: they are passed over once for each host, and what is a host's own is put in order as a pack does
-it, in memory or through a spill of that part alone. So no disk is needed for a store and parts at once.
+``OUT.order`` beside the split, removed when that is complete, as is ``OUT.order.journal``, which says of
+what input both are: a split that is gone on with is asked for the same. Then each part is written from the
+features themselves: they are passed over once for each host, and what is a host's own is put in order as a
+pack does it, in memory or through a spill of that part alone. So no disk is needed for a store and parts at
+once.
 """
 
 from __future__ import annotations
@@ -16,22 +18,26 @@ from typing import Any
 from featstore.arguments import as_choice, as_path
 from featstore.base.system import is_there
 from featstore.base.warning import warn
-from featstore.errors import ArgumentError, IncompleteStoreError, SourceError, StoreExistsError
+from featstore.errors import ArgumentError, FormatError, IncompleteStoreError, SourceError, StoreExistsError
 from featstore.order.orders import METHODS, default_partitions
 from featstore.packing.inputs import Inputs, by_table, parse_inputs
 from featstore.packing.packing import pack
 from featstore.packing.progress import Progress
+from featstore.packing.request import Options, check_pack
 from featstore.packing.sources.base import FeatureSource, stat_of
-from featstore.packing.split.directory import standing
+from featstore.packing.split.directory import Standing, check_standing, standing
 from featstore.packing.split.sources import OneByteRows, looked_at
 from featstore.packing.split.split import SplitRequest
+from featstore.packing.steps import pack_fingerprint
 from featstore.storage.disk import Disk
 from featstore.storage.generations import remove_store, writer_lock
-from featstore.storage.manifest import MANIFEST_NAME, TOPOLOGY
+from featstore.storage.journal import Journal, State
+from featstore.storage.manifest import MANIFEST_NAME
 from featstore.storage.store import OpenStore, Table
 
 __all__ = ["split_features"]
 
+_REPLACES = "replaces"
 _WITHOUT_PARTITIONS = ("given", "permutation", "degree")
 
 
@@ -46,6 +52,7 @@ def split_features(
     partitions: Any = None,
     hubs: float = 0.01,
     graph_key: Any = None,
+    edge_ids: bool | None = None,
     raw_dtype: Any = None,
     shape: Any = None,
     offset: Any = 0,
@@ -73,9 +80,10 @@ def split_features(
         features: tables as :func:`featstore.pack` takes them, whose rows are counted and can be read again:
             neither iterators nor ids in a column.
         hosts, out, train, seed, halo_disk, split_topology, memory: as :func:`featstore.split`.
-        graph, arrays, order, partitions, hubs, graph_key, raw_dtype, shape, offset, key, columns: as
-            :func:`featstore.pack`; ``order`` is not ``"permutation"``. Rows are not cast.
-        resume: go on with an unfinished split in ``out``, of the same features, graph and options.
+        graph, arrays, order, partitions, hubs, graph_key, edge_ids, raw_dtype, shape, offset, key, columns:
+            as :func:`featstore.pack`; ``order`` is not ``"permutation"``. Rows are not cast.
+        resume: go on with an unfinished split in ``out``, of the same features, graph and options, as
+            ``out`` with ``.order.journal`` appended tells; not with one that replaces another.
         overwrite: replace the split in ``out``, one store after the other.
         progress, disk: as :func:`featstore.split`.
 
@@ -85,7 +93,7 @@ def split_features(
     asked = SplitRequest(
         hosts, out, train, seed, halo_disk, split_topology, memory, resume, overwrite, progress, disk
     )
-    inputs = parse_inputs(features, graph, arrays, reading)
+    inputs = parse_inputs(features, graph, arrays, reading, numbered=edge_ids is not False)
     asked.sources = {name: _usable(name, source) for name, source in inputs.tables.items()}
     orders = by_table(order, inputs.tables, "order")
     for method in orders.values():
@@ -109,17 +117,20 @@ def split_features(
     path = asked.place.with_name(f"{asked.place.name}.order")
     options = {
         "order": order, "partitions": counts or None, "hubs": hubs, "graph_key": graph_key, "seed": seed,
-        "memory": memory, "progress": progress, "disk": disk,
+        "memory": memory, "edge_ids": edge_ids,
     }  # fmt: skip
-    _pack_order(path, inputs, asked, options)
+    journal = _journal(path, inputs, asked, options)
+    for text in inputs.warnings:
+        warn(text)
+    _pack_order(path, inputs, asked, options | {"progress": progress, "disk": disk}, journal)
     try:
         with OpenStore(path) as base:
             asked.run(base)
     except BaseException:
         if not standing(asked.place):  # nothing was begun that could be gone on with
-            _remove(path, disk or Disk())
+            _remove(path, journal)
         raise
-    if not _remove(path, disk or Disk()):
+    if not _remove(path, journal):
         warn(f"{path}, which has the order of the split, is not needed any more, but is read: remove it")
     return Path(as_path(out, "out"))
 
@@ -134,14 +145,63 @@ def _usable(name: str, source: FeatureSource) -> FeatureSource:
     return source
 
 
-def _pack_order(path: Path, inputs: Inputs, asked: SplitRequest, options: dict[str, Any]) -> None:
-    """Have the store of the order, unless an earlier run has left it, whose topology is finished."""
-    there = standing(asked.place)
-    if asked.resume and there and not is_there(path):
+def _journal(path: Path, inputs: Inputs, asked: SplitRequest, options: dict[str, Any]) -> Journal:
+    """What the features and the order are made of, which is kept until the split is complete: the store of
+    the order knows nothing of the features, and parts that are finished have no journal of their own."""
+    asked_of_pack = Options.of(
+        inputs, permutation=None, topology=True, hub_rank="degree", train=None, **options
+    )
+    check_pack(asked_of_pack, inputs, resume=False, overwrite=False, progress=None)
+    options["edge_ids"] = asked_of_pack.edge_ids  # of PyG data, too, which the pack of the order does not see
+    made_of = pack_fingerprint(inputs.tables, inputs.graphs, inputs.arrays, asked_of_pack)
+    del made_of["memory"]  # the result does not depend on it
+    return Journal(asked.disk or Disk(), path.with_name(f"{path.name}.journal"), State(made_of))
+
+
+def _check_standing(path: Path, asked: SplitRequest, journal: Journal, there: Mapping[str, Standing]) -> None:
+    """Raise StoreExistsError, IncompleteStoreError, SourceError where an earlier run left what cannot be gone
+    on with, or replaced."""
+    then = None
+    if is_there(journal.path):
+        try:
+            then = Journal.load(asked.disk or Disk(), journal.path)
+        except FormatError as error:
+            raise StoreExistsError(
+                f"{journal.path} is needed for what the split is made of, and holds something else, which is "
+                f"left alone: give another out= ({error})"
+            ) from None
+    if there and not asked.resume:
+        check_standing(asked.place, dict(there), resume=False, overwrite=asked.overwrite)
+    if is_there(path) and then is not None and not (asked.resume or asked.overwrite):
+        raise StoreExistsError(
+            f"{path} has the order of an unfinished split; go on with --resume (the same input and options), "
+            "or start anew with --overwrite"
+        )
+    if not asked.resume or not (there or is_there(path)):
+        return
+    if then is None:
+        raise IncompleteStoreError(
+            f"{journal.path}, which says what the split in {asked.place} is made of, is gone: the split was "
+            "completed, or start anew with --overwrite"
+        )
+    if then.state.fingerprint.pop(_REPLACES, None):
+        raise StoreExistsError(
+            f"the split in {asked.place} was replacing another when it was stopped, and parts of that one "
+            "may stand among its own: start anew with --overwrite"
+        )
+    then.check(journal.state.fingerprint)
+    if there and not is_there(path):
         raise IncompleteStoreError(
             f"{path}, which has the order of the split in {asked.place}, is gone: the split was completed, "
             "or start anew with --overwrite"
         )
+
+
+def _pack_order(
+    path: Path, inputs: Inputs, asked: SplitRequest, options: dict[str, Any], journal: Journal
+) -> None:
+    """Have the store of the order, unless an earlier run of the same input has left it."""
+    there = standing(asked.place)
     left = is_there(path / MANIFEST_NAME)
     if left:
         with OpenStore(path) as store:
@@ -150,28 +210,42 @@ def _pack_order(path: Path, inputs: Inputs, asked: SplitRequest, options: dict[s
                     f"{path} is needed for the order of the split, and holds another store, which is left "
                     "alone: give another out="
                 )
-    finished = TOPOLOGY in there and there[TOPOLOGY].family is not None and not there[TOPOLOGY].unfinished
-    resume = asked.resume and is_there(path)
+    _check_standing(path, asked, journal, there)
+    ours, resume = is_there(journal.path), asked.resume and is_there(path)
     if asked.resume and not there:
         asked.resume = False  # it was stopped before the first of its stores was begun
-    if left and resume and finished:
+    if left and resume:
         return
     tables = {name: OneByteRows(source) for name, source in inputs.tables.items()}
     given = {"graph": inputs.graphs, "arrays": inputs.arrays, **options}
-    if left and (resume or asked.overwrite):  # it may be of another graph, and would be another generation
-        _remove(path, asked.disk or Disk())
+    if left and asked.overwrite:  # another generation would be another store
+        if not _remove(path, journal):
+            raise StoreExistsError(f"{path}, which has the order of an earlier split, is read: close it")
+    elif is_there(path) and not ours:
+        raise StoreExistsError(
+            f"{path} is needed for the order of the split, and is taken: give another out="
+        )
+    if asked.overwrite and there:
+        journal.state.fingerprint[_REPLACES] = sorted(there)
+    journal.save()
     try:
-        pack(path, tables, resume=resume and not left, **given)
+        pack(path, tables, resume=resume, overwrite=asked.overwrite, **given)
     except IncompleteStoreError:
         if not resume:
             raise
         pack(path, tables, **given)  # nothing of it was worth keeping
+    finally:
+        if not is_there(path):
+            journal.remove()
 
 
-def _remove(path: Path, disk: Disk) -> bool:
-    """Remove the store of the order; False where it is being read, and stays."""
+def _remove(path: Path, journal: Journal) -> bool:
+    """Remove the store of the order and what it is made of; False where it is being read, and stays."""
     with writer_lock(path):
-        return remove_store(path, disk) and not is_there(path)
+        gone = remove_store(path, journal.disk) and not is_there(path)
+    if gone:
+        journal.remove()
+    return gone
 
 
 def _is_one_byte(table: Table) -> bool:

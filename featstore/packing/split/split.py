@@ -208,7 +208,7 @@ def _check_store(store: OpenStore, hosts: int, copies: bool, split_topology: boo
     if split_topology and numbered is not None:
         raise ArgumentError(
             f"graph {numbered!r} has the numbers of its edges, which split_topology= would lose: leave it "
-            "out, or pack with edge_ids=False"
+            "out, or give edge_ids=False to what the graph is given to, pack or split_features"
         )
     most = max((table.rows for table in store.tables.values()), default=0)
     if most < hosts:
