@@ -204,7 +204,7 @@ def test_a_file_that_was_written_anew_is_not_gone_on_with(tmp_path: Path) -> Non
         featstore.split_features(hosts=2, out=out, resume=True, **given)
     order.rename(tmp_path / "out.order")
     os.rename(tmp_path / "out.order.journal", tmp_path / "away")
-    with pytest.raises(IncompleteStoreError, match="says what the split .* is made of, is gone"):
+    with pytest.raises(IncompleteStoreError, match=r"says what the split .* is made of, is gone"):
         featstore.split_features(hosts=2, out=out, resume=True, **given)
 
 
