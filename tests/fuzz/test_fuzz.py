@@ -30,7 +30,7 @@ def test_a_short_run_finds_nothing(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     told = json.loads(done.stdout.splitlines()[-1])
-    assert told["mutants"] == 400
+    assert told["mutants"] == 200
     assert told["findings"] == 0
     changed = re.findall(r"by file: (\w+) +mutants +(\d+)", done.stdout)
     assert len(changed) == 14
