@@ -7,6 +7,7 @@ is guessed: True is no number, 3.7 no count, and a text is no list of its charac
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import math
 import operator
@@ -177,15 +178,20 @@ def as_table_names(value: Any, name: str) -> list[str]:
     return texts
 
 
+def need_package(module: str, extra: str, why: str) -> Any:
+    """A module of an optional package. Raises MissingPackageError, which says which extra brings it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        package = module.partition(".")[0]
+        raise MissingPackageError(
+            f"{why} needs {package}; install it with: pip install 'featstore[{extra}]'", name=error.name
+        ) from error
+
+
 def need_torch(why: str) -> Any:
     """The torch module."""
-    try:
-        import torch
-    except ImportError as error:
-        raise MissingPackageError(
-            f"{why} needs torch: pip install 'featstore[torch]'", name=error.name
-        ) from error
-    return torch
+    return need_package("torch", "torch", why)
 
 
 def as_device(value: Any, name: str) -> Any:

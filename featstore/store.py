@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Unpack, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from featstore.arguments import check_options, known_name, options_of
-from featstore.errors import ArgumentError, MissingPackageError
+from featstore.arguments import check_options, known_name, need_package, options_of
+from featstore.errors import ArgumentError
 from featstore.storage.manifest import GATHERED_FEATURE
 from featstore.storage.store import OpenStore, StoredGraph, Table, check_on_disk
 
@@ -130,12 +130,7 @@ class Store(OpenStore):
         """
         chosen = self.table(known_name(table, self.tables, "the store has no table"))
         check_on_disk(chosen)
-        try:
-            import zarr
-        except ImportError as error:
-            raise MissingPackageError(
-                "this needs zarr; install it with: pip install 'featstore[zarr]'"
-            ) from error
+        zarr = need_package("zarr", "zarr", "zarr()")
         return zarr.open_array(str(self.path / chosen.entry.path), mode="r")
 
     def sampler(self, fanouts: Sequence[int], **options: Any) -> StoredSampler:

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from featstore.arguments import as_choice
+from featstore.arguments import as_choice, need_package
 from featstore.base.dtypes import is_bfloat16
 from featstore.base.folders import is_file, is_taken
 from featstore.base.system import refusal
-from featstore.errors import ArgumentError, MissingPackageError, StoreExistsError
+from featstore.errors import ArgumentError, StoreExistsError
 from featstore.storage.disk import Disk
 
 #: Bytes of a chunk of a zarr array, and of rows of a group of Parquet, about.
@@ -73,7 +73,7 @@ def _to_npy(path: Path, exported: Exported, blocks: RowBlocks, overwrite: bool) 
 def _to_zarr(path: Path, exported: Exported, blocks: RowBlocks, overwrite: bool) -> None:
     if exported.dtype.kind not in "biufc" or is_bfloat16(exported.dtype):
         raise _no_type(path, exported, "zarr arrays that all implementations read")
-    zarr = _imported("zarr", "zarr", path)
+    zarr = need_package("zarr", "zarr", f"{path}: writing this")
     if is_taken(path):  # a directory may hold what is not ours to remove
         raise StoreExistsError(f"{path} is there already: move it away, or export to another name")
     each = max(1, min(exported.rows or 1, _CHUNK_BYTES // max(1, exported.row_bytes)))
@@ -96,7 +96,9 @@ def _to_parquet(path: Path, exported: Exported, blocks: RowBlocks, overwrite: bo
             f"{path}: rows of table {exported.name!r} have {len(exported.row_shape)} axes, a column of "
             "Parquet has one: export to .npy or .zarr"
         )
-    arrow, parquet = (_imported(name, "arrow", path) for name in ("pyarrow", "pyarrow.parquet"))
+    arrow, parquet = (
+        need_package(name, "arrow", f"{path}: writing this") for name in ("pyarrow", "pyarrow.parquet")
+    )
     _check_free(path, overwrite)
     item = arrow.from_numpy_dtype(exported.dtype)
     column = arrow.list_(item, exported.row_shape[0]) if exported.row_shape else item
@@ -127,18 +129,6 @@ def _no_type(path: Path, exported: Exported, what: str) -> ArgumentError:
     return ArgumentError(
         f"{path}: {what} have no type for {exported.dtype}: export as another, dtype='float32' for instance"
     )
-
-
-def _imported(module: str, extra: str, path: Path) -> Any:
-    import importlib
-
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        package = module.partition(".")[0]
-        raise MissingPackageError(
-            f"{path}: writing this needs {package}; install it with: pip install 'featstore[{extra}]'"
-        ) from error
 
 
 @contextmanager

@@ -68,6 +68,13 @@ def digest_rows(address: int, row_bytes: int, nodes: NDArray[Any], first_node: i
     return total
 
 
+@njit(cache=True, nogil=True)
+def checksum_rows(address: int, row_bytes: int, out: NDArray[np.uint32]) -> None:
+    """The CRC-32C of each of the rows that lie at an address one after the other, into ``out`` [rows]."""
+    for i in range(out.shape[0]):
+        out[i] = crc_bytes(address + i * row_bytes, row_bytes)
+
+
 def add(a: int, b: int) -> int:
     """Sum of two partial digests."""
     return (a + b) & (2**64 - 1)

@@ -126,6 +126,15 @@ CHANGES: list[tuple[str, str, Any]] = [
 ]
 
 
+def check_refused(store: Path, changed: Any) -> None:
+    """By featstore and by the independent reader, with such a manifest."""
+    (store / "featstore.json").write_bytes(sealed(changed))
+    with pytest.raises(FeatstoreError):
+        featstore.open(store)
+    with pytest.raises((ValueError, KeyError, TypeError, IndexError)):
+        independent.Store(store)
+
+
 @pytest.mark.parametrize(("member", "field", "value"), CHANGES)
 def test_what_contradicts_itself_is_refused(member: str, field: str, value: Any, tmp_path: Path) -> None:
     shutil.copytree(SPLIT / member, tmp_path / "s")
@@ -134,11 +143,7 @@ def test_what_contradicts_itself_is_refused(member: str, field: str, value: Any,
         del changed["family"][field]
     else:
         changed["family"][field] = value
-    (tmp_path / "s/featstore.json").write_bytes(sealed(changed))
-    with pytest.raises(FeatstoreError):
-        featstore.open(tmp_path / "s")
-    with pytest.raises((ValueError, KeyError, TypeError, IndexError)):
-        independent.Store(tmp_path / "s")
+    check_refused(tmp_path / "s", changed)
 
 
 def test_a_topology_that_counts_otherwise_is_refused(tmp_path: Path) -> None:
@@ -223,11 +228,7 @@ def test_split_graphs_that_contradict_themselves_are_refused(
         del inner[path[-1]]
     else:
         inner[path[-1]] = value
-    (tmp_path / "s/featstore.json").write_bytes(sealed(changed))
-    with pytest.raises(FeatstoreError):
-        featstore.open(tmp_path / "s")
-    with pytest.raises((ValueError, KeyError, TypeError, IndexError)):
-        independent.Store(tmp_path / "s")
+    check_refused(tmp_path / "s", changed)
 
 
 def test_split_graphs_need_their_feature(tmp_path: Path) -> None:

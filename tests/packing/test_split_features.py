@@ -269,3 +269,20 @@ def test_numbers_of_edges_are_left_out_where_topology_is_split(tmp_path: Path) -
     featstore.split_features(hosts=2, out=tmp_path / "whole", **given)
     with featstore.open(tmp_path / "whole/topology") as topology:
         assert topology.graphs["n"].has_edge_ids
+
+
+def test_parts_of_other_features_are_another_family(tmp_path: Path) -> None:
+    """Whichever row differs: hosts with parts of both would train on a mixture."""
+    given = inputs(0)
+    families = set()
+    for name, row in (("a", None), ("again", None), ("last", NODES - 1), ("middle", NODES // 2)):
+        tables = dict(given["features"])
+        if row is not None:
+            tables["paper"] = tables["paper"].copy()
+            tables["paper"][row] += 1
+        featstore.split_features(
+            tables, 2, tmp_path / name, **{k: v for k, v in given.items() if k != "features"}
+        )
+        with featstore.open(tmp_path / name / "topology") as topology:
+            families.add(topology.uuid)
+    assert len(families) == 3, "equal features give an equal family"

@@ -13,7 +13,6 @@ cache counts as well).
 from __future__ import annotations
 
 import abc
-import importlib
 import io
 import os
 import zlib
@@ -26,11 +25,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from featstore.arguments import shown
+from featstore.arguments import need_package, shown
 from featstore.base.dtypes import CONVERT_ADDED, added_type
 from featstore.base.files import open_given, open_stream, read_fully
 from featstore.base.system import asking, refusal
-from featstore.errors import ArgumentError, SourceError
+from featstore.errors import ArgumentError, MissingPackageError, SourceError
 from featstore.packing.sources.columns import ChosenColumns
 
 __all__ = [
@@ -61,12 +60,9 @@ SAMPLE_ROW_BYTES = 1 << 20
 def import_extra(module: str, extra: str, name: str) -> Any:
     """Import an optional package late. Raises SourceError that says which extra brings it."""
     try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        package = module.partition(".")[0]
-        raise SourceError(
-            f"{name}: reading this needs {package}; install it with: pip install 'featstore[{extra}]'"
-        ) from error
+        return need_package(module, extra, f"{name}: reading this")
+    except MissingPackageError as error:
+        raise SourceError(str(error)) from error
 
 
 class FeatureSource(abc.ABC):

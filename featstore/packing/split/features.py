@@ -1,11 +1,12 @@
 """A split straight from features and graph, without a store of all rows before it.
 
-What a split asks of a store is its order and its graph, which are packed first with one byte a row: a store
-``OUT.order`` beside the split, removed when that is complete, as is ``OUT.order.journal``, which says of
+What a split asks of a store is its order and its graph, which are packed first, with a checksum in place of
+each row: a store ``OUT.order`` beside the split, removed when that is complete, as is ``OUT.order.journal``,
+which says of
 what input both are: a split that is gone on with is asked for the same. Then each part is written from the
-features themselves: they are passed over once for each host, and what is a host's own is put in order as a
-pack does it, in memory or through a spill of that part alone. So no disk is needed for a store and parts at
-once.
+features themselves: they are passed over once more for each host, and what is a host's own is put in order
+as a pack does it, in memory or through a spill of that part alone. So no disk is needed for a store and
+parts at once.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from featstore.packing.inputs import Inputs, by_table, parse_inputs
 from featstore.packing.packing import pack
 from featstore.packing.progress import Progress
 from featstore.packing.request import Options, check_pack
-from featstore.packing.sources.base import FeatureSource, stat_of
+from featstore.packing.sources.base import FeatureSource, dtype_text
 from featstore.packing.split.directory import Standing, check_standing, standing
-from featstore.packing.split.sources import OneByteRows, looked_at
+from featstore.packing.split.sources import RowChecksums
 from featstore.packing.split.split import SplitRequest
 from featstore.packing.steps import pack_fingerprint
 from featstore.storage.disk import Disk
@@ -73,8 +74,9 @@ def split_features(
     lists, orders and owners come out, under another family.
 
     A store of the order and the graph stands at ``out`` with ``.order`` appended until the split is
-    complete: a byte a row, 12 a node, and the graph. Beyond that and the parts the disk has room for a
-    part's rows once more, where they are more than half of ``memory``. Features are read once for each host.
+    complete: 4 bytes a row, 12 a node, and the graph. Beyond that and the parts the disk has room for a
+    part's rows once more, where they are more than half of ``memory``. Features are read once for their
+    checksums, so that parts of other features are never taken for these, and once for each host.
 
     Args:
         features: tables as :func:`featstore.pack` takes them, whose rows are counted and can be read again:
@@ -109,11 +111,8 @@ def split_features(
         ):
             assert source.rows is not None
             counts[name] = default_partitions(source.rows, source.row_bytes)
-    asked.beside = {
-        "features": {name: looked_at(source) for name, source in asked.sources.items()},
-        "graph_bytes": {name: _size_of(given) for name, given in inputs.graphs.items()},
-        "order": orders, "partitions": counts, "hubs": hubs,
-    }  # fmt: skip
+    types = {name: [dtype_text(one.dtype), list(one.row_shape)] for name, one in asked.sources.items()}
+    asked.beside = {"features": types}  # all else is in the store of the order
     path = asked.place.with_name(f"{asked.place.name}.order")
     options = {
         "order": order, "partitions": counts or None, "hubs": hubs, "graph_key": graph_key, "seed": seed,
@@ -205,7 +204,7 @@ def _pack_order(
     left = is_there(path / MANIFEST_NAME)
     if left:
         with OpenStore(path) as store:
-            if not all(_is_one_byte(table) for table in store.tables.values()):
+            if not all(_is_order(table) for table in store.tables.values()):
                 raise StoreExistsError(
                     f"{path} is needed for the order of the split, and holds another store, which is left "
                     "alone: give another out="
@@ -216,7 +215,7 @@ def _pack_order(
         asked.resume = False  # it was stopped before the first of its stores was begun
     if left and resume:
         return
-    tables = {name: OneByteRows(source) for name, source in inputs.tables.items()}
+    tables = {name: RowChecksums(source) for name, source in inputs.tables.items()}
     given = {"graph": inputs.graphs, "arrays": inputs.arrays, **options}
     if left and asked.overwrite:  # another generation would be another store
         if not _remove(path, journal):
@@ -248,15 +247,6 @@ def _remove(path: Path, journal: Journal) -> bool:
     return gone
 
 
-def _is_one_byte(table: Table) -> bool:
-    """Whether it is a table of the order alone."""
-    return table.entry.dtype == "uint8" and not table.row_shape and not table.entry.statistics.get("maximum")
-
-
-def _size_of(graph: Any) -> int | None:
-    """Bytes of a graph's file or arrays; None of what has neither."""
-    if isinstance(graph, str | os.PathLike):
-        return stat_of(Path(graph)).st_size
-    parts = graph if isinstance(graph, tuple | list) else [graph]
-    sizes = [getattr(part, "nbytes", None) for part in parts]
-    return None if None in sizes else sum(sizes)  # type: ignore[arg-type]
+def _is_order(table: Table) -> bool:
+    """Whether it is a table of the order alone, of rows' checksums."""
+    return table.entry.dtype == "uint32" and not table.row_shape

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from featstore.base.native import address_of
 from featstore.errors import SourceError
 from featstore.packing.permute import RowMaps
 from featstore.packing.row_ids import inverse
-from featstore.packing.sources.base import FeatureSource, bytes_of, dtype_text
+from featstore.packing.sources.base import FeatureSource
+from featstore.storage.rows_digest import checksum_rows
 
-_LOOKED_AT_ROWS = 64
+_READ_BYTES = 4 << 20
 
 
 class NodesOfSource(FeatureSource):
@@ -46,31 +47,27 @@ class NodesOfSource(FeatureSource):
         return self._source.fingerprint()
 
 
-class OneByteRows(FeatureSource):
-    """In place of a table's rows, where only their order is wanted."""
+class RowChecksums(FeatureSource):
+    """In place of a table's rows, where only their order is wanted, the CRC-32C of each, uint32: what is made
+    of other rows is something else."""
 
     def __init__(self, source: FeatureSource) -> None:
-        assert source.rows is not None
-        super().__init__(source.name, source.rows, (), np.dtype(np.uint8))
+        held_bytes = source.held_bytes + _READ_BYTES + source.row_bytes
+        super().__init__(source.name, source.rows, (), np.dtype(np.uint32), held_bytes=held_bytes)
+        self._source = source
 
     def _blocks(self, start: int, block_rows: int) -> Iterator[NDArray[Any]]:
-        assert self.rows is not None
-        for low in range(start, self.rows, block_rows):
-            yield self._empty(min(block_rows, self.rows - low))
+        row_bytes = self._source.row_bytes
+        for rows in self._source.blocks(start, max(1, min(block_rows, _READ_BYTES // row_bytes))):
+            block = np.ascontiguousarray(rows)
+            checksums = self._empty(len(block))
+            checksum_rows(address_of(block), row_bytes, checksums)
+            yield checksums
 
     def fingerprint(self) -> dict[str, str | int]:
-        return {"kind": "one byte a row"}
+        return self._source.fingerprint()
 
 
 def in_order_of(place: NDArray[np.int64]) -> RowMaps:
     """Row i of a source goes to row ``place[i]``; rows are known by their own numbers."""
     return RowMaps(place, inverse(place), place, None)
-
-
-def looked_at(source: FeatureSource) -> dict[str, Any]:
-    """What tells a source from most others, wherever it lies: for the provenance of what is made of it."""
-    first = np.ascontiguousarray(source.sample(_LOOKED_AT_ROWS))
-    return {
-        "rows": source.rows, "row_shape": list(source.row_shape), "dtype": dtype_text(source.dtype),
-        "first_rows_crc32": zlib.crc32(bytes_of(first).tobytes()),
-    }  # fmt: skip
