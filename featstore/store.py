@@ -34,7 +34,8 @@ _SHORT = ("tiers", "policy", "device", "device_memory", "device_policy")
 
 class Graph(StoredGraph):
     """The topology over a table's rows: ``edges`` stored edges, ``hubs`` rows whose lists stand in a second,
-    contiguous copy."""
+    contiguous copy. Of an edge type, ``edge_type``, the targets are of ``table`` and the sources of
+    ``source_table``."""
 
     def offsets(self) -> NDArray[np.int64]:
         """int64 [rows + 1], all of it: 8 bytes a row. Raises BudgetError, CorruptionError, DeviceError,
@@ -45,7 +46,8 @@ class Graph(StoredGraph):
 
     def csc(self) -> tuple[NDArray[np.int64], NDArray[Any]]:
         """The whole topology in memory, as a sampler takes it: (indptr int64 [nodes + 1], indices [edges]) by
-        node id, each list in the order in which it is stored. For graphs that fit: about 3 times 8 bytes a
+        node id, each list in the order in which it is stored. Of an edge type, ``indptr`` is by ids of the
+        target type, ``indices`` are ids of the source type. For graphs that fit: about 3 times 8 bytes a
         node and 4 an edge. Raises BudgetError, CorruptionError, DeviceError, FormatError."""
         from featstore.reader.graphs import read_csc
 
@@ -58,6 +60,20 @@ class Graph(StoredGraph):
         from featstore.reader.graphs import read_edge_ids
 
         return read_edge_ids(self, by_node=True)
+
+    def weights(self) -> NDArray[Any]:
+        """The edges' weights, float32 or float64 [edges], in the order of :meth:`csc`. Raises SourceError
+        where there are none; BudgetError, CorruptionError, DeviceError, FormatError."""
+        from featstore.reader.graphs import read_weights
+
+        return read_weights(self)
+
+    def times(self) -> NDArray[np.int64]:
+        """The edges' times, int64 [edges], in the order of :meth:`csc`: those of each list ascend. Raises
+        SourceError where there are none; BudgetError, CorruptionError, DeviceError, FormatError."""
+        from featstore.reader.graphs import read_times
+
+        return read_times(self)
 
 
 class Store(OpenStore):

@@ -19,7 +19,7 @@ from featstore.loaders.batch import Batch, of_pyg
 from featstore.loaders.prefetch import Sampler, epoch_of
 from featstore.sampling.dgl_graphs import is_named
 from featstore.sampling.minibatch import Ids, split
-from featstore.storage.relations import EDGE_FEATURES, node_tables
+from featstore.storage.relations import EDGE_FEATURES
 from featstore.storage.store import OpenStore, StoredGraph
 
 _IDS = "featstore.n_id"  # under which a recorded mini-batch keeps ids that its sample does not have
@@ -87,7 +87,7 @@ class Whole:
 
     def __init__(self, store: OpenStore, edge_table: str | None, attach: Any) -> None:
         self.edge_table, self.edges = edge_table, None
-        nodes = node_tables(store.tables)
+        nodes = store.node_types
         self._edge_tables = [name for name in store.tables if name not in nodes]
         if edge_table is not None:
             args.known_name(edge_table, store.tables, "edge_table: the store has no table")

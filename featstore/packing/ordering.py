@@ -21,9 +21,9 @@ from featstore.packing.request import Options
 from featstore.packing.row_ids import inverse
 from featstore.packing.topology import TopologyJob, topology_memory_bytes, write_topology
 from featstore.storage.arrays import load_array
+from featstore.storage.entry_checks import check_order
 from featstore.storage.journal import TableProgress
 from featstore.storage.manifest import ArrayEntry, OrderEntry, array_chunk
-from featstore.storage.manifest_checks import check_order
 from featstore.storage.relations import EDGE_FEATURES
 from featstore.storage.table_writer import Catalogue, write_array
 from featstore.storage.transaction import Transaction

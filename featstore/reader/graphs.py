@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 
 from featstore.base.checks import check_offsets, check_range
 from featstore.base.memory import check_machine
-from featstore.errors import SourceError
+from featstore.errors import FormatError, SourceError
 from featstore.reader.reader import Reader
-from featstore.storage.store import StoredGraph, places_by_node, rows_to_nodes
+from featstore.storage.store import StoredGraph
 
 _WHOLE_BYTES = 16 * 2**20  # of a reader that reads a table whole, its checksums besides
 
@@ -28,8 +28,15 @@ def read_csc(graph: StoredGraph) -> tuple[NDArray[np.int64], NDArray[Any]]:
     """The topology by node id: (indptr int64 [nodes + 1], indices [edges]), each list in the order in which
     it is stored. Raises BudgetError, CorruptionError, DeviceError, FormatError."""
     sources = read_whole(graph, "sources")
-    check_range(sources, graph.table.rows, f"a source of {graph.where()}")
-    return rows_to_nodes(read_offsets(graph), sources, graph.table.maps())
+    check_range(sources, graph.source_table.rows, f"a source of {graph.where()}")
+    offsets, maps = read_offsets(graph), graph.table.maps()
+    node_of_row = graph.source_table.node_of_row() if graph.source_table is not graph.table else None
+    if maps is not None:
+        offsets, place = places_by_node(offsets, maps[0])
+        sources = sources[place]
+        if graph.source_table is graph.table:
+            node_of_row = maps[1]
+    return offsets, sources if node_of_row is None else node_of_row[sources]
 
 
 def read_edge_ids(graph: StoredGraph, *, by_node: bool = False) -> NDArray[Any]:
@@ -41,13 +48,58 @@ def read_edge_ids(graph: StoredGraph, *, by_node: bool = False) -> NDArray[Any]:
         )
     ids = read_whole(graph, "edge_ids")
     check_range(ids, graph.edges, f"an edge id of {graph.where()}")
-    row_of_node = graph.table.row_of_node() if by_node else None
-    return ids if row_of_node is None else ids[places_by_node(read_offsets(graph), row_of_node)[1]]
+    return _by_node(graph, ids) if by_node else ids
+
+
+def read_weights(graph: StoredGraph) -> NDArray[Any]:
+    """The edges' weights, float32 or float64 [edges], in the order of :func:`read_csc`. Raises SourceError
+    where there are none, FormatError for one that is not finite, or negative; BudgetError, CorruptionError,
+    DeviceError."""
+    if not graph.has_weights:
+        raise SourceError(f"{graph.where()} has no weights: pack it with edge_weights= (--edge-weights)")
+    weights = read_whole(graph, "weights")
+    if not (np.isfinite(weights) & (weights >= 0)).all():
+        raise FormatError(
+            f"a weight of {graph.where()} is not finite, or negative: featstore verify says which"
+        )
+    return _by_node(graph, weights)
+
+
+def read_times(graph: StoredGraph) -> NDArray[np.int64]:
+    """The edges' times, int64 [edges], in the order of :func:`read_csc`: those of each list ascend. Raises
+    SourceError where there are none; BudgetError, CorruptionError, DeviceError, FormatError."""
+    if not graph.has_times:
+        raise SourceError(f"{graph.where()} has no times: pack it with edge_times= (--edge-times)")
+    times = read_whole(graph, "times")
+    falls = np.flatnonzero(times[1:] < times[:-1]) + 1
+    if not np.isin(falls, read_offsets(graph)).all():
+        raise FormatError(
+            f"the times of a list of {graph.where()} do not ascend: featstore verify says which"
+        )
+    return _by_node(graph, times)
+
+
+def _by_node(graph: StoredGraph, values: NDArray[Any]) -> NDArray[Any]:
+    """Values of edges in the order of :func:`read_csc`."""
+    row_of_node = graph.table.row_of_node()
+    return values if row_of_node is None else values[places_by_node(read_offsets(graph), row_of_node)[1]]
+
+
+def places_by_node(
+    offsets: NDArray[np.int64], row_of_node: NDArray[Any]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """(indptr int64 [nodes + 1] by node id, of each edge in that order its place in the order of rows, int64
+    [edges])."""
+    degrees = np.diff(offsets)[row_of_node]
+    indptr = np.concatenate([np.zeros(1, np.int64), np.cumsum(degrees, dtype=np.int64)])
+    place = np.repeat(offsets[row_of_node] - indptr[:-1], degrees)
+    place += np.arange(len(place))
+    return indptr, place
 
 
 def read_whole(graph: StoredGraph, part: str) -> NDArray[Any]:
-    """All of one of the graph's tables, ``offsets``, ``sources`` or ``edge_ids``, unchecked but for its
-    checksums."""
+    """All of one of the graph's tables, ``offsets``, ``sources``, ``edge_ids`` and so on, unchecked but for
+    its checksums."""
     table = graph.store.table(f"{graph.name}/{part}")
     check_machine(table.data_bytes, f"load the {part} of {graph.where()}")
     memory = _WHOLE_BYTES + 4 * table.layout.pages

@@ -29,7 +29,6 @@ from numpy.typing import NDArray
 
 from featstore.errors import SourceError
 from featstore.sampling import dgl_graphs
-from featstore.storage.relations import node_tables
 
 if TYPE_CHECKING:
     from featstore.storage.store import OpenStore
@@ -60,7 +59,7 @@ def table_of(store: OpenStore, node_type: str, who: str) -> str:
     known = ", ".join(map(repr, store.tables))
     if node_type:
         raise SourceError(f"{who} node type {node_type!r}; the store's tables are {known}")
-    nodes = node_tables(store.tables)
+    nodes = store.node_types
     if len(nodes) == 1:
         return nodes[0]
     what = "several tables of nodes" if nodes else "tables of edges alone"

@@ -40,7 +40,6 @@ from featstore.base.threads import Worker
 from featstore.base.training_nodes import checked_train
 from featstore.errors import ArgumentError, SourceError
 from featstore.sampling.shuffling import LabelTest, ShufflingSearch, search_sequences
-from featstore.storage.relations import node_tables
 from featstore.storage.store import OpenStore, Table
 
 __all__ = ["PartitionOrder", "TrainingOrder"]
@@ -300,7 +299,7 @@ class PartitionOrder(TrainingOrder):
 
 def _only_table(store: OpenStore) -> Table:
     """The only table of nodes. Raises SourceError where there are more, or none."""
-    nodes = node_tables(store.tables)
+    nodes = store.node_types
     if len(nodes) != 1:
         known = ", ".join(map(repr, store.tables))
         raise SourceError(

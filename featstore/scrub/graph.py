@@ -1,8 +1,9 @@
 """Scrubbing a graph: what its numbers mean, after every page of them has been found to be as it was written.
 
-Offsets run from 0 to the number of edges and never descend; sources are rows of the table; edge ids, where
-there are any, are the numbers from 0 on, each once; hubs are distinct rows; and the hubs' lists, and their
-edges' ids, are those that they copy. All but the last are one pass each; that each edge id is there once is
+Offsets run from 0 to the number of edges and never descend; sources are rows of their table; edge ids, where
+there are any, are the numbers from 0 on, each once; weights are finite and not negative; times ascend in each
+list; hubs are distinct rows; and the hubs' lists, and all that is kept of their edges, are those that they
+copy. All but the last are one pass each; that each edge id is there once is
 seen by the sum of their hashes, which knows no order. For the last, hubs are
 taken by windows: the lists of a window are read from the copy in its order and from ``sources`` in the order
 of rows, both forwards and piece by piece, and each list is boiled down to a sum of hashes of (place in the
@@ -13,14 +14,13 @@ at a time. So memory is bounded (some 48 MiB) whatever the graph, and no pass is
 from __future__ import annotations
 
 import numpy as np
-from msgspec import UNSET
 from numpy.typing import NDArray
 
 from featstore.base.checks import find_fall
 from featstore.base.hashing import mix64
 from featstore.scrub.numbers import Numbers
 from featstore.scrub.report import Findings
-from featstore.storage.manifest import GraphEntry, HubsEntry
+from featstore.storage.manifest import GraphEntry, HubsEntry, edge_parts
 
 _WINDOW = 1 << 19  # hubs compared in one go
 _MARKS = 1 << 24  # rows marked in one go
@@ -29,34 +29,41 @@ _MARKS = 1 << 24  # rows marked in one go
 class _GraphScrub:
     """The checks of one graph."""
 
-    def __init__(self, findings: Findings, entry: GraphEntry, rows: int) -> None:
+    def __init__(self, findings: Findings, entry: GraphEntry, rows: int, source_rows: int) -> None:
         self._findings = findings
-        self._rows = rows
+        self._rows, self._source_rows = rows, source_rows
         self._entry = entry
         self._offsets = Numbers(findings.store, entry.offsets)
         self._sources = Numbers(findings.store, entry.sources)
 
     def run(self) -> None:
-        lists = self._ascend(self._offsets, self._entry.edges) & self._in_range(self._sources, "sources")
-        ids = self._edge_ids()
+        ascend = self._ascend(self._offsets, self._entry.edges)
+        lists = ascend & self._in_range(self._sources, "sources", self._source_rows)
+        own = {"sources": self._sources} | self._parts(ascend)
         hubs = self._entry.hubs
         if hubs is None:
             return
         rows, ends = Numbers(self._findings.store, hubs.rows), Numbers(self._findings.store, hubs.offsets)
         copy = Numbers(self._findings.store, hubs.sources)
         sound = (
-            self._ascend(ends, copy.count) & self._in_range(rows, "hubs") & self._in_range(copy, "sources")
+            self._ascend(ends, copy.count)
+            & self._in_range(rows, "hubs", self._rows)
+            & self._in_range(copy, "sources", self._source_rows)
         )
         if not (sound and self._distinct(rows) and lists):
             return
-        copies = [(copy, self._sources, "sources")]
-        if ids is not None and hubs.edge_ids is not UNSET:
-            copied = Numbers(self._findings.store, hubs.edge_ids)
-            copies += [(copied, ids, "edge ids")] * self._intact(copied)
+        found = {part: Numbers(self._findings.store, table) for part, table in edge_parts(hubs).items()}
+        copies = {"sources": copy} | {part: one for part, one in found.items() if self._intact(one)}
         for first in range(0, rows.count, _WINDOW):
             window = rows.read(first, _WINDOW).astype(np.int64)
-            for numbers, own, what in copies:
-                self._window(hubs, first, window, ends, numbers, own, what)
+            for part in copies.keys() & own.keys():
+                self._window(hubs, first, window, ends, copies[part], own[part], part.replace("_", " "))
+
+    def _parts(self, ascend: bool) -> dict[str, Numbers]:
+        """What is kept of each edge, where it is what it should be; ``ascend``: offsets are."""
+        checks = {"edge_ids": self._edge_ids, "weights": self._weights, "times": self._times}
+        parts = {p: Numbers(self._findings.store, t) for p, t in edge_parts(self._entry).items()}
+        return {p: one for p, one in parts.items() if (p != "times" or ascend) and checks[p](one)}
 
     def _intact(self, numbers: Numbers) -> bool:
         return all(map(self._findings.intact, numbers.paths))
@@ -81,8 +88,7 @@ class _GraphScrub:
             last = int(values[-1])
         return last == end or self._say(numbers, numbers.count - 1, f"offsets that end with {end:,}", last)
 
-    def _in_range(self, numbers: Numbers, what: str, end: int | None = None) -> bool:
-        end = self._rows if end is None else end
+    def _in_range(self, numbers: Numbers, what: str, end: int) -> bool:
         if not self._intact(numbers):
             return False
         for first, values in numbers.pieces():
@@ -90,13 +96,9 @@ class _GraphScrub:
                 return self._say(numbers, first + at, f"{what} from 0 to {end - 1:,}", values[at])
         return True
 
-    def _edge_ids(self) -> Numbers | None:
-        """The edges' ids, where they are what they should be."""
-        if self._entry.edge_ids is UNSET:
-            return None
-        ids = Numbers(self._findings.store, self._entry.edge_ids)
+    def _edge_ids(self, ids: Numbers) -> bool:
         if not self._in_range(ids, "edge ids", self._entry.edges):
-            return None
+            return False
         left = np.uint64(0)
         for first, values in ids.pieces():
             numbers = np.arange(first, first + len(values), dtype=np.uint64)
@@ -106,8 +108,31 @@ class _GraphScrub:
             self._findings.problem(
                 "graph", ids.paths[0], f"edge ids 0 to {end}, each once", "one stands twice"
             )
-            return None
-        return ids
+        return bool(left == 0)
+
+    def _weights(self, weights: Numbers) -> bool:
+        if not self._intact(weights):
+            return False
+        for first, values in weights.pieces():
+            for at in np.flatnonzero(~(np.isfinite(values) & (values >= 0)))[:1].tolist():
+                return self._say(weights, first + at, "finite weights of at least 0", values[at])
+        return True
+
+    def _times(self, times: Numbers) -> bool:
+        """Whether times fall nowhere but where a list begins."""
+        if not self._intact(times):
+            return False
+        begins, pieces = np.zeros(1, np.int64), self._offsets.pieces()
+        last = np.empty(0, np.int64)
+        for first, values in times.pieces():
+            while begins[-1] < first + len(values) and (piece := next(pieces, None)) is not None:
+                begins = np.unique(np.concatenate([begins[begins >= first], piece[1]]))
+            joined = np.concatenate([last, values])
+            falls = first - len(last) + 1 + np.flatnonzero(joined[1:] < joined[:-1])
+            for at in falls[~np.isin(falls, begins)][:1].tolist():
+                return self._say(times, at, "times that ascend in a list", values[at - first])
+            last = values[-1:]
+        return True
 
     def _distinct(self, numbers: Numbers) -> bool:
         for low in range(0, self._rows, _MARKS):
@@ -164,7 +189,8 @@ def _list_digests(
     return digests
 
 
-def scrub_graph(findings: Findings, entry: GraphEntry, rows: int) -> None:
-    """Report what is wrong with a graph over a table of ``rows`` rows; see the module's text. What holds
-    faulty or unreadable files is left out: that has been said, and what follows from it is not known."""
-    _GraphScrub(findings, entry, rows).run()
+def scrub_graph(findings: Findings, entry: GraphEntry, rows: int, source_rows: int) -> None:
+    """Report what is wrong with a graph over a table of ``rows`` rows, whose sources are rows of a table of
+    ``source_rows``; see the module's text. What holds faulty or unreadable files is left out: that has been
+    said, and what follows from it is not known."""
+    _GraphScrub(findings, entry, rows, source_rows).run()

@@ -56,11 +56,13 @@ class Numbers:
             yield at, self.read(at, min(self.PIECE, end - at))
 
     def take(self, ascending: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The elements of these numbers, which ascend: the pieces that hold any are read once, in order."""
+        """The elements of these numbers, which ascend: the pieces that hold any are read once, in order. Of
+        floats the bits."""
+        bits = self.dtype if self.dtype.kind != "f" else np.dtype(f"i{self.dtype.itemsize}")
         out = np.empty(len(ascending), np.int64)
         piece = ascending // self.PIECE
         starts = np.flatnonzero(np.diff(piece, prepend=-1)).tolist()
         for low, high in pairwise([*starts, len(piece)]):
             first, last = int(ascending[low]), int(ascending[high - 1])
-            out[low:high] = self.read(first, last - first + 1)[ascending[low:high] - first]
+            out[low:high] = self.read(first, last - first + 1).view(bits)[ascending[low:high] - first]
         return out

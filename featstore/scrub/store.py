@@ -36,7 +36,7 @@ from featstore.errors import CorruptionError, DeviceError, IncompleteStoreError
 from featstore.scrub.blocks import Blocks
 from featstore.scrub.graph import scrub_graph
 from featstore.scrub.report import Findings, Progress, VerifyReport, listed
-from featstore.scrub.tables import margin_for, scrub_metadata, scrub_table
+from featstore.scrub.tables import margin_for, scrub_featureless, scrub_metadata, scrub_table
 from featstore.scrub.whole_lists import scrub_whole_lists
 from featstore.storage.belongings import TEMPORARY
 from featstore.storage.locks import held_with_others
@@ -121,7 +121,10 @@ def _scrub(
         for graph in manifest.graphs.values():
             for array in () if graph.hubs is None else (graph.hubs.rows, graph.hubs.offsets):
                 scrub_metadata(findings, entries, array.path, array.shape, array.shape, array.dtype)
-            scrub_graph(findings, graph, manifest.tables[graph.table].rows)
+            rows = (manifest.tables[name].rows for name in (graph.table, graph.table_of_sources))
+            scrub_graph(findings, graph, *rows)
+        for name in manifest.featureless:
+            scrub_featureless(findings, manifest.tables[name])
         if manifest.family is not None:
             scrub_whole_lists(findings, entries, manifest.family)
         unlisted = _unlisted(findings, entries, manifest.generation)

@@ -217,3 +217,13 @@ class _Rows:
 def _sum(values: NDArray[np.uint64]) -> int:
     """Sum of the values' hashes, modulo 2**64: equal for equal sets, whatever their order."""
     return int(mix64(values).sum(dtype=np.uint64))
+
+
+def scrub_featureless(findings: Findings, table: TableEntry) -> None:
+    """Report where a table of nodes without features is not all zero."""
+    numbers = Numbers(findings.store, table)
+    for first, values in numbers.pieces() if all(map(findings.intact, numbers.paths)) else ():
+        for at in np.flatnonzero(values)[:1].tolist():
+            path, offset = numbers.place(first + at)
+            findings.problem("rows", path, "zero, as of nodes without features", int(values[at]), offset)
+            return

@@ -46,7 +46,6 @@ from featstore.shared.about import About
 from featstore.shared.client import NO_TABLE, BufferClient
 from featstore.shared.service import Service
 from featstore.shared.split import Split
-from featstore.storage.relations import node_tables
 from featstore.storage.store import as_store
 from featstore.tiers.buffer import FeatureBuffer
 from featstore.tiers.slots import layout
@@ -209,7 +208,7 @@ def _tables_of(store: OpenStore, names: Any) -> list[Table]:
     """The tables named, or all of nodes."""
     if names is not None:
         return [store.table(name) for name in as_table_names(names, "tables")]
-    nodes = node_tables(store.tables)
+    nodes = store.node_types
     if not nodes:
         raise SourceError(
             f"the store {store.path} has tables of edges alone; say which are meant: tables= one or several "

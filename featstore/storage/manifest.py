@@ -22,6 +22,7 @@ from featstore.arguments import shown
 from featstore.base.dtypes import Scalar, dtype_from_name
 from featstore.errors import FeatstoreError, FormatError
 from featstore.layout import TableLayout
+from featstore.storage.edge_types import EdgeType
 
 MANIFEST_NAME = "featstore.json"
 FORMAT_VERSION = 1
@@ -33,6 +34,8 @@ COMPILED_FEATURE = "compiled"
 FAMILY_FEATURE = "family"
 GATHERED_FEATURE = "gathered"
 SPLIT_GRAPHS_FEATURE = "split-graphs"
+RELATIONS_FEATURE = "relations"
+EDGE_VALUES_FEATURE = "edge_values"
 READER_FEATURES: frozenset[str] = frozenset(
     {
         GRAPHS_FEATURE,
@@ -41,6 +44,8 @@ READER_FEATURES: frozenset[str] = frozenset(
         FAMILY_FEATURE,
         GATHERED_FEATURE,
         SPLIT_GRAPHS_FEATURE,
+        RELATIONS_FEATURE,
+        EDGE_VALUES_FEATURE,
     }
 )
 WRITER_FEATURES: frozenset[str] = frozenset()
@@ -115,20 +120,25 @@ class TableEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class HubsEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A second copy of the lists of some rows: ``sources[offsets[h]:offsets[h + 1]]`` are those of row
-    ``rows[h]``, the most wanted rows first, as ``method`` ranks them; with their ``edge_ids``, where the
-    graph has them."""
+    ``rows[h]``, the most wanted rows first, as ``method`` ranks them; with all else that the graph has of
+    its edges."""
 
     method: str
     rows: ArrayEntry
     offsets: ArrayEntry
     sources: TableEntry
     edge_ids: TableEntry | msgspec.UnsetType = msgspec.UNSET
+    weights: TableEntry | msgspec.UnsetType = msgspec.UNSET
+    times: TableEntry | msgspec.UnsetType = msgspec.UNSET
 
 
 class GraphEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The topology over a table's rows, CSC of incoming edges in the order of the rows:
     ``sources[offsets[r]:offsets[r + 1]]`` are the rows that row r gathers from, and ``edge_ids`` of these
-    places the numbers that the user knows the edges by, where they are kept."""
+    places the numbers that the user knows the edges by, where they are kept, as are ``weights`` and
+    ``times``: where there are times, each list ascends by them.
+
+    Of an edge type, ``relation``, the sources are rows of ``source_table``; else of ``table``."""
 
     table: str
     edges: int
@@ -136,6 +146,29 @@ class GraphEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sources: TableEntry
     hubs: HubsEntry | None = None
     edge_ids: TableEntry | msgspec.UnsetType = msgspec.UNSET
+    relation: str | msgspec.UnsetType = msgspec.UNSET
+    source_table: str | msgspec.UnsetType = msgspec.UNSET
+    weights: TableEntry | msgspec.UnsetType = msgspec.UNSET
+    times: TableEntry | msgspec.UnsetType = msgspec.UNSET
+
+    @property
+    def edge_type(self) -> EdgeType | None:
+        """(source type, relation, target type); None where edges have no type."""
+        if self.source_table is msgspec.UNSET or self.relation is msgspec.UNSET:
+            return None
+        return self.source_table, self.relation, self.table
+
+    @property
+    def table_of_sources(self) -> str:
+        """Name of the table whose rows the sources are."""
+        return self.table if self.source_table is msgspec.UNSET else self.source_table
+
+
+def edge_parts(entry: GraphEntry | HubsEntry) -> dict[str, TableEntry]:
+    """What is kept of each edge beside its source: ``edge_ids``, ``weights``, ``times``, of which there is
+    any."""
+    parts = {"edge_ids": entry.edge_ids, "weights": entry.weights, "times": entry.times}
+    return {name: table for name, table in parts.items() if table is not msgspec.UNSET}
 
 
 class CompiledTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -239,7 +272,8 @@ class FamilyEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """A store's catalogue; see the module's text. ``graphs``, edge ids of any, ``compiled`` and ``family``
-    need the reader features of these names."""
+    need the reader features of these names; ``featureless``, names of tables of nodes that have no features,
+    needs ``relations``."""
 
     format: Literal["featstore"]
     version: int
@@ -254,21 +288,26 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     graphs: dict[str, GraphEntry] = msgspec.field(default_factory=dict)
     compiled: CompiledEntry | None = None
     family: FamilyEntry | None = None
+    featureless: list[str] = msgspec.field(default_factory=list)
+
+    @property
+    def edge_types(self) -> list[EdgeType]:
+        """The edge types of graphs that have one."""
+        found = (graph.edge_type for graph in self.graphs.values())
+        return [edge_type for edge_type in found if edge_type is not None]
 
     @property
     def all_tables(self) -> dict[str, TableEntry]:
         """Every table, those that graphs consist of too: ``GRAPH/offsets``, ``GRAPH/sources``,
-        ``GRAPH/hubs``, ``GRAPH/edge_ids``, ``GRAPH/hub_edge_ids``; and of whole lists
-        ``GRAPH/lists/offsets``, ``GRAPH/lists/sources``."""
+        ``GRAPH/hubs``, and ``GRAPH/edge_ids``, ``GRAPH/hub_edge_ids`` and so on (:func:`edge_parts`); and of
+        whole lists ``GRAPH/lists/offsets``, ``GRAPH/lists/sources``."""
         inner: dict[str, TableEntry] = {}
         for name, graph in self.graphs.items():
             inner |= {f"{name}/offsets": graph.offsets, f"{name}/sources": graph.sources}
-            if graph.edge_ids is not msgspec.UNSET:
-                inner[f"{name}/edge_ids"] = graph.edge_ids
+            inner |= {f"{name}/{part}": table for part, table in edge_parts(graph).items()}
             if graph.hubs is not None:
                 inner[f"{name}/hubs"] = graph.hubs.sources
-                if graph.hubs.edge_ids is not msgspec.UNSET:
-                    inner[f"{name}/hub_edge_ids"] = graph.hubs.edge_ids
+                inner |= {f"{name}/hub_{part}": table for part, table in edge_parts(graph.hubs).items()}
         for name, split in self.family.split_graphs.items() if self.family is not None else ():
             if split.lists is not None:
                 inner |= {
@@ -287,8 +326,14 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
 def graph_features(graphs: Iterable[GraphEntry]) -> list[str]:
     """The reader features that a store of these graphs needs."""
     found = list(graphs)
-    numbered = any(graph.edge_ids is not msgspec.UNSET for graph in found)
-    return [GRAPHS_FEATURE] * bool(found) + [EDGE_IDS_FEATURE] * numbered
+    parts = {part for graph in found for part in edge_parts(graph)}
+    typed = any(graph.edge_type is not None for graph in found)
+    return (
+        [GRAPHS_FEATURE] * bool(found)
+        + [EDGE_IDS_FEATURE] * ("edge_ids" in parts)
+        + [RELATIONS_FEATURE] * typed
+        + [EDGE_VALUES_FEATURE] * bool(parts - {"edge_ids"})
+    )
 
 
 def zarr_axes(row_shape: list[int], dtype: str) -> int:

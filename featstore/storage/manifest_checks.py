@@ -6,17 +6,25 @@ layouts are possible, that every file needed is listed and of the size the layou
 
 from __future__ import annotations
 
-import math
 import re
 
 from msgspec import UNSET
 
-from featstore.base.dtypes import dtype_from_name, host_dtype
+from featstore.base.dtypes import host_dtype
 from featstore.errors import FormatError
+from featstore.storage.edge_types import joined
+from featstore.storage.entry_checks import (
+    ROW_DTYPES,
+    check_array,
+    check_numbers,
+    check_path,
+    check_table,
+    check_vector,
+)
 from featstore.storage.manifest import (
-    AXES_MAX,
     COMPILED_FEATURE,
     EDGE_IDS_FEATURE,
+    EDGE_VALUES_FEATURE,
     FAMILY_FEATURE,
     GATHERED_FEATURE,
     GENERATION_NAME,
@@ -26,31 +34,21 @@ from featstore.storage.manifest import (
     HALO_IDS,
     HALO_NODES,
     HOSTS_MAX,
-    PARTITIONS_OF_FEW_ROWS,
-    ROW_BYTES_MAX,
+    RELATIONS_FEATURE,
     ROWS_MAX,
     SPLIT_GRAPHS_FEATURE,
-    ArrayEntry,
     CompiledEntry,
     FamilyEntry,
     FileEntry,
     GraphEntry,
     Manifest,
-    OrderEntry,
-    TableEntry,
     WholeListsEntry,
-    array_bytes,
-    array_chunk,
     check_name,
+    edge_parts,
 )
 
-ELEMENTS_MAX = 2**48
-TABLE_BYTES_MAX = 2**62
-_PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,254}")
-_PATH = re.compile(rf"{_PART.pattern}(?:/{_PART.pattern})+")
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _UUID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-8[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}")
-_ROW_DTYPES = ("int32", "int64")
 
 
 def check_manifest(manifest: Manifest) -> None:
@@ -59,7 +57,7 @@ def check_manifest(manifest: Manifest) -> None:
         raise FormatError(f"generation {manifest.generation!r} is not a 'g' and six or more digits")
     files: dict[str, FileEntry] = {}
     for entry in manifest.files:
-        _check_path(entry.path, manifest.generation)
+        check_path(entry.path, manifest.generation)
         if entry.bytes < 0 or not _DIGEST.fullmatch(entry.digest):
             raise FormatError(f"file {entry.path!r} has an impossible size or digest")
         if entry.path in files:
@@ -67,15 +65,16 @@ def check_manifest(manifest: Manifest) -> None:
         files[entry.path] = entry
     for name, table in manifest.tables.items():
         check_name(name, "table")
-        _check_table(name, table, manifest.generation, files)
+        check_table(name, table, manifest.generation, files)
     for name, array in manifest.arrays.items():
         check_name(name, "array")
-        _check_array(f"array {name!r}", array, manifest.generation, files)
+        check_array(f"array {name!r}", array, manifest.generation, files)
     if manifest.graphs and GRAPHS_FEATURE not in manifest.reader_features:
         raise FormatError(f"there are graphs, but the reader feature {GRAPHS_FEATURE!r} is not named")
     for name, graph in manifest.graphs.items():
         check_name(name, "graph")
         _check_graph(name, graph, manifest, files)
+    _check_featureless(manifest)
     if manifest.compiled is not None:
         _check_compiled(manifest, manifest.compiled)
     elif GATHERED_FEATURE in manifest.reader_features:
@@ -160,13 +159,13 @@ def _check_whole_lists(
     name: str, table: str, lists: WholeListsEntry, manifest: Manifest, files: dict[str, FileEntry]
 ) -> None:
     what, rows = f"graph {name!r}'s whole lists", manifest.tables[table].rows
-    _check_numbers(f"{name}/lists/offsets", lists.offsets, rows + 1, ("int64",), manifest, files)
-    _check_numbers(f"{name}/lists/sources", lists.sources, lists.sources.rows, _ROW_DTYPES, manifest, files)
+    check_numbers(f"{name}/lists/offsets", lists.offsets, rows + 1, ("int64",), manifest, files)
+    check_numbers(f"{name}/lists/sources", lists.sources, lists.sources.rows, ROW_DTYPES, manifest, files)
     runs = lists.run_rows.shape[0] if len(lists.run_rows.shape) == 1 else -1
     if not min(rows, 1) <= runs <= rows:
         raise FormatError(f"{what} have runs of the impossible shape {lists.run_rows.shape}")
-    _check_vector(f"{what}' first rows", lists.run_rows, "int64", runs, manifest.generation, files)
-    _check_vector(f"{what}' first edges", lists.run_edges, "int64", runs, manifest.generation, files)
+    check_vector(f"{what}' first rows", lists.run_rows, "int64", runs, manifest.generation, files)
+    check_vector(f"{what}' first edges", lists.run_edges, "int64", runs, manifest.generation, files)
 
 
 def _check_compiled(manifest: Manifest, compiled: CompiledEntry) -> None:
@@ -218,142 +217,69 @@ def _check_compiled(manifest: Manifest, compiled: CompiledEntry) -> None:
             )
 
 
+def _check_featureless(manifest: Manifest) -> None:
+    names = manifest.featureless
+    if names and RELATIONS_FEATURE not in manifest.reader_features:
+        raise FormatError(f"tables are without features, but the feature {RELATIONS_FEATURE!r} is not named")
+    if len(set(names)) < len(names):
+        raise FormatError("a table without features is listed twice")
+    for name in names:
+        table = manifest.tables.get(name)
+        if table is None or table.dtype != "uint8" or table.row_shape:
+            raise FormatError(f"the table {name!r} without features is not there, or not of single uint8")
+
+
+#: What a graph may have of each edge beside its source: dtypes, and the reader feature.
+_EDGE_PARTS = {
+    "edge_ids": (ROW_DTYPES, EDGE_IDS_FEATURE),
+    "weights": (("float32", "float64"), EDGE_VALUES_FEATURE),
+    "times": (("int64",), EDGE_VALUES_FEATURE),
+}
+
+
 def _check_graph(name: str, graph: GraphEntry, manifest: Manifest, files: dict[str, FileEntry]) -> None:
     what = f"graph {name!r}"
     nodes = manifest.tables.get(graph.table)
     if nodes is None:
         raise FormatError(f"{what} is over the table {graph.table!r}, which does not exist")
-
-    def check(part: str, table: TableEntry, rows: int) -> None:
-        _check_numbers(f"{name}/{part}", table, rows, _ROW_DTYPES, manifest, files)
-
-    _check_numbers(f"{name}/offsets", graph.offsets, nodes.rows + 1, ("int64",), manifest, files)
-    check("sources", graph.sources, graph.edges)
-    numbered = graph.edge_ids is not UNSET
-    if numbered and EDGE_IDS_FEATURE not in manifest.reader_features:
-        raise FormatError(f"{what} has edge ids, but the reader feature {EDGE_IDS_FEATURE!r} is not named")
-    if graph.edge_ids is not UNSET:
-        check("edge_ids", graph.edge_ids, graph.edges)
+    _check_relation(name, graph, manifest)
+    generation = manifest.generation
+    check_numbers(f"{name}/offsets", graph.offsets, nodes.rows + 1, ("int64",), manifest, files)
+    check_numbers(f"{name}/sources", graph.sources, graph.edges, ROW_DTYPES, manifest, files)
+    parts = edge_parts(graph)
+    for part, table in parts.items():
+        dtypes, feature = _EDGE_PARTS[part]
+        if feature not in manifest.reader_features:
+            raise FormatError(f"{what} has {part}, but the reader feature {feature!r} is not named")
+        check_numbers(f"{name}/{part}", table, graph.edges, dtypes, manifest, files)
     if graph.hubs is None:
         return
-    check("hubs", graph.hubs.sources, graph.hubs.sources.rows)
-    if numbered != (graph.hubs.edge_ids is not UNSET):
-        raise FormatError(f"{what}: both the lists and the hubs' lists have edge ids, or neither")
-    if graph.hubs.edge_ids is not UNSET:
-        check("hub_edge_ids", graph.hubs.edge_ids, graph.hubs.sources.rows)
+    copies, edges = edge_parts(graph.hubs), graph.hubs.sources.rows
+    check_numbers(f"{name}/hubs", graph.hubs.sources, edges, ROW_DTYPES, manifest, files)
+    if copies.keys() != parts.keys():
+        raise FormatError(
+            f"{what}: both the lists and the hubs' lists have edge ids, or neither; so of values"
+        )
+    for part, table in copies.items():
+        check_numbers(f"{name}/hub_{part}", table, edges, _EDGE_PARTS[part][0], manifest, files)
     hubs = graph.hubs.rows.shape[0] if len(graph.hubs.rows.shape) == 1 else -1
     if not 0 <= hubs <= nodes.rows:
         raise FormatError(f"{what} has hubs of the impossible shape {graph.hubs.rows.shape}")
-    _check_vector(f"{what}'s hubs", graph.hubs.rows, _ROW_DTYPES, hubs, manifest.generation, files)
-    _check_vector(f"{what}'s hub offsets", graph.hubs.offsets, "int64", hubs + 1, manifest.generation, files)
+    check_vector(f"{what}'s hubs", graph.hubs.rows, ROW_DTYPES, hubs, generation, files)
+    check_vector(f"{what}'s hub offsets", graph.hubs.offsets, "int64", hubs + 1, generation, files)
 
 
-def _check_numbers(
-    name: str, table: TableEntry, rows: int, dtypes: tuple[str, ...], manifest: Manifest,
-    files: dict[str, FileEntry],
-) -> None:  # fmt: skip
-    """A table of plain numbers, of which a graph consists."""
-    _check_table(name, table, manifest.generation, files)
-    if table.row_shape or table.dtype not in dtypes or table.rows != rows:
-        raise FormatError(
-            f"{name} should be {rows} numbers of type {' or '.join(dtypes)}, not "
-            f"{table.rows} x {table.row_shape} {table.dtype}"
-        )
-    if table.order.row_of_node is not None:
-        raise FormatError(f"{name} are permuted, which they must not be")
-
-
-def _check_path(path: str, generation: str) -> None:
-    if not path.startswith(f"{generation}/") or not _PATH.fullmatch(path):
-        raise FormatError(f"path {path!r} does not stay inside the generation {generation!r}")
-
-
-def _need_file(files: dict[str, FileEntry], path: str, size: int, what: str) -> None:
-    entry = files.get(path)
-    if entry is None:
-        raise FormatError(f"{what} needs the file {path!r}, which is not listed")
-    if entry.bytes != size:
-        raise FormatError(f"{what} needs {size:,} bytes in {path!r}, but {entry.bytes:,} are listed")
-
-
-def _check_array(what: str, array: ArrayEntry, generation: str, files: dict[str, FileEntry]) -> None:
-    _check_path(array.path, generation)
-    if (
-        len(array.shape) > AXES_MAX
-        or any(not 0 <= n <= ELEMENTS_MAX for n in array.shape)
-        or math.prod(n for n in array.shape if n) > ELEMENTS_MAX
-    ):
-        raise FormatError(f"{what} has the impossible shape {array.shape}")
-    chunk = array_chunk(array)
-    if chunk is not None:
-        _need_file(files, chunk, array_bytes(array), what)
-
-
-def _check_table(name: str, table: TableEntry, generation: str, files: dict[str, FileEntry]) -> None:
-    what = f"table {name!r}"
-    _check_path(table.path, generation)
-    item_bytes = dtype_from_name(table.dtype).itemsize
-    if (
-        not 0 <= table.rows <= ROWS_MAX
-        or len(table.row_shape) > AXES_MAX
-        or any(not 1 <= n <= ROW_BYTES_MAX for n in table.row_shape)
-    ):
-        raise FormatError(f"{what} has the impossible shape [{table.rows}, {table.row_shape}]")
-    if (
-        table.row_bytes != math.prod(table.row_shape) * item_bytes
-        or not 1 <= table.row_bytes <= ROW_BYTES_MAX
-    ):
-        raise FormatError(
-            f"{what} says {table.row_bytes} bytes a row, its shape {table.row_shape} of {table.dtype} "
-            "says otherwise"
-        )
-    if table.rows * table.row_bytes >= TABLE_BYTES_MAX:
-        raise FormatError(
-            f"{what} has {table.rows} rows of {table.row_bytes} bytes, more than the format allows"
-        )
-    try:
-        layout = table.layout
-    except ValueError as error:
-        raise FormatError(f"{what}: {error}") from None
-    if layout.chunks > len(files):
-        raise FormatError(f"{what} has {layout.chunks} chunks, but only {len(files)} files are listed in all")
-    for chunk in range(layout.chunks):
-        _need_file(files, table.chunk_path(chunk), layout.chunk_bytes, what)
-    _check_vector(f"{what}'s page checksums", table.page_checksums, "uint32", layout.pages, generation, files)
-    check_order(what, table.order, table.rows, generation, files)
-
-
-def check_order(
-    what: str, order: OrderEntry, rows: int, generation: str, files: dict[str, FileEntry]
-) -> None:
-    """Raise FormatError unless an order's arrays are listed, and have the shapes of one for ``rows`` rows."""
-    if (order.row_of_node is None) != (order.node_of_row is None):
-        raise FormatError(f"{what} has one of the maps row_of_node and node_of_row, but not the other")
-    for label, entry in (
-        ("row_of_node", order.row_of_node),
-        ("node_of_row", order.node_of_row),
-        ("rows_by_degree", order.rows_by_degree),
-    ):
-        if entry is not None:
-            _check_vector(f"{what}'s {label}", entry, _ROW_DTYPES, rows, generation, files)
-    offsets = order.partition_offsets
-    if len(offsets.shape) != 1 or not 2 <= offsets.shape[0] <= max(rows, PARTITIONS_OF_FEW_ROWS) + 1:
-        raise FormatError(f"{what}'s partition offsets have the impossible shape {offsets.shape}")
-    _check_vector(f"{what}'s partition offsets", offsets, "int64", offsets.shape[0], generation, files)
-
-
-def _check_vector(
-    what: str,
-    entry: ArrayEntry,
-    dtypes: str | tuple[str, ...],
-    length: int,
-    generation: str,
-    files: dict[str, FileEntry],
-) -> None:
-    allowed = (dtypes,) if isinstance(dtypes, str) else dtypes
-    if entry.shape != [length] or entry.dtype not in allowed:
-        raise FormatError(
-            f"{what}: expected {length} numbers of type {' or '.join(allowed)}, found {entry.shape} of "
-            f"{entry.dtype}"
-        )
-    _check_array(what, entry, generation, files)
+def _check_relation(name: str, graph: GraphEntry, manifest: Manifest) -> None:
+    """Of a graph's edge type."""
+    if graph.source_table is UNSET and graph.relation is UNSET:
+        return
+    if graph.edge_type is None:
+        raise FormatError(f"graph {name!r} has both a relation and a table of sources, or neither")
+    if RELATIONS_FEATURE not in manifest.reader_features:
+        raise FormatError(f"graph {name!r} is a relation, but the feature {RELATIONS_FEATURE!r} is not named")
+    if graph.table_of_sources not in manifest.tables:
+        raise FormatError(f"the sources of graph {name!r} are rows of no table: {graph.table_of_sources!r}")
+    if name != joined(graph.edge_type):
+        raise FormatError(f"the graph of the edge type {graph.edge_type} is not called {name!r}")
+    if any(joined(other) in (graph.table, graph.source_table) for other in manifest.edge_types):
+        raise FormatError(f"graph {name!r} joins rows of edges")

@@ -1,35 +1,21 @@
-"""Which tables of a store are of nodes and which of edges, and which graph is meant where nobody says so.
-
-Format v1 does not tell tables of nodes from tables of edges, but packing names those of edges: a PyG ``Data``
-has ``edge_features`` beside its nodes' ``features``, a ``HeteroData`` has ``src__rel__dst``. Ids of nodes
-never mean such a table unless it is named.
+"""Which graph of a store is meant where nobody says so, and which tables are of nodes, which of edges
+(:mod:`featstore.storage.edge_types`). Ids of nodes never mean a table of edges unless it is named.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import TYPE_CHECKING
+
+from msgspec import UNSET
 
 from featstore.arguments import known_name
 from featstore.errors import SourceError
+from featstore.storage.edge_types import EDGE_FEATURES, is_edge_table, node_tables
 
 if TYPE_CHECKING:
     from featstore.storage.store import OpenStore, StoredGraph
 
 __all__ = ["EDGE_FEATURES", "graph_of", "is_edge_table", "node_tables"]
-
-EDGE_FEATURES = "edge_features"
-
-
-def is_edge_table(name: str, tables: Collection[str]) -> bool:
-    """Whether ``name`` is the table of an edge type, as packing names it, among a store's ``tables``."""
-    ends = [t for t in tables if t != name and (name.startswith(f"{t}__") or name.endswith(f"__{t}"))]
-    return name == EDGE_FEATURES or (name.count("__") >= 2 and len(ends) > 0)
-
-
-def node_tables(tables: Collection[str]) -> list[str]:
-    """The names in ``tables`` that are no edge tables."""
-    return [name for name in tables if not is_edge_table(name, tables)]
 
 
 def graph_of(store: OpenStore, name: str | None) -> StoredGraph:
@@ -37,7 +23,8 @@ def graph_of(store: OpenStore, name: str | None) -> StoredGraph:
     edges.
 
     Raises SourceError where there is no graph, or several could be meant: one graph beside several types of
-    nodes or edges may be one relation of several. Raises KeyError for a name that no graph has.
+    nodes or edges may be one relation of several; and for an edge type between two types of nodes, which is
+    no graph over one table. Raises KeyError for a name that no graph has.
     """
     known = ", ".join(map(repr, store.graphs))
     if not store.graphs:
@@ -45,13 +32,19 @@ def graph_of(store: OpenStore, name: str | None) -> StoredGraph:
             f"the store {store.path} holds no graph: pack it with one (featstore pack --graph ... --topology)"
         )
     if name is not None:
-        return store.graphs[known_name(name, store.graphs, f"the store {store.path} has no graph")]
+        named = store.graphs[known_name(name, store.graphs, f"the store {store.path} has no graph")]
+        if named.entry.source_table not in (UNSET, named.entry.table):
+            raise SourceError(
+                f"the graph {name!r} of {store.path} joins nodes of {named.entry.source_table!r} to nodes of "
+                f"{named.entry.table!r}, and a graph over one table is needed here"
+            )
+        return named
     if len(store.graphs) > 1:
         raise SourceError(
             f"the store {store.path} holds {len(store.graphs)} graphs; say which: graph= one of {known}"
         )
     only = next(iter(store.graphs.values()))
-    nodes = node_tables(store.tables)
+    nodes = store.node_types
     typed = [t for t in store.tables if t not in nodes and t != EDGE_FEATURES]
     if len(nodes) > 1 or typed:
         raise SourceError(

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import numpy as np
-from msgspec import UNSET
 from numpy.typing import NDArray
 
 from featstore.arguments import Named, as_count, as_path, known_name, shown
@@ -33,6 +32,7 @@ from featstore.errors import (
 )
 from featstore.layout import TableLayout
 from featstore.storage.arrays import load_array
+from featstore.storage.edge_types import EdgeType, node_types
 from featstore.storage.locks import held_with_others
 from featstore.storage.manifest import (
     MANIFEST_NAME,
@@ -41,6 +41,7 @@ from featstore.storage.manifest import (
     GraphEntry,
     TableEntry,
     array_chunk,
+    edge_parts,
     uuid_of,
 )
 from featstore.storage.manifest_reading import parse, read_manifest
@@ -156,21 +157,28 @@ class Table:
 
 
 class StoredGraph:
-    """The topology over a table's rows; see :class:`featstore.storage.manifest.GraphEntry`. ``edges`` are
-    stored edges, ``hubs`` the number of rows whose lists stand in a second, contiguous copy."""
+    """The topology over a table's rows; see :class:`featstore.storage.manifest.GraphEntry`. ``table`` has
+    the targets' rows, ``source_table`` the sources', which is the same where ``edge_type`` is None;
+    ``edges`` are stored edges, ``hubs`` the number of rows whose lists stand in a second, contiguous copy.
+    ``has_edge_ids``: the numbers that the user knows the edges by are kept; ``has_times``: lists ascend by
+    them."""
 
     def __init__(self, store: OpenStore, name: str, entry: GraphEntry) -> None:
         self.store = store
         self.name = name
         self.entry = entry
         self.table = store.tables[entry.table]
+        self.source_table = store.tables[entry.table_of_sources]
         self.edges = entry.edges
         self.hubs = 0 if entry.hubs is None else entry.hubs.rows.shape[0]
+        parts = edge_parts(entry)
+        self.has_edge_ids = "edge_ids" in parts
+        self.has_weights, self.has_times = "weights" in parts, "times" in parts
 
     @property
-    def has_edge_ids(self) -> bool:
-        """Whether the numbers that the user knows the edges by are kept."""
-        return self.entry.edge_ids is not UNSET
+    def edge_type(self) -> EdgeType | None:
+        """(source type, relation, target type); None where edges have no type."""
+        return self.entry.edge_type
 
     def hub_rows(self, count: int | None = None) -> tuple[NDArray[Any], NDArray[np.int64]]:
         """The ``count`` most wanted hubs (all by default): their rows [hubs], and the offsets of their lists,
@@ -191,34 +199,10 @@ class StoredGraph:
         return f"graph {self.name!r} of {self.store.path}"
 
     def __repr__(self) -> str:
-        return (
-            f"<StoredGraph {self.name!r}: {self.table.rows:,} nodes, {self.edges:,} edges, {self.hubs:,} "
-            "hubs>"
-        )
-
-
-def rows_to_nodes(
-    offsets: NDArray[np.int64], sources: NDArray[Any], maps: tuple[NDArray[Any], NDArray[Any]] | None
-) -> tuple[NDArray[np.int64], NDArray[Any]]:
-    """A CSC over rows as one over node ids; lists keep their order. ``maps``: (row_of_node, node_of_row), or
-    None."""
-    if maps is None:
-        return offsets, sources
-    row_of_node, node_of_row = maps
-    indptr, place = places_by_node(offsets, row_of_node)
-    return indptr, node_of_row[sources[place]]
-
-
-def places_by_node(
-    offsets: NDArray[np.int64], row_of_node: NDArray[Any]
-) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """(indptr int64 [nodes + 1] by node id, of each edge in that order its place in the order of rows, int64
-    [edges])."""
-    degrees = np.diff(offsets)[row_of_node]
-    indptr = np.concatenate([np.zeros(1, np.int64), np.cumsum(degrees, dtype=np.int64)])
-    place = np.repeat(offsets[row_of_node] - indptr[:-1], degrees)
-    place += np.arange(len(place))
-    return indptr, place
+        nodes = f"{self.table.rows:,} nodes"
+        if self.edge_type is not None:
+            nodes = f"from {self.source_table.rows:,} to {nodes}"
+        return f"<StoredGraph {self.name!r}: {nodes}, {self.edges:,} edges, {self.hubs:,} hubs>"
 
 
 class _Arrays(Mapping[str, NDArray[Any]]):
@@ -315,6 +299,16 @@ class OpenStore:
         return self.manifest.uuid
 
     @property
+    def edge_types(self) -> list[EdgeType]:
+        """The edge types of its graphs, (source type, relation, target type); none where they have none."""
+        return self.manifest.edge_types
+
+    @property
+    def node_types(self) -> list[str]:
+        """The tables of nodes: all but those of edges."""
+        return node_types(self.tables, self.edge_types)
+
+    @property
     def on_disk(self) -> OpenStore:
         """The store whose rows are on this machine's disk, and beside which is written what is made of them:
         this one, or of a store of several hosts this one's part."""
@@ -322,7 +316,7 @@ class OpenStore:
 
     def table(self, name: str) -> Table:
         """A table, or one that a graph consists of (``GRAPH/offsets``, ``GRAPH/sources``, ``GRAPH/hubs``,
-        ``GRAPH/edge_ids``, ``GRAPH/hub_edge_ids``). Raises KeyError."""
+        ``GRAPH/edge_ids``, ``GRAPH/hub_edge_ids`` and so on). Raises KeyError."""
         if isinstance(name, str) and name in self.tables:
             return self.tables[name]
         known = self.manifest.all_tables

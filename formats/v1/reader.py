@@ -49,6 +49,8 @@ TABLE = ARRAY | {
 }
 del TABLE["shape"]
 GRAPH = {"table": str, "edges": int, "offsets": dict, "sources": dict}
+GRAPH_MAY = ("hubs", "edge_ids", "relation", "source_table", "weights", "times")
+EDGE_PARTS = {"edge_ids": ["<i4", "<i8"], "weights": ["<f4", "<f8"], "times": ["<i8"]}
 HUBS = {"method": str, "rows": dict, "offsets": dict, "sources": dict}
 COMPILED = {
     "base_uuid": str,
@@ -163,8 +165,8 @@ def element(dtype):
 class Store:
     """An open store: ``tables`` (rows in node id order), ``rows`` (in row order), ``arrays``, ``graphs``
     (offsets and sources, both of rows); all by name. ``compiled``, ``family``: what the manifest says of a
-    compiled trace, of a split, or None. ``edge_ids``: the numbers of edges by graph, None where there are
-    none. ``lists``: of a part whose graphs are split."""
+    compiled trace, of a split, or None. ``edge_ids``, ``weights``, ``times``: of edges by graph, None where
+    there are none; ``edge_types``: of graphs that have one. ``lists``: of a part whose graphs are split."""
 
     def __init__(self, path):
         self.path = path
@@ -179,11 +181,24 @@ class Store:
         features = m.get("reader_features")
         need(
             type(features) is list
-            and set(features) <= {"graphs", "edge_ids", "compiled", "family", "gathered", "split-graphs"},
+            and set(features)
+            <= {
+                "graphs",
+                "edge_ids",
+                "compiled",
+                "family",
+                "gathered",
+                "split-graphs",
+                "relations",
+                "edge_values",
+            },
             "it needs features this reader lacks",
         )
         need(
-            re.fullmatch("g[0-9]{6,}", fields(m, MANIFEST, ("graphs", "compiled", "family"))["generation"]),
+            re.fullmatch(
+                "g[0-9]{6,}",
+                fields(m, MANIFEST, ("graphs", "compiled", "family", "featureless"))["generation"],
+            ),
             "generation",
         )
         bare = re.sub(rb'("(?:[^"\\]|\\.)*")|\s+', lambda token: token[1] or b"", text)
@@ -199,14 +214,37 @@ class Store:
             self.rows[name(n)], self.tables[n] = rows, rows if row_of_node is None else rows[row_of_node]
         need("graphs" in features or not m.get("graphs"), "graphs without the feature of that name")
         need(type(m.get("graphs", {})) is dict, "graphs")
-        graphs = {
-            name(n): self.graph(fields(g, GRAPH, ("hubs", "edge_ids")))
-            for n, g in m.get("graphs", {}).items()
-        }
-        self.graphs = {n: (offsets, sources) for n, (offsets, sources, _) in graphs.items()}
-        self.edge_ids = {n: ids for n, (_, _, ids) in graphs.items()}
-        numbered = any(ids is not None for ids in self.edge_ids.values())
-        need("edge_ids" in features or not numbered, "edge ids without the feature of that name")
+        self.edge_types, self.graphs, parts = {}, {}, {}
+        for n, g in m.get("graphs", {}).items():
+            edge_type = self.edge_type(name(n), fields(g, GRAPH, GRAPH_MAY))
+            offsets, sources, parts[n] = self.graph(g)
+            self.graphs[n] = offsets, sources
+            self.edge_types |= {n: edge_type} if edge_type else {}
+        self.edge_ids, self.weights, self.times = (
+            {n: found.get(part) for n, found in parts.items()} for part in EDGE_PARTS
+        )
+        need(
+            "edge_ids" in features or not any("edge_ids" in p for p in parts.values()),
+            "edge ids without the feature of that name",
+        )
+        need(
+            "edge_values" in features or not any(p.keys() - {"edge_ids"} for p in parts.values()),
+            "values of edges without the feature of that name",
+        )
+        self.featureless = m.get("featureless", [])
+        need(type(self.featureless) is list, "featureless")
+        need(
+            "relations" in features or not (self.edge_types or self.featureless),
+            "types of edges without the feature",
+        )
+        need(
+            not {end for s, _, t in self.edge_types.values() for end in (s, t)} & self.edge_types.keys(),
+            "edges between edges",
+        )
+        need(len(set(self.featureless)) == len(self.featureless), "a table without features, twice")
+        for n in self.featureless:
+            need(n in self.rows and self.rows[n].dtype == np.uint8 and self.rows[n].ndim == 1, "featureless")
+            need(not self.rows[n].any(), "a table without features is not all zero")
         need(
             "compiled" in features or "compiled" not in m, "a compiled trace without the feature of that name"
         )
@@ -317,40 +355,54 @@ class Store:
         )
         return values
 
+    def edge_type(self, n, g):
+        """(source table, relation, table); None of a graph without"""
+        need(("relation" in g) == ("source_table" in g), "a relation or its table of sources alone")
+        if "relation" not in g:
+            return None
+        found = g["source_table"], g["relation"], g["table"]
+        need(all(type(part) is str and part for part in found), "an edge type")
+        need(n == "__".join(found), "a graph's name is not its edge type")
+        return found
+
     def graph(self, g):
-        """(offsets, sources, edge ids or None)"""
-        need(g["table"] in self.rows, "a graph without its table")
-        rows = len(self.rows[g["table"]])
+        """(offsets, sources, what else there is of its edges)"""
+        of_sources = g.get("source_table", g["table"])
+        need(g["table"] in self.rows and of_sources in self.rows, "a graph without its table")
+        rows, source_rows = len(self.rows[g["table"]]), len(self.rows[of_sources])
         offsets, sources = self.numbers(g["offsets"], ["<i8"]), self.numbers(g["sources"], ["<i4", "<i8"])
         need((len(offsets), len(sources)) == (rows + 1, g["edges"]), "a graph's offsets and sources")
         need(
             offsets[0] == 0 and offsets[-1] == g["edges"] and (np.diff(offsets) >= 0).all(),
             "a graph's offsets",
         )
-        need(((sources >= 0) & (sources < rows)).all(), "a graph's sources are no rows of its table")
-        ids = self.numbers(g["edge_ids"], ["<i4", "<i8"]) if "edge_ids" in g else None
+        need(((sources >= 0) & (sources < source_rows)).all(), "a graph's sources are no rows of its table")
+        parts = {part: self.numbers(g[part], dtypes) for part, dtypes in EDGE_PARTS.items() if part in g}
+        need(all(len(values) == g["edges"] for values in parts.values()), "a graph's edges")
+        ids, weights = parts.get("edge_ids"), parts.get("weights")
         need(ids is None or np.array_equal(np.sort(ids), np.arange(g["edges"])), "a graph's edge ids")
+        need(weights is None or (np.isfinite(weights) & (weights >= 0)).all(), "a graph's weights")
+        falls = np.flatnonzero(parts["times"][1:] < parts["times"][:-1]) + 1 if "times" in parts else []
+        need(set(falls) <= set(offsets.tolist()), "a graph's times do not ascend in each list")
         if g.get("hubs") is not None:
-            hubs = fields(g["hubs"], HUBS, ("edge_ids",))
-            need(("edge_ids" in hubs) == ("edge_ids" in g), "edge ids of a graph, or of its hubs, alone")
+            hubs = fields(g["hubs"], HUBS, EDGE_PARTS)
+            need(hubs.keys() & EDGE_PARTS.keys() == parts.keys(), "a graph, or its hubs, have more of edges")
             hub_rows, ends = self.array(hubs["rows"]), self.array(hubs["offsets"])
-            copy = self.numbers(hubs["sources"], ["<i4", "<i8"])
             need(hub_rows.dtype in ("<i4", "<i8") and hub_rows.ndim == 1 and ends.dtype == "<i8", "hubs")
             found = hub_rows.tolist()
             need(
                 len(set(found)) == len(found) and set(found) <= set(range(rows)), "hubs are not distinct rows"
             )
-            lists = [sources[offsets[r] : offsets[r + 1]] for r in found]
-            need(ends.tolist() == [0, *np.cumsum([len(x) for x in lists], dtype=int).tolist()], "hub offsets")
-            need(
-                np.array_equal(np.concatenate([*lists, sources[:0]]), copy),
-                "hubs' lists are not the lists they copy",
-            )
-            if ids is not None:
-                lists = [ids[offsets[r] : offsets[r + 1]] for r in found]
-                copy = self.numbers(hubs["edge_ids"], ["<i4", "<i8"])
-                need(np.array_equal(np.concatenate([*lists, ids[:0]]), copy), "hubs' edge ids are no copy")
-        return offsets, sources, ids
+            degrees = [offsets[r + 1] - offsets[r] for r in found]
+            need(ends.tolist() == [0, *np.cumsum(degrees, dtype=int).tolist()], "hub offsets")
+            for part, values in ({"sources": sources} | parts).items():
+                copy = self.numbers(hubs[part], EDGE_PARTS.get(part, ["<i4", "<i8"]))
+                lists = [values[offsets[r] : offsets[r + 1]] for r in found]
+                need(
+                    np.array_equal(np.concatenate([*lists, values[:0]]), copy),
+                    "hubs' lists are not the lists they copy",
+                )
+        return offsets, sources, parts
 
     def checked(self, c):
         """The description of a compiled trace; its tables and arrays are there and of the right kind."""
@@ -586,7 +638,8 @@ if __name__ == "__main__":
         for n, values in found.items():
             print(f"{what} {n}: {list(values.shape)} {values.dtype}")
     for n, (offsets, sources) in store.graphs.items():
-        print(f"graph {n}: {len(offsets) - 1} rows, {len(sources)} edges")
+        kinds = [part for part in EDGE_PARTS if getattr(store, part)[n] is not None]
+        print(f"graph {n}: {len(offsets) - 1} rows, {len(sources)} edges {' '.join(kinds)}".rstrip())
     if store.family:
         of = "the topology" if "host" not in store.family else f"host {store.family['host']}"
         print(f"{of} of a split of {store.family['hosts']} hosts")

@@ -77,7 +77,10 @@ def test_inspect_json(call: Call, store: Path) -> None:
     assert table["order"]["degrees_known"] is True
     assert (table["statistics"]["nan"], table["statistics"]["inf"]) == (0, 0)
     graph = data["graphs"]["features"]
-    assert set(graph) == {"table", "nodes", "edges", "dtype", "bytes", "edge_cut", "hubs", "edge_ids"}
+    assert set(graph) == {
+        "table", "nodes", "edges", "dtype", "bytes", "edge_cut", "hubs", "edge_ids", "edge_type",
+        "source_nodes", "weights", "times",
+    }  # fmt: skip
     assert graph["edge_ids"] is None
     assert (graph["table"], graph["nodes"], graph["edges"], graph["dtype"]) == (
         "features",

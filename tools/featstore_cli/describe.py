@@ -102,13 +102,16 @@ def describe_table(t: Any) -> dict[str, Any]:
         },
         "partitions": {"count": len(sizes), "rows": spread(1), "bytes": spread(t.row_bytes)},
         "statistics": statistics,
+        "featureless": t.name in t.store.manifest.featureless,
     }
 
 
 def describe_graph(g: Any) -> dict[str, Any]:
     """One graph as plain data, from the manifest alone. ``bytes`` are those of all its tables, hubs' copies
     included."""
-    entry = g.entry
+    from featstore.storage.manifest import edge_parts
+
+    entry, parts = g.entry, edge_parts(g.entry)
 
     def size(table: Any) -> int:
         return int(table.rows * table.row_bytes)
@@ -121,16 +124,18 @@ def describe_graph(g: Any) -> dict[str, Any]:
             "count": g.hubs,
             "edges": copied,
             "edge_share": copied / g.edges if g.edges else 0.0,
-            "bytes": size(entry.hubs.sources) + (size(entry.hubs.edge_ids) if g.has_edge_ids else 0),
+            "bytes": size(entry.hubs.sources) + sum(map(size, edge_parts(entry.hubs).values())),
         }
-    ids = size(entry.edge_ids) if g.has_edge_ids else 0
+    own = [entry.offsets, entry.sources, *parts.values()]
     return {
         "table": entry.table,
         "nodes": g.table.rows,
+        "edge_type": g.edge_type,
+        "source_nodes": g.source_table.rows,
         "edges": g.edges,
         "dtype": entry.sources.dtype,
-        "edge_ids": entry.edge_ids.dtype if g.has_edge_ids else None,
-        "bytes": size(entry.offsets) + size(entry.sources) + ids + (hubs["bytes"] if hubs else 0),
+        **{part: parts[part].dtype if part in parts else None for part in ("edge_ids", "weights", "times")},
+        "bytes": sum(map(size, own)) + (hubs["bytes"] if hubs else 0),
         "edge_cut": g.table.entry.order.parameters.get("edge_cut"),
         "hubs": hubs,
     }
@@ -141,15 +146,21 @@ def render_graph(name: str, g: dict[str, Any]) -> Any:
     from featstore.units import format_bytes
 
     hubs = g["hubs"]
-    rows = [
-        (
-            f"graph {name!r}",
-            f"{g['edges']:,} edges between {g['nodes']:,} rows of table {g['table']!r}, {g['dtype']}, "
-            f"{format_bytes(g['bytes'])}",
+    between = f"between {g['nodes']:,} rows of table {g['table']!r}"
+    if g["edge_type"] is not None:
+        source, relation, target = g["edge_type"]
+        between = (
+            f"of type {relation!r} from {g['source_nodes']:,} rows of table {source!r} to {g['nodes']:,} of "
+            f"{target!r}"
         )
-    ]
+    text = f"{g['edges']:,} edges {between}, {g['dtype']}, {format_bytes(g['bytes'])}"
+    rows = [(f"graph {name!r}", text)]
     if g["edge_ids"] is not None:
         rows.append(("  edge ids", f"{g['edge_ids']}: mini-batches know which edges they have (e_id)"))
+    if g["weights"] is not None:
+        rows.append(("  weights", str(g["weights"])))
+    if g["times"] is not None:
+        rows.append(("  times", f"{g['times']}: each list ascends by them"))
     rows += _edge_cut(g["edge_cut"])
     if hubs is not None:
         rows.append(
@@ -188,7 +199,10 @@ def render_table(name: str, t: dict[str, Any], source: dict[str, Any] | None = N
         )
         rows[2] = ("  partitions", f"{parts['count']:,}: smallest {low}, median {middle}, largest {high}")
     rows[3:3] = _edge_cut(order["edge_cut"])
-    rows += [(f"  {what}", text) for what, text in _values(t["statistics"])]
+    if t["featureless"]:
+        rows.append(("  features", "none: these are nodes by number and order alone"))
+    else:
+        rows += [(f"  {what}", text) for what, text in _values(t["statistics"])]
     if isinstance(source, dict) and "columns" in source:
         rows.append(("  columns", str(source["columns"])))
         if "left_out" in source:
