@@ -12,6 +12,9 @@ from featstore.errors import SourceError
 from featstore.sampling import dgl_graphs
 
 
+_OWN = ("index", "n_id", "x", "sample")
+
+
 class Batch:
     """What a training loop gets, with PyG's names.
 
@@ -51,12 +54,18 @@ class Batch:
 
     @property
     def edge_index(self) -> Any:
-        """int64 [2, k]: ``row`` and ``col``; a tensor where they are tensors, or where ``x`` is one."""
+        """int64 [2, k]: ``row`` and ``col``; a tensor where they are tensors, or where ``x`` is one. By edge type
+        where there are several."""
         found = self._of_sample("edge_index")
         if found is not None:
             return found
-        both = np.stack([self._of_sample("row", need=True), self._of_sample("col", need=True)])
-        torch = sys.modules.get("torch")
+        row, col = self._of_sample("row", need=True), self._of_sample("col", need=True)
+        if isinstance(row, Mapping):
+            return {edge_type: self._stacked(row[edge_type], col[edge_type]) for edge_type in row}
+        return self._stacked(row, col)
+
+    def _stacked(self, row: Any, col: Any) -> Any:
+        both, torch = np.stack([row, col]), sys.modules.get("torch")
         if torch is not None and isinstance(_first(self.x), torch.Tensor):
             return torch.from_numpy(both).to(_first(self.x).device)
         return both
@@ -65,7 +74,11 @@ class Batch:
     def batch_size(self) -> int:
         """Number of seeds, which are the first of ``n_id``."""
         found = self._of_sample("batch_size")
-        return int(self.num_sampled_nodes[0] if found is None else found)
+        if found is None:
+            counts = self.num_sampled_nodes
+            by_type = counts.values() if isinstance(counts, Mapping) else [counts]
+            found = sum(of[0] for of in by_type)  # seeds are of one type
+        return int(found)
 
     @property
     def num_sampled_nodes(self) -> Any:
@@ -83,7 +96,7 @@ class Batch:
         return self._of_sample("e_id", need=True)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name in ("index", "n_id", "x", "sample"):  # while it is copied
+        if name.startswith("__") or name in _OWN:  # while it is copied
             raise AttributeError(name)
         return self._of_sample(name, need=True)
 
@@ -110,18 +123,16 @@ class Batch:
     def pyg(self) -> Any:
         """PyG's object: the sampler's own where it is one, with the rows as ``x``; else a ``Data`` with x,
         n_id, edge_index, batch_size, num_sampled_nodes, num_sampled_edges, e_id where edges have numbers, and
-        edge_weight where they have weights. Raises ImportError without PyG; SourceError for several types of
-        nodes without PyG's sampler.
+        edge_weight where they have weights; a ``HeteroData`` where there are edge types. Raises ImportError
+        without PyG; SourceError for several types of nodes without types of edges.
         """
         import torch
         from torch_geometric.data import Data
 
         if of_pyg(self.sample):
             return self.sample
-        if isinstance(self.x, Mapping):
-            raise SourceError(
-                "a mini-batch of several types of nodes becomes a HeteroData only where the sampler made one"
-            )
+        if isinstance(self.n_id, Mapping):
+            return self._hetero()
         data = Data(
             x=torch.as_tensor(self.x), edge_index=torch.as_tensor(self.edge_index),
             n_id=torch.as_tensor(self.n_id), batch_size=self.batch_size,
@@ -134,8 +145,36 @@ class Batch:
         if numbers is not None:
             data.e_id = torch.as_tensor(numbers)
         for name, value in vars(self).items():
-            if name not in ("index", "n_id", "x", "sample"):
+            if name not in _OWN:
                 data[name] = torch.as_tensor(value) if isinstance(value, np.ndarray) else value
+        return data
+
+    def _hetero(self) -> Any:
+        """The mini-batch as a ``HeteroData``, with PyG's names."""
+        import torch
+        from torch_geometric.data import HeteroData
+
+        if not isinstance(self._of_sample("row"), Mapping):
+            raise SourceError(
+                "a mini-batch of several types of nodes becomes a HeteroData where its sampler knows types of "
+                "edges, as the store's own does, or made one"
+            )
+        data, counts = HeteroData(), self.num_sampled_nodes
+        for node_type, ids in self.n_id.items():
+            store = data[node_type]
+            store.n_id, store.num_nodes = torch.as_tensor(ids), len(ids)
+            store.num_sampled_nodes = list(counts[node_type])
+            if node_type in self.x:
+                store.x = torch.as_tensor(self.x[node_type])
+            if counts[node_type][0]:
+                store.batch_size = counts[node_type][0]
+        parts = {"edge_index": self.edge_index, "e_id": self._of_sample("e_id")}
+        parts |= {"num_sampled_edges": self.num_sampled_edges}
+        given = {name: value for name, value in vars(self).items() if name not in _OWN}
+        for name, by_type in (parts | given).items():
+            for key, value in (by_type or {}).items():
+                listed = isinstance(value, tuple)
+                data[key][name] = list(value) if listed else torch.as_tensor(value)
         return data
 
     def __repr__(self) -> str:

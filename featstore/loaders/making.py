@@ -30,10 +30,12 @@ from featstore.loaders.options import SAMPLING, Given
 from featstore.loaders.prefetch import Sampler, check_repeatable
 from featstore.loaders.ranks import Ranks
 from featstore.loaders.rolling import RollingLoader
-from featstore.loaders.samplers import rows_first, sampler_within
+from featstore.loaders.samplers import rows_first, sampler_within, typed_sampler_within
 from featstore.loaders.shares import MemoryShares
-from featstore.loaders.whole import WantedRows, Whole
+from featstore.loaders.typed import TypedWhole
+from featstore.loaders.whole import Whole
 from featstore.sampling.batches import RankedBatches
+from featstore.sampling.typed_store import TypedSeeds
 from featstore.storage.packs import check_pack_name
 from featstore.storage.relations import graph_of
 from featstore.storage.store import OpenStore
@@ -65,7 +67,8 @@ class Making:
         if isinstance(store, WholeStore):
             self._check_hosts(store, batches)
         self.drop_last = args.as_flag(given.get("drop_last", False), "drop_last")
-        self.whole = Whole(store, given.get("edge_table"), given.get("attach", ()))
+        whole = TypedWhole if store.edge_types else Whole
+        self.whole = whole(store, given.get("edge_table"), given.get("attach", ()))
         held = self.whole.held_bytes + self._halo_bytes()
         if held >= memory_bytes:
             what = "hold the arrays that are attached to mini-batches, and the halo"
@@ -132,9 +135,10 @@ class Making:
         """What ``"auto"`` takes."""
         given, own = self.given, None
         self._check_compiling({name: given.said[name] for name in given.said if name in _COMPILING})
-        if isinstance(self.share, RankedBatches):
+        if isinstance(self.share, RankedBatches) and not self._of_types:
             fanouts = args.as_fanouts(given.get("fanouts"))
             own = OwnSampling(given.get("seeds"), fanouts, self.share.batch_size, given.get("graph"))
+        if isinstance(self.share, RankedBatches):
             batches = self.share
         assert batches is not None
         memory = self.shares.memory_bytes
@@ -208,6 +212,8 @@ class Making:
     def _sample(self) -> RankedBatches:
         """The store's own mini-batches, this rank's share of them, within a share of the memory."""
         given, graph, seeds = self.given, self.given.get("graph"), self.given.get("seeds")
+        if self._of_types:
+            return self._sample_types()
         fanouts = args.as_fanouts(given.get("fanouts"))
         sampler, table, self.shares = sampler_within(
             self.store, fanouts, self.shares, seed=self._seed, graph=graph, check=self.whole.check_sampled
@@ -226,12 +232,29 @@ class Making:
             sampler, nodes, own=True, ranks=here, in_order=in_order, **owned, **self._seeds_of_a_step()
         )
         self._opened.callback(made.close)
+        self._not_empty(made)
+        self.shares = rows_first(made, table, self.shares)
+        return made
+
+    @property
+    def _of_types(self) -> bool:
+        """The store samples over all its edge types."""
+        return self._sampled and bool(self.store.edge_types) and self.given.get("graph") is None
+
+    def _sample_types(self) -> RankedBatches:
+        """The same over all edge types, whose graphs are held in memory, beside the rows' share."""
+        seeds = TypedSeeds.of(self.store, self.given.get("seeds"))
+        fanouts = self.given.get("fanouts")
+        sampler, self.shares = typed_sampler_within(self.store, seeds, fanouts, self.shares, self._seed)
+        share = {"ranks": self._here, "in_order": self._in_order} | self._seeds_of_a_step()
+        return self._not_empty(RankedBatches(sampler, seeds.ids, **share))
+
+    def _not_empty(self, made: RankedBatches) -> RankedBatches:
         if not len(made):
             raise ArgumentError(
                 f"drop_last= leaves no mini-batch of {made.batch_size:,} seeds for {self.ranks.shares} "
                 "ranks: give fewer a batch"
             )
-        self.shares = rows_first(made, table, self.shares)
         return made
 
     def _seeds_of_a_step(self) -> dict[str, Any]:
@@ -250,13 +273,16 @@ class Making:
     def _wanted(self, own: dict[str, Any], recorded: bool) -> Sampler | None:
         """This rank's mini-batches, as whoever reads their rows takes them."""
         own.pop("edge_table", None)
-        nodes = own.pop("nodes", None) if recorded or self.whole.edges is not None else None
         share = self.share
         batches: Sampler | None = share.epoch if isinstance(share, GivenShare) else share
-        if batches is None or (not recorded and self.whole.edges is None):
-            return batches
+        if batches is None:
+            return None
         check = self.store.check_peers if isinstance(self.store, WholeStore) else None
-        return WantedRows(batches, nodes, self.whole.edges, recorded, check).epoch
+        wanted = self.whole.wanted(batches, own.get("nodes"), recorded, check)
+        if wanted is None:
+            return batches
+        own.pop("nodes", None)
+        return wanted.epoch
 
     # The modes.
 
@@ -318,6 +344,11 @@ class Making:
         return RollingMode(loader)
 
     def _partitions(self, own: dict[str, Any]) -> Mode:
+        if self.store.edge_types:
+            raise ArgumentError(
+                "mode='partitions' draws from one graph without types: a store with edge types has the modes "
+                "online, compiled and rolling"
+            )
         if self._in_order:
             raise ArgumentError(
                 "seeds_in_order= is not of mode 'partitions', where those come together whose partitions do"

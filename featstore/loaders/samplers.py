@@ -1,15 +1,18 @@
-"""The sampler of a loader whose store samples, within its share of the loader's memory."""
+"""The sampler of a loader whose store samples, within the loader's memory."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
+from featstore.errors import BudgetError
 from featstore.hosts.sampler import HostsSampler
 from featstore.hosts.split_store import WholeStore
 from featstore.loaders.shares import MemoryShares, rows_at_most, wanted_bytes
 from featstore.sampling.batches import GraphSampler, RankedBatches, open_sampler, sampler_needs
 from featstore.sampling.stored import StoredSampler
+from featstore.sampling.typed_store import TypedInMemory, TypedSeeds, typed_bytes
 from featstore.storage.relations import graph_of
 from featstore.storage.store import OpenStore, StoredGraph, Table
 
@@ -55,3 +58,17 @@ def rows_first(made: RankedBatches, table: Table, shares: MemoryShares) -> Memor
                 memory=shares.sampler_bytes,
             )  # fmt: skip
     return shares
+
+
+def typed_sampler_within(
+    store: OpenStore, seeds: TypedSeeds, fanouts: Any, shares: MemoryShares, seed: int
+) -> tuple[TypedInMemory, MemoryShares]:
+    """A sampler over all edge types of the store, whose graphs are held in memory, and the shares of what is
+    left. Raises BudgetError."""
+    graph_bytes, beside = typed_bytes(store), shares.beside_bytes
+    if graph_bytes >= shares.memory_bytes:
+        what = "hold the graphs of all edge types, which are sampled from memory"
+        raise BudgetError(graph_bytes + 1 + beside, shares.memory_bytes + beside, what)
+    left = shares.memory_bytes - graph_bytes
+    shares = replace(shares, memory_bytes=left, beside_bytes=beside + graph_bytes)
+    return TypedInMemory(store, seeds.node_type, fanouts, seed), shares

@@ -114,6 +114,16 @@ class Whole:
                 )
             self.arrays[name] = store.arrays[name]
 
+    def wanted(
+        self, batches: Sampler, nodes: Callable[[Any], Any] | None, recorded: bool,
+        check: Callable[[], None] | None,
+    ) -> WantedRows | None:  # fmt: skip
+        """Mini-batches as pairs of the ids wanted by table, and the sample; None where they are as whoever
+        reads their rows takes them."""
+        if not recorded and self.edges is None:
+            return None
+        return WantedRows(batches, nodes, self.edges, recorded, check)
+
     def check_sampled(self, graph: StoredGraph) -> None:
         """Raise SourceError where the store samples from a graph whose edges do not number the rows of
         edges."""
@@ -150,7 +160,7 @@ class Whole:
 
     def batch(self, made: Any) -> Batch:
         """One mini-batch; PyG's objects bring their rows along."""
-        batch = _as_batch(made)
+        batch = as_batch(made)
         edges = self.edge_table
         if edges is not None and isinstance(batch.x, Mapping) and edges in batch.x:
             edge_attr, (batch.x,) = batch.x[edges], (r for name, r in batch.x.items() if name != edges)
@@ -160,18 +170,25 @@ class Whole:
         for name, array in self.arrays.items():
             if hasattr(batch, name):
                 raise ArgumentError(f"attach: these mini-batches have {name!r} already; leave it out")
-            values: Any = array[np.asarray(batch.n_id)]
-            if not isinstance(batch.x, np.ndarray):
-                from featstore.base.tensors import as_tensor, to_device
-
-                values = to_device(as_tensor(values), batch.x.device)
+            values = values_of(array, batch.n_id, batch.x)
             setattr(batch, name, values)
             if of_pyg(batch.sample):
                 setattr(batch.sample, name, values)
         return batch
 
 
-def _as_batch(made: Any) -> Batch:
+def values_of(array: NDArray[Any], ids: Any, like: Any) -> Any:
+    """The values of nodes, as an array or, where their rows ``like`` are one, a tensor beside them."""
+    values: Any = array[np.asarray(ids)]
+    if isinstance(like, np.ndarray):
+        return values
+    from featstore.base.tensors import as_tensor, to_device
+
+    return to_device(as_tensor(values), like.device)
+
+
+def as_batch(made: Any) -> Batch:
+    """What a loader of any mode has made, as one class."""
     if isinstance(made, Batch):
         if _is_ours(made.sample):
             made.n_id, made.sample = made.sample[_IDS], made.sample["sample"]

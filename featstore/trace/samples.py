@@ -32,7 +32,10 @@ SAMPLE_AXES_MAX = 32
 DTYPE_CHARACTERS_MAX = 1 << 16  # of a dtype's name
 
 #: Frozen dataclasses of ours, by the name that the format gives them in the header: module and class.
-SAMPLE_CLASSES = {"MiniBatch": ("featstore.sampling.neighbors", "SampledSubgraph")}
+SAMPLE_CLASSES = {
+    "MiniBatch": ("featstore.sampling.neighbors", "SampledSubgraph"),
+    "TypedMiniBatch": ("featstore.sampling.typed", "TypedSubgraph"),
+}
 #: What PyG's ``Batch`` knows of the graphs that it was made of: how many, where each one's values lie, and
 #: what was added to them.
 PYG_BATCH_ABOUT = ("_num_graphs", "_slice_dict", "_inc_dict")

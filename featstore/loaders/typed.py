@@ -1,0 +1,147 @@
+"""Whole mini-batches of several types of nodes and edges: what is a thing of one type in the others is here a
+dictionary, by node type or by edge type, ``(source type, relation, target type)``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from featstore import arguments as args
+from featstore.errors import ArgumentError, SourceError
+from featstore.loaders.batch import Batch, of_pyg
+from featstore.loaders.prefetch import Sampler
+from featstore.loaders.whole import WantedRows, Whole, as_batch, values_of
+from featstore.sampling.minibatch import Ids
+from featstore.sampling.typed import EdgeType, TypedSubgraph
+from featstore.storage.edge_types import joined
+from featstore.storage.store import OpenStore, StoredGraph
+
+
+class TypedWhole(Whole):
+    """Makes mini-batches of a store with edge types whole.
+
+    ``edge_table``: a name or several, of tables of edges, whose rows ``edge_attr`` has by edge type, found by
+    ``e_id``. ``attach``: names of arrays, ``TYPE.NAME``, each with a value for each node of that type: the
+    mini-batch has them as ``NAME``, by type. Rows of nodes without features are not read. Raises
+    ArgumentError, UnknownNameError, SourceError.
+    """
+
+    def __init__(self, store: OpenStore, edge_table: Any, attach: Any) -> None:
+        super().__init__(store, None, ())
+        self.featureless = frozenset(store.manifest.featureless)
+        self.edge_types = _edge_tables(store, edge_table)
+        if not self.edge_types and all(name in self.featureless for name in store.node_types):
+            raise SourceError(f"no nodes of {store.path} have features: there are no rows to load")
+        for name in _names(attach, "attach", "names of arrays"):
+            args.known_name(name, store.manifest.arrays, "attach: the store has no array")
+            node_type, _, rest = name.partition(".")
+            shape = store.manifest.arrays[name].shape
+            known = node_type in store.node_types
+            if not known or not rest.isidentifier() or shape[:1] != [store.tables[node_type].rows]:
+                raise ArgumentError(
+                    f"attach: array {name!r} has the shape {list(shape)}; of a store with several types of "
+                    "nodes an array is attached that is called TYPE.NAME and has a value for each node of "
+                    f"that type; types are {', '.join(map(repr, store.node_types))}"
+                )
+            self.arrays[name] = store.arrays[name]
+
+    def check_sampled(self, graph: StoredGraph) -> None:
+        """What is wrong with edge tables was found when they were named."""
+
+    def wanted(
+        self, batches: Sampler, nodes: Callable[[Any], Any] | None, recorded: bool,
+        check: Callable[[], None] | None,
+    ) -> TypedRows:  # fmt: skip
+        """Mini-batches as pairs of the ids wanted by table, and the sample."""
+        return TypedRows(self, batches, nodes, recorded, check)
+
+    def batch(self, made: Any) -> Batch:
+        """One mini-batch; PyG's objects bring their rows along."""
+        batch = as_batch(made)
+        if isinstance(batch.sample, TypedSubgraph):
+            batch.n_id = batch.sample.node
+            if self.edge_types:
+                batch.edge_attr = {of: batch.x[name] for name, of in self.edge_types.items()}
+            batch.x = {name: rows for name, rows in batch.x.items() if name not in self.edge_types}
+        by_name: dict[str, dict[str, Any]] = {}
+        like = next(iter(batch.x.values()))
+        for name, array in self.arrays.items():
+            node_type, _, rest = name.partition(".")
+            if node_type in batch.n_id:
+                by_name.setdefault(rest, {})[node_type] = values_of(array, batch.n_id[node_type], like)
+        for name, by_type in by_name.items():
+            self._attach(batch, name, by_type)
+        return batch
+
+    def _attach(self, batch: Batch, name: str, by_type: dict[str, Any]) -> None:
+        if of_pyg(batch.sample):
+            for node_type, values in by_type.items():
+                if name in batch.sample[node_type]:
+                    raise ArgumentError(f"attach: these mini-batches have {name!r} already; leave it out")
+                batch.sample[node_type][name] = values
+        elif hasattr(batch, name):
+            raise ArgumentError(f"attach: these mini-batches have {name!r} already; leave it out")
+        setattr(batch, name, by_type)
+
+
+class TypedRows(WantedRows):
+    """Mini-batches of several types as pairs of the ids wanted by table, and the sample."""
+
+    def __init__(
+        self, whole: TypedWhole, batches: Sampler, nodes: Callable[[Any], Any] | None, recorded: bool,
+        check: Callable[[], None] | None,
+    ) -> None:  # fmt: skip
+        super().__init__(batches, nodes, None, recorded, check)
+        self._whole = whole
+
+    def of(self, made: Any) -> tuple[Ids, Any]:
+        ids, sample = super().of(made)
+        wanted = {name: one for name, one in ids.items() if name not in self._whole.featureless}
+        for table, edge_type in self._whole.edge_types.items():
+            wanted[table] = _numbers(made, edge_type)
+        return wanted, sample
+
+
+def _numbers(made: Any, edge_type: EdgeType) -> Any:
+    """The user's numbers of the edges of one type. Raises SourceError."""
+    if of_pyg(made) and hasattr(made, "edge_types"):
+        found = made[edge_type].get("e_id") if edge_type in made.edge_types else None
+    else:
+        by_type = getattr(made, "e_id", None)
+        found = by_type.get(edge_type) if isinstance(by_type, Mapping) else None
+    if found is None:
+        raise SourceError(
+            f"edge_table={joined(edge_type)!r} is read by e_id, the numbers of edges that it was packed "
+            f"with, which these mini-batches do not have of {edge_type}: PyG's loaders bring it, so does the "
+            "store's own sampling where edge ids were packed"
+        )
+    return np.asarray(found)
+
+
+def _names(given: Any, name: str, what: str) -> list[str]:
+    return [given] if isinstance(given, str) else list(args.as_sequence(given or (), name, what))
+
+
+def _edge_tables(store: OpenStore, given: Any) -> dict[str, EdgeType]:
+    """The edge types of the tables of edges that were named."""
+    known = {joined(edge_type): edge_type for edge_type in store.edge_types}
+    found: dict[str, EdgeType] = {}
+    for name in _names(given, "edge_table", "names of tables of edges"):
+        args.known_name(name, store.tables, "edge_table: the store has no table")
+        if name not in known:
+            raise ArgumentError(
+                f"edge_table: {name!r} is a table of nodes; those of edges are called as their graphs are: "
+                f"{', '.join(map(repr, known))}"
+            )
+        graph, rows = store.graphs[name], store.tables[name].rows
+        if rows != graph.edges or not graph.has_edge_ids:
+            why = (
+                f"has {graph.edges:,} edges, and the table {rows:,} rows"
+                if graph.has_edge_ids
+                else "does not keep the numbers of its edges: pack it with edge_ids=True (--edge-ids)"
+            )
+            raise SourceError(f"edge_table={name!r} is read by e_id, and {graph.where()} {why}")
+        found[name] = known[name]
+    return found

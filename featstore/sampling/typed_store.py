@@ -1,0 +1,111 @@
+"""A store's graphs of all edge types in memory, for mini-batches around seeds of one type of nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from featstore.arguments import as_flag, known_name, shown
+from featstore.base.training_nodes import checked_train
+from featstore.errors import ArgumentError, SourceError
+from featstore.reader.graphs import read_csc, read_edge_ids
+from featstore.sampling.options import SamplingOptions
+from featstore.sampling.typed import EdgeType, TypedNeighborSampler, TypedSubgraph
+from featstore.storage.edge_types import joined
+from featstore.storage.store import OpenStore, StoredGraph
+
+_FIXED_BYTES = 32 * 2**20  # of a reader while a graph is read
+
+__all__ = ["TypedInMemory", "TypedSeeds", "typed_bytes"]
+
+
+@dataclass(frozen=True)
+class TypedSeeds:
+    """Seeds of one type: ``ids`` int64, each once."""
+
+    node_type: str
+    ids: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, store: OpenStore, given: Any) -> TypedSeeds:
+        """``given``: a pair of a node type and its ids, a mask, the name of an array, or None for all nodes;
+        or the name of an array ``TYPE.NAME``. Raises ArgumentError, UnknownNameError, IdError."""
+        node_type: Any
+        if isinstance(given, str):
+            node_type, dot, _ = given.partition(".")
+            if not dot:
+                raise ArgumentError(
+                    f"seeds={given!r}: the store has several types of nodes; give (type, ids), or the name "
+                    "of an array TYPE.NAME"
+                )
+            ids: Any = given
+        elif isinstance(given, tuple) and len(given) == 2:
+            node_type, ids = given
+        else:
+            raise ArgumentError(
+                f"the store has several types of nodes: seeds= is a pair (type, ids), not {shown(given)}"
+            )
+        known_name(node_type, store.node_types, "seeds: the store has no type of nodes")
+        rows = store.tables[node_type].rows
+        if isinstance(ids, str):
+            ids = store.arrays[known_name(ids, store.manifest.arrays, "seeds: the store has no array")]
+        return cls(node_type, checked_train(np.arange(rows) if ids is None else ids, rows))
+
+
+def typed_graphs(store: OpenStore) -> dict[EdgeType, StoredGraph]:
+    """The store's graphs that have edge types. Raises SourceError where there are none."""
+    found = {graph.edge_type: graph for graph in store.graphs.values() if graph.edge_type is not None}
+    if not found:
+        raise SourceError(f"the store {store.path} holds no graph with edge types")
+    return found
+
+
+def typed_bytes(store: OpenStore) -> int:
+    """What it takes to bring all graphs with edge types into memory by node id, at most."""
+    held = most = 0
+    for graph in typed_graphs(store).values():
+        item = graph.entry.sources.row_bytes
+        ids = graph.store.table(f"{graph.name}/edge_ids").row_bytes if graph.has_edge_ids else 0
+        held += 8 * (graph.table.rows + 1) + (item + ids) * graph.edges
+        most = max(most, 40 * graph.table.rows + (16 + 2 * item + ids) * graph.edges)
+    return _FIXED_BYTES + held + most
+
+
+class TypedInMemory:
+    """A neighbour sampler over all edge types of a store, with seeds of ``node_type``.
+
+    ``fanouts``: as for :class:`~featstore.sampling.typed.TypedNeighborSampler`; relations may be named as
+    graphs are, ``a__r__b``. Mini-batches have ``e_id`` of the relations whose graphs keep the numbers of
+    edges (unless ``edge_ids`` is False).
+    """
+
+    def __init__(
+        self, store: OpenStore, node_type: str, fanouts: Sequence[int] | Mapping[Any, Sequence[int]],
+        seed: int = 0, *, edge_ids: bool | None = None, options: SamplingOptions | None = None,
+    ) -> None:  # fmt: skip
+        graphs = typed_graphs(store)
+        if isinstance(fanouts, Mapping):
+            names = {joined(edge_type): edge_type for edge_type in graphs}
+            fanouts = {names.get(key, key): one for key, one in fanouts.items()}
+        numbered = True if edge_ids is None else as_flag(edge_ids, "edge_ids")
+        ids = {t: read_edge_ids(g, by_node=True) for t, g in graphs.items() if numbered and g.has_edge_ids}
+        self.node_type, self.seed = node_type, seed
+        self._sampler = TypedNeighborSampler(
+            {edge_type: read_csc(graph) for edge_type, graph in graphs.items()},
+            {name: store.tables[name].rows for name in store.node_types},
+            fanouts, seed, options=options, edge_ids=ids,
+        )  # fmt: skip
+        self.fanouts = self._sampler.fanouts
+
+    @property
+    def node_count(self) -> int:
+        """Number of nodes of the seeds' type."""
+        return self._sampler.nodes[self.node_type]
+
+    def sample(self, seeds: NDArray[Any], batch_index: int = 0, *, epoch: int = 0) -> TypedSubgraph:
+        """The mini-batch around seeds of the type; raises what the sampler raises."""
+        return self._sampler.sample(self.node_type, seeds, batch_index, epoch=epoch)
