@@ -55,6 +55,11 @@ def mix64(word: Any) -> Any:
     return word ^ (word >> np.uint64(31))
 
 
+def relation_key(key: int, name: str) -> int:
+    """The key of a relation, by its name, of the mini-batch whose key is ``key``."""
+    return _mix(key ^ int(fold_ids(np.frombuffer(name.encode(), np.uint8).astype(np.int64))))
+
+
 def random_words(key: np.uint64, count: int) -> NDArray[np.uint64]:
     """``count`` random words, uint64, that follow from the key."""
     words: NDArray[np.uint64] = mix64(key + GOLDEN * np.arange(1, count + 1, dtype=np.uint64))

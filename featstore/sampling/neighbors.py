@@ -15,6 +15,10 @@ on the worker that made it, nor on what was sampled before. Of ``degree`` neighb
 Floyd's algorithm (CACM 30(9), 1987), which draws exactly ``fanout`` numbers. A number below n is the upper
 half of a 64 x 64 bit product, so the bias is under n / 2**64.
 
+**Options.** With replacement, by weights, within time, with one subgraph a seed, other edges than those that
+were drawn: :class:`featstore.sampling.options.SamplingOptions`. They go by :mod:`featstore.sampling.growing`,
+as graphs of several types do (:mod:`featstore.sampling.typed`).
+
 **Memory** follows the mini-batch, not the graph: each hop first counts its edges, which bounds the new nodes,
 and then sizes its arrays and the hash table (open addressing, at most half full) that turns node ids into
 local ids.
@@ -32,12 +36,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from featstore.arguments import as_fanouts, as_integer
+from featstore.arguments import as_fanouts, as_integer, shown
 from featstore.base.hashing import batch_key
 from featstore.base.ids import as_integers, plain_array
-from featstore.errors import IdError, SourceError
+from featstore.errors import ArgumentError, IdError, SourceError
+from featstore.sampling.growing import Growing, bad_offsets, grow_over
 from featstore.sampling.hops import Hops, HopSampler
+from featstore.sampling.options import SamplingOptions
 from featstore.sampling.picking import sample_hop, seed_table
+from featstore.sampling.reverse import with_reverse
+
+_ONLY = ("", "", "")  # the relation of a graph without types
 
 
 @dataclass(frozen=True)
@@ -48,7 +57,9 @@ class SampledSubgraph:
     ``node`` of each edge's source (the neighbour) and target (the node that asked). ``edge_id``: int64[k],
     position of the edge in the sampler's ``indices``, no number of the user's. ``num_sampled_nodes``: new
     nodes per hop, the seeds as hop 0 (length hops + 1). ``num_sampled_edges``: edges per hop. ``e_id``:
-    int64[k], the user's numbers of the edges, where the sampler knows them.
+    int64[k], the user's numbers of the edges, where the sampler knows them. ``batch``: int64[m], the number
+    of the seed whose subgraph each node is in, where seeds have subgraphs of their own. Of bidirectional and
+    induced subgraphs ``num_sampled_edges`` is empty: their edges are of no hop.
     """
 
     node: NDArray[np.int64]
@@ -58,51 +69,61 @@ class SampledSubgraph:
     num_sampled_nodes: tuple[int, ...]
     num_sampled_edges: tuple[int, ...]
     e_id: NDArray[np.int64] | None = None
+    batch: NDArray[np.int64] | None = None
 
 
 class NeighborSampler(HopSampler):
-    """Uniform neighbour sampler without replacement over a CSC graph in memory (or a memory map of one).
+    """Neighbour sampler over a CSC graph in memory (or a memory map of one): uniform and without replacement,
+    unless options say otherwise.
 
     ``indptr``: int64[n + 1]. ``indices``: int32 or int64 [e], the sources of the edges into each node.
     ``fanouts``: neighbours per node and hop, from the seeds outwards; -1 takes all. ``seed``: any integer.
     ``edge_ids``: int32 or int64 [e], the user's number of each edge, for mini-batches that have ``e_id``.
-    Arrays are used as they are, not copied.
+    ``options``: a :class:`~featstore.sampling.options.SamplingOptions`. Arrays are used as they are, not
+    copied; lists that do not ascend in time take 8 bytes an edge, for an order in which they do.
 
-    Raises SourceError if the graph or the fan-outs cannot be used. Safe to use from several threads: nothing
-    is written.
+    Raises SourceError if the graph, the fan-outs or the options cannot be used. Safe to use from several
+    threads: nothing is written.
     """
 
     def __init__(
         self, indptr: NDArray[Any], indices: NDArray[Any], fanouts: Sequence[int], seed: int = 0, *,
-        edge_ids: NDArray[Any] | None = None,
+        edge_ids: NDArray[Any] | None = None, options: SamplingOptions | None = None,
     ) -> None:  # fmt: skip
         self.indptr, self.indices = graph_arrays(indptr, indices)
-        self.edge_ids = None
-        if edge_ids is not None:
-            self.edge_ids = _graph_array("edge_ids", edge_ids, (np.int32, np.int64))
-            if len(self.edge_ids) != len(self.indices):
-                raise SourceError(
-                    f"edge_ids must have a number for each of {len(self.indices):,} edges, not "
-                    f"{len(self.edge_ids):,}"
-                )
+        self.edge_ids = None if edge_ids is None else edge_numbers(edge_ids, len(self.indices))
         self.fanouts = as_fanouts(fanouts)
         self.seed = as_integer(seed, "seed")
+        self.options = as_options(options)
+        self._growing: Growing | None = None
+        if not self.options.is_plain:
+            graphs = {_ONLY: (self.indptr, self.indices)}
+            by_type, by_relation = {"": self.node_count}, {_ONLY: self.fanouts}
+            self._growing = grow_over(by_type, graphs, by_relation, self.options, named=False)
 
     @property
     def node_count(self) -> int:
         """Number of nodes of the graph."""
         return len(self.indptr) - 1
 
-    def sample(self, seeds: NDArray[Any], batch_index: int = 0, *, epoch: int = 0) -> SampledSubgraph:
-        """The mini-batch around ``seeds`` (any integer dtype [b], no duplicates).
+    def sample(
+        self, seeds: NDArray[Any], batch_index: int = 0, *, epoch: int = 0,
+        seed_times: NDArray[Any] | None = None,
+    ) -> SampledSubgraph:  # fmt: skip
+        """The mini-batch around ``seeds`` (any integer dtype [b], no duplicates, unless each has a subgraph
+        of its own).
 
-        The result depends on the graph, the fan-outs, ``seed``, ``epoch``, ``batch_index`` and ``seeds``
-        alone. Raises IdError for seeds that are no nodes or stand twice, SourceError where the graph's arrays
-        contradict themselves.
+        ``seed_times``: int64 [b], what neighbours may not be later than; where nodes have times, by default
+        the seeds' own. The result depends on the graph, the fan-outs, the options, ``seed``, ``epoch``,
+        ``batch_index``, ``seeds`` and their times alone. Raises IdError for seeds that are no nodes or stand
+        twice, ArgumentError for times that are missing, SourceError where the graph's arrays contradict
+        themselves.
         """
         seeds = checked_seeds(seeds, self.node_count)
-        hops = Hops(seeds, seed_table(seeds, seeds, np.dtype(np.int64)))
         key = batch_key(self.seed, as_integer(epoch, "epoch"), as_integer(batch_index, "batch_index"))
+        if self._growing is not None or seed_times is not None:
+            return self._grown(seeds, key, seed_times)
+        hops = Hops(seeds, seed_table(seeds, seeds, np.dtype(np.int64)))
         self._go(hops, self.indptr, len(self.indices), key)
         count = sum(hops.counts)
         node = hops.nodes if len(hops.nodes) == count else hops.nodes[:count].copy()
@@ -110,6 +131,22 @@ class NeighborSampler(HopSampler):
         return SampledSubgraph(
             node=node, **joined, e_id=self._numbers(node, joined["col"], joined["edge_id"])
         )
+
+    def _grown(self, seeds: NDArray[np.int64], key: int, seed_times: NDArray[Any] | None) -> SampledSubgraph:
+        """A mini-batch with options."""
+        if self._growing is None:
+            raise ArgumentError("seed_times= has no effect without node_times= or edge_times=")
+        times = None if seed_times is None else {"": seed_times}
+        found = self._growing.sample({"": seeds}, key, times)
+        edge_counts = tuple(len(part[2]) for part in found.parts[0])
+        node, (row, col, edge) = found.node(""), found.edges(0)
+        numbers = self._numbers(node, col, edge)
+        if self.options.subgraph == "bidirectional":
+            row, col, edge, numbers = with_reverse(row, col, edge, numbers)
+        return SampledSubgraph(
+            node, row, col, edge, tuple(found.hops[""]),
+            edge_counts if self.options.subgraph == "directional" else (), numbers, found.batch(""),
+        )  # fmt: skip
 
     def _numbers(
         self, node: NDArray[np.int64], col: NDArray[np.int64], edge: NDArray[np.int64]
@@ -124,7 +161,7 @@ class NeighborSampler(HopSampler):
         count = int(
             sample_hop(
                 self.indptr, self.indices, self.node_count, hops.nodes, begin, end, fanout, key, hops.slots,
-                picks, row, col, edge,
+                hops.nodes, end, picks, row, col, edge,
             )
         )  # fmt: skip
         if count < 0:
@@ -139,11 +176,14 @@ class NeighborSampler(HopSampler):
         """Memory follows the mini-batch, without a bound."""
 
     def _bad_offsets(self, node: int) -> SourceError:
-        low, high = int(self.indptr[node]), int(self.indptr[node + 1])
-        return SourceError(
-            f"indptr gives node {node} the edges {low:,} to {high:,} of {len(self.indices):,}: "
-            "offsets must rise and stay inside indices; build the CSC arrays again"
-        )
+        return bad_offsets(self.indptr, self.indices, node)
+
+
+def as_options(options: Any) -> SamplingOptions:
+    """Options as they were given; those of nothing said for None. Raises ArgumentError."""
+    if options is not None and not isinstance(options, SamplingOptions):
+        raise ArgumentError(f"options must be a SamplingOptions, not {shown(options)}")
+    return SamplingOptions() if options is None else options
 
 
 def graph_arrays(indptr: Any, indices: Any) -> tuple[NDArray[np.int64], NDArray[Any]]:
@@ -156,6 +196,14 @@ def graph_arrays(indptr: Any, indices: Any) -> tuple[NDArray[np.int64], NDArray[
             "pass the CSC arrays of the incoming edges"
         )
     return offsets, sources
+
+
+def edge_numbers(edge_ids: Any, edges: int) -> NDArray[Any]:
+    """int32 or int64 [edges], the user's numbers of edges. Raises SourceError."""
+    numbers = _graph_array("edge_ids", edge_ids, (np.int32, np.int64))
+    if len(numbers) != edges:
+        raise SourceError(f"edge_ids must have a number for each of {edges:,} edges, not {len(numbers):,}")
+    return numbers
 
 
 def _graph_array(name: str, array: NDArray[Any], dtypes: tuple[type, ...]) -> NDArray[Any]:

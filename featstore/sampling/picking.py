@@ -143,24 +143,23 @@ def pick_edges(
 
 @njit(cache=True, nogil=True)
 def sample_hop(
-    indptr: Any, indices: Any, node_total: Any, node: Any, begin: Any, end: Any, fanout: Any, key: Any,
-    slots: Any, picks: Any, row: Any, col: Any, edge: Any,
+    indptr: Any, indices: Any, source_total: Any, targets: Any, begin: Any, end: Any, fanout: Any, key: Any,
+    slots: Any, node: Any, count: Any, picks: Any, row: Any, col: Any, edge: Any,
 ) -> Any:  # fmt: skip
-    """Sample the neighbours of ``node[begin:end]``, write their edges, and append new nodes from
-    ``node[end]`` on.
+    """Sample the neighbours of ``targets[begin:end]``, write their edges, and append new nodes from
+    ``node[count]`` on. ``targets`` and ``node`` are the same array where both ends of edges are of one type.
 
-    Returns how many nodes there are now, or -1 - e where ``indices[e]`` is no node. Sizes and offsets: see
-    :func:`hop_size`.
+    Returns how many nodes there are now, or -1 - e where ``indices[e]`` is none of ``source_total``. Sizes
+    and offsets: see :func:`hop_size`.
     """
-    count = end
     filled = 0
     for position in range(begin, end):
-        low = indptr[node[position]]
-        degree = indptr[node[position] + 1] - low
-        taken = pick_edges(key, node[position], low, degree, fanout, picks, position, edge[filled:])
+        low = indptr[targets[position]]
+        degree = indptr[targets[position] + 1] - low
+        taken = pick_edges(key, targets[position], low, degree, fanout, picks, position, edge[filled:])
         for place in range(filled, filled + taken):
             neighbour = np.int64(indices[edge[place]])
-            if neighbour < 0 or neighbour >= node_total:
+            if neighbour < 0 or neighbour >= source_total:
                 return -1 - edge[place]
             local = find_or_add(slots, node, count, neighbour)
             if local == count:

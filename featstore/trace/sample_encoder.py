@@ -190,10 +190,11 @@ class _Encoder:
         label = _CLASS_NAMES.get(f"{kind.__module__}.{kind.__qualname__}")
         if label is not None:
             items = [
-                self.node(getattr(value, f.name), (where, f".{f.name}"), depth + 1)
-                for f in fields(value)
-                if f.default is MISSING or getattr(value, f.name) is not None
+                self.node(getattr(value, f.name), (where, f".{f.name}"), depth + 1) for f in fields(value)
             ]
+            needed = sum(f.default is MISSING for f in fields(value))
+            while len(items) > needed and items[-1] is None:  # values go by their places
+                items.pop()
             return ["m", label, *items]
         module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
         raise _refuse(where, f"is a {module}{kind.__qualname__}", _advice(value))

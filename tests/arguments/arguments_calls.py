@@ -275,11 +275,17 @@ CALLS: dict[str, Call] = {
             "fanouts": FANOUTS,
             "seed": ANY_INTEGER,
             "edge_ids": ARRAY.optional,
+            "options": Rule({**NONSENSE, "a mapping": {"replace": True}, "a text": "replace"}),
         },
     ),
     "NeighborSampler.sample": Call(
         lambda w: (w.neighbours.sample, {"seeds": [1, 2]}),
-        {"seeds": IDS.saying("seed"), "batch_index": ANY_INTEGER, "epoch": ANY_INTEGER},
+        {
+            "seeds": IDS.saying("seed"),
+            "batch_index": ANY_INTEGER,
+            "epoch": ANY_INTEGER,
+            "seed_times": ARRAY.optional,
+        },
     ),
     "StoredSampler": Call(
         lambda w: (StoredSampler, {"store": w.store, "fanouts": [2], "memory": "64MiB", "engine": "threads"}),

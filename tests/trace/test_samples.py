@@ -271,6 +271,9 @@ def test_our_own_mini_batch() -> None:
     found: Any = decode(encoded)
     assert type(found["batch"]) is SampledSubgraph
     assert same(vars(found["batch"]), vars(batch))
+    for numbers, trees in ((np.arange(4), None), (None, np.arange(5)), (np.arange(4), np.arange(5))):
+        batch = SampledSubgraph(*(np.arange(n) for n in (5, 4, 4, 4)), (2, 3), (4,), numbers, trees)
+        assert same(vars(decode(encode(batch))), vars(batch))
 
 
 def test_torch_is_loaded_by_torch_alone() -> None:
