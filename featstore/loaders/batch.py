@@ -11,7 +11,6 @@ import numpy as np
 from featstore.errors import SourceError
 from featstore.sampling import dgl_graphs
 
-
 _OWN = ("index", "n_id", "x", "sample")
 
 
@@ -54,8 +53,8 @@ class Batch:
 
     @property
     def edge_index(self) -> Any:
-        """int64 [2, k]: ``row`` and ``col``; a tensor where they are tensors, or where ``x`` is one. By edge type
-        where there are several."""
+        """int64 [2, k]: ``row`` and ``col``; a tensor where they are tensors, or where ``x`` is one. By edge
+        type where there are several."""
         found = self._of_sample("edge_index")
         if found is not None:
             return found
@@ -156,8 +155,8 @@ class Batch:
 
         if not isinstance(self._of_sample("row"), Mapping):
             raise SourceError(
-                "a mini-batch of several types of nodes becomes a HeteroData where its sampler knows types of "
-                "edges, as the store's own does, or made one"
+                "a mini-batch of several types of nodes becomes a HeteroData where its sampler knows types "
+                "of edges, as the store's own does, or made one"
             )
         data, counts = HeteroData(), self.num_sampled_nodes
         for node_type, ids in self.n_id.items():

@@ -57,6 +57,10 @@ class TypedWhole(Whole):
         """Mini-batches as pairs of the ids wanted by table, and the sample."""
         return TypedRows(self, batches, nodes, recorded, check)
 
+    @property
+    def _wanted_edge_tables(self) -> list[str]:
+        return list(self.edge_types)
+
     def batch(self, made: Any) -> Batch:
         """One mini-batch; PyG's objects bring their rows along."""
         batch = as_batch(made)

@@ -142,16 +142,22 @@ class Whole:
     def check_compiled(self, tables: Container[str], sampled: bool) -> None:
         """Raise ArgumentError where what was compiled before has no rows of edges that are wanted now, or has
         some that are not; whoever brings mini-batches may have wanted these by name."""
-        if self.edge_table is not None and self.edge_table not in tables:
-            raise ArgumentError(
-                f"what was compiled has no rows of edge_table={self.edge_table!r}: leave it out, or "
-                "compile anew"
-            )
-        others = [name for name in self._edge_tables if name in tables and name != self.edge_table]
+        wanted = self._wanted_edge_tables
+        for name in wanted:
+            if name not in tables:
+                raise ArgumentError(
+                    f"what was compiled has no rows of edge_table={name!r}: leave it out, or compile anew"
+                )
+        others = [name for name in self._edge_tables if name in tables and name not in wanted]
         if sampled and others:
             raise ArgumentError(
                 f"what was compiled has rows of edge_table={others[0]!r}: say so again, or compile anew"
             )
+
+    @property
+    def _wanted_edge_tables(self) -> list[str]:
+        """The tables of edges whose rows mini-batches have."""
+        return [] if self.edge_table is None else [self.edge_table]
 
     @property
     def held_bytes(self) -> int:
@@ -195,7 +201,8 @@ def as_batch(made: Any) -> Batch:
         return made
     if hasattr(made, "node_types"):
         kinds = [t for t in made.node_types if "n_id" in made[t]]
-        return Batch(0, {t: made[t].n_id for t in kinds}, {t: made[t].x for t in kinds}, made)
+        rows = {t: made[t].x for t in kinds if "x" in made[t]}  # some types have no features
+        return Batch(0, {t: made[t].n_id for t in kinds}, rows, made)
     return Batch(0, made.n_id, made.x, made)
 
 

@@ -1,0 +1,230 @@
+"""Loaders over stores with edge types: every row, edge and number of a mini-batch is the source's, in each
+mode, and what cannot be is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import featstore
+from featstore.errors import ArgumentError, BudgetError, SourceError, UnknownNameError
+from featstore.sampling.typed import TypedNeighborSampler, TypedSubgraph
+
+WRITES, CITES, IN, HAS = (
+    ("author", "writes", "paper"), ("paper", "cites", "paper"), ("paper", "in", "venue"), ("venue", "has", "paper"),
+)  # fmt: skip
+NODES = {"paper": 300, "author": 120, "venue": 9}
+SEEDS = np.arange(5, 300, 3)
+FANOUTS = (4, 3)
+MEMORY = "64MiB"
+
+
+class Source:
+    """What is packed."""
+
+    def __init__(self) -> None:
+        rng = np.random.default_rng(5)
+        counts = {WRITES: 700, CITES: 1500, IN: 300, HAS: 300}
+        self.edges = {
+            of: np.stack([rng.integers(0, NODES[of[0]], count), rng.integers(0, NODES[of[2]], count)])
+            for of, count in counts.items()
+        }
+        self.rows = {
+            "paper": rng.standard_normal((300, 24)).astype(np.float32),
+            "author": rng.integers(0, 99, (120, 3), dtype=np.int16),
+        }
+        self.edge_rows = rng.standard_normal((700, 5)).astype(np.float64)
+        self.labels = rng.integers(0, 7, 300)
+
+    def pack(self, path: Path) -> featstore.Store:
+        tables: dict[str, Any] = {**self.rows, "venue": 9, "author__writes__paper": self.edge_rows}
+        arrays = {"paper.y": self.labels, "paper.train": np.isin(np.arange(300), SEEDS)}
+        return featstore.pack(path, tables, graph=self.edges, arrays=arrays, edge_ids=True, memory="64MiB")
+
+
+@pytest.fixture(scope="module")
+def source() -> Source:
+    return Source()
+
+
+@pytest.fixture(scope="module")
+def store(source: Source, tmp_path_factory: pytest.TempPathFactory) -> Iterator[featstore.Store]:
+    with source.pack(tmp_path_factory.mktemp("typed") / "store") as made:
+        yield made
+
+
+def options(**more: Any) -> dict[str, Any]:
+    return {"seeds": ("paper", SEEDS), "fanouts": FANOUTS, "batch_size": 16, "memory": MEMORY} | more
+
+
+def check(batch: Any, source: Source) -> None:
+    """Rows and edges are the source's."""
+    assert set(batch.n_id) == set(NODES)
+    assert set(batch.x) == {"paper", "author"}  # venues have no features
+    for name, rows in source.rows.items():
+        assert np.asarray(batch.x[name]).dtype == rows.dtype
+        np.testing.assert_array_equal(batch.x[name], rows[batch.n_id[name]])
+    for of, edges in source.edges.items():
+        row, col = np.asarray(batch.edge_index[of])
+        found = np.stack([batch.n_id[of[0]][row], batch.n_id[of[2]][col]])
+        np.testing.assert_array_equal(found, edges[:, batch.e_id[of]])
+    np.testing.assert_array_equal(batch.edge_attr[WRITES], source.edge_rows[batch.e_id[WRITES]])
+    np.testing.assert_array_equal(batch.y["paper"], source.labels[batch.n_id["paper"]])
+    assert batch.batch_size == batch.num_sampled_nodes["paper"][0]
+
+
+@pytest.mark.parametrize("mode", ["online", "compiled", "rolling", "auto"])
+def test_every_row_and_edge_is_the_source_s(store: featstore.Store, source: Source, mode: str) -> None:
+    given = options(mode=mode, attach="paper.y", edge_table="author__writes__paper", engine="threads")
+    if mode in ("compiled", "rolling"):
+        given["name"] = f"typed-{mode}"
+    with store.loader(**given) as loader:
+        for _ in range(2):
+            seeds = []
+            for batch in loader:
+                check(batch, source)
+                seeds.append(batch.n_id["paper"][: batch.batch_size])
+            np.testing.assert_array_equal(np.sort(np.concatenate(seeds)), SEEDS)
+
+
+def test_mini_batches_are_the_sampler_s(store: featstore.Store) -> None:
+    graphs = {of: store.graphs["__".join(of)].csc() for of in store.edge_types}
+    sampler = TypedNeighborSampler(graphs, NODES, FANOUTS, 3)
+    with store.loader(**options(mode="online", seed=3)) as loader:
+        for batch in loader:
+            seeds = batch.n_id["paper"][: batch.batch_size]
+            wanted: TypedSubgraph = sampler.sample("paper", seeds, batch.index, epoch=0)
+            for name, ids in wanted.node.items():
+                np.testing.assert_array_equal(batch.n_id[name], ids)
+            for of in store.edge_types:
+                np.testing.assert_array_equal(batch.edge_index[of], [wanted.row[of], wanted.col[of]])
+
+
+@pytest.mark.parametrize("seeds", ["paper.train", ("paper", "paper.train"), ("paper", np.isin(np.arange(300), SEEDS))])
+def test_seeds_by_name_and_mask(store: featstore.Store, seeds: Any) -> None:
+    with store.loader(**options(seeds=seeds, mode="online", batch_size=1000)) as loader:
+        (batch,) = loader
+        np.testing.assert_array_equal(np.sort(batch.n_id["paper"][: batch.batch_size]), SEEDS)
+
+
+def test_seeds_of_another_type_and_all_of_them(store: featstore.Store) -> None:
+    with store.loader(**options(seeds=("venue", None), mode="online")) as loader:
+        (batch,) = loader
+        assert batch.batch_size == 9
+        assert batch.num_sampled_nodes["paper"][0] == 0
+
+
+def test_fanouts_by_edge_type(store: featstore.Store) -> None:
+    fanouts = {WRITES: (2, 0), "paper__cites__paper": (1, 1), IN: (0, 0), HAS: (0, 0)}
+    with store.loader(**options(fanouts=fanouts, mode="online")) as loader:
+        for batch in loader:
+            assert len(batch.e_id[IN]) == len(batch.e_id[HAS]) == 0
+            assert batch.num_sampled_edges[WRITES][1] == 0
+
+
+def test_it_goes_on_where_it_was(store: featstore.Store) -> None:
+    with store.loader(**options(mode="online")) as loader:
+        whole = [batch.n_id for batch in loader]
+    with store.loader(**options(mode="online")) as loader:
+        going = iter(loader)
+        for _ in range(3):
+            next(going)
+        state = loader.state_dict()
+        going.close()
+    with store.loader(**options(mode="online")) as loader:
+        loader.load_state_dict(state)
+        for batch, wanted in zip(loader, whole[3:], strict=True):
+            for name, ids in wanted.items():
+                np.testing.assert_array_equal(batch.n_id[name], ids)
+
+
+def test_pyg_s_object(store: featstore.Store, source: Source) -> None:
+    pytest.importorskip("torch_geometric")
+    given = options(mode="online", tensors=True, attach="paper.y", edge_table="author__writes__paper")
+    with store.loader(**given) as loader:
+        batch = next(iter(loader))
+        data = batch.pyg()
+    assert data["paper"].batch_size == 16
+    assert "batch_size" not in data["author"]
+    assert "x" not in data["venue"]
+    assert data["venue"].num_nodes == len(batch.n_id["venue"])
+    assert (data["paper"].x == torch.from_numpy(source.rows["paper"])[data["paper"].n_id]).all()
+    assert (data["paper"].y == torch.from_numpy(source.labels)[data["paper"].n_id]).all()
+    for of in store.edge_types:
+        assert torch.equal(torch.as_tensor(batch.edge_index[of]), data[of].edge_index)
+        assert torch.equal(data[of].e_id, torch.from_numpy(batch.e_id[of]))
+    assert torch.equal(data[WRITES].edge_attr, batch.edge_attr[WRITES])
+    data.validate()
+
+
+@pytest.mark.parametrize("mode", ["online", "compiled"])
+def test_pyg_s_own_mini_batches(store: featstore.Store, source: Source, mode: str) -> None:
+    """Given as they come from a loader of PyG's; types without features have no rows there either."""
+    data = pytest.importorskip("torch_geometric.data")
+    rng = np.random.default_rng(0)
+    given = []
+    for _ in range(3):
+        one = data.HeteroData()
+        for name, count in NODES.items():
+            one[name].n_id = torch.from_numpy(rng.choice(count, 7, replace=False))
+        one[WRITES].edge_index = torch.zeros((2, 11), dtype=torch.long)
+        one[WRITES].e_id = torch.from_numpy(rng.choice(700, 11, replace=False))
+        given.append(one)
+    more = {"name": "of-pyg"} if mode == "compiled" else {}
+    loader = store.loader(
+        given, mode=mode, memory=MEMORY, edge_table="author__writes__paper", attach="paper.y", **more
+    )
+    with loader:
+        for batch, one in zip(loader, given, strict=True):
+            found = batch.pyg()
+            assert "x" not in found["venue"]
+            for name, rows in source.rows.items():
+                np.testing.assert_array_equal(found[name].x, rows[one[name].n_id])
+            np.testing.assert_array_equal(found[WRITES].edge_attr, source.edge_rows[one[WRITES].e_id])
+            np.testing.assert_array_equal(found["paper"].y, source.labels[one["paper"].n_id])
+
+
+def test_ranks_have_each_seed_once(store: featstore.Store) -> None:
+    seeds = []
+    for rank in range(2):
+        with store.loader(**options(mode="online", rank=rank, world_size=2, drop_last=False)) as loader:
+            seeds += [batch.n_id["paper"][: batch.batch_size] for batch in loader]
+    assert set(np.concatenate(seeds).tolist()) == set(SEEDS.tolist())
+
+
+@pytest.mark.parametrize(
+    ("more", "error", "words"),
+    [
+        ({"seeds": SEEDS}, ArgumentError, r"pair \(type, ids\)"),
+        ({"seeds": ("papers", SEEDS)}, UnknownNameError, "papers"),
+        ({"seeds": "train"}, ArgumentError, r"TYPE\.NAME"),
+        ({"mode": "partitions"}, ArgumentError, "without types"),
+        ({"memory": "1MiB"}, BudgetError, "all edge types"),
+        ({"edge_table": "paper"}, ArgumentError, "table of nodes"),
+        ({"attach": "paper.nothing"}, UnknownNameError, "nothing"),
+        ({"fanouts": {WRITES: (1,)}}, ArgumentError, "cites"),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    store: featstore.Store, more: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        store.loader(**options(**{"mode": "online"} | more))
+
+
+def test_rows_of_edges_need_their_numbers(source: Source, tmp_path: Path) -> None:
+    tables: dict[str, Any] = source.rows
+    graph = {CITES: source.edges[CITES]}
+    with featstore.pack(tmp_path / "s", tables, graph=graph, memory="64MiB") as store:
+        with store.loader(**options(mode="online")) as loader:
+            batch = next(iter(loader))
+            with pytest.raises(AttributeError, match="e_id"):
+                _ = batch.e_id
+        with pytest.raises(SourceError, match="no rows to load"):
+            no_rows = {"paper": 300}
+            featstore.pack(tmp_path / "n", no_rows, graph=graph, memory="64MiB").loader(**options())
