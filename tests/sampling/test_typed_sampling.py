@@ -186,7 +186,7 @@ GRAPHS = {one: random_relation(np.random.default_rng(1), one, 50) for one in REL
         ({"graphs": {RELATIONS[1]: 3}}, ArgumentError, "must be \\(indptr, indices\\)"),
         ({"nodes": {"paper": -1}}, ArgumentError, "each of nodes"),
         ({"fanouts": {RELATIONS[0]: [2]}}, ArgumentError, "fanouts has nothing for.*rev_writes"),
-        ({"fanouts": dict.fromkeys(RELATIONS, [2]) | {RELATIONS[0]: [2, 1]}}, ArgumentError, "many hops"),
+        ({"fanouts": {key: [2] for key in RELATIONS} | {RELATIONS[0]: [2, 1]}}, ArgumentError, "many hops"),
         ({"fanouts": {("a", "b", "c"): [2]}}, ArgumentError, "fanouts: the graph has no relation"),
         ({"fanouts": []}, ArgumentError, "one number per hop"),
         ({"fanouts": [-2]}, ArgumentError, "each of fanouts"),
@@ -206,7 +206,7 @@ def test_what_cannot_be(change: dict[str, Any], error: type[Exception], words: s
 
 def test_seeds_that_cannot_be() -> None:
     sampler = TypedNeighborSampler(GRAPHS, NODES, [2])
-    with pytest.raises(ArgumentError, match="no type 'papr'.*did you mean 'paper'"):
+    with pytest.raises(ArgumentError, match=r"no type 'papr'.*did you mean 'paper'"):
         sampler.sample("papr", [1])
     with pytest.raises(IdError, match="seed 20 is no node"):
         sampler.sample("author", [20])
