@@ -83,7 +83,7 @@ def sample(case: dict[str, Any], batch_index: int = 0, epoch: int = 0) -> Sample
     return sampler.sample(case["seeds"], batch_index, epoch=epoch, seed_times=case.get("seed_times"))
 
 
-@settings(max_examples=250)
+@settings(max_examples=120)
 @given(case=cases(), batch_index=st.integers(0, 9), epoch=st.integers(0, 9))
 def test_every_option_equals_the_twin(case: dict[str, Any], batch_index: int, epoch: int) -> None:
     batch = sample(case, batch_index, epoch)

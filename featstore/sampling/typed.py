@@ -1,0 +1,185 @@
+"""Neighbour sampling over graphs of several types of nodes and edges, in memory.
+
+A relation ``(source type, name, target type)`` is a CSC graph of its own: of each node of its target type,
+the list of its sources. What comes out is laid out as PyG's sampler of heterogeneous graphs lays it out: hop
+by hop, relations in their order, nodes in the order in which they were found, by type
+(:mod:`featstore.sampling.growing`). What a node draws follows from seed, epoch, mini-batch, hop, node and the
+relation's name: not from which other relations there are, nor from their order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from featstore.arguments import as_count, as_integer, as_mapping, as_sequence, known_name, shown
+from featstore.base.hashing import batch_key
+from featstore.errors import ArgumentError, SourceError
+from featstore.sampling.growing import Grown, grow_over
+from featstore.sampling.neighbors import as_options, checked_seeds, edge_numbers, graph_arrays
+from featstore.sampling.options import EdgeType, SamplingOptions, by_key
+from featstore.sampling.reverse import reverses, with_reverse
+
+__all__ = ["EdgeType", "TypedNeighborSampler", "TypedSubgraph"]
+
+Ids = NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class TypedSubgraph:
+    """What a sampler gives for one mini-batch of a graph with types, without rows.
+
+    ``node``: int64 [m] by type of nodes, ids, seeds first, no duplicates (within a seed's subgraph, where
+    these are disjoint). By relation: ``row``, ``col``: int64 [k], positions of each edge's source and target
+    in ``node`` of their types; ``edge_id``: int64 [k], position of the edge in the relation's ``indices``, -1
+    for the reverse of an edge of another relation; ``e_id``: the user's numbers of the edges, -1 likewise, of
+    the relations where they are known, or None where of none. ``num_sampled_nodes``: new nodes per hop, the
+    seeds as hop 0; ``num_sampled_edges``: edges per hop, empty of bidirectional and induced subgraphs, whose
+    edges are of no hop. ``batch``: int64 [m] by type, the number of the seed whose subgraph each node is in,
+    where these are disjoint; seeds of several types are numbered one type after the other.
+    """
+
+    node: dict[str, Ids]
+    row: dict[EdgeType, Ids]
+    col: dict[EdgeType, Ids]
+    edge_id: dict[EdgeType, Ids]
+    e_id: dict[EdgeType, Ids] | None
+    num_sampled_nodes: dict[str, tuple[int, ...]]
+    num_sampled_edges: dict[EdgeType, tuple[int, ...]]
+    batch: dict[str, Ids] | None
+
+
+class TypedNeighborSampler:
+    """Neighbour sampler over relations in memory (or memory maps of them).
+
+    Args:
+        graphs: of each relation ``(indptr int64 [targets + 1], indices int32 or int64 [edges])``, the sources
+            of the edges into each node of its target type. Their order is that in which a hop goes through
+            them.
+        nodes: number of nodes by type, of all types that relations have.
+        fanouts: neighbours per node and hop of every relation, or those of each, as many hops of all; -1
+            takes all, 0 none.
+        seed: any integer.
+        options: what else there is to say, by type or relation where it is of these.
+        edge_ids: int32 or int64 [edges] by relation, the user's numbers of edges, for mini-batches that have
+            ``e_id``.
+
+    Arrays are used as they are. Raises SourceError, ArgumentError for what does not fit. Safe to use from
+    several threads.
+    """
+
+    def __init__(
+        self, graphs: Mapping[EdgeType, tuple[NDArray[Any], NDArray[Any]]], nodes: Mapping[str, int],
+        fanouts: Sequence[int] | Mapping[EdgeType, Sequence[int]], seed: int = 0, *,
+        options: SamplingOptions | None = None, edge_ids: Mapping[EdgeType, NDArray[Any]] | None = None,
+    ) -> None:  # fmt: skip
+        counts = as_mapping(nodes, "nodes", "types of nodes to how many there are")
+        self.nodes = {name: as_count(count, "each of nodes", 0) for name, count in counts.items()}
+        self.graphs = {
+            edge_type: _relation(edge_type, given, self.nodes)
+            for edge_type, given in as_mapping(graphs, "graphs", "relations to (indptr, indices)").items()
+        }
+        if not self.graphs:
+            raise ArgumentError("graphs must have at least one relation")
+        self.fanouts = typed_fanouts(fanouts, list(self.graphs))
+        self.seed = as_integer(seed, "seed")
+        self.options = as_options(options)
+        self.edge_ids = {
+            edge_type: edge_numbers(one, len(self.graphs[edge_type][1]))
+            for edge_type, one in by_key(edge_ids, list(self.graphs), "edge_ids").items()
+        }
+        bidirectional = self.options.subgraph == "bidirectional"
+        self._reverses = reverses(self.graphs) if bidirectional else {}
+        self._growing = grow_over(self.nodes, self.graphs, self.fanouts, self.options, named=True)
+
+    @property
+    def edge_types(self) -> list[EdgeType]:
+        """The relations, in their order."""
+        return list(self.graphs)
+
+    def sample(
+        self, seed_type: str, seeds: NDArray[Any], batch_index: int = 0, *, epoch: int = 0,
+        seed_times: NDArray[Any] | None = None,
+    ) -> TypedSubgraph:  # fmt: skip
+        """The mini-batch around ``seeds`` of one type (any integer dtype [b], no duplicates, unless each has
+        a subgraph of its own). ``seed_times``: int64 [b], as for
+        :meth:`featstore.sampling.neighbors.NeighborSampler.sample`, which raises the same."""
+        known_name(seed_type, self.nodes, "seed_type: the graph has no type")
+        times = None if seed_times is None else {seed_type: seed_times}
+        return self.sample_types({seed_type: seeds}, batch_index, epoch=epoch, seed_times=times)
+
+    def sample_types(
+        self, seeds: Mapping[str, NDArray[Any]], batch_index: int = 0, *, epoch: int = 0,
+        seed_times: Mapping[str, NDArray[Any]] | None = None,
+    ) -> TypedSubgraph:  # fmt: skip
+        """The mini-batch around seeds of several types, as the ends of links are."""
+        given = {
+            known_name(name, self.nodes, "seeds: the graph has no type"): checked_seeds(one, self.nodes[name])
+            for name, one in as_mapping(seeds, "seeds", "types to node ids").items()
+        }
+        key = batch_key(self.seed, as_integer(epoch, "epoch"), as_integer(batch_index, "batch_index"))
+        return self._subgraph(self._growing.sample(given, key, seed_times))
+
+    def _subgraph(self, found: Grown) -> TypedSubgraph:
+        per_hop = {
+            edge_type: tuple(len(part[2]) for part in found.parts[number])
+            for number, edge_type in enumerate(self.graphs)
+        }
+        edges = {edge_type: found.edges(number) for number, edge_type in enumerate(self.graphs)}
+        e_id = {name: ids[edges[name][2]].astype(np.int64, copy=False) for name, ids in self.edge_ids.items()}
+        node = {name: found.node(name) for name in self.nodes}
+        row, col, edge_id = ({name: one[k] for name, one in edges.items()} for k in range(3))
+        for name, back in self._reverses.items():
+            other = None if back == name else edges[back][:2]
+            row[name], col[name], edge_id[name], numbers = with_reverse(*edges[name], e_id.get(name), other)
+            if numbers is not None:
+                e_id[name] = numbers
+        if self.options.subgraph != "directional":
+            per_hop = dict.fromkeys(self.graphs, ())
+        batch = {name: one for name in self.nodes if (one := found.batch(name)) is not None}
+        return TypedSubgraph(
+            node, row, col, edge_id, e_id or None,
+            {name: tuple(counts) for name, counts in found.hops.items()}, per_hop, batch or None,
+        )  # fmt: skip
+
+
+def _relation(edge_type: Any, given: Any, nodes: Mapping[str, int]) -> tuple[Ids, NDArray[Any]]:
+    """A relation's arrays, checked. Raises ArgumentError, SourceError."""
+    if not (isinstance(edge_type, tuple) and len(edge_type) == 3 and all(type(o) is str for o in edge_type)):
+        raise ArgumentError(f"graphs: a relation is (source type, name, target type), not {shown(edge_type)}")
+    for name in (edge_type[0], edge_type[2]):
+        known_name(name, nodes, f"nodes: {edge_type} has nodes of a type that is not there,")
+    if not isinstance(given, tuple) or len(given) != 2:
+        raise ArgumentError(f"graphs: {edge_type} must be (indptr, indices), not {shown(given)}")
+    indptr, indices = graph_arrays(*given)
+    if len(indptr) != nodes[edge_type[2]] + 1:
+        raise SourceError(
+            f"indptr of {edge_type} is of {len(indptr) - 1:,} nodes, and there are {nodes[edge_type[2]]:,} "
+            f"of type {edge_type[2]!r}"
+        )
+    return indptr, indices
+
+
+def typed_fanouts(given: Any, edge_types: Sequence[EdgeType]) -> dict[EdgeType, tuple[int, ...]]:
+    """Neighbours per node and hop of each relation, 0 for none. Raises ArgumentError."""
+    if isinstance(given, Mapping):
+        for edge_type in given:
+            known_name(edge_type, edge_types, "fanouts: the graph has no relation")
+        missing = [edge_type for edge_type in edge_types if edge_type not in given]
+        if missing:
+            raise ArgumentError(f"fanouts has nothing for {', '.join(map(str, missing))}: say 0 for none")
+    by_type = given if isinstance(given, Mapping) else dict.fromkeys(edge_types, given)
+    found = {}
+    for edge_type in edge_types:
+        numbers = as_sequence(by_type[edge_type], "fanouts", "numbers, one per hop")
+        found[edge_type] = tuple(as_integer(one, "each of fanouts", -1, 2**31 - 1) for one in numbers)
+    hops = {len(one) for one in found.values()}
+    if len(hops) != 1 or hops == {0}:
+        raise ArgumentError(
+            f"fanouts must have one number per hop, for as many hops of every relation, not {sorted(hops)}"
+        )
+    return found
