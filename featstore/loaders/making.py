@@ -246,8 +246,10 @@ class Making:
         seeds = TypedSeeds.of(self.store, self.given.get("seeds"))
         fanouts = self.given.get("fanouts")
         sampler, self.shares = typed_sampler_within(self.store, seeds, fanouts, self.shares, self._seed)
-        share = {"ranks": self._here, "in_order": self._in_order} | self._seeds_of_a_step()
-        return self._not_empty(RankedBatches(sampler, seeds.ids, **share))
+        made = RankedBatches(
+            sampler, seeds.ids, ranks=self._here, in_order=self._in_order, **self._seeds_of_a_step()
+        )
+        return self._not_empty(made)
 
     def _not_empty(self, made: RankedBatches) -> RankedBatches:
         if not len(made):

@@ -41,13 +41,13 @@ class GraphSampler(Protocol):
     """What mini-batches are made by. ``seed``, ``fanouts``, and ``sample`` as those of
     :class:`~featstore.sampling.neighbors.NeighborSampler`."""
 
-    fanouts: tuple[int, ...]
+    fanouts: Any
     seed: int
 
     @property
     def node_count(self) -> int: ...
 
-    def sample(self, seeds: NDArray[Any], batch_index: int = 0, *, epoch: int = 0) -> SampledSubgraph: ...
+    def sample(self, seeds: NDArray[Any], batch_index: int = 0, *, epoch: int = 0) -> Any: ...
 
 
 class GraphInMemory(NeighborSampler):
@@ -149,7 +149,9 @@ class SampledBatches(Sequence[SampledSubgraph]):
         numbers = range(len(self))[index]
         if isinstance(numbers, range):
             return [self[number] for number in numbers]
-        return self.sampler.sample(self.seeds(numbers), self._number(numbers), epoch=self.epoch)
+        seeds, number = self.seeds(numbers), self._number(numbers)
+        made: SampledSubgraph = self.sampler.sample(seeds, number, epoch=self.epoch)
+        return made
 
     def _number(self, index: int) -> int:
         """By which the sampler knows a mini-batch."""

@@ -16,7 +16,8 @@ from featstore.errors import ArgumentError, BudgetError, SourceError, UnknownNam
 from featstore.sampling.typed import TypedNeighborSampler, TypedSubgraph
 
 WRITES, CITES, IN, HAS = (
-    ("author", "writes", "paper"), ("paper", "cites", "paper"), ("paper", "in", "venue"), ("venue", "has", "paper"),
+    ("author", "writes", "paper"), ("paper", "cites", "paper"), ("paper", "in", "venue"),
+    ("venue", "has", "paper"),
 )  # fmt: skip
 NODES = {"paper": 300, "author": 120, "venue": 9}
 SEEDS = np.arange(5, 300, 3)
@@ -105,7 +106,9 @@ def test_mini_batches_are_the_sampler_s(store: featstore.Store) -> None:
                 np.testing.assert_array_equal(batch.edge_index[of], [wanted.row[of], wanted.col[of]])
 
 
-@pytest.mark.parametrize("seeds", ["paper.train", ("paper", "paper.train"), ("paper", np.isin(np.arange(300), SEEDS))])
+@pytest.mark.parametrize(
+    "seeds", ["paper.train", ("paper", "paper.train"), ("paper", np.isin(np.arange(300), SEEDS))]
+)
 def test_seeds_by_name_and_mask(store: featstore.Store, seeds: Any) -> None:
     with store.loader(**options(seeds=seeds, mode="online", batch_size=1000)) as loader:
         (batch,) = loader
@@ -217,14 +220,17 @@ def test_what_cannot_be_is_refused(
         store.loader(**options(**{"mode": "online"} | more))
 
 
-def test_rows_of_edges_need_their_numbers(source: Source, tmp_path: Path) -> None:
-    tables: dict[str, Any] = source.rows
+def test_edges_without_numbers_have_none(source: Source, tmp_path: Path) -> None:
     graph = {CITES: source.edges[CITES]}
-    with featstore.pack(tmp_path / "s", tables, graph=graph, memory="64MiB") as store:
-        with store.loader(**options(mode="online")) as loader:
-            batch = next(iter(loader))
-            with pytest.raises(AttributeError, match="e_id"):
-                _ = batch.e_id
-        with pytest.raises(SourceError, match="no rows to load"):
-            no_rows = {"paper": 300}
-            featstore.pack(tmp_path / "n", no_rows, graph=graph, memory="64MiB").loader(**options())
+    featstore.pack(tmp_path / "s", source.rows, graph=graph, memory="64MiB").close()
+    with featstore.open(tmp_path / "s") as store, store.loader(**options(mode="online")) as loader:
+        batch = next(iter(loader))
+        with pytest.raises(AttributeError, match="e_id"):
+            _ = batch.e_id
+
+
+def test_nodes_without_features_alone_have_no_rows(source: Source, tmp_path: Path) -> None:
+    graph = {CITES: source.edges[CITES]}
+    packed = featstore.pack(tmp_path / "s", {"paper": 300}, graph=graph, memory="64MiB")
+    with packed as store, pytest.raises(SourceError, match="no rows to load"):
+        store.loader(**options())
