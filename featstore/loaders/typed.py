@@ -32,7 +32,9 @@ class TypedWhole(Whole):
         super().__init__(store, None, ())
         self.featureless = frozenset(store.manifest.featureless)
         self.edge_types = _edge_tables(store, edge_table)
-        if not self.edge_types and all(name in self.featureless for name in store.node_types):
+        nodes = [name for name in store.node_types if name not in self.featureless]
+        self._tables = [*nodes, *self.edge_types]
+        if not self._tables:
             raise SourceError(f"no nodes of {store.path} have features: there are no rows to load")
         for name in _names(attach, "attach", "names of arrays"):
             args.known_name(name, store.manifest.arrays, "attach: the store has no array")
@@ -66,11 +68,13 @@ class TypedWhole(Whole):
         batch = as_batch(made)
         if isinstance(batch.sample, TypedSubgraph):
             batch.n_id = batch.sample.node
+            if not isinstance(batch.x, Mapping):  # rows of one table alone
+                batch.x = {self._tables[0]: batch.x}
             if self.edge_types:
                 batch.edge_attr = {of: batch.x[name] for name, of in self.edge_types.items()}
             batch.x = {name: rows for name, rows in batch.x.items() if name not in self.edge_types}
         by_name: dict[str, dict[str, Any]] = {}
-        like = next(iter(batch.x.values()))
+        like = next(iter((batch.x or batch.edge_attr).values()))
         for name, array in self.arrays.items():
             node_type, _, rest = name.partition(".")
             if node_type in batch.n_id:

@@ -234,3 +234,15 @@ def test_nodes_without_features_alone_have_no_rows(source: Source, tmp_path: Pat
     packed = featstore.pack(tmp_path / "s", {"paper": 300}, graph=graph, memory="64MiB")
     with packed as store, pytest.raises(SourceError, match="no rows to load"):
         store.loader(**options())
+
+
+@pytest.mark.parametrize("mode", ["online", "compiled"])
+def test_one_type_with_features(source: Source, tmp_path: Path, mode: str) -> None:
+    tables = {"paper": source.rows["paper"], "author": 120}
+    graph = {WRITES: source.edges[WRITES], CITES: source.edges[CITES]}
+    featstore.pack(tmp_path / "s", tables, graph=graph, memory="64MiB").close()
+    with featstore.open(tmp_path / "s") as store, store.loader(**options(mode=mode)) as loader:
+        for batch in loader:
+            assert list(batch.x) == ["paper"]
+            np.testing.assert_array_equal(batch.x["paper"], source.rows["paper"][batch.n_id["paper"]])
+            assert set(batch.n_id) == {"paper", "author"}
