@@ -20,6 +20,7 @@ from featstore.order.scores import Scores, score_parts
 from featstore.packing.inputs import node_mask
 from featstore.reader.graphs import read_offsets
 from featstore.reader.reader import Reader
+from featstore.storage.relations import check_over_one_table
 from featstore.units import format_bytes
 
 if TYPE_CHECKING:
@@ -102,6 +103,7 @@ def compare_orders(
             "graph"
         )
     name = graph or next(iter(store.graphs))
+    check_over_one_table(store.graphs[name])
     table = store.graphs[name].table
     offsets = table.partition_offsets
     own = np.repeat(np.arange(len(offsets) - 1, dtype=np.int32), np.diff(offsets))

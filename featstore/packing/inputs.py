@@ -20,6 +20,14 @@ from featstore.base.system import is_regular
 from featstore.base.training_nodes import checked_train
 from featstore.errors import SourceError
 from featstore.packing.graphs.csc import CscGraph
+from featstore.packing.graphs.values import EdgeValues
+from featstore.packing.relations import (
+    NoFeatures,
+    edge_type_of,
+    graphs_by_type,
+    is_number_of_nodes,
+    values_by_graph,
+)
 from featstore.packing.sources.arrays import array_of
 from featstore.packing.sources.base import file_fingerprint, sample_crc32
 from featstore.packing.sources.opening import FeatureSource, is_headless, is_text, open_rows
@@ -31,8 +39,8 @@ from featstore.packing.sources.pyg import (
     relation_of,
     unnumbered,
 )
+from featstore.storage.edge_types import EdgeType, is_edge_table
 from featstore.storage.manifest import ROW_BYTES_MAX, check_name
-from featstore.storage.relations import is_edge_table
 
 #: What a table is called when no name is given.
 DEFAULT_TABLE = "features"
@@ -42,10 +50,15 @@ DEFAULT_TABLE = "features"
 INPUT_OPTIONS = ("raw_dtype", "dtype", "cast", "shape", "offset", "key", "columns", "id")
 
 
+#: Orders that make none.
+WITHOUT_PARTITIONS = ("given", "permutation", "degree")
+
+
 @dataclass(frozen=True)
 class Inputs:
     """What is packed: sources, graphs and arrays by name, dtypes to cast to, what the user should hear, and
-    which tables and arrays are of edges."""
+    which tables and arrays are of edges; the edge types of graphs, by name, if they have any, the tables of
+    nodes without features, and the values of edges by graph."""
 
     tables: dict[str, FeatureSource]
     graphs: dict[str, Any]
@@ -53,18 +66,30 @@ class Inputs:
     casts: dict[str, str]
     warnings: list[str] = field(default_factory=list)
     edge_rows: list[str] = field(default_factory=list)
+    types: dict[str, EdgeType] = field(default_factory=dict)
+    featureless: list[str] = field(default_factory=list)
+    values: dict[str, list[EdgeValues]] = field(default_factory=dict)
+
+    @property
+    def ordered(self) -> set[str]:
+        """The tables that a graph can order: those that it joins."""
+        if not self.types:
+            return set(self.graphs)
+        return {end for source, _, target in self.types.values() for end in (source, target)}
 
 
 def parse_inputs(
     features: Any, graph: Any, arrays: Mapping[str, Any] | None, reading: Mapping[str, Any], *,
-    numbered: bool = True,
+    numbered: bool = True, edge_values: Mapping[str, Any] | None = None,
 ) -> Inputs:  # fmt: skip
     """Tables, graphs and arrays out of what the user gave; ``reading`` has the arguments of `READING`.
-    ``numbered``: stored graphs may have the ids of their edges."""
-    own_graphs: dict[str, Any] = {}
+    ``numbered``: stored graphs may have the ids of their edges. ``edge_values``: weights and times, by
+    part."""
+    own_graphs: dict[Any, Any] = {}
     own_arrays: dict[str, NDArray[Any]] = {}
-    data, taken = features, pyg_inputs(features, graph is not None) if is_pyg(features) else None
-    if taken is not None:
+    data, taken = features, None
+    if is_pyg(features):
+        taken = pyg_inputs(features, graph is not None, _is_typed(graph, features))
         features, own_graphs, own_arrays = taken.tables, taken.graphs, taken.arrays
     elif not isinstance(features, Mapping):
         features = {DEFAULT_TABLE: features}
@@ -73,26 +98,89 @@ def parse_inputs(
     for name in features:
         check_name(name, "table")
     # What is asked for by name replaces what the data bring: naming some relations leaves out the others.
-    graphs = own_graphs if graph is None else by_table(graph, features, "graph")
-    relations = ["__".join(relation_of(spec)) for spec in graphs.values() if is_relation(spec)]
-    graphs = {name: edges_of_relation(spec, name if is_pyg(data) else None) for name, spec in graphs.items()}
+    graphs, types, relations = _graphs(own_graphs if graph is None else graph, features, is_pyg(data))
     given = {what: by_table(reading.get(what), features, what) for what in INPUT_OPTIONS}
-    tables, casts = {}, {}
+    bare = [name for name, spec in features.items() if is_number_of_nodes(spec)]
+    _check_bare(bare, types, reading)
+    tables: dict[str, FeatureSource] = {}
+    casts: dict[str, str] = {}
     for name, spec in features.items():
+        if name in bare:
+            tables[name] = NoFeatures(name, spec)
+            continue
         asked = {what: values[name] for what, values in given.items() if values.get(name) is not None}
         tables[name], cast = _opened(name, spec, asked)
         if cast is not None:
             casts[name] = cast
+    values, used = values_by_graph(edge_values or {}, graphs, data)
     named = {} if arrays is None else as_mapping(arrays, "arrays", "names to arrays")
+    own_arrays = {name: array for name, array in own_arrays.items() if name not in used}
     small = own_arrays | {name: small_array(name, value) for name, value in named.items()}
     for name in small:
         check_name(name, "array")
     warnings, edge_rows = [], {name: "" for name in tables if is_edge_table(name, tables)}
+    if types:
+        edge_rows = _rows_of_edges(tables, types)
     if taken is not None:
-        edge_rows |= taken.edge_rows
-        kept = [*relations, *taken.relations] if numbered else []
-        warnings = [*taken.warnings, *unnumbered(taken.edge_rows, kept)]
-    return Inputs(tables, graphs, small, casts, warnings, list(edge_rows))
+        edge_rows |= {name: relation for name, relation in taken.edge_rows.items() if name not in used}
+        kept = [*relations, *(taken.relations if graph is None else ())] if numbered else []
+        rows = {name: relation for name, relation in taken.edge_rows.items() if name not in used}
+        warnings = [*taken.warnings, *unnumbered(rows, kept)]
+    return Inputs(tables, graphs, small, casts, warnings, list(edge_rows), types, bare, values)
+
+
+def _is_typed(graph: Any, data: Any) -> bool:
+    """Whether graphs that are given in place of those of PyG data have edge types."""
+    if not isinstance(graph, Mapping) or is_relation(graph):
+        return False
+    kinds = list(getattr(data, "node_types", ()))
+    return any(edge_type_of(key, kinds) is not None for key in graph)
+
+
+def _graphs(
+    given: Any, features: Mapping[str, Any], pyg: bool
+) -> tuple[dict[str, Any], dict[str, EdgeType], list[str]]:
+    """(graphs by name, their edge types, and the relations of PyG data that they are)."""
+    if isinstance(given, Mapping) and not is_relation(given):
+        graphs, types = graphs_by_type(given, features)
+        if types:
+            return graphs, types, list(types)
+        given = graphs
+    plain = by_table(given, features, "graph")
+    relations = ["__".join(relation_of(spec)) for spec in plain.values() if is_relation(spec)]
+    return (
+        {name: edges_of_relation(spec, name if pyg else None) for name, spec in plain.items()},
+        {},
+        relations,
+    )
+
+
+def _check_bare(bare: list[str], types: Mapping[str, EdgeType], reading: Mapping[str, Any]) -> None:
+    """Raise SourceError where nodes without features have no edge types, or are to be read in some way."""
+    ends = {end for source, _, target in types.values() for end in (source, target)}
+    for name in bare:
+        if name not in ends:
+            raise SourceError(
+                f"table {name!r} is given as a number of nodes, and no edge type has such nodes: give "
+                f"graph={{({name!r}, relation, other type): ...}}"
+            )
+        asked = [what for what, value in reading.items() if isinstance(value, Mapping) and name in value]
+        if asked:
+            raise SourceError(f"{asked[0]} is given for table {name!r}, whose nodes have no features")
+
+
+def _rows_of_edges(tables: Mapping[str, Any], types: Mapping[str, EdgeType]) -> dict[str, str]:
+    """The tables of edges, and of which edge type. Raises SourceError for one whose edges are not packed."""
+    rows = {name: name for name in tables if name in types}
+    ends = {end for source, _, target in types.values() for end in (source, target)}
+    for name in tables.keys() - rows.keys() - ends:
+        if is_edge_table(name, tables):
+            raise SourceError(
+                f"table {name!r} has rows of edges, judging by its name, and its edge type is not packed: "
+                "graphs that have edge types tell types of nodes from types of edges; give its edges, or "
+                "leave it out"
+            )
+    return rows
 
 
 def _opened(name: str, spec: Any, asked: dict[str, Any]) -> tuple[FeatureSource, str | None]:

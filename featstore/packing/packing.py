@@ -56,6 +56,8 @@ def pack(
     hubs: float = HUB_SHARE,
     hub_rank: str = "degree",
     edge_ids: bool | None = None,
+    edge_weights: Any = None,
+    edge_times: Any = None,
     train: Any = None,
     resume: bool = False,
     overwrite: bool = False,
@@ -72,10 +74,15 @@ def pack(
         out: the store's directory; made if it does not exist.
         features: one table (a path, an array, an iterator of row blocks, anything
             :func:`featstore.packing.sources.opening.open_rows` takes, or a PyG ``Data``/``HeteroData``
-            object, which brings its graph and arrays along), or a mapping of table names to such.
+            object, which brings its graph and arrays along), or a mapping of table names to such; where
+            graphs have edge types also to a number of nodes, which have no features.
         graph: the graph of the table, as :func:`featstore.packing.graphs.opening.open_graph` takes it, or one
             relation of a ``HeteroData`` (``data["a", "r", "a"]``). It replaces the graphs of PyG data: ``{}``
-            packs without. Its degrees become the order in which a static cache takes rows.
+            packs without. Its degrees become the order in which a static cache takes rows. Or a typed graph:
+            a mapping of edge types, ``(source type, relation, target type)`` or these joined by ``__``, to
+            edges in any of these forms, whose types are names of tables; matrices are ``[sources, targets]``.
+            A ``HeteroData`` brings all of its own. The orders of all types that partitioners make are then
+            made together, with as many partitions for each.
         arrays: small arrays to keep beside the tables (labels, splits), in node id order: name to array, or
             path of a ``.npy``.
         order: ``"auto"`` (METIS where there is a graph and METIS fits the memory, else multilevel; as given
@@ -118,7 +125,12 @@ def pack(
             Samplers and loaders then say which edges were sampled (``e_id``), and rows of edges can be had by
             them. By default where the pack has anything of edges: a table ``edge_features`` or
             ``src__rel__dst``, features or arrays of edges in PyG data. Row e of ``edge_features`` is then to
-            be that of edge e of the only graph.
+            be that of edge e of the only graph; row e of ``src__rel__dst`` that of edge e of that edge type.
+        edge_weights: a weight for each edge, by these numbers: float32 or float64, finite and not negative,
+            as anything that a table of one number a row may be; or by table or edge type. Of PyG data also
+            the name of an attribute, which is then no array of the store. Stored with the graph.
+        edge_times: a time for each edge likewise, whole numbers in a unit of your own, stored as int64. Each
+            list of neighbours then stands in ascending time.
         train: training nodes, which order ``"bfs"`` spreads evenly, and no other looks at: node ids, each
             once, a mask, or the name of one of ``arrays``.
         resume: go on with the unfinished pack in ``out``; input and options must be the same.
@@ -141,10 +153,11 @@ def pack(
         "columns": columns,
         "id": id,
     }
+    values = {"weights": edge_weights, "times": edge_times}
     inputs = parse_inputs(
-        features, graph, arrays, reading, numbered=topology is not False and edge_ids is not False
-    )
-    tables = inputs.tables
+        features, graph, arrays, reading, numbered=topology is not False and edge_ids is not False,
+        edge_values={part: value for part, value in values.items() if value is not None},
+    )  # fmt: skip
     options = Options.of(
         inputs, memory=memory, order=order, permutation=permutation, partitions=partitions, seed=seed,
         topology=topology, hubs=hubs, hub_rank=hub_rank, train=train, graph_key=graph_key, edge_ids=edge_ids,
@@ -160,9 +173,9 @@ def pack(
         writing(store, door),
         write_generation(store, door, resume=resume, overwrite=overwrite, worth=_worth) as transaction,
     ):
-        packing = Packing(transaction, tables, inputs.graphs, options, progress)
+        packing = Packing(transaction, inputs, options, progress)
         try:
-            packing.run(inputs.arrays)
+            packing.run()
         except BudgetError as error:
             raise BudgetError(with_slack(error.needed_bytes), parse_bytes(memory), error.what) from None
     for text in packing.warnings:

@@ -12,7 +12,8 @@ from featstore.base.ids import plain_array
 from featstore.errors import ArgumentError, SourceError
 from featstore.order.orders import METHODS
 from featstore.packing.convert import CASTS
-from featstore.packing.inputs import Inputs, by_table
+from featstore.packing.inputs import WITHOUT_PARTITIONS, Inputs, by_table
+from featstore.packing.relations import by_graph
 from featstore.packing.topology import HUB_RANKS, HUB_SHARE
 from featstore.units import parse_bytes
 
@@ -47,6 +48,8 @@ class Options:
     ) -> Options:  # fmt: skip
         """From the arguments of a pack, given once or by table. Raises SourceError."""
         tables = inputs.tables
+        if inputs.types and isinstance(graph_key, Mapping):
+            graph_key = by_graph(graph_key, inputs.graphs, "graph_key")
         keys = by_table(graph_key, inputs.graphs or tables, "graph_key")
         if keys and not set(keys) <= set(inputs.graphs):
             raise SourceError(
@@ -104,16 +107,41 @@ def check_pack(options: Options, inputs: Inputs, *, resume: Any, overwrite: Any,
     for train in options.train.values():
         if isinstance(train, str):
             known_name(train, inputs.arrays, "train is a name of one of arrays=, and there is no array")
-    _refuse_without_effect(options, inputs.graphs)
+    _refuse_without_effect(options, inputs)
+    if inputs.types:
+        _check_typed(options, inputs)
 
 
-def _refuse_without_effect(options: Options, graphs: Mapping[str, Any]) -> None:
+def _check_typed(options: Options, inputs: Inputs) -> None:
+    """Raise ArgumentError for what cannot be of graphs that have edge types."""
+    if options.hub_rank != HUB_RANKS[0]:
+        raise ArgumentError(
+            "hub_rank='external' is of a graph over one table: of graphs with edge types, hubs are the nodes "
+            "of highest degree"
+        )
+    if inputs.featureless and not options.topology:
+        raise ArgumentError(
+            f"{', '.join(map(repr, inputs.featureless))} have no features, and topology=False leaves out the "
+            "graphs, so nothing of them would be stored"
+        )
+    together = [name for name in inputs.tables if name in inputs.ordered]
+    together = [name for name in together if options.order[name] not in WITHOUT_PARTITIONS]
+    for what, given in (("order", options.order), ("partitions", options.partitions)):
+        if len({given.get(name) for name in together if name not in options.permutation}) > 1:
+            raise ArgumentError(
+                f"{what}= differs among {', '.join(map(repr, together))}: partitions of the types that edge "
+                "types join are made together; give the same for all of them (or 'given' for some)"
+            )
+
+
+def _refuse_without_effect(options: Options, inputs: Inputs) -> None:
     """Raise ArgumentError for what was asked and would not be done."""
+    graphs = inputs.graphs
     for name in options.partitions:
         method = options.order[name]
-        if method == "auto" and (name in options.permutation or name not in graphs):
+        if method == "auto" and (name in options.permutation or name not in inputs.ordered):
             method = "permutation" if name in options.permutation else "given"
-        if method in ("given", "permutation", "degree"):
+        if method in WITHOUT_PARTITIONS:
             raise ArgumentError(
                 f"partitions= is given for table {name!r}, whose order is {method!r}, which makes none: "
                 "leave it out, or give a graph and an order that does, such as order='ldg'"
@@ -128,6 +156,9 @@ def _refuse_without_effect(options: Options, graphs: Mapping[str, Any]) -> None:
     stored = options.topology and bool(graphs)
     if options.hubs not in (0, HUB_SHARE) and not stored:
         raise ArgumentError("hubs= is for a graph that is stored: give graph=, and topology=True")
+    if inputs.values and not stored:
+        part = next(iter(inputs.values.values()))[0].part
+        raise ArgumentError(f"edge_{part}= is for a graph that is stored: give graph=, and topology=True")
     if options.edge_ids and not stored:
         raise ArgumentError("edge_ids= is for a graph that is stored: give graph=, and topology=True")
     if options.hub_rank != HUB_RANKS[0] and not stored:

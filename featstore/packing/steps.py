@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from featstore.base.dtypes import dtype_name, node_dtype
 from featstore.base.files import RegularFile
@@ -16,12 +15,14 @@ from featstore.errors import BudgetError, CorruptionError
 from featstore.layout import TableLayout
 from featstore.packing import permute, spill
 from featstore.packing.convert import ValueReport, target_dtype
-from featstore.packing.inputs import described, identity
+from featstore.packing.inputs import Inputs, described, identity
 from featstore.packing.ordering import Orders, check_edge_rows, load
 from featstore.packing.progress import PackStages, Progress
 from featstore.packing.request import Options
 from featstore.packing.row_ids import read_ids, write_ids
 from featstore.packing.sources.opening import FeatureSource
+from featstore.packing.typed import TypedOrders
+from featstore.storage.edge_types import EDGE_FEATURES
 from featstore.storage.manifest import (
     ArrayEntry,
     GraphEntry,
@@ -30,7 +31,6 @@ from featstore.storage.manifest import (
     array_chunk,
     graph_features,
 )
-from featstore.storage.relations import EDGE_FEATURES
 from featstore.storage.table_writer import (
     TableWriter,
     catalogue_rows,
@@ -44,70 +44,85 @@ from featstore.units import PAGE_BYTES
 _DISK_SLACK_BYTES = 1 << 20
 
 
-def pack_fingerprint(
-    tables: Mapping[str, FeatureSource], graphs: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]],
-    options: Options,
-) -> dict[str, Any]:  # fmt: skip
+def pack_fingerprint(inputs: Inputs, options: Options) -> dict[str, Any]:
     """What a resumed pack must be equal in."""
     return {
-        "tables": {n: s.fingerprint() for n, s in tables.items()}, "order": dict(options.order),
+        "tables": {n: s.fingerprint() for n, s in inputs.tables.items()}, "order": dict(options.order),
         "partitions": dict(options.partitions), "dtype": dict(options.dtype), "seed": options.seed,
         "memory": options.memory_bytes, "topology": [options.topology, options.hubs, options.hub_rank],
         "train": {n: identity(t) if not isinstance(t, str) else t for n, t in options.train.items()},
-        "arrays": {n: identity(a) for n, a in arrays.items()},
-        "graphs": {n: identity(g) for n, g in graphs.items()}, "graph_key": dict(options.graph_key),
+        "arrays": {n: identity(a) for n, a in inputs.arrays.items()},
+        "graphs": {n: identity(g) for n, g in inputs.graphs.items()}, "graph_key": dict(options.graph_key),
         "permutation": {n: identity(p) for n, p in options.permutation.items()},
         **({"edge_ids": True} if options.edge_ids else {}),
+        **({"types": inputs.types} if inputs.types else {}),
+        **({"values": values} if (values := _values_fingerprint(inputs)) else {}),
     }  # fmt: skip
+
+
+def _values_fingerprint(inputs: Inputs) -> dict[str, Any]:
+    """Of weights and times, by graph."""
+    return {n: {one.part: one.source.fingerprint() for one in v} for n, v in inputs.values.items()}
 
 
 class Packing:
     """One run of a pack: the state that its steps share."""
 
     def __init__(
-        self, transaction: Transaction, tables: dict[str, FeatureSource], graphs: dict[str, Any],
-        options: Options, progress: Callable[[Progress], None] | None,
-    ) -> None:  # fmt: skip
+        self,
+        transaction: Transaction,
+        inputs: Inputs,
+        options: Options,
+        progress: Callable[[Progress], None] | None,
+    ) -> None:
         self.transaction, self.disk, self.catalogue = transaction, transaction.disk, transaction.catalogue
         self.generation = transaction.generation
-        self.tables = tables
-        self.graphs = graphs
+        self.inputs = inputs
+        self.tables = inputs.tables
         self.options = options
         self._stages = PackStages(progress)
         self.warnings: list[str] = []  # what the user is to hear once the store is there
         self._ids: dict[str, Path] = {}  # of tables whose rows are placed by ids
 
-    def run(self, arrays: dict[str, NDArray[Any]]) -> None:
-        self.transaction.start(pack_fingerprint(self.tables, self.graphs, arrays, self.options))
+    def run(self) -> None:
+        inputs, orders_class = self.inputs, TypedOrders if self.inputs.types else Orders
+        self.transaction.start(pack_fingerprint(inputs, self.options))
         self.disk.mkdir(self.generation.spill)
         for table in self.tables:
             self._read_ids(table)
         self._check_space()
         edge_source = self._edge_source()
         rows = None if edge_source is None else edge_source.rows
-        orders = Orders(self.transaction, self.graphs, arrays, self.options, self._stages, rows)
-        entries: dict[str, TableEntry] = {}
+        orders = orders_class(self.transaction, inputs, self.options, self._stages, rows)
+        orders.prepare({name: self._layout(name) for name in inputs.types and sorted(inputs.ordered)})
+        entries = {table: self._table(table, orders) for table in self.tables}
         graphs: dict[str, GraphEntry] = {}
-        for table in self.tables:
-            entries[table] = self._table(table, orders)
-            found = self.transaction.journal.table(table).graph
-            if found is not None:
-                graphs[table] = found
+        for name in inputs.types or self.tables:
+            progress = self.transaction.journal.table(name)
+            for file in progress.graph_files:
+                self.catalogue.add(file.path, file.bytes, file.digest)
+            if progress.graph is not None:
+                graphs[name] = progress.graph
+        for name in (
+            inputs.types if graphs and self.options.edge_ids else ()
+        ):  # of which nobody may have known the rows before
+            check_edge_rows(graphs[name].edges, entries[name].rows if name in entries else None, name)
         if edge_source is not None:  # of which nobody may have known the rows before
             check_edge_rows(next(iter(graphs.values())).edges, entries[EDGE_FEATURES].rows)
         root = f"{self.generation.name}/arrays"
-        array_entries = {n: write_array(self.catalogue, f"{root}/{n}", a) for n, a in arrays.items()}
-        groups = ["arrays"] if arrays else []
+        array_entries = {n: write_array(self.catalogue, f"{root}/{n}", a) for n, a in inputs.arrays.items()}
+        groups = ["arrays"] if inputs.arrays else []
         groups += ["graphs", *(f"graphs/{g}" for g in graphs)] if graphs else []
         sources = {n: described(s) for n, s in self.tables.items()}
         self.transaction.commit(
             groups, tables=entries, arrays=array_entries, features=graph_features(graphs.values()),
             provenance={"seed": self.options.seed, "sources": sources}, graphs=graphs,
+            featureless=inputs.featureless,
         )  # fmt: skip
 
     def _edge_source(self) -> FeatureSource | None:
         """The table whose rows the ids of the only graph's edges are to number, if there is one."""
-        alone = self.options.edge_ids and len(self.graphs) == 1
+        alone = self.options.edge_ids and len(self.inputs.graphs) == 1 and not self.inputs.types
         return self.tables.get(EDGE_FEATURES) if alone else None
 
     def _check_space(self) -> None:
@@ -118,7 +133,9 @@ class Packing:
             rows = source.rows or 0
             size = rows * self._row_bytes(name)
             permuted = (
-                name in self.graphs or self.options.order[name] not in ("auto", "given") or name in self._ids
+                name in self.inputs.ordered
+                or self.options.order[name] not in ("auto", "given")
+                or name in self._ids
             )
             needed += size + size // 1024 + rows * (24 if permuted else 0)
             spills = permuted and size > self.options.memory_bytes // 2
@@ -151,14 +168,18 @@ class Packing:
             self._ids[name] = self.generation.spill / f"{name}.ids"
             write_ids(ids, self.disk, self._ids[name])
 
+    def _layout(self, name: str) -> TableLayout:
+        source = self._counted(name)
+        assert source.rows is not None
+        return TableLayout.choose(source.rows, self._row_bytes(name))
+
     def _table(self, name: str, orders: Orders) -> TableEntry:
         """Write one table whole; returns its entry."""
-        source, progress = self._counted(name), self.transaction.journal.table(name)
+        layout, progress = self._layout(name), self.transaction.journal.table(name)
+        source = self.tables[name]
         base = f"{self.generation.name}/tables/{name}"
         self.catalogue.directory(f"{base}/rows")
         dtype = target_dtype(source.dtype, self.options.dtype.get(name))
-        assert source.rows is not None
-        layout = TableLayout.choose(source.rows, source.row_values * dtype.itemsize)
         self.catalogue.write(f"{base}/zarr.json", zarr_group_json())
         if progress.order is not None:
             orders.check(name, layout.rows, progress)

@@ -9,7 +9,10 @@ wanted hub first: the first k of them are one run too.
 ``sources`` holds rows, not node ids: what lies together in the file then has neighbouring numbers, and
 telling whether a source is in memory takes a look at its partition. Lists that were brought into another
 order ascend by node id; as given they stay. Beside them stand, where they were asked for, ``edge_ids``: the
-numbers that the user knows the edges by.
+numbers that the user knows the edges by, and weights and times, where edges have them
+(:mod:`featstore.packing.graphs.values`): lists with times ascend by these.
+
+Of an edge type, lists stand in the order of the targets' rows, and ``sources`` are rows of another table.
 
 Lists that fit in memory are taken row by row, by every core (:mod:`featstore.packing.graphs.by_row`); the
 edges of others are passed over sequentially and sorted by target row out of core
@@ -20,8 +23,9 @@ inside a mega-batch is the degree inside the own partition and a constant share 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +40,10 @@ from featstore.errors import BudgetError, DiskFullError, SourceError
 from featstore.order.permutation import check_rankable, ranked_by_count
 from featstore.packing.graphs.build import build_csc, smallest_bytes
 from featstore.packing.graphs.by_row import lists_by_row, lists_bytes
-from featstore.packing.graphs.csc import NO_IDS, AsGiven, CscGraph, release_pages
+from featstore.packing.graphs.csc import NO_IDS, AsGiven, CscGraph, numbers_between, release_pages
 from featstore.packing.graphs.edges import CsrEdges
+from featstore.packing.graphs.values import EdgeValues, by_time
+from featstore.storage.edge_types import EdgeType
 from featstore.storage.manifest import GraphEntry, HubsEntry, TableEntry
 from featstore.storage.table_writer import Catalogue, write_array, write_vector
 
@@ -51,13 +57,15 @@ _BLOCK_EDGE_BYTES = 96  # what the buffers between source and disk take for one 
 @dataclass(frozen=True)
 class TopologyJob:
     """A graph to write: in ``scratch_dir`` within ``memory_bytes`` beyond the graph and the maps, under
-    ``base``."""
+    ``base``. ``row_of_node``: of the targets, ``row_of_source``: of the sources, None where rows are node
+    ids. ``edge_type``: None for a graph over one table."""
 
     catalogue: Catalogue
     base: str
     table: str
     graph: CscGraph
     row_of_node: NDArray[Any] | None
+    row_of_source: NDArray[Any] | None
     partition_offsets: NDArray[np.int64]
     rows_by_degree: NDArray[Any]
     hub_share: float
@@ -65,6 +73,13 @@ class TopologyJob:
     edge_ids: bool
     memory_bytes: int
     scratch_dir: Path
+    values: Sequence[EdgeValues] = ()
+    edge_type: EdgeType | None = None
+
+    @property
+    def numbered(self) -> bool:
+        """Whether the numbers of edges are wanted, to be kept or to find their values."""
+        return self.edge_ids or bool(self.values)
 
     @property
     def block_edges(self) -> int:
@@ -74,11 +89,12 @@ class TopologyJob:
 @dataclass(frozen=True)
 class _Lists:
     """The lists in the order of the rows: ``offsets`` int64 [rows + 1], ``sources`` [edges], as rows or node
-    ids, and the ids of their edges: none, or places where they are as given."""
+    ids, and the ids of their edges: none, or places where they are as given; and values of edges, by part."""
 
     offsets: NDArray[np.int64]
     sources: NDArray[Any]
     edge_ids: NDArray[Any] | AsGiven
+    values: dict[str, NDArray[Any]] = field(default_factory=dict)
 
 
 @njit(cache=True, nogil=True)
@@ -138,23 +154,34 @@ def write_topology(job: TopologyJob) -> GraphEntry:
         raise SourceError(f"hub_rank must be one of {', '.join(HUB_RANKS)}, not {job.hub_rank!r}")
     if not 0 <= job.hub_share <= 1:
         raise SourceError(f"hubs must be a share of the nodes, from 0 to 1, not {job.hub_share}")
-    if job.edge_ids and job.graph.edge_ids is None:
+    if job.numbered and job.graph.edge_ids is None:
         raise SourceError("the graph does not know the ids of its edges: open_graph(..., edge_ids=True)")
     rows = len(job.graph.indptr) - 1
     least = topology_memory_bytes(rows, job.hub_rank, permuted=job.row_of_node is not None)
+    least *= 2 if job.values else 1  # half of it is for the values
     if job.memory_bytes < least:
         raise BudgetError(least, job.memory_bytes, "bring the graph into the order of the rows")
-    edge_bytes = node_dtype(rows).itemsize + (node_dtype(job.graph.edges).itemsize if job.edge_ids else 0)
+    for values in job.values:
+        values.check_edges(job.graph.edges)
+    edge_bytes = node_dtype(job.graph.source_nodes).itemsize + sum(
+        values.dtype.itemsize for values in job.values
+    )
+    edge_bytes += node_dtype(job.graph.edges).itemsize if job.numbered else 0
     needed, free = int(edge_bytes * job.graph.edges * 2), job.catalogue.disk.free_bytes(job.scratch_dir)
     if needed > free:
         raise DiskFullError(job.scratch_dir, needed, free)
     cores = available_cores()  # one sorts edges faster than it takes lists from all over memory
-    fits = lists_bytes(job.graph, job.edge_ids) + _block_bytes(job) <= job.memory_bytes
-    if job.row_of_node is not None and fits and cores > 1:
-        lists = _Lists(*lists_by_row(job.graph, job.row_of_node, cores, job.edge_ids))
-        job = replace(job, row_of_node=None)  # they are rows already
+    taken = lists_bytes(job.graph, job.numbered)
+    if job.values:
+        taken *= 2  # half of the memory is for the values
+    if job.row_of_node is not None and taken + _block_bytes(job) <= job.memory_bytes and cores > 1:
+        lists = _Lists(*lists_by_row(job.graph, job.row_of_node, job.row_of_source, cores, job.numbered))
+        job = replace(job, row_of_source=None)  # they are rows already
     else:
         lists = _in_row_order(job)
+    scratch: list[Any] = [lists.sources, lists.edge_ids]
+    if job.values:
+        lists = _with_values(job, lists, scratch)
     written = write_vector(
         job.catalogue,
         f"{job.base}/offsets",
@@ -164,24 +191,48 @@ def write_topology(job: TopologyJob) -> GraphEntry:
     )
     edges = job.graph.edges
     sources = _written(job, "sources", _as_rows(job, lists.sources, 0, edges), edges)
-    edge_ids = _written_ids(job, "edge_ids", _ids(job, lists, 0, edges), edges)
+    parts: dict[str, Any] = {
+        part: _written(job, part, blocks(0, edges), edges) for part, blocks in _parts(job, lists).items()
+    }
     hubs = _write_hubs(job, lists)
-    for made, given in ((lists.sources, job.graph.indices), (lists.edge_ids, job.graph.edge_ids)):
-        if isinstance(made, np.memmap) and made is not given:
+    for made in scratch:
+        if isinstance(made, np.memmap) and made is not job.graph.indices and made is not job.graph.edge_ids:
             job.catalogue.disk.unlink(Path(str(made.filename)))
-    return GraphEntry(job.table, edges, written, sources, hubs, edge_ids)
+    entry = GraphEntry(job.table, edges, written, sources, hubs, **parts)
+    if job.edge_type is None:
+        return entry
+    return msgspec.structs.replace(entry, source_table=job.edge_type[0], relation=job.edge_type[1])
 
 
 def _written(job: TopologyJob, name: str, blocks: Iterator[NDArray[Any]], edges: int) -> TableEntry:
-    return write_vector(job.catalogue, f"{job.base}/{name}", blocks, edges, node_dtype(job.graph.nodes))
+    part = name.removeprefix("hub_")
+    dtypes = {"sources": node_dtype(job.graph.source_nodes), "edge_ids": node_dtype(job.graph.edges)}
+    dtypes |= {"hubs": dtypes["sources"]} | {values.part: values.dtype for values in job.values}
+    return write_vector(job.catalogue, f"{job.base}/{name}", blocks, edges, dtypes[part])
 
 
-def _written_ids(
-    job: TopologyJob, name: str, blocks: Iterator[NDArray[Any]], edges: int
-) -> TableEntry | msgspec.UnsetType:
-    if not job.edge_ids:
-        return msgspec.UNSET
-    return write_vector(job.catalogue, f"{job.base}/{name}", blocks, edges, node_dtype(job.graph.edges))
+def _parts(job: TopologyJob, lists: _Lists) -> dict[str, Callable[[int, int], Iterator[NDArray[Any]]]]:
+    """What is stored of each edge beside its source, by name: gives blocks of edges from one to another."""
+    kept: dict[str, NDArray[Any] | AsGiven] = {"edge_ids": lists.edge_ids} if job.edge_ids else {}
+    return {part: partial(_blocks, job, values) for part, values in (kept | lists.values).items()}
+
+
+def _with_values(job: TopologyJob, lists: _Lists, scratch: list[Any]) -> _Lists:
+    """The lists with the values of their edges, and in ascending time where there are times. What was made in
+    scratch files is added to ``scratch``."""
+    held = lists.offsets.nbytes if lists.offsets is not job.graph.indptr else 0
+    held += sum(a.nbytes for a in scratch if isinstance(a, np.ndarray) and not isinstance(a, np.memmap))
+    memory = max(job.memory_bytes - held, job.memory_bytes // 2)
+    ids, edges = lists.edge_ids, job.graph.edges
+    values = {v.part: v.in_order(ids, edges, memory, job.scratch_dir) for v in job.values}
+    scratch += values.values()
+    if "times" not in values:
+        return replace(lists, values=values)
+    times = values.pop("times")
+    others = {"sources": lists.sources, "edge_ids": ids, **values}
+    found = by_time(lists.offsets, times, others, memory, job.scratch_dir)
+    scratch += found.values()
+    return _Lists(lists.offsets, found.pop("sources"), found.pop("edge_ids"), found)
 
 
 def _block_bytes(job: TopologyJob) -> int:
@@ -198,9 +249,11 @@ def _in_row_order(job: TopologyJob) -> _Lists:
     if job.row_of_node is None:
         return _Lists(graph.indptr, graph.indices, NO_IDS if graph.edge_ids is None else graph.edge_ids)
     stream = _ListsByRow(graph, job.row_of_node)
-    ids = graph.ids_between if job.edge_ids else None
+    ids = graph.ids_between if job.numbered else None
+    memory = job.memory_bytes // 2 if job.values else job.memory_bytes
     try:
-        return _Lists(*build_csc(stream, graph.nodes, job.memory_bytes, job.scratch_dir, ids))
+        built = build_csc(stream, graph.nodes, memory, job.scratch_dir, ids, graph.other_nodes)
+        return _Lists(*built)
     except BudgetError as error:
         raise BudgetError(
             error.needed_bytes, error.given_bytes, "bring the graph into the order of the rows"
@@ -209,24 +262,23 @@ def _in_row_order(job: TopologyJob) -> _Lists:
 
 def _as_rows(job: TopologyJob, lists: NDArray[Any], low: int, high: int) -> Iterator[NDArray[Any]]:
     """Blocks of ``lists[low:high]``, as rows in the dtype they are stored in."""
-    dtype = node_dtype(job.graph.nodes)
+    dtype = node_dtype(job.graph.source_nodes)
     for begin in range(low, high, job.block_edges):
         end = min(begin + job.block_edges, high)
         block = np.asarray(lists[begin:end])
-        yield (block if job.row_of_node is None else job.row_of_node[block]).astype(dtype, copy=False)
+        yield (block if job.row_of_source is None else job.row_of_source[block]).astype(dtype, copy=False)
         release_pages(lists, begin, end)
 
 
-def _ids(job: TopologyJob, lists: _Lists, low: int, high: int) -> Iterator[NDArray[Any]]:
-    """Blocks of the ids of edges ``low`` to ``high``, in the dtype they are stored in."""
-    dtype, ids = node_dtype(job.graph.edges), lists.edge_ids
+def _blocks(job: TopologyJob, values: NDArray[Any] | AsGiven, low: int, high: int) -> Iterator[NDArray[Any]]:
+    """Blocks of the values, or numbers, of edges ``low`` to ``high``."""
     for begin in range(low, high, job.block_edges):
         end = min(begin + job.block_edges, high)
-        if isinstance(ids, AsGiven):
-            yield np.arange(begin, end, dtype=dtype)
+        if isinstance(values, AsGiven):
+            yield numbers_between(begin, end)
         else:
-            yield np.asarray(ids[begin:end]).astype(dtype, copy=False)
-            release_pages(ids, begin, end)
+            yield np.asarray(values[begin:end])
+            release_pages(values, begin, end)
 
 
 def _write_hubs(job: TopologyJob, lists: _Lists) -> HubsEntry | None:
@@ -243,13 +295,16 @@ def _write_hubs(job: TopologyJob, lists: _Lists) -> HubsEntry | None:
         return ((int(lists.offsets[row]), int(lists.offsets[row + 1])) for row in rows)
 
     pieces = (piece for run in runs() for piece in _as_rows(job, lists.sources, *run))
-    ids = (piece for run in runs() for piece in _ids(job, lists, *run))
+    parts: dict[str, Any] = {}
+    for part, blocks in _parts(job, lists).items():
+        copies = (piece for run in runs() for piece in blocks(*run))
+        parts[part] = _written(job, f"hub_{part}", _gathered(copies, job.block_edges), edges)
     return HubsEntry(
         job.hub_rank,
         write_array(job.catalogue, f"{job.base}/hub_rows", rows.astype(node_dtype(job.graph.nodes))),
         write_array(job.catalogue, f"{job.base}/hub_offsets", hub_offsets),
         _written(job, "hubs", _gathered(pieces, job.block_edges), edges),
-        _written_ids(job, "hub_edge_ids", _gathered(ids, job.block_edges), edges),
+        **parts,
     )
 
 

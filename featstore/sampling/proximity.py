@@ -39,7 +39,7 @@ from featstore.errors import SourceError
 from featstore.reader.graphs import read_offsets, read_whole
 from featstore.sampling.neighbors import graph_arrays
 from featstore.sampling.orders import ROOTS, SHIFTS, TrainingOrder, lengths_of
-from featstore.storage.relations import graph_of
+from featstore.storage.relations import check_over_one_table, graph_of
 from featstore.storage.store import OpenStore, StoredGraph
 
 __all__ = ["ProximityOrder"]
@@ -136,6 +136,7 @@ def _graph_given(graph: Any) -> StoredGraph | tuple[NDArray[np.int64], NDArray[A
     if isinstance(graph, OpenStore):
         graph = graph_of(graph, None)
     if isinstance(graph, StoredGraph):
+        check_over_one_table(graph)
         return graph
     try:
         indptr, indices = graph

@@ -51,7 +51,7 @@ GENERATION = Belongings.of(
 )
 #: Of a spill directory.
 SPILL = Belongings.of(
-    rf"{_NAME}\.(?:[0-9]+|ids|{_SCRATCH})|graph-(?:indices|edges|ids)-[a-z0-9_]+\.bin"
+    rf"{_NAME}\.(?:[0-9]+|ids|{_SCRATCH})|graph-(?:indices|edges|ids|indptr|values)-[a-z0-9_]+\.bin"
     rf"|{_NAME}\.spill/(?:c[0-9]+|checksums)",
     rf"{_NAME}\.spill",
 )

@@ -11,14 +11,14 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 __all__ = [
-    "EDGE_FEATURES", "EdgeType", "is_edge_table", "joined", "node_tables", "node_types", "split_joined",
+    "EDGE_FEATURES", "EdgeType", "is_edge_table", "joined_name", "node_tables", "node_types", "split_joined",
 ]  # fmt: skip
 
 EdgeType = tuple[str, str, str]
 EDGE_FEATURES = "edge_features"
 
 
-def joined(edge_type: EdgeType) -> str:
+def joined_name(edge_type: EdgeType) -> str:
     """The name of an edge type's graph, and of the table of its edges' rows."""
     return "__".join(edge_type)
 
@@ -28,7 +28,7 @@ def split_joined(name: str, types: Collection[str]) -> list[EdgeType]:
     themselves, several."""
     ends = [(a, b) for a in types for b in types if name.startswith(f"{a}__") and name.endswith(f"__{b}")]
     relations = ((a, name[len(a) + 2 : -len(b) - 2], b) for a, b in ends if len(name) >= len(a) + len(b) + 4)
-    return [edge_type for edge_type in relations if joined(edge_type) == name and edge_type[1]]
+    return [edge_type for edge_type in relations if joined_name(edge_type) == name and edge_type[1]]
 
 
 def is_edge_table(name: str, tables: Collection[str]) -> bool:
@@ -44,5 +44,5 @@ def node_tables(tables: Collection[str]) -> list[str]:
 
 def node_types(tables: Collection[str], edge_types: Iterable[EdgeType]) -> list[str]:
     """The tables of nodes of a store whose graphs have these edge types; by name alone where it has none."""
-    named = {joined(edge_type) for edge_type in edge_types}
+    named = {joined_name(edge_type) for edge_type in edge_types}
     return [name for name in tables if name not in named] if named else node_tables(tables)

@@ -12,7 +12,7 @@ from msgspec import UNSET
 
 from featstore.base.dtypes import host_dtype
 from featstore.errors import FormatError
-from featstore.storage.edge_types import joined
+from featstore.storage.edge_types import joined_name
 from featstore.storage.entry_checks import (
     ROW_DTYPES,
     check_array,
@@ -279,7 +279,7 @@ def _check_relation(name: str, graph: GraphEntry, manifest: Manifest) -> None:
         raise FormatError(f"graph {name!r} is a relation, but the feature {RELATIONS_FEATURE!r} is not named")
     if graph.table_of_sources not in manifest.tables:
         raise FormatError(f"the sources of graph {name!r} are rows of no table: {graph.table_of_sources!r}")
-    if name != joined(graph.edge_type):
+    if name != joined_name(graph.edge_type):
         raise FormatError(f"the graph of the edge type {graph.edge_type} is not called {name!r}")
-    if any(joined(other) in (graph.table, graph.source_table) for other in manifest.edge_types):
+    if any(joined_name(other) in (graph.table, graph.source_table) for other in manifest.edge_types):
         raise FormatError(f"graph {name!r} joins rows of edges")

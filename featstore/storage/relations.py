@@ -6,8 +6,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from msgspec import UNSET
-
 from featstore.arguments import known_name
 from featstore.errors import SourceError
 from featstore.storage.edge_types import EDGE_FEATURES, is_edge_table, node_tables
@@ -15,7 +13,16 @@ from featstore.storage.edge_types import EDGE_FEATURES, is_edge_table, node_tabl
 if TYPE_CHECKING:
     from featstore.storage.store import OpenStore, StoredGraph
 
-__all__ = ["EDGE_FEATURES", "graph_of", "is_edge_table", "node_tables"]
+__all__ = ["EDGE_FEATURES", "check_over_one_table", "graph_of", "is_edge_table", "node_tables"]
+
+
+def check_over_one_table(graph: StoredGraph) -> None:
+    """Raise SourceError for a graph between two tables."""
+    if graph.entry.table_of_sources != graph.entry.table:
+        raise SourceError(
+            f"{graph.where()} joins nodes of {graph.entry.table_of_sources!r} to nodes of "
+            f"{graph.entry.table!r}, and a graph over one table is needed here"
+        )
 
 
 def graph_of(store: OpenStore, name: str | None) -> StoredGraph:
@@ -33,17 +40,14 @@ def graph_of(store: OpenStore, name: str | None) -> StoredGraph:
         )
     if name is not None:
         named = store.graphs[known_name(name, store.graphs, f"the store {store.path} has no graph")]
-        if named.entry.source_table not in (UNSET, named.entry.table):
-            raise SourceError(
-                f"the graph {name!r} of {store.path} joins nodes of {named.entry.source_table!r} to nodes of "
-                f"{named.entry.table!r}, and a graph over one table is needed here"
-            )
+        check_over_one_table(named)
         return named
     if len(store.graphs) > 1:
         raise SourceError(
             f"the store {store.path} holds {len(store.graphs)} graphs; say which: graph= one of {known}"
         )
     only = next(iter(store.graphs.values()))
+    check_over_one_table(only)
     nodes = store.node_types
     typed = [t for t in store.tables if t not in nodes and t != EDGE_FEATURES]
     if len(nodes) > 1 or typed:

@@ -43,7 +43,8 @@ class Golden:
     """A golden store: its tables and arrays in node id order, and the options of the pack. ``batches``: (node
     ids by table, sample) of each mini-batch of a trace that is compiled for it into ``packs/default``, with
     the options ``compiling``. ``hosts``: the owners of each table's rows, by which the store is split; then
-    the golden store is a directory of several. ``split_topology``: graphs are split, too."""
+    the golden store is a directory of several. ``split_topology``: graphs are split, too. ``featureless``:
+    tables of zeros that are given as numbers of nodes."""
 
     tables: Mapping[str, np.ndarray[Any, Any]]
     arrays: Mapping[str, np.ndarray[Any, Any]] = field(default_factory=dict)
@@ -52,6 +53,7 @@ class Golden:
     compiling: Mapping[str, Any] = field(default_factory=dict)
     hosts: Mapping[str, np.ndarray[Any, Any]] = field(default_factory=dict)
     split_topology: bool = False
+    featureless: Sequence[str] = ()
 
 
 def numbers(shape: tuple[int, ...], dtype: Any, step: int = 37) -> np.ndarray[Any, Any]:
@@ -183,6 +185,33 @@ def edges() -> Golden:
     )  # fmt: skip
 
 
+def typed() -> Golden:
+    """A typed graph: two edge types, one between two types of nodes, with weights and times, hubs and edge
+    ids; nodes without features; rows of edges of one type."""
+    index = np.arange(900)
+    writes = np.stack([index * index % 150, (7 * index + index // 5) % 300])
+    cites = np.stack([index * index % PAPERS, (11 * index + index // 7) % 450])
+    return Golden(
+        tables={
+            "paper": numbers((PAPERS, 2), np.int16),
+            "author": np.zeros(150, np.uint8),
+            "author__writes__paper": numbers((900,), np.uint8),
+        },
+        options={
+            "graph": {"author__writes__paper": writes, "paper__cites__paper": cites},
+            "order": {"paper": "permutation", "author": "permutation", "author__writes__paper": "given"},
+            "permutation": {"paper": (np.arange(PAPERS) * 77 + 5) % PAPERS, "author": np.arange(150)[::-1]},
+            "edge_weights": {"author__writes__paper": numbers((900,), np.float32) / 4},
+            "edge_times": {
+                "author__writes__paper": numbers((900,), np.int64, step=11) // 9 - 4,
+                "paper__cites__paper": numbers((900,), np.int64) * 2**33,
+            },
+            "hubs": 0.02,
+        },
+        featureless=["author"],
+    )  # fmt: skip
+
+
 def _some_everywhere(
     misses: Any, table_rows: int, *rest: Any, extent_bytes_max: int, **_: Any
 ) -> tuple[Placement, Forecast]:
@@ -253,6 +282,7 @@ STORES = {
     "dtypes": dtypes,
     "graph": graph,
     "edges": edges,
+    "typed": typed,
     "compiled": compiled,
 }
 #: Golden stores that are directories of several.
@@ -299,7 +329,8 @@ def make(name: str, directory: Path) -> Path:
         if golden.hosts:
             _split(golden, out)
         else:
-            featstore.pack(out, golden.tables, arrays=golden.arrays, **golden.options).close()
+            tables = {n: len(t) if n in golden.featureless else t for n, t in golden.tables.items()}
+            featstore.pack(out, tables, arrays=golden.arrays, **golden.options).close()
         if golden.batches:
             _compile(golden, out)
     for lock in out.rglob("lock"):

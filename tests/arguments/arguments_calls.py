@@ -754,6 +754,8 @@ CALLS: dict[str, Call] = {
             "hubs": number(0).and_also(more_than_all=1.5),
             "hub_rank": choice(),
             "edge_ids": FLAG.optional,
+            "edge_weights": Rule({**NONSENSE, "without a graph": np.ones(3)}, "edge_weights"),
+            "edge_times": Rule({**NONSENSE, "without a graph": np.ones(3, int)}, "edge_times"),
             "train": Anything("with a graph, see the next"),
             "resume": FLAG,
             "overwrite": FLAG,

@@ -445,3 +445,42 @@ def test_progress_shows_no_bytes_where_none_are_counted(monkeypatch: pytest.Monk
     assert "bytes" not in waiting
     assert "/?" not in waiting
     assert "/1.0 MiB" in drawn(("features: order", 0, None), ("features: write", 2**19, 2**20))
+
+
+def test_a_typed_graph_is_packed(call: Call, tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    np.save(tmp_path / "paper.npy", rng.random((30, 4)))
+    for name, sources in (("writes", 9), ("cites", 30)):
+        np.save(tmp_path / f"{name}.npy", np.stack([rng.integers(0, sources, 80), rng.integers(0, 30, 80)]))
+    np.save(tmp_path / "years.npy", rng.integers(1990, 2020, 80))
+    np.save(tmp_path / "weights.npy", rng.random(80))
+    given = [
+        "--features", f"paper={tmp_path / 'paper.npy'}", "--nodes", "author=9",
+        "--graph", f"author__writes__paper={tmp_path / 'writes.npy'}",
+        "--graph", f"paper__cites__paper={tmp_path / 'cites.npy'}",
+    ]  # fmt: skip
+    more = [
+        "--edge-times", f"paper__cites__paper={tmp_path / 'years.npy'}",
+        "--edge-weights", f"author__writes__paper={tmp_path / 'weights.npy'}", "--edge-ids",
+    ]  # fmt: skip
+    result = call("pack", tmp_path / "s", *given, *more, "--order", "ldg", "--partitions", 2)
+    for text in (
+        "80 edges of type 'writes' from 9 rows of table 'author' to 30 of 'paper'",
+        "each list ascends by them",
+        "nodes by number and order alone",
+    ):
+        assert text in result.stdout
+    graph = parsed(call("inspect", tmp_path / "s", "--json"))["graphs"]["author__writes__paper"]
+    assert graph["edge_type"] == ["author", "writes", "paper"]
+    assert (graph["source_nodes"], graph["weights"], graph["times"]) == (9, "float64", None)
+    with featstore.open(tmp_path / "s") as store:
+        assert store.manifest.featureless == ["author"]
+        assert store.graphs["paper__cites__paper"].times().max() < 2020
+        assert len(store.tables["author"].partition_offsets) == 3
+    for wrong, message in (
+        (["--nodes", "author"], "such as author=5000"),
+        (["--nodes", "paper=3"], "'paper' has --features, too"),
+        (["--graph", f"author__reads__book={tmp_path / 'writes.npy'}"], "no edge type A__RELATION__B"),
+        (["--edge-times", f"author__reads__paper={tmp_path / 'years.npy'}"], "no table is called"),
+    ):
+        assert message in call("pack", tmp_path / "t", *given, *wrong, code=2).stderr

@@ -70,15 +70,29 @@ def manifest_of(name: str) -> dict[str, Any]:
     return loaded
 
 
-def lists_of(name: str, key: str, node_of_row: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
-    """Offsets and sources of a golden graph in row order, from its edges: lists ascend by node id."""
-    sources, targets = make_golden.STORES[name]().options["graph"][key]
-    nodes = len(make_golden.STORES[name]().tables[key])
-    node_of_row = np.arange(nodes) if node_of_row is None else node_of_row
-    row_of_node = np.argsort(node_of_row)
-    lists = [row_of_node[np.sort(sources[targets == v])] for v in node_of_row]
+def identity_or(values: np.ndarray | None, rows: int) -> np.ndarray:
+    return np.arange(rows) if values is None else values
+
+
+def edges_of(name: str, graph: Any) -> tuple[np.ndarray, np.ndarray]:
+    """(offsets, numbers of the edges) of a golden graph in row order: lists ascend by time, then by node
+    id."""
+    options = make_golden.STORES[name]().options
+    sources, targets = options["graph"][graph.name]
+    times = options.get("edge_times", {}).get(graph.name, np.zeros(len(sources)))
+    nodes = identity_or(graph.table.node_of_row(), graph.table.rows)
+    lists = [np.flatnonzero(targets == v) for v in nodes]
+    lists = [edges[np.lexsort((sources[edges], times[edges]))] for edges in lists]
     offsets = np.concatenate([[0], np.cumsum([len(x) for x in lists])]).astype(np.int64)
     return offsets, np.concatenate([*lists, []]).astype(np.int32)
+
+
+def lists_of(name: str, graph: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Offsets and sources of a golden graph in row order, from its edges."""
+    offsets, edges = edges_of(name, graph)
+    row_of_node = np.argsort(identity_or(graph.source_table.node_of_row(), graph.source_table.rows))
+    sources = make_golden.STORES[name]().options["graph"][graph.name][0]
+    return offsets, row_of_node[sources[edges]].astype(np.int32)
 
 
 def file_bytes(root: Path) -> dict[str, bytes]:
@@ -87,7 +101,7 @@ def file_bytes(root: Path) -> dict[str, bytes]:
 
 def test_golden_directories_are_those_that_are_made() -> None:
     assert sorted(p.name for p in GOLDEN.iterdir()) == sorted([*STORES, *make_golden.FAMILIES])
-    assert sum(p.stat().st_size for p in GOLDEN.rglob("*") if p.is_file()) < 950_000
+    assert sum(p.stat().st_size for p in GOLDEN.rglob("*") if p.is_file()) < 1_050_000
 
 
 @pytest.mark.parametrize("name", STORES)
@@ -133,7 +147,7 @@ def test_featstore_reads_graphs(engine: str) -> None:
             return
         with reader:
             for name, graph in store.graphs.items():
-                offsets, sources = lists_of("graph", name, graph.table.node_of_row())
+                offsets, sources = lists_of("graph", graph)
                 same(reader.read_runs({f"{name}/offsets": [[0, len(offsets)]]})[f"{name}/offsets"], offsets)
                 same(reader.read_runs({f"{name}/sources": [[0, graph.edges]]})[f"{name}/sources"], sources)
                 rows, ends = graph.hub_rows()
@@ -158,6 +172,27 @@ def test_edge_ids_name_the_edges() -> None:
     twice = np.flatnonzero((np.diff(found) == 0) & (np.diff(target_row) == 0))
     assert len(twice) > 10, "an edge occurs twice"
     assert (ids[twice] < ids[twice + 1]).all(), "then in the order of ids"
+
+
+def test_edges_with_types_weights_and_times() -> None:
+    options, plain = make_golden.typed().options, independent.Store(GOLDEN / "typed")
+    assert plain.featureless == ["author"]
+    with featstore.open(GOLDEN / "typed") as store:
+        assert store.manifest.reader_features == ["graphs", "edge_ids", "relations", "edge_values"]
+        assert store.edge_types == list(plain.edge_types.values())
+        assert store.edge_types == [("author", "writes", "paper"), ("paper", "cites", "paper")]
+        for name, graph in store.graphs.items():
+            offsets, edges = edges_of("typed", graph)
+            assert plain.graphs[name][0].tolist() == offsets.tolist()
+            same(plain.edge_ids[name], edges)
+            same(plain.times[name], options["edge_times"][name][edges])
+            assert graph.hubs == 12
+            if name in options["edge_weights"]:
+                same(plain.weights[name], options["edge_weights"][name][edges])
+            else:
+                assert plain.weights[name] is None
+            same(read_whole(graph, "times"), plain.times[name])
+    assert featstore.verify(GOLDEN / "typed").ok
 
 
 def test_graph_store_is_awkward() -> None:
@@ -193,7 +228,7 @@ def test_independent_reader(name: str) -> None:
     assert store.graphs.keys() == graphs.keys()
     for key, (offsets, sources) in store.graphs.items():
         with featstore.open(GOLDEN / name) as opened:
-            wanted_offsets, wanted_sources = lists_of(name, key, opened.tables[key].node_of_row())
+            wanted_offsets, wanted_sources = lists_of(name, opened.graphs[key])
         same(offsets, wanted_offsets)
         same(sources, wanted_sources)
 
@@ -210,7 +245,7 @@ def _in_row_order(name: str) -> list[tuple[str, np.ndarray]]:
         for key, entry in store.manifest.arrays.items():
             out.append((entry.path, opaque(little(golden.arrays[key]), entry)))
         for key, graph in store.graphs.items():
-            offsets, sources = lists_of(name, key, graph.table.node_of_row())
+            offsets, sources = lists_of(name, graph)
             rows, ends = graph.hub_rows()
             hubs = np.concatenate([sources[offsets[r] : offsets[r + 1]] for r in rows])
             out += [(graph.entry.offsets.path, offsets), (graph.entry.sources.path, sources)]
@@ -317,6 +352,7 @@ def _reseal(store: Path, path: str, data: bytes) -> None:
 
 
 _USER, _PAPER = "g000001/graphs/user", "g000001/graphs/paper"
+_WRITES = "g000001/graphs/author__writes__paper"
 
 
 @pytest.mark.parametrize(
@@ -334,19 +370,28 @@ _USER, _PAPER = "g000001/graphs/user", "g000001/graphs/paper"
         (f"{_PAPER}/edge_ids/rows/c.0", 7, -1),
         (f"{_PAPER}/edge_ids/rows/c.0", 7, None),
         (f"{_PAPER}/hub_edge_ids/rows/c.0", 5, None),
+        (f"{_WRITES}/sources/rows/c.0", 5, 150),
+        (f"{_WRITES}/weights/rows/c.0", 5, -1),
+        (f"{_WRITES}/weights/rows/c.0", 5, np.inf),
+        (f"{_WRITES}/weights/rows/c.0", 899, np.nan),
+        (f"{_WRITES}/times/rows/c.0", 1, -100),
+        (f"{_WRITES}/hub_weights/rows/c.0", 5, 77),
+        (f"{_WRITES}/hub_times/rows/c.0", 0, -99),
+        ("g000001/tables/author/rows/c.0", 149, 1),
     ],
 )
-def test_a_graph_that_breaks_a_promise(tmp_path: Path, path: str, place: int, value: int | None) -> None:
+def test_a_graph_that_breaks_a_promise(tmp_path: Path, path: str, place: int, value: float | None) -> None:
     """Every checksum fits; what the numbers say does not. ``value`` None: that of the element before."""
-    name = "edges" if "/paper/" in path else "graph"
+    name = "edges" if "/paper/" in path else "typed" if "author" in path else "graph"
     store = shutil.copytree(GOLDEN / name, tmp_path / name)
-    wide = "offsets" in path
-    data = np.frombuffer((store / path).read_bytes(), "<i8" if wide else "<i4").copy()
+    parts = {"offsets": "<i8", "times": "<i8", "weights": "<f4", "author/rows": "u1"}
+    dtype = next((dtype for part, dtype in parts.items() if part in path), "<i4")
+    data = np.frombuffer((store / path).read_bytes(), dtype).copy()
     data[place] = data[place - 1] if value is None else value
     _reseal(store, path, data.tobytes())
-    with pytest.raises(independent.Refused, match=r"hub|graph"):
+    with pytest.raises(independent.Refused, match=r"hub|graph|without features"):
         independent.Store(store)
-    assert "graph" in {p.what for p in featstore.verify(store).problems}
+    assert {p.what for p in featstore.verify(store).problems} & {"graph", "rows"}
 
 
 # Files from one byte to several pages, of every kind; in each, any bit.
@@ -395,6 +440,9 @@ def _inner(value: Any, at: tuple[Any, ...]) -> Any:
 
 
 _OBJECTS = [("order", p) for p in _paths(manifest_of("order")) if not (p and p[0] == "files" and p[1] > 0)]
+_OBJECTS += [
+    ("typed", ("graphs", "author__writes__paper", *p)) for p in ((), ("weights",), ("times",), ("hubs",))
+]
 _OBJECTS += [("graph", p) for p in _paths(manifest_of("graph")) if p[:2] in (("graphs",), ("graphs", "user"))]
 
 
@@ -414,6 +462,7 @@ def test_schema_and_featstore_refuse_unknown_and_missing_fields(
     _inner(more, at)["bad name" if named else "surplus"] = {}
     refused(more)
     optional = {"row_of_node", "node_of_row", "rows_by_degree", "graphs", "hubs"}
+    optional |= {"edge_ids", "weights", "times"}  # all but of hubs alone, see below
     for key in [] if named else sorted(_inner(original, at).keys() - optional):
         less = copy.deepcopy(original)
         del _inner(less, at)[key]
@@ -448,7 +497,46 @@ _GRAPH_MUTATIONS = [
     ((*_GRAPH, "hubs", "rows", "shape"), [51, 1]), ((*_GRAPH, "hubs", "offsets", "shape"), [0]),
     ((*_GRAPH, "hubs", "offsets", "dtype"), "int32"), ((*_GRAPH, "offsets", "order", "row_of_node"), _MAP),
 ]  # fmt: skip
+_TYPED = ("graphs", "author__writes__paper")
+_FEATURES = ["graphs", "edge_ids", "relations", "edge_values"]
+_TYPED_MUTATIONS = [
+    ((*_TYPED, "relation"), 3), ((*_TYPED, "relation"), ""), ((*_TYPED, "source_table"), None),
+    ((*_TYPED, "weights", "dtype"), "int32"), ((*_TYPED, "times", "dtype"), "int32"),
+    ((*_TYPED, "times", "row_shape"), [1]), (("featureless",), "author"), (("featureless",), ["author"] * 2),
+    (("featureless",), ["no name"]), (("reader_features",), _FEATURES[:2]),
+]  # fmt: skip
 _WRONG = [("order", *m) for m in _MUTATIONS] + [("graph", *m) for m in _GRAPH_MUTATIONS]
+_WRONG += [("typed", *m) for m in _TYPED_MUTATIONS]
+
+
+@pytest.mark.parametrize(
+    ("at", "value"),
+    [
+        ((*_TYPED, "relation"), "reads"), ((*_TYPED, "source_table"), "paper"),
+        ((*_TYPED, "source_table"), "nobody"), (("featureless",), ["paper"]), (("featureless",), ["nobody"]),
+        (("reader_features",), ["graphs", "edge_ids", "edge_values"]),
+        (("reader_features",), ["graphs", "edge_ids", "relations"]),
+        ((*_TYPED, "hubs", "weights"), None), ((*_TYPED, "hubs", "times"), None),
+        ((*_TYPED, "weights"), None), ((*_TYPED, "relation"), None),
+    ],
+)  # fmt: skip
+def test_a_typed_manifest_that_contradicts_itself(at: tuple[Any, ...], value: Any, tmp_path: Path) -> None:
+    """What a schema cannot say; ``value`` None: without the field."""
+    shutil.copytree(GOLDEN / "typed", tmp_path / "s")
+    manifest = manifest_of("typed")
+    if value is None:
+        del _inner(manifest, at[:-1])[at[-1]]
+    else:
+        _inner(manifest, at[:-1])[at[-1]] = value
+    from featstore.storage.manifest import uuid_of
+
+    text = json.dumps(manifest)
+    text = text.replace(manifest["uuid"], uuid_of(text.encode(), manifest["uuid"]), 1)
+    (tmp_path / "s" / "featstore.json").write_text(text)
+    with pytest.raises(featstore.errors.FormatError):
+        featstore.open(tmp_path / "s")
+    with pytest.raises((ValueError, KeyError)):
+        independent.Store(tmp_path / "s")
 
 
 @pytest.mark.parametrize(("name", "at", "value"), _WRONG, ids=lambda v: str(v)[:60])

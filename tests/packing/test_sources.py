@@ -727,13 +727,12 @@ def test_pyg_hetero_data() -> None:
         "author__writes__paper": (1, 4),
     }
     assert set(pyg_arrays(data)) == {"paper.y", "author__writes__paper.time"}
-    with pytest.raises(SourceError, match=r"3 relations.*'writes'"):
-        pyg_graphs(data)
-    del data["author", "writes", "paper"], data["paper", "like", "paper"]
     graphs = pyg_graphs(data)
-    assert set(graphs) == {"paper"}
-    assert graphs["paper"].indptr.tolist() == [0, 0, 1, 2]
-    assert graphs["paper"].indices.tolist() == [0, 1]
+    assert set(graphs) == {"paper__cites__paper", "paper__like__paper", "author__writes__paper"}
+    assert graphs["paper__cites__paper"].indptr.tolist() == [0, 0, 1, 2]
+    assert graphs["paper__cites__paper"].indices.tolist() == [0, 1]
+    writes = graphs["author__writes__paper"]
+    assert (writes.nodes, writes.source_nodes, writes.indptr.tolist()) == (3, 2, [0, 0, 1, 1])
 
 
 def test_pyg_transposed_adjacency() -> None:

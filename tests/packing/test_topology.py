@@ -179,9 +179,10 @@ def test_what_is_stored_is_the_graph(
     ways: list[bool] = []
     build = topology.build_csc
 
-    def squeezed(stream: Any, nodes: int, memory: int, scratch: Path, numbers: Any) -> Any:
+    def squeezed(stream: Any, nodes: int, memory: int, scratch: Path, numbers: Any, others: Any) -> Any:
         assert (numbers is not None) == ids
-        made = build(stream, nodes, smallest(edges, ids) if way == "on disk" else memory, scratch, numbers)
+        memory = smallest(edges, ids) if way == "on disk" else memory
+        made = build(stream, nodes, memory, scratch, numbers, others)
         ways.append(isinstance(made[1], np.memmap))
         return made
 
@@ -248,7 +249,7 @@ def test_equal_packs_are_equal_to_the_byte(
     monkeypatch.setattr(
         topology,
         "build_csc",
-        lambda stream, nodes, _, scratch, ids: build(
+        lambda stream, nodes, _, scratch, ids, others: build(
             stream, nodes, smallest(edges, ids is not None), scratch, ids
         ),
     )
@@ -363,7 +364,7 @@ def test_take_lists_is_its_twin(edges: Edges, seed: int, dtype: type, cut: float
     for kept in (None, ids, NO_IDS):  # no ids, such, or places
         out_ids = NO_IDS if kept is None else np.full(len(indices), -1, dtype)
         lists = (indptr, indices.astype(dtype), ids if kept is None else kept)
-        arguments = (*lists, node_of_row, row_of_node, offsets)
+        arguments = (*lists, node_of_row, row_of_node, edges.nodes, offsets)
         for first, last in pairwise(bounds):
             assert by_row.take_lists(*arguments, first, last, out, out_ids)
         assert out.tolist() == [row for one in expected for row in one.tolist()]

@@ -130,7 +130,8 @@ def test_one_relation_of_a_hetero_data_is_not_sampled_unasked(tmp_path: Path, pa
     data["paper"].x, data["author"].x = torch.from_numpy(rows(NODES, 0)), torch.from_numpy(rows(70, 1))
     data["paper", "cites", "paper"].edge_index = torch.from_numpy(edges_of())
     packed = pack(tmp_path / "s", data, topology=True)
-    with packed as store, pytest.raises(SourceError, match="one relation of several: pass graph='paper'"):
+    asked = "one relation of several: pass graph='paper__cites__paper'"
+    with packed as store, pytest.raises(SourceError, match=asked):
         store.sampler([3], memory=SMALL)
 
 

@@ -68,7 +68,7 @@ def check_alone(trace: Path | None, own: dict[str, Any], given: dict[str, Any]) 
         for name in _OWN:
             if own.get(name):
                 raise click.UsageError(f"--{name.replace('_', '-')} goes with --trace")
-        if not given["features"]:
+        if not given["features"] and not given["nodes"]:
             raise click.UsageError("give --features to pack a store, or --trace to compile a trace for one")
         return
     for name, values in given.items():

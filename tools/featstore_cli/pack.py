@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,20 +10,17 @@ import click
 
 from featstore_cli.compiled import check_alone, compile_command, trace_options
 from featstore_cli.options import (
-    SHAPE,
     SIZE,
     by_table,
-    check_tables,
     json_option,
-    of_table,
     settings,
     shared_options,
 )
 from featstore_cli.output import facts, print_json, progress, rate_text, seconds_text, show
+from featstore_cli.pack_request import CASTS, ORDERS, PackRequest, flag_of
 
-_CASTS = ("float16", "bfloat16", "float32", "float64")
 _HUB_RANKS = ("degree", "external")
-_ORDERS = ("auto", "given", "permutation", "degree", "metis", "multilevel", "ldg", "bfs")
+_PATHS = ("features", "graph", "permutation", "edge_weights", "edge_times")
 
 
 @click.command("pack", context_settings={"show_default": True})
@@ -36,10 +32,13 @@ _ORDERS = ("auto", "given", "permutation", "degree", "metis", "multilevel", "ldg
     help="Rows: .npy .npz .zarr .parquet .pt .csv, OGB, raw.",
 )
 @click.option(
+    "--nodes", metavar="TABLE=N", multiple=True, help="A type of N nodes without features, of a typed graph."
+)
+@click.option(
     "--graph",
     metavar="[TABLE=]PATH",
     multiple=True,
-    help="The table's graph: .npz .npy .csv .parquet .pt, OGB.",
+    help="The table's graph: .npz .npy .csv .parquet .pt, OGB. Of an edge type A__RELATION__B=PATH.",
 )
 @click.option(
     "--array",
@@ -54,7 +53,7 @@ _ORDERS = ("auto", "given", "permutation", "degree", "metis", "multilevel", "ldg
     metavar="[TABLE=]METHOD",
     multiple=True,
     default=["auto"],
-    help=f"Order of rows: {', '.join(_ORDERS)}.",
+    help=f"Order of rows: {', '.join(ORDERS)}.",
 )
 @click.option("--permutation", metavar="[TABLE=]FILE.npy", multiple=True, help="Node ids in row order.")
 @click.option(
@@ -75,7 +74,7 @@ _ORDERS = ("auto", "given", "permutation", "degree", "metis", "multilevel", "ldg
     multiple=True,
     help="Cast to this; with --shape and a headless file, the file's own.",
 )
-@click.option("--cast", metavar="[TABLE=]DTYPE", multiple=True, help=f"Cast to {', '.join(_CASTS)}.")
+@click.option("--cast", metavar="[TABLE=]DTYPE", multiple=True, help=f"Cast to {', '.join(CASTS)}.")
 @click.option(
     "--raw-dtype",
     metavar="[TABLE=]DTYPE",
@@ -104,6 +103,12 @@ _ORDERS = ("auto", "given", "permutation", "degree", "metis", "multilevel", "ldg
 )
 @click.option(
     "--graph-key", metavar="[TABLE=]KEY", multiple=True, help="The member or columns with the edges."
+)
+@click.option(
+    "--edge-weights", metavar="[GRAPH=]PATH", multiple=True, help="A weight for each edge, as features."
+)
+@click.option(
+    "--edge-times", metavar="[GRAPH=]PATH", multiple=True, help="A time for each edge, by which lists ascend."
 )
 @click.option(
     "--topology/--no-topology",
@@ -142,6 +147,7 @@ def command(
     featstore pack store --features paper=p.npy --features author=a.npz --key author=x
     featstore pack store --features feat.bin --raw-dtype float32 --shape -1,128 --cast float16
     featstore pack store --features papers.parquet --id paper_id
+    featstore pack store --features paper=p.npy --nodes author=5000 --graph author__writes__paper=w.npy
     featstore pack store --trace mini-batches.trace --memory 1GiB --disk 3x
 
     Paths may hold a '='; a path that exists as it is written is taken as such. A pack that was stopped goes
@@ -164,10 +170,7 @@ def command(
             out, trace, own, memory=memory, seed=seed, resume=resume, overwrite=overwrite, as_json=as_json
         )
         return
-    values = {
-        name: by_table(texts, _flag(name), is_path=name in ("features", "graph", "permutation"))
-        for name, texts in given.items()
-    }
+    values = {name: by_table(texts, flag_of(name), is_path=name in _PATHS) for name, texts in given.items()}
     begin = time.perf_counter()
     plan = PackRequest(values)
     plan.check()
@@ -179,7 +182,7 @@ def command(
         settings().packing = out
         store = featstore.pack(
             out,
-            plan.paths,
+            plan.features,
             arrays=arrays,
             **plan.options(),
             memory=memory,
@@ -196,127 +199,6 @@ def command(
     settings().packing = None
     with store:
         _report(store, time.perf_counter() - begin, as_json)
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
-class PackRequest:
-    """What is asked for, by table; every mistake that can be seen without reading data is a usage error."""
-
-    def __init__(self, values: dict[str, dict[str | None, str]]) -> None:
-        self.values = values
-        paths = values["features"]
-        if None in paths and len(paths) > 1:
-            raise click.BadParameter(
-                "several tables need names: --features paper=p.npy --features author=a.npy",
-                param_hint="--features",
-            )
-        self.paths = {name or "features": Path(path) for name, path in paths.items()}
-
-    def check(self) -> None:
-        for name in self.values:
-            if name not in ("features", "array"):
-                check_tables(self.values[name], self.paths, _flag(name))
-        self._one_table("graph", "graph_key", "permutation")
-        for table in self.paths:
-            self._check_table(table)
-
-    def _check_table(self, table: str) -> None:
-        shape, cast = self._of("shape", table), self._of("cast", table)
-        order, partitions, offset = (self._of(name, table) for name in ("order", "partitions", "offset"))
-        if shape is not None:
-            self._parsed(SHAPE.parse, shape, "--shape")
-        for text, flag, least in ((partitions, "--partitions", 1), (offset, "--offset", 0)):
-            if text is not None and (not text.isdecimal() or int(text) < least):
-                raise click.BadParameter(
-                    f"{text!r} is not a whole number of at least {least}", param_hint=flag
-                )
-        if order not in (None, *_ORDERS):
-            raise click.BadParameter(
-                f"{order!r} is no order; choose one of {', '.join(_ORDERS)}", param_hint="--order"
-            )
-        if self._of("graph_key", table) is not None and self._of("graph", table) is None:
-            raise click.UsageError(f"--graph-key is given, but table {table!r} has no --graph")
-        if order == "permutation" and self._of("permutation", table) is None:
-            raise click.UsageError("--order permutation needs --permutation FILE.npy")
-        wanted = self._cast(table)
-        if wanted not in (None, *_CASTS):
-            hint = "--cast" if cast is not None else "--dtype"
-            more = (
-                "; for the dtype of a headless file give --shape, too"
-                if hint == "--dtype" and shape is None
-                else ""
-            )
-            raise click.BadParameter(
-                f"cannot cast to {wanted!r}; choose one of {', '.join(_CASTS)}{more}", param_hint=hint
-            )
-
-    @staticmethod
-    def _parsed(parse: Any, text: str, flag: str) -> Any:
-        try:
-            return parse(text)
-        except ValueError as error:
-            raise click.BadParameter(str(error), param_hint=flag) from None
-
-    def _of(self, name: str, table: str) -> str | None:
-        return of_table(self.values[name], table)
-
-    def _cast(self, table: str) -> str | None:
-        """The dtype to cast to: what ``--dtype`` means depends on the file."""
-        from featstore.errors import SourceError
-        from featstore.packing.inputs import dtypes_asked
-
-        asked: dict[str, Any] = {
-            name: self._of(name, table) for name in ("raw_dtype", "dtype", "cast", "shape")
-        }
-        try:
-            wanted: str | None = dtypes_asked(
-                self.paths[table], table, asked | {"offset": int(self._of("offset", table) or 0)}
-            )[1]
-        except SourceError:
-            raise click.UsageError("--dtype and --cast both ask for a cast; give one of them") from None
-        return wanted
-
-    def options(self) -> dict[str, Any]:
-        """Arguments of `featstore.pack`, by table."""
-        parse: dict[str, Callable[[str], Any]] = {
-            "graph": str, "graph_key": str, "order": str, "permutation": str, "partitions": int, "dtype": str,
-            "cast": str, "raw_dtype": str, "shape": SHAPE.parse, "offset": int, "key": _names,
-            "columns": _names, "id": str,
-        }  # fmt: skip
-        return {
-            name: {t: read(text) for t in self.paths if (text := self._of(name, t)) is not None} or None
-            for name, read in parse.items()
-            if self.values[name]
-        }
-
-    def _one_table(self, *names: str) -> None:
-        for name in names:
-            if None in self.values[name] and len(self.paths) > 1:
-                table = next(iter(self.paths))
-                raise click.UsageError(
-                    f"there are several tables; say whose {_flag(name)} it is: {_flag(name)} {table}=..."
-                )
-
-    def train(self, arrays: dict[str, Any]) -> dict[str, str] | None:
-        for name in self.values["train"].values():
-            if name not in arrays:
-                known = ", ".join(arrays) or "none"
-                raise click.BadParameter(
-                    f"{name!r} is none of the arrays given with --array ({known})", param_hint="--train"
-                )
-        return self._some("train")
-
-    def _some(self, name: str) -> dict[str, str] | None:
-        found = {table: self._of(name, table) for table in self.paths}
-        return {table: text for table, text in found.items() if text is not None} or None
-
-
-def _names(text: str) -> str | list[str]:
-    """``a,b`` as the names of columns; one name as it is."""
-    return [name.strip() for name in text.split(",")] if "," in text else text
 
 
 def array_paths(given: dict[str | None, str]) -> dict[str, str]:

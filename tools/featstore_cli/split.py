@@ -10,7 +10,8 @@ import click
 
 from featstore_cli.options import SIZE, by_table, check_tables, json_option, settings, shared_options
 from featstore_cli.output import facts, print_json, progress, seconds_text, show, table
-from featstore_cli.pack import PackRequest, array_at, array_paths
+from featstore_cli.pack import array_at, array_paths
+from featstore_cli.pack_request import PackRequest
 
 
 @click.command("split")
@@ -116,7 +117,8 @@ def _split_features(
     import featstore
 
     paths = ("features", "graph", "permutation")
-    names = (*given, "permutation", "dtype", "cast", "id", "train")
+    more = ("nodes", "edge_weights", "edge_times")  # of a pack alone
+    names = (*given, "permutation", "dtype", "cast", "id", "train", *more)
     asked = PackRequest(
         {n: by_table(given.get(n, ()), f"--{n.replace('_', '-')}", is_path=n in paths) for n in names}
     )

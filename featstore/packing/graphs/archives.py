@@ -17,7 +17,7 @@ from featstore.packing.graphs.csc import (
     csc_graph,
     csc_indptr,
     index_dtype,
-    square,
+    matrix_nodes,
     wrong_nodes,
 )
 from featstore.packing.graphs.edges import CsrEdges, NpzEdges, require_integers
@@ -28,7 +28,7 @@ from featstore.packing.sources.npz import MemberReader, member_names, read_membe
 def open_npz(path: Path, nodes: int | None, building: Building, key: str | None) -> CscGraph:
     keys = set(member_names(path))
     stream: EdgeStream
-    memory_bytes, scratch_dir = building.memory_bytes, building.scratch_dir
+    memory_bytes = building.memory_bytes
     source = file_fingerprint("npz", path, key=key or "")
     if key is None:
         left_out(str(path), sorted(k for k in keys if k.startswith("edge_") and k != "edge_index"))
@@ -36,26 +36,23 @@ def open_npz(path: Path, nodes: int | None, building: Building, key: str | None)
             left_out(str(path), ["data (its values)"])
     if key is None and {"format", "shape"} <= keys:
         layout = read_member(path, "format").tobytes().replace(b"\0", b"").decode("ascii", "replace")
-        size = square(tuple(int(n) for n in read_member(path, "shape").reshape(-1)), str(path))
-        if nodes is not None and nodes != size:
-            raise wrong_nodes(str(path), size, nodes)
+        shape = tuple(int(n) for n in read_member(path, "shape").reshape(-1))
+        rows, nodes = matrix_nodes(shape, nodes, building.source_nodes, str(path))
         if layout == "csc":
-            return _csc_npz(path, "", size, memory_bytes, scratch_dir, source)
+            return _csc_npz(path, "", nodes, building, source)
         if layout not in ("csr", "coo"):
             raise SourceError(f"{path}: a sparse matrix in {layout!r} layout; save it as csc, csr or coo")
-        nodes = size
-        stream = (
-            NpzEdges(path, ("row", "col")) if layout == "coo" else _csr_npz(path, "", nodes, memory_bytes)
-        )
+        stream = NpzEdges(path, ("row", "col")) if layout == "coo" else _csr_npz(path, "", rows, memory_bytes)
     elif key is None and {"indptr", "indices"} <= keys:
-        return _csc_npz(path, "", nodes, memory_bytes, scratch_dir, source)
+        return _csc_npz(path, "", nodes, building, source)
     elif key is not None and key in keys:
         stream = NpzEdges(path, (key,))
     elif key is None and "edge_index" in keys:
         stream = NpzEdges(path, ("edge_index",))
     elif {f"{key or 'adj'}_indptr", f"{key or 'adj'}_indices"} <= keys:
-        matrix = _csr_npz(path, f"{key or 'adj'}_", nodes, memory_bytes)
-        stream, nodes = matrix, matrix.nodes
+        rows_of = nodes if building.source_nodes is None else building.source_nodes
+        matrix = _csr_npz(path, f"{key or 'adj'}_", rows_of, memory_bytes)
+        stream, nodes = matrix, matrix.nodes if building.source_nodes is None else nodes
     else:
         raise SourceError(
             f"{path}: no graph {key or ''} in it (indptr and indices, edge_index, adj_indptr, or a "
@@ -85,15 +82,11 @@ def _csr_npz(path: Path, prefix: str, nodes: int | None, memory_bytes: int | Non
 
 
 def _csc_npz(
-    path: Path,
-    prefix: str,
-    nodes: int | None,
-    memory_bytes: int | None,
-    scratch_dir: Path | None,
-    source: dict[str, str | int],
+    path: Path, prefix: str, nodes: int | None, building: Building, source: dict[str, str | int]
 ) -> CscGraph:
     """CSC members of an archive; indices that are larger than a quarter of the memory go to a scratch
     file."""
+    memory_bytes, scratch_dir = building.memory_bytes, building.scratch_dir
     indptr, _ = _indptr_npz(path, prefix, nodes, memory_bytes, copies=2)
     with MemberReader(path, prefix + "indices") as reader:
         head = reader.header
@@ -112,7 +105,7 @@ def _csc_npz(
                 for low in range(0, head.values, CHECK_ITEMS):
                     file.write(reader.read(min(CHECK_ITEMS, head.values - low)).astype(dtype))
             indices = map_values(file.path, dtype, head.values)
-    return csc_graph(indptr, indices, nodes, source, str(path))
+    return csc_graph(indptr, indices, nodes, source, str(path), building.source_nodes)
 
 
 def _indptr_npz(

@@ -32,7 +32,7 @@ from featstore.base.dtypes import node_dtype
 from featstore.base.files import map_values
 from featstore.base.system import asking, refusal
 from featstore.errors import BudgetError, DiskFullError, SourceError
-from featstore.packing.graphs.csc import NO_IDS, CscGraph, EdgeIds, numbers_between
+from featstore.packing.graphs.csc import NO_IDS, CscGraph, EdgeIds, ids_text, numbers_between
 from featstore.packing.graphs.placing import count_targets, place_sources, sort_runs
 from featstore.packing.sources.base import FileReader, bytes_of
 from featstore.storage.disk import Disk
@@ -96,27 +96,32 @@ class ScratchFile:
 @dataclass(frozen=True)
 class Building:
     """How a graph is built: within ``memory_bytes`` (None: as much as it takes), what does not fit in
-    ``scratch_dir``; ``edge_ids``: with the places of its edges in the stream."""
+    ``scratch_dir``; ``edge_ids``: with the places of its edges in the stream; ``source_nodes``: how many
+    nodes its sources are of, where they are others than the targets."""
 
     memory_bytes: int | None = None
     scratch_dir: Path | None = None
     edge_ids: bool = False
+    source_nodes: int | None = None
 
     def graph(self, stream: EdgeStream, nodes: int | None, source: dict[str, str | int]) -> CscGraph:
         """The graph of a stream of edges."""
         numbered = numbers_between if self.edge_ids else None
-        indptr, indices, ids = build_csc(stream, nodes, self.memory_bytes, self.scratch_dir, numbered)
-        return CscGraph(indptr, indices, source, ids if self.edge_ids else None)
+        indptr, indices, ids = build_csc(
+            stream, nodes, self.memory_bytes, self.scratch_dir, numbered, self.source_nodes
+        )
+        return CscGraph(indptr, indices, source, ids if self.edge_ids else None, self.source_nodes)
 
 
 def build_csc(
     stream: EdgeStream, nodes: int | None, memory_bytes: int | None, scratch_dir: Path | None,
-    edge_ids: EdgeIds | None = None,
+    edge_ids: EdgeIds | None = None, source_nodes: int | None = None,
 ) -> tuple[NDArray[np.int64], NDArray[Any], NDArray[Any]]:  # fmt: skip
     """``(indptr, indices, ids)`` of incoming edges: int64 ``[nodes + 1]``, int32 (int64 beyond 2^31 nodes)
     ``[edges]``, and the same (int64 beyond 2^31 edges) of their ids, empty without ``edge_ids``.
 
-    ``nodes`` None: one more than the greatest id, which costs another pass. ``memory_bytes`` None: as much as
+    ``nodes`` None: one more than the greatest id, which costs another pass. ``source_nodes``: how many
+    nodes sources are of, where they are others. ``memory_bytes`` None: as much as
     it takes. ``edge_ids(low, high)`` gives the ids of edges ``low`` to ``high`` of the stream. Indices and
     ids that do not fit are read-only `np.memmap` of files in ``scratch_dir``, which the caller removes.
 
@@ -133,8 +138,8 @@ def build_csc(
     fixed_bytes = 8 * (nodes + 1) + BLOCK_EDGE_BYTES * block_edges
     if memory_bytes is not None and fixed_bytes > memory_bytes:
         raise BudgetError(smallest_bytes(8 * (nodes + 1) + 16), memory_bytes, "build a graph")
-    indptr = _count(stream, nodes, block_edges)
-    form = _Form.of(nodes, int(indptr[-1]), edge_ids)
+    indptr = _count(stream, nodes, source_nodes, block_edges)
+    form = _Form.of(max(nodes, source_nodes or 0), int(indptr[-1]), edge_ids)
     if memory_bytes is None or fixed_bytes + 8 * nodes + form.edge_bytes * form.edges <= memory_bytes:
         indices, ids = form.empty(form.edges)
         cursors = indptr[:-1].copy()
@@ -203,16 +208,17 @@ def smallest_bytes(held_bytes: int) -> int:
     return max(held_bytes + block_bytes_min, min(-(-8 * held_bytes // 7), held_bytes + block_bytes_max))
 
 
-def _count(stream: EdgeStream, nodes: int, block_edges: int) -> NDArray[np.int64]:
+def _count(stream: EdgeStream, nodes: int, source_nodes: int | None, block_edges: int) -> NDArray[np.int64]:
+    end = nodes if source_nodes is None else source_nodes
     indptr = np.zeros(nodes + 1, dtype=np.int64)
     done = 0
     for sources, targets in stream.blocks(block_edges):
-        bad = int(count_targets(sources, targets, nodes, indptr[1:]))
+        bad = int(count_targets(sources, targets, end, nodes, indptr[1:]))
         if bad >= 0:
             raise SourceError(
                 f"{stream.name}: {stream.where(done + bad)} goes from node {int(sources[bad])} to "
-                f"{int(targets[bad])}, but node ids are 0 to {nodes - 1}; check that features and "
-                "graph belong together"
+                f"{int(targets[bad])}, but node ids are {ids_text(nodes, source_nodes)}; check that features "
+                "and graph belong together"
             )
         done += targets.size
     np.cumsum(indptr, out=indptr)

@@ -16,8 +16,8 @@ def left_out(name: str, what: Sequence[str]) -> None:
     """Warn of data of edges that are not stored."""
     if what:
         warn(
-            f"{name}: not stored: {', '.join(what)}. A stored graph has no data of its edges yet: pack "
-            "what is needed as a table of its own, in the order of your edges",
+            f"{name}: not stored: {', '.join(what)}. Give what is needed as edge_weights= or edge_times=, or "
+            "as a table of its own, in the order of your edges",
         )
 
 

@@ -44,17 +44,24 @@ class CscGraph:
         source: what identifies the graph when a killed pack resumes.
         edge_ids: the numbers that the user knows the edges by, int32 or int64 ``[edges]``, as ``indices``
             are; `AS_GIVEN` where they are places in ``indices``; None where nobody knows them.
+        other_nodes: how many nodes the sources are of, where they are others than the targets.
     """
 
     indptr: NDArray[np.int64]
     indices: NDArray[np.int32] | NDArray[np.int64]
     source: dict[str, str | int]
     edge_ids: NDArray[Any] | AsGiven | None = None
+    other_nodes: int | None = None
 
     @property
     def nodes(self) -> int:
-        """Number of nodes."""
+        """Number of nodes that have lists: the targets."""
         return self.indptr.size - 1
+
+    @property
+    def source_nodes(self) -> int:
+        """Number of nodes that sources are of."""
+        return self.nodes if self.other_nodes is None else self.other_nodes
 
     @property
     def edges(self) -> int:
@@ -64,8 +71,8 @@ class CscGraph:
     @property
     def held_bytes(self) -> int:
         """Memory of its arrays."""
-        held = (a for a in (self.indices, self.edge_ids) if isinstance(a, np.ndarray))
-        return self.indptr.nbytes + sum(a.nbytes for a in held if not isinstance(a, np.memmap))
+        held = (a for a in (self.indptr, self.indices, self.edge_ids) if isinstance(a, np.ndarray))
+        return sum(a.nbytes for a in held if not isinstance(a, np.memmap))
 
     def ids_between(self, low: int, high: int) -> NDArray[Any]:
         """Ids of edges ``low`` to ``high``. Pages of a mapped file before them are given back."""
@@ -125,25 +132,34 @@ def index_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 
 def csc_graph(
-    indptr: NDArray[Any], indices: NDArray[Any], nodes: int | None, source: dict[str, str | int], name: str
-) -> CscGraph:
+    indptr: NDArray[Any], indices: NDArray[Any], nodes: int | None, source: dict[str, str | int], name: str,
+    source_nodes: int | None = None,
+) -> CscGraph:  # fmt: skip
     require_integers(indices.dtype, name)
     if indices.ndim != 1:
         raise SourceError(f"{name}: indices have shape {indices.shape}; one dimension is needed")
     checked = csc_indptr(indptr, indices.size, nodes, name)
     wanted = index_dtype(indices.dtype)
     held: NDArray[Any] = indices if indices.dtype == wanted else indices.astype(wanted)
+    end = checked.size - 1 if source_nodes is None else source_nodes
     for low in range(0, held.size, CHECK_ITEMS):
         part = np.asarray(held[low : low + CHECK_ITEMS])
-        if int(part.min()) < 0 or int(part.max()) >= checked.size - 1:
-            place = low + int(np.flatnonzero((part < 0) | (part >= checked.size - 1))[0])
+        if int(part.min()) < 0 or int(part.max()) >= end:
+            place = low + int(np.flatnonzero((part < 0) | (part >= end))[0])
             target = int(np.searchsorted(checked, place, side="right")) - 1
             raise SourceError(
                 f"{name}: edge {place:,} goes from node {int(held[place])} to {target}, but node ids are "
-                f"0 to {checked.size - 2}; check that features and graph belong together"
+                f"{ids_text(checked.size - 1, source_nodes)}; check that features and graph belong together"
             )
         release_pages(held, low, low + part.size)
-    return CscGraph(checked, held, source, AS_GIVEN)
+    return CscGraph(checked, held, source, AS_GIVEN, source_nodes)
+
+
+def ids_text(nodes: int, source_nodes: int | None) -> str:
+    """Which ids there are, for messages."""
+    if source_nodes is None:
+        return f"0 to {nodes - 1}"
+    return f"0 to {source_nodes - 1} of sources and 0 to {nodes - 1} of targets"
 
 
 def csc_indptr(indptr: NDArray[Any], edges: int, nodes: int | None, name: str) -> NDArray[np.int64]:
@@ -170,12 +186,25 @@ def csc_indptr(indptr: NDArray[Any], edges: int, nodes: int | None, name: str) -
     return checked
 
 
-def square(shape: tuple[int, ...], name: str) -> int:
+def matrix_nodes(
+    shape: tuple[int, ...], nodes: int | None, source_nodes: int | None, name: str
+) -> tuple[int, int]:
+    """(sources, targets): the sides of an adjacency matrix, which are those that are wanted. Both are the
+    nodes of one table unless ``source_nodes`` is given."""
+    if source_nodes is not None:
+        if tuple(shape) != (source_nodes, nodes):
+            raise SourceError(
+                f"{name}: an adjacency matrix [sources, targets] of {source_nodes:,} and {nodes:,} nodes is "
+                f"needed, not {shape}"
+            )
+        return source_nodes, int(shape[1])
     if len(shape) != 2 or shape[0] != shape[1]:
         raise SourceError(
             f"{name}: an adjacency matrix is square, not {shape}; both sides are the nodes of one table"
         )
-    return int(shape[0])
+    if nodes is not None and nodes != shape[0]:
+        raise wrong_nodes(name, int(shape[0]), nodes)
+    return int(shape[0]), int(shape[0])
 
 
 def wrong_nodes(name: str, found: int, wanted: int) -> SourceError:

@@ -41,14 +41,14 @@ from featstore.packing.graphs.csc import (
     array_source,
     csc_graph,
     csc_indptr,
-    square,
+    matrix_nodes,
     wrong_nodes,
 )
 from featstore.packing.graphs.edges import ArrayEdges, CsrEdges, NpyEdges, ParquetEdges, edge_axis
 from featstore.packing.graphs.text_edges import TextEdges
 from featstore.packing.sources.arrays import tensor_to_numpy
 from featstore.packing.sources.base import file_fingerprint, stat_of
-from featstore.packing.sources.pyg import PygEdges, edges_by_relation, node_and_edge_stores, pyg_tables
+from featstore.packing.sources.pyg import PygEdges, edges_by_relation, node_and_edge_stores
 from featstore.packing.sources.text import CsvRows, ogb_folder
 
 __all__ = ["CscGraph", "open_graph"]
@@ -64,6 +64,7 @@ def open_graph(
     scratch_dir: Path | None = None,
     key: str | None = None,
     edge_ids: bool = False,
+    source_nodes: int | None = None,
 ) -> CscGraph:
     """The graph that ``spec`` describes (see the module's table), validated.
 
@@ -77,11 +78,14 @@ def open_graph(
         key: member of an archive, or ``"source,target"`` columns of a Parquet file.
         edge_ids: keep the number of each edge: its place in the list of edges, in ``indices``, or among the
             values of the matrix that ``spec`` is.
+        source_nodes: number of nodes that sources are of, where these are others than the ``nodes``, which
+            are the targets; then a matrix is ``[source_nodes, nodes]``.
 
     Raises SourceError (unreadable, ids out of range, index pointers that do not ascend, another number of
     nodes), BudgetError, DiskFullError, DeviceError.
     """
-    building = Building(memory_bytes, None if scratch_dir is None else real_path(scratch_dir), edge_ids)
+    scratch_dir = None if scratch_dir is None else real_path(scratch_dir)
+    building = Building(memory_bytes, scratch_dir, edge_ids, source_nodes)
     if isinstance(spec, (str, os.PathLike)):
         return _open_path(Path(spec), nodes, building, key)
     if key is not None:
@@ -92,7 +96,8 @@ def open_graph(
         indptr, indices = (
             part if isinstance(part, np.ndarray) else _array_of(part, "graph") for part in spec
         )
-        return csc_graph(indptr, indices, nodes, array_source("csc", indptr, indices), "<indptr, indices>")
+        source = array_source("csc", indptr, indices)
+        return csc_graph(indptr, indices, nodes, source, "<indptr, indices>", source_nodes)
     if hasattr(spec, "tocsc") and type(spec).__module__.partition(".")[0] == "scipy":
         return _from_scipy(spec, nodes, building)
     edge_index = _array_of(spec, "edge_index")
@@ -127,9 +132,7 @@ def _array_of(spec: Any, name: str) -> NDArray[Any]:
 
 def _from_scipy(matrix: Any, nodes: int | None, building: Building) -> CscGraph:
     name = "<sparse matrix>"
-    size = square(matrix.shape, name)
-    if nodes is not None and nodes != size:
-        raise wrong_nodes(name, size, nodes)
+    rows, nodes = matrix_nodes(matrix.shape, nodes, building.source_nodes, name)
     ordered = matrix.format in ("csc", "csr", "coo")
     if building.edge_ids and not ordered:
         raise SourceError(
@@ -140,18 +143,17 @@ def _from_scipy(matrix: Any, nodes: int | None, building: Building) -> CscGraph:
     if any((values[low : low + CHECK_ITEMS] != 1).any() for low in range(0, len(values), CHECK_ITEMS)):
         left_out(name, ["its values"])
     if matrix.format == "csc":
-        return csc_graph(
-            matrix.indptr, matrix.indices, size, array_source("csc", matrix.indptr, matrix.indices), name
-        )
+        source = array_source("csc", matrix.indptr, matrix.indices)
+        return csc_graph(matrix.indptr, matrix.indices, nodes, source, name, building.source_nodes)
     if matrix.format == "csr":
-        indptr = csc_indptr(matrix.indptr, matrix.indices.size, size, name)
+        indptr = csc_indptr(matrix.indptr, matrix.indices.size, rows, name)
         stream: EdgeStream = CsrEdges(indptr, matrix.indices, name)
         source = array_source("csr", matrix.indptr, matrix.indices)
     else:
         coo = matrix.tocoo()
         stream = ArrayEdges(coo.row, coo.col, name)
         source = array_source("coo", coo.row, coo.col)
-    return building.graph(stream, size, source)
+    return building.graph(stream, nodes, source)
 
 
 def _open_path(path: Path, nodes: int | None, building: Building, key: str | None) -> CscGraph:
@@ -196,7 +198,7 @@ def _open_path(path: Path, nodes: int | None, building: Building, key: str | Non
 
 def _open_ogb(folder: Path, nodes: int | None, building: Building) -> CscGraph:
     counts = folder / "num-node-list.csv.gz"
-    if is_regular(counts):
+    if is_regular(counts) and building.source_nodes is None:
         sizes = np.concatenate([block[:, 0].copy() for block in CsvRows(counts, dtype=np.int64).blocks()])
         if sizes.size != 1:
             raise SourceError(
@@ -212,18 +214,14 @@ def _open_ogb(folder: Path, nodes: int | None, building: Building) -> CscGraph:
 def pyg_graphs(
     data: Any, *, memory_bytes: int | None = None, scratch_dir: Path | None = None
 ) -> dict[str, CscGraph]:
-    """Table name -> graph. ``memory_bytes`` None: as much memory as it takes.
-
-    Raises SourceError for a `HeteroData` with more than a relation of a type with itself: a table keeps one
-    graph, untyped.
-    """
+    """Graphs by name of the table, or of a `HeteroData` by joined edge type. ``memory_bytes`` None: as much
+    memory as it takes."""
     nodes = {kind or "features": store.num_nodes for kind, store in node_and_edge_stores(data)[0]}
-    return {
-        name: open_graph(
-            edges,
-            nodes=None if nodes[name] is None else int(nodes[name]),
-            memory_bytes=memory_bytes,
-            scratch_dir=scratch_dir,
-        )
-        for name, edges in edges_by_relation(data, pyg_tables(data)).items()
-    }
+    graphs = {}
+    for key, edges in edges_by_relation(data, nodes).items():
+        source, target = (key[0], key[2]) if isinstance(key, tuple) else (None, key)
+        graphs["__".join(key) if isinstance(key, tuple) else key] = open_graph(
+            edges, nodes=nodes[target], source_nodes=None if source is None else nodes[source],
+            memory_bytes=memory_bytes, scratch_dir=scratch_dir,
+        )  # fmt: skip
+    return graphs

@@ -17,13 +17,17 @@ _INSERTED_MAX = 24
 
 @njit(cache=True, nogil=True)
 def count_targets(
-    sources: NDArray[np.int64], targets: NDArray[np.int64], nodes: int, degrees: NDArray[np.int64]
+    sources: NDArray[np.int64],
+    targets: NDArray[np.int64],
+    source_nodes: int,
+    nodes: int,
+    degrees: NDArray[np.int64],
 ) -> int:
     """Add one to ``degrees[target]`` per edge. Returns the place of the first edge with an id out of range,
     or -1."""
     for edge in range(targets.size):
         source, target = sources[edge], targets[edge]
-        if source < 0 or source >= nodes or target < 0 or target >= nodes:
+        if source < 0 or source >= source_nodes or target < 0 or target >= nodes:
             return edge
         degrees[target] += 1
     return -1

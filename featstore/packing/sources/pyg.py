@@ -3,10 +3,10 @@ beside them.
 
 A homogeneous `Data` gives the table ``features`` (``x``) and, if it has ``edge_attr``, ``edge_features``,
 whose row e belongs to column e of ``edge_index``. A `HeteroData` gives a table for each node type, under its
-name, and one for each edge type with ``edge_attr``, called ``src__rel__dst``. Tensors are shared, not copied.
+name (where it has no ``x``, the number of its nodes), a graph for each edge type, called ``src__rel__dst``,
+and a table of that name for each edge type with ``edge_attr``. Tensors are shared, not copied.
 
-A table has one graph, without types, between its own nodes. A `HeteroData` whose relations are more than that
-is refused unless the user names the relations to keep. What is not stored, and rows of edges that no stored
+A `HeteroData` is stored whole, or refused. What of a `Data` is not stored, and rows of edges that no stored
 graph numbers, are warned of.
 """
 
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     pass
 
 __all__ = [
-    "PygInputs", "edges_of_relation", "is_pyg", "is_relation", "pyg_arrays", "pyg_inputs", "pyg_tables",
-    "relation_of", "unnumbered",
+    "PygInputs", "edge_values", "edges_of_relation", "is_pyg", "is_relation", "pyg_arrays", "pyg_inputs",
+    "pyg_tables", "relation_of", "unnumbered",
 ]  # fmt: skip
 
 TAKEN = ("x", "edge_index", "edge_attr", "adj_t")
@@ -69,58 +69,99 @@ def pyg_arrays(data: Any) -> dict[str, NDArray[Any]]:
 
 @dataclass(frozen=True)
 class PygInputs:
-    """What a pack takes of PyG data: tables, edge lists (none where graphs were given), arrays, warnings;
-    tables and arrays of edges, and of which relation; and the relations of the edge lists."""
+    """What a pack takes of PyG data: tables, or numbers of nodes, edge lists by table or edge type (none
+    where graphs were given), arrays, warnings; tables and arrays of edges, and of which relation; and the
+    relations of the edge lists."""
 
-    tables: dict[str, NDArray[Any]]
-    graphs: dict[str, NDArray[Any]]
+    tables: dict[str, NDArray[Any] | int]
+    graphs: dict[Any, NDArray[Any]]
     arrays: dict[str, NDArray[Any]]
     warnings: list[str]
     edge_rows: dict[str, str]
     relations: list[str]
 
 
-def pyg_inputs(data: Any, graph_given: bool) -> PygInputs:
-    """What is taken of PyG data. Raises SourceError, which names them, for relations that the store would not
-    have."""
-    tables, arrays = pyg_tables(data), pyg_arrays(data)
-    edges = {} if graph_given else edges_by_relation(data, tables)
-    kinds = data.edge_types if _is_hetero(data) else []
-    relations = ["__".join(kind) for kind in kinds if kind[0] == kind[2] and kind[0] in edges]
-    rows = _edge_rows(data, tables, arrays)
-    return PygInputs(
-        tables, edges, arrays, _not_stored(data), rows, relations if kinds else [""] * bool(edges)
-    )
+def pyg_inputs(data: Any, graph_given: bool, typed: bool) -> PygInputs:
+    """What is taken of PyG data. ``typed``: graphs have edge types, and types of nodes may be without
+    features. Raises SourceError for what the store would not have of a `HeteroData`."""
+    arrays = pyg_arrays(data)
+    hetero = _is_hetero(data)
+    bare = [kind for kind in data.node_types if data[kind].get("x") is None] if hetero else []
+    edges: dict[Any, NDArray[Any]] = {}
+    if not hetero:
+        tables: dict[str, Any] = dict(pyg_tables(data))
+        edges = {} if graph_given else dict(edges_by_relation(data, tables))
+    else:
+        if not graph_given:
+            edges = dict(edges_by_relation(data, {}))
+        typed = typed or bool(edges)
+        counts = {kind: _number_of_nodes(data[kind], kind) for kind in bare} if typed else {}
+        tables = pyg_tables(data) if len(counts) < len(data.node_types) or not typed else _edge_tables(data)
+        tables = {kind: tables.get(kind, counts.get(kind)) for kind in (*data.node_types, *tables)}
+        tables = {kind: table for kind, table in tables.items() if table is not None}
+    warnings = _not_stored(data)
+    if bare and not typed:
+        warnings.append(
+            f"not stored of the PyG data: the types of nodes {', '.join(map(repr, bare))}, which have no x: "
+            "nodes without features are kept where graphs have edge types"
+        )
+    relations = ["__".join(kind) for kind in edges] if hetero else [""] * bool(edges)
+    return PygInputs(tables, edges, arrays, warnings, _edge_rows(data, tables, arrays), relations)
+
+
+def _edge_tables(data: Any) -> dict[str, Any]:
+    """Tables of edges alone, of a `HeteroData` whose nodes have no features."""
+    found = {kind: store.get("edge_attr") for kind, store in node_and_edge_stores(data)[1]}
+    return {k: _as_array(value, f"{k}.edge_attr") for k, value in found.items() if value is not None}
+
+
+def _number_of_nodes(store: Any, kind: str) -> int:
+    """How many nodes there are of a type without ``x``. Raises SourceError where that would be a guess."""
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyG's guess is not taken
+        number = store.get("num_nodes")
+        if number is None and any("edge" not in key for key in store):
+            number = store.num_nodes
+    if number is None:
+        raise SourceError(
+            f"the PyG data has no x of the nodes {kind!r}, and does not say how many there are: set "
+            f"data[{kind!r}].num_nodes"
+        )
+    return int(number)
+
+
+def edge_values(data: Any, attribute: str) -> dict[str, NDArray[Any]]:
+    """An attribute of the edges, by relation, ``src__rel__dst``, "" of a `Data`; of those that have it."""
+    stores = node_and_edge_stores(data)[1]
+    found = {kind: store.get(attribute) for kind, store in stores}
+    return {
+        kind: _as_array(value, f"{kind or 'data'}.{attribute}")
+        for kind, value in found.items()
+        if value is not None
+    }
 
 
 class PygEdges(np.ndarray[Any, Any]):
     """Edges as PyG has them: ``[2, edges]``, also where there are two."""
 
 
-def edges_by_relation(data: Any, tables: Mapping[str, Any]) -> dict[str, NDArray[Any]]:
-    """The edges of each table of nodes, ``[2, edges]``, where nothing is lost by keeping just these."""
-    if not _is_hetero(data):
-        edges = edge_index_of(data._store, "edge_index")
-        if edges is not None and "features" not in tables:
-            raise SourceError(
-                "the PyG data has edges, but no x: there is no table of nodes that the graph could belong "
-                "to; give graph={} to pack without it"
-            )
-        return {} if edges is None else {"features": edges}
-    relations = {kind: edge_index_of(data[kind], "__".join(kind)) for kind in data.edge_types}
-    found = {kind: edges for kind, edges in relations.items() if edges is not None}
-    kept = {kind[0]: edges for kind, edges in found.items() if kind[0] == kind[2] and kind[0] in tables}
-    if len(kept) == len(found):
-        return kept
-    named = ", ".join(f"{kind} ({edges.shape[1]:,} edges)" for kind, edges in found.items())
-    same = [kind for kind in found if kind[0] == kind[2] and kind[0] in tables]
-    example = "graph={" + (f"{same[0][0]!r}: data[{', '.join(map(repr, same[0]))}]" if same else "") + "}"
-    raise SourceError(
-        f"the HeteroData has {len(found)} relations: {named}. A store keeps one graph without types for each "
-        "table, between nodes of that table, so relations would be lost or mixed (typed graphs are not kept "
-        "yet). Say which to keep, one for a table: "
-        f"{example}" + (", or graph={} for none" if same else " keeps none")
-    )
+def edges_by_relation(data: Any, tables: Mapping[str, Any]) -> dict[Any, NDArray[Any]]:
+    """The edges, ``[2, edges]``: of a `Data` those of its table of nodes, of a `HeteroData` by edge type."""
+    if _is_hetero(data):
+        relations = {kind: edge_index_of(data[kind], "__".join(kind)) for kind in data.edge_types}
+        for kind, found in relations.items():
+            if found is None:
+                raise SourceError(f"the relation {kind} of the HeteroData has neither edge_index nor adj_t")
+        return {kind: found for kind, found in relations.items() if found is not None}
+    edges = edge_index_of(data._store, "edge_index")
+    if edges is not None and "features" not in tables:
+        raise SourceError(
+            "the PyG data has edges, but no x: there is no table of nodes that the graph could belong "
+            "to; give graph={} to pack without it"
+        )
+    return {} if edges is None else {"features": edges}
 
 
 def _not_stored(data: Any) -> list[str]:
@@ -137,6 +178,11 @@ def _not_stored(data: Any) -> list[str]:
             lost.append(f"{prefix}adj_t (edge_index is stored)")
         elif hasattr(adjacency, "crow_indices") and bool((adjacency.values() != 1).any()):
             lost.append(f"{prefix}adj_t's values")
+    if lost and _is_hetero(data):
+        raise SourceError(
+            f"cannot be stored of the HeteroData: {', '.join(lost)}; a HeteroData is stored whole: delete "
+            "what is not needed, and give what is as tensors"
+        )
     if lost:
         found.append(
             f"not stored of the PyG data: {', '.join(lost)}; what is needed of it can be given as an array, "
@@ -191,8 +237,8 @@ def edges_of_relation(spec: Any, table: str | None) -> Any:
     if kind[0] != kind[2] or (table is not None and kind[0] != table):
         raise SourceError(
             f"graph: the relation {kind} joins nodes of {kind[0]!r} and {kind[2]!r}, and the graph of a "
-            f"table {'' if table is None else repr(table) + ' '}joins nodes of that table; graphs between "
-            "types are not kept yet"
+            f"table {'' if table is None else repr(table) + ' '}joins nodes of that table; give it by its "
+            f"edge type, graph={{{kind}: ...}}"
         )
     edges = edge_index_of(spec, "__".join(kind))
     if edges is None:

@@ -186,6 +186,12 @@ def _check_store(store: OpenStore, hosts: int, copies: bool, split_topology: boo
         raise SourceError(f"{store.path} is of a split itself; split the store that it came from")
     if manifest.compiled is not None:
         raise SourceError(f"{store.path} is a compiled trace; split the store that it was compiled for")
+    for name, graph in store.graphs.items():
+        if graph.edge_type is not None or graph.has_weights or graph.has_times:
+            raise SourceError(
+                f"{store.path} cannot be split yet: its graph {name!r} has an edge type, weights or times, "
+                "which parts do not carry"
+            )
     for graph in store.graphs.values():
         for what in (HALO_IDS, HALO_USES, *([HALO_DEGREES] if split_topology else [])):
             check_name(f"{graph.name}.{what}", "array", SourceError)
