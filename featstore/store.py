@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from featstore.loaders.options import LoaderOptions
     from featstore.loaders.prefetch import Sampler
     from featstore.reader.reader import Reader
+    from featstore.reader.table_array import TableArray
     from featstore.reader.tiered import TieredReader
     from featstore.sampling.stored import StoredSampler
     from featstore.tiers import TierSpec
@@ -66,6 +67,35 @@ class Store(OpenStore):
 
     graphs: Mapping[str, Graph]
     _graph_class: ClassVar[type[StoredGraph]] = Graph
+
+    @overload
+    def table(self, name: str) -> Table: ...
+
+    @overload
+    def table(self, name: str, *, memory: int | str, **options: Any) -> TableArray: ...
+
+    def table(self, name: str, *, memory: int | str | None = None, **options: Any) -> Table | TableArray:
+        """What is known of a table, or of one that a graph consists of (``GRAPH/offsets``,
+        ``GRAPH/sources``, ``GRAPH/hubs``, ``GRAPH/edge_ids``, ``GRAPH/hub_edge_ids``); with ``memory`` the
+        table as an array, whose rows are read as it is indexed:
+        :class:`~featstore.reader.table_array.TableArray`.
+
+        ``memory``: budget of the array's reader, bytes or ``"1GiB"``; ``options``: its others, those of
+        :meth:`reader`. Raises UnknownNameError, a KeyError, and what :meth:`reader` raises.
+        """
+        if memory is None and not options:
+            return super().table(name)
+        return self._table_array(self.table(name), memory, options)
+
+    def _table_array(self, table: Table, memory: int | str | None, options: dict[str, Any]) -> TableArray:
+        from featstore.reader.table_array import TableArray
+
+        if memory is None:
+            raise ArgumentError("rows of a table are read within a budget: give memory=, bytes or '1GiB'")
+        if "tables" in options:
+            raise ArgumentError("tables= is of a reader: an array is of the one table that is named")
+        reader: Any = self.reader(memory=memory, tables=[table.name], **options)
+        return TableArray(reader, table.name, closes=True)
 
     @overload
     def reader(self, *, tiers: Sequence[TierSpec], **options: Any) -> TieredReader: ...
