@@ -204,6 +204,15 @@ class TableArray:
         return f"<TableArray {self.name!r}: {list(self.shape)} of {self.dtype}, through {self.source!r}>"
 
 
+def as_table_array(value: Any, name: str) -> TableArray:
+    """A table as an array."""
+    if not isinstance(value, TableArray):
+        raise ArgumentError(
+            f"{name} must be a table as an array, store.table(name, memory=...), not {shown(value)}"
+        )
+    return value
+
+
 def _as_array(index: Any) -> NDArray[Any]:
     try:
         given = np.asarray(index)
