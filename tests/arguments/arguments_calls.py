@@ -215,7 +215,16 @@ CALLS: dict[str, Call] = {
         lambda w: (w.store.load, {"entry": w.store.manifest.arrays["labels"]}),
         {"entry": Rule({**NONSENSE, "None": None, "a name": "labels"}), "first": count(0).optional},
     ),
-    "Store.reader": Call(lambda w: (w.store.reader, {"memory": "64MiB"}), {"options": OPTION}),
+    "Store.reader": Call(
+        lambda w: (w.store.reader, {"memory": "64MiB", "columns": [1]}),
+        {
+            "columns": Rule(
+                {**NONSENSE, "a number": 3, "a text": "ab", "none": [], "outside": [WIDTH], "negative": [-1]},
+                "column|table",
+            ),
+            "options": OPTION,
+        },
+    ),
     "Store.sampler": Call(
         lambda w: (w.store.sampler, {"fanouts": [2], "memory": "64MiB"}),
         {"fanouts": FANOUTS, "options": OPTION},
