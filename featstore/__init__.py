@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from featstore.loaders.loader import Loader
     from featstore.reader.reader import Reader
     from featstore.reader.report import Plan, ReaderStats
+    from featstore.reader.table_array import TableArray
     from featstore.reader.tiered import TieredReader
     from featstore.sampling.orders import PartitionOrder
     from featstore.sampling.proximity import ProximityOrder
@@ -50,6 +51,7 @@ _WHERE = {
     "Device": ("featstore.tiers.device_tier", "Device"),
     "Shared": ("featstore.shared.tier", "Shared"),
     "Static": ("featstore.tiers.static_tier", "Static"),
+    "TableArray": ("featstore.reader.table_array", "TableArray"),
     "TieredReader": ("featstore.reader.tiered", "TieredReader"),
     "Batch": ("featstore.loaders.batch", "Batch"),
     "Loader": ("featstore.loaders.loader", "Loader"),
@@ -71,8 +73,8 @@ _WHERE = {
 __all__ = [
     "Batch", "Buffer", "Device", "Hosts", "Loader", "MassiveGNN", "PartitionOrder", "Plan", "ProximityOrder",
     "Reader", "ReaderStats", "Request", "Shared", "SharedBuffer", "Static", "Store", "Table",
-    "TieredReader", "Trace", "__version__", "compile_trace", "export", "open", "open_split", "pack",
-    "split", "split_features", "verify",
+    "TableArray", "TieredReader", "Trace", "__version__", "compile_trace", "export", "open",
+    "open_split", "pack", "split", "split_features", "verify",
 ]  # fmt: skip
 
 

@@ -10,10 +10,11 @@ from featstore.arguments import check_options, options_of
 from featstore.errors import ArgumentError
 from featstore.hosts.split_store import WholeStore
 from featstore.reader.options import READING
-from featstore.store import Store
+from featstore.store import Store, Table
 
 if TYPE_CHECKING:
     from featstore.hosts.sampler import HostsSampler
+    from featstore.reader.table_array import TableArray
     from featstore.reader.tiered import TieredReader
     from featstore.sampling.stored import StoredSampler
     from featstore.tiers import TierSpec
@@ -25,6 +26,14 @@ class SplitStore(WholeStore, Store):
     """A store that is split by hosts, open on one of them; see :func:`open_split`. ``part`` is this host's
     own part. What other hosts own comes through :meth:`loader` and :meth:`reader`, under the node ids of the
     whole graph; :meth:`sampler` and ``arrays`` are those of the whole graph."""
+
+    def table(  # type: ignore[override]
+        self, name: str, *, memory: int | str | None = None, **options: Any
+    ) -> Table | TableArray:
+        """As :meth:`featstore.Store.table`; with ``memory`` rows of all hosts."""
+        if memory is None and not options:
+            return WholeStore.table(self, name)
+        return self._table_array(WholeStore.table(self, name), memory, options)
 
     def reader(  # type: ignore[override]
         self, *, tiers: Sequence[TierSpec] = (), memory: int | str = "1GiB", **options: Any

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from featstore.loaders.loader import Loader
     from featstore.loaders.options import LoaderOptions
     from featstore.loaders.prefetch import Sampler
+    from featstore.reader.columns import ColumnReader
     from featstore.reader.reader import Reader
+    from featstore.reader.table_array import TableArray
     from featstore.reader.tiered import TieredReader
     from featstore.sampling.stored import StoredSampler
     from featstore.tiers import TierSpec
@@ -84,6 +86,35 @@ class Store(OpenStore):
     _graph_class: ClassVar[type[StoredGraph]] = Graph
 
     @overload
+    def table(self, name: str) -> Table: ...
+
+    @overload
+    def table(self, name: str, *, memory: int | str, **options: Any) -> TableArray: ...
+
+    def table(self, name: str, *, memory: int | str | None = None, **options: Any) -> Table | TableArray:
+        """What is known of a table, or of one that a graph consists of (``GRAPH/offsets``,
+        ``GRAPH/sources``, ``GRAPH/hubs``, ``GRAPH/edge_ids``, ``GRAPH/hub_edge_ids``); with ``memory`` the
+        table as an array, whose rows are read as it is indexed:
+        :class:`~featstore.reader.table_array.TableArray`.
+
+        ``memory``: budget of the array's reader, bytes or ``"1GiB"``; ``options``: its others, those of
+        :meth:`reader`. Raises UnknownNameError, a KeyError, and what :meth:`reader` raises.
+        """
+        if memory is None and not options:
+            return super().table(name)
+        return self._table_array(self.table(name), memory, options)
+
+    def _table_array(self, table: Table, memory: int | str | None, options: dict[str, Any]) -> TableArray:
+        from featstore.reader.table_array import TableArray
+
+        if memory is None:
+            raise ArgumentError("rows of a table are read within a budget: give memory=, bytes or '1GiB'")
+        if "tables" in options:
+            raise ArgumentError("tables= is of a reader: an array is of the one table that is named")
+        reader: Any = self.reader(memory=memory, tables=[table.name], **options)
+        return TableArray(reader, table.name, closes=True)
+
+    @overload
     def reader(self, *, tiers: Sequence[TierSpec], **options: Any) -> TieredReader: ...
 
     @overload
@@ -93,12 +124,14 @@ class Store(OpenStore):
     def reader(self, *, device_memory: int | str, **options: Any) -> TieredReader: ...
 
     @overload
+    def reader(
+        self, *, columns: list[Any] | tuple[Any, ...] | slice | Mapping[str, Any], **options: Any
+    ) -> ColumnReader: ...
+
+    @overload
     def reader(self, **options: Any) -> Reader: ...
 
-    def reader(
-        self, *, tiers: Sequence[TierSpec] | None = None, policy: str | None = None, device: Any = None,
-        device_memory: int | str | None = None, device_policy: str | None = None, **options: Any,
-    ) -> Reader | TieredReader:  # fmt: skip
+    def reader(self, *, columns: Any = None, **options: Any) -> Any:
         """A reader over this store's tables.
 
         ``tiers``: what keeps rows in memory over the disk, the fastest first, for example
@@ -107,8 +140,27 @@ class Store(OpenStore):
         short, in that order: ``device=`` with ``device_memory=`` and ``device_policy=``, ``policy=`` for a
         buffer of rows that were asked for lately, and ``static=`` (see :class:`featstore.Reader`).
 
+        ``columns``: of rows with one axis which of their elements to hand out, as numbers or a slice; of
+        records the names of fields; for several tables a mapping of their names to such. Rows are read in
+        full, and cut: :class:`~featstore.reader.columns.ColumnReader`.
+
         The other options are those of :class:`featstore.Reader`; ``memory`` is the budget of all of this.
         """
+        if columns is None:
+            return self._reader(**options)
+        from featstore.reader.columns import ColumnReader
+
+        reader = self._reader(**options)
+        try:
+            return ColumnReader(reader, columns)
+        except BaseException:
+            reader.close()
+            raise
+
+    def _reader(
+        self, *, tiers: Sequence[TierSpec] | None = None, policy: str | None = None, device: Any = None,
+        device_memory: int | str | None = None, device_policy: str | None = None, **options: Any,
+    ) -> Reader | TieredReader:  # fmt: skip
         from featstore.reader.reader import Reader
 
         self.check_open()
@@ -117,7 +169,7 @@ class Store(OpenStore):
                 f"{self.path} is a compiled trace, whose rows are those that its mini-batches want and not "
                 "rows by node id: go through it by loader(mode='compiled')"
             )
-        check_options(options, (*options_of(Reader), *_SHORT), "a reader")
+        check_options(options, (*options_of(Reader), *_SHORT, "columns"), "a reader")
         if tiers is None and policy is None and device is None:
             if device_memory is not None or device_policy is not None:
                 raise ArgumentError(

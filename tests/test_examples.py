@@ -106,6 +106,7 @@ def example(run: Run, tmp_path: Path) -> Example:
 def test_every_example_is_tested_and_short() -> None:
     assert {path.name for path in EXAMPLES.iterdir() if path.suffix == ".py"} == {
         "gather_numpy.py",
+        "rows_as_tensors.py",
         "train_hosts_pyg.py",
         "train_hosts_torch.py",
         "train_compiled_pyg.py",
@@ -131,6 +132,13 @@ def test_gather_numpy(example: Example) -> None:
     assert reads > 0
     assert "table 'papers': 2,000 ids" in out
     assert re.search(r"years of the first papers: \[\d{4} \d{4} \d{4} \d{4} \d{4}\]", out)
+
+
+def test_rows_are_taken_as_tensors(example: Example) -> None:
+    out = example("rows_as_tensors.py")
+    assert "(20000, 32) float32 1,048,576 bytes" in out
+    assert "more than the 1,048,576 bytes of memory that its reader was given" in out
+    assert "20 mini-batches, every row once" in out
 
 
 def test_pygs_usual_loop_learns_from_a_store(example: Example) -> None:

@@ -13,9 +13,7 @@ from numpy.typing import NDArray
 from featstore.arguments import (
     as_callback,
     as_flag,
-    as_integer,
     as_path,
-    as_sequence,
     check_options,
     known_name,
     shown,
@@ -25,6 +23,7 @@ from featstore.base.ids import parse_ids
 from featstore.base.progress import OnStep
 from featstore.errors import ArgumentError, BudgetError, IdError
 from featstore.exporting.targets import Exported, target_of
+from featstore.reader.columns import columns_of
 from featstore.reader.options import READING
 from featstore.reader.reader import Reader
 from featstore.storage.store import OpenStore, as_store
@@ -71,7 +70,7 @@ def export_table(
         chosen = as_store(opened).table(known_name(table, opened.tables, "the store has no table"))
         wanted = None if ids is None else _checked_ids(ids, chosen.rows)
         stored = dtype_from_name(chosen.entry.dtype)
-        taken = _columns(columns, chosen.row_shape)
+        taken = None if columns is None else columns_of(columns, chosen.row_shape)
         shape = chosen.row_shape if taken is None else (len(taken),)
         written = stored if dtype is None else _wider(stored, dtype)
         rows = chosen.rows if wanted is None else len(wanted)
@@ -123,31 +122,6 @@ def _checked_ids(ids: Any, rows: int) -> NDArray[np.int64]:
         place = int(wrong.argmax())
         raise IdError(f"ids[{place}] is {given.values[place]}, and the table has {rows:,} rows")
     return given.values
-
-
-def _columns(columns: Sequence[int] | slice | None, row_shape: tuple[int, ...]) -> NDArray[np.int64] | None:
-    if columns is None:
-        return None
-    if len(row_shape) != 1:
-        raise ArgumentError(f"columns= is of rows with one axis, and these have {len(row_shape)}")
-    width = row_shape[0]
-    if isinstance(columns, slice):
-        ends = [None if end is None else as_integer(end, "columns") for end in _ends(columns)]
-        taken = list(range(width)[slice(*ends)])
-    else:
-        taken = [
-            as_integer(number, "a number of columns", 0, width - 1)
-            for number in as_sequence(columns, "columns", "numbers of columns")
-        ]
-    if not taken:
-        raise ArgumentError(f"columns={columns} leaves no column of {width}")
-    return np.array(taken, np.int64)
-
-
-def _ends(columns: slice) -> tuple[Any, Any, Any]:
-    if columns.step == 0:
-        raise ArgumentError("columns has a step of 0")
-    return columns.start, columns.stop, columns.step
 
 
 def _wider(stored: np.dtype[Any], wanted: str | np.dtype[Any]) -> np.dtype[Any]:

@@ -85,9 +85,9 @@ class Table:
 
     def _not_in_memory(self) -> NotInMemoryError:
         return NotInMemoryError(
-            f"table {self.name!r} is on disk ({self.data_bytes:,} bytes) and no array in memory: read "
-            f"rows with store.reader(memory=...), as reader.read({{{self.name!r}: ids}}), and all of "
-            f"them, where they fit, with ids = numpy.arange({self.rows})"
+            f"table {self.name!r} is on disk ({self.data_bytes:,} bytes) and no array in memory: take it as "
+            f"an array with a budget, store.table({self.name!r}, memory=...)[ids], or read rows with "
+            f"store.reader(memory=...), as reader.read({{{self.name!r}: ids}})"
         )
 
     @property

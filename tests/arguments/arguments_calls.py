@@ -187,7 +187,26 @@ CALLS: dict[str, Call] = {
         lambda w: (featstore.Store, {"path": w.path}),
         {"path": PATH, "_manifest": Anything("made by pickling")},
     ),
-    "Store.table": Call(lambda w: (w.store.table, {"name": "features"}), {"name": NAME.saying("table")}),
+    "Store.table": Call(
+        lambda w: (w.store.table, {"name": "features", "memory": "64MiB"}),
+        {
+            "name": NAME.saying("table"),
+            "memory": MEMORY.but("None"),
+            "options": OPTION.and_also(tables={"tables": ["features"]}).saying("no option|tables="),
+        },
+    ),
+    "TableArray": Call(
+        lambda w: (featstore.TableArray, {"source": w.reader, "table": "features"}),
+        {
+            "source": Rule({**NONSENSE, "None": None, "a path": "/x", "a store": 3}),
+            "table": NAME.optional,
+            "closes": FLAG,
+        },
+    ),
+    "TableArray.index_select": Call(
+        lambda w: (featstore.TableArray(w.reader).index_select, {"dim": 0, "index": [1, 2]}),
+        {"dim": count(0, 0).and_also(columns=1), "index": IDS},
+    ),
     "Store.file_entry": Call(
         lambda w: (w.store.file_entry, {"path": w.store.manifest.files[0].path}),
         {"path": NAME.saying("file")},
@@ -196,7 +215,16 @@ CALLS: dict[str, Call] = {
         lambda w: (w.store.load, {"entry": w.store.manifest.arrays["labels"]}),
         {"entry": Rule({**NONSENSE, "None": None, "a name": "labels"}), "first": count(0).optional},
     ),
-    "Store.reader": Call(lambda w: (w.store.reader, {"memory": "64MiB"}), {"options": OPTION}),
+    "Store.reader": Call(
+        lambda w: (w.store.reader, {"memory": "64MiB", "columns": [1]}),
+        {
+            "columns": Rule(
+                {**NONSENSE, "a number": 3, "a text": "ab", "none": [], "outside": [WIDTH], "negative": [-1]},
+                "column|table",
+            ),
+            "options": OPTION,
+        },
+    ),
     "Store.sampler": Call(
         lambda w: (w.store.sampler, {"fanouts": [2], "memory": "64MiB"}),
         {"fanouts": FANOUTS, "options": OPTION},
