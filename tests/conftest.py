@@ -4,6 +4,7 @@ read."""
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import shutil
 import signal
@@ -55,6 +56,14 @@ os.fsync = fsync_unless_quick
 def pytest_runtest_setup(item: pytest.Item) -> None:
     global _waits
     _waits = item.path.relative_to(Path(__file__).parent).parts[0] in WAITING
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _collections_look_at_what_is_new() -> None:
+    """A full collection looks at all that has been imported, a second each time: from here on it passes that
+    over, and what earlier files have left."""
+    gc.collect()
+    gc.freeze()
 
 
 #: Chunk files of this size make tables of many chunks out of little data.

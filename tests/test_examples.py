@@ -44,14 +44,21 @@ assert (store.arrays["labels"] == np.load("labels.npy")).all()
 
 
 #: What examples import of others takes longer than they do. This imports it, and nothing of featstore, and
-#: has each program run in a process of its own, which begins with that.
+#: has each program run in a process of its own, which begins with that. So do the hosts of an example, which
+#: are forked instead of spawned: what they are given could be sent to a new process, where ranks of one host
+#: go (``train_ranks_torch.py``).
 LAUNCHER = """
-import json, os, runpy, sys, warnings
+import json, os, pickle, runpy, sys, warnings
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    import numba, numpy, torch, torch._dynamo, torch_geometric
+    import numba, numpy, torch, torch._dynamo, torch.multiprocessing, torch_geometric
+def fork(function, args=(), **how):
+    pickle.dumps((function, args))
+    torch.multiprocessing.start_processes(function, args, start_method="fork", **how)
+spawn = torch.multiprocessing.spawn
 for line in sys.stdin:
     folder, package, *arguments = json.loads(line)
+    torch.multiprocessing.spawn = fork if "train_hosts" in arguments[0] else spawn
     child = os.fork()
     if child == 0:
         os.chdir(folder)

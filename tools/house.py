@@ -66,6 +66,7 @@ DOORS = ("featstore/base/", "featstore/engine/", "featstore/storage/disk.py", "f
 READS = ("open", "os.open", "os.pread", "os.preadv", "np.fromfile", "np.load", "np.memmap")
 
 parsed = cache(ast.parse)  # measures look at trees, and change nothing
+walked = cache(lambda tree: list(ast.walk(tree)))
 
 
 def sources(root: Path = ROOT) -> Sources:
@@ -98,7 +99,7 @@ def folder_of(module: str) -> str:
 
 def imported(tree: ast.AST, known: set[str]) -> Iterator[tuple[str, int]]:
     """(module, line) of what a module imports from the package; inside functions and for types as well."""
-    for node in ast.walk(tree):
+    for node in walked(tree):
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -158,7 +159,7 @@ def long_functions(files: Sources) -> list[str]:
     """Functions of more lines of code; the signature and the docstring are not counted."""
     found = []
     for path, text in shipped(files).items():
-        for node in ast.walk(parsed(text)):
+        for node in walked(parsed(text)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 body = node.body[ast.get_docstring(node) is not None :]
                 lines = body[-1].end_lineno - body[0].lineno + 1 if body else 0  # type: ignore[operator]
@@ -202,7 +203,7 @@ def state_shapes(files: Sources) -> list[str]:
     """Sets of keys that methods ``state_dict`` spell out."""
     shapes = defaultdict(list)
     for path, text in library(files).items():
-        for node in ast.walk(parsed(text)):
+        for node in walked(parsed(text)):
             if isinstance(node, ast.FunctionDef) and node.name == "state_dict":
                 keys = {
                     key.value
@@ -227,7 +228,7 @@ def is_own(node: ast.expr) -> bool:
 def own_names(tree: ast.AST) -> set[str]:
     """Private names that a module binds: of its own, of its classes, or of their objects."""
     found = set()
-    for node in ast.walk(tree):
+    for node in walked(tree):
         if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.AsyncFunctionDef):
             found.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -251,11 +252,10 @@ def foreign_privates(files: Sources) -> list[str]:
     ours = set().union(*bound.values())
     found = []
     for path, tree in trees.items():
-        for node in ast.walk(tree):
+        for node in walked(tree):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("featstore"):
-                names = [alias.name for alias in node.names if is_private(alias.name)]
-                names = [name for name in names if name != "_version"]
-            elif isinstance(node, ast.Attribute) and node.attr in ours - bound[path]:
+                names = [a.name for a in node.names if is_private(a.name) and a.name != "_version"]
+            elif isinstance(node, ast.Attribute) and node.attr in ours and node.attr not in bound[path]:
                 names = [] if is_own(node.value) else [node.attr]
             else:
                 continue
@@ -289,7 +289,7 @@ def builtin_errors(files: Sources) -> list[str]:
     """Built-in errors raised where they could leave the package."""
     found = []
     for path, text in library(files).items():
-        for node in ast.walk(parsed(text)):
+        for node in walked(parsed(text)):
             called = node.exc if isinstance(node, ast.Raise) else None
             name = (
                 called.func.id if isinstance(called, ast.Call) and isinstance(called.func, ast.Name) else ""
@@ -307,7 +307,7 @@ def hashes(files: Sources) -> list[str]:
     return [
         f"{path}:{node.lineno} {node.value:#x}"
         for path, text in library(files).items() if path != HASH_MODULE
-        for node in ast.walk(parsed(text))
+        for node in walked(parsed(text))
         if isinstance(node, ast.Constant) and type(node.value) is int and node.value in HASH_NUMBERS
     ]  # fmt: skip
 
@@ -318,7 +318,7 @@ def reads(files: Sources) -> list[str]:
     for path, text in library(files).items():
         if path.startswith(DOORS):
             continue
-        for node in ast.walk(parsed(text)):
+        for node in walked(parsed(text)):
             name = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
             if name in READS or name.endswith((".read_bytes", ".read_text")):
                 found.append(f"{path}:{node.lineno} {name}")  # type: ignore[attr-defined]
@@ -374,7 +374,7 @@ def notes(files: Sources) -> tuple[int, int]:
     """Lines of comment, and assertions, in the package: for those who read, so nothing is asked of them."""
     texts = library(files).values()
     comments = sum(line.lstrip().startswith("#") for text in texts for line in text.splitlines())
-    asserts = sum(isinstance(node, ast.Assert) for text in texts for node in ast.walk(parsed(text)))
+    asserts = sum(isinstance(node, ast.Assert) for text in texts for node in walked(parsed(text)))
     return comments, asserts
 
 

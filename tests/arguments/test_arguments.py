@@ -124,9 +124,8 @@ def names_of(function: Any, method: bool) -> set[str]:
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     made = World(tmp_path_factory.mktemp("world"))
     gc.collect()
-    gc.freeze()  # what was imported is not looked through after each case
+    gc.freeze()  # what was made of it is not looked through after each case
     yield made
-    gc.unfreeze()
     made.close()
 
 

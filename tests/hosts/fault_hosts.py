@@ -24,6 +24,7 @@ from featstore.hosts import messages as ms
 from featstore.hosts.owners import Owners
 
 SECONDS = 40.0  # after which a host says that nothing has happened
+ALL_SECONDS = 90.0  # after which processes that should end have failed
 WRONG_ROWS = 77  # exit code
 
 
@@ -142,6 +143,21 @@ def forked_from(folder: Path) -> Any:
     made = mp.get_context("forkserver")
     made.set_forkserver_preload(["fault_hosts", "mode_hosts"])
     return made
+
+
+def all_of(context: Any, target: Any, count: int, *arguments: Any) -> list[int]:
+    """The exit codes of so many processes."""
+    processes = [context.Process(target=target, args=(rank, *arguments)) for rank in range(count)]
+    try:
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(ALL_SECONDS)
+        return [process.exitcode for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
 
 
 def warm(folder: str) -> None:

@@ -51,6 +51,67 @@ def check(batch: Any, features: Any) -> list[int]:
     return seeds
 
 
+def be_any_host(rank: int, hosts: int, folder: str) -> None:
+    """Read, and train with whatever is kept of the halo; write down what came; open the store again."""
+    join(rank, hosts, folder, f"any{hosts}")
+    features = np.load("features.npy")
+    with featstore.open_split(f"parts{hosts}", memory="16MiB", timeout_seconds=30) as store:
+        own = store.owners["features"].hosts == store.place.host
+        ids = np.random.default_rng(rank).integers(0, 1200, 700)
+        with store.reader(memory="16MiB") as reader:
+            assert (reader.read(ids) == features[ids]).all()
+        with store.reader(tiers=[featstore.Buffer("s3-fifo", "100KiB")], memory="16MiB") as reader:
+            for _ in range(3):
+                assert (reader.read(ids) == features[ids]).all()
+        told = []
+        for halo in (None, "20KiB", featstore.MassiveGNN(0.25, delta=2)):
+            with store.loader(
+                seeds="train",
+                fanouts=(4, 3),
+                batch_size=30,
+                memory="48MiB",
+                attach="label",
+                halo=halo,
+            ) as loader:
+                steps, seen = 0, []
+                for _ in range(2):
+                    for batch in loader:
+                        assert (batch.x == features[batch.n_id]).all()
+                        assert (batch.label == batch.n_id % 5).all()
+                        seeds = batch.n_id[: batch.batch_size]
+                        assert own[seeds].all()
+                        seen.extend(seeds.tolist())
+                        dist.all_reduce(torch.ones(1))
+                        steps += 1
+                report = loader.report()
+                assert (report.remote_rows > 0) == (hosts > 1), report
+                told.append({"rank": rank, "steps": steps, "padded": report.padded, "seen": seen})
+                if halo is None:
+                    loader.save_cache("warm")
+        assert (store.part.path / "caches" / "warm.cache").exists(), "each host has its own"
+        with store.loader(
+            seeds="train", fanouts=(4, 3), batch_size=30, memory="48MiB", warm="warm"
+        ) as loader:
+            come = []
+            for batch in loader:
+                assert (batch.x == features[batch.n_id]).all()
+                come.append(loader.report().remote_rows)
+            assert come[-1] <= 1.2 * come[0], "what was saved is there before the first mini-batch"
+        with store.loader(seeds="train", fanouts=(-1,), batch_size=30, memory="48MiB") as loader:
+            for batch in loader:
+                assert (batch.x == features[batch.n_id]).all()
+            assert (loader.report().remote_rows > 0) == (hosts == 2)  # of 3 each has copies of its halo
+        Path(f"told{rank}.json").write_text(json.dumps(told))
+    for _ in range(2):  # opened again, each host when it comes to it
+        time.sleep(0.3 * rank)
+        with (
+            featstore.open_split(f"parts{hosts}", memory="16MiB", timeout_seconds=30) as store,
+            store.reader(memory="16MiB") as reader,
+        ):
+            assert (reader.read(ids) == features[ids]).all()
+    dist.destroy_process_group()
+
+
 def be_host(rank: int, hosts: int, ranks: int, folder: str, name: str) -> None:
     """Train in every mode, from the beginning and from the middle of an epoch on; write down what came."""
     join(rank, hosts * ranks, folder, name)

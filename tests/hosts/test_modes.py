@@ -12,14 +12,14 @@ import pytest
 
 pytest.importorskip("torch")
 
-from fault_hosts import forked_from
+from fault_hosts import ALL_SECONDS, all_of, forked_from
 from mode_hosts import MODES, NODES, be_host, be_victim_or_not, reuse_unlike
 from test_gathered import two_tables
 from test_split_training import graph_and_rows
 
 import featstore
 
-SECONDS, TIMEOUT_SECONDS, GRACE_SECONDS = 90.0, 3, 5
+TIMEOUT_SECONDS, GRACE_SECONDS = 3, 5
 
 
 @pytest.fixture(scope="module")
@@ -33,21 +33,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory, pack: Any) -> Path:
 @pytest.fixture(scope="module")
 def context(folder: Path) -> Any:
     return forked_from(folder)
-
-
-def all_of(context: Any, target: Any, count: int, *arguments: Any) -> list[int]:
-    """The exit codes of so many processes."""
-    processes = [context.Process(target=target, args=(rank, *arguments)) for rank in range(count)]
-    try:
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join(SECONDS)
-        return [process.exitcode for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
 
 
 @pytest.mark.parametrize(("hosts", "ranks"), [(1, 1), (2, 1), (3, 1), (2, 2)])
@@ -105,7 +90,7 @@ def test_a_host_that_is_gone_is_told_in_every_mode(
             process.start()
         others = [process for rank, process in enumerate(processes) if rank != 1]
         for process in others:
-            process.join(SECONDS)
+            process.join(ALL_SECONDS)
         assert [process.exitcode for process in others] == [1] * (hosts - 1)
     finally:
         for process in processes:

@@ -16,6 +16,9 @@ import pytest
 
 pytest.importorskip("torch")
 
+from fault_hosts import all_of, forked_from
+from mode_hosts import be_any_host
+
 import featstore
 from featstore.errors import ArgumentError, FeatstoreWarning, SourceError
 
@@ -23,7 +26,7 @@ NODES = 1200
 SECONDS = 90
 
 COMMON = """
-import json, os, sys, time
+import json, os
 from datetime import timedelta
 import numpy as np
 import torch
@@ -64,79 +67,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory, pack: Any) -> Path:
     return made
 
 
-def torchrun(folder: Path, ranks: int, script: str, *arguments: str, check: bool = True) -> str:
-    """What ``torchrun`` prints."""
+def torchrun(folder: Path, ranks: int, script: str) -> None:
+    """Run a script on so many ranks of ``torchrun``."""
     (folder / "script.py").write_text(COMMON + script)
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}",
-        "script.py", *arguments,
-    ]  # fmt: skip
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     done = subprocess.run(
-        command, cwd=folder, capture_output=True, text=True, timeout=SECONDS, check=False,
+        [*command, "script.py"], cwd=folder, capture_output=True, text=True, timeout=SECONDS, check=False,
         env=os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
     )  # fmt: skip
-    if check:
-        assert done.returncode == 0, done.stderr[:6000]
-    return done.stdout
-
-
-SAME = """
-hosts = int(sys.argv[1])
-batches = [np.random.default_rng([i]).permutation(1200)[:200] for i in range(12)]
-with featstore.open_split(f"parts{hosts}", memory="16MiB", timeout_seconds=30) as store:
-    own = store.owners["features"].hosts == store.place.host
-    ids = np.random.default_rng(rank).integers(0, 1200, 700)
-    with store.reader(memory="16MiB") as reader:
-        assert (reader.read(ids) == features[ids]).all()
-    with store.reader(tiers=[featstore.Buffer("s3-fifo", "100KiB")], memory="16MiB") as reader:
-        for _ in range(3):
-            assert (reader.read(ids) == features[ids]).all()
-    told = []
-    for halo in (None, "20KiB", featstore.MassiveGNN(0.25, delta=2)):
-        with store.loader(
-            seeds="train", fanouts=(4, 3), batch_size=30, memory="48MiB", attach="label", halo=halo,
-        ) as loader:
-            steps, seen = 0, []
-            for epoch in range(2):
-                for batch in loader:
-                    assert (batch.x == features[batch.n_id]).all()
-                    assert (batch.label == batch.n_id % 5).all()
-                    seeds = batch.n_id[: batch.batch_size]
-                    assert own[seeds].all()
-                    seen.extend(seeds.tolist())
-                    dist.all_reduce(torch.ones(1))
-                    steps += 1
-            report = loader.report()
-            assert (report.remote_rows > 0) == (hosts > 1), report
-            told.append({"rank": rank, "steps": steps, "padded": report.padded, "seen": seen})
-            if halo is None:
-                loader.save_cache("warm")
-    assert (store.part.path / "caches" / "warm.cache").exists(), "each host has its own"
-    with store.loader(seeds="train", fanouts=(4, 3), batch_size=30, memory="48MiB", warm="warm") as loader:
-        for step, batch in enumerate(loader):
-            assert (batch.x == features[batch.n_id]).all()
-            come = loader.report().remote_rows
-            first = come if step == 0 else first
-        assert come <= 1.2 * first, "what was saved is there before the first mini-batch"
-    with store.loader(seeds="train", fanouts=(-1,), batch_size=30, memory="48MiB") as loader:
-        for batch in loader:
-            assert (batch.x == features[batch.n_id]).all()
-        assert (loader.report().remote_rows > 0) == (hosts == 2)  # of 3 each has copies of its halo
-    json.dump(told, open(f"told{rank}.json", "w"))
-for _ in range(2):  # opened again, each host when it comes to it
-    time.sleep(0.3 * rank)
-    with featstore.open_split(f"parts{hosts}", memory="16MiB", timeout_seconds=30) as store:
-        with store.reader(memory="16MiB") as reader:
-            assert (reader.read(ids) == features[ids]).all()
-dist.destroy_process_group()
-"""
+    assert done.returncode == 0, done.stderr[:6000]
 
 
 @pytest.mark.parametrize("hosts", [1, 2, 3])
 def test_rows_and_mini_batches_of_any_number_of_hosts(folder: Path, hosts: int) -> None:
     """Every row is the source's, every seed comes in every epoch, and all ranks have as many steps; whatever
     is kept of the halo."""
-    torchrun(folder, hosts, SAME, str(hosts))
+    assert all_of(forked_from(folder), be_any_host, hosts, hosts, str(folder)) == [0] * hosts
     by_rank = [json.loads((folder / f"told{rank}.json").read_text()) for rank in range(hosts)]
     for told in zip(*by_rank, strict=True):
         assert sorted(one["rank"] for one in told) == list(range(hosts))
