@@ -7,11 +7,16 @@ that nothing on disk lies where it helps. All contenders make the same mini-batc
 the one made in memory. The stored graph is read with direct I/O, so nothing is cached but what the sampler
 itself holds: in one contender no list at all, in the other about a tenth of all lists, of the most wanted
 hubs. The share of neighbours that this tenth serves is reported, as are the reads.
+
+The bound is the disk: what fio takes in the same round, at the same queue depth, for as many random reads of
+4 KiB from the same files as a mini-batch has distinct pages that the cache has not. For small mini-batches
+and large ones, asked for one at a time and by several threads at once.
 """
 
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +34,22 @@ from harness import (
     shared_options,
 )
 from numpy.typing import NDArray
+from peers import fio
 from system import cpu_seconds
 
 import featstore
 from featstore.errors import BudgetError
 from featstore.sampling.neighbors import NeighborSampler, SampledSubgraph
 from featstore.sampling.stored import StoredSampler
+from featstore.sampling.under_way import UNDER_WAY_MAX
+from featstore.units import PAGE_BYTES
 
 FANOUTS = (15, 10, 5)
 SEEDS = 1024
+SMALL_SEEDS = 64
 BATCHES = 4  # a sample
+DEPTH = 128
+DISK_BAR = 1.25
 EDGES_PER_NODE = 16
 CACHE_SHARE = 0.1
 HUBS = 0.05
@@ -70,18 +81,18 @@ def packed(path: Path, nodes: int) -> featstore.Store:
     return featstore.open(path)
 
 
-def seeds_of(nodes: int, number: int) -> NDArray[np.int64]:
-    return np.random.default_rng([2, number]).choice(nodes, SEEDS, replace=False)
+def seeds_of(nodes: int, number: int, seeds: int = SEEDS) -> NDArray[np.int64]:
+    return np.random.default_rng([2, number]).choice(nodes, seeds, replace=False)
 
 
-def smallest_memory(store: featstore.Store, batches: range) -> int:
+def smallest_memory(store: featstore.Store, batches: range, seeds: int = SEEDS) -> int:
     """The smallest budget in which these mini-batches can be made, without a cache."""
     memory_bytes = 1
     while True:
         try:
             with store.sampler(FANOUTS, memory=memory_bytes) as sampler:
                 for number in batches:
-                    sampler.sample(seeds_of(sampler.node_count, number), number)
+                    sampler.sample(seeds_of(sampler.node_count, number, seeds), number)
             return memory_bytes
         except BudgetError as error:
             memory_bytes = error.needed_bytes
@@ -123,6 +134,90 @@ def stored(name: str, sampler: StoredSampler, truth: NeighborSampler) -> Contend
         return Sample(edges, seconds, cpu, extra)
 
     return Contender(name, "edges/s", "direct I/O", run)
+
+
+class AtTheDisk:
+    """Mini-batches of so many seeds from a sampler with a tenth of the lists, and fio beside it."""
+
+    def __init__(
+        self, store: featstore.Store, truth: NeighborSampler, settings: Settings, seeds: int
+    ) -> None:
+        self.store, self.truth, self.settings, self.seeds = store, truth, settings, seeds
+        self.batches = BATCHES * UNDER_WAY_MAX * (1 if seeds == SEEDS else 4)
+        least = smallest_memory(store, range(2), seeds)
+        scratch = least - smallest_memory(store, range(1), 1)
+        # of the cache, what several at once hold, too
+        tenth_bytes = int(CACHE_SHARE * settings.size_bytes / TIER_SHARE)
+        self.memory_bytes = least + tenth_bytes + (UNDER_WAY_MAX - 1) * scratch * 5 // 4
+
+    def pages(self, sampler: StoredSampler, batch: SampledSubgraph) -> int:
+        """Distinct pages of the neighbours that the sampler does not hold."""
+        graph, cache = sampler.graph, sampler._cache
+        held = np.zeros(sampler.node_count, bool)
+        held[cache.index.rows] = True
+        asking, map_ = batch.node[batch.col], graph.table.row_of_node()
+        asking = asking if map_ is None else map_[asking]
+        edges = batch.edge_id[(batch.edge_id >= len(cache.first)) & ~held[asking]]
+        return len(np.unique(edges // (PAGE_BYTES // cache.first.itemsize)))
+
+    def measure(self) -> list[tuple[str, list[dict[str, float]]]]:
+        """What each way of asking came to, by round."""
+        layout = self.store.table("features/sources")
+        files = [self.store.path / layout.entry.chunk_path(k) for k in range(layout.layout.chunks)]
+        found: dict[str, list[dict[str, float]]] = {"one at a time": [], "several at once": []}
+        with self.store.sampler(FANOUTS, memory=self.memory_bytes, queue_depth=DEPTH) as sampler:
+            self._run(sampler, UNDER_WAY_MAX, 10**6)
+            for number in range(self.settings.rounds):
+                rate = fio.random_read(files, self.settings.seconds, depth=DEPTH, seed=number + 1)
+                for threads, name in ((1, "one at a time"), (UNDER_WAY_MAX, "several at once")):
+                    made = self._run(sampler, threads, number * self.batches)
+                    if not made["pages"]:
+                        note(f"{self.seeds} seeds, {name}: all lists are in memory, nothing is read")
+                        continue
+                    made["disk_seconds"] = made["pages"] / rate.operations_per_second
+                    made["ratio"] = made["seconds"] / made["disk_seconds"]
+                    found[name].append(made)
+                    note(f"{self.seeds} seeds, {name}: {made['ratio']:.2f} of the disk's time")
+        return list(found.items())
+
+    def _run(self, sampler: StoredSampler, threads: int, first: int) -> dict[str, float]:
+        numbers = range(first, first + self.batches)
+        seeds = [seeds_of(sampler.node_count, number, self.seeds) for number in numbers]
+        before, begin = sampler.stats(), time.perf_counter()
+        with ThreadPoolExecutor(threads) as pool:
+            made = list(pool.map(sampler.sample, seeds, numbers))
+        seconds, after = time.perf_counter() - begin, sampler.stats()
+        for one, number, batch in zip(seeds[:2], numbers, made, strict=False):
+            check(batch, self.truth.sample(one, number))
+        asked = after.edges_asked - before.edges_asked
+        return {
+            "seconds": seconds / self.batches, "edges": asked / self.batches,
+            "pages": float(np.mean([self.pages(sampler, batch) for batch in made[:4]])),
+            "bytes_read": (after.bytes_read - before.bytes_read) / self.batches,
+            "cached_share": (after.edges_cached - before.edges_cached) / asked,
+        }  # fmt: skip
+
+
+def at_the_disk(store: featstore.Store, truth: NeighborSampler, settings: Settings, report: Report) -> None:
+    """Small and large mini-batches beside fio."""
+    rows = []
+    for seeds in (SMALL_SEEDS, SEEDS):
+        for name, rounds in AtTheDisk(store, truth, settings, seeds).measure():
+            if not rounds:  # a graph so small that its scratch holds it
+                continue
+            middle = {key: float(np.median([one[key] for one in rounds])) for key in rounds[0]}
+            rows.append([
+                seeds, name, f"{middle['edges']:,.0f}", f"{middle['seconds'] * 1e3:.1f}",
+                f"{middle['pages']:,.0f}", f"{middle['bytes_read'] / 1e6:,.0f}",
+                f"{middle['cached_share']:.1%}", f"{middle['disk_seconds'] * 1e3:.1f}",
+                f"{middle['ratio']:.2f}",
+            ])  # fmt: skip
+            bar = DISK_BAR if name == "several at once" else None
+            text = f"{seeds} seeds, {name}: time of a mini-batch over fio's of its distinct pages"
+            report.claims.append(Claim(text, middle["ratio"], bar, "<="))
+    report.table("A mini-batch beside the disk, a tenth of the lists in memory", (
+        "seeds", "asked for", "edges", "ms", "distinct pages", "MB read", "edges cached", "fio, ms", "ratio",
+    ), rows)  # fmt: skip
 
 
 def check(batch: SampledSubgraph, expected: SampledSubgraph) -> None:
@@ -172,11 +267,13 @@ def main(settings: Settings) -> None:
             series = measure_rounds(contenders, settings.rounds)
             rows = [figures(name, samplers[name], one.samples) for name, one in series.items()]
             engine = plain.engine
-    report = Report("sampling", "Neighbour sampling from a stored graph", {
-        "nodes": nodes, "edges": edges, "topology_bytes": settings.size_bytes, "fanouts": list(FANOUTS),
-        "seeds": SEEDS, "memory_bytes": memory_bytes, "memory_bytes_cached": larger_bytes,
-        "rounds": settings.rounds, "engine": engine,
-    }, settings.workspace)  # fmt: skip
+        report = Report("sampling", "Neighbour sampling from a stored graph", {
+            "nodes": nodes, "edges": edges, "topology_bytes": settings.size_bytes, "fanouts": list(FANOUTS),
+            "seeds": SEEDS, "memory_bytes": memory_bytes, "memory_bytes_cached": larger_bytes,
+            "rounds": settings.rounds, "engine": engine,
+        }, settings.workspace)  # fmt: skip
+        if fio.available():
+            at_the_disk(store, truth, settings, report)
     report.series = list(series.values())
     columns = ("sampler", "edges a mini-batch", "ms", "reads", "MB read", "cache MiB", "edges cached")
     report.table("A mini-batch", columns, rows)

@@ -65,6 +65,7 @@ class Lane:
         out: NDArray[np.uint8],
         on_done: Callable[[Lane], None],
         spans: NDArray[np.int64] | None = None,
+        row_bytes: int | None = None,
     ) -> None:
         self.files = files
         self.on_done = on_done
@@ -77,7 +78,8 @@ class Lane:
         f[EXTENTS] = self.extents
         f[EXTENT_PAGE], f[EXTENT_PAGES] = address_of(extent_page), address_of(extent_pages)
         f[EXTENT_FIRST], f[KEYS] = address_of(extent_first), address_of(keys)
-        f[POSITION_BITS], f[OUT], f[ROW_BYTES] = position_bits, address_of(out), files.layout.row_bytes
+        f[POSITION_BITS], f[OUT] = position_bits, address_of(out)
+        f[ROW_BYTES] = row_bytes or files.layout.row_bytes  # others where pages are read as rows
         f[FILE_HANDLE], f[FILE_BYTES] = address_of(files.handles), files.layout.chunk_bytes
         f[PAGES_PER_FILE] = files.layout.pages_per_chunk
         f[SPANS] = 0 if spans is None else address_of(spans)

@@ -137,6 +137,15 @@ def cut_ranges(counts: NDArray[np.int64], shift: int, count_max: int) -> list[Ro
 
 
 @njit(cache=True, nogil=True)
+def ascending(values: NDArray[Any]) -> bool:
+    """Whether none is smaller than the one before it."""
+    i = 1
+    while i < values.shape[0] and values[i - 1] <= values[i]:
+        i += 1
+    return bool(i >= values.shape[0])
+
+
+@njit(cache=True, nogil=True)
 def make_keys(
     rows: NDArray[np.int64],
     positions: NDArray[np.int32],
@@ -262,13 +271,15 @@ def plan_extents(
     """
     n = len(rows)
     position_bits = key_bits(layout.rows, positions_end, "read: the rows of the destination")
-    keys, spare = np.empty(n, np.uint64), np.empty(n, np.uint64)
+    keys = np.empty(n, np.uint64)
     misses = make_keys(rows, positions, served, position_bits, keys)
-    row_bits = max(1, (layout.rows - 1).bit_length())
-    if radix_sort(keys[:misses], spare[:misses], position_bits, position_bits + row_bits):
-        keys, spare = spare, keys
     keys = keys[:misses]
-    del spare
+    if not ascending(keys):
+        spare = np.empty(misses, np.uint64)
+        row_bits = max(1, (layout.rows - 1).bit_length())
+        if radix_sort(keys, spare, position_bits, position_bits + row_bits):
+            keys = spare
+        del spare
     page, pages = np.empty(misses, np.int64), np.empty(misses, np.int32)
     first, counts = np.empty(misses + 1, np.int32), np.zeros(3, np.int64)
     reads = cut_extents(

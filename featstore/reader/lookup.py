@@ -24,7 +24,15 @@ from featstore.base.system import submitted
 from featstore.engine.files import Access, TableFiles
 from featstore.errors import IdError
 from featstore.plan.budget import TableNeed
-from featstore.plan.extents import RANGE_BINS, RowRange, cut_ranges, row_histogram, rows_of_ids, select_rows
+from featstore.plan.extents import (
+    RANGE_BINS,
+    RowRange,
+    ascending,
+    cut_ranges,
+    row_histogram,
+    rows_of_ids,
+    select_rows,
+)
 from featstore.reader.report import Counts
 from featstore.storage.store import Table
 from featstore.tiers.static import StaticRows
@@ -71,6 +79,7 @@ class TableState:
         piece = Piece(part, RowRange(0, 0, 0, 0))
         found = Found(piece)
         rows = self.table.rows
+        ascending(part.ids)
         rows_of_ids(part.ids, part.row_map, rows, found.rows)
         row_histogram(part.ids, part.row_map, rows, 0, np.zeros(RANGE_BINS, np.int64))
         select_rows(part.ids, part.row_map, rows, 0, 0, 0, found.rows, found.positions)
@@ -148,6 +157,10 @@ def pieces_of(part: Part, ids_max: int) -> Iterator[Piece]:
     """Cut a part's ids into pieces of at most ``ids_max``. Raises IdError for a bad id of a part that needs
     cutting."""
     rows = part.state.table.rows
+    if len(part.ids) > ids_max and len(part.row_map) == 0 and ascending(part.ids):
+        for at in range(0, len(part.ids), ids_max):  # what lies together is together already
+            yield Piece(part.slice(at, at + ids_max), None)
+        return
     shift = max(0, (rows - 1).bit_length() - (RANGE_BINS.bit_length() - 1))
     step = ids_max * _RANGES_MAX
     for at in range(0, len(part.ids), step):

@@ -12,14 +12,17 @@ from numpy.typing import NDArray
 
 from featstore.engine.files import TableFiles
 from featstore.engine.lane import Lane
+from featstore.layout import TableLayout
 from featstore.plan.budget import Budget
 from featstore.plan.cost import DeviceModel
 from featstore.plan.extents import Extents, plan_extents, plan_runs
 from featstore.reader.feeder import MakeLane
-from featstore.reader.lookup import Found, Part, Piece, RunPart, TableState, find, pieces_of
+from featstore.reader.lookup import NONE, Found, Part, Piece, RunPart, TableState, find, pieces_of
 from featstore.reader.report import Counts, TablePlan
+from featstore.units import PAGE_BYTES
 
 _NO_FIRST, _NO_KEYS = np.empty(0, np.int32), np.empty(0, np.uint64)
+_UNSERVED = np.empty(0, np.uint8)
 
 
 class Planner:
@@ -49,6 +52,28 @@ class Planner:
         if e.reads == 0:
             return None
         return Lane(part.state.files, e.page, e.pages, _NO_FIRST, _NO_KEYS, 1, part.out, on_done, e.spans)
+
+    def page_pieces(
+        self, files: TableFiles, pages: NDArray[np.int64], out: NDArray[np.uint8]
+    ) -> Iterator[MakeLane]:
+        """The pieces of a request for whole pages of a table's files, which are planned as rows are."""
+        for at in range(0, len(pages), self._piece_ids_max):
+            end = at + self._piece_ids_max
+            yield partial(self._plan_pages, files, pages[at:end], out[at * PAGE_BYTES : end * PAGE_BYTES])
+
+    def _plan_pages(
+        self, files: TableFiles, pages: NDArray[np.int64], out: NDArray[np.uint8],
+        on_done: Callable[[Lane], None],
+    ) -> Lane:  # fmt: skip
+        begin = time.perf_counter()
+        layout = TableLayout(files.layout.pages, PAGE_BYTES, files.layout.pages_per_chunk)
+        e = plan_extents(pages, NONE, _UNSERVED, len(pages), layout, self.model, self._extent_bytes_max)
+        self._counts.add(
+            rows_asked=len(pages), bytes_asked=len(pages) * PAGE_BYTES,
+            forecast_seconds=self.model.seconds(e.reads, e.bytes_read),
+            seconds_planning=time.perf_counter() - begin,
+        )  # fmt: skip
+        return Lane(files, e.page, e.pages, e.first, e.keys, e.position_bits, out, on_done, None, PAGE_BYTES)
 
     def pieces(self, parts: list[Part]) -> Iterator[MakeLane]:
         """The pieces of a request for ids."""

@@ -28,9 +28,7 @@ from numpy.typing import NDArray
 from featstore.arguments import as_flag, as_table_names
 from featstore.base.buffers import populate
 from featstore.base.compilation import announce_compilation
-from featstore.base.ids import (
-    parse_ids,
-)
+from featstore.base.ids import parse_ids
 from featstore.base.threads import shut_down
 from featstore.engine import choose, engine_class, make
 from featstore.engine import counters as C
@@ -57,16 +55,13 @@ from featstore.reader.requests import as_tables, parse_request, parse_run_reques
 from featstore.reader.static_rows import StaticIds, static_members
 from featstore.storage.store import OpenStore, as_store, check_on_disk
 from featstore.tiers.static import StaticRows
-from featstore.units import parse_bytes
+from featstore.units import PAGE_BYTES, parse_bytes
 
-_NO_FIRST, _NO_KEYS = np.empty(0, np.int32), np.empty(0, np.uint64)
 QUEUE_DEPTH = 128
 #: Requests of ``submit`` that may wait or be under way; a further one blocks.
 IN_FLIGHT_MAX = 16
 
 _starting = threading.Lock()  # held while a forked child opens its own engine
-
-
 _open_readers: weakref.WeakSet[Reader] = weakref.WeakSet()
 
 
@@ -290,11 +285,8 @@ class Reader:
         """
         self._ready()
         finish, parts = parse_run_request(self._opened(), runs, out, at)
-        return self._wait(
-            Request(finish),
-            self._planner.run_pieces(parts),
-            [] if out is not None else [part.out for part in parts],
-        )
+        fresh = [part.out for part in parts] if out is None else []
+        return self._wait(Request(finish), self._planner.run_pieces(parts), fresh)
 
     def submit_runs(self, runs: Any, *, out: Any = None, at: Any = None) -> Request:
         """Like :meth:`read_runs`, but returns at once; ``out`` belongs to the request until it is done.
@@ -302,6 +294,14 @@ class Reader:
         self._ready()
         finish, parts = parse_run_request(self._opened(), runs, out, at)
         return self._submit(Request(finish), self._planner.run_pieces(parts))
+
+    def read_pages(self, name: str, pages: NDArray[np.int64], out: NDArray[Any]) -> None:
+        """Whole pages of a table's files: page ``pages[i]``, int64 [n], ascending, into the 4 KiB ``out[i]``;
+        zero bytes where its file ends before. Raises CorruptionError, DeviceError, ClosedError."""
+        self._ready()
+        assert out.flags.c_contiguous and out.nbytes == len(pages) * PAGE_BYTES  # noqa: PT018
+        pieces = self._planner.page_pieces(self._opened()[name].files, pages, out.reshape(-1).view(np.uint8))
+        self._wait(Request(lambda: None), pieces, [])
 
     # The static tier.
 

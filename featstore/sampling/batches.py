@@ -9,8 +9,9 @@ is the position of an edge in the stored ``GRAPH/sources``.
 
 from __future__ import annotations
 
+import copy
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, overload
 
 import numpy as np
@@ -21,6 +22,7 @@ from featstore.base.hashing import batch_key, random_words
 from featstore.base.training_nodes import checked_train
 from featstore.errors import ArgumentError, BudgetError, SourceError
 from featstore.reader.graphs import read_csc, read_edge_ids, read_offsets
+from featstore.sampling.ahead import sampled_ahead
 from featstore.sampling.edge_ids import wants_edge_ids
 from featstore.sampling.hops import HopSampler
 from featstore.sampling.neighbors import NeighborSampler, SampledSubgraph
@@ -108,7 +110,8 @@ def open_sampler(
 
 
 class SampledBatches(Sequence[SampledSubgraph]):
-    """The mini-batches of an epoch, made when they are asked for, the same each time. Slices are lists.
+    """The mini-batches of an epoch, made when they are asked for, the same each time. Slices are lists. Who
+    goes through them has those from disk asked for ahead (:mod:`featstore.sampling.ahead`).
 
     ``train``: int64, the training nodes in the order of this epoch. ``epoch``: by default 0, until
     :meth:`set_epoch` is called, as loaders do; one that was given stays. ``in_order``: training nodes come as
@@ -152,6 +155,13 @@ class SampledBatches(Sequence[SampledSubgraph]):
         seeds, number = self.seeds(numbers), self._number(numbers)
         made: SampledSubgraph = self.sampler.sample(seeds, number, epoch=self.epoch)
         return made
+
+    def __iter__(self) -> Iterator[SampledSubgraph]:
+        if not isinstance(self.sampler, StoredSampler) or not self.sampler.reads:
+            return super().__iter__()
+        now = copy.copy(self)  # whatever epoch is set meanwhile
+        asked = ((now.seeds(i), now._number(i), now.epoch) for i in range(len(now)))
+        return sampled_ahead(self.sampler, asked)
 
     def _number(self, index: int) -> int:
         """By which the sampler knows a mini-batch."""
@@ -260,9 +270,16 @@ class RecordedEpochs(Sequence[tuple[NDArray[np.int64], dict[str, Any]]]):
         epoch, number = divmod(numbers, len(self._current))
         if epoch != self._current.epoch:
             self._current = SampledBatches(self._sampler, self._train, self._batch_size, epoch)
-        batch = self._current[number]
-        sample = {"batch": batch, "batch_size": batch.num_sampled_nodes[0], "epoch": epoch}
-        return batch.node, sample
+        return _recorded(self._current[number], epoch)
+
+    def __iter__(self) -> Iterator[tuple[NDArray[np.int64], dict[str, Any]]]:
+        for epoch in range(self._epochs):
+            for batch in SampledBatches(self._sampler, self._train, self._batch_size, epoch):
+                yield _recorded(batch, epoch)
+
+
+def _recorded(batch: SampledSubgraph, epoch: int) -> tuple[NDArray[np.int64], dict[str, Any]]:
+    return batch.node, {"batch": batch, "batch_size": batch.num_sampled_nodes[0], "epoch": epoch}
 
 
 def sample_batches(

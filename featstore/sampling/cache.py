@@ -73,6 +73,11 @@ class NeighbourCache:
         hubs = len(self.index.rows)
         return self.lists.nbytes + hubs * _HUB_BYTES + self._index_bytes if hubs else 0
 
+    @property
+    def whole(self) -> bool:
+        """Whether all neighbours are held."""
+        return len(self.first) == self._graph.edges
+
     def fill(self, reader: Reader, room_bytes: int) -> None:
         """Take what fits into ``room_bytes``. Raises CorruptionError, DeviceError, FormatError."""
         if self._graph.edges * self.first.itemsize > room_bytes:

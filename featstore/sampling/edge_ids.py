@@ -7,7 +7,7 @@ a mini-batch in one request.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,13 +16,14 @@ from featstore.arguments import as_flag
 from featstore.base.checks import check_range
 from featstore.errors import SourceError
 from featstore.reader.reader import Reader
+from featstore.sampling.pages import Missing
 
 if TYPE_CHECKING:
     from featstore.storage.store import StoredGraph
 
 _STEP_EDGES = 2**24  # whose reads are planned at once
-#: Of an edge while its number is found: whether it is in memory, its position, what was read.
-FINDING_BYTES = 32
+#: Of an edge while its number is found: whether it is in memory, what stands there, its key, what was read.
+FINDING_BYTES = 40
 
 
 def wants_edge_ids(graph: StoredGraph, asked: bool | None) -> bool:
@@ -51,6 +52,11 @@ class StoredEdgeIds:
         """What is held."""
         return self._first.nbytes
 
+    @property
+    def whole(self) -> bool:
+        """Whether the numbers of all edges are held."""
+        return len(self._first) == self._edges
+
     def fill(self, reader: Reader, room_bytes: int) -> None:
         """Take what fits into ``room_bytes``. Raises CorruptionError, DeviceError."""
         count = min(self._edges, max(0, room_bytes) // self._first.itemsize)
@@ -74,9 +80,9 @@ class StoredEdgeIds:
         held = edges < len(self._first)
         ids = np.empty(len(edges), np.int64)
         ids[held] = self._first[edges[held]]
-        away = edges[~held]
-        if len(away):
-            found: Any = reader.read({self.table: away})[self.table]
-            ids[~held] = found
+        if not held.all():
+            ids[~held] = -1
+            missing = Missing(ids, edges, len(edges) - int(held.sum()), self._edges, self._first.dtype)
+            missing.read(reader, self.table)
         check_range(ids, self._edges, f"an edge id of {self._where}")
         return ids

@@ -4,9 +4,10 @@
 :class:`featstore.sampling.neighbors.NeighborSampler` gives over the same graph in memory. It can, because
 randomness is counted there: which places of a list are picked follows from the node and the length of the
 list, not from what the list holds. So each hop first picks the positions of its edges, from offsets in
-memory, and then reads just those, as single rows of the table ``GRAPH/sources``, all in one request. The
-reader merges the positions that share a page, reads through short gaps and keeps its queue full; a short list
-is thus read whole, and of a hub with a million neighbours only the pages of the picked ones.
+memory, and then reads just those: sorted, so that the pages that have them are read in one go, and of a hub
+with a million neighbours only those of the picked ones. What a hop but the last reads are whole pages, and
+they are kept for the hops after it, as far as an eighth of the memory has room: so a page is read once
+(:mod:`featstore.sampling.pages`).
 
 **Rows inside, node ids outside.** Lists hold rows, so sampling goes from row to row; ``row_of_node`` is asked
 for the seeds, ``node_of_row`` for the hash of each node that asks and for the nodes that come out.
@@ -15,13 +16,12 @@ for the seeds, ``node_of_row`` for the hash of each node that asks and for the n
 and of the first rows (:mod:`featstore.sampling.cache`).
 
 **Memory** is one budget for the offsets (8 bytes a row), the two maps, what the reader takes, the scratch of
-a mini-batch and the cache. What a mini-batch needs is known at each of its hops before it is taken: when it
-needs more than is left, neighbours leave the cache for good, so the cache ends as large as the largest
-mini-batch allows; when even that is not enough, a BudgetError tells what is. The mini-batch that
-comes out is the caller's and comes on top.
+mini-batches and the cache. What one needs is known at each of its hops before it is taken: when that is more
+than is left, neighbours leave the cache for good; when even that is not enough, a BudgetError tells what is.
+The mini-batch that comes out is the caller's and comes on top.
 
-Mini-batches are made one at a time, whatever the number of threads that ask: the reads of one hop fill the
-device's queue.
+**Several at once.** Threads that ask at the same time have their mini-batches made at the same time, as many
+as there is room for (:mod:`featstore.sampling.under_way`): the device reads for one while others compute.
 """
 
 from __future__ import annotations
@@ -49,7 +49,10 @@ from featstore.sampling.cache import NO_MAP, NeighbourCache
 from featstore.sampling.edge_ids import FINDING_BYTES, StoredEdgeIds, wants_edge_ids
 from featstore.sampling.hops import Hops, HopSampler
 from featstore.sampling.neighbors import SampledSubgraph, checked_seeds
+from featstore.sampling.pages import Missing, load_page_kernels
 from featstore.sampling.picking import enter_hop, pick_hop, seed_table, table_size
+from featstore.sampling.stored_hops import StoredHops
+from featstore.sampling.under_way import HeldInMemory, MadeAgain, Scratch, UnderWayNow
 from featstore.storage.relations import graph_of
 from featstore.storage.store import as_store
 from featstore.units import parse_bytes
@@ -100,10 +103,8 @@ class SamplerStats:
 
 class StoredSampler(HopSampler):
     """Uniform neighbour sampler without replacement over a graph in a store; made by
-    :meth:`featstore.Store.sampler`.
-
-    A context manager; safe to use from several threads; survives fork, and reopens when it is pickled, like a
-    reader.
+    :meth:`featstore.Store.sampler`. A context manager; safe to use from several threads; survives fork, and
+    reopens when it is pickled, like a reader.
 
     Args:
         store: the open store.
@@ -117,8 +118,8 @@ class StoredSampler(HopSampler):
             are not in memory; by default where the store keeps them.
         engine, queue_depth, threads, verify: as for :class:`featstore.reader.reader.Reader`.
 
-    Raises BudgetError, CorruptionError, DeviceError, FormatError; SourceError for fan-outs that cannot be
-    used and for a store without a graph; KeyError for a graph that it has not.
+    Raises BudgetError, CorruptionError, DeviceError, FormatError; SourceError for impossible fan-outs and
+    a store without a graph; KeyError for a graph that it has not.
     """
 
     def __init__(
@@ -191,7 +192,6 @@ class StoredSampler(HopSampler):
         """Fill what is held in memory, and load all kernels: a child forked while numba holds its lock could
         never."""
         nodes = self.node_count
-        self._scratch_most = SCRATCH_BYTES_MIN
         # the reader has no tiers: scratch and cache share it
         self._free_bytes = self._reader.budget.tier_bytes
         table = self._offsets_table
@@ -207,25 +207,28 @@ class StoredSampler(HopSampler):
         if self._ids is not None:
             room_bytes = self._free_bytes - SCRATCH_BYTES_MIN - self._cache.memory_bytes
             self._ids.fill(self._reader, room_bytes)
+        self._held, given = HeldInMemory(self._cache, self._ids), self._memory_bytes
+        room = self._held, self._free_bytes, SCRATCH_BYTES_MIN, given, self._smallest
+        self._under_way = UnderWayNow(*room)
         self._start_process()
-        self._sample(np.empty(0, np.int64), 0)
+        load_page_kernels(self._cache.first.dtype)
+        self._made(np.empty(0, np.int64), 0)
         self._start_process()
         self._before = self._reader.stats()
 
     def _start_process(self) -> None:
-        """Make what belongs to this process: the lock, and counts from zero, as the reader's are after a
-        fork."""
-        self._lock = threading.Lock()
+        """Begin with what belongs to this process: none under way, and counts from zero, as the reader's are
+        after a fork."""
+        self._under_way.renew()
         self._batches = self._edges_asked = self._edges_cached = 0
         self._before = ReaderStats()
         self._pid = os.getpid()
 
-    def _own_lock(self) -> threading.Lock:
+    def _here(self) -> None:
         if self._pid != os.getpid():  # after a fork: a thread of the parent may have held the lock
             with _renewing:
                 if self._pid != os.getpid():
                     self._start_process()
-        return self._lock
 
     @property
     def node_count(self) -> int:
@@ -236,6 +239,11 @@ class StoredSampler(HopSampler):
     def engine(self) -> str:
         """The engine that reads."""
         return self._reader.engine.name
+
+    @property
+    def reads(self) -> bool:
+        """Whether mini-batches have to be read: not all is held in memory."""
+        return not self._held.whole
 
     def _smallest(self, free_bytes: int) -> int:
         """The smallest budget that leaves so much for scratch and cache."""
@@ -257,28 +265,41 @@ class StoredSampler(HopSampler):
         node = checked_seeds(seeds, self.node_count)
         if self._closed:
             raise ClosedError("the sampler is closed")
-        with self._own_lock():
-            if self._closed:
-                raise ClosedError("the sampler is closed")
-            return self._sample(
-                node, batch_key(self.seed, as_integer(epoch, "epoch"), as_integer(batch_index, "batch_index"))
-            )
+        self._here()
+        key = batch_key(self.seed, as_integer(epoch, "epoch"), as_integer(batch_index, "batch_index"))
+        return self._made(node, key)
 
-    def _sample(self, seeds: NDArray[np.int64], key: int) -> SampledSubgraph:
+    def _made(self, seeds: NDArray[np.int64], key: int) -> SampledSubgraph:
+        """A mini-batch, made beside others, or alone where there is no room beside them."""
+        alone = False
+        while True:
+            scratch = Scratch(self._under_way)
+            try:
+                self._under_way.begin(scratch, alone)
+                return self._sample(seeds, key, scratch)
+            except MadeAgain:
+                alone = True
+            finally:
+                self._under_way.end(scratch)
+
+    def _sample(self, seeds: NDArray[np.int64], key: int, scratch: Scratch) -> SampledSubgraph:
         dtype = node_dtype(self.node_count)
-        self._reserve(dtype.itemsize * table_size(len(seeds)) + 16 * len(seeds), "begin this mini-batch")
+        scratch.reserve(dtype.itemsize * table_size(len(seeds)) + 16 * len(seeds), "begin this mini-batch")
         rows = seeds if len(self._row_of_node) == 0 else self._row_of_node[seeds].astype(np.int64)
-        hops = Hops(rows, seed_table(rows, seeds, dtype))
+        hops = StoredHops(rows, seed_table(rows, seeds, dtype), scratch)
         self._go(hops, self._offsets, self.graph.edges, key)
-        self._batches += 1
         hops.slots, rows = NO_MAP, hops.nodes[: sum(hops.counts)]
         joined, ids = hops.joined(), None
         if self._ids is not None:
             edges = joined["edge_id"]
-            self._reserve(FINDING_BYTES * len(edges), "find the numbers of its edges")
+            scratch.reserve(FINDING_BYTES * len(edges), "find the numbers of its edges")
             ids = self._ids.of(self._reader, edges)
         identity = len(self._node_of_row) == 0
         node = rows.copy() if identity else self._node_of_row[rows].astype(np.int64, copy=False)
+        with self._under_way.lock:
+            self._batches += 1
+            self._edges_asked += hops.asked
+            self._edges_cached += hops.cached
         return SampledSubgraph(node=node, **joined, e_id=ids)
 
     def _fill(
@@ -290,9 +311,10 @@ class StoredSampler(HopSampler):
             self._offsets, self._node_of_row, hops.nodes, begin, end, fanout, key, hubs.bits, hubs.ranks,
             hubs.starts, self._cache.lists, self._cache.first, picks, row, col, edge,
         )  # fmt: skip
-        self._edges_asked += len(edge)
-        self._edges_cached += len(edge) - misses
-        self._read(row, edge, misses)
+        assert isinstance(hops, StoredHops)
+        hops.asked, hops.cached = hops.asked + len(edge), hops.cached + len(edge) - misses
+        if misses:
+            self._read(hops, row, edge, misses)
         found = int(enter_hop(hops.slots, hops.nodes, end, row, self.node_count))
         if found < 0:
             place = -found - 1
@@ -310,41 +332,19 @@ class StoredSampler(HopSampler):
     def _contradiction(self, what: str) -> FormatError:
         return FormatError(f"graph {self.graph.name!r} of {self.store.path}: {what}; pack the store again")
 
-    def _read(self, row: NDArray[np.int64], edge: NDArray[np.int64], misses: int) -> None:
+    def _read(self, hops: StoredHops, row: NDArray[np.int64], edge: NDArray[np.int64], misses: int) -> None:
         """Read the neighbours that the cache did not hold: the negative ones in ``row``."""
-        if misses == len(row):
-            row[:] = self._reader.read({self._sources: edge})[self._sources]
-        elif misses:
-            missing = row < 0
-            row[missing] = self._reader.read({self._sources: edge[missing]})[self._sources]
+        missing = Missing(row, edge, misses, self.graph.edges, self._cache.first.dtype)
+        hops.read(missing, self._reader, self._sources, last=len(hops.row) == len(self.fanouts) - 1)
 
     def _reserve_hop(self, hops: Hops, hop: int, nodes_max: int, edges: int, picks: int) -> None:
-        # What a hop takes beyond what will be the result: at most, whatever the cache holds. The table and
-        # the rows grow into new ones; the old ones go afterwards.
-        room_bytes = 8 * (nodes_max + sum(hops.counts)) + table_size(nodes_max) * hops.slots.itemsize * 3 // 2
-        # Missing edges: which they are, their positions, what was read. Later the parts of all hops are
-        # joined, one by one.
-        neighbour_bytes = self.graph.entry.sources.row_bytes
-        reading_bytes = edges * (1 + 8 + neighbour_bytes) + 16 * table_size(max(1, picks))
-        joining_bytes = 8 * (edges + hops.edge_count)
-        self._reserve(room_bytes + max(reading_bytes, joining_bytes), f"sample hop {hop + 1}")
-
-    def _reserve(self, scratch_bytes: int, what: str) -> None:
-        """Have so much free of the cache. Raises BudgetError."""
-        if scratch_bytes > self._free_bytes:
-            needed = self._smallest(scratch_bytes)
-            raise BudgetError(needed, self._memory_bytes, f"{what} (or pass fewer seeds)")
-        self._scratch_most = max(self._scratch_most, scratch_bytes)
-        room_bytes = self._free_bytes - scratch_bytes
-        if self._ids is not None and self._ids.memory_bytes > room_bytes - self._cache.memory_bytes:
-            self._ids.cut(room_bytes - self._cache.memory_bytes)
-        if self._cache.memory_bytes > room_bytes:
-            self._cache.cut(room_bytes)
+        assert isinstance(hops, StoredHops)
+        hops.reserve(hop, nodes_max, edges, picks, self.graph.entry.sources.row_bytes)
 
     @property
     def least_bytes(self) -> int:
         """The budget for mini-batches half as large again as the largest so far."""
-        return self._smallest(self._scratch_most * 3 // 2)
+        return self._smallest(self._under_way.most_bytes * 3 // 2)
 
     # Explaining, ending.
 
@@ -352,7 +352,7 @@ class StoredSampler(HopSampler):
         """What has been counted since the sampler was opened."""
         if self._closed:
             raise ClosedError("the sampler is closed")
-        self._own_lock()
+        self._here()
         read = self._reader.stats().since(self._before)
         return SamplerStats(self._batches, self._edges_asked, self._edges_cached, read.reads, read.bytes_read)
 
@@ -371,13 +371,13 @@ class StoredSampler(HopSampler):
         return held | {"unused": self._memory_bytes - sum(held.values())}
 
     def close(self) -> None:
-        """Wait for the mini-batch under way, then give everything back. May be called more than once."""
-        if not self._closed:
-            with self._own_lock():
-                self._closed = True
+        """Wait for the mini-batches under way, then give everything back. May be called more than once."""
+        self._here()
+        self._under_way.close()
+        self._closed = True
         self._reader.close()
         self._offsets, self._row_of_node, self._node_of_row = np.zeros(1, np.int64), NO_MAP, NO_MAP
-        self._cache = NeighbourCache(self.graph, self._offsets)
+        self._cache = self._held.cache = NeighbourCache(self.graph, self._offsets)
         if self._ids is not None:
             self._ids.cut(0)
 

@@ -55,6 +55,7 @@ NOT_CALLED = {
     "StoredGraph": "made by a store",
     "Request.open_piece": "called by the reader",
     "Request.close_piece": "called by the reader",
+    "Reader.read_pages": "called by samplers",
     "OnlineLoader.beginning": "called by its own thread",
     "OnlineLoader.finished": "called by its own thread",
     "CompiledTrace.open_readers": "called by its loader",

@@ -1,0 +1,69 @@
+"""A mini-batch of the stored sampler under way: its hops, its scratch, and the pages that it keeps from hop
+to hop."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from featstore.reader.reader import Reader
+from featstore.sampling.hops import Hops
+from featstore.sampling.pages import MISSING_BYTES, KeptPages, Missing
+from featstore.sampling.picking import table_size
+from featstore.sampling.under_way import Scratch
+
+#: What a mini-batch keeps takes one part in so many of what is free for it, at most.
+_KEPT_SHARE = 8
+
+
+class StoredHops(Hops):
+    """A mini-batch under way, with its scratch and the pages that it keeps."""
+
+    def __init__(self, nodes: NDArray[np.int64], slots: NDArray[Any], scratch: Scratch) -> None:
+        super().__init__(nodes, slots)
+        self._scratch, self._hop_bytes = scratch, 0
+        self._kept: list[KeptPages] = []
+        self.asked = self.cached = 0  # edges
+
+    @property
+    def _kept_bytes(self) -> int:
+        return sum(kept.memory_bytes for kept in self._kept)
+
+    def reserve(self, hop: int, nodes_max: int, edges: int, picks: int, neighbour_bytes: int) -> None:
+        """Have scratch for a hop; pages that are kept go where there is no room for both. Raises as that
+        does."""
+        # What a hop takes beyond what will be the result: at most, whatever the cache holds. The table and
+        # the rows grow into new ones; the old ones go afterwards.
+        room_bytes = 8 * (nodes_max + sum(self.counts)) + table_size(nodes_max) * self.slots.itemsize * 3 // 2
+        # Missing edges: their keys and positions, what was read. Later the parts of all hops are joined, one
+        # by one.
+        reading_bytes = edges * (MISSING_BYTES + neighbour_bytes) + 16 * table_size(max(1, picks))
+        hop_bytes = room_bytes + max(reading_bytes, 8 * (edges + self.edge_count))
+        under_way, self._hop_bytes = self._scratch.of, hop_bytes
+        if self._kept and not under_way.try_reserve(self._scratch, hop_bytes + self._kept_bytes):
+            self._kept.clear()
+        self._scratch.reserve(hop_bytes, f"sample hop {hop + 1}")
+
+    def read(self, missing: Missing, reader: Reader, table: str, *, last: bool) -> None:
+        """Have what is missing of a hop, of which the ``last`` keeps nothing. Raises CorruptionError,
+        DeviceError, ClosedError."""
+        for kept in self._kept:
+            missing.take(kept)
+        if last:
+            self._kept.clear()
+        else:
+            self._keep(missing, reader, table)
+        missing.read(reader, table)
+
+    def _keep(self, missing: Missing, reader: Reader, table: str) -> None:
+        """Read what is missing by whole pages, as far as there is room, and keep these; those between, too,
+        that are read through."""
+        under_way, taken_bytes = self._scratch.of, self._hop_bytes + self._kept_bytes
+        room_bytes = (under_way.free_bytes - self._hop_bytes) // _KEPT_SHARE - self._kept_bytes
+        pages = missing.first_pages(KeptPages.fitting(room_bytes), reader.model.gap_pages_max)
+        if len(pages) and under_way.try_reserve(self._scratch, taken_bytes + KeptPages.bytes_of(len(pages))):
+            kept = KeptPages(reader, table, pages, missing.dtype)
+            missing.take(kept)
+            self._kept.append(kept)
