@@ -21,6 +21,7 @@ from featstore.loaders.options import MODES
 RANKS, NODES, BATCH = 3, 900, 40
 TRAIN = np.arange(0, NODES, 4)  # 225: not a multiple of whole mini-batches of all ranks
 SCRIPT = """
+import itertools
 import sys
 from datetime import timedelta
 
@@ -34,8 +35,7 @@ torch.set_num_threads(1)
 dist.init_process_group("gloo", timeout=timedelta(seconds=60))
 features = np.load("features.npy")
 store = featstore.open("s")
-shared, *modes = sys.argv[1:]
-for mode in modes:
+for shared, mode in itertools.product(["shared", "alone"], sys.argv[1:]):
     with store.loader(
         seeds=np.arange(0, 900, 4), fanouts=(3, 2), batch_size=40, memory="64MiB", mode=mode,
         shared=shared == "shared", tensors=True,
@@ -50,14 +50,14 @@ for mode in modes:
                 steps += 1
             dist.all_reduce(seeds)
             if dist.get_rank() == 0:
-                report = loader.report()
-                print(mode, epoch, steps, int(seeds.sum()), int((seeds > 0).sum()), report.padded, flush=True)
+                counts = steps, int(seeds.sum()), int((seeds > 0).sum()), loader.report().padded
+                print(shared, mode, epoch, *counts, flush=True)
 dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize("shared", ["shared", "alone"])
-def test_every_mode_divides_its_epochs(tmp_path: Path, pack: Any, shared: str) -> None:
+def test_every_mode_divides_its_epochs(tmp_path: Path, pack: Any) -> None:
+    """One run for all: each starts a process a rank, which imports torch."""
     features = np.random.default_rng(0).standard_normal((NODES, 5)).astype(np.float32)
     np.save(tmp_path / "features.npy", features)
     edges = np.random.default_rng(1).integers(0, NODES, (2, 6000))
@@ -66,7 +66,7 @@ def test_every_mode_divides_its_epochs(tmp_path: Path, pack: Any, shared: str) -
     root = Path(featstore.__file__).resolve().parent.parent
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={RANKS}"]
     done = subprocess.run(
-        [*command, "train.py", shared, *MODES], cwd=tmp_path, capture_output=True, text=True, timeout=200,
+        [*command, "train.py", *MODES], cwd=tmp_path, capture_output=True, text=True, timeout=200,
         env=os.environ | {
             "PYTHONPATH": f"{root}{os.pathsep}{os.environ.get('PYTHONPATH', '')}", "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": "lo",
@@ -74,10 +74,12 @@ def test_every_mode_divides_its_epochs(tmp_path: Path, pack: Any, shared: str) -
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
     assert "this process is one of" not in done.stderr, "they are divided: there is nothing to warn of"
-    lines = re.findall(r"(\w+) (\d) (\d+) (\d+) (\d+) (\d+)\n", done.stdout)
-    assert [(mode, int(epoch)) for mode, epoch, *_ in lines] == [(m, e) for m in MODES for e in range(2)]
-    for mode, _, steps, seen, different, padded in lines:
-        assert int(different) == len(TRAIN)
-        assert int(seen) == len(TRAIN) + int(padded)
-        assert int(padded) < RANKS * (6 if mode == "partitions" else 1)
-        assert int(steps) >= len(TRAIN) // (BATCH * RANKS)
+    lines = re.findall(r"(shared|alone) (\w+) (\d) (\d+) (\d+) (\d+) (\d+)\n", done.stdout)
+    expected = [(shared, mode, epoch) for shared in ("shared", "alone") for mode in MODES for epoch in "01"]
+    assert [tuple(line[:3]) for line in lines] == expected
+    for _, mode, _, *counts in lines:
+        steps, seen, different, padded = map(int, counts)
+        assert different == len(TRAIN), lines
+        assert seen == len(TRAIN) + padded, lines
+        assert padded < RANKS * (6 if mode == "partitions" else 1), lines
+        assert steps >= len(TRAIN) // (BATCH * RANKS), lines

@@ -328,8 +328,10 @@ LONGER: dict[str, tuple[tuple[Any, ...], set[str]]] = {
          "--seconds", 1, "--share", 1),
         set(),
     ),
-    "demo": ((*DEMO, "--mode", "compiled", "--mode", "rolling"), set()),
-    "demo kept": ((*DEMO, "--mode", "partitions", "--workdir", "{asked}"), {"asked/store"}),
+    "demo": (  # without --workdir: test_demo.py
+        (*DEMO, "--mode", "compiled", "--mode", "rolling", "--mode", "partitions", "--workdir", "{asked}"),
+        {"asked/store"},
+    ),
 }  # fmt: skip
 
 
@@ -343,7 +345,11 @@ def test_every_command_runs_here() -> None:
 
 @pytest.mark.usefixtures("_quick")
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] if "demo" in n else []) for n in LONGER]
+    "name",
+    [
+        pytest.param(n, marks=[pytest.mark.slow, pytest.mark.timeout(400)] if n == "demo" else [])
+        for n in LONGER
+    ],
 )
 def test_longer(template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """What measures or trains leaves nothing, either. (A short name: workers' sockets lie below, and their
