@@ -99,16 +99,17 @@ class _GraphScrub:
     def _edge_ids(self, ids: Numbers) -> bool:
         if not self._in_range(ids, "edge ids", self._entry.edges):
             return False
-        left = np.uint64(0)
+        left = 0
         for first, values in ids.pieces():
             numbers = np.arange(first, first + len(values), dtype=np.uint64)
-            left += mix64(values.astype(np.uint64)).sum() - mix64(numbers).sum()
+            left += int(mix64(values.astype(np.uint64)).sum()) - int(mix64(numbers).sum())
+        left %= 2**64  # as the sums are
         if left != 0:
             end = f"{self._entry.edges - 1:,}"
             self._findings.problem(
                 "graph", ids.paths[0], f"edge ids 0 to {end}, each once", "one stands twice"
             )
-        return bool(left == 0)
+        return left == 0
 
     def _weights(self, weights: Numbers) -> bool:
         if not self._intact(weights):

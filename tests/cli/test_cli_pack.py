@@ -73,6 +73,7 @@ def test_pack_json(call: Call, inputs: Path, tmp_path: Path) -> None:
         "order",
         "partitions",
         "statistics",
+        "featureless",
     }
     assert (table["rows"], table["row_shape"], table["dtype"], table["row_bytes"]) == (
         ROWS,
@@ -364,7 +365,7 @@ def test_the_function_has_the_options_of_the_command() -> None:
     command = (
         {p.name for p in cli.get_command(Context(cli), "pack").params}
         - of_traces
-        - {"as_json", "quiet", "debug"}
+        - {"as_json", "quiet", "debug", "nodes"}  # numbers of nodes are among the features
     )
     function = set(inspect.signature(featstore.pack).parameters) - {"progress", "disk"}
     assert {"array" if name == "arrays" else name for name in function} == command
@@ -480,7 +481,7 @@ def test_a_typed_graph_is_packed(call: Call, tmp_path: Path) -> None:
     for wrong, message in (
         (["--nodes", "author"], "such as author=5000"),
         (["--nodes", "paper=3"], "'paper' has --features, too"),
-        (["--graph", f"author__reads__book={tmp_path / 'writes.npy'}"], "no edge type A__RELATION__B"),
+        (["--graph", f"author__reads__book={tmp_path / 'writes.npy'}"], "it is no edge type A__RELATION__B"),
         (["--edge-times", f"author__reads__paper={tmp_path / 'years.npy'}"], "no table is called"),
     ):
         assert message in call("pack", tmp_path / "t", *given, *wrong, code=2).stderr

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -492,3 +494,49 @@ def test_what_does_not_take_types_says_so(tmp_path: Path) -> None:
             featstore.split(store, 2, tmp_path / "t")
     with pytest.raises(SourceError, match="typed graphs are not split yet"):
         featstore.split_features(graph.features(), 2, tmp_path / "u", graph=graph.edges)
+
+
+_MEASURED = """
+import sys, gc, numpy as np, featstore
+from pathlib import Path
+out, edges, rng = Path(sys.argv[1]), 1_000_000, np.random.default_rng(0)
+papers, authors = 80_000, 50_000
+def status(what):
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(what)) << 10
+def pack(name, nodes, memory, files):
+    kinds = ("author", "writes", "paper"), ("paper", "cites", "paper")
+    featstore.pack(
+        out / name, dict(zip(("paper", "author"), nodes)), graph=dict(zip(kinds, files[:2])), order="ldg",
+        partitions=8, edge_weights={kinds[0]: files[2]}, edge_times=dict.fromkeys(kinds, files[3]),
+        edge_ids=True, memory=memory,
+    ).close()
+few = rng.integers(0, 50, (2, 200))
+pack("few", (50, 50), "64MiB", [few, few, np.ones(200), np.arange(200)])  # all is loaded that is needed
+files = [out / f"{n}.npy" for n in "abcd"]
+for file, sources in zip(files, (authors, papers)):
+    np.save(file, np.stack([(rng.random(edges) ** 2 * sources).astype(int), rng.integers(0, papers, edges)]))
+np.save(files[2], rng.random(edges))
+np.save(files[3], rng.integers(0, 10**9, edges))
+gc.collect()
+Path("/proc/self/clear_refs").write_text("5")
+before = status("VmRSS")
+pack("s", (papers, authors), "32MiB", files)
+print(status("VmHWM") - before)
+"""
+
+
+def test_a_typed_graph_larger_than_the_memory(tmp_path: Path) -> None:
+    """56 MB of edges, weights and times, and 16 MB of their common graph, in 32 MiB."""
+    done = subprocess.run(
+        [sys.executable, "-c", _MEASURED, tmp_path], capture_output=True, text=True, timeout=110, check=True
+    )
+    assert int(done.stdout) < (32 + 8) << 20
+    assert featstore.verify(tmp_path / "s").ok
+    with featstore.open(tmp_path / "s") as store:
+        graph = store.graphs["author__writes__paper"]
+        sources, targets = np.load(tmp_path / "a.npy")
+        (indptr, indices), edges = graph.csc(), graph.edge_ids()
+        assert np.array_equal(np.repeat(np.arange(len(indptr) - 1), np.diff(indptr)), targets[edges])
+        assert np.array_equal(indices, sources[edges])
+        assert np.array_equal(graph.weights(), np.load(tmp_path / "c.npy")[edges])
+        assert np.array_equal(graph.times(), np.load(tmp_path / "d.npy")[edges])

@@ -66,8 +66,8 @@ class PackRequest:
             if graph in self.graphs and not split_joined(str(graph), list(self.features)):
                 known = ", ".join(map(repr, self.features))
                 raise click.BadParameter(
-                    f"{graph!r} is no table, and no edge type A__RELATION__B between tables; there "
-                    f"is {known}",
+                    f"no table is called {graph!r}; there is {known}; and it is no edge type A__RELATION__B "
+                    "between these",
                     param_hint=flag_of(name),
                 )
         check_tables(self.values[name], [*self.features, *self.graphs], flag_of(name))
