@@ -54,7 +54,6 @@ def graph_of(store: OpenStore, name: str | None) -> StoredGraph:
         raise SourceError(
             f"the store {store.path} has the tables {', '.join(map(repr, store.tables))}, and its "
             f"graph {only.name!r} joins the nodes of {only.table.name!r} alone, which may be one "
-            f"relation of several: pass graph={only.name!r} (--graph) to use that one; graphs of "
-            "several types of nodes are not sampled yet"
+            f"relation of several: pass graph={only.name!r} (--graph) to use that one"
         )
     return only
