@@ -33,6 +33,7 @@ from featstore.loaders.rolling import RollingLoader
 from featstore.loaders.samplers import rows_first, sampler_within
 from featstore.loaders.shares import MemoryShares
 from featstore.loaders.whole import WantedRows, Whole
+from featstore.sampling.attributes import said_otherwise
 from featstore.sampling.batches import RankedBatches
 from featstore.storage.packs import check_pack_name
 from featstore.storage.relations import graph_of
@@ -209,10 +210,13 @@ class Making:
         """The store's own mini-batches, this rank's share of them, within a share of the memory."""
         given, graph, seeds = self.given, self.given.get("graph"), self.given.get("seeds")
         fanouts = args.as_fanouts(given.get("fanouts"))
-        sampler, table, self.shares = sampler_within(
-            self.store, fanouts, self.shares, seed=self._seed, graph=graph, check=self.whole.check_sampled
-        )
         nodes = self.store.arrays[seeds] if isinstance(seeds, str) else seeds
+        if given.get("input_time") is not None:
+            nodes = checked_train(nodes, graph_of(self.store, graph).table.rows)
+        sampler, table, self.shares = sampler_within(
+            self.store, fanouts, self.shares, seed=self._seed, graph=graph, seeds=nodes,
+            check=self.whole.check_sampled, said=given.said,
+        )  # fmt: skip
         owned: dict[str, Any] = {}
         here, in_order = self._here, self._in_order
         if isinstance(self.store, WholeStore):
@@ -318,6 +322,12 @@ class Making:
         return RollingMode(loader)
 
     def _partitions(self, own: dict[str, Any]) -> Mode:
+        said = said_otherwise(self.given.said)
+        if said:
+            raise ArgumentError(
+                f"{', '.join(said)}: mode 'partitions' samples uniformly, without replacement, inside the "
+                "partitions that are in memory: take mode='online'"
+            )
         if self._in_order:
             raise ArgumentError(
                 "seeds_in_order= is not of mode 'partitions', where those come together whose partitions do"
