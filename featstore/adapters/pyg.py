@@ -39,6 +39,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from featstore.adapters.indices import attribute_tensor, join, like_ids, row_ids, shaped
+from featstore.adapters.pyg_links import LinkNeighborLoader
 from featstore.adapters.pyg_loader import NeighborLoader
 from featstore.adapters.pyg_sampler import FeatstoreSampler
 from featstore.arguments import as_mapping, known_name, shown
@@ -54,7 +55,14 @@ try:
 except ImportError as error:
     raise MissingPackageError(f"the PyG adapter needs {error.name}: pip install 'featstore[pyg]'") from error
 
-__all__ = ["FeatstoreFeatures", "FeatstoreGraph", "FeatstoreSampler", "NeighborLoader", "RowAttr"]
+__all__ = [
+    "FeatstoreFeatures",
+    "FeatstoreGraph",
+    "FeatstoreSampler",
+    "LinkNeighborLoader",
+    "NeighborLoader",
+    "RowAttr",
+]
 
 AttrKey = tuple[str | None, str]
 

@@ -29,11 +29,7 @@ except ImportError as error:
     raise MissingPackageError(f"the PyG adapter needs {error.name}: pip install 'featstore[pyg]'") from error
 
 #: What PyG's loader takes and this one has one value of.
-_ONLY = {
-    "input_time": None, "replace": False, "subgraph_type": "directional", "disjoint": False,
-    "temporal_strategy": "uniform", "time_attr": None, "weight_attr": None, "transform_sampler_output": None,
-    "neighbor_sampler": None, "directed": True,
-}  # fmt: skip
+_ONLY = {"transform_sampler_output": None, "neighbor_sampler": None, "directed": True}
 #: What this one is told by other names, or is given by itself.
 _OWN = ("seeds", "fanouts", "seeds_in_order", "nodes", "edge_table", "tensors", "reuse")
 #: What torch's loader takes, of which None is all that there is here.
@@ -56,6 +52,11 @@ class NeighborLoader:
     graph keeps the numbers of its edges, there is ``e_id`` int64 [k], and ``edge_attr`` [k, *row shape], the
     rows of the store's only table of edges, if it has one; what of edges mini-batches cannot have, a warning
     says.
+
+    ``replace``, ``disjoint``, ``subgraph_type``, ``weight_attr``, ``time_attr``, ``temporal_strategy`` and
+    ``input_time`` are PyG's, and hold the graph in memory; ``weight_attr`` and ``time_attr`` are names of
+    arrays in the store. With disjoint subgraphs there is ``batch`` int64 [m], with times ``seed_time`` int64
+    [b].
 
     Args:
         data: an open store with one table of nodes and a graph.
@@ -91,20 +92,21 @@ class NeighborLoader:
             raise SourceError("num_neighbors by edge type is of typed graphs, which a store has not yet")
         self._transform = None if transform is None else as_function(transform, "transform")
         table = graph_of(data, options.get("graph")).table
-        self._seeds = _seeds(data, input_nodes, table.rows)
+        self._seeds = seeds_of(data, input_nodes, table.rows)
         self._order = np.argsort(self._seeds, kind="stable")
-        _refuse(options)
-        _warn(options)
-        names = _of_nodes(data, table.rows) if attach is None else attach
-        for name in [names] if isinstance(names, str) else names:
-            if _means_else(name):
-                raise ArgumentError(f"attach: {name!r} means something else in PyG's Data; leave it out")
+        for name in _OWN:
+            if name in options:
+                raise ArgumentError(f"NeighborLoader has no option {name!r}: that is of store.loader")
+        refuse(options)
+        warn_of(options)
+        names = attached(data, table.rows, attach)
+        self._times = _times(data, options, table.rows)
         self.loader = Loader(
             data, seeds=self._seeds, fanouts=as_fanouts(num_neighbors), batch_size=batch_size,
             drop_last=as_flag(drop_last or False, "drop_last"),
             seeds_in_order=not as_flag(shuffle or False, "shuffle"),
             attach=names, memory=memory, tensors=True,
-            edge_table=_edge_table(data, options.get("graph"), options.get("mode")), **options,
+            edge_table=edge_table_of(data, options.get("graph"), options.get("mode")), **options,
         )  # fmt: skip
 
     def __len__(self) -> int:
@@ -120,6 +122,9 @@ class NeighborLoader:
             if not np.array_equal(self._seeds[places], seeds):
                 raise SourceError("a mini-batch has seeds that are none of input_nodes")
             made.input_id = torch.from_numpy(places)
+            if self._times is not None:
+                times, of_nodes = self._times
+                made.seed_time = torch.from_numpy(times[seeds if of_nodes else places].astype(np.int64))
             del batch
             yield made if self._transform is None else self._transform(made)
             del made
@@ -150,7 +155,7 @@ class NeighborLoader:
         return f"NeighborLoader({self.loader!r})"
 
 
-def _seeds(store: OpenStore, given: Any, nodes: int) -> NDArray[np.int64]:
+def seeds_of(store: OpenStore, given: Any, nodes: int) -> NDArray[np.int64]:
     """Node ids, in the order given; those of a mask ascend."""
     if isinstance(given, tuple) and len(given) == 2 and (given[0] is None or isinstance(given[0], str)):
         kind, given = given
@@ -174,7 +179,7 @@ def _seeds(store: OpenStore, given: Any, nodes: int) -> NDArray[np.int64]:
     return found.astype(np.int64)
 
 
-def _refuse(options: dict[str, Any]) -> None:
+def refuse(options: dict[str, Any]) -> None:
     """Take what has one value here out of the options. Raises SourceError for another, ArgumentError for what
     is said otherwise here."""
     for name, only in _ONLY.items():
@@ -182,12 +187,9 @@ def _refuse(options: dict[str, Any]) -> None:
         given = getattr(given, "value", given)  # of an enumeration
         if given is not only and not (isinstance(given, bool | str) and given == only):
             raise SourceError(
-                f"{name}={shown(given)}: a store's loader samples uniformly and without replacement, as "
-                f"{name}={only!r}; leave it out"
+                f"{name}={shown(given)}: a store's loader samples by itself, as with {name}={only!r}; "
+                "leave it out"
             )
-    for name in _OWN:
-        if name in options:
-            raise ArgumentError(f"NeighborLoader has no option {name!r}: that is of store.loader")
     for name in _NONE:
         if options.pop(name, None) is not None:
             raise SourceError(
@@ -195,7 +197,7 @@ def _refuse(options: dict[str, Any]) -> None:
             )
 
 
-def _warn(options: dict[str, Any]) -> None:
+def warn_of(options: dict[str, Any]) -> None:
     """Take what has no effect out of the options, and say so."""
     named = [name for name in _WITHOUT_EFFECT if options.pop(name, None)]
     if named:
@@ -207,7 +209,7 @@ def _warn(options: dict[str, Any]) -> None:
         )
 
 
-def _edge_table(store: OpenStore, graph: str | None, mode: str | None) -> str | None:
+def edge_table_of(store: OpenStore, graph: str | None, mode: str | None) -> str | None:
     """The table whose rows are ``edge_attr``: the only one of edges, where the graph's edges number its rows;
     a warning where there are such tables and none can be had."""
     edges = [name for name in store.tables if is_edge_table(name, store.tables)]
@@ -229,6 +231,28 @@ def _edge_table(store: OpenStore, graph: str | None, mode: str | None) -> str | 
         )
         warnings.warn(f"mini-batches have no edge_attr: {why}", FeatstoreWarning, stacklevel=3)
     return None
+
+
+def attached(store: OpenStore, nodes: int, attach: Any) -> Any:
+    """Names of the arrays that mini-batches have. Raises ArgumentError."""
+    names = _of_nodes(store, nodes) if attach is None else attach
+    for name in [names] if isinstance(names, str) else names:
+        if _means_else(name):
+            raise ArgumentError(f"attach: {name!r} means something else in PyG's Data; leave it out")
+    return names
+
+
+def _times(store: OpenStore, options: dict[str, Any], nodes: int) -> Any:
+    """The times of all seeds, in their order, or of all nodes: (times, whether of nodes); None for none."""
+    if options.get("time_attr") is None:
+        return None
+    given = options.get("input_time")
+    if given is not None:
+        options["input_time"] = given = np.asarray(given.cpu() if isinstance(given, torch.Tensor) else given)
+        return given, False
+    name = options["time_attr"]
+    entry = store.manifest.arrays.get(name) if isinstance(name, str) else None
+    return None if entry is None or entry.shape != [nodes] else (store.arrays[name], True)
 
 
 def _of_nodes(store: OpenStore, nodes: int) -> list[str]:

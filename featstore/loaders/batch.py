@@ -10,6 +10,7 @@ import numpy as np
 
 from featstore.errors import SourceError
 from featstore.sampling import dgl_graphs
+from featstore.sampling.minibatch import OF_LINKS
 
 _OWN = ("index", "n_id", "x", "sample")
 
@@ -135,11 +136,15 @@ class Batch:
         data = Data(
             x=torch.as_tensor(self.x), edge_index=torch.as_tensor(self.edge_index),
             n_id=torch.as_tensor(self.n_id), batch_size=self.batch_size,
-            num_sampled_nodes=list(self.num_sampled_nodes), num_sampled_edges=list(self.num_sampled_edges),
+            num_sampled_nodes=list(self.num_sampled_nodes),
+            num_sampled_edges=list(self.num_sampled_edges) or None,
         )  # fmt: skip
         weight = self._of_sample("weight")
         if weight is not None:
             data.edge_weight = torch.as_tensor(weight)
+        for name in ("batch", *OF_LINKS):
+            if self._of_sample(name) is not None:
+                data[name] = torch.as_tensor(self._of_sample(name))
         numbers = self._of_sample("e_id")
         if numbers is not None:
             data.e_id = torch.as_tensor(numbers)

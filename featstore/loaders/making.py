@@ -12,7 +12,6 @@ from featstore.base.training_nodes import checked_train
 from featstore.compile.budget import parse_disk
 from featstore.errors import ArgumentError, BudgetError, SourceError
 from featstore.hosts.ahead import Ahead
-from featstore.hosts.places import HostPlace
 from featstore.hosts.split_store import WholeStore
 from featstore.loaders.compiled.loader import CompiledLoader
 from featstore.loaders.compiled.options import check_loader_options
@@ -20,7 +19,7 @@ from featstore.loaders.costs.auto import Taken, auto
 from featstore.loaders.costs.partitions import OwnSampling
 from featstore.loaders.divided import GivenShare
 from featstore.loaders.host.mode import HostMode
-from featstore.loaders.host.place import Place, place_of
+from featstore.loaders.host.place import on_host, place_of
 from featstore.loaders.mega.loader import PartitionsLoader
 from featstore.loaders.mega.owned import owned_partitions
 from featstore.loaders.modes import Mode, PartitionsMode, RollingMode, compiled_mode
@@ -34,6 +33,7 @@ from featstore.loaders.samplers import rows_first, sampler_within, typed_sampler
 from featstore.loaders.shares import MemoryShares
 from featstore.loaders.typed import TypedWhole
 from featstore.loaders.whole import Whole
+from featstore.sampling.attributes import said_otherwise
 from featstore.sampling.batches import RankedBatches
 from featstore.sampling.typed_store import TypedSeeds
 from featstore.storage.packs import check_pack_name
@@ -86,7 +86,7 @@ class Making:
         given, ranks = self.given, self.ranks
         place = place_of(given.get("shared", False), ranks.rank, ranks.shares, given.said)
         if isinstance(self.store, WholeStore):
-            place = _on_host(place, self.store.place)
+            place = on_host(place, self.store.place)
         if place is None:
             mode = self._made(batches)
         else:
@@ -215,10 +215,13 @@ class Making:
         if self._of_types:
             return self._sample_types()
         fanouts = args.as_fanouts(given.get("fanouts"))
-        sampler, table, self.shares = sampler_within(
-            self.store, fanouts, self.shares, seed=self._seed, graph=graph, check=self.whole.check_sampled
-        )
         nodes = self.store.arrays[seeds] if isinstance(seeds, str) else seeds
+        if given.get("input_time") is not None:
+            nodes = checked_train(nodes, graph_of(self.store, graph).table.rows)
+        sampler, table, self.shares = sampler_within(
+            self.store, fanouts, self.shares, seed=self._seed, graph=graph, seeds=nodes,
+            check=self.whole.check_sampled, said=given.said,
+        )  # fmt: skip
         owned: dict[str, Any] = {}
         here, in_order = self._here, self._in_order
         if isinstance(self.store, WholeStore):
@@ -245,7 +248,9 @@ class Making:
         """The same over all edge types, whose graphs are held in memory, beside the rows' share."""
         seeds = TypedSeeds.of(self.store, self.given.get("seeds"))
         fanouts = self.given.get("fanouts")
-        sampler, self.shares = typed_sampler_within(self.store, seeds, fanouts, self.shares, self._seed)
+        sampler, self.shares = typed_sampler_within(
+            self.store, seeds, fanouts, self.shares, self._seed, self.given.said
+        )
         made = RankedBatches(
             sampler, seeds.ids, ranks=self._here, in_order=self._in_order, **self._seeds_of_a_step()
         )
@@ -351,6 +356,12 @@ class Making:
                 "mode='partitions' draws from one graph without types: a store with edge types has the modes "
                 "online, compiled and rolling"
             )
+        said = said_otherwise(self.given.said)
+        if said:
+            raise ArgumentError(
+                f"{', '.join(said)}: mode 'partitions' samples uniformly, without replacement, inside the "
+                "partitions that are in memory: take mode='online'"
+            )
         if self._in_order:
             raise ArgumentError(
                 "seeds_in_order= is not of mode 'partitions', where those come together whose partitions do"
@@ -385,15 +396,3 @@ class Making:
         if len(self._here) > 1:
             return device, f"{name}-ranks{'_'.join(map(str, self._here))}of{self.ranks.shares}"
         return device, name if self.ranks.world_size == 1 else f"{name}-rank{self.ranks.rank}"
-
-
-def _on_host(place: Place | None, host: HostPlace) -> Place | None:
-    """A rank's place among those of its host, of a store that is split by hosts. Raises ArgumentError."""
-    if host.ranks == 1:
-        return None
-    if place is None:
-        raise ArgumentError(
-            f"each host has {host.ranks} ranks, and local rank 0 has the lines to other hosts: give "
-            "shared=True, and the ranks of a host share a loader"
-        )
-    return Place(host.local_rank, host.ranks, f"{place.name} host {host.host} of {host.hosts}")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 from featstore import arguments as args
 from featstore.errors import ArgumentError
 from featstore.reader.options import check_reading
+from featstore.sampling.attributes import SAMPLING_OPTIONS
 
 if TYPE_CHECKING:
     from featstore.tiers import TierSpec
@@ -28,6 +29,16 @@ class LoaderOptions(TypedDict, total=False):
         seeds_in_order: with ``seeds``: they come as they were given, in every epoch, as for evaluation; else
             in another order each epoch. Not in mode partitions.
         graph: with ``seeds``: the name of the graph, where the store has several.
+        replace, disjoint, subgraph_type, temporal_strategy: with ``seeds``: how neighbours are drawn, and
+            what comes out, as of PyG's loader: :class:`featstore.sampling.options.SamplingOptions` has them,
+            as ``subgraph`` and ``temporal``. With any of these and the next ones the graph is held in memory;
+            not in mode partitions.
+        weight_attr: with ``seeds``: name of an array in the store with a weight for each edge, by the numbers
+            that edges were packed with.
+        time_attr: with ``seeds``: name of an array with the times of nodes, or of edges.
+        input_time: with ``time_attr``: int64, the times of the seeds, in their order (of a mask, ascending);
+            by default their own, where nodes have times.
+        time_window: with ``time_attr``: nothing that is more than so much earlier than its seed.
         rank, world_size: which of how many processes that train together; by default as
             ``torch.distributed`` or ``torchrun`` say. Each has its share of every epoch: of the seeds, or of
             the mini-batches that are given every ``world_size``-th (unless a torch ``DistributedSampler`` or
@@ -102,6 +113,14 @@ class LoaderOptions(TypedDict, total=False):
     seed: int | None
     seeds_in_order: bool | None
     graph: str | None
+    replace: bool | None
+    disjoint: bool | None
+    subgraph_type: Any
+    weight_attr: str | None
+    time_attr: str | None
+    temporal_strategy: str | None
+    time_window: int | None
+    input_time: Any
     rank: int | None
     world_size: int | None
     shared: bool | str
@@ -168,7 +187,7 @@ OF_MODES = {
 AUTO = ("online", "compiled", "rolling")
 AUTO_OPTIONS = ("repeat", "epochs", "train_seconds")
 #: Options for the store to sample.
-SAMPLING = ("seeds", "fanouts", "batch_size", "seed", "seeds_in_order", "graph")
+SAMPLING = ("seeds", "fanouts", "batch_size", "seed", "seeds_in_order", "graph", *SAMPLING_OPTIONS)
 
 
 class Given:

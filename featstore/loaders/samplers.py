@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from featstore.errors import BudgetError
+import numpy as np
+from numpy.typing import NDArray
+
+from featstore.errors import BudgetError, SourceError
 from featstore.hosts.sampler import HostsSampler
 from featstore.hosts.split_store import WholeStore
 from featstore.loaders.shares import MemoryShares, rows_at_most, wanted_bytes
-from featstore.sampling.batches import GraphSampler, RankedBatches, open_sampler, sampler_needs
+from featstore.sampling.attributes import NamedOptions, TimesOfSeeds
+from featstore.sampling.batches import (
+    GraphInMemory,
+    GraphSampler,
+    RankedBatches,
+    open_sampler,
+    sampler_needs,
+)
 from featstore.sampling.stored import StoredSampler
+from featstore.sampling.typed_options import TypedOptions
 from featstore.sampling.typed_store import TypedInMemory, TypedSeeds, typed_bytes
 from featstore.storage.relations import graph_of
 from featstore.storage.store import OpenStore, StoredGraph, Table
@@ -19,22 +30,33 @@ from featstore.storage.store import OpenStore, StoredGraph, Table
 
 def sampler_within(
     store: OpenStore, fanouts: tuple[int, ...], shares: MemoryShares, *, seed: int, graph: str | None,
-    check: Callable[[StoredGraph], None],
+    seeds: NDArray[np.int64], check: Callable[[StoredGraph], None], said: Mapping[str, Any],
 ) -> tuple[GraphSampler, Table, MemoryShares]:  # fmt: skip
-    """A sampler over the graph, when that has passed ``check``; the table that this is over; and the shares
-    with what the sampler takes."""
+    """A sampler over the graph, when that has passed ``check``, with the options that were ``said``; the
+    table that this is over; and the shares with what the sampler takes."""
     of = graph_of(store, graph)
     check(of)
+    options = NamedOptions(store, of, said)
     if isinstance(store, WholeStore) and store.splits_topology:
+        if not options.is_plain:
+            raise SourceError(
+                f"{', '.join(options.said)}: owners of lists pick neighbours uniformly, without replacement; "
+                "split with split_topology=False where more is wanted"
+            )
         shares = replace(shares, graph_bytes=shares.memory_bytes)
         with shares.told_of_all():
             memory = shares.sampler_bytes
             return HostsSampler(store, fanouts, seed=seed, graph=graph, memory=memory), of.table, shares
     whole, least = sampler_needs(store, fanouts, graph)
+    if not options.is_plain:
+        whole = least = whole + options.needed_bytes
     shares = replace(shares, graph_bytes=whole, least_bytes=least)
     with shares.told_of_all():
         memory = shares.sampler_bytes
-        return open_sampler(store, fanouts, seed=seed, graph=graph, memory=memory), of.table, shares
+        made = open_sampler(store, fanouts, seed=seed, graph=graph, memory=memory, options=options)
+    if options.input_time is not None and isinstance(made, GraphInMemory):
+        made.seed_times = TimesOfSeeds(seeds, options.input_time)
+    return made, of.table, shares
 
 
 def rows_first(made: RankedBatches, table: Table, shares: MemoryShares) -> MemoryShares:
@@ -61,14 +83,18 @@ def rows_first(made: RankedBatches, table: Table, shares: MemoryShares) -> Memor
 
 
 def typed_sampler_within(
-    store: OpenStore, seeds: TypedSeeds, fanouts: Any, shares: MemoryShares, seed: int
-) -> tuple[TypedInMemory, MemoryShares]:
-    """A sampler over all edge types of the store, whose graphs are held in memory, and the shares of what is
-    left. Raises BudgetError."""
-    graph_bytes, beside = typed_bytes(store), shares.beside_bytes
+    store: OpenStore, seeds: TypedSeeds, fanouts: Any, shares: MemoryShares, seed: int,
+    said: Mapping[str, Any],
+) -> tuple[TypedInMemory, MemoryShares]:  # fmt: skip
+    """A sampler over all edge types of the store, whose graphs are held in memory, with the options that were
+    ``said``, and the shares of what is left. Raises BudgetError, ArgumentError."""
+    options = TypedOptions(store, said)
+    graph_bytes, beside = typed_bytes(store) + options.needed_bytes, shares.beside_bytes
     if graph_bytes >= shares.memory_bytes:
         what = "hold the graphs of all edge types, which are sampled from memory"
         raise BudgetError(graph_bytes + 1 + beside, shares.memory_bytes + beside, what)
     left = shares.memory_bytes - graph_bytes
     shares = replace(shares, memory_bytes=left, beside_bytes=beside + graph_bytes)
-    return TypedInMemory(store, seeds.node_type, fanouts, seed), shares
+    times = None if options.input_time is None else TimesOfSeeds(seeds.ids, options.input_time)
+    made = TypedInMemory(store, seeds.node_type, fanouts, seed, options=options.read(), seed_times=times)
+    return made, shares

@@ -23,6 +23,7 @@ from featstore.base.training_nodes import checked_train
 from featstore.errors import ArgumentError, BudgetError, SourceError
 from featstore.reader.graphs import read_csc, read_edge_ids, read_offsets
 from featstore.sampling.ahead import sampled_ahead
+from featstore.sampling.attributes import NamedOptions, TimesOfSeeds
 from featstore.sampling.edge_ids import wants_edge_ids
 from featstore.sampling.hops import HopSampler
 from featstore.sampling.neighbors import NeighborSampler, SampledSubgraph
@@ -56,11 +57,26 @@ class GraphInMemory(NeighborSampler):
     """A store's graph in memory; its edges have the positions that they have in the store, and their
     numbers."""
 
-    def __init__(self, graph: StoredGraph, fanouts: Sequence[int], seed: int, edge_ids: bool) -> None:
+    #: Of the seeds, where they were given.
+    seed_times: TimesOfSeeds | None = None
+
+    def __init__(
+        self, graph: StoredGraph, fanouts: Sequence[int], seed: int, edge_ids: bool,
+        options: NamedOptions | None = None,
+    ) -> None:  # fmt: skip
         ids = read_edge_ids(graph, by_node=True) if edge_ids else None
-        super().__init__(*read_csc(graph), fanouts, seed, edge_ids=ids)
+        read = None if options is None else options.read()
+        super().__init__(*read_csc(graph), fanouts, seed, edge_ids=ids, options=read)
         row_of_node = graph.table.row_of_node()
         self._shift = None if row_of_node is None else read_offsets(graph)[row_of_node] - self.indptr[:-1]
+
+    def sample(
+        self, seeds: NDArray[Any], batch_index: int = 0, *, epoch: int = 0,
+        seed_times: NDArray[Any] | None = None,
+    ) -> SampledSubgraph:  # fmt: skip
+        if seed_times is None and self.seed_times is not None:
+            seed_times = self.seed_times.of(seeds)
+        return super().sample(seeds, batch_index, epoch=epoch, seed_times=seed_times)
 
     def _numbers(
         self, node: NDArray[np.int64], col: NDArray[np.int64], edge: NDArray[np.int64]
@@ -93,17 +109,27 @@ def sampler_needs(store: OpenStore, fanouts: Sequence[int], graph: str | None) -
 def open_sampler(
     store: OpenStore, fanouts: Sequence[int], *, seed: int = 0, graph: str | None = None,
     memory: int | str = "1GiB", in_memory: bool | None = None, edge_ids: bool | None = None,
+    options: NamedOptions | None = None,
 ) -> GraphSampler:  # fmt: skip
     """A sampler over a graph in a store: in memory where it fits ``memory``, else from disk within it.
     ``in_memory`` decides instead. ``edge_ids``: mini-batches have the numbers of their edges, ``e_id``; by
-    default where the store keeps them.
+    default where the store keeps them. ``options``: what else is said; where that changes what is drawn, the
+    graph is to fit into memory.
 
     A :class:`~featstore.sampling.stored.StoredSampler` is to be closed. Raises BudgetError, SourceError,
     KeyError for a graph that is not there, CorruptionError, DeviceError, FormatError.
     """
     chosen, memory_bytes = graph_of(as_store(store), graph), parse_bytes(memory, "memory")
     numbered = wants_edge_ids(chosen, edge_ids)
-    fits = bytes_in_memory(chosen, numbered) <= memory_bytes
+    needed = bytes_in_memory(chosen, numbered)
+    if options is not None and not options.is_plain:
+        needed += options.needed_bytes
+        if in_memory is False or needed > memory_bytes:
+            said = ", ".join(f"{name}=" for name in options.said)
+            what = f"hold the graph in memory, which {said} is sampled from"
+            raise BudgetError(needed, memory_bytes, what)
+        return GraphInMemory(chosen, fanouts, seed, numbered, options)
+    fits = needed <= memory_bytes
     if fits if in_memory is None else as_flag(in_memory, "in_memory"):
         return GraphInMemory(chosen, fanouts, seed, numbered)
     return StoredSampler(store, fanouts, memory=memory, seed=seed, graph=chosen.name, edge_ids=numbered)

@@ -123,11 +123,10 @@ class LinkSampler:
         times. ``input_id``: int64 [b], by default 0 to b - 1. Raises IdError, ArgumentError, SourceError, and
         what the sampler raises.
         """
-        ends = self._checked(links)
-        count, timed = ends.shape[1], self.sampler.options.timed
-        if timed != (times is not None):
-            raise ArgumentError("times= of the links are for a sampler with times, and needed there")
-        positive = checked_times(times, count, "times", "links") if timed else None
+        ends = self.checked(links)
+        count = ends.shape[1]
+        self.check_said(labels, times, count)
+        positive = None if times is None else checked_times(times, count, "times", "links")
         key = batch_key(self.sampler.seed, as_integer(epoch, "epoch"), as_integer(batch_index, "batch_index"))
         negatives = self.negatives
         mode = "" if negatives is None else negatives.mode
@@ -145,8 +144,6 @@ class LinkSampler:
         whole: dict[str, Any] = {"subgraph": subgraph, "input_id": numbers}
         whole["batch"] = _of_positives(subgraph.batch, count)
         if mode == "triplet":
-            if labels is not None:
-                raise ArgumentError("labels= are not of triplets, whose negatives are told by dst_neg_index")
             others = places[1][count:]
             # of subgraphs that are disjoint, negative k is of positive k % b, else of k // amount, as in PyG
             shaped = others.reshape(-1, count).T if self._disjoint else others.reshape(count, -1)
@@ -164,8 +161,19 @@ class LinkSampler:
     def _disjoint(self) -> bool:
         return self.sampler.options.has_trees
 
-    def _checked(self, links: Any) -> NDArray[np.int64]:
-        """int64 [2, b]."""
+    def check_said(self, labels: Any, times: Any, count: int) -> None:
+        """Raise ArgumentError, SourceError for labels and times that are not for ``count`` links of this."""
+        if self.sampler.options.timed != (times is not None):
+            raise ArgumentError("times= of the links are for a sampler with times, and needed there")
+        if times is not None:
+            checked_times(times, count, "times", "links")
+        mode = "" if self.negatives is None else self.negatives.mode
+        if mode == "triplet" and labels is not None:
+            raise ArgumentError("labels= are not of triplets, whose negatives are told by dst_neg_index")
+        _labels(labels, count, 0, mode)
+
+    def checked(self, links: Any) -> NDArray[np.int64]:
+        """Links, int64 [2, b]. Raises IdError."""
         given = as_integers(links, "links must be integers [2, b]")
         if given.ndim != 2 or len(given) != 2 or not given.shape[1]:
             raise IdError(f"links must be integers [2, b], at least one link, not {list(given.shape)}")

@@ -37,6 +37,12 @@ _KEYS = ("n_id", "input_nodes")
 _ATTRIBUTES = ("n_id", "node", "input_nodes")
 _ID_MAX = 2**63 - 1
 
+#: What a mini-batch around links has beside others, by PyG's names.
+OF_LINKS = (
+    "input_id", "edge_label_index", "edge_label", "edge_label_time", "src_index", "dst_pos_index",
+    "dst_neg_index", "seed_time",
+)  # fmt: skip
+
 Ids = dict[str, NDArray[Any]]
 
 

@@ -13,6 +13,7 @@ from featstore.arguments import as_flag, known_name, shown
 from featstore.base.training_nodes import checked_train
 from featstore.errors import ArgumentError, SourceError
 from featstore.reader.graphs import read_csc, read_edge_ids
+from featstore.sampling.attributes import TimesOfSeeds
 from featstore.sampling.options import SamplingOptions
 from featstore.sampling.typed import TypedNeighborSampler, TypedSubgraph
 from featstore.storage.edge_types import EdgeType, joined_name
@@ -80,12 +81,14 @@ class TypedInMemory:
 
     ``fanouts``: as for :class:`~featstore.sampling.typed.TypedNeighborSampler`; relations may be named as
     graphs are, ``a__r__b``. Mini-batches have ``e_id`` of the relations whose graphs keep the numbers of
-    edges (unless ``edge_ids`` is False).
+    edges (unless ``edge_ids`` is False). ``seed_times``: the times of all seeds there will be, where options
+    need them.
     """
 
     def __init__(
         self, store: OpenStore, node_type: str, fanouts: Sequence[int] | Mapping[Any, Sequence[int]],
         seed: int = 0, *, edge_ids: bool | None = None, options: SamplingOptions | None = None,
+        seed_times: TimesOfSeeds | None = None,
     ) -> None:  # fmt: skip
         graphs = typed_graphs(store)
         if isinstance(fanouts, Mapping):
@@ -93,7 +96,7 @@ class TypedInMemory:
             fanouts = {names.get(key, key): one for key, one in fanouts.items()}
         numbered = True if edge_ids is None else as_flag(edge_ids, "edge_ids")
         ids = {t: read_edge_ids(g, by_node=True) for t, g in graphs.items() if numbered and g.has_edge_ids}
-        self.node_type, self.seed = node_type, seed
+        self.node_type, self.seed, self._seed_times = node_type, seed, seed_times
         self._sampler = TypedNeighborSampler(
             {edge_type: read_csc(graph) for edge_type, graph in graphs.items()},
             {name: store.tables[name].rows for name in store.node_types},
@@ -108,4 +111,5 @@ class TypedInMemory:
 
     def sample(self, seeds: NDArray[Any], batch_index: int = 0, *, epoch: int = 0) -> TypedSubgraph:
         """The mini-batch around seeds of the type; raises what the sampler raises."""
-        return self._sampler.sample(self.node_type, seeds, batch_index, epoch=epoch)
+        times = None if self._seed_times is None else self._seed_times.of(seeds)
+        return self._sampler.sample(self.node_type, seeds, batch_index, epoch=epoch, seed_times=times)

@@ -15,7 +15,14 @@ from hypothesis import strategies as st
 pytest.importorskip("torch_geometric")
 
 import featstore
-from featstore.errors import ArgumentError, FeatstoreWarning, IdError, SourceError, UnknownNameError
+from featstore.errors import (
+    ArgumentError,
+    BudgetError,
+    FeatstoreWarning,
+    IdError,
+    SourceError,
+    UnknownNameError,
+)
 from featstore.sampling.batches import open_sampler
 
 with warnings.catch_warnings():
@@ -179,11 +186,16 @@ def test_every_mini_batch_is_the_sources(
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
-        ({"replace": True}, SourceError, "replace=True.*without replacement"),
-        ({"disjoint": True}, SourceError, "disjoint"),
-        ({"subgraph_type": "induced"}, SourceError, "subgraph_type='induced'"),
-        ({"weight_attr": "w"}, SourceError, "weight_attr='w'"),
-        ({"input_time": torch.arange(3)}, SourceError, "input_time"),
+        ({"replace": 1}, ArgumentError, "replace must be True or False"),
+        ({"subgraph_type": "induce"}, ArgumentError, "did you mean 'induced'"),
+        ({"weight_attr": "w"}, UnknownNameError, "weight_attr: the store has no array 'w'"),
+        ({"weight_attr": "y"}, SourceError, "'y' has 300 values; the graph has 1,800 edges"),
+        ({"time_attr": "some"}, SourceError, "50 values; the graph has 1,800 edges and 300 nodes"),
+        ({"input_time": torch.arange(3)}, ArgumentError, "time_attr="),
+        ({"time_attr": "y", "input_time": torch.arange(3)}, SourceError, "input_time must be integers.*300"),
+        ({"replace": True, "mode": "partitions"}, ArgumentError, "replace: mode 'partitions' samples"),
+        ({"neighbor_sampler": 3}, SourceError, "neighbor_sampler"),
+        ({"replace": True, "memory": "33MiB"}, BudgetError, "replace= is sampled from"),
         ({"num_neighbors": {("a", "b", "c"): [2]}}, SourceError, "typed graphs"),
         ({"input_nodes": ("paper", None)}, SourceError, "'paper'"),
         ({"input_nodes": torch.ones(5, dtype=torch.bool)}, ArgumentError, "each of 300 nodes"),
@@ -194,7 +206,7 @@ def test_every_mini_batch_is_the_sources(
         ({"generator": 3}, SourceError, "generator= is of torch"),
         ({"seeds": [1]}, ArgumentError, "no option 'seeds'"),
         ({"mode": "compiled", "reuse": True}, ArgumentError, "no option 'reuse'"),
-        ({"input_time": np.arange(3)}, SourceError, "input_time"),
+        ({"input_time": np.arange(3)}, ArgumentError, "time_attr="),
         ({"attach": "num_nodes"}, ArgumentError, "'num_nodes' means something else"),
         ({"shuffle": "yes"}, ArgumentError, "shuffle"),
         ({"attach": "some"}, ArgumentError, "each of 300 nodes"),
@@ -203,7 +215,7 @@ def test_every_mini_batch_is_the_sources(
 def test_what_it_cannot_do_is_an_error(
     world: dict[str, Any], options: dict[str, Any], error: type[Exception], words: str
 ) -> None:
-    arguments = {"num_neighbors": [2], "memory": "64MiB"} | options
+    arguments = {"num_neighbors": [2], "memory": "128MiB"} | options
     with pytest.raises(error, match=words):
         NeighborLoader(world["store"], **arguments)
 

@@ -246,3 +246,76 @@ def test_one_type_with_features(source: Source, tmp_path: Path, mode: str) -> No
             assert list(batch.x) == ["paper"]
             np.testing.assert_array_equal(batch.x["paper"], source.rows["paper"][batch.n_id["paper"]])
             assert set(batch.n_id) == {"paper", "author"}
+
+
+@pytest.fixture(scope="module")
+def dated(source: Source, tmp_path_factory: pytest.TempPathFactory) -> Iterator[featstore.Store]:
+    """Weights and times of edges, and times of papers and authors."""
+    rng = np.random.default_rng(8)
+    weights = {WRITES: rng.integers(0, 2, 700).astype(np.float32)}
+    times = {of: rng.integers(0, 100, edges.shape[1]) for of, edges in source.edges.items()}
+    arrays = {f"{name}.year": rng.integers(0, 100, NODES[name]) for name in ("paper", "author")}
+    made = featstore.pack(
+        tmp_path_factory.mktemp("dated") / "store", {**source.rows, "venue": 9}, graph=source.edges,
+        arrays=arrays, edge_ids=True, edge_weights=weights, edge_times=times, memory="64MiB",
+    )  # fmt: skip
+    with made:
+        yield made
+
+
+def test_edges_are_no_later_than_their_seed(dated: featstore.Store) -> None:
+    when = np.random.default_rng(1).integers(20, 80, len(SEEDS))
+    times = {of: _by_number(dated, of) for of in dated.edge_types}
+    given = options(time_attr="times", input_time=when, mode="online", batch_size=4)
+    edges = 0
+    with dated.loader(**given) as loader:
+        for batch in loader:
+            seeds = batch.n_id["paper"][: batch.batch_size]
+            limit = when[np.searchsorted(SEEDS, seeds)]
+            for of in dated.edge_types:
+                _, col = batch.edge_index[of]
+                tree = batch.batch[of[2]][np.asarray(col)]
+                assert (times[of][batch.e_id[of]] <= limit[tree]).all()
+                edges += len(col)
+    assert edges
+
+
+def _by_number(store: featstore.Store, of: tuple[str, str, str]) -> Any:
+    """The times that a graph keeps, by the numbers of its edges."""
+    graph = store.graphs["__".join(of)]
+    out = np.empty(graph.edges, np.int64)
+    out[graph.edge_ids()] = graph.times()
+    return out
+
+
+def test_nodes_are_no_later_than_their_seed(dated: featstore.Store) -> None:
+    years = {name: dated.arrays[f"{name}.year"] for name in ("paper", "author")}
+    with dated.loader(**options(time_attr="year", mode="online", batch_size=4)) as loader:
+        for batch in loader:
+            limit = years["paper"][batch.n_id["paper"][: batch.batch_size]]
+            for name, year in years.items():
+                assert (year[batch.n_id[name]] <= limit[batch.batch[name]]).all()
+
+
+def test_edges_without_weight_are_never_drawn(dated: featstore.Store) -> None:
+    graph = dated.graphs["author__writes__paper"]
+    weights = np.empty(graph.edges, np.float32)
+    weights[graph.edge_ids()] = graph.weights()
+    with dated.loader(**options(weight_attr="weights", mode="online")) as loader:
+        for batch in loader:
+            assert (weights[batch.e_id[WRITES]] == 1).all()
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"weight_attr": "no"}, "edge_weights="),
+        ({"time_attr": "no"}, "TYPE.no"),
+        ({"time_attr": "times"}, "input_time="),
+        ({"input_time": SEEDS}, "time_attr="),
+        ({"mode": "partitions", "replace": True}, "without types"),
+    ],
+)
+def test_options_that_cannot_be(dated: featstore.Store, more: dict[str, Any], words: str) -> None:
+    with pytest.raises(ArgumentError, match=words):
+        dated.loader(**options(**{"mode": "online"} | more))

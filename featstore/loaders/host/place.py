@@ -15,6 +15,7 @@ import numpy as np
 
 from featstore.arguments import as_text
 from featstore.errors import ArgumentError
+from featstore.hosts.places import HostPlace
 
 #: What tells one run of ``torchrun`` from another on the same host.
 _RUN = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "GROUP_RANK")
@@ -95,3 +96,15 @@ def check_same(mine: Mapping[str, str], theirs: Mapping[str, str], local_rank: i
             f"ranks that share a loader have the same options: {', '.join(f'{name}=' for name in other)} of "
             f"local rank {local_rank} differ from those of local rank 0"
         )
+
+
+def on_host(place: Place | None, host: HostPlace) -> Place | None:
+    """A rank's place among those of its host, of a store that is split by hosts. Raises ArgumentError."""
+    if host.ranks == 1:
+        return None
+    if place is None:
+        raise ArgumentError(
+            f"each host has {host.ranks} ranks, and local rank 0 has the lines to other hosts: give "
+            "shared=True, and the ranks of a host share a loader"
+        )
+    return Place(host.local_rank, host.ranks, f"{place.name} host {host.host} of {host.hosts}")

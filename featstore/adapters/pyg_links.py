@@ -1,0 +1,190 @@
+"""PyG's ``LinkNeighborLoader`` over a store: the same call with a store in place of the data, and neither
+pyg-lib nor torch-sparse. The graph is held in memory, the rows are read by :meth:`featstore.Store.loader`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from featstore.adapters.pyg_loader import attached, edge_table_of, refuse, warn_of
+from featstore.arguments import as_count, as_fanouts, as_flag, as_function, as_integer, shown
+from featstore.errors import ArgumentError, BudgetError, MissingPackageError, SourceError
+from featstore.hosts.split_store import WholeStore
+from featstore.loaders.loader import Loader
+from featstore.loaders.report import LoaderReport
+from featstore.sampling.attributes import SAMPLING_OPTIONS, NamedOptions
+from featstore.sampling.batches import GraphInMemory, bytes_in_memory
+from featstore.sampling.link_batches import LinkBatches
+from featstore.sampling.links import LinkSampler, Negatives
+from featstore.storage.relations import graph_of
+from featstore.storage.store import OpenStore
+from featstore.units import parse_bytes
+
+try:
+    import torch
+    from torch_geometric.data import Data
+    from torch_geometric.sampler import NegativeSampling
+except ImportError as error:
+    raise MissingPackageError(f"the PyG adapter needs {error.name}: pip install 'featstore[pyg]'") from error
+
+#: What :meth:`featstore.Store.loader` is given by this.
+_OWN = ("seeds", "fanouts", "seeds_in_order", "nodes", "edge_table", "tensors", "input_time")
+
+
+class LinkNeighborLoader:
+    """Mini-batches as PyG's ``torch_geometric.loader.LinkNeighborLoader`` gives them, from a store.
+
+    Each is a ``Data`` as of :class:`~featstore.adapters.pyg_loader.NeighborLoader`, with ``input_id`` int64
+    [b] (the links' numbers) and ``edge_label_index``, ``edge_label`` and ``edge_label_time``, or of triplets
+    ``src_index``, ``dst_pos_index``, ``dst_neg_index`` and ``seed_time``, in the layout of PyG's
+    (:class:`featstore.sampling.links.LinkSubgraph`). Negatives may be edges, as PyG's may.
+
+    Args:
+        data: an open store with one table of nodes and a graph, which is to fit into ``memory``.
+        num_neighbors: neighbours per node and hop, -1 for all.
+        edge_label_index: links, integers [2, l] (tensor, array), the name of an array in the store, or None
+            for all edges of the graph: in the order of their numbers where it keeps these.
+        edge_label: labels [l], or the name of an array. With binary negatives, labels that begin with 0 are
+            one more in mini-batches, where 0 is a negative's.
+        edge_label_time: int64 [l], times of the links; needs ``time_attr``.
+        neg_sampling: PyG's ``NegativeSampling``, a mapping of its arguments, ``"binary"`` or ``"triplet"``,
+            or a :class:`featstore.sampling.links.Negatives`; ``neg_sampling_ratio`` is short for binary ones.
+        replace, disjoint, subgraph_type, weight_attr, time_attr, temporal_strategy, transform, batch_size,
+            shuffle, drop_last, attach, memory: as of :class:`~featstore.adapters.pyg_loader.NeighborLoader`.
+        options: further ones of :meth:`featstore.Store.loader` for mini-batches that are given (``mode=``,
+            ``rank=`` ...), ``seed=`` and ``graph=``; and those of PyG's and torch's loaders.
+
+    Each iteration is an epoch. It holds threads and memory until :meth:`close`, or until it is collected; a
+    context manager. Raises ArgumentError, SourceError, IdError, BudgetError; what
+    :meth:`featstore.Store.loader` raises.
+    """
+
+    loader: Loader
+
+    def __init__(
+        self, data: OpenStore, num_neighbors: Sequence[int], edge_label_index: Any = None,
+        edge_label: Any = None, edge_label_time: Any = None, *, neg_sampling: Any = None,
+        neg_sampling_ratio: float | None = None, transform: Callable[[Data], Any] | None = None,
+        batch_size: int = 1, shuffle: bool | None = False, drop_last: bool | None = False,
+        attach: str | Sequence[str] | None = None, memory: int | str = "1GiB", **options: Any,
+    ) -> None:  # fmt: skip
+        if not isinstance(data, OpenStore):
+            raise ArgumentError(f"data must be an open store, featstore.open(path), not {shown(data)}")
+        if isinstance(data, WholeStore):
+            raise SourceError("links are sampled from a graph in memory: of a store that is not split")
+        if isinstance(num_neighbors, Mapping):
+            raise SourceError("num_neighbors by edge type is of typed graphs, which this loader has not yet")
+        self._transform = None if transform is None else as_function(transform, "transform")
+        for name in _OWN:
+            if name in options:
+                raise ArgumentError(f"LinkNeighborLoader has no option {name!r}")
+        if (edge_label_time is None) != (options.get("time_attr") is None):
+            raise ArgumentError("edge_label_time= and time_attr= go together: give both")
+        refuse(options)
+        warn_of(options)
+        negatives = negatives_of(neg_sampling, neg_sampling_ratio)
+        labels = _labels(_array(data, edge_label, "edge_label"), negatives)
+        times = _array(data, edge_label_time, "edge_label_time")
+        memory_bytes = parse_bytes(memory, "memory")
+        graph = graph_of(data, options.pop("graph", None))
+        said = {name: options.pop(name) for name in SAMPLING_OPTIONS if name in options}
+        named = NamedOptions(data, graph, said, seeds_have_times=True)
+        needed = bytes_in_memory(graph) + named.needed_bytes
+        if needed >= memory_bytes:
+            raise BudgetError(needed + 1, memory_bytes, "hold the graph, which links are sampled from")
+        seed = as_integer(options.pop("seed", 0), "seed")
+        sampler = GraphInMemory(graph, as_fanouts(num_neighbors), seed, graph.has_edge_ids, named)
+        links = _array(data, edge_label_index, "edge_label_index")
+        batches = LinkBatches(
+            LinkSampler(sampler, negatives=negatives), all_links(sampler) if links is None else links,
+            as_count(batch_size, "batch_size"), labels=labels, times=times,
+            shuffle=as_flag(shuffle or False, "shuffle"), drop_last=as_flag(drop_last or False, "drop_last"),
+        )  # fmt: skip
+        self.loader = Loader(
+            data, batches, attach=attached(data, graph.table.rows, attach), memory=memory_bytes - needed,
+            tensors=True, edge_table=edge_table_of(data, graph.name, options.get("mode")), **options,
+        )  # fmt: skip
+
+    def __len__(self) -> int:
+        """Mini-batches of an epoch, this rank's."""
+        return len(self.loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self.loader:
+            made = batch.pyg()
+            del made.batch_size, batch  # PyG's mini-batches of links have none
+            yield made if self._transform is None else self._transform(made)
+            del made
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next iteration is of this epoch."""
+        self.loader.set_epoch(epoch)
+
+    def report(self) -> LoaderReport:
+        """What has been read, and how long it took."""
+        return self.loader.report()
+
+    def close(self) -> None:
+        """Give everything back. May be called more than once."""
+        if hasattr(self, "loader"):
+            self.loader.close()
+
+    def __enter__(self) -> LinkNeighborLoader:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"LinkNeighborLoader({self.loader!r})"
+
+
+def negatives_of(given: Any, ratio: Any = None) -> Negatives | None:
+    """Negatives as PyG takes them. Raises ArgumentError."""
+    if ratio is not None and ratio != 0:
+        if given is not None:
+            raise ArgumentError("neg_sampling_ratio= is short for neg_sampling=: give one of them")
+        return Negatives("binary", ratio)
+    if given is None or isinstance(given, Negatives):
+        return given
+    if isinstance(given, str):
+        return Negatives(given)
+    if isinstance(given, Mapping):
+        known = {"mode", "amount", "src_weight", "dst_weight"}
+        if not set(given) <= known:
+            raise ArgumentError(f"neg_sampling has {', '.join(sorted(known))}, and not {sorted(given)}")
+        return Negatives(**given)
+    if not isinstance(given, NegativeSampling):
+        raise ArgumentError(f"neg_sampling must be PyG's NegativeSampling, not {shown(given)}")
+    return Negatives(given.mode.value, given.amount, given.src_weight, given.dst_weight)
+
+
+def all_links(sampler: GraphInMemory) -> NDArray[np.int64]:
+    """int64 [2, edges]: all edges of a graph, by their numbers where it keeps these."""
+    links = np.empty((2, len(sampler.indices)), np.int64)
+    places = slice(None) if sampler.edge_ids is None else sampler.edge_ids
+    links[0, places] = sampler.indices
+    links[1, places] = np.repeat(np.arange(sampler.node_count), np.diff(sampler.indptr))
+    return links
+
+
+def _array(store: OpenStore, given: Any, name: str) -> Any:
+    """An array as it was given, as a tensor, or by its name in the store."""
+    if isinstance(given, tuple):
+        raise SourceError(f"{name} of an edge type: typed graphs are not in this loader yet")
+    found = store.arrays[given] if isinstance(given, str) else given
+    return found.cpu().numpy() if isinstance(found, torch.Tensor) else found
+
+
+def _labels(given: Any, negatives: Negatives | None) -> Any:
+    """Labels that leave 0 to the negatives, where these have labels."""
+    if given is None or negatives is None or negatives.mode != "binary":
+        return given
+    labels = np.asarray(given)
+    return labels + 1 if labels.size and labels.min() == 0 else labels

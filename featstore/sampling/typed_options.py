@@ -1,0 +1,93 @@
+"""Samplers' options over a store with edge types, by names of what the store has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from featstore.arguments import as_choice, as_flag, as_text
+from featstore.errors import ArgumentError
+from featstore.reader.graphs import read_times, read_weights
+from featstore.sampling.attributes import SAMPLING_OPTIONS
+from featstore.sampling.options import SUBGRAPHS, TEMPORAL, SamplingOptions
+from featstore.storage.edge_types import EdgeType
+from featstore.storage.store import OpenStore, StoredGraph
+
+#: What the weights and the times are called that graphs keep.
+WEIGHTS, TIMES = "weights", "times"
+
+
+class TypedOptions:
+    """What was ``said`` of :data:`~featstore.sampling.attributes.SAMPLING_OPTIONS`.
+
+    ``weight_attr="weights"``: the weights that graphs keep; edge types without are not weighted.
+    ``time_attr="times"``: the times that graphs keep of edges, of those that do; or ``NAME``: of nodes, the
+    arrays ``TYPE.NAME`` of the types that have one. Nothing is read before :meth:`read`. Raises
+    ArgumentError.
+    """
+
+    def __init__(self, store: OpenStore, said: Mapping[str, Any]) -> None:
+        self._store = store
+        given = dict(SAMPLING_OPTIONS) | {name: one for name, one in said.items() if one is not None}
+        given = {name: one for name, one in given.items() if name in SAMPLING_OPTIONS}
+        subgraph = getattr(given["subgraph_type"], "value", given["subgraph_type"])  # of an enumeration
+        self._plain = {
+            "replace": as_flag(given["replace"], "replace"),
+            "disjoint": as_flag(given["disjoint"], "disjoint"),
+            "subgraph": as_choice(subgraph, "subgraph_type", SUBGRAPHS),
+            "temporal": as_choice(given["temporal_strategy"], "temporal_strategy", TEMPORAL),
+            "window": given["time_window"],
+        }
+        graphs = [graph for graph in store.graphs.values() if graph.edge_type is not None]
+        self._weighted: list[StoredGraph] = []
+        if given["weight_attr"] is not None:
+            self._weighted = [graph for graph in graphs if graph.has_weights]
+            if as_text(given["weight_attr"], "weight_attr") != WEIGHTS or not self._weighted:
+                raise ArgumentError(
+                    f"weight_attr={given['weight_attr']!r}: of a store with edge types it is {WEIGHTS!r}, "
+                    "those that its graphs keep: pack them with edge_weights="
+                )
+        self._timed, self._node_times = self._times_of(given["time_attr"], graphs)
+        self.input_time = given["input_time"]
+        if given["time_attr"] is None:
+            late = [name for name in ("input_time", "time_window") if given[name] is not None]
+            if late or given["temporal_strategy"] != SAMPLING_OPTIONS["temporal_strategy"]:
+                raise ArgumentError(
+                    f"{late[0] if late else 'temporal_strategy'}= is of times: say which, time_attr="
+                )
+        if self._timed and self.input_time is None:
+            raise ArgumentError("time_attr= of edges needs the times of the seeds, input_time=")
+
+    def _times_of(self, given: Any, graphs: list[StoredGraph]) -> tuple[list[StoredGraph], dict[str, str]]:
+        """The graphs that have times, or the names of arrays by node type."""
+        if given is None:
+            return [], {}
+        name, store = as_text(given, "time_attr"), self._store
+        timed = [graph for graph in graphs if graph.has_times]
+        if name == TIMES and timed:
+            return timed, {}
+        known = {kind: f"{kind}.{name}" for kind in store.node_types}
+        found = {kind: one for kind, one in known.items() if one in store.manifest.arrays}
+        if not found:
+            raise ArgumentError(
+                f"time_attr={name!r}: the store has no array TYPE.{name}, and {TIMES!r} are those that "
+                "graphs keep: pack them with edge_times="
+            )
+        return [], found
+
+    @property
+    def needed_bytes(self) -> int:
+        """Memory for what they hold, while it is read."""
+        edges = sum(20 * one.edges for one in self._weighted) + sum(36 * one.edges for one in self._timed)
+        return edges + sum(8 * self._store.tables[kind].rows for kind in self._node_times)
+
+    def read(self) -> SamplingOptions | None:
+        """The options, with arrays in the order of the graphs' CSC arrays; None where nothing was said.
+        Raises CorruptionError, DeviceError, FormatError, SourceError."""
+        parts: dict[str, Any] = dict(self._plain)
+        weights: dict[EdgeType | None, Any] = {one.edge_type: read_weights(one) for one in self._weighted}
+        times: dict[EdgeType | None, Any] = {one.edge_type: read_times(one) for one in self._timed}
+        nodes = {kind: self._store.arrays[name] for kind, name in self._node_times.items()}
+        parts |= {"weights": weights or None, "edge_times": times or None, "node_times": nodes or None}
+        made = SamplingOptions(**parts)
+        return None if made.is_plain else made
