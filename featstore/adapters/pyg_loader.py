@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from featstore.adapters.pyg_types import numbered, typed_attached, typed_seeds
 from featstore.arguments import as_fanouts, as_flag, as_function, shown
 from featstore.errors import ArgumentError, FeatstoreWarning, MissingPackageError, SourceError
 from featstore.loaders.batch import Batch
@@ -58,11 +59,15 @@ class NeighborLoader:
     arrays in the store. With disjoint subgraphs there is ``batch`` int64 [m], with times ``seed_time`` int64
     [b].
 
+    Of a store with edge types each is a ``HeteroData`` with all of this by type: arrays of nodes are those
+    called ``TYPE.NAME``, and ``edge_attr`` is of every edge type whose table and numbers the store has.
+
     Args:
-        data: an open store with one table of nodes and a graph.
-        num_neighbors: neighbours per node and hop, -1 for all.
+        data: an open store with one table of nodes and a graph, or with edge types.
+        num_neighbors: neighbours per node and hop, -1 for all; with edge types also a mapping of these.
         input_nodes: seeds: node ids or a mask (tensor, array or list), the name of an array in the store, or
-            PyG's pair of None and one of these; None for all nodes.
+            PyG's pair of None and one of these; None for all nodes. With edge types a pair of a node type and
+            one of these (or None), or the type alone for all its nodes.
         transform: is called with each ``Data``, and gives what the loop gets.
         batch_size, shuffle, drop_last: as of torch's ``DataLoader``.
         attach: names of the arrays that mini-batches have; by default all that have a value for each node.
@@ -81,32 +86,42 @@ class NeighborLoader:
     loader: Loader
 
     def __init__(
-        self, data: OpenStore, num_neighbors: Sequence[int], input_nodes: Any = None, *,
+        self, data: OpenStore, num_neighbors: Sequence[int] | Mapping[Any, Sequence[int]],
+        input_nodes: Any = None, *,
         transform: Callable[[Data], Any] | None = None, batch_size: int = 1,
         shuffle: bool | None = False, drop_last: bool | None = False,
         attach: str | Sequence[str] | None = None, memory: int | str = "1GiB", **options: Any,
     ) -> None:  # fmt: skip
         if not isinstance(data, OpenStore):
             raise ArgumentError(f"data must be an open store, featstore.open(path), not {shown(data)}")
-        if isinstance(num_neighbors, Mapping):
-            raise SourceError("num_neighbors by edge type is of typed graphs, which a store has not yet")
         self._transform = None if transform is None else as_function(transform, "transform")
-        table = graph_of(data, options.get("graph")).table
-        self._seeds = seeds_of(data, input_nodes, table.rows)
-        self._order = np.argsort(self._seeds, kind="stable")
         for name in _OWN:
             if name in options:
                 raise ArgumentError(f"NeighborLoader has no option {name!r}: that is of store.loader")
         refuse(options)
         warn_of(options)
-        names = attached(data, table.rows, attach)
-        self._times = _times(data, options, table.rows)
+        fanouts: Any = num_neighbors
+        edges: Any
+        self._type: str | None = None  # of the seeds, where there are several
+        if data.edge_types and options.get("graph") is None:
+            seeds = typed_seeds(data, input_nodes)
+            self._type, self._seeds = seeds.node_type, seeds.ids
+            table, names, edges = data.tables[seeds.node_type], typed_attached(data, attach), numbered(data)
+            given: Any = (seeds.node_type, seeds.ids)
+        else:
+            if isinstance(num_neighbors, Mapping):
+                raise SourceError("num_neighbors by edge type is of a store with edge types; this has none")
+            table = graph_of(data, options.get("graph")).table
+            given = self._seeds = seeds_of(data, input_nodes, table.rows)
+            names, fanouts = attached(data, table.rows, attach), as_fanouts(num_neighbors)
+            edges = edge_table_of(data, options.get("graph"), options.get("mode"))
+        self._order = np.argsort(self._seeds, kind="stable")
+        self._times = _times(data, options, table.rows, self._type)
         self.loader = Loader(
-            data, seeds=self._seeds, fanouts=as_fanouts(num_neighbors), batch_size=batch_size,
+            data, seeds=given, fanouts=fanouts, batch_size=batch_size,
             drop_last=as_flag(drop_last or False, "drop_last"),
             seeds_in_order=not as_flag(shuffle or False, "shuffle"),
-            attach=names, memory=memory, tensors=True,
-            edge_table=edge_table_of(data, options.get("graph"), options.get("mode")), **options,
+            attach=names, memory=memory, tensors=True, edge_table=edges, **options,
         )  # fmt: skip
 
     def __len__(self) -> int:
@@ -116,15 +131,17 @@ class NeighborLoader:
     def __iter__(self) -> Iterator[Any]:
         for batch in self.loader:
             made = batch.pyg()
-            seeds = np.asarray(batch.n_id[: batch.batch_size])
+            ids = batch.n_id if self._type is None else batch.n_id[self._type]
+            seeds = np.asarray(ids[: batch.batch_size])
             places = np.searchsorted(self._seeds, seeds, sorter=self._order)
             places = self._order[np.minimum(places, len(self._order) - 1)]
             if not np.array_equal(self._seeds[places], seeds):
                 raise SourceError("a mini-batch has seeds that are none of input_nodes")
-            made.input_id = torch.from_numpy(places)
+            to = made if self._type is None else made[self._type]
+            to.input_id = torch.from_numpy(places)
             if self._times is not None:
                 times, of_nodes = self._times
-                made.seed_time = torch.from_numpy(times[seeds if of_nodes else places].astype(np.int64))
+                to.seed_time = torch.from_numpy(times[seeds if of_nodes else places].astype(np.int64))
             del batch
             yield made if self._transform is None else self._transform(made)
             del made
@@ -160,9 +177,7 @@ def seeds_of(store: OpenStore, given: Any, nodes: int) -> NDArray[np.int64]:
     if isinstance(given, tuple) and len(given) == 2 and (given[0] is None or isinstance(given[0], str)):
         kind, given = given
         if kind is not None and kind not in node_tables(store.tables):
-            raise SourceError(
-                f"input_nodes of type {kind!r}: typed graphs are not in a store yet; give the ids"
-            )
+            raise SourceError(f"input_nodes of type {kind!r}: the store has no types of edges; give the ids")
     if given is None:
         return np.arange(nodes)
     if isinstance(given, str):
@@ -242,7 +257,7 @@ def attached(store: OpenStore, nodes: int, attach: Any) -> Any:
     return names
 
 
-def _times(store: OpenStore, options: dict[str, Any], nodes: int) -> Any:
+def _times(store: OpenStore, options: dict[str, Any], nodes: int, kind: str | None) -> Any:
     """The times of all seeds, in their order, or of all nodes: (times, whether of nodes); None for none."""
     if options.get("time_attr") is None:
         return None
@@ -250,7 +265,7 @@ def _times(store: OpenStore, options: dict[str, Any], nodes: int) -> Any:
     if given is not None:
         options["input_time"] = given = np.asarray(given.cpu() if isinstance(given, torch.Tensor) else given)
         return given, False
-    name = options["time_attr"]
+    name = options["time_attr"] if kind is None else f"{kind}.{options['time_attr']}"
     entry = store.manifest.arrays.get(name) if isinstance(name, str) else None
     return None if entry is None or entry.shape != [nodes] else (store.arrays[name], True)
 

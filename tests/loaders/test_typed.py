@@ -192,6 +192,35 @@ def test_pyg_s_own_mini_batches(store: featstore.Store, source: Source, mode: st
             np.testing.assert_array_equal(found["paper"].y, source.labels[one["paper"].n_id])
 
 
+@pytest.mark.parametrize("nodes", ["paper.train", ("paper", "train"), ("paper", torch.from_numpy(SEEDS))])
+def test_pyg_s_neighbor_loader(store: featstore.Store, source: Source, nodes: Any) -> None:
+    pytest.importorskip("torch_geometric")
+    from featstore.adapters.pyg import NeighborLoader
+
+    fanouts = {of: [4, 3] for of in store.edge_types}
+    seen = []
+    with NeighborLoader(store, fanouts, nodes, batch_size=16, shuffle=True, memory=MEMORY) as loader:
+        for data in loader:
+            seeds = data["paper"].n_id[: data["paper"].batch_size].numpy()
+            np.testing.assert_array_equal(seeds, SEEDS[data["paper"].input_id])
+            seen.append(seeds)
+            for name, rows in source.rows.items():
+                np.testing.assert_array_equal(data[name].x, rows[data[name].n_id])
+            np.testing.assert_array_equal(data["paper"].y, source.labels[data["paper"].n_id])
+            np.testing.assert_array_equal(data[WRITES].edge_attr, source.edge_rows[data[WRITES].e_id])
+            data.validate()
+    np.testing.assert_array_equal(np.sort(np.concatenate(seen)), SEEDS)
+
+
+def test_pyg_s_neighbor_loader_of_all_nodes_of_a_type(store: featstore.Store) -> None:
+    pytest.importorskip("torch_geometric")
+    from featstore.adapters.pyg import NeighborLoader
+
+    with NeighborLoader(store, [2], "venue", batch_size=9, memory=MEMORY) as loader:
+        (data,) = loader
+    assert data["venue"].n_id.tolist() == list(range(9))
+
+
 def test_ranks_have_each_seed_once(store: featstore.Store) -> None:
     seeds = []
     for rank in range(2):
