@@ -20,6 +20,7 @@ from featstore.base.system import is_regular
 from featstore.base.training_nodes import checked_train
 from featstore.errors import SourceError
 from featstore.packing.graphs.csc import CscGraph
+from featstore.packing.keys.sources import KeySource, as_key_column, is_of_id, key_source
 from featstore.packing.sources.arrays import array_of
 from featstore.packing.sources.base import file_fingerprint, sample_crc32
 from featstore.packing.sources.opening import FeatureSource, is_headless, is_text, open_rows
@@ -44,8 +45,8 @@ INPUT_OPTIONS = ("raw_dtype", "dtype", "cast", "shape", "offset", "key", "column
 
 @dataclass(frozen=True)
 class Inputs:
-    """What is packed: sources, graphs and arrays by name, dtypes to cast to, what the user should hear, and
-    which tables and arrays are of edges."""
+    """What is packed: sources, graphs and arrays by name, dtypes to cast to, what the user should hear,
+    which tables and arrays are of edges, and the keys of nodes."""
 
     tables: dict[str, FeatureSource]
     graphs: dict[str, Any]
@@ -53,11 +54,12 @@ class Inputs:
     casts: dict[str, str]
     warnings: list[str] = field(default_factory=list)
     edge_rows: list[str] = field(default_factory=list)
+    keys: dict[str, KeySource] = field(default_factory=dict)
 
 
 def parse_inputs(
     features: Any, graph: Any, arrays: Mapping[str, Any] | None, reading: Mapping[str, Any], *,
-    numbered: bool = True,
+    numbered: bool = True, node_keys: Any = None,
 ) -> Inputs:  # fmt: skip
     """Tables, graphs and arrays out of what the user gave; ``reading`` has the arguments of `READING`.
     ``numbered``: stored graphs may have the ids of their edges."""
@@ -77,6 +79,8 @@ def parse_inputs(
     relations = ["__".join(relation_of(spec)) for spec in graphs.values() if is_relation(spec)]
     graphs = {name: edges_of_relation(spec, name if is_pyg(data) else None) for name, spec in graphs.items()}
     given = {what: by_table(reading.get(what), features, what) for what in INPUT_OPTIONS}
+    keys = by_table(node_keys, features, "node_keys")
+    given["id"] |= {name: as_key_column(given["id"].get(name)) for name in keys if is_of_id(keys[name])}
     tables, casts = {}, {}
     for name, spec in features.items():
         asked = {what: values[name] for what, values in given.items() if values.get(name) is not None}
@@ -92,7 +96,8 @@ def parse_inputs(
         edge_rows |= taken.edge_rows
         kept = [*relations, *taken.relations] if numbered else []
         warnings = [*taken.warnings, *unnumbered(taken.edge_rows, kept)]
-    return Inputs(tables, graphs, small, casts, warnings, list(edge_rows))
+    keyed = {name: key_source(value, tables[name]) for name, value in keys.items()}
+    return Inputs(tables, graphs, small, casts, warnings, list(edge_rows), keyed)
 
 
 def _opened(name: str, spec: Any, asked: dict[str, Any]) -> tuple[FeatureSource, str | None]:
@@ -135,7 +140,7 @@ def by_table(value: Any, tables: Mapping[str, Any], what: str) -> dict[str, Any]
     if value is None:
         return {}
     if not isinstance(value, Mapping) or is_relation(value):
-        if what in ("graph", "permutation") and len(tables) > 1:
+        if what in ("graph", "permutation", "node_keys") and len(tables) > 1:
             raise SourceError(
                 f"there are several tables; say whose {what} it is: {what}={{{next(iter(tables))!r}: ...}}"
             )

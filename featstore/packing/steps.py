@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -17,12 +19,15 @@ from featstore.layout import TableLayout
 from featstore.packing import permute, spill
 from featstore.packing.convert import ValueReport, target_dtype
 from featstore.packing.inputs import described, identity
+from featstore.packing.keys.packed import PackedKeys
+from featstore.packing.keys.sources import KeySource
 from featstore.packing.ordering import Orders, check_edge_rows, load
 from featstore.packing.progress import PackStages, Progress
 from featstore.packing.request import Options
 from featstore.packing.row_ids import read_ids, write_ids
 from featstore.packing.sources.opening import FeatureSource
 from featstore.storage.manifest import (
+    KEYS_FEATURE,
     ArrayEntry,
     GraphEntry,
     OrderEntry,
@@ -46,7 +51,7 @@ _DISK_SLACK_BYTES = 1 << 20
 
 def pack_fingerprint(
     tables: Mapping[str, FeatureSource], graphs: Mapping[str, Any], arrays: Mapping[str, NDArray[Any]],
-    options: Options,
+    options: Options, keys: Mapping[str, KeySource] = MappingProxyType({}),
 ) -> dict[str, Any]:  # fmt: skip
     """What a resumed pack must be equal in."""
     return {
@@ -58,6 +63,7 @@ def pack_fingerprint(
         "graphs": {n: identity(g) for n, g in graphs.items()}, "graph_key": dict(options.graph_key),
         "permutation": {n: identity(p) for n, p in options.permutation.items()},
         **({"edge_ids": True} if options.edge_ids else {}),
+        **({"node_keys": {n: dict(k.fingerprint) for n, k in keys.items()}} if keys else {}),
     }  # fmt: skip
 
 
@@ -67,6 +73,7 @@ class Packing:
     def __init__(
         self, transaction: Transaction, tables: dict[str, FeatureSource], graphs: dict[str, Any],
         options: Options, progress: Callable[[Progress], None] | None,
+        keys: Mapping[str, KeySource] = MappingProxyType({}),
     ) -> None:  # fmt: skip
         self.transaction, self.disk, self.catalogue = transaction, transaction.disk, transaction.catalogue
         self.generation = transaction.generation
@@ -76,20 +83,28 @@ class Packing:
         self._stages = PackStages(progress)
         self.warnings: list[str] = []  # what the user is to hear once the store is there
         self._ids: dict[str, Path] = {}  # of tables whose rows are placed by ids
+        self._keys = keys
 
     def run(self, arrays: dict[str, NDArray[Any]]) -> None:
-        self.transaction.start(pack_fingerprint(self.tables, self.graphs, arrays, self.options))
+        self.transaction.start(pack_fingerprint(self.tables, self.graphs, arrays, self.options, self._keys))
         self.disk.mkdir(self.generation.spill)
         for table in self.tables:
             self._read_ids(table)
-        self._check_space()
+        keys = PackedKeys(
+            self._keys, self.disk, self.generation.spill, self.options.memory_bytes, self._stages
+        )
+        with closing(keys):
+            self._check_space(keys.bytes)
+            self._run(arrays, keys)
+
+    def _run(self, arrays: dict[str, NDArray[Any]], keys: PackedKeys) -> None:
         edge_source = self._edge_source()
         rows = None if edge_source is None else edge_source.rows
-        orders = Orders(self.transaction, self.graphs, arrays, self.options, self._stages, rows)
+        orders = Orders(self.transaction, self.graphs, arrays, self.options, self._stages, keys, rows)
         entries: dict[str, TableEntry] = {}
         graphs: dict[str, GraphEntry] = {}
         for table in self.tables:
-            entries[table] = self._table(table, orders)
+            entries[table] = self._table(table, orders, keys)
             found = self.transaction.journal.table(table).graph
             if found is not None:
                 graphs[table] = found
@@ -99,10 +114,13 @@ class Packing:
         array_entries = {n: write_array(self.catalogue, f"{root}/{n}", a) for n, a in arrays.items()}
         groups = ["arrays"] if arrays else []
         groups += ["graphs", *(f"graphs/{g}" for g in graphs)] if graphs else []
+        key_entries = keys.write(self.catalogue, self.generation.name)
+        groups += ["keys"] if key_entries else []
         sources = {n: described(s) for n, s in self.tables.items()}
         self.transaction.commit(
-            groups, tables=entries, arrays=array_entries, features=graph_features(graphs.values()),
-            provenance={"seed": self.options.seed, "sources": sources}, graphs=graphs,
+            groups, tables=entries, arrays=array_entries,
+            features=graph_features(graphs.values()) + [KEYS_FEATURE] * bool(key_entries),
+            provenance={"seed": self.options.seed, "sources": sources}, graphs=graphs, keys=key_entries,
         )  # fmt: skip
 
     def _edge_source(self) -> FeatureSource | None:
@@ -110,10 +128,10 @@ class Packing:
         alone = self.options.edge_ids and len(self.graphs) == 1
         return self.tables.get(EDGE_FEATURES) if alone else None
 
-    def _check_space(self) -> None:
+    def _check_space(self, more_bytes: int) -> None:
         """Raise DiskFullError before the first byte if the disk cannot hold the store and the largest
         spill."""
-        needed, largest = _DISK_SLACK_BYTES, 0
+        needed, largest = _DISK_SLACK_BYTES + more_bytes, 0
         for name, source in self.tables.items():
             rows = source.rows or 0
             size = rows * self._row_bytes(name)
@@ -136,7 +154,7 @@ class Packing:
     def _read_ids(self, name: str) -> None:
         """Read the ids of a table's rows, if it has a column of them, and keep them beside the spill."""
         source = self.tables[name]
-        if source.chosen is None or source.chosen.id is None:
+        if source.chosen is None or not source.chosen.placing:
             return
         total = None if source.rows is None else 8 * source.rows
         self._stages.begin("ids", name, total)
@@ -151,13 +169,14 @@ class Packing:
             self._ids[name] = self.generation.spill / f"{name}.ids"
             write_ids(ids, self.disk, self._ids[name])
 
-    def _table(self, name: str, orders: Orders) -> TableEntry:
+    def _table(self, name: str, orders: Orders, keys: PackedKeys) -> TableEntry:
         """Write one table whole; returns its entry."""
         source, progress = self._counted(name), self.transaction.journal.table(name)
         base = f"{self.generation.name}/tables/{name}"
         self.catalogue.directory(f"{base}/rows")
         dtype = target_dtype(source.dtype, self.options.dtype.get(name))
         assert source.rows is not None
+        keys.check(name, source.rows)
         layout = TableLayout.choose(source.rows, source.row_values * dtype.itemsize)
         self.catalogue.write(f"{base}/zarr.json", zarr_group_json())
         if progress.order is not None:

@@ -20,6 +20,7 @@ import msgspec
 
 from featstore.arguments import shown
 from featstore.base.dtypes import Scalar, dtype_from_name
+from featstore.base.keys import KeyKind
 from featstore.errors import FeatstoreError, FormatError
 from featstore.layout import TableLayout
 
@@ -33,6 +34,7 @@ COMPILED_FEATURE = "compiled"
 FAMILY_FEATURE = "family"
 GATHERED_FEATURE = "gathered"
 SPLIT_GRAPHS_FEATURE = "split-graphs"
+KEYS_FEATURE = "keys"
 READER_FEATURES: frozenset[str] = frozenset(
     {
         GRAPHS_FEATURE,
@@ -41,6 +43,7 @@ READER_FEATURES: frozenset[str] = frozenset(
         FAMILY_FEATURE,
         GATHERED_FEATURE,
         SPLIT_GRAPHS_FEATURE,
+        KEYS_FEATURE,
     }
 )
 WRITER_FEATURES: frozenset[str] = frozenset()
@@ -136,6 +139,25 @@ class GraphEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sources: TableEntry
     hubs: HubsEntry | None = None
     edge_ids: TableEntry | msgspec.UnsetType = msgspec.UNSET
+
+
+class KeysEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the user calls the nodes of a table: ``values`` by node id, numbers, or the bytes of strings that
+    ``offsets`` cut; and an index to find them by. ``hashes`` ascend, ``ids`` are the nodes that they are of,
+    and ``starts[i]`` of 2**b + 1 says how many hashes there are whose upper b bits are less than i."""
+
+    kind: KeyKind
+    values: TableEntry
+    hashes: TableEntry
+    ids: TableEntry
+    starts: TableEntry
+    offsets: TableEntry | msgspec.UnsetType = msgspec.UNSET
+
+    @property
+    def parts(self) -> dict[str, TableEntry]:
+        """Its tables by name."""
+        found = {"values": self.values, "hashes": self.hashes, "ids": self.ids, "starts": self.starts}
+        return found if self.offsets is msgspec.UNSET else found | {"offsets": self.offsets}
 
 
 class CompiledTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -238,8 +260,8 @@ class FamilyEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A store's catalogue; see the module's text. ``graphs``, edge ids of any, ``compiled`` and ``family``
-    need the reader features of these names."""
+    """A store's catalogue; see the module's text. ``graphs``, edge ids of any, ``compiled``, ``family`` and
+    ``keys`` need the reader features of these names."""
 
     format: Literal["featstore"]
     version: int
@@ -254,12 +276,13 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     graphs: dict[str, GraphEntry] = msgspec.field(default_factory=dict)
     compiled: CompiledEntry | None = None
     family: FamilyEntry | None = None
+    keys: dict[str, KeysEntry] = msgspec.field(default_factory=dict)
 
     @property
     def all_tables(self) -> dict[str, TableEntry]:
         """Every table, those that graphs consist of too: ``GRAPH/offsets``, ``GRAPH/sources``,
         ``GRAPH/hubs``, ``GRAPH/edge_ids``, ``GRAPH/hub_edge_ids``; and of whole lists
-        ``GRAPH/lists/offsets``, ``GRAPH/lists/sources``."""
+        ``GRAPH/lists/offsets``, ``GRAPH/lists/sources``; and of keys ``TABLE/keys/values`` and so on."""
         inner: dict[str, TableEntry] = {}
         for name, graph in self.graphs.items():
             inner |= {f"{name}/offsets": graph.offsets, f"{name}/sources": graph.sources}
@@ -275,6 +298,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
                     f"{name}/lists/offsets": split.lists.offsets,
                     f"{name}/lists/sources": split.lists.sources,
                 }
+        for name, keys in self.keys.items():
+            inner |= {f"{name}/keys/{part}": table for part, table in keys.parts.items()}
         return self.tables | inner
 
     @property

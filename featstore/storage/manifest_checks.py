@@ -26,6 +26,7 @@ from featstore.storage.manifest import (
     HALO_IDS,
     HALO_NODES,
     HOSTS_MAX,
+    KEYS_FEATURE,
     PARTITIONS_OF_FEW_ROWS,
     ROW_BYTES_MAX,
     ROWS_MAX,
@@ -35,6 +36,7 @@ from featstore.storage.manifest import (
     FamilyEntry,
     FileEntry,
     GraphEntry,
+    KeysEntry,
     Manifest,
     OrderEntry,
     TableEntry,
@@ -45,6 +47,8 @@ from featstore.storage.manifest import (
 )
 
 ELEMENTS_MAX = 2**48
+#: Of an index of keys: by so many upper bits of a hash, at most.
+KEY_BITS_MAX = 40
 TABLE_BYTES_MAX = 2**62
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,254}")
 _PATH = re.compile(rf"{_PART.pattern}(?:/{_PART.pattern})+")
@@ -76,6 +80,10 @@ def check_manifest(manifest: Manifest) -> None:
     for name, graph in manifest.graphs.items():
         check_name(name, "graph")
         _check_graph(name, graph, manifest, files)
+    if manifest.keys and KEYS_FEATURE not in manifest.reader_features:
+        raise FormatError(f"there are keys, but the reader feature {KEYS_FEATURE!r} is not named")
+    for name, keys in manifest.keys.items():
+        _check_keys(name, keys, manifest, files)
     if manifest.compiled is not None:
         _check_compiled(manifest, manifest.compiled)
     elif GATHERED_FEATURE in manifest.reader_features:
@@ -248,11 +256,33 @@ def _check_graph(name: str, graph: GraphEntry, manifest: Manifest, files: dict[s
     _check_vector(f"{what}'s hub offsets", graph.hubs.offsets, "int64", hubs + 1, manifest.generation, files)
 
 
+def _check_keys(name: str, keys: KeysEntry, manifest: Manifest, files: dict[str, FileEntry]) -> None:
+    nodes = manifest.tables.get(name)
+    if nodes is None:
+        raise FormatError(f"there are keys of the table {name!r}, which does not exist")
+    if (keys.kind == "utf8") != (keys.offsets is not UNSET):
+        raise FormatError(
+            f"the keys of {name!r} are of kind {keys.kind}: strings, and they alone, have offsets"
+        )
+    bits = (keys.starts.rows - 1).bit_length() - 1
+    if keys.starts.rows != 2**bits + 1 or not 0 <= bits <= KEY_BITS_MAX:
+        raise FormatError(f"the index of the keys of {name!r} has {keys.starts.rows} starts")
+    sizes = {"hashes": nodes.rows, "ids": nodes.rows, "starts": 2**bits + 1, "offsets": nodes.rows + 1}
+    dtypes = {"hashes": ("uint64",), "ids": _ROW_DTYPES}
+    for part, table in keys.parts.items():
+        if part == "values":
+            kind, rows = ("uint8", table.rows) if keys.kind == "utf8" else ("int64", nodes.rows)
+            _check_numbers(f"{name}/keys/values", table, rows, (kind,), manifest, files)
+        else:
+            dtype = dtypes.get(part, ("int64",))
+            _check_numbers(f"{name}/keys/{part}", table, sizes[part], dtype, manifest, files)
+
+
 def _check_numbers(
     name: str, table: TableEntry, rows: int, dtypes: tuple[str, ...], manifest: Manifest,
     files: dict[str, FileEntry],
 ) -> None:  # fmt: skip
-    """A table of plain numbers, of which a graph consists."""
+    """A table of plain numbers, of which a graph or keys consist."""
     _check_table(name, table, manifest.generation, files)
     if table.row_shape or table.dtype not in dtypes or table.rows != rows:
         raise FormatError(

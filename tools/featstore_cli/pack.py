@@ -103,6 +103,12 @@ _ORDERS = ("auto", "given", "permutation", "degree", "metis", "multilevel", "ldg
     help="Their column of node ids, by which rows are placed.",
 )
 @click.option(
+    "--node-keys",
+    metavar="[TABLE=]id|PATH",
+    multiple=True,
+    help="What nodes are known by: the column of --id, or .npy .parquet .txt.",
+)
+@click.option(
     "--graph-key", metavar="[TABLE=]KEY", multiple=True, help="The member or columns with the edges."
 )
 @click.option(
@@ -142,6 +148,7 @@ def command(
     featstore pack store --features paper=p.npy --features author=a.npz --key author=x
     featstore pack store --features feat.bin --raw-dtype float32 --shape -1,128 --cast float16
     featstore pack store --features papers.parquet --id paper_id
+    featstore pack store --features papers.parquet --id doi --node-keys id --graph cites.csv
     featstore pack store --trace mini-batches.trace --memory 1GiB --disk 3x
 
     Paths may hold a '='; a path that exists as it is written is taken as such. A pack that was stopped goes
@@ -165,7 +172,7 @@ def command(
         )
         return
     values = {
-        name: by_table(texts, _flag(name), is_path=name in ("features", "graph", "permutation"))
+        name: by_table(texts, _flag(name), is_path=name in ("features", "graph", "permutation", "node_keys"))
         for name, texts in given.items()
     }
     begin = time.perf_counter()
@@ -219,7 +226,7 @@ class PackRequest:
         for name in self.values:
             if name not in ("features", "array"):
                 check_tables(self.values[name], self.paths, _flag(name))
-        self._one_table("graph", "graph_key", "permutation")
+        self._one_table("graph", "graph_key", "permutation", "node_keys")
         for table in self.paths:
             self._check_table(table)
 
@@ -284,7 +291,7 @@ class PackRequest:
         parse: dict[str, Callable[[str], Any]] = {
             "graph": str, "graph_key": str, "order": str, "permutation": str, "partitions": int, "dtype": str,
             "cast": str, "raw_dtype": str, "shape": SHAPE.parse, "offset": int, "key": _names,
-            "columns": _names, "id": str,
+            "columns": _names, "id": str, "node_keys": str,
         }  # fmt: skip
         return {
             name: {t: read(text) for t in self.paths if (text := self._of(name, t)) is not None} or None
@@ -365,7 +372,7 @@ def array_at(name: str, text: str) -> Any:
 
 
 def _report(store: Any, seconds: float, as_json: bool) -> None:
-    from featstore_cli.describe import describe_store, render_arrays, render_graph, render_table
+    from featstore_cli.describe import describe_store, render_arrays, render_graph, render_keys, render_table
 
     data = describe_store(store)
     packed = sum(t["bytes"] for t in data["tables"].values())
@@ -376,6 +383,7 @@ def _report(store: Any, seconds: float, as_json: bool) -> None:
         return
     sources = data["provenance"]["sources"]
     show(*(render_table(name, t, sources.get(name)) for name, t in data["tables"].items()))
+    show(*(render_keys(name, keys) for name, keys in data["keys"].items()))
     show(*(render_graph(name, g) for name, g in data["graphs"].items()))
     if data["arrays"]:
         show(render_arrays(data["arrays"]))
