@@ -15,7 +15,7 @@ from featstore.loaders.prefetch import Sampler
 from featstore.loaders.whole import WantedRows, Whole, as_batch, values_of
 from featstore.sampling.minibatch import Ids
 from featstore.sampling.typed import EdgeType, TypedSubgraph
-from featstore.storage.edge_types import joined
+from featstore.storage.edge_types import joined_name
 from featstore.storage.store import OpenStore, StoredGraph
 
 
@@ -121,7 +121,7 @@ def _numbers(made: Any, edge_type: EdgeType) -> Any:
         found = by_type.get(edge_type) if isinstance(by_type, Mapping) else None
     if found is None:
         raise SourceError(
-            f"edge_table={joined(edge_type)!r} is read by e_id, the numbers of edges that it was packed "
+            f"edge_table={joined_name(edge_type)!r} is read by e_id, the numbers of edges that it was packed "
             f"with, which these mini-batches do not have of {edge_type}: PyG's loaders bring it, so does the "
             "store's own sampling where edge ids were packed"
         )
@@ -134,7 +134,7 @@ def _names(given: Any, name: str, what: str) -> list[str]:
 
 def _edge_tables(store: OpenStore, given: Any) -> dict[str, EdgeType]:
     """The edge types of the tables of edges that were named."""
-    known = {joined(edge_type): edge_type for edge_type in store.edge_types}
+    known = {joined_name(edge_type): edge_type for edge_type in store.edge_types}
     found: dict[str, EdgeType] = {}
     for name in _names(given, "edge_table", "names of tables of edges"):
         args.known_name(name, store.tables, "edge_table: the store has no table")

@@ -21,7 +21,7 @@ from featstore.base.checks import find_fall, find_outside
 from featstore.base.hashing import hop_key, relation_key
 from featstore.errors import ArgumentError, IdError, SourceError
 from featstore.sampling.choosing import draw_hop, fill_trees, induce_edges, order_in_time, room_in_trees
-from featstore.sampling.options import EdgeType, SamplingOptions, by_key, checked_times, checked_weights
+from featstore.sampling.options import SamplingOptions, by_key, checked_times, checked_weights
 from featstore.sampling.picking import (
     empty_picks,
     hop_size,
@@ -30,6 +30,7 @@ from featstore.sampling.picking import (
     seed_table,
     table_size,
 )
+from featstore.storage.edge_types import EdgeType
 
 #: Row, col and position in ``indices``, int64 [k] each.
 EdgeArrays = tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]

@@ -21,8 +21,9 @@ from featstore.base.hashing import batch_key, draw_below, random_words, relation
 from featstore.base.ids import as_integers, plain_array
 from featstore.errors import ArgumentError, IdError, SourceError
 from featstore.sampling.neighbors import NeighborSampler, SampledSubgraph
-from featstore.sampling.options import EdgeType, by_key, checked_times
+from featstore.sampling.options import by_key, checked_times
 from featstore.sampling.typed import TypedNeighborSampler, TypedSubgraph
+from featstore.storage.edge_types import EdgeType
 
 _NODES_MAX = 2**32 - 1
 

@@ -14,8 +14,6 @@ from featstore.arguments import as_choice, as_flag, as_integer, shown
 from featstore.base.ids import plain_array
 from featstore.errors import ArgumentError, SourceError
 
-EdgeType = tuple[str, str, str]
-
 SUBGRAPHS = ("directional", "bidirectional", "induced")
 TEMPORAL = ("uniform", "last")
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from featstore.errors import SourceError
-from featstore.sampling.options import EdgeType
+from featstore.storage.edge_types import EdgeType
 
 Ids = NDArray[np.int64]
 

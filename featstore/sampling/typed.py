@@ -21,8 +21,9 @@ from featstore.base.hashing import batch_key
 from featstore.errors import ArgumentError, SourceError
 from featstore.sampling.growing import Grown, grow_over
 from featstore.sampling.neighbors import as_options, checked_seeds, edge_numbers, graph_arrays
-from featstore.sampling.options import EdgeType, SamplingOptions, by_key
+from featstore.sampling.options import SamplingOptions, by_key
 from featstore.sampling.reverse import reverses, with_reverse
+from featstore.storage.edge_types import EdgeType
 
 __all__ = ["EdgeType", "TypedNeighborSampler", "TypedSubgraph"]
 

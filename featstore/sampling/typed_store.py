@@ -15,7 +15,7 @@ from featstore.errors import ArgumentError, SourceError
 from featstore.reader.graphs import read_csc, read_edge_ids
 from featstore.sampling.options import SamplingOptions
 from featstore.sampling.typed import EdgeType, TypedNeighborSampler, TypedSubgraph
-from featstore.storage.edge_types import joined
+from featstore.storage.edge_types import joined_name
 from featstore.storage.store import OpenStore, StoredGraph
 
 _FIXED_BYTES = 32 * 2**20  # of a reader while a graph is read
@@ -89,7 +89,7 @@ class TypedInMemory:
     ) -> None:  # fmt: skip
         graphs = typed_graphs(store)
         if isinstance(fanouts, Mapping):
-            names = {joined(edge_type): edge_type for edge_type in graphs}
+            names = {joined_name(edge_type): edge_type for edge_type in graphs}
             fanouts = {names.get(key, key): one for key, one in fanouts.items()}
         numbered = True if edge_ids is None else as_flag(edge_ids, "edge_ids")
         ids = {t: read_edge_ids(g, by_node=True) for t, g in graphs.items() if numbered and g.has_edge_ids}
