@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from featstore.loaders.options import LoaderOptions
     from featstore.loaders.prefetch import Sampler
     from featstore.reader.columns import ColumnReader
+    from featstore.reader.keys import NodeKeys
     from featstore.reader.reader import Reader
     from featstore.reader.table_array import TableArray
     from featstore.reader.tiered import TieredReader
@@ -187,6 +188,19 @@ class Store(OpenStore):
                 "static_memory= is of a reader without tiers over it: Static(rows, memory=) says it"
             )
         return TieredReader(self, tiers, **options)
+
+    def ids(self, table: str, *, memory: int | str = "64MiB") -> NodeKeys:
+        """The keys by which you know the nodes of a table that was packed with ``node_keys=``, strings or
+        whole numbers: ``lookup(keys)`` gives node ids, ``keys(ids)`` keys, ``len`` their number. ``memory``:
+        budget of looking up, bytes or a size. A context manager.
+
+        Raises UnknownNameError; SourceError where the table has no keys; BudgetError, CorruptionError,
+        DeviceError, FormatError.
+        """
+        from featstore.reader.keys import NodeKeys
+
+        self.check_open()
+        return NodeKeys(self, table, memory)
 
     def zarr(self, table: str) -> Any:
         """A table as the zarr v3 array that it is on disk, read-only: ``zarr.Array`` [rows, ...]. Its rows

@@ -39,6 +39,7 @@ assert batch.edge_index.shape[0] == 2 and batch.batch_size == len(train_ids)
 with loader:
     for other in loader:
         assert (other.x == features[sampler[other.index]]).all()
+assert nodes.tolist() == [1, 0]
 assert (store.arrays["labels"] == np.load("labels.npy")).all()
 """
 
@@ -237,6 +238,8 @@ def test_readme_code_runs(run: Run, tmp_path: Path) -> None:
     np.save(tmp_path / "features.npy", rng.standard_normal((300, 16), np.float32))
     np.save(tmp_path / "labels.npy", np.arange(300) % 5)
     np.savez(tmp_path / "graph.npz", indptr=np.arange(0, 1201, 4), indices=rng.integers(0, 300, 1200))
+    (tmp_path / "papers.csv").write_text("doi,year,cited\n10.1/b,2001,7\n10.1/a,2002,8\n10.1/c,2003,9\n")
+    (tmp_path / "cites.csv").write_text("source,target\n10.1/a,10.1/c\n10.1/c,10.1/b\n")
     (tmp_path / "readme.py").write_text(PRELUDE + "".join(blocks) + CHECKS)
     out = run(["readme.py"], tmp_path)
     assert "table 'features': 50 ids" in out

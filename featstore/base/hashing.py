@@ -66,6 +66,22 @@ def random_words(key: np.uint64, count: int) -> NDArray[np.uint64]:
     return words
 
 
+#: FNV-1a of 64 bits (Fowler, Noll and Vo; draft-eastlake-fnv).
+_FNV_BEGIN = np.uint64(0xCBF29CE484222325)
+_FNV_PRIME = np.uint64(0x100000001B3)
+
+
+@njit(cache=True, nogil=True)
+def hash_strings(data: NDArray[np.uint8], offsets: NDArray[np.int64], out: NDArray[np.uint64]) -> None:
+    """The hash of each string ``data[offsets[i]:offsets[i + 1]]``: FNV-1a, and the finaliser over it, so that
+    its upper bits tell similar strings apart."""
+    for i in range(out.shape[0]):
+        word = _FNV_BEGIN
+        for at in range(offsets[i], offsets[i + 1]):
+            word = (word ^ np.uint64(data[at])) * _FNV_PRIME
+        out[i] = mix64(word)
+
+
 @njit(cache=True, nogil=True)
 def fold_ids(ids: Any) -> Any:
     """A 63-bit fingerprint of int64 ids and their order: the batch index of a loader that does not tell its

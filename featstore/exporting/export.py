@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,9 @@ from featstore.base.dtypes import dtype_from_name
 from featstore.base.ids import parse_ids
 from featstore.base.progress import OnStep
 from featstore.errors import ArgumentError, BudgetError, IdError
-from featstore.exporting.targets import Exported, target_of
+from featstore.exporting.targets import Exported, RowBlocks, target_of
 from featstore.reader.columns import columns_of
+from featstore.reader.keys import NodeKeys
 from featstore.reader.options import READING
 from featstore.reader.reader import Reader
 from featstore.storage.store import OpenStore, as_store
@@ -31,6 +33,7 @@ from featstore.units import parse_bytes
 
 _READER_SHARE = 2  # one part in so many of the memory; the rest is two blocks of rows
 _BLOCKS = 2  # one as read, one as written
+_KEY_BYTES = 512  # of a key, as an object and in the file's own form
 
 
 def export_table(
@@ -45,7 +48,8 @@ def export_table(
         store: an open store, or its path.
         table: the name of the table.
         to: the file, which is there whole or not at all: ``.npy``, ``.zarr`` (a zarr v3 array), or
-            ``.parquet`` (a column ``id`` and one with the table's name, of lists where rows have an axis).
+            ``.parquet`` (a column ``id``, one ``key`` where the table's nodes have keys, and one with the
+            table's name, of lists where rows have an axis).
         ids: node ids, integers [n], in the order in which their rows are written; all by default.
         columns: of rows with one axis, which of their elements, as numbers or a slice; all by default.
         dtype: to write, where it holds every value of the table's own (float32 for bfloat16, for instance).
@@ -74,20 +78,29 @@ def export_table(
         shape = chosen.row_shape if taken is None else (len(taken),)
         written = stored if dtype is None else _wider(stored, dtype)
         rows = chosen.rows if wanted is None else len(wanted)
-        exported = Exported(table, rows, shape, written)
+        keyed = path.suffix == ".parquet" and table in opened.manifest.keys
+        kind = opened.manifest.keys[table].kind if keyed else None
+        exported = Exported(table, rows, shape, written, kind)
         own = memory_bytes // _READER_SHARE
-        block = (memory_bytes - own) // max(1, _BLOCKS * max(chosen.row_bytes, exported.row_bytes) + 16)
+        beside = 16 + _KEY_BYTES * keyed
+        block = (memory_bytes - own) // max(1, _BLOCKS * max(chosen.row_bytes, exported.row_bytes) + beside)
         if block < 1:
             needed = _READER_SHARE * (_BLOCKS * chosen.row_bytes + 17)
             raise BudgetError(needed, memory_bytes, "hold a row of the table twice beside what reads it")
 
-        def blocks() -> Iterator[tuple[NDArray[np.int64], NDArray[Any]]]:
-            with Reader(opened, tables=[table], memory=own, static=None, **reader) as rows_of:
+        def blocks() -> RowBlocks:
+            with ExitStack() as held:
+                share = own // 2 if keyed else own
+                keys_of = held.enter_context(NodeKeys(opened, table, share)) if keyed else None
+                rows_of = held.enter_context(
+                    Reader(opened, tables=[table], memory=share, static=None, **reader)
+                )
                 for low in range(0, rows, block):
                     high = min(rows, low + block)
                     some = np.arange(low, high) if wanted is None else wanted[low:high]
                     read = rows_of.read({table: some})[table]
-                    yield some, (read if taken is None else read[:, taken]).astype(written, copy=False)
+                    read = (read if taken is None else read[:, taken]).astype(written, copy=False)
+                    yield some, None if keys_of is None else keys_of.keys(some), read
                     if tell is not None:
                         tell("export", high, rows)
 

@@ -18,24 +18,27 @@ from numpy.typing import NDArray
 from featstore.arguments import as_choice, need_package
 from featstore.base.dtypes import is_bfloat16
 from featstore.base.folders import is_file, is_taken
+from featstore.base.keys import KeyKind
 from featstore.base.system import refusal
 from featstore.errors import ArgumentError, StoreExistsError
 from featstore.storage.disk import Disk
 
 #: Bytes of a chunk of a zarr array, and of rows of a group of Parquet, about.
 _CHUNK_BYTES, _GROUP_BYTES = 8 << 20, 64 << 20
-#: Node ids of the rows, int64 [n], and the rows.
-RowBlocks = Iterator[tuple[NDArray[np.int64], NDArray[Any]]]
+#: Node ids of the rows, int64 [n], their keys where these are exported, and the rows.
+RowBlocks = Iterator[tuple[NDArray[np.int64], NDArray[Any] | None, NDArray[Any]]]
 
 
 @dataclass(frozen=True)
 class Exported:
-    """What is exported: ``rows`` rows of ``row_shape`` and ``dtype`` of the table ``name``."""
+    """What is exported: ``rows`` rows of ``row_shape`` and ``dtype`` of the table ``name``; ``keys``: the
+    kind of the nodes' keys, where they are exported."""
 
     name: str
     rows: int
     row_shape: tuple[int, ...]
     dtype: np.dtype[Any]
+    keys: KeyKind | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -64,7 +67,7 @@ def _to_npy(path: Path, exported: Exported, blocks: RowBlocks, overwrite: bool) 
 
     def pieces() -> Iterator[bytes | NDArray[np.uint8]]:
         yield header.getvalue()
-        for _, rows in blocks:
+        for _, _, rows in blocks:
             yield np.ascontiguousarray(rows).reshape(-1).view(np.uint8)
 
     Disk().replace_file(path, pieces())
@@ -83,7 +86,7 @@ def _to_zarr(path: Path, exported: Exported, blocks: RowBlocks, overwrite: bool)
         )
         array.attrs["featstore"] = {"table": exported.name}
         at = 0
-        for _, rows in blocks:
+        for _, _, rows in blocks:
             array[at : at + len(rows)] = rows
             at += len(rows)
 
@@ -102,14 +105,23 @@ def _to_parquet(path: Path, exported: Exported, blocks: RowBlocks, overwrite: bo
     _check_free(path, overwrite)
     item = arrow.from_numpy_dtype(exported.dtype)
     column = arrow.list_(item, exported.row_shape[0]) if exported.row_shape else item
-    schema = arrow.schema([("id", arrow.int64()), (exported.name, column)])
+    fields = [("id", arrow.int64())]
+    if exported.keys is not None:
+        fields.append(("key", arrow.string() if exported.keys == "utf8" else arrow.int64()))
+    if exported.name in dict(fields):
+        raise ArgumentError(
+            f"{path}: table {exported.name!r} would have the name of another column; export to .npy or .zarr"
+        )
+    schema = arrow.schema([*fields, (exported.name, column)])
     group = max(1, _GROUP_BYTES // (exported.row_bytes + 8))
     with _beside(path) as made, parquet.ParquetWriter(made, schema) as writer:
-        for ids, rows in blocks:
+        for ids, keys, rows in blocks:
             values = arrow.array(np.ascontiguousarray(rows).reshape(-1))
             if exported.row_shape:
                 values = arrow.FixedSizeListArray.from_arrays(values, exported.row_shape[0])
-            writer.write_table(arrow.table([arrow.array(ids), values], schema=schema), row_group_size=group)
+            named = [] if keys is None else [arrow.array(keys, schema.field("key").type)]
+            written = arrow.table([arrow.array(ids), *named, values], schema=schema)
+            writer.write_table(written, row_group_size=group)
 
 
 KINDS: dict[str, Callable[[Path, Exported, RowBlocks, bool], None]] = {

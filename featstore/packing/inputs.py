@@ -21,6 +21,7 @@ from featstore.base.training_nodes import checked_train
 from featstore.errors import SourceError
 from featstore.packing.graphs.csc import CscGraph
 from featstore.packing.graphs.values import EdgeValues
+from featstore.packing.keys.sources import KeySource, as_key_column, is_of_id, key_source
 from featstore.packing.relations import (
     NoFeatures,
     edge_type_of,
@@ -58,7 +59,7 @@ WITHOUT_PARTITIONS = ("given", "permutation", "degree")
 class Inputs:
     """What is packed: sources, graphs and arrays by name, dtypes to cast to, what the user should hear, and
     which tables and arrays are of edges; the edge types of graphs, by name, if they have any, the tables of
-    nodes without features, and the values of edges by graph."""
+    nodes without features, the values of edges by graph, and the keys of nodes by table."""
 
     tables: dict[str, FeatureSource]
     graphs: dict[str, Any]
@@ -69,6 +70,7 @@ class Inputs:
     types: dict[str, EdgeType] = field(default_factory=dict)
     featureless: list[str] = field(default_factory=list)
     values: dict[str, list[EdgeValues]] = field(default_factory=dict)
+    keys: dict[str, KeySource] = field(default_factory=dict)
 
     @property
     def ordered(self) -> set[str]:
@@ -80,7 +82,7 @@ class Inputs:
 
 def parse_inputs(
     features: Any, graph: Any, arrays: Mapping[str, Any] | None, reading: Mapping[str, Any], *,
-    numbered: bool = True, edge_values: Mapping[str, Any] | None = None,
+    numbered: bool = True, edge_values: Mapping[str, Any] | None = None, node_keys: Any = None,
 ) -> Inputs:  # fmt: skip
     """Tables, graphs and arrays out of what the user gave; ``reading`` has the arguments of `READING`.
     ``numbered``: stored graphs may have the ids of their edges. ``edge_values``: weights and times, by
@@ -102,6 +104,8 @@ def parse_inputs(
     given = {what: by_table(reading.get(what), features, what) for what in INPUT_OPTIONS}
     bare = [name for name, spec in features.items() if is_number_of_nodes(spec)]
     _check_bare(bare, types, reading)
+    keys = by_table(node_keys, features, "node_keys")
+    given["id"] |= {name: as_key_column(given["id"].get(name)) for name in keys if is_of_id(keys[name])}
     tables: dict[str, FeatureSource] = {}
     casts: dict[str, str] = {}
     for name, spec in features.items():
@@ -126,7 +130,8 @@ def parse_inputs(
         kept = [*relations, *(taken.relations if graph is None else ())] if numbered else []
         rows = {name: relation for name, relation in taken.edge_rows.items() if name not in used}
         warnings = [*taken.warnings, *unnumbered(rows, kept)]
-    return Inputs(tables, graphs, small, casts, warnings, list(edge_rows), types, bare, values)
+    keyed = {name: key_source(value, tables[name]) for name, value in keys.items()}
+    return Inputs(tables, graphs, small, casts, warnings, list(edge_rows), types, bare, values, keyed)
 
 
 def _is_typed(graph: Any, data: Any) -> bool:
@@ -223,7 +228,7 @@ def by_table(value: Any, tables: Mapping[str, Any], what: str) -> dict[str, Any]
     if value is None:
         return {}
     if not isinstance(value, Mapping) or is_relation(value):
-        if what in ("graph", "permutation") and len(tables) > 1:
+        if what in ("graph", "permutation", "node_keys") and len(tables) > 1:
             raise SourceError(
                 f"there are several tables; say whose {what} it is: {what}={{{next(iter(tables))!r}: ...}}"
             )

@@ -17,6 +17,7 @@ from featstore.order.permutation import degree_memory_bytes, degree_order
 from featstore.packing.graphs.csc import CscGraph
 from featstore.packing.graphs.opening import open_graph
 from featstore.packing.inputs import Inputs, node_mask
+from featstore.packing.keys.packed import PackedKeys
 from featstore.packing.progress import PackStages
 from featstore.packing.request import Options
 from featstore.packing.row_ids import inverse
@@ -51,13 +52,13 @@ def check_edge_rows(edges: int, rows: int | None, table: str = EDGE_FEATURES) ->
 class Orders:
     """Makes the orders of a pack's tables, and writes them and the graphs, durably.
 
-    ``edge_rows``: of the table whose rows the edges of the graph number, None where there is none, or nobody
-    knows yet.
+    ``keys``: those of the tables' nodes; ``edge_rows``: of the table whose rows the edges of the graph
+    number, None where there is none, or nobody knows yet.
     """
 
     def __init__(
         self, transaction: Transaction, inputs: Inputs, options: Options, stages: PackStages,
-        edge_rows: int | None = None,
+        keys: PackedKeys, edge_rows: int | None = None,
     ) -> None:  # fmt: skip
         self._edge_rows = edge_rows
         self.transaction, self.catalogue = transaction, transaction.catalogue
@@ -66,6 +67,7 @@ class Orders:
         self.graphs = {} if inputs.types else inputs.graphs  # by table
         self.options = options
         self._stages = stages
+        self._keys = keys
 
     def check(self, name: str, rows: int, progress: TableProgress) -> None:
         """Raise FormatError, CorruptionError unless the order in the journal is one: kernels follow it."""
@@ -204,6 +206,7 @@ class Orders:
         return open_graph(
             spec, nodes=rows, memory_bytes=self.options.memory_bytes // 2, scratch_dir=self.generation.spill,
             key=self.options.graph_key.get(name), edge_ids=self._numbered(name),
+            ends=self._keys.ends(name, name),
         )  # fmt: skip
 
     def write(

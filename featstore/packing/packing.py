@@ -49,6 +49,7 @@ def pack(
     key: str | Sequence[str] | Mapping[str, Any] | None = None,
     columns: str | int | Sequence[str | int] | Mapping[str, Any] | None = None,
     id: str | int | Mapping[str, str | int] | None = None,
+    node_keys: Any = None,
     graph_key: str | Mapping[str, str] | None = None,
     memory: int | str = "1GiB",
     seed: int = 0,
@@ -112,6 +113,15 @@ def pack(
         id: the column of such a table that says whose row it is: node ids 0 to n-1, each once; rows are
             placed by it. Without it row i is node i. Ids take 12 bytes a row of ``memory``, 16 where the
             number of rows is unknown, 20 where the order is another than by id.
+        node_keys: what you know the nodes of a table by, where that is not 0 to n-1: strings or whole
+            numbers, one a row, each once; they are kept, and :meth:`featstore.Store.ids` finds nodes by them.
+            ``"id"``: the column that ``id=`` names, and rows stay in the order of the file; or an array, a
+            list, a column of Arrow, pandas or polars, or the path of a ``.npy``, of Parquet or Arrow with one
+            column, or of a ``.txt`` with a key a line. Row i is node i. In text files keys are strings as
+            they are written. The ends of the table's edges are keys then, too, where ``graph`` is a list of
+            edges: an array of texts or numbers, a mapping (by table) or frame with columns source and target,
+            Parquet, Arrow, ``.csv`` or ``.tsv`` whose first line names its columns. Of an edge type they are
+            keys of the source type and of the target type, where these have such.
         graph_key: the member or columns of the graph's file with the edges.
         memory: budget for everything the pack holds in memory beyond the bare process, in bytes or as
             ``"512MiB"``.
@@ -157,6 +167,7 @@ def pack(
     inputs = parse_inputs(
         features, graph, arrays, reading, numbered=topology is not False and edge_ids is not False,
         edge_values={part: value for part, value in values.items() if value is not None},
+        node_keys=node_keys,
     )  # fmt: skip
     options = Options.of(
         inputs, memory=memory, order=order, permutation=permutation, partitions=partitions, seed=seed,

@@ -18,9 +18,9 @@ __all__ = ["PackStages", "Progress"]
 class Progress:
     """How far a stage of a table is: ``done_bytes`` of ``total_bytes``, which is None where it is not known.
 
-    ``stage``: ``ids`` and ``count`` (ids, or rows whose number is unknown, are read); ``graph``, ``order``
-    and ``topology`` (no bytes are counted); ``read`` (rows, to their places in memory) or ``spill`` (to
-    files, by where they belong), and ``write``.
+    ``stage``: ``ids``, ``keys`` and ``count`` (ids, keys, or rows whose number is unknown, are read);
+    ``graph``, ``order`` and ``topology`` (no bytes are counted); ``read`` (rows, to their places in memory)
+    or ``spill`` (to files, by where they belong), and ``write``.
     """
 
     stage: str

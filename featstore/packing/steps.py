@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from featstore.layout import TableLayout
 from featstore.packing import permute, spill
 from featstore.packing.convert import ValueReport, target_dtype
 from featstore.packing.inputs import Inputs, described, identity
+from featstore.packing.keys.packed import PackedKeys
 from featstore.packing.ordering import Orders, check_edge_rows, load
 from featstore.packing.progress import PackStages, Progress
 from featstore.packing.request import Options
@@ -24,12 +26,12 @@ from featstore.packing.sources.opening import FeatureSource
 from featstore.packing.typed import TypedOrders
 from featstore.storage.edge_types import EDGE_FEATURES
 from featstore.storage.manifest import (
+    KEYS_FEATURE,
     ArrayEntry,
     GraphEntry,
     OrderEntry,
     TableEntry,
     array_chunk,
-    graph_features,
 )
 from featstore.storage.table_writer import (
     TableWriter,
@@ -38,7 +40,7 @@ from featstore.storage.table_writer import (
     write_rows_metadata,
     zarr_group_json,
 )
-from featstore.storage.transaction import Transaction
+from featstore.storage.transaction import Transaction, graph_features
 from featstore.units import PAGE_BYTES
 
 _DISK_SLACK_BYTES = 1 << 20
@@ -57,6 +59,7 @@ def pack_fingerprint(inputs: Inputs, options: Options) -> dict[str, Any]:
         **({"edge_ids": True} if options.edge_ids else {}),
         **({"types": inputs.types} if inputs.types else {}),
         **({"values": values} if (values := _values_fingerprint(inputs)) else {}),
+        **({"node_keys": {n: dict(k.fingerprint) for n, k in inputs.keys.items()}} if inputs.keys else {}),
     }  # fmt: skip
 
 
@@ -85,17 +88,24 @@ class Packing:
         self._ids: dict[str, Path] = {}  # of tables whose rows are placed by ids
 
     def run(self) -> None:
-        inputs, orders_class = self.inputs, TypedOrders if self.inputs.types else Orders
-        self.transaction.start(pack_fingerprint(inputs, self.options))
+        self.transaction.start(pack_fingerprint(self.inputs, self.options))
         self.disk.mkdir(self.generation.spill)
         for table in self.tables:
             self._read_ids(table)
-        self._check_space()
+        keys = PackedKeys(
+            self.inputs.keys, self.disk, self.generation.spill, self.options.memory_bytes, self._stages
+        )
+        with closing(keys):
+            self._check_space(keys.bytes)
+            self._run(keys)
+
+    def _run(self, keys: PackedKeys) -> None:
         edge_source = self._edge_source()
         rows = None if edge_source is None else edge_source.rows
-        orders = orders_class(self.transaction, inputs, self.options, self._stages, rows)
-        orders.prepare({name: self._layout(name) for name in inputs.types and sorted(inputs.ordered)})
-        entries = {table: self._table(table, orders) for table in self.tables}
+        inputs, orders_class = self.inputs, TypedOrders if self.inputs.types else Orders
+        orders = orders_class(self.transaction, inputs, self.options, self._stages, keys, rows)
+        orders.prepare({name: self._layout(name, keys) for name in inputs.types and sorted(inputs.ordered)})
+        entries = {table: self._table(table, orders, keys) for table in self.tables}
         graphs: dict[str, GraphEntry] = {}
         for name in inputs.types or self.tables:
             progress = self.transaction.journal.table(name)
@@ -113,11 +123,14 @@ class Packing:
         array_entries = {n: write_array(self.catalogue, f"{root}/{n}", a) for n, a in inputs.arrays.items()}
         groups = ["arrays"] if inputs.arrays else []
         groups += ["graphs", *(f"graphs/{g}" for g in graphs)] if graphs else []
+        key_entries = keys.write(self.catalogue, self.generation.name)
+        groups += ["keys"] if key_entries else []
         sources = {n: described(s) for n, s in self.tables.items()}
         self.transaction.commit(
-            groups, tables=entries, arrays=array_entries, features=graph_features(graphs.values()),
+            groups, tables=entries, arrays=array_entries,
+            features=graph_features(graphs.values()) + [KEYS_FEATURE] * bool(key_entries),
             provenance={"seed": self.options.seed, "sources": sources}, graphs=graphs,
-            featureless=inputs.featureless,
+            featureless=inputs.featureless, keys=key_entries,
         )  # fmt: skip
 
     def _edge_source(self) -> FeatureSource | None:
@@ -125,10 +138,10 @@ class Packing:
         alone = self.options.edge_ids and len(self.inputs.graphs) == 1 and not self.inputs.types
         return self.tables.get(EDGE_FEATURES) if alone else None
 
-    def _check_space(self) -> None:
+    def _check_space(self, more_bytes: int) -> None:
         """Raise DiskFullError before the first byte if the disk cannot hold the store and the largest
         spill."""
-        needed, largest = _DISK_SLACK_BYTES, 0
+        needed, largest = _DISK_SLACK_BYTES + more_bytes, 0
         for name, source in self.tables.items():
             rows = source.rows or 0
             size = rows * self._row_bytes(name)
@@ -153,7 +166,7 @@ class Packing:
     def _read_ids(self, name: str) -> None:
         """Read the ids of a table's rows, if it has a column of them, and keep them beside the spill."""
         source = self.tables[name]
-        if source.chosen is None or source.chosen.id is None:
+        if source.chosen is None or not source.chosen.placing:
             return
         total = None if source.rows is None else 8 * source.rows
         self._stages.begin("ids", name, total)
@@ -168,14 +181,15 @@ class Packing:
             self._ids[name] = self.generation.spill / f"{name}.ids"
             write_ids(ids, self.disk, self._ids[name])
 
-    def _layout(self, name: str) -> TableLayout:
+    def _layout(self, name: str, keys: PackedKeys) -> TableLayout:
         source = self._counted(name)
         assert source.rows is not None
+        keys.check(name, source.rows)
         return TableLayout.choose(source.rows, self._row_bytes(name))
 
-    def _table(self, name: str, orders: Orders) -> TableEntry:
+    def _table(self, name: str, orders: Orders, keys: PackedKeys) -> TableEntry:
         """Write one table whole; returns its entry."""
-        layout, progress = self._layout(name), self.transaction.journal.table(name)
+        layout, progress = self._layout(name, keys), self.transaction.journal.table(name)
         source = self.tables[name]
         base = f"{self.generation.name}/tables/{name}"
         self.catalogue.directory(f"{base}/rows")

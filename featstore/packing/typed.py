@@ -137,6 +137,7 @@ class TypedOrders(Orders):
                 self.inputs.graphs[name], nodes=layouts[target].rows, source_nodes=layouts[source].rows,
                 memory_bytes=(memory - held) // 2, scratch_dir=scratch,
                 key=self.options.graph_key.get(name), edge_ids=self._numbered(name),
+                ends=self._keys.ends(source, target),
             )  # fmt: skip
             self.check_edges(name, graph.edges)
             if counts:

@@ -11,6 +11,7 @@ report is the complete list of what to restore. It needs only a readable manifes
 - ``row_of_node`` and ``node_of_row`` are inverse permutations, ``rows_by_degree`` is one, partition offsets
   ascend (:mod:`featstore.scrub.tables`);
 - the tables of graphs as any other, and what their numbers mean (:mod:`featstore.scrub.graph`);
+- keys and their index, of which each must lead to the other (:mod:`featstore.scrub.keys`);
 - ``rows_digest``, from end to end: the digest of (node id, row) that the pack computed over its *source*.
 
 All passes are sequential and hold two blocks of 4 MiB (and twice the largest row); graphs are looked at in
@@ -35,6 +36,7 @@ from featstore.engine.files import Access
 from featstore.errors import CorruptionError, DeviceError, IncompleteStoreError
 from featstore.scrub.blocks import Blocks
 from featstore.scrub.graph import scrub_graph
+from featstore.scrub.keys import scrub_keys
 from featstore.scrub.report import Findings, Progress, VerifyReport, listed
 from featstore.scrub.tables import margin_for, scrub_featureless, scrub_metadata, scrub_table
 from featstore.scrub.whole_lists import scrub_whole_lists
@@ -125,6 +127,8 @@ def _scrub(
             scrub_graph(findings, graph, *rows)
         for name in manifest.featureless:
             scrub_featureless(findings, manifest.tables[name])
+        for keys in manifest.keys.values():
+            scrub_keys(findings, keys)
         if manifest.family is not None:
             scrub_whole_lists(findings, entries, manifest.family)
         unlisted = _unlisted(findings, entries, manifest.generation)

@@ -24,8 +24,12 @@ from featstore.base.system import refusal
 from featstore.errors import StoreExistsError
 
 _NAME = r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,254}"
-_PART = rf"(?:tables|arrays|graphs)(?:/{_NAME})"
-_SCRATCH = "spool|next|rows|host|ahead|moves|misses|packed|shared|found|buckets|resident|device"
+_KINDS = r"(?:tables|arrays|graphs|keys)"
+_PART = rf"{_KINDS}(?:/{_NAME})"
+_SCRATCH = (
+    "spool|next|rows|host|ahead|moves|misses|packed|shared|found|buckets|resident|device"
+    "|key-(?:values|ends|hashes|pairs|sorted|ids|edges|order|runs)"
+)
 
 #: The end of a name under which :meth:`featstore.storage.disk.Disk.replace_file` writes; older versions had
 #: no number in it.
@@ -46,8 +50,8 @@ class Belongings:
 
 #: Of a generation's directory.
 GENERATION = Belongings.of(
-    rf"(?:(?:tables|arrays|graphs)(?:/{_NAME}){{0,6}}/)?zarr\.json|{_PART}{{1,6}}/c(?:\.[0-9]+)*",
-    rf"(?:tables|arrays|graphs)(?:/{_NAME}){{0,6}}",
+    rf"(?:{_KINDS}(?:/{_NAME}){{0,6}}/)?zarr\.json|{_PART}{{1,6}}/c(?:\.[0-9]+)*",
+    rf"{_KINDS}(?:/{_NAME}){{0,6}}",
 )
 #: Of a spill directory.
 SPILL = Belongings.of(

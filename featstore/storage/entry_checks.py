@@ -33,7 +33,7 @@ def check_numbers(
     name: str, table: TableEntry, rows: int, dtypes: tuple[str, ...], manifest: Manifest,
     files: dict[str, FileEntry],
 ) -> None:  # fmt: skip
-    """A table of plain numbers, of which a graph consists."""
+    """A table of plain numbers, of which a graph or keys consist."""
     check_table(name, table, manifest.generation, files)
     if table.row_shape or table.dtype not in dtypes or table.rows != rows:
         raise FormatError(

@@ -13,13 +13,13 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Iterable
 from typing import Any, Literal
 
 import msgspec
 
 from featstore.arguments import shown
 from featstore.base.dtypes import Scalar, dtype_from_name
+from featstore.base.keys import KeyKind
 from featstore.errors import FeatstoreError, FormatError
 from featstore.layout import TableLayout
 from featstore.storage.edge_types import EdgeType
@@ -36,6 +36,7 @@ GATHERED_FEATURE = "gathered"
 SPLIT_GRAPHS_FEATURE = "split-graphs"
 RELATIONS_FEATURE = "relations"
 EDGE_VALUES_FEATURE = "edge_values"
+KEYS_FEATURE = "keys"
 READER_FEATURES: frozenset[str] = frozenset(
     {
         GRAPHS_FEATURE,
@@ -46,6 +47,7 @@ READER_FEATURES: frozenset[str] = frozenset(
         SPLIT_GRAPHS_FEATURE,
         RELATIONS_FEATURE,
         EDGE_VALUES_FEATURE,
+        KEYS_FEATURE,
     }
 )
 WRITER_FEATURES: frozenset[str] = frozenset()
@@ -171,6 +173,25 @@ def edge_parts(entry: GraphEntry | HubsEntry) -> dict[str, TableEntry]:
     return {name: table for name, table in parts.items() if table is not msgspec.UNSET}
 
 
+class KeysEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the user calls the nodes of a table: ``values`` by node id, numbers, or the bytes of strings that
+    ``offsets`` cut; and an index to find them by. ``hashes`` ascend, ``ids`` are the nodes that they are of,
+    and ``starts[i]`` of 2**b + 1 says how many hashes there are whose upper b bits are less than i."""
+
+    kind: KeyKind
+    values: TableEntry
+    hashes: TableEntry
+    ids: TableEntry
+    starts: TableEntry
+    offsets: TableEntry | msgspec.UnsetType = msgspec.UNSET
+
+    @property
+    def parts(self) -> dict[str, TableEntry]:
+        """Its tables by name."""
+        found = {"values": self.values, "hashes": self.hashes, "ids": self.ids, "starts": self.starts}
+        return found if self.offsets is msgspec.UNSET else found | {"offsets": self.offsets}
+
+
 class CompiledTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a compiled trace has of one table of its base store: names of tables and of an array in the same
     manifest.
@@ -271,9 +292,9 @@ class FamilyEntry(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A store's catalogue; see the module's text. ``graphs``, edge ids of any, ``compiled`` and ``family``
-    need the reader features of these names; ``featureless``, names of tables of nodes that have no features,
-    needs ``relations``."""
+    """A store's catalogue; see the module's text. ``graphs``, edge ids of any, ``compiled``, ``family`` and
+    ``keys`` need the reader features of these names; ``featureless``, names of tables of nodes that have no
+    features, needs ``relations``."""
 
     format: Literal["featstore"]
     version: int
@@ -289,6 +310,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     compiled: CompiledEntry | None = None
     family: FamilyEntry | None = None
     featureless: list[str] = msgspec.field(default_factory=list)
+    keys: dict[str, KeysEntry] = msgspec.field(default_factory=dict)
 
     @property
     def edge_types(self) -> list[EdgeType]:
@@ -299,8 +321,9 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     @property
     def all_tables(self) -> dict[str, TableEntry]:
         """Every table, those that graphs consist of too: ``GRAPH/offsets``, ``GRAPH/sources``,
-        ``GRAPH/hubs``, and ``GRAPH/edge_ids``, ``GRAPH/hub_edge_ids`` and so on (:func:`edge_parts`); and of
-        whole lists ``GRAPH/lists/offsets``, ``GRAPH/lists/sources``."""
+        ``GRAPH/hubs``, and ``GRAPH/edge_ids``, ``GRAPH/hub_edge_ids`` and so on (:func:`edge_parts`); of
+        whole lists ``GRAPH/lists/offsets``, ``GRAPH/lists/sources``; and of keys ``TABLE/keys/values`` and
+        so on."""
         inner: dict[str, TableEntry] = {}
         for name, graph in self.graphs.items():
             inner |= {f"{name}/offsets": graph.offsets, f"{name}/sources": graph.sources}
@@ -314,6 +337,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
                     f"{name}/lists/offsets": split.lists.offsets,
                     f"{name}/lists/sources": split.lists.sources,
                 }
+        for name, keys in self.keys.items():
+            inner |= {f"{name}/keys/{part}": table for part, table in keys.parts.items()}
         return self.tables | inner
 
     @property
@@ -321,19 +346,6 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
         """Why this library must not write to the store; empty if it may."""
         unknown = sorted(set(self.writer_features) - WRITER_FEATURES)
         return f"it uses writer features this version does not know: {', '.join(unknown)}" if unknown else ""
-
-
-def graph_features(graphs: Iterable[GraphEntry]) -> list[str]:
-    """The reader features that a store of these graphs needs."""
-    found = list(graphs)
-    parts = {part for graph in found for part in edge_parts(graph)}
-    typed = any(graph.edge_type is not None for graph in found)
-    return (
-        [GRAPHS_FEATURE] * bool(found)
-        + [EDGE_IDS_FEATURE] * ("edge_ids" in parts)
-        + [RELATIONS_FEATURE] * typed
-        + [EDGE_VALUES_FEATURE] * bool(parts - {"edge_ids"})
-    )
 
 
 def zarr_axes(row_shape: list[int], dtype: str) -> int:

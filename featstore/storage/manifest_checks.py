@@ -34,6 +34,7 @@ from featstore.storage.manifest import (
     HALO_IDS,
     HALO_NODES,
     HOSTS_MAX,
+    KEYS_FEATURE,
     RELATIONS_FEATURE,
     ROWS_MAX,
     SPLIT_GRAPHS_FEATURE,
@@ -41,12 +42,15 @@ from featstore.storage.manifest import (
     FamilyEntry,
     FileEntry,
     GraphEntry,
+    KeysEntry,
     Manifest,
     WholeListsEntry,
     check_name,
     edge_parts,
 )
 
+#: Of an index of keys: by so many upper bits of a hash, at most.
+KEY_BITS_MAX = 40
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _UUID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-8[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}")
 
@@ -75,6 +79,10 @@ def check_manifest(manifest: Manifest) -> None:
         check_name(name, "graph")
         _check_graph(name, graph, manifest, files)
     _check_featureless(manifest)
+    if manifest.keys and KEYS_FEATURE not in manifest.reader_features:
+        raise FormatError(f"there are keys, but the reader feature {KEYS_FEATURE!r} is not named")
+    for name, keys in manifest.keys.items():
+        _check_keys(name, keys, manifest, files)
     if manifest.compiled is not None:
         _check_compiled(manifest, manifest.compiled)
     elif GATHERED_FEATURE in manifest.reader_features:
@@ -267,6 +275,28 @@ def _check_graph(name: str, graph: GraphEntry, manifest: Manifest, files: dict[s
         raise FormatError(f"{what} has hubs of the impossible shape {graph.hubs.rows.shape}")
     check_vector(f"{what}'s hubs", graph.hubs.rows, ROW_DTYPES, hubs, generation, files)
     check_vector(f"{what}'s hub offsets", graph.hubs.offsets, "int64", hubs + 1, generation, files)
+
+
+def _check_keys(name: str, keys: KeysEntry, manifest: Manifest, files: dict[str, FileEntry]) -> None:
+    nodes = manifest.tables.get(name)
+    if nodes is None:
+        raise FormatError(f"there are keys of the table {name!r}, which does not exist")
+    if (keys.kind == "utf8") != (keys.offsets is not UNSET):
+        raise FormatError(
+            f"the keys of {name!r} are of kind {keys.kind}: strings, and they alone, have offsets"
+        )
+    bits = (keys.starts.rows - 1).bit_length() - 1
+    if keys.starts.rows != 2**bits + 1 or not 0 <= bits <= KEY_BITS_MAX:
+        raise FormatError(f"the index of the keys of {name!r} has {keys.starts.rows} starts")
+    sizes = {"hashes": nodes.rows, "ids": nodes.rows, "starts": 2**bits + 1, "offsets": nodes.rows + 1}
+    dtypes = {"hashes": ("uint64",), "ids": ROW_DTYPES}
+    for part, table in keys.parts.items():
+        if part == "values":
+            kind, rows = ("uint8", table.rows) if keys.kind == "utf8" else ("int64", nodes.rows)
+            check_numbers(f"{name}/keys/values", table, rows, (kind,), manifest, files)
+        else:
+            dtype = dtypes.get(part, ("int64",))
+            check_numbers(f"{name}/keys/{part}", table, sizes[part], dtype, manifest, files)
 
 
 def _check_relation(name: str, graph: GraphEntry, manifest: Manifest) -> None:

@@ -22,10 +22,16 @@ from featstore.storage.disk import Disk
 from featstore.storage.generations import begin, collect, commit
 from featstore.storage.journal import Journal, State, TableProgress
 from featstore.storage.manifest import (
+    EDGE_IDS_FEATURE,
+    EDGE_VALUES_FEATURE,
     FORMAT_VERSION,
+    GRAPHS_FEATURE,
+    RELATIONS_FEATURE,
     ArrayEntry,
+    GraphEntry,
     Manifest,
     TableEntry,
+    edge_parts,
     encode_manifest,
     sealed,
 )
@@ -145,3 +151,16 @@ def write_generation(
         transaction.abandon(worth, error)
         raise
     collect(store, disk)
+
+
+def graph_features(graphs: Iterable[GraphEntry]) -> list[str]:
+    """The reader features that a store of these graphs needs."""
+    found = list(graphs)
+    parts = {part for graph in found for part in edge_parts(graph)}
+    typed = any(graph.edge_type is not None for graph in found)
+    return (
+        [GRAPHS_FEATURE] * bool(found)
+        + [EDGE_IDS_FEATURE] * ("edge_ids" in parts)
+        + [RELATIONS_FEATURE] * typed
+        + [EDGE_VALUES_FEATURE] * bool(parts - {"edge_ids"})
+    )

@@ -276,6 +276,30 @@ def split() -> Golden:
     )
 
 
+def keys() -> Golden:
+    """Keys: strings of one to four bytes a character and of none, over a permuted table, in several chunks;
+    numbers, some of them negative; and of a table without rows."""
+    index = np.arange(PAPERS)
+    texts = [f"10.{1000 + i * i % 7919}/{'é€𝄞x'[i % 4] * (i % 9)}{i}" for i in index.tolist()]
+    texts[17] = ""
+    return Golden(
+        tables={
+            "paper": numbers((PAPERS, 2), np.int16),
+            "user": numbers((300,), np.uint8),
+            "nobody": np.zeros((0, 2), np.uint8),
+        },
+        options={
+            "order": {"paper": "permutation", "user": "given", "nobody": "given"},
+            "permutation": {"paper": (index * 77 + 5) % PAPERS},
+            "node_keys": {
+                "paper": texts,
+                "user": (np.arange(300) - 40) ** 3 * 10**11 + 7,
+                "nobody": np.zeros(0, np.int64),
+            },
+        },
+    )
+
+
 STORES = {
     "sizes": sizes,
     "order": order,
@@ -283,6 +307,7 @@ STORES = {
     "graph": graph,
     "edges": edges,
     "typed": typed,
+    "keys": keys,
     "compiled": compiled,
 }
 #: Golden stores that are directories of several.

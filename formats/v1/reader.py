@@ -14,6 +14,7 @@ import re
 import stat
 import struct
 import sys
+from bisect import bisect_left
 from itertools import pairwise
 
 import numpy as np
@@ -94,6 +95,9 @@ MANIFEST = {"format": str, "version": int, "reader_features": list, "writer_feat
             "generation": str, "tables": dict, "arrays": dict, "files": list, "provenance": dict}  # fmt: skip
 
 
+KEYS = {"kind": str, "values": dict, "hashes": dict, "ids": dict, "starts": dict}
+
+
 class Refused(ValueError):
     """The store is damaged, of another version, or not to be trusted."""
 
@@ -162,11 +166,22 @@ def element(dtype):
     return made, "uint8", [made.itemsize]
 
 
+def hash_of(key):
+    """The hash of a key, section 16."""
+    x = key % 2**64 if type(key) is int else 0xCBF29CE484222325
+    for byte in key.encode() if type(key) is str else ():
+        x = (x ^ byte) * 0x100000001B3 % 2**64
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    x = (x ^ x >> 27) * 0x94D049BB133111EB % 2**64
+    return x ^ x >> 31
+
+
 class Store:
     """An open store: ``tables`` (rows in node id order), ``rows`` (in row order), ``arrays``, ``graphs``
     (offsets and sources, both of rows); all by name. ``compiled``, ``family``: what the manifest says of a
     compiled trace, of a split, or None. ``edge_ids``, ``weights``, ``times``: of edges by graph, None where
-    there are none; ``edge_types``: of graphs that have one. ``lists``: of a part whose graphs are split."""
+    there are none; ``edge_types``: of graphs that have one. ``keys``: of nodes by table, as int or str.
+    ``lists``: of a part whose graphs are split."""
 
     def __init__(self, path):
         self.path = path
@@ -191,13 +206,14 @@ class Store:
                 "split-graphs",
                 "relations",
                 "edge_values",
+                "keys",
             },
             "it needs features this reader lacks",
         )
         need(
             re.fullmatch(
                 "g[0-9]{6,}",
-                fields(m, MANIFEST, ("graphs", "compiled", "family", "featureless"))["generation"],
+                fields(m, MANIFEST, ("graphs", "compiled", "family", "featureless", "keys"))["generation"],
             ),
             "generation",
         )
@@ -251,6 +267,11 @@ class Store:
         need("compiled" in m or "gathered" not in features, "gathered rows of no compiled trace")
         self.compiled = self.checked(fields(m["compiled"], COMPILED)) if "compiled" in m else None
         need("family" in features or "family" not in m, "a family without the feature of that name")
+        need("keys" in features or not m.get("keys"), "keys without the feature of that name")
+        self.keys = {
+            n: self.named(len(self.rows[name(n)]), fields(k, KEYS, ("offsets",)))
+            for n, k in m.get("keys", {}).items()
+        }
         self.lists = {}
         self.family = self.related(fields(m["family"], FAMILY, FAMILY_MAY)) if "family" in m else None
 
@@ -403,6 +424,29 @@ class Store:
                     "hubs' lists are not the lists they copy",
                 )
         return offsets, sources, parts
+
+    def named(self, rows, k):
+        """The keys of a table's nodes, by node id; the index is what it should be."""
+        need(k["kind"] in ("int64", "utf8") and ("offsets" in k) == (k["kind"] == "utf8"), "a kind of keys")
+        values = self.numbers(k["values"], ["|u1"] if "offsets" in k else ["<i8"])
+        if "offsets" in k:
+            ends = self.numbers(k["offsets"], ["<i8"])
+            need(len(ends) == rows + 1 and ends[0] == 0 and ends[-1] == len(values), "offsets of keys")
+            need((np.diff(ends) >= 0).all() and (np.diff(ends) <= 2**16).all(), "offsets of keys")
+            keys = [values[a:b].tobytes().decode() for a, b in pairwise(ends.tolist())]
+        else:
+            keys = values.tolist()
+        need(len(keys) == len(set(keys)) == rows, "keys are not one for each node, all different")
+        found = [hash_of(key) for key in keys]
+        order = sorted(range(rows), key=lambda node: (found[node], node))
+        need(self.numbers(k["ids"], ["<i4", "<i8"]).tolist() == order, "the ids of an index of keys")
+        need(self.numbers(k["hashes"], ["<u8"]).tolist() == sorted(found), "the hashes of an index of keys")
+        starts = self.numbers(k["starts"], ["<i8"]).tolist()
+        bits = (len(starts) - 1).bit_length() - 1
+        need(0 <= bits <= 40 and len(starts) == 2**bits + 1, "the starts of an index of keys")
+        upper = [word >> 64 - bits for word in sorted(found)]
+        need(starts == [bisect_left(upper, i) for i in range(len(starts))], "the starts of an index of keys")
+        return keys
 
     def checked(self, c):
         """The description of a compiled trace; its tables and arrays are there and of the right kind."""
@@ -640,6 +684,9 @@ if __name__ == "__main__":
     for n, (offsets, sources) in store.graphs.items():
         kinds = [part for part in EDGE_PARTS if getattr(store, part)[n] is not None]
         print(f"graph {n}: {len(offsets) - 1} rows, {len(sources)} edges {' '.join(kinds)}".rstrip())
+        print(f"graph {n}: {len(offsets) - 1} rows, {len(sources)} edges")
+    for n, keys in store.keys.items():
+        print(f"keys {n}: {len(keys)}")
     if store.family:
         of = "the topology" if "host" not in store.family else f"host {store.family['host']}"
         print(f"{of} of a split of {store.family['hosts']} hosts")

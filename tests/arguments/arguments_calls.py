@@ -40,6 +40,7 @@ from featstore.loaders.compiled.trace import CompiledTrace
 from featstore.loaders.online.loader import OnlineLoader
 from featstore.loaders.rolling import RollingLoader
 from featstore.measure.calibrate import calibrate, measure
+from featstore.reader.keys import NodeKeys
 from featstore.reader.reader import Reader
 from featstore.sampling.neighbors import NeighborSampler
 from featstore.sampling.stored import StoredSampler
@@ -181,6 +182,22 @@ ARRAY = Rule(
     }
 )
 
+KEYS = Rule(
+    {
+        **NONSENSE,
+        "both": ["n1", 2],
+        "a null": ["n1", None],
+        "floats": np.zeros(3),
+        "bools": [True, False],
+        "half a pair": ["\ud800"],
+        "two axes": np.array([["n1"], ["n2"]]),
+        "beyond int64": [2**63],
+        "a text": "n1",
+        "a number": 3,
+    },
+    "key",
+)
+
 CALLS: dict[str, Call] = {
     # Opening.
     "Store": Call(
@@ -230,6 +247,19 @@ CALLS: dict[str, Call] = {
         {"fanouts": FANOUTS, "options": OPTION},
     ),
     "Store.zarr": Call(lambda w: (w.store.zarr, {"table": "features"}), {"table": NAME}),
+    "Store.ids": Call(
+        lambda w: (w.keyed.ids, {"table": "features"}),
+        {"table": NAME, "memory": MEMORY.and_also(too_little="64KiB")},
+    ),
+    "NodeKeys": Call(
+        lambda w: (NodeKeys, {"store": w.keyed, "table": "features"}),
+        {"store": STORE, "table": NAME, "memory": MEMORY},
+    ),
+    "NodeKeys.lookup": Call(
+        lambda w: (w.node_keys.lookup, {"keys": ["n1", "n2"]}),
+        {"keys": KEYS.and_also(numbers=[1, 2], unknown=["n1", "x"]), "missing": count(None, -1).optional},
+    ),
+    "NodeKeys.keys": Call(lambda w: (w.node_keys.keys, {"ids": [1, 2]}), {"ids": IDS}),
     "Store.compiled": Call(
         lambda w: (w.compiled.base.compiled, {"name": "default"}),
         {"name": PATH.and_also(another="no-such").saying("name|compiled")},
@@ -775,6 +805,7 @@ CALLS: dict[str, Call] = {
             "key": Rule({**NONSENSE, "for an array": "x", "a number": 3}, "key"),
             "columns": Rule({**NONSENSE, "for an array": ["a"], "a number": 3}, "columns"),
             "id": Rule({**NONSENSE, "for an array": "node_id", "a number": 3}, "id"),
+            "node_keys": KEYS.and_also(of_no_column="id", too_few=["n1"], no_file="no/such.npy"),
             "graph_key": Rule({**NONSENSE, "without a graph": "x", "a number": 3}, "graph_key"),
             "memory": MEMORY,
             "seed": SEED,

@@ -17,6 +17,7 @@ from featstore.loaders.compiled.loader import CompiledLoader
 from featstore.loaders.compiled.trace import CompiledTrace
 from featstore.loaders.online.loader import OnlineLoader
 from featstore.loaders.rolling import RollingLoader
+from featstore.reader.keys import NodeKeys
 from featstore.reader.reader import Reader
 from featstore.sampling.neighbors import NeighborSampler
 from featstore.sampling.stored import StoredSampler
@@ -80,6 +81,18 @@ class World:
     @cached_property
     def store(self) -> featstore.Store:
         return self.open(featstore.open(self.path))
+
+    @cached_property
+    def keyed(self) -> featstore.Store:
+        """A small store whose nodes have keys."""
+        keys = [f"n{node}" for node in range(50)]
+        return self.open(
+            featstore.pack(self.root / "keyed", self.rows[:50], node_keys=keys, disk=QuickDisk())
+        )
+
+    @cached_property
+    def node_keys(self) -> NodeKeys:
+        return self.open(self.keyed.ids("features"))
 
     @cached_property
     def reader(self) -> Reader:

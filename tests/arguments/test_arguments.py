@@ -30,8 +30,8 @@ CALLS = OTHERS | BUFFERS | TIERS | LOADER
 #: What objects of the package are, that are made by its functions. Classes of ``featstore.__all__`` are
 #: public anyhow.
 MADE = [
-    "featstore.storage.store:StoredGraph", "featstore.shared.client:BufferClient",
-
+    "featstore.storage.store:StoredGraph", "featstore.reader.keys:NodeKeys",
+    "featstore.shared.client:BufferClient",
     "featstore.loaders.compiled.trace:CompiledTrace", "featstore.loaders.compiled.loader:CompiledLoader",
     "featstore.loaders.online.loader:OnlineLoader", "featstore.loaders.rolling:RollingLoader",
     "featstore.sampling.neighbors:NeighborSampler",

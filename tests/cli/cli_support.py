@@ -13,7 +13,7 @@ ROWS, COLUMNS = 3000, 16
 #: What the JSON of `inspect` and of `pack` has alike.
 STORE_KEYS = {
     "schema", "store", "uuid", "format_version", "generation", "tables", "graphs", "arrays", "files",
-    "read_only_because", "provenance", "family",
+    "read_only_because", "provenance", "family", "keys",
 }  # fmt: skip
 
 Call = Callable[..., Result]

@@ -165,7 +165,7 @@ def test_columns_that_cannot_be_features_are_not_dropped(tmp_path: Path, kind: s
     with pytest.raises(SourceError, match=r"title \((string|text)\).*columns=.*id="):
         open_rows(path)
     assert np.array_equal(rows_of(open_rows(path, columns=["a", "b", "c"])), FEATURES[:40])
-    with pytest.raises(SourceError, match=r"0 to n-1.*not kept yet"):
+    with pytest.raises(SourceError, match=r"0 to n-1.*node_keys"):
         open_rows(path, id="title")
     for options, message in (
         ({"columns": "z"}, "no column 'z'"),

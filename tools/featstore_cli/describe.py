@@ -8,7 +8,7 @@ from featstore_cli.output import facts, table
 
 
 def describe_store(store: Any) -> dict[str, Any]:
-    """Identity, tables, graphs, arrays, files and provenance of an open store, as plain data."""
+    """Identity, tables, keys, graphs, arrays, files and provenance of an open store, as plain data."""
     manifest = store.manifest
     files = manifest.files
     return {
@@ -17,6 +17,7 @@ def describe_store(store: Any) -> dict[str, Any]:
         "format_version": manifest.version,
         "generation": manifest.generation,
         "tables": {name: describe_table(t) for name, t in store.tables.items()},
+        "keys": {name: describe_keys(k) for name, k in manifest.keys.items()},
         "graphs": {name: describe_graph(g) for name, g in store.graphs.items()},
         "arrays": {name: {"shape": list(a.shape), "dtype": a.dtype} for name, a in manifest.arrays.items()},
         "files": {"count": len(files), "bytes": sum(f.bytes for f in files)},
@@ -104,6 +105,25 @@ def describe_table(t: Any) -> dict[str, Any]:
         "statistics": statistics,
         "featureless": t.name in t.store.manifest.featureless,
     }
+
+
+def describe_keys(keys: Any) -> dict[str, Any]:
+    """The keys of one table as plain data. ``bytes`` are those of all their tables, the index included."""
+    return {
+        "kind": keys.kind,
+        "count": keys.hashes.rows,
+        "key_bytes": keys.values.rows * keys.values.row_bytes,
+        "bytes": sum(part.rows * part.row_bytes for part in keys.parts.values()),
+    }
+
+
+def render_keys(name: str, keys: dict[str, Any]) -> Any:
+    """Described keys, for people."""
+    from featstore.units import format_bytes
+
+    what = "strings" if keys["kind"] == "utf8" else "whole numbers"
+    own, all_of_it = format_bytes(keys["key_bytes"]), format_bytes(keys["bytes"])
+    return facts([(f"keys of {name!r}", f"{keys['count']:,} {what}, {own}, {all_of_it} with their index")])
 
 
 def describe_graph(g: Any) -> dict[str, Any]:

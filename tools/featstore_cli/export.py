@@ -35,7 +35,8 @@ def command(
 ) -> None:  # fmt: skip
     """Write rows of TABLE of STORE to a file, in the order of their node ids.
 
-    A .parquet file has a column `id` and one of the table's name; a .zarr directory is an array of zarr v3.
+    A .parquet file has a column `id`, one `key` where nodes have keys, and one of the table's name; a .zarr
+    directory is an array of zarr v3.
     """
     import featstore
 

@@ -118,7 +118,7 @@ def _reading(store: Any) -> dict[str, Any]:
 def _render(data: dict[str, Any], partitions: bool) -> None:
     from featstore.units import format_bytes
     from featstore_cli.compiled import render_compiled
-    from featstore_cli.describe import render_arrays, render_family, render_graph, render_table
+    from featstore_cli.describe import render_arrays, render_family, render_graph, render_keys, render_table
 
     reading, files = data["reading"], data["files"]
     model = reading["model"]
@@ -146,6 +146,8 @@ def _render(data: dict[str, Any], partitions: bool) -> None:
         show("", render_table(name, t, sources.get(name)))
         if partitions:
             show(_partitions(t))
+    for name, keys in data["keys"].items():
+        show("", render_keys(name, keys))
     for name, g in data["graphs"].items():
         show("", render_graph(name, g))
     for compiled in data["compiled"]:

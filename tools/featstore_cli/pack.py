@@ -20,7 +20,7 @@ from featstore_cli.output import facts, print_json, progress, rate_text, seconds
 from featstore_cli.pack_request import CASTS, ORDERS, PackRequest, flag_of
 
 _HUB_RANKS = ("degree", "external")
-_PATHS = ("features", "graph", "permutation", "edge_weights", "edge_times")
+_PATHS = ("features", "graph", "permutation", "node_keys", "edge_weights", "edge_times")
 
 
 @click.command("pack", context_settings={"show_default": True})
@@ -102,6 +102,12 @@ _PATHS = ("features", "graph", "permutation", "edge_weights", "edge_times")
     help="Their column of node ids, by which rows are placed.",
 )
 @click.option(
+    "--node-keys",
+    metavar="[TABLE=]id|PATH",
+    multiple=True,
+    help="What nodes are known by: the column of --id, or .npy .parquet .txt.",
+)
+@click.option(
     "--graph-key", metavar="[TABLE=]KEY", multiple=True, help="The member or columns with the edges."
 )
 @click.option(
@@ -148,6 +154,7 @@ def command(
     featstore pack store --features feat.bin --raw-dtype float32 --shape -1,128 --cast float16
     featstore pack store --features papers.parquet --id paper_id
     featstore pack store --features paper=p.npy --nodes author=5000 --graph author__writes__paper=w.npy
+    featstore pack store --features papers.parquet --id doi --node-keys id --graph cites.csv
     featstore pack store --trace mini-batches.trace --memory 1GiB --disk 3x
 
     Paths may hold a '='; a path that exists as it is written is taken as such. A pack that was stopped goes
@@ -247,7 +254,7 @@ def array_at(name: str, text: str) -> Any:
 
 
 def _report(store: Any, seconds: float, as_json: bool) -> None:
-    from featstore_cli.describe import describe_store, render_arrays, render_graph, render_table
+    from featstore_cli.describe import describe_store, render_arrays, render_graph, render_keys, render_table
 
     data = describe_store(store)
     packed = sum(t["bytes"] for t in data["tables"].values())
@@ -258,6 +265,7 @@ def _report(store: Any, seconds: float, as_json: bool) -> None:
         return
     sources = data["provenance"]["sources"]
     show(*(render_table(name, t, sources.get(name)) for name, t in data["tables"].items()))
+    show(*(render_keys(name, keys) for name, keys in data["keys"].items()))
     show(*(render_graph(name, g) for name, g in data["graphs"].items()))
     if data["arrays"]:
         show(render_arrays(data["arrays"]))

@@ -54,7 +54,7 @@ class PackRequest:
                 self._check_graphs(name)
             elif name not in ("features", "array", "nodes"):
                 check_tables(self.values[name], self.features, flag_of(name))
-        self._one_table("graph", "graph_key", "permutation")
+        self._one_table("graph", "graph_key", "permutation", "node_keys")
         for table in self.paths:
             self._check_table(table)
 
@@ -133,7 +133,7 @@ class PackRequest:
         parse: dict[str, Callable[[str], Any]] = {
             "graph": str, "graph_key": str, "order": str, "permutation": str, "partitions": int, "dtype": str,
             "cast": str, "raw_dtype": str, "shape": SHAPE.parse, "offset": int, "key": _names,
-            "columns": _names, "id": str,
+            "columns": _names, "id": str, "node_keys": str,
         }  # fmt: skip
         tables = [*self.features, *self.graphs]
         found: dict[str, Any] = {

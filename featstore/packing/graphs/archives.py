@@ -46,9 +46,9 @@ def open_npz(path: Path, nodes: int | None, building: Building, key: str | None)
     elif key is None and {"indptr", "indices"} <= keys:
         return _csc_npz(path, "", nodes, building, source)
     elif key is not None and key in keys:
-        stream = NpzEdges(path, (key,))
+        return building.listed(NpzEdges(path, (key,)), nodes, source)
     elif key is None and "edge_index" in keys:
-        stream = NpzEdges(path, ("edge_index",))
+        return building.listed(NpzEdges(path, ("edge_index",)), nodes, source)
     elif {f"{key or 'adj'}_indptr", f"{key or 'adj'}_indices"} <= keys:
         rows_of = nodes if building.source_nodes is None else building.source_nodes
         matrix = _csr_npz(path, f"{key or 'adj'}_", rows_of, memory_bytes)

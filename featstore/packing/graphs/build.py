@@ -34,6 +34,7 @@ from featstore.base.system import asking, refusal
 from featstore.errors import BudgetError, DiskFullError, SourceError
 from featstore.packing.graphs.csc import NO_IDS, CscGraph, EdgeIds, ids_text, numbers_between
 from featstore.packing.graphs.placing import count_targets, place_sources, sort_runs
+from featstore.packing.keys.translate import Ends, KeyEdges, NumberEdges, edges_in_ids
 from featstore.packing.sources.base import FileReader, bytes_of
 from featstore.storage.disk import Disk
 
@@ -97,12 +98,32 @@ class ScratchFile:
 class Building:
     """How a graph is built: within ``memory_bytes`` (None: as much as it takes), what does not fit in
     ``scratch_dir``; ``edge_ids``: with the places of its edges in the stream; ``source_nodes``: how many
-    nodes its sources are of, where they are others than the targets."""
+    nodes its sources are of, where they are others than the targets; ``ends``: the keys of its nodes."""
 
     memory_bytes: int | None = None
     scratch_dir: Path | None = None
     edge_ids: bool = False
     source_nodes: int | None = None
+    ends: Ends | None = None
+
+    def listed(self, stream: EdgeStream, nodes: int | None, source: dict[str, str | int]) -> CscGraph:
+        """The graph of a list of edges, whose ends are keys where the nodes have such."""
+        return (
+            self.graph(stream, nodes, source)
+            if self.ends is None
+            else self.keyed(NumberEdges(stream), nodes, source)
+        )
+
+    def keyed(self, stream: KeyEdges, nodes: int | None, source: dict[str, str | int]) -> CscGraph:
+        """The graph of a list of edges whose ends are keys."""
+        assert self.ends is not None
+        assert self.scratch_dir is not None
+        memory_bytes = 2**62 if self.memory_bytes is None else self.memory_bytes
+        edges = edges_in_ids(stream, self.ends, memory_bytes, self.scratch_dir, "graph")
+        try:
+            return self.graph(edges, nodes, source)
+        finally:
+            edges.close()
 
     def graph(self, stream: EdgeStream, nodes: int | None, source: dict[str, str | int]) -> CscGraph:
         """The graph of a stream of edges."""

@@ -217,7 +217,9 @@ class ParquetEdges:
 
 
 def as_ids(values: NDArray[Any]) -> NDArray[np.int64]:
-    """Contiguous int64 (unsigned ids of 2^63 and more come out negative, which no graph allows)."""
+    """Contiguous int64. Raises SourceError for unsigned numbers that it does not hold."""
+    if values.dtype == np.uint64 and len(values) and int(values.max()) >= 2**63:
+        raise SourceError(f"an end of an edge is {int(values.max())}, which does not fit int64")
     return np.ascontiguousarray(values, dtype=np.int64)
 
 

@@ -46,6 +46,8 @@ from featstore.packing.graphs.csc import (
 )
 from featstore.packing.graphs.edges import ArrayEdges, CsrEdges, NpyEdges, ParquetEdges, edge_axis
 from featstore.packing.graphs.text_edges import TextEdges
+from featstore.packing.keys.edges import key_edges
+from featstore.packing.keys.translate import Ends
 from featstore.packing.sources.arrays import tensor_to_numpy
 from featstore.packing.sources.base import file_fingerprint, stat_of
 from featstore.packing.sources.pyg import PygEdges, edges_by_relation, node_and_edge_stores
@@ -65,6 +67,7 @@ def open_graph(
     key: str | None = None,
     edge_ids: bool = False,
     source_nodes: int | None = None,
+    ends: Ends | None = None,
 ) -> CscGraph:
     """The graph that ``spec`` describes (see the module's table), validated.
 
@@ -80,12 +83,19 @@ def open_graph(
             values of the matrix that ``spec`` is.
         source_nodes: number of nodes that sources are of, where these are others than the ``nodes``, which
             are the targets; then a matrix is ``[source_nodes, nodes]``.
+        ends: the keys of its nodes: those at the ends of a list of edges are then keys. Matrices, CSC and
+            PyG's edges speak of node ids all the same, which are their places.
 
     Raises SourceError (unreadable, ids out of range, index pointers that do not ascend, another number of
     nodes), BudgetError, DiskFullError, DeviceError.
     """
     scratch_dir = None if scratch_dir is None else real_path(scratch_dir)
-    building = Building(memory_bytes, scratch_dir, edge_ids, source_nodes)
+    building = Building(memory_bytes, scratch_dir, edge_ids, source_nodes, ends)
+    if ends is not None and ends.textual:
+        kinds = tuple(None if spool is None else spool.kind for spool in (ends.sources, ends.targets))
+        found = key_edges(spec, key, (kinds[0], kinds[1]))
+        if found is not None:
+            return building.keyed(found[0], nodes, found[1])
     if isinstance(spec, (str, os.PathLike)):
         return _open_path(Path(spec), nodes, building, key)
     if key is not None:
@@ -105,7 +115,8 @@ def open_graph(
     sources, targets = (edge_index[0], edge_index[1]) if axis == 0 else (edge_index[:, 0], edge_index[:, 1])
     stream = ArrayEdges(sources, targets, "<edge_index>")
     source = array_source("edge_index", np.moveaxis(edge_index, axis, 1))
-    return building.graph(stream, nodes, source)
+    places = isinstance(edge_index, PygEdges)
+    return (building.graph if places else building.listed)(stream, nodes, source)
 
 
 def _array_of(spec: Any, name: str) -> NDArray[Any]:
@@ -193,7 +204,7 @@ def _open_path(path: Path, nodes: int | None, building: Building, key: str | Non
             "or .parquet"
         )
     source = file_fingerprint(suffix[1:], path, key=key or "")
-    return building.graph(stream, nodes, source)
+    return building.listed(stream, nodes, source)
 
 
 def _open_ogb(folder: Path, nodes: int | None, building: Building) -> CscGraph:

@@ -8,9 +8,7 @@ these columns are taken.
 
 from __future__ import annotations
 
-import gzip
 import re
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,10 +19,7 @@ from featstore.base.compilation import njit
 from featstore.errors import SourceError
 from featstore.packing.graphs.columns import ends_of, left_out
 from featstore.packing.graphs.edges import Edges
-from featstore.packing.sources.text import open_text
-
-TEXT_CHUNK_BYTES = 1 << 20
-TEXT_LINE_BYTES_MAX = 64 << 20
+from featstore.packing.sources.lines import line_chunks
 
 
 @njit(cache=True, nogil=True)
@@ -53,7 +48,7 @@ def parse_pairs(
                 while at < size and 48 <= text[at] <= 57:
                     value = value * 10 + (text[at] - 48)
                     at += 1
-                if at == first or at - first > 18:
+                if at == first or at - first > 19 or value < 0:  # beyond int64
                     return pairs, first
                 if at < size and text[at] not in (9, 10, 13, 32, 44, 59):
                     return pairs, at
@@ -121,28 +116,7 @@ class TextEdges:
             return
 
     def _chunks(self) -> Iterator[tuple[bytes, int]]:
-        """Whole lines of the file, about a mebibyte at a time, with the number of the first of them."""
-        rest, line = b"", 0
-        try:
-            with open_text(self._path) as file:
-                while data := file.read(TEXT_CHUNK_BYTES):
-                    cut = data.rfind(b"\n") + 1
-                    if cut == 0:
-                        rest += data
-                        if len(rest) > TEXT_LINE_BYTES_MAX:
-                            raise SourceError(
-                                f"{self.name}: line {line + 1:,} has no end; this is no text file of edges"
-                            )
-                        continue
-                    whole, rest = rest + data[:cut], data[cut:]
-                    yield whole, line
-                    line += whole.count(b"\n")
-                if rest:
-                    yield rest, line
-        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise SourceError(
-                f"{self.name}: cannot be decompressed ({error}); it is damaged or cut off"
-            ) from error
+        return line_chunks(self._path)
 
     def blocks(self, block_edges: int) -> Iterator[Edges]:
         """Runs of edges; see `EdgeStream`."""

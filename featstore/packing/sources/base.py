@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from featstore.arguments import need_package, shown
 from featstore.base.dtypes import CONVERT_ADDED, added_type
 from featstore.base.files import open_given, open_stream, read_fully
+from featstore.base.keys import KeyBlock
 from featstore.base.system import asking, refusal
 from featstore.errors import ArgumentError, MissingPackageError, SourceError
 from featstore.packing.sources.columns import ChosenColumns
@@ -77,7 +78,7 @@ class FeatureSource(abc.ABC):
         held_bytes: memory held during a pass beside the block itself (a decompressed row group, for example).
         replayable: whether `blocks` may be called again from the start.
         chosen: of a table with named columns, which are taken; rows are placed by the column ``chosen.id``,
-            if there is one.
+            if there is one, or it holds their keys (``chosen.keyed``).
     """
 
     chosen: ChosenColumns | None = None
@@ -142,6 +143,10 @@ class FeatureSource(abc.ABC):
         Raises SourceError for ids that are no whole numbers.
         """
         raise SourceError(f"{self.name}: has no column of ids; give id= for a table with named columns")
+
+    def keys(self) -> Iterator[KeyBlock]:
+        """Keys of the rows, in their order, of sources with ``chosen.keyed`` alone. Raises SourceError."""
+        raise SourceError(f"{self.name}: has no column of keys; give id= for a table with named columns")
 
     @abc.abstractmethod
     def fingerprint(self) -> dict[str, str | int]:

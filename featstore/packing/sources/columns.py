@@ -24,7 +24,15 @@ from numpy.typing import NDArray
 from featstore.base.warning import warn
 from featstore.errors import SourceError
 
-__all__ = ["ALL_COLUMNS", "ChosenColumns", "Column", "choose_columns", "refuse_id_values", "whole_ids"]
+__all__ = [
+    "ALL_COLUMNS",
+    "ChosenColumns",
+    "Column",
+    "KeyColumn",
+    "choose_columns",
+    "refuse_id_values",
+    "whole_ids",
+]
 
 #: ``columns`` of this takes every column as a feature, whatever it looks like.
 ALL_COLUMNS = "*"
@@ -42,6 +50,11 @@ _ID_NAME = re.compile(
 )
 
 
+class KeyColumn(str):
+    """As ``id``: the name of a column of keys. Rows stay in the order of the file, which numbers the nodes,
+    and the column says what the user calls them."""
+
+
 @dataclass(frozen=True)
 class Column:
     """A column: its name, whether it holds ``number``, ``list`` (of numbers) or ``other``, and its type."""
@@ -53,11 +66,18 @@ class Column:
 
 @dataclass(frozen=True)
 class ChosenColumns:
-    """Positions of the columns taken as features, in order, of the column of ids (or None), and all names."""
+    """Positions of the columns taken as features, in order, of the column of ids (or None), and all names.
+    ``keyed``: the column of ids holds keys, and rows are not placed by it."""
 
     taken: tuple[int, ...]
     id: int | None
     names: tuple[str, ...]
+    keyed: bool = False
+
+    @property
+    def placing(self) -> bool:
+        """Whether rows are placed by ids."""
+        return self.id is not None and not self.keyed
 
     def described(self) -> dict[str, str]:
         """For people: what is taken, what is left out, and what places the rows."""
@@ -65,7 +85,11 @@ class ChosenColumns:
         out = {"columns": listed(self.names[k] for k in self.taken)}
         if rest:
             out["left_out"] = listed(self.names[k] for k in rest)
-        out["placed_by"] = "the order of the file" if self.id is None else f"id {self.names[self.id]!r}"
+        out["placed_by"] = "the order of the file"
+        if self.id is not None:
+            out["placed_by"] = (
+                f"{'the order of the file, keys' if self.keyed else 'id'} {self.names[self.id]!r}"
+            )
         return out
 
 
@@ -91,12 +115,12 @@ def choose_columns(
 ) -> ChosenColumns:
     """The columns to take; see the module's text. Raises SourceError that names columns and what to do."""
     names = tuple(column.name for column in columns)
-    placed_by = None if id is None else _position(names, id, "id", name)
-    if placed_by is not None and columns[placed_by].kind != "number":
+    placed_by, keyed = None if id is None else _position(names, id, "id", name), isinstance(id, KeyColumn)
+    if placed_by is not None and columns[placed_by].kind != "number" and not keyed:
         raise SourceError(
             f"{name}: id={names[placed_by]!r} is a column of {columns[placed_by].type}; ids must be whole "
-            "numbers, 0 to n-1, each once. Keys of another kind are not kept yet: number them first, and "
-            "keep the list of keys beside the store"
+            "numbers, 0 to n-1, each once. Where it holds the keys that you know the rows by, say so: "
+            "node_keys='id' (--node-keys id)"
         )
     if wanted is None or wanted == ALL_COLUMNS:
         taken = [k for k in range(len(columns)) if k != placed_by]
@@ -128,7 +152,7 @@ def choose_columns(
             f"row, their types are {', '.join(sorted(types))}; name columns of one type with columns=, and "
             "the one that holds ids with id=, or convert them first"
         )
-    return ChosenColumns(tuple(taken), placed_by, names)
+    return ChosenColumns(tuple(taken), placed_by, names, keyed)
 
 
 def check_beside(shapes: Mapping[str, tuple[int, ...]], taken: str, name: str) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from featstore.base.keys import KeyBlock, as_keys
 from featstore.errors import SourceError
 from featstore.packing.sources.base import READ_PIECE_BYTES, FeatureSource
 from featstore.packing.sources.columns import (
@@ -123,6 +124,15 @@ class FieldRows(FeatureSource):
         name, first = self.chosen.names[self.chosen.id], 0
         for block in self._source.blocks(0, self._piece_rows):
             yield whole_ids(block[name], first, self.name, name)
+            first += len(block)
+
+    def keys(self) -> Iterator[KeyBlock]:
+        """As `FeatureSource.keys`."""
+        assert self.chosen is not None
+        assert self.chosen.id is not None
+        name, first = self.chosen.names[self.chosen.id], 0
+        for block in self._source.blocks(0, self._piece_rows):
+            yield as_keys(block[name], f"{self.name}, {name!r}", first)
             first += len(block)
 
     def fingerprint(self) -> dict[str, str | int]:

@@ -50,6 +50,7 @@ from featstore.packing.sources.files import (
 )
 from featstore.packing.sources.memory import ArrayRows, IteratorRows, SparseRows, TensorRows
 from featstore.packing.sources.pyg import pyg_arrays, pyg_tables
+from featstore.packing.sources.tables import ARROW_SUFFIXES
 
 __all__ = [
     "FeatureSource",
@@ -62,7 +63,6 @@ __all__ = [
     "pyg_tables",
 ]
 
-ARROW_SUFFIXES = (".parquet", ".arrow", ".feather", ".ipc")
 #: Of files that are no raw binary, whatever dtype and shape are given.
 COMPRESSED_SUFFIXES = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip")
 # Files that name their own dtype and shape, by suffix; of the others, only .npy files do, which have a magic

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from featstore.base.keys import KeyBlock, keys_of_arrow
 from featstore.errors import SourceError
 from featstore.packing.sources.base import (
     FeatureSource,
@@ -32,9 +33,10 @@ from featstore.packing.sources.columns import (
     whole_ids,
 )
 
-__all__ = ["ArrowRows", "arrow_rows", "parquet_file"]
+__all__ = ["ARROW_SUFFIXES", "ArrowRows", "arrow_batches", "arrow_rows", "open_arrow", "parquet_file"]
 
 
+ARROW_SUFFIXES = (".parquet", ".arrow", ".feather", ".ipc")
 # Read buffer of a Parquet column, the size of a batch that pyarrow builds, and the page size that writers aim
 # at.
 READ_BUFFER_BYTES = 256 << 10
@@ -52,6 +54,47 @@ def parquet_file(path: Path) -> Any:
         return parquet.ParquetFile(path, memory_map=False, pre_buffer=False, buffer_size=READ_BUFFER_BYTES)
     except (arrow.ArrowException, OSError) as error:
         raise SourceError(f"{path}: not a readable Parquet file ({error}); copy or write it again") from error
+
+
+def open_arrow(path: Path) -> Any:
+    """An open Parquet or Arrow IPC file, by its name. Raises SourceError."""
+    if path.suffix.lower() == ".parquet":
+        return parquet_file(path)
+    arrow = import_extra("pyarrow", "arrow", str(path))
+    options = arrow.ipc.IpcReadOptions(use_threads=False)
+    open_binary(path).close()
+    try:
+        file = arrow.OSFile(str(path), "rb")
+        lead = file.read(6)
+        file.seek(0)
+        return (arrow.ipc.open_file if lead == b"ARROW1" else arrow.ipc.open_stream)(file, options=options)
+    except (arrow.ArrowException, OSError) as error:
+        raise SourceError(f"{path}: not a readable Arrow file ({error}); copy or write it again") from error
+
+
+def arrow_batches(
+    path: Path, columns: list[str] | None = None, group: int = 0, block_rows: int = ID_BATCH_ROWS, *,
+    name: str = "",
+) -> Iterator[Any]:  # fmt: skip
+    """Record batches of some columns, or of all: from a row group on, of ``block_rows`` at most (Parquet), or
+    all batches as they are (Arrow). Raises SourceError."""
+    arrow = import_extra("pyarrow", "arrow", str(path))
+    try:
+        with open_arrow(path) as file:
+            if path.suffix.lower() == ".parquet":
+                groups = range(group, file.metadata.num_row_groups)
+                yield from file.iter_batches(
+                    batch_size=block_rows, row_groups=groups, columns=columns, use_threads=False
+                )
+                return
+            counted = hasattr(file, "num_record_batches")
+            batches = map(file.get_batch, range(file.num_record_batches)) if counted else file
+            for batch in batches:
+                yield batch if columns is None else batch.select(columns)
+    except (arrow.ArrowException, OSError) as error:
+        raise SourceError(
+            f"{name or path}: cannot be read ({error}); it is damaged or cut off, copy it again"
+        ) from error
 
 
 class ArrowRows(FeatureSource):
@@ -119,6 +162,16 @@ class ArrowRows(FeatureSource):
             first += batch.num_rows
         self._arrow.default_memory_pool().release_unused()  # the rows come next, within the same budget
 
+    def keys(self) -> Iterator[KeyBlock]:
+        """As `FeatureSource.keys`."""
+        assert self.chosen is not None
+        assert self.chosen.id is not None
+        name, first = self.chosen.names[self.chosen.id], 0
+        for batch in self._batches(0, ID_BATCH_ROWS, [name]):
+            yield keys_of_arrow(batch.column(0), f"{self.name}, {name!r}", first)
+            first += batch.num_rows
+        self._arrow.default_memory_pool().release_unused()
+
     def fingerprint(self) -> dict[str, str | int]:
         """The file's path, size and time of change, and the columns."""
         assert self.chosen is not None
@@ -160,41 +213,10 @@ class ArrowRows(FeatureSource):
 
     def _batches(self, group: int, block_rows: int, columns: list[str]) -> Iterator[Any]:
         """Record batches from a row group on (Parquet), or all of them (Arrow)."""
-        try:
-            with self._opened() as file:
-                if self._is_parquet:
-                    groups = range(group, file.metadata.num_row_groups)
-                    yield from file.iter_batches(
-                        batch_size=block_rows, row_groups=groups, columns=columns, use_threads=False
-                    )
-                elif hasattr(file, "num_record_batches"):
-                    for number in range(file.num_record_batches):
-                        yield file.get_batch(number).select(columns)
-                else:
-                    for batch in file:
-                        yield batch.select(columns)
-        except (self._arrow.ArrowException, OSError) as error:
-            raise SourceError(
-                f"{self.name}: cannot be read ({error}); it is damaged or cut off, copy it again"
-            ) from error
+        return arrow_batches(self.path, columns, group, block_rows, name=self.name)
 
     def _opened(self) -> Any:
-        if self._is_parquet:
-            return parquet_file(self.path)
-        arrow = self._arrow
-        options = arrow.ipc.IpcReadOptions(use_threads=False)
-        open_binary(self.path).close()
-        try:
-            file = arrow.OSFile(str(self.path), "rb")
-            lead = file.read(6)
-            file.seek(0)
-            return (arrow.ipc.open_file if lead == b"ARROW1" else arrow.ipc.open_stream)(
-                file, options=options
-            )
-        except (arrow.ArrowException, OSError) as error:
-            raise SourceError(
-                f"{self.path}: not a readable Arrow file ({error}); copy or write it again"
-            ) from error
+        return open_arrow(self.path)
 
     def _count_rows(self) -> int | None:
         """Rows by the batches' metadata; None for the stream format, which has no directory of batches."""

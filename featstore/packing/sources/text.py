@@ -11,16 +11,15 @@ from __future__ import annotations
 
 import csv
 import gzip
-import io
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from featstore.base.keys import KeyBlock
 from featstore.base.system import is_regular
 from featstore.errors import SourceError
 from featstore.packing.sources.base import (
@@ -28,8 +27,8 @@ from featstore.packing.sources.base import (
     dtype_text,
     file_fingerprint,
     named_dtype,
-    open_binary,
 )
+from featstore.packing.sources.cells import COMMA, column_blocks
 from featstore.packing.sources.columns import (
     ALL_COLUMNS,
     SAMPLE_ROWS_MAX,
@@ -38,24 +37,12 @@ from featstore.packing.sources.columns import (
     refuse_id_values,
     whole_ids,
 )
+from featstore.packing.sources.lines import CSV_BLOCK_BYTES, CSV_LINE_BYTES_MAX, open_text
 
-__all__ = ["CsvRows", "ogb_folder", "ogb_rows", "open_text"]
+__all__ = ["CsvRows", "ogb_folder", "ogb_rows"]
 
-CSV_BLOCK_BYTES = 1 << 20
-CSV_LINE_BYTES_MAX = 64 << 20
 _FLOAT64_WHOLE_MAX = 2.0**53  # from here on float64 itself does not tell neighbouring integers apart
 _SAY_DTYPE = "raw_dtype= (--raw-dtype)"
-
-
-@contextmanager
-def open_text(path: Path) -> Iterator[io.BufferedIOBase]:
-    """A text file's bytes, decompressed when its name ends in ``.gz``. Errors of gzip come with the reads."""
-    with open_binary(path) as file:
-        if path.suffix.lower() != ".gz":
-            yield file
-            return
-        with gzip.GzipFile(fileobj=file, mode="rb") as text:
-            yield text
 
 
 def ogb_folder(path: Path, member: str) -> Path | None:
@@ -130,6 +117,13 @@ class CsvRows(FeatureSource):
         for values in self._values((self.chosen.id,), np.dtype(np.float64)):
             yield whole_ids(values[:, 0], first, self.name, self.chosen.names[self.chosen.id])
             first += values.shape[0]
+
+    def keys(self) -> Iterator[KeyBlock]:
+        """As `FeatureSource.keys`: cells as they are written."""
+        assert self.chosen is not None
+        assert self.chosen.id is not None
+        blocks = column_blocks(self.path, COMMA, (self.chosen.id,), self._skipped)
+        return (block for (block,) in blocks)
 
     def fingerprint(self) -> dict[str, str | int]:
         """The file's path, size and time of change, the columns, and the dtype the text is read as."""

@@ -24,7 +24,6 @@ from featstore.storage.manifest import (
     GraphEntry,
     OrderEntry,
     TableEntry,
-    graph_features,
 )
 from featstore.storage.store import Table
 from featstore.storage.table_writer import (
@@ -34,7 +33,7 @@ from featstore.storage.table_writer import (
     write_vector,
     zarr_group_json,
 )
-from featstore.storage.transaction import Transaction
+from featstore.storage.transaction import Transaction, graph_features
 
 _NUMBERS_AT_ONCE = 1 << 19
 

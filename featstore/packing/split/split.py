@@ -116,7 +116,7 @@ def split_store(
 
     Raises ArgumentError, SourceError, IdError, UnknownNameError, BudgetError, DiskFullError, DeviceError,
     StoreExistsError, StoreLockedError, IncompleteStoreError, CorruptionError. Warns, as FeatstoreWarning,
-    where rows or training nodes could not be dealt out evenly.
+    where rows or training nodes could not be dealt out evenly, and of keys of nodes, which stay in the store.
     """
     asked = SplitRequest(
         hosts, out, train, seed, halo_disk, split_topology, memory, resume, overwrite, progress, disk
@@ -178,6 +178,11 @@ class SplitRequest:
             raise BudgetError(with_slack(error.needed_bytes), self.budget, error.what) from None
         for text in plan.warnings:
             warn(text)
+        if base.manifest.keys:
+            warn(
+                f"the keys of {', '.join(map(repr, base.manifest.keys))} are not in the stores of the split, "
+                f"which have the same node ids: keep {base.path}, and look keys up there"
+            )
 
 
 def _check_store(store: OpenStore, hosts: int, copies: bool, split_topology: bool) -> None:
