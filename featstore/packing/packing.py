@@ -120,7 +120,8 @@ def pack(
             column, or of a ``.txt`` with a key a line. Row i is node i. In text files keys are strings as
             they are written. The ends of the table's edges are keys then, too, where ``graph`` is a list of
             edges: an array of texts or numbers, a mapping (by table) or frame with columns source and target,
-            Parquet, Arrow, ``.csv`` or ``.tsv`` whose first line names its columns.
+            Parquet, Arrow, ``.csv`` or ``.tsv`` whose first line names its columns. Of an edge type they are
+            keys of the source type and of the target type, where these have such.
         graph_key: the member or columns of the graph's file with the edges.
         memory: budget for everything the pack holds in memory beyond the bare process, in bytes or as
             ``"512MiB"``.
