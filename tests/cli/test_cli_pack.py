@@ -73,6 +73,7 @@ def test_pack_json(call: Call, inputs: Path, tmp_path: Path) -> None:
         "order",
         "partitions",
         "statistics",
+        "featureless",
     }
     assert (table["rows"], table["row_shape"], table["dtype"], table["row_bytes"]) == (
         ROWS,
@@ -249,7 +250,10 @@ USAGE = [
     (["--features", "a={rows}", "--features", "{bin}"], "several tables need names"),
     (["--features", "a={rows}", "--features", "a={bin}"], "given twice for table 'a'"),
     (["--features", "a="], "nothing follows the ="),
-    (["--features", "{rows}", "--graph", "paper=x.npy"], "no table is called 'paper'; there is 'features'"),
+    (
+        ["--features", "{rows}", "--graph", "paper=x.npy"],
+        "'paper' is no table, and no edge type A__RELATION__B between tables; there is 'features'",
+    ),
     (
         ["--features", "a={rows}", "--features", "b={rows}", "--graph", "{edges}"],
         "say whose --graph it is: --graph a=...",
@@ -365,6 +369,7 @@ def test_the_function_has_the_options_of_the_command() -> None:
         {p.name for p in cli.get_command(Context(cli), "pack").params}
         - of_traces
         - {"as_json", "quiet", "debug"}
+        - {"nodes"}  # a number of nodes in place of features
     )
     function = set(inspect.signature(featstore.pack).parameters) - {"progress", "disk"}
     assert {"array" if name == "arrays" else name for name in function} == command
