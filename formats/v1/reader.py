@@ -684,7 +684,6 @@ if __name__ == "__main__":
     for n, (offsets, sources) in store.graphs.items():
         kinds = [part for part in EDGE_PARTS if getattr(store, part)[n] is not None]
         print(f"graph {n}: {len(offsets) - 1} rows, {len(sources)} edges {' '.join(kinds)}".rstrip())
-        print(f"graph {n}: {len(offsets) - 1} rows, {len(sources)} edges")
     for n, keys in store.keys.items():
         print(f"keys {n}: {len(keys)}")
     if store.family:

@@ -182,7 +182,7 @@ def test_a_shape_tells_rows_from_blocks_and_counts_them() -> None:
         {1, 2},
         {"a": 1}.keys(),
         [(np.zeros(2),)],
-        ["ab"],
+        ["ab", 1],
         b"ab",
     ],
 )
@@ -215,9 +215,8 @@ def test_tables_with_named_columns_are_no_arrays() -> None:
         with pytest.raises(SourceError, match=r"named columns.*to_numpy"):
             open_rows(given)
     arrow = pytest.importorskip("pyarrow")
-    for table in (arrow.table({"a": [1.0, 2.0]}), arrow.array([1.0, 2.0])):
-        with pytest.raises(SourceError, match=r"named columns"):
-            open_rows(table)
+    with pytest.raises(SourceError, match=r"named columns"):
+        open_rows(arrow.array([1.0, 2.0]))
 
 
 def test_a_column_whose_index_says_nothing_is_an_array() -> None:

@@ -125,6 +125,8 @@ class PackRequest:
                 self.paths[table], table, asked | {"offset": int(self._of("offset", table) or 0)}
             )[1]
         except SourceError:
+            if asked["dtype"] is None or asked["cast"] is None:
+                raise  # of the source itself
             raise click.UsageError("--dtype and --cast both ask for a cast; give one of them") from None
         return wanted
 

@@ -46,10 +46,11 @@ from featstore.packing.graphs.csc import (
 )
 from featstore.packing.graphs.edges import ArrayEdges, CsrEdges, NpyEdges, ParquetEdges, edge_axis
 from featstore.packing.graphs.text_edges import TextEdges
-from featstore.packing.keys.edges import key_edges
+from featstore.packing.keys.edges import frame_ends, key_edges
 from featstore.packing.keys.translate import Ends
 from featstore.packing.sources.arrays import tensor_to_numpy
 from featstore.packing.sources.base import file_fingerprint, stat_of
+from featstore.packing.sources.frames import is_frame
 from featstore.packing.sources.pyg import PygEdges, edges_by_relation, node_and_edge_stores
 from featstore.packing.sources.text import CsvRows, ogb_folder
 
@@ -98,6 +99,11 @@ def open_graph(
             return building.keyed(found[0], nodes, found[1])
     if isinstance(spec, (str, os.PathLike)):
         return _open_path(Path(spec), nodes, building, key)
+    if is_frame(spec):
+        sources, targets = frame_ends(spec, key)
+        return building.listed(
+            ArrayEdges(sources, targets, "<edges>"), nodes, array_source("frame", sources, targets)
+        )
     if key is not None:
         raise SourceError(f"key={key!r} is for files; this is a {type(spec).__name__}")
     if isinstance(spec, tuple):

@@ -20,11 +20,12 @@ from featstore.packing.graphs.columns import SOURCE_NAMES, TARGET_NAMES, ends_of
 from featstore.packing.graphs.edges import edge_axis
 from featstore.packing.sources.base import file_fingerprint, sample_crc32
 from featstore.packing.sources.cells import column_blocks, line_cells, separator_of
+from featstore.packing.sources.frames import frame_table, is_frame
 from featstore.packing.sources.lines import line_chunks
 from featstore.packing.sources.pyg import PygEdges
 from featstore.packing.sources.tables import ARROW_SUFFIXES, arrow_batches, open_arrow
 
-__all__ = ["key_edges"]
+__all__ = ["frame_ends", "key_edges"]
 
 _Pairs = Iterator[tuple[KeyBlock, KeyBlock]]
 
@@ -63,6 +64,8 @@ def key_edges(
     if isinstance(spec, np.ndarray) and not isinstance(spec, PygEdges) and spec.dtype.kind in "USOT":
         axis = edge_axis(spec.shape, "<edges>")
         return _of_arrays(spec.take(0, axis), spec.take(1, axis), "<edges>")
+    if is_frame(spec):
+        return _of_arrays(*_columns_of(spec, key), "<edges>")
     if isinstance(spec, Mapping):
         names = [str(name) for name in spec]
         source, target = (names[k] for k in _ends(names, key, "<edges>"))
@@ -88,6 +91,21 @@ def _ends(names: Sequence[str], key: str | None, name: str, *, named: bool = Fal
         )
     left_out(name, [one for k, one in enumerate(names) if k not in ends])
     return ends
+
+
+def _columns_of(frame: Any, key: str | None) -> tuple[Any, Any]:
+    """The columns of a frame that are sources and targets."""
+    table = frame_table(frame, "<edges>")
+    source, target = _ends([str(name) for name in table.column_names], key, "<edges>")
+    return table.column(source), table.column(target)
+
+
+def frame_ends(frame: Any, key: str | None) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Sources and targets of a frame of edges between numbers. Raises SourceError."""
+    found = [as_keys(column, "<edges>") for column in _columns_of(frame, key)]
+    if any(block.kind != "int64" for block in found):
+        raise SourceError("<edges>: node ids are integers, and an end is text: say node_keys= for its nodes")
+    return found[0].values, found[1].values
 
 
 def _of_arrays(sources: Any, targets: Any, name: str) -> tuple[_Edges, dict[str, str | int]]:

@@ -9,8 +9,11 @@ What is given, and how it is read:
 - ``.parquet .arrow .feather``: record batches, through pyarrow; a column of equal lists, or columns of
   numbers
 - ``.pt .pth``: a tensor or a dictionary of tensors (``key``), ``weights_only``
+- ``.safetensors``, ``.h5 .hdf5``: a tensor, as headless binary; a data set through h5py (``key``)
+- a folder, a pattern of names, or a list of files of one kind: shards, one after the other
 - ``.csv .csv.gz``, OGB raw/: text by blocks; the number of rows from ``num-node-list.csv.gz``
 - np.ndarray, torch.Tensor: views; an ``np.memmap`` is read through its file, so that its pages are not kept
+- frames of polars, pandas, pyarrow: columns, as those of Parquet
 - SciPy sparse: dense block by block
 - zarr, h5py, other arrays: by slices ``[a:b]`` where it has a ``shape``; else whole: ``__array__``, DLPack,
   buffers
@@ -39,6 +42,7 @@ from featstore.errors import SourceError
 from featstore.packing.graphs.opening import pyg_graphs
 from featstore.packing.sources.arrays import FRAME_PROTOCOLS, SlicedRows, array_of, is_sliced
 from featstore.packing.sources.base import FeatureSource, open_binary, stat_of
+from featstore.packing.sources.containers import hdf5_rows, safetensors_rows
 from featstore.packing.sources.fields import with_fields
 from featstore.packing.sources.files import (
     NPY_MAGIC,
@@ -48,8 +52,10 @@ from featstore.packing.sources.files import (
     npy_rows,
     raw_rows,
 )
+from featstore.packing.sources.frames import FrameRows, is_frame
 from featstore.packing.sources.memory import ArrayRows, IteratorRows, SparseRows, TensorRows
 from featstore.packing.sources.pyg import pyg_arrays, pyg_tables
+from featstore.packing.sources.shards import ShardedRows, shard_paths
 from featstore.packing.sources.tables import ARROW_SUFFIXES
 
 __all__ = [
@@ -67,11 +73,18 @@ __all__ = [
 COMPRESSED_SUFFIXES = (".gz", ".bz2", ".xz", ".zst", ".lz4", ".zip")
 # Files that name their own dtype and shape, by suffix; of the others, only .npy files do, which have a magic
 # number.
-NAMED_SUFFIXES = (".npz", ".pt", ".pth", ".csv", ".csv.gz", *ARROW_SUFFIXES)
+NAMED_SUFFIXES = (".npz", ".pt", ".pth", ".safetensors", ".h5", ".hdf5", ".csv", ".csv.gz", *ARROW_SUFFIXES)
+
+
+def _first(spec: Any) -> Any:
+    """Of shards the first, of which all are alike; anything else as it is."""
+    shards = shard_paths(spec)
+    return shards[0] if shards else spec
 
 
 def is_headless(spec: Any, offset: int = 0) -> bool:
     """Whether something is a file of raw binary: its dtype and shape have to be told."""
+    spec = _first(spec)
     if not isinstance(spec, str | os.PathLike):
         return False
     path = Path(spec)
@@ -83,6 +96,7 @@ def is_headless(spec: Any, offset: int = 0) -> bool:
 
 def is_text(spec: Any) -> bool:
     """Whether something is a file (or OGB's folder) of numbers in text, which have no dtype of their own."""
+    spec = _first(spec)
     if not isinstance(spec, str | os.PathLike):
         return False
     from featstore.packing.sources.text import ogb_folder
@@ -125,16 +139,24 @@ def open_rows(
     """
     label = name or (os.fspath(spec) if isinstance(spec, str | os.PathLike) else f"<{type(spec).__name__}>")
     wanted = _shape(shape, label)
+    shards = shard_paths(spec)
     if isinstance(offset, bool) or not isinstance(offset, int | np.integer) or offset < 0:
         raise SourceError(
             f"{label}: offset is a number of bytes from the start of a file, not {shown(offset)}"
         )
-    if isinstance(spec, (str, os.PathLike)):
+    if shards is not None:
+        of_each: dict[str, Any] = {"key": key, "columns": columns, "id": id, "offset": offset, "dtype": dtype}
+        of_each["shape"] = wanted and (-1, *wanted[1:])
+        label = label if isinstance(spec, str | os.PathLike) else f"<{len(shards):,} shards>"
+        source: FeatureSource = ShardedRows([open_rows(path, **of_each) for path in shards], label)
+    elif isinstance(spec, (str, os.PathLike)):
         source = _open_path(Path(spec), dtype, wanted, key, columns, id, offset, name)
     else:
         if rows is None and wanted and wanted[0] >= 0:
             rows = wanted[0]
-        source = _open_object(spec, rows, wanted, name)
+        source = (
+            FrameRows(spec, columns, id, label) if is_frame(spec) else _open_object(spec, rows, wanted, name)
+        )
         for what, value in (("key", key), ("offset", offset or None)):
             if value is not None:
                 raise SourceError(
@@ -149,7 +171,8 @@ def open_rows(
         agreed_shape((source.rows, *source.row_shape), wanted, source.name)
     if rows is not None and rows != source.rows:
         raise SourceError(f"{source.name}: has {source.rows:,} rows, not {rows:,}")
-    return source if _has_columns(spec) else with_fields(source, columns, id)
+    own = shards is not None or is_frame(spec) or _has_columns(spec)
+    return source if own else with_fields(source, columns, id)
 
 
 def _has_columns(spec: Any) -> bool:
@@ -198,6 +221,10 @@ def _open_path(
         from featstore.packing.sources.npz import npz_rows
 
         return npz_rows(path, key=single, dtype=dtype, shape=shape, name=name)
+    if suffix == ".safetensors":
+        return safetensors_rows(path, single, name)
+    if suffix in (".h5", ".hdf5"):
+        return hdf5_rows(path, single, name)
     if suffix in (".pt", ".pth"):
         from featstore.packing.sources.foreign import TorchFileRows
 
@@ -254,7 +281,7 @@ def _open_folder(path: Path, dtype: Any, key: str | Sequence[str] | None, name: 
         return ogb_rows(raw, dtype=dtype, name=name)
     raise SourceError(
         f"{path}: neither a zarr array or group (zarr.json, .zarray) nor an OGB raw folder "
-        "(node-feat.csv.gz); give a file, or the folder that holds one of these"
+        "(node-feat.csv.gz) nor one of shards; give a file, or the folder that holds one of these"
     )
 
 

@@ -9,6 +9,7 @@ Arrow record batch comes whole; its size is taken from the first one, which writ
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,15 @@ from featstore.packing.sources.columns import (
     whole_ids,
 )
 
-__all__ = ["ARROW_SUFFIXES", "ArrowRows", "arrow_batches", "arrow_rows", "open_arrow", "parquet_file"]
+__all__ = [
+    "ARROW_SUFFIXES",
+    "ArrowRows",
+    "ColumnRows",
+    "arrow_batches",
+    "arrow_rows",
+    "open_arrow",
+    "parquet_file",
+]
 
 
 ARROW_SUFFIXES = (".parquet", ".arrow", ".feather", ".ipc")
@@ -97,31 +106,21 @@ def arrow_batches(
         ) from error
 
 
-class ArrowRows(FeatureSource):
-    """Rows of a Parquet or Arrow IPC file (file or stream format). Nulls are refused: a feature has no such
-    value."""
+class ColumnRows(FeatureSource):
+    """Rows of a table with named columns, which come as Arrow's record batches. Nulls are refused: a feature
+    has no such value."""
 
     def __init__(
-        self,
-        path: Path,
-        columns: str | int | Sequence[str | int] | None = None,
-        name: str | None = None,
-        *,
-        id: str | int | None = None,
-    ) -> None:
-        label = name or str(path)
-        self.path = path
-        self._is_parquet = path.suffix.lower() == ".parquet"
+        self, label: str, schema: Any, rows: int | None, columns: str | int | Sequence[str | int] | None,
+        id: str | int | None,
+    ) -> None:  # fmt: skip
         self._arrow = import_extra("pyarrow", "arrow", label)
-        with self._opened() as file:
-            schema = file.schema_arrow if self._is_parquet else file.schema
-            described = _columns_of(schema)
-            self.chosen = choose_columns(described, columns, id, label)
-            self._columns = [described[k].name for k in self.chosen.taken]
-            self._check_names(described, label)
-            self._listed = described[self.chosen.taken[0]].kind == "list"
-            rows = file.metadata.num_rows if self._is_parquet else self._count_rows()
-        self.name = label
+        described = _columns_of(schema)
+        self.chosen = choose_columns(described, columns, id, label)
+        self._columns = [described[k].name for k in self.chosen.taken]
+        self._check_names(described, label)
+        self._listed = described[self.chosen.taken[0]].kind == "list"
+        self.name, self.rows = label, rows
         first = next(self._batches(0, 1, self._columns), None)
         if first is None:
             raise SourceError(f"{label}: has no rows, so the shape of a row is unknown")
@@ -129,13 +128,24 @@ class ArrowRows(FeatureSource):
         single = not self._listed and len(self._columns) == 1
         shape = () if single else block.shape[1:]
         row_bytes = max(1, block.nbytes)
-        held = self._parquet_held_bytes(row_bytes) if self._is_parquet else 2 * int(first.nbytes)
         self._batch_rows = max(1, BATCH_BYTES // row_bytes)
-        super().__init__(label, rows, shape, block.dtype, held_bytes=held)
+        super().__init__(label, rows, shape, block.dtype, held_bytes=self._held_bytes(row_bytes, first))
         if columns is None and len(self._columns) > 1:
             sample = next(self._batches(0, min(SAMPLE_ROWS_MAX, max(64, self._batch_rows)), self._columns))
             sample = sample.slice(0, SAMPLE_ROWS_MAX)
             refuse_id_values(self._as_rows(sample, self.row_shape, 0), self._columns, label)
+
+    @abc.abstractmethod
+    def _batches(self, group: int, block_rows: int, columns: list[str]) -> Iterator[Any]:
+        """Record batches of some columns, of ``block_rows`` where that can be had, from a group on."""
+
+    @abc.abstractmethod
+    def _held_bytes(self, row_bytes: int, first: Any) -> int:
+        """Memory of a pass; ``first`` is the first record batch."""
+
+    def _seek(self, start: int) -> tuple[int, int]:
+        """(a row at or before ``start``, the group that begins with it)."""
+        return 0, 0
 
     def _check_names(self, described: list[Column], label: str) -> None:
         """Files are read by the names of columns, so those that are read need one of their own."""
@@ -172,18 +182,6 @@ class ArrowRows(FeatureSource):
             first += batch.num_rows
         self._arrow.default_memory_pool().release_unused()
 
-    def fingerprint(self) -> dict[str, str | int]:
-        """The file's path, size and time of change, and the columns."""
-        assert self.chosen is not None
-        more = {} if self.chosen.id is None else {"id": self.chosen.names[self.chosen.id]}
-        return file_fingerprint(
-            "parquet" if self._is_parquet else "arrow",
-            self.path,
-            key=",".join(self._columns),
-            dtype=dtype_text(self.dtype),
-            **more,
-        )
-
     def _blocks(self, start: int, block_rows: int) -> Iterator[NDArray[Any]]:
         at = 0
         for batch, first in self._numbered(start, block_rows):
@@ -195,49 +193,11 @@ class ArrowRows(FeatureSource):
             raise SourceError(f"{self.name}: cannot start at row {start}; it has {at} rows")
 
     def _numbered(self, start: int, block_rows: int) -> Iterator[tuple[Any, int]]:
-        """Record batches with the number of their first row; whole Parquet row groups before ``start`` are
-        not read."""
-        first, group = 0, 0
-        if self._is_parquet:
-            with self._opened() as file:
-                for group in range(file.metadata.num_row_groups + 1):
-                    rows = (
-                        file.metadata.row_group(group).num_rows if group < file.metadata.num_row_groups else 0
-                    )
-                    if group == file.metadata.num_row_groups or first + rows > start:
-                        break
-                    first += rows
+        """Record batches with the number of their first row; whole groups before ``start`` are not read."""
+        first, group = self._seek(start)
         for batch in self._batches(group, min(block_rows, self._batch_rows), self._columns):
             yield batch, first
             first += batch.num_rows
-
-    def _batches(self, group: int, block_rows: int, columns: list[str]) -> Iterator[Any]:
-        """Record batches from a row group on (Parquet), or all of them (Arrow)."""
-        return arrow_batches(self.path, columns, group, block_rows, name=self.name)
-
-    def _opened(self) -> Any:
-        return open_arrow(self.path)
-
-    def _count_rows(self) -> int | None:
-        """Rows by the batches' metadata; None for the stream format, which has no directory of batches."""
-        dataset = import_extra("pyarrow.dataset", "arrow", str(self.path))
-        with self._opened() as file:
-            if not hasattr(file, "num_record_batches"):
-                return None
-        return int(dataset.dataset(self.path, format="ipc").count_rows())
-
-    def _parquet_held_bytes(self, row_bytes: int) -> int:
-        """Pages and read buffers of each column, and the batch as pyarrow builds it (levels, values, a
-        copy)."""
-        pages_bytes = 0
-        with self._opened() as file:
-            for group in range(file.metadata.num_row_groups):
-                meta = file.metadata.row_group(group)
-                chunks = [meta.column(i) for i in range(meta.num_columns)]
-                paths = [(chunk.path_in_schema, chunk.total_uncompressed_size) for chunk in chunks]
-                taken = [size for path, size in paths if {path, path.partition(".")[0]} & set(self._columns)]
-                pages_bytes = max(pages_bytes, sum(min(size, 2 * PAGE_BYTES_TYPICAL) for size in taken))
-        return pages_bytes + len(self._columns) * READ_BUFFER_BYTES + 8 * max(BATCH_BYTES, row_bytes)
 
     def _as_rows(self, batch: Any, row_shape: tuple[int, ...] | None, first: int) -> NDArray[Any]:
         """``[n, *row_shape]`` of a record batch. ``row_shape`` None: take the widths as they come."""
@@ -280,6 +240,77 @@ class ArrowRows(FeatureSource):
                 f"{self.name}: column {name!r} holds a null in the {column.type} values from row "
                 f"{first:,} on (number {int(at)} there); fill nulls before the pack"
             )
+
+
+class ArrowRows(ColumnRows):
+    """Rows of a Parquet or Arrow IPC file (file or stream format)."""
+
+    def __init__(
+        self,
+        path: Path,
+        columns: str | int | Sequence[str | int] | None = None,
+        name: str | None = None,
+        *,
+        id: str | int | None = None,
+    ) -> None:
+        self.path = path
+        self._is_parquet = path.suffix.lower() == ".parquet"
+        with open_arrow(path) as file:
+            schema = file.schema_arrow if self._is_parquet else file.schema
+            rows = file.metadata.num_rows if self._is_parquet else self._count_rows()
+        super().__init__(name or str(path), schema, rows, columns, id)
+
+    def fingerprint(self) -> dict[str, str | int]:
+        """The file's path, size and time of change, and the columns."""
+        assert self.chosen is not None
+        more = {} if self.chosen.id is None else {"id": self.chosen.names[self.chosen.id]}
+        return file_fingerprint(
+            "parquet" if self._is_parquet else "arrow",
+            self.path,
+            key=",".join(self._columns),
+            dtype=dtype_text(self.dtype),
+            **more,
+        )
+
+    def _held_bytes(self, row_bytes: int, first: Any) -> int:
+        return self._parquet_held_bytes(row_bytes) if self._is_parquet else 2 * int(first.nbytes)
+
+    def _seek(self, start: int) -> tuple[int, int]:
+        first, group = 0, 0
+        if self._is_parquet:
+            with open_arrow(self.path) as file:
+                for group in range(file.metadata.num_row_groups + 1):
+                    counted = group < file.metadata.num_row_groups
+                    rows = file.metadata.row_group(group).num_rows if counted else 0
+                    if not counted or first + rows > start:
+                        break
+                    first += rows
+        return first, group
+
+    def _batches(self, group: int, block_rows: int, columns: list[str]) -> Iterator[Any]:
+        """Record batches from a row group on (Parquet), or all of them (Arrow)."""
+        return arrow_batches(self.path, columns, group, block_rows, name=self.name)
+
+    def _count_rows(self) -> int | None:
+        """Rows by the batches' metadata; None for the stream format, which has no directory of batches."""
+        dataset = import_extra("pyarrow.dataset", "arrow", str(self.path))
+        with open_arrow(self.path) as file:
+            if not hasattr(file, "num_record_batches"):
+                return None
+        return int(dataset.dataset(self.path, format="ipc").count_rows())
+
+    def _parquet_held_bytes(self, row_bytes: int) -> int:
+        """Pages and read buffers of each column, and the batch as pyarrow builds it (levels, values, a
+        copy)."""
+        pages_bytes = 0
+        with open_arrow(self.path) as file:
+            for group in range(file.metadata.num_row_groups):
+                meta = file.metadata.row_group(group)
+                chunks = [meta.column(i) for i in range(meta.num_columns)]
+                paths = [(chunk.path_in_schema, chunk.total_uncompressed_size) for chunk in chunks]
+                taken = [size for path, size in paths if {path, path.partition(".")[0]} & set(self._columns)]
+                pages_bytes = max(pages_bytes, sum(min(size, 2 * PAGE_BYTES_TYPICAL) for size in taken))
+        return pages_bytes + len(self._columns) * READ_BUFFER_BYTES + 8 * max(BATCH_BYTES, row_bytes)
 
 
 def _is_list(arrow_type: Any) -> bool:
