@@ -1,19 +1,21 @@
 """The graph of a pack: CSC of incoming edges, from whatever a user has it in.
 
-===============================
-================================================================================ what is given
-how it is understood ===============================
-================================================================================ ``.npz`` of `scipy.sparse`
-``A[source, target]``, in csc, csr or coo layout ``.npz`` with indptr, indices    CSC of incoming edges
-already: the sources of v are indices[indptr[v]:indptr[v+1]] ``.npz`` with adj_indptr ...     CSR of
-``A[source, target]`` (``adj_indptr, adj_indices``; ``key`` names another) ``.npz``, ``.npy`` edge list
-``edge_index``, or the member ``key``: [2, edges] or [edges, 2], but not [2, 2] ``.csv .tsv .txt .el``
-(.gz)     two integer columns; see `featstore.packing.graphs.edges` ``.parquet``                     columns
-src and dst (source, target ...), or the only two of integers folder of OGB                    its
-``edge.csv.gz`` ``.pt``                          a tensor [2, edges], or the one under ``key`` array, tensor,
-PyG `Data`        ``edge_index`` ``(indptr, indices)``            CSC of incoming edges SciPy sparse matrix
-``A[source, target]`` ===============================
-================================================================================
+What is given, and how it is understood:
+
+- ``.npz`` of `scipy.sparse`: ``A[source, target]``, in csc, csr or coo layout
+- ``.npz`` with indptr, indices: CSC of incoming edges already; the sources of v are
+  ``indices[indptr[v]:indptr[v + 1]]``
+- ``.npz`` with adj_indptr ...: CSR of ``A[source, target]`` (``adj_indptr, adj_indices``;
+  ``key`` names another)
+- ``.npz``, ``.npy`` with an edge list: ``edge_index``, or the member ``key``: [2, edges] or
+  [edges, 2], but not [2, 2]
+- ``.csv``, ``.tsv``, ``.txt``, ``.el`` (``.gz``): two integer columns; see `featstore.packing.graphs.edges`
+- ``.parquet``: columns src and dst (source, target ...), or the only two of integers
+- a folder of OGB: its ``edge.csv.gz``
+- ``.pt``: a tensor [2, edges], or the one under ``key``
+- an array, tensor or PyG `Data`: ``edge_index``
+- ``(indptr, indices)``: CSC of incoming edges
+- a SciPy sparse matrix: ``A[source, target]``
 
 ``edge_index[0]`` are sources, ``edge_index[1]`` targets. Values of a matrix are not looked at: a stored zero
 is an edge. Nothing is symmetrised, duplicates and self-loops stay. Edge lists become CSC with sources
@@ -70,7 +72,7 @@ def open_graph(
     source_nodes: int | None = None,
     ends: Ends | None = None,
 ) -> CscGraph:
-    """The graph that ``spec`` describes (see the module's table), validated.
+    """The graph that ``spec`` describes (see the module's text), validated.
 
     Args:
         spec: a path, array, tensor, pair, sparse matrix or PyG `Data`.
