@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from featstore.adapters.pyg_loader import attached, edge_table_of, refuse, warn_of
+from featstore.adapters.pyg_types import edges_of, numbered, put_links, typed_attached, typed_link_batches
 from featstore.arguments import as_count, as_fanouts, as_flag, as_function, as_integer, shown
 from featstore.errors import ArgumentError, BudgetError, MissingPackageError, SourceError
 from featstore.hosts.split_store import WholeStore
@@ -19,8 +19,9 @@ from featstore.sampling.attributes import SAMPLING_OPTIONS, NamedOptions
 from featstore.sampling.batches import GraphInMemory, bytes_in_memory
 from featstore.sampling.link_batches import LinkBatches
 from featstore.sampling.links import LinkSampler, Negatives
+from featstore.storage.edge_types import EdgeType
 from featstore.storage.relations import graph_of
-from featstore.storage.store import OpenStore
+from featstore.storage.store import OpenStore, StoredGraph
 from featstore.units import parse_bytes
 
 try:
@@ -42,11 +43,16 @@ class LinkNeighborLoader:
     ``src_index``, ``dst_pos_index``, ``dst_neg_index`` and ``seed_time``, in the layout of PyG's
     (:class:`featstore.sampling.links.LinkSubgraph`). Negatives may be edges, as PyG's may.
 
+    Of a store with edge types each is a ``HeteroData``, with what is of the links at their edge type, and the
+    indices of triplets at the types of their ends.
+
     Args:
-        data: an open store with one table of nodes and a graph, which is to fit into ``memory``.
-        num_neighbors: neighbours per node and hop, -1 for all.
+        data: an open store with one table of nodes and a graph, or with edge types, whose graphs are to fit
+            into ``memory``.
+        num_neighbors: neighbours per node and hop, -1 for all; with edge types also a mapping of these.
         edge_label_index: links, integers [2, l] (tensor, array), the name of an array in the store, or None
-            for all edges of the graph: in the order of their numbers where it keeps these.
+            for all edges of the graph: in the order of their numbers where it keeps these. With edge types
+            one of these, for all its edges, or a pair of it and links.
         edge_label: labels [l], or the name of an array. With binary negatives, labels that begin with 0 are
             one more in mini-batches, where 0 is a negative's.
         edge_label_time: int64 [l], times of the links; needs ``time_attr``.
@@ -75,8 +81,6 @@ class LinkNeighborLoader:
             raise ArgumentError(f"data must be an open store, featstore.open(path), not {shown(data)}")
         if isinstance(data, WholeStore):
             raise SourceError("links are sampled from a graph in memory: of a store that is not split")
-        if isinstance(num_neighbors, Mapping):
-            raise SourceError("num_neighbors by edge type is of typed graphs, which this loader has not yet")
         self._transform = None if transform is None else as_function(transform, "transform")
         for name in _OWN:
             if name in options:
@@ -89,24 +93,51 @@ class LinkNeighborLoader:
         labels = _labels(_array(data, edge_label, "edge_label"), negatives)
         times = _array(data, edge_label_time, "edge_label_time")
         memory_bytes = parse_bytes(memory, "memory")
-        graph = graph_of(data, options.pop("graph", None))
         said = {name: options.pop(name) for name in SAMPLING_OPTIONS if name in options}
+        seed, graph = as_integer(options.pop("seed", 0), "seed"), options.pop("graph", None)
+        given: dict[str, Any] = {
+            "batch_size": as_count(batch_size, "batch_size"), "labels": labels, "times": times,
+            "shuffle": as_flag(shuffle or False, "shuffle"),
+            "drop_last": as_flag(drop_last or False, "drop_last"),
+        }  # fmt: skip
+        self._type: EdgeType | None = None  # of the links, where there are several
+        edges: Any
+        if data.edge_types and graph is None:
+            batches, self._type, needed = typed_link_batches(
+                data, edge_label_index, num_neighbors, said, memory_bytes, seed, negatives=negatives, **given
+            )
+            names, edges = typed_attached(data, attach), numbered(data)
+        else:
+            of = graph_of(data, graph)
+            batches, needed = self._batches(
+                data, of, num_neighbors, edge_label_index, said, memory_bytes, seed, negatives, given
+            )
+            names, edges = (
+                attached(data, of.table.rows, attach),
+                edge_table_of(data, of.name, options.get("mode")),
+            )
+        self.loader = Loader(
+            data, batches, attach=names, memory=memory_bytes - needed, tensors=True, edge_table=edges,
+            **options,
+        )  # fmt: skip
+
+    @staticmethod
+    def _batches(
+        data: OpenStore, graph: StoredGraph, fanouts: Any, links: Any, said: dict[str, Any],
+        memory_bytes: int, seed: int, negatives: Negatives | None, given: dict[str, Any],
+    ) -> tuple[LinkBatches, int]:  # fmt: skip
+        """Mini-batches of a graph without types, and what it takes in memory."""
+        if isinstance(fanouts, Mapping):
+            raise SourceError("num_neighbors by edge type is of a store with edge types; this has none")
         named = NamedOptions(data, graph, said, seeds_have_times=True)
         needed = bytes_in_memory(graph) + named.needed_bytes
         if needed >= memory_bytes:
             raise BudgetError(needed + 1, memory_bytes, "hold the graph, which links are sampled from")
-        seed = as_integer(options.pop("seed", 0), "seed")
-        sampler = GraphInMemory(graph, as_fanouts(num_neighbors), seed, graph.has_edge_ids, named)
-        links = _array(data, edge_label_index, "edge_label_index")
-        batches = LinkBatches(
-            LinkSampler(sampler, negatives=negatives), all_links(sampler) if links is None else links,
-            as_count(batch_size, "batch_size"), labels=labels, times=times,
-            shuffle=as_flag(shuffle or False, "shuffle"), drop_last=as_flag(drop_last or False, "drop_last"),
-        )  # fmt: skip
-        self.loader = Loader(
-            data, batches, attach=attached(data, graph.table.rows, attach), memory=memory_bytes - needed,
-            tensors=True, edge_table=edge_table_of(data, graph.name, options.get("mode")), **options,
-        )  # fmt: skip
+        sampler = GraphInMemory(graph, as_fanouts(fanouts), seed, graph.has_edge_ids, named)
+        ends = _array(data, links, "edge_label_index")
+        if ends is None:
+            ends = edges_of(sampler.indptr, sampler.indices, sampler.edge_ids)
+        return LinkBatches(LinkSampler(sampler, negatives=negatives), ends, **given), needed
 
     def __len__(self) -> int:
         """Mini-batches of an epoch, this rank's."""
@@ -115,7 +146,13 @@ class LinkNeighborLoader:
     def __iter__(self) -> Iterator[Any]:
         for batch in self.loader:
             made = batch.pyg()
-            del made.batch_size, batch  # PyG's mini-batches of links have none
+            if self._type is None:
+                del made.batch_size  # PyG's mini-batches of links have none
+            else:
+                for kind in {self._type[0], self._type[2]}:
+                    made[kind].pop("batch_size", None)
+                put_links(made, batch.sample, self._type)
+            del batch
             yield made if self._transform is None else self._transform(made)
             del made
 
@@ -165,19 +202,10 @@ def negatives_of(given: Any, ratio: Any = None) -> Negatives | None:
     return Negatives(given.mode.value, given.amount, given.src_weight, given.dst_weight)
 
 
-def all_links(sampler: GraphInMemory) -> NDArray[np.int64]:
-    """int64 [2, edges]: all edges of a graph, by their numbers where it keeps these."""
-    links = np.empty((2, len(sampler.indices)), np.int64)
-    places = slice(None) if sampler.edge_ids is None else sampler.edge_ids
-    links[0, places] = sampler.indices
-    links[1, places] = np.repeat(np.arange(sampler.node_count), np.diff(sampler.indptr))
-    return links
-
-
 def _array(store: OpenStore, given: Any, name: str) -> Any:
     """An array as it was given, as a tensor, or by its name in the store."""
     if isinstance(given, tuple):
-        raise SourceError(f"{name} of an edge type: typed graphs are not in this loader yet")
+        raise SourceError(f"{name} of an edge type is of a store with edge types; this has none")
     found = store.arrays[given] if isinstance(given, str) else given
     return found.cpu().numpy() if isinstance(found, torch.Tensor) else found
 

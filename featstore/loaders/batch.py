@@ -172,7 +172,7 @@ class Batch:
                 store.x = torch.as_tensor(self.x[node_type])
             if counts[node_type][0]:
                 store.batch_size = counts[node_type][0]
-        parts = {"edge_index": self.edge_index, "e_id": self._of_sample("e_id")}
+        parts = {name: self._of_sample(name) for name in ("e_id", "batch")} | {"edge_index": self.edge_index}
         parts |= {"num_sampled_edges": self.num_sampled_edges}
         given = {name: value for name, value in vars(self).items() if name not in _OWN}
         for name, by_type in (parts | given).items():

@@ -10,11 +10,10 @@ import numpy as np
 
 from featstore import arguments as args
 from featstore.errors import ArgumentError, SourceError
-from featstore.loaders.batch import Batch, of_pyg
+from featstore.loaders.batch import Batch, ids_of, of_pyg
 from featstore.loaders.prefetch import Sampler
-from featstore.loaders.whole import WantedRows, Whole, as_batch, values_of
+from featstore.loaders.whole import WantedRows, Whole, as_batch, field_of, values_of
 from featstore.sampling.minibatch import Ids
-from featstore.sampling.typed import TypedSubgraph
 from featstore.storage.edge_types import EdgeType, joined_name
 from featstore.storage.store import OpenStore, StoredGraph
 
@@ -66,8 +65,8 @@ class TypedWhole(Whole):
     def batch(self, made: Any) -> Batch:
         """One mini-batch; PyG's objects bring their rows along."""
         batch = as_batch(made)
-        if isinstance(batch.sample, TypedSubgraph):
-            batch.n_id = batch.sample.node
+        if isinstance(field_of(batch.sample, "row"), Mapping):  # sampled here, around nodes or links
+            batch.n_id = ids_of(batch.sample)
             if not isinstance(batch.x, Mapping):  # rows of one table alone
                 batch.x = {self._tables[0]: batch.x}
             if self.edge_types:
@@ -117,7 +116,7 @@ def _numbers(made: Any, edge_type: EdgeType) -> Any:
     if of_pyg(made) and hasattr(made, "edge_types"):
         found = made[edge_type].get("e_id") if edge_type in made.edge_types else None
     else:
-        by_type = getattr(made, "e_id", None)
+        by_type = field_of(made, "e_id")
         found = by_type.get(edge_type) if isinstance(by_type, Mapping) else None
     if found is None:
         raise SourceError(

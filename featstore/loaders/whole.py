@@ -57,7 +57,7 @@ class WantedRows:
                 f"edge_table= is for mini-batches with nodes of one table, {nodes!r}; these have "
                 f"{', '.join(map(repr, ids))}: name the rows of edges by nodes=, {{table: ids}}"
             )
-        numbers = _field(sample["sample"] if _is_ours(sample) else sample, "e_id")
+        numbers = field_of(sample["sample"] if _is_ours(sample) else sample, "e_id")
         if numbers is None:
             raise SourceError(
                 f"edge_table={edges!r} is read by e_id, the numbers of edges that it was packed with, which "
@@ -216,5 +216,6 @@ def _knows_ids(sample: Any) -> bool:
     return of_pyg(sample) or getattr(sample, "node", None) is not None
 
 
-def _field(sample: Any, name: str) -> Any:
+def field_of(sample: Any, name: str) -> Any:
+    """What a sampler's mini-batch, an object or a mapping, has under a name; None for nothing."""
     return sample.get(name) if isinstance(sample, Mapping) else getattr(sample, name, None)

@@ -22,11 +22,12 @@ class TypedOptions:
 
     ``weight_attr="weights"``: the weights that graphs keep; edge types without are not weighted.
     ``time_attr="times"``: the times that graphs keep of edges, of those that do; or ``NAME``: of nodes, the
-    arrays ``TYPE.NAME`` of the types that have one. Nothing is read before :meth:`read`. Raises
+    arrays ``TYPE.NAME`` of the types that have one. ``seeds_have_times``: whoever samples
+    says them, as links do. Nothing is read before :meth:`read`. Raises
     ArgumentError.
     """
 
-    def __init__(self, store: OpenStore, said: Mapping[str, Any]) -> None:
+    def __init__(self, store: OpenStore, said: Mapping[str, Any], *, seeds_have_times: bool = False) -> None:
         self._store = store
         given = dict(SAMPLING_OPTIONS) | {name: one for name, one in said.items() if one is not None}
         given = {name: one for name, one in given.items() if name in SAMPLING_OPTIONS}
@@ -55,7 +56,7 @@ class TypedOptions:
                 raise ArgumentError(
                     f"{late[0] if late else 'temporal_strategy'}= is of times: say which, time_attr="
                 )
-        if self._timed and self.input_time is None:
+        if self._timed and self.input_time is None and not seeds_have_times:
             raise ArgumentError("time_attr= of edges needs the times of the seeds, input_time=")
 
     def _times_of(self, given: Any, graphs: list[StoredGraph]) -> tuple[list[StoredGraph], dict[str, str]]:

@@ -82,7 +82,7 @@ class TypedInMemory:
     ``fanouts``: as for :class:`~featstore.sampling.typed.TypedNeighborSampler`; relations may be named as
     graphs are, ``a__r__b``. Mini-batches have ``e_id`` of the relations whose graphs keep the numbers of
     edges (unless ``edge_ids`` is False). ``seed_times``: the times of all seeds there will be, where options
-    need them.
+    need them. ``sampler``: what samples.
     """
 
     def __init__(
@@ -97,19 +97,19 @@ class TypedInMemory:
         numbered = True if edge_ids is None else as_flag(edge_ids, "edge_ids")
         ids = {t: read_edge_ids(g, by_node=True) for t, g in graphs.items() if numbered and g.has_edge_ids}
         self.node_type, self.seed, self._seed_times = node_type, seed, seed_times
-        self._sampler = TypedNeighborSampler(
+        self.sampler = TypedNeighborSampler(
             {edge_type: read_csc(graph) for edge_type, graph in graphs.items()},
             {name: store.tables[name].rows for name in store.node_types},
             fanouts, seed, options=options, edge_ids=ids,
         )  # fmt: skip
-        self.fanouts = self._sampler.fanouts
+        self.fanouts = self.sampler.fanouts
 
     @property
     def node_count(self) -> int:
         """Number of nodes of the seeds' type."""
-        return self._sampler.nodes[self.node_type]
+        return self.sampler.nodes[self.node_type]
 
     def sample(self, seeds: NDArray[Any], batch_index: int = 0, *, epoch: int = 0) -> TypedSubgraph:
         """The mini-batch around seeds of the type; raises what the sampler raises."""
         times = None if self._seed_times is None else self._seed_times.of(seeds)
-        return self._sampler.sample(self.node_type, seeds, batch_index, epoch=epoch, seed_times=times)
+        return self.sampler.sample(self.node_type, seeds, batch_index, epoch=epoch, seed_times=times)

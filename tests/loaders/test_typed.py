@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import featstore
-from featstore.errors import ArgumentError, BudgetError, SourceError, UnknownNameError
+from featstore.errors import ArgumentError, BudgetError, IdError, SourceError, UnknownNameError
 from featstore.sampling.typed import TypedNeighborSampler, TypedSubgraph
 
 WRITES, CITES, IN, HAS = (
@@ -219,6 +219,54 @@ def test_pyg_s_neighbor_loader_of_all_nodes_of_a_type(store: featstore.Store) ->
     with NeighborLoader(store, [2], "venue", batch_size=9, memory=MEMORY) as loader:
         (data,) = loader
     assert data["venue"].n_id.tolist() == list(range(9))
+
+
+@pytest.mark.parametrize("negatives", [None, "binary", "triplet"])
+@pytest.mark.parametrize("mode", ["online", "compiled"])
+def test_pyg_s_link_neighbor_loader(
+    store: featstore.Store, source: Source, negatives: str | None, mode: str
+) -> None:
+    pytest.importorskip("torch_geometric")
+    from featstore.adapters.pyg import LinkNeighborLoader
+
+    more = {"name": f"links-{negatives}"} if mode == "compiled" else {}
+    loader = LinkNeighborLoader(
+        store, [3, 2], WRITES, neg_sampling=negatives, batch_size=100, mode=mode, memory=MEMORY, **more
+    )
+    edges, seen = source.edges[WRITES], []
+    with loader:
+        for data in loader:
+            data.validate()
+            for name, rows in source.rows.items():
+                np.testing.assert_array_equal(data[name].x, rows[data[name].n_id])
+            np.testing.assert_array_equal(data[WRITES].edge_attr, source.edge_rows[data[WRITES].e_id])
+            links, numbers = data[WRITES], data[WRITES].input_id
+            seen.append(numbers.numpy())
+            if negatives == "triplet":
+                ends = data["author"].src_index, data["paper"].dst_pos_index
+                assert data["paper"].dst_neg_index.shape == numbers.shape
+            else:
+                ends = links.edge_label_index[:, : len(numbers)]
+                more_of = len(numbers) if negatives else 0
+                assert links.edge_label_index.shape == (2, len(numbers) + more_of)
+            found = data["author"].n_id[ends[0]], data["paper"].n_id[ends[1]]
+            np.testing.assert_array_equal(np.stack(found), edges[:, numbers])
+            assert "batch_size" not in data["author"]
+            if negatives == "binary":
+                assert links.edge_label.tolist() == [1.0] * len(numbers) + [0.0] * len(numbers)
+    np.testing.assert_array_equal(np.sort(np.concatenate(seen)), np.arange(700))
+
+
+@pytest.mark.parametrize(
+    ("index", "error"),
+    [(None, ArgumentError), (("author", "reads", "paper"), ArgumentError), ((WRITES, [[500], [0]]), IdError)],
+)
+def test_links_that_cannot_be(store: featstore.Store, index: Any, error: type[Exception]) -> None:
+    pytest.importorskip("torch_geometric")
+    from featstore.adapters.pyg import LinkNeighborLoader
+
+    with pytest.raises(error, match=r"edge type|no node"):
+        LinkNeighborLoader(store, [3], index, memory=MEMORY)
 
 
 def test_ranks_have_each_seed_once(store: featstore.Store) -> None:
