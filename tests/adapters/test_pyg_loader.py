@@ -196,7 +196,7 @@ def test_every_mini_batch_is_the_sources(
         ({"replace": True, "mode": "partitions"}, ArgumentError, "replace: mode 'partitions' samples"),
         ({"neighbor_sampler": 3}, SourceError, "neighbor_sampler"),
         ({"replace": True, "memory": "33MiB"}, BudgetError, "replace= is sampled from"),
-        ({"num_neighbors": {("a", "b", "c"): [2]}}, SourceError, "typed graphs"),
+        ({"num_neighbors": {("a", "b", "c"): [2]}}, SourceError, "edge type"),
         ({"input_nodes": ("paper", None)}, SourceError, "'paper'"),
         ({"input_nodes": torch.ones(5, dtype=torch.bool)}, ArgumentError, "each of 300 nodes"),
         ({"input_nodes": [0.5]}, ArgumentError, "node ids or a mask"),

@@ -204,8 +204,8 @@ def test_a_model_of_links_learns(world: dict[str, Any]) -> None:
     [
         ({"data": 3}, ArgumentError, "data must be an open store"),
         ({"edge_label_index": np.array([[1], [NODES]])}, IdError, "target 200 is no node"),
-        ({"edge_label_index": (("a", "b", "c"), None)}, SourceError, "typed graphs"),
-        ({"num_neighbors": {("a", "b", "c"): [2]}}, SourceError, "typed graphs"),
+        ({"edge_label_index": (("a", "b", "c"), None)}, SourceError, "edge type"),
+        ({"num_neighbors": {("a", "b", "c"): [2]}}, SourceError, "edge type"),
         ({"edge_label": np.arange(3)}, ArgumentError, "each of 1,500 links"),
         ({"edge_label_time": np.arange(3)}, ArgumentError, "go together"),
         ({"time_attr": "since"}, ArgumentError, "go together"),
