@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from conftest import PackSmall
 from hypothesis import given
 from hypothesis import strategies as st
 
 import featstore
 from featstore.errors import ArgumentError, ClosedError, IdError, NotInMemoryError, UnknownNameError
+
+PackSmall = Callable[..., featstore.Store]
 
 ROWS, WIDTH = 60, 7
 MEMORY = "4MiB"

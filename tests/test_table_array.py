@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import pickle
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
-from conftest import PackSmall
 from hypothesis import given
 from hypothesis import strategies as st
 from processes import in_child
@@ -29,6 +28,8 @@ from featstore.errors import (
     NotInMemoryError,
     UnknownNameError,
 )
+
+PackSmall = Callable[..., featstore.Store]
 
 ROWS = 70
 MEMORY = "4MiB"
@@ -119,7 +120,7 @@ def test_tensors_give_tensors(arrays: Any, name: str, index: torch.Tensor) -> No
         torch.ones(ROWS + 1) > 0, np.ones((ROWS, 1), bool), np.ma.array([1, 2], mask=[0, 1]),
         np.ma.array(np.ones(ROWS, bool)), [[1], [2, 3]], torch.ones(ROWS).bool().to_sparse(), object(),
     ],
-    ids=repr,
+    ids=range(25),
 )  # fmt: skip
 def test_what_is_no_index_of_rows_is_refused(arrays: Any, index: Any) -> None:
     with pytest.raises(IdError):

@@ -13,7 +13,7 @@ from __future__ import annotations
 import importlib
 import pickle
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -22,10 +22,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import PackSmall
 
 import featstore
 from featstore.errors import ArgumentError, IdError, MissingPackageError, NotInMemoryError, SourceError
+
+PackSmall = Callable[..., featstore.Store]
 
 torch = pytest.importorskip("torch")
 

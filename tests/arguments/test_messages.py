@@ -29,7 +29,7 @@ from featstore.errors import (
         (lambda s: s.reader(memroy="1GiB"), "'memory'"),
         (lambda s: s.reader(engine="thread"), "'threads'"),
         (lambda s: s.sampler([2], memory="1GiB", sed=3), "'seed'"),
-        (lambda s: s.loader(replace=3), "'replaced'"),
+        (lambda s: s.loader(replacd=3), "'replaced'"),
         (lambda s: s.table("feature"), "'features'"),
         (lambda s: s.loader([np.arange(3)], queuedepth=3), "'queue_depth'"),
         (lambda s: s.loader([np.arange(3)], policy="s3fifo"), "'s3-fifo'"),

@@ -117,7 +117,7 @@ def _split_features(
     import featstore
 
     paths = ("features", "graph", "permutation")
-    more = ("nodes", "edge_weights", "edge_times")  # of a pack alone
+    more = ("nodes", "node_keys", "edge_weights", "edge_times")  # of a pack alone
     names = (*given, "permutation", "dtype", "cast", "id", "train", *more)
     asked = PackRequest(
         {n: by_table(given.get(n, ()), f"--{n.replace('_', '-')}", is_path=n in paths) for n in names}
