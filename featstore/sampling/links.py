@@ -142,7 +142,7 @@ class LinkSampler:
             np.arange(count) if input_id is None else checked_times(input_id, count, "input_id", "links")
         )
         whole: dict[str, Any] = {"subgraph": subgraph, "input_id": numbers}
-        whole["batch"] = _of_positives(subgraph.batch, count)
+        whole["batch"] = _of_positives(subgraph.batch, len(src), count)
         if mode == "triplet":
             others = places[1][count:]
             # of subgraphs that are disjoint, negative k is of positive k % b, else of k // amount, as in PyG
@@ -266,11 +266,12 @@ def _ends(sampler: Any, link_type: Any) -> tuple[str, str]:
     return link_type[0], link_type[2]
 
 
-def _of_positives(batch: Any, count: int) -> Any:
-    """The number of the positive whose end's subgraph each node is in."""
+def _of_positives(batch: Any, sources: int, count: int) -> Any:
+    """The number of the positive whose end's subgraph each node is in. Seeds are ``sources``, then as many
+    targets, or a multiple of them: number k of either is of positive k % ``count``."""
     if isinstance(batch, dict):
-        return {name: one % count for name, one in batch.items()}
-    return None if batch is None else batch % count
+        return {name: one % sources % count for name, one in batch.items()}
+    return None if batch is None else batch % sources % count
 
 
 def _labels(given: Any, count: int, added: int, mode: str) -> NDArray[Any] | None:

@@ -274,7 +274,7 @@ def test_usage_errors(call: Call, inputs: Path, tmp_path: Path, options: list[st
 
 FAILURES = [
     (["--features", "{nowhere}/x.npy"], "x.npy"),
-    (["--features", "{folder}"], "neither a zarr array or group"),
+    (["--features", "{folder}"], "a folder of shards has files of one kind"),
     (["--features", "{bin}"], "give --dtype and --shape"),
     (["--features", "{bin}", "--dtype", "float32", "--shape", "-1,7"], "no whole number of rows"),
     (["--features", "{bin}", "--dtype", "floaty", "--shape", "-1,16"], "floaty"),
