@@ -21,6 +21,10 @@ test:
 quick:
     {{bin}}/pytest tests/test_house.py tests/test_units_errors.py tests/base/test_dtypes.py tests/storage/test_manifest.py tests/plan/test_cost.py tests/plan/test_plan.py
 
+# The site, into site/; a warning is an error.
+site:
+    {{bin}}/sphinx-build -q -W -c docs . site
+
 # Files as strangers make them.
 fuzz seconds="60" dir="/tmp/featstore-fuzz":
     {{bin}}/python tests/fuzz/run.py --seconds {{seconds}} --dir {{dir}}

@@ -22,7 +22,8 @@ class Batch:
         index: its number in the epoch.
         n_id: node ids, integers [m], as the sampler ordered them: the seeds first. Dictionaries by type where
             there are several.
-        x: their rows, [m, *row shape], an array or a tensor; dictionaries by type where there are several.
+        x: their rows, ``[m, *row shape]``, an array or a tensor; dictionaries by type where there are
+            several.
         sample: the sampler's own mini-batch.
 
         edge_attr: rows of edges, where the loader was told which table, ``edge_table=``.

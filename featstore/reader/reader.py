@@ -278,10 +278,10 @@ class Reader:
         """Runs of rows whole, as they stand on disk: what partitions are read with. Tiers are not asked.
 
         ``runs``: [n, 2] row numbers (not node ids), the first of each run and its end; or a mapping of table
-        names to such. Returns an array of shape [rows of all runs, *row shape], run after run, or fills and
-        returns ``out`` of that shape. With ``at``, int64 [n] (or a mapping of such), run i goes to the rows
-        of ``out`` from ``at[i]`` on, and ``out`` may be longer. Raises IdError for a run outside the table,
-        CorruptionError, DeviceError, ClosedError.
+        names to such. Returns an array of shape ``[rows of all runs, *row shape]``, run after run, or fills
+        and returns ``out`` of that shape. With ``at``, int64 [n] (or a mapping of such), run i goes to the
+        rows of ``out`` from ``at[i]`` on, and ``out`` may be longer. Raises IdError for a run outside the
+        table, CorruptionError, DeviceError, ClosedError.
         """
         self._ready()
         finish, parts = parse_run_request(self._opened(), runs, out, at)

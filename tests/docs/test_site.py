@@ -1,0 +1,64 @@
+"""The site builds from a checkout without a warning, without the network, and holds every page and every
+public name."""
+
+from __future__ import annotations
+
+import html
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import featstore
+from featstore import errors
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("site")
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    built = subprocess.run(
+        [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-c", "docs", "-d", str(out / "cache"),
+         ".", str(out / "html")],
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert built.returncode == 0, built.stderr
+    return out / "html"
+
+
+def test_every_page_of_the_repository_is_in_it(site: Path) -> None:
+    sources = [ROOT / "README.md", ROOT / "CHANGELOG.md"]
+    sources += [*(ROOT / "docs").rglob("*.md"), *(ROOT / "formats").rglob("*.md")]
+    for source in sources:
+        page = site / source.relative_to(ROOT).with_suffix(".html")
+        assert page.is_file(), source
+
+
+def test_every_public_name_and_error_has_its_entry(site: Path) -> None:
+    page = (site / "docs/api.html").read_text()
+    for name in featstore.__all__:
+        if not name.startswith("__"):
+            assert f'id="featstore.{name}"' in page, name
+    for name, value in vars(errors).items():
+        if isinstance(value, type) and value.__module__ == errors.__name__:
+            assert f'id="featstore.errors.{name}"' in page, name
+
+
+def test_a_parameter_is_told_as_one(site: Path) -> None:
+    """Docstrings become lists of parameters, not paragraphs that run into each other."""
+    page = html.unescape(re.sub(r"<[^>]+>", "", (site / "docs/api.html").read_text()))
+    assert re.search(r"Parameters:\s+out\s+–\s+the store's directory", page) or re.search(
+        r"Parameters:\s+out.{0,40}–\s+the store.s directory", page
+    )
+
+
+def test_no_page_asks_the_network_for_anything(site: Path) -> None:
+    for page in site.rglob("*.html"):
+        text = page.read_text()
+        found = re.findall(r"""<(?:script|img|link|iframe)\b[^>]*?(?:src|href)=["'](https?:[^"']+)""", text)
+        assert not found, f"{page.name}: {found}"
