@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, cast
 
 from featstore.arguments import as_choice
+from featstore.base.logs import LOG
 from featstore.errors import EngineError
 
 if TYPE_CHECKING:
@@ -84,10 +85,12 @@ def choose(wanted: str = "auto") -> EngineChoice:
     except OSError as error:
         why = error.strerror or error
         if wanted == "auto":
+            LOG.info("engine threads, because io_uring cannot be used: %s", why)
             return EngineChoice("threads", f"io_uring cannot be used: {why}")
         raise EngineError(
             f"the engine {name!r} cannot be used: {why}; ask for 'threads', or 'auto' for what works here"
         ) from error
+    LOG.info("engine %s", name)
     return EngineChoice(name, "io_uring works here" if wanted == "auto" else "asked for")
 
 

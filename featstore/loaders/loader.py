@@ -15,6 +15,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Unpack
 
 from featstore import arguments as args
+from featstore.base.logs import LOG
 from featstore.base.state import position_of, state_of
 from featstore.errors import ArgumentError
 from featstore.loaders.batch import Batch
@@ -22,6 +23,7 @@ from featstore.loaders.making import Making
 from featstore.loaders.options import Given, LoaderOptions
 from featstore.loaders.prefetch import LoaderBase, Sampler
 from featstore.loaders.report import LoaderReport
+from featstore.loaders.watch import Watch, spans
 from featstore.storage.store import as_store
 from featstore.units import format_bytes, parse_bytes
 
@@ -70,6 +72,8 @@ class Loader(LoaderBase):
         except BaseException:
             self._opened.close()
             raise
+        LOG.info("%s: mode %s, because %s", self.store.path, self.mode, self.mode_because)
+        self._watch = Watch() if args.as_flag(given.get("progress", False), "progress") else None
         self._in_order = bool(given.get("seeds_in_order"))
         self._epoch = self._next = 0
         self._over = 0  # seeds, or mini-batches, of this epoch that other numbers of ranks have had
@@ -83,15 +87,29 @@ class Loader(LoaderBase):
         if self._next and not self._resumed:  # the epoch before was broken off
             self.set_epoch(self._epoch + 1)
         self._resumed = False
+        if self._watch is not None:
+            self._watch.begin(self.report())
         with self._shares.told_of_all():
-            for made in self._mode.epoch():
+            for made in spans(self._mode.epoch(), "featstore: wait for a mini-batch"):
                 batch = self._whole.batch(made)
                 del made
                 batch.index = self._next
                 self._next += 1
+                if self._watch is not None and self._watch.due():
+                    self._tell()
                 yield batch
                 del batch
+        if self._watch is not None:
+            self._tell(end=True)
         self._epoch, self._next, self._over = self._epoch + 1, 0, 0
+
+    def _tell(self, end: bool = False) -> None:
+        assert self._watch is not None
+        try:
+            length = len(self)
+        except ArgumentError:  # nobody knows
+            length = None
+        self._watch.tell(self.report(), self._epoch, self._next, length, end)
 
     def __len__(self) -> int:
         """Mini-batches of an epoch, this rank's. Raises ArgumentError where that is not known."""

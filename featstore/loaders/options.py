@@ -75,6 +75,8 @@ class LoaderOptions(TypedDict, total=False):
         device_memory: for rows kept on each device, bytes or a size, beside ``memory``.
         device_policy: of the modes online and partitions: of these rows, a name of
             :data:`featstore.tiers.slots.layout.POLICIES` but ``"static"`` and ``"min"``.
+        progress: a line on standard error tells how it goes: mini-batches and bytes a second, hits, stages,
+            the slowest of them. False by default.
         engine, queue_depth, threads, verify: as for :class:`featstore.Reader`.
         policy: of mode online: of the buffer, a name of :data:`featstore.tiers.slots.layout.POLICIES` but
             ``"min"``, or ``"auto"``, the default, for that which hits most.
@@ -138,6 +140,7 @@ class LoaderOptions(TypedDict, total=False):
     device: Any
     device_memory: int | str | None
     device_policy: str | None
+    progress: bool | None
     engine: str
     queue_depth: int
     threads: int | None

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
+from featstore.loaders.counters import counters, openmetrics
 from featstore.reader.report import ReaderStats
 from featstore.tiers.tickets import BufferStats
 
@@ -91,6 +92,19 @@ class LoaderReport:
             else:
                 added[one.name] = mine + theirs
         return replace(self, **added)
+
+    def counters(self) -> dict[str, float]:
+        """Flat names and numbers, ``{"batches": 12, "seconds/read": 0.3, "buffers/features/hits": 9, ...}``:
+        what TensorBoard's ``add_scalar`` and the like take."""
+        return counters(self._facts())
+
+    def openmetrics(self, **labels: str) -> str:
+        """The counters as OpenMetrics text, which Prometheus scrapes; ``labels`` stand on every line
+        (``rank="0"``). Raises ArgumentError for a label that cannot be one."""
+        return openmetrics(self._facts(), labels)
+
+    def _facts(self) -> dict[str, Any]:
+        return asdict(self) | {"hit_rate": self.hit_rate, "kept_share": self.kept_share}
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, for JSON."""

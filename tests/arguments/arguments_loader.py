@@ -89,6 +89,7 @@ LOADER: dict[str, Call] = {
             "attach": ATTACH,
             "edge_table": EDGE_TABLE,
             "tensors": FLAG.optional,
+            "progress": FLAG.optional,
             "nodes": FUNCTION.optional,
             "policy": POLICY_NAME.optional.and_also(of_traces="min"),
             "static": Anything("goes with policy='static' alone; the rules are OnlineLoader's"),

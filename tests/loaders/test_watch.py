@@ -1,0 +1,139 @@
+"""What a loader tells while it runs: the line, counters, OpenMetrics text, the log, the profiler's spans."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import featstore
+from featstore.errors import ArgumentError
+from featstore.loaders.report import LoaderReport
+from featstore.loaders.watch import Watch
+
+HOW: dict[str, Any] = {
+    "seeds": np.arange(200), "fanouts": (2,), "batch_size": 50, "memory": "32MiB", "mode": "online",
+    "engine": "threads",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("watched") / "s"
+    edges = np.random.default_rng(0).integers(0, 200, (2, 900))
+    featstore.pack(out, np.ones((200, 8), np.float32), graph=edges, topology=True).close()
+    return out
+
+
+def test_a_loader_tells_how_it_goes(path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with featstore.open(path) as store, store.loader(**HOW, progress=True) as loader:
+        for _ in range(2):
+            assert sum(1 for _ in loader) == 4
+    told = capfd.readouterr().err.splitlines()
+    lines = [line for line in told if ": 4/4 mini-batches, " in line]
+    assert len(lines) == 2, "no terminal: a line at the end of each epoch"
+    for epoch, line in enumerate(lines):
+        assert line.startswith(f"epoch {epoch}: 4/4 mini-batches, ")
+        assert re.search(r"\d/s, .*/s from disk, hits \d+%, waited [\d.]+ s, slowest: ", line)
+
+
+def test_it_is_silent_unless_asked(path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    with featstore.open(path) as store, store.loader(**HOW) as loader:
+        assert sum(1 for _ in loader) == 4
+    assert capfd.readouterr().err == ""
+
+
+def test_a_terminals_line_is_written_over() -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    out = Terminal()
+    watch, report = Watch(out), LoaderReport(1, {"read": 1.5, "wait": 0.5}, 10, 1)
+    watch.begin(report)
+    watch.tell(report, 0, 100_000, None)
+    watch.tell(report, 0, 2, 7, end=True)
+    first, second = out.getvalue().split("\r")[1:]
+    assert "\n" not in first
+    assert second.endswith("\n")
+    assert len(second.rstrip("\n")) >= len(first), "nothing of the longer line is left"
+    assert "slowest: read (read 1.5 s)" in second
+
+
+def test_counters_are_the_reports(path: Path) -> None:
+    with featstore.open(path) as store, store.loader(**HOW) as loader:
+        assert sum(1 for _ in loader) == 4
+        report = loader.report()
+    flat = report.counters()
+    assert flat["batches"] == 4
+    assert flat["bytes_read"] == report.bytes_read
+    assert flat["seconds/wait"] == report.seconds["wait"]
+    assert flat["hit_rate"] == report.hit_rate
+    (name,) = report.buffers
+    assert flat[f"buffers/{name}/hits"] == report.buffers[name].hits
+    assert all(isinstance(value, int | float) for value in flat.values())
+
+
+def test_openmetrics_text_says_the_same() -> None:
+    report = LoaderReport(3, {"read wait": 0.25, 'a "b"\\c\n': 1.0}, 4096, 1)
+    text = report.openmetrics(rank="0")
+    assert text.endswith("# EOF\n")
+    found = {}
+    for line in text.splitlines():
+        if not line.startswith("#"):
+            sample, value = line.rsplit(" ", 1)
+            assert re.fullmatch(r'[a-z_]+\{([a-z]+="([^"\\\n]|\\.)*",?)*\}', sample), sample
+            assert sample not in found
+            found[sample] = float(value)
+    assert found['featstore_loader_batches_total{rank="0"}'] == 3
+    assert found['featstore_loader_seconds_total{rank="0",stage="read wait"}'] == 0.25
+    assert found['featstore_loader_seconds_total{rank="0",stage="a \\"b\\"\\\\c\\n"}'] == 1.0
+    assert LoaderReport(3, {}, 0, 0).openmetrics().splitlines()[1] == "featstore_loader_batches_total{} 3"
+    assert found['featstore_loader_kept_share{rank="0"}'] == 1.0
+    assert len(found) == len(report.counters())
+    families = [line.split()[2] for line in text.splitlines() if line.startswith("# TYPE")]
+    assert len(families) == len(set(families)), "samples of a family stand together"
+
+
+@pytest.mark.parametrize("labels", [{"stage": "x"}, {"a-b": "x"}, {"rank": 0}])
+def test_labels_that_cannot_be_are_refused(labels: dict[str, Any]) -> None:
+    with pytest.raises(ArgumentError, match="label"):
+        LoaderReport(0, {}, 0, 0).openmetrics(**labels)
+
+
+def log(path: Path, level: str) -> subprocess.CompletedProcess[str]:
+    program = (
+        "import sys, numpy, featstore\n"
+        "with featstore.open(sys.argv[1]) as store:\n"
+        "    with store.loader(seeds=numpy.arange(50), fanouts=(2,), mode='online') as loader:\n"
+        "        list(loader)\n"
+    )
+    return subprocess.run(
+        [sys.executable, "-c", program, str(path)], capture_output=True, text=True, timeout=120,
+        env={**os.environ, "FEATSTORE_LOG": level},
+    )  # fmt: skip
+
+
+def test_the_log_says_what_was_decided(path: Path) -> None:
+    told = log(path, "info")
+    assert told.returncode == 0, told.stderr
+    assert re.search(r"featstore\[\d+\] INFO: .*: mode online, because asked for", told.stderr)
+    assert re.search(r"INFO: engine (uring|threads)", told.stderr)
+    wrong = log(path, "loud")
+    assert wrong.returncode == 1
+    assert "FEATSTORE_LOG=loud: it is one of debug, info, warning, error" in wrong.stderr
+
+
+def test_the_profiler_sees_what_the_loop_waits_for(path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    with featstore.open(path) as store, store.loader(**HOW) as loader, torch.profiler.profile() as seen:
+        assert sum(1 for _ in loader) == 4
+    (span,) = (one for one in seen.key_averages() if one.key == "featstore: wait for a mini-batch")
+    assert span.count == 5, "each mini-batch, and the end"
