@@ -19,3 +19,31 @@ suppress_warnings = ["myst.header"]
 autodoc_typehints = "description"
 autodoc_member_order = "bysource"
 default_role = "code"
+
+#: The side bar. It is put below the index here, so that the index reads as a page where nothing builds a site.
+CONTENTS = {
+    "Begin here": ["quickstart", "choosing-a-mode", "coming-from", "glossary"],
+    "While you work": ["how-to", "memory", "troubleshooting", "cli", "api", "hosts", "orders-of-training"],
+    "Before you decide": ["../README", "faq", "performance", "refused"],
+    "How it is made": [
+        "design", "architecture", "decisions/README", "../formats/README", "CONTRIBUTING", "SECURITY",
+        "../CHANGELOG",
+    ],
+}  # fmt: skip
+NESTED = {"docs/decisions/README": "[0-9]*", "formats/README": "v1/*"}
+
+
+def add_contents(app: object, page: str, source: list[str]) -> None:
+    if page == "docs/index":
+        for caption, pages in CONTENTS.items():
+            source[0] += tree("\n".join(pages), f":caption: {caption}\n")
+    elif page in NESTED:
+        source[0] += tree(NESTED[page], ":glob:\n")
+
+
+def tree(pages: str, option: str) -> str:
+    return f"\n\n```{{toctree}}\n:hidden:\n:maxdepth: 1\n{option}\n{pages}\n```\n"
+
+
+def setup(app: object) -> None:
+    app.connect("source-read", add_contents)  # type: ignore[attr-defined]

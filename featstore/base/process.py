@@ -30,4 +30,4 @@ class OneProcess:
         """Raise ClosedError where it is closed, or belongs to another process."""
         self.check_process()
         if self._closed:
-            raise ClosedError(f"{self.called} is closed")
+            raise ClosedError(f"{self.called} is closed; open or make another")

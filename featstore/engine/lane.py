@@ -101,7 +101,7 @@ class Lane:
         code = int(f[ERROR])
         if code == 0:
             if f[CANCEL] and f[DONE] < f[EXTENTS]:
-                return CancelledError("the request was cancelled")
+                return CancelledError("the request was cancelled; submit it again where its rows are wanted")
             return None
         file, page = divmod(int(f[ERROR_PAGE]), self.files.layout.pages_per_chunk)
         path, offset = self.files.paths[file], page * PAGE_BYTES

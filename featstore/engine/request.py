@@ -175,7 +175,9 @@ class Request(Future[Any]):
             if self._open:
                 return
         if self._error is None and self._cancelled:
-            self._error = CancelledError("the request was cancelled")
+            self._error = CancelledError(
+                "the request was cancelled; submit it again where its rows are wanted"
+            )
         if self._error is not None:
             self.set_exception(self._error)
             return

@@ -208,7 +208,7 @@ class Prefetch(ABC):
         if self._stop:
             raise ClosedError(self._stop)
 
-    def close(self, because: str = "the loader is closed") -> None:
+    def close(self, because: str = "the loader is closed; make another with store.loader()") -> None:
         """Stop, also in the middle; nothing is under way afterwards. Whoever still waits for a mini-batch is
         told why there is none."""
         self._stop = self._stop or because

@@ -182,7 +182,7 @@ class RollingLoader(LoaderBase):
 
     def _unless_closed(self, _: object = None) -> None:
         if self._closed:
-            raise ClosedError("the loader is closed")
+            raise ClosedError("the loader is closed; make another with store.loader()")
 
     def __iter__(self) -> Iterator[Any]:
         """From where the loader is: the begin, a state that was loaded, or the mini-batch after the last one

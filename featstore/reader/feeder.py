@@ -46,7 +46,7 @@ class Feeder:
             self._planner.submit(self._feed, request, pieces)
         except RuntimeError as error:
             if self._closed:
-                raise ClosedError("the reader is closed") from None
+                raise ClosedError("the reader is closed; make another with store.reader()") from None
             raise no_thread(error) from error
 
     def _feed(self, request: Request, pieces: Iterable[MakeLane]) -> None:

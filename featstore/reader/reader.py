@@ -183,7 +183,7 @@ class Reader:
 
     def _ready(self) -> Engine:
         if self._closed:
-            raise ClosedError("the reader is closed")
+            raise ClosedError("the reader is closed; make another with store.reader()")
         if self._pid != os.getpid():  # after a fork: the parent's threads and ring are not ours
             with _starting:
                 if self._pid != os.getpid():
@@ -195,7 +195,7 @@ class Reader:
         """What a request is made of: closing meanwhile does not change it."""
         states = self._states
         if self._closed and not states:
-            raise ClosedError("the reader is closed")
+            raise ClosedError("the reader is closed; make another with store.reader()")
         return states
 
     # Reading.

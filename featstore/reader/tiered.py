@@ -156,7 +156,7 @@ class TieredReader:
     def _check_open(self) -> RowSource:
         """The first source to be asked."""
         if self._top is None:
-            raise ClosedError("the reader is closed")
+            raise ClosedError("the reader is closed; make another with store.reader()")
         if self._pid != os.getpid():
             raise ClosedError(
                 "a reader of several tiers belongs to the process that made it; make one in each"

@@ -264,7 +264,7 @@ class StoredSampler(HopSampler):
         """
         node = checked_seeds(seeds, self.node_count)
         if self._closed:
-            raise ClosedError("the sampler is closed")
+            raise ClosedError("the sampler is closed; make another with store.sampler()")
         self._here()
         key = batch_key(self.seed, as_integer(epoch, "epoch"), as_integer(batch_index, "batch_index"))
         return self._made(node, key)
@@ -351,7 +351,7 @@ class StoredSampler(HopSampler):
     def stats(self) -> SamplerStats:
         """What has been counted since the sampler was opened."""
         if self._closed:
-            raise ClosedError("the sampler is closed")
+            raise ClosedError("the sampler is closed; make another with store.sampler()")
         self._here()
         read = self._reader.stats().since(self._before)
         return SamplerStats(self._batches, self._edges_asked, self._edges_cached, read.reads, read.bytes_read)
@@ -360,7 +360,7 @@ class StoredSampler(HopSampler):
         """Bytes of the budget, by use: what is held, and ``unused``, of which the scratch of a mini-batch is
         taken."""
         if self._closed:
-            raise ClosedError("the sampler is closed")
+            raise ClosedError("the sampler is closed; make another with store.sampler()")
         reader = self._reader.memory()
         held = {
             "offsets": self._offsets.nbytes, "maps": self._map_bytes,

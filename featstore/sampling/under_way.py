@@ -130,7 +130,7 @@ class UnderWayNow:
     def _try_begin(self, one: Scratch, alone: bool) -> bool:
         with self.lock:
             if self._closed:
-                raise ClosedError("the sampler is closed")
+                raise ClosedError("the sampler is closed; make another with store.sampler()")
             others = len(self._all)
             if others and (alone or others == UNDER_WAY_MAX):
                 return False

@@ -276,7 +276,7 @@ class BufferClient:
 
     def _connect(self) -> Connection:
         if self._closed:
-            raise ClosedError("this client of a shared buffer is closed")
+            raise ClosedError("this client of a shared buffer is closed; take another from its owner")
         deadline = time.monotonic() + CONNECT_SECONDS
         while self._connection is None:
             with protocol.forking:

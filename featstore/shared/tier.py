@@ -98,7 +98,7 @@ class _Job:
         """Wait for the rows; how many were there."""
         asked = self._asked = client.prepare(self.ids, out=self.out, at=self.at)
         if self._cancelled:
-            raise CancelledError("the request was cancelled")
+            raise CancelledError("the request was cancelled; submit it again where its rows are wanted")
         asked.result()
         return asked.hits
 

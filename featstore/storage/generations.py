@@ -147,7 +147,10 @@ def begin(store: Path, disk: Disk, *, resume: bool, overwrite: bool) -> tuple[Ge
     """
     committed = current(store)
     if committed is not None and committed.read_only_because:
-        raise FeatstoreError(f"{store} cannot be written: {committed.read_only_because}")
+        raise FeatstoreError(
+            f"{store} cannot be written: {committed.read_only_because}; write it with the newer featstore "
+            "that made it, or pack to another path"
+        )
     known = names(store)
     done = committed.generation if committed else ""
     unfinished = [n for n in known if n != done and Generation(store, n).journal in known[n]]

@@ -30,6 +30,7 @@ from featstore.storage.manifest import (
 )
 from featstore.storage.manifest_checks import check_manifest
 
+_ADVICE = "restore it from a copy, or pack the store again"
 _SHORT_BYTES = 2**16  # of a field that is looked at before the others
 
 
@@ -53,7 +54,7 @@ def read_manifest(store: Path) -> tuple[Manifest, bytes]:
 
 def _what_is_there(store: Path) -> str:
     if not is_there(store):
-        return f"there is no store at {store}"
+        return f"there is no store at {store}; check the path, or pack one there"
     with asking(store, "list"):
         entries = list(store.iterdir())
     if any(GENERATION_NAME.fullmatch(entry.name) for entry in entries):
@@ -99,9 +100,9 @@ def parse(text: bytes, path: Path) -> Manifest:
         manifest = msgspec.json.decode(text, type=Manifest)
         check_manifest(manifest)
     except NOT_JSON as error:
-        raise FormatError(f"{path} is malformed: {error}") from None
+        raise FormatError(f"{path} is malformed: {error}; {_ADVICE}") from None
     except FormatError as error:
-        raise FormatError(f"{path} cannot be trusted: {error}") from None
+        raise FormatError(f"{path} cannot be trusted: {error}; {_ADVICE}") from None
     return manifest
 
 

@@ -102,7 +102,7 @@ class _Job:
     def begin(self) -> bool:
         """Take slots; whether all rows are there."""
         if self._cancelled:
-            raise CancelledError("the request was cancelled")
+            raise CancelledError("the request was cancelled; submit it again where its rows are wanted")
         ticket = self._ticket = self._buffer.begin(self.ids)
         ticket.hand_over()
         if self._cancelled:

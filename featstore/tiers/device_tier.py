@@ -264,7 +264,7 @@ class DeviceTier(OverSource):
             if job.error is not None:
                 raise job.error
             if job.ticket is None:
-                raise CancelledError("the request was cancelled")
+                raise CancelledError("the request was cancelled; submit it again where its rows are wanted")
             self._put_together(job, job.ticket, target)
         except BaseException as error:
             if job.ticket is not None:
@@ -278,7 +278,7 @@ class DeviceTier(OverSource):
             for request in job.landed():
                 request.exception()
         if job.cancelled:
-            raise CancelledError("the request was cancelled")
+            raise CancelledError("the request was cancelled; submit it again where its rows are wanted")
         rows = level.gather(ticket, self._staging).to(target.device)
         if isinstance(job.places, slice):
             target[job.places] = rows

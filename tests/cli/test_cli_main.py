@@ -64,7 +64,8 @@ def test_a_store_from_the_shell(inputs: Path, tmp_path: Path) -> None:
     assert done.stderr.count("\n") == 1, "no line of Python"
     done = command("inspect", tmp_path / "nowhere")
     assert (done.returncode, done.stdout) == (1, "")
-    assert done.stderr == f"featstore: error: there is no store at {tmp_path / 'nowhere'}\n"
+    assert done.stderr.startswith(f"featstore: error: there is no store at {tmp_path / 'nowhere'}; check")
+    assert len(done.stderr.splitlines()) == 1
     done = command("inspect", tmp_path / "s")
     assert (done.returncode, done.stderr) == (0, "")
     assert "\x1b" not in done.stdout, "no colours where stdout is no terminal"

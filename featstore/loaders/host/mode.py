@@ -227,7 +227,9 @@ class HostMode(OneProcess, Mode):
         """Go; the owner ends it for all ranks of the host."""
         with contextlib.suppress(FeatstoreError):
             self._last_report = self._report()
-        self._ended = self._ended or error_of(ClosedError("the loader is closed"))
+        self._ended = self._ended or error_of(
+            ClosedError("the loader is closed; make another with store.loader()")
+        )
         self._opened.close()
 
 

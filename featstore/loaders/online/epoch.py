@@ -74,7 +74,7 @@ class OnlineEpoch(Prefetch):
             self._sampler.start()
         super().start()
 
-    def close(self, because: str = "the loader is closed") -> None:
+    def close(self, because: str = "the loader is closed; make another with store.loader()") -> None:
         self._stop = self._stop or because
         self._taken.set()
         super().close(because)

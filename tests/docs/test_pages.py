@@ -1,0 +1,171 @@
+"""The pages for users: every block runs as it stands, every link leads somewhere, and every error has its
+entry.
+
+A page's blocks run one after the other, in a folder where the quick start has run. One that cannot run here
+says why, in a comment right above it; there is no other exception.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import inspect
+import re
+import shlex
+import shutil
+import subprocess
+import warnings
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from click.testing import CliRunner
+from featstore_cli.main import cli
+
+from featstore import errors
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+START = "quickstart"
+PAGES = (
+    START, "choosing-a-mode", "coming-from", "how-to", "memory", "troubleshooting", "faq", "glossary",
+    "index", "SECURITY",
+)  # fmt: skip
+_FENCE = re.compile(r"(?:^<!-- not run here: (?P<why>[^\n]+) -->\n)?^```(?P<kind>[^\n]*)\n", re.MULTILINE)
+
+
+class Block(NamedTuple):
+    """A block of a page: what it is of, its text, the line where that begins, and why it is not run, or
+    nothing."""
+
+    kind: str
+    text: str
+    line: int
+    why: str
+
+
+def blocks_of(text: str) -> list[Block]:
+    """All of a page's blocks, in order."""
+    found, at = [], 0
+    while fence := _FENCE.search(text, at):
+        end = text.index("\n```", fence.end() - 1) + 1
+        line = text.count("\n", 0, fence.end())
+        found.append(Block(fence["kind"], text[fence.end() : end], line, fence["why"] or ""))
+        at = end + 3
+    return found
+
+
+def run_page(name: str, folder: Path) -> None:
+    """Run a page's blocks in ``folder``. Of its Python, all blocks have the same names."""
+    names: dict[str, Any] = {"__name__": name}
+    with contextlib.chdir(folder):
+        for block in blocks_of((DOCS / f"{name}.md").read_text()):
+            if block.why:
+                continue
+            if block.kind == "python":
+                code = compile("\n" * block.line + block.text, f"{name}.md", "exec")
+                exec(code, names)
+            else:
+                for line in block.text.splitlines():
+                    run_line(line)
+
+
+def run_line(line: str) -> None:
+    """Run a line of a shell; the command itself in this process."""
+    words = shlex.split(line)
+    if words[0] != "featstore":
+        subprocess.run(["bash", "-euo", "pipefail", "-c", line], check=True, timeout=60)
+        return
+    result = CliRunner().invoke(cli, words[1:], prog_name="featstore")
+    assert result.exit_code == 0, (line, result.output, result.exception)
+
+
+@pytest.fixture(scope="module")
+def started(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An empty folder in which a new user has gone through the quick start."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of packages, when they are imported
+        pytest.importorskip("torch_geometric")
+        import torch_geometric.nn  # noqa: F401
+    folder = tmp_path_factory.mktemp("started")
+    run_page(START, folder)
+    return folder
+
+
+def test_the_quick_start_leaves_a_store_that_is_sound(started: Path) -> None:
+    assert (started / "papers.fs" / "featstore.json").is_file()
+    training = [
+        block.text for block in blocks_of((DOCS / f"{START}.md").read_text()) if "loader(" in block.text
+    ]
+    assert len(training) == 1
+    loop = training[0].partition("with store.loader")
+    assert len((loop[1] + loop[2]).splitlines()) <= 10, "ten lines"
+
+
+@pytest.mark.parametrize("name", [name for name in PAGES if name != START])
+def test_every_block_runs(name: str, started: Path, tmp_path: Path) -> None:
+    run_page(name, Path(shutil.copytree(started, tmp_path / "here")))
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_blocks_are_run_or_say_why_not(name: str) -> None:
+    text = (DOCS / f"{name}.md").read_text()
+    blocks = blocks_of(text)
+    assert 2 * len(blocks) == len(re.findall(r"^ *(```|~~~)", text, re.MULTILINE)), "no block escapes"
+    assert len([block for block in blocks if block.why]) == text.count("not run here:")
+    for block in blocks:
+        assert block.kind in ("python", "sh", "text"), block
+        assert block.kind != "text" or not block.why, block
+
+
+def anchors(path: Path) -> set[str]:
+    """The headings of a page, as links spell them."""
+    text = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_every_link_leads_somewhere(name: str) -> None:
+    page = DOCS / f"{name}.md"
+    links = re.findall(r"\]\(([^)\s]+)\)", page.read_text())
+    for link in links:
+        assert not link.startswith("http"), f"{link}: pages stand for themselves"
+        path, _, anchor = link.partition("#")
+        target = (DOCS / path).resolve() if path else page
+        assert target.is_file(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+def test_the_index_leads_to_every_page() -> None:
+    links = {link.partition("#")[0] for link in re.findall(r"\]\(([^)]+)\)", (DOCS / "index.md").read_text())}
+    assert {path.name for path in DOCS.glob("*.md")} - {"index.md"} <= links
+
+
+ERRORS = [one for one in vars(errors).values() if inspect.isclass(one) and issubclass(one, Exception)]
+
+
+def entries() -> dict[str, str]:
+    """The entries of the page of errors, by their headings."""
+    text = (DOCS / "troubleshooting.md").read_text().partition("\n## ")[2]
+    parts = ("## " + text).split("\n## ")
+    found = {part.removeprefix("## ").partition("\n")[0]: part.partition("\n")[2] for part in parts}
+    return {title: body for title, body in found.items() if title.isidentifier()}
+
+
+def test_every_error_has_its_entry_and_no_other() -> None:
+    assert list(entries()) == sorted(one.__name__ for one in ERRORS)
+
+
+@pytest.mark.parametrize("name", sorted(one.__name__ for one in ERRORS))
+def test_an_entry_has_cause_and_remedy(name: str) -> None:
+    body = entries()[name]
+    for part in ("**What.** ", "**Causes.** ", "**What to do.** "):
+        assert len(re.findall(rf"^{re.escape(part)}\S", body, re.MULTILINE)) == 1, part
+
+
+def test_no_entry_names_a_class_that_is_not_there() -> None:
+    known = {one.__name__ for one in ERRORS} | set(dir(builtins))
+    for name in PAGES:
+        named = set(re.findall(r"\b[A-Z][A-Za-z]+(?:Error|Warning)\b", (DOCS / f"{name}.md").read_text()))
+        assert named <= known, name
