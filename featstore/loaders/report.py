@@ -10,6 +10,7 @@ from typing import Any
 
 from featstore.base.sheets import Sheet, Shown, bars_of
 from featstore.reader.report import ReaderStats
+from featstore.reader.sheets import latency_grids
 from featstore.storage.whole_files import save_json
 from featstore.tiers.tickets import BufferStats
 from featstore.units import format_bytes
@@ -136,6 +137,7 @@ def report_sheet(report: LoaderReport) -> Sheet:
         rates = {name: one.hit_rate for name, one in buffers.items()}
         if rates:
             grids.append(bars_of(f"hit rate of the {what} by table", rates, "{:.1%}".format, 1))
+    grids += latency_grids(report.latencies.items())
     return Sheet("What a loader has measured", facts, grids)
 
 

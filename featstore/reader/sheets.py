@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from featstore.base.sheets import Grid, Sheet, bars_of
@@ -85,6 +85,10 @@ def array_sheet(array: Any) -> Sheet:
 
 def stats_sheet(stats: Any) -> Sheet:
     """What a reader has counted, and how long its reads took."""
-    reads = {f"up to {edge:,.0f} us": float(count) for edge, count in stats.latency_histogram}
-    grids = [bars_of("reads by latency", reads, "{:,.0f}".format)] if reads else []
-    return Sheet("What a reader has counted", counted_facts(stats), grids)
+    return Sheet("What a reader has counted", counted_facts(stats), latency_grids(stats.latency_histogram))
+
+
+def latency_grids(reads: Iterable[tuple[float, int]]) -> list[Grid]:
+    """Reads by the upper edge of what they took, in microseconds; none where there were none."""
+    named = {f"up to {edge:,.0f} us": float(count) for edge, count in reads}
+    return [bars_of("reads by latency", named, "{:,.0f}".format)] if named else []
