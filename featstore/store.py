@@ -12,8 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from featstore.arguments import check_options, known_name, need_package, options_of
+from featstore.base.sheets import Sheet, Shown
 from featstore.errors import ArgumentError
 from featstore.storage.manifest import GATHERED_FEATURE
+from featstore.storage.sheets import store_sheet
 from featstore.storage.store import OpenStore, StoredGraph, Table, check_on_disk
 
 if TYPE_CHECKING:
@@ -79,12 +81,15 @@ class Graph(StoredGraph):
         return read_times(self)
 
 
-class Store(OpenStore):
+class Store(Shown, OpenStore):
     """An open store; see :func:`featstore.open`. ``tables``, ``graphs`` and ``arrays`` are mappings by
     name."""
 
     graphs: Mapping[str, Graph]
     _graph_class: ClassVar[type[StoredGraph]] = Graph
+
+    def _sheet(self) -> Sheet:
+        return store_sheet(self)
 
     @overload
     def table(self, name: str) -> Table: ...

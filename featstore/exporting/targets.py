@@ -17,11 +17,12 @@ from numpy.typing import NDArray
 
 from featstore.arguments import as_choice, need_package
 from featstore.base.dtypes import is_bfloat16
-from featstore.base.folders import is_file, is_taken
+from featstore.base.folders import is_taken
 from featstore.base.keys import KeyKind
 from featstore.base.system import refusal
 from featstore.errors import ArgumentError, StoreExistsError
 from featstore.storage.disk import Disk
+from featstore.storage.whole_files import check_free
 
 #: Bytes of a chunk of a zarr array, and of rows of a group of Parquet, about.
 _CHUNK_BYTES, _GROUP_BYTES = 8 << 20, 64 << 20
@@ -58,7 +59,7 @@ def target_of(path: Path) -> Callable[[Path, Exported, RowBlocks, bool], None]:
 def _to_npy(path: Path, exported: Exported, blocks: RowBlocks, overwrite: bool) -> None:
     if is_bfloat16(exported.dtype):
         raise _no_type(path, exported, ".npy files")
-    _check_free(path, overwrite)
+    check_free(path, overwrite)
     header = io.BytesIO()
     described = {
         "descr": np.lib.format.dtype_to_descr(exported.dtype), "fortran_order": False, "shape": exported.shape
@@ -102,7 +103,7 @@ def _to_parquet(path: Path, exported: Exported, blocks: RowBlocks, overwrite: bo
     arrow, parquet = (
         need_package(name, "arrow", f"{path}: writing this") for name in ("pyarrow", "pyarrow.parquet")
     )
-    _check_free(path, overwrite)
+    check_free(path, overwrite)
     item = arrow.from_numpy_dtype(exported.dtype)
     column = arrow.list_(item, exported.row_shape[0]) if exported.row_shape else item
     fields = [("id", arrow.int64())]
@@ -127,14 +128,6 @@ def _to_parquet(path: Path, exported: Exported, blocks: RowBlocks, overwrite: bo
 KINDS: dict[str, Callable[[Path, Exported, RowBlocks, bool], None]] = {
     ".npy": _to_npy, ".zarr": _to_zarr, ".parquet": _to_parquet,
 }  # fmt: skip
-
-
-def _check_free(path: Path, overwrite: bool) -> None:
-    if is_taken(path) and not (overwrite and is_file(path)):
-        raise StoreExistsError(
-            f"{path} is there already: "
-            + ("give overwrite to replace it" if is_file(path) else "move it away, for it is no file")
-        )
 
 
 def _no_type(path: Path, exported: Exported, what: str) -> ArgumentError:

@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Any, Unpack
 
 from featstore import arguments as args
 from featstore.base.logs import LOG
+from featstore.base.sheets import Sheet, Shown
 from featstore.base.state import position_of, state_of
 from featstore.errors import ArgumentError
 from featstore.loaders.batch import Batch
 from featstore.loaders.making import Making
 from featstore.loaders.options import Given, LoaderOptions
 from featstore.loaders.prefetch import LoaderBase, Sampler
-from featstore.loaders.report import LoaderReport
+from featstore.loaders.report import LoaderReport, report_sheet
 from featstore.loaders.watch import Watch, spans
 from featstore.storage.store import as_store
 from featstore.units import format_bytes, parse_bytes
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from featstore.storage.store import OpenStore
 
 
-class Loader(LoaderBase):
+class Loader(Shown, LoaderBase):
     """Mini-batches with the rows of their nodes; made by :meth:`featstore.Store.loader`. A context manager.
 
     Each iteration is an epoch of :class:`~featstore.loaders.batch.Batch`. Break off in the middle, and the
@@ -228,6 +229,20 @@ class Loader(LoaderBase):
         if not self._closed and self.here:
             self._closed = True
             self._opened.close()
+
+    def _sheet(self) -> Sheet:
+        facts = {
+            "store": str(self.store.path),
+            "mode": f"{self.mode}, because {self.mode_because}" if self.mode_because else self.mode,
+            "memory": format_bytes(self.memory_bytes),
+            "epoch": f"{self._epoch}, of which {self._next:,} mini-batches are handed out",
+        }
+        if self.world_size > 1:
+            facts["rank"] = f"{self.rank} of {self.world_size}"
+        if self._closed or not self.here:
+            return Sheet("Loader", facts | {"state": "closed" if self._closed else "of another process"})
+        measured = report_sheet(self.report())
+        return Sheet("Loader", {**facts, **measured.facts}, measured.grids)
 
     def __repr__(self) -> str:
         return (

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any
 
+from featstore.base.sheets import Sheet, Shown, bars_of
 from featstore.loaders.counters import counters, openmetrics
 from featstore.reader.report import ReaderStats
+from featstore.reader.sheets import latency_grids
+from featstore.storage.whole_files import save_json
 from featstore.tiers.tickets import BufferStats
+from featstore.units import format_bytes
 
 #: Stages that are busy, not waiting.
 _BUSY = ("sample", "prepare", "read", "load", "build", "gather", "assemble", "graph", "hand over", "train")
@@ -17,7 +23,7 @@ _IN_MEMORY = ("hit", "copy", "device")
 
 
 @dataclass(frozen=True)
-class LoaderReport:
+class LoaderReport(Shown):
     """What has been measured so far.
 
     Attributes:
@@ -42,6 +48,8 @@ class LoaderReport:
             in mode partitions of a store that is split by hosts those of this host.
         edges_stored, edges_kept: of the collections of partitions that were trained on, the edges into their
             nodes, and those of them whose source was in memory, too.
+        latencies: reads by how long they took: by the upper edge of each power of two that occurred, in
+            microseconds.
     """
 
     batches: int
@@ -60,6 +68,7 @@ class LoaderReport:
     dropped: int = 0
     edges_stored: int = 0
     edges_kept: int = 0
+    latencies: Mapping[float, int] = field(default_factory=dict)
 
     @property
     def slowest(self) -> str:
@@ -110,6 +119,41 @@ class LoaderReport:
         """Plain data, for JSON."""
         return asdict(self) | {"slowest": self.slowest, "hit_rate": round(self.hit_rate, 6)}
 
+    def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
+        """Write it as JSON, as ``featstore inspect --html --stats`` reads it: :meth:`to_dict` and a
+        ``schema``, ``featstore.loader-report/1``. Returns the path. Raises StoreExistsError for a file that
+        is there already, unless ``overwrite``; DiskFullError, DeviceError."""
+        return save_json(path, "featstore.loader-report/1", self.to_dict(), overwrite)
+
+    def _sheet(self) -> Sheet:
+        return report_sheet(self)
+
+
+def report_sheet(report: LoaderReport) -> Sheet:
+    """Where rows came from, and what took how long."""
+    facts = {
+        "mini-batches": f"{report.batches:,}",
+        "hit rate": f"{report.hit_rate:.1%}",
+        "read": f"{format_bytes(report.bytes_read)} in {report.reads:,} reads",
+    }
+    if report.seconds:
+        facts["slowest stage"] = report.slowest
+    if report.remote_rows:
+        facts["of other hosts"] = f"{report.remote_rows:,} rows, {format_bytes(report.remote_bytes)}"
+    if report.edges_stored:
+        facts["neighbours kept"] = f"{report.kept_share:.1%}"
+    grids = []
+    if seconds := {stage: s for stage, s in report.seconds.items() if s}:
+        grids.append(bars_of("seconds by stage", seconds, "{:,.3f} s".format, max(seconds.values())))
+    if report.row_bytes:
+        grids.append(bars_of("rows by source", report.row_bytes))
+    for what, buffers in (("buffer", report.buffers), ("device", report.devices)):
+        rates = {name: one.hit_rate for name, one in buffers.items()}
+        if rates:
+            grids.append(bars_of(f"hit rate of the {what} by table", rates, "{:.1%}".format, 1))
+    grids += latency_grids(report.latencies.items())
+    return Sheet("What a loader has measured", facts, grids)
+
 
 NOTHING_YET = LoaderReport(0, {}, 0, 0)
 
@@ -122,3 +166,12 @@ def reading_seconds(stats: Iterable[ReaderStats]) -> dict[str, float]:
         found["check"] += one.seconds_verifying
         found["copy"] += one.seconds_copying
     return found
+
+
+def reading_latencies(stats: Iterable[ReaderStats], before: Mapping[float, int] = {}) -> dict[float, int]:
+    """Reads of readers, and those ``before``, by the upper edge of what they took, in microseconds."""
+    found = dict(before)
+    for one in stats:
+        for edge, reads in one.latency_histogram:
+            found[edge] = found.get(edge, 0) + reads
+    return dict(sorted(found.items()))

@@ -8,6 +8,7 @@ from featstore.arguments import as_choice, as_count, as_flag, shown
 from featstore.engine import ENGINES
 from featstore.errors import ArgumentError
 from featstore.plan.cost import DeviceModel
+from featstore.units import parse_bytes
 
 #: Options of a reader that whoever opens one hands on.
 READING = ("engine", "model", "queue_depth", "threads", "verify")
@@ -28,3 +29,10 @@ def check_reading(
         as_count(threads, "threads", 1, READING_THREADS_MAX)
     if not isinstance(model, DeviceModel | None):
         raise ArgumentError(f"model must be a DeviceModel or None, not {shown(model)}")
+
+
+def as_static_bytes(given: int | str | None) -> int | None:
+    """What static rows may take: bytes or a size, 0 for none of them, None for what is left."""
+    if given is None or (type(given) is int and given == 0):  # True is no number, False no size
+        return given  # type: ignore[return-value]
+    return parse_bytes(given, "static_memory")

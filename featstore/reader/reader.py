@@ -29,6 +29,7 @@ from featstore.arguments import as_flag, as_table_names
 from featstore.base.buffers import populate
 from featstore.base.compilation import announce_compilation
 from featstore.base.ids import parse_ids
+from featstore.base.sheets import Sheet, Shown
 from featstore.base.threads import shut_down
 from featstore.engine import choose, engine_class, make
 from featstore.engine import counters as C
@@ -48,10 +49,11 @@ from featstore.reader.lookup import (
     held_rows,
     table_need,
 )
-from featstore.reader.options import check_reading
+from featstore.reader.options import as_static_bytes, check_reading
 from featstore.reader.planner import Planner, lane_of
 from featstore.reader.report import Counts, Plan, ReaderStats
 from featstore.reader.requests import as_tables, parse_request, parse_run_request
+from featstore.reader.sheets import reader_sheet
 from featstore.reader.static_rows import StaticIds, static_members
 from featstore.storage.store import OpenStore, as_store, check_on_disk
 from featstore.tiers.static import StaticRows
@@ -83,7 +85,7 @@ def _renew_lock() -> None:
 os.register_at_fork(after_in_child=_renew_lock)
 
 
-class Reader:
+class Reader(Shown):
     """Reads rows of a store's tables; made by :meth:`featstore.Store.reader`. A context manager.
 
     Args:
@@ -129,7 +131,7 @@ class Reader:
         for name in names:
             check_on_disk(store.table(name))
         self._needs = [table_need(store.table(n), verify, by_row) for n in names]
-        self.budget = Budget.split(parse_bytes(memory, "memory"), self._needs, _static_bytes(static_memory))
+        self.budget = Budget.split(parse_bytes(memory, "memory"), self._needs, as_static_bytes(static_memory))
         announce_compilation(cut_extents)
         self.engine = choose(engine)
         access = engine_class(self.engine.name).access
@@ -383,17 +385,14 @@ class Reader:
     def __reduce__(self) -> tuple[Any, ...]:
         return _reopen, (self.store, self._options)
 
+    def _sheet(self) -> Sheet:
+        return reader_sheet(self)
+
     def __repr__(self) -> str:
         return (
             f"<Reader of {str(self.store.path)!r} through {self.engine.name}, {self.budget.memory_bytes:,} "
             "bytes>"
         )
-
-
-def _static_bytes(given: int | str | None) -> int | None:
-    if given is None or (type(given) is int and given == 0):  # True is no number, False no size
-        return given  # type: ignore[return-value]
-    return parse_bytes(given, "static_memory")
 
 
 def _reopen(store: OpenStore, options: dict[str, Any]) -> Reader:

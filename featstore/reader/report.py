@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import math
+import os
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 from featstore.arguments import shown
+from featstore.base.sheets import Sheet, Shown
 from featstore.errors import ArgumentError
+from featstore.reader.sheets import plan_sheet, stats_sheet
+from featstore.storage.whole_files import save_json
 from featstore.units import format_bytes
 
 
@@ -47,7 +52,7 @@ def _known(number: float) -> float | None:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Plan(Shown):
     """What a request would read, and how long that should take; ``print(plan)`` explains.
 
     ``forecast_seconds`` is the time of the reads; ``calibrated`` tells whether the device model behind it was
@@ -105,6 +110,9 @@ class Plan:
             },
         }
 
+    def _sheet(self) -> Sheet:
+        return plan_sheet(self)
+
     def __str__(self) -> str:
         lines = []
         for t in self.tables:
@@ -134,7 +142,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class ReaderStats:
+class ReaderStats(Shown):
     """Counts of a reader since it was opened. Times are in seconds, summed over the engine's threads.
 
     ``latency_histogram``: (upper edge in microseconds, reads) for each power of two that occurred.
@@ -196,6 +204,15 @@ class ReaderStats:
         out["policies"] = {tier: dict(of) for tier, of in self.policies.items()}
         out["latency_histogram"] = [list(pair) for pair in self.latency_histogram]
         return out | {"hit_rate": self.hit_rate, "amplification": self.amplification}
+
+    def save(self, path: str | os.PathLike[str], *, overwrite: bool = False) -> Path:
+        """Write them as JSON, as ``featstore inspect --html --stats`` reads them: :meth:`to_dict` and a
+        ``schema``, ``featstore.reader-stats/1``. Returns the path. Raises StoreExistsError for a file that is
+        there already, unless ``overwrite``; DiskFullError, DeviceError."""
+        return save_json(path, "featstore.reader-stats/1", self.to_dict(), overwrite)
+
+    def _sheet(self) -> Sheet:
+        return stats_sheet(self)
 
 
 class Counts:

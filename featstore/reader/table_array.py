@@ -17,12 +17,14 @@ from featstore.arguments import as_flag, as_integer, known_name, shown
 from featstore.base.buffers import empty_rows
 from featstore.base.dtypes import is_bfloat16
 from featstore.base.ids import is_tensor, parse_ids
+from featstore.base.sheets import Sheet, Shown
 from featstore.errors import ArgumentError, IdError, NotInMemoryError
+from featstore.reader.sheets import array_sheet
 
 _CPU = (1, 0)  # kDLCPU, the first of it: how DLPack calls host memory
 
 
-class TableArray:
+class TableArray(Shown):
     """A table of a store, indexed like an array; made by ``store.table(name, memory=...)``. A context
     manager.
 
@@ -199,6 +201,9 @@ class TableArray:
 
     def _where(self) -> str:
         return f"table {self.name!r}"
+
+    def _sheet(self) -> Sheet:
+        return array_sheet(self)
 
     def __repr__(self) -> str:
         return f"<TableArray {self.name!r}: {list(self.shape)} of {self.dtype}, through {self.source!r}>"

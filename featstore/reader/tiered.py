@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from featstore.arguments import as_table_names, check_options, options_of, shown
 from featstore.base.dtypes import dtype_from_name
 from featstore.base.ids import Ids, check_out, finished, is_tensor, parse_ids, parse_row_places, rows_of
+from featstore.base.sheets import Sheet, Shown
 from featstore.engine.request import Request, chained
 from featstore.errors import ArgumentError, BudgetError, ClosedError, IdError, NotInMemoryError
 from featstore.plan.budget import TableNeed, own_bytes
@@ -28,6 +29,7 @@ from featstore.reader.lookup import table_need
 from featstore.reader.reader import Reader
 from featstore.reader.report import Plan, ReaderStats, TablePlan
 from featstore.reader.requests import ByTable, as_tables
+from featstore.reader.sheets import reader_sheet
 from featstore.storage.store import OpenStore, Table, as_store
 from featstore.tiers import PolicyNow, RowSource, SourceSpec, Tier, TierSpec, is_source_spec
 from featstore.tiers.buffer_tier import Buffer
@@ -35,7 +37,7 @@ from featstore.tiers.static_tier import Static
 from featstore.units import parse_bytes
 
 
-class TieredReader:
+class TieredReader(Shown):
     """Reads rows through a stack of tiers; made by :meth:`featstore.Store.reader`. A context manager.
 
     Args:
@@ -335,6 +337,9 @@ class TieredReader:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _reopen, (self.store, self._options)
+
+    def _sheet(self) -> Sheet:
+        return reader_sheet(self)
 
     def __repr__(self) -> str:
         names = " over ".join([tier.name for tier in self.tiers] + ["disk"] * (self._disk is not None))

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 from featstore.arguments import Named, as_count, as_path, known_name, shown
 from featstore.base.dtypes import dtype_from_name
+from featstore.base.sheets import Sheet, Shown
 from featstore.base.system import refusal
 from featstore.errors import (
     ArgumentError,
@@ -45,9 +46,10 @@ from featstore.storage.manifest import (
     uuid_of,
 )
 from featstore.storage.manifest_reading import parse, read_manifest
+from featstore.storage.sheets import table_sheet
 
 
-class Table:
+class Table(Shown):
     """A table of a store: ``rows`` rows of shape ``row_shape`` and type ``dtype``, ``row_bytes`` each. No
     array: its rows are read by a reader, and what takes it for one (``np.asarray(table)``, ``table[ids]``)
     gets NotInMemoryError."""
@@ -148,6 +150,9 @@ class Table:
 
     def _where(self) -> str:
         return f"table {self.name!r} of {self.store.path}"
+
+    def _sheet(self) -> Sheet:
+        return table_sheet(self)
 
     def __repr__(self) -> str:
         return (

@@ -324,6 +324,10 @@ CALLS: dict[str, Call] = {
         lambda w: (w.reader.stats().since, {"before": w.reader.stats()}),
         {"before": Rule({**NONSENSE, "None": None, "a number": 3})},
     ),
+    "ReaderStats.save": Call(
+        lambda w: (w.reader.stats().save, {"path": w.fresh().with_suffix(".json")}),
+        {"path": PATH, "overwrite": FLAG},
+    ),
     # Sampling.
     "NeighborSampler": Call(
         lambda w: (NeighborSampler, {"indptr": w.indptr, "indices": w.indices, "fanouts": [2]}),

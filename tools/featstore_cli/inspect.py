@@ -9,7 +9,9 @@ from typing import Any
 import click
 
 from featstore_cli.options import SIZE, json_option, shared_options
-from featstore_cli.output import facts, print_json, seconds_text, show, table
+from featstore_cli.output import facts, print_json, progress, remark, seconds_text, show, table
+
+_RUN_BYTES_MAX = 2**24
 
 
 @click.command("inspect")
@@ -22,7 +24,16 @@ from featstore_cli.output import facts, print_json, seconds_text, show, table
 )
 @click.option("--train", metavar="ARRAY", help="With --orders: the store's array of training nodes.")
 @click.option("--graph", metavar="NAME", help="With --orders: which graph, where there are several.")
-@click.option("--memory", type=SIZE, default="1GiB", help="With --orders: what a partitioner may take.")
+@click.option(
+    "--memory", type=SIZE, default="1GiB", help="With --orders and --html: what may be held in memory."
+)
+@click.option("--html", type=click.Path(path_type=Path), help="Write a report as one page to this file.")
+@click.option(
+    "--stats",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="With --html: a run, as report().save() of a loader or stats().save() of a reader wrote it.",
+)
+@click.option("--overwrite", is_flag=True, help="With --html: replace a file that is there already.")
 @json_option
 @shared_options
 def command(
@@ -32,12 +43,17 @@ def command(
     train: str | None,
     graph: str | None,
     memory: int,
+    html: Path | None,
+    stats: Path | None,
+    overwrite: bool,
     as_json: bool,
 ) -> None:
     """Show tables, graphs, partitions, statistics and files of STORE, and how it would be read on this
     machine.
 
     Of a trace: its mini-batches, node ids, bytes and fingerprint, and whether it is complete.
+
+    --html writes a page with charts, which every edge of the graphs is read for.
     """
     import featstore
     from featstore.trace.trace import is_trace
@@ -46,7 +62,11 @@ def command(
 
     if (train or graph) and not orders:
         raise click.UsageError("--train and --graph go with --orders")
+    if (stats or overwrite) and html is None:
+        raise click.UsageError("--stats and --overwrite go with --html")
     if is_trace(store):
+        if html is not None:
+            raise click.UsageError("--html is of a store, and this is a trace")
         from featstore_cli.sample import inspect_trace
 
         inspect_trace(store, as_json)
@@ -63,10 +83,50 @@ def command(
                 data["tables"][name]["partitions"]["offsets"] = t.partition_offsets.tolist()
         if orders:
             data["orders"] = _orders(opened, graph, train, memory)
+        if html is not None:
+            _write_report(opened, data, html, stats, memory, overwrite)
     if as_json:
         print_json("featstore.inspect/1", data)
-    else:
+    elif html is None:
         _render(data, partitions)
+
+
+def _write_report(
+    store: Any, data: dict[str, Any], to: Path, stats: Path | None, memory: int, overwrite: bool
+) -> None:
+    from featstore.storage.whole_files import check_free, write_whole
+    from featstore_cli.html_report import page
+
+    check_free(to, overwrite)  # before the work
+    run = None if stats is None else _saved_run(stats)
+    with progress("looking", unit="steps") as tell:
+        text = page(store, data, run, memory, tell)
+    write_whole(to, text.encode(), overwrite)
+    remark(f"wrote {to}")
+
+
+def _saved_run(path: Path) -> Any:
+    """The report of a loader, or the counts of a reader, that were saved."""
+    import msgspec
+
+    from featstore.base.files import read_small
+    from featstore.loaders.report import LoaderReport
+    from featstore.reader.report import ReaderStats
+    from featstore.storage.manifest import NOT_JSON
+
+    kinds = {"featstore.loader-report/1": LoaderReport, "featstore.reader-stats/1": ReaderStats}
+    text = read_small(path, _RUN_BYTES_MAX)
+    try:
+        schema = msgspec.json.decode(text, type=dict[str, Any]).get("schema")
+        if schema in kinds:
+            return msgspec.json.decode(text, type=kinds[schema])
+        why = f"its schema is {schema!r}, none of {', '.join(kinds)}"
+    except (*NOT_JSON, TypeError) as error:
+        why = str(error)
+    raise click.BadParameter(
+        f"{path} is no run as report().save() of a loader or stats().save() of a reader writes it: {why}",
+        param_hint="--stats",
+    )
 
 
 def _orders(store: Any, graph: str | None, train: str | None, memory: int) -> list[dict[str, Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from featstore.layout.records import TableRecord
 from featstore.loaders.prefetch import Stages
-from featstore.loaders.report import LoaderReport, reading_seconds
+from featstore.loaders.report import LoaderReport, reading_latencies, reading_seconds
 from featstore.reader.report import ReaderStats
 
 _SOURCES = ("hit", "packed", "shared", "base", "copy", "device")
@@ -25,4 +25,5 @@ class CompiledStages(Stages):
             batches, seconds | reading_seconds(stats), sum(s.bytes_read for s in stats),
             sum(s.reads for s in stats),
             row_bytes=row_bytes, buffer_hits=buffer_hits, forecast_seconds=forecast_seconds * batches,
+            latencies=reading_latencies(stats),
         )  # fmt: skip

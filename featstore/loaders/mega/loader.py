@@ -33,7 +33,7 @@ from featstore.loaders.mega.resident import OnDevices, device_of
 from featstore.loaders.mega.sets import PartitionSets
 from featstore.loaders.mega.sizes import HELD_BATCHES, LargestDrawn
 from featstore.loaders.prefetch import Prefetch, PrefetchingLoader, Stages
-from featstore.loaders.report import LoaderReport, reading_seconds
+from featstore.loaders.report import LoaderReport, reading_latencies, reading_seconds
 from featstore.storage.relations import graph_of
 
 if TYPE_CHECKING:
@@ -305,7 +305,7 @@ class PartitionsLoader(PrefetchingLoader):
             sum(one.reads for one in stats), padded=self._padded, dropped=self._dropped,
             forecast_seconds=self.sets.forecast_seconds(),
             devices={} if self._on_devices is None else self._on_devices.stats(),
-            edges_stored=self._edges_stored, edges_kept=self._edges_kept,
+            edges_stored=self._edges_stored, edges_kept=self._edges_kept, latencies=reading_latencies(stats),
         )  # fmt: skip
 
     def close(self) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from featstore.loaders.prefetch import Stages
-from featstore.loaders.report import LoaderReport, reading_seconds
+from featstore.loaders.report import LoaderReport, reading_latencies, reading_seconds
 from featstore.reader.report import ReaderStats
 from featstore.tiers.tickets import BufferStats
 
@@ -31,6 +31,7 @@ class Counted:
     seconds: Mapping[str, float] = field(default_factory=lambda: reading_seconds(()))
     buffers: Mapping[str, BufferStats] = field(default_factory=dict)
     devices: Mapping[str, BufferStats] = field(default_factory=dict)
+    latencies: Mapping[float, int] = field(default_factory=dict)
 
     def plus(
         self,
@@ -50,6 +51,7 @@ class Counted:
             {stage: before + now[stage] for stage, before in self.seconds.items()},
             _both(self.buffers, {name: one.stats() for name, one in list(buffers.items())}),
             _both(self.devices, {name: one.stats() for name, one in list(devices.items())}),
+            reading_latencies([stats], self.latencies),
         )
 
 
@@ -75,5 +77,5 @@ class OnlineStages(Stages):
         return LoaderReport(
             batches, seconds | dict(counted.seconds), counted.bytes_read, counted.reads,
             buffers=counted.buffers, devices=counted.devices, forecast_seconds=counted.forecast_seconds,
-            remote_rows=counted.remote_rows, remote_bytes=counted.remote_bytes,
+            remote_rows=counted.remote_rows, remote_bytes=counted.remote_bytes, latencies=counted.latencies,
         )  # fmt: skip

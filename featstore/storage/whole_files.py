@@ -1,0 +1,39 @@
+"""Files for people and other programs, written beside no store: there whole or not at all, and over nothing
+that is there unless that was asked for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from featstore.arguments import as_flag, as_path
+from featstore.base.folders import is_file, is_taken
+from featstore.errors import StoreExistsError
+from featstore.storage.disk import Disk
+
+
+def check_free(path: Path, overwrite: bool) -> None:
+    """Raise StoreExistsError where something has this name that may not be replaced."""
+    if is_taken(path) and not (overwrite and is_file(path)):
+        raise StoreExistsError(
+            f"{path} is there already: "
+            + ("give overwrite to replace it" if is_file(path) else "move it away, for it is no file")
+        )
+
+
+def write_whole(path: str | os.PathLike[str], data: bytes, overwrite: bool) -> Path:
+    """Write a file; returns its path. Raises ArgumentError, StoreExistsError, DiskFullError, DeviceError."""
+    target = Path(os.path.abspath(as_path(path, "path")))
+    check_free(target, as_flag(overwrite, "overwrite"))
+    Disk().replace_file(target, data)
+    return target
+
+
+def save_json(path: str | os.PathLike[str], schema: str, data: Mapping[str, Any], overwrite: bool) -> Path:
+    """Write one JSON object, ``schema`` first; returns its path. Raises what :func:`write_whole` raises."""
+    encoded = msgspec.json.encode({"schema": schema, **data}, enc_hook=float)
+    return write_whole(path, msgspec.json.format(encoded, indent=2) + b"\n", overwrite)
