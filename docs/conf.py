@@ -20,7 +20,7 @@ autodoc_typehints = "description"
 autodoc_member_order = "bysource"
 default_role = "code"
 
-#: The side bar. It is put below the index here, so that the index reads as a page where nothing builds a site.
+#: The side bar. It is put below the index here, so that the index reads as a page where no site is built.
 CONTENTS = {
     "Begin here": ["quickstart", "choosing-a-mode", "coming-from", "glossary"],
     "While you work": ["how-to", "memory", "troubleshooting", "cli", "api", "hosts", "orders-of-training"],

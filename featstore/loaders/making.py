@@ -245,15 +245,17 @@ class Making:
         return self._sampled and bool(self.store.edge_types) and self.given.get("graph") is None
 
     def _sample_types(self) -> RankedBatches:
-        """The same over all edge types, whose graphs are held in memory, beside the rows' share."""
+        """The same over all edge types."""
         seeds = TypedSeeds.of(self.store, self.given.get("seeds"))
         fanouts = self.given.get("fanouts")
         sampler, self.shares = typed_sampler_within(
             self.store, seeds, fanouts, self.shares, self._seed, self.given.said
         )
         made = RankedBatches(
-            sampler, seeds.ids, ranks=self._here, in_order=self._in_order, **self._seeds_of_a_step()
-        )
+            sampler, seeds.ids, own=True, ranks=self._here, in_order=self._in_order,
+            **self._seeds_of_a_step(),
+        )  # fmt: skip
+        self._opened.callback(made.close)
         return self._not_empty(made)
 
     def _not_empty(self, made: RankedBatches) -> RankedBatches:

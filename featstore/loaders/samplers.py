@@ -24,6 +24,7 @@ from featstore.sampling.batches import (
 from featstore.sampling.stored import StoredSampler
 from featstore.sampling.typed_options import TypedOptions
 from featstore.sampling.typed_store import TypedInMemory, TypedSeeds, typed_bytes
+from featstore.sampling.typed_stored import TypedStoredSampler
 from featstore.storage.relations import graph_of
 from featstore.storage.store import OpenStore, StoredGraph, Table
 
@@ -85,16 +86,36 @@ def rows_first(made: RankedBatches, table: Table, shares: MemoryShares) -> Memor
 def typed_sampler_within(
     store: OpenStore, seeds: TypedSeeds, fanouts: Any, shares: MemoryShares, seed: int,
     said: Mapping[str, Any],
-) -> tuple[TypedInMemory, MemoryShares]:  # fmt: skip
-    """A sampler over all edge types of the store, whose graphs are held in memory, with the options that were
-    ``said``, and the shares of what is left. Raises BudgetError, ArgumentError."""
+) -> tuple[TypedInMemory | TypedStoredSampler, MemoryShares]:  # fmt: skip
+    """A sampler over all edge types of the store, with the options that were ``said``: over graphs in memory
+    where these fit the sampler's share, or where an option needs it and they fit at all, else from disk; and
+    the shares with what the sampler takes. Raises BudgetError, ArgumentError."""
     options = TypedOptions(store, said)
-    graph_bytes, beside = typed_bytes(store) + options.needed_bytes, shares.beside_bytes
-    if graph_bytes >= shares.memory_bytes:
-        what = "hold the graphs of all edge types, which are sampled from memory"
-        raise BudgetError(graph_bytes + 1 + beside, shares.memory_bytes + beside, what)
-    left = shares.memory_bytes - graph_bytes
-    shares = replace(shares, memory_bytes=left, beside_bytes=beside + graph_bytes)
+    whole, node_type = typed_bytes(store) + options.needed_bytes, seeds.node_type
+    if whole > shares.sampler_bytes and not options.of_memory:
+        least = _least_bytes(store, node_type, fanouts, options)
+        shares = replace(shares, graph_bytes=whole, least_bytes=least)
+        with shares.told_of_all():
+            memory = shares.sampler_bytes
+            stored = TypedStoredSampler(
+                store, node_type, fanouts, memory=memory, seed=seed, options=options.read()
+            )
+        return stored, shares
+    if whole >= shares.memory_bytes:
+        what = f"hold the graphs of all edge types, which {', '.join(options.of_memory)} is sampled from"
+        beside = shares.beside_bytes
+        raise BudgetError(whole + 1 + beside, shares.memory_bytes + beside, what)
+    left = shares.memory_bytes - whole
+    shares = replace(shares, memory_bytes=left, beside_bytes=shares.beside_bytes + whole)
     times = None if options.input_time is None else TimesOfSeeds(seeds.ids, options.input_time)
-    made = TypedInMemory(store, seeds.node_type, fanouts, seed, options=options.read(), seed_times=times)
+    made = TypedInMemory(store, node_type, fanouts, seed, options=options.read(), seed_times=times)
     return made, shares
+
+
+def _least_bytes(store: OpenStore, node_type: str, fanouts: Any, options: TypedOptions) -> int:
+    """Without which there is no sampler from disk."""
+    try:
+        TypedStoredSampler(store, node_type, fanouts, memory=1, options=options.read()).close()
+    except BudgetError as error:
+        return error.needed_bytes
+    return 0

@@ -24,6 +24,7 @@ from featstore.errors import ArgumentError, BudgetError, SourceError
 from featstore.reader.graphs import read_csc, read_edge_ids, read_offsets
 from featstore.sampling.ahead import sampled_ahead
 from featstore.sampling.attributes import NamedOptions, TimesOfSeeds
+from featstore.sampling.disk_sampler import DiskSampler
 from featstore.sampling.edge_ids import wants_edge_ids
 from featstore.sampling.hops import HopSampler
 from featstore.sampling.neighbors import NeighborSampler, SampledSubgraph
@@ -183,7 +184,7 @@ class SampledBatches(Sequence[SampledSubgraph]):
         return made
 
     def __iter__(self) -> Iterator[SampledSubgraph]:
-        if not isinstance(self.sampler, StoredSampler) or not self.sampler.reads:
+        if not isinstance(self.sampler, DiskSampler) or not self.sampler.reads:
             return super().__iter__()
         now = copy.copy(self)  # whatever epoch is set meanwhile
         asked = ((now.seeds(i), now._number(i), now.epoch) for i in range(len(now)))
@@ -194,7 +195,7 @@ class SampledBatches(Sequence[SampledSubgraph]):
         return index
 
     def close(self) -> None:
-        if self._own and isinstance(self.sampler, StoredSampler):
+        if self._own and isinstance(self.sampler, DiskSampler):
             self.sampler.close()
 
     def __enter__(self) -> SampledBatches:

@@ -25,8 +25,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from featstore.base.compilation import njit
-from featstore.base.hashing import GOLDEN, draw_below, mix64
-from featstore.sampling.picking import pick_distinct, table_size
+from featstore.base.hashing import GOLDEN, mix64
+from featstore.sampling.picking import draw_again, pick_distinct, table_size
 
 _LN2 = math.log(2.0)
 _SQRT_HALF = math.sqrt(0.5)
@@ -180,8 +180,7 @@ def pick_uniform(
     elif degree == 0:
         return 0
     elif replace:
-        for draw in range(taken):
-            out[draw] = draw_below(mix64(key + np.uint64(draw + 1) * GOLDEN), np.uint64(degree))
+        draw_again(key, degree, fanout, out)
     else:
         pick_distinct(key, degree, fanout, picks, stamp, out)
     for draw in range(taken):

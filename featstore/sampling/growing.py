@@ -93,8 +93,8 @@ class Grown:
         return self.trees[name][: self.count[name]].copy() if self.has_trees else None
 
     def edges(self, relation: int) -> EdgeArrays:
-        """(row, col, edge) of a relation, of all hops."""
-        parts = self.parts[relation]
+        """(row, col, edge) of a relation, of all hops; its parts are given back."""
+        parts, self.parts[relation] = self.parts[relation], []
         if len(parts) == 1:
             return parts[0]
         rows, cols, edges = zip(*parts)

@@ -123,6 +123,13 @@ def pick_distinct(key: Any, degree: Any, fanout: Any, picks: Any, stamp: Any, ou
 
 
 @njit(cache=True, nogil=True)
+def draw_again(key: Any, degree: Any, fanout: Any, out: Any) -> None:
+    """With replacement: ``fanout`` numbers below ``degree``, which is not 0, into ``out``."""
+    for draw in range(fanout):
+        out[draw] = np.int64(draw_below(mix64(key + np.uint64(draw + 1) * GOLDEN), np.uint64(degree)))
+
+
+@njit(cache=True, nogil=True)
 def pick_edges(
     key: Any, node_id: Any, low: Any, degree: Any, fanout: Any, picks: Any, stamp: Any, out: Any
 ) -> Any:
@@ -139,6 +146,26 @@ def pick_edges(
     for draw in range(fanout):
         out[draw] += low
     return fanout
+
+
+@njit(cache=True, nogil=True)
+def pick_edges_again(key: Any, node_id: Any, low: Any, degree: Any, fanout: Any, out: Any) -> Any:
+    """As :func:`pick_edges`, with replacement: ``fanout`` of a node that has any."""
+    if degree == 0:
+        return 0
+    draw_again(mix64(key ^ mix64(np.uint64(node_id))), degree, fanout, out)
+    for draw in range(fanout):
+        out[draw] += low
+    return fanout
+
+
+@njit(cache=True, nogil=True)
+def count_asking(offsets: Any, rows: Any, begin: Any, end: Any) -> Any:
+    """How many of ``rows[begin:end]`` have any edges."""
+    count = 0
+    for position in range(begin, end):
+        count += offsets[rows[position] + 1] > offsets[rows[position]]
+    return count
 
 
 @njit(cache=True, nogil=True)
@@ -172,15 +199,15 @@ def sample_hop(
 
 @njit(cache=True, nogil=True)
 def pick_hop(
-    offsets: Any, node_of_row: Any, rows: Any, begin: Any, end: Any, fanout: Any, key: Any,
+    offsets: Any, node_of_row: Any, rows: Any, begin: Any, end: Any, fanout: Any, replace: Any, key: Any,
     bits: Any, ranks: Any, starts: Any, lists: Any, first: Any, picks: Any, row: Any, col: Any, edge: Any,
 ) -> Any:  # fmt: skip
     """Pick the edges of ``rows[begin:end]``: their positions into ``edge``, who asks into ``col``, and into
     ``row`` the neighbour where the cache holds it, else -1. Returns how many of ``row`` are negative.
 
     ``node_of_row`` is empty where row = node id; ``bits``, ``ranks``, ``starts``, ``lists`` and ``first`` are
-    those of :class:`featstore.sampling.cache.NeighbourCache`, empty where nothing is cached. Sizes and
-    offsets: see :func:`hop_size`.
+    those of :class:`featstore.sampling.cache.NeighbourCache`, empty where nothing is cached. ``replace``:
+    with replacement. Sizes and offsets: see :func:`hop_size`.
     """
     identity = node_of_row.shape[0] == 0
     cached = bits.shape[0] > 0
@@ -190,9 +217,11 @@ def pick_hop(
         asking = rows[position]
         low = offsets[asking]
         node_id = asking if identity else np.int64(node_of_row[asking])
-        taken = pick_edges(
-            key, node_id, low, offsets[asking + 1] - low, fanout, picks, position, edge[filled:]
-        )
+        degree = offsets[asking + 1] - low
+        if replace and fanout >= 0:
+            taken = pick_edges_again(key, node_id, low, degree, fanout, edge[filled:])
+        else:
+            taken = pick_edges(key, node_id, low, degree, fanout, picks, position, edge[filled:])
         slot = slot_of(asking, bits, ranks) if cached else np.int64(-1)
         for place in range(filled, filled + taken):
             col[place] = position

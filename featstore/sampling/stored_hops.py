@@ -1,8 +1,9 @@
-"""A mini-batch of the stored sampler under way: its hops, its scratch, and the pages that it keeps from hop
-to hop."""
+"""A mini-batch under way that is sampled from disk: its hops, its scratch, and the pages that it keeps from
+hop to hop."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Any
 
 import numpy as np
@@ -18,44 +19,55 @@ from featstore.sampling.under_way import Scratch
 _KEPT_SHARE = 8
 
 
-class StoredHops(Hops):
-    """A mini-batch under way, with its scratch and the pages that it keeps."""
+def hop_bytes(
+    count: int, nodes_max: int, slot_bytes: int, edges: int, picks: int, neighbour_bytes: int, before: int = 0
+) -> int:
+    """What a hop of ``edges`` takes beyond what will be the result: at most, whatever the cache holds.
+    ``count``: nodes there are, ``nodes_max``: with the new ones, at most; ``before``: edges of hops before
+    that it will be joined with."""
+    # The table and the rows grow into new ones; the old ones go afterwards.
+    room_bytes = 8 * (nodes_max + count) + table_size(nodes_max) * slot_bytes * 3 // 2
+    # Missing edges: their keys and positions, what was read. Later the parts of all hops are joined, one by
+    # one.
+    reading_bytes = edges * (MISSING_BYTES + neighbour_bytes) + 16 * table_size(max(1, picks))
+    return room_bytes + max(reading_bytes, 8 * (edges + before))
 
-    def __init__(self, nodes: NDArray[np.int64], slots: NDArray[Any], scratch: Scratch) -> None:
-        super().__init__(nodes, slots)
+
+class HopPages:
+    """What a mini-batch under way reads: the pages that it keeps, by table, within its scratch, and how many
+    edges it ``asked`` for and had ``cached``."""
+
+    def __init__(self, scratch: Scratch) -> None:
         self._scratch, self._hop_bytes = scratch, 0
-        self._kept: list[KeptPages] = []
+        self._kept: defaultdict[str, list[KeptPages]] = defaultdict(list)
         self.asked = self.cached = 0  # edges
 
     @property
     def _kept_bytes(self) -> int:
-        return sum(kept.memory_bytes for kept in self._kept)
+        return sum(one.memory_bytes for kept in self._kept.values() for one in kept)
 
-    def reserve(self, hop: int, nodes_max: int, edges: int, picks: int, neighbour_bytes: int) -> None:
+    def reserve(self, hop: int, hop_bytes: int) -> None:
         """Have scratch for a hop; pages that are kept go where there is no room for both. Raises as that
         does."""
-        # What a hop takes beyond what will be the result: at most, whatever the cache holds. The table and
-        # the rows grow into new ones; the old ones go afterwards.
-        room_bytes = 8 * (nodes_max + sum(self.counts)) + table_size(nodes_max) * self.slots.itemsize * 3 // 2
-        # Missing edges: their keys and positions, what was read. Later the parts of all hops are joined, one
-        # by one.
-        reading_bytes = edges * (MISSING_BYTES + neighbour_bytes) + 16 * table_size(max(1, picks))
-        hop_bytes = room_bytes + max(reading_bytes, 8 * (edges + self.edge_count))
         under_way, self._hop_bytes = self._scratch.of, hop_bytes
         if self._kept and not under_way.try_reserve(self._scratch, hop_bytes + self._kept_bytes):
             self._kept.clear()
         self._scratch.reserve(hop_bytes, f"sample hop {hop + 1}")
 
     def read(self, missing: Missing, reader: Reader, table: str, *, last: bool) -> None:
-        """Have what is missing of a hop, of which the ``last`` keeps nothing. Raises CorruptionError,
-        DeviceError, ClosedError."""
-        for kept in self._kept:
+        """Have what is missing of a hop, after the ``last`` of which the table's pages are not kept. Raises
+        CorruptionError, DeviceError, ClosedError."""
+        for kept in self._kept[table]:
             missing.take(kept)
         if last:
-            self._kept.clear()
+            del self._kept[table]
         else:
             self._keep(missing, reader, table)
         missing.read(reader, table)
+
+    def end(self) -> None:
+        """Keep nothing any more."""
+        self._kept.clear()
 
     def _keep(self, missing: Missing, reader: Reader, table: str) -> None:
         """Read what is missing by whole pages, as far as there is room, and keep these; those between, too,
@@ -66,4 +78,18 @@ class StoredHops(Hops):
         if len(pages) and under_way.try_reserve(self._scratch, taken_bytes + KeptPages.bytes_of(len(pages))):
             kept = KeptPages(reader, table, pages, missing.dtype)
             missing.take(kept)
-            self._kept.append(kept)
+            self._kept[table].append(kept)
+
+
+class StoredHops(Hops):
+    """A mini-batch under way, with what it reads."""
+
+    def __init__(self, nodes: NDArray[np.int64], slots: NDArray[Any], scratch: Scratch) -> None:
+        super().__init__(nodes, slots)
+        self.reading = HopPages(scratch)
+
+    def reserve(self, hop: int, nodes_max: int, edges: int, picks: int, neighbour_bytes: int) -> None:
+        """Have scratch for a hop. Raises as that does."""
+        count, slot_bytes = sum(self.counts), self.slots.itemsize
+        needed = hop_bytes(count, nodes_max, slot_bytes, edges, picks, neighbour_bytes, self.edge_count)
+        self.reading.reserve(hop, needed)

@@ -9,7 +9,7 @@ relation's name: not from which other relations there are, nor from their order.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -123,29 +123,44 @@ class TypedNeighborSampler:
             for name, one in as_mapping(seeds, "seeds", "types to node ids").items()
         }
         key = batch_key(self.seed, as_integer(epoch, "epoch"), as_integer(batch_index, "batch_index"))
-        return self._subgraph(self._growing.sample(given, key, seed_times))
-
-    def _subgraph(self, found: Grown) -> TypedSubgraph:
-        per_hop = {
-            edge_type: tuple(len(part[2]) for part in found.parts[number])
-            for number, edge_type in enumerate(self.graphs)
-        }
-        edges = {edge_type: found.edges(number) for number, edge_type in enumerate(self.graphs)}
-        e_id = {name: ids[edges[name][2]].astype(np.int64, copy=False) for name, ids in self.edge_ids.items()}
-        node = {name: found.node(name) for name in self.nodes}
-        row, col, edge_id = ({name: one[k] for name, one in edges.items()} for k in range(3))
-        for name, back in self._reverses.items():
-            other = None if back == name else edges[back][:2]
-            row[name], col[name], edge_id[name], numbers = with_reverse(*edges[name], e_id.get(name), other)
-            if numbers is not None:
-                e_id[name] = numbers
-        if self.options.subgraph != "directional":
-            per_hop = dict.fromkeys(self.graphs, ())
-        batch = {name: one for name in self.nodes if (one := found.batch(name)) is not None}
-        return TypedSubgraph(
-            node, row, col, edge_id, e_id or None,
-            {name: tuple(counts) for name, counts in found.hops.items()}, per_hop, batch or None,
+        found = self._growing.sample(given, key, seed_times)
+        return subgraph_of(
+            found, list(self.nodes), self.edge_types, self.options.subgraph, self._reverses,
+            node=found.node, numbers=self._numbers,
         )  # fmt: skip
+
+    def _numbers(self, edge_type: EdgeType, edges: Ids) -> Ids | None:
+        ids = self.edge_ids.get(edge_type)
+        return None if ids is None else ids[edges].astype(np.int64, copy=False)
+
+
+def subgraph_of(
+    found: Grown, node_types: Sequence[str], edge_types: Sequence[EdgeType], subgraph: str,
+    back: Mapping[EdgeType, EdgeType], *, node: Callable[[str], Ids],
+    numbers: Callable[[EdgeType, Ids], Ids | None],
+) -> TypedSubgraph:  # fmt: skip
+    """What was found as a mini-batch of the kind ``subgraph``. ``back``: of each relation the one that leads
+    back, where edges get their reverse; ``node``: the nodes of a type; ``numbers``: of a relation's edges at
+    these positions, where they are known."""
+    per_hop: dict[EdgeType, tuple[int, ...]] = {
+        edge_type: tuple(len(part[2]) for part in found.parts[number])
+        for number, edge_type in enumerate(edge_types)
+    }
+    edges = {edge_type: found.edges(number) for number, edge_type in enumerate(edge_types)}
+    known = {edge_type: numbers(edge_type, one[2]) for edge_type, one in edges.items()}
+    e_id = {edge_type: one for edge_type, one in known.items() if one is not None}
+    row, col, edge_id = ({name: one[k] for name, one in edges.items()} for k in range(3))
+    for name, other in back.items():
+        ends = None if other == name else edges[other][:2]
+        row[name], col[name], edge_id[name], ids = with_reverse(*edges[name], e_id.get(name), ends)
+        if ids is not None:
+            e_id[name] = ids
+    if subgraph != "directional":
+        per_hop = dict.fromkeys(edge_types, ())
+    batch = {name: one for name in node_types if (one := found.batch(name)) is not None}
+    hops = {name: tuple(counts) for name, counts in found.hops.items()}
+    nodes = {name: node(name) for name in node_types}
+    return TypedSubgraph(nodes, row, col, edge_id, e_id or None, hops, per_hop, batch or None)
 
 
 def _relation(edge_type: Any, given: Any, nodes: Mapping[str, int]) -> tuple[Ids, NDArray[Any]]:

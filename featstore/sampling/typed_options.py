@@ -77,6 +77,16 @@ class TypedOptions:
         return [], found
 
     @property
+    def of_memory(self) -> list[str]:
+        """Those that were said which lists on disk cannot be sampled with."""
+        said = {
+            "weight_attr=": bool(self._weighted), "time_attr=": bool(self._timed or self._node_times),
+            "disjoint=": self._plain["disjoint"],
+            "subgraph_type='induced'": self._plain["subgraph"] == "induced",
+        }  # fmt: skip
+        return [name for name, one in said.items() if one]
+
+    @property
     def needed_bytes(self) -> int:
         """Memory for what they hold, while it is read."""
         edges = sum(20 * one.edges for one in self._weighted) + sum(36 * one.edges for one in self._timed)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from featstore.arguments import as_flag, known_name, shown
 from featstore.base.training_nodes import checked_train
 from featstore.errors import ArgumentError, SourceError
-from featstore.reader.graphs import read_csc, read_edge_ids
+from featstore.reader.graphs import read_csc, read_edge_ids, read_offsets
 from featstore.sampling.attributes import TimesOfSeeds
 from featstore.sampling.options import SamplingOptions
 from featstore.sampling.typed import TypedNeighborSampler, TypedSubgraph
@@ -65,13 +65,22 @@ def typed_graphs(store: OpenStore) -> dict[EdgeType, StoredGraph]:
     return found
 
 
+def by_edge_type(graphs: Mapping[EdgeType, StoredGraph], fanouts: Any) -> Any:
+    """``fanouts`` whose relations may be named as graphs are, by edge type where it is a mapping."""
+    if not isinstance(fanouts, Mapping):
+        return fanouts
+    names = {joined_name(edge_type): edge_type for edge_type in graphs}
+    return {names.get(key, key): one for key, one in fanouts.items()}
+
+
 def typed_bytes(store: OpenStore) -> int:
     """What it takes to bring all graphs with edge types into memory by node id, at most."""
     held = most = 0
     for graph in typed_graphs(store).values():
         item = graph.entry.sources.row_bytes
         ids = graph.store.table(f"{graph.name}/edge_ids").row_bytes if graph.has_edge_ids else 0
-        held += 8 * (graph.table.rows + 1) + (item + ids) * graph.edges
+        permuted = graph.table.entry.order.row_of_node is not None
+        held += (8 + 8 * permuted) * (graph.table.rows + 1) + (item + ids) * graph.edges
         most = max(most, 40 * graph.table.rows + (16 + 2 * item + ids) * graph.edges)
     return _FIXED_BYTES + held + most
 
@@ -91,9 +100,7 @@ class TypedInMemory:
         seed_times: TimesOfSeeds | None = None,
     ) -> None:  # fmt: skip
         graphs = typed_graphs(store)
-        if isinstance(fanouts, Mapping):
-            names = {joined_name(edge_type): edge_type for edge_type in graphs}
-            fanouts = {names.get(key, key): one for key, one in fanouts.items()}
+        fanouts = by_edge_type(graphs, fanouts)
         numbered = True if edge_ids is None else as_flag(edge_ids, "edge_ids")
         ids = {t: read_edge_ids(g, by_node=True) for t, g in graphs.items() if numbered and g.has_edge_ids}
         self.node_type, self.seed, self._seed_times = node_type, seed, seed_times
@@ -103,6 +110,11 @@ class TypedInMemory:
             fanouts, seed, options=options, edge_ids=ids,
         )  # fmt: skip
         self.fanouts = self.sampler.fanouts
+        self._shifts = {
+            edge_type: read_offsets(graph)[row_of_node] - self.sampler.graphs[edge_type][0][:-1]
+            for edge_type, graph in graphs.items()
+            if (row_of_node := graph.table.row_of_node()) is not None
+        }
 
     @property
     def node_count(self) -> int:
@@ -110,6 +122,12 @@ class TypedInMemory:
         return self.sampler.nodes[self.node_type]
 
     def sample(self, seeds: NDArray[Any], batch_index: int = 0, *, epoch: int = 0) -> TypedSubgraph:
-        """The mini-batch around seeds of the type; raises what the sampler raises."""
+        """The mini-batch around seeds of the type, whose ``edge_id`` are positions in the stored
+        ``GRAPH/sources``; raises what the sampler raises."""
         times = None if self._seed_times is None else self._seed_times.of(seeds)
-        return self.sampler.sample(self.node_type, seeds, batch_index, epoch=epoch, seed_times=times)
+        made = self.sampler.sample(self.node_type, seeds, batch_index, epoch=epoch, seed_times=times)
+        for edge_type, shift in self._shifts.items():
+            edge = made.edge_id[edge_type]
+            at = edge >= 0  # of another relation's edge there is the reverse alone
+            edge[at] += shift[made.node[edge_type[2]][made.col[edge_type][at]]]
+        return made

@@ -19,12 +19,11 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from featstore.base.threads import Wake
 from featstore.errors import BudgetError, ClosedError
-from featstore.sampling.cache import NeighbourCache
-from featstore.sampling.edge_ids import StoredEdgeIds
 
 UNDER_WAY_MAX = 3
 _PATIENCE_SECONDS = 0.2  # who waits looks this often by itself
@@ -34,28 +33,41 @@ class MadeAgain(Exception):
     """A mini-batch that has no room beside others, to be made again when it is alone."""
 
 
-class HeldInMemory:
-    """What is held beside the scratch, and can become smaller: neighbours, and the numbers of edges."""
+class Holding(Protocol):
+    """What holds a part of a table in memory, and can become smaller; ``whole``: it holds all of it."""
 
-    def __init__(self, cache: NeighbourCache, ids: StoredEdgeIds | None) -> None:
-        self.cache, self._ids = cache, ids
+    @property
+    def memory_bytes(self) -> int: ...
+
+    @property
+    def whole(self) -> bool: ...
+
+    def cut(self, room_bytes: int) -> None: ...
+
+
+class HeldInMemory:
+    """What is held beside the scratch, and can become smaller: neighbours, and the numbers of edges; those
+    first that are to stay longest."""
+
+    def __init__(self, parts: Sequence[Holding]) -> None:
+        self.parts = list(parts)
 
     @property
     def memory_bytes(self) -> int:
         """What it takes."""
-        return self.cache.memory_bytes + (0 if self._ids is None else self._ids.memory_bytes)
+        return sum(part.memory_bytes for part in self.parts)
 
     @property
     def whole(self) -> bool:
         """Whether it is all that there is, so that nothing is read."""
-        return self.cache.whole and (self._ids is None or self._ids.whole)
+        return all(part.whole for part in self.parts)
 
     def cut(self, room_bytes: int) -> None:
-        """Keep what fits into ``room_bytes``, neighbours first."""
-        if self._ids is not None and self._ids.memory_bytes > room_bytes - self.cache.memory_bytes:
-            self._ids.cut(room_bytes - self.cache.memory_bytes)
-        if self.cache.memory_bytes > room_bytes:
-            self.cache.cut(room_bytes)
+        """Keep what fits into ``room_bytes``, the first parts first."""
+        for part in self.parts:
+            if part.memory_bytes > room_bytes:
+                part.cut(room_bytes)
+            room_bytes -= part.memory_bytes
 
 
 class Scratch:

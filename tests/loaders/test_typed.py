@@ -12,8 +12,9 @@ import pytest
 import torch
 
 import featstore
-from featstore.errors import ArgumentError, BudgetError, IdError, SourceError, UnknownNameError
+from featstore.errors import ArgumentError, BudgetError, ClosedError, IdError, SourceError, UnknownNameError
 from featstore.sampling.typed import TypedNeighborSampler, TypedSubgraph
+from featstore.sampling.typed_stored import TypedStoredSampler
 
 WRITES, CITES, IN, HAS = (
     ("author", "writes", "paper"), ("paper", "cites", "paper"), ("paper", "in", "venue"),
@@ -284,7 +285,7 @@ def test_ranks_have_each_seed_once(store: featstore.Store) -> None:
         ({"seeds": ("papers", SEEDS)}, UnknownNameError, "papers"),
         ({"seeds": "train"}, ArgumentError, r"TYPE\.NAME"),
         ({"mode": "partitions"}, ArgumentError, "without types"),
-        ({"memory": "1MiB"}, BudgetError, "all edge types"),
+        ({"memory": "1MiB"}, BudgetError, "sample from these graphs"),
         ({"edge_table": "paper"}, ArgumentError, "table of nodes"),
         ({"attach": "paper.nothing"}, UnknownNameError, "nothing"),
         ({"fanouts": {WRITES: (1,)}}, ArgumentError, "cites"),
@@ -338,6 +339,51 @@ def dated(source: Source, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     )  # fmt: skip
     with made:
         yield made
+
+
+@pytest.mark.parametrize("mode", ["online", "compiled"])
+def test_graphs_that_do_not_fit_are_sampled_from_disk(
+    store: featstore.Store, source: Source, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the mini-batches that there are in memory."""
+    given = options(mode=mode, attach="paper.y", edge_table="author__writes__paper", replace=True)
+    named = {"name": "disk"} if mode == "compiled" else {}
+    opened: list[TypedStoredSampler] = []
+    begin = TypedStoredSampler._open
+    monkeypatch.setattr(TypedStoredSampler, "_open", lambda one: (begin(one), opened.append(one)))
+    with store.loader(**given | {"memory": "256MiB", "mode": "online"}) as loader:
+        assert not opened
+        whole = {batch.index: batch for batch in loader}
+    with store.loader(**given | {"memory": "24MiB"}, **named) as loader:
+        assert len(opened) == 1
+        batches = list(loader)
+    with pytest.raises(ClosedError):  # with the loader
+        opened[0].stats()
+    assert sorted(batch.index for batch in batches) == sorted(whole)
+    for batch in batches:
+        check(batch, source)
+        for name, ids in whole[batch.index].n_id.items():
+            np.testing.assert_array_equal(batch.n_id[name], ids)
+        for of in store.edge_types:
+            np.testing.assert_array_equal(batch.e_id[of], whole[batch.index].e_id[of])
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ({"disjoint": True}, "disjoint="),
+        ({"subgraph_type": "induced"}, "subgraph_type='induced'"),
+        ({"time_attr": "year"}, "time_attr="),
+        ({"weight_attr": "weights", "disjoint": True}, "weight_attr=, disjoint="),
+    ],
+)
+def test_what_needs_the_graphs_in_memory_says_so(
+    dated: featstore.Store, said: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(BudgetError, match=f"which {words} is sampled from") as error:
+        dated.loader(**options(mode="online", memory="24MiB", **said))
+    with dated.loader(**options(mode="online", memory=error.value.needed_bytes + 2**24, **said)) as loader:
+        assert len(list(loader)) > 0
 
 
 def test_edges_are_no_later_than_their_seed(dated: featstore.Store) -> None:

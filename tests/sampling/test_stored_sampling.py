@@ -222,8 +222,8 @@ def test_pick_hop_equals_twin(nodes: int, fanout: int, seed: int, hubs: int, fir
     assert size == len(expected)
     out = [np.empty(size, np.int64) for _ in range(3)]
     misses = picking.pick_hop(
-        offsets, node_of_row, rows, begin, nodes, fanout, np.uint64(seed), bits, ranks, ends[:-1][order],
-        lists, sources[:first] + nodes, picking.empty_picks(fanout, degree_max), *out,
+        offsets, node_of_row, rows, begin, nodes, fanout, False, np.uint64(seed), bits, ranks,
+        ends[:-1][order], lists, sources[:first] + nodes, picking.empty_picks(fanout, degree_max), *out,
     )  # fmt: skip
     np.testing.assert_array_equal(np.stack(out, axis=1), np.array(expected, np.int64).reshape(-1, 3))
     assert misses == sum(neighbour < 0 for neighbour, _, _ in expected)

@@ -196,7 +196,7 @@ class Cache:
 
 def test_scratch_is_shared_out() -> None:
     cache: Any = Cache()
-    room = UnderWayNow(HeldInMemory(cache, None), 1000, 100, 1000, lambda scratch: scratch)
+    room = UnderWayNow(HeldInMemory([cache]), 1000, 100, 1000, lambda scratch: scratch)
     one, two, three = Scratch(room), Scratch(room), Scratch(room)
     with ThreadPoolExecutor(2) as pool:
         room.begin(one)
