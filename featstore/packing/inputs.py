@@ -117,6 +117,8 @@ def parse_inputs(
             tables[name] = NoFeatures(name, spec)
             continue
         asked = {what: values[name] for what, values in given.items() if values.get(name) is not None}
+        if taken is not None and name in taken.counts:
+            asked["rows"] = taken.counts[name]
         tables[name], cast = _opened(name, spec, asked)
         if cast is not None:
             casts[name] = cast
@@ -208,6 +210,7 @@ def _opened(name: str, spec: Any, asked: dict[str, Any]) -> tuple[FeatureSource,
         columns=asked.get("columns"),
         id=asked.get("id"),
         offset=asked.get("offset", 0),
+        rows=asked.get("rows"),
     )
     if not 1 <= source.row_bytes <= ROW_BYTES_MAX:
         raise SourceError(

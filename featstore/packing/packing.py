@@ -75,9 +75,9 @@ def pack(
         out: the store's directory; made if it does not exist.
         features: one table (a path, an array, an iterator of row blocks, anything
             :func:`featstore.packing.sources.opening.open_rows` takes, or a PyG ``Data``/``HeteroData``
-            object or the folder of a GraphBolt data set, which bring graphs and arrays along), or a mapping
-            of table names to tables; where graphs have edge types also to a number of nodes, which have no
-            features.
+            object or the folder of a data set (GraphBolt, OGB with types), which bring graphs and arrays
+            along), or a mapping of table names to tables; where graphs have edge types also to a number of
+            nodes, which have no features.
         graph: the graph of the table, as :func:`featstore.packing.graphs.opening.open_graph` takes it, or one
             relation of a ``HeteroData`` (``data["a", "r", "a"]``). It replaces the graphs of such data:
             ``{}`` packs without. Its degrees become the order in which a static cache takes rows. Or a typed

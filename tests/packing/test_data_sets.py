@@ -3,6 +3,7 @@ not understood is an error or a warning that names it."""
 
 from __future__ import annotations
 
+import gzip
 import warnings
 from pathlib import Path
 from typing import Any
@@ -243,3 +244,103 @@ def test_no_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "yaml", None)
     with pytest.raises(MissingPackageError, match=r"featstore\[yaml\]"):
         featstore.pack(tmp_path / "s", folder)
+
+
+# OGB.
+
+
+def gz(folder: Path, name: str, lines: Any) -> None:
+    path = folder / name
+    path.parent.mkdir(exist_ok=True, parents=True)
+    rows = (
+        lines
+        if isinstance(lines, list)
+        else [",".join(map(str, row)) for row in np.atleast_2d(lines).tolist()]
+    )
+    path.write_bytes(gzip.compress(("\n".join(rows) + "\n").encode()))
+
+
+def ogb(folder: Path) -> Path:
+    """A data set as OGB unpacks it."""
+    raw = folder / "raw"
+    gz(raw, "num-node-dict.csv.gz", [",".join(NODES), ",".join(map(str, NODES.values()))])
+    gz(raw, "triplet-list.csv.gz", [",".join(kind) for kind in EDGES])
+    gz(raw, "nodetype-has-feat.csv.gz", ["paper,author,place", "True,True,False"])
+    gz(raw, "nodetype-has-label.csv.gz", ["paper,author,place", "True,False,False"])
+    for kind, both in EDGES.items():
+        at_kind = "relations/" + "___".join(kind)
+        gz(raw, f"{at_kind}/edge.csv.gz", both.T)
+        gz(raw, f"{at_kind}/num-edge-list.csv.gz", [str(both.shape[1])])
+        gz(raw, f"{at_kind}/edge_reltype.csv.gz", np.ones((both.shape[1], 1), int))
+    for kind, x in X.items():
+        gz(raw, f"node-feat/{kind}/node-feat.csv.gz", x)
+    gz(raw, "node-feat/paper/node_year.csv.gz", YEARS[:, None])
+    gz(raw, "node-label/paper/node-label.csv.gz", [f"{n}.5" for n in range(60)])
+    split = folder / "split" / "time"
+    gz(split, "nodetype-has-split.csv.gz", ["paper,author,place", "True,False,False"])
+    for name, ids in (("train", SEEDS), ("valid", LABELS), ("test", LABELS)):
+        gz(split, f"paper/{name}.csv.gz", ids[:, None])
+    return folder
+
+
+def test_ogb_with_types(tmp_path: Path) -> None:
+    folder = ogb(tmp_path / "data")
+    store = featstore.pack(
+        tmp_path / "s", folder, memory="64MiB", edge_ids=True, order="given", raw_dtype="float64"
+    )
+    assert set(store.edge_types) == set(EDGES)
+    assert list(store.manifest.featureless) == ["place"]
+    for kind, both in EDGES.items():
+        assert edges_of(store, "__".join(kind)).tolist() == both.tolist()
+        assert store.arrays[f"{'__'.join(kind)}.edge_reltype"].shape == (both.shape[1], 1)
+    for name, x in X.items():
+        assert rows_of(store, name).tolist() == x.tolist()
+    assert store.arrays["paper.node_year"].tolist() == YEARS[:, None].tolist()
+    assert store.arrays["paper.node-label"].tolist() == [[n + 0.5] for n in range(60)]
+    assert store.arrays["paper.time.train"].tolist() == SEEDS.tolist()
+    assert len(store.arrays) == 8
+    store.close()
+
+
+def test_the_raw_folder_and_what_is_beside(tmp_path: Path) -> None:
+    folder = ogb(tmp_path / "data")
+    (folder / "mapping").mkdir()
+    with pytest.warns(FeatstoreWarning, match="not stored of .*data: mapping"):
+        featstore.pack(tmp_path / "s", folder, memory="64MiB", order="given").close()
+    store = featstore.pack(tmp_path / "t", folder / "raw", memory="64MiB", order="given")
+    assert len(store.arrays) == 5
+    store.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "lines", "message"),
+    [
+        ("raw/num-node-dict.csv.gz", ["paper,author,place", "60,40,7", "1,1,1"], "a pack takes one graph"),
+        ("raw/num-node-dict.csv.gz", ["paper,author,place", "61,40,7"], "60 rows"),
+        ("raw/triplet-list.csv.gz", ["author,writes,book"], "not .'author', 'writes', 'book'"),
+        (
+            "raw/triplet-list.csv.gz",
+            ["author,knows,author"],
+            "author___knows___author/edge.csv.gz is missing",
+        ),
+        ("raw/triplet-list.csv.gz", ["author,writes,paper"], "is no file of an OGB data set"),
+        (
+            "raw/nodetype-has-feat.csv.gz",
+            ["paper,author,place", "True,True,True"],
+            "says author, paper, place",
+        ),
+        ("raw/nodetype-has-label.csv.gz", ["paper,author,place", "False,False,False"], "says none"),
+        ("raw/node-feat/paper/node_year.csv.gz", ["1990"], "has 1 rows"),
+        ("raw/node-feat/book/node-feat.csv.gz", ["1990"], "is no file of an OGB data set"),
+        ("raw/relations/author___at___place/edge-feat.csv.gz", ["1", "2"], "is no file of an OGB data set"),
+        ("raw/more.csv.gz", ["1"], "is no file of an OGB data set"),
+        ("split/time/paper/train.csv.gz", ["60"], "should be ids of 'paper'"),
+        ("split/time/paper/dev.csv.gz", ["1"], "is no split"),
+        ("split/time/author/train.csv.gz", ["1"], "says paper, and there are files of author, paper"),
+    ],
+)
+def test_another_ogb_folder_is_an_error(tmp_path: Path, name: str, lines: list[str], message: str) -> None:
+    folder = ogb(tmp_path / "data")
+    gz(folder, name, lines)
+    with pytest.raises(SourceError, match=message):
+        featstore.pack(tmp_path / "s", folder, memory="64MiB", order="given")

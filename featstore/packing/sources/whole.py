@@ -3,7 +3,7 @@ sets."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from numpy.typing import NDArray
@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 @dataclass(frozen=True)
 class WholeData:
     """Tables, or numbers of nodes, edges by table or edge type (none where graphs were given), arrays,
-    warnings; tables and arrays of edges, and of which relation; and the relations of the edges."""
+    warnings; tables and arrays of edges, and of which relation; the relations of the edges; and
+    how many rows tables should have, where that is known."""
 
     tables: dict[str, Any]
     graphs: dict[Any, Any]
@@ -20,3 +21,4 @@ class WholeData:
     warnings: list[str]
     edge_rows: dict[str, str]
     relations: list[str]
+    counts: dict[str, int] = field(default_factory=dict)
