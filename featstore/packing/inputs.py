@@ -31,6 +31,7 @@ from featstore.packing.relations import (
 )
 from featstore.packing.sources.arrays import array_of
 from featstore.packing.sources.base import file_fingerprint, sample_crc32
+from featstore.packing.sources.data_sets import data_set_inputs, is_data_set
 from featstore.packing.sources.opening import FeatureSource, is_headless, is_text, open_rows
 from featstore.packing.sources.pyg import (
     edges_of_relation,
@@ -92,6 +93,9 @@ def parse_inputs(
     data, taken = features, None
     if is_pyg(features):
         taken = pyg_inputs(features, graph is not None, _is_typed(graph, features))
+    elif is_data_set(features):
+        taken = data_set_inputs(features, graph is not None)
+    if taken is not None:
         features, own_graphs, own_arrays = taken.tables, taken.graphs, taken.arrays
     elif not isinstance(features, Mapping):
         features = {DEFAULT_TABLE: features}
@@ -113,6 +117,8 @@ def parse_inputs(
             tables[name] = NoFeatures(name, spec)
             continue
         asked = {what: values[name] for what, values in given.items() if values.get(name) is not None}
+        if taken is not None and name in taken.counts:
+            asked["rows"] = taken.counts[name]
         tables[name], cast = _opened(name, spec, asked)
         if cast is not None:
             casts[name] = cast
@@ -190,6 +196,11 @@ def _rows_of_edges(tables: Mapping[str, Any], types: Mapping[str, EdgeType]) -> 
 
 def _opened(name: str, spec: Any, asked: dict[str, Any]) -> tuple[FeatureSource, str | None]:
     """A table's source, and the dtype to cast it to."""
+    if is_data_set(spec):
+        raise SourceError(
+            f"table {name!r}: {spec} is a whole data set, with tables of its own; give it alone, without a "
+            "name"
+        )
     own, cast = dtypes_asked(spec, name, asked)
     source = open_rows(
         spec,
@@ -199,6 +210,7 @@ def _opened(name: str, spec: Any, asked: dict[str, Any]) -> tuple[FeatureSource,
         columns=asked.get("columns"),
         id=asked.get("id"),
         offset=asked.get("offset", 0),
+        rows=asked.get("rows"),
     )
     if not 1 <= source.row_bytes <= ROW_BYTES_MAX:
         raise SourceError(

@@ -75,15 +75,16 @@ def pack(
         out: the store's directory; made if it does not exist.
         features: one table (a path, an array, an iterator of row blocks, anything
             :func:`featstore.packing.sources.opening.open_rows` takes, or a PyG ``Data``/``HeteroData``
-            object, which brings its graph and arrays along), or a mapping of table names to such; where
-            graphs have edge types also to a number of nodes, which have no features.
+            object or the folder of a data set (GraphBolt, OGB with types), which bring graphs and arrays
+            along), or a mapping of table names to tables; where graphs have edge types also to a number of
+            nodes, which have no features.
         graph: the graph of the table, as :func:`featstore.packing.graphs.opening.open_graph` takes it, or one
-            relation of a ``HeteroData`` (``data["a", "r", "a"]``). It replaces the graphs of PyG data: ``{}``
-            packs without. Its degrees become the order in which a static cache takes rows. Or a typed graph:
-            a mapping of edge types, ``(source type, relation, target type)`` or these joined by ``__``, to
-            edges in any of these forms, whose types are names of tables; matrices are ``[sources, targets]``.
-            A ``HeteroData`` brings all of its own. The orders of all types that partitioners make are then
-            made together, with as many partitions for each.
+            relation of a ``HeteroData`` (``data["a", "r", "a"]``). It replaces the graphs of such data:
+            ``{}`` packs without. Its degrees become the order in which a static cache takes rows. Or a typed
+            graph: a mapping of edge types, ``(source type, relation, target type)`` or these joined by
+            ``__``, to edges in any of these forms, whose types are names of tables; matrices are ``[sources,
+            targets]``. A ``HeteroData`` brings all of its own. The orders of all types that partitioners
+            make are then made together, with as many partitions for each.
         arrays: small arrays to keep beside the tables (labels, splits), in node id order: name to array, or
             path of a ``.npy``.
         order: ``"auto"`` (METIS where there is a graph and METIS fits the memory, else multilevel; as given

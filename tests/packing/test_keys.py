@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 import featstore
 from featstore.base.keys import KeyBlock, as_keys
 from featstore.errors import BudgetError, FormatError, IdError, SourceError, UnknownNameError
-from featstore.packing.keys.appearing import number_appearing
 from featstore.packing.keys.index import SORT_KEY_BYTES, index_keys
 from featstore.packing.keys.numbering import number_rows
 from featstore.packing.keys.sources import KeySource
@@ -274,44 +273,6 @@ def test_the_index_is_the_same_whatever_the_memory(tmp_path: Path, kind: str) ->
         index.close()
         spool.close()
     assert not list(tmp_path.iterdir())
-
-
-@settings(max_examples=20, deadline=None)
-@given(st.data())
-def test_first_appearances_are_numbered(
-    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
-) -> None:
-    """Whatever the memory, and the blocks in which keys come, also none of any kind."""
-    count = data.draw(st.sampled_from([0, 1, 40, 3000]))
-    keys = KEYS[data.draw(st.sampled_from(sorted(KEYS)))]
-    given = keys[RNG.integers(0, max(1, count), 3 * count) % NODES]
-    memory = data.draw(st.sampled_from([1 << 30, 300_000]))
-    cut = data.draw(st.integers(0, len(given)))
-    folder = tmp_path_factory.mktemp("keys")
-    blocks = [as_keys(part, "keys") for part in (given[:cut], given[cut:])]
-    spool = number_appearing(lambda: iter(blocks), Disk(), folder, "t", "keys", memory)
-    assert spool.keys(0, len(spool)).array().tolist() == list(dict.fromkeys(given.tolist()))
-    index_keys(spool, 1 << 20).close()
-    spool.close()
-    assert not list(folder.iterdir())
-
-
-@pytest.mark.parametrize("text", [False, True])
-def test_many_first_appearances_in_little_memory(tmp_path: Path, text: bool) -> None:
-    given = RNG.integers(0, 20_000, 50_000) * 10**9
-    given = np.array([f"key {n}" for n in given.tolist()], object) if text else given
-    block = as_keys(given, "keys")
-    passes = []
-
-    def again() -> Any:
-        passes.append(1)
-        return iter([block])
-
-    spool = number_appearing(again, Disk(), tmp_path, "t", "keys", 1_000_000)
-    assert len(passes) > 2
-    assert spool.keys(0, len(spool)).array().tolist() == list(dict.fromkeys(given.tolist()))
-    with pytest.raises(BudgetError, match="number the keys of 't'"):
-        number_appearing(again, Disk(), tmp_path, "t", "keys", 1000)
 
 
 class Edges:

@@ -189,7 +189,7 @@ def command(
         settings().packing = out
         store = featstore.pack(
             out,
-            plan.features,
+            plan.features if plan.data_set is None else plan.data_set,
             arrays=arrays,
             **plan.options(),
             memory=memory,

@@ -32,6 +32,7 @@ class PackRequest:
             )
         self.paths = {name or "features": Path(path) for name, path in paths.items()}
         self.features: dict[str, Any] = self.paths | self._nodes()
+        self.data_set = self._data_set()
         self.graphs = [name for name in values["graph"] if name is not None and name not in self.features]
 
     def _nodes(self) -> dict[str, int]:
@@ -48,7 +49,17 @@ class PackRequest:
             found[name] = int(text)
         return found
 
+    def _data_set(self) -> Path | None:
+        """The only path, where it brings tables of its own, which nobody can name before it is read."""
+        from featstore.packing.sources.data_sets import is_data_set
+
+        path = self.paths.get("features")
+        return path if list(self.values["features"]) == [None] and is_data_set(path) else None
+
     def check(self) -> None:
+        if self.data_set is not None:
+            self._check_data_set()
+            return
         for name in self.values:
             if name in ("graph", "graph_key", *_EDGE_VALUES):
                 self._check_graphs(name)
@@ -57,6 +68,15 @@ class PackRequest:
         self._one_table("graph", "graph_key", "permutation", "node_keys")
         for table in self.paths:
             self._check_table(table)
+
+    def _check_data_set(self) -> None:
+        if self.values["nodes"]:
+            raise click.UsageError(f"--nodes is given, and {self.data_set} says how many nodes there are")
+        for name, given in self.values.items():
+            if None in given and len(given) > 1:
+                raise click.UsageError(
+                    f"{flag_of(name)} is given once for all tables, and for one: say for each"
+                )
 
     def _check_graphs(self, name: str) -> None:
         """A usage error for what is of a graph that is none: a table's, or that of an edge type."""
@@ -137,6 +157,10 @@ class PackRequest:
             "cast": str, "raw_dtype": str, "shape": SHAPE.parse, "offset": int, "key": _names,
             "columns": _names, "id": str, "node_keys": str,
         }  # fmt: skip
+        if self.data_set is not None:
+            own = {name: self.values[name] for name in (*parse, *_EDGE_VALUES) if self.values[name]}
+            read_all = {n: {t: parse.get(n, str)(x) for t, x in given.items()} for n, given in own.items()}
+            return {name: given.get(None, given) for name, given in read_all.items()}
         tables = [*self.features, *self.graphs]
         found: dict[str, Any] = {
             name: {t: read(text) for t in tables if (text := self._given(name, t)) is not None} or None
@@ -174,6 +198,8 @@ class PackRequest:
         return self._some("train")
 
     def _some(self, name: str) -> dict[str, str] | None:
+        if self.data_set is not None:
+            return dict(self.values[name]) or None  # type: ignore[arg-type]
         found = {table: self._of(name, table) for table in self.paths}
         return {table: text for table, text in found.items() if text is not None} or None
 

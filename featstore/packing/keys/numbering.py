@@ -1,7 +1,6 @@
 """Keys numbered as nodes, and written into the store.
 
-A key's node is the row that it stands in. Keys of what has no rows of its own are numbered as they first
-appear (:mod:`featstore.packing.keys.appearing`).
+A key's node is the row that it stands in.
 """
 
 from __future__ import annotations

@@ -13,20 +13,17 @@ graph numbers, are warned of.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from featstore.errors import SourceError
 from featstore.packing.sources.arrays import tensor_to_numpy
-
-if TYPE_CHECKING:
-    pass
+from featstore.packing.sources.whole import WholeData
 
 __all__ = [
-    "PygInputs", "edge_values", "edges_of_relation", "is_pyg", "is_relation", "pyg_arrays", "pyg_inputs",
+    "edge_values", "edges_of_relation", "is_pyg", "is_relation", "pyg_arrays", "pyg_inputs",
     "pyg_tables", "relation_of", "unnumbered",
 ]  # fmt: skip
 
@@ -67,21 +64,7 @@ def pyg_arrays(data: Any) -> dict[str, NDArray[Any]]:
     return arrays
 
 
-@dataclass(frozen=True)
-class PygInputs:
-    """What a pack takes of PyG data: tables, or numbers of nodes, edge lists by table or edge type (none
-    where graphs were given), arrays, warnings; tables and arrays of edges, and of which relation; and the
-    relations of the edge lists."""
-
-    tables: dict[str, NDArray[Any] | int]
-    graphs: dict[Any, NDArray[Any]]
-    arrays: dict[str, NDArray[Any]]
-    warnings: list[str]
-    edge_rows: dict[str, str]
-    relations: list[str]
-
-
-def pyg_inputs(data: Any, graph_given: bool, typed: bool) -> PygInputs:
+def pyg_inputs(data: Any, graph_given: bool, typed: bool) -> WholeData:
     """What is taken of PyG data. ``typed``: graphs have edge types, and types of nodes may be without
     features. Raises SourceError for what the store would not have of a `HeteroData`."""
     arrays = pyg_arrays(data)
@@ -106,7 +89,7 @@ def pyg_inputs(data: Any, graph_given: bool, typed: bool) -> PygInputs:
             "nodes without features are kept where graphs have edge types"
         )
     relations = ["__".join(kind) for kind in edges] if hetero else [""] * bool(edges)
-    return PygInputs(tables, edges, arrays, warnings, _edge_rows(data, tables, arrays), relations)
+    return WholeData(tables, edges, arrays, warnings, _edge_rows(data, tables, arrays), relations)
 
 
 def _edge_tables(data: Any) -> dict[str, Any]:
