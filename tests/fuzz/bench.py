@@ -160,9 +160,9 @@ class Bench:
         self._base.close()
 
 
-def prepare(folder: Path, seed: int, guard_pages: bool) -> None:
-    """Make the corpus below ``folder``/corpus, and use all of it: kernels are compiled, and nothing of
-    featstore runs any more when children are forked."""
+def prepare(folder: Path, seed: int, guard_pages: bool, kinds: Sequence[str] = ()) -> None:
+    """Make the corpus below ``folder``/corpus, and use all of it that mutants of ``kinds`` are made of:
+    kernels are compiled, and nothing of featstore runs any more when children are forked."""
     import featstore_cli.gc
     import featstore_cli.inspect  # noqa: F401
 
@@ -180,7 +180,7 @@ def prepare(folder: Path, seed: int, guard_pages: bool) -> None:
         if threads:
             inline.install()
         bench = Bench(warmed, seed, counts, lambda what: None)
-        for kind in KINDS:
+        for kind in kinds or KINDS:
             for path, target in bench._targets.items():
                 if not fits(kind, path):
                     continue

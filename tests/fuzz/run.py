@@ -45,7 +45,7 @@ def fuzz(
     from bench import prepare
     from worker import Worker
 
-    prepare(folder, seed, guard_pages)
+    prepare(folder, seed, guard_pages, kinds)
     workers = []
     for k in range(processes):
         (folder / f"worker{k}").mkdir()
@@ -195,7 +195,7 @@ def replay(folder: Path, given: argparse.Namespace) -> int:
     import numpy as np
     from bench import SHAPE, Bench, prepare
 
-    prepare(folder, given.seed, given.guard)
+    prepare(folder, given.seed, given.guard, given.kinds)
     finding = Bench(folder / "corpus", given.seed, np.zeros(SHAPE, np.int64), print, given.kinds).run(
         given.replay
     )

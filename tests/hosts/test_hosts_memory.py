@@ -61,7 +61,7 @@ def test_two_hosts_stay_within_what_they_were_given(tmp_path: Path, pack: Any) -
     rng = np.random.default_rng(0)
     rows = np.repeat(np.arange(NODES, dtype=np.float32)[:, None], COLUMNS, 1)
     graph = rng.integers(0, NODES, (2, 8 * NODES))
-    arrays = {"train": np.arange(0, NODES, 16)}
+    arrays = {"train": np.arange(0, NODES, 32)}
     pack(tmp_path / "s", rows, graph=graph, arrays=arrays, order="ldg", partitions=16).close()
     featstore.split(tmp_path / "s", 2, tmp_path / "parts", train="train", split_topology=True)
     (tmp_path / "script.py").write_text(PROGRAM)

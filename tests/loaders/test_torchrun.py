@@ -18,7 +18,7 @@ pytest.importorskip("torch")
 import featstore
 from featstore.loaders.options import MODES
 
-RANKS, NODES, BATCH = 3, 900, 40
+RANKS, NODES, BATCH = 2, 900, 40
 TRAIN = np.arange(0, NODES, 4)  # 225: not a multiple of whole mini-batches of all ranks
 SCRIPT = """
 import itertools

@@ -30,7 +30,7 @@ def peak():
 
 def batches(epoch):
     rng = np.random.default_rng(epoch)
-    for number in range(40):
+    for number in range(20):
         yield rng.integers(0, rows, int(150 * (1.8 if number % 2 and number > 4 else 1)))
 
 def through(loader):
