@@ -381,8 +381,8 @@ def write_npz(path: Path, scratch: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_the_command_has_the_ways_asked_for(tmp_path: Path) -> None:
-    """As a user runs it, workers and all; those of all ways are in :func:`test_all_ways`, and workers of
-    other ways train in ``properties/test_outside.py``."""
+    """As a user runs it, workers and all; those of all ways are in :func:`test_all_ways`, and a worker of
+    mode rolling trains in ``properties/test_outside.py``."""
     write_npz(tmp_path / "graph.npz", tmp_path)
     command = [
         sys.executable, "-m", "featstore_cli", "demo", "--data", str(tmp_path / "graph.npz"), "--json",

@@ -121,7 +121,7 @@ def each(made: list[Host], do: Callable[[Host], Any]) -> list[Any]:
 # Rows.
 
 
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(
     count=st.integers(1, 4), seed=st.integers(0, 2**30),
     tables=st.lists(st.sampled_from([*DTYPES, "long"]), min_size=1, max_size=3, unique=True),

@@ -91,7 +91,7 @@ def test_the_rows_of_a_mega_batch_are_a_tier(store: featstore.Store, way: str) -
         tier.close()
 
 
-@settings(max_examples=12)
+@settings(max_examples=6)
 @given(
     way=st.sampled_from(list(WAYS)), device=st.sampled_from(["cpu", ["cpu", "cpu"]]),
     memory=st.sampled_from([2 * 4 * WIDTH, "8KiB", "60KiB", "1MiB"]), policy=st.sampled_from(BUFFER_POLICIES),

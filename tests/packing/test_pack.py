@@ -382,8 +382,8 @@ def test_peak_memory_stays_within_the_budget(tmp_path):
     program = (
         "import sys, numpy as np, featstore\ndef peak(): return next(int(l.split()[1]) for l in "
         "open('/proc/self/status') if l.startswith('VmHWM')) << 10\np = "
-        "np.random.default_rng(0).permutation(1 << 19).astype(np.int32)\nfeatstore.pack(sys.argv[1], "
-        "sys.argv[2], order='permutation', permutation=p, memory='64MiB')\nprint(peak())\n"
+        "np.random.default_rng(0).permutation(int(sys.argv[3])).astype(np.int32)\nfeatstore.pack(sys.argv[1], "
+        "sys.argv[2], order='permutation', permutation=p, memory=sys.argv[4])\nprint(peak())\n"
     )
     source, small, spills = written("x.npy", 1 << 19), written("small.npy", 1 << 14), []
     with (
@@ -398,10 +398,11 @@ def test_peak_memory_stays_within_the_budget(tmp_path):
         ).close()
     assert spills
     shutil.rmtree(tmp_path / "warm")
-    for _ in range(2):  # and whatever else the first one has to compile is loaded by the second
+    # and whatever else the first one has to compile, of few rows, is loaded by the second
+    for path, rows, memory in ((small, 1 << 14, "4MiB"), (source, 1 << 19, "64MiB")):
         shutil.rmtree(tmp_path / "s", ignore_errors=True)
         out = subprocess.run(
-            [sys.executable, "-c", program, str(tmp_path / "s"), str(source)],
+            [sys.executable, "-c", program, str(tmp_path / "s"), str(path), str(rows), memory],
             check=True,
             capture_output=True,
             text=True,

@@ -224,7 +224,7 @@ def stores(draw: Callable[..., Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     return tables, options
 
 
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(stores(), st.integers(1, 4), st.booleans())
 def test_what_a_split_promises(tmp_path_factory, made, hosts, train):
     tables, options = made

@@ -157,7 +157,7 @@ def smallest(edges: Edges, ids: bool = False) -> int:
 
 
 @pytest.mark.usefixtures("tiny_chunks")
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(
     edges=graphs(), order=st.sampled_from(["given", "permutation", "ldg", "degree"]),
     hubs=st.sampled_from([0.0, 0.07, 1.0]), rank=st.sampled_from(["degree", "external"]),

@@ -60,7 +60,7 @@ def test_a_buffer_that_chooses_over_arrays(store: featstore.Store, arrays: dict[
     check_tier(featstore.Buffer("auto"), store, arrays, 3 << 20)
 
 
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(
     memory=st.sampled_from(["4MiB", "4500KiB", "900KiB"]),
     forced=st.lists(st.sampled_from(CANDIDATES), min_size=1, max_size=6),

@@ -73,7 +73,7 @@ def shared(store: featstore.Store) -> Any:
 # Several tables.
 
 
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(
     tables=st.lists(
         st.sampled_from(["floats", "bytes", "halves", "records", "number"]),
@@ -174,7 +174,7 @@ def above(draw: st.DrawFn) -> list[Any]:
     return [draw(kinds[kind]) for kind in draw(st.permutations(list(kinds)))[: draw(st.integers(0, 2))]]
 
 
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(tiers=above(), batch_rows=st.sampled_from([5, 64, None]), seed=st.integers(0, 2**30))
 def test_every_row_is_the_sources(
     store: featstore.Store, arrays: dict[str, np.ndarray], tiers: list[Any], batch_rows: int | None, seed: int

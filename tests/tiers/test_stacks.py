@@ -77,7 +77,7 @@ def stacks(draw: st.DrawFn) -> list[Any]:
     return [draw(devices()), *host] if draw(st.booleans()) else host
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(tiers=stacks(), seed=st.integers(0, 2**30), engine=st.sampled_from(["uring", "threads"]))
 def test_every_row_is_the_sources(
     store: featstore.Store, arrays: dict[str, np.ndarray], tiers: list[Any], seed: int, engine: str
