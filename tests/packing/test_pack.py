@@ -382,8 +382,9 @@ def test_peak_memory_stays_within_the_budget(tmp_path):
     program = (
         "import sys, numpy as np, featstore\ndef peak(): return next(int(l.split()[1]) for l in "
         "open('/proc/self/status') if l.startswith('VmHWM')) << 10\np = "
-        "np.random.default_rng(0).permutation(int(sys.argv[3])).astype(np.int32)\nfeatstore.pack(sys.argv[1], "
-        "sys.argv[2], order='permutation', permutation=p, memory=sys.argv[4])\nprint(peak())\n"
+        "np.random.default_rng(0).permutation(int(sys.argv[3])).astype(np.int32)\n"
+        "featstore.pack(sys.argv[1], sys.argv[2], order='permutation', permutation=p, "
+        "memory=sys.argv[4])\nprint(peak())\n"
     )
     source, small, spills = written("x.npy", 1 << 19), written("small.npy", 1 << 14), []
     with (
