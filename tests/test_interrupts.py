@@ -8,18 +8,20 @@ import sys
 
 import featstore
 
+#: An event would not do: interrupted in ``set``, it keeps its lock.
 PROGRAM = """
-import random, signal, sys, threading, time
+import faulthandler, random, signal, sys, threading, time
+faulthandler.dump_traceback_later(75, exit=True)
 import numpy as np, featstore
 store = featstore.open(sys.argv[1])
 features = np.load(sys.argv[3])
 reader = store.reader(memory="2MiB", engine=sys.argv[2], static=None)
 ids = np.random.default_rng(0).integers(0, len(features), 20_000)
 wanted = features[ids]
-stop = False
-begin = threading.Event()
+stop = begun = False
 def bother():
-    begin.wait()
+    while not begun:
+        time.sleep(0.001)
     while not stop:
         time.sleep(random.uniform(0.0005, 0.01))
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
@@ -39,8 +41,8 @@ def read_once():
         time.sleep(0.002)
         assert np.array_equal(left, out), "written after the read had raised"
 def rounds():  # an interrupt anywhere begins them anew
-    global stop
-    begin.set()
+    global stop, begun
+    begun = True
     while time.monotonic() < end:
         read_once()
     stop = True

@@ -3,8 +3,8 @@
 ``KeyboardInterrupt`` can come between any two steps of Python code, also inside the standard library's: in
 the middle of ``Event.set`` it leaves the event's lock taken for ever, an interrupted ``Thread.join`` (Python
 3.11) takes the thread for ended, and one inside ``Thread.start`` leaves open whether the thread will run.
-What is here uses only steps that are single to the interpreter: ``SimpleQueue.put`` and ``get``, and
-``list.pop``.
+What is here uses only steps that are single to the interpreter: ``SimpleQueue.put`` and ``get``,
+``list.pop``, and ``with`` over a lock of the interpreter's own.
 
 A forked child has none of its parent's threads: there, nothing waits for one.
 """
@@ -44,6 +44,40 @@ class Wake:
         """Return after a :meth:`set` since the last wait, or after so many seconds."""
         with suppress(queue.Empty):
             self._signals.get(timeout=timeout)
+
+
+class Permits:
+    """A semaphore of ``count``; ``threading.Semaphore``, interrupted while it takes its lock, keeps it."""
+
+    def __init__(self, count: int) -> None:
+        self._free: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self.release(count)
+
+    def acquire(self, blocking: bool = True, timeout: float | None = None) -> bool:
+        """Take one, when there is one; False where there was none within so many seconds."""
+        try:
+            self._free.get(blocking and timeout != 0, timeout)
+        except queue.Empty:
+            return False
+        return True
+
+    def release(self, count: int = 1) -> None:
+        for _ in range(count):
+            self._free.put(None)
+
+    def __enter__(self) -> None:
+        self.acquire()
+
+    def __exit__(self, *exception: object) -> None:
+        self.release()
+
+
+class SafeCondition(threading.Condition):
+    """A condition whose ``with`` takes and gives back its lock in one step each, as that over a bare lock
+    does: between the steps of ``Condition.__enter__`` and ``__exit__`` an interrupt leaves it taken."""
+
+    __enter__ = property(lambda self: self._lock.__enter__)  # type: ignore[assignment]
+    __exit__ = property(lambda self: self._lock.__exit__)  # type: ignore[assignment]
 
 
 class Worker:
@@ -200,6 +234,14 @@ class _Promise:
             self.future.set_exception(error)
         else:
             self.future.set_result(result)
+
+
+def thread_pool(threads: int, name: str) -> ThreadPoolExecutor:
+    """A pool that an interrupted ``submit`` leaves usable; its threads' names begin with ``name``."""
+    pool = ThreadPoolExecutor(threads, thread_name_prefix=name)
+    assert hasattr(pool, "_idle_semaphore")  # counts idle threads; each of them gives one back
+    pool._idle_semaphore = Permits(0)  # type: ignore[assignment]
+    return pool
 
 
 def shut_down(pool: ThreadPoolExecutor) -> None:

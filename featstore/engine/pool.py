@@ -15,7 +15,6 @@ race remains. Prefer the other engines.
 from __future__ import annotations
 
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
 
 import numpy as np
@@ -36,7 +35,7 @@ from featstore.base.native import (
     prefetch,
 )
 from featstore.base.system import no_thread, submitted
-from featstore.base.threads import shut_down
+from featstore.base.threads import shut_down, thread_pool
 from featstore.engine import counters as C
 from featstore.engine import lane as L
 from featstore.engine.base import Engine, new_counters
@@ -211,7 +210,7 @@ class PoolEngine(Engine):
         self._free = list(range(self.threads))
         self._lock = threading.Lock()
         self._closed = False
-        self._pool = ThreadPoolExecutor(self.threads, thread_name_prefix=f"featstore-{self.name}")
+        self._pool = thread_pool(self.threads, f"featstore-{self.name}")
 
     def start(self, lane: Lane) -> None:
         self.check(lane)

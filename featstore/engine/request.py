@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from typing import Any, Protocol
 
 from featstore.arguments import as_number
+from featstore.base.threads import SafeCondition
 from featstore.errors import CancelledError, ClosedError, WaitTimeoutError
 
 
@@ -45,6 +46,7 @@ class Request(Future[Any]):
     def __init__(self, finish: Callable[[], Any]) -> None:
         self._pid = os.getpid()
         super().__init__()
+        self._own_condition: threading.Condition = SafeCondition()
         # only close_piece ends it: reads under way still write into the rows
         self.set_running_or_notify_cancel()
         self._finish = finish  # makes the result of the filled arrays
@@ -107,7 +109,7 @@ class Request(Future[Any]):
 
     def _after_fork(self) -> None:
         """Nobody in this process will end it, and a thread of the parent may have held its locks."""
-        self._own_condition, self._lock = threading.Condition(), threading.Lock()
+        self._own_condition, self._lock = SafeCondition(), threading.Lock()
         self._waiters: list[Any] = []
         self._done_callbacks: list[Any] = []
         if self._state != "FINISHED":  # which is set last
@@ -139,14 +141,14 @@ class Request(Future[Any]):
     def abandon(self) -> None:
         """The caller is leaving with an exception: cancel, and come back only when nothing writes into
         ``out`` any more."""
-        if self.done():
-            return
-        with self._lock:
-            if not self._begun and not self.done():
-                self.set_exception(CancelledError("the request was abandoned"))
-        self.cancel()
-        while not self.done():
+        while True:
             try:
+                if self.done():
+                    return
+                with self._lock:
+                    if not self._begun and not self.done():
+                        self.set_exception(CancelledError("the request was abandoned"))
+                self.cancel()
                 super().exception()
             except KeyboardInterrupt:
                 continue  # the first interrupt is on its way to the caller

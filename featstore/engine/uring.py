@@ -37,6 +37,7 @@ from featstore.base.native import (
     address_of,
 )
 from featstore.base.system import available_cores, refusal, started
+from featstore.base.threads import SafeCondition, Wake
 from featstore.engine import lane as L
 from featstore.engine.base import Engine, new_counters
 from featstore.engine.deliver import CLOCK_GETTIME
@@ -96,7 +97,7 @@ class _Ring:
     def __init__(self, number: int, queue_depth: int, lock: threading.Lock) -> None:
         self.number = number
         self.thread: threading.Thread | None = None
-        self.wake, self.idle = threading.Condition(lock), False
+        self.wake, self.idle = SafeCondition(lock), False
         self.depth, self.arena = queue_depth, np.empty(0, np.uint8)  # its part of them
         self.open: list[_Shared] = []
         self.lanes = np.zeros((0, OPEN_FIELDS), np.int64)
@@ -157,7 +158,7 @@ class UringEngine(Engine):
         self._count = RingCount()
         self._closing = False
         self._failure: OSError | None = None
-        self._opened = threading.Event()
+        self._opened = Wake()
         try:
             with self._lock:
                 self._set_wanted(1)

@@ -7,14 +7,13 @@ abandons the request, which ends when its reads have.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 from featstore.base.system import no_thread
-from featstore.base.threads import shut_down
+from featstore.base.threads import Permits, SafeCondition, shut_down, thread_pool
 from featstore.engine.base import Engine
 from featstore.engine.lane import Lane
 from featstore.engine.request import Request
@@ -33,9 +32,9 @@ class Feeder:
         self._engine = engine
         self._counts = counts
         self._path = path
-        self._planner = ThreadPoolExecutor(1, thread_name_prefix="featstore-plan")
-        self._pieces = threading.BoundedSemaphore(PIECES_IN_FLIGHT)
-        self._idle = threading.Condition()
+        self._planner = thread_pool(1, "featstore-plan")
+        self._pieces = Permits(PIECES_IN_FLIGHT)
+        self._idle = SafeCondition()
         self._open_requests = 0
         self._closed = False
 

@@ -19,7 +19,6 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -30,7 +29,7 @@ from featstore.base.buffers import populate
 from featstore.base.compilation import announce_compilation
 from featstore.base.ids import parse_ids
 from featstore.base.sheets import Sheet, Shown
-from featstore.base.threads import shut_down
+from featstore.base.threads import Permits, Wake, shut_down, thread_pool
 from featstore.engine import choose, engine_class, make
 from featstore.engine import counters as C
 from featstore.engine.base import Engine
@@ -164,9 +163,9 @@ class Reader(Shown):
         self._engine = make(self.engine.name, *sizes, threads)
         self._feeder = Feeder(self._engine, self._counts, self.store.path)
         helpers = max(1, min(4, os.cpu_count() or 1) - 1)
-        self._helpers = ThreadPoolExecutor(helpers, thread_name_prefix="featstore-copy")
+        self._helpers = thread_pool(helpers, "featstore-copy")
         self._planner = Planner(self.model, self.budget, self._counts, self._helpers)
-        self._requests = threading.BoundedSemaphore(IN_FLIGHT_MAX)
+        self._requests = Permits(IN_FLIGHT_MAX)
         self._pid = os.getpid()
 
     def _load_kernels(self) -> None:
@@ -177,7 +176,7 @@ class Reader(Shown):
             extents = plan_extents(
                 nothing, NONE, none, 0, state.table.layout, self.model, self.budget.extent_bytes_max
             )
-            done = threading.Event()
+            done = Wake()
             lane = lane_of(state.files, extents, none, lambda _: done.set())  # noqa: B023
             assert self._engine is not None
             self._engine.start(lane)

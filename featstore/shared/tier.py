@@ -13,7 +13,6 @@ import copy
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -22,7 +21,7 @@ from numpy.typing import NDArray
 
 from featstore.arguments import shown
 from featstore.base.system import submitted
-from featstore.base.threads import shut_down
+from featstore.base.threads import Permits, shut_down, thread_pool
 from featstore.engine.request import Request
 from featstore.errors import ArgumentError, BudgetError, CancelledError, ClosedError
 from featstore.shared.client import BufferClient, BufferRequest
@@ -124,9 +123,9 @@ class SharedTier(OwnedTier):
         self._first = copy.copy(client)  # which connects anew: the user's may be closed, or busy
         self._first.about()
         self._idle = deque([copy.copy(client)])
-        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="featstore-shared-tier")
-        self._under_way = threading.BoundedSemaphore(2 * _THREADS)
-        self._serving = threading.BoundedSemaphore(_THREADS)
+        self._pool = thread_pool(_THREADS, "featstore-shared-tier")
+        self._under_way = Permits(2 * _THREADS)
+        self._serving = Permits(_THREADS)
 
     def submit(
         self, ids: Mapping[str, Any], *, out: Mapping[str, Any] | None, at: Mapping[str, Any] | None = None

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from featstore.arguments import as_choice, check_options
 from featstore.base.system import submitted
-from featstore.base.threads import shut_down
+from featstore.base.threads import Permits, shut_down, thread_pool
 from featstore.engine.request import Request
 from featstore.errors import BudgetError, CancelledError, ClosedError
 from featstore.storage.store import Table
@@ -175,10 +175,10 @@ class BufferTier(OverSource):
         self._beside_bytes = self._ticket_bytes + sum(choosing.values()) + cost.beside * sum(slots.values())
         self._choices = Choices()  # empty where nothing is chosen
         self._taking_slots = threading.Lock()  # of the choices, too
-        self._taking = ThreadPoolExecutor(1, thread_name_prefix="featstore-take-slots")
-        self._copying = ThreadPoolExecutor(_THREADS, thread_name_prefix="featstore-copy-out")
-        self._tickets = threading.BoundedSemaphore(_THREADS)
-        self._under_way = threading.BoundedSemaphore(2 * _THREADS)
+        self._taking = thread_pool(1, "featstore-take-slots")
+        self._copying = thread_pool(_THREADS, "featstore-copy-out")
+        self._tickets = Permits(_THREADS)
+        self._under_way = Permits(2 * _THREADS)
         try:
             for name, count in slots.items():
                 self._buffers[name] = buffer = FeatureBuffer(

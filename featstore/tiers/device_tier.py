@@ -8,7 +8,6 @@ copied.
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,7 +21,7 @@ from featstore.arguments import as_choice, as_device
 from featstore.base.buffers import empty_rows
 from featstore.base.dtypes import dtype_from_name
 from featstore.base.ids import check_out, is_tensor
-from featstore.base.threads import Wake, Worker
+from featstore.base.threads import Permits, Wake, Worker
 from featstore.engine.request import Request
 from featstore.errors import ArgumentError, CancelledError, ClosedError, IdError
 from featstore.storage.store import Table
@@ -177,7 +176,7 @@ class DeviceTier(OverSource):
             self._landing = max(self._landing, self._step[name] * table.row_bytes)
         self._staging = empty_rows(self._landing, 1)
         self._todo: deque[tuple[_Job, Any]] = deque()
-        self._under_way = threading.BoundedSemaphore(_WAITING)
+        self._under_way = Permits(_WAITING)
         self._wake = Wake()
         self._worker = Worker(self._run, "featstore-device-tier")
         self._worker.start()

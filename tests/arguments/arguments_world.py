@@ -92,7 +92,9 @@ class World:
 
     @cached_property
     def node_keys(self) -> NodeKeys:
-        return self.open(self.keyed.ids("features"))
+        keys = self.open(self.keyed.ids("features"))
+        keys.lookup(["n1"])  # so that its files are open
+        return keys
 
     @cached_property
     def reader(self) -> Reader:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import queue
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -230,3 +231,74 @@ def test_a_forked_child_cannot_ask_its_parents_runner() -> None:
             os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
     within_limit(runner.end)
+
+
+INTERRUPTED = """
+import faulthandler, signal, sys, time
+from concurrent.futures import ThreadPoolExecutor
+faulthandler.dump_traceback_later(50, exit=True)
+import threading
+from featstore.base.threads import Permits, SafeCondition, thread_pool
+kind = sys.argv[1]
+lock = {"condition": SafeCondition, "semaphore": lambda: Permits(1), "plain": threading.Condition}.get(kind)
+lock = lock and lock()
+pool = {"pool": thread_pool, "plain pool": ThreadPoolExecutor}.get(kind)
+pool = pool and pool(1, "pool")
+taken, ran, wanted = 0, [], 0
+class Interrupt(BaseException):
+    pass
+armed = False
+def interrupt(*_):  # once; the timer goes on for one that came just before the lock was waited for
+    global armed
+    if armed:
+        armed = False
+        raise Interrupt
+def take():
+    global taken, wanted
+    while True:
+        if pool:
+            wanted = len(ran)
+            pool.submit(ran.append, None)
+        else:
+            with lock:
+                taken += 1
+if pool:
+    pool.submit(int).result()  # its thread is there
+signal.signal(signal.SIGALRM, interrupt)
+end, interrupts = time.monotonic() + 1.5, 0
+while time.monotonic() < end:
+    try:
+        armed = True
+        signal.setitimer(signal.ITIMER_REAL, 0.00005 + interrupts % 97 * 1e-7, 0.01)
+        take()
+    except Interrupt:
+        interrupts += 1
+signal.setitimer(signal.ITIMER_REAL, 0)
+if pool:
+    done = threading.Event()
+    pool.submit(done.set)
+    whole = done.wait(5)
+elif kind == "semaphore":
+    lock.release()  # one that was taken when the interrupt came is given back by nobody
+    whole = lock.acquire(timeout=1)
+else:  # another thread gets it
+    got = []
+    other = threading.Thread(target=lambda: got.append(lock.acquire(timeout=1)))
+    other.start()
+    other.join()
+    whole = got[0]
+assert interrupts > 500, interrupts
+print("whole" if whole else "kept")
+sys.stdout.flush()
+import os
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("kind", ["condition", "semaphore", "pool"])
+def test_an_interrupt_leaves_no_lock_taken(kind: str) -> None:
+    """That of the standard library is kept by the first that comes between two steps: ``plain``."""
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED, kind], capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout == "whole\n", done.stderr[-2000:]
