@@ -239,7 +239,7 @@ class _Promise:
 def thread_pool(threads: int, name: str) -> ThreadPoolExecutor:
     """A pool that an interrupted ``submit`` leaves usable; its threads' names begin with ``name``."""
     pool = ThreadPoolExecutor(threads, thread_name_prefix=name)
-    assert hasattr(pool, "_idle_semaphore")  # counts idle threads; each of them gives one back
+    # counts its idle threads: each of them gives one back
     pool._idle_semaphore = Permits(0)  # type: ignore[assignment]
     return pool
 

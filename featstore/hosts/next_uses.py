@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from featstore.base.compilation import njit
+from featstore.base.sort import radix_sort
 from featstore.errors import BudgetError
 from featstore.tiers.slots.layout import NEVER
 
@@ -82,13 +83,21 @@ def find_uses(
         out[i] = uses[low] if ids[low] == wanted[i] else NEVER
 
 
-def first_uses(rows: NDArray[np.int64], keys: NDArray[np.int64]) -> NDArray[np.int32]:
-    """In which step of a block, given its keys, each row is wanted first; NEVER for none."""
-    if not len(keys):
-        return np.full(len(rows), NEVER, np.int32)
-    places = np.minimum(np.searchsorted(keys, rows << _STEP_BITS), len(keys) - 1)
-    found = keys[places]
-    return np.where(found >> _STEP_BITS == rows, found & _STEP_MASK, NEVER).astype(np.int32)
+@njit(cache=True, nogil=True)
+def first_uses(rows: NDArray[np.int64], keys: NDArray[np.int64], later: int, out: NDArray[np.int32]) -> None:
+    """In which step of a block, given its keys, each row is wanted first, ``later`` steps later; where it is
+    in none, ``out`` stays what it is."""
+    if keys.shape[0] == 0:
+        return
+    for i in range(rows.shape[0]):
+        wanted, low, left = rows[i] << _STEP_BITS, 0, keys.shape[0]
+        while left > 1:  # no branch depends on what is found
+            half = left >> 1
+            low += half * np.int64(keys[low + half - 1] < wanted)
+            left -= half
+        low = min(low + np.int64(keys[low] < wanted), keys.shape[0] - 1)
+        if keys[low] >> _STEP_BITS == rows[i]:
+            out[i] = later + (keys[low] & _STEP_MASK)
 
 
 class NextUses:
@@ -105,6 +114,8 @@ class NextUses:
         self.restart()
         lay_out(self._keys[0][:0], self._keys[0][:0], 1, self._offsets, self._ids, self._uses)
         find_uses(self._ids[:0], self._ids[:0], self._uses[:0], self._uses[:0])
+        first_uses(self._ids[:0], self._keys[0][:0], 0, self._uses[:0])
+        radix_sort(self._keys[0][:0].view(np.uint64), self._keys[1][:0].view(np.uint64), 0, 0)
 
     def restart(self) -> None:
         """Forget all steps: the next one that is added is step 0."""
@@ -113,7 +124,9 @@ class NextUses:
             self._steps = 0  # of a block; 0 until the first one is whole
             self._whole: dict[int, tuple[int, int]] = {}  # blocks by number: which keys, and how many
             self._filling = self._filled = self._begun = 0  # keys, how many, and of how many steps
-            self._laid, self._step = -1, -1  # the block that is laid out, and the step in it, -1 for none
+            self._laid = self._step = (
+                self._known
+            ) = -1  # the block that is laid out, and the step in it, -1 for none
 
     @property
     def wanted_ahead(self) -> int:
@@ -140,12 +153,17 @@ class NextUses:
                 self._end_block()
 
     def _end_block(self) -> None:
-        self._keys[self._filling][: self._filled].sort()
-        self._whole[self.added // self._steps - 1] = self._filling, self._filled
-        if len(self._whole) == _BUFFERS:  # nobody went on to the oldest one: it was let go
+        if len(self._whole) == _BUFFERS - 1:  # nobody went on to the oldest one: it is let go
             del self._whole[min(self._whole)]
-        taken = [keys for keys, _ in self._whole.values()]
-        self._filling = next(one for one in range(_BUFFERS) if one not in taken)
+        taken = [self._filling, *(keys for keys, _ in self._whole.values())]
+        spare = next(one for one in range(_BUFFERS) if one not in taken)
+        here, there = (self._keys[one][: self._filled].view(np.uint64) for one in (self._filling, spare))
+        # steps ascend already, and the sort is stable
+        id_bits = (int(here.max(initial=0)) >> _STEP_BITS).bit_length()
+        if radix_sort(here, there, _STEP_BITS, _STEP_BITS + id_bits):
+            self._filling, spare = spare, self._filling
+        self._whole[self.added // self._steps - 1] = self._filling, self._filled
+        self._filling = spare
         self._filled = self._begun = 0
 
     def _block(self, number: int) -> NDArray[np.int64]:
@@ -165,20 +183,22 @@ class NextUses:
             if number <= self._laid:
                 return
             shift = USES_MAX if self._laid < 0 else min(USES_MAX, (number - self._laid) * self._steps)
-            self._laid = number
+            known = self._known == number  # of all that wait it was said whether the present block wants them
+            self._laid, self._known = number, number + 1 if number + 1 in self._whole else -1
             present, following = self._block(number), self._block(number + 1)
             lay_out(present, following, self._steps, self._offsets, self._ids, self._uses)
             if on_block is not None:
-                on_block(shift, lambda rows: self._first(rows, present, following))
+                on_block(shift, lambda rows: self._first(rows, present[: 0 if known else None], following))
             for old in [one for one in self._whole if one <= number]:
                 del self._whole[old]
 
     def _first(
         self, rows: NDArray[np.int64], present: NDArray[np.int64], following: NDArray[np.int64]
     ) -> NDArray[np.int32]:
-        first, later = first_uses(rows, present), first_uses(rows, following)
-        later[later != NEVER] += self._steps
-        return np.minimum(first, later)
+        found = np.full(len(rows), NEVER, np.int32)
+        first_uses(rows, following, self._steps, found)
+        first_uses(rows, present, 0, found)
+        return found
 
     def of(self, ids: NDArray[np.int64]) -> NDArray[np.int32]:
         """When each row (int64 [n]) is wanted after the step begun last: a step of this block or the next, or
