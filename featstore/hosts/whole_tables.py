@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NoReturn
 
 import msgspec
 import numpy as np
@@ -49,3 +50,12 @@ class SplitGraph(StoredGraph):
     def __init__(self, store: OpenStore, name: str, entry: SplitGraphEntry, own: StoredGraph) -> None:
         super().__init__(store, name, own.entry)
         self.edges, self.hubs = entry.edges, 0
+
+    def csc(self) -> NoReturn:
+        """Raises SourceError: nobody has all lists."""
+        raise SourceError(
+            f"topology is split: of {self.where()} each host has the lists of its own nodes alone; sample "
+            f"with store.loader(seeds=..., fanouts=...), or take store.part.graphs[{self.name!r}]"
+        )
+
+    offsets = edge_ids = weights = times = csc

@@ -180,6 +180,11 @@ def test_a_loader_gives_what_it_gives_over_the_whole_topology(folder: Path, tmp_
             found.append(each(stores, batches))
             assert [store.splits_topology for store in stores] == [parts.name == "parts2"] * 2
             received = [store.received_lists()[0] for store in stores]
+            if parts.name == "parts2":
+                graph = stores[0].graphs["features"]
+                for of_all in (graph.csc, graph.edge_ids, graph.weights, graph.times, graph.offsets):
+                    with pytest.raises(SourceError, match=r"lists of its own nodes alone; sample with"):
+                        of_all()
             assert [one > 0 for one in received] == [parts.name == "parts2"] * 2
     assert found[0] == found[1]
     assert len(found[0][0]) > 30
