@@ -60,26 +60,41 @@ def mean(h: torch.Tensor, row: torch.Tensor, col: torch.Tensor, targets: int) ->
 
 
 def exchange(store: featstore.SplitStore, rows: int, rounds: int) -> list[dict[str, float]]:
-    """Seconds of as many rows from the other of two hosts, both at once, and of the same bytes by a bare
-    collective of their own process group, in turns."""
+    """Of as many rows from the other of two hosts, both at once, and of the same bytes by a bare collective
+    of their own process group, in turns: seconds, and those of this host's core. The same of what the rows
+    take beside the network: they are gathered there, and put in their places here."""
     group = dist.new_group(backend="gloo")
     table = store.table("features")
     others = np.flatnonzero(store.owners["features"].hosts != store.place.host)
     sent = torch.zeros(rows * table.row_bytes // 4)
     come = torch.zeros_like(sent)
     split = [0, len(sent)] if store.place.host == 0 else [len(sent), 0]
-    told, rng = [], np.random.default_rng(store.place.host)
+    rng = np.random.default_rng(store.place.host)
+    held = torch.ones(len(store.owners["features"].hosts) - len(others), *table.row_shape)
+    message, told = torch.ones(rows, *table.row_shape), []
     with store.reader(memory="64MiB", engine="mmap") as reader:
         for _ in range(rounds):
-            ids, seconds = rng.choice(others, rows, replace=False), {}
-            dist.barrier(group)
-            begin = time.perf_counter()
-            reader.read(ids)
-            seconds["ours"] = time.perf_counter() - begin
-            dist.barrier(group)
-            begin = time.perf_counter()
-            dist.all_to_all_single(come, sent, split, split, group=group)
-            seconds["bare"] = time.perf_counter() - begin
+            ids, places = rng.choice(others, rows, replace=False), torch.as_tensor(rng.permutation(rows))
+            asked, seconds = torch.as_tensor(rng.choice(len(held), rows, replace=False)), {}
+
+            def bare() -> None:
+                dist.all_to_all_single(come, sent, split, split, group=group)
+
+            def gather(asked: torch.Tensor = asked) -> None:
+                torch.index_select(held, 0, asked, out=message)
+
+            def put(places: torch.Tensor = places) -> None:
+                torch.empty_like(message).index_copy_(0, places, message)
+
+            def ours(ids: np.ndarray = ids) -> None:
+                reader.read(ids)
+
+            for name, step in {"ours": ours, "bare": bare, "gather": gather, "put": put}.items():
+                dist.barrier(group)
+                begin, cpu = time.perf_counter(), time.process_time()
+                step()
+                seconds[name] = time.perf_counter() - begin
+                seconds[f"{name}, cpu"] = time.process_time() - cpu
             told.append(seconds)
     return told
 
