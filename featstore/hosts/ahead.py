@@ -6,7 +6,7 @@ Ginex: Park et al., VLDB'22). A row that would be the first to go is not put the
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +19,7 @@ from featstore.base.native import address_of
 from featstore.base.rows import move_rows
 from featstore.engine.request import Request, answered, chained
 from featstore.errors import BudgetError
-from featstore.hosts.next_uses import LEAST_BYTES, USES_MAX, NextUses
+from featstore.hosts.next_uses import LEAST_BYTES, USES_MAX, FirstUses, NextUses
 from featstore.storage.store import Table
 from featstore.tiers import RowSource
 from featstore.tiers.over import OverSource
@@ -76,6 +76,7 @@ class SoonRows:
         self._map = make_slot_map(self.slots, MIN, batches=USES_MAX)
         self._rows = empty_rows(self.slots, table.row_bytes)
         self._idle = np.zeros(USES_MAX + 1, np.int64)
+        self.late = False  # rows have come after steps that wanted them, and may be wanted by this block
         none, no_ids = np.empty(0, np.int32), np.empty(0, np.int64)
         load_kernels(self._map)
         find_present(self._map, no_ids, none)
@@ -129,14 +130,16 @@ class SoonRows:
             chosen[np.flatnonzero(uses == soon)[:room]] = True
         return np.flatnonzero(chosen)
 
-    def shift(self, shift: int, first: Callable[[NDArray[np.int64]], NDArray[np.int32]]) -> None:
+    def shift(self, shift: int, first: FirstUses) -> None:
         """As :data:`featstore.hosts.next_uses.OnBlock`."""
         slots = self._map.slots
         for low in range(0, len(slots), _AT_ONCE):
             some = slots[low : low + _AT_ONCE]
+            passed = (some["stamp"] < shift) | self.late
             some["stamp"] = shifted(some["stamp"], shift)
             unknown = np.flatnonzero((some["stamp"] == NEVER) & (some["row"] >= 0))
-            some["stamp"][unknown] = first(some["row"][unknown])
+            some["stamp"][unknown] = first(some["row"][unknown], passed[unknown])
+        self.late = False
         list_anew(self._map)
 
 
@@ -167,7 +170,7 @@ class AheadTier(OverSource):
         self._rows = SoonRows(self._table, memory_bytes)
         self._lock, self._hits, self._shift = threading.Lock(), 0, 0
 
-    def note_uses(self, shift: int, first: Callable[[NDArray[np.int64]], NDArray[np.int32]]) -> None:
+    def note_uses(self, shift: int, first: FirstUses) -> None:
         """As :data:`featstore.hosts.next_uses.OnBlock`."""
         with self._lock:
             self._shift += shift
@@ -217,7 +220,9 @@ class AheadTier(OverSource):
         """Keep some of the rows that have come."""
         if missed is not None and len(missed.ids):
             with self._lock:
-                uses = shifted(missed.uses, self._shift - missed.steps)
+                shift = self._shift - missed.steps
+                uses = shifted(missed.uses, shift)
+                self._rows.late |= bool((missed.uses < shift).any())
                 self._rows.put(missed.ids, uses, self._address(filled), missed.places)
         return filled
 

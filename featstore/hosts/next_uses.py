@@ -32,9 +32,11 @@ LEAST_BYTES = _STEPS_MIN * _ENTRY_BYTES
 _FILLED = 0.9  # of the memory, by the first block, so that later ones may be a little larger
 #: Uses are below this.
 USES_MAX = 2 * STEPS_MAX
-#: Takes by how much uses have less to count from now on, and what says of rows (int64 [n]) when each is
-#: wanted first, int32 [n].
-OnBlock = Callable[[int, Callable[[NDArray[np.int64]], NDArray[np.int32]]], None]
+#: Says of rows (int64 [n]) when each is wanted first, int32 [n]. It is given which of them (bool [n]) may be
+#: wanted by the block that begins: whose use was not known when the block before began, or has passed.
+FirstUses = Callable[[NDArray[np.int64], NDArray[np.bool_]], NDArray[np.int32]]
+#: Takes by how much uses have less to count from now on.
+OnBlock = Callable[[int, FirstUses], None]
 
 
 @njit(cache=True, nogil=True)
@@ -174,8 +176,8 @@ class NextUses:
 
     def begin(self, step: int, on_block: OnBlock | None = None) -> None:
         """Go on to a step. Where that is of another block, ``on_block(shift, first)`` is called: from now
-        on uses count from its begin, ``shift`` steps after the block before, and ``first(rows)`` says for
-        rows (int64 [n]) when each is wanted first, int32, as far as is known. Of a step before the present
+        on uses count from its begin, ``shift`` steps after the block before, and ``first(rows, passed)``
+        says when each is wanted first, as far as is known. Of a step before the present
         block nothing is known."""
         with self._lock:
             number = step // self._steps if self._steps else -1
@@ -188,16 +190,22 @@ class NextUses:
             present, following = self._block(number), self._block(number + 1)
             lay_out(present, following, self._steps, self._offsets, self._ids, self._uses)
             if on_block is not None:
-                on_block(shift, lambda rows: self._first(rows, present[: 0 if known else None], following))
+                on_block(
+                    shift, lambda rows, passed: self._first(rows, passed | (not known), present, following)
+                )
             for old in [one for one in self._whole if one <= number]:
                 del self._whole[old]
 
     def _first(
-        self, rows: NDArray[np.int64], present: NDArray[np.int64], following: NDArray[np.int64]
-    ) -> NDArray[np.int32]:
+        self, rows: NDArray[np.int64], passed: NDArray[np.bool_], present: NDArray[np.int64],
+        following: NDArray[np.int64],
+    ) -> NDArray[np.int32]:  # fmt: skip
         found = np.full(len(rows), NEVER, np.int32)
         first_uses(rows, following, self._steps, found)
-        first_uses(rows, present, 0, found)
+        again = np.flatnonzero(passed)
+        sooner = found[again]
+        first_uses(rows[again], present, 0, sooner)
+        found[again] = sooner
         return found
 
     def of(self, ids: NDArray[np.int64]) -> NDArray[np.int32]:
