@@ -268,8 +268,8 @@ def main(settings: Settings, graph: Path | None, shaped: bool) -> None:
         arrays=arrays, memory="4GiB", partitions=256 if not quick else 32, overwrite=True,
     )  # fmt: skip
     report = Report(
-        "hosts" if graph is None else "hosts_real",
-        "Several hosts" + ("" if graph is None else f": {graph.stem}"),
+        "hosts" + ("" if graph is None else "_real") + ("_namespaces" if shaped else ""),
+        "Several hosts" + (", a namespace each" if shaped else "") + (f": {graph.stem}" if graph else ""),
         {"nodes": nodes, "edges": 12 * nodes, "row_bytes": 4 * COLUMNS, "fanouts": FANOUTS, "batch": batch,
          "epochs": epochs, "namespaces": shaped},
         workspace,
