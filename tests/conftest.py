@@ -52,6 +52,12 @@ def fsync_unless_quick(descriptor: int) -> None:
 os.fsync = fsync_unless_quick
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """Of ``-n auto``: more workers than cores, as many tests wait for a disk, a timeout or other programs."""
+    return max(2, len(os.sched_getaffinity(0)) * 3 // 2)
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
     global _waits
