@@ -90,11 +90,17 @@ class GraphInMemory(NeighborSampler):
 
 def bytes_in_memory(graph: StoredGraph, edge_ids: bool | None = None) -> int:
     """What it takes to bring a graph into memory by node id, at most."""
-    nodes, item = graph.table.rows, graph.entry.sources.row_bytes
     ids = graph.store.table(f"{graph.name}/edge_ids").row_bytes if wants_edge_ids(graph, edge_ids) else 0
-    if graph.table.entry.order.row_of_node is None:
-        return _FIXED_BYTES + 8 * nodes + (item + ids) * graph.edges
-    return _FIXED_BYTES + 48 * nodes + (16 + 3 * item + ids) * graph.edges
+    as_given = graph.table.entry.order.row_of_node is None
+    return graph_bytes(graph.table.rows, graph.edges, graph.entry.sources.row_bytes, ids, as_given=as_given)
+
+
+def graph_bytes(nodes: int, edges: int, item: int, ids: int = 0, *, as_given: bool) -> int:
+    """The same of a graph of such numbers: ``item`` and ``ids`` are bytes of a source and of an edge's
+    number, ``as_given`` that rows lie in the order of their ids."""
+    if as_given:
+        return _FIXED_BYTES + 8 * nodes + (item + ids) * edges
+    return _FIXED_BYTES + 48 * nodes + (16 + 3 * item + ids) * edges
 
 
 def sampler_needs(store: OpenStore, fanouts: Sequence[int], graph: str | None) -> tuple[int, int]:

@@ -40,6 +40,8 @@ _COMMANDS = {
     "bench": "Measure how fast a store's rows are read.",
     "tune": "Choose threads and reads for online training here.",
     "loader-costs": "Forecast what each mode of training costs here.",
+    "plan-memory": "Tell where a loader's memory goes, before packing or opening.",
+    "completion": "Print what has a shell complete this command.",
     "gc": "Remove what old or unfinished packs have left.",
     "demo": "Train a GNN in every way, from memory and from a store, and compare.",
 }
