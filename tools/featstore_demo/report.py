@@ -27,9 +27,8 @@ __all__ = [
 SCHEMA = "featstore.demo/2"
 #: All ways to train, as the table has them.
 WAYS = ("memory", "np.memmap", "online", "compiled", "rolling", "partitions")
-#: By how much test accuracy may fall short where mini-batches differ. On the made-up graph, of which no order
-#: keeps most neighbours together, three seeds gave 0.6 points more to 2.4 less in mode partitions, and 0.3 to
-#: 1.4 less in mode compiled; rows of wrong nodes would cost tens of points.
+#: By how much test accuracy may fall short where mini-batches differ. On the made-up graph seed 0 gave 0.9
+#: points less in mode partitions and 0.3 in mode compiled; rows of wrong nodes would cost tens of points.
 TOLERANCE = 0.05
 #: Of the table; how many letters a bar has.
 COLUMNS = (
